@@ -1,0 +1,1 @@
+"""What attention models compute when they do in-context linear regression."""

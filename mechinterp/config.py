@@ -1,0 +1,308 @@
+"""What decides the numbers of an experiment: the task, the model, the training and the seed.
+
+Configs are frozen, nested and JSON; they hold no device, no path and no verbosity. A config that
+asks for something the package cannot do is refused when it is made.
+"""
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from typing import get_type_hints
+
+COVARIANCES = ("identity", "kms", "eigenvalues")
+SCORES = ("softmax", "1+tanh", "1+Cx", "(1+Cx)^2")
+
+
+@dataclass(frozen=True)
+class CovarianceConfig:
+    """Covariance Sigma of the covariates."""
+
+    kind: str = "identity"
+    """"identity", "kms" (Kac-Murdock-Szego, Sigma_ij = rho^|i-j|) or "eigenvalues" (a diagonal Sigma)."""
+    rho: float = 0.0
+    """Correlation of neighbouring coordinates, used by "kms"."""
+    eigenvalues: tuple[float, ...] = ()
+    """The d_x diagonal entries, used by "eigenvalues"."""
+
+    def __post_init__(self) -> None:
+        if self.kind not in COVARIANCES:
+            raise ValueError(
+                f"task.covariance.kind must be one of {', '.join(COVARIANCES)}, got {self.kind!r}."
+            )
+        if not -1 < self.rho < 1:
+            raise ValueError(f"task.covariance.rho must lie in (-1, 1), got {self.rho}.")
+        if self.kind == "eigenvalues" and not (self.eigenvalues and min(self.eigenvalues) > 0):
+            raise ValueError(
+                f"task.covariance.eigenvalues must be positive numbers, got {list(self.eigenvalues)}."
+            )
+
+
+@dataclass(frozen=True)
+class TaskConfig:
+    """Law of the prompts: x ~ N(0, Sigma), beta ~ N(0, beta_var), y = x beta + N(0, noise_var)."""
+
+    d_x: int = 5
+    """Dimension of a covariate."""
+    d_y: int = 1
+    """Number of responses of a pair, each with a task vector of its own."""
+    context_length: int = 40
+    """Number L of (x, y) pairs before the query."""
+    covariance: CovarianceConfig = field(default_factory=CovarianceConfig)
+    """Covariance of x and of x_query."""
+    beta_var: float | None = None
+    """Variance of an entry of the task vector; None stands for 1 / d_x."""
+    noise_var: float = 0.1
+    """Variance of the response noise, unit y^2."""
+    query_noise: bool = True
+    """Whether y_query, the target of training, carries noise too."""
+    supports: tuple[tuple[int, ...], ...] | None = None
+    """Covariate coordinates read by each response; None: all of them."""
+    sparsity: int | None = None
+    """Number of nonzero entries of a task vector; None: all of them."""
+    n_sequences: int | None = None
+    """Size of a finite training set; None: fresh prompts in every step."""
+
+    def __post_init__(self) -> None:
+        _require_at_least("task", self, 1, "d_x", "d_y", "context_length")
+        _require_at_least("task", self, 0, "noise_var")
+        if self.beta_var is not None and self.beta_var <= 0:
+            raise ValueError(f"task.beta_var must be > 0, got {self.beta_var}.")
+        eigenvalues = self.covariance.eigenvalues
+        if self.covariance.kind == "eigenvalues" and len(eigenvalues) != self.d_x:
+            raise ValueError(
+                f"task.covariance.eigenvalues must hold d_x = {self.d_x} numbers, got {len(eigenvalues)}."
+            )
+        _refuse_unused("task", self, "supports", "sparsity", "n_sequences")
+
+    @property
+    def beta_variance(self) -> float:
+        """Variance of an entry of the task vector, with the default filled in."""
+        return 1 / self.d_x if self.beta_var is None else self.beta_var
+
+    @property
+    def signal_var(self) -> float:
+        """Variance of x . beta: beta_var times the trace of Sigma, unit y^2."""
+        trace = sum(self.covariance.eigenvalues) if self.covariance.kind == "eigenvalues" else self.d_x
+        return self.beta_variance * trace
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """An attention-only model that reads (x, y) tokens as they are and predicts y_query."""
+
+    n_layers: int = 1
+    """Number of attention layers."""
+    n_heads: int = 2
+    """Heads per layer."""
+    d_head: int | None = None
+    """Width of a head; None stands for d_model = d_x + d_y."""
+    score: str = "softmax"
+    """Attention weights are f(s_i) / sum_j f(s_j); "softmax" has f = exp, the others name f."""
+    score_slope: float = 1.0
+    """The constant C of "1+Cx" and "(1+Cx)^2"."""
+
+    def __post_init__(self) -> None:
+        _require_at_least("model", self, 1, "n_layers", "n_heads")
+        if self.d_head is not None:
+            _require_at_least("model", self, 1, "d_head")
+        if self.n_layers != 1:
+            raise ValueError(f"model.n_layers must be 1 in this version, got {self.n_layers}.")
+        if self.score not in SCORES:
+            raise ValueError(f"model.score must be one of {', '.join(SCORES)}, got {self.score!r}.")
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """Adam on the mean squared error at the query, with fresh prompts in every step."""
+
+    steps: int = 500_001
+    """Number of updates."""
+    batch_size: int = 256
+    """Prompts per step."""
+    learning_rate: float = 1e-3
+    """Adam's step size; its other constants are PyTorch's defaults."""
+    data_seed: int = 0
+    """Seed of the prompts; models with the same one see the same prompts."""
+    log_every: int = 1000
+    """Steps between two rows of the history."""
+    snapshot_every: int | None = None
+    """Steps between two snapshots of the weights; None: 0, 1k, 2k, 5k, 10k, 20k, 50k, ..."""
+    n_eval_prompts: int = 4096
+    """Number of fixed prompts behind `eval_loss`."""
+
+    def __post_init__(self) -> None:
+        _require_at_least("train", self, 1, "steps", "batch_size", "log_every", "n_eval_prompts")
+        _require_at_least("train", self, 0, "data_seed")
+        if self.learning_rate <= 0:
+            raise ValueError(f"train.learning_rate must be > 0, got {self.learning_rate}.")
+        if self.snapshot_every is not None:
+            _require_at_least("train", self, 1, "snapshot_every")
+
+    @property
+    def snapshot_steps(self) -> tuple[int, ...]:
+        """Steps (numbers of updates) at which the weights are kept, 0 included."""
+        if self.snapshot_every is not None:
+            return tuple(range(0, self.steps + 1, self.snapshot_every))
+        grid = (mantissa * 10**power for power in range(3, 19) for mantissa in (1, 2, 5))
+        return (0, *(step for step in grid if step <= self.steps))
+
+
+@dataclass(frozen=True)
+class ExperimentConfig:
+    """Everything that decides the numbers of one trained model."""
+
+    task: TaskConfig = field(default_factory=TaskConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    seed: int = 0
+    """Seed of the initial weights."""
+
+    def __post_init__(self) -> None:
+        _require_at_least("", self, 0, "seed")
+
+    @property
+    def d_model(self) -> int:
+        """Width of a token: d_x + d_y."""
+        return self.task.d_x + self.task.d_y
+
+    @property
+    def d_head(self) -> int:
+        """Width of a head, with the default filled in."""
+        return self.d_model if self.model.d_head is None else self.model.d_head
+
+    @property
+    def id(self) -> str:
+        """Eight hexadecimal digits of the sorted JSON."""
+        return hashlib.sha256(self.to_json().encode()).hexdigest()[:8]
+
+    def to_json(self) -> str:
+        """The config as sorted, indented JSON."""
+        return json.dumps(asdict(self), indent=2, sort_keys=True)
+
+    @classmethod
+    def from_json(cls, text: str) -> "ExperimentConfig":
+        """The config written by `to_json`; fields left out keep their defaults."""
+        return from_dict(json.loads(text))
+
+
+def from_dict(values: dict) -> ExperimentConfig:
+    """The config with the fields of a nested dictionary, the others at their defaults.
+
+    Raises:
+        ValueError: If a field is unknown (the known ones are listed), of the wrong type or out of range.
+    """
+    return _build(ExperimentConfig, values, "")
+
+
+def override(config: ExperimentConfig, *assignments: str) -> ExperimentConfig:
+    """The config with fields changed, all at once.
+
+    Args:
+        assignments: Texts such as "model.n_heads=4"; the value is read as JSON, else as text.
+    Raises:
+        ValueError: If an assignment has no "=" or names an unknown field.
+    Example:
+        >>> override(ExperimentConfig(), "model.n_heads=4", "seed=1").model.n_heads
+        4
+    """
+    values = asdict(config)
+    for assignment in assignments:
+        name, equals, text = assignment.partition("=")
+        if not equals:
+            raise ValueError(f"An assignment reads field=value, got {assignment!r}.")
+        value_of(config, name)
+        *parents, last = name.split(".")
+        inner = values
+        for parent in parents:
+            inner = inner[parent]
+        try:
+            inner[last] = json.loads(text)
+        except json.JSONDecodeError:
+            inner[last] = text
+    return from_dict(values)
+
+
+def value_of(config: ExperimentConfig, name: str) -> object:
+    """The value of a field named with dots, such as "train.data_seed".
+
+    Raises:
+        ValueError: If there is no such field; the known ones are listed.
+    """
+    value: object = config
+    prefix = ""
+    for part in name.split("."):
+        known = [f.name for f in fields(value)] if is_dataclass(value) else []
+        if part not in known:
+            raise ValueError(_unknown_field(f"{prefix}{part}", prefix, known))
+        value = getattr(value, part)
+        prefix += f"{part}."
+    return value
+
+
+def preset(name: str) -> ExperimentConfig:
+    """The config of a published setting, by name; `PRESETS` lists the names.
+
+    Raises:
+        ValueError: If the name is unknown.
+    """
+    if name not in PRESETS:
+        raise ValueError(f"Preset must be one of {', '.join(PRESETS)}, got {name!r}.")
+    return PRESETS[name]
+
+
+def _build(cls: type, values: object, prefix: str):
+    if not isinstance(values, dict):
+        raise ValueError(f"{prefix.rstrip('.') or 'A config'} must be a JSON object, got {values!r}.")
+    hints = get_type_hints(cls)
+    arguments = {}
+    for name, value in values.items():
+        if name not in hints:
+            raise ValueError(_unknown_field(f"{prefix}{name}", prefix, list(hints)))
+        if is_dataclass(hints[name]):
+            arguments[name] = _build(hints[name], value, f"{prefix}{name}.")
+        else:
+            arguments[name] = _checked(value, hints[name], f"{prefix}{name}")
+    return cls(**arguments)
+
+
+def _checked(value: object, hint: object, name: str) -> object:
+    """The value, lists made tuples and whole numbers made floats where the field is a float."""
+    options = {int: "an integer", float: "a number", bool: "true or false", str: "text"}
+    allowed = getattr(hint, "__args__", (hint,)) if not hasattr(hint, "__origin__") else (hint,)
+    if value is None and type(None) in allowed:
+        return None
+    if isinstance(value, list | tuple):
+        if any(hasattr(option, "__origin__") for option in allowed):
+            return tuple(tuple(v) if isinstance(v, list | tuple) else v for v in value)
+    elif type(value) in allowed:
+        if isinstance(value, float) and not abs(value) < float("inf"):
+            raise ValueError(f"{name} must be finite, got {value}.")
+        return value
+    elif float in allowed and type(value) is int:
+        return float(value)
+    expected = " or ".join(options.get(o, "null" if o is type(None) else "a list") for o in allowed)
+    raise ValueError(f"{name} must be {expected}, got {value!r}.")
+
+
+def _unknown_field(name: str, prefix: str, known: list[str]) -> str:
+    listed = ", ".join(f"{prefix}{field_name}" for field_name in known) or "none"
+    return f"Unknown field {name!r}; known: {listed}."
+
+
+def _require_at_least(group: str, config: object, least: float, *names: str) -> None:
+    for name in names:
+        if getattr(config, name) < least:
+            label = f"{group}.{name}" if group else name
+            raise ValueError(f"{label} must be >= {least}, got {getattr(config, name)}.")
+
+
+def _refuse_unused(group: str, config: object, *names: str) -> None:
+    for name in names:
+        if getattr(config, name) is not None:
+            raise ValueError(
+                f"{group}.{name} is not used in this version and must be null, got {getattr(config, name)!r}."
+            )
+
+
+# He et al. 2025 (arXiv 2503.12734), common setting: the defaults above.
+PRESETS = {f"softmax-h{h}": ExperimentConfig(model=ModelConfig(n_heads=h)) for h in (1, 2, 3, 4, 8)}

@@ -1,0 +1,146 @@
+"""What a prompt of in-context linear regression is, and how prompts are drawn.
+
+A prompt holds L pairs (x, y) of one linear task and a query x whose y is to be predicted. A batch of
+prompts is a pure function of (seed, stream, step), so that a run can be resumed and models compared
+on the same prompts.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from mechinterp.config import CovarianceConfig, TaskConfig
+
+STREAMS = ("init", "train", "eval")
+
+
+@dataclass(frozen=True, eq=False)
+class Prompts:
+    """A batch of regression prompts."""
+
+    x: Float[Tensor, "batch context d_x"]
+    """Covariates of the context."""
+    y: Float[Tensor, "batch context d_y"]
+    """Noisy responses of the context."""
+    x_query: Float[Tensor, "batch d_x"]
+    """Covariates of the query."""
+    y_query: Float[Tensor, "batch d_y"]
+    """Target of training; carries noise unless the task says otherwise."""
+    y_query_clean: Float[Tensor, "batch d_y"]
+    """x_query . beta, the target without noise."""
+    beta: Float[Tensor, "batch d_x d_y"]
+    """Task vectors."""
+
+    def __len__(self) -> int:
+        return self.x.shape[0]
+
+    def __getitem__(self, rows: slice) -> "Prompts":
+        return Prompts(**{f.name: getattr(self, f.name)[rows] for f in fields(self)})
+
+    @property
+    def context_tokens(self) -> Float[Tensor, "batch context d_model"]:
+        """The pairs as tokens (x, y)."""
+        return torch.cat([self.x, self.y], dim=-1)
+
+    @property
+    def tokens(self) -> Float[Tensor, "batch pos d_model"]:
+        """The pairs as tokens (x, y), then the query as the token (x_query, 0)."""
+        # The query sees no own label, so its y slot is 0.
+        query = torch.cat([self.x_query, torch.zeros_like(self.y_query)], dim=-1)
+        return torch.cat([self.context_tokens, query[:, None]], dim=1)
+
+    def to(self, target: torch.device | str | torch.dtype) -> "Prompts":
+        """The same prompts on another device or in another dtype."""
+        return Prompts(**{f.name: getattr(self, f.name).to(target) for f in fields(self)})
+
+
+def generator_for(
+    seed: int, stream: str, step: int, *, device: torch.device | str = "cpu"
+) -> torch.Generator:
+    """A random generator whose state is a function of (seed, stream, step) alone.
+
+    Raises:
+        ValueError: If the stream is not one of "init", "train", "eval".
+    """
+    if stream not in STREAMS:
+        raise ValueError(f"stream must be one of {', '.join(STREAMS)}, got {stream!r}.")
+    entropy = np.random.SeedSequence([seed, STREAMS.index(stream), step])
+    state = int(entropy.generate_state(1, np.uint64)[0])
+    return torch.Generator(device=device).manual_seed(state)
+
+
+def covariance_matrix(covariance: CovarianceConfig, d_x: int) -> Float[np.ndarray, "d_x d_x"]:
+    """The covariance of the covariates as a float64 matrix."""
+    if covariance.kind == "kms":
+        row = np.arange(d_x)
+        return covariance.rho ** np.abs(row[:, None] - row[None, :])
+    if covariance.kind == "eigenvalues":
+        return np.diag(covariance.eigenvalues)
+    return np.eye(d_x)
+
+
+def sample_prompts(
+    task: TaskConfig,
+    n_prompts: int,
+    *,
+    generator: torch.Generator,
+    context_length: int | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> Prompts:
+    """Fresh prompts of a task, on the generator's device.
+
+    Args:
+        context_length: Number of pairs; None stands for the task's.
+    Raises:
+        ValueError: If n_prompts or context_length is below 1.
+    Source:
+        He et al. 2025, arXiv 2503.12734, section 2 (x ~ N(0, I), beta ~ N(0, I/d), noisy responses).
+    Example:
+        >>> prompts = sample_prompts(TaskConfig(), 8, generator=generator_for(0, "eval", 0))
+        >>> tuple(prompts.tokens.shape)
+        (8, 41, 6)
+    """
+    length = task.context_length if context_length is None else context_length
+    for name, value in (("n_prompts", n_prompts), ("context_length", length)):
+        if value < 1:
+            raise ValueError(f"{name} must be >= 1, got {value}.")
+    n_tokens = length + 1
+    sizes = [n_tokens * task.d_x, n_tokens * task.d_y, task.d_x * task.d_y]
+    # One draw for everything: the generator's start-up costs more than its numbers.
+    normal = torch.empty(n_prompts * sum(sizes), device=generator.device, dtype=dtype)
+    normal.normal_(generator=generator)
+    x_draw, noise_draw, beta_draw = normal.split([n_prompts * size for size in sizes])
+    x_all = x_draw.view(n_prompts, n_tokens, task.d_x)
+    if task.covariance.kind != "identity":
+        root = np.linalg.cholesky(covariance_matrix(task.covariance, task.d_x))
+        x_all = x_all @ torch.as_tensor(root.T, dtype=dtype, device=normal.device)
+    beta = beta_draw.view(n_prompts, task.d_x, task.d_y) * task.beta_variance**0.5
+    noise = noise_draw.view(n_prompts, n_tokens, task.d_y) * task.noise_var**0.5
+    clean = x_all @ beta
+    y_all = clean + noise
+    return Prompts(
+        x=x_all[:, :-1],
+        y=y_all[:, :-1],
+        x_query=x_all[:, -1],
+        y_query=y_all[:, -1] if task.query_noise else clean[:, -1],
+        y_query_clean=clean[:, -1],
+        beta=beta,
+    )
+
+
+def prompt_chunks(
+    task: TaskConfig, n_prompts: int, *, seed: int, context_length: int | None = None, size: int = 8192
+) -> Iterator[Prompts]:
+    """Evaluation prompts in chunks, so that a million of them fit into memory.
+
+    Chunk i is drawn from (seed, "eval", i): the first chunks of a long evaluation are those of a short one.
+    """
+    for chunk in range(0, n_prompts, size):
+        generator = generator_for(seed, "eval", chunk // size)
+        yield sample_prompts(
+            task, min(size, n_prompts - chunk), generator=generator, context_length=context_length
+        )

@@ -1,0 +1,162 @@
+"""One-layer attention as functions of its weights, computed at the query only.
+
+Heads of any number of independent models lie along one axis, so that a thousand models cost one set
+of tensor operations. With A = W_Q W_K^T (scale included) and v = W_V W_O, a head's output is
+
+    out = sum_l p_l (x_l, y_l) v,   p = softmax_l( x_query A[:d_x] (x_l, y_l)^T ),
+
+because the query's y slot is 0 and the query never attends to itself.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from mechinterp.icl.prompts import Prompts
+from mechinterp.models.scores import pattern_and_slope
+
+
+NAMES = ("W_Q", "W_K", "W_V", "W_O")
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionWeights:
+    """Weights of the heads of one attention layer, or of several independent layers one after another."""
+
+    W_Q: Float[Tensor, "head d_model d_head"]
+    W_K: Float[Tensor, "head d_model d_head"]
+    W_V: Float[Tensor, "head d_model d_head"]
+    W_O: Float[Tensor, "head d_head d_y"]
+    """The y columns of TransformerLens' W_O; its x columns are zero."""
+    scale: float
+    """Factor on the scores, 1/sqrt(d_head) unless told otherwise."""
+    score: str = "softmax"
+    score_slope: float = 1.0
+
+    @property
+    def n_heads(self) -> int:
+        return self.W_Q.shape[0]
+
+    @property
+    def d_y(self) -> int:
+        return self.W_O.shape[2]
+
+    @property
+    def d_x(self) -> int:
+        return self.W_Q.shape[1] - self.d_y
+
+    @property
+    def QK(self) -> Float[Tensor, "head d_model d_model"]:
+        """scale * W_Q W_K^T, [query coordinate, key coordinate]. The papers' KQ is its transpose."""
+        return self.scale * self.W_Q @ self.W_K.mT
+
+    @property
+    def OV(self) -> Float[Tensor, "head d_model d_y"]:
+        """W_V W_O, [token coordinate, response]."""
+        return self.W_V @ self.W_O
+
+    @property
+    def omega(self) -> Float[Tensor, "head d_x"]:
+        """Diagonal of each QK circuit's x block, unit 1/x^2."""
+        return self.QK[:, : self.d_x, : self.d_x].diagonal(dim1=1, dim2=2)
+
+    @property
+    def mu(self) -> Float[Tensor, "head d_y"]:
+        """Diagonal of each OV circuit's y block: what a head reads from y_n into prediction n."""
+        return self.OV[:, self.d_x :].diagonal(dim1=1, dim2=2)
+
+    @property
+    def qk_diagonal(self) -> Float[Tensor, " head"]:
+        """Norm of the QK x block's diagonal over that of the whole block, 1 for a diagonal block."""
+        block = self.QK[:, : self.d_x, : self.d_x]
+        return _share(self.omega.norm(dim=1), block.flatten(1).norm(dim=1))
+
+    @property
+    def ov_last_entry(self) -> Float[Tensor, " head"]:
+        """Norm of mu over that of the whole OV circuit, 1 if only y_n is read into prediction n."""
+        return _share(self.mu.norm(dim=1), self.OV.flatten(1).norm(dim=1))
+
+    def __getitem__(self, heads: slice) -> "AttentionWeights":
+        parts = {name: getattr(self, name)[heads] for name in NAMES}
+        return replace(self, **parts)
+
+    def to(self, target: torch.device | str | torch.dtype) -> "AttentionWeights":
+        """The same weights on another device or in another dtype."""
+        parts = {name: getattr(self, name).to(target) for name in NAMES}
+        return replace(self, **parts)
+
+
+def stack(models: Sequence[AttentionWeights]) -> AttentionWeights:
+    """The heads of several models along one axis.
+
+    Raises:
+        ValueError: If the models differ in the shape of a head, in scale or in score.
+    """
+    laws = {(m.W_Q.shape[1:], m.d_y, m.scale, m.score, m.score_slope) for m in models}
+    if len(laws) != 1:
+        raise ValueError(f"Stacked models must share head shape, scale and score, got {len(laws)} kinds.")
+    return replace(models[0], **{name: torch.cat([getattr(m, name) for m in models]) for name in NAMES})
+
+
+def _share(part: Tensor, whole: Tensor) -> Tensor:
+    """part / whole, and 0 for a head whose circuit is zero."""
+    return part / whole.masked_fill(whole == 0, 1)
+
+
+def attend(
+    weights: AttentionWeights, context: Float[Tensor, "batch context d_model"], x_query: Float[Tensor, "batch d_x"]
+) -> tuple[
+    Float[Tensor, "batch context head"],
+    Float[Tensor, "batch context head"],
+    Float[Tensor, "batch d_model head"],
+]:
+    """What each head's query reads: its pattern, the pattern's slope and the averaged context token."""
+    batch, d_x = x_query.shape
+    d_model = context.shape[-1]
+    query_key = weights.QK[:, :d_x].permute(1, 2, 0).reshape(d_x, -1)
+    key_side = (x_query @ query_key).view(batch, d_model, -1)
+    pattern, slope = pattern_and_slope(
+        context @ key_side, score=weights.score, slope=weights.score_slope, dim=1
+    )
+    return pattern, slope, context.mT @ pattern
+
+
+def head_outputs(weights: AttentionWeights, prompts: Prompts) -> Float[Tensor, "batch head d_y"]:
+    """What each head adds to the prediction, in units of y.
+
+    Source:
+        He et al. 2025, arXiv 2503.12734, eq. (2.3): softmax over the context tokens only.
+    Example:
+        >>> from mechinterp.models.constructions import kernel_head
+        >>> from mechinterp.config import TaskConfig
+        >>> from mechinterp.icl.prompts import generator_for, sample_prompts
+        >>> prompts = sample_prompts(TaskConfig(), 8, generator=generator_for(0, "eval", 0))
+        >>> tuple(head_outputs(kernel_head(omega=0.5, mu=1.5, d_x=5), prompts).shape)
+        (8, 1, 1)
+    """
+    *_, averaged = attend(weights, prompts.context_tokens, prompts.x_query)
+    return torch.einsum("bmh,hmn->bhn", averaged, weights.OV)
+
+
+def predict(weights: AttentionWeights, prompts: Prompts) -> Float[Tensor, "batch d_y"]:
+    """Prediction of one model: the sum of its heads' outputs, in units of y."""
+    return head_outputs(weights, prompts).sum(1)
+
+
+def replica_predictions(
+    weights: AttentionWeights, prompts: Prompts, heads_per_replica: Sequence[int]
+) -> Float[Tensor, "batch replica d_y"]:
+    """Predictions of independent models whose heads lie one after another on the head axis.
+
+    Raises:
+        ValueError: If the head counts do not add up to the number of heads.
+    """
+    if sum(heads_per_replica) != weights.n_heads:
+        raise ValueError(
+            f"heads_per_replica must add up to {weights.n_heads} heads, got {sum(heads_per_replica)}."
+        )
+    outputs = head_outputs(weights, prompts).split(list(heads_per_replica), dim=1)
+    return torch.stack([output.sum(1) for output in outputs], dim=1)

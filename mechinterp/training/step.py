@@ -1,0 +1,82 @@
+"""The training step: loss and gradient of many independent one-layer models on one batch of prompts.
+
+Heads of all models lie along one axis and see the same prompts; a 0/1 matrix sums heads per model.
+The gradient is written out, because the few tensor operations it needs cost about half of what
+automatic differentiation of the forward pass does.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from mechinterp.config import ExperimentConfig
+from mechinterp.icl.prompts import Prompts, generator_for
+from mechinterp.models.functional import AttentionWeights, attend
+
+
+def initial_weights(config: ExperimentConfig) -> AttentionWeights:
+    """Initial weights of one model, a function of its config and seed alone.
+
+    Uniform in +-1/sqrt(fan_in), as PyTorch's linear layers start: fan_in is d_model for W_Q, W_K, W_V and
+    n_heads * d_head for W_O.
+    """
+    heads, d_model, d_head, d_y = config.model.n_heads, config.d_model, config.d_head, config.task.d_y
+    generator = generator_for(config.seed, "init", 0)
+
+    def uniform(fan_in: int, *shape: int) -> Tensor:
+        return (2 * torch.rand(*shape, generator=generator) - 1) / fan_in**0.5
+
+    return AttentionWeights(
+        *(uniform(d_model, heads, d_model, d_head) for _ in range(3)),
+        W_O=uniform(heads * d_head, heads, d_head, d_y),
+        scale=d_head**-0.5,
+        score=config.model.score,
+        score_slope=config.model.score_slope,
+    )
+
+
+def membership(heads_per_model: Sequence[int]) -> Float[Tensor, "head model"]:
+    """1 where a head belongs to a model, else 0."""
+    owner = torch.repeat_interleave(torch.tensor(heads_per_model))
+    return torch.nn.functional.one_hot(owner, len(heads_per_model)).float()
+
+
+def loss_and_gradients(
+    weights: AttentionWeights, prompts: Prompts, owner: Float[Tensor, "head model"]
+) -> tuple[Float[Tensor, " model"], AttentionWeights]:
+    """Loss of every model, in units of y^2, and the gradient of each model's loss in its own weights.
+
+    The loss is the mean over prompts and responses of (y_hat - y_query)^2.
+    """
+    context, x_query = prompts.context_tokens, prompts.x_query
+    batch, d_x, d_y = x_query.shape[0], x_query.shape[1], weights.d_y
+    OV = weights.OV.transpose(0, 1).contiguous()  # [m, h, n]
+    pattern, slope, averaged = attend(weights, context, x_query)  # [b, l, h], [b, l, h], [b, m, h]
+    # Products and sums instead of batched matrix products: with a d_y of one or two these are faster,
+    # and they leave the axes in the order the large products below want.
+    outputs = (averaged[..., None] * OV).sum(1)  # [b, h, n]
+    error = torch.einsum("bhn,hr->brn", outputs, owner) - prompts.y_query[:, None]
+    loss = error.square().mean((0, 2))
+
+    d_output = torch.einsum("brn,hr->bhn", error, owner) * (2 / (batch * d_y))
+    d_OV = (averaged[..., None] * d_output[:, None]).sum(0).transpose(0, 1)  # [h, m, n]
+    d_averaged = (d_output[:, None] * OV).sum(-1)  # [b, m, h]
+    # dp_i/ds_k = slope_k (1[i = k] - p_i), and sum_l p_l z_l is `averaged`.
+    reading = (context @ d_averaged).sub_((averaged * d_averaged).sum(1, keepdim=True))
+    d_key_side = context.mT @ reading.mul_(slope)  # [b, m, h]
+    d_QK = (x_query.mT @ d_key_side.view(batch, -1)).view(d_x, -1, weights.n_heads)
+    d_QK = d_QK.permute(2, 0, 1) * weights.scale  # [h, d_x, m]
+
+    # Only the x rows of W_Q are used: the query's y slot is 0.
+    d_W_Q = torch.zeros_like(weights.W_Q)
+    d_W_Q[:, :d_x] = d_QK @ weights.W_K
+    gradients = AttentionWeights(
+        W_Q=d_W_Q,
+        W_K=d_QK.mT @ weights.W_Q[:, :d_x],
+        W_V=d_OV @ weights.W_O.mT,
+        W_O=weights.W_V.mT @ d_OV,
+        scale=weights.scale,
+    )
+    return loss, gradients

@@ -1,0 +1,222 @@
+"""Training of a pack: models that share task, batches and step size, trained as one set of tensors.
+
+All that a resumed run needs lies in one file, written atomically: weights, Adam's state, the rows logged
+so far and the snapshots. A run that was killed and resumed ends with the same bits as one that was not.
+"""
+
+import json
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import pandas as pd
+import torch
+from jaxtyping import Float
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from mechinterp.checkpoints.errors import CheckpointError
+from mechinterp.checkpoints.files import write_atomically
+from mechinterp.config import ExperimentConfig, from_dict
+from mechinterp.icl.prompts import generator_for, sample_prompts
+from mechinterp.models.functional import NAMES, AttentionWeights, replica_predictions, stack
+from mechinterp.training.step import initial_weights, loss_and_gradients, membership
+
+LOGGED = ("omega", "mu", "qk_diagonal", "ov_last_entry")
+SAVE_SECONDS = 30.0
+
+
+@dataclass(frozen=True, eq=False)
+class Progress:
+    """What a caller learns at every logged step."""
+
+    step: int
+    steps: int
+    n_models: int
+    loss: float
+    """Mean training loss since the last logged step, averaged over the models; unit y^2."""
+
+
+class Pack:
+    """Models in training: their weights in one flat tensor, Adam's state and the rows logged so far."""
+
+    def __init__(self, models: Mapping[str, ExperimentConfig], *, device: str = "cpu"):
+        self.models = dict(models)
+        configs = list(self.models.values())
+        if len({pack_key(config) for config in configs}) != 1:
+            raise ValueError("Models of one pack must differ in seed and model.n_heads only.")
+        self.config, self.device = configs[0], torch.device(device)
+        self.heads = [config.model.n_heads for config in configs]
+        self.owner = membership(self.heads).to(self.device)
+        start = stack([initial_weights(config) for config in configs]).to(self.device)
+        self.flat = torch.cat([getattr(start, name).flatten() for name in NAMES])
+        self.weights = _views(self.flat, start)
+        self.optimizer = torch.optim.Adam([self.flat], lr=self.config.train.learning_rate, fused=True)
+        self.moments = {"exp_avg": torch.zeros_like(self.flat), "exp_avg_sq": torch.zeros_like(self.flat)}
+        self.step = 0
+        self.loss_sum = torch.zeros(len(configs), device=self.device)
+        self.rows: dict[str, Tensor] = {}
+        self.snapshots: dict[int, Tensor] = {}
+        self._load_moments()
+        self._record()
+
+    def advance(self) -> float:
+        """Train up to the next logged step; the mean loss since the last one, over steps and models."""
+        task, train = self.config.task, self.config.train
+        end = min(self.step + train.log_every, train.steps)
+        n_steps = end - self.step
+        for step in range(self.step, end):
+            generator = generator_for(train.data_seed, "train", step, device=self.device)
+            prompts = sample_prompts(task, train.batch_size, generator=generator)
+            loss, gradients = loss_and_gradients(self.weights, prompts, self.owner)
+            self.flat.grad = torch.cat([getattr(gradients, name).flatten() for name in NAMES])
+            self.optimizer.step()
+            self.loss_sum += loss
+            if step + 1 in train.snapshot_steps and step + 1 < end:
+                self.snapshots[step + 1] = self.flat.clone()
+        self.step = end
+        return self._record(n_steps)
+
+    @property
+    def finished(self) -> bool:
+        return self.step == self.config.train.steps
+
+    def save(self, file: Path) -> None:
+        """Write the whole state to one file."""
+        tensors = {"flat": self.flat, **self.moments}
+        tensors |= {f"row.{name}": rows for name, rows in self.rows.items()}
+        tensors |= {f"snapshot.{step}": flat for step, flat in self.snapshots.items()}
+        tensors = {name: tensor.detach().cpu() for name, tensor in tensors.items()}
+        metadata = {"step": str(self.step), "models": json.dumps(_documents(self.models))}
+        write_atomically(file, lambda target: save_file(tensors, target, metadata=metadata))
+
+    @classmethod
+    def restore(cls, file: Path, *, device: str = "cpu") -> "Pack":
+        """The pack whose state lies in a file.
+
+        Raises:
+            CheckpointError: If the file is cut short or was not written by `save`.
+        """
+        try:
+            with safe_open(file, framework="pt") as stored:
+                metadata = stored.metadata()
+                tensors = {name: stored.get_tensor(name).to(device) for name in stored.keys()}
+            models = {name: from_dict(document) for name, document in json.loads(metadata["models"]).items()}
+            pack = cls(models, device=device)
+            pack.step = int(metadata["step"])
+            pack.flat.copy_(tensors["flat"])
+            for name, moment in pack.moments.items():
+                moment.copy_(tensors[name])
+        except (OSError, SafetensorError, KeyError, TypeError, ValueError, RuntimeError) as error:
+            raise CheckpointError(f"{file}: not a training state that can be resumed ({error}).") from None
+        pack.rows = {name[4:]: rows.cpu() for name, rows in tensors.items() if name.startswith("row.")}
+        pack.snapshots = {int(n[9:]): flat for n, flat in tensors.items() if n.startswith("snapshot.")}
+        pack._load_moments()
+        return pack
+
+    def results(self) -> dict[str, "TrainedModel"]:
+        """Weights, history and snapshots of every model, by name."""
+        trained, first = {}, 0
+        for index, (name, config) in enumerate(self.models.items()):
+            heads = slice(first, first + config.model.n_heads)
+            first = heads.stop
+            cut = {step: _own(_views(flat, self.weights)[heads]) for step, flat in self.snapshots.items()}
+            history = _history(self.rows, index, heads)
+            trained[name] = TrainedModel(config, _own(self.weights[heads]), self.step, history, cut)
+        return trained
+
+    def _load_moments(self) -> None:
+        state = {"step": torch.tensor(float(self.step), device=self.device), **self.moments}
+        self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": {0: state}})
+        # load_state_dict keeps tensors of the right dtype and device as they are, or copies them.
+        self.moments = {name: self.optimizer.state[self.flat][name] for name in self.moments}
+
+    def _record(self, n_steps: int = 0) -> float:
+        """Append a row of the history; the mean loss since the last row."""
+        if self.step in self.config.train.snapshot_steps:
+            self.snapshots[self.step] = self.flat.clone()
+        loss = self.loss_sum / n_steps if n_steps else torch.full_like(self.loss_sum, torch.nan)
+        row = {"step": torch.tensor(self.step), "loss": loss, "eval_loss": self._eval_loss()}
+        row |= {name: getattr(self.weights, name) for name in LOGGED}
+        row["omega"], row["mu"] = row["omega"].mean(1), row["mu"].mean(1)
+        for name, value in row.items():
+            value = value.cpu()[None]
+            self.rows[name] = torch.cat([self.rows[name], value]) if name in self.rows else value
+        self.loss_sum.zero_()
+        return loss.mean().item()
+
+    def _eval_loss(self) -> Float[Tensor, " model"]:
+        train = self.config.train
+        generator = generator_for(train.data_seed, "eval", 0, device=self.device)
+        prompts = sample_prompts(self.config.task, train.n_eval_prompts, generator=generator)
+        squares = []
+        for start in range(0, len(prompts), train.batch_size):
+            part = prompts[start : start + train.batch_size]
+            error = replica_predictions(self.weights, part, self.heads) - part.y_query[:, None]
+            squares.append(error.square().mean(2))
+        return torch.cat(squares).mean(0)
+
+
+@dataclass(frozen=True, eq=False)
+class TrainedModel:
+    """One model of a pack, ready to be saved as a checkpoint."""
+
+    config: ExperimentConfig
+    weights: AttentionWeights
+    step: int
+    history: pd.DataFrame
+    snapshots: dict[int, AttentionWeights]
+
+
+def pack_key(config: ExperimentConfig) -> str:
+    """Text that is equal for models that may train in one pack: all but the seed and n_heads."""
+    return replace(config, seed=0, model=replace(config.model, n_heads=1)).to_json()
+
+
+def train_pack(pack: Pack, file: Path, *, on_log: Callable[[Progress], None] | None = None) -> float:
+    """Train a pack to its end, saving its state every half minute; seconds spent in steps.
+
+    Args:
+        file: Where the state lies; the run can be resumed from it with `Pack.restore`.
+        on_log: Called at every logged step.
+    """
+    start = saved = time.monotonic()
+    while not pack.finished:
+        loss = pack.advance()
+        if on_log is not None:
+            on_log(Progress(pack.step, pack.config.train.steps, len(pack.models), loss))
+        if pack.finished or time.monotonic() - saved > SAVE_SECONDS:
+            pack.save(file)
+            saved = time.monotonic()
+    return time.monotonic() - start
+
+
+def _views(flat: Tensor, like: AttentionWeights) -> AttentionWeights:
+    """Weights that are views of a flat tensor, with the shapes of `like`."""
+    shapes = [getattr(like, name).shape for name in NAMES]
+    parts = flat.split([shape.numel() for shape in shapes])
+    views = {name: part.view(shape) for name, part, shape in zip(NAMES, parts, shapes, strict=True)}
+    return replace(like, **views)
+
+
+def _own(weights: AttentionWeights) -> AttentionWeights:
+    return replace(weights, **{name: getattr(weights, name).detach().cpu().clone() for name in NAMES})
+
+
+def _documents(models: Mapping[str, ExperimentConfig]) -> dict[str, dict]:
+    return {name: asdict(config) for name, config in models.items()}
+
+
+def _history(rows: Mapping[str, Tensor], model: int, heads: slice) -> pd.DataFrame:
+    """Rows of one model, one per logged step and head."""
+    n_rows, n_heads = len(rows["step"]), heads.stop - heads.start
+    columns = {
+        "step": rows["step"].repeat_interleave(n_heads),
+        "head": torch.arange(n_heads).repeat(n_rows),
+        "loss": rows["loss"][:, model].repeat_interleave(n_heads),
+        "eval_loss": rows["eval_loss"][:, model].repeat_interleave(n_heads),
+    }
+    columns |= {name: rows[name][:, heads].flatten() for name in LOGGED}
+    return pd.DataFrame({name: column.numpy() for name, column in columns.items()})
