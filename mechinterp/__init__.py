@@ -1,1 +1,31 @@
-"""What attention models compute when they do in-context linear regression."""
+"""What attention models compute when they do in-context linear regression.
+
+The names below are loaded when they are first used, so that `import mechinterp` stays light.
+"""
+
+from importlib import import_module
+
+_HOMES = {
+    "load": "mechinterp.checkpoints.native",
+    "ExperimentConfig": "mechinterp.config",
+    "TaskConfig": "mechinterp.config",
+    "generator_for": "mechinterp.icl.prompts",
+    "sample_prompts": "mechinterp.icl.prompts",
+    "circuits": "mechinterp.analysis.circuits",
+    "classify": "mechinterp.analysis.patterns",
+    "fit_learners": "mechinterp.analysis.fits",
+    "ablate_heads": "mechinterp.analysis.heads",
+    "ablate_subsets": "mechinterp.analysis.heads",
+    "mask_heads": "mechinterp.analysis.heads",
+}
+__all__ = list(_HOMES)
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'mechinterp' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *_HOMES]

@@ -6,8 +6,11 @@ asks for something the package cannot do is refused when it is made.
 
 import hashlib
 import json
+import math
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
-from typing import get_type_hints
+from numbers import Integral, Real
+from types import NoneType, UnionType
+from typing import Union, get_args, get_origin, get_type_hints
 
 COVARIANCES = ("identity", "kms", "eigenvalues")
 SCORES = ("softmax", "1+tanh", "1+Cx", "(1+Cx)^2")
@@ -25,9 +28,16 @@ class CovarianceConfig:
     """The d_x diagonal entries, used by "eigenvalues"."""
 
     def __post_init__(self) -> None:
+        _set_checked(self, "task.covariance")
         if self.kind not in COVARIANCES:
             raise ValueError(
                 f"task.covariance.kind must be one of {', '.join(COVARIANCES)}, got {self.kind!r}."
+            )
+        if self.rho and self.kind != "kms":
+            raise ValueError(f"task.covariance.rho is used by kind 'kms' only, got {self.rho}.")
+        if self.eigenvalues and self.kind != "eigenvalues":
+            raise ValueError(
+                f"task.covariance.eigenvalues are used by kind 'eigenvalues' only, got {list(self.eigenvalues)}."
             )
         if not -1 < self.rho < 1:
             raise ValueError(f"task.covariance.rho must lie in (-1, 1), got {self.rho}.")
@@ -63,6 +73,7 @@ class TaskConfig:
     """Size of a finite training set; None: fresh prompts in every step."""
 
     def __post_init__(self) -> None:
+        _set_checked(self, "task")
         _require_at_least("task", self, 1, "d_x", "d_y", "context_length")
         _require_at_least("task", self, 0, "noise_var")
         if self.beta_var is not None and self.beta_var <= 0:
@@ -82,7 +93,9 @@ class TaskConfig:
     @property
     def signal_var(self) -> float:
         """Variance of x . beta: beta_var times the trace of Sigma, unit y^2."""
-        trace = sum(self.covariance.eigenvalues) if self.covariance.kind == "eigenvalues" else self.d_x
+        trace = (
+            sum(self.covariance.eigenvalues) if self.covariance.kind == "eigenvalues" else self.d_x
+        )
         return self.beta_variance * trace
 
 
@@ -102,6 +115,7 @@ class ModelConfig:
     """The constant C of "1+Cx" and "(1+Cx)^2"."""
 
     def __post_init__(self) -> None:
+        _set_checked(self, "model")
         _require_at_least("model", self, 1, "n_layers", "n_heads")
         if self.d_head is not None:
             _require_at_least("model", self, 1, "d_head")
@@ -131,6 +145,7 @@ class TrainConfig:
     """Number of fixed prompts behind `eval_loss`."""
 
     def __post_init__(self) -> None:
+        _set_checked(self, "train")
         _require_at_least("train", self, 1, "steps", "batch_size", "log_every", "n_eval_prompts")
         _require_at_least("train", self, 0, "data_seed")
         if self.learning_rate <= 0:
@@ -158,6 +173,7 @@ class ExperimentConfig:
     """Seed of the initial weights."""
 
     def __post_init__(self) -> None:
+        _set_checked(self, "")
         _require_at_least("", self, 0, "seed")
 
     @property
@@ -185,7 +201,7 @@ class ExperimentConfig:
         return from_dict(json.loads(text))
 
 
-def from_dict(values: dict) -> ExperimentConfig:
+def from_dict(values: object) -> ExperimentConfig:
     """The config with the fields of a nested dictionary, the others at their defaults.
 
     Raises:
@@ -239,6 +255,14 @@ def value_of(config: ExperimentConfig, name: str) -> object:
     return value
 
 
+def differences(
+    there: ExperimentConfig, here: ExperimentConfig
+) -> dict[str, tuple[object, object]]:
+    """Fields in which two configs differ, by dotted name, with both values."""
+    left, right = _flat(asdict(there)), _flat(asdict(here))
+    return {name: (left[name], right[name]) for name in left if left[name] != right[name]}
+
+
 def preset(name: str) -> ExperimentConfig:
     """The config of a published setting, by name; `PRESETS` lists the names.
 
@@ -250,9 +274,20 @@ def preset(name: str) -> ExperimentConfig:
     return PRESETS[name]
 
 
+def _flat(values: dict, prefix: str = "") -> dict[str, object]:
+    flat: dict[str, object] = {}
+    for name, value in values.items():
+        flat |= (
+            _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
+        )
+    return flat
+
+
 def _build(cls: type, values: object, prefix: str):
     if not isinstance(values, dict):
-        raise ValueError(f"{prefix.rstrip('.') or 'A config'} must be a JSON object, got {values!r}.")
+        raise ValueError(
+            f"{prefix.rstrip('.') or 'A config'} must be a JSON object, got {values!r}."
+        )
     hints = get_type_hints(cls)
     arguments = {}
     for name, value in values.items():
@@ -265,23 +300,40 @@ def _build(cls: type, values: object, prefix: str):
     return cls(**arguments)
 
 
+def _set_checked(config: object, group: str) -> None:
+    """Check the type of every plain field and bring it into the form it has after a trip through JSON."""
+    for name, hint in get_type_hints(type(config)).items():
+        if not is_dataclass(hint):
+            label = f"{group}.{name}" if group else name
+            object.__setattr__(config, name, _checked(getattr(config, name), hint, label))
+
+
 def _checked(value: object, hint: object, name: str) -> object:
     """The value, lists made tuples and whole numbers made floats where the field is a float."""
-    options = {int: "an integer", float: "a number", bool: "true or false", str: "text"}
-    allowed = getattr(hint, "__args__", (hint,)) if not hasattr(hint, "__origin__") else (hint,)
-    if value is None and type(None) in allowed:
-        return None
-    if isinstance(value, list | tuple):
-        if any(hasattr(option, "__origin__") for option in allowed):
-            return tuple(tuple(v) if isinstance(v, list | tuple) else v for v in value)
-    elif type(value) in allowed:
-        if isinstance(value, float) and not abs(value) < float("inf"):
-            raise ValueError(f"{name} must be finite, got {value}.")
-        return value
-    elif float in allowed and type(value) is int:
-        return float(value)
-    expected = " or ".join(options.get(o, "null" if o is type(None) else "a list") for o in allowed)
+    options = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    for option in options:
+        if get_origin(option) is tuple and isinstance(value, list | tuple):
+            inner = get_args(option)[0]
+            return tuple(_checked(v, inner, f"{name}[{i}]") for i, v in enumerate(value))
+        if option is float and isinstance(value, Real) and not isinstance(value, bool):
+            return _finite(value, name)
+        if option is int and isinstance(value, Integral) and not isinstance(value, bool):
+            return int(value)
+        if type(value) is option:
+            return value
+    words = {int: "an integer", float: "a number", bool: "true or false", str: "text"}
+    expected = " or ".join(words.get(o, "null" if o is NoneType else "a list") for o in options)
     raise ValueError(f"{name} must be {expected}, got {value!r}.")
+
+
+def _finite(value: Real, name: str) -> float:
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number):
+        raise ValueError(f"{name} must be finite, got {number}.")
+    return number
 
 
 def _unknown_field(name: str, prefix: str, known: list[str]) -> str:

@@ -1,5 +1,7 @@
 """Fixtures with known answers."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -7,6 +9,8 @@ from mechinterp.config import TaskConfig
 from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
 from mechinterp.models.constructions import debiased_gradient_step, zero_head
 from mechinterp.models.functional import AttentionWeights, stack
+
+CHECKPOINTS = Path(__file__).parents[1] / "checkpoints"
 
 
 @pytest.fixture

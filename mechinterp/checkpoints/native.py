@@ -5,6 +5,7 @@ hooked model (with it TransformerLens) is built only when it is asked for.
 """
 
 import json
+import math
 import subprocess
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -19,7 +20,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from mechinterp.checkpoints.errors import CheckpointError
+from mechinterp.checkpoints.errors import CheckpointError, one_line
 from mechinterp.checkpoints.files import write_atomically
 from mechinterp.config import ExperimentConfig, from_dict
 from mechinterp.models.functional import AttentionWeights
@@ -62,12 +63,18 @@ class Checkpoint:
         try:
             return pd.read_parquet(file)
         except (OSError, ValueError) as error:
-            raise CheckpointError(f"{file}: not a readable parquet file ({_one_line(error)}).") from None
+            raise CheckpointError(
+                f"{file}: not a readable parquet file ({one_line(error)})."
+            ) from None
 
     @cached_property
     def snapshots(self) -> dict[int, AttentionWeights]:
         """Weights during training, by step."""
-        files = {int(f.stem): f for f in (self.path / "snapshots").glob("*.safetensors") if f.stem.isdigit()}
+        files = {
+            int(f.stem): f
+            for f in (self.path / "snapshots").glob("*.safetensors")
+            if f.stem.isdigit()
+        }
         return {step: _read_weights(files[step], self.config) for step in sorted(files)}
 
     @cached_property
@@ -87,19 +94,21 @@ def load(path: str | Path) -> Checkpoint:
     """
     path = Path(path)
     file = path / "config.json"
-    if not path.is_dir() or not file.is_file():
-        what = "has no config.json" if path.is_dir() else "is not a folder" if path.exists() else "does not exist"
-        raise CheckpointError(f"{path}: a checkpoint is a folder with config.json and model.safetensors; this {what}.")
+    if not file.is_file():
+        what = "does not exist"
+        if path.exists():
+            what = "has no config.json" if path.is_dir() else "is not a folder"
+        raise CheckpointError(
+            f"{path}: a checkpoint is a folder with config.json and model.safetensors; this {what}."
+        )
+    document = _read_document(file)
+    step = document["step"]
+    if type(step) is not int or step < 0:
+        raise CheckpointError(f"{file}: step must be an integer >= 0, got {step!r}.")
     try:
-        document = json.loads(file.read_text())
-        config, step = from_dict(document["experiment"]), int(document["step"])
-        format_version = document["format_version"]
-    except KeyError as error:
-        raise CheckpointError(f"{file}: field {error} is missing.") from None
-    except (ValueError, TypeError) as error:
-        raise CheckpointError(f"{file}: {_one_line(error)}") from None
-    if format_version != FORMAT_VERSION:
-        raise CheckpointError(f"{file}: format_version must be {FORMAT_VERSION}, got {format_version!r}.")
+        config = from_dict(document["experiment"])
+    except ValueError as error:
+        raise CheckpointError(f"{file}: {one_line(error)}") from None
     return Checkpoint(path, config, step, _read_weights(path / "model.safetensors", config))
 
 
@@ -115,16 +124,13 @@ def save(
     """Write a checkpoint folder; config.json comes last, so that a folder that has it is whole.
 
     Raises:
-        CheckpointError: If the folder already holds a checkpoint.
+        CheckpointError: If the folder already holds a checkpoint or cannot be written, or the weights are
+            not those of such a model.
     """
     path = Path(path)
     if (path / "config.json").exists():
         raise CheckpointError(f"{path}: already holds a checkpoint; it is not overwritten.")
-    for snapshot_step, snapshot in (snapshots or {}).items():
-        write_weights(path / "snapshots" / f"{snapshot_step}.safetensors", snapshot)
-    write_weights(path / "model.safetensors", weights)
-    if history is not None:
-        write_atomically(path / "history.parquet", lambda file: history.to_parquet(file, index=False))
+    _require_fit(path, weights, config)
     document = {
         "format_version": FORMAT_VERSION,
         "package_version": version("mechinterp"),
@@ -133,7 +139,17 @@ def save(
         "experiment": asdict(config),
     }
     text = json.dumps(document, indent=2) + "\n"
-    write_atomically(path / "config.json", lambda file: file.write_text(text))
+    try:
+        for snapshot_step, snapshot in (snapshots or {}).items():
+            write_weights(path / "snapshots" / f"{snapshot_step}.safetensors", snapshot)
+        write_weights(path / "model.safetensors", weights)
+        if history is not None:
+            write_atomically(
+                path / "history.parquet", lambda file: history.to_parquet(file, index=False)
+            )
+        write_atomically(path / "config.json", lambda file: file.write_text(text))
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{path}: cannot be written ({one_line(error)}).") from None
 
 
 def write_weights(file: Path, weights: AttentionWeights) -> None:
@@ -161,12 +177,57 @@ def git_commit() -> str | None:
     return result.stdout.strip() or None
 
 
+def _read_document(file: Path) -> dict:
+    try:
+        document = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{file}: not a readable JSON file ({one_line(error)}).") from None
+    if not isinstance(document, dict):
+        raise CheckpointError(f"{file}: must hold a JSON object, got {type(document).__name__}.")
+    for name in ("format_version", "step", "experiment"):
+        if name not in document:
+            raise CheckpointError(f"{file}: field {name!r} is missing.")
+    if document["format_version"] != FORMAT_VERSION:
+        raise CheckpointError(
+            f"{file}: format_version must be {FORMAT_VERSION}, got {document['format_version']!r}."
+        )
+    return document
+
+
 def _read_weights(file: Path, config: ExperimentConfig) -> AttentionWeights:
     try:
         tensors = load_file(file)
     except (OSError, SafetensorError) as error:
-        reason = "does not exist" if not file.exists() else _one_line(error)
+        reason = "does not exist" if not file.exists() else one_line(error)
         raise CheckpointError(f"{file}: not a readable safetensors file ({reason}).") from None
+    _require_whole(file, tensors, config)
+    return AttentionWeights(
+        W_Q=tensors[PREFIX + "W_Q"],
+        W_K=tensors[PREFIX + "W_K"],
+        W_V=tensors[PREFIX + "W_V"],
+        W_O=tensors[PREFIX + "W_O"][:, :, config.task.d_x :].contiguous(),
+        scale=config.d_head**-0.5,
+        score=config.model.score,
+        score_slope=config.model.score_slope,
+    )
+
+
+def _require_fit(path: Path, weights: AttentionWeights, config: ExperimentConfig) -> None:
+    """Refuse weights that would not be the same after a trip through a checkpoint of this config."""
+    _require_whole(path, state_dict(weights), config)
+    if not math.isclose(weights.scale, config.d_head**-0.5):
+        raise CheckpointError(
+            f"{path}: scale must be 1/sqrt(d_head) = {config.d_head**-0.5:.6g}, got {weights.scale:.6g}."
+        )
+    law = (weights.score, weights.score_slope)
+    if law != (config.model.score, config.model.score_slope):
+        raise CheckpointError(
+            f"{path}: score and score_slope must be the config's "
+            f"{config.model.score!r} and {config.model.score_slope}, got {law[0]!r} and {law[1]}."
+        )
+
+
+def _require_whole(file: Path, tensors: Mapping[str, Tensor], config: ExperimentConfig) -> None:
     wide = (config.model.n_heads, config.d_model, config.d_head)
     expected = {name: wide for name in ("W_Q", "W_K", "W_V")} | {"W_O": (wide[0], wide[2], wide[1])}
     for name, shape in expected.items():
@@ -174,22 +235,21 @@ def _read_weights(file: Path, config: ExperimentConfig) -> AttentionWeights:
         if tensor is None:
             raise CheckpointError(f"{file}: {PREFIX}{name} is missing.")
         if tuple(tensor.shape) != shape:
-            raise CheckpointError(f"{file}: {PREFIX}{name} must have shape {shape}, got {tuple(tensor.shape)}.")
-        if not tensor.is_floating_point() or not torch.isfinite(tensor).all():
-            bad = int((~torch.isfinite(tensor)).sum())
-            raise CheckpointError(f"{file}: {PREFIX}{name} must hold finite numbers, got {bad} NaN or infinite.")
+            raise CheckpointError(
+                f"{file}: {PREFIX}{name} must have shape {shape}, got {tuple(tensor.shape)}."
+            )
+        if not tensor.is_floating_point():
+            raise CheckpointError(
+                f"{file}: {PREFIX}{name} must hold floating-point numbers, got {tensor.dtype}."
+            )
+        bad = int((~torch.isfinite(tensor)).sum())
+        if bad:
+            raise CheckpointError(
+                f"{file}: {PREFIX}{name} must hold finite numbers, got {bad} NaN or infinite."
+            )
     w_o = tensors[PREFIX + "W_O"]
     if w_o[:, :, : config.task.d_x].any():
         largest = w_o[:, :, : config.task.d_x].abs().max().item()
-        raise CheckpointError(f"{file}: the x columns of {PREFIX}W_O must be zero, got {largest:.3g}.")
-    return AttentionWeights(
-        *(tensors[PREFIX + name] for name in ("W_Q", "W_K", "W_V")),
-        W_O=w_o[:, :, config.task.d_x :].contiguous(),
-        scale=config.d_head**-0.5,
-        score=config.model.score,
-        score_slope=config.model.score_slope,
-    )
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())
+        raise CheckpointError(
+            f"{file}: the x columns of {PREFIX}W_O must be zero, got {largest:.3g}."
+        )

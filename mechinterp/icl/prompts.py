@@ -133,7 +133,12 @@ def sample_prompts(
 
 
 def prompt_chunks(
-    task: TaskConfig, n_prompts: int, *, seed: int, context_length: int | None = None, size: int = 8192
+    task: TaskConfig,
+    n_prompts: int,
+    *,
+    seed: int,
+    context_length: int | None = None,
+    size: int = 8192,
 ) -> Iterator[Prompts]:
     """Evaluation prompts in chunks, so that a million of them fit into memory.
 

@@ -27,7 +27,9 @@ def diagonal_heads(
         tensor([ 3., -3.], dtype=torch.float64)
     """
     if len(omega) != len(mu):
-        raise ValueError(f"omega and mu must have one entry per head, got {len(omega)} and {len(mu)}.")
+        raise ValueError(
+            f"omega and mu must have one entry per head, got {len(omega)} and {len(mu)}."
+        )
     d_model = d_x + d_y
     on_x = torch.diag(torch.tensor([1.0] * d_x + [0.0] * d_y, dtype=torch.float64))
     on_y = torch.eye(d_model, dtype=torch.float64) - on_x

@@ -18,7 +18,6 @@ from torch import Tensor
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.scores import pattern_and_slope
 
-
 NAMES = ("W_Q", "W_K", "W_V", "W_O")
 
 
@@ -97,8 +96,16 @@ def stack(models: Sequence[AttentionWeights]) -> AttentionWeights:
     """
     laws = {(m.W_Q.shape[1:], m.d_y, m.scale, m.score, m.score_slope) for m in models}
     if len(laws) != 1:
-        raise ValueError(f"Stacked models must share head shape, scale and score, got {len(laws)} kinds.")
-    return replace(models[0], **{name: torch.cat([getattr(m, name) for m in models]) for name in NAMES})
+        raise ValueError(
+            f"Stacked models must share head shape, scale and score, got {len(laws)} kinds."
+        )
+    return replace(
+        models[0],
+        W_Q=torch.cat([model.W_Q for model in models]),
+        W_K=torch.cat([model.W_K for model in models]),
+        W_V=torch.cat([model.W_V for model in models]),
+        W_O=torch.cat([model.W_O for model in models]),
+    )
 
 
 def _share(part: Tensor, whole: Tensor) -> Tensor:
@@ -107,7 +114,9 @@ def _share(part: Tensor, whole: Tensor) -> Tensor:
 
 
 def attend(
-    weights: AttentionWeights, context: Float[Tensor, "batch context d_model"], x_query: Float[Tensor, "batch d_x"]
+    weights: AttentionWeights,
+    context: Float[Tensor, "batch context d_model"],
+    x_query: Float[Tensor, "batch d_x"],
 ) -> tuple[
     Float[Tensor, "batch context head"],
     Float[Tensor, "batch context head"],
@@ -133,7 +142,8 @@ def head_outputs(weights: AttentionWeights, prompts: Prompts) -> Float[Tensor, "
         >>> from mechinterp.models.constructions import kernel_head
         >>> from mechinterp.config import TaskConfig
         >>> from mechinterp.icl.prompts import generator_for, sample_prompts
-        >>> prompts = sample_prompts(TaskConfig(), 8, generator=generator_for(0, "eval", 0))
+        >>> generator = generator_for(0, "eval", 0)
+        >>> prompts = sample_prompts(TaskConfig(), 8, generator=generator, dtype=torch.float64)
         >>> tuple(head_outputs(kernel_head(omega=0.5, mu=1.5, d_x=5), prompts).shape)
         (8, 1, 1)
     """

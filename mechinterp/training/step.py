@@ -22,14 +22,17 @@ def initial_weights(config: ExperimentConfig) -> AttentionWeights:
     Uniform in +-1/sqrt(fan_in), as PyTorch's linear layers start: fan_in is d_model for W_Q, W_K, W_V and
     n_heads * d_head for W_O.
     """
-    heads, d_model, d_head, d_y = config.model.n_heads, config.d_model, config.d_head, config.task.d_y
+    heads, d_y = config.model.n_heads, config.task.d_y
+    d_model, d_head = config.d_model, config.d_head
     generator = generator_for(config.seed, "init", 0)
 
     def uniform(fan_in: int, *shape: int) -> Tensor:
         return (2 * torch.rand(*shape, generator=generator) - 1) / fan_in**0.5
 
     return AttentionWeights(
-        *(uniform(d_model, heads, d_model, d_head) for _ in range(3)),
+        W_Q=uniform(d_model, heads, d_model, d_head),
+        W_K=uniform(d_model, heads, d_model, d_head),
+        W_V=uniform(d_model, heads, d_model, d_head),
         W_O=uniform(heads * d_head, heads, d_head, d_y),
         scale=d_head**-0.5,
         score=config.model.score,
@@ -53,7 +56,7 @@ def loss_and_gradients(
     context, x_query = prompts.context_tokens, prompts.x_query
     batch, d_x, d_y = x_query.shape[0], x_query.shape[1], weights.d_y
     OV = weights.OV.transpose(0, 1).contiguous()  # [m, h, n]
-    pattern, slope, averaged = attend(weights, context, x_query)  # [b, l, h], [b, l, h], [b, m, h]
+    _, slope, averaged = attend(weights, context, x_query)  # [b, l, h], [b, m, h]
     # Products and sums instead of batched matrix products: with a d_y of one or two these are faster,
     # and they leave the axes in the order the large products below want.
     outputs = (averaged[..., None] * OV).sum(1)  # [b, h, n]

@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from mechinterp.checkpoints.errors import CheckpointError
+from mechinterp.checkpoints.errors import CheckpointError, one_line
 from mechinterp.checkpoints.files import write_atomically
 from mechinterp.config import ExperimentConfig, from_dict
 from mechinterp.icl.prompts import generator_for, sample_prompts
@@ -37,6 +37,12 @@ class Progress:
     n_models: int
     loss: float
     """Mean training loss since the last logged step, averaged over the models; unit y^2."""
+    steps_per_second: float
+    """Updates of the whole pack per second since training began or was resumed."""
+
+    @property
+    def seconds_left(self) -> float:
+        return (self.steps - self.step) / self.steps_per_second
 
 
 class Pack:
@@ -53,8 +59,13 @@ class Pack:
         start = stack([initial_weights(config) for config in configs]).to(self.device)
         self.flat = torch.cat([getattr(start, name).flatten() for name in NAMES])
         self.weights = _views(self.flat, start)
-        self.optimizer = torch.optim.Adam([self.flat], lr=self.config.train.learning_rate, fused=True)
-        self.moments = {"exp_avg": torch.zeros_like(self.flat), "exp_avg_sq": torch.zeros_like(self.flat)}
+        self.optimizer = torch.optim.Adam(
+            [self.flat], lr=self.config.train.learning_rate, fused=True
+        )
+        self.moments = {
+            "exp_avg": torch.zeros_like(self.flat),
+            "exp_avg_sq": torch.zeros_like(self.flat),
+        }
         self.step = 0
         self.loss_sum = torch.zeros(len(configs), device=self.device)
         self.rows: dict[str, Tensor] = {}
@@ -66,7 +77,7 @@ class Pack:
         """Train up to the next logged step; the mean loss since the last one, over steps and models."""
         task, train = self.config.task, self.config.train
         end = min(self.step + train.log_every, train.steps)
-        n_steps = end - self.step
+        n_steps, snapshot_steps = end - self.step, set(train.snapshot_steps)
         for step in range(self.step, end):
             generator = generator_for(train.data_seed, "train", step, device=self.device)
             prompts = sample_prompts(task, train.batch_size, generator=generator)
@@ -74,7 +85,7 @@ class Pack:
             self.flat.grad = torch.cat([getattr(gradients, name).flatten() for name in NAMES])
             self.optimizer.step()
             self.loss_sum += loss
-            if step + 1 in train.snapshot_steps and step + 1 < end:
+            if step + 1 in snapshot_steps and step + 1 < end:
                 self.snapshots[step + 1] = self.flat.clone()
         self.step = end
         return self._record(n_steps)
@@ -102,17 +113,26 @@ class Pack:
         try:
             with safe_open(file, framework="pt") as stored:
                 metadata = stored.metadata()
-                tensors = {name: stored.get_tensor(name).to(device) for name in stored.keys()}
-            models = {name: from_dict(document) for name, document in json.loads(metadata["models"]).items()}
+                # safe_open is no dictionary: it has keys() but cannot be iterated over.
+                tensors = {name: stored.get_tensor(name).to(device) for name in stored.keys()}  # noqa: SIM118
+            documents = json.loads(metadata["models"])
+            models = {name: from_dict(document) for name, document in documents.items()}
             pack = cls(models, device=device)
             pack.step = int(metadata["step"])
             pack.flat.copy_(tensors["flat"])
             for name, moment in pack.moments.items():
                 moment.copy_(tensors[name])
         except (OSError, SafetensorError, KeyError, TypeError, ValueError, RuntimeError) as error:
-            raise CheckpointError(f"{file}: not a training state that can be resumed ({error}).") from None
-        pack.rows = {name[4:]: rows.cpu() for name, rows in tensors.items() if name.startswith("row.")}
-        pack.snapshots = {int(n[9:]): flat for n, flat in tensors.items() if n.startswith("snapshot.")}
+            reason = "does not exist" if not file.exists() else one_line(error)
+            raise CheckpointError(
+                f"{file}: not a training state that can be resumed ({reason})."
+            ) from None
+        pack.rows = {
+            name[4:]: rows.cpu() for name, rows in tensors.items() if name.startswith("row.")
+        }
+        pack.snapshots = {
+            int(n[9:]): flat for n, flat in tensors.items() if n.startswith("snapshot.")
+        }
         pack._load_moments()
         return pack
 
@@ -122,7 +142,10 @@ class Pack:
         for index, (name, config) in enumerate(self.models.items()):
             heads = slice(first, first + config.model.n_heads)
             first = heads.stop
-            cut = {step: _own(_views(flat, self.weights)[heads]) for step, flat in self.snapshots.items()}
+            cut = {
+                step: _own(_views(flat, self.weights)[heads])
+                for step, flat in self.snapshots.items()
+            }
             history = _history(self.rows, index, heads)
             trained[name] = TrainedModel(config, _own(self.weights[heads]), self.step, history, cut)
         return trained
@@ -175,18 +198,22 @@ def pack_key(config: ExperimentConfig) -> str:
     return replace(config, seed=0, model=replace(config.model, n_heads=1)).to_json()
 
 
-def train_pack(pack: Pack, file: Path, *, on_log: Callable[[Progress], None] | None = None) -> float:
+def train_pack(
+    pack: Pack, file: Path, *, on_log: Callable[[Progress], None] | None = None
+) -> float:
     """Train a pack to its end, saving its state every half minute; seconds spent in steps.
 
     Args:
         file: Where the state lies; the run can be resumed from it with `Pack.restore`.
         on_log: Called at every logged step.
     """
+    first_step = pack.step
     start = saved = time.monotonic()
     while not pack.finished:
         loss = pack.advance()
         if on_log is not None:
-            on_log(Progress(pack.step, pack.config.train.steps, len(pack.models), loss))
+            rate = (pack.step - first_step) / (time.monotonic() - start)
+            on_log(Progress(pack.step, pack.config.train.steps, len(pack.models), loss, rate))
         if pack.finished or time.monotonic() - saved > SAVE_SECONDS:
             pack.save(file)
             saved = time.monotonic()
@@ -202,7 +229,9 @@ def _views(flat: Tensor, like: AttentionWeights) -> AttentionWeights:
 
 
 def _own(weights: AttentionWeights) -> AttentionWeights:
-    return replace(weights, **{name: getattr(weights, name).detach().cpu().clone() for name in NAMES})
+    return replace(
+        weights, **{name: getattr(weights, name).detach().cpu().clone() for name in NAMES}
+    )
 
 
 def _documents(models: Mapping[str, ExperimentConfig]) -> dict[str, dict]:

@@ -1,0 +1,102 @@
+"""How losses and head scales moved during training, from a checkpoint's history."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+import plotly.graph_objects as go
+from jaxtyping import Float, Int
+
+from mechinterp import figures
+
+SCALARS = ("omega", "mu", "qk_diagonal", "ov_last_entry")
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class TrainingDynamics:
+    """Logged steps of one model."""
+
+    step: Int[np.ndarray, " row"]
+    """Number of updates."""
+    loss: Float[np.ndarray, " row"]
+    """Mean training loss since the last row, NaN at step 0; unit y^2."""
+    eval_loss: Float[np.ndarray, " row"]
+    """Loss on a fixed set of prompts that training never sees, unit y^2."""
+    omega: Float[np.ndarray, "row head"]
+    """Mean of each head's omega, unit 1/x^2."""
+    mu: Float[np.ndarray, "row head"]
+    qk_diagonal: Float[np.ndarray, "row head"]
+    ov_last_entry: Float[np.ndarray, "row head"]
+
+    def __repr__(self) -> str:
+        return f"TrainingDynamics({self.step[-1]} steps, final eval_loss {self.eval_loss[-1]:.4f})"
+
+    def to_frame(self) -> pd.DataFrame:
+        """One row per logged step and head."""
+        n_rows, n_heads = self.omega.shape
+        columns = {
+            "step": np.repeat(self.step, n_heads),
+            "head": np.tile(np.arange(n_heads), n_rows),
+        }
+        columns |= {name: np.repeat(getattr(self, name), n_heads) for name in ("loss", "eval_loss")}
+        columns |= {name: getattr(self, name).ravel() for name in SCALARS}
+        return pd.DataFrame(columns)
+
+    def plot(self) -> go.Figure:
+        """omega of every head over training."""
+        return self._plot_heads("omega", "omega of each head during training", "omega (1/x²)")
+
+    def plot_mu(self) -> go.Figure:
+        """mu of every head over training."""
+        return self._plot_heads("mu", "mu of each head during training", "mu")
+
+    def plot_loss(self) -> go.Figure:
+        """Training and evaluation loss over training."""
+        later = slice(1, None)  # step 0 has no place on a logarithmic axis
+        return figures.lines(
+            self.step[later],
+            {"eval_loss": self.eval_loss[later], "loss": self.loss[later]},
+            title="Loss during training",
+            x_title="step",
+            y_title="loss (y²)",
+            log_x=True,
+            log_y=True,
+        )
+
+    def _plot_heads(self, name: str, title: str, y_title: str) -> go.Figure:
+        values = getattr(self, name)[1:]
+        return figures.lines(
+            self.step[1:],
+            {f"head {head}": values[:, head] for head in range(values.shape[1])},
+            title=title,
+            x_title="step",
+            y_title=y_title,
+            colors=[figures.head_color(head) for head in range(values.shape[1])],
+            log_x=True,
+            zero_line=True,
+        )
+
+
+def training_dynamics(history: pd.DataFrame) -> TrainingDynamics:
+    """The dynamics in a checkpoint's history.
+
+    Raises:
+        ValueError: If the history lacks a column.
+    Example:
+        >>> from mechinterp import load
+        >>> training_dynamics(load("checkpoints/softmax-h1-s0").history).omega.shape[1]
+        1
+    """
+    missing = {"step", "head", "loss", "eval_loss", *SCALARS} - set(history.columns)
+    if missing:
+        raise ValueError(
+            f"A history must have the columns {', '.join(sorted(missing))}; they are missing."
+        )
+    per_step = history.drop_duplicates("step")
+    tables = {name: history.pivot(index="step", columns="head", values=name) for name in SCALARS}
+    return TrainingDynamics(
+        step=per_step["step"].to_numpy(),
+        loss=per_step["loss"].to_numpy(),
+        eval_loss=per_step["eval_loss"].to_numpy(),
+        **{name: table.to_numpy() for name, table in tables.items()},
+    )

@@ -1,0 +1,36 @@
+"""Estimates over prompts, with their standard errors."""
+
+import numpy as np
+from jaxtyping import Float
+
+
+def mean_and_sem(
+    values: Float[np.ndarray, "prompt *axes"],
+) -> tuple[Float[np.ndarray, "*axes"], Float[np.ndarray, "*axes"]]:
+    """Mean over the first axis and its standard error.
+
+    Example:
+        >>> mean, sem = mean_and_sem(np.array([1.0, 2.0, 3.0]))
+        >>> float(mean), round(float(sem), 4)
+        (2.0, 0.5774)
+    """
+    sem = values.std(0, ddof=1) / len(values) ** 0.5
+    return np.asarray(values.mean(0)), np.asarray(sem)
+
+
+def ratio_and_sem(
+    numerator: Float[np.ndarray, "prompt *axes"], denominator: Float[np.ndarray, " prompt"]
+) -> tuple[Float[np.ndarray, "*axes"], Float[np.ndarray, "*axes"]]:
+    """Ratio of two means over prompts and its standard error by the delta method; NaN if both are 0.
+
+    Example:
+        >>> ratio, sem = ratio_and_sem(np.array([1.0, 2.0]), np.array([2.0, 4.0]))
+        >>> float(ratio), float(sem)
+        (0.5, 0.0)
+    """
+    whole = denominator.mean()
+    if whole == 0:
+        return np.full(numerator.shape[1:], np.nan), np.full(numerator.shape[1:], np.nan)
+    ratio = np.asarray(numerator.mean(0) / whole)
+    _, sem = mean_and_sem(numerator - ratio * denominator.reshape(-1, *[1] * (numerator.ndim - 1)))
+    return ratio, np.asarray(sem / whole)

@@ -1,0 +1,95 @@
+"""Losses of several models on the same prompts, over context lengths."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+import plotly.graph_objects as go
+import torch
+from jaxtyping import Float, Int
+
+from mechinterp import figures
+from mechinterp.analysis.circuits import HasWeights, weights_of
+from mechinterp.analysis.estimates import mean_and_sem
+from mechinterp.config import TaskConfig
+from mechinterp.icl.prompts import prompt_chunks
+from mechinterp.models.functional import AttentionWeights, head_outputs
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class SharedLosses:
+    """Mean squared error of models against the noisy query response, on shared prompts; unit y^2."""
+
+    models: tuple[str, ...]
+    context_length: Int[np.ndarray, " length"]
+    n_prompts: int
+    loss: Float[np.ndarray, "length model"]
+    loss_sem: Float[np.ndarray, "length model"]
+    gap: Float[np.ndarray, "length model"]
+    """Loss minus that of the first model."""
+    gap_sem: Float[np.ndarray, "length model"]
+    """Standard error of `gap`, paired over prompts."""
+
+    def __repr__(self) -> str:
+        rows = zip(self.models, self.loss[0], self.loss_sem[0], strict=True)
+        losses = "; ".join(f"{name} {loss:.4f} ± {sem:.4f}" for name, loss, sem in rows)
+        return f"SharedLosses(L = {self.context_length[0]}: {losses})"
+
+    def to_frame(self) -> pd.DataFrame:
+        """One row per context length and model."""
+        columns = {
+            "context_length": np.repeat(self.context_length, len(self.models)),
+            "model": np.tile(self.models, len(self.context_length)),
+        }
+        for name in ("loss", "loss_sem", "gap", "gap_sem"):
+            columns[name] = getattr(self, name).ravel()
+        return pd.DataFrame(columns)
+
+    def plot(self) -> go.Figure:
+        """Loss of every model over the context length."""
+        return figures.lines(
+            self.context_length,
+            dict(zip(self.models, self.loss.T, strict=True)),
+            errors=dict(zip(self.models, self.loss_sem.T, strict=True)),
+            title=f"Loss over context length, {self.n_prompts} shared prompts each",
+            x_title="context length L",
+            y_title="loss (y²)",
+        )
+
+
+def shared_losses(
+    models: Mapping[str, AttentionWeights | HasWeights],
+    task: TaskConfig,
+    *,
+    context_lengths: Sequence[int] | None = None,
+    n_prompts: int = 20_000,
+    seed: int = 0,
+) -> SharedLosses:
+    """Losses of models on prompts they share, with paired differences from the first.
+
+    Args:
+        models: Weights, checkpoints or hooked models of the task's d_x and d_y, by name.
+        context_lengths: Numbers of pairs; None: the task's own.
+    Raises:
+        ValueError: If there is no model.
+    Example:
+        >>> from mechinterp.models.constructions import zero_head
+        >>> losses = shared_losses({"zero": zero_head(d_x=5)}, TaskConfig(noise_var=0.0), n_prompts=4096)
+        >>> abs(losses.loss[0, 0] - 1.0) < 4 * losses.loss_sem[0, 0]
+        np.True_
+    """
+    if not models:
+        raise ValueError("shared_losses needs at least one model, got none.")
+    weights = [weights_of(model).to(torch.float32) for model in models.values()]
+    lengths = [task.context_length] if context_lengths is None else list(context_lengths)
+    columns = []
+    for length in lengths:
+        squares = []
+        for prompts in prompt_chunks(task, n_prompts, seed=seed, context_length=length):
+            errors = [head_outputs(one, prompts).sum(1) - prompts.y_query for one in weights]
+            squares.append(torch.stack([error.square().mean(1) for error in errors], 1))
+        losses = torch.cat(squares).double().numpy()
+        columns.append([*mean_and_sem(losses), *mean_and_sem(losses - losses[:, :1])])
+    loss, loss_sem, gap, gap_sem = (np.array(column) for column in zip(*columns, strict=True))
+    return SharedLosses(tuple(models), np.array(lengths), n_prompts, loss, loss_sem, gap, gap_sem)

@@ -1,0 +1,286 @@
+"""Which closed-form learner a model implements, and how closely, as a function of the context length."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+import plotly.graph_objects as go
+import torch
+from jaxtyping import Float, Int
+from scipy.optimize import minimize_scalar
+from torch import Tensor
+
+from mechinterp import figures
+from mechinterp.analysis.circuits import HasWeights, weights_of
+from mechinterp.analysis.estimates import mean_and_sem, ratio_and_sem
+from mechinterp.analysis.patterns import task_of
+from mechinterp.config import TaskConfig
+from mechinterp.icl.predictors import (
+    debiased_gd,
+    nadaraya_watson,
+    ridge,
+    vanilla_gd,
+    zero_prediction,
+)
+from mechinterp.icl.prompts import Prompts, prompt_chunks
+from mechinterp.models.functional import AttentionWeights, predict
+
+FITTED = {"vanilla_gd": "eta", "debiased_gd": "eta", "kernel_head": "mu"}
+LEARNERS = ("zero", "vanilla_gd", "debiased_gd", "kernel_head", "ridge")
+CONTEXT_LENGTHS = tuple(range(10, 101, 10))
+KERNEL_PROMPTS = 8192
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class LearnerFits:
+    """Closeness of a model to closed-form learners, each fitted to the model at every context length.
+
+    All learners and the model see the same prompts, so that differences are paired. Losses are against
+    the noisy query response, in units of y^2.
+    """
+
+    context_length: Int[np.ndarray, " length"]
+    trained_length: int
+    """Context length the verdict speaks of: the task's own."""
+    n_prompts: int
+    factor: Float[np.ndarray, "length learner"]
+    """Least-squares step size eta of vanilla and debiased GD, mu of the kernel head; NaN for the others."""
+    factor_sem: Float[np.ndarray, "length learner"]
+    kernel_omega: Float[np.ndarray, " length"]
+    """Fitted omega of the kernel head, unit 1/x^2."""
+    r2: Float[np.ndarray, "length learner"]
+    """1 - mean (model - learner)^2 / mean model^2."""
+    r2_sem: Float[np.ndarray, "length learner"]
+    rms: Float[np.ndarray, "length learner"]
+    """Root mean square of model minus learner, unit y."""
+    rms_sem: Float[np.ndarray, "length learner"]
+    loss: Float[np.ndarray, "length learner"]
+    """The learner's own loss."""
+    loss_sem: Float[np.ndarray, "length learner"]
+    loss_gap: Float[np.ndarray, "length learner"]
+    """The model's loss minus the learner's."""
+    loss_gap_sem: Float[np.ndarray, "length learner"]
+    """Standard error of `loss_gap`, paired over prompts."""
+    model_loss: Float[np.ndarray, " length"]
+    model_loss_sem: Float[np.ndarray, " length"]
+    lead: float
+    """At the trained length: runner-up's minus the best learner's mean squared distance to the model."""
+    lead_sem: float
+    """Standard error of `lead`, paired over prompts."""
+
+    @property
+    def best(self) -> str:
+        """The learner closest to the model at the trained context length."""
+        return LEARNERS[self.rms[self._trained].argmin()]
+
+    @property
+    def verdict(self) -> str:
+        """The sentence one would write: which learner, how close, and how far ahead of the next."""
+        best, runner_up = np.argsort(self.rms[self._trained])[:2]
+        at = self._trained
+        name = LEARNERS[best]
+        fitted = (
+            f", {FITTED[name]} = {self.factor[at, best]:.4f} ± {self.factor_sem[at, best]:.4f}"
+            if name in FITTED
+            else ""
+        )
+        clear = "" if self.lead > 2 * self.lead_sem else "; the two cannot be told apart"
+        return (
+            f"Closest to {name}{fitted}: R² = {self.r2[at, best]:.4f} ± {self.r2_sem[at, best]:.4f}, "
+            f"rms {self.rms[at, best]:.4f} ± {self.rms_sem[at, best]:.4f} at L = {self.trained_length}; "
+            f"next {LEARNERS[runner_up]}, R² = {self.r2[at, runner_up]:.4f}{clear}."
+        )
+
+    @property
+    def _trained(self) -> int:
+        return int(np.flatnonzero(self.context_length == self.trained_length)[0])
+
+    def __repr__(self) -> str:
+        return f"LearnerFits({self.verdict})"
+
+    def to_frame(self) -> pd.DataFrame:
+        """One row per context length and learner."""
+        n_lengths, n_learners = self.r2.shape
+        columns = {
+            "context_length": np.repeat(self.context_length, n_learners),
+            "learner": np.tile(LEARNERS, n_lengths),
+        }
+        for name in (
+            "factor",
+            "factor_sem",
+            "r2",
+            "r2_sem",
+            "rms",
+            "rms_sem",
+            "loss",
+            "loss_sem",
+            "loss_gap",
+            "loss_gap_sem",
+        ):
+            columns[name] = getattr(self, name).ravel()
+        for name in ("kernel_omega", "model_loss", "model_loss_sem"):
+            columns[name] = np.repeat(getattr(self, name), n_learners)
+        return pd.DataFrame(columns)
+
+    def plot(self) -> go.Figure:
+        """Loss of the model and of the fitted learners over the context length."""
+        curves = {"model": self.model_loss} | dict(zip(LEARNERS, self.loss.T, strict=True))
+        errors = {"model": self.model_loss_sem} | dict(zip(LEARNERS, self.loss_sem.T, strict=True))
+        return figures.lines(
+            self.context_length,
+            curves,
+            errors=errors,
+            title="Loss over context length: the model and the learners fitted to it",
+            x_title="context length L",
+            y_title="loss (y²)",
+            colors=("black", *figures.COLORS),
+        )
+
+    def plot_distance(self) -> go.Figure:
+        """Root mean square distance from the model to each fitted learner over the context length."""
+        return figures.lines(
+            self.context_length,
+            dict(zip(LEARNERS, self.rms.T, strict=True)),
+            errors=dict(zip(LEARNERS, self.rms_sem.T, strict=True)),
+            title="Distance from the model to each learner",
+            x_title="context length L",
+            y_title="rms of model − learner (y)",
+            log_y=True,
+        )
+
+
+def fit_learners(
+    source: AttentionWeights | HasWeights | Callable[[Prompts], Tensor],
+    task: TaskConfig | None = None,
+    *,
+    context_lengths: Sequence[int] = CONTEXT_LENGTHS,
+    n_prompts: int = 20_000,
+    seed: int = 0,
+) -> LearnerFits:
+    """Fits of zero, vanilla GD, debiased GD, a kernel head and ridge to a model's predictions.
+
+    Step sizes and mu are least squares on the model's predictions, omega of the kernel head a line search
+    over both signs; ridge is the task's Bayes predictor, with nothing fitted.
+
+    Args:
+        source: Weights, a checkpoint, a hooked model, or a function from prompts to predictions (which
+            needs a task).
+        context_lengths: Numbers of pairs; the task's own is added.
+        n_prompts: Prompts per context length.
+    Raises:
+        ValueError: If a predicting function comes without a task.
+    Source:
+        He et al. 2025, arXiv 2503.12734, section 4 (vanilla, debiased GD, Bayes) and eq. (4.12).
+    Example:
+        >>> from mechinterp.models.constructions import debiased_gradient_step
+        >>> fits = fit_learners(debiased_gradient_step(0.88, 0.05, d_x=5), context_lengths=[40], n_prompts=4096)
+        >>> fits.best, round(float(fits.factor[0, 2]), 2)
+        ('debiased_gd', 0.88)
+    """
+    if isinstance(source, AttentionWeights | HasWeights):
+        weights = weights_of(source)
+        task = task_of(source, weights) if task is None else task
+        single = weights.to(torch.float32)
+
+        def model(prompts: Prompts) -> Tensor:
+            return predict(single, prompts)
+    elif task is None:
+        raise ValueError("fit_learners needs a task when the model is a function of prompts.")
+    else:
+        model = source
+    lengths = sorted({*context_lengths, task.context_length})
+    rows = [_fit_at(model, task, length, n_prompts, seed) for length in lengths]
+    at = lengths.index(task.context_length)
+    squares = rows[at].pop("squares")
+    for row in rows:
+        row.pop("squares", None)
+    best, runner_up = np.argsort(squares.mean(0))[:2]
+    lead, lead_sem = mean_and_sem(squares[:, runner_up] - squares[:, best])
+    columns = {name: np.array([row[name] for row in rows]) for name in rows[0]}
+    return LearnerFits(
+        context_length=np.array(lengths),
+        trained_length=task.context_length,
+        n_prompts=n_prompts,
+        lead=float(lead),
+        lead_sem=float(lead_sem),
+        **columns,
+    )
+
+
+def _fit_at(
+    model: Callable[[Prompts], Tensor], task: TaskConfig, length: int, n_prompts: int, seed: int
+) -> dict:
+    """All columns of one context length, and the squared distances per prompt and learner."""
+
+    def chunks():
+        return prompt_chunks(task, n_prompts, seed=seed, context_length=length)
+
+    omega = _kernel_omega(model, next(iter(chunks()))[: min(n_prompts, KERNEL_PROMPTS)])
+    shapes, targets, predictions = [], [], []
+    for prompts in chunks():
+        learners = (
+            zero_prediction(prompts),
+            vanilla_gd(prompts, eta=1.0),
+            debiased_gd(prompts, eta=1.0),
+            nadaraya_watson(prompts, omega=omega, mu=1.0),
+            ridge(prompts, penalty=task.noise_var / task.beta_variance),
+        )
+        shapes.append(torch.stack(learners, 1).double())
+        targets.append(prompts.y_query.double())
+        predictions.append(model(prompts).double())
+    shape, target = torch.cat(shapes).numpy(), torch.cat(targets).numpy()
+    prediction = torch.cat(predictions).numpy(force=True)  # [prompt, d_y]
+
+    factor, factor_sem = np.full(len(LEARNERS), np.nan), np.full(len(LEARNERS), np.nan)
+    for index in map(LEARNERS.index, FITTED):
+        factor[index], factor_sem[index] = _least_squares(shape[:, index], prediction)
+    learned = shape * np.where(np.isnan(factor), 1, factor)[:, None]
+    squares = np.square(prediction[:, None] - learned).mean(2)
+    distance, distance_sem = mean_and_sem(squares)
+    ratio, ratio_sem = ratio_and_sem(squares, np.square(prediction).mean(1))
+    losses = np.square(learned - target[:, None]).mean(2)
+    model_losses = np.square(prediction - target).mean(1)
+    loss, loss_sem = mean_and_sem(losses)
+    gap, gap_sem = mean_and_sem(model_losses[:, None] - losses)
+    model_loss, model_loss_sem = mean_and_sem(model_losses)
+    rms = np.sqrt(distance)
+    return {
+        "factor": factor,
+        "factor_sem": factor_sem,
+        "kernel_omega": omega,
+        "r2": 1 - ratio,
+        "r2_sem": ratio_sem,
+        "rms": rms,
+        "rms_sem": distance_sem / np.maximum(2 * rms, np.finfo(float).tiny),
+        "loss": loss,
+        "loss_sem": loss_sem,
+        "loss_gap": gap,
+        "loss_gap_sem": gap_sem,
+        "model_loss": model_loss,
+        "model_loss_sem": model_loss_sem,
+        "squares": squares,
+    }
+
+
+def _kernel_omega(model: Callable[[Prompts], Tensor], prompts: Prompts) -> float:
+    """omega of the kernel head closest to the model, mu being free; both signs are searched."""
+    prediction = model(prompts).double().numpy(force=True)
+    top = 2 / prompts.x.square().mean().item() / prompts.x.shape[2] ** 0.5
+
+    def distance(omega: float) -> float:
+        shape = nadaraya_watson(prompts, omega=omega, mu=1.0).double().numpy()
+        slope, _ = _least_squares(shape, prediction)
+        return float(np.square(prediction - slope * shape).mean())
+
+    searches = [
+        minimize_scalar(distance, bounds=bounds, method="bounded", options={"xatol": 1e-4})
+        for bounds in ((0.0, top), (-top, 0.0))
+    ]
+    return float(min(searches, key=lambda search: search.fun).x)
+
+
+def _least_squares(shape: np.ndarray, prediction: np.ndarray) -> tuple[float, float]:
+    """Least-squares factor of `shape` [prompt, d_y] onto `prediction`, and its standard error."""
+    factor, sem = ratio_and_sem((shape * prediction).mean(1), np.square(shape).mean(1))
+    return float(factor), float(sem)

@@ -1,0 +1,355 @@
+"""The command line: argument parsing, progress and exit codes; everything else is called.
+
+Each command imports what it needs, so that `mechinterp --help` and `classify` start fast.
+"""
+
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from mechinterp.checkpoints.native import Checkpoint
+    from mechinterp.config import ExperimentConfig, TaskConfig
+    from mechinterp.training.trainer import Progress
+
+app = typer.Typer(
+    help="What attention models compute when they do in-context linear regression.",
+    pretty_exceptions_enable=False,
+    add_completion=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+PathArgument = Annotated[Path, typer.Argument(metavar="PATH", help="A checkpoint folder.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="One JSON document on standard output.")]
+SeedOption = Annotated[int, typer.Option("--seed", min=0, help="Seed of the evaluation prompts.")]
+PromptsOption = Annotated[
+    int, typer.Option("--n-prompts", min=2, help="Number of evaluation prompts.")
+]
+LengthOption = Annotated[
+    int | None,
+    typer.Option("--context-length", min=1, help="Pairs per prompt; the task's own if left out."),
+]
+DeviceOption = Annotated[str, typer.Option("--device", help="auto, cpu or cuda.")]
+ResumeOption = Annotated[bool, typer.Option("--resume", help="Go on where a stopped run left off.")]
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="FIELD=VALUE", help="Change a config field; may be repeated."),
+]
+
+
+def main() -> None:
+    """Entry point of the console script: exit code 0, or 2 with one line on standard error."""
+    arguments = sys.argv[1:] or ["--help"]
+    try:
+        code = app(arguments, standalone_mode=False)
+    except KeyboardInterrupt:
+        _fail("interrupted; a training goes on with --resume.", 130)
+    except (ValueError, OSError) as error:
+        _fail(str(error), 2)
+    except Exception as error:
+        # Errors of the argument parser; the class is not public in every version of typer.
+        if not hasattr(error, "format_message"):
+            raise
+        _fail(error.format_message(), 2)
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+@app.command()
+def train(
+    what: Annotated[
+        str | None,
+        typer.Argument(metavar="PRESET_OR_CONFIG", help="A preset's name or a config file."),
+    ] = None,
+    assignments: SetOption = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", help="The checkpoint folder; runs/<name> if left out.")
+    ] = None,
+    device: DeviceOption = "auto",
+    resume: ResumeOption = False,
+    list_presets: Annotated[bool, typer.Option("--list", help="List the presets.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Train one model. Example: mechinterp train softmax-h2 --set seed=1 --out runs/h2-s1"""
+    from mechinterp.config import PRESETS, override
+    from mechinterp.report.documents import dumps, training_document
+    from mechinterp.training.sweep import train_models
+
+    if list_presets:
+        print(dumps(list(PRESETS)) if as_json else "\n".join(PRESETS))
+        return
+    if what is None:
+        raise ValueError(f"train needs a preset or a config file; presets: {', '.join(PRESETS)}.")
+    config = override(_config(what), *(assignments or []))
+    folder = Path("runs") / f"{Path(what).stem}-s{config.seed}" if out is None else out
+    with _progress_bar() as on_log:
+        summary = train_models(
+            {".": config}, folder, resume=resume, device=_device(device), on_log=on_log
+        )
+    document = training_document(summary, str(folder))
+    text = f"{folder}: loss {summary.loss:.4f} after {config.train.steps} steps"
+    print(dumps(document) if as_json else f"{text} ({document['steps_per_second']:.0f} steps/s)")
+
+
+@app.command()
+def sweep(
+    file: Annotated[Path, typer.Argument(metavar="FILE.json", help="A list or grid of models.")],
+    out: Annotated[
+        Path, typer.Option("--out", help="Run folder; each model becomes a folder in it.")
+    ],
+    device: DeviceOption = "auto",
+    resume: ResumeOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Train many models in one run. Example: mechinterp sweep analyses/sweeps/softmax.json --out runs/softmax"""
+    from mechinterp.report.documents import dumps, training_document
+    from mechinterp.training.sweep import load_sweep, train_models
+
+    models = load_sweep(file)
+    with _progress_bar() as on_log:
+        summary = train_models(models, out, resume=resume, device=_device(device), on_log=on_log)
+    document = training_document(summary, str(out))
+    print(
+        dumps(document) if as_json else f"{out}: {len(models)} models, mean loss {summary.loss:.4f}"
+    )
+
+
+@app.command()
+def classify(
+    paths: Annotated[
+        list[Path], typer.Argument(metavar="PATH...", help="Checkpoints, or folders of them.")
+    ],
+    n_prompts: PromptsOption = 4096,
+    seed: SeedOption = 0,
+    context_length: LengthOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Say which pattern the heads form. Example: mechinterp classify checkpoints/*"""
+    from mechinterp.analysis import patterns
+    from mechinterp.checkpoints.native import load
+    from mechinterp.report.documents import classification_document, dumps
+
+    documents: list[dict] = []
+    for path in _checkpoint_folders(paths):
+        try:
+            checkpoint = load(path)
+            task = _task(checkpoint, context_length)
+            found = patterns.classify(checkpoint, task, n_prompts=n_prompts, seed=seed)
+        except ValueError as error:
+            documents.append({"path": str(path), "error": str(error)})
+            _complain(str(error))
+            continue
+        documents.append(classification_document(checkpoint, found))
+        if not as_json:
+            print(f"{path}: {found.pattern} ({found.reason})")
+            _print_frame(found.to_frame())
+    if as_json:
+        print(dumps(documents))
+    if any("error" in document for document in documents):
+        raise typer.Exit(2)
+
+
+@app.command()
+def ablate(
+    path: PathArgument,
+    n_prompts: PromptsOption = 4096,
+    seed: SeedOption = 0,
+    context_length: LengthOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Mask every head, and every subset of heads. Example: mechinterp ablate checkpoints/softmax-h2-s0"""
+    from mechinterp.analysis.heads import MAX_SUBSET_HEADS, METHODS, ablate_heads, ablate_subsets
+    from mechinterp.checkpoints.native import load
+    from mechinterp.icl.prompts import generator_for, sample_prompts
+    from mechinterp.report.documents import ablation_document, dumps
+
+    checkpoint = load(path)
+    generator = generator_for(seed, "eval", 0)
+    prompts = sample_prompts(_task(checkpoint, context_length), n_prompts, generator=generator)
+    single = [ablate_heads(checkpoint.model, prompts, method=method) for method in METHODS]
+    few = checkpoint.config.model.n_heads <= MAX_SUBSET_HEADS
+    subsets = ablate_subsets(checkpoint, prompts) if few else None
+    if as_json:
+        print(dumps(ablation_document(checkpoint, single, subsets)))
+        return
+    print(f"{path}: excess risk {single[0].full_risk:.4f} ± {single[0].full_risk_sem:.4f} y²")
+    for result in single:
+        _print_frame(result.to_frame())
+    if subsets is not None:
+        _print_frame(subsets.shapley_frame())
+        _print_frame(subsets.to_frame())
+
+
+@app.command()
+def fit(
+    path: PathArgument,
+    n_prompts: PromptsOption = 20_000,
+    seed: SeedOption = 0,
+    context_length: Annotated[
+        list[int] | None,
+        typer.Option(
+            "--context-length",
+            min=1,
+            help="Pairs per prompt; may be repeated; 10, 20, ..., 100 if left out.",
+        ),
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Fit closed-form learners to the model. Example: mechinterp fit checkpoints/softmax-h2-s0"""
+    from mechinterp.analysis.fits import CONTEXT_LENGTHS, fit_learners
+    from mechinterp.checkpoints.native import load
+    from mechinterp.report.documents import dumps, fits_document
+
+    checkpoint = load(path)
+    lengths = context_length or CONTEXT_LENGTHS
+    fits = fit_learners(checkpoint, context_lengths=lengths, n_prompts=n_prompts, seed=seed)
+    if as_json:
+        print(dumps(fits_document(checkpoint, fits)))
+        return
+    print(f"{path}: {fits.verdict}")
+    _print_frame(fits.to_frame())
+
+
+@app.command()
+def report(
+    path: PathArgument,
+    out: Annotated[Path, typer.Option("--out", help="Folder for the page and its CSV files.")],
+    n_prompts: PromptsOption = 4096,
+    seed: SeedOption = 0,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace a report that is there.")
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Write a report as one HTML page. Example: mechinterp report checkpoints/softmax-h2-s0 --out reports/h2"""
+    from mechinterp.checkpoints.native import load
+    from mechinterp.report.documents import dumps
+    from mechinterp.report.page import write_report
+
+    written = write_report(load(path), out, n_prompts=n_prompts, seed=seed, overwrite=overwrite)
+    if as_json:
+        tables = [str(table) for table in written.tables]
+        print(
+            dumps(
+                {
+                    "path": str(path),
+                    "page": str(written.page),
+                    "tables": tables,
+                    "verdict": written.verdict,
+                }
+            )
+        )
+        return
+    print(written.verdict)
+    print(f"Report: {written.page.resolve()}")
+
+
+@app.command()
+def info(path: PathArgument, as_json: JsonOption = False) -> None:
+    """Show a checkpoint at a glance. Example: mechinterp info checkpoints/softmax-h2-s0"""
+    from mechinterp.checkpoints.native import load
+    from mechinterp.report.documents import dumps, info_document
+
+    checkpoint = load(path)
+    document = info_document(checkpoint)
+    if as_json:
+        print(dumps(document))
+        return
+    print(repr(checkpoint))
+    for name in ("id", "step", "eval_loss", "history_rows", "snapshots", "weights"):
+        print(f"  {name}: {document[name]}")
+    print("  experiment:", checkpoint.config.to_json().replace("\n", "\n  "))
+
+
+def _config(what: str) -> "ExperimentConfig":
+    """The preset, the config file, or the config of a checkpoint's config.json."""
+    import json
+
+    from mechinterp.config import PRESETS, from_dict, preset
+
+    file = Path(what)
+    if what in PRESETS or not file.exists():
+        return preset(what)
+    try:
+        document = json.loads(file.read_text())
+        return from_dict(
+            document.get("experiment", document) if isinstance(document, dict) else document
+        )
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}") from None
+
+
+def _checkpoint_folders(paths: Iterable[Path]) -> list[Path]:
+    """The paths, a folder that is no checkpoint but holds some replaced by those."""
+    folders: list[Path] = []
+    for path in paths:
+        inner = [] if (path / "config.json").exists() else sorted(path.glob("*/config.json"))
+        folders += [file.parent for file in inner] or [path]
+    return folders
+
+
+def _task(checkpoint: "Checkpoint", context_length: int | None) -> "TaskConfig":
+    task = checkpoint.config.task
+    return task if context_length is None else replace(task, context_length=context_length)
+
+
+def _device(name: str) -> str:
+    import torch
+
+    if name not in ("auto", "cpu", "cuda"):
+        raise ValueError(f"--device must be one of auto, cpu, cuda, got {name!r}.")
+    available = torch.cuda.is_available()
+    if name == "cuda" and not available:
+        raise ValueError("--device cuda needs a GPU that PyTorch can use; there is none.")
+    # The tensors of a step are small: a second thread gains nothing, and waits where cores are shared.
+    torch.set_num_threads(1)
+    return "cuda" if name != "cpu" and available else "cpu"
+
+
+@contextmanager
+def _progress_bar() -> "Iterator[Callable[[Progress], None]]":
+    """A bar on standard error with steps per second and the time left; gives the `on_log` of a training."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
+    from rich.progress import Progress as Bar
+
+    bar = Bar(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        console=Console(stderr=True),
+    )
+
+    def show(progress: "Progress") -> None:
+        if not bar.tasks:
+            bar.start()
+            bar.add_task("")
+        left = timedelta(seconds=round(progress.seconds_left))
+        models = f"{progress.n_models} model{'s' if progress.n_models > 1 else ''}"
+        text = f"{models}, loss {progress.loss:.4f}, {progress.steps_per_second:.0f} steps/s, {left} left"
+        bar.update(bar.task_ids[0], completed=progress.step, total=progress.steps, description=text)
+
+    try:
+        yield show
+    finally:
+        bar.stop()
+
+
+def _print_frame(frame: "pd.DataFrame") -> None:
+    print(frame.to_string(index=False, float_format=lambda value: f"{value:.4g}"))
+
+
+def _complain(message: str) -> None:
+    print(f"mechinterp: {' '.join(message.split())}", file=sys.stderr)
+
+
+def _fail(message: str, code: int) -> None:
+    _complain(message)
+    sys.exit(code)

@@ -1,0 +1,83 @@
+"""Closed-form learners with a model's signature: prompts in, predictions [batch, d_y] out, unit y."""
+
+import torch
+from einops import einsum
+from jaxtyping import Float
+from torch import Tensor
+
+from mechinterp.icl.prompts import Prompts
+from mechinterp.models.scores import attention_pattern
+
+
+def zero_prediction(prompts: Prompts) -> Float[Tensor, "batch d_y"]:
+    """The prediction 0, the best one without a context."""
+    return torch.zeros_like(prompts.y_query)
+
+
+def vanilla_gd(prompts: Prompts, *, eta: float) -> Float[Tensor, "batch d_y"]:
+    """One step of gradient descent from zero: (eta/L) sum_l y_l <x_l, x_query>.
+
+    Args:
+        eta: Step size on the loss (1/2L) sum_l (y_l - <beta, x_l>)^2; unit 1/x^2.
+    Source:
+        He et al. 2025, arXiv 2503.12734, (D.28).
+    """
+    similarity = einsum(prompts.x, prompts.x_query, "batch context d_x, batch d_x -> batch context")
+    return _read(prompts, similarity) * (eta / prompts.x.shape[1])
+
+
+def debiased_gd(prompts: Prompts, *, eta: float) -> Float[Tensor, "batch d_y"]:
+    """One gradient step on centred covariates: (eta/L) sum_l y_l <x_l - mean(x), x_query>.
+
+    Args:
+        eta: Step size; unit 1/x^2.
+    Source:
+        He et al. 2025, arXiv 2503.12734, eq. (4.11), factor 1/L.
+    """
+    centred = prompts.x - prompts.x.mean(1, keepdim=True)
+    similarity = einsum(centred, prompts.x_query, "batch context d_x, batch d_x -> batch context")
+    return _read(prompts, similarity) * (eta / prompts.x.shape[1])
+
+
+def ridge(prompts: Prompts, *, penalty: float) -> Float[Tensor, "batch d_y"]:
+    """Ridge regression <(X X^T + penalty I)^-1 X y, x_query>.
+
+    With penalty = noise_var / beta_var it is the Bayes predictor of a Gaussian task, whatever the
+    covariance of x.
+
+    Args:
+        penalty: Added to the diagonal of X X^T; unit x^2. With 0 it is least squares of minimal norm.
+    Raises:
+        ValueError: If penalty is negative.
+    """
+    if penalty < 0:
+        raise ValueError(f"penalty must be >= 0, got {penalty}.")
+    gram = prompts.x.mT @ prompts.x
+    moment = prompts.x.mT @ prompts.y
+    if penalty == 0:
+        beta = torch.linalg.pinv(prompts.x) @ prompts.y
+    else:
+        identity = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
+        beta = torch.linalg.solve(gram + penalty * identity, moment)
+    return einsum(beta, prompts.x_query, "batch d_x d_y, batch d_x -> batch d_y")
+
+
+def nadaraya_watson(
+    prompts: Prompts, *, omega: float | Float[Tensor, " d_x"], mu: float | Float[Tensor, " d_y"]
+) -> Float[Tensor, "batch d_y"]:
+    """A kernel smoother: mu sum_l p_l y_l with p = softmax_l(<omega x_l, x_query>).
+
+    Args:
+        omega: Scale of the exponent, one number or one per coordinate; unit 1/x^2.
+        mu: Factor on the average, one number or one per response.
+    Source:
+        He et al. 2025, arXiv 2503.12734, eq. (4.12).
+    """
+    scores = einsum(
+        prompts.x, prompts.x_query * omega, "batch context d_x, batch d_x -> batch context"
+    )
+    return mu * _read(prompts, attention_pattern(scores))
+
+
+def _read(prompts: Prompts, weight: Tensor) -> Tensor:
+    return einsum(prompts.y, weight, "batch context d_y, batch context -> batch d_y")

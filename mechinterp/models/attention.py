@@ -1,0 +1,164 @@
+"""One attention layer with hook points, its block, and the settings they share with their model.
+
+Names, shapes and hook points are those of TransformerLens, so that its tools find what they look for.
+Every position attends to the positions before it and never to itself: what the query reads is the
+context, all of it and nothing else.
+"""
+
+from dataclasses import dataclass, field
+
+import torch
+from einops import einsum
+from jaxtyping import Float
+from torch import Tensor, nn
+from transformer_lens.hook_points import HookPoint
+
+from mechinterp.config import SCORES
+from mechinterp.models.scores import attention_pattern
+
+
+@dataclass(eq=False)
+class HookedConfig:
+    """Settings of a hooked model, under the names by which TransformerLens reads them."""
+
+    d_x: int
+    d_y: int
+    n_heads: int
+    n_layers: int
+    d_head: int
+    scale: float
+    """Factor on the scores; TransformerLens' `attn_scale` is its inverse."""
+    score: str
+    score_slope: float
+    n_ctx: int
+    """Loose bound on the number of positions; some tools want fewer than that, the model does not."""
+    use_attn_result: bool = False
+    """Whether `hook_result` fires."""
+    use_split_qkv_input: bool = False
+    """Whether `hook_q_input`, `hook_k_input` and `hook_v_input` fire."""
+    device: str = field(init=False, default="cpu")
+    """Device of the weights; follows them."""
+    dtype: torch.dtype = field(init=False, default=torch.float32)
+    """Dtype of the weights; follows them."""
+    attn_only: bool = field(init=False, default=True)
+    normalization_type: None = field(init=False, default=None)
+    n_key_value_heads: None = field(init=False, default=None)
+    use_hook_mlp_in: bool = field(init=False, default=False)
+
+    def __post_init__(self) -> None:
+        for name in ("d_x", "d_y", "n_heads", "n_layers", "d_head", "n_ctx"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be >= 1, got {getattr(self, name)}.")
+        if self.score not in SCORES:
+            raise ValueError(f"score must be one of {', '.join(SCORES)}, got {self.score!r}.")
+
+    @property
+    def d_model(self) -> int:
+        """Width of a token: d_x + d_y."""
+        return self.d_x + self.d_y
+
+    @property
+    def d_vocab(self) -> int:
+        """The responses take the place of a vocabulary."""
+        return self.d_y
+
+    @property
+    def d_vocab_out(self) -> int:
+        return self.d_y
+
+
+class Attention(nn.Module):
+    """Strictly causal attention heads; the weights start at zero.
+
+    result_h = z_h W_O,h,   z_h = p_h (x W_V,h),   p_h = f(s_h) / sum f(s_h),
+    s_h = scale (x W_Q,h) (x W_K,h)^T, of which only the keys before the query count
+
+    Position 0 has no key: its pattern row, and with it its output, is zero.
+    """
+
+    def __init__(self, cfg: HookedConfig) -> None:
+        super().__init__()
+        self.cfg = cfg
+        self.W_Q = nn.Parameter(torch.zeros(cfg.n_heads, cfg.d_model, cfg.d_head))
+        self.W_K = nn.Parameter(torch.zeros(cfg.n_heads, cfg.d_model, cfg.d_head))
+        self.W_V = nn.Parameter(torch.zeros(cfg.n_heads, cfg.d_model, cfg.d_head))
+        self.W_O = nn.Parameter(torch.zeros(cfg.n_heads, cfg.d_head, cfg.d_model))
+        self.hook_q_input = HookPoint()  # [batch, pos, head, d_model]
+        self.hook_k_input = HookPoint()
+        self.hook_v_input = HookPoint()
+        self.hook_q = HookPoint()  # [batch, pos, head, d_head]
+        self.hook_k = HookPoint()
+        self.hook_v = HookPoint()
+        self.hook_attn_scores = HookPoint()  # [batch, head, query, key], -inf where masked
+        self.hook_pattern = HookPoint()  # [batch, head, query, key]
+        self.hook_z = HookPoint()  # [batch, pos, head, d_head]
+        self.hook_result = HookPoint()  # [batch, pos, head, d_model]
+
+    def forward(
+        self, resid: Float[Tensor, "batch pos d_model"]
+    ) -> Float[Tensor, "batch pos d_model"]:
+        """What the heads add to the residual stream."""
+        q = self.hook_q(self._project(resid, self.W_Q, self.hook_q_input))
+        k = self.hook_k(self._project(resid, self.W_K, self.hook_k_input))
+        v = self.hook_v(self._project(resid, self.W_V, self.hook_v_input))
+
+        scores = self.cfg.scale * einsum(
+            q, k, "batch query head d_head, batch key head d_head -> batch head query key"
+        )
+        # A context longer than any seen before is masked as strictly: there is no stored mask.
+        reads = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril(-1)
+        scores = self.hook_attn_scores(scores.masked_fill(~reads, -torch.inf))
+        pattern = self.hook_pattern(
+            attention_pattern(scores, score=self.cfg.score, slope=self.cfg.score_slope)
+        )
+        z = self.hook_z(
+            einsum(
+                pattern, v, "batch head query key, batch key head d_head -> batch query head d_head"
+            )
+        )
+
+        W_O = self._output_weights()
+        if self.cfg.use_attn_result:
+            result = einsum(
+                z, W_O, "batch pos head d_head, head d_head d_model -> batch pos head d_model"
+            )
+            return self.hook_result(result).sum(dim=2)
+        return einsum(z, W_O, "batch pos head d_head, head d_head d_model -> batch pos d_model")
+
+    def _project(self, resid: Tensor, weights: Tensor, hook_input: HookPoint) -> Tensor:
+        if not self.cfg.use_split_qkv_input:
+            return einsum(
+                resid, weights, "batch pos d_model, head d_model d_head -> batch pos head d_head"
+            )
+        # A copy per head, so that a hook may edit the input of one head in place.
+        split = hook_input(resid[:, :, None].repeat(1, 1, self.cfg.n_heads, 1))
+        return einsum(
+            split, weights, "batch pos head d_model, head d_model d_head -> batch pos head d_head"
+        )
+
+    def _output_weights(self) -> Tensor:
+        """W_O; in a one-layer model, where only y is read, its x columns take no gradient."""
+        if self.cfg.n_layers > 1:
+            return self.W_O
+        x_columns, y_columns = self.W_O.split([self.cfg.d_x, self.cfg.d_y], dim=-1)
+        return torch.cat([x_columns.detach(), y_columns], dim=-1)
+
+
+class Block(nn.Module):
+    """An attention layer that adds to the residual stream."""
+
+    hook_out_is_single_residual_stream = True
+
+    def __init__(self, cfg: HookedConfig) -> None:
+        super().__init__()
+        self.attn = Attention(cfg)
+        self.hook_resid_pre = HookPoint()  # [batch, pos, d_model]
+        self.hook_attn_out = HookPoint()
+        self.hook_resid_post = HookPoint()
+
+    def forward(
+        self, resid: Float[Tensor, "batch pos d_model"]
+    ) -> Float[Tensor, "batch pos d_model"]:
+        resid_pre = self.hook_resid_pre(resid)
+        attn_out = self.hook_attn_out(self.attn(resid_pre))
+        return self.hook_resid_post(resid_pre + attn_out)

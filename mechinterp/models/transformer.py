@@ -1,0 +1,264 @@
+"""The attention model with TransformerLens' hooks, for looking inside.
+
+It computes what `mechinterp.models.functional` computes, at every position and with a hook point at
+every step; weights, hooks and `run_with_cache` carry the names and shapes of HookedTransformer. Tokens
+are vectors (x, y), and the read-out is the y entries of the residual stream.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from transformer_lens import ActivationCache, FactoredMatrix, HookedRootModule
+from transformer_lens.hook_points import HookPoint
+
+from mechinterp.config import TaskConfig
+from mechinterp.icl.prompts import Prompts
+from mechinterp.models.attention import Attention, Block, HookedConfig
+from mechinterp.models.functional import AttentionWeights
+
+
+class ICLTransformer(HookedRootModule):
+    """Attention-only transformer on tokens (x, y): no norm, no positions, no biases, no embedding.
+
+    The weights start at zero: load them, or fill them with `torch.nn.init`. With one layer the x columns
+    of W_O stay zero in training, since only y is read.
+
+    Args:
+        d_head: Width of a head; None stands for d_model = d_x + d_y.
+        scale: Factor on the scores; None stands for 1/sqrt(d_head).
+        score: Attention weights are f(s_i) / sum_j f(s_j); "softmax", "1+tanh", "1+Cx" or "(1+Cx)^2".
+        score_slope: The constant C.
+        n_ctx: Number of positions that tools of TransformerLens may count on; no limit for the model.
+    Raises:
+        ValueError: If a size is below 1 or the score is unknown.
+    Example:
+        >>> from mechinterp.icl.prompts import generator_for, sample_prompts
+        >>> from mechinterp.models.constructions import debiased_gradient_step
+        >>> task = TaskConfig(context_length=40)
+        >>> model = ICLTransformer.from_weights(debiased_gradient_step(0.88, 0.02, d_x=5), task=task)
+        >>> generator = generator_for(0, "eval", 0)
+        >>> prompts = sample_prompts(task, 8, generator=generator, dtype=torch.float64)
+        >>> y_hat, cache = model.run_with_cache(prompts.tokens)
+        >>> tuple(cache["pattern", 0].shape)
+        (8, 2, 41, 41)
+        >>> torch.equal(y_hat[:, -1], model.predict(prompts))
+        True
+    """
+
+    W_U: Float[Tensor, "d_model d_y"]
+
+    def __init__(
+        self,
+        *,
+        d_x: int,
+        d_y: int,
+        n_heads: int,
+        n_layers: int = 1,
+        d_head: int | None = None,
+        scale: float | None = None,
+        score: str = "softmax",
+        score_slope: float = 1.0,
+        n_ctx: int = 1024,
+    ) -> None:
+        super().__init__()
+        d_head = d_x + d_y if d_head is None else d_head
+        self.cfg = HookedConfig(
+            d_x=d_x,
+            d_y=d_y,
+            n_heads=n_heads,
+            n_layers=n_layers,
+            d_head=d_head,
+            scale=max(d_head, 1) ** -0.5 if scale is None else scale,
+            score=score,
+            score_slope=score_slope,
+            n_ctx=n_ctx,
+        )
+        self.hook_embed = HookPoint()  # [batch, pos, d_model]
+        self.blocks = nn.ModuleList([Block(self.cfg) for _ in range(n_layers)])
+        self.ln_final = nn.Identity()
+        self.register_buffer("W_U", torch.eye(d_x + d_y)[:, d_x:].clone(), persistent=False)
+        self._follow_weights()
+        self.setup()
+
+    @classmethod
+    def from_weights(cls, weights: AttentionWeights, *, task: TaskConfig) -> "ICLTransformer":
+        """A one-layer model with a copy of these weights, in their dtype, in evaluation mode.
+
+        Raises:
+            ValueError: If weights and task differ in d_x or d_y.
+        """
+        for name in ("d_x", "d_y"):
+            if getattr(weights, name) != getattr(task, name):
+                raise ValueError(
+                    f"weights and task must have one {name}, got {getattr(weights, name)} and {getattr(task, name)}."
+                )
+        model = cls(
+            d_x=task.d_x,
+            d_y=task.d_y,
+            n_heads=weights.n_heads,
+            d_head=weights.W_Q.shape[2],
+            scale=weights.scale,
+            score=weights.score,
+            score_slope=weights.score_slope,
+            # Tools of TransformerLens ask for fewer than n_ctx positions; a prompt has context_length + 1.
+            n_ctx=task.context_length + 2,
+        )
+        W_O = nn.functional.pad(weights.W_O, (task.d_x, 0))
+        state = {"W_Q": weights.W_Q, "W_K": weights.W_K, "W_V": weights.W_V, "W_O": W_O}
+        model.to(weights.W_Q)
+        model.load_state_dict({f"blocks.0.attn.{name}": tensor for name, tensor in state.items()})
+        return model.eval()
+
+    def to_weights(self) -> AttentionWeights:
+        """A copy of the weights of a one-layer model, without the x columns of W_O, which nothing reads.
+
+        Raises:
+            ValueError: If the model has more than one layer.
+        """
+        if self.cfg.n_layers != 1:
+            raise ValueError(f"to_weights needs a model of one layer, got {self.cfg.n_layers}.")
+        attn = self._layers[0]
+        return AttentionWeights(
+            W_Q=attn.W_Q.detach().clone(),
+            W_K=attn.W_K.detach().clone(),
+            W_V=attn.W_V.detach().clone(),
+            W_O=attn.W_O[..., self.cfg.d_x :].detach().clone(),
+            scale=self.cfg.scale,
+            score=self.cfg.score,
+            score_slope=self.cfg.score_slope,
+        )
+
+    def forward(
+        self,
+        input: Tensor,
+        return_type: str | None = "logits",
+        *,
+        start_at_layer: int | None = None,
+        stop_at_layer: int | None = None,
+    ) -> Float[Tensor, "batch pos d_out"] | None:
+        """The read-out at every position, in units of y; it predicts y_query at the last one.
+
+        Args:
+            input: Tokens, or the residual stream before `start_at_layer`; [batch, pos, d_model].
+            return_type: "logits", or None to return nothing.
+            start_at_layer: First layer to run; `hook_embed` fires only when it is None.
+            stop_at_layer: Return the residual stream before this layer instead, [batch, pos, d_model].
+        Raises:
+            ValueError: If the input has another shape or dtype than the model's, or the return type is unknown.
+        """
+        if input.ndim != 3 or input.shape[-1] != self.cfg.d_model or input.dtype != self.cfg.dtype:
+            raise ValueError(
+                f"input must be {self.cfg.dtype} of shape [batch, pos, {self.cfg.d_model}], "
+                f"got {input.dtype} of shape {list(input.shape)}."
+            )
+        if return_type not in ("logits", None):
+            raise ValueError(f"return_type must be 'logits' or None, got {return_type!r}.")
+        # A hook may write in place: into this copy, not into the caller's prompts.
+        resid = input.clone()
+        if start_at_layer is None:
+            resid = self.hook_embed(resid)
+        for block in self.blocks[start_at_layer:stop_at_layer]:
+            resid = block(resid)
+        if stop_at_layer is not None:
+            return resid
+        return None if return_type is None else self.unembed(self.ln_final(resid))
+
+    def unembed(self, resid: Float[Tensor, "*axes d_model"]) -> Float[Tensor, "*axes d_y"]:
+        """The y entries of a residual stream."""
+        return resid @ self.W_U
+
+    def predict(self, prompts: Prompts) -> Float[Tensor, "batch d_y"]:
+        """Prediction of y_query, in units of y."""
+        return self(prompts.tokens)[:, -1]
+
+    def run_with_cache(
+        self,
+        *model_args: Any,
+        return_cache_object: bool = True,
+        remove_batch_dim: bool = False,
+        **kwargs: Any,
+    ) -> tuple[Tensor | None, ActivationCache | dict[str, Tensor]]:
+        """The output, and the activations by hook name; arguments are those of HookedTransformer."""
+        output, cache = super().run_with_cache(
+            *model_args, remove_batch_dim=remove_batch_dim, **kwargs
+        )
+        if return_cache_object:
+            cache = ActivationCache(cache, self, has_batch_dim=not remove_batch_dim)
+        return output, cache
+
+    def _apply(self, fn: Callable, recurse: bool = True) -> "ICLTransformer":
+        super()._apply(fn, recurse)
+        self._follow_weights()
+        return self
+
+    def _follow_weights(self) -> None:
+        weights = self._layers[0].W_Q
+        self.cfg.device, self.cfg.dtype = str(weights.device), weights.dtype
+
+    @property
+    def _layers(self) -> list[Attention]:
+        return [block.attn for block in self.blocks]  # type: ignore[misc]
+
+    # What users and tools of TransformerLens ask a model for.
+
+    @property
+    def W_Q(self) -> Float[Tensor, "layer head d_model d_head"]:
+        return torch.stack([attn.W_Q for attn in self._layers])
+
+    @property
+    def W_K(self) -> Float[Tensor, "layer head d_model d_head"]:
+        return torch.stack([attn.W_K for attn in self._layers])
+
+    @property
+    def W_V(self) -> Float[Tensor, "layer head d_model d_head"]:
+        return torch.stack([attn.W_V for attn in self._layers])
+
+    @property
+    def W_O(self) -> Float[Tensor, "layer head d_head d_model"]:
+        return torch.stack([attn.W_O for attn in self._layers])
+
+    @property
+    def QK(self) -> FactoredMatrix:
+        """W_Q W_K^T, [layer, head, d_model, d_model]. As in TransformerLens, without the scale."""
+        return FactoredMatrix(self.W_Q, self.W_K.mT)
+
+    @property
+    def OV(self) -> FactoredMatrix:
+        """W_V W_O, [layer, head, d_model, d_model]."""
+        return FactoredMatrix(self.W_V, self.W_O)
+
+    @property
+    def b_U(self) -> Float[Tensor, " d_y"]:
+        return torch.zeros_like(self.W_U[0])
+
+    @property
+    def all_head_labels(self) -> list[str]:
+        cfg = self.cfg
+        return [f"L{layer}H{head}" for layer in range(cfg.n_layers) for head in range(cfg.n_heads)]
+
+    def tokens_to_residual_directions(
+        self, tokens: int | Int[Tensor, "*axes"]
+    ) -> Float[Tensor, "*axes d_model"]:
+        """Directions of the residual stream that are read as these responses, by number from 0."""
+        return self.W_U.mT[tokens]
+
+    def accumulated_bias(
+        self, layer: int, mlp_input: bool = False, include_mlp_biases: bool = True
+    ) -> Float[Tensor, " d_model"]:
+        """Zeros: no layer has a bias."""
+        return torch.zeros_like(self.W_U[:, 0])
+
+    def blocks_with(self, submodule: str) -> list[tuple[int, nn.Module]]:
+        """Blocks that have a submodule of this name, with their numbers."""
+        return [(i, block) for i, block in enumerate(self.blocks) if hasattr(block, submodule)]
+
+    def set_use_attn_result(self, use_attn_result: bool) -> None:
+        """Turn `hook_result`, the output of every head, on or off."""
+        self.cfg.use_attn_result = use_attn_result
+
+    def set_use_split_qkv_input(self, use_split_qkv_input: bool) -> None:
+        """Turn `hook_q_input`, `hook_k_input` and `hook_v_input` on or off."""
+        self.cfg.use_split_qkv_input = use_split_qkv_input

@@ -1,0 +1,160 @@
+"""Results as JSON documents: the contract that scripts rely on."""
+
+import json
+import math
+from dataclasses import asdict
+
+import pandas as pd
+
+from mechinterp.analysis.fits import LearnerFits
+from mechinterp.analysis.heads import HeadAblation, SubsetAblation
+from mechinterp.analysis.patterns import Classification
+from mechinterp.checkpoints.native import Checkpoint
+from mechinterp.training.sweep import TrainingSummary
+
+SCHEMA_VERSION = 1
+
+
+def dumps(document: object) -> str:
+    """The document as JSON text; NaN and infinities, which JSON lacks, become null."""
+    return json.dumps(_plain(document), indent=2, allow_nan=False)
+
+
+def info_document(checkpoint: Checkpoint) -> dict:
+    """What `info` says of a checkpoint."""
+    history = checkpoint.history
+    return {
+        **_header(checkpoint),
+        "name": checkpoint.name,
+        "id": checkpoint.config.id,
+        "step": checkpoint.step,
+        "experiment": asdict(checkpoint.config),
+        "history_rows": 0 if history is None else len(history),
+        "snapshots": list(checkpoint.snapshots),
+        "eval_loss": None if history is None else float(history["eval_loss"].iloc[-1]),
+        "weights": {
+            name: list(getattr(checkpoint.weights, name).shape) for name in ("W_Q", "W_K", "W_V")
+        }
+        | {
+            "W_O": [
+                checkpoint.config.model.n_heads,
+                checkpoint.config.d_head,
+                checkpoint.config.d_model,
+            ]
+        },
+    }
+
+
+def classification_document(checkpoint: Checkpoint, found: Classification) -> dict:
+    """What `classify` says of a checkpoint."""
+    scales = found.circuits
+    heads = [
+        {
+            "layer": 0,
+            "head": head,
+            "label": label,
+            "share": found.share[head],
+            "omega": scales.omega[head].tolist(),
+            "omega_mean": scales.omega_mean[head],
+            "mu": scales.mu[head].tolist(),
+            "qk_diagonal": scales.qk_diagonal[head],
+            "qk_off_diagonal": scales.qk_off_diagonal[head],
+            "qk_y_leak": scales.qk_y_leak[head],
+            "ov_last_entry": scales.ov_last_entry[head],
+            "ov_x_leak": scales.ov_x_leak[head],
+        }
+        for head, label in enumerate(found.labels)
+    ]
+    names = (
+        "sign_matching",
+        "omega_spread",
+        "zero_sum",
+        "eta_optimal",
+        "gamma",
+        "manifold_distance",
+    )
+    evidence = {name: getattr(found, name) for name in names} | {
+        "eta": found.eta.tolist(),
+        "substitution_r2": found.substitution_r2,
+        "substitution_r2_sem": found.substitution_r2_sem,
+    }
+    return {
+        **_header(checkpoint),
+        "pattern": found.pattern,
+        "reason": found.reason,
+        "heads": heads,
+        "evidence": evidence,
+    }
+
+
+def ablation_document(
+    checkpoint: Checkpoint, single: list[HeadAblation], subsets: SubsetAblation | None
+) -> dict:
+    """What `ablate` says of a checkpoint; `subsets` is None where there are too many heads."""
+    document = {
+        **_header(checkpoint),
+        "excess_risk": single[0].full_risk,
+        "excess_risk_sem": single[0].full_risk_sem,
+        "heads": [row for one in single for row in _records(one.to_frame())],
+    }
+    if subsets is not None:
+        document["shapley"] = _records(subsets.shapley_frame())
+        document["subsets"] = _records(subsets.to_frame())
+    return document
+
+
+def fits_document(checkpoint: Checkpoint, fits: LearnerFits) -> dict:
+    """What `fit` says of a checkpoint."""
+    return {
+        **_header(checkpoint),
+        "best": fits.best,
+        "verdict": fits.verdict,
+        "trained_length": fits.trained_length,
+        "n_prompts": fits.n_prompts,
+        "lead": fits.lead,
+        "lead_sem": fits.lead_sem,
+        "fits": _records(fits.to_frame()),
+    }
+
+
+def training_document(summary: TrainingSummary, checkpoint: str) -> dict:
+    """What `train` and `sweep` say; steps_per_second leaves out start-up."""
+    rate = summary.steps / summary.seconds if summary.seconds else 0.0
+    return {
+        "checkpoint": checkpoint,
+        "steps": summary.steps,
+        "seconds": summary.seconds,
+        "steps_per_second": rate,
+        "loss": summary.loss,
+    }
+
+
+def _header(checkpoint: Checkpoint) -> dict:
+    """The fields every document about a checkpoint starts with."""
+    config = checkpoint.config
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "path": str(checkpoint.path),
+        "format": "native",
+        "assumed": {},
+        "n_layers": config.model.n_layers,
+        "n_heads": config.model.n_heads,
+        "d_x": config.task.d_x,
+        "d_y": config.task.d_y,
+    }
+
+
+def _records(frame: pd.DataFrame) -> list[dict]:
+    return frame.to_dict(orient="records")
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, dict):
+        return {str(name): _plain(inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(inner) for inner in value]
+    if hasattr(value, "item"):  # a numpy scalar
+        value = value.item()
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value

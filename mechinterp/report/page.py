@@ -1,0 +1,264 @@
+"""A report on one checkpoint: one HTML page that opens offline, and the CSV files behind it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol, runtime_checkable
+
+import jinja2
+import numpy as np
+import pandas as pd
+import plotly.graph_objects as go
+from plotly.offline import get_plotlyjs
+
+from mechinterp import figures
+from mechinterp.analysis.circuits import circuits
+from mechinterp.analysis.dynamics import training_dynamics
+from mechinterp.analysis.fits import LearnerFits, fit_learners
+from mechinterp.analysis.heads import (
+    MAX_SUBSET_HEADS,
+    METHODS,
+    HeadAblation,
+    ablate_heads,
+    ablate_subsets,
+)
+from mechinterp.analysis.patterns import Classification, classify
+from mechinterp.checkpoints.files import write_atomically
+from mechinterp.checkpoints.native import Checkpoint
+from mechinterp.icl.prompts import generator_for, sample_prompts
+
+PAGE = "index.html"
+LONGEST_TABLE = 40
+
+
+@runtime_checkable
+class Result(Protocol):
+    """What every analysis gives back."""
+
+    def to_frame(self) -> pd.DataFrame: ...
+
+    def plot(self) -> go.Figure: ...
+
+
+@dataclass(frozen=True)
+class Section:
+    """One part of the page: what it says, its figures, its tables, and how they were computed."""
+
+    title: str
+    text: str
+    method: str
+    figures: Mapping[str, go.Figure] = field(default_factory=dict)
+    tables: Mapping[str, pd.DataFrame] = field(default_factory=dict)
+    """By name; each becomes <name>.csv, and is shown up to 40 rows."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """Where a report was written."""
+
+    page: Path
+    tables: tuple[Path, ...]
+    verdict: str
+
+
+def write_report(
+    checkpoint: Checkpoint,
+    out: str | Path,
+    *,
+    n_prompts: int = 4096,
+    seed: int = 0,
+    overwrite: bool = False,
+) -> Report:
+    """Write `out/index.html` and the CSV files behind it.
+
+    Args:
+        n_prompts: Prompts behind the ablations; the fits take five times as many per context length.
+    Raises:
+        ValueError: If `out` already holds a report and `overwrite` is not set.
+    """
+    out = Path(out)
+    if (out / PAGE).exists() and not overwrite:
+        raise ValueError(
+            f"{out / PAGE}: already exists and is not overwritten; choose another --out, or --overwrite."
+        )
+    classification = classify(checkpoint, n_prompts=n_prompts, seed=seed)
+    fits = fit_learners(checkpoint, n_prompts=5 * n_prompts, seed=seed)
+    sections = [
+        _heads(classification),
+        _circuits(checkpoint),
+        _ablation(checkpoint, classification, n_prompts, seed),
+        _fits(fits, classification),
+        *_training(checkpoint),
+    ]
+    verdict = verdict_sentence(checkpoint.name, classification, fits)
+    tables = []
+    for name, frame in [table for section in sections for table in section.tables.items()]:
+        tables.append(out / f"{name}.csv")
+        write_atomically(tables[-1], lambda file, frame=frame: frame.to_csv(file, index=False))
+    html = _render(checkpoint, verdict, sections)
+    write_atomically(out / PAGE, lambda file: file.write_text(html, encoding="utf-8"))
+    return Report(out / PAGE, tuple(tables), verdict)
+
+
+def verdict_sentence(name: str, classification: Classification, fits: LearnerFits) -> str:
+    """What the model is, with the numbers that earned it."""
+    meaning = {
+        "debiased_gd": "implements one step of debiased gradient descent",
+        "kernel_regression": "is a kernel smoother",
+        "undetermined": "shows none of the known patterns clearly",
+    }
+    return f"{name} {meaning[classification.pattern]} ({classification.reason}). {fits.verdict}"
+
+
+def _heads(found: Classification) -> Section:
+    numbers = pd.DataFrame(
+        [
+            ("pattern", found.pattern),
+            ("sign_matching", str(found.sign_matching).lower()),
+            ("omega_spread", _number(found.omega_spread)),
+            ("zero_sum", _number(found.zero_sum)),
+            ("eta = Σ mu·omega", _number(found.eta[0])),
+            ("optimal eta for the task", _number(found.eta_optimal)),
+            ("gamma of the nearest point of the solution manifold", _number(found.gamma)),
+            ("distance to the solution manifold", _number(found.manifold_distance)),
+            (
+                "R² of the closed form",
+                f"{found.substitution_r2:.4f} ± {found.substitution_r2_sem:.4f}",
+            ),
+        ],
+        columns=["evidence", "value"],
+    )
+    return Section(
+        "Heads and pattern",
+        f"The pattern is {found.pattern}: {found.reason}.",
+        "A head is active if its share of the heads' output (standard deviation over prompts) is above 1%, "
+        "else it is a dummy. Active heads are positive or negative by the common sign of omega and mu. "
+        "Heads of one sign make a kernel smoother; heads of both signs whose mu sum to zero and whose "
+        "|omega| agree make one step of debiased gradient descent of size eta. The last row puts the closed "
+        "form, built from omega and mu alone, in the model's place.",
+        {"heads": found.plot()},
+        {"pattern": numbers, "heads": found.to_frame()},
+    )
+
+
+def _circuits(checkpoint: Checkpoint) -> Section:
+    found = circuits(checkpoint)
+    return Section(
+        "Circuits",
+        "QK says how strongly a query's x looks at a key's x and y; OV says what is read from the tokens "
+        "a head looks at. In the published pattern QK is omega times the identity on x, and OV is mu on y.",
+        "QK = W_Q W_K^T times the softmax scale, OV = W_V W_O, from the weights alone. Rows of QK that belong "
+        "to the query's empty y slot never act and are not drawn.",
+        {"qk": found.plot(), "ov": found.plot_ov()},
+    )
+
+
+def _ablation(checkpoint: Checkpoint, found: Classification, n_prompts: int, seed: int) -> Section:
+    prompts = sample_prompts(
+        checkpoint.config.task, n_prompts, generator=generator_for(seed, "eval", 0)
+    )
+    single = [ablate_heads(checkpoint.model, prompts, method=method) for method in METHODS]
+    pictures = {"ablation": _ablation_bars(single)}
+    tables = {"ablation": pd.concat([one.to_frame() for one in single], ignore_index=True)}
+    text = (
+        f"Excess risk of the full model: {single[0].full_risk:.4f} ± {single[0].full_risk_sem:.4f} y². "
+        "Each bar is its rise when one head is masked."
+    )
+    if {"positive", "negative"} <= set(found.labels):
+        text += (
+            " Masking one head of a ± pair does more than remove its share: the mu no longer sum to zero, so the "
+            "mean response of the context, which the pair had cancelled, enters the prediction with the weight "
+            "of the heads that stay. A large bar therefore does not mean that a head could do the task alone; "
+            "the table of subsets and the Shapley values, which average over all orders of adding heads, tell."
+        )
+    if checkpoint.config.model.n_heads <= MAX_SUBSET_HEADS:
+        subsets = ablate_subsets(checkpoint, prompts)
+        pictures["shapley"] = subsets.plot()
+        tables |= {"shapley": subsets.shapley_frame(), "subsets": subsets.to_frame()}
+    return Section(
+        "Head ablation",
+        text,
+        f"Excess risk is the mean of (ŷ − x·β)² over {n_prompts} prompts, the same for every mask; ± is one "
+        "standard error, paired over prompts. Zero ablation sets a head's z to 0, mean ablation to its mean "
+        "over prompts, by hooks on hook_z. In one layer heads add up, so all subsets follow from one pass.",
+        pictures,
+        tables,
+    )
+
+
+def _ablation_bars(single: list[HeadAblation]) -> go.Figure:
+    """One group of bars per head: zero beside mean ablation."""
+    frame = single[0].to_frame()
+    return figures.bars(
+        [f"L{layer}H{head}" for layer, head in zip(frame["layer"], frame["head"], strict=True)],
+        {f"{one.method} ablation": one.rise.ravel() for one in single},
+        errors={f"{one.method} ablation": one.rise_sem.ravel() for one in single},
+        title="Rise of the excess risk when a head is masked",
+        y_title="rise of excess risk (y²)",
+    )
+
+
+def _fits(fits: LearnerFits, found: Classification) -> Section:
+    at_trained = fits.to_frame().query(f"context_length == {fits.trained_length}")
+    text = fits.verdict
+    if found.eta_optimal == found.eta_optimal:  # not NaN
+        text += f" The best debiased step size for this task is {found.eta_optimal:.4f}."
+    return Section(
+        "Which learner",
+        text,
+        f"At each context length, {fits.n_prompts} prompts shared by the model and all learners. Step sizes and "
+        "the kernel head are fitted to the model's predictions by least squares; ridge is the Bayes predictor "
+        "of the task, with nothing fitted. Loss alone does not tell: two learners can have "
+        "equal losses and differ on every prompt.",
+        {"fit_loss": fits.plot(), "fit_distance": fits.plot_distance()},
+        {"fits_at_trained_length": at_trained, "fits": fits.to_frame()},
+    )
+
+
+def _training(checkpoint: Checkpoint) -> list[Section]:
+    if checkpoint.history is None:
+        return []
+    dynamics = training_dynamics(checkpoint.history)
+    train = checkpoint.config.train
+    section = Section(
+        "Training",
+        f"{checkpoint.step} steps; final loss on {train.n_eval_prompts} fixed prompts {dynamics.eval_loss[-1]:.4f} y².",
+        f"Adam, step size {train.learning_rate:g}, {train.batch_size} fresh prompts a step; a row every "
+        f"{train.log_every} steps. loss is the mean since the row before, eval_loss is on prompts training never sees.",
+        {"omega": dynamics.plot(), "mu": dynamics.plot_mu(), "loss": dynamics.plot_loss()},
+        {"history": dynamics.to_frame()},
+    )
+    return [section]
+
+
+def _render(checkpoint: Checkpoint, verdict: str, sections: list[Section]) -> str:
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters["figure"] = _figure_html
+    environment.filters["number"] = _number
+    return environment.get_template("page.html.jinja").render(
+        name=checkpoint.name,
+        verdict=verdict,
+        config=checkpoint.config,
+        step=checkpoint.step,
+        sections=sections,
+        longest_table=LONGEST_TABLE,
+        plotly_js=get_plotlyjs(),
+    )
+
+
+def _figure_html(figure: go.Figure, name: str) -> str:
+    options = {"responsive": True, "displaylogo": False}
+    return figure.to_html(
+        full_html=False, include_plotlyjs=False, div_id=f"figure-{name}", config=options
+    )
+
+
+def _number(value: object) -> str:
+    if isinstance(value, float | np.floating):
+        return "–" if value != value else f"{value:.4g}"
+    return str(value)

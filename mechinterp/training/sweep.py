@@ -1,0 +1,190 @@
+"""Many models in one run folder: which ones there are, which are finished, and training the rest.
+
+A run folder holds one `training-<n>.safetensors` per pack while it trains and one checkpoint folder per
+model when it is done. Nothing in it is overwritten: without `resume` it must be free, with `resume` its
+configs must equal those asked for.
+"""
+
+import itertools
+import json
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from mechinterp.checkpoints.errors import CheckpointError
+from mechinterp.checkpoints.native import load, save
+from mechinterp.config import ExperimentConfig, differences, from_dict, override, preset, value_of
+from mechinterp.training.trainer import Pack, Progress, pack_key, train_pack
+
+ENTRY_FIELDS = ("preset", "config", "set", "grid", "name")
+
+
+@dataclass(frozen=True)
+class TrainingSummary:
+    """What a training run left behind."""
+
+    checkpoints: tuple[Path, ...]
+    """Folders of all models asked for, finished earlier or now."""
+    steps: int
+    """Updates made now, summed over packs."""
+    seconds: float
+    """Time spent in those steps and in writing; start-up left out."""
+    loss: float
+    """Mean over the models of the final `eval_loss`, unit y^2."""
+
+
+def load_sweep(file: str | Path) -> dict[str, ExperimentConfig]:
+    """The models of a sweep file, by name, in the order of the file.
+
+    The file is JSON: one entry or a list of them. An entry starts from a "preset" or a "config", changes
+    the fields in "set", takes every combination of the values in "grid", and is named by the pattern
+    "name", in which {model.n_heads} stands for that field's value.
+
+    Raises:
+        ValueError: If the file is no sweep file; the message names the file and the rule.
+    """
+    file = Path(file)
+    try:
+        document = json.loads(file.read_text())
+        models: dict[str, ExperimentConfig] = {}
+        for entry in document if isinstance(document, list) else [document]:
+            for name, config in _entry_models(entry):
+                if name in models:
+                    raise ValueError(f"names must differ, got {name!r} twice.")
+                models[name] = config
+    except OSError as error:
+        raise ValueError(f"{file}: cannot be read ({error.strerror}).") from None
+    except ValueError as error:
+        raise ValueError(f"{file}: {' '.join(str(error).split())}") from None
+    if not models:
+        raise ValueError(f"{file}: a sweep file must hold at least one entry, got none.")
+    return models
+
+
+def train_models(
+    models: Mapping[str, ExperimentConfig],
+    run_folder: str | Path,
+    *,
+    resume: bool = False,
+    device: str = "cpu",
+    on_log: Callable[[Progress], None] | None = None,
+) -> TrainingSummary:
+    """Train models into `run_folder/<name>`, those that can in one pack; finished ones are skipped.
+
+    Raises:
+        CheckpointError: If the folder holds another run, or what is resumed differs from what is asked for,
+            or a model's weights stopped being finite.
+    """
+    run_folder = Path(run_folder)
+    states = sorted(run_folder.glob("training-*.safetensors"))
+    if not resume:
+        _require_free(models, run_folder, states)
+    for name, config in models.items():
+        if (run_folder / name / "config.json").exists():
+            _require_same(run_folder / name, load(run_folder / name).config, config)
+    steps, seconds = 0, 0.0
+    for file, pack in _packs(models, run_folder, states, device):
+        pack.save(file)
+        first_step = pack.step
+        seconds += train_pack(pack, file, on_log=on_log)
+        steps += pack.step - first_step
+        _export(pack, run_folder)
+        file.unlink()
+    checkpoints = tuple(run_folder / name for name in models)
+    losses = [_final_loss(folder) for folder in checkpoints]
+    return TrainingSummary(checkpoints, steps, seconds, sum(losses) / len(losses))
+
+
+def _packs(models: Mapping[str, ExperimentConfig], run_folder: Path, states: list[Path], device: str):
+    """The state file and the pack of everything that is not finished, one after another."""
+    started = set()
+    for file in states:
+        pack = Pack.restore(file, device=device)
+        for name, config in pack.models.items():
+            if name not in models:
+                raise CheckpointError(f"{file}: holds {name!r}, which is not part of this run.")
+            _require_same(file, config, models[name])
+        started |= set(pack.models)
+        yield file, pack
+    groups: dict[str, dict[str, ExperimentConfig]] = {}
+    for name, config in models.items():
+        if name not in started and not (run_folder / name / "config.json").exists():
+            groups.setdefault(pack_key(config), {})[name] = config
+    first = max((int(file.stem.partition("-")[2]) for file in states), default=-1) + 1
+    for index, group in enumerate(groups.values(), start=first):
+        yield run_folder / f"training-{index}.safetensors", Pack(group, device=device)
+
+
+def _export(pack: Pack, run_folder: Path) -> None:
+    diverged = []
+    for name, trained in pack.results().items():
+        if not torch.isfinite(trained.weights.QK).all() or not torch.isfinite(trained.weights.OV).all():
+            diverged.append(name)
+        elif not (run_folder / name / "config.json").exists():
+            save(
+                run_folder / name,
+                trained.config,
+                trained.weights,
+                step=trained.step,
+                history=trained.history,
+                snapshots=trained.snapshots,
+            )
+    if diverged:
+        rate = pack.config.train.learning_rate
+        raise CheckpointError(
+            f"{run_folder}: weights must stay finite, those of {', '.join(diverged)} did not; "
+            f"try a train.learning_rate below {rate}."
+        )
+
+
+def _require_free(models: Mapping[str, ExperimentConfig], run_folder: Path, states: list[Path]) -> None:
+    targets = [run_folder / name for name in models]
+    occupied = states or [t for t in targets if t.exists() and (not t.is_dir() or any(t.iterdir()))]
+    if occupied:
+        raise CheckpointError(
+            f"{occupied[0]}: already exists and is not overwritten; choose another --out, or --resume."
+        )
+
+
+def _require_same(where: Path, there: ExperimentConfig, here: ExperimentConfig) -> None:
+    changed = differences(there, here)
+    if changed:
+        name, (old, new) = next(iter(changed.items()))
+        raise CheckpointError(f"{where}: cannot be resumed with another config: {name} is {old} there, {new} here.")
+
+
+def _final_loss(folder: Path) -> float:
+    history = load(folder).history
+    return float("nan") if history is None else float(history["eval_loss"].iloc[-1])
+
+
+def _entry_models(entry: object):
+    if not isinstance(entry, dict) or not set(entry) <= set(ENTRY_FIELDS):
+        raise ValueError(f"an entry must be an object with fields among {', '.join(ENTRY_FIELDS)}, got {entry!r}.")
+    if ("preset" in entry) == ("config" in entry):
+        raise ValueError("an entry must have either a preset or a config.")
+    base = preset(entry["preset"]) if "preset" in entry else from_dict(entry["config"])
+    base = override(base, *_assignments(entry.get("set", {}), "set"))
+    grid = entry.get("grid", {})
+    if not isinstance(grid, dict) or not all(isinstance(values, list) for values in grid.values()):
+        raise ValueError(f"grid must give a list of values for each field, got {grid!r}.")
+    default_name = "-".join([entry.get("preset", "model"), *(f"{key}{{{key}}}" for key in grid)])
+    for values in itertools.product(*grid.values()):
+        config = override(base, *_assignments(dict(zip(grid, values, strict=True)), "grid"))
+        yield _name(entry.get("name", default_name), config), config
+
+
+def _assignments(values: object, field: str) -> list[str]:
+    if not isinstance(values, dict):
+        raise ValueError(f"{field} must be an object of field names and values, got {values!r}.")
+    return [f"{name}={json.dumps(value)}" for name, value in values.items()]
+
+
+def _name(pattern: str, config: ExperimentConfig) -> str:
+    name = re.sub(r"\{([\w.]+)\}", lambda match: str(value_of(config, match[1])), pattern)
+    if not re.fullmatch(r"\w[\w.=+-]*", name):
+        raise ValueError(f"a name must consist of letters, digits and . _ - = +, got {name!r}.")
+    return name

@@ -1,0 +1,117 @@
+"""Fits recover the learner that a model is built from, with standard errors that cover the truth."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from mechinterp.analysis.fits import LEARNERS, fit_learners
+from mechinterp.config import TaskConfig
+from mechinterp.icl.predictors import debiased_gd, nadaraya_watson, ridge, vanilla_gd
+from mechinterp.models.constructions import debiased_gradient_step, kernel_head
+from mechinterp.theory.softmax import debiased_risk, vanilla_risk
+
+TASK = TaskConfig()
+BAYES = TASK.noise_var / TASK.beta_variance
+
+
+def column(learner: str) -> int:
+    return LEARNERS.index(learner)
+
+
+@pytest.mark.parametrize(
+    ("learner", "model", "factor"),
+    [
+        ("vanilla_gd", lambda prompts: vanilla_gd(prompts, eta=0.8), 0.8),
+        ("debiased_gd", lambda prompts: debiased_gd(prompts, eta=0.8), 0.8),
+        ("kernel_head", lambda prompts: nadaraya_watson(prompts, omega=-0.3, mu=-1.4), -1.4),
+        ("ridge", lambda prompts: ridge(prompts, penalty=BAYES), np.nan),
+        ("zero", lambda prompts: 0 * prompts.y_query, np.nan),
+    ],
+)
+def test_a_learner_is_recognised_as_itself(learner, model, factor):
+    fits = fit_learners(model, TASK, context_lengths=[10, 40], n_prompts=4096)
+    assert fits.best == learner
+    np.testing.assert_allclose(fits.factor[:, column(learner)], factor, rtol=1e-3)
+    np.testing.assert_allclose(fits.rms[:, column(learner)], 0, atol=1e-4)
+    if learner != "zero":
+        np.testing.assert_allclose(fits.r2[:, column(learner)], 1, atol=1e-6)
+        np.testing.assert_allclose(fits.r2[:, column("zero")], 0, atol=1e-12)
+    if learner == "kernel_head":
+        np.testing.assert_allclose(fits.kernel_omega, -0.3, atol=1e-3)
+
+
+def test_losses_meet_the_exact_risks_and_gaps_are_paired():
+    setting = {"d_x": 5, "context_length": 40, "noise_var": 0.1}
+    fits = fit_learners(
+        lambda prompts: debiased_gd(prompts, eta=0.8), TASK, context_lengths=[40], n_prompts=100_000
+    )
+    debiased, vanilla = column("debiased_gd"), column("vanilla_gd")
+    assert abs(fits.model_loss[0] - debiased_risk(0.8, **setting)) < 4 * fits.model_loss_sem[0]
+    eta = fits.factor[0, vanilla]
+    assert abs(fits.loss[0, vanilla] - vanilla_risk(eta, **setting)) < 4 * fits.loss_sem[0, vanilla]
+    expected_gap = debiased_risk(0.8, **setting) - vanilla_risk(eta, **setting)
+    assert abs(fits.loss_gap[0, vanilla] - expected_gap) < 4 * fits.loss_gap_sem[0, vanilla]
+    assert fits.loss_gap_sem[0, vanilla] < 0.5 * fits.model_loss_sem[0]
+    assert fits.loss_gap[0, debiased] == pytest.approx(0, abs=1e-6)
+    assert fits.loss[0, column("zero")] == pytest.approx(
+        1.1, abs=4 * fits.loss_sem[0, column("zero")]
+    )
+
+
+def test_step_size_and_its_standard_error_over_repeated_prompts():
+    def model(prompts):
+        return debiased_gd(prompts, eta=0.8) + 0.3 * (prompts.y_query - prompts.y_query_clean)
+
+    runs = [
+        fit_learners(model, TASK, context_lengths=[40], n_prompts=500, seed=seed)
+        for seed in range(60)
+    ]
+    eta = np.array([run.factor[0, column("debiased_gd")] for run in runs])
+    sem = np.array([run.factor_sem[0, column("debiased_gd")] for run in runs])
+    assert abs(eta.mean() - 0.8) < 4 * eta.std() / len(eta) ** 0.5
+    assert sem.mean() == pytest.approx(eta.std(), rel=0.35)  # the spread of 60 is known to 9%
+
+
+def test_a_pair_tends_to_debiased_gd_as_omega_falls():
+    distances = []
+    for omega in (0.1, 0.05, 0.025):
+        fits = fit_learners(
+            debiased_gradient_step(0.88, omega, d_x=5), context_lengths=[40], n_prompts=4096
+        )
+        assert fits.best == "debiased_gd"
+        distances.append(fits.rms[0, column("debiased_gd")])
+    slopes = -np.diff(np.log(distances)) / np.log(2)
+    np.testing.assert_allclose(slopes, 2, atol=0.15)  # Theorem 4.2 (i): O(omega^2)
+
+
+def test_the_trained_length_is_added_and_the_verdict_speaks_of_it():
+    fits = fit_learners(kernel_head(0.5, 1.5, d_x=5), context_lengths=[20], n_prompts=512)
+    assert fits.context_length.tolist() == [20, 40]
+    assert "Closest to kernel_head, mu = 1.5000" in fits.verdict
+    assert "at L = 40" in fits.verdict
+    assert repr(fits) == f"LearnerFits({fits.verdict})"
+    assert fits.lead > 5 * fits.lead_sem
+
+
+def test_a_tie_is_said_to_be_one():
+    fits = fit_learners(kernel_head(0.5, 1.5, d_x=5), context_lengths=[40], n_prompts=64)
+    told_apart = "; the two cannot be told apart."
+    assert replace(fits, lead=0.019, lead_sem=0.01).verdict.endswith(told_apart)
+    assert not replace(fits, lead=0.021, lead_sem=0.01).verdict.endswith(told_apart)
+
+
+def test_frame_has_a_row_per_length_and_learner():
+    fits = fit_learners(kernel_head(0.5, 1.5, d_x=5), context_lengths=[20, 60], n_prompts=256)
+    frame = fits.to_frame()
+    assert len(frame) == 3 * len(LEARNERS)
+    row = frame.query("context_length == 60 and learner == 'ridge'").iloc[0]
+    assert row["rms"] == fits.rms[2, column("ridge")]
+    assert row["model_loss"] == fits.model_loss[2]
+    assert len(fits.plot().data) == 1 + len(LEARNERS)
+    assert len(fits.plot_distance().data) == len(LEARNERS)
+
+
+def test_a_function_needs_a_task():
+    with pytest.raises(ValueError, match="needs a task"):
+        fit_learners(lambda prompts: prompts.y_query)

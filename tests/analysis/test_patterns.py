@@ -1,0 +1,232 @@
+"""Labels of models whose pattern is known by construction, and what labels may not depend on."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from mechinterp.analysis.patterns import Thresholds, classify
+from mechinterp.config import CovarianceConfig, ExperimentConfig, ModelConfig, TaskConfig
+from mechinterp.models.constructions import (
+    debiased_gradient_step,
+    diagonal_heads,
+    kernel_head,
+    zero_head,
+)
+from mechinterp.models.functional import AttentionWeights, stack
+from mechinterp.theory.softmax import debiased_step_size, manifold_mu
+from mechinterp.training.step import initial_weights
+
+PAPER = {"d_x": 5, "context_length": 40, "noise_var": 0.1}
+
+
+def on_manifold(gamma: float, positive: list[float], negative: list[float]) -> AttentionWeights:
+    """Heads on the solution manifold; the lists split mu_gamma over the heads of each sign."""
+    total = manifold_mu(gamma, **PAPER)
+    omega = [gamma] * len(positive) + [-gamma] * len(negative)
+    mu = [total * share for share in positive] + [-total * share for share in negative]
+    return diagonal_heads(omega, mu, d_x=5)
+
+
+@pytest.mark.parametrize("omega", [0.05, 0.13])
+def test_a_pair_is_debiased_gd_with_its_step_size(omega):
+    found = classify(debiased_gradient_step(0.8, omega, d_x=5))
+    assert found.pattern == "debiased_gd"
+    assert found.labels == ("positive", "negative")
+    assert found.eta[0] == pytest.approx(0.8, rel=1e-12)
+    assert found.zero_sum == pytest.approx(0, abs=1e-12)
+    assert found.omega_spread == pytest.approx(0, abs=1e-12)
+    assert found.sign_matching
+    assert found.substitution_r2 > 0.999
+    assert found.eta_optimal == pytest.approx(debiased_step_size(**PAPER))
+
+
+def test_the_closed_form_stands_in_better_for_smaller_omega():
+    gaps = [
+        1 - classify(debiased_gradient_step(0.8, omega, d_x=5)).substitution_r2
+        for omega in (0.1, 0.05)
+    ]
+    # The predictions differ by O(omega^2), so their squared distance falls sixteenfold.
+    assert gaps[0] / gaps[1] == pytest.approx(16, rel=0.1)
+
+
+@pytest.mark.parametrize("omega", [0.5, -0.5])
+def test_one_head_is_a_kernel_smoother(omega):
+    found = classify(kernel_head(omega, 3 * omega, d_x=5))
+    assert found.pattern == "kernel_regression"
+    assert found.labels == ("positive" if omega > 0 else "negative",)
+    assert found.substitution_r2 == pytest.approx(1, abs=1e-12)
+    assert np.isnan(found.gamma)
+
+
+def test_two_heads_of_one_sign_are_never_debiased_gd():
+    found = classify(diagonal_heads([0.528, 0.575], [0.955, 0.507], d_x=5))
+    assert found.pattern == "kernel_regression"
+    assert found.labels == ("positive", "positive")
+
+
+def test_heads_on_the_solution_manifold_are_at_distance_zero():
+    found = classify(on_manifold(0.13, [0.4, 0.6], [0.1, 0.2, 0.7]))
+    assert found.pattern == "debiased_gd"
+    assert found.manifold_distance == pytest.approx(0, abs=1e-6)
+    assert found.gamma == pytest.approx(0.13, rel=1e-5)
+
+
+def test_distance_to_the_manifold_of_a_known_displacement():
+    # mu of both heads 10% too large: the nearest point keeps gamma, up to second order, and is 10% / 1.1 away.
+    total = manifold_mu(0.13, **PAPER)
+    found = classify(diagonal_heads([0.13, -0.13], [1.1 * total, -1.1 * total], d_x=5))
+    at_same_gamma = 0.1 / 1.1
+    assert 0.4 * at_same_gamma < found.manifold_distance < at_same_gamma
+    # No other gamma comes closer.
+    for gamma in np.linspace(0.09, 0.16, 200):
+        off_omega = np.sqrt(2) * abs(0.13 - gamma) / (np.sqrt(2) * 0.13)
+        off_mu = abs(1.1 * total - manifold_mu(gamma, **PAPER)) / (1.1 * total)
+        assert np.hypot(off_omega, off_mu) >= found.manifold_distance - 1e-9
+
+
+def test_a_weak_head_is_a_dummy_whatever_its_circuits():
+    weak = diagonal_heads([0.4], [-1e-3], d_x=5)  # its signs do not match, but it does nothing
+    found = classify(stack([debiased_gradient_step(0.88, 0.1, d_x=5), weak, zero_head(d_x=5)]))
+    assert found.labels == ("positive", "negative", "dummy", "dummy")
+    assert found.pattern == "debiased_gd"
+    assert found.share.sum() == pytest.approx(1)
+    assert found.share[3] == 0
+
+
+def test_no_active_head_is_undetermined():
+    found = classify(zero_head(d_x=5))
+    assert (found.pattern, found.labels, found.reason) == (
+        "undetermined",
+        ("dummy",),
+        "no head is active",
+    )
+    assert not found.sign_matching
+
+
+@pytest.mark.parametrize(
+    ("omega", "mu", "label", "reason"),
+    [
+        (
+            [0.3, -0.3],
+            [2.0, 2.0],
+            ("positive", "mismatched"),
+            r"head 1 is mismatched: omega is -0\.3 and mu is 2",
+        ),
+        (
+            [0.13, -0.2],
+            [3.0, -3.0],
+            ("positive", "negative"),
+            r"omega_spread 0\.538 is above 0\.25",
+        ),
+        ([0.13, -0.13], [3.0, -2.0], ("positive", "negative"), r"zero_sum 0\.200 is above 0\.05"),
+        (
+            [1.5, -1.5],
+            [0.3, -0.3],
+            ("positive", "negative"),
+            r"substitution_r2 of debiased_gd .* is below 0\.9",
+        ),
+    ],
+)
+def test_what_is_not_clear_is_undetermined_and_says_the_number(omega, mu, label, reason):
+    found = classify(diagonal_heads(omega, mu, d_x=5))
+    assert found.pattern == "undetermined"
+    assert found.labels == label
+    import re
+
+    assert re.search(reason, found.reason)
+
+
+def test_random_weights_are_unstructured():
+    config = ExperimentConfig(model=ModelConfig(n_heads=4), seed=5)
+    found = classify(initial_weights(config))
+    assert found.pattern == "undetermined"
+    assert "unstructured" in found.labels
+    assert "is below 0.9" in found.reason
+
+
+def test_mixed_entries_of_omega():
+    weights = diagonal_heads([0.4, -0.4], [2.0, -2.0], d_x=5)
+    weights.W_K[0, 0, 0] *= -1
+    found = classify(weights)
+    assert found.labels[0] == "mixed"
+    assert "omega runs from -0.4 to 0.4" in found.reason
+
+
+def test_labels_do_not_depend_on_head_order_or_on_how_circuits_are_factored():
+    weights = stack([on_manifold(0.13, [0.3, 0.7], [1.0]), zero_head(d_x=5)])
+    before = classify(weights)
+    order = torch.tensor([3, 1, 0, 2])
+    random = torch.Generator().manual_seed(0)
+    mix = torch.randn(4, 6, 6, dtype=torch.float64, generator=random) + 3 * torch.eye(
+        6, dtype=torch.float64
+    )
+    scales = torch.tensor([100.0, 0.01, -1.0, 5.0], dtype=torch.float64)[:, None, None]
+    moved = replace(
+        weights,
+        W_Q=(weights.W_Q @ mix)[order],
+        W_K=(weights.W_K @ torch.linalg.inv(mix).mT)[order],
+        W_V=(weights.W_V * scales)[order],
+        W_O=(weights.W_O / scales)[order],
+    )
+    after = classify(moved)
+    assert after.pattern == before.pattern == "debiased_gd"
+    assert after.labels == tuple(before.labels[i] for i in order)
+    for name in ("omega_spread", "zero_sum", "manifold_distance", "substitution_r2"):
+        assert getattr(after, name) == pytest.approx(getattr(before, name), abs=1e-9)
+
+
+def test_label_does_not_depend_on_the_scale_of_the_responses():
+    weights = on_manifold(0.13, [1.0], [1.0])
+    task = TaskConfig(
+        beta_var=20.0, noise_var=10.0
+    )  # y is ten times as large, s^2 / signal the same
+    found = classify(weights, task)
+    assert found.manifold_distance == pytest.approx(0, abs=1e-6)
+    assert found.eta_optimal == pytest.approx(debiased_step_size(**PAPER))
+
+
+def test_general_covariance_has_no_isotropic_optimum():
+    found = classify(
+        on_manifold(0.13, [1.0], [1.0]),
+        TaskConfig(covariance=CovarianceConfig(kind="kms", rho=0.5)),
+    )
+    assert np.isnan(found.eta_optimal)
+    assert np.isnan(found.manifold_distance)
+
+
+def test_thresholds_are_arguments():
+    weights = diagonal_heads([0.13, -0.2], [3.0, -3.0], d_x=5)
+    assert classify(weights, thresholds=Thresholds(omega_spread=0.6)).pattern == "debiased_gd"
+
+
+def test_other_score_functions_count_with_their_slope():
+    weights = replace(debiased_gradient_step(0.8, 0.05, d_x=5), score="1+Cx", score_slope=0.5)
+    found = classify(weights)
+    assert found.eta[0] == pytest.approx(0.4)
+    assert found.pattern == "debiased_gd"
+    assert found.substitution_r2 > 0.999
+
+
+@pytest.mark.parametrize(
+    ("weights", "task", "message"),
+    [
+        (diagonal_heads([0.1], [1.0], d_x=2, d_y=2), None, "one-task models"),
+        (
+            diagonal_heads([0.1], [1.0], d_x=2),
+            TaskConfig(d_x=3),
+            "task's d_x must be the model's, 2, got 3",
+        ),
+    ],
+)
+def test_what_cannot_be_classified_is_refused(weights, task, message):
+    with pytest.raises(ValueError, match=message):
+        classify(weights, task)
+
+
+def test_frame_and_repr():
+    found = classify(debiased_gradient_step(0.8, 0.1, d_x=5))
+    assert list(found.to_frame().columns[:3]) == ["head", "label", "share"]
+    assert repr(found).startswith("Classification(debiased_gd: heads of both signs, zero_sum 0.000")
+    assert len(found.plot().data) == 2

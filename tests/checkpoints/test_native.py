@@ -1,0 +1,365 @@
+"""Checkpoints come back as they were saved, bad ones are refused, and a kill leaves a whole file."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pandas as pd
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from mechinterp.checkpoints.errors import CheckpointError
+from mechinterp.checkpoints.files import write_atomically
+from mechinterp.checkpoints.native import git_commit, load, save, state_dict, write_weights
+from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig, TrainConfig
+from mechinterp.models.functional import NAMES, AttentionWeights
+from mechinterp.training.step import initial_weights
+from mechinterp.training.trainer import Pack
+
+CONFIG = ExperimentConfig(
+    task=TaskConfig(d_x=3, d_y=2, context_length=8),
+    model=ModelConfig(n_heads=2, d_head=4, score="1+Cx", score_slope=0.5),
+    train=TrainConfig(
+        steps=20, batch_size=16, log_every=10, snapshot_every=5, n_eval_prompts=16, data_seed=3
+    ),
+    seed=2,
+)
+
+
+def assert_same(actual: AttentionWeights, expected: AttentionWeights):
+    for name in NAMES:
+        assert torch.equal(getattr(actual, name), getattr(expected, name)), name
+    law = (expected.scale, expected.score, expected.score_slope)
+    assert (actual.scale, actual.score, actual.score_slope) == law
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A checkpoint of CONFIG with its initial weights."""
+    save(tmp_path / "model", CONFIG, initial_weights(CONFIG), step=0)
+    return tmp_path / "model"
+
+
+def test_a_trained_model_comes_back_as_it_was(tmp_path: Path):
+    pack = Pack({"model": CONFIG})
+    while not pack.finished:
+        pack.advance()
+    trained = pack.results()["model"]
+    save(
+        tmp_path / "model",
+        CONFIG,
+        trained.weights,
+        step=trained.step,
+        history=trained.history,
+        snapshots=trained.snapshots,
+    )
+    checkpoint = load(str(tmp_path / "model"))
+    assert checkpoint.config == CONFIG
+    assert (checkpoint.step, checkpoint.name) == (20, "model")
+    assert repr(checkpoint) == "Checkpoint(model: 2 heads, d_x=3, context_length=8, step 20)"
+    assert_same(checkpoint.weights, trained.weights)
+    assert list(checkpoint.snapshots) == [0, 5, 10, 15, 20]
+    for step, weights in checkpoint.snapshots.items():
+        assert_same(weights, trained.snapshots[step])
+    assert_same(checkpoint.snapshots[20], checkpoint.weights)
+    pd.testing.assert_frame_equal(checkpoint.history, trained.history, check_exact=True)
+
+
+def test_weights_in_double_precision_stay_so(tmp_path: Path):
+    weights = initial_weights(CONFIG).to(torch.float64)
+    save(tmp_path / "model", CONFIG, weights, step=0)
+    assert_same(load(tmp_path / "model").weights, weights)
+    assert load(tmp_path / "model").weights.W_Q.dtype == torch.float64
+
+
+def test_a_checkpoint_without_history_and_snapshots(folder: Path):
+    assert load(folder).history is None
+    assert load(folder).snapshots == {}
+
+
+def test_files_carry_transformer_lens_names_and_shapes(folder: Path):
+    tensors = load_file(folder / "model.safetensors")
+    assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == {
+        "blocks.0.attn.W_Q": (2, 5, 4),
+        "blocks.0.attn.W_K": (2, 5, 4),
+        "blocks.0.attn.W_V": (2, 5, 4),
+        "blocks.0.attn.W_O": (2, 4, 5),
+    }
+    weights = initial_weights(CONFIG)
+    assert torch.equal(tensors["blocks.0.attn.W_O"][:, :, 3:], weights.W_O)
+    assert tensors["blocks.0.attn.W_O"][:, :, :3].abs().max() == 0
+
+
+def test_config_file_names_its_origin(folder: Path):
+    document = json.loads((folder / "config.json").read_text())
+    assert document["format_version"] == 1
+    assert document["git_commit"] == git_commit()
+    assert document["experiment"]["task"]["d_x"] == 3
+    assert isinstance(document["package_version"], str)
+
+
+# Each of these spoils a good checkpoint; the words are what the message must hold besides the file.
+
+
+def edit_config(**changes: object) -> Callable[[Path], None]:
+    def spoil(folder: Path):
+        document = json.loads((folder / "config.json").read_text())
+        document = {k: v for k, v in (document | changes).items() if v is not None}
+        (folder / "config.json").write_text(json.dumps(document))
+
+    return spoil
+
+
+def edit_experiment(group: str, field: str, value: object) -> Callable[[Path], None]:
+    def spoil(folder: Path):
+        document = json.loads((folder / "config.json").read_text())
+        document["experiment"][group][field] = value
+        (folder / "config.json").write_text(json.dumps(document))
+
+    return spoil
+
+
+def edit_tensor(name: str, change: Callable[[torch.Tensor], torch.Tensor | None]):
+    def spoil(folder: Path):
+        file = folder / "model.safetensors"
+        tensors = load_file(file)
+        changed = change(tensors.pop(f"blocks.0.attn.{name}"))
+        if changed is not None:
+            tensors[f"blocks.0.attn.{name}"] = changed
+        save_file(tensors, file)
+
+    return spoil
+
+
+def write_text(name: str, text: str) -> Callable[[Path], None]:
+    return lambda folder: (folder / name).write_text(text) and None
+
+
+def remove(name: str) -> Callable[[Path], None]:
+    return lambda folder: (folder / name).unlink()
+
+
+def cut(folder: Path):
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-7])
+
+
+def with_entry(index: tuple[int, ...], value: float) -> Callable[[torch.Tensor], torch.Tensor]:
+    def change(tensor: torch.Tensor) -> torch.Tensor:
+        tensor[index] = value
+        return tensor
+
+    return change
+
+
+BAD = {
+    "no config": (remove("config.json"), "", "this has no config.json"),
+    "no weights": (remove("model.safetensors"), "model.safetensors", "does not exist"),
+    "bad JSON": (
+        write_text("config.json", '{"step": \n'),
+        "config.json",
+        "not a readable JSON file",
+    ),
+    "a JSON list": (write_text("config.json", "[1]"), "config.json", "a JSON object, got list"),
+    "no step": (edit_config(step=None), "config.json", "field 'step' is missing"),
+    "no experiment": (edit_config(experiment=None), "config.json", "field 'experiment' is missing"),
+    "no version": (edit_config(format_version=None), "config.json", "'format_version' is missing"),
+    "newer": (edit_config(format_version=2), "config.json", "format_version must be 1, got 2"),
+    "half a step": (edit_config(step=2.5), "config.json", "step must be an integer >= 0, got 2.5"),
+    "step -1": (edit_config(step=-1), "config.json", "step must be an integer >= 0, got -1"),
+    "text": (edit_config(experiment="x"), "config.json", "A config must be a JSON object, got 'x'"),
+    "unknown field": (
+        edit_experiment("model", "heads", 2),
+        "config.json",
+        "Unknown field 'model.heads'; known: model.n_layers, model.n_heads",
+    ),
+    "bad value": (edit_experiment("task", "d_x", 0), "config.json", "task.d_x must be >= 1, got 0"),
+    "other n_heads": (
+        edit_experiment("model", "n_heads", 3),
+        "model.safetensors",
+        "blocks.0.attn.W_Q must have shape (3, 5, 4), got (2, 5, 4)",
+    ),
+    "transposed": (
+        edit_tensor("W_O", lambda tensor: tensor.mT.contiguous()),
+        "model.safetensors",
+        "blocks.0.attn.W_O must have shape (2, 4, 5), got (2, 5, 4)",
+    ),
+    "no W_K": (
+        edit_tensor("W_K", lambda tensor: None),
+        "model.safetensors",
+        "blocks.0.attn.W_K is missing",
+    ),
+    "NaN": (
+        edit_tensor("W_V", with_entry((0, 0, 0), torch.nan)),
+        "model.safetensors",
+        "blocks.0.attn.W_V must hold finite numbers, got 1 NaN or infinite",
+    ),
+    "infinity": (
+        edit_tensor("W_Q", with_entry((1,), torch.inf)),
+        "model.safetensors",
+        "blocks.0.attn.W_Q must hold finite numbers, got 20 NaN or infinite",
+    ),
+    "integers": (
+        edit_tensor("W_Q", lambda tensor: tensor.to(torch.int64)),
+        "model.safetensors",
+        "blocks.0.attn.W_Q must hold floating-point numbers, got torch.int64",
+    ),
+    "x read out": (
+        edit_tensor("W_O", with_entry((0, 0, 0), -0.25)),
+        "model.safetensors",
+        "the x columns of blocks.0.attn.W_O must be zero, got 0.25",
+    ),
+    "cut short": (cut, "model.safetensors", "not a readable safetensors file"),
+    "empty": (
+        write_text("model.safetensors", ""),
+        "model.safetensors",
+        "not a readable safetensors",
+    ),
+}
+
+
+@pytest.mark.parametrize(("spoil", "file", "words"), BAD.values(), ids=BAD)
+def test_a_bad_checkpoint_is_refused_on_one_line(
+    folder: Path, spoil: Callable[[Path], None], file: str, words: str
+):
+    load(folder)
+    spoil(folder)
+    with pytest.raises(CheckpointError) as error:
+        load(folder)
+    message = str(error.value)
+    assert message.startswith(f"{folder / file}: ")
+    assert words in message
+    assert "\n" not in message
+
+
+def test_what_is_no_folder_is_refused(tmp_path: Path):
+    file = tmp_path / "weights.bin"
+    with pytest.raises(
+        CheckpointError, match=r"weights\.bin: a checkpoint is .*this does not exist"
+    ):
+        load(file)
+    file.write_text("x")
+    with pytest.raises(
+        CheckpointError, match=r"weights\.bin: a checkpoint is .*this is not a folder"
+    ):
+        load(file)
+
+
+def test_a_bad_snapshot_or_history_is_refused_when_it_is_read(folder: Path):
+    (folder / "snapshots").mkdir()
+    (folder / "snapshots" / "5.safetensors").write_bytes(b"x")
+    (folder / "history.parquet").write_bytes(b"x\ny")
+    checkpoint = load(folder)
+    with pytest.raises(CheckpointError, match=r"5\.safetensors: not a readable safetensors file"):
+        _ = checkpoint.snapshots
+    with pytest.raises(CheckpointError, match=r"history\.parquet: not a readable parquet file"):
+        _ = checkpoint.history
+
+
+def test_a_checkpoint_is_not_overwritten(folder: Path):
+    before = {file: file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+    with pytest.raises(CheckpointError, match="model: already holds a checkpoint"):
+        save(folder, CONFIG, initial_weights(replace(CONFIG, seed=9)), step=1)
+    assert {file: file.read_bytes() for file in folder.rglob("*") if file.is_file()} == before
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"W_K": torch.full((2, 5, 4), torch.nan)}, "W_K must hold finite numbers, got 40 NaN"),
+        ({"scale": 0.4}, r"scale must be 1/sqrt\(d_head\) = 0\.5, got 0\.4"),
+        ({"score": "softmax"}, "score and score_slope must be the config's '1[+]Cx' and 0.5, got"),
+        ({"score_slope": 0.6}, "score and score_slope must be the config's '1[+]Cx' and 0.5, got"),
+    ],
+)
+def test_weights_of_another_kind_are_not_saved(tmp_path: Path, changes: dict, words: str):
+    weights = replace(initial_weights(CONFIG), **changes)
+    with pytest.raises(CheckpointError, match=f"model: .*{words}"):
+        save(tmp_path / "model", CONFIG, weights, step=0)
+    assert not (tmp_path / "model").exists()
+
+
+def test_weights_of_another_shape_are_not_saved(tmp_path: Path):
+    with pytest.raises(CheckpointError, match=r"W_Q must have shape \(2, 5, 4\), got \(1, 5, 4\)"):
+        save(tmp_path / "model", CONFIG, initial_weights(CONFIG)[:1], step=0)
+    assert not (tmp_path / "model").exists()
+
+
+def test_a_place_that_cannot_be_written_is_refused(tmp_path: Path):
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(CheckpointError, match="model: cannot be written") as error:
+        save(tmp_path / "file" / "model", CONFIG, initial_weights(CONFIG), step=0)
+    assert "\n" not in str(error.value)
+
+
+def test_a_folder_without_config_is_unfinished_and_can_be_saved_again(folder: Path):
+    (folder / "config.json").unlink()
+    with pytest.raises(CheckpointError, match=r"has no config\.json"):
+        load(folder)
+    save(folder, CONFIG, initial_weights(CONFIG), step=7)
+    assert load(folder).step == 7
+
+
+def test_config_is_written_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def fail(self, *arguments, **options):
+        raise OSError("disk full")
+
+    monkeypatch.setattr(pd.DataFrame, "to_parquet", fail)
+    weights, history = initial_weights(CONFIG), pd.DataFrame({"step": [0]})
+    with pytest.raises(CheckpointError, match=r"model: cannot be written \(disk full\)"):
+        save(tmp_path / "model", CONFIG, weights, step=0, history=history, snapshots={0: weights})
+    assert not (tmp_path / "model" / "config.json").exists()
+
+
+def test_a_write_that_fails_half_way_leaves_the_old_file(tmp_path: Path):
+    file = tmp_path / "weights.safetensors"
+    write_weights(file, initial_weights(CONFIG))
+    before = file.read_bytes()
+
+    def fail_half_way(target: Path):
+        save_file(state_dict(initial_weights(replace(CONFIG, seed=9))), target)
+        target.write_bytes(target.read_bytes()[:100])
+        raise OSError("disk full")
+
+    with pytest.raises(OSError, match="disk full"):
+        write_atomically(file, fail_half_way)
+    assert file.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [file]
+
+
+WRITE_FOR_EVER = """
+import itertools, pathlib, sys
+from mechinterp.checkpoints.files import write_atomically
+
+def write(target, value):
+    with target.open("wb") as file:
+        for _ in range(512):
+            file.write(bytes([value]) * 4096)
+
+for number in itertools.count():
+    write_atomically(pathlib.Path(sys.argv[1]), lambda target: write(target, number % 251))
+"""
+
+
+def test_a_kill_while_writing_leaves_a_whole_file(tmp_path: Path):
+    file = tmp_path / "state"
+    for delay in (0.0, 0.01, 0.02, 0.03, 0.05, 0.08):
+        file.unlink(missing_ok=True)
+        process = subprocess.Popen([sys.executable, "-c", WRITE_FOR_EVER, str(file)])
+        try:
+            deadline = time.monotonic() + 20
+            while not file.exists() and time.monotonic() < deadline:
+                time.sleep(0.001)
+            time.sleep(delay)
+        finally:
+            process.kill()
+            assert process.wait() == -signal.SIGKILL
+        content = file.read_bytes()
+        assert len(content) == 512 * 4096
+        assert len(set(content)) == 1

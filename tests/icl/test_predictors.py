@@ -1,0 +1,110 @@
+"""Predictors against plain formulas, one prompt at a time, in float64."""
+
+import numpy as np
+import pytest
+import torch
+
+from mechinterp.config import CovarianceConfig, TaskConfig
+from mechinterp.icl.predictors import (
+    debiased_gd,
+    nadaraya_watson,
+    ridge,
+    vanilla_gd,
+    zero_prediction,
+)
+from mechinterp.icl.prompts import generator_for, sample_prompts
+
+
+@pytest.fixture(params=[(5, 1, 40), (3, 2, 2), (4, 2, 1)], ids=str)
+def small_prompts(request):
+    d_x, d_y, length = request.param
+    task = TaskConfig(d_x=d_x, d_y=d_y, context_length=length)
+    return sample_prompts(task, 16, generator=generator_for(3, "eval", 0), dtype=torch.float64)
+
+
+def by_prompt(prompts, formula):
+    rows = [
+        formula(prompts.x[i].numpy(), prompts.y[i].numpy(), prompts.x_query[i].numpy())
+        for i in range(len(prompts))
+    ]
+    return torch.from_numpy(np.stack(rows))
+
+
+def same(actual, expected):
+    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-13)
+
+
+def test_zero_prediction_is_zero(small_prompts):
+    assert zero_prediction(small_prompts).shape == small_prompts.y_query.shape
+    assert not zero_prediction(small_prompts).any()
+
+
+def test_vanilla_gd_is_a_gradient_step_from_zero(small_prompts):
+    # The gradient of (1/2L) sum_l |y_l - beta^T x_l|^2 at 0, by automatic differentiation.
+    beta = torch.zeros_like(small_prompts.beta, requires_grad=True)
+    residual = small_prompts.y - small_prompts.x @ beta
+    loss = residual.square().sum() / (2 * small_prompts.x.shape[1])
+    (gradient,) = torch.autograd.grad(loss, beta)
+    expected = torch.einsum("bdn,bd->bn", -0.7 * gradient, small_prompts.x_query)
+    same(vanilla_gd(small_prompts, eta=0.7), expected)
+
+
+def test_debiased_gd_centres_the_covariates(small_prompts):
+    def formula(x, y, x_query):
+        return 0.7 / len(x) * y.T @ (x - x.mean(0)) @ x_query
+
+    same(debiased_gd(small_prompts, eta=0.7), by_prompt(small_prompts, formula))
+
+
+@pytest.mark.parametrize("penalty", [0.0, 0.5])
+def test_ridge_solves_the_normal_equations(small_prompts, penalty):
+    def formula(x, y, x_query):
+        if penalty == 0:
+            return np.linalg.lstsq(x, y, rcond=None)[0].T @ x_query
+        return np.linalg.solve(x.T @ x + penalty * np.eye(x.shape[1]), x.T @ y).T @ x_query
+
+    torch.testing.assert_close(
+        ridge(small_prompts, penalty=penalty),
+        by_prompt(small_prompts, formula),
+        rtol=1e-9,
+        atol=1e-10,
+    )
+
+
+def test_ridge_refuses_a_negative_penalty(small_prompts):
+    with pytest.raises(ValueError, match=r"penalty must be >= 0, got -1\."):
+        ridge(small_prompts, penalty=-1)
+
+
+@pytest.mark.parametrize(
+    "covariance",
+    [CovarianceConfig(), CovarianceConfig(kind="kms", rho=0.8)],
+    ids=["identity", "kms"],
+)
+def test_the_bayes_penalty_beats_its_neighbours(covariance):
+    task = TaskConfig(context_length=12, noise_var=0.4, covariance=covariance)
+    prompts = sample_prompts(
+        task, 50_000, generator=generator_for(0, "eval", 0), dtype=torch.float64
+    )
+    bayes = task.noise_var / task.beta_variance
+
+    def squares(penalty):
+        return (ridge(prompts, penalty=penalty) - prompts.y_query_clean).square()[:, 0]
+
+    for other in (0.4 * bayes, 2.5 * bayes):
+        rise = squares(other) - squares(bayes)
+        assert rise.mean() > 3 * rise.std() / len(prompts) ** 0.5
+
+
+def test_nadaraya_watson_averages_with_exponential_weights(small_prompts):
+    omega = torch.linspace(0.2, 0.6, small_prompts.x.shape[2], dtype=torch.float64)
+
+    def formula(x, y, x_query):
+        weight = np.exp(x @ (omega.numpy() * x_query))
+        return 1.5 * (weight / weight.sum()) @ y
+
+    same(nadaraya_watson(small_prompts, omega=omega, mu=1.5), by_prompt(small_prompts, formula))
+
+
+def test_nadaraya_watson_without_a_kernel_is_the_mean(small_prompts):
+    same(nadaraya_watson(small_prompts, omega=0.0, mu=1.0), small_prompts.y.mean(1))

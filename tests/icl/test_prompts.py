@@ -1,0 +1,186 @@
+"""Prompts: the law they are drawn from, and that a batch is a function of (seed, stream, step)."""
+
+from dataclasses import fields
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from mechinterp.config import CovarianceConfig, TaskConfig
+from mechinterp.icl.prompts import (
+    STREAMS,
+    Prompts,
+    covariance_matrix,
+    generator_for,
+    prompt_chunks,
+    sample_prompts,
+)
+
+KMS = CovarianceConfig(kind="kms", rho=0.5)
+EIGENVALUES = CovarianceConfig(kind="eigenvalues", eigenvalues=(0.5, 1.0, 4.0))
+
+
+def draw(task: TaskConfig, n_prompts: int = 4000, **options: object) -> Prompts:
+    generator = generator_for(0, "eval", 0)
+    return sample_prompts(task, n_prompts, generator=generator, dtype=torch.float64, **options)
+
+
+def assert_mean(samples: Tensor, expected: Tensor | float):
+    """The mean over independent samples is what it should be, within four standard errors."""
+    error = samples.std(0) / samples.shape[0] ** 0.5
+    assert error.max() > 0
+    assert ((samples.mean(0) - expected).abs() < 4 * error).all()
+
+
+def assert_equal(left: Prompts, right: Prompts):
+    for field in fields(Prompts):
+        assert torch.equal(getattr(left, field.name), getattr(right, field.name)), field.name
+
+
+def test_a_batch_is_a_function_of_seed_stream_and_step():
+    def batch(seed: int, stream: str, step: int) -> Prompts:
+        return sample_prompts(TaskConfig(), 8, generator=generator_for(seed, stream, step))
+
+    assert_equal(batch(1, "train", 5), batch(1, "train", 5))
+    # A seed and a step that are swapped, or stand in each other's place, make another batch as well.
+    keys = [(s, stream, t) for s in (0, 1, 5) for stream in STREAMS for t in (0, 1, 5)]
+    first_numbers = {batch(*key).x[0, 0, 0].item() for key in keys}
+    assert len(first_numbers) == len(keys)
+    first, second = batch(0, "train", 0), batch(0, "train", 1)
+    for field in fields(Prompts):
+        assert not torch.isin(getattr(first, field.name), getattr(second, field.name)).any()
+
+
+def test_prompts_of_a_batch_differ_from_each_other():
+    prompts = draw(TaskConfig(), 50)
+    numbers = torch.cat([prompts.x.flatten(), prompts.x_query.flatten(), prompts.beta.flatten()])
+    assert len(numbers.unique()) == numbers.numel()
+
+
+def test_an_unknown_stream_is_refused():
+    with pytest.raises(ValueError, match="stream must be one of init, train, eval, got 'test'"):
+        generator_for(0, "test", 0)
+
+
+@pytest.mark.parametrize(
+    ("covariance", "expected"),
+    [
+        (CovarianceConfig(), np.eye(3)),
+        (KMS, np.array([[1, 0.5, 0.25], [0.5, 1, 0.5], [0.25, 0.5, 1]])),
+        (EIGENVALUES, np.diag([0.5, 1.0, 4.0])),
+    ],
+    ids=lambda value: getattr(value, "kind", ""),
+)
+def test_covariates_have_mean_zero_and_the_covariance(
+    covariance: CovarianceConfig, expected: np.ndarray
+):
+    np.testing.assert_allclose(covariance_matrix(covariance, 3), expected)
+    prompts = draw(TaskConfig(d_x=3, context_length=6, covariance=covariance))
+    for x in (prompts.x.flatten(0, 1), prompts.x_query):
+        assert_mean(x, 0.0)
+        assert_mean(x[:, :, None] * x[:, None, :], torch.from_numpy(expected))
+        # Normal, not merely of that variance: the fourth moment is three variances squared.
+        assert_mean(x**4, torch.from_numpy(3 * np.diag(expected) ** 2))
+
+
+def test_covariates_of_a_prompt_are_independent():
+    x = draw(TaskConfig(d_x=2, context_length=2)).tokens[:, :, :2]
+    for left, right in ((0, 1), (0, 2), (1, 2)):
+        assert_mean(x[:, left, :, None] * x[:, right, None, :], 0.0)
+
+
+@pytest.mark.parametrize(("beta_var", "expected"), [(None, 0.25), (3.0, 3.0)])
+def test_task_vectors_have_mean_zero_and_their_variance(beta_var: float | None, expected: float):
+    beta = draw(TaskConfig(d_x=4, d_y=2, context_length=1, beta_var=beta_var)).beta
+    assert_mean(beta, 0.0)
+    flat = beta.flatten(1)
+    assert_mean(flat[:, :, None] * flat[:, None, :], expected * torch.eye(8, dtype=torch.float64))
+
+
+def test_noise_has_its_variance_and_is_independent_of_everything():
+    prompts = draw(TaskConfig(d_x=2, d_y=2, context_length=3, noise_var=0.4))
+    context_noise = prompts.y - prompts.x @ prompts.beta
+    query_noise = prompts.y_query - prompts.y_query_clean
+    noise = torch.cat([context_noise, query_noise[:, None]], dim=1).flatten(1)
+    assert_mean(noise, 0.0)
+    expected = 0.4 * torch.eye(8, dtype=torch.float64)
+    assert_mean(noise[:, :, None] * noise[:, None, :], expected)
+    others = torch.cat([prompts.x.flatten(1), prompts.x_query, prompts.beta.flatten(1)], dim=1)
+    assert_mean(noise[:, :, None] * others[:, None, :], 0.0)
+
+
+def test_each_response_has_its_own_task_vector():
+    prompts = draw(TaskConfig(d_x=3, d_y=2, context_length=4, noise_var=0.0), 20)
+    assert prompts.y.shape == (20, 4, 2)
+    assert prompts.y_query.shape == (20, 2)
+    for response in range(2):
+        expected = torch.stack(
+            [x @ b[:, response] for x, b in zip(prompts.x, prompts.beta, strict=True)]
+        )
+        torch.testing.assert_close(prompts.y[:, :, response], expected)
+    clean = torch.stack([x @ b for x, b in zip(prompts.x_query, prompts.beta, strict=True)])
+    torch.testing.assert_close(prompts.y_query_clean, clean)
+
+
+def test_query_noise_can_be_left_out():
+    noisy, clean = draw(TaskConfig(), 20), draw(TaskConfig(query_noise=False), 20)
+    assert torch.equal(clean.y_query, clean.y_query_clean)
+    # Everything else stays as it was.
+    assert torch.equal(clean.y, noisy.y)
+    assert torch.equal(clean.y_query_clean, noisy.y_query_clean)
+    assert (noisy.y_query - noisy.y_query_clean).abs().min() > 0
+
+
+def test_without_noise_variance_there_is_no_noise():
+    prompts = draw(TaskConfig(noise_var=0.0), 20)
+    assert torch.equal(prompts.y_query, prompts.y_query_clean)
+    torch.testing.assert_close(prompts.y, prompts.x @ prompts.beta, rtol=0, atol=1e-12)
+
+
+def test_tokens_are_pairs_and_a_query_without_response():
+    prompts = draw(TaskConfig(d_x=3, d_y=2, context_length=4), 7)
+    assert prompts.tokens.shape == (7, 5, 5)
+    assert torch.equal(prompts.tokens[:, :4], prompts.context_tokens)
+    assert torch.equal(prompts.tokens[:, :4, :3], prompts.x)
+    assert torch.equal(prompts.tokens[:, :4, 3:], prompts.y)
+    assert torch.equal(prompts.tokens[:, 4, :3], prompts.x_query)
+    assert prompts.tokens[:, 4, 3:].abs().max() == 0
+
+
+def test_context_length_of_the_task_can_be_replaced():
+    prompts = draw(TaskConfig(context_length=40), 3, context_length=7)
+    assert prompts.x.shape == (3, 7, 5)
+    assert prompts.tokens.shape == (3, 8, 6)
+
+
+@pytest.mark.parametrize(
+    ("n_prompts", "context_length", "message"),
+    [(0, 5, "n_prompts must be >= 1, got 0"), (5, 0, "context_length must be >= 1, got 0")],
+)
+def test_empty_batches_and_prompts_are_refused(n_prompts: int, context_length: int, message: str):
+    with pytest.raises(ValueError, match=message):
+        draw(TaskConfig(), n_prompts, context_length=context_length)
+
+
+def test_rows_dtype_and_length_of_a_batch():
+    prompts = draw(TaskConfig(), 10)
+    part = prompts[3:5]
+    assert (len(prompts), len(part)) == (10, 2)
+    for field in fields(Prompts):
+        assert torch.equal(getattr(part, field.name), getattr(prompts, field.name)[3:5])
+        assert getattr(prompts.to(torch.float32), field.name).dtype == torch.float32
+        assert getattr(prompts, field.name).dtype == torch.float64
+
+
+def test_a_long_evaluation_begins_with_the_chunks_of_a_short_one():
+    task = TaskConfig(context_length=3)
+    short = list(prompt_chunks(task, 12, seed=4, size=6))
+    long = list(prompt_chunks(task, 20, seed=4, size=6, context_length=3))
+    assert [len(chunk) for chunk in long] == [6, 6, 6, 2]
+    for left, right in zip(short, long[:2], strict=True):
+        assert_equal(left, right)
+    assert_equal(long[1], sample_prompts(task, 6, generator=generator_for(4, "eval", 1)))
+    assert not torch.isin(long[0].x, long[1].x).any()
+    other_length = next(prompt_chunks(task, 6, seed=4, size=6, context_length=9))
+    assert other_length.x.shape == (6, 9, 5)

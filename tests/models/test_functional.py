@@ -1,0 +1,201 @@
+"""The batched forward pass against the published formula, written out token by token."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig
+from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
+from mechinterp.models.constructions import diagonal_heads, zero_head
+from mechinterp.models.functional import (
+    NAMES,
+    AttentionWeights,
+    attend,
+    head_outputs,
+    predict,
+    replica_predictions,
+    stack,
+)
+from mechinterp.training.step import initial_weights
+
+TASK = TaskConfig(d_x=3, d_y=2, context_length=6)
+
+
+def random_weights(n_heads: int, *, seed: int = 0, d_head: int = 4) -> AttentionWeights:
+    model = ModelConfig(n_heads=n_heads, d_head=d_head)
+    config = ExperimentConfig(task=TASK, model=model, seed=seed)
+    weights = initial_weights(config).to(torch.float64)
+    return replace(weights, **{name: 2 * getattr(weights, name) for name in NAMES})
+
+
+@pytest.fixture
+def some_prompts(generator: torch.Generator) -> Prompts:
+    return sample_prompts(TASK, 16, generator=generator, dtype=torch.float64)
+
+
+def written_out(weights: AttentionWeights, prompts: Prompts) -> torch.Tensor:
+    """Outputs of every head, one prompt, head and token at a time."""
+    outputs = torch.zeros(len(prompts), weights.n_heads, weights.d_y, dtype=torch.float64)
+    for b, tokens in enumerate(prompts.tokens):
+        for h in range(weights.n_heads):
+            q = tokens[-1] @ weights.W_Q[h]
+            exponentials = [
+                torch.exp(weights.scale * q @ (z @ weights.W_K[h])) for z in tokens[:-1]
+            ]
+            for z, exponential in zip(tokens[:-1], exponentials, strict=True):
+                share = exponential / sum(exponentials)
+                outputs[b, h] += share * z @ weights.W_V[h] @ weights.W_O[h]
+    return outputs
+
+
+def test_head_outputs_and_predictions_equal_the_formula(some_prompts: Prompts):
+    weights = random_weights(3)
+    expected = written_out(weights, some_prompts)
+    assert expected.abs().mean() > 0.1
+    torch.testing.assert_close(
+        head_outputs(weights, some_prompts), expected, rtol=1e-12, atol=1e-14
+    )
+    torch.testing.assert_close(
+        predict(weights, some_prompts), expected.sum(1), rtol=1e-12, atol=1e-14
+    )
+
+
+def test_attend_returns_the_pattern_and_what_it_averages(some_prompts: Prompts):
+    weights = random_weights(3)
+    context = some_prompts.context_tokens
+    pattern, _, averaged = attend(weights, context, some_prompts.x_query)
+    torch.testing.assert_close(pattern.sum(1), torch.ones(16, 3, dtype=torch.float64))
+    expected = torch.einsum("blh,blm->bmh", pattern, context)
+    torch.testing.assert_close(averaged, expected, rtol=1e-12, atol=1e-14)
+
+
+def test_other_scores_reach_the_pattern(some_prompts: Prompts):
+    weights = replace(random_weights(2), score="1+Cx", score_slope=0.3)
+    query = torch.einsum("bd,hde->bhe", some_prompts.tokens[:, -1], weights.W_Q)
+    key = torch.einsum("bld,hde->blhe", some_prompts.context_tokens, weights.W_K)
+    values = 1 + 0.3 * weights.scale * torch.einsum("bhe,blhe->blh", query, key)
+    pattern, *_ = attend(weights, some_prompts.context_tokens, some_prompts.x_query)
+    torch.testing.assert_close(
+        pattern, values / values.sum(1, keepdim=True), rtol=1e-12, atol=1e-14
+    )
+
+
+def test_replicas_predict_as_they_do_alone(some_prompts: Prompts):
+    models = [random_weights(n_heads, seed=n_heads) for n_heads in (1, 2, 3)]
+    packed = replica_predictions(stack(models), some_prompts, (1, 2, 3))
+    assert packed.shape == (16, 3, 2)
+    for index, model in enumerate(models):
+        torch.testing.assert_close(
+            packed[:, index], predict(model, some_prompts), rtol=1e-12, atol=1e-14
+        )
+
+
+def test_head_counts_that_do_not_add_up_are_refused(some_prompts: Prompts):
+    with pytest.raises(ValueError, match="heads_per_replica must add up to 3 heads, got 4"):
+        replica_predictions(random_weights(3), some_prompts, (2, 2))
+
+
+def test_circuits_are_products_of_the_weights():
+    weights = random_weights(3)
+    assert weights.scale == 0.5
+    for h in range(3):
+        expected = weights.scale * weights.W_Q[h] @ weights.W_K[h].T
+        torch.testing.assert_close(weights.QK[h], expected, rtol=1e-12, atol=1e-14)
+        torch.testing.assert_close(
+            weights.OV[h], weights.W_V[h] @ weights.W_O[h], rtol=1e-12, atol=1e-14
+        )
+        assert weights.omega[h].tolist() == [weights.QK[h, i, i].item() for i in range(3)]
+        assert weights.mu[h].tolist() == [weights.OV[h, 3 + n, n].item() for n in range(2)]
+    assert (weights.n_heads, weights.d_x, weights.d_y) == (3, 3, 2)
+
+
+def test_shares_of_diagonal_and_last_entry():
+    heads = diagonal_heads([0.2, 0.0], [-3.0, 0.0], d_x=2)
+    assert heads.qk_diagonal.tolist() == pytest.approx([1, 0])
+    assert heads.ov_last_entry.tolist() == pytest.approx([1, 0])
+    tilted = replace(heads, W_Q=heads.W_Q.clone(), W_V=heads.W_V.clone())
+    tilted.W_Q[0, 0, 1] = tilted.W_Q[
+        0, 0, 0
+    ]  # x block (a, a; 0, a): sqrt(2/3) lies on the diagonal
+    tilted.W_V[0, 0, 2] = 1.0  # reads x_0 as strongly as y
+    assert tilted.qk_diagonal[0].item() == pytest.approx((2 / 3) ** 0.5)
+    assert tilted.ov_last_entry[0].item() == pytest.approx(0.5**0.5)
+
+
+def test_only_the_x_rows_of_the_query_matter(some_prompts: Prompts):
+    weights = random_weights(2)
+    changed = replace(weights, W_Q=weights.W_Q.clone())
+    changed.W_Q[:, 3:] = 7.0
+    assert torch.equal(predict(changed, some_prompts), predict(weights, some_prompts))
+
+
+def test_predictions_do_not_depend_on_how_the_weights_are_written(some_prompts: Prompts):
+    weights = random_weights(3)
+    expected = predict(weights, some_prompts)
+    turn = torch.linalg.qr(random_weights(3, seed=1).QK[:, :4, :4])[0] * 1.5
+    inverse = torch.linalg.inv(turn)
+    rewritten = replace(
+        weights,
+        W_Q=weights.W_Q @ turn,
+        W_K=weights.W_K @ inverse.mT,
+        W_V=weights.W_V @ turn,
+        W_O=inverse @ weights.W_O,
+    )
+    torch.testing.assert_close(predict(rewritten, some_prompts), expected, rtol=1e-10, atol=1e-12)
+    swapped = stack([weights[2:], weights[:2]])
+    torch.testing.assert_close(predict(swapped, some_prompts), expected, rtol=1e-10, atol=1e-12)
+
+
+def test_the_order_of_the_context_does_not_matter(some_prompts: Prompts):
+    weights = random_weights(2)
+    reversed_context = replace(some_prompts, x=some_prompts.x.flip(1), y=some_prompts.y.flip(1))
+    torch.testing.assert_close(predict(weights, reversed_context), predict(weights, some_prompts))
+
+
+def test_a_zero_head_adds_nothing(prompts: Prompts, gradient_step_weights: AttentionWeights):
+    outputs = head_outputs(gradient_step_weights, prompts)
+    assert outputs[:, 2].abs().max() == 0
+    assert torch.equal(
+        predict(gradient_step_weights[:2], prompts), predict(gradient_step_weights, prompts)
+    )
+
+
+def test_heads_can_be_taken_out_and_put_together_again():
+    weights = random_weights(3)
+    together = stack([weights[:1], weights[1:3]])
+    for name in NAMES:
+        assert torch.equal(getattr(together, name), getattr(weights, name))
+        assert getattr(weights[:1], name).shape[0] == 1
+    assert together.scale == weights.scale
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        random_weights(1, d_head=5),
+        replace(random_weights(1), scale=1.0),
+        replace(random_weights(1), score="1+tanh"),
+        replace(random_weights(1), score_slope=2.0),
+        zero_head(d_x=4, d_y=1),
+    ],
+    ids=["d_head", "scale", "score", "score_slope", "d_y"],
+)
+def test_models_of_different_kinds_are_not_stacked(other: AttentionWeights):
+    with pytest.raises(ValueError, match="must share head shape, scale and score, got 2 kinds"):
+        stack([random_weights(1), other])
+
+
+def test_weights_in_another_dtype():
+    weights = random_weights(2)
+    assert weights.to(torch.float32).W_O.dtype == torch.float32
+    assert weights.W_O.dtype == torch.float64
+
+
+def test_predictions_in_float32_are_close():
+    weights = random_weights(3)
+    generator = generator_for(3, "eval", 0)
+    prompts = sample_prompts(TASK, 64, generator=generator, dtype=torch.float64)
+    single = predict(weights.to(torch.float32), prompts.to(torch.float32)).double()
+    expected = predict(weights, prompts)
+    assert (single - expected).norm() < 1e-5 * expected.norm()

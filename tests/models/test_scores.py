@@ -1,0 +1,97 @@
+"""Score functions: they are the f they are named for, and masked keys have no weight and no gradient."""
+
+import pytest
+import torch
+
+from mechinterp.config import SCORES
+from mechinterp.models.scores import (
+    attention_pattern,
+    pattern_and_slope,
+    score_derivative_at_zero,
+)
+
+SLOPE = 0.7
+F = {
+    "softmax": torch.exp,
+    "1+tanh": lambda s: 1 + torch.tanh(s),
+    "1+Cx": lambda s: 1 + SLOPE * s,
+    "(1+Cx)^2": lambda s: (1 + SLOPE * s) ** 2,
+}
+
+
+@pytest.fixture
+def scores(generator: torch.Generator) -> torch.Tensor:
+    return 0.5 * torch.randn(4, 3, 7, generator=generator, dtype=torch.float64)
+
+
+def test_every_score_is_covered():
+    assert set(F) == set(SCORES)
+
+
+@pytest.mark.parametrize("score", SCORES)
+@pytest.mark.parametrize("dim", [-1, 1])
+def test_weights_are_f_over_the_sum_of_f(scores: torch.Tensor, score: str, dim: int):
+    values = F[score](scores)
+    expected = values / values.sum(dim, keepdim=True)
+    actual = attention_pattern(scores, score=score, slope=SLOPE, dim=dim)
+    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=0)
+    without_mask, _ = pattern_and_slope(scores, score=score, slope=SLOPE, dim=dim)
+    torch.testing.assert_close(without_mask, expected, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("score", SCORES)
+def test_slope_gives_the_derivative_of_the_weights(scores: torch.Tensor, score: str):
+    row = scores[0, 0]
+    pattern, slope = pattern_and_slope(row, score=score, slope=SLOPE)
+    jacobian = torch.autograd.functional.jacobian(
+        lambda s: attention_pattern(s, score=score, slope=SLOPE), row
+    )
+    expected = slope * (torch.eye(7, dtype=torch.float64) - pattern[:, None])
+    torch.testing.assert_close(jacobian, expected, rtol=1e-12, atol=1e-15)
+
+
+@pytest.mark.parametrize("score", SCORES)
+def test_a_masked_key_is_as_if_it_were_not_there(scores: torch.Tensor, score: str):
+    masked = scores.clone()
+    masked[..., 2] = -torch.inf
+    masked[..., 5] = -torch.inf
+    kept = [0, 1, 3, 4, 6]
+    pattern = attention_pattern(masked, score=score, slope=SLOPE)
+    expected = attention_pattern(scores[..., kept], score=score, slope=SLOPE)
+    assert (pattern[..., [2, 5]] == 0).all()
+    torch.testing.assert_close(pattern[..., kept], expected, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("score", SCORES)
+def test_a_query_without_keys_gets_zeros_and_finite_gradients(scores: torch.Tensor, score: str):
+    allowed = torch.ones(3, 7, dtype=torch.bool)
+    allowed[0] = False
+    allowed[1, 4] = False
+    leaf = scores.clone().requires_grad_()
+    pattern = attention_pattern(leaf.masked_fill(~allowed, -torch.inf), score=score, slope=SLOPE)
+    assert (pattern[:, 0] == 0).all()
+    torch.testing.assert_close(pattern[:, 1:].sum(-1), torch.ones(4, 2, dtype=torch.float64))
+    (pattern * torch.arange(7)).sum().backward()
+    assert torch.isfinite(leaf.grad).all()
+    assert (leaf.grad[:, ~allowed] == 0).all()
+    assert (leaf.grad[:, 2] != 0).all()
+
+
+def test_large_scores_do_not_overflow():
+    for function in (attention_pattern, lambda scores: pattern_and_slope(scores)[0]):
+        assert function(torch.tensor([1e4, 1e4, -1e4])).tolist() == [0.5, 0.5, 0.0]
+
+
+@pytest.mark.parametrize("score", SCORES)
+def test_derivative_at_zero(score: str):
+    step = 1e-6
+    f = F[score]
+    ends = torch.tensor([-step, step], dtype=torch.float64)
+    numeric = (f(ends)[1] - f(ends)[0]) / (2 * step) / f(torch.zeros(()))
+    assert score_derivative_at_zero(score, SLOPE) == pytest.approx(numeric.item(), abs=1e-8)
+
+
+@pytest.mark.parametrize("function", [attention_pattern, pattern_and_slope])
+def test_an_unknown_score_is_refused(function):
+    with pytest.raises(ValueError, match=r"score must be one of softmax, .*, got 'relu'"):
+        function(torch.zeros(3), score="relu")

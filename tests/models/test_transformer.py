@@ -1,0 +1,527 @@
+"""The hooked model: same numbers as the functional one, strict mask, TransformerLens' contract."""
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+from transformer_lens import ActivationCache, patching
+
+from mechinterp.config import SCORES, TaskConfig
+from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
+from mechinterp.models import functional
+from mechinterp.models.constructions import diagonal_heads, kernel_head
+from mechinterp.models.functional import AttentionWeights
+from mechinterp.models.transformer import ICLTransformer
+
+TASK = TaskConfig(d_x=3, d_y=2, context_length=8)
+D_HEAD = 4
+TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-12}
+
+
+def random_weights(
+    *, n_heads: int = 3, d_y: int = 2, score: str = "softmax", dtype: torch.dtype = torch.float64
+) -> AttentionWeights:
+    generator = generator_for(1, "init", n_heads)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=dtype) / 2
+
+    d_model = TASK.d_x + d_y
+    return AttentionWeights(
+        W_Q=normal(n_heads, d_model, D_HEAD),
+        W_K=normal(n_heads, d_model, D_HEAD),
+        W_V=normal(n_heads, d_model, D_HEAD),
+        W_O=normal(n_heads, D_HEAD, d_y),
+        scale=0.3,
+        score=score,
+        # So small that 1 + C s, which has no lower bound, stays positive.
+        score_slope=0.2,
+    )
+
+
+def random_prompts(
+    length: int, *, d_y: int = 2, step: int = 0, dtype: torch.dtype = torch.float64
+) -> Prompts:
+    generator = generator_for(0, "eval", step)
+    return sample_prompts(
+        replace(TASK, d_y=d_y), 6, generator=generator, context_length=length, dtype=dtype
+    )
+
+
+def random_model(n_layers: int = 1, score: str = "softmax") -> ICLTransformer:
+    """A model in float64; all weights random, the x columns of W_O among them if it is deep."""
+    if n_layers == 1:
+        return ICLTransformer.from_weights(random_weights(score=score), task=TASK)
+    model = ICLTransformer(d_x=3, d_y=2, n_heads=3, n_layers=n_layers, d_head=D_HEAD, n_ctx=10)
+    generator = generator_for(2, "init", 0)
+    for weights in model.to(torch.float64).parameters():
+        torch.nn.init.normal_(weights, std=0.5, generator=generator)
+    return model.eval()
+
+
+def relative_error(values: Tensor, expected: Tensor) -> float:
+    assert values.shape == expected.shape
+    assert values.dtype == expected.dtype
+    return ((values - expected).abs().max() / expected.abs().max()).item()
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("length", [1, 8, 40])
+@pytest.mark.parametrize("d_y", [1, 2])
+@pytest.mark.parametrize("n_heads", [1, 3])
+@pytest.mark.parametrize("score", SCORES)
+def test_hooked_model_agrees_with_functional_one(
+    score: str, n_heads: int, d_y: int, length: int, dtype: torch.dtype
+):
+    weights = random_weights(n_heads=n_heads, d_y=d_y, score=score, dtype=dtype)
+    model = ICLTransformer.from_weights(weights, task=replace(TASK, d_y=d_y))
+    prompts = random_prompts(length, d_y=d_y, dtype=dtype)
+    _, cache = model.run_with_cache(prompts.tokens)
+    head_outputs = cache.stack_head_results(layer=1)[:, :, -1] @ model.W_U
+    expected = functional.head_outputs(weights, prompts)
+    assert (
+        relative_error(model.predict(prompts), functional.predict(weights, prompts))
+        < TOLERANCE[dtype]
+    )
+    assert relative_error(head_outputs.transpose(0, 1), expected) < TOLERANCE[dtype]
+
+
+def test_every_position_is_a_query_of_the_pairs_before_it():
+    omega, mu = 0.4, 1.5
+    task = TaskConfig(d_x=3, context_length=8)
+    model = ICLTransformer.from_weights(kernel_head(omega, mu, d_x=3), task=task)
+    tokens = random_prompts(8, d_y=1).tokens
+    x, y = tokens[..., :3], tokens[..., 3:]
+    logits = model(tokens)
+    for position in range(9):
+        expected = y[:, position].clone()  # the token itself stays in the residual stream
+        if position > 0:
+            scores = omega * (x[:, :position] * x[:, position, None]).sum(-1, keepdim=True)
+            expected += mu * (torch.softmax(scores, dim=1) * y[:, :position]).sum(1)
+        torch.testing.assert_close(logits[:, position], expected, rtol=1e-12, atol=1e-12)
+
+
+def test_two_layers_follow_the_formula():
+    model = random_model(n_layers=2)
+    tokens = random_prompts(8).tokens
+    resid = tokens.clone()
+    for attn in (block.attn for block in model.blocks):
+        read = resid.clone()
+        for head in range(3):
+            q, k, v = (read @ W[head] for W in (attn.W_Q, attn.W_K, attn.W_V))
+            for i in range(1, 9):
+                scores = (k[:, :i] * q[:, i, None]).sum(-1) / 2  # sqrt(d_head) = 2
+                z = (torch.softmax(scores, dim=1)[..., None] * v[:, :i]).sum(1)
+                resid[:, i] += z @ attn.W_O[head]
+    assert relative_error(model(tokens), resid[..., 3:]) < 1e-12
+
+
+@pytest.mark.parametrize("length", [1, 8, 40])
+@pytest.mark.parametrize("score", SCORES)
+def test_mask_is_strict_at_any_length_and_after_loading(score: str, length: int):
+    model = random_model(score=score)
+    tokens = random_prompts(length).tokens
+    loaded = ICLTransformer(
+        d_x=3, d_y=2, n_heads=3, d_head=D_HEAD, scale=0.3, score=score, score_slope=0.2, n_ctx=4
+    ).to(torch.float64)
+    loaded.load_state_dict(model.state_dict(), strict=True)
+    assert torch.equal(loaded(tokens), model(tokens))
+    for m in (model, loaded):
+        _, cache = m.run_with_cache(tokens)
+        pattern = cache["pattern", 0]
+        assert pattern.shape == (6, 3, length + 1, length + 1)
+        assert torch.equal(pattern.triu(0), torch.zeros_like(pattern))
+        below = torch.ones(length + 1, length + 1).tril(-1) == 1
+        assert (pattern[..., below] > 0).all()
+        torch.testing.assert_close(pattern[..., 1:, :].sum(-1), torch.ones(6, 3, length).double())
+        assert (cache["attn_scores", 0][..., ~below] == -torch.inf).all()
+
+
+@pytest.mark.parametrize("score", SCORES)
+def test_gradients_are_finite_everywhere(score: str):
+    model = random_model(score=score)
+    model.set_use_attn_result(True)
+    model.set_use_split_qkv_input(True)
+    gradients = {}
+
+    def keep(gradient: Tensor, hook) -> None:
+        gradients[hook.name] = gradient.clone()
+
+    def mask_row_3(scores: Tensor, hook) -> Tensor:
+        row = torch.arange(scores.shape[2])[:, None] == 3
+        return scores.masked_fill(row, -torch.inf)
+
+    tokens = random_prompts(5).tokens.requires_grad_()
+    hooks = {
+        "fwd_hooks": [("blocks.0.attn.hook_attn_scores", mask_row_3)],
+        "bwd_hooks": [(lambda name: True, keep)],
+    }
+    with model.hooks(**hooks):
+        (model(tokens) ** 2).sum().backward()
+    assert set(gradients) == set(model.hook_dict)
+    gradients |= {name: weights.grad for name, weights in model.named_parameters()}
+    gradients["tokens"] = tokens.grad
+    for name, gradient in gradients.items():
+        assert torch.isfinite(gradient).all(), name
+        assert gradient.abs().max() > 0, name
+    at_scores = gradients["blocks.0.attn.hook_attn_scores"]
+    assert torch.equal(at_scores[:, :, [0, 3]], torch.zeros(6, 3, 2, 6).double())
+
+
+def test_row_without_keys_reads_nothing():
+    _, cache = random_model().run_with_cache(random_prompts(5).tokens)
+    assert torch.equal(cache["attn_out", 0][:, 0], torch.zeros(6, 5).double())
+
+
+@pytest.mark.parametrize("start_at_layer", [None, 0, 1])
+def test_hooks_in_place_leave_the_callers_tokens_alone(start_at_layer: int | None):
+    model = random_model(n_layers=2)
+    model.set_use_split_qkv_input(True)
+    tokens = random_prompts(5).tokens
+    before, weights = tokens.clone(), copy.deepcopy(model.state_dict())
+    fired = []
+
+    def overwrite(values: Tensor, hook) -> None:
+        fired.append(hook.name)
+        values[:] = 7
+
+    with torch.no_grad():
+        model.run_with_hooks(
+            tokens, fwd_hooks=[(lambda name: True, overwrite)], start_at_layer=start_at_layer
+        )
+    assert ("hook_embed" in fired) == (start_at_layer is None)
+    assert "blocks.1.hook_resid_pre" in fired
+    assert torch.equal(tokens, before)
+    assert all(torch.equal(model.state_dict()[name], weights[name]) for name in weights)
+
+
+def test_in_place_hook_on_one_split_input_reaches_one_head():
+    model = random_model()
+    model.set_use_split_qkv_input(True)
+    tokens = random_prompts(5).tokens
+    plain, cache = model.run_with_cache(tokens)
+    shift = torch.arange(5.0).double()
+
+    def shift_head_1(values: Tensor, hook) -> None:
+        values[:, :, 1] += shift
+
+    with torch.no_grad(), model.hooks([("blocks.0.attn.hook_v_input", shift_head_1)]):
+        shifted, cache_shifted = model.run_with_cache(tokens)
+    for name in ("q", "k", "resid_pre"):
+        assert torch.equal(cache_shifted[name, 0], cache[name, 0])
+    change = cache_shifted["z", 0] - cache["z", 0]
+    expected = torch.zeros_like(change)
+    expected[:, 1:, 1] = shift @ model.W_V[0, 1]  # a pattern row sums to 1
+    torch.testing.assert_close(change, expected, rtol=1e-12, atol=1e-12)
+    assert (shifted - plain).abs().max() > 0.1
+    model.set_use_split_qkv_input(False)
+    torch.testing.assert_close(model(tokens), plain, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("head", [0, 1, 2])
+def test_four_ways_to_remove_a_head_agree(head: int):
+    weights = random_weights()
+    model = ICLTransformer.from_weights(weights, task=TASK)
+    prompts = random_prompts(8)
+
+    def mask(values: Tensor, hook) -> Tensor:
+        values = values.clone()
+        values[:, :, head] = 0
+        return values
+
+    def masked_at(name: str) -> Tensor:
+        return model.run_with_hooks(prompts.tokens, fwd_hooks=[(name, mask)])[:, -1]
+
+    kept = [h for h in range(3) if h != head]
+    expected = functional.head_outputs(weights, prompts)[:, kept].sum(1)
+    assert relative_error(masked_at("blocks.0.attn.hook_z"), expected) < 1e-12
+    model.set_use_attn_result(True)
+    assert relative_error(masked_at("blocks.0.attn.hook_result"), expected) < 1e-12
+    model.set_use_attn_result(False)
+    with torch.no_grad():
+        model.blocks[0].attn.W_O[head] = 0
+    assert relative_error(model.predict(prompts), expected) < 1e-12
+    assert relative_error(functional.predict(weights, prompts), expected) > 1e-2
+
+
+@pytest.mark.parametrize("n_layers", [1, 2])
+def test_decompositions_sum_to_the_prediction(n_layers: int):
+    model = random_model(n_layers=n_layers)
+    prompts = random_prompts(8)
+    logits, cache = model.run_with_cache(prompts.tokens)
+    y_hat = model.predict(prompts)
+    parts, labels = cache.decompose_resid(return_labels=True)
+    assert labels == ["embed", *(f"{layer}_attn_out" for layer in range(n_layers))]
+    assert relative_error(parts.sum(0) @ model.W_U, logits) < 1e-12
+
+    heads, labels = cache.stack_head_results(incl_remainder=True, return_labels=True)
+    assert labels == [*model.all_head_labels, "remainder"]
+    assert relative_error(heads.sum(0)[:, -1] @ model.W_U, y_hat) < 1e-12
+    assert relative_error(heads[-1], prompts.tokens) < 1e-12
+
+    everything = cache.get_full_resid_decomposition(expand_neurons=False)
+    assert relative_error(everything.sum(0)[:, -1] @ model.W_U, y_hat) < 1e-12
+    for response in range(2):
+        attributions = cache.logit_attrs(heads, tokens=response)
+        assert relative_error(attributions.sum(0)[:, -1], y_hat[:, response]) < 1e-12
+        # One response per prompt, given as a tensor.
+        of_prompts = cache.logit_attrs(heads, tokens=torch.full((6,), response))
+        assert torch.equal(of_prompts, attributions)
+
+    streams, labels = cache.accumulated_resid(layer=-1, return_labels=True)
+    assert labels == [*(f"{layer}_pre" for layer in range(n_layers)), "final_post"]
+    assert relative_error(streams[0], prompts.tokens) == 0
+    assert relative_error(model.unembed(streams[-1]), logits) == 0
+    lens = cache.logit_lens(positions=-1)
+    assert relative_error(lens.readout.values[-1], y_hat) < 1e-12
+
+
+def test_cache_has_the_names_and_shapes_of_hooked_transformer():
+    model = random_model(n_layers=2)
+    model.set_use_attn_result(True)
+    model.set_use_split_qkv_input(True)
+    _, cache = model.run_with_cache(random_prompts(8).tokens)
+    stream, of_head, pattern, per_head = (6, 9, 5), (6, 9, 3, 4), (6, 3, 9, 9), (6, 9, 3, 5)
+    shapes = {
+        **dict.fromkeys(("hook_resid_pre", "hook_attn_out", "hook_resid_post"), stream),
+        **dict.fromkeys(("attn.hook_q", "attn.hook_k", "attn.hook_v", "attn.hook_z"), of_head),
+        **dict.fromkeys(("attn.hook_attn_scores", "attn.hook_pattern"), pattern),
+        **dict.fromkeys((f"attn.hook_{name}_input" for name in "qkv"), per_head),
+        "attn.hook_result": per_head,
+    }
+    expected = {
+        f"blocks.{layer}.{name}": shape for layer in range(2) for name, shape in shapes.items()
+    }
+    assert {name: tuple(values.shape) for name, values in cache.items()} == {
+        "hook_embed": stream,
+        **expected,
+    }
+
+
+def test_optional_hooks_are_silent_by_default():
+    _, cache = random_model().run_with_cache(random_prompts(8).tokens)
+    silent = {"hook_result", "hook_q_input", "hook_k_input", "hook_v_input"}
+    assert not [name for name in cache if name.split(".")[-1] in silent]
+
+
+def test_run_with_cache_takes_hooked_transformers_arguments():
+    model = random_model()
+    tokens = random_prompts(8).tokens[:1]
+    logits, cache = model.run_with_cache(
+        tokens, names_filter="blocks.0.attn.hook_z", remove_batch_dim=True
+    )
+    assert isinstance(cache, ActivationCache)
+    assert not cache.has_batch_dim
+    assert {name: tuple(values.shape) for name, values in cache.items()} == {
+        "blocks.0.attn.hook_z": (9, 3, 4)
+    }
+    _, plain = model.run_with_cache(tokens, return_cache_object=False)
+    assert isinstance(plain, dict)
+    assert torch.equal(model(tokens), logits)
+
+
+@pytest.mark.parametrize("n_layers", [1, 2])
+def test_state_dict_holds_the_four_weights_and_nothing_else(n_layers: int):
+    expected = [f"blocks.{layer}.attn.W_{name}" for layer in range(n_layers) for name in "QKVO"]
+    assert sorted(random_model(n_layers=n_layers).state_dict()) == sorted(expected)
+
+
+def test_layers_can_be_run_one_by_one():
+    model = random_model(n_layers=2)
+    tokens = random_prompts(8).tokens
+    logits, cache = model.run_with_cache(tokens)
+    middle = model(tokens, stop_at_layer=1)
+    assert torch.equal(middle, cache["resid_post", 0])
+    assert torch.equal(model(tokens, stop_at_layer=0), tokens)
+    assert torch.equal(model(middle, start_at_layer=1), logits)
+    assert torch.equal(model(middle, start_at_layer=1, stop_at_layer=2), cache["resid_post", 1])
+    assert model(tokens, return_type=None) is None
+    _, late = model.run_with_cache(middle, start_at_layer=1)
+    assert not [name for name in late if name == "hook_embed" or name.startswith("blocks.0.")]
+
+
+def test_hooks_are_gone_after_an_exception():
+    model = random_model()
+    tokens = random_prompts(8).tokens
+    before = model(tokens)
+
+    def fail(values: Tensor, hook) -> None:
+        raise RuntimeError("on purpose")
+
+    hooks = [("blocks.0.attn.hook_z", lambda z, hook: 0 * z), ("blocks.0.hook_resid_post", fail)]
+    with pytest.raises(RuntimeError, match="on purpose"):
+        model.run_with_hooks(tokens, fwd_hooks=hooks)
+    assert not [name for name, point in model.hook_dict.items() if point.fwd_hooks]
+    assert torch.equal(model(tokens), before)
+
+
+def test_patching_a_head_moves_its_output_from_clean_to_corrupted():
+    # Head 0 attends uniformly, so what it adds to the prediction is 2 mean(y).
+    weights = diagonal_heads([0.0, 0.3], [2.0, 1.5], d_x=3, d_y=2)
+    model = ICLTransformer.from_weights(weights, task=TASK)
+    clean, corrupted = random_prompts(8, step=1), random_prompts(8, step=2)
+    _, cache = model.run_with_cache(clean.tokens)
+    patched = patching.get_act_patch_attn_head_out_all_pos(
+        model, corrupted.tokens, cache, lambda logits: logits[:, -1, 0].mean()
+    )
+    exchanged = functional.head_outputs(weights, clean) - functional.head_outputs(
+        weights, corrupted
+    )
+    torch.testing.assert_close(exchanged[:, 0], 2 * (clean.y - corrupted.y).mean(1))
+    expected = (model.predict(corrupted)[:, None] + exchanged)[:, :, 0].mean(0)
+    assert patched.shape == (1, 2)
+    torch.testing.assert_close(patched[0].double(), expected, rtol=1e-5, atol=1e-6)
+    assert (patched - model.predict(corrupted)[:, 0].mean()).abs().min() > 1e-2
+
+
+@pytest.mark.parametrize("component", ["q", "k", "v"])
+def test_direct_path_patching_reaches_the_second_layer(component: str):
+    model = random_model(n_layers=2)
+    clean, corrupted = random_prompts(8, step=1).tokens, random_prompts(8, step=2).tokens
+    caches = [model.run_with_cache(tokens)[1] for tokens in (clean, corrupted)]
+    patched = patching.get_act_patch_direct_path(
+        model,
+        corrupted,
+        *caches,
+        patching_metric=lambda logits: logits[:, -1, 0].mean(),
+        src_layer=0,
+        src_head=1,
+        component=component,
+        verbose=False,
+    )
+    write = (caches[0]["z", 0] - caches[1]["z", 0])[:, :, 1] @ model.W_O[0, 1]
+    projection = {"q": model.W_Q, "k": model.W_K, "v": model.W_V}[component][1]
+
+    def add(values: Tensor, hook) -> Tensor:
+        values = values.clone()
+        values[:, :, 2] += write @ projection[2]
+        return values
+
+    by_hand = model.run_with_hooks(corrupted, fwd_hooks=[(f"blocks.1.attn.hook_{component}", add)])
+    expected = by_hand[:, -1, 0].mean().item()
+    assert patched[1, 2].item() == pytest.approx(expected, rel=1e-5)
+    assert abs(patched[1, 2].item() - model(corrupted)[:, -1, 0].mean().item()) > 1e-4
+    assert not model.cfg.use_split_qkv_input
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_weights_survive_the_round_trip_as_copies(dtype: torch.dtype):
+    weights = random_weights(score="1+tanh", dtype=dtype)
+    model = ICLTransformer.from_weights(weights, task=TASK)
+    back = model.to_weights()
+    for name in functional.NAMES:
+        assert torch.equal(getattr(back, name), getattr(weights, name))
+        assert getattr(back, name).dtype == dtype
+        assert not getattr(back, name).requires_grad
+    assert (back.scale, back.score, back.score_slope) == (0.3, "1+tanh", 0.2)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(3)
+    assert torch.equal(back.W_O, weights.W_O)
+    assert weights.W_O.max() < 3
+    assert model.cfg.n_ctx == 10
+    assert not model.training
+
+
+def test_x_columns_of_one_layers_output_are_zero_and_frozen():
+    model, deep = random_model(), random_model(n_layers=2)
+    for m in (model, deep):
+        # A loss that reads the whole residual stream, x included.
+        m.set_use_attn_result(m is model)
+        (m(random_prompts(8).tokens, stop_at_layer=m.cfg.n_layers) ** 2).sum().backward()
+    assert torch.equal(model.W_O[..., :3], torch.zeros(1, 3, 4, 3).double())
+    gradient = model.blocks[0].attn.W_O.grad
+    assert torch.equal(gradient[..., :3], torch.zeros(3, 4, 3).double())
+    assert (gradient[..., 3:].abs() > 0).all()
+    assert (deep.blocks[0].attn.W_O.grad.abs() > 0).all()
+
+
+def test_cfg_follows_the_weights():
+    model = ICLTransformer(d_x=3, d_y=2, n_heads=1)
+    assert (model.cfg.device, model.cfg.dtype) == ("cpu", torch.float32)
+    assert (model.cfg.d_model, model.cfg.d_head, model.cfg.d_vocab, model.cfg.d_vocab_out) == (
+        5,
+        5,
+        2,
+        2,
+    )
+    assert model.cfg.scale == 5**-0.5
+    assert model.double().cfg.dtype == torch.float64
+    assert model.to("meta").cfg.device == "meta"
+    assert {model.W_U.device.type, model.accumulated_bias(1).device.type} == {"meta"}
+
+
+def test_copy_is_independent():
+    model = random_model()
+    twin = copy.deepcopy(model)
+    twin.set_use_attn_result(True)
+    tokens = random_prompts(8).tokens
+    assert "blocks.0.attn.hook_result" in twin.run_with_cache(tokens)[1]
+    assert "blocks.0.attn.hook_result" not in model.run_with_cache(tokens)[1]
+
+
+def test_circuits_and_read_out():
+    weights = random_weights()
+    model = ICLTransformer.from_weights(weights, task=TASK)
+    torch.testing.assert_close(model.QK.AB[0] * weights.scale, weights.QK, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(model.OV.AB[0] @ model.W_U, weights.OV, rtol=1e-12, atol=1e-12)
+    assert tuple(random_model(n_layers=2).QK.shape) == (2, 3, 5, 5)
+    assert torch.equal(model.W_U.mT, torch.eye(5)[3:].double())
+    assert torch.equal(model.b_U, torch.zeros(2).double())
+    assert torch.equal(model.tokens_to_residual_directions(1), torch.eye(5)[4].double())
+    assert torch.equal(model.accumulated_bias(1), torch.zeros(5).double())
+    deep = random_model(n_layers=2)
+    assert deep.all_head_labels == ["L0H0", "L0H1", "L0H2", "L1H0", "L1H1", "L1H2"]
+    assert [number for number, _ in deep.blocks_with("attn")] == [0, 1]
+    assert deep.blocks_with("mlp") == []
+
+
+@pytest.mark.parametrize("name", ["d_x", "d_y", "n_heads", "n_layers", "d_head", "n_ctx"])
+def test_sizes_below_one_are_refused(name: str):
+    with pytest.raises(ValueError, match=rf"^{name} must be >= 1, got 0\.$"):
+        ICLTransformer(**{"d_x": 3, "d_y": 1, "n_heads": 2, name: 0})
+
+
+def test_unknown_score_is_refused():
+    message = r"^score must be one of softmax, 1\+tanh, 1\+Cx, \(1\+Cx\)\^2, got 'relu'\.$"
+    with pytest.raises(ValueError, match=message):
+        ICLTransformer(d_x=3, d_y=1, n_heads=2, score="relu")
+
+
+@pytest.mark.parametrize(
+    ("task", "message"),
+    [
+        (replace(TASK, d_x=4), r"^weights and task must have one d_x, got 3 and 4\.$"),
+        (replace(TASK, d_y=1), r"^weights and task must have one d_y, got 2 and 1\.$"),
+    ],
+)
+def test_weights_of_another_task_are_refused(task: TaskConfig, message: str):
+    with pytest.raises(ValueError, match=message):
+        ICLTransformer.from_weights(random_weights(), task=task)
+
+
+def test_weights_of_a_deep_model_are_refused():
+    with pytest.raises(ValueError, match=r"^to_weights needs a model of one layer, got 2\.$"):
+        random_model(n_layers=2).to_weights()
+
+
+@pytest.mark.parametrize(
+    ("tokens", "got"),
+    [
+        (torch.zeros(2, 9, 5), r"torch.float32 of shape \[2, 9, 5\]"),
+        (torch.zeros(2, 9).long(), r"torch.int64 of shape \[2, 9\]"),
+        (torch.zeros(2, 9, 6).double(), r"torch.float64 of shape \[2, 9, 6\]"),
+        (torch.zeros(9, 5).double(), r"torch.float64 of shape \[9, 5\]"),
+    ],
+)
+def test_input_of_another_shape_or_dtype_is_refused(tokens: Tensor, got: str):
+    rule = r"^input must be torch.float64 of shape \[batch, pos, 5\], got "
+    with pytest.raises(ValueError, match=rf"{rule}{got}\.$"):
+        random_model()(tokens)
+
+
+def test_unknown_return_type_is_refused():
+    with pytest.raises(ValueError, match=r"^return_type must be 'logits' or None, got 'loss'\.$"):
+        random_model()(random_prompts(8).tokens, return_type="loss")

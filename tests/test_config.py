@@ -1,0 +1,290 @@
+"""Configs: a trip through JSON changes nothing, and nothing that cannot be done is accepted."""
+
+import json
+import math
+import re
+from dataclasses import asdict, replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mechinterp.config import (
+    COVARIANCES,
+    PRESETS,
+    SCORES,
+    CovarianceConfig,
+    ExperimentConfig,
+    ModelConfig,
+    TaskConfig,
+    TrainConfig,
+    differences,
+    from_dict,
+    override,
+    preset,
+    value_of,
+)
+
+positive = st.floats(min_value=1e-6, max_value=1e6)
+count = st.integers(min_value=1, max_value=10**6)
+seed = st.integers(min_value=0, max_value=2**63)
+
+
+@st.composite
+def experiments(draw: st.DrawFn) -> dict:
+    """Values of a config, as `from_dict` takes them."""
+    d_x = draw(st.integers(1, 6))
+    eigenvalues = st.lists(positive, min_size=d_x, max_size=d_x)
+    covariance = st.one_of(
+        st.just({}),
+        st.fixed_dictionaries({"kind": st.just("kms"), "rho": st.floats(-0.99, 0.99)}),
+        st.fixed_dictionaries({"kind": st.just("eigenvalues"), "eigenvalues": eigenvalues}),
+    )
+    task = {
+        "d_x": st.just(d_x),
+        "d_y": st.integers(1, 3),
+        "context_length": count,
+        "covariance": covariance,
+        "beta_var": st.none() | positive,
+        "noise_var": st.floats(0, 10) | st.integers(0, 10),
+        "query_noise": st.booleans(),
+    }
+    model = {
+        "n_heads": count,
+        "d_head": st.none() | count,
+        "score": st.sampled_from(SCORES),
+        "score_slope": st.floats(-2, 2),
+    }
+    train = {
+        "steps": count,
+        "batch_size": count,
+        "learning_rate": positive,
+        "data_seed": seed,
+        "snapshot_every": st.none() | count,
+    }
+    groups = {
+        "task": st.fixed_dictionaries(task),
+        "model": st.fixed_dictionaries({}, optional=model),
+        "train": st.fixed_dictionaries({}, optional=train),
+    }
+    return draw(st.fixed_dictionaries(groups, optional={"seed": seed}))
+
+
+@settings(deadline=None, max_examples=60)
+@given(experiments())
+def test_a_trip_through_json_changes_nothing(values: dict):
+    config = from_dict(values)
+    back = ExperimentConfig.from_json(config.to_json())
+    assert back == config
+    assert back.to_json() == config.to_json()
+    assert back.id == config.id
+    assert differences(config, back) == {}
+
+
+def test_an_empty_object_is_the_published_setting():
+    config = ExperimentConfig.from_json("{}")
+    assert config == ExperimentConfig() == preset("softmax-h2")
+    task, model, train = config.task, config.model, config.train
+    assert (task.d_x, task.d_y, task.context_length, task.noise_var) == (5, 1, 40, 0.1)
+    assert (model.n_layers, model.n_heads, model.score) == (1, 2, "softmax")
+    assert (train.steps, train.batch_size, train.learning_rate) == (500_001, 256, 1e-3)
+
+
+def test_the_id_is_stable():
+    # Folders and histories carry ids, so a new version of the package must not change them.
+    assert ExperimentConfig().id == "5926da76"
+
+
+def test_configs_that_differ_have_different_ids():
+    changes = ["seed=1", "task.d_x=6", "task.query_noise=false", "model.d_head=6", "train.steps=9"]
+    ids = {override(ExperimentConfig(), change).id for change in changes}
+    assert len(ids | {ExperimentConfig().id}) == len(changes) + 1
+
+
+def test_numbers_are_brought_into_one_form():
+    plain = ExperimentConfig(task=TaskConfig(noise_var=0.0, d_x=3))
+    for noise_var, d_x in ((0, 3), (np.float64(0), np.int64(3)), (np.float32(0), 3)):
+        config = from_dict({"task": {"noise_var": noise_var, "d_x": d_x}})
+        assert config.id == plain.id
+        assert type(config.task.noise_var) is float
+        assert type(config.task.d_x) is int
+    eigenvalues = {"kind": "eigenvalues", "eigenvalues": [1, 2, 3]}
+    config = from_dict({"task": {"d_x": 3, "covariance": eigenvalues}})
+    assert config.task.covariance.eigenvalues == (1.0, 2.0, 3.0)
+    assert all(type(value) is float for value in config.task.covariance.eigenvalues)
+
+
+def test_derived_numbers_follow_their_fields():
+    config = override(ExperimentConfig(), "task.d_x=8", "task.d_y=2")
+    assert (config.d_model, config.d_head) == (10, 10)
+    assert override(config, "model.d_head=3").d_head == 3
+    assert config.task.beta_variance == 1 / 8
+    assert config.task.signal_var == 1
+    assert override(config, "task.beta_var=1").task.signal_var == 8
+    covariance = CovarianceConfig(kind="eigenvalues", eigenvalues=(1.0, 2.0, 4.0))
+    assert TaskConfig(d_x=3, covariance=covariance, beta_var=2.0).signal_var == 14
+    kms = TaskConfig(d_x=4, covariance=CovarianceConfig(kind="kms", rho=0.5))
+    assert kms.signal_var == 1
+
+
+def test_snapshot_steps():
+    assert TrainConfig(steps=100).snapshot_steps == (0,)
+    assert TrainConfig(steps=20_000).snapshot_steps == (0, 1000, 2000, 5000, 10_000, 20_000)
+    assert TrainConfig().snapshot_steps[-2:] == (200_000, 500_000)
+    assert TrainConfig(steps=10, snapshot_every=4).snapshot_steps == (0, 4, 8)
+    assert TrainConfig(steps=8, snapshot_every=4).snapshot_steps == (0, 4, 8)
+
+
+def test_override_changes_the_named_fields_at_once():
+    base = ExperimentConfig()
+    changed = override(
+        base,
+        "task.covariance.kind=eigenvalues",
+        "task.covariance.eigenvalues=[1, 2]",
+        "task.d_x=2",
+        "model.score=1+tanh",
+        "train.learning_rate=1",
+        "task.query_noise=false",
+        "model.d_head=null",
+    )
+    assert differences(base, changed) == {
+        "task.covariance.kind": ("identity", "eigenvalues"),
+        "task.covariance.eigenvalues": ((), (1.0, 2.0)),
+        "task.d_x": (5, 2),
+        "model.score": ("softmax", "1+tanh"),
+        "train.learning_rate": (1e-3, 1.0),
+        "task.query_noise": (True, False),
+    }
+    assert base == ExperimentConfig()
+    assert override(base) == base
+    assert override(base, 'model={"n_heads": 3}').model == ModelConfig(n_heads=3)
+
+
+def test_value_of():
+    assert value_of(ExperimentConfig(), "train.data_seed") == 0
+    assert value_of(ExperimentConfig(), "task.covariance.kind") == "identity"
+
+
+def test_presets_are_named_by_their_heads():
+    assert {name: config.model.n_heads for name, config in PRESETS.items()} == {
+        f"softmax-h{n}": n for n in (1, 2, 3, 4, 8)
+    }
+    for config in PRESETS.values():
+        assert differences(config, PRESETS["softmax-h2"]).keys() <= {"model.n_heads"}
+
+
+def test_an_unknown_preset_lists_the_known_ones():
+    with pytest.raises(
+        ValueError, match=r"^Preset must be one of softmax-h1, .*, got 'softmax-h5'\.$"
+    ):
+        preset("softmax-h5")
+
+
+KINDS = ", ".join(COVARIANCES)
+REFUSED = {
+    # wrong types
+    "model.n_heads=2.5": "model.n_heads must be an integer, got 2.5.",
+    "model.n_heads=2.0": "model.n_heads must be an integer, got 2.0.",
+    "model.n_heads=true": "model.n_heads must be an integer, got True.",
+    "model.n_heads=abc": "model.n_heads must be an integer, got 'abc'.",
+    "model.n_heads=": "model.n_heads must be an integer, got ''.",
+    "model.n_heads=null": "model.n_heads must be an integer, got None.",
+    "model.n_heads=[2]": "model.n_heads must be an integer, got [2].",
+    "model.n_heads=NaN": "model.n_heads must be an integer, got nan.",
+    "model.n_heads=Infinity": "model.n_heads must be an integer, got inf.",
+    "model.d_head=x": "model.d_head must be an integer or null, got 'x'.",
+    "model.score=3": "model.score must be text, got 3.",
+    "task.query_noise=1": "task.query_noise must be true or false, got 1.",
+    "task.noise_var=true": "task.noise_var must be a number, got True.",
+    "task.noise_var=NaN": "task.noise_var must be finite, got nan.",
+    "task.noise_var=Infinity": "task.noise_var must be finite, got inf.",
+    "task.noise_var=1e999": "task.noise_var must be finite, got inf.",
+    "task.noise_var=1" + "0" * 400: "task.noise_var must be finite, got inf.",
+    "task.beta_var=x": "task.beta_var must be a number or null, got 'x'.",
+    "task.covariance.eigenvalues=3": "task.covariance.eigenvalues must be a list, got 3.",
+    'task.covariance.eigenvalues=["a"]': "task.covariance.eigenvalues[0] must be a number, got 'a'.",
+    "task.covariance.eigenvalues=[1, NaN]": "task.covariance.eigenvalues[1] must be finite, got nan.",
+    "task.covariance=kms": "task.covariance must be a JSON object, got 'kms'.",
+    "task=[]": "task must be a JSON object, got [].",
+    # values out of range
+    "task.d_x=0": "task.d_x must be >= 1, got 0.",
+    "task.d_y=0": "task.d_y must be >= 1, got 0.",
+    "task.context_length=0": "task.context_length must be >= 1, got 0.",
+    "task.noise_var=-0.1": "task.noise_var must be >= 0, got -0.1.",
+    "task.beta_var=0": "task.beta_var must be > 0, got 0.0.",
+    "task.covariance.kind=wishart": f"task.covariance.kind must be one of {KINDS}, got 'wishart'.",
+    "task.covariance.rho=0.5": "task.covariance.rho is used by kind 'kms' only, got 0.5.",
+    'task.covariance={"kind": "kms", "rho": 1}': "task.covariance.rho must lie in (-1, 1), got 1.0.",
+    "task.covariance.eigenvalues=[1, 2]": (
+        "task.covariance.eigenvalues are used by kind 'eigenvalues' only, got [1.0, 2.0]."
+    ),
+    'task.covariance={"kind": "eigenvalues"}': (
+        "task.covariance.eigenvalues must be positive numbers, got []."
+    ),
+    'task.covariance={"kind": "eigenvalues", "eigenvalues": [1, 0]}': (
+        "task.covariance.eigenvalues must be positive numbers, got [1.0, 0.0]."
+    ),
+    'task.covariance={"kind": "eigenvalues", "eigenvalues": [1, 2]}': (
+        "task.covariance.eigenvalues must hold d_x = 5 numbers, got 2."
+    ),
+    "task.supports=[[0, 1]]": "task.supports is not used in this version and must be null, got ((0, 1),).",
+    "task.sparsity=2": "task.sparsity is not used in this version and must be null, got 2.",
+    "task.n_sequences=9": "task.n_sequences is not used in this version and must be null, got 9.",
+    "model.n_layers=2": "model.n_layers must be 1 in this version, got 2.",
+    "model.n_layers=0": "model.n_layers must be >= 1, got 0.",
+    "model.n_heads=0": "model.n_heads must be >= 1, got 0.",
+    "model.d_head=0": "model.d_head must be >= 1, got 0.",
+    "model.score=relu": f"model.score must be one of {', '.join(SCORES)}, got 'relu'.",
+    "train.steps=0": "train.steps must be >= 1, got 0.",
+    "train.batch_size=0": "train.batch_size must be >= 1, got 0.",
+    "train.log_every=0": "train.log_every must be >= 1, got 0.",
+    "train.n_eval_prompts=0": "train.n_eval_prompts must be >= 1, got 0.",
+    "train.data_seed=-1": "train.data_seed must be >= 0, got -1.",
+    "train.learning_rate=0": "train.learning_rate must be > 0, got 0.0.",
+    "train.snapshot_every=0": "train.snapshot_every must be >= 1, got 0.",
+    "seed=-1": "seed must be >= 0, got -1.",
+    # wrong names
+    "model.n_heads": "An assignment reads field=value, got 'model.n_heads'.",
+    "n_heads=2": "Unknown field 'n_heads'; known: task, model, train, seed.",
+    "model.heads=2": (
+        "Unknown field 'model.heads'; known: model.n_layers, model.n_heads, model.d_head, model.score, "
+        "model.score_slope."
+    ),
+    "seed.x=2": "Unknown field 'seed.x'; known: none.",
+    'model={"heads": 2}': (
+        "Unknown field 'model.heads'; known: model.n_layers, model.n_heads, model.d_head, model.score, "
+        "model.score_slope."
+    ),
+}
+
+
+@pytest.mark.parametrize(("assignment", "message"), REFUSED.items(), ids=[k[:45] for k in REFUSED])
+def test_refused_with_one_line(assignment: str, message: str):
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        override(ExperimentConfig(), assignment)
+
+
+def test_fields_are_checked_when_a_config_is_made_in_python():
+    for noise_var in (math.nan, math.inf):
+        with pytest.raises(ValueError, match=r"task\.noise_var must be finite"):
+            TaskConfig(noise_var=noise_var)
+    with pytest.raises(ValueError, match=r"train\.learning_rate must be finite"):
+        replace(TrainConfig(), learning_rate=math.nan)
+
+
+@pytest.mark.parametrize("text", ["[]", "3", '"x"', "null"])
+def test_json_that_is_no_object_is_refused(text: str):
+    with pytest.raises(ValueError, match=r"^A config must be a JSON object, got "):
+        ExperimentConfig.from_json(text)
+
+
+def test_text_that_is_no_json_is_refused():
+    with pytest.raises(ValueError, match="line 1 column 1"):
+        ExperimentConfig.from_json("softmax")
+
+
+def test_json_holds_every_field():
+    assert json.loads(ExperimentConfig().to_json()) == json.loads(
+        json.dumps(asdict(ExperimentConfig()))
+    )

@@ -1,0 +1,143 @@
+"""The order of the floors: a module imports only modules that stand before it in one list."""
+
+import ast
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import mechinterp
+
+PACKAGE = Path(__file__).parents[1] / "mechinterp"
+
+# Every module, lowest first, without the leading "mechinterp.". A new module goes behind all it imports
+# and before all that import it.
+ORDER = [
+    "config",
+    "figures",
+    "theory.softmax",
+    "icl.prompts",
+    "icl.predictors",
+    "models.scores",
+    "models.functional",
+    "models.constructions",
+    "models.attention",
+    "models.transformer",
+    "checkpoints.errors",
+    "checkpoints.files",
+    "checkpoints.native",
+    "training.step",
+    "training.trainer",
+    "training.sweep",
+    "analysis.estimates",
+    "analysis.circuits",
+    "analysis.patterns",
+    "analysis.heads",
+    "analysis.fits",
+    "analysis.evaluation",
+    "analysis.dynamics",
+    "report.documents",
+    "report.page",
+    "cli",
+]
+FLOORS = [
+    *("config", "figures", "theory", "icl", "models"),
+    *("checkpoints", "training", "analysis", "report", "cli"),
+]
+
+
+def module_files() -> dict[str, Path]:
+    files = (
+        file for file in PACKAGE.rglob("*.py") if file.name not in ("__init__.py", "__main__.py")
+    )
+    return {".".join(file.relative_to(PACKAGE).with_suffix("").parts): file for file in files}
+
+
+def imported_modules(source: str, package: str = "mechinterp") -> set[str]:
+    """Modules of the package that a source text imports anywhere, functions and TYPE_CHECKING included."""
+    names = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            parent = "." * node.level + (node.module or "")
+            # `from mechinterp.icl import prompts` imports a module, `from mechinterp.icl.prompts import
+            # Prompts` a name out of one.
+            children = {f"{parent}.{alias.name}" for alias in node.names}
+            modules = {child for child in children if child.partition(".")[2] in module_files()}
+            names |= modules or {parent}
+    inside = {name for name in names if name == package or name.startswith(f"{package}.")}
+    relative = {name for name in names if name.startswith(".")}
+    return {name.removeprefix(f"{package}.") for name in inside} | relative
+
+
+def test_order_lists_every_module_once():
+    missing = sorted(set(module_files()) - set(ORDER))
+    gone = [name for name in ORDER if name not in module_files()]
+    assert not missing, f"Add {missing} to ORDER in tests/test_layers.py, behind what they import."
+    assert not gone, f"Take {gone} out of ORDER in tests/test_layers.py: there is no such file."
+    assert len(ORDER) == len(set(ORDER)), "ORDER in tests/test_layers.py names a module twice."
+
+
+def test_order_goes_up_the_floors():
+    heights = [FLOORS.index(name.partition(".")[0]) for name in ORDER]
+    assert heights == sorted(heights), f"ORDER must go up the floors {' < '.join(FLOORS)}."
+
+
+@pytest.mark.parametrize("name", sorted(module_files()))
+def test_module_imports_only_earlier_ones(name: str):
+    assert name in ORDER, f"Add {name!r} to ORDER in tests/test_layers.py, behind what it imports."
+    imported = imported_modules(module_files()[name].read_text(encoding="utf-8"))
+    upward = sorted(imported - set(ORDER[: ORDER.index(name)]))
+    assert not upward, f"{name} imports {upward}, which do not stand before it in ORDER."
+
+
+@pytest.mark.parametrize("folder", sorted({file.parent.name for file in PACKAGE.glob("*/*.py")}))
+def test_floors_import_nothing_by_themselves(folder: str):
+    # An import in a floor's __init__ would run before each of its modules.
+    assert not imported_modules((PACKAGE / folder / "__init__.py").read_text(encoding="utf-8"))
+
+
+def test_imports_are_seen_wherever_they_stand():
+    source = """
+import mechinterp.config
+from mechinterp.models import scores
+if TYPE_CHECKING:
+    from mechinterp.icl.prompts import Prompts
+def f():
+    from mechinterp import load
+    from mechinterp.training.step import membership, initial_weights
+    from . import neighbour
+    import numpy
+"""
+    assert imported_modules(source) == {
+        "config",
+        "models.scores",
+        "icl.prompts",
+        "mechinterp",
+        "training.step",
+        ".",
+    }
+
+
+def test_names_of_the_package_are_where_it_says():
+    for name in mechinterp.__all__:
+        assert getattr(mechinterp, name).__name__ == name
+    assert set(mechinterp.__all__) <= set(dir(mechinterp))
+    with pytest.raises(AttributeError, match="module 'mechinterp' has no attribute 'nothing'"):
+        _ = mechinterp.nothing
+
+
+@pytest.mark.parametrize("module", ["mechinterp", "mechinterp.cli"])
+def test_start_up_is_light(module: str):
+    if importlib.util.find_spec(module) is None:
+        pytest.skip(f"{module} does not exist")
+    heavy = ["transformer_lens", "transformers", "sklearn", "ray"]
+    code = f"import sys, {module}; print([name for name in {heavy} if name in sys.modules])"
+    # Without the import hook of the tests, as a user starts it.
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert result.stdout.strip() == "[]"

@@ -1,0 +1,74 @@
+"""Closed forms against Monte Carlo, against each other and against the paper's numbers."""
+
+import numpy as np
+import pytest
+
+from mechinterp.analysis.estimates import mean_and_sem
+from mechinterp.config import TaskConfig
+from mechinterp.icl.predictors import debiased_gd, vanilla_gd
+from mechinterp.icl.prompts import generator_for, sample_prompts
+from mechinterp.theory.softmax import (
+    debiased_risk,
+    debiased_step_size,
+    manifold_mu,
+    vanilla_risk,
+    vanilla_step_size,
+)
+
+SETTINGS = [
+    {"d_x": 5, "context_length": 40, "noise_var": 0.1},
+    {"d_x": 3, "context_length": 7, "noise_var": 1.5},
+    {"d_x": 8, "context_length": 2, "noise_var": 0.0},
+]
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("eta", [0.3, 0.9])
+@pytest.mark.parametrize(
+    ("learner", "risk"), [(vanilla_gd, vanilla_risk), (debiased_gd, debiased_risk)]
+)
+def test_risk_is_the_monte_carlo_mean_of_the_squared_error(setting, eta, learner, risk):
+    task = TaskConfig(**setting)
+    prompts = sample_prompts(task, 200_000, generator=generator_for(1, "eval", 0))
+    squares = (learner(prompts, eta=eta) - prompts.y_query).square()[:, 0].double().numpy()
+    mean, sem = mean_and_sem(squares)
+    assert abs(mean - risk(eta, **setting)) < 4 * sem
+    assert sem < 0.02 * mean
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize(
+    ("risk", "step_size"), [(vanilla_risk, vanilla_step_size), (debiased_risk, debiased_step_size)]
+)
+def test_step_size_minimises_the_exact_risk(setting, risk, step_size):
+    eta, h = step_size(**setting), 1e-4
+    slope = (risk(eta + h, **setting) - risk(eta - h, **setting)) / (2 * h)
+    assert abs(slope) < 1e-10
+    assert risk(eta, **setting) < min(risk(eta - 0.05, **setting), risk(eta + 0.05, **setting))
+
+
+def test_manifold_mu_minimises_the_approximate_loss():
+    # L~ = 1 + s^2 - 2 mu.omega + mu^T (omega omega^T + c exp(d omega omega^T)) mu, eq. (4.1): its gradient in
+    # mu vanishes on the manifold, for two heads and for three whose positive part is split.
+    d, length, noise_var, gamma = 5, 40, 0.1, 0.17
+    total = manifold_mu(gamma, d_x=d, context_length=length, noise_var=noise_var)
+    for omega, mu in (
+        (gamma * np.array([1, -1]), total * np.array([1, -1])),
+        (gamma * np.array([1, 1, -1]), total * np.array([0.3, 0.7, -1])),
+    ):
+        kernel = np.outer(omega, omega) + (1 + noise_var) / length * np.exp(
+            d * np.outer(omega, omega)
+        )
+        np.testing.assert_allclose(2 * kernel @ mu, 2 * omega, atol=1e-14)
+
+
+def test_manifold_mu_tends_to_half_the_optimal_step_for_small_gamma():
+    setting = SETTINGS[0]
+    assert 2 * 1e-4 * manifold_mu(1e-4, **setting) == pytest.approx(
+        debiased_step_size(**setting), rel=1e-6
+    )
+
+
+def test_manifold_mu_refuses_a_gamma_that_is_not_positive():
+    with pytest.raises(ValueError, match=r"gamma must be > 0, got 0\.0\."):
+        manifold_mu(0.0, **SETTINGS[0])
