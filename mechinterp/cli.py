@@ -27,6 +27,8 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
+INTERRUPTED = 130  # what the argument parser makes of Ctrl-C
+
 PathArgument = Annotated[Path, typer.Argument(metavar="PATH", help="A checkpoint folder.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="One JSON document on standard output.")]
 SeedOption = Annotated[int, typer.Option("--seed", min=0, help="Seed of the evaluation prompts.")]
@@ -50,8 +52,8 @@ def main() -> None:
     arguments = sys.argv[1:] or ["--help"]
     try:
         code = app(arguments, standalone_mode=False)
-    except KeyboardInterrupt:
-        _fail("interrupted; a training goes on with --resume.", 130)
+        if code == INTERRUPTED:
+            _complain("interrupted; a training goes on with --resume.")
     except (ValueError, OSError) as error:
         _fail(str(error), 2)
     except Exception as error:
@@ -275,10 +277,15 @@ def _config(what: str) -> "ExperimentConfig":
     from mechinterp.config import PRESETS, from_dict, preset
 
     file = Path(what)
-    if what in PRESETS or not file.exists():
+    if what in PRESETS:
         return preset(what)
+    if not file.is_file():
+        found = "a folder" if file.is_dir() else "neither"
+        raise ValueError(
+            f"{what}: train needs a preset ({', '.join(PRESETS)}) or a config file, got {found}."
+        )
     try:
-        document = json.loads(file.read_text())
+        document = json.loads(file.read_text(encoding="utf-8"))
         return from_dict(
             document.get("experiment", document) if isinstance(document, dict) else document
         )

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import pandas as pd
@@ -181,10 +182,7 @@ def fit_learners(
     if isinstance(source, AttentionWeights | HasWeights):
         weights = weights_of(source)
         task = task_of(source, weights) if task is None else task
-        single = weights.to(torch.float32)
-
-        def model(prompts: Prompts) -> Tensor:
-            return predict(single, prompts)
+        model: Callable[[Prompts], Tensor] = partial(predict, weights.to(torch.float32))
     elif task is None:
         raise ValueError("fit_learners needs a task when the model is a function of prompts.")
     else:

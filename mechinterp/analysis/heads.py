@@ -26,7 +26,7 @@ METHODS = ("zero", "mean")
 MAX_SUBSET_HEADS = 12
 CHUNK = 1024
 
-Hooks = list[tuple[str, Callable]]
+Hooks = list[tuple[str | Callable, Callable]]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -44,25 +44,32 @@ class HeadAblation:
     full_risk_sem: float
 
     def __repr__(self) -> str:
-        layer, head = np.unravel_index(self.rise.argmax(), self.rise.shape)
+        layer, head = np.unravel_index(int(self.rise.argmax()), self.rise.shape)
         return (
             f"HeadAblation({self.method}: L{layer}H{head} +{self.rise.max():.3g} ± "
             f"{self.rise_sem[layer, head]:.2g} on {self.full_risk:.3g})"
         )
 
+    @property
+    def head_names(self) -> list[str]:
+        """L0H0, L0H1, ... in the order of the raveled arrays."""
+        return [f"L{layer}H{head}" for layer, head in np.ndindex(self.rise.shape)]
+
     def to_frame(self) -> pd.DataFrame:
         """One row per head."""
-        layer, head = np.indices(self.rise.shape)
-        columns = {"layer": layer, "head": head, "rise": self.rise, "rise_sem": self.rise_sem}
-        frame = pd.DataFrame({name: values.ravel() for name, values in columns.items()})
-        frame.insert(0, "method", self.method)
-        return frame
+        layer, head = np.divmod(np.arange(self.rise.size), self.rise.shape[1])
+        columns = {
+            "layer": layer,
+            "head": head,
+            "rise": self.rise.ravel(),
+            "rise_sem": self.rise_sem.ravel(),
+        }
+        return pd.DataFrame({"method": self.method, **columns})
 
     def plot(self) -> go.Figure:
         """Rise of the excess risk, a bar per head."""
-        layer, head = np.indices(self.rise.shape)
         return figures.bars(
-            [f"L{one}H{two}" for one, two in zip(layer.ravel(), head.ravel(), strict=True)],
+            self.head_names,
             {f"{self.method} ablation": self.rise.ravel()},
             errors={f"{self.method} ablation": self.rise_sem.ravel()},
             title=f"Rise of the excess risk when a head is masked ({self.method} ablation)",
@@ -222,7 +229,8 @@ def ablate_subsets(
     risks = np.array([_risk_and_rise(outputs, target, subset, full) for subset in kept])
     contributions = (outputs * (2 * target - outputs.sum(1))[:, None]).mean(2)
     shapley, shapley_sem = mean_and_sem(contributions)
-    return SubsetAblation(method, kept, *risks.T, shapley, shapley_sem)
+    risk, risk_sem, rise, rise_sem = risks.T
+    return SubsetAblation(method, kept, risk, risk_sem, rise, rise_sem, shapley, shapley_sem)
 
 
 def _risk_and_rise(outputs: np.ndarray, target: np.ndarray, subset: np.ndarray, full: np.ndarray):

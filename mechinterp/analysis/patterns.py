@@ -4,8 +4,8 @@ Every label comes with the numbers that earned it, and a model that is not clear
 `undetermined`, with the number that is in between.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import pandas as pd
@@ -143,34 +143,34 @@ def classify(
     labels = tuple(label for label, _ in labelled)
     active = np.array([label != "dummy" for label in labels])
     omega, mu = found.omega_mean[active], found.mu[active, 0]
+    sizes = np.abs(omega)
     eta = float(omega @ mu) * score_derivative_at_zero(weights.score, weights.score_slope)
     both_signs = {"positive", "negative"} <= set(labels)
     gamma, distance = _nearest_on_manifold(omega, mu, task) if both_signs else (np.nan, np.nan)
-    learner = _debiased(eta) if both_signs else _kernel(found, active)
+    learned = debiased_gd(prompts, eta=eta) if both_signs else _smoothed(prompts, found, active)
     prediction = outputs.sum(1)
-    residual = (prediction - learner(prompts)).square().mean(1).numpy()
-    unexplained, r2_sem = ratio_and_sem(residual, prediction.square().mean(1).numpy())
-    sizes = np.abs(omega)
-    evidence = {
-        "sign_matching": not {"mismatched", "mixed", "unstructured"} & set(labels)
-        and bool(active.any()),
+    unexplained, r2_sem = ratio_and_sem(
+        (prediction - learned).square().mean(1).numpy(), prediction.square().mean(1).numpy()
+    )
+    numbers = {
         "omega_spread": float(sizes.max() / sizes.min() - 1) if active.any() else np.nan,
         "zero_sum": float(abs(mu.sum()) / np.abs(mu).sum()) if active.any() else np.nan,
         "substitution_r2": float(1 - unexplained),
     }
-    pattern, reason = _model_label(labelled, evidence, limits)
+    pattern, reason = _model_label(labelled, numbers, limits)
     return Classification(
         pattern=pattern,
         reason=reason,
         labels=labels,
         share=share,
         circuits=found,
-        **evidence,
-        substitution_r2_sem=float(r2_sem),
+        sign_matching=set(labels) <= {"positive", "negative", "dummy"} and bool(active.any()),
         eta=np.array([eta]),
         eta_optimal=_optimal_step(task),
         gamma=gamma,
         manifold_distance=distance,
+        substitution_r2_sem=float(r2_sem),
+        **numbers,
     )
 
 
@@ -210,7 +210,7 @@ def _signs(values: np.ndarray, fraction: float) -> set[int]:
 
 
 def _model_label(
-    labelled: list[tuple[str, str]], evidence: dict, limits: Thresholds
+    labelled: list[tuple[str, str]], numbers: dict[str, float], limits: Thresholds
 ) -> tuple[str, str]:
     """The pattern and a sentence with the number that decided."""
     for head, (label, why) in enumerate(labelled):
@@ -219,14 +219,14 @@ def _model_label(
     kinds = {label for label, _ in labelled} - {"dummy"}
     if not kinds:
         return "undetermined", "no head is active"
-    r2 = evidence["substitution_r2"]
+    r2 = numbers["substitution_r2"]
     pattern = "kernel_regression" if len(kinds) == 1 else "debiased_gd"
     if pattern == "debiased_gd":
         for name in ("omega_spread", "zero_sum"):
-            if evidence[name] > getattr(limits, name):
+            if numbers[name] > getattr(limits, name):
                 return (
                     "undetermined",
-                    f"{name} {evidence[name]:.3f} is above {getattr(limits, name):g}",
+                    f"{name} {numbers[name]:.3f} is above {getattr(limits, name):g}",
                 )
     if not r2 >= limits.substitution_r2:
         return (
@@ -239,26 +239,18 @@ def _model_label(
             f"all active heads are {kinds.pop()}; the kernel smoother explains R² = {r2:.4f}",
         )
     return pattern, (
-        f"heads of both signs, zero_sum {evidence['zero_sum']:.3f}, omega_spread "
-        f"{evidence['omega_spread']:.3f}; one debiased step explains R² = {r2:.4f}"
+        f"heads of both signs, zero_sum {numbers['zero_sum']:.3f}, omega_spread "
+        f"{numbers['omega_spread']:.3f}; one debiased step explains R² = {r2:.4f}"
     )
 
 
-def _debiased(eta: float) -> Callable[[Prompts], Tensor]:
-    return lambda prompts: debiased_gd(prompts, eta=eta)
-
-
-def _kernel(found: Circuits, active: np.ndarray) -> Callable[[Prompts], Tensor]:
+def _smoothed(prompts: Prompts, found: Circuits, active: np.ndarray) -> Tensor:
     """The reduced predictor (3.2): every active head as a kernel smoother with its own omega and mu."""
-
-    def learner(prompts: Prompts) -> Tensor:
-        smoothed = torch.zeros_like(prompts.y_query)
-        for head in np.flatnonzero(active):
-            omega, mu = torch.from_numpy(found.omega[head]), torch.from_numpy(found.mu[head])
-            smoothed = smoothed + nadaraya_watson(prompts, omega=omega, mu=mu)
-        return smoothed
-
-    return learner
+    prediction = torch.zeros_like(prompts.y_query)
+    for head in np.flatnonzero(active):
+        omega, mu = torch.from_numpy(found.omega[head]), torch.from_numpy(found.mu[head])
+        prediction = prediction + nadaraya_watson(prompts, omega=omega, mu=mu)
+    return prediction
 
 
 def _optimal_step(task: TaskConfig) -> float:
@@ -278,14 +270,15 @@ def _nearest_on_manifold(
     """
     if task.covariance.kind != "identity":
         return float("nan"), float("nan")
-    setting = {
-        "d_x": task.d_x,
-        "context_length": task.context_length,
-        "noise_var": task.noise_var / task.signal_var,
-    }
+    mu_at = partial(
+        manifold_mu,
+        d_x=task.d_x,
+        context_length=task.context_length,
+        noise_var=task.noise_var / task.signal_var,
+    )
 
     def distance(gamma: float) -> float:
-        target = manifold_mu(gamma, **setting)
+        target = mu_at(gamma)
         off_omega = np.sum((np.abs(omega) - gamma) ** 2) / np.sum(omega**2)
         off_mu = sum(
             (np.abs(mu[group]).sum() - target) ** 2 / group.sum()

@@ -6,7 +6,6 @@ from jaxtyping import Float
 from torch import Tensor
 
 from mechinterp.icl.prompts import Prompts
-from mechinterp.models.scores import attention_pattern
 
 
 def zero_prediction(prompts: Prompts) -> Float[Tensor, "batch d_y"]:
@@ -76,7 +75,7 @@ def nadaraya_watson(
     scores = einsum(
         prompts.x, prompts.x_query * omega, "batch context d_x, batch d_x -> batch context"
     )
-    return mu * _read(prompts, attention_pattern(scores))
+    return mu * _read(prompts, torch.softmax(scores, dim=1))
 
 
 def _read(prompts: Prompts, weight: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
@@ -94,7 +95,7 @@ def write_report(
     tables = []
     for name, frame in [table for section in sections for table in section.tables.items()]:
         tables.append(out / f"{name}.csv")
-        write_atomically(tables[-1], lambda file, frame=frame: frame.to_csv(file, index=False))
+        write_atomically(tables[-1], partial(frame.to_csv, index=False))
     html = _render(checkpoint, verdict, sections)
     write_atomically(out / PAGE, lambda file: file.write_text(html, encoding="utf-8"))
     return Report(out / PAGE, tuple(tables), verdict)
@@ -188,9 +189,8 @@ def _ablation(checkpoint: Checkpoint, found: Classification, n_prompts: int, see
 
 def _ablation_bars(single: list[HeadAblation]) -> go.Figure:
     """One group of bars per head: zero beside mean ablation."""
-    frame = single[0].to_frame()
     return figures.bars(
-        [f"L{layer}H{head}" for layer, head in zip(frame["layer"], frame["head"], strict=True)],
+        single[0].head_names,
         {f"{one.method} ablation": one.rise.ravel() for one in single},
         errors={f"{one.method} ablation": one.rise_sem.ravel() for one in single},
         title="Rise of the excess risk when a head is masked",

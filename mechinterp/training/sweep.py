@@ -48,7 +48,7 @@ def load_sweep(file: str | Path) -> dict[str, ExperimentConfig]:
     """
     file = Path(file)
     try:
-        document = json.loads(file.read_text())
+        document = json.loads(file.read_text(encoding="utf-8"))
         models: dict[str, ExperimentConfig] = {}
         for entry in document if isinstance(document, list) else [document]:
             for name, config in _entry_models(entry):
@@ -57,6 +57,8 @@ def load_sweep(file: str | Path) -> dict[str, ExperimentConfig]:
                 models[name] = config
     except OSError as error:
         raise ValueError(f"{file}: cannot be read ({error.strerror}).") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{file}: not a readable JSON file ({error}).") from None
     except ValueError as error:
         raise ValueError(f"{file}: {' '.join(str(error).split())}") from None
     if not models:
@@ -85,20 +87,31 @@ def train_models(
     for name, config in models.items():
         if (run_folder / name / "config.json").exists():
             _require_same(run_folder / name, load(run_folder / name).config, config)
-    steps, seconds = 0, 0.0
+    steps, seconds, diverged = 0, 0.0, []
     for file, pack in _packs(models, run_folder, states, device):
         pack.save(file)
         first_step = pack.step
         seconds += train_pack(pack, file, on_log=on_log)
         steps += pack.step - first_step
-        _export(pack, run_folder)
+        diverged += _export(pack, run_folder)
         file.unlink()
+    if diverged:
+        rates = (
+            f"{name} (train.learning_rate {models[name].train.learning_rate:g})"
+            for name in diverged
+        )
+        raise CheckpointError(
+            f"{run_folder}: weights must stay finite, those of {', '.join(rates)} did not; the other models are "
+            "saved. Try a smaller step size with --resume."
+        )
     checkpoints = tuple(run_folder / name for name in models)
     losses = [_final_loss(folder) for folder in checkpoints]
     return TrainingSummary(checkpoints, steps, seconds, sum(losses) / len(losses))
 
 
-def _packs(models: Mapping[str, ExperimentConfig], run_folder: Path, states: list[Path], device: str):
+def _packs(
+    models: Mapping[str, ExperimentConfig], run_folder: Path, states: list[Path], device: str
+):
     """The state file and the pack of everything that is not finished, one after another."""
     started = set()
     for file in states:
@@ -118,10 +131,14 @@ def _packs(models: Mapping[str, ExperimentConfig], run_folder: Path, states: lis
         yield run_folder / f"training-{index}.safetensors", Pack(group, device=device)
 
 
-def _export(pack: Pack, run_folder: Path) -> None:
+def _export(pack: Pack, run_folder: Path) -> list[str]:
+    """Save every model of a finished pack that is not saved yet; the names of those that diverged."""
     diverged = []
     for name, trained in pack.results().items():
-        if not torch.isfinite(trained.weights.QK).all() or not torch.isfinite(trained.weights.OV).all():
+        if (
+            not torch.isfinite(trained.weights.QK).all()
+            or not torch.isfinite(trained.weights.OV).all()
+        ):
             diverged.append(name)
         elif not (run_folder / name / "config.json").exists():
             save(
@@ -132,15 +149,12 @@ def _export(pack: Pack, run_folder: Path) -> None:
                 history=trained.history,
                 snapshots=trained.snapshots,
             )
-    if diverged:
-        rate = pack.config.train.learning_rate
-        raise CheckpointError(
-            f"{run_folder}: weights must stay finite, those of {', '.join(diverged)} did not; "
-            f"try a train.learning_rate below {rate}."
-        )
+    return diverged
 
 
-def _require_free(models: Mapping[str, ExperimentConfig], run_folder: Path, states: list[Path]) -> None:
+def _require_free(
+    models: Mapping[str, ExperimentConfig], run_folder: Path, states: list[Path]
+) -> None:
     targets = [run_folder / name for name in models]
     occupied = states or [t for t in targets if t.exists() and (not t.is_dir() or any(t.iterdir()))]
     if occupied:
@@ -153,7 +167,9 @@ def _require_same(where: Path, there: ExperimentConfig, here: ExperimentConfig) 
     changed = differences(there, here)
     if changed:
         name, (old, new) = next(iter(changed.items()))
-        raise CheckpointError(f"{where}: cannot be resumed with another config: {name} is {old} there, {new} here.")
+        raise CheckpointError(
+            f"{where}: cannot be resumed with another config: {name} is {old} there, {new} here."
+        )
 
 
 def _final_loss(folder: Path) -> float:
@@ -163,9 +179,15 @@ def _final_loss(folder: Path) -> float:
 
 def _entry_models(entry: object):
     if not isinstance(entry, dict) or not set(entry) <= set(ENTRY_FIELDS):
-        raise ValueError(f"an entry must be an object with fields among {', '.join(ENTRY_FIELDS)}, got {entry!r}.")
+        raise ValueError(
+            f"an entry must be an object with fields among {', '.join(ENTRY_FIELDS)}, got {entry!r}."
+        )
     if ("preset" in entry) == ("config" in entry):
-        raise ValueError("an entry must have either a preset or a config.")
+        found = "both" if "preset" in entry else "neither"
+        raise ValueError(f"an entry must have either a preset or a config, got {found}: {entry!r}.")
+    for field in ("preset", "name"):
+        if not isinstance(entry.get(field, ""), str):
+            raise ValueError(f"{field} must be text, got {entry[field]!r}.")
     base = preset(entry["preset"]) if "preset" in entry else from_dict(entry["config"])
     base = override(base, *_assignments(entry.get("set", {}), "set"))
     grid = entry.get("grid", {})

@@ -342,6 +342,15 @@ def test_layers_can_be_run_one_by_one():
     assert not [name for name in late if name == "hook_embed" or name.startswith("blocks.0.")]
 
 
+def test_edit_of_the_residual_stream_reaches_heads_and_stream():
+    model = random_model(n_layers=2)
+    tokens, others = random_prompts(8, step=1).tokens, random_prompts(8, step=2).tokens
+    edited = model.run_with_hooks(
+        tokens, fwd_hooks=[("blocks.1.hook_resid_pre", lambda resid, hook: others)]
+    )
+    assert torch.equal(edited, model(others, start_at_layer=1))
+
+
 def test_hooks_are_gone_after_an_exception():
     model = random_model()
     tokens = random_prompts(8).tokens
@@ -374,6 +383,27 @@ def test_patching_a_head_moves_its_output_from_clean_to_corrupted():
     assert patched.shape == (1, 2)
     torch.testing.assert_close(patched[0].double(), expected, rtol=1e-5, atol=1e-6)
     assert (patched - model.predict(corrupted)[:, 0].mean()).abs().min() > 1e-2
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "pattern"])
+def test_every_part_of_a_head_can_be_patched(name: str):
+    model = random_model(n_layers=2)
+    clean, corrupted = random_prompts(8, step=1).tokens, random_prompts(8, step=2).tokens
+    _, cache = model.run_with_cache(clean)
+    patch_all_heads = getattr(patching, f"get_act_patch_attn_head_{name}_all_pos")
+    patched = patch_all_heads(model, corrupted, cache, lambda logits: logits[:, -1, 0].mean())
+    head = (slice(None), 2) if name == "pattern" else (slice(None), slice(None), 2)
+    hook_name = f"blocks.1.attn.hook_{name}"
+
+    def exchange(values: Tensor, hook) -> Tensor:
+        values = values.clone()
+        values[head] = cache[hook_name][head]
+        return values
+
+    by_hand = model.run_with_hooks(corrupted, fwd_hooks=[(hook_name, exchange)])[:, -1, 0].mean()
+    assert patched.shape == (2, 3)
+    assert patched[1, 2].item() == pytest.approx(by_hand.item(), rel=1e-5)
+    assert abs(by_hand.item() - model(corrupted)[:, -1, 0].mean().item()) > 1e-4
 
 
 @pytest.mark.parametrize("component", ["q", "k", "v"])

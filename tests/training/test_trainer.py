@@ -254,6 +254,8 @@ def test_train_pack_reports_and_can_be_resumed_after_an_interruption(
     with pytest.raises(KeyboardInterrupt):
         train_pack(Pack(MODELS), file, on_log=interrupt)
     assert [(p.step, p.steps, p.n_models) for p in seen] == [(10, 25, 3), (20, 25, 3)]
+    assert seen[0].steps_per_second > 0
+    assert seen[0].seconds_left == pytest.approx(15 / seen[0].steps_per_second)
 
     resumed = Pack.restore(file)
     assert resumed.step == 10
