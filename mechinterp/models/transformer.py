@@ -112,14 +112,15 @@ class ICLTransformer(HookedRootModule):
         model.load_state_dict({f"blocks.0.attn.{name}": tensor for name, tensor in state.items()})
         return model.eval()
 
-    def to_weights(self) -> AttentionWeights:
+    @property
+    def weights(self) -> AttentionWeights:
         """A copy of the weights of a one-layer model, without the x columns of W_O, which nothing reads.
 
         Raises:
             ValueError: If the model has more than one layer.
         """
         if self.cfg.n_layers != 1:
-            raise ValueError(f"to_weights needs a model of one layer, got {self.cfg.n_layers}.")
+            raise ValueError(f"weights as one layer need n_layers = 1, got {self.cfg.n_layers}.")
         attn = self._layers[0]
         return AttentionWeights(
             W_Q=attn.W_Q.detach().clone(),

@@ -29,11 +29,14 @@ def initial_weights(config: ExperimentConfig) -> AttentionWeights:
     def uniform(fan_in: int, *shape: int) -> Tensor:
         return (2 * torch.rand(*shape, generator=generator) - 1) / fan_in**0.5
 
+    # The order of the draws is part of what a seed means: W_O first, then W_Q, W_K, W_V.
+    W_O = uniform(heads * d_head, heads, d_head, d_y)
+    W_Q, W_K, W_V = (uniform(d_model, heads, d_model, d_head) for _ in range(3))
     return AttentionWeights(
-        W_Q=uniform(d_model, heads, d_model, d_head),
-        W_K=uniform(d_model, heads, d_model, d_head),
-        W_V=uniform(d_model, heads, d_model, d_head),
-        W_O=uniform(heads * d_head, heads, d_head, d_y),
+        W_Q=W_Q,
+        W_K=W_K,
+        W_V=W_V,
+        W_O=W_O,
         scale=d_head**-0.5,
         score=config.model.score,
         score_slope=config.model.score_slope,

@@ -440,7 +440,7 @@ def test_direct_path_patching_reaches_the_second_layer(component: str):
 def test_weights_survive_the_round_trip_as_copies(dtype: torch.dtype):
     weights = random_weights(score="1+tanh", dtype=dtype)
     model = ICLTransformer.from_weights(weights, task=TASK)
-    back = model.to_weights()
+    back = model.weights
     for name in functional.NAMES:
         assert torch.equal(getattr(back, name), getattr(weights, name))
         assert getattr(back, name).dtype == dtype
@@ -533,8 +533,8 @@ def test_weights_of_another_task_are_refused(task: TaskConfig, message: str):
 
 
 def test_weights_of_a_deep_model_are_refused():
-    with pytest.raises(ValueError, match=r"^to_weights needs a model of one layer, got 2\.$"):
-        random_model(n_layers=2).to_weights()
+    with pytest.raises(ValueError, match=r"^weights as one layer need n_layers = 1, got 2\.$"):
+        random_model(n_layers=2).weights
 
 
 @pytest.mark.parametrize(
