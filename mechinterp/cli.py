@@ -60,7 +60,7 @@ def main() -> None:
         # Errors of the argument parser; the class is not public in every version of typer.
         if not hasattr(error, "format_message"):
             raise
-        _fail(error.format_message(), 2)
+        _fail(_with_value(error.format_message(), error, arguments), 2)
     sys.exit(code if isinstance(code, int) else 0)
 
 
@@ -91,10 +91,9 @@ def train(
         raise ValueError(f"train needs a preset or a config file; presets: {', '.join(PRESETS)}.")
     config = override(_config(what), *(assignments or []))
     folder = Path("runs") / f"{Path(what).stem}-s{config.seed}" if out is None else out
+    chosen = _device(device)
     with _progress_bar() as on_log:
-        summary = train_models(
-            {".": config}, folder, resume=resume, device=_device(device), on_log=on_log
-        )
+        summary = train_models({".": config}, folder, resume=resume, device=chosen, on_log=on_log)
     document = training_document(summary, str(folder))
     text = f"{folder}: loss {summary.loss:.4f} after {config.train.steps} steps"
     print(dumps(document) if as_json else f"{text} ({document['steps_per_second']:.0f} steps/s)")
@@ -114,9 +113,9 @@ def sweep(
     from mechinterp.report.documents import dumps, training_document
     from mechinterp.training.sweep import load_sweep, train_models
 
-    models = load_sweep(file)
+    models, chosen = load_sweep(file), _device(device)
     with _progress_bar() as on_log:
-        summary = train_models(models, out, resume=resume, device=_device(device), on_log=on_log)
+        summary = train_models(models, out, resume=resume, device=chosen, on_log=on_log)
     document = training_document(summary, str(out))
     print(
         dumps(document) if as_json else f"{out}: {len(models)} models, mean loss {summary.loss:.4f}"
@@ -141,9 +140,10 @@ def classify(
     documents: list[dict] = []
     for path in _checkpoint_folders(paths):
         try:
-            checkpoint = load(path)
-            task = _task(checkpoint, context_length)
-            found = patterns.classify(checkpoint, task, n_prompts=n_prompts, seed=seed)
+            with _about(path):
+                checkpoint = load(path)
+                task = _task(checkpoint, context_length)
+                found = patterns.classify(checkpoint, task, n_prompts=n_prompts, seed=seed)
         except ValueError as error:
             documents.append({"path": str(path), "error": str(error)})
             _complain(str(error))
@@ -172,12 +172,14 @@ def ablate(
     from mechinterp.icl.prompts import generator_for, sample_prompts
     from mechinterp.report.documents import ablation_document, dumps
 
-    checkpoint = load(path)
-    generator = generator_for(seed, "eval", 0)
-    prompts = sample_prompts(_task(checkpoint, context_length), n_prompts, generator=generator)
-    single = [ablate_heads(checkpoint.model, prompts, method=method) for method in METHODS]
-    few = checkpoint.config.model.n_heads <= MAX_SUBSET_HEADS
-    subsets = ablate_subsets(checkpoint, prompts) if few else None
+    with _about(path):
+        checkpoint = load(path)
+        task, dtype = _task(checkpoint, context_length), checkpoint.weights.W_Q.dtype
+        generator = generator_for(seed, "eval", 0)
+        prompts = sample_prompts(task, n_prompts, generator=generator, dtype=dtype)
+        single = [ablate_heads(checkpoint.model, prompts, method=method) for method in METHODS]
+        few = checkpoint.config.model.n_heads <= MAX_SUBSET_HEADS
+        subsets = ablate_subsets(checkpoint, prompts) if few else None
     if as_json:
         print(dumps(ablation_document(checkpoint, single, subsets)))
         return
@@ -209,9 +211,10 @@ def fit(
     from mechinterp.checkpoints.native import load
     from mechinterp.report.documents import dumps, fits_document
 
-    checkpoint = load(path)
     lengths = context_length or CONTEXT_LENGTHS
-    fits = fit_learners(checkpoint, context_lengths=lengths, n_prompts=n_prompts, seed=seed)
+    with _about(path):
+        checkpoint = load(path)
+        fits = fit_learners(checkpoint, context_lengths=lengths, n_prompts=n_prompts, seed=seed)
     if as_json:
         print(dumps(fits_document(checkpoint, fits)))
         return
@@ -235,7 +238,8 @@ def report(
     from mechinterp.report.documents import dumps
     from mechinterp.report.page import write_report
 
-    written = write_report(load(path), out, n_prompts=n_prompts, seed=seed, overwrite=overwrite)
+    with _about(path, out):
+        written = write_report(load(path), out, n_prompts=n_prompts, seed=seed, overwrite=overwrite)
     if as_json:
         tables = [str(table) for table in written.tables]
         print(
@@ -307,6 +311,16 @@ def _task(checkpoint: "Checkpoint", context_length: int | None) -> "TaskConfig":
     return task if context_length is None else replace(task, context_length=context_length)
 
 
+@contextmanager
+def _about(*paths: Path) -> Iterator[None]:
+    """Puts the first path before the message of a ValueError that begins with none of them."""
+    try:
+        yield
+    except ValueError as error:
+        named = str(error).startswith(tuple(map(str, paths)))
+        raise ValueError(str(error) if named else f"{paths[0]}: {error}") from None
+
+
 def _device(name: str) -> str:
     import torch
 
@@ -346,11 +360,23 @@ def _progress_bar() -> "Iterator[Callable[[Progress], None]]":
     try:
         yield show
     finally:
-        bar.stop()
+        if bar.tasks:
+            bar.stop()
 
 
 def _print_frame(frame: "pd.DataFrame") -> None:
     print(frame.to_string(index=False, float_format=lambda value: f"{value:.4g}"))
+
+
+def _with_value(message: str, error: Exception, arguments: list[str]) -> str:
+    """The argument parser's message, with what was given for the option it speaks of."""
+    names = getattr(getattr(error, "param", None), "opts", [])
+    given = []
+    for argument, following in zip(arguments, [*arguments[1:], ""], strict=True):
+        name, equals, value = argument.partition("=")
+        if name in names:
+            given.append(value if equals else following)
+    return f"{message.rstrip('.')}, got {', '.join(given)}." if given else message
 
 
 def _complain(message: str) -> None:

@@ -6,11 +6,16 @@ asks for something the package cannot do is refused when it is made.
 
 import hashlib
 import json
-import math
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
-from numbers import Integral, Real
-from types import NoneType, UnionType
-from typing import Union, get_args, get_origin, get_type_hints
+
+from mechinterp.fields import (
+    build,
+    flatten,
+    refuse_unused,
+    require_at_least,
+    set_checked,
+    unknown_field,
+)
 
 COVARIANCES = ("identity", "kms", "eigenvalues")
 SCORES = ("softmax", "1+tanh", "1+Cx", "(1+Cx)^2")
@@ -28,7 +33,7 @@ class CovarianceConfig:
     """The d_x diagonal entries, used by "eigenvalues"."""
 
     def __post_init__(self) -> None:
-        _set_checked(self, "task.covariance")
+        set_checked(self, "task.covariance")
         if self.kind not in COVARIANCES:
             raise ValueError(
                 f"task.covariance.kind must be one of {', '.join(COVARIANCES)}, got {self.kind!r}."
@@ -73,9 +78,9 @@ class TaskConfig:
     """Size of a finite training set; None: fresh prompts in every step."""
 
     def __post_init__(self) -> None:
-        _set_checked(self, "task")
-        _require_at_least("task", self, 1, "d_x", "d_y", "context_length")
-        _require_at_least("task", self, 0, "noise_var")
+        set_checked(self, "task")
+        require_at_least("task", self, 1, "d_x", "d_y", "context_length")
+        require_at_least("task", self, 0, "noise_var")
         if self.beta_var is not None and self.beta_var <= 0:
             raise ValueError(f"task.beta_var must be > 0, got {self.beta_var}.")
         eigenvalues = self.covariance.eigenvalues
@@ -83,7 +88,7 @@ class TaskConfig:
             raise ValueError(
                 f"task.covariance.eigenvalues must hold d_x = {self.d_x} numbers, got {len(eigenvalues)}."
             )
-        _refuse_unused("task", self, "supports", "sparsity", "n_sequences")
+        refuse_unused("task", self, "supports", "sparsity", "n_sequences")
 
     @property
     def beta_variance(self) -> float:
@@ -115,10 +120,10 @@ class ModelConfig:
     """The constant C of "1+Cx" and "(1+Cx)^2"."""
 
     def __post_init__(self) -> None:
-        _set_checked(self, "model")
-        _require_at_least("model", self, 1, "n_layers", "n_heads")
+        set_checked(self, "model")
+        require_at_least("model", self, 1, "n_layers", "n_heads")
         if self.d_head is not None:
-            _require_at_least("model", self, 1, "d_head")
+            require_at_least("model", self, 1, "d_head")
         if self.n_layers != 1:
             raise ValueError(f"model.n_layers must be 1 in this version, got {self.n_layers}.")
         if self.score not in SCORES:
@@ -145,13 +150,13 @@ class TrainConfig:
     """Number of fixed prompts behind `eval_loss`."""
 
     def __post_init__(self) -> None:
-        _set_checked(self, "train")
-        _require_at_least("train", self, 1, "steps", "batch_size", "log_every", "n_eval_prompts")
-        _require_at_least("train", self, 0, "data_seed")
+        set_checked(self, "train")
+        require_at_least("train", self, 1, "steps", "batch_size", "log_every", "n_eval_prompts")
+        require_at_least("train", self, 0, "data_seed")
         if self.learning_rate <= 0:
             raise ValueError(f"train.learning_rate must be > 0, got {self.learning_rate}.")
         if self.snapshot_every is not None:
-            _require_at_least("train", self, 1, "snapshot_every")
+            require_at_least("train", self, 1, "snapshot_every")
 
     @property
     def snapshot_steps(self) -> tuple[int, ...]:
@@ -173,8 +178,8 @@ class ExperimentConfig:
     """Seed of the initial weights."""
 
     def __post_init__(self) -> None:
-        _set_checked(self, "")
-        _require_at_least("", self, 0, "seed")
+        set_checked(self, "")
+        require_at_least("", self, 0, "seed")
 
     @property
     def d_model(self) -> int:
@@ -207,7 +212,7 @@ def from_dict(values: object) -> ExperimentConfig:
     Raises:
         ValueError: If a field is unknown (the known ones are listed), of the wrong type or out of range.
     """
-    return _build(ExperimentConfig, values, "")
+    return build(ExperimentConfig, values)
 
 
 def override(config: ExperimentConfig, *assignments: str) -> ExperimentConfig:
@@ -249,7 +254,7 @@ def value_of(config: ExperimentConfig, name: str) -> object:
     for part in name.split("."):
         known = [f.name for f in fields(value)] if is_dataclass(value) else []
         if part not in known:
-            raise ValueError(_unknown_field(f"{prefix}{part}", prefix, known))
+            raise ValueError(unknown_field(f"{prefix}{part}", prefix, known))
         value = getattr(value, part)
         prefix += f"{part}."
     return value
@@ -259,7 +264,7 @@ def differences(
     there: ExperimentConfig, here: ExperimentConfig
 ) -> dict[str, tuple[object, object]]:
     """Fields in which two configs differ, by dotted name, with both values."""
-    left, right = _flat(asdict(there)), _flat(asdict(here))
+    left, right = flatten(asdict(there)), flatten(asdict(here))
     return {name: (left[name], right[name]) for name in left if left[name] != right[name]}
 
 
@@ -272,88 +277,6 @@ def preset(name: str) -> ExperimentConfig:
     if name not in PRESETS:
         raise ValueError(f"Preset must be one of {', '.join(PRESETS)}, got {name!r}.")
     return PRESETS[name]
-
-
-def _flat(values: dict, prefix: str = "") -> dict[str, object]:
-    flat: dict[str, object] = {}
-    for name, value in values.items():
-        flat |= (
-            _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
-        )
-    return flat
-
-
-def _build(cls: type, values: object, prefix: str):
-    if not isinstance(values, dict):
-        raise ValueError(
-            f"{prefix.rstrip('.') or 'A config'} must be a JSON object, got {values!r}."
-        )
-    hints = get_type_hints(cls)
-    arguments = {}
-    for name, value in values.items():
-        if name not in hints:
-            raise ValueError(_unknown_field(f"{prefix}{name}", prefix, list(hints)))
-        if is_dataclass(hints[name]):
-            arguments[name] = _build(hints[name], value, f"{prefix}{name}.")
-        else:
-            arguments[name] = _checked(value, hints[name], f"{prefix}{name}")
-    return cls(**arguments)
-
-
-def _set_checked(config: object, group: str) -> None:
-    """Check the type of every plain field and bring it into the form it has after a trip through JSON."""
-    for name, hint in get_type_hints(type(config)).items():
-        if not is_dataclass(hint):
-            label = f"{group}.{name}" if group else name
-            object.__setattr__(config, name, _checked(getattr(config, name), hint, label))
-
-
-def _checked(value: object, hint: object, name: str) -> object:
-    """The value, lists made tuples and whole numbers made floats where the field is a float."""
-    options = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
-    for option in options:
-        if get_origin(option) is tuple and isinstance(value, list | tuple):
-            inner = get_args(option)[0]
-            return tuple(_checked(v, inner, f"{name}[{i}]") for i, v in enumerate(value))
-        if option is float and isinstance(value, Real) and not isinstance(value, bool):
-            return _finite(value, name)
-        if option is int and isinstance(value, Integral) and not isinstance(value, bool):
-            return int(value)
-        if type(value) is option:
-            return value
-    words = {int: "an integer", float: "a number", bool: "true or false", str: "text"}
-    expected = " or ".join(words.get(o, "null" if o is NoneType else "a list") for o in options)
-    raise ValueError(f"{name} must be {expected}, got {value!r}.")
-
-
-def _finite(value: Real, name: str) -> float:
-    try:
-        number = float(value)
-    except OverflowError:
-        number = math.inf
-    if not math.isfinite(number):
-        raise ValueError(f"{name} must be finite, got {number}.")
-    return number
-
-
-def _unknown_field(name: str, prefix: str, known: list[str]) -> str:
-    listed = ", ".join(f"{prefix}{field_name}" for field_name in known) or "none"
-    return f"Unknown field {name!r}; known: {listed}."
-
-
-def _require_at_least(group: str, config: object, least: float, *names: str) -> None:
-    for name in names:
-        if getattr(config, name) < least:
-            label = f"{group}.{name}" if group else name
-            raise ValueError(f"{label} must be >= {least}, got {getattr(config, name)}.")
-
-
-def _refuse_unused(group: str, config: object, *names: str) -> None:
-    for name in names:
-        if getattr(config, name) is not None:
-            raise ValueError(
-                f"{group}.{name} is not used in this version and must be null, got {getattr(config, name)!r}."
-            )
 
 
 # He et al. 2025 (arXiv 2503.12734), common setting: the defaults above.

@@ -9,6 +9,7 @@ from plotly.subplots import make_subplots
 
 # Okabe and Ito's colours, told apart by the colour-blind too; the same head has the same one everywhere.
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c564b", "#7f7f7f")
+BAR_COLORS = ("#4d4d4d", "#b3b3b3")  # groups of bars are not heads
 SIGNED_SCALE = "RdBu"
 HEIGHT = 380
 
@@ -38,7 +39,7 @@ def head_heatmaps(
         cols=per_row,
         subplot_titles=[f"head {head}" for head in range(n_heads)],
         horizontal_spacing=0.06,
-        vertical_spacing=0.16 if n_rows > 1 else 0,
+        vertical_spacing=0.32 / n_rows,
     )
     for head, matrix in enumerate(matrices):
         heatmap = go.Heatmap(
@@ -107,7 +108,7 @@ def bars(
             x=list(labels),
             y=values,
             name=name,
-            marker_color=COLORS[index],
+            marker_color=BAR_COLORS[index],
             error_y={"type": "data", "array": errors[name], "thickness": 1},
         )
     figure.update_yaxes(title_text=y_title, zeroline=True)

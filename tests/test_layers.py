@@ -15,6 +15,7 @@ PACKAGE = Path(__file__).parents[1] / "mechinterp"
 # Every module, lowest first, without the leading "mechinterp.". A new module goes behind all it imports
 # and before all that import it.
 ORDER = [
+    "fields",
     "config",
     "figures",
     "theory.softmax",
@@ -43,6 +44,7 @@ ORDER = [
     "cli",
 ]
 FLOORS = [
+    "fields",
     *("config", "figures", "theory", "icl", "models"),
     *("checkpoints", "training", "analysis", "report", "cli"),
 ]

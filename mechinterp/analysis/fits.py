@@ -82,14 +82,14 @@ class LearnerFits:
         at = self._trained
         name = LEARNERS[best]
         fitted = (
-            f", {FITTED[name]} = {self.factor[at, best]:.4f} ± {self.factor_sem[at, best]:.4f}"
+            f", {FITTED[name]} = {self.factor[at, best]:.4f} ± {self.factor_sem[at, best]:.1g}"
             if name in FITTED
             else ""
         )
         clear = "" if self.lead > 2 * self.lead_sem else "; the two cannot be told apart"
         return (
-            f"Closest to {name}{fitted}: R² = {self.r2[at, best]:.4f} ± {self.r2_sem[at, best]:.4f}, "
-            f"rms {self.rms[at, best]:.4f} ± {self.rms_sem[at, best]:.4f} at L = {self.trained_length}; "
+            f"Closest to {name}{fitted}: R² = {self.r2[at, best]:.4f} ± {self.r2_sem[at, best]:.1g}, "
+            f"rms {self.rms[at, best]:.4f} ± {self.rms_sem[at, best]:.1g} at L = {self.trained_length}; "
             f"next {LEARNERS[runner_up]}, R² = {self.r2[at, runner_up]:.4f}{clear}."
         )
 

@@ -153,8 +153,8 @@ def _plain(value: object) -> object:
         return {str(name): _plain(inner) for name, inner in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(inner) for inner in value]
-    if hasattr(value, "item"):  # a numpy scalar
-        value = value.item()
+    if hasattr(value, "tolist"):  # an array or a numpy scalar
+        return _plain(value.tolist())
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value

@@ -124,7 +124,7 @@ def _heads(found: Classification) -> Section:
             ("distance to the solution manifold", _number(found.manifold_distance)),
             (
                 "R² of the closed form",
-                f"{found.substitution_r2:.4f} ± {found.substitution_r2_sem:.4f}",
+                f"{_number(found.substitution_r2)} ± {_number(found.substitution_r2_sem)}",
             ),
         ],
         columns=["evidence", "value"],
@@ -155,9 +155,9 @@ def _circuits(checkpoint: Checkpoint) -> Section:
 
 
 def _ablation(checkpoint: Checkpoint, found: Classification, n_prompts: int, seed: int) -> Section:
-    prompts = sample_prompts(
-        checkpoint.config.task, n_prompts, generator=generator_for(seed, "eval", 0)
-    )
+    task, dtype = checkpoint.config.task, checkpoint.weights.W_Q.dtype
+    generator = generator_for(seed, "eval", 0)
+    prompts = sample_prompts(task, n_prompts, generator=generator, dtype=dtype)
     single = [ablate_heads(checkpoint.model, prompts, method=method) for method in METHODS]
     pictures = {"ablation": _ablation_bars(single)}
     tables = {"ablation": pd.concat([one.to_frame() for one in single], ignore_index=True)}
@@ -259,6 +259,10 @@ def _figure_html(figure: go.Figure, name: str) -> str:
 
 
 def _number(value: object) -> str:
-    if isinstance(value, float | np.floating):
-        return "–" if value != value else f"{value:.4g}"
-    return str(value)
+    """Four digits; a dash for NaN, and 0 for what is 0 but for rounding."""
+    if not isinstance(value, float | np.floating):
+        return str(value)
+    value = float(value)
+    if np.isnan(value):
+        return "–"
+    return "0" if abs(value) < 1e-12 else f"{value:.4g}"

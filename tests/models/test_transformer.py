@@ -534,7 +534,7 @@ def test_weights_of_another_task_are_refused(task: TaskConfig, message: str):
 
 def test_weights_of_a_deep_model_are_refused():
     with pytest.raises(ValueError, match=r"^weights as one layer need n_layers = 1, got 2\.$"):
-        random_model(n_layers=2).weights
+        _ = random_model(n_layers=2).weights
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,101 @@
+"""Fields of frozen dataclasses: their types checked, read from JSON, named with dots in messages."""
+
+import math
+from dataclasses import is_dataclass
+from numbers import Integral, Real
+from types import NoneType, UnionType
+from typing import Union, get_args, get_origin, get_type_hints
+
+
+def build(cls: type, values: object, prefix: str = ""):
+    """The dataclass with the fields of a nested dictionary, the others at their defaults.
+
+    Raises:
+        ValueError: If a field is unknown (the known ones are listed) or of the wrong type.
+    """
+    if not isinstance(values, dict):
+        raise ValueError(
+            f"{prefix.rstrip('.') or 'A config'} must be a JSON object, got {values!r}."
+        )
+    hints = get_type_hints(cls)
+    arguments = {}
+    for name, value in values.items():
+        if name not in hints:
+            raise ValueError(unknown_field(f"{prefix}{name}", prefix, list(hints)))
+        if is_dataclass(hints[name]):
+            arguments[name] = build(hints[name], value, f"{prefix}{name}.")
+        else:
+            arguments[name] = _checked(value, hints[name], f"{prefix}{name}")
+    return cls(**arguments)
+
+
+def set_checked(config: object, group: str) -> None:
+    """Check the type of every plain field and bring it into the form it has after a trip through JSON."""
+    for name, hint in get_type_hints(type(config)).items():
+        if not is_dataclass(hint):
+            label = f"{group}.{name}" if group else name
+            object.__setattr__(config, name, _checked(getattr(config, name), hint, label))
+
+
+def require_at_least(group: str, config: object, least: float, *names: str) -> None:
+    """Raise a ValueError that names the first of these fields that is below `least`."""
+    for name in names:
+        if getattr(config, name) < least:
+            label = f"{group}.{name}" if group else name
+            raise ValueError(f"{label} must be >= {least}, got {getattr(config, name)}.")
+
+
+def refuse_unused(group: str, config: object, *names: str) -> None:
+    """Raise a ValueError that names the first of these fields that is not None."""
+    for name in names:
+        if getattr(config, name) is not None:
+            raise ValueError(
+                f"{group}.{name} is not used in this version and must be null, got {getattr(config, name)!r}."
+            )
+
+
+def unknown_field(name: str, prefix: str, known: list[str]) -> str:
+    """What to say of a field that does not exist."""
+    listed = ", ".join(f"{prefix}{field_name}" for field_name in known) or "none"
+    return f"Unknown field {name!r}; known: {listed}."
+
+
+def flatten(values: dict, prefix: str = "") -> dict[str, object]:
+    """Values of a nested dictionary by dotted name."""
+    leaves: dict[str, object] = {}
+    for name, value in values.items():
+        inner = (
+            flatten(value, f"{prefix}{name}.")
+            if isinstance(value, dict)
+            else {prefix + name: value}
+        )
+        leaves |= inner
+    return leaves
+
+
+def _checked(value: object, hint: object, name: str) -> object:
+    """The value, lists made tuples and whole numbers made floats where the field is a float."""
+    options = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    for option in options:
+        if get_origin(option) is tuple and isinstance(value, list | tuple):
+            inner = get_args(option)[0]
+            return tuple(_checked(v, inner, f"{name}[{i}]") for i, v in enumerate(value))
+        if option is float and isinstance(value, Real) and not isinstance(value, bool):
+            return _finite(value, name)
+        if option is int and isinstance(value, Integral) and not isinstance(value, bool):
+            return int(value)
+        if type(value) is option:
+            return value
+    words = {int: "an integer", float: "a number", bool: "true or false", str: "text"}
+    expected = " or ".join(words.get(o, "null" if o is NoneType else "a list") for o in options)
+    raise ValueError(f"{name} must be {expected}, got {value!r}.")
+
+
+def _finite(value: Real, name: str) -> float:
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number):
+        raise ValueError(f"{name} must be finite, got {number}.")
+    return number
