@@ -1,6 +1,7 @@
 """Claims of He et al. 2025 (arXiv 2503.12734) on the shipped models; each test's name is the claim.
 
-Tolerances are stated per claim. Claims that do not hold for every seed are tested as what was found.
+Tolerances are stated per claim. The paper's patterns do not appear for every seed: which shipped models
+ended otherwise is stated below and tested too.
 """
 
 from functools import cache
@@ -9,21 +10,26 @@ import numpy as np
 import pytest
 import torch
 
-from mechinterp.analysis.estimates import mean_and_sem
+from mechinterp.analysis.evaluation import shared_losses
 from mechinterp.analysis.fits import LEARNERS, fit_learners
 from mechinterp.analysis.patterns import classify
 from mechinterp.checkpoints.native import load
-from mechinterp.config import TaskConfig
-from mechinterp.icl.prompts import prompt_chunks
-from mechinterp.models.functional import replica_predictions, stack
+from mechinterp.config import TaskConfig, override
 from mechinterp.theory.softmax import debiased_step_size
+from mechinterp.training.step import initial_weights
+from mechinterp.training.trainer import Pack
 from tests.conftest import CHECKPOINTS
 
 pytestmark = pytest.mark.slow
 
 SETTING = {"d_x": 5, "context_length": 40, "noise_var": 0.1}
-NAMES = sorted(path.parent.name for path in CHECKPOINTS.glob("softmax-h*/config.json"))
-MULTI = [name for name in NAMES if not name.startswith("softmax-h1-")]
+NAMES = sorted(file.parent.name for file in CHECKPOINTS.glob("softmax-h*/config.json"))
+SINGLE = [name for name in NAMES if name.startswith("softmax-h1-")]
+# Two heads that ended with one sign: a single kernel smoother split in two.
+SPLIT = ["softmax-h2-s11", "softmax-h2-s8", "softmax-h2-s9"]
+# One head with 1% of the output reads y through its QK circuit; the others are debiased GD.
+ODD_HEAD = ["softmax-h8-s1"]
+PAIRED = [name for name in NAMES if name not in SINGLE + SPLIT + ODD_HEAD]
 
 
 @cache
@@ -34,25 +40,6 @@ def checkpoint(name):
 @cache
 def label(name):
     return classify(checkpoint(name))
-
-
-def converged(n_heads=None):
-    """Models of several heads that ended as debiased gradient descent."""
-    found = [name for name in MULTI if label(name).pattern == "debiased_gd"]
-    return [name for name in found if n_heads is None or name.startswith(f"softmax-h{n_heads}-")]
-
-
-@cache
-def million_prompt_losses():
-    """Loss and its standard error of every shipped model at L = 40, on the same million prompts."""
-    weights = stack([checkpoint(name).weights for name in NAMES])
-    heads = [checkpoint(name).config.model.n_heads for name in NAMES]
-    squares = []
-    for prompts in prompt_chunks(TaskConfig(), 1_000_000, seed=1):
-        error = replica_predictions(weights, prompts, heads) - prompts.y_query[:, None]
-        squares.append(error.square().mean(2))
-    means, sems = mean_and_sem(torch.cat(squares).double().numpy())
-    return {name: (mean, sem) for name, mean, sem in zip(NAMES, means, sems, strict=True)}
 
 
 def test_every_head_count_is_shipped_with_three_seeds_at_the_paper_s_setting():
@@ -71,7 +58,27 @@ def test_every_head_count_is_shipped_with_three_seeds_at_the_paper_s_setting():
         assert checkpoint(name).history["step"].nunique() == 502
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name not in MULTI])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_shipped_model_starts_from_the_weights_its_config_says(name):
+    start, expected = checkpoint(name).snapshots[0], initial_weights(checkpoint(name).config)
+    for part in ("W_Q", "W_K", "W_V", "W_O"):
+        assert torch.equal(getattr(start, part), getattr(expected, part))
+
+
+@pytest.mark.parametrize("name", ["softmax-h1-s0", "softmax-h2-s9", "softmax-h3-s1"])
+def test_a_shipped_model_is_remade_from_its_config_alone(name):
+    # It was trained in the company of others; alone the sums round differently, and nothing else does.
+    config = override(checkpoint(name).config, "train.steps=1000")
+    alone = Pack({name: config})
+    alone.advance()
+    weights, expected = alone.results()[name].weights, checkpoint(name).snapshots[1000]
+    for part in ("QK", "OV"):
+        torch.testing.assert_close(
+            getattr(weights, part), getattr(expected, part), rtol=1e-4, atol=1e-5
+        )
+
+
+@pytest.mark.parametrize("name", SINGLE)
 def test_one_head_is_a_kernel_smoother_with_omega_052_and_mu_149(name):
     found = label(name)
     assert found.pattern == "kernel_regression"
@@ -79,57 +86,64 @@ def test_one_head_is_a_kernel_smoother_with_omega_052_and_mu_149(name):
     assert abs(found.circuits.mu[0, 0]) == pytest.approx(1.49, abs=0.04)
 
 
-def test_most_models_of_several_heads_are_debiased_gd():
-    assert len(converged()) > len(MULTI) / 2
-    for n_heads in (2, 3, 4, 8):
-        of_this_size = [name for name in MULTI if name.startswith(f"softmax-h{n_heads}-")]
-        assert len(converged(n_heads)) > len(of_this_size) / 2
+@pytest.mark.parametrize("name", PAIRED)
+def test_several_heads_are_debiased_gd(name):
+    assert label(name).pattern == "debiased_gd"
 
 
-@pytest.mark.parametrize("name", MULTI)
-def test_several_heads_are_debiased_gd_or_else_one_kernel_smoother(name):
-    # The claim that the patterns "consistently appear" does not hold for every seed (facts found here):
-    # two heads may end with one sign, as a single kernel smoother split in two.
-    assert label(name).pattern in ("debiased_gd", "kernel_regression")
+@pytest.mark.parametrize("n_heads", [2, 3, 4, 8])
+def test_most_seeds_are_debiased_gd(n_heads):
+    prefix = f"softmax-h{n_heads}-"
+    assert 2 * sum(name.startswith(prefix) for name in PAIRED) > sum(
+        name.startswith(prefix) for name in NAMES
+    )
 
 
-@pytest.mark.parametrize("name", MULTI)
-def test_omega_is_between_012_and_0135_and_homogeneous(name):
-    if name not in converged():
-        assert label(name).pattern == "kernel_regression"
-        return
+@pytest.mark.parametrize("name", SPLIT)
+def test_not_for_every_seed_two_heads_can_stay_one_kernel_smoother(name):
     found = label(name)
-    total = np.abs(found.circuits.mu[:, 0])
-    gamma = np.average(np.abs(found.circuits.omega_mean), weights=total)
+    assert found.pattern == "kernel_regression"
+    assert len(set(found.labels)) == 1
+    assert np.abs(found.circuits.mu).sum() == pytest.approx(1.49, abs=0.1)
+
+
+@pytest.mark.parametrize("name", ODD_HEAD)
+def test_not_for_every_seed_a_head_can_drift_out_of_the_pattern(name):
+    found = label(name)
+    assert found.pattern == "undetermined"
+    assert found.labels.count("unstructured") == 1
+    odd = found.labels.index("unstructured")
+    assert found.share[odd] < 0.02
+    assert found.circuits.qk_y_leak[odd] > 1
+
+
+@pytest.mark.parametrize("name", PAIRED)
+def test_omega_is_between_012_and_0135_weighted_by_mu(name):
+    found = label(name).circuits
+    gamma = np.average(np.abs(found.omega_mean), weights=np.abs(found.mu[:, 0]))
     assert 0.12 < gamma < 0.135
 
 
-@pytest.mark.parametrize("name", MULTI)
+@pytest.mark.parametrize("name", PAIRED)
 def test_mu_sums_to_zero_within_3_percent_and_mu_omega_is_the_optimal_step_within_2(name):
-    if name not in converged():
-        assert label(name).pattern == "kernel_regression"
-        return
     assert label(name).zero_sum <= 0.03
     assert label(name).eta[0] == pytest.approx(debiased_step_size(**SETTING), rel=0.02)
 
 
-def test_loss_is_0404_for_one_head_and_0243_for_converged_models():
-    losses = million_prompt_losses()
-    for name in NAMES:
-        loss, sem = losses[name]
-        assert sem < 0.001
-        if name in converged():
-            assert loss == pytest.approx(0.243, abs=0.003)
+def test_loss_is_0404_for_one_kernel_smoother_and_0243_for_debiased_gd():
+    losses = shared_losses(
+        {name: checkpoint(name) for name in NAMES}, TaskConfig(), n_prompts=1_000_000, seed=1
+    )
+    assert losses.loss_sem.max() < 0.001
+    for name, loss in zip(NAMES, losses.loss[0], strict=True):
+        if name in SINGLE + SPLIT:
+            assert loss == pytest.approx(0.404, abs=0.004), name
         else:
-            # One head, or several that ended as one kernel smoother.
-            assert loss == pytest.approx(0.404, abs=0.004)
+            assert loss == pytest.approx(0.243, abs=0.003), name
 
 
-@pytest.mark.parametrize("name", MULTI)
+@pytest.mark.parametrize("name", PAIRED + ODD_HEAD)
 def test_the_fit_says_debiased_gd(name):
-    if name not in converged():
-        assert label(name).pattern == "kernel_regression"
-        return
     fits = fit_learners(checkpoint(name), context_lengths=[40], n_prompts=20_000)
     assert fits.best == "debiased_gd"
     assert fits.r2[0, LEARNERS.index("debiased_gd")] > 0.99
