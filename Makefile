@@ -27,7 +27,7 @@ lint: install ## check style, format and types
 	$(BIN)/mypy
 
 report: install ## write the page about a two-head model, and say where it is
-	$(BIN)/mechinterp report $(CHECKPOINT) --out $(REPORT)
+	$(BIN)/mechinterp report $(CHECKPOINT) --out $(REPORT) --overwrite
 
 clean: ## delete caches and reports; .venv stays
 	rm -rf reports .pytest_cache .mypy_cache .ruff_cache .hypothesis build *.egg-info

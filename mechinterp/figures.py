@@ -146,6 +146,8 @@ def _finish(figure: go.Figure, title: str, *, height: int) -> go.Figure:
     figure.update_layout(
         title={"text": title, "font": {"size": 15}},
         template="plotly_white",
+        # Below the axis: beside it, a legend leaves no room for the figure on a narrow page.
+        legend={"orientation": "h", "yanchor": "top", "y": -0.22},
         height=height,
         margin={"l": 60, "r": 20, "t": 60, "b": 50},
     )
