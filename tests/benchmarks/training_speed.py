@@ -78,7 +78,7 @@ def main() -> None:
     packs = {
         "1 model of 2 heads": [2],
         "64 models of 2 heads": [2] * 64,
-        "the shipped 21 models, 71 heads": [1] * 3 + [2] * 8 + [3] * 4 + [4] * 4 + [8] * 3,
+        "the 26 shipped models": [1] * 3 + [2] * 12 + [3] * 4 + [4] * 4 + [8] * 3,
     }
     plain, loops = plain_loop(2), {name: pack_loop(counts) for name, counts in packs.items()}
     for name, loop in loops.items():

@@ -132,7 +132,7 @@ PRESET = {"preset": "softmax-h1"}
 )
 def test_a_bad_sweep_file_is_refused_on_one_line(tmp_path: Path, document, words: list[str]):
     file = write(tmp_path, document)
-    with pytest.raises(ValueError, match="sweep.json") as error:
+    with pytest.raises(ValueError, match=r"sweep\.json: ") as error:
         load_sweep(file)
     message = str(error.value)
     assert message.startswith(f"{file}: ")

@@ -1,0 +1,206 @@
+"""Documents hold the promised fields, the numbers of the results, and nothing that JSON lacks."""
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mechinterp.analysis.fits import LEARNERS, fit_learners
+from mechinterp.analysis.heads import METHODS, ablate_heads, ablate_subsets
+from mechinterp.analysis.patterns import classify
+from mechinterp.checkpoints.native import Checkpoint, load, save
+from mechinterp.config import ExperimentConfig, override
+from mechinterp.icl.prompts import generator_for, sample_prompts
+from mechinterp.models.constructions import debiased_gradient_step, zero_head
+from mechinterp.models.functional import stack
+from mechinterp.report.documents import (
+    ablation_document,
+    classification_document,
+    dumps,
+    fits_document,
+    info_document,
+    training_document,
+)
+from mechinterp.training.sweep import TrainingSummary, train_models
+
+CONFIG = override(ExperimentConfig(), "model.n_heads=3", "seed=2")
+HEADER = ["schema_version", "path", "format", "assumed", "n_layers", "n_heads", "d_x", "d_y"]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    """Two heads that make a gradient step of size 0.88 and a zero head; no history."""
+    folder = tmp_path_factory.mktemp("documents") / "step"
+    weights = stack([debiased_gradient_step(0.88, 0.02, d_x=5), zero_head(d_x=5)])
+    save(folder, CONFIG, weights, step=7)
+    return load(folder)
+
+
+def assert_header(document: dict, checkpoint: Checkpoint):
+    assert list(document)[:8] == HEADER
+    assert [document[name] for name in HEADER] == [
+        1,
+        str(checkpoint.path),
+        "native",
+        {},
+        1,
+        3,
+        5,
+        1,
+    ]
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (math.nan, None),
+        (math.inf, None),
+        (-math.inf, None),
+        (np.float32("nan"), None),
+        (np.float32(0.5), 0.5),
+        (np.int64(3), 3),
+        (np.bool_(True), True),
+        (np.array([[1.0, math.nan], [math.inf, 2.0]]), [[1.0, None], [None, 2.0]]),
+        (np.array(2), 2),
+        ((1, (2, 3)), [1, [2, 3]]),
+        ({0: [np.float64("-inf"), "text", None, False]}, {"0": [None, "text", None, False]}),
+    ],
+    ids=str,
+)
+def test_dumps_writes_what_json_has(value: object, expected: object):
+    def refuse(name: str):
+        raise AssertionError(name)
+
+    assert json.loads(dumps({"value": value}), parse_constant=refuse) == {"value": expected}
+
+
+def test_dumps_keeps_every_digit_and_the_order():
+    document = {"b": 0.1 + 0.2, "a": 1e-300}
+    assert list(json.loads(dumps(document)).items()) == list(document.items())
+
+
+def test_info_document(checkpoint: Checkpoint):
+    document = info_document(checkpoint)
+    assert_header(document, checkpoint)
+    assert list(document)[8:] == [
+        *("name", "id", "step", "experiment"),
+        *("history_rows", "snapshots", "eval_loss", "weights"),
+    ]
+    assert (document["name"], document["id"], document["step"]) == ("step", CONFIG.id, 7)
+    assert json.loads(dumps(document))["experiment"] == json.loads(CONFIG.to_json())
+    assert (document["history_rows"], document["snapshots"]) == (0, [])
+    assert document["eval_loss"] is None
+    assert document["weights"] == {
+        "W_Q": [3, 6, 6],
+        "W_K": [3, 6, 6],
+        "W_V": [3, 6, 6],
+        "W_O": [3, 6, 6],
+    }
+
+
+def test_info_document_of_a_trained_model(tmp_path: Path):
+    config = override(CONFIG, "train.steps=20", "train.log_every=10", "train.snapshot_every=20")
+    train_models({".": override(config, "model.d_head=2")}, tmp_path / "run")
+    trained = load(tmp_path / "run")
+    document = json.loads(dumps(info_document(trained)))
+    assert (document["step"], document["history_rows"], document["snapshots"]) == (20, 9, [0, 20])
+    assert document["eval_loss"] == trained.history["eval_loss"].iloc[-1]
+    assert document["weights"]["W_V"] == [3, 6, 2]
+    assert document["weights"]["W_O"] == [3, 2, 6]
+
+
+def test_classification_document(checkpoint: Checkpoint):
+    found = classify(checkpoint, n_prompts=256)
+    document = json.loads(dumps(classification_document(checkpoint, found)))
+    assert_header(document, checkpoint)
+    assert list(document)[8:] == ["pattern", "reason", "heads", "evidence"]
+    assert (document["pattern"], document["reason"]) == ("debiased_gd", found.reason)
+    assert [head["label"] for head in document["heads"]] == ["positive", "negative", "dummy"]
+    assert [(head["layer"], head["head"]) for head in document["heads"]] == [(0, 0), (0, 1), (0, 2)]
+    negative = document["heads"][1]
+    assert list(negative) == [
+        *("layer", "head", "label", "share", "omega", "omega_mean", "mu"),
+        *("qk_diagonal", "qk_off_diagonal", "qk_y_leak", "ov_last_entry", "ov_x_leak"),
+    ]
+    assert negative["omega"] == pytest.approx([-0.02] * 5)
+    assert negative["omega_mean"] == pytest.approx(-0.02)
+    assert negative["mu"] == pytest.approx([-22])
+    assert negative["qk_diagonal"] == pytest.approx(1)
+    assert negative["ov_last_entry"] == pytest.approx(1)
+    for name in ("qk_off_diagonal", "qk_y_leak", "ov_x_leak"):
+        assert negative[name] == 0
+    assert sum(head["share"] for head in document["heads"]) == pytest.approx(1)
+
+    evidence = document["evidence"]
+    assert set(evidence) == {
+        *("sign_matching", "omega_spread", "zero_sum", "eta", "eta_optimal", "gamma"),
+        *("manifold_distance", "substitution_r2", "substitution_r2_sem"),
+    }
+    assert evidence["sign_matching"] is True
+    assert evidence["eta"] == pytest.approx([0.88])
+    assert evidence["eta_optimal"] == pytest.approx(1 / (1 + 1.1 * 5 / 40))
+    assert evidence["zero_sum"] == pytest.approx(0, abs=1e-12)
+    assert evidence["substitution_r2"] > 0.99
+
+
+def test_ablation_document(checkpoint: Checkpoint):
+    prompts = sample_prompts(
+        CONFIG.task, 256, generator=generator_for(0, "eval", 0), dtype=checkpoint.weights.W_Q.dtype
+    )
+    single = [ablate_heads(checkpoint.model, prompts, method=method) for method in METHODS]
+    subsets = ablate_subsets(checkpoint, prompts)
+    document = json.loads(dumps(ablation_document(checkpoint, single, subsets)))
+    assert_header(document, checkpoint)
+    assert list(document)[8:] == ["excess_risk", "excess_risk_sem", "heads", "shapley", "subsets"]
+    assert document["excess_risk"] == single[0].full_risk
+    assert document["excess_risk_sem"] == single[0].full_risk_sem
+    assert [(row["method"], row["layer"], row["head"]) for row in document["heads"]] == [
+        *(("zero", 0, 0), ("zero", 0, 1), ("zero", 0, 2)),
+        *(("mean", 0, 0), ("mean", 0, 1), ("mean", 0, 2)),
+    ]
+    assert [row["rise"] for row in document["heads"][:3]] == single[0].rise[0].tolist()
+    assert [row["rise_sem"] for row in document["heads"][3:]] == single[1].rise_sem[0].tolist()
+    assert [list(row) for row in document["shapley"]] == [["head", "shapley", "shapley_sem"]] * 3
+    assert [row["kept"] for row in document["subsets"]] == [
+        *("none", "H0", "H1", "H2", "H0 H1", "H0 H2", "H1 H2", "H0 H1 H2"),
+    ]
+    assert list(ablation_document(checkpoint, single, None)) == list(document)[:11]
+
+
+def test_fits_document(checkpoint: Checkpoint):
+    fits = fit_learners(checkpoint, context_lengths=[20], n_prompts=512)
+    document = json.loads(dumps(fits_document(checkpoint, fits)))
+    assert_header(document, checkpoint)
+    assert list(document)[8:] == [
+        *("best", "verdict", "trained_length", "n_prompts", "lead", "lead_sem", "fits"),
+    ]
+    assert (document["best"], document["verdict"]) == ("debiased_gd", fits.verdict)
+    assert (document["trained_length"], document["n_prompts"]) == (40, 512)
+    assert document["lead"] > 2 * document["lead_sem"] > 0
+    rows = document["fits"]
+    assert [(row["context_length"], row["learner"]) for row in rows] == [
+        (length, learner) for length in (20, 40) for learner in LEARNERS
+    ]
+    by_learner = {row["learner"]: row for row in rows if row["context_length"] == 40}
+    assert by_learner["ridge"]["factor"] is None
+    assert by_learner["debiased_gd"]["factor"] == pytest.approx(0.88, abs=0.01)
+    for row in rows:
+        assert {"factor_sem", "r2", "r2_sem", "rms", "rms_sem", "loss", "loss_sem"} < set(row)
+        assert {"loss_gap", "loss_gap_sem", "kernel_omega", "model_loss"} < set(row)
+
+
+def test_training_document():
+    summary = TrainingSummary((Path("run"),), steps=300, seconds=2.0, loss=0.25)
+    assert training_document(summary, "run") == {
+        "checkpoint": "run",
+        "steps": 300,
+        "seconds": 2.0,
+        "steps_per_second": 150.0,
+        "loss": 0.25,
+    }
+    nothing_to_do = TrainingSummary((Path("run"),), steps=0, seconds=0.0, loss=math.nan)
+    document = training_document(nothing_to_do, "run")
+    assert document["steps_per_second"] == 0
+    assert json.loads(dumps(document))["loss"] is None

@@ -1,0 +1,164 @@
+"""Figures carry the numbers they were given, in colours and on axes that can be compared."""
+
+import re
+
+import numpy as np
+import plotly.graph_objects as go
+import pytest
+
+from mechinterp import figures
+
+
+def heatmaps(n_heads: int = 2) -> go.Figure:
+    values = np.linspace(-2, 0.5, n_heads * 6).reshape(n_heads, 2, 3)
+    return figures.head_heatmaps(
+        values,
+        title="QK circuits",
+        rows=["x0", "x1"],
+        columns=["x0", "x1", "y"],
+        row_title="query",
+        column_title="key",
+        unit="1/x²",
+    )
+
+
+def lines(**options) -> go.Figure:
+    curves = {"head 0": np.array([1.0, 2.0]), "head 1": np.array([3.0, -4.0])}
+    return figures.lines(
+        np.array([10, 20]),
+        curves,
+        title="Loss",
+        x_title="step",
+        y_title="loss (y²)",
+        **options,
+    )
+
+
+def bars(n_groups: int = 1) -> go.Figure:
+    groups = {f"group {i}": np.array([1.0, 2.0]) for i in range(n_groups)}
+    errors = {f"group {i}": np.array([0.1, 0.2 + i]) for i in range(n_groups)}
+    return figures.bars(["L0H0", "L0H1"], groups, errors=errors, title="Rise", y_title="rise (y²)")
+
+
+def scatter(n_heads: int = 2) -> go.Figure:
+    sizes = np.linspace(-0.1, 0.1, n_heads)
+    return figures.head_scatter(sizes, 20 * sizes, labels=["negative"] * n_heads, title="Heads")
+
+
+def test_heatmaps_share_one_signed_range_with_white_at_zero():
+    axis = heatmaps().layout.coloraxis
+    assert (axis.cmin, axis.cmax) == (-2, 2)
+    assert axis.colorbar.title.text == "1/x²"
+    places = [place for place, _ in axis.colorscale]
+    middle = axis.colorscale[places.index(0.5)][1]
+    red, green, blue = map(int, re.findall(r"\d+", middle))
+    assert min(red, green, blue) > 240
+    assert all(trace.coloraxis == "coloraxis" for trace in heatmaps().data)
+
+
+def test_heatmaps_show_the_matrices_the_right_way_up():
+    figure = heatmaps()
+    values = np.linspace(-2, 0.5, 12).reshape(2, 2, 3)
+    assert len(figure.data) == 2
+    for trace, matrix in zip(figure.data, values, strict=True):
+        np.testing.assert_allclose(trace.z, matrix, atol=1e-6)
+        assert (trace.y, trace.x) == (("x0", "x1"), ("x0", "x1", "y"))
+    assert figure.layout.yaxis.autorange == figure.layout.yaxis2.autorange == "reversed"
+    assert [note.text for note in figure.layout.annotations] == ["head 0", "head 1"]
+    assert (figure.layout.xaxis.title.text, figure.layout.yaxis.title.text) == ("key", "query")
+
+
+@pytest.mark.parametrize("n_heads", [1, 4, 5, 8, 40])
+def test_heatmaps_take_any_number_of_heads(n_heads: int):
+    figure = heatmaps(n_heads)
+    assert len(figure.data) == n_heads
+    rows = -(-n_heads // 4)
+    assert figure.layout.height == 90 + 240 * rows
+
+
+def test_heatmaps_of_zeros_have_a_range():
+    figure = figures.head_heatmaps(
+        np.zeros((1, 2, 2)), title="", rows=["a", "b"], columns=["a", "b"]
+    )
+    assert (figure.layout.coloraxis.cmin, figure.layout.coloraxis.cmax) == (-1, 1)
+
+
+def test_a_head_has_one_colour_in_every_figure():
+    n_heads = len(figures.COLORS) + 1
+    points = [trace.marker.color for trace in scatter(n_heads).data]
+    names = [f"head {head}" for head in range(n_heads)]
+    curves = figures.lines(
+        np.array([1, 2]),
+        {name: np.zeros(2) for name in names},
+        title="",
+        x_title="",
+        y_title="",
+        colors=[figures.head_color(head) for head in range(n_heads)],
+    )
+    assert [trace.line.color for trace in curves.data] == points
+    assert points == [figures.head_color(head) for head in range(n_heads)]
+    assert len(set(points[:-1])) == n_heads - 1
+    assert points[-1] == points[0]
+    assert not set(figures.BAR_COLORS) & set(figures.COLORS)
+
+
+def test_lines_carry_values_and_errors():
+    figure = lines(errors={"head 1": np.array([0.5, 0.25])})
+    first, second = figure.data
+    assert (list(second.x), list(second.y), second.name) == ([10, 20], [3, -4], "head 1")
+    assert first.error_y.array is None
+    assert list(second.error_y.array) == [0.5, 0.25]
+    assert all(trace.error_y.array is None for trace in lines().data)
+
+
+def test_lines_go_on_in_dots_when_the_colours_run_out():
+    curves = {str(i): np.zeros(2) for i in range(3)}
+    figure = figures.lines(
+        np.array([1, 2]), curves, title="", x_title="", y_title="", colors=("black", "red")
+    )
+    styles = [(trace.line.color, trace.line.dash) for trace in figure.data]
+    assert styles == [("black", "solid"), ("red", "solid"), ("black", "dot")]
+
+
+def test_lines_take_logarithmic_axes():
+    assert (lines().layout.xaxis.type, lines().layout.yaxis.type) == ("linear", "linear")
+    assert (lines(log_x=True).layout.xaxis.type, lines(log_y=True).layout.yaxis.type) == (
+        "log",
+        "log",
+    )
+    assert lines(zero_line=True).layout.yaxis.zeroline
+
+
+def test_bars_carry_values_and_errors():
+    figure = bars(2)
+    assert [list(trace.y) for trace in figure.data] == [[1, 2], [1, 2]]
+    assert [list(trace.error_y.array) for trace in figure.data] == [[0.1, 0.2], [0.1, 1.2]]
+    assert figure.data[0].x == ("L0H0", "L0H1")
+    assert figure.layout.barmode == "group"
+    assert (bars(1).layout.showlegend, figure.layout.showlegend) == (False, True)
+    assert figure.data[0].marker.color != figure.data[1].marker.color
+
+
+def test_scatter_places_every_head_with_its_label():
+    figure = scatter()
+    assert [(trace.x[0], trace.y[0]) for trace in figure.data] == [(-0.1, -2.0), (0.1, 2.0)]
+    assert [trace.name for trace in figure.data] == ["head 0: negative", "head 1: negative"]
+    assert len(figure.layout.shapes) == 2  # the dashed axes
+
+
+@pytest.mark.parametrize(
+    ("figure", "title", "x_title", "y_title"),
+    [
+        (heatmaps(), "QK circuits", "key", "query"),
+        (lines(), "Loss", "step", "loss (y²)"),
+        (bars(), "Rise", None, "rise (y²)"),  # the bars are named themselves
+        (scatter(), "Heads", "omega (1/x²)", "mu"),
+    ],
+    ids=["heatmaps", "lines", "bars", "scatter"],
+)
+def test_a_figure_can_be_read_alone(figure: go.Figure, title: str, x_title, y_title: str):
+    assert isinstance(figure, go.Figure)
+    assert figure.layout.title.text == title
+    assert figure.layout.xaxis.title.text == x_title
+    assert figure.layout.yaxis.title.text == y_title
+    assert figure.layout.height >= 300
