@@ -132,7 +132,7 @@ def head_scatter(
             name=f"head {head}: {label}",
             mode="markers+text",
             text=[f"{head}"],
-            textposition="top center",
+            textposition="middle right",
             marker={"color": head_color(head), "size": 12},
         )
     figure.add_hline(0, line_dash="dash", line_width=1)

@@ -1,0 +1,457 @@
+"""The command line: one JSON document on standard output, one line for each mistake, and the exit code."""
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from mechinterp import cli
+from mechinterp.checkpoints.native import load, save
+from mechinterp.config import PRESETS, ExperimentConfig, override
+from mechinterp.models.constructions import diagonal_heads
+from mechinterp.report.page import PAGE
+
+SCRIPT = Path(sys.executable).with_name("mechinterp")
+SHORT = (
+    *("--set", "train.steps=300", "--set", "train.log_every=100"),
+    *("--set", "train.batch_size=16", "--set", "train.n_eval_prompts=256"),
+    *("--device", "cpu"),
+)
+HEADER = ["schema_version", "path", "format", "assumed", "n_layers", "n_heads", "d_x", "d_y"]
+
+
+@dataclass
+class Ran:
+    """A finished command."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def document(self):
+        """The one JSON document on standard output; NaN and infinities are no JSON."""
+
+        def refuse(name: str):
+            raise AssertionError(f"{name} in JSON")
+
+        return json.loads(self.out, parse_constant=refuse)
+
+    def assert_refused(self, *words: str):
+        """Exit code 2, nothing on standard output, one line on standard error with these words."""
+        assert (self.code, self.out) == (2, ""), self.err
+        assert self.err.startswith("mechinterp: ")
+        assert self.err.count("\n") == 1
+        assert self.err.endswith("\n")
+        for word in words:
+            assert str(word) in self.err
+
+
+Run = Callable[..., Ran]
+
+
+@pytest.fixture(autouse=True)
+def threads() -> Iterator[None]:
+    """The commands that train set the number of threads."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Runs a command in this process."""
+
+    def command(*arguments: object) -> Ran:
+        monkeypatch.setattr(sys, "argv", ["mechinterp", *map(str, arguments)])
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        return Ran(ended.value.code, *capsys.readouterr())
+
+    return command
+
+
+def start(*arguments: object, python: tuple[str, ...] = ()) -> Ran:
+    """Runs the console script, as a shell would."""
+    command = [*python, str(SCRIPT), *map(str, arguments)]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False)
+    return Ran(ran.returncode, ran.stdout, ran.stderr)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A two-head model after 300 steps, trained by the console script; to be read only."""
+    folder = tmp_path_factory.mktemp("trained") / "h2"
+    ran = start("train", "softmax-h2", *SHORT, "--set", "seed=1", "--out", folder, "--json")
+    assert ran.code == 0, ran.err
+    document = ran.document
+    assert list(document) == ["checkpoint", "steps", "seconds", "steps_per_second", "loss"]
+    assert (document["checkpoint"], document["steps"]) == (str(folder), 300)
+    assert document["steps_per_second"] == pytest.approx(300 / document["seconds"])
+    assert document["loss"] == load(folder).history["eval_loss"].iloc[-1]
+    assert "300/300" in ran.err  # the progress bar
+    return folder
+
+
+def spoiled(trained: Path, folder: Path, **changes: torch.Tensor) -> Path:
+    """A copy of the checkpoint with some weights replaced."""
+    shutil.copytree(trained, folder)
+    tensors = load_file(folder / "model.safetensors")
+    tensors |= {f"blocks.0.attn.{name}": tensor for name, tensor in changes.items()}
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+def hand_built(folder: Path, *, d_y: int = 1) -> Path:
+    config = override(ExperimentConfig(), f"task.d_y={d_y}", "task.d_x=3")
+    weights = diagonal_heads([0.1, -0.1], [4.0, -4.0], d_x=3, d_y=d_y)
+    save(folder, config, weights, step=0)
+    return folder
+
+
+# What a command prints.
+
+
+def test_alone_and_with_help_it_lists_the_commands(run: Run):
+    for arguments in ((), ("--help",), ("-h",)):
+        ran = run(*arguments)
+        assert (ran.code, ran.err) == (0, "")
+        for command in ("train", "sweep", "classify", "ablate", "fit", "report", "info"):
+            assert f" {command} " in ran.out
+
+
+def test_train_lists_its_presets(run: Run):
+    assert run("train", "--list").out.split() == list(PRESETS)
+    assert run("train", "--list", "--json").document == list(PRESETS)
+
+
+def test_train_reads_config_files_and_remakes_a_model_from_its_checkpoint(
+    run: Run, trained: Path, tmp_path: Path
+):
+    (tmp_path / "plain.json").write_text(load(trained).config.to_json())
+    for number, file in enumerate((trained / "config.json", tmp_path / "plain.json")):
+        folder = tmp_path / f"again{number}"
+        ran = run("train", file, "--out", folder, "--device", "cpu")
+        assert ran.code == 0
+        assert ran.out.startswith(f"{folder}: loss 0.")
+        assert "after 300 steps" in ran.out
+        model = "model.safetensors"
+        assert (folder / model).read_bytes() == (trained / model).read_bytes()
+        assert load(folder).config == load(trained).config
+
+
+def test_train_names_its_folder_and_set_changes_fields(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    fields = ("seed=4", "task.d_x=2", "task.covariance.kind=kms", "task.covariance.rho=0.5")
+    assignments = [word for field in fields for word in ("--set", field)]
+    ran = run("train", "softmax-h1", *SHORT, *assignments, "--set", "train.steps=3", "--json")
+    assert ran.document["checkpoint"] == "runs/softmax-h1-s4"
+    config = load("runs/softmax-h1-s4").config
+    expected = override(PRESETS["softmax-h1"], *SHORT[1:8:2], *fields, "train.steps=3")
+    assert config == expected
+    assert (config.train.steps, config.task.covariance.rho) == (3, 0.5)
+
+
+def test_train_resumes(run: Run, trained: Path):
+    before = (trained / "model.safetensors").stat().st_mtime_ns
+    again = ("train", trained / "config.json", "--out", trained, "--device", "cpu")
+    ran = run(*again, "--resume", "--json")
+    assert (ran.code, ran.document["steps"], ran.document["steps_per_second"]) == (0, 0, 0)
+    assert ran.document["loss"] > 0
+    assert (trained / "model.safetensors").stat().st_mtime_ns == before
+
+
+def test_sweep_trains_all_models_of_a_file(run: Run, tmp_path: Path):
+    config = {"task": {"d_x": 2}, "train": {"steps": 30, "batch_size": 8, "n_eval_prompts": 64}}
+    file, out = tmp_path / "sweep.json", tmp_path / "run"
+    file.write_text(json.dumps({"config": config, "grid": {"model.n_heads": [1, 2]}}))
+    ran = run("sweep", file, "--out", out, "--json", "--device", "cpu")
+    assert list(ran.document) == ["checkpoint", "steps", "seconds", "steps_per_second", "loss"]
+    assert (ran.code, ran.document["checkpoint"], ran.document["steps"]) == (0, str(out), 30)
+    assert "2 models" in ran.err
+    folders = sorted(folder.name for folder in out.iterdir())
+    assert folders == ["model-model.n_heads1", "model-model.n_heads2"]
+    losses = [load(out / folder).history["eval_loss"].iloc[-1] for folder in folders]
+    assert ran.document["loss"] == pytest.approx(sum(losses) / 2)
+    ran = run("sweep", file, "--out", out, "--resume", "--device", "cpu")
+    assert ran.out.startswith(f"{out}: 2 models, mean loss ")
+
+
+def test_classify_prints_a_list(run: Run, trained: Path, tmp_path: Path):
+    pair = hand_built(tmp_path / "pair")
+    ran = run("classify", trained, pair, "--json", "--n-prompts", 256)
+    assert (ran.code, ran.err) == (0, "")
+    first, second = ran.document
+    assert [list(document)[:8] for document in (first, second)] == [HEADER, HEADER]
+    assert [first["path"], second["path"]] == [str(trained), str(pair)]
+    assert (second["pattern"], second["d_x"], second["n_heads"]) == ("debiased_gd", 3, 2)
+    assert [head["label"] for head in second["heads"]] == ["positive", "negative"]
+    assert second["evidence"]["eta"] == pytest.approx([0.8])
+    ran = run("classify", pair, "--n-prompts", 256)
+    assert (ran.code, ran.err) == (0, "")
+    assert ran.out.startswith(f"{pair}: debiased_gd (heads of both signs")
+    assert "omega_mean" in ran.out
+
+
+def test_classify_takes_a_folder_of_checkpoints(run: Run, tmp_path: Path):
+    for name in ("b", "a", "c"):
+        hand_built(tmp_path / "all" / name)
+    (tmp_path / "all" / "notes").mkdir()
+    ran = run("classify", tmp_path / "all", "--json", "--n-prompts", 64)
+    assert ran.code == 0
+    paths = [document["path"] for document in ran.document]
+    assert paths == [str(tmp_path / "all" / name) for name in "abc"]
+
+
+def test_classify_goes_on_after_a_bad_path(run: Run, trained: Path, tmp_path: Path):
+    pair, two_tasks = hand_built(tmp_path / "pair"), hand_built(tmp_path / "two", d_y=2)
+    paths = (tmp_path / "gone", pair, two_tasks, trained)
+    ran = run("classify", *paths, "--json", "--n-prompts", 64)
+    assert ran.code == 2
+    assert [document["path"] for document in ran.document] == [str(path) for path in paths]
+    gone, good, two, also_good = ran.document
+    assert list(gone) == list(two) == ["path", "error"]
+    assert gone["error"].startswith(f"{tmp_path / 'gone'}: a checkpoint is a folder")
+    assert two["error"].startswith(f"{two_tasks}: classify takes one-task models")
+    assert (good["pattern"], also_good["n_heads"]) == ("debiased_gd", 2)
+    assert ran.err.splitlines() == [f"mechinterp: {document['error']}" for document in (gone, two)]
+    readable = run("classify", *paths, "--n-prompts", 64)
+    assert (readable.code, readable.err) == (2, ran.err)
+    assert str(pair) in readable.out
+
+
+def test_ablate(run: Run, trained: Path, tmp_path: Path):
+    ran = run("ablate", trained, "--json", "--n-prompts", 128)
+    assert (ran.code, ran.err) == (0, "")
+    assert list(ran.document) == [
+        *HEADER,
+        *("excess_risk", "excess_risk_sem", "heads", "shapley", "subsets"),
+    ]
+    assert len(ran.document["heads"]) == len(ran.document["subsets"]) == 4
+    ran = run("ablate", trained, "--n-prompts", 128)
+    assert ran.out.startswith(f"{trained}: excess risk 0.")
+    assert "shapley_sem" in ran.out
+    # Weights in double precision get prompts in double precision.
+    double = run("ablate", hand_built(tmp_path / "pair"), "--json", "--n-prompts", 128)
+    assert double.document["shapley"][0]["shapley"] > 0
+
+
+def test_fit(run: Run, trained: Path):
+    options = ("--n-prompts", 256, "--context-length", 10, "--context-length", 20)
+    ran = run("fit", trained, *options, "--json")
+    assert (ran.code, ran.err) == (0, "")
+    assert list(ran.document) == [
+        *HEADER,
+        *("best", "verdict", "trained_length", "n_prompts", "lead", "lead_sem", "fits"),
+    ]
+    assert {row["context_length"] for row in ran.document["fits"]} == {10, 20, 40}
+    assert run("fit", trained, *options).out.startswith(f"{trained}: Closest to ")
+
+
+def test_report(run: Run, trained: Path, tmp_path: Path):
+    out = tmp_path / "report"
+    ran = run("report", trained, "--out", out, "--n-prompts", 64, "--json")
+    assert (ran.code, ran.err) == (0, "")
+    assert list(ran.document) == ["path", "page", "tables", "verdict"]
+    assert (ran.document["path"], ran.document["page"]) == (str(trained), str(out / PAGE))
+    files = {Path(ran.document["page"]), *map(Path, ran.document["tables"])}
+    assert set(out.iterdir()) == files
+    assert ran.document["verdict"].startswith("h2 ")
+
+    again = ("report", trained, "--out", out, "--n-prompts", 64)
+    run(*again).assert_refused(out / PAGE, "already exists", "--overwrite")
+    ran = run(*again, "--overwrite")
+    assert ran.code == 0
+    assert ran.out.splitlines()[-1] == f"Report: {out / PAGE}"
+
+
+def test_info(run: Run, trained: Path):
+    ran = run("info", trained, "--json")
+    assert (ran.code, ran.err) == (0, "")
+    assert list(ran.document)[:8] == HEADER
+    assert (ran.document["step"], ran.document["name"]) == (300, "h2")
+    assert ran.document["experiment"] == json.loads(load(trained).config.to_json())
+    ran = run("info", trained)
+    assert ran.out.startswith("Checkpoint(h2: 2 heads, d_x=5, context_length=40, step 300)\n")
+    assert '"n_heads": 2' in ran.out
+
+
+def test_the_seed_and_the_number_of_prompts_decide_the_numbers(run: Run, trained: Path):
+    def risk(*options: object) -> float:
+        return run("ablate", trained, "--json", *options).document["excess_risk"]
+
+    first = risk("--n-prompts", 64)
+    assert risk("--n-prompts", 64, "--seed", 0) == first
+    assert len({first, risk("--n-prompts", 64, "--seed", 1), risk("--n-prompts", 65)}) == 3
+    assert risk("--n-prompts", 64, "--context-length", 5) != first
+
+
+# Mistakes.
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["train", "softmax-h5"], ["softmax-h5", "softmax-h1, softmax-h2", "or a config file"]),
+        (["train"], ["preset or a config file", "softmax-h1"]),
+        (["train", "softmax-h1", "--set", "model.heads=2"], ["'model.heads'", "model.n_heads"]),
+        (["train", "softmax-h1", "--set", "seed"], ["field=value", "'seed'"]),
+        (["train", "softmax-h1", "--set", "model.n_heads=0"], ["model.n_heads", ">= 1", "got 0"]),
+        (["train", "softmax-h1", "--set", "model.n_heads=two"], ["an integer", "'two'"]),
+        (
+            ["train", "softmax-h1", "--set", "task.noise_var=-1"],
+            ["task.noise_var", ">= 0", "got -1"],
+        ),
+        (["train", "softmax-h1", "--device", "tpu"], ["--device", "auto, cpu, cuda", "'tpu'"]),
+        (["train", "softmax-h1", "--set"], ["--set", "requires an argument"]),
+        (["train", "softmax-h1", "--colour"], ["--colour"]),
+        (["sweep", "here.json"], ["--out"]),
+        (["sweep", "here.json", "--out", "run"], ["here.json", "No such file"]),
+        (["classify"], ["PATH"]),
+        (["classify", "--n-prompts", "1", "x"], ["--n-prompts", "equal to 2", "got 1."]),
+        (["ablate"], ["PATH"]),
+        (["ablate", "gone"], ["gone", "checkpoint is a folder", "does not exist"]),
+        (["ablate", "gone", "--n-prompts=1"], ["--n-prompts", "equal to 2", "got 1."]),
+        (["fit", "gone"], ["gone", "does not exist"]),
+        (["fit", "gone", "--context-length", "0"], ["--context-length", "equal to 1", "got 0."]),
+        (["fit", "gone", "--seed", "-1"], ["--seed", "equal to 0", "got -1."]),
+        (["fit", "gone", "--seed", "x"], ["--seed", "integer", "got x."]),
+        (["report", "gone"], ["--out"]),
+        (["report", "gone", "--out", "page"], ["gone", "does not exist"]),
+        (["info", "gone"], ["gone", "does not exist"]),
+        (["info", "one", "two"], ["two"]),
+        (["prove", "x"], ["prove"]),
+        (["--loud"], ["--loud"]),
+    ],
+    ids=" ".join,
+)
+def test_a_mistake_is_one_line(
+    run: Run,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str],
+    words: list[str],
+):
+    monkeypatch.chdir(tmp_path)
+    run(*arguments).assert_refused(*words)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_bad_config_files_are_refused(run: Run, tmp_path: Path):
+    run("train", tmp_path).assert_refused(tmp_path, "a config file", "a folder")
+    for text, word in (
+        ("{", "not a readable JSON file"),
+        ("[1]", "must be a JSON object, got [1]"),
+        ('{"task": {"d_x": 0}}', "task.d_x must be >= 1, got 0"),
+        ('{"task": {"dx": 1}}', "'task.dx'"),
+        ('{"experiment": {"seed": "a"}}', "seed must be an integer, got 'a'"),
+    ):
+        file = tmp_path / "config.json"
+        file.write_text(text)
+        run("train", file, "--out", tmp_path / "run").assert_refused(file, word)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_there_is_refused(run: Run, tmp_path: Path):
+    ran = run("train", "softmax-h1", "--device", "cuda", "--out", tmp_path / "run")
+    ran.assert_refused("--device cuda", "there is none")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("command", ["classify", "ablate", "fit", "info"])
+def test_a_folder_that_is_no_checkpoint_is_refused(run: Run, tmp_path: Path, command: str):
+    ran = run(command, tmp_path, *(["--json"] if command != "classify" else []))
+    if command == "classify":
+        assert ran.out == ""
+    ran.assert_refused(tmp_path, "a checkpoint is a folder", "has no config.json")
+
+
+def test_bad_weights_are_refused(run: Run, trained: Path, tmp_path: Path):
+    narrow = spoiled(trained, tmp_path / "narrow", W_K=torch.zeros(2, 6, 5))
+    ran = run("ablate", narrow, "--json")
+    ran.assert_refused(narrow / "model.safetensors", "W_K", "(2, 6, 6)", "(2, 6, 5)")
+    broken = spoiled(trained, tmp_path / "broken", W_Q=torch.full((2, 6, 6), torch.nan))
+    for command in ("ablate", "fit", "info"):
+        ran = run(command, broken, "--json")
+        ran.assert_refused(broken / "model.safetensors", "W_Q", "finite", "72 NaN")
+    out = tmp_path / "report"
+    run("report", broken, "--out", out).assert_refused(broken / "model.safetensors", "72 NaN")
+    assert not out.exists()
+    two_tasks = hand_built(tmp_path / "two", d_y=2)
+    run("report", two_tasks, "--out", out).assert_refused(two_tasks, "one-task", "d_y = 2")
+
+
+def test_a_run_is_not_overwritten_and_not_resumed_with_another_config(run: Run, trained: Path):
+    before = {file: file.read_bytes() for file in trained.rglob("*.*")}
+    again = ("train", trained / "config.json", "--out", trained, "--device", "cpu")
+    run(*again).assert_refused(trained, "already exists and is not overwritten", "--resume")
+    changed = run(*again, "--resume", "--set", "model.n_heads=3", "--json")
+    changed.assert_refused(trained, "model.n_heads is 2 there, 3 here")
+    assert {file: file.read_bytes() for file in trained.rglob("*.*")} == before
+
+
+def test_a_diverged_training_is_one_clear_line(run: Run, tmp_path: Path):
+    wild = ("--set", "train.learning_rate=1e30", "--set", "train.steps=3")
+    ran = run("train", "softmax-h1", *SHORT, *wild, "--out", tmp_path / "run", "--json")
+    assert (ran.code, ran.out) == (2, "")
+    complaints = [line for line in ran.err.splitlines() if line.startswith("mechinterp: ")]
+    assert len(complaints) == 1
+    assert "weights must stay finite" in complaints[0]
+    assert "train.learning_rate 1e+30" in complaints[0]
+    assert list((tmp_path / "run").iterdir()) == []
+
+
+# The console script itself.
+
+
+def test_the_script_refuses_on_one_line(tmp_path: Path):
+    start("info", tmp_path, "--json").assert_refused(tmp_path, "has no config.json")
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["classify", "--n-prompts", "64"]], ids=["help", "classify"]
+)
+def test_start_up_leaves_heavy_packages_out(trained: Path, arguments: list[str]):
+    paths = [trained, "--json"] if arguments[0] == "classify" else []
+    ran = start(*arguments, *paths, python=(sys.executable, "-X", "importtime"))
+    assert ran.code == 0
+    imported = {line.rpartition("|")[2].strip() for line in ran.err.splitlines()}
+    assert "typer" in imported
+    assert ("mechinterp.analysis.patterns" in imported) == (arguments[0] == "classify")
+    heavy = {"transformer_lens", "transformers", "sklearn", "ray", "pyarrow", "jinja2"}
+    if arguments == ["--help"]:
+        heavy |= {"torch", "numpy", "pandas", "plotly", "rich.progress"}
+    assert not heavy & imported
+
+
+def test_ctrl_c_says_how_to_go_on(tmp_path: Path):
+    out = tmp_path / "run"
+    with subprocess.Popen(
+        [SCRIPT, "train", "softmax-h1", *SHORT, "--set", "train.steps=1000000", "--out", out],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        deadline = time.monotonic() + 60
+        while not list(out.glob("training-*")) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        printed, complaints = process.communicate()
+    assert (process.returncode, printed) == (130, "")
+    line = complaints.splitlines()[-1]
+    assert line == "mechinterp: interrupted; a training goes on with --resume."
+    assert "Traceback" not in complaints
+    assert [file.name for file in out.iterdir()] == ["training-0.safetensors"]
