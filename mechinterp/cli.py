@@ -293,6 +293,8 @@ def _config(what: str) -> "ExperimentConfig":
         return from_dict(
             document.get("experiment", document) if isinstance(document, dict) else document
         )
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{file}: not a readable JSON file ({error}).") from None
     except ValueError as error:
         raise ValueError(f"{file}: {error}") from None
 

@@ -211,6 +211,9 @@ def from_dict(values: object) -> ExperimentConfig:
 
     Raises:
         ValueError: If a field is unknown (the known ones are listed), of the wrong type or out of range.
+    Example:
+        >>> from_dict({"task": {"d_x": 3}, "seed": 1}).task.d_x
+        3
     """
     return build(ExperimentConfig, values)
 
@@ -248,6 +251,9 @@ def value_of(config: ExperimentConfig, name: str) -> object:
 
     Raises:
         ValueError: If there is no such field; the known ones are listed.
+    Example:
+        >>> value_of(ExperimentConfig(), "train.batch_size")
+        256
     """
     value: object = config
     prefix = ""
@@ -263,7 +269,12 @@ def value_of(config: ExperimentConfig, name: str) -> object:
 def differences(
     there: ExperimentConfig, here: ExperimentConfig
 ) -> dict[str, tuple[object, object]]:
-    """Fields in which two configs differ, by dotted name, with both values."""
+    """Fields in which two configs differ, by dotted name, with both values.
+
+    Example:
+        >>> differences(preset("softmax-h1"), preset("softmax-h2"))
+        {'model.n_heads': (1, 2)}
+    """
     left, right = flatten(asdict(there)), flatten(asdict(here))
     return {name: (left[name], right[name]) for name in left if left[name] != right[name]}
 
@@ -273,6 +284,9 @@ def preset(name: str) -> ExperimentConfig:
 
     Raises:
         ValueError: If the name is unknown.
+    Example:
+        >>> preset("softmax-h4").model.n_heads
+        4
     """
     if name not in PRESETS:
         raise ValueError(f"Preset must be one of {', '.join(PRESETS)}, got {name!r}.")

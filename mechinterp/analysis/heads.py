@@ -202,6 +202,13 @@ def ablate_subsets(
         ValueError: If the method is unknown or there are more than 12 heads.
     Source:
         Shapley value of a quadratic game; derived here.
+    Example:
+        >>> from mechinterp import load
+        >>> from mechinterp.config import TaskConfig
+        >>> from mechinterp.icl.prompts import generator_for, sample_prompts
+        >>> prompts = sample_prompts(TaskConfig(), 512, generator=generator_for(0, "eval", 0))
+        >>> ablate_subsets(load("checkpoints/softmax-h2-s0"), prompts).to_frame()["kept"].tolist()
+        ['none', 'H0', 'H1', 'H0 H1']
     """
     _require_method(method)
     weights = weights_of(source)

@@ -136,6 +136,18 @@ def classify(
     prompts = sample_prompts(
         task, n_prompts, generator=generator_for(seed, "eval", 0), dtype=torch.float64
     )
+    return _classification(weights, task, prompts, limits)
+
+
+def task_of(source: AttentionWeights | HasWeights, weights: AttentionWeights) -> TaskConfig:
+    """The task a checkpoint was trained on, else the softmax paper's setting for the model's d_x and d_y."""
+    config = getattr(source, "config", None)
+    return TaskConfig(d_x=weights.d_x, d_y=weights.d_y) if config is None else config.task
+
+
+def _classification(
+    weights: AttentionWeights, task: TaskConfig, prompts: Prompts, limits: Thresholds
+) -> Classification:
     outputs = head_outputs(weights, prompts)
     found = circuits(weights)
     share = _share(outputs)
@@ -172,12 +184,6 @@ def classify(
         substitution_r2_sem=float(r2_sem),
         **numbers,
     )
-
-
-def task_of(source: AttentionWeights | HasWeights, weights: AttentionWeights) -> TaskConfig:
-    """The task a checkpoint was trained on, else the softmax paper's setting for the model's d_x and d_y."""
-    config = getattr(source, "config", None)
-    return TaskConfig(d_x=weights.d_x, d_y=weights.d_y) if config is None else config.task
 
 
 def _share(outputs: Float[Tensor, "batch head d_y"]) -> np.ndarray:

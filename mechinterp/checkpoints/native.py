@@ -91,6 +91,9 @@ def load(path: str | Path) -> Checkpoint:
     Raises:
         CheckpointError: If the folder is no checkpoint, or its weights are missing, of the wrong shape or
             not finite.
+    Example:
+        >>> load("checkpoints/softmax-h2-s0")
+        Checkpoint(softmax-h2-s0: 2 heads, d_x=5, context_length=40, step 500001)
     """
     path = Path(path)
     file = path / "config.json"

@@ -9,7 +9,15 @@ from mechinterp.icl.prompts import Prompts
 
 
 def zero_prediction(prompts: Prompts) -> Float[Tensor, "batch d_y"]:
-    """The prediction 0, the best one without a context."""
+    """The prediction 0, the best one without a context.
+
+    Example:
+        >>> from mechinterp.config import TaskConfig
+        >>> from mechinterp.icl.prompts import generator_for, sample_prompts
+        >>> prompts = sample_prompts(TaskConfig(), 8, generator=generator_for(0, "eval", 0))
+        >>> zero_prediction(prompts).any()
+        tensor(False)
+    """
     return torch.zeros_like(prompts.y_query)
 
 
@@ -20,6 +28,12 @@ def vanilla_gd(prompts: Prompts, *, eta: float) -> Float[Tensor, "batch d_y"]:
         eta: Step size on the loss (1/2L) sum_l (y_l - <beta, x_l>)^2; unit 1/x^2.
     Source:
         He et al. 2025, arXiv 2503.12734, (D.28).
+    Example:
+        >>> from mechinterp.config import TaskConfig
+        >>> from mechinterp.icl.prompts import generator_for, sample_prompts
+        >>> prompts = sample_prompts(TaskConfig(), 8, generator=generator_for(0, "eval", 0))
+        >>> tuple(vanilla_gd(prompts, eta=0.86).shape)
+        (8, 1)
     """
     similarity = einsum(prompts.x, prompts.x_query, "batch context d_x, batch d_x -> batch context")
     return _read(prompts, similarity) * (eta / prompts.x.shape[1])
@@ -32,6 +46,12 @@ def debiased_gd(prompts: Prompts, *, eta: float) -> Float[Tensor, "batch d_y"]:
         eta: Step size; unit 1/x^2.
     Source:
         He et al. 2025, arXiv 2503.12734, eq. (4.11), factor 1/L.
+    Example:
+        >>> from mechinterp.config import TaskConfig
+        >>> from mechinterp.icl.prompts import generator_for, sample_prompts
+        >>> prompts = sample_prompts(TaskConfig(), 8, generator=generator_for(0, "eval", 0))
+        >>> tuple(debiased_gd(prompts, eta=0.88).shape)
+        (8, 1)
     """
     centred = prompts.x - prompts.x.mean(1, keepdim=True)
     similarity = einsum(centred, prompts.x_query, "batch context d_x, batch d_x -> batch context")
@@ -48,6 +68,13 @@ def ridge(prompts: Prompts, *, penalty: float) -> Float[Tensor, "batch d_y"]:
         penalty: Added to the diagonal of X X^T; unit x^2. With 0 it is least squares of minimal norm.
     Raises:
         ValueError: If penalty is negative.
+    Example:
+        >>> from mechinterp.config import TaskConfig
+        >>> from mechinterp.icl.prompts import generator_for, sample_prompts
+        >>> prompts = sample_prompts(TaskConfig(), 8, generator=generator_for(0, "eval", 0))
+        >>> error = ridge(prompts, penalty=0.1 / 0.2) - prompts.y_query_clean
+        >>> error.square().mean().item() < 0.1
+        True
     """
     if penalty < 0:
         raise ValueError(f"penalty must be >= 0, got {penalty}.")
@@ -71,6 +98,13 @@ def nadaraya_watson(
         mu: Factor on the average, one number or one per response.
     Source:
         He et al. 2025, arXiv 2503.12734, eq. (4.12).
+    Example:
+        >>> from mechinterp.config import TaskConfig
+        >>> from mechinterp.icl.prompts import generator_for, sample_prompts
+        >>> prompts = sample_prompts(TaskConfig(), 8, generator=generator_for(0, "eval", 0))
+        >>> mean = nadaraya_watson(prompts, omega=0.0, mu=1.0)
+        >>> torch.allclose(mean, prompts.y.mean(1))
+        True
     """
     scores = einsum(
         prompts.x, prompts.x_query * omega, "batch context d_x, batch d_x -> batch context"

@@ -65,6 +65,10 @@ def generator_for(
 
     Raises:
         ValueError: If the stream is not one of "init", "train", "eval".
+    Example:
+        >>> first, again = (torch.rand(1, generator=generator_for(0, "train", 7)) for _ in range(2))
+        >>> torch.equal(first, again)
+        True
     """
     if stream not in STREAMS:
         raise ValueError(f"stream must be one of {', '.join(STREAMS)}, got {stream!r}.")
@@ -74,7 +78,13 @@ def generator_for(
 
 
 def covariance_matrix(covariance: CovarianceConfig, d_x: int) -> Float[np.ndarray, "d_x d_x"]:
-    """The covariance of the covariates as a float64 matrix."""
+    """The covariance of the covariates as a float64 matrix.
+
+    Example:
+        >>> covariance_matrix(CovarianceConfig(kind="kms", rho=0.5), 2)
+        array([[1. , 0.5],
+               [0.5, 1. ]])
+    """
     if covariance.kind == "kms":
         row = np.arange(d_x)
         return covariance.rho ** np.abs(row[:, None] - row[None, :])
@@ -143,6 +153,10 @@ def prompt_chunks(
     """Evaluation prompts in chunks, so that a million of them fit into memory.
 
     Chunk i is drawn from (seed, "eval", i): the first chunks of a long evaluation are those of a short one.
+
+    Example:
+        >>> [len(chunk) for chunk in prompt_chunks(TaskConfig(), 10_000, seed=0)]
+        [8192, 1808]
     """
     for chunk in range(0, n_prompts, size):
         generator = generator_for(seed, "eval", chunk // size)

@@ -152,7 +152,17 @@ def head_outputs(weights: AttentionWeights, prompts: Prompts) -> Float[Tensor, "
 
 
 def predict(weights: AttentionWeights, prompts: Prompts) -> Float[Tensor, "batch d_y"]:
-    """Prediction of one model: the sum of its heads' outputs, in units of y."""
+    """Prediction of one model: the sum of its heads' outputs, in units of y.
+
+    Example:
+        >>> from mechinterp.config import TaskConfig
+        >>> from mechinterp.icl.prompts import generator_for, sample_prompts
+        >>> from mechinterp.models.constructions import zero_head
+        >>> generator = generator_for(0, "eval", 0)
+        >>> prompts = sample_prompts(TaskConfig(), 8, generator=generator, dtype=torch.float64)
+        >>> predict(zero_head(d_x=5), prompts).any()
+        tensor(False)
+    """
     return head_outputs(weights, prompts).sum(1)
 
 

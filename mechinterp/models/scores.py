@@ -51,7 +51,12 @@ def pattern_and_slope(
 
 
 def score_derivative_at_zero(score: str, slope: float) -> float:
-    """f'(0) for f scaled to f(0) = 1: the C0 that multiplies omega wherever omega is small."""
+    """f'(0) for f scaled to f(0) = 1: the C0 that multiplies omega wherever omega is small.
+
+    Example:
+        >>> score_derivative_at_zero("(1+Cx)^2", 0.5)
+        1.0
+    """
     return {"softmax": 1.0, "1+tanh": 1.0, "1+Cx": slope, "(1+Cx)^2": 2 * slope}[score]
 
 

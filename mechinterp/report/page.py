@@ -76,6 +76,13 @@ def write_report(
         n_prompts: Prompts behind the ablations; the fits take five times as many per context length.
     Raises:
         ValueError: If `out` already holds a report and `overwrite` is not set.
+    Example:
+        >>> import tempfile
+        >>> from mechinterp.checkpoints.native import load
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     report = write_report(load("checkpoints/softmax-h1-s0"), folder, n_prompts=256)
+        ...     report.page.name
+        'index.html'
     """
     out = Path(out)
     if (out / PAGE).exists() and not overwrite:

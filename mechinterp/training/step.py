@@ -21,6 +21,10 @@ def initial_weights(config: ExperimentConfig) -> AttentionWeights:
 
     Uniform in +-1/sqrt(fan_in), as PyTorch's linear layers start: fan_in is d_model for W_Q, W_K, W_V and
     n_heads * d_head for W_O.
+
+    Example:
+        >>> tuple(initial_weights(ExperimentConfig(seed=3)).W_Q.shape)
+        (2, 6, 6)
     """
     heads, d_y = config.model.n_heads, config.task.d_y
     d_model, d_head = config.d_model, config.d_head
@@ -44,7 +48,14 @@ def initial_weights(config: ExperimentConfig) -> AttentionWeights:
 
 
 def membership(heads_per_model: Sequence[int]) -> Float[Tensor, "head model"]:
-    """1 where a head belongs to a model, else 0."""
+    """1 where a head belongs to a model, else 0.
+
+    Example:
+        >>> membership([1, 2])
+        tensor([[1., 0.],
+                [0., 1.],
+                [0., 1.]])
+    """
     owner = torch.repeat_interleave(torch.tensor(heads_per_model))
     return torch.nn.functional.one_hot(owner, len(heads_per_model)).float()
 

@@ -45,6 +45,9 @@ def load_sweep(file: str | Path) -> dict[str, ExperimentConfig]:
 
     Raises:
         ValueError: If the file is no sweep file; the message names the file and the rule.
+    Example:
+        >>> len(load_sweep("analyses/sweeps/softmax.json"))
+        26
     """
     file = Path(file)
     try:
@@ -79,6 +82,12 @@ def train_models(
     Raises:
         CheckpointError: If the folder holds another run, or what is resumed differs from what is asked for,
             or a model's weights stopped being finite.
+    Example:
+        >>> import tempfile
+        >>> config = override(preset("softmax-h2"), "train.steps=20", "train.n_eval_prompts=64")
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     train_models({"short": config}, folder).steps
+        20
     """
     run_folder = Path(run_folder)
     states = sorted(run_folder.glob("training-*.safetensors"))
