@@ -66,7 +66,7 @@ class Classification:
     zero_sum: float
     """|sum mu| / sum |mu| over active heads."""
     eta: Float[np.ndarray, " d_y"]
-    """sum over heads of mu * omega_mean, times f'(0): the step size the model takes; unit 1/x^2."""
+    """sum over active heads of mu * omega_mean, times f'(0): the step size the model takes; unit 1/x^2."""
     eta_optimal: float
     """Best debiased step size for the task, 1/(1 + (1 + s^2) d/L); NaN unless x is isotropic."""
     gamma: float
@@ -165,8 +165,8 @@ def _classification(
         (prediction - learned).square().mean(1).numpy(), prediction.square().mean(1).numpy()
     )
     numbers = {
-        "omega_spread": float(sizes.max() / sizes.min() - 1) if active.any() else np.nan,
-        "zero_sum": float(abs(mu.sum()) / np.abs(mu).sum()) if active.any() else np.nan,
+        "omega_spread": _ratio(np.ptp(sizes), sizes.min()) if active.any() else np.nan,
+        "zero_sum": _ratio(abs(mu.sum()), np.abs(mu).sum()),
         "substitution_r2": float(1 - unexplained),
     }
     pattern, reason = _model_label(labelled, numbers, limits)
@@ -184,6 +184,13 @@ def _classification(
         substitution_r2_sem=float(r2_sem),
         **numbers,
     )
+
+
+def _ratio(part: float, whole: float) -> float:
+    """part / whole, infinite if only the whole is 0, NaN if both are."""
+    if whole == 0:
+        return float("inf") if part else float("nan")
+    return float(part / whole)
 
 
 def _share(outputs: Float[Tensor, "batch head d_y"]) -> np.ndarray:

@@ -151,6 +151,22 @@ def test_the_threshold_on_the_qk_circuit_is_above_random_heads():
     assert (random.qk_diagonal > Thresholds().qk_diagonal).float().mean() < 1e-3
 
 
+def test_heads_that_only_average_or_only_read_x_are_unstructured():
+    average = diagonal_heads([0.0], [1.0], d_x=5)
+    reads_x = replace(
+        average,
+        W_V=torch.eye(6, dtype=torch.float64)[None],
+        W_O=torch.ones(1, 6, 1, dtype=torch.float64),
+    )
+    reads_x.W_O[0, 5] = 0
+    for weights, number in ((average, "qk_diagonal 0.000"), (reads_x, "qk_diagonal 0.000")):
+        found = classify(weights)
+        assert found.labels == ("unstructured",)
+        assert number in found.reason
+    assert np.isnan(classify(reads_x).zero_sum)
+    assert np.isinf(classify(stack([kernel_head(0.5, 1.5, d_x=5), average])).omega_spread)
+
+
 def test_mixed_entries_of_omega():
     weights = diagonal_heads([0.4, -0.4], [2.0, -2.0], d_x=5)
     weights.W_K[0, 0, 0] *= -1
