@@ -272,7 +272,7 @@ def test_report(run: Run, trained: Path, tmp_path: Path):
     assert ran.document["verdict"].startswith("h2 ")
 
     again = ("report", trained, "--out", out, "--n-prompts", 64)
-    run(*again).assert_refused(out / PAGE, "already exists", "--overwrite")
+    run(*again).assert_refused(out, "already exists", "--overwrite")
     ran = run(*again, "--overwrite")
     assert ran.code == 0
     assert ran.out.splitlines()[-1] == f"Report: {out / PAGE}"

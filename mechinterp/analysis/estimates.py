@@ -28,9 +28,10 @@ def ratio_and_sem(
         >>> float(ratio), float(sem)
         (0.5, 0.0)
     """
-    whole = denominator.mean()
-    if whole == 0:
+    columns = np.column_stack([numerator.reshape(len(numerator), -1), denominator])
+    means = columns.mean(0)  # in one go, so that equal columns have equal means
+    if means[-1] == 0:
         return np.full(numerator.shape[1:], np.nan), np.full(numerator.shape[1:], np.nan)
-    ratio = np.asarray(numerator.mean(0) / whole)
-    _, sem = mean_and_sem(numerator - ratio * denominator.reshape(-1, *[1] * (numerator.ndim - 1)))
-    return ratio, np.asarray(sem / whole)
+    ratio = means[:-1] / means[-1]
+    _, sem = mean_and_sem(columns[:, :-1] - ratio * denominator[:, None])
+    return ratio.reshape(numerator.shape[1:]), (sem / means[-1]).reshape(numerator.shape[1:])

@@ -80,6 +80,8 @@ class LearnerFits:
         """The sentence one would write: which learner, how close, and how far ahead of the next."""
         best, runner_up = np.argsort(self.rms[self._trained])[:2]
         at = self._trained
+        if np.isnan(self.r2[at, best]):
+            return "The model predicts 0 on every prompt."
         name = LEARNERS[best]
         fitted = (
             f", {FITTED[name]} = {self.factor[at, best]:.4f} ± {self.factor_sem[at, best]:.1g}"

@@ -75,7 +75,7 @@ def write_report(
     Args:
         n_prompts: Prompts behind the ablations; the fits take five times as many per context length.
     Raises:
-        ValueError: If `out` already holds a report and `overwrite` is not set.
+        ValueError: If `out` is a file, or a folder that holds anything and `overwrite` is not set.
     Example:
         >>> import tempfile
         >>> from mechinterp.checkpoints.native import load
@@ -85,9 +85,9 @@ def write_report(
         'index.html'
     """
     out = Path(out)
-    if (out / PAGE).exists() and not overwrite:
+    if out.is_file() or (out.is_dir() and any(out.iterdir()) and not overwrite):
         raise ValueError(
-            f"{out / PAGE}: already exists and is not overwritten; choose another --out, or --overwrite."
+            f"{out}: already exists and is not overwritten; choose another --out, or --overwrite."
         )
     classification = classify(checkpoint, n_prompts=n_prompts, seed=seed)
     fits = fit_learners(checkpoint, n_prompts=5 * n_prompts, seed=seed)

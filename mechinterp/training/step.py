@@ -1,14 +1,15 @@
 """The training step: loss and gradient of many independent one-layer models on one batch of prompts.
 
-Heads of all models lie along one axis and see the same prompts; a 0/1 matrix sums heads per model.
+Heads of all models lie along one axis and see the same prompts.
 The gradient is written out, because the few tensor operations it needs cost about half of what
 automatic differentiation of the forward pass does.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from mechinterp.config import ExperimentConfig
@@ -47,21 +48,42 @@ def initial_weights(config: ExperimentConfig) -> AttentionWeights:
     )
 
 
-def membership(heads_per_model: Sequence[int]) -> Float[Tensor, "head model"]:
-    """1 where a head belongs to a model, else 0.
+@dataclass(frozen=True, eq=False)
+class Membership:
+    """Which head belongs to which model."""
+
+    owner: Int[Tensor, " head"]
+    """The model of each head."""
+    slots: Int[Tensor, "model slot"]
+    """The heads of each model, filled up with a head that does not exist, number n_heads."""
+
+    def to(self, device: torch.device | str) -> "Membership":
+        """The same on another device."""
+        return Membership(self.owner.to(device), self.slots.to(device))
+
+    def sum(self, outputs: Float[Tensor, "batch head d_y"]) -> Float[Tensor, "batch model d_y"]:
+        """Sum over the heads of each model; a NaN stays in its model, and the order of addition is fixed."""
+        nothing = torch.zeros_like(outputs[:, :1])
+        return torch.cat([outputs, nothing], dim=1)[:, self.slots].sum(2)
+
+
+def membership(heads_per_model: Sequence[int]) -> Membership:
+    """The membership of heads that lie model after model.
 
     Example:
-        >>> membership([1, 2])
-        tensor([[1., 0.],
-                [0., 1.],
-                [0., 1.]])
+        >>> membership([1, 2]).slots
+        tensor([[0, 3],
+                [1, 2]])
     """
+    n_heads = sum(heads_per_model)
+    heads = torch.arange(n_heads).split(list(heads_per_model))
     owner = torch.repeat_interleave(torch.tensor(heads_per_model))
-    return torch.nn.functional.one_hot(owner, len(heads_per_model)).float()
+    slots = torch.nn.utils.rnn.pad_sequence(heads, batch_first=True, padding_value=n_heads)
+    return Membership(owner, slots)
 
 
 def loss_and_gradients(
-    weights: AttentionWeights, prompts: Prompts, owner: Float[Tensor, "head model"]
+    weights: AttentionWeights, prompts: Prompts, members: Membership
 ) -> tuple[Float[Tensor, " model"], AttentionWeights]:
     """Loss of every model, in units of y^2, and the gradient of each model's loss in its own weights.
 
@@ -74,10 +96,10 @@ def loss_and_gradients(
     # Products and sums instead of batched matrix products: with a d_y of one or two these are faster,
     # and they leave the axes in the order the large products below want.
     outputs = (averaged[..., None] * OV).sum(1)  # [b, h, n]
-    error = torch.einsum("bhn,hr->brn", outputs, owner) - prompts.y_query[:, None]
+    error = members.sum(outputs) - prompts.y_query[:, None]
     loss = error.square().mean((0, 2))
 
-    d_output = torch.einsum("brn,hr->bhn", error, owner) * (2 / (batch * d_y))
+    d_output = error[:, members.owner] * (2 / (batch * d_y))
     d_OV = (averaged[..., None] * d_output[:, None]).sum(0).transpose(0, 1)  # [h, m, n]
     d_averaged = (d_output[:, None] * OV).sum(-1)  # [b, m, h]
     # dp_i/ds_k = slope_k (1[i = k] - p_i), and sum_l p_l z_l is `averaged`.

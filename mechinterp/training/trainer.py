@@ -55,7 +55,7 @@ class Pack:
             raise ValueError("Models of one pack must differ in seed and model.n_heads only.")
         self.config, self.device = configs[0], torch.device(device)
         self.heads = [config.model.n_heads for config in configs]
-        self.owner = membership(self.heads).to(self.device)
+        self.members = membership(self.heads).to(self.device)
         start = stack([initial_weights(config) for config in configs]).to(self.device)
         self.flat = torch.cat([getattr(start, name).flatten() for name in NAMES])
         self.weights = _views(self.flat, start)
@@ -81,7 +81,7 @@ class Pack:
         for step in range(self.step, end):
             generator = generator_for(train.data_seed, "train", step, device=self.device)
             prompts = sample_prompts(task, train.batch_size, generator=generator)
-            loss, gradients = loss_and_gradients(self.weights, prompts, self.owner)
+            loss, gradients = loss_and_gradients(self.weights, prompts, self.members)
             self.flat.grad = torch.cat([getattr(gradients, name).flatten() for name in NAMES])
             self.optimizer.step()
             self.loss_sum += loss

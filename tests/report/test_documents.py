@@ -86,7 +86,7 @@ def test_info_document(checkpoint: Checkpoint):
     assert_header(document, checkpoint)
     assert list(document)[8:] == [
         *("name", "id", "step", "experiment"),
-        *("history_rows", "snapshots", "eval_loss", "weights"),
+        *("history_rows", "snapshots", "eval_loss", "weights", "hooks"),
     ]
     assert (document["name"], document["id"], document["step"]) == ("step", CONFIG.id, 7)
     assert json.loads(dumps(document))["experiment"] == json.loads(CONFIG.to_json())
@@ -98,6 +98,10 @@ def test_info_document(checkpoint: Checkpoint):
         "W_V": [3, 6, 6],
         "W_O": [3, 6, 6],
     }
+    hooks = {hook["name"]: hook for hook in json.loads(dumps(document))["hooks"]}
+    assert list(hooks) == list(checkpoint.model.hook_dict)
+    assert hooks["blocks.0.attn.hook_pattern"]["shape"] == ["batch", 3, "pos", "pos"]
+    assert hooks["blocks.0.attn.hook_result"]["switch"] == "set_use_attn_result"
 
 
 def test_info_document_of_a_trained_model(tmp_path: Path):

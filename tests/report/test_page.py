@@ -231,13 +231,24 @@ def test_a_report_is_not_overwritten_unless_asked(tmp_path: Path):
         file.write_text("mine")
     with pytest.raises(ValueError, match="already exists and is not overwritten") as error:
         write_report(checkpoint, tmp_path / "report", n_prompts=N_PROMPTS)
-    assert str(error.value).startswith(str(tmp_path / "report" / PAGE))
+    assert str(error.value).startswith(str(tmp_path / "report"))
     assert {file.read_text() for file in (tmp_path / "report").iterdir()} == {"mine"}
     written = write_report(
         checkpoint, str(tmp_path / "report"), n_prompts=N_PROMPTS, overwrite=True
     )
     assert "mine" not in {file.read_text() for file in (tmp_path / "report").iterdir()}
     assert written.page.stat().st_size > 1_000_000
+
+
+def test_a_folder_with_other_things_and_a_file_are_no_place_for_a_report(
+    single: tuple[Checkpoint, Page], tmp_path: Path
+):
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(ValueError, match="already exists and is not overwritten"):
+        write_report(single[0], tmp_path, n_prompts=N_PROMPTS)
+    with pytest.raises(ValueError, match="already exists and is not overwritten"):
+        write_report(single[0], tmp_path / "notes.txt", n_prompts=N_PROMPTS, overwrite=True)
+    assert [file.name for file in tmp_path.iterdir()] == ["notes.txt"]
 
 
 def test_every_analysis_gives_a_table_and_a_figure(single: tuple[Checkpoint, Page]):

@@ -36,7 +36,7 @@ def some_prompts(task: TaskConfig) -> Prompts:
 def test_gradients_equal_automatic_differentiation(score: str, d_y: int):
     task = TaskConfig(d_x=4, d_y=d_y, context_length=9)
     prompts, weights = some_prompts(task), stack(random_models(task, score))
-    loss, gradients = loss_and_gradients(weights, prompts, membership(HEADS).double())
+    loss, gradients = loss_and_gradients(weights, prompts, membership(HEADS))
 
     leaves = {name: getattr(weights, name).clone().requires_grad_() for name in NAMES}
     predictions = replica_predictions(replace(weights, **leaves), prompts, HEADS)
@@ -52,12 +52,12 @@ def test_gradients_equal_automatic_differentiation(score: str, d_y: int):
 def test_a_model_has_the_same_gradients_in_a_pack_as_alone():
     task = TaskConfig(context_length=9)
     prompts, models = some_prompts(task), random_models(task)
-    loss, gradients = loss_and_gradients(stack(models), prompts, membership(HEADS).double())
+    loss, gradients = loss_and_gradients(stack(models), prompts, membership(HEADS))
     first = 0
     for index, model in enumerate(models):
         heads = slice(first, first + model.n_heads)
         first = heads.stop
-        own = membership([model.n_heads]).double()
+        own = membership([model.n_heads])
         alone_loss, alone = loss_and_gradients(model, prompts, own)
         torch.testing.assert_close(loss[index], alone_loss[0], rtol=1e-12, atol=0)
         for name in NAMES:
@@ -65,9 +65,29 @@ def test_a_model_has_the_same_gradients_in_a_pack_as_alone():
             torch.testing.assert_close(packed, getattr(alone, name), rtol=1e-12, atol=1e-15)
 
 
-def test_membership_has_one_model_per_head():
-    expected = [[1, 0, 0], [0, 1, 0], [0, 1, 0], [0, 0, 1]]
-    assert membership([1, 2, 1]).tolist() == expected
+def test_membership_sums_the_heads_of_each_model():
+    members = membership([1, 2, 1])
+    assert members.owner.tolist() == [0, 1, 1, 2]
+    assert members.slots.tolist() == [[0, 4], [1, 2], [3, 4]]
+    outputs = torch.tensor([1.0, 10.0, 100.0, 1000.0])[None, :, None]
+    assert members.sum(outputs).flatten().tolist() == [1, 110, 1000]
+
+
+def test_a_model_that_diverged_leaves_the_others_of_its_pack_alone():
+    task = TaskConfig(context_length=9)
+    prompts, models = some_prompts(task), random_models(task)
+    sane_loss, sane = loss_and_gradients(stack(models), prompts, membership(HEADS))
+    lost = replace(models[1], W_Q=torch.full_like(models[1].W_Q, torch.nan))
+    loss, gradients = loss_and_gradients(
+        stack([models[0], lost, *models[2:]]), prompts, membership(HEADS)
+    )
+    others = [index for index in range(len(HEADS)) if index != 1]
+    assert torch.isnan(loss[1])
+    assert torch.equal(loss[others], sane_loss[others])
+    first, last = HEADS[0], HEADS[0] + HEADS[1]
+    for name in NAMES:
+        for heads in (slice(0, first), slice(last, None)):
+            assert torch.equal(getattr(gradients, name)[heads], getattr(sane, name)[heads])
 
 
 def test_initial_weights_are_uniform_within_one_over_root_fan_in():
