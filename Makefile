@@ -3,11 +3,13 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 CHECKPOINT := checkpoints/softmax-h2-s0
 REPORT := reports/softmax-h2-s0
+# Versions of transformer-lens that still have HookedTransformer, each in an environment of its own.
+INTEROP := .venv-interop/3.9.0 .venv-interop/3.2.1
 
-.PHONY: help install test lint report clean
+.PHONY: help install test test-interop test-peers lint report clean
 
 help: ## list these targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 install: $(STAMP) ## put the package and its tools into .venv (needs Python 3.11 or newer)
 
@@ -21,6 +23,25 @@ test: install ## run all tests: the fast ones, then the slow ones, on two cores
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not slow"
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m slow --durations 10
 
+test-interop: install ## exchange files with HookedTransformer of older transformer-lens
+	$(MAKE) --no-print-directory -j 2 $(INTEROP:=/.installed)
+	OMP_NUM_THREADS=1 INTEROP="$(INTEROP)" $(BIN)/python -m pytest tests/interop
+
+.venv-interop/%/.installed: constraints.txt
+	@test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	@grep -v '^transformer-lens==' constraints.txt > $(@D)/constraints.txt
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -c $(@D)/constraints.txt torch
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -c $(@D)/constraints.txt transformer-lens==$*
+	@touch $@
+
+test-peers: .venv-peers/.installed ## let nnsight, pyvene and captum drive our hooks, in .venv-peers
+	OMP_NUM_THREADS=1 PEERS=required .venv-peers/bin/python -m pytest tests/peers
+
+.venv-peers/.installed: pyproject.toml constraints.txt
+	@test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,peers]'
+	@touch $@
+
 lint: install ## check style, format and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -31,4 +52,4 @@ report: install ## write the page about a two-head model, and say where it is
 
 clean: ## delete caches and reports; .venv stays
 	rm -rf reports .pytest_cache .mypy_cache .ruff_cache .hypothesis build *.egg-info
-	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
+	find . -name __pycache__ -not -path './.venv*' -prune -exec rm -rf {} +

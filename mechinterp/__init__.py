@@ -6,7 +6,7 @@ The names below are loaded when they are first used, so that `import mechinterp`
 from importlib import import_module
 
 _HOMES = {
-    "load": "mechinterp.checkpoints.native",
+    "load": "mechinterp.checkpoints.loading",
     "ExperimentConfig": "mechinterp.config",
     "TaskConfig": "mechinterp.config",
     "generator_for": "mechinterp.icl.prompts",

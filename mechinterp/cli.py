@@ -4,7 +4,7 @@ Each command imports what it needs, so that `mechinterp --help` and `classify` s
 """
 
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
@@ -29,7 +29,20 @@ app = typer.Typer(
 
 INTERRUPTED = 130  # what the argument parser makes of Ctrl-C
 
-PathArgument = Annotated[Path, typer.Argument(metavar="PATH", help="A checkpoint folder.")]
+PathArgument = Annotated[
+    Path,
+    typer.Argument(
+        metavar="PATH", help="A checkpoint folder, or a state dict of HookedTransformer."
+    ),
+]
+TaskOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--task",
+        metavar="FILE.json",
+        help="Fields of the task, for files that do not state it; else the softmax paper's.",
+    ),
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="One JSON document on standard output.")]
 SeedOption = Annotated[int, typer.Option("--seed", min=0, help="Seed of the evaluation prompts.")]
 PromptsOption = Annotated[
@@ -130,18 +143,19 @@ def classify(
     n_prompts: PromptsOption = 4096,
     seed: SeedOption = 0,
     context_length: LengthOption = None,
+    task_file: TaskOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Say which pattern the heads form. Example: mechinterp classify checkpoints/*"""
     from mechinterp.analysis import patterns
-    from mechinterp.checkpoints.native import load
+    from mechinterp.checkpoints.loading import checkpoint_paths
     from mechinterp.report.documents import classification_document, dumps
 
     documents: list[dict] = []
-    for path in _checkpoint_folders(paths):
+    for path in checkpoint_paths(paths):
         try:
             with _about(path):
-                checkpoint = load(path)
+                checkpoint = _load(path, task_file)
                 task = _task(checkpoint, context_length)
                 found = patterns.classify(checkpoint, task, n_prompts=n_prompts, seed=seed)
         except ValueError as error:
@@ -164,16 +178,16 @@ def ablate(
     n_prompts: PromptsOption = 4096,
     seed: SeedOption = 0,
     context_length: LengthOption = None,
+    task_file: TaskOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Mask every head, and every subset of heads. Example: mechinterp ablate checkpoints/softmax-h2-s0"""
     from mechinterp.analysis.heads import MAX_SUBSET_HEADS, METHODS, ablate_heads, ablate_subsets
-    from mechinterp.checkpoints.native import load
     from mechinterp.icl.prompts import generator_for, sample_prompts
     from mechinterp.report.documents import ablation_document, dumps
 
     with _about(path):
-        checkpoint = load(path)
+        checkpoint = _load(path, task_file)
         task, dtype = _task(checkpoint, context_length), checkpoint.weights.W_Q.dtype
         generator = generator_for(seed, "eval", 0)
         prompts = sample_prompts(task, n_prompts, generator=generator, dtype=dtype)
@@ -204,16 +218,16 @@ def fit(
             help="Pairs per prompt; may be repeated; 10, 20, ..., 100 if left out.",
         ),
     ] = None,
+    task_file: TaskOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Fit closed-form learners to the model. Example: mechinterp fit checkpoints/softmax-h2-s0"""
     from mechinterp.analysis.fits import CONTEXT_LENGTHS, fit_learners
-    from mechinterp.checkpoints.native import load
     from mechinterp.report.documents import dumps, fits_document
 
     lengths = context_length or CONTEXT_LENGTHS
     with _about(path):
-        checkpoint = load(path)
+        checkpoint = _load(path, task_file)
         fits = fit_learners(checkpoint, context_lengths=lengths, n_prompts=n_prompts, seed=seed)
     if as_json:
         print(dumps(fits_document(checkpoint, fits)))
@@ -231,15 +245,16 @@ def report(
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace a report that is there.")
     ] = False,
+    task_file: TaskOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Write a report as one HTML page. Example: mechinterp report checkpoints/softmax-h2-s0 --out reports/h2"""
-    from mechinterp.checkpoints.native import load
     from mechinterp.report.documents import dumps
     from mechinterp.report.page import write_report
 
     with _about(path, out):
-        written = write_report(load(path), out, n_prompts=n_prompts, seed=seed, overwrite=overwrite)
+        checkpoint = _load(path, task_file)
+        written = write_report(checkpoint, out, n_prompts=n_prompts, seed=seed, overwrite=overwrite)
     if as_json:
         tables = [str(table) for table in written.tables]
         print(
@@ -258,12 +273,11 @@ def report(
 
 
 @app.command()
-def info(path: PathArgument, as_json: JsonOption = False) -> None:
+def info(path: PathArgument, task_file: TaskOption = None, as_json: JsonOption = False) -> None:
     """Show a checkpoint at a glance. Example: mechinterp info checkpoints/softmax-h2-s0"""
-    from mechinterp.checkpoints.native import load
     from mechinterp.report.documents import dumps, info_document
 
-    checkpoint = load(path)
+    checkpoint = _load(path, task_file)
     document = info_document(checkpoint)
     if as_json:
         print(dumps(document))
@@ -272,6 +286,38 @@ def info(path: PathArgument, as_json: JsonOption = False) -> None:
     for name in ("id", "step", "eval_loss", "history_rows", "snapshots", "weights"):
         print(f"  {name}: {document[name]}")
     print("  experiment:", checkpoint.config.to_json().replace("\n", "\n  "))
+    print("  hooks:")
+    for hook in document["hooks"]:
+        shape = f"[{', '.join(map(str, hook['shape']))}]"
+        print(f"    {hook['name']:<31} {shape:<22} {hook['switch']}".rstrip())
+
+
+@app.command()
+def convert(
+    path: PathArgument,
+    target: Annotated[str, typer.Option("--to", help="native or transformer-lens.")],
+    out: Annotated[Path, typer.Option("--out", help="A new folder.")],
+    task_file: TaskOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Write a checkpoint in another format. Example: mechinterp convert checkpoints/softmax-h2-s0 --to transformer-lens --out h2"""
+    from mechinterp.checkpoints import loading
+    from mechinterp.report.documents import conversion_document, dumps
+
+    with _about(path, out):
+        checkpoint = _load(path, task_file)
+        files = loading.convert(checkpoint, target, out)
+    document = conversion_document(checkpoint, target, files)
+    if as_json:
+        print(dumps(document))
+        return
+    print(f"{out}: {', '.join(str(file.relative_to(out)) for file in files)}")
+    if document["n_ctx"] is not None:
+        print(
+            f"n_ctx is {document['n_ctx']}; read load.py, then run it with transformer-lens 2 or 3."
+        )
+    if document["left_out"]:
+        print(f"Left out: {', '.join(document['left_out'])}.")
 
 
 def _config(what: str) -> "ExperimentConfig":
@@ -299,13 +345,19 @@ def _config(what: str) -> "ExperimentConfig":
         raise ValueError(f"{file}: {error}") from None
 
 
-def _checkpoint_folders(paths: Iterable[Path]) -> list[Path]:
-    """The paths, a folder that is no checkpoint but holds some replaced by those."""
-    folders: list[Path] = []
-    for path in paths:
-        inner = [] if (path / "config.json").exists() else sorted(path.glob("*/config.json"))
-        folders += [file.parent for file in inner] or [path]
-    return folders
+def _load(path: Path, task_file: Path | None) -> "Checkpoint":
+    """The checkpoint; what it does not say and is assumed goes to standard error."""
+    from mechinterp.checkpoints.loading import load, read_task
+
+    checkpoint = load(path, task=None if task_file is None else read_task(task_file))
+    if checkpoint.assumed:
+        said = [
+            f"{name} = {value:.4g}" if isinstance(value, float) else f"{name} = {value}"
+            for name, value in checkpoint.assumed.items()
+            if value not in (None, (), []) and not name.startswith("train.")
+        ]
+        _complain(f"{path}: assumed {', '.join(said)}.")
+    return checkpoint
 
 
 def _task(checkpoint: "Checkpoint", context_length: int | None) -> "TaskConfig":

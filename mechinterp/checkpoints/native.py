@@ -8,7 +8,7 @@ import json
 import math
 import subprocess
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
@@ -41,6 +41,10 @@ class Checkpoint:
     step: int
     """Number of updates behind the weights."""
     weights: AttentionWeights
+    format: str = "native"
+    """"native", or "transformer-lens" for weights from outside."""
+    assumed: Mapping[str, object] = field(default_factory=dict)
+    """What the file did not say and was filled in, by dotted name."""
 
     def __repr__(self) -> str:
         task, model = self.config.task, self.config.model
@@ -75,7 +79,10 @@ class Checkpoint:
             for f in (self.path / "snapshots").glob("*.safetensors")
             if f.stem.isdigit()
         }
-        return {step: _read_weights(files[step], self.config) for step in sorted(files)}
+        return {
+            step: weights_from(read_tensors(files[step]), self.config, files[step])
+            for step in sorted(files)
+        }
 
     @cached_property
     def model(self) -> "ICLTransformer":
@@ -104,15 +111,11 @@ def load(path: str | Path) -> Checkpoint:
         raise CheckpointError(
             f"{path}: a checkpoint is a folder with config.json and model.safetensors; this {what}."
         )
-    document = _read_document(file)
-    step = document["step"]
-    if type(step) is not int or step < 0:
-        raise CheckpointError(f"{file}: step must be an integer >= 0, got {step!r}.")
-    try:
-        config = from_dict(document["experiment"])
-    except ValueError as error:
-        raise CheckpointError(f"{file}: {one_line(error)}") from None
-    return Checkpoint(path, config, step, _read_weights(path / "model.safetensors", config))
+    document, config = read_document(file)
+    weights_file = path / "model.safetensors"
+    weights = weights_from(read_tensors(weights_file), config, weights_file)
+    assumed = document.get("assumed", {})
+    return Checkpoint(path, config, document["step"], weights, assumed=assumed)
 
 
 def save(
@@ -123,6 +126,7 @@ def save(
     step: int,
     history: pd.DataFrame | None = None,
     snapshots: Mapping[int, AttentionWeights] | None = None,
+    assumed: Mapping[str, object] | None = None,
 ) -> None:
     """Write a checkpoint folder; config.json comes last, so that a folder that has it is whole.
 
@@ -134,14 +138,7 @@ def save(
     if (path / "config.json").exists():
         raise CheckpointError(f"{path}: already holds a checkpoint; it is not overwritten.")
     _require_fit(path, weights, config)
-    document = {
-        "format_version": FORMAT_VERSION,
-        "package_version": version("mechinterp"),
-        "git_commit": git_commit(),
-        "step": step,
-        "experiment": asdict(config),
-    }
-    text = json.dumps(document, indent=2) + "\n"
+    text = json.dumps(document_of(config, step=step, assumed=assumed), indent=2) + "\n"
     try:
         for snapshot_step, snapshot in (snapshots or {}).items():
             write_weights(path / "snapshots" / f"{snapshot_step}.safetensors", snapshot)
@@ -167,6 +164,20 @@ def state_dict(weights: AttentionWeights) -> dict[str, Tensor]:
     return {PREFIX + name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
 
 
+def document_of(
+    config: ExperimentConfig, *, step: int, assumed: Mapping[str, object] | None = None
+) -> dict:
+    """What config.json says: the experiment, how far it got and which code wrote it."""
+    document = {
+        "format_version": FORMAT_VERSION,
+        "package_version": version("mechinterp"),
+        "git_commit": git_commit(),
+        "step": step,
+        "experiment": asdict(config),
+    }
+    return document | ({"assumed": dict(assumed)} if assumed else {})
+
+
 def git_commit() -> str | None:
     """The commit of the source tree this package runs from, None if it was installed from a file."""
     root = Path(__file__).parents[2]
@@ -180,7 +191,12 @@ def git_commit() -> str | None:
     return result.stdout.strip() or None
 
 
-def _read_document(file: Path) -> dict:
+def read_document(file: Path) -> tuple[dict, ExperimentConfig]:
+    """A file written from `document_of`, with its experiment.
+
+    Raises:
+        CheckpointError: If the file cannot be read, or a field is missing or wrong.
+    """
     try:
         document = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -194,15 +210,38 @@ def _read_document(file: Path) -> dict:
         raise CheckpointError(
             f"{file}: format_version must be {FORMAT_VERSION}, got {document['format_version']!r}."
         )
-    return document
-
-
-def _read_weights(file: Path, config: ExperimentConfig) -> AttentionWeights:
+    step, assumed = document["step"], document.get("assumed", {})
+    if type(step) is not int or step < 0:
+        raise CheckpointError(f"{file}: step must be an integer >= 0, got {step!r}.")
+    if not isinstance(assumed, dict):
+        raise CheckpointError(f"{file}: assumed must be a JSON object, got {assumed!r}.")
     try:
-        tensors = load_file(file)
+        return document, from_dict(document["experiment"])
+    except ValueError as error:
+        raise CheckpointError(f"{file}: {one_line(error)}") from None
+
+
+def read_tensors(file: Path) -> dict[str, Tensor]:
+    """The tensors of a safetensors file.
+
+    Raises:
+        CheckpointError: If the file cannot be read.
+    """
+    try:
+        return load_file(file)
     except (OSError, SafetensorError) as error:
         reason = "does not exist" if not file.exists() else one_line(error)
         raise CheckpointError(f"{file}: not a readable safetensors file ({reason}).") from None
+
+
+def weights_from(
+    tensors: Mapping[str, Tensor], config: ExperimentConfig, file: Path
+) -> AttentionWeights:
+    """The weights among a file's tensors, which carry HookedTransformer's names.
+
+    Raises:
+        CheckpointError: If they are missing, not finite or not those of such a model.
+    """
     _require_whole(file, tensors, config)
     return AttentionWeights(
         W_Q=tensors[PREFIX + "W_Q"],

@@ -36,6 +36,10 @@ class HookedConfig:
     """Whether `hook_result` fires."""
     use_split_qkv_input: bool = False
     """Whether `hook_q_input`, `hook_k_input` and `hook_v_input` fire."""
+    use_zero_mlp: bool = False
+    """Whether `hook_resid_mid` and `hook_mlp_out` fire, as of an MLP that adds zeros."""
+    use_hook_mlp_in: bool = False
+    """Whether `hook_mlp_in` fires too, given `use_zero_mlp`."""
     device: str = field(init=False, default="cpu")
     """Device of the weights; follows them."""
     dtype: torch.dtype = field(init=False, default=torch.float32)
@@ -43,7 +47,6 @@ class HookedConfig:
     attn_only: bool = field(init=False, default=True)
     normalization_type: None = field(init=False, default=None)
     n_key_value_heads: None = field(init=False, default=None)
-    use_hook_mlp_in: bool = field(init=False, default=False)
 
     def __post_init__(self) -> None:
         for name in ("d_x", "d_y", "n_heads", "n_layers", "d_head", "n_ctx"):
@@ -145,15 +148,22 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """An attention layer that adds to the residual stream."""
+    """An attention layer that adds to the residual stream, and on request hooks of an MLP that adds zeros.
+
+    Tools that walk through attention and MLP alike (attribution patching) then find what they ask for.
+    """
 
     hook_out_is_single_residual_stream = True
 
     def __init__(self, cfg: HookedConfig) -> None:
         super().__init__()
+        self.cfg = cfg
         self.attn = Attention(cfg)
         self.hook_resid_pre = HookPoint()  # [batch, pos, d_model]
         self.hook_attn_out = HookPoint()
+        self.hook_resid_mid = HookPoint()
+        self.hook_mlp_in = HookPoint()
+        self.hook_mlp_out = HookPoint()
         self.hook_resid_post = HookPoint()
 
     def forward(
@@ -161,4 +171,26 @@ class Block(nn.Module):
     ) -> Float[Tensor, "batch pos d_model"]:
         resid_pre = self.hook_resid_pre(resid)
         attn_out = self.hook_attn_out(self.attn(resid_pre))
-        return self.hook_resid_post(resid_pre + attn_out)
+        resid = resid_pre + attn_out
+        if self.cfg.use_zero_mlp:
+            resid = self.hook_resid_mid(resid)
+            # A copy, so that a hook may edit what the MLP reads in place and leave the stream alone.
+            mlp_in = self.hook_mlp_in(resid.clone()) if self.cfg.use_hook_mlp_in else resid
+            resid = resid + self.hook_mlp_out(0.0 * mlp_in)
+        return self.hook_resid_post(resid)
+
+
+class Unembed(nn.Module):
+    """The read-out: y entries of the residual stream. Its tensors are fixed and not in the state_dict."""
+
+    W_U: Float[Tensor, "d_model d_y"]
+    b_U: Float[Tensor, " d_y"]  # noqa: N815
+
+    def __init__(self, cfg: HookedConfig) -> None:
+        super().__init__()
+        W_U = torch.eye(cfg.d_model)[:, cfg.d_x :].clone()
+        self.register_buffer("W_U", W_U, persistent=False)
+        self.register_buffer("b_U", torch.zeros(cfg.d_y), persistent=False)
+
+    def forward(self, resid: Float[Tensor, "*axes d_model"]) -> Float[Tensor, "*axes d_y"]:
+        return resid @ self.W_U + self.b_U

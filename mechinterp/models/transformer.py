@@ -5,7 +5,8 @@ every step; weights, hooks and `run_with_cache` carry the names and shapes of Ho
 are vectors (x, y), and the read-out is the y entries of the residual stream.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from transformer_lens.hook_points import HookPoint
 
 from mechinterp.config import TaskConfig
 from mechinterp.icl.prompts import Prompts
-from mechinterp.models.attention import Attention, Block, HookedConfig
+from mechinterp.models.attention import Attention, Block, HookedConfig, Unembed
 from mechinterp.models.functional import AttentionWeights
 
 
@@ -39,16 +40,13 @@ class ICLTransformer(HookedRootModule):
         >>> from mechinterp.models.constructions import debiased_gradient_step
         >>> task = TaskConfig(context_length=40)
         >>> model = ICLTransformer.from_weights(debiased_gradient_step(0.88, 0.02, d_x=5), task=task)
-        >>> generator = generator_for(0, "eval", 0)
-        >>> prompts = sample_prompts(task, 8, generator=generator, dtype=torch.float64)
+        >>> prompts = sample_prompts(task, 8, generator=generator_for(0, "eval", 0), dtype=torch.float64)
         >>> y_hat, cache = model.run_with_cache(prompts.tokens)
         >>> tuple(cache["pattern", 0].shape)
         (8, 2, 41, 41)
         >>> torch.equal(y_hat[:, -1], model.predict(prompts))
         True
     """
-
-    W_U: Float[Tensor, "d_model d_y"]
 
     def __init__(
         self,
@@ -79,7 +77,8 @@ class ICLTransformer(HookedRootModule):
         self.hook_embed = HookPoint()  # [batch, pos, d_model]
         self.blocks = nn.ModuleList([Block(self.cfg) for _ in range(n_layers)])
         self.ln_final = nn.Identity()
-        self.register_buffer("W_U", torch.eye(d_x + d_y)[:, d_x:].clone(), persistent=False)
+        self.unembed = Unembed(self.cfg)
+        self._numbered: Tensor | None = None
         self._follow_weights()
         self.setup()
 
@@ -91,10 +90,9 @@ class ICLTransformer(HookedRootModule):
             ValueError: If weights and task differ in d_x or d_y.
         """
         for name in ("d_x", "d_y"):
-            if getattr(weights, name) != getattr(task, name):
-                raise ValueError(
-                    f"weights and task must have one {name}, got {getattr(weights, name)} and {getattr(task, name)}."
-                )
+            one, other = getattr(weights, name), getattr(task, name)
+            if one != other:
+                raise ValueError(f"weights and task must have one {name}, got {one} and {other}.")
         model = cls(
             d_x=task.d_x,
             d_y=task.d_y,
@@ -121,12 +119,10 @@ class ICLTransformer(HookedRootModule):
         """
         if self.cfg.n_layers != 1:
             raise ValueError(f"weights as one layer need n_layers = 1, got {self.cfg.n_layers}.")
-        attn = self._layers[0]
+        state = self._layers[0].state_dict()
+        state["W_O"] = state["W_O"][..., self.cfg.d_x :]
         return AttentionWeights(
-            W_Q=attn.W_Q.detach().clone(),
-            W_K=attn.W_K.detach().clone(),
-            W_V=attn.W_V.detach().clone(),
-            W_O=attn.W_O[..., self.cfg.d_x :].detach().clone(),
+            **{name: tensor.detach().clone() for name, tensor in state.items()},
             scale=self.cfg.scale,
             score=self.cfg.score,
             score_slope=self.cfg.score_slope,
@@ -143,13 +139,16 @@ class ICLTransformer(HookedRootModule):
         """The read-out at every position, in units of y; it predicts y_query at the last one.
 
         Args:
-            input: Tokens, or the residual stream before `start_at_layer`; [batch, pos, d_model].
+            input: Tokens, or the residual stream before `start_at_layer`; [batch, pos, d_model]. Within
+                `numbered`, the tokens' numbers; [batch, pos].
             return_type: "logits", or None to return nothing.
             start_at_layer: First layer to run; `hook_embed` fires only when it is None.
             stop_at_layer: Return the residual stream before this layer instead, [batch, pos, d_model].
         Raises:
             ValueError: If the input has another shape or dtype than the model's, or the return type is unknown.
         """
+        if self._numbered is not None and not input.is_floating_point():
+            input = self._numbered[input]
         if input.ndim != 3 or input.shape[-1] != self.cfg.d_model or input.dtype != self.cfg.dtype:
             raise ValueError(
                 f"input must be {self.cfg.dtype} of shape [batch, pos, {self.cfg.d_model}], "
@@ -157,6 +156,9 @@ class ICLTransformer(HookedRootModule):
             )
         if return_type not in ("logits", None):
             raise ValueError(f"return_type must be 'logits' or None, got {return_type!r}.")
+        if self.hook_embed.bwd_hooks and torch.is_grad_enabled() and not input.requires_grad:
+            # Whoever asks for the gradient at hook_embed gets one, though prompts carry none.
+            input = input.detach().requires_grad_()
         # A hook may write in place: into this copy, not into the caller's prompts.
         resid = input.clone()
         if start_at_layer is None:
@@ -167,13 +169,25 @@ class ICLTransformer(HookedRootModule):
             return resid
         return None if return_type is None else self.unembed(self.ln_final(resid))
 
-    def unembed(self, resid: Float[Tensor, "*axes d_model"]) -> Float[Tensor, "*axes d_y"]:
-        """The y entries of a residual stream."""
-        return resid @ self.W_U
-
     def predict(self, prompts: Prompts) -> Float[Tensor, "batch d_y"]:
         """Prediction of y_query, in units of y."""
         return self(prompts.tokens)[:, -1]
+
+    @contextmanager
+    def numbered(
+        self, *prompts: Float[Tensor, "_batch _pos d_model"]
+    ) -> Iterator[tuple[Int[Tensor, "_batch _pos"], ...]]:
+        """Stand-ins for prompts of vectors, for tools that read the number of positions off the last axis.
+
+        Within the block the model takes these whole numbers, one for each token, in place of the tokens.
+        """
+        sizes = [prompt.shape[0] * prompt.shape[1] for prompt in prompts]
+        ids = torch.arange(sum(sizes), device=prompts[0].device).split(sizes)
+        before, self._numbered = self._numbered, torch.cat([p.flatten(0, 1) for p in prompts])
+        try:
+            yield tuple(n.view(p.shape[:2]) for n, p in zip(ids, prompts, strict=True))
+        finally:
+            self._numbered = before
 
     def run_with_cache(
         self,
@@ -191,8 +205,7 @@ class ICLTransformer(HookedRootModule):
         return output, cache
 
     def _apply(self, fn: Callable, recurse: bool = True) -> "ICLTransformer":
-        super()._apply(fn, recurse)
-        self._follow_weights()
+        super()._apply(fn, recurse)._follow_weights()
         return self
 
     def _follow_weights(self) -> None:
@@ -202,8 +215,6 @@ class ICLTransformer(HookedRootModule):
     @property
     def _layers(self) -> list[Attention]:
         return [block.attn for block in self.blocks]  # type: ignore[misc]
-
-    # What users and tools of TransformerLens ask a model for.
 
     @property
     def W_Q(self) -> Float[Tensor, "layer head d_model d_head"]:
@@ -232,13 +243,29 @@ class ICLTransformer(HookedRootModule):
         return FactoredMatrix(self.W_V, self.W_O)
 
     @property
+    def W_U(self) -> Float[Tensor, "d_model d_y"]:
+        return self.unembed.W_U
+
+    @property
     def b_U(self) -> Float[Tensor, " d_y"]:
-        return torch.zeros_like(self.W_U[0])
+        return self.unembed.b_U
+
+    def tl_parameters(self) -> dict[str, Tensor]:
+        """Weights and read-out by their names in HookedTransformer."""
+        return dict(self.named_parameters()) | {"unembed.W_U": self.W_U, "unembed.b_U": self.b_U}
 
     @property
     def all_head_labels(self) -> list[str]:
         cfg = self.cfg
         return [f"L{layer}H{head}" for layer in range(cfg.n_layers) for head in range(cfg.n_heads)]
+
+    def to_tokens(self, prompts: Tensor) -> Int[Tensor, "batch pos"]:
+        """The numbers themselves, for tools that ask; a ValueError for prompts of vectors."""
+        if prompts.is_floating_point():
+            raise ValueError(
+                "tokens must be whole numbers; `with model.numbered(tokens)` gives them."
+            )
+        return prompts
 
     def tokens_to_residual_directions(
         self, tokens: int | Int[Tensor, "*axes"]
@@ -263,3 +290,11 @@ class ICLTransformer(HookedRootModule):
     def set_use_split_qkv_input(self, use_split_qkv_input: bool) -> None:
         """Turn `hook_q_input`, `hook_k_input` and `hook_v_input` on or off."""
         self.cfg.use_split_qkv_input = use_split_qkv_input
+
+    def set_use_zero_mlp(self, use_zero_mlp: bool) -> None:
+        """Turn `hook_resid_mid` and `hook_mlp_out`, hooks of an MLP that adds zeros, on or off."""
+        self.cfg.use_zero_mlp = use_zero_mlp
+
+    def set_use_hook_mlp_in(self, use_hook_mlp_in: bool) -> None:
+        """Turn `hook_mlp_in` on or off; it fires only with `set_use_zero_mlp(True)`."""
+        self.cfg.use_hook_mlp_in = use_hook_mlp_in

@@ -3,12 +3,14 @@
 import json
 import math
 from dataclasses import asdict
+from pathlib import Path
 
 import pandas as pd
 
 from mechinterp.analysis.fits import LearnerFits
 from mechinterp.analysis.heads import HeadAblation, SubsetAblation
 from mechinterp.analysis.patterns import Classification
+from mechinterp.checkpoints.exchange import positions_for
 from mechinterp.checkpoints.native import Checkpoint
 from mechinterp.training.sweep import TrainingSummary
 
@@ -21,7 +23,9 @@ def dumps(document: object) -> str:
 
 
 def info_document(checkpoint: Checkpoint) -> dict:
-    """What `info` says of a checkpoint."""
+    """What `info` says of a checkpoint; the one document that needs the hooked model, for its hooks."""
+    from mechinterp.models.hook_map import hook_map
+
     history = checkpoint.history
     return {
         **_header(checkpoint),
@@ -42,6 +46,7 @@ def info_document(checkpoint: Checkpoint) -> dict:
                 checkpoint.config.d_model,
             ]
         },
+        "hooks": _records(hook_map(checkpoint.model)),
     }
 
 
@@ -117,6 +122,19 @@ def fits_document(checkpoint: Checkpoint, fits: LearnerFits) -> dict:
     }
 
 
+def conversion_document(checkpoint: Checkpoint, target: str, files: list[Path]) -> dict:
+    """What `convert` says; `n_ctx` is null and `left_out` empty for a native folder."""
+    native = target == "native"
+    there = {"history": checkpoint.history is not None, "snapshots": bool(checkpoint.snapshots)}
+    return {
+        **_header(checkpoint),
+        "to": target,
+        "n_ctx": None if native else positions_for(checkpoint.config.task),
+        "left_out": [] if native else [name for name, found in there.items() if found],
+        "files": [str(file) for file in files],
+    }
+
+
 def training_document(summary: TrainingSummary, checkpoint: str) -> dict:
     """What `train` and `sweep` say; steps_per_second leaves out start-up."""
     rate = summary.steps / summary.seconds if summary.seconds else 0.0
@@ -135,8 +153,8 @@ def _header(checkpoint: Checkpoint) -> dict:
     return {
         "schema_version": SCHEMA_VERSION,
         "path": str(checkpoint.path),
-        "format": "native",
-        "assumed": {},
+        "format": checkpoint.format,
+        "assumed": dict(checkpoint.assumed),
         "n_layers": config.model.n_layers,
         "n_heads": config.model.n_heads,
         "d_x": config.task.d_x,

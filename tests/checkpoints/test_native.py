@@ -171,6 +171,7 @@ BAD = {
     "no experiment": (edit_config(experiment=None), "config.json", "field 'experiment' is missing"),
     "no version": (edit_config(format_version=None), "config.json", "'format_version' is missing"),
     "newer": (edit_config(format_version=2), "config.json", "format_version must be 1, got 2"),
+    "assumed": (edit_config(assumed=[1]), "config.json", "assumed must be a JSON object, got [1]"),
     "half a step": (edit_config(step=2.5), "config.json", "step must be an integer >= 0, got 2.5"),
     "step -1": (edit_config(step=-1), "config.json", "step must be an integer >= 0, got -1"),
     "text": (edit_config(experiment="x"), "config.json", "A config must be a JSON object, got 'x'"),

@@ -144,6 +144,8 @@ def test_gradients_are_finite_everywhere(score: str):
     model = random_model(score=score)
     model.set_use_attn_result(True)
     model.set_use_split_qkv_input(True)
+    model.set_use_zero_mlp(True)
+    model.set_use_hook_mlp_in(True)
     gradients = {}
 
     def keep(gradient: Tensor, hook) -> None:
@@ -165,7 +167,7 @@ def test_gradients_are_finite_everywhere(score: str):
     gradients["tokens"] = tokens.grad
     for name, gradient in gradients.items():
         assert torch.isfinite(gradient).all(), name
-        assert gradient.abs().max() > 0, name
+        assert (gradient.abs().max() > 0) == (not name.endswith("mlp_in")), name
     at_scores = gradients["blocks.0.attn.hook_attn_scores"]
     assert torch.equal(at_scores[:, :, [0, 3]], torch.zeros(6, 3, 2, 6).double())
 
@@ -282,10 +284,13 @@ def test_cache_has_the_names_and_shapes_of_hooked_transformer():
     model = random_model(n_layers=2)
     model.set_use_attn_result(True)
     model.set_use_split_qkv_input(True)
+    model.set_use_zero_mlp(True)
+    model.set_use_hook_mlp_in(True)
     _, cache = model.run_with_cache(random_prompts(8).tokens)
     stream, of_head, pattern, per_head = (6, 9, 5), (6, 9, 3, 4), (6, 3, 9, 9), (6, 9, 3, 5)
     shapes = {
         **dict.fromkeys(("hook_resid_pre", "hook_attn_out", "hook_resid_post"), stream),
+        **dict.fromkeys(("hook_resid_mid", "hook_mlp_in", "hook_mlp_out"), stream),
         **dict.fromkeys(("attn.hook_q", "attn.hook_k", "attn.hook_v", "attn.hook_z"), of_head),
         **dict.fromkeys(("attn.hook_attn_scores", "attn.hook_pattern"), pattern),
         **dict.fromkeys((f"attn.hook_{name}_input" for name in "qkv"), per_head),
@@ -303,6 +308,7 @@ def test_cache_has_the_names_and_shapes_of_hooked_transformer():
 def test_optional_hooks_are_silent_by_default():
     _, cache = random_model().run_with_cache(random_prompts(8).tokens)
     silent = {"hook_result", "hook_q_input", "hook_k_input", "hook_v_input"}
+    silent |= {"hook_resid_mid", "hook_mlp_in", "hook_mlp_out"}
     assert not [name for name in cache if name.split(".")[-1] in silent]
 
 

@@ -1,0 +1,154 @@
+"""Which position of which layer carries what tells two sets of prompts apart: activation patching.
+
+TransformerLens takes the number of positions from the last axis of its input, which for prompts of
+vectors is d_model; here the positions are counted as they are.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pandas as pd
+import plotly.graph_objects as go
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from mechinterp import figures
+from mechinterp.analysis.estimates import mean_and_sem
+from mechinterp.icl.prompts import Prompts
+
+if TYPE_CHECKING:
+    from mechinterp.models.transformer import ICLTransformer
+
+STREAMS = ("resid_pre", "attn_out", "resid_post")
+HEAD_PARTS = ("q", "k", "v", "z", "pattern")
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class PositionPatching:
+    """What a metric gains when one position's activation is taken from other prompts."""
+
+    activation: str
+    """What is patched: the residual stream or a sum written to it, or a part of each head."""
+    effect: Float[np.ndarray, "layer pos *head"]
+    """Mean over prompts of the patched minus the unpatched metric; no head axis for a stream."""
+    effect_sem: Float[np.ndarray, "layer pos *head"]
+    """Standard error of `effect` over prompts."""
+    total: float
+    """Metric of the clean minus that of the corrupted prompts: what a complete patch reaches."""
+    total_sem: float
+
+    def __repr__(self) -> str:
+        layer, pos, *head = np.unravel_index(int(np.abs(self.effect).argmax()), self.effect.shape)
+        place = f"L{layer}" + "".join(f"H{h}" for h in head)
+        largest = self.effect[layer, pos, *head]
+        return f"PositionPatching({self.activation}: {place} position {pos} {largest:+.3g} of {self.total:+.3g})"
+
+    def to_frame(self) -> pd.DataFrame:
+        """One row per layer, position and, for parts of heads, head."""
+        axes = ("layer", "pos", "head")[: self.effect.ndim]
+        places = dict(zip(axes, (i.ravel() for i in np.indices(self.effect.shape)), strict=True))
+        values = {"effect": self.effect.ravel(), "effect_sem": self.effect_sem.ravel()}
+        return pd.DataFrame({"activation": self.activation, **places, **values})
+
+    def plot(self) -> go.Figure:
+        """Effect over positions, a curve per layer or head."""
+        per_layer = [f"L{layer}" for layer in range(len(self.effect))]
+        heads = range(self.effect.shape[2]) if self.effect.ndim == 3 else ()
+        names = [f"{layer}H{head}" for layer in per_layer for head in heads] or per_layer
+        curves = np.moveaxis(self.effect, 1, -1).reshape(len(names), -1)
+        errors = np.moveaxis(self.effect_sem, 1, -1).reshape(len(names), -1)
+        return figures.lines(
+            np.arange(self.effect.shape[1]),
+            dict(zip(names, curves, strict=True)),
+            errors=dict(zip(names, errors, strict=True)),
+            title=f"Change of the metric when {self.activation} at one position is patched",
+            x_title="position (the last is the query)",
+            y_title="change of the metric",
+            zero_line=True,
+        )
+
+
+def first_prediction(logits: Float[Tensor, "batch pos d_y"]) -> Float[Tensor, " batch"]:
+    """Prediction of the query's first response, in units of y."""
+    return logits[:, -1, 0]
+
+
+def patch_positions(
+    model: "ICLTransformer",
+    clean: Prompts,
+    corrupted: Prompts,
+    *,
+    activation: str = "resid_pre",
+    metric: Callable[[Tensor], Tensor] = first_prediction,
+) -> PositionPatching:
+    """Change of a metric on corrupted prompts when one position's activation is that of the clean ones.
+
+    Args:
+        activation: "resid_pre", "attn_out" or "resid_post"; or a head's "q", "k", "v", "z" or "pattern",
+            of which one row, that of the query at this position, is patched.
+        metric: From the model's output [batch, pos, d_y] to one number per prompt, [batch].
+    Raises:
+        ValueError: If the activation is unknown, the prompts differ in shape, or the model is in training mode.
+    Example:
+        >>> from mechinterp import load
+        >>> from mechinterp.icl.prompts import generator_for, sample_prompts
+        >>> checkpoint = load("checkpoints/softmax-h2-s0")
+        >>> clean, corrupted = (
+        ...     sample_prompts(checkpoint.config.task, 4, generator=generator_for(0, "eval", step), context_length=6)
+        ...     for step in (0, 1)
+        ... )
+        >>> patch_positions(checkpoint.model, clean, corrupted, activation="v").effect.shape
+        (1, 7, 2)
+    """
+    from transformer_lens import ActivationCache, patching
+
+    if activation not in STREAMS + HEAD_PARTS:
+        known = ", ".join(STREAMS + HEAD_PARTS)
+        raise ValueError(f"activation must be one of {known}, got {activation!r}.")
+    shapes = [list(prompts.tokens.shape) for prompts in (clean, corrupted)]
+    if shapes[0] != shapes[1]:
+        raise ValueError(
+            f"clean and corrupted tokens must have one shape, got {shapes[0]} and {shapes[1]}."
+        )
+    setter = patching.layer_pos_patch_setter
+    axes = {"layer": model.cfg.n_layers, "pos": shapes[0][1], "head": model.cfg.n_heads}
+    if activation == "pattern":
+        setter = patching.layer_head_pos_pattern_patch_setter
+        axes = {name: axes[name] for name in ("layer", "head", "pos")}
+    elif activation in HEAD_PARTS:
+        setter = patching.layer_pos_head_vector_patch_setter
+    else:
+        del axes["head"]
+    # The indices are given: TransformerLens would count d_model positions.
+    indices = patching.make_df_from_ranges(list(axes.values()), list(axes))
+    with torch.no_grad():
+        logits, cache = model.run_with_cache(clean.tokens)
+        assert logits is not None
+        assert isinstance(cache, ActivationCache)
+        # Typed for TransformerLens' own config, of which only fields that ours has are read.
+        result = patching.generic_activation_patch(  # type: ignore[call-overload]
+            model,
+            corrupted.tokens,
+            cache,
+            metric,
+            setter,
+            activation,
+            index_df=indices,
+            reduce="none",
+            baseline=True,
+        )
+        gained = metric(logits) - metric(model(corrupted.tokens))
+    return _summary(activation, result.effect(), gained, axes)
+
+
+def _summary(
+    activation: str, effects: Tensor, gained: Tensor, axes: dict[str, int]
+) -> PositionPatching:
+    by_prompt = effects.T.double().numpy(force=True).reshape(-1, *axes.values())
+    order: Sequence[int] = [1 + list(axes).index(a) for a in ("layer", "pos", "head") if a in axes]
+    effect, effect_sem = mean_and_sem(by_prompt.transpose(0, *order))
+    total, total_sem = mean_and_sem(gained.double().numpy(force=True))
+    return PositionPatching(activation, effect, effect_sem, float(total), float(total_sem))

@@ -1,0 +1,77 @@
+"""Does a hooked model meet what TransformerLens' tools ask of it? Each of their wishes, checked."""
+
+import io
+import warnings
+from contextlib import redirect_stderr
+from dataclasses import dataclass
+
+import pandas as pd
+import torch
+
+from mechinterp.models import conformance_model, conformance_tools
+from mechinterp.models.conformance_model import Check, Module
+
+CHECKS: dict[str, Check] = conformance_model.CHECKS | conformance_tools.CHECKS
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Compatibility:
+    """Which checks a hooked model passes."""
+
+    names: tuple[str, ...]
+    """What is checked, in order."""
+    reasons: tuple[str, ...]
+    """Why a check failed; empty where it passed."""
+
+    def __repr__(self) -> str:
+        failed = [
+            f"\n  {name}: {reason}"
+            for name, reason in zip(self.names, self.reasons, strict=True)
+            if reason
+        ]
+        passed = len(self.names) - len(failed)
+        return f"Compatibility({passed} of {len(self.names)} checks pass){''.join(failed)}"
+
+    @property
+    def failures(self) -> dict[str, str]:
+        """The reasons by the names of the checks that failed."""
+        return {
+            name: reason for name, reason in zip(self.names, self.reasons, strict=True) if reason
+        }
+
+    def to_frame(self) -> pd.DataFrame:
+        """One row per check."""
+        passed = [not reason for reason in self.reasons]
+        return pd.DataFrame({"name": self.names, "passed": passed, "reason": self.reasons})
+
+
+def check_compatible(model: Module) -> Compatibility:
+    """What works with TransformerLens' tools on a hooked model that takes vectors, and what not, and why.
+
+    Args:
+        model: Any module; it is left as it was, its weights and switches included. The inputs are
+            [batch, pos, d_model], drawn at random.
+    Example:
+        >>> from mechinterp import load
+        >>> check_compatible(load("checkpoints/softmax-h2-s0").model)
+        Compatibility(40 of 40 checks pass)
+    """
+    reasons = tuple(_reason(check, model) for check in CHECKS.values())
+    return Compatibility(tuple(CHECKS), reasons)
+
+
+def _reason(check: Check, model: Module) -> str:
+    """Why the check fails, in one line; empty if it passes."""
+    try:
+        with warnings.catch_warnings(), torch.enable_grad(), redirect_stderr(io.StringIO()):
+            # What a model warns of is left to the check; the sweeps of TransformerLens draw bars.
+            warnings.simplefilter("ignore")
+            check(model)
+    except Exception as error:  # whatever a module of any class may raise
+        text = " ".join(str(error).split())
+        return (
+            text
+            if isinstance(error, AssertionError) and text
+            else f"{type(error).__name__}: {text}"
+        )
+    return ""

@@ -1,0 +1,279 @@
+"""Checks of a hooked model by itself: masks, hooks, caches, ablations and decompositions that add up.
+
+Each check takes any module, returns nothing where it passes, and raises with a reason where not. All
+draw the same prompts: vectors of the model's width, clean and corrupted.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from transformer_lens import ActivationCache
+
+# A module of any class: that it lacks something is for the checks to find out.
+Module = Any
+Check = Callable[[Module], None]
+
+BATCH = 3
+TOLERANCE = 1e-4
+SETTINGS = (
+    *("n_layers", "n_heads", "d_model", "d_vocab", "n_ctx", "device", "dtype", "attn_only"),
+    *("normalization_type", "n_key_value_heads"),
+    *("use_attn_result", "use_split_qkv_input", "use_hook_mlp_in"),
+)
+
+
+def sample_inputs(
+    model: Module,
+) -> tuple[Float[Tensor, "batch pos d"], Float[Tensor, "batch pos d"]]:
+    """Two sets of random inputs with more positions than entries, so that no axis passes for another."""
+    cfg = model.cfg
+    generator = torch.Generator().manual_seed(0)
+    shape = (2, BATCH, cfg.d_model + 2, cfg.d_model)
+    clean, corrupted = torch.randn(*shape, generator=generator).to(cfg.device, cfg.dtype)
+    return clean, corrupted
+
+
+def require(holds: bool, reason: str) -> None:
+    """Raises AssertionError with the reason unless the condition holds."""
+    if not holds:
+        raise AssertionError(reason)
+
+
+def require_close(values: Tensor, expected: Tensor, what: str) -> None:
+    """Raises AssertionError unless the two are equal up to rounding."""
+    shapes = f"{what}: shape {list(values.shape)} instead of {list(expected.shape)}"
+    require(values.shape == expected.shape, shapes)
+    off = (values.double() - expected.double()).abs().max().item()
+    # Not `off > ...`, which NaN would pass.
+    close = off <= TOLERANCE * max(1.0, expected.abs().max().item())
+    require(close, f"{what}: off by {off:.2g}")
+
+
+def replace_at(index: tuple, value: Tensor | float) -> Callable[[Tensor, object], Tensor]:
+    """A hook that puts the value (or its entries at the same index) at this index of a copy."""
+
+    def hook(values: Tensor, hook: object) -> Tensor:
+        values = values.clone()
+        values[index] = value[index] if isinstance(value, Tensor) else value
+        return values
+
+    return hook
+
+
+@contextmanager
+def switched_on(model: Module, *switches: str) -> Iterator[None]:
+    """Turns `cfg.use_...` settings on by the model's setters, and back to what they were."""
+    before = {switch: getattr(model.cfg, switch) for switch in switches}
+    try:
+        for switch in switches:
+            getattr(model, f"set_{switch}")(True)
+        yield
+    finally:
+        for switch, value in before.items():
+            if getattr(model.cfg, switch) != value:
+                getattr(model, f"set_{switch}")(value)
+
+
+def has_settings(model: Module) -> None:
+    missing = [name for name in SETTINGS if not hasattr(model.cfg, name)]
+    require(not missing, f"cfg lacks {', '.join(missing)}")
+
+
+def is_in_evaluation_mode(model: Module) -> None:
+    modes = [module.training for module in model.modules()]
+    require(not any(modes), "a submodule is in training mode: call model.eval()")
+
+
+def leaves_input_alone(model: Module) -> None:
+    inputs, _ = sample_inputs(model)
+    before, seen = inputs.clone(), []
+
+    def is_entry(name: str) -> bool:
+        return name.endswith(("hook_embed", "hook_resid_pre"))
+
+    def overwrite(values: Tensor, hook: object) -> None:
+        seen.append(hook)
+        values[:] = 7
+
+    with torch.no_grad():
+        model.run_with_hooks(inputs, fwd_hooks=[(is_entry, overwrite)])
+    require(bool(seen), "no hook fired")
+    require(torch.equal(inputs, before), "a hook that writes in place overwrote the caller's input")
+
+
+def caches_activations(model: Module) -> None:
+    inputs, _ = sample_inputs(model)
+    cfg, n_pos = model.cfg, inputs.shape[1]
+    logits, cache = model.run_with_cache(inputs)
+    require(isinstance(cache, ActivationCache), f"run_with_cache gives a {type(cache).__name__}")
+    require(torch.equal(logits, model(inputs)), "the output with a cache differs from that without")
+    head_rows = (BATCH, n_pos, cfg.n_heads)
+    for name in "qkvz":
+        shape = list(cache[name, 0].shape[:-1])
+        require(shape == list(head_rows), f"hook_{name}[..., 0] has shape {shape}")
+    square = [BATCH, cfg.n_heads, n_pos, n_pos]
+    require(
+        list(cache["pattern", 0].shape) == square, "hook_pattern is not [batch, head, query, key]"
+    )
+    names = {f"blocks.{layer}.attn.hook_z" for layer in range(cfg.n_layers)}
+    _, one = model.run_with_cache(inputs[:1], names_filter=list(names), remove_batch_dim=True)
+    require(names <= set(one.keys()), "names_filter keeps back what it names")
+    require("blocks.0.attn.hook_pattern" not in one, "names_filter lets other names through")
+    require(one["z", 0].ndim == 3, "remove_batch_dim left the batch axis")
+
+
+def runs_hooks(model: Module) -> None:
+    inputs, _ = sample_inputs(model)
+    before = model(inputs)
+    hook = ("blocks.0.hook_attn_out", replace_at((slice(None),), 1.0))
+    changed = model.run_with_hooks(inputs, fwd_hooks=[hook])
+    require(not torch.equal(changed, before), "a hook on hook_attn_out changes nothing")
+    require(torch.equal(model(inputs), before), "a hook is still there after run_with_hooks")
+    with model.hooks(fwd_hooks=[hook]):
+        require(torch.equal(model(inputs), changed), "model.hooks differs from run_with_hooks")
+    require(torch.equal(model(inputs), before), "a hook is still there after model.hooks")
+
+
+def drops_hooks_after_an_exception(model: Module) -> None:
+    inputs, _ = sample_inputs(model)
+
+    def stop(values: Tensor, hook: object) -> None:
+        raise InterruptedError
+
+    name = "blocks.0.hook_resid_pre"
+    left = len(model.hook_dict[name].fwd_hooks)
+    try:
+        model.run_with_hooks(inputs, fwd_hooks=[(name, stop)])
+    except InterruptedError:
+        left = len(model.hook_dict[name].fwd_hooks) - left
+        if left:
+            model.hook_dict[name].remove_hooks()
+        require(left == 0, "a hook is still there after an exception")
+        return
+    raise AssertionError("hook_resid_pre does not fire")
+
+
+def masks_strictly(model: Module) -> None:
+    inputs, _ = sample_inputs(model)
+    logits, cache = model.run_with_cache(inputs)
+    for layer in range(model.cfg.n_layers):
+        pattern = cache["pattern", layer]
+        require(not pattern.triu(1).any().item(), f"layer {layer} attends to later positions")
+        diagonal = pattern.diagonal(dim1=-2, dim2=-1)
+        require(not diagonal.any().item(), f"positions of layer {layer} attend to themselves")
+        require(pattern[..., -1, :-1].any().item(), f"the query of layer {layer} reads nothing")
+    later = inputs.clone()
+    later[:, -1] += 1
+    require_close(model(later)[:, :-1], logits[:, :-1], "outputs before a token that was changed")
+
+
+def acts_on_scores(model: Module) -> None:
+    """An edit of the scores reaches the pattern, and a row without keys gives no NaN."""
+    inputs, _ = sample_inputs(model)
+    caches = {}
+    for rows in (slice(1, None), slice(None)):
+        mask = replace_at((..., rows, slice(0, 2 if rows.start is None else 1)), -torch.inf)
+        with model.hooks(fwd_hooks=[("blocks.0.attn.hook_attn_scores", mask)]):
+            _, caches[rows.start] = model.run_with_cache(inputs)
+    first_key = caches[1]["pattern", 0][..., 0]
+    require(not first_key[..., 1:].any().item(), "an edit of hook_attn_scores has no effect")
+    finite = all(
+        torch.isfinite(caches[None]["z", layer]).all() for layer in range(model.cfg.n_layers)
+    )
+    require(finite, "a row whose keys are all masked gives NaN")
+
+
+def has_finite_gradients(model: Module) -> None:
+    inputs, _ = sample_inputs(model)
+    names = [f"blocks.0.attn.hook_{name}" for name in ("attn_scores", "pattern")]
+    parameters = dict(model.named_parameters())
+    found: dict[str, Tensor] = {}
+
+    def keep(gradient: Tensor, hook: Module) -> None:
+        found[hook.name] = gradient.detach().clone()
+
+    inputs.requires_grad_()
+    with model.hooks(bwd_hooks=[(name, keep) for name in names]):
+        loss = model(inputs).square().sum()
+        # Not loss.backward(), which would add to the parameters' own gradients.
+        gradients = torch.autograd.grad(loss, [inputs, *parameters.values()], allow_unused=True)
+    found |= {n: g for n, g in zip(["input", *parameters], gradients, strict=True) if g is not None}
+    missing = [name for name in (*names, "input") if name not in found]
+    require(not missing, f"no gradient at {', '.join(missing)}")
+    broken = [name for name, gradient in found.items() if not torch.isfinite(gradient).all()]
+    require(not broken, f"the gradient is not finite at {', '.join(broken)}")
+
+
+def ablates_heads(model: Module) -> None:
+    """Masking hook_z, masking hook_result and zeroing W_O are one ablation, for every head."""
+    inputs, _ = sample_inputs(model)
+    full, moved = model(inputs), 0.0
+    for layer in range(model.cfg.n_layers):
+        W_O = model.blocks[layer].attn.W_O
+        for head in range(model.cfg.n_heads):
+            hook = replace_at((slice(None), slice(None), head), 0.0)
+            at_z = model.run_with_hooks(inputs, fwd_hooks=[(f"blocks.{layer}.attn.hook_z", hook)])
+            with switched_on(model, "use_attn_result"):
+                hooks = [(f"blocks.{layer}.attn.hook_result", hook)]
+                at_result = model.run_with_hooks(inputs, fwd_hooks=hooks)
+            with torch.no_grad():
+                kept = W_O[head].clone()
+                W_O[head] = 0
+                zeroed = model(inputs)
+                W_O[head] = kept
+            require_close(at_result, at_z, f"L{layer}H{head} masked at hook_result and at hook_z")
+            require_close(zeroed, at_z, f"L{layer}H{head} with W_O zero and masked at hook_z")
+            moved = max(moved, (at_z - full).abs().max().item())
+    require(moved > 0, "masking changes nothing: no head writes to the prediction")
+
+
+def decomposes_the_residual_stream(model: Module) -> None:
+    inputs, _ = sample_inputs(model)
+    logits, cache = model.run_with_cache(inputs)
+    require_close(cache.decompose_resid().sum(0) @ model.W_U + model.b_U, logits, "decompose_resid")
+    stream = cache.accumulated_resid()
+    require_close(stream[-1] @ model.W_U + model.b_U, logits, "accumulated_resid")
+    everything = cache.get_full_resid_decomposition(expand_neurons=False)
+    require_close(everything.sum(0) @ model.W_U + model.b_U, logits, "get_full_resid_decomposition")
+    projected = cache.get_full_resid_decomposition(
+        expand_neurons=False, project_output_onto=model.W_U
+    )
+    require_close(projected.sum(0) + model.b_U, logits, "project_output_onto")
+
+
+def decomposes_into_heads(model: Module) -> None:
+    inputs, _ = sample_inputs(model)
+    logits, cache = model.run_with_cache(inputs)
+    heads, labels = cache.stack_head_results(incl_remainder=True, return_labels=True)
+    n_heads = model.cfg.n_layers * model.cfg.n_heads
+    require(len(labels) == n_heads + 1, f"{len(labels)} parts for {n_heads} heads and a remainder")
+    require_close(heads.sum(0) @ model.W_U + model.b_U, logits, "heads and remainder")
+    attributions = cache.logit_attrs(heads, tokens=0).sum(0)
+    require_close(attributions + model.b_U[0], logits[..., 0], "logit_attrs")
+
+
+def reads_layers_by_logit_lens(model: Module) -> None:
+    inputs, _ = sample_inputs(model)
+    logits, cache = model.run_with_cache(inputs)
+    require_close(cache.logit_lens(positions=None).values[-1], logits, "the last entry of the lens")
+
+
+CHECKS: dict[str, Check] = {
+    "settings in cfg": has_settings,
+    "evaluation mode": is_in_evaluation_mode,
+    "caller's input untouched": leaves_input_alone,
+    "caches": caches_activations,
+    "hooks": runs_hooks,
+    "no hook left after an exception": drops_hooks_after_an_exception,
+    "strict mask": masks_strictly,
+    "edits of the scores": acts_on_scores,
+    "finite gradients": has_finite_gradients,
+    "ablation of heads": ablates_heads,
+    "decomposition of the residual stream": decomposes_the_residual_stream,
+    "decomposition into heads, logit_attrs": decomposes_into_heads,
+    "logit lens": reads_layers_by_logit_lens,
+}

@@ -1,0 +1,38 @@
+"""The hook points of a hooked model with their shapes, and the switch that makes each of them fire."""
+
+import copy
+
+import pandas as pd
+import torch
+
+from mechinterp.models.transformer import ICLTransformer
+
+# In this order: hook_mlp_in needs the last two.
+SWITCHES = ("use_attn_result", "use_split_qkv_input", "use_zero_mlp", "use_hook_mlp_in")
+
+
+def hook_map(model: ICLTransformer) -> pd.DataFrame:
+    """One row per hook point: its name, its shape, and the setter that turns it on ("" if it always fires).
+
+    Example:
+        >>> frame = hook_map(ICLTransformer(d_x=5, d_y=1, n_heads=2))
+        >>> frame.loc[frame["name"] == "blocks.0.attn.hook_pattern", "shape"].item()
+        ['batch', 2, 'pos', 'pos']
+    """
+    # Sizes that no model has, on a device without memory, tell batch and pos from the other axes.
+    names = {10_007: "batch", 10_009: "pos"}
+    twin = copy.deepcopy(model).to("meta")
+    twin.reset_hooks(including_permanent=True)
+    inputs = torch.empty(*names, twin.cfg.d_model, dtype=twin.cfg.dtype, device="meta")
+    for switch in SWITCHES:
+        getattr(twin, f"set_{switch}")(False)
+    rows: dict[str, dict] = {}
+    for switch in ("", *SWITCHES):
+        setter = switch and f"set_{switch}"
+        if setter:
+            getattr(twin, setter)(True)
+        _, cache = twin.run_with_cache(inputs)
+        for name, values in cache.items():
+            shape = [names.get(size, size) for size in values.shape]
+            rows.setdefault(name, {"name": name, "shape": shape, "switch": setter})
+    return pd.DataFrame([rows[name] for name in twin.hook_dict])

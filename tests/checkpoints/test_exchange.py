@@ -1,0 +1,313 @@
+"""Weights go to HookedTransformer's names and back unchanged; what our model cannot be is refused."""
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from mechinterp.checkpoints.errors import CheckpointError
+from mechinterp.checkpoints.exchange import hooked_state, positions_for
+from mechinterp.checkpoints.loading import convert, load
+from mechinterp.checkpoints.native import save
+from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig
+from mechinterp.icl.prompts import generator_for, sample_prompts
+from mechinterp.models.functional import NAMES, AttentionWeights, predict
+from mechinterp.training.step import initial_weights
+
+CONFIG = ExperimentConfig(
+    task=TaskConfig(d_x=3, d_y=2, context_length=8, noise_var=0.3),
+    model=ModelConfig(n_heads=2, d_head=4),
+    seed=2,
+)
+ATTN = "blocks.0.attn."
+
+
+def assert_same(actual: AttentionWeights, expected: AttentionWeights):
+    for name in NAMES:
+        assert torch.equal(getattr(actual, name), getattr(expected, name)), name
+    law = (expected.scale, expected.score, expected.score_slope)
+    assert (actual.scale, actual.score, actual.score_slope) == law
+
+
+@pytest.fixture
+def native(tmp_path: Path) -> Path:
+    save(tmp_path / "native", CONFIG, initial_weights(CONFIG), step=7)
+    return tmp_path / "native"
+
+
+@pytest.fixture
+def exchange(native: Path, tmp_path: Path) -> Path:
+    convert(load(native), "transformer-lens", tmp_path / "exchange")
+    return tmp_path / "exchange"
+
+
+def write_state(file: Path, **changes: Tensor | None) -> Path:
+    """The state dict of CONFIG's model in a file alone, with some tensors replaced or left out."""
+    state = hooked_state(initial_weights(CONFIG), n_ctx=16)
+    for key, tensor in changes.items():
+        state[key] = tensor
+    state = {key: tensor for key, tensor in state.items() if tensor is not None}
+    if file.suffix == ".safetensors":
+        save_file(state, file)
+    else:
+        torch.save(state, file)
+    return file
+
+
+def test_a_round_trip_loses_nothing(native: Path, exchange: Path, tmp_path: Path):
+    there = load(exchange)
+    assert (there.format, there.assumed, there.step) == ("transformer-lens", {}, 7)
+    assert (there.history, there.snapshots) == (None, {})
+    convert(there, "native", tmp_path / "back")
+    back, before = load(tmp_path / "back"), load(native)
+    for checkpoint in (there, back):
+        assert_same(checkpoint.weights, before.weights)
+        assert checkpoint.config == CONFIG
+    assert (back.format, back.step) == ("native", 7)
+    file = "model.safetensors"
+    assert (tmp_path / "back" / file).read_bytes() == (native / file).read_bytes()
+    prompts = sample_prompts(CONFIG.task, 32, generator=generator_for(0, "eval", 0))
+    assert torch.equal(predict(back.weights, prompts), predict(before.weights, prompts))
+    assert torch.equal(there.model.predict(prompts), before.model.predict(prompts))
+
+
+def test_double_precision_stays(tmp_path: Path):
+    weights = initial_weights(CONFIG).to(torch.float64)
+    save(tmp_path / "native", CONFIG, weights, step=0)
+    convert(load(tmp_path / "native"), "transformer-lens", tmp_path / "exchange")
+    assert_same(load(tmp_path / "exchange").weights, weights)
+    kinds = {t.dtype for t in load_file(tmp_path / "exchange" / "model.safetensors").values()}
+    assert kinds == {torch.float64}
+
+
+def test_files_hold_what_hooked_transformer_asks_for(exchange: Path):
+    state = load_file(exchange / "model.safetensors")
+    assert {name: tuple(tensor.shape) for name, tensor in state.items()} == {
+        "embed.W_E": (2, 5),
+        "pos_embed.W_pos": (1024, 5),
+        **{ATTN + name: (2, 5, 4) for name in ("W_Q", "W_K", "W_V")},
+        ATTN + "W_O": (2, 4, 5),
+        **{ATTN + name: (2, 4) for name in ("b_Q", "b_K", "b_V")},
+        ATTN + "b_O": (5,),
+        "unembed.W_U": (5, 2),
+        "unembed.b_U": (2,),
+    }
+    zero = {name for name, tensor in state.items() if not tensor.any()}
+    assert zero == set(state) - {ATTN + name for name in NAMES} - {"unembed.W_U"}
+    said = json.loads((exchange / "transformer_lens.json").read_text())
+    expected = {"n_layers": 1, "n_heads": 2, "d_model": 5, "d_head": 4, "d_vocab": 2}
+    expected |= {"n_ctx": 1024, "attn_scale": 2.0, "strict_causal": True}
+    expected |= {"attention": "softmax", "readout": "y_entries", "format_version": 1, "step": 7}
+    assert {name: said[name] for name in expected} == expected
+    assert sorted(file.name for file in exchange.iterdir()) == [
+        *("load.py", "model.safetensors", "transformer_lens.json")
+    ]
+    compile((exchange / "load.py").read_text(), "load.py", "exec")
+
+
+def test_there_are_more_positions_than_tokens():
+    assert positions_for(TaskConfig()) == 1024
+    assert positions_for(TaskConfig(context_length=1023)) == 1025
+
+
+@pytest.mark.parametrize("suffix", [".pt", ".pth", ".safetensors"])
+def test_a_state_dict_alone_is_read_and_what_it_does_not_say_is_assumed(
+    tmp_path: Path, suffix: str
+):
+    checkpoint = load(
+        write_state(tmp_path / f"state{suffix}"),
+        task={"noise_var": 0.3, "covariance": {"kind": "identity"}},
+    )
+    assert_same(checkpoint.weights, initial_weights(CONFIG))
+    assert checkpoint.config.task == replace(CONFIG.task, context_length=40)
+    assert checkpoint.config.model == CONFIG.model
+    assumed = dict(checkpoint.assumed)
+    assert assumed.pop("task.context_length") == 40
+    assert assumed.pop("attn_scale") == 2
+    assert assumed.pop("strict_causal") is True
+    assert assumed.pop("task.covariance.rho") == 0
+    assert assumed.pop("train.steps") == 500_001
+    assert {name for name in assumed if not name.startswith("train.")} == {
+        *("task.covariance.eigenvalues", "task.beta_var", "task.query_noise", "task.supports"),
+        *("task.sparsity", "task.n_sequences", "model.score", "model.score_slope"),
+        *("normalization", "step", "seed"),
+    }
+    assert checkpoint.history is None
+    convert(checkpoint, "native", tmp_path / "native")
+    assert load(tmp_path / "native").assumed == json.loads(json.dumps(checkpoint.assumed))
+    convert(load(tmp_path / "native"), "transformer-lens", tmp_path / "exchange")
+    assert load(tmp_path / "exchange").assumed == load(tmp_path / "native").assumed
+
+
+def test_four_tensors_are_enough(tmp_path: Path):
+    others = set(hooked_state(initial_weights(CONFIG), n_ctx=16)) - {ATTN + n for n in NAMES}
+    file = write_state(tmp_path / "state.pt", **dict.fromkeys(others))
+    with pytest.raises(CheckpointError, match=r"the x columns of .*W_O must be zero"):
+        load(file, task={"d_y": 1})
+    checkpoint = load(file, task={"d_y": 2})
+    assert_same(checkpoint.weights, initial_weights(CONFIG))
+    assert "task.d_y" not in checkpoint.assumed
+    # Without a word d_y is 1, and said to be assumed.
+    one = torch.zeros(2, 4, 5)
+    one[:, :, 4] = 1
+    alone = load(write_state(file, **dict.fromkeys(others), **{ATTN + "W_O": one}))
+    assert (alone.config.task.d_x, alone.assumed["task.d_y"]) == (4, 1)
+
+
+def test_stored_masks(tmp_path: Path):
+    ones = torch.ones(16, 16, dtype=torch.bool)
+    said = {ATTN + "IGNORE": torch.tensor(-torch.inf)}
+    strict = load(write_state(tmp_path / "a.pt", **said, **{ATTN + "mask": ones.tril(-1)}))
+    assert "strict_causal" not in strict.assumed
+    # From 3.5.0 on the stored mask is empty.
+    empty = load(write_state(tmp_path / "b.pt", **{ATTN + "mask": ones[:0, :0]}))
+    assert empty.assumed["strict_causal"] is True
+
+
+ONES = torch.ones(16, 16, dtype=torch.bool)
+W_Q = initial_weights(CONFIG).W_Q
+READ_OUT = torch.eye(5)[:, 3:]
+BAD_STATES: dict[str, tuple[dict[str, Tensor | None], str]] = {
+    "positions": (
+        {"pos_embed.W_pos": torch.full((16, 5), -0.5)},
+        "pos_embed.W_pos must be zero (tokens are vectors (x, y), to which no position is added), "
+        "got entries up to 0.5",
+    ),
+    "embedding": ({"embed.W_E": torch.ones(2, 5)}, "embed.W_E must be zero (tokens are vectors"),
+    **{
+        f"bias {name}": ({ATTN + name: torch.ones(2, 4)}, f"{ATTN}{name} must be zero (the model")
+        for name in ("b_Q", "b_K", "b_V", "b_O")
+    },
+    "NaN bias": ({ATTN + "b_O": torch.full((5,), torch.nan)}, "b_O must be zero"),
+    "read-out bias": ({"unembed.b_U": torch.ones(2)}, "unembed.b_U must be zero (the model has no"),
+    "MLP": ({"blocks.0.mlp.W_out": torch.ones(20, 5)}, "W_out must be zero (the model has no MLP)"),
+    "norm": ({"blocks.0.ln1.w": torch.ones(5)}, "must have no LayerNorm, got blocks.0.ln1.w"),
+    "last norm": ({"ln_final.b": torch.zeros(5)}, "must have no LayerNorm, got ln_final.b"),
+    "two layers": ({"blocks.1.attn.W_Q": W_Q}, "must have one layer, got 2"),
+    "other tensor": ({"head.weight": W_Q}, "head.weight is not among the tensors"),
+    "ordinary mask": (
+        {ATTN + "mask": ONES.tril()},
+        "got one that lets tokens attend to themselves",
+    ),
+    "no mask": ({ATTN + "mask": ONES}, "mask must be strict causal, mask.tril(-1), as it must"),
+    "window": ({ATTN + "mask": ONES.tril(-1).triu(-3)}, "makes it strict; got another"),
+    "flat mask": ({ATTN + "mask": ONES[0]}, "got another"),
+    "x written": (
+        {ATTN + "W_O": torch.ones(2, 4, 5)},
+        "the x columns of blocks.0.attn.W_O must be zero, got 1",
+    ),
+    "x read": (
+        {"unembed.W_U": torch.ones(5, 2)},
+        "unembed.W_U must read the y entries as they are",
+    ),
+    "scaled": ({"unembed.W_U": 2 * READ_OUT}, "W_U must read the y entries as they are"),
+    "centred": ({"unembed.W_U": 0 * READ_OUT}, "W_U must read the y entries as they are"),
+    "flat read-out": ({"unembed.W_U": torch.ones(5)}, "W_U must read the y entries as they are"),
+    "too many responses": ({"unembed.W_U": torch.eye(5)}, "task.d_x must be >= 1, got 0"),
+    "no W_K": ({ATTN + "W_K": None}, "W_K must have three axes, head first, got nothing"),
+    "flat W_K": ({ATTN + "W_K": W_Q[0]}, "W_K must have three axes, head first, got shape (5, 4)"),
+    "narrow W_K": ({ATTN + "W_K": W_Q[:, :, :3]}, "W_K must have shape (2, 5, 4), got (2, 5, 3)"),
+    "NaN": ({ATTN + "W_Q": W_Q * torch.nan}, "W_Q must hold finite numbers, got 40 NaN"),
+    "mixed": ({ATTN + "W_Q": W_Q.double()}, "one dtype, got torch.float32, torch.float64"),
+}
+
+
+@pytest.mark.parametrize(("changes", "words"), BAD_STATES.values(), ids=BAD_STATES)
+def test_a_state_dict_of_another_model_is_refused_on_one_line(
+    tmp_path: Path, exchange: Path, changes: dict[str, Tensor | None], words: str
+):
+    changes = {key: None if t is None else t.clone() for key, t in changes.items()}
+    file = write_state(tmp_path / "state.pt", **changes)
+    with pytest.raises(CheckpointError) as error:
+        load(file)
+    message = str(error.value)
+    assert message.startswith(f"{file}: ")
+    assert words in message
+    assert "\n" not in message
+    # A folder's side-car does not make them right.
+    write_state(exchange / "model.safetensors", **changes)
+    with pytest.raises(CheckpointError, match=r"exchange/model\.safetensors: "):
+        load(exchange)
+
+
+def write(text: str) -> Callable[[Path], object]:
+    return lambda file: file.write_text(text)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (write(""), "must hold tensors that can be read without running code, got a"),
+        (write("x"), "must hold tensors that can be read without running code, got a"),
+        (lambda file: torch.save(Path("x"), file), "without running code, got a UnpicklingError"),
+        (lambda file: torch.save(torch.ones(2), file), "must hold a state dict"),
+        (lambda file: torch.save({"model": {"a": torch.ones(2)}}, file), "must hold a state dict"),
+        (lambda file: torch.save({1: torch.ones(2)}, file), "must hold a state dict"),
+        (lambda file: torch.save({}, file), "W_Q must have three axes"),
+    ],
+)
+def test_a_file_of_something_else_is_refused(
+    tmp_path: Path, spoil: Callable[[Path], object], words: str
+):
+    file = tmp_path / "state.pt"
+    spoil(file)
+    with pytest.raises(CheckpointError) as error:
+        load(file)
+    assert str(error.value).startswith(f"{file}: ")
+    assert words in str(error.value)
+    # PyTorch's own message recommends weights_only=False.
+    assert "weights_only" not in str(error.value)
+
+
+class Greeting:
+    """Pickled, it creates a file when it is read."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def __reduce__(self):
+        return (open, (str(self.file), "w"))
+
+
+def test_a_file_cannot_run_code(tmp_path: Path):
+    torch.save({"W": Greeting(tmp_path / "ran")}, tmp_path / "state.pt")
+    with pytest.raises(CheckpointError, match="without running code"):
+        load(tmp_path / "state.pt")
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("n_layers", 2),
+        ("n_heads", 3),
+        ("d_model", 6),
+        ("attn_scale", math.sqrt(5)),
+        ("attn_scale", None),
+        ("strict_causal", False),
+        ("strict_causal", 1),
+        ("attention", "linear"),
+        ("readout", "all"),
+    ],
+)
+def test_a_side_car_of_another_model_is_refused(exchange: Path, field: str, value: object):
+    file = exchange / "transformer_lens.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {field: value}))
+    with pytest.raises(CheckpointError) as error:
+        load(exchange)
+    assert str(error.value).startswith(f"{file}: {field} must be ")
+    assert str(error.value).endswith(f", got {value!r}.")
+
+
+def test_other_scores_have_no_place_in_hooked_transformer(tmp_path: Path):
+    config = replace(CONFIG, model=replace(CONFIG.model, score="1+tanh"))
+    save(tmp_path / "native", config, initial_weights(config), step=0)
+    with pytest.raises(CheckpointError, match=r"native: .*softmax attention only, got score '1\+"):
+        convert(load(tmp_path / "native"), "transformer-lens", tmp_path / "exchange")
+    assert not (tmp_path / "exchange").exists()

@@ -1,0 +1,115 @@
+"""What lies at a path is found out, and conversion overwrites nothing."""
+
+import json
+from pathlib import Path
+
+import pandas as pd
+import pytest
+import torch
+
+from mechinterp.checkpoints.errors import CheckpointError
+from mechinterp.checkpoints.exchange import hooked_state
+from mechinterp.checkpoints.loading import checkpoint_paths, convert, load, read_task
+from mechinterp.checkpoints.native import save
+from mechinterp.config import ExperimentConfig, TaskConfig
+from mechinterp.training.step import initial_weights
+
+CONFIG = ExperimentConfig()
+HISTORY = pd.DataFrame({"step": [0], "eval_loss": [0.5]})
+
+
+@pytest.fixture
+def native(tmp_path: Path) -> Path:
+    weights = initial_weights(CONFIG)
+    folder = tmp_path / "all" / "native"
+    save(folder, CONFIG, weights, step=3, history=HISTORY, snapshots={0: weights})
+    return folder
+
+
+@pytest.fixture
+def state(tmp_path: Path) -> Path:
+    torch.save(hooked_state(initial_weights(CONFIG), n_ctx=50), tmp_path / "state.pt")
+    return tmp_path / "state.pt"
+
+
+def test_native_to_native_is_a_copy(native: Path, tmp_path: Path):
+    convert(load(native), "native", tmp_path / "copy")
+    copy = load(tmp_path / "copy")
+    pd.testing.assert_frame_equal(copy.history, HISTORY)
+    assert list(copy.snapshots) == [0]
+    assert (copy.config, copy.step, copy.assumed) == (CONFIG, 3, {})
+
+
+def test_an_empty_folder_is_filled_and_a_full_one_is_not(native: Path, tmp_path: Path):
+    (tmp_path / "empty").mkdir()
+    files = convert(load(native), "transformer-lens", tmp_path / "empty")
+    assert [file.name for file in files] == [
+        *("load.py", "model.safetensors", "transformer_lens.json")
+    ]
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "load.py").write_text("mine")
+    for target in ("native", "transformer-lens"):
+        for name in ("file", "full", "empty", "all/native"):
+            before = {f: f.read_bytes() for f in tmp_path.rglob("*") if f.is_file()}
+            with pytest.raises(CheckpointError, match=f"{name}: already holds something"):
+                convert(load(native), target, tmp_path / name)
+            assert {f: f.read_bytes() for f in tmp_path.rglob("*") if f.is_file()} == before
+
+
+def test_an_unknown_format_or_place_is_refused(native: Path, tmp_path: Path):
+    with pytest.raises(ValueError, match="one of native, transformer-lens, got 'onnx'"):
+        convert(load(native), "onnx", tmp_path / "out")
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(CheckpointError, match="out: cannot be written") as error:
+        convert(load(native), "transformer-lens", tmp_path / "file" / "out")
+    assert "\n" not in str(error.value)
+
+
+def test_a_task_is_for_files_that_do_not_state_theirs(native: Path, state: Path, tmp_path: Path):
+    convert(load(native), "transformer-lens", tmp_path / "exchange")
+    for path in (native, tmp_path / "exchange"):
+        with pytest.raises(CheckpointError, match=f"{path.name}: a task is given for files that"):
+            load(path, task={})
+    with pytest.raises(CheckpointError, match=r"gone\.pt: .*does not exist"):
+        load(tmp_path / "gone.pt", task={})
+    assert load(state, task={"noise_var": 0}).config.task == TaskConfig(noise_var=0)
+    for task, words in (
+        ({"noise": 0}, "Unknown field 'task.noise'"),
+        ({"noise_var": -1}, "task.noise_var must be >= 0, got -1"),
+        ({"d_x": 4}, "task.d_x must be the weights' 5, got 4"),
+        ({"d_y": 2}, "task.d_y must be the weights' 1, got 2"),
+    ):
+        with pytest.raises(CheckpointError, match=rf"state\.pt: {words}"):
+            load(state, task=task)
+    tensors = {k: v for k, v in torch.load(state).items() if "attn.W" in k}
+    torch.save(tensors, tmp_path / "four.pt")
+    assert load(tmp_path / "four.pt", task={"d_x": 5}).config.task == TaskConfig()
+    for task, words in (
+        ({"d_y": "x"}, "task.d_y must be an integer, got 'x'"),
+        ({"d_x": "x"}, "task.d_x must be an integer, got 'x'"),
+        ({"d_x": 4, "d_y": 1}, "task.d_x must be the weights' 5, got 4"),
+        ({"d_y": 6}, "task.d_x must be >= 1, got 0"),
+    ):
+        with pytest.raises(CheckpointError, match=rf"four\.pt: {words}"):
+            load(tmp_path / "four.pt", task=task)
+
+
+def test_a_folder_stands_for_the_checkpoints_in_it(native: Path, state: Path, tmp_path: Path):
+    exchange = tmp_path / "all" / "exchange"
+    convert(load(native), "transformer-lens", exchange)
+    (tmp_path / "all" / "notes").mkdir()
+    found = checkpoint_paths([tmp_path / "all", state, exchange, native, tmp_path / "gone"])
+    assert found == [exchange, native, state, exchange, native, tmp_path / "gone"]
+
+
+def test_a_task_file(tmp_path: Path):
+    file = tmp_path / "task.json"
+    file.write_text(json.dumps({"noise_var": 0.2}))
+    assert read_task(file) == {"noise_var": 0.2}
+    file.write_text("[1]")
+    with pytest.raises(CheckpointError, match=r"task\.json: must hold a JSON object, got list"):
+        read_task(file)
+    file.write_text("{")
+    with pytest.raises(CheckpointError, match=r"task\.json: not a readable JSON file"):
+        read_task(file)

@@ -1,0 +1,275 @@
+"""Our models pass every check, and breaking any one guarded behaviour makes its check fail."""
+
+import copy
+import re
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformer_lens.config import TransformerBridgeConfig
+
+from mechinterp import load
+from mechinterp.config import SCORES
+from mechinterp.icl.prompts import generator_for
+from mechinterp.models import attention, conformance_model
+from mechinterp.models.conformance import CHECKS, Compatibility, check_compatible
+from mechinterp.models.conformance_model import require_close, sample_inputs
+from mechinterp.models.transformer import ICLTransformer
+
+CHECKPOINTS = Path(__file__).parents[2] / "checkpoints"
+
+
+def random_model(
+    cls: type[ICLTransformer] = ICLTransformer, *, n_layers: int = 2, score: str = "softmax"
+) -> ICLTransformer:
+    """A model in float64 of which all weights are random."""
+    model = cls(
+        d_x=3, d_y=2, n_heads=3, n_layers=n_layers, d_head=4, score=score, score_slope=0.1, n_ctx=10
+    ).to(torch.float64)
+    generator = generator_for(3, "init", n_layers)
+    for weights in model.parameters():
+        torch.nn.init.normal_(weights, std=0.4, generator=generator)
+    return model.eval()
+
+
+@pytest.mark.parametrize("n_layers", [1, 2])
+@pytest.mark.parametrize("score", SCORES)
+def test_our_models_pass_all_checks(n_layers: int, score: str):
+    found = check_compatible(random_model(n_layers=n_layers, score=score))
+    assert found.failures == {}
+    assert len(found.names) == 40
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("name", ["softmax-h1-s0", "softmax-h2-s0", "softmax-h8-s0"])
+def test_shipped_models_pass_all_checks(name: str, dtype: torch.dtype):
+    assert check_compatible(load(CHECKPOINTS / name).model.to(dtype)).failures == {}
+
+
+def test_checking_leaves_the_model_as_it_was():
+    model = random_model()
+    model.set_use_attn_result(True)
+    fired = []
+    model.add_hook("hook_embed", lambda values, hook: fired.append(values.shape[0]))
+    before, switches = copy.deepcopy(model.state_dict()), copy.deepcopy(vars(model.cfg))
+    check_compatible(model)
+    assert all(torch.equal(model.state_dict()[name], before[name]) for name in before)
+    assert vars(model.cfg) == switches
+    assert all(weights.grad is None for weights in model.parameters())
+    hooked = [name for name, point in model.hook_dict.items() if point.fwd_hooks or point.bwd_hooks]
+    assert hooked == ["hook_embed"]
+    fired.clear()
+    model(sample_inputs(model)[0])
+    assert fired == [3]
+
+
+class Uncopied(ICLTransformer):
+    """Hands the caller's tensor to the hooks."""
+
+    def forward(self, input: Tensor, return_type: str | None = "logits", **kwargs: int) -> Tensor:
+        if not input.is_floating_point():
+            input = self._numbered[input]
+        resid = self.hook_embed(input)
+        for block in self.blocks:
+            resid = block(resid)
+        return self.unembed(resid)
+
+
+class PlainCache(ICLTransformer):
+    def run_with_cache(self, *args: Tensor, **kwargs: object):
+        return super().run_with_cache(*args, return_cache_object=False, **kwargs)
+
+
+class LeavesHooks(ICLTransformer):
+    """Takes hooks off at the end, but not after an exception."""
+
+    @contextmanager
+    def hooks(self, fwd_hooks=(), bwd_hooks=(), reset_hooks_end=True, clear_contexts=False):
+        for direction, hooks in (("fwd", fwd_hooks), ("bwd", bwd_hooks)):
+            for name, hook in hooks:
+                self._enable_hook(name, hook, direction)
+        yield self
+        self.reset_hooks()
+
+
+class SilentResult(ICLTransformer):
+    def set_use_attn_result(self, use_attn_result: bool) -> None:
+        pass
+
+
+class SilentSplit(ICLTransformer):
+    def set_use_split_qkv_input(self, use_split_qkv_input: bool) -> None:
+        pass
+
+
+class Doubled(ICLTransformer):
+    """Adds to the read-out what no part of the model accounts for."""
+
+    def forward(self, *args: object, **kwargs: object) -> Tensor:
+        return 2 * super().forward(*args, **kwargs)
+
+
+class Anonymous(ICLTransformer):
+    """Knows no numbers in place of prompts."""
+
+    def __getattribute__(self, name: str):
+        if name == "numbered":
+            raise AttributeError(name)
+        return super().__getattribute__(name)
+
+
+class NoMLP(ICLTransformer):
+    def set_use_zero_mlp(self, use_zero_mlp: bool) -> None:
+        pass
+
+
+class NoReadOut(ICLTransformer):
+    def tl_parameters(self) -> dict[str, Tensor]:
+        return dict(self.named_parameters())
+
+
+class MinusOV(ICLTransformer):
+    @property
+    def OV(self):
+        return super().OV * 2.0
+
+
+class OneBlock(ICLTransformer):
+    def blocks_with(self, submodule: str):
+        return []
+
+
+@pytest.mark.parametrize(
+    ("cls", "name", "reason"),
+    [
+        (Uncopied, "caller's input untouched", "overwrote the caller's input"),
+        (Uncopied, "attribution patching: nodes", "does not require grad"),
+        (PlainCache, "caches", "run_with_cache gives a dict"),
+        (LeavesHooks, "no hook left after an exception", "a hook is still there"),
+        (SilentResult, "ablation of heads", "masked at hook_result and at hook_z: off by"),
+        (SilentSplit, "patching: direct paths", "hook_q_input did not fire"),
+        (SilentSplit, "attribution patching: edges", "hook_q_input"),
+        (Doubled, "decomposition of the residual stream", "decompose_resid: off by"),
+        (Doubled, "decomposition into heads, logit_attrs", "heads and remainder: off by"),
+        (Doubled, "logit lens", "the last entry of the lens: off by"),
+        (Anonymous, "patching: position count", "5 columns for 7 positions"),
+        (Anonymous, "patching: attn_head_by_pos_every", "shape [5, 2, 5, 3] instead of"),
+        (Anonymous, "head detector", "tokens must be whole numbers"),
+        (NoMLP, "patching: mlp_out", "blocks.1.hook_mlp_out"),
+        (NoMLP, "faithfulness", "hook_mlp_out"),
+        (NoReadOut, "SVDInterpreter", "unembed.W_U"),
+        (MinusOV, "FactoredMatrix: SVD, composition", "singular values of OV: off by"),
+        (OneBlock, "subspace affinity", "No attention layers found"),
+    ],
+)
+def test_a_broken_behaviour_fails_its_check(cls: type[ICLTransformer], name: str, reason: str):
+    with pytest.raises(Exception, match=re.escape(reason)):
+        CHECKS[name](random_model(cls))
+
+
+def self_attending(scores: Tensor, *, score: str, slope: float) -> Tensor:
+    return torch.softmax(scores.masked_fill(torch.eye(scores.shape[-1]) == 1, 0.0), dim=-1)
+
+
+def not_causal(scores: Tensor, *, score: str, slope: float) -> Tensor:
+    return torch.softmax(scores.masked_fill(scores == -torch.inf, 0.0), dim=-1)
+
+
+def without_care_for_empty_rows(scores: Tensor, *, score: str, slope: float) -> Tensor:
+    return torch.softmax(scores, dim=-1).nan_to_num()
+
+
+def deaf(scores: Tensor, *, score: str, slope: float) -> Tensor:
+    return torch.ones_like(scores).tril(-1) / scores.shape[-1]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "name", "reason"),
+    [
+        (self_attending, "strict mask", "positions of layer 0 attend to themselves"),
+        (not_causal, "strict mask", "layer 0 attends to later positions"),
+        (without_care_for_empty_rows, "finite gradients", "not finite at blocks.0.attn.hook_attn"),
+        (deaf, "edits of the scores", "an edit of hook_attn_scores has no effect"),
+    ],
+)
+def test_a_broken_pattern_fails_its_check(
+    monkeypatch: pytest.MonkeyPatch, pattern, name: str, reason: str
+):
+    monkeypatch.setattr(attention, "attention_pattern", pattern)
+    with pytest.raises(AssertionError, match=re.escape(reason)):
+        CHECKS[name](random_model())
+
+
+def test_nan_is_not_close():
+    nan = torch.tensor([torch.nan])
+    with pytest.raises(AssertionError, match=r"^y: off by nan$"):
+        require_close(nan, nan, "y")
+    with pytest.raises(AssertionError, match=r"^y: shape \[1\] instead of \[1, 1\]$"):
+        require_close(nan, nan[None], "y")
+
+
+def test_a_model_in_training_mode_is_told_so():
+    failures = check_compatible(random_model().train()).failures
+    assert failures["evaluation mode"].endswith("call model.eval()")
+    assert "evaluation mode" in failures["patching: resid_pre"]
+    assert "strict mask" not in failures
+
+
+def test_a_model_without_weights_is_told_so():
+    model = ICLTransformer(d_x=3, d_y=2, n_heads=2).eval()
+    reason = check_compatible(model).failures["ablation of heads"]
+    assert reason == "masking changes nothing: no head writes to the prediction"
+
+
+def test_a_missing_setting_is_named():
+    model = random_model()
+    model.cfg = settings(model, without="n_key_value_heads")
+    failures = check_compatible(model).failures
+    assert failures["settings in cfg"] == "cfg lacks n_key_value_heads"
+
+
+def settings(model: ICLTransformer, *, without: str):
+    names = set(conformance_model.SETTINGS) - {without}
+    return type("Settings", (), {name: getattr(model.cfg, name) for name in names})()
+
+
+@pytest.mark.parametrize(
+    "module", [nn.Linear(2, 2).eval(), nn.Identity()], ids=["Linear", "Identity"]
+)
+def test_any_module_gives_failures_and_no_exception(module: nn.Module):
+    found = check_compatible(module)
+    reasons = dict(zip(found.names, found.reasons, strict=True))
+    reasons.pop("evaluation mode")
+    assert all(reasons.values())
+    assert "has no attribute 'cfg'" in reasons["caches"]
+
+
+def test_a_bridge_passes_what_it_can():
+    from transformer_lens.model_bridge import TransformerBridge, sources  # noqa: F401
+
+    cfg = TransformerBridgeConfig(
+        n_layers=2, d_model=5, n_ctx=16, d_head=4, n_heads=3, d_vocab=2, d_vocab_out=2,
+        attn_only=True, normalization_type=None, device="cpu",
+    )  # fmt: skip
+    failures = check_compatible(TransformerBridge.boot_native(cfg).eval()).failures
+    assert failures["strict mask"] == "positions of layer 0 attend to themselves"
+    assert failures["edits of the scores"] == "an edit of hook_attn_scores has no effect"
+    assert "use_attn_result" in failures["ablation of heads"]
+    assert "5 columns for 7 positions" in failures["patching: position count"]
+    works = ["caches", "hooks", "logit lens", "SVDInterpreter", "subspace affinity"]
+    assert not set(works) & set(failures)
+    assert len(failures) < 20
+
+
+def test_result():
+    found = Compatibility(("a", "b"), ("", "off by 1"))
+    assert repr(found) == "Compatibility(1 of 2 checks pass)\n  b: off by 1"
+    assert found.failures == {"b": "off by 1"}
+    assert found.to_frame().to_dict("list") == {
+        "name": ["a", "b"],
+        "passed": [True, False],
+        "reason": ["", "off by 1"],
+    }
+    assert list(check_compatible(random_model()).to_frame()["name"]) == list(CHECKS)

@@ -1,0 +1,128 @@
+"""What would go wrong without a word: masks after copying, hooks of a zero MLP, numbers for prompts."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import Tensor
+
+from mechinterp.icl.prompts import generator_for
+from mechinterp.models.conformance_model import replace_at, sample_inputs
+from mechinterp.models.hook_map import hook_map
+from mechinterp.models.transformer import ICLTransformer
+
+
+def random_model(n_layers: int = 2) -> ICLTransformer:
+    model = ICLTransformer(d_x=3, d_y=2, n_heads=3, n_layers=n_layers, d_head=4, n_ctx=10).double()
+    generator = generator_for(4, "init", n_layers)
+    for weights in model.parameters():
+        torch.nn.init.normal_(weights, std=0.4, generator=generator)
+    return model.eval()
+
+
+@pytest.mark.parametrize("way", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_mask_is_strict_after_copying(way):
+    model = random_model()
+    inputs = torch.randn(2, 30, 5, dtype=torch.float64)  # longer than n_ctx
+    copied = way(model)
+    _, cache = copied.run_with_cache(inputs)
+    for layer in range(2):
+        assert not cache["pattern", layer].triu(0).any()
+        assert (cache["pattern", layer][..., -1, :-1] > 0).all()
+    assert torch.equal(copied(inputs), model(inputs))
+
+
+def test_masking_is_zeroing_is_dropping():
+    model = random_model(n_layers=1)
+    inputs, _ = sample_inputs(model)
+    logits, cache = model.run_with_cache(inputs)
+    for head in range(3):
+        hook = replace_at((slice(None), slice(None), head), 0.0)
+        masked = model.run_with_hooks(inputs, fwd_hooks=[("blocks.0.attn.hook_z", hook)])
+        result = cache["z", 0][:, :, head] @ model.W_O[0, head]
+        torch.testing.assert_close(logits - result @ model.W_U, masked, rtol=1e-12, atol=1e-12)
+        # In the last layer, the read-out being linear, no second forward pass is needed.
+        attributions = cache.logit_attrs(cache.stack_head_results()[head : head + 1], tokens=1)[0]
+        torch.testing.assert_close(logits[..., 1] - attributions, masked[..., 1])
+
+
+def test_zero_mlp_adds_nothing_and_lets_one_be_added():
+    model = random_model()
+    inputs, _ = sample_inputs(model)
+    before = model(inputs)
+    model.set_use_zero_mlp(True)
+    assert torch.equal(model(inputs), before)
+    model.set_use_hook_mlp_in(True)
+    added = torch.arange(5.0).double()
+    hooks = [("blocks.1.hook_mlp_out", lambda values, hook: values + added)]
+    changed = model.run_with_hooks(inputs, fwd_hooks=hooks)
+    torch.testing.assert_close(changed, before + added[3:], rtol=1e-12, atol=1e-12)
+
+    def overwrite(values: Tensor, hook) -> None:
+        values[:] = 7
+
+    with torch.no_grad():
+        kept = model.run_with_hooks(inputs, fwd_hooks=[("blocks.1.hook_mlp_in", overwrite)])
+    assert torch.equal(kept, before)
+
+
+def test_gradient_at_hook_embed_only_where_asked_for():
+    model = random_model().requires_grad_(False)
+    inputs, _ = sample_inputs(model)
+    assert not model(inputs).requires_grad
+    gradients = []
+    with model.hooks(bwd_hooks=[("hook_embed", lambda gradient, hook: gradients.append(gradient))]):
+        model(inputs)[:, -1, 0].sum().backward()
+        with torch.no_grad():
+            model(inputs)
+    assert len(gradients) == 1
+    asked = inputs.clone().requires_grad_()
+    (expected,) = torch.autograd.grad(model(asked)[:, -1, 0].sum(), asked)
+    torch.testing.assert_close(gradients[0], expected, rtol=1e-12, atol=1e-12)
+    assert not inputs.requires_grad
+
+
+def test_numbers_stand_for_prompts_within_the_block_only():
+    model = random_model()
+    clean, corrupted = sample_inputs(model)
+    with model.numbered(clean, corrupted[:2, :4]) as (clean_ids, corrupted_ids):
+        assert (clean_ids.shape, corrupted_ids.shape) == ((3, 7), (2, 4))
+        assert not set(clean_ids.ravel().tolist()) & set(corrupted_ids.ravel().tolist())
+        assert torch.equal(model(clean_ids), model(clean))
+        assert torch.equal(model(corrupted_ids), model(corrupted[:2, :4]))
+        assert torch.equal(model(clean_ids.flip(0)[:, :5]), model(clean.flip(0)[:, :5]))
+        with model.numbered(corrupted) as (inner,):
+            assert torch.equal(model(inner), model(corrupted))
+        assert torch.equal(model(clean_ids), model(clean))
+        assert model.to_tokens(clean_ids) is clean_ids
+    with pytest.raises(ValueError, match=r"got torch\.int64"):
+        model(clean_ids)
+    with pytest.raises(InterruptedError), model.numbered(clean):
+        raise InterruptedError
+    with pytest.raises(ValueError, match=r"got torch\.int64"):
+        model(clean_ids)
+
+
+def test_prompts_of_vectors_are_no_tokens():
+    with pytest.raises(ValueError, match=r"^tokens must be whole numbers; `with model\.numbered"):
+        random_model().to_tokens(torch.zeros(2, 7, 5))
+
+
+def test_hook_map_is_what_a_cache_holds():
+    model = random_model()
+    model.set_use_split_qkv_input(True)
+    frame = hook_map(model).set_index("name")
+    assert list(frame.index) == list(model.hook_dict)
+    inputs, _ = sample_inputs(model)
+    for row in ("", "set_use_attn_result", "set_use_zero_mlp", "set_use_hook_mlp_in"):
+        if row:
+            getattr(model, row)(True)
+        _, cache = model.run_with_cache(inputs)
+        assert set(frame.index[frame["switch"] == row]) <= set(cache)
+    assert set(cache) == set(frame.index)
+    sizes = {"batch": 3, "pos": 7}
+    for name, values in cache.items():
+        assert [sizes.get(size, size) for size in frame.loc[name, "shape"]] == list(values.shape)
+    assert frame.loc["blocks.1.attn.hook_v_input", "switch"] == "set_use_split_qkv_input"
+    assert model.cfg.device == "cpu"
