@@ -1,24 +1,20 @@
-"""The command line: argument parsing, progress and exit codes; everything else is called.
+"""The command line: argument parsing and exit codes; everything else is called.
 
 Each command imports what it needs, so that `mechinterp --help` and `classify` start fast.
 """
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 if TYPE_CHECKING:
-    import pandas as pd
-
     from mechinterp.checkpoints.native import Checkpoint
-    from mechinterp.config import ExperimentConfig, TaskConfig
-    from mechinterp.training.trainer import Progress
+    from mechinterp.config import TaskConfig
 
 app = typer.Typer(
     help="What attention models compute when they do in-context linear regression.",
@@ -93,8 +89,9 @@ def train(
     as_json: JsonOption = False,
 ) -> None:
     """Train one model. Example: mechinterp train softmax-h2 --set seed=1 --out runs/h2-s1"""
-    from mechinterp.config import PRESETS, override
+    from mechinterp.config import PRESETS, named_config, override
     from mechinterp.report.documents import dumps, training_document
+    from mechinterp.report.terminal import progress_bar
     from mechinterp.training.sweep import train_models
 
     if list_presets:
@@ -102,10 +99,12 @@ def train(
         return
     if what is None:
         raise ValueError(f"train needs a preset or a config file; presets: {', '.join(PRESETS)}.")
-    config = override(_config(what), *(assignments or []))
-    folder = Path("runs") / f"{Path(what).stem}-s{config.seed}" if out is None else out
+    config = override(named_config(what), *(assignments or []))
+    file = Path(what)
+    name = file.parent.resolve().name if file.name == "config.json" else file.stem
+    folder = Path("runs") / f"{name}-s{config.seed}" if out is None else out
     chosen = _device(device)
-    with _progress_bar() as on_log:
+    with progress_bar() as on_log:
         summary = train_models({".": config}, folder, resume=resume, device=chosen, on_log=on_log)
     document = training_document(summary, str(folder))
     text = f"{folder}: loss {summary.loss:.4f} after {config.train.steps} steps"
@@ -124,10 +123,11 @@ def sweep(
 ) -> None:
     """Train many models in one run. Example: mechinterp sweep analyses/sweeps/softmax.json --out runs/softmax"""
     from mechinterp.report.documents import dumps, training_document
+    from mechinterp.report.terminal import progress_bar
     from mechinterp.training.sweep import load_sweep, train_models
 
     models, chosen = load_sweep(file), _device(device)
-    with _progress_bar() as on_log:
+    with progress_bar() as on_log:
         summary = train_models(models, out, resume=resume, device=chosen, on_log=on_log)
     document = training_document(summary, str(out))
     print(
@@ -150,6 +150,7 @@ def classify(
     from mechinterp.analysis import patterns
     from mechinterp.checkpoints.loading import checkpoint_paths
     from mechinterp.report.documents import classification_document, dumps
+    from mechinterp.report.terminal import frame_text
 
     documents: list[dict] = []
     for path in checkpoint_paths(paths):
@@ -165,7 +166,7 @@ def classify(
         documents.append(classification_document(checkpoint, found))
         if not as_json:
             print(f"{path}: {found.pattern} ({found.reason})")
-            _print_frame(found.to_frame())
+            print(frame_text(found.to_frame()))
     if as_json:
         print(dumps(documents))
     if any("error" in document for document in documents):
@@ -185,6 +186,7 @@ def ablate(
     from mechinterp.analysis.heads import MAX_SUBSET_HEADS, METHODS, ablate_heads, ablate_subsets
     from mechinterp.icl.prompts import generator_for, sample_prompts
     from mechinterp.report.documents import ablation_document, dumps
+    from mechinterp.report.terminal import ablation_text
 
     with _about(path):
         checkpoint = _load(path, task_file)
@@ -197,12 +199,7 @@ def ablate(
     if as_json:
         print(dumps(ablation_document(checkpoint, single, subsets)))
         return
-    print(f"{path}: excess risk {single[0].full_risk:.4f} ± {single[0].full_risk_sem:.4f} y²")
-    for result in single:
-        _print_frame(result.to_frame())
-    if subsets is not None:
-        _print_frame(subsets.shapley_frame())
-        _print_frame(subsets.to_frame())
+    print(f"{path}: {ablation_text(single, subsets)}")
 
 
 @app.command()
@@ -224,6 +221,7 @@ def fit(
     """Fit closed-form learners to the model. Example: mechinterp fit checkpoints/softmax-h2-s0"""
     from mechinterp.analysis.fits import CONTEXT_LENGTHS, fit_learners
     from mechinterp.report.documents import dumps, fits_document
+    from mechinterp.report.terminal import fits_text
 
     lengths = context_length or CONTEXT_LENGTHS
     with _about(path):
@@ -232,8 +230,7 @@ def fit(
     if as_json:
         print(dumps(fits_document(checkpoint, fits)))
         return
-    print(f"{path}: {fits.verdict}")
-    _print_frame(fits.to_frame())
+    print(f"{path}: {fits_text(fits)}")
 
 
 @app.command()
@@ -256,40 +253,19 @@ def report(
         checkpoint = _load(path, task_file)
         written = write_report(checkpoint, out, n_prompts=n_prompts, seed=seed, overwrite=overwrite)
     if as_json:
-        tables = [str(table) for table in written.tables]
-        print(
-            dumps(
-                {
-                    "path": str(path),
-                    "page": str(written.page),
-                    "tables": tables,
-                    "verdict": written.verdict,
-                }
-            )
-        )
+        print(dumps({"path": str(path), **written.to_document()}))
         return
-    print(written.verdict)
-    print(f"Report: {written.page.resolve()}")
+    print(f"{written.verdict}\nReport: {written.page.resolve()}")
 
 
 @app.command()
 def info(path: PathArgument, task_file: TaskOption = None, as_json: JsonOption = False) -> None:
     """Show a checkpoint at a glance. Example: mechinterp info checkpoints/softmax-h2-s0"""
     from mechinterp.report.documents import dumps, info_document
+    from mechinterp.report.terminal import info_text
 
-    checkpoint = _load(path, task_file)
-    document = info_document(checkpoint)
-    if as_json:
-        print(dumps(document))
-        return
-    print(repr(checkpoint))
-    for name in ("id", "step", "eval_loss", "history_rows", "snapshots", "weights"):
-        print(f"  {name}: {document[name]}")
-    print("  experiment:", checkpoint.config.to_json().replace("\n", "\n  "))
-    print("  hooks:")
-    for hook in document["hooks"]:
-        shape = f"[{', '.join(map(str, hook['shape']))}]"
-        print(f"    {hook['name']:<31} {shape:<22} {hook['switch']}".rstrip())
+    document = info_document(_load(path, task_file))
+    print(dumps(document) if as_json else info_text(document))
 
 
 @app.command()
@@ -318,31 +294,6 @@ def convert(
         )
     if document["left_out"]:
         print(f"Left out: {', '.join(document['left_out'])}.")
-
-
-def _config(what: str) -> "ExperimentConfig":
-    """The preset, the config file, or the config of a checkpoint's config.json."""
-    import json
-
-    from mechinterp.config import PRESETS, from_dict, preset
-
-    file = Path(what)
-    if what in PRESETS:
-        return preset(what)
-    if not file.is_file():
-        found = "a folder" if file.is_dir() else "neither"
-        raise ValueError(
-            f"{what}: train needs a preset ({', '.join(PRESETS)}) or a config file, got {found}."
-        )
-    try:
-        document = json.loads(file.read_text(encoding="utf-8"))
-        return from_dict(
-            document.get("experiment", document) if isinstance(document, dict) else document
-        )
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{file}: not a readable JSON file ({error}).") from None
-    except ValueError as error:
-        raise ValueError(f"{file}: {error}") from None
 
 
 def _load(path: Path, task_file: Path | None) -> "Checkpoint":
@@ -386,40 +337,6 @@ def _device(name: str) -> str:
     # The tensors of a step are small: a second thread gains nothing, and waits where cores are shared.
     torch.set_num_threads(1)
     return "cuda" if name != "cpu" and available else "cpu"
-
-
-@contextmanager
-def _progress_bar() -> "Iterator[Callable[[Progress], None]]":
-    """A bar on standard error with steps per second and the time left; gives the `on_log` of a training."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
-    from rich.progress import Progress as Bar
-
-    bar = Bar(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        console=Console(stderr=True),
-    )
-
-    def show(progress: "Progress") -> None:
-        if not bar.tasks:
-            bar.start()
-            bar.add_task("")
-        left = timedelta(seconds=round(progress.seconds_left))
-        models = f"{progress.n_models} model{'s' if progress.n_models > 1 else ''}"
-        text = f"{models}, loss {progress.loss:.4f}, {progress.steps_per_second:.0f} steps/s, {left} left"
-        bar.update(bar.task_ids[0], completed=progress.step, total=progress.steps, description=text)
-
-    try:
-        yield show
-    finally:
-        if bar.tasks:
-            bar.stop()
-
-
-def _print_frame(frame: "pd.DataFrame") -> None:
-    print(frame.to_string(index=False, float_format=lambda value: f"{value:.4g}"))
 
 
 def _with_value(message: str, error: Exception, arguments: list[str]) -> str:

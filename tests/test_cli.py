@@ -285,8 +285,8 @@ def test_info(run: Run, trained: Path):
     assert (ran.document["step"], ran.document["name"]) == (300, "h2")
     assert ran.document["experiment"] == json.loads(load(trained).config.to_json())
     ran = run("info", trained)
-    assert ran.out.startswith("Checkpoint(h2: 2 heads, d_x=5, context_length=40, step 300)\n")
-    assert '"n_heads": 2' in ran.out
+    assert ran.out.startswith("h2: 2 heads, softmax attention, d_x 5, context length 40, step 300,")
+    assert "model: n_layers 1, n_heads 2" in ran.out
 
 
 def test_the_seed_and_the_number_of_prompts_decide_the_numbers(run: Run, trained: Path):

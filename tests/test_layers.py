@@ -48,6 +48,7 @@ ORDER = [
     "analysis.evaluation",
     "analysis.dynamics",
     "report.documents",
+    "report.terminal",
     "report.page",
     "cli",
 ]

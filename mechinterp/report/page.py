@@ -61,6 +61,11 @@ class Report:
     tables: tuple[Path, ...]
     verdict: str
 
+    def to_document(self) -> dict:
+        """The same as JSON knows it."""
+        tables = [str(table) for table in self.tables]
+        return {"page": str(self.page), "tables": tables, "verdict": self.verdict}
+
 
 def write_report(
     checkpoint: Checkpoint,

@@ -263,6 +263,18 @@ def test_a_bridge_passes_what_it_can():
     assert len(failures) < 20
 
 
+def test_examples_of_the_page_run_as_they_say(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(CHECKPOINTS.parent)
+    blocks = re.findall(r"```python\n(.*?)```", Path("docs/transformer_lens.md").read_text(), re.S)
+    names: dict = {}
+    exec("\n".join(blocks), names)
+    model, clean, cache = (names[name] for name in ("model", "clean", "cache"))
+    assert cache["pattern", 0].shape == (64, 2, 41, 41)
+    attributed = cache.logit_attrs(names["heads"], tokens=0)[:, :, -1].sum(0)
+    torch.testing.assert_close(attributed, model.predict(clean)[:, 0])
+    assert not model.cfg.use_zero_mlp
+
+
 def test_result():
     found = Compatibility(("a", "b"), ("", "off by 1"))
     assert repr(found) == "Compatibility(1 of 2 checks pass)\n  b: off by 1"

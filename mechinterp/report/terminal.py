@@ -1,0 +1,96 @@
+"""What the command line shows on a terminal: tables, texts and the progress of a training."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import pandas as pd
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
+from rich.progress import Progress as Bar
+
+from mechinterp.analysis.fits import LearnerFits
+from mechinterp.analysis.heads import MAX_SUBSET_HEADS, HeadAblation, SubsetAblation
+from mechinterp.training.trainer import Progress
+
+
+@contextmanager
+def progress_bar() -> Iterator[Callable[[Progress], None]]:
+    """A bar on standard error with steps per second and the time left; gives the `on_log` of a training."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    bar = Bar(*columns, console=Console(stderr=True))
+
+    def show(progress: Progress) -> None:
+        if not bar.tasks:
+            bar.start()
+            bar.add_task("")
+        left = timedelta(seconds=round(progress.seconds_left))
+        models = f"{progress.n_models} model{'s' if progress.n_models > 1 else ''}"
+        text = f"{models}, loss {progress.loss:.4f}, {progress.steps_per_second:.0f} steps/s, {left} left"
+        bar.update(bar.task_ids[0], completed=progress.step, total=progress.steps, description=text)
+
+    try:
+        yield show
+    finally:
+        if bar.tasks:
+            bar.stop()
+
+
+def frame_text(frame: pd.DataFrame) -> str:
+    """A table in columns, numbers with four digits."""
+    return frame.to_string(index=False, float_format=lambda value: f"{value:.4g}")
+
+
+def fits_text(fits: LearnerFits) -> str:
+    """The verdict, the fits at the trained context length, and R^2 over all lengths."""
+    frame = fits.to_frame()
+    trained = frame[frame["context_length"] == fits.trained_length]
+    columns = ["learner", "factor", "factor_sem", "r2", "r2_sem", "rms", "rms_sem"]
+    columns += ["loss", "loss_gap", "loss_gap_sem"]
+    over_length = frame.pivot(index="context_length", columns="learner", values="r2")
+    return "\n".join(
+        (
+            fits.verdict,
+            f"\nFits at L = {fits.trained_length}; loss_gap is the model's loss minus the learner's",
+            frame_text(trained[columns]),
+            "\nR² over context length",
+            frame_text(over_length[trained["learner"]].rename_axis(None, axis=1).reset_index()),
+        )
+    )
+
+
+def ablation_text(single: list[HeadAblation], subsets: SubsetAblation | None) -> str:
+    """Excess risk, its rise for every masked head, and subsets where there are few enough heads."""
+    risk = f"excess risk {single[0].full_risk:.4f} ± {single[0].full_risk_sem:.4f} y²"
+    table = pd.concat([one.to_frame() for one in single])
+    parts = [risk, "\nRise when one head is masked", frame_text(table)]
+    if subsets is None:
+        parts.append(f"\nSubsets are left out: there are more than {MAX_SUBSET_HEADS} heads.")
+    else:
+        parts += [
+            "\nShapley values: fall of the excess risk a head brings",
+            frame_text(subsets.shapley_frame()),
+        ]
+        parts += ["\nEvery subset of heads kept", frame_text(subsets.to_frame())]
+    return "\n".join(parts)
+
+
+def info_text(document: dict) -> str:
+    """The document of `info`, readable."""
+    task, model = document["experiment"]["task"], document["experiment"]["model"]
+    lines = [
+        f"{document['name']}: {model['n_heads']} heads, {model['score']} attention, d_x {task['d_x']}, "
+        f"context length {task['context_length']}, step {document['step']}, config {document['id']}"
+    ]
+    for name in ("eval_loss", "history_rows", "snapshots", "weights"):
+        lines.append(f"  {name}: {document[name]}")
+    for group, values in document["experiment"].items():
+        fields = values.items() if isinstance(values, dict) else [("", values)]
+        lines.append(
+            f"  {group}: " + ", ".join(f"{name} {value}".strip() for name, value in fields)
+        )
+    lines.append("  hooks (name, shape, what turns it on):")
+    for hook in document["hooks"]:
+        shape = f"[{', '.join(map(str, hook['shape']))}]"
+        lines.append(f"    {hook['name']:<31} {shape:<22} {hook['switch']}".rstrip())
+    return "\n".join(lines)

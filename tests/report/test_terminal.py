@@ -1,0 +1,73 @@
+"""What is printed: the numbers are those of the results."""
+
+import io
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from mechinterp.analysis.fits import fit_learners
+from mechinterp.analysis.heads import ablate_heads, ablate_subsets
+from mechinterp.config import TaskConfig
+from mechinterp.models.constructions import debiased_gradient_step
+from mechinterp.models.transformer import ICLTransformer
+from mechinterp.report import terminal
+from mechinterp.training.trainer import Progress
+
+
+@pytest.fixture
+def pair():
+    return debiased_gradient_step(0.88, 0.1, d_x=5)
+
+
+def test_fits_are_shown_at_the_trained_length_and_r2_over_all(pair):
+    fits = fit_learners(pair, context_lengths=[10, 20], n_prompts=512)
+    text = terminal.fits_text(fits)
+    verdict, *rest = text.splitlines()
+    assert verdict == fits.verdict
+    assert "Fits at L = 40; loss_gap is the model's loss minus the learner's" in rest
+    (row,) = [line.split() for line in rest if line.split()[:1] == ["debiased_gd"]]
+    assert row[1] == f"{fits.factor[2, 2]:.4g}"
+    over_length = rest[rest.index("R² over context length") + 1 :]
+    assert over_length[0].split() == [
+        "context_length",
+        "zero",
+        "vanilla_gd",
+        "debiased_gd",
+        "kernel_head",
+        "ridge",
+    ]
+    values = np.array([line.split() for line in over_length[1:]], dtype=float)
+    assert values[:, 0].tolist() == [10, 20, 40]
+    np.testing.assert_allclose(values[:, 1:], fits.r2, rtol=1e-3)
+
+
+def test_ablations_say_when_subsets_are_left_out(pair, prompts):
+    single = [ablate_heads(ICLTransformer.from_weights(pair, task=TaskConfig()), prompts)]
+    text = terminal.ablation_text(single, None)
+    assert (
+        text.splitlines()[0]
+        == f"excess risk {single[0].full_risk:.4f} ± {single[0].full_risk_sem:.4f} y²"
+    )
+    assert text.endswith("Subsets are left out: there are more than 12 heads.")
+    subsets = ablate_subsets(pair, prompts)
+    last = terminal.ablation_text(single, subsets).splitlines()[-1].split()
+    assert last[:3] == ["H0", "H1", "2"]
+    assert last[3] == f"{subsets.risk[-1]:.4g}"
+
+
+def test_the_bar_shows_models_loss_speed_and_time_left(monkeypatch):
+    shown = io.StringIO()
+    monkeypatch.setattr(
+        terminal, "Console", lambda stderr: Console(file=shown, width=120, force_terminal=True)
+    )
+    with terminal.progress_bar() as on_log:
+        on_log(Progress(step=400, steps=1000, n_models=2, loss=0.25, steps_per_second=10.0))
+    assert "2 models, loss 0.2500, 10 steps/s, 0:01:00 left" in shown.getvalue()
+    assert "400/1000" in shown.getvalue()
+
+
+def test_a_bar_that_was_never_used_prints_nothing(capsys):
+    with terminal.progress_bar():
+        pass
+    assert capsys.readouterr() == ("", "")
