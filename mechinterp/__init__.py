@@ -17,6 +17,8 @@ _HOMES = {
     "ablate_heads": "mechinterp.analysis.heads",
     "ablate_subsets": "mechinterp.analysis.heads",
     "mask_heads": "mechinterp.analysis.heads",
+    "patch_positions": "mechinterp.analysis.patching",
+    "check_compatible": "mechinterp.models.conformance",
 }
 __all__ = list(_HOMES)
 

@@ -4,7 +4,9 @@ TransformerLens takes the number of positions from the last axis of its input, w
 vectors is d_model; here the positions are counted as they are.
 """
 
+import io
 from collections.abc import Callable, Sequence
+from contextlib import redirect_stderr
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -124,7 +126,8 @@ def patch_positions(
         del axes["head"]
     # The indices are given: TransformerLens would count d_model positions.
     indices = patching.make_df_from_ranges(list(axes.values()), list(axes))
-    with torch.no_grad():
+    # TransformerLens draws a progress bar; a library prints nothing.
+    with torch.no_grad(), redirect_stderr(io.StringIO()):
         logits, cache = model.run_with_cache(clean.tokens)
         assert logits is not None
         assert isinstance(cache, ActivationCache)

@@ -121,3 +121,8 @@ def test_prompts_of_other_lengths_are_refused():
 def test_a_model_in_training_mode_is_refused():
     with pytest.raises(ValueError, match="evaluation mode"):
         patch_positions(random_model().train(), random_prompts(4, 1), random_prompts(4, 2))
+
+
+def test_nothing_is_printed(capfd):
+    patch_positions(random_model(), random_prompts(3, 1), random_prompts(3, 2))
+    assert capfd.readouterr() == ("", "")
