@@ -89,7 +89,8 @@ def train(
     as_json: JsonOption = False,
 ) -> None:
     """Train one model. Example: mechinterp train softmax-h2 --set seed=1 --out runs/h2-s1"""
-    from mechinterp.config import PRESETS, named_config, override
+    from mechinterp.checkpoints.loading import named_config
+    from mechinterp.config import PRESETS, override
     from mechinterp.report.documents import dumps, training_document
     from mechinterp.report.terminal import progress_bar
     from mechinterp.training.sweep import train_models

@@ -7,7 +7,6 @@ asks for something the package cannot do is refused when it is made.
 import hashlib
 import json
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
-from pathlib import Path
 
 from mechinterp.fields import (
     build,
@@ -292,33 +291,6 @@ def preset(name: str) -> ExperimentConfig:
     if name not in PRESETS:
         raise ValueError(f"Preset must be one of {', '.join(PRESETS)}, got {name!r}.")
     return PRESETS[name]
-
-
-def named_config(what: str) -> ExperimentConfig:
-    """The preset of this name, or the config in a file: its own JSON or a checkpoint's config.json.
-
-    Raises:
-        ValueError: If it is neither, or the file holds no config.
-    Example:
-        >>> named_config("checkpoints/softmax-h2-s0/config.json") == preset("softmax-h2")
-        True
-    """
-    file = Path(what)
-    if what in PRESETS:
-        return preset(what)
-    if not file.is_file():
-        found = "a folder" if file.is_dir() else "neither"
-        raise ValueError(
-            f"{what}: train needs a preset ({', '.join(PRESETS)}) or a config file, got {found}."
-        )
-    try:
-        document = json.loads(file.read_text(encoding="utf-8"))
-        inner = document.get("experiment", document) if isinstance(document, dict) else document
-        return from_dict(inner)
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{file}: not a readable JSON file ({error}).") from None
-    except ValueError as error:
-        raise ValueError(f"{file}: {error}") from None
 
 
 # He et al. 2025 (arXiv 2503.12734), common setting: the defaults above.

@@ -41,6 +41,7 @@ ORDER = [
     "training.sweep",
     "analysis.estimates",
     "analysis.circuits",
+    "analysis.manifold",
     "analysis.patterns",
     "analysis.heads",
     "analysis.patching",

@@ -5,25 +5,24 @@ Every label comes with the numbers that earned it, and a model that is not clear
 """
 
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 import torch
 from jaxtyping import Float
-from scipy.optimize import minimize_scalar
 from torch import Tensor
 
 from mechinterp import figures
 from mechinterp.analysis.circuits import Circuits, HasWeights, circuits, weights_of
 from mechinterp.analysis.estimates import ratio_and_sem
+from mechinterp.analysis.manifold import nearest_on_manifold
 from mechinterp.config import TaskConfig
 from mechinterp.icl.predictors import debiased_gd, nadaraya_watson
 from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
 from mechinterp.models.functional import AttentionWeights, head_outputs
 from mechinterp.models.scores import score_derivative_at_zero
-from mechinterp.theory.softmax import debiased_step_size, manifold_mu
+from mechinterp.theory.softmax import debiased_step_size
 
 
 @dataclass(frozen=True)
@@ -158,7 +157,7 @@ def _classification(
     sizes = np.abs(omega)
     eta = float(omega @ mu) * score_derivative_at_zero(weights.score, weights.score_slope)
     both_signs = {"positive", "negative"} <= set(labels)
-    gamma, distance = _nearest_on_manifold(omega, mu, task) if both_signs else (np.nan, np.nan)
+    gamma, distance = nearest_on_manifold(omega, mu, task) if both_signs else (np.nan, np.nan)
     learned = debiased_gd(prompts, eta=eta) if both_signs else _smoothed(prompts, found, active)
     prediction = outputs.sum(1)
     unexplained, r2_sem = ratio_and_sem(
@@ -271,34 +270,3 @@ def _optimal_step(task: TaskConfig) -> float:
         return float("nan")
     ratio = task.noise_var / task.signal_var
     return debiased_step_size(d_x=task.d_x, context_length=task.context_length, noise_var=ratio)
-
-
-def _nearest_on_manifold(
-    omega: np.ndarray, mu: np.ndarray, task: TaskConfig
-) -> tuple[float, float]:
-    """gamma of the nearest point of the solution manifold (4.6), and the distance to it.
-
-    For a given gamma the nearest point has |omega_h| = gamma and shifts the mu of each sign equally, so
-    that they sum to +-mu_gamma. Distances in omega and in mu are relative to their norms.
-    """
-    if task.covariance.kind != "identity":
-        return float("nan"), float("nan")
-    mu_at = partial(
-        manifold_mu,
-        d_x=task.d_x,
-        context_length=task.context_length,
-        noise_var=task.noise_var / task.signal_var,
-    )
-
-    def distance(gamma: float) -> float:
-        target = mu_at(gamma)
-        off_omega = np.sum((np.abs(omega) - gamma) ** 2) / np.sum(omega**2)
-        off_mu = sum(
-            (np.abs(mu[group]).sum() - target) ** 2 / group.sum()
-            for group in (omega > 0, omega < 0)
-        ) / np.sum(mu**2)
-        return float(np.sqrt(off_omega + off_mu))
-
-    bounds = (np.abs(omega).min() / 4, np.abs(omega).max() * 4)
-    best = minimize_scalar(distance, bounds=bounds, method="bounded", options={"xatol": 1e-9})
-    return float(best.x), float(best.fun)

@@ -1,8 +1,11 @@
-"""Writing a file so that a kill at any moment leaves either the old or the new one."""
+"""Files written so that a kill at any moment leaves either the old or the new one, and JSON files read."""
 
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
+
+from mechinterp.checkpoints.errors import CheckpointError, one_line
 
 
 def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
@@ -16,6 +19,19 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
     finally:
         temporary.unlink(missing_ok=True)
     _flush(path.parent)
+
+
+def read_json(file: Path) -> object:
+    """What a JSON file holds.
+
+    Raises:
+        CheckpointError: If it cannot be read.
+    """
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        reason = one_line(error) if file.exists() else "does not exist"
+        raise CheckpointError(f"{file}: not a readable JSON file ({reason}).") from None
 
 
 def _flush(path: Path) -> None:

@@ -1,11 +1,10 @@
 """Checkpoints of any known format: which one lies at a path, and from one to the other."""
 
-import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from mechinterp.checkpoints import native
-from mechinterp.checkpoints.errors import CheckpointError, one_line
+from mechinterp.checkpoints.errors import CheckpointError
 from mechinterp.checkpoints.exchange import (
     FORMAT,
     SIDE_CAR,
@@ -13,7 +12,9 @@ from mechinterp.checkpoints.exchange import (
     read_exchange,
     write_exchange,
 )
+from mechinterp.checkpoints.files import read_json
 from mechinterp.checkpoints.native import Checkpoint
+from mechinterp.config import PRESETS, ExperimentConfig, from_dict, preset
 
 FORMATS = ("native", FORMAT)
 
@@ -86,10 +87,32 @@ def read_task(file: Path) -> dict[str, object]:
     Raises:
         CheckpointError: If the file is not readable or holds no JSON object.
     """
-    try:
-        task = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{file}: not a readable JSON file ({one_line(error)}).") from None
+    task = read_json(file)
     if not isinstance(task, dict):
         raise CheckpointError(f"{file}: must hold a JSON object, got {type(task).__name__}.")
     return task
+
+
+def named_config(what: str) -> ExperimentConfig:
+    """The preset of this name, or the config in a file: its own JSON or a checkpoint's config.json.
+
+    Raises:
+        ValueError: If it is neither, or the file holds no config.
+    Example:
+        >>> named_config("checkpoints/softmax-h2-s0/config.json") == preset("softmax-h2")
+        True
+    """
+    file = Path(what)
+    if what in PRESETS:
+        return preset(what)
+    if not file.is_file():
+        found = "a folder" if file.is_dir() else "neither"
+        raise ValueError(
+            f"{what}: train needs a preset ({', '.join(PRESETS)}) or a config file, got {found}."
+        )
+    document = read_json(file)
+    inner = document.get("experiment", document) if isinstance(document, dict) else document
+    try:
+        return from_dict(inner)
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}") from None

@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from mechinterp.checkpoints.errors import CheckpointError, one_line
-from mechinterp.checkpoints.files import write_atomically
+from mechinterp.checkpoints.files import read_json, write_atomically
 from mechinterp.config import ExperimentConfig, from_dict
 from mechinterp.models.functional import AttentionWeights
 
@@ -197,10 +197,7 @@ def read_document(file: Path) -> tuple[dict, ExperimentConfig]:
     Raises:
         CheckpointError: If the file cannot be read, or a field is missing or wrong.
     """
-    try:
-        document = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{file}: not a readable JSON file ({one_line(error)}).") from None
+    document = read_json(file)
     if not isinstance(document, dict):
         raise CheckpointError(f"{file}: must hold a JSON object, got {type(document).__name__}.")
     for name in ("format_version", "step", "experiment"):

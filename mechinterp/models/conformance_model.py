@@ -79,16 +79,19 @@ def switched_on(model: Module, *switches: str) -> Iterator[None]:
 
 
 def has_settings(model: Module) -> None:
+    """The settings that TransformerLens' tools read are in `model.cfg`."""
     missing = [name for name in SETTINGS if not hasattr(model.cfg, name)]
     require(not missing, f"cfg lacks {', '.join(missing)}")
 
 
 def is_in_evaluation_mode(model: Module) -> None:
+    """No submodule is in training mode, which TransformerLens' patching refuses."""
     modes = [module.training for module in model.modules()]
     require(not any(modes), "a submodule is in training mode: call model.eval()")
 
 
 def leaves_input_alone(model: Module) -> None:
+    """A hook that writes in place does not reach the caller's input."""
     inputs, _ = sample_inputs(model)
     before, seen = inputs.clone(), []
 
@@ -106,6 +109,7 @@ def leaves_input_alone(model: Module) -> None:
 
 
 def caches_activations(model: Module) -> None:
+    """`run_with_cache` gives an ActivationCache with the axes and filters of HookedTransformer."""
     inputs, _ = sample_inputs(model)
     cfg, n_pos = model.cfg, inputs.shape[1]
     logits, cache = model.run_with_cache(inputs)
@@ -127,6 +131,7 @@ def caches_activations(model: Module) -> None:
 
 
 def runs_hooks(model: Module) -> None:
+    """`run_with_hooks` lets a hook act, and takes it off."""
     inputs, _ = sample_inputs(model)
     before = model(inputs)
     hook = ("blocks.0.hook_attn_out", replace_at((slice(None),), 1.0))
@@ -139,6 +144,7 @@ def runs_hooks(model: Module) -> None:
 
 
 def drops_hooks_after_an_exception(model: Module) -> None:
+    """A hook that raises is off afterwards."""
     inputs, _ = sample_inputs(model)
 
     def stop(values: Tensor, hook: object) -> None:
@@ -158,6 +164,7 @@ def drops_hooks_after_an_exception(model: Module) -> None:
 
 
 def masks_strictly(model: Module) -> None:
+    """No position attends to itself or to later ones; the first pattern row is zero."""
     inputs, _ = sample_inputs(model)
     logits, cache = model.run_with_cache(inputs)
     for layer in range(model.cfg.n_layers):
@@ -188,6 +195,7 @@ def acts_on_scores(model: Module) -> None:
 
 
 def has_finite_gradients(model: Module) -> None:
+    """Gradients are finite everywhere, at the scores of the first row too."""
     inputs, _ = sample_inputs(model)
     names = [f"blocks.0.attn.hook_{name}" for name in ("attn_scores", "pattern")]
     parameters = dict(model.named_parameters())
@@ -232,6 +240,7 @@ def ablates_heads(model: Module) -> None:
 
 
 def decomposes_the_residual_stream(model: Module) -> None:
+    """The parts of the residual stream add up to the output."""
     inputs, _ = sample_inputs(model)
     logits, cache = model.run_with_cache(inputs)
     require_close(cache.decompose_resid().sum(0) @ model.W_U + model.b_U, logits, "decompose_resid")
@@ -246,6 +255,7 @@ def decomposes_the_residual_stream(model: Module) -> None:
 
 
 def decomposes_into_heads(model: Module) -> None:
+    """Head results and the remainder add up to the output, and so do their attributions."""
     inputs, _ = sample_inputs(model)
     logits, cache = model.run_with_cache(inputs)
     heads, labels = cache.stack_head_results(incl_remainder=True, return_labels=True)
@@ -257,6 +267,7 @@ def decomposes_into_heads(model: Module) -> None:
 
 
 def reads_layers_by_logit_lens(model: Module) -> None:
+    """The last entry of the logit lens is the output."""
     inputs, _ = sample_inputs(model)
     logits, cache = model.run_with_cache(inputs)
     require_close(cache.logit_lens(positions=None).values[-1], logits, "the last entry of the lens")

@@ -112,6 +112,7 @@ def counts_positions(model: Module) -> None:
 
 
 def patches_every(model: Module, *, name: str, n_kinds: int, axes: tuple[str, ...]) -> None:
+    """A sweep of TransformerLens over several kinds of activation runs."""
     clean, corrupted = sample_inputs(model)
     cfg = model.cfg
     sizes = {"layer": cfg.n_layers, "pos": clean.shape[1], "head": cfg.n_heads}
@@ -200,6 +201,7 @@ def measures_faithfulness(model: Module) -> None:
 
 
 def has_factored_circuits(model: Module) -> None:
+    """QK and OV are FactoredMatrix, with their SVD and composition."""
     OV, QK = model.OV, model.QK
     require(isinstance(OV, FactoredMatrix), f"model.OV is a {type(OV).__name__}")
     dense = model.W_V @ model.W_O
@@ -213,12 +215,14 @@ def has_factored_circuits(model: Module) -> None:
 
 
 def interprets_by_svd(model: Module) -> None:
+    """SVDInterpreter runs on the OV circuits."""
     vectors = SVDInterpreter(model).get_singular_vectors("OV", 0, num_vectors=1, head_index=0)
     right = torch.linalg.svd(model.W_V[0, 0] @ model.W_O[0, 0])[2][0]
     require_close(vectors[:, 0, 0].abs(), (right @ model.W_U).abs(), "the first singular vector")
 
 
 def compares_subspaces(model: Module) -> None:
+    """Subspace affinity between heads runs."""
     for role in "QKV":
         affinity = attention_head_subspace_affinity(
             model, target_role=role, layer_order="all", rank=1

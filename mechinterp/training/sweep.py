@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 from mechinterp.checkpoints.errors import CheckpointError
+from mechinterp.checkpoints.files import read_json
 from mechinterp.checkpoints.native import load, save
 from mechinterp.config import ExperimentConfig, differences, from_dict, override, preset, value_of
 from mechinterp.training.trainer import Pack, Progress, pack_key, train_pack
@@ -50,18 +51,14 @@ def load_sweep(file: str | Path) -> dict[str, ExperimentConfig]:
         26
     """
     file = Path(file)
+    document = read_json(file)
+    models: dict[str, ExperimentConfig] = {}
     try:
-        document = json.loads(file.read_text(encoding="utf-8"))
-        models: dict[str, ExperimentConfig] = {}
         for entry in document if isinstance(document, list) else [document]:
             for name, config in _entry_models(entry):
                 if name in models:
                     raise ValueError(f"names must differ, got {name!r} twice.")
                 models[name] = config
-    except OSError as error:
-        raise ValueError(f"{file}: cannot be read ({error.strerror}).") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{file}: not a readable JSON file ({error}).") from None
     except ValueError as error:
         raise ValueError(f"{file}: {' '.join(str(error).split())}") from None
     if not models:

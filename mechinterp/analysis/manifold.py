@@ -1,0 +1,56 @@
+"""The solution manifold of the approximate loss, and how far a model's heads are from it."""
+
+from functools import partial
+
+import numpy as np
+from jaxtyping import Float
+from scipy.optimize import minimize_scalar
+
+from mechinterp.config import TaskConfig
+from mechinterp.theory.softmax import manifold_mu
+
+
+def nearest_on_manifold(
+    omega: Float[np.ndarray, " head"], mu: Float[np.ndarray, " head"], task: TaskConfig
+) -> tuple[float, float]:
+    """gamma of the nearest point of the solution manifold, and the distance to it.
+
+    For a given gamma the nearest point has |omega_h| = gamma and shifts the mu of each sign equally, so
+    that they sum to +-mu_gamma. Distances in omega and in mu are relative to their norms.
+
+    Args:
+        omega: Mean omega of each active head, of both signs; unit 1/x^2.
+        mu: mu of each active head.
+    Returns:
+        gamma in 1/x^2 and the distance; NaN unless x is isotropic.
+    Source:
+        He et al. 2025, arXiv 2503.12734, eq. (4.6)-(4.7); the projection is derived here.
+    Example:
+        >>> total = manifold_mu(0.13, d_x=5, context_length=40, noise_var=0.1)
+        >>> gamma, distance = nearest_on_manifold(
+        ...     np.array([0.13, -0.13]), np.array([total, -total]), TaskConfig()
+        ... )
+        >>> round(gamma, 4), round(distance, 4)
+        (0.13, 0.0)
+    """
+    if task.covariance.kind != "identity":
+        return float("nan"), float("nan")
+    mu_at = partial(
+        manifold_mu,
+        d_x=task.d_x,
+        context_length=task.context_length,
+        noise_var=task.noise_var / task.signal_var,
+    )
+
+    def distance(gamma: float) -> float:
+        target = mu_at(gamma)
+        off_omega = np.sum((np.abs(omega) - gamma) ** 2) / np.sum(omega**2)
+        off_mu = sum(
+            (np.abs(mu[group]).sum() - target) ** 2 / group.sum()
+            for group in (omega > 0, omega < 0)
+        ) / np.sum(mu**2)
+        return float(np.sqrt(off_omega + off_mu))
+
+    bounds = (np.abs(omega).min() / 4, np.abs(omega).max() * 4)
+    best = minimize_scalar(distance, bounds=bounds, method="bounded", options={"xatol": 1e-9})
+    return float(best.x), float(best.fun)
