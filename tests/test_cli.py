@@ -319,7 +319,7 @@ def test_the_seed_and_the_number_of_prompts_decide_the_numbers(run: Run, trained
         (["train", "softmax-h1", "--set"], ["--set", "requires an argument"]),
         (["train", "softmax-h1", "--colour"], ["--colour"]),
         (["sweep", "here.json"], ["--out"]),
-        (["sweep", "here.json", "--out", "run"], ["here.json", "No such file"]),
+        (["sweep", "here.json", "--out", "run"], ["here.json", "does not exist"]),
         (["classify"], ["PATH"]),
         (["classify", "--n-prompts", "1", "x"], ["--n-prompts", "equal to 2", "got 1."]),
         (["ablate"], ["PATH"]),
