@@ -17,6 +17,7 @@ from mechinterp.checkpoints.native import load
 from mechinterp.config import TaskConfig, override
 from mechinterp.theory.softmax import debiased_step_size
 from mechinterp.training.step import initial_weights
+from mechinterp.training.sweep import load_sweep
 from mechinterp.training.trainer import Pack
 from tests.conftest import CHECKPOINTS
 
@@ -56,6 +57,11 @@ def test_every_head_count_is_shipped_with_three_seeds_at_the_paper_s_setting():
         snapshots = (0, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000, 200_000, 500_000)
         assert tuple(checkpoint(name).snapshots) == snapshots
         assert checkpoint(name).history["step"].nunique() == 502
+
+
+def test_the_sweep_file_names_the_shipped_models_with_their_configs():
+    models = load_sweep(CHECKPOINTS.parent / "analyses" / "sweeps" / "softmax.json")
+    assert models == {name: checkpoint(name).config for name in NAMES}
 
 
 @pytest.mark.parametrize("name", NAMES)
