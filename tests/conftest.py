@@ -8,9 +8,17 @@ import torch
 from mechinterp.config import TaskConfig
 from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
 from mechinterp.models.constructions import debiased_gradient_step, zero_head
-from mechinterp.models.functional import AttentionWeights, stack
+from mechinterp.models.functional import NAMES, AttentionWeights, stack
 
 CHECKPOINTS = Path(__file__).parents[1] / "checkpoints"
+
+
+def assert_same(actual: AttentionWeights, expected: AttentionWeights):
+    """Equal bits, and the same law of attention."""
+    for name in NAMES:
+        assert torch.equal(getattr(actual, name), getattr(expected, name)), name
+    law = (expected.scale, expected.score, expected.score_slope)
+    assert (actual.scale, actual.score, actual.score_slope) == law
 
 
 @pytest.fixture

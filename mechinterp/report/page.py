@@ -23,7 +23,7 @@ from mechinterp.analysis.heads import (
     ablate_heads,
     ablate_subsets,
 )
-from mechinterp.analysis.patterns import Classification, classify
+from mechinterp.analysis.patterns import Classification, Thresholds, classify
 from mechinterp.checkpoints.files import write_atomically
 from mechinterp.checkpoints.native import Checkpoint
 from mechinterp.icl.prompts import generator_for, sample_prompts
@@ -144,8 +144,8 @@ def _heads(found: Classification) -> Section:
     return Section(
         "Heads and pattern",
         f"The pattern is {found.pattern}: {found.reason}.",
-        "A head is active if its share of the heads' output (standard deviation over prompts) is above 1%, "
-        "else it is a dummy. Active heads are positive or negative by the common sign of omega and mu. "
+        "A head is active if its share of the heads' output (standard deviation over prompts) is above "
+        f"{Thresholds().share:.0%}, else it is a dummy. Active heads are positive or negative by the common sign of omega and mu. "
         "Heads of one sign make a kernel smoother; heads of both signs whose mu sum to zero and whose "
         "|omega| agree make one step of debiased gradient descent of size eta. The last row puts the closed "
         "form, built from omega and mu alone, in the model's place.",
@@ -181,10 +181,13 @@ def _ablation(checkpoint: Checkpoint, found: Classification, n_prompts: int, see
         text += (
             " Masking one head of a ± pair does more than remove its share: the mu no longer sum to zero, so the "
             "mean response of the context, which the pair had cancelled, enters the prediction with the weight "
-            "of the heads that stay. A large bar therefore does not mean that a head could do the task alone; "
-            "the table of subsets and the Shapley values, which average over all orders of adding heads, tell."
+            "of the heads that stay. A large bar therefore does not mean that a head could do the task alone."
         )
     if checkpoint.config.model.n_heads <= MAX_SUBSET_HEADS:
+        text += (
+            " What heads do alone and together stands in the table of subsets; the Shapley values average over "
+            "all orders of adding heads."
+        )
         subsets = ablate_subsets(checkpoint, prompts)
         pictures["shapley"] = subsets.plot()
         tables |= {"shapley": subsets.shapley_frame(), "subsets": subsets.to_frame()}

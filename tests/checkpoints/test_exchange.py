@@ -17,8 +17,9 @@ from mechinterp.checkpoints.loading import convert, load
 from mechinterp.checkpoints.native import save
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig
 from mechinterp.icl.prompts import generator_for, sample_prompts
-from mechinterp.models.functional import NAMES, AttentionWeights, predict
+from mechinterp.models.functional import NAMES, predict
 from mechinterp.training.step import initial_weights
+from tests.conftest import assert_same
 
 CONFIG = ExperimentConfig(
     task=TaskConfig(d_x=3, d_y=2, context_length=8, noise_var=0.3),
@@ -26,13 +27,6 @@ CONFIG = ExperimentConfig(
     seed=2,
 )
 ATTN = "blocks.0.attn."
-
-
-def assert_same(actual: AttentionWeights, expected: AttentionWeights):
-    for name in NAMES:
-        assert torch.equal(getattr(actual, name), getattr(expected, name)), name
-    law = (expected.scale, expected.score, expected.score_slope)
-    assert (actual.scale, actual.score, actual.score_slope) == law
 
 
 @pytest.fixture

@@ -18,9 +18,9 @@ from mechinterp.checkpoints.errors import CheckpointError
 from mechinterp.checkpoints.files import write_atomically
 from mechinterp.checkpoints.native import git_commit, load, save, state_dict, write_weights
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig, TrainConfig
-from mechinterp.models.functional import NAMES, AttentionWeights
 from mechinterp.training.step import initial_weights
 from mechinterp.training.trainer import Pack
+from tests.conftest import assert_same
 
 CONFIG = ExperimentConfig(
     task=TaskConfig(d_x=3, d_y=2, context_length=8),
@@ -30,13 +30,6 @@ CONFIG = ExperimentConfig(
     ),
     seed=2,
 )
-
-
-def assert_same(actual: AttentionWeights, expected: AttentionWeights):
-    for name in NAMES:
-        assert torch.equal(getattr(actual, name), getattr(expected, name)), name
-    law = (expected.scale, expected.score, expected.score_slope)
-    assert (actual.scale, actual.score, actual.score_slope) == law
 
 
 @pytest.fixture
