@@ -13,6 +13,7 @@ _HOMES = {
     "sample_prompts": "mechinterp.icl.prompts",
     "circuits": "mechinterp.analysis.circuits",
     "classify": "mechinterp.analysis.patterns",
+    "classify_circuits": "mechinterp.analysis.patterns",
     "fit_learners": "mechinterp.analysis.fits",
     "ablate_heads": "mechinterp.analysis.heads",
     "ablate_subsets": "mechinterp.analysis.heads",

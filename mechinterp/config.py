@@ -18,7 +18,11 @@ from mechinterp.fields import (
 )
 
 COVARIANCES = ("identity", "kms", "eigenvalues")
-SCORES = ("softmax", "1+tanh", "1+Cx", "(1+Cx)^2")
+SCORES = ("softmax", "1+tanh", "1+Cx", "(1+Cx)^2", "linear", "linear/L")
+
+
+# Fields of ModelConfig that the first version did not have: they must not change the ids it gave.
+LATER_FIELDS = ("attend_to_self", "biases")
 
 
 @dataclass(frozen=True)
@@ -71,7 +75,7 @@ class TaskConfig:
     query_noise: bool = True
     """Whether y_query, the target of training, carries noise too."""
     supports: tuple[tuple[int, ...], ...] | None = None
-    """Covariate coordinates read by each response; None: all of them."""
+    """Covariate coordinates, from 0, that each response depends on; None: all of them."""
     sparsity: int | None = None
     """Number of nonzero entries of a task vector; None: all of them."""
     n_sequences: int | None = None
@@ -88,7 +92,25 @@ class TaskConfig:
             raise ValueError(
                 f"task.covariance.eigenvalues must hold d_x = {self.d_x} numbers, got {len(eigenvalues)}."
             )
-        refuse_unused("task", self, "supports", "sparsity", "n_sequences")
+        self._check_supports()
+        refuse_unused("task", self, "sparsity", "n_sequences")
+
+    def _check_supports(self) -> None:
+        if self.supports is None:
+            return
+        if len(self.supports) != self.d_y:
+            raise ValueError(
+                f"task.supports must hold one list for each of {self.d_y} responses, got {len(self.supports)}."
+            )
+        for support in self.supports:
+            if not support or len(set(support)) < len(support):
+                raise ValueError(
+                    f"task.supports must list coordinates, each once, got {list(support)}."
+                )
+            if not all(0 <= coordinate < self.d_x for coordinate in support):
+                raise ValueError(
+                    f"task.supports must name coordinates from 0 to {self.d_x - 1}, got {list(support)}."
+                )
 
     @property
     def beta_variance(self) -> float:
@@ -97,11 +119,12 @@ class TaskConfig:
 
     @property
     def signal_var(self) -> float:
-        """Variance of x . beta: beta_var times the trace of Sigma, unit y^2."""
-        trace = (
-            sum(self.covariance.eigenvalues) if self.covariance.kind == "eigenvalues" else self.d_x
-        )
-        return self.beta_variance * trace
+        """Variance of x . beta, the mean over responses: beta_var times the trace of Sigma on a support, unit y^2."""
+        given = self.covariance.kind == "eigenvalues"
+        diagonal = self.covariance.eigenvalues if given else (1.0,) * self.d_x
+        supports = self.supports or (tuple(range(self.d_x)),)
+        traces = [sum(diagonal[i] for i in support) for support in supports]
+        return self.beta_variance * sum(traces) / len(traces)
 
 
 @dataclass(frozen=True)
@@ -115,9 +138,14 @@ class ModelConfig:
     d_head: int | None = None
     """Width of a head; None stands for d_model = d_x + d_y."""
     score: str = "softmax"
-    """Attention weights are f(s_i) / sum_j f(s_j); "softmax" has f = exp, the others name f."""
+    """Attention weights are f(s_i) / sum_j f(s_j); "softmax" has f = exp, the others name f. Linear
+    attention has C s_i ("linear") or C s_i over the number of keys ("linear/L")."""
     score_slope: float = 1.0
-    """The constant C of "1+Cx" and "(1+Cx)^2"."""
+    """The constant C of "1+Cx", "(1+Cx)^2" and linear attention."""
+    attend_to_self: bool = False
+    """Whether the query is among its own keys; the models trained here read the context alone."""
+    biases: bool = False
+    """Whether the layer has biases b_Q, b_K, b_V, b_O; the models trained here have none."""
 
     def __post_init__(self) -> None:
         set_checked(self, "model")
@@ -193,8 +221,13 @@ class ExperimentConfig:
 
     @property
     def id(self) -> str:
-        """Eight hexadecimal digits of the sorted JSON."""
-        return hashlib.sha256(self.to_json().encode()).hexdigest()[:8]
+        """Eight hexadecimal digits of the sorted JSON, later fields left out where they hold their defaults."""
+        values = asdict(self)
+        for name in LATER_FIELDS:
+            if getattr(self.model, name) == getattr(ModelConfig(), name):
+                del values["model"][name]
+        text = json.dumps(values, indent=2, sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:8]
 
     def to_json(self) -> str:
         """The config as sorted, indented JSON."""

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import is_dataclass
+from functools import cache
 from numbers import Integral, Real
 from types import NoneType, UnionType
 from typing import Union, get_args, get_origin, get_type_hints
@@ -17,7 +18,7 @@ def build(cls: type, values: object, prefix: str = ""):
         raise ValueError(
             f"{prefix.rstrip('.') or 'A config'} must be a JSON object, got {values!r}."
         )
-    hints = get_type_hints(cls)
+    hints = _hints(cls)
     arguments = {}
     for name, value in values.items():
         if name not in hints:
@@ -31,7 +32,7 @@ def build(cls: type, values: object, prefix: str = ""):
 
 def set_checked(config: object, group: str) -> None:
     """Check the type of every plain field and bring it into the form it has after a trip through JSON."""
-    for name, hint in get_type_hints(type(config)).items():
+    for name, hint in _hints(type(config)).items():
         if not is_dataclass(hint):
             label = f"{group}.{name}" if group else name
             object.__setattr__(config, name, _checked(getattr(config, name), hint, label))
@@ -71,6 +72,11 @@ def flatten(values: dict, prefix: str = "") -> dict[str, object]:
         )
         leaves |= inner
     return leaves
+
+
+@cache
+def _hints(cls: type) -> dict[str, object]:
+    return get_type_hints(cls)
 
 
 def _checked(value: object, hint: object, name: str) -> object:

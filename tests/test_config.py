@@ -97,7 +97,15 @@ def test_the_id_is_stable():
 
 
 def test_configs_that_differ_have_different_ids():
-    changes = ["seed=1", "task.d_x=6", "task.query_noise=false", "model.d_head=6", "train.steps=9"]
+    changes = [
+        "model.biases=true",
+        "model.attend_to_self=true",
+        "seed=1",
+        "task.d_x=6",
+        "task.query_noise=false",
+        "model.d_head=6",
+        "train.steps=9",
+    ]
     ids = {override(ExperimentConfig(), change).id for change in changes}
     assert len(ids | {ExperimentConfig().id}) == len(changes) + 1
 
@@ -228,7 +236,10 @@ REFUSED = {
     'task.covariance={"kind": "eigenvalues", "eigenvalues": [1, 2]}': (
         "task.covariance.eigenvalues must hold d_x = 5 numbers, got 2."
     ),
-    "task.supports=[[0, 1]]": "task.supports is not used in this version and must be null, got ((0, 1),).",
+    "task.supports=[]": "task.supports must hold one list for each of 1 responses, got 0.",
+    "task.supports=[[]]": "task.supports must list coordinates, each once, got [].",
+    "task.supports=[[1, 1]]": "task.supports must list coordinates, each once, got [1, 1].",
+    "task.supports=[[0, 5]]": "task.supports must name coordinates from 0 to 4, got [0, 5].",
     "task.sparsity=2": "task.sparsity is not used in this version and must be null, got 2.",
     "task.n_sequences=9": "task.n_sequences is not used in this version and must be null, got 9.",
     "model.n_layers=2": "model.n_layers must be 1 in this version, got 2.",
@@ -249,12 +260,12 @@ REFUSED = {
     "n_heads=2": "Unknown field 'n_heads'; known: task, model, train, seed.",
     "model.heads=2": (
         "Unknown field 'model.heads'; known: model.n_layers, model.n_heads, model.d_head, model.score, "
-        "model.score_slope."
+        "model.score_slope, model.attend_to_self, model.biases."
     ),
     "seed.x=2": "Unknown field 'seed.x'; known: none.",
     'model={"heads": 2}': (
         "Unknown field 'model.heads'; known: model.n_layers, model.n_heads, model.d_head, model.score, "
-        "model.score_slope."
+        "model.score_slope, model.attend_to_self, model.biases."
     ),
 }
 

@@ -5,8 +5,9 @@ prompts is a pure function of (seed, stream, step), so that a run can be resumed
 on the same prompts.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -41,7 +42,7 @@ class Prompts:
     def __getitem__(self, rows: slice) -> "Prompts":
         return Prompts(**{f.name: getattr(self, f.name)[rows] for f in fields(self)})
 
-    @property
+    @cached_property
     def context_tokens(self) -> Float[Tensor, "batch context d_model"]:
         """The pairs as tokens (x, y)."""
         return torch.cat([self.x, self.y], dim=-1)
@@ -93,6 +94,20 @@ def covariance_matrix(covariance: CovarianceConfig, d_x: int) -> Float[np.ndarra
     return np.eye(d_x)
 
 
+def support_mask(supports: Sequence[Sequence[int]], d_x: int) -> Float[Tensor, "d_x d_y"]:
+    """1 where a response depends on a coordinate, else 0.
+
+    Example:
+        >>> support_mask(((0, 1), (1,)), 2)
+        tensor([[1., 0.],
+                [1., 1.]])
+    """
+    mask = torch.zeros(d_x, len(supports))
+    for response, support in enumerate(supports):
+        mask[list(support), response] = 1
+    return mask
+
+
 def sample_prompts(
     task: TaskConfig,
     n_prompts: int,
@@ -129,6 +144,8 @@ def sample_prompts(
         root = np.linalg.cholesky(covariance_matrix(task.covariance, task.d_x))
         x_all = x_all @ torch.as_tensor(root.T, dtype=dtype, device=normal.device)
     beta = beta_draw.view(n_prompts, task.d_x, task.d_y) * task.beta_variance**0.5
+    if task.supports is not None:
+        beta = beta * support_mask(task.supports, task.d_x).to(beta)
     noise = noise_draw.view(n_prompts, n_tokens, task.d_y) * task.noise_var**0.5
     clean = x_all @ beta
     y_all = clean + noise

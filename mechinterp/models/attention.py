@@ -1,8 +1,8 @@
 """One attention layer with hook points, its block, and the settings they share with their model.
 
 Names, shapes and hook points are those of TransformerLens, so that its tools find what they look for.
-Every position attends to the positions before it and never to itself: what the query reads is the
-context, all of it and nothing else.
+Every position attends to the positions before it and, unless the settings say so, not to itself: what
+the query reads is the context, all of it and nothing else.
 """
 
 from dataclasses import dataclass, field
@@ -32,6 +32,10 @@ class HookedConfig:
     score_slope: float
     n_ctx: int
     """Loose bound on the number of positions; some tools want fewer than that, the model does not."""
+    attend_to_self: bool = False
+    """Whether a position is among its own keys."""
+    biases: bool = False
+    """Whether the layers have b_Q, b_K, b_V and b_O."""
     use_attn_result: bool = False
     """Whether `hook_result` fires."""
     use_split_qkv_input: bool = False
@@ -71,10 +75,12 @@ class HookedConfig:
 
 
 class Attention(nn.Module):
-    """Strictly causal attention heads; the weights start at zero.
+    """Causal attention heads, strictly so unless cfg.attend_to_self; weights and biases start at zero.
 
     result_h = z_h W_O,h,   z_h = p_h (x W_V,h),   p_h = f(s_h) / sum f(s_h),
     s_h = scale (x W_Q,h) (x W_K,h)^T, of which only the keys before the query count
+
+    With biases, q, k and v have them added, and b_O is added to the sum of the results.
 
     Position 0 has no key: its pattern row, and with it its output, is zero.
     """
@@ -86,6 +92,11 @@ class Attention(nn.Module):
         self.W_K = nn.Parameter(torch.zeros(cfg.n_heads, cfg.d_model, cfg.d_head))
         self.W_V = nn.Parameter(torch.zeros(cfg.n_heads, cfg.d_model, cfg.d_head))
         self.W_O = nn.Parameter(torch.zeros(cfg.n_heads, cfg.d_head, cfg.d_model))
+        if cfg.biases:
+            self.b_Q = nn.Parameter(torch.zeros(cfg.n_heads, cfg.d_head))
+            self.b_K = nn.Parameter(torch.zeros(cfg.n_heads, cfg.d_head))
+            self.b_V = nn.Parameter(torch.zeros(cfg.n_heads, cfg.d_head))
+            self.b_O = nn.Parameter(torch.zeros(cfg.d_model))
         self.hook_q_input = HookPoint()  # [batch, pos, head, d_model]
         self.hook_k_input = HookPoint()
         self.hook_v_input = HookPoint()
@@ -101,15 +112,16 @@ class Attention(nn.Module):
         self, resid: Float[Tensor, "batch pos d_model"]
     ) -> Float[Tensor, "batch pos d_model"]:
         """What the heads add to the residual stream."""
-        q = self.hook_q(self._project(resid, self.W_Q, self.hook_q_input))
-        k = self.hook_k(self._project(resid, self.W_K, self.hook_k_input))
-        v = self.hook_v(self._project(resid, self.W_V, self.hook_v_input))
+        q = self.hook_q(self._project(resid, "Q", self.hook_q_input))
+        k = self.hook_k(self._project(resid, "K", self.hook_k_input))
+        v = self.hook_v(self._project(resid, "V", self.hook_v_input))
 
         scores = self.cfg.scale * einsum(
             q, k, "batch query head d_head, batch key head d_head -> batch head query key"
         )
         # A context longer than any seen before is masked as strictly: there is no stored mask.
-        reads = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril(-1)
+        reads = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device)
+        reads = reads.tril(0 if self.cfg.attend_to_self else -1)
         scores = self.hook_attn_scores(scores.masked_fill(~reads, -torch.inf))
         pattern = self.hook_pattern(
             attention_pattern(scores, score=self.cfg.score, slope=self.cfg.score_slope)
@@ -125,19 +137,22 @@ class Attention(nn.Module):
             result = einsum(
                 z, W_O, "batch pos head d_head, head d_head d_model -> batch pos head d_model"
             )
-            return self.hook_result(result).sum(dim=2)
-        return einsum(z, W_O, "batch pos head d_head, head d_head d_model -> batch pos d_model")
+            out = self.hook_result(result).sum(dim=2)
+        else:
+            out = einsum(z, W_O, "batch pos head d_head, head d_head d_model -> batch pos d_model")
+        return out + self.b_O if self.cfg.biases else out
 
-    def _project(self, resid: Tensor, weights: Tensor, hook_input: HookPoint) -> Tensor:
-        if not self.cfg.use_split_qkv_input:
-            return einsum(
-                resid, weights, "batch pos d_model, head d_model d_head -> batch pos head d_head"
-            )
-        # A copy per head, so that a hook may edit the input of one head in place.
-        split = hook_input(resid[:, :, None].repeat(1, 1, self.cfg.n_heads, 1))
-        return einsum(
-            split, weights, "batch pos head d_model, head d_model d_head -> batch pos head d_head"
-        )
+    def _project(self, resid: Tensor, which: str, hook_input: HookPoint) -> Tensor:
+        weights = getattr(self, f"W_{which}")
+        if self.cfg.use_split_qkv_input:
+            # A copy per head, so that a hook may edit the input of one head in place.
+            split = hook_input(resid[:, :, None].repeat(1, 1, self.cfg.n_heads, 1))
+            equation = "batch pos head d_model, head d_model d_head -> batch pos head d_head"
+            projected = einsum(split, weights, equation)
+        else:
+            equation = "batch pos d_model, head d_model d_head -> batch pos head d_head"
+            projected = einsum(resid, weights, equation)
+        return projected + getattr(self, f"b_{which}") if self.cfg.biases else projected
 
     def _output_weights(self) -> Tensor:
         """W_O; in a one-layer model, where only y is read, its x columns take no gradient."""

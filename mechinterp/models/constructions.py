@@ -6,22 +6,28 @@ All have d_head = d_model and float64 weights, and read the y axis of the tokens
 from collections.abc import Sequence
 
 import torch
+from jaxtyping import Float
+from torch import Tensor
 
 from mechinterp.models.functional import AttentionWeights
 
 
 def diagonal_heads(
-    omega: Sequence[float], mu: Sequence[float], *, d_x: int, d_y: int = 1
+    omega: Sequence[float] | Sequence[Sequence[float]],
+    mu: Sequence[float] | Sequence[Sequence[float]],
+    *,
+    d_x: int,
+    d_y: int = 1,
 ) -> AttentionWeights:
-    """Heads with QK = omega_h I on the x block and OV = mu_h I on the y block, zero elsewhere.
+    """Heads with QK = diag(omega_h) on the x block and OV = diag(mu_h) on the y block, zero elsewhere.
 
     Args:
-        omega: Scale of each QK circuit, softmax scale included; unit 1/x^2.
-        mu: Scale of each OV circuit.
+        omega: Scale of each QK circuit, softmax scale included, or one per head and coordinate; unit 1/x^2.
+        mu: Scale of each OV circuit, or one per head and response.
     Raises:
-        ValueError: If omega and mu have different lengths.
+        ValueError: If omega and mu do not have one entry, or one row of d_x or d_y entries, per head.
     Source:
-        He et al. 2025, arXiv 2503.12734, eq. (3.1).
+        He et al. 2025, arXiv 2503.12734, eq. (3.1), and section 5.4 for several responses.
     Example:
         >>> diagonal_heads([0.1, -0.1], [3.0, -3.0], d_x=2).mu.flatten()
         tensor([ 3., -3.], dtype=torch.float64)
@@ -30,19 +36,29 @@ def diagonal_heads(
         raise ValueError(
             f"omega and mu must have one entry per head, got {len(omega)} and {len(mu)}."
         )
+    omegas, mus = _rows("omega", omega, d_x), _rows("mu", mu, d_y)
     d_model = d_x + d_y
     on_x = torch.diag(torch.tensor([1.0] * d_x + [0.0] * d_y, dtype=torch.float64))
     on_y = torch.eye(d_model, dtype=torch.float64) - on_x
     scale = d_model**-0.5
-    omegas = torch.tensor(omega, dtype=torch.float64)[:, None, None]
-    mus = torch.tensor(mu, dtype=torch.float64)[:, None, None]
     return AttentionWeights(
-        W_Q=omegas / scale * on_x,
+        W_Q=torch.diag_embed(torch.nn.functional.pad(omegas / scale, (0, d_y))),
         W_K=on_x.expand(len(omega), -1, -1).clone(),
         W_V=on_y.expand(len(omega), -1, -1).clone(),
-        W_O=(mus * on_y)[:, :, d_x:].clone(),
+        W_O=torch.diag_embed(torch.nn.functional.pad(mus, (d_x, 0)))[:, :, d_x:].clone(),
         scale=scale,
     )
+
+
+def _rows(
+    name: str, values: Sequence[float] | Sequence[Sequence[float]], width: int
+) -> Float[Tensor, "head width"]:
+    rows = torch.tensor(values, dtype=torch.float64)
+    if rows.ndim == 1:
+        return rows[:, None].expand(-1, width)
+    if rows.shape != (len(values), width):
+        raise ValueError(f"{name} must have {width} entries per head, got {list(rows.shape)}.")
+    return rows
 
 
 def debiased_gradient_step(eta: float, omega: float, *, d_x: int, d_y: int = 1) -> AttentionWeights:
@@ -75,6 +91,46 @@ def kernel_head(omega: float, mu: float, *, d_x: int, d_y: int = 1) -> Attention
         1
     """
     return diagonal_heads([omega], [mu], d_x=d_x, d_y=d_y)
+
+
+def from_circuits(
+    QK: Float[Tensor, "_head _d_model _d_model"],
+    OV: Float[Tensor, "_head _d_model _d_y"],
+    *,
+    score: str = "softmax",
+    score_slope: float = 1.0,
+    attend_to_self: bool = False,
+) -> AttentionWeights:
+    """Heads with these circuits, in the dtype of QK.
+
+    Args:
+        QK: Scores per pair of coordinates, [query, key], scale included.
+        OV: What a token's coordinates add to the predictions.
+        score: Attention weights, as in `mechinterp.models.scores.attention_pattern`.
+    Raises:
+        ValueError: If the circuits are not of one number of heads and one width, or no x is left beside y.
+    Example:
+        >>> heads = diagonal_heads([0.1, -0.1], [3.0, -3.0], d_x=2)
+        >>> torch.allclose(from_circuits(heads.QK, heads.OV).QK, heads.QK)
+        True
+    """
+    n_heads, d_model, d_y = OV.shape
+    if QK.shape != (n_heads, d_model, d_model) or not n_heads or not 0 < d_y < d_model:
+        raise ValueError(
+            "QK and OV must be [head, d_model, d_model] and [head, d_model, d_y] with d_y < d_model, "
+            f"got {list(QK.shape)} and {list(OV.shape)}."
+        )
+    identity = torch.eye(d_model, dtype=QK.dtype, device=QK.device).expand(n_heads, -1, -1)
+    return AttentionWeights(
+        W_Q=QK * d_model**0.5,
+        W_K=identity.clone(),
+        W_V=torch.nn.functional.pad(OV.to(QK), (0, d_model - d_y)),
+        W_O=identity[:, :, :d_y].clone(),
+        scale=d_model**-0.5,
+        score=score,
+        score_slope=score_slope,
+        attend_to_self=attend_to_self,
+    )
 
 
 def zero_head(*, d_x: int, d_y: int = 1) -> AttentionWeights:

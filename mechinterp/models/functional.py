@@ -5,10 +5,10 @@ of tensor operations. With A = W_Q W_K^T (scale included) and v = W_V W_O, a hea
 
     out = sum_l p_l (x_l, y_l) v,   p = softmax_l( x_query A[:d_x] (x_l, y_l)^T ),
 
-because the query's y slot is 0 and the query never attends to itself.
+because the query's y slot is 0 and, unless the weights say otherwise, the query never attends to itself.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -19,6 +19,7 @@ from mechinterp.icl.prompts import Prompts
 from mechinterp.models.scores import pattern_and_slope
 
 NAMES = ("W_Q", "W_K", "W_V", "W_O")
+BIASES = ("b_Q", "b_K", "b_V", "b_O")
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,6 +35,28 @@ class AttentionWeights:
     """Factor on the scores, 1/sqrt(d_head) unless told otherwise."""
     score: str = "softmax"
     score_slope: float = 1.0
+    attend_to_self: bool = False
+    """Whether the query's own token (x_query, 0) is among the keys."""
+    b_Q: Float[Tensor, "head d_head"] | None = None  # noqa: N815
+    """The biases: all four of them, or None."""
+    b_K: Float[Tensor, "head d_head"] | None = None  # noqa: N815
+    b_V: Float[Tensor, "head d_head"] | None = None  # noqa: N815
+    b_O: Float[Tensor, " d_y"] | None = None  # noqa: N815
+    """The y entries of TransformerLens' b_O. No head's own: it is added to the prediction."""
+
+    @property
+    def law(self) -> tuple[object, ...]:
+        """All but the numbers: models of one law can lie along one head axis."""
+        biased = self.b_Q is not None
+        shape = tuple(self.W_Q.shape[1:])
+        settings = (self.scale, self.score, self.score_slope, self.attend_to_self)
+        return (shape, self.d_y, *settings, biased)
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """Weights, and biases where there are any, by name."""
+        named = {name: getattr(self, name) for name in (*NAMES, *BIASES)}
+        return {name: tensor for name, tensor in named.items() if tensor is not None}
 
     @property
     def n_heads(self) -> int:
@@ -79,32 +102,34 @@ class AttentionWeights:
         return _share(self.mu.norm(dim=1), self.OV.flatten(1).norm(dim=1))
 
     def __getitem__(self, heads: slice) -> "AttentionWeights":
-        parts = {name: getattr(self, name)[heads] for name in NAMES}
-        return replace(self, **parts)
+        return self.with_tensors(
+            {name: tensor[heads] for name, tensor in self.tensors.items() if name != "b_O"}
+        )
 
     def to(self, target: torch.device | str | torch.dtype) -> "AttentionWeights":
         """The same weights on another device or in another dtype."""
-        parts = {name: getattr(self, name).to(target) for name in NAMES}
-        return replace(self, **parts)
+        return self.with_tensors({name: t.to(target) for name, t in self.tensors.items()})
+
+    def with_tensors(self, tensors: Mapping[str, Tensor]) -> "AttentionWeights":
+        """The same but for these tensors."""
+        return replace(self, **tensors)  # type: ignore[arg-type]
 
 
 def stack(models: Sequence[AttentionWeights]) -> AttentionWeights:
-    """The heads of several models along one axis.
+    """The heads of several models without biases along one axis.
 
     Raises:
-        ValueError: If the models differ in the shape of a head, in scale or in score.
+        ValueError: If the models differ in the shape of a head, in scale or in score, or have biases.
     """
-    laws = {(m.W_Q.shape[1:], m.d_y, m.scale, m.score, m.score_slope) for m in models}
+    laws = {model.law for model in models}
     if len(laws) != 1:
         raise ValueError(
             f"Stacked models must share head shape, scale and score, got {len(laws)} kinds."
         )
-    return replace(
-        models[0],
-        W_Q=torch.cat([model.W_Q for model in models]),
-        W_K=torch.cat([model.W_K for model in models]),
-        W_V=torch.cat([model.W_V for model in models]),
-        W_O=torch.cat([model.W_O for model in models]),
+    if models[0].b_O is not None:
+        raise ValueError("Stacked models must have no biases, got some that have.")
+    return models[0].with_tensors(
+        {name: torch.cat([getattr(model, name) for model in models]) for name in NAMES}
     )
 
 
@@ -127,10 +152,26 @@ def attend(
     d_model = context.shape[-1]
     query_key = weights.QK[:, :d_x].permute(1, 2, 0).reshape(d_x, -1)
     key_side = (x_query @ query_key).view(batch, d_model, -1)
+    scores = context @ key_side
+    if weights.b_Q is not None and weights.b_K is not None:
+        by_key, by_query = _score_biases(weights, weights.b_Q, weights.b_K, x_query)
+        scores = scores + context @ by_key + by_query[:, None]
     pattern, slope = pattern_and_slope(
-        context @ key_side, score=weights.score, slope=weights.score_slope, dim=1
+        scores, score=weights.score, slope=weights.score_slope, dim=1
     )
     return pattern, slope, context.mT @ pattern
+
+
+def _score_biases(
+    weights: AttentionWeights,
+    b_Q: Float[Tensor, "head d_head"],
+    b_K: Float[Tensor, "head d_head"],
+    x_query: Float[Tensor, "batch d_x"],
+) -> tuple[Float[Tensor, "d_model head"], Float[Tensor, "batch head"]]:
+    """What biases add to a score: by the key's token (b_Q W_K^T), and by the query (q b_K)."""
+    by_key = torch.einsum("he,hme->mh", b_Q, weights.W_K)
+    query = torch.einsum("bm,hme->bhe", x_query, weights.W_Q[:, : x_query.shape[1]]) + b_Q
+    return weights.scale * by_key, weights.scale * (query * b_K).sum(-1)
 
 
 def head_outputs(weights: AttentionWeights, prompts: Prompts) -> Float[Tensor, "batch head d_y"]:
@@ -147,12 +188,17 @@ def head_outputs(weights: AttentionWeights, prompts: Prompts) -> Float[Tensor, "
         >>> tuple(head_outputs(kernel_head(omega=0.5, mu=1.5, d_x=5), prompts).shape)
         (8, 1, 1)
     """
-    *_, averaged = attend(weights, prompts.context_tokens, prompts.x_query)
-    return torch.einsum("bmh,hmn->bhn", averaged, weights.OV)
+    keys = prompts.tokens if weights.attend_to_self else prompts.context_tokens
+    pattern, _, averaged = attend(weights, keys, prompts.x_query)
+    outputs = torch.einsum("bmh,hmn->bhn", averaged, weights.OV)
+    if weights.b_V is None:
+        return outputs
+    constant = torch.einsum("he,hen->hn", weights.b_V, weights.W_O)
+    return outputs + pattern.sum(1)[..., None] * constant
 
 
 def predict(weights: AttentionWeights, prompts: Prompts) -> Float[Tensor, "batch d_y"]:
-    """Prediction of one model: the sum of its heads' outputs, in units of y.
+    """Prediction of one model: the sum of its heads' outputs and b_O, in units of y.
 
     Example:
         >>> from mechinterp.config import TaskConfig
@@ -163,7 +209,8 @@ def predict(weights: AttentionWeights, prompts: Prompts) -> Float[Tensor, "batch
         >>> predict(zero_head(d_x=5), prompts).any()
         tensor(False)
     """
-    return head_outputs(weights, prompts).sum(1)
+    prediction = head_outputs(weights, prompts).sum(1)
+    return prediction if weights.b_O is None else prediction + weights.b_O
 
 
 def replica_predictions(
@@ -172,8 +219,10 @@ def replica_predictions(
     """Predictions of independent models whose heads lie one after another on the head axis.
 
     Raises:
-        ValueError: If the head counts do not add up to the number of heads.
+        ValueError: If the head counts do not add up to the number of heads, or there are biases.
     """
+    if weights.b_O is not None:
+        raise ValueError("Replicas must have no biases, got some that have.")
     if sum(heads_per_replica) != weights.n_heads:
         raise ValueError(
             f"heads_per_replica must add up to {weights.n_heads} heads, got {sum(heads_per_replica)}."

@@ -1,30 +1,38 @@
-"""Attention score functions: how scores become the weights f(s_i) / sum_j f(s_j) of an average.
+"""Attention score functions: how scores become attention weights.
 
-This is the one place that knows them. A score of -inf is a masked key: its weight is exactly 0, and a
-query all of whose keys are masked gets a row of zeros with finite gradients.
+This is the one place that knows them. Most are weights f(s_i) / sum_j f(s_j) of an average; linear
+attention has weights C s_i, which do not add up to 1. A score of -inf is a masked key: its weight is
+exactly 0, and a query all of whose keys are masked gets a row of zeros with finite gradients.
 """
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from mechinterp.config import SCORES
+
 
 def attention_pattern(
     scores: Float[Tensor, "*axes"], *, score: str = "softmax", slope: float = 1.0, dim: int = -1
 ) -> Float[Tensor, "*axes"]:
-    """Attention weights f(s_i) / sum_j f(s_j) along one axis.
+    """Attention weights along one axis: f(s_i) / sum_j f(s_j), or those of linear attention.
 
     Args:
         scores: Scores with the scale included; -inf masks a key.
-        score: "softmax" (f = exp), "1+tanh", "1+Cx" or "(1+Cx)^2".
+        score: "softmax" (f = exp), "1+tanh", "1+Cx" or "(1+Cx)^2"; "linear" for C s_i, "linear/L" for
+            C s_i over the number of keys.
         slope: The constant C.
     Source:
-        He et al. 2025, arXiv 2503.12734, section 5 (normalised activations).
+        He et al. 2025, arXiv 2503.12734, section 5 (normalised activations, linear attention).
     Example:
         >>> attention_pattern(torch.tensor([0.0, 0.0, -torch.inf]))
         tensor([0.5000, 0.5000, 0.0000])
     """
     values = _values(scores, score, slope, dim)
+    if score == "linear":
+        return values
+    if score == "linear/L":
+        return values / (scores != -torch.inf).sum(dim, keepdim=True).clamp_min(1)
     total = values.sum(dim, keepdim=True)
     return values / total.masked_fill(total == 0, 1)
 
@@ -32,13 +40,17 @@ def attention_pattern(
 def pattern_and_slope(
     scores: Float[Tensor, "*axes"], *, score: str = "softmax", slope: float = 1.0, dim: int = -1
 ) -> tuple[Float[Tensor, "*axes"], Float[Tensor, "*axes"]]:
-    """Attention weights without masked keys, and f'(s_i) / sum_j f(s_j), which carries their gradient.
+    """Attention weights without masked keys, and the factor t that carries their gradient.
 
-    With p the pattern and t the second result, dp_i/ds_k = t_k (1[i = k] - p_i).
+    With p the pattern, dp_i/ds_k = t_k (1[i = k] - p_i) where weights add up to 1 (`is_normalised`), and
+    t_k 1[i = k] in linear attention.
     """
     if score == "softmax":
         pattern = torch.softmax(scores, dim)
         return pattern, pattern
+    if not is_normalised(score):
+        factor = slope if score == "linear" else slope / scores.shape[dim]
+        return factor * scores, torch.full_like(scores, factor)
     values = _values(scores, score, slope, dim)
     total = values.sum(dim, keepdim=True)
     if score == "1+tanh":
@@ -50,14 +62,27 @@ def pattern_and_slope(
     return values / total, derivative / total
 
 
-def score_derivative_at_zero(score: str, slope: float) -> float:
-    """f'(0) for f scaled to f(0) = 1: the C0 that multiplies omega wherever omega is small.
+def is_normalised(score: str) -> bool:
+    """Whether the attention weights of a query add up to 1.
 
     Example:
-        >>> score_derivative_at_zero("(1+Cx)^2", 0.5)
+        >>> [is_normalised(score) for score in ("softmax", "linear", "linear/L")]
+        [True, False, False]
+    """
+    return not score.startswith("linear")
+
+
+def score_derivative_at_zero(score: str, slope: float, *, context_length: int) -> float:
+    """L dp/ds at zero scores: the C0 by which omega counts wherever it is small.
+
+    For weights f(s_i) / sum_j f(s_j) with f(0) = 1 it is f'(0); "linear" has C L, "linear/L" has C.
+
+    Example:
+        >>> score_derivative_at_zero("(1+Cx)^2", 0.5, context_length=40)
         1.0
     """
-    return {"softmax": 1.0, "1+tanh": 1.0, "1+Cx": slope, "(1+Cx)^2": 2 * slope}[score]
+    derivatives = {"softmax": 1.0, "1+tanh": 1.0, "1+Cx": slope, "(1+Cx)^2": 2 * slope}
+    return (derivatives | {"linear": slope * context_length, "linear/L": slope})[score]
 
 
 def _values(scores: Tensor, score: str, slope: float, dim: int) -> Tensor:
@@ -67,12 +92,14 @@ def _values(scores: Tensor, score: str, slope: float, dim: int) -> Tensor:
         return (scores - peak.masked_fill(peak == -torch.inf, 0)).exp()
     masked = scores == -torch.inf
     scores = scores.masked_fill(masked, 0)
-    if score == "1+tanh":
+    if score in ("linear", "linear/L"):
+        values = slope * scores
+    elif score == "1+tanh":
         values = 1 + torch.tanh(scores)
     elif score == "1+Cx":
         values = 1 + slope * scores
     elif score == "(1+Cx)^2":
         values = (1 + slope * scores) ** 2
     else:
-        raise ValueError(f"score must be one of softmax, 1+tanh, 1+Cx, (1+Cx)^2, got {score!r}.")
+        raise ValueError(f"score must be one of {', '.join(SCORES)}, got {score!r}.")
     return values.masked_fill(masked, 0)

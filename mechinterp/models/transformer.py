@@ -22,7 +22,7 @@ from mechinterp.models.functional import AttentionWeights
 
 
 class ICLTransformer(HookedRootModule):
-    """Attention-only transformer on tokens (x, y): no norm, no positions, no biases, no embedding.
+    """Attention-only transformer on tokens (x, y): no norm, no positions, no embedding.
 
     The weights start at zero: load them, or fill them with `torch.nn.init`. With one layer the x columns
     of W_O stay zero in training, since only y is read.
@@ -31,7 +31,10 @@ class ICLTransformer(HookedRootModule):
         d_head: Width of a head; None stands for d_model = d_x + d_y.
         scale: Factor on the scores; None stands for 1/sqrt(d_head).
         score: Attention weights are f(s_i) / sum_j f(s_j); "softmax", "1+tanh", "1+Cx" or "(1+Cx)^2".
+            Linear attention has C s_i ("linear") or C s_i over the number of keys ("linear/L").
         score_slope: The constant C.
+        attend_to_self: Whether a position is among its own keys.
+        biases: Whether the layers have b_Q, b_K, b_V and b_O.
         n_ctx: Number of positions that tools of TransformerLens may count on; no limit for the model.
     Raises:
         ValueError: If a size is below 1 or the score is unknown.
@@ -59,6 +62,8 @@ class ICLTransformer(HookedRootModule):
         scale: float | None = None,
         score: str = "softmax",
         score_slope: float = 1.0,
+        attend_to_self: bool = False,
+        biases: bool = False,
         n_ctx: int = 1024,
     ) -> None:
         super().__init__()
@@ -72,6 +77,8 @@ class ICLTransformer(HookedRootModule):
             scale=max(d_head, 1) ** -0.5 if scale is None else scale,
             score=score,
             score_slope=score_slope,
+            attend_to_self=attend_to_self,
+            biases=biases,
             n_ctx=n_ctx,
         )
         self.hook_embed = HookPoint()  # [batch, pos, d_model]
@@ -101,11 +108,14 @@ class ICLTransformer(HookedRootModule):
             scale=weights.scale,
             score=weights.score,
             score_slope=weights.score_slope,
+            attend_to_self=weights.attend_to_self,
+            biases=weights.b_O is not None,
             # Tools of TransformerLens ask for fewer than n_ctx positions; a prompt has context_length + 1.
             n_ctx=task.context_length + 2,
         )
-        W_O = nn.functional.pad(weights.W_O, (task.d_x, 0))
-        state = {"W_Q": weights.W_Q, "W_K": weights.W_K, "W_V": weights.W_V, "W_O": W_O}
+        state = weights.tensors
+        for name in {"W_O", "b_O"} & set(state):
+            state[name] = nn.functional.pad(state[name], (task.d_x, 0))
         model.to(weights.W_Q)
         model.load_state_dict({f"blocks.0.attn.{name}": tensor for name, tensor in state.items()})
         return model.eval()
@@ -120,12 +130,14 @@ class ICLTransformer(HookedRootModule):
         if self.cfg.n_layers != 1:
             raise ValueError(f"weights as one layer need n_layers = 1, got {self.cfg.n_layers}.")
         state = self._layers[0].state_dict()
-        state["W_O"] = state["W_O"][..., self.cfg.d_x :]
+        for name in {"W_O", "b_O"} & set(state):
+            state[name] = state[name][..., self.cfg.d_x :]
         return AttentionWeights(
             **{name: tensor.detach().clone() for name, tensor in state.items()},
             scale=self.cfg.scale,
             score=self.cfg.score,
             score_slope=self.cfg.score_slope,
+            attend_to_self=self.cfg.attend_to_self,
         )
 
     def forward(
@@ -276,8 +288,10 @@ class ICLTransformer(HookedRootModule):
     def accumulated_bias(
         self, layer: int, mlp_input: bool = False, include_mlp_biases: bool = True
     ) -> Float[Tensor, " d_model"]:
-        """Zeros: no layer has a bias."""
-        return torch.zeros_like(self.W_U[:, 0])
+        """Sum of b_O over the layers before this one, and with `mlp_input` over this one too."""
+        before = self._layers[: layer + int(mlp_input)]
+        biases = [attn.b_O for attn in before if self.cfg.biases]
+        return torch.stack([torch.zeros_like(self.W_U[:, 0]), *biases]).sum(0)
 
     def blocks_with(self, submodule: str) -> list[tuple[int, nn.Module]]:
         """Blocks that have a submodule of this name, with their numbers."""

@@ -117,7 +117,13 @@ def verdict_sentence(name: str, classification: Classification, fits: LearnerFit
     """What the model is, with the numbers that earned it."""
     meaning = {
         "debiased_gd": "implements one step of debiased gradient descent",
+        "preconditioned_gd": "is one step of preconditioned debiased gradient descent",
+        "weighted_preconditioned_gd": "is one weighted debiased step that all responses share",
+        "task_heads": "is one debiased gradient step per response, each with heads of its own",
+        "superposition": "is one debiased gradient step per response, made by shared heads",
+        "linear_gd": "is one preconditioned gradient step by linear attention",
         "kernel_regression": "is a kernel smoother",
+        "unstructured": "is no more structured than random weights",
         "undetermined": "shows none of the known patterns clearly",
     }
     return f"{name} {meaning[classification.pattern]} ({classification.reason}). {fits.verdict}"
@@ -128,16 +134,20 @@ def _heads(found: Classification) -> Section:
         [
             ("pattern", found.pattern),
             ("sign_matching", str(found.sign_matching).lower()),
-            ("omega_spread", _number(found.omega_spread)),
-            ("zero_sum", _number(found.zero_sum)),
-            ("eta = Σ mu·omega", _number(found.eta[0])),
-            ("optimal eta for the task", _number(found.eta_optimal)),
-            ("gamma of the nearest point of the solution manifold", _number(found.gamma)),
-            ("distance to the solution manifold", _number(found.manifold_distance)),
-            (
-                "R² of the closed form",
-                f"{_number(found.substitution_r2)} ± {_number(found.substitution_r2_sem)}",
+            ("omega_spread", _number(found.scales.omega_spread)),
+            ("zero_sum", _number(found.scales.zero_sum)),
+            ("eta = Σ mu·omega", ", ".join(_number(eta) for eta in found.scales.eta)),
+            ("optimal eta for the task", _number(found.scales.eta_optimal)),
+            ("gamma of the nearest point of the solution manifold", _number(found.scales.gamma)),
+            ("distance to the solution manifold", _number(found.scales.manifold_distance)),
+            *(
+                (label, f"{_number(part.r2)} ± {_number(part.r2_sem)}")
+                for label, part in (
+                    ("R² with idealised heads", found.substitution),
+                    ("R² of the closed form", found.learner),
+                )
             ),
+            *((f"p of {name}", _number(p)) for name, p in found.p_values.items()),
         ],
         columns=["evidence", "value"],
     )
@@ -147,8 +157,9 @@ def _heads(found: Classification) -> Section:
         "A head is active if its share of the heads' output (standard deviation over prompts) is above "
         f"{Thresholds().share:.0%}, else it is a dummy. Active heads are positive or negative by the common sign of omega and mu. "
         "Heads of one sign make a kernel smoother; heads of both signs whose mu sum to zero and whose "
-        "|omega| agree make one step of debiased gradient descent of size eta. The last row puts the closed "
-        "form, built from omega and mu alone, in the model's place.",
+        "|omega| agree make one step of debiased gradient descent of size eta. Idealised heads keep omega and "
+        "mu and lose the rest of their circuits; the closed form is the learner built from omega and mu alone. "
+        "A p is the fraction of randomly initialised models of this shape that are as structured.",
         {"heads": found.plot()},
         {"pattern": numbers, "heads": found.to_frame()},
     )
@@ -216,8 +227,8 @@ def _ablation_bars(single: list[HeadAblation]) -> go.Figure:
 def _fits(fits: LearnerFits, found: Classification) -> Section:
     at_trained = fits.to_frame().query(f"context_length == {fits.trained_length}")
     text = fits.verdict
-    if found.eta_optimal == found.eta_optimal:  # not NaN
-        text += f" The best debiased step size for this task is {found.eta_optimal:.4f}."
+    if found.scales.eta_optimal == found.scales.eta_optimal:  # not NaN
+        text += f" The best debiased step size for this task is {found.scales.eta_optimal:.4f}."
     return Section(
         "Which learner",
         text,

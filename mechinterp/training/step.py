@@ -15,6 +15,7 @@ from torch import Tensor
 from mechinterp.config import ExperimentConfig
 from mechinterp.icl.prompts import Prompts, generator_for
 from mechinterp.models.functional import AttentionWeights, attend
+from mechinterp.models.scores import is_normalised
 
 
 def initial_weights(config: ExperimentConfig) -> AttentionWeights:
@@ -23,10 +24,15 @@ def initial_weights(config: ExperimentConfig) -> AttentionWeights:
     Uniform in +-1/sqrt(fan_in), as PyTorch's linear layers start: fan_in is d_model for W_Q, W_K, W_V and
     n_heads * d_head for W_O.
 
+    Raises:
+        ValueError: If the model has biases, or its query attends to itself: such models are not trained here.
     Example:
         >>> tuple(initial_weights(ExperimentConfig(seed=3)).W_Q.shape)
         (2, 6, 6)
     """
+    for name in ("biases", "attend_to_self"):
+        if getattr(config.model, name):
+            raise ValueError(f"model.{name} must be false in models that are trained, got true.")
     heads, d_y = config.model.n_heads, config.task.d_y
     d_model, d_head = config.d_model, config.d_head
     generator = generator_for(config.seed, "init", 0)
@@ -102,8 +108,10 @@ def loss_and_gradients(
     d_output = error[:, members.owner] * (2 / (batch * d_y))
     d_OV = (averaged[..., None] * d_output[:, None]).sum(0).transpose(0, 1)  # [h, m, n]
     d_averaged = (d_output[:, None] * OV).sum(-1)  # [b, m, h]
-    # dp_i/ds_k = slope_k (1[i = k] - p_i), and sum_l p_l z_l is `averaged`.
-    reading = (context @ d_averaged).sub_((averaged * d_averaged).sum(1, keepdim=True))
+    # dp_i/ds_k = slope_k (1[i = k] - p_i) where the p add up to 1, and sum_l p_l z_l is `averaged`.
+    reading = context @ d_averaged
+    if is_normalised(weights.score):
+        reading -= (averaged * d_averaged).sum(1, keepdim=True)
     d_key_side = context.mT @ reading.mul_(slope)  # [b, m, h]
     d_QK = (x_query.mT @ d_key_side.view(batch, -1)).view(d_x, -1, weights.n_heads)
     d_QK = d_QK.permute(2, 0, 1) * weights.scale  # [h, d_x, m]

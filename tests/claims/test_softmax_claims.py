@@ -147,8 +147,8 @@ def test_omega_is_between_012_and_0135_weighted_by_mu(name):
 
 @pytest.mark.parametrize("name", PAIRED)
 def test_mu_sums_to_zero_within_3_percent_and_mu_omega_is_the_optimal_step_within_2(name):
-    assert label(name).zero_sum <= 0.03
-    assert label(name).eta[0] == pytest.approx(debiased_step_size(**SETTING), rel=0.02)
+    assert label(name).scales.zero_sum <= 0.03
+    assert label(name).scales.eta[0] == pytest.approx(debiased_step_size(**SETTING), rel=0.02)
 
 
 def test_losses_on_a_million_shared_prompts():

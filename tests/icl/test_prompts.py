@@ -1,6 +1,6 @@
 """Prompts: the law they are drawn from, and that a batch is a function of (seed, stream, step)."""
 
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
@@ -184,3 +184,18 @@ def test_a_long_evaluation_begins_with_the_chunks_of_a_short_one():
     assert not torch.isin(long[0].x, long[1].x).any()
     other_length = next(prompt_chunks(task, 6, seed=4, size=6, context_length=9))
     assert other_length.x.shape == (6, 9, 5)
+
+
+def test_responses_depend_on_their_supports_alone(generator: torch.Generator):
+    task = TaskConfig(d_x=3, d_y=2, supports=((0, 1), (2,)), noise_var=0.0, beta_var=2.0)
+    prompts = sample_prompts(task, 2000, generator=generator, dtype=torch.float64)
+    mask = torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.0, 1.0]])
+    assert (prompts.beta[:, mask == 0] == 0).all()
+    assert prompts.beta[:, mask == 1].var(0) == pytest.approx([2.0] * 3, rel=0.1)
+    torch.testing.assert_close(prompts.y, prompts.x @ prompts.beta)
+    assert task.signal_var == 3  # 4 for one response and 2 for the other
+    # The numbers drawn are those of the task without supports.
+    whole = sample_prompts(replace(task, supports=None), 8, generator=generator_for(0, "eval", 0))
+    part = sample_prompts(task, 8, generator=generator_for(0, "eval", 0))
+    assert torch.equal(part.x, whole.x)
+    assert torch.equal(part.beta, whole.beta * mask)

@@ -6,6 +6,7 @@ import torch
 from mechinterp.config import SCORES
 from mechinterp.models.scores import (
     attention_pattern,
+    is_normalised,
     pattern_and_slope,
     score_derivative_at_zero,
 )
@@ -17,6 +18,7 @@ F = {
     "1+Cx": lambda s: 1 + SLOPE * s,
     "(1+Cx)^2": lambda s: (1 + SLOPE * s) ** 2,
 }
+LINEAR = ("linear", "linear/L")
 
 
 @pytest.fixture
@@ -25,10 +27,25 @@ def scores(generator: torch.Generator) -> torch.Tensor:
 
 
 def test_every_score_is_covered():
-    assert set(F) == set(SCORES)
+    assert {*F, *LINEAR} == set(SCORES)
+    assert [is_normalised(score) for score in SCORES] == [score in F for score in SCORES]
 
 
-@pytest.mark.parametrize("score", SCORES)
+@pytest.mark.parametrize(("score", "factor"), [("linear", SLOPE), ("linear/L", SLOPE / 7)])
+def test_linear_weights_are_the_scores(scores: torch.Tensor, score: str, factor: float):
+    pattern, slope = pattern_and_slope(scores, score=score, slope=SLOPE)
+    torch.testing.assert_close(pattern, factor * scores, rtol=1e-12, atol=0)
+    torch.testing.assert_close(slope, torch.full_like(scores, factor), rtol=1e-12, atol=0)
+    same = attention_pattern(scores, score=score, slope=SLOPE)
+    torch.testing.assert_close(same, pattern, rtol=1e-12, atol=0)
+    masked = scores.clone()
+    masked[..., 2:4] = -torch.inf  # a masked key does not count
+    fewer = attention_pattern(masked, score=score, slope=SLOPE)[..., 4:]
+    counted = 7 / 5 if score == "linear/L" else 1
+    torch.testing.assert_close(fewer, counted * factor * scores[..., 4:], rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("score", F)
 @pytest.mark.parametrize("dim", [-1, 1])
 def test_weights_are_f_over_the_sum_of_f(scores: torch.Tensor, score: str, dim: int):
     values = F[score](scores)
@@ -46,7 +63,8 @@ def test_slope_gives_the_derivative_of_the_weights(scores: torch.Tensor, score: 
     jacobian = torch.autograd.functional.jacobian(
         lambda s: attention_pattern(s, score=score, slope=SLOPE), row
     )
-    expected = slope * (torch.eye(7, dtype=torch.float64) - pattern[:, None])
+    others = pattern[:, None] if is_normalised(score) else 0
+    expected = slope * (torch.eye(7, dtype=torch.float64) - others)
     torch.testing.assert_close(jacobian, expected, rtol=1e-12, atol=1e-15)
 
 
@@ -70,8 +88,9 @@ def test_a_query_without_keys_gets_zeros_and_finite_gradients(scores: torch.Tens
     leaf = scores.clone().requires_grad_()
     pattern = attention_pattern(leaf.masked_fill(~allowed, -torch.inf), score=score, slope=SLOPE)
     assert (pattern[:, 0] == 0).all()
-    torch.testing.assert_close(pattern[:, 1:].sum(-1), torch.ones(4, 2, dtype=torch.float64))
-    (pattern * torch.arange(7)).sum().backward()
+    if is_normalised(score):
+        torch.testing.assert_close(pattern[:, 1:].sum(-1), torch.ones(4, 2, dtype=torch.float64))
+    (pattern * torch.arange(1, 8)).sum().backward()
     assert torch.isfinite(leaf.grad).all()
     assert (leaf.grad[:, ~allowed] == 0).all()
     assert (leaf.grad[:, 2] != 0).all()
@@ -84,11 +103,13 @@ def test_large_scores_do_not_overflow():
 
 @pytest.mark.parametrize("score", SCORES)
 def test_derivative_at_zero(score: str):
-    step = 1e-6
-    f = F[score]
-    ends = torch.tensor([-step, step], dtype=torch.float64)
-    numeric = (f(ends)[1] - f(ends)[0]) / (2 * step) / f(torch.zeros(()))
-    assert score_derivative_at_zero(score, SLOPE) == pytest.approx(numeric.item(), abs=1e-8)
+    scores = torch.zeros(8, dtype=torch.float64)
+    jacobian = torch.autograd.functional.jacobian(
+        lambda s: attention_pattern(s, score=score, slope=SLOPE), scores
+    )
+    own = jacobian[0, 0] - (jacobian[0, 1] if is_normalised(score) else 0)
+    found = score_derivative_at_zero(score, SLOPE, context_length=8)
+    assert found == pytest.approx(8 * own.item(), abs=1e-12)
 
 
 @pytest.mark.parametrize("function", [attention_pattern, pattern_and_slope])

@@ -13,6 +13,7 @@ from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
 from mechinterp.models import functional
 from mechinterp.models.constructions import diagonal_heads, kernel_head
 from mechinterp.models.functional import AttentionWeights
+from mechinterp.models.scores import is_normalised
 from mechinterp.models.transformer import ICLTransformer
 
 TASK = TaskConfig(d_x=3, d_y=2, context_length=8)
@@ -88,6 +89,54 @@ def test_hooked_model_agrees_with_functional_one(
     assert relative_error(head_outputs.transpose(0, 1), expected) < TOLERANCE[dtype]
 
 
+def biased_weights(attend_to_self: bool, score: str) -> functional.AttentionWeights:
+    generator = torch.Generator().manual_seed(5)
+    shapes = {"b_Q": (3, D_HEAD), "b_K": (3, D_HEAD), "b_V": (3, D_HEAD), "b_O": (2,)}
+    biases = {
+        name: torch.randn(*shape, generator=generator, dtype=torch.float64)
+        for name, shape in shapes.items()
+    }
+    weights = random_weights(score=score).with_tensors(biases)
+    return replace(weights, attend_to_self=attend_to_self)
+
+
+@pytest.mark.parametrize("attend_to_self", [False, True])
+@pytest.mark.parametrize("score", SCORES)
+def test_biases_and_attention_to_oneself_agree_with_the_functional_model(
+    score: str, attend_to_self: bool
+):
+    weights = biased_weights(attend_to_self, score)
+    model = ICLTransformer.from_weights(weights, task=TASK)
+    prompts = random_prompts(8)
+    expected = functional.predict(weights, prompts)
+    assert relative_error(model.predict(prompts), expected) < 1e-12
+    plain = functional.predict(replace(weights, attend_to_self=not attend_to_self), prompts)
+    assert relative_error(plain, expected) > 1e-3
+    _, cache = model.run_with_cache(prompts.tokens)
+    results = cache.stack_head_results(layer=1, incl_remainder=True)[:, :, -1] @ model.W_U
+    torch.testing.assert_close(results.sum(0), expected, rtol=1e-12, atol=1e-12)
+    assert torch.equal(model.accumulated_bias(0), torch.zeros(5).double())
+    assert torch.equal(model.accumulated_bias(1)[3:], weights.b_O)
+    back = model.weights
+    assert back.attend_to_self == attend_to_self
+    for name, tensor in weights.tensors.items():
+        assert torch.equal(back.tensors[name], tensor)
+
+
+def test_biases_follow_the_formula():
+    weights = biased_weights(attend_to_self=True, score="softmax")
+    prompts = random_prompts(8)
+    keys, query = prompts.tokens, prompts.tokens[:, -1]
+    expected = weights.b_O.clone()
+    for head in range(3):
+        q = query @ weights.W_Q[head] + weights.b_Q[head]
+        k = keys @ weights.W_K[head] + weights.b_K[head]
+        v = keys @ weights.W_V[head] + weights.b_V[head]
+        pattern = torch.softmax(weights.scale * (k * q[:, None]).sum(-1), dim=1)
+        expected = expected + (pattern[..., None] * v).sum(1) @ weights.W_O[head]
+    assert relative_error(functional.predict(weights, prompts), expected) < 1e-12
+
+
 def test_every_position_is_a_query_of_the_pairs_before_it():
     omega, mu = 0.4, 1.5
     task = TaskConfig(d_x=3, context_length=8)
@@ -134,8 +183,10 @@ def test_mask_is_strict_at_any_length_and_after_loading(score: str, length: int)
         assert pattern.shape == (6, 3, length + 1, length + 1)
         assert torch.equal(pattern.triu(0), torch.zeros_like(pattern))
         below = torch.ones(length + 1, length + 1).tril(-1) == 1
-        assert (pattern[..., below] > 0).all()
-        torch.testing.assert_close(pattern[..., 1:, :].sum(-1), torch.ones(6, 3, length).double())
+        assert (pattern[..., below] != 0).all()
+        if is_normalised(score):
+            sums = torch.ones(6, 3, length).double()
+            torch.testing.assert_close(pattern[..., 1:, :].sum(-1), sums)
         assert (cache["attn_scores", 0][..., ~below] == -torch.inf).all()
 
 
@@ -521,7 +572,7 @@ def test_sizes_below_one_are_refused(name: str):
 
 
 def test_unknown_score_is_refused():
-    message = r"^score must be one of softmax, 1\+tanh, 1\+Cx, \(1\+Cx\)\^2, got 'relu'\.$"
+    message = r"^score must be one of softmax, 1\+tanh, 1\+Cx, \(1\+Cx\)\^2, linear, linear/L, got 'relu'\.$"
     with pytest.raises(ValueError, match=message):
         ICLTransformer(d_x=3, d_y=1, n_heads=2, score="relu")
 

@@ -208,7 +208,14 @@ def test_a_name_is_never_a_tag(pair: tuple[Checkpoint, Page]):
 def test_a_number_that_is_none_is_a_dash(tmp_path: Path):
     checkpoint, page = write(tmp_path, "zero", zero_head(d_x=5))
     found = classify(checkpoint, n_prompts=N_PROMPTS)
-    assert np.isnan([found.omega_spread, found.zero_sum, found.gamma, found.substitution_r2]).all()
+    assert np.isnan(
+        [
+            found.scales.omega_spread,
+            found.scales.zero_sum,
+            found.scales.gamma,
+            found.substitution.r2,
+        ]
+    ).all()
     cells = re.findall(r"<td>(.*?)</td>", page.source)
     assert cells[cells.index("omega_spread") + 1] == "–"
     assert cells[cells.index("R² of the closed form") + 1] == "– ± –"

@@ -1,0 +1,161 @@
+"""From numbers to labels: of heads, and of the model they form. Each label comes with what decided."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from mechinterp.analysis.reading import Form, Heads
+from mechinterp.analysis.scales import Scales
+from mechinterp.analysis.substitution import Survival
+from mechinterp.analysis.thresholds import Thresholds
+
+
+@dataclass(frozen=True, eq=False)
+class Evidence:
+    """What the label of a model rests on."""
+
+    form: Form
+    scales: Scales
+    substitution: Survival
+    """What survives of the prediction with every head replaced by its idealised circuit (omega, mu)."""
+    learner: Survival
+    """What the closed-form learner built from omega and mu alone explains of the prediction."""
+    p_values: dict[str, float]
+    """Fraction of randomly initialised models that are as structured, by the name of the number."""
+
+
+def head_labels(heads: Heads, form: Form, limits: Thresholds) -> list[tuple[str, str]]:
+    """Each head's label and, for one that fits no pattern, the number that says why."""
+    return [_head_label(heads, form, head, limits) for head in range(len(heads.share))]
+
+
+def model_label(
+    heads: Heads, labelled: list[tuple[str, str]], evidence: Evidence, limits: Thresholds
+) -> tuple[str, str]:
+    """The pattern and a sentence with the number that decided.
+
+    Args:
+        heads: Groups of equal heads, and `labelled` their labels.
+    """
+    kinds = {label for label, _ in labelled} - {"dummy"}
+    if not kinds:
+        return "undetermined", "no head is active"
+    chance = {name: evidence.p_values[name] for name in _STRUCTURE}
+    if not any(p <= limits.p_value for p in chance.values()):
+        numbers = ", ".join(f"{name} p = {p:.2g}" for name, p in chance.items())
+        return "unstructured", f"random weights reach as far: {numbers}"
+    if evidence.form.kind == "matrix":
+        sentence = (
+            f"linear attention; one preconditioned step explains R² = {evidence.learner.r2:.4f}"
+        )
+        return _if_explained("linear_gd", sentence, evidence, limits)
+    if len(kinds) == 1 and kinds <= {"positive", "negative"}:
+        sentence = f"all active heads are {kinds.copy().pop()}; the kernel smoother explains R² = {evidence.substitution.r2:.4f}"
+        return _if_explained("kernel_regression", sentence, evidence, limits)
+    if heads.mu.shape[1] > 1:
+        return _several_tasks(heads, labelled, evidence, limits)
+    for name, (label, why) in zip(heads.names, labelled, strict=True):
+        if why:
+            explained = f"idealised heads explain R² = {evidence.substitution.r2:.4f}"
+            return "undetermined", f"head {name} is {label}: {why}; {explained}"
+    too_large = _above(evidence, limits, "omega_spread", "zero_sum")
+    if too_large:
+        return "undetermined", too_large
+    return _if_explained(*_one_task(evidence, limits), evidence, limits)
+
+
+_STRUCTURE = ("qk_diagonal_best", "ov_last_entry_best", "substitution_r2")
+
+
+def _one_task(evidence: Evidence, limits: Thresholds) -> tuple[str, str]:
+    """Heads of both signs whose mu cancel: a debiased step, with or without a preconditioner."""
+    numbers = f"heads of both signs, zero_sum {evidence.scales.zero_sum:.3f}, omega_spread {evidence.scales.omega_spread:.3f}"
+    explained = f"debiased step explains R² = {evidence.learner.r2:.4f}"
+    form = evidence.form
+    if form.kind == "scalar":
+        return "debiased_gd", f"{numbers}; one {explained}"
+    shape = f"one matrix with isotropy {form.isotropy:.3f} for all heads"
+    if not np.isnan(form.rotation):
+        shape = f"omega times one rotation by up to {form.rotation:.0f} degrees for all heads"
+    return "preconditioned_gd", f"{numbers}; QK is {shape}; one such {explained}"
+
+
+def _several_tasks(
+    heads: Heads, labelled: list[tuple[str, str]], evidence: Evidence, limits: Thresholds
+) -> tuple[str, str]:
+    """Heads of both signs, or of mixed ones, and more than one response."""
+    active = heads.where(np.array([label != "dummy" for label, _ in labelled]))
+    sizes, leak = np.abs(active.mu), active.task_leak.max()
+    smallest = (sizes.min(1) / sizes.max(1)).min()
+    too_large = _above(evidence, limits, "zero_sum")
+    if too_large:
+        return "undetermined", too_large
+    clean = all(label in ("positive", "negative") for label, _ in labelled if label != "dummy")
+    explained = f"one debiased step per response explains R² = {evidence.learner.r2:.4f}"
+    if clean and leak <= limits.task_leak:
+        sentence = f"each active head serves one response, leak up to {leak:.3f}; {explained}"
+        return _if_explained("task_heads", sentence, evidence, limits)
+    if clean and smallest >= 0.5:
+        full = all(len(s) == heads.blocks.shape[1] for s in evidence.scales.supports)
+        even = full and evidence.scales.theta_spread <= limits.theta_even
+        even = even and evidence.scales.omega_spread <= limits.omega_spread
+        pattern = "debiased_gd" if even else "weighted_preconditioned_gd"
+        sentence = f"opposite heads serve all responses, mu within {1 - smallest:.0%}; {explained}"
+        return _if_explained(pattern, sentence, evidence, limits)
+    too_large = _above(evidence, limits, "support_leak", "theta_spread")
+    if too_large:
+        return "undetermined", f"heads serve several responses and {too_large}"
+    odd = [f"; head {name} is {label}" for name, (label, _) in zip(heads.names, labelled, strict=True) if label == "unstructured"]
+    sentence = f"heads serve several responses{''.join(odd)}; theta off its supports up to {evidence.scales.support_leak:.3f}; {explained}"
+    return _if_explained("superposition", sentence, evidence, limits)
+
+
+def _above(evidence: Evidence, limits: Thresholds, *names: str) -> str:
+    """The first of these numbers that is above its limit, in words."""
+    for name in names:
+        value, limit = getattr(evidence.scales, name), getattr(limits, name)
+        if not value <= limit:
+            return f"{name} {value:.3f} is above {limit:g}"
+    return ""
+
+
+def _if_explained(
+    pattern: str, sentence: str, evidence: Evidence, limits: Thresholds
+) -> tuple[str, str]:
+    """The pattern, unless idealised heads or the closed form leave too much of the prediction unexplained."""
+    for name, found in (
+        ("substitution_r2", evidence.substitution),
+        ("learner_r2", evidence.learner),
+    ):
+        if not found.r2 >= limits.substitution_r2:
+            why = f"{name} of {pattern} {found.r2:.3f} is below {limits.substitution_r2:g}"
+            return "undetermined", why
+    return pattern, sentence
+
+
+def _head_label(heads: Heads, form: Form, head: int, limits: Thresholds) -> tuple[str, str]:
+    if heads.share[head] <= limits.share:
+        return "dummy", ""
+    blocks = heads.blocks[head : head + 1]
+    name = "qk_diagonal" if form.kind in ("scalar", "diagonal", "matrix") else "alignment"
+    aligned = heads.qk_diagonal[head] if name == "qk_diagonal" else form.alignment(blocks)[0]
+    last_entry = heads.ov_last_entry[head]
+    for label, value, limit in (
+        (name, aligned, limits.qk_diagonal),
+        ("ov_last_entry", last_entry, limits.ov_last_entry),
+    ):
+        if value < limit:
+            return "unstructured", f"{label} {value:.3f} is below {limit:g}"
+    omega, mu = form.omega(blocks)[0].numpy(), heads.mu[head]
+    least = limits.sign_entry if len(mu) == 1 else limits.task_leak
+    for label, values in (("omega", omega), ("mu", mu)):
+        if len(_signs(values, least)) > 1:
+            return "mixed", f"{label} runs from {values.min():.3g} to {values.max():.3g}"
+    signs = _signs(omega, least)
+    if signs != _signs(mu, least):
+        return "mismatched", f"omega is {omega.mean():.3g} and mu is {mu.mean():.3g}"
+    return ("positive" if signs == {1} else "negative"), ""
+
+
+def _signs(values: np.ndarray, fraction: float) -> set[int]:
+    return {int(sign) for sign in np.sign(values[np.abs(values) > fraction * np.abs(values).max()])}

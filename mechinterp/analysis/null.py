@@ -1,0 +1,98 @@
+"""How far random weights reach on each statistic of the classifier: the null a label is held against."""
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mechinterp.analysis.structure import common_matrix
+from mechinterp.analysis.substitution import evaluation, idealised
+from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig
+from mechinterp.models.functional import AttentionWeights, head_outputs, stack
+from mechinterp.training.step import initial_weights
+
+SMALL_IS_STRUCTURE = ("omega_spread", "zero_sum")
+N_PROMPTS, HEADS_AT_ONCE = 128, 512
+MODELS, MODEL_HEADS = (100, 400), 6400  # at least 100, so that a p-value can be below 0.01
+
+
+@dataclass(frozen=True, eq=False)
+class Null:
+    """Statistics of models with random initial weights, sorted, by name."""
+
+    n_models: int
+    values: dict[str, np.ndarray]
+
+    def p_value(self, name: str, value: float) -> float:
+        """Fraction of random models (or heads) at least as structured as this value, itself counted among them."""
+        values = self.values[name]
+        below = np.searchsorted(values, value, side="right")
+        above = len(values) - np.searchsorted(values, value, side="left")
+        extreme = below if name in SMALL_IS_STRUCTURE else above
+        return float("nan") if np.isnan(value) else float((extreme + 1) / (len(values) + 1))
+
+
+@lru_cache(maxsize=64)
+def null_of(task: TaskConfig, model: ModelConfig, *, form: str) -> Null:
+    """The null of models of this shape, initialised as they are for training.
+
+    Args:
+        form: How heads are idealised: "scalar", "common", "diagonal" or "matrix".
+    """
+    config = ExperimentConfig(task=task, model=replace(model, attend_to_self=False, biases=False))
+    n_heads = model.n_heads
+    n_models = int(np.clip(MODEL_HEADS // n_heads, *MODELS))
+    models = [initial_weights(replace(config, seed=seed)) for seed in range(n_models)]
+    weights = replace(stack(models).to(torch.float64), attend_to_self=model.attend_to_self)
+    blocks = weights.QK[:, : task.d_x, : task.d_x].unflatten(0, (n_models, n_heads))
+    common = common_matrix(blocks, torch.ones(n_models, n_heads, dtype=torch.float64))
+    sizes = {"common": common.scale.abs(), "diagonal": weights.omega.norm(dim=1)}.get(
+        form, weights.omega.mean(1).abs()
+    )
+    sizes = sizes.view(n_models, n_heads)
+    mu = weights.mu.view(n_models, n_heads, task.d_y)
+    diagonal = weights.qk_diagonal.view(n_models, n_heads)
+    last_entry = weights.ov_last_entry.view(n_models, n_heads)
+    values = {
+        "qk_diagonal": diagonal,
+        "ov_last_entry": last_entry,
+        "qk_diagonal_best": diagonal.amax(1),
+        "ov_last_entry_best": last_entry.amax(1),
+        "omega_spread": sizes.amax(1) / sizes.amin(1) - 1,
+        "zero_sum": (mu.sum(1).abs() / mu.abs().sum(1)).amax(1),
+        "substitution_r2": _survival(weights, task, n_heads, form),
+    }
+    return Null(n_models, {name: np.sort(v.flatten().numpy()) for name, v in values.items()})
+
+
+def x_blocks(weights: AttentionWeights, n_heads: int, form: str) -> Tensor:
+    """The idealised QK x blocks of models of n_heads heads each, [head, d_x, d_x]."""
+    d_x = weights.d_x
+    blocks = weights.QK[:, :d_x, :d_x]
+    if form == "matrix":
+        return blocks
+    if form == "diagonal":
+        return torch.diag_embed(weights.omega)
+    if form == "scalar":
+        return torch.diag_embed(weights.omega.mean(1, keepdim=True).expand(-1, d_x))
+    grouped = blocks.unflatten(0, (-1, n_heads))
+    common = common_matrix(grouped, torch.ones(grouped.shape[:2], dtype=grouped.dtype))
+    return (common.scale[..., None, None] * common.matrix[:, None]).flatten(0, 1)
+
+
+def _survival(weights: AttentionWeights, task: TaskConfig, n_heads: int, form: str) -> Tensor:
+    """R^2 of the idealised models, a few models at a time."""
+    prompts = evaluation(task, N_PROMPTS, 0, weights.attend_to_self).prompts
+    ideal = idealised(weights, x_blocks(weights, n_heads, form), weights.mu)
+    size = max(HEADS_AT_ONCE // n_heads, 1) * n_heads
+    found = []
+    for start in range(0, weights.n_heads, size):
+        whole, substitute = (
+            head_outputs(w[slice(start, start + size)], prompts).unflatten(1, (-1, n_heads)).sum(2)
+            for w in (weights, ideal)
+        )
+        gap = (whole - substitute).square().mean((0, 2))
+        found.append(1 - gap / whole.square().mean((0, 2)))
+    return torch.cat(found)

@@ -1,0 +1,321 @@
+"""Every label on models built to deserve it, and on what must not change or earn it."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from mechinterp.analysis.patterns import Classification, classify, classify_circuits
+from mechinterp.analysis.thresholds import Thresholds
+from mechinterp.config import CovarianceConfig, ExperimentConfig, ModelConfig, TaskConfig
+from mechinterp.icl.prompts import covariance_matrix
+from mechinterp.models.constructions import (
+    debiased_gradient_step,
+    diagonal_heads,
+    from_circuits,
+    kernel_head,
+)
+from mechinterp.models.functional import AttentionWeights, stack
+from mechinterp.training.step import initial_weights
+
+KMS = TaskConfig(covariance=CovarianceConfig(kind="kms", rho=0.5))
+TWO = TaskConfig(
+    d_x=6,
+    d_y=2,
+    context_length=48,
+    beta_var=1.0,
+    noise_var=0.4,
+    query_noise=False,
+    supports=((0, 1, 2, 3), (2, 3, 4, 5)),
+)
+
+
+def grouped(first: float, last: float, shared: float) -> list[float]:
+    """omega on coordinates {0, 1}, {4, 5} and {2, 3}, in the order of the published table."""
+    return [first, first, shared, shared, last, last]
+
+
+def with_blocks(blocks: Tensor, mu: list[float]) -> AttentionWeights:
+    """One-response heads with these QK x blocks."""
+    OV = torch.nn.functional.pad(torch.tensor(mu, dtype=torch.float64)[:, None], (5, 0))
+    return from_circuits(torch.nn.functional.pad(blocks, (0, 1, 0, 1)), OV[:, :, None])
+
+
+def best_preconditioner() -> Tensor:
+    """(Sigma + ((tr Sigma + d s^2)/L) I)^-1 for KMS covariates, the optimal debiased one."""
+    sigma = covariance_matrix(KMS.covariance, 5)
+    return torch.from_numpy(np.linalg.inv(sigma + (5 + 5 * 0.1) / 40 * np.eye(5)))
+
+
+def rotation() -> Tensor:
+    random = torch.Generator().manual_seed(0)
+    matrix, _ = torch.linalg.qr(torch.randn(5, 5, dtype=torch.float64, generator=random))
+    return matrix
+
+
+@pytest.mark.parametrize("task", [KMS, TaskConfig()])
+def test_a_pair_with_one_matrix_is_a_preconditioned_step(task: TaskConfig):
+    gamma = best_preconditioner()
+    found = classify(with_blocks(torch.stack([0.1 * gamma, -0.1 * gamma]), [5.0, -5.0]), task)
+    assert found.pattern == "preconditioned_gd"
+    assert found.labels == ("positive", "negative")
+    assert torch.allclose(found.scales.step[0], gamma)  # 0.1 * 5 twice
+    size = gamma.norm() / 5**0.5
+    assert found.scales.eta[0] == pytest.approx(size.item())
+    cosine = (gamma.trace() / 5 / size).item()
+    assert found.form.isotropy == pytest.approx(cosine)
+    assert f"isotropy {cosine:.3f}" in found.reason
+    assert found.learner.r2 > 0.99
+
+
+def test_a_pair_with_different_matrices_is_not_preconditioned():
+    gamma, other = best_preconditioner(), torch.diag(torch.tensor([3.0, 1, 1, 1, 0.3]).double())
+    found = classify(with_blocks(torch.stack([0.1 * gamma, -0.12 * other]), [5.0, -5.0]), KMS)
+    assert found.pattern == "undetermined"
+
+
+def test_one_head_with_a_metric_is_kernel_regression():
+    found = classify(with_blocks(0.4 * best_preconditioner()[None], [1.5]), KMS)
+    assert (found.pattern, found.labels, found.form.kind) == (
+        "kernel_regression",
+        ("positive",),
+        "common",
+    )
+    assert found.learner.r2 == pytest.approx(1)
+
+
+def test_a_matrix_that_is_no_metric_earns_nothing():
+    random = torch.Generator().manual_seed(3)
+    block = torch.randn(1, 5, 5, dtype=torch.float64, generator=random) * 0.3
+    found = classify(with_blocks(block, [1.5]))
+    assert found.pattern == "undetermined"
+    assert "head 0 is unstructured: qk_diagonal" in found.reason
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_rotated_inputs_are_named(sign: int):
+    turned = sign * rotation()
+    found = classify(with_blocks(torch.stack([0.13 * turned, -0.13 * turned]), [3.4, -3.4]))
+    assert found.pattern == "preconditioned_gd"
+    assert found.labels == ("positive", "negative")
+    eigenvalues = torch.linalg.eigvals(turned)
+    degrees = torch.rad2deg(eigenvalues.angle().abs().max()).item()
+    assert found.form.rotation == pytest.approx(degrees)
+    assert f"one rotation by up to {degrees:.0f} degrees" in found.reason
+
+
+def test_linear_attention_is_one_step_with_its_matrix():
+    random = torch.Generator().manual_seed(1)
+    blocks = torch.randn(3, 5, 5, dtype=torch.float64, generator=random)
+    mu = [0.5, -0.2, 0.1]
+    weights = replace(with_blocks(blocks, mu), score="linear", score_slope=1 / 40)
+    found = classify(weights)
+    assert found.pattern == "linear_gd"
+    step = torch.einsum("h,hij->ij", torch.tensor(mu).double(), blocks)
+    assert torch.allclose(found.scales.step[0], step)
+    assert found.learner.r2 == pytest.approx(1, abs=1e-12)
+    by_length = replace(weights, score="linear/L", score_slope=1.0)
+    assert torch.allclose(classify(by_length).scales.step[0], step)
+
+
+def test_linear_attention_that_reads_x_is_not_a_step():
+    weights = replace(diagonal_heads([0.5], [1.0], d_x=5), score="linear", score_slope=1 / 40)
+    weights.W_V[0, :5, 5] = 3.0
+    found = classify(weights)
+    assert found.pattern == "undetermined"
+    assert "substitution_r2 of linear_gd" in found.reason
+
+
+def test_linear_attention_that_holds_the_query_among_its_keys():
+    weights = replace(
+        diagonal_heads([0.5], [1.0], d_x=5), score="linear", score_slope=0.025, attend_to_self=True
+    )
+    found = classify(weights)  # the query's y is 0: its token adds nothing
+    assert (found.pattern, found.learner.r2) == ("linear_gd", pytest.approx(1))
+
+
+TABLE_2 = diagonal_heads(
+    [
+        grouped(-0.0316, -0.0689, -0.0893),
+        grouped(0.0779, 0.0, 0.0870),
+        grouped(-0.0837, 0.0927, 0.0152),
+    ],
+    [[-3.9911, -7.0742], [6.9204, 2.3371], [-2.8739, 4.7399]],
+    d_x=6,
+    d_y=2,
+)
+MODE_1 = diagonal_heads([grouped(0.423, 0.423, 0.505)], [[1.65, 1.65]], d_x=6, d_y=2)
+MODE_2 = diagonal_heads(
+    [grouped(0.186, 0.186, 0.2024), grouped(-0.186, -0.186, -0.2024)],
+    [[2.265, 2.265], [-2.265, -2.265]],
+    d_x=6,
+    d_y=2,
+)
+MODE_3 = diagonal_heads(
+    [
+        *(grouped(0, 0.14, 0.14), grouped(0, -0.14, -0.14)),
+        *(grouped(0.137, 0, 0.137), grouped(-0.137, 0, -0.137)),
+    ],
+    [[0, 3.216], [0, -3.246], [3.333, 0.118], [-3.381, -0.146]],
+    d_x=6,
+    d_y=2,
+)
+
+
+@pytest.mark.parametrize("supports", [TWO.supports, None])
+@pytest.mark.parametrize(
+    ("weights", "pattern", "labels"),
+    [
+        (MODE_1, "kernel_regression", ("positive",)),
+        (MODE_2, "weighted_preconditioned_gd", ("positive", "negative")),
+        (MODE_3, "task_heads", ("positive", "negative") * 2),
+        (TABLE_2, "superposition", ("negative", "positive", "mixed")),
+        (debiased_gradient_step(0.9, 0.1, d_x=6, d_y=2), "debiased_gd", ("positive", "negative")),
+    ],
+)
+def test_modes_of_several_tasks(weights, pattern: str, labels: tuple[str, ...], supports):
+    task = replace(TWO, supports=supports)
+    if pattern == "debiased_gd" and supports is not None:
+        pytest.skip("a step that reads all coordinates is not one on these supports")
+    found = classify(weights, task)
+    assert (found.pattern, found.labels) == (pattern, labels)
+
+
+def test_theta_and_leaks_of_the_published_superposition():
+    found = classify(TABLE_2, TWO)
+    # facts: task 1 has .906, .915 and .009 off its support, task 2 .927, .907 and .009.
+    expected = [grouped(0.906, 0.009, 0.915), grouped(0.009, 0.927, 0.907)]
+    assert found.scales.theta == pytest.approx(np.array(expected), abs=2e-3)
+    assert found.scales.supports == TWO.supports
+    assert found.scales.support_leak == pytest.approx(0.009 / 0.91, abs=2e-3)
+    assert classify(MODE_3, TWO).task_leak == pytest.approx([0, 0, 0.118 / 3.333, 0.146 / 3.381])
+
+
+def test_a_leak_above_its_limit_is_not_a_task_head():
+    mu = [[0, 3.2], [0, -3.2], [3.3, 1.2], [-3.3, -1.2]]
+    omega = MODE_3.omega.tolist()
+    found = classify(diagonal_heads(omega, mu, d_x=6, d_y=2), TWO)
+    assert found.pattern == "undetermined"
+    assert "support_leak" in found.reason
+    assert classify(MODE_3, TWO, thresholds=Thresholds(task_leak=0.04)).pattern != "task_heads"
+
+
+def test_heads_that_cancel_leave_the_pattern_alone():
+    pair = diagonal_heads([0.13, -0.13], [3.4, -3.4], d_x=5)
+    random = torch.Generator().manual_seed(1)
+    junk = torch.randn(1, 6, 6, dtype=torch.float64, generator=random).expand(2, -1, -1) * 0.3
+    opposite = torch.ones(2, 6, 1, dtype=torch.float64)
+    opposite[1] = -1
+    found = classify(stack([pair, from_circuits(junk, opposite)]))
+    assert found.pattern == "debiased_gd"
+    assert found.labels == ("positive", "negative", "unstructured", "unstructured")
+    assert not found.sign_matching
+    one = classify(stack([pair, from_circuits(junk[:1], opposite[:1])]))
+    assert one.pattern == "undetermined"
+
+
+@pytest.mark.parametrize("pieces", [2, 150])
+def test_a_head_split_into_pieces_keeps_the_pattern(pieces: int):
+    whole = classify(diagonal_heads([0.13, -0.13], [3.4, -3.4], d_x=5))
+    found = classify(
+        diagonal_heads([0.13] + [-0.13] * pieces, [3.4] + [-3.4 / pieces] * pieces, d_x=5)
+    )
+    assert found.pattern == whole.pattern == "debiased_gd"
+    assert found.scales.zero_sum == pytest.approx(0, abs=1e-12)
+    assert found.scales.eta == pytest.approx(whole.scales.eta)
+    assert found.labels[-1] == ("negative" if pieces == 2 else "dummy")
+
+
+def test_dummies_with_wild_ratios_do_not_count():
+    tiny = diagonal_heads([7.0, -0.001, 0.3], [1e-6, 1e-7, -1e-5], d_x=5)
+    found = classify(stack([debiased_gradient_step(0.88, 0.13, d_x=5), tiny]))
+    assert found.labels == ("positive", "negative", "dummy", "dummy", "dummy")
+    assert found.pattern == "debiased_gd"
+    assert found.scales.omega_spread == pytest.approx(0, abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("task", "model"),
+    [
+        (TaskConfig(), ModelConfig(n_heads=1)),
+        (TaskConfig(), ModelConfig(n_heads=4)),
+        (TaskConfig(d_x=1), ModelConfig(n_heads=2)),
+        (TaskConfig(d_x=2), ModelConfig(n_heads=3)),
+        (TaskConfig(d_x=20), ModelConfig(n_heads=2, d_head=4)),
+        (TaskConfig(d_x=6, d_y=2), ModelConfig(n_heads=3)),
+        (TaskConfig(), ModelConfig(n_heads=2, score="1+tanh")),
+        (TaskConfig(), ModelConfig(n_heads=2, score="linear", score_slope=0.025)),
+    ],
+)
+def test_random_weights_earn_no_pattern(task: TaskConfig, model: ModelConfig):
+    config = ExperimentConfig(task=task, model=model)
+    # Seeds that the null does not hold.
+    patterns = [
+        classify(initial_weights(replace(config, seed=seed)), task).pattern
+        for seed in range(10_000, 10_060)
+    ]
+    assert set(patterns) <= {"unstructured", "undetermined"}
+    assert patterns.count("unstructured") >= 0.85 * len(patterns)
+
+
+def test_p_values_of_random_weights_are_uniform():
+    values: dict[str, list[float]] = {}
+    for seed in range(10_000, 10_200):
+        for name, p in classify(initial_weights(ExperimentConfig(seed=seed))).p_values.items():
+            values.setdefault(name, []).append(p)
+    assert len(values) == 5
+    for name, found in values.items():
+        # Two standard errors of a mean of 200 uniform numbers are .041; the null itself has 400 models.
+        if name != "zero_sum":  # it is exactly 1 for half of the models, whose p is 1
+            assert np.mean(found) == pytest.approx(0.5, abs=0.07), name
+        assert np.mean(np.array(found) <= 0.1) == pytest.approx(0.1, abs=0.06), name
+
+
+def test_p_values_of_a_pattern_are_the_least_possible():
+    found = classify(debiased_gradient_step(0.88, 0.13, d_x=5))
+    assert set(found.p_values.values()) == {1 / 401}
+    assert found.head_p_values["ov_last_entry"] == pytest.approx([1 / 801] * 2)
+
+
+def test_circuits_alone_are_enough():
+    weights = diagonal_heads([0.13, -0.13], [3.4, -3.4], d_x=5)
+    QK, OV = weights.QK.numpy(), weights.OV.numpy()
+    found = classify_circuits(QK, OV)
+    assert isinstance(found, Classification)
+    assert found.pattern == "debiased_gd"
+    wide = np.pad(OV, ((0, 0), (0, 0), (5, 0)))  # all d_model columns, of which the last is y
+    assert classify_circuits(QK, wide).scales.eta == pytest.approx(found.scales.eta)
+    two = classify_circuits(TABLE_2.QK, TABLE_2.OV, d_y=2, task=TWO)
+    assert two.pattern == "superposition"
+
+
+@pytest.mark.parametrize(
+    ("QK", "OV", "d_y", "message"),
+    [
+        (np.zeros((1, 6, 6)), np.zeros((2, 6, 1)), 1, r"QK and OV must be .*got \[1, 6, 6\]"),
+        (np.zeros((1, 6, 6)), np.zeros((1, 6, 3)), 2, "OV must have d_y = 2 or d_model columns"),
+        (np.full((1, 6, 6), np.nan), np.zeros((1, 6, 1)), 1, "QK must hold finite numbers"),
+        (np.zeros((1, 1, 1)), np.zeros((1, 1, 1)), 1, "with d_y < d_model"),
+    ],
+)
+def test_circuits_that_do_not_fit_are_refused(QK, OV, d_y, message):
+    with pytest.raises(ValueError, match=message):
+        classify_circuits(QK, OV, d_y)
+
+
+def test_biases_add_a_constant_that_is_nobodys():
+    pair = debiased_gradient_step(0.88, 0.13, d_x=5)
+    zero = torch.zeros(2, 6, dtype=torch.float64)
+    biased = replace(pair, b_Q=zero, b_K=zero, b_V=zero, b_O=torch.tensor([0.0]).double())
+    assert classify(biased).reason == classify(pair).reason
+    shifted = classify(replace(biased, b_O=torch.tensor([3.0]).double()))
+    assert shifted.share == pytest.approx(classify(pair).share)
+    assert shifted.pattern == "undetermined"
+    assert "substitution_r2 of debiased_gd" in shifted.reason
+
+
+def test_single_heads_of_the_wrong_sign_are_mismatched():
+    found = classify(kernel_head(0.5, -1.5, d_x=5))
+    assert (found.pattern, found.labels) == ("undetermined", ("mismatched",))
