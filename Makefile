@@ -6,7 +6,7 @@ REPORT := reports/softmax-h2-s0
 # Versions of transformer-lens that still have HookedTransformer, each in an environment of its own.
 INTEROP := .venv-interop/3.9.0 .venv-interop/3.2.1
 
-.PHONY: help install test test-interop test-peers lint report clean
+.PHONY: help install test test-interop test-peers fuzz lint report clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -41,6 +41,9 @@ test-peers: .venv-peers/.installed ## let nnsight, pyvene and captum drive our h
 	@test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
 	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,peers]'
 	@touch $@
+
+fuzz: install ## read 20,000 mutated files of each format (an hour or two)
+	OMP_NUM_THREADS=1 $(BIN)/python -W ignore -m tests.checkpoints.fuzz 20000
 
 lint: install ## check style, format and types
 	$(BIN)/ruff check .

@@ -4,15 +4,19 @@ Each command imports what it needs, so that `mechinterp --help` and `classify` s
 """
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import wraps
+from inspect import Signature, signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 if TYPE_CHECKING:
+    from mechinterp.checkpoints.hints import Hints
+    from mechinterp.checkpoints.layered import LayeredCheckpoint
     from mechinterp.checkpoints.native import Checkpoint
     from mechinterp.config import TaskConfig
 
@@ -28,7 +32,7 @@ INTERRUPTED = 130  # what the argument parser makes of Ctrl-C
 PathArgument = Annotated[
     Path,
     typer.Argument(
-        metavar="PATH", help="A checkpoint folder, or a state dict of HookedTransformer."
+        metavar="PATH", help="A checkpoint: a folder, or weights other code has written."
     ),
 ]
 TaskOption = Annotated[
@@ -38,6 +42,22 @@ TaskOption = Annotated[
         metavar="FILE.json",
         help="Fields of the task, for files that do not state it; else the softmax paper's.",
     ),
+]
+FormatOption = Annotated[
+    str | None,
+    typer.Option("--format", metavar="NAME", help="The file's format, where it does not tell."),
+]
+XOption = Annotated[int | None, typer.Option("--d-x", min=1, help="Dimension of a covariate.")]
+YOption = Annotated[int | None, typer.Option("--d-y", min=1, help="Number of responses.")]
+HeadsOption = Annotated[
+    int | None, typer.Option("--n-heads", min=1, help="Heads, for files that do not say.")
+]
+ScaleOption = Annotated[
+    float | None, typer.Option("--scale", help="Factor on the scores, for files that do not say.")
+]
+SelfOption = Annotated[
+    bool | None,
+    typer.Option("--attend-to-self/--context-only", help="Whether the query is among its keys."),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="One JSON document on standard output.")]
 SeedOption = Annotated[int, typer.Option("--seed", min=0, help="Seed of the evaluation prompts.")]
@@ -54,6 +74,39 @@ SetOption = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="FIELD=VALUE", help="Change a config field; may be repeated."),
 ]
+
+
+def hints_of(
+    task_file: TaskOption = None,
+    format_name: FormatOption = None,
+    d_x: XOption = None,
+    d_y: YOption = None,
+    n_heads: HeadsOption = None,
+    scale: ScaleOption = None,
+    attend_to_self: SelfOption = None,
+) -> "Hints":
+    """What the options say of files that do not say it."""
+    from mechinterp.checkpoints.hints import Hints
+    from mechinterp.checkpoints.loading import read_task
+
+    task = None if task_file is None else read_task(task_file)
+    return Hints(task, format_name, d_x, d_y, n_heads, scale, attend_to_self)
+
+
+def reads_checkpoints(command: Callable[..., None]) -> Callable[..., None]:
+    """Gives a command the options of `hints_of`, whose result it takes as its argument `hints`."""
+    options = signature(hints_of).parameters
+    own = [p for p in signature(command).parameters.values() if p.name != "hints"]
+
+    @wraps(command)
+    def run(**given: object) -> None:
+        said = {name: given.pop(name) for name in options}
+        command(**given, hints=hints_of(**said))  # type: ignore[arg-type]
+
+    parameters = [p.replace(kind=p.KEYWORD_ONLY) for p in (*own, *options.values())]
+    run.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
+    run.__annotations__ = {p.name: p.annotation for p in parameters}
+    return run
 
 
 def main() -> None:
@@ -137,51 +190,62 @@ def sweep(
 
 
 @app.command()
+@reads_checkpoints
 def classify(
     paths: Annotated[
         list[Path], typer.Argument(metavar="PATH...", help="Checkpoints, or folders of them.")
     ],
-    n_prompts: PromptsOption = 4096,
+    n_prompts: PromptsOption = 1024,
     seed: SeedOption = 0,
     context_length: LengthOption = None,
-    task_file: TaskOption = None,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", help="A new table, .parquet or .csv: a row for each checkpoint."),
+    ] = None,
     as_json: JsonOption = False,
+    *,
+    hints: "Hints",
 ) -> None:
     """Say which pattern the heads form. Example: mechinterp classify checkpoints/*"""
-    from mechinterp.analysis import patterns
     from mechinterp.checkpoints.loading import checkpoint_paths
-    from mechinterp.report.documents import classification_document, dumps
-    from mechinterp.report.terminal import frame_text
+    from mechinterp.report.documents import dumps
+    from mechinterp.report.table import require_writable, write_table
 
+    if out is not None:
+        require_writable(out)
     documents: list[dict] = []
     for path in checkpoint_paths(paths):
         try:
             with _about(path):
-                checkpoint = _load(path, task_file)
-                task = _task(checkpoint, context_length)
-                found = patterns.classify(checkpoint, task, n_prompts=n_prompts, seed=seed)
-        except ValueError as error:
+                checkpoint = _load(path, hints)
+                document, table = _classified(
+                    checkpoint, context_length=context_length, n_prompts=n_prompts, seed=seed
+                )
+        except (ValueError, OSError) as error:
             documents.append({"path": str(path), "error": str(error)})
             _complain(str(error))
             continue
-        documents.append(classification_document(checkpoint, found))
+        documents.append(document)
         if not as_json:
-            print(f"{path}: {found.pattern} ({found.reason})")
-            print(frame_text(found.to_frame()))
+            print(f"{_shown(path)}: {document['pattern']} ({document['reason']})\n{table}")
     if as_json:
         print(dumps(documents))
+    if out is not None:
+        write_table(out, documents)
     if any("error" in document for document in documents):
         raise typer.Exit(2)
 
 
 @app.command()
+@reads_checkpoints
 def ablate(
     path: PathArgument,
     n_prompts: PromptsOption = 4096,
     seed: SeedOption = 0,
     context_length: LengthOption = None,
-    task_file: TaskOption = None,
     as_json: JsonOption = False,
+    *,
+    hints: "Hints",
 ) -> None:
     """Mask every head, and every subset of heads. Example: mechinterp ablate checkpoints/softmax-h2-s0"""
     from mechinterp.analysis.heads import MAX_SUBSET_HEADS, METHODS, ablate_heads, ablate_subsets
@@ -190,7 +254,7 @@ def ablate(
     from mechinterp.report.terminal import ablation_text
 
     with _about(path):
-        checkpoint = _load(path, task_file)
+        checkpoint = _one_layer(path, hints)
         task, dtype = _task(checkpoint, context_length), checkpoint.weights.W_Q.dtype
         generator = generator_for(seed, "eval", 0)
         prompts = sample_prompts(task, n_prompts, generator=generator, dtype=dtype)
@@ -200,10 +264,11 @@ def ablate(
     if as_json:
         print(dumps(ablation_document(checkpoint, single, subsets)))
         return
-    print(f"{path}: {ablation_text(single, subsets)}")
+    print(f"{_shown(path)}: {ablation_text(single, subsets)}")
 
 
 @app.command()
+@reads_checkpoints
 def fit(
     path: PathArgument,
     n_prompts: PromptsOption = 20_000,
@@ -216,8 +281,9 @@ def fit(
             help="Pairs per prompt; may be repeated; 10, 20, ..., 100 if left out.",
         ),
     ] = None,
-    task_file: TaskOption = None,
     as_json: JsonOption = False,
+    *,
+    hints: "Hints",
 ) -> None:
     """Fit closed-form learners to the model. Example: mechinterp fit checkpoints/softmax-h2-s0"""
     from mechinterp.analysis.fits import CONTEXT_LENGTHS, fit_learners
@@ -226,15 +292,16 @@ def fit(
 
     lengths = context_length or CONTEXT_LENGTHS
     with _about(path):
-        checkpoint = _load(path, task_file)
+        checkpoint = _one_layer(path, hints)
         fits = fit_learners(checkpoint, context_lengths=lengths, n_prompts=n_prompts, seed=seed)
     if as_json:
         print(dumps(fits_document(checkpoint, fits)))
         return
-    print(f"{path}: {fits_text(fits)}")
+    print(f"{_shown(path)}: {fits_text(fits)}")
 
 
 @app.command()
+@reads_checkpoints
 def report(
     path: PathArgument,
     out: Annotated[Path, typer.Option("--out", help="Folder for the page and its CSV files.")],
@@ -243,15 +310,16 @@ def report(
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace a report that is there.")
     ] = False,
-    task_file: TaskOption = None,
     as_json: JsonOption = False,
+    *,
+    hints: "Hints",
 ) -> None:
     """Write a report as one HTML page. Example: mechinterp report checkpoints/softmax-h2-s0 --out reports/h2"""
     from mechinterp.report.documents import dumps
     from mechinterp.report.page import write_report
 
     with _about(path, out):
-        checkpoint = _load(path, task_file)
+        checkpoint = _one_layer(path, hints)
         written = write_report(checkpoint, out, n_prompts=n_prompts, seed=seed, overwrite=overwrite)
     if as_json:
         print(dumps({"path": str(path), **written.to_document()}))
@@ -260,35 +328,45 @@ def report(
 
 
 @app.command()
-def info(path: PathArgument, task_file: TaskOption = None, as_json: JsonOption = False) -> None:
+@reads_checkpoints
+def info(
+    path: PathArgument,
+    as_json: JsonOption = False,
+    *,
+    hints: "Hints",
+) -> None:
     """Show a checkpoint at a glance. Example: mechinterp info checkpoints/softmax-h2-s0"""
     from mechinterp.report.documents import dumps, info_document
     from mechinterp.report.terminal import info_text
 
-    document = info_document(_load(path, task_file))
+    document = info_document(_load(path, hints))
     print(dumps(document) if as_json else info_text(document))
 
 
 @app.command()
+@reads_checkpoints
 def convert(
     path: PathArgument,
-    target: Annotated[str, typer.Option("--to", help="native or transformer-lens.")],
-    out: Annotated[Path, typer.Option("--out", help="A new folder.")],
-    task_file: TaskOption = None,
+    target: Annotated[str, typer.Option("--to", help="native, transformer-lens or npz.")],
+    out: Annotated[Path, typer.Option("--out", help="A new folder; a new file for npz.")],
     as_json: JsonOption = False,
+    *,
+    hints: "Hints",
 ) -> None:
     """Write a checkpoint in another format. Example: mechinterp convert checkpoints/softmax-h2-s0 --to transformer-lens --out h2"""
     from mechinterp.checkpoints import loading
     from mechinterp.report.documents import conversion_document, dumps
 
     with _about(path, out):
-        checkpoint = _load(path, task_file)
+        checkpoint = _one_layer(path, hints)
         files = loading.convert(checkpoint, target, out)
     document = conversion_document(checkpoint, target, files)
     if as_json:
         print(dumps(document))
         return
-    print(f"{out}: {', '.join(str(file.relative_to(out)) for file in files)}")
+    print(
+        f"{_shown(out)}: {', '.join(str(f.relative_to(out)) for f in files if f != out) or 'written'}"
+    )
     if document["n_ctx"] is not None:
         print(
             f"n_ctx is {document['n_ctx']}; read load.py, then run it with transformer-lens 2 or 3."
@@ -297,11 +375,11 @@ def convert(
         print(f"Left out: {', '.join(document['left_out'])}.")
 
 
-def _load(path: Path, task_file: Path | None) -> "Checkpoint":
+def _load(path: Path, hints: "Hints") -> "Checkpoint | LayeredCheckpoint":
     """The checkpoint; what it does not say and is assumed goes to standard error."""
-    from mechinterp.checkpoints.loading import load, read_task
+    from mechinterp.checkpoints.loading import load
 
-    checkpoint = load(path, task=None if task_file is None else read_task(task_file))
+    checkpoint = load(path, **hints.given)  # type: ignore[arg-type]
     if checkpoint.assumed:
         said = [
             f"{name} = {value:.4g}" if isinstance(value, float) else f"{name} = {value}"
@@ -310,6 +388,47 @@ def _load(path: Path, task_file: Path | None) -> "Checkpoint":
         ]
         _complain(f"{path}: assumed {', '.join(said)}.")
     return checkpoint
+
+
+def _one_layer(path: Path, hints: "Hints") -> "Checkpoint":
+    from mechinterp.checkpoints.native import Checkpoint
+
+    checkpoint = _load(path, hints)
+    if not isinstance(checkpoint, Checkpoint):
+        raise ValueError(
+            f"{path}: this command takes attention-only models of one layer, got format "
+            f"{checkpoint.format}; classify and info take it."
+        )
+    return checkpoint
+
+
+def _classified(
+    checkpoint: "Checkpoint | LayeredCheckpoint",
+    *,
+    context_length: int | None,
+    n_prompts: int,
+    seed: int,
+) -> tuple[dict, str]:
+    """The document of `classify`, and its table for the terminal."""
+    from mechinterp.checkpoints.native import Checkpoint
+    from mechinterp.report import documents
+    from mechinterp.report.terminal import frame_text
+
+    if isinstance(checkpoint, Checkpoint):
+        from mechinterp.analysis.patterns import classify
+
+        task = _task(checkpoint, context_length)
+        found = classify(checkpoint, task, n_prompts=n_prompts, seed=seed)
+        document = documents.classification_document(checkpoint, found)
+        return document, frame_text(found.to_frame())
+    from mechinterp.analysis.layered import classify_layers
+
+    if context_length is not None:
+        task = replace(checkpoint.task, context_length=context_length)
+        checkpoint = replace(checkpoint, task=task)
+    layers = classify_layers(checkpoint, n_prompts=n_prompts, seed=seed)
+    document = documents.layered_document(checkpoint, layers)
+    return document, frame_text(layers.to_frame())
 
 
 def _task(checkpoint: "Checkpoint", context_length: int | None) -> "TaskConfig":
@@ -325,6 +444,10 @@ def _about(*paths: Path) -> Iterator[None]:
     except ValueError as error:
         named = str(error).startswith(tuple(map(str, paths)))
         raise ValueError(str(error) if named else f"{paths[0]}: {error}") from None
+    except (MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "allocate memory" not in str(error):
+            raise
+        raise ValueError(f"{paths[0]}: needs more memory than there is.") from None
 
 
 def _device(name: str) -> str:
@@ -351,8 +474,16 @@ def _with_value(message: str, error: Exception, arguments: list[str]) -> str:
     return f"{message.rstrip('.')}, got {', '.join(given)}." if given else message
 
 
+def _shown(path: Path) -> str:
+    """A path on one line, whatever its name."""
+    from mechinterp.checkpoints.errors import printable
+
+    return printable(str(path))
+
+
 def _complain(message: str) -> None:
-    print(f"mechinterp: {' '.join(message.split())}", file=sys.stderr)
+    line = "".join(c if c.isprintable() else " " for c in " ".join(message.split()))
+    print(f"mechinterp: {line}", file=sys.stderr)
 
 
 def _fail(message: str, code: int) -> None:

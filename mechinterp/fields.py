@@ -5,7 +5,7 @@ from dataclasses import is_dataclass
 from functools import cache
 from numbers import Integral, Real
 from types import NoneType, UnionType
-from typing import Union, get_args, get_origin, get_type_hints
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
 
 def build(cls: type, values: object, prefix: str = ""):
@@ -32,7 +32,7 @@ def build(cls: type, values: object, prefix: str = ""):
 
 def set_checked(config: object, group: str) -> None:
     """Check the type of every plain field and bring it into the form it has after a trip through JSON."""
-    for name, hint in _hints(type(config)).items():
+    for name, hint in _hints(type(config)).items():  # type: ignore[arg-type]
         if not is_dataclass(hint):
             label = f"{group}.{name}" if group else name
             object.__setattr__(config, name, _checked(getattr(config, name), hint, label))
@@ -75,7 +75,7 @@ def flatten(values: dict, prefix: str = "") -> dict[str, object]:
 
 
 @cache
-def _hints(cls: type) -> dict[str, object]:
+def _hints(cls: Any) -> dict[str, Any]:
     return get_type_hints(cls)
 
 

@@ -60,6 +60,29 @@ def head_heatmaps(
     return _finish(figure, title, height=90 + 240 * n_rows)
 
 
+def heatmap(
+    matrix: Float[np.ndarray, "row column"],
+    *,
+    title: str,
+    rows: Sequence[str],
+    columns: Sequence[str],
+    unit: str = "",
+) -> go.Figure:
+    """One signed heatmap with white at 0."""
+    figure = go.Figure()
+    figure.add_heatmap(
+        z=matrix,
+        x=list(columns),
+        y=list(rows),
+        colorscale=SIGNED_SCALE,
+        zmid=0,
+        colorbar={"title": {"text": unit}},
+        hovertemplate="%{y}%{x}<br>%{z:.4g}<extra></extra>",
+    )
+    figure.update_yaxes(autorange="reversed")
+    return _finish(figure, title, height=120 + 24 * max(len(rows), 8))
+
+
 def lines(
     x: Float[np.ndarray, " point"] | np.ndarray,
     curves: Mapping[str, np.ndarray],

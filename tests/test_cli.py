@@ -113,9 +113,9 @@ def spoiled(trained: Path, folder: Path, **changes: torch.Tensor) -> Path:
     return folder
 
 
-def hand_built(folder: Path, *, d_y: int = 1) -> Path:
-    config = override(ExperimentConfig(), f"task.d_y={d_y}", "task.d_x=3")
-    weights = diagonal_heads([0.1, -0.1], [4.0, -4.0], d_x=3, d_y=d_y)
+def hand_built(folder: Path) -> Path:
+    config = override(ExperimentConfig(), "task.d_x=3")
+    weights = diagonal_heads([0.1, -0.1], [4.0, -4.0], d_x=3)
     save(folder, config, weights, step=0)
     return folder
 
@@ -217,17 +217,20 @@ def test_classify_takes_a_folder_of_checkpoints(run: Run, tmp_path: Path):
 
 
 def test_classify_goes_on_after_a_bad_path(run: Run, trained: Path, tmp_path: Path):
-    pair, two_tasks = hand_built(tmp_path / "pair"), hand_built(tmp_path / "two", d_y=2)
-    paths = (tmp_path / "gone", pair, two_tasks, trained)
+    pair, narrow = hand_built(tmp_path / "pair"), tmp_path / "narrow"
+    spoiled(trained, narrow, W_K=torch.zeros(2, 6, 5))
+    paths = (tmp_path / "gone", pair, narrow, trained)
     ran = run("classify", *paths, "--json", "--n-prompts", 64)
     assert ran.code == 2
     assert [document["path"] for document in ran.document] == [str(path) for path in paths]
-    gone, good, two, also_good = ran.document
-    assert list(gone) == list(two) == ["path", "error"]
+    gone, good, bad, also_good = ran.document
+    assert list(gone) == list(bad) == ["path", "error"]
     assert gone["error"].startswith(f"{tmp_path / 'gone'}: a checkpoint is a folder")
-    assert two["error"].startswith(f"{two_tasks}: classify takes one-task models")
+    assert bad["error"].startswith(
+        f"{narrow / 'model.safetensors'}: blocks.0.attn.W_K must have shape"
+    )
     assert (good["pattern"], also_good["n_heads"]) == ("debiased_gd", 2)
-    assert ran.err.splitlines() == [f"mechinterp: {document['error']}" for document in (gone, two)]
+    assert ran.err.splitlines() == [f"mechinterp: {document['error']}" for document in (gone, bad)]
     readable = run("classify", *paths, "--n-prompts", 64)
     assert (readable.code, readable.err) == (2, ran.err)
     assert str(pair) in readable.out
@@ -391,8 +394,6 @@ def test_bad_weights_are_refused(run: Run, trained: Path, tmp_path: Path):
     out = tmp_path / "report"
     run("report", broken, "--out", out).assert_refused(broken / "model.safetensors", "72 NaN")
     assert not out.exists()
-    two_tasks = hand_built(tmp_path / "two", d_y=2)
-    run("report", two_tasks, "--out", out).assert_refused(two_tasks, "one-task", "d_y = 2")
 
 
 def test_a_run_is_not_overwritten_and_not_resumed_with_another_config(run: Run, trained: Path):

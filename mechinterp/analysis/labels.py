@@ -20,6 +20,8 @@ class Evidence:
     """What survives of the prediction with every head replaced by its idealised circuit (omega, mu)."""
     learner: Survival
     """What the closed-form learner built from omega and mu alone explains of the prediction."""
+    alignment: float
+    """Least cosine of an active head's QK x block with its form."""
     p_values: dict[str, float]
     """Fraction of randomly initialised models that are as structured, by the name of the number."""
 
@@ -105,7 +107,11 @@ def _several_tasks(
     too_large = _above(evidence, limits, "support_leak", "theta_spread")
     if too_large:
         return "undetermined", f"heads serve several responses and {too_large}"
-    odd = [f"; head {name} is {label}" for name, (label, _) in zip(heads.names, labelled, strict=True) if label == "unstructured"]
+    odd = [
+        f"; head {name} is {label}"
+        for name, (label, _) in zip(heads.names, labelled, strict=True)
+        if label == "unstructured"
+    ]
     sentence = f"heads serve several responses{''.join(odd)}; theta off its supports up to {evidence.scales.support_leak:.3f}; {explained}"
     return _if_explained("superposition", sentence, evidence, limits)
 
@@ -130,6 +136,10 @@ def _if_explained(
         if not found.r2 >= limits.substitution_r2:
             why = f"{name} of {pattern} {found.r2:.3f} is below {limits.substitution_r2:g}"
             return "undetermined", why
+    if evidence.alignment < limits.qk_clear and not evidence.substitution.r2 >= limits.clear_r2:
+        why = f"a QK x block has cosine {evidence.alignment:.3f} with its form, below {limits.qk_clear:g}"
+        explained = f"idealised heads explain R² = {evidence.substitution.r2:.3f}"
+        return "undetermined", f"{why}, and {explained}, below {limits.clear_r2:g}"
     return pattern, sentence
 
 

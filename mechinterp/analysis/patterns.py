@@ -135,7 +135,8 @@ def classify(
         learner = survival(prediction, prompts.gradient_step(scales.step, centred=centred))
     null = null_of(task, _shape(weights), form=form.kind)
     p_values = _p_values(null, groups, scales, substitution)
-    evidence = Evidence(form, scales, substitution, learner, p_values)
+    alignment = form.alignment(groups.blocks)[groups.share > limits.share].min(initial=1)
+    evidence = Evidence(form, scales, substitution, learner, float(alignment), p_values)
     pattern, reason = model_label(groups, group_labels, evidence, limits)
     return Classification(
         pattern=pattern,

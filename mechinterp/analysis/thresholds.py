@@ -12,7 +12,11 @@ class Thresholds:
     equal: float = 0.05
     """Heads whose QK circuits differ by less than this, relative to their norm, count as one."""
     qk_diagonal: float = 0.8
-    """Least cosine of a head's QK x block with its form; 99.9% of random heads (d_x = 5) are less diagonal."""
+    """Least cosine of a head's QK x block with its form; 99.9% of random heads (d_x = 5) have less than 0.8."""
+    qk_clear: float = 0.9
+    """Where a head's cosine is below this, idealised heads must explain `clear_r2`."""
+    clear_r2: float = 0.98
+    """Least R^2 of idealised heads that makes up for a QK x block which is not clearly of its form."""
     ov_last_entry: float = 0.9
     """Least `ov_last_entry` of a head that is not unstructured."""
     sign_entry: float = 0.1
@@ -23,7 +27,7 @@ class Thresholds:
     """Most `zero_sum` of heads whose mu cancel."""
     isotropy: float = 0.98
     """Least cosine to I of a common matrix that counts as I."""
-    shared: float = 0.75
+    shared: float = 0.85
     """Least part of the heads' deviation from I that must be common for the matrix to count as common."""
     task_leak: float = 0.25
     """Most `task_leak` of a head that serves one response; half of it is too little for one that serves all."""

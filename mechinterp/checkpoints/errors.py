@@ -1,8 +1,27 @@
 """The one error of reading and writing checkpoints."""
 
+MAX_LENGTH = 2000
+
 
 class CheckpointError(ValueError):
     """A checkpoint cannot be read or written; the message names the file, the rule and the value."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(printable(message))
+
+
+def printable(text: str) -> str:
+    r"""The text on one line of at most 2000 characters, what is not printable written as an escape.
+
+    Example:
+        >>> printable("a\x1b[2J\n")
+        'a\\x1b[2J\\n'
+    """
+    escaped = "".join(
+        c if c.isprintable() else c.encode("unicode_escape").decode()
+        for c in text[: MAX_LENGTH + 1]
+    )
+    return escaped if len(escaped) <= MAX_LENGTH else escaped[: MAX_LENGTH - 3] + "..."
 
 
 def one_line(error: Exception) -> str:

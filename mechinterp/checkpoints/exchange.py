@@ -1,13 +1,13 @@
 """Exchange with HookedTransformer of transformer-lens 2.x and 3.x, by file.
 
 Out: a folder with a state dict that HookedTransformer takes as it is, a side-car that says the rest and
-a script that loads them. In: such a folder, or a state dict alone, of a strictly causal one-layer model.
+a script that loads them. In: such a folder, or a state dict alone, of a causal one-layer model.
 """
 
 import json
 import math
+import re
 from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -15,41 +15,39 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from mechinterp.checkpoints.archives import read_arrays
 from mechinterp.checkpoints.errors import CheckpointError, one_line
 from mechinterp.checkpoints.files import write_atomically
+from mechinterp.checkpoints.hints import Hints
 from mechinterp.checkpoints.native import (
     PREFIX,
     Checkpoint,
     document_of,
     read_document,
-    read_tensors,
     state_dict,
     weights_from,
 )
+from mechinterp.checkpoints.outside import OneLayer, checkpoint_of, numbers
 from mechinterp.checkpoints.recipe import LOAD
-from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig
-from mechinterp.fields import build, flatten
-from mechinterp.models.functional import NAMES, AttentionWeights
+from mechinterp.config import ExperimentConfig, TaskConfig
+from mechinterp.models.functional import BIASES, NAMES, AttentionWeights
 
 FORMAT = "transformer-lens"
 SIDE_CAR = "transformer_lens.json"
-SUFFIXES = (".pt", ".pth", ".safetensors")
 LEAST_N_CTX = 1024
-
-BIASES = ("b_Q", "b_K", "b_V", "b_O")
+WEIGHT = re.compile(r"blocks\.\d+\.attn\.W_[QKVO]")
 # Tensors that our model has no place for; HookedTransformer or a Bridge has them all the same.
 ZERO = {
     "embed.W_E": "tokens are vectors (x, y) and enter as they are, by start_at_layer=0",
     "pos_embed.W_pos": "tokens are vectors (x, y), to which no position is added",
-    **{PREFIX + name: "the model has no biases" for name in BIASES},
-    "unembed.b_U": "the model has no biases",
+    "unembed.b_U": "the model has no bias behind its read-out",
     **{
         f"blocks.0.mlp.{name}": "the model has no MLP"
         for name in ("W_in", "b_in", "W_out", "b_out")
     },
 }
 READ_OUT, MASK = "unembed.W_U", PREFIX + "mask"
-KNOWN = {*ZERO, READ_OUT, MASK, PREFIX + "IGNORE", *(PREFIX + name for name in NAMES)}
+KNOWN = {*ZERO, READ_OUT, MASK, PREFIX + "IGNORE", *(PREFIX + name for name in (*NAMES, *BIASES))}
 
 
 def positions_for(task: TaskConfig) -> int:
@@ -68,6 +66,11 @@ def write_exchange(folder: Path, checkpoint: Checkpoint) -> None:
         raise CheckpointError(
             f"{checkpoint.path}: HookedTransformer has softmax attention only, got score {config.model.score!r}."
         )
+    if config.model.attend_to_self:
+        raise CheckpointError(
+            f"{checkpoint.path}: the script that loads the model makes its mask strict, "
+            "got a model whose query attends to itself."
+        )
     document = document_of(config, step=checkpoint.step, assumed=checkpoint.assumed)
     text = json.dumps(document | _settings(config), indent=2) + "\n"
     state = hooked_state(checkpoint.weights, n_ctx=positions_for(config.task))
@@ -84,7 +87,7 @@ def hooked_state(weights: AttentionWeights, *, n_ctx: int) -> dict[str, Tensor]:
     n_heads, d_model, d_head = weights.W_Q.shape
     per_head = weights.W_Q.new_zeros(n_heads, d_head, device="cpu")
     read_out = torch.eye(d_model, dtype=weights.W_Q.dtype)[:, weights.d_x :]
-    return state_dict(weights) | {
+    others = {
         "embed.W_E": torch.zeros_like(read_out.mT).contiguous(),
         "pos_embed.W_pos": per_head.new_zeros(n_ctx, d_model),
         **{PREFIX + name: per_head.clone() for name in ("b_Q", "b_K", "b_V")},
@@ -92,29 +95,63 @@ def hooked_state(weights: AttentionWeights, *, n_ctx: int) -> dict[str, Tensor]:
         READ_OUT: read_out.contiguous(),
         "unembed.b_U": per_head.new_zeros(weights.d_y),
     }
+    return others | state_dict(weights)
 
 
-def read_exchange(path: Path, *, task: Mapping[str, object] | None = None) -> Checkpoint:
-    """The checkpoint in an exchange folder or in the file of a state dict.
+def read_exchange(folder: Path) -> Checkpoint:
+    """The checkpoint in an exchange folder.
 
-    Args:
-        task: Fields of TaskConfig, for a state dict alone; the softmax paper's stand for those left out.
     Raises:
-        CheckpointError: If the file cannot be read, or is not of a strictly causal one-layer model
-            without positions, norms and biases, which reads out the y entries.
+        CheckpointError: If the side-car or the weights cannot be read, or do not fit together.
     """
-    if not path.is_dir():
-        tensors = _require_plain(_read_state(path), path)
-        config, assumed = _assume(tensors, task or {}, path)
-        return Checkpoint(path, config, 0, _weights(tensors, config, path), FORMAT, assumed)
-    document, config = read_document(path / SIDE_CAR)
+    document, config = read_document(folder / SIDE_CAR)
     for name, expected in _settings(config).items():
         found = document.get(name)
         if name != "n_ctx" and not _same(found, expected):
-            raise CheckpointError(f"{path / SIDE_CAR}: {name} must be {expected!r}, got {found!r}.")
-    file = path / "model.safetensors"
-    weights = _weights(_require_plain(read_tensors(file), file), config, file)
-    return Checkpoint(path, config, document["step"], weights, FORMAT, document.get("assumed", {}))
+            raise CheckpointError(
+                f"{folder / SIDE_CAR}: {name} must be {expected!r}, got {found!r}."
+            )
+    file = folder / "model.safetensors"
+    tensors = _require_plain(read_arrays(file), file)
+    if _attends_to_self(tensors, file):
+        raise CheckpointError(f"{file}: {MASK} must be strict causal, as the side-car says.")
+    if not config.model.biases:
+        for name in BIASES:
+            _require_zero(
+                tensors, PREFIX + name, "the side-car says that there are no biases", file
+            )
+    numbers(tensors, [PREFIX + name for name in NAMES], file)
+    _require_read_out(tensors, config.d_model, config.task.d_y, file)
+    weights = weights_from(tensors, config, file)
+    return Checkpoint(
+        folder, config, document["step"], weights, FORMAT, document.get("assumed", {})
+    )
+
+
+def read_state(tensors: Mapping[str, Tensor], file: Path, *, hints: Hints) -> Checkpoint:
+    """The checkpoint that the tensors of a HookedTransformer or a Bridge are, without a side-car.
+
+    Raises:
+        CheckpointError: If they are not those of a causal one-layer model without positions, norms and
+            an MLP, which reads out the y entries.
+    """
+    tensors = _require_plain(tensors, file)
+    biases = [name for name in BIASES if PREFIX + name in tensors]
+    names = (*NAMES, *biases)
+    found = dict(zip(names, numbers(tensors, [PREFIX + n for n in names], file), strict=True))
+    read_out = tensors.get(READ_OUT)
+    d_y = None
+    if read_out is not None:
+        d_y = read_out.shape[1] if read_out.ndim == 2 else 1
+        _require_read_out(tensors, found["W_Q"].shape[1], d_y, file)
+    layer = OneLayer(
+        FORMAT,
+        found,
+        d_y=d_y,
+        attend_to_self=_attends_to_self(tensors, file),
+        unsaid={"normalization": None},
+    )
+    return checkpoint_of(file, layer, hints)
 
 
 def _settings(config: ExperimentConfig) -> dict[str, object]:
@@ -139,28 +176,8 @@ def _same(found: object, expected: object) -> bool:
     return type(found) is type(expected) and found == expected
 
 
-def _read_state(file: Path) -> dict[str, Tensor]:
-    if file.suffix == ".safetensors":
-        return read_tensors(file)
-    try:
-        state = torch.load(file, map_location="cpu", weights_only=True)
-    except OSError as error:
-        raise CheckpointError(f"{file}: cannot be read ({one_line(error)}).") from None
-    except Exception as error:
-        # PyTorch's own words recommend to run what the file holds.
-        raise CheckpointError(
-            f"{file}: must hold tensors that can be read without running code, got a {type(error).__name__}."
-        ) from None
-    if not isinstance(state, dict) or not all(
-        isinstance(name, str) and isinstance(tensor, Tensor) for name, tensor in state.items()
-    ):
-        raise CheckpointError(f"{file}: must hold a state dict, names with a tensor each.")
-    # Parameters, and views of larger tensors, become plain tensors.
-    return {name: tensor.detach().contiguous() for name, tensor in state.items()}
-
-
-def _require_plain(tensors: dict[str, Tensor], file: Path) -> dict[str, Tensor]:
-    """Refuse what a strictly causal one-layer model on vectors (x, y) has no place for."""
+def _require_plain(tensors: Mapping[str, Tensor], file: Path) -> Mapping[str, Tensor]:
+    """Refuse what a one-layer model on vectors (x, y) has no place for."""
     layers = {name.split(".")[1] for name in tensors if name.startswith("blocks.")}
     if len(layers) > 1:
         raise CheckpointError(f"{file}: the model must have one layer, got {len(layers)}.")
@@ -172,11 +189,7 @@ def _require_plain(tensors: dict[str, Tensor], file: Path) -> dict[str, Tensor]:
                 f"{file}: {name} is not among the tensors of an attention-only HookedTransformer of one layer."
             )
     for name, reason in ZERO.items():
-        if name in tensors and tensors[name].any():
-            largest = tensors[name].abs().max().item()
-            raise CheckpointError(
-                f"{file}: {name} must be zero ({reason}), got entries up to {largest:.3g}."
-            )
+        _require_zero(tensors, name, reason, file)
     for name in NAMES:
         tensor = tensors.get(PREFIX + name)
         if tensor is None or tensor.ndim != 3:
@@ -184,71 +197,39 @@ def _require_plain(tensors: dict[str, Tensor], file: Path) -> dict[str, Tensor]:
             raise CheckpointError(
                 f"{file}: {PREFIX}{name} must have three axes, head first, got {got}."
             )
-    _require_strict(tensors.get(MASK), file)
     return tensors
 
 
-def _require_strict(mask: Tensor | None, file: Path) -> None:
-    """Refuse a stored mask other than strict causal; from 3.5.0 on an empty one is stored."""
+def _require_zero(tensors: Mapping[str, Tensor], name: str, reason: str, file: Path) -> None:
+    if name in tensors and tensors[name].any():
+        largest = tensors[name].to(torch.complex128).abs().max().item()
+        raise CheckpointError(
+            f"{file}: {name} must be zero ({reason}), got entries up to {largest:.3g}."
+        )
+
+
+def _attends_to_self(tensors: Mapping[str, Tensor], file: Path) -> bool | None:
+    """What a stored mask says; None without one, and from 3.5.0 on an empty one is stored."""
+    mask = tensors.get(MASK)
     if mask is None or mask.numel() == 0:
-        return
+        return None
     allowed = torch.ones(mask.shape, dtype=torch.bool)
-    if mask.ndim == 2 and torch.equal(mask.bool(), allowed.tril(-1)):
-        return
-    ordinary = mask.ndim == 2 and torch.equal(mask.bool(), allowed.tril())
-    got = "one that lets tokens attend to themselves" if ordinary else "another"
+    if mask.ndim == 2:
+        for diagonal, attends in ((-1, False), (0, True)):
+            if torch.equal(mask.bool(), allowed.tril(diagonal)):
+                return attends
     raise CheckpointError(
-        f"{file}: {MASK} must be strict causal, mask.tril(-1), as it must be stored also where a hook "
-        f"makes it strict; got {got}."
+        f"{file}: {MASK} must be causal, mask.tril(-1) or mask.tril(), got another of shape {list(mask.shape)}."
     )
 
 
-def _assume(
-    tensors: Mapping[str, Tensor], task: Mapping[str, object], file: Path
-) -> tuple[ExperimentConfig, dict[str, object]]:
-    """The config of a state dict alone, and which of it the file does not say."""
-    n_heads, d_model, d_head = tensors[PREFIX + "W_Q"].shape
+def _require_read_out(tensors: Mapping[str, Tensor], d_model: int, d_y: int, file: Path) -> None:
     read_out = tensors.get(READ_OUT)
-    given = {name: task[name] for name in ("d_x", "d_y") if name in task}
-    if read_out is not None and read_out.ndim == 2:
-        sizes = {"d_x": d_model - read_out.shape[1], "d_y": read_out.shape[1]}
-    else:
-        d_x = given.get("d_x")
-        d_y = given.get("d_y", d_model - d_x if isinstance(d_x, int) else 1)
-        sizes = {"d_x": d_model - d_y, "d_y": d_y} if isinstance(d_y, int) else {}
-    model = ModelConfig(n_heads=n_heads, d_head=None if d_head == d_model else d_head)
-    try:
-        config = ExperimentConfig(task=build(TaskConfig, sizes | dict(task), "task."), model=model)
-    except ValueError as error:
-        raise CheckpointError(f"{file}: {one_line(error)}") from None
-    for name, size in sizes.items():
-        if getattr(config.task, name) != size:
-            raise CheckpointError(
-                f"{file}: task.{name} must be the weights' {size}, got {getattr(config.task, name)}."
-            )
-    said = {"task.d_x", "task.d_y", *flatten(dict(task), "task.")}
-    said |= {f"model.{name}" for name in ("n_layers", "n_heads", "d_head")}
-    if read_out is None and not given:
-        said.remove("task.d_y")
-    values = flatten(asdict(config)) | {"attn_scale": math.sqrt(d_head), "normalization": None}
-    assumed = {name: value for name, value in values.items() if name not in said}
-    mask = tensors.get(MASK)
-    if mask is None or mask.numel() == 0:
-        assumed["strict_causal"] = True
-    return config, assumed | {"step": 0}
-
-
-def _weights(
-    tensors: Mapping[str, Tensor], config: ExperimentConfig, file: Path
-) -> AttentionWeights:
-    kinds = sorted({str(tensors[PREFIX + name].dtype) for name in NAMES})
-    if len(kinds) > 1:
-        raise CheckpointError(f"{file}: the weights must have one dtype, got {', '.join(kinds)}.")
-    read_out = tensors.get(READ_OUT)
-    expected = torch.eye(config.d_model)[:, config.task.d_x :]
-    if read_out is not None and not torch.equal(read_out.to(expected), expected):
+    if read_out is None:
+        return
+    expected = torch.eye(d_model)[:, d_model - d_y :]
+    if d_y > d_model or not torch.equal(read_out.to(expected), expected):
         raise CheckpointError(
             f"{file}: {READ_OUT} must read the y entries as they are, [d_model, d_y] = "
             f"{list(expected.shape)} with ones at y and zeros elsewhere, got another of shape {list(read_out.shape)}."
         )
-    return weights_from(tensors, config, file)

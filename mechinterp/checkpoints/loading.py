@@ -1,57 +1,159 @@
 """Checkpoints of any known format: which one lies at a path, and from one to the other."""
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from mechinterp.checkpoints import native
-from mechinterp.checkpoints.errors import CheckpointError
-from mechinterp.checkpoints.exchange import (
-    FORMAT,
-    SIDE_CAR,
-    SUFFIXES,
-    read_exchange,
-    write_exchange,
-)
+from torch import Tensor
+
+from mechinterp.checkpoints import arrays, native
+from mechinterp.checkpoints.archives import MAX_NUMBERS, SUFFIXES, read_arrays, read_text
+from mechinterp.checkpoints.errors import CheckpointError, one_line
+from mechinterp.checkpoints.exchange import FORMAT, SIDE_CAR, read_exchange, write_exchange
 from mechinterp.checkpoints.files import read_json
+from mechinterp.checkpoints.foreign import LAYERED, MARKS, read_foreign
+from mechinterp.checkpoints.hints import Hints
 from mechinterp.checkpoints.native import Checkpoint
 from mechinterp.config import PRESETS, ExperimentConfig, from_dict, preset
 
-FORMATS = ("native", FORMAT)
+if TYPE_CHECKING:
+    from mechinterp.checkpoints.layered import LayeredCheckpoint
+
+FORMATS = ("native", FORMAT, *MARKS, *LAYERED)
+"""What `load` reads."""
+TARGETS = ("native", FORMAT, "npz")
+"""What `convert` writes."""
+CONFIG, INDEX, WEIGHTS = "config.json", "model.safetensors.index.json", "model.safetensors"
+MAX_SHARDS = 100
 
 
-def load(path: str | Path, *, task: Mapping[str, object] | None = None) -> Checkpoint:
-    """The checkpoint at a path: a folder of this package, an exchange folder or a HookedTransformer state dict.
+def load(
+    path: str | Path,
+    *,
+    task: Mapping[str, object] | None = None,
+    format: str | None = None,
+    d_x: int | None = None,
+    d_y: int | None = None,
+    n_heads: int | None = None,
+    scale: float | None = None,
+    attend_to_self: bool | None = None,
+) -> "Checkpoint | LayeredCheckpoint":
+    """The checkpoint at a path: a folder of this package, or what other people's code has written.
+
+    The arguments say what a file of other people's cannot say; what they leave open is assumed, and
+    `assumed` holds it. `FORMATS` lists the formats, which are told by the names of the tensors.
 
     Args:
-        task: Fields of TaskConfig, for files that do not state the task of their model; where fields are
-            left out, the softmax paper's setting is assumed, and `assumed` says so.
+        task: Fields of TaskConfig; the setting of the paper that the format belongs to stands for those
+            left out.
+        format: One of `FORMATS`, where the names do not tell.
+        n_heads: Needed for torch.nn.MultiheadAttention, whose file does not say it.
+        scale: Factor on the scores, for weights that do not come with one; 1/sqrt(d_head) if left out.
+        attend_to_self: Whether the query is among its own keys; False if left out.
     Raises:
-        CheckpointError: If nothing readable lies there, or the task is given although it is stated there.
+        CheckpointError: If nothing readable lies there, or an argument contradicts the file.
+        ValueError: If an argument is out of range.
     Example:
         >>> load("checkpoints/softmax-h2-s0")
         Checkpoint(softmax-h2-s0: 2 heads, d_x=5, context_length=40, step 500001)
     """
+    if format is not None and format not in FORMATS:
+        raise ValueError(f"format must be one of {', '.join(FORMATS)}, got {format!r}.")
+    hints = Hints(task, format, d_x, d_y, n_heads, scale, attend_to_self)
     path = Path(path)
-    if path.is_file() and path.suffix in SUFFIXES:
-        return read_exchange(path, task=task)
-    if task is not None and path.exists():
+    try:
+        return _load_folder(path, hints) if path.is_dir() else _load_file(path, hints)
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({one_line(error)}).") from None
+    except RecursionError:
+        raise CheckpointError(f"{path}: cannot be read (nested too deeply).") from None
+
+
+def _load_file(path: Path, hints: Hints) -> "Checkpoint | LayeredCheckpoint":
+    if not path.exists():
+        return native.load(path)
+    if path.suffix not in SUFFIXES or not path.is_file():
         raise CheckpointError(
-            f"{path}: a task is given for files that do not state theirs ({', '.join(SUFFIXES)}) only."
+            f"{path}: a checkpoint is a folder or a file that ends in {', '.join(SUFFIXES)}; this is another file."
         )
-    stated = (path / SIDE_CAR).is_file() and not (path / "config.json").is_file()
-    return read_exchange(path) if stated else native.load(path)
+    text = read_text(path, arrays.CONFIG) if path.suffix == ".npz" else None
+    tensors = read_arrays(path)
+    if text is not None:
+        _require_no_hints(path, hints, arrays.FORMAT)
+        return arrays.read_stated(tensors, text, path)
+    return read_foreign(tensors, path, hints=hints, settings={})
+
+
+def _load_folder(path: Path, hints: Hints) -> "Checkpoint | LayeredCheckpoint":
+    stated = FORMAT if (path / SIDE_CAR).is_file() else None
+    if (path / CONFIG).is_file():
+        settings = read_json(path / CONFIG)
+        if isinstance(settings, dict) and not {"format_version", "experiment"} & set(settings):
+            file, tensors = _folder_arrays(path)
+            return replace(read_foreign(tensors, file, hints=hints, settings=settings), path=path)
+        stated = "native"
+    _require_no_hints(path, hints, stated)
+    return read_exchange(path) if stated == FORMAT else native.load(path)
+
+
+def _require_no_hints(path: Path, hints: Hints, stated: str | None) -> None:
+    """A checkpoint that says everything takes no hints, but for the right format."""
+    given = [name for name, value in hints.given.items() if (name, value) != ("format", stated)]
+    if given and stated is not None:
+        raise CheckpointError(
+            f"{path}: {given[0]} is given for files that do not state theirs only, "
+            f"got {hints.given[given[0]]} for a checkpoint of format {stated}."
+        )
+
+
+def _folder_arrays(path: Path) -> tuple[Path, dict[str, Tensor]]:
+    """The tensors beside somebody else's config.json, in one file or in the shards that an index names."""
+    for name in (WEIGHTS, "pytorch_model.bin"):
+        if (path / name).is_file():
+            return path / name, read_arrays(path / name)
+    index = path / INDEX
+    if not index.is_file():
+        raise CheckpointError(
+            f"{path}: its config.json is not of this package, so that it must hold {WEIGHTS} or {INDEX}."
+        )
+    document = read_json(index)
+    named = document.get("weight_map") if isinstance(document, dict) else None
+    if not isinstance(named, dict) or not all(isinstance(name, str) for name in named.values()):
+        raise CheckpointError(f"{index}: weight_map must name a file for each tensor.")
+    shards = sorted(set(named.values()))
+    if len(shards) > MAX_SHARDS:
+        raise CheckpointError(f"{index}: must name at most {MAX_SHARDS} files, got {len(shards)}.")
+    tensors: dict[str, Tensor] = {}
+    for shard in shards:
+        if Path(shard).name != shard or "\\" in shard or Path(shard).suffix != ".safetensors":
+            raise CheckpointError(
+                f"{index}: must name .safetensors files beside it, got {shard!r}."
+            )
+        found = read_arrays(path / shard)
+        if found.keys() & tensors.keys():
+            raise CheckpointError(f"{path / shard}: holds tensors that another shard holds.")
+        tensors |= found
+        if sum(tensor.numel() for tensor in tensors.values()) > MAX_NUMBERS:
+            raise CheckpointError(f"{path}: must hold at most {MAX_NUMBERS} numbers.")
+    missing = sorted(named.keys() - tensors.keys())
+    if missing:
+        raise CheckpointError(f"{index}: {missing[0]} is in none of the files.")
+    return index, tensors
 
 
 def convert(checkpoint: Checkpoint, target: str, out: str | Path) -> list[Path]:
-    """Write a checkpoint in another format into a new folder; the files written.
+    """Write a checkpoint in another format into a new folder or, as "npz", a new file; the files written.
 
     Raises:
-        CheckpointError: If the folder holds something, or the format has no place for the model.
+        CheckpointError: If something is there already, or the format has no place for the model.
         ValueError: If the format is unknown.
     """
     out = Path(out)
-    if target not in FORMATS:
-        raise ValueError(f"Format must be one of {', '.join(FORMATS)}, got {target!r}.")
+    if target not in TARGETS:
+        raise ValueError(f"Format must be one of {', '.join(TARGETS)}, got {target!r}.")
+    if target == "npz":
+        return [arrays.write_arrays(out, checkpoint)]
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise CheckpointError(f"{out}: already holds something; it is not overwritten.")
     if target == FORMAT:
@@ -70,15 +172,30 @@ def convert(checkpoint: Checkpoint, target: str, out: str | Path) -> list[Path]:
 
 
 def checkpoint_paths(paths: Iterable[Path]) -> list[Path]:
-    """The paths, a folder that is no checkpoint but holds folders that are replaced by those."""
+    """The paths, a folder that is no checkpoint replaced by the checkpoints in it, one level down.
+
+    Those are folders with a config.json or a side-car, and files that end as those of other people do.
+    """
     found: list[Path] = []
     for path in paths:
-        inner = {
-            file.parent for mark in ("config.json", SIDE_CAR) for file in path.glob(f"*/{mark}")
-        }
-        alone = any((path / mark).exists() for mark in ("config.json", SIDE_CAR))
-        found += [path] if alone or not inner else sorted(inner)
+        inner = [] if _is_checkpoint(path) else _checkpoints_in(path)
+        found += inner or [path]
     return found
+
+
+def _is_checkpoint(folder: Path) -> bool:
+    return any((folder / mark).exists() for mark in (CONFIG, SIDE_CAR))
+
+
+def _checkpoints_in(folder: Path) -> list[Path]:
+    try:
+        return sorted(
+            path
+            for path in folder.iterdir()
+            if _is_checkpoint(path) or (path.suffix in SUFFIXES and path.is_file())
+        )
+    except OSError:
+        return []
 
 
 def read_task(file: Path) -> dict[str, object]:

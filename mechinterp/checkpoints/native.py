@@ -17,13 +17,14 @@ from typing import TYPE_CHECKING
 import pandas as pd
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
+from mechinterp.checkpoints.archives import read_arrays
 from mechinterp.checkpoints.errors import CheckpointError, one_line
 from mechinterp.checkpoints.files import read_json, write_atomically
 from mechinterp.config import ExperimentConfig, from_dict
-from mechinterp.models.functional import AttentionWeights
+from mechinterp.models.functional import BIASES, NAMES, AttentionWeights
 
 if TYPE_CHECKING:
     from mechinterp.models.transformer import ICLTransformer
@@ -42,7 +43,7 @@ class Checkpoint:
     """Number of updates behind the weights."""
     weights: AttentionWeights
     format: str = "native"
-    """"native", or "transformer-lens" for weights from outside."""
+    """"native", or the format of somebody else's file."""
     assumed: Mapping[str, object] = field(default_factory=dict)
     """What the file did not say and was filled in, by dotted name."""
 
@@ -80,7 +81,7 @@ class Checkpoint:
             if f.stem.isdigit()
         }
         return {
-            step: weights_from(read_tensors(files[step]), self.config, files[step])
+            step: weights_from(read_arrays(files[step]), self.config, files[step])
             for step in sorted(files)
         }
 
@@ -113,7 +114,7 @@ def load(path: str | Path) -> Checkpoint:
         )
     document, config = read_document(file)
     weights_file = path / "model.safetensors"
-    weights = weights_from(read_tensors(weights_file), config, weights_file)
+    weights = weights_from(read_arrays(weights_file), config, weights_file)
     assumed = document.get("assumed", {})
     return Checkpoint(path, config, document["step"], weights, assumed=assumed)
 
@@ -158,9 +159,10 @@ def write_weights(file: Path, weights: AttentionWeights) -> None:
 
 
 def state_dict(weights: AttentionWeights) -> dict[str, Tensor]:
-    """HookedTransformer's names and shapes: W_O gets its x columns, which are zero."""
-    w_o = torch.nn.functional.pad(weights.W_O, (weights.d_x, 0))
-    tensors = {"W_Q": weights.W_Q, "W_K": weights.W_K, "W_V": weights.W_V, "W_O": w_o}
+    """HookedTransformer's names and shapes: W_O and b_O get their x columns, which are zero."""
+    tensors = weights.tensors
+    for name in {"W_O", "b_O"} & set(tensors):
+        tensors[name] = torch.nn.functional.pad(tensors[name], (weights.d_x, 0))
     return {PREFIX + name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
 
 
@@ -197,7 +199,15 @@ def read_document(file: Path) -> tuple[dict, ExperimentConfig]:
     Raises:
         CheckpointError: If the file cannot be read, or a field is missing or wrong.
     """
-    document = read_json(file)
+    return document_parts(read_json(file), file)
+
+
+def document_parts(document: object, file: Path) -> tuple[dict, ExperimentConfig]:
+    """What `document_of` makes, checked, with its experiment.
+
+    Raises:
+        CheckpointError: If a field is missing or wrong.
+    """
     if not isinstance(document, dict):
         raise CheckpointError(f"{file}: must hold a JSON object, got {type(document).__name__}.")
     for name in ("format_version", "step", "experiment"):
@@ -214,21 +224,8 @@ def read_document(file: Path) -> tuple[dict, ExperimentConfig]:
         raise CheckpointError(f"{file}: assumed must be a JSON object, got {assumed!r}.")
     try:
         return document, from_dict(document["experiment"])
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{file}: {one_line(error)}") from None
-
-
-def read_tensors(file: Path) -> dict[str, Tensor]:
-    """The tensors of a safetensors file.
-
-    Raises:
-        CheckpointError: If the file cannot be read.
-    """
-    try:
-        return load_file(file)
-    except (OSError, SafetensorError) as error:
-        reason = "does not exist" if not file.exists() else one_line(error)
-        raise CheckpointError(f"{file}: not a readable safetensors file ({reason}).") from None
 
 
 def weights_from(
@@ -240,14 +237,16 @@ def weights_from(
         CheckpointError: If they are missing, not finite or not those of such a model.
     """
     _require_whole(file, tensors, config)
+    names = (*NAMES, *BIASES) if config.model.biases else NAMES
+    found = {name: tensors[PREFIX + name] for name in names}
+    for name in {"W_O", "b_O"} & set(found):
+        found[name] = found[name][..., config.task.d_x :].contiguous()
     return AttentionWeights(
-        W_Q=tensors[PREFIX + "W_Q"],
-        W_K=tensors[PREFIX + "W_K"],
-        W_V=tensors[PREFIX + "W_V"],
-        W_O=tensors[PREFIX + "W_O"][:, :, config.task.d_x :].contiguous(),
+        **found,
         scale=config.d_head**-0.5,
         score=config.model.score,
         score_slope=config.model.score_slope,
+        attend_to_self=config.model.attend_to_self,
     )
 
 
@@ -258,17 +257,25 @@ def _require_fit(path: Path, weights: AttentionWeights, config: ExperimentConfig
         raise CheckpointError(
             f"{path}: scale must be 1/sqrt(d_head) = {config.d_head**-0.5:.6g}, got {weights.scale:.6g}."
         )
-    law = (weights.score, weights.score_slope)
-    if law != (config.model.score, config.model.score_slope):
+    for name in ("score", "score_slope", "attend_to_self"):
+        expected, found = getattr(config.model, name), getattr(weights, name)
+        if found != expected:
+            raise CheckpointError(
+                f"{path}: {name} must be the config's {expected!r}, got {found!r}."
+            )
+    if config.model.biases != (weights.b_O is not None):
         raise CheckpointError(
-            f"{path}: score and score_slope must be the config's "
-            f"{config.model.score!r} and {config.model.score_slope}, got {law[0]!r} and {law[1]}."
+            f"{path}: biases must be the config's {config.model.biases}, got {not config.model.biases}."
         )
 
 
 def _require_whole(file: Path, tensors: Mapping[str, Tensor], config: ExperimentConfig) -> None:
     wide = (config.model.n_heads, config.d_model, config.d_head)
-    expected = {name: wide for name in ("W_Q", "W_K", "W_V")} | {"W_O": (wide[0], wide[2], wide[1])}
+    expected: dict[str, tuple[int, ...]] = {name: wide for name in ("W_Q", "W_K", "W_V")}
+    expected["W_O"] = (wide[0], wide[2], wide[1])
+    if config.model.biases:
+        expected |= {name: (wide[0], wide[2]) for name in ("b_Q", "b_K", "b_V")}
+        expected["b_O"] = (wide[1],)
     for name, shape in expected.items():
         tensor = tensors.get(PREFIX + name)
         if tensor is None:
@@ -286,9 +293,12 @@ def _require_whole(file: Path, tensors: Mapping[str, Tensor], config: Experiment
             raise CheckpointError(
                 f"{file}: {PREFIX}{name} must hold finite numbers, got {bad} NaN or infinite."
             )
-    w_o = tensors[PREFIX + "W_O"]
-    if w_o[:, :, : config.task.d_x].any():
-        largest = w_o[:, :, : config.task.d_x].abs().max().item()
-        raise CheckpointError(
-            f"{file}: the x columns of {PREFIX}W_O must be zero, got {largest:.3g}."
-        )
+    kinds = sorted({str(tensors[PREFIX + name].dtype) for name in expected})
+    if len(kinds) > 1:
+        raise CheckpointError(f"{file}: the weights must have one dtype, got {', '.join(kinds)}.")
+    for name in {"W_O", "b_O"} & set(expected):
+        unread = tensors[PREFIX + name][..., : config.task.d_x]
+        if unread.any():
+            raise CheckpointError(
+                f"{file}: the x columns of {PREFIX}{name} must be zero, got {unread.abs().max().item():.3g}."
+            )

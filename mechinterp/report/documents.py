@@ -9,8 +9,11 @@ import pandas as pd
 
 from mechinterp.analysis.fits import LearnerFits
 from mechinterp.analysis.heads import HeadAblation, SubsetAblation
+from mechinterp.analysis.layered import LayeredClassification
 from mechinterp.analysis.patterns import Classification
+from mechinterp.checkpoints.exchange import FORMAT as EXCHANGE
 from mechinterp.checkpoints.exchange import positions_for
+from mechinterp.checkpoints.layered import LayeredCheckpoint
 from mechinterp.checkpoints.native import Checkpoint
 from mechinterp.training.sweep import TrainingSummary
 
@@ -22,8 +25,10 @@ def dumps(document: object) -> str:
     return json.dumps(_plain(document), indent=2, allow_nan=False)
 
 
-def info_document(checkpoint: Checkpoint) -> dict:
+def info_document(checkpoint: Checkpoint | LayeredCheckpoint) -> dict:
     """What `info` says of a checkpoint; the one document that needs the hooked model, for its hooks."""
+    if isinstance(checkpoint, LayeredCheckpoint):
+        return _layered_info(checkpoint)
     from mechinterp.models.hook_map import hook_map
 
     history = checkpoint.history
@@ -63,32 +68,55 @@ def classification_document(checkpoint: Checkpoint, found: Classification) -> di
             "omega_mean": scales.omega_mean[head],
             "mu": scales.mu[head].tolist(),
             "qk_diagonal": scales.qk_diagonal[head],
+            "qk_diagonal_p": found.head_p_values["qk_diagonal"][head],
             "qk_off_diagonal": scales.qk_off_diagonal[head],
             "qk_y_leak": scales.qk_y_leak[head],
             "ov_last_entry": scales.ov_last_entry[head],
+            "ov_last_entry_p": found.head_p_values["ov_last_entry"][head],
             "ov_x_leak": scales.ov_x_leak[head],
+            "task_leak": found.task_leak[head],
         }
         for head, label in enumerate(found.labels)
     ]
-    names = (
-        "sign_matching",
-        "omega_spread",
-        "zero_sum",
-        "eta_optimal",
-        "gamma",
-        "manifold_distance",
-    )
-    evidence = {name: getattr(found, name) for name in names} | {
-        "eta": found.eta.tolist(),
-        "substitution_r2": found.substitution_r2,
-        "substitution_r2_sem": found.substitution_r2_sem,
-    }
     return {
         **_header(checkpoint),
         "pattern": found.pattern,
         "reason": found.reason,
         "heads": heads,
-        "evidence": evidence,
+        "evidence": _evidence(found),
+    }
+
+
+def _evidence(found: Classification) -> dict:
+    names = (
+        *("omega_spread", "zero_sum", "eta", "eta_optimal", "gamma", "manifold_distance"),
+        *("theta", "supports", "support_leak", "theta_spread"),
+    )
+    evidence: dict[str, object] = {"sign_matching": found.sign_matching}
+    evidence |= {name: getattr(found.scales, name) for name in names}
+    for kind in ("substitution", "learner"):
+        survival = asdict(getattr(found, kind))
+        evidence |= {f"{kind}_{name}": value for name, value in survival.items()}
+    form = {name: getattr(found.form, name) for name in ("isotropy", "shared", "rotation")}
+    return evidence | {"form": found.form.kind, **form, "p_values": found.p_values}
+
+
+def layered_document(checkpoint: LayeredCheckpoint, found: LayeredClassification) -> dict:
+    """What `classify` says of a layered model, whose heads are described by their ablation."""
+    task = found.task
+    return {
+        **_layered_header(checkpoint),
+        "pattern": found.pattern,
+        "reason": found.reason,
+        "heads": _records(found.to_frame()),
+        "evidence": {
+            "excess_risk": found.excess_risk,
+            "excess_risk_sem": found.excess_risk_sem,
+            "n_prompts": found.n_prompts,
+            "context_length": task.context_length,
+            "learner_r2": dict(zip(found.learners, found.learner_r2.tolist(), strict=True)),
+            "learner_r2_sem": dict(zip(found.learners, found.learner_r2_sem.tolist(), strict=True)),
+        },
     }
 
 
@@ -123,13 +151,13 @@ def fits_document(checkpoint: Checkpoint, fits: LearnerFits) -> dict:
 
 
 def conversion_document(checkpoint: Checkpoint, target: str, files: list[Path]) -> dict:
-    """What `convert` says; `n_ctx` is null and `left_out` empty for a native folder."""
+    """What `convert` says; `n_ctx` is null but for transformer-lens, `left_out` empty for a native folder."""
     native = target == "native"
     there = {"history": checkpoint.history is not None, "snapshots": bool(checkpoint.snapshots)}
     return {
         **_header(checkpoint),
         "to": target,
-        "n_ctx": None if native else positions_for(checkpoint.config.task),
+        "n_ctx": positions_for(checkpoint.config.task) if target == EXCHANGE else None,
         "left_out": [] if native else [name for name, found in there.items() if found],
         "files": [str(file) for file in files],
     }
@@ -159,6 +187,32 @@ def _header(checkpoint: Checkpoint) -> dict:
         "n_heads": config.model.n_heads,
         "d_x": config.task.d_x,
         "d_y": config.task.d_y,
+    }
+
+
+def _layered_info(checkpoint: LayeredCheckpoint) -> dict:
+    return {
+        **_layered_header(checkpoint),
+        "name": checkpoint.name,
+        "task": asdict(checkpoint.task),
+        "model": asdict(checkpoint.law),
+        "history_rows": 0,
+        "snapshots": [],
+        "eval_loss": None,
+        "weights": {name: list(tensor.shape) for name, tensor in checkpoint.tensors.items()},
+    }
+
+
+def _layered_header(checkpoint: LayeredCheckpoint) -> dict:
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "path": str(checkpoint.path),
+        "format": checkpoint.format,
+        "assumed": dict(checkpoint.assumed),
+        "n_layers": checkpoint.n_layers,
+        "n_heads": checkpoint.n_heads,
+        "d_x": checkpoint.task.d_x,
+        "d_y": checkpoint.task.d_y,
     }
 
 

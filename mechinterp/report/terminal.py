@@ -77,6 +77,8 @@ def ablation_text(single: list[HeadAblation], subsets: SubsetAblation | None) ->
 
 def info_text(document: dict) -> str:
     """The document of `info`, readable."""
+    if "experiment" not in document:
+        return _layered_text(document)
     task, model = document["experiment"]["task"], document["experiment"]["model"]
     lines = [
         f"{document['name']}: {model['n_heads']} heads, {model['score']} attention, d_x {task['d_x']}, "
@@ -93,4 +95,17 @@ def info_text(document: dict) -> str:
     for hook in document["hooks"]:
         shape = f"[{', '.join(map(str, hook['shape']))}]"
         lines.append(f"    {hook['name']:<31} {shape:<22} {hook['switch']}".rstrip())
+    return "\n".join(lines)
+
+
+def _layered_text(document: dict) -> str:
+    """The document of `info` for a layered model, which has no experiment and no hooks of this package."""
+    task = document["task"]
+    lines = [
+        f"{document['name']}: {document['format']}, {document['n_layers']} layers of {document['n_heads']} "
+        f"heads, d_x {task['d_x']}, context length {task['context_length']}"
+    ]
+    for group in ("task", "model", "weights"):
+        fields = ", ".join(f"{name} {value}" for name, value in document[group].items())
+        lines.append(f"  {group}: {fields}")
     return "\n".join(lines)

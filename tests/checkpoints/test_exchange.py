@@ -2,6 +2,7 @@
 
 import json
 import math
+import pickle
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -124,7 +125,7 @@ def test_a_state_dict_alone_is_read_and_what_it_does_not_say_is_assumed(
     assumed = dict(checkpoint.assumed)
     assert assumed.pop("task.context_length") == 40
     assert assumed.pop("attn_scale") == 2
-    assert assumed.pop("strict_causal") is True
+    assert assumed.pop("model.attend_to_self") is False
     assert assumed.pop("task.covariance.rho") == 0
     assert assumed.pop("train.steps") == 500_001
     assert {name for name in assumed if not name.startswith("train.")} == {
@@ -142,8 +143,7 @@ def test_a_state_dict_alone_is_read_and_what_it_does_not_say_is_assumed(
 def test_four_tensors_are_enough(tmp_path: Path):
     others = set(hooked_state(initial_weights(CONFIG), n_ctx=16)) - {ATTN + n for n in NAMES}
     file = write_state(tmp_path / "state.pt", **dict.fromkeys(others))
-    with pytest.raises(CheckpointError, match=r"the x columns of .*W_O must be zero"):
-        load(file, task={"d_y": 1})
+    assert torch.equal(load(file, d_y=1).weights.W_O, initial_weights(CONFIG).W_O[:, :, 1:])
     checkpoint = load(file, task={"d_y": 2})
     assert_same(checkpoint.weights, initial_weights(CONFIG))
     assert "task.d_y" not in checkpoint.assumed
@@ -158,10 +158,10 @@ def test_stored_masks(tmp_path: Path):
     ones = torch.ones(16, 16, dtype=torch.bool)
     said = {ATTN + "IGNORE": torch.tensor(-torch.inf)}
     strict = load(write_state(tmp_path / "a.pt", **said, **{ATTN + "mask": ones.tril(-1)}))
-    assert "strict_causal" not in strict.assumed
+    assert "model.attend_to_self" not in strict.assumed
     # From 3.5.0 on the stored mask is empty.
     empty = load(write_state(tmp_path / "b.pt", **{ATTN + "mask": ones[:0, :0]}))
-    assert empty.assumed["strict_causal"] is True
+    assert empty.assumed["model.attend_to_self"] is False
 
 
 ONES = torch.ones(16, 16, dtype=torch.bool)
@@ -174,34 +174,28 @@ BAD_STATES: dict[str, tuple[dict[str, Tensor | None], str]] = {
         "got entries up to 0.5",
     ),
     "embedding": ({"embed.W_E": torch.ones(2, 5)}, "embed.W_E must be zero (tokens are vectors"),
-    **{
-        f"bias {name}": ({ATTN + name: torch.ones(2, 4)}, f"{ATTN}{name} must be zero (the model")
-        for name in ("b_Q", "b_K", "b_V", "b_O")
-    },
-    "NaN bias": ({ATTN + "b_O": torch.full((5,), torch.nan)}, "b_O must be zero"),
+    "NaN bias": ({ATTN + "b_O": torch.full((5,), torch.nan)}, "b_O must hold finite numbers"),
+    "long bias": ({ATTN + "b_Q": torch.ones(2, 5)}, "b_Q must have shape (2, 4), got (2, 5)"),
     "read-out bias": ({"unembed.b_U": torch.ones(2)}, "unembed.b_U must be zero (the model has no"),
     "MLP": ({"blocks.0.mlp.W_out": torch.ones(20, 5)}, "W_out must be zero (the model has no MLP)"),
     "norm": ({"blocks.0.ln1.w": torch.ones(5)}, "must have no LayerNorm, got blocks.0.ln1.w"),
     "last norm": ({"ln_final.b": torch.zeros(5)}, "must have no LayerNorm, got ln_final.b"),
     "two layers": ({"blocks.1.attn.W_Q": W_Q}, "must have one layer, got 2"),
     "other tensor": ({"head.weight": W_Q}, "head.weight is not among the tensors"),
-    "ordinary mask": (
-        {ATTN + "mask": ONES.tril()},
-        "got one that lets tokens attend to themselves",
-    ),
-    "no mask": ({ATTN + "mask": ONES}, "mask must be strict causal, mask.tril(-1), as it must"),
-    "window": ({ATTN + "mask": ONES.tril(-1).triu(-3)}, "makes it strict; got another"),
-    "flat mask": ({ATTN + "mask": ONES[0]}, "got another"),
-    "x written": (
-        {ATTN + "W_O": torch.ones(2, 4, 5)},
-        "the x columns of blocks.0.attn.W_O must be zero, got 1",
-    ),
+    "no mask": ({ATTN + "mask": ONES}, "mask must be causal, mask.tril(-1) or mask.tril(), got an"),
+    "window": ({ATTN + "mask": ONES.tril(-1).triu(-3)}, "got another of shape [16, 16]"),
+    "flat mask": ({ATTN + "mask": ONES[0]}, "got another of shape [16]"),
     "x read": (
         {"unembed.W_U": torch.ones(5, 2)},
         "unembed.W_U must read the y entries as they are",
     ),
     "scaled": ({"unembed.W_U": 2 * READ_OUT}, "W_U must read the y entries as they are"),
     "centred": ({"unembed.W_U": 0 * READ_OUT}, "W_U must read the y entries as they are"),
+    "read-out of one number": ({"unembed.W_U": torch.tensor(1.0)}, "as they are, [d_model, d_y]"),
+    "true position": (
+        {"pos_embed.W_pos": torch.ones(16, 5, dtype=torch.bool)},
+        "must be zero (tokens are vectors (x, y), to which no position is added), got entries up to 1",
+    ),
     "flat read-out": ({"unembed.W_U": torch.ones(5)}, "W_U must read the y entries as they are"),
     "too many responses": ({"unembed.W_U": torch.eye(5)}, "task.d_x must be >= 1, got 0"),
     "no W_K": ({ATTN + "W_K": None}, "W_K must have three axes, head first, got nothing"),
@@ -230,6 +224,61 @@ def test_a_state_dict_of_another_model_is_refused_on_one_line(
         load(exchange)
 
 
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({ATTN + "W_O": torch.ones(2, 4, 5)}, "x columns of blocks.0.attn.W_O must be zero, got 1"),
+        ({ATTN + "b_V": torch.ones(2, 4)}, "b_V must be zero (the side-car says that there are no"),
+        ({ATTN + "mask": ONES.tril()}, "mask must be strict causal, as the side-car says"),
+    ],
+)
+def test_weights_that_contradict_their_side_car_are_refused(
+    exchange: Path, changes: dict[str, Tensor], words: str
+):
+    write_state(exchange / "model.safetensors", **changes)
+    with pytest.raises(CheckpointError) as error:
+        load(exchange)
+    assert words in str(error.value)
+
+
+def test_biases_are_read_and_written(tmp_path: Path):
+    generator = torch.Generator().manual_seed(4)
+    shapes = {"b_Q": (2, 4), "b_K": (2, 4), "b_V": (2, 4), "b_O": (5,)}
+    biases = {n: torch.randn(shape, generator=generator) for n, shape in shapes.items()}
+    file = write_state(tmp_path / "state.pt", **{ATTN + n: t for n, t in biases.items()})
+    checkpoint = load(file, task={"context_length": 8})
+    assert checkpoint.config.model.biases
+    for name, expected in (biases | {"b_O": biases["b_O"][3:]}).items():
+        assert torch.equal(checkpoint.weights.tensors[name], expected)
+    convert(checkpoint, "transformer-lens", tmp_path / "exchange")
+    back = load(tmp_path / "exchange")
+    prompts = sample_prompts(checkpoint.config.task, 64, generator=generator_for(0, "eval", 0))
+    assert torch.equal(predict(back.weights, prompts), predict(checkpoint.weights, prompts))
+    without = replace(checkpoint.weights, b_Q=None, b_K=None, b_V=None, b_O=None)
+    assert (predict(without, prompts) - predict(back.weights, prompts)).abs().max() > 0.1
+    # Some of the four are enough; x entries of b_O are not read.
+    some = write_state(
+        tmp_path / "some.pt",
+        **{ATTN + "b_Q": None, ATTN + "b_K": None, ATTN + "b_V": biases["b_V"], ATTN + "b_O": None},
+    )
+    assert not load(some).weights.tensors["b_Q"].any()
+    assert torch.equal(load(some).weights.tensors["b_V"], biases["b_V"])
+
+
+def test_a_model_that_attends_to_itself_has_no_place_in_the_script(tmp_path: Path):
+    file = write_state(tmp_path / "state.pt", **{ATTN + "mask": ONES.tril()})
+    checkpoint = load(file)
+    assert checkpoint.weights.attend_to_self
+    assert checkpoint.config.model.attend_to_self
+    assert "model.attend_to_self" not in checkpoint.assumed
+    with pytest.raises(CheckpointError, match="got a model whose query attends to itself"):
+        convert(checkpoint, "transformer-lens", tmp_path / "exchange")
+    convert(checkpoint, "native", tmp_path / "native")
+    assert load(tmp_path / "native").weights.attend_to_self
+    with pytest.raises(CheckpointError, match="attend_to_self must be the file's True, got False"):
+        load(file, attend_to_self=False)
+
+
 def write(text: str) -> Callable[[Path], object]:
     return lambda file: file.write_text(text)
 
@@ -237,13 +286,25 @@ def write(text: str) -> Callable[[Path], object]:
 @pytest.mark.parametrize(
     ("spoil", "words"),
     [
-        (write(""), "must hold tensors that can be read without running code, got a"),
-        (write("x"), "must hold tensors that can be read without running code, got a"),
-        (lambda file: torch.save(Path("x"), file), "without running code, got a UnpicklingError"),
+        (write(""), "without running code, as torch.save writes them; got an empty file"),
+        (write("x"), "without running code, as torch.save writes them; got another file"),
+        (
+            lambda file: torch.save(Path("x"), file),
+            "without running code, got one that asks for pathlib.P",
+        ),
+        (
+            lambda file: torch.save({}, file, _use_new_zipfile_serialization=False),
+            "again with PyTorch",
+        ),
+        (lambda file: file.write_bytes(pickle.dumps({})), "got a plain pickle file"),
         (lambda file: torch.save(torch.ones(2), file), "must hold a state dict"),
-        (lambda file: torch.save({"model": {"a": torch.ones(2)}}, file), "must hold a state dict"),
+        (lambda file: torch.save({"model": {"a": [1]}}, file), "must hold a state dict"),
+        (lambda file: torch.save({"model": {"a": torch.ones(2)}}, file), "of a format known here"),
         (lambda file: torch.save({1: torch.ones(2)}, file), "must hold a state dict"),
-        (lambda file: torch.save({}, file), "W_Q must have three axes"),
+        (
+            lambda file: torch.save({}, file),
+            "linear-paper, torch-attention, arrays, torch-encoder, gpt2), got none",
+        ),
     ],
 )
 def test_a_file_of_something_else_is_refused(

@@ -267,9 +267,18 @@ def test_a_checkpoint_is_not_overwritten(folder: Path):
     ("changes", "words"),
     [
         ({"W_K": torch.full((2, 5, 4), torch.nan)}, "W_K must hold finite numbers, got 40 NaN"),
+        (
+            {"W_K": torch.ones(2, 5, 4, dtype=torch.float64)},
+            "one dtype, got torch.float32, torch.float64",
+        ),
         ({"scale": 0.4}, r"scale must be 1/sqrt\(d_head\) = 0\.5, got 0\.4"),
-        ({"score": "softmax"}, "score and score_slope must be the config's '1[+]Cx' and 0.5, got"),
-        ({"score_slope": 0.6}, "score and score_slope must be the config's '1[+]Cx' and 0.5, got"),
+        ({"score": "softmax"}, "score must be the config's '1[+]Cx', got 'softmax'"),
+        ({"score_slope": 0.6}, "score_slope must be the config's 0.5, got 0.6"),
+        ({"attend_to_self": True}, "attend_to_self must be the config's False, got True"),
+        (
+            {"b_O": torch.zeros(2), **{f"b_{x}": torch.zeros(2, 4) for x in "QKV"}},
+            "biases must be the config's False, got True",
+        ),
     ],
 )
 def test_weights_of_another_kind_are_not_saved(tmp_path: Path, changes: dict, words: str):

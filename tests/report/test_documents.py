@@ -126,7 +126,8 @@ def test_classification_document(checkpoint: Checkpoint):
     negative = document["heads"][1]
     assert list(negative) == [
         *("layer", "head", "label", "share", "omega", "omega_mean", "mu"),
-        *("qk_diagonal", "qk_off_diagonal", "qk_y_leak", "ov_last_entry", "ov_x_leak"),
+        *("qk_diagonal", "qk_diagonal_p", "qk_off_diagonal", "qk_y_leak"),
+        *("ov_last_entry", "ov_last_entry_p", "ov_x_leak", "task_leak"),
     ]
     assert negative["omega"] == pytest.approx([-0.02] * 5)
     assert negative["omega_mean"] == pytest.approx(-0.02)
@@ -140,13 +141,23 @@ def test_classification_document(checkpoint: Checkpoint):
     evidence = document["evidence"]
     assert set(evidence) == {
         *("sign_matching", "omega_spread", "zero_sum", "eta", "eta_optimal", "gamma"),
-        *("manifold_distance", "substitution_r2", "substitution_r2_sem"),
+        *("manifold_distance", "theta", "supports", "support_leak", "theta_spread"),
+        *("form", "isotropy", "shared", "rotation", "p_values"),
+        *(
+            f"{kind}_{name}"
+            for kind in ("substitution", "learner")
+            for name in ("r2", "r2_sem", "rms", "rms_sem")
+        ),
     }
     assert evidence["sign_matching"] is True
     assert evidence["eta"] == pytest.approx([0.88])
     assert evidence["eta_optimal"] == pytest.approx(1 / (1 + 1.1 * 5 / 40))
     assert evidence["zero_sum"] == pytest.approx(0, abs=1e-12)
-    assert evidence["substitution_r2"] > 0.99
+    assert evidence["substitution_r2"] == pytest.approx(1)
+    assert 0.99 < evidence["learner_r2"] < 1
+    assert evidence["theta"] == [pytest.approx([0.88] * 5)]
+    assert (evidence["form"], evidence["supports"]) == ("scalar", [[0, 1, 2, 3, 4]])
+    assert evidence["p_values"]["zero_sum"] == pytest.approx(1 / 401)
 
 
 def test_ablation_document(checkpoint: Checkpoint):

@@ -1,0 +1,196 @@
+"""What the heads of a layered model are worth, and which closed-form learner the model comes closest to.
+
+Between such heads and the prediction lie further layers, norms and MLPs, so that they are described by
+what breaks when they are masked and not by their circuits.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+import plotly.graph_objects as go
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from mechinterp import figures
+from mechinterp.analysis.estimates import mean_and_sem, ratio_and_sem
+from mechinterp.checkpoints.layered import LayeredCheckpoint
+from mechinterp.config import TaskConfig
+from mechinterp.icl.predictors import debiased_gd, ridge, vanilla_gd
+from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
+
+CHUNK = 16
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class LayeredClassification:
+    """How much the excess risk rises when one head of a layered model is masked, and what the model is near to."""
+
+    pattern: str
+    """"multi_layer", or "undetermined" for a single layer."""
+    reason: str
+    """One sentence: why, and which learner is closest."""
+    excess_risk: float
+    """Of the full model: mean (y_hat - y_query_clean)^2, unit y^2."""
+    excess_risk_sem: float
+    increase: Float[np.ndarray, "layer head"]
+    """Excess risk with the head masked minus that of the full model."""
+    increase_sem: Float[np.ndarray, "layer head"]
+    """Standard error of `increase`, paired: the same prompts for every mask."""
+    learners: tuple[str, ...]
+    """Vanilla and debiased GD with the step size closest to the model, least squares, and ridge if there is noise."""
+    learner_r2: Float[np.ndarray, " learner"]
+    """1 - mean (model - learner)^2 / mean model^2."""
+    learner_r2_sem: Float[np.ndarray, " learner"]
+    task: TaskConfig
+    """Law of the prompts."""
+    n_prompts: int
+
+    @property
+    def importance(self) -> Float[np.ndarray, "layer head"]:
+        """A head's share of its layer's increases, negative ones taken as 0; all 0 where none is positive."""
+        positive = self.increase.clip(min=0)
+        total = positive.sum(1, keepdims=True)
+        return positive / np.where(total == 0, 1, total)
+
+    def __repr__(self) -> str:
+        layer, head = np.unravel_index(int(self.increase.argmax()), self.increase.shape)
+        return (
+            f"LayeredClassification({self.pattern}: L{layer}H{head} +{self.increase[layer, head]:.3g} ± "
+            f"{self.increase_sem[layer, head]:.2g} on {self.excess_risk:.3g}; {self.reason})"
+        )
+
+    def to_frame(self) -> pd.DataFrame:
+        """One row per head."""
+        heads = list(np.ndindex(self.increase.shape))
+        columns = {
+            "layer": [layer for layer, _ in heads],
+            "head": [head for _, head in heads],
+            "label": [f"L{layer}H{head}" for layer, head in heads],
+            "excess_risk_increase": self.increase.ravel(),
+            "sem": self.increase_sem.ravel(),
+            "importance": self.importance.ravel(),
+        }
+        return pd.DataFrame(columns)
+
+    def plot(self) -> go.Figure:
+        """Rise of the excess risk, layers by heads."""
+        return self._heatmap(
+            self.increase, "Rise of the excess risk when a head is masked", unit="y²"
+        )
+
+    def plot_importance(self) -> go.Figure:
+        """Importance within the layer, layers by heads."""
+        title = "Importance: share of the layer's rise when a head is masked"
+        return self._heatmap(self.importance, title, unit="share")
+
+    def _heatmap(self, matrix: np.ndarray, title: str, *, unit: str) -> go.Figure:
+        n_layers, n_heads = matrix.shape
+        return figures.heatmap(
+            matrix,
+            title=title,
+            rows=[f"L{layer}" for layer in range(n_layers)],
+            columns=[f"H{head}" for head in range(n_heads)],
+            unit=unit,
+        )
+
+
+def classify_layers(
+    checkpoint: LayeredCheckpoint,
+    task: TaskConfig | None = None,
+    *,
+    n_prompts: int = 256,
+    seed: int = 0,
+) -> LayeredClassification:
+    """What each head of a layered model is worth, and the closed-form learner closest to the model.
+
+    A head is masked by taking its share of the output projection as zero, nothing retrained; all masks see
+    the same prompts and are held against the target without noise.
+
+    Args:
+        task: Law of the prompts; None: the checkpoint's.
+    Raises:
+        ValueError: If there are fewer than two prompts, or the task's prompts are of other sizes than the model's.
+    Source:
+        After Chen, Zhao and Zou 2024, arXiv 2408.04532, who mask heads one at a time; that outputs are zeroed
+        and importances normalised within a layer is a choice made here.
+    Example:
+        >>> from pathlib import Path
+        >>> from mechinterp.checkpoints.hints import Hints
+        >>> from mechinterp.checkpoints.layered import read_layered
+        >>> tensors = torch.nn.TransformerEncoderLayer(6, 2, 8).state_dict()
+        >>> hints = Hints(n_heads=2)
+        >>> layer = read_layered(tensors, Path("x.pt"), format="torch-encoder", hints=hints, settings={})
+        >>> classify_layers(layer, n_prompts=8).pattern
+        'undetermined'
+    """
+    task = checkpoint.task if task is None else task
+    if n_prompts < 2:
+        raise ValueError(f"n_prompts must be >= 2 for a standard error, got {n_prompts}.")
+    generator = generator_for(seed, "eval", 0)
+    prompts = sample_prompts(task, n_prompts, generator=generator, dtype=torch.float64)
+    prediction, masked = _predictions(checkpoint, prompts)
+    target = prompts.y_query_clean
+    full = (prediction - target).square().mean(1)
+    rise = (masked - target[:, None, None]).square().mean(3) - full[:, None, None]
+    excess_risk, excess_risk_sem = mean_and_sem(full.numpy())
+    increase, increase_sem = mean_and_sem(rise.numpy())
+    r2 = _learner_r2(prompts, prediction, task)
+    pattern, reason = _verdict(checkpoint, r2)
+    return LayeredClassification(
+        pattern=pattern,
+        reason=reason,
+        excess_risk=float(excess_risk),
+        excess_risk_sem=float(excess_risk_sem),
+        increase=increase,
+        increase_sem=increase_sem,
+        learners=tuple(r2),
+        learner_r2=np.array([value for value, _ in r2.values()]),
+        learner_r2_sem=np.array([sem for _, sem in r2.values()]),
+        task=task,
+        n_prompts=n_prompts,
+    )
+
+
+def _predictions(
+    checkpoint: LayeredCheckpoint, prompts: Prompts
+) -> tuple[Float[Tensor, "batch d_y"], Float[Tensor, "batch layer head d_y"]]:
+    """Predictions in float64 with no head masked, and with each masked alone."""
+    chunks = [prompts[start : start + CHUNK] for start in range(0, len(prompts), CHUNK)]
+    with torch.no_grad():
+        pairs = [checkpoint.model.predict_each_masked(chunk) for chunk in chunks]
+    full, masked = zip(*pairs, strict=True)
+    return torch.cat(full).double(), torch.cat(masked).double()
+
+
+def _learner_r2(
+    prompts: Prompts, prediction: Float[Tensor, "batch d_y"], task: TaskConfig
+) -> dict[str, tuple[float, float]]:
+    """R^2 of each learner against the model's predictions, and its standard error."""
+    learned = {}
+    for name, step in (("vanilla_gd", vanilla_gd), ("debiased_gd", debiased_gd)):
+        direction = step(prompts, eta=1.0)
+        learned[name] = direction * (direction * prediction).sum() / direction.square().sum()
+    learned["least_squares"] = ridge(prompts, penalty=0)
+    if task.noise_var:
+        learned["ridge"] = ridge(prompts, penalty=task.noise_var / task.beta_variance)
+    found = {}
+    size = prediction.square().mean(1).numpy()
+    for name, values in learned.items():
+        unexplained, sem = ratio_and_sem((prediction - values).square().mean(1).numpy(), size)
+        found[name] = (float(1 - unexplained), float(sem))
+    return found
+
+
+def _verdict(checkpoint: LayeredCheckpoint, r2: dict[str, tuple[float, float]]) -> tuple[str, str]:
+    best = max(r2, key=lambda name: r2[name][0])
+    value, sem = r2[best]
+    learner = f"closest learner: {best.replace('_', ' ')} (R² = {value:.3f} ± {sem:.1g})"
+    if np.isnan(value):
+        learner = "the model predicts 0 on every prompt"
+    if checkpoint.n_layers > 1:
+        heads = f"{checkpoint.n_layers} layers, whose heads are described by their ablation"
+        return "multi_layer", f"{heads}; {learner}"
+    between = "LayerNorm and MLP lie between the heads and the prediction"
+    return "undetermined", f"{between}; {learner}"

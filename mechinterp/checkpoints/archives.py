@@ -1,0 +1,251 @@
+"""Tensors out of files that anybody may have written: .pt, .pth, .bin, .npz and .safetensors.
+
+Nothing in a file is run as code, and what a file claims is held against its size before memory is asked
+for. Every fault ends in a CheckpointError.
+"""
+
+import io
+import math
+import warnings
+import zipfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from mechinterp.checkpoints.errors import CheckpointError, one_line
+from mechinterp.checkpoints.pickles import require_harmless
+
+SUFFIXES = (".pt", ".pth", ".bin", ".npz", ".safetensors")
+MAX_BYTES = 2**28
+"""Size of a file; a GPT-2 of 12 layers and width 256 has 2**25 numbers."""
+MAX_UNPACKED = 2**26
+"""Size to which the entries of a smaller archive may unpack; torch.save and numpy.savez do not pack."""
+MAX_NUMBERS = 2**26
+MAX_ENTRIES = 30_000
+MAX_HEADER = 2**21
+# Where whole-run dictionaries keep the state dict.
+INNER = ("model", "model_state_dict", "state_dict")
+
+# Kinds of numbers besides floating-point ones that are read, if only to be refused by name.
+OTHERS = (
+    *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
+    *(torch.complex64, torch.complex128),
+)
+OLD_TORCH = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
+
+
+def read_arrays(file: Path) -> dict[str, Tensor]:
+    """The tensors of a file by name, those narrower than float32 widened to it.
+
+    Of a whole-run dictionary it is the state dict; texts in an .npz are left out.
+
+    Raises:
+        CheckpointError: If the file cannot be read, runs code, or claims more than it holds.
+    Example:
+        >>> tensors = read_arrays(Path("checkpoints/softmax-h2-s0/model.safetensors"))
+        >>> tuple(tensors["blocks.0.attn.W_Q"].shape)
+        (2, 6, 6)
+    """
+    readers = {".safetensors": _read_safetensors, ".npz": _read_npz}
+    with reading(file):
+        return _plain(readers.get(file.suffix, _read_torch)(file), file)
+
+
+def read_text(file: Path, name: str) -> str | None:
+    """A text in an .npz file, None if it has none of this name.
+
+    Raises:
+        CheckpointError: If the file cannot be read, or holds something else under this name.
+    """
+    with reading(file), _archive(file) as archive:
+        if f"{name}.npy" not in archive.namelist():
+            return None
+        array = _array(archive.read(f"{name}.npy"), name, file)
+        if array.dtype.kind != "U" or array.ndim:
+            raise CheckpointError(f"{file}: {name} must be a text, got {array.dtype}.")
+        return str(array)
+
+
+@contextmanager
+def reading(file: Path) -> Iterator[None]:
+    """Turns whatever a parser makes of a bad file into a CheckpointError, and keeps warnings quiet."""
+    kind = file.suffix.lstrip(".") if file.suffix in (".npz", ".safetensors") else "PyTorch"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            if file.stat().st_size > MAX_BYTES:
+                raise CheckpointError(
+                    f"{file}: must be at most {MAX_BYTES} bytes, got {file.stat().st_size}."
+                )
+            yield
+        except CheckpointError:
+            raise
+        except (OSError, SafetensorError) as error:
+            reason = one_line(error) if file.exists() else "does not exist"
+            raise CheckpointError(f"{file}: not a readable {kind} file ({reason}).") from None
+        except Exception as error:
+            # A parser fed with noise raises nearly anything: KeyError, OverflowError, RecursionError.
+            raise CheckpointError(
+                f"{file}: not a readable {kind} file ({type(error).__name__})."
+            ) from None
+
+
+def _plain(found: Mapping[str, Tensor], file: Path) -> dict[str, Tensor]:
+    """Contiguous tensors in memory of their own, after a look at what they claim."""
+    if len(found) > MAX_ENTRIES:
+        raise CheckpointError(f"{file}: must hold at most {MAX_ENTRIES} tensors, got {len(found)}.")
+    for name, tensor in found.items():
+        if not tensor.is_floating_point() and tensor.dtype not in OTHERS:
+            raise CheckpointError(f"{file}: {name} must hold numbers, got {tensor.dtype}.")
+        if tensor.layout != torch.strided or tensor.device.type != "cpu":
+            raise CheckpointError(f"{file}: {name} must be an ordinary tensor, got another kind.")
+        claimed, held = tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes()
+        if claimed > held:
+            raise CheckpointError(
+                f"{file}: {name} of shape {tuple(tensor.shape)} must lie in {claimed} bytes, got {held}."
+            )
+    numbers = sum(tensor.numel() for tensor in found.values())
+    if numbers > MAX_NUMBERS:
+        raise CheckpointError(f"{file}: must hold at most {MAX_NUMBERS} numbers, got {numbers}.")
+    return {name: _wide(tensor.detach()).contiguous() for name, tensor in found.items()}
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    narrow = tensor.is_floating_point() and tensor.element_size() < 4
+    return tensor.float() if narrow else tensor
+
+
+def _read_safetensors(file: Path) -> dict[str, Tensor]:
+    with file.open("rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+    most = min(MAX_HEADER, max(file.stat().st_size - 8, 0))
+    if not 0 < length <= most:
+        raise CheckpointError(
+            f"{file}: not a readable safetensors file (its header must have 1 to {most} bytes, "
+            f"it claims {length})."
+        )
+    return load_file(file)
+
+
+@contextmanager
+def _archive(file: Path) -> Iterator[zipfile.ZipFile]:
+    """A zip archive whose entries are few and unpack to no more than they may."""
+    with file.open("rb") as stream:
+        # Counted before zipfile makes an object of each.
+        entries = sum(chunk.count(b"PK\x01\x02") for chunk in iter(lambda: stream.read(2**22), b""))
+    if entries > MAX_ENTRIES:
+        raise CheckpointError(f"{file}: must hold at most {MAX_ENTRIES} entries, got {entries}.")
+    with zipfile.ZipFile(file) as archive:
+        found = archive.infolist()
+        unpacked = sum(entry.file_size for entry in found)
+        most = max(file.stat().st_size, MAX_UNPACKED)
+        if unpacked > most:
+            raise CheckpointError(
+                f"{file}: must unpack to at most {most} bytes, it claims {unpacked}."
+            )
+        if len({entry.filename.lower() for entry in found}) < len(found):
+            raise CheckpointError(f"{file}: must hold each entry once, got some twice.")
+        for entry in found:
+            if entry.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+                raise CheckpointError(
+                    f"{file}: {entry.filename} must be stored or deflated, "
+                    f"got compression {entry.compress_type}."
+                )
+        yield archive
+
+
+def _read_torch(file: Path) -> dict[str, Tensor]:
+    with file.open("rb") as stream:
+        start = stream.read(len(OLD_TORCH))
+    if start == OLD_TORCH:
+        raise CheckpointError(
+            f"{file}: written by PyTorch before 1.6 or in its old format; save it again with PyTorch >= 1.6."
+        )
+    if not start.startswith(b"PK"):
+        got = "a plain pickle" if start.startswith(b"\x80") else "another" if start else "an empty"
+        raise CheckpointError(
+            f"{file}: must hold tensors that can be read without running code, as torch.save writes "
+            f"them; got {got} file."
+        )
+    with _archive(file) as archive:
+        copy = _repacked(archive, file)
+    try:
+        root = torch.load(copy, map_location="cpu", weights_only=True)
+    except Exception as error:
+        # PyTorch's own words recommend to run what the file holds.
+        raise CheckpointError(
+            f"{file}: must hold tensors that can be read without running code, got a {type(error).__name__}."
+        ) from None
+    return _state_dict(root, file)
+
+
+def _repacked(archive: zipfile.ZipFile, file: Path) -> io.BytesIO:
+    """The same entries, checked and stored anew: PyTorch's own zip reader sees just what was checked."""
+    copy = io.BytesIO()
+    with zipfile.ZipFile(copy, "w") as target:
+        for entry in archive.infolist():
+            if entry.filename.lower().endswith(".pkl"):
+                require_harmless(archive.read(entry), file)
+            target.writestr(entry.filename, archive.read(entry))
+    copy.seek(0)
+    return copy
+
+
+def _state_dict(root: object, file: Path) -> dict[str, Tensor]:
+    if isinstance(root, dict) and not _is_state(root):
+        inner = [name for name in INNER if isinstance(root.get(name), dict)]
+        root = root[inner[0]] if inner else root
+    if not isinstance(root, dict) or not _is_state(root):
+        raise CheckpointError(
+            f"{file}: must hold a state dict, names with a tensor each, or one under {', '.join(INNER)}."
+        )
+    return dict(root)
+
+
+def _is_state(found: dict) -> bool:
+    return all(isinstance(n, str) and isinstance(t, Tensor) for n, t in found.items())
+
+
+def _read_npz(file: Path) -> dict[str, Tensor]:
+    found = {}
+    with _archive(file) as archive:
+        for entry in archive.infolist():
+            name = entry.filename.removesuffix(".npy")
+            if name == entry.filename:
+                raise CheckpointError(f"{file}: must hold .npy arrays, got {entry.filename}.")
+            array = _array(archive.read(entry), name, file)
+            if array.dtype.kind == "U":
+                continue
+            if array.dtype.kind not in "fiubc":
+                raise CheckpointError(f"{file}: {name} must hold numbers, got {array.dtype}.")
+            native = array.astype(array.dtype.newbyteorder("="), order="C")
+            found[name] = torch.from_numpy(native)
+    return found
+
+
+def _array(data: bytes, name: str, file: Path) -> np.ndarray:
+    """An .npy file's array; its header is held against the bytes behind it."""
+    stream = io.BytesIO(data)
+    version = np.lib.format.read_magic(stream)
+    read = {
+        (1, 0): np.lib.format.read_array_header_1_0,
+        (2, 0): np.lib.format.read_array_header_2_0,
+    }
+    if version not in read:
+        raise CheckpointError(f"{file}: {name} must have .npy version 1.0 or 2.0, got {version}.")
+    shape, columns_first, dtype = read[version](stream)
+    if dtype.hasobject or dtype.fields or dtype.subdtype:
+        raise CheckpointError(f"{file}: {name} must hold plain numbers, got {dtype}.")
+    claimed, held = math.prod(shape) * dtype.itemsize, len(data) - stream.tell()
+    if claimed != held or min(shape, default=0) < 0:
+        raise CheckpointError(
+            f"{file}: {name} of shape {shape} must lie in {claimed} bytes, got {held}."
+        )
+    numbers = np.frombuffer(data, dtype, offset=stream.tell()) if held else np.empty(0, dtype)
+    return numbers.reshape(shape, order="F" if columns_first else "C")

@@ -1,0 +1,75 @@
+"""Weights as plain arrays in one .npz file, which numpy alone reads; the config goes with them as a text."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mechinterp.checkpoints.errors import CheckpointError, one_line
+from mechinterp.checkpoints.files import write_atomically
+from mechinterp.checkpoints.native import (
+    PREFIX,
+    Checkpoint,
+    document_of,
+    document_parts,
+    weights_from,
+)
+from mechinterp.models.functional import BIASES, NAMES
+
+FORMAT = "arrays"
+CONFIG = "config"
+
+
+def write_arrays(file: Path, checkpoint: Checkpoint) -> Path:
+    """Write W_Q, W_K, W_V [head, d_model, d_head], W_O [head, d_head, d_y], biases and the config.
+
+    Raises:
+        CheckpointError: If the file exists, does not end in .npz or cannot be written.
+    """
+    if file.exists():
+        raise CheckpointError(f"{file}: already exists; it is not overwritten.")
+    if file.suffix != ".npz":
+        raise CheckpointError(f"{file}: must end in .npz.")
+    document = document_of(checkpoint.config, step=checkpoint.step, assumed=checkpoint.assumed)
+    found = {name: t.detach().cpu().numpy() for name, t in checkpoint.weights.tensors.items()}
+    text = np.array(json.dumps(document))
+    # An open file: numpy would put .npz behind the name of the temporary one.
+    try:
+        write_atomically(file, lambda target: _save(target, found | {CONFIG: text}))
+    except OSError as error:
+        raise CheckpointError(f"{file}: cannot be written ({one_line(error)}).") from None
+    return file
+
+
+def _save(target: Path, arrays: Mapping[str, np.ndarray]) -> None:
+    with target.open("wb") as stream:
+        np.savez(stream, allow_pickle=False, **arrays)
+
+
+def read_stated(tensors: Mapping[str, Tensor], text: str, file: Path) -> Checkpoint:
+    """The checkpoint of arrays that come with their config.
+
+    Raises:
+        CheckpointError: If the config cannot be read, or the arrays are not those of such a model.
+    """
+    try:
+        document = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{file}: {CONFIG} must be JSON ({one_line(error)}).") from None
+    if isinstance(document, dict) and "experiment" not in document:
+        document = {"format_version": 1, "step": 0, "experiment": document}
+    document, config = document_parts(document, file)
+    names = (*NAMES, *BIASES) if config.model.biases else NAMES
+    for name in tensors:
+        if name not in names:
+            raise CheckpointError(f"{file}: {name} is not among the arrays of such a model.")
+    padded = dict(tensors)
+    for name in {"W_O", "b_O"} & set(padded):
+        if padded[name].ndim and padded[name].shape[-1] == config.task.d_y:
+            padded[name] = torch.nn.functional.pad(padded[name], (config.task.d_x, 0))
+    weights = weights_from({PREFIX + n: t for n, t in padded.items()}, config, file)
+    assumed = document.get("assumed", {})
+    return Checkpoint(file, config, document["step"], weights, FORMAT, assumed)

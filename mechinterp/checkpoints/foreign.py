@@ -1,0 +1,321 @@
+"""One-layer models as other people's code leaves them: which format a file has, and what its tensors mean.
+
+Each reader turns a file's tensors into the heads' W_Q, W_K, W_V and W_O, and says what the file states.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from mechinterp.checkpoints import exchange
+from mechinterp.checkpoints.errors import CheckpointError
+from mechinterp.checkpoints.hints import Hints
+from mechinterp.checkpoints.native import Checkpoint
+from mechinterp.checkpoints.outside import (
+    OneLayer,
+    checkpoint_of,
+    numbers,
+    require_shape,
+    settle,
+)
+from mechinterp.models.functional import BIASES, NAMES
+
+if TYPE_CHECKING:
+    from mechinterp.checkpoints.layered import LayeredCheckpoint
+
+LAYERED = ("torch-encoder", "gpt2")
+PROJECTIONS = tuple(f"attention_layer.{x}_proj.weight" for x in "qkvo")
+PACKED = ("in_proj_weight", "out_proj.weight")
+UNPACKED = (*(f"{x}_proj_weight" for x in "qkv"), "out_proj.weight")
+EXTRA_KEYS = ("bias_k", "bias_v")
+# What tells a format: each of these sets of names is enough, behind a prefix that ends in a dot.
+MARKS: dict[str, tuple[tuple[str, ...], ...]] = {
+    "softmax-paper": (PROJECTIONS,),
+    "linear-paper": (
+        ("kq.weight", "value.weight"),
+        ("key.weight", "query.weight", "value.weight"),
+    ),
+    "torch-attention": (PACKED, UNPACKED),
+    "arrays": (NAMES, ("QK", "OV")),
+}
+HEADS = ("n_head", "num_heads", "num_attention_heads", "n_heads", "nhead")
+
+
+def read_foreign(
+    tensors: Mapping[str, Tensor], file: Path, *, hints: Hints, settings: Mapping[str, object]
+) -> "Checkpoint | LayeredCheckpoint":
+    """The checkpoint that the tensors of a file are.
+
+    Args:
+        settings: What a config.json beside the file says, {} without one.
+    Raises:
+        CheckpointError: If they fit no format or several, or are not those of such a model.
+    """
+    name = hints.format or detect(tensors, file)
+    if name in LAYERED:
+        from mechinterp.checkpoints.layered import read_layered
+
+        return read_layered(tensors, file, format=name, hints=hints, settings=settings)
+    if name == exchange.FORMAT:
+        return exchange.read_state(tensors, file, hints=hints)
+    if name not in READERS:
+        raise CheckpointError(f"{file}: format must be that of other people's files, got {name!r}.")
+    stripped = _without_prefix(tensors, name, file)
+    return checkpoint_of(file, READERS[name](stripped, file, hints, settings), hints)
+
+
+def detect(tensors: Mapping[str, Tensor], file: Path) -> str:
+    """The format that a file's tensors have by their names.
+
+    Raises:
+        CheckpointError: If they fit none.
+    """
+    layered = _layered_format(tensors)
+    if layered is not None:
+        return layered
+    if any(exchange.WEIGHT.fullmatch(name) for name in tensors):
+        return exchange.FORMAT
+    for name in MARKS:
+        if _prefix(tensors, name) is not None:
+            return name
+    shown = ", ".join(sorted(tensors)[:6]) + (", ..." if len(tensors) > 6 else "")
+    raise CheckpointError(
+        f"{file}: must hold the tensors of a format known here ({', '.join((exchange.FORMAT, *MARKS, *LAYERED))}), "
+        f"got {shown or 'none'}."
+    )
+
+
+def _layered_format(tensors: Mapping[str, Tensor]) -> str | None:
+    from mechinterp.checkpoints.layered import layered_format
+
+    return layered_format(list(tensors))
+
+
+def _prefix(tensors: Mapping[str, Tensor], format: str) -> str | None:
+    """What stands before the names of a format, such as "module."; None if they are not there."""
+    for marks in MARKS[format]:
+        for name in tensors:
+            prefix = name.removesuffix(marks[0])
+            dotted = prefix == "" or prefix.endswith(".")
+            if name.endswith(marks[0]) and dotted and all(prefix + m in tensors for m in marks):
+                return prefix
+    return None
+
+
+def _without_prefix(tensors: Mapping[str, Tensor], format: str, file: Path) -> dict[str, Tensor]:
+    prefix = _prefix(tensors, format)
+    if prefix is None:
+        wanted = " or ".join(", ".join(marks) for marks in MARKS[format])
+        raise CheckpointError(f"{file}: a file of format {format} must hold {wanted}.")
+    for name in tensors:
+        if not name.startswith(prefix):
+            raise CheckpointError(f"{file}: {name} is not among the tensors of format {format}.")
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
+
+
+def _require_known(
+    tensors: Mapping[str, Tensor], known: tuple[str, ...], format: str, file: Path
+) -> None:
+    for name in tensors:
+        if name not in known:
+            raise CheckpointError(f"{file}: {name} is not among the tensors of format {format}.")
+
+
+def _per_head(matrix: Float[Tensor, "rows d_model"], n_heads: int) -> Tensor:
+    """[head, d_model, d_head] of a linear layer's weight, in which head h has the h-th block of rows."""
+    return matrix.unflatten(0, (n_heads, -1)).mT.contiguous()
+
+
+def _n_heads(rows: int, per_head: int, name: str, file: Path) -> int:
+    if per_head < 1 or rows < 1 or rows % per_head:
+        raise CheckpointError(
+            f"{file}: {name} must have {per_head} rows for each head, got {rows}."
+        )
+    return rows // per_head
+
+
+def _two_axes(tensors: Mapping[str, Tensor], names: tuple[str, ...], file: Path) -> list[Tensor]:
+    found = numbers(tensors, names, file)
+    for name, tensor in zip(names, found, strict=True):
+        if tensor.ndim != 2 or 0 in tensor.shape:
+            raise CheckpointError(
+                f"{file}: {name} must be a matrix, got shape {tuple(tensor.shape)}."
+            )
+    return found
+
+
+def _softmax_paper(
+    tensors: Mapping[str, Tensor], file: Path, hints: Hints, settings: Mapping[str, object]
+) -> OneLayer:
+    """Linear layers q, k, v of width n for each of H heads, o of width n H; the query is not among the keys."""
+    _require_known(tensors, PROJECTIONS, "softmax-paper", file)
+    q, k, v, o = _two_axes(tensors, PROJECTIONS, file)
+    n, d_y = q.shape[1], o.shape[0]
+    n_heads = _n_heads(q.shape[0], n, PROJECTIONS[0], file)
+    for name, tensor in zip(PROJECTIONS[1:], (k, v, o), strict=True):
+        require_shape(file, name, tensor, (d_y, n * n_heads) if tensor is o else (n * n_heads, n))
+    if d_y >= n:
+        raise CheckpointError(
+            f"{file}: {PROJECTIONS[3]} must have fewer rows than the {n} entries of a token, got {d_y}."
+        )
+    several = {"context_length": 8 * (n - d_y), "beta_var": 1.0}
+    several |= {"noise_var": 0.4, "query_noise": False}
+    return OneLayer(
+        "softmax-paper",
+        {
+            **{f"W_{x}": _per_head(w, n_heads) for x, w in zip("QKV", (q, k, v), strict=True)},
+            "W_O": o.mT.unflatten(0, (n_heads, n)).contiguous(),
+        },
+        d_y=d_y,
+        scale=n**-0.5,
+        score="softmax",
+        attend_to_self=False,
+        task=several if d_y > 1 else {},
+    )
+
+
+def _linear_paper(
+    tensors: Mapping[str, Tensor], file: Path, hints: Hints, settings: Mapping[str, object]
+) -> OneLayer:
+    """Scores x KQ x^T over all tokens, the query's own among them; the last row of the output is read."""
+    merged = "kq.weight" in tensors
+    names = ("kq.weight", "value.weight") if merged else MARKS["linear-paper"][1]
+    _require_known(tensors, names, "linear-paper", file)
+    *keys, value = _two_axes(tensors, names, file)
+    n = value.shape[1]
+    n_heads = _n_heads(value.shape[0], n, "value.weight", file)
+    for name, tensor in zip(names, keys, strict=False):
+        rows = n * n_heads if merged else keys[0].shape[0]
+        require_shape(file, name, tensor, (rows, n))
+    if merged:
+        # The code multiplies kq with the keys: rows of its weight are the query's coordinates.
+        QK = keys[0].unflatten(0, (n_heads, n))
+        queries, keyed = factored_scores(QK)
+    else:
+        _n_heads(keys[0].shape[0], n_heads, "key.weight", file)
+        keyed, queries = (_per_head(matrix, n_heads) for matrix in keys)
+        queries = queries * math.sqrt(queries.shape[2])
+    OV = value.unflatten(0, (n_heads, n))[:, -1, :, None]
+    W_V, W_O = factored_values(OV, keyed.shape[2])
+    task = {"context_length": 31, "beta_var": 1.0, "noise_var": 0.0, "query_noise": False}
+    eigenvalues = [1 / max(n - 1, 1)] * (n - 1)
+    return OneLayer(
+        "linear-paper",
+        {"W_Q": queries, "W_K": keyed, "W_V": W_V, "W_O": W_O},
+        d_y=1,
+        scale=keyed.shape[2] ** -0.5,
+        score="linear",
+        attend_to_self=True,
+        task=task | {"covariance": {"kind": "eigenvalues", "eigenvalues": eigenvalues}},
+    )
+
+
+def factored_scores(QK: Float[Tensor, "head d_model d_model"]) -> tuple[Tensor, Tensor]:
+    """W_Q and W_K with W_Q W_K^T / sqrt(d_head) = QK, W_K the identity."""
+    n_heads, d_model, _ = QK.shape
+    keyed = torch.eye(d_model, dtype=QK.dtype).expand(n_heads, -1, -1).contiguous()
+    return (QK * math.sqrt(d_model)).contiguous(), keyed
+
+
+def factored_values(OV: Float[Tensor, "head d_model d_y"], d_head: int) -> tuple[Tensor, Tensor]:
+    """W_V and W_O with W_V W_O = OV, for d_y <= d_head: OV beside zeros, and the first rows of a unit matrix."""
+    n_heads, _, d_y = OV.shape
+    W_V = torch.nn.functional.pad(OV, (0, d_head - d_y)).contiguous()
+    W_O = torch.eye(d_head, d_y, dtype=OV.dtype).expand(n_heads, -1, -1).contiguous()
+    return W_V, W_O
+
+
+def _torch_attention(
+    tensors: Mapping[str, Tensor], file: Path, hints: Hints, settings: Mapping[str, object]
+) -> OneLayer:
+    """torch.nn.MultiheadAttention: head h has rows h E/H to (h + 1) E/H of q, k and v."""
+    for name in EXTRA_KEYS:
+        if name in tensors:
+            raise CheckpointError(
+                f"{file}: the attention must have no learned extra key and value, got {name}."
+            )
+    packed = "in_proj_weight" in tensors
+    names = PACKED if packed else UNPACKED
+    biases = tuple(name for name in ("in_proj_bias", "out_proj.bias") if name in tensors)
+    _require_known(tensors, (*names, *biases), "torch-attention", file)
+    numbers(tensors, (*names, *biases), file)
+    matrices = _two_axes(tensors, names, file)
+    E = matrices[0].shape[1]
+    shapes = ((3 * E, E), (E, E)) if packed else ((E, E),) * 4
+    for name, tensor, shape in zip(names, matrices, shapes, strict=True):
+        require_shape(file, name, tensor, shape)
+    n_heads = _stated_heads(file, hints, settings)
+    if E % n_heads:
+        raise CheckpointError(f"{file}: n_heads must divide the width {E}, got {n_heads}.")
+    q, k, v = matrices[0].split(E) if packed else matrices[:3]
+    found = {f"W_{x}": _per_head(w, n_heads) for x, w in zip("QKV", (q, k, v), strict=True)}
+    found["W_O"] = matrices[-1].mT.unflatten(0, (n_heads, -1)).contiguous()
+    for name in biases:
+        require_shape(file, name, tensors[name], (3 * E if name == "in_proj_bias" else E,))
+    if "in_proj_bias" in biases:
+        per_head = tensors["in_proj_bias"].unflatten(0, (3, n_heads, -1))
+        found |= {f"b_{x}": bias.contiguous() for x, bias in zip("QKV", per_head, strict=True)}
+    if "out_proj.bias" in biases:
+        found["b_O"] = tensors["out_proj.bias"]
+    return OneLayer("torch-attention", found, scale=(E // n_heads) ** -0.5, score="softmax")
+
+
+def _stated_heads(file: Path, hints: Hints, settings: Mapping[str, object]) -> int:
+    first = None
+    for name in HEADS:
+        value = settings.get(name)
+        if value is None:
+            continue
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise CheckpointError(
+                f"{file}: {name} of config.json must be an integer >= 1, got {value!r}."
+            )
+        first = settle(file, name, first, value)
+    n_heads = settle(file, "n_heads", first, hints.n_heads)
+    if n_heads is None:
+        raise CheckpointError(f"{file}: n_heads is not in the file; give --n-heads (n_heads=).")
+    return n_heads
+
+
+def _arrays(
+    tensors: Mapping[str, Tensor], file: Path, hints: Hints, settings: Mapping[str, object]
+) -> OneLayer:
+    """Heads by the project's own names, or their circuits QK (scale included) and OV."""
+    circuits = "QK" in tensors
+    biases = () if circuits else tuple(name for name in BIASES if name in tensors)
+    names = ("QK", "OV") if circuits else (*NAMES, *biases)
+    _require_known(tensors, names, "arrays", file)
+    found = dict(zip(names, numbers(tensors, names, file), strict=True))
+    if not circuits:
+        return OneLayer("arrays", found)
+    QK, OV = found["QK"], found["OV"]
+    if QK.ndim != 3 or 0 in QK.shape:
+        raise CheckpointError(
+            f"{file}: QK must have shape [head, d_model, d_model], got {tuple(QK.shape)}."
+        )
+    n_heads, d_model, _ = QK.shape
+    require_shape(file, "QK", QK, (n_heads, d_model, d_model))
+    width = OV.shape[-1] if OV.ndim == 3 and 0 < OV.shape[-1] < d_model else d_model
+    require_shape(file, "OV", OV, (n_heads, d_model, width))
+    if hints.scale is not None:
+        raise CheckpointError(
+            f"{file}: scale is part of QK and not to be given, got {hints.scale}."
+        )
+    W_Q, W_K = factored_scores(QK)
+    W_V, W_O = factored_values(OV, d_model)
+    found = {"W_Q": W_Q, "W_K": W_K, "W_V": W_V, "W_O": W_O}
+    return OneLayer("arrays", found, scale=d_model**-0.5)
+
+
+Reader = Callable[[Mapping[str, Tensor], Path, Hints, Mapping[str, object]], OneLayer]
+READERS: dict[str, Reader] = {
+    "softmax-paper": _softmax_paper,
+    "linear-paper": _linear_paper,
+    "torch-attention": _torch_attention,
+    "arrays": _arrays,
+}

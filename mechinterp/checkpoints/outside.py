@@ -1,0 +1,194 @@
+"""A checkpoint from what somebody else's file says of its one attention layer, and from what it does not.
+
+What the file leaves open comes from the reader's hints, else from a stated setting: `Checkpoint.assumed`
+holds it by name.
+"""
+
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from mechinterp.checkpoints.errors import CheckpointError, one_line
+from mechinterp.checkpoints.hints import Hints
+from mechinterp.checkpoints.native import Checkpoint
+from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig
+from mechinterp.fields import build, flatten
+from mechinterp.models.functional import BIASES, NAMES, AttentionWeights
+
+Value = TypeVar("Value", bool, int, float)
+
+
+@dataclass(frozen=True, eq=False)
+class OneLayer:
+    """What a file says of its one layer; None where it says nothing."""
+
+    format: str
+    tensors: Mapping[str, Tensor]
+    """W_Q, W_K, W_V [head, d_model, d_head], W_O [head, d_head, d_model or d_y], and any of the biases."""
+    d_y: int | None = None
+    scale: float | None = None
+    """Factor on the scores."""
+    score: str | None = None
+    attend_to_self: bool | None = None
+    task: Mapping[str, object] = field(default_factory=dict)
+    """The task to assume, where it differs from the softmax paper's."""
+    unsaid: Mapping[str, object] = field(default_factory=dict)
+    """What else is assumed."""
+
+
+def checkpoint_of(file: Path, layer: OneLayer, hints: Hints) -> Checkpoint:
+    """The layer as a checkpoint, its weights brought to the scale 1/sqrt(d_head).
+
+    Raises:
+        CheckpointError: If shapes do not fit together, or a hint contradicts the file.
+    """
+    _require_shapes(file, layer.tensors)
+    n_heads, _, d_head = layer.tensors["W_Q"].shape
+    settle(file, "n_heads", n_heads, hints.n_heads)
+    attend_to_self = settle(file, "attend_to_self", layer.attend_to_self, hints.attend_to_self)
+    scale = settle(file, "scale", layer.scale, hints.scale)
+    config, said = _config(
+        file, layer, hints, attend_to_self=bool(attend_to_self), biases=_biased(layer.tensors)
+    )
+    said |= {"model.attend_to_self"} if attend_to_self is not None else set()
+    said |= {"model.score", "model.score_slope"} if layer.score is not None else set()
+    unsaid = dict(layer.unsaid) | ({"attn_scale": math.sqrt(d_head)} if scale is None else {})
+    values = flatten(asdict(config)) | unsaid
+    assumed = {name: value for name, value in values.items() if name not in said} | {"step": 0}
+    weights = _weights(file, layer.tensors, config, scale=scale)
+    return Checkpoint(file, config, 0, weights, layer.format, assumed)
+
+
+def settle(file: Path, name: str, stated: Value | None, given: Value | None) -> Value | None:
+    """What the file states or the reader gives.
+
+    Raises:
+        CheckpointError: If they differ.
+    """
+    if stated is None or given is None:
+        return given if stated is None else stated
+    close = name == "scale" and math.isclose(stated, given, rel_tol=1e-6)
+    if not close and stated != given:
+        raise CheckpointError(f"{file}: {name} must be the file's {stated}, got {given}.")
+    return stated
+
+
+def numbers(tensors: Mapping[str, Tensor], names: Collection[str], file: Path) -> list[Tensor]:
+    """These tensors of a file.
+
+    Raises:
+        CheckpointError: If one is missing, or they are not finite floating-point numbers of one dtype.
+    """
+    for name in names:
+        if name not in tensors:
+            raise CheckpointError(f"{file}: {name} is missing.")
+        tensor = tensors[name]
+        if not tensor.is_floating_point():
+            raise CheckpointError(
+                f"{file}: {name} must hold floating-point numbers, got {tensor.dtype}."
+            )
+        bad = int((~torch.isfinite(tensor)).sum())
+        if bad:
+            raise CheckpointError(
+                f"{file}: {name} must hold finite numbers, got {bad} NaN or infinite."
+            )
+    kinds = sorted({str(tensors[name].dtype) for name in names})
+    if len(kinds) > 1:
+        raise CheckpointError(f"{file}: the weights must have one dtype, got {', '.join(kinds)}.")
+    return [tensors[name] for name in names]
+
+
+def require_shape(file: Path, name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
+    """Refuse a tensor of another shape."""
+    if tuple(tensor.shape) != shape:
+        raise CheckpointError(f"{file}: {name} must have shape {shape}, got {tuple(tensor.shape)}.")
+
+
+def _require_shapes(file: Path, tensors: Mapping[str, Tensor]) -> None:
+    first = tensors["W_Q"]
+    if first.ndim != 3 or 0 in first.shape or first.shape[1] < 2:
+        raise CheckpointError(
+            f"{file}: W_Q must have shape [head, d_model >= 2, d_head], got {tuple(first.shape)}."
+        )
+    n_heads, d_model, d_head = first.shape
+    for name in ("W_K", "W_V"):
+        require_shape(file, name, tensors[name], (n_heads, d_model, d_head))
+    W_O = tensors["W_O"]
+    width = W_O.shape[-1] if W_O.ndim == 3 and 0 < W_O.shape[-1] < d_model else d_model
+    require_shape(file, "W_O", W_O, (n_heads, d_head, width))
+    for name in set(BIASES) & set(tensors):
+        require_shape(file, name, tensors[name], (width,) if name == "b_O" else (n_heads, d_head))
+
+
+def _biased(tensors: Mapping[str, Tensor]) -> bool:
+    return any(bool(tensors[name].any()) for name in BIASES if name in tensors)
+
+
+def _config(
+    file: Path, layer: OneLayer, hints: Hints, *, attend_to_self: bool, biases: bool
+) -> tuple[ExperimentConfig, set[str]]:
+    """The config, and the names of its fields that are not assumed."""
+    n_heads, d_model, d_head = layer.tensors["W_Q"].shape
+    width = layer.tensors["W_O"].shape[2]
+    stated = layer.d_y if width == d_model else settle(file, "d_y", width, layer.d_y)
+    task = dict(hints.task or {})
+    given = {name: hints.given.get(name, task.get(name)) for name in ("d_x", "d_y")}
+    d_x, d_y = given["d_x"], stated if stated is not None else given["d_y"]
+    if d_y is None:
+        d_y = d_model - d_x if isinstance(d_x, int) else 1
+    sizes = {"d_x": d_model - d_y, "d_y": d_y} if isinstance(d_y, int) else {}
+    model = ModelConfig(
+        n_heads=n_heads,
+        d_head=None if d_head == d_model else d_head,
+        score=layer.score or "softmax",
+        attend_to_self=attend_to_self,
+        biases=biases,
+    )
+    try:
+        filled = build(TaskConfig, {**layer.task, **sizes, **task}, "task.")
+    except ValueError as error:
+        raise CheckpointError(f"{file}: {one_line(error)}") from None
+    for name, size in sizes.items():
+        for label, value in (("task.", getattr(filled, name)), ("", hints.given.get(name, size))):
+            if value != size:
+                raise CheckpointError(
+                    f"{file}: {label}{name} must be the weights' {size}, got {value}."
+                )
+    said = {"task.d_x", "task.d_y", *flatten(task, "task.")}
+    said |= {f"model.{name}" for name in ("n_layers", "n_heads", "d_head", "biases")}
+    if stated is None and given == {"d_x": None, "d_y": None}:
+        said.remove("task.d_y")
+    return ExperimentConfig(task=filled, model=model), said
+
+
+def _weights(
+    file: Path, tensors: Mapping[str, Tensor], config: ExperimentConfig, *, scale: float | None
+) -> AttentionWeights:
+    """The weights at the scale 1/sqrt(d_head), of W_O and b_O the y columns: in one layer only y is read."""
+    found = {name: tensors[name] for name in NAMES}
+    if config.model.biases:
+        per_head, d_y = found["W_Q"][:, 0], config.task.d_y
+        empty = {name: torch.zeros_like(per_head) for name in BIASES[:3]}
+        empty["b_O"] = per_head.new_zeros(d_y)
+        found |= {name: tensors.get(name, zeros) for name, zeros in empty.items()}
+    for name in {"W_O", "b_O"} & set(found):
+        found[name] = found[name][..., -config.task.d_y :].contiguous()
+    native = config.d_head**-0.5
+    if scale is not None and not math.isclose(scale, native, rel_tol=1e-6):
+        for name in {"W_Q", "b_Q"} & set(found):
+            found[name] = found[name] * (scale / native)
+            if not torch.isfinite(found[name]).all():
+                raise CheckpointError(
+                    f"{file}: {name} must stay finite under the scale, got {scale:.4g}."
+                )
+    return AttentionWeights(
+        **found,  # type: ignore[arg-type]
+        scale=native,
+        score=config.model.score,
+        attend_to_self=config.model.attend_to_self,
+    )

@@ -1,0 +1,74 @@
+"""The documents of `classify` as one table, a row for each checkpoint."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+
+from mechinterp.checkpoints.errors import CheckpointError, one_line
+from mechinterp.checkpoints.files import write_atomically
+
+HEADER = ("path", "format", "pattern", "reason", "n_layers", "n_heads", "d_x", "d_y")
+SUFFIXES = (".parquet", ".csv")
+
+
+def classification_frame(documents: Sequence[dict]) -> pd.DataFrame:
+    """Path, format, pattern, reason, sizes, the evidence that is one number or word, and the error.
+
+    Example:
+        >>> classification_frame([{"path": "x", "error": "gone"}]).columns.tolist()
+        ['path', 'format', 'pattern', 'reason', 'n_layers', 'n_heads', 'd_x', 'd_y', 'error']
+    """
+    rows = [
+        {name: document.get(name) for name in HEADER}
+        | {name: _scalar(value) for name, value in document.get("evidence", {}).items()}
+        | {"error": document.get("error")}
+        for document in documents
+    ]
+    frame = pd.DataFrame(rows, columns=_columns(rows))
+    plain = [name for name in frame.columns if name in HEADER or frame[name].notna().any()]
+    return frame[[*(name for name in plain if name != "error"), "error"]].convert_dtypes()
+
+
+def require_writable(file: Path) -> None:
+    """Refuse a table that exists, or whose name ends in neither .parquet nor .csv.
+
+    Raises:
+        CheckpointError: If it is so.
+    """
+    if file.suffix not in SUFFIXES:
+        raise CheckpointError(f"{file}: must end in {' or '.join(SUFFIXES)}.")
+    if file.exists():
+        raise CheckpointError(f"{file}: already exists; it is not overwritten.")
+
+
+def write_table(file: Path, documents: Sequence[dict]) -> None:
+    """Write the table of these documents.
+
+    Raises:
+        CheckpointError: If the file exists, has another ending or cannot be written.
+    """
+    require_writable(file)
+    frame = classification_frame(documents)
+    try:
+        if file.suffix == ".csv":
+            write_atomically(file, lambda target: frame.to_csv(target, index=False))
+        else:
+            write_atomically(file, lambda target: frame.to_parquet(target, index=False))
+    except OSError as error:
+        raise CheckpointError(f"{file}: cannot be written ({one_line(error)}).") from None
+
+
+def _scalar(value: object) -> object:
+    """A single number, word or truth value; of one response's list its one entry; None for the rest."""
+    if isinstance(value, np.ndarray | np.generic):
+        value = value.tolist()
+    if isinstance(value, list) and len(value) == 1:
+        value = value[0]
+    return value if isinstance(value, bool | int | float | str) else None
+
+
+def _columns(rows: Sequence[dict]) -> list[str]:
+    names = dict.fromkeys(name for row in rows for name in row if name != "error")
+    return [*(names or dict.fromkeys(HEADER)), "error"]

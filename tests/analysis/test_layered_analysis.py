@@ -1,0 +1,169 @@
+"""What a head of a layered model is worth: against masks made by hand, permuted heads, and a trained model."""
+
+from pathlib import Path
+
+import numpy as np
+import plotly.graph_objects as go
+import pytest
+import torch
+from torch import nn
+
+from mechinterp.analysis.layered import LayeredClassification, classify_layers
+from mechinterp.checkpoints.hints import Hints
+from mechinterp.checkpoints.layered import LayeredCheckpoint, read_layered
+from mechinterp.config import TaskConfig
+from mechinterp.icl.prompts import generator_for, sample_prompts
+from mechinterp.models.layered import interleaved
+from mechinterp.report.documents import dumps, layered_document
+from tests.models.test_layered_models import GargModel, encoder, garg
+
+
+def checkpoint_of(model: nn.Module, *, n_heads: int, **task: object) -> LayeredCheckpoint:
+    format = "gpt2" if isinstance(model, GargModel) else "torch-encoder"
+    hints = Hints(n_heads=n_heads, task=task)
+    return read_layered(model.state_dict(), Path("x.pt"), format=format, hints=hints, settings={})
+
+
+@pytest.fixture(scope="module")
+def found() -> LayeredClassification:
+    return classify_layers(checkpoint_of(garg(), n_heads=4), n_prompts=48)
+
+
+def test_the_table_is_the_paired_difference_on_the_same_prompts(found: LayeredClassification):
+    checkpoint = checkpoint_of(garg(), n_heads=4)
+    prompts = sample_prompts(
+        checkpoint.task, 48, generator=generator_for(0, "eval", 0), dtype=torch.float64
+    )
+    full = (checkpoint.model.predict(prompts) - prompts.y_query_clean).square()[:, 0]
+    masked = checkpoint.model.predict(prompts, masked_heads=[(1, 3)])
+    rise = (masked - prompts.y_query_clean).square()[:, 0] - full
+    assert found.excess_risk == pytest.approx(full.mean().item(), rel=1e-5)
+    assert found.excess_risk_sem == pytest.approx(full.std().item() / 48**0.5, rel=1e-5)
+    assert found.increase[1, 3] == pytest.approx(rise.mean().item(), rel=1e-4)
+    assert found.increase_sem[1, 3] == pytest.approx(rise.std().item() / 48**0.5, rel=1e-4)
+    assert found.increase.shape == (3, 4)
+
+
+def test_the_risk_is_held_against_the_target_without_noise():
+    noisy = checkpoint_of(garg(), n_heads=4, noise_var=25.0, query_noise=True)
+    prompts = sample_prompts(
+        noisy.task, 16, generator=generator_for(0, "eval", 0), dtype=torch.float64
+    )
+    expected = (noisy.model.predict(prompts) - prompts.y_query_clean).square().mean().item()
+    found = classify_layers(noisy, n_prompts=16)
+    assert found.excess_risk == pytest.approx(expected, rel=1e-5)
+    assert found.learners == ("vanilla_gd", "debiased_gd", "least_squares", "ridge")
+
+
+def test_permuted_heads_permute_the_table(found: LayeredClassification):
+    order = [2, 0, 3, 1]
+    model = garg()
+    attention = model._backbone.h[1].attn
+    columns = torch.arange(16).unflatten(0, (4, 4))[order].flatten()
+    with torch.no_grad():
+        for parameter in (attention.c_attn.weight, attention.c_attn.bias):
+            split = parameter.unflatten(-1, (3, 16))[..., columns]
+            parameter.copy_(split.flatten(-2))
+        attention.c_proj.weight.copy_(attention.c_proj.weight[columns])
+    permuted = classify_layers(checkpoint_of(model, n_heads=4), n_prompts=48)
+    expected = found.increase.copy()
+    expected[1] = expected[1, order]
+    np.testing.assert_allclose(permuted.increase, expected, rtol=1e-3, atol=1e-5)
+    assert np.ptp(expected[1]) > 0.01
+
+
+def test_importance_is_the_share_of_the_layers_rises(found: LayeredClassification):
+    positive = found.increase.clip(min=0)
+    has_rise = positive.sum(1) > 0
+    np.testing.assert_allclose(found.importance.sum(1), has_rise.astype(float), atol=1e-12)
+    assert (found.importance[found.increase < 0] == 0).all()
+    ratio = positive[has_rise] / positive[has_rise].sum(1, keepdims=True)
+    np.testing.assert_allclose(found.importance[has_rise], ratio)
+
+
+def test_a_layer_of_idle_heads_has_importance_zero():
+    model = garg()
+    with torch.no_grad():
+        model._backbone.h[1].attn.c_proj.weight.zero_()
+    found = classify_layers(checkpoint_of(model, n_heads=4), n_prompts=8)
+    assert (found.increase[1] == 0).all()
+    assert (found.importance[1] == 0).all()
+
+
+def test_the_document_and_the_pictures(found: LayeredClassification):
+    checkpoint = checkpoint_of(garg(), n_heads=4)
+    document = layered_document(checkpoint, found)
+    assert (document["pattern"], document["format"], document["d_x"]) == ("multi_layer", "gpt2", 3)
+    head = document["heads"][7]
+    assert (head["layer"], head["head"], head["label"]) == (1, 3, "L1H3")
+    assert head["excess_risk_increase"] == found.increase[1, 3]
+    assert head["sem"] == found.increase_sem[1, 3]
+    assert head["importance"] == found.importance[1, 3]
+    assert document["evidence"]["excess_risk"] == found.excess_risk
+    assert set(document["evidence"]["learner_r2"]) == set(found.learners)
+    assert document["assumed"]["task.noise_var"] == 0
+    assert "multi_layer" in dumps(document)
+    for figure in (found.plot(), found.plot_importance()):
+        assert isinstance(figure, go.Figure)
+        assert np.shape(figure.data[0].z) == (3, 4)
+    assert repr(found).startswith("LayeredClassification(multi_layer: L")
+    assert found.learners == ("vanilla_gd", "debiased_gd", "least_squares")
+    assert found.reason.startswith("3 layers, whose heads are described by their ablation; closest")
+
+
+def test_one_layer_is_undetermined_as_norm_and_mlp_lie_between():
+    found = classify_layers(checkpoint_of(encoder(6).layers[0], n_heads=2), n_prompts=16)
+    assert found.pattern == "undetermined"
+    assert found.reason.startswith("LayerNorm and MLP lie between the heads and the prediction; ")
+    assert found.increase.shape == (1, 2)
+
+
+def test_a_model_that_predicts_nothing_is_near_to_no_learner():
+    model = garg()
+    nn.init.zeros_(model._read_out.weight)
+    nn.init.zeros_(model._read_out.bias)
+    found = classify_layers(checkpoint_of(model, n_heads=4), n_prompts=8)
+    assert found.reason.endswith("; the model predicts 0 on every prompt")
+    assert np.isnan(found.learner_r2).all()
+
+
+def test_prompts_are_the_seeds_and_the_tasks():
+    checkpoint = checkpoint_of(garg(), n_heads=4)
+    first, again = (classify_layers(checkpoint, n_prompts=8, seed=1) for _ in range(2))
+    np.testing.assert_array_equal(first.increase, again.increase)
+    assert classify_layers(checkpoint, n_prompts=8).excess_risk != first.excess_risk
+    task = TaskConfig(d_x=3, context_length=9, noise_var=0.0)
+    assert classify_layers(checkpoint, task, n_prompts=8).task.context_length == 9
+    with pytest.raises(ValueError, match=r"the model's, \(3, 1\), got \(5, 1\)"):
+        classify_layers(checkpoint, TaskConfig(), n_prompts=8)
+    with pytest.raises(ValueError, match="n_prompts must be >= 2 for a standard error, got 1"):
+        classify_layers(checkpoint, n_prompts=1)
+
+
+@pytest.mark.slow
+def test_a_trained_model_comes_close_to_least_squares():
+    task = TaskConfig(d_x=1, context_length=8, beta_var=1.0, noise_var=0.0)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = GargModel(1, 9, n_embd=32, n_layer=2, n_head=2).train()
+        for name, parameter in model.named_parameters():
+            if name.endswith("weight") and "ln" not in name:
+                nn.init.normal_(parameter, 0.0, 0.1)
+    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+    for step in range(600):
+        prompts = sample_prompts(task, 128, generator=generator_for(0, "train", step))
+        stream = model._backbone(inputs_embeds=model._read_in(interleaved(prompts)))
+        prediction = model._read_out(stream.last_hidden_state)[:, ::2, 0]
+        targets = torch.cat([prompts.y[..., 0], prompts.y_query], 1)
+        loss = (prediction - targets).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    found = classify_layers(checkpoint_of(model, n_heads=2, context_length=8), n_prompts=512)
+    assert found.learners[found.learner_r2.argmax()] == "least_squares"
+    assert found.learner_r2.max() > 0.85
+    assert "closest learner: least squares (R² = 0." in found.reason
+    # Some head carries the solution, well above its standard error.
+    assert (found.increase / found.increase_sem).max() > 5
+    assert found.increase.max() > 5 * found.excess_risk
+    assert found.excess_risk < 0.15

@@ -1,0 +1,92 @@
+"""Equal heads, common matrices, metrics and rotations on cases with a known answer."""
+
+import numpy as np
+import pytest
+import torch
+
+from mechinterp.analysis.structure import (
+    common_matrix,
+    equal_heads,
+    is_definite,
+    rotation_angle,
+)
+
+
+def random_blocks(*shape: int) -> torch.Tensor:
+    return torch.randn(
+        *shape, 4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
+    )
+
+
+def test_a_common_matrix_is_found_with_its_factors():
+    matrix = random_blocks(1)[0]
+    matrix *= 2 / matrix.norm() * matrix.trace().sign()  # norm sqrt(4), trace >= 0
+    scales = torch.tensor([0.3, -2.0, 0.01], dtype=torch.float64)
+    found = common_matrix(scales[:, None, None] * matrix, torch.ones(3).double())
+    torch.testing.assert_close(found.matrix, matrix)
+    torch.testing.assert_close(found.scale, scales)
+    torch.testing.assert_close(found.alignment, torch.ones(3).double())
+    assert found.isotropy == pytest.approx((matrix.trace() / 4).item())
+
+
+def test_the_common_matrix_explains_most_that_one_matrix_can():
+    blocks, weight = random_blocks(5), torch.tensor([1.0, 2.0, 0.5, 1.0, 0.1]).double()
+    found = common_matrix(blocks, weight)
+    flat = blocks.flatten(1)
+    rows = weight[:, None] * flat / flat.norm(dim=1, keepdim=True)
+    largest = torch.linalg.svdvals(rows)[0]
+    assert (weight * found.alignment).norm() == pytest.approx(largest.item())
+
+
+def test_many_models_are_read_as_one_by_one():
+    blocks, weight = random_blocks(6, 3), torch.ones(6, 3).double()
+    together = common_matrix(blocks, weight)
+    for i in range(6):
+        alone = common_matrix(blocks[i], weight[i])
+        torch.testing.assert_close(together.matrix[i], alone.matrix)
+        torch.testing.assert_close(together.scale[i], alone.scale)
+        torch.testing.assert_close(together.alignment[i], alone.alignment)
+
+
+def test_zero_blocks_have_no_direction():
+    found = common_matrix(torch.zeros(2, 3, 3).double(), torch.ones(2).double())
+    assert found.alignment.tolist() == [0, 0]
+    assert found.scale.tolist() == [0, 0]
+    mixed = common_matrix(
+        torch.stack([torch.eye(3), torch.zeros(3, 3)]).double(), torch.ones(2).double()
+    )
+    assert mixed.alignment.tolist() == pytest.approx([1, 0])
+
+
+def test_equal_heads_within_the_tolerance_and_through_others():
+    base = random_blocks(1)[0]
+    near, nearer, far = base * 1.04, base * 1.08, base * 1.3
+    stack = torch.stack([base, far, nearer, near, -base])
+    # base and nearer differ by more than 5%, but near is within 5% of both.
+    assert equal_heads(stack, tolerance=0.05).tolist() == [0, 1, 0, 0, 2]
+    assert equal_heads(stack, tolerance=0.001).tolist() == [0, 1, 2, 3, 4]
+    zeros = torch.zeros(2, 2, 3)
+    assert equal_heads(zeros, tolerance=0.05).tolist() == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("matrix", "expected"),
+    [
+        ([[2.0, 1.0], [1.0, 2.0]], True),
+        ([[-2.0, 1.0], [1.0, -2.0]], True),
+        ([[1.0, 2.0], [2.0, 1.0]], False),
+        ([[1.0, 1.0], [-1.0, 1.0]], False),
+        ([[1.0, 0.2], [-0.2, 1.0]], True),
+        ([[0.0, 0.0], [0.0, 0.0]], False),
+    ],
+)
+def test_a_metric_is_symmetric_and_definite(matrix: list[list[float]], expected: bool):
+    assert is_definite(torch.tensor(matrix)) is expected
+
+
+@pytest.mark.parametrize("degrees", [0.0, 30.0, 120.0])
+def test_the_angle_of_a_rotation_of_any_size(degrees: float):
+    c, s = np.cos(np.radians(degrees)), np.sin(np.radians(degrees))
+    matrix = 0.7 * np.array([[c, -s, 0], [s, c, 0], [0, 0, 1]])
+    assert rotation_angle(matrix, spread=0.25) == pytest.approx(degrees, abs=1e-6)
+    assert np.isnan(rotation_angle(matrix @ np.diag([1, 1, 2]), spread=0.25))

@@ -1,0 +1,403 @@
+"""Hostile files end in one line, soon and in little memory; no code of theirs runs, nothing is left behind."""
+
+import io
+import json
+import pickle
+import resource
+import struct
+import time
+import zipfile
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from mechinterp.checkpoints import archives
+from mechinterp.checkpoints.archives import read_arrays, read_text
+from mechinterp.checkpoints.errors import CheckpointError, printable
+from mechinterp.checkpoints.files import read_json
+from mechinterp.checkpoints.loading import load
+
+SECONDS, BYTES = 2, 500 * 2**20
+Write = Callable[[Path], object]
+
+
+@contextmanager
+def little() -> Iterator[None]:
+    """Fails when the block takes more than two seconds or 500 MB."""
+    before, start = peak(), time.perf_counter()
+    yield
+    assert time.perf_counter() - start < SECONDS
+    assert peak() - before < BYTES
+
+
+def peak() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+class Touch:
+    """Pickled, it creates a file when it is read."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def __reduce__(self):
+        return (open, (str(self.file), "w"))
+
+
+def weights(file: Path) -> dict[str, object]:
+    return {"W": torch.ones(2, 2), "ran": Touch(file.with_name("ran"))}
+
+
+def repacked(file: Path, change: Callable[[str, bytes], bytes], method: int = 0) -> None:
+    """A small torch file, its entries changed."""
+    stream = io.BytesIO()
+    torch.save({"W": torch.ones(4)}, stream)
+    with zipfile.ZipFile(stream) as there, zipfile.ZipFile(file, "w", method) as here:
+        for entry in there.infolist():
+            here.writestr(entry.filename, change(entry.filename, there.read(entry)))
+
+
+def with_pickle(file: Path, pickled: bytes) -> None:
+    repacked(file, lambda name, data: pickled if name.endswith("data.pkl") else data)
+
+
+def longer(name: str, data: bytes) -> bytes:
+    # The four numbers of the storage, and of the tensor, become a million.
+    return data.replace(b"K\x04", b"J\x00\x00\x10\x00") if name.endswith("data.pkl") else data
+
+
+def bomb(file: Path) -> None:
+    def zeros(name: str, data: bytes) -> bytes:
+        return bytes(3 * 2**30 // 16) * 16 if name.endswith("data/0") else data
+
+    chunk = bytes(2**24)
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
+        name = "W_Q.npy" if file.suffix == ".npz" else "archive/data/0"
+        with archive.open(name, "w", force_zip64=True) as stream:
+            for _ in range(20):
+                stream.write(chunk)
+
+
+def claims(size: int) -> Write:
+    """An archive whose directory claims this size for a tiny deflated entry."""
+
+    def write(file: Path) -> None:
+        with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
+            archive.writestr("archive/data.pkl", bytes(100))
+        data = bytearray(file.read_bytes())
+        at = data.rindex(b"PK\x01\x02")
+        data[at + 24 : at + 28] = struct.pack("<I", size)
+        file.write_bytes(data)
+
+    return write
+
+
+def overlapping(file: Path) -> None:
+    """A thousand directory entries that share one stored entry of a million bytes."""
+    with zipfile.ZipFile(file, "w") as archive:
+        archive.writestr("archive/data/0000", bytes(2**20))
+    data = file.read_bytes()
+    at = data.rindex(b"PK\x01\x02")
+    end = data.rindex(b"PK\x05\x06")
+    entry = data[at:end]
+    entries = b"".join(entry.replace(b"data/0000", f"data/{i:04}".encode()) for i in range(1000))
+    tail = struct.pack("<4s4H2IH", b"PK\x05\x06", 0, 0, 1000, 1000, len(entries), at, 0)
+    file.write_bytes(data[:at] + entries + tail)
+
+
+def crowded(file: Path) -> None:
+    entry = b"PK\x01\x02" + bytes(42)
+    tail = struct.pack("<4s4H2IH", b"PK\x05\x06", 0, 0, 65535, 65535, 46 * 200_000, 4, 0)
+    file.write_bytes(b"PK\x03\x04" + entry * 200_000 + tail)
+
+
+def twice(file: Path) -> None:
+    repacked(file, lambda name, data: data)
+    with zipfile.ZipFile(file, "a") as archive, pytest.warns(UserWarning, match="Duplicate name"):
+        archive.writestr("archive/data.pkl", b"x")
+
+
+def asks(module: str, name: str, *arguments: object) -> bytes:
+    """A pickle, protocol 2, of module.name(*arguments)."""
+    inner = pickle.dumps(arguments, protocol=2)[2:-1]
+    return b"\x80\x02c" + f"{module}\n{name}\n".encode() + inner + b"R."
+
+
+def npy(
+    shape: str, *, dtype: str = "<f4", data: bytes = b"", version: bytes = b"\x01\x00"
+) -> bytes:
+    header = f"{{'descr': {dtype!r}, 'fortran_order': False, 'shape': {shape}, }}\n".encode()
+    return b"\x93NUMPY" + version + struct.pack("<H", len(header)) + header + data
+
+
+def npz(*arrays: bytes, name: str = "W_Q.npy", method: int = 0) -> Write:
+    def write(file: Path) -> None:
+        with zipfile.ZipFile(file, "w", method) as archive:
+            for array in arrays:
+                archive.writestr(name, array)
+
+    return write
+
+
+def safetensors(header: object, *, length: int | None = None, data: bytes = b"") -> Write:
+    def write(file: Path) -> None:
+        text = header if isinstance(header, bytes) else json.dumps(header).encode()
+        claimed = len(text) if length is None else length
+        file.write_bytes(struct.pack("<Q", claimed) + text + data)
+
+    return write
+
+
+def tensor_header(shape: list[int], end: int, dtype: str = "F32") -> dict[str, object]:
+    return {"W_Q": {"dtype": dtype, "shape": shape, "data_offsets": [0, end]}}
+
+
+def saves(make: Callable[[], object]) -> Write:
+    return lambda file: torch.save(make(), file)
+
+
+HOSTILE: dict[str, tuple[str, Write, str]] = {
+    "code": (".pt", lambda f: torch.save(weights(f), f), "asks for|got a UnpicklingError"),
+    "nested code": (".pt", lambda f: torch.save({"model": {"a": [weights(f)]}}, f), "without run"),
+    "plain pickle": (".pt", lambda f: f.write_bytes(pickle.dumps(weights(f))), "a plain pickle"),
+    "plain pickle 0": (".bin", lambda f: f.write_bytes(pickle.dumps(Touch(f.with_name("ran")), 0)), "another file"),
+    "old torch": (
+        ".pth",
+        lambda f: torch.save({"W": torch.ones(1)}, f, _use_new_zipfile_serialization=False),
+        r"save it again with PyTorch >= 1\.6",
+    ),
+    "pickled npz": (
+        ".npz",
+        lambda f: np.savez(f, W_Q=np.array([Touch(f.with_name("ran"))], dtype=object)),
+        "W_Q must hold plain numbers, got object",
+    ),
+    "eval": (".pt", lambda f: with_pickle(f, asks("builtins", "eval", "1")), "asks for builtins.eval"),
+    "system": (".pt", lambda f: with_pickle(f, asks("os", "system", "true")), "asks for os.system"),
+    "bytearray": (
+        ".pt",
+        lambda f: with_pickle(f, asks("builtins", "bytearray", 2**33)),
+        "asks for builtins.bytearray",
+    ),
+    "encode": (
+        ".pt",
+        lambda f: with_pickle(f, asks("_codecs", "encode", "x", "hex")),
+        "asks for _codecs.encode",
+    ),
+    "tensor of a size": (
+        ".pt",
+        lambda f: with_pickle(f, asks("torch", "Tensor", 2**33)),
+        r"asks for torch\.Tensor",
+    ),
+    "long storage": (".pt", lambda f: repacked(f, longer), "got a RuntimeError"),
+    "long pickle": (".pt", lambda f: with_pickle(f, b"\x80\x02" + b"}" * 13_000_000), "got a pickle of 13000002 bytes"),
+    "many opcodes": (".pt", lambda f: with_pickle(f, b"\x80\x02" + b"}" * 5_900_000), "more than 300000 steps"),
+    "hidden opcodes": (".pt", lambda f: with_pickle(f, b"\x80\x02" + b"KG}}}}}}}}" * 100_000), "more than 300000 steps"),
+    "no opcode": (".pt", lambda f: with_pickle(f, b"\x80\x02\xff"), "got no pickle"),
+    "deep pickle": (".pt", lambda f: with_pickle(f, b"\x80\x02" + b"]" * 100_000 + b"a" * 99_999 + b"."), "state dict"),
+    "view of 2**40": (".pt", saves(lambda: {"W_Q": torch.ones(1).expand(2**40)}), "must lie in 4398046511104 bytes, got 4"),
+    "views of one": (
+        ".pt",
+        saves(lambda: (lambda t: {str(i): t.T for i in range(200)})(torch.ones(1000, 1000))),
+        "must hold at most 67108864 numbers, got 200000000",
+    ),
+    "sparse": (".pt", saves(lambda: {"W_Q": torch.eye(3).to_sparse()}), "asks for|ordinary tensor"),
+    "meta": (".pt", saves(lambda: {"W_Q": torch.ones(3, device="meta")}), "asks for|ordinary tensor"),
+    "torch bomb": (".pt", bomb, "without running code|must unpack to at most"),
+    "npz bomb": (".npz", bomb, "must unpack to at most 67108864 bytes, it claims 335544320"),
+    "claimed size": (".pt", claims(2**32 - 2), "must unpack to at most"),
+    "small claimed size": (".pt", claims(2**20), "not a readable PyTorch file|without running"),
+    "overlap": (".pt", overlapping, "must unpack to at most|not a readable"),
+    "crowded": (".pt", crowded, "at most 30000 entries, got 200000"),
+    "twice": (".pt", twice, "each entry once"),
+    "lzma": (".pt", lambda f: repacked(f, lambda _, d: d, zipfile.ZIP_LZMA), "stored or deflated, got compression 14"),
+    "no pickle": (".pt", npz(b"x", name="archive/data/0"), "without running code, got a"),
+    "not an array": (".npz", npz(b"x", name="W_Q.txt"), r"must hold \.npy arrays, got W_Q\.txt"),
+    "npy noise": (".npz", npz(b"x"), "not a readable npz file"),
+    "npy of 2**40": (".npz", npz(npy("(1099511627776,)")), "must lie in 4398046511104 bytes, got 0"),
+    "npy of nothing": (".npz", npz(npy("(0, 1099511627776)", data=b"x")), "must lie in 0 bytes, got 1"),
+    "npy negative": (".npz", npz(npy("(-2, -2)", data=bytes(16))), "not a readable|must lie"),
+    "npy code": (".npz", npz(npy("__import__('os').system('true')")), "not a readable npz file"),
+    "npy nested": (".npz", npz(npy("(" * 4000)), "not a readable npz file"),
+    "npy texts": (".npz", npz(npy("(1,)", dtype="|S4", data=bytes(4))), "must hold numbers, got"),
+    "npy version": (".npz", npz(npy("(1,)", version=b"\x03\x00")), "version 1.0 or 2.0, got"),
+    "npy huge text": (".npz", npz(npy("()", dtype="<U1099511627776")), "not a readable|must lie in"),
+    "safetensors 2**60": (".safetensors", safetensors({}, length=2**60), "it claims 1152921504606846976"),
+    "safetensors empty": (".safetensors", lambda f: f.write_bytes(b""), "claims 0"),
+    "safetensors short": (".safetensors", lambda f: f.write_bytes(b"\x02\0\0\0\0\0\0\0{"), "1 to 1 bytes, it claims 2"),
+    "safetensors long header": (".safetensors", safetensors(b" " * (2**22)), "1 to 2097152 bytes"),
+    "safetensors not JSON": (".safetensors", safetensors(b"{"), "not a readable safetensors"),
+    "safetensors deep": (".safetensors", safetensors(b"[" * 500_000), "not a readable safetensors"),
+    "safetensors shape": (".safetensors", safetensors(tensor_header([2**40], 4), data=bytes(4)), "not a readable"),
+    "safetensors overflow": (".safetensors", safetensors(tensor_header([2**62, 2**62], 4), data=bytes(4)), "not a readable"),
+    "safetensors dtype": (".safetensors", safetensors(tensor_header([1], 4, "X"), data=bytes(4)), "not a readable"),
+    "safetensors offsets": (".safetensors", safetensors(tensor_header([2], 8), data=bytes(4)), "not a readable"),
+    "unsigned": (".safetensors", safetensors(tensor_header([2], 4, "U16"), data=bytes(4)), "got torch.uint16"),
+    "empty": (".pt", lambda f: f.write_bytes(b""), "an empty file"),
+    "empty npz": (".npz", lambda f: f.write_bytes(b""), "not a readable npz file"),
+    "sparse gigabytes": (".pt", lambda f: f.touch() or truncate(f, 2**40), "at most 268435456 bytes, got"),
+}  # fmt: skip
+
+
+def truncate(file: Path, size: int) -> None:
+    with file.open("r+b") as stream:
+        stream.truncate(size)
+
+
+@pytest.mark.parametrize(("suffix", "write", "words"), HOSTILE.values(), ids=HOSTILE)
+def test_a_hostile_file_ends_in_one_line(tmp_path: Path, suffix: str, write: Write, words: str):
+    file = tmp_path / f"x{suffix}"
+    write(file)
+    for read in (read_arrays, load):
+        with little(), pytest.raises(CheckpointError, match=words) as error:
+            read(file)
+        assert str(error.value).startswith(f"{file}: ")
+        assert str(error.value).isprintable()
+    assert [there.name for there in tmp_path.iterdir()] == [file.name]
+
+
+@pytest.mark.parametrize("suffix", archives.SUFFIXES)
+def test_noise_and_truncated_files(tmp_path: Path, suffix: str):
+    file = tmp_path / f"x{suffix}"
+    tensors = {"W": torch.ones(3, 3), "b": torch.ones(3)}
+    if suffix == ".npz":
+        np.savez(file, **{name: tensor.numpy() for name, tensor in tensors.items()})
+    else:
+        (save_file if suffix == ".safetensors" else torch.save)(tensors, file)
+    whole = file.read_bytes()
+    assert torch.equal(read_arrays(file)["W"], torch.ones(3, 3))
+    for size in range(0, len(whole), max(1, len(whole) // 60)):
+        file.write_bytes(whole[:size])
+        with pytest.raises(CheckpointError):
+            read_arrays(file)
+    file.write_bytes(np.random.default_rng(0).bytes(5000))
+    with pytest.raises(CheckpointError):
+        read_arrays(file)
+
+
+def test_a_flipped_bit_in_an_archive_is_noticed(tmp_path: Path):
+    file = tmp_path / "x.pt"
+    torch.save({"W": torch.full((64,), 1.5)}, file)
+    data = bytearray(file.read_bytes())
+    data[data.index(struct.pack("<f", 1.5) * 3) + 2] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(CheckpointError, match="not a readable PyTorch file"):
+        read_arrays(file)
+
+
+def test_directories_devices_and_missing_files(tmp_path: Path):
+    for path in (tmp_path / "gone.pt", tmp_path / "gone.npz", tmp_path / "gone.safetensors"):
+        with pytest.raises(CheckpointError, match="does not exist"):
+            read_arrays(path)
+    with pytest.raises(CheckpointError, match="not a readable PyTorch file"):
+        read_arrays(tmp_path)
+    for path in (tmp_path / ("x" * 5000), Path("/dev/null"), tmp_path / "a\0b.pt"):
+        with pytest.raises(CheckpointError):
+            load(path)
+    (tmp_path / "x.txt").write_text("x")
+    with pytest.raises(CheckpointError, match=r"ends in \.pt, \.pth, \.bin, \.npz, \.safetensors"):
+        load(tmp_path / "x.txt")
+
+
+def test_a_folder_without_rights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def refuse(self: Path) -> bool:
+        raise PermissionError(13, "Permission denied", str(self))
+
+    monkeypatch.setattr(Path, "is_dir", refuse)
+    with pytest.raises(CheckpointError, match=r"cannot be read .*Permission denied"):
+        load(tmp_path)
+
+
+def test_a_small_archive_that_is_deflated_is_read(tmp_path: Path):
+    repacked(tmp_path / "x.pt", lambda _, data: data, zipfile.ZIP_DEFLATED)
+    assert torch.equal(read_arrays(tmp_path / "x.pt")["W"], torch.ones(4))
+
+
+def test_whole_runs_and_other_wrappings(tmp_path: Path):
+    state = OrderedDict(W=torch.nn.Parameter(torch.ones(2, 3).T), half=torch.ones(2).half())
+    for name in archives.INNER:
+        torch.save(
+            {"step": 3, "losses": [0.5] * 50, "note": "a\nb\nc", name: state}, tmp_path / "x.pt"
+        )
+        found = read_arrays(tmp_path / "x.pt")
+        assert found["W"].is_contiguous()
+        assert not found["W"].requires_grad
+        assert found["half"].dtype == torch.float32
+    module = torch.nn.Linear(2, 2)
+    optimiser = torch.optim.Adam(module.parameters())
+    module(torch.ones(2)).sum().backward()
+    optimiser.step()
+    run = {"model_state_dict": module.state_dict(), "optimizer": optimiser.state_dict()}
+    torch.save(run, tmp_path / "run.pt")
+    assert list(read_arrays(tmp_path / "run.pt")) == ["weight", "bias"]
+
+
+def test_arrays_of_any_byte_order_and_layout(tmp_path: Path):
+    values = np.arange(6, dtype=np.float64).reshape(2, 3)
+    kinds = {
+        "big": values.astype(">f8"),
+        "columns": np.asfortranarray(values),
+        "half": values.astype("f2"),
+    }
+    np.savez(
+        tmp_path / "x.npz", empty=np.zeros((0, 3)), number=np.float32(2), config="text", **kinds
+    )
+    found = read_arrays(tmp_path / "x.npz")
+    for name in kinds:
+        assert torch.equal(found[name].double(), torch.from_numpy(values))
+    assert (found["empty"].shape, found["number"].item()) == ((0, 3), 2)
+    assert "config" not in found
+    assert read_text(tmp_path / "x.npz", "config") == "text"
+    assert read_text(tmp_path / "x.npz", "other") is None
+
+
+def test_too_many_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(archives, "MAX_ENTRIES", 3)
+    save_file({str(i): torch.ones(1) for i in range(4)}, tmp_path / "x.safetensors")
+    with pytest.raises(CheckpointError, match="must hold at most 3 tensors, got 4"):
+        read_arrays(tmp_path / "x.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[" * 100_000, "nested too deeply"),
+        ("", "not a readable JSON file"),
+        ("1" * 5000, "not a readable JSON file"),
+        (" " * (2**22 + 1), "must be at most 4194304 bytes, got 4194305"),
+    ],
+    ids=["deep", "empty", "digits", "long"],
+)
+def test_hostile_json(tmp_path: Path, text: str, words: str):
+    file = tmp_path / "config.json"
+    file.write_text(text)
+    for read in (read_json, lambda file: load(file.parent)):
+        with little(), pytest.raises(CheckpointError, match=words):
+            read(file)
+
+
+@pytest.mark.parametrize("depth", [50, 500, 900, 990])
+def test_a_native_config_nested_deeply(tmp_path: Path, depth: int):
+    nested = "[" * depth + "]" * depth
+    for field in ("task", "seed"):
+        document = f'{{"format_version": 1, "step": 0, "experiment": {{"{field}": {nested}}}}}'
+        (tmp_path / "config.json").write_text(document)
+        with little(), pytest.raises(CheckpointError):
+            load(tmp_path)
+
+
+def test_messages_are_one_printable_line(tmp_path: Path):
+    error = CheckpointError("a\nb\x1b[31m\u202ec\udc80\x00")
+    assert str(error) == r"a\nb\x1b[31m\u202ec\udc80\x00"
+    assert len(printable("x" * 10_000)) == 2000
+    file = tmp_path / "a\nb\x1b<script>.pt"
+    file.write_bytes(b"")
+    with pytest.raises(CheckpointError) as caught:
+        load(file)
+    assert str(caught.value).isprintable()
+    assert r"a\nb\x1b<script>.pt: must hold tensors" in str(caught.value)

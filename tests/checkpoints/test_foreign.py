@@ -1,0 +1,600 @@
+"""Files of other people's code are read head by head, and predict what that code predicts."""
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from mechinterp.checkpoints.errors import CheckpointError
+from mechinterp.checkpoints.exchange import hooked_state
+from mechinterp.checkpoints.loading import FORMATS, convert, load
+from mechinterp.config import TaskConfig
+from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
+from mechinterp.models.functional import AttentionWeights, predict
+from tests.checkpoints.foreign_files import (
+    arrays,
+    attention_module,
+    biased,
+    linear_output,
+    merged_state,
+    random_heads,
+    separate_state,
+    softmax_paper_state,
+    whole_run,
+    write_valid_files,
+)
+
+
+def prompts_of(task: TaskConfig) -> Prompts:
+    return sample_prompts(task, 64, generator=generator_for(0, "eval", 0))
+
+
+def saved(file: Path, state: object) -> Path:
+    torch.save(state, file)
+    return file
+
+
+def assert_circuits(actual: AttentionWeights, QK: Tensor, OV: Tensor):
+    torch.testing.assert_close(actual.QK, QK, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(actual.OV, OV, rtol=1e-6, atol=1e-6)
+    assert actual.scale == pytest.approx(actual.W_Q.shape[2] ** -0.5)
+
+
+# The softmax paper's code.
+
+
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("prefix", ["", "module."])
+def test_softmax_paper(tmp_path: Path, whole: bool, prefix: str):
+    weights = random_heads(n_heads=3, d_x=4)
+    state = {prefix + name: tensor for name, tensor in softmax_paper_state(weights).items()}
+    checkpoint = load(saved(tmp_path / "run.pth", whole_run(state) if whole else state))
+    assert_circuits(checkpoint.weights, weights.QK, weights.OV)
+    assert checkpoint.format == "softmax-paper"
+    assert checkpoint.config.task == TaskConfig(d_x=4)
+    prompts = prompts_of(checkpoint.config.task)
+    assert torch.equal(predict(checkpoint.weights, prompts), predict(weights, prompts))
+    # The code says all of the model, the file nothing of the task but its sizes.
+    names = {name.partition(".")[0] for name in checkpoint.assumed}
+    assert names == {"task", "train", "seed", "step"}
+    assert not {"task.d_x", "task.d_y"} & set(checkpoint.assumed)
+
+
+def test_softmax_paper_with_several_tasks(tmp_path: Path):
+    weights = random_heads(n_heads=4, d_x=6, d_y=2)
+    file = saved(tmp_path / "run.pth", whole_run(softmax_paper_state(weights)))
+    checkpoint = load(file)
+    assert_circuits(checkpoint.weights, weights.QK, weights.OV)
+    expected = {"context_length": 48, "beta_var": 1.0, "noise_var": 0.4, "query_noise": False}
+    assert checkpoint.config.task == TaskConfig(d_x=6, d_y=2, **expected)
+    assert {checkpoint.assumed[f"task.{name}"] for name in expected} == {48, 1.0, 0.4, False}
+    assert checkpoint.assumed["task.supports"] is None
+    supports = ((0, 1, 2, 3), (2, 3, 4, 5))
+    told = load(file, task={"supports": supports})
+    assert told.config.task.supports == supports
+    assert "task.supports" not in told.assumed
+
+
+# The linear-attention paper's code.
+
+
+def test_linear_paper_merged(tmp_path: Path):
+    generator = torch.Generator().manual_seed(3)
+    QK, values = torch.randn(2, 3, 4, 4, generator=generator)
+    state = merged_state(QK, values)
+    checkpoint = load(saved(tmp_path / "m.pt", state))
+    assert_circuits(checkpoint.weights, QK, values[:, -1, :, None])
+    assert (checkpoint.weights.score, checkpoint.weights.attend_to_self) == ("linear", True)
+    prompts = prompts_of(checkpoint.config.task)
+    y_hat = linear_output(prompts.tokens, state, 3)[:, -1, -1:]
+    torch.testing.assert_close(predict(checkpoint.weights, prompts), y_hat, rtol=1e-5, atol=1e-5)
+    task = checkpoint.config.task
+    assert (task.d_x, task.d_y, task.context_length, task.beta_var, task.noise_var) == (
+        3,
+        1,
+        31,
+        1,
+        0,
+    )
+    assert task.covariance.eigenvalues == pytest.approx([1 / 3] * 3)
+    assert not task.query_noise
+    assert checkpoint.format == "linear-paper"
+
+
+@pytest.mark.parametrize("rank", [1, 2, 5])
+def test_linear_paper_separate(tmp_path: Path, rank: int):
+    generator = torch.Generator().manual_seed(3)
+    keys, queries = torch.randn(2, 3, rank, 4, generator=generator)
+    values = torch.randn(3, 4, 4, generator=generator)
+    state = separate_state(keys, queries, values)
+    checkpoint = load(saved(tmp_path / "s.pt", state))
+    assert_circuits(checkpoint.weights, queries.mT @ keys, values[:, -1, :, None])
+    prompts = prompts_of(checkpoint.config.task)
+    y_hat = linear_output(prompts.tokens, state, 3)[:, -1, -1:]
+    torch.testing.assert_close(predict(checkpoint.weights, prompts), y_hat, rtol=1e-5, atol=1e-4)
+
+
+# torch.nn.MultiheadAttention.
+
+
+@pytest.mark.parametrize("prefix", ["", "model.attn."])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("attend_to_self", [False, True])
+@pytest.mark.parametrize("d_y", [1, 2])
+def test_torch_attention(tmp_path: Path, prefix: str, bias: bool, attend_to_self: bool, d_y: int):
+    module = attention_module(5, width=6, n_heads=3, bias=bias)
+    state = {prefix + name: tensor for name, tensor in module.state_dict().items()}
+    file = saved(tmp_path / "torch.pt", state)
+    checkpoint = load(file, n_heads=3, d_y=d_y, attend_to_self=attend_to_self)
+    assert checkpoint.config.model.biases is bias
+    assert checkpoint.weights.W_Q.shape == (3, 6, 2)
+    prompts = prompts_of(checkpoint.config.task)
+    query = prompts.tokens[:, -1:]
+    keys = prompts.tokens if attend_to_self else prompts.context_tokens
+    with torch.no_grad():
+        output, _ = module(query, keys, keys)
+    y_hat = predict(checkpoint.weights, prompts)
+    torch.testing.assert_close(y_hat, output[:, 0, -d_y:], rtol=1e-5, atol=1e-5)
+    assert "model.attend_to_self" not in checkpoint.assumed
+    assert load(file, n_heads=3).assumed["model.attend_to_self"] is False
+
+
+def test_torch_attention_with_separate_matrices(tmp_path: Path):
+    module = attention_module(5, width=4, n_heads=2, bias=False)
+    state = module.state_dict()
+    names = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
+    state |= dict(zip(names, state.pop("in_proj_weight").split(4), strict=True))
+    checkpoint = load(saved(tmp_path / "torch.pt", state), n_heads=2)
+    prompts = prompts_of(checkpoint.config.task)
+    context = prompts.context_tokens
+    with torch.no_grad():
+        output, _ = module(prompts.tokens[:, -1:], context, context)
+    y_hat = predict(checkpoint.weights, prompts)
+    torch.testing.assert_close(y_hat, output[:, 0, -1:], rtol=1e-5, atol=1e-5)
+
+
+def test_torch_attention_says_what_it_needs(tmp_path: Path):
+    module = attention_module(5, width=6, n_heads=3, bias=True)
+    file = saved(tmp_path / "torch.pt", module.state_dict())
+    words = r"torch\.pt: n_heads is not in the file; give --n-heads \(n_heads=\)\."
+    with pytest.raises(CheckpointError, match=words):
+        load(file)
+    with pytest.raises(CheckpointError, match="n_heads must divide the width 6, got 4"):
+        load(file, n_heads=4)
+    extra = torch.nn.MultiheadAttention(6, 3, add_bias_kv=True).state_dict()
+    with pytest.raises(CheckpointError, match="no learned extra key and value, got bias_k"):
+        load(saved(tmp_path / "extra.pt", extra), n_heads=3)
+
+
+# Plain arrays.
+
+
+@pytest.mark.parametrize("suffix", [".npz", ".safetensors", ".pt"])
+@pytest.mark.parametrize("bias", [False, True])
+def test_arrays(tmp_path: Path, suffix: str, bias: bool):
+    weights = random_heads(d_y=2, d_head=3)
+    weights = biased(weights) if bias else weights
+    file = tmp_path / f"arrays{suffix}"
+    if suffix == ".npz":
+        np.savez(file, **arrays(weights))
+    else:
+        (save_file if suffix == ".safetensors" else torch.save)(weights.tensors, file)
+    checkpoint = load(file)
+    # W_O is narrower than a token and says d_y.
+    assert (checkpoint.config.task.d_x, checkpoint.config.task.d_y) == (3, 2)
+    assert "task.d_y" not in checkpoint.assumed
+    assert_circuits(checkpoint.weights, weights.QK, weights.OV)
+    prompts = prompts_of(checkpoint.config.task)
+    torch.testing.assert_close(predict(checkpoint.weights, prompts), predict(weights, prompts))
+    assert checkpoint.assumed["model.score"] == "softmax"
+    assert checkpoint.assumed["attn_scale"] == pytest.approx(math.sqrt(3))
+    scaled = load(file, scale=2.0)
+    torch.testing.assert_close(scaled.weights.QK, weights.QK * 2 * math.sqrt(3))
+    assert "attn_scale" not in scaled.assumed
+    if bias:
+        there = weights.with_tensors(
+            {"b_Q": weights.b_Q * 2 * math.sqrt(3), "W_Q": weights.W_Q * 2 * math.sqrt(3)}
+        )
+        y_hat = predict(scaled.weights, prompts)
+        torch.testing.assert_close(y_hat, predict(there, prompts), rtol=1e-5, atol=1e-5)
+
+
+def test_arrays_as_wide_as_a_token(tmp_path: Path):
+    weights = random_heads(d_x=3, d_y=2)
+    wide = arrays(weights) | {"W_O": np.random.default_rng(0).normal(size=(2, 5, 5))}
+    wide = {name: array.astype(np.float64) for name, array in wide.items()}
+    np.savez(tmp_path / "wide.npz", **wide)
+    one = load(tmp_path / "wide.npz")
+    assert (one.assumed["task.d_y"], one.weights.W_Q.dtype) == (1, torch.float64)
+    for sizes in ({"d_y": 2}, {"d_x": 3}, {"task": {"d_y": 2}}, {"d_x": 3, "d_y": 2}):
+        two = load(tmp_path / "wide.npz", **sizes)
+        assert "task.d_y" not in two.assumed
+        torch.testing.assert_close(two.weights.W_O.numpy(), wide["W_O"][:, :, 3:])
+
+
+@pytest.mark.parametrize("d_y", [1, 2])
+@pytest.mark.parametrize("wide", [False, True])
+def test_circuits_as_arrays(tmp_path: Path, d_y: int, wide: bool):
+    weights = random_heads(n_heads=3, d_x=4, d_y=d_y)
+    OV = weights.OV
+    stored = torch.nn.functional.pad(OV, (4, 0), value=1.0) if wide else OV
+    np.savez(tmp_path / "c.npz", QK=weights.QK.numpy(), OV=stored.numpy())
+    checkpoint = load(tmp_path / "c.npz", **({"d_y": d_y} if wide else {}))
+    assert_circuits(checkpoint.weights, weights.QK, OV)
+    prompts = prompts_of(checkpoint.config.task)
+    expected = predict(weights, prompts)
+    torch.testing.assert_close(predict(checkpoint.weights, prompts), expected, rtol=1e-5, atol=1e-5)
+    with pytest.raises(CheckpointError, match=r"scale is part of QK and not to be given, got 2\.0"):
+        load(tmp_path / "c.npz", scale=2.0)
+
+
+def test_half_precision_is_widened_and_other_kinds_are_refused(tmp_path: Path):
+    weights = random_heads()
+    for dtype in (torch.float16, torch.bfloat16):
+        file = saved(tmp_path / "half.pt", weights.to(dtype).tensors)
+        found = load(file).weights
+        assert found.W_Q.dtype == torch.float32
+        assert torch.equal(found.W_Q, weights.W_Q.to(dtype).float())
+    for dtype in (torch.int32, torch.complex64, torch.bool):
+        file = saved(tmp_path / "other.pt", {n: t.to(dtype) for n, t in weights.tensors.items()})
+        with pytest.raises(
+            CheckpointError, match=f"W_Q must hold floating-point numbers, got {dtype}"
+        ):
+            load(file)
+    mixed = saved(tmp_path / "mixed.pt", weights.tensors | {"W_K": weights.W_K.double()})
+    with pytest.raises(CheckpointError, match=r"one dtype, got torch\.float32, torch\.float64"):
+        load(mixed)
+
+
+# Folders with somebody else's config.json.
+
+
+def hugging_face(
+    folder: Path, settings: object, state: dict[str, Tensor], *, shards: int = 1
+) -> Path:
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(settings))
+    if shards == 1:
+        save_file(state, folder / "model.safetensors")
+        return folder
+    named = {name: f"model-{i % shards}.safetensors" for i, name in enumerate(state)}
+    for shard in set(named.values()):
+        part = {name: tensor for name, tensor in state.items() if named[name] == shard}
+        save_file(part, folder / shard)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": named}))
+    return folder
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+@pytest.mark.parametrize("key", ["n_head", "num_heads", "num_attention_heads", "n_heads", "nhead"])
+def test_a_hugging_face_folder(tmp_path: Path, shards: int, key: str):
+    module = attention_module(5, width=4, n_heads=2, bias=True)
+    file = saved(tmp_path / "torch.pt", module.state_dict())
+    folder = hugging_face(tmp_path / "hf", {key: 2}, module.state_dict(), shards=shards)
+    expected, found = load(file, n_heads=2), load(folder)
+    assert (found.format, found.path, found.name) == ("torch-attention", folder, "hf")
+    for name, tensor in expected.weights.tensors.items():
+        assert torch.equal(found.weights.tensors[name], tensor)
+    with pytest.raises(CheckpointError, match="n_heads must be the file's 2, got 4"):
+        load(folder, n_heads=4)
+    convert(found, "native", tmp_path / "native")
+    assert load(tmp_path / "native").format == "native"
+
+
+@pytest.mark.parametrize(
+    ("named", "words"),
+    [
+        ({"weight_map": {"a": "../model-0.safetensors"}}, "files beside it, got '../model-0"),
+        ({"weight_map": {"a": "/etc/x.safetensors"}}, "files beside it, got '/etc/x"),
+        ({"weight_map": {"a": "model.pt"}}, "files beside it, got 'model.pt'"),
+        ({"weight_map": {"a": "gone.safetensors"}}, "gone.safetensors: not a readable"),
+        ({"weight_map": {"a": "model-0.safetensors"}}, "index.json: a is in none of the files"),
+        ({"weight_map": {"a": 1}}, "weight_map must name a file for each tensor"),
+        ({"weight_map": {str(i): f"{i}.safetensors" for i in range(200)}}, "100 files, got 200"),
+        ([], "weight_map must name a file for each tensor"),
+    ],
+)
+def test_shards_are_plain_names_beside_their_index(tmp_path: Path, named: object, words: str):
+    folder = hugging_face(tmp_path / "hf", {}, random_heads().tensors, shards=2)
+    (folder / "model.safetensors.index.json").write_text(json.dumps(named))
+    with pytest.raises(CheckpointError) as error:
+        load(folder)
+    assert words in str(error.value)
+
+
+def test_a_tensor_is_in_one_shard(tmp_path: Path):
+    folder = hugging_face(tmp_path / "hf", {}, random_heads().tensors, shards=2)
+    save_file(random_heads().tensors, folder / "model-1.safetensors")
+    with pytest.raises(CheckpointError, match="holds tensors that another shard holds"):
+        load(folder)
+
+
+def test_a_foreign_folder_without_weights(tmp_path: Path):
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(
+        CheckpointError, match=r"must hold model\.safetensors or model\.safetensors"
+    ):
+        load(tmp_path)
+    (tmp_path / "config.json").write_text('{"n_heads": "x"}')
+    save_file(
+        attention_module(0, width=4, n_heads=2, bias=False).state_dict(),
+        tmp_path / "model.safetensors",
+    )
+    with pytest.raises(
+        CheckpointError, match=r"n_heads of config\.json must be an integer >= 1, got 'x'"
+    ):
+        load(tmp_path)
+    (tmp_path / "config.json").write_text('{"n_heads": 2, "nhead": 4}')
+    with pytest.raises(CheckpointError, match="nhead must be the file's 2, got 4"):
+        load(tmp_path)
+    # A config.json with one of our own fields is ours, and broken.
+    (tmp_path / "config.json").write_text('{"experiment": {}}')
+    with pytest.raises(CheckpointError, match="field 'format_version' is missing"):
+        load(tmp_path)
+
+
+# Hints.
+
+
+@pytest.mark.parametrize(
+    ("hint", "words"),
+    [
+        ({"n_heads": 3}, "n_heads must be the file's 2, got 3"),
+        ({"d_x": 2}, "d_x must be the weights' 3, got 2"),
+        ({"d_y": 2}, "d_y must be the weights' 1, got 2"),
+        ({"task": {"d_x": 2}}, "task.d_x must be the weights' 3, got 2"),
+        ({"scale": 1.0}, "scale must be the file's 0.5, got 1.0"),
+        ({"attend_to_self": True}, "attend_to_self must be the file's False, got True"),
+        ({"format": "arrays"}, "a file of format arrays must hold W_Q, W_K, W_V, W_O or QK, OV"),
+        ({"format": "native"}, "format must be that of other people's files, got 'native'"),
+        ({"task": {"noise": 1}}, "Unknown field 'task.noise'"),
+        ({"d_x": 3, "task": {"d_x": 2}}, "task.d_x must be the weights' 3, got 2"),
+    ],
+    ids=str,
+)
+def test_a_hint_does_not_contradict_the_file(tmp_path: Path, hint: dict, words: str):
+    file = saved(tmp_path / "run.pth", softmax_paper_state(random_heads()))
+    with pytest.raises(CheckpointError) as error:
+        load(file, **hint)
+    assert str(error.value).startswith(f"{file}: ")
+    assert words in str(error.value)
+
+
+def test_hints_that_agree_with_the_file_are_taken(tmp_path: Path):
+    file = saved(tmp_path / "run.pth", softmax_paper_state(random_heads()))
+    agreeing = {"n_heads": 2, "d_x": 3, "d_y": 1, "scale": 0.5, "attend_to_self": False}
+    found = load(file, **agreeing, format="softmax-paper", task={"d_x": 3})
+    assert torch.equal(found.weights.W_Q, load(file).weights.W_Q)
+
+
+@pytest.mark.parametrize(
+    ("hint", "words"),
+    [
+        ({"format": "onnx"}, f"format must be one of {', '.join(FORMATS)}, got 'onnx'"),
+        ({"d_x": 0}, "d_x must be >= 1, got 0"),
+        ({"n_heads": -1}, "n_heads must be >= 1, got -1"),
+        ({"scale": 0.0}, "scale must be a positive number, got 0"),
+        ({"scale": math.inf}, "scale must be a positive number, got inf"),
+        ({"scale": math.nan}, "scale must be a positive number, got nan"),
+    ],
+    ids=str,
+)
+def test_a_hint_out_of_range_is_a_value_error(tmp_path: Path, hint: dict, words: str):
+    with pytest.raises(ValueError, match=words):
+        load(tmp_path / "gone.pt", **hint)
+
+
+def test_a_native_checkpoint_takes_no_hint_but_its_format(tmp_path: Path):
+    file = saved(tmp_path / "run.pth", softmax_paper_state(random_heads()))
+    for target in ("native", "transformer-lens", "npz"):
+        out = tmp_path / (f"{target}.npz" if target == "npz" else target)
+        convert(load(file), target, out)
+        name = "arrays" if target == "npz" else target
+        assert load(out, format=name).format == name
+        for hint in ({"d_x": 3}, {"n_heads": 2}, {"scale": 0.5}, {"format": "softmax-paper"}):
+            with pytest.raises(
+                CheckpointError, match=f"{next(iter(hint))} is given for files that do"
+            ):
+                load(out, **hint)
+
+
+# Files of other models.
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"q": None}, "must hold the tensors of a format known here"),
+        ({"q": torch.ones(8, 5)}, "q_proj.weight must have 5 rows for each head, got 8"),
+        ({"q": torch.ones(9, 4)}, "q_proj.weight must have 4 rows for each head, got 9"),
+        ({"q": torch.ones(8)}, "q_proj.weight must be a matrix, got shape (8,)"),
+        ({"q": torch.ones(0, 4)}, "q_proj.weight must be a matrix, got shape (0, 4)"),
+        ({"k": torch.ones(4, 8)}, "k_proj.weight must have shape (8, 4), got (4, 8)"),
+        ({"o": torch.ones(1, 4)}, "o_proj.weight must have shape (1, 8), got (1, 4)"),
+        ({"o": torch.ones(4, 8)}, "must have fewer rows than the 4 entries of a token, got 4"),
+        ({"v": torch.full((8, 4), torch.nan)}, "v_proj.weight must hold finite numbers, got 32"),
+        ({"x": torch.ones(1)}, "x_proj.weight is not among the tensors of format softmax-paper"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_a_spoiled_softmax_paper_file_is_refused(tmp_path: Path, changes: dict, words: str):
+    state = softmax_paper_state(random_heads())
+    state |= {f"attention_layer.{x}_proj.weight": tensor for x, tensor in changes.items()}
+    file = saved(tmp_path / "run.pth", {n: t for n, t in state.items() if t is not None})
+    with pytest.raises(CheckpointError) as error:
+        load(file)
+    assert words in str(error.value)
+
+
+def circuits(QK: tuple[int, ...], OV: tuple[int, ...]) -> dict[str, Tensor]:
+    return {"QK": torch.ones(QK), "OV": torch.ones(OV)}
+
+
+SQUARE = random_heads().tensors
+MERGED = merged_state(torch.ones(2, 4, 4), torch.ones(2, 4, 4))
+SEPARATE = separate_state(torch.ones(2, 1, 4), torch.ones(2, 1, 4), torch.ones(2, 4, 4))
+TORCH = attention_module(0, width=4, n_heads=2, bias=True).state_dict()
+
+
+@pytest.mark.parametrize(
+    ("state", "words"),
+    [
+        (MERGED | {"kq.weight": torch.ones(4, 4)}, "kq.weight must have shape (8, 4), got (4, 4)"),
+        (MERGED | {"bias": torch.ones(4)}, "bias is not among the tensors of format linear-paper"),
+        (MERGED | {"value.weight": torch.ones(7, 4)}, "value.weight must have 4 rows for each"),
+        (SEPARATE | {"key.weight": torch.ones(3, 4)}, "query.weight must have shape (3, 4)"),
+        (
+            SEPARATE | {"key.weight": torch.ones(3, 4), "query.weight": torch.ones(3, 4)},
+            "key.weight must have 2 rows for each head, got 3",
+        ),
+        (
+            separate_state(torch.ones(2, 1, 1), torch.ones(2, 1, 1), torch.ones(2, 1, 1)),
+            "[head, d_model >= 2, d_head]",
+        ),
+        (TORCH | {"in_proj_weight": torch.ones(8, 4)}, "must have shape (12, 4), got (8, 4)"),
+        (TORCH | {"in_proj_bias": torch.ones(4)}, "in_proj_bias must have shape (12,), got (4,)"),
+        (TORCH | {"out_proj.bias": torch.ones(1)}, "out_proj.bias must have shape (4,), got (1,)"),
+        (TORCH | {"norm.weight": torch.ones(4)}, "norm.weight is not among the tensors"),
+        (SQUARE | {"W_K": torch.ones(2, 4, 3)}, "W_K must have shape (2, 4, 4), got (2, 4, 3)"),
+        (SQUARE | {"W_O": torch.ones(2, 4, 5)}, "W_O must have shape (2, 4, 4), got (2, 4, 5)"),
+        (SQUARE | {"W_O": torch.ones(2, 4)}, "W_O must have shape (2, 4, 4), got (2, 4)"),
+        (
+            SQUARE | {"W_O": torch.ones(2, 4, 4)[..., :0]},
+            "W_O must have shape (2, 4, 4), got (2, 4",
+        ),
+        (SQUARE | {"W_Q": torch.ones(0, 4, 4)}, "W_Q must have shape [head, d_model >= 2, d_head]"),
+        (SQUARE | {"W_Q": torch.tensor(1.0)}, "W_Q must have shape [head, d_model >= 2, d_head]"),
+        (SQUARE | {"b_Q": torch.ones(4)}, "b_Q must have shape (2, 4), got (4,)"),
+        (SQUARE | {"b_O": torch.ones(2)}, "b_O must have shape (1,), got (2,)"),
+        (SQUARE | {"QK": torch.ones(2, 4, 4)}, "is not among the tensors of format arrays"),
+        (circuits((2, 4, 5), (2, 4, 1)), "QK must have shape (2, 4, 4), got (2, 4, 5)"),
+        (circuits((4, 4), (2, 4, 1)), "QK must have shape [head, d_model, d_model], got (4, 4)"),
+        (circuits((2, 4, 4), (1, 4, 1)), "OV must have shape (2, 4, 1), got (1, 4, 1)"),
+        (circuits((2, 4, 4), (2, 4, 6)), "OV must have shape (2, 4, 4), got (2, 4, 6)"),
+        (circuits((2, 1, 1), (2, 1, 1)), "[head, d_model >= 2, d_head], got (2, 1, 1)"),
+        ({"a": torch.ones(1), "b\x1b[2J\n<b>": torch.ones(1)}, r"got a, b\x1b[2J\n<b>"),
+    ],
+    ids=lambda value: value[:50] if isinstance(value, str) else "",
+)
+def test_a_spoiled_file_is_refused(tmp_path: Path, state: dict[str, Tensor], words: str):
+    file = saved(tmp_path / "state.pt", state)
+    hints = {"n_heads": 2} if "in_proj_weight" in state else {}
+    with pytest.raises(CheckpointError) as error:
+        load(file, **hints)
+    assert str(error.value).startswith(f"{file}: ")
+    assert words in str(error.value)
+    assert str(error.value).isprintable()
+
+
+def test_numbers_stay_finite_under_a_scale(tmp_path: Path):
+    weights = random_heads()
+    file = saved(tmp_path / "a.pt", weights.tensors | {"W_Q": weights.W_Q * 1e36})
+    with pytest.raises(CheckpointError, match=r"W_Q must stay finite under the scale, got 1e\+06"):
+        load(file, scale=1e6)
+
+
+# Conversion.
+
+
+@pytest.mark.parametrize("name", [
+    *("softmax-paper", "linear-merged", "linear-separate", "transformer-lens", "torch-attention"),
+    *("arrays", "circuits"),
+])  # fmt: skip
+def test_conversion_keeps_the_predictions(tmp_path: Path, name: str):
+    file, hints = write_valid_files(tmp_path)[name]
+    checkpoint = load(file, **hints)
+    prompts = prompts_of(checkpoint.config.task)
+    expected = predict(checkpoint.weights, prompts)
+    scale = expected.abs().max().item()
+    model = checkpoint.weights
+    has_place = model.score == "softmax" and not model.attend_to_self
+    targets = ["native", "npz", *(["transformer-lens"] if has_place else [])]
+    for first in targets:
+        one = tmp_path / (f"{first}-1" + (".npz" if first == "npz" else ""))
+        convert(checkpoint, first, one)
+        for second in targets:
+            two = tmp_path / (f"{first}-{second}-2" + (".npz" if second == "npz" else ""))
+            convert(load(one), second, two)
+            back = load(two)
+            y_hat = predict(back.weights, prompts)
+            torch.testing.assert_close(y_hat, expected, rtol=1e-5, atol=1e-5 * scale)
+            assert back.config == checkpoint.config
+            assert back.assumed == json.loads(json.dumps(dict(checkpoint.assumed)))
+    if not has_place:
+        with pytest.raises(CheckpointError, match="HookedTransformer has softmax attention only"):
+            convert(checkpoint, "transformer-lens", tmp_path / "refused")
+
+
+def test_npz_is_not_overwritten_and_ends_in_npz(tmp_path: Path):
+    file, _ = write_valid_files(tmp_path)["arrays"]
+    checkpoint = load(file)
+    with pytest.raises(CheckpointError, match=r"arrays\.npz: already exists; it is not"):
+        convert(checkpoint, "npz", file)
+    with pytest.raises(CheckpointError, match=r"out\.npy: must end in \.npz"):
+        convert(checkpoint, "npz", tmp_path / "out.npy")
+    with pytest.raises(CheckpointError, match=r"out\.npz: cannot be written"):
+        convert(checkpoint, "npz", file / "out.npz")
+
+
+def stated(file: Path, config: object, **changes: np.ndarray) -> Path:
+    text = config if isinstance(config, str) else json.dumps(config)
+    np.savez(file, config=np.array(text), **(arrays(random_heads(n_heads=2)) | changes))
+    return file
+
+
+def test_arrays_with_a_config_assume_nothing(tmp_path: Path):
+    config = {"task": {"d_x": 3, "noise_var": 0.2}, "model": {"n_heads": 2, "score": "1+tanh"}}
+    checkpoint = load(stated(tmp_path / "c.npz", config))
+    assert (checkpoint.assumed, checkpoint.step) == ({}, 0)
+    assert (checkpoint.weights.score, checkpoint.config.task.noise_var) == ("1+tanh", 0.2)
+    wide = np.zeros((2, 4, 4), np.float32)
+    wide[:, :, 3] = 1
+    assert load(stated(tmp_path / "w.npz", config, W_O=wide)).weights.W_O.shape == (2, 4, 1)
+    for bad, words in (
+        ("{", "config must be JSON"),
+        ("[" * 100_000, "config must be JSON"),
+        ([1], "must hold a JSON object, got list"),
+        ({"seed": "x"}, "seed must be an integer"),
+        ({"task": {"d_x": 2}}, "must have shape"),
+        ({"task": {"d_x": 3}, "model": {"biases": True}}, "b_Q is missing"),
+    ):
+        with pytest.raises(CheckpointError, match=words):
+            load(stated(tmp_path / "bad.npz", bad))
+    with pytest.raises(CheckpointError, match="b_Q is not among the arrays of such a model"):
+        load(stated(tmp_path / "more.npz", config, b_Q=np.zeros((2, 4), np.float32)))
+    np.savez(tmp_path / "number.npz", config=np.array(1.0), **arrays(random_heads()))
+    with pytest.raises(CheckpointError, match="config must be a text, got float64"):
+        load(tmp_path / "number.npz")
+
+
+def test_hooked_names_are_told_from_arrays(tmp_path: Path):
+    state = hooked_state(random_heads(), n_ctx=8)
+    assert load(saved(tmp_path / "lens.pt", state)).format == "transformer-lens"
+    with pytest.raises(CheckpointError, match=r"embed\.W_E is not among the tensors of format ar"):
+        load(saved(tmp_path / "lens.pt", state), format="arrays")
+
+
+def test_a_whole_run_of_the_published_length_is_read(tmp_path: Path):
+    """500,001 losses and, for eight heads, 9,000 logged tensors are no bomb."""
+    heads, logs = 8, 501
+    state = {f"attention_layer.{x}_proj.weight": torch.ones(6 * heads, 6) for x in "qkv"}
+    state["attention_layer.o_proj.weight"] = torch.ones(1, 6 * heads)
+    logged = [[torch.rand(()) for _ in range(logs)] for _ in range(heads)]
+    run = {
+        "final_loss": 0.2,
+        "training_losses": torch.rand(500_001).tolist(),
+        "validation_losses": [0.1] * logs,
+        "qk_dynamics": logged,
+        "ov_dynamics": [[value.clone() for value in values] for values in logged],
+        "qk_matrices": [torch.rand(heads, 6, 6) for _ in range(logs)],
+        "ov_matrices": [torch.rand(heads, 6, 1) for _ in range(logs)],
+        "model": state,
+    }
+    file = tmp_path / "run.pth"
+    torch.save(run, file)
+    assert load(file).config.model.n_heads == heads

@@ -1,0 +1,359 @@
+"""State dicts of layered models are read, or refused in one line that names the file, the rule and the value."""
+
+import re
+import time
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from mechinterp.checkpoints.errors import CheckpointError
+from mechinterp.checkpoints.hints import Hints
+from mechinterp.checkpoints.layered import LayeredCheckpoint, layered_format, read_layered
+from mechinterp.config import TaskConfig
+from mechinterp.icl.prompts import generator_for, sample_prompts
+from mechinterp.report.documents import dumps, info_document
+from tests.models.test_layered_models import encoder, garg
+
+FILE = Path("x.pt")
+H = "_backbone.h.0."
+
+
+def read(
+    state: Mapping[str, Tensor],
+    *,
+    settings: Mapping[str, object] | None = None,
+    file: Path = FILE,
+    **hints: object,
+) -> LayeredCheckpoint:
+    """The checkpoint of a state dict, as the loader asks for it."""
+    found = layered_format(state)
+    assert found is not None
+    return read_layered(state, file, format=found, hints=Hints(**hints), settings=settings or {})
+
+
+def changed(state: Mapping[str, Tensor], **changes: Tensor | None) -> dict[str, Tensor]:
+    return {name: t for name, t in {**state, **changes}.items() if t is not None}
+
+
+def test_a_garg_file_is_read_and_run(tmp_path: Path):
+    published = garg()
+    torch.save(published.state_dict(), tmp_path / "x.pt")
+    state = torch.load(tmp_path / "x.pt", weights_only=True)
+    checkpoint = read(state, n_heads=4, file=tmp_path / "x.pt")
+    assert repr(checkpoint) == "LayeredCheckpoint(x.pt: gpt2, 3 layers of 4 heads, d_x=3)"
+    prompts = sample_prompts(checkpoint.task, 16, generator=generator_for(0, "eval", 0))
+    expected = published.at_query(prompts)
+    torch.testing.assert_close(checkpoint.model.predict(prompts), expected, atol=1e-5, rtol=1e-5)
+    assert checkpoint.model is checkpoint.model
+
+
+def test_the_task_of_a_gpt2_is_gargs_and_stated():
+    checkpoint = read(garg().state_dict(), n_heads=4)
+    expected = TaskConfig(d_x=3, context_length=6, beta_var=1.0, noise_var=0.0, query_noise=False)
+    assert checkpoint.task == expected
+    stated = dict(checkpoint.assumed)
+    assert stated.pop("model.tokens").startswith("x_1, y_1")
+    assert stated.pop("model.activation") == "gelu_new"
+    assert stated.pop("model.layer_norm_eps") == 1e-5
+    assert stated["task.context_length"] == 6
+    assert stated["task.beta_var"] == 1
+    names = {f"task.{name}" for name in asdict(expected)} - {"task.d_x", "task.d_y"}
+    names = names - {"task.covariance"} | {
+        f"task.covariance.{n}" for n in asdict(expected.covariance)
+    }
+    assert set(stated) == names
+
+
+def test_the_assumed_context_is_never_longer_than_the_positions():
+    state = changed(garg().state_dict(), **{"_backbone.wpe.weight": torch.randn(8, 16)})
+    assert read(state, n_heads=4).task.context_length == 3
+    task = {"context_length": 4}
+    words = r"x.pt: context_length must be <= 3, as 2 \* 3 \+ 1 positions .*, got 4\."
+    with pytest.raises(CheckpointError, match=words):
+        read(state, n_heads=4, task=task)
+
+
+def test_what_the_reader_says_of_the_task_holds():
+    task = {"noise_var": 0.5, "covariance": {"kind": "kms", "rho": 0.3}, "context_length": 9}
+    checkpoint = read(garg().state_dict(), n_heads=4, task=task)
+    assert (checkpoint.task.noise_var, checkpoint.task.context_length) == (0.5, 9)
+    assert checkpoint.task.covariance.rho == 0.3
+    said = {"task.noise_var", "task.context_length", "task.covariance.kind", "task.covariance.rho"}
+    assert not said & set(checkpoint.assumed)
+    assert checkpoint.assumed["task.beta_var"] == 1
+
+
+def test_older_buffers_and_word_embeddings_are_left_out():
+    state = garg().state_dict()
+    buffers = {
+        f"_backbone.h.{layer}.attn.{name}": tensor
+        for layer in range(3)
+        for name, tensor in (
+            ("bias", torch.ones(1, 1, 20, 20, dtype=torch.uint8)),
+            ("masked_bias", torch.tensor(-1e4)),
+        )
+    }
+    checkpoint = read(state | buffers, n_heads=4)
+    assert set(checkpoint.tensors) == set(read(state, n_heads=4).tensors)
+    assert "wte.weight" not in checkpoint.tensors
+    assert read(changed(state, **{"_backbone.wte.weight": None}), n_heads=4).n_layers == 3
+
+
+@pytest.mark.parametrize("stem", ["", "transformer.", "model._backbone."])
+def test_other_names_of_the_same_gpt2(stem: str):
+    state = {
+        name.replace("_backbone.", stem).replace("_read", "read"): tensor
+        for name, tensor in garg().state_dict().items()
+    }
+    extra = {"lm_head.weight": torch.zeros(7, 16)} if stem == "transformer." else {}
+    again, before = read(state | extra, n_heads=4), read(garg().state_dict(), n_heads=4)
+    assert again.tensors.keys() == before.tensors.keys()
+    assert all(torch.equal(again.tensors[name], before.tensors[name]) for name in before.tensors)
+
+
+def test_a_language_model_has_no_read_in():
+    state = {
+        name.replace("_backbone.", "transformer."): tensor
+        for name, tensor in garg().state_dict().items()
+        if "read" not in name
+    }
+    with pytest.raises(
+        CheckpointError,
+        match=r"needs a read_in and a read_out to take numbers, got no _read_in\.weight",
+    ):
+        read(state, n_heads=4)
+
+
+@pytest.mark.parametrize(
+    "stem", ["", "encoder.", "net.encoder.layers.0.", "net.encoder.layers.", "blocks."]
+)
+def test_encoders_under_several_names(stem: str):
+    stack = encoder(4)
+    numbered = stem.endswith(("layers.", "blocks."))
+    source = stack.layers if numbered else stack.layers[0]
+    state = {stem + name: tensor for name, tensor in source.state_dict().items()}
+    checkpoint = read(state, n_heads=2)
+    assert checkpoint.n_layers == (2 if numbered else 1)
+    assert (checkpoint.format, checkpoint.task.d_x, checkpoint.task.d_y) == ("torch-encoder", 3, 1)
+    assert checkpoint.task == TaskConfig(d_x=3)
+    assert checkpoint.assumed["model.norm_first"] is False
+    assert checkpoint.assumed["model.attend_to_self"] is True
+    assert checkpoint.assumed["task.d_y"] == 1
+    prompts = sample_prompts(checkpoint.task, 4, generator=generator_for(0, "eval", 0))
+    with torch.no_grad():
+        expected = (stack if numbered else stack.layers[0])(prompts.tokens)[:, -1, 3:]
+    torch.testing.assert_close(checkpoint.model.predict(prompts), expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "hints", [{"d_x": 2}, {"d_y": 2}, {"task": {"d_x": 2}}, {"task": {"d_y": 2}}]
+)
+def test_one_size_of_an_encoders_tokens_gives_the_other(hints: dict):
+    checkpoint = read(encoder(4).state_dict(), n_heads=2, **hints)
+    assert (checkpoint.task.d_x, checkpoint.task.d_y) == (2, 2)
+    assert not {"task.d_x", "task.d_y"} & set(checkpoint.assumed)
+
+
+def test_an_encoder_with_ends_and_a_last_norm():
+    state = {f"encoder.{name}": t for name, t in encoder(8, bias=False).state_dict().items()}
+    state |= {"encoder.norm.weight": torch.ones(8), "_read_in.weight": torch.randn(8, 5)}
+    state |= {"_read_out.weight": torch.randn(2, 8), "_read_out.bias": torch.randn(2)}
+    checkpoint = read(state, n_heads=2)
+    assert (checkpoint.task.d_x, checkpoint.task.d_y) == (3, 2)
+    assert "task.d_y" not in checkpoint.assumed
+    assert {"norm.weight", "read_in.weight", "read_out.bias"} <= set(checkpoint.tensors)
+
+
+@pytest.mark.parametrize("key", ["n_head", "num_attention_heads", "num_heads"])
+def test_heads_and_the_law_from_the_settings(key: str):
+    settings = {key: 2, "activation_function": "relu", "layer_norm_epsilon": 0.1}
+    checkpoint = read(garg().state_dict(), settings=settings)
+    law = checkpoint.law
+    assert (law.n_heads, law.activation, law.layer_norm_eps) == (2, "relu", 0.1)
+    assert not {"model.activation", "model.layer_norm_eps"} & set(checkpoint.assumed)
+    settings = {key: 2, "norm_first": True, "activation": "gelu"}
+    law = read(encoder(4).state_dict(), settings=settings, attend_to_self=False).law
+    assert (law.norm_first, law.activation, law.attend_to_self) == (True, "gelu", False)
+
+
+def test_a_scale_that_such_layers_have_is_taken():
+    assert read(garg().state_dict(), n_heads=4, scale=0.5).n_heads == 4
+    assert read(encoder(4).state_dict(), n_heads=1, scale=0.5, attend_to_self=True).n_heads == 1
+
+
+def test_info_of_a_layered_checkpoint():
+    document = info_document(read(garg().state_dict(), n_heads=4))
+    assert (document["format"], document["n_layers"], document["n_heads"]) == ("gpt2", 3, 4)
+    assert (document["d_x"], document["d_y"], document["history_rows"]) == (3, 1, 0)
+    assert document["task"]["context_length"] == 6
+    assert document["weights"]["h.2.attn.c_attn.weight"] == [16, 48]
+    assert '"name": "x.pt"' in dumps(document)
+
+
+def test_formats_by_names_alone():
+    assert layered_format(garg().state_dict()) == "gpt2"
+    assert layered_format(encoder(4).state_dict()) == "torch-encoder"
+    assert layered_format(encoder(4).layers[0].state_dict()) == "torch-encoder"
+    bare = {f"self_attn.{name}" for name in nn.MultiheadAttention(4, 2).state_dict()}
+    for names in (bare, [], ["blocks.0.attn.W_Q"], ["xself_attn.in_proj_weight", "norm1.weight"]):
+        assert layered_format(names) is None
+
+
+NAN = torch.full((16,), torch.nan)
+GPT2_FAULTS = [
+    ({}, {"n_heads": None}, "n_heads is not in the file; give --n-heads (n_heads=)."),
+    ({}, {"n_heads": 3}, "n_heads must be a divisor of the width 16, got 3."),
+    ({}, {"d_x": 4}, "d_x must be the weights' 3, got 4."),
+    ({}, {"task": {"d_y": 2}}, "d_y must be the weights' 1, got 2."),
+    ({}, {"task": {"noise": 2}}, "Unknown field 'task.noise'; known: "),
+    ({}, {"task": {"noise_var": -1}}, "task.noise_var must be >= 0, got -1.0."),
+    ({}, {"attend_to_self": False}, "attend_to_self must be true, as GPT-2's mask is, got False."),
+    ({}, {"scale": 1.0}, "scale must be 1/sqrt(d_head) = 0.5, as such layers have, got 1.0."),
+    ({"_read_out.weight": None}, {}, "to take numbers, got no _read_out.weight."),
+    ({H + "ln_1.bias": None}, {}, "_backbone.h.0.ln_1.bias is missing."),
+    ({H + "mlp.c_fc.weight": None}, {}, "_backbone.h.0.mlp.c_fc.weight is missing."),
+    ({"_backbone.wpe.weight": None}, {}, "_backbone.wpe.weight is missing."),
+    (
+        {"_backbone.wpe.weight": torch.zeros(2, 16)},
+        {},
+        "must have >= 3 positions (x, y, query), got 2.",
+    ),
+    (
+        {"_backbone.wpe.weight": torch.zeros(0, 16)},
+        {},
+        "wpe.weight must be a matrix, got shape (0, 16).",
+    ),
+    (
+        {"_read_in.weight": torch.zeros(16)},
+        {},
+        "_read_in.weight must be a matrix, got shape (16,).",
+    ),
+    ({H + "ln_2.weight": torch.zeros(9)}, {}, "h.0.ln_2.weight must have shape (16,), got (9,)."),
+    ({"_read_in.bias": torch.zeros(9)}, {}, "_read_in.bias must have shape (16,), got (9,)."),
+    (
+        {"_read_out.weight": torch.zeros(4, 16), "_read_out.bias": torch.zeros(4)},
+        {},
+        "d_y must be <= d_x = 3, as y is padded to a token of x, got 4.",
+    ),
+    (
+        {H + "crossattention.c_attn.weight": NAN[:0]},
+        {},
+        "crossattention.c_attn.weight is not among",
+    ),
+    ({"head.weight": NAN[:0]}, {}, "head.weight is not among the tensors of such a model."),
+    ({"head\n.weight": NAN[:0]}, {}, r"'head\n.weight' is not among the tensors of such a model."),
+    ({"h" * 300: NAN[:0]}, {}, f"{'h' * 97}... is not among the tensors of such a model."),
+    ({H + "ln_1.bias": NAN}, {}, "h.0.ln_1.bias must hold finite numbers, got 16 NaN or infinite."),
+    (
+        {H + "ln_1.bias": NAN.int()},
+        {},
+        "must hold floating-point numbers of 16, 32 or 64 bits, got torch.int32",
+    ),
+    ({H + "ln_1.bias": torch.zeros(16).to_sparse()}, {}, "got torch.float32, torch.sparse_coo."),
+    (
+        {"_backbone.wpe.weight": torch.zeros(1, 16).expand(10**9, 16)},
+        {},
+        "wpe.weight of shape (1000000000, 16) must hold 16000000000 numbers, got 16.",
+    ),
+    ({"read_in.weight": torch.zeros(16, 3)}, {}, "stand for the same tensor."),
+    ({"b.h.0.attn.c_attn.weight": NAN}, {}, "must stand under one name, got '_backbone.', 'b.'."),
+    ({"_backbone.h.4.attn.c_attn.weight": NAN[:0]}, {}, "layer 3 of 4 is missing."),
+    ({"_backbone.h.03.ln_1.bias": NAN[:0]}, {}, "_backbone.h.03.ln_1.bias is not among"),
+]
+
+
+@pytest.mark.parametrize(("changes", "hints", "words"), GPT2_FAULTS)
+def test_a_gpt2_that_cannot_be_is_refused(changes: dict, hints: dict, words: str):
+    state = changed(garg().state_dict(), **changes)
+    start = time.perf_counter()
+    with pytest.raises(CheckpointError, match=re.escape(words)) as caught:
+        read(state, **({"n_heads": 4} | hints))
+    assert time.perf_counter() - start < 2
+    message = str(caught.value)
+    assert message.startswith("x.pt: ")
+    assert "\n" not in message
+
+
+ENCODER_FAULTS = [
+    ({}, {"n_heads": None}, "n_heads is not in the file; give --n-heads (n_heads=)."),
+    ({}, {"n_heads": 3}, "n_heads must be a divisor of the width 4, got 3."),
+    ({}, {"d_x": 2, "d_y": 1}, "d_x must be the weights' 3, got 2."),
+    ({}, {"d_y": 4}, "d_y must lie in 1 to 3, as tokens are d_x + d_y = 4 wide, got 4."),
+    ({}, {"scale": 1.0}, "scale must be 1/sqrt(d_head) = 0.707107, as such layers have, got 1.0."),
+    ({"layers.1.norm2.weight": None}, {}, "layers.1.norm2.weight is missing."),
+    ({"layers.1.linear1.bias": None}, {}, "layers.1.linear1.bias is missing."),
+    ({"layers.0.linear1.bias": None}, {}, "bias is not among the tensors of such a model."),
+    ({"layers.1.linear2.weight": torch.zeros(4, 9)}, {}, "must have shape (4, 12), got (4, 9)."),
+    (
+        {"layers.0.multihead_attn.in_proj_weight": NAN[:0]},
+        {},
+        "multihead_attn.in_proj_weight is not among",
+    ),
+    ({"pos.weight": NAN[:0]}, {}, "pos.weight is not among the tensors of such a model."),
+    (
+        {"_read_in.weight": torch.zeros(4, 4)},
+        {},
+        "_read_in.weight needs a read_out, got no _read_out.weight.",
+    ),
+    ({"norm.bias": torch.zeros(4)}, {}, "norm.bias has no norm.weight."),
+]
+
+
+@pytest.mark.parametrize(("changes", "hints", "words"), ENCODER_FAULTS)
+def test_an_encoder_that_cannot_be_is_refused(changes: dict, hints: dict, words: str):
+    with pytest.raises(CheckpointError, match=re.escape(words)):
+        read(changed(encoder(4).state_dict(), **changes), **({"n_heads": 2} | hints))
+
+
+def test_what_a_single_encoder_layer_lacks_is_named_as_its_neighbours():
+    state = {f"enc.{name}": t for name, t in encoder(4).layers[0].state_dict().items()}
+    with pytest.raises(CheckpointError, match=re.escape("x.pt: enc.norm1.bias is missing.")):
+        read(changed(state, **{"enc.norm1.bias": None}), n_heads=2)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"n_head": 8}, "n_heads must be n_head = 8, as stated beside the file, got 4."),
+        (
+            {"activation_function": "sine"},
+            "must be one of gelu_new, gelu, relu, silu, tanh, got 'sine'.",
+        ),
+        ({"layer_norm_epsilon": "small"}, "layer_norm_eps must be a number, got 'small'."),
+        ({"layer_norm_epsilon": -1}, "layer_norm_eps must be >= 0, got -1.0."),
+        ({"scale_attn_weights": False}, "scale_attn_weights must be True, got False."),
+        ({"scale_attn_by_inverse_layer_idx": True}, "inverse_layer_idx must be False, got True."),
+    ],
+)
+def test_settings_of_another_model_are_refused(settings: dict, words: str):
+    with pytest.raises(CheckpointError, match=re.escape(words)):
+        read(garg().state_dict(), settings=settings, n_heads=4)
+
+
+@pytest.mark.parametrize("value", ["4", 4.0, True, [4], 0, -2])
+def test_heads_must_be_a_whole_number(value: object):
+    with pytest.raises(CheckpointError, match="n_heads must be a divisor of the width 16, got"):
+        read(garg().state_dict(), settings={"n_head": value})
+
+
+def test_a_format_that_the_tensors_do_not_have_is_refused():
+    attention = {f"self_attn.{n}": t for n, t in nn.MultiheadAttention(4, 2).state_dict().items()}
+    for format, words in (
+        ("gpt2", "x.pt: a file of format gpt2 must hold h.0.attn.c_attn.weight, got none."),
+        ("torch-encoder", "x.pt: linear1.weight is missing."),
+    ):
+        with pytest.raises(CheckpointError, match=re.escape(words)):
+            read_layered(attention, FILE, format=format, hints=Hints(n_heads=2), settings={})
+
+
+def test_names_of_a_model_wrapped_for_several_devices():
+    state = {f"module.{name}": tensor for name, tensor in garg().state_dict().items()}
+    assert read(state, n_heads=4).n_layers == 3
+    state["module._backbone.wpe.weight"] = state["module._backbone.wpe.weight"][:, :9]
+    words = "x.pt: module._backbone.wpe.weight must have shape (20, 16), got (20, 9)."
+    with pytest.raises(CheckpointError, match=re.escape(words)):
+        read(state, n_heads=4)

@@ -1,0 +1,259 @@
+"""The commands on other people's files: options for what a file cannot say, tables, layered models."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+
+from mechinterp import cli
+from mechinterp.checkpoints.errors import CheckpointError
+from mechinterp.checkpoints.loading import convert, load
+from mechinterp.models.constructions import diagonal_heads
+from mechinterp.report.table import classification_frame, write_table
+from tests.checkpoints.foreign_files import (
+    arrays,
+    attention_module,
+    random_heads,
+    softmax_paper_state,
+    whole_run,
+)
+from tests.models.test_layered_models import garg
+
+FEW = ("--n-prompts", "64")
+
+
+@dataclass
+class Ran:
+    code: int
+    out: str
+    err: str
+
+
+Run = Callable[..., Ran]
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Runs a command in this process."""
+
+    def command(*arguments: object) -> Ran:
+        monkeypatch.setattr(sys, "argv", ["mechinterp", *map(str, arguments)])
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        return Ran(ended.value.code, *capsys.readouterr())
+
+    return command
+
+
+def pair_of_heads(file: Path) -> Path:
+    """A debiased gradient step as the softmax paper's code would save it."""
+    weights = diagonal_heads([0.1, -0.1], [4.0, -4.0], d_x=3).to(torch.float32)
+    torch.save(whole_run(softmax_paper_state(weights)), file)
+    return file
+
+
+def torch_file(file: Path) -> Path:
+    torch.save(attention_module(5, width=6, n_heads=3, bias=True).state_dict(), file)
+    return file
+
+
+def test_classify_reads_somebody_elses_run(run: Run, tmp_path: Path):
+    file = pair_of_heads(tmp_path / "run.pth")
+    ran = run("classify", file, "--json", *FEW)
+    document = json.loads(ran.out)[0]
+    assert (ran.code, document["format"], document["pattern"]) == (
+        0,
+        "softmax-paper",
+        "debiased_gd",
+    )
+    assert ran.err.startswith(f"mechinterp: {file}: assumed task.context_length = 40, ")
+    assert ran.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", ["ablate", "fit", "info", "classify"])
+def test_commands_take_the_hints(run: Run, tmp_path: Path, command: str):
+    file = torch_file(tmp_path / "torch.pt")
+    options = () if command == "info" else FEW
+    options += ("--context-length", "5") if command == "fit" else ()
+    refused = run(command, file, *options)
+    assert refused.code == 2
+    assert (
+        refused.err
+        == f"mechinterp: {file}: n_heads is not in the file; give --n-heads (n_heads=).\n"
+    )
+    hints = ("--n-heads", "3", "--d-y", "1", "--d-x", "5", "--attend-to-self")
+    hints += ("--format", "torch-attention")
+    ran = run(command, file, *hints, *options, "--json")
+    assert ran.code == 0, ran.err
+    found = json.loads(ran.out)
+    found = found[0] if isinstance(found, list) else found
+    assert (found["n_heads"], found["d_x"]) == (3, 5)
+    assert "model.attend_to_self" not in found["assumed"]
+    assert "task.d_y" not in found["assumed"]
+
+
+def test_scale_and_context_only(run: Run, tmp_path: Path):
+    np.savez(tmp_path / "a.npz", **arrays(random_heads()))
+    out = tmp_path / "native"
+    hints = ("--scale", "2", "--context-only", "--to", "native", "--out", out, "--json")
+    assert run("convert", tmp_path / "a.npz", *hints).code == 0
+    expected = 4 * random_heads().QK  # 2 for 1/sqrt(4)
+    torch.testing.assert_close(load(out).weights.QK, expected)
+    assert not {"attn_scale", "model.attend_to_self"} & set(load(out).assumed)
+    ran = run("info", out, "--scale", "2")
+    assert (ran.code, ran.out) == (2, "")
+    assert "scale is given for files that do not state theirs only" in ran.err
+    for option in (("--scale", "0"), ("--scale", "x"), ("--d-x", "0"), ("--format", "onnx")):
+        ran = run("info", tmp_path / "a.npz", *option)
+        assert (ran.code, ran.out, ran.err.count("\n")) == (2, "", 1)
+
+
+def test_convert_to_npz(run: Run, tmp_path: Path):
+    file, out = pair_of_heads(tmp_path / "run.pth"), tmp_path / "arrays.npz"
+    ran = run("convert", file, "--to", "npz", "--out", out)
+    assert (ran.code, ran.out) == (0, f"{out}: written\n")
+    document = json.loads(
+        run("convert", out, "--to", "native", "--out", tmp_path / "n", "--json").out
+    )
+    assert document["format"] == "arrays"
+    document = json.loads(
+        run("convert", out, "--to", "npz", "--out", tmp_path / "b.npz", "--json").out
+    )
+    assert (document["n_ctx"], document["files"]) == (None, [str(tmp_path / "b.npz")])
+    ran = run("convert", file, "--to", "npz", "--out", out)
+    assert ran.err.splitlines()[-1] == f"mechinterp: {out}: already exists; it is not overwritten."
+
+
+def test_classify_goes_through_a_folder_of_files(run: Run, tmp_path: Path):
+    folder = tmp_path / "all"
+    folder.mkdir()
+    good = pair_of_heads(folder / "good.pth")
+    convert(load(good), "native", folder / "native")
+    convert(load(good), "npz", folder / "good.npz")
+    (folder / "bad.pt").write_bytes(b"x")
+    (folder / "notes.txt").write_text("x")
+    (folder / "empty").mkdir()
+    table = tmp_path / "table.csv"
+    ran = run("classify", folder, folder / "gone.bin", "--json", *FEW, "--out", table)
+    assert ran.code == 2
+    documents = json.loads(ran.out)
+    names = [Path(document["path"]).name for document in documents]
+    assert names == ["bad.pt", "good.npz", "good.pth", "native", "gone.bin"]
+    assert [list(document) == ["path", "error"] for document in documents] == [
+        *(True, False, False, False, True)
+    ]
+    frame = pd.read_csv(table)
+    assert frame["path"].tolist() == [document["path"] for document in documents]
+    assert frame["pattern"].fillna("").tolist() == ["", *["debiased_gd"] * 3, ""]
+    assert frame["format"].tolist()[1:4] == ["arrays", "softmax-paper", "native"]
+    assert frame["error"].notna().tolist() == [True, False, False, False, True]
+    assert frame["eta"].iloc[1] == pytest.approx(0.8)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["all", "table.csv"]
+
+
+def test_a_table_is_new_and_of_a_known_kind(run: Run, tmp_path: Path):
+    good = pair_of_heads(tmp_path / "good.pth")
+    table = tmp_path / "table.parquet"
+    assert run("classify", good, *FEW, "--out", table).code == 0
+    frame = pd.read_parquet(table)
+    assert (len(frame), frame["n_heads"].item(), frame["sign_matching"].item()) == (1, 2, True)
+    before = table.read_bytes()
+    for out, words in (
+        (table, "already exists; it is not overwritten"),
+        ("t.txt", "must end in .par"),
+    ):
+        ran = run("classify", good, *FEW, "--out", out)
+        assert (ran.code, ran.out, ran.err.count("\n")) == (2, "", 1)
+        assert words in ran.err
+    assert table.read_bytes() == before
+
+
+def test_a_table_of_failures_and_of_nothing(tmp_path: Path):
+    failed = [{"path": "x", "error": "gone"}]
+    for name in ("a.csv", "a.parquet"):
+        write_table(tmp_path / name, failed)
+    assert pd.read_parquet(tmp_path / "a.parquet")["error"].tolist() == ["gone"]
+    assert list(classification_frame([]).columns) == [
+        *("path", "format", "pattern", "reason", "n_layers", "n_heads", "d_x", "d_y", "error")
+    ]
+    mixed = [
+        {
+            "path": "a",
+            "pattern": "p",
+            "evidence": {"eta": [0.5], "ok": True, "many": [1, 2], "r2": None},
+        },
+        {"path": "b", "pattern": "q", "evidence": {"eta": [0.5, 0.6], "r2": float("nan")}},
+        *failed,
+    ]
+    write_table(tmp_path / "b.parquet", mixed)
+    frame = pd.read_parquet(tmp_path / "b.parquet")
+    assert not {"many", "r2"} & set(frame.columns)
+    assert (frame["eta"][0], frame["ok"][0]) == (0.5, True)
+    assert frame["eta"].isna().tolist() == [False, True, True]
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError, match="cannot be written"):
+        write_table(tmp_path / "file" / "a.csv", failed)
+
+
+def test_layered_models_are_classified_and_shown(run: Run, tmp_path: Path):
+    file = tmp_path / "gpt2.pt"
+    torch.save(garg().state_dict(), file)
+    ran = run("classify", file, "--n-heads", "4", "--json", *FEW)
+    assert ran.code == 0, ran.err
+    document = json.loads(ran.out)[0]
+    assert (document["format"], document["n_layers"], document["n_heads"]) == ("gpt2", 3, 4)
+    ran = run("classify", file, "--n-heads", "4", "--context-length", "3", *FEW)
+    assert ran.out.startswith(f"{file}: ")
+    assert run("info", file, "--n-heads", "4").out.startswith("gpt2.pt: gpt2, 3 layers of 4 heads")
+    assert json.loads(run("info", file, "--n-heads", "4", "--json").out)["format"] == "gpt2"
+    commands = (
+        *(("ablate",), ("fit",), ("report", "--out", tmp_path / "r")),
+        ("convert", "--to", "native", "--out", tmp_path / "n"),
+    )
+    for command, *options in commands:
+        ran = run(command, file, "--n-heads", "4", *options)
+        assert (ran.code, ran.out) == (2, "")
+        assert (
+            f"{file}: this command takes attention-only models of one layer, got format gpt2"
+            in ran.err
+        )
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["gpt2.pt"]
+
+
+def test_names_with_control_characters_stay_on_one_line(run: Run, tmp_path: Path):
+    file = pair_of_heads(tmp_path / "a\nb\x1b[31m<b>.pth")
+    ran = run("classify", file, *FEW)
+    assert ran.code == 0
+    assert r"a\nb\x1b[31m<b>.pth: debiased_gd" in ran.out.splitlines()[0]
+    assert "\x1b" not in ran.err
+    assert ran.err.count("\n") == 1
+
+
+def test_a_context_that_needs_too_much_memory_is_one_line(run: Run, tmp_path: Path):
+    file = pair_of_heads(tmp_path / "run.pth")
+    for command in ("classify", "ablate"):
+        ran = run(command, file, "--context-length", 10**15, *FEW)
+        assert ran.code == 2
+        assert ran.err.splitlines()[-1].startswith(f"mechinterp: {file}: ")
+        assert "Traceback" not in ran.err
+
+
+def test_classifying_a_foreign_file_leaves_heavy_packages_out(tmp_path: Path):
+    file = pair_of_heads(tmp_path / "run.pth")
+    code = (
+        "import sys\nfrom mechinterp import cli\nsys.argv = ['mechinterp', 'classify', sys.argv[1], '--n-prompts', '64']\n"
+        "try:\n    cli.main()\nexcept SystemExit as end:\n    assert not end.code\n"
+        "print([n for n in ('transformer_lens', 'transformers', 'sklearn', 'ray') if n in sys.modules])"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", code, file], capture_output=True, text=True, check=True
+    )
+    assert ran.stdout.splitlines()[-1] == "[]"
