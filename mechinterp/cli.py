@@ -384,7 +384,9 @@ def _load(path: Path, hints: "Hints") -> "Checkpoint | LayeredCheckpoint":
         said = [
             f"{name} = {value:.4g}" if isinstance(value, float) else f"{name} = {value}"
             for name, value in checkpoint.assumed.items()
-            if value not in (None, (), []) and not name.startswith("train.")
+            if value not in (None, (), [])
+            and name.startswith(("task.", "model.", "attn"))
+            and (name, value) != ("task.covariance.rho", 0)
         ]
         _complain(f"{path}: assumed {', '.join(said)}.")
     return checkpoint

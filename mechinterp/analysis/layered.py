@@ -23,6 +23,10 @@ from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
 CHUNK = 16
 
 
+CLOSE = 0.5
+"""Least R^2 of a learner that is called close."""
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class LayeredClassification:
     """How much the excess risk rises when one head of a layered model is masked, and what the model is near to."""
@@ -186,7 +190,8 @@ def _learner_r2(
 def _verdict(checkpoint: LayeredCheckpoint, r2: dict[str, tuple[float, float]]) -> tuple[str, str]:
     best = max(r2, key=lambda name: r2[name][0])
     value, sem = r2[best]
-    learner = f"closest learner: {best.replace('_', ' ')} (R² = {value:.3f} ± {sem:.1g})"
+    how = "closest learner" if value >= CLOSE else "no learner known here is close, the nearest"
+    learner = f"{how}: {best.replace('_', ' ')} (R² = {value:.3f} ± {sem:.1g})"
     if np.isnan(value):
         learner = "the model predicts 0 on every prompt"
     if checkpoint.n_layers > 1:
