@@ -94,6 +94,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="a tenth of the models")
     parser.add_argument("--out", type=Path, default=ROOT / "analyses" / "results")
     arguments = parser.parse_args()
+    arguments.out.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)
     scale, random = 10 if arguments.quick else 1, np.random.default_rng(0)
     cases = [

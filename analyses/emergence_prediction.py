@@ -1,0 +1,68 @@
+"""What in the initial weights of two heads says how they will end: fitted on half of the seeds, tried on the other.
+
+    python analyses/emergence_prediction.py  (seconds; --quick changes nothing)
+
+Reads results/emergence_seeds.csv and makes the initial weights from the seeds. Near zero a head grows along
+g = mu + c omega, with its sign; two heads whose g have one sign are those in danger. The weight c is chosen on
+the even seeds, and the odd ones say how well sign(g_0 g_1) and the product itself predict which pairs
+keep one sign. Writes results/emergence_prediction.csv.
+"""
+
+import argparse
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+from scipy.stats import binomtest
+from sklearn.linear_model import LogisticRegression
+from sklearn.metrics import roc_auc_score
+
+from mechinterp.config import override, preset
+from mechinterp.training.step import initial_weights
+
+OUT = Path(__file__).parent / "results"
+WEIGHTS = np.geomspace(0.1, 100, 61)
+
+
+def growth(seeds: np.ndarray, weight: float) -> np.ndarray:
+    """g = mu + weight * omega of both heads, [seed, head]."""
+    configs = [override(preset("softmax-h2"), f"seed={seed}") for seed in seeds]
+    models = [initial_weights(config) for config in configs]
+    return np.array([(m.mu[:, 0] + weight * m.omega.mean(1)).tolist() for m in models])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="no difference: it takes seconds")
+    parser.add_argument("--out", type=Path, default=OUT)
+    arguments = parser.parse_args()
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    rows = pd.read_csv(OUT / "emergence_seeds.csv")
+    last = rows[(rows.n_heads == 2) & (rows.step == rows.step.max())].sort_values("seed")
+    seeds, stuck = last.seed.to_numpy(), last.one_sign.to_numpy()
+    omega, mu = growth(seeds, 1.0) - growth(seeds, 0.0), growth(seeds, 0.0)
+    fitted, tried = seeds % 2 == 0, seeds % 2 == 1
+    areas = [roc_auc_score(stuck[fitted], (mu + c * omega).prod(1)[fitted]) for c in WEIGHTS]
+    weight = float(WEIGHTS[np.argmax(areas)])
+    g = mu + weight * omega
+    product = (g.prod(1) / np.abs(g.prod(1)).mean())[:, None]
+    model = LogisticRegression().fit(product[fitted], stuck[fitted])
+    found = {
+        "weight": weight,
+        "auc_fitted": max(areas),
+        "auc": roc_auc_score(stuck[tried], product[tried]),
+        "accuracy": model.score(product[tried], stuck[tried]),
+        "accuracy_of_never": 1 - stuck[tried].mean(),
+    }
+    for name, chosen in (("same", g.prod(1) > 0), ("opposite", g.prod(1) < 0)):
+        there = stuck[tried & chosen]
+        interval = binomtest(int(there.sum()), len(there)).proportion_ci(method="wilson")
+        found |= {f"{name}_seeds": len(there), f"{name}_stuck": int(there.sum())}
+        found |= {f"{name}_low": interval.low, f"{name}_high": interval.high}
+    table = pd.DataFrame(found.items(), columns=["number", "value"])
+    table.to_csv(arguments.out / "emergence_prediction.csv", index=False, float_format="%.6g")
+    print(table.to_string(index=False))
+
+
+if __name__ == "__main__":
+    main()
