@@ -8,9 +8,13 @@ from mechinterp.config import TaskConfig
 from mechinterp.icl.predictors import debiased_gd, vanilla_gd
 from mechinterp.icl.prompts import generator_for, sample_prompts
 from mechinterp.theory.softmax import (
+    bayes_risk_limit,
     debiased_risk,
     debiased_step_size,
+    gd_risk_limit,
+    linear_attention_risk,
     manifold_mu,
+    ridge_risk,
     vanilla_risk,
     vanilla_step_size,
 )
@@ -72,3 +76,24 @@ def test_manifold_mu_tends_to_half_the_optimal_step_for_small_gamma():
 def test_manifold_mu_refuses_a_gamma_that_is_not_positive():
     with pytest.raises(ValueError, match=r"gamma must be > 0, got 0\.0\."):
         manifold_mu(0.0, **SETTINGS[0])
+
+
+def test_limits_of_the_risks():
+    for noise_var, ratio in ((3.0, 0.2), (0.1, 0.125)):
+        setting = {"d_x": 4000, "context_length": round(4000 / ratio), "noise_var": noise_var}
+        best = vanilla_risk(vanilla_step_size(**setting), **setting)
+        assert best == pytest.approx(gd_risk_limit(ratio, noise_var=noise_var), rel=1e-3)
+        assert bayes_risk_limit(ratio, noise_var=noise_var) < gd_risk_limit(
+            ratio, noise_var=noise_var
+        )
+    setting = {"d_x": 100, "context_length": 800, "noise_var": 0.1}
+    risk, sem = ridge_risk(n_draws=200, rng=np.random.default_rng(0), **setting)
+    assert risk == pytest.approx(bayes_risk_limit(0.125, noise_var=0.1), abs=5 * sem + 2e-4)
+
+
+def test_linear_attention_turns_up_beyond_its_length():
+    setting = {"trained_length": 40, "d_x": 5, "noise_var": 0.1}
+    risks = [
+        linear_attention_risk(context_length=length, **setting) for length in (10, 40, 60, 200)
+    ]
+    assert risks == pytest.approx([0.7462, 0.2398, 0.3646, 11.60], rel=1e-3)
