@@ -148,5 +148,8 @@ def manifold_gap(flow: TwoHeadFlow, *, d_x: int, context_length: int, noise_var:
         >>> round(float(manifold_gap(flow, **setting)[1]), 3)
         -0.023
     """
-    setting = {"d_x": d_x, "context_length": context_length, "noise_var": noise_var}
-    return flow.mu / np.array([manifold_mu(omega, **setting) for omega in flow.omega]) - 1
+    settled = [
+        manifold_mu(omega, d_x=d_x, context_length=context_length, noise_var=noise_var)
+        for omega in flow.omega
+    ]
+    return flow.mu / np.array(settled) - 1

@@ -1,0 +1,110 @@
+"""Claims T1 to T7 of He et al. 2025 (arXiv 2503.12734): its theory, against Monte Carlo and integration."""
+
+import numpy as np
+import pytest
+import torch
+
+from mechinterp.config import TaskConfig
+from mechinterp.icl.predictors import debiased_gd
+from mechinterp.icl.prompts import prompt_chunks
+from mechinterp.models.constructions import debiased_gradient_step, diagonal_heads
+from mechinterp.models.functional import predict
+from mechinterp.theory.approximate_loss import approximate_loss, loss_gradients, manifold_loss
+from mechinterp.theory.softmax import manifold_mu
+from mechinterp.theory.two_heads import two_head_flow
+
+pytestmark = pytest.mark.slow
+
+SETTING = {"d_x": 5, "context_length": 40, "noise_var": 0.1}
+
+
+@pytest.mark.parametrize("omega", [0.03, 0.08, 0.15])
+@pytest.mark.parametrize("mu", [1.0, 2.5, 4.0])
+def test_t1_the_approximate_loss_misses_the_true_one_by_its_known_term(omega: float, mu: float):
+    weights = diagonal_heads([omega, -omega], [mu, -mu], d_x=5).to(torch.float32)
+    errors = torch.cat(
+        [
+            (predict(weights, prompts) - prompts.y_query).square()
+            for prompts in prompt_chunks(TaskConfig(), 200_000, seed=6)
+        ]
+    ).to(torch.float64)
+    sem = float(errors.std() / len(errors) ** 0.5)
+    heads = np.array([omega, -omega]), np.array([mu, -mu])
+    p = 2 * omega * mu
+    term = (2 * p - (1 + 1.1 * 5 / 40) * p**2) / 40
+    gap = float(errors.mean()) - approximate_loss(*heads, **SETTING)
+    assert abs(gap - term) <= 0.01 + 3 * sem
+
+
+def test_t2_the_approximate_loss_rises_along_the_manifold_where_the_true_one_is_flat_at_first():
+    gammas = [0.02, 0.07, 0.13, 0.25]
+    losses = [manifold_loss(gamma, **SETTING) for gamma in gammas]
+    assert (np.diff(losses) > 0).all()
+    gaps = {gamma: [] for gamma in gammas}
+    for prompts in prompt_chunks(TaskConfig(), 400_000, seed=7):
+        for gamma in gammas:
+            mu = manifold_mu(gamma, **SETTING)
+            weights = diagonal_heads([gamma, -gamma], [mu, -mu], d_x=5).to(torch.float32)
+            gaps[gamma].append((predict(weights, prompts) - prompts.y_query).square())
+    errors = {gamma: torch.cat(parts).double() for gamma, parts in gaps.items()}
+    for first, second, rise in ((0.02, 0.07, 0.0), (0.07, 0.13, 1.5e-4), (0.13, 0.25, 2.74e-3)):
+        gap = errors[second] - errors[first]
+        sem = float(gap.std() / len(gap) ** 0.5)
+        assert float(gap.mean()) == pytest.approx(rise, abs=4e-5 + 3 * sem), (first, second)
+
+
+def test_t3_gradients_of_the_approximate_loss():
+    random = np.random.default_rng(0)
+    omega, mu = random.normal(size=4) * 0.3, random.normal(size=4)
+    d_omega, d_mu = loss_gradients(omega, mu, **SETTING)
+    for gradient, arguments in ((d_omega, 0), (d_mu, 1)):
+        for head in range(4):
+            ends = []
+            for step in (1e-5, -1e-5):
+                parts = [omega.copy(), mu.copy()]
+                parts[arguments][head] += step
+                ends.append(approximate_loss(*parts, **SETTING))
+            assert (ends[0] - ends[1]) / 2e-5 == pytest.approx(gradient[head], rel=1e-8, abs=1e-8)
+
+
+def test_t4_a_pair_tends_to_debiased_gd_with_the_square_of_omega():
+    (prompts,) = prompt_chunks(TaskConfig(), 8192, seed=8)
+    prompts = prompts.to(torch.float64)
+    gammas = [0.1, 0.05, 0.025, 0.0125]
+    gaps = [
+        float(
+            (
+                predict(debiased_gradient_step(0.88, gamma, d_x=5), prompts)
+                - debiased_gd(prompts, eta=0.88)
+            )
+            .square()
+            .mean()
+            .sqrt()
+        )
+        for gamma in gammas
+    ]
+    slopes = np.diff(np.log(gaps)) / np.diff(np.log(gammas))
+    assert slopes == pytest.approx(2, abs=0.1)
+    assert gaps[0] == pytest.approx(0.0132, rel=0.1)
+
+
+def test_t5_the_two_head_flow_has_the_published_trajectory_after_its_growth():
+    found = two_head_flow(np.array([8.0, 12.0, 30.0, 100.0]), start=1e-3, **SETTING)
+    assert found.omega == pytest.approx([0.5742, 0.5046, 0.3979, 0.3106], rel=0.01)
+    assert found.half_loss == pytest.approx([0.1404, 0.1267, 0.1163, 0.1126], rel=0.01)
+
+
+def test_t6_the_late_drift_has_the_power_one_sixth_and_not_one_half():
+    found = two_head_flow(np.array([1e3, 1e4]), start=1e-3, **SETTING)
+    assert np.log10(found.mu[1] / found.mu[0]) == pytest.approx(0.170, abs=0.005)
+    assert np.log10(found.omega[1] / found.omega[0]) == pytest.approx(-0.169, abs=0.005)
+
+
+def test_t7_opposite_heads_stay_opposite():
+    omega, mu = np.array([1e-3, -1e-3]), np.array([1e-3, -1e-3])
+    for _ in range(2000):
+        d_omega, d_mu = loss_gradients(omega, mu, **SETTING)
+        omega, mu = omega - 0.005 * d_omega, mu - 0.005 * d_mu
+    assert abs(omega.sum()) < 1e-9
+    assert abs(mu.sum()) < 1e-9
+    assert omega[0] > 0.4
