@@ -1,5 +1,7 @@
 """Predictors against plain formulas, one prompt at a time, in float64."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -8,6 +10,8 @@ from mechinterp.config import CovarianceConfig, TaskConfig
 from mechinterp.icl.predictors import (
     debiased_gd,
     nadaraya_watson,
+    one_step_pcr,
+    pcr,
     ridge,
     vanilla_gd,
     zero_prediction,
@@ -108,3 +112,87 @@ def test_nadaraya_watson_averages_with_exponential_weights(small_prompts):
 
 def test_nadaraya_watson_without_a_kernel_is_the_mean(small_prompts):
     same(nadaraya_watson(small_prompts, omega=0.0, mu=1.0), small_prompts.y.mean(1))
+
+
+SKEWED = np.array([[0.3, 0.1, 0.0], [0.1, 0.5, 0.05], [0.0, 0.05, 0.2]])
+
+
+def skewed_prompts(n_prompts, length):
+    """x ~ N(0, SKEWED), beta ~ N(0, I), no noise."""
+    task = TaskConfig(d_x=3, context_length=length, beta_var=1.0, noise_var=0.0)
+    prompts = sample_prompts(
+        task, n_prompts, generator=generator_for(5, "eval", 0), dtype=torch.float64
+    )
+    root = torch.from_numpy(np.linalg.cholesky(SKEWED)).mT
+    x, x_query = prompts.x @ root, prompts.x_query @ root
+    y_query = torch.einsum("bd,bdn->bn", x_query, prompts.beta)
+    return replace(
+        prompts,
+        x=x,
+        y=x @ prompts.beta,
+        x_query=x_query,
+        y_query=y_query,
+        y_query_clean=y_query,
+    )
+
+
+@pytest.mark.parametrize("components", [0, 1, 2])
+def test_pcr_on_the_prompts_own_components(small_prompts, components):
+    def formula(x, y, x_query):
+        basis = np.linalg.eigh(x.T @ x)[1][:, ::-1][:, : min(components, len(x))]
+        weight = np.linalg.lstsq(x @ basis, y, rcond=None)[0] if components else np.zeros((0, y.shape[1]))
+        return weight.T @ basis.T @ x_query
+
+    torch.testing.assert_close(
+        pcr(small_prompts, components=components),
+        by_prompt(small_prompts, formula),
+        rtol=1e-9,
+        atol=1e-10,
+    )
+
+
+@pytest.mark.parametrize("components", [0, 1, 2, 3])
+def test_pcr_on_population_components(components):
+    prompts = skewed_prompts(16, 20)
+    basis = np.linalg.eigh(SKEWED)[1][:, ::-1][:, :components]
+
+    def formula(x, y, x_query):
+        gram = basis.T @ x.T @ x @ basis
+        return np.linalg.solve(gram, basis.T @ x.T @ y).T @ basis.T @ x_query
+
+    found = pcr(prompts, components=components, covariance=SKEWED)
+    torch.testing.assert_close(found, by_prompt(prompts, formula), rtol=1e-9, atol=1e-10)
+    if components == 3:
+        torch.testing.assert_close(found, prompts.y_query_clean, rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("components", [0, 1, 2, 3])
+def test_one_step_pcr_has_the_loss_of_its_level(components):
+    prompts = skewed_prompts(100_000, 10)
+    square = (
+        one_step_pcr(prompts, components=components, covariance=SKEWED) - prompts.y_query
+    ).square()[:, 0]
+    values = np.sort(np.linalg.eigvalsh(SKEWED))[::-1]
+    ratio = 1 + (1 + values.sum() / values) / 10
+    level = values.sum() - (values / ratio)[:components].sum()
+    assert abs(square.mean() - level) < 3 * square.std() / len(prompts) ** 0.5
+
+
+def test_one_step_pcr_tends_to_pcr_with_a_long_context():
+    distance = []
+    for length in (20, 2000):
+        prompts = skewed_prompts(500, length)
+        options = {"components": 2, "covariance": SKEWED}
+        difference = one_step_pcr(prompts, **options) - pcr(prompts, **options)
+        distance.append(difference.square().mean().item())
+    assert distance[1] < 0.02 * distance[0]
+
+
+@pytest.mark.parametrize("components", [-1, 4])
+def test_more_components_than_coordinates_are_refused(components):
+    prompts = skewed_prompts(2, 5)
+    message = rf"components must lie between 0 and d_x = 3, got {components}\."
+    with pytest.raises(ValueError, match=message):
+        pcr(prompts, components=components)
+    with pytest.raises(ValueError, match=message):
+        one_step_pcr(prompts, components=components, covariance=SKEWED)
