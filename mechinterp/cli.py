@@ -195,7 +195,7 @@ def classify(
     paths: Annotated[
         list[Path], typer.Argument(metavar="PATH...", help="Checkpoints, or folders of them.")
     ],
-    n_prompts: PromptsOption = 1024,
+    n_prompts: PromptsOption = 512,
     seed: SeedOption = 0,
     context_length: LengthOption = None,
     out: Annotated[

@@ -26,7 +26,7 @@ from mechinterp.models.constructions import from_circuits
 from mechinterp.models.functional import AttentionWeights, head_outputs, predict
 from mechinterp.models.scores import is_normalised
 
-N_PROMPTS = 1024
+N_PROMPTS = 512
 
 
 @dataclass(frozen=True, eq=False, repr=False)

@@ -108,7 +108,9 @@ def test_the_document_and_the_pictures(found: LayeredClassification):
         assert np.shape(figure.data[0].z) == (3, 4)
     assert repr(found).startswith("LayeredClassification(multi_layer: L")
     assert found.learners == ("vanilla_gd", "debiased_gd", "least_squares")
-    assert found.reason.startswith("3 layers, whose heads are described by their ablation; no learner known here is close")
+    assert found.reason.startswith(
+        "3 layers, whose heads are described by their ablation; no learner known here is close"
+    )
 
 
 def test_one_layer_is_undetermined_as_norm_and_mlp_lie_between():

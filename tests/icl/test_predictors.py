@@ -140,7 +140,11 @@ def skewed_prompts(n_prompts, length):
 def test_pcr_on_the_prompts_own_components(small_prompts, components):
     def formula(x, y, x_query):
         basis = np.linalg.eigh(x.T @ x)[1][:, ::-1][:, : min(components, len(x))]
-        weight = np.linalg.lstsq(x @ basis, y, rcond=None)[0] if components else np.zeros((0, y.shape[1]))
+        weight = (
+            np.linalg.lstsq(x @ basis, y, rcond=None)[0]
+            if components
+            else np.zeros((0, y.shape[1]))
+        )
         return weight.T @ basis.T @ x_query
 
     torch.testing.assert_close(

@@ -1,0 +1,307 @@
+r"""One layer of linear attention: its loss in closed form, and the functions that training can stop at.
+
+The model's prediction is y_hat = b^T M x_query with b = (1/N) sum_n y_n x_n, so its squared error is
+quadratic in M and a handful of moments hold all of it. What are the moments of a Gaussian task, what
+are the fixed points of training, and at which losses does it rest on them?
+"""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from jaxtyping import Float
+
+Covariance = Float[np.ndarray, " d_x"] | Float[np.ndarray, "d_x d_x"]
+TaskCovariance = Float[np.ndarray, " d_task"] | Float[np.ndarray, "d_task d_task"]
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Moments:
+    """Second moments of y_query and of z = b x_query^T, expected or of a training set."""
+
+    yy: float
+    """E y_query^2, unit y^2."""
+    yz: Float[np.ndarray, "d_x d_x"]
+    """E y_query z."""
+    zz: Float[np.ndarray, "d_x d_x d_x d_x"]
+    """E z_ij z_kl."""
+
+    def __repr__(self) -> str:
+        return f"Moments(d_x={len(self.yz)}, yy={self.yy:.4g})"
+
+    def loss(self, M: Float[np.ndarray, "*stack d_x d_x"]) -> Float[np.ndarray, "*stack"]:
+        """Squared error of y_hat = b^T M x_query, unit y^2: yy - 2 <yz, M> + <M, zz M>."""
+        linear = np.einsum("ij,...ij->...", self.yz, M)
+        return np.asarray(self.yy - 2 * linear + self.squared_norm(M))
+
+    def gradient(
+        self, M: Float[np.ndarray, "*stack d_x d_x"]
+    ) -> Float[np.ndarray, "*stack d_x d_x"]:
+        """G = -(1/2) dL/dM = yz - zz M, the force that training exerts on M."""
+        return self.yz - np.einsum("ijkl,...kl->...ij", self.zz, M, optimize=True)
+
+    def squared_norm(self, M: Float[np.ndarray, "*stack d_x d_x"]) -> Float[np.ndarray, "*stack"]:
+        """E (b^T M x_query)^2; of a difference, how far two predictors are apart."""
+        return np.asarray(np.einsum("...ij,ijkl,...kl->...", M, self.zz, M, optimize=True))
+
+    def minimiser(self) -> Float[np.ndarray, "d_x d_x"]:
+        """The M of least loss: zz^-1 yz."""
+        size = self.yz.size
+        return np.linalg.solve(self.zz.reshape(size, size), self.yz.ravel()).reshape(self.yz.shape)
+
+
+def population_moments(
+    covariance: Covariance,
+    *,
+    context_length: int | Sequence[int],
+    task_covariance: TaskCovariance | None = None,
+    noise_var: float = 0.0,
+    count_query: bool = False,
+) -> Moments:
+    r"""Moments of x ~ N(0, Lambda), w ~ N(0, Omega), y_n = w^T x_n + noise, y_query = w^T x_query.
+
+    yy = tr(Omega Lambda), yz = r Lambda Omega Lambda, zz = B (x) Lambda with
+    B = r^2 [ (1 + 1/N) Lambda Omega Lambda + (tr(Omega Lambda) + noise_var) Lambda / N ], r = 1.
+
+    Args:
+        covariance: Lambda, or its eigenvalues in the basis of the eigenvectors.
+        context_length: N; with several, r and B are averages over contexts of these lengths.
+        task_covariance: Omega or its diagonal; None stands for the identity.
+        noise_var: Variance of the noise on the context's responses, unit y^2.
+        count_query: Whether sums are divided by the N + 1 tokens, so that r = N / (N + 1).
+    Raises:
+        ValueError: If a matrix is not symmetric and positive, a length is below 1 or noise_var below 0.
+    Source:
+        Zhang et al. 2025, arXiv 2501.16265, eq. (15) for E[Lhat^2]; the loss is derived here.
+    Example:
+        >>> moments = population_moments(np.array([0.4, 0.3, 0.2, 0.1]), context_length=31)
+        >>> round(float(moments.loss(moments.minimiser())), 10)
+        0.1359950716
+    """
+    # y_query - y_hat = w^T (I - Lhat M) x_query without noise, Lhat = (1/N) sum x x^T; average over x_query,
+    # then w. N Lhat is Wishart: E[Lhat Omega Lhat] = (1 + 1/N) Lambda Omega Lambda + tr(Omega Lambda) Lambda / N.
+    lam = _matrix("covariance", covariance)
+    omega = (
+        np.eye(len(lam)) if task_covariance is None else _matrix("task_covariance", task_covariance)
+    )
+    if len(omega) != len(lam):
+        raise ValueError(
+            f"task_covariance must be of size {len(lam)} as covariance is, got {len(omega)}."
+        )
+    if noise_var < 0:
+        raise ValueError(f"noise_var must be >= 0, got {noise_var}.")
+    length = _lengths(context_length)
+    ratio = length / (length + 1) if count_query else np.ones_like(length)
+    signal, variance = lam @ omega @ lam, float(np.trace(omega @ lam))
+    bb = np.mean(ratio**2 * (1 + 1 / length)) * signal
+    bb = bb + np.mean(ratio**2 / length) * (variance + noise_var) * lam
+    zz = np.einsum("ik,jl->ijkl", bb, lam)
+    return Moments(yy=variance, yz=ratio.mean() * signal, zz=zz)
+
+
+def moment_ratio(
+    eigenvalues: Float[np.ndarray, " mode"], *, context_length: int
+) -> Float[np.ndarray, " mode"]:
+    """a_d = 1 + (1 + tr(Lambda) / lambda_d) / N: E[Lhat^2] has the eigenvalues lambda_d^2 a_d.
+
+    Raises:
+        ValueError: If an eigenvalue is not positive or context_length is below 1.
+    Source:
+        Zhang et al. 2025, arXiv 2501.16265, eq. (15).
+    Example:
+        >>> moment_ratio(np.array([0.4, 0.3, 0.2, 0.1]), context_length=31).round(6).tolist()
+        [1.112903, 1.139785, 1.193548, 1.354839]
+    """
+    values = _eigenvalues(eigenvalues)
+    length = float(_lengths(context_length)[0])
+    return 1 + (1 + values.sum() / values) / length
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Modes:
+    """The directions that training learns, in the order in which it learns them from small weights."""
+
+    variance: float
+    """Loss of the prediction 0, unit y^2."""
+    rates: Float[np.ndarray, " mode"]
+    """Growth rate g_d near zero, descending; lambda_d^2 for w ~ N(0, I). Unit y^2 / m, m being the unit of M."""
+    targets: Float[np.ndarray, " mode"]
+    """m_d, the eigenvalue of M once the direction is learned; 1 / (lambda_d a_d) for w ~ N(0, I)."""
+    vectors: Float[np.ndarray, "d_x mode"]
+    """The eigenvectors e_d, as columns."""
+
+    def __repr__(self) -> str:
+        return f"Modes({len(self.rates)} directions, loss {self.levels[0]:.4g} to {self.levels[-1]:.4g})"
+
+    @property
+    def gains(self) -> Float[np.ndarray, " mode"]:
+        """Fall in loss when a direction is learned, unit y^2: g_d m_d, or lambda_d / a_d."""
+        return self.rates * self.targets
+
+    @property
+    def levels(self) -> Float[np.ndarray, " level"]:
+        """Loss with the first m directions learned, m = 0 ... D, unit y^2."""
+        return self.variance - np.concatenate([[0.0], np.cumsum(self.gains)])
+
+    def learned(self, M: Float[np.ndarray, "*stack d_x d_x"]) -> Float[np.ndarray, "*stack mode"]:
+        """f_d = e_d^T M e_d / m_d: 0 before a direction is learned, 1 after."""
+        return (
+            np.einsum("id,...ij,jd->...d", self.vectors, M, self.vectors, optimize=True)
+            / self.targets
+        )
+
+    def diagonal_loss(
+        self, learned: Float[np.ndarray, "*stack mode"]
+    ) -> Float[np.ndarray, "*stack"]:
+        """Loss of M = sum_d f_d m_d e_d e_d^T, unit y^2: variance - sum_d gain_d (1 - (1 - f_d)^2)."""
+        return np.asarray(self.variance - (1 - (1 - learned) ** 2) @ self.gains)
+
+
+def modes(moments: Moments, *, tolerance: float = 1e-9) -> Modes:
+    """The directions in which the moments of a population fall apart.
+
+    Args:
+        tolerance: Largest coupling between directions, relative to the largest moment.
+    Raises:
+        ValueError: If the moments couple the eigenvectors of E y_query z, as those of a training set do, or of
+            a task covariance that does not commute with the covariance of x.
+    Source:
+        Zhang et al. 2025, arXiv 2501.16265, section 4.2; with noise and task covariance derived here.
+    Example:
+        >>> found = modes(population_moments(np.array([0.4, 0.3, 0.2, 0.1]), context_length=31))
+        >>> found.levels.round(10).tolist()
+        [1.0, 0.6405797101, 0.377372163, 0.2098045954, 0.1359950716]
+    """
+    rates, vectors = np.linalg.eigh((moments.yz + moments.yz.T) / 2)
+    rates, vectors = rates[::-1].copy(), vectors[:, ::-1].copy()
+    vectors *= np.where(vectors.sum(0) < 0, -1, 1)
+    bend = np.einsum("ijkl,ia,jb,kc,ld->abcd", moments.zz, *[vectors] * 4, optimize=True)
+    curvature = np.einsum("abab->ab", bend).copy()
+    np.einsum("abab->ab", bend)[...] = 0
+    skew = np.abs(moments.yz - moments.yz.T).max() / rates[0]
+    coupling = max(np.abs(bend).max() / curvature.max(), skew)
+    if coupling > tolerance:
+        raise ValueError(
+            f"The moments must share one eigenbasis; they couple directions by {coupling:.2g}."
+        )
+    return Modes(
+        variance=moments.yy, rates=rates, targets=rates / np.diag(curvature), vectors=vectors
+    )
+
+
+def fixed_point(found: Modes, subset: Collection[int]) -> Float[np.ndarray, "d_x d_x"]:
+    """M(S) = sum_{d in S} m_d e_d e_d^T, where the gradient on every head is zero.
+
+    Raises:
+        ValueError: If a member of the subset is no direction or occurs twice.
+    Source:
+        Zhang et al. 2025, arXiv 2501.16265, section 4.2; all D directions give M* of eq. (11).
+    Example:
+        >>> found = modes(population_moments(np.array([0.3, 0.2]), context_length=31))
+        >>> np.diag(fixed_point(found, [1])).round(3).tolist()
+        [0.0, 4.493]
+    """
+    rows = _subset(found, subset)
+    vectors = found.vectors[:, rows]
+    return (vectors * found.targets[rows]) @ vectors.T
+
+
+def fixed_point_loss(found: Modes, subset: Collection[int]) -> float:
+    """L(M(S)) = E y^2 - sum_{d in S} lambda_d / a_d, unit y^2.
+
+    Raises:
+        ValueError: If a member of the subset is no direction or occurs twice.
+    Source:
+        Zhang et al. 2025, arXiv 2501.16265, eq. (19) for the first m directions; for any subset derived here.
+    Example:
+        >>> found = modes(population_moments(np.array([0.3, 0.2]), context_length=31))
+        >>> round(fixed_point_loss(found, [0, 1]), 4) == round(float(found.levels[-1]), 4)
+        True
+    """
+    return float(found.variance - found.gains[_subset(found, subset)].sum())
+
+
+def claims_not_applying(
+    eigenvalues: Float[np.ndarray, " mode"], *, rank: int, n_heads: int, relative_gap: float = 1e-6
+) -> tuple[str, ...]:
+    """Sentences on what theory says of distinct eigenvalues and enough heads, but not of these.
+
+    Args:
+        rank: Rank R of a head's key and query.
+        relative_gap: Neighbouring eigenvalues nearer than this, relative to the larger, count as repeated.
+    Raises:
+        ValueError: If an eigenvalue is not positive, or rank or n_heads is below 1.
+    Source:
+        Zhang et al. 2025, arXiv 2501.16265, section 4.2 (R H >= D); repeated eigenvalues derived here.
+    Example:
+        >>> claims_not_applying(np.array([0.4, 0.3]), rank=1, n_heads=1)
+        ('1 head(s) of rank 1 learn at most 1 of 2 directions: training ends at the level of 1.',)
+    """
+    values = np.sort(_eigenvalues(eigenvalues))[::-1]
+    for name, value in (("rank", rank), ("n_heads", n_heads)):
+        if value < 1:
+            raise ValueError(f"{name} must be >= 1, got {value}.")
+    sentences = []
+    if np.any(values[:-1] - values[1:] < relative_gap * values[:-1]):
+        sentences.append(
+            "Eigenvalues repeat: fixed points form a continuum instead of 2^D functions, and which direction "
+            "of a shared eigenspace is learned first is not determined; the levels of the loss still hold."
+        )
+    if n_heads * rank < len(values):
+        reach = n_heads * rank
+        sentences.append(
+            f"{n_heads} head(s) of rank {rank} learn at most {reach} of {len(values)} directions: "
+            f"training ends at the level of {reach}."
+        )
+    if rank > 1:
+        sentences.append(
+            f"Heads have rank {rank}: only levels whose number of learned directions divides by {rank} last "
+            "longer in proportion to 1/init; the others are short, and the one-head equation does not hold."
+        )
+    return tuple(sentences)
+
+
+def require_positive(**values: float) -> None:
+    """Refuses numbers that are not above 0, by their names.
+
+    Raises:
+        ValueError: If a number is not positive.
+    Example:
+        >>> require_positive(scale=1.0, tau=2.0)
+    """
+    for name, value in values.items():
+        if not value > 0:
+            raise ValueError(f"{name} must be > 0, got {value}: nothing would ever move.")
+
+
+def _subset(found: Modes, subset: Collection[int]) -> list[int]:
+    rows, n_modes = sorted(subset), len(found.rates)
+    if len(set(rows)) < len(rows) or not set(rows) <= set(range(n_modes)):
+        raise ValueError(
+            f"subset must hold directions from 0 to {n_modes - 1}, each once, got {rows}."
+        )
+    return rows
+
+
+def _eigenvalues(values: np.ndarray, name: str = "eigenvalues") -> np.ndarray:
+    values = np.asarray(values, dtype=np.float64)
+    if not values.size or not np.all(np.isfinite(values)) or values.min() <= 0:
+        raise ValueError(f"{name} must be positive numbers, got {values.tolist()}.")
+    return values
+
+
+def _matrix(name: str, covariance: np.ndarray) -> np.ndarray:
+    covariance = np.asarray(covariance, dtype=np.float64)
+    if covariance.ndim == 1:
+        return np.diag(_eigenvalues(covariance, f"eigenvalues of {name}"))
+    if not np.allclose(covariance, covariance.T, rtol=0, atol=1e-12 * np.abs(covariance).max()):
+        raise ValueError(f"{name} must be symmetric, got {covariance.tolist()}.")
+    _eigenvalues(np.linalg.eigvalsh(covariance), f"eigenvalues of {name}")
+    return covariance
+
+
+def _lengths(context_length: int | Sequence[int]) -> np.ndarray:
+    lengths = np.atleast_1d(np.asarray(context_length, dtype=np.float64))
+    if not lengths.size or lengths.min() < 1:
+        raise ValueError(f"context_length must be >= 1, got {context_length}.")
+    return lengths

@@ -1,0 +1,143 @@
+"""The weights of linear-attention heads, merged or separate, and what they compute together.
+
+A head adds v_i b^T U_i x_query to the prediction, with U_i a matrix of its own or K_i^T Q_i of rank R.
+How do heads make up M, how do they move under a force on M, and what stays constant while they do?
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from jaxtyping import Float
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class MergedHeads:
+    """Heads whose key and query are one matrix; leading axes, such as time, are allowed."""
+
+    v: Float[np.ndarray, "*stack head"]
+    """Value weights."""
+    U: Float[np.ndarray, "*stack head d_x d_x"]
+    """Key-query matrices."""
+
+    def __repr__(self) -> str:
+        return f"MergedHeads(n_heads={self.v.shape[-1]}, d_x={self.U.shape[-1]})"
+
+    @property
+    def M(self) -> Float[np.ndarray, "*stack d_x d_x"]:
+        """sum_i v_i U_i."""
+        return np.einsum("...h,...hij->...ij", self.v, self.U)
+
+    def velocity(self, force: Float[np.ndarray, "*stack d_x d_x"]) -> "MergedHeads":
+        """tau d/dt of the weights under G: v_i' = tr(U_i^T G), U_i' = v_i G.
+
+        Source:
+            Zhang et al. 2025, arXiv 2501.16265, eq. (8), with G in place of its sums.
+        """
+        return MergedHeads(
+            v=np.einsum("...hij,...ij->...h", self.U, force),
+            U=np.einsum("...h,...ij->...hij", self.v, force),
+        )
+
+    def conserved(self) -> Float[np.ndarray, "*stack head head"]:
+        """v_i v_j - tr(U_i^T U_j), constant under gradient flow.
+
+        Source:
+            Derived here: the two terms of d/dt cancel for every pair of heads.
+        """
+        outer = self.v[..., :, None] * self.v[..., None, :]
+        return outer - np.einsum("...aij,...bij->...ab", self.U, self.U)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class SeparateHeads:
+    """Heads with keys and queries of rank R; leading axes, such as time, are allowed."""
+
+    v: Float[np.ndarray, "*stack head"]
+    """Value weights."""
+    K: Float[np.ndarray, "*stack head rank d_x"]
+    """Keys k_r as rows."""
+    Q: Float[np.ndarray, "*stack head rank d_x"]
+    """Queries q_r as rows."""
+
+    def __repr__(self) -> str:
+        n_heads, rank, d_x = self.K.shape[-3:]
+        return f"SeparateHeads(n_heads={n_heads}, rank={rank}, d_x={d_x})"
+
+    @property
+    def M(self) -> Float[np.ndarray, "*stack d_x d_x"]:
+        """sum_i v_i K_i^T Q_i."""
+        return np.einsum("...h,...hri,...hrj->...ij", self.v, self.K, self.Q, optimize=True)
+
+    def velocity(self, force: Float[np.ndarray, "*stack d_x d_x"]) -> "SeparateHeads":
+        """tau d/dt of the weights under G: v_i' = sum_r k_r^T G q_r, k_r' = v_i G q_r, q_r' = v_i G^T k_r.
+
+        Source:
+            Zhang et al. 2025, arXiv 2501.16265, eq. (14) for rank one.
+        """
+        key = np.einsum("...ij,...hrj->...hri", force, self.Q)
+        query = np.einsum("...ij,...hri->...hrj", force, self.K)
+        v = self.v[..., None, None]
+        return SeparateHeads(v=(self.K * key).sum((-2, -1)), K=v * key, Q=v * query)
+
+    def conserved(
+        self,
+    ) -> tuple[Float[np.ndarray, "*stack head rank rank"], Float[np.ndarray, "*stack head"]]:
+        """K_i K_i^T - Q_i Q_i^T and v_i^2 - tr(K_i K_i^T), constant under gradient flow.
+
+        Source:
+            Zhang et al. 2025, arXiv 2501.16265, appendix E.8, names their consequence; derived here.
+        """
+        difference = np.einsum("...ri,...si->...rs", self.K, self.K)
+        difference -= np.einsum("...ri,...si->...rs", self.Q, self.Q)
+        return difference, self.v**2 - np.square(self.K).sum((-2, -1))
+
+
+Heads = MergedHeads | SeparateHeads
+
+
+def merged_heads(
+    n_heads: int, d_x: int, *, std: float, seed: int, constant_v: bool = False
+) -> MergedHeads:
+    """Random merged heads with entries from N(0, std^2).
+
+    Args:
+        constant_v: Whether every v_i is +std instead.
+    Raises:
+        ValueError: If std is not positive: zero weights never move.
+    Example:
+        >>> merged_heads(2, 3, std=0.1, seed=0).U.shape
+        (2, 3, 3)
+    """
+    v, U = _draw(n_heads, (d_x, d_x), 1, std, seed, constant_v)
+    return MergedHeads(v=v, U=U[0])
+
+
+def separate_heads(
+    n_heads: int, d_x: int, *, std: float, seed: int, rank: int = 1, constant_v: bool = False
+) -> SeparateHeads:
+    """Random heads of rank `rank` with entries from N(0, std^2).
+
+    Args:
+        constant_v: Whether every v_i is +std instead.
+    Raises:
+        ValueError: If std is not positive: zero weights never move.
+    Example:
+        >>> separate_heads(2, 3, std=0.1, seed=0, constant_v=True).v.tolist()
+        [0.1, 0.1]
+    """
+    v, (K, Q) = _draw(n_heads, (rank, d_x), 2, std, seed, constant_v)
+    return SeparateHeads(v=v, K=K, Q=Q)
+
+
+def _draw(
+    n_heads: int, shape: tuple[int, int], copies: int, std: float, seed: int, constant_v: bool
+) -> tuple[np.ndarray, np.ndarray]:
+    if std <= 0:
+        raise ValueError(f"std must be > 0, got {std}: zero weights never move.")
+    for name, value in (("n_heads", n_heads), ("rank and d_x", min(shape))):
+        if value < 1:
+            raise ValueError(f"{name} must be >= 1, got {value}.")
+    rng = np.random.default_rng(seed)
+    v = std * rng.standard_normal(n_heads)
+    matrices = std * rng.standard_normal((copies, n_heads, *shape))
+    return (np.full(n_heads, std) if constant_v else v), matrices

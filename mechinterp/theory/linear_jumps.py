@@ -1,0 +1,319 @@
+"""How separate linear-attention heads grow one after another, and when each of them jumps.
+
+The flow is tau dW/dt = -(1/2) dL/dW; times have the unit of tau. How does a head grow along its
+eigenvector, which head learns which direction when, and what does it weigh afterwards?
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from jaxtyping import Float, Int
+from scipy.integrate import solve_ivp
+
+from mechinterp.theory.linear import Modes, require_positive
+from mechinterp.theory.linear_heads import SeparateHeads
+
+# v / v_inf in the middle of a drop in loss, where (1 - (v / v_inf)^3)^2 = 1/2.
+MIDPOINT = (1 - 0.5**0.5) ** (1 / 3)
+
+
+def growth_time(
+    v: Float[np.ndarray, "*stack"], *, rate: float, target: float, tau: float = 1.0
+) -> Float[np.ndarray, "*stack"]:
+    """The time at which a separate head is at v, up to a constant; take differences.
+
+    tau F(v) / g, where F(v) = -1/v + s [-ln(1-u)/3 + ln(1+u+u^2)/6 - arctan((2u+1)/sqrt 3)/sqrt 3],
+    u = s v and s = m^(-1/3), solves tau v' = g v^2 - (g/m) v^5.
+
+    Args:
+        v: Value weights, strictly between 0 and m^(1/3).
+        rate: g of the direction, lambda^2.
+        target: m of the direction, 1 / (lambda a).
+    Raises:
+        ValueError: If v is outside of that range: from 0, growth takes infinitely long.
+    Source:
+        Zhang et al. 2025, arXiv 2501.16265, eq. (21); its solution is derived here by partial fractions.
+    Example:
+        >>> start, end = growth_time(np.array([0.01, 0.02]), rate=0.16, target=2.25)
+        >>> round(float(end - start), 2)
+        312.5
+    """
+    require_positive(rate=rate, target=target, tau=tau)
+    u = np.asarray(v) / target ** (1 / 3)
+    if np.any((u <= 0) | (u >= 1)):
+        raise ValueError(
+            f"v must lie strictly between 0 and {target ** (1 / 3):.6g}, got {np.asarray(v).tolist()}."
+        )
+    return np.asarray(_clock(u, np.log1p(-u)) * tau / (rate * target ** (1 / 3)))
+
+
+def growth_value(
+    time: Float[np.ndarray, "*stack"], start: float, *, rate: float, target: float, tau: float = 1.0
+) -> Float[np.ndarray, "*stack"]:
+    """v at times after (or before) the moment at which a separate head had v = start.
+
+    Args:
+        start: Between 0 and m^(1/3).
+    Raises:
+        ValueError: If start is outside of that range.
+    Source:
+        Zhang et al. 2025, arXiv 2501.16265, eq. (21), solved by bisection of its implicit solution.
+    Example:
+        >>> growth_value(np.array([0.0, 312.5, 1e4]), 0.01, rate=0.16, target=2.25).round(3).tolist()
+        [0.01, 0.02, 1.31]
+    """
+    origin = growth_time(np.array(start), rate=rate, target=target, tau=tau)
+    goal = (np.asarray(time) + origin) * rate * target ** (1 / 3) / tau
+    # In x, with u = 1 / (1 + e^-x), both ends of growth keep their digits.
+    low, high = np.full(goal.shape, -700.0), np.full(goal.shape, 700.0)
+    for _ in range(64):
+        middle = (low + high) / 2
+        late = _clock(1 / (1 + np.exp(-middle)), -np.logaddexp(0, middle)) > goal
+        low, high = np.where(late, low, middle), np.where(late, middle, high)
+    return target ** (1 / 3) / (1 + np.exp(-(low + high) / 2))
+
+
+def dormant_head(
+    s: Float[np.ndarray, " point"],
+    v: float,
+    key: Float[np.ndarray, " mode"],
+    query: Float[np.ndarray, " mode"],
+    *,
+    rates: Float[np.ndarray, " mode"],
+) -> tuple[
+    Float[np.ndarray, " point"], Float[np.ndarray, "point mode"], Float[np.ndarray, "point mode"]
+]:
+    """v, key and query of a rank-one head while the other heads hold M still; ds = v dt / tau.
+
+    (k + q)_d grows as e^{g_d s}, (k - q)_d falls as e^{-g_d s}, and v^2 - |k|^2 stays. Key and query are
+    coordinates in the eigenbasis; v must not pass through 0.
+
+    Args:
+        rates: g_d, with 0 for the directions already learned.
+    Raises:
+        ValueError: If v is 0, or its square would turn negative.
+    Source:
+        Derived here: k' = v G q and q' = v G k with a constant diagonal G.
+    Example:
+        >>> s, one = np.array([0.0, 1.0]), np.array([0.1])
+        >>> v, key, query = dormant_head(s, 0.1, one, one, rates=np.array([0.16]))
+        >>> v.round(4).tolist()
+        [0.1, 0.1174]
+    """
+    if v == 0:
+        raise ValueError("v must not be 0: the clock s stands still there.")
+    growth = np.exp(np.outer(s, rates))
+    total, difference = (key + query) * growth, (key - query) / growth
+    keys, queries = (total + difference) / 2, (total - difference) / 2
+    square = v**2 + (keys**2 - key**2).sum(1)
+    if np.any(square <= 0):
+        raise ValueError("s must end before v reaches 0.")
+    return np.sign(v) * np.sqrt(square), keys, queries
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Jumps:
+    """When heads are predicted to learn which direction."""
+
+    time: Float[np.ndarray, " jump"]
+    """Middle of the drop in loss, unit of tau."""
+    mode: Int[np.ndarray, " jump"]
+    """Direction learned, 0 for the fastest."""
+    head: Int[np.ndarray, " jump"]
+
+    def __repr__(self) -> str:
+        return (
+            "Jumps("
+            + ", ".join(
+                f"{mode}@{time:.4g}" for mode, time in zip(self.mode, self.time, strict=True)
+            )
+            + ")"
+        )
+
+
+def predict_jumps(
+    heads: SeparateHeads, found: Modes, *, tau: float = 1.0, threshold: float | None = None
+) -> Jumps:
+    """Times, directions and heads of all jumps of rank-one heads, from their initial weights alone.
+
+    Every head moves under the force of the directions not yet learned, as if alone. The first whose |v|
+    reaches the threshold learns the direction in which it is largest; both are then taken out.
+
+    Args:
+        threshold: |v| at which a jump counts, relative to v_inf = m^(1/3) of the head's direction. None stands
+            for the value at which a head that grows without end meets the middle of the true drop in loss.
+    Raises:
+        ValueError: If the rank is not 1, all heads are zero, or tau or threshold is not positive.
+    Source:
+        Derived here; the order and the ansatz are of Zhang et al. 2025, arXiv 2501.16265, eq. (20).
+    Example:
+        >>> from mechinterp.theory.linear import modes, population_moments
+        >>> from mechinterp.theory.linear_heads import separate_heads
+        >>> found = modes(population_moments(np.array([0.4, 0.2]), context_length=31))
+        >>> jumps = predict_jumps(separate_heads(3, 2, std=1e-2, seed=0), found)
+        >>> jumps.mode.tolist()
+        [0, 1]
+    """
+    threshold = free_threshold() if threshold is None else threshold
+    require_positive(tau=tau, threshold=threshold)
+    if heads.K.shape[1] != 1:
+        raise ValueError(f"heads must have rank 1, got {heads.K.shape[1]}.")
+    state = np.column_stack([heads.v, heads.K[:, 0] @ found.vectors, heads.Q[:, 0] @ found.vectors])
+    alive, rates = np.arange(len(state)), found.rates.copy()
+    now, rows = 0.0, []
+    for _ in range(min(len(state), len(rates))):
+        wait, state, row, mode = _next_jump(state, rates, found.targets, threshold)
+        now += wait * tau
+        rows.append((now, mode, alive[row]))
+        state, alive = np.delete(state, row, axis=0), np.delete(alive, row)
+        rates[mode] = 0
+    times, learned, chosen = zip(*rows, strict=True)
+    return Jumps(time=np.array(times), mode=np.array(learned), head=np.array(chosen))
+
+
+def free_threshold() -> float:
+    """|v| / v_inf that a head growing by tau v' = g v^2 has in the middle of the true drop in loss.
+
+    Source:
+        Derived here: F(v) of growth_time tends to -1/v - s arctan(1 / sqrt 3) / sqrt 3 at small v.
+    Example:
+        >>> round(free_threshold(), 4)
+        0.7978
+    """
+    u = np.float64(MIDPOINT)
+    return float(-1 / (_clock(u, np.log1p(-u)) + np.pi / (6 * 3**0.5)))
+
+
+def first_jump_bound(heads: SeparateHeads, found: Modes, *, tau: float = 1.0) -> float:
+    """A time before which no head can have grown out: tau sqrt(3) / (g_1 max_i |theta_i|).
+
+    theta_i = (v_i, K_i, Q_i) holds the initial weights of a head.
+
+    Raises:
+        ValueError: If all weights are zero or tau is not positive.
+    Source:
+        Derived here: v sum_r k_r^T G q_r <= g_1 |theta|^3 / (3 sqrt 3); the bound of alternating gradient flows.
+    Example:
+        >>> from mechinterp.theory.linear import modes, population_moments
+        >>> found = modes(population_moments(np.ones(1), context_length=31))
+        >>> head = SeparateHeads(v=np.full(1, 0.1), K=np.full((1, 1, 1), 0.1), Q=np.full((1, 1, 1), 0.1))
+        >>> round(first_jump_bound(head, found), 6)
+        10.0
+    """
+    squares = heads.v**2 + np.square(heads.K).sum((1, 2)) + np.square(heads.Q).sum((1, 2))
+    require_positive(tau=tau, weights=float(squares.max()))
+    return float(tau * 3**0.5 / (found.rates[0] * np.sqrt(squares.max())))
+
+
+def settled_head(
+    targets: Float[np.ndarray, " learned"],
+) -> tuple[float, Float[np.ndarray, " learned"]]:
+    """|v| = (sum_d m_d)^(1/3) and |k_r| = |q_r| = sqrt(m_d / |v|) of a head that holds the directions d.
+
+    Raises:
+        ValueError: If a target is not positive.
+    Source:
+        Zhang et al. 2025, arXiv 2501.16265, eq. (20) for one direction; for several derived here.
+    Example:
+        >>> v, norms = settled_head(np.array([8.0]))
+        >>> round(v, 9), norms.round(9).tolist()
+        (2.0, [2.0])
+    """
+    require_positive(targets=float(np.min(targets)))
+    v = float(np.sum(targets) ** (1 / 3))
+    return v, np.sqrt(targets / v)
+
+
+def long_levels(found: Modes, *, rank: int) -> list[int]:
+    """Numbers of learned directions at which heads of a rank rest long: 0, R, 2R, ... and D.
+
+    Source:
+        Zhang et al. 2025, arXiv 2501.16265, section 5.
+    Example:
+        >>> from mechinterp.theory.linear import modes, population_moments
+        >>> long_levels(modes(population_moments(np.arange(1.0, 6), context_length=31)), rank=2)
+        [0, 2, 4, 5]
+    """
+    n_modes = len(found.rates)
+    return [*range(0, n_modes, rank), n_modes]
+
+
+def residence_in_head(
+    found: Modes, first: int, second: int, *, scale: float, tau: float = 1.0
+) -> float:
+    """Time that a head of rank 2 or more takes from one direction to its next, up to a constant.
+
+    tau (1 - g_2 / g_1) ln(1 / scale) / (v g_2) with v = m_1^(1/3): compare two scales.
+
+    Raises:
+        ValueError: If scale or tau is not positive.
+    Source:
+        Derived here: with v fixed the next pair grows at rate v g_2, from scale^(1 - g_2 / g_1).
+    Example:
+        >>> from mechinterp.theory.linear import modes, population_moments
+        >>> found = modes(population_moments(np.array([0.4, 0.3, 0.2, 0.1]), context_length=31))
+        >>> waits = [residence_in_head(found, 0, 1, scale=scale) for scale in (1e-3, 1e-2)]
+        >>> round(waits[0] - waits[1], 2)
+        8.55
+    """
+    require_positive(scale=scale, tau=tau)
+    slow, fast = found.rates[second], found.rates[first]
+    v = found.targets[first] ** (1 / 3)
+    return float(tau * (1 - slow / fast) * np.log(1 / scale) / (v * slow))
+
+
+def _next_jump(
+    state: np.ndarray, rates: np.ndarray, targets: np.ndarray, threshold: float
+) -> tuple[float, np.ndarray, int, int]:
+    """Time to the next jump, the state then, and the row and direction of the head that jumps."""
+    n_modes = len(rates)
+    live = np.flatnonzero(rates)
+
+    def modes_of(values: np.ndarray) -> np.ndarray:
+        return live[
+            np.abs(values[:, 1 + live] * values[:, 1 + n_modes + live] * rates[live]).argmax(1)
+        ]
+
+    def velocity(_: float, flat: np.ndarray) -> np.ndarray:
+        values = flat.reshape(state.shape)
+        v, key, query = values[:, :1], values[:, 1 : 1 + n_modes], values[:, 1 + n_modes :]
+        force = key * rates
+        return np.hstack(
+            [(force * query).sum(1, keepdims=True), v * query * rates, v * force]
+        ).ravel()
+
+    def distance(_: float, flat: np.ndarray) -> float:
+        values = flat.reshape(state.shape)
+        goal = threshold * targets[modes_of(values)] ** (1 / 3)
+        return float((np.abs(values[:, 0]) / goal).max() - 1)
+
+    distance.terminal = True  # type: ignore[attr-defined]
+    squares = (state**2).sum(1).max()
+    require_positive(weights=float(squares))
+    if distance(0.0, state.ravel()) < 0:
+        horizon = 1e6 / (rates.max() * squares**0.5)
+        found = solve_ivp(
+            velocity,
+            (0.0, horizon),
+            state.ravel(),
+            "DOP853",
+            events=distance,
+            rtol=1e-9,
+            atol=1e-13,
+        )
+        if not found.t_events[0].size:
+            raise ValueError(
+                f"heads must grow along a direction; none does within {horizon:.3g} tau."
+            )
+        wait, state = float(found.t_events[0][0]), found.y_events[0][0].reshape(state.shape)
+    else:
+        wait = 0.0
+    chosen = modes_of(state)
+    row = int((np.abs(state[:, 0]) / targets[chosen] ** (1 / 3)).argmax())
+    return wait, state, row, int(chosen[row])
+
+
+def _clock(u: np.ndarray | np.floating, log_rest: np.ndarray | np.floating) -> np.ndarray:
+    """F of growth_time over s, given u and ln(1 - u)."""
+    arc = np.arctan((2 * u + 1) / 3**0.5) / 3**0.5
+    return np.asarray(-1 / u - log_rest / 3 + np.log1p(u + u**2) / 6 - arc)

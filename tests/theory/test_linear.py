@@ -1,0 +1,619 @@
+"""Linear attention in closed form, against explicit sequences, automatic differentiation and each other."""
+
+from itertools import combinations, product
+
+import numpy as np
+import pytest
+import torch
+from scipy.integrate import solve_ivp
+from scipy.optimize import least_squares
+
+from mechinterp.theory import linear_dynamics as dynamics
+from mechinterp.theory import linear_jumps as jumping
+from mechinterp.theory.linear import (
+    claims_not_applying,
+    fixed_point,
+    fixed_point_loss,
+    modes,
+    moment_ratio,
+    population_moments,
+)
+from mechinterp.theory.linear_heads import (
+    MergedHeads,
+    SeparateHeads,
+    merged_heads,
+    separate_heads,
+)
+
+EIGENVALUES = np.array([0.4, 0.3, 0.2, 0.1])
+TILTED = np.array([[0.5, 0.1, 0.0], [0.1, 0.3, -0.05], [0.0, -0.05, 0.2]])
+OMEGA = np.array([[1.5, 0.2, 0.1], [0.2, 0.7, 0.0], [0.1, 0.0, 1.1]])
+VARIANTS = {
+    "plain": {"context_length": 7},
+    "noise": {"context_length": 7, "noise_var": 0.6},
+    "task covariance": {"context_length": 7, "task_covariance": OMEGA},
+    "lengths": {"context_length": [2, 5, 9]},
+    "lengths over tokens": {"context_length": [2, 5, 9], "count_query": True, "noise_var": 0.3},
+}
+
+
+@pytest.fixture
+def moments():
+    return population_moments(EIGENVALUES, context_length=31)
+
+
+@pytest.fixture
+def found(moments):
+    return modes(moments)
+
+
+def random_matrix(seed, d_x):
+    return np.random.default_rng(seed).standard_normal((d_x, d_x))
+
+
+def sequences(rng, count, length, *, task_covariance=None, noise_var=0.0):
+    """Tokens [sequence, token, 4] with the query last and its label 0, and the query's target."""
+    x = rng.standard_normal((count, length + 1, 3)) @ np.linalg.cholesky(TILTED).T
+    root = np.eye(3) if task_covariance is None else np.linalg.cholesky(task_covariance)
+    w = rng.standard_normal((count, 3)) @ root.T
+    y = np.einsum("bnd,bd->bn", x, w)
+    noisy = y + noise_var**0.5 * rng.standard_normal(y.shape)
+    noisy[:, -1] = 0
+    return np.concatenate([x, noisy[..., None]], -1), y[:, -1]
+
+
+def explicit_attention(tokens, heads, *, divisor):
+    """Last entry of sum_i W_V X X^T W_KQ X / N at the query, from whole token matrices."""
+    y_hat = 0.0
+    for v, U in zip(heads.v, heads.U, strict=True):
+        W_V, W_KQ = np.zeros((4, 4)), np.zeros((4, 4))
+        W_V[3, 3], W_KQ[:3, :3] = v, U
+        X = tokens.transpose(0, 2, 1)
+        y_hat = y_hat + (W_V @ X @ tokens @ W_KQ @ X)[:, 3, -1] / divisor
+    return y_hat
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_population_loss_is_that_of_explicit_sequences(variant):
+    options = VARIANTS[variant]
+    law = {name: options[name] for name in ("task_covariance", "noise_var") if name in options}
+    rng, heads = np.random.default_rng(0), merged_heads(2, 3, std=0.8, seed=1)
+    squares = []
+    for length in np.atleast_1d(options["context_length"]):
+        tokens, target = sequences(rng, 120_000, int(length), **law)
+        divisor = length + 1 if options.get("count_query") else length
+        squares.append((target - explicit_attention(tokens, heads, divisor=divisor)) ** 2)
+    error = np.sqrt(np.mean([s.var() / s.size for s in squares]) / len(squares))
+    measured = np.mean([s.mean() for s in squares])
+    assert abs(population_moments(TILTED, **options).loss(heads.M) - measured) < 3 * error
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_gradient_is_minus_half_the_derivative_of_the_loss(variant):
+    moments = population_moments(TILTED, **VARIANTS[variant])
+    M = torch.tensor(random_matrix(0, 3), requires_grad=True)
+    yz, zz = torch.from_numpy(moments.yz), torch.from_numpy(moments.zz)
+    loss = moments.yy - 2 * (yz * M).sum() + torch.einsum("ij,ijkl,kl->", M, zz, M)
+    (gradient,) = torch.autograd.grad(loss, M)
+    np.testing.assert_allclose(moments.loss(M.detach().numpy()), loss.item(), rtol=1e-12)
+    np.testing.assert_allclose(
+        moments.gradient(M.detach().numpy()), -gradient.numpy() / 2, rtol=1e-12, atol=1e-12
+    )
+
+
+def test_plain_loss_is_the_formula_in_traces():
+    M, trace = random_matrix(3, 3), np.trace
+    second = TILTED @ TILTED + (TILTED + trace(TILTED) * np.eye(3)) @ TILTED / 7
+    loss = trace(TILTED) - 2 * trace(TILTED @ M @ TILTED) + trace(second @ M @ TILTED @ M.T)
+    moments = population_moments(TILTED, context_length=7)
+    np.testing.assert_allclose(moments.loss(M), loss, rtol=1e-13)
+    np.testing.assert_allclose(
+        moments.gradient(M), TILTED @ TILTED - second @ M @ TILTED, rtol=0, atol=1e-14
+    )
+    best = np.linalg.inv(TILTED + (TILTED + trace(TILTED) * np.eye(3)) / 7)
+    np.testing.assert_allclose(moments.minimiser(), best, rtol=0, atol=1e-12)
+
+
+def test_reduced_model_is_the_explicit_one_and_a_network_on_z():
+    tokens, _ = sequences(np.random.default_rng(2), 50, 7)
+    heads = merged_heads(3, 3, std=1.0, seed=0)
+    b = np.einsum("bnd,bn->bd", tokens[:, :-1, :3], tokens[:, :-1, 3]) / 7
+    reduced = np.einsum("bi,ij,bj->b", b, heads.M, tokens[:, -1, :3])
+    z = np.einsum("bi,bj->bij", b, tokens[:, -1, :3]).reshape(50, -1)
+    network = z @ heads.U.reshape(3, -1).T @ heads.v
+    scale = np.abs(reduced).max()
+    assert np.abs(explicit_attention(tokens, heads, divisor=7) - reduced).max() < 1e-13 * scale
+    assert np.abs(network - reduced).max() < 1e-13 * scale
+
+
+def test_moments_against_samples():
+    tokens, target = sequences(np.random.default_rng(4), 400_000, 7)
+    b = np.einsum("bnd,bn->bd", tokens[:, :-1, :3], tokens[:, :-1, 3]) / 7
+    z = np.einsum("bi,bj->bij", b, tokens[:, -1, :3]).reshape(-1, 9)
+    moments = population_moments(TILTED, context_length=7)
+    for sampled, exact in (
+        (target @ z / len(z), moments.yz.ravel()),
+        (z.T @ z / len(z), moments.zz.reshape(9, 9)),
+    ):
+        assert np.linalg.norm(sampled - exact) < 0.01 * np.linalg.norm(exact)
+
+
+def test_moment_ratio_and_targets(found):
+    ratio = moment_ratio(EIGENVALUES, context_length=31)
+    np.testing.assert_allclose(ratio, [1.112903, 1.139785, 1.193548, 1.354839], atol=5e-7)
+    np.testing.assert_allclose(found.targets, 1 / (EIGENVALUES * ratio), rtol=1e-12)
+    np.testing.assert_allclose(found.targets, [2.24638, 2.92453, 4.18919, 7.38095], atol=5e-6)
+    np.testing.assert_allclose(found.rates, EIGENVALUES**2, rtol=1e-12)
+    np.testing.assert_allclose(
+        found.targets ** (1 / 3), [1.30967, 1.43005, 1.61204, 1.94702], atol=5e-6
+    )
+
+
+LEVELS = {
+    31: [1, 0.6405797101, 0.3773721630, 0.2098045954, 0.1359950716],
+    8: [1, 0.72174, 0.52714, 0.41286, 0.37075],
+    16: [1, 0.67179, 0.43573, 0.29027, 0.23102],
+    100: [1, 0.61353, 0.32599, 0.13731, 0.04722],
+    1000: [1, 0.60140, 0.30269, 0.10388, 0.00497],
+}
+
+
+@pytest.mark.parametrize("context_length", LEVELS)
+def test_levels(context_length):
+    levels = modes(population_moments(EIGENVALUES, context_length=context_length)).levels
+    tolerance = 5e-11 if context_length == 31 else 5.1e-6
+    np.testing.assert_allclose(levels, LEVELS[context_length], rtol=0, atol=tolerance)
+
+
+def test_levels_in_eight_dimensions_and_of_white_covariance():
+    eight = modes(population_moments(np.arange(8, 0, -1) / 36, context_length=31)).levels
+    expected = [1, 0.81126, 0.64898, 0.51301, 0.40318, 0.31917, 0.26045, 0.22601, 0.21335]
+    np.testing.assert_allclose(eight, expected, atol=6e-6)
+    white = modes(population_moments(np.full(4, 0.25), context_length=31))
+    np.testing.assert_allclose(white.levels[-1], 5 / 36, rtol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("count_query", "expected"),
+    [(True, [1, 0.7042, 0.4948, 0.3694, 0.3213]), (False, [1, 0.725, 0.5331, 0.4207, 0.3795])],
+)
+def test_levels_over_varying_lengths(count_query, expected):
+    moments = population_moments(EIGENVALUES, context_length=range(1, 32), count_query=count_query)
+    np.testing.assert_allclose(modes(moments).levels, expected, atol=6e-5)
+
+
+def rotated_population(task_eigenvalues):
+    basis = np.linalg.qr(random_matrix(5, 4))[0]
+    task = None if task_eigenvalues is None else (basis * task_eigenvalues) @ basis.T
+    return population_moments(
+        (basis * EIGENVALUES) @ basis.T, context_length=31, noise_var=0.2, task_covariance=task
+    )
+
+
+@pytest.mark.parametrize("task_eigenvalues", [None, np.array([0.2, 1.0, 2.0, 0.5])], ids=str)
+def test_every_subset_is_a_fixed_point_with_its_loss(task_eigenvalues):
+    moments = rotated_population(task_eigenvalues)
+    found = modes(moments)
+    for count in range(5):
+        for subset in combinations(range(4), count):
+            M = fixed_point(found, subset)
+            np.testing.assert_allclose(
+                moments.loss(M), fixed_point_loss(found, subset), rtol=0, atol=1e-14
+            )
+            rows = list(subset)
+            v, K = np.cbrt(found.targets[rows]), found.vectors[:, rows].T
+            keys = (v[:, None] * K)[:, None]
+            heads = SeparateHeads(v=v, K=keys, Q=keys)
+            np.testing.assert_allclose(heads.M, M, atol=1e-13)
+            pull = heads.velocity(moments.gradient(M))
+            assert all(np.abs(part).max(initial=0) < 1e-12 for part in (pull.v, pull.K, pull.Q))
+    np.testing.assert_allclose(fixed_point(found, range(4)), moments.minimiser(), atol=1e-11)
+    np.testing.assert_allclose(fixed_point_loss(found, range(4)), found.levels[-1], rtol=1e-13)
+
+
+@pytest.mark.parametrize(
+    ("d_x", "n_heads", "rank"),
+    [(2, 3, 1), (2, 2, 2), pytest.param(3, 4, 1, marks=pytest.mark.slow)],
+)
+def test_a_search_for_rests_finds_only_the_fixed_points(d_x, n_heads, rank):
+    moments = population_moments(np.arange(d_x, 0, -1) / 5, context_length=31)
+    found, sizes = modes(moments), n_heads * np.array([1, 1 + rank * d_x])
+    rng, seen = np.random.default_rng(0), set()
+
+    def split(flat):
+        v, K, Q = np.split(flat, sizes)
+        return v, K.reshape(n_heads, rank, d_x), Q.reshape(n_heads, rank, d_x)
+
+    def pull(flat):
+        v, K, Q = split(flat)
+        G = moments.yz - np.tensordot(moments.zz, np.einsum("h,hri,hrj->ij", v, K, Q))
+        scale = v[:, None, None]
+        parts = ((K * (Q @ G.T)).sum((1, 2)), scale * (Q @ G.T), scale * (K @ G))
+        return np.concatenate([part.ravel() for part in parts])
+
+    for _ in range(10 * d_x):
+        size = rng.uniform(0.1, 2)
+        start = size * rng.standard_normal(sizes[1] + n_heads * rank * d_x)
+        tight = {"xtol": 1e-15, "ftol": 1e-15, "gtol": 1e-15, "max_nfev": 1000}
+        end = least_squares(pull, start, method="lm", **tight)
+        if np.abs(end.fun).max() > 1e-9:
+            continue
+        v, K, Q = split(end.x)
+        M = SeparateHeads(v=v, K=K, Q=Q).M
+        learned = found.learned(M)
+        assert np.abs(learned - learned.round()).max() < 1e-2
+        assert np.abs(M - np.diag(np.diag(M))).max() < 1e-2
+        seen.add(tuple(learned.round().astype(int).tolist()))
+    assert seen <= set(product((0, 1), repeat=d_x))
+    assert len(seen) >= 2**d_x - 1
+
+
+def test_rests_at_zero_are_more_than_the_stated_ones():
+    # v = 0 with neither key nor query in the span of what is learned, and yet no force: k^T G q = 0.
+    moments = population_moments(np.array([0.4, 0.2]), context_length=31)
+    heads = SeparateHeads(
+        v=np.zeros(1), K=np.array([[[1.0, 1.0]]]), Q=np.array([[[1.0, -(0.4**2) / 0.2**2]]])
+    )
+    pull = heads.velocity(moments.gradient(heads.M))
+    assert max(np.abs(part).max() for part in (pull.v, pull.K, pull.Q)) < 1e-15
+
+
+def test_loss_falls_apart_into_directions(moments, found):
+    M = random_matrix(8, 4)
+    ratio = moment_ratio(EIGENVALUES, context_length=31)
+    across = np.outer(EIGENVALUES**2 * ratio, EIGENVALUES) * M**2
+    expected = found.diagonal_loss(found.learned(M)) + across.sum() - np.trace(across)
+    np.testing.assert_allclose(moments.loss(M), expected, rtol=1e-13)
+    rest = (EIGENVALUES / ratio * (1 - found.learned(M)) ** 2).sum()
+    np.testing.assert_allclose(found.diagonal_loss(found.learned(M)), found.levels[-1] + rest)
+
+
+def test_coupled_moments_have_no_modes():
+    with pytest.raises(ValueError, match="must share one eigenbasis; they couple directions by"):
+        modes(population_moments(TILTED, context_length=7, task_covariance=OMEGA))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"covariance": np.array([0.1, 0.0])},
+            r"eigenvalues of covariance must be positive numbers, got \[0\.1, 0\.0\]",
+        ),
+        ({"covariance": np.array([0.1, -0.2])}, "eigenvalues of covariance must be positive"),
+        ({"covariance": np.array([0.1, np.nan])}, "eigenvalues of covariance must be positive"),
+        ({"covariance": np.array([[1.0, 0.5], [0.0, 1.0]])}, "covariance must be symmetric"),
+        (
+            {"covariance": np.array([[1.0, 2.0], [2.0, 1.0]])},
+            "eigenvalues of covariance must be positive",
+        ),
+        (
+            {"task_covariance": np.array([1.0, -1.0])},
+            "eigenvalues of task_covariance must be positive",
+        ),
+        (
+            {"task_covariance": np.ones(3)},
+            "task_covariance must be of size 2 as covariance is, got 3",
+        ),
+        ({"context_length": 0}, "context_length must be >= 1, got 0"),
+        ({"context_length": [3, 0]}, r"context_length must be >= 1, got \[3, 0\]"),
+        ({"noise_var": -0.1}, r"noise_var must be >= 0, got -0\.1"),
+    ],
+)
+def test_bad_populations_are_refused(options, message):
+    options = {"covariance": np.ones(2), "context_length": 5} | options
+    with pytest.raises(ValueError, match=message):
+        population_moments(options.pop("covariance"), **options)
+
+
+def test_bad_arguments_are_refused(found):
+    with pytest.raises(ValueError, match="subset must hold directions from 0 to 3, each once"):
+        fixed_point(found, [4])
+    with pytest.raises(ValueError, match=r"each once, got \[1, 1\]"):
+        fixed_point_loss(found, [1, 1])
+    with pytest.raises(ValueError, match="eigenvalues must be positive"):
+        moment_ratio(np.array([0.0]), context_length=3)
+    with pytest.raises(ValueError, match="rank must be >= 1, got 0"):
+        claims_not_applying(EIGENVALUES, rank=0, n_heads=3)
+    with pytest.raises(ValueError, match="n_heads must be >= 1, got 0"):
+        claims_not_applying(EIGENVALUES, rank=1, n_heads=0)
+
+
+def test_claims_are_withdrawn_where_they_do_not_apply():
+    assert claims_not_applying(EIGENVALUES, rank=1, n_heads=4) == ()
+    (repeated,) = claims_not_applying(np.array([0.3, 0.1, 0.3]), rank=1, n_heads=3)
+    assert repeated.startswith("Eigenvalues repeat")
+    (few,) = claims_not_applying(EIGENVALUES, rank=1, n_heads=3)
+    assert few.startswith("3 head(s) of rank 1 learn at most 3 of 4 directions")
+    few, wide = claims_not_applying(EIGENVALUES, rank=3, n_heads=1)
+    assert few.startswith("1 head(s) of rank 3 learn at most 3")
+    assert "divides by 3" in wide
+
+
+# Heads
+
+
+def test_velocity_of_heads_is_the_gradient_of_the_loss(moments):
+    for heads in (
+        merged_heads(3, 4, std=0.5, seed=0),
+        separate_heads(3, 4, std=0.5, seed=0, rank=2),
+    ):
+        names = [name for name in ("v", "U", "K", "Q") if hasattr(heads, name)]
+        weights = {n: torch.tensor(getattr(heads, n), requires_grad=True) for n in names}
+        pattern = "h,hij->ij" if "U" in names else "h,hri,hrj->ij"
+        M = torch.einsum(pattern, *weights.values())
+        np.testing.assert_allclose(heads.M, M.detach().numpy(), atol=1e-14)
+        yz, zz = torch.from_numpy(moments.yz), torch.from_numpy(moments.zz)
+        loss = moments.yy - 2 * (yz * M).sum() + torch.einsum("ij,ijkl,kl->", M, zz, M)
+        velocity = heads.velocity(moments.gradient(heads.M))
+        for name, gradient in zip(
+            names, torch.autograd.grad(loss, [*weights.values()]), strict=True
+        ):
+            np.testing.assert_allclose(
+                getattr(velocity, name), -gradient.numpy() / 2, rtol=0, atol=1e-13
+            )
+
+
+def test_velocity_leaves_the_conserved_quantities(moments):
+    step = 1e-7
+    merged, separate = (
+        merged_heads(3, 4, std=0.5, seed=0),
+        separate_heads(3, 4, std=0.5, seed=0, rank=2),
+    )
+    pull = merged.velocity(moments.gradient(merged.M))
+    moved = MergedHeads(v=merged.v + step * pull.v, U=merged.U + step * pull.U)
+    assert np.abs(moved.conserved() - merged.conserved()).max() < 1e-12
+    pull = separate.velocity(moments.gradient(separate.M))
+    moved = SeparateHeads(
+        v=separate.v + step * pull.v, K=separate.K + step * pull.K, Q=separate.Q + step * pull.Q
+    )
+    for after, before in zip(moved.conserved(), separate.conserved(), strict=True):
+        assert np.abs(after - before).max() < 1e-12
+    assert abs(np.square(moved.v).sum() - np.square(separate.v).sum()) > 1e-9
+
+
+def test_random_heads_are_functions_of_their_seed():
+    first, same, other = (separate_heads(40, 5, std=0.3, seed=s, rank=2) for s in (0, 0, 1))
+    assert np.array_equal(first.K, same.K)
+    assert not np.array_equal(first.K, other.K)
+    assert abs(first.K.std() - 0.3) < 4 * 0.3 / np.sqrt(2 * first.K.size)
+    assert np.all(merged_heads(3, 2, std=0.3, seed=0, constant_v=True).v == 0.3)
+
+
+def test_bad_heads_are_refused():
+    with pytest.raises(ValueError, match=r"std must be > 0, got 0\.0: zero weights never move"):
+        merged_heads(2, 3, std=0.0, seed=0)
+    with pytest.raises(ValueError, match="n_heads must be >= 1, got 0"):
+        separate_heads(0, 3, std=0.1, seed=0)
+    with pytest.raises(ValueError, match="rank and d_x must be >= 1, got 0"):
+        separate_heads(1, 3, std=0.1, seed=0, rank=0)
+
+
+# Time courses
+
+
+def solve(velocity, start, times):
+    return solve_ivp(
+        velocity, (0, times[-1]), start, "DOP853", t_eval=times, rtol=1e-12, atol=1e-15
+    ).y
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.25])
+def test_white_time_course_solves_its_equation(scale):
+    found = modes(population_moments(np.full(4, scale), context_length=31))
+    times = np.linspace(0, 12 / scale**2, 50)
+    sigma, loss = dynamics.white_time_course(times, found, scale=1e-2, tau=2.0)
+    ratio = 1 + 5 / 31
+
+    def logistic(_, value):
+        return 2 * (scale**2 * 2 * value - 2 * scale**3 * ratio * value**2) / 2.0
+
+    expected = solve(logistic, [1e-4 / 2], times)[0]
+    np.testing.assert_allclose(sigma, expected, rtol=1e-9)
+    parabola = scale * 4 - 2 * scale**2 * 4 * sigma + scale**3 * ratio * 4 * sigma**2
+    np.testing.assert_allclose(loss, parabola, rtol=1e-11)
+    half = dynamics.white_half_time(found, scale=1e-2, tau=2.0)
+    middle, _ = dynamics.white_time_course(np.array([half, 1e5]), found, scale=1e-2, tau=2.0)
+    np.testing.assert_allclose(middle, [0.5 / (scale * ratio), 1 / (scale * ratio)], rtol=1e-12)
+
+
+def test_merged_course_is_the_white_one_where_both_apply():
+    found = modes(population_moments(np.ones(4), context_length=31))
+    times = np.linspace(0, 6, 40)
+    _, loss = dynamics.white_time_course(times, found, scale=1e-2)
+    np.testing.assert_allclose(
+        dynamics.merged_time_course(times, found, scale=1e-2)[2], loss, atol=1e-8
+    )
+
+
+@pytest.mark.parametrize("mode", range(4))
+def test_growth_solves_the_scalar_equation(found, mode):
+    lam, ratio = EIGENVALUES[mode], moment_ratio(EIGENVALUES, context_length=31)[mode]
+    law = {"rate": found.rates[mode], "target": found.targets[mode], "tau": 3.0}
+
+    def velocity(_, v):
+        return (lam**2 * v**2 - lam**3 * ratio * v**5) / 3.0
+
+    times = np.linspace(0, 3.2 / (0.02 * lam**2), 60)
+    grown = solve(velocity, [0.02], times)[0]
+    end = found.targets[mode] ** (1 / 3)
+    assert grown[-1] > 0.8 * end
+    np.testing.assert_allclose(jumping.growth_value(times, 0.02, **law), grown, rtol=1e-9)
+    inside = grown < 0.999 * end
+    elapsed = jumping.growth_time(grown[inside], **law) - jumping.growth_time(np.array(0.02), **law)
+    np.testing.assert_allclose(elapsed, times[inside], rtol=1e-9, atol=1e-7)
+
+
+def test_growth_goes_both_ways_and_to_its_end(found):
+    law = {"rate": found.rates[0], "target": found.targets[0]}
+    v = np.geomspace(1e-8, 1.3, 30)
+    elapsed = jumping.growth_time(v, **law) - jumping.growth_time(np.array(0.4), **law)
+    np.testing.assert_allclose(jumping.growth_value(elapsed, 0.4, **law), v, rtol=1e-8)
+    last = jumping.growth_value(np.array([1e6]), 0.4, **law)
+    np.testing.assert_allclose(last, found.targets[0] ** (1 / 3), rtol=1e-14)
+
+
+def test_time_to_half_height(found):
+    for rate, target in zip(found.rates, found.targets, strict=True):
+        end = target ** (1 / 3)
+        start, half = jumping.growth_time(np.array([0.02, end / 2]), rate=rate, target=target)
+        np.testing.assert_allclose((half - start) * rate, 1 / 0.02 - 1.8683 / end, atol=2e-4)
+
+
+def test_dormant_head_solves_the_flow_of_one_head(moments):
+    rates = EIGENVALUES**2 * np.array([0, 1, 1, 1])
+    rng = np.random.default_rng(3)
+    v, key, query = 0.02, *(0.01 * rng.standard_normal((2, 4)))
+
+    def velocity(_, state):
+        v, key, query = state[0], state[1:5], state[5:]
+        return np.concatenate([[key * rates @ query], v * rates * query, v * rates * key])
+
+    times = np.linspace(0, 500, 30)
+    path = solve(velocity, [v, *key, *query], times)
+    # s is the integral of v.
+    s = solve(lambda t, _: np.interp(t, times, path[0]), [0.0], times)[0]
+    s_fine = np.linspace(0, s[-1], 2001)
+    v_fine, keys, queries = jumping.dormant_head(s_fine, v, key, query, rates=rates)
+    clock = np.concatenate(
+        [[0], np.cumsum(np.diff(s_fine) * (1 / v_fine[1:] + 1 / v_fine[:-1]) / 2)]
+    )
+    np.testing.assert_allclose(np.interp(times, clock, v_fine)[:-1], path[0, :-1], rtol=1e-5)
+    end = int(np.searchsorted(clock, times[20]))
+    np.testing.assert_allclose(keys[end], path[1:5, 20], rtol=2e-3, atol=1e-6)
+    np.testing.assert_allclose(queries[end], path[5:, 20], rtol=2e-3, atol=1e-6)
+    assert np.abs(v_fine**2 - (keys**2).sum(1) - (v**2 - (key**2).sum())).max() < 1e-15
+
+
+def test_predicted_jumps_of_heads_that_grow_alone(found):
+    # Each head sits on one eigenvector with equal weights: v' = g v^2 until it jumps.
+    start = np.array([0.02, 0.03, 0.01, 0.05])
+    weights = (start[:, None] * np.eye(4))[:, None]
+    jumps = jumping.predict_jumps(SeparateHeads(v=start, K=weights, Q=weights), found)
+    limit = jumping.free_threshold() * found.targets ** (1 / 3)
+    times = (1 / start - 1 / limit) / found.rates
+    order = times.argsort()
+    assert jumps.mode.tolist() == jumps.head.tolist() == order.tolist()
+    np.testing.assert_allclose(jumps.time, times[order], rtol=1e-7)
+    # The exact middle of the drop, by the scalar equation.
+    for mode in range(4):
+        end = found.targets[mode] ** (1 / 3)
+        first, last = jumping.growth_time(
+            np.array([start[mode], jumping.MIDPOINT * end]),
+            rate=found.rates[mode],
+            target=found.targets[mode],
+        )
+        np.testing.assert_allclose(last - first, times[mode], rtol=1e-5)
+
+
+def test_predicted_jumps_do_not_depend_on_basis_or_unit_of_time(found):
+    basis = np.linalg.qr(random_matrix(5, 4))[0]
+    turned = modes(population_moments((basis * EIGENVALUES) @ basis.T, context_length=31))
+    heads = separate_heads(5, 4, std=1e-2, seed=0)
+    same = SeparateHeads(v=heads.v, K=heads.K @ turned.vectors.T, Q=heads.Q @ turned.vectors.T)
+    plain, other = (
+        jumping.predict_jumps(heads, found),
+        jumping.predict_jumps(same, turned, tau=2.0),
+    )
+    np.testing.assert_allclose(other.time, 2 * plain.time, rtol=1e-6)
+    assert other.mode.tolist() == plain.mode.tolist() == [0, 1, 2, 3]
+
+
+def test_settled_heads_are_at_rest(moments, found):
+    v, norms = jumping.settled_head(found.targets[[0, 2]])
+    K = (norms[:, None] * np.eye(4)[[0, 2]])[None]
+    heads = SeparateHeads(v=np.array([v]), K=K, Q=K)
+    np.testing.assert_allclose(heads.M, fixed_point(found, [0, 2]), atol=1e-14)
+    pull = heads.velocity(moments.gradient(heads.M))
+    assert max(np.abs(part).max() for part in (pull.v, pull.K, pull.Q)) < 1e-14
+    assert np.abs(heads.conserved()[1]).max() < 1e-14
+
+
+def test_residence_grows_by_a_constant_per_decade(found):
+    for pair, expected in (((0, 1), 8.54), ((2, 3), 107.1)):
+        short, long = (jumping.residence_in_head(found, *pair, scale=s) for s in (1e-2, 1e-3))
+        assert abs(long - short - expected) < 0.05
+    assert jumping.long_levels(found, rank=1) == [0, 1, 2, 3, 4]
+    assert jumping.long_levels(found, rank=3) == [0, 3, 4]
+
+
+def test_steps_per_time_constant():
+    assert dynamics.learning_rate_time(0.001, n_factors=2) == (500.0, 1.0)
+    tau, factor = dynamics.learning_rate_time(0.001, n_factors=2, context_length=31)
+    np.testing.assert_allclose([tau, factor], [16.129, 31**0.5], rtol=1e-4)
+    tau, factor = dynamics.learning_rate_time(0.02, n_factors=3, context_length=31)
+    np.testing.assert_allclose([tau, factor], [2.5334, 31 ** (1 / 3)], rtol=1e-4)
+
+
+def zero(rank=1):
+    return SeparateHeads(v=np.zeros(2), K=np.zeros((2, rank, 4)), Q=np.zeros((2, rank, 4)))
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda f: dynamics.white_half_time(f, scale=0.0), "scale must be > 0, got 0.0"),
+        (lambda f: dynamics.white_half_time(f, scale=0.1), "covariance must be white"),
+        (
+            lambda f: dynamics.white_time_course(np.zeros(1), f, scale=0.1, tau=0.0),
+            "tau must be > 0",
+        ),
+        (lambda f: dynamics.merged_time_course(np.ones(1), f, scale=0.0), "scale must be > 0"),
+        (
+            lambda f: jumping.growth_time(np.zeros(1), rate=1.0, target=1.0),
+            "v must lie strictly between 0 and 1",
+        ),
+        (
+            lambda f: jumping.growth_time(np.ones(1), rate=1.0, target=1.0),
+            "v must lie strictly between 0 and 1",
+        ),
+        (
+            lambda f: jumping.growth_value(np.ones(1), 0.0, rate=1.0, target=1.0),
+            "v must lie strictly between",
+        ),
+        (lambda f: jumping.growth_time(np.ones(1) / 2, rate=0.0, target=1.0), "rate must be > 0"),
+        (
+            lambda f: jumping.dormant_head(np.ones(1), 0.0, np.ones(4), np.ones(4), rates=f.rates),
+            "v must not be 0",
+        ),
+        (
+            lambda f: jumping.dormant_head(np.ones(1), 0.1, np.ones(4), -np.ones(4), rates=f.rates),
+            "before v reaches 0",
+        ),
+        (lambda f: jumping.predict_jumps(zero(), f), "weights must be > 0"),
+        (lambda f: jumping.predict_jumps(zero(rank=2), f), "heads must have rank 1, got 2"),
+        (lambda f: jumping.predict_jumps(zero(), f, threshold=0.0), "threshold must be > 0"),
+        (lambda f: jumping.first_jump_bound(zero(), f), "weights must be > 0"),
+        (lambda f: jumping.residence_in_head(f, 0, 1, scale=0.0), "scale must be > 0"),
+        (lambda f: jumping.settled_head(np.zeros(1)), "targets must be > 0"),
+        (lambda f: dynamics.learning_rate_time(0.0, n_factors=2), "learning_rate must be > 0"),
+    ],
+)
+def test_infinite_times_and_other_bad_input_are_refused(found, call, message):
+    with pytest.raises(ValueError, match=message):
+        call(found)
+
+
+def test_a_head_that_never_grows_is_refused(found):
+    # Key and query on different eigenvectors, and no value weight: at rest for ever.
+    heads = SeparateHeads(v=np.zeros(1), K=np.eye(4)[None, :1], Q=np.eye(4)[None, 1:2])
+    with pytest.raises(ValueError, match="heads must grow along a direction; none does within"):
+        jumping.predict_jumps(heads, found)
+
+
+def test_effective_scale_is_the_norm_of_the_growing_part(found):
+    heads = merged_heads(6, 4, std=0.1, seed=0)
+    direction = np.diag(EIGENVALUES**2) / np.linalg.norm(EIGENVALUES**2)
+    along = np.array([(U * direction).sum() for U in heads.U])
+    np.testing.assert_allclose(
+        dynamics.effective_scale(heads, found), np.linalg.norm(along + heads.v) / 2, rtol=1e-12
+    )
+
+
+def test_results_say_what_they_hold(moments, found):
+    assert repr(moments) == "Moments(d_x=4, yy=1)"
+    assert repr(found) == "Modes(4 directions, loss 1 to 0.136)"
+    assert repr(merged_heads(2, 3, std=0.1, seed=0)) == "MergedHeads(n_heads=2, d_x=3)"
+    assert repr(zero(2)) == "SeparateHeads(n_heads=2, rank=2, d_x=4)"
+    jumps = jumping.Jumps(time=np.array([10.0]), mode=np.array([2]), head=np.array([0]))
+    assert repr(jumps) == "Jumps(2@10)"
