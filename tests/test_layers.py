@@ -154,7 +154,6 @@ def f():
         "models.scores",
         "icl.prompts",
         "mechinterp",
-        "training.flow",
         "training.step",
         ".",
     }
