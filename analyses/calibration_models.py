@@ -246,7 +246,7 @@ def near_misses(count: int, random: np.random.Generator) -> Iterator[Case]:
 def snapshots(folder: Path, n_prompts: int) -> Iterator[Case]:
     """Snapshots of the shipped models, judged by their predictions alone: a fit with R^2 of 0.98 is the truth."""
     learners = {"debiased_gd": "debiased_gd", "kernel_head": "kernel_regression"}
-    for path in sorted(file.parent for file in folder.glob("*/config.json")):
+    for path in sorted(file.parent for file in folder.glob("softmax-*/config.json")):
         checkpoint = load(path)
         for step, weights in checkpoint.snapshots.items():
             fits = fit_learners(weights, context_lengths=[40], n_prompts=n_prompts)

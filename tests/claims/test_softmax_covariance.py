@@ -1,0 +1,93 @@
+"""Claims N1 to N3 of He et al. 2025 (arXiv 2503.12734): covariates with a Kac-Murdock-Szego covariance, rho 0.5.
+
+The paper's d, L and rho for these runs are not known; here d_x 5, L 40, noise variance 0.1.
+"""
+
+from functools import cache
+
+import numpy as np
+import pytest
+
+from mechinterp.analysis.evaluation import shared_losses
+from mechinterp.analysis.patterns import Classification, classify
+from mechinterp.checkpoints.native import load
+from mechinterp.icl.prompts import covariance_matrix
+from mechinterp.theory.preconditioning import (
+    debiased_preconditioner,
+    debiased_step_risk,
+    vanilla_preconditioner,
+)
+from mechinterp.training.sweep import load_sweep
+from tests.conftest import CHECKPOINTS
+
+pytestmark = pytest.mark.slow
+
+PAIRS = ["kms-0.5-h2-s0", "kms-0.5-h2-s1"]
+NAMES = ["kms-0.5-h1-s0", "kms-0.5-h1-s1", *PAIRS]
+SETTING = {"context_length": 40, "noise_var": 0.1}
+SIGMA = covariance_matrix(load(CHECKPOINTS / PAIRS[0]).config.task.covariance, 5)
+
+
+@cache
+def label(name: str) -> Classification:
+    return classify(load(CHECKPOINTS / name))
+
+
+def step(name: str) -> np.ndarray:
+    """sum_h mu_h QK_h on x: the preconditioner of the model's step."""
+    found = label(name).circuits
+    return np.einsum("h,hij->ij", found.mu[:, 0], found.QK[:, :5, :5])
+
+
+def distance(matrix: np.ndarray, other: np.ndarray) -> float:
+    return float(np.linalg.norm(matrix - other) / np.linalg.norm(other))
+
+
+def test_the_sweep_file_names_the_shipped_models_with_their_configs():
+    models = load_sweep(CHECKPOINTS.parent / "analyses" / "sweeps" / "covariance.json")
+    assert models == {name: load(CHECKPOINTS / name).config for name in NAMES}
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_n1_a_pair_is_one_preconditioned_debiased_step(name: str):
+    found = label(name)
+    assert found.pattern == "preconditioned_gd"
+    assert found.learner.r2 > 0.999
+    debiased, vanilla = (
+        preconditioner(SIGMA, **SETTING)
+        for preconditioner in (debiased_preconditioner, vanilla_preconditioner)
+    )
+    assert distance(step(name), debiased) <= 0.04
+    assert distance(step(name), debiased) < distance(step(name), vanilla) <= 0.06
+    assert distance(step(name), np.linalg.inv(SIGMA)) > 3 * distance(step(name), debiased)
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_n1_the_two_qk_circuits_are_opposite_within_6_percent(name: str):
+    first, second = label(name).circuits.QK[:, :5, :5]
+    assert 0.05 < distance(first, -second) < 0.06
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_n2_the_loss_is_that_of_the_best_debiased_preconditioner(name: str):
+    model = load(CHECKPOINTS / name)
+    found = shared_losses({name: model}, model.config.task, n_prompts=400_000, seed=1)
+    best = debiased_step_risk(debiased_preconditioner(SIGMA, **SETTING), SIGMA, **SETTING)
+    assert found.loss[0, 0] == pytest.approx(best, abs=0.0015 + 2 * found.loss_sem[0, 0])
+    assert 0.236 < found.loss[0, 0] < 0.240
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_n3_the_inverse_of_the_step_is_sigma_plus_a_multiple_of_the_identity(name: str):
+    expected = SIGMA + (5 + 5 * 0.1) / 40 * np.eye(5)
+    assert distance(np.linalg.inv(step(name)), expected) <= 0.06
+
+
+def test_one_head_is_a_kernel_smoother_with_a_metric_or_stuck_far_above_it():
+    assert label("kms-0.5-h1-s1").pattern == "kernel_regression"
+    assert label("kms-0.5-h1-s1").form.kind == "common"
+    stuck = label("kms-0.5-h1-s0")
+    assert stuck.pattern == "undetermined"
+    assert stuck.circuits.ov_last_entry[0] < 0.6
+    losses = [load(CHECKPOINTS / name).history["eval_loss"].iloc[-1] for name in NAMES[:2]]
+    assert losses == pytest.approx([0.711, 0.380], abs=0.005)
