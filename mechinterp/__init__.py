@@ -14,6 +14,7 @@ _HOMES = {
     "circuits": "mechinterp.analysis.circuits",
     "classify": "mechinterp.analysis.patterns",
     "classify_circuits": "mechinterp.analysis.patterns",
+    "classify_layers": "mechinterp.analysis.layered",
     "fit_learners": "mechinterp.analysis.fits",
     "ablate_heads": "mechinterp.analysis.heads",
     "ablate_subsets": "mechinterp.analysis.heads",

@@ -125,6 +125,10 @@ def circuits(source: AttentionWeights | HasWeights) -> Circuits:
 
 def weights_of(source: AttentionWeights | HasWeights) -> AttentionWeights:
     """The weights of anything that has them, in float64 on the CPU."""
+    if not isinstance(source, AttentionWeights | HasWeights):
+        raise ValueError(
+            f"An attention layer's weights are needed, got {source!r}; classify_layers describes layered models."
+        )
     weights = source if isinstance(source, AttentionWeights) else source.weights
     return weights.to("cpu").to(torch.float64)
 

@@ -89,8 +89,13 @@ class LearnerFits:
             else ""
         )
         clear = "" if self.lead > 2 * self.lead_sem else "; the two cannot be told apart"
+        closest = (
+            "Closest to"
+            if self.r2[at, best] >= 0.5
+            else "No learner fitted here is close, the nearest is"
+        )
         return (
-            f"Closest to {name}{fitted}: R² = {self.r2[at, best]:.4f} ± {self.r2_sem[at, best]:.1g}, "
+            f"{closest} {name}{fitted}: R² = {self.r2[at, best]:.4f} ± {self.r2_sem[at, best]:.1g}, "
             f"rms {self.rms[at, best]:.4f} ± {self.rms_sem[at, best]:.1g} at L = {self.trained_length}; "
             f"next {LEARNERS[runner_up]}, R² = {self.r2[at, runner_up]:.4f}{clear}."
         )

@@ -41,11 +41,16 @@ def model_label(
     """
     kinds = {label for label, _ in labelled} - {"dummy"}
     if not kinds:
-        return "undetermined", "no head is active"
+        return "undetermined", "no head is active, or those that are cancel each other"
+    if np.isnan(evidence.substitution.r2):
+        return "undetermined", "the predictions are all 0, or not finite"
     chance = {name: evidence.p_values[name] for name in _STRUCTURE}
     if not any(p <= limits.p_value for p in chance.values()):
         numbers = ", ".join(f"{name} p = {p:.2g}" for name, p in chance.items())
         return "unstructured", f"random weights reach as far: {numbers}"
+    if evidence.scales.unserved:
+        missing = ", ".join(map(str, evidence.scales.unserved))
+        return "undetermined", f"no head serves response {missing}"
     if evidence.form.kind == "matrix":
         sentence = (
             f"linear attention; one preconditioned step explains R² = {evidence.learner.r2:.4f}"
@@ -92,18 +97,20 @@ def _several_tasks(
     too_large = _above(evidence, limits, "zero_sum")
     if too_large:
         return "undetermined", too_large
+    uneven = _above(evidence, limits, "omega_spread")
     clean = all(label in ("positive", "negative") for label, _ in labelled if label != "dummy")
     explained = f"one debiased step per response explains R² = {evidence.learner.r2:.4f}"
-    if clean and leak <= limits.task_leak:
+    if clean and leak <= limits.task_leak and not uneven:
         sentence = f"each active head serves one response, leak up to {leak:.3f}; {explained}"
         return _if_explained("task_heads", sentence, evidence, limits)
-    if clean and smallest >= 0.5:
+    if clean and smallest >= 0.5 and not uneven:
         full = all(len(s) == heads.blocks.shape[1] for s in evidence.scales.supports)
         even = full and evidence.scales.theta_spread <= limits.theta_even
-        even = even and evidence.scales.omega_spread <= limits.omega_spread
         pattern = "debiased_gd" if even else "weighted_preconditioned_gd"
         sentence = f"opposite heads serve all responses, mu within {1 - smallest:.0%}; {explained}"
         return _if_explained(pattern, sentence, evidence, limits)
+    if clean and uneven and (leak <= limits.task_leak or smallest >= 0.5):
+        return "undetermined", uneven
     too_large = _above(evidence, limits, "support_leak", "theta_spread")
     if too_large:
         return "undetermined", f"heads serve several responses and {too_large}"
@@ -120,7 +127,9 @@ def _above(evidence: Evidence, limits: Thresholds, *names: str) -> str:
     """The first of these numbers that is above its limit, in words."""
     for name in names:
         value, limit = getattr(evidence.scales, name), getattr(limits, name)
-        if not value <= limit:
+        if np.isnan(value):
+            return f"{name} is not defined"
+        if value > limit:
             return f"{name} {value:.3f} is above {limit:g}"
     return ""
 

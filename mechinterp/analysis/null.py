@@ -7,14 +7,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mechinterp.analysis.structure import common_matrix
+from mechinterp.analysis.structure import common_matrix, spread_over_heads
 from mechinterp.analysis.substitution import evaluation, idealised
+from mechinterp.analysis.thresholds import Thresholds
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig
 from mechinterp.models.functional import AttentionWeights, head_outputs, stack
 from mechinterp.training.step import initial_weights
 
 SMALL_IS_STRUCTURE = ("omega_spread", "zero_sum")
-N_PROMPTS, HEADS_AT_ONCE = 128, 512
+N_PROMPTS, HEADS_AT_ONCE = 512, 128
 MODELS, MODEL_HEADS = (100, 400), 6400  # at least 100, so that a p-value can be below 0.01
 
 
@@ -60,7 +61,7 @@ def null_of(task: TaskConfig, model: ModelConfig, *, form: str) -> Null:
         "ov_last_entry": last_entry,
         "qk_diagonal_best": diagonal.amax(1),
         "ov_last_entry_best": last_entry.amax(1),
-        "omega_spread": sizes.amax(1) / sizes.amin(1) - 1,
+        "omega_spread": spread_over_heads(sizes, mu, serving=Thresholds().task_leak),
         "zero_sum": (mu.sum(1).abs() / mu.abs().sum(1)).amax(1),
         "substitution_r2": _survival(weights, task, n_heads, form),
     }
@@ -83,9 +84,10 @@ def x_blocks(weights: AttentionWeights, n_heads: int, form: str) -> Tensor:
 
 
 def _survival(weights: AttentionWeights, task: TaskConfig, n_heads: int, form: str) -> Tensor:
-    """R^2 of the idealised models, a few models at a time."""
-    prompts = evaluation(task, N_PROMPTS, 0, weights.attend_to_self).prompts
-    ideal = idealised(weights, x_blocks(weights, n_heads, form), weights.mu)
+    """R^2 of the idealised models, a few models at a time, in float32."""
+    prompts = evaluation(task, N_PROMPTS, 0, weights.attend_to_self).prompts.to(torch.float32)
+    ideal = idealised(weights, x_blocks(weights, n_heads, form), weights.mu).to(torch.float32)
+    weights = weights.to(torch.float32)
     size = max(HEADS_AT_ONCE // n_heads, 1) * n_heads
     found = []
     for start in range(0, weights.n_heads, size):
@@ -95,4 +97,4 @@ def _survival(weights: AttentionWeights, task: TaskConfig, n_heads: int, form: s
         )
         gap = (whole - substitute).square().mean((0, 2))
         found.append(1 - gap / whole.square().mean((0, 2)))
-    return torch.cat(found)
+    return torch.cat(found).to(torch.float64)

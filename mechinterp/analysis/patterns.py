@@ -45,6 +45,8 @@ class Classification:
     circuits: Circuits
     sign_matching: bool
     """Whether omega and mu of every active head have the same sign."""
+    omega_form: Float[np.ndarray, " head"]
+    """Mean over coordinates of each head's factor of the form: its factor on the common matrix, else omega_mean."""
     task_leak: Float[np.ndarray, " head"]
     """Second largest |mu_n| of a head over the largest; 0 for one response."""
     form: Form
@@ -70,6 +72,8 @@ class Classification:
         frame.insert(2, "share", self.share)
         if self.circuits.mu.shape[1] > 1:
             frame["task_leak"] = self.task_leak
+        if self.form.kind == "common":
+            frame.insert(int(frame.columns.get_loc("omega_mean")), "omega_form", self.omega_form)
         for name, values in self.head_p_values.items():
             frame.insert(int(frame.columns.get_loc(name)) + 1, f"{name}_p", values)
         return frame
@@ -77,7 +81,7 @@ class Classification:
     def plot(self) -> go.Figure:
         """Heads in the plane of omega and mu."""
         return figures.head_scatter(
-            self.circuits.omega_mean,
+            self.omega_form,
             self.circuits.mu.mean(1),
             labels=self.labels,
             title=f"Heads: {self.pattern}",
@@ -103,7 +107,7 @@ def classify(
             paper's setting for the model's d_x and d_y.
         n_prompts: Prompts behind `share`, `substitution` and `learner`.
     Raises:
-        ValueError: If the model has another d_x or d_y than the task.
+        ValueError: If the model has another d_x or d_y than the task, more than one layer, or n_prompts is below 2.
     Source:
         He et al. 2025, arXiv 2503.12734, sections 3 to 5: observations 1-2, eq. (4.6)-(4.11), (5.1)-(5.7).
     Example:
@@ -118,6 +122,8 @@ def classify(
             raise ValueError(
                 f"The task's {name} must be the model's, {getattr(weights, name)}, got {getattr(task, name)}."
             )
+    if n_prompts < 2:
+        raise ValueError(f"n_prompts must be >= 2, got {n_prompts}.")
     limits = Thresholds() if thresholds is None else thresholds
     prompts = evaluation(task, n_prompts, seed, weights.attend_to_self)
     outputs = head_outputs(weights, prompts.prompts)
@@ -126,7 +132,7 @@ def classify(
     labels = tuple(label for label, _ in head_labels(heads, form, limits))
     group_labels = head_labels(groups, form, limits)
     kinds = {label for label, _ in group_labels} - {"dummy"}
-    scales = scales_of(groups.where(groups.share > limits.share), form, weights, task)
+    scales = scales_of(groups.where(groups.share > limits.share), form, weights, task, limits)
     prediction = outputs.sum(1) if weights.b_O is None else outputs.sum(1) + weights.b_O
     ideal = idealised(weights, form.fitted(heads.blocks), torch.from_numpy(heads.mu))
     learner = substitution = survival(prediction, predict(ideal, prompts.prompts))
@@ -145,6 +151,7 @@ def classify(
         share=heads.share,
         circuits=circuits(weights),
         sign_matching=set(labels) <= {"positive", "negative", "dummy"} and bool(kinds),
+        omega_form=form.omega(heads.blocks).mean(1).numpy(),
         task_leak=heads.task_leak,
         form=form,
         scales=scales,
@@ -159,8 +166,8 @@ def classify(
 
 
 def classify_circuits(
-    QK: Float[np.ndarray | Tensor, "_head _d_model _d_model"],
-    OV: Float[np.ndarray | Tensor, "_head _d_model _d_y"],
+    QK: Float[np.ndarray | Tensor, "..."],
+    OV: Float[np.ndarray | Tensor, "..."],
     d_y: int = 1,
     *,
     task: TaskConfig | None = None,
@@ -174,9 +181,9 @@ def classify_circuits(
     """The pattern of a one-layer model that is known by its circuits alone.
 
     Args:
-        QK: Scores per pair of coordinates (x, then y), [query, key], scale included.
-        OV: What a token's coordinates add to the predictions, or to all coordinates [head, d_model, d_model],
-            of which the last d_y count.
+        QK: Scores per pair of coordinates (x, then y), scale included, [head, query d_model, key d_model].
+        OV: What a token's coordinates add to the predictions, [head, d_model, d_y], or to all coordinates,
+            [head, d_model, d_model], of which the last d_y count.
     Raises:
         ValueError: If the circuits do not fit each other or the task, or hold NaN or infinities.
     Example:
@@ -185,10 +192,9 @@ def classify_circuits(
         >>> classify_circuits(QK, OV).labels
         ('positive', 'negative')
     """
-    tensors = [torch.as_tensor(circuit, dtype=torch.float64) for circuit in (QK, OV)]
-    for name, tensor in zip(("QK", "OV"), tensors, strict=True):
-        if not torch.isfinite(tensor).all():
-            raise ValueError(f"{name} must hold finite numbers, got NaN or infinite ones.")
+    tensors = [_circuit(name, circuit) for name, circuit in (("QK", QK), ("OV", OV))]
+    if d_y < 1:
+        raise ValueError(f"d_y must be >= 1, got {d_y}.")
     if tensors[1].shape[2] not in (d_y, tensors[1].shape[1]):
         raise ValueError(f"OV must have d_y = {d_y} or d_model columns, got {tensors[1].shape[2]}.")
     weights = from_circuits(
@@ -199,6 +205,20 @@ def classify_circuits(
         attend_to_self=attend_to_self,
     )
     return classify(weights, task, n_prompts=n_prompts, seed=seed, thresholds=thresholds)
+
+
+def _circuit(name: str, circuit: np.ndarray | Tensor) -> Float[Tensor, "head d_model d_out"]:
+    found = circuit.detach() if isinstance(circuit, Tensor) else np.ascontiguousarray(circuit)
+    if found.ndim != 3:
+        raise ValueError(f"{name} must have three axes, head first, got shape {list(found.shape)}.")
+    if isinstance(found, np.ndarray) and found.dtype.kind not in "fiu":
+        raise ValueError(f"{name} must hold real numbers, got {found.dtype}.")
+    if isinstance(found, Tensor) and found.is_complex():
+        raise ValueError(f"{name} must hold real numbers, got {found.dtype}.")
+    tensor = torch.as_tensor(found, dtype=torch.float64)
+    if not torch.isfinite(tensor).all():
+        raise ValueError(f"{name} must hold finite numbers, got NaN or infinite ones.")
+    return tensor
 
 
 def task_of(source: AttentionWeights | HasWeights, weights: AttentionWeights) -> TaskConfig:

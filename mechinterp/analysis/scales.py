@@ -9,6 +9,8 @@ from torch import Tensor
 
 from mechinterp.analysis.manifold import nearest_on_manifold
 from mechinterp.analysis.reading import Form, Heads
+from mechinterp.analysis.structure import spread_over_heads
+from mechinterp.analysis.thresholds import Thresholds
 from mechinterp.config import TaskConfig
 from mechinterp.models.functional import AttentionWeights
 from mechinterp.models.scores import score_derivative_at_zero
@@ -22,9 +24,12 @@ class Scales:
     """Numbers over the active groups of equal heads; omega is a head's factor of its form."""
 
     omega_spread: float
-    """max/min over heads minus 1: of |omega_mean|, with several responses of the norm of omega."""
+    """max/min minus 1 over heads: of |omega_mean|, with several responses of the norm of omega, over the heads
+    that serve one response."""
     zero_sum: float
     """|sum mu| / sum |mu|, the largest over responses."""
+    unserved: tuple[int, ...]
+    """Responses for which the sum of |mu| is below the share of an active head, relative to the largest."""
     eta: Float[np.ndarray, " d_y"]
     """f'(0) sum mu * omega_mean: the step size the model takes; unit 1/x^2."""
     eta_optimal: float
@@ -45,7 +50,9 @@ class Scales:
     """The step's matrix, f'(0) sum mu_n times the idealised QK x blocks; unit 1/x^2."""
 
 
-def scales_of(groups: Heads, form: Form, weights: AttentionWeights, task: TaskConfig) -> Scales:
+def scales_of(
+    groups: Heads, form: Form, weights: AttentionWeights, task: TaskConfig, limits: Thresholds
+) -> Scales:
     """The numbers of active groups of equal heads.
 
     Source:
@@ -66,8 +73,9 @@ def scales_of(groups: Heads, form: Form, weights: AttentionWeights, task: TaskCo
     supports = task.supports or tuple(_support(row) for row in theta)
     leak, spread = _on_supports(theta, supports)
     return Scales(
-        omega_spread=_ratio(np.ptp(sizes), sizes.min()) if len(sizes) else float("nan"),
-        zero_sum=max(_ratio(abs(m.sum()), np.abs(m).sum()) for m in mu.T),
+        omega_spread=_spread(sizes, mu, limits.task_leak) if len(sizes) else float("nan"),
+        zero_sum=float(np.max([_ratio(abs(m.sum()), np.abs(m).sum()) for m in mu.T])),
+        unserved=_unserved(mu, limits.share),
         eta=slope * means @ mu,
         eta_optimal=_optimal_step(task),
         gamma=on_manifold[0],
@@ -78,6 +86,15 @@ def scales_of(groups: Heads, form: Form, weights: AttentionWeights, task: TaskCo
         theta_spread=spread,
         step=slope * torch.einsum("gn,gij->nij", torch.from_numpy(mu), fitted),
     )
+
+
+def _spread(sizes: np.ndarray, mu: np.ndarray, serving: float) -> float:
+    return float(spread_over_heads(torch.from_numpy(sizes), torch.from_numpy(mu), serving=serving))
+
+
+def _unserved(mu: np.ndarray, share: float) -> tuple[int, ...]:
+    total = np.abs(mu).sum(0)
+    return tuple(int(n) for n in np.flatnonzero(total <= share * total.max())) if len(mu) else ()
 
 
 def _ratio(part: float, whole: float) -> float:

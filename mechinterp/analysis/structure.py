@@ -53,6 +53,28 @@ def common_matrix(
     return CommonMatrix(matrix, inner / d_x, alignment)
 
 
+def spread_over_heads(
+    sizes: Float[Tensor, "*models head"],
+    mu: Float[Tensor, "*models head d_y"],
+    *,
+    serving: float,
+) -> Float[Tensor, "*models"]:
+    """max/min of sizes minus 1 over the heads that serve a response, the largest over responses.
+
+    Args:
+        serving: A head serves response n where |mu_n| is above this part of its largest.
+    Example:
+        >>> sizes, mu = torch.tensor([1.0, 1.5, 9.0]), torch.tensor([[1.0, 0], [2.0, 0], [0, 1.0]])
+        >>> spread_over_heads(sizes, mu, serving=0.25).item()
+        0.5
+    """
+    serves = mu.abs() > serving * mu.abs().amax(-1, keepdim=True)
+    wide = sizes[..., None].expand_as(mu)
+    largest = wide.masked_fill(~serves, 0).amax(-2)
+    smallest = wide.masked_fill(~serves, torch.inf).amin(-2)
+    return (largest / smallest - 1).amax(-1)
+
+
 def equal_heads(
     QK: Float[Tensor, "head d_x d_model"], *, tolerance: float
 ) -> Int[np.ndarray, " head"]:
@@ -78,7 +100,7 @@ def equal_heads(
 
 
 def rotation_angle(matrix: Float[np.ndarray, "d_x d_x"], *, spread: float) -> float:
-    """Largest angle in degrees of a multiple of a rotation, NaN for any other matrix.
+    """Largest angle in degrees of a multiple of a rotation, NaN for any other matrix, a reflection too.
 
     Args:
         spread: Most that the largest singular value may exceed the smallest, relative to the latter.
@@ -87,7 +109,7 @@ def rotation_angle(matrix: Float[np.ndarray, "d_x d_x"], *, spread: float) -> fl
         90
     """
     left, sizes, right = np.linalg.svd(matrix)
-    if sizes[0] > (1 + spread) * sizes[-1]:
+    if sizes[0] > (1 + spread) * sizes[-1] or np.linalg.det(left @ right) < 0:
         return float("nan")
     return float(np.degrees(np.abs(np.angle(np.linalg.eigvals(left @ right))).max()))
 

@@ -24,10 +24,15 @@ class Hints:
     def __post_init__(self) -> None:
         for name in ("d_x", "d_y", "n_heads"):
             value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} must be >= 1, got {value}.")
-        if self.scale is not None and not 0 < self.scale < math.inf:
-            raise ValueError(f"scale must be a positive number, got {self.scale}.")
+            if value is not None and (type(value) is not int or value < 1):
+                raise ValueError(f"{name} must be an integer >= 1, got {value!r}.")
+        number = isinstance(self.scale, int | float) and not isinstance(self.scale, bool)
+        if self.scale is not None and not (number and 0 < self.scale < math.inf):
+            raise ValueError(f"scale must be a positive number, got {self.scale!r}.")
+        if self.attend_to_self not in (None, True, False):
+            raise ValueError(f"attend_to_self must be true or false, got {self.attend_to_self!r}.")
+        if self.task is not None and not isinstance(self.task, Mapping):
+            raise ValueError(f"task must be a mapping of TaskConfig's fields, got {self.task!r}.")
 
     @property
     def given(self) -> dict[str, object]:

@@ -66,6 +66,7 @@ def classification_document(checkpoint: Checkpoint, found: Classification) -> di
             "share": found.share[head],
             "omega": scales.omega[head].tolist(),
             "omega_mean": scales.omega_mean[head],
+            "omega_form": found.omega_form[head],
             "mu": scales.mu[head].tolist(),
             "qk_diagonal": scales.qk_diagonal[head],
             "qk_diagonal_p": found.head_p_values["qk_diagonal"][head],

@@ -21,9 +21,9 @@ def classification_frame(documents: Sequence[dict]) -> pd.DataFrame:
         ['path', 'format', 'pattern', 'reason', 'n_layers', 'n_heads', 'd_x', 'd_y', 'error']
     """
     rows = [
-        {name: document.get(name) for name in HEADER}
+        {name: _encodable(document.get(name)) for name in HEADER}
         | {name: _scalar(value) for name, value in document.get("evidence", {}).items()}
-        | {"error": document.get("error")}
+        | {"error": _encodable(document.get("error"))}
         for document in documents
     ]
     frame = pd.DataFrame(rows, columns=_columns(rows))
@@ -56,8 +56,15 @@ def write_table(file: Path, documents: Sequence[dict]) -> None:
             write_atomically(file, lambda target: frame.to_csv(target, index=False))
         else:
             write_atomically(file, lambda target: frame.to_parquet(target, index=False))
-    except OSError as error:
+    except (OSError, ValueError) as error:
         raise CheckpointError(f"{file}: cannot be written ({one_line(error)}).") from None
+
+
+def _encodable(value: object) -> object:
+    """Text that UTF-8 can hold: a file's name may be bytes that are none."""
+    if not isinstance(value, str):
+        return value
+    return value.encode("utf-8", "backslashreplace").decode()
 
 
 def _scalar(value: object) -> object:

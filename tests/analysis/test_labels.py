@@ -96,14 +96,19 @@ def test_a_matrix_that_is_no_metric_earns_nothing():
 
 @pytest.mark.parametrize("sign", [1, -1])
 def test_rotated_inputs_are_named(sign: int):
-    turned = sign * rotation()
+    turned = rotation()
+    # In five dimensions a matrix and its negative: one of them is a rotation, the other a reflection.
+    turned = sign * turned * torch.linalg.det(turned).sign()
     found = classify(with_blocks(torch.stack([0.13 * turned, -0.13 * turned]), [3.4, -3.4]))
     assert found.pattern == "preconditioned_gd"
-    assert found.labels == ("positive", "negative")
-    eigenvalues = torch.linalg.eigvals(turned)
-    degrees = torch.rad2deg(eigenvalues.angle().abs().max()).item()
-    assert found.form.rotation == pytest.approx(degrees)
-    assert f"one rotation by up to {degrees:.0f} degrees" in found.reason
+    assert found.omega_form * np.sign(found.circuits.mu[:, 0]) == pytest.approx([0.13, 0.13])
+    if sign == 1:
+        degrees = torch.rad2deg(torch.linalg.eigvals(turned).angle().abs().max()).item()
+        assert found.form.rotation == pytest.approx(degrees)
+        assert f"one rotation by up to {degrees:.0f} degrees" in found.reason
+    else:
+        assert np.isnan(found.form.rotation)
+        assert "one matrix with isotropy" in found.reason
 
 
 def test_linear_attention_is_one_step_with_its_matrix():

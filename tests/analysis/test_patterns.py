@@ -99,7 +99,7 @@ def test_no_active_head_is_undetermined():
     assert (found.pattern, found.labels, found.reason) == (
         "undetermined",
         ("dummy",),
-        "no head is active",
+        "no head is active, or those that are cancel each other",
     )
     assert not found.sign_matching
 

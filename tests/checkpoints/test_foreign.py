@@ -376,8 +376,8 @@ def test_hints_that_agree_with_the_file_are_taken(tmp_path: Path):
     ("hint", "words"),
     [
         ({"format": "onnx"}, f"format must be one of {', '.join(FORMATS)}, got 'onnx'"),
-        ({"d_x": 0}, "d_x must be >= 1, got 0"),
-        ({"n_heads": -1}, "n_heads must be >= 1, got -1"),
+        ({"d_x": 0}, "d_x must be an integer >= 1, got 0"),
+        ({"n_heads": -1}, "n_heads must be an integer >= 1, got -1"),
         ({"scale": 0.0}, "scale must be a positive number, got 0"),
         ({"scale": math.inf}, "scale must be a positive number, got inf"),
         ({"scale": math.nan}, "scale must be a positive number, got nan"),
