@@ -80,7 +80,10 @@ class Plateaus:
 
     def plot(self) -> go.Figure:
         """Loss over time, with the predicted levels dotted and the predicted jumps as vertical lines."""
-        later = self.curve[self.curve[:, 0] > 0]  # time 0 has no place on a logarithmic axis
+        time, loss = self.curve.T
+        # Long before the first drop nothing happens, and time 0 has no place on a logarithmic axis.
+        falling = time[loss < 0.99 * loss[0]]
+        later = self.curve[time > (falling[0] / 10 if len(falling) else 0)]
         figure = figures.lines(
             later[:, 0],
             {"loss": later[:, 1]},
