@@ -84,6 +84,7 @@ def errors(frame: pd.DataFrame) -> pd.DataFrame:
         wrong, n = int((group.verdict == "wrong").sum()), len(group)
         interval = binomtest(wrong, n).proportion_ci(method="wilson")
         row = dict(zip(("source", "truth"), keys, strict=True)) | {"models": n}
+        row["must"] = int((group.demand == "must").sum())
         row |= {name: int((group.verdict == name).sum()) for name in COST}
         rows.append(row | {"wrong_rate": wrong / n, "low": interval.low, "high": interval.high})
     return pd.DataFrame(rows)

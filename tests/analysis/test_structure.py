@@ -9,6 +9,7 @@ from mechinterp.analysis.structure import (
     equal_heads,
     is_definite,
     rotation_angle,
+    spread_over_heads,
 )
 
 
@@ -90,3 +91,36 @@ def test_the_angle_of_a_rotation_of_any_size(degrees: float):
     matrix = 0.7 * np.array([[c, -s, 0], [s, c, 0], [0, 0, 1]])
     assert rotation_angle(matrix, spread=0.25) == pytest.approx(degrees, abs=1e-6)
     assert np.isnan(rotation_angle(matrix @ np.diag([1, 1, 2]), spread=0.25))
+
+
+def test_equal_heads_differ_little_relative_to_the_larger():
+    blocks = torch.stack([torch.eye(3), 1.051 * torch.eye(3)])  # 0.051 / 1.051 is below 5%
+    assert equal_heads(blocks, tolerance=0.05).tolist() == [0, 0]
+    assert equal_heads(blocks, tolerance=0.048).tolist() == [0, 1]
+
+
+def test_a_matrix_that_squeezes_one_direction_is_no_rotation():
+    assert np.isnan(rotation_angle(np.diag([1.0, 1.0, 0.5]), spread=0.25))
+
+
+@pytest.mark.parametrize("diagonal", [[1.0, 1.0, -1.0], [-1.0, -1.0, -1.0]])
+def test_a_reflection_is_no_rotation(diagonal: list[float]):
+    assert np.isnan(rotation_angle(np.diag(diagonal), spread=0.25))
+
+
+def test_the_angle_of_a_double_rotation_is_the_larger_one():
+    matrix = np.zeros((4, 4))
+    for start, degrees in ((0, 30), (2, 90)):
+        c, s = np.cos(np.radians(degrees)), np.sin(np.radians(degrees))
+        matrix[start : start + 2, start : start + 2] = [[c, -s], [s, c]]
+    assert rotation_angle(matrix, spread=0.25) == pytest.approx(90)
+
+
+def test_heads_of_other_responses_do_not_count_in_the_spread():
+    sizes = torch.tensor([1.0, 1.2, 5.0, 6.5], dtype=torch.float64)
+    mu = torch.tensor([[4.0, 0.9], [-4.0, 0.0], [0.5, 2.0], [0.0, -2.0]], dtype=torch.float64)
+    assert spread_over_heads(sizes, mu, serving=0.25).item() == pytest.approx(0.3)
+    # With leaks of 0.225 and 0.25 the first and third head serve both responses.
+    assert spread_over_heads(sizes, mu, serving=0.2).item() == pytest.approx(5.5)
+    both = spread_over_heads(sizes.expand(2, -1), torch.stack([mu, mu.flip(1)]), serving=0.25)
+    assert both.tolist() == pytest.approx([0.3, 0.3])

@@ -79,3 +79,10 @@ def test_linear_attention_takes_the_step_exactly():
         step = torch.einsum("hn,hij->nij", mu, blocks)
         expected = found.gradient_step(step, centred=False)
         torch.testing.assert_close(predict(idealised(law, blocks, mu), found.prompts), expected)
+
+
+def test_survival_is_over_prompts_and_responses():
+    prediction = torch.tensor([[1.0, 2.0], [3.0, 4.0]], dtype=torch.float64)
+    found = survival(prediction, prediction - 0.1)
+    assert found.rms == pytest.approx(0.1)
+    assert found.r2 == pytest.approx(1 - 4 * 0.01 / 30)

@@ -3,7 +3,8 @@
 A test is named by a claim's number and what is claimed; what misses its tolerance is asserted as measured, under a
 name that says so. Claim 4's search for further rests, and errors and bad input, are in tests/theory/test_linear.py.
 Weights start from N(0, init^2), times are in tau, and unless said otherwise N is 31 and the eigenvalues are 0.4,
-0.3, 0.2, 0.1.
+0.3, 0.2, 0.1. The softmax heads of claim 20 have no value weights on x and no key-query weights on y, as the
+linear ones; of that claim only the number of drops is tested, the paper states no levels.
 """
 
 from functools import cache
@@ -27,7 +28,13 @@ from mechinterp.theory.linear import (
     moment_ratio,
     population_moments,
 )
-from mechinterp.theory.linear_heads import Heads, SeparateHeads, merged_heads, separate_heads
+from mechinterp.theory.linear_heads import (
+    Heads,
+    MergedHeads,
+    SeparateHeads,
+    merged_heads,
+    separate_heads,
+)
 from mechinterp.training.flow import (
     Flow,
     flow,
@@ -178,6 +185,16 @@ def test_06_conserved_quantities_drift_less_than_1e_8():
         assert np.abs(quantity - quantity[0]).max() < 1e-8
 
 
+def test_07_aligned_white_merged_heads_are_eq_10():
+    moments = population_moments(np.ones(4), context_length=31)
+    r = np.random.default_rng(0).standard_normal(8)
+    r /= np.linalg.norm(r)
+    heads = MergedHeads(v=1e-2 * r, U=1e-2 * r[:, None, None] * np.eye(4) / 2)
+    run = flow(heads, moments, duration=60.0)
+    _, loss = dynamics.white_time_course(run.time, modes(moments), scale=1e-2)
+    assert np.abs(run.loss - loss).max() < 1e-8 * loss[0]
+
+
 @pytest.mark.parametrize(("init", "tolerance"), [(1e-2, 5e-3), (1e-3, 1e-3)])
 def test_07_white_merged_heads_follow_eq_10(init, tolerance):
     moments = population_moments(np.ones(4), context_length=31)
@@ -253,12 +270,26 @@ def growth_error(run: Flow, mode: int) -> float:
     return float(np.abs(value / end - v[last + 1 :]).max())
 
 
-@pytest.mark.parametrize(("init", "median", "worst"), [(1e-2, 1e-2, 1), (1e-3, 1e-3, 1e-2)])
-def test_12_value_weights_follow_eq_21(init, median, worst):
-    errors = [growth_error(separate(init, s)[0], mode) for s in SEEDS for mode in range(4)]
-    print(np.median(errors), np.sort(errors)[-4:])
-    assert np.median(errors) < median
-    assert max(errors) < worst
+def growth_errors(init: float) -> list[float]:
+    return [growth_error(separate(init, seed)[0], mode) for seed in SEEDS for mode in range(4)]
+
+
+def test_12_value_weights_follow_eq_21():
+    assert np.median(growth_errors(1e-2)) < 1e-2
+    assert np.median(growth_errors(1e-3)) < 1e-3
+    assert max(growth_errors(1e-3)) < 1e-2
+
+
+def test_12_from_larger_weights_single_drops_leave_eq_21_by_an_eighth():
+    assert 0.1 < max(growth_errors(1e-2)) < 0.15
+
+
+def test_12_closed_form_of_eq_21_goes_both_ways():
+    for rate, target in zip(FOUND.rates, FOUND.targets, strict=True):
+        law = {"rate": rate, "target": target}
+        v = target ** (1 / 3) * np.linspace(0.02, 0.98, 25)
+        elapsed = jumping.growth_time(v, **law) - jumping.growth_time(v[:1], **law)
+        np.testing.assert_allclose(jumping.growth_value(elapsed, v[0], **law), v, rtol=1e-9)
 
 
 @pytest.mark.parametrize(("init", "tolerance"), [(1e-2, 2e-2), (1e-3, 5e-3)])
@@ -270,6 +301,13 @@ def test_13_jumps_come_when_the_initial_weights_foretell(init, tolerance):
         bound = jumping.first_jump_bound(separate_heads(5, 4, std=init, seed=seed), FOUND)
         assert bound < found.crossing_time[0]
     assert np.median(errors, axis=0).max() < tolerance
+
+
+def test_13_from_larger_weights_single_jumps_are_foretold_wrong_by_a_quarter():
+    found = all_plateaus(1e-2)
+    errors = np.abs([p.predicted.time / p.crossing_time - 1 for p in found])
+    assert 0.2 < errors.max() < 0.3
+    assert (errors > 0.03).sum() == 7  # of 40
 
 
 def test_14_plateaus_last_in_proportion_to_one_over_init_and_lambda_squared():
@@ -292,7 +330,6 @@ def test_14_plateaus_last_in_proportion_to_one_over_init_and_lambda_squared():
 @pytest.mark.parametrize(("init", "median", "worst"), [(1e-2, 1e-6, 1e-2), (1e-3, 1e-6, 1e-6)])
 def test_15_plateaus_are_principal_component_regression(init, median, worst):
     distance = np.array([found.pcr_distance for found in all_plateaus(init)])
-    print(np.median(distance), distance.max())
     assert np.median(distance) < median
     assert distance.max() < worst
 
@@ -308,10 +345,10 @@ def test_15_with_long_contexts_plateaus_are_the_projected_task():
         assert (ours - regression).square().mean() < 0.01
 
 
-def test_16_rank_two_rests_long_only_where_two_divides():
-    inits, found = (1e-2, 1e-3), FOUND
+def test_16_heads_of_rank_two_rest_long_only_where_two_divides():
+    inits = (1e-2, 1e-3)
     expected = [
-        np.diff([jumping.residence_in_head(found, a, a + 1, scale=s) for s in inits])[0]
+        np.diff([jumping.residence_in_head(FOUND, a, a + 1, scale=s) for s in inits])[0]
         for a in (0, 2)
     ]
     for seed in range(5):
@@ -320,7 +357,6 @@ def test_16_rank_two_rests_long_only_where_two_divides():
             run = trained(separate_heads(3, 4, std=init, seed=seed, rank=2))
             stays.append(np.diff(crossings(run, FOUND.levels), prepend=0.0))
         ratio, rise = stays[1] / stays[0], stays[1] - stays[0]
-        print(ratio, rise, expected)
         assert np.abs(ratio[[0, 2]] / 10 - 1).max() < 0.1
         np.testing.assert_allclose(rise[[1, 3]], expected, rtol=0.03)
 
@@ -335,24 +371,74 @@ def test_17_all_parametrizations_end_at_the_level_of_their_number(n_heads, rank)
 
 
 def test_18_larger_weights_shorten_the_first_plateau_until_it_is_gone():
-    inits, times = np.array([1e-3, 1e-2, 5e-2, 0.1, 0.2, 0.5, 1.0]), []
-    for init in inits:
+    times = []
+    for init in (1e-3, 1e-2, 5e-2, 0.1, 0.2, 0.5, 1.0):
         run = trained(separate_heads(5, 4, std=init, seed=0))
-        print(init, run.loss[0], drops(run).size, np.interp(-0.9, -run.loss, run.time))
         times.append(np.interp(-0.9, -run.loss, run.time))
-    assert np.all(np.diff(times) < 0)
+    np.testing.assert_allclose(times, [10737, 1066, 207, 99.1, 45.1, 11.4, 2.16], rtol=5e-3)
 
 
-@pytest.mark.parametrize(("size", "first", "later"), [(80_000, 0.02, 4e-3), (5000, 0.05, 0.01)])
-def test_19_full_batch_descent_rests_near_the_levels(size, first, later):
+@pytest.mark.parametrize(
+    ("size", "first", "later", "own"), [(80_000, 0.02, 3e-3, 1e-3), (5000, 0.05, 0.01, 6e-3)]
+)
+def test_19_full_batch_descent_rests_near_the_levels(size, first, later, own):
     tau, factor = dynamics.learning_rate_time(0.02, n_factors=3, context_length=31)
-    heads = separate_heads(5, 4, std=1e-2 * factor, seed=0)
-    moments = set_moments(size)
-    run = full_batch_descent(
-        heads, moments, FOUND, learning_rate=1 / (2 * tau), steps=20_000, every=5
-    )
-    found = plateaus(run, MOMENTS)
+    heads, moments = separate_heads(5, 4, std=1e-2 * factor, seed=0), set_moments(size)
+    options = {"learning_rate": 1 / (2 * tau), "steps": 20_000, "every": 5}
+    found = plateaus(full_batch_descent(heads, moments, FOUND, **options), MOMENTS)
     gap = np.abs(found.loss - FOUND.levels)
-    print(size, gap, found)
     assert gap[0] < first
     assert gap[1:].max() < later
+    # Nearer to the loss that the rests of the population have on this set.
+    rests = [moments.loss(fixed_point(FOUND, range(count))) for count in range(5)]
+    assert np.abs(found.loss - rests).max() < own
+
+
+def softmax_descent(start: Heads, *, learning_rate: float, steps: int) -> tuple[np.ndarray, ...]:
+    """Losses of full-batch descent on 1000 prompts with softmax heads, query among the keys, and the last v."""
+    found = prompts(1000)
+    x = torch.cat([found.x, found.x_query[:, None]], 1).float()
+    y = torch.cat([found.y[..., 0], torch.zeros(1000, 1)], 1).float()
+    query, target, losses = found.x_query.float(), found.y_query[:, 0].float(), []
+    matrices = (start.K[:, 0], start.Q[:, 0]) if isinstance(start, SeparateHeads) else (start.U,)
+    weights = [torch.from_numpy(p).float().requires_grad_() for p in (start.v, *matrices)]
+    for _ in range(steps):
+        v, *rest = weights
+        if len(rest) == 2:
+            keys = (query @ rest[1].T)[..., None] * rest[0]
+        else:
+            keys = torch.einsum("bj,hij->bhi", query, rest[0])
+        y_hat = torch.einsum("h,bhn,bn->b", v, torch.softmax(keys @ x.mT, -1), y)
+        loss = (target - y_hat).square().mean()
+        losses.append(loss.item())
+        with torch.no_grad():
+            for weight, slope in zip(weights, torch.autograd.grad(loss, weights), strict=True):
+                weight -= learning_rate * slope
+    return np.array(losses), weights[0].detach().numpy()
+
+
+def maxima(losses: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Fall of the loss per step, and where it has maxima above 5% of the largest."""
+    fall = -np.gradient(losses)
+    middle = fall[1:-1]
+    top = (middle > fall[:-2]) & (middle >= fall[2:]) & (middle > 0.05 * fall.max())
+    return fall, 1 + np.flatnonzero(top)
+
+
+def test_20_merged_softmax_heads_drop_once_and_cancel():
+    heads = merged_heads(8, 4, std=1e-3, seed=0)
+    losses, v = softmax_descent(heads, learning_rate=0.1, steps=600)
+    _, top = maxima(losses)
+    assert len(top) == 1
+    assert losses[-1] < 0.25
+    assert abs(v.sum()) < 0.1 * np.abs(v).sum()
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_20_separate_softmax_heads_drop_more_than_once(seed):
+    heads = separate_heads(5, 4, std=5e-2, seed=seed)
+    losses, _ = softmax_descent(heads, learning_rate=0.3, steps=2500)
+    fall, top = maxima(losses)
+    assert len(top) >= 2
+    first, second = top[:2]
+    assert fall[first:second].min() < 0.2 * fall[second]

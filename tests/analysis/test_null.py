@@ -1,0 +1,116 @@
+"""Random models as the classifier sees them, against the same numbers computed one model at a time."""
+
+from dataclasses import replace
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+
+from mechinterp.analysis.null import N_PROMPTS, Null, null_of, x_blocks
+from mechinterp.analysis.structure import common_matrix
+from mechinterp.analysis.substitution import evaluation, idealised, survival
+from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig
+from mechinterp.models.constructions import from_circuits
+from mechinterp.models.functional import AttentionWeights, predict
+from mechinterp.training.step import initial_weights
+
+TASK = TaskConfig(d_x=3, d_y=2)
+MODEL = ModelConfig(n_heads=2, d_head=5, attend_to_self=True)
+SERVES = 0.25  # a head serves a response where |mu_n| is above this part of its largest
+
+
+@cache
+def random_models() -> list[AttentionWeights]:
+    """The initial models of the seeds from 0, one by one; how they are drawn does not depend on their keys."""
+    config = ExperimentConfig(task=TASK, model=replace(MODEL, attend_to_self=False))
+    drawn = [initial_weights(replace(config, seed=seed)) for seed in range(400)]
+    return [replace(weights.to(torch.float64), attend_to_self=True) for weights in drawn]
+
+
+def found_in_null(name: str) -> np.ndarray:
+    return null_of(TASK, MODEL, form="diagonal").values[name]
+
+
+def spread(weights: AttentionWeights) -> float:
+    """The largest max/min - 1 of |omega| over the heads that serve one response."""
+    sizes, mu = weights.omega.norm(dim=1), weights.mu.abs()
+    spreads = []
+    for n in range(2):
+        served = [sizes[h].item() for h in range(2) if mu[h, n] > SERVES * mu[h].max()]
+        if served:
+            spreads.append(max(served) / min(served) - 1)
+    return max(spreads)
+
+
+def zero_sum(weights: AttentionWeights) -> float:
+    total, size = weights.mu.sum(0).abs(), weights.mu.abs().sum(0)
+    return (total / size).max().item()
+
+
+def test_p_values_count_the_value_itself_and_all_as_structured():
+    values = np.array([1.0, 2.0, 2.0])
+    null = Null(3, {"qk_diagonal": values, "zero_sum": values, "omega_spread": values})
+    assert [null.p_value("qk_diagonal", value) for value in (1.0, 2.0, 3.0)] == [1, 0.75, 0.25]
+    for name in ("zero_sum", "omega_spread"):
+        assert [null.p_value(name, value) for value in (0.0, 1.0, 2.0)] == [0.25, 0.5, 1]
+    assert np.isnan(null.p_value("zero_sum", float("nan")))
+
+
+def test_zero_sum_is_the_largest_over_responses():
+    expected = np.sort([zero_sum(weights) for weights in random_models()])
+    assert found_in_null("zero_sum") == pytest.approx(expected)
+
+
+def test_omega_spread_compares_the_heads_of_one_response():
+    expected = np.sort([spread(weights) for weights in random_models()])
+    assert found_in_null("omega_spread") == pytest.approx(expected, abs=1e-12)
+
+
+def test_the_best_head_stands_for_its_model():
+    for name in ("qk_diagonal", "ov_last_entry"):
+        heads = np.array([getattr(weights, name).numpy() for weights in random_models()])
+        assert found_in_null(name) == pytest.approx(np.sort(heads.ravel()))
+        assert found_in_null(f"{name}_best") == pytest.approx(np.sort(heads.max(1)))
+
+
+def test_survival_is_that_of_idealised_models_with_their_law():
+    prompts = evaluation(TASK, N_PROMPTS, 0, True).prompts
+    expected = []
+    for weights in random_models():
+        ideal = idealised(weights, torch.diag_embed(weights.omega), weights.mu)
+        expected.append(survival(predict(weights, prompts), predict(ideal, prompts)).r2)
+    # The null is computed in float32.
+    found = found_in_null("substitution_r2")
+    assert found == pytest.approx(np.sort(expected), rel=1e-4, abs=1e-4)
+
+
+@pytest.mark.parametrize(("n_heads", "n_models"), [(1, 400), (20, 320), (128, 100)])
+def test_there_are_enough_models_for_a_small_p_value(n_heads: int, n_models: int):
+    task = TaskConfig(d_x=1, context_length=2)
+    null = null_of(task, ModelConfig(n_heads=n_heads, d_head=1), form="scalar")
+    assert null.n_models == n_models
+    assert len(null.values["zero_sum"]) == n_models
+    assert len(null.values["qk_diagonal"]) == n_models * n_heads
+
+
+def test_x_blocks_are_those_of_the_form():
+    weights = random_models()[0]
+    whole = weights.QK[:, :3, :3]
+    assert torch.equal(x_blocks(weights, 2, "matrix"), whole)
+    diagonal = torch.stack([torch.diag(block.diagonal()) for block in whole])
+    torch.testing.assert_close(x_blocks(weights, 2, "diagonal"), diagonal)
+    scalar = torch.stack([block.diagonal().mean() * torch.eye(3).double() for block in whole])
+    torch.testing.assert_close(x_blocks(weights, 2, "scalar"), scalar)
+    common = common_matrix(whole, torch.ones(2).double())
+    expected = common.scale[:, None, None] * common.matrix
+    torch.testing.assert_close(x_blocks(weights, 2, "common"), expected)
+
+
+def test_blocks_that_have_a_common_matrix_are_their_own_idealised_selves():
+    matrix = torch.diag(torch.tensor([2.0, 1.0, 1.0, 1.0, 0.5]).double())
+    blocks = torch.stack([0.1 * matrix, -0.2 * matrix])
+    weights = from_circuits(
+        torch.nn.functional.pad(blocks, (0, 1, 0, 1)), torch.ones(2, 6, 1).double()
+    )
+    torch.testing.assert_close(x_blocks(weights, 2, "common"), blocks)
