@@ -193,6 +193,17 @@ def test_a_head_that_reads_x_is_named_with_its_number():
     assert f"head 0 is unstructured: ov_last_entry {value:.3f} is below 0.9" in found.reason
 
 
+@pytest.mark.parametrize(("size", "pattern"), [(0.05, "undetermined"), (0.3, "unstructured")])
+def test_the_prediction_alone_may_be_beyond_random_weights(size: float, pattern: str):
+    weights = with_blocks(size * (EYE + 1.3 * antisymmetric())[None], [1.5])
+    OV = weights.OV.clone()
+    OV[0, 0, 0] = 0.9 * 1.5
+    found = classify(from_circuits(weights.QK, OV))
+    assert found.pattern == pattern
+    assert min(found.p_values[f"{name}_best"] for name in ("qk_diagonal", "ov_last_entry")) > 0.01
+    assert (found.p_values["substitution_r2"] <= 0.01) == (pattern == "undetermined")
+
+
 def test_linear_heads_are_labelled_by_their_own_diagonal():
     random = torch.Generator().manual_seed(1)
     weights = with_blocks(

@@ -86,3 +86,10 @@ def test_survival_is_over_prompts_and_responses():
     found = survival(prediction, prediction - 0.1)
     assert found.rms == pytest.approx(0.1)
     assert found.r2 == pytest.approx(1 - 4 * 0.01 / 30)
+
+
+def test_idealised_heads_keep_their_law():
+    law = {"score": "1+Cx", "score_slope": 0.5, "attend_to_self": True}
+    weights = replace(diagonal_heads([0.3], [2.0], d_x=5), **law)
+    found = idealised(weights, torch.diag_embed(weights.omega), weights.mu)
+    assert {name: getattr(found, name) for name in law} == law

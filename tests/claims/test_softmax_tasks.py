@@ -1,0 +1,101 @@
+"""Claims M-I to M-IV of He et al. 2025 (arXiv 2503.12734): two tasks on overlapping supports, 1 to 5 heads.
+
+d_x 6, supports {0, 1, 2, 3} and {2, 3, 4, 5}, L 48, independent betas of unit variance per entry: the setting of
+the published code, whose context noise has variance 0.4 and whose query has none.
+"""
+
+from functools import cache
+
+import numpy as np
+import pytest
+
+from mechinterp.analysis.patterns import Classification, classify
+from mechinterp.checkpoints.native import load
+from mechinterp.training.sweep import load_sweep
+from tests.conftest import CHECKPOINTS
+
+pytestmark = pytest.mark.slow
+
+NAMES = [f"two-tasks-h{h}-s{s}" for h in range(1, 6) for s in range(3)]
+# Its third head never found a use: the loss stays between that of two heads and that of three.
+STUCK = "two-tasks-h3-s2"
+ON = np.array([[1, 1, 1, 1, 0, 0], [0, 0, 1, 1, 1, 1]], dtype=bool)
+SHARED = np.array([0, 0, 1, 1, 0, 0], dtype=bool)
+# 1 / (1 + (1 + s^2) |S| / L) with s^2 = 0.1 in units of the signal variance.
+ETA = 1 / (1 + 1.1 * 4 / 48)
+
+
+@cache
+def label(name: str) -> Classification:
+    return classify(load(CHECKPOINTS / name))
+
+
+def loss(name: str) -> float:
+    return float(load(CHECKPOINTS / name).history["eval_loss"].iloc[-1])
+
+
+def with_heads(n_heads: int) -> list[str]:
+    return [name for name in NAMES if f"-h{n_heads}-" in name and name != STUCK]
+
+
+def test_the_sweep_file_names_the_shipped_models_with_their_configs():
+    models = load_sweep(CHECKPOINTS.parent / "analyses" / "sweeps" / "tasks.json")
+    assert models == {name: load(CHECKPOINTS / name).config for name in NAMES}
+
+
+@pytest.mark.parametrize("name", with_heads(1))
+def test_m1_one_head_is_a_kernel_smoother_that_both_tasks_share(name: str):
+    found = label(name)
+    assert found.pattern == "kernel_regression"
+    omega, mu = np.abs(found.circuits.omega[0]), np.abs(found.circuits.mu[0])
+    assert omega[SHARED].mean() / omega[~SHARED].mean() == pytest.approx(1.20, abs=0.06)
+    assert mu[0] == pytest.approx(mu[1], rel=0.03)
+
+
+@pytest.mark.parametrize("name", with_heads(2))
+def test_m2_two_heads_are_an_opposite_pair_that_both_tasks_share(name: str):
+    found = label(name)
+    assert found.pattern == "weighted_preconditioned_gd"
+    assert found.scales.zero_sum < 0.02
+    for omega in np.abs(found.circuits.omega):
+        assert omega[SHARED].mean() / omega[~SHARED].mean() == pytest.approx(1.085, abs=0.04)
+
+
+@pytest.mark.parametrize("name", with_heads(3))
+def test_m4_three_heads_are_a_superposition(name: str):
+    found = label(name)
+    assert found.pattern == "superposition"
+    assert {"mixed", "unstructured"} & set(found.labels)
+    theta = found.scales.theta
+    assert np.abs(theta[ON] - ETA).max() < 0.06
+    assert np.abs(theta[~ON]).max() < 0.08
+
+
+@pytest.mark.parametrize("name", with_heads(4))
+def test_m3_four_heads_are_a_pair_per_task_with_leaks_up_to_a_fifth(name: str):
+    found = label(name)
+    assert found.pattern == "task_heads"
+    assert found.labels.count("positive") == found.labels.count("negative") == 2
+    assert 0.05 < found.task_leak.max() < 0.2
+
+
+@pytest.mark.parametrize("name", with_heads(4) + with_heads(5))
+def test_m3_each_task_takes_its_own_step(name: str):
+    found = label(name)
+    assert found.pattern in ("task_heads", "superposition")
+    assert np.abs(found.scales.theta[ON] - ETA).max() < 0.03
+    assert np.abs(found.scales.theta[~ON]).max() < 0.03
+    assert np.abs(found.circuits.mu.sum(0)).max() < 0.15
+
+
+def test_m_losses_fall_with_the_number_of_heads_up_to_four():
+    means = [np.mean([loss(name) for name in with_heads(n_heads)]) for n_heads in range(1, 6)]
+    gaps = -np.diff(means)
+    assert gaps[:3] == pytest.approx([0.66, 0.137, 0.003], rel=0.15, abs=0.002)
+    assert abs(gaps[3]) < 0.001
+
+
+def test_not_for_every_seed_a_third_head_can_be_of_no_use():
+    found = label(STUCK)
+    assert found.pattern == "undetermined"
+    assert loss(with_heads(3)[0]) + 0.05 < loss(STUCK) < loss(with_heads(2)[0])
