@@ -42,7 +42,7 @@ test-peers: .venv-peers/.installed ## let nnsight, pyvene and captum drive our h
 	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,peers]'
 	@touch $@
 
-fuzz: install ## read 20,000 mutated files of each format (an hour or two)
+fuzz: install ## read 20,000 mutated files of each format (about half an hour)
 	OMP_NUM_THREADS=1 $(BIN)/python -W ignore -m tests.checkpoints.fuzz 20000
 
 lint: install ## check style, format and types
