@@ -261,7 +261,9 @@ def test_fit(run: Run, trained: Path):
         *("best", "verdict", "trained_length", "n_prompts", "lead", "lead_sem", "fits"),
     ]
     assert {row["context_length"] for row in ran.document["fits"]} == {10, 20, 40}
-    assert run("fit", trained, *options).out.startswith(f"{trained}: Closest to ")
+    assert run("fit", trained, *options).out.startswith(
+        f"{trained}: No learner fitted here is close, the nearest is "
+    )
 
 
 def test_report(run: Run, trained: Path, tmp_path: Path):
