@@ -35,13 +35,8 @@ from mechinterp.theory.linear_heads import (
     merged_heads,
     separate_heads,
 )
-from mechinterp.training.flow import (
-    Flow,
-    flow,
-    full_batch_descent,
-    sample_moments,
-    training_set,
-)
+from mechinterp.training.descent import full_batch_descent, sample_moments, training_set
+from mechinterp.training.flow import Flow, flow
 
 pytestmark = pytest.mark.slow
 

@@ -1,0 +1,201 @@
+"""Training of linear attention by descent: on a training set through its moments, or on fresh prompts.
+
+A training set enters through a few moments only, so that a step costs the same for any number of sequences.
+"""
+
+from collections.abc import Callable, Iterable
+
+import numpy as np
+import torch
+from jaxtyping import Float
+
+from mechinterp.config import TaskConfig
+from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
+from mechinterp.theory.linear import Modes, Moments, modes
+from mechinterp.theory.linear_heads import Heads
+from mechinterp.training.flat import Force, check_heads, flatten, force_of, velocity_of
+from mechinterp.training.flow import Flow, record
+
+
+def sample_moments(batches: Iterable[Prompts], *, basis: Float[np.ndarray, "d_x d_x"]) -> Moments:
+    """Moments of a training set, accumulated batch by batch, in float64.
+
+    Args:
+        basis: Eigenvectors as columns, `modes(...).vectors`; the moments are in their coordinates.
+    Raises:
+        ValueError: If there is no prompt, or prompts have more than one response.
+    Source:
+        Zhang et al. 2025, arXiv 2501.16265, section 3.1 (z = vec(b x_query^T)).
+    Example:
+        >>> from mechinterp.icl.prompts import generator_for, sample_prompts
+        >>> prompts = sample_prompts(TaskConfig(d_x=2), 64, generator=generator_for(0, "train", 0))
+        >>> sample_moments([prompts[:40], prompts[40:]], basis=np.eye(2))
+        Moments(d_x=2, yy=0.9606)
+    """
+    count, yy, yz, zz = 0, 0.0, 0.0, 0.0
+    for prompts in batches:
+        y, z = _regressors(prompts, basis)
+        count, yy, yz, zz = count + len(y), yy + y @ y, yz + y @ z, zz + z.T @ z
+    if count == 0:
+        raise ValueError("batches must hold at least one prompt, got none.")
+    d_x = len(basis)
+    return Moments(
+        yy=float(yy / count),
+        yz=np.reshape(yz / count, (d_x, d_x)),
+        zz=np.reshape(zz / count, (d_x, d_x, d_x, d_x)),
+    )
+
+
+def training_set(
+    task: TaskConfig, n_sequences: int, *, seed: int, chunk: int = 8192
+) -> Iterable[Prompts]:
+    """A training set in chunks, a pure function of its size and seed.
+
+    Raises:
+        ValueError: If n_sequences or chunk is below 1.
+    Example:
+        >>> [len(prompts) for prompts in training_set(TaskConfig(), 10, seed=0, chunk=4)]
+        [4, 4, 2]
+    """
+    for name, value in (("n_sequences", n_sequences), ("chunk", chunk)):
+        if value < 1:
+            raise ValueError(f"{name} must be >= 1, got {value}.")
+    for index, first in enumerate(range(0, n_sequences, chunk)):
+        generator = generator_for(seed, "train", index)
+        yield sample_prompts(
+            task, min(chunk, n_sequences - first), generator=generator, dtype=torch.float64
+        )
+
+
+def full_batch_descent(
+    heads: Heads,
+    moments: Moments,
+    found: Modes,
+    *,
+    learning_rate: float,
+    steps: int,
+    every: int = 1,
+) -> Flow:
+    """Gradient descent on the moments of a training set; each step costs the same for any size of the set.
+
+    Args:
+        heads: Initial weights in the basis of the moments.
+        found: Directions of the population, in that basis, for the learned fractions.
+        every: Steps between two rows of the result; the last step is one too.
+    Raises:
+        ValueError: If learning_rate, steps or every is not positive, all weights are zero or sizes differ.
+        FloatingPointError: If the weights diverge.
+    Source:
+        Zhang et al. 2025, arXiv 2501.16265, section 3.1; its figures use full-batch descent.
+    Example:
+        >>> from mechinterp.theory.linear import population_moments
+        >>> from mechinterp.theory.linear_heads import merged_heads
+        >>> moments = population_moments(np.array([0.4, 0.2]), context_length=31)
+        >>> heads = merged_heads(3, 2, std=0.1, seed=0)
+        >>> full_batch_descent(heads, moments, modes(moments), learning_rate=0.05, steps=4000, every=100)
+        Flow(41 times to 400, loss 0.6007 to 0.05271, 2 directions learned)
+    """
+    force = force_of(moments)
+    return _descend(heads, moments, found, lambda _: force, (learning_rate, steps, every))
+
+
+def minibatch_descent(
+    heads: Heads,
+    task: TaskConfig,
+    moments: Moments,
+    *,
+    learning_rate: float,
+    steps: int,
+    batch_size: int,
+    seed: int,
+    every: int = 1,
+) -> Flow:
+    """Stochastic gradient descent on fresh prompts; loss and learned fractions are those of the population.
+
+    Args:
+        heads: Initial weights in the eigenbasis of the population.
+        task: Law of the prompts, d_y = 1.
+        moments: Of the population in the coordinates of the prompts.
+        every: Steps between two rows of the result; the last step is one too.
+    Raises:
+        ValueError: If a number is not positive, all weights are zero, sizes differ or d_y is not 1.
+        FloatingPointError: If the weights diverge.
+    Example:
+        >>> from mechinterp.config import CovarianceConfig
+        >>> from mechinterp.theory.linear import population_moments
+        >>> from mechinterp.theory.linear_heads import merged_heads
+        >>> law = CovarianceConfig(kind="eigenvalues", eigenvalues=(0.4, 0.2))
+        >>> task = TaskConfig(d_x=2, context_length=31, covariance=law, beta_var=1.0, noise_var=0.0)
+        >>> moments = population_moments(np.array([0.4, 0.2]), context_length=31)
+        >>> options = {"learning_rate": 0.05, "steps": 500, "batch_size": 64, "seed": 0, "every": 100}
+        >>> run = minibatch_descent(merged_heads(3, 2, std=0.1, seed=0), task, moments, **options)
+        >>> bool(run.loss[-1] < 0.2)
+        True
+    """
+    found = modes(moments)
+    basis, d_x = found.vectors, len(found.rates)
+
+    def force_at(step: int) -> Force:
+        prompts = sample_prompts(
+            task, batch_size, generator=generator_for(seed, "train", step), dtype=torch.float64
+        )
+        y, z = _regressors(prompts, basis)
+        return lambda M: ((y - z @ M.ravel()) @ z / len(y)).reshape(d_x, d_x)
+
+    rotated = rotate(moments, basis)
+    return _descend(heads, rotated, modes(rotated), force_at, (learning_rate, steps, every))
+
+
+def rotate(moments: Moments, basis: Float[np.ndarray, "d_x d_x"]) -> Moments:
+    """The same moments in the coordinates of a basis, its vectors as columns.
+
+    Example:
+        >>> from mechinterp.theory.linear import population_moments
+        >>> moments = population_moments(np.array([[2.0, 1.0], [1.0, 2.0]]), context_length=31)
+        >>> rotate(moments, modes(moments).vectors).yz.round(9).tolist()
+        [[9.0, 0.0], [0.0, 1.0]]
+    """
+    zz = np.einsum("ijkl,ia,jb,kc,ld->abcd", moments.zz, *[basis] * 4, optimize=True)
+    return Moments(yy=moments.yy, yz=basis.T @ moments.yz @ basis, zz=zz)
+
+
+def _descend(
+    heads: Heads,
+    moments: Moments,
+    found: Modes,
+    force_at: Callable[[int], Force],
+    schedule: tuple[float, int, int],
+) -> Flow:
+    """Descent under forces; loss and -dL/dt on the moments."""
+    learning_rate, steps, every = schedule
+    if not learning_rate > 0:
+        raise ValueError(f"learning_rate must be > 0, got {learning_rate}.")
+    for name, value in (("steps", steps), ("every", every)):
+        if value < 1:
+            raise ValueError(f"{name} must be >= 1, got {value}.")
+    check_heads(heads, moments)
+    velocity, state, rate = velocity_of(heads), flatten(heads), 2 * learning_rate
+    rows, states = [0], [state]
+    for step in range(1, steps + 1):
+        state = state + rate * velocity(state, force_at(step - 1))
+        if step % every == 0 or step == steps:
+            if not np.abs(state).max() < 1e6:
+                raise FloatingPointError(
+                    f"Weights diverged by step {step} at learning_rate {learning_rate}."
+                )
+            rows.append(step)
+            states.append(state)
+    return record(rate * np.array(rows), np.stack(states), heads, moments, found, 1.0)
+
+
+def _regressors(
+    prompts: Prompts, basis: Float[np.ndarray, "d_x d_x"]
+) -> tuple[Float[np.ndarray, " batch"], Float[np.ndarray, "batch feature"]]:
+    """y_query and z = vec(b x_query^T), b = (1/N) sum y x."""
+    if prompts.y.shape[2] != 1:
+        raise ValueError(f"prompts must have one response, got d_y = {prompts.y.shape[2]}.")
+    x, y, x_query, y_query = (
+        getattr(prompts, name).double().cpu().numpy() for name in ("x", "y", "x_query", "y_query")
+    )
+    b = np.einsum("bnd,bn->bd", x, y[..., 0]) / x.shape[1] @ basis
+    return y_query[:, 0], np.einsum("bi,bj->bij", b, x_query @ basis).reshape(len(b), -1)
