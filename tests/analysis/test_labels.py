@@ -190,7 +190,7 @@ def test_modes_of_several_tasks(weights, pattern: str, labels: tuple[str, ...], 
 
 def test_theta_and_leaks_of_the_published_superposition():
     found = classify(TABLE_2, TWO)
-    # facts: task 1 has .906, .915 and .009 off its support, task 2 .927, .907 and .009.
+    # From the published table: task 1 has .906, .915 and .009 off its support, task 2 .927, .907 and .009.
     expected = [grouped(0.906, 0.009, 0.915), grouped(0.009, 0.927, 0.907)]
     assert found.scales.theta == pytest.approx(np.array(expected), abs=2e-3)
     assert found.scales.supports == TWO.supports
