@@ -381,11 +381,15 @@ def _load(path: Path, hints: "Hints") -> "Checkpoint | LayeredCheckpoint":
 
     checkpoint = load(path, **hints.given)  # type: ignore[arg-type]
     if checkpoint.assumed:
+        shown = dict(checkpoint.assumed)
+        divisor = shown.pop("attn_scale", None)
+        if isinstance(divisor, float):  # TransformerLens divides by it; --scale is the factor
+            shown["scale"] = 1 / divisor
         said = [
             f"{name} = {value:.4g}" if isinstance(value, float) else f"{name} = {value}"
-            for name, value in checkpoint.assumed.items()
+            for name, value in shown.items()
             if value not in (None, (), [])
-            and name.startswith(("task.", "model.", "attn"))
+            and name.startswith(("task.", "model.", "scale"))
             and (name, value) != ("task.covariance.rho", 0)
         ]
         _complain(f"{path}: assumed {', '.join(said)}.")
