@@ -1,24 +1,29 @@
 """Fixtures with known answers."""
 
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
 
+from mechinterp import cli
 from mechinterp.config import TaskConfig
 from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
 from mechinterp.models.constructions import debiased_gradient_step, zero_head
-from mechinterp.models.functional import NAMES, AttentionWeights, stack
+from mechinterp.models.functional import AttentionWeights, stack
 
 CHECKPOINTS = Path(__file__).parents[1] / "checkpoints"
 
 
 def assert_same(actual: AttentionWeights, expected: AttentionWeights):
     """Equal bits, and the same law of attention."""
-    for name in NAMES:
-        assert torch.equal(getattr(actual, name), getattr(expected, name)), name
-    law = (expected.scale, expected.score, expected.score_slope)
-    assert (actual.scale, actual.score, actual.score_slope) == law
+    assert actual.law == expected.law
+    assert actual.tensors.keys() == expected.tensors.keys()
+    for name, tensor in expected.tensors.items():
+        assert torch.equal(actual.tensors[name], tensor), name
 
 
 @pytest.fixture
@@ -36,3 +41,47 @@ def prompts(generator: torch.Generator) -> Prompts:
 def gradient_step_weights() -> AttentionWeights:
     """Three heads, d_x = 5: heads 0 and 1 are one debiased step of size 0.88, head 2 is zero."""
     return stack([debiased_gradient_step(0.88, 0.02, d_x=5), zero_head(d_x=5)])
+
+
+@dataclass
+class Ran:
+    """A finished command."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def document(self):
+        """The one JSON document on standard output; NaN and infinities are no JSON."""
+
+        def refuse(name: str):
+            raise AssertionError(f"{name} in JSON")
+
+        return json.loads(self.out, parse_constant=refuse)
+
+    def assert_refused(self, *words: str):
+        """Exit code 2, nothing on standard output, one line on standard error with these words."""
+        assert (self.code, self.out) == (2, ""), self.err
+        assert self.err.startswith("mechinterp: ")
+        assert self.err.count("\n") == 1
+        assert self.err.endswith("\n")
+        for word in words:
+            assert str(word) in self.err
+
+
+Run = Callable[..., Ran]
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Runs a command in this process."""
+
+    def command(*arguments: object) -> Ran:
+        monkeypatch.setattr(sys, "argv", ["mechinterp", *map(str, arguments)])
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        return Ran(ended.value.code, *capsys.readouterr())
+
+    return command

@@ -7,19 +7,18 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from mechinterp import cli
 from mechinterp.checkpoints.native import load, save
 from mechinterp.config import PRESETS, ExperimentConfig, override
 from mechinterp.models.constructions import diagonal_heads
 from mechinterp.report.page import PAGE
+from tests.conftest import Ran, Run
 
 SCRIPT = Path(sys.executable).with_name("mechinterp")
 SHORT = (
@@ -30,56 +29,12 @@ SHORT = (
 HEADER = ["schema_version", "path", "format", "assumed", "n_layers", "n_heads", "d_x", "d_y"]
 
 
-@dataclass
-class Ran:
-    """A finished command."""
-
-    code: int
-    out: str
-    err: str
-
-    @property
-    def document(self):
-        """The one JSON document on standard output; NaN and infinities are no JSON."""
-
-        def refuse(name: str):
-            raise AssertionError(f"{name} in JSON")
-
-        return json.loads(self.out, parse_constant=refuse)
-
-    def assert_refused(self, *words: str):
-        """Exit code 2, nothing on standard output, one line on standard error with these words."""
-        assert (self.code, self.out) == (2, ""), self.err
-        assert self.err.startswith("mechinterp: ")
-        assert self.err.count("\n") == 1
-        assert self.err.endswith("\n")
-        for word in words:
-            assert str(word) in self.err
-
-
-Run = Callable[..., Ran]
-
-
 @pytest.fixture(autouse=True)
 def threads() -> Iterator[None]:
     """The commands that train set the number of threads."""
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
-
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Run:
-    """Runs a command in this process."""
-
-    def command(*arguments: object) -> Ran:
-        monkeypatch.setattr(sys, "argv", ["mechinterp", *map(str, arguments)])
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as ended:
-            cli.main()
-        return Ran(ended.value.code, *capsys.readouterr())
-
-    return command
 
 
 def start(*arguments: object, python: tuple[str, ...] = ()) -> Ran:

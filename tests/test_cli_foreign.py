@@ -3,8 +3,6 @@
 import json
 import subprocess
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +10,6 @@ import pandas as pd
 import pytest
 import torch
 
-from mechinterp import cli
 from mechinterp.checkpoints.errors import CheckpointError
 from mechinterp.checkpoints.loading import convert, load
 from mechinterp.models.constructions import diagonal_heads
@@ -24,33 +21,10 @@ from tests.checkpoints.foreign_files import (
     softmax_paper_state,
     whole_run,
 )
+from tests.conftest import Run
 from tests.models.test_layered_models import garg
 
 FEW = ("--n-prompts", "64")
-
-
-@dataclass
-class Ran:
-    code: int
-    out: str
-    err: str
-
-
-Run = Callable[..., Ran]
-
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Run:
-    """Runs a command in this process."""
-
-    def command(*arguments: object) -> Ran:
-        monkeypatch.setattr(sys, "argv", ["mechinterp", *map(str, arguments)])
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as ended:
-            cli.main()
-        return Ran(ended.value.code, *capsys.readouterr())
-
-    return command
 
 
 def pair_of_heads(file: Path) -> Path:

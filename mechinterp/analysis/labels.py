@@ -9,6 +9,9 @@ from mechinterp.analysis.scales import Scales
 from mechinterp.analysis.substitution import Survival
 from mechinterp.analysis.thresholds import Thresholds
 
+# Numbers of which one must lie beyond random weights for a model to be structured.
+STRUCTURE = ("qk_diagonal_best", "ov_last_entry_best", "substitution_r2")
+
 
 @dataclass(frozen=True, eq=False)
 class Evidence:
@@ -44,7 +47,7 @@ def model_label(
         return "undetermined", "no head is active, or those that are cancel each other"
     if np.isnan(evidence.substitution.r2):
         return "undetermined", "the predictions are all 0, or not finite"
-    chance = {name: evidence.p_values[name] for name in _STRUCTURE}
+    chance = {name: evidence.p_values[name] for name in STRUCTURE}
     if not any(p <= limits.p_value for p in chance.values()):
         numbers = ", ".join(f"{name} p = {p:.2g}" for name, p in chance.items())
         return "unstructured", f"random weights reach as far: {numbers}"
@@ -57,7 +60,7 @@ def model_label(
         )
         return _if_explained("linear_gd", sentence, evidence, limits)
     if len(kinds) == 1 and kinds <= {"positive", "negative"}:
-        sentence = f"all active heads are {kinds.copy().pop()}; the kernel smoother explains R² = {evidence.substitution.r2:.4f}"
+        sentence = f"all active heads are {next(iter(kinds))}; the kernel smoother explains R² = {evidence.substitution.r2:.4f}"
         return _if_explained("kernel_regression", sentence, evidence, limits)
     if heads.mu.shape[1] > 1:
         return _several_tasks(heads, labelled, evidence, limits)
@@ -69,9 +72,6 @@ def model_label(
     if too_large:
         return "undetermined", too_large
     return _if_explained(*_one_task(evidence, limits), evidence, limits)
-
-
-_STRUCTURE = ("qk_diagonal_best", "ov_last_entry_best", "substitution_r2")
 
 
 def _one_task(evidence: Evidence, limits: Thresholds) -> tuple[str, str]:

@@ -1,5 +1,6 @@
 """How far random weights reach on each statistic of the classifier: the null a label is held against."""
 
+import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -7,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mechinterp.analysis.reading import Form
 from mechinterp.analysis.structure import common_matrix, spread_over_heads
 from mechinterp.analysis.substitution import evaluation, idealised
 from mechinterp.analysis.thresholds import Thresholds
@@ -72,12 +74,9 @@ def x_blocks(weights: AttentionWeights, n_heads: int, form: str) -> Tensor:
     """The idealised QK x blocks of models of n_heads heads each, [head, d_x, d_x]."""
     d_x = weights.d_x
     blocks = weights.QK[:, :d_x, :d_x]
-    if form == "matrix":
-        return blocks
-    if form == "diagonal":
-        return torch.diag_embed(weights.omega)
-    if form == "scalar":
-        return torch.diag_embed(weights.omega.mean(1, keepdim=True).expand(-1, d_x))
+    if form != "common":
+        identity = torch.eye(d_x, dtype=blocks.dtype)
+        return Form(form, identity, math.nan, math.nan, math.nan).fitted(blocks)
     grouped = blocks.unflatten(0, (-1, n_heads))
     common = common_matrix(grouped, torch.ones(grouped.shape[:2], dtype=grouped.dtype))
     return (common.scale[..., None, None] * common.matrix[:, None]).flatten(0, 1)

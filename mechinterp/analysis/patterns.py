@@ -117,13 +117,7 @@ def classify(
     """
     weights = weights_of(source)
     task = task_of(source, weights) if task is None else task
-    for name in ("d_x", "d_y"):
-        if getattr(weights, name) != getattr(task, name):
-            raise ValueError(
-                f"The task's {name} must be the model's, {getattr(weights, name)}, got {getattr(task, name)}."
-            )
-    if n_prompts < 2:
-        raise ValueError(f"n_prompts must be >= 2, got {n_prompts}.")
+    _require_fit(weights, task, n_prompts)
     limits = Thresholds() if thresholds is None else thresholds
     prompts = evaluation(task, n_prompts, seed, weights.attend_to_self)
     outputs = head_outputs(weights, prompts.prompts)
@@ -131,13 +125,13 @@ def classify(
     form = form_of(groups, weights.score, limits)
     labels = tuple(label for label, _ in head_labels(heads, form, limits))
     group_labels = head_labels(groups, form, limits)
-    kinds = {label for label, _ in group_labels} - {"dummy"}
+    one_sign = len({label for label, _ in group_labels} - {"dummy"}) <= 1
     scales = scales_of(groups.where(groups.share > limits.share), form, weights, task, limits)
     prediction = outputs.sum(1) if weights.b_O is None else outputs.sum(1) + weights.b_O
     ideal = idealised(weights, form.fitted(heads.blocks), torch.from_numpy(heads.mu))
     learner = substitution = survival(prediction, predict(ideal, prompts.prompts))
     centred = is_normalised(weights.score)
-    if not centred or len(kinds) > 1:
+    if not (centred and one_sign):
         learner = survival(prediction, prompts.gradient_step(scales.step, centred=centred))
     null = null_of(task, _shape(weights), form=form.kind)
     p_values = _p_values(null, groups, scales, substitution)
@@ -150,7 +144,7 @@ def classify(
         labels=labels,
         share=heads.share,
         circuits=circuits(weights),
-        sign_matching=set(labels) <= {"positive", "negative", "dummy"} and bool(kinds),
+        sign_matching={"dummy"} < {"dummy", *labels} <= {"positive", "negative", "dummy"},
         omega_form=form.omega(heads.blocks).mean(1).numpy(),
         task_leak=heads.task_leak,
         form=form,
@@ -158,10 +152,7 @@ def classify(
         substitution=substitution,
         learner=learner,
         p_values=p_values,
-        head_p_values={
-            name: np.array([null.p_value(name, value) for value in getattr(heads, name)])
-            for name in ("qk_diagonal", "ov_last_entry")
-        },
+        head_p_values=_head_p_values(null, heads),
     )
 
 
@@ -225,6 +216,22 @@ def task_of(source: AttentionWeights | HasWeights, weights: AttentionWeights) ->
     """The task a checkpoint was trained on, else the softmax paper's setting for the model's d_x and d_y."""
     config = getattr(source, "config", None)
     return TaskConfig(d_x=weights.d_x, d_y=weights.d_y) if config is None else config.task
+
+
+def _require_fit(weights: AttentionWeights, task: TaskConfig, n_prompts: int) -> None:
+    for name in ("d_x", "d_y"):
+        own, other = getattr(weights, name), getattr(task, name)
+        if own != other:
+            raise ValueError(f"The task's {name} must be the model's, {own}, got {other}.")
+    if n_prompts < 2:
+        raise ValueError(f"n_prompts must be >= 2, got {n_prompts}.")
+
+
+def _head_p_values(null: Null, heads: Heads) -> dict[str, np.ndarray]:
+    return {
+        name: np.array([null.p_value(name, value) for value in getattr(heads, name)])
+        for name in ("qk_diagonal", "ov_last_entry")
+    }
 
 
 def _shape(weights: AttentionWeights) -> ModelConfig:

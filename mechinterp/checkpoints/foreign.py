@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
 from jaxtyping import Float
 from torch import Tensor
 
@@ -23,6 +22,7 @@ from mechinterp.checkpoints.outside import (
     require_shape,
     settle,
 )
+from mechinterp.models.constructions import factored_scores, factored_values
 from mechinterp.models.functional import BIASES, NAMES
 
 if TYPE_CHECKING:
@@ -213,21 +213,6 @@ def _linear_paper(
         attend_to_self=True,
         task=task | {"covariance": {"kind": "eigenvalues", "eigenvalues": eigenvalues}},
     )
-
-
-def factored_scores(QK: Float[Tensor, "head d_model d_model"]) -> tuple[Tensor, Tensor]:
-    """W_Q and W_K with W_Q W_K^T / sqrt(d_head) = QK, W_K the identity."""
-    n_heads, d_model, _ = QK.shape
-    keyed = torch.eye(d_model, dtype=QK.dtype).expand(n_heads, -1, -1).contiguous()
-    return (QK * math.sqrt(d_model)).contiguous(), keyed
-
-
-def factored_values(OV: Float[Tensor, "head d_model d_y"], d_head: int) -> tuple[Tensor, Tensor]:
-    """W_V and W_O with W_V W_O = OV, for d_y <= d_head: OV beside zeros, and the first rows of a unit matrix."""
-    n_heads, _, d_y = OV.shape
-    W_V = torch.nn.functional.pad(OV, (0, d_head - d_y)).contiguous()
-    W_O = torch.eye(d_head, d_y, dtype=OV.dtype).expand(n_heads, -1, -1).contiguous()
-    return W_V, W_O
 
 
 def _torch_attention(

@@ -120,17 +120,39 @@ def from_circuits(
             "QK and OV must be [head, d_model, d_model] and [head, d_model, d_y] with d_y < d_model, "
             f"got {list(QK.shape)} and {list(OV.shape)}."
         )
-    identity = torch.eye(d_model, dtype=QK.dtype, device=QK.device).expand(n_heads, -1, -1)
+    W_Q, W_K = factored_scores(QK)
+    W_V, W_O = factored_values(OV.to(QK), d_model)
     return AttentionWeights(
-        W_Q=QK * d_model**0.5,
-        W_K=identity.clone(),
-        W_V=torch.nn.functional.pad(OV.to(QK), (0, d_model - d_y)),
-        W_O=identity[:, :, :d_y].clone(),
+        W_Q=W_Q,
+        W_K=W_K,
+        W_V=W_V,
+        W_O=W_O,
         scale=d_model**-0.5,
         score=score,
         score_slope=score_slope,
         attend_to_self=attend_to_self,
     )
+
+
+def factored_scores(QK: Float[Tensor, "head d_model d_model"]) -> tuple[Tensor, Tensor]:
+    """W_Q and W_K with W_Q W_K^T / sqrt(d_head) = QK, W_K the identity."""
+    n_heads, d_model, _ = QK.shape
+    keyed = (
+        torch.eye(d_model, dtype=QK.dtype, device=QK.device).expand(n_heads, -1, -1).contiguous()
+    )
+    return (QK * d_model**0.5).contiguous(), keyed
+
+
+def factored_values(OV: Float[Tensor, "head d_model d_y"], d_head: int) -> tuple[Tensor, Tensor]:
+    """W_V and W_O with W_V W_O = OV, for d_y <= d_head: OV beside zeros, and the first rows of a unit matrix."""
+    n_heads, _, d_y = OV.shape
+    W_V = torch.nn.functional.pad(OV, (0, d_head - d_y)).contiguous()
+    W_O = (
+        torch.eye(d_head, d_y, dtype=OV.dtype, device=OV.device)
+        .expand(n_heads, -1, -1)
+        .contiguous()
+    )
+    return W_V, W_O
 
 
 def zero_head(*, d_x: int, d_y: int = 1) -> AttentionWeights:

@@ -169,23 +169,25 @@ MODE_3 = diagonal_heads(
 )
 
 
+MODES = [
+    (MODE_1, "kernel_regression", ("positive",)),
+    (MODE_2, "weighted_preconditioned_gd", ("positive", "negative")),
+    (MODE_3, "task_heads", ("positive", "negative") * 2),
+    (TABLE_2, "superposition", ("negative", "positive", "mixed")),
+]
+
+
 @pytest.mark.parametrize("supports", [TWO.supports, None])
-@pytest.mark.parametrize(
-    ("weights", "pattern", "labels"),
-    [
-        (MODE_1, "kernel_regression", ("positive",)),
-        (MODE_2, "weighted_preconditioned_gd", ("positive", "negative")),
-        (MODE_3, "task_heads", ("positive", "negative") * 2),
-        (TABLE_2, "superposition", ("negative", "positive", "mixed")),
-        (debiased_gradient_step(0.9, 0.1, d_x=6, d_y=2), "debiased_gd", ("positive", "negative")),
-    ],
-)
+@pytest.mark.parametrize(("weights", "pattern", "labels"), MODES)
 def test_modes_of_several_tasks(weights, pattern: str, labels: tuple[str, ...], supports):
-    task = replace(TWO, supports=supports)
-    if pattern == "debiased_gd" and supports is not None:
-        pytest.skip("a step that reads all coordinates is not one on these supports")
-    found = classify(weights, task)
+    found = classify(weights, replace(TWO, supports=supports))
     assert (found.pattern, found.labels) == (pattern, labels)
+
+
+def test_a_step_that_all_responses_take_alike_is_debiased_gd_unless_supports_differ():
+    weights = debiased_gradient_step(0.9, 0.1, d_x=6, d_y=2)
+    assert classify(weights, replace(TWO, supports=None)).pattern == "debiased_gd"
+    assert classify(weights, TWO).pattern != "debiased_gd"
 
 
 def test_theta_and_leaks_of_the_published_superposition():
