@@ -21,8 +21,8 @@ COVARIANCES = ("identity", "kms", "eigenvalues")
 SCORES = ("softmax", "1+tanh", "1+Cx", "(1+Cx)^2", "linear", "linear/L")
 
 
-# Fields of ModelConfig that the first version did not have: they must not change the ids it gave.
-LATER_FIELDS = ("attend_to_self", "biases")
+# Fields that the first version did not have: they must not change the ids it gave.
+LATER_FIELDS = {"task": ("shared_beta",), "model": ("attend_to_self", "biases")}
 
 
 @dataclass(frozen=True)
@@ -76,6 +76,8 @@ class TaskConfig:
     """Whether y_query, the target of training, carries noise too."""
     supports: tuple[tuple[int, ...], ...] | None = None
     """Covariate coordinates, from 0, that each response depends on; None: all of them."""
+    shared_beta: bool = False
+    """Whether all responses have one task vector, each on its own support, instead of one each."""
     sparsity: int | None = None
     """Number of nonzero entries of a task vector; None: all of them."""
     n_sequences: int | None = None
@@ -223,9 +225,11 @@ class ExperimentConfig:
     def id(self) -> str:
         """Eight hexadecimal digits of the sorted JSON, later fields left out where they hold their defaults."""
         values = asdict(self)
-        for name in LATER_FIELDS:
-            if getattr(self.model, name) == getattr(ModelConfig(), name):
-                del values["model"][name]
+        default = ExperimentConfig()
+        for section, names in LATER_FIELDS.items():
+            for name in names:
+                if values[section][name] == getattr(getattr(default, section), name):
+                    del values[section][name]
         text = json.dumps(values, indent=2, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:8]
 

@@ -99,6 +99,7 @@ def test_the_id_is_stable():
 def test_configs_that_differ_have_different_ids():
     changes = [
         "model.biases=true",
+        "task.shared_beta=true",
         "model.attend_to_self=true",
         "seed=1",
         "task.d_x=6",

@@ -134,7 +134,8 @@ def sample_prompts(
         if value < 1:
             raise ValueError(f"{name} must be >= 1, got {value}.")
     n_tokens = length + 1
-    sizes = [n_tokens * task.d_x, n_tokens * task.d_y, task.d_x * task.d_y]
+    n_vectors = 1 if task.shared_beta else task.d_y
+    sizes = [n_tokens * task.d_x, n_tokens * task.d_y, task.d_x * n_vectors]
     # One draw for everything: the generator's start-up costs more than its numbers.
     normal = torch.empty(n_prompts * sum(sizes), device=generator.device, dtype=dtype)
     normal.normal_(generator=generator)
@@ -143,7 +144,8 @@ def sample_prompts(
     if task.covariance.kind != "identity":
         root = np.linalg.cholesky(covariance_matrix(task.covariance, task.d_x))
         x_all = x_all @ torch.as_tensor(root.T, dtype=dtype, device=normal.device)
-    beta = beta_draw.view(n_prompts, task.d_x, task.d_y) * task.beta_variance**0.5
+    beta = beta_draw.view(n_prompts, task.d_x, n_vectors) * task.beta_variance**0.5
+    beta = beta.expand(-1, -1, task.d_y)
     if task.supports is not None:
         beta = beta * support_mask(task.supports, task.d_x).to(beta)
     noise = noise_draw.view(n_prompts, n_tokens, task.d_y) * task.noise_var**0.5

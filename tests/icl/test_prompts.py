@@ -199,3 +199,21 @@ def test_responses_depend_on_their_supports_alone(generator: torch.Generator):
     part = sample_prompts(task, 8, generator=generator_for(0, "eval", 0))
     assert torch.equal(part.x, whole.x)
     assert torch.equal(part.beta, whole.beta * mask)
+
+
+def test_responses_can_share_one_task_vector():
+    supports = ((0, 1), (1, 2))
+    task = TaskConfig(d_x=3, d_y=2, supports=supports, shared_beta=True, noise_var=0.0)
+    prompts = sample_prompts(task, 2000, generator=generator_for(0, "eval", 0), dtype=torch.float64)
+    assert torch.equal(prompts.beta[:, 1, 0], prompts.beta[:, 1, 1])
+    assert (prompts.beta[:, [2, 0], [0, 1]] == 0).all()
+    assert prompts.beta[:, [0, 1, 2], [0, 1, 1]].var(0) == pytest.approx([1 / 3] * 3, rel=0.1)
+    torch.testing.assert_close(prompts.y, prompts.x @ prompts.beta)
+    # One response is the same task either way, number for number.
+    alone, again = (
+        sample_prompts(
+            TaskConfig(shared_beta=shared), 4, generator=generator_for(0, "eval", 0)
+        ).beta
+        for shared in (False, True)
+    )
+    assert torch.equal(alone, again)
