@@ -74,6 +74,7 @@ ORDER = [
     "analysis.fits",
     "analysis.evaluation",
     "analysis.dynamics",
+    "analysis.milestones",
     "report.documents",
     "report.table",
     "report.terminal",

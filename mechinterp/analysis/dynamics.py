@@ -28,6 +28,18 @@ class TrainingDynamics:
     qk_diagonal: Float[np.ndarray, "row head"]
     ov_last_entry: Float[np.ndarray, "row head"]
 
+    @property
+    def share(self) -> Float[np.ndarray, "row head"]:
+        """|mu omega| of a head over the sum of that over heads: what it adds to a gradient step; 0 if all are."""
+        step = np.abs(self.mu * self.omega)
+        total = step.sum(1, keepdims=True)
+        return np.divide(step, total, out=np.zeros_like(step), where=total > 0)
+
+    @property
+    def group_mu(self) -> Float[np.ndarray, "row sign"]:
+        """Sums of the positive and of the negative mu."""
+        return np.stack([self.mu.clip(min=0).sum(1), self.mu.clip(max=0).sum(1)], 1)
+
     def __repr__(self) -> str:
         return f"TrainingDynamics({self.step[-1]} steps, final eval_loss {self.eval_loss[-1]:.4f})"
 
@@ -49,6 +61,19 @@ class TrainingDynamics:
     def plot_mu(self) -> go.Figure:
         """mu of every head over training."""
         return self._plot_heads("mu", "mu of each head during training", "mu")
+
+    def plot_groups(self) -> go.Figure:
+        """Sums of the positive and of the negative mu over training, and of all."""
+        positive, negative = self.group_mu[1:].T
+        return figures.lines(
+            self.step[1:],
+            {"positive heads": positive, "negative heads": negative, "all": positive + negative},
+            title="Sums of mu during training",
+            x_title="step",
+            y_title="sum of mu",
+            log_x=True,
+            zero_line=True,
+        )
 
     def plot_loss(self) -> go.Figure:
         """Training and evaluation loss over training."""

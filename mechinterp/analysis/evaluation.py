@@ -1,6 +1,6 @@
-"""Losses of several models on the same prompts, over context lengths."""
+"""Losses of several models and learners on the same prompts, over context lengths."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -8,13 +8,16 @@ import pandas as pd
 import plotly.graph_objects as go
 import torch
 from jaxtyping import Float, Int
+from torch import Tensor
 
 from mechinterp import figures
 from mechinterp.analysis.circuits import HasWeights, weights_of
 from mechinterp.analysis.estimates import mean_and_sem
 from mechinterp.config import TaskConfig
-from mechinterp.icl.prompts import prompt_chunks
-from mechinterp.models.functional import AttentionWeights, head_outputs
+from mechinterp.icl.prompts import Prompts, prompt_chunks
+from mechinterp.models.functional import AttentionWeights, predict
+
+Learner = Callable[[Prompts], Tensor]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -59,7 +62,7 @@ class SharedLosses:
 
 
 def shared_losses(
-    models: Mapping[str, AttentionWeights | HasWeights],
+    models: Mapping[str, AttentionWeights | HasWeights | Learner],
     task: TaskConfig,
     *,
     context_lengths: Sequence[int] | None = None,
@@ -69,7 +72,8 @@ def shared_losses(
     """Losses of models on prompts they share, with paired differences from the first.
 
     Args:
-        models: Weights, checkpoints or hooked models of the task's d_x and d_y, by name.
+        models: Weights, checkpoints or hooked models of the task's d_x and d_y, or functions from prompts to
+            predictions such as those of `icl.predictors`, by name.
         context_lengths: Numbers of pairs; None: the task's own.
     Raises:
         ValueError: If there is no model.
@@ -81,15 +85,23 @@ def shared_losses(
     """
     if not models:
         raise ValueError("shared_losses needs at least one model, got none.")
-    weights = [weights_of(model).to(torch.float32) for model in models.values()]
+    learners = [_learner(model) for model in models.values()]
     lengths = [task.context_length] if context_lengths is None else list(context_lengths)
     columns = []
     for length in lengths:
         squares = []
         for prompts in prompt_chunks(task, n_prompts, seed=seed, context_length=length):
-            errors = [head_outputs(one, prompts).sum(1) - prompts.y_query for one in weights]
+            errors = [learner(prompts) - prompts.y_query for learner in learners]
             squares.append(torch.stack([error.square().mean(1) for error in errors], 1))
         losses = torch.cat(squares).double().numpy()
         columns.append([*mean_and_sem(losses), *mean_and_sem(losses - losses[:, :1])])
     loss, loss_sem, gap, gap_sem = (np.array(column) for column in zip(*columns, strict=True))
     return SharedLosses(tuple(models), np.array(lengths), n_prompts, loss, loss_sem, gap, gap_sem)
+
+
+def _learner(model: AttentionWeights | HasWeights | Learner) -> Learner:
+    """The model as a function from float32 prompts to predictions."""
+    if callable(model) and not isinstance(model, HasWeights):
+        return model
+    weights = weights_of(model).to(torch.float32)
+    return lambda prompts: predict(weights, prompts)

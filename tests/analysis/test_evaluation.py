@@ -1,9 +1,13 @@
+from functools import partial
+
 import numpy as np
 import pytest
 
 from mechinterp.analysis.evaluation import shared_losses
 from mechinterp.config import TaskConfig
+from mechinterp.icl.predictors import debiased_gd
 from mechinterp.models.constructions import debiased_gradient_step, kernel_head, zero_head
+from mechinterp.models.transformer import ICLTransformer
 from mechinterp.theory.softmax import debiased_risk, debiased_step_size
 
 TASK = TaskConfig()
@@ -34,6 +38,19 @@ def test_models_of_close_predictions_are_told_apart_by_the_paired_difference():
     rise = debiased_risk(0.97 * best, d_x=5, context_length=40, noise_var=0.1)
     rise -= debiased_risk(best, d_x=5, context_length=40, noise_var=0.1)
     assert abs(found.gap[0, 1] - rise) < 4 * found.gap_sem[0, 1]
+
+
+def test_learners_stand_beside_models_on_the_same_prompts():
+    pair = debiased_gradient_step(0.88, 1e-4, d_x=5)
+    models = {
+        "pair": pair,
+        "step": partial(debiased_gd, eta=0.88),
+        "hooked": ICLTransformer.from_weights(pair, task=TASK),
+    }
+    found = shared_losses(models, TASK, context_lengths=[10, 40], n_prompts=2000)
+    np.testing.assert_allclose(found.gap, 0, atol=2e-4)
+    exact = debiased_risk(0.88, d_x=5, context_length=10, noise_var=0.1)
+    assert abs(found.loss[0, 1] - exact) < 4 * found.loss_sem[0, 1]
 
 
 def test_frame_figure_and_repr():
