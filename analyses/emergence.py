@@ -1,18 +1,22 @@
 """What random seeds end as: the probability of each pattern at the end of training, with its 95% interval.
 
-    python analyses/emergence.py          (hours on one core; goes on where it was stopped)
+    python analyses/emergence.py          (two hours on one core; goes on where it was stopped)
     python analyses/emergence.py --quick  (about a minute, 16 seeds of two heads and a tenth of the steps)
 
-Trains the softmax paper's setting for 30,000 steps from many seeds, in packs of 128 heads, classifies each model at
-several steps and writes analyses/results/emergence_seeds.csv (a row per seed and step, added pack by pack) and
-emergence.csv (the fractions). The paper (He et al. 2025, arXiv 2503.12734) says its pattern consistently appears.
+Trains the softmax paper's setting from many seeds, in packs of 128 heads, classifies each model at several steps and
+writes analyses/results/emergence_seeds.csv (a row per arm, seed and step, added pack by pack) and emergence.csv (the
+fractions). Arms: "adam" is the paper's training, 30,000 steps of it; "small init" starts from a tenth of the initial
+weights, "sgd" takes plain gradient steps; "stuck" trains the first 16 two-head seeds that have one sign after 30,000
+steps to 500,000. The paper (He et al. 2025, arXiv 2503.12734) says its pattern consistently appears.
 """
 
 import argparse
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 import torch
+from measured import Claim, Measured, write
 from scipy.stats import binomtest
 
 from mechinterp.analysis.patterns import classify
@@ -21,11 +25,22 @@ from mechinterp.models.functional import AttentionWeights
 from mechinterp.training.trainer import Pack
 
 OUT = Path(__file__).parent / "results"
-SEEDS = {2: 512, 3: 256, 4: 256, 8: 128}
-STEPS, AT, HEADS = 30_000, (2_500, 5_000, 10_000, 20_000, 30_000), 128
+AT, LATE, HEADS = (2_500, 5_000, 10_000, 20_000, 30_000), (30_000, 100_000, 200_000, 500_000), 128
+SGD_RATE = 0.1
+# Arm, number of heads, number of seeds.
+JOBS = [
+    ("adam", 2, 512),
+    ("adam", 3, 256),
+    ("adam", 4, 256),
+    ("adam", 8, 128),
+    ("small init", 2, 128),
+    ("sgd", 2, 128),
+    ("stuck", 2, 16),
+]
+QUICK = [("adam", 2, 16)]
 
 
-def pack_rows(pack: Pack) -> list[dict]:
+def pack_rows(pack: Pack, arm: str) -> list[dict]:
     """One row per model: what it is at this step."""
     task, n_heads = pack.config.task, pack.config.model.n_heads
     rows = []
@@ -35,6 +50,7 @@ def pack_rows(pack: Pack) -> list[dict]:
         active = [label for label in found.labels if label != "dummy"]
         rows.append(
             {
+                "arm": arm,
                 "n_heads": n_heads,
                 "seed": config.seed,
                 "step": pack.step,
@@ -68,24 +84,52 @@ def fractions(rows: pd.DataFrame) -> pd.DataFrame:
         "a dummy head": rows.dummies > 0,
     }
     found = []
-    for (n_heads, step), group in rows.groupby(["n_heads", "step"]):
+    for (arm, n_heads, step), group in rows.groupby(["arm", "n_heads", "step"]):
         for kind, chosen in kinds.items():
             count, n = int(chosen[group.index].sum()), len(group)
             interval = binomtest(count, n).proportion_ci(method="wilson")
-            row = {"n_heads": n_heads, "step": step, "what": kind, "seeds": n, "count": count}
+            row = {"arm": arm, "n_heads": n_heads, "step": step, "what": kind}
+            row |= {"seeds": n, "count": count}
             found.append(row | {"fraction": count / n, "low": interval.low, "high": interval.high})
     return pd.DataFrame(found)
 
 
-def train(configs: list[ExperimentConfig], at: list[int]) -> pd.DataFrame:
+def train(configs: list[ExperimentConfig], arm: str, at: list[int]) -> pd.DataFrame:
     """The rows of one pack."""
     pack = Pack({str(config.seed): config for config in configs})
+    if arm == "small init":
+        pack.flat.mul_(0.1)
+    if arm == "sgd":
+        pack.optimizer = torch.optim.SGD([pack.flat], lr=SGD_RATE)
     rows = []
     while not pack.finished:
         pack.advance()
         if pack.step in at:
-            rows += pack_rows(pack)
+            rows += pack_rows(pack, arm)
     return pd.DataFrame(rows)
+
+
+def seeds_of(arm: str, count: int, rows: pd.DataFrame) -> list[int]:
+    """The seeds of an arm: from 0 on, or the first that had one sign after 30,000 steps."""
+    if arm != "stuck":
+        return list(range(count))
+    ended = rows[(rows.arm == "adam") & (rows.n_heads == 2) & (rows.step == AT[-1])]
+    return sorted(ended.seed[ended.one_sign.astype(bool)])[:count]
+
+
+def claims(table: pd.DataFrame) -> list[Claim]:
+    """How often seeds end as the paper says, in every arm that has run."""
+    found, what = [], {"both signs": "one sign", "a dummy head": "a dummy head"}
+    last = table.groupby(["arm", "n_heads", "what"], sort=False).last()
+    for arm, n_heads in last.index.droplevel("what").unique():
+        for text, kind in what.items():
+            row = last.loc[arm, n_heads, kind]
+            share = f"{kind} in {row["count"]:.0f} of {row.seeds:.0f} after {row.step:,.0f} steps: {row.fraction:.1%} ({row.low:.1%} to {row.high:.1%})"
+            always = "consistently" if text == "both signs" else "for some seeds"
+            holds = bool(row["count"] == 0) if text == "both signs" else bool(row["count"] > 0)
+            if not (n_heads == 2 and text == "a dummy head"):
+                found.append(Claim("", f"{n_heads} heads, {arm}: {text}", "trained", always, share, holds))  # fmt: skip
+    return found
 
 
 def main() -> None:
@@ -97,26 +141,24 @@ def main() -> None:
     torch.set_num_threads(1)
     scale = 10 if arguments.quick else 1
     file = arguments.out / "emergence_seeds.csv"
-    rows = pd.read_csv(file) if file.exists() else pd.DataFrame(columns=["n_heads", "seed"])
-    at = [step // scale for step in AT]
-    for n_heads, count in {2: 16}.items() if arguments.quick else SEEDS.items():
+    rows = pd.read_csv(file) if file.exists() else pd.DataFrame(columns=["arm", "n_heads", "seed"])
+    for arm, n_heads, count in QUICK if arguments.quick else JOBS:
+        at = [step // scale for step in (LATE if arm == "stuck" else AT)]
+        every = np.gcd.reduce(at)
         base = override(
-            preset(f"softmax-h{n_heads}"), f"train.steps={at[-1]}", f"train.log_every={at[0]}"
+            preset(f"softmax-h{n_heads}"), f"train.steps={at[-1]}", f"train.log_every={every}"
         )
-        done = set(rows.seed[rows.n_heads == n_heads])
-        left = [seed for seed in range(count) if seed not in done]
+        done = set(rows.seed[(rows.arm == arm) & (rows.n_heads == n_heads)])
+        left = [seed for seed in seeds_of(arm, count, rows) if seed not in done]
         size = HEADS // n_heads
         for start in range(0, len(left), size):
             seeds = left[start : start + size]
-            found = train([override(base, f"seed={seed}") for seed in seeds], at)
+            found = train([override(base, f"seed={seed}") for seed in seeds], arm, at)
             rows = pd.concat([rows, found]) if len(rows) else found
             rows.to_csv(file, index=False, float_format="%.6g")
-            print(f"{n_heads} heads: {seeds[-1] + 1} of {count} seeds", flush=True)
-    rows = rows.reset_index(drop=True)
-    table = fractions(rows)
-    table.to_csv(arguments.out / "emergence.csv", index=False, float_format="%.6g")
-    last = table[table.step == at[-1]]
-    print(last.to_string(index=False))
+            print(f"{arm}, {n_heads} heads: {start + len(seeds)} of {len(left)} seeds", flush=True)
+    table = fractions(rows.reset_index(drop=True))
+    write(Measured(table, claims=claims(table)), "emergence", arguments.out)
 
 
 if __name__ == "__main__":

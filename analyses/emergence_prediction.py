@@ -38,7 +38,8 @@ def main() -> None:
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
     rows = pd.read_csv(OUT / "emergence_seeds.csv")
-    last = rows[(rows.n_heads == 2) & (rows.step == rows.step.max())].sort_values("seed")
+    rows = rows[(rows.arm == "adam") & (rows.n_heads == 2)]
+    last = rows[rows.step == rows.step.max()].sort_values("seed")
     seeds, stuck = last.seed.to_numpy(), last.one_sign.to_numpy()
     omega, mu = growth(seeds, 1.0) - growth(seeds, 0.0), growth(seeds, 0.0)
     fitted, tried = seeds % 2 == 0, seeds % 2 == 1

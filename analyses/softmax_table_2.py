@@ -1,0 +1,52 @@
+"""Table 2: omega on the three groups of coordinates, and mu, of a three-head model for two tasks.
+
+He et al. 2025, arXiv 2503.12734, table 2. Run: python analyses/softmax_table_2.py (seconds)
+"""
+
+import numpy as np
+import pandas as pd
+from measured import Claim, Measured, numbers, run
+from softmax_tasks import labels
+
+GROUPS = {"omega_first": [0, 1], "omega_second": [4, 5], "omega_shared": [2, 3]}
+# The published table: omega on {0, 1}, {4, 5}, {2, 3}, then mu of both tasks, per head.
+PAPER = np.array(
+    [
+        [-0.0316, -0.0689, -0.0893, -3.9911, -7.0742],
+        [0.0779, 0.0000, 0.0870, 6.9204, 2.3371],
+        [-0.0837, 0.0927, 0.0152, -2.8739, 4.7399],
+    ]
+)
+
+
+def conditions(rows: np.ndarray) -> np.ndarray:
+    """sum_h mu_n omega_g, [response, group]."""
+    return rows[:, 3:].T @ rows[:, :3]
+
+
+def measure(quick: bool) -> Measured:
+    frames, ours, spreads = [pd.DataFrame(PAPER).assign(model="paper")], [], []
+    for name, found in labels(3, "two-tasks").items():
+        if found.pattern != "superposition":
+            continue
+        omega = found.circuits.omega
+        means = np.stack([omega[:, group].mean(1) for group in GROUPS.values()], 1)
+        rows = np.hstack([means, found.circuits.mu])
+        spreads += [np.ptp(omega[:, group], axis=1).max() for group in GROUPS.values()]
+        ours.append(conditions(rows))
+        frames.append(pd.DataFrame(rows).assign(model=name))
+    data = pd.concat(frames)
+    data.columns = [*GROUPS, "mu_0", "mu_1", "model"]
+    off = [max(abs(one[0, 1]), abs(one[1, 0])) for one in ours]
+    on = [value for one in ours for value in (one[0, 0], one[0, 2], one[1, 1], one[1, 2])]
+    paper = conditions(PAPER)
+    claims = [
+        Claim("", "sum_h mu_n omega_g is the step on a task's own groups", "two-tasks-h3-* in superposition", numbers(paper[[0, 0, 1, 1], [0, 2, 1, 2]]), numbers(on), bool(max(abs(np.array(on) - 0.915)) < 0.06)),
+        Claim("", "and 0 on the other task's", "the same", numbers(paper[[0, 1], [1, 0]]), f"at most {max(off):.3f}", max(off) < 0.08),
+        Claim("M-IV", "omega is the same within a group", "the same", "within 0.01", f"within {max(spreads):.3f}", bool(max(spreads) < 0.01)),
+    ]  # fmt: skip
+    return Measured(data, {}, claims)
+
+
+if __name__ == "__main__":
+    run(measure, __file__)
