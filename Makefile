@@ -6,7 +6,7 @@ REPORT := reports/softmax-h2-s0
 # Versions of transformer-lens that still have HookedTransformer, each in an environment of its own.
 INTEROP := .venv-interop/3.9.0 .venv-interop/3.2.1
 
-.PHONY: help install test test-interop test-peers fuzz lint report clean
+.PHONY: help install test test-interop test-peers fuzz lint analyses report clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -49,6 +49,11 @@ lint: install ## check style, format and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+analyses: install ## measure the papers' claims again from the shipped checkpoints
+	grep -l 'run(measure' analyses/*.py | OMP_NUM_THREADS=1 xargs -n 1 -P 2 $(BIN)/python
+	$(BIN)/python analyses/emergence_prediction.py
+	$(BIN)/python analyses/claims_table.py
 
 report: install ## write the page about a two-head model, and say where it is
 	$(BIN)/mechinterp report $(CHECKPOINT) --out $(REPORT) --overwrite

@@ -40,6 +40,13 @@ JOBS = [
 QUICK = [("adam", 2, 16)]
 
 
+class PlainDescent(Pack):
+    """A pack that takes plain gradient steps instead of Adam's."""
+
+    def update(self) -> None:
+        self.flat -= SGD_RATE * self.gradient
+
+
 def pack_rows(pack: Pack, arm: str) -> list[dict]:
     """One row per model: what it is at this step."""
     task, n_heads = pack.config.task, pack.config.model.n_heads
@@ -96,11 +103,9 @@ def fractions(rows: pd.DataFrame) -> pd.DataFrame:
 
 def train(configs: list[ExperimentConfig], arm: str, at: list[int]) -> pd.DataFrame:
     """The rows of one pack."""
-    pack = Pack({str(config.seed): config for config in configs})
+    pack = (PlainDescent if arm == "sgd" else Pack)({str(c.seed): c for c in configs})
     if arm == "small init":
         pack.flat.mul_(0.1)
-    if arm == "sgd":
-        pack.optimizer = torch.optim.SGD([pack.flat], lr=SGD_RATE)
     rows = []
     while not pack.finished:
         pack.advance()
@@ -124,9 +129,10 @@ def claims(table: pd.DataFrame) -> list[Claim]:
     for arm, n_heads in last.index.droplevel("what").unique():
         for text, kind in what.items():
             row = last.loc[arm, n_heads, kind]
-            share = f"{kind} in {row["count"]:.0f} of {row.seeds:.0f} after {row.step:,.0f} steps: {row.fraction:.1%} ({row.low:.1%} to {row.high:.1%})"
+            count, n, step = int(row["count"]), int(row.seeds), int(row.step)
+            share = f"{kind} in {count} of {n} after {step:,} steps: {row.fraction:.1%} ({row.low:.1%} to {row.high:.1%})"
             always = "consistently" if text == "both signs" else "for some seeds"
-            holds = bool(row["count"] == 0) if text == "both signs" else bool(row["count"] > 0)
+            holds = count == 0 if text == "both signs" else count > 0
             if not (n_heads == 2 and text == "a dummy head"):
                 found.append(Claim("", f"{n_heads} heads, {arm}: {text}", "trained", always, share, holds))  # fmt: skip
     return found
