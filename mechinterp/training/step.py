@@ -1,20 +1,20 @@
 """The training step: loss and gradient of many independent one-layer models on one batch of prompts.
 
-Heads of all models lie along one axis and see the same prompts.
-The gradient is written out, because the few tensor operations it needs cost about half of what
-automatic differentiation of the forward pass does.
+Heads of all models lie along one axis and see the same prompts. The gradient is written out, once as a few
+tensor operations, for any device and precision, and once as a compiled kernel, for float32 on the CPU.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from mechinterp.config import ExperimentConfig
+from mechinterp.config import SCORES, ExperimentConfig
 from mechinterp.icl.prompts import Prompts, generator_for
-from mechinterp.models.functional import AttentionWeights, attend
+from mechinterp.models.functional import NAMES, AttentionWeights, attend
 from mechinterp.models.scores import is_normalised
 
 
@@ -94,7 +94,24 @@ def loss_and_gradients(
     """Loss of every model, in units of y^2, and the gradient of each model's loss in its own weights.
 
     The loss is the mean over prompts and responses of (y_hat - y_query)^2.
+
+    Raises:
+        ValueError: If the prompts are not of the weights' d_x and d_y.
     """
+    sizes = (prompts.x_query.shape[1], prompts.y_query.shape[1])
+    if sizes != (weights.d_x, weights.d_y):
+        raise ValueError(
+            f"prompts must have d_x, d_y = {weights.d_x}, {weights.d_y} as the weights have, got {sizes}."
+        )
+    if weights.W_Q.device.type == "cpu" and weights.W_Q.dtype == torch.float32:
+        return _by_kernel(weights, prompts, members)
+    return by_tensors(weights, prompts, members)
+
+
+def by_tensors(
+    weights: AttentionWeights, prompts: Prompts, members: Membership
+) -> tuple[Float[Tensor, " model"], AttentionWeights]:
+    """`loss_and_gradients` by tensor operations; the reference for the kernel."""
     context, x_query = prompts.context_tokens, prompts.x_query
     batch, d_x, d_y = x_query.shape[0], x_query.shape[1], weights.d_y
     OV = weights.OV.transpose(0, 1).contiguous()  # [m, h, n]
@@ -119,11 +136,31 @@ def loss_and_gradients(
     # Only the x rows of W_Q are used: the query's y slot is 0.
     d_W_Q = torch.zeros_like(weights.W_Q)
     d_W_Q[:, :d_x] = d_QK @ weights.W_K
-    gradients = AttentionWeights(
-        W_Q=d_W_Q,
-        W_K=d_QK.mT @ weights.W_Q[:, :d_x],
-        W_V=d_OV @ weights.W_O.mT,
-        W_O=weights.W_V.mT @ d_OV,
-        scale=weights.scale,
+    gradients = {
+        "W_Q": d_W_Q,
+        "W_K": d_QK.mT @ weights.W_Q[:, :d_x],
+        "W_V": d_OV @ weights.W_O.mT,
+        "W_O": weights.W_V.mT @ d_OV,
+    }
+    return loss, weights.with_tensors(gradients)
+
+
+def _by_kernel(
+    weights: AttentionWeights, prompts: Prompts, members: Membership
+) -> tuple[Float[Tensor, " model"], AttentionWeights]:
+    # Here and not above: whoever only reads checkpoints need not wait for the compiler.
+    from mechinterp.training.kernel import set_loss_and_gradients
+
+    score, slope = weights.score, weights.score_slope
+    if score == "linear/L":
+        score, slope = "linear", slope / prompts.x.shape[1]
+    loss = np.zeros(len(members.slots), np.float32)
+    gradients = {name: np.zeros(getattr(weights, name).shape, np.float32) for name in NAMES}
+    set_loss_and_gradients(
+        *(t.numpy() for t in (prompts.x, prompts.y, prompts.x_query, prompts.y_query)),
+        *(getattr(weights, name).detach().numpy() for name in NAMES),
+        *(members.slots.numpy(), SCORES.index(score), slope, weights.scale, loss),
+        *gradients.values(),
     )
-    return loss, gradients
+    tensors = {name: torch.from_numpy(gradient) for name, gradient in gradients.items()}
+    return torch.from_numpy(loss), weights.with_tensors(tensors)

@@ -1,0 +1,457 @@
+"""The training step compiled: loss and gradient of many one-layer models, a block of prompts at a time.
+
+A head's scores, pattern, average and their gradient are numbers per prompt, so all arithmetic runs over
+vectors of LANES prompts, and a block of contexts stays in the nearest cache while every head reads it. No
+sum runs over heads of different models: a model has the same bits in any pack.
+
+Importing this module compiles it, or loads what an earlier import has compiled.
+"""
+
+import operator
+from typing import no_type_check
+
+import numpy as np
+from llvmlite import ir
+from numba import njit, types
+from numba.core.typeconv import Conversion
+from numba.core.typing.templates import ConcreteTemplate, Signature, infer_global, signature
+from numba.extending import intrinsic, lower_builtin, lower_cast, models, register_model
+
+from mechinterp.config import SCORES
+
+LANES = 32
+SOFTMAX, TANH, AFFINE, SQUARE, LINEAR = (
+    SCORES.index(score) for score in ("softmax", "1+tanh", "1+Cx", "(1+Cx)^2", "linear")
+)
+
+
+class LanesType(types.Type):
+    """One float32 for each prompt of a block, held in registers."""
+
+    def can_convert_from(self, _context: object, other: types.Type) -> Conversion | None:
+        return Conversion.safe if isinstance(other, types.Float) else None
+
+
+lanes = LanesType("lanes")
+VECTOR = ir.VectorType(ir.FloatType(), LANES)
+INTEGERS = ir.VectorType(ir.IntType(32), LANES)
+CONTRACT = (
+    "contract",
+)  # a * b + c may be rounded once; nothing else is reordered, and NaN stays NaN.
+
+
+@register_model(LanesType)
+class LanesModel(models.PrimitiveModel):
+    def __init__(self, manager, kind):
+        super().__init__(manager, kind, VECTOR)
+
+
+@lower_cast(types.Float, LanesType)
+def _broadcast(_context, builder, kind, _to, value):
+    if kind.bitwidth == 64:
+        value = builder.fptrunc(value, ir.FloatType())
+    one = builder.insert_element(ir.Constant(VECTOR, ir.Undefined), value, ir.IntType(32)(0))
+    return builder.shuffle_vector(one, one, ir.Constant(INTEGERS, [0] * LANES))
+
+
+def _define(operation, instruction: str) -> None:
+    """An operator between lanes, or lanes and a number."""
+
+    @infer_global(operation)
+    class Template(ConcreteTemplate):
+        cases = [signature(lanes, lanes, lanes)]
+
+    @lower_builtin(operation, lanes, lanes)
+    def lower(_context, builder, _signature, arguments):
+        return getattr(builder, instruction)(*arguments, flags=CONTRACT)
+
+
+_define(operator.add, "fadd")
+_define(operator.sub, "fsub")
+_define(operator.mul, "fmul")
+_define(operator.truediv, "fdiv")
+
+
+def _pointer(context, builder, kind, array, index):
+    data = context.make_array(kind)(context, builder, array).data
+    first = builder.mul(index, index.type(LANES))
+    return builder.bitcast(builder.gep(data, [first]), VECTOR.as_pointer())
+
+
+@intrinsic
+def load(_context, array, index):
+    """Lanes number `index` of a flat array."""
+
+    def code(context, builder, signature, arguments):
+        return builder.load(_pointer(context, builder, signature.args[0], *arguments), align=4)
+
+    return lanes(array, types.intp), code
+
+
+@intrinsic
+def store(_context, array, index, value):
+    def code(context, builder, signature, arguments):
+        pointer = _pointer(context, builder, signature.args[0], *arguments[:2])
+        builder.store(arguments[2], pointer, align=4)
+        return context.get_dummy_value()
+
+    return types.void(array, types.intp, lanes), code
+
+
+@intrinsic
+def fill(_context, number):
+    return lanes(lanes), lambda context, builder, signature, arguments: arguments[0]
+
+
+@intrinsic
+def larger(_context, a, b):
+    """The larger one, and b where one is NaN."""
+
+    def code(context, builder, signature, arguments):
+        return builder.select(builder.fcmp_ordered(">", *arguments), *arguments)
+
+    return lanes(lanes, lanes), code
+
+
+@intrinsic
+def smaller(_context, a, b):
+    def code(context, builder, signature, arguments):
+        return builder.select(builder.fcmp_ordered("<", *arguments), *arguments)
+
+    return lanes(lanes, lanes), code
+
+
+@intrinsic
+def power_of_two(_context, shifted):
+    """2^n from n + 1.5 * 2^23, whose last bits are those of the integer n."""
+
+    def code(context, builder, signature, arguments):
+        bits = builder.bitcast(arguments[0], INTEGERS)
+        one = ir.Constant(INTEGERS, [127 - 0x4B400000] * LANES)
+        exponent = builder.shl(builder.add(bits, one), ir.Constant(INTEGERS, [23] * LANES))
+        return builder.bitcast(exponent, VECTOR)
+
+    return lanes(lanes), code
+
+
+@intrinsic
+def total(_context, value):
+    """Sum over the lanes, in a fixed order: halves added to halves."""
+
+    def code(context, builder, signature, arguments):
+        value, width = arguments[0], LANES
+        while width > 1:
+            width //= 2
+            kind = ir.VectorType(ir.IntType(32), width)
+            low, high = (
+                builder.shuffle_vector(value, value, ir.Constant(kind, list(range(a, a + width))))
+                for a in (0, width)
+            )
+            value = builder.fadd(low, high)
+        return builder.extract_element(value, ir.IntType(32)(0))
+
+    return types.float32(lanes), code
+
+
+def _compiled(signature: Signature | None = None):
+    """numba.njit; a function with a signature is compiled now and kept on disk, where that can be written."""
+
+    def decorate(function):
+        try:
+            return njit(
+                signature, cache=signature is not None, fastmath={*CONTRACT}, error_model="numpy"
+            )(function)
+        except RuntimeError as error:
+            if "cannot cache" not in str(error):
+                raise
+            return njit(signature, fastmath={*CONTRACT}, error_model="numpy")(function)
+
+    return decorate
+
+
+# The test run would wrap functions to check their types, and numba cannot compile a wrapped one.
+
+
+@_compiled()
+@no_type_check
+def exponential(x):
+    """exp(x) to 2e-7 relative; below -87 and above 88 that of the bound, NaN of NaN."""
+    x = larger(fill(-87.0), smaller(fill(88.0), x))
+    # exp(x) = 2^n exp(r) with |r| <= log(2)/2: adding 1.5 * 2^23 rounds to an integer, and log(2) is
+    # subtracted in two parts, the first of which has so few digits that n times it is exact.
+    shifted = x * 1.4426950408889634 + 12582912.0
+    n = shifted - 12582912.0
+    r = (x - n * 0.693359375) + n * 2.12194440e-4
+    # Minimax polynomial of the Cephes library, expf.
+    p = r * 1.9875691500e-4 + 1.3981999507e-3
+    p = p * r + 8.3334519073e-3
+    p = p * r + 4.1665795894e-2
+    p = p * r + 1.6666665459e-1
+    p = p * r + 5.0000001201e-1
+    return ((p * r) * r + (r + 1.0)) * power_of_two(shifted)
+
+
+@_compiled()
+@no_type_check
+def block_of(rows, first, block):
+    """Rows of [batch, axis] as lanes; lanes beyond the batch are 0."""
+    block[:] = 0
+    for b in range(min(LANES, rows.shape[0] - first)):
+        for i in range(rows.shape[1]):
+            block[i * LANES + b] = rows[first + b, i]
+
+
+@_compiled()
+@no_type_check
+def context_block(x, y, first, block):
+    """Tokens (x, y) of a block of prompts as lanes [context, d_model]; lanes beyond the batch are 0."""
+    length, d_x, d_y = x.shape[1], x.shape[2], y.shape[2]
+    n_prompts = min(LANES, x.shape[0] - first)
+    tokens = block.reshape(length, d_x + d_y, LANES)
+    if n_prompts < LANES:
+        block[:] = 0
+    for pair in range(length):
+        for i in range(d_x):
+            row = tokens[pair, i]
+            for b in range(n_prompts):
+                row[b] = x[first + b, pair, i]
+        for n in range(d_y):
+            row = tokens[pair, d_x + n]
+            for b in range(n_prompts):
+                row[b] = y[first + b, pair, n]
+
+
+@_compiled()
+@no_type_check
+def score_block(QK, query, context, keys, scores):
+    """Scores x_query QK (x_l, y_l)^T; the largest one of each prompt."""
+    d_x, d_model = QK.shape
+    for m in range(d_model):
+        key = fill(0.0)
+        for i in range(d_x):
+            key = key + load(query, i) * QK[i, m]
+        store(keys, m, key)
+    peak = fill(-np.inf)
+    for pair in range(scores.size // LANES):
+        score = fill(0.0)
+        for m in range(d_model):
+            score = score + load(keys, m) * load(context, pair * d_model + m)
+        store(scores, pair, score)
+        peak = larger(score, peak)
+    return peak
+
+
+@_compiled()
+@no_type_check
+def activate(score, slope, peak, values, slopes):
+    """Turn scores into f and f', both over a sum that is returned as its inverse."""
+    length = values.size // LANES
+    whole = fill(0.0)
+    if score == SOFTMAX:
+        for pair in range(length):
+            value = exponential(load(values, pair) - peak)
+            store(values, pair, value)
+            whole = whole + value
+        return fill(1.0) / whole
+    for pair in range(length):
+        s = load(values, pair)
+        if score == TANH:
+            # 1 + tanh(s), without cancellation where it is small.
+            value = fill(2.0) / (exponential(s * -2.0) + 1.0)
+            derivative = value * (fill(2.0) - value)
+        elif score == SQUARE:
+            root = s * slope + 1.0
+            value, derivative = root * root, root * (slope + slope)
+        elif score == AFFINE:
+            value, derivative = s * slope + 1.0, fill(slope)
+        else:
+            value, derivative = s * slope, fill(slope)
+        store(values, pair, value)
+        store(slopes, pair, derivative)
+        whole = whole + value
+    return fill(1.0) if score == LINEAR else fill(1.0) / whole
+
+
+@_compiled()
+@no_type_check
+def average(values, inverse, context, averaged):
+    """The averaged token, [d_model]."""
+    d_model = averaged.size // LANES
+    for m in range(d_model):
+        mean = fill(0.0)
+        for pair in range(values.size // LANES):
+            mean = mean + load(values, pair) * load(context, pair * d_model + m)
+        store(averaged, m, mean * inverse)
+
+
+@_compiled()
+@no_type_check
+def add_QK_gradient(slopes, centre, context, query, d_averaged, reading, d_QK):
+    """Add a block's part of the loss's gradient in QK: lanes [d_x, d_model]."""
+    # dp_i/ds_k = slope_k (1[i = k] - p_i): `centre` is sum_i p_i reading_i, and 0 in linear attention.
+    d_model = d_averaged.size // LANES
+    length = reading.size // LANES
+    for pair in range(length):
+        value = fill(0.0) - centre
+        for m in range(d_model):
+            value = value + load(d_averaged, m) * load(context, pair * d_model + m)
+        store(reading, pair, value * load(slopes, pair))
+    for m in range(d_model):
+        d_key = fill(0.0)
+        for pair in range(length):
+            d_key = d_key + load(reading, pair) * load(context, pair * d_model + m)
+        for i in range(query.size // LANES):
+            index = i * d_model + m
+            store(d_QK, index, load(d_QK, index) + load(query, i) * d_key)
+
+
+@_compiled()
+@no_type_check
+def predict_block(OV, averaged, error):
+    """Add a head's outputs, [d_y]."""
+    for n in range(OV.shape[1]):
+        output = load(error, n)
+        for m in range(OV.shape[0]):
+            output = output + load(averaged, m) * OV[m, n]
+        store(error, n, output)
+
+
+@_compiled()
+@no_type_check
+def add_OV_gradient(OV, averaged, d_output, d_averaged, d_OV):
+    """Add a block's part of the loss's gradient in OV; set that in the averaged token, and return its centre."""
+    d_model, d_y = OV.shape
+    centre = fill(0.0)
+    for m in range(d_model):
+        d_mean, mean = fill(0.0), load(averaged, m)
+        for n in range(d_y):
+            index = m * d_y + n
+            store(d_OV, index, load(d_OV, index) + mean * load(d_output, n))
+            d_mean = d_mean + load(d_output, n) * OV[m, n]
+        store(d_averaged, m, d_mean)
+        centre = centre + d_mean * mean
+    return centre
+
+
+@_compiled()
+@no_type_check
+def scale_block(block, factor):
+    for index in range(block.size // LANES):
+        store(block, index, load(block, index) * factor)
+
+
+@_compiled()
+@no_type_check
+def block_gradients(context, query, target, QK, OV, slots, score, slope, squares, d_QK, d_OV):
+    """Add one block's part: of each model's squared error, and of its gradients but for their factor."""
+    n_heads, d_model, d_y = OV.shape
+    n_slots, size = slots.shape[1], context.size // d_model
+    values, slopes = np.empty((n_slots, size), np.float32), np.empty((n_slots, size), np.float32)
+    averaged = np.empty((n_slots, d_model * LANES), np.float32)
+    inverses = np.empty(n_slots * LANES, np.float32)
+    keys, reading = np.empty(d_model * LANES, np.float32), np.empty(size, np.float32)
+    error = np.empty(d_y * LANES, np.float32)
+    for model in range(slots.shape[0]):
+        for n in range(d_y):
+            store(error, n, fill(0.0) - load(target, n))
+        for slot in range(n_slots):
+            head = slots[model, slot]
+            if head < n_heads:
+                peak = score_block(QK[head], query, context, keys, values[slot])
+                inverse = activate(score, slope, peak, values[slot], slopes[slot])
+                store(inverses, slot, inverse)
+                average(values[slot], inverse, context, averaged[slot])
+                predict_block(OV[head], averaged[slot], error)
+        square = load(squares, model)
+        for n in range(d_y):
+            square = square + load(error, n) * load(error, n)
+        store(squares, model, square)
+        for slot in range(n_slots):
+            head, inverse = slots[model, slot], load(inverses, slot)
+            if head < n_heads:
+                centre = add_OV_gradient(OV[head], averaged[slot], error, keys, d_OV[head])
+                scale_block(keys, inverse)
+                centre = fill(0.0) if score == LINEAR else centre * inverse
+                slope_of = values[slot] if score == SOFTMAX else slopes[slot]
+                add_QK_gradient(slope_of, centre, context, query, keys, reading, d_QK[head])
+
+
+@_compiled()
+@no_type_check
+def circuit_gradients(x, y, x_query, y_query, QK, OV, slots, score, slope, loss, d_QK, d_OV):
+    """Set the loss of every model, and its gradient in QK[:, :d_x] and OV."""
+    batch, length, d_x = x.shape
+    n_heads, d_model, d_y = OV.shape
+    context = np.empty(length * d_model * LANES, np.float32)
+    query, target = np.empty(d_x * LANES, np.float32), np.empty(d_y * LANES, np.float32)
+    squares = np.zeros(loss.size * LANES, np.float32)
+    QK_sums = np.zeros((n_heads, d_x * d_model * LANES), np.float32)
+    OV_sums = np.zeros((n_heads, d_model * d_y * LANES), np.float32)
+    for first in range(0, batch, LANES):
+        context_block(x, y, first, context)
+        block_of(x_query, first, query)
+        block_of(y_query, first, target)
+        block_gradients(
+            context, query, target, QK, OV, slots, score, slope, squares, QK_sums, OV_sums
+        )
+    count = np.float32(batch * d_y)
+    sum_lanes(squares, np.float32(1) / count, loss)
+    for head in range(n_heads):
+        sum_lanes(QK_sums[head], np.float32(2) / count, d_QK[head].reshape(d_x * d_model))
+        sum_lanes(OV_sums[head], np.float32(2) / count, d_OV[head].reshape(d_model * d_y))
+
+
+@_compiled()
+@no_type_check
+def sum_lanes(block, factor, sums):
+    for index in range(sums.size):
+        sums[index] = total(load(block, index)) * factor
+
+
+@_compiled()
+@no_type_check
+def add_product(left, right, factor, product):
+    """product += factor * left right."""
+    for i in range(left.shape[0]):
+        for k in range(left.shape[1]):
+            entry = factor * left[i, k]
+            for j in range(right.shape[1]):
+                product[i, j] += entry * right[k, j]
+
+
+@_compiled(
+    types.void(
+        *[types.Array(types.float32, 3, "A")] * 2,
+        *[types.Array(types.float32, 2, "A")] * 2,
+        *[types.Array(types.float32, 3, "A")] * 4,
+        types.Array(types.int64, 2, "A"),
+        *(types.int64, types.float32, types.float32),
+        *[types.Array(types.float32, 1, "C")] * 1,
+        *[types.Array(types.float32, 3, "C")] * 4,
+    )
+)
+@no_type_check
+def set_loss_and_gradients(
+    x, y, x_query, y_query, W_Q, W_K, W_V, W_O, slots, score, slope, scale, loss, d_W_Q, d_W_K, d_W_V, d_W_O
+):  # fmt: skip
+    """Set the loss of every model and its gradient in its weights; the gradients come filled with zeros.
+
+    Args:
+        slots: Heads of each model, [model, slot]; the number n_heads stands for none.
+        score: Index in SCORES; that of "linear" for "linear/L" too, with slope C over the number of keys.
+    """
+    d_x, (n_heads, d_model, d_y) = x.shape[2], (W_O.shape[0], W_Q.shape[1], W_O.shape[2])
+    QK = np.zeros((n_heads, d_x, d_model), np.float32)
+    OV = np.zeros((n_heads, d_model, d_y), np.float32)
+    one = np.float32(1)
+    for h in range(n_heads):
+        add_product(W_Q[h, :d_x], W_K[h].T, scale, QK[h])
+        add_product(W_V[h], W_O[h], one, OV[h])
+    d_QK, d_OV = np.empty_like(QK), np.empty_like(OV)
+    circuit_gradients(x, y, x_query, y_query, QK, OV, slots, score, slope, loss, d_QK, d_OV)
+    for h in range(n_heads):
+        # Only the x rows of W_Q are used: the query's y slot is 0.
+        add_product(d_QK[h], W_K[h], scale, d_W_Q[h, :d_x])
+        add_product(d_QK[h].T, W_Q[h, :d_x], scale, d_W_K[h])
+        add_product(d_OV[h], W_O[h].T, one, d_W_V[h])
+        add_product(W_V[h].T, d_OV[h], one, d_W_O[h])
