@@ -189,6 +189,42 @@ def sweep(
     )
 
 
+@app.command(name="predict-jumps")
+def predict_jumps(
+    what: Annotated[
+        str,
+        typer.Argument(metavar="PRESET_OR_CONFIG", help="A preset's name or a config file."),
+    ],
+    assignments: SetOption = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", help="A new .html file with the predicted loss.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Foretell the jumps of linear attention, without training. Example: mechinterp predict-jumps linear-separate"""
+    from mechinterp.analysis.jumps import jump_forecast
+    from mechinterp.checkpoints.loading import named_config
+    from mechinterp.config import override
+    from mechinterp.report.documents import dumps, forecast_document
+    from mechinterp.report.terminal import frame_text
+
+    config = override(named_config(what), *(assignments or []))
+    forecast = jump_forecast(config)
+    if out is not None:
+        from mechinterp.report.page import write_figure
+
+        write_figure(out, forecast.plot())
+    if as_json:
+        print(dumps(forecast_document(config, forecast, out)))
+        return
+    levels = ", ".join(f"{level:.4f}" for level in forecast.levels)
+    print(f"{frame_text(forecast.to_frame())}\nloss levels (y²): {levels}")
+    for note in forecast.notes:
+        print(f"note: {note}")
+    if out is not None:
+        print(f"Figure: {_shown(out.resolve())}")
+
+
 @app.command()
 @reads_checkpoints
 def classify(

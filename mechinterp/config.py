@@ -6,7 +6,7 @@ asks for something the package cannot do is refused when it is made.
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 
 from mechinterp.fields import (
     build,
@@ -19,10 +19,15 @@ from mechinterp.fields import (
 
 COVARIANCES = ("identity", "kms", "eigenvalues")
 SCORES = ("softmax", "1+tanh", "1+Cx", "(1+Cx)^2", "linear", "linear/L")
+OPTIMIZERS = ("adam", "gradient_descent", "gradient_flow")
 
 
 # Fields that the first version did not have: they must not change the ids it gave.
-LATER_FIELDS = {"task": ("shared_beta",), "model": ("attend_to_self", "biases")}
+LATER_FIELDS = {
+    "task": ("shared_beta",),
+    "model": ("attend_to_self", "biases", "merged_qk"),
+    "train": ("optimizer", "init_std"),
+}
 
 
 @dataclass(frozen=True)
@@ -81,7 +86,7 @@ class TaskConfig:
     sparsity: int | None = None
     """Number of nonzero entries of a task vector; None: all of them."""
     n_sequences: int | None = None
-    """Size of a finite training set; None: fresh prompts in every step."""
+    """Size of a finite training set, for optimizer "gradient_descent"; None: the whole population."""
 
     def __post_init__(self) -> None:
         set_checked(self, "task")
@@ -95,7 +100,9 @@ class TaskConfig:
                 f"task.covariance.eigenvalues must hold d_x = {self.d_x} numbers, got {len(eigenvalues)}."
             )
         self._check_supports()
-        refuse_unused("task", self, "sparsity", "n_sequences")
+        refuse_unused("task", self, "sparsity")
+        if self.n_sequences is not None:
+            require_at_least("task", self, 1, "n_sequences")
 
     def _check_supports(self) -> None:
         if self.supports is None:
@@ -148,6 +155,8 @@ class ModelConfig:
     """Whether the query is among its own keys; the models trained here read the context alone."""
     biases: bool = False
     """Whether the layer has biases b_Q, b_K, b_V, b_O; the models trained here have none."""
+    merged_qk: bool = False
+    """Whether each head has one matrix W_QK in place of W_Q W_K^T; d_head is then d_model."""
 
     def __post_init__(self) -> None:
         set_checked(self, "model")
@@ -162,14 +171,15 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """Adam on the mean squared error at the query, with fresh prompts in every step."""
+    """Minimisation of the mean squared error at the query, by Adam with fresh prompts in every step unless told."""
 
     steps: int = 500_001
     """Number of updates."""
     batch_size: int = 256
     """Prompts per step."""
     learning_rate: float = 1e-3
-    """Adam's step size; its other constants are PyTorch's defaults."""
+    """The step size; Adam's other constants are PyTorch's defaults. A gradient flow takes 2 steps learning_rate
+    units of its time tau in all, as long as descent at this step size."""
     data_seed: int = 0
     """Seed of the prompts; models with the same one see the same prompts."""
     log_every: int = 1000
@@ -178,9 +188,22 @@ class TrainConfig:
     """Steps between two snapshots of the weights; None: 0, 1k, 2k, 5k, 10k, 20k, 50k, ..."""
     n_eval_prompts: int = 4096
     """Number of fixed prompts behind `eval_loss`."""
+    optimizer: str = "adam"
+    """"adam", or for one layer of linear attention "gradient_descent", full-batch, on the population or a finite
+    training set, or "gradient_flow", exact, on the population; these train v, K and Q (or U) of every head."""
+    init_std: float | None = None
+    """Standard deviation of the initial v, K, Q or U of linear attention; None: PyTorch's default."""
 
     def __post_init__(self) -> None:
         set_checked(self, "train")
+        if self.optimizer not in OPTIMIZERS:
+            raise ValueError(
+                f"train.optimizer must be one of {', '.join(OPTIMIZERS)}, got {self.optimizer!r}."
+            )
+        if self.init_std is not None and self.init_std <= 0:
+            raise ValueError(
+                f"train.init_std must be > 0, got {self.init_std}: zero weights never move."
+            )
         require_at_least("train", self, 1, "steps", "batch_size", "log_every", "n_eval_prompts")
         require_at_least("train", self, 0, "data_seed")
         if self.learning_rate <= 0:
@@ -210,6 +233,37 @@ class ExperimentConfig:
     def __post_init__(self) -> None:
         set_checked(self, "")
         require_at_least("", self, 0, "seed")
+        if self.model.merged_qk and self.d_head != self.d_model:
+            raise ValueError(
+                f"model.d_head must be d_model = {self.d_model} where merged_qk is true, got {self.d_head}."
+            )
+        if self.train.optimizer == "adam":
+            for name, value in (
+                ("train.init_std", self.train.init_std),
+                ("task.n_sequences", self.task.n_sequences),
+            ):
+                if value is not None:
+                    raise ValueError(f"{name} is not used by train.optimizer 'adam', got {value}.")
+        else:
+            self._check_linear()
+
+    def _check_linear(self) -> None:
+        """Refuse what the closed forms behind training on moments do not cover."""
+        optimizer = self.train.optimizer
+        needed = {"model.score": "linear/L", "model.attend_to_self": False, "model.biases": False}
+        needed |= {"task.d_y": 1, "task.noise_var": 0.0, "task.supports": None}
+        if optimizer == "gradient_flow":
+            needed["task.n_sequences"] = None
+        for name, value in needed.items():
+            found = value_of(self, name)
+            if found != value:
+                raise ValueError(
+                    f"{name} must be {json.dumps(value)} for train.optimizer {optimizer!r}, got {json.dumps(found)}."
+                )
+        if self.model.score_slope == 0:
+            raise ValueError(
+                f"model.score_slope must not be 0 for train.optimizer {optimizer!r}, got 0.0."
+            )
 
     @property
     def d_model(self) -> int:
@@ -330,5 +384,65 @@ def preset(name: str) -> ExperimentConfig:
     return PRESETS[name]
 
 
+def _linear(
+    eigenvalues: tuple[float, ...],
+    *,
+    n_heads: int,
+    rank: int | None,
+    init_std: float,
+    train: TrainConfig,
+) -> ExperimentConfig:
+    """A setting of the linear-attention paper; rank None stands for merged heads.
+
+    init_std and the learning rate are those of its code, which sums over the N pairs of a context where the
+    paper and this package take the mean: with n weights multiplied in a head, ours are N^(1/n) and N^(2/n) times
+    as large.
+    """
+    N = 31
+    factor = N ** (1 / (2 if rank is None else 3))
+    return ExperimentConfig(
+        task=TaskConfig(
+            d_x=len(eigenvalues),
+            context_length=N,
+            covariance=CovarianceConfig(kind="eigenvalues", eigenvalues=eigenvalues),
+            beta_var=1.0,
+            noise_var=0.0,
+        ),
+        model=ModelConfig(n_heads=n_heads, d_head=rank, score="linear/L", merged_qk=rank is None),
+        train=replace(
+            train,
+            optimizer="gradient_flow",
+            learning_rate=train.learning_rate * factor**2,
+            init_std=init_std * factor,
+        ),
+    )
+
+
 # He et al. 2025 (arXiv 2503.12734), common setting: the defaults above.
 PRESETS = {f"softmax-h{h}": ExperimentConfig(model=ModelConfig(n_heads=h)) for h in (1, 2, 3, 4, 8)}
+# Zhang et al. 2025 (arXiv 2501.16265), figures 1, 3 and 4, on the population; the time axis is that of the figures.
+_FOUR, _EIGHT = (0.4, 0.3, 0.2, 0.1), tuple(value / 36 for value in range(8, 0, -1))
+PRESETS["linear-merged"] = _linear(
+    _FOUR,
+    n_heads=8,
+    rank=None,
+    init_std=1e-6,
+    train=TrainConfig(steps=8000, learning_rate=1e-3, log_every=50, snapshot_every=500),
+)
+PRESETS["linear-separate"] = _linear(
+    _FOUR,
+    n_heads=5,
+    rank=1,
+    init_std=1e-2,
+    train=TrainConfig(steps=20_000, learning_rate=2e-2, log_every=100, snapshot_every=200),
+)
+PRESETS |= {
+    f"linear-rank-{rank}": _linear(
+        _EIGHT,
+        n_heads=9,
+        rank=rank,
+        init_std=5e-3,
+        train=TrainConfig(steps=50_000, learning_rate=2e-2, log_every=500, snapshot_every=500),
+    )
+    for rank in (1, 2, 4, 8)
+}

@@ -92,11 +92,12 @@ def lines(
     y_title: str,
     errors: Mapping[str, np.ndarray] | None = None,
     colors: Sequence[str] = COLORS,
+    levels: Sequence[float] | np.ndarray = (),
     log_x: bool = False,
     log_y: bool = False,
     zero_line: bool = False,
 ) -> go.Figure:
-    """Curves over a common axis; `errors` are drawn as bars of one standard error."""
+    """Curves over a common axis; `errors` are bars of one standard error, `levels` dotted lines across."""
     figure = go.Figure()
     for index, (name, values) in enumerate(curves.items()):
         error = None if errors is None else errors.get(name)
@@ -111,6 +112,8 @@ def lines(
             },
             error_y=None if error is None else {"type": "data", "array": error, "thickness": 1},
         )
+    for level in levels:
+        figure.add_hline(float(level), line_dash="dot", line_width=1)
     figure.update_xaxes(title_text=x_title, type="log" if log_x else "linear")
     figure.update_yaxes(title_text=y_title, type="log" if log_y else "linear", zeroline=zero_line)
     return _finish(figure, title, height=HEIGHT)

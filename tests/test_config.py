@@ -106,6 +106,7 @@ def test_configs_that_differ_have_different_ids():
         "task.query_noise=false",
         "model.d_head=6",
         "train.steps=9",
+        "model.merged_qk=true",
     ]
     ids = {override(ExperimentConfig(), change).id for change in changes}
     assert len(ids | {ExperimentConfig().id}) == len(changes) + 1
@@ -175,12 +176,33 @@ def test_value_of():
     assert value_of(ExperimentConfig(), "task.covariance.kind") == "identity"
 
 
-def test_presets_are_named_by_their_heads():
-    assert {name: config.model.n_heads for name, config in PRESETS.items()} == {
+def test_softmax_presets_are_named_by_their_heads():
+    presets = {name: PRESETS[name] for name in PRESETS if name.startswith("softmax")}
+    assert {name: config.model.n_heads for name, config in presets.items()} == {
         f"softmax-h{n}": n for n in (1, 2, 3, 4, 8)
     }
-    for config in PRESETS.values():
+    for config in presets.values():
         assert differences(config, PRESETS["softmax-h2"]).keys() <= {"model.n_heads"}
+
+
+@pytest.mark.parametrize(
+    ("name", "code_rate", "code_std", "tau"),
+    [
+        ("linear-merged", 1e-3, 1e-6, 16.129),
+        ("linear-separate", 2e-2, 1e-2, 2.5334),
+        ("linear-rank-4", 2e-2, 5e-3, 2.5334),
+    ],
+)
+def test_linear_presets_are_the_codes_settings_with_a_mean_for_its_sum(
+    name: str, code_rate: float, code_std: float, tau: float
+):
+    # b of the code is N times ours: with w = N^(1/n) w_code both models predict the same.
+    config = preset(name)
+    n_factors = 2 if config.model.merged_qk else 3
+    assert config.train.init_std**n_factors == pytest.approx(31 * code_std**n_factors)
+    assert 1 / (2 * config.train.learning_rate) == pytest.approx(tau, abs=1e-3)
+    assert config.train.learning_rate == pytest.approx(code_rate * 31 ** (2 / n_factors))
+    assert config.d_head == {"linear-merged": 5, "linear-separate": 1, "linear-rank-4": 4}[name]
 
 
 def test_an_unknown_preset_lists_the_known_ones():
@@ -242,7 +264,8 @@ REFUSED = {
     "task.supports=[[1, 1]]": "task.supports must list coordinates, each once, got [1, 1].",
     "task.supports=[[0, 5]]": "task.supports must name coordinates from 0 to 4, got [0, 5].",
     "task.sparsity=2": "task.sparsity is not used in this version and must be null, got 2.",
-    "task.n_sequences=9": "task.n_sequences is not used in this version and must be null, got 9.",
+    "task.n_sequences=9": "task.n_sequences is not used by train.optimizer 'adam', got 9.",
+    "task.n_sequences=0": "task.n_sequences must be >= 1, got 0.",
     "model.n_layers=2": "model.n_layers must be 1 in this version, got 2.",
     "model.n_layers=0": "model.n_layers must be >= 1, got 0.",
     "model.n_heads=0": "model.n_heads must be >= 1, got 0.",
@@ -255,18 +278,25 @@ REFUSED = {
     "train.data_seed=-1": "train.data_seed must be >= 0, got -1.",
     "train.learning_rate=0": "train.learning_rate must be > 0, got 0.0.",
     "train.snapshot_every=0": "train.snapshot_every must be >= 1, got 0.",
+    "train.optimizer=sgd": "train.optimizer must be one of adam, gradient_descent, gradient_flow, got 'sgd'.",
+    "train.init_std=0": "train.init_std must be > 0, got 0.0: zero weights never move.",
+    "train.init_std=-1": "train.init_std must be > 0, got -1.0: zero weights never move.",
+    "train.init_std=0.1": "train.init_std is not used by train.optimizer 'adam', got 0.1.",
+    'model={"merged_qk": true, "d_head": 3}': (
+        "model.d_head must be d_model = 6 where merged_qk is true, got 3."
+    ),
     "seed=-1": "seed must be >= 0, got -1.",
     # wrong names
     "model.n_heads": "An assignment reads field=value, got 'model.n_heads'.",
     "n_heads=2": "Unknown field 'n_heads'; known: task, model, train, seed.",
     "model.heads=2": (
         "Unknown field 'model.heads'; known: model.n_layers, model.n_heads, model.d_head, model.score, "
-        "model.score_slope, model.attend_to_self, model.biases."
+        "model.score_slope, model.attend_to_self, model.biases, model.merged_qk."
     ),
     "seed.x=2": "Unknown field 'seed.x'; known: none.",
     'model={"heads": 2}': (
         "Unknown field 'model.heads'; known: model.n_layers, model.n_heads, model.d_head, model.score, "
-        "model.score_slope, model.attend_to_self, model.biases."
+        "model.score_slope, model.attend_to_self, model.biases, model.merged_qk."
     ),
 }
 
@@ -275,6 +305,32 @@ REFUSED = {
 def test_refused_with_one_line(assignment: str, message: str):
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         override(ExperimentConfig(), assignment)
+
+
+BEYOND_MOMENTS = {
+    "model.score=linear": 'model.score must be "linear/L"{}, got "linear".',
+    "model.attend_to_self=true": "model.attend_to_self must be false{}, got true.",
+    "model.biases=true": "model.biases must be false{}, got true.",
+    "model.score_slope=0": "model.score_slope must not be 0{}, got 0.0.",
+    "task.d_y=2": "task.d_y must be 1{}, got 2.",
+    "task.noise_var=0.1": "task.noise_var must be 0.0{}, got 0.1.",
+    "task.supports=[[0, 1]]": "task.supports must be null{}, got [[0, 1]].",
+    "task.n_sequences=9": "task.n_sequences must be null{}, got 9.",
+}
+
+
+@pytest.mark.parametrize(("assignment", "message"), BEYOND_MOMENTS.items(), ids=BEYOND_MOMENTS)
+def test_what_the_moments_do_not_cover_is_refused(assignment: str, message: str):
+    message = message.format(" for train.optimizer 'gradient_flow'")
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        override(preset("linear-merged"), assignment)
+
+
+def test_a_training_set_is_for_descent():
+    changed = override(
+        preset("linear-separate"), "train.optimizer=gradient_descent", "task.n_sequences=9"
+    )
+    assert changed.task.n_sequences == 9
 
 
 def test_fields_are_checked_when_a_config_is_made_in_python():

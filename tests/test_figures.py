@@ -129,6 +129,15 @@ def test_lines_take_logarithmic_axes():
     assert lines(zero_line=True).layout.yaxis.zeroline
 
 
+def test_lines_have_levels_as_dotted_lines_across():
+    shapes = lines(levels=np.array([0.5, -1.0])).layout.shapes
+    assert [(shape.y0, shape.y1, shape.line.dash) for shape in shapes] == [
+        (0.5, 0.5, "dot"),
+        (-1, -1, "dot"),
+    ]
+    assert not lines().layout.shapes
+
+
 def test_bars_carry_values_and_errors():
     figure = bars(2)
     assert [list(trace.y) for trace in figure.data] == [[1, 2], [1, 2]]

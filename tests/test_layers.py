@@ -53,14 +53,18 @@ ORDER = [
     "training.flat",
     "training.flow",
     "training.descent",
+    "training.kernel",
     "training.step",
     "training.trainer",
+    "training.linear",
     "training.sweep",
     "analysis.estimates",
     "analysis.circuits",
     "analysis.manifold",
     "analysis.plateaus",
+    "analysis.jumps",
     "analysis.thresholds",
+    "analysis.components",
     "analysis.structure",
     "analysis.substitution",
     "analysis.reading",
@@ -172,7 +176,7 @@ def test_names_of_the_package_are_where_it_says():
 
 @pytest.mark.parametrize("module", ["mechinterp", "mechinterp.cli"])
 def test_start_up_is_light(module: str):
-    heavy = ["transformer_lens", "transformers", "sklearn", "ray"]
+    heavy = ["transformer_lens", "transformers", "sklearn", "ray", "numba"]
     code = f"import sys, {module}; print([name for name in {heavy} if name in sys.modules])"
     # Without the import hook of the tests, as a user starts it.
     result = subprocess.run(

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from mechinterp.analysis.components import Components
 from mechinterp.analysis.reading import Form, Heads
 from mechinterp.analysis.scales import Scales
 from mechinterp.analysis.substitution import Survival
@@ -27,6 +28,8 @@ class Evidence:
     """Least cosine of an active head's QK x block with its form."""
     p_values: dict[str, float]
     """Fraction of randomly initialised models that are as structured, by the name of the number."""
+    components: Components | None = None
+    """Of a step of linear attention, where there is one."""
 
 
 def head_labels(heads: Heads, form: Form, limits: Thresholds) -> list[tuple[str, str]]:
@@ -55,10 +58,7 @@ def model_label(
         missing = ", ".join(map(str, evidence.scales.unserved))
         return "undetermined", f"no head serves response {missing}"
     if evidence.form.kind == "matrix":
-        sentence = (
-            f"linear attention; one preconditioned step explains R² = {evidence.learner.r2:.4f}"
-        )
-        return _if_explained("linear_gd", sentence, evidence, limits)
+        return _if_explained("linear_gd", _linear_sentence(evidence), evidence, limits)
     if len(kinds) == 1 and kinds <= {"positive", "negative"}:
         sentence = f"all active heads are {next(iter(kinds))}; the kernel smoother explains R² = {evidence.substitution.r2:.4f}"
         return _if_explained("kernel_regression", sentence, evidence, limits)
@@ -72,6 +72,17 @@ def model_label(
     if too_large:
         return "undetermined", too_large
     return _if_explained(*_one_task(evidence, limits), evidence, limits)
+
+
+def _linear_sentence(evidence: Evidence) -> str:
+    found, explained = evidence.components, f"explains R² = {evidence.learner.r2:.4f}"
+    if found is None:
+        return f"linear attention; one preconditioned step {explained}"
+    if found.n_components is None:
+        off = f"off the components it predicts {found.off_diagonal:.2g} of E y²"
+        return f"linear attention; one preconditioned step {explained}; {off}"
+    used = f"{found.n_components} of {len(found.learned)} components"
+    return f"linear attention; one preconditioned step on {used} {explained}"
 
 
 def _one_task(evidence: Evidence, limits: Thresholds) -> tuple[str, str]:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from mechinterp import figures
 from mechinterp.analysis.circuits import Circuits, HasWeights, circuits, weights_of
+from mechinterp.analysis.components import Components, components
 from mechinterp.analysis.labels import Evidence, head_labels, model_label
 from mechinterp.analysis.null import Null, null_of
 from mechinterp.analysis.reading import Form, Heads, form_of, read_groups, read_heads
@@ -57,6 +58,8 @@ class Classification:
     """What survives of the prediction with every head replaced by its idealised circuit (omega, mu)."""
     learner: Survival
     """What the closed-form learner built from omega and mu alone explains of the prediction."""
+    components: Components | None
+    """Of one step of linear attention: which principal components of x it uses; None for all other models."""
     p_values: dict[str, float]
     """Fraction of randomly initialised models that are as structured, by the name of the number."""
     head_p_values: dict[str, Float[np.ndarray, " head"]]
@@ -76,6 +79,8 @@ class Classification:
             frame.insert(int(frame.columns.get_loc("omega_mean")), "omega_form", self.omega_form)
         for name, values in self.head_p_values.items():
             frame.insert(int(frame.columns.get_loc(name)) + 1, f"{name}_p", values)
+        if self.components is not None and self.components.n_components is not None:
+            frame["n_components"] = self.components.n_components
         return frame
 
     def plot(self) -> go.Figure:
@@ -136,7 +141,8 @@ def classify(
     null = null_of(task, _shape(weights), form=form.kind)
     p_values = _p_values(null, groups, scales, substitution)
     alignment = form.alignment(groups.blocks)[groups.share > limits.share].min(initial=1)
-    evidence = Evidence(form, scales, substitution, learner, float(alignment), p_values)
+    used = _components(form, scales, task, limits)
+    evidence = Evidence(form, scales, substitution, learner, float(alignment), p_values, used)
     pattern, reason = model_label(groups, group_labels, evidence, limits)
     return Classification(
         pattern=pattern,
@@ -151,6 +157,7 @@ def classify(
         scales=scales,
         substitution=substitution,
         learner=learner,
+        components=used,
         p_values=p_values,
         head_p_values=_head_p_values(null, heads),
     )
@@ -216,6 +223,14 @@ def task_of(source: AttentionWeights | HasWeights, weights: AttentionWeights) ->
     """The task a checkpoint was trained on, else the softmax paper's setting for the model's d_x and d_y."""
     config = getattr(source, "config", None)
     return TaskConfig(d_x=weights.d_x, d_y=weights.d_y) if config is None else config.task
+
+
+def _components(
+    form: Form, scales: Scales, task: TaskConfig, limits: Thresholds
+) -> Components | None:
+    if form.kind != "matrix" or task.d_y > 1 or task.supports is not None:
+        return None
+    return components(scales.step[0].mT.numpy(), task, limit=limits.off_diagonal)
 
 
 def _require_fit(weights: AttentionWeights, task: TaskConfig, n_prompts: int) -> None:

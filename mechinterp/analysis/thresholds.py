@@ -37,6 +37,8 @@ class Thresholds:
     """Most that theta may vary on a support, max/min - 1."""
     theta_even: float = 0.06
     """Most that theta may vary where all responses weigh all coordinates alike."""
+    off_diagonal: float = 0.05
+    """Most `off_diagonal` of a step of linear attention that has components."""
     substitution_r2: float = 0.9
     """Least R^2 with which idealised heads, and the closed form, must stand in for the model."""
     p_value: float = 0.01

@@ -15,16 +15,16 @@ from mechinterp.checkpoints.native import (
     Checkpoint,
     document_of,
     document_parts,
+    parameter_shapes,
     weights_from,
 )
-from mechinterp.models.functional import BIASES, NAMES
 
 FORMAT = "arrays"
 CONFIG = "config"
 
 
 def write_arrays(file: Path, checkpoint: Checkpoint) -> Path:
-    """Write W_Q, W_K, W_V [head, d_model, d_head], W_O [head, d_head, d_y], biases and the config.
+    """Write W_Q, W_K (or W_QK), W_V [head, d_model, d_head], W_O [head, d_head, d_y], biases and the config.
 
     Raises:
         CheckpointError: If the file exists, does not end in .npz or cannot be written.
@@ -34,7 +34,7 @@ def write_arrays(file: Path, checkpoint: Checkpoint) -> Path:
     if file.suffix != ".npz":
         raise CheckpointError(f"{file}: must end in .npz.")
     document = document_of(checkpoint.config, step=checkpoint.step, assumed=checkpoint.assumed)
-    found = {name: t.detach().cpu().numpy() for name, t in checkpoint.weights.tensors.items()}
+    found = {name: t.detach().cpu().numpy() for name, t in checkpoint.weights.parameters.items()}
     text = np.array(json.dumps(document))
     # An open file: numpy would put .npz behind the name of the temporary one.
     try:
@@ -62,9 +62,9 @@ def read_stated(tensors: Mapping[str, Tensor], text: str, file: Path) -> Checkpo
     if isinstance(document, dict) and "experiment" not in document:
         document = {"format_version": 1, "step": 0, "experiment": document}
     document, config = document_parts(document, file)
-    names = (*NAMES, *BIASES) if config.model.biases else NAMES
+    known = parameter_shapes(config)
     for name in tensors:
-        if name not in names:
+        if name not in known:
             raise CheckpointError(f"{file}: {name} is not among the arrays of such a model.")
     padded = dict(tensors)
     for name in {"W_O", "b_O"} & set(padded):

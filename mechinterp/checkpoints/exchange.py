@@ -8,6 +8,7 @@ import json
 import math
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -61,7 +62,8 @@ def write_exchange(folder: Path, checkpoint: Checkpoint) -> None:
     Raises:
         CheckpointError: If HookedTransformer has no such attention, or the folder cannot be written.
     """
-    config = checkpoint.config
+    # HookedTransformer has no merged heads: it gets W_Q = W_QK and W_K = I, and so does the side-car.
+    config = replace(checkpoint.config, model=replace(checkpoint.config.model, merged_qk=False))
     if config.model.score != "softmax":
         raise CheckpointError(
             f"{checkpoint.path}: HookedTransformer has softmax attention only, got score {config.model.score!r}."
@@ -73,7 +75,8 @@ def write_exchange(folder: Path, checkpoint: Checkpoint) -> None:
         )
     document = document_of(config, step=checkpoint.step, assumed=checkpoint.assumed)
     text = json.dumps(document | _settings(config), indent=2) + "\n"
-    state = hooked_state(checkpoint.weights, n_ctx=positions_for(config.task))
+    weights = replace(checkpoint.weights, merged_qk=False)
+    state = hooked_state(weights, n_ctx=positions_for(config.task))
     try:
         write_atomically(folder / "model.safetensors", lambda file: save_file(state, file))
         write_atomically(folder / "load.py", lambda file: file.write_text(LOAD, encoding="utf-8"))

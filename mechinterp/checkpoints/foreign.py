@@ -211,6 +211,7 @@ def _linear_paper(
         scale=keyed.shape[2] ** -0.5,
         score="linear",
         attend_to_self=True,
+        merged_qk=merged,
         task=task | {"covariance": {"kind": "eigenvalues", "eigenvalues": eigenvalues}},
     )
 

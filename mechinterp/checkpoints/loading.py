@@ -225,7 +225,7 @@ def named_config(what: str) -> ExperimentConfig:
     if not file.is_file():
         found = "a folder" if file.is_dir() else "neither"
         raise ValueError(
-            f"{what}: train needs a preset ({', '.join(PRESETS)}) or a config file, got {found}."
+            f"{what}: a preset ({', '.join(PRESETS)}) or a config file is needed, got {found}."
         )
     document = read_json(file)
     inner = document.get("experiment", document) if isinstance(document, dict) else document

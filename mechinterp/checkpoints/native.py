@@ -24,7 +24,7 @@ from mechinterp.checkpoints.archives import read_arrays
 from mechinterp.checkpoints.errors import CheckpointError, one_line
 from mechinterp.checkpoints.files import read_json, write_atomically
 from mechinterp.config import ExperimentConfig, from_dict
-from mechinterp.models.functional import BIASES, NAMES, AttentionWeights
+from mechinterp.models.functional import AttentionWeights, unmerged
 
 if TYPE_CHECKING:
     from mechinterp.models.transformer import ICLTransformer
@@ -159,8 +159,8 @@ def write_weights(file: Path, weights: AttentionWeights) -> None:
 
 
 def state_dict(weights: AttentionWeights) -> dict[str, Tensor]:
-    """HookedTransformer's names and shapes: W_O and b_O get their x columns, which are zero."""
-    tensors = weights.tensors
+    """The hooked model's names and shapes: W_O and b_O get their x columns, which are zero."""
+    tensors = weights.parameters
     for name in {"W_O", "b_O"} & set(tensors):
         tensors[name] = torch.nn.functional.pad(tensors[name], (weights.d_x, 0))
     return {PREFIX + name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
@@ -237,8 +237,7 @@ def weights_from(
         CheckpointError: If they are missing, not finite or not those of such a model.
     """
     _require_whole(file, tensors, config)
-    names = (*NAMES, *BIASES) if config.model.biases else NAMES
-    found = {name: tensors[PREFIX + name] for name in names}
+    found = unmerged({name: tensors[PREFIX + name] for name in parameter_shapes(config)})
     for name in {"W_O", "b_O"} & set(found):
         found[name] = found[name][..., config.task.d_x :].contiguous()
     return AttentionWeights(
@@ -247,11 +246,16 @@ def weights_from(
         score=config.model.score,
         score_slope=config.model.score_slope,
         attend_to_self=config.model.attend_to_self,
+        merged_qk=config.model.merged_qk,
     )
 
 
 def _require_fit(path: Path, weights: AttentionWeights, config: ExperimentConfig) -> None:
     """Refuse weights that would not be the same after a trip through a checkpoint of this config."""
+    if config.model.merged_qk != weights.merged_qk:
+        raise CheckpointError(
+            f"{path}: merged_qk must be the config's {config.model.merged_qk}, got {weights.merged_qk}."
+        )
     _require_whole(path, state_dict(weights), config)
     if not math.isclose(weights.scale, config.d_head**-0.5):
         raise CheckpointError(
@@ -269,13 +273,20 @@ def _require_fit(path: Path, weights: AttentionWeights, config: ExperimentConfig
         )
 
 
-def _require_whole(file: Path, tensors: Mapping[str, Tensor], config: ExperimentConfig) -> None:
+def parameter_shapes(config: ExperimentConfig) -> dict[str, tuple[int, ...]]:
+    """The parameters of a model, by their names in the hooked model, with their shapes."""
     wide = (config.model.n_heads, config.d_model, config.d_head)
-    expected: dict[str, tuple[int, ...]] = {name: wide for name in ("W_Q", "W_K", "W_V")}
+    scores = ("W_QK",) if config.model.merged_qk else ("W_Q", "W_K")
+    expected: dict[str, tuple[int, ...]] = {name: wide for name in (*scores, "W_V")}
     expected["W_O"] = (wide[0], wide[2], wide[1])
     if config.model.biases:
         expected |= {name: (wide[0], wide[2]) for name in ("b_Q", "b_K", "b_V")}
         expected["b_O"] = (wide[1],)
+    return expected
+
+
+def _require_whole(file: Path, tensors: Mapping[str, Tensor], config: ExperimentConfig) -> None:
+    expected = parameter_shapes(config)
     for name, shape in expected.items():
         tensor = tensors.get(PREFIX + name)
         if tensor is None:

@@ -35,6 +35,8 @@ class OneLayer:
     """Factor on the scores."""
     score: str | None = None
     attend_to_self: bool | None = None
+    merged_qk: bool = False
+    """Whether the file has one matrix per head in place of W_Q W_K^T, here W_Q with W_K the identity."""
     task: Mapping[str, object] = field(default_factory=dict)
     """The task to assume, where it differs from the softmax paper's."""
     unsaid: Mapping[str, object] = field(default_factory=dict)
@@ -148,6 +150,7 @@ def _config(
         score=layer.score or "softmax",
         attend_to_self=attend_to_self,
         biases=biases,
+        merged_qk=layer.merged_qk,
     )
     try:
         filled = build(TaskConfig, {**layer.task, **sizes, **task}, "task.")
@@ -160,7 +163,7 @@ def _config(
                     f"{file}: {label}{name} must be the weights' {size}, got {value}."
                 )
     said = {"task.d_x", "task.d_y", *flatten(task, "task.")}
-    said |= {f"model.{name}" for name in ("n_layers", "n_heads", "d_head", "biases")}
+    said |= {f"model.{name}" for name in ("n_layers", "n_heads", "d_head", "biases", "merged_qk")}
     if stated is None and given == {"d_x": None, "d_y": None}:
         said.remove("task.d_y")
     return ExperimentConfig(task=filled, model=model), said
@@ -191,4 +194,5 @@ def _weights(
         scale=native,
         score=config.model.score,
         attend_to_self=config.model.attend_to_self,
+        merged_qk=config.model.merged_qk,
     )

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformer_lens.hook_points import HookPoint
 
 from mechinterp.config import SCORES
+from mechinterp.models.functional import identity_keys
 from mechinterp.models.scores import attention_pattern
 
 
@@ -36,6 +37,8 @@ class HookedConfig:
     """Whether a position is among its own keys."""
     biases: bool = False
     """Whether the layers have b_Q, b_K, b_V and b_O."""
+    merged_qk: bool = False
+    """Whether a head has one matrix W_QK in place of W_Q W_K^T; its keys are then its input."""
     use_attn_result: bool = False
     """Whether `hook_result` fires."""
     use_split_qkv_input: bool = False
@@ -58,6 +61,10 @@ class HookedConfig:
                 raise ValueError(f"{name} must be >= 1, got {getattr(self, name)}.")
         if self.score not in SCORES:
             raise ValueError(f"score must be one of {', '.join(SCORES)}, got {self.score!r}.")
+        if self.merged_qk and self.d_head != self.d_model:
+            raise ValueError(
+                f"d_head must be d_model = {self.d_model} where merged_qk is true, got {self.d_head}."
+            )
 
     @property
     def d_model(self) -> int:
@@ -88,8 +95,7 @@ class Attention(nn.Module):
     def __init__(self, cfg: HookedConfig) -> None:
         super().__init__()
         self.cfg = cfg
-        self.W_Q = nn.Parameter(torch.zeros(cfg.n_heads, cfg.d_model, cfg.d_head))
-        self.W_K = nn.Parameter(torch.zeros(cfg.n_heads, cfg.d_model, cfg.d_head))
+        self._add_query_and_key()
         self.W_V = nn.Parameter(torch.zeros(cfg.n_heads, cfg.d_model, cfg.d_head))
         self.W_O = nn.Parameter(torch.zeros(cfg.n_heads, cfg.d_head, cfg.d_model))
         if cfg.biases:
@@ -142,6 +148,11 @@ class Attention(nn.Module):
             out = einsum(z, W_O, "batch pos head d_head, head d_head d_model -> batch pos d_model")
         return out + self.b_O if self.cfg.biases else out
 
+    def _add_query_and_key(self) -> None:
+        cfg = self.cfg
+        self.W_Q = nn.Parameter(torch.zeros(cfg.n_heads, cfg.d_model, cfg.d_head))
+        self.W_K = nn.Parameter(torch.zeros(cfg.n_heads, cfg.d_model, cfg.d_head))
+
     def _project(self, resid: Tensor, which: str, hook_input: HookPoint) -> Tensor:
         weights = getattr(self, f"W_{which}")
         if self.cfg.use_split_qkv_input:
@@ -162,6 +173,35 @@ class Attention(nn.Module):
         return torch.cat([x_columns.detach(), y_columns], dim=-1)
 
 
+class MergedAttention(Attention):
+    """Attention heads with one matrix each in place of W_Q W_K^T: W_Q is W_QK, and the keys are the input itself.
+
+    s_h = scale (x W_QK,h) x^T,   W_QK: [head, d_model, d_model]
+    """
+
+    def _add_query_and_key(self) -> None:
+        cfg = self.cfg
+        self.W_QK = nn.Parameter(torch.zeros(cfg.n_heads, cfg.d_model, cfg.d_model))
+
+    @property
+    def W_Q(self) -> Float[Tensor, "head d_model d_model"]:  # type: ignore[override]
+        return self.W_QK
+
+    @property
+    def W_K(self) -> Float[Tensor, "head d_model d_model"]:  # type: ignore[override]
+        """The identity, made anew: writing into it changes nothing."""
+        return identity_keys(self.W_QK)
+
+    def _project(self, resid: Tensor, which: str, hook_input: HookPoint) -> Tensor:
+        if which != "K":
+            return super()._project(resid, which, hook_input)
+        keys = resid[:, :, None].repeat(1, 1, self.cfg.n_heads, 1)
+        if self.cfg.use_split_qkv_input:
+            # A copy, so that a hook on the keys may edit them in place and leave the input alone.
+            keys = hook_input(keys).clone()
+        return keys + self.b_K if self.cfg.biases else keys
+
+
 class Block(nn.Module):
     """An attention layer that adds to the residual stream, and on request hooks of an MLP that adds zeros.
 
@@ -173,7 +213,7 @@ class Block(nn.Module):
     def __init__(self, cfg: HookedConfig) -> None:
         super().__init__()
         self.cfg = cfg
-        self.attn = Attention(cfg)
+        self.attn = MergedAttention(cfg) if cfg.merged_qk else Attention(cfg)
         self.hook_resid_pre = HookPoint()  # [batch, pos, d_model]
         self.hook_attn_out = HookPoint()
         self.hook_resid_mid = HookPoint()

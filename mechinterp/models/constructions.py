@@ -5,11 +5,13 @@ All have d_head = d_model and float64 weights, and read the y axis of the tokens
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from mechinterp.models.functional import AttentionWeights
+from mechinterp.models.functional import AttentionWeights, identity_keys
+from mechinterp.theory.linear_heads import Heads, MergedHeads
 
 
 def diagonal_heads(
@@ -136,11 +138,7 @@ def from_circuits(
 
 def factored_scores(QK: Float[Tensor, "head d_model d_model"]) -> tuple[Tensor, Tensor]:
     """W_Q and W_K with W_Q W_K^T / sqrt(d_head) = QK, W_K the identity."""
-    n_heads, d_model, _ = QK.shape
-    keyed = (
-        torch.eye(d_model, dtype=QK.dtype, device=QK.device).expand(n_heads, -1, -1).contiguous()
-    )
-    return (QK * d_model**0.5).contiguous(), keyed
+    return (QK * QK.shape[1] ** 0.5).contiguous(), identity_keys(QK)
 
 
 def factored_values(OV: Float[Tensor, "head d_model d_y"], d_head: int) -> tuple[Tensor, Tensor]:
@@ -153,6 +151,53 @@ def factored_values(OV: Float[Tensor, "head d_model d_y"], d_head: int) -> tuple
         .contiguous()
     )
     return W_V, W_O
+
+
+def linear_attention(heads: Heads, *, score_slope: float = 1.0) -> AttentionWeights:
+    """Heads of linear attention as weights of one layer: y_hat = sum_h v_h b^T U_h x_query, b = (1/L) sum_l y_l x_l.
+
+    The x block of QK is U^T / score_slope, U = K^T Q for separate heads. W_V reads y times v into the first entry of
+    the head, which W_O passes on. All other entries are zero.
+
+    Args:
+        heads: With any leading axes, such as time, which become part of the head axis.
+        score_slope: The constant C of the score "linear/L".
+    Source:
+        Zhang et al. 2025, arXiv 2501.16265, sections 3.1 and 4.1, with the blocks that stay zero left at zero.
+    Example:
+        >>> from mechinterp.theory.linear_heads import merged_heads
+        >>> linear_attention(merged_heads(3, 2, std=0.1, seed=0)).merged_qk
+        True
+    """
+    d_x = heads.M.shape[-1]
+    merged = isinstance(heads, MergedHeads)
+    d_head = d_x + 1 if isinstance(heads, MergedHeads) else heads.K.shape[-2]
+    scale = d_head**-0.5
+    if isinstance(heads, MergedHeads):
+        queries = torch.nn.functional.pad(_flat(heads.U), (0, 1, 0, 1)).mT
+        W_K = identity_keys(queries)
+    else:
+        queries, W_K = (
+            torch.nn.functional.pad(_flat(rows), (0, 1)).mT.contiguous()
+            for rows in (heads.Q, heads.K)
+        )
+    v = torch.from_numpy(heads.v).double().reshape(-1, 1, 1)
+    W_V, W_O = factored_values(torch.nn.functional.pad(v, (0, 0, d_x, 0)), d_head)
+    return AttentionWeights(
+        W_Q=(queries / (scale * score_slope)).contiguous(),
+        W_K=W_K,
+        W_V=W_V,
+        W_O=W_O,
+        scale=scale,
+        score="linear/L",
+        score_slope=score_slope,
+        merged_qk=merged,
+    )
+
+
+def _flat(matrices: Float[np.ndarray, "*stack head row d_x"]) -> Float[Tensor, "heads row d_x"]:
+    """The leading axes as one."""
+    return torch.from_numpy(matrices).double().reshape(-1, *matrices.shape[-2:])
 
 
 def zero_head(*, d_x: int, d_y: int = 1) -> AttentionWeights:

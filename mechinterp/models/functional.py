@@ -43,13 +43,21 @@ class AttentionWeights:
     b_V: Float[Tensor, "head d_head"] | None = None  # noqa: N815
     b_O: Float[Tensor, " d_y"] | None = None  # noqa: N815
     """The y entries of TransformerLens' b_O. No head's own: it is added to the prediction."""
+    merged_qk: bool = False
+    """Whether a head's W_Q and W_K are one matrix W_QK: W_K is then the identity."""
+
+    def __post_init__(self) -> None:
+        if self.merged_qk and self.W_K.shape[1] != self.W_K.shape[2]:
+            raise ValueError(
+                f"d_head must be d_model = {self.W_K.shape[1]} in merged heads, got {self.W_K.shape[2]}."
+            )
 
     @property
     def law(self) -> tuple[object, ...]:
         """All but the numbers: models of one law can lie along one head axis."""
         biased = self.b_Q is not None
         shape = tuple(self.W_Q.shape[1:])
-        settings = (self.scale, self.score, self.score_slope, self.attend_to_self)
+        settings = (self.scale, self.score, self.score_slope, self.attend_to_self, self.merged_qk)
         return (shape, self.d_y, *settings, biased)
 
     @property
@@ -57,6 +65,16 @@ class AttentionWeights:
         """Weights, and biases where there are any, by name."""
         named = {name: getattr(self, name) for name in (*NAMES, *BIASES)}
         return {name: tensor for name, tensor in named.items() if tensor is not None}
+
+    @property
+    def parameters(self) -> dict[str, Tensor]:
+        """The tensors by their names in the hooked model: with merged heads W_QK in place of W_Q and W_K."""
+        if not self.merged_qk:
+            return self.tensors
+        if not torch.equal(self.W_K, identity_keys(self.W_Q)):
+            raise ValueError("W_K of merged heads must be the identity, got another matrix.")
+        rest = {name: tensor for name, tensor in self.tensors.items() if name not in ("W_Q", "W_K")}
+        return {"W_QK": self.W_Q, **rest}
 
     @property
     def n_heads(self) -> int:
@@ -131,6 +149,24 @@ def stack(models: Sequence[AttentionWeights]) -> AttentionWeights:
     return models[0].with_tensors(
         {name: torch.cat([getattr(model, name) for model in models]) for name in NAMES}
     )
+
+
+def unmerged(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The inverse of `AttentionWeights.parameters`: W_QK, if there is one, as W_Q = W_QK and W_K = I."""
+    tensors = dict(parameters)
+    if "W_QK" in tensors:
+        tensors["W_Q"] = tensors.pop("W_QK")
+        tensors["W_K"] = identity_keys(tensors["W_Q"])
+    return tensors
+
+
+def identity_keys(
+    W_QK: Float[Tensor, "head d_model d_model"],
+) -> Float[Tensor, "head d_model d_model"]:
+    """W_K of merged heads: a unit matrix per head."""
+    n_heads, d_model, _ = W_QK.shape
+    identity = torch.eye(d_model, dtype=W_QK.dtype, device=W_QK.device)
+    return identity.repeat(n_heads, 1, 1)
 
 
 def _share(part: Tensor, whole: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from transformer_lens.hook_points import HookPoint
 from mechinterp.config import TaskConfig
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.attention import Attention, Block, HookedConfig, Unembed
-from mechinterp.models.functional import AttentionWeights
+from mechinterp.models.functional import AttentionWeights, unmerged
 
 
 class ICLTransformer(HookedRootModule):
@@ -35,9 +35,11 @@ class ICLTransformer(HookedRootModule):
         score_slope: The constant C.
         attend_to_self: Whether a position is among its own keys.
         biases: Whether the layers have b_Q, b_K, b_V and b_O.
+        merged_qk: Whether a head has one parameter W_QK, [head, d_model, d_model], in place of W_Q W_K^T; W_Q is
+            then that, and W_K the identity.
         n_ctx: Number of positions that tools of TransformerLens may count on; no limit for the model.
     Raises:
-        ValueError: If a size is below 1 or the score is unknown.
+        ValueError: If a size is below 1, the score is unknown, or merged heads have another d_head than d_model.
     Example:
         >>> from mechinterp.icl.prompts import generator_for, sample_prompts
         >>> from mechinterp.models.constructions import debiased_gradient_step
@@ -64,6 +66,7 @@ class ICLTransformer(HookedRootModule):
         score_slope: float = 1.0,
         attend_to_self: bool = False,
         biases: bool = False,
+        merged_qk: bool = False,
         n_ctx: int = 1024,
     ) -> None:
         super().__init__()
@@ -79,6 +82,7 @@ class ICLTransformer(HookedRootModule):
             score_slope=score_slope,
             attend_to_self=attend_to_self,
             biases=biases,
+            merged_qk=merged_qk,
             n_ctx=n_ctx,
         )
         self.hook_embed = HookPoint()  # [batch, pos, d_model]
@@ -110,10 +114,11 @@ class ICLTransformer(HookedRootModule):
             score_slope=weights.score_slope,
             attend_to_self=weights.attend_to_self,
             biases=weights.b_O is not None,
+            merged_qk=weights.merged_qk,
             # Tools of TransformerLens ask for fewer than n_ctx positions; a prompt has context_length + 1.
             n_ctx=task.context_length + 2,
         )
-        state = weights.tensors
+        state = weights.parameters
         for name in {"W_O", "b_O"} & set(state):
             state[name] = nn.functional.pad(state[name], (task.d_x, 0))
         model.to(weights.W_Q)
@@ -133,11 +138,12 @@ class ICLTransformer(HookedRootModule):
         for name in {"W_O", "b_O"} & set(state):
             state[name] = state[name][..., self.cfg.d_x :]
         return AttentionWeights(
-            **{name: tensor.detach().clone() for name, tensor in state.items()},
+            **unmerged({name: tensor.detach().clone() for name, tensor in state.items()}),
             scale=self.cfg.scale,
             score=self.cfg.score,
             score_slope=self.cfg.score_slope,
             attend_to_self=self.cfg.attend_to_self,
+            merged_qk=self.cfg.merged_qk,
         )
 
     def forward(
@@ -263,8 +269,14 @@ class ICLTransformer(HookedRootModule):
         return self.unembed.b_U
 
     def tl_parameters(self) -> dict[str, Tensor]:
-        """Weights and read-out by their names in HookedTransformer."""
-        return dict(self.named_parameters()) | {"unembed.W_U": self.W_U, "unembed.b_U": self.b_U}
+        """Weights and read-out by their names in HookedTransformer, those of merged heads as W_Q and W_K, too."""
+        scores = {
+            f"blocks.{layer}.attn.{name}": getattr(attn, name)
+            for layer, attn in enumerate(self._layers)
+            for name in ("W_Q", "W_K")
+        }
+        read_out = {"unembed.W_U": self.W_U, "unembed.b_U": self.b_U}
+        return dict(self.named_parameters()) | scores | read_out
 
     @property
     def all_head_labels(self) -> list[str]:

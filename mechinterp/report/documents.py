@@ -9,12 +9,14 @@ import pandas as pd
 
 from mechinterp.analysis.fits import LearnerFits
 from mechinterp.analysis.heads import HeadAblation, SubsetAblation
+from mechinterp.analysis.jumps import JumpForecast
 from mechinterp.analysis.layered import LayeredClassification
 from mechinterp.analysis.patterns import Classification
 from mechinterp.checkpoints.exchange import FORMAT as EXCHANGE
 from mechinterp.checkpoints.exchange import positions_for
 from mechinterp.checkpoints.layered import LayeredCheckpoint
 from mechinterp.checkpoints.native import Checkpoint
+from mechinterp.config import ExperimentConfig
 from mechinterp.training.sweep import TrainingSummary
 
 SCHEMA_VERSION = 1
@@ -42,7 +44,9 @@ def info_document(checkpoint: Checkpoint | LayeredCheckpoint) -> dict:
         "snapshots": list(checkpoint.snapshots),
         "eval_loss": None if history is None else float(history["eval_loss"].iloc[-1]),
         "weights": {
-            name: list(getattr(checkpoint.weights, name).shape) for name in ("W_Q", "W_K", "W_V")
+            name: list(tensor.shape)
+            for name, tensor in checkpoint.weights.parameters.items()
+            if name in ("W_Q", "W_K", "W_QK", "W_V")
         }
         | {
             "W_O": [
@@ -98,6 +102,9 @@ def _evidence(found: Classification) -> dict:
     for kind in ("substitution", "learner"):
         survival = asdict(getattr(found, kind))
         evidence |= {f"{kind}_{name}": value for name, value in survival.items()}
+    used = found.components
+    for name in ("n_components", "learned", "off_diagonal"):
+        evidence[name] = None if used is None else getattr(used, name)
     form = {name: getattr(found.form, name) for name in ("isotropy", "shared", "rotation")}
     return evidence | {"form": found.form.kind, **form, "p_values": found.p_values}
 
@@ -161,6 +168,22 @@ def conversion_document(checkpoint: Checkpoint, target: str, files: list[Path]) 
         "n_ctx": positions_for(checkpoint.config.task) if target == EXCHANGE else None,
         "left_out": [] if native else [name for name, found in there.items() if found],
         "files": [str(file) for file in files],
+    }
+
+
+def forecast_document(config: ExperimentConfig, forecast: JumpForecast, out: Path | None) -> dict:
+    """What `predict-jumps` says of a config."""
+    jumps = _records(forecast.to_frame())
+    for row, vector in zip(jumps, forecast.vector.tolist(), strict=True):
+        row["vector"] = vector
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "id": config.id,
+        "steps": config.train.steps,
+        "jumps": jumps,
+        "levels": forecast.levels,
+        "notes": list(forecast.notes),
+        "figure": None if out is None else str(out),
     }
 
 

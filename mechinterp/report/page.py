@@ -26,10 +26,12 @@ from mechinterp.analysis.heads import (
 from mechinterp.analysis.patterns import Classification, Thresholds, classify
 from mechinterp.checkpoints.files import write_atomically
 from mechinterp.checkpoints.native import Checkpoint
+from mechinterp.config import TrainConfig
 from mechinterp.icl.prompts import generator_for, sample_prompts
 
 PAGE = "index.html"
 LONGEST_TABLE = 40
+FIGURE_OPTIONS = {"responsive": True, "displaylogo": False}
 
 
 @runtime_checkable
@@ -113,6 +115,20 @@ def write_report(
     return Report(out / PAGE, tuple(tables), verdict)
 
 
+def write_figure(file: Path, figure: go.Figure) -> None:
+    """Write one figure as an HTML page that opens offline.
+
+    Raises:
+        ValueError: If the file exists or does not end in .html.
+    """
+    if file.suffix != ".html":
+        raise ValueError(f"{file}: must end in .html.")
+    if file.exists():
+        raise ValueError(f"{file}: already exists; it is not overwritten.")
+    html = figure.to_html(include_plotlyjs=True, config=FIGURE_OPTIONS)
+    write_atomically(file, lambda target: target.write_text(html, encoding="utf-8"))
+
+
 def verdict_sentence(name: str, classification: Classification, fits: LearnerFits) -> str:
     """What the model is, with the numbers that earned it."""
     meaning = {
@@ -147,6 +163,7 @@ def _heads(found: Classification) -> Section:
                     ("R² of the closed form", found.learner),
                 )
             ),
+            *_component_rows(found),
             *((f"p of {name}", _number(p)) for name, p in found.p_values.items()),
         ],
         columns=["evidence", "value"],
@@ -163,6 +180,19 @@ def _heads(found: Classification) -> Section:
         {"heads": found.plot()},
         {"pattern": numbers, "heads": found.to_frame()},
     )
+
+
+def _component_rows(found: Classification) -> list[tuple[str, str]]:
+    used = found.components
+    if used is None:
+        return []
+    count = "–" if used.n_components is None else f"{used.n_components} of {len(used.learned)}"
+    learned = ", ".join(_number(value) for value in used.learned)
+    return [
+        ("principal components used", count),
+        ("learned part of each component", learned),
+        ("share of E y² predicted off the components", _number(used.off_diagonal)),
+    ]
 
 
 def _circuits(checkpoint: Checkpoint) -> Section:
@@ -246,15 +276,34 @@ def _training(checkpoint: Checkpoint) -> list[Section]:
         return []
     dynamics = training_dynamics(checkpoint.history)
     train = checkpoint.config.train
+    prompts = (
+        f"{train.n_eval_prompts} fixed prompts" if train.optimizer == "adam" else "the population"
+    )
     section = Section(
         "Training",
-        f"{checkpoint.step} steps; final loss on {train.n_eval_prompts} fixed prompts {dynamics.eval_loss[-1]:.4f} y².",
-        f"Adam, step size {train.learning_rate:g}, {train.batch_size} fresh prompts a step; a row every "
-        f"{train.log_every} steps. loss is the mean since the row before, eval_loss is on prompts training never sees.",
+        f"{checkpoint.step} steps; final loss on {prompts} {dynamics.eval_loss[-1]:.4f} y².",
+        _training_method(train),
         {"omega": dynamics.plot(), "mu": dynamics.plot_mu(), "loss": dynamics.plot_loss()},
         {"history": dynamics.to_frame()},
     )
     return [section]
+
+
+def _training_method(train: TrainConfig) -> str:
+    rows = f"a row every {train.log_every} steps"
+    if train.optimizer == "adam":
+        return (
+            f"Adam, step size {train.learning_rate:g}, {train.batch_size} fresh prompts a step; {rows}. loss is the "
+            "mean since the row before, eval_loss is on prompts training never sees."
+        )
+    how = {
+        "gradient_flow": "Exact gradient flow on the population, as long as descent of",
+        "gradient_descent": "Full-batch gradient descent of",
+    }[train.optimizer]
+    return (
+        f"{how} step size {train.learning_rate:g}; {rows}. loss is that of the data trained on at the step itself, "
+        "eval_loss that of the population; both are exact."
+    )
 
 
 def _render(checkpoint: Checkpoint, verdict: str, sections: list[Section]) -> str:
@@ -278,9 +327,8 @@ def _render(checkpoint: Checkpoint, verdict: str, sections: list[Section]) -> st
 
 
 def _figure_html(figure: go.Figure, name: str) -> str:
-    options = {"responsive": True, "displaylogo": False}
     return figure.to_html(
-        full_html=False, include_plotlyjs=False, div_id=f"figure-{name}", config=options
+        full_html=False, include_plotlyjs=False, div_id=f"figure-{name}", config=FIGURE_OPTIONS
     )
 
 

@@ -171,6 +171,33 @@ def predict_jumps(
     return Jumps(time=np.array(times), mode=np.array(learned), head=np.array(chosen))
 
 
+def predicted_loss(
+    time: Float[np.ndarray, " time"], jumps: Jumps, found: Modes, *, tau: float = 1.0
+) -> Float[np.ndarray, " time"]:
+    """Loss over time, unit y^2: each direction grows alone and is in the middle of its drop at its jump.
+
+    L = E y^2 - sum_d gain_d (1 - (1 - u_d^3)^2), u_d = v_d / m_d^(1/3) with v_d from growth_value.
+
+    Raises:
+        ValueError: If tau is not positive.
+    Source:
+        Zhang et al. 2025, arXiv 2501.16265, eq. (20) and (21), with the times of predict_jumps.
+    Example:
+        >>> from mechinterp.theory.linear import modes, population_moments
+        >>> found = modes(population_moments(np.array([0.4, 0.2]), context_length=31))
+        >>> jumps = Jumps(time=np.array([1e3, 1e4]), mode=np.array([0, 1]), head=np.array([1, 0]))
+        >>> predicted_loss(np.array([0.0, 5e3, 1e6]), jumps, found).round(3).tolist()
+        [0.6, 0.23, 0.053]
+    """
+    learned = np.zeros((len(time), len(found.rates)))
+    for moment, mode in zip(jumps.time, jumps.mode, strict=True):
+        rate, target = float(found.rates[mode]), float(found.targets[mode])
+        start = MIDPOINT * target ** (1 / 3)
+        v = growth_value(time - moment, start, rate=rate, target=target, tau=tau)
+        learned[:, mode] = v**3 / target
+    return found.diagonal_loss(learned)
+
+
 def free_threshold() -> float:
     """|v| / v_inf that a head growing by tau v' = g v^2 has in the middle of the true drop in loss.
 

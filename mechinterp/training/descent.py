@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 
 import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 
 from mechinterp.config import TaskConfig
 from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
@@ -75,6 +75,7 @@ def full_batch_descent(
     learning_rate: float,
     steps: int,
     every: int = 1,
+    at: Int[np.ndarray, " row"] | None = None,
 ) -> Flow:
     """Gradient descent on the moments of a training set; each step costs the same for any size of the set.
 
@@ -82,8 +83,10 @@ def full_batch_descent(
         heads: Initial weights in the basis of the moments.
         found: Directions of the population, in that basis, for the learned fractions.
         every: Steps between two rows of the result; the last step is one too.
+        at: Steps that are the rows instead, rising.
     Raises:
-        ValueError: If learning_rate, steps or every is not positive, all weights are zero or sizes differ.
+        ValueError: If learning_rate, steps or every is not positive, all weights are zero, sizes differ, or `at`
+            does not rise from 0 to steps.
         FloatingPointError: If the weights diverge.
     Source:
         Zhang et al. 2025, arXiv 2501.16265, section 3.1; its figures use full-batch descent.
@@ -95,8 +98,10 @@ def full_batch_descent(
         >>> full_batch_descent(heads, moments, modes(moments), learning_rate=0.05, steps=4000, every=100)
         Flow(41 times to 400, loss 0.6007 to 0.05271, 2 directions learned)
     """
-    force = force_of(moments)
-    return _descend(heads, moments, found, lambda _: force, (learning_rate, steps, every))
+    force, rows = force_of(moments), _rows(steps, every) if at is None else at
+    if rows[0] < 0 or rows[-1] != steps or np.any(np.diff(rows) <= 0):
+        raise ValueError(f"at must rise from 0 or later to steps = {steps}, got {rows.tolist()}.")
+    return _descend(heads, moments, found, lambda _: force, (learning_rate, rows))
 
 
 def minibatch_descent(
@@ -143,7 +148,8 @@ def minibatch_descent(
         return lambda M: ((y - z @ M.ravel()) @ z / len(y)).reshape(d_x, d_x)
 
     rotated = rotate(moments, basis)
-    return _descend(heads, rotated, modes(rotated), force_at, (learning_rate, steps, every))
+    schedule = (learning_rate, _rows(steps, every))
+    return _descend(heads, rotated, modes(rotated), force_at, schedule)
 
 
 def rotate(moments: Moments, basis: Float[np.ndarray, "d_x d_x"]) -> Moments:
@@ -164,28 +170,34 @@ def _descend(
     moments: Moments,
     found: Modes,
     force_at: Callable[[int], Force],
-    schedule: tuple[float, int, int],
+    schedule: tuple[float, Int[np.ndarray, " row"]],
 ) -> Flow:
-    """Descent under forces; loss and -dL/dt on the moments."""
-    learning_rate, steps, every = schedule
+    """Descent under forces, with rows at given steps; loss and -dL/dt on the moments."""
+    learning_rate, rows = schedule
     if not learning_rate > 0:
         raise ValueError(f"learning_rate must be > 0, got {learning_rate}.")
+    check_heads(heads, moments)
+    velocity, state, rate = velocity_of(heads), flatten(heads), 2 * learning_rate
+    states, done = [], 0
+    for row in rows.tolist():
+        # Weights that overflow on the way are found at its end.
+        with np.errstate(over="ignore", invalid="ignore"):
+            for step in range(done, row):
+                state = state + rate * velocity(state, force_at(step))
+        if not np.abs(state).max() < 1e6:
+            raise FloatingPointError(
+                f"Weights diverged by step {row} at learning_rate {learning_rate}."
+            )
+        states.append(state)
+        done = row
+    return record(rate * rows, np.stack(states), heads, moments, found, 1.0)
+
+
+def _rows(steps: int, every: int) -> Int[np.ndarray, " row"]:
     for name, value in (("steps", steps), ("every", every)):
         if value < 1:
             raise ValueError(f"{name} must be >= 1, got {value}.")
-    check_heads(heads, moments)
-    velocity, state, rate = velocity_of(heads), flatten(heads), 2 * learning_rate
-    rows, states = [0], [state]
-    for step in range(1, steps + 1):
-        state = state + rate * velocity(state, force_at(step - 1))
-        if step % every == 0 or step == steps:
-            if not np.abs(state).max() < 1e6:
-                raise FloatingPointError(
-                    f"Weights diverged by step {step} at learning_rate {learning_rate}."
-                )
-            rows.append(step)
-            states.append(state)
-    return record(rate * np.array(rows), np.stack(states), heads, moments, found, 1.0)
+    return np.array([*range(0, steps, every), steps])
 
 
 def _regressors(

@@ -1,13 +1,14 @@
 """Many models in one run folder: which ones there are, which are finished, and training the rest.
 
 A run folder holds one `training-<n>.safetensors` per pack while it trains and one checkpoint folder per
-model when it is done. Nothing in it is overwritten: without `resume` it must be free, with `resume` its
+model when it is done. Linear attention that is trained on moments takes seconds and needs no state. Nothing in it is overwritten: without `resume` it must be free, with `resume` its
 configs must equal those asked for.
 """
 
 import itertools
 import json
 import re
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,8 @@ from mechinterp.checkpoints.errors import CheckpointError
 from mechinterp.checkpoints.files import read_json
 from mechinterp.checkpoints.native import load, save
 from mechinterp.config import ExperimentConfig, differences, from_dict, override, preset, value_of
-from mechinterp.training.trainer import Pack, Progress, pack_key, train_pack
+from mechinterp.training.linear import train_linear
+from mechinterp.training.trainer import Pack, Progress, TrainedModel, pack_key, train_pack
 
 ENTRY_FIELDS = ("preset", "config", "set", "grid", "name")
 
@@ -77,6 +79,7 @@ def train_models(
     """Train models into `run_folder/<name>`, those that can in one pack; finished ones are skipped.
 
     Raises:
+        ValueError: If a model with merged heads is to be trained by Adam.
         CheckpointError: If the folder holds another run, or what is resumed differs from what is asked for,
             or a model's weights stopped being finite.
     Example:
@@ -86,6 +89,7 @@ def train_models(
         ...     train_models({"short": config}, folder).steps
         20
     """
+    _require_trainable(models)
     run_folder = Path(run_folder)
     states = sorted(run_folder.glob("training-*.safetensors"))
     if not resume:
@@ -93,8 +97,10 @@ def train_models(
     for name, config in models.items():
         if (run_folder / name / "config.json").exists():
             _require_same(run_folder / name, load(run_folder / name).config, config)
-    steps, seconds, diverged = 0, 0.0, []
-    for file, pack in _packs(models, run_folder, states, device):
+    on_moments = {n: config for n, config in models.items() if config.train.optimizer != "adam"}
+    steps, seconds, diverged = _train_linear(on_moments, run_folder, on_log)
+    packed = {name: config for name, config in models.items() if name not in on_moments}
+    for file, pack in _packs(packed, run_folder, states, device):
         pack.save(file)
         first_step = pack.step
         seconds += train_pack(pack, file, on_log=on_log)
@@ -113,6 +119,38 @@ def train_models(
     checkpoints = tuple(run_folder / name for name in models)
     losses = [_final_loss(folder) for folder in checkpoints]
     return TrainingSummary(checkpoints, steps, seconds, sum(losses) / len(losses))
+
+
+def _train_linear(
+    models: Mapping[str, ExperimentConfig],
+    run_folder: Path,
+    on_log: Callable[[Progress], None] | None,
+) -> tuple[int, float, list[str]]:
+    """Train and save models of linear attention; updates made, seconds spent and names of those that diverged."""
+    steps, seconds, diverged = 0, 0.0, []
+    for name, config in models.items():
+        if (run_folder / name / "config.json").exists():
+            continue
+        start, n = time.monotonic(), config.train.steps
+        try:
+            trained = train_linear(config)
+        except FloatingPointError:
+            diverged.append(name)
+            continue
+        except RuntimeError as error:
+            raise CheckpointError(f"{run_folder / name}: {error}") from None
+        _save(run_folder / name, trained)
+        spent = time.monotonic() - start
+        steps, seconds = steps + n, seconds + spent
+        if on_log is not None:
+            on_log(Progress(n, n, 1, float(trained.history["loss"].iloc[-1]), n / spent))
+    return steps, seconds, diverged
+
+
+def _require_trainable(models: Mapping[str, ExperimentConfig]) -> None:
+    for config in models.values():
+        if config.model.merged_qk and config.train.optimizer == "adam":
+            raise ValueError("model.merged_qk must be false for train.optimizer 'adam', got true.")
 
 
 def _packs(
@@ -147,15 +185,19 @@ def _export(pack: Pack, run_folder: Path) -> list[str]:
         ):
             diverged.append(name)
         elif not (run_folder / name / "config.json").exists():
-            save(
-                run_folder / name,
-                trained.config,
-                trained.weights,
-                step=trained.step,
-                history=trained.history,
-                snapshots=trained.snapshots,
-            )
+            _save(run_folder / name, trained)
     return diverged
+
+
+def _save(folder: Path, trained: TrainedModel) -> None:
+    save(
+        folder,
+        trained.config,
+        trained.weights,
+        step=trained.step,
+        history=trained.history,
+        snapshots=trained.snapshots,
+    )
 
 
 def _require_free(

@@ -130,7 +130,13 @@ def test_a_state_dict_alone_is_read_and_what_it_does_not_say_is_assumed(
     assert assumed.pop("train.steps") == 500_001
     assert {name for name in assumed if not name.startswith("train.")} == {
         *("task.covariance.eigenvalues", "task.beta_var", "task.query_noise", "task.supports"),
-        *("task.sparsity", "task.n_sequences", "model.score", "model.score_slope"),
+        *(
+            "task.shared_beta",
+            "task.sparsity",
+            "task.n_sequences",
+            "model.score",
+            "model.score_slope",
+        ),
         *("normalization", "step", "seed"),
     }
     assert checkpoint.history is None

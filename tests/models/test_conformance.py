@@ -22,11 +22,23 @@ CHECKPOINTS = Path(__file__).parents[2] / "checkpoints"
 
 
 def random_model(
-    cls: type[ICLTransformer] = ICLTransformer, *, n_layers: int = 2, score: str = "softmax"
+    cls: type[ICLTransformer] = ICLTransformer,
+    *,
+    n_layers: int = 2,
+    score: str = "softmax",
+    merged_qk: bool = False,
 ) -> ICLTransformer:
     """A model in float64 of which all weights are random."""
     model = cls(
-        d_x=3, d_y=2, n_heads=3, n_layers=n_layers, d_head=4, score=score, score_slope=0.1, n_ctx=10
+        d_x=3,
+        d_y=2,
+        n_heads=3,
+        n_layers=n_layers,
+        d_head=5 if merged_qk else 4,
+        score=score,
+        score_slope=0.1,
+        merged_qk=merged_qk,
+        n_ctx=10,
     ).to(torch.float64)
     generator = generator_for(3, "init", n_layers)
     for weights in model.parameters():
@@ -35,9 +47,11 @@ def random_model(
 
 
 @pytest.mark.parametrize("n_layers", [1, 2])
-@pytest.mark.parametrize("score", SCORES)
-def test_our_models_pass_all_checks(n_layers: int, score: str):
-    found = check_compatible(random_model(n_layers=n_layers, score=score))
+@pytest.mark.parametrize(
+    ("score", "merged_qk"), [*((s, False) for s in SCORES), ("softmax", True), ("linear/L", True)]
+)
+def test_our_models_pass_all_checks(n_layers: int, score: str, merged_qk: bool):
+    found = check_compatible(random_model(n_layers=n_layers, score=score, merged_qk=merged_qk))
     assert found.failures == {}
     assert len(found.names) == 40
 

@@ -1,0 +1,143 @@
+"""Jumps foretold from a config: against the flow of the same config, and what is refused or noted."""
+
+import re
+
+import numpy as np
+import plotly.graph_objects as go
+import pytest
+
+from mechinterp.analysis.jumps import jump_forecast
+from mechinterp.config import ExperimentConfig, override, preset
+from mechinterp.theory.linear import modes
+from mechinterp.theory.linear_jumps import Jumps, growth_value, predicted_loss
+from mechinterp.training.linear import initial_heads, task_moments, train_linear
+
+CONFIG = preset("linear-separate")
+SMALL = override(CONFIG, "train.init_std=0.001", "train.steps=400000", "train.log_every=50")
+
+
+def crossing_steps(config: ExperimentConfig, levels: np.ndarray) -> np.ndarray:
+    """Logged steps at which the trained loss has fallen below the middle of two levels."""
+    history = train_linear(config).history.drop_duplicates("step")
+    middles = (levels[:-1] + levels[1:]) / 2
+    return np.array([history["step"][history["loss"] < m].iloc[0] for m in middles])
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_foretold_jumps_are_those_of_training(seed: int):
+    config = override(SMALL, f"seed={seed}")
+    forecast = jump_forecast(config)
+    assert forecast.direction.tolist() == [0, 1, 2, 3]
+    actual = crossing_steps(config, forecast.levels)
+    assert np.abs(forecast.step / actual - 1).max() < 0.02
+    # The head that is foretold holds the direction in the end.
+    heads = train_linear(config).weights
+    omega = (heads.mu * heads.omega).numpy()
+    assert omega.argmax(0).tolist() == forecast.head.tolist()
+
+
+def test_foretold_loss_is_that_of_training():
+    forecast = jump_forecast(SMALL)
+    history = train_linear(SMALL).history.drop_duplicates("step")[1:]
+    foretold = np.interp(history["step"], *forecast.curve.T)
+    assert np.abs(foretold - history["loss"]).mean() < 2e-3
+    resting = np.abs(np.log(history["step"].to_numpy()[:, None] / forecast.step)).min(1) > 0.2
+    assert np.abs(foretold - history["loss"])[resting].max() < 2e-3
+
+
+def test_levels_and_steps_follow_the_config():
+    forecast = jump_forecast(CONFIG)
+    assert forecast.levels == pytest.approx(modes(task_moments(CONFIG.task)).levels)
+    assert forecast.step == pytest.approx(forecast.time / (2 * CONFIG.train.learning_rate))
+    assert forecast.eigenvalue.tolist() == [0.4, 0.3, 0.2, 0.1]
+    halved = jump_forecast(
+        override(CONFIG, f"train.learning_rate={CONFIG.train.learning_rate / 2}")
+    )
+    assert halved.step == pytest.approx(2 * forecast.step)
+    assert halved.time == pytest.approx(forecast.time)
+    assert jump_forecast(override(CONFIG, "seed=1")).step[0] != pytest.approx(forecast.step[0])
+
+
+def test_a_rotated_covariance_gives_its_eigenvectors():
+    config = override(CONFIG, 'task.covariance={"kind": "kms", "rho": 0.5}')
+    forecast = jump_forecast(config)
+    covariance = 0.5 ** np.abs(np.subtract.outer(range(4), range(4)))
+    turned = forecast.vector @ covariance @ forecast.vector.T
+    assert turned == pytest.approx(np.diag(forecast.eigenvalue), abs=1e-12)
+
+
+def test_predicted_loss_is_the_equation_of_one_head_through_each_drop():
+    found = modes(task_moments(CONFIG.task))
+    jumps = Jumps(time=np.array([1e3, 1e5]), mode=np.array([1, 0]), head=np.array([0, 1]))
+    middle = predicted_loss(jumps.time, jumps, found)
+    levels = found.variance - np.array([0, found.gains[1], found.gains[1] + found.gains[0]])
+    assert middle == pytest.approx((levels[:-1] + levels[1:]) / 2, abs=2e-4)
+    time = np.linspace(900, 1100, 50)
+    one = Jumps(time=jumps.time[:1], mode=jumps.mode[:1], head=jumps.head[:1])
+    m, g = found.targets[1], found.rates[1]
+    v = growth_value(time - 1e3, (1 - 0.5**0.5) ** (1 / 3) * m ** (1 / 3), rate=g, target=m)
+    expected = found.variance - found.gains[1] * (1 - (1 - v**3 / m) ** 2)
+    assert predicted_loss(time, one, found) == pytest.approx(expected, abs=1e-12)
+
+
+def test_the_table_and_the_figure():
+    forecast = jump_forecast(CONFIG)
+    assert repr(forecast) == "JumpForecast(0@851.4, 1@1334, 2@1598, 3@9714)"
+    frame = forecast.to_frame()
+    assert list(frame) == [
+        *("jump", "step", "time", "direction", "eigenvalue", "head"),
+        *("loss_before", "loss_after"),
+    ]
+    assert np.all(frame["loss_before"] > frame["loss_after"])
+    assert np.all(np.diff(forecast.curve[:, 0]) > 0)
+    assert np.all(np.diff(forecast.curve[:, 1]) < 1e-12)
+    figure = forecast.plot()
+    assert isinstance(figure, go.Figure)
+    assert len(figure.layout.shapes) == 5 + 4
+    assert [a.text for a in figure.layout.annotations] == [
+        f"head {h} learns e{d}" for h, d in zip(forecast.head, forecast.direction, strict=True)
+    ]
+
+
+def test_notes_say_what_does_not_hold():
+    assert jump_forecast(CONFIG).notes == ()
+    few = jump_forecast(override(CONFIG, "model.n_heads=3", "train.steps=1000"))
+    assert len(few.step) == 3
+    assert few.levels[-1] == pytest.approx(0.2098045954)
+    assert few.notes[0] == (
+        "3 head(s) of rank 1 learn at most 3 of 4 directions: training ends at the level of 3."
+    )
+    assert re.fullmatch(r"\d of 3 jumps would come after the last step, 1000\.", few.notes[1])
+    descent = "train.optimizer=gradient_descent"
+    finite = jump_forecast(override(CONFIG, descent, "task.n_sequences=5000"))
+    assert finite.notes[0].endswith("a training set of 5000 sequences moves them.")
+
+
+EIGENVALUES = "task.covariance.eigenvalues"
+REFUSED = {
+    'model={"n_heads": 8, "score": "linear/L", "merged_qk": true}': "model.merged_qk must be false, got true",
+    "model.d_head=2": "separate heads of rank one: model.d_head must be 1, got 2",
+    "model.d_head=null": "model.d_head must be 1, got 5",
+    f"{EIGENVALUES}=[0.3, 0.3, 0.3, 0.1]": (
+        "task.covariance must have distinct eigenvalues, got [0.3, 0.3, 0.3, 0.1]. Eigenvalues repeat: "
+        "fixed points form a continuum"
+    ),
+    f"{EIGENVALUES}=[0.4, 0.3, 0.2, -0.1]": "eigenvalues must be positive numbers",
+    "task.context_length=0": "task.context_length must be >= 1, got 0",
+}
+
+
+@pytest.mark.parametrize(("assignment", "message"), REFUSED.items(), ids=[k[:40] for k in REFUSED])
+def test_refused(assignment: str, message: str):
+    with pytest.raises(ValueError, match=re.escape(message)) as caught:
+        jump_forecast(override(CONFIG, assignment))
+    assert "\n" not in str(caught.value)
+
+
+def test_other_models_are_refused_by_what_they_are():
+    with pytest.raises(ValueError, match=r'model\.score must be "linear/L", got "softmax"\.$'):
+        jump_forecast(preset("softmax-h2"))
+    adam = override(CONFIG, "train.optimizer=adam", "train.init_std=null")
+    with pytest.raises(ValueError, match=r"^train\.optimizer must be gradient_descent or"):
+        jump_forecast(adam)
+    assert initial_heads(CONFIG).K.shape == (5, 1, 4)

@@ -1,0 +1,180 @@
+"""Linear attention: merged and separate heads against X X^T written out, and merged heads as a hooked model."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from mechinterp.config import CovarianceConfig, TaskConfig
+from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
+from mechinterp.models.constructions import linear_attention
+from mechinterp.models.functional import AttentionWeights, identity_keys, predict, stack, unmerged
+from mechinterp.models.transformer import ICLTransformer
+from mechinterp.theory.linear_heads import Heads, MergedHeads, merged_heads, separate_heads
+from tests.conftest import assert_same
+
+TASK = TaskConfig(
+    d_x=4,
+    context_length=31,
+    covariance=CovarianceConfig(kind="kms", rho=0.5),
+    beta_var=1.0,
+    noise_var=0.0,
+)
+HEADS: dict[str, Heads] = {
+    "merged": merged_heads(8, 4, std=0.7, seed=1),
+    "separate rank 1": separate_heads(5, 4, std=0.7, seed=1),
+    "separate rank 2": separate_heads(3, 4, std=0.7, seed=1, rank=2),
+}
+EACH = pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS)
+
+
+@pytest.fixture
+def prompts() -> Prompts:
+    return sample_prompts(TASK, 64, generator=generator_for(0, "eval", 0), dtype=torch.float64)
+
+
+def written_out(heads: Heads, prompts: Prompts) -> np.ndarray:
+    """The corner of sum_i (1/N) W_V,i X X^T W_KQ,i X, its zero blocks among it; X [d_model, token], query last."""
+    X = prompts.tokens.numpy().transpose(0, 2, 1)
+    matrices = heads.U if isinstance(heads, MergedHeads) else np.swapaxes(heads.K, 1, 2) @ heads.Q
+    d_x, total = matrices.shape[-1], 0.0
+    for v, U in zip(heads.v, matrices, strict=True):
+        W_V, W_KQ = np.zeros((2, d_x + 1, d_x + 1))
+        W_V[-1, -1], W_KQ[:d_x, :d_x] = v, U
+        total = total + W_V @ X @ X.transpose(0, 2, 1) @ W_KQ @ X / (X.shape[2] - 1)
+    return np.asarray(total)[:, -1, -1]
+
+
+def largest_error(actual: np.ndarray, expected: np.ndarray) -> float:
+    return float(np.abs(actual - expected).max() / np.abs(expected).max())
+
+
+@EACH
+@pytest.mark.parametrize("slope", [1.0, -0.5])
+def test_reduced_form_hooked_model_and_tokens_written_out_agree(
+    heads: Heads, slope: float, prompts: Prompts
+):
+    b = np.einsum("bli,bl->bi", prompts.x, prompts.y[..., 0]) / 31
+    reduced = np.einsum("bi,ij,bj->b", b, heads.M, prompts.x_query)
+    weights = linear_attention(heads, score_slope=slope)
+    hooked = ICLTransformer.from_weights(weights, task=TASK).predict(prompts).detach()
+    expected = written_out(heads, prompts)
+    for actual in (reduced, predict(weights, prompts)[:, 0].numpy(), hooked[:, 0].numpy()):
+        assert largest_error(actual, expected) < 1e-12
+
+
+@EACH
+def test_circuits_are_those_of_the_heads(heads: Heads):
+    weights = linear_attention(heads)
+    step = torch.einsum("h,hij->ji", weights.mu[:, 0], weights.QK[:, :4, :4])
+    assert np.allclose(step, heads.M, rtol=0, atol=1e-14)
+    assert np.array_equal(weights.mu[:, 0], heads.v)
+    assert torch.equal(weights.ov_last_entry, torch.ones(weights.n_heads))
+    assert weights.merged_qk == isinstance(heads, MergedHeads)
+
+
+def test_leading_axes_become_heads():
+    heads = [merged_heads(3, 4, std=0.7, seed=seed) for seed in range(2)]
+    path = MergedHeads(v=np.stack([h.v for h in heads]), U=np.stack([h.U for h in heads]))
+    assert_same(linear_attention(path), stack([linear_attention(h) for h in heads]))
+
+
+@pytest.fixture
+def merged() -> AttentionWeights:
+    return linear_attention(HEADS["merged"])
+
+
+def test_a_merged_model_has_one_matrix_per_head(merged: AttentionWeights, prompts: Prompts):
+    model = ICLTransformer.from_weights(merged, task=TASK)
+    assert list(dict(model.named_parameters())) == [
+        f"blocks.0.attn.{name}" for name in ("W_QK", "W_V", "W_O")
+    ]
+    assert model.blocks[0].attn.W_QK.shape == (8, 5, 5)
+    assert torch.equal(model.W_Q[0], model.blocks[0].attn.W_QK)
+    assert torch.equal(model.W_K[0], torch.eye(5).double().expand(8, 5, 5))
+    assert torch.equal(model.QK.AB, model.W_Q)
+    assert model.QK.U.shape == (1, 8, 5, 5)
+    assert {"blocks.0.attn.W_Q", "blocks.0.attn.W_K"} < set(model.tl_parameters())
+    _, cache = model.run_with_cache(prompts.tokens)
+    assert torch.equal(cache["k", 0], prompts.tokens[:, :, None].expand(-1, -1, 8, -1))
+    queries = torch.einsum("bpm,hmn->bphn", prompts.tokens, model.W_Q[0])
+    assert torch.allclose(cache["q", 0], queries, rtol=0, atol=1e-12)
+    assert_same(model.weights, merged)
+
+
+def test_merged_and_separate_weights_of_one_circuit_run_alike(
+    merged: AttentionWeights, prompts: Prompts
+):
+    separate = replace(merged, merged_qk=False)
+    models = [ICLTransformer.from_weights(w, task=TASK) for w in (merged, separate)]
+    for split in (False, True):
+        caches = []
+        for model in models:
+            model.set_use_split_qkv_input(split)
+            caches.append(model.run_with_cache(prompts.tokens)[1])
+        assert list(caches[0]) == list(caches[1])
+        for name, values in caches[0].items():
+            finite = torch.isfinite(values)
+            assert torch.allclose(values[finite], caches[1][name][finite], rtol=0, atol=1e-12)
+
+
+def test_a_hook_on_the_keys_of_a_merged_model_leaves_its_input_alone(
+    merged: AttentionWeights, prompts: Prompts
+):
+    model = ICLTransformer.from_weights(merged, task=TASK)
+    model.set_use_split_qkv_input(True)
+    seen = {}
+
+    def keep(values: torch.Tensor, hook: object) -> None:
+        seen["input"] = values
+
+    def overwrite(values: torch.Tensor, hook: object) -> None:
+        values[:] = 7
+
+    hooks = [("blocks.0.attn.hook_k_input", keep), ("blocks.0.attn.hook_k", overwrite)]
+    model.run_with_hooks(prompts.tokens, fwd_hooks=hooks)
+    assert torch.equal(seen["input"][:, :, 0], prompts.tokens)
+
+
+def test_gradients_reach_the_merged_matrix(merged: AttentionWeights, prompts: Prompts):
+    model = ICLTransformer.from_weights(merged, task=TASK)
+    (model.predict(prompts) - prompts.y_query).square().mean().backward()
+    assert model.blocks[0].attn.W_QK.grad[:, :4, :4].abs().min() > 0
+
+
+@pytest.mark.parametrize("score", ["softmax", "linear/L"])
+def test_biases_act_on_merged_heads_as_on_others(
+    score: str, merged: AttentionWeights, prompts: Prompts
+):
+    generator = generator_for(2, "init", 0)
+    biases = {
+        name: torch.randn(*shape, generator=generator, dtype=torch.float64)
+        for name, shape in {"b_Q": (8, 5), "b_K": (8, 5), "b_V": (8, 5), "b_O": (1,)}.items()
+    }
+    weights = replace(merged, score=score, **biases)
+    model = ICLTransformer.from_weights(weights, task=TASK)
+    actual = model.predict(prompts).detach()
+    expected = predict(replace(weights, merged_qk=False), prompts)
+    assert torch.allclose(actual, expected, rtol=0, atol=1e-12)
+    assert_same(model.weights, weights)
+
+
+def test_parameters_come_back(merged: AttentionWeights):
+    assert list(merged.parameters) == ["W_QK", "W_V", "W_O"]
+    assert_same(merged.with_tensors(unmerged(merged.parameters)), merged)
+    separate = replace(merged, merged_qk=False)
+    assert list(unmerged(separate.parameters)) == ["W_Q", "W_K", "W_V", "W_O"]
+    assert merged.law != separate.law
+
+
+def test_merged_heads_are_as_wide_as_a_token(merged: AttentionWeights):
+    with pytest.raises(
+        ValueError, match=r"^d_head must be d_model = 5 where merged_qk is true, got 3\.$"
+    ):
+        ICLTransformer(d_x=4, d_y=1, n_heads=2, d_head=3, merged_qk=True)
+    narrow = linear_attention(HEADS["separate rank 2"])
+    with pytest.raises(ValueError, match=r"^d_head must be d_model = 5 in merged heads, got 2\.$"):
+        replace(narrow, merged_qk=True)
+    with pytest.raises(ValueError, match=r"^W_K of merged heads must be the identity"):
+        _ = replace(merged, W_K=2 * identity_keys(merged.W_Q)).parameters

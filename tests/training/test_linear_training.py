@@ -1,0 +1,227 @@
+"""Linear attention trained from a config: what is drawn, followed, kept, and refused."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from mechinterp.analysis.dynamics import training_dynamics
+from mechinterp.checkpoints.errors import CheckpointError
+from mechinterp.checkpoints.native import load
+from mechinterp.config import ExperimentConfig, TaskConfig, override, preset
+from mechinterp.icl.prompts import generator_for, sample_prompts
+from mechinterp.models.constructions import linear_attention
+from mechinterp.models.functional import predict
+from mechinterp.theory.linear import modes, population_moments
+from mechinterp.theory.linear_heads import MergedHeads, merged_heads, separate_heads
+from mechinterp.training.descent import full_batch_descent
+from mechinterp.training.flow import flow
+from mechinterp.training.linear import initial_heads, task_moments, train_linear
+from mechinterp.training.step import initial_weights
+from mechinterp.training.sweep import load_sweep, train_models
+
+SHORT = ("train.steps=400", "train.log_every=100", "train.snapshot_every=150", "train.init_std=0.1")
+SEPARATE = override(preset("linear-separate"), *SHORT)
+MERGED = override(preset("linear-merged"), *SHORT, "train.learning_rate=0.2")
+RANK_TWO = override(preset("linear-rank-2"), *SHORT)
+EACH = pytest.mark.parametrize(
+    "config", [SEPARATE, MERGED, RANK_TWO], ids=["rank 1", "merged", "rank 2"]
+)
+
+
+def step_matrix(weights) -> np.ndarray:
+    """M of weights of linear attention."""
+    d_x = weights.d_x
+    blocks = weights.score_slope * weights.QK.double()[:, :d_x, :d_x]
+    return torch.einsum("h,hij->ji", weights.mu.double()[:, 0], blocks).numpy()
+
+
+def test_heads_are_drawn_with_init_std_from_the_seed():
+    seeded = override(SEPARATE, "seed=4", "train.init_std=0.01")
+    expected = separate_heads(5, 4, std=0.01, seed=4)
+    drawn = initial_heads(seeded)
+    for name in ("v", "K", "Q"):
+        assert np.array_equal(getattr(drawn, name), getattr(expected, name))
+    drawn = initial_heads(override(MERGED, "seed=4"))
+    assert np.array_equal(drawn.U, merged_heads(8, 4, std=0.1, seed=4).U)
+    assert initial_heads(RANK_TWO).K.shape == (9, 2, 8)
+
+
+@EACH
+def test_without_init_std_they_are_those_of_pytorch(config: ExperimentConfig):
+    config = replace(config, train=replace(config.train, init_std=None))
+    weights, heads = initial_weights(config).to(torch.float64), initial_heads(config)
+    assert np.array_equal(heads.v, weights.mu[:, 0])
+    assert np.allclose(heads.M, step_matrix(weights), rtol=1e-12, atol=1e-14)
+    assert isinstance(heads, MergedHeads) == config.model.merged_qk
+
+
+@EACH
+def test_the_flow_runs_two_learning_rates_of_tau_per_step(config: ExperimentConfig):
+    trained = train_linear(config)
+    duration = 2 * config.train.learning_rate * 400
+    expected = flow(initial_heads(config), task_moments(config.task), duration=duration)
+    assert trained.history["loss"].iloc[-1] == pytest.approx(expected.loss[-1], rel=1e-7)
+    assert step_matrix(trained.weights) == pytest.approx(expected.M[-1], abs=1e-6)
+    assert trained.weights.W_Q.dtype == torch.float32
+
+
+@EACH
+def test_a_small_step_of_descent_follows_the_flow(config: ExperimentConfig):
+    # Ten times as many steps of a tenth, so that both end at one time.
+    rate = config.train.learning_rate / 100
+    fine = override(
+        config,
+        "train.optimizer=gradient_descent",
+        f"train.learning_rate={rate}",
+        "train.steps=4000",
+    )
+    coarse = override(config, f"train.learning_rate={rate * 10}")
+    by_step, exact = train_linear(fine), train_linear(coarse)
+    moved = step_matrix(exact.weights) - step_matrix(exact.snapshots[0])
+    gap = step_matrix(by_step.weights) - step_matrix(exact.weights)
+    assert np.abs(gap).max() < 0.02 * np.abs(moved).max()
+
+
+def test_descent_on_a_training_set_descends_its_own_loss():
+    config = override(SEPARATE, "train.optimizer=gradient_descent", "task.n_sequences=64")
+    trained = train_linear(config)
+    prompts = sample_prompts(
+        config.task, 64, generator=generator_for(0, "train", 0), dtype=torch.float64
+    )
+    error = predict(trained.weights.to(torch.float64), prompts) - prompts.y_query
+    last = trained.history.iloc[-1]
+    assert last["loss"] == pytest.approx(error.square().mean().item(), rel=1e-5)
+    population = task_moments(config.task).loss(step_matrix(trained.weights))
+    assert last["eval_loss"] == pytest.approx(float(population), rel=1e-5)
+    assert last["loss"] < last["eval_loss"]
+    other = train_linear(override(config, "train.data_seed=1"))
+    assert other.history["loss"].iloc[-1] != last["loss"]
+
+
+@EACH
+@pytest.mark.parametrize("optimizer", ["gradient_flow", "gradient_descent"])
+def test_history_and_snapshots_are_those_of_other_models(config: ExperimentConfig, optimizer: str):
+    trained = train_linear(override(config, f"train.optimizer={optimizer}"))
+    n_heads = config.model.n_heads
+    assert list(trained.snapshots) == [0, 150, 300]
+    assert trained.history["step"].tolist() == np.repeat([0, 100, 200, 300, 400], n_heads).tolist()
+    found = training_dynamics(trained.history)
+    assert found.omega.shape == (5, n_heads)
+    third = trained.snapshots[300]
+    assert found.omega[3] == pytest.approx(third.omega.mean(1), rel=1e-5)
+    assert found.mu[3] == pytest.approx(third.mu[:, 0], rel=1e-5)
+    assert np.all(np.diff(found.eval_loss) < 0)
+    first = linear_attention(initial_heads(config)).to(torch.float32)
+    assert torch.equal(trained.snapshots[0].W_Q, first.W_Q)
+
+
+def test_the_score_slope_changes_nothing_but_how_it_is_stored():
+    plain, doubled = train_linear(SEPARATE), train_linear(override(SEPARATE, "model.score_slope=2"))
+    assert torch.allclose(plain.weights.QK, 2 * doubled.weights.QK, rtol=1e-6)
+    assert plain.history["loss"].equals(doubled.history["loss"])
+
+
+def test_the_basis_of_the_covariance_does_not_matter():
+    config = override(
+        SEPARATE, 'task.covariance={"kind": "kms", "rho": 0.5}', "train.learning_rate=0.05"
+    )
+    trained = train_linear(override(config, "train.steps=20000"))
+    levels = modes(task_moments(config.task)).levels
+    assert trained.history["loss"].iloc[-1] == pytest.approx(levels[-1], abs=1e-6)
+
+
+def test_moments_of_a_task():
+    task = TaskConfig(d_x=3, context_length=7, noise_var=0.3, beta_var=2.0)
+    ours = task_moments(task)
+    theirs = population_moments(
+        np.eye(3), context_length=7, task_covariance=2 * np.eye(3), noise_var=0.3
+    )
+    assert np.array_equal(ours.zz, theirs.zz)
+    for refused in (replace(task, d_y=2), replace(task, supports=((0, 1),))):
+        with pytest.raises(ValueError, match=r"^Moments need one response on all coordinates, got"):
+            task_moments(refused)
+
+
+def test_models_that_adam_trains_have_no_such_heads():
+    with pytest.raises(ValueError, match=r"^train\.optimizer must be gradient_descent or"):
+        initial_heads(preset("softmax-h2"))
+
+
+def test_steps_to_report_rise_to_the_last():
+    heads, moments = initial_heads(SEPARATE), task_moments(SEPARATE.task)
+    for at in ([0, 3], [0, 2, 2, 5], [-1, 5]):
+        with pytest.raises(ValueError, match=r"^at must rise from 0 or later to steps = 5, got \["):
+            full_batch_descent(
+                heads, moments, modes(moments), learning_rate=0.1, steps=5, at=np.array(at)
+            )
+
+
+# In a run.
+
+
+def test_a_run_of_both_kinds_leaves_a_checkpoint_each(tmp_path: Path):
+    adam = override(preset("softmax-h1"), "train.steps=20", "train.n_eval_prompts=16")
+    seen = []
+    models = {"merged": MERGED, "adam": adam, "separate": SEPARATE}
+    summary = train_models(models, tmp_path, on_log=seen.append)
+    assert [file.name for file in summary.checkpoints] == ["merged", "adam", "separate"]
+    assert summary.steps == 820
+    assert {progress.steps for progress in seen} == {400, 20}
+    for name, config in models.items():
+        assert load(tmp_path / name).config == config
+    checkpoint = load(tmp_path / "merged")
+    assert checkpoint.weights.merged_qk
+    assert list(checkpoint.snapshots) == [0, 150, 300]
+    before = (tmp_path / "merged" / "model.safetensors").stat().st_mtime_ns
+    again = train_models(models, tmp_path, resume=True)
+    assert again.steps == 0
+    assert (tmp_path / "merged" / "model.safetensors").stat().st_mtime_ns == before
+    with pytest.raises(CheckpointError, match="already exists and is not overwritten"):
+        train_models(models, tmp_path)
+
+
+def test_a_seed_gives_the_same_bits_in_any_company(tmp_path: Path):
+    train_models({"one": SEPARATE, "two": MERGED}, tmp_path / "together")
+    train_models({"one": SEPARATE}, tmp_path / "alone")
+    files = [tmp_path / run / "one" / "model.safetensors" for run in ("together", "alone")]
+    assert files[0].read_bytes() == files[1].read_bytes()
+
+
+def test_descent_that_diverges_is_named_and_the_others_are_saved(tmp_path: Path):
+    wild = override(SEPARATE, "train.optimizer=gradient_descent", "train.learning_rate=30")
+    with pytest.raises(CheckpointError, match=r"those of wild \(train\.learning_rate 30\) did not"):
+        train_models({"wild": wild, "tame": SEPARATE}, tmp_path)
+    assert load(tmp_path / "tame").step == 400
+    assert not (tmp_path / "wild").exists()
+
+
+def test_a_flow_that_cannot_be_followed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def stuck(config: ExperimentConfig):
+        raise RuntimeError("The flow cannot be followed past time 3 tau: why.")
+
+    monkeypatch.setattr("mechinterp.training.sweep.train_linear", stuck)
+    with pytest.raises(CheckpointError, match=r"/one: The flow cannot be followed past time 3 tau"):
+        train_models({"one": SEPARATE}, tmp_path)
+
+
+def test_adam_takes_no_merged_heads(tmp_path: Path):
+    config = override(preset("softmax-h2"), "model.merged_qk=true")
+    message = r"^model\.merged_qk must be false for train\.optimizer 'adam', got true\.$"
+    with pytest.raises(ValueError, match=message):
+        train_models({"merged": config}, tmp_path)
+
+
+def test_the_shipped_sweep_is_that_of_the_shipped_models():
+    root = Path(__file__).parents[2]
+    models = load_sweep(root / "analyses" / "sweeps" / "linear.json")
+    folders = {
+        file.parent.name for file in (root / "checkpoints").glob("linear-[mrs]*/config.json")
+    }
+    assert set(models) == folders
+    for name, config in models.items():
+        document = json.loads((root / "checkpoints" / name / "config.json").read_text())
+        assert ExperimentConfig.from_json(json.dumps(document["experiment"])) == config
