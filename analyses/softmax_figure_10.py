@@ -9,6 +9,7 @@ from measured import Claim, Measured, checkpoint, run, shipped
 from mechinterp.analysis.dynamics import training_dynamics
 from mechinterp.analysis.milestones import PATTERNS as PARTS
 from mechinterp.analysis.milestones import milestones
+from mechinterp.analysis.patterns import classify
 
 FAMILIES = {
     "softmax": "softmax-h2-s[0-2]",
@@ -22,6 +23,8 @@ def measure(quick: bool) -> Measured:
     rows, pages, texts = [], {}, []
     for family, pattern in FAMILIES.items():
         for name in shipped(pattern):
+            if classify(checkpoint(name)).pattern != "debiased_gd":
+                continue
             dynamics = training_dynamics(checkpoint(name).history)
             found = milestones(dynamics)
             row = {
