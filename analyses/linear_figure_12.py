@@ -1,0 +1,18 @@
+"""Figure 12: the remaining ranks, 3, 5, 6, 7, in eight dimensions.
+
+Zhang et al. 2025, arXiv 2501.16265, figure 12; measured as figure 4.
+Run: python analyses/linear_figure_12.py (a minute; --quick 1 seed, without rank 7)
+"""
+
+from linear_figure_04 import ranks
+from measured import Measured, run
+
+RANKS = (3, 5, 6, 7)
+
+
+def measure(quick: bool) -> Measured:
+    return ranks(RANKS[:3], 1) if quick else ranks(RANKS, 5)
+
+
+if __name__ == "__main__":
+    run(measure, __file__)

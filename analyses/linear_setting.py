@@ -1,0 +1,70 @@
+"""What the scripts on linear attention share: the paper's task, flows to their end, and curves on one axis.
+
+Zhang, Singh, Latham, Saxe 2025, arXiv 2501.16265. Unless said otherwise N is 31, the eigenvalues are 0.4, 0.3, 0.2,
+0.1, weights start from N(0, init^2), the flow is exact and on the population, and times are in tau.
+"""
+
+from collections.abc import Mapping
+from functools import cache
+
+import numpy as np
+import plotly.graph_objects as go
+
+from mechinterp import figures
+from mechinterp.analysis.plateaus import Plateaus, plateaus
+from mechinterp.config import CovarianceConfig, TaskConfig
+from mechinterp.theory.linear import Moments, modes, population_moments
+from mechinterp.theory.linear_heads import Heads, separate_heads
+from mechinterp.training.descent import sample_moments, training_set
+from mechinterp.training.flow import Flow, flow
+
+EIGENVALUES, LENGTH = (0.4, 0.3, 0.2, 0.1), 31
+MOMENTS = population_moments(np.array(EIGENVALUES), context_length=LENGTH)
+FOUND = modes(MOMENTS)
+NORMS = FOUND.targets ** (1 / 3)  # |v| of a head that holds a direction
+INITS = (1e-2, 1e-3)
+
+
+def task(context_length: int = LENGTH) -> TaskConfig:
+    law = CovarianceConfig(kind="eigenvalues", eigenvalues=EIGENVALUES)
+    return TaskConfig(
+        d_x=4, context_length=context_length, covariance=law, beta_var=1.0, noise_var=0.0
+    )
+
+
+@cache
+def set_moments(n_sequences: int, seed: int = 0) -> Moments:
+    """Moments of a training set."""
+    return sample_moments(training_set(task(), n_sequences, seed=seed), basis=np.eye(4))
+
+
+def trained(heads: Heads, moments: Moments = MOMENTS, gap: float = 1e-8) -> Flow:
+    """The flow until the loss is a gap above its least value."""
+    return flow(heads, moments, duration=1e9, until_loss=modes(moments).levels[-1] + gap)
+
+
+@cache
+def separate(init: float, seed: int) -> tuple[Flow, Plateaus]:
+    """Five separate heads of rank one, and where their loss rests."""
+    run = trained(separate_heads(5, 4, std=init, seed=seed))
+    return run, plateaus(run, MOMENTS)
+
+
+def half_time(run: Flow) -> float:
+    """When the loss first passes the middle of its first and last level."""
+    return float(np.interp(-(run.loss[0] + run.loss[-1]) / 2, -run.loss, run.time))
+
+
+def losses(time: np.ndarray, runs: Mapping[str, Flow]) -> dict[str, np.ndarray]:
+    """Losses of several runs on one axis, each at its last value after its end."""
+    return {name: np.interp(time, run.time, run.loss) for name, run in runs.items()}
+
+
+def page(
+    time: np.ndarray, curves: Mapping[str, np.ndarray], title: str, *, x_title: str = "time (tau)",
+    levels: np.ndarray = FOUND.levels, log_x: bool = False,
+) -> go.Figure:  # fmt: skip
+    """Losses with the levels of eq. (19) dotted."""
+    return figures.lines(
+        time, curves, title=title, x_title=x_title, y_title="loss (y²)", levels=levels, log_x=log_x
+    )
