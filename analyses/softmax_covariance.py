@@ -9,6 +9,7 @@ from measured import checkpoint, shipped
 
 from mechinterp.analysis.circuits import circuits
 from mechinterp.analysis.evaluation import shared_losses
+from mechinterp.analysis.patterns import classify
 from mechinterp.icl.prompts import covariance_matrix
 from mechinterp.theory.preconditioning import (
     debiased_preconditioner,
@@ -25,8 +26,8 @@ def distance(matrix: np.ndarray, other: np.ndarray) -> float:
     return float(np.linalg.norm(matrix - other) / np.linalg.norm(other))
 
 
-def pair_row(name: str, n_prompts: int) -> dict[str, float]:
-    """How far a pair's step is from the closed forms, and its loss beside that of the best step."""
+def pair_row(name: str, n_prompts: int) -> dict[str, float | str]:
+    """What a pair is, how far its step is from the closed forms, and its loss beside that of the best step."""
     model = checkpoint(name)
     task, found = model.config.task, circuits(model)
     sigma, QK = covariance_matrix(task.covariance, 5), found.QK[:, :5, :5]
@@ -35,6 +36,7 @@ def pair_row(name: str, n_prompts: int) -> dict[str, float]:
     losses = shared_losses({name: model}, task, n_prompts=n_prompts, seed=1)
     return {
         "model": name,
+        "pattern": classify(model).pattern,
         "rho": task.covariance.rho,
         "opposite": distance(QK[0], -QK[1]),
         "to_debiased": distance(step, debiased),

@@ -23,7 +23,10 @@ def measure(quick: bool) -> Measured:
     sem = dict(zip(NAMES, found.loss_sem.T, strict=True))
     at, far = LENGTHS.index(40), LENGTHS.index(100)
     linear, softmax = loss["linear-h1-s0"], loss["softmax-h2-s0"]
-    exact = [linear_attention_risk(40, length, d_x=5, noise_var=0.1) for length in LENGTHS]
+    exact = [
+        linear_attention_risk(trained_length=40, context_length=length, d_x=5, noise_var=0.1)
+        for length in LENGTHS
+    ]
     best = LENGTHS[int(np.argmin(linear))]
     claims = [
         Claim(

@@ -14,8 +14,11 @@ from mechinterp.theory.preconditioning import debiased_preconditioner
 
 
 def measure(quick: bool) -> Measured:
-    data, claims, pages = pairs(quick), [], {}
-    for rho, group in data.groupby("rho"):
+    data, pages = pairs(quick), {}
+    stepped = data[data.pattern == "preconditioned_gd"]
+    ended = f"{len(stepped)} of {len(data)}; {', '.join(set(data.model) - set(stepped.model))} is {', '.join(set(data.pattern) - set(stepped.pattern))}"
+    claims = [Claim("N1", "two heads become a preconditioned debiased step", "kms-*-h2-*", "always", ended, len(stepped) == len(data))]  # fmt: skip
+    for rho, group in stepped.groupby("rho"):
         name = f"kms-{rho}-h2-*"
         near = bool(
             (group.to_debiased <= 0.04).all() and (group.to_inverse > 3 * group.to_debiased).all()

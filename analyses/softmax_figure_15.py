@@ -13,10 +13,11 @@ from mechinterp.icl.prompts import covariance_matrix
 
 
 def measure(quick: bool) -> Measured:
-    data = pairs(quick)[["model", "rho", "inverse_gap"]]
+    data = pairs(quick)[["model", "pattern", "rho", "inverse_gap"]]
+    stepped = data[data.pattern == "preconditioned_gd"]
     claims = [
         Claim("N3", f"rho {rho}: the inverse of the step is Sigma + (tr Sigma + d s^2)/L I", f"kms-{rho}-h2-*", "shown", f"within {numbers(100 * group.inverse_gap, 1)}%", bool((group.inverse_gap <= 0.06).all()))
-        for rho, group in data.groupby("rho")
+        for rho, group in stepped.groupby("rho")
     ]  # fmt: skip
     axis, pages = [f"x{i}" for i in range(5)], {}
     for rho in RHOS:
