@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Float
 
 from mechinterp import figures
+from mechinterp.display import Result
 from mechinterp.models.functional import AttentionWeights
 
 
@@ -22,7 +23,7 @@ class HasWeights(Protocol):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Circuits:
+class Circuits(Result):
     """QK and OV circuits of a one-layer model; the QK scale is included."""
 
     QK: Float[np.ndarray, "head d_model d_model"]

@@ -8,12 +8,13 @@ import plotly.graph_objects as go
 from jaxtyping import Float, Int
 
 from mechinterp import figures
+from mechinterp.display import Result
 
 SCALARS = ("omega", "mu", "qk_diagonal", "ov_last_entry")
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class TrainingDynamics:
+class TrainingDynamics(Result):
     """Logged steps of one model."""
 
     step: Int[np.ndarray, " row"]

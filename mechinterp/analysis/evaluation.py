@@ -14,6 +14,7 @@ from mechinterp import figures
 from mechinterp.analysis.circuits import HasWeights, weights_of
 from mechinterp.analysis.estimates import mean_and_sem
 from mechinterp.config import TaskConfig
+from mechinterp.display import Result
 from mechinterp.icl.prompts import Prompts, prompt_chunks
 from mechinterp.models.functional import AttentionWeights, predict
 
@@ -21,7 +22,7 @@ Learner = Callable[[Prompts], Tensor]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class SharedLosses:
+class SharedLosses(Result):
     """Mean squared error of models against the noisy query response, on shared prompts; unit y^2."""
 
     models: tuple[str, ...]

@@ -17,6 +17,7 @@ from mechinterp.analysis.circuits import HasWeights, weights_of
 from mechinterp.analysis.estimates import mean_and_sem, ratio_and_sem
 from mechinterp.analysis.patterns import task_of
 from mechinterp.config import TaskConfig
+from mechinterp.display import Result
 from mechinterp.icl.predictors import (
     debiased_gd,
     nadaraya_watson,
@@ -34,7 +35,7 @@ KERNEL_PROMPTS = 8192
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class LearnerFits:
+class LearnerFits(Result):
     """Closeness of a model to closed-form learners, each fitted to the model at every context length.
 
     All learners and the model see the same prompts, so that differences are paired. Losses are against

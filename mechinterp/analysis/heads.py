@@ -16,6 +16,7 @@ from torch import Tensor
 from mechinterp import figures
 from mechinterp.analysis.circuits import HasWeights, weights_of
 from mechinterp.analysis.estimates import mean_and_sem
+from mechinterp.display import Result
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.functional import AttentionWeights, head_outputs
 
@@ -30,7 +31,7 @@ Hooks = list[tuple[str | Callable, Callable]]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class HeadAblation:
+class HeadAblation(Result):
     """How much the excess risk rises when one head is masked."""
 
     method: str
@@ -78,7 +79,7 @@ class HeadAblation:
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class SubsetAblation:
+class SubsetAblation(Result):
     """Excess risk with every subset of a layer's heads kept, and the Shapley value of each head."""
 
     method: str

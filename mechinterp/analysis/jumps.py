@@ -14,6 +14,7 @@ from jaxtyping import Float, Int
 
 from mechinterp import figures
 from mechinterp.config import ExperimentConfig, value_of
+from mechinterp.display import Result
 from mechinterp.icl.prompts import covariance_matrix
 from mechinterp.theory.linear import claims_not_applying, modes
 from mechinterp.theory.linear_heads import SeparateHeads
@@ -24,7 +25,7 @@ N_POINTS = 400
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class JumpForecast:
+class JumpForecast(Result):
     """Jumps foretold from the initial weights, in the order in which they come."""
 
     step: Float[np.ndarray, " jump"]

@@ -17,6 +17,7 @@ from mechinterp import figures
 from mechinterp.analysis.estimates import mean_and_sem, ratio_and_sem
 from mechinterp.checkpoints.layered import LayeredCheckpoint
 from mechinterp.config import TaskConfig
+from mechinterp.display import Result
 from mechinterp.icl.predictors import debiased_gd, ridge, vanilla_gd
 from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
 
@@ -28,7 +29,7 @@ CLOSE = 0.5
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class LayeredClassification:
+class LayeredClassification(Result):
     """How much the excess risk rises when one head of a layered model is masked, and what the model is near to."""
 
     pattern: str

@@ -10,12 +10,13 @@ from jaxtyping import Bool, Float
 from mechinterp import figures
 from mechinterp.analysis.dynamics import TrainingDynamics
 from mechinterp.analysis.thresholds import Thresholds
+from mechinterp.display import Result
 
 PATTERNS = ("sign_matching", "diagonal", "last_entry", "zero_sum", "homogeneous")
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Milestones:
+class Milestones(Result):
     """The logged step from which each part of the pattern holds to the end; NaN where it does not hold there."""
 
     sign_matching: float

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from mechinterp import figures
 from mechinterp.analysis.estimates import mean_and_sem
+from mechinterp.display import Result
 from mechinterp.icl.prompts import Prompts
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ HEAD_PARTS = ("q", "k", "v", "z", "pattern")
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class PositionPatching:
+class PositionPatching(Result):
     """What a metric gains when one position's activation is taken from other prompts."""
 
     activation: str

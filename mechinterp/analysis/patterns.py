@@ -23,6 +23,7 @@ from mechinterp.analysis.scales import Scales, scales_of
 from mechinterp.analysis.substitution import Survival, evaluation, idealised, survival
 from mechinterp.analysis.thresholds import Thresholds
 from mechinterp.config import ModelConfig, TaskConfig
+from mechinterp.display import Result
 from mechinterp.models.constructions import from_circuits
 from mechinterp.models.functional import AttentionWeights, head_outputs, predict
 from mechinterp.models.scores import is_normalised
@@ -31,7 +32,7 @@ N_PROMPTS = 512
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Classification:
+class Classification(Result):
     """Label of a model and of its heads, with the evidence."""
 
     pattern: str

@@ -13,6 +13,7 @@ import plotly.graph_objects as go
 from jaxtyping import Float, Int
 
 from mechinterp import figures
+from mechinterp.display import Result
 from mechinterp.theory.linear import Modes, Moments, fixed_point, modes
 from mechinterp.theory.linear_heads import MergedHeads, SeparateHeads
 from mechinterp.theory.linear_jumps import Jumps, predict_jumps
@@ -20,7 +21,7 @@ from mechinterp.training.flow import Flow
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Plateaus:
+class Plateaus(Result):
     """Rests of the loss: before the first drop, between drops and after the last, in this order."""
 
     time: Float[np.ndarray, " plateau"]

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import pandas as pd
 import torch
 
+from mechinterp.display import Result
 from mechinterp.models import conformance_model, conformance_tools
 from mechinterp.models.conformance_model import Check, Module
 
@@ -15,7 +16,7 @@ CHECKS: dict[str, Check] = conformance_model.CHECKS | conformance_tools.CHECKS
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Compatibility:
+class Compatibility(Result):
     """Which checks a hooked model passes."""
 
     names: tuple[str, ...]

@@ -11,6 +11,7 @@ from jaxtyping import Float
 from scipy.integrate import DOP853, LSODA
 
 from mechinterp import figures
+from mechinterp.display import Result
 from mechinterp.theory.linear import Modes, Moments, modes
 from mechinterp.theory.linear_heads import Heads, MergedHeads
 from mechinterp.training.flat import check_heads, flatten, force_of, loss_of, unflatten, velocity_of
@@ -20,7 +21,7 @@ LARGEST_IMPLICIT = 160
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Flow:
+class Flow(Result):
     """Heads of linear attention while they train."""
 
     time: Float[np.ndarray, " time"]

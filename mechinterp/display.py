@@ -1,0 +1,32 @@
+"""How a result shows in a notebook: its sentence above its table."""
+
+import html
+
+import pandas as pd
+
+ROWS = 20
+
+
+class Result:
+    """What an analysis found: one sentence as its repr, a table, and in a notebook both.
+
+    Example:
+        >>> class Answer(Result):
+        ...     def __repr__(self):
+        ...         return "Answer(6 * 7 = 42)"
+        ...     def to_frame(self):
+        ...         return pd.DataFrame({"answer": [42]})
+        >>> Answer()._repr_html_()[:40]
+        '<p><code>Answer(6 * 7 = 42)</code></p><d'
+    """
+
+    def to_frame(self) -> pd.DataFrame:
+        """The result as a table."""
+        raise NotImplementedError
+
+    def _repr_html_(self) -> str:
+        frame = self.to_frame()
+        table = frame.head(ROWS).to_html(index=False, border=0, float_format="%.4g")
+        left = len(frame) - ROWS
+        more = f"<p>and {left} more rows: .to_frame()</p>" if left > 0 else ""
+        return f"<p><code>{html.escape(repr(self))}</code></p><div style='overflow-x:auto'>{table}</div>{more}"
