@@ -60,6 +60,30 @@ def debiased_gd(prompts: Prompts, *, eta: float) -> Float[Tensor, "batch d_y"]:
     return _read(prompts, similarity) * (eta / prompts.x.shape[1])
 
 
+def joint_debiased_gd(
+    prompts: Prompts, *, theta: Float[np.ndarray, "d_y source d_x"]
+) -> Float[Tensor, "batch d_y"]:
+    """One step for several responses: y_hat_n = sum_mi theta_nmi g_mi x_query_i, g = (1/L) sum_l y_l (x_l - mean(x))^T.
+
+    Args:
+        theta: What response n takes from response m on coordinate i; eta on n = m alone is `debiased_gd`.
+    Source:
+        Derived here; `theory.several_tasks` says which theta is best.
+    Example:
+        >>> from mechinterp.config import TaskConfig
+        >>> from mechinterp.icl.prompts import generator_for, sample_prompts
+        >>> prompts = sample_prompts(TaskConfig(), 8, generator=generator_for(0, "eval", 0))
+        >>> step = joint_debiased_gd(prompts, theta=np.full((1, 1, 5), 0.88))
+        >>> torch.allclose(step, debiased_gd(prompts, eta=0.88), atol=1e-5)
+        True
+    """
+    centred = prompts.x - prompts.x.mean(1, keepdim=True)
+    seen = einsum(prompts.y, centred, "batch context source, batch context d_x -> batch source d_x")
+    step = torch.as_tensor(theta / prompts.x.shape[1]).to(seen)
+    parts = "batch source d_x, d_y source d_x, batch d_x -> batch d_y"
+    return einsum(seen, step, prompts.x_query, parts)
+
+
 def ridge(prompts: Prompts, *, penalty: float) -> Float[Tensor, "batch d_y"]:
     """Ridge regression <(X X^T + penalty I)^-1 X y, x_query>.
 

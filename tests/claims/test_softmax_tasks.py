@@ -1,24 +1,36 @@
 """Claims M-I to M-IV of He et al. 2025 (arXiv 2503.12734): two tasks on overlapping supports, 1 to 5 heads.
 
 d_x 6, supports {0, 1, 2, 3} and {2, 3, 4, 5}, L 48, independent betas of unit variance per entry: the setting of
-the published code, whose context noise has variance 0.4 and whose query has none.
+the published code, whose context noise has variance 0.4 and whose query has none. `shared-tasks-*` share one beta of
+variance 1/6 per entry, as the paper's definition has it, with noise variance 0.1 in context and query.
 """
 
-from functools import cache
+from functools import cache, partial
 
 import numpy as np
 import pytest
 
+from mechinterp.analysis.evaluation import shared_losses
 from mechinterp.analysis.patterns import Classification, classify
 from mechinterp.checkpoints.native import load
+from mechinterp.icl.predictors import joint_debiased_gd
+from mechinterp.theory.several_tasks import (
+    joint_step,
+    joint_step_of_rank,
+    joint_step_risk,
+    step_moments,
+)
 from mechinterp.training.sweep import load_sweep
 from tests.conftest import CHECKPOINTS
 
 pytestmark = pytest.mark.slow
 
 NAMES = [f"two-tasks-h{h}-s{s}" for h in range(1, 6) for s in range(3)]
+SHARING = [f"shared-tasks-h{h}-s{s}" for h in range(1, 6) for s in range(3)]
 # Its third head never found a use: the loss stays between that of two heads and that of three.
 STUCK = "two-tasks-h3-s2"
+# Its two heads ended apart, one for each task's own coordinates: the loss is 30% above that of a pair.
+APART = "shared-tasks-h2-s0"
 ON = np.array([[1, 1, 1, 1, 0, 0], [0, 0, 1, 1, 1, 1]], dtype=bool)
 SHARED = np.array([0, 0, 1, 1, 0, 0], dtype=bool)
 # 1 / (1 + (1 + s^2) |S| / L) with s^2 = 0.1 in units of the signal variance.
@@ -40,7 +52,7 @@ def with_heads(n_heads: int) -> list[str]:
 
 def test_the_sweep_file_names_the_shipped_models_with_their_configs():
     models = load_sweep(CHECKPOINTS.parent / "analyses" / "sweeps" / "tasks.json")
-    assert models == {name: load(CHECKPOINTS / name).config for name in NAMES}
+    assert models == {name: load(CHECKPOINTS / name).config for name in NAMES + SHARING}
 
 
 @pytest.mark.parametrize("name", with_heads(1))
@@ -99,3 +111,67 @@ def test_not_for_every_seed_a_third_head_can_be_of_no_use():
     found = label(STUCK)
     assert found.pattern == "undetermined"
     assert loss(with_heads(3)[0]) + 0.05 < loss(STUCK) < loss(with_heads(2)[0])
+
+
+# One task vector for both responses.
+
+
+SHARED_SETTING = {"d_x": 6, "context_length": 48, "beta_var": 1 / 6, "noise_var": 0.1}
+MOMENTS = step_moments(
+    [[0, 1, 2, 3], [2, 3, 4, 5]], **SHARED_SETTING, query_noise_var=0.1, shared_beta=True
+)
+
+
+def theta(name: str) -> np.ndarray:
+    """What the prediction of a response takes from each response and coordinate, [response, source, coordinate]."""
+    found = label(name).circuits
+    return np.einsum("hmn,hi->nmi", found.OV[:, 6:], found.omega)
+
+
+def sharing(*n_heads: int) -> list[str]:
+    return [name for h in n_heads for name in SHARING if f"-h{h}-" in name and name != APART]
+
+
+@pytest.mark.parametrize("name", sharing(1))
+def test_m1_holds_with_a_shared_vector_too(name: str):
+    found = label(name)
+    assert found.pattern == "kernel_regression"
+    omega, mu = np.abs(found.circuits.omega[0]), np.abs(found.circuits.mu[0])
+    assert omega[SHARED].mean() / omega[~SHARED].mean() == pytest.approx(1.20, abs=0.06)
+    assert mu[0] == pytest.approx(mu[1], rel=0.03)
+
+
+@pytest.mark.parametrize("name", sharing(2))
+def test_m2_holds_with_a_shared_vector_for_two_of_three_seeds(name: str):
+    assert label(name).pattern == "weighted_preconditioned_gd"
+    assert label(name).scales.zero_sum < 0.02
+
+
+def test_m2_does_not_hold_for_the_third_whose_heads_serve_a_task_each():
+    found = label(APART)
+    assert found.pattern == "undetermined"
+    assert found.labels == ("mixed", "mixed")
+    assert loss(APART) > 1.25 * loss(sharing(2)[0])
+
+
+@pytest.mark.parametrize("name", sharing(3))
+def test_m4_holds_with_a_shared_vector(name: str):
+    assert label(name).pattern == "superposition"
+    assert np.abs(theta(name) - joint_step_of_rank(MOMENTS, 2)).max() < 0.05
+
+
+@pytest.mark.parametrize("name", sharing(4, 5))
+def test_m3_does_not_hold_with_a_shared_vector_each_response_learns_from_the_other_too(name: str):
+    found = label(name)
+    assert found.pattern == "undetermined"
+    assert np.abs(found.scales.theta[ON] - 0.912).max() > 0.4
+    assert np.abs(theta(name) - joint_step(MOMENTS)).max() < 0.03
+
+
+@pytest.mark.parametrize("name", sharing(2, 3, 4, 5))
+def test_losses_are_those_of_the_best_step_of_one_rank_less_than_heads(name: str):
+    model = load(CHECKPOINTS / name)
+    step = joint_step_of_rank(MOMENTS, model.config.model.n_heads - 1)
+    models = {"step": partial(joint_debiased_gd, theta=step), name: model}
+    found = shared_losses(models, model.config.task, n_prompts=40_000, seed=1)
+    assert 0.004 < found.gap[0, 1] / joint_step_risk(step, MOMENTS) < 0.012
