@@ -19,8 +19,7 @@ from mechinterp.theory.linear_jumps import growth_value
 from mechinterp.training.flow import Flow, flow
 
 TAU, FACTOR = learning_rate_time(0.02, n_factors=3, context_length=LENGTH)
-# Steps of the first drops, read off an image of six seeds.
-READ = ((400, 600), (600, 1150), (1000, 1900))
+READ = ((400, 600), (600, 1150), (1000, 1900))  # Steps of drops, off an image of six seeds.
 
 
 def holder(found: Flow, mode: int) -> tuple[int, int]:

@@ -23,6 +23,9 @@ MOMENTS = population_moments(np.array(EIGENVALUES), context_length=LENGTH)
 FOUND = modes(MOMENTS)
 NORMS = FOUND.targets ** (1 / 3)  # |v| of a head that holds a direction
 INITS = (1e-2, 1e-3)
+# The same law in axes other than the eigenvectors.
+AXES = np.linalg.qr(np.random.default_rng(0).standard_normal((4, 4)))[0]
+TURNED = population_moments(AXES * EIGENVALUES @ AXES.T, context_length=LENGTH)
 
 
 def task(context_length: int = LENGTH) -> TaskConfig:

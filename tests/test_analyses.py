@@ -45,10 +45,9 @@ def test_scripts_run_and_measure_the_claims_they_have_shipped(script: str, tmp_p
     shipped = ANALYSES / "results" / f"{script}.claims.csv"
     if shipped.exists():
         again, first = claims(tmp_path), pd.read_csv(shipped, dtype=str, keep_default_na=False)
-        assert (
-            again[["id", "models"]].to_numpy().tolist()
-            == first[["id", "models"]].to_numpy().tolist()
-        )
+        # A quick run may have fewer models.
+        rows = ["id", "claim"]
+        assert again[rows].to_numpy().tolist() == first[rows].to_numpy().tolist()
 
 
 def test_the_library_of_the_scripts():
