@@ -66,8 +66,8 @@ def measure(quick: bool) -> Measured:
     own = np.einsum("hmn,hi->nmi", heads.OV[:, 6:], heads.omega)
     best, pages = joint_step(moments_of(checkpoint(name).config.task)), {}
     labels = {"rows": [f"y{m} for y{n}" for n in (1, 2) for m in (1, 2)], "columns": [f"x{i}" for i in range(1, 7)]}  # fmt: skip
-    for title, theta in {name: own, "best joint step": best}.items():
-        pages[title] = figures.heatmap(theta.reshape(4, 6), title=f"theta, {title}", **labels)
+    for title, theta in {"trained": own, "best": best}.items():
+        pages[title] = figures.heatmap(theta.reshape(4, 6), title=f"theta, {title}: {name}", **labels)  # fmt: skip
     return Measured(data, pages, claims)
 
 
