@@ -133,6 +133,12 @@ def claims(table: pd.DataFrame) -> list[Claim]:
             share = f"{kind} in {count} of {n} after {step:,} steps: {row.fraction:.1%} ({row.low:.1%} to {row.high:.1%})"
             always = "consistently" if text == "both signs" else "for some seeds"
             holds = count == 0 if text == "both signs" else count > 0
+            if arm == "stuck" and text == "both signs":
+                text, always, holds = (
+                    "those of one sign find the other later",
+                    "not asked",
+                    count < n,
+                )
             if not (n_heads == 2 and text == "a dummy head"):
                 found.append(Claim("", f"{n_heads} heads, {arm}: {text}", "trained", always, share, holds))  # fmt: skip
     return found
