@@ -6,10 +6,10 @@ REPORT := reports/softmax-h2-s0
 # Versions of transformer-lens that still have HookedTransformer, each in an environment of its own.
 INTEROP := .venv-interop/3.9.0 .venv-interop/3.2.1
 
-.PHONY: help install test test-interop test-peers fuzz lint analyses report clean
+.PHONY: help install test test-interop test-peers test-browser notebooks notebooks-write lab fuzz lint bench analyses report clean
 
 help: ## list these targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 install: $(STAMP) ## put the package and its tools into .venv (needs Python 3.11 or newer)
 
@@ -42,6 +42,28 @@ test-peers: .venv-peers/.installed ## let nnsight, pyvene and captum drive our h
 	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,peers]'
 	@touch $@
 
+notebooks: install ## run the notebooks from a clean kernel, and leave the files as they are
+	OMP_NUM_THREADS=1 PLOTLY_RENDERER=plotly_mimetype $(BIN)/python -m pytest -n 2 --nbmake notebooks
+
+notebooks-write: .venv/.notebooks ## run the notebooks and keep what they show; pictures need Chrome or Chromium
+	OMP_NUM_THREADS=1 PLOTLY_RENDERER=plotly_mimetype+png $(BIN)/jupyter nbconvert --to notebook --inplace \
+		--execute --ExecutePreprocessor.record_timing=False notebooks/*.ipynb
+
+lab: .venv/.notebooks ## open the notebooks in JupyterLab
+	cd notebooks && ../$(BIN)/jupyter lab
+
+.venv/.notebooks: $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,notebooks]'
+	@touch $@
+
+test-browser: .venv/.browser ## open the report in a chromium (by apt where there is none), driven by playwright
+	@command -v chromium >/dev/null || { apt-get update --quiet=2 && apt-get install --yes --quiet=2 --no-install-recommends chromium; } || true
+	OMP_NUM_THREADS=1 CHROMIUM="$$(command -v chromium)" $(BIN)/python -m pytest -rs tests/browser
+
+.venv/.browser: $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,browser]'
+	@touch $@
+
 fuzz: install ## read 20,000 mutated files of each format (about half an hour)
 	OMP_NUM_THREADS=1 $(BIN)/python -W ignore -m tests.checkpoints.fuzz 20000
 
@@ -49,6 +71,12 @@ lint: install ## check style, format and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# Without the checks of shapes and types that the tests put around every function.
+bench: install ## time the package against plain counterparts, and write tests/benchmarks/README.md
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -o python_files='bench_*.py' \
+	  -o addopts='--benchmark-timer=time.process_time --benchmark-disable-gc' \
+	  tests/benchmarks --table tests/benchmarks/README.md
 
 analyses: install ## measure the papers' claims again from the shipped checkpoints
 	grep -l 'run(measure' analyses/*.py | OMP_NUM_THREADS=1 xargs -n 1 -P 2 $(BIN)/python

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 FORMAT_VERSION = 1
 PREFIX = "blocks.0.attn."
+WEIGHTS = "model.safetensors"
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,27 +63,14 @@ class Checkpoint:
     @cached_property
     def history(self) -> pd.DataFrame | None:
         """One row per logged step and head (step, head, loss, eval_loss, omega, mu, ...), or None."""
-        file = self.path / "history.parquet"
-        if not file.exists():
-            return None
-        try:
-            return pd.read_parquet(file)
-        except (OSError, ValueError) as error:
-            raise CheckpointError(
-                f"{file}: not a readable parquet file ({one_line(error)})."
-            ) from None
+        return read_history(self.path)
 
     @cached_property
     def snapshots(self) -> dict[int, AttentionWeights]:
         """Weights during training, by step."""
-        files = {
-            int(f.stem): f
-            for f in (self.path / "snapshots").glob("*.safetensors")
-            if f.stem.isdigit()
-        }
         return {
-            step: weights_from(read_arrays(files[step]), self.config, files[step])
-            for step in sorted(files)
+            step: weights_from(read_arrays(file), self.config, file)
+            for step, file in snapshot_files(self.path).items()
         }
 
     @cached_property
@@ -91,6 +79,31 @@ class Checkpoint:
         from mechinterp.models.transformer import ICLTransformer
 
         return ICLTransformer.from_weights(self.weights, task=self.config.task)
+
+    @classmethod
+    def from_pretrained(cls, folder: str | Path) -> "Checkpoint":
+        """The checkpoint in a folder: `load`, by the name that Hugging Face's tools use.
+
+        Raises:
+            CheckpointError: As `load` does.
+        """
+        return load(folder)
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Write a folder with config.json, model.safetensors and what goes with them, as `save` does.
+
+        Raises:
+            CheckpointError: If the folder already holds a checkpoint or cannot be written.
+        """
+        save(
+            folder,
+            self.config,
+            self.weights,
+            step=self.step,
+            history=self.history,
+            snapshots=self.snapshots,
+            assumed=self.assumed,
+        )
 
 
 def load(path: str | Path) -> Checkpoint:
@@ -104,6 +117,19 @@ def load(path: str | Path) -> Checkpoint:
         Checkpoint(softmax-h2-s0: 2 heads, d_x=5, context_length=40, step 500001)
     """
     path = Path(path)
+    document, config = read_document(document_file(path))
+    weights_file = path / WEIGHTS
+    weights = weights_from(read_arrays(weights_file), config, weights_file)
+    assumed = document.get("assumed", {})
+    return Checkpoint(path, config, document["step"], weights, assumed=assumed)
+
+
+def document_file(path: Path) -> Path:
+    """The config.json of a checkpoint folder.
+
+    Raises:
+        CheckpointError: If there is none.
+    """
     file = path / "config.json"
     if not file.is_file():
         what = "does not exist"
@@ -112,11 +138,28 @@ def load(path: str | Path) -> Checkpoint:
         raise CheckpointError(
             f"{path}: a checkpoint is a folder with config.json and model.safetensors; this {what}."
         )
-    document, config = read_document(file)
-    weights_file = path / "model.safetensors"
-    weights = weights_from(read_arrays(weights_file), config, weights_file)
-    assumed = document.get("assumed", {})
-    return Checkpoint(path, config, document["step"], weights, assumed=assumed)
+    return file
+
+
+def snapshot_files(path: Path) -> dict[int, Path]:
+    """The files of weights during training, by step."""
+    files = (f for f in (path / "snapshots").glob("*.safetensors") if f.stem.isdigit())
+    return dict(sorted((int(file.stem), file) for file in files))
+
+
+def read_history(path: Path) -> pd.DataFrame | None:
+    """The history of a checkpoint folder, or None.
+
+    Raises:
+        CheckpointError: If there is one that cannot be read.
+    """
+    file = path / "history.parquet"
+    if not file.exists():
+        return None
+    try:
+        return pd.read_parquet(file)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{file}: not a readable parquet file ({one_line(error)}).") from None
 
 
 def save(
@@ -136,14 +179,32 @@ def save(
             not those of such a model.
     """
     path = Path(path)
+    _require_fit(path, weights, config)
+    kept = {at: state_dict(snapshot) for at, snapshot in (snapshots or {}).items()}
+    document = document_of(config, step=step, assumed=assumed)
+    write_folder(path, document, state_dict(weights), history=history, snapshots=kept)
+
+
+def write_folder(
+    path: Path,
+    document: Mapping[str, object],
+    tensors: dict[str, Tensor],
+    *,
+    history: pd.DataFrame | None,
+    snapshots: Mapping[int, dict[str, Tensor]],
+) -> None:
+    """Write a checkpoint folder from its config.json, its weights by name and what goes with them.
+
+    Raises:
+        CheckpointError: If the folder already holds a checkpoint or cannot be written.
+    """
     if (path / "config.json").exists():
         raise CheckpointError(f"{path}: already holds a checkpoint; it is not overwritten.")
-    _require_fit(path, weights, config)
-    text = json.dumps(document_of(config, step=step, assumed=assumed), indent=2) + "\n"
+    text = json.dumps(document, indent=2) + "\n"
     try:
-        for snapshot_step, snapshot in (snapshots or {}).items():
-            write_weights(path / "snapshots" / f"{snapshot_step}.safetensors", snapshot)
-        write_weights(path / "model.safetensors", weights)
+        for step, snapshot in snapshots.items():
+            write_tensors(path / "snapshots" / f"{step}.safetensors", snapshot)
+        write_tensors(path / WEIGHTS, tensors)
         if history is not None:
             write_atomically(
                 path / "history.parquet", lambda file: history.to_parquet(file, index=False)
@@ -155,7 +216,12 @@ def save(
 
 def write_weights(file: Path, weights: AttentionWeights) -> None:
     """Write the weights of one model under HookedTransformer's names."""
-    write_atomically(file, lambda target: save_file(state_dict(weights), target))
+    write_tensors(file, state_dict(weights))
+
+
+def write_tensors(file: Path, tensors: dict[str, Tensor]) -> None:
+    """Write tensors by name."""
+    write_atomically(file, lambda target: save_file(tensors, target))
 
 
 def state_dict(weights: AttentionWeights) -> dict[str, Tensor]:
@@ -236,6 +302,11 @@ def weights_from(
     Raises:
         CheckpointError: If they are missing, not finite or not those of such a model.
     """
+    if config.model.context_only:
+        raise CheckpointError(
+            f"{file}: model.context_only must be false for weights of one layer, got true; mechinterp.load reads "
+            "the folders of such models."
+        )
     _require_whole(file, tensors, config)
     found = unmerged({name: tensors[PREFIX + name] for name in parameter_shapes(config)})
     for name in {"W_O", "b_O"} & set(found):
@@ -287,29 +358,40 @@ def parameter_shapes(config: ExperimentConfig) -> dict[str, tuple[int, ...]]:
 
 def _require_whole(file: Path, tensors: Mapping[str, Tensor], config: ExperimentConfig) -> None:
     expected = parameter_shapes(config)
-    for name, shape in expected.items():
-        tensor = tensors.get(PREFIX + name)
-        if tensor is None:
-            raise CheckpointError(f"{file}: {PREFIX}{name} is missing.")
-        if tuple(tensor.shape) != shape:
-            raise CheckpointError(
-                f"{file}: {PREFIX}{name} must have shape {shape}, got {tuple(tensor.shape)}."
-            )
-        if not tensor.is_floating_point():
-            raise CheckpointError(
-                f"{file}: {PREFIX}{name} must hold floating-point numbers, got {tensor.dtype}."
-            )
-        bad = int((~torch.isfinite(tensor)).sum())
-        if bad:
-            raise CheckpointError(
-                f"{file}: {PREFIX}{name} must hold finite numbers, got {bad} NaN or infinite."
-            )
-    kinds = sorted({str(tensors[PREFIX + name].dtype) for name in expected})
-    if len(kinds) > 1:
-        raise CheckpointError(f"{file}: the weights must have one dtype, got {', '.join(kinds)}.")
+    require_tensors(file, tensors, {PREFIX + name: shape for name, shape in expected.items()})
     for name in {"W_O", "b_O"} & set(expected):
         unread = tensors[PREFIX + name][..., : config.task.d_x]
         if unread.any():
             raise CheckpointError(
                 f"{file}: the x columns of {PREFIX}{name} must be zero, got {unread.abs().max().item():.3g}."
             )
+
+
+def require_tensors(
+    file: Path, tensors: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]
+) -> None:
+    """Refuse tensors that are not of these names and shapes, finite and of one floating-point dtype.
+
+    Raises:
+        CheckpointError: If one is not; the message names it.
+    """
+    for name, shape in shapes.items():
+        tensor = tensors.get(name)
+        if tensor is None:
+            raise CheckpointError(f"{file}: {name} is missing.")
+        if tuple(tensor.shape) != shape:
+            raise CheckpointError(
+                f"{file}: {name} must have shape {shape}, got {tuple(tensor.shape)}."
+            )
+        if not tensor.is_floating_point():
+            raise CheckpointError(
+                f"{file}: {name} must hold floating-point numbers, got {tensor.dtype}."
+            )
+        bad = int((~torch.isfinite(tensor)).sum())
+        if bad:
+            raise CheckpointError(
+                f"{file}: {name} must hold finite numbers, got {bad} NaN or infinite."
+            )
+    kinds = sorted({str(tensors[name].dtype) for name in shapes})
+    if len(kinds) > 1:
+        raise CheckpointError(f"{file}: the weights must have one dtype, got {', '.join(kinds)}.")

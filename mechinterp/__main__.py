@@ -1,0 +1,5 @@
+"""`python -m mechinterp` is the command `mechinterp`."""
+
+from mechinterp.cli import main
+
+main()

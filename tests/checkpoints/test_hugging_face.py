@@ -1,0 +1,68 @@
+"""A native folder is what Hugging Face's tools expect: their own loaders read it, and it goes through a save unchanged."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from huggingface_hub import PyTorchModelHubMixin
+from safetensors.torch import load_model
+
+from mechinterp.checkpoints.errors import CheckpointError
+from mechinterp.checkpoints.native import Checkpoint
+from mechinterp.config import from_dict
+from mechinterp.icl.prompts import generator_for, sample_prompts
+from mechinterp.models.transformer import ICLTransformer
+
+FOLDERS = ["checkpoints/softmax-h2-s0", "checkpoints/two-tasks-h3-s0", "checkpoints/tanh-h2-s0"]
+
+
+class Pretrained(ICLTransformer, PyTorchModelHubMixin):
+    """What a user of huggingface_hub writes: the mixin reads config.json and model.safetensors by itself."""
+
+    def __init__(self, experiment: dict):
+        config = from_dict(experiment)
+        super().__init__(
+            d_x=config.task.d_x,
+            d_y=config.task.d_y,
+            n_heads=config.model.n_heads,
+            d_head=config.d_head,
+            score=config.model.score,
+            score_slope=config.model.score_slope,
+        )
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_the_hubs_mixin_loads_the_folder(folder: str):
+    checkpoint = Checkpoint.from_pretrained(folder)
+    prompts = sample_prompts(checkpoint.config.task, 8, generator=generator_for(0, "eval", 0))
+    model = Pretrained.from_pretrained(folder)
+    assert torch.equal(model.predict(prompts), checkpoint.model.predict(prompts))
+
+
+def test_safetensors_loads_every_tensor_strictly():
+    checkpoint = Checkpoint.from_pretrained("checkpoints/softmax-h2-s0")
+    expected = {name: tensor.clone() for name, tensor in checkpoint.model.state_dict().items()}
+    for parameter in checkpoint.model.parameters():
+        parameter.data.zero_()
+    missing, unexpected = load_model(checkpoint.model, checkpoint.path / "model.safetensors")
+    assert not missing
+    assert not unexpected
+    found = checkpoint.model.state_dict()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+def test_a_checkpoint_goes_through_a_save_unchanged(tmp_path: Path):
+    first = Checkpoint.from_pretrained("checkpoints/softmax-h2-s0")
+    first.save_pretrained(tmp_path / "copy")
+    second = Checkpoint.from_pretrained(tmp_path / "copy")
+    assert (second.config, second.step) == (first.config, first.step)
+    assert torch.equal(second.weights.QK, first.weights.QK)
+    assert torch.equal(second.weights.OV, first.weights.OV)
+    assert second.history.equals(first.history)
+    assert list(second.snapshots) == list(first.snapshots)
+
+
+def test_a_save_overwrites_nothing():
+    checkpoint = Checkpoint.from_pretrained("checkpoints/softmax-h2-s0")
+    with pytest.raises(CheckpointError, match="already holds a checkpoint; it is not overwritten"):
+        checkpoint.save_pretrained("checkpoints/softmax-h2-s1")

@@ -1,0 +1,117 @@
+"""What is handed on: the source archive has all that a wheel needs, and the wheel works far from the repository."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SOURCES = ("pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md", "MANIFEST.in")
+CHECKPOINT = ROOT / "checkpoints" / "softmax-h2-s0"
+
+pytestmark = pytest.mark.slow
+
+
+def build(kind: str, folder: Path) -> Path:
+    """The file that the build backend makes in a source folder, without a network."""
+    code = f"from setuptools import build_meta; print(build_meta.build_{kind}('dist'))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, check=True
+    )
+    return folder / "dist" / done.stdout.splitlines()[-1]
+
+
+@pytest.fixture(scope="module")
+def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("source")
+    for name in SOURCES:
+        shutil.copy(ROOT / name, folder)
+    unwanted = shutil.ignore_patterns("__pycache__")
+    for name in ("mechinterp", "tests"):
+        shutil.copytree(ROOT / name, folder / name, ignore=unwanted)
+    return build("sdist", folder)
+
+
+@pytest.fixture(scope="module")
+def wheel(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("unpacked")
+    with tarfile.open(sdist) as archive:
+        archive.extractall(folder, filter="data")
+    (inside,) = folder.iterdir()
+    return build("wheel", inside)
+
+
+@pytest.fixture(scope="module")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that holds the installed wheel and nothing else."""
+    target = tmp_path_factory.mktemp("installed")
+    options = ["--no-deps", "--no-index", "--disable-pip-version-check", "--target", str(target)]
+    subprocess.run(
+        [sys.executable, "-m", "pip", "install", "--quiet", *options, str(wheel)], check=True
+    )
+    return target
+
+
+def run(installed: Path, cwd: Path, *arguments: str) -> str:
+    """Standard output of Python in an empty folder, with the installed package before all others."""
+    environment = os.environ | {"PYTHONPATH": str(installed), "PYTHONSAFEPATH": "1"}
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        cwd=cwd,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_sdist_holds_readme_licence_and_changelog_and_no_half_of_the_tests(sdist: Path):
+    with tarfile.open(sdist) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    assert set(SOURCES) <= names
+    assert not [name for name in names if name.startswith("tests")]
+
+
+def test_wheel_holds_every_file_of_the_package_and_no_other(wheel: Path):
+    with zipfile.ZipFile(wheel) as archive:
+        found = {name for name in archive.namelist() if ".dist-info/" not in name}
+    files = (file for file in (ROOT / "mechinterp").rglob("*") if file.is_file())
+    wanted = {str(file.relative_to(ROOT)) for file in files if "__pycache__" not in file.parts}
+    assert found == wanted
+    assert "mechinterp/py.typed" in found
+
+
+def test_installed_package_is_the_one_that_runs(installed: Path, tmp_path: Path):
+    where = run(installed, tmp_path, "-c", "import mechinterp; print(mechinterp.__file__)")
+    assert Path(where.strip()).is_relative_to(installed)
+
+
+def test_presets_are_inside(installed: Path, tmp_path: Path):
+    assert "softmax-h2" in run(installed, tmp_path, "-m", "mechinterp", "train", "--list").split()
+
+
+def test_classifies_a_checkpoint_by_path(installed: Path, tmp_path: Path):
+    arguments = ("-m", "mechinterp", "classify", str(CHECKPOINT), "--json")
+    (document,) = json.loads(run(installed, tmp_path, *arguments))
+    assert document["pattern"] == "debiased_gd"
+
+
+def test_page_is_written_with_its_template(installed: Path, tmp_path: Path):
+    out = tmp_path / "page"
+    arguments = ("report", str(CHECKPOINT), "--out", str(out), "--n-prompts", "64")
+    run(installed, tmp_path, "-m", "mechinterp", *arguments)
+    assert "softmax-h2-s0" in (out / "index.html").read_text(encoding="utf-8")
+
+
+def test_console_script_is_declared(installed: Path):
+    (metadata,) = installed.glob("mechinterp-*.dist-info")
+    text = (metadata / "entry_points.txt").read_text(encoding="utf-8")
+    assert "mechinterp = mechinterp.cli:main" in text.splitlines()
