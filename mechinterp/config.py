@@ -11,7 +11,6 @@ from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from mechinterp.fields import (
     build,
     flatten,
-    refuse_unused,
     require_at_least,
     set_checked,
     unknown_field,
@@ -19,14 +18,17 @@ from mechinterp.fields import (
 
 COVARIANCES = ("identity", "kms", "eigenvalues")
 SCORES = ("softmax", "1+tanh", "1+Cx", "(1+Cx)^2", "linear", "linear/L")
+CONTEXT_ONLY_SCORES = (*SCORES, "relu/L")
+"""Scores of models in which every token reads the context; `SCORES` are those of one layer."""
 OPTIMIZERS = ("adam", "gradient_descent", "gradient_flow")
+NONZEROS = ("gaussian", "signs")
 
 
 # Fields that the first version did not have: they must not change the ids it gave.
 LATER_FIELDS = {
-    "task": ("shared_beta",),
-    "model": ("attend_to_self", "biases", "merged_qk"),
-    "train": ("optimizer", "init_std"),
+    "task": ("shared_beta", "nonzeros"),
+    "model": ("attend_to_self", "biases", "merged_qk", "context_only", "d_model"),
+    "train": ("optimizer", "init_std", "shortest_context", "cosine", "clip_norm"),
 }
 
 
@@ -74,7 +76,7 @@ class TaskConfig:
     covariance: CovarianceConfig = field(default_factory=CovarianceConfig)
     """Covariance of x and of x_query."""
     beta_var: float | None = None
-    """Variance of an entry of the task vector; None stands for 1 / d_x."""
+    """Variance of an entry of the task vector that may be nonzero; None stands for 1 / d_x."""
     noise_var: float = 0.1
     """Variance of the response noise, unit y^2."""
     query_noise: bool = True
@@ -84,7 +86,9 @@ class TaskConfig:
     shared_beta: bool = False
     """Whether all responses have one task vector, each on its own support, instead of one each."""
     sparsity: int | None = None
-    """Number of nonzero entries of a task vector; None: all of them."""
+    """Number s of nonzero entries of a task vector, drawn afresh in every prompt; None: all of them."""
+    nonzeros: str = "gaussian"
+    """Law of the nonzero entries where there is a sparsity: "gaussian", N(0, beta_var), or "signs", +-1/sqrt(s)."""
     n_sequences: int | None = None
     """Size of a finite training set, for optimizer "gradient_descent"; None: the whole population."""
 
@@ -100,7 +104,7 @@ class TaskConfig:
                 f"task.covariance.eigenvalues must hold d_x = {self.d_x} numbers, got {len(eigenvalues)}."
             )
         self._check_supports()
-        refuse_unused("task", self, "sparsity")
+        self._check_sparsity()
         if self.n_sequences is not None:
             require_at_least("task", self, 1, "n_sequences")
 
@@ -121,9 +125,35 @@ class TaskConfig:
                     f"task.supports must name coordinates from 0 to {self.d_x - 1}, got {list(support)}."
                 )
 
+    def _check_sparsity(self) -> None:
+        if self.nonzeros not in NONZEROS:
+            raise ValueError(
+                f"task.nonzeros must be one of {', '.join(NONZEROS)}, got {self.nonzeros!r}."
+            )
+        if self.sparsity is None:
+            if self.nonzeros != "gaussian":
+                raise ValueError(
+                    f"task.nonzeros {self.nonzeros!r} needs a task.sparsity, got null."
+                )
+            return
+        if not 1 <= self.sparsity <= self.d_x:
+            raise ValueError(
+                f"task.sparsity must lie between 1 and d_x = {self.d_x}, got {self.sparsity}."
+            )
+        if self.supports is not None:
+            raise ValueError(
+                f"task.sparsity is not used where task.supports are given, got {self.sparsity}."
+            )
+        if self.nonzeros == "signs" and self.beta_var is not None:
+            raise ValueError(
+                f"task.beta_var is 1/sparsity where task.nonzeros is 'signs' and must be null, got {self.beta_var}."
+            )
+
     @property
     def beta_variance(self) -> float:
-        """Variance of an entry of the task vector, with the default filled in."""
+        """Variance of an entry of the task vector that is not held at zero, with the default filled in."""
+        if self.sparsity is not None and self.nonzeros == "signs":
+            return 1 / self.sparsity
         return 1 / self.d_x if self.beta_var is None else self.beta_var
 
     @property
@@ -133,19 +163,20 @@ class TaskConfig:
         diagonal = self.covariance.eigenvalues if given else (1.0,) * self.d_x
         supports = self.supports or (tuple(range(self.d_x)),)
         traces = [sum(diagonal[i] for i in support) for support in supports]
-        return self.beta_variance * sum(traces) / len(traces)
+        live = 1.0 if self.sparsity is None else self.sparsity / self.d_x
+        return live * self.beta_variance * sum(traces) / len(traces)
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """An attention-only model that reads (x, y) tokens as they are and predicts y_query."""
+    """An attention-only model that reads (x, y) tokens and predicts y_query."""
 
     n_layers: int = 1
     """Number of attention layers."""
     n_heads: int = 2
     """Heads per layer."""
     d_head: int | None = None
-    """Width of a head; None stands for d_model = d_x + d_y."""
+    """Width of a head; None stands for the width d_model, and in context-only models for d_model / n_heads."""
     score: str = "softmax"
     """Attention weights are f(s_i) / sum_j f(s_j); "softmax" has f = exp, the others name f. Linear
     attention has C s_i ("linear") or C s_i over the number of keys ("linear/L")."""
@@ -157,16 +188,41 @@ class ModelConfig:
     """Whether the layer has biases b_Q, b_K, b_V, b_O; the models trained here have none."""
     merged_qk: bool = False
     """Whether each head has one matrix W_QK in place of W_Q W_K^T; d_head is then d_model."""
+    context_only: bool = False
+    """Whether every token reads all tokens of the context and none reads the query; models of several layers do.
+    Without it a token reads those before it, which for one layer makes no difference to the prediction."""
+    d_model: int | None = None
+    """Width of the residual stream, with a read-in W_in before it and a read-out W_U behind it; None: the tokens
+    (x, y) are the stream, of width d_x + d_y, and its y entries the prediction. Needs context_only."""
 
     def __post_init__(self) -> None:
         set_checked(self, "model")
         require_at_least("model", self, 1, "n_layers", "n_heads")
         if self.d_head is not None:
             require_at_least("model", self, 1, "d_head")
-        if self.n_layers != 1:
-            raise ValueError(f"model.n_layers must be 1 in this version, got {self.n_layers}.")
-        if self.score not in SCORES:
-            raise ValueError(f"model.score must be one of {', '.join(SCORES)}, got {self.score!r}.")
+        scores = CONTEXT_ONLY_SCORES if self.context_only else SCORES
+        if self.score not in scores:
+            raise ValueError(f"model.score must be one of {', '.join(scores)}, got {self.score!r}.")
+        self._check_mask()
+
+    def _check_mask(self) -> None:
+        if not self.context_only:
+            if self.n_layers != 1:
+                raise ValueError(
+                    f"model.n_layers must be 1 unless context_only is true, got {self.n_layers}."
+                )
+            if self.d_model is not None:
+                raise ValueError(
+                    f"model.d_model must be null unless context_only is true, got {self.d_model}."
+                )
+            return
+        for name in ("attend_to_self", "biases", "merged_qk"):
+            if getattr(self, name):
+                raise ValueError(
+                    f"model.{name} must be false where context_only is true, got true."
+                )
+        if self.d_model is not None:
+            require_at_least("model", self, 1, "d_model")
 
 
 @dataclass(frozen=True)
@@ -193,6 +249,13 @@ class TrainConfig:
     training set, or "gradient_flow", exact, on the population; these train v, K and Q (or U) of every head."""
     init_std: float | None = None
     """Standard deviation of the initial v, K, Q or U of linear attention; None: PyTorch's default."""
+    shortest_context: int | None = None
+    """Contexts of a step of a context-only model have one length, uniform from this one to task.context_length;
+    None: task.context_length."""
+    cosine: bool = False
+    """Whether the step size of a context-only model falls to 0 along half a cosine, instead of staying."""
+    clip_norm: float | None = None
+    """Largest norm of a gradient of a context-only model, longer ones are shortened to it; None: any."""
 
     def __post_init__(self) -> None:
         set_checked(self, "train")
@@ -208,8 +271,11 @@ class TrainConfig:
         require_at_least("train", self, 0, "data_seed")
         if self.learning_rate <= 0:
             raise ValueError(f"train.learning_rate must be > 0, got {self.learning_rate}.")
-        if self.snapshot_every is not None:
-            require_at_least("train", self, 1, "snapshot_every")
+        for name in ("snapshot_every", "shortest_context"):
+            if getattr(self, name) is not None:
+                require_at_least("train", self, 1, name)
+        if self.clip_norm is not None and self.clip_norm <= 0:
+            raise ValueError(f"train.clip_norm must be > 0, got {self.clip_norm}.")
 
     @property
     def snapshot_steps(self) -> tuple[int, ...]:
@@ -237,6 +303,7 @@ class ExperimentConfig:
             raise ValueError(
                 f"model.d_head must be d_model = {self.d_model} where merged_qk is true, got {self.d_head}."
             )
+        self._check_context_only()
         if self.train.optimizer == "adam":
             for name, value in (
                 ("train.init_std", self.train.init_std),
@@ -247,11 +314,39 @@ class ExperimentConfig:
         else:
             self._check_linear()
 
+    def _check_context_only(self) -> None:
+        if not self.model.context_only:
+            for name, default in (
+                ("shortest_context", None),
+                ("cosine", False),
+                ("clip_norm", None),
+            ):
+                value = getattr(self.train, name)
+                if value != default:
+                    raise ValueError(
+                        f"train.{name} is used where model.context_only is true only, got {json.dumps(value)}."
+                    )
+            return
+        if self.train.optimizer != "adam":
+            raise ValueError(
+                f"train.optimizer must be 'adam' where model.context_only is true, got {self.train.optimizer!r}."
+            )
+        if self.model.d_head is None and self.d_model % self.model.n_heads:
+            raise ValueError(
+                f"model.n_heads must divide the width {self.d_model} where d_head is null, got {self.model.n_heads}."
+            )
+        shortest = self.train.shortest_context
+        if shortest is not None and shortest > self.task.context_length:
+            raise ValueError(
+                f"train.shortest_context must be <= task.context_length = {self.task.context_length}, got {shortest}."
+            )
+
     def _check_linear(self) -> None:
         """Refuse what the closed forms behind training on moments do not cover."""
         optimizer = self.train.optimizer
         needed = {"model.score": "linear/L", "model.attend_to_self": False, "model.biases": False}
         needed |= {"task.d_y": 1, "task.noise_var": 0.0, "task.supports": None}
+        needed["task.sparsity"] = None
         if optimizer == "gradient_flow":
             needed["task.n_sequences"] = None
         for name, value in needed.items():
@@ -267,13 +362,16 @@ class ExperimentConfig:
 
     @property
     def d_model(self) -> int:
-        """Width of a token: d_x + d_y."""
-        return self.task.d_x + self.task.d_y
+        """Width of the residual stream: that of a token, d_x + d_y, unless the model has its own."""
+        width = self.model.d_model
+        return self.task.d_x + self.task.d_y if width is None else width
 
     @property
     def d_head(self) -> int:
         """Width of a head, with the default filled in."""
-        return self.d_model if self.model.d_head is None else self.model.d_head
+        if self.model.d_head is not None:
+            return self.model.d_head
+        return self.d_model // self.model.n_heads if self.model.context_only else self.d_model
 
     @property
     def id(self) -> str:
@@ -446,3 +544,26 @@ PRESETS |= {
     )
     for rank in (1, 2, 4, 8)
 }
+# Sparse regression by linear attention of four layers: our setting, the published one is not known to us.
+PRESETS |= {
+    f"sparse-h{h}": ExperimentConfig(
+        task=TaskConfig(d_x=16, context_length=40, sparsity=4, nonzeros="signs"),
+        model=ModelConfig(n_layers=4, n_heads=h, d_model=64, score="linear/L", context_only=True),
+        train=TrainConfig(
+            steps=50_000,
+            batch_size=64,
+            shortest_context=8,
+            cosine=True,
+            clip_norm=1.0,
+        ),
+    )
+    for h in (1, 4, 8)
+}
+# As many heads as coordinates and d_x / s = 16: here a few shared steps on reweighted covariates beat plain ones.
+PRESETS["sparse-wide"] = ExperimentConfig(
+    task=TaskConfig(d_x=64, context_length=128, sparsity=4, nonzeros="signs", noise_var=0.25),
+    model=ModelConfig(
+        n_layers=4, n_heads=64, d_head=2, d_model=144, score="linear/L", context_only=True
+    ),
+    train=TrainConfig(steps=50_000, batch_size=64, shortest_context=32, cosine=True, clip_norm=1.0),
+)

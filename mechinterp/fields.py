@@ -46,15 +46,6 @@ def require_at_least(group: str, config: object, least: float, *names: str) -> N
             raise ValueError(f"{label} must be >= {least}, got {getattr(config, name)}.")
 
 
-def refuse_unused(group: str, config: object, *names: str) -> None:
-    """Raise a ValueError that names the first of these fields that is not None."""
-    for name in names:
-        if getattr(config, name) is not None:
-            raise ValueError(
-                f"{group}.{name} is not used in this version and must be null, got {getattr(config, name)!r}."
-            )
-
-
 def unknown_field(name: str, prefix: str, known: list[str]) -> str:
     """What to say of a field that does not exist."""
     listed = ", ".join(f"{prefix}{field_name}" for field_name in known) or "none"

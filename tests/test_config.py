@@ -263,10 +263,44 @@ REFUSED = {
     "task.supports=[[]]": "task.supports must list coordinates, each once, got [].",
     "task.supports=[[1, 1]]": "task.supports must list coordinates, each once, got [1, 1].",
     "task.supports=[[0, 5]]": "task.supports must name coordinates from 0 to 4, got [0, 5].",
-    "task.sparsity=2": "task.sparsity is not used in this version and must be null, got 2.",
+    "task.sparsity=6": "task.sparsity must lie between 1 and d_x = 5, got 6.",
+    "task.sparsity=0": "task.sparsity must lie between 1 and d_x = 5, got 0.",
+    'task={"sparsity": 1, "supports": [[0]]}': (
+        "task.sparsity is not used where task.supports are given, got 1."
+    ),
+    "task.nonzeros=cauchy": "task.nonzeros must be one of gaussian, signs, got 'cauchy'.",
+    "task.nonzeros=signs": "task.nonzeros 'signs' needs a task.sparsity, got null.",
+    'task={"sparsity": 1, "nonzeros": "signs", "beta_var": 1}': (
+        "task.beta_var is 1/sparsity where task.nonzeros is 'signs' and must be null, got 1.0."
+    ),
     "task.n_sequences=9": "task.n_sequences is not used by train.optimizer 'adam', got 9.",
     "task.n_sequences=0": "task.n_sequences must be >= 1, got 0.",
-    "model.n_layers=2": "model.n_layers must be 1 in this version, got 2.",
+    "model.n_layers=2": "model.n_layers must be 1 unless context_only is true, got 2.",
+    "model.d_model=8": "model.d_model must be null unless context_only is true, got 8.",
+    "model.score=relu/L": f"model.score must be one of {', '.join(SCORES)}, got 'relu/L'.",
+    'model={"context_only": true, "biases": true}': (
+        "model.biases must be false where context_only is true, got true."
+    ),
+    'model={"context_only": true, "attend_to_self": true}': (
+        "model.attend_to_self must be false where context_only is true, got true."
+    ),
+    'model={"context_only": true, "merged_qk": true}': (
+        "model.merged_qk must be false where context_only is true, got true."
+    ),
+    'model={"context_only": true, "d_model": 0}': "model.d_model must be >= 1, got 0.",
+    'model={"context_only": true, "d_model": 9}': (
+        "model.n_heads must divide the width 9 where d_head is null, got 2."
+    ),
+    'model={"context_only": true, "n_heads": 4}': (
+        "model.n_heads must divide the width 6 where d_head is null, got 4."
+    ),
+    "train.shortest_context=0": "train.shortest_context must be >= 1, got 0.",
+    "train.shortest_context=4": (
+        "train.shortest_context is used where model.context_only is true only, got 4."
+    ),
+    "train.cosine=true": "train.cosine is used where model.context_only is true only, got true.",
+    "train.clip_norm=1": "train.clip_norm is used where model.context_only is true only, got 1.0.",
+    "train.clip_norm=0": "train.clip_norm must be > 0, got 0.0.",
     "model.n_layers=0": "model.n_layers must be >= 1, got 0.",
     "model.n_heads=0": "model.n_heads must be >= 1, got 0.",
     "model.d_head=0": "model.d_head must be >= 1, got 0.",
@@ -291,12 +325,12 @@ REFUSED = {
     "n_heads=2": "Unknown field 'n_heads'; known: task, model, train, seed.",
     "model.heads=2": (
         "Unknown field 'model.heads'; known: model.n_layers, model.n_heads, model.d_head, model.score, "
-        "model.score_slope, model.attend_to_self, model.biases, model.merged_qk."
+        "model.score_slope, model.attend_to_self, model.biases, model.merged_qk, model.context_only, model.d_model."
     ),
     "seed.x=2": "Unknown field 'seed.x'; known: none.",
     'model={"heads": 2}': (
         "Unknown field 'model.heads'; known: model.n_layers, model.n_heads, model.d_head, model.score, "
-        "model.score_slope, model.attend_to_self, model.biases, model.merged_qk."
+        "model.score_slope, model.attend_to_self, model.biases, model.merged_qk, model.context_only, model.d_model."
     ),
 }
 
@@ -356,3 +390,36 @@ def test_json_holds_every_field():
     assert json.loads(ExperimentConfig().to_json()) == json.loads(
         json.dumps(asdict(ExperimentConfig()))
     )
+
+
+@pytest.mark.parametrize(
+    ("assignments", "message"),
+    [
+        (
+            ("model.context_only=true", "train.optimizer=gradient_flow"),
+            "train.optimizer must be 'adam' where model.context_only is true, got 'gradient_flow'.",
+        ),
+        (
+            ("model.context_only=true", "train.shortest_context=41"),
+            "train.shortest_context must be <= task.context_length = 40, got 41.",
+        ),
+    ],
+)
+def test_context_only_models_are_trained_by_adam_on_contexts_that_fit(
+    assignments: tuple[str, ...], message: str
+):
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        override(ExperimentConfig(), *assignments)
+
+
+def test_moments_are_those_of_dense_task_vectors():
+    with pytest.raises(ValueError, match=r"^task.sparsity must be null for train.optimizer"):
+        override(preset("linear-merged"), "task.sparsity=2")
+
+
+def test_later_fields_change_an_id_only_where_they_are_used():
+    config = ExperimentConfig()
+    used = [override(config, "task.sparsity=2"), override(config, "model.context_only=true")]
+    used.append(override(used[1], "train.clip_norm=1", "train.cosine=true"))
+    used.append(override(used[0], "task.nonzeros=signs"))
+    assert len({config.id, *(other.id for other in used)}) == 5

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from mechinterp.checkpoints import arrays, native
 from mechinterp.checkpoints.archives import MAX_NUMBERS, SUFFIXES, read_arrays, read_text
+from mechinterp.checkpoints.deep import DeepCheckpoint, load_saved
 from mechinterp.checkpoints.errors import CheckpointError, one_line
 from mechinterp.checkpoints.exchange import FORMAT, SIDE_CAR, read_exchange, write_exchange
 from mechinterp.checkpoints.files import read_json
@@ -38,7 +39,7 @@ def load(
     n_heads: int | None = None,
     scale: float | None = None,
     attend_to_self: bool | None = None,
-) -> "Checkpoint | LayeredCheckpoint":
+) -> "Checkpoint | DeepCheckpoint | LayeredCheckpoint":
     """The checkpoint at a path: a folder of this package, or what other people's code has written.
 
     The arguments say what a file of other people's cannot say; what they leave open is assumed, and
@@ -70,9 +71,9 @@ def load(
         raise CheckpointError(f"{path}: cannot be read (nested too deeply).") from None
 
 
-def _load_file(path: Path, hints: Hints) -> "Checkpoint | LayeredCheckpoint":
+def _load_file(path: Path, hints: Hints) -> "Checkpoint | DeepCheckpoint | LayeredCheckpoint":
     if not path.exists():
-        return native.load(path)
+        return load_saved(path)
     if path.suffix not in SUFFIXES or not path.is_file():
         raise CheckpointError(
             f"{path}: a checkpoint is a folder or a file that ends in {', '.join(SUFFIXES)}; this is another file."
@@ -85,7 +86,7 @@ def _load_file(path: Path, hints: Hints) -> "Checkpoint | LayeredCheckpoint":
     return read_foreign(tensors, path, hints=hints, settings={})
 
 
-def _load_folder(path: Path, hints: Hints) -> "Checkpoint | LayeredCheckpoint":
+def _load_folder(path: Path, hints: Hints) -> "Checkpoint | DeepCheckpoint | LayeredCheckpoint":
     stated = FORMAT if (path / SIDE_CAR).is_file() else None
     if (path / CONFIG).is_file():
         settings = read_json(path / CONFIG)
@@ -94,7 +95,7 @@ def _load_folder(path: Path, hints: Hints) -> "Checkpoint | LayeredCheckpoint":
             return replace(read_foreign(tensors, file, hints=hints, settings=settings), path=path)
         stated = "native"
     _require_no_hints(path, hints, stated)
-    return read_exchange(path) if stated == FORMAT else native.load(path)
+    return read_exchange(path) if stated == FORMAT else load_saved(path)
 
 
 def _require_no_hints(path: Path, hints: Hints, stated: str | None) -> None:

@@ -108,6 +108,22 @@ def support_mask(supports: Sequence[Sequence[int]], d_x: int) -> Float[Tensor, "
     return mask
 
 
+def random_support(
+    like: Float[Tensor, "batch d_x d_y"], sparsity: int, *, generator: torch.Generator
+) -> Float[Tensor, "batch d_x d_y"]:
+    """1 at `sparsity` coordinates of each task vector, each choice of them equally likely, else 0.
+
+    Example:
+        >>> random_support(torch.zeros(2, 5, 1), 3, generator=generator_for(0, "eval", 0)).sum(1)
+        tensor([[3.],
+                [3.]])
+    """
+    # Drawn behind everything else, and in sparse tasks only: those of other tasks keep their bits.
+    order = torch.rand(like.shape, generator=generator, device=like.device)
+    live = order.topk(sparsity, dim=1).indices
+    return torch.zeros_like(like).scatter_(1, live, 1.0)
+
+
 def sample_prompts(
     task: TaskConfig,
     n_prompts: int,
@@ -144,7 +160,12 @@ def sample_prompts(
     if task.covariance.kind != "identity":
         root = np.linalg.cholesky(covariance_matrix(task.covariance, task.d_x))
         x_all = x_all @ torch.as_tensor(root.T, dtype=dtype, device=normal.device)
-    beta = beta_draw.view(n_prompts, task.d_x, n_vectors) * task.beta_variance**0.5
+    beta = beta_draw.view(n_prompts, task.d_x, n_vectors)
+    if task.sparsity is not None:
+        if task.nonzeros == "signs":
+            beta = beta.sign()
+        beta = beta * random_support(beta, task.sparsity, generator=generator)
+    beta = beta * task.beta_variance**0.5
     beta = beta.expand(-1, -1, task.d_y)
     if task.supports is not None:
         beta = beta * support_mask(task.supports, task.d_x).to(beta)

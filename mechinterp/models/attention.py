@@ -1,8 +1,9 @@
 """One attention layer with hook points, its block, and the settings they share with their model.
 
 Names, shapes and hook points are those of TransformerLens, so that its tools find what they look for.
-Every position attends to the positions before it and, unless the settings say so, not to itself: what
-the query reads is the context, all of it and nothing else.
+Every position attends to the positions before it and, unless the settings say so, not to itself; or, where
+the settings say context_only, to all positions but the last. Either way what the query reads is the context,
+all of it and nothing else.
 """
 
 from dataclasses import dataclass, field
@@ -13,7 +14,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from transformer_lens.hook_points import HookPoint
 
-from mechinterp.config import SCORES
+from mechinterp.config import CONTEXT_ONLY_SCORES, SCORES
 from mechinterp.models.functional import identity_keys
 from mechinterp.models.scores import attention_pattern
 
@@ -39,6 +40,10 @@ class HookedConfig:
     """Whether the layers have b_Q, b_K, b_V and b_O."""
     merged_qk: bool = False
     """Whether a head has one matrix W_QK in place of W_Q W_K^T; its keys are then its input."""
+    context_only: bool = False
+    """Whether every position reads all positions but the last, in place of those before it."""
+    width: int | None = None
+    """Width of the residual stream between a read-in and a read-out; None: tokens are the stream."""
     use_attn_result: bool = False
     """Whether `hook_result` fires."""
     use_split_qkv_input: bool = False
@@ -56,20 +61,28 @@ class HookedConfig:
     n_key_value_heads: None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
-        for name in ("d_x", "d_y", "n_heads", "n_layers", "d_head", "n_ctx"):
+        for name in ("d_x", "d_y", "n_heads", "n_layers", "d_model", "d_head", "n_ctx"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be >= 1, got {getattr(self, name)}.")
-        if self.score not in SCORES:
-            raise ValueError(f"score must be one of {', '.join(SCORES)}, got {self.score!r}.")
+        scores = CONTEXT_ONLY_SCORES if self.context_only else SCORES
+        if self.score not in scores:
+            raise ValueError(f"score must be one of {', '.join(scores)}, got {self.score!r}.")
+        if self.context_only and self.attend_to_self:
+            raise ValueError("attend_to_self must be false where context_only is true, got true.")
         if self.merged_qk and self.d_head != self.d_model:
             raise ValueError(
                 f"d_head must be d_model = {self.d_model} where merged_qk is true, got {self.d_head}."
             )
 
     @property
-    def d_model(self) -> int:
+    def d_token(self) -> int:
         """Width of a token: d_x + d_y."""
         return self.d_x + self.d_y
+
+    @property
+    def d_model(self) -> int:
+        """Width of the residual stream."""
+        return self.d_token if self.width is None else self.width
 
     @property
     def d_vocab(self) -> int:
@@ -82,14 +95,16 @@ class HookedConfig:
 
 
 class Attention(nn.Module):
-    """Causal attention heads, strictly so unless cfg.attend_to_self; weights and biases start at zero.
+    """Causal attention heads, strictly so unless cfg.attend_to_self, or heads that read the context only.
+
+    Weights and biases start at zero.
 
     result_h = z_h W_O,h,   z_h = p_h (x W_V,h),   p_h = f(s_h) / sum f(s_h),
-    s_h = scale (x W_Q,h) (x W_K,h)^T, of which only the keys before the query count
+    s_h = scale (x W_Q,h) (x W_K,h)^T, of which only the keys before the query (or before the last) count
 
     With biases, q, k and v have them added, and b_O is added to the sum of the results.
 
-    Position 0 has no key: its pattern row, and with it its output, is zero.
+    Position 0 has no key where the mask is causal: its pattern row, and with it its output, is zero.
     """
 
     def __init__(self, cfg: HookedConfig) -> None:
@@ -127,7 +142,10 @@ class Attention(nn.Module):
         )
         # A context longer than any seen before is masked as strictly: there is no stored mask.
         reads = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device)
-        reads = reads.tril(0 if self.cfg.attend_to_self else -1)
+        if self.cfg.context_only:
+            reads[:, -1] = False
+        else:
+            reads = reads.tril(0 if self.cfg.attend_to_self else -1)
         scores = self.hook_attn_scores(scores.masked_fill(~reads, -torch.inf))
         pattern = self.hook_pattern(
             attention_pattern(scores, score=self.cfg.score, slope=self.cfg.score_slope)
@@ -166,8 +184,8 @@ class Attention(nn.Module):
         return projected + getattr(self, f"b_{which}") if self.cfg.biases else projected
 
     def _output_weights(self) -> Tensor:
-        """W_O; in a one-layer model, where only y is read, its x columns take no gradient."""
-        if self.cfg.n_layers > 1:
+        """W_O; in a one-layer model of which only y is read, its x columns take no gradient."""
+        if self.cfg.n_layers > 1 or self.cfg.width is not None:
             return self.W_O
         x_columns, y_columns = self.W_O.split([self.cfg.d_x, self.cfg.d_y], dim=-1)
         return torch.cat([x_columns.detach(), y_columns], dim=-1)
@@ -236,15 +254,18 @@ class Block(nn.Module):
 
 
 class Unembed(nn.Module):
-    """The read-out: y entries of the residual stream. Its tensors are fixed and not in the state_dict."""
+    """The read-out: y entries of the residual stream, fixed and not in the state_dict, or weights of a width."""
 
     W_U: Float[Tensor, "d_model d_y"]
     b_U: Float[Tensor, " d_y"]  # noqa: N815
 
     def __init__(self, cfg: HookedConfig) -> None:
         super().__init__()
-        W_U = torch.eye(cfg.d_model)[:, cfg.d_x :].clone()
-        self.register_buffer("W_U", W_U, persistent=False)
+        if cfg.width is None:
+            W_U = torch.eye(cfg.d_model)[:, cfg.d_x :].clone()
+            self.register_buffer("W_U", W_U, persistent=False)
+        else:
+            self.W_U = nn.Parameter(torch.zeros(cfg.width, cfg.d_y))
         self.register_buffer("b_U", torch.zeros(cfg.d_y), persistent=False)
 
     def forward(self, resid: Float[Tensor, "*axes d_model"]) -> Float[Tensor, "*axes d_y"]:

@@ -23,7 +23,7 @@ def hook_map(model: ICLTransformer) -> pd.DataFrame:
     names = {10_007: "batch", 10_009: "pos"}
     twin = copy.deepcopy(model).to("meta")
     twin.reset_hooks(including_permanent=True)
-    inputs = torch.empty(*names, twin.cfg.d_model, dtype=twin.cfg.dtype, device="meta")
+    inputs = torch.empty(*names, twin.cfg.d_token, dtype=twin.cfg.dtype, device="meta")
     for switch in SWITCHES:
         getattr(twin, f"set_{switch}")(False)
     rows: dict[str, dict] = {}

@@ -1,15 +1,16 @@
 """Attention score functions: how scores become attention weights.
 
-This is the one place that knows them. Most are weights f(s_i) / sum_j f(s_j) of an average; linear
-attention has weights C s_i, which do not add up to 1. A score of -inf is a masked key: its weight is
-exactly 0, and a query all of whose keys are masked gets a row of zeros with finite gradients.
+This is the one place that knows them. Most are weights f(s_i) / sum_j f(s_j) of an average; linear and
+rectified attention have weights C s_i and C max(s_i, 0), which do not add up to 1. A score of -inf is a
+masked key: its weight is exactly 0, and a query all of whose keys are masked gets a row of zeros with
+finite gradients.
 """
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from mechinterp.config import SCORES
+from mechinterp.config import CONTEXT_ONLY_SCORES
 
 
 def attention_pattern(
@@ -20,7 +21,7 @@ def attention_pattern(
     Args:
         scores: Scores with the scale included; -inf masks a key.
         score: "softmax" (f = exp), "1+tanh", "1+Cx" or "(1+Cx)^2"; "linear" for C s_i, "linear/L" for
-            C s_i over the number of keys.
+            C s_i and "relu/L" for C max(s_i, 0) over the number of keys.
         slope: The constant C.
     Source:
         He et al. 2025, arXiv 2503.12734, section 5 (normalised activations, linear attention).
@@ -31,7 +32,7 @@ def attention_pattern(
     values = _values(scores, score, slope, dim)
     if score == "linear":
         return values
-    if score == "linear/L":
+    if score in ("linear/L", "relu/L"):
         return values / (scores != -torch.inf).sum(dim, keepdim=True).clamp_min(1)
     total = values.sum(dim, keepdim=True)
     return values / total.masked_fill(total == 0, 1)
@@ -43,13 +44,15 @@ def pattern_and_slope(
     """Attention weights without masked keys, and the factor t that carries their gradient.
 
     With p the pattern, dp_i/ds_k = t_k (1[i = k] - p_i) where weights add up to 1 (`is_normalised`), and
-    t_k 1[i = k] in linear attention.
+    t_k 1[i = k] in linear and rectified attention.
     """
     if score == "softmax":
         pattern = torch.softmax(scores, dim)
         return pattern, pattern
     if not is_normalised(score):
         factor = slope if score == "linear" else slope / scores.shape[dim]
+        if score == "relu/L":
+            return factor * scores.clamp_min(0), factor * (scores > 0).to(scores)
         return factor * scores, torch.full_like(scores, factor)
     values = _values(scores, score, slope, dim)
     total = values.sum(dim, keepdim=True)
@@ -69,7 +72,7 @@ def is_normalised(score: str) -> bool:
         >>> [is_normalised(score) for score in ("softmax", "linear", "linear/L")]
         [True, False, False]
     """
-    return not score.startswith("linear")
+    return score not in ("linear", "linear/L", "relu/L")
 
 
 def score_derivative_at_zero(score: str, slope: float, *, context_length: int) -> float:
@@ -94,6 +97,8 @@ def _values(scores: Tensor, score: str, slope: float, dim: int) -> Tensor:
     scores = scores.masked_fill(masked, 0)
     if score in ("linear", "linear/L"):
         values = slope * scores
+    elif score == "relu/L":
+        values = slope * scores.clamp_min(0)
     elif score == "1+tanh":
         values = 1 + torch.tanh(scores)
     elif score == "1+Cx":
@@ -101,5 +106,5 @@ def _values(scores: Tensor, score: str, slope: float, dim: int) -> Tensor:
     elif score == "(1+Cx)^2":
         values = (1 + slope * scores) ** 2
     else:
-        raise ValueError(f"score must be one of {', '.join(SCORES)}, got {score!r}.")
+        raise ValueError(f"score must be one of {', '.join(CONTEXT_ONLY_SCORES)}, got {score!r}.")
     return values.masked_fill(masked, 0)

@@ -18,25 +18,30 @@ from transformer_lens.hook_points import HookPoint
 from mechinterp.config import TaskConfig
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.attention import Attention, Block, HookedConfig, Unembed
+from mechinterp.models.deep import DeepWeights
 from mechinterp.models.functional import AttentionWeights, unmerged
 
 
 class ICLTransformer(HookedRootModule):
-    """Attention-only transformer on tokens (x, y): no norm, no positions, no embedding.
+    """Attention-only transformer on tokens (x, y): no norm, no positions, and no embedding unless d_model is given.
 
     The weights start at zero: load them, or fill them with `torch.nn.init`. With one layer the x columns
     of W_O stay zero in training, since only y is read.
 
     Args:
-        d_head: Width of a head; None stands for d_model = d_x + d_y.
+        d_head: Width of a head; None stands for d_model.
         scale: Factor on the scores; None stands for 1/sqrt(d_head).
         score: Attention weights are f(s_i) / sum_j f(s_j); "softmax", "1+tanh", "1+Cx" or "(1+Cx)^2".
-            Linear attention has C s_i ("linear") or C s_i over the number of keys ("linear/L").
+            Linear attention has C s_i ("linear") or C s_i over the number of keys ("linear/L"). With
+            context_only also "relu/L", C max(s_i, 0) over the number of keys.
         score_slope: The constant C.
         attend_to_self: Whether a position is among its own keys.
         biases: Whether the layers have b_Q, b_K, b_V and b_O.
         merged_qk: Whether a head has one parameter W_QK, [head, d_model, d_model], in place of W_Q W_K^T; W_Q is
             then that, and W_K the identity.
+        context_only: Whether every position reads all positions but the last, in place of those before it.
+        d_model: Width of the residual stream, with a read-in W_in [d_x + d_y, d_model] and a read-out W_U
+            [d_model, d_y]; None: the tokens are the stream, of width d_x + d_y, and its y entries the read-out.
         n_ctx: Number of positions that tools of TransformerLens may count on; no limit for the model.
     Raises:
         ValueError: If a size is below 1, the score is unknown, or merged heads have another d_head than d_model.
@@ -67,10 +72,13 @@ class ICLTransformer(HookedRootModule):
         attend_to_self: bool = False,
         biases: bool = False,
         merged_qk: bool = False,
+        context_only: bool = False,
+        d_model: int | None = None,
         n_ctx: int = 1024,
     ) -> None:
         super().__init__()
-        d_head = d_x + d_y if d_head is None else d_head
+        if d_head is None:
+            d_head = d_x + d_y if d_model is None else d_model
         self.cfg = HookedConfig(
             d_x=d_x,
             d_y=d_y,
@@ -83,8 +91,12 @@ class ICLTransformer(HookedRootModule):
             attend_to_self=attend_to_self,
             biases=biases,
             merged_qk=merged_qk,
+            context_only=context_only,
+            width=d_model,
             n_ctx=n_ctx,
         )
+        if d_model is not None:
+            self.W_in = nn.Parameter(torch.zeros(d_x + d_y, d_model))
         self.hook_embed = HookPoint()  # [batch, pos, d_model]
         self.blocks = nn.ModuleList([Block(self.cfg) for _ in range(n_layers)])
         self.ln_final = nn.Identity()
@@ -125,15 +137,47 @@ class ICLTransformer(HookedRootModule):
         model.load_state_dict({f"blocks.0.attn.{name}": tensor for name, tensor in state.items()})
         return model.eval()
 
+    @classmethod
+    def from_deep_weights(cls, weights: DeepWeights, *, task: TaskConfig) -> "ICLTransformer":
+        """A context-only model with a copy of these weights, in their dtype, in evaluation mode.
+
+        Raises:
+            ValueError: If weights and task differ in d_x or d_y.
+        """
+        for name in ("d_x", "d_y"):
+            one, other = getattr(weights, name), getattr(task, name)
+            if one != other:
+                raise ValueError(f"weights and task must have one {name}, got {one} and {other}.")
+        model = cls(
+            d_x=task.d_x,
+            d_y=task.d_y,
+            n_heads=weights.n_heads,
+            n_layers=weights.n_layers,
+            d_head=weights.d_head,
+            scale=weights.scale,
+            score=weights.score,
+            score_slope=weights.score_slope,
+            context_only=True,
+            d_model=None if weights.W_in is None else weights.d_model,
+            n_ctx=task.context_length + 2,
+        )
+        model.to(weights.W_Q)
+        model.load_state_dict(weights.parameters)
+        return model.eval()
+
     @property
     def weights(self) -> AttentionWeights:
         """A copy of the weights of a one-layer model, without the x columns of W_O, which nothing reads.
 
         Raises:
-            ValueError: If the model has more than one layer.
+            ValueError: If the model has more than one layer, or a read-in: `deep_weights` has those.
         """
         if self.cfg.n_layers != 1:
             raise ValueError(f"weights as one layer need n_layers = 1, got {self.cfg.n_layers}.")
+        if self.cfg.width is not None:
+            raise ValueError(
+                f"weights as one layer need a model without a read-in, got d_model = {self.cfg.width}."
+            )
         state = self._layers[0].state_dict()
         for name in {"W_O", "b_O"} & set(state):
             state[name] = state[name][..., self.cfg.d_x :]
@@ -144,6 +188,28 @@ class ICLTransformer(HookedRootModule):
             score_slope=self.cfg.score_slope,
             attend_to_self=self.cfg.attend_to_self,
             merged_qk=self.cfg.merged_qk,
+        )
+
+    @property
+    def deep_weights(self) -> DeepWeights:
+        """A copy of the weights of a context-only model.
+
+        Raises:
+            ValueError: If the model is not context-only, or has biases or merged heads.
+        """
+        cfg = self.cfg
+        for name, needed in (("context_only", True), ("biases", False), ("merged_qk", False)):
+            if getattr(cfg, name) != needed:
+                raise ValueError(f"{name} must be {needed} for deep_weights, got {not needed}.")
+        stacked = {name: getattr(self, name).detach() for name in ("W_Q", "W_K", "W_V", "W_O")}
+        reading = {} if cfg.width is None else {"W_in": self.W_in, "W_U": self.W_U}
+        return DeepWeights(
+            **stacked,
+            **{name: tensor.detach().clone() for name, tensor in reading.items()},
+            d_y=cfg.d_y,
+            scale=cfg.scale,
+            score=cfg.score,
+            score_slope=cfg.score_slope,
         )
 
     def forward(
@@ -157,19 +223,20 @@ class ICLTransformer(HookedRootModule):
         """The read-out at every position, in units of y; it predicts y_query at the last one.
 
         Args:
-            input: Tokens, or the residual stream before `start_at_layer`; [batch, pos, d_model]. Within
-                `numbered`, the tokens' numbers; [batch, pos].
+            input: Tokens [batch, pos, d_x + d_y], or the residual stream before `start_at_layer`, [batch,
+                pos, d_model]. Within `numbered`, the tokens' numbers; [batch, pos].
             return_type: "logits", or None to return nothing.
-            start_at_layer: First layer to run; `hook_embed` fires only when it is None.
+            start_at_layer: First layer to run; tokens are read in, and `hook_embed` fires, only when it is None.
             stop_at_layer: Return the residual stream before this layer instead, [batch, pos, d_model].
         Raises:
             ValueError: If the input has another shape or dtype than the model's, or the return type is unknown.
         """
         if self._numbered is not None and not input.is_floating_point():
             input = self._numbered[input]
-        if input.ndim != 3 or input.shape[-1] != self.cfg.d_model or input.dtype != self.cfg.dtype:
+        width = self.cfg.d_token if start_at_layer is None else self.cfg.d_model
+        if input.ndim != 3 or input.shape[-1] != width or input.dtype != self.cfg.dtype:
             raise ValueError(
-                f"input must be {self.cfg.dtype} of shape [batch, pos, {self.cfg.d_model}], "
+                f"input must be {self.cfg.dtype} of shape [batch, pos, {width}], "
                 f"got {input.dtype} of shape {list(input.shape)}."
             )
         if return_type not in ("logits", None):
@@ -180,7 +247,7 @@ class ICLTransformer(HookedRootModule):
         # A hook may write in place: into this copy, not into the caller's prompts.
         resid = input.clone()
         if start_at_layer is None:
-            resid = self.hook_embed(resid)
+            resid = self.hook_embed(resid if self.cfg.width is None else resid @ self.W_in)
         for block in self.blocks[start_at_layer:stop_at_layer]:
             resid = block(resid)
         if stop_at_layer is not None:
@@ -193,7 +260,7 @@ class ICLTransformer(HookedRootModule):
 
     @contextmanager
     def numbered(
-        self, *prompts: Float[Tensor, "_batch _pos d_model"]
+        self, *prompts: Float[Tensor, "_batch _pos d_token"]
     ) -> Iterator[tuple[Int[Tensor, "_batch _pos"], ...]]:
         """Stand-ins for prompts of vectors, for tools that read the number of positions off the last axis.
 

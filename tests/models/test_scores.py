@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mechinterp.config import SCORES
+from mechinterp.config import CONTEXT_ONLY_SCORES, SCORES
 from mechinterp.models.scores import (
     attention_pattern,
     is_normalised,
@@ -27,8 +27,9 @@ def scores(generator: torch.Generator) -> torch.Tensor:
 
 
 def test_every_score_is_covered():
-    assert {*F, *LINEAR} == set(SCORES)
-    assert [is_normalised(score) for score in SCORES] == [score in F for score in SCORES]
+    assert {*F, *LINEAR, "relu/L"} == set(CONTEXT_ONLY_SCORES)
+    for score in CONTEXT_ONLY_SCORES:
+        assert is_normalised(score) == (score in F)
 
 
 @pytest.mark.parametrize(("score", "factor"), [("linear", SLOPE), ("linear/L", SLOPE / 7)])
@@ -45,6 +46,15 @@ def test_linear_weights_are_the_scores(scores: torch.Tensor, score: str, factor:
     torch.testing.assert_close(fewer, counted * factor * scores[..., 4:], rtol=1e-12, atol=0)
 
 
+def test_rectified_weights_are_the_positive_scores_over_their_number(scores: torch.Tensor):
+    pattern, slope = pattern_and_slope(scores, score="relu/L", slope=SLOPE)
+    expected = SLOPE / 7 * torch.where(scores > 0, scores, 0)
+    torch.testing.assert_close(pattern, expected, rtol=1e-12, atol=0)
+    torch.testing.assert_close(slope, SLOPE / 7 * (scores > 0).double(), rtol=1e-12, atol=0)
+    same = attention_pattern(scores, score="relu/L", slope=SLOPE)
+    torch.testing.assert_close(same, expected, rtol=1e-12, atol=0)
+
+
 @pytest.mark.parametrize("score", F)
 @pytest.mark.parametrize("dim", [-1, 1])
 def test_weights_are_f_over_the_sum_of_f(scores: torch.Tensor, score: str, dim: int):
@@ -56,7 +66,7 @@ def test_weights_are_f_over_the_sum_of_f(scores: torch.Tensor, score: str, dim: 
     torch.testing.assert_close(without_mask, expected, rtol=1e-12, atol=0)
 
 
-@pytest.mark.parametrize("score", SCORES)
+@pytest.mark.parametrize("score", CONTEXT_ONLY_SCORES)
 def test_slope_gives_the_derivative_of_the_weights(scores: torch.Tensor, score: str):
     row = scores[0, 0]
     pattern, slope = pattern_and_slope(row, score=score, slope=SLOPE)
@@ -68,7 +78,7 @@ def test_slope_gives_the_derivative_of_the_weights(scores: torch.Tensor, score: 
     torch.testing.assert_close(jacobian, expected, rtol=1e-12, atol=1e-15)
 
 
-@pytest.mark.parametrize("score", SCORES)
+@pytest.mark.parametrize("score", CONTEXT_ONLY_SCORES)
 def test_a_masked_key_is_as_if_it_were_not_there(scores: torch.Tensor, score: str):
     masked = scores.clone()
     masked[..., 2] = -torch.inf
@@ -80,7 +90,7 @@ def test_a_masked_key_is_as_if_it_were_not_there(scores: torch.Tensor, score: st
     torch.testing.assert_close(pattern[..., kept], expected, rtol=1e-12, atol=0)
 
 
-@pytest.mark.parametrize("score", SCORES)
+@pytest.mark.parametrize("score", CONTEXT_ONLY_SCORES)
 def test_a_query_without_keys_gets_zeros_and_finite_gradients(scores: torch.Tensor, score: str):
     allowed = torch.ones(3, 7, dtype=torch.bool)
     allowed[0] = False
@@ -93,7 +103,8 @@ def test_a_query_without_keys_gets_zeros_and_finite_gradients(scores: torch.Tens
     (pattern * torch.arange(1, 8)).sum().backward()
     assert torch.isfinite(leaf.grad).all()
     assert (leaf.grad[:, ~allowed] == 0).all()
-    assert (leaf.grad[:, 2] != 0).all()
+    moved = (scores[:, 2] > 0) if score == "relu/L" else torch.ones(4, 7, dtype=torch.bool)
+    assert ((leaf.grad[:, 2] != 0) == moved).all()
 
 
 def test_large_scores_do_not_overflow():

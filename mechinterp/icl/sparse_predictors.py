@@ -1,0 +1,214 @@
+"""Closed-form and iterative learners of sparse linear regression, the rivals of the models.
+
+Each takes prompts with one response or several and gives predictions [batch, d_y], or for learners with
+steps [step, batch, d_y], step 0 first. Learners that are tuned take their tuning as an argument; `tuned` picks
+the value with the least excess risk.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from einops import einsum
+from jaxtyping import Float
+from torch import Tensor
+
+from mechinterp.icl.predictors import ridge
+from mechinterp.icl.prompts import Prompts
+
+
+def excess_risk(
+    predictions: Float[Tensor, "*axes batch d_y"], prompts: Prompts
+) -> Float[Tensor, "*axes batch"]:
+    """Squared distance of each prediction from the noise-free target, mean over responses; unit y^2."""
+    return (predictions - prompts.y_query_clean).square().mean(-1)
+
+
+def ols(prompts: Prompts) -> Float[Tensor, "batch d_y"]:
+    """Least squares, of minimal norm where there are fewer pairs than coordinates.
+
+    Example:
+        >>> from mechinterp.config import TaskConfig
+        >>> from mechinterp.icl.prompts import generator_for, sample_prompts
+        >>> task = TaskConfig(noise_var=0.0)
+        >>> prompts = sample_prompts(task, 8, generator=generator_for(0, "eval", 0), dtype=torch.float64)
+        >>> torch.allclose(ols(prompts), prompts.y_query_clean)
+        True
+    """
+    return ridge(prompts, penalty=0.0)
+
+
+def oracle_ols(prompts: Prompts) -> Float[Tensor, "batch d_y"]:
+    """Least squares on the true support, the nonzero entries of each task vector."""
+    outputs = []
+    for response in range(prompts.y.shape[2]):
+        live = prompts.beta[:, :, response] != 0
+        masked = replace(prompts, x=prompts.x * live[:, None], x_query=prompts.x_query * live)
+        # Zero columns get zero weights: the least squares solution of minimal norm.
+        outputs.append(ols(masked)[:, response, None])
+    return torch.cat(outputs, dim=1)
+
+
+def averaging(prompts: Prompts) -> Float[Tensor, "batch d_y"]:
+    """<r, x_query> with r = (1/L) sum_l x_l y_l: one gradient step of size 1 from zero.
+
+    Source:
+        Garg et al. 2022, arXiv 2208.01066, whose averaging baseline this is.
+    """
+    return einsum(_correlations(prompts), prompts.x_query, "batch d_x d_y, batch d_x -> batch d_y")
+
+
+def gradient_descent(
+    prompts: Prompts, *, steps: int, eta: float | None = None
+) -> Float[Tensor, "step batch d_y"]:
+    """Predictions of gradient descent from zero on (1/2L) sum_l (y_l - <u, x_l>)^2 after 0, 1, ..., steps steps.
+
+    Args:
+        eta: Step size, unit 1/x^2; None stands for 1/lambda_max(X^T X / L) of each prompt.
+    Raises:
+        ValueError: If steps is negative or eta not positive.
+    Example:
+        >>> from mechinterp.config import TaskConfig
+        >>> from mechinterp.icl.predictors import vanilla_gd
+        >>> from mechinterp.icl.prompts import generator_for, sample_prompts
+        >>> prompts = sample_prompts(TaskConfig(), 8, generator=generator_for(0, "eval", 0))
+        >>> torch.allclose(gradient_descent(prompts, steps=1, eta=0.8)[1], vanilla_gd(prompts, eta=0.8))
+        True
+    """
+    every = range(prompts.y.shape[2])
+    features = prompts.x[..., None].expand(-1, -1, -1, len(every))
+    query = prompts.x_query[..., None].expand(-1, -1, len(every))
+    return descend(features, prompts.y, query, steps=steps, eta=eta)
+
+
+def preprocess_then_optimise(
+    prompts: Prompts, *, steps: int, eta: float | None = None
+) -> Float[Tensor, "step batch d_y"]:
+    """Gradient descent on covariates reweighted by their correlations with the response (Algorithm 1).
+
+    r_j = (1/L) sum_l x_lj y_l,   x~ = r * x,   u <- u - eta grad (1/2L) sum_l (y_l - <u, x~_l>)^2
+
+    Args:
+        eta: Step size, unit 1/x~^2, the same for every prompt, as in a model with fixed weights; None stands
+            for 1/lambda_max(X~^T X~ / L) of each prompt.
+    Raises:
+        ValueError: If steps is negative or eta not positive.
+    Source:
+        Chen et al. 2024, arXiv 2408.04532, as described in its abstract; the exact form is our reading.
+    Example:
+        >>> from mechinterp.config import TaskConfig
+        >>> from mechinterp.icl.prompts import generator_for, sample_prompts
+        >>> task = TaskConfig(d_x=16, sparsity=1, nonzeros="signs")
+        >>> prompts = sample_prompts(task, 256, generator=generator_for(0, "eval", 0))
+        >>> few = preprocess_then_optimise(prompts, steps=3)[3]
+        >>> excess_risk(few, prompts).mean() < excess_risk(ols(prompts), prompts).mean()
+        tensor(True)
+    """
+    r = _correlations(prompts)
+    features = prompts.x[..., None] * r[:, None]
+    return descend(features, prompts.y, prompts.x_query[..., None] * r, steps=steps, eta=eta)
+
+
+def descend(
+    features: Float[Tensor, "batch context feature d_y"],
+    y: Float[Tensor, "batch context d_y"],
+    query: Float[Tensor, "batch feature d_y"],
+    *,
+    steps: int,
+    eta: float | None = None,
+) -> Float[Tensor, "step batch d_y"]:
+    """Predictions <u_t, query> of gradient descent from zero, each response on its own features.
+
+    Args:
+        eta: Step size; None stands for 1/lambda_max of each prompt's (1/L) features^T features.
+    Raises:
+        ValueError: If steps is negative or eta not positive.
+    """
+    if steps < 0:
+        raise ValueError(f"steps must be >= 0, got {steps}.")
+    if eta is not None and eta <= 0:
+        raise ValueError(f"eta must be > 0, got {eta}.")
+    length = features.shape[1]
+    columns = features.permute(0, 3, 1, 2)  # [batch, d_y, context, feature]
+    gram = columns.mT @ columns / length
+    moment = einsum(columns, y, "batch d_y context feature, batch context d_y -> batch d_y feature")
+    moment = moment / length
+    if eta is None:
+        rate = 1 / torch.linalg.eigvalsh(gram)[..., -1:]
+    else:
+        rate = torch.full_like(moment[..., :1], eta)
+    u = torch.zeros_like(moment)
+    predictions = [einsum(u, query, "batch d_y feature, batch feature d_y -> batch d_y")]
+    for _ in range(steps):
+        u = u - rate * ((gram @ u[..., None])[..., 0] - moment)
+        predictions.append(einsum(u, query, "batch d_y feature, batch feature d_y -> batch d_y"))
+    return torch.stack(predictions)
+
+
+def lasso(prompts: Prompts, *, alpha: float) -> Float[Tensor, "batch d_y"]:
+    """Lasso without intercept: minimises (1/2L) sum_l (y_l - <u, x_l>)^2 + alpha |u|_1, by scikit-learn.
+
+    Args:
+        alpha: Penalty; unit x y.
+    Raises:
+        ValueError: If alpha is not positive.
+    """
+    if alpha <= 0:
+        raise ValueError(f"alpha must be > 0, got {alpha}.")
+    # Here and not above: whoever only samples prompts need not wait for scikit-learn.
+    from sklearn.linear_model import Lasso
+
+    x, y = (tensor.detach().cpu().double().numpy() for tensor in (prompts.x, prompts.y))
+    beta = np.zeros((len(x), x.shape[2], y.shape[2]))
+    learner = Lasso(alpha=alpha, fit_intercept=False, max_iter=100_000)
+    for prompt, response in np.ndindex(len(x), y.shape[2]):
+        beta[prompt, :, response] = learner.fit(x[prompt], y[prompt, :, response]).coef_
+    found = torch.from_numpy(beta).to(prompts.x)
+    return einsum(found, prompts.x_query, "batch d_x d_y, batch d_x -> batch d_y")
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Tuned:
+    """The value of a learner's setting with the least mean excess risk."""
+
+    value: float
+    risk: float
+    """Mean excess risk over the prompts, unit y^2."""
+    risk_sem: float
+    """Its standard error over the prompts."""
+
+    def __repr__(self) -> str:
+        return f"Tuned({self.value:.4g}: risk {self.risk:.4g} +- {self.risk_sem:.2g})"
+
+
+def tuned(
+    learner: Callable[[float], Float[Tensor, "batch d_y"]],
+    values: Sequence[float],
+    prompts: Prompts,
+) -> Tuned:
+    """The best of these values for a learner, on these prompts.
+
+    Args:
+        learner: A value to predictions on the prompts.
+    Raises:
+        ValueError: If there are no values.
+    Example:
+        >>> from mechinterp.config import TaskConfig
+        >>> from mechinterp.icl.prompts import generator_for, sample_prompts
+        >>> prompts = sample_prompts(TaskConfig(), 512, generator=generator_for(0, "eval", 0))
+        >>> tuned(lambda penalty: ridge(prompts, penalty=penalty), [0.01, 0.5, 50.0], prompts).value
+        0.5
+    """
+    if not values:
+        raise ValueError("values must hold at least one value, got none.")
+    risks = [excess_risk(learner(value), prompts).double() for value in values]
+    best = min(range(len(values)), key=lambda index: risks[index].mean().item())
+    chosen = risks[best]
+    sem = chosen.std().item() / len(chosen) ** 0.5
+    return Tuned(float(values[best]), chosen.mean().item(), sem)
+
+
+def _correlations(prompts: Prompts) -> Float[Tensor, "batch d_x d_y"]:
+    """r = (1/L) sum_l x_l y_l."""
+    return prompts.x.mT @ prompts.y / prompts.x.shape[1]

@@ -1,0 +1,225 @@
+"""Attention-only models of several layers as functions of their weights, computed where it counts.
+
+Every token reads the tokens of the context, itself among them, and none reads the query:
+
+    H_0 = tokens W_in,   H_l = H_{l-1} + sum_h P_lh H_{l-1} W_V,lh W_O,lh,   y_hat = H_n[query] W_U
+
+so that the context goes its way without the query, and in the last layer only the query counts. Linear
+attention never forms P, nor H: see `_linear_prediction`.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from mechinterp.icl.prompts import Prompts
+from mechinterp.models.scores import attention_pattern
+
+LAYERED = ("W_Q", "W_K", "W_V", "W_O")
+READING = {"W_in": "W_in", "W_U": "unembed.W_U"}
+
+
+@dataclass(frozen=True, eq=False)
+class DeepWeights:
+    """Weights of a context-only model of any number of layers."""
+
+    W_Q: Float[Tensor, "layer head d_model d_head"]
+    W_K: Float[Tensor, "layer head d_model d_head"]
+    W_V: Float[Tensor, "layer head d_model d_head"]
+    W_O: Float[Tensor, "layer head d_head d_model"]
+    d_y: int
+    scale: float
+    """Factor on the scores, 1/sqrt(d_head) unless told otherwise."""
+    W_in: Float[Tensor, "d_token d_model"] | None = None
+    """The read-in; None: the tokens (x, y) are the residual stream."""
+    W_U: Float[Tensor, "d_model d_y"] | None = None
+    """The read-out; None: the y entries of the stream. There is a W_U where there is a W_in."""
+    score: str = "softmax"
+    score_slope: float = 1.0
+
+    def __post_init__(self) -> None:
+        if (self.W_in is None) != (self.W_U is None):
+            raise ValueError("W_in and W_U must both be given or both be None, got one of them.")
+
+    @property
+    def n_layers(self) -> int:
+        return self.W_Q.shape[0]
+
+    @property
+    def n_heads(self) -> int:
+        """Heads per layer, zero heads among them."""
+        return self.W_Q.shape[1]
+
+    @property
+    def d_model(self) -> int:
+        return self.W_Q.shape[2]
+
+    @property
+    def d_head(self) -> int:
+        return self.W_Q.shape[3]
+
+    @property
+    def d_x(self) -> int:
+        d_token = self.d_model if self.W_in is None else self.W_in.shape[0]
+        return d_token - self.d_y
+
+    @property
+    def law(self) -> tuple[object, ...]:
+        """All but the numbers."""
+        shape = (*self.W_Q.shape, self.d_x, self.d_y, self.W_in is not None)
+        return (*shape, self.scale, self.score, self.score_slope)
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """The weights by name, those of all layers in one tensor."""
+        named = {name: getattr(self, name) for name in (*LAYERED, *READING)}
+        return {name: tensor for name, tensor in named.items() if tensor is not None}
+
+    @property
+    def parameters(self) -> dict[str, Tensor]:
+        """The weights by their names in the hooked model, layer by layer."""
+        layers = {
+            f"blocks.{layer}.attn.{name}": getattr(self, name)[layer]
+            for layer in range(self.n_layers)
+            for name in LAYERED
+        }
+        reading = {READING[name]: self.tensors[name] for name in READING if name in self.tensors}
+        return layers | reading
+
+    @property
+    def heads_per_layer(self) -> tuple[tuple[int, ...], ...]:
+        """The heads of each layer that write anything: those whose OV circuit is not zero."""
+        live = (self.W_V @ self.W_O).flatten(2).any(-1)
+        return tuple(tuple(row.nonzero().flatten().tolist()) for row in live)
+
+    def compact(self) -> "DeepWeights":
+        """The same model with as few heads as its fullest layer has live ones, zero heads behind them."""
+        heads = self.heads_per_layer
+        n_heads = max(1, *(len(row) for row in heads))
+        tensors = {name: getattr(self, name).new_zeros(0) for name in LAYERED}
+        for name in LAYERED:
+            old = getattr(self, name)
+            new = old.new_zeros(self.n_layers, n_heads, *old.shape[2:])
+            for layer, row in enumerate(heads):
+                new[layer, : len(row)] = old[layer, list(row)]
+            tensors[name] = new
+        return self.with_tensors(tensors)
+
+    def to(self, target: torch.device | str | torch.dtype) -> "DeepWeights":
+        """The same weights on another device or in another dtype."""
+        return self.with_tensors({name: t.to(target) for name, t in self.tensors.items()})
+
+    def with_tensors(self, tensors: Mapping[str, Tensor]) -> "DeepWeights":
+        """The same but for these tensors."""
+        return replace(self, **tensors)  # type: ignore[arg-type]
+
+
+def deep_from_parameters(
+    parameters: Mapping[str, Tensor], *, d_y: int, scale: float, score: str, score_slope: float
+) -> DeepWeights:
+    """The inverse of `DeepWeights.parameters`."""
+    n_layers = sum(name.endswith(".W_Q") for name in parameters)
+    stacked = {
+        name: torch.stack([parameters[f"blocks.{layer}.attn.{name}"] for layer in range(n_layers)])
+        for name in LAYERED
+    }
+    reading = {name: parameters[key] for name, key in READING.items() if key in parameters}
+    return DeepWeights(
+        **stacked, **reading, d_y=d_y, scale=scale, score=score, score_slope=score_slope
+    )
+
+
+def predict_deep(weights: DeepWeights, prompts: Prompts) -> Float[Tensor, "batch d_y"]:
+    """The prediction at the query, in units of y.
+
+    Example:
+        >>> from mechinterp.config import TaskConfig
+        >>> from mechinterp.icl.prompts import generator_for, sample_prompts
+        >>> prompts = sample_prompts(TaskConfig(), 8, generator=generator_for(0, "eval", 0))
+        >>> nothing = torch.zeros(2, 1, 6, 3)
+        >>> weights = DeepWeights(nothing, nothing, nothing, nothing.mT, d_y=1, scale=1.0)
+        >>> predict_deep(weights, prompts).any()
+        tensor(False)
+    """
+    W_in, W_U = weights.W_in, weights.W_U
+    if W_in is None or W_U is None:
+        W_in = torch.eye(weights.d_model, dtype=prompts.x.dtype, device=prompts.x.device)
+        W_U = W_in[:, weights.d_x :]
+    if weights.score in ("linear", "linear/L"):
+        return _linear_prediction(weights, prompts, W_in, W_U)
+    stream = prompts.tokens @ W_in
+    for layer in range(weights.n_layers - 1):
+        stream = stream + _layer(weights, layer, stream)
+    return _last_layer(weights, stream, W_U)
+
+
+def _linear_prediction(
+    weights: DeepWeights, prompts: Prompts, W_in: Tensor, W_U: Tensor
+) -> Float[Tensor, "batch d_y"]:
+    """The prediction of linear attention, at a cost that does not grow with the context.
+
+    Every layer is linear in the tokens, given the second moment M of the context: H_l = tokens T_l with T_0 = W_in
+    and, q, k and v being T_l times W_Q, W_K and W_V, T_{l+1} = T_l + sum_h q_h (k_h^T M v_h) W_O,h.
+    """
+    tokens = prompts.context_tokens
+    factor = weights.scale * weights.score_slope
+    if weights.score == "linear/L":
+        factor = factor / tokens.shape[1]
+    moment = factor * (tokens.mT @ tokens)
+    # Products of all heads with all heads, of which those of different heads are dropped: many small matrices
+    # would take several times as long as one large one.
+    identity = torch.eye(weights.n_heads, dtype=moment.dtype, device=moment.device)
+    own = torch.kron(identity, identity.new_ones(weights.d_head, weights.d_head))
+    T = W_in[None]
+    for layer in range(weights.n_layers - 1):
+        q, k, v = (T @ _wide(weights, layer)).chunk(3, dim=-1)
+        T = T + q @ (own * (k.mT @ (moment @ v))) @ weights.W_O[layer].flatten(0, 1)
+    T = T.expand(len(tokens), -1, -1)
+    query = (prompts.x_query[:, None] @ T[:, : weights.d_x])[:, 0]
+    key_side = _key_side(weights, query) @ T.mT  # [batch, head, d_token]
+    reads = key_side @ moment @ T  # [batch, head, d_model]
+    return query @ W_U + reads.flatten(1) @ _written(weights, W_U)
+
+
+def _wide(weights: DeepWeights, layer: int) -> Float[Tensor, "d_model columns"]:
+    """W_Q, W_K and W_V of all heads of a layer side by side, in this order."""
+    stacked = torch.stack([weights.W_Q[layer], weights.W_K[layer], weights.W_V[layer]])
+    return stacked.permute(2, 0, 1, 3).flatten(1)
+
+
+def _layer(
+    weights: DeepWeights, layer: int, stream: Float[Tensor, "batch pos d_model"]
+) -> Float[Tensor, "batch pos d_model"]:
+    """What a layer adds to the stream, at every position."""
+    projected = (stream @ _wide(weights, layer)).unflatten(-1, (3, weights.n_heads, -1))
+    q, k, v = projected.permute(2, 0, 3, 1, 4)  # [batch, head, pos, d_head]
+    scores = weights.scale * (q @ k[:, :, :-1].mT)
+    pattern = attention_pattern(scores, score=weights.score, slope=weights.score_slope)
+    return (pattern @ v[:, :, :-1]).transpose(1, 2).flatten(2) @ weights.W_O[layer].flatten(0, 1)
+
+
+def _last_layer(
+    weights: DeepWeights, stream: Float[Tensor, "batch pos d_model"], W_U: Tensor
+) -> Float[Tensor, "batch d_y"]:
+    """The prediction: of the last layer's outputs only that at the query, as it is read out, is formed."""
+    context, query = stream[:, :-1], stream[:, -1]
+    scores = weights.scale * (_key_side(weights, query) @ context.mT)  # [batch, head, key]
+    pattern = attention_pattern(scores, score=weights.score, slope=weights.score_slope)
+    return query @ W_U + (pattern @ context).flatten(1) @ _written(weights, W_U)
+
+
+def _key_side(
+    weights: DeepWeights, query: Float[Tensor, "batch d_model"]
+) -> Float[Tensor, "batch head d_model"]:
+    """What the last layer's heads look for in the stream: W_K W_Q^T query."""
+    q = query @ weights.W_Q[-1].transpose(0, 1).flatten(1)
+    q = q.unflatten(1, (weights.n_heads, weights.d_head))
+    return (q.transpose(0, 1) @ weights.W_K[-1].mT).transpose(0, 1)
+
+
+def _written(weights: DeepWeights, W_U: Tensor) -> Float[Tensor, "head_and_model d_y"]:
+    """What the last layer's heads write of the stream they read, as it is read out."""
+    return (weights.W_V[-1] @ (weights.W_O[-1] @ W_U)).flatten(0, 1)

@@ -1,0 +1,199 @@
+"""Models of several layers: what is computed where it counts is what the hooked model computes everywhere."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from mechinterp.config import CONTEXT_ONLY_SCORES, TaskConfig
+from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
+from mechinterp.models.attention import HookedConfig
+from mechinterp.models.conformance import check_compatible
+from mechinterp.models.constructions_sparse import preprocess_then_optimise_model
+from mechinterp.models.deep import DeepWeights, deep_from_parameters, predict_deep
+from mechinterp.models.hook_map import hook_map
+from mechinterp.models.transformer import ICLTransformer
+from tests.conftest import assert_same
+
+TASK = TaskConfig(d_x=3, d_y=2, context_length=9)
+
+
+def random_weights(
+    *, n_layers: int = 3, score: str = "linear/L", d_model: int | None = 7
+) -> DeepWeights:
+    generator = generator_for(3, "init", n_layers)
+
+    def normal(*shape: int) -> Tensor:
+        return 0.4 * torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    width = 5 if d_model is None else d_model
+    return DeepWeights(
+        W_Q=normal(n_layers, 3, width, 4),
+        W_K=normal(n_layers, 3, width, 4),
+        W_V=normal(n_layers, 3, width, 4),
+        W_O=normal(n_layers, 3, 4, width),
+        W_in=None if d_model is None else normal(5, width),
+        W_U=None if d_model is None else normal(width, 2),
+        d_y=2,
+        scale=0.5,
+        score=score,
+        # So small that 1 + C s, which has no lower bound, stays positive.
+        score_slope=0.2,
+    )
+
+
+@pytest.fixture
+def prompts() -> Prompts:
+    return sample_prompts(TASK, 6, generator=generator_for(0, "eval", 0), dtype=torch.float64)
+
+
+@pytest.mark.parametrize("d_model", [None, 5, 12])
+@pytest.mark.parametrize("n_layers", [1, 2, 4])
+@pytest.mark.parametrize("score", CONTEXT_ONLY_SCORES)
+def test_functional_and_hooked_model_agree(
+    prompts: Prompts, score: str, n_layers: int, d_model: int | None
+):
+    weights = random_weights(score=score, n_layers=n_layers, d_model=d_model)
+    model = ICLTransformer.from_deep_weights(weights, task=TASK)
+    expected = model.predict(prompts)
+    found = predict_deep(weights, prompts)
+    assert (found - expected).abs().max() <= 1e-12 * expected.abs().max()
+    assert found.abs().max() > 1e-3
+    assert_same(model.deep_weights, weights)
+
+
+@pytest.mark.parametrize("score", ["linear/L", "softmax", "relu/L"])
+def test_gradients_agree(prompts: Prompts, score: str):
+    weights = random_weights(score=score)
+    model = ICLTransformer.from_deep_weights(weights, task=TASK)
+    leaves = [tensor.requires_grad_() for tensor in weights.tensors.values()]
+    found = torch.autograd.grad(predict_deep(weights, prompts).square().sum(), leaves)
+    model.predict(prompts).square().sum().backward()
+    by_name = dict(model.named_parameters())
+    for name, gradient in zip(weights.tensors, found, strict=True):
+        if name in ("W_in", "W_U"):
+            expected = by_name["W_in" if name == "W_in" else "unembed.W_U"].grad
+        else:
+            expected = torch.stack([by_name[f"blocks.{i}.attn.{name}"].grad for i in range(3)])
+        torch.testing.assert_close(gradient, expected, rtol=1e-9, atol=1e-12)
+
+
+def test_every_token_reads_the_context_and_none_the_query(prompts: Prompts):
+    model = ICLTransformer.from_deep_weights(random_weights(score="softmax"), task=TASK)
+    _, cache = model.run_with_cache(prompts.tokens)
+    for layer in range(3):
+        pattern = cache["pattern", layer]
+        assert (pattern[..., :9] > 0).all()
+        assert not pattern[..., 9].any()
+    changed = prompts.tokens.clone()
+    changed[:, -1] += 1
+    before, after = model(prompts.tokens), model(changed)
+    assert torch.equal(before[:, :-1], after[:, :-1])
+    assert not torch.equal(before[:, -1], after[:, -1])
+
+
+def test_the_order_of_the_pairs_does_not_count(prompts: Prompts):
+    shuffled = replace(prompts, x=prompts.x.flip(1), y=prompts.y.flip(1))
+    for score in ("linear/L", "softmax"):
+        weights = random_weights(score=score)
+        one, other = (predict_deep(weights, p) for p in (prompts, shuffled))
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+def test_hooks_carry_their_names_and_shapes_at_every_layer():
+    model = ICLTransformer.from_deep_weights(random_weights(), task=TASK)
+    shapes = hook_map(model).set_index("name")["shape"]
+    assert shapes["hook_embed"] == ["batch", "pos", 7]
+    for layer in range(3):
+        assert shapes[f"blocks.{layer}.attn.hook_pattern"] == ["batch", 3, "pos", "pos"]
+        assert shapes[f"blocks.{layer}.attn.hook_z"] == ["batch", "pos", 3, 4]
+        assert shapes[f"blocks.{layer}.attn.hook_result"] == ["batch", "pos", 3, 7]
+        assert shapes[f"blocks.{layer}.hook_resid_post"] == ["batch", "pos", 7]
+
+
+def test_layers_run_from_a_cached_stream(prompts: Prompts):
+    model = ICLTransformer.from_deep_weights(random_weights(), task=TASK)
+    full, cache = model.run_with_cache(prompts.tokens)
+    for layer in range(3):
+        again = model(cache["resid_pre", layer], start_at_layer=layer)
+        torch.testing.assert_close(again, full, rtol=1e-12, atol=1e-12)
+    stream = model(prompts.tokens, stop_at_layer=2)
+    assert torch.equal(stream, cache["resid_pre", 2])
+    message = r"input must be torch.float64 of shape \[batch, pos, 7\]"
+    with pytest.raises(ValueError, match=message):
+        model(prompts.tokens, start_at_layer=0)
+    with pytest.raises(ValueError, match=r"of shape \[batch, pos, 5\]"):
+        model(cache["resid_pre", 0])
+
+
+@pytest.mark.parametrize("d_model", [None, 7])
+@pytest.mark.parametrize("score", ["linear/L", "relu/L", "softmax"])
+def test_models_pass_all_checks(score: str, d_model: int | None):
+    weights = random_weights(score=score, n_layers=2, d_model=d_model)
+    assert check_compatible(ICLTransformer.from_deep_weights(weights, task=TASK)).failures == {}
+
+
+def test_a_model_whose_query_is_a_key_fails_the_check_of_the_mask():
+    class Reading(ICLTransformer):
+        def forward(self, input, *arguments, **rest):
+            # One more token at the end, so that the query is no longer the last one.
+            longer = torch.cat([input, input[:, -1:]], dim=1)
+            output = super().forward(longer, *arguments, **rest)
+            return output if output is None else output[:, :-1]
+
+    model = Reading.from_deep_weights(random_weights(n_layers=2), task=TASK)
+    assert "strict mask" in check_compatible(model).failures
+
+
+def test_the_construction_passes_all_checks_that_zero_heads_can():
+    weights = preprocess_then_optimise_model([0.3], d_x=2)
+    model = ICLTransformer.from_deep_weights(weights, task=TaskConfig(d_x=2))
+    # A head of rank 0 has no composition score and no subspace.
+    failures = check_compatible(model).failures
+    assert set(failures) == {"FactoredMatrix: SVD, composition", "subspace affinity"}
+
+
+def test_zero_heads_are_told_and_taken_out(prompts: Prompts):
+    weights = random_weights()
+    masked = {name: tensor.clone() for name, tensor in weights.tensors.items()}
+    masked["W_O"][0, 1] = 0
+    masked["W_V"][1, :2] = 0
+    pruned = weights.with_tensors(masked)
+    assert weights.heads_per_layer == ((0, 1, 2),) * 3
+    assert pruned.heads_per_layer == ((0, 2), (2,), (0, 1, 2))
+    masked["W_O"][2, 0] = 0
+    pruned = weights.with_tensors(masked)
+    small = pruned.compact()
+    assert (small.n_heads, small.heads_per_layer) == (2, ((0, 1), (0,), (0, 1)))
+    expected = predict_deep(pruned, prompts)
+    torch.testing.assert_close(predict_deep(small, prompts), expected, rtol=1e-12, atol=1e-12)
+    nothing = weights.with_tensors({"W_V": torch.zeros_like(weights.W_V)})
+    assert nothing.compact().n_heads == 1
+
+
+def test_parameters_come_back():
+    for d_model in (None, 7):
+        weights = random_weights(d_model=d_model)
+        law = {"d_y": 2, "scale": 0.5, "score": "linear/L", "score_slope": 0.2}
+        assert_same(deep_from_parameters(weights.parameters, **law), weights)
+
+
+def test_bad_models_are_refused():
+    weights = random_weights()
+    with pytest.raises(ValueError, match="W_in and W_U must both be given or both be None"):
+        replace(weights, W_U=None)
+    with pytest.raises(ValueError, match="one d_x, got 3 and 4"):
+        ICLTransformer.from_deep_weights(weights, task=replace(TASK, d_x=4))
+    model = ICLTransformer.from_deep_weights(random_weights(n_layers=1), task=TASK)
+    with pytest.raises(ValueError, match="need a model without a read-in, got d_model = 7"):
+        _ = model.weights
+    plain = ICLTransformer(d_x=3, d_y=2, n_heads=2)
+    with pytest.raises(ValueError, match="context_only must be True for deep_weights, got False"):
+        _ = plain.deep_weights
+    sizes = {"d_x": 3, "d_y": 2, "n_heads": 2, "n_layers": 2, "d_head": 2, "n_ctx": 9}
+    rest = {"scale": 1.0, "score": "softmax", "score_slope": 1.0, "context_only": True}
+    with pytest.raises(ValueError, match="attend_to_self must be false where context_only"):
+        HookedConfig(**sizes, **rest, attend_to_self=True)
+    with pytest.raises(ValueError, match="d_model must be >= 1, got 0"):
+        HookedConfig(**sizes, **rest, width=0)

@@ -1,0 +1,66 @@
+"""Models of several layers on the command line: trained, shown, classified; refused where one layer is meant."""
+
+import json
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from mechinterp.checkpoints.deep import DeepCheckpoint, load_saved
+from mechinterp.config import override, preset
+from tests.conftest import Run
+
+SHORT = ("train.steps=6", "train.log_every=3", "train.batch_size=8", "train.n_eval_prompts=16")
+
+
+@pytest.fixture
+def folder(tmp_path: Path, run: Run) -> Path:
+    changes = [part for assignment in SHORT for part in ("--set", assignment)]
+    done = run("train", "sparse-h4", *changes, "--out", tmp_path / "model", "--json")
+    assert (done.code, done.document["steps"]) == (0, 6)
+    return tmp_path / "model"
+
+
+def test_a_preset_is_trained(folder: Path):
+    checkpoint = load_saved(folder)
+    assert isinstance(checkpoint, DeepCheckpoint)
+    assert checkpoint.config == override(preset("sparse-h4"), *SHORT)
+    assert (checkpoint.step, checkpoint.weights.n_layers) == (6, 4)
+    assert checkpoint.history is not None
+    assert len(checkpoint.history) == 3 * 16
+
+
+def test_info_shows_every_layer(folder: Path, run: Run):
+    document = run("info", folder, "--json").document
+    assert (document["n_layers"], document["n_heads"], document["history_rows"]) == (4, 4, 48)
+    assert document["weights"]["W_Q"] == [4, 4, 64, 16]
+    assert document["weights"]["W_in"] == [17, 64]
+    names = [hook["name"] for hook in document["hooks"]]
+    assert "blocks.3.attn.hook_z" in names
+    assert "4 heads, linear/L attention" in run("info", folder).out
+
+
+def test_classify_says_that_there_are_several_layers(folder: Path, run: Run):
+    (document,) = run("classify", folder, "--json").document
+    assert (document["pattern"], document["heads"]) == ("multi_layer", [])
+    assert "multi_layer (4 x 4 heads" in run("classify", folder).out
+
+
+def test_commands_for_one_layer_refuse_them(folder: Path, run: Run):
+    run("fit", folder).assert_refused(folder, "one layer")
+
+
+def test_a_sweep_has_a_row_for_each_model(tmp_path: Path, run: Run):
+    changes = dict(assignment.split("=") for assignment in SHORT)
+    entry = {
+        "preset": "sparse-h1",
+        "set": {name: int(value) for name, value in changes.items()},
+        "grid": {"model.n_heads": [1, 4], "task.noise_var": [0.1, 0.4]},
+    }
+    file = tmp_path / "sweep.json"
+    file.write_text(json.dumps(entry))
+    assert run("sweep", file, "--out", tmp_path / "run").code == 0
+    frame = pd.read_parquet(tmp_path / "run" / "results.parquet")
+    assert frame["pattern"].tolist() == ["multi_layer"] * 4
+    assert frame["model.n_heads"].tolist() == [1, 1, 4, 4]
+    assert frame["eval_loss"].between(0.1, 10).all()

@@ -1,0 +1,105 @@
+"""Reference risks of sparse regression: drawn, or in limits in which they are known otherwise."""
+
+import numpy as np
+import pytest
+import torch
+
+from mechinterp.config import CovarianceConfig, TaskConfig
+from mechinterp.icl.predictors import ridge
+from mechinterp.icl.prompts import generator_for, sample_prompts
+from mechinterp.icl.sparse_predictors import excess_risk, ols, oracle_ols
+from mechinterp.theory.sparse import (
+    best_ridge_risk,
+    correlation_moments,
+    minimum_norm_risk,
+    ols_risk,
+    oracle_risk,
+)
+
+
+def prompts_of(n: int, **fields: object):
+    task = TaskConfig(nonzeros="signs", **fields)
+    return sample_prompts(task, n, generator=generator_for(1, "eval", 0), dtype=torch.float64)
+
+
+def assert_meets(risks: torch.Tensor, expected: float):
+    """Within 4 standard errors."""
+    sem = risks.std().item() / len(risks) ** 0.5
+    assert sem < 0.05 * expected
+    assert abs(risks.mean().item() - expected) < 4 * sem
+
+
+@pytest.mark.parametrize(("d_x", "length"), [(4, 20), (16, 40)])
+def test_least_squares(d_x: int, length: int):
+    prompts = prompts_of(4000, d_x=d_x, context_length=length, sparsity=2, noise_var=0.4)
+    expected = ols_risk(d_x=d_x, context_length=length, noise_var=0.4)
+    assert_meets(excess_risk(ols(prompts), prompts), expected)
+    told = oracle_risk(sparsity=2, context_length=length, noise_var=0.4)
+    assert_meets(excess_risk(oracle_ols(prompts), prompts), told)
+
+
+def test_least_squares_of_minimal_norm():
+    prompts = prompts_of(4000, d_x=24, context_length=10, sparsity=3, noise_var=0.4)
+    expected = minimum_norm_risk(d_x=24, context_length=10, noise_var=0.4, signal_var=1.0)
+    assert_meets(excess_risk(ols(prompts), prompts), expected)
+
+
+def test_best_ridge():
+    fields = {"d_x": 64, "context_length": 128, "noise_var": 0.25}
+    prompts = prompts_of(400, sparsity=4, **fields)
+    expected = best_ridge_risk(signal_var=1.0, **fields)
+    risks = [
+        excess_risk(ridge(prompts, penalty=64 * 0.25 * factor), prompts).mean().item()
+        for factor in (0.5, 1.0, 2.0)
+    ]
+    # The formula is a limit; at d = 64 it is off by less than 5%.
+    assert risks[1] == pytest.approx(expected, rel=0.05)
+    assert risks[1] == min(risks)
+
+
+def test_best_ridge_in_limits():
+    long = {"d_x": 8, "context_length": 100_000, "noise_var": 0.3}
+    assert best_ridge_risk(signal_var=1.0, **long) == pytest.approx(ols_risk(**long), rel=1e-3)
+    noisy = best_ridge_risk(d_x=8, context_length=16, noise_var=1e6, signal_var=1.0)
+    assert noisy == pytest.approx(1.0, rel=1e-4)  # nothing can be learned: predict 0
+
+
+def test_moments_of_the_correlations():
+    eigenvalues = (2.0, 1.0, 0.5)
+    covariance = CovarianceConfig(kind="eigenvalues", eigenvalues=eigenvalues)
+    beta = np.array([0.7, -1.1, 0.0])
+    generator = generator_for(2, "eval", 0)
+    task = TaskConfig(d_x=3, context_length=6, noise_var=0.4, covariance=covariance)
+    prompts = sample_prompts(task, 40_000, generator=generator, dtype=torch.float64)
+    noise = prompts.y - prompts.x @ prompts.beta
+    y = prompts.x @ torch.from_numpy(beta)[:, None] + noise
+    r = (prompts.x * y).mean(1).numpy()
+    mean, variance = correlation_moments(
+        beta, np.array(eigenvalues), context_length=6, noise_var=0.4
+    )
+    squares = (r - mean) ** 2
+    assert (np.abs(r.mean(0) - mean) < 4 * r.std(0) / 200).all()
+    assert (np.abs(squares.mean(0) - variance) < 4 * squares.std(0) / 200).all()
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: ols_risk(d_x=4, context_length=5, noise_var=1.0), "> d_x . 1 = 5, got 5"),
+        (
+            lambda: oracle_risk(sparsity=4, context_length=5, noise_var=1.0),
+            "> sparsity . 1 = 5, got 5",
+        ),
+        (
+            lambda: minimum_norm_risk(d_x=4, context_length=3, noise_var=1.0, signal_var=1.0),
+            "< d_x - 1 = 3, got 3",
+        ),
+        (
+            lambda: best_ridge_risk(d_x=4, context_length=3, noise_var=0.0, signal_var=1.0),
+            "noise_var must be > 0, got 0",
+        ),
+    ],
+)
+def test_outside_of_a_formula(call, message: str):
+    with pytest.raises(ValueError, match=message):
+        call()
