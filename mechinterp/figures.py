@@ -1,17 +1,22 @@
 """The figures: the only file that knows colours and layout. Arrays in, plotly figures out."""
 
+import html
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 import plotly.graph_objects as go
 from jaxtyping import Float
+from plotly import io
 from plotly.subplots import make_subplots
 
 # Okabe and Ito's colours, told apart by the colour-blind too; the same head has the same one everywhere.
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c564b", "#7f7f7f")
-BAR_COLORS = ("#4d4d4d", "#b3b3b3")  # groups of bars are not heads
+BAR_COLORS = ("#6b7a8f", "#a9b4c2", "#3f8f8b")  # groups of bars are not heads
+MODEL_COLOR = "#868e96"  # seen on white and on black
 SIGNED_SCALE = "RdBu"
+UNSIGNED_SCALE = "Blues"
 HEIGHT = 380
+TEMPLATES = {"light": "plotly_white", "dark": "plotly_dark"}
 
 
 def head_color(head: int) -> str:
@@ -50,9 +55,9 @@ def head_heatmaps(
             hovertemplate=f"head {head}<br>{row_title} %{{y}}<br>{column_title} %{{x}}<br>%{{z:.4f}}<extra></extra>",
         )
         figure.add_trace(heatmap, row=head // per_row + 1, col=head % per_row + 1)
-    figure.update_yaxes(autorange="reversed")
+    figure.update_yaxes(autorange="reversed", showticklabels=False)
     figure.update_xaxes(title_text=column_title, row=n_rows)
-    figure.update_yaxes(title_text=row_title, col=1)
+    figure.update_yaxes(title_text=row_title, showticklabels=True, col=1)
     bar = {"title": {"text": unit}}
     figure.update_layout(
         coloraxis={"colorscale": SIGNED_SCALE, "cmin": -limit, "cmax": limit, "colorbar": bar},
@@ -67,15 +72,23 @@ def heatmap(
     rows: Sequence[str],
     columns: Sequence[str],
     unit: str = "",
+    limit: float | None = None,
+    signed: bool = True,
 ) -> go.Figure:
-    """One signed heatmap with white at 0."""
+    """One heatmap, signed with white at 0 or from 0 on.
+
+    Args:
+        limit: Where the colours end; the largest |entry|, if left out.
+    """
+    limit = float(np.abs(matrix).max()) or 1.0 if limit is None else limit
     figure = go.Figure()
     figure.add_heatmap(
         z=matrix,
         x=list(columns),
         y=list(rows),
-        colorscale=SIGNED_SCALE,
-        zmid=0,
+        colorscale=SIGNED_SCALE if signed else UNSIGNED_SCALE,
+        zmin=-limit if signed else 0,
+        zmax=limit,
         colorbar={"title": {"text": unit}},
         hovertemplate="%{y}%{x}<br>%{z:.4g}<extra></extra>",
     )
@@ -168,10 +181,120 @@ def head_scatter(
     return _finish(figure, title, height=HEIGHT)
 
 
+def points(
+    groups: Mapping[str, tuple[np.ndarray, np.ndarray]],
+    *,
+    title: str,
+    x_title: str,
+    y_title: str,
+) -> go.Figure:
+    """One cloud of points per head, x and y each."""
+    figure = go.Figure()
+    for index, (name, (x, y)) in enumerate(groups.items()):
+        figure.add_scatter(
+            x=x, y=y, name=name, mode="markers", marker={"color": head_color(index), "size": 7}
+        )
+    figure.update_xaxes(title_text=x_title, zeroline=True)
+    figure.update_yaxes(title_text=y_title, zeroline=True)
+    return _finish(figure, title, height=HEIGHT)
+
+
+def runs(
+    groups: Mapping[str, Mapping[str, tuple[np.ndarray, np.ndarray]]],
+    *,
+    title: str,
+    x_title: str,
+    y_title: str,
+    markers: bool = False,
+    log: bool = False,
+) -> go.Figure:
+    """Curves, or clouds of points, of several models by group; a group has one colour and one entry in the legend.
+
+    Args:
+        groups: x and y by model, by group; the names are shown as they are.
+        log: Whether both axes are logarithmic.
+    """
+    figure = go.Figure()
+    for index, (group, models) in enumerate(groups.items()):
+        for place, (model, (x, y)) in enumerate(models.items()):
+            figure.add_scatter(
+                x=x,
+                y=y,
+                mode="markers" if markers else "lines",
+                name=_plain(group),
+                legendgroup=str(index),
+                showlegend=place == 0,
+                line={"color": head_color(index), "width": 1.5},
+                opacity=0.8,
+                hovertemplate=f"{_plain(model)}<br>%{{x}}, %{{y:.4g}}<extra></extra>",
+            )
+    kind = "log" if log else "linear"
+    figure.update_xaxes(title_text=x_title, type=kind, zeroline=markers)
+    figure.update_yaxes(title_text=y_title, type=kind, zeroline=markers)
+    return _finish(figure, title, height=HEIGHT + 80)
+
+
+def _plain(name: str) -> str:
+    """A name that plotly neither takes for markup nor for a place to fill in."""
+    return html.escape(name).replace("%", "&#37;")
+
+
+def with_slider(
+    figure: go.Figure,
+    frames: Mapping[str, Sequence[Mapping[str, object]]],
+    *,
+    label: str,
+    titles: Sequence[str],
+    traces: Sequence[int] | None = None,
+) -> go.Figure:
+    """The figure with a slider that replaces its data and title; it begins at the last frame.
+
+    Args:
+        frames: By the name that the slider shows: what each trace is to have instead, such as {"z": matrix}.
+        label: What the names are of, "step".
+        traces: The traces that change; all, if left out.
+    """
+    places = list(range(len(figure.data))) if traces is None else list(traces)
+    kinds = [figure.data[place].type for place in places]
+    figure.frames = [
+        {
+            "name": name,
+            "data": [{"type": kind, **change} for kind, change in zip(kinds, changes, strict=True)],
+            "traces": places,
+            "layout": {"title": {"text": title}},
+        }
+        for (name, changes), title in zip(frames.items(), titles, strict=True)
+    ]
+    at_once = {
+        "mode": "immediate",
+        "frame": {"duration": 0, "redraw": True},
+        "transition": {"duration": 0},
+    }
+    steps = [{"label": name, "method": "animate", "args": [[name], at_once]} for name in frames]
+    slider = {
+        "steps": steps,
+        "active": len(frames) - 1,
+        "currentvalue": {"prefix": f"{label} "},
+        "pad": {"t": 70},
+    }
+    figure.update_layout(sliders=[slider], title_text=titles[-1])
+    for place, change in zip(places, list(frames.values())[-1], strict=True):
+        figure.data[place].update(change)
+    return figure
+
+
+def templates() -> dict[str, dict]:
+    """The looks of every figure on a light and on a dark page, on the page's own background."""
+    looks = {name: io.templates[template].to_plotly_json() for name, template in TEMPLATES.items()}
+    for look in looks.values():
+        look["layout"] |= {"paper_bgcolor": "rgba(0,0,0,0)", "plot_bgcolor": "rgba(0,0,0,0)"}
+    return looks
+
+
 def _finish(figure: go.Figure, title: str, *, height: int) -> go.Figure:
     figure.update_layout(
         title={"text": title, "font": {"size": 15}},
-        template="plotly_white",
+        template=TEMPLATES["light"],
         # Below the axis: beside it, a legend leaves no room for the figure on a narrow page.
         legend={"orientation": "h", "yanchor": "top", "y": -0.22},
         height=height,

@@ -171,3 +171,52 @@ def test_a_figure_can_be_read_alone(figure: go.Figure, title: str, x_title, y_ti
     assert figure.layout.xaxis.title.text == x_title
     assert figure.layout.yaxis.title.text == y_title
     assert figure.layout.height >= 300
+
+
+def test_a_slider_replaces_data_and_title_and_begins_at_the_end():
+    frames = {"0": [{"z": np.zeros((2, 3))}, {"z": np.ones((2, 3))}]}
+    frames["9"] = [{"z": np.full((2, 3), 2.0)}, {"z": np.full((2, 3), 3.0)}]
+    figure = figures.with_slider(heatmaps(), frames, label="step", titles=["first", "last"])
+    assert [frame.name for frame in figure.frames] == ["0", "9"]
+    assert [frame.layout.title.text for frame in figure.frames] == ["first", "last"]
+    np.testing.assert_array_equal(figure.frames[0].data[1].z, np.ones((2, 3)))
+    np.testing.assert_array_equal(figure.data[1].z, np.full((2, 3), 3.0))
+    assert figure.layout.title.text == "last"
+    slider = figure.layout.sliders[0]
+    assert [step.args[0] for step in slider.steps] == [("0",), ("9",)]
+    assert (slider.active, slider.currentvalue.prefix) == (1, "step ")
+
+
+def test_a_slider_leaves_other_traces_alone():
+    frames = {"a": [{"y": [7.0, 8.0]}]}
+    figure = figures.with_slider(lines(), frames, label="", titles=[""], traces=[1])
+    assert figure.frames[0].traces == (1,)
+    assert [list(trace.y) for trace in figure.data] == [[1, 2], [7, 8]]
+
+
+def test_an_unsigned_heatmap_starts_at_zero():
+    options = {"title": "", "rows": ["a"], "columns": ["b", "c"]}
+    signed, unsigned = (
+        figures.heatmap(np.array([[1.0, 3.0]]), signed=signed, **options).data[0]
+        for signed in (True, False)
+    )
+    assert (signed.zmin, signed.zmax) == (-3, 3)
+    assert (unsigned.zmin, unsigned.zmax) == (0, 3)
+    assert signed.colorscale != unsigned.colorscale
+    wide = figures.heatmap(np.array([[1.0, 3.0]]), limit=5.0, **options).data[0]
+    assert (wide.zmin, wide.zmax) == (-5, 5)
+
+
+def test_points_of_a_head_have_its_colour():
+    clouds = {f"head {head}": (np.arange(3), np.arange(3) * head) for head in range(2)}
+    figure = figures.points(clouds, title="", x_title="likeness (x²)", y_title="weight")
+    assert [trace.marker.color for trace in figure.data] == [figures.head_color(h) for h in (0, 1)]
+    assert list(figure.data[1].y) == [0, 1, 2]
+
+
+def test_both_looks_lie_on_the_page_s_own_ground():
+    looks = figures.templates()
+    assert set(looks) == {"light", "dark"}
+    assert {look["layout"]["paper_bgcolor"] for look in looks.values()} == {"rgba(0,0,0,0)"}
+    fonts = [look["layout"]["font"]["color"] for look in looks.values()]
+    assert len(set(fonts)) == 2

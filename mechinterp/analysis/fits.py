@@ -143,7 +143,7 @@ class LearnerFits(Result):
             title="Loss over context length: the model and the learners fitted to it",
             x_title="context length L",
             y_title="loss (y²)",
-            colors=("black", *figures.COLORS),
+            colors=(figures.MODEL_COLOR, *figures.COLORS),
         )
 
     def plot_distance(self) -> go.Figure:

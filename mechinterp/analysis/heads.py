@@ -1,9 +1,7 @@
-"""What breaks when heads are masked: each head by hooks, and every subset of a layer's heads."""
+"""What breaks when heads are masked: each head of each layer, and every subset of one layer's heads."""
 
 import itertools
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -11,35 +9,43 @@ import pandas as pd
 import plotly.graph_objects as go
 import torch
 from jaxtyping import Bool, Float
-from torch import Tensor
 
 from mechinterp import figures
 from mechinterp.analysis.circuits import HasWeights, weights_of
 from mechinterp.analysis.estimates import mean_and_sem
+from mechinterp.analysis.masking import masked_errors
 from mechinterp.display import Result
 from mechinterp.icl.prompts import Prompts
+from mechinterp.models.adapter import HookedPredictor, as_predictor
 from mechinterp.models.functional import AttentionWeights, head_outputs
 
 if TYPE_CHECKING:
     from mechinterp.models.transformer import ICLTransformer
 
 METHODS = ("zero", "mean")
+"""What stands for an absent head where heads just add up; single heads can be resampled, too."""
 MAX_SUBSET_HEADS = 12
-CHUNK = 1024
-
-Hooks = list[tuple[str | Callable, Callable]]
+CHUNK = 8192
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class HeadAblation(Result):
-    """How much the excess risk rises when one head is masked."""
+    """How much the excess risk rises when one head is masked, and how the layers spread it over their heads."""
 
     method: str
-    """"zero": the head's output is 0; "mean": its z is the mean over prompts at that position."""
+    """"zero": the head's output is 0; "mean": its z is the mean over prompts at that position;
+    "resample": its z is that of another prompt."""
     rise: Float[np.ndarray, "layer head"]
     """Excess risk of the masked minus that of the full model, unit y^2."""
     rise_sem: Float[np.ndarray, "layer head"]
     """Standard error of `rise`, paired: the same prompts for every mask."""
+    p_value: Float[np.ndarray, "layer head"]
+    """Of no rise or fall, from the normal law of the mean; corrected for all heads by Benjamini and Hochberg: among
+    the heads with p_value < q, a share of q at most is expected to be of no effect."""
+    effective_heads: Float[np.ndarray, " layer"]
+    """exp of the entropy of `importance`: 1 if one head counts, n_heads if all count alike, 0 if none does."""
+    effective_heads_sem: Float[np.ndarray, " layer"]
+    """Standard error of `effective_heads`, by the delta method."""
     full_risk: float
     """Excess risk of the full model: mean (y_hat - y_query_clean)^2, unit y^2."""
     full_risk_sem: float
@@ -52,6 +58,11 @@ class HeadAblation(Result):
         )
 
     @property
+    def importance(self) -> Float[np.ndarray, "layer head"]:
+        """A head's share of its layer's rises, falls taken as 0; all 0 where no head of a layer counts."""
+        return _shares(self.rise)
+
+    @property
     def head_names(self) -> list[str]:
         """L0H0, L0H1, ... in the order of the raveled arrays."""
         return [f"L{layer}H{head}" for layer, head in np.ndindex(self.rise.shape)]
@@ -59,23 +70,45 @@ class HeadAblation(Result):
     def to_frame(self) -> pd.DataFrame:
         """One row per head."""
         layer, head = np.divmod(np.arange(self.rise.size), self.rise.shape[1])
+        columns = {"layer": layer, "head": head}
+        for name in ("rise", "rise_sem", "p_value", "importance"):
+            columns[name] = getattr(self, name).ravel()
+        return pd.DataFrame({"method": self.method, **columns})
+
+    def layer_frame(self) -> pd.DataFrame:
+        """One row per layer: its effective heads, the share of its first head and its largest rise."""
         columns = {
-            "layer": layer,
-            "head": head,
-            "rise": self.rise.ravel(),
-            "rise_sem": self.rise_sem.ravel(),
+            "layer": np.arange(len(self.rise)),
+            "effective_heads": self.effective_heads,
+            "effective_heads_sem": self.effective_heads_sem,
+            "top_share": self.importance.max(1),
+            "top_head": self.rise.argmax(1),
+            "top_rise": self.rise.max(1),
         }
         return pd.DataFrame({"method": self.method, **columns})
 
     def plot(self) -> go.Figure:
-        """Rise of the excess risk, a bar per head."""
+        """Rise of the excess risk: layers by heads, or with one layer a bar per head."""
+        title = f"Rise of the excess risk when a head is masked ({self.method} ablation)"
+        if len(self.rise) > 1:
+            return self._heatmap(self.rise, title, unit="y²")
         return figures.bars(
             self.head_names,
             {f"{self.method} ablation": self.rise.ravel()},
             errors={f"{self.method} ablation": self.rise_sem.ravel()},
-            title=f"Rise of the excess risk when a head is masked ({self.method} ablation)",
+            title=title,
             y_title="rise of excess risk (y²)",
         )
+
+    def plot_importance(self) -> go.Figure:
+        """Importance within the layer, layers by heads."""
+        title = f"Importance: share of the layer's rise ({self.method} ablation)"
+        return self._heatmap(self.importance, title, unit="share")
+
+    def _heatmap(self, matrix: np.ndarray, title: str, *, unit: str) -> go.Figure:
+        n_layers, n_heads = matrix.shape
+        rows, columns = [f"L{i}" for i in range(n_layers)], [f"H{i}" for i in range(n_heads)]
+        return figures.heatmap(matrix, title=title, rows=rows, columns=columns, unit=unit)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -137,37 +170,18 @@ class SubsetAblation(Result):
         )
 
 
-def mask_heads(heads: Sequence[tuple[int, int]], *, values: Tensor | None = None) -> Hooks:
-    """Forward hooks that mask heads at hook_z, for `model.run_with_hooks` or `model.hooks`.
-
-    Args:
-        heads: (layer, head) pairs, counted from 0.
-        values: Replaces z of the masked heads, [layer, pos, head, d_head]; None: zeros.
-    Example:
-        >>> [name for name, hook in mask_heads([(0, 1)])]
-        ['blocks.0.attn.hook_z']
-    """
-    by_layer: dict[int, list[int]] = {}
-    for layer, head in heads:
-        by_layer.setdefault(layer, []).append(head)
-    return [
-        (
-            f"blocks.{layer}.attn.hook_z",
-            partial(_mask, heads=masked, value=None if values is None else values[layer]),
-        )
-        for layer, masked in by_layer.items()
-    ]
-
-
 def ablate_heads(
-    model: "ICLTransformer", prompts: Prompts, *, method: str = "zero"
+    model: "HookedPredictor | ICLTransformer", prompts: Prompts, *, method: str = "zero"
 ) -> HeadAblation:
     """Rise of the excess risk when each head of a hooked model is masked, one at a time.
 
     Args:
-        method: "zero", or "mean" over the given prompts at each position.
+        method: "zero"; "mean" over the given prompts at each position; or "resample", from another prompt.
     Raises:
-        ValueError: If the method is unknown.
+        ValueError: If the method is unknown, or prompts are to be swapped and odd in number.
+    Source:
+        After Chen, Zhao and Zou 2024, arXiv 2408.04532, who mask heads one at a time; that the importance is
+        normalised within a layer, and how it is estimated, is a choice made here.
     Example:
         >>> from mechinterp import load
         >>> from mechinterp.config import TaskConfig
@@ -176,16 +190,24 @@ def ablate_heads(
         >>> ablate_heads(load("checkpoints/softmax-h2-s0").model, prompts).rise.shape
         (1, 2)
     """
-    _require_method(method)
-    values = _mean_z(model, prompts) if method == "mean" else None
-    full = _squared_errors(model, prompts, [])
-    n_layers, n_heads = model.cfg.n_layers, model.cfg.n_heads
-    rise, rise_sem = np.zeros((n_layers, n_heads)), np.zeros((n_layers, n_heads))
-    for layer, head in np.ndindex(n_layers, n_heads):
-        masked = _squared_errors(model, prompts, mask_heads([(layer, head)], values=values))
-        rise[layer, head], rise_sem[layer, head] = mean_and_sem(masked - full)
+    predictor = as_predictor(model)
+    shape = (predictor.n_layers, predictor.n_heads)
+    masks = [[], *([head] for head in np.ndindex(shape))]
+    errors = masked_errors(predictor, prompts, masks, method=method)
+    full, rises = errors[:, 0], (errors[:, 1:] - errors[:, :1]).reshape(-1, *shape)
     full_risk, full_risk_sem = mean_and_sem(full)
-    return HeadAblation(method, rise, rise_sem, float(full_risk), float(full_risk_sem))
+    rise, rise_sem = mean_and_sem(rises)
+    effective_heads, effective_heads_sem = _effective_heads(rises)
+    return HeadAblation(
+        method=method,
+        rise=rise,
+        rise_sem=rise_sem,
+        p_value=_corrected_p_values(rise, rise_sem),
+        effective_heads=effective_heads,
+        effective_heads_sem=effective_heads_sem,
+        full_risk=float(full_risk),
+        full_risk_sem=float(full_risk_sem),
+    )
 
 
 def ablate_subsets(
@@ -211,18 +233,20 @@ def ablate_subsets(
         >>> ablate_subsets(load("checkpoints/softmax-h2-s0"), prompts).to_frame()["kept"].tolist()
         ['none', 'H0', 'H1', 'H0 H1']
     """
-    _require_method(method)
+    _require_subset_method(method)
     weights = weights_of(source)
     if weights.n_heads > MAX_SUBSET_HEADS:
         raise ValueError(
             f"n_heads must be <= {MAX_SUBSET_HEADS} for all subsets, got {weights.n_heads}."
         )
     prompts = prompts.to("cpu").to(torch.float64)
-    chunks = [prompts[i : i + 8 * CHUNK] for i in range(0, len(prompts), 8 * CHUNK)]
+    chunks = [prompts[i : i + CHUNK] for i in range(0, len(prompts), CHUNK)]
     outputs = torch.cat(
         [head_outputs(weights, chunk) for chunk in chunks]
     ).numpy()  # [prompt, head, d_y]
     target = prompts.y_query_clean.numpy()
+    if weights.b_O is not None:  # no head's own: every subset predicts it
+        target = target - weights.b_O.numpy(force=True)
     if method == "mean":
         # Absent heads add their mean: move those means to the target and count deviations.
         means = outputs.mean(0)
@@ -246,34 +270,39 @@ def _risk_and_rise(outputs: np.ndarray, target: np.ndarray, subset: np.ndarray, 
     return *mean_and_sem(squares), *mean_and_sem(squares - full)
 
 
-def _mask(z: Tensor, hook: object, *, heads: list[int], value: Tensor | None) -> Tensor:
-    z = z.clone()
-    z[:, :, heads] = 0 if value is None else value[:, heads].to(z)
-    return z
+def _shares(rise: Float[np.ndarray, "layer head"]) -> Float[np.ndarray, "layer head"]:
+    positive = rise.clip(min=0)
+    total = positive.sum(1, keepdims=True)
+    return positive / np.where(total == 0, 1, total)
 
 
-def _squared_errors(model: "ICLTransformer", prompts: Prompts, hooks: Hooks) -> np.ndarray:
-    """Squared error of each prompt against the clean target, mean over responses."""
-    squares = []
-    with torch.no_grad(), model.hooks(fwd_hooks=hooks):
-        for start in range(0, len(prompts), CHUNK):
-            part = prompts[start : start + CHUNK]
-            squares.append((model.predict(part) - part.y_query_clean).square().mean(1))
-    return torch.cat(squares).double().numpy(force=True)
+def _effective_heads(
+    rises: Float[np.ndarray, "unit layer head"],
+) -> tuple[Float[np.ndarray, " layer"], Float[np.ndarray, " layer"]]:
+    """exp(H) with H = -sum_j w_j log w_j, and its standard error: d exp(H)/d rise_j = -exp(H) (log w_j + H) / sum."""
+    rise = rises.mean(0)
+    shares = _shares(rise)
+    logs = np.log(np.where(shares > 0, shares, 1))
+    entropy = -(shares * logs).sum(1)
+    number = np.where(shares.any(1), np.exp(entropy), 0.0)
+    total = rise.clip(min=0).sum(1)
+    slope = -number[:, None] * (logs + entropy[:, None]) / np.where(total == 0, 1, total)[:, None]
+    _, sem = mean_and_sem((rises * np.where(shares > 0, slope, 0)).sum(2))
+    return number, sem
 
 
-def _mean_z(model: "ICLTransformer", prompts: Prompts) -> Float[Tensor, "layer pos head d_head"]:
-    total = torch.zeros(())
-    names = [f"blocks.{layer}.attn.hook_z" for layer in range(model.cfg.n_layers)]
-    with torch.no_grad():
-        for start in range(0, len(prompts), CHUNK):
-            _, cache = model.run_with_cache(
-                prompts[start : start + CHUNK].tokens, names_filter=names
-            )
-            total = total + torch.stack([cache[name].double().sum(0) for name in names])
-    return total / len(prompts)
+def _corrected_p_values(
+    rise: Float[np.ndarray, "layer head"], sem: Float[np.ndarray, "layer head"]
+) -> Float[np.ndarray, "layer head"]:
+    # Here and not above: `classify` reads this file and need not wait for it.
+    import scipy.stats
+
+    # A head that changes no prediction has no spread either: 0 / 0 is no evidence.
+    score = np.abs(rise) / np.where((rise == 0) & (sem == 0), 1, sem)
+    p_values = 2 * scipy.stats.norm.sf(score)
+    return scipy.stats.false_discovery_control(p_values.ravel()).reshape(rise.shape)
 
 
-def _require_method(method: str) -> None:
+def _require_subset_method(method: str) -> None:
     if method not in METHODS:
         raise ValueError(f"method must be one of {', '.join(METHODS)}, got {method!r}.")

@@ -12,6 +12,7 @@ from mechinterp.analysis.heads import HeadAblation, SubsetAblation
 from mechinterp.analysis.jumps import JumpForecast
 from mechinterp.analysis.layered import LayeredClassification
 from mechinterp.analysis.patterns import Classification
+from mechinterp.checkpoints.deep import DeepCheckpoint
 from mechinterp.checkpoints.exchange import FORMAT as EXCHANGE
 from mechinterp.checkpoints.exchange import positions_for
 from mechinterp.checkpoints.layered import LayeredCheckpoint
@@ -27,7 +28,7 @@ def dumps(document: object) -> str:
     return json.dumps(_plain(document), indent=2, allow_nan=False)
 
 
-def info_document(checkpoint: Checkpoint | LayeredCheckpoint) -> dict:
+def info_document(checkpoint: Checkpoint | DeepCheckpoint | LayeredCheckpoint) -> dict:
     """What `info` says of a checkpoint; the one document that needs the hooked model, for its hooks."""
     if isinstance(checkpoint, LayeredCheckpoint):
         return _layered_info(checkpoint)
@@ -35,7 +36,7 @@ def info_document(checkpoint: Checkpoint | LayeredCheckpoint) -> dict:
 
     history = checkpoint.history
     return {
-        **_header(checkpoint),
+        **header(checkpoint),
         "name": checkpoint.name,
         "id": checkpoint.config.id,
         "step": checkpoint.step,
@@ -43,20 +44,31 @@ def info_document(checkpoint: Checkpoint | LayeredCheckpoint) -> dict:
         "history_rows": 0 if history is None else len(history),
         "snapshots": list(checkpoint.snapshots),
         "eval_loss": None if history is None else float(history["eval_loss"].iloc[-1]),
-        "weights": {
-            name: list(tensor.shape)
-            for name, tensor in checkpoint.weights.parameters.items()
-            if name in ("W_Q", "W_K", "W_QK", "W_V")
-        }
-        | {
-            "W_O": [
-                checkpoint.config.model.n_heads,
-                checkpoint.config.d_head,
-                checkpoint.config.d_model,
-            ]
-        },
-        "hooks": _records(hook_map(checkpoint.model)),
+        "weights": _weight_shapes(checkpoint),
+        "hooks": records(hook_map(checkpoint.model)),
     }
+
+
+def deep_document(checkpoint: DeepCheckpoint) -> dict:
+    """What `classify` says of a context-only model: that its heads form no pattern of one layer."""
+    heads = f"{checkpoint.weights.n_layers} x {checkpoint.weights.n_heads} heads"
+    reason = f"{heads} that read each other; masking tells what each is good for"
+    return {
+        **header(checkpoint),
+        "pattern": "multi_layer",
+        "reason": reason,
+        "heads": [],
+        "evidence": {},
+    }
+
+
+def _weight_shapes(checkpoint: Checkpoint | DeepCheckpoint) -> dict[str, list[int]]:
+    if isinstance(checkpoint, DeepCheckpoint):
+        return {name: list(t.shape) for name, t in checkpoint.weights.tensors.items()}
+    shapes = {name: list(t.shape) for name, t in checkpoint.weights.parameters.items()}
+    config = checkpoint.config
+    named = {name: shapes[name] for name in ("W_Q", "W_K", "W_QK", "W_V") if name in shapes}
+    return named | {"W_O": [config.model.n_heads, config.d_head, config.d_model]}
 
 
 def classification_document(checkpoint: Checkpoint, found: Classification) -> dict:
@@ -84,7 +96,7 @@ def classification_document(checkpoint: Checkpoint, found: Classification) -> di
         for head, label in enumerate(found.labels)
     ]
     return {
-        **_header(checkpoint),
+        **header(checkpoint),
         "pattern": found.pattern,
         "reason": found.reason,
         "heads": heads,
@@ -116,7 +128,7 @@ def layered_document(checkpoint: LayeredCheckpoint, found: LayeredClassification
         **_layered_header(checkpoint),
         "pattern": found.pattern,
         "reason": found.reason,
-        "heads": _records(found.to_frame()),
+        "heads": records(found.to_frame()),
         "evidence": {
             "excess_risk": found.excess_risk,
             "excess_risk_sem": found.excess_risk_sem,
@@ -133,28 +145,28 @@ def ablation_document(
 ) -> dict:
     """What `ablate` says of a checkpoint; `subsets` is None where there are too many heads."""
     document = {
-        **_header(checkpoint),
+        **header(checkpoint),
         "excess_risk": single[0].full_risk,
         "excess_risk_sem": single[0].full_risk_sem,
-        "heads": [row for one in single for row in _records(one.to_frame())],
+        "heads": [row for one in single for row in records(one.to_frame())],
     }
     if subsets is not None:
-        document["shapley"] = _records(subsets.shapley_frame())
-        document["subsets"] = _records(subsets.to_frame())
+        document["shapley"] = records(subsets.shapley_frame())
+        document["subsets"] = records(subsets.to_frame())
     return document
 
 
 def fits_document(checkpoint: Checkpoint, fits: LearnerFits) -> dict:
     """What `fit` says of a checkpoint."""
     return {
-        **_header(checkpoint),
+        **header(checkpoint),
         "best": fits.best,
         "verdict": fits.verdict,
         "trained_length": fits.trained_length,
         "n_prompts": fits.n_prompts,
         "lead": fits.lead,
         "lead_sem": fits.lead_sem,
-        "fits": _records(fits.to_frame()),
+        "fits": records(fits.to_frame()),
     }
 
 
@@ -163,7 +175,7 @@ def conversion_document(checkpoint: Checkpoint, target: str, files: list[Path]) 
     native = target == "native"
     there = {"history": checkpoint.history is not None, "snapshots": bool(checkpoint.snapshots)}
     return {
-        **_header(checkpoint),
+        **header(checkpoint),
         "to": target,
         "n_ctx": positions_for(checkpoint.config.task) if target == EXCHANGE else None,
         "left_out": [] if native else [name for name, found in there.items() if found],
@@ -173,7 +185,7 @@ def conversion_document(checkpoint: Checkpoint, target: str, files: list[Path]) 
 
 def forecast_document(config: ExperimentConfig, forecast: JumpForecast, out: Path | None) -> dict:
     """What `predict-jumps` says of a config."""
-    jumps = _records(forecast.to_frame())
+    jumps = records(forecast.to_frame())
     for row, vector in zip(jumps, forecast.vector.tolist(), strict=True):
         row["vector"] = vector
     return {
@@ -199,7 +211,7 @@ def training_document(summary: TrainingSummary, checkpoint: str) -> dict:
     }
 
 
-def _header(checkpoint: Checkpoint) -> dict:
+def header(checkpoint: Checkpoint | DeepCheckpoint) -> dict:
     """The fields every document about a checkpoint starts with."""
     config = checkpoint.config
     return {
@@ -240,7 +252,7 @@ def _layered_header(checkpoint: LayeredCheckpoint) -> dict:
     }
 
 
-def _records(frame: pd.DataFrame) -> list[dict]:
+def records(frame: pd.DataFrame) -> list[dict]:
     return frame.to_dict(orient="records")
 
 

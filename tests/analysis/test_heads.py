@@ -5,13 +5,18 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import scipy.stats
 import torch
 
-from mechinterp.analysis.heads import ablate_heads, ablate_subsets, mask_heads
+from mechinterp.analysis import heads, masking
+from mechinterp.analysis.heads import ablate_heads, ablate_subsets
+from mechinterp.analysis.masking import mask_heads
 from mechinterp.config import TaskConfig
+from mechinterp.icl.prompts import generator_for, sample_prompts
 from mechinterp.models.constructions import debiased_gradient_step, diagonal_heads
 from mechinterp.models.functional import head_outputs, predict, stack
 from mechinterp.models.transformer import ICLTransformer
+from tests.analysis.conftest import random_model
 
 
 @pytest.fixture
@@ -127,8 +132,6 @@ def test_single_masks_by_hooks_and_by_subsets_agree(model, weights, prompts):
 
 def test_two_responses(prompts):
     task = TaskConfig(d_y=2)
-    from mechinterp.icl.prompts import generator_for, sample_prompts
-
     two = sample_prompts(task, 64, generator=generator_for(0, "eval", 1), dtype=torch.float64)
     pair = debiased_gradient_step(0.88, 0.1, d_x=5, d_y=2)
     by_hooks = ablate_heads(ICLTransformer.from_weights(pair, task=task), two)
@@ -137,10 +140,11 @@ def test_two_responses(prompts):
     assert by_hooks.rise[0, 0] == pytest.approx(subsets.rise[2], rel=1e-10)
 
 
-@pytest.mark.parametrize("ablate", [ablate_heads, ablate_subsets])
-def test_an_unknown_method_is_refused(ablate, model, prompts):
-    with pytest.raises(ValueError, match="method must be one of zero, mean, got 'median'"):
-        ablate(model, prompts, method="median")
+def test_an_unknown_method_is_refused(model, prompts):
+    with pytest.raises(ValueError, match="one of zero, mean, resample, got 'median'"):
+        ablate_heads(model, prompts, method="median")
+    with pytest.raises(ValueError, match="method must be one of zero, mean, got 'resample'"):
+        ablate_subsets(model, prompts, method="resample")
 
 
 def test_too_many_heads_for_all_subsets(prompts):
@@ -150,10 +154,94 @@ def test_too_many_heads_for_all_subsets(prompts):
 
 def test_frames_and_repr(model, weights, prompts):
     found = ablate_heads(model, prompts)
-    assert list(found.to_frame().columns) == ["method", "layer", "head", "rise", "rise_sem"]
+    columns = ["method", "layer", "head", "rise", "rise_sem", "p_value", "importance"]
+    assert list(found.to_frame().columns) == columns
     assert repr(found).startswith("HeadAblation(zero: L0H")
     assert len(found.plot().data) == 1
     subsets = ablate_subsets(weights, prompts)
     assert subsets.to_frame()["kept"].iloc[[0, 1, -1]].tolist() == ["none", "H0", "H0 H1 H2 H3"]
     assert subsets.shapley_frame()["shapley"].tolist() == subsets.shapley.tolist()
     assert repr(subsets).startswith("SubsetAblation(zero: risk ")
+
+
+def test_layers_of_a_deep_model(few):
+    deep = random_model()
+    found = ablate_heads(deep, few)
+    full = squares(deep.predict(few), few)
+    for layer, head in np.ndindex(3, 4):
+        with torch.no_grad(), deep.hooks(fwd_hooks=mask_heads([(layer, head)])):
+            rise = (squares(deep.predict(few), few) - full).detach()
+        assert found.rise[layer, head] == pytest.approx(rise.mean().item(), rel=1e-9)
+        assert found.rise_sem[layer, head] == pytest.approx(rise.std().item() / 30**0.5, rel=1e-9)
+    assert len(found.plot().data) == len(found.plot_importance().data) == 1
+    assert found.plot().data[0].z.shape == (3, 4)
+    assert list(found.layer_frame()["top_head"]) == found.rise.argmax(1).tolist()
+
+
+def test_importance_and_effective_heads():
+    rises = np.zeros((4, 3, 4))
+    rises[:, 0] = [1.0, 1.0, 1.0, 1.0]
+    rises[:, 1] = [3.0, 1.0, -5.0, 0.0]
+    number, sem = heads._effective_heads(rises)
+    # exp(-3/4 log 3/4 - 1/4 log 1/4) = 4 / 3^(3/4)
+    np.testing.assert_allclose(number, [4.0, 4 / 3**0.75, 0.0], rtol=1e-14)
+    assert not sem.any()
+    np.testing.assert_allclose(heads._shares(rises[0])[1], [0.75, 0.25, 0, 0])
+
+
+def test_the_error_of_effective_heads_is_that_of_repeated_samples():
+    generator = np.random.default_rng(0)
+    mean = np.array([[1.0, 0.5, 0.2, -0.3]])
+    draws = mean + 0.8 * generator.standard_normal((1000, 400, 1, 4))
+    numbers, sems = zip(*(heads._effective_heads(draw) for draw in draws), strict=True)
+    assert np.mean(sems) == pytest.approx(np.std(numbers), rel=0.1)
+
+
+def test_p_values_are_corrected_for_the_number_of_heads():
+    rise, sem = np.array([[2.0, -1.0], [0.5, 0.0]]), np.array([[0.5, 0.5], [0.5, 0.0]])
+    alone = [2 * scipy.stats.norm.sf(score) for score in (4, 2, 1)]
+    # Benjamini and Hochberg: p times the number of heads over its rank.
+    expected = [[4 * alone[0], 2 * alone[1]], [4 / 3 * alone[2], 1.0]]
+    np.testing.assert_allclose(heads._corrected_p_values(rise, sem), expected, rtol=1e-12)
+
+
+def test_methods_on_a_head_that_adds_a_constant(model, weights, prompts):
+    # A head whose output does not depend on the prompt: only zero ablation sees it.
+    constant = ICLTransformer(d_x=5, d_y=1, n_heads=1, biases=True).double()
+    with torch.no_grad():
+        constant.blocks[0].attn.b_V[0, 0] = 1.0
+        constant.blocks[0].attn.W_O[0, 0, 5] = 0.5
+    rises = {method: ablate_heads(constant, prompts, method=method) for method in masking.METHODS}
+    clean = prompts.y_query_clean.square().mean() - (prompts.y_query_clean - 0.5).square().mean()
+    assert rises["zero"].rise[0, 0] == pytest.approx(clean.item(), rel=1e-10)
+    for method in ("mean", "resample"):
+        assert abs(rises[method].rise[0, 0]) < 1e-15
+
+
+def test_resampling_has_honest_errors(model, few):
+    # Over many draws of prompts the rises scatter by their standard errors.
+    task = TaskConfig(context_length=6)
+    found = [
+        ablate_heads(
+            model,
+            sample_prompts(task, 64, generator=generator_for(1, "eval", draw), dtype=torch.float64),
+            method="resample",
+        )
+        for draw in range(300)
+    ]
+    scatter = np.std([one.rise[0] for one in found], axis=0)[:3]
+    sems = np.sqrt(np.mean([one.rise_sem[0] ** 2 for one in found], axis=0))[:3]
+    # The spread of 300 draws is known to 1 / sqrt(600) = 4%, more with heavy tails.
+    np.testing.assert_allclose(sems, scatter, rtol=0.2)
+
+
+def test_an_output_bias_belongs_to_every_subset(prompts):
+    plain = debiased_gradient_step(0.88, 0.02, d_x=5)
+    zeros = torch.zeros(2, plain.W_Q.shape[2], dtype=torch.float64)
+    b_O = torch.tensor([0.5], dtype=torch.float64)
+    weights = replace(plain, b_Q=zeros, b_K=zeros, b_V=zeros, b_O=b_O)
+    found = ablate_subsets(weights, prompts)
+    target = prompts.y_query_clean
+    assert found.risk[0] == pytest.approx(float((0.5 - target).square().mean()), rel=1e-12)
+    full = (predict(weights, prompts) - target).square().mean()
+    assert found.risk[-1] == pytest.approx(float(full), rel=1e-12)

@@ -1,5 +1,6 @@
 """The page is one file that says what it found, opens offline and trusts no name it is given."""
 
+import json
 import re
 from dataclasses import dataclass, field
 from html.parser import HTMLParser
@@ -15,7 +16,9 @@ from mechinterp.checkpoints.native import Checkpoint, load, save
 from mechinterp.config import ExperimentConfig, override
 from mechinterp.models.constructions import debiased_gradient_step, kernel_head, zero_head
 from mechinterp.models.functional import AttentionWeights
-from mechinterp.report.page import LONGEST_TABLE, PAGE, Result, write_report
+from mechinterp.report.glossary import meanings
+from mechinterp.report.page import PAGE, Result, write_report
+from mechinterp.report.sections import Section
 from mechinterp.training.sweep import train_models
 
 N_PROMPTS = 128
@@ -63,8 +66,26 @@ class Page(HTMLParser):
         return [
             given["id"]
             for _, given in self.tags
-            if "plotly-graph-div" in (given.get("class") or "") and given.get("id")
+            if given.get("class") == "figure" and given.get("id")
         ]
+
+    @property
+    def drawn(self) -> list[dict]:
+        """What plotly.js is to draw in each figure."""
+        kinds = [given.get("type") for tag, given in self.tags if tag == "script"]
+        pairs = zip(kinds, self.scripts, strict=True)
+        texts = [script for kind, script in pairs if kind == "application/json"]
+        *figures, looks = [json.loads(text) for text in texts]
+        assert set(looks) == {"light", "dark"}
+        return figures
+
+    def rows(self, caption: str) -> list[dict[str, str]]:
+        """Cells of the table with this caption, by column."""
+        table = self.source.partition(f"<caption>{caption}</caption>")[2].partition("</table>")[0]
+        columns = re.findall(r'<button type="button">(.*?)</button>', table)
+        cells = re.findall(r"<td.*?>(.*?)</td>", table)
+        starts = range(0, len(cells), len(columns))
+        return [dict(zip(columns, cells[i : i + len(columns)], strict=True)) for i in starts]
 
     @property
     def headings(self) -> list[str]:
@@ -86,7 +107,13 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Checkpoint, Path]
     folder = tmp_path_factory.mktemp("trained")
     config = override(
         ExperimentConfig(),
-        *("seed=1", "train.steps=60", "train.log_every=20", "train.n_eval_prompts=512"),
+        *(
+            "seed=1",
+            "train.steps=60",
+            "train.log_every=20",
+            "train.snapshot_every=30",
+            "train.n_eval_prompts=512",
+        ),
     )
     train_models({".": config}, folder / "model")
     checkpoint = load(folder / "model")
@@ -118,6 +145,8 @@ def test_the_page_needs_nothing_else(page: Page, trained: tuple[Checkpoint, Path
     ]
     assert outside == []
     assert not {"link", "img", "iframe", "object", "base"} & {tag for tag, _ in page.tags}
+    policy = [given["content"] for _, given in page.tags if given.get("http-equiv")]
+    assert [text.partition(";")[0] for text in policy if text] == ["default-src 'none'"]
     assert "@import" not in page.source.partition("</style>")[0]
     libraries = [script for script in page.scripts if len(script) > 1_000_000]
     assert len(libraries) == 1
@@ -128,12 +157,15 @@ def test_the_page_needs_nothing_else(page: Page, trained: tuple[Checkpoint, Path
 
 def test_every_figure_is_drawn(page: Page):
     assert page.figures == [
-        *("figure-heads", "figure-qk", "figure-ov", "figure-ablation", "figure-shapley"),
-        *("figure-fit_loss", "figure-fit_distance", "figure-omega", "figure-mu", "figure-loss"),
+        *("figure-heads", "figure-qk", "figure-ov", "figure-attention", "figure-similarity"),
+        *("figure-ablation", "figure-shapley", "figure-fit_loss", "figure-fit_distance"),
+        *("figure-snapshot_loss", "figure-snapshot_qk", "figure-snapshot_ov"),
+        *("figure-omega", "figure-mu", "figure-loss"),
     ]
-    small = [script for script in page.scripts if len(script) < 1_000_000]
-    drawn = re.findall(r'Plotly\.newPlot\(\s*"([^"]+)"', "".join(small))
-    assert drawn == page.figures
+    assert len(page.drawn) == len(page.figures)
+    assert all(figure["data"] for figure in page.drawn)
+    # The page gives the look; a figure that had one of its own would stay light on a dark page.
+    assert not any("template" in figure["layout"] for figure in page.drawn)
     ids = page.attributes("id")
     assert len(ids) == len(set(ids))
 
@@ -149,7 +181,7 @@ def test_every_linked_table_can_be_read(page: Page, trained: tuple[Checkpoint, P
     assert list(tables["ablation.csv"]["method"]) == ["zero", "zero", "mean", "mean"]
     assert list(tables["subsets.csv"]["kept"]) == ["none", "H0", "H1", "H0 H1"]
     assert tables["history.csv"]["step"].max() == 60
-    assert len(tables["fits.csv"]) > LONGEST_TABLE
+    assert len(tables["fits.csv"]) > Section("", "", "").longest_table
     assert "<caption>fits</caption>" not in page.source
     assert "<caption>fits_at_trained_length</caption>" in page.source
 
@@ -163,15 +195,16 @@ def test_tables_hold_the_numbers_of_the_analyses(trained: tuple[Checkpoint, Path
 
 
 def test_sections_and_their_links(page: Page, single: tuple[Checkpoint, Page]):
-    names = ["Heads and pattern", "Circuits", "Head ablation", "Which learner", "Training"]
+    names = ["Heads and pattern", "Circuits", "Attention on prompts", "Head ablation"]
+    names += ["Which learner", "Training, step by step", "Training"]
     assert page.headings == names
     anchors = [link for link in page.attributes("href") if link.startswith("#")]
-    assert anchors == [f"#section-{i}" for i in range(1, 6)]
+    assert anchors == ["#content", *(f"#section-{i}" for i in range(1, 8))]
     assert set(anchors) <= {f"#{name}" for name in page.attributes("id")}
-    assert page.text.count("How this was computed:") == 5
+    assert page.source.count("<summary>How this was computed</summary>") == 7
     assert "60 steps; final loss on 512 fixed prompts" in page.text
-    # A checkpoint without a history has no section about its training.
-    assert single[1].headings == names[:-1]
+    # A checkpoint without history and snapshots has no section about its training.
+    assert single[1].headings == names[:-2]
     assert "Training" not in single[1].text
 
 
@@ -216,18 +249,15 @@ def test_a_number_that_is_none_is_a_dash(tmp_path: Path):
             found.substitution.r2,
         ]
     ).all()
-    cells = re.findall(r"<td>(.*?)</td>", page.source)
-    assert cells[cells.index("omega_spread") + 1] == "–"
-    assert cells[cells.index("R² of the closed form") + 1] == "– ± –"
-    assert "nan" not in " ".join(cells).lower().split()
+    evidence = {row["evidence"]: row["value"] for row in page.rows("pattern")}
+    assert evidence["omega_spread"] == "–"
+    assert evidence["R² of the closed form"] == "– ± –"
+    assert "nan" not in page.text.lower().split()
     assert "undetermined: no head is active" in page.text
 
 
 def test_the_first_row_of_a_history_has_no_training_loss(page: Page):
-    table = page.source.partition("<caption>history</caption>")[2]
-    head = re.findall(r'<th scope="col">(.*?)</th>', table)
-    first = re.findall(r"<td>(.*?)</td>", table)[: len(head)]
-    row = dict(zip(head, first, strict=True))
+    row = page.rows("history")[0]
     assert (row["step"], row["loss"]) == ("0", "–")
     assert re.fullmatch(r"\d\.\d+", row["eval_loss"])
 
@@ -261,3 +291,53 @@ def test_a_folder_with_other_things_and_a_file_are_no_place_for_a_report(
 def test_every_analysis_gives_a_table_and_a_figure(single: tuple[Checkpoint, Page]):
     assert isinstance(classify(single[0], n_prompts=N_PROMPTS), Result)
     assert isinstance(fit_learners(single[0], n_prompts=N_PROMPTS, context_lengths=[40]), Result)
+
+
+def test_every_column_is_explained(trained: tuple[Checkpoint, Path]):
+    columns = {name for file in trained[1].glob("*.csv") for name in pd.read_csv(file).columns}
+    assert columns - set(meanings(columns)) == set()
+    assert meanings(["mu_1"]) == {"mu_1": "mu of one response."}
+    assert meanings(["unheard_of"]) == {}
+
+
+def test_a_head_has_a_card_with_its_numbers(page: Page, trained: tuple[Checkpoint, Path]):
+    found = classify(trained[0], n_prompts=N_PROMPTS)
+    titles = re.findall(r"<h3>(.*?)</h3>", page.source)
+    assert titles == [f"head {head}: {label}" for head, label in enumerate(found.labels)]
+    cards = page.source.split('<article class="card"')[1:]
+    rises = pd.read_csv(trained[1] / "ablation.csv")["rise"]
+    for head, card in enumerate(cards):
+        facts = dict(re.findall(r"<dt>(.*?)</dt><dd>(.*?)</dd>", card))
+        assert facts["omega (1/x²)"] == f"{found.circuits.omega_mean[head]:+.4g}"
+        assert facts["share of output"] == f"{found.share[head]:.1%}"
+        assert facts["zero ablation (y²)"].startswith(f"{rises[head]:.4g} ± ")
+
+
+def test_figures_of_a_section_share_the_frames_of_its_slider(page: Page):
+    sliders = [json.loads(text) for text in page.attributes("data-frames")]
+    assert sliders == [["0", "1", "2", "3", "4"], ["0", "30", "60"]]
+    moving = [figure for figure in page.drawn if figure.get("frames")]
+    assert [[frame["name"] for frame in figure["frames"]] for figure in moving] == [
+        *[sliders[0]] * 2,
+        *[sliders[1]] * 3,
+    ]
+    assert [list(figure["titles"]) for figure in moving] == [*[sliders[0]] * 2, *[sliders[1]] * 3]
+    assert moving[3]["titles"]["60"] == "QK circuits at step 60"
+    # The page has a slider and titles of its own.
+    assert not any({"sliders", "title"} & set(figure["layout"]) for figure in page.drawn)
+
+
+@pytest.mark.slow
+def test_a_pair_is_not_explained_where_scores_are_no_average(tmp_path: Path):
+    written = write_report(load("checkpoints/linear-separate-s0"), tmp_path, n_prompts=N_PROMPTS)
+    text = Page(written.page.read_text(encoding="utf-8"))
+    assert {"head 0: negative", "head 4: positive"} <= set(
+        re.findall(r"<h3>(.*?)</h3>", text.source)
+    )
+    assert BALANCE not in text.text
+    assert "component 1 at step 851 (head 4)" in text.text
+    assert text.figures[-8:-3] == [
+        *("figure-snapshot_loss", "figure-snapshot_learned", "figure-snapshot_heads"),
+        *("figure-snapshot_qk", "figure-snapshot_ov"),
+    ]
+    assert written.page.stat().st_size < 6_000_000

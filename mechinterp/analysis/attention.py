@@ -1,0 +1,127 @@
+"""Where each head looks on given prompts: its attention weights, beside how alike token and query are."""
+
+from dataclasses import dataclass, fields
+
+import numpy as np
+import pandas as pd
+import plotly.graph_objects as go
+import torch
+from jaxtyping import Float, Int
+
+from mechinterp import figures
+from mechinterp.analysis.circuits import HasWeights, weights_of
+from mechinterp.display import Result
+from mechinterp.icl.prompts import Prompts
+from mechinterp.models.functional import AttentionWeights, attend, predict
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class AttentionPatterns(Result):
+    """Attention of the query on each of a few prompts."""
+
+    pattern: Float[np.ndarray, "prompt head key"]
+    """Weights of the keys; where the query is among its keys it is the last."""
+    similarity: Float[np.ndarray, "prompt key"]
+    """Scalar product of a key's x and the query's, unit x^2."""
+    y: Float[np.ndarray, "prompt key d_y"]
+    """Responses of the keys."""
+    prediction: Float[np.ndarray, "prompt d_y"]
+    target: Float[np.ndarray, "prompt d_y"]
+    """The query's response without noise."""
+
+    def __repr__(self) -> str:
+        n_prompts, n_heads, n_keys = self.pattern.shape
+        return f"AttentionPatterns({n_prompts} prompts, {n_heads} heads, {n_keys} keys)"
+
+    def to_frame(self) -> pd.DataFrame:
+        """One row per prompt, head and key."""
+        prompt, head, key = np.indices(self.pattern.shape).reshape(3, -1)
+        columns = {"prompt": prompt, "head": head, "key": key, "attention": self.pattern.ravel()}
+        columns["similarity"] = self.similarity[prompt, key]
+        n_responses = self.y.shape[2]
+        for response in range(n_responses):
+            name = "y" if n_responses == 1 else f"y_{response}"
+            columns[name] = self.y[prompt, key, response]
+        return pd.DataFrame(columns)
+
+    def plot(self) -> go.Figure:
+        """Attention of each head to each token, with a slider over the prompts."""
+        n_prompts, n_heads, n_keys = self.pattern.shape
+        figure = figures.heatmap(
+            self.pattern[-1],
+            title="",
+            rows=[f"head {head}" for head in range(n_heads)],
+            columns=[str(key) for key in range(n_keys)],
+            unit="weight",
+            limit=float(np.abs(self.pattern).max()) or 1.0,
+            signed=bool(self.pattern.min() < 0),
+        )
+        hover = "%{y}, token %{x}<br>weight %{z:.4f}<extra></extra>"
+        figure.update_traces(hovertemplate=hover)
+        figure.update_xaxes(title_text="token of the prompt", type="category")
+        frames = {
+            str(prompt): [{"z": self.pattern[prompt].astype(np.float32)}]
+            for prompt in range(n_prompts)
+        }
+        return figures.with_slider(figure, frames, label="prompt", titles=self._titles())
+
+    def plot_similarity(self) -> go.Figure:
+        """Attention against how alike token and query are, with a slider over the prompts."""
+        n_prompts, n_heads, _ = self.pattern.shape
+        last = {
+            f"head {head}": (self.similarity[-1], self.pattern[-1, head]) for head in range(n_heads)
+        }
+        figure = figures.points(
+            last, title="", x_title="⟨x token, x query⟩ (x²)", y_title="attention weight"
+        )
+        frames = {
+            str(prompt): [
+                {"x": self.similarity[prompt], "y": self.pattern[prompt, head]}
+                for head in range(n_heads)
+            ]
+            for prompt in range(n_prompts)
+        }
+        titles = [f"Weight against likeness to the query, prompt {name}" for name in frames]
+        return figures.with_slider(figure, frames, label="prompt", titles=titles)
+
+    def _titles(self) -> list[str]:
+        def text(numbers: np.ndarray) -> str:
+            return ", ".join(f"{number:.3f}" for number in numbers)
+
+        return [
+            f"Prompt {prompt}: ŷ {text(self.prediction[prompt])}, x·β {text(self.target[prompt])}"
+            for prompt in range(len(self.pattern))
+        ]
+
+
+def attention_patterns(
+    source: AttentionWeights | HasWeights, prompts: Prompts
+) -> AttentionPatterns:
+    """The attention of a one-layer model's heads on a few prompts.
+
+    Example:
+        >>> from mechinterp import load
+        >>> from mechinterp.icl.prompts import generator_for, sample_prompts
+        >>> checkpoint = load("checkpoints/softmax-h2-s0")
+        >>> prompts = sample_prompts(checkpoint.config.task, 3, generator=generator_for(0, "eval", 0))
+        >>> attention_patterns(checkpoint, prompts)
+        AttentionPatterns(3 prompts, 2 heads, 40 keys)
+    """
+    weights, prompts = weights_of(source), prompts.to("cpu").to(torch.float64)
+    keys = prompts.tokens if weights.attend_to_self else prompts.context_tokens
+    pattern, _, _ = attend(weights, keys, prompts.x_query)
+    d_x = weights.d_x
+    similarity = torch.einsum("bkx,bx->bk", keys[:, :, :d_x], prompts.x_query)
+    return AttentionPatterns(
+        pattern=pattern.mT.numpy(force=True),
+        similarity=similarity.numpy(force=True),
+        y=keys[:, :, d_x:].numpy(force=True),
+        prediction=predict(weights, prompts).numpy(force=True),
+        target=prompts.y_query_clean.numpy(force=True),
+    )
+
+
+def chosen(prompts: Prompts, rows: Int[np.ndarray, " chosen"]) -> Prompts:
+    """These prompts among many, in this order."""
+    index = torch.from_numpy(rows)
+    return Prompts(**{part.name: getattr(prompts, part.name)[index] for part in fields(prompts)})

@@ -1,0 +1,186 @@
+"""Several models side by side: pattern, loss on shared prompts and scales of each, over the seeds of a setting."""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+
+import numpy as np
+import pandas as pd
+import plotly.graph_objects as go
+from jaxtyping import Float, Int
+
+from mechinterp import figures
+from mechinterp.analysis.evaluation import shared_losses
+from mechinterp.analysis.patterns import Classification, classify
+from mechinterp.analysis.snapshots import loss_curve
+from mechinterp.checkpoints.native import Checkpoint
+from mechinterp.config import ExperimentConfig
+from mechinterp.display import Result
+from mechinterp.fields import flatten
+
+SEEDS = ("seed", "train.data_seed")
+SEED_IN_NAME = re.compile(r"[-_. ]*(seed|s)?[-_. ]*\d+$")
+MAX_POINTS = 200  # of a curve
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Comparison(Result):
+    """What each of several models is; models that differ in nothing but seeds share a setting."""
+
+    names: tuple[str, ...]
+    settings: tuple[str, ...]
+    """Setting of each model."""
+    seeds: Int[np.ndarray, " model"]
+    fields: pd.DataFrame
+    """One row per setting: the fields of the config in which settings differ."""
+    found: tuple[Classification, ...]
+    loss: Float[np.ndarray, " model"]
+    """Mean squared error on prompts of the model's own task, shared by models of one task; unit y^2."""
+    loss_sem: Float[np.ndarray, " model"]
+    """Standard error of `loss` over prompts."""
+    curves: tuple[Float[np.ndarray, "_ 2"], ...]
+    """Step and eval_loss of each model's history; no rows without one."""
+
+    def __repr__(self) -> str:
+        patterns = pd.Series([each.pattern for each in self.found]).value_counts()
+        listed = ", ".join(f"{name} {count}" for name, count in patterns.items())
+        models, settings = len(self.names), len(self.fields)
+        return f"Comparison({models} models of {settings} settings: {listed})"
+
+    def to_frame(self) -> pd.DataFrame:
+        """One row per model."""
+        rows = []
+        for row, found in enumerate(self.found):
+            scales = {
+                "omega_abs": _active_mean(np.abs(found.omega_form), found.labels),
+                "mu_abs": float(np.abs(found.circuits.mu.mean(1)).sum()),
+                "eta": float(found.scales.eta.mean()),
+            }
+            about = {"checkpoint": self.names[row], "setting": self.settings[row]}
+            about |= {"seed": self.seeds[row], "pattern": found.pattern}
+            rows.append(about | {"loss": self.loss[row], "loss_sem": self.loss_sem[row]} | scales)
+        return pd.DataFrame(rows)
+
+    def settings_frame(self) -> pd.DataFrame:
+        """One row per setting and pattern found in it: means over its models, with standard errors over them."""
+        frame, rows = self.to_frame(), []
+        for (setting, pattern), models in frame.groupby(["setting", "pattern"], sort=False):
+            total = int((frame["setting"] == setting).sum())
+            row = {"setting": setting, "pattern": pattern, "models": len(models), "of": total}
+            for name in ("loss", "omega_abs", "mu_abs", "eta"):
+                row |= {name: models[name].mean(), f"{name}_sem": models[name].sem()}
+            rows.append(row)
+        return pd.DataFrame(rows)
+
+    def plot(self) -> go.Figure:
+        """Heads of all models in the plane of omega and mu."""
+        points = [(found.omega_form, found.circuits.mu.mean(1)) for found in self.found]
+        return figures.runs(
+            self._grouped(points),
+            title="Heads of all models",
+            x_title="omega (1/x²)",
+            y_title="mu",
+            markers=True,
+        )
+
+    def plot_curves(self) -> go.Figure:
+        """Loss of all models with a history over training."""
+        curves = [_thinned(curve[curve[:, 0] > 0]).T for curve in self.curves]
+        return figures.runs(
+            self._grouped([(step, loss) for step, loss in curves]),
+            title="Loss during training, each model on prompts it never sees",
+            x_title="step",
+            y_title="eval_loss (y²)",
+            log=True,
+        )
+
+    def _grouped(self, drawn: Sequence[tuple]) -> Mapping[str, Mapping[str, tuple]]:
+        groups: dict[str, dict[str, tuple]] = {name: {} for name in self.fields["setting"]}
+        for row, (name, setting) in enumerate(zip(self.names, self.settings, strict=True)):
+            if len(drawn[row][0]):
+                groups[setting][f"{name} ({row})"] = drawn[row]
+        return groups
+
+
+def compare(
+    checkpoints: Sequence[Checkpoint], *, n_prompts: int = 4096, seed: int = 0
+) -> Comparison:
+    """What each of several one-layer models is, and how seeds of one setting agree.
+
+    Args:
+        n_prompts: Prompts behind each classification; losses take five times as many.
+    Raises:
+        ValueError: If there is no checkpoint.
+    Example:
+        >>> from mechinterp import load
+        >>> models = [load(f"checkpoints/softmax-h2-s{seed}") for seed in (0, 1)]
+        >>> compare(models, n_prompts=256).settings_frame()["setting"].tolist()
+        ['softmax-h2']
+    """
+    if not checkpoints:
+        raise ValueError("compare needs at least one checkpoint, got none.")
+    groups: dict[str, list[int]] = {}
+    for row, checkpoint in enumerate(checkpoints):
+        groups.setdefault(_setting(checkpoint.config), []).append(row)
+    titles = _titles([[checkpoints[row].name for row in rows] for rows in groups.values()])
+    settings = [""] * len(checkpoints)
+    loss, loss_sem = np.zeros(len(checkpoints)), np.zeros(len(checkpoints))
+    for title, rows in zip(titles, groups.values(), strict=True):
+        models = {str(row): checkpoints[row] for row in rows}
+        task = checkpoints[rows[0]].config.task
+        losses = shared_losses(models, task, n_prompts=5 * n_prompts, seed=seed)
+        loss[rows], loss_sem[rows] = losses.loss[0], losses.loss_sem[0]
+        for row in rows:
+            settings[row] = title
+    return Comparison(
+        names=tuple(checkpoint.name for checkpoint in checkpoints),
+        settings=tuple(settings),
+        seeds=np.array([checkpoint.config.seed for checkpoint in checkpoints]),
+        fields=_fields(titles, [json.loads(setting) for setting in groups]),
+        found=tuple(classify(each, n_prompts=n_prompts, seed=seed) for each in checkpoints),
+        loss=loss,
+        loss_sem=loss_sem,
+        curves=tuple(loss_curve(checkpoint) for checkpoint in checkpoints),
+    )
+
+
+def _setting(config: ExperimentConfig) -> str:
+    """The config without its seeds, as text."""
+    fields = flatten(asdict(config))
+    return json.dumps({name: value for name, value in fields.items() if name not in SEEDS})
+
+
+def _titles(names: list[list[str]]) -> list[str]:
+    """For each setting the name that its models have but for the seed, or a number where they have none."""
+    titles: list[str] = []
+    for group in names:
+        stems = {SEED_IN_NAME.sub("", name) for name in group} if len(group) > 1 else set(group)
+        title = stems.pop() if len(stems) == 1 else f"setting {len(titles) + 1}"
+        titles.append(title if title not in titles else f"{title} ({len(titles) + 1})")
+    return titles
+
+
+def _fields(titles: list[str], settings: list[dict]) -> pd.DataFrame:
+    names = list(dict.fromkeys(name for setting in settings for name in setting))
+    differing = [
+        name
+        for name in names
+        if any(setting.get(name) != settings[0].get(name) for setting in settings)
+    ]
+    columns = {name: [json.dumps(setting.get(name)) for setting in settings] for name in differing}
+    return pd.DataFrame({"setting": titles, **columns})
+
+
+def _active_mean(values: np.ndarray, labels: Sequence[str]) -> float:
+    """Mean over the heads that are no dummies; NaN if there are none."""
+    chosen = [value for value, label in zip(values, labels, strict=True) if label != "dummy"]
+    return float(np.mean(chosen)) if chosen else float("nan")
+
+
+def _thinned(curve: Float[np.ndarray, "row 2"]) -> Float[np.ndarray, "point 2"]:
+    """At most MAX_POINTS rows, evenly spaced on a logarithmic axis, the last among them."""
+    if len(curve) <= MAX_POINTS:
+        return curve
+    rows = np.geomspace(1, len(curve), MAX_POINTS).round().astype(int) - 1
+    return curve[np.unique(rows)]

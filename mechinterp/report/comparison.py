@@ -1,0 +1,92 @@
+"""A page that compares several checkpoints: settings with their seeds, models, and curves laid over each other."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from mechinterp.analysis.comparison import Comparison, compare
+from mechinterp.checkpoints.native import Checkpoint
+from mechinterp.report.page import Report, require_free, write_page
+from mechinterp.report.sections import Section
+
+LONGEST_TABLE = 1000
+
+
+def write_comparison(
+    checkpoints: Sequence[Checkpoint],
+    out: str | Path,
+    *,
+    n_prompts: int = 4096,
+    seed: int = 0,
+    overwrite: bool = False,
+) -> Report:
+    """Write `out/index.html` about all of the checkpoints, and the CSV files behind it.
+
+    Args:
+        n_prompts: Prompts behind each classification; losses take five times as many.
+    Raises:
+        ValueError: If there is no checkpoint, `out` is a file, or a folder that holds anything and
+            `overwrite` is not set.
+    Example:
+        >>> import tempfile
+        >>> from mechinterp.checkpoints.native import load
+        >>> models = [load(f"checkpoints/softmax-h1-s{seed}") for seed in (0, 1)]
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     write_comparison(models, folder, n_prompts=64).verdict
+        '2 models of 1 setting: softmax-h1: kernel_regression 2.'
+    """
+    require_free(Path(out), overwrite)
+    found = compare(checkpoints, n_prompts=n_prompts, seed=seed)
+    parts = [_settings(found, n_prompts), _heads(found), *_training(found)]
+    title = "Comparison of " + _plural(len(checkpoints), "model")
+    about = ", ".join(found.names)
+    return write_page(Path(out), title, about, _verdict(found), parts)
+
+
+def _verdict(found: Comparison) -> str:
+    counts = [
+        f"{setting}: " + ", ".join(f"{row.pattern} {row.models}" for row in rows.itertuples())
+        for setting, rows in found.settings_frame().groupby("setting", sort=False)
+    ]
+    settings = _plural(len(found.fields), "setting")
+    return f"{_plural(len(found.names), 'model')} of {settings}: {'; '.join(counts)}."
+
+
+def _plural(count: int, word: str) -> str:
+    return f"{count} {word}{'' if count == 1 else 's'}"
+
+
+def _settings(found: Comparison, n_prompts: int) -> Section:
+    tables = {"settings": found.settings_frame(), "models": found.to_frame()}
+    if len(found.fields.columns) > 1:
+        tables["fields"] = found.fields
+    return Section(
+        "Settings and models",
+        "Models that differ in nothing but seeds share a setting; a row holds those of its models that form one pattern. "
+        "Means are over models, and so are their standard errors. Click a column's name to sort by it.",
+        f"Losses are mean squared errors on {5 * n_prompts} prompts of the model's own task and context length, the same "
+        "prompts for all models of one task. omega and mu are as in the report on one model.",
+        tables=tables,
+        longest_table=LONGEST_TABLE,
+    )
+
+
+def _heads(found: Comparison) -> Section:
+    return Section(
+        "Heads of all models",
+        "Every head by omega and mu; in the published pattern heads lie on two points, mirror images of each other.",
+        "From the weights alone; a point is a head, a colour a setting.",
+        {"heads": found.plot()},
+    )
+
+
+def _training(found: Comparison) -> list[Section]:
+    if not any(len(curve) for curve in found.curves):
+        return []
+    return [
+        Section(
+            "Training",
+            "Loss on prompts that training never sees. Models without a history are left out.",
+            "From each model's history, at most 200 steps of it; settings may have different evaluation prompts.",
+            {"curves": found.plot_curves()},
+        )
+    ]

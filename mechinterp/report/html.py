@@ -1,0 +1,82 @@
+"""Sections as one HTML page that opens offline; style.css and page.js go into it, and plotly.js once."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import jinja2
+import pandas as pd
+import plotly.graph_objects as go
+from markupsafe import Markup
+from plotly.offline import get_plotlyjs
+
+from mechinterp import figures
+from mechinterp.report.glossary import meanings
+from mechinterp.report.sections import Section, number
+
+HERE = Path(__file__).parent
+LONGEST_WORD = 24  # longer entries make a column of text
+TITLE_HEIGHT = 26
+
+
+def page(name: str, about: str, verdict: str, sections: Sequence[Section]) -> str:
+    """The page of a model or of several.
+
+    Args:
+        name: Its title.
+        about: One line on what it is about.
+        verdict: What was found.
+    """
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(HERE), autoescape=True, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.filters |= {
+        "figure": _drawn,
+        "number": number,
+        "meanings": meanings,
+        "texts": _texts,
+    }
+    environment.filters["least_width"] = _least_width
+    return environment.get_template("page.html.jinja").render(
+        name=name,
+        about=about,
+        verdict=verdict,
+        sections=sections,
+        title_height=TITLE_HEIGHT,
+        looks=figures.templates(),
+        style=_text("style.css"),
+        script=_text("page.js"),
+        plotly_js=Markup(get_plotlyjs()),
+    )
+
+
+def _drawn(figure: go.Figure) -> dict:
+    """What plotly.js draws: look, slider and titles are the page's."""
+    drawn = json.loads(figure.to_json())
+    layout = drawn["layout"]
+    for name in ("template", "sliders", "title"):
+        layout.pop(name, None)
+    layout["height"] -= TITLE_HEIGHT
+    layout["margin"]["t"] -= TITLE_HEIGHT
+    frames = drawn.get("frames", [])
+    titles = {frame["name"]: frame.pop("layout")["title"]["text"] for frame in frames}
+    return {**drawn, "titles": titles}
+
+
+def _least_width(figure: go.Figure) -> int:
+    """Pixels below which figures side by side could not be read; the reader scrolls to see them all."""
+    columns = len({axis.domain for axis in figure.select_xaxes()})
+    return 90 + 110 * columns if columns > 2 else 0
+
+
+def _texts(table: pd.DataFrame) -> set[str]:
+    """Columns with long entries, which are set as text."""
+    return {
+        name
+        for name in table.columns
+        if any(isinstance(value, str) and len(value) > LONGEST_WORD for value in table[name])
+    }
+
+
+def _text(file: str) -> Markup:
+    return Markup((HERE / file).read_text(encoding="utf-8"))

@@ -1,0 +1,262 @@
+"""The parts of a page: what each says, its figures and tables, and how they were computed."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+import pandas as pd
+import plotly.graph_objects as go
+
+from mechinterp import figures
+from mechinterp.analysis.attention import attention_patterns, chosen
+from mechinterp.analysis.circuits import circuits
+from mechinterp.analysis.fits import LearnerFits
+from mechinterp.analysis.heads import HeadAblation, SubsetAblation
+from mechinterp.analysis.patterns import Classification, Thresholds
+from mechinterp.checkpoints.native import Checkpoint
+from mechinterp.icl.prompts import Prompts
+from mechinterp.models.scores import is_normalised
+
+QUANTILES = (0.0, 0.25, 0.5, 0.75, 1.0)
+MEANINGS = {
+    "positive": "looks at tokens whose x is like the query's and adds their y",
+    "negative": "looks at tokens whose x is unlike the query's and takes their y away",
+    "mismatched": "omega and mu differ in sign: what it looks at and what it adds pull apart",
+    "mixed": "entries of its omega, or of its mu, have both signs",
+    "unstructured": "its circuits are not of the form that omega and mu describe",
+    "dummy": "adds next to nothing to the prediction",
+}
+HOW = {
+    "pattern": "the first definition that all numbers below allow",
+    "sign_matching": "omega and mu of every active head have the same sign",
+    "omega_spread": "max/min |omega| over active heads, minus 1",
+    "zero_sum": "|Σ mu| / Σ |mu|",
+    "eta": "Σ mu·omega, times f'(0): the step",
+    "optimal eta for the task": "1 / (1 + (1 + s²) d_x / L), s² the noise variance over the signal's",
+    "gamma": "|omega| of the nearest point of the solution manifold",
+    "distance to the solution manifold": "of (omega, mu), each relative to its norm",
+    "R² with idealised heads": "of the model's predictions, by heads that keep omega and mu only",
+    "R² of the closed form": "of the model's predictions, by the learner built from omega and mu",
+    "principal components used": "directions that are more than half learned",
+    "learned part of each component": "eᵀ M e over its value at the optimum",
+    "share of E y² predicted off the components": "by the entries of M between two directions",
+}
+
+
+@dataclass(frozen=True)
+class Card:
+    """What is known of one head."""
+
+    title: str
+    label: str
+    meaning: str
+    color: str
+    facts: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Section:
+    """One part of the page."""
+
+    title: str
+    text: str
+    method: str
+    figures: Mapping[str, go.Figure] = field(default_factory=dict)
+    """By name; those with frames share one slider."""
+    tables: Mapping[str, pd.DataFrame] = field(default_factory=dict)
+    """By name; each becomes <name>.csv, and is shown if it has no more than `longest_table` rows."""
+    cards: tuple[Card, ...] = ()
+    slider: str = "step"
+    """What the frames of the figures are."""
+    longest_table: int = 40
+
+
+def heads_section(
+    found: Classification,
+    score: str,
+    single: list[HeadAblation],
+    subsets: SubsetAblation | None,
+) -> Section:
+    """The pattern with its evidence, and a card for each head."""
+    return Section(
+        "Heads and pattern",
+        f"The pattern is {found.pattern}: {found.reason}.",
+        "A head is active if its share of the heads' output (standard deviation over prompts) is above "
+        f"{Thresholds().share:.0%}, else it is a dummy. Active heads are positive or negative by the common sign of omega and mu. "
+        "Heads of one sign make a kernel smoother; heads of both signs whose mu sum to zero and whose "
+        "|omega| agree make one step of debiased gradient descent of size eta. Idealised heads keep omega and "
+        "mu and lose the rest of their circuits; the closed form is the learner built from omega and mu alone. "
+        "A p is the fraction of randomly initialised models of this shape that are as structured.",
+        {"heads": found.plot()},
+        {"pattern": _evidence(found), "heads": found.to_frame()},
+        _cards(found, score, single, subsets),
+    )
+
+
+def _evidence(found: Classification) -> pd.DataFrame:
+    scales, used = found.scales, found.components
+    values = {
+        "pattern": found.pattern,
+        "sign_matching": str(found.sign_matching).lower(),
+        "omega_spread": number(scales.omega_spread),
+        "zero_sum": number(scales.zero_sum),
+        "eta": ", ".join(number(eta) for eta in scales.eta),
+        "optimal eta for the task": number(scales.eta_optimal),
+        "gamma": number(scales.gamma),
+        "distance to the solution manifold": number(scales.manifold_distance),
+        "R² with idealised heads": plus_minus(found.substitution.r2, found.substitution.r2_sem),
+        "R² of the closed form": plus_minus(found.learner.r2, found.learner.r2_sem),
+    }
+    if used is not None:
+        count = "–" if used.n_components is None else f"{used.n_components} of {len(used.learned)}"
+        values["principal components used"] = count
+        values["learned part of each component"] = ", ".join(map(number, used.learned))
+        values["share of E y² predicted off the components"] = number(used.off_diagonal)
+    rows = [(name, value, HOW[name]) for name, value in values.items()]
+    rows += [
+        (f"p of {name}", number(p), "fraction of random models as structured in this")
+        for name, p in found.p_values.items()
+    ]
+    return pd.DataFrame(rows, columns=["evidence", "value", "how"])
+
+
+def _cards(
+    found: Classification,
+    score: str,
+    single: list[HeadAblation],
+    subsets: SubsetAblation | None,
+) -> tuple[Card, ...]:
+    scales, cards = found.circuits, []
+    for head, label in enumerate(found.labels):
+        facts = {
+            "share of output": f"{found.share[head]:.1%}",
+            "omega (1/x²)": f"{scales.omega_mean[head]:+.4g}",
+            "mu": ", ".join(f"{mu:+.4g}" for mu in scales.mu[head]),
+            "QK diagonal": number(scales.qk_diagonal[head]),
+            "OV reads y only": number(scales.ov_last_entry[head]),
+        }
+        facts |= {
+            f"{one.method} ablation (y²)": plus_minus(one.rise[0, head], one.rise_sem[0, head])
+            for one in single
+        }
+        if subsets is not None:
+            value = plus_minus(subsets.shapley[head], subsets.shapley_sem[head])
+            facts["Shapley value (y²)"] = value
+        # A score that is no average looks at unlike tokens with weights below 0: omega and mu flip together.
+        told = is_normalised(score) or label not in ("positive", "negative")
+        meaning = MEANINGS[label] if told else "adds y weighted by how alike token and query are"
+        cards.append(Card(f"head {head}", label, meaning, figures.head_color(head), facts))
+    return tuple(cards)
+
+
+def circuits_section(checkpoint: Checkpoint) -> Section:
+    """QK and OV heatmaps."""
+    found = circuits(checkpoint)
+    return Section(
+        "Circuits",
+        "QK says how strongly a query's x looks at a key's x and y; OV says what is read from the tokens "
+        "a head looks at. In the published pattern QK is omega times the identity on x, and OV is mu on y.",
+        "QK = W_Q W_K^T times the softmax scale, OV = W_V W_O, from the weights alone. Rows of QK that belong "
+        "to the query's empty y slot never act and are not drawn.",
+        {"qk": found.plot(), "ov": found.plot_ov()},
+    )
+
+
+def attention_section(checkpoint: Checkpoint, prompts: Prompts, errors: np.ndarray) -> Section:
+    """Attention on prompts from the one the model does best on to the one it does worst on."""
+    order = np.argsort(errors, kind="stable")
+    rows = order[[round(quantile * (len(order) - 1)) for quantile in QUANTILES]]
+    found = attention_patterns(checkpoint, chosen(prompts, rows))
+    return Section(
+        "Attention on prompts",
+        "Five prompts, ordered by how far the prediction is off: prompt 0 is the best of all, 2 the median, 4 the worst. "
+        "Move the slider, or use the arrow keys on it. A weight that depends only on how alike token and query "
+        "are lies on one curve.",
+        f"Of {len(errors)} prompts those at the quartiles of (ŷ − x·β)². Weights are those the query gives to the "
+        "tokens of its context.",
+        {"attention": found.plot(), "similarity": found.plot_similarity()},
+        {"attention": found.to_frame()},
+        slider="prompt",
+    )
+
+
+def ablation_section(
+    found: Classification,
+    score: str,
+    single: list[HeadAblation],
+    subsets: SubsetAblation | None,
+    n_prompts: int,
+) -> Section:
+    """What masking heads costs."""
+    pictures = {"ablation": _ablation_bars(single)}
+    tables = {"ablation": pd.concat([one.to_frame() for one in single], ignore_index=True)}
+    text = (
+        f"Excess risk of the full model: {single[0].full_risk:.4f} ± {single[0].full_risk_sem:.4f} y². "
+        "Each bar is its rise when one head is masked."
+    )
+    if is_normalised(score) and {"positive", "negative"} <= set(found.labels):
+        text += (
+            " Masking one head of a ± pair does more than remove its share: the mu no longer sum to zero, so the "
+            "mean response of the context, which the pair had cancelled, enters the prediction with the weight "
+            "of the heads that stay. A large bar therefore does not mean that a head could do the task alone."
+        )
+    if subsets is not None:
+        text += (
+            " What heads do alone and together stands in the table of subsets; the Shapley values average over "
+            "all orders of adding heads."
+        )
+        pictures["shapley"] = subsets.plot()
+        tables |= {"shapley": subsets.shapley_frame(), "subsets": subsets.to_frame()}
+    return Section(
+        "Head ablation",
+        text,
+        f"Excess risk is the mean of (ŷ − x·β)² over {n_prompts} prompts, the same for every mask; ± is one "
+        "standard error, paired over prompts. Zero ablation sets a head's z to 0, mean ablation to its mean "
+        "over prompts. In one layer heads add up, so all subsets follow from one pass.",
+        pictures,
+        tables,
+    )
+
+
+def _ablation_bars(single: list[HeadAblation]) -> go.Figure:
+    """One group of bars per head: zero beside mean ablation."""
+    return figures.bars(
+        single[0].head_names,
+        {f"{one.method} ablation": one.rise.ravel() for one in single},
+        errors={f"{one.method} ablation": one.rise_sem.ravel() for one in single},
+        title="Rise of the excess risk when a head is masked",
+        y_title="rise of excess risk (y²)",
+    )
+
+
+def fits_section(fits: LearnerFits, found: Classification) -> Section:
+    """Which closed-form learner predicts as the model does."""
+    at_trained = fits.to_frame().query(f"context_length == {fits.trained_length}")
+    text = fits.verdict
+    if found.scales.eta_optimal == found.scales.eta_optimal:  # not NaN
+        text += f" The best debiased step size for this task is {found.scales.eta_optimal:.4f}."
+    return Section(
+        "Which learner",
+        text,
+        f"At each context length, {fits.n_prompts} prompts shared by the model and all learners. Step sizes and "
+        "the kernel head are fitted to the model's predictions by least squares; ridge is the Bayes predictor "
+        "of the task, with nothing fitted. Loss alone does not tell: two learners can have "
+        "equal losses and differ on every prompt.",
+        {"fit_loss": fits.plot(), "fit_distance": fits.plot_distance()},
+        {"fits_at_trained_length": at_trained, "fits": fits.to_frame()},
+    )
+
+
+def plus_minus(value: float, sem: float) -> str:
+    """A number with its standard error."""
+    return f"{number(value)} ± " + ("–" if np.isnan(sem) else f"{sem:.2g}")
+
+
+def number(value: object) -> str:
+    """Four digits; a dash for NaN, and 0 for what is 0 but for rounding."""
+    if not isinstance(value, float | np.floating):
+        return str(value)
+    value = float(value)
+    if np.isnan(value):
+        return "–"
+    return "0" if abs(value) < 1e-12 else f"{value:.4g}"

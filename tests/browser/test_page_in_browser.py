@@ -1,0 +1,216 @@
+"""The pages in a real browser: everything is drawn, the slider moves, nothing is asked of the network.
+
+Needs playwright and a chromium, named by CHROMIUM; `make test-browser` installs both.
+"""
+
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mechinterp.checkpoints.native import load
+from mechinterp.report.comparison import write_comparison
+from mechinterp.report.page import write_report
+from tests.conftest import CHECKPOINTS
+
+playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+CHROMIUM = os.environ.get("CHROMIUM")
+
+pytestmark = pytest.mark.skipif(
+    not CHROMIUM, reason="CHROMIUM names no browser; make test-browser does"
+)
+
+EVIL = "<img src=x onerror=alert(1)>"
+READY = "body[data-drawn]"
+
+
+@dataclass
+class Opened:
+    """A page that is open, with what it did that it should not."""
+
+    page: "playwright.Page"
+    complaints: list[str] = field(default_factory=list)
+
+    def moved_to(self, name: str, position: int) -> None:
+        """Move the slider whose label begins with a name, as a reader does."""
+        slider = self.page.locator("label.slider", has_text=name).locator("input")
+        slider.fill(str(position))
+        self.page.wait_for_timeout(300)
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator["playwright.Browser"]:
+    with playwright.sync_playwright() as driver:
+        opened = driver.chromium.launch(
+            executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"]
+        )
+        yield opened
+        opened.close()
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Reports on a model in a folder with a name that tries to be a tag, on linear attention, and on both."""
+    folder = tmp_path_factory.mktemp("reports")
+    shutil.copytree(CHECKPOINTS / "softmax-h2-s0", folder / EVIL)
+    models = {"evil": load(folder / EVIL), "linear": load(CHECKPOINTS / "linear-separate-s0")}
+    files = {
+        name: write_report(model, folder / name, n_prompts=128).page
+        for name, model in models.items()
+    }
+    both = write_comparison(list(models.values()), folder / "both", n_prompts=128)
+    return files | {"both": both.page}
+
+
+def opened(
+    browser: "playwright.Browser", file: Path, *, width: int = 1200, scheme: str = "light"
+) -> Opened:
+    context = browser.new_context(
+        viewport={"width": width, "height": 900}, color_scheme=scheme, has_touch=width < 500
+    )
+    found = Opened(context.new_page())
+    complaints, page = found.complaints, found.page
+    page.on("console", lambda message: complaints.append(message.text))
+    page.on("pageerror", lambda error: complaints.append(str(error)))
+    page.on("dialog", lambda dialog: (complaints.append(dialog.message), dialog.dismiss()))
+    page.on("request", lambda request: complaints.append(request.url))
+    page.goto(file.as_uri(), wait_until="commit")
+    page.wait_for_selector(READY)
+    # The page itself is all that is asked for.
+    assert complaints == [file.as_uri()]
+    complaints.clear()
+    return found
+
+
+@pytest.mark.parametrize("width", [1200, 400])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("name", ["evil", "linear", "both"])
+def test_every_figure_is_drawn_and_nothing_is_wider_than_the_window(
+    browser: "playwright.Browser", pages: dict[str, Path], name: str, scheme: str, width: int
+):
+    at = opened(browser, pages[name], width=width, scheme=scheme)
+    figures = at.page.locator(".figure")
+    assert figures.count() == {"evil": 15, "linear": 17, "both": 2}[name]
+    for figure in figures.all():
+        # A trace that plotly.js could not draw leaves no mark.
+        assert figure.locator(".heatmaplayer image, .scatterlayer .trace, .barlayer .point").count()
+    assert at.page.evaluate("document.documentElement.scrollWidth") <= width
+    assert at.complaints == []
+    at.page.context.close()
+
+
+def test_text_is_seen_before_figures(browser: "playwright.Browser", pages: dict[str, Path]):
+    at = opened(browser, pages["linear"])
+    paint, drawn = at.page.evaluate(
+        "[performance.getEntriesByName('first-contentful-paint')[0].startTime, performance.now()]"
+    )
+    assert paint < drawn / 2
+    at.page.context.close()
+
+
+def test_the_slider_moves_the_heatmaps_and_their_titles(
+    browser: "playwright.Browser", pages: dict[str, Path]
+):
+    checkpoint = load(CHECKPOINTS / "softmax-h2-s0")
+    at = opened(browser, pages["evil"])
+    steps = list(checkpoint.snapshots)
+    before = at.page.locator("#figure-snapshot_qk image").first.get_attribute("href")
+    at.moved_to("step", 1)
+    after = at.page.locator("#figure-snapshot_qk image").first.get_attribute("href")
+    assert before != after
+    expected = checkpoint.snapshots[steps[1]].QK[0, :5].numpy()
+    assert f"QK circuits at step {steps[1]:,}" in at.page.locator("figcaption").all_inner_texts()
+    assert at.page.locator("label.slider output").last.inner_text() == f"{steps[1]:,}"
+    shown = at.page.evaluate(
+        "document.getElementById('figure-snapshot_qk').calcdata[0][0].z.map(row => Array.from(row))"
+    )
+    np.testing.assert_allclose(shown, expected, rtol=1e-5, atol=1e-7)
+    mark = at.page.evaluate("document.getElementById('figure-snapshot_loss').data[1].x[0]")
+    assert mark == steps[1]
+    assert at.complaints == []
+    at.page.context.close()
+
+
+def test_the_slider_of_linear_attention_tells_the_algorithm(
+    browser: "playwright.Browser", pages: dict[str, Path]
+):
+    at = opened(browser, pages["linear"], width=400)
+    slider = at.page.locator("label.slider", has_text="step").locator("input")
+    slider.focus()
+    at.page.keyboard.press("Home")
+    at.page.wait_for_timeout(300)
+    captions = at.page.locator("figcaption")
+    assert any("none of 4 components learned" in text for text in captions.all_inner_texts())
+    for _ in range(6):
+        at.page.keyboard.press("ArrowRight")
+    at.page.wait_for_timeout(300)
+    told = [text for text in captions.all_inner_texts() if text.startswith("Step 1,200: ")]
+    assert len(told) == 1
+    assert told[0].endswith("principal component regression on 1 of 4 components")
+    assert slider.get_attribute("aria-valuetext") == "1,200"
+    assert at.complaints == []
+    at.page.context.close()
+
+
+def test_figures_follow_the_colours_of_the_page(
+    browser: "playwright.Browser", pages: dict[str, Path]
+):
+    at = opened(browser, pages["evil"])
+
+    def color() -> str:
+        return at.page.locator("#figure-loss .xtick text").first.evaluate(
+            "t => getComputedStyle(t).fill"
+        )
+
+    def ground() -> str:
+        return at.page.evaluate("getComputedStyle(document.body).backgroundColor")
+
+    light = color(), ground()
+    at.page.emulate_media(color_scheme="dark")
+    at.page.wait_for_timeout(1000)
+    dark = color(), ground()
+    brightness = [sum(map(int, text[4:-1].split(","))) for text in (*light, *dark)]
+    assert brightness[0] < 400 < brightness[1]
+    assert brightness[2] > 400 > brightness[3]
+    at.page.context.close()
+
+
+def test_tables_are_sorted_by_a_click_or_by_the_keyboard(
+    browser: "playwright.Browser", pages: dict[str, Path]
+):
+    at = opened(browser, pages["linear"])
+    table = at.page.locator("table", has_text="omega_mean").first
+    names = table.locator("th").all_inner_texts()
+    column = names.index("omega_mean")
+
+    def values() -> list[float]:
+        return [
+            float(row.locator("td").nth(column).inner_text())
+            for row in table.locator("tbody tr").all()
+        ]
+
+    before = values()
+    assert before != sorted(before)
+    button = table.locator("th button").nth(column)
+    button.click()
+    assert values() == sorted(before)
+    button.press("Enter")
+    assert values() == sorted(before, reverse=True)
+    assert table.locator("th").nth(column).get_attribute("aria-sort") == "descending"
+    at.page.context.close()
+
+
+def test_a_name_that_tries_to_be_a_tag_does_no_harm(
+    browser: "playwright.Browser", pages: dict[str, Path]
+):
+    for name, heading in (("evil", EVIL), ("both", "Comparison of 2 models")):
+        at = opened(browser, pages[name])
+        assert at.page.locator("h1").inner_text() == heading
+        assert EVIL in at.page.locator("header").inner_text()
+        assert at.page.locator("img").count() == 0
+        assert at.complaints == []
+        at.page.context.close()

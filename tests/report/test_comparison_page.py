@@ -1,0 +1,98 @@
+"""Several checkpoints on one page; a bad one is named and the others go on."""
+
+import html
+import re
+import shutil
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from mechinterp.checkpoints.native import load
+from mechinterp.report.comparison import write_comparison
+from mechinterp.report.glossary import meanings
+from mechinterp.report.page import PAGE
+from tests.conftest import CHECKPOINTS, Run
+
+EVIL = "<img src=x onerror=alert(1)>"
+NAMES = ("softmax-h2-s0", "softmax-h2-s8", "linear-merged-s0")
+
+
+def test_the_page_counts_patterns_by_setting(tmp_path: Path):
+    models = [load(CHECKPOINTS / name) for name in NAMES]
+    written = write_comparison(models, tmp_path / "page", n_prompts=128)
+    assert written.verdict == (
+        "3 models of 2 settings: softmax-h2: debiased_gd 1, kernel_regression 1; "
+        "linear-merged-s0: linear_gd 1."
+    )
+    text = written.page.read_text(encoding="utf-8")
+    assert html.escape(written.verdict) in text
+    assert re.findall(r"<h2>(.*?)</h2>", text) == [
+        "Settings and models",
+        "Heads of all models",
+        "Training",
+    ]
+    assert [table.name for table in written.tables] == ["settings.csv", "models.csv", "fields.csv"]
+    frame = pd.read_csv(tmp_path / "page" / "models.csv")
+    assert frame["checkpoint"].tolist() == list(NAMES)
+    for table in written.tables[:2]:
+        columns = pd.read_csv(table).columns
+        assert set(columns) - set(meanings(columns)) == set()
+    fields = pd.read_csv(written.tables[2]).set_index("setting")
+    assert fields.loc["linear-merged-s0", "model.merged_qk"]
+    assert written.page.stat().st_size < 6_000_000
+
+
+def test_models_without_history_have_no_curves(tmp_path: Path):
+    for seed in (0, 1):
+        folder = tmp_path / f"bare{seed}"
+        shutil.copytree(CHECKPOINTS / f"softmax-h1-s{seed}", folder)
+        (folder / "history.parquet").unlink()
+    models = [load(tmp_path / f"bare{seed}") for seed in (0, 1)]
+    text = write_comparison(models, tmp_path / "page", n_prompts=64).page.read_text()
+    assert "<h2>Training</h2>" not in text
+
+
+def test_names_are_never_tags(tmp_path: Path):
+    shutil.copytree(CHECKPOINTS / "softmax-h1-s0", tmp_path / EVIL)
+    written = write_comparison([load(tmp_path / EVIL)], tmp_path / "page", n_prompts=64)
+    assert EVIL not in written.page.read_text()
+
+
+def test_the_command_compares_several_and_names_the_bad_ones(run: Run, tmp_path: Path):
+    paths = [CHECKPOINTS / name for name in NAMES]
+    out = tmp_path / "page"
+    ran = run("report", *paths, tmp_path / "gone", "--out", out, "--n-prompts", 64, "--json")
+    assert ran.code == 2
+    assert list(ran.document) == ["checkpoints", "page", "tables", "verdict"]
+    *good, bad = ran.document["checkpoints"]
+    assert good == [{"path": str(path)} for path in paths]
+    assert bad["path"] == str(tmp_path / "gone")
+    assert "does not exist" in bad["error"]
+    assert ran.document["page"] == str(out / PAGE)
+    assert len(pd.read_csv(out / "models.csv")) == 3
+    run("report", *paths, "--out", out, "--n-prompts", 64).assert_refused(out, "already exists")
+    ran = run("report", *paths[:2], "--out", out, "--n-prompts", 64, "--overwrite")
+    assert ran.code == 0
+    assert ran.out.startswith("2 models of 1 setting: softmax-h2: debiased_gd 1, kernel_regr")
+
+
+def test_the_command_takes_a_folder_of_checkpoints(run: Run, tmp_path: Path):
+    for seed in (0, 1):
+        shutil.copytree(CHECKPOINTS / f"softmax-h1-s{seed}", tmp_path / "all" / f"s{seed}")
+    ran = run("report", tmp_path / "all", "--out", tmp_path / "page", "--n-prompts", 64, "--json")
+    assert ran.code == 0
+    assert len(ran.document["checkpoints"]) == 2
+
+
+def test_nothing_to_compare_is_bad_input(run: Run, tmp_path: Path):
+    ran = run("report", tmp_path / "a", tmp_path / "b", "--out", tmp_path / "page")
+    assert ran.code == 2
+    assert ran.err.splitlines()[-1].endswith("compare needs at least one checkpoint, got none.")
+    assert not (tmp_path / "page").exists()
+
+
+def test_a_comparison_is_not_overwritten_unless_asked(tmp_path: Path):
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(ValueError, match="already exists and is not overwritten"):
+        write_comparison([load(CHECKPOINTS / NAMES[0])], tmp_path, n_prompts=64)
