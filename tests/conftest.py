@@ -13,12 +13,13 @@ from mechinterp import cli
 from mechinterp.config import TaskConfig
 from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
 from mechinterp.models.constructions import debiased_gradient_step, zero_head
+from mechinterp.models.deep import DeepWeights
 from mechinterp.models.functional import AttentionWeights, stack
 
 CHECKPOINTS = Path(__file__).parents[1] / "checkpoints"
 
 
-def assert_same(actual: AttentionWeights, expected: AttentionWeights):
+def assert_same(actual: AttentionWeights | DeepWeights, expected: AttentionWeights | DeepWeights):
     """Equal bits, and the same law of attention."""
     assert actual.law == expected.law
     assert actual.tensors.keys() == expected.tensors.keys()

@@ -15,10 +15,14 @@ from mechinterp.training.trainer import Progress
 
 
 @contextmanager
-def progress_bar() -> Iterator[Callable[[Progress], None]]:
-    """A bar on standard error with steps per second and the time left; gives the `on_log` of a training."""
+def progress_bar(*, quiet: bool = False) -> Iterator[Callable[[Progress], None]]:
+    """A bar on standard error with steps per second and the time left; gives the `on_log` of a training.
+
+    Args:
+        quiet: Whether nothing is shown.
+    """
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    bar = Bar(*columns, console=Console(stderr=True))
+    bar = Bar(*columns, console=Console(stderr=True), disable=quiet)
 
     def show(progress: Progress) -> None:
         if not bar.tasks:
@@ -28,6 +32,10 @@ def progress_bar() -> Iterator[Callable[[Progress], None]]:
         models = f"{progress.n_models} model{'s' if progress.n_models > 1 else ''}"
         text = f"{models}, loss {progress.loss:.4f}, {progress.steps_per_second:.0f} steps/s, {left} left"
         bar.update(bar.task_ids[0], completed=progress.step, total=progress.steps, description=text)
+        for name in progress.diverged:
+            bar.console.print(
+                f"{name} has diverged: its loss is not finite at step {progress.step}"
+            )
 
     try:
         yield show

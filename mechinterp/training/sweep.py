@@ -1,28 +1,36 @@
 """Many models in one run folder: which ones there are, which are finished, and training the rest.
 
 A run folder holds one `training-<n>.safetensors` per pack while it trains and one checkpoint folder per
-model when it is done. Linear attention that is trained on moments takes seconds and needs no state. Nothing in it is overwritten: without `resume` it must be free, with `resume` its
-configs must equal those asked for.
+model when it is done. Nothing in it is overwritten: without `resume` it must be free, with `resume` its
+configs must equal those asked for. One process at a time trains there.
 """
 
 import itertools
 import json
 import re
-import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
-import torch
-
+from mechinterp.checkpoints.deep import load_saved
 from mechinterp.checkpoints.errors import CheckpointError
 from mechinterp.checkpoints.files import read_json
-from mechinterp.checkpoints.native import load, save
-from mechinterp.config import ExperimentConfig, differences, from_dict, override, preset, value_of
-from mechinterp.training.linear import train_linear
-from mechinterp.training.trainer import Pack, Progress, TrainedModel, pack_key, train_pack
+from mechinterp.config import ExperimentConfig, from_dict, override, preset, value_of
+from mechinterp.training.lock import locked
+from mechinterp.training.packs import (
+    Engine,
+    is_finished,
+    pack_jobs,
+    require_same,
+    state_files,
+    train_here,
+)
+from mechinterp.training.trainer import Progress
 
 ENTRY_FIELDS = ("preset", "config", "set", "grid", "name")
+LOCK = ".lock"
+RESULTS = "results.parquet"
+"""The table of a sweep, which `analysis.results` makes; it lies in the run folder."""
 
 
 @dataclass(frozen=True)
@@ -30,13 +38,16 @@ class TrainingSummary:
     """What a training run left behind."""
 
     checkpoints: tuple[Path, ...]
-    """Folders of all models asked for, finished earlier or now."""
+    """Folders of the models asked for, finished earlier or now."""
     steps: int
     """Updates made now, summed over packs."""
     seconds: float
     """Time spent in those steps and in writing; start-up left out."""
     loss: float
-    """Mean over the models of the final `eval_loss`, unit y^2."""
+    """Mean over the saved models of the final `eval_loss`, unit y^2."""
+    diverged: Mapping[str, int | None] = field(default_factory=dict)
+    """Models that were not saved, with the logged step at which their weights were found not to be finite;
+    None where training is no sequence of steps."""
 
 
 def load_sweep(file: str | Path) -> dict[str, ExperimentConfig]:
@@ -73,15 +84,20 @@ def train_models(
     run_folder: str | Path,
     *,
     resume: bool = False,
-    device: str = "cpu",
+    engine: Engine = train_here,
     on_log: Callable[[Progress], None] | None = None,
 ) -> TrainingSummary:
     """Train models into `run_folder/<name>`, those that can in one pack; finished ones are skipped.
 
+    A model that diverges is not saved, and the others go on.
+
+    Args:
+        engine: Where packs are trained: `train_here`, or `train_on_ray` of training/cluster.py; further
+            arguments are given with functools.partial.
     Raises:
         ValueError: If a model with merged heads is to be trained by Adam.
-        CheckpointError: If the folder holds another run, or what is resumed differs from what is asked for,
-            or a model's weights stopped being finite.
+        CheckpointError: If the folder holds another run or another process trains there, what is resumed
+            differs from what is asked for, or a file cannot be read or written.
     Example:
         >>> import tempfile
         >>> config = override(preset("softmax-h2"), "train.steps=20", "train.n_eval_prompts=64")
@@ -91,60 +107,44 @@ def train_models(
     """
     _require_trainable(models)
     run_folder = Path(run_folder)
-    states = sorted(run_folder.glob("training-*.safetensors"))
-    if not resume:
-        _require_free(models, run_folder, states)
-    for name, config in models.items():
-        if (run_folder / name / "config.json").exists():
-            _require_same(run_folder / name, load(run_folder / name).config, config)
-    on_moments = {n: config for n, config in models.items() if config.train.optimizer != "adam"}
-    steps, seconds, diverged = _train_linear(on_moments, run_folder, on_log)
-    packed = {name: config for name, config in models.items() if name not in on_moments}
-    for file, pack in _packs(packed, run_folder, states, device):
-        pack.save(file)
-        first_step = pack.step
-        seconds += train_pack(pack, file, on_log=on_log)
-        steps += pack.step - first_step
-        diverged += _export(pack, run_folder)
-        file.unlink()
-    if diverged:
-        rates = (
-            f"{name} (train.learning_rate {models[name].train.learning_rate:g})"
-            for name in diverged
-        )
-        raise CheckpointError(
-            f"{run_folder}: weights must stay finite, those of {', '.join(rates)} did not; the other models are "
-            "saved. Try a smaller step size with --resume."
-        )
-    checkpoints = tuple(run_folder / name for name in models)
-    losses = [_final_loss(folder) for folder in checkpoints]
-    return TrainingSummary(checkpoints, steps, seconds, sum(losses) / len(losses))
+    with locked(run_folder / LOCK):
+        if not resume:
+            _require_free(models, run_folder)
+        _delete_leftovers(run_folder)
+        for name, config in models.items():
+            if is_finished(run_folder / name):
+                require_same(run_folder / name, load_saved(run_folder / name).config, config)
+        steps, seconds = 0, 0.0
+        diverged: dict[str, int | None] = {}
+        for outcome in engine(pack_jobs(models, run_folder), on_log):
+            steps, seconds = steps + outcome.steps, seconds + outcome.seconds
+            diverged |= outcome.diverged
+        _delete_leftovers(run_folder)
+        checkpoints = tuple(run_folder / name for name in models if name not in diverged)
+        losses = [_final_loss(folder) for folder in checkpoints]
+    loss = sum(losses) / len(losses) if losses else float("nan")
+    return TrainingSummary(checkpoints, steps, seconds, loss, diverged)
 
 
-def _train_linear(
-    models: Mapping[str, ExperimentConfig],
-    run_folder: Path,
-    on_log: Callable[[Progress], None] | None,
-) -> tuple[int, float, list[str]]:
-    """Train and save models of linear attention; updates made, seconds spent and names of those that diverged."""
-    steps, seconds, diverged = 0, 0.0, []
-    for name, config in models.items():
-        if (run_folder / name / "config.json").exists():
-            continue
-        start, n = time.monotonic(), config.train.steps
-        try:
-            trained = train_linear(config)
-        except FloatingPointError:
-            diverged.append(name)
-            continue
-        except RuntimeError as error:
-            raise CheckpointError(f"{run_folder / name}: {error}") from None
-        _save(run_folder / name, trained)
-        spent = time.monotonic() - start
-        steps, seconds = steps + n, seconds + spent
-        if on_log is not None:
-            on_log(Progress(n, n, 1, float(trained.history["loss"].iloc[-1]), n / spent))
-    return steps, seconds, diverged
+def require_finite(
+    models: Mapping[str, ExperimentConfig], run_folder: Path, summary: TrainingSummary
+) -> None:
+    """Refuse a run in which models diverged.
+
+    Raises:
+        CheckpointError: If there is one; the message names them all, with their step sizes.
+    """
+    if not summary.diverged:
+        return
+    lost = (
+        f"{name} (train.learning_rate {models[name].train.learning_rate:g}"
+        + (")" if step is None else f", noticed at step {step})")
+        for name, step in summary.diverged.items()
+    )
+    raise CheckpointError(
+        f"{run_folder}: weights must stay finite, those of {', '.join(lost)} did not; the other models are "
+        "saved. Try a smaller step size with --resume."
+    )
 
 
 def _require_trainable(models: Mapping[str, ExperimentConfig]) -> None:
@@ -153,75 +153,31 @@ def _require_trainable(models: Mapping[str, ExperimentConfig]) -> None:
             raise ValueError("model.merged_qk must be false for train.optimizer 'adam', got true.")
 
 
-def _packs(
-    models: Mapping[str, ExperimentConfig], run_folder: Path, states: list[Path], device: str
-):
-    """The state file and the pack of everything that is not finished, one after another."""
-    started = set()
-    for file in states:
-        pack = Pack.restore(file, device=device)
-        for name, config in pack.models.items():
-            if name not in models:
-                raise CheckpointError(f"{file}: holds {name!r}, which is not part of this run.")
-            _require_same(file, config, models[name])
-        started |= set(pack.models)
-        yield file, pack
-    groups: dict[str, dict[str, ExperimentConfig]] = {}
-    for name, config in models.items():
-        if name not in started and not (run_folder / name / "config.json").exists():
-            groups.setdefault(pack_key(config), {})[name] = config
-    first = max((int(file.stem.partition("-")[2]) for file in states), default=-1) + 1
-    for index, group in enumerate(groups.values(), start=first):
-        yield run_folder / f"training-{index}.safetensors", Pack(group, device=device)
-
-
-def _export(pack: Pack, run_folder: Path) -> list[str]:
-    """Save every model of a finished pack that is not saved yet; the names of those that diverged."""
-    diverged = []
-    for name, trained in pack.results().items():
-        if (
-            not torch.isfinite(trained.weights.QK).all()
-            or not torch.isfinite(trained.weights.OV).all()
-        ):
-            diverged.append(name)
-        elif not (run_folder / name / "config.json").exists():
-            _save(run_folder / name, trained)
-    return diverged
-
-
-def _save(folder: Path, trained: TrainedModel) -> None:
-    save(
-        folder,
-        trained.config,
-        trained.weights,
-        step=trained.step,
-        history=trained.history,
-        snapshots=trained.snapshots,
-    )
-
-
-def _require_free(
-    models: Mapping[str, ExperimentConfig], run_folder: Path, states: list[Path]
-) -> None:
+def _require_free(models: Mapping[str, ExperimentConfig], run_folder: Path) -> None:
+    states = [*state_files(run_folder), *run_folder.glob(RESULTS)]
     targets = [run_folder / name for name in models]
-    occupied = states or [t for t in targets if t.exists() and (not t.is_dir() or any(t.iterdir()))]
+    occupied = states or [target for target in targets if _is_occupied(target)]
     if occupied:
         raise CheckpointError(
             f"{occupied[0]}: already exists and is not overwritten; choose another --out, or --resume."
         )
 
 
-def _require_same(where: Path, there: ExperimentConfig, here: ExperimentConfig) -> None:
-    changed = differences(there, here)
-    if changed:
-        name, (old, new) = next(iter(changed.items()))
-        raise CheckpointError(
-            f"{where}: cannot be resumed with another config: {name} is {old} there, {new} here."
-        )
+def _is_occupied(target: Path) -> bool:
+    if not target.is_dir():
+        return target.exists()
+    return any(entry.name != LOCK for entry in target.iterdir())
+
+
+def _delete_leftovers(run_folder: Path) -> None:
+    """Delete temporary files of processes that were killed while they wrote."""
+    for folder in (".", "*", "*/snapshots"):
+        for file in run_folder.glob(f"{folder}/.*.[0-9]*.tmp"):
+            file.unlink()
 
 
 def _final_loss(folder: Path) -> float:
-    history = load(folder).history
+    history = load_saved(folder).history
     return float("nan") if history is None else float(history["eval_loss"].iloc[-1])
 
 
@@ -233,9 +189,9 @@ def _entry_models(entry: object):
     if ("preset" in entry) == ("config" in entry):
         found = "both" if "preset" in entry else "neither"
         raise ValueError(f"an entry must have either a preset or a config, got {found}: {entry!r}.")
-    for field in ("preset", "name"):
-        if not isinstance(entry.get(field, ""), str):
-            raise ValueError(f"{field} must be text, got {entry[field]!r}.")
+    for part in ("preset", "name"):
+        if not isinstance(entry.get(part, ""), str):
+            raise ValueError(f"{part} must be text, got {entry[part]!r}.")
     base = preset(entry["preset"]) if "preset" in entry else from_dict(entry["config"])
     base = override(base, *_assignments(entry.get("set", {}), "set"))
     grid = entry.get("grid", {})

@@ -6,7 +6,7 @@ so far and the snapshots. A run that was killed and resumed ends with the same b
 
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -19,9 +19,11 @@ from torch import Tensor
 
 from mechinterp.checkpoints.errors import CheckpointError, one_line
 from mechinterp.checkpoints.files import write_atomically
-from mechinterp.config import ExperimentConfig, from_dict
-from mechinterp.icl.prompts import generator_for, sample_prompts
-from mechinterp.models.functional import NAMES, AttentionWeights, replica_predictions, stack
+from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig, TrainConfig, from_dict
+from mechinterp.icl.prompts import Prompts, generator_for
+from mechinterp.models.functional import NAMES, AttentionWeights, stack
+from mechinterp.training.batches import batch_chunks
+from mechinterp.training.deep import DeepRun
 from mechinterp.training.step import initial_weights, loss_and_gradients, membership
 
 LOGGED = ("omega", "mu", "qk_diagonal", "ov_last_entry")
@@ -37,9 +39,11 @@ class Progress:
     steps: int
     n_models: int
     loss: float
-    """Mean training loss since the last logged step, averaged over the models; unit y^2."""
+    """Mean training loss since the last logged step, averaged over the models that have not diverged; unit y^2."""
     steps_per_second: float
     """Updates of the whole pack per second since training began or was resumed."""
+    diverged: tuple[str, ...] = ()
+    """Models found at this row to have diverged, and not before."""
 
     @property
     def seconds_left(self) -> float:
@@ -75,33 +79,47 @@ class Pack:
 
     def advance(self) -> float:
         """Train up to the next logged step; the mean loss since the last one, over steps and models."""
-        task, train = self.config.task, self.config.train
+        train = self.config.train
         end = min(self.step + train.log_every, train.steps)
         n_steps, snapshot_steps = end - self.step, set(train.snapshot_steps)
         for step in range(self.step, end):
-            generator = generator_for(train.data_seed, "train", step, device=self.device)
-            prompts = sample_prompts(task, train.batch_size, generator=generator)
-            loss, gradients = loss_and_gradients(self.weights, prompts, self.members)
-            torch.cat([getattr(gradients, name).flatten() for name in NAMES], out=self.gradient)
+            self._set_gradient(step)
             self.update()
-            self.loss_sum += loss
             if step + 1 in snapshot_steps and step + 1 < end:
                 self.snapshots[step + 1] = self.flat.clone()
         self.step = end
         return self._record(n_steps)
 
     @property
+    def diverged(self) -> dict[str, int]:
+        """The logged step at which a model's loss or weights were first found not to be finite, by name."""
+        lost, names = ~torch.isfinite(self.rows["eval_loss"]), list(self.models)
+        first = {index: lost[:, index].byte().argmax() for index in lost.any(0).nonzero().flatten()}
+        return {names[index]: int(self.rows["step"][row]) for index, row in first.items()}
+
+    @property
     def finished(self) -> bool:
-        return self.step == self.config.train.steps
+        """Whether there is nothing left to train: all updates are made, or every model has diverged."""
+        return self.step == self.config.train.steps or len(self.diverged) == len(self.models)
 
     def save(self, file: Path) -> None:
-        """Write the whole state to one file."""
+        """Write the whole state to one file.
+
+        Raises:
+            CheckpointError: If it cannot be written; a state that was there before is kept.
+        """
         tensors = {"flat": self.flat, **self.moments}
         tensors |= {f"row.{name}": rows for name, rows in self.rows.items()}
         tensors |= {f"snapshot.{step}": flat for step, flat in self.snapshots.items()}
         tensors = {name: tensor.detach().cpu() for name, tensor in tensors.items()}
         metadata = {"step": str(self.step), "models": json.dumps(_documents(self.models))}
-        write_atomically(file, lambda target: save_file(tensors, target, metadata=metadata))
+        try:
+            write_atomically(file, lambda target: save_file(tensors, target, metadata=metadata))
+        except (OSError, SafetensorError) as error:
+            kept = "; the state saved before it is kept" if file.exists() else ""
+            raise CheckpointError(
+                f"{file}: cannot be written at step {self.step} ({one_line(error)}){kept}."
+            ) from None
 
     @classmethod
     def restore(cls, file: Path, *, device: str = "cpu") -> "Pack":
@@ -115,19 +133,14 @@ class Pack:
                 metadata = stored.metadata()
                 # safe_open is no dictionary: it has keys() but cannot be iterated over.
                 tensors = {name: stored.get_tensor(name).to(device) for name in stored.keys()}  # noqa: SIM118
-            documents = json.loads(metadata["models"])
-            models = {name: from_dict(document) for name, document in documents.items()}
-            pack = cls(models, device=device)
+            pack = cls(_models(metadata), device=device)
             pack.step = int(metadata["step"])
             pack.n_updates.fill_(pack.step)
             pack.flat.copy_(tensors["flat"])
             for name, moment in pack.moments.items():
                 moment.copy_(tensors[name])
         except (OSError, SafetensorError, KeyError, TypeError, ValueError, RuntimeError) as error:
-            reason = "does not exist" if not file.exists() else one_line(error)
-            raise CheckpointError(
-                f"{file}: not a training state that can be resumed ({reason})."
-            ) from None
+            raise _unreadable(file, error) from None
         pack.rows = {
             name[4:]: rows.cpu() for name, rows in tensors.items() if name.startswith("row.")
         }
@@ -177,18 +190,35 @@ class Pack:
             value = value.cpu()[None]
             self.rows[name] = torch.cat([self.rows[name], value]) if name in self.rows else value
         self.loss_sum.zero_()
-        return loss.mean().item()
+        return loss[torch.isfinite(loss)].mean().item()
+
+    def _set_gradient(self, step: int) -> None:
+        """Set the gradient of the mean loss on the batch of a step, and add that loss to its sum."""
+        self.gradient.zero_()
+        n_prompts = self.config.train.batch_size
+        for prompts in self._chunks("train", step, n_prompts):
+            loss, gradients = loss_and_gradients(self.weights, prompts, self.members)
+            flat, share = (
+                [getattr(gradients, name).flatten() for name in NAMES],
+                len(prompts) / n_prompts,
+            )
+            self.gradient.add_(torch.cat(flat), alpha=share)
+            self.loss_sum.add_(loss, alpha=share)
 
     def _eval_loss(self) -> Float[Tensor, " model"]:
-        train = self.config.train
-        generator = generator_for(train.data_seed, "eval", 0, device=self.device)
-        prompts = sample_prompts(self.config.task, train.n_eval_prompts, generator=generator)
-        squares = []
-        for start in range(0, len(prompts), train.batch_size):
-            part = prompts[start : start + train.batch_size]
-            error = replica_predictions(self.weights, part, self.heads) - part.y_query[:, None]
-            squares.append(error.square().mean(2))
-        return torch.cat(squares).mean(0)
+        n_prompts, size = self.config.train.n_eval_prompts, self.config.train.batch_size
+        total = torch.zeros_like(self.loss_sum)
+        for prompts in self._chunks("eval", 0, n_prompts):
+            for part in (prompts[i : i + size] for i in range(0, len(prompts), size)):
+                # The step's own arithmetic, though its gradient is not needed: the same in any pack.
+                loss, _ = loss_and_gradients(self.weights, part, self.members)
+                total += loss * len(part)
+        return total / n_prompts
+
+    def _chunks(self, stream: str, step: int, n_prompts: int) -> Iterator[Prompts]:
+        seed = self.config.train.data_seed
+        generator = generator_for(seed, stream, step, device=self.device)
+        return batch_chunks(self.config.task, n_prompts, generator=generator)
 
 
 @dataclass(frozen=True, eq=False)
@@ -202,27 +232,43 @@ class TrainedModel:
     snapshots: dict[int, AttentionWeights]
 
 
-def pack_key(config: ExperimentConfig) -> str:
-    """Text that is equal for models that may train in one pack: all but the seed and n_heads."""
-    return replace(config, seed=0, model=replace(config.model, n_heads=1)).to_json()
+def pack_key(config: ExperimentConfig) -> tuple[TaskConfig, ModelConfig, TrainConfig]:
+    """What must be equal in models that train in one pack: all but the seed and n_heads."""
+    return config.task, replace(config.model, n_heads=1), config.train
+
+
+def stored_models(file: Path) -> dict[str, ExperimentConfig]:
+    """The models of the pack whose state lies in a file.
+
+    Raises:
+        CheckpointError: If the file is cut short or was not written by `Pack.save`.
+    """
+    try:
+        with safe_open(file, framework="pt") as stored:
+            return _models(stored.metadata())
+    except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
+        raise _unreadable(file, error) from None
 
 
 def train_pack(
-    pack: Pack, file: Path, *, on_log: Callable[[Progress], None] | None = None
+    pack: Pack | DeepRun, file: Path, *, on_log: Callable[[Progress], None] | None = None
 ) -> float:
     """Train a pack to its end, saving its state every half minute; seconds spent in steps.
 
     Args:
         file: Where the state lies; the run can be resumed from it with `Pack.restore`.
         on_log: Called at every logged step.
+    Raises:
+        CheckpointError: If the state cannot be written.
     """
-    first_step = pack.step
+    first_step, steps = pack.step, pack.config.train.steps
     start = saved = time.monotonic()
     while not pack.finished:
         loss = pack.advance()
         if on_log is not None:
             rate = (pack.step - first_step) / (time.monotonic() - start)
-            on_log(Progress(pack.step, pack.config.train.steps, len(pack.models), loss, rate))
+            lost = tuple(name for name, step in pack.diverged.items() if step == pack.step)
+            on_log(Progress(pack.step, steps, len(pack.models), loss, rate, lost))
         if pack.finished or time.monotonic() - saved > SAVE_SECONDS:
             pack.save(file)
             saved = time.monotonic()
@@ -245,6 +291,19 @@ def _own(weights: AttentionWeights) -> AttentionWeights:
 
 def _documents(models: Mapping[str, ExperimentConfig]) -> dict[str, dict]:
     return {name: asdict(config) for name, config in models.items()}
+
+
+def _models(metadata: Mapping[str, str]) -> dict[str, ExperimentConfig]:
+    documents = json.loads(metadata["models"])
+    return {name: from_dict(document) for name, document in documents.items()}
+
+
+def _unreadable(file: Path, error: Exception) -> CheckpointError:
+    reason = one_line(error) if file.exists() else "does not exist"
+    return CheckpointError(
+        f"{file}: not a training state that can be resumed ({reason}). Delete it, and its models begin anew "
+        "with --resume."
+    )
 
 
 def _history(rows: Mapping[str, Tensor], model: int, heads: slice) -> pd.DataFrame:

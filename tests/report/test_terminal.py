@@ -67,6 +67,12 @@ def test_the_bar_shows_models_loss_speed_and_time_left(monkeypatch):
     assert "400/1000" in shown.getvalue()
 
 
+def test_a_quiet_bar_shows_nothing(capsys):
+    with terminal.progress_bar(quiet=True) as on_log:
+        on_log(Progress(step=400, steps=1000, n_models=2, loss=0.25, steps_per_second=10.0))
+    assert capsys.readouterr() == ("", "")
+
+
 def test_a_bar_that_was_never_used_prints_nothing(capsys):
     with terminal.progress_bar():
         pass

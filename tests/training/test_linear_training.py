@@ -21,7 +21,7 @@ from mechinterp.training.descent import full_batch_descent
 from mechinterp.training.flow import flow
 from mechinterp.training.linear import initial_heads, task_moments, train_linear
 from mechinterp.training.step import initial_weights
-from mechinterp.training.sweep import load_sweep, train_models
+from mechinterp.training.sweep import load_sweep, require_finite, train_models
 
 SHORT = ("train.steps=400", "train.log_every=100", "train.snapshot_every=150", "train.init_std=0.1")
 SEPARATE = override(preset("linear-separate"), *SHORT)
@@ -193,8 +193,11 @@ def test_a_seed_gives_the_same_bits_in_any_company(tmp_path: Path):
 
 def test_descent_that_diverges_is_named_and_the_others_are_saved(tmp_path: Path):
     wild = override(SEPARATE, "train.optimizer=gradient_descent", "train.learning_rate=30")
+    models = {"wild": wild, "tame": SEPARATE}
+    summary = train_models(models, tmp_path)
+    assert summary.diverged == {"wild": None}
     with pytest.raises(CheckpointError, match=r"those of wild \(train\.learning_rate 30\) did not"):
-        train_models({"wild": wild, "tame": SEPARATE}, tmp_path)
+        require_finite(models, tmp_path, summary)
     assert load(tmp_path / "tame").step == 400
     assert not (tmp_path / "wild").exists()
 
@@ -203,7 +206,7 @@ def test_a_flow_that_cannot_be_followed_is_named(tmp_path: Path, monkeypatch: py
     def stuck(config: ExperimentConfig):
         raise RuntimeError("The flow cannot be followed past time 3 tau: why.")
 
-    monkeypatch.setattr("mechinterp.training.sweep.train_linear", stuck)
+    monkeypatch.setattr("mechinterp.training.packs.train_linear", stuck)
     with pytest.raises(CheckpointError, match=r"/one: The flow cannot be followed past time 3 tau"):
         train_models({"one": SEPARATE}, tmp_path)
 

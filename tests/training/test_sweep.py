@@ -1,16 +1,20 @@
 """Sweeps: what a sweep file names, what a run leaves behind, and how it goes on after a stop or a kill."""
 
 import json
+import re
+import resource
 import signal
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pandas as pd
 import pytest
 import torch
-from safetensors import SafetensorError, safe_open
 
 from mechinterp.checkpoints.errors import CheckpointError
 from mechinterp.checkpoints.native import Checkpoint, load, save
@@ -23,7 +27,9 @@ from mechinterp.config import (
     preset,
 )
 from mechinterp.models.functional import NAMES
-from mechinterp.training.sweep import load_sweep, train_models
+from mechinterp.training import trainer
+from mechinterp.training.lock import locked
+from mechinterp.training.sweep import LOCK, RESULTS, load_sweep, require_finite, train_models
 from mechinterp.training.trainer import Pack, Progress
 
 SMALL = ExperimentConfig(
@@ -225,6 +231,68 @@ def test_resume_skips_finished_models_and_trains_added_ones(tmp_path: Path):
     assert load(tmp_path / "one").config == MODELS["one"]
 
 
+def test_a_second_process_on_a_run_folder_is_refused(tmp_path: Path):
+    code = f"""
+import time
+from pathlib import Path
+from mechinterp.training import trainer
+from mechinterp.training.lock import locked
+with locked(Path({str(tmp_path / LOCK)!r})):
+    print("held", flush=True)
+    time.sleep(60)
+"""
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "held\n"
+    for resume in (False, True):
+        with pytest.raises(CheckpointError, match=r"another process is training here\.") as error:
+            train_models(MODELS, tmp_path, resume=resume)
+        assert str(error.value).startswith(f"{tmp_path}: ")
+    # Once more, the file being there: it is the process that holds the lock.
+    process.kill()
+    process.communicate()
+    assert (tmp_path / LOCK).exists()
+    with locked(tmp_path / LOCK):
+        assert (tmp_path / LOCK).exists()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_who_waits_for_a_lock_gets_it_when_its_holder_is_done(tmp_path: Path):
+    file, order = tmp_path / LOCK, []
+
+    def work(name: str):
+        with locked(file, wait=True):
+            order.append(name)
+            time.sleep(0.02)
+            order.append(name)
+
+    threads = [threading.Thread(target=work, args=(f"{i}",)) for i in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=30)
+    assert sorted(order) == sorted(f"{i}" for i in range(8) for _ in range(2))
+    assert order[::2] == order[1::2]  # nobody came between
+    assert not file.exists()
+
+
+def test_a_folder_that_cannot_be_locked_is_named(tmp_path: Path):
+    (tmp_path / LOCK).mkdir()
+    with pytest.raises(CheckpointError, match=r"\.lock: cannot be locked \(.*Is a directory"):
+        train_models(MODELS, tmp_path)
+
+
+def test_temporary_files_of_killed_processes_are_deleted(tmp_path: Path, finished: Path):
+    stop_at_step_10(MODELS, tmp_path)
+    (tmp_path / "one" / "snapshots").mkdir(parents=True)
+    leftovers = [".training-0.safetensors.71.tmp", "one/.config.json.7.tmp"]
+    leftovers += ["one/snapshots/.10.safetensors.7.tmp"]
+    for name in leftovers:
+        (tmp_path / name).write_bytes(b"half")
+    train_models(MODELS, tmp_path, resume=True)
+    assert set(contents(tmp_path)) == set(contents(finished))
+
+
 def test_a_finished_model_is_not_resumed_with_another_config(tmp_path: Path, finished: Path):
     before = contents(finished)
     changed = MODELS | {"one": override(MODELS["one"], "task.noise_var=0.5"), "new": SMALL}
@@ -283,34 +351,112 @@ def test_a_run_killed_while_it_wrote_its_checkpoints_goes_on(tmp_path: Path, fin
         assert_same_run(load(tmp_path / name), load(finished / name))
 
 
-def test_a_diverging_model_is_named_and_the_others_are_saved(tmp_path: Path):
+def test_a_model_that_diverges_is_noticed_named_and_left_out(tmp_path: Path):
     models = {"wild": override(SMALL, "train.learning_rate=1e30"), "tame": SMALL}
-    with pytest.raises(CheckpointError) as error:
-        train_models(models, tmp_path)
-    message = str(error.value)
-    assert message.startswith(f"{tmp_path}: weights must stay finite")
-    assert "wild (train.learning_rate 1e+30)" in message
-    assert "tame" not in message
-    assert "\n" not in message
+    seen = []
+    summary = train_models(models, tmp_path, on_log=seen.append)
+    assert [(p.step, p.steps, p.diverged) for p in seen] == [
+        (10, 20, ("wild",)),  # and no step more
+        (10, 20, ()),
+        (20, 20, ()),
+    ]
+    assert summary.diverged == {"wild": 10}
+    assert summary.checkpoints == (tmp_path / "tame",)
+    assert summary.steps == 10 + 20
     assert [path.name for path in tmp_path.iterdir()] == ["tame"]
-    assert load(tmp_path / "tame").step == 20
+    with pytest.raises(CheckpointError) as error:
+        require_finite(models, tmp_path, summary)
+    assert str(error.value) == (
+        f"{tmp_path}: weights must stay finite, those of wild (train.learning_rate 1e+30, noticed at step 10) "
+        "did not; the other models are saved. Try a smaller step size with --resume."
+    )
 
     mended = models | {"wild": override(SMALL, "train.learning_rate=1e-2")}
-    assert train_models(mended, tmp_path, resume=True).steps == 20
+    summary = train_models(mended, tmp_path, resume=True)
+    assert (summary.steps, summary.diverged) == (20, {})
+    require_finite(mended, tmp_path, summary)
     assert load(tmp_path / "wild").config == mended["wild"]
+
+
+@contextmanager
+def files_of_at_most(size: int) -> Iterator[None]:
+    """A disk that is full: the operating system refuses to write more than so many bytes into a file."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_full_disk_leaves_the_last_state_and_one_clear_line(
+    tmp_path: Path, finished: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(trainer, "SAVE_SECONDS", 0.0)
+    file = tmp_path / "training-0.safetensors"
+    full = ExitStack()
+
+    def fill_disk(progress: Progress):
+        if progress.step == 20:
+            full.enter_context(files_of_at_most(100))
+
+    with full, pytest.raises(CheckpointError) as error:
+        train_models(MODELS, tmp_path, on_log=fill_disk)
+    message = str(error.value)
+    assert message.startswith(f"{file}: cannot be written at step 20 (")
+    assert message.endswith("; the state saved before it is kept.")
+    assert "\n" not in message
+    assert [path.name for path in tmp_path.iterdir()] == [file.name]
+    assert Pack.restore(file).step == 10
+
+    assert train_models(MODELS, tmp_path, resume=True).steps == 10 + 20
+    for name in MODELS:
+        assert_same_run(load(tmp_path / name), load(finished / name))
+
+
+def test_a_disk_that_is_full_from_the_start_is_named(tmp_path: Path):
+    with files_of_at_most(100), pytest.raises(CheckpointError) as error:
+        train_models(MODELS, tmp_path)
+    file = tmp_path / "training-0.safetensors"
+    assert str(error.value).startswith(f"{file}: cannot be written at step 0 (")
+    assert "kept" not in str(error.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_disk_at_the_end_costs_no_training(tmp_path: Path, finished: Path):
+    history = finished / "one" / "history.parquet"
+
+    def fill_disk(progress: Progress):
+        if progress.step == 20:
+            full.enter_context(files_of_at_most(history.stat().st_size - 1))
+
+    models = {"one": MODELS["one"]}  # its state is smaller than its history
+    with ExitStack() as full, pytest.raises(CheckpointError) as error:
+        train_models(models, tmp_path, on_log=fill_disk)
+    assert str(error.value).startswith(f"{tmp_path / 'one'}: cannot be written (")
+    assert Pack.restore(tmp_path / "training-0.safetensors").finished
+    assert train_models(models, tmp_path, resume=True).steps == 0
+    assert_same_run(load(tmp_path / "one"), load(finished / "one"))
+
+
+def test_a_state_that_was_cut_short_is_named(tmp_path: Path):
+    stop_at_step_10(MODELS, tmp_path)
+    file = tmp_path / "training-0.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+    before = contents(tmp_path)
+    with pytest.raises(CheckpointError) as error:
+        train_models(MODELS, tmp_path, resume=True)
+    message = str(error.value)
+    assert message.startswith(f"{file}: not a training state that can be resumed (")
+    assert message.endswith("Delete it, and its models begin anew with --resume.")
+    assert "\n" not in message
+    assert contents(tmp_path) == before
+    file.unlink()
+    assert train_models(MODELS, tmp_path, resume=True).steps == 40
 
 
 # A kill.
 
-DRIVER = """
-import sys
-from mechinterp import cli
-from mechinterp.training import trainer
-
-trainer.SAVE_SECONDS = 0.0
-sys.argv = ["mechinterp", *sys.argv[1:]]
-cli.main()
-"""
 LONG = {
     "config": {
         "task": {"d_x": 2, "context_length": 4},
@@ -319,39 +465,58 @@ LONG = {
     "grid": {"task.noise_var": [0.1, 0.3], "model.n_heads": [1, 2]},
     "name": "n{task.noise_var}-h{model.n_heads}",
 }
+KILLS = 16
+# Processes are forked from one that has imported everything, so that their time goes into training.
+DRIVER = """
+import json, os, random, signal, sys, time
+import mechinterp.analysis.results, mechinterp.report.terminal, mechinterp.training.kernel
+from mechinterp import cli
+from mechinterp.training import trainer
 
+trainer.SAVE_SECONDS = 0.0
+file, folder, kills = sys.argv[1], sys.argv[2], int(sys.argv[3])
 
-def saved_step(file: Path) -> int:
-    try:
-        with safe_open(file, framework="pt") as stored:
-            return int(stored.metadata()["step"])
-    except (OSError, SafetensorError):
-        return 0
+def start(out, *options):
+    child = os.fork()
+    if not child:
+        sys.argv = ["mechinterp", "sweep", file, "--device", "cpu", "--out", out, "--json", *options]
+        cli.main()
+    return child
+
+begun = time.monotonic()
+ends = [os.waitstatus_to_exitcode(os.waitpid(start(f"{folder}/straight"), 0)[1])]
+whole = time.monotonic() - begun
+moment, options = random.Random(0), []
+for _ in range(kills):
+    child = start(f"{folder}/killed", *options)
+    time.sleep(whole * moment.uniform(0, 1.2 / kills))
+    os.kill(child, signal.SIGKILL)
+    ends.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    options = ["--resume"]
+ends.append(os.waitstatus_to_exitcode(os.waitpid(start(f"{folder}/killed", *options), 0)[1]))
+print(json.dumps(ends), file=sys.stderr)
+"""
 
 
 @pytest.mark.slow
-def test_a_killed_run_ends_with_the_bits_of_one_that_was_not(tmp_path: Path):
-    sweep, driver = write(tmp_path, LONG), tmp_path / "driver.py"
-    driver.write_text(DRIVER)
-    command = [sys.executable, str(driver), "sweep", str(sweep), "--device", "cpu", "--out"]
-    # The first kill is in the first pack, the second in the second one.
-    for state, options in (("training-0", []), ("training-1", ["--resume"])):
-        file = tmp_path / "killed" / f"{state}.safetensors"
-        process = subprocess.Popen(
-            [*command, str(tmp_path / "killed"), *options], stderr=subprocess.PIPE, text=True
-        )
-        deadline = time.monotonic() + 120
-        while saved_step(file) == 0 and process.poll() is None and time.monotonic() < deadline:
-            time.sleep(0.005)
-        process.kill()
-        _, complaints = process.communicate()
-        assert process.returncode == -signal.SIGKILL, complaints
-        assert 0 < saved_step(file) < 3000
-    resumed = [*command, str(tmp_path / "killed"), "--resume"]
-    straight = [*command, str(tmp_path / "straight")]
-    for full in (resumed, straight):
-        subprocess.run(full, check=True, capture_output=True)
+def test_a_run_killed_at_random_moments_ends_with_the_bits_of_one_that_was_not(tmp_path: Path):
+    sweep = write(tmp_path, LONG)
+    ran = subprocess.run(
+        [sys.executable, "-c", DRIVER, str(sweep), str(tmp_path), str(KILLS)],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    ends = json.loads(ran.stderr.splitlines()[-1])
+    assert ends[0] == ends[-1] == 0, ran.stderr
+    assert ends[1:-1].count(-signal.SIGKILL) >= 10, ran.stderr
+    straight, last = (json.loads(text) for text in re.findall(r"\{.*?\}", ran.stdout, re.DOTALL))
+    assert straight["steps"] == 2 * 3000
+    # What was trained before the kills was not trained again.
+    assert last["steps"] < 0.9 * straight["steps"]
     names = list(load_sweep(sweep))
-    assert sorted(p.name for p in (tmp_path / "killed").iterdir()) == sorted(names)
+    assert sorted(p.name for p in (tmp_path / "killed").iterdir()) == sorted([*names, RESULTS])
     for name in names:
         assert_same_run(load(tmp_path / "killed" / name), load(tmp_path / "straight" / name))
+    tables = [pd.read_parquet(tmp_path / folder / RESULTS) for folder in ("killed", "straight")]
+    pd.testing.assert_frame_equal(*tables, check_exact=True)

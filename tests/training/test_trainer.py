@@ -157,9 +157,32 @@ def test_a_model_trains_to_the_same_bits_in_a_pack_and_alone():
         alone = finished(Pack({name: config})).results()[name]
         assert_same_weights(packed[name].snapshots[0], initial_weights(config))
         assert_same_weights(packed[name].weights, alone.weights)
-        assert packed[name].history["loss"].equals(alone.history["loss"])
-        losses = packed[name].history["eval_loss"], alone.history["eval_loss"]
-        np.testing.assert_allclose(*losses, rtol=1e-5)
+        for column in ("loss", "eval_loss"):
+            assert packed[name].history[column].equals(alone.history[column])
+
+
+def test_a_model_that_diverges_leaves_the_others_of_its_pack_untouched(tmp_path: Path):
+    alone, pack = finished(Pack({"one": MODELS["one"]})), Pack(MODELS)
+    assert pack.diverged == {}
+    pack.advance()
+    first = Pack({"two": SMALL}).weights.W_Q.numel()
+    pack.flat[:first] = torch.inf  # W_Q of "two"
+    seen = []
+    assert train_pack(pack, tmp_path / "state", on_log=seen.append) > 0
+    assert [(p.step, p.diverged) for p in seen] == [(20, ("two",)), (25, ())]
+    assert [np.isfinite(p.loss) for p in seen] == [True, True]
+    assert pack.finished
+    assert pack.diverged == Pack.restore(tmp_path / "state").diverged == {"two": 20}
+    assert not torch.isfinite(pack.results()["two"].weights.W_K).any()
+    assert_same_weights(pack.results()["one"].weights, alone.results()["one"].weights)
+
+
+def test_a_pack_whose_models_have_all_diverged_is_finished():
+    pack = Pack(MODELS)
+    pack.flat[:] = torch.nan
+    pack.advance()
+    assert pack.finished
+    assert pack.diverged == {"two": 10, "one": 10, "three": 10}
 
 
 class PlainAttention(torch.nn.Module):

@@ -1,0 +1,170 @@
+"""What the commands that read checkpoints share: their options, the reading and how faults are told."""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import wraps
+from inspect import Signature, signature
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from mechinterp.checkpoints.deep import DeepCheckpoint
+    from mechinterp.checkpoints.hints import Hints
+    from mechinterp.checkpoints.layered import LayeredCheckpoint
+    from mechinterp.checkpoints.native import Checkpoint
+    from mechinterp.config import TaskConfig
+
+PathArgument = Annotated[
+    Path,
+    typer.Argument(
+        metavar="PATH", help="A checkpoint: a folder, or weights other code has written."
+    ),
+]
+TaskOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--task",
+        metavar="FILE.json",
+        help="Fields of the task, for files that do not state it; else the softmax paper's.",
+    ),
+]
+FormatOption = Annotated[
+    str | None,
+    typer.Option("--format", metavar="NAME", help="The file's format, where it does not tell."),
+]
+XOption = Annotated[int | None, typer.Option("--d-x", min=1, help="Dimension of a covariate.")]
+YOption = Annotated[int | None, typer.Option("--d-y", min=1, help="Number of responses.")]
+HeadsOption = Annotated[
+    int | None, typer.Option("--n-heads", min=1, help="Heads, for files that do not say.")
+]
+ScaleOption = Annotated[
+    float | None, typer.Option("--scale", help="Factor on the scores, for files that do not say.")
+]
+SelfOption = Annotated[
+    bool | None,
+    typer.Option("--attend-to-self/--context-only", help="Whether the query is among its keys."),
+]
+SeedOption = Annotated[int, typer.Option("--seed", min=0, help="Seed of the evaluation prompts.")]
+PromptsOption = Annotated[
+    int, typer.Option("--n-prompts", min=2, help="Number of evaluation prompts.")
+]
+LengthOption = Annotated[
+    int | None,
+    typer.Option("--context-length", min=1, help="Pairs per prompt; the task's own if left out."),
+]
+
+
+def hints_of(
+    task_file: TaskOption = None,
+    format_name: FormatOption = None,
+    d_x: XOption = None,
+    d_y: YOption = None,
+    n_heads: HeadsOption = None,
+    scale: ScaleOption = None,
+    attend_to_self: SelfOption = None,
+) -> "Hints":
+    """What the options say of files that do not say it."""
+    from mechinterp.checkpoints.hints import Hints
+    from mechinterp.checkpoints.loading import read_task
+
+    task = None if task_file is None else read_task(task_file)
+    return Hints(task, format_name, d_x, d_y, n_heads, scale, attend_to_self)
+
+
+def reads_checkpoints(command: Callable[..., None]) -> Callable[..., None]:
+    """Gives a command the options of `hints_of`, whose result it takes as its argument `hints`."""
+    options = signature(hints_of).parameters
+    own = [p for p in signature(command).parameters.values() if p.name != "hints"]
+
+    @wraps(command)
+    def run(**given: object) -> None:
+        said = {name: given.pop(name) for name in options}
+        command(**given, hints=hints_of(**said))  # type: ignore[arg-type]
+
+    parameters = [p.replace(kind=p.KEYWORD_ONLY) for p in (*own, *options.values())]
+    run.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
+    run.__annotations__ = {p.name: p.annotation for p in parameters}
+    return run
+
+
+def load_checkpoint(
+    path: Path, hints: "Hints"
+) -> "Checkpoint | DeepCheckpoint | LayeredCheckpoint":
+    """The checkpoint; what it does not say and is assumed goes to standard error."""
+    from mechinterp.checkpoints.loading import load
+
+    checkpoint = load(path, **hints.given)  # type: ignore[arg-type]
+    if checkpoint.assumed:
+        shown = dict(checkpoint.assumed)
+        divisor = shown.pop("attn_scale", None)
+        if isinstance(divisor, float):  # TransformerLens divides by it; --scale is the factor
+            shown["scale"] = 1 / divisor
+        said = [
+            f"{name} = {value:.4g}" if isinstance(value, float) else f"{name} = {value}"
+            for name, value in shown.items()
+            if value not in (None, (), [])
+            and name.startswith(("task.", "model.", "scale"))
+            and (name, value) != ("task.covariance.rho", 0)
+        ]
+        complain(f"{path}: assumed {', '.join(said)}.")
+    return checkpoint
+
+
+def attention_only(path: Path, hints: "Hints") -> "Checkpoint | DeepCheckpoint":
+    """The checkpoint of a model of attention alone, of any number of layers."""
+    from mechinterp.checkpoints.layered import LayeredCheckpoint
+
+    checkpoint = load_checkpoint(path, hints)
+    if isinstance(checkpoint, LayeredCheckpoint):
+        raise ValueError(
+            f"{path}: this command takes attention-only models, got format {checkpoint.format}; "
+            "classify and info take it."
+        )
+    return checkpoint
+
+
+def one_layer(path: Path, hints: "Hints") -> "Checkpoint":
+    from mechinterp.checkpoints.native import Checkpoint
+
+    checkpoint = load_checkpoint(path, hints)
+    if not isinstance(checkpoint, Checkpoint):
+        raise ValueError(
+            f"{path}: this command takes attention-only models of one layer, got format "
+            f"{checkpoint.format}; classify and info take it."
+        )
+    return checkpoint
+
+
+def task_of(checkpoint: "Checkpoint | DeepCheckpoint", context_length: int | None) -> "TaskConfig":
+    task = checkpoint.config.task
+    return task if context_length is None else replace(task, context_length=context_length)
+
+
+@contextmanager
+def about_paths(*paths: Path) -> Iterator[None]:
+    """Puts the first path before the message of a ValueError that begins with none of them."""
+    try:
+        yield
+    except ValueError as error:
+        named = str(error).startswith(tuple(map(str, paths)))
+        raise ValueError(str(error) if named else f"{paths[0]}: {error}") from None
+    except (MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "allocate memory" not in str(error):
+            raise
+        raise ValueError(f"{paths[0]}: needs more memory than there is.") from None
+
+
+def shown_path(path: Path) -> str:
+    """A path on one line, whatever its name."""
+    from mechinterp.checkpoints.errors import printable
+
+    return printable(str(path))
+
+
+def complain(message: str) -> None:
+    line = "".join(c if c.isprintable() else " " for c in " ".join(message.split()))
+    print(f"mechinterp: {line}", file=sys.stderr)

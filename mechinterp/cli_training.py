@@ -1,0 +1,171 @@
+"""Commands that train models, or foretell their training: argument parsing only."""
+
+import re
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from mechinterp.training.packs import Engine
+
+JsonOption = Annotated[bool, typer.Option("--json", help="One JSON document on standard output.")]
+DeviceOption = Annotated[str, typer.Option("--device", help="auto, cpu or cuda.")]
+MemoryOption = Annotated[
+    str | None, typer.Option("--memory", help="What a process may use at most, such as 2GB.")
+]
+ResumeOption = Annotated[bool, typer.Option("--resume", help="Go on where a stopped run left off.")]
+QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")]
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="FIELD=VALUE", help="Change a config field; may be repeated."),
+]
+
+
+def train(
+    what: Annotated[
+        str | None,
+        typer.Argument(metavar="PRESET_OR_CONFIG", help="A preset's name or a config file."),
+    ] = None,
+    assignments: SetOption = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", help="The checkpoint folder; runs/<name> if left out.")
+    ] = None,
+    device: DeviceOption = "auto",
+    memory: MemoryOption = None,
+    resume: ResumeOption = False,
+    quiet: QuietOption = False,
+    list_presets: Annotated[bool, typer.Option("--list", help="List the presets.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Train one model. Example: mechinterp train softmax-h2 --set seed=1 --out runs/h2-s1"""
+    from mechinterp.checkpoints.loading import named_config
+    from mechinterp.config import PRESETS, override
+    from mechinterp.report.documents import dumps, training_document
+    from mechinterp.report.terminal import progress_bar
+    from mechinterp.training.sweep import require_finite, train_models
+
+    if list_presets:
+        print(dumps(list(PRESETS)) if as_json else "\n".join(PRESETS))
+        return
+    if what is None:
+        raise ValueError(f"train needs a preset or a config file; presets: {', '.join(PRESETS)}.")
+    config = override(named_config(what), *(assignments or []))
+    file = Path(what)
+    name = file.parent.resolve().name if file.name == "config.json" else file.stem
+    folder = Path("runs") / f"{name}-s{config.seed}" if out is None else out
+    models = {".": config}
+    engine = _engine("local", None, device, memory)
+    with progress_bar(quiet=quiet) as on_log:
+        summary = train_models(models, folder, resume=resume, engine=engine, on_log=on_log)
+    require_finite(models, folder, summary)
+    document = training_document(summary, str(folder))
+    text = f"{folder}: loss {summary.loss:.4f} after {config.train.steps} steps"
+    print(dumps(document) if as_json else f"{text} ({document['steps_per_second']:.0f} steps/s)")
+
+
+def sweep(
+    file: Annotated[Path, typer.Argument(metavar="FILE.json", help="A list or grid of models.")],
+    out: Annotated[
+        Path, typer.Option("--out", help="Run folder; each model becomes a folder in it.")
+    ],
+    engine: Annotated[str, typer.Option("--engine", help="local, or ray for a cluster.")] = "local",
+    address: Annotated[
+        str | None, typer.Option("--address", help="Of a Ray cluster; else one is started here.")
+    ] = None,
+    device: DeviceOption = "auto",
+    memory: MemoryOption = None,
+    resume: ResumeOption = False,
+    quiet: QuietOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Train many models in one run. Example: mechinterp sweep analyses/sweeps/softmax.json --out runs/softmax"""
+    from mechinterp.analysis.results import sweep_frame, write_results
+    from mechinterp.report.documents import dumps, training_document
+    from mechinterp.report.terminal import progress_bar
+    from mechinterp.training.sweep import load_sweep, require_finite, train_models
+
+    models, chosen = load_sweep(file), _engine(engine, address, device, memory)
+    with progress_bar(quiet=quiet) as on_log:
+        summary = train_models(models, out, resume=resume, engine=chosen, on_log=on_log)
+    table = write_results(sweep_frame(models, out, diverged=summary.diverged), out)
+    require_finite(models, out, summary)
+    text = f"{out}: {len(models)} models, mean loss {summary.loss:.4f}; results in {table.name}"
+    print(dumps(training_document(summary, str(out))) if as_json else text)
+
+
+def predict_jumps(
+    what: Annotated[
+        str,
+        typer.Argument(metavar="PRESET_OR_CONFIG", help="A preset's name or a config file."),
+    ],
+    assignments: SetOption = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", help="A new .html file with the predicted loss.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Foretell the jumps of linear attention, without training. Example: mechinterp predict-jumps linear-separate"""
+    from mechinterp.analysis.jumps import jump_forecast
+    from mechinterp.checkpoints.errors import printable
+    from mechinterp.checkpoints.loading import named_config
+    from mechinterp.config import override
+    from mechinterp.report.documents import dumps, forecast_document
+    from mechinterp.report.terminal import frame_text
+
+    config = override(named_config(what), *(assignments or []))
+    forecast = jump_forecast(config)
+    if out is not None:
+        from mechinterp.report.page import write_figure
+
+        write_figure(out, forecast.plot())
+    if as_json:
+        print(dumps(forecast_document(config, forecast, out)))
+        return
+    levels = ", ".join(f"{level:.4f}" for level in forecast.levels)
+    print(f"{frame_text(forecast.to_frame())}\nloss levels (y²): {levels}")
+    for note in forecast.notes:
+        print(f"note: {note}")
+    if out is not None:
+        print(f"Figure: {printable(str(out.resolve()))}")
+
+
+def _engine(name: str, address: str | None, device: str, memory: str | None) -> "Engine":
+    if name not in ("local", "ray"):
+        raise ValueError(f"--engine must be local or ray, got {name!r}.")
+    limit = None if memory is None else _bytes(memory)
+    if name == "ray":
+        from mechinterp.training.cluster import train_on_ray
+
+        _require_device(device)
+        return partial(train_on_ray, address=address, device=device, memory=limit)
+    if address is not None:
+        raise ValueError(f"--address is used by --engine ray only, got {address!r}.")
+    from mechinterp.training.packs import train_here
+
+    return partial(train_here, device=_device(device), memory=limit)
+
+
+def _bytes(text: str) -> int:
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?(MB|GB)", text)
+    if not found:
+        raise ValueError(f"--memory must be a number of MB or GB such as 2GB, got {text!r}.")
+    return int(float(found[1]) * {"MB": 1e6, "GB": 1e9}[found[2]])
+
+
+def _require_device(name: str) -> None:
+    if name not in ("auto", "cpu", "cuda"):
+        raise ValueError(f"--device must be one of auto, cpu, cuda, got {name!r}.")
+
+
+def _device(name: str) -> str:
+    import torch
+
+    _require_device(name)
+    available = torch.cuda.is_available()
+    if name == "cuda" and not available:
+        raise ValueError("--device cuda needs a GPU that PyTorch can use; there is none.")
+    # The tensors of a step are small: a second thread gains nothing, and waits where cores are shared.
+    torch.set_num_threads(1)
+    return "cuda" if name != "cpu" and available else "cpu"

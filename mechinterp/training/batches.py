@@ -1,0 +1,39 @@
+"""Batches that need little memory, however large: they are drawn and used chunk by chunk.
+
+The size of a chunk follows from the task alone, so that results depend on no machine.
+"""
+
+from collections.abc import Iterator
+
+import torch
+
+from mechinterp.config import TaskConfig
+from mechinterp.icl.prompts import Prompts, sample_prompts
+
+CHUNK_BYTES = 2**24
+"""Of random numbers that are drawn at once, if that is a prompt or more; 16,710 prompts of the default task."""
+
+
+def prompt_bytes(task: TaskConfig) -> int:
+    """Bytes of the random numbers behind a prompt.
+
+    Example:
+        >>> prompt_bytes(TaskConfig(d_x=5, context_length=40)) // 4
+        251
+    """
+    return 4 * ((task.context_length + 1) * (task.d_x + task.d_y) + task.d_x * task.d_y)
+
+
+def batch_chunks(
+    task: TaskConfig, n_prompts: int, *, generator: torch.Generator
+) -> Iterator[Prompts]:
+    """A batch of fresh prompts, in chunks of as many as go into CHUNK_BYTES.
+
+    Example:
+        >>> from mechinterp.icl.prompts import generator_for
+        >>> [len(c) for c in batch_chunks(TaskConfig(), 20_000, generator=generator_for(0, "train", 0))]
+        [16710, 3290]
+    """
+    size = max(1, CHUNK_BYTES // prompt_bytes(task))
+    for start in range(0, n_prompts, size):
+        yield sample_prompts(task, min(size, n_prompts - start), generator=generator)

@@ -1,0 +1,135 @@
+"""The packs of a run as Ray tasks, on as many machines as a cluster has.
+
+A task trains a pack in the run folder, which all machines must see: what a lost machine had saved there is
+taken up by another one.
+"""
+
+import socket
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from types import ModuleType
+
+import torch
+
+from mechinterp.checkpoints.errors import CheckpointError, one_line
+from mechinterp.training.lock import locked
+from mechinterp.training.packs import OnLog, Outcome, PackJob, train_job
+from mechinterp.training.trainer import Progress
+
+RETRIES = 8
+"""How often a pack is begun again after its machine was lost."""
+
+
+def train_on_ray(
+    jobs: Sequence[PackJob],
+    on_log: OnLog | None = None,
+    *,
+    address: str | None = None,
+    device: str = "auto",
+    memory: int | None = None,
+) -> Iterator[Outcome]:
+    """Train packs as Ray tasks, each on one CPU, and one GPU where they are used; outcomes as they come.
+
+    Args:
+        on_log: Called when a pack is done, with the updates of all packs so far.
+        address: Of the cluster; None: that in RAY_ADDRESS, else one that is started on this machine.
+        device: "cuda", "cpu", or "auto": GPUs where the cluster has any.
+        memory: Bytes that a task may come to use, which Ray sets aside for it; None: as many as it takes.
+    Raises:
+        ValueError: If Ray is not installed, there is no such cluster, or it lacks the GPUs asked for.
+        CheckpointError: If a pack fails, or is lost more than RETRIES times.
+    """
+    if not jobs:
+        return
+    total = sum(map(_updates, jobs))
+    with _cluster(address) as ray:
+        kind = _device(device, ray.cluster_resources().get("GPU", 0))
+        gpus = 1 if kind == "cuda" else 0
+        options = {"num_cpus": 1, "num_gpus": gpus, "memory": memory, "max_retries": RETRIES}
+        task = ray.remote(**options)(train_anywhere)
+        # Absolute, and not resolved: a link may lead elsewhere on another machine.
+        tasks = {
+            task.remote(replace(job, file=job.file.absolute()), kind, memory): job for job in jobs
+        }
+        start, done = time.monotonic(), 0
+        for job, outcome in _as_they_come(ray, tasks):
+            done += _updates(job)
+            if on_log is not None:
+                rate, lost = done / (time.monotonic() - start), tuple(outcome.diverged)
+                on_log(Progress(done, total, len(job.models), outcome.loss, rate, lost))
+            yield outcome
+
+
+def train_anywhere(job: PackJob, device: str, memory: int | None = None) -> Outcome:
+    """`train_job` in a Ray worker.
+
+    Raises:
+        CheckpointError: If this machine does not see the run folder.
+    """
+    folder = job.file.parent
+    if not folder.is_dir():
+        raise CheckpointError(
+            f"{folder}: not there on every machine; a run folder must lie on storage that all machines share."
+        )
+    torch.set_num_threads(1)
+    # A machine that seems lost may still be writing: then wait until it has stopped.
+    with locked(folder / f".{job.file.stem}.lock", wait=True):
+        return train_job(job, device=device, memory=memory)
+
+
+def _device(device: str, n_gpus: float) -> str:
+    if device == "cuda" and not n_gpus:
+        raise ValueError("--device cuda needs a cluster with GPUs; there are none.")
+    return "cuda" if device != "cpu" and n_gpus else "cpu"
+
+
+def _updates(job: PackJob) -> int:
+    return next(iter(job.models.values())).train.steps
+
+
+@contextmanager
+def _cluster(address: str | None) -> Iterator[ModuleType]:
+    """Ray, connected; what was connected before stays so."""
+    try:
+        import ray
+    except ModuleNotFoundError:
+        raise ValueError("--engine ray needs Ray: pip install 'mechinterp[ray]'.") from None
+    ours = not ray.is_initialized()
+    if ours:
+        try:
+            _require_listener(address)
+            ray.init(address=address, include_dashboard=False, log_to_driver=False)
+        except OSError as error:
+            raise ValueError(f"--address {address}: no Ray there ({one_line(error)}).") from None
+    try:
+        yield ray
+    finally:
+        if ours:
+            ray.shutdown()
+
+
+def _require_listener(address: str | None) -> None:
+    """Ray itself would try for a quarter of an hour to reach an address where nobody listens."""
+    host, _, port = (address or "").rpartition("//")[2].rpartition(":")
+    if port.isdigit():
+        socket.create_connection((host, int(port)), timeout=10).close()
+
+
+def _as_they_come(
+    ray: ModuleType, tasks: dict[object, PackJob]
+) -> Iterator[tuple[PackJob, Outcome]]:
+    """Jobs with their outcomes, the first that is done first."""
+    while tasks:
+        (done, *_), _ = ray.wait(list(tasks))
+        job = tasks.pop(done)
+        try:
+            yield job, ray.get(done)
+        except ray.exceptions.RayTaskError as error:
+            raise error.cause from None
+        except ray.exceptions.RayError as error:
+            reason = str(error).strip().partition("\n")[0]
+            raise CheckpointError(
+                f"{job.file}: lost more than {RETRIES} times ({reason}); go on with --resume."
+            ) from None

@@ -1,0 +1,68 @@
+"""Training: the step of packs of several sizes, and sampling alone, against the plain loop."""
+
+from collections.abc import Callable
+
+import plain
+import pytest
+
+from mechinterp.config import override, preset
+from mechinterp.icl.prompts import generator_for, sample_prompts
+from mechinterp.training import trainer
+from mechinterp.training.step import by_tensors
+from mechinterp.training.trainer import Pack
+
+STEPS = 100
+SHIPPED = [1] * 3 + [2] * 12 + [3] * 4 + [4] * 4 + [8] * 3
+
+
+def pack_of(head_counts: list[int]) -> Callable[[], None]:
+    """Trains a pack for STEPS steps, a row of its history among them."""
+    base = override(preset("softmax-h2"), f"train.log_every={STEPS}", "train.n_eval_prompts=256")
+    models = {
+        f"{seed}": override(base, f"model.n_heads={n_heads}", f"seed={seed}")
+        for seed, n_heads in enumerate(head_counts)
+    }
+    return Pack(models).advance
+
+
+@pytest.mark.parametrize("n_heads", [2, 8])
+@pytest.mark.parametrize("n_models", [1, 16, 64])
+def test_step(versus, n_models: int, n_heads: int):
+    loop = plain.training(n_heads)
+    name = f"{STEPS} steps, {n_models} model{'s' * (n_models > 1)} of {n_heads} heads"
+    versus(name, pack_of([n_heads] * n_models), lambda: loop(STEPS), work=n_models)
+
+
+def test_step_of_the_shipped_models(versus):
+    loop = plain.training(2)
+    name = f"{STEPS} steps, the 26 shipped models (1 to 8 heads; plain: 2)"
+    versus(name, pack_of(SHIPPED), lambda: loop(STEPS), work=len(SHIPPED))
+
+
+@pytest.mark.parametrize("n_models", [1, 64])
+def test_step_by_tensor_operations(versus, monkeypatch: pytest.MonkeyPatch, n_models: int):
+    monkeypatch.setattr(trainer, "loss_and_gradients", by_tensors)
+    loop = plain.training(2)
+    name = f"the same without the compiled step, {n_models} model{'s' * (n_models > 1)} of 2 heads"
+    versus(name, pack_of([2] * n_models), lambda: loop(STEPS), work=n_models)
+
+
+def draw() -> None:
+    task = preset("softmax-h2").task
+    for step in range(STEPS):
+        sample_prompts(task, 256, generator=generator_for(0, "train", step))
+
+
+def draw_plainly() -> None:
+    for _ in range(STEPS):
+        plain.sample()
+
+
+def test_sampling(versus):
+    versus(f"drawing the prompts of {STEPS} steps", draw, draw_plainly)
+
+
+def test_sampling_bounds_the_step(versus):
+    """How many times faster training would be if it cost nothing but its prompts."""
+    loop = plain.training(2)
+    versus(f"drawing prompts alone, against {STEPS} steps of 2 heads", draw, lambda: loop(STEPS))

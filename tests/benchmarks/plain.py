@@ -1,0 +1,100 @@
+"""The code one would write first, as the papers' own: nn.Linear layers and automatic differentiation."""
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import nn
+
+from mechinterp.models.functional import AttentionWeights
+from mechinterp.theory.linear_heads import SeparateHeads
+
+Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+class Attention(nn.Module):
+    """Multi-head softmax attention of a query over the context, read out at y."""
+
+    def __init__(self, d_model: int, n_heads: int):
+        super().__init__()
+        self.n_heads, self.d_model = n_heads, d_model
+        self.q, self.k, self.v = (
+            nn.Linear(d_model, d_model * n_heads, bias=False) for _ in range(3)
+        )
+        self.o = nn.Linear(d_model * n_heads, 1, bias=False)
+
+    def forward(self, query: torch.Tensor, context: torch.Tensor) -> torch.Tensor:
+        def split(z: torch.Tensor) -> torch.Tensor:
+            return z.view(*z.shape[:2], self.n_heads, self.d_model).transpose(1, 2)
+
+        q, k, v = split(self.q(query)), split(self.k(context)), split(self.v(context))
+        pattern = torch.softmax(q @ k.mT / self.d_model**0.5, dim=-1)
+        return self.o((pattern @ v).transpose(1, 2).flatten(2))[:, 0]
+
+
+def attention(weights: AttentionWeights) -> Attention:
+    """The same model as plain layers; without gradients."""
+    model = Attention(weights.d_x + 1, weights.n_heads)
+    with torch.no_grad():
+        for layer, W in ((model.q, weights.W_Q), (model.k, weights.W_K), (model.v, weights.W_V)):
+            layer.weight.copy_(W.mT.flatten(0, 1))
+        model.o.weight.copy_(weights.W_O.flatten(0, 1).T)
+    return model.requires_grad_(False)
+
+
+def sample(n_prompts: int = 256) -> Batch:
+    """Query token, context tokens and y_query of the softmax paper's task."""
+    x, beta = torch.randn(n_prompts, 41, 5), torch.randn(n_prompts, 5, 1) / 5**0.5
+    y = x @ beta + 0.1**0.5 * torch.randn(n_prompts, 41, 1)
+    tokens = torch.cat([x, y], -1)
+    query = torch.cat([x[:, -1:], torch.zeros(n_prompts, 1, 1)], -1)
+    return query, tokens[:, :-1], y[:, -1]
+
+
+def training(n_heads: int) -> Callable[[int], None]:
+    """Runs so many steps of Adam."""
+    model = Attention(6, n_heads)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+
+    def run(steps: int) -> None:
+        for _ in range(steps):
+            query, context, y_query = sample()
+            loss = (model(query, context) - y_query).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+    return run
+
+
+def linear_descent(
+    heads: SeparateHeads, tokens: torch.Tensor, target: torch.Tensor, *, learning_rate: float
+) -> Callable[[int], None]:
+    """Runs so many steps of full-batch gradient descent of linear attention."""
+    weights = [torch.tensor(part).float().requires_grad_() for part in (heads.v, heads.K, heads.Q)]
+    optimizer = torch.optim.SGD(weights, lr=learning_rate)
+
+    def run(steps: int) -> None:
+        for _ in range(steps):
+            v, K, Q = weights
+            keys, queries = tokens[..., :-1] @ K[:, 0].T, tokens[:, -1, :-1] @ Q[:, 0].T
+            y_hat = torch.einsum("bnh,bnh,bh->b", tokens[..., -1:] * v, keys, queries)
+            loss = (y_hat - target).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+    return run
+
+
+def subset_risks(model: Attention, batch: Batch) -> np.ndarray:
+    """Risk of every subset of heads, each by a forward pass with the others' output weights zero."""
+    query, context, target = batch
+    whole, risks = model.o.weight.clone(), []
+    for subset in range(2**model.n_heads):
+        kept = [bool(subset >> head & 1) for head in range(model.n_heads)]
+        mask = torch.tensor(kept).repeat_interleave(model.d_model)
+        model.o.weight.copy_(whole * mask)
+        risks.append((model(query, context) - target).square().mean().item())
+    model.o.weight.copy_(whole)
+    return np.array(risks)

@@ -1,0 +1,89 @@
+"""The commands that train many models: where they train, and what they leave behind."""
+
+import json
+from pathlib import Path
+
+import pandas as pd
+import pytest
+import torch
+
+from mechinterp.checkpoints.native import load
+
+CONFIG = {"task": {"d_x": 2}, "train": {"steps": 30, "batch_size": 8, "n_eval_prompts": 64}}
+
+
+@pytest.fixture(autouse=True)
+def restore_threads():
+    """The commands that train set the number of threads."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def sweep(tmp_path: Path) -> Path:
+    file = tmp_path / "sweep.json"
+    file.write_text(
+        json.dumps(
+            {
+                "config": CONFIG,
+                "grid": {"train.learning_rate": [1e-3, 1e30]},
+                "name": "lr{train.learning_rate}",
+            }
+        )
+    )
+    return file
+
+
+def test_a_sweep_leaves_a_table_that_says_what_diverged(run, sweep: Path, tmp_path: Path):
+    out = tmp_path / "run"
+    ran = run("sweep", sweep, "--out", out, "--device", "cpu", "--json")
+    assert (ran.code, ran.out) == (2, "")
+    assert "lr1e+30 has diverged: its loss is not finite at step 30" in ran.err
+    assert "those of lr1e+30 (train.learning_rate 1e+30, noticed at step 30) did not" in ran.err
+    table = pd.read_parquet(out / "results.parquet")
+    assert table["name"].tolist() == ["lr0.001", "lr1e+30"]
+    assert table["train.learning_rate"].tolist() == [1e-3, 1e30]
+    assert table["diverged"].tolist() == [False, True]
+    checkpoint = load(out / "lr0.001")
+    last = checkpoint.history.iloc[-1]
+    assert table["loss"][0] == pytest.approx(last["loss"])
+    assert table["eval_loss"][0] == pytest.approx(last["eval_loss"])
+    assert table["mu"][0].tolist() == pytest.approx(checkpoint.weights.mu[:, 0].tolist())
+    assert sorted(path.name for path in out.iterdir()) == ["lr0.001", "results.parquet"]
+
+
+def test_a_table_that_is_there_is_not_overwritten(run, sweep: Path, tmp_path: Path):
+    (tmp_path / "run").mkdir()
+    table = tmp_path / "run" / "results.parquet"
+    table.write_text("mine")
+    run("sweep", sweep, "--out", tmp_path / "run").assert_refused(table, "already exists")
+    assert table.read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--engine", "slurm"], ["--engine must be local or ray", "'slurm'"]),
+        (["--address", "auto"], ["--address is used by --engine ray only", "'auto'"]),
+        (["--engine", "ray", "--device", "tpu"], ["--device must be one of", "'tpu'"]),
+        (["--memory", "2"], ["--memory must be a number of MB or GB", "'2'"]),
+        (["--memory", "1MB"], ["training-0.safetensors: may need 0.", "--memory allows 0.00 GB"]),
+    ],
+    ids=["engine", "address", "device", "unit", "memory"],
+)
+def test_bad_options_are_refused(run, sweep: Path, tmp_path: Path, options, words):
+    run("sweep", sweep, "--out", tmp_path / "run", *options).assert_refused(*words)
+    assert list(tmp_path.glob("run/*")) == []
+
+
+@pytest.mark.slow
+def test_a_sweep_on_ray_leaves_what_a_local_one_leaves(run, sweep: Path, tmp_path: Path):
+    pytest.importorskip("ray")
+    for engine in ("local", "ray"):
+        out = tmp_path / engine
+        ran = run("sweep", sweep, "--out", out, "--device", "cpu", "--engine", engine, "--json")
+        assert (ran.code, ran.out) == (2, "")
+        assert "lr1e+30 has diverged" in ran.err
+    tables = [pd.read_parquet(tmp_path / name / "results.parquet") for name in ("local", "ray")]
+    pd.testing.assert_frame_equal(*tables, check_exact=True)

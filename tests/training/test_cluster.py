@@ -1,0 +1,153 @@
+"""Packs as Ray tasks: the bits of a local run, on a cluster that loses a node."""
+
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from mechinterp.checkpoints.errors import CheckpointError
+from mechinterp.config import ExperimentConfig, TaskConfig, TrainConfig, override, preset
+from mechinterp.training.cluster import train_anywhere, train_on_ray
+from mechinterp.training.lock import locked
+from mechinterp.training.packs import PackJob
+from mechinterp.training.sweep import train_models
+
+BASE = ExperimentConfig(
+    task=TaskConfig(d_x=2, context_length=8),
+    train=TrainConfig(steps=5000, batch_size=64, log_every=100, n_eval_prompts=64),
+)
+# Three packs of two models, one of a model that diverges, and a flow.
+MODELS = {
+    f"n{noise}-s{seed}": override(BASE, f"task.noise_var={noise}", f"seed={seed}")
+    for noise in (0.1, 0.2, 0.3)
+    for seed in (0, 1)
+}
+MODELS["wild"] = override(BASE, "train.learning_rate=1e30")
+MODELS["flow"] = override(preset("linear-separate"), "train.steps=400")
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator:
+    """Two nodes of one CPU each, on this machine."""
+    ray = pytest.importorskip("ray")
+    from ray.cluster_utils import Cluster
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        head = {"num_cpus": 1, "include_dashboard": False}
+        made = Cluster(initialize_head=True, head_node_args=head)
+        made.add_node(num_cpus=1)
+        made.wait_for_nodes()
+        yield made
+        ray.shutdown()
+        made.shutdown()
+
+
+def assert_same_folders(actual: Path, expected: Path):
+    """The same files, of equal numbers."""
+    names = sorted(str(file.relative_to(expected)) for file in expected.rglob("*"))
+    assert sorted(str(file.relative_to(actual)) for file in actual.rglob("*")) == names
+    for name in names:
+        if name.endswith(".parquet"):
+            tables = (pd.read_parquet(folder / name) for folder in (actual, expected))
+            pd.testing.assert_frame_equal(*tables, check_exact=True)
+        elif (expected / name).is_file():
+            assert (actual / name).read_bytes() == (expected / name).read_bytes()
+
+
+@pytest.mark.slow
+def test_a_worker_s_error_reaches_the_caller_on_one_line(tmp_path: Path, cluster):
+    (tmp_path / "flow").write_text("in the way")
+    engine = partial(train_on_ray, address=cluster.address)
+    with pytest.raises(CheckpointError) as error:
+        train_models({"flow": MODELS["flow"]}, tmp_path, resume=True, engine=engine)
+    assert str(error.value).startswith(f"{tmp_path / 'flow'}: cannot be written (")
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.slow
+def test_gpus_must_be_there(tmp_path: Path, cluster):
+    engine = partial(train_on_ray, address=cluster.address, device="cuda")
+    with pytest.raises(
+        ValueError, match=r"--device cuda needs a cluster with GPUs; there are none"
+    ):
+        train_models(MODELS, tmp_path, engine=engine)
+
+
+@pytest.mark.slow
+def test_a_sweep_loses_nothing_when_a_node_is_killed(tmp_path: Path, cluster):
+    local, spread = tmp_path / "local", tmp_path / "spread"
+    (lost,) = cluster.worker_nodes
+
+    def kill_a_node() -> list[str]:
+        """One that trains: every node has one CPU, and two packs have been begun."""
+        while len(states := sorted(file.name for file in spread.glob("training-*"))) < 2:
+            time.sleep(0.01)
+        time.sleep(0.3)
+        cluster.remove_node(lost, allow_graceful=False)
+        return states
+
+    seen = []
+    engine = partial(train_on_ray, address=cluster.address, device="cpu")
+    with ThreadPoolExecutor() as pool:
+        killer = pool.submit(kill_a_node)
+        found = train_models(MODELS, spread, engine=engine, on_log=seen.append)
+    assert killer.result() == ["training-0.safetensors", "training-1.safetensors"]
+    assert found.diverged == {"wild": 100}
+    assert [(p.steps, p.n_models) for p in seen][-1][0] == seen[-1].step == 4 * 5000 + 400
+    assert [p.diverged for p in seen if p.diverged] == [("wild",)]
+    assert len(seen) == 5
+    expected = train_models(MODELS, local)
+    assert found.diverged == expected.diverged
+    assert found.loss == expected.loss
+    assert [folder.name for folder in found.checkpoints] == [n for n in MODELS if n != "wild"]
+    assert_same_folders(spread, local)
+
+
+def test_a_machine_that_does_not_see_the_run_folder_says_so(tmp_path: Path):
+    job = PackJob(tmp_path / "elsewhere" / "training-0.safetensors", {"flow": MODELS["flow"]})
+    with pytest.raises(
+        CheckpointError, match=r"/elsewhere: not there on every machine; a run folder"
+    ):
+        train_anywhere(job, "cpu")
+    assert not (tmp_path / "elsewhere").exists()
+
+
+def test_a_pack_waits_for_a_machine_that_still_writes_it(tmp_path: Path):
+    job = PackJob(tmp_path / "training-0.safetensors", {"flow": MODELS["flow"]})
+    with ThreadPoolExecutor() as pool:
+        with locked(tmp_path / ".training-0.lock"):
+            waiting = pool.submit(train_anywhere, job, "cpu")
+            time.sleep(0.5)
+            assert not waiting.done()
+            assert not (tmp_path / "flow").exists()
+        assert waiting.result(timeout=60).steps == 400
+    assert [path.name for path in tmp_path.iterdir()] == ["flow"]
+
+
+def test_without_ray_it_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(ValueError, match=r"needs Ray: pip install 'mechinterp\[ray\]'"):
+        train_models(MODELS, tmp_path, engine=train_on_ray)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_address_where_nobody_listens_is_named(tmp_path: Path):
+    pytest.importorskip("ray")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+    with pytest.raises(ValueError, match=rf"^--address {address}: no Ray there \(.*refused\)\.$"):
+        train_models(MODELS, tmp_path, engine=partial(train_on_ray, address=address))
+
+
+def test_with_nothing_to_do_no_cluster_is_sought(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    train_models({"flow": MODELS["flow"]}, tmp_path)
+    monkeypatch.setitem(sys.modules, "ray", None)
+    summary = train_models({"flow": MODELS["flow"]}, tmp_path, resume=True, engine=train_on_ray)
+    assert (summary.steps, len(summary.checkpoints)) == (0, 1)

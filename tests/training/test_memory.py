@@ -1,0 +1,138 @@
+"""Memory: large batches are used in chunks, a limit is kept, and finished models leave nothing behind."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig, TrainConfig, override
+from mechinterp.icl.prompts import generator_for, sample_prompts
+from mechinterp.models.functional import NAMES, predict
+from mechinterp.training import batches, kernel, packs
+from mechinterp.training.batches import batch_chunks, prompt_bytes
+from mechinterp.training.packs import pack_bytes
+from mechinterp.training.step import initial_weights, loss_and_gradients, membership
+from mechinterp.training.trainer import Pack
+
+CONFIG = ExperimentConfig(
+    task=TaskConfig(d_x=3, context_length=8),
+    model=ModelConfig(n_heads=2),
+    train=TrainConfig(steps=4, batch_size=70, log_every=2, n_eval_prompts=50),
+)
+
+
+def test_a_batch_that_goes_into_one_chunk_is_drawn_as_ever():
+    (chunk,) = batch_chunks(TaskConfig(), 256, generator=generator_for(0, "train", 3))
+    expected = sample_prompts(TaskConfig(), 256, generator=generator_for(0, "train", 3))
+    assert torch.equal(chunk.x, expected.x)
+    assert torch.equal(chunk.y_query, expected.y_query)
+
+
+def test_a_large_batch_is_drawn_in_chunks_whose_size_the_task_decides(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    task = CONFIG.task
+    assert prompt_bytes(task) == 4 * (9 * 4 + 3)
+    monkeypatch.setattr(batches, "CHUNK_BYTES", 32 * prompt_bytes(task) + 5)
+    chunks = list(batch_chunks(task, 70, generator=generator_for(0, "train", 0)))
+    assert [len(chunk) for chunk in chunks] == [32, 32, 6]
+    generator = generator_for(0, "train", 0)
+    for chunk in chunks:
+        assert torch.equal(chunk.x, sample_prompts(task, len(chunk), generator=generator).x)
+    monkeypatch.setattr(batches, "CHUNK_BYTES", 1)
+    assert len(list(batch_chunks(task, 3, generator=generator))) == 3
+
+
+def test_a_step_in_chunks_is_the_step_on_the_whole_batch(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(batches, "CHUNK_BYTES", 32 * prompt_bytes(CONFIG.task))
+    pack = Pack({"model": CONFIG})
+    start = pack.results()["model"].weights
+    pack._set_gradient(0)
+    chunks = list(batch_chunks(CONFIG.task, 70, generator=generator_for(0, "train", 0)))
+    whole = type(chunks[0])(
+        **{name: torch.cat([getattr(c, name) for c in chunks]) for name in vars(chunks[0])}
+    )
+    loss, gradients = loss_and_gradients(start, whole, membership([2]))
+    expected = torch.cat([getattr(gradients, name).flatten() for name in NAMES])
+    torch.testing.assert_close(pack.gradient, expected, rtol=1e-5, atol=1e-8)
+    torch.testing.assert_close(pack.loss_sum, loss, rtol=1e-6, atol=0)
+
+    parts = list(batch_chunks(CONFIG.task, 50, generator=generator_for(0, "eval", 0)))
+    squares = [(predict(start, part) - part.y_query).square() for part in parts]
+    assert pack.rows["eval_loss"][0, 0] == pytest.approx(torch.cat(squares).mean().item(), rel=1e-6)
+
+
+# What a process measures of itself; bytes on macOS, else KiB.
+UNIT = 1 if sys.platform == "darwin" else 1024
+PEAK = f"""
+import json, resource, sys, torch
+from pathlib import Path
+from mechinterp.config import from_dict
+from mechinterp.training import kernel, packs
+from mechinterp.training.sweep import train_models
+torch.set_num_threads(1)
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * {UNIT}
+models = {{name: from_dict(d) for name, d in json.loads(Path(sys.argv[1]).read_text()).items()}}
+seen = [peak()]
+train_models(models, sys.argv[2], on_log=lambda progress: seen.append(peak()))
+print(json.dumps([*seen, peak()]))
+"""
+
+
+@pytest.fixture
+def peaks(tmp_path: Path) -> Callable[[dict[str, ExperimentConfig]], list[int]]:
+    """Peak memory of a process before, at every row of, and after the training of these models."""
+
+    def measure(models: dict[str, ExperimentConfig]) -> list[int]:
+        file = tmp_path / "models.json"
+        file.write_text(json.dumps({n: json.loads(c.to_json()) for n, c in models.items()}))
+        command = [sys.executable, "-c", PEAK, str(file), str(tmp_path / "run")]
+        ran = subprocess.run(command, capture_output=True, text=True, check=True)
+        return json.loads(ran.stdout)
+
+    return measure
+
+
+@pytest.mark.slow
+def test_a_batch_of_half_a_million_prompts_needs_little_memory(peaks):
+    many = override(CONFIG, "train.batch_size=500000", "task.context_length=40", "train.steps=2")
+    batch = 500_000 * prompt_bytes(many.task)
+    assert batch > 300e6
+    before, *_, after = peaks({"many": many})
+    assert after - before < pack_bytes({"many": many}) < 0.25 * batch
+
+
+def test_the_lanes_counted_are_those_of_the_kernel():
+    assert packs.LANES == kernel.LANES
+
+
+WIDE = override(CONFIG, "task.d_x=10", "model.n_heads=120", "train.batch_size=8")
+
+
+def snapshot_bytes(config: ExperimentConfig) -> int:
+    return 4 * sum(part.numel() for part in initial_weights(config).tensors.values())
+
+
+@pytest.mark.slow
+def test_a_pack_of_many_snapshots_stays_under_what_is_said(peaks):
+    long = override(WIDE, "train.steps=100", "train.snapshot_every=1", "train.log_every=50")
+    models = {f"{seed}": override(long, f"seed={seed}") for seed in range(4)}
+    before, *_, after = peaks(models)
+    assert 4 * 101 * snapshot_bytes(WIDE) < after - before < pack_bytes(models)
+
+
+@pytest.mark.slow
+def test_memory_does_not_grow_with_the_number_of_finished_models(peaks):
+    base = override(WIDE, "train.steps=10", "train.snapshot_every=1", "train.log_every=10")
+    models = {f"{pack}": override(base, f"train.data_seed={pack}") for pack in range(50)}
+    seen = peaks(models)
+    assert len(seen) == 1 + 50 + 1
+    # Forty packs that left what they held would take this much:
+    held = 40 * 11 * snapshot_bytes(WIDE)
+    assert held > 75e6
+    assert seen[-1] - seen[10] < 0.1 * held

@@ -1,0 +1,110 @@
+"""Packs: what trains together is decided by the configs and a constant, and a job can be run again."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from mechinterp.checkpoints.errors import CheckpointError
+from mechinterp.checkpoints.native import load
+from mechinterp.config import (
+    ExperimentConfig,
+    ModelConfig,
+    TaskConfig,
+    TrainConfig,
+    override,
+    preset,
+)
+from mechinterp.models.functional import NAMES
+from mechinterp.training.packs import PACK_HEADS, PackJob, pack_jobs, packs, train_here, train_job
+from mechinterp.training.sweep import train_models
+from mechinterp.training.trainer import Pack
+
+SMALL = ExperimentConfig(
+    task=TaskConfig(d_x=2, context_length=4),
+    model=ModelConfig(n_heads=2),
+    train=TrainConfig(steps=20, batch_size=8, log_every=10, snapshot_every=10, n_eval_prompts=16),
+)
+MODELS = {f"s{seed}": override(SMALL, f"seed={seed}") for seed in range(3)}
+
+
+def names_of(packed: list[dict[str, ExperimentConfig]]) -> list[list[str]]:
+    return [list(pack) for pack in packed]
+
+
+def test_models_that_differ_in_seed_and_heads_share_a_pack():
+    models = {
+        "a": SMALL,
+        "other task": override(SMALL, "task.noise_var=0.3"),
+        "b": override(SMALL, "seed=1", "model.n_heads=5"),
+        "other task again": override(SMALL, "task.noise_var=0.3", "seed=9"),
+        "other prompts": override(SMALL, "train.data_seed=1"),
+        "flow": override(preset("linear-separate"), "train.steps=10"),
+        "flow again": override(preset("linear-separate"), "train.steps=10", "seed=1"),
+    }
+    assert names_of(packs(models)) == [
+        *(["a", "b"], ["other task", "other task again"], ["other prompts"]),
+        *(["flow"], ["flow again"]),  # no prompts to share
+    ]
+
+
+def test_a_pack_holds_no_more_heads_than_the_constant():
+    heads = [3, PACK_HEADS - 5, 2, 1, PACK_HEADS + 1, 4]
+    models = {
+        f"m{i}": override(SMALL, f"model.n_heads={n_heads}") for i, n_heads in enumerate(heads)
+    }
+    assert names_of(packs(models)) == [["m0", "m1", "m2"], ["m3"], ["m4"], ["m5"]]
+    full = {f"s{seed}": replace(SMALL, seed=seed) for seed in range(4096)}
+    assert [len(pack) for pack in packs(full)] == [PACK_HEADS // 2] * (4096 * 2 // PACK_HEADS)
+
+
+def test_a_run_in_several_packs_has_the_bits_of_one_pack(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    whole = Pack(MODELS)
+    while not whole.finished:
+        whole.advance()
+    monkeypatch.setattr("mechinterp.training.packs.PACK_HEADS", 4)
+    assert names_of(packs(MODELS)) == [["s0", "s1"], ["s2"]]
+    assert train_models(MODELS, tmp_path).steps == 40
+    for name, trained in whole.results().items():
+        for part in NAMES:
+            stored = getattr(load(tmp_path / name).weights, part)
+            assert torch.equal(stored, getattr(trained.weights, part))
+
+
+def test_jobs_are_the_stopped_packs_and_what_is_not_begun(tmp_path: Path):
+    pack = Pack({"s1": MODELS["s1"]})
+    pack.save(tmp_path / "training-4.safetensors")
+    train_models({"s0": MODELS["s0"]}, tmp_path / "done")
+    (tmp_path / "done" / "s0").rename(tmp_path / "s0")
+    models = MODELS | {"longer": override(SMALL, "train.steps=30")}
+    assert pack_jobs(models, tmp_path) == [
+        PackJob(tmp_path / "training-4.safetensors", {"s1": MODELS["s1"]}),
+        PackJob(tmp_path / "training-5.safetensors", {"s2": MODELS["s2"]}),
+        PackJob(tmp_path / "training-6.safetensors", {"longer": models["longer"]}),
+    ]
+
+
+def test_a_job_that_is_run_again_does_no_work_twice(tmp_path: Path):
+    job = PackJob(tmp_path / "training-0.safetensors", MODELS)
+    (first,) = train_here([job])
+    assert (first.steps, first.diverged) == (20, {})
+    finals = [load(tmp_path / name).history["eval_loss"].iloc[-1] for name in MODELS]
+    assert first.loss == pytest.approx(sum(finals) / 3)
+    (tmp_path / "s2" / "config.json").unlink()
+    seen = []
+    assert train_job(job, seen.append).steps == 20
+    assert [progress.n_models for progress in seen] == [1, 1]
+    assert train_job(job).steps == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == list(MODELS)
+
+
+def test_a_state_of_other_models_is_refused(tmp_path: Path):
+    file = tmp_path / "training-0.safetensors"
+    Pack({"s1": MODELS["s1"]}).save(file)
+    with pytest.raises(CheckpointError, match=r"holds 's1', which is not part of this run\."):
+        pack_jobs({"s0": MODELS["s0"]}, tmp_path)
+    with pytest.raises(CheckpointError, match=r"another config: seed is 1 there, 7 here\."):
+        pack_jobs({"s1": override(SMALL, "seed=7")}, tmp_path)
