@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mechinterp.analysis.heads import mask_heads
+from mechinterp.analysis.masking import mask_heads
 from mechinterp.icl.prompts import generator_for
 from mechinterp.models.functional import predict
 from mechinterp.models.transformer import ICLTransformer

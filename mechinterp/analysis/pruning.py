@@ -1,0 +1,287 @@
+"""Which heads a model can do without: rules of what stays, the risk without the rest, and the smaller model itself."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pandas as pd
+import plotly.graph_objects as go
+import torch
+from jaxtyping import Bool, Float
+
+from mechinterp import figures
+from mechinterp.analysis.estimates import mean_and_sem, ratio_and_sem
+from mechinterp.analysis.head_sets import halves
+from mechinterp.analysis.masking import Head, masked_errors, masked_predictions
+from mechinterp.analysis.probes import cross_validated, streams
+from mechinterp.checkpoints.deep import DeepCheckpoint, load_saved, save_deep
+from mechinterp.config import TaskConfig
+from mechinterp.display import Result
+from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
+from mechinterp.models.adapter import HookedPredictor, as_predictor
+from mechinterp.models.deep import DeepWeights, predict_deep
+
+if TYPE_CHECKING:
+    from mechinterp.models.transformer import ICLTransformer
+
+Rule = Callable[[np.ndarray], np.ndarray]
+"""From the rises [layer, head] of the excess risk to what is kept, a truth value for each head."""
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Pruning(Result):
+    """What a model costs and keeps when a rule masks some of its heads for good, nothing retrained."""
+
+    kept: Bool[np.ndarray, "layer head"]
+    rise: Float[np.ndarray, "layer head"]
+    """What the rule saw: the rise of the excess risk when a head is masked, unit y^2."""
+    full_risk: float
+    """Excess risk of the full model."""
+    full_risk_sem: float
+    risk: float
+    """Excess risk of the pruned model."""
+    risk_sem: float
+    ratio: float
+    """`risk` over `full_risk`."""
+    ratio_sem: float
+    """Standard error of `ratio`, paired, by the delta method."""
+    refit_risk: float
+    """Excess risk of the pruned model with a new read-out: a ridge regression on the stream at the query,
+    cross-validated."""
+    refit_risk_sem: float
+    full_refit_risk: float
+    """The same of the full model."""
+
+    @property
+    def pruned_heads(self) -> list[Head]:
+        """(layer, head) of the heads that are masked."""
+        return [(int(layer), int(head)) for layer, head in np.argwhere(~self.kept)]
+
+    def __repr__(self) -> str:
+        per_layer = ", ".join(map(str, self.kept.sum(1)))
+        return (
+            f"Pruning({per_layer} heads kept: risk {self.full_risk:.3g} to {self.risk:.3g}, "
+            f"{self.ratio:.3g} ± {self.ratio_sem:.2g} times; {self.refit_risk:.3g} with a new read-out)"
+        )
+
+    def to_frame(self) -> pd.DataFrame:
+        """One row per head."""
+        layer, head = (index.ravel() for index in np.indices(self.kept.shape))
+        columns = {"layer": layer, "head": head, "kept": self.kept.ravel()}
+        return pd.DataFrame({**columns, "rise": self.rise.ravel()})
+
+    def plot(self) -> go.Figure:
+        """Excess risk of the full and of the pruned model, as they are and with a new read-out."""
+        risks = [self.full_risk, self.risk, self.full_refit_risk, self.refit_risk]
+        errors = [self.full_risk_sem, self.risk_sem, np.nan, self.refit_risk_sem]
+        return figures.bars(
+            ["full", "pruned", "full, new read-out", "pruned, new read-out"],
+            {"excess risk": np.array(risks)},
+            errors={"excess risk": np.array(errors)},
+            title=f"Excess risk with {self.kept.sum()} of {self.kept.size} heads",
+            y_title="excess risk (y²)",
+        )
+
+
+def best_head_later(rise: Float[np.ndarray, "layer head"]) -> Bool[np.ndarray, "layer head"]:
+    """Every head of the first layer, and of each later one the head that is missed most.
+
+    Example:
+        >>> best_head_later(np.array([[1.0, 2.0], [1.0, 2.0], [0.0, -1.0]])).tolist()
+        [[True, True], [False, True], [True, False]]
+    """
+    kept = _only(rise.argmax(1), rise.shape[1])
+    kept[0] = True
+    return kept
+
+
+def least_head_later(rise: Float[np.ndarray, "layer head"]) -> Bool[np.ndarray, "layer head"]:
+    """Every head of the first layer, and of each later one the head that is missed least: a control."""
+    return best_head_later(-rise)
+
+
+def best_head_first(rise: Float[np.ndarray, "layer head"]) -> Bool[np.ndarray, "layer head"]:
+    """Of the first layer the head that is missed most, and every head of the later ones: a control."""
+    kept = _only(rise.argmax(1), rise.shape[1])
+    kept[1:] = True
+    return kept
+
+
+RULES: dict[str, Rule] = {
+    "best-later": best_head_later,
+    "least-later": least_head_later,
+    "best-first": best_head_first,
+}
+
+
+def prune(
+    model: "HookedPredictor | ICLTransformer",
+    prompts: Prompts,
+    *,
+    rule: Rule = best_head_later,
+    sequential: bool = False,
+) -> Pruning:
+    """The model without the heads that a rule lets go, its risk and that with a new read-out.
+
+    Heads are scored by zero ablation on the first half of the prompts; risks are those of the second.
+
+    Args:
+        rule: From the rises to what is kept; `best_head_later` or any other.
+        sequential: Whether the layers are pruned one after another from the first, the heads of each scored with
+            those of the layers before it gone; else all are scored on the full model.
+    Raises:
+        ValueError: If the rule keeps no head or its answer has another shape, or there are too few prompts.
+    Source:
+        After Chen, Zhao and Zou 2024, arXiv 2408.04532: all heads of the first layer and the best of each later
+        one. What is scored how, and the read-out, are choices made here.
+    Example:
+        >>> from mechinterp.config import TaskConfig
+        >>> from mechinterp.models.constructions_sparse import preprocess_then_optimise_model
+        >>> from mechinterp.models.transformer import ICLTransformer
+        >>> task = TaskConfig(d_x=4, context_length=16)
+        >>> weights = preprocess_then_optimise_model([0.5], d_x=4)
+        >>> model = ICLTransformer.from_deep_weights(weights, task=task)
+        >>> generator = generator_for(0, "eval", 0)
+        >>> prompts = sample_prompts(task, 64, generator=generator, dtype=torch.float64)
+        >>> prune(model, prompts).ratio
+        1.0
+    """
+    predictor = as_predictor(model)
+    scored, measured = halves(prompts)
+    layers = range(predictor.n_layers)
+    rise = _scores(predictor, scored, [], layers)
+    kept = _checked(rule(rise), rise.shape)
+    if sequential:
+        for layer in layers:
+            gone = [head for head in _gone(kept) if head[0] < layer]
+            if gone:
+                rise[layer] = _scores(predictor, scored, gone, [layer])[0]
+                kept = _checked(rule(rise), rise.shape)
+    errors = masked_errors(predictor, measured, [[], _gone(kept)])
+    full_risk, risk = (_pair(errors[:, column]) for column in (0, 1))
+    ratio, ratio_sem = ratio_and_sem(errors[:, 1], errors[:, 0])
+    refit, full_refit = (_refit_risk(predictor, measured, heads) for heads in (_gone(kept), []))
+    return Pruning(
+        kept, rise, *full_risk, *risk, float(ratio), float(ratio_sem), *refit, full_refit[0]
+    )
+
+
+def pruned_weights(weights: DeepWeights, kept: Bool[np.ndarray, "layer head"]) -> DeepWeights:
+    """The weights of the model without the other heads, with as few heads per layer as the fullest one needs.
+
+    Raises:
+        ValueError: If `kept` is not of the model's shape or keeps no head.
+    """
+    kept = _checked(kept, (weights.n_layers, weights.n_heads))
+    gone = torch.from_numpy(~kept).to(weights.W_O.device)
+    return weights.with_tensors(
+        {"W_O": weights.W_O.masked_fill(gone[..., None, None], 0)}
+    ).compact()
+
+
+def save_pruned(
+    checkpoint: DeepCheckpoint,
+    kept: Bool[np.ndarray, "layer head"],
+    path: str | Path,
+    *,
+    prompts: Prompts,
+    tolerance: float = 1e-5,
+) -> DeepCheckpoint:
+    """The pruned model as a checkpoint of its own; read back, it predicts as the masked one.
+
+    Args:
+        kept: As in `Pruning`.
+        prompts: On which both are compared.
+        tolerance: Of the largest difference, relative to the largest prediction.
+    Raises:
+        CheckpointError: If the folder already holds a checkpoint or cannot be written.
+        ValueError: If no head is kept, or the saved model does not predict as the masked one.
+    """
+    weights = pruned_weights(checkpoint.weights, kept)
+    model = replace(checkpoint.config.model, n_heads=weights.n_heads, d_head=weights.d_head)
+    save_deep(path, replace(checkpoint.config, model=model), weights, step=checkpoint.step)
+    saved = load_saved(path)
+    assert isinstance(saved, DeepCheckpoint)
+    prompts = prompts.to(weights.W_O.dtype)
+    expected = masked_predictions(checkpoint.model, prompts, [_gone(kept)])[0]
+    difference = (predict_deep(saved.weights, prompts) - expected).abs().max()
+    error = (difference / expected.abs().max().clamp_min(torch.finfo(expected.dtype).tiny)).item()
+    if not error <= tolerance:
+        raise ValueError(
+            f"{path}: the saved model must predict as the masked one to {tolerance}, got {error:.2g}."
+        )
+    return saved
+
+
+def fine_tune(
+    weights: DeepWeights,
+    task: TaskConfig,
+    *,
+    steps: int,
+    learning_rate: float = 1e-4,
+    batch_size: int = 256,
+    seed: int = 0,
+) -> DeepWeights:
+    """The weights after some steps of Adam on fresh prompts; zero heads get no gradient and stay zero.
+
+    Args:
+        seed: Of the prompts, from the stream "train".
+    Raises:
+        ValueError: If steps is below 1.
+    """
+    if steps < 1:
+        raise ValueError(f"steps must be >= 1, got {steps}.")
+    trained = {name: t.detach().clone().requires_grad_() for name, t in weights.tensors.items()}
+    optimizer = torch.optim.Adam(trained.values(), lr=learning_rate)
+    for step in range(steps):
+        generator = generator_for(seed, "train", step)
+        prompts = sample_prompts(task, batch_size, generator=generator, dtype=weights.W_O.dtype)
+        prediction = predict_deep(weights.with_tensors(trained), prompts)
+        optimizer.zero_grad()
+        (prediction - prompts.y_query).square().mean().backward()
+        optimizer.step()
+    return weights.with_tensors({name: tensor.detach() for name, tensor in trained.items()})
+
+
+def _scores(
+    predictor: HookedPredictor, prompts: Prompts, gone: list[Head], layers: Sequence[int]
+) -> Float[np.ndarray, "layer head"]:
+    """Rise of the excess risk when each head of some layers is masked beside those that are gone."""
+    heads = [(layer, head) for layer in layers for head in range(predictor.n_heads)]
+    errors = masked_errors(predictor, prompts, [gone, *([*gone, head] for head in heads)]).mean(0)
+    return (errors[1:] - errors[0]).reshape(len(layers), predictor.n_heads)
+
+
+def _refit_risk(
+    predictor: HookedPredictor, prompts: Prompts, gone: list[Head]
+) -> tuple[float, float]:
+    stream = streams(predictor, prompts, heads=gone)[-1, :, 0]
+    prediction, _ = cross_validated(stream, prompts.y_query.double().numpy(force=True))
+    target = prompts.y_query_clean.double().numpy(force=True)
+    return _pair(np.square(prediction - target).mean(1))
+
+
+def _pair(values: Float[np.ndarray, " prompt"]) -> tuple[float, float]:
+    mean, sem = mean_and_sem(values)
+    return float(mean), float(sem)
+
+
+def _only(heads: np.ndarray, n_heads: int) -> np.ndarray:
+    """One head per layer."""
+    return heads[:, None] == np.arange(n_heads)
+
+
+def _gone(kept: np.ndarray) -> list[Head]:
+    return [(int(layer), int(head)) for layer, head in np.argwhere(~kept)]
+
+
+def _checked(kept: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    if kept.shape != shape or kept.dtype != bool:
+        raise ValueError(
+            f"A rule must give a truth value for each of {shape} heads, got {kept.dtype} of {kept.shape}."
+        )
+    if not kept.any():
+        raise ValueError(f"At least one of {kept.size} heads must be kept, got none.")
+    return kept

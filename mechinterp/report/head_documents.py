@@ -1,0 +1,52 @@
+"""The documents of `ablate`, `prune` and `probe` about models of several layers, as the command line prints them."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from mechinterp.analysis.heads import HeadAblation
+from mechinterp.analysis.p_probing import DescentCurves
+from mechinterp.analysis.probes import LayerProbes
+from mechinterp.analysis.pruning import Pruning
+from mechinterp.checkpoints.deep import DeepCheckpoint
+from mechinterp.checkpoints.native import Checkpoint
+from mechinterp.report.documents import header, records
+
+
+def layers_document(checkpoint: DeepCheckpoint, found: Sequence[HeadAblation]) -> dict:
+    """What `ablate` says of a model of several layers."""
+    return {
+        **header(checkpoint),
+        "excess_risk": found[0].full_risk,
+        "excess_risk_sem": found[0].full_risk_sem,
+        "heads": [row for one in found for row in records(one.to_frame())],
+        "layers": [row for one in found for row in records(one.layer_frame())],
+    }
+
+
+def pruning_document(checkpoint: DeepCheckpoint, found: Pruning, out: Path | None) -> dict:
+    """What `prune` says; `checkpoint` is where the pruned model was written, null if it was not."""
+    names = ("full_risk", "full_risk_sem", "risk", "risk_sem", "ratio", "ratio_sem")
+    refit = ("refit_risk", "refit_risk_sem", "full_refit_risk")
+    return {
+        **header(checkpoint),
+        **{name: getattr(found, name) for name in (*names, *refit)},
+        "heads_per_layer": found.kept.sum(1),
+        "heads": records(found.to_frame()),
+        "checkpoint": None if out is None else str(out),
+    }
+
+
+def probes_document(
+    checkpoint: Checkpoint | DeepCheckpoint,
+    response: LayerProbes,
+    structure: LayerProbes,
+    descent: DescentCurves,
+) -> dict:
+    """What `probe` says."""
+    return {
+        **header(checkpoint),
+        "response": records(response.to_frame()),
+        "structure": records(structure.to_frame()),
+        "descent": records(descent.to_frame()),
+        "areas": records(descent.area_frame()),
+    }

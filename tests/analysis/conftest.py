@@ -1,0 +1,46 @@
+"""Models of several layers with random weights: ours, and somebody else's in a Bridge."""
+
+import pytest
+import torch
+from torch import nn
+
+from mechinterp.config import TaskConfig
+from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
+from mechinterp.models.adapter import HookedPredictor, gpt2_predictor
+from mechinterp.models.transformer import ICLTransformer
+
+WIDE = {"context_only": True, "d_model": 12, "d_head": 3}
+
+
+def random_model(n_layers: int = 3, n_heads: int = 4, **law: object) -> ICLTransformer:
+    """A model with d_x = 4 whose every weight is N(0, 0.3^2), in float64."""
+    model = ICLTransformer(d_x=4, d_y=1, n_heads=n_heads, n_layers=n_layers, **law).double()
+    generator = torch.Generator().manual_seed(n_layers)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.3, generator=generator)
+    return model.eval()
+
+
+def random_gpt2() -> HookedPredictor:
+    """A regression GPT-2 of 3 layers of 2 heads, with norms and MLPs, for d_x = 4 and up to 9 pairs."""
+    from transformers import GPT2Config, GPT2Model
+
+    sizes = {"n_embd": 8, "n_layer": 3, "n_head": 2, "n_positions": 19}
+    quiet = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    words = {"vocab_size": 1, "bos_token_id": None, "eos_token_id": None}
+    backbone = GPT2Model(GPT2Config(**sizes, **quiet, **words, initializer_range=0.3))
+    read_in, read_out = nn.Linear(4, 8), nn.Linear(8, 1)
+    generator = torch.Generator().manual_seed(0)
+    for part in (backbone, read_in, read_out):
+        for name, parameter in part.named_parameters():
+            if "ln_" not in name:
+                nn.init.normal_(parameter, std=0.3, generator=generator)
+    return gpt2_predictor(backbone.double(), read_in.double(), read_out.double())
+
+
+@pytest.fixture
+def few() -> Prompts:
+    """30 prompts of 9 pairs with d_x = 4, in float64."""
+    task = TaskConfig(d_x=4, context_length=9)
+    generator = generator_for(0, "eval", 0)
+    return sample_prompts(task, 30, generator=generator, dtype=torch.float64)

@@ -1,0 +1,78 @@
+"""Pairs against masks one by one, and a greedy order that can be worked out by hand."""
+
+import numpy as np
+import pytest
+
+from mechinterp.analysis.head_sets import ablate_pairs, greedy_order, halves
+from mechinterp.analysis.masking import masked_errors
+from mechinterp.config import TaskConfig
+from mechinterp.models.constructions import diagonal_heads
+from mechinterp.models.transformer import ICLTransformer
+from tests.analysis.conftest import random_model
+
+
+def test_pairs_are_masks_of_two(few):
+    model = random_model(2)
+    found = ablate_pairs(model, few)
+    assert found.names[:5] == ("L0H0", "L0H1", "L0H2", "L0H3", "L1H0")
+    masks = [[], [(0, 1)], [(1, 2)], [(0, 1), (1, 2)]]
+    errors = masked_errors(model, few, masks)
+    full, one, other, both = errors.T
+    for matrix, values in (
+        (found.rise, both - full),
+        (found.interaction, both - one - other + full),
+    ):
+        assert matrix[1, 6] == matrix[6, 1] == pytest.approx(values.mean(), rel=1e-9)
+    sem = (both - one - other + full).std(ddof=1) / 30**0.5
+    assert found.interaction_sem[1, 6] == pytest.approx(sem, rel=1e-9)
+    assert found.rise[1, 1] == pytest.approx((one - full).mean(), rel=1e-9)
+    assert not found.interaction.diagonal().any()
+    frame = found.to_frame()
+    assert len(frame) == 28
+    assert (
+        frame.loc[(frame["head"] == "L0H1") & (frame["other"] == "L1H2"), "rise"].item()
+        == (found.rise[1, 6])
+    )
+    assert repr(found).startswith("PairAblation(L")
+    assert found.plot().data[0].z.shape == (8, 8)
+
+
+def test_heads_of_one_layer_interact_by_the_product_of_their_outputs(prompts):
+    # With y_hat = a + b + rest the interaction is (e - a - b)^2 - (e - a)^2 - (e - b)^2 + e^2 = 2 a b.
+    from mechinterp.models.functional import head_outputs
+
+    weights = diagonal_heads([0.2, -0.1, 0.4], [3.4, -2.9, 0.3], d_x=5)
+    found = ablate_pairs(ICLTransformer.from_weights(weights, task=TaskConfig()), prompts)
+    outputs = head_outputs(weights, prompts)[..., 0]
+    expected = 2 * (outputs[:, 0] * outputs[:, 1]).mean().item()
+    assert found.interaction[0, 1] == pytest.approx(expected, rel=1e-9)
+
+
+def test_the_greedy_order_takes_what_is_missed_least(prompts):
+    # A zero head, and a debiased pair of which either half alone is far worse than none.
+    weights = diagonal_heads([0.0, 0.02, 0.4, -0.02], [0.0, 22.0, 0.1, -22.0], d_x=5)
+    model = ICLTransformer.from_weights(weights, task=TaskConfig())
+    found = greedy_order(model, prompts)
+    chosen_on, measured = halves(prompts)
+    assert sorted(found.names) == ["L0H0", "L0H1", "L0H2", "L0H3"]
+    order = [(int(layer), int(head)) for layer, head in found.heads]
+    for step, head in enumerate(order):
+        rivals = [[*order[:step], rival] for rival in order[step:]]
+        risks = masked_errors(model, chosen_on, rivals).mean(0)
+        assert risks.min() == risks[0], head
+    masks = [order[:size] for size in range(5)]
+    errors = masked_errors(model, measured, masks)
+    np.testing.assert_allclose(found.risk, errors.mean(0), rtol=1e-12)
+    sem = (errors[:, 2] - errors[:, 0]).std(ddof=1) / 128**0.5
+    assert found.rise_sem[2] == pytest.approx(sem, rel=1e-9)
+    zero = measured.y_query_clean.square().mean().item()
+    assert found.risk[-1] == pytest.approx(zero, rel=1e-12)
+    assert found.risk[3] > 5 * zero
+    assert list(found.to_frame()["head"]) == ["", *found.names]
+    assert repr(found).startswith(f"GreedyOrder({' '.join(found.names)}; risk ")
+    np.testing.assert_array_equal(found.plot().data[0].y, found.risk)
+
+
+def test_too_few_prompts_to_halve(few):
+    with pytest.raises(ValueError, match="at least 4 prompts to choose and to measure on, got 3"):
+        greedy_order(random_model(1), few[:3])

@@ -1,0 +1,183 @@
+"""Probes: exact where the target is a linear function of the stream, nothing where there is nothing."""
+
+import numpy as np
+import pytest
+import torch
+from sklearn.linear_model import Ridge
+
+from mechinterp.analysis.masking import masked
+from mechinterp.analysis.p_probing import descent_curves, p_probe, query_features
+from mechinterp.analysis.probes import (
+    PENALTIES,
+    cross_validated,
+    fit_ridge,
+    probe_layers,
+    responses,
+    reweighted,
+    streams,
+)
+from mechinterp.config import TaskConfig
+from mechinterp.icl.prompts import generator_for, sample_prompts
+from mechinterp.icl.sparse_predictors import excess_risk, gradient_descent
+from mechinterp.models.constructions import debiased_gradient_step
+from mechinterp.models.transformer import ICLTransformer
+from tests.analysis.conftest import WIDE, random_gpt2, random_model
+
+
+def test_ridge_is_scikit_learns():
+    generator = np.random.default_rng(0)
+    x, y = generator.standard_normal((50, 4)) + 1, generator.standard_normal((50, 2)) - 2
+    centred = x - x.mean(0)
+    size = np.linalg.eigvalsh(centred.T @ centred).mean()
+    for penalty, weights in zip(PENALTIES, fit_ridge(x, y), strict=True):
+        other = Ridge(alpha=penalty * size).fit(x, y)
+        np.testing.assert_allclose(weights[:-1], other.coef_.T, rtol=1e-8, atol=1e-10)
+        np.testing.assert_allclose(weights[-1], other.intercept_, rtol=1e-8)
+
+
+def test_cross_validation_finds_a_linear_map_and_nothing_in_noise():
+    generator = np.random.default_rng(0)
+    x = generator.standard_normal((500, 6))
+    W = generator.standard_normal((6, 1))
+    prediction, penalty = cross_validated(x, x @ W + 2)
+    np.testing.assert_allclose(prediction, x @ W + 2, atol=1e-6)
+    assert penalty == PENALTIES[0]
+    noise = generator.standard_normal((500, 1))
+    prediction, penalty = cross_validated(x, noise)
+    assert penalty == PENALTIES[-1]
+    assert np.square(prediction - noise).mean() > 0.99 * noise.var()
+
+
+def test_predictions_never_see_their_own_target():
+    generator = np.random.default_rng(0)
+    x, y = generator.standard_normal((40, 3)), generator.standard_normal((40, 1))
+    changed = y.copy()
+    changed[7] += 100
+    one, other = (fit[0] for fit in (cross_validated(x, y), cross_validated(x, changed)))
+    fold = np.arange(40) % 5 == 7 % 5
+    # Only the choice of the penalty may tell them apart; with one fold's weights fixed it does not.
+    assert np.abs(other[fold] - one[fold]).max() < 1
+    assert np.abs(other[~fold] - one[~fold]).max() > 1
+
+
+def test_the_last_layer_is_read_as_the_model_reads_it(prompts):
+    # One debiased step: the query's y entry, a linear function of the stream, is the prediction.
+    weights = debiased_gradient_step(0.88, 0.02, d_x=5)
+    model = ICLTransformer.from_weights(weights, task=TaskConfig())
+    found = probe_layers(model, prompts)
+    own = (model.predict(prompts) - prompts.y_query_clean).square().mean().item()
+    assert found.risk[1, 0] == pytest.approx(own, rel=0.2)
+    assert found.r2[0, 0] < 0.05
+    assert np.abs(found.control_r2 < 0.1).all()
+    assert found.positions == (40,)
+
+
+def test_every_position_and_layer(prompts):
+    model = ICLTransformer.from_weights(
+        debiased_gradient_step(0.88, 0.02, d_x=5), task=TaskConfig()
+    )
+    found = probe_layers(model, prompts, positions=(0, 39, -1))
+    assert found.positions == (0, 39, 40)
+    assert found.risk.shape == (2, 3)
+    # A context token holds its own noisy response: noise variance 0.1 of 1.1 is left, shrunk as ridge does.
+    np.testing.assert_allclose(found.risk[0, :2], 0.1, atol=0.04)
+    frame = found.to_frame()
+    assert list(frame["pos"]) == [0, 39, 40] * 2
+    assert repr(found).startswith("LayerProbes(risk ")
+    assert len(found.plot().data) == 3
+
+
+@pytest.mark.parametrize("make", [lambda: random_model(**WIDE), random_gpt2])
+def test_streams_are_those_of_the_cache(make, few, monkeypatch):
+    monkeypatch.setattr("mechinterp.analysis.probes.CHUNK", 8)
+    model = make()
+    predict = model.predict
+    found = streams(model, few, heads=[(0, 1)], positions=(-1, -3))
+    assert found.shape[:3] == (4, 30, 2)
+    hooked = getattr(model, "model", model)
+    embed = getattr(model, "embed", lambda prompts: prompts.tokens)
+    with torch.no_grad(), masked(model, [(0, 1)]):
+        _, cache = hooked.run_with_cache(embed(few))
+        expected = predict(few)
+    np.testing.assert_allclose(found[1, :, 1], cache["blocks.1.hook_resid_pre"][:, -3], rtol=1e-12)
+    np.testing.assert_allclose(found[3, :, 0], cache["blocks.2.hook_resid_post"][:, -1], rtol=1e-12)
+    with torch.no_grad():
+        assert not torch.allclose(expected, predict(few))
+
+
+def test_targets(few):
+    noisy, clean = responses(few)
+    assert torch.equal(noisy[:, :-1], few.y)
+    assert torch.equal(clean[:, -1], few.y_query_clean)
+    target, _ = reweighted(few)
+    r = torch.stack([(few.y[i, :, 0, None] * few.x[i]).mean(0) for i in range(30)])
+    torch.testing.assert_close(target[:, -1], r * few.x_query)
+    torch.testing.assert_close(target[:, 2], r * few.x[:, 2])
+
+
+def test_fewer_prompts_than_features_are_refused(few):
+    model = random_model(1)
+    with pytest.raises(
+        ValueError, match=r"A probe of 5 features needs more .* of 6 it is fitted to 4"
+    ):
+        probe_layers(model, few[:6])
+
+
+def test_positions_outside_are_refused(few):
+    with pytest.raises(ValueError, match="positions must lie in 0 to 9, got 10"):
+        probe_layers(random_model(1), few, positions=[10])
+
+
+def test_query_features_are_prompts_with_another_query(few):
+    model = random_model(**WIDE)
+    found = query_features(model, few, layer=2)
+    assert found.shape == (30, 10, 12)
+    tokens = few.tokens.clone()
+    tokens[:, -1] = torch.cat([few.x[:, 4], torch.zeros(30, 1)], dim=1)
+    expected = model(tokens, stop_at_layer=2)[:, -1]
+    torch.testing.assert_close(found[:, 4], expected)
+    bridge = random_gpt2()
+    torch.testing.assert_close(
+        query_features(bridge, few, layer=1)[:, -1],
+        bridge.model(bridge.embed(few), stop_at_layer=1)[:, -1],
+    )
+
+
+def test_the_input_is_as_good_as_raw_x(few):
+    # Layer 0 of a model without a read-in holds x and a zero: the same descent.
+    found = p_probe({"input": random_model()}, few, layer=0, steps=5)
+    np.testing.assert_allclose(found.risk[2], found.risk[0], rtol=1e-9)
+    expected = excess_risk(gradient_descent(few, steps=5), few).mean(1)
+    np.testing.assert_allclose(found.risk[0], expected, rtol=1e-9)
+    assert found.log_area[0] == found.log_area_sem[0] == 0
+    assert found.log_area[2] == pytest.approx(0, abs=1e-9)
+    assert list(found.to_frame().columns) == ["features", "step", "risk", "risk_sem"]
+    assert list(found.area_frame()["features"]) == ["raw x", "reweighted x", "input"]
+    assert repr(found).startswith("DescentCurves(least risk: raw x ")
+    assert len(found.plot().data) == 3
+
+
+def test_the_error_of_the_area_is_that_of_repeated_samples():
+    task = TaskConfig(d_x=4, context_length=8)
+    areas, sems = [], []
+    for draw in range(200):
+        prompts = sample_prompts(
+            task, 200, generator=generator_for(3, "eval", draw), dtype=torch.float64
+        )
+        raw = torch.cat([prompts.x, prompts.x_query[:, None]], dim=1)
+        found = descent_curves({"raw": raw, "ideal": reweighted(prompts)[0]}, prompts, steps=4)
+        areas.append(found.log_area[1])
+        sems.append(found.log_area_sem[1])
+    assert np.mean(sems) == pytest.approx(np.std(areas), rel=0.2)
+
+
+def test_bad_p_probes_are_refused(few):
+    model = random_model()
+    with pytest.raises(ValueError, match="at least one model, got none"):
+        p_probe({}, few)
+    with pytest.raises(ValueError, match="variant must be one of query, map, got 'B'"):
+        p_probe({"m": model}, few, variant="B")
+    with pytest.raises(ValueError, match="layer must lie in 0 to 3, got 4"):
+        p_probe({"m": model}, few, layer=4)
+    with pytest.raises(ValueError, match="'map' needs one position for each pair, got 19 for 10"):
+        p_probe({"m": random_gpt2()}, few, variant="map")

@@ -1,0 +1,129 @@
+"""Pruning: rules, the risk of what is left, and the smaller checkpoint that predicts as the masked model."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from mechinterp.analysis import pruning
+from mechinterp.analysis.masking import masked_errors, masked_predictions
+from mechinterp.analysis.pruning import (
+    RULES,
+    best_head_later,
+    fine_tune,
+    prune,
+    pruned_weights,
+    save_pruned,
+)
+from mechinterp.checkpoints.deep import load_saved, save_deep
+from mechinterp.checkpoints.errors import CheckpointError
+from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig
+from mechinterp.icl.prompts import generator_for, sample_prompts
+from mechinterp.models.deep import predict_deep
+from tests.analysis.conftest import WIDE, random_gpt2, random_model
+
+TASK = TaskConfig(d_x=4, context_length=9)
+
+
+@pytest.fixture
+def many():
+    generator = generator_for(0, "eval", 1)
+    return sample_prompts(TASK, 80, generator=generator, dtype=torch.float64)
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path):
+    model = ModelConfig(n_layers=3, n_heads=4, context_only=True, d_model=12, d_head=3)
+    weights = random_model(**WIDE).deep_weights
+    save_deep(tmp_path / "full", ExperimentConfig(task=TASK, model=model), weights, step=5)
+    return load_saved(tmp_path / "full")
+
+
+def test_rules():
+    rise = np.array([[0.1, 0.3], [2.0, 1.0], [-1.0, -2.0]])
+    kept = {name: rule(rise).tolist() for name, rule in RULES.items()}
+    assert kept == {
+        "best-later": [[True, True], [True, False], [True, False]],
+        "least-later": [[True, True], [False, True], [False, True]],
+        "best-first": [[False, True], [True, True], [True, True]],
+    }
+    # A tie goes to the lower number.
+    assert best_head_later(np.zeros((2, 3)))[1].tolist() == [True, False, False]
+
+
+@pytest.mark.parametrize("make", [lambda: random_model(**WIDE), random_gpt2])
+def test_risks_are_those_of_the_masked_model(make, many):
+    model = make()
+    found = prune(model, many)
+    scored, measured = many[:40], many[40:]
+    shape = found.kept.shape
+    errors = masked_errors(model, scored, [[], *([head] for head in np.ndindex(shape))]).mean(0)
+    np.testing.assert_allclose(found.rise, (errors[1:] - errors[0]).reshape(shape), rtol=1e-9)
+    assert np.array_equal(found.kept, best_head_later(found.rise))
+    full, left = masked_errors(model, measured, [[], found.pruned_heads]).mean(0)
+    assert found.full_risk == pytest.approx(full, rel=1e-12)
+    assert found.risk == pytest.approx(left, rel=1e-12)
+    assert found.ratio == pytest.approx(left / full, rel=1e-12)
+    assert found.refit_risk < found.risk
+    assert list(found.to_frame().columns) == ["layer", "head", "kept", "rise"]
+    assert repr(found).startswith(f"Pruning({shape[1]}, 1, 1 heads kept: risk ")
+    assert len(found.plot().data) == 1
+
+
+def test_sequential_scores_come_after_what_is_gone(many):
+    model = random_model(**WIDE)
+    joint, found = prune(model, many), prune(model, many, sequential=True)
+    assert np.array_equal(found.rise[:2], joint.rise[:2])
+    gone = [head for head in found.pruned_heads if head[0] == 1]
+    errors = masked_errors(model, many[:40], [gone, *([*gone, (2, head)] for head in range(4))])
+    np.testing.assert_allclose(found.rise[2], errors.mean(0)[1:] - errors.mean(0)[0], rtol=1e-9)
+    assert not np.allclose(found.rise[2], joint.rise[2])
+
+
+def test_pruning_everything_is_refused(many):
+    model = random_model()
+    with pytest.raises(ValueError, match="At least one of 12 heads must be kept, got none"):
+        prune(model, many, rule=lambda rise: np.zeros(rise.shape, dtype=bool))
+    with pytest.raises(ValueError, match=r"truth value for each of \(3, 4\) heads, got float64"):
+        prune(model, many, rule=lambda rise: rise)
+
+
+def test_a_pruned_model_is_a_smaller_checkpoint(checkpoint, many, tmp_path):
+    kept = np.zeros((3, 4), dtype=bool)
+    kept[0, [1, 3]] = kept[2, 2] = True  # no head at all in layer 1
+    gone = [(int(layer), int(head)) for layer, head in np.argwhere(~kept)]
+    saved = save_pruned(checkpoint, kept, tmp_path / "pruned", prompts=many, tolerance=1e-12)
+    assert saved.config.model.n_heads == saved.weights.n_heads == 2
+    assert saved.weights.heads_per_layer == ((0, 1), (), (0,))
+    assert saved.step == 5
+    masked = masked_predictions(checkpoint.model, many, [gone])[0]
+    torch.testing.assert_close(saved.model.predict(many), masked, rtol=1e-11, atol=1e-13)
+    with pytest.raises(CheckpointError, match="already holds a checkpoint"):
+        save_pruned(checkpoint, kept, tmp_path / "pruned", prompts=many)
+
+
+def test_a_saved_model_that_predicts_otherwise_is_refused(checkpoint, many, tmp_path, monkeypatch):
+    def wrong(weights, kept):
+        return pruned_weights(weights, ~kept)
+
+    monkeypatch.setattr(pruning, "pruned_weights", wrong)
+    with pytest.raises(ValueError, match="must predict as the masked one to 1e-05, got "):
+        save_pruned(checkpoint, np.eye(3, 4, dtype=bool), tmp_path / "pruned", prompts=many)
+
+
+def test_fine_tuning_helps_and_leaves_zero_heads_zero(checkpoint):
+    kept = np.ones((3, 4), dtype=bool)
+    kept[1, 1:] = False
+    weights = pruned_weights(checkpoint.weights, kept)
+    tuned = fine_tune(weights, TASK, steps=30, learning_rate=3e-3, batch_size=64)
+    assert tuned.heads_per_layer == ((0, 1, 2, 3), (0,), (0, 1, 2, 3))
+    assert not torch.equal(tuned.W_O, weights.W_O)
+    generator = generator_for(1, "eval", 0)
+    fresh = sample_prompts(TASK, 500, generator=generator, dtype=torch.float64)
+    before, after = (
+        (predict_deep(one, fresh) - fresh.y_query_clean).square().mean() for one in (weights, tuned)
+    )
+    assert after < before
+    with pytest.raises(ValueError, match="steps must be >= 1, got 0"):
+        fine_tune(weights, TASK, steps=0)
