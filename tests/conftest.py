@@ -86,3 +86,11 @@ def run(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Run:
         return Ran(ended.value.code, *capsys.readouterr())
 
     return command
+
+
+@pytest.fixture
+def few() -> Prompts:
+    """30 prompts of 9 pairs with d_x = 4, in float64."""
+    task = TaskConfig(d_x=4, context_length=9)
+    generator = generator_for(0, "eval", 0)
+    return sample_prompts(task, 30, generator=generator, dtype=torch.float64)

@@ -137,8 +137,8 @@ def test_sweep_trains_all_models_of_a_file(run: Run, tmp_path: Path):
     assert list(ran.document) == ["checkpoint", "steps", "seconds", "steps_per_second", "loss"]
     assert (ran.code, ran.document["checkpoint"], ran.document["steps"]) == (0, str(out), 30)
     assert "2 models" in ran.err
-    folders = sorted(folder.name for folder in out.iterdir())
-    assert folders == ["model-model.n_heads1", "model-model.n_heads2", "results.parquet"]
+    *folders, table = sorted(folder.name for folder in out.iterdir())
+    assert (folders, table) == (["model-model.n_heads1", "model-model.n_heads2"], "results.parquet")
     losses = [load(out / folder).history["eval_loss"].iloc[-1] for folder in folders]
     assert ran.document["loss"] == pytest.approx(sum(losses) / 2)
     ran = run("sweep", file, "--out", out, "--resume", "--device", "cpu")

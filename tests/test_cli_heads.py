@@ -10,8 +10,8 @@ from mechinterp.analysis.pruning import prune
 from mechinterp.checkpoints.deep import load_saved, save_deep
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig
 from mechinterp.icl.prompts import generator_for, sample_prompts
-from tests.analysis.conftest import WIDE, random_model
 from tests.conftest import CHECKPOINTS, Run
+from tests.deep_models import WIDE, random_model
 
 TASK = TaskConfig(d_x=4, context_length=9)
 

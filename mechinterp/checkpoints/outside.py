@@ -163,7 +163,8 @@ def _config(
                     f"{file}: {label}{name} must be the weights' {size}, got {value}."
                 )
     said = {"task.d_x", "task.d_y", *flatten(task, "task.")}
-    said |= {f"model.{name}" for name in ("n_layers", "n_heads", "d_head", "biases", "merged_qk")}
+    shapes = ("n_layers", "n_heads", "d_model", "d_head", "biases", "merged_qk", "context_only")
+    said |= {f"model.{name}" for name in shapes}
     if stated is None and given == {"d_x": None, "d_y": None}:
         said.remove("task.d_y")
     return ExperimentConfig(task=filled, model=model), said

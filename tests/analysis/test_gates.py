@@ -12,7 +12,7 @@ from mechinterp.config import TaskConfig
 from mechinterp.models.adapter import as_predictor
 from mechinterp.models.constructions import diagonal_heads
 from mechinterp.models.transformer import ICLTransformer
-from tests.analysis.conftest import random_gpt2, random_model
+from tests.deep_models import random_gpt2, random_model
 
 
 def test_roles_of_heads_that_help_do_nothing_and_harm(prompts):

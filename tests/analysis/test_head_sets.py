@@ -8,7 +8,7 @@ from mechinterp.analysis.masking import masked_errors
 from mechinterp.config import TaskConfig
 from mechinterp.models.constructions import diagonal_heads
 from mechinterp.models.transformer import ICLTransformer
-from tests.analysis.conftest import random_model
+from tests.deep_models import random_model
 
 
 def test_pairs_are_masks_of_two(few):

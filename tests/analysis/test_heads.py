@@ -16,7 +16,7 @@ from mechinterp.icl.prompts import generator_for, sample_prompts
 from mechinterp.models.constructions import debiased_gradient_step, diagonal_heads
 from mechinterp.models.functional import head_outputs, predict, stack
 from mechinterp.models.transformer import ICLTransformer
-from tests.analysis.conftest import random_model
+from tests.deep_models import random_model
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import torch
 from mechinterp.analysis import masking
 from mechinterp.analysis.masking import mask_heads, masked, masked_errors, masked_predictions
 from mechinterp.models.adapter import HookedPredictor, as_predictor, z_name
-from tests.analysis.conftest import WIDE, random_gpt2, random_model
+from tests.deep_models import WIDE, random_gpt2, random_model
 
 MASKS = [
     [],

@@ -21,7 +21,7 @@ from mechinterp.icl.prompts import generator_for, sample_prompts
 from mechinterp.icl.sparse_predictors import excess_risk, gradient_descent
 from mechinterp.models.constructions import debiased_gradient_step
 from mechinterp.models.transformer import ICLTransformer
-from tests.analysis.conftest import WIDE, random_gpt2, random_model
+from tests.deep_models import WIDE, random_gpt2, random_model
 
 
 def test_ridge_is_scikit_learns():

@@ -21,7 +21,7 @@ from mechinterp.checkpoints.errors import CheckpointError
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig
 from mechinterp.icl.prompts import generator_for, sample_prompts
 from mechinterp.models.deep import predict_deep
-from tests.analysis.conftest import WIDE, random_gpt2, random_model
+from tests.deep_models import WIDE, random_gpt2, random_model
 
 TASK = TaskConfig(d_x=4, context_length=9)
 

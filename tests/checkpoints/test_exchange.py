@@ -133,6 +133,7 @@ def test_a_state_dict_alone_is_read_and_what_it_does_not_say_is_assumed(
         *(
             "task.shared_beta",
             "task.sparsity",
+            "task.nonzeros",
             "task.n_sequences",
             "model.score",
             "model.score_slope",

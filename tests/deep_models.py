@@ -1,11 +1,8 @@
 """Models of several layers with random weights: ours, and somebody else's in a Bridge."""
 
-import pytest
 import torch
 from torch import nn
 
-from mechinterp.config import TaskConfig
-from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
 from mechinterp.models.adapter import HookedPredictor, gpt2_predictor
 from mechinterp.models.transformer import ICLTransformer
 
@@ -36,11 +33,3 @@ def random_gpt2() -> HookedPredictor:
             if "ln_" not in name:
                 nn.init.normal_(parameter, std=0.3, generator=generator)
     return gpt2_predictor(backbone.double(), read_in.double(), read_out.double())
-
-
-@pytest.fixture
-def few() -> Prompts:
-    """30 prompts of 9 pairs with d_x = 4, in float64."""
-    task = TaskConfig(d_x=4, context_length=9)
-    generator = generator_for(0, "eval", 0)
-    return sample_prompts(task, 30, generator=generator, dtype=torch.float64)
