@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mechinterp.checkpoints.errors import CheckpointError, one_line
 from mechinterp.checkpoints.hints import Hints
-from mechinterp.checkpoints.native import Checkpoint
+from mechinterp.checkpoints.native import Checkpoint, require_tensors
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig
 from mechinterp.fields import build, flatten
 from mechinterp.models.functional import BIASES, NAMES, AttentionWeights
@@ -86,22 +86,8 @@ def numbers(tensors: Mapping[str, Tensor], names: Collection[str], file: Path) -
     Raises:
         CheckpointError: If one is missing, or they are not finite floating-point numbers of one dtype.
     """
-    for name in names:
-        if name not in tensors:
-            raise CheckpointError(f"{file}: {name} is missing.")
-        tensor = tensors[name]
-        if not tensor.is_floating_point():
-            raise CheckpointError(
-                f"{file}: {name} must hold floating-point numbers, got {tensor.dtype}."
-            )
-        bad = int((~torch.isfinite(tensor)).sum())
-        if bad:
-            raise CheckpointError(
-                f"{file}: {name} must hold finite numbers, got {bad} NaN or infinite."
-            )
-    kinds = sorted({str(tensors[name].dtype) for name in names})
-    if len(kinds) > 1:
-        raise CheckpointError(f"{file}: the weights must have one dtype, got {', '.join(kinds)}.")
+    shapes = {name: tuple(tensors[name].shape) if name in tensors else () for name in names}
+    require_tensors(file, tensors, shapes)
     return [tensors[name] for name in names]
 
 
