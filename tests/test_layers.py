@@ -63,6 +63,7 @@ ORDER = [
     "training.descent",
     "training.kernel",
     "training.step",
+    "training.state",
     "training.deep",
     "training.batches",
     "training.trainer",

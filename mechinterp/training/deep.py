@@ -4,25 +4,21 @@ It is trained, stopped and resumed as a pack of one-layer models is: all that a 
 file, and a run that was killed and resumed ends with the same bits as one that was not.
 """
 
-import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from mechinterp.checkpoints.deep import save_deep
-from mechinterp.checkpoints.errors import CheckpointError, one_line
-from mechinterp.checkpoints.files import write_atomically
-from mechinterp.config import ExperimentConfig, from_dict
+from mechinterp.config import ExperimentConfig
 from mechinterp.icl.prompts import generator_for, sample_prompts
 from mechinterp.models.deep import DeepWeights, predict_deep
+from mechinterp.training.state import State, read_state, resumable, write_state
 
 ADAM = ("exp_avg", "exp_avg_sq", "step")
 
@@ -138,19 +134,9 @@ class DeepRun:
         Raises:
             CheckpointError: If it cannot be written; a state that was there before is kept.
         """
-        tensors = {"flat": self.flat, **self.adam.state[self.flat]}
-        tensors |= {f"row.{name}": rows for name, rows in self.rows.items()}
-        tensors |= {f"snapshot.{step}": flat for step, flat in self.snapshots.items()}
-        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-        models = {name: asdict(config) for name, config in self.models.items()}
-        metadata = {"step": str(self.step), "models": json.dumps(models)}
-        try:
-            write_atomically(file, lambda target: save_file(tensors, target, metadata=metadata))
-        except (OSError, SafetensorError) as error:
-            kept = "; the state saved before it is kept" if file.exists() else ""
-            raise CheckpointError(
-                f"{file}: cannot be written at step {self.step} ({one_line(error)}){kept}."
-            ) from None
+        moments = self.adam.state[self.flat]
+        parts = (self.models, self.step, self.flat, moments, self.rows, self.snapshots)
+        write_state(file, State(*parts))
 
     @classmethod
     def restore(cls, file: Path, *, device: str = "cpu") -> "DeepRun":
@@ -159,29 +145,14 @@ class DeepRun:
         Raises:
             CheckpointError: If the file is cut short or was not written by `save`.
         """
-        try:
-            with safe_open(file, framework="pt") as stored:
-                metadata = stored.metadata()
-                # safe_open is no dictionary: it has keys() but cannot be iterated over.
-                tensors = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118
-            documents = json.loads(metadata["models"])
-            run = cls({n: from_dict(document) for n, document in documents.items()}, device=device)
-            run.step = int(metadata["step"])
-            with torch.no_grad():
-                run.flat.copy_(tensors["flat"])
+        state = read_state(file)
+        with resumable(file), torch.no_grad():
+            run = cls(state.models, device=device)
+            run.step, run.rows = state.step, state.rows
+            run.flat.copy_(state.flat)
             if run.step:
-                run.adam.state[run.flat] = {n: tensors[n].to(run.device) for n in ADAM}
-        except (OSError, SafetensorError, KeyError, TypeError, ValueError, RuntimeError) as error:
-            reason = one_line(error) if file.exists() else "does not exist"
-            raise CheckpointError(
-                f"{file}: not a training state that can be resumed ({reason})."
-            ) from None
-        run.rows = {n[4:]: rows for n, rows in tensors.items() if n.startswith("row.")}
-        run.snapshots = {
-            int(n[9:]): flat.to(run.device)
-            for n, flat in tensors.items()
-            if n.startswith("snapshot.")
-        }
+                run.adam.state[run.flat] = {n: state.moments[n].to(run.device) for n in ADAM}
+        run.snapshots = {step: flat.to(run.device) for step, flat in state.snapshots.items()}
         return run
 
     def results(self) -> dict[str, TrainedDeepModel]:

@@ -19,12 +19,12 @@ from mechinterp.config import ExperimentConfig, differences
 from mechinterp.training.batches import CHUNK_BYTES, prompt_bytes
 from mechinterp.training.deep import DeepRun, TrainedDeepModel
 from mechinterp.training.linear import train_linear
+from mechinterp.training.state import stored_models
 from mechinterp.training.trainer import (
     Pack,
     Progress,
     TrainedModel,
     pack_key,
-    stored_models,
     train_pack,
 )
 
@@ -32,6 +32,8 @@ LANES = 32
 """Sums that the compiled step keeps side by side; `kernel.LANES`, which is not imported before it is needed."""
 PACK_HEADS = 512
 """Heads of a pack, unless one model has more."""
+FIRST_USE_BYTES = 64_000_000
+"""What libraries take when they are first called."""
 
 
 @dataclass(frozen=True)
@@ -221,7 +223,8 @@ def _require_memory(job: PackJob, memory: int) -> None:
     if config.model.context_only:
         raise CheckpointError(f"{job.file}: --memory is for packs of one-layer models.")
     unit = 1 if sys.platform == "darwin" else 1024
-    needed = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit + pack_bytes(job.models)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    needed = peak + FIRST_USE_BYTES + pack_bytes(job.models)
     if needed > memory:
         raise CheckpointError(
             f"{job.file}: may need {needed / 1e9:.2f} GB with {len(job.models)} models and "

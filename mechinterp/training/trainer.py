@@ -4,26 +4,22 @@ All that a resumed run needs lies in one file, written atomically: weights, Adam
 so far and the snapshots. A run that was killed and resumed ends with the same bits as one that was not.
 """
 
-import json
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pandas as pd
 import torch
 from jaxtyping import Float
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
-from mechinterp.checkpoints.errors import CheckpointError, one_line
-from mechinterp.checkpoints.files import write_atomically
-from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig, TrainConfig, from_dict
+from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig, TrainConfig
 from mechinterp.icl.prompts import Prompts, generator_for
 from mechinterp.models.functional import NAMES, AttentionWeights, stack
 from mechinterp.training.batches import batch_chunks
 from mechinterp.training.deep import DeepRun
+from mechinterp.training.state import State, read_state, resumable, write_state
 from mechinterp.training.step import initial_weights, loss_and_gradients, membership
 
 LOGGED = ("omega", "mu", "qk_diagonal", "ov_last_entry")
@@ -108,18 +104,8 @@ class Pack:
         Raises:
             CheckpointError: If it cannot be written; a state that was there before is kept.
         """
-        tensors = {"flat": self.flat, **self.moments}
-        tensors |= {f"row.{name}": rows for name, rows in self.rows.items()}
-        tensors |= {f"snapshot.{step}": flat for step, flat in self.snapshots.items()}
-        tensors = {name: tensor.detach().cpu() for name, tensor in tensors.items()}
-        metadata = {"step": str(self.step), "models": json.dumps(_documents(self.models))}
-        try:
-            write_atomically(file, lambda target: save_file(tensors, target, metadata=metadata))
-        except (OSError, SafetensorError) as error:
-            kept = "; the state saved before it is kept" if file.exists() else ""
-            raise CheckpointError(
-                f"{file}: cannot be written at step {self.step} ({one_line(error)}){kept}."
-            ) from None
+        parts = (self.models, self.step, self.flat, self.moments, self.rows, self.snapshots)
+        write_state(file, State(*parts))
 
     @classmethod
     def restore(cls, file: Path, *, device: str = "cpu") -> "Pack":
@@ -128,25 +114,15 @@ class Pack:
         Raises:
             CheckpointError: If the file is cut short or was not written by `save`.
         """
-        try:
-            with safe_open(file, framework="pt") as stored:
-                metadata = stored.metadata()
-                # safe_open is no dictionary: it has keys() but cannot be iterated over.
-                tensors = {name: stored.get_tensor(name).to(device) for name in stored.keys()}  # noqa: SIM118
-            pack = cls(_models(metadata), device=device)
-            pack.step = int(metadata["step"])
+        state = read_state(file)
+        with resumable(file):
+            pack = cls(state.models, device=device)
+            pack.step, pack.rows = state.step, state.rows
             pack.n_updates.fill_(pack.step)
-            pack.flat.copy_(tensors["flat"])
+            pack.flat.copy_(state.flat)
             for name, moment in pack.moments.items():
-                moment.copy_(tensors[name])
-        except (OSError, SafetensorError, KeyError, TypeError, ValueError, RuntimeError) as error:
-            raise _unreadable(file, error) from None
-        pack.rows = {
-            name[4:]: rows.cpu() for name, rows in tensors.items() if name.startswith("row.")
-        }
-        pack.snapshots = {
-            int(n[9:]): flat for n, flat in tensors.items() if n.startswith("snapshot.")
-        }
+                moment.copy_(state.moments[name])
+        pack.snapshots = {step: flat.to(pack.device) for step, flat in state.snapshots.items()}
         return pack
 
     def results(self) -> dict[str, "TrainedModel"]:
@@ -237,19 +213,6 @@ def pack_key(config: ExperimentConfig) -> tuple[TaskConfig, ModelConfig, TrainCo
     return config.task, replace(config.model, n_heads=1), config.train
 
 
-def stored_models(file: Path) -> dict[str, ExperimentConfig]:
-    """The models of the pack whose state lies in a file.
-
-    Raises:
-        CheckpointError: If the file is cut short or was not written by `Pack.save`.
-    """
-    try:
-        with safe_open(file, framework="pt") as stored:
-            return _models(stored.metadata())
-    except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
-        raise _unreadable(file, error) from None
-
-
 def train_pack(
     pack: Pack | DeepRun, file: Path, *, on_log: Callable[[Progress], None] | None = None
 ) -> float:
@@ -286,23 +249,6 @@ def _views(flat: Tensor, like: AttentionWeights) -> AttentionWeights:
 def _own(weights: AttentionWeights) -> AttentionWeights:
     return replace(
         weights, **{name: getattr(weights, name).detach().cpu().clone() for name in NAMES}
-    )
-
-
-def _documents(models: Mapping[str, ExperimentConfig]) -> dict[str, dict]:
-    return {name: asdict(config) for name, config in models.items()}
-
-
-def _models(metadata: Mapping[str, str]) -> dict[str, ExperimentConfig]:
-    documents = json.loads(metadata["models"])
-    return {name: from_dict(document) for name, document in documents.items()}
-
-
-def _unreadable(file: Path, error: Exception) -> CheckpointError:
-    reason = one_line(error) if file.exists() else "does not exist"
-    return CheckpointError(
-        f"{file}: not a training state that can be resumed ({reason}). Delete it, and its models begin anew "
-        "with --resume."
     )
 
 

@@ -14,8 +14,8 @@ from mechinterp.icl.prompts import generator_for, sample_prompts
 from mechinterp.icl.sparse_predictors import excess_risk
 from mechinterp.models.deep import predict_deep
 from mechinterp.training.deep import DeepRun, initial_deep_weights
+from mechinterp.training.state import stored_models
 from mechinterp.training.sweep import train_models
-from mechinterp.training.trainer import stored_models
 from tests.conftest import assert_same
 
 CONFIG = ExperimentConfig(
