@@ -16,6 +16,7 @@ IDS = (
     *("O1a", "O1b", "O1c", "O1d", "O1e", "O2a", "O2b", "O2c", "O3a", "O3b", "O3c", "O3d", "O3e"),
     *("O4a", "O4b", "O4c", "O4d", "S1", "L1", "A1", "A2", "N1", "N2", "N3"),
     *("M-I", "M-II", "M-III", "M-IV", "M-loss", "T1", "T2", "T3", "T4", "T5", "T6", "T7"),
+    *(f"C{number}" for number in range(1, 17)),
 )
 
 

@@ -1,0 +1,196 @@
+"""C9-C16: what trained models of sparse regression show, at noise variance 0.1, with one training seed each.
+
+Settings and thresholds are ours. Most claims do not hold here, and the tests say what does instead: the models come out
+a little below ridge at its best, layer 1 rewrites x by the context's covariance and not by its correlations with y, and
+later layers need most of their heads. `analyses/sparse_*.py` measure the same on more prompts.
+"""
+
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+
+from mechinterp.analysis.estimates import ratio_and_sem
+from mechinterp.analysis.head_sets import halves
+from mechinterp.analysis.heads import HeadAblation, ablate_heads
+from mechinterp.analysis.masking import masked_errors
+from mechinterp.analysis.p_probing import RAW, descent_curves, query_features
+from mechinterp.analysis.probes import LayerProbes, probe_layers, reweighted
+from mechinterp.analysis.pruning import Pruning, best_head_first, prune
+from mechinterp.checkpoints.deep import DeepCheckpoint, load_saved
+from mechinterp.icl.predictors import ridge
+from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
+from mechinterp.icl.sparse_predictors import excess_risk, lasso, preprocess_then_optimise, tuned
+from mechinterp.training.sweep import load_sweep
+from tests.conftest import CHECKPOINTS
+
+pytestmark = pytest.mark.slow
+
+H1, H4, H8 = NAMES = [f"sparse-h{heads}-noise0.1-s0" for heads in (1, 4, 8)]
+SEVERAL = [H4, H8]
+
+
+@cache
+def trained(name: str) -> DeepCheckpoint:
+    return load_saved(CHECKPOINTS / name)
+
+
+@cache
+def draw(n_prompts: int, context_length: int = 40) -> Prompts:
+    task, generator = trained(H1).config.task, generator_for(1, "eval", 0)
+    return sample_prompts(task, n_prompts, generator=generator, context_length=context_length)
+
+
+@cache
+def errors(name: str, n_prompts: int, context_length: int = 40) -> np.ndarray:
+    return masked_errors(trained(name).model, draw(n_prompts, context_length), [[]])[:, 0]
+
+
+@cache
+def masked(name: str) -> HeadAblation:
+    return ablate_heads(trained(name).model, draw(2048))
+
+
+@cache
+def pruned(name: str) -> Pruning:
+    return prune(trained(name).model, draw(2048))
+
+
+@cache
+def probes(name: str, *, without_pruned: bool = False) -> LayerProbes:
+    gone = pruned(name).pruned_heads if without_pruned else []
+    return probe_layers(trained(name).model, draw(2048), heads=gone)
+
+
+def test_the_sweep_file_names_the_shipped_models_with_their_configs():
+    models = load_sweep(CHECKPOINTS.parent / "analyses" / "sweeps" / "sparse.json")
+    assert {name: models[name] for name in NAMES} == {n: trained(n).config for n in NAMES}
+    assert {trained(name).step for name in NAMES} == {50_000}
+
+
+# C9: many heads and few
+
+
+@pytest.mark.parametrize("name", SEVERAL)
+@pytest.mark.parametrize("length", [32, 40])
+def test_c9_does_not_hold_several_heads_gain_a_few_per_cent_at_most(name: str, length: int):
+    ratio, sem = ratio_and_sem(errors(name, 4096, length), errors(H1, 4096, length))
+    assert ratio - 4 * sem > 0.9
+    assert ratio + sem < 1
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_trained_models_are_a_little_below_ridge_and_far_above_what_sees_sparsity(name: str):
+    prompts = draw(4096)
+    best = tuned(lambda p: ridge(prompts, penalty=p), np.geomspace(0.5, 4, 9).tolist(), prompts)
+    rival = excess_risk(ridge(prompts, penalty=best.value), prompts).double().numpy()
+    ratio, sem = ratio_and_sem(errors(name, 4096), rival)
+    assert ratio + 3 * sem < 1
+    assert ratio > 0.9
+    path = excess_risk(preprocess_then_optimise(prompts, steps=128), prompts).double()
+    algorithm = path[path.mean(1).argmin()].numpy()
+    few = prompts[:512]
+    sparse = excess_risk(lasso(few, alpha=0.06), few).double().numpy()
+    for risks in (algorithm, sparse):
+        ratio, sem = ratio_and_sem(errors(name, 4096)[: len(risks)], risks)
+        assert ratio - 2 * sem > 1.2
+
+
+# C10: heads of layer 1 and of later ones
+
+
+def test_c10_does_not_hold_with_4_heads_layer_1_uses_one_and_later_layers_several():
+    found = masked(H4)
+    assert found.importance[0].max() > 0.999
+    assert (found.effective_heads[1:] - 4 * found.effective_heads_sem[1:] > 1.5).all()
+
+
+def test_c10_with_8_heads_layer_1_uses_several():
+    found = masked(H8)
+    assert found.effective_heads[0] - 4 * found.effective_heads_sem[0] > 2
+    assert found.importance[0].max() < 0.6
+
+
+@pytest.mark.parametrize("name", SEVERAL)
+def test_c10_does_not_hold_no_head_dominates_later_layers(name: str):
+    assert np.median(masked(name).importance[1:].max(1)) < 0.7
+
+
+# C11 to C13: pruning; C16, which asks for them at 0.1, 0.4 and 0.8, fails with them at 0.1
+
+
+@pytest.mark.parametrize("name", SEVERAL)
+def test_c11_does_not_hold_one_head_in_later_layers_costs_half_the_risk_again(name: str):
+    found = pruned(name)
+    # With 4 heads the risk itself is near the 2 times that are allowed: which heads look best is chance.
+    assert found.ratio - 4 * found.ratio_sem > 1.5
+    assert found.refit_risk - 3 * found.refit_risk_sem > 1.25 * found.full_risk
+
+
+def test_c12_does_not_hold_with_4_heads_one_head_in_layer_1_will_do():
+    found = prune(trained(H4).model, draw(2048), rule=best_head_first)
+    assert found.ratio + 4 * found.ratio_sem < 1.1
+
+
+def test_c12_holds_with_8_heads():
+    found = prune(trained(H8).model, draw(2048), rule=best_head_first)
+    assert found.refit_risk - 4 * found.refit_risk_sem > 2 * found.full_risk
+
+
+@pytest.mark.parametrize("name", SEVERAL)
+def test_c13_does_not_hold_the_pruned_model_is_worse_than_a_single_head(name: str):
+    measured = halves(draw(2048))[1]
+    masks = masked_errors(trained(name).model, measured, [pruned(name).pruned_heads])
+    single = masked_errors(trained(H1).model, measured, [[]])
+    ratio, sem = ratio_and_sem(masks[:, 0], single[:, 0])
+    assert ratio - 4 * sem > 1.5
+
+
+# C14: probes
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_c14_holds_probes_get_better_from_layer_to_layer(name: str):
+    risk = probes(name).risk[:, -1]
+    assert (risk[1:] <= 1.05 * risk[:-1]).all()
+    assert risk[0] > 0.9
+    assert risk[-1] < 0.08
+
+
+@pytest.mark.parametrize("name", SEVERAL)
+def test_c14_holds_for_pruned_models_the_same_after_layer_1(name: str):
+    risk = probes(name, without_pruned=True).risk[:, -1]
+    assert (risk[1:] <= 1.05 * risk[:-1]).all()
+    assert abs(risk[1] - probes(name).risk[1, -1]) <= 1e-6
+
+
+# C15: what layer 1 is good for
+
+
+@pytest.mark.parametrize("name", SEVERAL)
+def test_c15_does_not_hold_descent_on_layer_1_is_faster_but_ends_no_lower(name: str):
+    prompts = draw(1024)
+    raw = torch.cat([prompts.x, prompts.x_query[:, None]], dim=1)
+    phis = {RAW: raw, name: query_features(trained(name).model, prompts, layer=1)}
+    found = descent_curves(phis, prompts, steps=32)
+    assert found.log_area[1] + 4 * found.log_area_sem[1] < 0
+    assert found.risk[1, 16] > 0.95 * found.risk[0, 16]
+    assert found.risk[1].min() == pytest.approx(found.risk[0].min(), rel=0.03)
+
+
+def spread(prompts: Prompts) -> tuple[torch.Tensor, torch.Tensor]:
+    """(S - 1) x of every position, S the context's covariance."""
+    x = torch.cat([prompts.x, prompts.x_query[:, None]], dim=1)
+    target = x @ (prompts.x.mT @ prompts.x / prompts.x.shape[1]) - x
+    return target, target
+
+
+@pytest.mark.parametrize(("name", "at_least"), [(H1, 0.95), (H4, 0.95), (H8, 0.6)])
+def test_layer_1_writes_the_covariance_times_x_and_not_the_correlations(name: str, at_least: float):
+    model, prompts = trained(name).model, draw(2048)
+    covariance = probe_layers(model, prompts, target=spread)
+    correlations = probe_layers(model, prompts, target=reweighted)
+    assert covariance.r2[1, -1] > at_least
+    assert correlations.r2[1, -1] < 0.15
+    assert max(covariance.r2[0, -1], correlations.r2[0, -1]) < 0.02
