@@ -132,9 +132,11 @@ def one_layer(path: Path, hints: "Hints") -> "Checkpoint":
 
     checkpoint = load_checkpoint(path, hints)
     if not isinstance(checkpoint, Checkpoint):
+        deep = checkpoint.format == "native"
+        takers = "classify, info, ablate, prune and probe" if deep else "classify and info"
         raise ValueError(
             f"{path}: this command takes attention-only models of one layer, got format "
-            f"{checkpoint.format}; classify and info take it."
+            f"{checkpoint.format}{' with model.context_only' if deep else ''}; {takers} take it."
         )
     return checkpoint
 
