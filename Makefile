@@ -79,7 +79,7 @@ bench: install ## time the package against plain counterparts, and write tests/b
 	  tests/benchmarks --table tests/benchmarks/README.md
 
 analyses: install ## measure the papers' claims again from the shipped checkpoints
-	grep -l 'run(measure' analyses/*.py | OMP_NUM_THREADS=1 xargs -n 1 -P 2 $(BIN)/python
+	grep -l '^    run(measure' analyses/*.py | OMP_NUM_THREADS=1 xargs -n 1 -P 2 $(BIN)/python
 	$(BIN)/python analyses/emergence_prediction.py
 	$(BIN)/python analyses/claims_table.py
 

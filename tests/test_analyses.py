@@ -10,7 +10,9 @@ import pytest
 
 ANALYSES = Path(__file__).parents[1] / "analyses"
 SCRIPTS = sorted(
-    file.stem for file in ANALYSES.glob("*.py") if "run(measure" in file.read_text(encoding="utf-8")
+    file.stem
+    for file in ANALYSES.glob("*.py")
+    if "\n    run(measure" in file.read_text(encoding="utf-8")
 )
 IDS = (
     *("O1a", "O1b", "O1c", "O1d", "O1e", "O2a", "O2b", "O2c", "O3a", "O3b", "O3c", "O3d", "O3e"),

@@ -4,6 +4,7 @@ A pack is trained from its state file, where there is one, to the checkpoints of
 again at any time, in any process that sees the run folder.
 """
 
+import re
 import resource
 import sys
 import time
@@ -32,7 +33,7 @@ LANES = 32
 """Sums that the compiled step keeps side by side; `kernel.LANES`, which is not imported before it is needed."""
 PACK_HEADS = 512
 """Heads of a pack, unless one model has more."""
-FIRST_USE_BYTES = 64_000_000
+FIRST_USE_BYTES = 96_000_000
 """What libraries take when they are first called."""
 
 
@@ -218,13 +219,21 @@ def pack_bytes(models: Mapping[str, ExperimentConfig]) -> int:
     return 4 * floats + 4 * min(batch, CHUNK_BYTES)
 
 
+def peak_memory() -> int:
+    """The most memory that this process has held so far, in bytes."""
+    status = Path("/proc/self/status")
+    # On Linux a process starts with the ru_maxrss of the one that started it.
+    if status.exists() and (found := re.search(r"VmHWM:\s+(\d+) kB", status.read_text())):
+        return 1024 * int(found[1])
+    unit = 1 if sys.platform == "darwin" else 1024
+    return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
 def _require_memory(job: PackJob, memory: int) -> None:
     config = next(iter(job.models.values()))
     if config.model.context_only:
         raise CheckpointError(f"{job.file}: --memory is for packs of one-layer models.")
-    unit = 1 if sys.platform == "darwin" else 1024
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-    needed = peak + FIRST_USE_BYTES + pack_bytes(job.models)
+    needed = peak_memory() + FIRST_USE_BYTES + pack_bytes(job.models)
     if needed > memory:
         raise CheckpointError(
             f"{job.file}: may need {needed / 1e9:.2f} GB with {len(job.models)} models and "
