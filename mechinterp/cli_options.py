@@ -128,6 +128,7 @@ def attention_only(path: Path, hints: "Hints") -> "Checkpoint | DeepCheckpoint":
 
 
 def one_layer(path: Path, hints: "Hints") -> "Checkpoint":
+    """The checkpoint of a model of one layer of attention."""
     from mechinterp.checkpoints.native import Checkpoint
 
     checkpoint = load_checkpoint(path, hints)
@@ -142,6 +143,7 @@ def one_layer(path: Path, hints: "Hints") -> "Checkpoint":
 
 
 def task_of(checkpoint: "Checkpoint | DeepCheckpoint", context_length: int | None) -> "TaskConfig":
+    """The task of a checkpoint, at another context length if one is asked for."""
     task = checkpoint.config.task
     return task if context_length is None else replace(task, context_length=context_length)
 
@@ -168,5 +170,6 @@ def shown_path(path: Path) -> str:
 
 
 def complain(message: str) -> None:
+    """Print an error as one line on standard error."""
     line = "".join(c if c.isprintable() else " " for c in " ".join(message.split()))
     print(f"mechinterp: {line}", file=sys.stderr)

@@ -253,6 +253,7 @@ def _layered_header(checkpoint: LayeredCheckpoint) -> dict:
 
 
 def records(frame: pd.DataFrame) -> list[dict]:
+    """The rows of a table, one dict each."""
     return frame.to_dict(orient="records")
 
 

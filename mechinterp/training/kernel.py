@@ -42,6 +42,8 @@ CONTRACT = (
 
 @register_model(LanesType)
 class LanesModel(models.PrimitiveModel):
+    """Lanes are one LLVM vector."""
+
     def __init__(self, manager, kind):
         super().__init__(manager, kind, VECTOR)
 
@@ -90,6 +92,8 @@ def load(_context, array, index):
 
 @intrinsic
 def store(_context, array, index, value):
+    """Set lanes number `index` of a flat array."""
+
     def code(context, builder, signature, arguments):
         pointer = _pointer(context, builder, signature.args[0], *arguments[:2])
         builder.store(arguments[2], pointer, align=4)
@@ -100,6 +104,7 @@ def store(_context, array, index, value):
 
 @intrinsic
 def fill(_context, number):
+    """The same number in all lanes."""
     return lanes(lanes), lambda context, builder, signature, arguments: arguments[0]
 
 
@@ -115,6 +120,8 @@ def larger(_context, a, b):
 
 @intrinsic
 def smaller(_context, a, b):
+    """The smaller one, and b where one is NaN."""
+
     def code(context, builder, signature, arguments):
         return builder.select(builder.fcmp_ordered("<", *arguments), *arguments)
 

@@ -17,7 +17,7 @@ from mechinterp.checkpoints.native import load
 from mechinterp.config import TaskConfig
 from mechinterp.icl.predictors import debiased_gd
 from mechinterp.models.scores import score_derivative_at_zero
-from mechinterp.theory.softmax import debiased_risk, debiased_step_size, linear_attention_risk
+from mechinterp.theory.softmax import debiased_risk, debiased_step_size, vanilla_risk
 from mechinterp.training.sweep import load_sweep
 from tests.conftest import CHECKPOINTS
 
@@ -120,7 +120,7 @@ def paired_gap(names: list[str], eta: float) -> np.ndarray:
 
 @pytest.mark.parametrize(
     ("family", "low", "high"),
-    [("softmax", 0.001, 0.004), ("affine", 0.001, 0.004), ("tanh", -0.02, -0.005), ("square", -0.03, -0.01)],
+    [("softmax", -0.01, 0.01), ("affine", -0.01, 0.01), ("tanh", -0.03, -0.01), ("square", -0.03, -0.01)],
 )  # fmt: skip
 def test_a1_losses_of_softmax_and_1_plus_cx_are_those_of_the_best_step_and_others_below(
     family: str, low: float, high: float
@@ -132,7 +132,7 @@ def test_a1_losses_of_softmax_and_1_plus_cx_are_those_of_the_best_step_and_other
     assert ((low < gaps) & (gaps < high)).all()
 
 
-@pytest.mark.parametrize(("family", "low", "high"), [("tanh", -0.1, -0.06), ("square", -0.11, -0.08)])  # fmt: skip
+@pytest.mark.parametrize(("family", "low", "high"), [("tanh", -0.11, -0.06), ("square", -0.11, -0.06)])  # fmt: skip
 def test_a1_tanh_and_squares_are_6_to_11_percent_below_the_step_their_weights_name(
     family: str, low: float, high: float
 ):
@@ -176,8 +176,7 @@ def test_l1_it_fails_at_other_lengths_where_softmax_improves(name: str):
     assert linear[far] > 5 * linear[at]
     assert softmax[far] < 0.75 * softmax[at]
     assert 38 <= lengths[int(linear.argmin())] <= 45
-    exact = [
-        linear_attention_risk(trained_length=40, context_length=length, **RISK)
-        for length in lengths
-    ]
-    np.testing.assert_allclose(linear, exact, rtol=0.05)
+    # A fixed factor of 1/40 makes the model's step longer in proportion to the context.
+    eta = label(name).scales.step[0].diagonal().mean().item()
+    exact = [vanilla_risk(eta * n / 40, context_length=n, **RISK) for n in lengths]
+    assert (np.abs(linear - exact) < 4 * found.loss_sem[:, 0]).all()

@@ -58,7 +58,7 @@ def test_the_sweep_file_names_the_shipped_models_with_their_configs():
 def test_n1_a_pair_is_one_preconditioned_debiased_step(name: str):
     found = label(name)
     assert found.pattern == "preconditioned_gd"
-    assert found.learner.r2 > 0.998
+    assert found.learner.r2 > (0.998 if name.startswith("kms-0.8") else 0.999)
     debiased, vanilla = (
         preconditioner(sigma(name), **SETTING)
         for preconditioner in (debiased_preconditioner, vanilla_preconditioner)
@@ -71,7 +71,7 @@ def test_n1_a_pair_is_one_preconditioned_debiased_step(name: str):
 @pytest.mark.parametrize("name", PAIRS)
 def test_n1_the_two_qk_circuits_are_opposite_within_6_percent(name: str):
     first, second = label(name).circuits.QK[:, :5, :5]
-    assert 0.03 < distance(first, -second) < 0.06
+    assert (0.03 if name.startswith("kms-0.8") else 0.05) < distance(first, -second) < 0.06
 
 
 @pytest.mark.parametrize("name", PAIRS)
@@ -94,13 +94,13 @@ def test_n3_the_inverse_of_the_step_is_sigma_plus_a_multiple_of_the_identity(nam
 
 def test_one_head_is_a_kernel_smoother_with_a_metric_in_four_of_six_models():
     singles = [name for name in NAMES if "-h1-" in name]
-    stuck = {"kms-0.5-h1-s0", "kms-0.8-h1-s0"}
-    for name in set(singles) - stuck:
+    stuck = {"kms-0.5-h1-s0": "undetermined", "kms-0.8-h1-s0": "unstructured"}
+    for name in set(singles) - set(stuck):
         assert label(name).pattern == "kernel_regression"
         assert label(name).form.kind == "common"
     # They average x: what they know of the query is small.
-    for name in stuck:
-        assert label(name).pattern in ("undetermined", "unstructured")
+    for name, pattern in stuck.items():
+        assert label(name).pattern == pattern
         assert label(name).circuits.ov_last_entry[0] < 0.6
     losses = [load(CHECKPOINTS / name).history["eval_loss"].iloc[-1] for name in singles]
     assert losses == pytest.approx([0.397, 0.397, 0.711, 0.380, 0.488, 0.328], abs=0.005)
