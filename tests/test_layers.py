@@ -15,6 +15,7 @@ PACKAGE = Path(__file__).parents[1] / "mechinterp"
 # and before all that import it.
 ORDER = [
     "fields",
+    "tracking",
     "config",
     "display",
     "figures",
@@ -120,7 +121,7 @@ ORDER = [
     "cli",
 ]
 FLOORS = [
-    "fields",
+    *("fields", "tracking"),
     *("config", "display", "figures", "theory", "icl", "models"),
     *(
         "checkpoints",

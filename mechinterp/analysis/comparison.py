@@ -18,6 +18,7 @@ from mechinterp.checkpoints.native import Checkpoint
 from mechinterp.config import ExperimentConfig
 from mechinterp.display import Result
 from mechinterp.fields import flatten
+from mechinterp.tracking import Track, untracked
 
 SEEDS = ("seed", "train.data_seed")
 SEED_IN_NAME = re.compile(r"[-_. ]*(seed|s)?[-_. ]*\d+$")
@@ -104,12 +105,17 @@ class Comparison(Result):
 
 
 def compare(
-    checkpoints: Sequence[Checkpoint], *, n_prompts: int = 4096, seed: int = 0
+    checkpoints: Sequence[Checkpoint],
+    *,
+    n_prompts: int = 4096,
+    seed: int = 0,
+    track: Track = untracked,
 ) -> Comparison:
     """What each of several one-layer models is, and how seeds of one setting agree.
 
     Args:
         n_prompts: Prompts behind each classification; losses take five times as many.
+        track: Told of the progress.
     Raises:
         ValueError: If there is no checkpoint.
     Example:
@@ -126,7 +132,7 @@ def compare(
     titles = _titles([[checkpoints[row].name for row in rows] for rows in groups.values()])
     settings = [""] * len(checkpoints)
     loss, loss_sem = np.zeros(len(checkpoints)), np.zeros(len(checkpoints))
-    for title, rows in zip(titles, groups.values(), strict=True):
+    for title, rows in track(list(zip(titles, groups.values(), strict=True)), "measuring losses"):
         models = {str(row): checkpoints[row] for row in rows}
         task = checkpoints[rows[0]].config.task
         losses = shared_losses(models, task, n_prompts=5 * n_prompts, seed=seed)
@@ -138,7 +144,10 @@ def compare(
         settings=tuple(settings),
         seeds=np.array([checkpoint.config.seed for checkpoint in checkpoints]),
         fields=_fields(titles, [json.loads(setting) for setting in groups]),
-        found=tuple(classify(each, n_prompts=n_prompts, seed=seed) for each in checkpoints),
+        found=tuple(
+            classify(each, n_prompts=n_prompts, seed=seed)
+            for each in track(checkpoints, "classifying models")
+        ),
         loss=loss,
         loss_sem=loss_sem,
         curves=tuple(loss_curve(checkpoint) for checkpoint in checkpoints),

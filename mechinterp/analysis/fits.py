@@ -27,6 +27,7 @@ from mechinterp.icl.predictors import (
 )
 from mechinterp.icl.prompts import Prompts, prompt_chunks
 from mechinterp.models.functional import AttentionWeights, predict
+from mechinterp.tracking import Track, untracked
 
 FITTED = {"vanilla_gd": "eta", "debiased_gd": "eta", "kernel_head": "mu"}
 LEARNERS = ("zero", "vanilla_gd", "debiased_gd", "kernel_head", "ridge")
@@ -166,6 +167,7 @@ def fit_learners(
     context_lengths: Sequence[int] = CONTEXT_LENGTHS,
     n_prompts: int = 20_000,
     seed: int = 0,
+    track: Track = untracked,
 ) -> LearnerFits:
     """Fits of zero, vanilla GD, debiased GD, a kernel head and ridge to a model's predictions.
 
@@ -177,6 +179,7 @@ def fit_learners(
             needs a task).
         context_lengths: Numbers of pairs; the task's own is added.
         n_prompts: Prompts per context length.
+        track: Told of the progress.
     Raises:
         ValueError: If a predicting function comes without a task.
     Source:
@@ -196,7 +199,10 @@ def fit_learners(
     else:
         model = source
     lengths = sorted({*context_lengths, task.context_length})
-    rows = [_fit_at(model, task, length, n_prompts, seed) for length in lengths]
+    rows = [
+        _fit_at(model, task, length, n_prompts, seed)
+        for length in track(lengths, "fitting learners at each context length")
+    ]
     at = lengths.index(task.context_length)
     squares = rows[at].pop("squares")
     for row in rows:

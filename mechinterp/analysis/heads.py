@@ -18,6 +18,7 @@ from mechinterp.display import Result
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.adapter import HookedPredictor, as_predictor
 from mechinterp.models.functional import AttentionWeights, head_outputs
+from mechinterp.tracking import Track, untracked
 
 if TYPE_CHECKING:
     from mechinterp.models.transformer import ICLTransformer
@@ -171,12 +172,17 @@ class SubsetAblation(Result):
 
 
 def ablate_heads(
-    model: "HookedPredictor | ICLTransformer", prompts: Prompts, *, method: str = "zero"
+    model: "HookedPredictor | ICLTransformer",
+    prompts: Prompts,
+    *,
+    method: str = "zero",
+    track: Track = untracked,
 ) -> HeadAblation:
     """Rise of the excess risk when each head of a hooked model is masked, one at a time.
 
     Args:
         method: "zero"; "mean" over the given prompts at each position; or "resample", from another prompt.
+        track: Told of the progress.
     Raises:
         ValueError: If the method is unknown, or prompts are to be swapped and odd in number.
     Source:
@@ -193,7 +199,7 @@ def ablate_heads(
     predictor = as_predictor(model)
     shape = (predictor.n_layers, predictor.n_heads)
     masks = [[], *([head] for head in np.ndindex(shape))]
-    errors = masked_errors(predictor, prompts, masks, method=method)
+    errors = masked_errors(predictor, prompts, masks, method=method, track=track)
     full, rises = errors[:, 0], (errors[:, 1:] - errors[:, :1]).reshape(-1, *shape)
     full_risk, full_risk_sem = mean_and_sem(full)
     rise, rise_sem = mean_and_sem(rises)

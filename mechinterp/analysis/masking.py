@@ -19,6 +19,7 @@ from torch import Tensor
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.adapter import HookedPredictor, as_predictor, resid_name, z_name
 from mechinterp.models.functional import AttentionWeights, attend
+from mechinterp.tracking import Track, untracked
 
 if TYPE_CHECKING:
     from mechinterp.models.transformer import ICLTransformer
@@ -99,6 +100,7 @@ def masked_predictions(
     masks: Sequence[Sequence[Head]],
     *,
     method: str = "zero",
+    track: Track = untracked,
 ) -> Float[Tensor, "mask batch d_y"]:
     """Predictions under each of several masks, the same as of one run with hooks for each.
 
@@ -106,6 +108,7 @@ def masked_predictions(
         masks: The heads that are masked together; an empty mask is the full model.
         method: "zero"; "mean": z of a masked head is its mean over the prompts at that position;
             "resample": it is that of another prompt, prompts 2i and 2i + 1 swap.
+        track: Told of the progress.
     Raises:
         ValueError: If there is no such head, the method is unknown, or prompts that swap are odd in number.
     Example:
@@ -123,7 +126,7 @@ def masked_predictions(
     means = _mean_z(predictor, prompts) if method == "mean" else None
     parts = []
     with torch.no_grad():
-        for start in range(0, len(prompts), CHUNK):
+        for start in track(range(0, len(prompts), CHUNK), f"masking heads ({method})"):
             run = _run(predictor, prompts[start : start + CHUNK])
             values = [_swapped(z) for z in run.z] if method == "resample" else means
             parts.append(torch.stack([run.masked(_by_layer(heads), values) for heads in masks]))
@@ -136,12 +139,13 @@ def masked_errors(
     masks: Sequence[Sequence[Head]],
     *,
     method: str = "zero",
+    track: Track = untracked,
 ) -> Float[np.ndarray, "unit mask"]:
     """Squared error against the clean target under each mask, mean over responses, of independent units.
 
     A unit is a prompt; where prompts swap in pairs it is the mean of a pair.
     """
-    predictions = masked_predictions(model, prompts, masks, method=method)
+    predictions = masked_predictions(model, prompts, masks, method=method, track=track)
     errors = (predictions - prompts.y_query_clean.to(predictions)).square().mean(2).T
     errors = errors.unflatten(0, (-1, 2)).mean(1) if method == "resample" else errors
     return errors.double().numpy(force=True)

@@ -24,6 +24,7 @@ from mechinterp.display import Result
 from mechinterp.icl.prompts import Prompts
 from mechinterp.icl.sparse_predictors import descend, excess_risk
 from mechinterp.models.adapter import HookedPredictor, as_predictor
+from mechinterp.tracking import Track, untracked
 
 if TYPE_CHECKING:
     from mechinterp.models.transformer import ICLTransformer
@@ -92,6 +93,7 @@ def p_probe(
     layer: int = 1,
     variant: str = "query",
     steps: int = 32,
+    track: Track = untracked,
 ) -> DescentCurves:
     """Gradient descent on what models have in the stream after some layers, on raw x, and on x reweighted.
 
@@ -103,6 +105,7 @@ def p_probe(
         models: By name.
         layer: Number of layers run; 0 takes the input.
         steps: Steps of descent on (1/2L) sum_l (y_l - <u, phi_l>)^2, from zero.
+        track: Told of the progress.
     Raises:
         ValueError: If there is no model, the variant is unknown, a model has fewer layers, or too few prompts for a map.
     Source:
@@ -130,7 +133,7 @@ def p_probe(
     phis = {RAW: raw, IDEAL: reweighted(measured)[0]}
     for name, model in models.items():
         if variant == "query":
-            phis[name] = query_features(model, prompts, layer=layer)
+            phis[name] = query_features(model, prompts, layer=layer, track=track)
         else:
             phis[name] = _mapped(model, prompts, layer)
     return descent_curves(phis, measured, steps=steps)
@@ -160,12 +163,14 @@ def query_features(
     *,
     layer: int,
     heads: Sequence[Head] = (),
+    track: Track = untracked,
 ) -> Float[Tensor, "batch pos d_model"]:
     """The stream after some layers of every covariate of a prompt run as its query, the query's own last.
 
     Args:
         layer: Number of layers run.
         heads: Heads that are masked.
+        track: Told of the progress.
     Raises:
         ValueError: If the model has fewer layers.
     """
@@ -173,7 +178,10 @@ def query_features(
     _require_layer(predictor, layer)
     tokens = [*prompts.x.unbind(1), prompts.x_query]
     with torch.no_grad(), masked(predictor, heads):
-        each = [_stream(predictor, replace(prompts, x_query=x), layer)[:, -1] for x in tokens]
+        each = [
+            _stream(predictor, replace(prompts, x_query=x), layer)[:, -1]
+            for x in track(tokens, "running every token as the query")
+        ]
     return torch.stack(each, dim=1)
 
 

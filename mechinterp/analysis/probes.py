@@ -17,6 +17,7 @@ from mechinterp.analysis.masking import CHUNK, Head, masked
 from mechinterp.display import Result
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.adapter import HookedPredictor, as_predictor, resid_name
+from mechinterp.tracking import Track, untracked
 
 if TYPE_CHECKING:
     from mechinterp.models.transformer import ICLTransformer
@@ -95,6 +96,7 @@ def probe_layers(
     target: Target = responses,
     heads: Sequence[Head] = (),
     positions: Sequence[int] = (-1,),
+    track: Track = untracked,
 ) -> LayerProbes:
     """Ridge probes of the stream before each layer and after the last.
 
@@ -105,6 +107,7 @@ def probe_layers(
         target: What is read; `responses`, or `reweighted` for the structure of a first layer that preprocesses.
         heads: Heads that are masked throughout.
         positions: Positions of the target; -1 is the query's. For a model that reads x and y in turn, the query's.
+        track: Told of the progress.
     Raises:
         ValueError: If there are too few prompts for the features, or a position is not among the target's.
     Example:
@@ -122,7 +125,7 @@ def probe_layers(
     _require_prompts(len(prompts), found.shape[3])
     dealt = np.random.default_rng(0).permutation(len(prompts))
     columns = []
-    for layer in range(len(found)):
+    for layer in track(range(len(found)), "probing layers"):
         for column, place in enumerate(places):
             features = found[layer, :, column]
             noisy, clean = fitted[:, place], scored[:, place]

@@ -22,6 +22,7 @@ from mechinterp.display import Result
 from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
 from mechinterp.models.adapter import HookedPredictor, as_predictor
 from mechinterp.models.deep import DeepWeights, predict_deep
+from mechinterp.tracking import Track, untracked
 
 if TYPE_CHECKING:
     from mechinterp.models.transformer import ICLTransformer
@@ -122,6 +123,7 @@ def prune(
     *,
     rule: Rule = best_head_later,
     sequential: bool = False,
+    track: Track = untracked,
 ) -> Pruning:
     """The model without the heads that a rule lets go, its risk and that with a new read-out.
 
@@ -131,6 +133,7 @@ def prune(
         rule: From the rises to what is kept; `best_head_later` or any other.
         sequential: Whether the layers are pruned one after another from the first, the heads of each scored with
             those of the layers before it gone; else all are scored on the full model.
+        track: Told of the progress.
     Raises:
         ValueError: If the rule keeps no head or its answer has another shape, or there are too few prompts.
     Source:
@@ -151,13 +154,13 @@ def prune(
     predictor = as_predictor(model)
     scored, measured = halves(prompts)
     layers = range(predictor.n_layers)
-    rise = _scores(predictor, scored, [], layers)
+    rise = _scores(predictor, scored, [], layers, track)
     kept = _checked(rule(rise), rise.shape)
     if sequential:
         for layer in layers:
             gone = [head for head in _gone(kept) if head[0] < layer]
             if gone:
-                rise[layer] = _scores(predictor, scored, gone, [layer])[0]
+                rise[layer] = _scores(predictor, scored, gone, [layer], track)[0]
                 kept = _checked(rule(rise), rise.shape)
     errors = masked_errors(predictor, measured, [[], _gone(kept)])
     full_risk, risk = (_pair(errors[:, column]) for column in (0, 1))
@@ -246,11 +249,16 @@ def fine_tune(
 
 
 def _scores(
-    predictor: HookedPredictor, prompts: Prompts, gone: list[Head], layers: Sequence[int]
+    predictor: HookedPredictor,
+    prompts: Prompts,
+    gone: list[Head],
+    layers: Sequence[int],
+    track: Track,
 ) -> Float[np.ndarray, "layer head"]:
     """Rise of the excess risk when each head of some layers is masked beside those that are gone."""
     heads = [(layer, head) for layer in layers for head in range(predictor.n_heads)]
-    errors = masked_errors(predictor, prompts, [gone, *([*gone, head] for head in heads)]).mean(0)
+    masks = [gone, *([*gone, head] for head in heads)]
+    errors = masked_errors(predictor, prompts, masks, track=track).mean(0)
     return (errors[1:] - errors[0]).reshape(len(layers), predictor.n_heads)
 
 

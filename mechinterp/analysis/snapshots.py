@@ -12,6 +12,7 @@ from mechinterp.analysis.circuits import Circuits, circuits
 from mechinterp.analysis.patterns import classify
 from mechinterp.checkpoints.native import Checkpoint
 from mechinterp.display import Result
+from mechinterp.tracking import Track, untracked
 
 MAX_NUMBERS = 100_000  # entries of all circuits together: a page with them stays small
 
@@ -72,11 +73,14 @@ class Snapshots(Result):
         return figures.with_slider(figure, frames, label="step", titles=titles)
 
 
-def training_snapshots(checkpoint: Checkpoint, *, n_prompts: int = 512, seed: int = 0) -> Snapshots:
+def training_snapshots(
+    checkpoint: Checkpoint, *, n_prompts: int = 512, seed: int = 0, track: Track = untracked
+) -> Snapshots:
     """Circuits, pattern and loss of a checkpoint at its `kept_steps`.
 
     Args:
         n_prompts: Prompts behind each classification.
+        track: Told of the progress.
     Raises:
         ValueError: If the checkpoint has no snapshots.
     Example:
@@ -87,7 +91,10 @@ def training_snapshots(checkpoint: Checkpoint, *, n_prompts: int = 512, seed: in
     steps = kept_steps(checkpoint)
     weights = [checkpoint.snapshots[step] for step in steps]
     task = checkpoint.config.task
-    found = [classify(each, task, n_prompts=n_prompts, seed=seed) for each in weights]
+    found = [
+        classify(each, task, n_prompts=n_prompts, seed=seed)
+        for each in track(weights, "classifying snapshots")
+    ]
     curve = loss_curve(checkpoint)
     return Snapshots(
         step=np.array(steps),

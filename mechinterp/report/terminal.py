@@ -1,16 +1,17 @@
 """What the command line shows on a terminal: tables, texts and the progress of a training."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 
 import pandas as pd
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
 from mechinterp.analysis.fits import LearnerFits
 from mechinterp.analysis.heads import MAX_SUBSET_HEADS, HeadAblation, SubsetAblation
+from mechinterp.tracking import Item, Track
 from mechinterp.training.trainer import Progress
 
 
@@ -42,6 +43,34 @@ def progress_bar(*, quiet: bool = False) -> Iterator[Callable[[Progress], None]]
     finally:
         if bar.tasks:
             bar.stop()
+
+
+@contextmanager
+def tracked(*, quiet: bool = False) -> Iterator[Track]:
+    """A bar on standard error for each loop of an analysis, with the time left; gone when the analysis is done.
+
+    Args:
+        quiet: Whether nothing is shown; nor is it where standard error is no terminal.
+    """
+    console = Console(stderr=True)
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+    )
+    hidden = quiet or not console.is_terminal
+
+    with Bar(*columns, console=console, transient=True, disable=hidden) as bar:
+
+        def track(items: Sequence[Item], text: str) -> Iterable[Item]:
+            task = bar.add_task(text, total=len(items))
+            try:
+                yield from bar.track(items, task_id=task)
+            finally:
+                bar.remove_task(task)
+
+        yield track
 
 
 def frame_text(frame: pd.DataFrame) -> str:
