@@ -1,7 +1,8 @@
 """Predictions with heads masked: hooks, a context that says when they did nothing, and many masks at once.
 
 What comes before a masked head does not depend on it, and in a model of attention alone what it adds to the
-stream can be taken away again. So each mask costs the layers after it, and of the last one the query only.
+stream can be taken away again. So each mask costs the layers after it, and of the last one the query only. Linear
+attention is not run token by token at all: see `LinearPass`.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.adapter import HookedPredictor, as_predictor, resid_name, z_name
+from mechinterp.models.deep import LINEAR, DeepWeights, linear_pass
 from mechinterp.models.functional import AttentionWeights, attend
 from mechinterp.tracking import Track, untracked
 
@@ -124,12 +126,19 @@ def masked_predictions(
     predictor.require_heads([head for heads in masks for head in heads])
     _require_method(method, prompts)
     means = _mean_z(predictor, prompts) if method == "mean" else None
-    parts = []
+    linear = _linear_weights(predictor) if method == "zero" else None
+    by_layer, parts = [_by_layer(heads) for heads in masks], []
     with torch.no_grad():
         for start in track(range(0, len(prompts), CHUNK), f"masking heads ({method})"):
-            run = _run(predictor, prompts[start : start + CHUNK])
-            values = [_swapped(z) for z in run.z] if method == "resample" else means
-            parts.append(torch.stack([run.masked(_by_layer(heads), values) for heads in masks]))
+            chunk = prompts[start : start + CHUNK]
+            if linear is not None:
+                short = linear_pass(linear, chunk)
+                rows = [short.prediction(heads) for heads in by_layer]
+            else:
+                run = _run(predictor, chunk)
+                values = [_swapped(z) for z in run.z] if method == "resample" else means
+                rows = [run.masked(heads, values) for heads in by_layer]
+            parts.append(torch.stack(rows))
     return torch.cat(parts, dim=1)
 
 
@@ -223,6 +232,20 @@ def _run(predictor: HookedPredictor, prompts: Prompts) -> _Run:
         z=[cache[name] for name in heads],
         weights=[predictor.layer_weights(layer) for layer in layers] if shortcut else [],
     )
+
+
+def _linear_weights(predictor: HookedPredictor) -> DeepWeights | None:
+    """Of one of our models of linear attention, which need not be run token by token."""
+    # Here and not above: it loads TransformerLens.
+    from mechinterp.models.transformer import ICLTransformer
+
+    model = predictor.model
+    if not isinstance(model, ICLTransformer) or predictor.is_hooked:
+        return None
+    cfg = model.cfg
+    if not cfg.context_only or cfg.biases or cfg.merged_qk or cfg.score not in LINEAR:
+        return None
+    return model.deep_weights
 
 
 def _z_at_query(

@@ -5,10 +5,10 @@ Every token reads the tokens of the context, itself among them, and none reads t
     H_0 = tokens W_in,   H_l = H_{l-1} + sum_h P_lh H_{l-1} W_V,lh W_O,lh,   y_hat = H_n[query] W_U
 
 so that the context goes its way without the query, and in the last layer only the query counts. Linear
-attention never forms P, nor H: see `_linear_prediction`.
+attention never forms P, nor H: see `LinearPass`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -19,6 +19,7 @@ from mechinterp.icl.prompts import Prompts
 from mechinterp.models.scores import attention_pattern
 
 LAYERED = ("W_Q", "W_K", "W_V", "W_O")
+LINEAR = ("linear", "linear/L")
 READING = {"W_in": "W_in", "W_U": "unembed.W_U"}
 
 
@@ -65,6 +66,14 @@ class DeepWeights:
     def d_x(self) -> int:
         d_token = self.d_model if self.W_in is None else self.W_in.shape[0]
         return d_token - self.d_y
+
+    @property
+    def reading(self) -> tuple[Tensor, Tensor]:
+        """W_in and W_U; where there are none, what the tokens are to the stream and the y entries to the prediction."""
+        if self.W_in is not None and self.W_U is not None:
+            return self.W_in, self.W_U
+        identity = torch.eye(self.d_model, dtype=self.W_O.dtype, device=self.W_O.device)
+        return identity, identity[:, self.d_x :]
 
     @property
     def law(self) -> tuple[object, ...]:
@@ -144,44 +153,101 @@ def predict_deep(weights: DeepWeights, prompts: Prompts) -> Float[Tensor, "batch
         >>> predict_deep(weights, prompts).any()
         tensor(False)
     """
-    W_in, W_U = weights.W_in, weights.W_U
-    if W_in is None or W_U is None:
-        W_in = torch.eye(weights.d_model, dtype=prompts.x.dtype, device=prompts.x.device)
-        W_U = W_in[:, weights.d_x :]
-    if weights.score in ("linear", "linear/L"):
-        return _linear_prediction(weights, prompts, W_in, W_U)
+    if weights.score in LINEAR:
+        return linear_pass(weights, prompts).prediction()
+    W_in, W_U = weights.reading
     stream = prompts.tokens @ W_in
     for layer in range(weights.n_layers - 1):
         stream = stream + _layer(weights, layer, stream)
     return _last_layer(weights, stream, W_U)
 
 
-def _linear_prediction(
-    weights: DeepWeights, prompts: Prompts, W_in: Tensor, W_U: Tensor
-) -> Float[Tensor, "batch d_y"]:
-    """The prediction of linear attention, at a cost that does not grow with the context.
+@dataclass(frozen=True, eq=False)
+class LinearPass:
+    """One pass of linear attention over prompts, at each layer of which a masked one can set in.
 
-    Every layer is linear in the tokens, given the second moment M of the context: H_l = tokens T_l with T_0 = W_in
-    and, q, k and v being T_l times W_Q, W_K and W_V, T_{l+1} = T_l + sum_h q_h (k_h^T M v_h) W_O,h.
+    Its cost does not grow with the context: every layer is linear in the tokens, given the second moment M of the
+    context. H_l = tokens T_l with T_0 = W_in and, q, k and v being T_l times W_Q, W_K and W_V,
+    T_{l+1} = T_l + sum_h q_h (k_h^T M v_h) W_O,h.
     """
+
+    weights: DeepWeights
+    x_query: Float[Tensor, "batch d_x"]
+    moment: Float[Tensor, "batch d_token d_token"]
+    """M, with the factor on the scores."""
+    T: list[Tensor]
+    """Before each layer, [batch, d_token, d_model]; W_in before the first, the same for all prompts."""
+    z: list[Tensor]
+    """q_h (k_h^T M v_h) of each layer but the last, heads side by side, [batch, d_token, columns]."""
+
+    def prediction(
+        self, masked: Mapping[int, Collection[int]] | None = None
+    ) -> Float[Tensor, "batch d_y"]:
+        """The prediction at the query with heads masked, in units of y; `masked` has them by layer."""
+        masked, last = masked or {}, self.weights.n_layers - 1
+        first = min(masked, default=last)
+        T = self.T[first]
+        for layer in range(first, last):
+            z = self.z[layer] if layer == first else _linear_heads(self.weights, layer, T, self.moment)  # fmt: skip
+            T = T + z @ self._kept(masked, layer).flatten(0, 1)
+        T = T.expand(len(self.x_query), -1, -1)
+        query = (self.x_query[:, None] @ T[:, : self.weights.d_x])[:, 0]
+        key_side = _key_side(self.weights, query) @ T.mT  # [batch, head, d_token]
+        reads = key_side @ self.moment @ T  # [batch, head, d_model]
+        _, W_U = self.weights.reading
+        written = self.weights.W_V[-1] @ (self._kept(masked, last) @ W_U)
+        return query @ W_U + reads.flatten(1) @ written.flatten(0, 1)
+
+    def _kept(
+        self, masked: Mapping[int, Collection[int]], layer: int
+    ) -> Float[Tensor, "head d_head d_model"]:
+        """W_O of a layer, zero for masked heads."""
+        W_O = self.weights.W_O[layer]
+        if layer not in masked:
+            return W_O
+        gone = torch.zeros(self.weights.n_heads, dtype=torch.bool, device=W_O.device)
+        gone[list(masked[layer])] = True
+        return W_O.masked_fill(gone[:, None, None], 0)
+
+
+def linear_pass(weights: DeepWeights, prompts: Prompts) -> LinearPass:
+    """Linear attention run over prompts.
+
+    Raises:
+        ValueError: If the scores are not linear.
+    Example:
+        >>> from mechinterp.config import TaskConfig
+        >>> from mechinterp.icl.prompts import generator_for, sample_prompts
+        >>> prompts = sample_prompts(TaskConfig(), 8, generator=generator_for(0, "eval", 0))
+        >>> ones = torch.ones(2, 1, 6, 3)
+        >>> weights = DeepWeights(ones, ones, ones, ones.mT, d_y=1, scale=1.0, score="linear/L")
+        >>> linear_pass(weights, prompts).prediction({0: [0], 1: [0]}).any()
+        tensor(False)
+    """
+    if weights.score not in LINEAR:
+        raise ValueError(f"score must be one of {', '.join(LINEAR)}, got {weights.score!r}.")
     tokens = prompts.context_tokens
     factor = weights.scale * weights.score_slope
     if weights.score == "linear/L":
         factor = factor / tokens.shape[1]
     moment = factor * (tokens.mT @ tokens)
+    T, z = [weights.reading[0][None]], []
+    for layer in range(weights.n_layers - 1):
+        z.append(_linear_heads(weights, layer, T[-1], moment))
+        T.append(T[-1] + z[-1] @ weights.W_O[layer].flatten(0, 1))
+    return LinearPass(weights, prompts.x_query, moment, T, z)
+
+
+def _linear_heads(
+    weights: DeepWeights, layer: int, T: Tensor, moment: Tensor
+) -> Float[Tensor, "batch d_token columns"]:
+    """q_h (k_h^T M v_h) of all heads of a layer, side by side."""
     # Products of all heads with all heads, of which those of different heads are dropped: many small matrices
     # would take several times as long as one large one.
     identity = torch.eye(weights.n_heads, dtype=moment.dtype, device=moment.device)
     own = torch.kron(identity, identity.new_ones(weights.d_head, weights.d_head))
-    T = W_in[None]
-    for layer in range(weights.n_layers - 1):
-        q, k, v = (T @ _wide(weights, layer)).chunk(3, dim=-1)
-        T = T + q @ (own * (k.mT @ (moment @ v))) @ weights.W_O[layer].flatten(0, 1)
-    T = T.expand(len(tokens), -1, -1)
-    query = (prompts.x_query[:, None] @ T[:, : weights.d_x])[:, 0]
-    key_side = _key_side(weights, query) @ T.mT  # [batch, head, d_token]
-    reads = key_side @ moment @ T  # [batch, head, d_model]
-    return query @ W_U + reads.flatten(1) @ _written(weights, W_U)
+    q, k, v = (T @ _wide(weights, layer)).chunk(3, dim=-1)
+    return q @ (own * (k.mT @ (moment @ v)))
 
 
 def _wide(weights: DeepWeights, layer: int) -> Float[Tensor, "d_model columns"]:
@@ -208,7 +274,8 @@ def _last_layer(
     context, query = stream[:, :-1], stream[:, -1]
     scores = weights.scale * (_key_side(weights, query) @ context.mT)  # [batch, head, key]
     pattern = attention_pattern(scores, score=weights.score, slope=weights.score_slope)
-    return query @ W_U + (pattern @ context).flatten(1) @ _written(weights, W_U)
+    written = weights.W_V[-1] @ (weights.W_O[-1] @ W_U)
+    return query @ W_U + (pattern @ context).flatten(1) @ written.flatten(0, 1)
 
 
 def _key_side(
@@ -218,8 +285,3 @@ def _key_side(
     q = query @ weights.W_Q[-1].transpose(0, 1).flatten(1)
     q = q.unflatten(1, (weights.n_heads, weights.d_head))
     return (q.transpose(0, 1) @ weights.W_K[-1].mT).transpose(0, 1)
-
-
-def _written(weights: DeepWeights, W_U: Tensor) -> Float[Tensor, "head_and_model d_y"]:
-    """What the last layer's heads write of the stream they read, as it is read out."""
-    return (weights.W_V[-1] @ (weights.W_O[-1] @ W_U)).flatten(0, 1)
