@@ -51,7 +51,7 @@ def mask_heads(heads: Sequence[Head], *, values: Values | None = None) -> Hooks:
             z_name(layer),
             partial(_mask, heads=masked, value=None if values is None else values[layer]),
         )
-        for layer, masked in _by_layer(heads).items()
+        for layer, masked in by_layers(heads).items()
     ]
 
 
@@ -79,7 +79,7 @@ def masked(
     """
     predictor = as_predictor(model)
     predictor.require_heads(list(heads))
-    by_layer = _by_layer(heads)
+    by_layer = by_layers(heads)
     fired: set[int] = set()
 
     def note(layer: int, z: Tensor, hook: object) -> None:
@@ -126,8 +126,8 @@ def masked_predictions(
     predictor.require_heads([head for heads in masks for head in heads])
     _require_method(method, prompts)
     means = _mean_z(predictor, prompts) if method == "mean" else None
-    linear = _linear_weights(predictor) if method == "zero" else None
-    by_layer, parts = [_by_layer(heads) for heads in masks], []
+    linear = linear_weights(predictor) if method == "zero" else None
+    by_layer, parts = [by_layers(heads) for heads in masks], []
     with torch.no_grad():
         for start in track(range(0, len(prompts), CHUNK), f"masking heads ({method})"):
             chunk = prompts[start : start + CHUNK]
@@ -158,6 +158,31 @@ def masked_errors(
     errors = (predictions - prompts.y_query_clean.to(predictions)).square().mean(2).T
     errors = errors.unflatten(0, (-1, 2)).mean(1) if method == "resample" else errors
     return errors.double().numpy(force=True)
+
+
+def by_layers(heads: Sequence[Head]) -> dict[int, list[int]]:
+    """The heads of each layer that has any, in order.
+
+    Example:
+        >>> by_layers([(1, 2), (0, 3), (1, 0)])
+        {0: [3], 1: [0, 2]}
+    """
+    layers = sorted({layer for layer, _ in heads})
+    return {at: sorted({head for layer, head in heads if layer == at}) for at in layers}
+
+
+def linear_weights(predictor: HookedPredictor) -> DeepWeights | None:
+    """Of one of our models of linear attention, which need not be run token by token."""
+    # Here and not above: it loads TransformerLens.
+    from mechinterp.models.transformer import ICLTransformer
+
+    model = predictor.model
+    if not isinstance(model, ICLTransformer) or predictor.is_hooked:
+        return None
+    cfg = model.cfg
+    if not cfg.context_only or cfg.biases or cfg.merged_qk or cfg.score not in LINEAR:
+        return None
+    return model.deep_weights
 
 
 @dataclass(frozen=True, eq=False)
@@ -234,20 +259,6 @@ def _run(predictor: HookedPredictor, prompts: Prompts) -> _Run:
     )
 
 
-def _linear_weights(predictor: HookedPredictor) -> DeepWeights | None:
-    """Of one of our models of linear attention, which need not be run token by token."""
-    # Here and not above: it loads TransformerLens.
-    from mechinterp.models.transformer import ICLTransformer
-
-    model = predictor.model
-    if not isinstance(model, ICLTransformer) or predictor.is_hooked:
-        return None
-    cfg = model.cfg
-    if not cfg.context_only or cfg.biases or cfg.merged_qk or cfg.score not in LINEAR:
-        return None
-    return model.deep_weights
-
-
 def _z_at_query(
     last: AttentionWeights, stream: Float[Tensor, "batch pos d_model"]
 ) -> Float[Tensor, "batch head d_head"]:
@@ -279,11 +290,6 @@ def _mean_z(predictor: HookedPredictor, prompts: Prompts) -> list[Tensor]:
 def _swapped(z: Float[Tensor, "batch *axes"]) -> Float[Tensor, "batch *axes"]:
     """Prompts 2i and 2i + 1 in each other's place."""
     return z.unflatten(0, (-1, 2)).flip(1).flatten(0, 1)
-
-
-def _by_layer(heads: Sequence[Head]) -> dict[int, list[int]]:
-    layers = sorted({layer for layer, _ in heads})
-    return {at: sorted({head for layer, head in heads if layer == at}) for at in layers}
 
 
 def _pairs(by_layer: dict[int, list[int]]) -> list[Head]:

@@ -18,12 +18,13 @@ from torch import Tensor
 from mechinterp import figures
 from mechinterp.analysis.estimates import mean_and_sem
 from mechinterp.analysis.head_sets import halves
-from mechinterp.analysis.masking import CHUNK, Head, masked
+from mechinterp.analysis.masking import CHUNK, Head, by_layers, linear_weights, masked
 from mechinterp.analysis.probes import PENALTIES, affine, fit_ridge, reweighted
 from mechinterp.display import Result
 from mechinterp.icl.prompts import Prompts
 from mechinterp.icl.sparse_predictors import descend, excess_risk
 from mechinterp.models.adapter import HookedPredictor, as_predictor
+from mechinterp.models.deep import DeepWeights, linear_pass
 from mechinterp.tracking import Track, untracked
 
 if TYPE_CHECKING:
@@ -176,6 +177,10 @@ def query_features(
     """
     predictor = as_predictor(model)
     _require_layer(predictor, layer)
+    predictor.require_heads(list(heads))
+    weights = linear_weights(predictor)
+    if weights is not None:
+        return _linear_features(weights, prompts, layer, heads)
     tokens = [*prompts.x.unbind(1), prompts.x_query]
     with torch.no_grad(), masked(predictor, heads):
         each = [
@@ -183,6 +188,20 @@ def query_features(
             for x in track(tokens, "running every token as the query")
         ]
     return torch.stack(each, dim=1)
+
+
+def _linear_features(
+    weights: DeepWeights, prompts: Prompts, layer: int, heads: Sequence[Head]
+) -> Float[Tensor, "batch pos d_model"]:
+    """The same of linear attention, whose stream is linear in the tokens of the query's side."""
+    parts = []
+    with torch.no_grad():
+        for start in range(0, len(prompts), CHUNK):
+            chunk = prompts[start : start + CHUNK]
+            x = torch.cat([chunk.x, chunk.x_query[:, None]], dim=1)
+            T = linear_pass(weights, chunk).maps(by_layers(heads))[layer]
+            parts.append(x @ T[:, : weights.d_x])
+    return torch.cat(parts)
 
 
 def _mapped(

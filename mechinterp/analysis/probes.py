@@ -13,10 +13,11 @@ from torch import Tensor
 
 from mechinterp import figures
 from mechinterp.analysis.estimates import mean_and_sem, ratio_and_sem
-from mechinterp.analysis.masking import CHUNK, Head, masked
+from mechinterp.analysis.masking import CHUNK, Head, by_layers, linear_weights, masked
 from mechinterp.display import Result
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.adapter import HookedPredictor, as_predictor, resid_name
+from mechinterp.models.deep import DeepWeights, linear_pass
 from mechinterp.tracking import Track, untracked
 
 if TYPE_CHECKING:
@@ -157,6 +158,10 @@ def streams(
         positions: Positions of the model's input, counted from its end.
     """
     predictor = as_predictor(model)
+    predictor.require_heads(list(heads))
+    weights = linear_weights(predictor)
+    if weights is not None:
+        return _linear_streams(weights, prompts, heads, positions)
     last = predictor.n_layers - 1
     names = [*(resid_name(layer) for layer in range(last + 1)), f"blocks.{last}.hook_resid_post"]
     parts = []
@@ -165,6 +170,20 @@ def streams(
             chunk = predictor.embed(prompts[start : start + CHUNK])
             _, cache = predictor.model.run_with_cache(chunk, names_filter=names)
             parts.append(torch.stack([cache[name][:, list(positions)] for name in names]))
+    return torch.cat(parts, dim=1).double().numpy(force=True)
+
+
+def _linear_streams(
+    weights: DeepWeights, prompts: Prompts, heads: Sequence[Head], positions: Sequence[int]
+) -> Float[np.ndarray, "layer prompt pos d_model"]:
+    """The same of linear attention, without a run token by token."""
+    parts = []
+    with torch.no_grad():
+        for start in range(0, len(prompts), CHUNK):
+            chunk = prompts[start : start + CHUNK]
+            tokens = chunk.tokens[:, list(positions)]
+            maps = linear_pass(weights, chunk).maps(by_layers(heads))
+            parts.append(torch.stack([tokens @ T for T in maps]))
     return torch.cat(parts, dim=1).double().numpy(force=True)
 
 

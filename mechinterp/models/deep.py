@@ -198,6 +198,17 @@ class LinearPass:
         written = self.weights.W_V[-1] @ (self._kept(masked, last) @ W_U)
         return query @ W_U + reads.flatten(1) @ written.flatten(0, 1)
 
+    def maps(
+        self, masked: Mapping[int, Collection[int]] | None = None
+    ) -> list[Float[Tensor, "_batch d_token d_model"]]:
+        """T before each layer and after the last: the stream is the tokens times it, whether the tokens are the
+        prompt's or others before the same context."""
+        T = self.T[:1]
+        for layer in range(self.weights.n_layers):
+            z = _linear_heads(self.weights, layer, T[-1], self.moment)
+            T.append(T[-1] + z @ self._kept(masked or {}, layer).flatten(0, 1))
+        return T
+
     def _kept(
         self, masked: Mapping[int, Collection[int]], layer: int
     ) -> Float[Tensor, "head d_head d_model"]:

@@ -1,5 +1,7 @@
 """Probes: exact where the target is a linear function of the stream, nothing where there is nothing."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
@@ -87,7 +89,18 @@ def test_every_position_and_layer(prompts):
     assert len(found.plot().data) == 3
 
 
-@pytest.mark.parametrize("make", [lambda: random_model(**WIDE), random_gpt2])
+LINEAR = [{"score": "linear/L"}, {"score": "linear"}]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: random_model(**WIDE),
+        *(partial(random_model, **WIDE, **law) for law in LINEAR),
+        partial(random_model, context_only=True, score="linear/L"),
+        random_gpt2,
+    ],
+)
 def test_streams_are_those_of_the_cache(make, few, monkeypatch):
     monkeypatch.setattr("mechinterp.analysis.probes.CHUNK", 8)
     model = make()
@@ -128,14 +141,21 @@ def test_positions_outside_are_refused(few):
         probe_layers(random_model(1), few, positions=[10])
 
 
-def test_query_features_are_prompts_with_another_query(few):
-    model = random_model(**WIDE)
-    found = query_features(model, few, layer=2)
+@pytest.mark.parametrize("law", [{}, *LINEAR], ids=str)
+def test_query_features_are_prompts_with_another_query(law, few, monkeypatch):
+    monkeypatch.setattr("mechinterp.analysis.p_probing.CHUNK", 8)
+    model = random_model(**WIDE, **law)
+    found = query_features(model, few, layer=2, heads=[(1, 3)])
     assert found.shape == (30, 10, 12)
     tokens = few.tokens.clone()
     tokens[:, -1] = torch.cat([few.x[:, 4], torch.zeros(30, 1)], dim=1)
-    expected = model(tokens, stop_at_layer=2)[:, -1]
+    with masked(model, [(1, 3)]):
+        expected = model(tokens, stop_at_layer=2)[:, -1]
     torch.testing.assert_close(found[:, 4], expected)
+    assert not torch.allclose(query_features(model, few, layer=2)[:, 4], expected)
+
+
+def test_query_features_of_a_bridge(few):
     bridge = random_gpt2()
     torch.testing.assert_close(
         query_features(bridge, few, layer=1)[:, -1],
