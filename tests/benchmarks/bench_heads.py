@@ -1,0 +1,78 @@
+"""Heads masked, against the loop that TransformerLens offers: `run_with_hooks` for every mask, at every position.
+
+Plain and ours take the prompts in pieces of the same size, and both answers are compared. The plain loop goes
+through a part of the prompts only, and its time counts as many times.
+"""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from mechinterp.analysis.heads import ablate_subsets
+from mechinterp.analysis.masking import CHUNK, Head, mask_heads, masked_predictions
+from mechinterp.config import TaskConfig
+from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
+from mechinterp.models.functional import AttentionWeights
+from mechinterp.models.transformer import ICLTransformer
+
+N_PROMPTS, N_LAYERS, N_HEADS, TOLERANCE = 4096, 4, 8, 1e-5
+
+
+def by_hooks(model: ICLTransformer, prompts: Prompts, masks: list[list[Head]]) -> Tensor:
+    pieces = [prompts[start : start + CHUNK].tokens for start in range(0, len(prompts), CHUNK)]
+    with torch.no_grad():
+        outputs = [
+            torch.cat([model.run_with_hooks(p, fwd_hooks=mask_heads(heads))[:, -1] for p in pieces])
+            for heads in masks
+        ]
+    return torch.stack(outputs)
+
+
+def assert_same(found: Tensor, expected: Tensor) -> None:
+    assert (found - expected).abs().max() < TOLERANCE * expected.abs().max()
+
+
+def deep_model(score: str) -> ICLTransformer:
+    sizes = {"d_x": 16, "d_y": 1, "n_layers": N_LAYERS, "n_heads": N_HEADS, "d_model": 64}
+    model = ICLTransformer(**sizes, d_head=8, score=score, context_only=True)
+    generator = torch.Generator().manual_seed(0)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.5 * parameter.shape[-2] ** -0.5, generator=generator)
+    return model
+
+
+@pytest.mark.parametrize(("score", "kind"), [("linear/L", "linear"), ("softmax", "softmax")])
+def test_every_head_of_a_deep_model(versus, score: str, kind: str):
+    model, task = deep_model(score), TaskConfig(d_x=16, context_length=32)
+    prompts = sample_prompts(task, N_PROMPTS, generator=generator_for(0, "eval", 0))
+    masks = [[(layer, head)] for layer in range(N_LAYERS) for head in range(N_HEADS)]
+    part = prompts[: 2 * CHUNK]
+    assert_same(masked_predictions(model, part, masks), by_hooks(model, part, masks))
+    versus(
+        f"every head of 4 layers of 8, {kind} scores, 4,096 prompts (plain: {len(part)})",
+        lambda: masked_predictions(model, prompts, masks),
+        lambda: by_hooks(model, part, masks),
+        work=N_PROMPTS / len(part),
+        rounds=2,
+    )
+
+
+def test_every_subset_of_a_layer(versus):
+    task, generator = TaskConfig(), torch.Generator().manual_seed(0)
+    W_Q, W_K, W_V = (torch.randn(N_HEADS, 6, 6, generator=generator) / 6**0.5 for _ in range(3))
+    W_O = torch.randn(N_HEADS, 6, 1, generator=generator) / 6**0.5
+    weights = AttentionWeights(W_Q, W_K, W_V, W_O, scale=6**-0.5)
+    model = ICLTransformer.from_weights(weights, task=task)
+    prompts = sample_prompts(task, N_PROMPTS, generator=generator_for(0, "eval", 0))
+    part = prompts[:CHUNK]
+    subsets = ablate_subsets(model, part)
+    masks = [[(0, int(head)) for head in (~kept).nonzero()[0]] for kept in subsets.kept]
+    risks = (by_hooks(model, part, masks) - part.y_query_clean).square().mean((1, 2))
+    assert_same(torch.tensor(subsets.risk), risks.double())
+    versus(
+        f"all 256 subsets of a layer of 8 heads by run_with_hooks, 4,096 prompts (plain: {len(part)})",
+        lambda: ablate_subsets(model, prompts),
+        lambda: by_hooks(model, part, masks),
+        work=N_PROMPTS / len(part),
+        rounds=2,
+    )
