@@ -77,11 +77,13 @@ class TrainingDynamics(Result):
         )
 
     def plot_loss(self) -> go.Figure:
-        """Training and evaluation loss over training."""
-        later = slice(1, None)  # step 0 has no place on a logarithmic axis
+        """Training and evaluation loss over training; a mean of less than half as many updates as the one before
+        it, as at the end of a training, is left out."""
+        updates = np.diff(self.step)
+        few = np.append(False, updates[1:] < updates[:-1] / 2)
         return figures.lines(
-            self.step[later],
-            {"eval_loss": self.eval_loss[later], "loss": self.loss[later]},
+            self.step[1:],  # step 0 has no place on a logarithmic axis
+            {"eval_loss": self.eval_loss[1:], "loss": np.where(few, np.nan, self.loss[1:])},
             title="Loss during training",
             x_title="step",
             y_title="loss (y²)",

@@ -42,3 +42,12 @@ def test_figures_leave_out_step_zero_and_name_heads(history):
 def test_a_history_without_a_column_is_refused(history):
     with pytest.raises(ValueError, match="mu, qk_diagonal; they are missing"):
         training_dynamics(history.drop(columns=["mu", "qk_diagonal"]))
+
+
+def test_a_mean_over_few_updates_is_not_drawn():
+    step = np.array([0, 500, 1000, 1001])
+    heads = {name: 1.0 for name in SCALARS}
+    history = pd.DataFrame({"step": step, "head": 0, "loss": 0.5, "eval_loss": 0.25, **heads})
+    traces = {trace.name: trace for trace in training_dynamics(history).plot_loss().data}
+    assert np.isnan(traces["loss"].y).tolist() == [False, False, True]
+    assert traces["eval_loss"].y.tolist() == [0.25, 0.25, 0.25]
