@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import wraps
 from inspect import Signature, signature
 from pathlib import Path
@@ -11,12 +11,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from mechinterp.cli_training import JsonOption, QuietOption
+
 if TYPE_CHECKING:
     from mechinterp.checkpoints.deep import DeepCheckpoint
     from mechinterp.checkpoints.hints import Hints
     from mechinterp.checkpoints.layered import LayeredCheckpoint
     from mechinterp.checkpoints.native import Checkpoint
     from mechinterp.config import TaskConfig
+    from mechinterp.icl.prompts import Prompts
 
 PathArgument = Annotated[
     Path,
@@ -48,6 +51,14 @@ SelfOption = Annotated[
     bool | None,
     typer.Option("--attend-to-self/--context-only", help="Whether the query is among its keys."),
 ]
+CountOption = Annotated[
+    int | None,
+    typer.Option(
+        "--n-prompts",
+        min=2,
+        help="Number of evaluation prompts; 4096 if left out, 1024 for layers with MLPs.",
+    ),
+]
 SeedOption = Annotated[int, typer.Option("--seed", min=0, help="Seed of the evaluation prompts.")]
 PromptsOption = Annotated[
     int, typer.Option("--n-prompts", min=2, help="Number of evaluation prompts.")
@@ -75,20 +86,55 @@ def hints_of(
     return Hints(task, format_name, d_x, d_y, n_heads, scale, attend_to_self)
 
 
-def reads_checkpoints(command: Callable[..., None]) -> Callable[..., None]:
-    """Gives a command the options of `hints_of`, whose result it takes as its argument `hints`."""
-    options = signature(hints_of).parameters
-    own = [p for p in signature(command).parameters.values() if p.name != "hints"]
+@dataclass(frozen=True)
+class Asked:
+    """What the commands about heads are asked alike."""
 
-    @wraps(command)
-    def run(**given: object) -> None:
-        said = {name: given.pop(name) for name in options}
-        command(**given, hints=hints_of(**said))  # type: ignore[arg-type]
+    n_prompts: CountOption = None
+    seed: SeedOption = 0
+    context_length: LengthOption = None
+    quiet: QuietOption = False
+    as_json: JsonOption = False
 
-    parameters = [p.replace(kind=p.KEYWORD_ONLY) for p in (*own, *options.values())]
-    run.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
-    run.__annotations__ = {p.name: p.annotation for p in parameters}
-    return run
+    def prompts(self, checkpoint: "Checkpoint | DeepCheckpoint | LayeredCheckpoint") -> "Prompts":
+        """Evaluation prompts, for our models in the dtype of their weights."""
+        import torch
+
+        from mechinterp.checkpoints.layered import LayeredCheckpoint
+        from mechinterp.icl.prompts import generator_for, sample_prompts
+
+        if isinstance(checkpoint, LayeredCheckpoint):
+            dtype, n_prompts = torch.float64, 1024
+        else:
+            dtype, n_prompts = checkpoint.weights.W_Q.dtype, 4096
+        task = task_of(checkpoint, self.context_length)
+        generator = generator_for(self.seed, "eval", 0)
+        return sample_prompts(task, self.n_prompts or n_prompts, generator=generator, dtype=dtype)
+
+
+def takes(**bundles: Callable) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Gives a command the options of each of these functions, whose result it takes as an argument of that name."""
+    shared = {name: signature(bundle).parameters for name, bundle in bundles.items()}
+
+    def with_options(command: Callable[..., None]) -> Callable[..., None]:
+        own = [p for p in signature(command).parameters.values() if p.name not in bundles]
+
+        @wraps(command)
+        def run(**given: object) -> None:
+            said = {name: {o: given.pop(o) for o in options} for name, options in shared.items()}
+            command(**given, **{name: bundles[name](**options) for name, options in said.items()})
+
+        options = [option for group in shared.values() for option in group.values()]
+        parameters = [p.replace(kind=p.KEYWORD_ONLY) for p in (*own, *options)]
+        run.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
+        run.__annotations__ = {p.name: p.annotation for p in parameters}
+        return run
+
+    return with_options
+
+
+reads_checkpoints = takes(hints=hints_of)
+"""Gives a command the options of `hints_of`, whose result it takes as its argument `hints`."""
 
 
 def load_checkpoint(
@@ -114,19 +160,6 @@ def load_checkpoint(
     return checkpoint
 
 
-def attention_only(path: Path, hints: "Hints") -> "Checkpoint | DeepCheckpoint":
-    """The checkpoint of a model of attention alone, of any number of layers."""
-    from mechinterp.checkpoints.layered import LayeredCheckpoint
-
-    checkpoint = load_checkpoint(path, hints)
-    if isinstance(checkpoint, LayeredCheckpoint):
-        raise ValueError(
-            f"{path}: this command takes attention-only models, got format {checkpoint.format}; "
-            "classify and info take it."
-        )
-    return checkpoint
-
-
 def one_layer(path: Path, hints: "Hints") -> "Checkpoint":
     """The checkpoint of a model of one layer of attention."""
     from mechinterp.checkpoints.native import Checkpoint
@@ -134,17 +167,21 @@ def one_layer(path: Path, hints: "Hints") -> "Checkpoint":
     checkpoint = load_checkpoint(path, hints)
     if not isinstance(checkpoint, Checkpoint):
         deep = checkpoint.format == "native"
-        takers = "classify, info, ablate, prune and probe" if deep else "classify and info"
         raise ValueError(
             f"{path}: this command takes attention-only models of one layer, got format "
-            f"{checkpoint.format}{' with model.context_only' if deep else ''}; {takers} take it."
+            f"{checkpoint.format}{' with model.context_only' if deep else ''}; classify, info, ablate, "
+            "prune, probe and the report on one model take it."
         )
     return checkpoint
 
 
-def task_of(checkpoint: "Checkpoint | DeepCheckpoint", context_length: int | None) -> "TaskConfig":
+def task_of(
+    checkpoint: "Checkpoint | DeepCheckpoint | LayeredCheckpoint", context_length: int | None
+) -> "TaskConfig":
     """The task of a checkpoint, at another context length if one is asked for."""
-    task = checkpoint.config.task
+    from mechinterp.checkpoints.layered import LayeredCheckpoint
+
+    task = checkpoint.task if isinstance(checkpoint, LayeredCheckpoint) else checkpoint.config.task
     return task if context_length is None else replace(task, context_length=context_length)
 
 

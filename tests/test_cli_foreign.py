@@ -188,15 +188,14 @@ def test_layered_models_are_classified_and_shown(run: Run, tmp_path: Path):
     assert ran.out.startswith(f"{file}: ")
     assert run("info", file, "--n-heads", "4").out.startswith("gpt2.pt: gpt2, 3 layers of 4 heads")
     assert json.loads(run("info", file, "--n-heads", "4", "--json").out)["format"] == "gpt2"
-    commands = (
-        *(("ablate",), ("fit",), ("report", "--out", tmp_path / "r")),
-        ("convert", "--to", "native", "--out", tmp_path / "n"),
-    )
-    for command, *options in commands:
+    for command, *options in (("fit",), ("convert", "--to", "native", "--out", tmp_path / "n")):
         ran = run(command, file, "--n-heads", "4", *options)
         assert (ran.code, ran.out) == (2, "")
         assert f"{file}: this command takes attention-only models" in ran.err
-        assert "got format gpt2; classify and info take it" in ran.err
+        assert (
+            "got format gpt2; classify, info, ablate, prune, probe and the report on one model take it"
+            in ran.err
+        )
     assert sorted(path.name for path in tmp_path.iterdir()) == ["gpt2.pt"]
 
 
@@ -219,13 +218,24 @@ def test_a_context_that_needs_too_much_memory_is_one_line(run: Run, tmp_path: Pa
 
 
 def test_classifying_a_foreign_file_leaves_heavy_packages_out(tmp_path: Path):
-    file = pair_of_heads(tmp_path / "run.pth")
+    pair_of_heads(tmp_path / "run.pth")
+    torch.save(garg().state_dict(), tmp_path / "gpt2.pt")
     code = (
-        "import sys\nfrom mechinterp import cli\nsys.argv = ['mechinterp', 'classify', sys.argv[1], '--n-prompts', '64']\n"
+        "import sys\nfrom mechinterp import cli\nsys.argv = ['mechinterp', 'classify', *sys.argv[1:], '--n-prompts', '64']\n"
         "try:\n    cli.main()\nexcept SystemExit as end:\n    assert not end.code\n"
         "print([n for n in ('transformer_lens', 'transformers', 'sklearn', 'ray') if n in sys.modules])"
     )
     ran = subprocess.run(
-        [sys.executable, "-c", code, file], capture_output=True, text=True, check=True
+        [sys.executable, "-c", code, tmp_path / "gpt2.pt", "--n-heads", "4"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert ran.stdout.splitlines()[-1] == "[]"
+    ran = subprocess.run(
+        [sys.executable, "-c", code, tmp_path / "run.pth"],
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert ran.stdout.splitlines()[-1] == "[]"

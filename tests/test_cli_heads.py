@@ -1,17 +1,22 @@
-"""The commands ablate, prune and probe on a model of several layers, and what they refuse."""
+"""The commands ablate, prune and probe on models of several layers, ours and others', and what they refuse."""
 
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from mechinterp.analysis.heads import ablate_heads
+from mechinterp.analysis.layered import classify_layers
 from mechinterp.analysis.pruning import prune
 from mechinterp.checkpoints.deep import load_saved, save_deep
+from mechinterp.checkpoints.loading import load
+from mechinterp.cli_options import Asked
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig
 from mechinterp.icl.prompts import generator_for, sample_prompts
 from tests.conftest import CHECKPOINTS, Run
 from tests.deep_models import WIDE, random_model
+from tests.models.test_layered_models import encoder, garg
 
 TASK = TaskConfig(d_x=4, context_length=9)
 
@@ -70,13 +75,103 @@ def test_probe(run: Run, deep: Path):
     assert "log_area" in run("probe", deep, "--n-prompts", 60).out
 
 
-def test_what_is_refused(run: Run, deep: Path, tmp_path: Path):
+@pytest.fixture
+def gpt2(tmp_path: Path) -> Path:
+    torch.save(garg().state_dict(), tmp_path / "gpt2.pt")
+    return tmp_path / "gpt2.pt"
+
+
+@pytest.fixture
+def stack(tmp_path: Path) -> Path:
+    """Two encoder layers with two responses, which no read-out tells."""
+    torch.save(encoder(4).state_dict(), tmp_path / "stack.pt")
+    return tmp_path / "stack.pt"
+
+
+OF_STACK = ("--n-heads", 2, "--d-y", 2, "--context-only")
+
+
+def test_ablate_somebody_elses_layers(run: Run, gpt2: Path):
+    ran = run("ablate", gpt2, "--n-heads", 4, "--n-prompts", 40, "--json")
+    assert ran.code == 0, ran.err
+    found, checkpoint = ran.document, load(gpt2, n_heads=4)
+    assert (found["format"], found["n_layers"], found["n_heads"]) == ("gpt2", 3, 4)
+    # What classify says of the same prompts, with masks of its own.
+    expected = classify_layers(checkpoint, n_prompts=40)
+    assert found["excess_risk"] == pytest.approx(expected.excess_risk, rel=1e-5)
+    rises = [row["rise"] for row in found["heads"] if row["method"] == "zero"]
+    assert rises == pytest.approx(expected.increase.ravel().tolist(), rel=1e-3, abs=1e-5)
+    text = run("ablate", gpt2, "--n-heads", 4, "--n-prompts", 40, "--quiet")
+    assert "effective_heads" in text.out
+    assert text.err.count("\n") == 1  # what is assumed, and no bar
+
+
+def test_prune_somebody_elses_layers(run: Run, gpt2: Path, tmp_path: Path):
+    out, options = tmp_path / "pruned", ("--n-heads", 4, "--n-prompts", 80)
+    ran = run("prune", gpt2, *options, "--out", out, "--json")
+    assert ran.code == 0, ran.err
+    assert ran.document["heads_per_layer"] == [4, 1, 1]
+    gone = [(row["layer"], row["head"]) for row in ran.document["heads"] if not row["kept"]]
+    before, after = load(gpt2, n_heads=4), load(out)
+    assert (after.task, after.law, after.assumed) == (before.task, before.law, before.assumed)
+    drawn = sample_prompts(before.task, 16, generator=generator_for(1, "eval", 0))
+    expected = before.model.predict(drawn, masked_heads=gone)
+    torch.testing.assert_close(after.model.predict(drawn), expected)
+    assert (expected - before.model.predict(drawn)).abs().max() > 1e-3
+    run("prune", gpt2, *options, "--out", out).assert_refused(out, "already holds a checkpoint")
+    # The owner's code takes the file: its own names, all but the embedding of words.
+    keys = garg().load_state_dict(load_file(out / "model.safetensors"), strict=False)
+    assert (keys.missing_keys, keys.unexpected_keys) == (["_backbone.wte.weight"], [])
+
+
+def test_prune_an_encoder(run: Run, stack: Path, tmp_path: Path):
+    out = tmp_path / "pruned"
+    ran = run("prune", stack, *OF_STACK, "--n-prompts", 40, "--out", out, "--rule", "best-first")
+    assert ran.code == 0, ran.err
+    assert "Pruning(1, 2 heads kept" in ran.out
+    law = load(out).law
+    assert (law.n_heads, law.norm_first, law.attend_to_self) == (2, False, False)
+    assert (load(out).task.d_x, load(out).task.d_y) == (2, 2)
+
+
+def test_probe_somebody_elses_layers(run: Run, gpt2: Path, stack: Path):
+    ran = run("probe", gpt2, "--n-heads", 4, "--n-prompts", 60, "--json")
+    assert ran.code == 0, ran.err
+    assert [row["layer"] for row in ran.document["response"]] == [0, 1, 2, 3]
+    assert {row["pos"] for row in ran.document["response"]} == {6}
+    names = ["raw x", "reweighted x", "after layer 0"]
+    assert [row["features"] for row in ran.document["areas"]] == names
+    text = run("probe", stack, *OF_STACK, "--n-prompts", 60)
+    assert "log_area" in text.out
+
+
+def test_prompts_and_their_number_are_as_asked(gpt2: Path, deep: Path):
+    layered, own = load(gpt2, n_heads=4), load(deep)
+    assert [len(Asked().prompts(one)) for one in (layered, own)] == [1024, 4096]
+    few = Asked(n_prompts=5, seed=2, context_length=4).prompts(layered)
+    assert few.x.shape == (5, 4, 3)
+    assert not torch.equal(few.x, Asked(n_prompts=5, context_length=4).prompts(layered).x)
+
+
+def test_what_is_refused(run: Run, deep: Path, gpt2: Path, tmp_path: Path):
     run("prune", deep, "--rule", "all").assert_refused("--rule must be one of best-later", "'all'")
-    run("prune", CHECKPOINTS / "softmax-h2-s0").assert_refused("prune takes context-only models")
+    words = "prune takes models of several layers, got one; ablate masks its heads."
+    run("prune", CHECKPOINTS / "softmax-h2-s0").assert_refused(words)
     run("probe", deep, "--n-prompts", 12).assert_refused(deep, "A probe of 12 features needs more")
-    layer = torch.nn.TransformerEncoderLayer(6, 2, 8)
-    torch.save(layer.state_dict(), tmp_path / "layer.pt")
-    for command in ("ablate", "prune", "probe"):
-        ran = run(command, tmp_path / "layer.pt", "--n-heads", 2)
-        assert ran.code == 2
-        assert "takes attention-only models, got format torch-encoder" in ran.err
+    torch.save(torch.nn.TransformerEncoderLayer(6, 2, 8).state_dict(), tmp_path / "layer.pt")
+    ran = run("prune", tmp_path / "layer.pt", "--n-heads", 2)
+    assert (ran.code, ran.out, ran.err.splitlines()[-1].partition("layer.pt: ")[2]) == (
+        2,
+        "",
+        words,
+    )
+    for command, option, value, message in (
+        ("ablate", "--context-length", 10, "context_length must be <= 9"),
+        ("prune", "--context-length", 10, "context_length must be <= 9"),
+        ("probe", "--n-prompts", 16, "A probe of 16 features needs more"),
+        ("prune", "--n-prompts", 32, "A probe of 16 features needs more"),
+    ):
+        ran = run(command, gpt2, "--n-heads", 4, option, value)
+        assert (ran.code, ran.out) == (2, "")
+        assert ran.err.splitlines()[-1].startswith(f"mechinterp: {gpt2}: {message}"), ran.err
+    run("probe", gpt2).assert_refused("n_heads is not in the file")

@@ -31,6 +31,7 @@ from mechinterp.config import ExperimentConfig
 from mechinterp.models.deep import DeepWeights, deep_from_parameters
 
 if TYPE_CHECKING:
+    from mechinterp.models.adapter import HookedPredictor
     from mechinterp.models.transformer import ICLTransformer
 
 
@@ -80,6 +81,13 @@ class DeepCheckpoint:
         from mechinterp.models.transformer import ICLTransformer
 
         return ICLTransformer.from_deep_weights(self.weights, task=self.config.task)
+
+    @property
+    def predictor(self) -> "HookedPredictor":
+        """The hooked model, as the analyses of heads take it."""
+        from mechinterp.models.adapter import as_predictor
+
+        return as_predictor(self.model)
 
 
 def load_saved(path: str | Path) -> Checkpoint | DeepCheckpoint:

@@ -7,15 +7,18 @@ what a file cannot say is taken from the reader's hints or assumed, and stated.
 import math
 import re
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from mechinterp.checkpoints.errors import CheckpointError, one_line
 from mechinterp.checkpoints.hints import Hints
+from mechinterp.checkpoints.native import write_folder
+from mechinterp.checkpoints.outside import settle
 from mechinterp.config import TaskConfig
 from mechinterp.fields import build, flatten
 from mechinterp.models.layered import (
@@ -28,6 +31,9 @@ from mechinterp.models.layered import (
     n_layers,
     too_long,
 )
+
+if TYPE_CHECKING:
+    from mechinterp.models.adapter import HookedPredictor
 
 INDEX = r"(0|[1-9][0-9]{0,5})"
 # The text before a layer's name and the layer's number, which a single encoder layer lacks.
@@ -52,14 +58,22 @@ LAW_KEYS: dict[str, dict[str, tuple[tuple[str, ...], object]]] = {
         "activation": (("activation",), "relu"),
         "layer_norm_eps": (("layer_norm_eps",), 1e-5),
         "norm_first": (("norm_first",), False),
+        "attend_to_self": (("attend_to_self",), True),
     },
 }
+# Where a folder written here has fields of the task.
+TASK_KEY = "mechinterp_task"
 ACTIVATIONS = {GPT2: ("gelu_new", "gelu", "relu", "silu", "tanh"), ENCODER: ("relu", "gelu")}
 # Settings of GPT-2 that would make it another model.
 ONLY = {
     "scale_attn_weights": True,
     "scale_attn_by_inverse_layer_idx": False,
     "add_cross_attention": False,
+}
+# The weight through which the outputs of a layer's heads go, and its axis of the heads.
+PROJECTION = {
+    GPT2: ("h.{}.attn.c_proj.weight", 0),
+    ENCODER: ("layers.{}.self_attn.out_proj.weight", 1),
 }
 TOKENS = {
     GPT2: "x_1, y_1, ..., x_L, y_L, x_query; y padded with zeros to d_x; predicted at x_query",
@@ -81,6 +95,8 @@ class LayeredCheckpoint:
     """What the file did not say and was filled in, by dotted name."""
     tensors: Mapping[str, Tensor]
     """Checked weights: GPT2Model's names or layers.{l}..., and read_in, read_out."""
+    names: Mapping[str, str]
+    """The file's own name of each of them."""
 
     def __repr__(self) -> str:
         layers = f"{self.n_layers} layer{'s' if self.n_layers > 1 else ''}"
@@ -103,6 +119,42 @@ class LayeredCheckpoint:
         if self.format == GPT2:
             return gpt2_model(self.tensors, self.law)
         return encoder_model(self.tensors, self.law, d_x=self.task.d_x, d_y=self.task.d_y)
+
+    @cached_property
+    def predictor(self) -> "HookedPredictor":
+        """The model with hooks, as the analyses of heads take it."""
+        from mechinterp.models.hooked_layers import layered_predictor
+
+        return layered_predictor(self.model)
+
+    def without(self, heads: Iterable[tuple[int, int]]) -> "LayeredCheckpoint":
+        """The model with these heads' share of the output projections at zero; (layer, head), from 0."""
+        tensors = dict(self.tensors)
+        name, axis = PROJECTION[self.format]
+        for layer, head in heads:
+            weight = tensors[name.format(layer)].clone()
+            width = weight.shape[axis] // self.n_heads
+            weight.narrow(axis, head * width, width).zero_()
+            tensors[name.format(layer)] = weight
+        return replace(self, tensors=tensors)
+
+    def save(self, folder: str | Path) -> None:
+        """Write config.json and model.safetensors, with the names of the file that the model came from.
+
+        config.json says what that file and its reader said; the rest is assumed again when it is read.
+
+        Raises:
+            CheckpointError: If the folder already holds a checkpoint or cannot be written.
+        """
+        said: dict[str, object] = {HEAD_KEYS[0]: self.n_heads}
+        for name, (keys, _) in LAW_KEYS[self.format].items():
+            if f"model.{name}" not in self.assumed:
+                said[keys[0]] = getattr(self.law, name)
+        task = flatten(asdict(self.task), "task.")
+        stated = {name: value for name, value in task.items() if name not in self.assumed}
+        said[TASK_KEY] = _nested(stated)["task"]
+        tensors = {self.names[name]: tensor.clone() for name, tensor in self.tensors.items()}
+        write_folder(Path(folder), said, tensors, history=None, snapshots={})
 
 
 def layered_format(names: Iterable[str]) -> str | None:
@@ -144,6 +196,9 @@ def read_layered(
         >>> read_layered(layer.state_dict(), Path("x.pt"), format="torch-encoder", hints=hints, settings={})
         LayeredCheckpoint(x.pt: torch-encoder, 1 layer of 2 heads, d_x=5)
     """
+    stated = settings.get(TASK_KEY)
+    if isinstance(stated, Mapping):
+        hints = replace(hints, task={**stated, **(hints.task or {})})
     names = _names(tensors, file, format)
     found = {name: tensors[there] for name, there in names.items()}
     for name, tensor in found.items():
@@ -168,6 +223,7 @@ def read_layered(
         law=law,
         assumed=_assumed(task, law, format, _said(hints, settings, found)),
         tensors=found,
+        names=names,
     )
 
 
@@ -415,9 +471,12 @@ def _law(
         raise CheckpointError(
             f"{file}: scale must be 1/sqrt(d_head) = {scale:.6g}, as such layers have, got {hints.scale}."
         )
-    attend_to_self = hints.attend_to_self is not False
+    if hints.attend_to_self is not None:
+        stated = settings.get("attend_to_self")
+        stated = stated if isinstance(stated, bool) else None
+        values["attend_to_self"] = settle(file, "attend_to_self", stated, hints.attend_to_self)
     try:
-        law = build(LayerLaw, values | {"n_heads": n_heads, "attend_to_self": attend_to_self})
+        law = build(LayerLaw, values | {"n_heads": n_heads})
     except ValueError as error:
         raise CheckpointError(f"{file}: {one_line(error)}") from None
     if law.layer_norm_eps < 0:
@@ -463,10 +522,20 @@ def _assumed(
     for name, (keys, _) in LAW_KEYS[format].items():
         if not set(keys) & set(said):
             values[f"model.{name}"] = getattr(law, name)
-    if format == ENCODER:
-        values["model.attend_to_self"] = law.attend_to_self
     values["model.tokens"] = TOKENS[format]
     return {name: value for name, value in values.items() if name not in said}
+
+
+def _nested(values: Mapping[str, object]) -> dict:
+    """A nested dictionary from values by dotted name."""
+    groups: dict = {}
+    for name, value in values.items():
+        *outer, last = name.split(".")
+        inner = groups
+        for group in outer:
+            inner = inner.setdefault(group, {})
+        inner[last] = value
+    return groups
 
 
 def _require_numbers(tensor: Tensor, what: str) -> None:

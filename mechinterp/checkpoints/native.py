@@ -27,6 +27,7 @@ from mechinterp.config import ExperimentConfig, from_dict
 from mechinterp.models.functional import AttentionWeights, unmerged
 
 if TYPE_CHECKING:
+    from mechinterp.models.adapter import HookedPredictor
     from mechinterp.models.transformer import ICLTransformer
 
 FORMAT_VERSION = 1
@@ -79,6 +80,13 @@ class Checkpoint:
         from mechinterp.models.transformer import ICLTransformer
 
         return ICLTransformer.from_weights(self.weights, task=self.config.task)
+
+    @property
+    def predictor(self) -> "HookedPredictor":
+        """The hooked model, as the analyses of heads take it."""
+        from mechinterp.models.adapter import as_predictor
+
+        return as_predictor(self.model)
 
     @classmethod
     def from_pretrained(cls, folder: str | Path) -> "Checkpoint":

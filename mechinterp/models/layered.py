@@ -1,22 +1,32 @@
 """Layered models of somebody else, with norms and MLPs: weights in, predictions out.
 
-A GPT-2 that reads x and y in turn, and a stack of torch's encoder layers that reads tokens (x, y). The
-layers are the libraries' own modules; heads are masked without anything being changed in them.
+A GPT-2 that reads x and y in turn, and a stack of torch's encoder layers that reads tokens (x, y). A layer is
+computed in two halves, what its heads average and what it makes of that, so that heads are masked in between.
 """
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from functools import reduce
+from functools import partial, reduce
 
 import torch
 import torch.nn.functional as F  # noqa: N812
-from jaxtyping import Float
-from torch import Tensor, nn
-from torch.func import functional_call
+from einops import rearrange
+from jaxtyping import Bool, Float
+from torch import Tensor
 
 from mechinterp.icl.prompts import Prompts
 
 GPT2, ENCODER = "gpt2", "torch-encoder"
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu_new": partial(F.gelu, approximate="tanh"),
+    "gelu": F.gelu,
+    "relu": F.relu,
+    "silu": F.silu,
+    "tanh": torch.tanh,
+}
+
+Affine = tuple[Tensor, Tensor | None]
+"""Weight and bias, as F.linear and F.layer_norm take them."""
 
 
 @dataclass(frozen=True)
@@ -25,11 +35,60 @@ class LayerLaw:
 
     n_heads: int
     activation: str
+    """One of `ACTIVATIONS`."""
     layer_norm_eps: float = 1e-5
     norm_first: bool = True
     """Whether a layer norms its input (pre-norm) or what it adds to the stream and the stream (post-norm)."""
     attend_to_self: bool = True
     """Whether the query is among the keys."""
+
+
+@dataclass(frozen=True, eq=False)
+class Layer:
+    """Heads, then an MLP, which add to the stream: `after_heads(stream, heads(stream, reads))`."""
+
+    law: LayerLaw
+    heads_in: Affine
+    """To q of all heads, k of all heads, v of all heads."""
+    heads_out: Affine
+    mlp_in: Affine
+    mlp_out: Affine
+    norms: tuple[Affine, Affine]
+    """Of the heads and of the MLP."""
+
+    def heads(
+        self, stream: Float[Tensor, "batch pos width"], reads: Bool[Tensor, "pos pos"] | None
+    ) -> Float[Tensor, "batch pos head d_head"]:
+        """z: what each head has averaged, before the output projection.
+
+        Args:
+            reads: Which keys a query attends to, [query, key]; None: all.
+        """
+        seen = self._norm(0, stream) if self.law.norm_first else stream
+        q, k, v = rearrange(
+            F.linear(seen, *self.heads_in),
+            "batch pos (qkv head d_head) -> qkv batch head pos d_head",
+            qkv=3,
+            head=self.law.n_heads,
+        )
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=reads).transpose(1, 2)
+
+    def after_heads(
+        self, stream: Float[Tensor, "batch pos width"], z: Float[Tensor, "batch pos head d_head"]
+    ) -> Float[Tensor, "batch pos width"]:
+        """The stream after the layer; what stands at one position depends on that position alone."""
+        stream = stream + F.linear(z.flatten(2), *self.heads_out)
+        if self.law.norm_first:
+            return stream + self._mlp(self._norm(1, stream))
+        stream = self._norm(0, stream)
+        return self._norm(1, stream + self._mlp(stream))
+
+    def _mlp(self, stream: Tensor) -> Tensor:
+        inner = ACTIVATIONS[self.law.activation](F.linear(stream, *self.mlp_in))
+        return F.linear(inner, *self.mlp_out)
+
+    def _norm(self, which: int, stream: Tensor) -> Tensor:
+        return F.layer_norm(stream, stream.shape[-1:], *self.norms[which], self.law.layer_norm_eps)
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,13 +100,9 @@ class LayeredModel:
     n_heads: int
     max_context: int | None
     """Most pairs that its positions have room for; None: any number."""
-    layers: tuple[nn.Module, ...]
-    projection: str
-    """Name, inside a layer, of the weight through which the heads' outputs go."""
-    head_axis: int
-    """That weight's axis of the heads, n_heads blocks of equal width."""
-    mask: Callable[[int], dict[str, Tensor]]
-    """Number of positions to the layers' keyword with the attention mask; empty: every key is seen."""
+    layers: tuple[Layer, ...]
+    reads: Callable[[int], Tensor | None]
+    """Number of positions to which keys a query attends to, [query, key]; None: to all."""
     embed: Callable[[Prompts], Tensor]
     """Prompts to the stream before the first layer, [batch, pos, width]."""
     read: Callable[[Tensor], Tensor]
@@ -70,7 +125,7 @@ class LayeredModel:
         Example:
             >>> from mechinterp.config import TaskConfig
             >>> from mechinterp.icl.prompts import generator_for, sample_prompts
-            >>> layer = nn.TransformerEncoderLayer(6, 2, 8, batch_first=True)
+            >>> layer = torch.nn.TransformerEncoderLayer(6, 2, 8, batch_first=True)
             >>> tensors = {f"layers.0.{name}": weight for name, weight in layer.state_dict().items()}
             >>> law = LayerLaw(n_heads=2, activation="relu", norm_first=False)
             >>> model = encoder_model(tensors, law, d_x=5, d_y=1)
@@ -83,7 +138,7 @@ class LayeredModel:
                 raise ValueError(
                     f"masked_heads must lie in {self.n_layers} layers of {self.n_heads} heads, got {(layer, head)}."
                 )
-        return self._from_layer(0, self._stream(prompts), masked_heads)
+        return self._finish(0, *self._enter(prompts), masked_heads)
 
     def predict_each_masked(
         self, prompts: Prompts
@@ -92,16 +147,21 @@ class LayeredModel:
 
         What comes before a masked head does not depend on it and is computed once.
         """
-        stream = self._stream(prompts)
+        stream, z = self._enter(prompts)
         masked = []
         for layer in range(self.n_layers):
+            stream, z = self._advance(layer, stream, z) if layer else (stream, z)
             heads = range(self.n_heads)
-            alone = [self._from_layer(layer, stream, [(layer, head)]) for head in heads]
+            alone = [self._finish(layer, stream, z, [(layer, head)]) for head in heads]
             masked.append(torch.stack(alone, dim=1))
-            stream = self._layer(layer, stream, [])
-        return self.read(stream[:, -1]), torch.stack(masked, dim=1)
+        return self._finish(self.n_layers - 1, stream, z, []), torch.stack(masked, dim=1)
 
-    def _stream(self, prompts: Prompts) -> Tensor:
+    def stream(self, prompts: Prompts) -> Float[Tensor, "batch pos width"]:
+        """The stream before the first layer.
+
+        Raises:
+            ValueError: If the prompts are too long or of another d_x or d_y.
+        """
         found = (prompts.x.shape[2], prompts.y.shape[2])
         if found != (self.d_x, self.d_y):
             raise ValueError(
@@ -112,23 +172,26 @@ class LayeredModel:
             raise ValueError(too_long(length, self.max_context))
         return self.embed(prompts)
 
-    def _from_layer(
-        self, first: int, stream: Tensor, masked_heads: Collection[tuple[int, int]]
-    ) -> Tensor:
-        for layer in range(first, self.n_layers):
-            heads = [head for at, head in masked_heads if at == layer]
-            stream = self._layer(layer, stream, heads)
-        return self.read(stream[:, -1])
+    def _enter(self, prompts: Prompts) -> tuple[Tensor, Tensor]:
+        """The stream before the first layer, and z of its heads."""
+        stream = self.stream(prompts)
+        return stream, self.layers[0].heads(stream, self.reads(stream.shape[1]))
 
-    def _layer(self, index: int, stream: Tensor, masked: Collection[int]) -> Tensor:
-        layer, mask = self.layers[index], self.mask(stream.shape[1])
-        if not masked:
-            return layer(stream, **mask)
-        weight = layer.get_parameter(self.projection).clone()
-        width = weight.shape[self.head_axis] // self.n_heads
-        for head in masked:
-            weight.narrow(self.head_axis, head * width, width).zero_()
-        return functional_call(layer, {self.projection: weight}, (stream,), mask)
+    def _advance(self, layer: int, stream: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
+        """The stream before a layer and z of its heads, from those of the layer before it."""
+        stream = self.layers[layer - 1].after_heads(stream, z)
+        return stream, self.layers[layer].heads(stream, self.reads(stream.shape[1]))
+
+    def _finish(
+        self, first: int, stream: Tensor, z: Tensor, masked_heads: Collection[tuple[int, int]]
+    ) -> Float[Tensor, "batch d_y"]:
+        """The prediction from the stream before a layer and z of its heads."""
+        for layer in range(first, self.n_layers):
+            stream, z = self._advance(layer, stream, z) if layer > first else (stream, z)
+            gone = [head for at, head in masked_heads if at == layer]
+            z = _without(z, gone) if gone else z
+        # Behind the last heads nothing but the query is read.
+        return self.read(self.layers[-1].after_heads(stream[:, -1:], z[:, -1:])[:, -1])
 
 
 def too_long(context_length: int, max_context: int) -> str:
@@ -147,48 +210,40 @@ def gpt2_model(tensors: Mapping[str, Tensor], law: LayerLaw) -> LayeredModel:
     Source:
         Garg et al. 2022, arXiv 2208.01066, with Hugging Face's GPT2Model.
     """
-    from transformers import GPT2Config, GPT2Model
-
     weights = _one_dtype(tensors)
-    n_positions, width = weights["wpe.weight"].shape
-    config = GPT2Config(
-        vocab_size=1,
-        bos_token_id=None,
-        eos_token_id=None,
-        n_positions=n_positions,
-        n_embd=width,
-        n_layer=n_layers(weights),
-        n_head=law.n_heads,
-        n_inner=weights["h.0.mlp.c_fc.weight"].shape[1],
-        # The same function in one kernel, where transformers' takes eight passes.
-        activation_function={"gelu_new": "gelu_pytorch_tanh"}.get(law.activation, law.activation),
-        layer_norm_epsilon=law.layer_norm_eps,
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
-    )
-    with torch.device("meta"):
-        backbone = GPT2Model(config)
-    inner = {name: tensor for name, tensor in weights.items() if not name.startswith("read_")}
-    _fill(backbone, inner | {"wte.weight": weights["wpe.weight"].new_zeros(1, width)})
     positions = weights["wpe.weight"]
+
+    def transposed(name: str) -> Affine:
+        weight, bias = _affine(weights, name)  # [in, out]
+        return weight.mT, bias
+
+    layers = tuple(
+        Layer(
+            law=law,
+            heads_in=transposed(f"h.{layer}.attn.c_attn"),
+            heads_out=transposed(f"h.{layer}.attn.c_proj"),
+            mlp_in=transposed(f"h.{layer}.mlp.c_fc"),
+            mlp_out=transposed(f"h.{layer}.mlp.c_proj"),
+            norms=(_affine(weights, f"h.{layer}.ln_1"), _affine(weights, f"h.{layer}.ln_2")),
+        )
+        for layer in range(n_layers(weights))
+    )
 
     def embed(prompts: Prompts) -> Tensor:
         tokens = interleaved(prompts).to(positions)
-        return _linear(tokens, weights, "read_in") + positions[: tokens.shape[1]]
+        return F.linear(tokens, *_affine(weights, "read_in")) + positions[: tokens.shape[1]]
 
     def read(last: Tensor) -> Tensor:
-        return _linear(backbone.ln_f(last), weights, "read_out")
+        normed = F.layer_norm(last, last.shape[-1:], *_affine(weights, "ln_f"), law.layer_norm_eps)
+        return F.linear(normed, *_affine(weights, "read_out"))
 
     return LayeredModel(
         d_x=weights["read_in.weight"].shape[1],
         d_y=weights["read_out.weight"].shape[0],
         n_heads=law.n_heads,
-        max_context=(n_positions - 1) // 2,
-        layers=tuple(backbone.h),
-        projection="attn.c_proj.weight",
-        head_axis=0,
-        mask=lambda n: {"attention_mask": _barred(positions, n).triu(1)[None, None]},
+        max_context=(len(positions) - 1) // 2,
+        layers=layers,
+        reads=lambda n: torch.ones(n, n, dtype=torch.bool).tril(),
         embed=embed,
         read=read,
     )
@@ -206,24 +261,40 @@ def encoder_model(
     weights = _one_dtype(tensors)
     first = weights["layers.0.linear1.weight"]
     layers = tuple(
-        _encoder_layer(weights, f"layers.{layer}.", law) for layer in range(n_layers(weights))
+        Layer(
+            law=law,
+            heads_in=_affine(weights, f"layers.{layer}.self_attn.in_proj", "_"),
+            heads_out=_affine(weights, f"layers.{layer}.self_attn.out_proj"),
+            mlp_in=_affine(weights, f"layers.{layer}.linear1"),
+            mlp_out=_affine(weights, f"layers.{layer}.linear2"),
+            norms=(
+                _affine(weights, f"layers.{layer}.norm1"),
+                _affine(weights, f"layers.{layer}.norm2"),
+            ),
+        )
+        for layer in range(n_layers(weights))
     )
 
     def embed(prompts: Prompts) -> Tensor:
         tokens = prompts.tokens.to(first)
-        return _linear(tokens, weights, "read_in") if "read_in.weight" in weights else tokens
+        return (
+            F.linear(tokens, *_affine(weights, "read_in"))
+            if "read_in.weight" in weights
+            else tokens
+        )
 
     def read(last: Tensor) -> Tensor:
         if "norm.weight" in weights:
-            scale, shift = weights["norm.weight"], weights.get("norm.bias")
-            last = F.layer_norm(last, last.shape[-1:], scale, shift, law.layer_norm_eps)
-        return _linear(last, weights, "read_out") if "read_out.weight" in weights else last[:, d_x:]
+            norm = _affine(weights, "norm")
+            last = F.layer_norm(last, last.shape[-1:], *norm, law.layer_norm_eps)
+        return (
+            F.linear(last, *_affine(weights, "read_out"))
+            if "read_out.weight" in weights
+            else last[:, d_x:]
+        )
 
-    def mask(n: int) -> dict[str, Tensor]:
-        if law.attend_to_self:
-            return {}
-        query = torch.arange(n) == n - 1
-        return {"src_mask": torch.where(query, _barred(first, n), 0)}
+    def reads(n: int) -> Tensor | None:
+        return None if law.attend_to_self else (torch.arange(n) < n - 1).expand(n, n)
 
     return LayeredModel(
         d_x=d_x,
@@ -231,9 +302,7 @@ def encoder_model(
         n_heads=law.n_heads,
         max_context=None,
         layers=layers,
-        projection="self_attn.out_proj.weight",
-        head_axis=1,
-        mask=mask,
+        reads=reads,
         embed=embed,
         read=read,
     )
@@ -260,39 +329,17 @@ def n_layers(tensors: Mapping[str, Tensor]) -> int:
     return len({parts[1] for parts in numbered if parts[0] in ("h", "layers")})
 
 
-def _encoder_layer(weights: Mapping[str, Tensor], prefix: str, law: LayerLaw) -> nn.Module:
-    inner, width = weights[f"{prefix}linear1.weight"].shape
-    layer = nn.TransformerEncoderLayer(
-        width,
-        law.n_heads,
-        inner,
-        dropout=0.0,
-        activation=law.activation,
-        layer_norm_eps=law.layer_norm_eps,
-        batch_first=True,
-        norm_first=law.norm_first,
-        bias=f"{prefix}linear1.bias" in weights,
-        device="meta",
-    )
-    here = {name: tensor for name, tensor in weights.items() if name.startswith(prefix)}
-    return _fill(layer, {name.removeprefix(prefix): tensor for name, tensor in here.items()})
+def _affine(weights: Mapping[str, Tensor], name: str, between: str = ".") -> Affine:
+    return weights[f"{name}{between}weight"], weights.get(f"{name}{between}bias")
 
 
-def _fill(module: nn.Module, weights: Mapping[str, Tensor]) -> nn.Module:
-    """A module made without numbers, with these; nothing random is drawn for it."""
-    module.load_state_dict(weights, strict=True, assign=True)
-    return module.eval().requires_grad_(False)
+def _without(z: Float[Tensor, "batch pos head d_head"], heads: list[int]) -> Tensor:
+    z = z.clone()
+    z[:, :, heads] = 0
+    return z
 
 
 def _one_dtype(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """All in the widest dtype among them, at least float32."""
     dtype = reduce(torch.promote_types, (t.dtype for t in tensors.values()), torch.float32)
     return {name: tensor.detach().to("cpu", dtype) for name, tensor in tensors.items()}
-
-
-def _linear(stream: Tensor, weights: Mapping[str, Tensor], name: str) -> Tensor:
-    return F.linear(stream, weights[f"{name}.weight"], weights.get(f"{name}.bias"))
-
-
-def _barred(like: Tensor, n: int) -> Tensor:
-    return like.new_full((n, n), -torch.inf)

@@ -125,7 +125,7 @@ def layered_document(checkpoint: LayeredCheckpoint, found: LayeredClassification
     """What `classify` says of a layered model, whose heads are described by their ablation."""
     task = found.task
     return {
-        **_layered_header(checkpoint),
+        **header(checkpoint),
         "pattern": found.pattern,
         "reason": found.reason,
         "heads": records(found.to_frame()),
@@ -211,24 +211,25 @@ def training_document(summary: TrainingSummary, checkpoint: str) -> dict:
     }
 
 
-def header(checkpoint: Checkpoint | DeepCheckpoint) -> dict:
+def header(checkpoint: Checkpoint | DeepCheckpoint | LayeredCheckpoint) -> dict:
     """The fields every document about a checkpoint starts with."""
-    config = checkpoint.config
+    shape = checkpoint if isinstance(checkpoint, LayeredCheckpoint) else checkpoint.config.model
+    task = checkpoint.task if isinstance(checkpoint, LayeredCheckpoint) else checkpoint.config.task
     return {
         "schema_version": SCHEMA_VERSION,
         "path": str(checkpoint.path),
         "format": checkpoint.format,
         "assumed": dict(checkpoint.assumed),
-        "n_layers": config.model.n_layers,
-        "n_heads": config.model.n_heads,
-        "d_x": config.task.d_x,
-        "d_y": config.task.d_y,
+        "n_layers": shape.n_layers,
+        "n_heads": shape.n_heads,
+        "d_x": task.d_x,
+        "d_y": task.d_y,
     }
 
 
 def _layered_info(checkpoint: LayeredCheckpoint) -> dict:
     return {
-        **_layered_header(checkpoint),
+        **header(checkpoint),
         "name": checkpoint.name,
         "task": asdict(checkpoint.task),
         "model": asdict(checkpoint.law),
@@ -236,19 +237,6 @@ def _layered_info(checkpoint: LayeredCheckpoint) -> dict:
         "snapshots": [],
         "eval_loss": None,
         "weights": {name: list(tensor.shape) for name, tensor in checkpoint.tensors.items()},
-    }
-
-
-def _layered_header(checkpoint: LayeredCheckpoint) -> dict:
-    return {
-        "schema_version": SCHEMA_VERSION,
-        "path": str(checkpoint.path),
-        "format": checkpoint.format,
-        "assumed": dict(checkpoint.assumed),
-        "n_layers": checkpoint.n_layers,
-        "n_heads": checkpoint.n_heads,
-        "d_x": checkpoint.task.d_x,
-        "d_y": checkpoint.task.d_y,
     }
 
 

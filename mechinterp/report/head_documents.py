@@ -8,11 +8,14 @@ from mechinterp.analysis.p_probing import DescentCurves
 from mechinterp.analysis.probes import LayerProbes
 from mechinterp.analysis.pruning import Pruning
 from mechinterp.checkpoints.deep import DeepCheckpoint
+from mechinterp.checkpoints.layered import LayeredCheckpoint
 from mechinterp.checkpoints.native import Checkpoint
 from mechinterp.report.documents import header, records
 
 
-def layers_document(checkpoint: DeepCheckpoint, found: Sequence[HeadAblation]) -> dict:
+def layers_document(
+    checkpoint: DeepCheckpoint | LayeredCheckpoint, found: Sequence[HeadAblation]
+) -> dict:
     """What `ablate` says of a model of several layers."""
     return {
         **header(checkpoint),
@@ -23,7 +26,9 @@ def layers_document(checkpoint: DeepCheckpoint, found: Sequence[HeadAblation]) -
     }
 
 
-def pruning_document(checkpoint: DeepCheckpoint, found: Pruning, out: Path | None) -> dict:
+def pruning_document(
+    checkpoint: DeepCheckpoint | LayeredCheckpoint, found: Pruning, out: Path | None
+) -> dict:
     """What `prune` says; `checkpoint` is where the pruned model was written, null if it was not."""
     names = ("full_risk", "full_risk_sem", "risk", "risk_sem", "ratio", "ratio_sem")
     refit = ("refit_risk", "refit_risk_sem", "full_refit_risk")
@@ -37,7 +42,7 @@ def pruning_document(checkpoint: DeepCheckpoint, found: Pruning, out: Path | Non
 
 
 def probes_document(
-    checkpoint: Checkpoint | DeepCheckpoint,
+    checkpoint: Checkpoint | DeepCheckpoint | LayeredCheckpoint,
     response: LayerProbes,
     structure: LayerProbes,
     descent: DescentCurves,

@@ -8,7 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-from mechinterp.analysis.layered import LayeredClassification, classify_layers
+from mechinterp.analysis.layered import (
+    LayeredClassification,
+    classify_layers,
+    save_pruned_layers,
+)
 from mechinterp.checkpoints.hints import Hints
 from mechinterp.checkpoints.layered import LayeredCheckpoint, read_layered
 from mechinterp.config import TaskConfig
@@ -140,6 +144,19 @@ def test_prompts_are_the_seeds_and_the_tasks():
         classify_layers(checkpoint, TaskConfig(), n_prompts=8)
     with pytest.raises(ValueError, match="n_prompts must be >= 2 for a standard error, got 1"):
         classify_layers(checkpoint, n_prompts=1)
+
+
+def test_a_pruned_model_is_saved_and_predicts_as_the_masked_one(tmp_path: Path):
+    checkpoint = checkpoint_of(garg(), n_heads=4, context_length=5)
+    prompts = sample_prompts(checkpoint.task, 20, generator=generator_for(0, "eval", 0))
+    kept = np.ones((3, 4), dtype=bool)
+    kept[1, 1:] = kept[2, 0] = False
+    saved = save_pruned_layers(checkpoint, kept, tmp_path / "pruned", prompts=prompts)
+    expected = checkpoint.model.predict(prompts, masked_heads=[(1, 1), (1, 2), (1, 3), (2, 0)])
+    torch.testing.assert_close(saved.model.predict(prompts), expected)
+    assert (saved.path, saved.task.context_length) == (tmp_path / "pruned", 5)
+    with pytest.raises(ValueError, match="the saved model must predict as the masked one to -1"):
+        save_pruned_layers(checkpoint, kept, tmp_path / "again", prompts=prompts, tolerance=-1)
 
 
 @pytest.mark.slow

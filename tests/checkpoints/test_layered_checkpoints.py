@@ -8,11 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from mechinterp.checkpoints.errors import CheckpointError
 from mechinterp.checkpoints.hints import Hints
 from mechinterp.checkpoints.layered import LayeredCheckpoint, layered_format, read_layered
+from mechinterp.checkpoints.loading import load
 from mechinterp.config import TaskConfig
 from mechinterp.icl.prompts import generator_for, sample_prompts
 from mechinterp.report.documents import dumps, info_document
@@ -180,6 +182,49 @@ def test_heads_and_the_law_from_the_settings(key: str):
     assert (law.norm_first, law.activation, law.attend_to_self) == (True, "gelu", False)
 
 
+def test_a_saved_model_comes_back_with_what_was_said_and_what_was_assumed(tmp_path: Path):
+    task = {"context_length": 9, "covariance": {"kind": "kms", "rho": 0.3}}
+    state = {f"net.{name}": tensor for name, tensor in encoder(4).state_dict().items()}
+    settings = {"nhead": 2, "norm_first": True, "activation": "gelu"}
+    written = read(state, settings=settings, task=task, d_y=2, attend_to_self=False)
+    written.save(tmp_path / "out")
+    found = load(tmp_path / "out")
+    assert (found.task, found.law, found.assumed) == (written.task, written.law, written.assumed)
+    assert {"task.noise_var", "model.layer_norm_eps"} <= set(found.assumed)
+    assert set(load_file(tmp_path / "out" / "model.safetensors")) == set(state)
+    assert all(torch.equal(found.tensors[name], t) for name, t in written.tensors.items())
+    other = load(tmp_path / "out", task={"context_length": 5}, d_y=2, attend_to_self=False)
+    assert (other.task.context_length, other.task.covariance.rho) == (5, 0.3)
+    with pytest.raises(CheckpointError, match="already holds a checkpoint; it is not overwritten"):
+        written.save(tmp_path / "out")
+    with pytest.raises(CheckpointError, match="attend_to_self must be the file's False, got True"):
+        load(tmp_path / "out", attend_to_self=True)
+
+
+@pytest.mark.parametrize(
+    ("model", "n_heads", "name", "zeroed"),
+    [
+        (garg(), 4, "h.1.attn.c_proj.weight", (slice(8, 12), slice(None))),
+        (encoder(4), 2, "layers.1.self_attn.out_proj.weight", (slice(None), slice(2, 4))),
+    ],
+)
+def test_a_model_without_a_head_has_zeros_in_its_place(model, n_heads, name, zeroed):
+    checkpoint = read(model.state_dict(), n_heads=n_heads)
+    head = 2 if n_heads == 4 else 1
+    before = {name: tensor.clone() for name, tensor in checkpoint.tensors.items()}
+    without = checkpoint.without([(1, head)])
+    expected = before | {name: before[name].clone()}
+    expected[name][zeroed] = 0
+    for each, tensor in expected.items():
+        assert torch.equal(without.tensors[each], tensor), each
+        assert torch.equal(checkpoint.tensors[each], before[each]), each
+    prompts = sample_prompts(checkpoint.task, 4, generator=generator_for(0, "eval", 0))
+    masked = checkpoint.model.predict(prompts, masked_heads=[(1, head)])
+    torch.testing.assert_close(without.model.predict(prompts), masked)
+    assert not torch.allclose(masked, checkpoint.model.predict(prompts), atol=1e-4)
+    torch.testing.assert_close(without.predictor.predict(prompts), masked)
+
+
 def test_a_scale_that_such_layers_have_is_taken():
     assert read(garg().state_dict(), n_heads=4, scale=0.5).n_heads == 4
     assert read(encoder(4).state_dict(), n_heads=1, scale=0.5, attend_to_self=True).n_heads == 1
@@ -325,6 +370,7 @@ def test_what_a_single_encoder_layer_lacks_is_named_as_its_neighbours():
         ),
         ({"layer_norm_epsilon": "small"}, "layer_norm_eps must be a number, got 'small'."),
         ({"layer_norm_epsilon": -1}, "layer_norm_eps must be >= 0, got -1.0."),
+        ({"mechinterp_task": {"noise": 1}}, "Unknown field 'task.noise'; known: "),
         ({"scale_attn_weights": False}, "scale_attn_weights must be True, got False."),
         ({"scale_attn_by_inverse_layer_idx": True}, "inverse_layer_idx must be False, got True."),
     ],
@@ -332,6 +378,12 @@ def test_what_a_single_encoder_layer_lacks_is_named_as_its_neighbours():
 def test_settings_of_another_model_are_refused(settings: dict, words: str):
     with pytest.raises(CheckpointError, match=re.escape(words)):
         read(garg().state_dict(), settings=settings, n_heads=4)
+
+
+def test_whether_the_query_is_a_key_must_be_true_or_false():
+    settings = {"nhead": 2, "attend_to_self": "yes"}
+    with pytest.raises(CheckpointError, match="attend_to_self must be true or false, got 'yes'"):
+        read(encoder(4).state_dict(), settings=settings)
 
 
 @pytest.mark.parametrize("value", ["4", 4.0, True, [4], 0, -2])

@@ -255,11 +255,15 @@ def test_prompts_that_do_not_fit_are_refused(gpt2: LayeredModel):
 
 
 @pytest.mark.parametrize("module", ["models", "checkpoints", "analysis"])
-def test_transformers_is_not_imported_before_a_model_is_built(module: str):
-    heavy = ["transformers", "transformer_lens"]
-    code = (
-        f"import sys, mechinterp.{module}.layered; print([n for n in {heavy} if n in sys.modules])"
-    )
+def test_hooks_and_transformers_are_not_imported_to_run_a_model(module: str):
+    code = f"""
+import sys, torch, mechinterp.{module}.layered
+from mechinterp.models.layered import LayerLaw, encoder_model
+state = torch.nn.TransformerEncoderLayer(6, 2, 8).state_dict()
+state = {{f"layers.0.{{name}}": tensor for name, tensor in state.items()}}
+encoder_model(state, LayerLaw(2, "relu"), d_x=5, d_y=1)
+print([n for n in ("transformers", "transformer_lens") if n in sys.modules])
+"""
     result = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     )
