@@ -6,6 +6,7 @@ Each command imports what it needs, so that `mechinterp --help` and `classify` s
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -25,7 +26,7 @@ from mechinterp.cli_options import (
     shown_path,
     task_of,
 )
-from mechinterp.cli_training import JsonOption, predict_jumps, sweep, train
+from mechinterp.cli_training import JsonOption, QuietOption, predict_jumps, sweep, train
 
 if TYPE_CHECKING:
     from mechinterp.checkpoints.deep import DeepCheckpoint
@@ -86,6 +87,7 @@ def classify(
         Path | None,
         typer.Option("--out", help="A new table, .parquet or .csv: a row for each checkpoint."),
     ] = None,
+    quiet: QuietOption = False,
     as_json: JsonOption = False,
     *,
     hints: "Hints",
@@ -94,24 +96,25 @@ def classify(
     from mechinterp.checkpoints.loading import checkpoint_paths
     from mechinterp.report.documents import dumps
     from mechinterp.report.table import require_writable, write_table
+    from mechinterp.report.terminal import tracked
 
     if out is not None:
         require_writable(out)
     documents: list[dict] = []
-    for path in checkpoint_paths(paths):
-        try:
-            with about_paths(path):
-                checkpoint = load_checkpoint(path, hints)
-                document, table = _classified(
-                    checkpoint, context_length=context_length, n_prompts=n_prompts, seed=seed
-                )
-        except (ValueError, OSError) as error:
-            documents.append({"path": str(path), "error": str(error)})
-            complain(str(error))
-            continue
-        documents.append(document)
-        if not as_json:
-            print(f"{shown_path(path)}: {document['pattern']} ({document['reason']})\n{table}")
+    with tracked(quiet=quiet) as track:
+        for path in track(checkpoint_paths(paths), "classifying"):
+            try:
+                with about_paths(path):
+                    checkpoint = load_checkpoint(path, hints)
+                    document, table = _classified(
+                        checkpoint, context_length=context_length, n_prompts=n_prompts, seed=seed
+                    )
+            except (ValueError, OSError) as error:
+                document, table = {"path": str(path), "error": str(error)}, None
+                complain(str(error))
+            documents.append(document)
+            if table is not None and not as_json:
+                print(f"{shown_path(path)}: {document['pattern']} ({document['reason']})\n{table}")
     if as_json:
         print(dumps(documents))
     if out is not None:
@@ -138,6 +141,7 @@ def fit(
             help="Pairs per prompt; may be repeated; 10, 20, ..., 100 if left out.",
         ),
     ] = None,
+    quiet: QuietOption = False,
     as_json: JsonOption = False,
     *,
     hints: "Hints",
@@ -145,12 +149,14 @@ def fit(
     """Fit closed-form learners to the model. Example: mechinterp fit checkpoints/softmax-h2-s0"""
     from mechinterp.analysis.fits import CONTEXT_LENGTHS, fit_learners
     from mechinterp.report.documents import dumps, fits_document
-    from mechinterp.report.terminal import fits_text
+    from mechinterp.report.terminal import fits_text, tracked
 
     lengths = context_length or CONTEXT_LENGTHS
-    with about_paths(path):
+    with about_paths(path), tracked(quiet=quiet) as track:
         checkpoint = one_layer(path, hints)
-        fits = fit_learners(checkpoint, context_lengths=lengths, n_prompts=n_prompts, seed=seed)
+        fits = fit_learners(
+            checkpoint, context_lengths=lengths, n_prompts=n_prompts, seed=seed, track=track
+        )
     if as_json:
         print(dumps(fits_document(checkpoint, fits)))
         return
@@ -170,30 +176,36 @@ def report(
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace a report that is there.")
     ] = False,
+    quiet: QuietOption = False,
     as_json: JsonOption = False,
     *,
     hints: "Hints",
 ) -> None:
     """Write a report as one HTML page. Example: mechinterp report checkpoints/softmax-h2-s0 --out reports/h2"""
     from mechinterp.checkpoints.loading import checkpoint_paths
+    from mechinterp.checkpoints.native import Checkpoint
     from mechinterp.report.comparison import write_comparison
+    from mechinterp.report.deep import write_deep_report
     from mechinterp.report.documents import dumps
     from mechinterp.report.page import write_report
+    from mechinterp.report.terminal import tracked
 
     found = checkpoint_paths(paths)
     if len(found) == 1:
         about: list[dict] = [{"path": str(found[0])}]
-        with about_paths(found[0], out):
-            checkpoint = one_layer(found[0], hints)
-            written = write_report(
-                checkpoint, out, n_prompts=n_prompts, seed=seed, overwrite=overwrite
-            )
+        with about_paths(found[0], out), tracked(quiet=quiet) as track:
+            checkpoint = load_checkpoint(found[0], hints)
+            if isinstance(checkpoint, Checkpoint):
+                write = partial(write_report, checkpoint, out)
+            else:
+                write = partial(write_deep_report, checkpoint, out)
+            written = write(n_prompts=n_prompts, seed=seed, overwrite=overwrite, track=track)
         document = about[0] | written.to_document()
     else:
         loaded, about = _those_that_load(found, hints)
-        with about_paths(out):
+        with about_paths(out), tracked(quiet=quiet) as track:
             written = write_comparison(
-                loaded, out, n_prompts=n_prompts, seed=seed, overwrite=overwrite
+                loaded, out, n_prompts=n_prompts, seed=seed, overwrite=overwrite, track=track
             )
         document = {"checkpoints": about, **written.to_document()}
     shown = f"{written.verdict}\nReport: {shown_path(written.page.resolve())}"
@@ -272,7 +284,7 @@ def _classified(
     context_length: int | None,
     n_prompts: int,
     seed: int,
-) -> tuple[dict, str]:
+) -> tuple[dict, str | None]:
     """The document of `classify`, and its table for the terminal."""
     from mechinterp.checkpoints.deep import DeepCheckpoint
     from mechinterp.checkpoints.native import Checkpoint

@@ -8,7 +8,7 @@ import pytest
 
 from mechinterp.checkpoints.deep import DeepCheckpoint, load_saved
 from mechinterp.config import override, preset
-from tests.conftest import Run
+from tests.conftest import CHECKPOINTS, Run
 
 SHORT = ("train.steps=6", "train.log_every=3", "train.batch_size=8", "train.n_eval_prompts=16")
 
@@ -48,6 +48,28 @@ def test_classify_says_that_there_are_several_layers(folder: Path, run: Run):
 
 def test_commands_for_one_layer_refuse_them(folder: Path, run: Run):
     run("fit", folder).assert_refused(folder, "one layer")
+
+
+def test_report_writes_a_page(folder: Path, tmp_path: Path, run: Run):
+    out = tmp_path / "page"
+    options = ("--out", out, "--n-prompts", 64)
+    document = run("report", folder, *options, "--json", "--quiet").document
+    assert (document["path"], document["page"]) == (str(folder), str(out / "index.html"))
+    assert document["verdict"].startswith("model: excess risk ")
+    assert {Path(table).stem for table in document["tables"]} == {
+        *("rivals", "layers", "heads", "rules", "pruning", "probes", "areas", "descent"),
+        *("norms", "history"),
+    }
+    run("report", folder, *options).assert_refused(out, "already exists and is not overwritten")
+
+
+def test_report_does_not_compare_them(folder: Path, tmp_path: Path, run: Run):
+    one = CHECKPOINTS / "softmax-h1-s0"
+    ran = run("report", one, folder, "--out", tmp_path / "page", "--n-prompts", 64, "--json")
+    assert ran.code == 2
+    good, bad = ran.document["checkpoints"]
+    assert (good, bad["path"]) == ({"path": str(one)}, str(folder))
+    assert "this command takes attention-only models of one layer" in bad["error"]
 
 
 def test_a_sweep_has_a_row_for_each_model(tmp_path: Path, run: Run):

@@ -15,6 +15,7 @@ from mechinterp.analysis.masking import masked_errors
 from mechinterp.display import Result
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.adapter import HookedPredictor, as_predictor
+from mechinterp.tracking import Track, untracked
 
 if TYPE_CHECKING:
     from mechinterp.models.transformer import ICLTransformer
@@ -139,7 +140,11 @@ def ablate_pairs(
 
 
 def greedy_order(
-    model: "HookedPredictor | ICLTransformer", prompts: Prompts, *, method: str = "zero"
+    model: "HookedPredictor | ICLTransformer",
+    prompts: Prompts,
+    *,
+    method: str = "zero",
+    track: Track = untracked,
 ) -> GreedyOrder:
     """All heads in the order of a greedy search: each time the one whose masking leaves the least excess risk.
 
@@ -147,6 +152,7 @@ def greedy_order(
 
     Args:
         method: As in `ablate_heads`.
+        track: Told of the progress.
     Raises:
         ValueError: If the method is unknown, there are fewer than four prompts, or halves that are to be
             swapped are odd in number.
@@ -161,7 +167,7 @@ def greedy_order(
     chosen_on, measured_on = halves(prompts)
     gone: list[tuple[int, int]] = []
     left = _heads(model)
-    while left:
+    for _ in track(range(len(left)), "greedy order of heads"):
         errors = masked_errors(model, chosen_on, [[*gone, head] for head in left], method=method)
         gone.append(left.pop(int(errors.mean(0).argmin())))
     masks = [gone[:size] for size in range(len(gone) + 1)]

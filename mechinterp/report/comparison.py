@@ -7,6 +7,7 @@ from mechinterp.analysis.comparison import Comparison, compare
 from mechinterp.checkpoints.native import Checkpoint
 from mechinterp.report.page import Report, require_free, write_page
 from mechinterp.report.sections import Section
+from mechinterp.tracking import Track, untracked
 
 LONGEST_TABLE = 1000
 
@@ -18,11 +19,13 @@ def write_comparison(
     n_prompts: int = 4096,
     seed: int = 0,
     overwrite: bool = False,
+    track: Track = untracked,
 ) -> Report:
     """Write `out/index.html` about all of the checkpoints, and the CSV files behind it.
 
     Args:
         n_prompts: Prompts behind each classification; losses take five times as many.
+        track: Told of the progress.
     Raises:
         ValueError: If there is no checkpoint, `out` is a file, or a folder that holds anything and
             `overwrite` is not set.
@@ -35,7 +38,7 @@ def write_comparison(
         '2 models of 1 setting: softmax-h1: kernel_regression 2.'
     """
     require_free(Path(out), overwrite)
-    found = compare(checkpoints, n_prompts=n_prompts, seed=seed)
+    found = compare(checkpoints, n_prompts=n_prompts, seed=seed, track=track)
     parts = [_settings(found, n_prompts), _heads(found), *_training(found)]
     title = "Comparison of " + _plural(len(checkpoints), "model")
     about = ", ".join(found.names)

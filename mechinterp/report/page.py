@@ -20,6 +20,7 @@ from mechinterp.models.functional import predict
 from mechinterp.report import html, sections
 from mechinterp.report.sections import Section
 from mechinterp.report.training import training_sections
+from mechinterp.tracking import Track, untracked
 
 PAGE = "index.html"
 METHODS = ("zero", "mean")
@@ -56,11 +57,13 @@ def write_report(
     n_prompts: int = 4096,
     seed: int = 0,
     overwrite: bool = False,
+    track: Track = untracked,
 ) -> Report:
     """Write `out/index.html` and the CSV files behind it.
 
     Args:
         n_prompts: Prompts behind the ablations; the fits take five times as many per context length.
+        track: Told of the progress.
     Raises:
         ValueError: If `out` is a file, or a folder that holds anything and `overwrite` is not set.
     Example:
@@ -73,12 +76,14 @@ def write_report(
     """
     require_free(Path(out), overwrite)
     found = classify(checkpoint, n_prompts=n_prompts, seed=seed)
-    fits = fit_learners(checkpoint, n_prompts=5 * n_prompts, seed=seed)
+    fits = fit_learners(checkpoint, n_prompts=5 * n_prompts, seed=seed, track=track)
     config, model = checkpoint.config, checkpoint.config.model
     generator = generator_for(seed, "eval", 0)
     dtype = checkpoint.weights.W_Q.dtype
     prompts = sample_prompts(config.task, n_prompts, generator=generator, dtype=dtype)
-    single = [ablate_heads(checkpoint.model, prompts, method=method) for method in METHODS]
+    single = [
+        ablate_heads(checkpoint.model, prompts, method=method, track=track) for method in METHODS
+    ]
     few = model.n_heads <= MAX_SUBSET_HEADS
     subsets = ablate_subsets(checkpoint, prompts) if few else None
     with torch.no_grad():
@@ -89,7 +94,7 @@ def write_report(
         sections.attention_section(checkpoint, prompts, error.square().mean(1).numpy()),
         sections.ablation_section(found, model.score, single, subsets, n_prompts),
         sections.fits_section(fits, found),
-        *training_sections(checkpoint, seed=seed),
+        *training_sections(checkpoint, seed=seed, track=track),
     ]
     about = (
         f"{model.n_heads} heads, {model.score} attention, d_x {config.task.d_x}, context length "

@@ -1,5 +1,6 @@
 """What the command line shows on a terminal: tables, texts and the progress of a training."""
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -23,7 +24,7 @@ def progress_bar(*, quiet: bool = False) -> Iterator[Callable[[Progress], None]]
         quiet: Whether nothing is shown.
     """
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    bar = Bar(*columns, console=Console(stderr=True), disable=quiet)
+    bar = Bar(*columns, console=Console(stderr=True), disable=quiet, redirect_stdout=_shown())
 
     def show(progress: Progress) -> None:
         if not bar.tasks:
@@ -61,7 +62,8 @@ def tracked(*, quiet: bool = False) -> Iterator[Track]:
     )
     hidden = quiet or not console.is_terminal
 
-    with Bar(*columns, console=console, transient=True, disable=hidden) as bar:
+    bar = Bar(*columns, console=console, transient=True, disable=hidden, redirect_stdout=_shown())
+    with bar:
 
         def track(items: Sequence[Item], text: str) -> Iterable[Item]:
             task = bar.add_task(text, total=len(items))
@@ -71,6 +73,11 @@ def tracked(*, quiet: bool = False) -> Iterator[Track]:
                 bar.remove_task(task)
 
         yield track
+
+
+def _shown() -> bool:
+    """Whether what is printed meets the bar, and must go above it; into a file or a pipe it goes as it is."""
+    return sys.stdout.isatty()
 
 
 def frame_text(frame: pd.DataFrame) -> str:

@@ -1,11 +1,19 @@
 """The part of the page about training: a slider over the kept steps, and the curves of the history."""
 
+import numpy as np
+import pandas as pd
+import plotly.graph_objects as go
+
+from mechinterp import figures
 from mechinterp.analysis.dynamics import training_dynamics
 from mechinterp.analysis.linear_snapshots import linear_snapshots
 from mechinterp.analysis.snapshots import Snapshots, training_snapshots
+from mechinterp.checkpoints.deep import DeepCheckpoint
+from mechinterp.checkpoints.layered import LayeredCheckpoint
 from mechinterp.checkpoints.native import Checkpoint
 from mechinterp.config import TrainConfig
 from mechinterp.report.sections import Section
+from mechinterp.tracking import Track, untracked
 
 STEPS = "Training, step by step"
 MOVE = "Move the slider, or use the arrow keys on it."
@@ -19,20 +27,27 @@ LINEAR_METHOD = (
     "over its value at the optimum, and counts above one half; a head adds v (K e)^T (Q e) to that. Of heads of rank "
     "two and more the norms of K e and Q e are shown."
 )
+NORMS = {"qk_norm": "QK", "ov_norm": "OV"}
+LOSSES = {
+    "eval_loss": "Loss during training, on prompts that training never sees",
+    "loss": "Training loss, mean since the row before",
+}
 
 
-def training_sections(checkpoint: Checkpoint, *, seed: int = 0) -> list[Section]:
+def training_sections(
+    checkpoint: Checkpoint, *, seed: int = 0, track: Track = untracked
+) -> list[Section]:
     """What a checkpoint's snapshots and history allow: two sections, one or none."""
     sections = []
     if checkpoint.snapshots:
-        sections.append(_steps(checkpoint, seed))
+        sections.append(_steps(checkpoint, seed, track))
     if checkpoint.history is not None:
         sections.append(_curves(checkpoint))
     return sections
 
 
-def _steps(checkpoint: Checkpoint, seed: int) -> Section:
-    found, config = training_snapshots(checkpoint, seed=seed), checkpoint.config
+def _steps(checkpoint: Checkpoint, seed: int, track: Track) -> Section:
+    found, config = training_snapshots(checkpoint, seed=seed, track=track), checkpoint.config
     circuits = {"snapshot_qk": found.plot(), "snapshot_ov": found.plot_ov()}
     tables = {"snapshots": found.to_frame()}
     kept = f"{len(found.step)} kept steps"
@@ -101,4 +116,74 @@ def _method(train: TrainConfig) -> str:
     return (
         f"{how} step size {train.learning_rate:g}; {rows}. loss is that of the data trained on at the step itself, "
         "eval_loss that of the population; both are exact."
+    )
+
+
+def deep_training_sections(checkpoint: DeepCheckpoint | LayeredCheckpoint) -> list[Section]:
+    """What the history of a model of many layers allows: one section, or none."""
+    if not isinstance(checkpoint, DeepCheckpoint) or checkpoint.history is None:
+        return []
+    history, train = checkpoint.history, checkpoint.config.train
+    norms = _norms(history)
+    text = (
+        f"{checkpoint.step} steps; final loss on {train.n_eval_prompts} fixed prompts "
+        f"{history['eval_loss'].iloc[-1]:.4f} y²."
+    )
+    pictures = {name: _loss_curve(history, name) for name in LOSSES}
+    for name, what in NORMS.items():
+        factors = norms.groupby("layer")[f"{name}_factor"].median()
+        told = ", ".join(f"{factor:.3g}" for factor in factors)
+        text += (
+            f" The norm of {what} of the median head ends at {told} times its first value, layer by layer: it has "
+            f"changed most in layer {np.abs(np.log(factors)).idxmax()}."
+        )
+        pictures[name] = _norm_curves(history, name, what)
+    return [
+        Section(
+            "Training",
+            text,
+            f"{_method(train)} Norms are Frobenius norms, that of QK with the scale in it; a curve is their root mean square "
+            "over the heads of a layer.",
+            pictures,
+            {"norms": norms, "history": history},
+        )
+    ]
+
+
+def _norms(history: pd.DataFrame) -> pd.DataFrame:
+    """One row per head: its norms at the first and the last logged step, and the factor between them."""
+    heads = history.groupby(["layer", "head"])
+    table: dict[str, pd.Series] = {}
+    for name in NORMS:
+        first, last = heads[name].first(), heads[name].last()
+        table |= {f"{name}_first": first, name: last, f"{name}_factor": last / first}
+    return pd.DataFrame(table).reset_index()
+
+
+def _norm_curves(history: pd.DataFrame, name: str, what: str) -> go.Figure:
+    """A curve per layer."""
+    later = history[history["step"] > 0]  # step 0 has no place on a logarithmic axis
+    squares = later.assign(square=later[name] ** 2).groupby(["step", "layer"])["square"].mean()
+    table = np.sqrt(squares).unstack()
+    return figures.lines(
+        table.index.to_numpy(),
+        {f"layer {layer}": table[layer].to_numpy() for layer in table},
+        title=f"Norm of {what} during training, layer by layer",
+        x_title="step",
+        y_title=f"norm of {what}",
+        log_x=True,
+    )
+
+
+def _loss_curve(history: pd.DataFrame, name: str) -> go.Figure:
+    # One figure each: a training loss with spikes would leave no room for the other.
+    per_step = history.drop_duplicates("step").iloc[1:]
+    return figures.lines(
+        per_step["step"].to_numpy(),
+        {name: per_step[name].to_numpy()},
+        title=LOSSES[name],
+        x_title="step",
+        y_title="loss (y²)",
+        log_x=True,
+        log_y=True,
     )

@@ -12,8 +12,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from mechinterp.checkpoints.deep import DeepCheckpoint, load_saved
 from mechinterp.checkpoints.native import load
 from mechinterp.report.comparison import write_comparison
+from mechinterp.report.deep import write_deep_report
 from mechinterp.report.page import write_report
 from tests.conftest import CHECKPOINTS
 
@@ -54,7 +56,7 @@ def browser() -> Iterator["playwright.Browser"]:
 
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Reports on a model in a folder with a name that tries to be a tag, on linear attention, and on both."""
+    """Reports on a model in a folder with a name that tries to be a tag, on linear attention, on both, and on a deep one."""
     folder = tmp_path_factory.mktemp("reports")
     shutil.copytree(CHECKPOINTS / "softmax-h2-s0", folder / EVIL)
     models = {"evil": load(folder / EVIL), "linear": load(CHECKPOINTS / "linear-separate-s0")}
@@ -63,7 +65,10 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         for name, model in models.items()
     }
     both = write_comparison(list(models.values()), folder / "both", n_prompts=128)
-    return files | {"both": both.page}
+    deep = load_saved(CHECKPOINTS / "sparse-h4-noise0.1-s0")
+    assert isinstance(deep, DeepCheckpoint)
+    several = write_deep_report(deep, folder / "deep", n_prompts=256)
+    return files | {"both": both.page, "deep": several.page}
 
 
 def opened(
@@ -88,13 +93,13 @@ def opened(
 
 @pytest.mark.parametrize("width", [1200, 400])
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("name", ["evil", "linear", "both"])
+@pytest.mark.parametrize("name", ["evil", "linear", "both", "deep"])
 def test_every_figure_is_drawn_and_nothing_is_wider_than_the_window(
     browser: "playwright.Browser", pages: dict[str, Path], name: str, scheme: str, width: int
 ):
     at = opened(browser, pages[name], width=width, scheme=scheme)
     figures = at.page.locator(".figure")
-    assert figures.count() == {"evil": 15, "linear": 17, "both": 2}[name]
+    assert figures.count() == {"evil": 15, "linear": 17, "both": 2, "deep": 13}[name]
     for figure in figures.all():
         # A trace that plotly.js could not draw leaves no mark.
         assert figure.locator(".heatmaplayer image, .scatterlayer .trace, .barlayer .point").count()

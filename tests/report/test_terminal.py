@@ -1,6 +1,11 @@
 """What is printed: the numbers are those of the results."""
 
+import contextlib
 import io
+import json
+import os
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -13,6 +18,7 @@ from mechinterp.models.constructions import debiased_gradient_step
 from mechinterp.models.transformer import ICLTransformer
 from mechinterp.report import terminal
 from mechinterp.training.trainer import Progress
+from tests.conftest import CHECKPOINTS
 
 
 @pytest.fixture
@@ -76,4 +82,51 @@ def test_a_quiet_bar_shows_nothing(capsys):
 def test_a_bar_that_was_never_used_prints_nothing(capsys):
     with terminal.progress_bar():
         pass
+    assert capsys.readouterr() == ("", "")
+
+
+def on_a_terminal(*arguments: str) -> tuple[str, str]:
+    """What the command line writes to standard output, a pipe, and to standard error, a terminal."""
+    terminal_end, end = os.openpty()
+    command = [sys.executable, "-m", "mechinterp", *arguments]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=end, text=True) as process:
+        os.close(end)
+        seen = b""
+        with contextlib.suppress(OSError):  # what a terminal says when the other end is closed
+            while piece := os.read(terminal_end, 1 << 16):
+                seen += piece
+        output = process.stdout.read()
+    os.close(terminal_end)
+    assert process.returncode == 0, seen
+    return output, seen.decode()
+
+
+@pytest.mark.skipif(not hasattr(os, "openpty"), reason="there are no terminals to open here")
+@pytest.mark.parametrize(
+    ("arguments", "text", "lines"),
+    [
+        (["fit", "softmax-h1-s0", "--n-prompts", "512", "--context-length", "20"], "fitting", "2"),
+        (["classify", "softmax-h1-s0", "softmax-h2-s0", "--n-prompts", "64"], "classifying", "2"),
+        (["ablate", "sparse-h1-noise0.1-s0", "--n-prompts", "64"], "masking heads", "1"),
+    ],
+)
+def test_long_analyses_show_a_bar_on_a_terminal_and_nothing_of_it_in_the_output(
+    arguments, text, lines
+):
+    paths = [str(CHECKPOINTS / a) if (CHECKPOINTS / a).exists() else a for a in arguments]
+    output, shown = on_a_terminal(*paths, "--json")
+    json.loads(output)
+    assert text in shown
+    assert f"{lines}/{lines}" in shown
+    quiet, nothing = on_a_terminal(*paths, "--json", "--quiet")
+    assert quiet == output
+    assert text not in nothing
+    plain, _ = on_a_terminal(*paths)
+    assert text not in plain
+    assert str(CHECKPOINTS) in plain
+
+
+def test_where_there_is_no_terminal_nothing_is_told(capsys):
+    with terminal.tracked() as track:
+        assert list(track([1, 2, 3], "counting")) == [1, 2, 3]
     assert capsys.readouterr() == ("", "")

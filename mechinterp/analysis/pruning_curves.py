@@ -1,0 +1,210 @@
+"""The excess risk against the number of heads that are kept, and what rules that name the heads to keep cost."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pandas as pd
+import plotly.graph_objects as go
+from jaxtyping import Bool, Float
+
+from mechinterp import figures
+from mechinterp.analysis.estimates import mean_and_sem, ratio_and_sem
+from mechinterp.analysis.masking import Head, masked_errors
+from mechinterp.analysis.probes import cross_validated, streams
+from mechinterp.analysis.pruning import RULES
+from mechinterp.display import Result
+from mechinterp.icl.prompts import Prompts
+from mechinterp.models.adapter import HookedPredictor, as_predictor
+from mechinterp.tracking import Track, untracked
+
+if TYPE_CHECKING:
+    from mechinterp.models.transformer import ICLTransformer
+
+FULL = "full model"
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class PruningCurves(Result):
+    """The excess risk as head after head is masked, in several orders, on the same prompts."""
+
+    orders: tuple[str, ...]
+    heads: tuple[tuple[str, ...], ...]
+    """L0H0, ... as each order masks them."""
+    risk: Float[np.ndarray, "order size"]
+    """Excess risk with the first 0, 1, ..., all heads of the order masked, unit y^2."""
+    risk_sem: Float[np.ndarray, "order size"]
+    ratio: Float[np.ndarray, "order size"]
+    """Risk over that of the full model."""
+    ratio_sem: Float[np.ndarray, "order size"]
+    """Standard error of `ratio`, paired over prompts."""
+
+    def __repr__(self) -> str:
+        needed = ", ".join(f"{name} {self.needed(name)}" for name in self.orders)
+        return f"PruningCurves(heads for twice the risk at most: {needed} of {len(self.heads[0])})"
+
+    def needed(self, order: str, *, ratio: float = 2.0) -> int:
+        """The least number of heads of an order with which the risk is no more than this many times the full one."""
+        ratios = self.ratio[self.orders.index(order)]
+        return int(len(ratios) - 1 - np.flatnonzero(ratios <= ratio).max())
+
+    def to_frame(self) -> pd.DataFrame:
+        """One row per order and number of kept heads."""
+        n_orders, n_sizes = self.risk.shape
+        columns: dict[str, object] = {
+            "order": np.repeat(self.orders, n_sizes),
+            "n_kept": np.tile(np.arange(n_sizes)[::-1], n_orders),
+            "masked_next": [name for names in self.heads for name in (*names, "")],
+        }
+        for name in ("risk", "risk_sem", "ratio", "ratio_sem"):
+            columns[name] = getattr(self, name).ravel()
+        return pd.DataFrame(columns)
+
+    def plot(self) -> go.Figure:
+        """Excess risk over the number of heads that are kept, a curve per order."""
+        return figures.lines(
+            np.arange(self.risk.shape[1])[::-1],
+            dict(zip(self.orders, self.risk, strict=True)),
+            errors=dict(zip(self.orders, self.risk_sem, strict=True)),
+            title="Excess risk against the number of heads that are kept",
+            x_title="heads kept",
+            y_title="excess risk (y²)",
+            log_y=True,
+        )
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class RulePruning(Result):
+    """What rules of which heads to keep cost, beside the full model, on the same prompts; nothing is retrained."""
+
+    rules: tuple[str, ...]
+    """The full model first."""
+    kept: Bool[np.ndarray, "rule layer head"]
+    risk: Float[np.ndarray, " rule"]
+    """Excess risk, unit y^2."""
+    risk_sem: Float[np.ndarray, " rule"]
+    ratio: Float[np.ndarray, " rule"]
+    """Risk over that of the full model."""
+    ratio_sem: Float[np.ndarray, " rule"]
+    """Standard error of `ratio`, paired over prompts."""
+    refit_risk: Float[np.ndarray, " rule"]
+    """Excess risk with a new read-out: a cross-validated ridge regression on the stream at the query."""
+    refit_risk_sem: Float[np.ndarray, " rule"]
+
+    def __repr__(self) -> str:
+        values = list(zip(self.rules, self.ratio, self.ratio_sem, strict=True))[1:]
+        ratios = ", ".join(f"{name} {ratio:.3g} ± {sem:.2g} times" for name, ratio, sem in values)
+        return f"RulePruning({ratios or FULL})"
+
+    def to_frame(self) -> pd.DataFrame:
+        """One row per rule."""
+        per_layer = [", ".join(map(str, kept.sum(1))) for kept in self.kept]
+        columns: dict[str, object] = {"rule": self.rules, "heads_per_layer": per_layer}
+        for name in ("risk", "risk_sem", "ratio", "ratio_sem", "refit_risk", "refit_risk_sem"):
+            columns[name] = getattr(self, name)
+        return pd.DataFrame(columns)
+
+    def plot(self) -> go.Figure:
+        """Excess risk under each rule, as the model is and with a new read-out."""
+        figure = figures.bars(
+            self.rules,
+            {"as it is": self.risk, "with a new read-out": self.refit_risk},
+            errors={"as it is": self.risk_sem, "with a new read-out": self.refit_risk_sem},
+            title="Excess risk of the model pruned by rules",
+            y_title="excess risk (y²)",
+        )
+        return figure.update_yaxes(type="log")  # a rule may cost a thousand times another
+
+
+def pruning_curves(
+    model: "HookedPredictor | ICLTransformer",
+    prompts: Prompts,
+    orders: Mapping[str, Sequence[Head]],
+    *,
+    track: Track = untracked,
+) -> PruningCurves:
+    """The excess risk with the first 0, 1, ..., all heads of each order masked.
+
+    Args:
+        orders: All heads of the model in the order in which they go, by name; chosen on other prompts.
+        track: Told of the progress.
+    Raises:
+        ValueError: If there is no order, or one does not name every head once.
+    Example:
+        >>> from mechinterp import load
+        >>> from mechinterp.config import TaskConfig
+        >>> from mechinterp.icl.prompts import generator_for, sample_prompts
+        >>> prompts = sample_prompts(TaskConfig(), 64, generator=generator_for(0, "eval", 0))
+        >>> model = load("checkpoints/softmax-h2-s0").model
+        >>> pruning_curves(model, prompts, {"last first": [(0, 1), (0, 0)]}).ratio[0, 0]
+        np.float64(1.0)
+    """
+    if not orders:
+        raise ValueError("orders must name at least one order of heads, got none.")
+    every = list(np.ndindex(*_shape(model)))
+    for name, heads in orders.items():
+        if sorted(heads) != every:
+            raise ValueError(
+                f"The order {name!r} must name each of {len(every)} heads once, got {len(heads)} heads."
+            )
+    masks = [list(heads[:size]) for heads in orders.values() for size in range(len(every) + 1)]
+    errors = masked_errors(model, prompts, masks, track=track)
+    shape = (len(orders), len(every) + 1)
+    risks = (*mean_and_sem(errors), *ratio_and_sem(errors, errors[:, 0]))
+    names = tuple(tuple(f"L{layer}H{head}" for layer, head in heads) for heads in orders.values())
+    return PruningCurves(tuple(orders), names, *(values.reshape(shape) for values in risks))
+
+
+def prune_by_rules(
+    model: "HookedPredictor | ICLTransformer",
+    prompts: Prompts,
+    rise: Float[np.ndarray, "layer head"],
+    *,
+    track: Track = untracked,
+) -> RulePruning:
+    """What the rules of `analysis.pruning` cost that prune this model at all.
+
+    Args:
+        prompts: On which risks are measured; more than the stream is wide.
+        rise: Of the excess risk when each head is masked, on other prompts: what the rules see.
+        track: Told of the progress.
+    Raises:
+        ValueError: If `rise` is not of the model's shape, or there are too few prompts for a read-out.
+    Example:
+        >>> from mechinterp import load
+        >>> from mechinterp.config import TaskConfig
+        >>> from mechinterp.icl.prompts import generator_for, sample_prompts
+        >>> prompts = sample_prompts(TaskConfig(), 64, generator=generator_for(0, "eval", 0))
+        >>> model = load("checkpoints/softmax-h2-s0").model
+        >>> prune_by_rules(model, prompts, np.array([[1.0, 2.0]])).rules
+        ('full model', 'best-first')
+    """
+    shape = _shape(model)
+    if rise.shape != shape:
+        raise ValueError(f"rise must have a value for each of {shape} heads, got {rise.shape}.")
+    kept = {FULL: np.ones(shape, dtype=bool)}
+    kept |= {name: here for name, rule in RULES.items() if not (here := rule(rise)).all()}
+    masks = [[(int(layer), int(head)) for layer, head in np.argwhere(~k)] for k in kept.values()]
+    errors = masked_errors(model, prompts, masks, track=track)
+    refits = [
+        mean_and_sem(_refit_errors(model, prompts, gone)) for gone in track(masks, "new read-outs")
+    ]
+    risks = (*mean_and_sem(errors), *ratio_and_sem(errors, errors[:, 0]))
+    refit_risk, refit_risk_sem = np.array(refits).T
+    return RulePruning(
+        tuple(kept), np.stack(list(kept.values())), *risks, refit_risk, refit_risk_sem
+    )
+
+
+def _refit_errors(
+    model: "HookedPredictor | ICLTransformer", prompts: Prompts, gone: Sequence[Head]
+) -> np.ndarray:
+    stream = streams(model, prompts, heads=gone)[-1, :, 0]
+    prediction, _ = cross_validated(stream, prompts.y_query.double().numpy(force=True))
+    return np.square(prediction - prompts.y_query_clean.double().numpy(force=True)).mean(1)
+
+
+def _shape(model: "HookedPredictor | ICLTransformer") -> tuple[int, int]:
+    predictor = as_predictor(model)
+    return predictor.n_layers, predictor.n_heads

@@ -1,0 +1,141 @@
+"""How a model's excess risk stands against learners of linear regression at their best, on the same prompts."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pandas as pd
+import plotly.graph_objects as go
+import torch
+from jaxtyping import Float
+
+from mechinterp import figures
+from mechinterp.analysis.estimates import mean_and_sem, ratio_and_sem
+from mechinterp.analysis.masking import masked_errors
+from mechinterp.display import Result
+from mechinterp.icl.predictors import ridge, zero_prediction
+from mechinterp.icl.prompts import Prompts
+from mechinterp.icl.sparse_predictors import (
+    excess_risk,
+    gradient_descent,
+    ols,
+    preprocess_then_optimise,
+)
+from mechinterp.models.adapter import HookedPredictor
+
+if TYPE_CHECKING:
+    from mechinterp.models.transformer import ICLTransformer
+
+PENALTIES = (0.0, *np.geomspace(0.01, 1000, 31))
+STEPS = 128
+EXACT = 1e-9
+"""A learner below this part of the risk of predicting 0 makes no error, and no ratio to it is formed."""
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Rivals(Result):
+    """Excess risk of learners, each at the setting that is best on these prompts, beside the model's."""
+
+    learners: tuple[str, ...]
+    tuned: Float[np.ndarray, " learner"]
+    """The penalty or number of steps that was chosen, NaN where there is none to choose."""
+    risk: Float[np.ndarray, " learner"]
+    """Excess risk, unit y^2."""
+    risk_sem: Float[np.ndarray, " learner"]
+    ratio: Float[np.ndarray, " learner"]
+    """The model's excess risk over the learner's; NaN where the learner makes no error."""
+    ratio_sem: Float[np.ndarray, " learner"]
+    """Standard error of `ratio`, paired, by the delta method."""
+    model_risk: float
+    model_risk_sem: float
+
+    def __repr__(self) -> str:
+        values = zip(self.learners, self.ratio, self.ratio_sem, strict=True)
+        ratios = ", ".join(f"{name} {ratio:.3g} ± {sem:.2g}" for name, ratio, sem in values)
+        return f"Rivals(model {self.model_risk:.3g} ± {self.model_risk_sem:.2g}, over {ratios})"
+
+    def to_frame(self) -> pd.DataFrame:
+        """One row per learner."""
+        columns: dict[str, object] = {"learner": self.learners}
+        for name in ("tuned", "risk", "risk_sem", "ratio", "ratio_sem"):
+            columns[name] = getattr(self, name)
+        return pd.DataFrame(columns)
+
+    def plot(self) -> go.Figure:
+        """Excess risk of the model and of each learner but the prediction 0, beside which all others are small."""
+        shown = [index for index, name in enumerate(self.learners) if name != "zero"]
+        risks = np.array([self.model_risk, *self.risk[shown]])
+        errors = np.array([self.model_risk_sem, *self.risk_sem[shown]])
+        return figures.bars(
+            ["the model", *(self.learners[index] for index in shown)],
+            {"excess risk": risks},
+            errors={"excess risk": errors},
+            title="Excess risk of the model, and of learners at their best on the same prompts",
+            y_title="excess risk (y²)",
+        )
+
+
+def rivals(model: "HookedPredictor | ICLTransformer", prompts: Prompts) -> Rivals:
+    """Zero, least squares, ridge at its best penalty, gradient descent and Algorithm 1 at their best step.
+
+    What is chosen is chosen on the prompts themselves, in the learners' favour.
+
+    Source:
+        Algorithm 1 is that of Chen, Zhao and Zou 2024, arXiv 2408.04532, in our reading.
+    Example:
+        >>> from mechinterp import load
+        >>> from mechinterp.config import TaskConfig
+        >>> from mechinterp.icl.prompts import generator_for, sample_prompts
+        >>> prompts = sample_prompts(TaskConfig(), 256, generator=generator_for(0, "eval", 0))
+        >>> found = rivals(load("checkpoints/softmax-h2-s0").model, prompts)
+        >>> dict(zip(found.learners, found.ratio > 1))["ridge"]
+        np.True_
+    """
+    own = masked_errors(model, prompts, [[]])[:, 0]
+    squares = {name: (tuned, risk) for name, tuned, risk in _learners(prompts.to(torch.float64))}
+    zero = squares["zero"][1].mean()
+    rows = []
+    for setting, errors in squares.values():
+        exact = errors.mean() <= EXACT * zero
+        ratio = (np.nan, np.nan) if exact else ratio_and_sem(own, errors)
+        rows.append([setting, *mean_and_sem(errors), *ratio])
+    model_risk, model_risk_sem = mean_and_sem(own)
+    tuned, risk, risk_sem, ratios, ratios_sem = np.array(rows, dtype=float).T
+    return Rivals(
+        learners=tuple(squares),
+        tuned=tuned,
+        risk=risk,
+        risk_sem=risk_sem,
+        ratio=ratios,
+        ratio_sem=ratios_sem,
+        model_risk=float(model_risk),
+        model_risk_sem=float(model_risk_sem),
+    )
+
+
+def _learners(prompts: Prompts) -> list[tuple[str, float, np.ndarray]]:
+    """Of each learner its name, what was chosen, and its squared error on every prompt."""
+    paths = {"GD": gradient_descent, "Algorithm 1": preprocess_then_optimise}
+    penalised = torch.stack([ridge(prompts, penalty=penalty) for penalty in PENALTIES])
+    found = [
+        ("zero", np.nan, _errors(zero_prediction(prompts), prompts)),
+        ("least squares", np.nan, _errors(ols(prompts), prompts)),
+        ("ridge", *_best(penalised, np.array(PENALTIES), prompts)),
+    ]
+    for name, path in paths.items():
+        steps = np.arange(STEPS + 1.0)
+        found.append((name, *_best(path(prompts, steps=STEPS), steps, prompts)))
+    return found
+
+
+def _best(
+    predictions: torch.Tensor, settings: np.ndarray, prompts: Prompts
+) -> tuple[float, np.ndarray]:
+    """The setting with the least mean squared error, and its errors."""
+    errors = _errors(predictions, prompts)
+    best = int(errors.mean(1).argmin())
+    return float(settings[best]), errors[best]
+
+
+def _errors(predictions: torch.Tensor, prompts: Prompts) -> np.ndarray:
+    return excess_risk(predictions, prompts).numpy(force=True)

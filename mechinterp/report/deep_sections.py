@@ -1,0 +1,348 @@
+"""The parts of a page on the heads of a model of any number of layers, from its predictor and prompts."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import pandas as pd
+import plotly.graph_objects as go
+from jaxtyping import Float
+
+from mechinterp import figures
+from mechinterp.analysis.estimates import mean_and_sem
+from mechinterp.analysis.head_sets import greedy_order
+from mechinterp.analysis.heads import HeadAblation, ablate_heads
+from mechinterp.analysis.masking import Head, masked_errors
+from mechinterp.analysis.p_probing import IDEAL, RAW, p_probe
+from mechinterp.analysis.probes import FOLDS, LayerProbes, probe_layers, reweighted
+from mechinterp.analysis.pruning_curves import (
+    PruningCurves,
+    RulePruning,
+    pruning_curves,
+)
+from mechinterp.analysis.rivals import STEPS, Rivals
+from mechinterp.icl.prompts import Prompts
+from mechinterp.models.adapter import HookedPredictor
+from mechinterp.report.sections import Section, number, plus_minus
+from mechinterp.tracking import Track
+
+OTHER_METHODS = ("mean", "resample")
+LEAST = 64
+"""Prompts that no part goes below, if there are as many."""
+GREEDY_HEADS = 32
+"""Most heads whose greedy order is searched: it takes n (n + 1) / 2 masks."""
+AFTER = "stream after layer 0"
+
+
+def risk_section(found: Rivals, n_prompts: int) -> Section:
+    """How large the excess risk is, held against learners at their best."""
+    ratios = [
+        f"{plus_minus(ratio, sem)} times that of {'predicting 0' if name == 'zero' else name}"
+        for name, ratio, sem in zip(found.learners, found.ratio, found.ratio_sem, strict=True)
+        if not np.isnan(ratio)
+    ]
+    return Section(
+        "Excess risk",
+        f"The model's excess risk is {plus_minus(found.model_risk, found.model_risk_sem)} y²: {'; '.join(ratios)}.",
+        f"Mean of (ŷ − x·β)² over {n_prompts} prompts, the same for all. Each learner has the penalty, or the number "
+        f"of steps up to {STEPS}, that is best on these very prompts, which favours it. GD descends from zero with the "
+        "step 1/λ_max of each prompt; Algorithm 1 does so on x reweighted by its correlations with y. Ratios "
+        "are paired over prompts.",
+        {"rivals": found.plot()},
+        {"rivals": found.to_frame()},
+    )
+
+
+def heads_section(
+    predictor: HookedPredictor, zero: HeadAblation, scored: Prompts, found: Rivals, track: Track
+) -> Section:
+    """What masking each head costs, by three methods, and what masking whole layers does."""
+    few = some(scored, 8)
+    others = [ablate_heads(predictor, few, method=how, track=track) for how in OTHER_METHODS]
+    whole = _layer_rises(predictor, scored)
+    worst = found.risk[found.learners.index("zero")]
+    return Section(
+        "Heads",
+        " ".join([_effective(zero), *_broken(zero, worst), _cautioned(zero, *whole)]),
+        f"One head is masked at a time, nothing is retrained; excess risk is the mean of (ŷ − x·β)², ± one standard error, "
+        f"paired over prompts. Zero ablation sets a head's z to 0 ({len(scored)} prompts), mean ablation to its mean over "
+        f"prompts, resample ablation to that of another prompt ({len(few)} prompts each). Importance is a head's share of its "
+        "layer's rises, falls taken as 0; the effective number of heads is exp of the entropy of the importance. Colours of the "
+        "first figure end where the model is as bad as predicting 0, if not before.",
+        {
+            "head_risk": _risk_heatmap(zero, worst),
+            "head_importance": _heatmap(
+                zero.importance, "Importance: share of the layer's rise", unit="share", signed=False
+            ),
+            "effective_heads": _effective_bars([zero, *others]),
+        },
+        {
+            "layers": _layer_table([zero, *others], *whole),
+            "heads": _head_table([zero, *others]),
+        },
+        longest_table=128,
+    )
+
+
+def pruning_section(
+    predictor: HookedPredictor,
+    zero: HeadAblation,
+    rules: RulePruning,
+    prompts: tuple[Prompts, Prompts],
+    track: Track,
+) -> Section:
+    """What is left of the model as heads go for good: curves, and rules that name what stays.
+
+    Args:
+        prompts: Those to choose on and those to measure on.
+    """
+    scored, measured = prompts
+    heads = list(np.ndindex(zero.rise.shape))
+    by_rise = [heads[index] for index in zero.rise.ravel().argsort(kind="stable")]
+    orders, how = {"least rise first": by_rise}, ""
+    if len(heads) <= GREEDY_HEADS:
+        chosen_on = some(scored, 8)
+        found = greedy_order(predictor, chosen_on, track=track)
+        greedy = [(int(layer), int(head)) for layer, head in found.heads]
+        orders = {"greedy": greedy, **orders}
+        how = (
+            "The greedy order masks at each step the head that is missed least with those before it gone, chosen on "
+            f"{len(chosen_on) // 2} prompts. "
+        )
+    else:
+        how = f"A greedy order, searched for up to {GREEDY_HEADS} heads, is left out: there are {len(heads)}. "
+    followed = some(measured, 4)
+    curves = pruning_curves(predictor, followed, orders, track=track)
+    return Section(
+        "Pruning",
+        " ".join([_enough(curves), _rules_told(rules), *_by_chance(zero)]),
+        f"{how}The other order goes by the rises of the single masks. Risks of the curves are those of {len(followed)} other "
+        f"prompts, those of the rules of {len(measured)}; nothing is retrained. best-later keeps all heads of the first "
+        "layer and of each later one the head that is missed most; least-later keeps the one missed least, best-first the "
+        "best of the first layer and all later heads: both are controls. A new read-out is a ridge regression on the "
+        "stream at the query, cross-validated: it tells what is lost from what has only moved.",
+        {"pruning": curves.plot(), "rules": rules.plot()},
+        {"rules": rules.to_frame(), "pruning": curves.to_frame()},
+        longest_table=80,
+    )
+
+
+def probes_section(predictor: HookedPredictor, prompts: Prompts, track: Track) -> Section:
+    """What a linear probe reads from the stream, layer by layer."""
+    response = probe_layers(predictor, prompts, track=track)
+    structure = probe_layers(predictor, prompts, target=reweighted, track=track)
+    frames = {"response": response.to_frame(), "reweighted x": structure.to_frame()}
+    for name, frame in frames.items():
+        frame.insert(0, "target", name)
+    risks = ", ".join(number(risk) for risk in response.risk[:, -1])
+    return Section(
+        "Probes",
+        f"A linear probe of the stream at the query predicts the response with an excess risk of {risks} y² after "
+        f"0, 1, ..., {len(response.risk) - 1} layers. The structure that Algorithm 1 would write, x times its correlations "
+        f"with y, is read with R² {_listed(structure.r2[:, -1])}. Controls are fitted to the targets of other prompts: "
+        "what a probe finds where there is nothing.",
+        f"Ridge regressions on the stream at the query of {len(prompts)} prompts, each fitted to {FOLDS - 1} fifths of them "
+        "and scored on the fifth left out, for several penalties of which the best is taken. R² is 1 minus the squared "
+        "error over the mean square of the target without noise.",
+        {"probe_risk": response.plot(), "probe_r2": _probe_lines(response, structure)},
+        {"probes": pd.concat(list(frames.values()))},
+    )
+
+
+def descent_section(predictor: HookedPredictor, prompts: Prompts, track: Track) -> Section:
+    """Whether the first layer has made the context easier to learn from."""
+    found = p_probe({AFTER: predictor}, prompts, track=track)
+    table = found.area_frame().set_index("features")
+    told = [
+        f"{plus_minus(table.log_area[name], table.log_area_sem[name])} for {name}"
+        for name in (AFTER, IDEAL)
+    ]
+    least = ", ".join(
+        f"{number(table.least_risk[name])} at step {table.at_step[name]} on {name}"
+        for name in (RAW, AFTER, IDEAL)
+    )
+    return Section(
+        "P-probing",
+        "If the first layer has preprocessed the context, gradient descent on what it writes goes further in few steps "
+        f"than on the covariates themselves. The least excess risk is {least} (y²). The mean over steps of log risk, that of "
+        f"raw x taken away, is {' and '.join(told)}: below 0 is faster.",
+        f"{len(prompts)} prompts. Features of a token are the stream after one layer with that token run as the "
+        "query, so that they hold no response of its own. Descent on (1/2L) Σ (y − ⟨u, φ⟩)² from zero, step 1/λ_max of "
+        "each prompt for every curve. Reweighted x is x times the context's correlations with y (Algorithm 1).",
+        {"descent": found.plot()},
+        {"areas": found.area_frame(), "descent": found.to_frame()},
+    )
+
+
+def some(prompts: Prompts, part: int) -> Prompts:
+    """The first of the prompts, one in `part` but no fewer than LEAST; an even number, as they may swap."""
+    size = min(max(len(prompts) // part, LEAST), len(prompts))
+    return prompts[: size // 2 * 2]
+
+
+def _effective(zero: HeadAblation) -> str:
+    counts = [
+        f"{count:.2f} ± {sem:.2f} in layer {layer}"
+        for layer, (count, sem) in enumerate(
+            zip(zero.effective_heads, zero.effective_heads_sem, strict=True)
+        )
+    ]
+    return f"Of {zero.rise.shape[1]} heads per layer the rises of the excess risk are spread over {', '.join(counts)}."
+
+
+def _broken(zero: HeadAblation, worst: float) -> list[str]:
+    """A sentence on the heads without which the model is worse than no model, if there are any."""
+    risks = zero.full_risk + zero.rise.ravel()
+    names = [name for name, risk in zip(zero.head_names, risks, strict=True) if risk > worst]
+    if not names or zero.full_risk > worst:
+        return []
+    return [
+        f"Without {_together(names)} the model is worse than predicting 0: the layers after meet inputs they have "
+        "never seen, and the size of such a rise says that something breaks, not how much the head computes."
+    ]
+
+
+def _cautioned(zero: HeadAblation, rise: np.ndarray, rise_sem: np.ndarray) -> str:
+    """What masks of single heads do not say, with the layers that can go more easily than one of their heads."""
+    found = []
+    for layer, head in enumerate(zero.rise.argmax(1)):
+        one, sem = zero.rise[layer, head], zero.rise_sem[layer, head]
+        if zero.rise.shape[1] > 1 and one - rise[layer] > 2 * np.hypot(sem, rise_sem[layer]):
+            found.append(
+                f"all of layer {layer} costs {plus_minus(rise[layer], rise_sem[layer])} y², less than L{layer}H{head} "
+                f"alone ({plus_minus(one, sem)})"
+            )
+    said = (
+        f"Here {'; '.join(found)}."
+        if found
+        else "Here no head costs more than its whole layer does."
+    )
+    return (
+        "A mask asks what one head costs while all others stay. Heads that stand in for each other cost little one by one "
+        "and much together, and a head whose masking costs a lot may only hold the others of its layer in balance, in a "
+        f"layer that can go. {said}"
+    )
+
+
+def _together(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"any of {', '.join(names)}"
+
+
+def _layer_rises(predictor: HookedPredictor, prompts: Prompts) -> tuple[np.ndarray, np.ndarray]:
+    """Rise of the excess risk when all heads of a layer are masked, and its standard error."""
+    layers, heads = range(predictor.n_layers), range(predictor.n_heads)
+    masks: list[list[Head]] = [[], *([(layer, head) for head in heads] for layer in layers)]
+    errors = masked_errors(predictor, prompts, masks)
+    return mean_and_sem(errors[:, 1:] - errors[:, :1])
+
+
+def _risk_heatmap(zero: HeadAblation, worst: float) -> go.Figure:
+    """How many times the full model's excess risk is left with a head masked, on a logarithmic scale."""
+    if not 0 < zero.full_risk < worst:
+        return zero.plot()
+    factor = np.log10(np.maximum(1 + zero.rise / zero.full_risk, 1e-6))
+    title = "Excess risk with a head masked, over the full model's, log₁₀"
+    bound = np.log10(worst / zero.full_risk)
+    limit = float(min(np.abs(factor).max(), bound))
+    return _heatmap(factor, title, unit="log₁₀", limit=limit or float(bound))
+
+
+def _heatmap(
+    matrix: Float[np.ndarray, "layer head"],
+    title: str,
+    *,
+    unit: str,
+    limit: float | None = None,
+    signed: bool = True,
+) -> go.Figure:
+    """Layers by heads."""
+    n_layers, n_heads = matrix.shape
+    return figures.heatmap(
+        matrix,
+        title=title,
+        rows=[f"L{layer}" for layer in range(n_layers)],
+        columns=[f"H{head}" for head in range(n_heads)],
+        unit=unit,
+        limit=limit,
+        signed=signed,
+    )
+
+
+def _effective_bars(found: Sequence[HeadAblation]) -> go.Figure:
+    return figures.bars(
+        [f"layer {layer}" for layer in range(len(found[0].rise))],
+        {f"{one.method} ablation": one.effective_heads for one in found},
+        errors={f"{one.method} ablation": one.effective_heads_sem for one in found},
+        title="Effective number of heads of each layer",
+        y_title="effective heads",
+    )
+
+
+def _layer_table(
+    found: Sequence[HeadAblation], rise: np.ndarray, rise_sem: np.ndarray
+) -> pd.DataFrame:
+    frame = found[0].layer_frame().drop(columns="method")
+    frame = frame.assign(layer_rise=rise, layer_rise_sem=rise_sem)
+    for one in found[1:]:
+        frame[f"{one.method}_effective_heads"] = one.effective_heads
+    return frame
+
+
+def _head_table(found: Sequence[HeadAblation]) -> pd.DataFrame:
+    frame = found[0].to_frame().drop(columns="method")
+    for one in found[1:]:
+        frame[f"{one.method}_rise"] = one.rise.ravel()
+        frame[f"{one.method}_rise_sem"] = one.rise_sem.ravel()
+    return frame
+
+
+def _enough(curves: PruningCurves) -> str:
+    """How many heads each order needs."""
+    counts = [f"{curves.needed(name)} in the order {name!r}" for name in curves.orders]
+    n_heads = len(curves.heads[0])
+    return f"Of {n_heads} heads, the excess risk stays within twice the full model's with {' and '.join(counts)}."
+
+
+def _rules_told(rules: RulePruning) -> str:
+    values = zip(rules.rules, rules.kept, rules.ratio, rules.ratio_sem, strict=True)
+    told = [
+        f"{name} keeps {kept.sum()} and has {plus_minus(ratio, sem)} times the risk"
+        for name, kept, ratio, sem in list(values)[1:]
+    ]
+    return f"By rule, {'; '.join(told)}." if told else "With one head, no rule prunes anything."
+
+
+def _by_chance(zero: HeadAblation) -> list[str]:
+    """A sentence on the later layers whose best head may be another on other prompts, if there are any."""
+    layers = []
+    for layer, (rise, sem) in enumerate(zip(zero.rise[1:], zero.rise_sem[1:], strict=True), 1):
+        second, best = rise.argsort()[-2:] if len(rise) > 1 else (0, 0)
+        if second != best and rise[best] - rise[second] < 2 * np.hypot(sem[best], sem[second]):
+            layers.append(str(layer))
+    if not layers:
+        return []
+    return [
+        f"Which head of layer {' and '.join(layers)} is missed most is not clear by two standard errors: on other prompts "
+        "best-later may keep another, at another cost."
+    ]
+
+
+def _probe_lines(response: LayerProbes, structure: LayerProbes) -> go.Figure:
+    curves: dict[str, Float[np.ndarray, " layer"]] = {}
+    errors: dict[str, Float[np.ndarray, " layer"]] = {}
+    for name, found in {"response": response, "reweighted x": structure}.items():
+        for kind, label in (("r2", name), ("control_r2", f"{name}, control")):
+            curves[label] = getattr(found, kind)[:, -1]
+            errors[label] = getattr(found, f"{kind}_sem")[:, -1]
+    return figures.lines(
+        np.arange(len(response.risk)),
+        curves,
+        errors=errors,
+        title="R² of linear probes of the stream at the query",
+        x_title="layers run",
+        y_title="R²",
+        zero_line=True,
+    )
+
+
+def _listed(values: np.ndarray) -> str:
+    return ", ".join(number(value) for value in values)

@@ -1,0 +1,221 @@
+"""The page on the heads of models of many layers, ours and somebody else's: its numbers are those of the analyses."""
+
+import html
+import re
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+
+from mechinterp.analysis.heads import ablate_heads
+from mechinterp.analysis.masking import masked_errors
+from mechinterp.analysis.pruning import prune
+from mechinterp.analysis.rivals import rivals
+from mechinterp.checkpoints.deep import load_saved, save_deep
+from mechinterp.checkpoints.layered import LayeredCheckpoint
+from mechinterp.checkpoints.loading import load
+from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig
+from mechinterp.icl.prompts import generator_for, sample_prompts
+from mechinterp.report.deep import write_deep_report
+from mechinterp.report.glossary import meanings
+from mechinterp.report.page import PAGE, Report
+from mechinterp.training.sweep import train_models
+from tests.deep_models import WIDE, random_model
+from tests.models.test_layered_models import garg
+from tests.report.test_page import EVIL, Page
+
+N_PROMPTS = 160
+TASK = TaskConfig(d_x=4, context_length=9)
+MODEL = ModelConfig(n_layers=3, n_heads=4, context_only=True, d_model=12, d_head=3)
+SECTIONS = ["Excess risk", "Heads", "Pruning", "Probes", "P-probing"]
+FIGURES = [
+    *("figure-rivals", "figure-head_risk", "figure-head_importance", "figure-effective_heads"),
+    *("figure-pruning", "figure-rules", "figure-probe_risk", "figure-probe_r2", "figure-descent"),
+]
+
+
+def opened(written: Report) -> Page:
+    return Page(written.page.read_text(encoding="utf-8"))
+
+
+@pytest.fixture(scope="module")
+def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of 3 layers of 4 random heads, in a folder with a name that tries to be a tag."""
+    folder = tmp_path_factory.mktemp("deep") / EVIL
+    save_deep(
+        folder, ExperimentConfig(task=TASK, model=MODEL), random_model(**WIDE).deep_weights, step=0
+    )
+    return folder
+
+
+@pytest.fixture(scope="module")
+def written(deep: Path) -> Report:
+    return write_deep_report(load_saved(deep), deep.parent / "page", n_prompts=N_PROMPTS)
+
+
+def test_the_page_is_whole_and_says_what_it_found(written: Report):
+    page = opened(written)
+    assert page.open == []
+    assert page.headings == SECTIONS
+    assert page.figures == FIGURES
+    assert all(figure["data"] for figure in page.drawn)
+    assert written.page.stat().st_size < 6_000_000
+    assert written.verdict in page.text
+    assert EVIL not in page.source
+    assert html.escape(EVIL) in page.source
+    assert page.source.count("<summary>How this was computed</summary>") == 5
+    assert "3 layers of 4 heads, softmax attention, width 12, d_x 4, context length 9" in page.text
+
+
+def test_the_numbers_are_those_of_the_analyses(deep: Path, written: Report):
+    checkpoint = load_saved(deep)
+    generator = generator_for(0, "eval", 0)
+    prompts = sample_prompts(TASK, N_PROMPTS, generator=generator, dtype=torch.float64)
+    folder = written.page.parent
+    zero = ablate_heads(checkpoint.model, prompts[: N_PROMPTS // 2])
+    heads = pd.read_csv(folder / "heads.csv")
+    np.testing.assert_allclose(heads["rise"], zero.rise.ravel(), rtol=1e-9)
+    np.testing.assert_allclose(heads["p_value"], zero.p_value.ravel(), rtol=1e-9)
+    layer = [(1, head) for head in range(4)]
+    errors = masked_errors(checkpoint.model, prompts[: N_PROMPTS // 2], [[], layer]).mean(0)
+    layers = pd.read_csv(folder / "layers.csv")
+    assert layers["layer_rise"][1] == pytest.approx(errors[1] - errors[0], rel=1e-9)
+    pruned = prune(checkpoint.model, prompts)
+    rules = pd.read_csv(folder / "rules.csv").set_index("rule")
+    assert rules.loc["best-later", "ratio"] == pytest.approx(pruned.ratio, rel=1e-9)
+    found = rivals(checkpoint.model, prompts)
+    assert f"excess risk {found.model_risk:.4g} ± {found.model_risk_sem:.2g} y²" in written.verdict
+    assert (
+        f"and {found.ratio[0]:.4g} ± {found.ratio_sem[0]:.2g} times that of pr" in written.verdict
+    )
+    assert f"later one it has {pruned.ratio:.4g} ± {pruned.ratio_sem:.2g}" in written.verdict
+    counts = ", ".join(f"{count:.3g}" for count in zero.effective_heads)
+    assert f"from the first on: {counts}, of 4" in written.verdict
+    curves = pd.read_csv(folder / "pruning.csv")
+    assert curves["order"].unique().tolist() == ["greedy", "least rise first"]
+    assert len(curves) == 2 * 13
+    by_rise = curves.query("order == 'least rise first'")["masked_next"].tolist()[:12]
+    assert by_rise == [zero.head_names[index] for index in zero.rise.ravel().argsort()]
+
+
+def test_the_page_says_how_many_prompts_each_part_had(written: Report):
+    text = opened(written).text
+    assert "x·β)² over 160 prompts" in text
+    assert "sets a head's z to 0 (80 prompts)" in text
+    assert "that of another prompt (64 prompts each)" in text
+    assert "chosen on 32 prompts" in text
+    assert "those of 64 other prompts, those of the rules of 80" in text
+
+
+def test_every_column_is_explained(written: Report):
+    columns = {name for table in written.tables for name in pd.read_csv(table).columns}
+    assert columns - set(meanings(columns)) == set()
+
+
+def test_a_head_that_costs_more_than_its_layer_is_named(tmp_path: Path):
+    # Heads 0 and 1 of the last layer undo each other, and either alone ruins the prediction.
+    weights = random_model(**WIDE).deep_weights
+    tensors = {name: tensor.clone() for name, tensor in weights.tensors.items()}
+    for name in ("W_Q", "W_K", "W_V", "W_O"):
+        tensors[name][2, 2:] = 0
+        tensors[name][2, 1] = tensors[name][2, 0]
+    tensors["W_O"][2, 0] *= 100
+    tensors["W_O"][2, 1] = -tensors["W_O"][2, 0]
+    config = ExperimentConfig(task=TASK, model=MODEL)
+    save_deep(tmp_path / "pair", config, weights.with_tensors(tensors), step=0)
+    page = opened(write_deep_report(load_saved(tmp_path / "pair"), tmp_path / "page", n_prompts=64))
+    assert re.search(r"all of layer 2 costs \S+ ± \S+ y², less than L2H[01] alone", page.text)
+    assert re.search(r"all of layer 1 costs", page.text) is None
+    layers = pd.read_csv(tmp_path / "page" / "layers.csv")
+    assert abs(layers["layer_rise"][2]) < 1e-9 < layers["top_rise"][2]
+
+
+def test_training_is_told_where_there_is_a_history(tmp_path: Path):
+    model = ModelConfig(
+        n_layers=2, n_heads=2, context_only=True, d_model=12, d_head=3, score="linear/L"
+    )
+    config = ExperimentConfig(task=TASK, model=model)
+    steps = {"steps": 40, "log_every": 10, "batch_size": 8, "n_eval_prompts": 16}
+    config = config.__class__(**{**vars(config), "train": config.train.__class__(**steps)})
+    train_models({".": config}, tmp_path / "model")
+    checkpoint = load_saved(tmp_path / "model")
+    page = opened(write_deep_report(checkpoint, tmp_path / "page", n_prompts=64))
+    assert page.headings == [*SECTIONS, "Training"]
+    assert page.figures[-4:] == [
+        *("figure-eval_loss", "figure-loss", "figure-qk_norm", "figure-ov_norm")
+    ]
+    norms = pd.read_csv(tmp_path / "page" / "norms.csv")
+    history = checkpoint.history
+    last = history[(history["step"] == 40) & (history["layer"] == 1) & (history["head"] == 0)]
+    assert norms["qk_norm"][2] == pytest.approx(last["qk_norm"].item(), rel=1e-6)
+    assert (norms["ov_norm"] / norms["ov_norm_first"]).tolist() == pytest.approx(
+        norms["ov_norm_factor"].tolist()
+    )
+    most = np.log(norms.groupby("layer")["qk_norm_factor"].median()).abs().idxmax()
+    assert re.search(rf"The norm of QK .*? changed most in layer {most}\.", page.text)
+    assert [trace["name"] for trace in page.drawn[-1]["data"]] == ["layer 0", "layer 1"]
+    columns = {name for file in (tmp_path / "page").glob("*.csv") for name in pd.read_csv(file)}
+    assert columns - set(meanings(columns)) == set()
+
+
+def layered(file: Path, model: torch.nn.Module, n_heads: int) -> LayeredCheckpoint:
+    torch.save(model.state_dict(), file)
+    return load(file, n_heads=n_heads)
+
+
+def test_somebody_elses_model_has_the_same_page(tmp_path: Path):
+    checkpoint = layered(tmp_path / "garg.pt", garg(), 4)
+    found = write_deep_report(checkpoint, tmp_path / "page", n_prompts=64)
+    page = opened(found)
+    assert page.headings == SECTIONS
+    assert page.figures == FIGURES
+    assert (
+        "3 layers of 4 heads, format gpt2, d_x 3, context length 6, noise variance 0" in page.text
+    )
+    # Without noise and with more pairs than coordinates, least squares is exact.
+    assert "where ridge at its best makes none" in found.verdict
+
+
+def test_a_single_encoder_layer_has_a_page(tmp_path: Path):
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        layer = torch.nn.TransformerEncoderLayer(6, 2, 8)
+    checkpoint = layered(tmp_path / "encoder.pt", layer, 2)
+    found = write_deep_report(checkpoint, tmp_path / "page", n_prompts=64)
+    assert opened(found).headings == SECTIONS
+    assert "With the best head of the first layer alone" in found.verdict
+    assert pd.read_csv(tmp_path / "page" / "rules.csv")["rule"].tolist() == [
+        "full model",
+        "best-first",
+    ]
+
+
+def test_a_model_of_one_head_per_layer_is_not_pruned_by_rule(tmp_path: Path):
+    model = ModelConfig(n_layers=2, n_heads=1, context_only=True, d_model=12, d_head=3)
+    weights = random_model(2, 1, **WIDE).deep_weights
+    save_deep(tmp_path / "one", ExperimentConfig(task=TASK, model=model), weights, step=0)
+    found = write_deep_report(load_saved(tmp_path / "one"), tmp_path / "page", n_prompts=64)
+    assert found.verdict.endswith(", of 1.")
+    assert "With one head, no rule prunes anything." in opened(found).text
+
+
+def test_too_few_prompts_and_a_folder_in_use_are_refused(deep: Path, tmp_path: Path):
+    with pytest.raises(ValueError, match=r"n_prompts must be >= 8 .*, got 7"):
+        write_deep_report(load_saved(deep), tmp_path / "page", n_prompts=7)
+    (tmp_path / "mine").write_text("mine")
+    with pytest.raises(ValueError, match="already exists and is not overwritten"):
+        write_deep_report(load_saved(deep), tmp_path, n_prompts=64)
+    assert not (tmp_path / PAGE).exists()
+
+
+def test_progress_is_told(deep: Path, tmp_path: Path):
+    told: list[str] = []
+
+    def track(items, text):
+        told.append(text)
+        return items
+
+    write_deep_report(load_saved(deep), tmp_path / "page", n_prompts=64, track=track)
+    assert {"masking heads (zero)", "masking heads (resample)", "probing layers"} <= set(told)
