@@ -1,0 +1,92 @@
+"""Curves of pruning are masks one by one; rules are those of `prune`."""
+
+import numpy as np
+import pytest
+import torch
+
+from mechinterp.analysis.heads import ablate_heads
+from mechinterp.analysis.masking import masked_errors
+from mechinterp.analysis.pruning import RULES, prune
+from mechinterp.analysis.pruning_curves import prune_by_rules, pruning_curves
+from mechinterp.config import TaskConfig
+from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
+from tests.deep_models import WIDE, random_gpt2, random_model
+
+
+@pytest.fixture
+def many() -> Prompts:
+    task = TaskConfig(d_x=4, context_length=9)
+    return sample_prompts(task, 80, generator=generator_for(0, "eval", 1), dtype=torch.float64)
+
+
+@pytest.mark.parametrize("model", [random_model(2, 2, **WIDE), random_gpt2()], ids=["ours", "gpt2"])
+def test_a_curve_masks_the_heads_of_an_order_one_after_another(model, many: Prompts):
+    layers = 2 if model.__class__.__name__ == "ICLTransformer" else 3
+    order = [(layer, head) for layer in range(layers) for head in (1, 0)]
+    found = pruning_curves(model, many, {"down": order, "up": order[::-1]})
+    for row, heads in enumerate((order, order[::-1])):
+        errors = masked_errors(model, many, [heads[:size] for size in range(len(order) + 1)])
+        np.testing.assert_allclose(found.risk[row], errors.mean(0), rtol=1e-9)
+        np.testing.assert_allclose(found.ratio[row], errors.mean(0) / errors[:, 0].mean())
+    assert found.heads[0][:2] == ("L0H1", "L0H0")
+    assert (found.ratio[:, 0].tolist(), found.ratio_sem[:, 0].tolist()) == ([1, 1], [0, 0])
+    frame = found.to_frame()
+    assert frame["n_kept"].tolist() == [*range(len(order), -1, -1)] * 2
+    assert frame.query("order == 'up'")["masked_next"].tolist() == [*found.heads[1], ""]
+    assert list(found.plot().data[0].x) == [*range(len(order), -1, -1)]
+
+
+def test_the_heads_needed_are_the_fewest_within_the_ratio(many: Prompts):
+    found = pruning_curves(random_model(1, 2, **WIDE), many, {"all": [(0, 0), (0, 1)]})
+    ratios = found.ratio[0]
+    bound = float(ratios[1] + 1e-9)
+    assert found.needed("all", ratio=bound) == (0 if ratios[2] <= bound else 1)
+    assert found.needed("all", ratio=1e9) == 0
+    assert (
+        repr(found)
+        == f"PruningCurves(heads for twice the risk at most: all {found.needed('all')} of 2)"
+    )
+
+
+def test_an_order_must_name_every_head_once(many: Prompts):
+    model = random_model(1, 2, **WIDE)
+    with pytest.raises(ValueError, match="'short' must name each of 2 heads once, got 1 heads"):
+        pruning_curves(model, many, {"short": [(0, 0)]})
+    with pytest.raises(ValueError, match="at least one order"):
+        pruning_curves(model, many, {})
+
+
+def test_rules_are_those_of_prune(many: Prompts):
+    model = random_model(**WIDE)
+    rise = ablate_heads(model, many[:40]).rise
+    found = prune_by_rules(model, many[40:], rise)
+    assert found.rules == ("full model", *RULES)
+    for row, rule in enumerate(RULES.values(), start=1):
+        expected = prune(model, many, rule=rule)
+        assert (found.kept[row] == expected.kept).all()
+        values = [
+            getattr(found, name)[row] for name in ("risk", "ratio", "ratio_sem", "refit_risk")
+        ]
+        wanted = (expected.risk, expected.ratio, expected.ratio_sem, expected.refit_risk)
+        assert values == pytest.approx(wanted, rel=1e-9)
+    assert found.refit_risk[0] == pytest.approx(expected.full_refit_risk, rel=1e-9)
+    assert found.to_frame()["heads_per_layer"].tolist() == [
+        *("4, 4, 4", "4, 1, 1", "4, 1, 1", "1, 4, 4")
+    ]
+    # A rule may cost a thousand times another.
+    assert found.plot().layout.yaxis.type == "log"
+    assert repr(found).startswith("RulePruning(best-later ")
+
+
+def test_rules_that_prune_nothing_are_left_out(many: Prompts):
+    assert prune_by_rules(random_model(1, 2, **WIDE), many, np.ones((1, 2))).rules == (
+        *("full model", "best-first"),
+    )
+    alone = prune_by_rules(random_model(3, 1, **WIDE), many, np.ones((3, 1)))
+    assert alone.rules == ("full model",)
+    assert repr(alone) == "RulePruning(full model)"
+
+
+def test_rises_must_be_of_the_models_shape(many: Prompts):
+    with pytest.raises(ValueError, match=r"each of \(3, 4\) heads, got \(4, 3\)"):
+        prune_by_rules(random_model(**WIDE), many, np.ones((4, 3)))

@@ -1,0 +1,66 @@
+"""Learners at their best beside a model, on the same prompts."""
+
+import numpy as np
+import pytest
+import torch
+
+from mechinterp.analysis.rivals import PENALTIES, rivals
+from mechinterp.config import TaskConfig
+from mechinterp.icl.predictors import ridge
+from mechinterp.icl.prompts import generator_for, sample_prompts
+from mechinterp.icl.sparse_predictors import preprocess_then_optimise
+from mechinterp.models.constructions import zero_head
+from mechinterp.models.transformer import ICLTransformer
+
+SPARSE = TaskConfig(d_x=8, context_length=12, sparsity=2, nonzeros="signs", noise_var=0.3)
+
+
+def zero_model(task: TaskConfig) -> ICLTransformer:
+    return ICLTransformer.from_weights(zero_head(d_x=task.d_x), task=task).double()
+
+
+def drawn(task: TaskConfig, n_prompts: int = 200):
+    generator = generator_for(0, "eval", 0)
+    return sample_prompts(task, n_prompts, generator=generator, dtype=torch.float64)
+
+
+def test_a_model_that_predicts_0_is_once_as_bad_as_predicting_0():
+    prompts = drawn(SPARSE)
+    found = rivals(zero_model(SPARSE), prompts)
+    assert found.learners == ("zero", "least squares", "ridge", "GD", "Algorithm 1")
+    assert (found.ratio[0], found.ratio_sem[0]) == (1.0, 0.0)
+    assert found.model_risk == pytest.approx(prompts.y_query_clean.square().mean().item(), rel=1e-9)
+
+
+def test_each_learner_has_the_setting_that_is_best_on_the_prompts():
+    prompts = drawn(SPARSE)
+    found = rivals(zero_model(SPARSE), prompts)
+
+    def risks(predictions: torch.Tensor) -> np.ndarray:
+        return (predictions - prompts.y_query_clean).square().mean((-2, -1)).numpy()
+
+    by_penalty = risks(torch.stack([ridge(prompts, penalty=p) for p in PENALTIES]))
+    by_step = risks(preprocess_then_optimise(prompts, steps=128))
+    assert 0 < by_penalty.argmin() < len(PENALTIES) - 1
+    assert found.tuned[2] == PENALTIES[by_penalty.argmin()]
+    assert found.tuned[4] == by_step.argmin()
+    assert found.risk[[1, 2, 4]] == pytest.approx(
+        [by_penalty[0], by_penalty.min(), by_step.min()], rel=1e-9
+    )
+    assert found.ratio[2] == pytest.approx(found.model_risk / by_penalty.min(), rel=1e-9)
+    assert np.isnan(found.tuned[:2]).all()
+    assert found.to_frame().columns.tolist() == [
+        *("learner", "tuned", "risk", "risk_sem", "ratio", "ratio_sem")
+    ]
+    # Predicting 0 has no bar: the others would be too small beside it.
+    assert list(found.plot().data[0].x) == [
+        *("the model", "least squares", "ridge", "GD", "Algorithm 1")
+    ]
+    assert repr(found).startswith("Rivals(model ")
+
+
+def test_no_ratio_is_formed_to_a_learner_that_makes_no_error():
+    exact = TaskConfig(d_x=3, context_length=12, noise_var=0.0)
+    found = rivals(zero_model(exact), drawn(exact))
+    assert np.isnan(found.ratio).tolist() == [False, True, True, False, False]
+    assert found.tuned[2] == 0
