@@ -20,8 +20,9 @@ from measured import Claim, Measured, write
 from scipy.stats import binomtest
 
 from mechinterp.analysis.patterns import classify
-from mechinterp.config import ExperimentConfig, override, preset
+from mechinterp.config import ExperimentConfig, override
 from mechinterp.models.functional import AttentionWeights
+from mechinterp.presets import preset
 from mechinterp.training.trainer import Pack
 
 OUT = Path(__file__).parent / "results"

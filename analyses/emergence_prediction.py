@@ -17,7 +17,8 @@ from scipy.stats import binomtest
 from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import roc_auc_score
 
-from mechinterp.config import override, preset
+from mechinterp.config import override
+from mechinterp.presets import preset
 from mechinterp.training.step import initial_weights
 
 OUT = Path(__file__).parent / "results"

@@ -41,7 +41,8 @@ def train(
 ) -> None:
     """Train one model. Example: mechinterp train softmax-h2 --set seed=1 --out runs/h2-s1"""
     from mechinterp.checkpoints.loading import named_config
-    from mechinterp.config import PRESETS, override
+    from mechinterp.config import override
+    from mechinterp.presets import PRESETS
     from mechinterp.report.documents import dumps, training_document
     from mechinterp.report.terminal import progress_bar
     from mechinterp.training.sweep import require_finite, train_models

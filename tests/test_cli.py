@@ -15,8 +15,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from mechinterp.checkpoints.native import load, save
-from mechinterp.config import PRESETS, ExperimentConfig, override
+from mechinterp.config import ExperimentConfig, override
 from mechinterp.models.constructions import diagonal_heads
+from mechinterp.presets import PRESETS
 from mechinterp.report.page import PAGE
 from tests.conftest import Ran, Run
 

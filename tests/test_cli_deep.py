@@ -7,7 +7,8 @@ import pandas as pd
 import pytest
 
 from mechinterp.checkpoints.deep import DeepCheckpoint, load_saved
-from mechinterp.config import override, preset
+from mechinterp.config import override
+from mechinterp.presets import preset
 from tests.conftest import CHECKPOINTS, Run
 
 SHORT = ("train.steps=6", "train.log_every=3", "train.batch_size=8", "train.n_eval_prompts=16")

@@ -12,10 +12,11 @@ from mechinterp.checkpoints.errors import CheckpointError
 from mechinterp.checkpoints.loading import convert
 from mechinterp.checkpoints.loading import load as load_any
 from mechinterp.checkpoints.native import load, save
-from mechinterp.config import override, preset
+from mechinterp.config import override
 from mechinterp.models.conformance import check_compatible
 from mechinterp.models.functional import AttentionWeights
 from mechinterp.models.transformer import ICLTransformer
+from mechinterp.presets import preset
 from mechinterp.report.page import PAGE
 from tests.conftest import Run, assert_same
 

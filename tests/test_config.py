@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from mechinterp.config import (
     COVARIANCES,
-    PRESETS,
     SCORES,
     CovarianceConfig,
     ExperimentConfig,
@@ -22,9 +21,9 @@ from mechinterp.config import (
     differences,
     from_dict,
     override,
-    preset,
     value_of,
 )
+from mechinterp.presets import PRESETS, preset
 
 positive = st.floats(min_value=1e-6, max_value=1e6)
 count = st.integers(min_value=1, max_value=10**6)

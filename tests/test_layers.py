@@ -17,6 +17,7 @@ ORDER = [
     "fields",
     "tracking",
     "config",
+    "presets",
     "display",
     "figures",
     "theory.softmax",
@@ -127,7 +128,7 @@ ORDER = [
 ]
 FLOORS = [
     *("fields", "tracking"),
-    *("config", "display", "figures", "theory", "icl", "models"),
+    *("config", "presets", "display", "figures", "theory", "icl", "models"),
     *(
         "checkpoints",
         "training",

@@ -92,7 +92,7 @@ def jump_forecast(config: ExperimentConfig) -> JumpForecast:
     Source:
         Derived in theory.linear_jumps from Zhang et al. 2025, arXiv 2501.16265, eq. (19) to (21).
     Example:
-        >>> from mechinterp.config import preset
+        >>> from mechinterp.presets import preset
         >>> jump_forecast(preset("linear-separate"))
         JumpForecast(0@851.4, 1@1334, 2@1598, 3@9714)
     """

@@ -154,7 +154,7 @@ def deep_shapes(config: ExperimentConfig) -> dict[str, tuple[int, ...]]:
     """The parameters of a context-only model, by their names in the hooked model, with their shapes.
 
     Example:
-        >>> from mechinterp.config import preset
+        >>> from mechinterp.presets import preset
         >>> list(deep_shapes(preset("sparse-h4")))[-3:]
         ['blocks.3.attn.W_O', 'W_in', 'unembed.W_U']
     """

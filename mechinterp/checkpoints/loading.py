@@ -16,7 +16,8 @@ from mechinterp.checkpoints.files import read_json
 from mechinterp.checkpoints.foreign import LAYERED, MARKS, read_foreign
 from mechinterp.checkpoints.hints import Hints
 from mechinterp.checkpoints.native import Checkpoint
-from mechinterp.config import PRESETS, ExperimentConfig, from_dict, preset
+from mechinterp.config import ExperimentConfig, from_dict
+from mechinterp.presets import PRESETS, preset
 
 if TYPE_CHECKING:
     from mechinterp.checkpoints.layered import LayeredCheckpoint

@@ -30,7 +30,7 @@ def initial_deep_weights(config: ExperimentConfig) -> DeepWeights:
     d_x + d_y for W_in and n_heads * d_head for W_O.
 
     Example:
-        >>> from mechinterp.config import preset
+        >>> from mechinterp.presets import preset
         >>> tuple(initial_deep_weights(preset("sparse-h4")).W_Q.shape)
         (4, 4, 64, 16)
     """

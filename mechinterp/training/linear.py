@@ -55,7 +55,7 @@ def initial_heads(config: ExperimentConfig) -> Heads:
     Raises:
         ValueError: If the config is not of linear attention that is trained on moments.
     Example:
-        >>> from mechinterp.config import preset
+        >>> from mechinterp.presets import preset
         >>> initial_heads(preset("linear-separate"))
         SeparateHeads(n_heads=5, rank=1, d_x=4)
     """
@@ -83,7 +83,8 @@ def train_linear(config: ExperimentConfig) -> TrainedModel:
         FloatingPointError: If the weights diverge.
         RuntimeError: If the flow cannot be followed.
     Example:
-        >>> from mechinterp.config import override, preset
+        >>> from mechinterp.config import override
+        >>> from mechinterp.presets import preset
         >>> trained = train_linear(override(preset("linear-merged"), "train.steps=1000"))
         >>> trained.step, list(trained.snapshots)
         (1000, [0, 500, 1000])

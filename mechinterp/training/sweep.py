@@ -15,7 +15,8 @@ from pathlib import Path
 from mechinterp.checkpoints.deep import load_saved
 from mechinterp.checkpoints.errors import CheckpointError
 from mechinterp.checkpoints.files import read_json
-from mechinterp.config import ExperimentConfig, from_dict, override, preset, value_of
+from mechinterp.config import ExperimentConfig, from_dict, override, value_of
+from mechinterp.presets import preset
 from mechinterp.training.lock import locked
 from mechinterp.training.packs import (
     Engine,

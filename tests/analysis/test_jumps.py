@@ -7,7 +7,8 @@ import plotly.graph_objects as go
 import pytest
 
 from mechinterp.analysis.jumps import jump_forecast
-from mechinterp.config import ExperimentConfig, override, preset
+from mechinterp.config import ExperimentConfig, override
+from mechinterp.presets import preset
 from mechinterp.theory.linear import modes
 from mechinterp.theory.linear_jumps import Jumps, growth_value, predicted_loss
 from mechinterp.training.linear import initial_heads, task_moments, train_linear

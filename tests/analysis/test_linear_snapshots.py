@@ -10,9 +10,9 @@ import torch
 from mechinterp.analysis.components import components
 from mechinterp.analysis.linear_snapshots import LinearSnapshots, linear_snapshots
 from mechinterp.checkpoints.native import load
-from mechinterp.config import preset
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.functional import AttentionWeights, predict
+from mechinterp.presets import preset
 from mechinterp.theory.linear import modes
 from mechinterp.training.linear import initial_heads, task_moments
 from tests.conftest import CHECKPOINTS

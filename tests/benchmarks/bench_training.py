@@ -5,8 +5,9 @@ from collections.abc import Callable
 import plain
 import pytest
 
-from mechinterp.config import override, preset
+from mechinterp.config import override
 from mechinterp.icl.prompts import generator_for, sample_prompts
+from mechinterp.presets import preset
 from mechinterp.training import trainer
 from mechinterp.training.step import by_tensors
 from mechinterp.training.trainer import Pack

@@ -9,10 +9,11 @@ import torch
 
 from mechinterp.checkpoints.deep import DeepCheckpoint, load_saved
 from mechinterp.checkpoints.errors import CheckpointError
-from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig, TrainConfig, preset
+from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig, TrainConfig
 from mechinterp.icl.prompts import generator_for, sample_prompts
 from mechinterp.icl.sparse_predictors import excess_risk
 from mechinterp.models.deep import predict_deep
+from mechinterp.presets import preset
 from mechinterp.training.deep import DeepRun, initial_deep_weights
 from mechinterp.training.state import stored_models
 from mechinterp.training.sweep import train_models

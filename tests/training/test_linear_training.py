@@ -11,10 +11,11 @@ import torch
 from mechinterp.analysis.dynamics import training_dynamics
 from mechinterp.checkpoints.errors import CheckpointError
 from mechinterp.checkpoints.native import load
-from mechinterp.config import ExperimentConfig, TaskConfig, override, preset
+from mechinterp.config import ExperimentConfig, TaskConfig, override
 from mechinterp.icl.prompts import generator_for, sample_prompts
 from mechinterp.models.constructions import linear_attention
 from mechinterp.models.functional import predict
+from mechinterp.presets import preset
 from mechinterp.theory.linear import modes, population_moments
 from mechinterp.theory.linear_heads import MergedHeads, merged_heads, separate_heads
 from mechinterp.training.descent import full_batch_descent
