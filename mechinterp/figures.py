@@ -96,6 +96,27 @@ def heatmap(
     return _finish(figure, title, height=120 + 24 * max(len(rows), 8))
 
 
+def layers_by_heads(
+    matrix: Float[np.ndarray, "layer head"],
+    *,
+    title: str,
+    unit: str = "",
+    limit: float | None = None,
+    signed: bool = True,
+) -> go.Figure:
+    """One heatmap with a cell for each head of each layer; arguments as in `heatmap`."""
+    n_layers, n_heads = matrix.shape
+    return heatmap(
+        matrix,
+        title=title,
+        rows=[f"L{layer}" for layer in range(n_layers)],
+        columns=[f"H{head}" for head in range(n_heads)],
+        unit=unit,
+        limit=limit,
+        signed=signed,
+    )
+
+
 def lines(
     x: Float[np.ndarray, " point"] | np.ndarray,
     curves: Mapping[str, np.ndarray],

@@ -79,13 +79,8 @@ class HeadGates(Result):
 
     def plot(self) -> go.Figure:
         """How facilitating, minus how interfering, each head is."""
-        n_layers, n_heads = self.free.shape
-        return figures.heatmap(
-            self.scores[0] - self.scores[2],
-            title="Gates: facilitating (1), irrelevant (0), interfering (-1)",
-            rows=[f"L{layer}" for layer in range(n_layers)],
-            columns=[f"H{head}" for head in range(n_heads)],
-        )
+        title = "Gates: facilitating (1), irrelevant (0), interfering (-1)"
+        return figures.layers_by_heads(self.scores[0] - self.scores[2], title=title)
 
 
 def learn_gates(

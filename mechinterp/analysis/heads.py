@@ -92,7 +92,7 @@ class HeadAblation(Result):
         """Rise of the excess risk: layers by heads, or with one layer a bar per head."""
         title = f"Rise of the excess risk when a head is masked ({self.method} ablation)"
         if len(self.rise) > 1:
-            return self._heatmap(self.rise, title, unit="y²")
+            return figures.layers_by_heads(self.rise, title=title, unit="y²")
         return figures.bars(
             self.head_names,
             {f"{self.method} ablation": self.rise.ravel()},
@@ -104,12 +104,7 @@ class HeadAblation(Result):
     def plot_importance(self) -> go.Figure:
         """Importance within the layer, layers by heads."""
         title = f"Importance: share of the layer's rise ({self.method} ablation)"
-        return self._heatmap(self.importance, title, unit="share")
-
-    def _heatmap(self, matrix: np.ndarray, title: str, *, unit: str) -> go.Figure:
-        n_layers, n_heads = matrix.shape
-        rows, columns = [f"L{i}" for i in range(n_layers)], [f"H{i}" for i in range(n_heads)]
-        return figures.heatmap(matrix, title=title, rows=rows, columns=columns, unit=unit)
+        return figures.layers_by_heads(self.importance, title=title, unit="share", signed=False)
 
 
 @dataclass(frozen=True, eq=False, repr=False)

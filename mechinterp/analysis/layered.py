@@ -83,24 +83,13 @@ class LayeredClassification(Result):
 
     def plot(self) -> go.Figure:
         """Rise of the excess risk, layers by heads."""
-        return self._heatmap(
-            self.increase, "Rise of the excess risk when a head is masked", unit="y²"
-        )
+        title = "Rise of the excess risk when a head is masked"
+        return figures.layers_by_heads(self.increase, title=title, unit="y²")
 
     def plot_importance(self) -> go.Figure:
         """Importance within the layer, layers by heads."""
         title = "Importance: share of the layer's rise when a head is masked"
-        return self._heatmap(self.importance, title, unit="share")
-
-    def _heatmap(self, matrix: np.ndarray, title: str, *, unit: str) -> go.Figure:
-        n_layers, n_heads = matrix.shape
-        return figures.heatmap(
-            matrix,
-            title=title,
-            rows=[f"L{layer}" for layer in range(n_layers)],
-            columns=[f"H{head}" for head in range(n_heads)],
-            unit=unit,
-        )
+        return figures.layers_by_heads(self.importance, title=title, unit="share", signed=False)
 
 
 def classify_layers(

@@ -70,9 +70,7 @@ def heads_section(
         "first figure end where the model is as bad as predicting 0, if not before.",
         {
             "head_risk": _risk_heatmap(zero, worst),
-            "head_importance": _heatmap(
-                zero.importance, "Importance: share of the layer's rise", unit="share", signed=False
-            ),
+            "head_importance": zero.plot_importance(),
             "effective_heads": _effective_bars([zero, *others]),
         },
         {
@@ -242,29 +240,8 @@ def _risk_heatmap(zero: HeadAblation, worst: float) -> go.Figure:
     factor = np.log10(np.maximum(1 + zero.rise / zero.full_risk, 1e-6))
     title = "Excess risk with a head masked, over the full model's, log₁₀"
     bound = np.log10(worst / zero.full_risk)
-    limit = float(min(np.abs(factor).max(), bound))
-    return _heatmap(factor, title, unit="log₁₀", limit=limit or float(bound))
-
-
-def _heatmap(
-    matrix: Float[np.ndarray, "layer head"],
-    title: str,
-    *,
-    unit: str,
-    limit: float | None = None,
-    signed: bool = True,
-) -> go.Figure:
-    """Layers by heads."""
-    n_layers, n_heads = matrix.shape
-    return figures.heatmap(
-        matrix,
-        title=title,
-        rows=[f"L{layer}" for layer in range(n_layers)],
-        columns=[f"H{head}" for head in range(n_heads)],
-        unit=unit,
-        limit=limit,
-        signed=signed,
-    )
+    limit = float(min(np.abs(factor).max(), bound)) or float(bound)
+    return figures.layers_by_heads(factor, title=title, unit="log₁₀", limit=limit)
 
 
 def _effective_bars(found: Sequence[HeadAblation]) -> go.Figure:
