@@ -9,6 +9,7 @@ import pandas as pd
 import pytest
 
 ANALYSES = Path(__file__).parents[1] / "analyses"
+CHECKPOINTS = ANALYSES.parent / "checkpoints"
 SCRIPTS = sorted(
     file.stem
     for file in ANALYSES.glob("*.py")
@@ -37,6 +38,18 @@ def test_every_claim_of_the_papers_is_measured_and_stands_in_the_table():
     assert len(rows) == len(found)
     for row, ours in zip(rows, found.ours, strict=True):
         assert ours.replace("|", "\\|") in row
+
+
+def test_the_table_of_trained_models_is_that_of_the_results():
+    sys.path.insert(0, str(ANALYSES))
+    try:
+        from sparse_table import markdown
+    finally:
+        sys.path.remove(str(ANALYSES))
+    table = markdown(ANALYSES / "results")
+    assert table in (ANALYSES / "README.md").read_text(encoding="utf-8")
+    models = sorted(file.parent.name for file in CHECKPOINTS.glob("sparse-h*/config.json"))
+    assert sorted(re.findall(r"^\| (sparse-[^ ]+)", table, re.MULTILINE)) == models
 
 
 @pytest.mark.slow

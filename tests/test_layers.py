@@ -107,6 +107,7 @@ ORDER = [
     "analysis.attention",
     "analysis.snapshots",
     "analysis.linear_snapshots",
+    "analysis.deep_snapshots",
     "analysis.comparison",
     "analysis.milestones",
     "report.documents",

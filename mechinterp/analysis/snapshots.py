@@ -10,6 +10,7 @@ from jaxtyping import Float, Int
 from mechinterp import figures
 from mechinterp.analysis.circuits import Circuits, circuits
 from mechinterp.analysis.patterns import classify
+from mechinterp.checkpoints.deep import DeepCheckpoint
 from mechinterp.checkpoints.native import Checkpoint
 from mechinterp.display import Result
 from mechinterp.tracking import Track, untracked
@@ -119,7 +120,7 @@ def kept_steps(checkpoint: Checkpoint) -> list[int]:
     return steps[::-stride][::-1]
 
 
-def loss_curve(checkpoint: Checkpoint) -> Float[np.ndarray, "row 2"]:
+def loss_curve(checkpoint: Checkpoint | DeepCheckpoint) -> Float[np.ndarray, "row 2"]:
     """Step and eval_loss of a checkpoint's history; no rows if there is none."""
     if checkpoint.history is None:
         return np.zeros((0, 2))

@@ -71,7 +71,7 @@ def write_deep_report(
         sections.pruning_section(predictor, zero, rules, (scored, measured), track),
         sections.probes_section(predictor, probed, track),
         sections.descent_section(predictor, sections.some(measured, 4), track),
-        *deep_training_sections(checkpoint),
+        *deep_training_sections(checkpoint, sections.some(measured, 8), track=track),
     ]
     verdict = verdict_sentence(checkpoint.name, found, zero, rules)
     return write_page(Path(out), checkpoint.name, _about(checkpoint), verdict, parts)

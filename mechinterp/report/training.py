@@ -5,6 +5,7 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from mechinterp import figures
+from mechinterp.analysis.deep_snapshots import deep_snapshots
 from mechinterp.analysis.dynamics import training_dynamics
 from mechinterp.analysis.linear_snapshots import linear_snapshots
 from mechinterp.analysis.snapshots import Snapshots, training_snapshots
@@ -12,6 +13,7 @@ from mechinterp.checkpoints.deep import DeepCheckpoint
 from mechinterp.checkpoints.layered import LayeredCheckpoint
 from mechinterp.checkpoints.native import Checkpoint
 from mechinterp.config import TrainConfig
+from mechinterp.icl.prompts import Prompts
 from mechinterp.report.sections import Section
 from mechinterp.tracking import Track, untracked
 
@@ -119,11 +121,38 @@ def _method(train: TrainConfig) -> str:
     )
 
 
-def deep_training_sections(checkpoint: DeepCheckpoint | LayeredCheckpoint) -> list[Section]:
-    """What the history of a model of many layers allows: one section, or none."""
-    if not isinstance(checkpoint, DeepCheckpoint) or checkpoint.history is None:
-        return []
-    history, train = checkpoint.history, checkpoint.config.train
+def deep_training_sections(
+    checkpoint: DeepCheckpoint | LayeredCheckpoint, prompts: Prompts, *, track: Track = untracked
+) -> list[Section]:
+    """What the snapshots and the history of a model of many layers allow: two sections, one or none."""
+    sections: list[Section] = []
+    if isinstance(checkpoint, DeepCheckpoint):
+        if checkpoint.snapshots:
+            sections.append(_deep_steps(checkpoint, prompts, track))
+        if checkpoint.history is not None:
+            sections.append(_deep_curves(checkpoint, checkpoint.history))
+    return sections
+
+
+def _deep_steps(checkpoint: DeepCheckpoint, prompts: Prompts, track: Track) -> Section:
+    found = deep_snapshots(checkpoint, prompts, track=track)
+    first = ", ".join(
+        f"{number:.1f} at step {step:,}"
+        for step, number in zip(found.step, found.effective_heads[:, 0], strict=True)
+        if step
+    )
+    return Section(
+        STEPS,
+        f"{len(found.step)} kept steps. Effective heads of the first layer: {first}. {MOVE}",
+        f"Zero ablation of every head of the weights kept at each step, on the same {len(prompts)} prompts; importance is a "
+        "head's share of its layer's rises, falls taken as 0. The loss is the eval_loss of the last logged step up to there.",
+        {"snapshot_loss": found.plot_loss(), "snapshot_importance": found.plot()},
+        {"snapshots": found.to_frame()},
+    )
+
+
+def _deep_curves(checkpoint: DeepCheckpoint, history: pd.DataFrame) -> Section:
+    train = checkpoint.config.train
     norms = _norms(history)
     text = (
         f"{checkpoint.step} steps; final loss on {train.n_eval_prompts} fixed prompts "
@@ -138,16 +167,14 @@ def deep_training_sections(checkpoint: DeepCheckpoint | LayeredCheckpoint) -> li
             f"changed most in layer {np.abs(np.log(factors)).idxmax()}."
         )
         pictures[name] = _norm_curves(history, name, what)
-    return [
-        Section(
-            "Training",
-            text,
-            f"{_method(train)} Norms are Frobenius norms, that of QK with the scale in it; a curve is their root mean square "
-            "over the heads of a layer.",
-            pictures,
-            {"norms": norms, "history": history},
-        )
-    ]
+    return Section(
+        "Training",
+        text,
+        f"{_method(train)} Norms are Frobenius norms, that of QK with the scale in it; a curve is their root mean square "
+        "over the heads of a layer.",
+        pictures,
+        {"norms": norms, "history": history},
+    )
 
 
 def _norms(history: pd.DataFrame) -> pd.DataFrame:

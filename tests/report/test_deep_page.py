@@ -142,7 +142,7 @@ def test_training_is_told_where_there_is_a_history(tmp_path: Path):
     train_models({".": config}, tmp_path / "model")
     checkpoint = load_saved(tmp_path / "model")
     page = opened(write_deep_report(checkpoint, tmp_path / "page", n_prompts=64))
-    assert page.headings == [*SECTIONS, "Training"]
+    assert page.headings == [*SECTIONS, "Training, step by step", "Training"]
     assert page.figures[-4:] == [
         *("figure-eval_loss", "figure-loss", "figure-qk_norm", "figure-ov_norm")
     ]

@@ -1,0 +1,113 @@
+"""What masking costs a model of many layers at the steps of its training that were kept."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+import plotly.graph_objects as go
+from jaxtyping import Float, Int
+
+from mechinterp import figures
+from mechinterp.analysis.heads import ablate_heads
+from mechinterp.analysis.snapshots import loss_at, loss_curve, loss_slider
+from mechinterp.checkpoints.deep import DeepCheckpoint
+from mechinterp.display import Result
+from mechinterp.icl.prompts import Prompts
+from mechinterp.tracking import Track, untracked
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class DeepSnapshots(Result):
+    """Excess risk, and how each layer spreads its work over its heads, at each kept step."""
+
+    step: Int[np.ndarray, " snapshot"]
+    risk: Float[np.ndarray, " snapshot"]
+    """Excess risk of the whole model, unit y^2."""
+    risk_sem: Float[np.ndarray, " snapshot"]
+    rise: Float[np.ndarray, "snapshot layer head"]
+    """Of the excess risk when one head is masked, unit y^2."""
+    importance: Float[np.ndarray, "snapshot layer head"]
+    """A head's share of its layer's rises, falls taken as 0."""
+    effective_heads: Float[np.ndarray, "snapshot layer"]
+    effective_heads_sem: Float[np.ndarray, "snapshot layer"]
+    eval_loss: Float[np.ndarray, " snapshot"]
+    """Of the last logged step up to here, unit y^2; NaN without a history."""
+    curve: Float[np.ndarray, "row 2"]
+    """Step and eval_loss of the whole history."""
+
+    def __repr__(self) -> str:
+        return f"DeepSnapshots({len(self.step)}, risk {self.risk[0]:.3g} to {self.risk[-1]:.3g})"
+
+    def to_frame(self) -> pd.DataFrame:
+        """One row per snapshot and layer."""
+        n_layers = self.rise.shape[1]
+        columns = {"step": np.repeat(self.step, n_layers)}
+        columns["layer"] = np.tile(np.arange(n_layers), len(self.step))
+        columns |= {name: np.repeat(getattr(self, name), n_layers) for name in ("risk", "risk_sem")}
+        columns |= {
+            name: getattr(self, name).ravel() for name in ("effective_heads", "effective_heads_sem")
+        }
+        columns |= {"top_head": self.rise.argmax(2).ravel(), "top_rise": self.rise.max(2).ravel()}
+        return pd.DataFrame(columns)
+
+    def plot(self) -> go.Figure:
+        """Importance, layers by heads, with a slider over the steps."""
+        title = "Importance: share of the layer's rise"
+        figure = figures.layers_by_heads(
+            self.importance[-1], title=title, unit="share", limit=1.0, signed=False
+        )
+        frames = {
+            f"{step:,}": [{"z": shares.astype(np.float32)}]
+            for step, shares in zip(self.step, self.importance, strict=True)
+        }
+        titles = [f"{title}, at step {name}" for name in frames]
+        return figures.with_slider(figure, frames, label="step", titles=titles)
+
+    def plot_loss(self) -> go.Figure:
+        """The loss over training with a mark at the step, with a slider over the steps."""
+        titles = [
+            f"Step {step:,}: excess risk {risk:.4f} ± {sem:.2g} y²"
+            for step, risk, sem in zip(self.step, self.risk, self.risk_sem, strict=True)
+        ]
+        return loss_slider(self.curve, self.step, self.eval_loss, titles=titles)
+
+
+def deep_snapshots(
+    checkpoint: DeepCheckpoint, prompts: Prompts, *, track: Track = untracked
+) -> DeepSnapshots:
+    """Zero ablation of every head at each kept step, on the same prompts.
+
+    Args:
+        track: Told of the progress.
+    Raises:
+        ValueError: If the checkpoint has no snapshots.
+    Example:
+        >>> from mechinterp.checkpoints.deep import load_saved
+        >>> from mechinterp.icl.prompts import generator_for, sample_prompts
+        >>> checkpoint = load_saved("checkpoints/sparse-h4-noise0.1-s0")
+        >>> prompts = sample_prompts(checkpoint.config.task, 64, generator=generator_for(0, "eval", 0))
+        >>> deep_snapshots(checkpoint, prompts).rise.shape
+        (7, 4, 4)
+    """
+    if not checkpoint.snapshots:
+        raise ValueError(f"{checkpoint.path}: has no snapshots.")
+    from mechinterp.models.transformer import ICLTransformer
+
+    found = [
+        ablate_heads(
+            ICLTransformer.from_deep_weights(weights, task=checkpoint.config.task), prompts
+        )
+        for weights in track(list(checkpoint.snapshots.values()), "masking heads of snapshots")
+    ]
+    steps, curve = list(checkpoint.snapshots), loss_curve(checkpoint)
+    return DeepSnapshots(
+        step=np.array(steps),
+        risk=np.array([one.full_risk for one in found]),
+        risk_sem=np.array([one.full_risk_sem for one in found]),
+        rise=np.stack([one.rise for one in found]),
+        importance=np.stack([one.importance for one in found]),
+        effective_heads=np.stack([one.effective_heads for one in found]),
+        effective_heads_sem=np.stack([one.effective_heads_sem for one in found]),
+        eval_loss=loss_at(curve, steps),
+        curve=curve,
+    )
