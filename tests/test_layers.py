@@ -58,6 +58,7 @@ ORDER = [
     "checkpoints.outside",
     "checkpoints.exchange",
     "checkpoints.arrays",
+    "checkpoints.layered_tensors",
     "checkpoints.layered",
     "checkpoints.foreign",
     "checkpoints.loading",

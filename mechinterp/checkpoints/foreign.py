@@ -91,7 +91,7 @@ def detect(tensors: Mapping[str, Tensor], file: Path) -> str:
 
 
 def _layered_format(tensors: Mapping[str, Tensor]) -> str | None:
-    from mechinterp.checkpoints.layered import layered_format
+    from mechinterp.checkpoints.layered_tensors import layered_format
 
     return layered_format(list(tensors))
 

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from mechinterp.checkpoints.errors import CheckpointError
 from mechinterp.checkpoints.hints import Hints
-from mechinterp.checkpoints.layered import LayeredCheckpoint, layered_format, read_layered
+from mechinterp.checkpoints.layered import LayeredCheckpoint, read_layered
+from mechinterp.checkpoints.layered_tensors import layered_format
 from mechinterp.checkpoints.loading import load
 from mechinterp.config import TaskConfig
 from mechinterp.icl.prompts import generator_for, sample_prompts
