@@ -82,6 +82,7 @@ analyses: install ## measure the papers' claims again from the shipped checkpoin
 	grep -l '^    run(measure' analyses/*.py | OMP_NUM_THREADS=1 xargs -n 1 -P 2 $(BIN)/python
 	$(BIN)/python analyses/emergence_prediction.py
 	$(BIN)/python analyses/claims_table.py
+	$(BIN)/python analyses/sparse_table.py
 
 report: install ## write the page about a two-head model, and say where it is
 	$(BIN)/mechinterp report $(CHECKPOINT) --out $(REPORT) --overwrite

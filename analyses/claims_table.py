@@ -8,7 +8,6 @@ from pathlib import Path
 import pandas as pd
 
 HERE = Path(__file__).parent
-BEGIN, END = "<!-- claims: begin -->", "<!-- claims: end -->"
 COLUMNS = {"id": "id", "claim": "claim", "script": "script", "models": "models", "paper": "paper", "ours": "ours", "holds": "verdict"}  # fmt: skip
 
 
@@ -28,12 +27,22 @@ def markdown(found: pd.DataFrame) -> str:
     return "\n".join("| " + " | ".join(row) + " |" for row in rows)
 
 
+def replaced(text: str, name: str, table: str) -> str:
+    """The text with this table between the marks of that name.
+
+    Example:
+        >>> replaced("<!-- a: begin --><!-- a: end -->", "a", "| x |").splitlines()
+        ['<!-- a: begin -->', '| x |', '<!-- a: end -->']
+    """
+    begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
+    before, rest = text.split(begin)
+    return f"{before}{begin}\n{table}\n{end}{rest.split(end)[1]}"
+
+
 def main() -> None:
     file = HERE / "README.md"
-    before, rest = file.read_text(encoding="utf-8").split(BEGIN)
-    after = rest.split(END)[1]
     table = markdown(claims(HERE / "results"))
-    file.write_text(f"{before}{BEGIN}\n{table}\n{END}{after}", encoding="utf-8")
+    file.write_text(replaced(file.read_text(encoding="utf-8"), "claims", table), encoding="utf-8")
 
 
 if __name__ == "__main__":

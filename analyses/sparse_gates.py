@@ -10,7 +10,7 @@ from functools import partial
 import numpy as np
 import torch
 from measured import Claim, Measured, run
-from sparse_models import SEVERAL, prompts_of, trained
+from sparse_models import named, prompts_of, trained
 from sparse_setting import best_ridge, each, ratio
 
 from mechinterp.analysis.gates import learn_gates
@@ -19,7 +19,8 @@ from mechinterp.icl.prompts import Prompts
 from mechinterp.icl.sparse_predictors import excess_risk
 from mechinterp.models.adapter import z_name
 
-NAME = SEVERAL[0]
+NOISE = 0.1
+NAME = named(4, NOISE, 0)
 
 
 def gated(gates: np.ndarray, prompts: Prompts) -> np.ndarray:
@@ -35,7 +36,7 @@ def gated(gates: np.ndarray, prompts: Prompts) -> np.ndarray:
 
 
 def measure(quick: bool) -> Measured:
-    prompts = prompts_of(512 if quick else 2048)
+    prompts = prompts_of(NOISE, 512 if quick else 2048)
     found = learn_gates(trained(NAME).model, prompts, steps=20 if quick else 150)
     measured = halves(prompts)[1]
     full, ridge = gated(np.ones_like(found.free), measured), best_ridge(measured.to(torch.float64))  # fmt: skip

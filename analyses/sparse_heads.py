@@ -5,38 +5,62 @@ of the entropy of these shares. "Layer 1" is the first, L0. A head as wide as x 
 Run: python analyses/sparse_heads.py (two minutes; --quick seconds)
 """
 
+from itertools import product
+
 import numpy as np
 from measured import Claim, Measured, run
-from sparse_models import SEVERAL, named, prompts_of, trained
+from sparse_models import (  # fmt: skip
+    NOISES,
+    SEVERAL,
+    frames_of,
+    named,
+    over_seeds,
+    prompts_of,
+    seeds,
+    trained,
+    verdict,
+)
 from sparse_setting import each
 
 from mechinterp.analysis.heads import HeadAblation, ablate_heads
 
-METHODS = ("zero", "mean")
+MEAN_PROMPTS = 1024
 
 
-def layers(found: HeadAblation) -> dict[str, tuple[float, float]]:
+def layers(found: HeadAblation) -> str:
     """Effective number of heads of each layer, with its standard error."""
     pairs = zip(found.effective_heads, found.effective_heads_sem, strict=True)
-    return {f"L{layer}": (float(number), float(sem)) for layer, (number, sem) in enumerate(pairs)}
+    return each({f"L{layer}": (float(number), float(sem)) for layer, (number, sem) in enumerate(pairs)}, 2)  # fmt: skip
+
+
+def claims(heads: int, noise: float, found: dict[str, HeadAblation]) -> list[Claim]:
+    """Of the models of all seeds; `found` is by seed."""
+    models, d_head = over_seeds(heads, noise), trained(named(heads, noise, 0)).config.d_head
+    first = {seed: (float(one.effective_heads[0]), float(one.effective_heads_sem[0])) for seed, one in found.items()}  # fmt: skip
+    numbers, shares = ([getattr(one, name) for one in found.values()] for name in ("effective_heads", "importance"))  # fmt: skip
+    tops = [share.max(1) for share in shares]
+    spread = "; ".join(f"{seed}: {layers(one)}" for seed, one in found.items())
+    text = "; ".join(f"{seed} {', '.join(f'{t:.2f}' for t in top)}" for seed, top in zip(found, tops, strict=True))  # fmt: skip
+    return [
+        Claim("C10", "layer 1 uses several heads: N_eff at least 2", f"{models}, d_head {d_head}", "several", each(first, 2), verdict(n[0] >= 2 for n in numbers)),
+        Claim("C10", "and at least 1.5 times as many as any later layer", models, "layer 1 only", spread, verdict(n[0] >= 1.5 * n[1:].max() for n in numbers)),
+        Claim("C10", "the best head of layer 1 has at most 0.6 of its importance, that of later layers 0.7 (median)", models, "one dominates later layers", f"from L0 on: {text}", verdict(t[0] <= 0.6 and np.median(t[1:]) >= 0.7 for t in tops)),
+    ]  # fmt: skip
 
 
 def measure(quick: bool) -> Measured:
-    prompts, frames, claims, pages = prompts_of(512 if quick else 4096), {}, [], {}
-    for name in SEVERAL:
-        found = {m: ablate_heads(trained(name).model, prompts, method=m) for m in METHODS}
-        zero = found["zero"]
-        number, sem, share = zero.effective_heads, zero.effective_heads_sem, zero.importance.max(1)
-        d_head = trained(name).config.d_head
-        shares = ", ".join(f"{s:.2f}" for s in share)
-        claims += [
-            Claim("C10", "layer 1 uses several heads: N_eff at least 2", f"{name}, d_head {d_head}", "several", each({"L0": (number[0], sem[0])}, 2), bool(number[0] >= 2)),
-            Claim("C10", "and at least 1.5 times as many as any later layer", name, "layer 1 only", each(layers(zero), 2), bool(number[0] >= 1.5 * number[1:].max())),
-            Claim("C10", "the best head of layer 1 has at most 0.6 of its importance, that of later layers 0.7 (median)", name, "one dominates later layers", f"{shares} from L0 on", bool(share[0] <= 0.6 and np.median(share[1:]) >= 0.7)),
-        ]  # fmt: skip
-        frames[name] = named({m: f.to_frame().merge(f.layer_frame()) for m, f in found.items()}, "method")  # fmt: skip
-        pages |= {f"{name}-rise": zero.plot(), f"{name}-importance": zero.plot_importance()}
-    return Measured(named(frames), pages, claims)
+    frames, made, pages = {}, [], {}
+    for noise, heads in product(NOISES, SEVERAL):
+        found = {}
+        for seed in seeds(noise):
+            name, prompts = named(heads, noise, seed), prompts_of(noise, 512 if quick else 4096)
+            zero = found[f"s{seed}"] = ablate_heads(trained(name).model, prompts)
+            mean = ablate_heads(trained(name).model, prompts[:MEAN_PROMPTS], method="mean")
+            both = {one.method: one.to_frame().merge(one.layer_frame()) for one in (zero, mean)}
+            frames[name] = frames_of(both, "method")
+            pages |= {f"{name}-rise": zero.plot(), f"{name}-importance": zero.plot_importance()}
+        made += claims(heads, noise, found)
+    return Measured(frames_of(frames), pages, made)
 
 
 if __name__ == "__main__":

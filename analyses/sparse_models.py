@@ -1,10 +1,10 @@
-"""What the scripts about trained models of sparse regression share: the shipped models and their prompts.
+"""What the scripts about trained models of sparse regression share: the shipped models, their prompts, and verdicts over seeds.
 
-Linear scores, 4 layers, width 64, 50,000 steps on prompts of 8 to 40 pairs, d_x 16, 4 entries +-1/2, noise variance 0.1.
-`sweeps/sparse.json` names 13 models; those of 1, 4 and 8 heads at noise variance 0.1, one seed each, are shipped.
+Linear scores, 4 layers, width 64, 50,000 steps on prompts of 8 to 40 pairs, d_x 16, 4 entries +-1/2; 1, 4 and 8 heads at
+noise variances 0.1 and 0.4, one or two seeds. `sweeps/sparse.json` remakes them.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import pandas as pd
 from measured import ROOT
@@ -12,8 +12,32 @@ from measured import ROOT
 from mechinterp.checkpoints.deep import DeepCheckpoint, load_saved
 from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
 
-SINGLE = "sparse-h1-noise0.1-s0"
-SEVERAL = ("sparse-h4-noise0.1-s0", "sparse-h8-noise0.1-s0")
+SEVERAL = (4, 8)
+
+
+def named(n_heads: int, noise: float, seed: int) -> str:
+    """The model's name.
+
+    Example:
+        >>> named(4, 0.1, 0)
+        'sparse-h4-noise0.1-s0'
+    """
+    return f"sparse-h{n_heads}-noise{noise}-s{seed}"
+
+
+def seeds(noise: float) -> list[int]:
+    """Seeds of which the models of 1, 4 and 8 heads are shipped."""
+    there = {file.parent.name for file in (ROOT / "checkpoints").glob("sparse-h*/config.json")}
+    return [s for s in range(9) if {named(h, noise, s) for h in (1, *SEVERAL)} <= there]
+
+
+NOISES = tuple(noise for noise in (0.1, 0.4, 0.8) if seeds(noise))
+"""Noise variances of which models are shipped."""
+
+
+def over_seeds(n_heads: int | str, noise: float) -> str:
+    """What the models of all seeds are called in a claim."""
+    return f"sparse-h{n_heads}-noise{noise}-s*"
 
 
 def trained(name: str) -> DeepCheckpoint:
@@ -23,12 +47,23 @@ def trained(name: str) -> DeepCheckpoint:
     return found
 
 
-def prompts_of(n_prompts: int, *, context_length: int | None = None) -> Prompts:
-    """Prompts of the task that all shipped models have, none of which they were trained or followed on."""
-    task, generator = trained(SINGLE).config.task, generator_for(1, "eval", 0)
+def prompts_of(noise: float, n_prompts: int, *, context_length: int | None = None) -> Prompts:
+    """Prompts of the task that all models of a noise variance have, none of which they were trained or followed on."""
+    task, generator = trained(named(1, noise, 0)).config.task, generator_for(1, "eval", 0)
     return sample_prompts(task, n_prompts, generator=generator, context_length=context_length)
 
 
-def named(frames: Mapping[str, pd.DataFrame], column: str = "model") -> pd.DataFrame:
+def frames_of(frames: Mapping[str, pd.DataFrame], column: str = "model") -> pd.DataFrame:
     """Frames below each other, each with the name of what it is of."""
     return pd.concat([frame.assign(**{column: name}) for name, frame in frames.items()])
+
+
+def verdict(held: Iterable[bool]) -> bool | str:
+    """Whether a claim holds in all models or in none, or in how many.
+
+    Example:
+        >>> verdict([True, True]), verdict([True, False])
+        (True, 'holds in 1 of 2')
+    """
+    found = [bool(one) for one in held]
+    return found[0] if len(set(found)) == 1 else f"holds in {sum(found)} of {len(found)}"

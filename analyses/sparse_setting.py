@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from mechinterp.analysis.estimates import ratio_and_sem
+from mechinterp.analysis.probes import reweighted
 from mechinterp.config import TaskConfig
 from mechinterp.icl.predictors import ridge
 from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
@@ -63,11 +64,21 @@ def ratio(numerator: np.ndarray, denominator: np.ndarray) -> tuple[float, float]
 
 
 def each(values: Mapping[str, tuple[float, float]], digits: int = 3) -> str:
-    """Numbers with their standard errors, by name; a model's name is its number of heads.
+    """Numbers with their standard errors, by name.
 
     Example:
-        >>> each({"sparse-h4-noise0.1-s0": (0.5, 0.01)})
-        'h4 0.500 ± 0.010'
+        >>> each({"s0": (0.5, 0.01)})
+        's0 0.500 ± 0.010'
     """
-    short = {name: name.split("-")[1] if name.startswith("sparse-") else name for name in values}
-    return "; ".join(f"{short[n]} {v:.{digits}f} ± {sem:.{digits}f}" for n, (v, sem) in values.items())  # fmt: skip
+    return "; ".join(f"{n} {v:.{digits}f} ± {sem:.{digits}f}" for n, (v, sem) in values.items())
+
+
+def spread(prompts: Prompts) -> tuple[torch.Tensor, torch.Tensor]:
+    """Each position's (S - 1) x with S = (1/L) sum_l x_l x_l^T."""
+    x = torch.cat([prompts.x, prompts.x_query[:, None]], dim=1)
+    target = x @ (prompts.x.mT @ prompts.x / prompts.x.shape[1]) - x
+    return target, target
+
+
+TARGETS = {"R x": reweighted, "(S - 1) x": spread}
+"""What a first layer may write, as targets of a probe."""
