@@ -59,7 +59,7 @@ def test_report_writes_a_page(folder: Path, tmp_path: Path, run: Run):
     assert document["verdict"].startswith("model: excess risk ")
     assert {Path(table).stem for table in document["tables"]} == {
         *("rivals", "layers", "heads", "rules", "pruning", "probes", "areas", "descent"),
-        *("norms", "history"),
+        *("snapshots", "norms", "history"),
     }
     run("report", folder, *options).assert_refused(out, "already exists and is not overwritten")
 

@@ -315,10 +315,10 @@ GPT2_FAULTS = [
 @pytest.mark.parametrize(("changes", "hints", "words"), GPT2_FAULTS)
 def test_a_gpt2_that_cannot_be_is_refused(changes: dict, hints: dict, words: str):
     state = changed(garg().state_dict(), **changes)
-    start = time.perf_counter()
+    start = time.process_time()
     with pytest.raises(CheckpointError, match=re.escape(words)) as caught:
         read(state, **({"n_heads": 4} | hints))
-    assert time.perf_counter() - start < 2
+    assert time.process_time() - start < 2
     message = str(caught.value)
     assert message.startswith("x.pt: ")
     assert "\n" not in message

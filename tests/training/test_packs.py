@@ -14,9 +14,9 @@ from mechinterp.config import (
     TaskConfig,
     TrainConfig,
     override,
-    preset,
 )
 from mechinterp.models.functional import NAMES
+from mechinterp.presets import preset
 from mechinterp.training.packs import PACK_HEADS, PackJob, pack_jobs, packs, train_here, train_job
 from mechinterp.training.sweep import train_models
 from mechinterp.training.trainer import Pack

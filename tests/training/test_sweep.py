@@ -24,9 +24,9 @@ from mechinterp.config import (
     TaskConfig,
     TrainConfig,
     override,
-    preset,
 )
 from mechinterp.models.functional import NAMES
+from mechinterp.presets import preset
 from mechinterp.training import trainer
 from mechinterp.training.lock import locked
 from mechinterp.training.sweep import LOCK, RESULTS, load_sweep, require_finite, train_models
