@@ -50,7 +50,8 @@ def main() -> None:
     try:
         code = app(arguments, standalone_mode=False, prog_name="mechinterp")
         if code == INTERRUPTED:
-            complain("interrupted; a training goes on with --resume.")
+            trains = arguments[0] in ("train", "sweep")
+            complain("interrupted" + ("; it goes on with --resume." if trains else "."))
     except (ValueError, OSError) as error:
         _fail(str(error), 2)
     except Exception as error:

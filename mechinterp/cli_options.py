@@ -179,9 +179,7 @@ def task_of(
     checkpoint: "Checkpoint | DeepCheckpoint | LayeredCheckpoint", context_length: int | None
 ) -> "TaskConfig":
     """The task of a checkpoint, at another context length if one is asked for."""
-    from mechinterp.checkpoints.layered import LayeredCheckpoint
-
-    task = checkpoint.task if isinstance(checkpoint, LayeredCheckpoint) else checkpoint.config.task
+    task = checkpoint.task
     return task if context_length is None else replace(task, context_length=context_length)
 
 

@@ -25,6 +25,10 @@ if TYPE_CHECKING:
 FULL = "full model"
 
 
+WIDE = 100
+"""Spread of the risks from which on bars stand on a logarithmic axis."""
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class PruningCurves(Result):
     """The excess risk as head after head is masked, in several orders, on the same prompts."""
@@ -114,7 +118,9 @@ class RulePruning(Result):
             title="Excess risk of the model pruned by rules",
             y_title="excess risk (y²)",
         )
-        return figure.update_yaxes(type="log")  # a rule may cost a thousand times another
+        risks = np.concatenate([self.risk, self.refit_risk])
+        wide = risks.min() > 0 and risks.max() > WIDE * risks.min()
+        return figure.update_yaxes(type="log") if wide else figure
 
 
 def pruning_curves(

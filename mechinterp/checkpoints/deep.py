@@ -27,7 +27,7 @@ from mechinterp.checkpoints.native import (
     snapshot_files,
     write_folder,
 )
-from mechinterp.config import ExperimentConfig
+from mechinterp.config import ExperimentConfig, TaskConfig
 from mechinterp.models.deep import DeepWeights, deep_from_parameters
 
 if TYPE_CHECKING:
@@ -61,6 +61,11 @@ class DeepCheckpoint:
     def name(self) -> str:
         """The folder's name."""
         return self.path.resolve().name
+
+    @property
+    def task(self) -> TaskConfig:
+        """The law of its prompts."""
+        return self.config.task
 
     @cached_property
     def history(self) -> pd.DataFrame | None:

@@ -44,6 +44,7 @@ MARKS: dict[str, tuple[tuple[str, ...], ...]] = {
     "arrays": (NAMES, ("QK", "OV")),
 }
 HEADS = ("n_head", "num_heads", "num_attention_heads", "n_heads", "nhead")
+ARRAYS = "arrays W_Q, W_K, W_V [head, d_model, d_head] and W_O [head, d_head, d_y] in .npz are read for any layer"
 
 
 def read_foreign(
@@ -86,7 +87,7 @@ def detect(tensors: Mapping[str, Tensor], file: Path) -> str:
     shown = ", ".join(sorted(tensors)[:6]) + (", ..." if len(tensors) > 6 else "")
     raise CheckpointError(
         f"{file}: must hold the tensors of a format known here ({', '.join((exchange.FORMAT, *MARKS, *LAYERED))}), "
-        f"got {shown or 'none'}."
+        f"got {shown or 'none'}; {ARRAYS}."
     )
 
 
@@ -134,7 +135,7 @@ def _per_head(matrix: Float[Tensor, "rows d_model"], n_heads: int) -> Tensor:
 def _n_heads(rows: int, per_head: int, name: str, file: Path) -> int:
     if per_head < 1 or rows < 1 or rows % per_head:
         raise CheckpointError(
-            f"{file}: {name} must have {per_head} rows for each head, got {rows}."
+            f"{file}: {name} must have {per_head} rows for each head, got {rows}; {ARRAYS}."
         )
     return rows // per_head
 
@@ -161,7 +162,8 @@ def _softmax_paper(
         require_shape(file, name, tensor, (d_y, n * n_heads) if tensor is o else (n * n_heads, n))
     if d_y >= n:
         raise CheckpointError(
-            f"{file}: {PROJECTIONS[3]} must have fewer rows than the {n} entries of a token, got {d_y}."
+            f"{file}: {PROJECTIONS[3]} must have fewer rows than the {n} entries of a token, got {d_y}; "
+            "of a layer that writes whole tokens keep the rows of the responses, the last ones."
         )
     several = {"context_length": 8 * (n - d_y), "beta_var": 1.0}
     several |= {"noise_var": 0.4, "query_noise": False}

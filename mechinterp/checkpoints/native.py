@@ -23,7 +23,7 @@ from torch import Tensor
 from mechinterp.checkpoints.archives import read_arrays
 from mechinterp.checkpoints.errors import CheckpointError, one_line
 from mechinterp.checkpoints.files import read_json, write_atomically
-from mechinterp.config import ExperimentConfig, from_dict
+from mechinterp.config import ExperimentConfig, TaskConfig, from_dict
 from mechinterp.models.functional import AttentionWeights, unmerged
 
 if TYPE_CHECKING:
@@ -60,6 +60,11 @@ class Checkpoint:
     def name(self) -> str:
         """The folder's name."""
         return self.path.resolve().name
+
+    @property
+    def task(self) -> TaskConfig:
+        """The law of its prompts."""
+        return self.config.task
 
     @cached_property
     def history(self) -> pd.DataFrame | None:

@@ -15,7 +15,7 @@ from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
 from mechinterp.models.adapter import HookedPredictor
 from mechinterp.report import deep_sections as sections
 from mechinterp.report.page import Report, require_free, write_page
-from mechinterp.report.sections import plus_minus
+from mechinterp.report.sections import assumed_text, plus_minus
 from mechinterp.report.training import deep_training_sections
 from mechinterp.tracking import Track, untracked
 
@@ -110,10 +110,9 @@ def _prompts(
     checkpoint: DeepCheckpoint | LayeredCheckpoint, predictor: HookedPredictor, size: int, seed: int
 ) -> tuple[Prompts, int]:
     """Evaluation prompts of the model's own task, more in the second half where probes need them; how many these are."""
+    task, dtype = checkpoint.task, torch.float64
     if isinstance(checkpoint, DeepCheckpoint):
-        task, dtype = checkpoint.config.task, checkpoint.weights.W_Q.dtype
-    else:
-        task, dtype = checkpoint.task, torch.float64
+        dtype = checkpoint.weights.W_Q.dtype
 
     def drawn(n_prompts: int) -> Prompts:
         generator = generator_for(seed, "eval", 0)
@@ -127,12 +126,13 @@ def _about(checkpoint: DeepCheckpoint | LayeredCheckpoint) -> str:
     """One line on what the model is."""
     if isinstance(checkpoint, DeepCheckpoint):
         config = checkpoint.config
-        task, n_layers, n_heads = config.task, config.model.n_layers, config.model.n_heads
+        n_layers, n_heads = config.model.n_layers, config.model.n_heads
         kind = f"{config.model.score} attention, width {config.d_model}"
         end = f", seed {config.seed}, step {checkpoint.step}, config {config.id}"
     else:
-        task, n_layers, n_heads = checkpoint.task, checkpoint.n_layers, checkpoint.n_heads
-        kind, end = f"format {checkpoint.format}", ""
+        n_layers, n_heads = checkpoint.n_layers, checkpoint.n_heads
+        kind, end = f"format {checkpoint.format}", assumed_text(checkpoint.assumed)
+    task = checkpoint.task
     layers, heads = (
         f"{count} {word}{'' if count == 1 else 's'}"
         for count, word in ((n_layers, "layer"), (n_heads, "head"))

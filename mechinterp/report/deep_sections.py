@@ -135,7 +135,7 @@ def probes_section(predictor: HookedPredictor, prompts: Prompts, track: Track) -
     return Section(
         "Probes",
         f"A linear probe of the stream at the query predicts the response with an excess risk of {risks} y² after "
-        f"0, 1, ..., {len(response.risk) - 1} layers. The structure that Algorithm 1 would write, x times its correlations "
+        f"0 to {len(response.risk) - 1} layers. The structure that Algorithm 1 would write, x times its correlations "
         f"with y, is read with R² {_listed(structure.r2[:, -1])}. Controls are fitted to the targets of other prompts: "
         "what a probe finds where there is nothing.",
         f"Ridge regressions on the stream at the query of {len(prompts)} prompts, each fitted to {FOLDS - 1} fifths of them "

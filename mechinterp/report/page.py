@@ -98,9 +98,12 @@ def write_report(
     ]
     about = (
         f"{model.n_heads} heads, {model.score} attention, d_x {config.task.d_x}, context length "
-        f"{config.task.context_length}, noise variance {config.task.noise_var}, seed {config.seed}, "
-        f"step {checkpoint.step}, config {config.id}"
+        f"{config.task.context_length}, noise variance {config.task.noise_var}"
     )
+    if "step" in checkpoint.assumed:
+        about += assumed_text(checkpoint.assumed)
+    else:
+        about += f", seed {config.seed}, step {checkpoint.step}, config {config.id}"
     verdict = verdict_sentence(checkpoint.name, found, fits)
     return write_page(Path(out), checkpoint.name, about, verdict, parts)
 

@@ -247,6 +247,21 @@ def fits_section(fits: LearnerFits, found: Classification) -> Section:
     )
 
 
+def assumed_text(assumed: Mapping[str, object]) -> str:
+    """What a page says was filled in that the file did not say; nothing if it said all.
+
+    Example:
+        >>> assumed_text({"task.noise_var": 0.1, "task.supports": None, "train.steps": 5})
+        '; assumed, as the file does not say it: noise_var 0.1'
+    """
+    told = [
+        f"{name.partition('.')[2]} {value}"
+        for name, value in assumed.items()
+        if name.startswith(("task.", "model.")) and value not in (None, (), [])
+    ]
+    return f"; assumed, as the file does not say it: {', '.join(told)}" if told else ""
+
+
 def plus_minus(value: float, sem: float) -> str:
     """A number with its standard error."""
     return f"{number(value)} ± " + ("–" if np.isnan(sem) else f"{sem:.2g}")

@@ -126,11 +126,16 @@ def info_text(document: dict) -> str:
     task, model = document["experiment"]["task"], document["experiment"]["model"]
     lines = [
         f"{document['name']}: {model['n_heads']} heads, {model['score']} attention, d_x {task['d_x']}, "
-        f"context length {task['context_length']}, step {document['step']}, config {document['id']}"
+        f"context length {task['context_length']}"
     ]
+    assumed = set(document["assumed"])
+    if "step" not in assumed:
+        lines[0] += f", step {document['step']}, config {document['id']}"
     for name in ("eval_loss", "history_rows", "snapshots", "weights"):
         lines.append(f"  {name}: {document[name]}")
     for group, values in document["experiment"].items():
+        if group in ("train", "seed") and "step" in assumed:
+            continue  # how somebody else's weights were trained is not known
         fields = values.items() if isinstance(values, dict) else [("", values)]
         lines.append(
             f"  {group}: " + ", ".join(f"{name} {value}".strip() for name, value in fields)
