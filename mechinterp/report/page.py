@@ -101,7 +101,7 @@ def write_report(
         f"{config.task.context_length}, noise variance {config.task.noise_var}"
     )
     if "step" in checkpoint.assumed:
-        about += assumed_text(checkpoint.assumed)
+        about += sections.assumed_text(checkpoint.assumed)
     else:
         about += f", seed {config.seed}, step {checkpoint.step}, config {config.id}"
     verdict = verdict_sentence(checkpoint.name, found, fits)

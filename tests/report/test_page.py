@@ -12,6 +12,7 @@ import pytest
 
 from mechinterp.analysis.fits import fit_learners
 from mechinterp.analysis.patterns import classify
+from mechinterp.checkpoints.loading import load as read_any
 from mechinterp.checkpoints.native import Checkpoint, load, save
 from mechinterp.config import ExperimentConfig, override
 from mechinterp.models.constructions import debiased_gradient_step, kernel_head, zero_head
@@ -341,3 +342,15 @@ def test_a_pair_is_not_explained_where_scores_are_no_average(tmp_path: Path):
         *("figure-snapshot_qk", "figure-snapshot_ov"),
     ]
     assert written.page.stat().st_size < 6_000_000
+
+
+def test_what_a_file_does_not_say_is_called_assumed_and_no_training_is_made_up(tmp_path: Path):
+    weights = debiased_gradient_step(0.88, 0.05, d_x=5)
+    names = ("W_Q", "W_K", "W_V", "W_O")
+    np.savez(tmp_path / "own.npz", **{name: getattr(weights, name).numpy() for name in names})
+    written = write_report(read_any(tmp_path / "own.npz"), tmp_path / "page", n_prompts=64)
+    text = written.page.read_text(encoding="utf-8")
+    (about,) = re.findall(r'<p class="about">([^<]*)</p>\n<p class="verdict">', text)
+    assert "assumed, as the file does not say it: context_length 40" in about
+    assert "noise_var 0.1" in about
+    assert not re.search(r"\b(seed|step|config)\b", about)
