@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from mechinterp.models.transformer import ICLTransformer
 
 FULL = "full model"
-
-
 WIDE = 100
 """Spread of the risks from which on bars stand on a logarithmic axis."""
 

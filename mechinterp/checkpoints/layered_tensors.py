@@ -249,6 +249,11 @@ def _size_without_read_out(hints: Hints, width: int) -> int:
 
 
 def require_numbers(tensor: Tensor, what: str) -> None:
+    """Refuse a tensor that does not hold finite floating-point numbers, one for each of its entries.
+
+    Raises:
+        CheckpointError: Naming `what`.
+    """
     if tensor.layout != torch.strided or tensor.is_meta or tensor.dtype not in DTYPES:
         raise CheckpointError(
             f"{what} must hold floating-point numbers of 16, 32 or 64 bits, got {tensor.dtype}, {tensor.layout}."

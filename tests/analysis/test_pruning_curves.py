@@ -40,9 +40,8 @@ def test_a_curve_masks_the_heads_of_an_order_one_after_another(model, many: Prom
 
 def test_the_heads_needed_are_the_fewest_within_the_ratio(many: Prompts):
     found = pruning_curves(random_model(1, 2, **WIDE), many, {"all": [(0, 0), (0, 1)]})
-    ratios = found.ratio[0]
-    bound = float(ratios[1] + 1e-9)
-    assert found.needed("all", ratio=bound) == (0 if ratios[2] <= bound else 1)
+    for ratios, needed in (([1, 1.5, 3], 1), ([1, 3, 1.5], 0), ([1, 3, 3], 2)):
+        assert replace(found, ratio=np.array([ratios], dtype=float)).needed("all") == needed
     assert found.needed("all", ratio=1e9) == 0
     assert (
         repr(found)

@@ -106,7 +106,7 @@ def test_trained_models_are_a_little_below_ridge_and_far_above_what_sees_sparsit
     sparse = min(found, key=np.mean)
     for risks in (algorithm, sparse):
         ratio, sem = ratio_and_sem(errors(name, 4096)[: len(risks)], risks)
-        assert ratio - 3 * sem > 1
+        assert ratio - 2 * sem > 1.2
 
 
 # C10: heads of layer 1 and of later ones
@@ -137,7 +137,7 @@ def test_c10_does_not_hold_no_head_dominates_later_layers(name: str):
 @pytest.mark.parametrize("name", sorted({*LOW, *H8}))
 def test_c11_does_not_hold_at_low_noise_or_with_8_heads(name: str):
     found = pruned(name)
-    assert found.refit_risk - 2 * found.refit_risk_sem > 1.25 * found.full_risk
+    assert found.refit_risk - 3 * found.refit_risk_sem > 1.25 * found.full_risk
 
 
 @pytest.mark.parametrize("name", sorted({*HIGH} & {*H4}))
@@ -157,6 +157,8 @@ def test_c12_does_not_hold_with_4_heads_one_head_in_layer_1_will_do(name: str):
 def test_c12_holds_with_8_heads(name: str):
     found = prune(trained(name).model, draw(name, 4096), rule=best_head_first)
     assert found.ratio >= max(2, 1.5 * pruned(name).ratio)
+    if name in LOW:
+        assert found.refit_risk - 4 * found.refit_risk_sem > 2 * found.full_risk
 
 
 @pytest.mark.parametrize("name", SEVERAL)
@@ -165,7 +167,7 @@ def test_c13_does_not_hold_the_pruned_model_is_worse_than_a_single_head(name: st
     masks = masked_errors(trained(name).model, measured, [pruned(name).pruned_heads])
     single = masked_errors(trained(single_of(name)).model, measured, [[]])
     ratio, sem = ratio_and_sem(masks[:, 0], single[:, 0])
-    assert ratio - 4 * sem > 0.95
+    assert ratio - 4 * sem > 1
 
 
 # C14: probes
@@ -213,9 +215,8 @@ def test_layer_1_writes_the_covariance_times_x_and_not_the_correlations(name: st
     model, prompts = trained(name).model, draw(name, 2048)
     covariance = probe_layers(model, prompts, target=spread)
     correlations = probe_layers(model, prompts, target=reweighted)
-    assert (covariance.r2[1, -1] >= 0.9) == (
-        name not in H8
-    )  # the claim of analyses/sparse_probes.py
+    # 0.9 is the claim of analyses/sparse_probes.py.
+    assert (covariance.r2[1, -1] >= 0.9) == (name not in H8)
     assert covariance.r2[1, -1] > 0.5
     assert correlations.r2[1, -1] < 0.15
     assert max(covariance.r2[0, -1], correlations.r2[0, -1]) < 0.02
