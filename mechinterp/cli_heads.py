@@ -65,8 +65,6 @@ def prune(
 ) -> None:
     """Keep all heads of the first layer and the best of each later one. Example: mechinterp prune MODEL --out pruned"""
     from mechinterp.analysis import pruning
-    from mechinterp.analysis.layered import save_pruned_layers
-    from mechinterp.checkpoints.deep import DeepCheckpoint
     from mechinterp.report.documents import dumps
     from mechinterp.report.head_documents import pruning_document
     from mechinterp.report.terminal import frame_text, tracked
@@ -87,10 +85,7 @@ def prune(
             track=track,
         )
         if out is not None:
-            if isinstance(checkpoint, DeepCheckpoint):
-                pruning.save_pruned(checkpoint, found.kept, out, prompts=prompts)
-            else:
-                save_pruned_layers(checkpoint, found.kept, out, prompts=prompts)
+            pruning.save_pruned(checkpoint, found.kept, out, prompts=prompts)
     if asked.as_json:
         print(dumps(pruning_document(checkpoint, found, out)))
         return

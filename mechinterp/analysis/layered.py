@@ -5,27 +5,23 @@ what breaks when they are masked and not by their circuits.
 """
 
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor
 
 from mechinterp import figures
 from mechinterp.analysis.estimates import mean_and_sem, ratio_and_sem
 from mechinterp.checkpoints.layered import LayeredCheckpoint
-from mechinterp.checkpoints.loading import load
 from mechinterp.config import TaskConfig
 from mechinterp.display import Result
 from mechinterp.icl.predictors import debiased_gd, ridge, vanilla_gd
 from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
 
 CHUNK = 16
-
-
 CLOSE = 0.5
 """Least R^2 of a learner that is called close."""
 
@@ -147,41 +143,6 @@ def classify_layers(
         task=task,
         n_prompts=n_prompts,
     )
-
-
-def save_pruned_layers(
-    checkpoint: LayeredCheckpoint,
-    kept: Bool[np.ndarray, "layer head"],
-    path: str | Path,
-    *,
-    prompts: Prompts,
-    tolerance: float = 1e-5,
-) -> LayeredCheckpoint:
-    """The model with its pruned heads' share of the output projections at zero, as a folder of its own.
-
-    Read back, it predicts as the masked one.
-
-    Args:
-        kept: As in `Pruning`.
-        prompts: On which both are compared.
-        tolerance: Of the largest difference, relative to the largest prediction.
-    Raises:
-        CheckpointError: If the folder already holds a checkpoint or cannot be written.
-        ValueError: If the saved model does not predict as the masked one.
-    """
-    gone = [(int(layer), int(head)) for layer, head in np.argwhere(~kept)]
-    checkpoint.without(gone).save(path)
-    saved = load(path, format=checkpoint.format)
-    assert isinstance(saved, LayeredCheckpoint)
-    chunks = [prompts[start : start + CHUNK] for start in range(0, len(prompts), CHUNK)]
-    expected = torch.cat([checkpoint.model.predict(c, masked_heads=gone) for c in chunks])
-    difference = (torch.cat([saved.model.predict(c) for c in chunks]) - expected).abs().max()
-    error = (difference / expected.abs().max().clamp_min(torch.finfo(expected.dtype).tiny)).item()
-    if not error <= tolerance:
-        raise ValueError(
-            f"{path}: the saved model must predict as the masked one to {tolerance}, got {error:.2g}."
-        )
-    return saved
 
 
 def _predictions(

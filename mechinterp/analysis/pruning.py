@@ -16,7 +16,10 @@ from mechinterp.analysis.estimates import mean_and_sem, ratio_and_sem
 from mechinterp.analysis.head_sets import halves
 from mechinterp.analysis.masking import Head, masked_errors, masked_predictions
 from mechinterp.analysis.probes import cross_validated, streams
-from mechinterp.checkpoints.deep import DeepCheckpoint, load_saved, save_deep
+from mechinterp.checkpoints.deep import DeepCheckpoint, save_deep
+from mechinterp.checkpoints.layered import LayeredCheckpoint
+from mechinterp.checkpoints.loading import load
+from mechinterp.checkpoints.native import Checkpoint
 from mechinterp.config import TaskConfig
 from mechinterp.display import Result
 from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
@@ -58,7 +61,7 @@ class Pruning(Result):
     @property
     def pruned_heads(self) -> list[Head]:
         """(layer, head) of the heads that are masked."""
-        return [(int(layer), int(head)) for layer, head in np.argwhere(~self.kept)]
+        return masked_by(self.kept)
 
     def __repr__(self) -> str:
         per_layer = ", ".join(map(str, self.kept.sum(1)))
@@ -158,17 +161,42 @@ def prune(
     kept = _checked(rule(rise), rise.shape)
     if sequential:
         for layer in layers:
-            gone = [head for head in _gone(kept) if head[0] < layer]
+            gone = [head for head in masked_by(kept) if head[0] < layer]
             if gone:
                 rise[layer] = _scores(predictor, scored, gone, [layer], track)[0]
                 kept = _checked(rule(rise), rise.shape)
-    errors = masked_errors(predictor, measured, [[], _gone(kept)])
+    errors = masked_errors(predictor, measured, [[], masked_by(kept)])
     full_risk, risk = (_pair(errors[:, column]) for column in (0, 1))
     ratio, ratio_sem = ratio_and_sem(errors[:, 1], errors[:, 0])
-    refit, full_refit = (_refit_risk(predictor, measured, heads) for heads in (_gone(kept), []))
+    refit, full_refit = (
+        _pair(refit_errors(predictor, measured, heads)) for heads in (masked_by(kept), [])
+    )
     return Pruning(
         kept, rise, *full_risk, *risk, float(ratio), float(ratio_sem), *refit, full_refit[0]
     )
+
+
+def masked_by(kept: Bool[np.ndarray, "layer head"]) -> list[Head]:
+    """The heads that are not kept.
+
+    Example:
+        >>> masked_by(np.array([[True, False], [True, True]]))
+        [(0, 1)]
+    """
+    return [(int(layer), int(head)) for layer, head in np.argwhere(~kept)]
+
+
+def refit_errors(
+    model: "HookedPredictor | ICLTransformer", prompts: Prompts, gone: Sequence[Head]
+) -> Float[np.ndarray, " prompt"]:
+    """Squared error with heads masked and a new read-out, a cross-validated ridge regression on the stream at the query.
+
+    Raises:
+        ValueError: If there are too few prompts for the features.
+    """
+    stream = streams(model, prompts, heads=gone)[-1, :, 0]
+    prediction, _ = cross_validated(stream, prompts.y_query.double().numpy(force=True))
+    return np.square(prediction - prompts.y_query_clean.double().numpy(force=True)).mean(1)
 
 
 def pruned_weights(weights: DeepWeights, kept: Bool[np.ndarray, "layer head"]) -> DeepWeights:
@@ -185,14 +213,16 @@ def pruned_weights(weights: DeepWeights, kept: Bool[np.ndarray, "layer head"]) -
 
 
 def save_pruned(
-    checkpoint: DeepCheckpoint,
+    checkpoint: DeepCheckpoint | LayeredCheckpoint,
     kept: Bool[np.ndarray, "layer head"],
     path: str | Path,
     *,
     prompts: Prompts,
     tolerance: float = 1e-5,
-) -> DeepCheckpoint:
+) -> DeepCheckpoint | LayeredCheckpoint:
     """The pruned model as a checkpoint of its own; read back, it predicts as the masked one.
+
+    One of ours gets fewer heads; of somebody else's the pruned heads' share of the output projections becomes zero.
 
     Args:
         kept: As in `Pruning`.
@@ -202,15 +232,23 @@ def save_pruned(
         CheckpointError: If the folder already holds a checkpoint or cannot be written.
         ValueError: If no head is kept, or the saved model does not predict as the masked one.
     """
-    weights = pruned_weights(checkpoint.weights, kept)
-    model = replace(checkpoint.config.model, n_heads=weights.n_heads, d_head=weights.d_head)
-    save_deep(path, replace(checkpoint.config, model=model), weights, step=checkpoint.step)
-    saved = load_saved(path)
-    assert isinstance(saved, DeepCheckpoint)
-    prompts = prompts.to(weights.W_O.dtype)
-    expected = masked_predictions(checkpoint.model, prompts, [_gone(kept)])[0]
-    difference = (predict_deep(saved.weights, prompts) - expected).abs().max()
-    error = (difference / expected.abs().max().clamp_min(torch.finfo(expected.dtype).tiny)).item()
+    predictor = checkpoint.predictor
+    gone = masked_by(_checked(kept, (predictor.n_layers, predictor.n_heads)))
+    if isinstance(checkpoint, LayeredCheckpoint):
+        checkpoint.without(gone).save(path)
+    else:
+        weights = pruned_weights(checkpoint.weights, kept)
+        model = replace(checkpoint.config.model, n_heads=weights.n_heads, d_head=weights.d_head)
+        save_deep(path, replace(checkpoint.config, model=model), weights, step=checkpoint.step)
+        prompts = prompts.to(weights.W_O.dtype)
+    saved = load(path)
+    assert not isinstance(saved, Checkpoint)
+    found, expected = (
+        masked_predictions(model, prompts, [heads])[0]
+        for model, heads in ((saved.predictor, []), (predictor, gone))
+    )
+    size = expected.abs().max().clamp_min(torch.finfo(expected.dtype).tiny)
+    error = ((found - expected).abs().max() / size).item()
     if not error <= tolerance:
         raise ValueError(
             f"{path}: the saved model must predict as the masked one to {tolerance}, got {error:.2g}."
@@ -262,15 +300,6 @@ def _scores(
     return (errors[1:] - errors[0]).reshape(len(layers), predictor.n_heads)
 
 
-def _refit_risk(
-    predictor: HookedPredictor, prompts: Prompts, gone: list[Head]
-) -> tuple[float, float]:
-    stream = streams(predictor, prompts, heads=gone)[-1, :, 0]
-    prediction, _ = cross_validated(stream, prompts.y_query.double().numpy(force=True))
-    target = prompts.y_query_clean.double().numpy(force=True)
-    return _pair(np.square(prediction - target).mean(1))
-
-
 def _pair(values: Float[np.ndarray, " prompt"]) -> tuple[float, float]:
     mean, sem = mean_and_sem(values)
     return float(mean), float(sem)
@@ -279,10 +308,6 @@ def _pair(values: Float[np.ndarray, " prompt"]) -> tuple[float, float]:
 def _only(heads: np.ndarray, n_heads: int) -> np.ndarray:
     """One head per layer."""
     return heads[:, None] == np.arange(n_heads)
-
-
-def _gone(kept: np.ndarray) -> list[Head]:
-    return [(int(layer), int(head)) for layer, head in np.argwhere(~kept)]
 
 
 def _checked(kept: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:

@@ -12,8 +12,7 @@ from jaxtyping import Bool, Float
 from mechinterp import figures
 from mechinterp.analysis.estimates import mean_and_sem, ratio_and_sem
 from mechinterp.analysis.masking import Head, masked_errors
-from mechinterp.analysis.probes import cross_validated, streams
-from mechinterp.analysis.pruning import RULES
+from mechinterp.analysis.pruning import RULES, masked_by, refit_errors
 from mechinterp.display import Result
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.adapter import HookedPredictor, as_predictor
@@ -189,24 +188,16 @@ def prune_by_rules(
         raise ValueError(f"rise must have a value for each of {shape} heads, got {rise.shape}.")
     kept = {FULL: np.ones(shape, dtype=bool)}
     kept |= {name: here for name, rule in RULES.items() if not (here := rule(rise)).all()}
-    masks = [[(int(layer), int(head)) for layer, head in np.argwhere(~k)] for k in kept.values()]
+    masks = [masked_by(each) for each in kept.values()]
     errors = masked_errors(model, prompts, masks, track=track)
     refits = [
-        mean_and_sem(_refit_errors(model, prompts, gone)) for gone in track(masks, "new read-outs")
+        mean_and_sem(refit_errors(model, prompts, gone)) for gone in track(masks, "new read-outs")
     ]
     risks = (*mean_and_sem(errors), *ratio_and_sem(errors, errors[:, 0]))
     refit_risk, refit_risk_sem = np.array(refits).T
     return RulePruning(
         tuple(kept), np.stack(list(kept.values())), *risks, refit_risk, refit_risk_sem
     )
-
-
-def _refit_errors(
-    model: "HookedPredictor | ICLTransformer", prompts: Prompts, gone: Sequence[Head]
-) -> np.ndarray:
-    stream = streams(model, prompts, heads=gone)[-1, :, 0]
-    prediction, _ = cross_validated(stream, prompts.y_query.double().numpy(force=True))
-    return np.square(prediction - prompts.y_query_clean.double().numpy(force=True)).mean(1)
 
 
 def _shape(model: "HookedPredictor | ICLTransformer") -> tuple[int, int]:

@@ -11,8 +11,8 @@ from torch import nn
 from mechinterp.analysis.layered import (
     LayeredClassification,
     classify_layers,
-    save_pruned_layers,
 )
+from mechinterp.analysis.pruning import save_pruned
 from mechinterp.checkpoints.hints import Hints
 from mechinterp.checkpoints.layered import LayeredCheckpoint, read_layered
 from mechinterp.config import TaskConfig
@@ -151,12 +151,12 @@ def test_a_pruned_model_is_saved_and_predicts_as_the_masked_one(tmp_path: Path):
     prompts = sample_prompts(checkpoint.task, 20, generator=generator_for(0, "eval", 0))
     kept = np.ones((3, 4), dtype=bool)
     kept[1, 1:] = kept[2, 0] = False
-    saved = save_pruned_layers(checkpoint, kept, tmp_path / "pruned", prompts=prompts)
+    saved = save_pruned(checkpoint, kept, tmp_path / "pruned", prompts=prompts)
     expected = checkpoint.model.predict(prompts, masked_heads=[(1, 1), (1, 2), (1, 3), (2, 0)])
     torch.testing.assert_close(saved.model.predict(prompts), expected)
     assert (saved.path, saved.task.context_length) == (tmp_path / "pruned", 5)
     with pytest.raises(ValueError, match="the saved model must predict as the masked one to -1"):
-        save_pruned_layers(checkpoint, kept, tmp_path / "again", prompts=prompts, tolerance=-1)
+        save_pruned(checkpoint, kept, tmp_path / "again", prompts=prompts, tolerance=-1)
 
 
 @pytest.mark.slow
