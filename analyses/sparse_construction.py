@@ -25,7 +25,7 @@ ETA, STEPS, TIMES = 0.8, 12, (0, 4, 16, 64, 256)
 @cache
 def built(steps: int) -> ICLTransformer:
     weights = preprocess_then_optimise_model([ETA] * steps, d_x=16)
-    return ICLTransformer.from_deep_weights(weights, task=TASK)
+    return ICLTransformer.from_weights(weights, task=TASK)
 
 
 def unmasked(prompts: Prompts, steps: int) -> torch.Tensor:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 import pandas as pd
 from measured import ROOT
 
-from mechinterp.checkpoints.deep import DeepCheckpoint, load_saved
+from mechinterp.checkpoints.native import DeepCheckpoint, load
 from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
 
 SEVERAL = (4, 8)
@@ -42,7 +42,7 @@ def over_seeds(n_heads: int | str, noise: float) -> str:
 
 def trained(name: str) -> DeepCheckpoint:
     """A shipped model."""
-    found = load_saved(ROOT / "checkpoints" / name)
+    found = load(ROOT / "checkpoints" / name)
     assert isinstance(found, DeepCheckpoint)
     return found
 

@@ -29,10 +29,9 @@ from mechinterp.cli_options import (
 from mechinterp.cli_training import JsonOption, QuietOption, predict_jumps, sweep, train
 
 if TYPE_CHECKING:
-    from mechinterp.checkpoints.deep import DeepCheckpoint
     from mechinterp.checkpoints.hints import Hints
     from mechinterp.checkpoints.layered import LayeredCheckpoint
-    from mechinterp.checkpoints.native import Checkpoint
+    from mechinterp.checkpoints.native import Checkpoint, DeepCheckpoint
 
 app = typer.Typer(
     help="What attention models compute when they do in-context linear regression.",
@@ -287,8 +286,7 @@ def _classified(
     seed: int,
 ) -> tuple[dict, str | None]:
     """The document of `classify`, and its table for the terminal."""
-    from mechinterp.checkpoints.deep import DeepCheckpoint
-    from mechinterp.checkpoints.native import Checkpoint
+    from mechinterp.checkpoints.native import Checkpoint, DeepCheckpoint
     from mechinterp.report import documents
     from mechinterp.report.terminal import frame_text
 

@@ -16,9 +16,9 @@ from mechinterp.cli_options import (
 )
 
 if TYPE_CHECKING:
-    from mechinterp.checkpoints.deep import DeepCheckpoint
     from mechinterp.checkpoints.hints import Hints
     from mechinterp.checkpoints.layered import LayeredCheckpoint
+    from mechinterp.checkpoints.native import DeepCheckpoint
 
 
 @takes(asked=Asked, hints=hints_of)

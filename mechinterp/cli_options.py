@@ -14,10 +14,9 @@ import typer
 from mechinterp.cli_training import JsonOption, QuietOption
 
 if TYPE_CHECKING:
-    from mechinterp.checkpoints.deep import DeepCheckpoint
     from mechinterp.checkpoints.hints import Hints
     from mechinterp.checkpoints.layered import LayeredCheckpoint
-    from mechinterp.checkpoints.native import Checkpoint
+    from mechinterp.checkpoints.native import Checkpoint, DeepCheckpoint
     from mechinterp.config import TaskConfig
     from mechinterp.icl.prompts import Prompts
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from mechinterp.checkpoints.deep import DeepCheckpoint, load_saved
+from mechinterp.checkpoints.native import DeepCheckpoint, load
 from mechinterp.config import override
 from mechinterp.presets import preset
 from tests.conftest import CHECKPOINTS, Run
@@ -23,7 +23,7 @@ def folder(tmp_path: Path, run: Run) -> Path:
 
 
 def test_a_preset_is_trained(folder: Path):
-    checkpoint = load_saved(folder)
+    checkpoint = load(folder)
     assert isinstance(checkpoint, DeepCheckpoint)
     assert checkpoint.config == override(preset("sparse-h4"), *SHORT)
     assert (checkpoint.step, checkpoint.weights.n_layers) == (6, 4)

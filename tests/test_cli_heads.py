@@ -9,8 +9,8 @@ from safetensors.torch import load_file
 from mechinterp.analysis.heads import ablate_heads
 from mechinterp.analysis.layered import classify_layers
 from mechinterp.analysis.pruning import prune
-from mechinterp.checkpoints.deep import load_saved, save_deep
 from mechinterp.checkpoints.loading import load
+from mechinterp.checkpoints.native import save
 from mechinterp.cli_options import Asked
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig
 from mechinterp.icl.prompts import generator_for, sample_prompts
@@ -25,7 +25,7 @@ TASK = TaskConfig(d_x=4, context_length=9)
 def deep(tmp_path: Path) -> Path:
     model = ModelConfig(n_layers=3, n_heads=4, context_only=True, d_model=12, d_head=3)
     weights = random_model(**WIDE).deep_weights
-    save_deep(tmp_path / "deep", ExperimentConfig(task=TASK, model=model), weights, step=5)
+    save(tmp_path / "deep", ExperimentConfig(task=TASK, model=model), weights, step=5)
     return tmp_path / "deep"
 
 
@@ -38,7 +38,7 @@ def test_ablate(run: Run, deep: Path):
     ran = run("ablate", deep, "--n-prompts", 40, "--json")
     assert ran.code == 0
     found = ran.document
-    expected = ablate_heads(load_saved(deep).model, prompts(40))
+    expected = ablate_heads(load(deep).model, prompts(40))
     assert found["excess_risk"] == expected.full_risk
     assert [row["rise"] for row in found["heads"][:12]] == expected.rise.ravel().tolist()
     assert [row["method"] for row in found["heads"][::12]] == ["zero", "mean"]
@@ -54,11 +54,11 @@ def test_prune(run: Run, deep: Path, tmp_path: Path):
     out = tmp_path / "pruned"
     ran = run("prune", deep, "--n-prompts", 80, "--out", out, "--json")
     assert ran.code == 0, ran.err
-    expected = prune(load_saved(deep).model, prompts(80))
+    expected = prune(load(deep).model, prompts(80))
     assert ran.document["ratio"] == expected.ratio
     assert ran.document["heads_per_layer"] == [4, 1, 1]
     assert ran.document["checkpoint"] == str(out)
-    assert [len(heads) for heads in load_saved(out).weights.heads_per_layer] == [4, 1, 1]
+    assert [len(heads) for heads in load(out).weights.heads_per_layer] == [4, 1, 1]
     run("prune", deep, "--n-prompts", 80, "--out", out).assert_refused(out, "already holds")
     first = run("prune", deep, "--n-prompts", 80, "--rule", "best-first", "--sequential")
     assert "Pruning(1, 4, 4 heads kept" in first.out

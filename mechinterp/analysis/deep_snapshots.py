@@ -10,7 +10,7 @@ from jaxtyping import Float, Int
 from mechinterp import figures
 from mechinterp.analysis.heads import ablate_heads
 from mechinterp.analysis.snapshots import loss_at, loss_curve, loss_slider
-from mechinterp.checkpoints.deep import DeepCheckpoint
+from mechinterp.checkpoints.native import DeepCheckpoint
 from mechinterp.display import Result
 from mechinterp.icl.prompts import Prompts
 from mechinterp.tracking import Track, untracked
@@ -82,9 +82,9 @@ def deep_snapshots(
     Raises:
         ValueError: If the checkpoint has no snapshots.
     Example:
-        >>> from mechinterp.checkpoints.deep import load_saved
+        >>> from mechinterp.checkpoints.native import load
         >>> from mechinterp.icl.prompts import generator_for, sample_prompts
-        >>> checkpoint = load_saved("checkpoints/sparse-h4-noise0.1-s0")
+        >>> checkpoint = load("checkpoints/sparse-h4-noise0.1-s0")
         >>> prompts = sample_prompts(checkpoint.config.task, 64, generator=generator_for(0, "eval", 0))
         >>> deep_snapshots(checkpoint, prompts).rise.shape
         (7, 4, 4)
@@ -94,9 +94,7 @@ def deep_snapshots(
     from mechinterp.models.transformer import ICLTransformer
 
     found = [
-        ablate_heads(
-            ICLTransformer.from_deep_weights(weights, task=checkpoint.config.task), prompts
-        )
+        ablate_heads(ICLTransformer.from_weights(weights, task=checkpoint.config.task), prompts)
         for weights in track(list(checkpoint.snapshots.values()), "masking heads of snapshots")
     ]
     steps, curve = list(checkpoint.snapshots), loss_curve(checkpoint)

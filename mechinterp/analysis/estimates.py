@@ -5,7 +5,7 @@ from jaxtyping import Float
 
 
 def mean_and_sem(
-    values: Float[np.ndarray, "prompt *axes"],
+    values: Float[np.ndarray, " prompt *axes"],
 ) -> tuple[Float[np.ndarray, "*axes"], Float[np.ndarray, "*axes"]]:
     """Mean over the first axis and its standard error.
 
@@ -19,7 +19,7 @@ def mean_and_sem(
 
 
 def ratio_and_sem(
-    numerator: Float[np.ndarray, "prompt *axes"], denominator: Float[np.ndarray, " prompt"]
+    numerator: Float[np.ndarray, " prompt *axes"], denominator: Float[np.ndarray, " prompt"]
 ) -> tuple[Float[np.ndarray, "*axes"], Float[np.ndarray, "*axes"]]:
     """Ratio of two means over prompts and its standard error by the delta method; NaN if both are 0.
 

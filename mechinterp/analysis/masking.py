@@ -287,7 +287,7 @@ def _mean_z(predictor: HookedPredictor, prompts: Prompts) -> list[Tensor]:
     return [totals[name] / len(prompts) for name in names]
 
 
-def _swapped(z: Float[Tensor, "batch *axes"]) -> Float[Tensor, "batch *axes"]:
+def _swapped(z: Float[Tensor, " batch *axes"]) -> Float[Tensor, " batch *axes"]:
     """Prompts 2i and 2i + 1 in each other's place."""
     return z.unflatten(0, (-1, 2)).flip(1).flatten(0, 1)
 

@@ -119,7 +119,7 @@ def p_probe(
         >>> from mechinterp.models.transformer import ICLTransformer
         >>> task = TaskConfig(d_x=4, context_length=16)
         >>> weights = preprocess_then_optimise_model([0.5], d_x=4)
-        >>> model = ICLTransformer.from_deep_weights(weights, task=task)
+        >>> model = ICLTransformer.from_weights(weights, task=task)
         >>> generator = generator_for(0, "eval", 0)
         >>> prompts = sample_prompts(task, 64, generator=generator, dtype=torch.float64)
         >>> p_probe({"built": model}, prompts, steps=4).features

@@ -16,10 +16,9 @@ from mechinterp.analysis.estimates import mean_and_sem, ratio_and_sem
 from mechinterp.analysis.head_sets import halves
 from mechinterp.analysis.masking import Head, masked_errors, masked_predictions
 from mechinterp.analysis.probes import cross_validated, streams
-from mechinterp.checkpoints.deep import DeepCheckpoint, save_deep
 from mechinterp.checkpoints.layered import LayeredCheckpoint
 from mechinterp.checkpoints.loading import load
-from mechinterp.checkpoints.native import Checkpoint
+from mechinterp.checkpoints.native import Checkpoint, DeepCheckpoint, save
 from mechinterp.config import TaskConfig
 from mechinterp.display import Result
 from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
@@ -148,7 +147,7 @@ def prune(
         >>> from mechinterp.models.transformer import ICLTransformer
         >>> task = TaskConfig(d_x=4, context_length=16)
         >>> weights = preprocess_then_optimise_model([0.5], d_x=4)
-        >>> model = ICLTransformer.from_deep_weights(weights, task=task)
+        >>> model = ICLTransformer.from_weights(weights, task=task)
         >>> generator = generator_for(0, "eval", 0)
         >>> prompts = sample_prompts(task, 64, generator=generator, dtype=torch.float64)
         >>> prune(model, prompts).ratio
@@ -239,7 +238,7 @@ def save_pruned(
     else:
         weights = pruned_weights(checkpoint.weights, kept)
         model = replace(checkpoint.config.model, n_heads=weights.n_heads, d_head=weights.d_head)
-        save_deep(path, replace(checkpoint.config, model=model), weights, step=checkpoint.step)
+        save(path, replace(checkpoint.config, model=model), weights, step=checkpoint.step)
         prompts = prompts.to(weights.W_O.dtype)
     saved = load(path)
     assert not isinstance(saved, Checkpoint)

@@ -7,9 +7,9 @@ from pathlib import Path
 import pandas as pd
 
 from mechinterp.analysis.patterns import N_PROMPTS, classify
-from mechinterp.checkpoints.deep import DeepCheckpoint, load_saved
 from mechinterp.checkpoints.errors import CheckpointError, one_line
 from mechinterp.checkpoints.files import write_atomically
+from mechinterp.checkpoints.native import DeepCheckpoint, load
 from mechinterp.config import ExperimentConfig
 from mechinterp.fields import flatten
 from mechinterp.training.sweep import RESULTS
@@ -78,7 +78,7 @@ def _column(values: list[object]) -> pd.Series:
 
 
 def _found(folder: Path, n_prompts: int) -> dict[str, object]:
-    checkpoint = load_saved(folder)
+    checkpoint = load(folder)
     losses = {}
     if checkpoint.history is not None:
         last = checkpoint.history.iloc[-1]

@@ -10,8 +10,7 @@ from jaxtyping import Float, Int
 from mechinterp import figures
 from mechinterp.analysis.circuits import Circuits, circuits
 from mechinterp.analysis.patterns import classify
-from mechinterp.checkpoints.deep import DeepCheckpoint
-from mechinterp.checkpoints.native import Checkpoint
+from mechinterp.checkpoints.native import Checkpoint, DeepCheckpoint
 from mechinterp.display import Result
 from mechinterp.tracking import Track, untracked
 

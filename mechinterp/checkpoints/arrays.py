@@ -10,14 +10,9 @@ from torch import Tensor
 
 from mechinterp.checkpoints.errors import CheckpointError, one_line
 from mechinterp.checkpoints.files import write_atomically
-from mechinterp.checkpoints.native import (
-    PREFIX,
-    Checkpoint,
-    document_of,
-    document_parts,
-    parameter_shapes,
-    weights_from,
-)
+from mechinterp.checkpoints.folders import document_of, document_parts
+from mechinterp.checkpoints.native import Checkpoint
+from mechinterp.checkpoints.native_tensors import PREFIX, parameter_shapes, weights_from
 
 FORMAT = "arrays"
 CONFIG = "config"

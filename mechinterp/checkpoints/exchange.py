@@ -19,15 +19,10 @@ from torch import Tensor
 from mechinterp.checkpoints.archives import read_arrays
 from mechinterp.checkpoints.errors import CheckpointError, one_line
 from mechinterp.checkpoints.files import write_atomically
+from mechinterp.checkpoints.folders import document_of, read_document
 from mechinterp.checkpoints.hints import Hints
-from mechinterp.checkpoints.native import (
-    PREFIX,
-    Checkpoint,
-    document_of,
-    read_document,
-    state_dict,
-    weights_from,
-)
+from mechinterp.checkpoints.native import Checkpoint
+from mechinterp.checkpoints.native_tensors import PREFIX, state_dict, weights_from
 from mechinterp.checkpoints.outside import OneLayer, checkpoint_of, numbers
 from mechinterp.checkpoints.recipe import LOAD
 from mechinterp.config import ExperimentConfig, TaskConfig

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from mechinterp.checkpoints.errors import CheckpointError, one_line
+from mechinterp.checkpoints.folders import write_folder
 from mechinterp.checkpoints.hints import Hints
 from mechinterp.checkpoints.layered_tensors import (
     Checks,
@@ -23,7 +24,6 @@ from mechinterp.checkpoints.layered_tensors import (
     require_numbers,
     shown_name,
 )
-from mechinterp.checkpoints.native import write_folder
 from mechinterp.checkpoints.outside import settle
 from mechinterp.config import TaskConfig
 from mechinterp.fields import build, flatten

@@ -9,13 +9,12 @@ from torch import Tensor
 
 from mechinterp.checkpoints import arrays, native
 from mechinterp.checkpoints.archives import MAX_NUMBERS, SUFFIXES, read_arrays, read_text
-from mechinterp.checkpoints.deep import DeepCheckpoint, load_saved
 from mechinterp.checkpoints.errors import CheckpointError, one_line
 from mechinterp.checkpoints.exchange import FORMAT, SIDE_CAR, read_exchange, write_exchange
 from mechinterp.checkpoints.files import read_json
 from mechinterp.checkpoints.foreign import LAYERED, MARKS, read_foreign
 from mechinterp.checkpoints.hints import Hints
-from mechinterp.checkpoints.native import Checkpoint
+from mechinterp.checkpoints.native import Checkpoint, DeepCheckpoint
 from mechinterp.config import ExperimentConfig, from_dict
 from mechinterp.presets import PRESETS, preset
 
@@ -74,7 +73,7 @@ def load(
 
 def _load_file(path: Path, hints: Hints) -> "Checkpoint | DeepCheckpoint | LayeredCheckpoint":
     if not path.exists():
-        return load_saved(path)
+        return native.load(path)
     if path.suffix not in SUFFIXES or not path.is_file():
         raise CheckpointError(
             f"{path}: a checkpoint is a folder or a file that ends in {', '.join(SUFFIXES)}; this is another file."
@@ -96,7 +95,7 @@ def _load_folder(path: Path, hints: Hints) -> "Checkpoint | DeepCheckpoint | Lay
             return replace(read_foreign(tensors, file, hints=hints, settings=settings), path=path)
         stated = "native"
     _require_no_hints(path, hints, stated)
-    return read_exchange(path) if stated == FORMAT else load_saved(path)
+    return read_exchange(path) if stated == FORMAT else native.load(path)
 
 
 def _require_no_hints(path: Path, hints: Hints, stated: str | None) -> None:
@@ -161,15 +160,7 @@ def convert(checkpoint: Checkpoint, target: str, out: str | Path) -> list[Path]:
     if target == FORMAT:
         write_exchange(out, checkpoint)
     else:
-        native.save(
-            out,
-            checkpoint.config,
-            checkpoint.weights,
-            step=checkpoint.step,
-            history=checkpoint.history,
-            snapshots=checkpoint.snapshots,
-            assumed=checkpoint.assumed,
-        )
+        checkpoint.save_pretrained(out)
     return sorted(file for file in out.rglob("*") if file.is_file())
 
 

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from mechinterp.checkpoints.errors import CheckpointError, one_line
+from mechinterp.checkpoints.folders import require_tensors
 from mechinterp.checkpoints.hints import Hints
-from mechinterp.checkpoints.native import Checkpoint, require_tensors
+from mechinterp.checkpoints.native import Checkpoint
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig
 from mechinterp.fields import build, flatten
 from mechinterp.models.functional import BIASES, NAMES, AttentionWeights

@@ -106,8 +106,10 @@ class ICLTransformer(HookedRootModule):
         self.setup()
 
     @classmethod
-    def from_weights(cls, weights: AttentionWeights, *, task: TaskConfig) -> "ICLTransformer":
-        """A one-layer model with a copy of these weights, in their dtype, in evaluation mode.
+    def from_weights(
+        cls, weights: AttentionWeights | DeepWeights, *, task: TaskConfig
+    ) -> "ICLTransformer":
+        """A model with a copy of these weights, in their dtype, in evaluation mode; `DeepWeights` make it context-only.
 
         Raises:
             ValueError: If weights and task differ in d_x or d_y.
@@ -116,53 +118,31 @@ class ICLTransformer(HookedRootModule):
             one, other = getattr(weights, name), getattr(task, name)
             if one != other:
                 raise ValueError(f"weights and task must have one {name}, got {one} and {other}.")
+        state = weights.parameters
+        own: dict[str, Any]
+        if isinstance(weights, DeepWeights):
+            own = {"context_only": True, "n_layers": weights.n_layers}
+            own["d_model"] = None if weights.W_in is None else weights.d_model
+        else:
+            own = {name: getattr(weights, name) for name in ("attend_to_self", "merged_qk")}
+            own["biases"] = weights.b_O is not None
+            for name in {"W_O", "b_O"} & set(state):
+                state[name] = nn.functional.pad(state[name], (task.d_x, 0))
+            state = {f"blocks.0.attn.{name}": tensor for name, tensor in state.items()}
         model = cls(
             d_x=task.d_x,
             d_y=task.d_y,
             n_heads=weights.n_heads,
-            d_head=weights.W_Q.shape[2],
+            d_head=weights.W_Q.shape[-1],
             scale=weights.scale,
             score=weights.score,
             score_slope=weights.score_slope,
-            attend_to_self=weights.attend_to_self,
-            biases=weights.b_O is not None,
-            merged_qk=weights.merged_qk,
             # Tools of TransformerLens ask for fewer than n_ctx positions; a prompt has context_length + 1.
             n_ctx=task.context_length + 2,
-        )
-        state = weights.parameters
-        for name in {"W_O", "b_O"} & set(state):
-            state[name] = nn.functional.pad(state[name], (task.d_x, 0))
-        model.to(weights.W_Q)
-        model.load_state_dict({f"blocks.0.attn.{name}": tensor for name, tensor in state.items()})
-        return model.eval()
-
-    @classmethod
-    def from_deep_weights(cls, weights: DeepWeights, *, task: TaskConfig) -> "ICLTransformer":
-        """A context-only model with a copy of these weights, in their dtype, in evaluation mode.
-
-        Raises:
-            ValueError: If weights and task differ in d_x or d_y.
-        """
-        for name in ("d_x", "d_y"):
-            one, other = getattr(weights, name), getattr(task, name)
-            if one != other:
-                raise ValueError(f"weights and task must have one {name}, got {one} and {other}.")
-        model = cls(
-            d_x=task.d_x,
-            d_y=task.d_y,
-            n_heads=weights.n_heads,
-            n_layers=weights.n_layers,
-            d_head=weights.d_head,
-            scale=weights.scale,
-            score=weights.score,
-            score_slope=weights.score_slope,
-            context_only=True,
-            d_model=None if weights.W_in is None else weights.d_model,
-            n_ctx=task.context_length + 2,
+            **own,
         )
         model.to(weights.W_Q)
-        model.load_state_dict(weights.parameters)
+        model.load_state_dict(state)
         return model.eval()
 
     @property

@@ -9,8 +9,8 @@ from mechinterp.analysis.heads import HeadAblation, ablate_heads
 from mechinterp.analysis.probes import streams
 from mechinterp.analysis.pruning_curves import RulePruning, prune_by_rules
 from mechinterp.analysis.rivals import Rivals, rivals
-from mechinterp.checkpoints.deep import DeepCheckpoint
 from mechinterp.checkpoints.layered import LayeredCheckpoint
+from mechinterp.checkpoints.native import DeepCheckpoint
 from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
 from mechinterp.models.adapter import HookedPredictor
 from mechinterp.report import deep_sections as sections
@@ -44,8 +44,8 @@ def write_deep_report(
             `overwrite` is not set.
     Example:
         >>> import tempfile
-        >>> from mechinterp.checkpoints.deep import load_saved
-        >>> model = load_saved("checkpoints/sparse-h1-noise0.1-s0")
+        >>> from mechinterp.checkpoints.native import load
+        >>> model = load("checkpoints/sparse-h1-noise0.1-s0")
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     report = write_deep_report(model, folder, n_prompts=64)
         ...     report.page.name

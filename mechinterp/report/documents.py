@@ -12,11 +12,10 @@ from mechinterp.analysis.heads import HeadAblation, SubsetAblation
 from mechinterp.analysis.jumps import JumpForecast
 from mechinterp.analysis.layered import LayeredClassification
 from mechinterp.analysis.patterns import Classification
-from mechinterp.checkpoints.deep import DeepCheckpoint
 from mechinterp.checkpoints.exchange import FORMAT as EXCHANGE
 from mechinterp.checkpoints.exchange import positions_for
 from mechinterp.checkpoints.layered import LayeredCheckpoint
-from mechinterp.checkpoints.native import Checkpoint
+from mechinterp.checkpoints.native import Checkpoint, DeepCheckpoint
 from mechinterp.config import ExperimentConfig
 from mechinterp.training.sweep import TrainingSummary
 

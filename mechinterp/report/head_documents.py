@@ -7,9 +7,8 @@ from mechinterp.analysis.heads import HeadAblation
 from mechinterp.analysis.p_probing import DescentCurves
 from mechinterp.analysis.probes import LayerProbes
 from mechinterp.analysis.pruning import Pruning
-from mechinterp.checkpoints.deep import DeepCheckpoint
 from mechinterp.checkpoints.layered import LayeredCheckpoint
-from mechinterp.checkpoints.native import Checkpoint
+from mechinterp.checkpoints.native import Checkpoint, DeepCheckpoint
 from mechinterp.report.documents import header, records
 
 

@@ -13,7 +13,7 @@ from rich.progress import Progress as Bar
 from mechinterp.analysis.fits import LearnerFits
 from mechinterp.analysis.heads import MAX_SUBSET_HEADS, HeadAblation, SubsetAblation
 from mechinterp.tracking import Item, Track
-from mechinterp.training.trainer import Progress
+from mechinterp.training.run import Progress
 
 
 @contextmanager

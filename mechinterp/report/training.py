@@ -9,9 +9,8 @@ from mechinterp.analysis.deep_snapshots import deep_snapshots
 from mechinterp.analysis.dynamics import training_dynamics
 from mechinterp.analysis.linear_snapshots import linear_snapshots
 from mechinterp.analysis.snapshots import Snapshots, training_snapshots
-from mechinterp.checkpoints.deep import DeepCheckpoint
 from mechinterp.checkpoints.layered import LayeredCheckpoint
-from mechinterp.checkpoints.native import Checkpoint
+from mechinterp.checkpoints.native import Checkpoint, DeepCheckpoint
 from mechinterp.config import TrainConfig
 from mechinterp.icl.prompts import Prompts
 from mechinterp.report.sections import Section

@@ -16,7 +16,7 @@ import torch
 from mechinterp.checkpoints.errors import CheckpointError, one_line
 from mechinterp.training.lock import locked
 from mechinterp.training.packs import OnLog, Outcome, PackJob, train_job
-from mechinterp.training.trainer import Progress
+from mechinterp.training.run import Progress
 
 RETRIES = 8
 """How often a pack is begun again after its machine was lost."""

@@ -1,12 +1,7 @@
-"""Training of one context-only model, of any number of layers, by Adam and automatic gradients.
-
-It is trained, stopped and resumed as a pack of one-layer models is: all that a resumed run needs lies in one
-file, and a run that was killed and resumed ends with the same bits as one that was not.
-"""
+"""Training of one context-only model, of any number of layers, by Adam and automatic gradients."""
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -14,11 +9,11 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from mechinterp.checkpoints.deep import save_deep
 from mechinterp.config import ExperimentConfig
 from mechinterp.icl.prompts import generator_for, sample_prompts
 from mechinterp.models.deep import DeepWeights, predict_deep
-from mechinterp.training.state import State, read_state, resumable, write_state
+from mechinterp.training.run import Run, TrainedModel, own, views
+from mechinterp.training.state import read_state, resumable
 
 ADAM = ("exp_avg", "exp_avg_sq", "step")
 
@@ -59,84 +54,29 @@ def initial_deep_weights(config: ExperimentConfig) -> DeepWeights:
     )
 
 
-@dataclass(frozen=True, eq=False)
-class TrainedDeepModel:
-    """A trained context-only model, ready to be saved as a checkpoint."""
-
-    config: ExperimentConfig
-    weights: DeepWeights
-    step: int
-    history: pd.DataFrame
-    snapshots: dict[int, DeepWeights]
-
-    def save(self, folder: Path) -> None:
-        """Write the checkpoint."""
-        save_deep(
-            folder,
-            self.config,
-            self.weights,
-            step=self.step,
-            history=self.history,
-            snapshots=self.snapshots,
-        )
-
-
-class DeepRun:
-    """A context-only model in training: weights in one flat tensor, Adam's state and the rows logged so far."""
+class DeepRun(Run[DeepWeights]):
+    """A context-only model in training, with PyTorch's Adam."""
 
     def __init__(self, models: Mapping[str, ExperimentConfig], *, device: str = "cpu"):
         if len(models) != 1:
             raise ValueError(f"A context-only model trains alone, got {len(models)} models.")
-        self.models = dict(models)
-        ((self.name, self.config),) = self.models.items()
-        self.device = torch.device(device)
-        self._start = initial_deep_weights(self.config)
-        self.flat = torch.cat([tensor.flatten() for tensor in self._start.tensors.values()])
-        self.flat = self.flat.to(self.device).requires_grad_()
-        self.adam = torch.optim.Adam([self.flat], lr=self.config.train.learning_rate, fused=True)
-        self.step = 0
-        self.loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
-        self.rows: dict[str, Tensor] = {}
-        self.snapshots: dict[int, Tensor] = {}
-        self._record()
-
-    def advance(self) -> float:
-        """Train up to the next logged step; the mean loss since the last one."""
-        train = self.config.train
-        end = min(self.step + train.log_every, train.steps)
-        n_steps, snapshot_steps = end - self.step, set(train.snapshot_steps)
-        for step in range(self.step, end):
-            self._update(step)
-            if step + 1 in snapshot_steps and step + 1 < end:
-                self.snapshots[step + 1] = self.flat.detach().clone()
-        self.step = end
-        return self._record(n_steps)
+        ((self.name, config),) = models.items()
+        start = initial_deep_weights(config)
+        flat = torch.cat([tensor.flatten() for tensor in start.tensors.values()])
+        flat = flat.to(device).requires_grad_()
+        self.adam = torch.optim.Adam([flat], lr=config.train.learning_rate, fused=True)
+        loss_sum = torch.zeros((), dtype=torch.float64, device=device)
+        super().__init__(models, start, flat, loss_sum)
 
     @property
-    def weights(self) -> DeepWeights:
-        """The weights as they are now; gradients in them reach the flat tensor."""
-        return _views(self.flat, self._start)
+    def moments(self) -> Mapping[str, Tensor]:
+        return self.adam.state[self.flat]
 
     @property
     def diverged(self) -> dict[str, int]:
         """The logged step at which the loss was first found not to be finite, by name; empty as long as it is."""
         lost = ~torch.isfinite(self.rows["eval_loss"])
         return {self.name: int(self.rows["step"][lost.byte().argmax()])} if lost.any() else {}
-
-    @property
-    def finished(self) -> bool:
-        """Whether there is nothing left to train: all updates are made, or the model has diverged."""
-        return self.step == self.config.train.steps or bool(self.diverged)
-
-    def save(self, file: Path) -> None:
-        """Write the whole state to one file.
-
-        Raises:
-            CheckpointError: If it cannot be written; a state that was there before is kept.
-        """
-        moments = self.adam.state[self.flat]
-        parts = (self.models, self.step, self.flat, moments, self.rows, self.snapshots)
-        write_state(file, State(*parts))
 
     @classmethod
     def restore(cls, file: Path, *, device: str = "cpu") -> "DeepRun":
@@ -155,14 +95,10 @@ class DeepRun:
         run.snapshots = {step: flat.to(run.device) for step, flat in state.snapshots.items()}
         return run
 
-    def results(self) -> dict[str, TrainedDeepModel]:
-        """Weights, history and snapshots of the model, by its name."""
-        cut = {
-            step: _own(_views(flat, self._start)) for step, flat in sorted(self.snapshots.items())
-        }
-        history = _history(self.rows)
-        weights = _own(self.weights)
-        return {self.name: TrainedDeepModel(self.config, weights, self.step, history, cut)}
+    def results(self) -> dict[str, TrainedModel[DeepWeights]]:
+        cut = {step: own(views(flat, self.like)) for step, flat in sorted(self.snapshots.items())}
+        weights, history = own(self.weights), _history(self.rows)
+        return {self.name: TrainedModel(self.config, weights, self.step, history, cut)}
 
     def _update(self, step: int) -> None:
         """One step of Adam on fresh prompts, which are a function of (data seed, step)."""
@@ -184,21 +120,13 @@ class DeepRun:
         self.adam.step()
         self.loss_sum += loss.detach()
 
-    @torch.no_grad()
-    def _record(self, n_steps: int = 0) -> float:
-        """Append a row of the history; the mean loss since the last row."""
-        if self.step in self.config.train.snapshot_steps:
-            self.snapshots[self.step] = self.flat.detach().clone()
-        loss = self.loss_sum / n_steps if n_steps else torch.full_like(self.loss_sum, torch.nan)
+    def _row(self) -> dict[str, Tensor]:
         weights = self.weights
-        row = {"step": torch.tensor(self.step), "loss": loss, "eval_loss": self._eval_loss()}
-        row["qk_norm"] = weights.scale * (weights.W_Q @ weights.W_K.mT).norm(dim=(2, 3))
-        row["ov_norm"] = (weights.W_V @ weights.W_O).norm(dim=(2, 3))
-        for name, value in row.items():
-            value = value.cpu()[None]
-            self.rows[name] = torch.cat([self.rows[name], value]) if name in self.rows else value
-        self.loss_sum.zero_()
-        return loss.item()
+        return {
+            "eval_loss": self._eval_loss(),
+            "qk_norm": weights.scale * (weights.W_Q @ weights.W_K.mT).norm(dim=(2, 3)),
+            "ov_norm": (weights.W_V @ weights.W_O).norm(dim=(2, 3)),
+        }
 
     def _eval_loss(self) -> Tensor:
         train = self.config.train
@@ -210,21 +138,6 @@ class DeepRun:
             error = predict_deep(weights, part) - part.y_query
             squares.append(error.square().mean(1))
         return torch.cat(squares).double().mean()
-
-
-def _views(flat: Tensor, like: DeepWeights) -> DeepWeights:
-    """Weights that are views of a flat tensor, with the shapes of `like`."""
-    shapes = {name: tensor.shape for name, tensor in like.tensors.items()}
-    parts = flat.split([shape.numel() for shape in shapes.values()])
-    return like.with_tensors(
-        {name: part.view(shape) for (name, shape), part in zip(shapes.items(), parts, strict=True)}
-    )
-
-
-def _own(weights: DeepWeights) -> DeepWeights:
-    return weights.with_tensors(
-        {name: tensor.detach().cpu().clone() for name, tensor in weights.tensors.items()}
-    )
 
 
 def _history(rows: Mapping[str, Tensor]) -> pd.DataFrame:

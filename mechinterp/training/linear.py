@@ -22,8 +22,8 @@ from mechinterp.theory.linear_heads import (
 )
 from mechinterp.training.descent import full_batch_descent, sample_moments, training_set
 from mechinterp.training.flow import Flow, flow
+from mechinterp.training.run import TrainedModel
 from mechinterp.training.step import initial_weights
-from mechinterp.training.trainer import TrainedModel
 
 
 def task_moments(task: TaskConfig) -> Moments:

@@ -15,19 +15,13 @@ from pathlib import Path
 import torch
 
 from mechinterp.checkpoints.errors import CheckpointError
-from mechinterp.checkpoints.native import save
 from mechinterp.config import ExperimentConfig, differences
 from mechinterp.training.batches import CHUNK_BYTES, prompt_bytes
-from mechinterp.training.deep import DeepRun, TrainedDeepModel
+from mechinterp.training.deep import DeepRun
 from mechinterp.training.linear import train_linear
+from mechinterp.training.run import Progress, train_run
 from mechinterp.training.state import stored_models
-from mechinterp.training.trainer import (
-    Pack,
-    Progress,
-    TrainedModel,
-    pack_key,
-    train_pack,
-)
+from mechinterp.training.trainer import Pack, pack_key
 
 LANES = 32
 """Sums that the compiled step keeps side by side; `kernel.LANES`, which is not imported before it is needed."""
@@ -186,10 +180,10 @@ def train_job(
         pack = kind(left, device=device)
         pack.save(job.file)
     first_step = pack.step
-    seconds = train_pack(pack, job.file, on_log=on_log)
+    seconds = train_run(pack, job.file, on_log=on_log)
     for name, trained in pack.results().items():
         if name in left and name not in pack.diverged:
-            _save(run_folder / name, trained)
+            trained.save(run_folder / name)
     job.file.unlink()
     losses = pack.rows["eval_loss"][-1]
     loss = losses[torch.isfinite(losses)].mean().item()
@@ -252,23 +246,9 @@ def _train_on_moments(
         return Outcome(0, 0.0, float("nan"), {name: None})
     except RuntimeError as error:
         raise CheckpointError(f"{run_folder / name}: {error}") from None
-    _save(run_folder / name, trained)
+    trained.save(run_folder / name)
     seconds = time.monotonic() - start
     final = trained.history.iloc[-1]
     if on_log is not None:
         on_log(Progress(steps, steps, 1, float(final["loss"]), steps / seconds))
     return Outcome(steps, seconds, float(final["eval_loss"]), {})
-
-
-def _save(folder: Path, trained: TrainedModel | TrainedDeepModel) -> None:
-    if isinstance(trained, TrainedDeepModel):
-        trained.save(folder)
-        return
-    save(
-        folder,
-        trained.config,
-        trained.weights,
-        step=trained.step,
-        history=trained.history,
-        snapshots=trained.snapshots,
-    )

@@ -12,9 +12,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from mechinterp.checkpoints.deep import load_saved
 from mechinterp.checkpoints.errors import CheckpointError
 from mechinterp.checkpoints.files import read_json
+from mechinterp.checkpoints.native import load
 from mechinterp.config import ExperimentConfig, from_dict, override, value_of
 from mechinterp.presets import preset
 from mechinterp.training.lock import locked
@@ -26,7 +26,7 @@ from mechinterp.training.packs import (
     state_files,
     train_here,
 )
-from mechinterp.training.trainer import Progress
+from mechinterp.training.run import Progress
 
 ENTRY_FIELDS = ("preset", "config", "set", "grid", "name")
 LOCK = ".lock"
@@ -114,7 +114,7 @@ def train_models(
         _delete_leftovers(run_folder)
         for name, config in models.items():
             if is_finished(run_folder / name):
-                require_same(run_folder / name, load_saved(run_folder / name).config, config)
+                require_same(run_folder / name, load(run_folder / name).config, config)
         steps, seconds = 0, 0.0
         diverged: dict[str, int | None] = {}
         for outcome in engine(pack_jobs(models, run_folder), on_log):
@@ -178,7 +178,7 @@ def _delete_leftovers(run_folder: Path) -> None:
 
 
 def _final_loss(folder: Path) -> float:
-    history = load_saved(folder).history
+    history = load(folder).history
     return float("nan") if history is None else float(history["eval_loss"].iloc[-1])
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from mechinterp.analysis.deep_snapshots import deep_snapshots
 from mechinterp.analysis.heads import ablate_heads
-from mechinterp.checkpoints.deep import DeepCheckpoint, load_saved
+from mechinterp.checkpoints.native import DeepCheckpoint, load
 from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
 from mechinterp.models.transformer import ICLTransformer
 from tests.conftest import CHECKPOINTS
@@ -15,7 +15,7 @@ from tests.conftest import CHECKPOINTS
 
 @pytest.fixture(scope="module")
 def checkpoint() -> DeepCheckpoint:
-    return load_saved(CHECKPOINTS / "sparse-h4-noise0.1-s0")
+    return load(CHECKPOINTS / "sparse-h4-noise0.1-s0")
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +28,7 @@ def test_each_step_is_masked_on_its_own(checkpoint, some):
     assert found.step.tolist() == [0, 1000, 2000, 5000, 10_000, 20_000, 50_000]
     for row in (0, 2):
         weights = checkpoint.snapshots[int(found.step[row])]
-        model = ICLTransformer.from_deep_weights(weights, task=checkpoint.config.task)
+        model = ICLTransformer.from_weights(weights, task=checkpoint.config.task)
         own = ablate_heads(model, some)
         np.testing.assert_array_equal(found.rise[row], own.rise)
         np.testing.assert_array_equal(found.importance[row], own.importance)

@@ -16,8 +16,8 @@ from mechinterp.analysis.pruning import (
     pruned_weights,
     save_pruned,
 )
-from mechinterp.checkpoints.deep import load_saved, save_deep
 from mechinterp.checkpoints.errors import CheckpointError
+from mechinterp.checkpoints.native import load, save
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig
 from mechinterp.icl.prompts import generator_for, sample_prompts
 from mechinterp.models.deep import predict_deep
@@ -36,8 +36,8 @@ def many():
 def checkpoint(tmp_path: Path):
     model = ModelConfig(n_layers=3, n_heads=4, context_only=True, d_model=12, d_head=3)
     weights = random_model(**WIDE).deep_weights
-    save_deep(tmp_path / "full", ExperimentConfig(task=TASK, model=model), weights, step=5)
-    return load_saved(tmp_path / "full")
+    save(tmp_path / "full", ExperimentConfig(task=TASK, model=model), weights, step=5)
+    return load(tmp_path / "full")
 
 
 def test_rules():

@@ -9,9 +9,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import mechinterp
-from mechinterp.checkpoints import native
-from mechinterp.checkpoints.deep import DeepCheckpoint, deep_shapes, load_saved, save_deep
 from mechinterp.checkpoints.errors import CheckpointError
+from mechinterp.checkpoints.native import Checkpoint, DeepCheckpoint, load, save
+from mechinterp.checkpoints.native_tensors import deep_shapes
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig
 from mechinterp.icl.prompts import generator_for, sample_prompts
 from mechinterp.icl.sparse_predictors import preprocess_then_optimise
@@ -28,7 +28,7 @@ CONFIG = ExperimentConfig(
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    save_deep(tmp_path / "model", CONFIG, initial_deep_weights(CONFIG), step=0)
+    save(tmp_path / "model", CONFIG, initial_deep_weights(CONFIG), step=0)
     return tmp_path / "model"
 
 
@@ -37,8 +37,8 @@ def test_a_model_comes_back_as_it_was(tmp_path: Path, d_model: int | None):
     config = replace(CONFIG, model=replace(CONFIG.model, d_model=d_model, d_head=3))
     weights = initial_deep_weights(config).to(torch.float64)
     start = initial_deep_weights(replace(config, seed=1))
-    save_deep(tmp_path / "model", config, weights, step=7, snapshots={0: start, 7: weights})
-    for checkpoint in (load_saved(tmp_path / "model"), mechinterp.load(tmp_path / "model")):
+    save(tmp_path / "model", config, weights, step=7, snapshots={0: start, 7: weights})
+    for checkpoint in (load(tmp_path / "model"), mechinterp.load(tmp_path / "model")):
         assert isinstance(checkpoint, DeepCheckpoint)
         expected = "DeepCheckpoint(model: 2 layers of 2 heads, d_x=3, context_length=8, step 7)"
         assert repr(checkpoint) == expected
@@ -52,7 +52,7 @@ def test_a_model_comes_back_as_it_was(tmp_path: Path, d_model: int | None):
 def test_files_carry_the_names_and_shapes_of_the_hooked_model(folder: Path):
     tensors = load_file(folder / "model.safetensors")
     assert {name: tuple(t.shape) for name, t in tensors.items()} == deep_shapes(CONFIG)
-    parameters = dict(load_saved(folder).model.named_parameters())
+    parameters = dict(load(folder).model.named_parameters())
     assert {name: tuple(t.shape) for name, t in parameters.items()} == deep_shapes(CONFIG)
 
 
@@ -62,24 +62,41 @@ def test_the_construction_is_a_checkpoint(tmp_path: Path):
         n_layers=3, n_heads=5, d_head=5, d_model=11, score="linear/L", context_only=True
     )
     weights = preprocess_then_optimise_model([0.8, 0.8], d_x=5)
-    save_deep(tmp_path / "model", ExperimentConfig(task=task, model=model), weights, step=0)
-    checkpoint = load_saved(tmp_path / "model")
+    save(tmp_path / "model", ExperimentConfig(task=task, model=model), weights, step=0)
+    checkpoint = load(tmp_path / "model")
     prompts = sample_prompts(task, 16, generator=generator_for(0, "eval", 0), dtype=torch.float64)
     expected = preprocess_then_optimise(prompts, steps=2, eta=0.8)[2]
     assert (predict_deep(checkpoint.weights, prompts) - expected).abs().max() <= 1e-12
     assert (checkpoint.model.predict(prompts) - expected).abs().max() <= 1e-12
 
 
-def test_checkpoints_of_one_layer_are_read_as_before():
-    checkpoint = load_saved(CHECKPOINTS / "softmax-h2-s0")
-    assert isinstance(checkpoint, native.Checkpoint)
+def test_the_config_says_which_kind_is_read(folder: Path):
+    assert type(load(CHECKPOINTS / "softmax-h2-s0")) is Checkpoint
+    assert type(load(folder)) is DeepCheckpoint
 
 
-def test_the_reader_of_one_layer_refuses_several(folder: Path):
-    with pytest.raises(
-        CheckpointError, match=r"model.context_only must be false for weights of one"
-    ):
-        native.load(folder)
+def test_from_pretrained_refuses_the_other_kind(folder: Path):
+    assert DeepCheckpoint.from_pretrained(folder).step == load(folder).step
+    with pytest.raises(CheckpointError, match="must hold a Checkpoint, got a DeepCheckpoint"):
+        Checkpoint.from_pretrained(folder)
+    with pytest.raises(CheckpointError, match="must hold a DeepCheckpoint, got a Checkpoint"):
+        DeepCheckpoint.from_pretrained(CHECKPOINTS / "softmax-h2-s0")
+
+
+def test_saved_again_it_is_the_same(folder: Path, tmp_path: Path):
+    checkpoint = DeepCheckpoint.from_pretrained(folder)
+    checkpoint.save_pretrained(tmp_path / "again")
+    assert (tmp_path / "again" / "model.safetensors").read_bytes() == (
+        folder / "model.safetensors"
+    ).read_bytes()
+    assert load(tmp_path / "again").config == checkpoint.config
+
+
+def test_weights_of_one_layer_are_not_saved_as_context_only(tmp_path: Path):
+    weights = load(CHECKPOINTS / "softmax-h2-s0").weights
+    softmax = replace(CONFIG, model=replace(CONFIG.model, score="softmax"))
+    with pytest.raises(CheckpointError, match="context_only must be the config's True, got False"):
+        save(tmp_path / "x", softmax, weights, step=0)
 
 
 def test_broken_files_are_refused(folder: Path):
@@ -98,7 +115,7 @@ def test_broken_files_are_refused(folder: Path):
     for message, tensors in bad.items():
         save_file(tensors, file)
         with pytest.raises(CheckpointError, match=message):
-            load_saved(folder)
+            load(folder)
 
 
 def test_weights_of_another_config_are_not_saved(tmp_path: Path, folder: Path):
@@ -107,7 +124,7 @@ def test_weights_of_another_config_are_not_saved(tmp_path: Path, folder: Path):
     reads = {"W_in": weights.W_in, "W_U": weights.W_U}
     wrong = {
         "already holds a checkpoint": (folder, CONFIG, weights),
-        "model.context_only must be true": (path, plain, weights),
+        "context_only must be the config's False, got True": (path, plain, weights),
         "scale must be 1/sqrt": (path, CONFIG, replace(weights, scale=1.0)),
         "score must be the config's 'relu/L', got 'softmax'": (
             path,
@@ -128,10 +145,10 @@ def test_weights_of_another_config_are_not_saved(tmp_path: Path, folder: Path):
     }
     for message, (where, config, given) in wrong.items():
         with pytest.raises(CheckpointError, match=message):
-            save_deep(where, config, given, step=0)
+            save(where, config, given, step=0)
 
 
 def test_a_config_without_the_later_fields_is_that_of_before():
     document = json.loads((CHECKPOINTS / "softmax-h2-s0" / "config.json").read_text())
     assert "context_only" not in document["experiment"]["model"]
-    assert load_saved(CHECKPOINTS / "softmax-h2-s0").config.model == ModelConfig(n_heads=2)
+    assert load(CHECKPOINTS / "softmax-h2-s0").config.model == ModelConfig(n_heads=2)

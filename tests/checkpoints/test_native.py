@@ -16,7 +16,9 @@ from safetensors.torch import load_file, save_file
 
 from mechinterp.checkpoints.errors import CheckpointError
 from mechinterp.checkpoints.files import write_atomically
-from mechinterp.checkpoints.native import git_commit, load, save, state_dict, write_weights
+from mechinterp.checkpoints.folders import git_commit, write_tensors
+from mechinterp.checkpoints.native import load, save
+from mechinterp.checkpoints.native_tensors import state_dict
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig, TrainConfig
 from mechinterp.training.step import initial_weights
 from mechinterp.training.trainer import Pack
@@ -322,7 +324,7 @@ def test_config_is_written_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 def test_a_write_that_fails_half_way_leaves_the_old_file(tmp_path: Path):
     file = tmp_path / "weights.safetensors"
-    write_weights(file, initial_weights(CONFIG))
+    write_tensors(file, state_dict(initial_weights(CONFIG)))
     before = file.read_bytes()
 
     def fail_half_way(target: Path):

@@ -61,7 +61,7 @@ def best_step(prompts: Prompts, *, steps: int = STEPS) -> float:
 
 def test_c1_the_first_layer_writes_the_reweighted_covariates(small: Prompts):
     weights = preprocess_then_optimise_model([ETA] * 3, d_x=16)
-    model = ICLTransformer.from_deep_weights(weights, task=SMALL)
+    model = ICLTransformer.from_weights(weights, task=SMALL)
     _, cache = model.run_with_cache(small.tokens)
     r = (small.x * small.y).mean(1)
     expected = torch.cat([small.x, small.x_query[:, None]], dim=1) * r[:, None]
@@ -75,7 +75,7 @@ def test_c2_the_later_layers_descend(small: Prompts, steps: int):
     etas = [ETA] * steps
     weights = preprocess_then_optimise_model(etas, d_x=16)
     expected = preprocess_then_optimise(small, steps=steps, eta=ETA)[-1]
-    model = ICLTransformer.from_deep_weights(weights, task=SMALL)
+    model = ICLTransformer.from_weights(weights, task=SMALL)
     for found in (predict_deep(weights, small), model.predict(small)):
         assert (found - expected).abs().max() <= 1e-12
     assert weights.heads_per_layer == (tuple(range(16)), *[(0,)] * steps)
@@ -98,7 +98,7 @@ def test_c2_without_its_mask_the_construction_errs_from_the_second_step_on(small
         weights = preprocess_then_optimise_model([ETA] * steps, d_x=16)
         # The query twice: the first one is then a key of everything, the second reads as before.
         tokens = torch.cat([small.tokens, small.tokens[:, -1:]], dim=1)
-        model = ICLTransformer.from_deep_weights(weights, task=SMALL)
+        model = ICLTransformer.from_weights(weights, task=SMALL)
         # 41 keys where there were 40.
         found = model.run_with_hooks(tokens, fwd_hooks=[(_is_pattern, _times(41 / 40))])[:, -1]
         error = (found - expected[steps]).abs().max().item()

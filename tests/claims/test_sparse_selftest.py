@@ -15,7 +15,7 @@ from mechinterp.analysis.heads import ablate_heads
 from mechinterp.analysis.p_probing import descent_curves, p_probe, query_features
 from mechinterp.analysis.probes import probe_layers, reweighted
 from mechinterp.analysis.pruning import best_head_first, least_head_later, prune, save_pruned
-from mechinterp.checkpoints.deep import load_saved, save_deep
+from mechinterp.checkpoints.native import load, save
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig
 from mechinterp.icl.prompts import generator_for, sample_prompts
 from mechinterp.icl.sparse_predictors import descend, excess_risk, preprocess_then_optimise
@@ -40,8 +40,8 @@ def checkpoint(tmp_path_factory):
     )
     path = tmp_path_factory.mktemp("built") / "model"
     weights = preprocess_then_optimise_model([ETA] * STEPS, d_x=D_X)
-    save_deep(path, ExperimentConfig(task=TASK, model=model), weights, step=0)
-    return load_saved(path)
+    save(path, ExperimentConfig(task=TASK, model=model), weights, step=0)
+    return load(path)
 
 
 @pytest.fixture(scope="module")

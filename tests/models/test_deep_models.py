@@ -55,7 +55,7 @@ def test_functional_and_hooked_model_agree(
     prompts: Prompts, score: str, n_layers: int, d_model: int | None
 ):
     weights = random_weights(score=score, n_layers=n_layers, d_model=d_model)
-    model = ICLTransformer.from_deep_weights(weights, task=TASK)
+    model = ICLTransformer.from_weights(weights, task=TASK)
     expected = model.predict(prompts)
     found = predict_deep(weights, prompts)
     assert (found - expected).abs().max() <= 1e-12 * expected.abs().max()
@@ -66,7 +66,7 @@ def test_functional_and_hooked_model_agree(
 @pytest.mark.parametrize("score", ["linear/L", "softmax", "relu/L"])
 def test_gradients_agree(prompts: Prompts, score: str):
     weights = random_weights(score=score)
-    model = ICLTransformer.from_deep_weights(weights, task=TASK)
+    model = ICLTransformer.from_weights(weights, task=TASK)
     leaves = [tensor.requires_grad_() for tensor in weights.tensors.values()]
     found = torch.autograd.grad(predict_deep(weights, prompts).square().sum(), leaves)
     model.predict(prompts).square().sum().backward()
@@ -80,7 +80,7 @@ def test_gradients_agree(prompts: Prompts, score: str):
 
 
 def test_every_token_reads_the_context_and_none_the_query(prompts: Prompts):
-    model = ICLTransformer.from_deep_weights(random_weights(score="softmax"), task=TASK)
+    model = ICLTransformer.from_weights(random_weights(score="softmax"), task=TASK)
     _, cache = model.run_with_cache(prompts.tokens)
     for layer in range(3):
         pattern = cache["pattern", layer]
@@ -102,7 +102,7 @@ def test_the_order_of_the_pairs_does_not_count(prompts: Prompts):
 
 
 def test_hooks_carry_their_names_and_shapes_at_every_layer():
-    model = ICLTransformer.from_deep_weights(random_weights(), task=TASK)
+    model = ICLTransformer.from_weights(random_weights(), task=TASK)
     shapes = hook_map(model).set_index("name")["shape"]
     assert shapes["hook_embed"] == ["batch", "pos", 7]
     for layer in range(3):
@@ -113,7 +113,7 @@ def test_hooks_carry_their_names_and_shapes_at_every_layer():
 
 
 def test_layers_run_from_a_cached_stream(prompts: Prompts):
-    model = ICLTransformer.from_deep_weights(random_weights(), task=TASK)
+    model = ICLTransformer.from_weights(random_weights(), task=TASK)
     full, cache = model.run_with_cache(prompts.tokens)
     for layer in range(3):
         again = model(cache["resid_pre", layer], start_at_layer=layer)
@@ -131,7 +131,7 @@ def test_layers_run_from_a_cached_stream(prompts: Prompts):
 @pytest.mark.parametrize("score", ["linear/L", "relu/L", "softmax"])
 def test_models_pass_all_checks(score: str, d_model: int | None):
     weights = random_weights(score=score, n_layers=2, d_model=d_model)
-    assert check_compatible(ICLTransformer.from_deep_weights(weights, task=TASK)).failures == {}
+    assert check_compatible(ICLTransformer.from_weights(weights, task=TASK)).failures == {}
 
 
 def test_a_model_whose_query_is_a_key_fails_the_check_of_the_mask():
@@ -142,13 +142,13 @@ def test_a_model_whose_query_is_a_key_fails_the_check_of_the_mask():
             output = super().forward(longer, *arguments, **rest)
             return output if output is None else output[:, :-1]
 
-    model = Reading.from_deep_weights(random_weights(n_layers=2), task=TASK)
+    model = Reading.from_weights(random_weights(n_layers=2), task=TASK)
     assert "strict mask" in check_compatible(model).failures
 
 
 def test_the_construction_passes_all_checks_that_zero_heads_can():
     weights = preprocess_then_optimise_model([0.3], d_x=2)
-    model = ICLTransformer.from_deep_weights(weights, task=TaskConfig(d_x=2))
+    model = ICLTransformer.from_weights(weights, task=TaskConfig(d_x=2))
     # A head of rank 0 has no composition score and no subspace.
     failures = check_compatible(model).failures
     assert set(failures) == {"FactoredMatrix: SVD, composition", "subspace affinity"}
@@ -184,8 +184,8 @@ def test_bad_models_are_refused():
     with pytest.raises(ValueError, match="W_in and W_U must both be given or both be None"):
         replace(weights, W_U=None)
     with pytest.raises(ValueError, match="one d_x, got 3 and 4"):
-        ICLTransformer.from_deep_weights(weights, task=replace(TASK, d_x=4))
-    model = ICLTransformer.from_deep_weights(random_weights(n_layers=1), task=TASK)
+        ICLTransformer.from_weights(weights, task=replace(TASK, d_x=4))
+    model = ICLTransformer.from_weights(random_weights(n_layers=1), task=TASK)
     with pytest.raises(ValueError, match="need a model without a read-in, got d_model = 7"):
         _ = model.weights
     plain = ICLTransformer(d_x=3, d_y=2, n_heads=2)

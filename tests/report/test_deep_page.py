@@ -13,9 +13,9 @@ from mechinterp.analysis.heads import ablate_heads
 from mechinterp.analysis.masking import masked_errors
 from mechinterp.analysis.pruning import prune
 from mechinterp.analysis.rivals import rivals
-from mechinterp.checkpoints.deep import load_saved, save_deep
 from mechinterp.checkpoints.layered import LayeredCheckpoint
 from mechinterp.checkpoints.loading import load
+from mechinterp.checkpoints.native import save
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig
 from mechinterp.icl.prompts import generator_for, sample_prompts
 from mechinterp.report.deep import write_deep_report
@@ -44,7 +44,7 @@ def opened(written: Report) -> Page:
 def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model of 3 layers of 4 random heads, in a folder with a name that tries to be a tag."""
     folder = tmp_path_factory.mktemp("deep") / EVIL
-    save_deep(
+    save(
         folder, ExperimentConfig(task=TASK, model=MODEL), random_model(**WIDE).deep_weights, step=0
     )
     return folder
@@ -52,7 +52,7 @@ def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def written(deep: Path) -> Report:
-    return write_deep_report(load_saved(deep), deep.parent / "page", n_prompts=N_PROMPTS)
+    return write_deep_report(load(deep), deep.parent / "page", n_prompts=N_PROMPTS)
 
 
 def test_the_page_is_whole_and_says_what_it_found(written: Report):
@@ -70,7 +70,7 @@ def test_the_page_is_whole_and_says_what_it_found(written: Report):
 
 
 def test_the_numbers_are_those_of_the_analyses(deep: Path, written: Report):
-    checkpoint = load_saved(deep)
+    checkpoint = load(deep)
     generator = generator_for(0, "eval", 0)
     prompts = sample_prompts(TASK, N_PROMPTS, generator=generator, dtype=torch.float64)
     folder = written.page.parent
@@ -124,8 +124,8 @@ def test_a_head_that_costs_more_than_its_layer_is_named(tmp_path: Path):
     tensors["W_O"][2, 0] *= 100
     tensors["W_O"][2, 1] = -tensors["W_O"][2, 0]
     config = ExperimentConfig(task=TASK, model=MODEL)
-    save_deep(tmp_path / "pair", config, weights.with_tensors(tensors), step=0)
-    page = opened(write_deep_report(load_saved(tmp_path / "pair"), tmp_path / "page", n_prompts=64))
+    save(tmp_path / "pair", config, weights.with_tensors(tensors), step=0)
+    page = opened(write_deep_report(load(tmp_path / "pair"), tmp_path / "page", n_prompts=64))
     assert re.search(r"all of layer 2 costs \S+ ± \S+ y², less than L2H[01] alone", page.text)
     assert re.search(r"all of layer 1 costs", page.text) is None
     layers = pd.read_csv(tmp_path / "page" / "layers.csv")
@@ -140,7 +140,7 @@ def test_training_is_told_where_there_is_a_history(tmp_path: Path):
     steps = {"steps": 40, "log_every": 10, "batch_size": 8, "n_eval_prompts": 16}
     config = config.__class__(**{**vars(config), "train": config.train.__class__(**steps)})
     train_models({".": config}, tmp_path / "model")
-    checkpoint = load_saved(tmp_path / "model")
+    checkpoint = load(tmp_path / "model")
     page = opened(write_deep_report(checkpoint, tmp_path / "page", n_prompts=64))
     assert page.headings == [*SECTIONS, "Training, step by step", "Training"]
     assert page.figures[-4:] == [
@@ -195,18 +195,18 @@ def test_a_single_encoder_layer_has_a_page(tmp_path: Path):
 def test_a_model_of_one_head_per_layer_is_not_pruned_by_rule(tmp_path: Path):
     model = ModelConfig(n_layers=2, n_heads=1, context_only=True, d_model=12, d_head=3)
     weights = random_model(2, 1, **WIDE).deep_weights
-    save_deep(tmp_path / "one", ExperimentConfig(task=TASK, model=model), weights, step=0)
-    found = write_deep_report(load_saved(tmp_path / "one"), tmp_path / "page", n_prompts=64)
+    save(tmp_path / "one", ExperimentConfig(task=TASK, model=model), weights, step=0)
+    found = write_deep_report(load(tmp_path / "one"), tmp_path / "page", n_prompts=64)
     assert found.verdict.endswith(", of 1.")
     assert "With one head, no rule prunes anything." in opened(found).text
 
 
 def test_too_few_prompts_and_a_folder_in_use_are_refused(deep: Path, tmp_path: Path):
     with pytest.raises(ValueError, match=r"n_prompts must be >= 8 .*, got 7"):
-        write_deep_report(load_saved(deep), tmp_path / "page", n_prompts=7)
+        write_deep_report(load(deep), tmp_path / "page", n_prompts=7)
     (tmp_path / "mine").write_text("mine")
     with pytest.raises(ValueError, match="already exists and is not overwritten"):
-        write_deep_report(load_saved(deep), tmp_path, n_prompts=64)
+        write_deep_report(load(deep), tmp_path, n_prompts=64)
     assert not (tmp_path / PAGE).exists()
 
 
@@ -217,5 +217,5 @@ def test_progress_is_told(deep: Path, tmp_path: Path):
         told.append(text)
         return items
 
-    write_deep_report(load_saved(deep), tmp_path / "page", n_prompts=64, track=track)
+    write_deep_report(load(deep), tmp_path / "page", n_prompts=64, track=track)
     assert {"masking heads (zero)", "masking heads (resample)", "probing layers"} <= set(told)

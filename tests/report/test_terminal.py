@@ -17,7 +17,7 @@ from mechinterp.config import TaskConfig
 from mechinterp.models.constructions import debiased_gradient_step
 from mechinterp.models.transformer import ICLTransformer
 from mechinterp.report import terminal
-from mechinterp.training.trainer import Progress
+from mechinterp.training.run import Progress
 from tests.conftest import CHECKPOINTS
 
 

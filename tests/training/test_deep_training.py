@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from mechinterp.checkpoints.deep import DeepCheckpoint, load_saved
 from mechinterp.checkpoints.errors import CheckpointError
+from mechinterp.checkpoints.native import DeepCheckpoint, load
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig, TrainConfig
 from mechinterp.icl.prompts import generator_for, sample_prompts
 from mechinterp.icl.sparse_predictors import excess_risk
@@ -156,7 +156,7 @@ def test_a_run_through_a_run_folder_with_a_stop_in_between(tmp_path: Path):
     summary = train_models(models, tmp_path / "run", resume=True)
     assert [path.name for path in summary.checkpoints] == ["deep", "plain", "other"]
     assert not list((tmp_path / "run").glob("training-*"))
-    checkpoint = load_saved(tmp_path / "run" / "deep")
+    checkpoint = load(tmp_path / "run" / "deep")
     assert isinstance(checkpoint, DeepCheckpoint)
     whole = finished(DeepRun({"m": CONFIG})).results()["m"]
     assert_same(checkpoint.weights, whole.weights)

@@ -27,10 +27,11 @@ from mechinterp.config import (
 )
 from mechinterp.models.functional import NAMES
 from mechinterp.presets import preset
-from mechinterp.training import trainer
+from mechinterp.training import run
 from mechinterp.training.lock import locked
+from mechinterp.training.run import Progress
 from mechinterp.training.sweep import LOCK, RESULTS, load_sweep, require_finite, train_models
-from mechinterp.training.trainer import Pack, Progress
+from mechinterp.training.trainer import Pack
 
 SMALL = ExperimentConfig(
     task=TaskConfig(d_x=2, context_length=4),
@@ -235,7 +236,6 @@ def test_a_second_process_on_a_run_folder_is_refused(tmp_path: Path):
     code = f"""
 import time
 from pathlib import Path
-from mechinterp.training import trainer
 from mechinterp.training.lock import locked
 with locked(Path({str(tmp_path / LOCK)!r})):
     print("held", flush=True)
@@ -392,7 +392,7 @@ def files_of_at_most(size: int) -> Iterator[None]:
 def test_a_full_disk_leaves_the_last_state_and_one_clear_line(
     tmp_path: Path, finished: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(trainer, "SAVE_SECONDS", 0.0)
+    monkeypatch.setattr(run, "SAVE_SECONDS", 0.0)
     file = tmp_path / "training-0.safetensors"
     full = ExitStack()
 
@@ -471,9 +471,9 @@ DRIVER = """
 import json, os, random, signal, sys, time
 import mechinterp.analysis.results, mechinterp.report.terminal, mechinterp.training.kernel
 from mechinterp import cli
-from mechinterp.training import trainer
+from mechinterp.training import run
 
-trainer.SAVE_SECONDS = 0.0
+run.SAVE_SECONDS = 0.0
 file, folder, kills = sys.argv[1], sys.argv[2], int(sys.argv[3])
 
 def start(out, *options):

@@ -12,9 +12,10 @@ from mechinterp.checkpoints.errors import CheckpointError
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig, TrainConfig, override
 from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
 from mechinterp.models.functional import NAMES, AttentionWeights, predict
-from mechinterp.training import trainer
+from mechinterp.training import run
+from mechinterp.training.run import Progress, train_run
 from mechinterp.training.step import initial_weights
-from mechinterp.training.trainer import Pack, Progress, pack_key, train_pack
+from mechinterp.training.trainer import Pack, pack_key
 
 SMALL = ExperimentConfig(
     task=TaskConfig(d_x=3, context_length=8),
@@ -168,7 +169,7 @@ def test_a_model_that_diverges_leaves_the_others_of_its_pack_untouched(tmp_path:
     first = Pack({"two": SMALL}).weights.W_Q.numel()
     pack.flat[:first] = torch.inf  # W_Q of "two"
     seen = []
-    assert train_pack(pack, tmp_path / "state", on_log=seen.append) > 0
+    assert train_run(pack, tmp_path / "state", on_log=seen.append) > 0
     assert [(p.step, p.diverged) for p in seen] == [(20, ("two",)), (25, ())]
     assert [np.isfinite(p.loss) for p in seen] == [True, True]
     assert pack.finished
@@ -256,10 +257,10 @@ def test_models_that_differ_in_more_than_seed_and_heads_are_refused():
         Pack({"two": SMALL, "other": other})
 
 
-def test_train_pack_reports_and_can_be_resumed_after_an_interruption(
+def test_train_run_reports_and_can_be_resumed_after_an_interruption(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(trainer, "SAVE_SECONDS", 0.0)
+    monkeypatch.setattr(run, "SAVE_SECONDS", 0.0)
     file, seen = tmp_path / "state.safetensors", []
 
     def interrupt(progress: Progress):
@@ -268,7 +269,7 @@ def test_train_pack_reports_and_can_be_resumed_after_an_interruption(
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        train_pack(Pack(MODELS), file, on_log=interrupt)
+        train_run(Pack(MODELS), file, on_log=interrupt)
     assert [(p.step, p.steps, p.n_models) for p in seen] == [(10, 25, 3), (20, 25, 3)]
     assert seen[0].steps_per_second > 0
     assert seen[0].seconds_left == pytest.approx(15 / seen[0].steps_per_second)
@@ -276,7 +277,7 @@ def test_train_pack_reports_and_can_be_resumed_after_an_interruption(
     resumed = Pack.restore(file)
     assert resumed.step == 10
     assert seen[0].loss == pytest.approx(resumed.rows["loss"][-1].mean().item())
-    assert train_pack(resumed, file) > 0
+    assert train_run(resumed, file) > 0
     assert torch.equal(Pack.restore(file).flat, finished(Pack(MODELS)).flat)
 
 
