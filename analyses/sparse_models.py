@@ -1,10 +1,12 @@
 """What the scripts about trained models of sparse regression share: the shipped models, their prompts, and verdicts over seeds.
 
 Linear scores, 4 layers, width 64, 50,000 steps on prompts of 8 to 40 pairs, d_x 16, 4 entries +-1/2; 1, 4 and 8 heads at
-noise variances 0.1 and 0.4, one or two seeds. `sweeps/sparse.json` remakes them.
+noise variances 0.1 and 0.4, two seeds. `sweeps/sparse.json` remakes them.
 """
 
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import product
 
 import pandas as pd
 from measured import ROOT
@@ -33,6 +35,22 @@ def seeds(noise: float) -> list[int]:
 
 NOISES = tuple(noise for noise in (0.1, 0.4, 0.8) if seeds(noise))
 """Noise variances of which models are shipped."""
+
+
+def single_of(name: str) -> str:
+    """The model of one head of the same noise and seed.
+
+    Example:
+        >>> single_of("sparse-h4-noise0.1-s1")
+        'sparse-h1-noise0.1-s1'
+    """
+    return re.sub("-h[0-9]+-", "-h1-", name)
+
+
+def groups() -> Iterator[tuple[int, float, dict[str, str]]]:
+    """Heads and noise variance of the models with several heads, and their names by seed."""
+    for noise, heads in product(NOISES, SEVERAL):
+        yield heads, noise, {f"s{seed}": named(heads, noise, seed) for seed in seeds(noise)}
 
 
 def over_seeds(n_heads: int | str, noise: float) -> str:

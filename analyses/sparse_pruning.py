@@ -1,23 +1,21 @@
 """C11 to C13 and C16 of sparse regression: what trained models lose with one head in each later layer.
 
 Kept are all heads of layer 1 and the best of each later one, scored by masking on the first half of the prompts; risks
-are those of the second, nothing retrained. New read-outs are cross-validated ridge probes.
+are those of the second, nothing retrained (sparse_fine_tuning.py trains further). New read-outs are cross-validated
+ridge probes.
 Run: python analyses/sparse_pruning.py (two minutes; --quick half a minute)
 """
-
-from itertools import product
 
 import numpy as np
 import pandas as pd
 from measured import Claim, Measured, run
-from sparse_models import (  # fmt: skip
+from sparse_models import (
     NOISES,
-    SEVERAL,
     frames_of,
-    named,
+    groups,
     over_seeds,
     prompts_of,
-    seeds,
+    single_of,
     trained,
     verdict,
 )
@@ -27,17 +25,11 @@ from mechinterp import figures
 from mechinterp.analysis.estimates import mean_and_sem
 from mechinterp.analysis.head_sets import halves
 from mechinterp.analysis.masking import masked_errors
-from mechinterp.analysis.pruning import (  # fmt: skip
-    Pruning,
-    best_head_first,
-    best_head_later,
-    least_head_later,
-    prune,
-)
+from mechinterp.analysis.pruning import best_head_first, best_head_later, least_head_later, prune
 from mechinterp.icl.prompts import Prompts
 
 RULES = {"best later": best_head_later, "least later": least_head_later, "best first": best_head_first}  # fmt: skip
-COSTS = ("risk", "risk_sem", "ratio", "ratio_sem", "refit_risk", "refit_risk_sem")
+COSTS = ("risk", "risk_sem", "ratio", "ratio_sem", "refit_risk", "refit_risk_sem", "refit_ratio", "refit_ratio_sem")  # fmt: skip
 KEPT = ("risk", "risk_sem", "ratio", "ratio_sem", "to_single", "to_single_sem")
 Pairs = dict[str, tuple[float, float]]
 
@@ -51,32 +43,26 @@ def kept_curve(name: str, rise: np.ndarray, prompts: Prompts, single: np.ndarray
     return pd.DataFrame(rows, columns=KEPT, dtype=float).assign(kept_later=sizes)
 
 
-def refitted(found: Pruning) -> tuple[float, float]:
-    """Risk with a new read-out over that of the full model; the standard error is an upper bound, as if unpaired."""
-    value = found.refit_risk / found.full_risk
-    parts = (found.refit_risk_sem / found.refit_risk, found.full_risk_sem / found.full_risk)
-    return value, value * float(np.hypot(*parts))
-
-
-def one_model(heads: int, noise: float, seed: int, prompts: Prompts) -> tuple[pd.DataFrame, pd.DataFrame, Pairs]:  # fmt: skip
-    """Costs of the rules, the curve of what is kept, and the numbers of the claims."""
-    name, measured = named(heads, noise, seed), halves(prompts)[1]
-    single = masked_errors(trained(named(1, noise, seed)).model, measured, [[]])[:, 0]
-    found = {rule: prune(trained(name).model, prompts, rule=how) for rule, how in RULES.items()}
-    curve = kept_curve(name, found["best later"].rise, measured, single)
+def one_model(name: str, prompts: Prompts) -> tuple[pd.DataFrame, Pairs]:
+    """Costs of the rules and of what is kept, and the numbers of the claims."""
+    model, measured = trained(name).model, halves(prompts)[1]
+    single = masked_errors(trained(single_of(name)).model, measured, [[]])[:, 0]
+    found = {rule: prune(model, prompts, rule=how) for rule, how in RULES.items()}
+    later, first = found["best later"], found["best first"]
+    curve = kept_curve(name, later.rise, measured, single).assign(rule="best later, kept")
     costs = [{"rule": rule} | {c: getattr(p, c) for c in COSTS} for rule, p in found.items()]
     numbers = {
-        "later": (found["best later"].ratio, found["best later"].ratio_sem),
-        "later, new read-out": refitted(found["best later"]),
-        "first": (found["best first"].ratio, found["best first"].ratio_sem),
-        "first, new read-out": refitted(found["best first"]),
+        "later": (later.ratio, later.ratio_sem),
+        "later, new read-out": (later.refit_ratio, later.refit_ratio_sem),
+        "first": (first.ratio, first.ratio_sem),
+        "first, new read-out": (first.refit_ratio, first.refit_ratio_sem),
         "to single": (float(curve.to_single[0]), float(curve.to_single_sem[0])),
     }
-    return pd.DataFrame(costs), curve, numbers
+    return pd.concat([pd.DataFrame(costs), curve]), numbers
 
 
 def claims(models: str, found: dict[str, Pairs]) -> tuple[list[Claim], list[bool]]:
-    """Of the models of all seeds, and whether each holds in each; the numbers are by seed."""
+    """Of the models of all seeds, and whether each of C11 to C13 holds in each; the numbers are by seed."""
     c11, c12, c13 = (
         [one["later"][0] <= 2 and one["later, new read-out"][0] <= 1.25 for one in found.values()],
         [one["first"][0] >= max(2, 1.5 * one["later"][0]) for one in found.values()],
@@ -97,16 +83,16 @@ def claims(models: str, found: dict[str, Pairs]) -> tuple[list[Claim], list[bool
 
 
 def measure(quick: bool) -> Measured:
-    frames, made, pages, held = {}, [], {}, {}
-    for noise, heads in product(NOISES, SEVERAL):
+    frames, made, pages = {}, [], {}
+    held: dict[float, list[bool]] = {noise: [] for noise in NOISES}
+    for heads, noise, names in groups():
         prompts, found = prompts_of(noise, 256 if quick else 4096), {}
-        for seed in seeds(noise):
-            name = named(heads, noise, seed)
-            costs, curve, found[f"s{seed}"] = one_model(heads, noise, seed, prompts)
-            frames[name] = pd.concat([costs, curve.assign(rule="best later, kept")])
+        for seed, name in names.items():
+            frames[name], found[seed] = one_model(name, prompts)
+            curve = frames[name].query("rule == 'best later, kept'")
             pages[f"{name}-kept"] = figures.lines(curve.kept_later.to_numpy(), {name: curve.risk.to_numpy()}, errors={name: curve.risk_sem.to_numpy()}, title="Excess risk with the best heads of each later layer", x_title="heads kept in each later layer", y_title="excess risk (y²)", log_y=True)  # fmt: skip
         more, holds = claims(over_seeds(heads, noise), found)
-        made, held[noise] = made + more, held.get(noise, []) + holds
+        made, held[noise] = made + more, held[noise] + holds
     text = "; ".join(f"at {noise} {holds.count(False)} of {len(holds)} fail" for noise, holds in held.items())  # fmt: skip
     every = all(all(holds) for holds in held.values())
     made.append(Claim("C16", "C11 to C13 hold for noise variances 0.1, 0.4 and 0.8", "sparse-h[48]-*", "several noise levels", f"{text}; others not trained", "not tested at 0.8" if every else False))  # fmt: skip

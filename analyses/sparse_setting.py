@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from mechinterp.analysis.estimates import ratio_and_sem
-from mechinterp.analysis.probes import reweighted
+from mechinterp.analysis.probes import preconditioned, reweighted
 from mechinterp.config import TaskConfig
 from mechinterp.icl.predictors import ridge
 from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
@@ -73,12 +73,5 @@ def each(values: Mapping[str, tuple[float, float]], digits: int = 3) -> str:
     return "; ".join(f"{n} {v:.{digits}f} ± {sem:.{digits}f}" for n, (v, sem) in values.items())
 
 
-def spread(prompts: Prompts) -> tuple[torch.Tensor, torch.Tensor]:
-    """Each position's (S - 1) x with S = (1/L) sum_l x_l x_l^T."""
-    x = torch.cat([prompts.x, prompts.x_query[:, None]], dim=1)
-    target = x @ (prompts.x.mT @ prompts.x / prompts.x.shape[1]) - x
-    return target, target
-
-
-TARGETS = {"R x": reweighted, "(S - 1) x": spread}
+TARGETS = {"R x": reweighted, "(S - 1) x": preconditioned}
 """What a first layer may write, as targets of a probe."""

@@ -17,7 +17,7 @@ _HOMES = {
     "classify_layers": "mechinterp.analysis.layered",
     "fit_learners": "mechinterp.analysis.fits",
     "ablate_heads": "mechinterp.analysis.heads",
-    "ablate_subsets": "mechinterp.analysis.heads",
+    "ablate_subsets": "mechinterp.analysis.subsets",
     "mask_heads": "mechinterp.analysis.masking",
     "masked": "mechinterp.analysis.masking",
     "ablate_pairs": "mechinterp.analysis.head_sets",

@@ -40,6 +40,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
+KEPT = "it is not overwritten."  # how the package refuses a file or folder that is there
 INTERRUPTED = 130  # what the argument parser makes of Ctrl-C
 
 
@@ -52,7 +53,7 @@ def main() -> None:
             trains = arguments[0] in ("train", "sweep")
             complain("interrupted" + ("; it goes on with --resume." if trains else "."))
     except (ValueError, OSError) as error:
-        _fail(str(error), 2)
+        _fail(_with_next_step(str(error)), 2)
     except Exception as error:
         # Errors of the argument parser; the class is not public in every version of typer.
         if not hasattr(error, "format_message"):
@@ -105,7 +106,7 @@ def classify(
         for path in track(checkpoint_paths(paths), "classifying"):
             try:
                 with about_paths(path):
-                    checkpoint = load_checkpoint(path, hints)
+                    checkpoint = load_checkpoint(path, hints, context_length)
                     document, table = _classified(
                         checkpoint, context_length=context_length, n_prompts=n_prompts, seed=seed
                     )
@@ -205,7 +206,13 @@ def report(
         loaded, about = _those_that_load(found, hints)
         with about_paths(out), tracked(quiet=quiet) as track:
             written = write_comparison(
-                loaded, out, n_prompts=n_prompts, seed=seed, overwrite=overwrite, track=track
+                loaded,
+                out,
+                left_out={each["path"]: each["error"] for each in about if "error" in each},
+                n_prompts=n_prompts,
+                seed=seed,
+                overwrite=overwrite,
+                track=track,
             )
         document = {"checkpoints": about, **written.to_document()}
     shown = f"{written.verdict}\nReport: {shown_path(written.page.resolve())}"
@@ -318,6 +325,13 @@ def _with_value(message: str, error: Exception, arguments: list[str]) -> str:
         if name in names:
             given.append(value if equals else following)
     return f"{message.rstrip('.')}, got {', '.join(given)}." if given else message
+
+
+def _with_next_step(message: str) -> str:
+    """The message, with what to type next where what is there is left as it is."""
+    if not message.endswith(KEPT):
+        return message
+    return f"{message.removesuffix('.')}; choose another --out."
 
 
 def _fail(message: str, code: int) -> None:

@@ -16,34 +16,41 @@ from mechinterp.cli_options import (
 )
 
 if TYPE_CHECKING:
+    from mechinterp.analysis.fine_tuning import FineTuning
+    from mechinterp.analysis.pruning import Pruning
     from mechinterp.checkpoints.hints import Hints
     from mechinterp.checkpoints.layered import LayeredCheckpoint
     from mechinterp.checkpoints.native import DeepCheckpoint
+    from mechinterp.icl.prompts import Prompts
+    from mechinterp.tracking import Track
 
 
 @takes(asked=Asked, hints=hints_of)
 def ablate(path: PathArgument, *, asked: Asked, hints: "Hints") -> None:
     """Mask every head; with one layer of attention, every subset of heads. Example: mechinterp ablate checkpoints/softmax-h2-s0"""
-    from mechinterp.analysis.heads import MAX_SUBSET_HEADS, METHODS, ablate_heads, ablate_subsets
+    from mechinterp.analysis.heads import ablate_heads
+    from mechinterp.analysis.masking import METHODS
+    from mechinterp.analysis.subsets import MAX_SUBSET_HEADS, ablate_subsets
     from mechinterp.checkpoints.native import Checkpoint
     from mechinterp.report.documents import ablation_document, dumps
     from mechinterp.report.head_documents import layers_document
-    from mechinterp.report.terminal import ablation_text, frame_text, tracked
+    from mechinterp.report.terminal import ablation_text, layers_text, tracked
 
     with about_paths(path), tracked(quiet=asked.quiet) as track:
-        checkpoint = load_checkpoint(path, hints)
+        checkpoint = load_checkpoint(path, hints, asked.context_length)
         model, prompts = checkpoint.predictor, asked.prompts(checkpoint)
-        single = [ablate_heads(model, prompts, method=method, track=track) for method in METHODS]
+        even = prompts[: len(prompts) - len(prompts) % 2]  # they swap in pairs
+        single = [
+            ablate_heads(model, even if how == "resample" else prompts, method=how, track=track)
+            for how in METHODS
+        ]
         if isinstance(checkpoint, Checkpoint):
             few = checkpoint.config.model.n_heads <= MAX_SUBSET_HEADS
             subsets = ablate_subsets(checkpoint, prompts) if few else None
             document = ablation_document(checkpoint, single, subsets)
             text = ablation_text(single, subsets)
         else:
-            layers = [frame_text(one.layer_frame()) for one in single]
-            shown = "\n".join([frame_text(one.to_frame()) for one in single] + layers)
-            risk = f"excess risk {single[0].full_risk:.4f} ± {single[0].full_risk_sem:.4f} y²"
-            document, text = layers_document(checkpoint, single), f"{risk}\n{shown}"
+            document, text = layers_document(checkpoint, single), layers_text(single)
     print(dumps(document) if asked.as_json else f"{shown_path(path)}: {text}")
 
 
@@ -56,6 +63,12 @@ def prune(
     sequential: Annotated[
         bool, typer.Option("--sequential", help="Layer after layer, scored anew each time.")
     ] = False,
+    fine_tune: Annotated[
+        int | None,
+        typer.Option(
+            "--fine-tune", min=1, help="Updates that the pruned model is trained further."
+        ),
+    ] = None,
     out: Annotated[
         Path | None, typer.Option("--out", help="A new folder for the pruned model.")
     ] = None,
@@ -67,7 +80,7 @@ def prune(
     from mechinterp.analysis import pruning
     from mechinterp.report.documents import dumps
     from mechinterp.report.head_documents import pruning_document
-    from mechinterp.report.terminal import frame_text, tracked
+    from mechinterp.report.terminal import pruning_text, tracked
 
     if rule not in pruning.RULES:
         raise ValueError(f"--rule must be one of {', '.join(pruning.RULES)}, got {rule!r}.")
@@ -75,7 +88,7 @@ def prune(
         raise ValueError(f"{out}: already holds a checkpoint; it is not overwritten.")
     paths = (path,) if out is None else (path, out)
     with about_paths(*paths), tracked(quiet=asked.quiet) as track:
-        checkpoint = _of_several_layers(path, hints)
+        checkpoint = _of_several_layers(path, hints, asked.context_length)
         prompts = asked.prompts(checkpoint)
         found = pruning.prune(
             checkpoint.predictor,
@@ -84,12 +97,17 @@ def prune(
             sequential=sequential,
             track=track,
         )
-        if out is not None:
+        tuned = None
+        if fine_tune is not None:
+            tuned = _fine_tuned(checkpoint, found, prompts, steps=fine_tune, track=track)
+        if out is not None and tuned is not None:
+            tuned.save(out)
+        elif out is not None:
             pruning.save_pruned(checkpoint, found.kept, out, prompts=prompts)
     if asked.as_json:
-        print(dumps(pruning_document(checkpoint, found, out)))
+        print(dumps(pruning_document(checkpoint, found, tuned, out)))
         return
-    print(f"{shown_path(path)}: {found!r}\n{frame_text(found.to_frame())}")
+    print(f"{shown_path(path)}: {pruning_text(found, tuned)}")
     if out is not None:
         print(f"Pruned model: {shown_path(out)}")
 
@@ -98,33 +116,62 @@ def prune(
 def probe(path: PathArgument, *, asked: Asked, hints: "Hints") -> None:
     """Say what each layer has computed: linear probes, descent on features. Example: mechinterp probe MODEL"""
     from mechinterp.analysis.p_probing import p_probe
-    from mechinterp.analysis.probes import probe_layers, reweighted
+    from mechinterp.analysis.probes import STRUCTURES, probe_layers
     from mechinterp.report.documents import dumps
     from mechinterp.report.head_documents import probes_document
     from mechinterp.report.terminal import frame_text, tracked
 
     with about_paths(path), tracked(quiet=asked.quiet) as track:
-        checkpoint = load_checkpoint(path, hints)
+        checkpoint = load_checkpoint(path, hints, asked.context_length)
         model, prompts = checkpoint.predictor, asked.prompts(checkpoint)
         response = probe_layers(model, prompts, track=track)
-        structure = probe_layers(model, prompts, target=reweighted, track=track)
+        structures = {
+            name: probe_layers(model, prompts, target=target, track=track)
+            for name, target in STRUCTURES.items()
+        }
         descent = p_probe({"after layer 0": model}, prompts, track=track)
     if asked.as_json:
-        print(dumps(probes_document(checkpoint, response, structure, descent)))
+        print(dumps(probes_document(checkpoint, response, structures, descent)))
         return
     tables = {
         f"{shown_path(path)}: the response, read from the stream at the query": response.to_frame(),
-        "\nThe covariates times the context's correlations": structure.to_frame(),
+        "\nThe covariates times the context's correlations with y (Algorithm 1)": structures[
+            "reweighted x"
+        ].to_frame(),
+        "\nThe covariates times the context's covariance, less themselves": structures[
+            "preconditioned x"
+        ].to_frame(),
         "\nGradient descent on the features after layer 0, and on x": descent.area_frame(),
     }
     print("\n".join(f"{title}\n{frame_text(frame)}" for title, frame in tables.items()))
 
 
-def _of_several_layers(path: Path, hints: "Hints") -> "DeepCheckpoint | LayeredCheckpoint":
+def _fine_tuned(
+    checkpoint: "DeepCheckpoint | LayeredCheckpoint",
+    found: "Pruning",
+    prompts: "Prompts",
+    *,
+    steps: int,
+    track: "Track",
+) -> "FineTuning":
+    from mechinterp.analysis.fine_tuning import fine_tune
+    from mechinterp.analysis.head_sets import halves
+    from mechinterp.checkpoints.layered import LayeredCheckpoint
+
+    if isinstance(checkpoint, LayeredCheckpoint):
+        raise ValueError(
+            f"--fine-tune is for models that were trained by this package, got one of format {checkpoint.format}."
+        )
+    return fine_tune(checkpoint, found.kept, halves(prompts)[1], steps=steps, track=track)
+
+
+def _of_several_layers(
+    path: Path, hints: "Hints", context_length: int | None
+) -> "DeepCheckpoint | LayeredCheckpoint":
     """The checkpoint of a model in which there is a first layer and a later one."""
     from mechinterp.checkpoints.native import Checkpoint
 
-    checkpoint = load_checkpoint(path, hints)
+    checkpoint = load_checkpoint(path, hints, context_length)
     if isinstance(checkpoint, Checkpoint) or checkpoint.predictor.n_layers == 1:
         raise ValueError(
             f"{path}: prune takes models of several layers, got one; ablate masks its heads."

@@ -67,6 +67,8 @@ LengthOption = Annotated[
     typer.Option("--context-length", min=1, help="Pairs per prompt; the task's own if left out."),
 ]
 
+LENGTH = "task.context_length"
+
 
 def hints_of(
     task_file: TaskOption = None,
@@ -137,12 +139,14 @@ reads_checkpoints = takes(hints=hints_of)
 
 
 def load_checkpoint(
-    path: Path, hints: "Hints"
+    path: Path, hints: "Hints", context_length: int | None = None
 ) -> "Checkpoint | DeepCheckpoint | LayeredCheckpoint":
-    """The checkpoint; what it does not say and is assumed goes to standard error."""
+    """The checkpoint; what neither it nor the options say and is assumed goes to standard error."""
     from mechinterp.checkpoints.loading import load
 
     checkpoint = load(path, **hints.given)  # type: ignore[arg-type]
+    if context_length is not None and LENGTH in checkpoint.assumed:
+        checkpoint = _told(checkpoint, context_length)
     if checkpoint.assumed:
         shown = dict(checkpoint.assumed)
         divisor = shown.pop("attn_scale", None)
@@ -157,6 +161,19 @@ def load_checkpoint(
         ]
         complain(f"{path}: assumed {', '.join(said)}.")
     return checkpoint
+
+
+def _told(
+    checkpoint: "Checkpoint | DeepCheckpoint | LayeredCheckpoint", context_length: int
+) -> "Checkpoint | DeepCheckpoint | LayeredCheckpoint":
+    """The checkpoint with this context length in place of the assumed one."""
+    from mechinterp.checkpoints.layered import LayeredCheckpoint
+
+    task = task_of(checkpoint, context_length)
+    assumed = {name: value for name, value in checkpoint.assumed.items() if name != LENGTH}
+    if isinstance(checkpoint, LayeredCheckpoint):
+        return replace(checkpoint, task=task, assumed=assumed)
+    return replace(checkpoint, config=replace(checkpoint.config, task=task), assumed=assumed)
 
 
 def one_layer(path: Path, hints: "Hints") -> "Checkpoint":

@@ -15,6 +15,7 @@ BAR_COLORS = ("#6b7a8f", "#a9b4c2", "#3f8f8b")  # groups of bars are not heads
 MODEL_COLOR = "#868e96"  # seen on white and on black
 SIGNED_SCALE = "RdBu"
 UNSIGNED_SCALE = "Blues"
+CLEAR = "rgba(0,0,0,0)"
 HEIGHT = 380
 TEMPLATES = {"light": "plotly_white", "dark": "plotly_dark"}
 
@@ -62,7 +63,8 @@ def head_heatmaps(
     figure.update_layout(
         coloraxis={"colorscale": SIGNED_SCALE, "cmin": -limit, "cmax": limit, "colorbar": bar},
     )
-    return _finish(figure, title, height=90 + 240 * n_rows)
+    # The names of the heads stand above the heatmaps, plotly's buttons above the names.
+    return _finish(figure, title, height=110 + 240 * n_rows, top=80)
 
 
 def heatmap(
@@ -308,17 +310,19 @@ def templates() -> dict[str, dict]:
     """The looks of every figure on a light and on a dark page, on the page's own background."""
     looks = {name: io.templates[template].to_plotly_json() for name, template in TEMPLATES.items()}
     for look in looks.values():
-        look["layout"] |= {"paper_bgcolor": "rgba(0,0,0,0)", "plot_bgcolor": "rgba(0,0,0,0)"}
+        look["layout"] |= {"paper_bgcolor": CLEAR, "plot_bgcolor": CLEAR}
+        buttons = {"bgcolor": CLEAR, "color": MODEL_COLOR, "activecolor": COLORS[0]}
+        look["layout"]["modebar"] = buttons
     return looks
 
 
-def _finish(figure: go.Figure, title: str, *, height: int) -> go.Figure:
+def _finish(figure: go.Figure, title: str, *, height: int, top: int = 60) -> go.Figure:
     figure.update_layout(
         title={"text": title, "font": {"size": 15}},
         template=TEMPLATES["light"],
         # Below the axis: beside it, a legend leaves no room for the figure on a narrow page.
         legend={"orientation": "h", "yanchor": "top", "y": -0.22},
         height=height,
-        margin={"l": 60, "r": 20, "t": 60, "b": 50},
+        margin={"l": 60, "r": 20, "t": top, "b": 50},
     )
     return figure

@@ -197,9 +197,10 @@ def test_ablate(run: Run, trained: Path, tmp_path: Path):
     assert (ran.code, ran.err) == (0, "")
     assert list(ran.document) == [
         *HEADER,
-        *("excess_risk", "excess_risk_sem", "heads", "shapley", "subsets"),
+        *("excess_risk", "excess_risk_sem", "null_risk", "breaking"),
+        *("heads", "shapley", "subsets"),
     ]
-    assert len(ran.document["heads"]) == len(ran.document["subsets"]) == 4
+    assert (len(ran.document["heads"]), len(ran.document["subsets"])) == (6, 4)
     ran = run("ablate", trained, "--n-prompts", 128)
     assert ran.out.startswith(f"{trained}: excess risk 0.")
     assert "shapley_sem" in ran.out
@@ -297,7 +298,7 @@ def test_the_seed_and_the_number_of_prompts_decide_the_numbers(run: Run, trained
         (["prove", "x"], ["prove"]),
         (["--loud"], ["--loud"]),
     ],
-    ids=" ".join,
+    ids=str,
 )
 def test_a_mistake_is_one_line(
     run: Run,
@@ -352,6 +353,28 @@ def test_bad_weights_are_refused(run: Run, trained: Path, tmp_path: Path):
     out = tmp_path / "report"
     run("report", broken, "--out", out).assert_refused(broken / "model.safetensors", "72 NaN")
     assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("command", "name"),
+    [
+        (("convert", "--to", "native"), "native"),
+        (("convert", "--to", "npz"), "there.npz"),
+        (("prune",), "native"),
+        (("classify",), "there.csv"),
+    ],
+    ids=str,
+)
+def test_a_refusal_to_overwrite_says_what_to_type_next(
+    run: Run, tmp_path: Path, command: tuple[str, ...], name: str
+):
+    pair = hand_built(tmp_path / "native")
+    for file in ("there.npz", "there.csv"):
+        (tmp_path / file).write_text("mine")
+    out, (command, *options) = tmp_path / name, command
+    ran = run(command, pair, *options, "--out", out)
+    ran.assert_refused(out, "it is not overwritten; choose another --out.\n")
+    assert (tmp_path / "there.npz").read_text() == "mine"
 
 
 def test_a_run_is_not_overwritten_and_not_resumed_with_another_config(run: Run, trained: Path):

@@ -74,6 +74,30 @@ def test_commands_take_the_hints(run: Run, tmp_path: Path, command: str):
     assert "task.d_y" not in found["assumed"]
 
 
+@pytest.mark.parametrize("kind", ["one layer", "native", "gpt2"])
+def test_a_context_length_that_is_given_is_not_assumed(run: Run, tmp_path: Path, kind: str):
+    file = pair_of_heads(tmp_path / "run.pth")
+    if kind == "native":
+        convert(load(file), "native", tmp_path / "native")
+        file = tmp_path / "native"
+    hints = ()
+    if kind == "gpt2":
+        file, hints = tmp_path / "gpt2.pt", ("--n-heads", "4")
+        torch.save(garg().state_dict(), file)
+    classify = ("classify", file, *hints, *FEW, "--json")
+    without, given = run(*classify), run(*classify, "--context-length", "3")
+    assert "task.context_length = " in without.err
+    assert given.code == 0
+    assert "assumed task." in given.err
+    assert "task.context_length" not in given.err
+    before, after = without.document[0]["assumed"], given.document[0]["assumed"]
+    assert set(before) - set(after) == {"task.context_length"}
+    told = tmp_path / "task.json"
+    told.write_text('{"context_length": 3}')
+    if kind != "native":
+        assert run(*classify, "--task", told).document == given.document
+
+
 def test_scale_and_context_only(run: Run, tmp_path: Path):
     np.savez(tmp_path / "a.npz", **arrays(random_heads()))
     out = tmp_path / "native"
@@ -103,7 +127,10 @@ def test_convert_to_npz(run: Run, tmp_path: Path):
     )
     assert (document["n_ctx"], document["files"]) == (None, [str(tmp_path / "b.npz")])
     ran = run("convert", file, "--to", "npz", "--out", out)
-    assert ran.err.splitlines()[-1] == f"mechinterp: {out}: already exists; it is not overwritten."
+    assert (
+        ran.err.splitlines()[-1]
+        == f"mechinterp: {out}: already exists; it is not overwritten; choose another --out."
+    )
 
 
 def test_classify_goes_through_a_folder_of_files(run: Run, tmp_path: Path):
@@ -141,7 +168,7 @@ def test_a_table_is_new_and_of_a_known_kind(run: Run, tmp_path: Path):
     assert (len(frame), frame["n_heads"].item(), frame["sign_matching"].item()) == (1, 2, True)
     before = table.read_bytes()
     for out, words in (
-        (table, "already exists; it is not overwritten"),
+        (table, "already exists; it is not overwritten; choose another --out."),
         ("t.txt", "must end in .par"),
     ):
         ran = run("classify", good, *FEW, "--out", out)

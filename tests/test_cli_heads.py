@@ -6,6 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from mechinterp.analysis.fine_tuning import fine_tune
 from mechinterp.analysis.heads import ablate_heads
 from mechinterp.analysis.layered import classify_layers
 from mechinterp.analysis.pruning import prune
@@ -41,7 +42,9 @@ def test_ablate(run: Run, deep: Path):
     expected = ablate_heads(load(deep).model, prompts(40))
     assert found["excess_risk"] == expected.full_risk
     assert [row["rise"] for row in found["heads"][:12]] == expected.rise.ravel().tolist()
-    assert [row["method"] for row in found["heads"][::12]] == ["zero", "mean"]
+    assert [row["method"] for row in found["heads"][::12]] == ["zero", "mean", "resample"]
+    assert found["null_risk"] == expected.null_risk
+    assert found["breaking"] == expected.breaking
     assert [row["effective_heads"] for row in found["layers"][:3]] == (
         expected.effective_heads.tolist()
     )
@@ -61,14 +64,41 @@ def test_prune(run: Run, deep: Path, tmp_path: Path):
     assert [len(heads) for heads in load(out).weights.heads_per_layer] == [4, 1, 1]
     run("prune", deep, "--n-prompts", 80, "--out", out).assert_refused(out, "already holds")
     first = run("prune", deep, "--n-prompts", 80, "--rule", "best-first", "--sequential")
-    assert "Pruning(1, 4, 4 heads kept" in first.out
+    assert "heads kept in layers 0 to 2: 1, 4, 4 of 4" in first.out
+    text = run("prune", deep, "--n-prompts", 80).out
+    assert f"{expected.refit_ratio:.3g} ± {expected.refit_ratio_sem:.2g} times" in text
+
+
+def test_prune_trains_further(run: Run, deep: Path, gpt2: Path, tmp_path: Path):
+    out, options = tmp_path / "pruned", ("--n-prompts", 80, "--fine-tune", 8)
+    ran = run("prune", deep, *options, "--out", out, "--json")
+    assert ran.code == 0, ran.err
+    found = fine_tune(
+        load(deep), prune(load(deep).model, prompts(80)).kept, prompts(80)[40:], steps=8
+    )
+    rows = ran.document["fine_tuning"]
+    assert [(row["model"], row["step"]) for row in rows[::4]] == [
+        ("pruned", 0),
+        ("pruned", 8),
+        ("full", 6),
+    ]
+    assert [row["ratio"] for row in rows] == pytest.approx(found.ratio.ravel().tolist(), rel=1e-6)
+    assert load(out).step == load(deep).step + 8
+    assert load(out).origin["fine_tuned_steps"] == 8
+    assert "origin: pruned from deep, kept heads [[" in run("info", out).out
+    run("train", out / "config.json").assert_refused("it was pruned from another")
+    assert "after 8 steps of further training" in run("prune", deep, *options).out
+    ran = run("prune", gpt2, "--n-heads", 4, *options)
+    assert (ran.code, ran.out) == (2, "")
+    assert "--fine-tune is for models that were trained by this package" in ran.err
 
 
 def test_probe(run: Run, deep: Path):
     ran = run("probe", deep, "--n-prompts", 60, "--json")
     assert ran.code == 0, ran.err
     assert [row["layer"] for row in ran.document["response"]] == [0, 1, 2, 3]
-    assert len(ran.document["structure"]) == 4
+    targets = [row["target"] for row in ran.document["structure"]]
+    assert targets == ["reweighted x"] * 4 + ["preconditioned x"] * 4
     names = ["raw x", "reweighted x", "after layer 0"]
     assert [row["features"] for row in ran.document["areas"]] == names
     assert len(ran.document["descent"]) == 3 * 33
@@ -128,7 +158,7 @@ def test_prune_an_encoder(run: Run, stack: Path, tmp_path: Path):
     out = tmp_path / "pruned"
     ran = run("prune", stack, *OF_STACK, "--n-prompts", 40, "--out", out, "--rule", "best-first")
     assert ran.code == 0, ran.err
-    assert "Pruning(1, 2 heads kept" in ran.out
+    assert "heads kept in layers 0 to 1: 1, 2 of 2" in ran.out
     law = load(out).law
     assert (law.n_heads, law.norm_first, law.attend_to_self) == (2, False, False)
     assert (load(out).task.d_x, load(out).task.d_y) == (2, 2)

@@ -7,6 +7,9 @@ import plotly.graph_objects as go
 import pytest
 
 from mechinterp import figures
+from mechinterp.report.html import TITLE_HEIGHT
+
+BUTTONS = 30  # pixels from the top down to the lower edge of plotly's buttons
 
 
 def heatmaps(n_heads: int = 2) -> go.Figure:
@@ -73,7 +76,14 @@ def test_heatmaps_take_any_number_of_heads(n_heads: int):
     figure = heatmaps(n_heads)
     assert len(figure.data) == n_heads
     rows = -(-n_heads // 4)
-    assert figure.layout.height == 90 + 240 * rows
+    assert figure.layout.height == 110 + 240 * rows
+
+
+def test_the_names_of_heads_leave_room_for_the_buttons_above():
+    figure = heatmaps()
+    names = 22  # pixels above the heatmaps, of which the page takes away its own title's
+    assert figure.layout.margin.t - TITLE_HEIGHT - names >= BUTTONS
+    assert all((note.y, note.yanchor) == (1, "bottom") for note in figure.layout.annotations)
 
 
 def test_heatmaps_of_zeros_have_a_range():
@@ -218,5 +228,7 @@ def test_both_looks_lie_on_the_page_s_own_ground():
     looks = figures.templates()
     assert set(looks) == {"light", "dark"}
     assert {look["layout"]["paper_bgcolor"] for look in looks.values()} == {"rgba(0,0,0,0)"}
+    # Plotly would make their ground of the page's, here half black.
+    assert {look["layout"]["modebar"]["bgcolor"] for look in looks.values()} == {"rgba(0,0,0,0)"}
     fonts = [look["layout"]["font"]["color"] for look in looks.values()]
     assert len(set(fonts)) == 2

@@ -4,6 +4,7 @@ Masking asks what one head costs with all others there. Gates of all heads are f
 stand in for each other, or stand in each other's way, show.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -22,6 +23,7 @@ from mechinterp.analysis.masking import CHUNK, Hooks
 from mechinterp.display import Result
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.adapter import HookedPredictor, as_predictor, z_name
+from mechinterp.tracking import Track, untracked
 
 if TYPE_CHECKING:
     from mechinterp.models.transformer import ICLTransformer
@@ -90,6 +92,7 @@ def learn_gates(
     pressure: float = 0.01,
     steps: int = 200,
     learning_rate: float = 0.1,
+    track: Track = untracked,
 ) -> HeadGates:
     """Gates on the heads' outputs that minimise risk / full risk -+ pressure times the sum of the gates' logits.
 
@@ -100,6 +103,7 @@ def learn_gates(
         pressure: Weight of a gate's logit, in units of the full model's excess risk.
         steps: Steps of Adam, for each of the three fits.
         learning_rate: Of Adam, on the logits.
+        track: Told of the progress.
     Raises:
         ValueError: If pressure is not positive, steps is below 1, or there are fewer than four prompts.
     Source:
@@ -119,11 +123,15 @@ def learn_gates(
         raise ValueError(f"steps must be >= 1, got {steps}.")
     predictor = as_predictor(model)
     fitted, measured = halves(prompts)
-    alone = ablate_heads(predictor, measured)
+    alone = ablate_heads(predictor, measured, track=track)
     start = torch.full((predictor.n_layers, predictor.n_heads), LIMIT, dtype=torch.float64)
-    fit = partial(_fit, predictor, fitted, steps=steps, learning_rate=learning_rate)
-    free = fit(start, 0.0)
-    logits = [free, fit(free, pressure), fit(free, -pressure)]
+
+    def fit(start: Tensor, reward: float, kind: str) -> Tensor:
+        told = track(range(steps), f"fitting gates ({kind})")
+        return _fit(predictor, fitted, start, reward, steps=told, learning_rate=learning_rate)
+
+    free = fit(start, 0.0, "free")
+    logits = [free, fit(free, pressure, "opened"), fit(free, -pressure, "closed")]
     gates = [torch.sigmoid(one) for one in logits]
     with torch.no_grad():
         risks = [_risk(predictor, measured, gate).item() for gate in gates]
@@ -139,7 +147,7 @@ def _fit(
     start: Tensor,
     reward: float,
     *,
-    steps: int,
+    steps: Iterable[int],
     learning_rate: float,
 ) -> Tensor:
     """The logits of the gates with the least risk minus reward times their sum."""
@@ -148,7 +156,7 @@ def _fit(
     logits = start.clone().requires_grad_()
     optimizer = torch.optim.Adam([logits], lr=learning_rate)
     chunks = [prompts[begin : begin + CHUNK] for begin in range(0, len(prompts), CHUNK)]
-    for step in range(steps):
+    for step in steps:
         loss = _risk(predictor, chunks[step % len(chunks)], torch.sigmoid(logits)) / full
         optimizer.zero_grad()
         (gradient,) = torch.autograd.grad(loss - reward * logits.sum(), [logits])

@@ -18,7 +18,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from mechinterp.icl.prompts import Prompts
-from mechinterp.models.adapter import HookedPredictor, as_predictor, resid_name, z_name
+from mechinterp.models.adapter import HookedPredictor, as_predictor, require_sizes, z_name
 from mechinterp.models.deep import LINEAR, DeepWeights, linear_pass
 from mechinterp.models.functional import AttentionWeights, attend
 from mechinterp.tracking import Track, untracked
@@ -42,10 +42,15 @@ def mask_heads(heads: Sequence[Head], *, values: Values | None = None) -> Hooks:
     Args:
         heads: (layer, head) pairs, counted from 0.
         values: Replaces z of the masked heads, [layer, pos, head, d_head]; None: zeros.
+    Raises:
+        ValueError: If a number is negative; when the model runs, if a layer has no such head.
     Example:
         >>> [name for name, hook in mask_heads([(0, 1)])]
         ['blocks.0.attn.hook_z']
     """
+    for layer, head in heads:
+        if layer < 0 or head < 0:
+            raise ValueError(f"heads must be counted from 0, got L{layer}H{head}.")
     return [
         (
             z_name(layer),
@@ -67,7 +72,8 @@ def masked(
     Args:
         values: As in `mask_heads`.
     Raises:
-        ValueError: If there is no such head; at the end, if a layer with masked heads never ran.
+        ValueError: If there is no such head; when it runs, if a layer has another number of heads; at the end,
+            if a layer with masked heads never ran.
     Example:
         >>> from mechinterp import load
         >>> from mechinterp.icl.prompts import generator_for, sample_prompts
@@ -83,10 +89,11 @@ def masked(
     fired: set[int] = set()
 
     def note(layer: int, z: Tensor, hook: object) -> None:
+        predictor.require_z(layer, z)
         fired.add(layer)
 
     notes = [(z_name(layer), partial(note, layer)) for layer in by_layer]
-    with predictor.model.hooks(fwd_hooks=[*mask_heads(heads, values=values), *notes]):
+    with predictor.model.hooks(fwd_hooks=[*notes, *mask_heads(heads, values=values)]):
         yield
     idle = [(layer, head) for layer, head in heads if layer not in fired]
     if idle:
@@ -112,7 +119,8 @@ def masked_predictions(
             "resample": it is that of another prompt, prompts 2i and 2i + 1 swap.
         track: Told of the progress.
     Raises:
-        ValueError: If there is no such head, the method is unknown, or prompts that swap are odd in number.
+        ValueError: If there is no such head, the method is unknown, prompts that swap are odd in number, or
+            they do not fit the model.
     Example:
         >>> from mechinterp import load
         >>> from mechinterp.icl.prompts import generator_for, sample_prompts
@@ -126,7 +134,7 @@ def masked_predictions(
     predictor.require_heads([head for heads in masks for head in heads])
     _require_method(method, prompts)
     means = _mean_z(predictor, prompts) if method == "mean" else None
-    linear = linear_weights(predictor) if method == "zero" else None
+    linear = linear_weights(predictor, prompts) if method == "zero" else None
     by_layer, parts = [by_layers(heads) for heads in masks], []
     with torch.no_grad():
         for start in track(range(0, len(prompts), CHUNK), f"masking heads ({method})"):
@@ -171,17 +179,22 @@ def by_layers(heads: Sequence[Head]) -> dict[int, list[int]]:
     return {at: sorted({head for layer, head in heads if layer == at}) for at in layers}
 
 
-def linear_weights(predictor: HookedPredictor) -> DeepWeights | None:
-    """Of one of our models of linear attention, which need not be run token by token."""
+def linear_weights(predictor: HookedPredictor, prompts: Prompts) -> DeepWeights | None:
+    """Of one of our models of linear attention, which need not be run token by token over these prompts.
+
+    Raises:
+        ValueError: If the prompts are of another d_x or d_y.
+    """
     # Here and not above: it loads TransformerLens.
     from mechinterp.models.transformer import ICLTransformer
 
     model = predictor.model
-    if not isinstance(model, ICLTransformer) or predictor.is_hooked:
+    if not isinstance(model, ICLTransformer) or not predictor.adds_up or predictor.is_hooked:
         return None
     cfg = model.cfg
     if not cfg.context_only or cfg.biases or cfg.merged_qk or cfg.score not in LINEAR:
         return None
+    require_sizes(prompts, d_x=cfg.d_x, d_y=cfg.d_y)
     return model.deep_weights
 
 
@@ -245,16 +258,15 @@ class _Run:
 
 def _run(predictor: HookedPredictor, prompts: Prompts) -> _Run:
     layers = range(predictor.n_layers)
-    streams, heads = [resid_name(layer) for layer in layers], [z_name(layer) for layer in layers]
+    streams = [predictor.stream_name(layer) for layer in layers]
+    heads = [z_name(layer) for layer in layers]
     shortcut = predictor.adds_up and not predictor.is_hooked
-    output, cache = predictor.model.run_with_cache(
-        predictor.embed(prompts), names_filter=[*streams, *heads]
-    )
+    output, found = predictor.activations(prompts, [*streams, *heads])
     return _Run(
         predictor=predictor,
-        prediction=predictor.read(output),
-        resid=[cache[name] for name in streams],
-        z=[cache[name] for name in heads],
+        prediction=predictor.prediction(output, prompts),
+        resid=found[: len(layers)],
+        z=found[len(layers) :],
         weights=[predictor.layer_weights(layer) for layer in layers] if shortcut else [],
     )
 
@@ -269,6 +281,9 @@ def _z_at_query(
 
 
 def _mask(z: Tensor, hook: object = None, *, heads: list[int], value: Tensor | None) -> Tensor:
+    if heads and max(heads) >= z.shape[2]:
+        name, n_heads = getattr(hook, "name", "z"), z.shape[2]
+        raise ValueError(f"heads of {name} must lie in 0 to {n_heads - 1}, got {max(heads)}.")
     z = z.clone()
     z[:, :, heads] = 0 if value is None else value[..., heads, :].to(z)
     return z
@@ -277,14 +292,13 @@ def _mask(z: Tensor, hook: object = None, *, heads: list[int], value: Tensor | N
 def _mean_z(predictor: HookedPredictor, prompts: Prompts) -> list[Tensor]:
     """For each layer the mean over prompts of z, [pos, head, d_head]."""
     names = [z_name(layer) for layer in range(predictor.n_layers)]
-    totals: dict[str, Tensor] = {}
+    totals: list[Tensor] = []
     with torch.no_grad():
         for start in range(0, len(prompts), CHUNK):
-            chunk = predictor.embed(prompts[start : start + CHUNK])
-            _, cache = predictor.model.run_with_cache(chunk, names_filter=names)
-            for name in names:
-                totals[name] = totals.get(name, 0) + cache[name].double().sum(0)
-    return [totals[name] / len(prompts) for name in names]
+            _, found = predictor.activations(prompts[start : start + CHUNK], names)
+            sums = [z.double().sum(0) for z in found]
+            totals = [a + b for a, b in zip(totals, sums, strict=True)] if totals else sums
+    return [total / len(prompts) for total in totals]
 
 
 def _swapped(z: Float[Tensor, " batch *axes"]) -> Float[Tensor, " batch *axes"]:

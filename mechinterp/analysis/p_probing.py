@@ -108,7 +108,8 @@ def p_probe(
         steps: Steps of descent on (1/2L) sum_l (y_l - <u, phi_l>)^2, from zero.
         track: Told of the progress.
     Raises:
-        ValueError: If there is no model, the variant is unknown, a model has fewer layers, or too few prompts for a map.
+        ValueError: If there is no model, the variant is unknown, a model has fewer layers, `steps` is below 1, or
+            the first half of the prompts has no more tokens than a map has features.
     Source:
         After Chen, Zhao and Zou 2024, arXiv 2408.04532, where only the name and the aim are known to us; the
         variants are a choice made here.
@@ -129,6 +130,7 @@ def p_probe(
         raise ValueError("p_probe needs at least one model, got none.")
     if variant not in VARIANTS:
         raise ValueError(f"variant must be one of {', '.join(VARIANTS)}, got {variant!r}.")
+    _require_steps(steps)
     measured = prompts if variant == "query" else halves(prompts)[1]
     raw = torch.cat([measured.x, measured.x_query[:, None]], dim=1)
     phis = {RAW: raw, IDEAL: reweighted(measured)[0]}
@@ -143,7 +145,12 @@ def p_probe(
 def descent_curves(
     features: Mapping[str, Float[Tensor, "batch pos _feature"]], prompts: Prompts, *, steps: int
 ) -> DescentCurves:
-    """Excess risk of gradient descent on features of the context and, at the last position, of the query."""
+    """Excess risk of gradient descent on features of the context and, at the last position, of the query.
+
+    Raises:
+        ValueError: If `steps` is below 1.
+    """
+    _require_steps(steps)
     n_responses, target = prompts.y.shape[2], prompts.to(torch.float64)
     squares = []
     for phi in features.values():
@@ -178,7 +185,7 @@ def query_features(
     predictor = as_predictor(model)
     _require_layer(predictor, layer)
     predictor.require_heads(list(heads))
-    weights = linear_weights(predictor)
+    weights = linear_weights(predictor, prompts)
     if weights is not None:
         return _linear_features(weights, prompts, layer, heads)
     tokens = [*prompts.x.unbind(1), prompts.x_query]
@@ -220,6 +227,11 @@ def _mapped(
             f"variant 'map' needs one position for each pair, got {fitted.shape[1]} for {target.shape[1]}."
         )
     rows = fitted.reshape(-1, fitted.shape[2])
+    if len(rows) <= rows.shape[1]:
+        raise ValueError(
+            f"A map of {rows.shape[1]} features needs more than as many tokens to fit; the first half of "
+            f"{len(prompts)} prompts has {len(rows)}."
+        )
     weights = fit_ridge(rows, target.reshape(len(rows), -1), PENALTIES[:1])[0]
     return torch.from_numpy(affine(measured, weights))
 
@@ -227,8 +239,17 @@ def _mapped(
 def _stream(predictor: HookedPredictor, prompts: Prompts, layer: int) -> Tensor:
     """The stream at every position after this number of layers."""
     chunks = [prompts[start : start + CHUNK] for start in range(0, len(prompts), CHUNK)]
-    model = predictor.model
-    return torch.cat([model(predictor.embed(chunk), stop_at_layer=layer) for chunk in chunks])
+    if layer < predictor.n_layers:
+        model = predictor.model
+        return torch.cat([model(predictor.inputs(chunk), stop_at_layer=layer) for chunk in chunks])
+    # Past the last layer a Bridge does not stop: it would give its prediction.
+    name = predictor.stream_name(layer)
+    return torch.cat([predictor.activations(chunk, [name])[1][0] for chunk in chunks])
+
+
+def _require_steps(steps: int) -> None:
+    if steps < 1:
+        raise ValueError(f"steps must be >= 1, got {steps}.")
 
 
 def _require_layer(predictor: HookedPredictor, layer: int) -> None:

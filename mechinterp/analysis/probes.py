@@ -16,7 +16,7 @@ from mechinterp.analysis.estimates import mean_and_sem, ratio_and_sem
 from mechinterp.analysis.masking import CHUNK, Head, by_layers, linear_weights, masked
 from mechinterp.display import Result
 from mechinterp.icl.prompts import Prompts
-from mechinterp.models.adapter import HookedPredictor, as_predictor, resid_name
+from mechinterp.models.adapter import HookedPredictor, as_predictor
 from mechinterp.models.deep import DeepWeights, linear_pass
 from mechinterp.tracking import Track, untracked
 
@@ -90,6 +90,20 @@ def reweighted(prompts: Prompts) -> tuple[Tensor, Tensor]:
     return x * correlations[:, None], x * correlations[:, None]
 
 
+def preconditioned(prompts: Prompts) -> tuple[Tensor, Tensor]:
+    """Each position's (S - 1) x with the context's covariance S = (1/L) sum_l x_l x_l^T.
+
+    What a first layer writes that conditions the descent of those after it, and does not look at y.
+    """
+    x = torch.cat([prompts.x, prompts.x_query[:, None]], dim=1)
+    target = x @ (prompts.x.mT @ prompts.x / prompts.x.shape[1]) - x
+    return target, target
+
+
+STRUCTURES = {"reweighted x": reweighted, "preconditioned x": preconditioned}
+"""What a first layer may write, as targets of a probe."""
+
+
 def probe_layers(
     model: "HookedPredictor | ICLTransformer",
     prompts: Prompts,
@@ -105,12 +119,13 @@ def probe_layers(
     the least error against the target it was fitted to is taken.
 
     Args:
-        target: What is read; `responses`, or `reweighted` for the structure of a first layer that preprocesses.
+        target: What is read; `responses`, or one of `STRUCTURES` for what a first layer may have written.
         heads: Heads that are masked throughout.
-        positions: Positions of the target; -1 is the query's. For a model that reads x and y in turn, the query's.
+        positions: Positions of the target; -1 is the query's. For a model that reads x and y in turn, the query's only.
         track: Told of the progress.
     Raises:
-        ValueError: If there are too few prompts for the features, or a position is not among the target's.
+        ValueError: If there are too few prompts for the features, a position is not among the target's or the
+            model's, or the model lacks the hook on its last stream.
     Example:
         >>> from mechinterp import load
         >>> from mechinterp.icl.prompts import generator_for, sample_prompts
@@ -121,8 +136,11 @@ def probe_layers(
         (np.True_, np.True_)
     """
     fitted, scored = (tensor.double().numpy(force=True) for tensor in target(prompts))
-    places = _places(positions, fitted.shape[1])
-    found = streams(model, prompts, heads=heads, positions=[p - fitted.shape[1] for p in places])
+    n_pos = fitted.shape[1]
+    places = _places(positions, n_pos)
+    if set(places) != {n_pos - 1}:
+        _require_own_positions(as_predictor(model), prompts, n_pos)
+    found = streams(model, prompts, heads=heads, positions=[place - n_pos for place in places])
     _require_prompts(len(prompts), found.shape[3])
     dealt = np.random.default_rng(0).permutation(len(prompts))
     columns = []
@@ -156,20 +174,20 @@ def streams(
     Args:
         heads: Heads that are masked.
         positions: Positions of the model's input, counted from its end.
+    Raises:
+        ValueError: If there is no such head, or the model lacks the hook on the stream after its last layer.
     """
     predictor = as_predictor(model)
     predictor.require_heads(list(heads))
-    weights = linear_weights(predictor)
+    weights = linear_weights(predictor, prompts)
     if weights is not None:
         return _linear_streams(weights, prompts, heads, positions)
-    last = predictor.n_layers - 1
-    names = [*(resid_name(layer) for layer in range(last + 1)), f"blocks.{last}.hook_resid_post"]
+    names = [predictor.stream_name(layer) for layer in range(predictor.n_layers + 1)]
     parts = []
     with torch.no_grad(), masked(predictor, heads):
         for start in range(0, len(prompts), CHUNK):
-            chunk = predictor.embed(prompts[start : start + CHUNK])
-            _, cache = predictor.model.run_with_cache(chunk, names_filter=names)
-            parts.append(torch.stack([cache[name][:, list(positions)] for name in names]))
+            _, found = predictor.activations(prompts[start : start + CHUNK], names)
+            parts.append(torch.stack([stream[:, list(positions)] for stream in found]))
     return torch.cat(parts, dim=1).double().numpy(force=True)
 
 
@@ -251,6 +269,15 @@ def _places(positions: Sequence[int], n_pos: int) -> list[int]:
         if not -n_pos <= position < n_pos:
             raise ValueError(f"positions must lie in 0 to {n_pos - 1}, got {position}.")
     return [position % n_pos for position in positions]
+
+
+def _require_own_positions(predictor: HookedPredictor, prompts: Prompts, n_pos: int) -> None:
+    found = predictor.inputs(prompts[:1]).shape[1]
+    if found != n_pos:
+        raise ValueError(
+            f"positions before the query's need a model of one position for each of the target's {n_pos}, "
+            f"got {found}; -1, the query's, can be probed."
+        )
 
 
 def _require_prompts(n_prompts: int, n_features: int) -> None:

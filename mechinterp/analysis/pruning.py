@@ -19,11 +19,11 @@ from mechinterp.analysis.probes import cross_validated, streams
 from mechinterp.checkpoints.layered import LayeredCheckpoint
 from mechinterp.checkpoints.loading import load
 from mechinterp.checkpoints.native import Checkpoint, DeepCheckpoint, save
-from mechinterp.config import TaskConfig
+from mechinterp.config import ExperimentConfig
 from mechinterp.display import Result
-from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
+from mechinterp.icl.prompts import Prompts
 from mechinterp.models.adapter import HookedPredictor, as_predictor
-from mechinterp.models.deep import DeepWeights, predict_deep
+from mechinterp.models.deep import DeepWeights
 from mechinterp.tracking import Track, untracked
 
 if TYPE_CHECKING:
@@ -54,8 +54,13 @@ class Pruning(Result):
     """Excess risk of the pruned model with a new read-out: a ridge regression on the stream at the query,
     cross-validated."""
     refit_risk_sem: float
+    refit_ratio: float
+    """Risk with a new read-out over that of the full model as it is."""
+    refit_ratio_sem: float
+    """Standard error of `refit_ratio`, paired over prompts."""
     full_refit_risk: float
-    """The same of the full model."""
+    """Excess risk of the full model with a new read-out."""
+    full_refit_risk_sem: float
 
     @property
     def pruned_heads(self) -> list[Head]:
@@ -78,7 +83,7 @@ class Pruning(Result):
     def plot(self) -> go.Figure:
         """Excess risk of the full and of the pruned model, as they are and with a new read-out."""
         risks = [self.full_risk, self.risk, self.full_refit_risk, self.refit_risk]
-        errors = [self.full_risk_sem, self.risk_sem, np.nan, self.refit_risk_sem]
+        errors = [self.full_risk_sem, self.risk_sem, self.full_refit_risk_sem, self.refit_risk_sem]
         return figures.bars(
             ["full", "pruned", "full, new read-out", "pruned, new read-out"],
             {"excess risk": np.array(risks)},
@@ -143,6 +148,7 @@ def prune(
         one. What is scored how, and the read-out, are choices made here.
     Example:
         >>> from mechinterp.config import TaskConfig
+        >>> from mechinterp.icl.prompts import generator_for, sample_prompts
         >>> from mechinterp.models.constructions_sparse import preprocess_then_optimise_model
         >>> from mechinterp.models.transformer import ICLTransformer
         >>> task = TaskConfig(d_x=4, context_length=16)
@@ -165,13 +171,25 @@ def prune(
                 rise[layer] = _scores(predictor, scored, gone, [layer], track)[0]
                 kept = _checked(rule(rise), rise.shape)
     errors = masked_errors(predictor, measured, [[], masked_by(kept)])
-    full_risk, risk = (_pair(errors[:, column]) for column in (0, 1))
-    ratio, ratio_sem = ratio_and_sem(errors[:, 1], errors[:, 0])
-    refit, full_refit = (
-        _pair(refit_errors(predictor, measured, heads)) for heads in (masked_by(kept), [])
-    )
+    refits = [refit_errors(predictor, measured, heads) for heads in (masked_by(kept), [])]
+    columns = np.column_stack([errors, *refits])
+    (full_risk, risk, refit_risk, full_refit_risk), sems = mean_and_sem(columns)
+    (_, ratio, refit_ratio, _), ratio_sems = ratio_and_sem(columns, columns[:, 0])
     return Pruning(
-        kept, rise, *full_risk, *risk, float(ratio), float(ratio_sem), *refit, full_refit[0]
+        kept=kept,
+        rise=rise,
+        full_risk=float(full_risk),
+        full_risk_sem=float(sems[0]),
+        risk=float(risk),
+        risk_sem=float(sems[1]),
+        ratio=float(ratio),
+        ratio_sem=float(ratio_sems[1]),
+        refit_risk=float(refit_risk),
+        refit_risk_sem=float(sems[2]),
+        refit_ratio=float(refit_ratio),
+        refit_ratio_sem=float(ratio_sems[2]),
+        full_refit_risk=float(full_refit_risk),
+        full_refit_risk_sem=float(sems[3]),
     )
 
 
@@ -211,6 +229,20 @@ def pruned_weights(weights: DeepWeights, kept: Bool[np.ndarray, "layer head"]) -
     ).compact()
 
 
+def pruned_config(config: ExperimentConfig, weights: DeepWeights) -> ExperimentConfig:
+    """The config of a pruned model."""
+    model = replace(config.model, n_heads=weights.n_heads, d_head=weights.d_head)
+    return replace(config, model=model)
+
+
+def pruned_origin(
+    checkpoint: DeepCheckpoint, kept: Bool[np.ndarray, "layer head"]
+) -> dict[str, object]:
+    """What the checkpoint of a pruned model says of where it comes from; its heads are numbered anew, in this order."""
+    heads = [[int(head) for head in np.flatnonzero(layer)] for layer in kept]
+    return {"pruned_from": checkpoint.name, "kept_heads": heads}
+
+
 def save_pruned(
     checkpoint: DeepCheckpoint | LayeredCheckpoint,
     kept: Bool[np.ndarray, "layer head"],
@@ -237,8 +269,8 @@ def save_pruned(
         checkpoint.without(gone).save(path)
     else:
         weights = pruned_weights(checkpoint.weights, kept)
-        model = replace(checkpoint.config.model, n_heads=weights.n_heads, d_head=weights.d_head)
-        save(path, replace(checkpoint.config, model=model), weights, step=checkpoint.step)
+        config, origin = pruned_config(checkpoint.config, weights), pruned_origin(checkpoint, kept)
+        save(path, config, weights, step=checkpoint.step, origin=origin)
         prompts = prompts.to(weights.W_O.dtype)
     saved = load(path)
     assert not isinstance(saved, Checkpoint)
@@ -255,36 +287,6 @@ def save_pruned(
     return saved
 
 
-def fine_tune(
-    weights: DeepWeights,
-    task: TaskConfig,
-    *,
-    steps: int,
-    learning_rate: float = 1e-4,
-    batch_size: int = 256,
-    seed: int = 0,
-) -> DeepWeights:
-    """The weights after some steps of Adam on fresh prompts; zero heads get no gradient and stay zero.
-
-    Args:
-        seed: Of the prompts, from the stream "train".
-    Raises:
-        ValueError: If steps is below 1.
-    """
-    if steps < 1:
-        raise ValueError(f"steps must be >= 1, got {steps}.")
-    trained = {name: t.detach().clone().requires_grad_() for name, t in weights.tensors.items()}
-    optimizer = torch.optim.Adam(trained.values(), lr=learning_rate)
-    for step in range(steps):
-        generator = generator_for(seed, "train", step)
-        prompts = sample_prompts(task, batch_size, generator=generator, dtype=weights.W_O.dtype)
-        prediction = predict_deep(weights.with_tensors(trained), prompts)
-        optimizer.zero_grad()
-        (prediction - prompts.y_query).square().mean().backward()
-        optimizer.step()
-    return weights.with_tensors({name: tensor.detach() for name, tensor in trained.items()})
-
-
 def _scores(
     predictor: HookedPredictor,
     prompts: Prompts,
@@ -297,11 +299,6 @@ def _scores(
     masks = [gone, *([*gone, head] for head in heads)]
     errors = masked_errors(predictor, prompts, masks, track=track).mean(0)
     return (errors[1:] - errors[0]).reshape(len(layers), predictor.n_heads)
-
-
-def _pair(values: Float[np.ndarray, " prompt"]) -> tuple[float, float]:
-    mean, sem = mean_and_sem(values)
-    return float(mean), float(sem)
 
 
 def _only(heads: np.ndarray, n_heads: int) -> np.ndarray:

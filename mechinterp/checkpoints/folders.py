@@ -42,7 +42,11 @@ def document_file(path: Path) -> Path:
 
 
 def document_of(
-    config: ExperimentConfig, *, step: int, assumed: Mapping[str, object] | None = None
+    config: ExperimentConfig,
+    *,
+    step: int,
+    assumed: Mapping[str, object] | None = None,
+    origin: Mapping[str, object] | None = None,
 ) -> dict:
     """What config.json says: the experiment, how far it got and which code wrote it."""
     document = {
@@ -52,7 +56,8 @@ def document_of(
         "step": step,
         "experiment": asdict(config),
     }
-    return document | ({"assumed": dict(assumed)} if assumed else {})
+    said = {"assumed": assumed, "origin": origin}
+    return document | {name: dict(value) for name, value in said.items() if value}
 
 
 def read_document(file: Path) -> tuple[dict, ExperimentConfig]:
@@ -79,11 +84,12 @@ def document_parts(document: object, file: Path) -> tuple[dict, ExperimentConfig
         raise CheckpointError(
             f"{file}: format_version must be {FORMAT_VERSION}, got {document['format_version']!r}."
         )
-    step, assumed = document["step"], document.get("assumed", {})
+    step = document["step"]
     if type(step) is not int or step < 0:
         raise CheckpointError(f"{file}: step must be an integer >= 0, got {step!r}.")
-    if not isinstance(assumed, dict):
-        raise CheckpointError(f"{file}: assumed must be a JSON object, got {assumed!r}.")
+    for name in ("assumed", "origin"):
+        if not isinstance(document.get(name, {}), dict):
+            raise CheckpointError(f"{file}: {name} must be a JSON object, got {document[name]!r}.")
     try:
         return document, from_dict(document["experiment"])
     except (ValueError, RecursionError) as error:

@@ -32,15 +32,21 @@ LAYERED = ("torch-encoder", "gpt2")
 PROJECTIONS = tuple(f"attention_layer.{x}_proj.weight" for x in "qkvo")
 PACKED = ("in_proj_weight", "out_proj.weight")
 UNPACKED = (*(f"{x}_proj_weight" for x in "qkv"), "out_proj.weight")
+# Somebody's own layer, of four torch.nn.Linear.
+LINEAR = (
+    ("query.weight", "key.weight", "value.weight", "out.weight"),
+    ("q_proj.weight", "k_proj.weight", "v_proj.weight", "out_proj.weight"),
+)
 EXTRA_KEYS = ("bias_k", "bias_v")
-# What tells a format: each of these sets of names is enough, behind a prefix that ends in a dot.
+# What tells a format: each of these sets of names is enough, behind a prefix that ends in a dot. The first format that
+# fits is taken: what torch's attention has is all that separate linear attention has, and an output.
 MARKS: dict[str, tuple[tuple[str, ...], ...]] = {
     "softmax-paper": (PROJECTIONS,),
+    "torch-attention": (PACKED, UNPACKED, *LINEAR),
     "linear-paper": (
         ("kq.weight", "value.weight"),
         ("key.weight", "query.weight", "value.weight"),
     ),
-    "torch-attention": (PACKED, UNPACKED),
     "arrays": (NAMES, ("QK", "OV")),
 }
 HEADS = ("n_head", "num_heads", "num_attention_heads", "n_heads", "nhead")
@@ -221,14 +227,32 @@ def _linear_paper(
 def _torch_attention(
     tensors: Mapping[str, Tensor], file: Path, hints: Hints, settings: Mapping[str, object]
 ) -> OneLayer:
-    """torch.nn.MultiheadAttention: head h has rows h E/H to (h + 1) E/H of q, k and v."""
+    """torch.nn.MultiheadAttention, or an own layer: head h has the h-th block of rows of q, k and v."""
     for name in EXTRA_KEYS:
         if name in tensors:
             raise CheckpointError(
                 f"{file}: the attention must have no learned extra key and value, got {name}."
             )
-    packed = "in_proj_weight" in tensors
-    names = PACKED if packed else UNPACKED
+    names = next(marks for marks in MARKS["torch-attention"] if set(marks) <= set(tensors))
+    own = names in LINEAR
+    matrices, biases = (_linear_layers if own else _attention_module)(tensors, names, file)
+    n_heads, width = _stated_heads(file, hints, settings), len(matrices[0])
+    if width % n_heads:
+        raise CheckpointError(f"{file}: n_heads must divide the width {width}, got {n_heads}.")
+    found = {f"W_{x}": _per_head(w, n_heads) for x, w in zip("QKV", matrices[:3], strict=True)}
+    found["W_O"] = matrices[3].mT.unflatten(0, (n_heads, -1)).contiguous()
+    for x, bias in biases.items():
+        found[f"b_{x}"] = bias if x == "O" else bias.unflatten(0, (n_heads, -1)).contiguous()
+    if own:  # what is done with the scores, the file does not say
+        return OneLayer("torch-attention", found)
+    return OneLayer("torch-attention", found, scale=(width // n_heads) ** -0.5, score="softmax")
+
+
+def _attention_module(
+    tensors: Mapping[str, Tensor], names: tuple[str, ...], file: Path
+) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """The weights q, k, v and o of torch.nn.MultiheadAttention, and its biases by Q, K, V and O."""
+    packed = names == PACKED
     biases = tuple(name for name in ("in_proj_bias", "out_proj.bias") if name in tensors)
     _require_known(tensors, (*names, *biases), "torch-attention", file)
     numbers(tensors, (*names, *biases), file)
@@ -237,20 +261,32 @@ def _torch_attention(
     shapes = ((3 * E, E), (E, E)) if packed else ((E, E),) * 4
     for name, tensor, shape in zip(names, matrices, shapes, strict=True):
         require_shape(file, name, tensor, shape)
-    n_heads = _stated_heads(file, hints, settings)
-    if E % n_heads:
-        raise CheckpointError(f"{file}: n_heads must divide the width {E}, got {n_heads}.")
-    q, k, v = matrices[0].split(E) if packed else matrices[:3]
-    found = {f"W_{x}": _per_head(w, n_heads) for x, w in zip("QKV", (q, k, v), strict=True)}
-    found["W_O"] = matrices[-1].mT.unflatten(0, (n_heads, -1)).contiguous()
+    found: dict[str, Tensor] = {}
     for name in biases:
         require_shape(file, name, tensors[name], (3 * E if name == "in_proj_bias" else E,))
     if "in_proj_bias" in biases:
-        per_head = tensors["in_proj_bias"].unflatten(0, (3, n_heads, -1))
-        found |= {f"b_{x}": bias.contiguous() for x, bias in zip("QKV", per_head, strict=True)}
+        found |= dict(zip("QKV", tensors["in_proj_bias"].split(E), strict=True))
     if "out_proj.bias" in biases:
-        found["b_O"] = tensors["out_proj.bias"]
-    return OneLayer("torch-attention", found, scale=(E // n_heads) ** -0.5, score="softmax")
+        found["O"] = tensors["out_proj.bias"]
+    return [*(matrices[0].split(E) if packed else matrices[:3]), matrices[-1]], found
+
+
+def _linear_layers(
+    tensors: Mapping[str, Tensor], names: tuple[str, ...], file: Path
+) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """The weights of the linear layers q, k, v and o, and their biases by Q, K, V and O; o may write y alone."""
+    biases = {x: name.replace("weight", "bias") for x, name in zip("QKVO", names, strict=True)}
+    biases = {x: name for x, name in biases.items() if name in tensors}
+    _require_known(tensors, (*names, *biases.values()), "torch-attention", file)
+    numbers(tensors, (*names, *biases.values()), file)
+    matrices = _two_axes(tensors, names, file)
+    (width, d_model), n_out = matrices[0].shape, min(len(matrices[3]), matrices[0].shape[1])
+    shapes = ((width, d_model),) * 3 + ((n_out, width),)
+    for name, tensor, shape in zip(names, matrices, shapes, strict=True):
+        require_shape(file, name, tensor, shape)
+    for x, name in biases.items():
+        require_shape(file, name, tensors[name], (n_out if x == "O" else width,))
+    return matrices, {x: tensors[name] for x, name in biases.items()}
 
 
 def _stated_heads(file: Path, hints: Hints, settings: Mapping[str, object]) -> int:

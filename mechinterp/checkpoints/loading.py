@@ -207,7 +207,7 @@ def named_config(what: str) -> ExperimentConfig:
     """The preset of this name, or the config in a file: its own JSON or a checkpoint's config.json.
 
     Raises:
-        ValueError: If it is neither, or the file holds no config.
+        ValueError: If it is neither, the file holds no config, or the model in it was pruned.
     Example:
         >>> named_config("checkpoints/softmax-h2-s0/config.json") == preset("softmax-h2")
         True
@@ -221,6 +221,8 @@ def named_config(what: str) -> ExperimentConfig:
             f"{what}: a preset ({', '.join(PRESETS)}) or a config file is needed, got {found}."
         )
     document = read_json(file)
+    if isinstance(document, dict) and document.get("origin"):
+        raise ValueError(f"{file}: training does not make this model: it was pruned from another.")
     inner = document.get("experiment", document) if isinstance(document, dict) else document
     try:
         return from_dict(inner)

@@ -55,6 +55,8 @@ class SavedModel(ABC, Generic[Weights]):
     """"native", or the format of somebody else's file."""
     assumed: Mapping[str, object] = field(default_factory=dict)
     """What the file did not say and was filled in, by dotted name."""
+    origin: Mapping[str, object] = field(default_factory=dict)
+    """Of a model that training by its config would not give: what it was pruned from, its heads, what came after."""
 
     def __repr__(self) -> str:
         model, task = self.config.model, self.config.task
@@ -140,6 +142,7 @@ class SavedModel(ABC, Generic[Weights]):
             history=self.history,
             snapshots=self.snapshots,
             assumed=self.assumed,
+            origin=self.origin,
         )
 
 
@@ -171,12 +174,11 @@ def load(path: str | Path) -> Checkpoint | DeepCheckpoint:
     """
     path = Path(path)
     document, config = read_document(document_file(path))
-    step, assumed, file = document["step"], document.get("assumed", {}), path / WEIGHTS
+    step, file = document["step"], path / WEIGHTS
+    said = {name: document.get(name, {}) for name in ("assumed", "origin")}
     if config.model.context_only:
-        return DeepCheckpoint(
-            path, config, step, DeepCheckpoint.read(file, config), assumed=assumed
-        )
-    return Checkpoint(path, config, step, Checkpoint.read(file, config), assumed=assumed)
+        return DeepCheckpoint(path, config, step, DeepCheckpoint.read(file, config), **said)
+    return Checkpoint(path, config, step, Checkpoint.read(file, config), **said)
 
 
 def save(
@@ -188,6 +190,7 @@ def save(
     history: pd.DataFrame | None = None,
     snapshots: Mapping[int, Weights] | None = None,
     assumed: Mapping[str, object] | None = None,
+    origin: Mapping[str, object] | None = None,
 ) -> None:
     """Write a checkpoint folder; config.json comes last, so that a folder that has it is whole.
 
@@ -198,7 +201,7 @@ def save(
     path = Path(path)
     require_fit(path, weights, config)
     kept = {at: state_dict(snapshot) for at, snapshot in (snapshots or {}).items()}
-    document = document_of(config, step=step, assumed=assumed)
+    document = document_of(config, step=step, assumed=assumed, origin=origin)
     write_folder(path, document, state_dict(weights), history=history, snapshots=kept)
 
 

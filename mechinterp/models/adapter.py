@@ -4,8 +4,10 @@ Ours fit as they are. A TransformerLens Bridge around somebody else's layers nee
 become its input and which part of its output is the prediction; that is all there is to an adapter.
 """
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, cast
 
 from jaxtyping import Float
@@ -24,12 +26,18 @@ if TYPE_CHECKING:
     from mechinterp.models.transformer import ICLTransformer
 
 
+# Where torch's MultiheadAttention and Hugging Face's attention keep the rate of a functional dropout.
+DROPOUT_RATES = ("dropout", "attention_dropout")
+
+
 @dataclass(frozen=True, eq=False)
 class HookedPredictor:
     """A model with TransformerLens' hooks, how prompts go into it and where its prediction comes out.
 
     Raises:
-        ValueError: If the model lacks the hooks of a layer's heads or of its input.
+        ValueError: If the model has no hooks, lacks those of a layer's heads or of its input, has more layers, or
+            cannot be started and stopped at a layer. When it runs: if it drops at random, has another number of
+            heads, or `read` gives something else than [batch, d_y].
     """
 
     model: "HookedRootModule | TransformerBridge"
@@ -45,17 +53,92 @@ class HookedPredictor:
     """Whether a layer adds its heads' outputs, `z @ W_O`, to the stream and does nothing else."""
 
     def __post_init__(self) -> None:
+        kind = type(self.model).__name__
+        if not hasattr(self.model, "hook_dict"):
+            raise ValueError(f"model must have TransformerLens' hooks (hook_dict), got a {kind}.")
+        hooks = self.model.hook_dict
         for layer in range(self.n_layers):
             for name in (z_name(layer), resid_name(layer)):
-                if name not in self.model.hook_dict:
+                if name not in hooks:
                     raise ValueError(
-                        f"A model of {self.n_layers} layers must have the hook {name}, got a "
-                        f"{type(self.model).__name__} without it."
+                        f"A model of {self.n_layers} layers must have the hook {name}, got a {kind} without it."
                     )
+        if self.n_layers < 1 or z_name(self.n_layers) in hooks:
+            raise ValueError(
+                f"n_layers must be the number of all layers of the {kind}, got {self.n_layers}."
+            )
+        for name in ("start_at_layer", "stop_at_layer"):
+            if not _takes(self.model.forward, name):
+                raise ValueError(
+                    f"The model's forward must take {name}, got a {kind}'s without it."
+                )
 
     def predict(self, prompts: Prompts) -> Float[Tensor, "batch d_y"]:
         """Prediction of y_query, in units of y."""
-        return self.read(self.model(self.embed(prompts)))
+        return self.prediction(self.model(self.inputs(prompts)), prompts)
+
+    def inputs(self, prompts: Prompts) -> Float[Tensor, "batch pos width"]:
+        """What goes into the model, which must not drop at random.
+
+        Raises:
+            ValueError: If some dropout is in training mode.
+        """
+        # A Bridge lists the parts it wraps; what lies between them is in the model it was made of.
+        for part in (self.model, getattr(self.model, "original_model", None)):
+            if isinstance(part, nn.Module) and any(map(_drops, part.modules())):
+                raise ValueError(
+                    f"The model must be in evaluation mode, call .eval(); got a {type(self.model).__name__} "
+                    f"with dropout in training mode."
+                )
+        return self.embed(prompts)
+
+    def prediction(self, output: Tensor, prompts: Prompts) -> Float[Tensor, "batch d_y"]:
+        """What `read` makes of the output for these prompts.
+
+        Raises:
+            ValueError: If it is not of the shape of their y_query; broadcast, it would give numbers all the same.
+        """
+        found = self.read(output)
+        if found.shape != prompts.y_query.shape:
+            raise ValueError(
+                f"read must give [batch, d_y], {list(prompts.y_query.shape)} for these prompts, "
+                f"got {list(found.shape)}."
+            )
+        return found
+
+    def activations(self, prompts: Prompts, names: Sequence[str]) -> tuple[Tensor, list[Tensor]]:
+        """The model's output, and what passes these hooks.
+
+        Raises:
+            ValueError: If the model has no such hook or does not run through it, or has another number of heads.
+        """
+        output, cache = self.model.run_with_cache(self.inputs(prompts), names_filter=list(names))
+        for name in names:
+            if name not in cache:
+                raise ValueError(
+                    f"This needs the hook {name}, got a {type(self.model).__name__} that does not run through it."
+                )
+        for layer in range(self.n_layers):
+            if z_name(layer) in names:
+                self.require_z(layer, cache[z_name(layer)])
+        return output, [cache[name] for name in names]
+
+    def stream_name(self, layer: int) -> str:
+        """Name of the hook on the stream after this number of layers."""
+        last = self.n_layers - 1
+        return resid_name(layer) if layer <= last else f"blocks.{last}.hook_resid_post"
+
+    def require_z(self, layer: int, z: Tensor) -> None:
+        """Refuse a layer with another number of heads.
+
+        Raises:
+            ValueError: If there are not `n_heads` along the third axis.
+        """
+        if z.ndim != 4 or z.shape[2] != self.n_heads:
+            raise ValueError(
+                f"n_heads must be that of {z_name(layer)}, [batch, pos, head, d_head], "
+                f"got {self.n_heads} for {list(z.shape)}."
+            )
 
     def require_heads(self, heads: "list[tuple[int, int]]") -> None:
         """Refuse heads that do not exist.
@@ -99,6 +182,22 @@ def resid_name(layer: int) -> str:
     return f"blocks.{layer}.hook_resid_pre"
 
 
+def require_sizes(prompts: Prompts, *, d_x: int, d_y: int) -> None:
+    """Refuse prompts that are not of the model's sizes.
+
+    Raises:
+        ValueError: Naming both.
+    Example:
+        >>> from mechinterp.config import TaskConfig
+        >>> from mechinterp.icl.prompts import generator_for, sample_prompts
+        >>> prompts = sample_prompts(TaskConfig(), 8, generator=generator_for(0, "eval", 0))
+        >>> require_sizes(prompts, d_x=5, d_y=1)
+    """
+    found = (prompts.x.shape[2], prompts.y.shape[2])
+    if found != (d_x, d_y):
+        raise ValueError(f"The prompts' (d_x, d_y) must be the model's, {(d_x, d_y)}, got {found}.")
+
+
 def as_predictor(model: "HookedPredictor | ICLTransformer") -> HookedPredictor:
     """The model as a predictor: one of ours as it is, and a `HookedPredictor` itself.
 
@@ -121,7 +220,7 @@ def as_predictor(model: "HookedPredictor | ICLTransformer") -> HookedPredictor:
         model=model,
         n_layers=model.cfg.n_layers,
         n_heads=model.cfg.n_heads,
-        embed=lambda prompts: prompts.tokens,
+        embed=partial(_tokens, d_x=model.cfg.d_x, d_y=model.cfg.d_y),
         read=lambda output: output[:, -1],
         adds_up=True,
     )
@@ -133,11 +232,11 @@ def gpt2_predictor(
     """A regression GPT-2 in a TransformerLens Bridge; it reads x_1, y_1, ..., x_query and predicts at the last.
 
     The layers are wrapped where they are: the given backbone runs through the hooks from then on, and its
-    state_dict has other names. Save it before.
+    state_dict has other names. Save it before. All parts are put into evaluation mode.
 
     Args:
         backbone: Hugging Face's model, fed with vectors in place of words.
-        read_in: From [.., d_x] to the backbone's width.
+        read_in: From [.., d_x] to the backbone's width; of a Linear, prompts of another d_x are refused.
         read_out: From the backbone's width to [.., d_y].
     Source:
         Garg et al. 2022, arXiv 2208.01066.
@@ -155,10 +254,13 @@ def gpt2_predictor(
     with_head.config.tie_word_embeddings = False
     with_head.set_attn_implementation("eager")
     with_head.eval()
+    read_in.eval()
     bridge = build_bridge_from_module(with_head, "GPT2LMHeadModel", hf_config=with_head.config)
-    most = (backbone.config.n_positions - 1) // 2
+    most, d_y = (backbone.config.n_positions - 1) // 2, read_out.out_features
 
     def embed(prompts: Prompts) -> Tensor:
+        d_x = read_in.in_features if isinstance(read_in, nn.Linear) else prompts.x.shape[2]
+        require_sizes(prompts, d_x=d_x, d_y=d_y)
         if prompts.x.shape[1] > most:
             raise ValueError(too_long(prompts.x.shape[1], most))
         return read_in(interleaved(prompts))
@@ -170,3 +272,23 @@ def gpt2_predictor(
         embed=embed,
         read=lambda output: output[:, -1],
     )
+
+
+def _tokens(prompts: Prompts, *, d_x: int, d_y: int) -> Tensor:
+    require_sizes(prompts, d_x=d_x, d_y=d_y)
+    return prompts.tokens
+
+
+def _takes(function: Callable, name: str) -> bool:
+    """Whether there is such an argument, or any name is taken."""
+    parameters = inspect.signature(function).parameters
+    return name in parameters or any(p.kind == p.VAR_KEYWORD for p in parameters.values())
+
+
+def _drops(module: nn.Module) -> bool:
+    """Whether it is dropout, or attention that holds its rate, in training mode."""
+    if not module.training:
+        return False
+    names = ("p",) if isinstance(module, nn.modules.dropout._DropoutNd) else DROPOUT_RATES
+    rates = [getattr(module, name, None) for name in names]
+    return any(isinstance(rate, int | float) and rate > 0 for rate in rates)

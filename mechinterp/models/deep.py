@@ -253,12 +253,10 @@ def _linear_heads(
     weights: DeepWeights, layer: int, T: Tensor, moment: Tensor
 ) -> Float[Tensor, "batch d_token columns"]:
     """q_h (k_h^T M v_h) of all heads of a layer, side by side."""
-    # Products of all heads with all heads, of which those of different heads are dropped: many small matrices
-    # would take several times as long as one large one.
-    identity = torch.eye(weights.n_heads, dtype=moment.dtype, device=moment.device)
-    own = torch.kron(identity, identity.new_ones(weights.d_head, weights.d_head))
     q, k, v = (T @ _wide(weights, layer)).chunk(3, dim=-1)
-    return q @ (own * (k.mT @ (moment @ v)))
+    heads = (weights.n_heads, weights.d_head)
+    q, k, Mv = (part.unflatten(-1, heads).transpose(1, 2) for part in (q, k, moment @ v))
+    return (q @ (k.mT @ Mv)).transpose(1, 2).flatten(2)
 
 
 def _wide(weights: DeepWeights, layer: int) -> Float[Tensor, "d_model columns"]:

@@ -1,9 +1,12 @@
 """A page that compares several checkpoints: settings with their seeds, models, and curves laid over each other."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import pandas as pd
+
 from mechinterp.analysis.comparison import Comparison, compare
+from mechinterp.checkpoints.errors import printable
 from mechinterp.checkpoints.native import Checkpoint
 from mechinterp.report.page import Report, require_free, write_page
 from mechinterp.report.sections import Section
@@ -16,6 +19,7 @@ def write_comparison(
     checkpoints: Sequence[Checkpoint],
     out: str | Path,
     *,
+    left_out: Mapping[str, str] | None = None,
     n_prompts: int = 4096,
     seed: int = 0,
     overwrite: bool = False,
@@ -24,6 +28,7 @@ def write_comparison(
     """Write `out/index.html` about all of the checkpoints, and the CSV files behind it.
 
     Args:
+        left_out: What could not be compared, and why, to be named on the page: reasons by path.
         n_prompts: Prompts behind each classification; losses take five times as many.
         track: Told of the progress.
     Raises:
@@ -39,10 +44,14 @@ def write_comparison(
     """
     require_free(Path(out), overwrite)
     found = compare(checkpoints, n_prompts=n_prompts, seed=seed, track=track)
-    parts = [_settings(found, n_prompts), _heads(found), *_training(found)]
+    missing = [_left_out(left_out)] if left_out else []
+    parts = [_settings(found, n_prompts), *missing, _heads(found), *_training(found)]
     title = "Comparison of " + _plural(len(checkpoints), "model")
     about = ", ".join(found.names)
-    return write_page(Path(out), title, about, _verdict(found), parts)
+    verdict = _verdict(found)
+    if left_out:
+        verdict += f" Left out: {len(left_out)} of {len(left_out) + len(checkpoints)}."
+    return write_page(Path(out), title, about, verdict, parts)
 
 
 def _verdict(found: Comparison) -> str:
@@ -69,6 +78,20 @@ def _settings(found: Comparison, n_prompts: int) -> Section:
         f"Losses are mean squared errors on {5 * n_prompts} prompts of the model's own task and context length, the same "
         "prompts for all models of one task. omega and mu are as in the report on one model.",
         tables=tables,
+        longest_table=LONGEST_TABLE,
+    )
+
+
+def _left_out(reasons: Mapping[str, str]) -> Section:
+    rows = [
+        (printable(path), printable(reason).removeprefix(f"{printable(path)}: "))
+        for path, reason in reasons.items()
+    ]
+    return Section(
+        "Left out",
+        "Asked for, and not in this comparison.",
+        "Each file is read by itself; one that fails leaves the others as they are.",
+        tables={"left_out": pd.DataFrame(rows, columns=["checkpoint", "error"])},
         longest_table=LONGEST_TABLE,
     )
 

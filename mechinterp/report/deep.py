@@ -67,7 +67,7 @@ def write_deep_report(
     probed = measured[: max(len(measured) // 2, wide)]
     parts = [
         sections.risk_section(found, len(prompts)),
-        sections.heads_section(predictor, zero, scored, found, track),
+        sections.heads_section(predictor, zero, scored, track),
         sections.pruning_section(predictor, zero, rules, (scored, measured), track),
         sections.probes_section(predictor, probed, track),
         sections.descent_section(predictor, sections.some(measured, 4), track),

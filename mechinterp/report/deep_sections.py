@@ -1,6 +1,6 @@
 """The parts of a page on the heads of a model of any number of layers, from its predictor and prompts."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import pandas as pd
@@ -13,7 +13,7 @@ from mechinterp.analysis.head_sets import greedy_order
 from mechinterp.analysis.heads import HeadAblation, ablate_heads
 from mechinterp.analysis.masking import Head, masked_errors
 from mechinterp.analysis.p_probing import IDEAL, RAW, p_probe
-from mechinterp.analysis.probes import FOLDS, LayerProbes, probe_layers, reweighted
+from mechinterp.analysis.probes import FOLDS, STRUCTURES, LayerProbes, probe_layers
 from mechinterp.analysis.pruning_curves import (
     PruningCurves,
     RulePruning,
@@ -53,23 +53,22 @@ def risk_section(found: Rivals, n_prompts: int) -> Section:
 
 
 def heads_section(
-    predictor: HookedPredictor, zero: HeadAblation, scored: Prompts, found: Rivals, track: Track
+    predictor: HookedPredictor, zero: HeadAblation, scored: Prompts, track: Track
 ) -> Section:
     """What masking each head costs, by three methods, and what masking whole layers does."""
     few = some(scored, 8)
     others = [ablate_heads(predictor, few, method=how, track=track) for how in OTHER_METHODS]
     whole = _layer_rises(predictor, scored)
-    worst = found.risk[found.learners.index("zero")]
     return Section(
         "Heads",
-        " ".join([_effective(zero), *_broken(zero, worst), _cautioned(zero, *whole)]),
+        " ".join([_effective(zero), *_broken(zero), _cautioned(zero, *whole)]),
         f"One head is masked at a time, nothing is retrained; excess risk is the mean of (ŷ − x·β)², ± one standard error, "
         f"paired over prompts. Zero ablation sets a head's z to 0 ({len(scored)} prompts), mean ablation to its mean over "
         f"prompts, resample ablation to that of another prompt ({len(few)} prompts each). Importance is a head's share of its "
         "layer's rises, falls taken as 0; the effective number of heads is exp of the entropy of the importance. Colours of the "
         "first figure end where the model is as bad as predicting 0, if not before.",
         {
-            "head_risk": _risk_heatmap(zero, worst),
+            "head_risk": _risk_heatmap(zero),
             "head_importance": zero.plot_importance(),
             "effective_heads": _effective_bars([zero, *others]),
         },
@@ -127,22 +126,25 @@ def pruning_section(
 def probes_section(predictor: HookedPredictor, prompts: Prompts, track: Track) -> Section:
     """What a linear probe reads from the stream, layer by layer."""
     response = probe_layers(predictor, prompts, track=track)
-    structure = probe_layers(predictor, prompts, target=reweighted, track=track)
-    frames = {"response": response.to_frame(), "reweighted x": structure.to_frame()}
-    for name, frame in frames.items():
-        frame.insert(0, "target", name)
+    found = {"response": response}
+    for name, target in STRUCTURES.items():
+        found[name] = probe_layers(predictor, prompts, target=target, track=track)
+    table = pd.concat([one.to_frame().assign(target=name) for name, one in found.items()])
+    table.insert(0, "target", table.pop("target"))
+    r2 = {name: _listed(one.r2[:, -1]) for name, one in found.items()}
     risks = ", ".join(number(risk) for risk in response.risk[:, -1])
     return Section(
         "Probes",
         f"A linear probe of the stream at the query predicts the response with an excess risk of {risks} y² after "
-        f"0 to {len(response.risk) - 1} layers. The structure that Algorithm 1 would write, x times its correlations "
-        f"with y, is read with R² {_listed(structure.r2[:, -1])}. Controls are fitted to the targets of other prompts: "
-        "what a probe finds where there is nothing.",
+        f"0 to {len(response.risk) - 1} layers. What a first layer may write: x reweighted by its correlations with "
+        f"y, as Algorithm 1 has it, is read with R² {r2['reweighted x']}; (S − 1)x with the context's covariance S, which "
+        f"conditions the descent of the layers after, with R² {r2['preconditioned x']}. Controls are fitted to the targets "
+        "of other prompts: what a probe finds where there is nothing.",
         f"Ridge regressions on the stream at the query of {len(prompts)} prompts, each fitted to {FOLDS - 1} fifths of them "
         "and scored on the fifth left out, for several penalties of which the best is taken. R² is 1 minus the squared "
         "error over the mean square of the target without noise.",
-        {"probe_risk": response.plot(), "probe_r2": _probe_lines(response, structure)},
-        {"probes": pd.concat(list(frames.values()))},
+        {"probe_risk": response.plot(), "probe_r2": _probe_lines(found)},
+        {"probes": table},
     )
 
 
@@ -187,14 +189,12 @@ def _effective(zero: HeadAblation) -> str:
     return f"Of {zero.rise.shape[1]} heads per layer the rises of the excess risk are spread over {', '.join(counts)}."
 
 
-def _broken(zero: HeadAblation, worst: float) -> list[str]:
+def _broken(zero: HeadAblation) -> list[str]:
     """A sentence on the heads without which the model is worse than no model, if there are any."""
-    risks = zero.full_risk + zero.rise.ravel()
-    names = [name for name, risk in zip(zero.head_names, risks, strict=True) if risk > worst]
-    if not names or zero.full_risk > worst:
+    if not zero.breaking:
         return []
     return [
-        f"Without {_together(names)} the model is worse than predicting 0: the layers after meet inputs they have "
+        f"Without {_together(zero.breaking)} the model is worse than predicting 0: the layers after meet inputs they have "
         "never seen, and the size of such a rise says that something breaks, not how much the head computes."
     ]
 
@@ -233,13 +233,13 @@ def _layer_rises(predictor: HookedPredictor, prompts: Prompts) -> tuple[np.ndarr
     return mean_and_sem(errors[:, 1:] - errors[:, :1])
 
 
-def _risk_heatmap(zero: HeadAblation, worst: float) -> go.Figure:
+def _risk_heatmap(zero: HeadAblation) -> go.Figure:
     """How many times the full model's excess risk is left with a head masked, on a logarithmic scale."""
-    if not 0 < zero.full_risk < worst:
+    if not 0 < zero.full_risk < zero.null_risk:
         return zero.plot()
     factor = np.log10(np.maximum(1 + zero.rise / zero.full_risk, 1e-6))
     title = "Excess risk with a head masked, over the full model's, log₁₀"
-    bound = np.log10(worst / zero.full_risk)
+    bound = np.log10(zero.null_risk / zero.full_risk)
     limit = float(min(np.abs(factor).max(), bound)) or float(bound)
     return figures.layers_by_heads(factor, title=title, unit="log₁₀", limit=limit)
 
@@ -303,15 +303,15 @@ def _by_chance(zero: HeadAblation) -> list[str]:
     ]
 
 
-def _probe_lines(response: LayerProbes, structure: LayerProbes) -> go.Figure:
+def _probe_lines(probes: Mapping[str, LayerProbes]) -> go.Figure:
     curves: dict[str, Float[np.ndarray, " layer"]] = {}
     errors: dict[str, Float[np.ndarray, " layer"]] = {}
-    for name, found in {"response": response, "reweighted x": structure}.items():
+    for name, found in probes.items():
         for kind, label in (("r2", name), ("control_r2", f"{name}, control")):
             curves[label] = getattr(found, kind)[:, -1]
             errors[label] = getattr(found, f"{kind}_sem")[:, -1]
     return figures.lines(
-        np.arange(len(response.risk)),
+        np.arange(len(probes["response"].risk)),
         curves,
         errors=errors,
         title="R² of linear probes of the stream at the query",

@@ -8,10 +8,11 @@ from pathlib import Path
 import pandas as pd
 
 from mechinterp.analysis.fits import LearnerFits
-from mechinterp.analysis.heads import HeadAblation, SubsetAblation
+from mechinterp.analysis.heads import HeadAblation
 from mechinterp.analysis.jumps import JumpForecast
 from mechinterp.analysis.layered import LayeredClassification
 from mechinterp.analysis.patterns import Classification
+from mechinterp.analysis.subsets import SubsetAblation
 from mechinterp.checkpoints.exchange import FORMAT as EXCHANGE
 from mechinterp.checkpoints.exchange import positions_for
 from mechinterp.checkpoints.layered import LayeredCheckpoint
@@ -40,6 +41,7 @@ def info_document(checkpoint: Checkpoint | DeepCheckpoint | LayeredCheckpoint) -
         "id": checkpoint.config.id,
         "step": checkpoint.step,
         "experiment": asdict(checkpoint.config),
+        "origin": dict(checkpoint.origin),
         "history_rows": 0 if history is None else len(history),
         "snapshots": list(checkpoint.snapshots),
         "eval_loss": None if history is None else float(history["eval_loss"].iloc[-1]),
@@ -147,6 +149,8 @@ def ablation_document(
         **header(checkpoint),
         "excess_risk": single[0].full_risk,
         "excess_risk_sem": single[0].full_risk_sem,
+        "null_risk": single[0].null_risk,
+        "breaking": single[0].breaking,
         "heads": [row for one in single for row in records(one.to_frame())],
     }
     if subsets is not None:

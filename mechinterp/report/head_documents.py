@@ -1,8 +1,9 @@
 """The documents of `ablate`, `prune` and `probe` about models of several layers, as the command line prints them."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from mechinterp.analysis.fine_tuning import FineTuning
 from mechinterp.analysis.heads import HeadAblation
 from mechinterp.analysis.p_probing import DescentCurves
 from mechinterp.analysis.probes import LayerProbes
@@ -20,22 +21,32 @@ def layers_document(
         **header(checkpoint),
         "excess_risk": found[0].full_risk,
         "excess_risk_sem": found[0].full_risk_sem,
+        "null_risk": found[0].null_risk,
+        "breaking": found[0].breaking,
         "heads": [row for one in found for row in records(one.to_frame())],
         "layers": [row for one in found for row in records(one.layer_frame())],
     }
 
 
 def pruning_document(
-    checkpoint: DeepCheckpoint | LayeredCheckpoint, found: Pruning, out: Path | None
+    checkpoint: DeepCheckpoint | LayeredCheckpoint,
+    found: Pruning,
+    tuned: FineTuning | None,
+    out: Path | None,
 ) -> dict:
-    """What `prune` says; `checkpoint` is where the pruned model was written, null if it was not."""
+    """What `prune` says; `checkpoint` is where the pruned model was written, null if it was not.
+
+    `fine_tuning` has the risks of the pruned and the full model by step, null if they were not trained further.
+    """
     names = ("full_risk", "full_risk_sem", "risk", "risk_sem", "ratio", "ratio_sem")
-    refit = ("refit_risk", "refit_risk_sem", "full_refit_risk")
+    refit = ("refit_risk", "refit_risk_sem", "refit_ratio", "refit_ratio_sem")
+    full = ("full_refit_risk", "full_refit_risk_sem")
     return {
         **header(checkpoint),
-        **{name: getattr(found, name) for name in (*names, *refit)},
+        **{name: getattr(found, name) for name in (*names, *refit, *full)},
         "heads_per_layer": found.kept.sum(1),
         "heads": records(found.to_frame()),
+        "fine_tuning": None if tuned is None else records(tuned.to_frame()),
         "checkpoint": None if out is None else str(out),
     }
 
@@ -43,14 +54,18 @@ def pruning_document(
 def probes_document(
     checkpoint: Checkpoint | DeepCheckpoint | LayeredCheckpoint,
     response: LayerProbes,
-    structure: LayerProbes,
+    structures: Mapping[str, LayerProbes],
     descent: DescentCurves,
 ) -> dict:
     """What `probe` says."""
     return {
         **header(checkpoint),
         "response": records(response.to_frame()),
-        "structure": records(structure.to_frame()),
+        "structure": [
+            {"target": name} | row
+            for name, found in structures.items()
+            for row in records(found.to_frame())
+        ],
         "descent": records(descent.to_frame()),
         "areas": records(descent.area_frame()),
     }

@@ -11,8 +11,9 @@ import plotly.graph_objects as go
 import torch
 
 from mechinterp.analysis.fits import LearnerFits, fit_learners
-from mechinterp.analysis.heads import MAX_SUBSET_HEADS, ablate_heads, ablate_subsets
+from mechinterp.analysis.heads import ablate_heads
 from mechinterp.analysis.patterns import Classification, classify
+from mechinterp.analysis.subsets import MAX_SUBSET_HEADS, ablate_subsets
 from mechinterp.checkpoints.files import write_atomically
 from mechinterp.checkpoints.native import Checkpoint
 from mechinterp.icl.prompts import generator_for, sample_prompts

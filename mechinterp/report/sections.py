@@ -11,8 +11,9 @@ from mechinterp import figures
 from mechinterp.analysis.attention import attention_patterns, chosen
 from mechinterp.analysis.circuits import circuits
 from mechinterp.analysis.fits import LearnerFits
-from mechinterp.analysis.heads import HeadAblation, SubsetAblation
+from mechinterp.analysis.heads import HeadAblation
 from mechinterp.analysis.patterns import Classification, Thresholds
+from mechinterp.analysis.subsets import SubsetAblation
 from mechinterp.checkpoints.native import Checkpoint
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.scores import is_normalised

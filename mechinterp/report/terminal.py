@@ -4,6 +4,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
 import pandas as pd
 from rich.console import Console
@@ -11,9 +12,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemaini
 from rich.progress import Progress as Bar
 
 from mechinterp.analysis.fits import LearnerFits
-from mechinterp.analysis.heads import MAX_SUBSET_HEADS, HeadAblation, SubsetAblation
+from mechinterp.analysis.heads import HeadAblation
+from mechinterp.analysis.subsets import MAX_SUBSET_HEADS, SubsetAblation
 from mechinterp.tracking import Item, Track
 from mechinterp.training.run import Progress
+
+if TYPE_CHECKING:
+    from mechinterp.analysis.fine_tuning import FineTuning
+    from mechinterp.analysis.pruning import Pruning
 
 
 @contextmanager
@@ -105,9 +111,7 @@ def fits_text(fits: LearnerFits) -> str:
 
 def ablation_text(single: list[HeadAblation], subsets: SubsetAblation | None) -> str:
     """Excess risk, its rise for every masked head, and subsets where there are few enough heads."""
-    risk = f"excess risk {single[0].full_risk:.4f} ± {single[0].full_risk_sem:.4f} y²"
-    table = pd.concat([one.to_frame() for one in single])
-    parts = [risk, "\nRise when one head is masked", frame_text(table)]
+    parts = [_masked_text(single)]
     if subsets is None:
         parts.append(f"\nSubsets are left out: there are more than {MAX_SUBSET_HEADS} heads.")
     else:
@@ -119,18 +123,60 @@ def ablation_text(single: list[HeadAblation], subsets: SubsetAblation | None) ->
     return "\n".join(parts)
 
 
+def layers_text(single: list[HeadAblation]) -> str:
+    """Excess risk, its rise for every masked head, and how each layer spreads it."""
+    layers = pd.concat([one.layer_frame() for one in single])
+    return f"{_masked_text(single)}\n\nHow a layer spreads it over its heads\n{frame_text(layers)}"
+
+
+def _masked_text(single: list[HeadAblation]) -> str:
+    zero, table = single[0], pd.concat([one.to_frame() for one in single])
+    parts = [f"excess risk {zero.full_risk:.4f} ± {zero.full_risk_sem:.4f} y²"]
+    if zero.breaking:
+        parts.append(
+            f"Without {', '.join(zero.breaking)} it is worse than predicting 0 ({zero.null_risk:.4g}): a few prompts carry "
+            "the mean rise; the median and the p-value do not hang on them."
+        )
+    return "\n".join([*parts, "\nRise when one head is masked", frame_text(table)])
+
+
+def pruning_text(found: "Pruning", tuned: "FineTuning | None") -> str:
+    """What is kept, what it costs and what further training wins back."""
+    n_layers, n_heads = found.kept.shape
+    parts = [
+        f"heads kept in layers 0 to {n_layers - 1}: {', '.join(map(str, found.kept.sum(1)))} of {n_heads}",
+        f"  excess risk {found.full_risk:.4g} ± {found.full_risk_sem:.2g} y² with all heads, {found.risk:.4g} ± "
+        f"{found.risk_sem:.2g} with these: {found.ratio:.3g} ± {found.ratio_sem:.2g} times",
+        f"  with a new read-out {found.refit_ratio:.3g} ± {found.refit_ratio_sem:.2g} times",
+    ]
+    if tuned is not None:
+        few, full = (
+            f"{r:.3g} ± {s:.2g}"
+            for r, s in zip(tuned.ratio[:, -1], tuned.ratio_sem[:, -1], strict=True)
+        )
+        parts.append(
+            f"  after {tuned.step[-1]} steps of further training {few} times (all heads, trained as long: {full})"
+        )
+    parts.append(frame_text(found.to_frame()))
+    return "\n".join(parts)
+
+
 def info_text(document: dict) -> str:
     """The document of `info`, readable."""
     if "experiment" not in document:
         return _layered_text(document)
     task, model = document["experiment"]["task"], document["experiment"]["model"]
+    layers = f"{model['n_layers']} layers of " if model["context_only"] else ""
     lines = [
-        f"{document['name']}: {model['n_heads']} heads, {model['score']} attention, d_x {task['d_x']}, "
+        f"{document['name']}: {layers}{model['n_heads']} heads, {model['score']} attention, d_x {task['d_x']}, "
         f"context length {task['context_length']}"
     ]
     assumed = set(document["assumed"])
     if "step" not in assumed:
         lines[0] += f", step {document['step']}, config {document['id']}"
+    if document["origin"]:
+        said = (f"{name.replace('_', ' ')} {value}" for name, value in document["origin"].items())
+        lines.append(f"  origin: {', '.join(said)}")
     for name in ("eval_loss", "history_rows", "snapshots", "weights"):
         lines.append(f"  {name}: {document[name]}")
     for group, values in document["experiment"].items():

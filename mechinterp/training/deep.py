@@ -57,11 +57,18 @@ def initial_deep_weights(config: ExperimentConfig) -> DeepWeights:
 class DeepRun(Run[DeepWeights]):
     """A context-only model in training, with PyTorch's Adam."""
 
-    def __init__(self, models: Mapping[str, ExperimentConfig], *, device: str = "cpu"):
+    def __init__(
+        self,
+        models: Mapping[str, ExperimentConfig],
+        *,
+        device: str = "cpu",
+        start: DeepWeights | None = None,
+    ):
+        """A run at its start: with the initial weights of the config, or others of their shapes."""
         if len(models) != 1:
             raise ValueError(f"A context-only model trains alone, got {len(models)} models.")
         ((self.name, config),) = models.items()
-        start = initial_deep_weights(config)
+        start = initial_deep_weights(config) if start is None else start
         flat = torch.cat([tensor.flatten() for tensor in start.tensors.values()])
         flat = flat.to(device).requires_grad_()
         self.adam = torch.optim.Adam([flat], lr=config.train.learning_rate, fused=True)
@@ -109,7 +116,13 @@ class DeepRun(Run[DeepWeights]):
             bounds = (train.shortest_context, length + 1)
             drawn = torch.randint(*bounds, (), generator=generator, device=self.device)
             length = int(drawn)
-        prompts = sample_prompts(task, train.batch_size, generator=generator, context_length=length)
+        prompts = sample_prompts(
+            task,
+            train.batch_size,
+            generator=generator,
+            context_length=length,
+            dtype=self.flat.dtype,
+        )
         loss = (predict_deep(self.weights, prompts) - prompts.y_query).square().mean()
         (self.flat.grad,) = torch.autograd.grad(loss, [self.flat])
         if train.clip_norm is not None:
@@ -131,7 +144,9 @@ class DeepRun(Run[DeepWeights]):
     def _eval_loss(self) -> Tensor:
         train = self.config.train
         generator = generator_for(train.data_seed, "eval", 0, device=self.device)
-        prompts = sample_prompts(self.config.task, train.n_eval_prompts, generator=generator)
+        prompts = sample_prompts(
+            self.config.task, train.n_eval_prompts, generator=generator, dtype=self.flat.dtype
+        )
         weights, squares = self.weights, []
         for start in range(0, len(prompts), train.batch_size):
             part = prompts[start : start + train.batch_size]

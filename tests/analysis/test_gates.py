@@ -45,6 +45,24 @@ def test_a_gate_of_zero_is_a_mask(make, few):
     assert risk == pytest.approx(masked_errors(predictor, few, [[(1, 1)]]).mean(), rel=1e-10)
 
 
+def test_progress_is_told_of_masking_and_of_each_fit(few):
+    told: list[tuple[str, int]] = []
+
+    def track(items, text):
+        for done, item in enumerate(items, 1):
+            yield item
+            told.append((text, done))
+
+    found = learn_gates(random_model(1), few, steps=3, track=track)
+    fits = [
+        (f"fitting gates ({kind})", n) for kind in ("free", "opened", "closed") for n in (1, 2, 3)
+    ]
+    assert told[-9:] == fits
+    assert {text for text, _ in told[:-9]} == {"masking heads (zero)"}
+    untold = learn_gates(random_model(1), few, steps=3)
+    assert np.array_equal(found.closed, untold.closed)
+
+
 def test_gates_leave_the_model_as_it_was(few):
     model = random_model(2)
     before = model.predict(few)

@@ -121,6 +121,16 @@ def test_heads_that_do_not_exist_are_refused(head, name, few):
         masked_predictions(model, few, [[(0, 0)], [head]])
 
 
+def test_hooks_of_heads_that_do_not_exist_are_refused(few):
+    for head, name in (((0, -1), "L0H-1"), ((-1, 0), "L-1H0")):
+        with pytest.raises(ValueError, match=f"heads must be counted from 0, got {name}"):
+            mask_heads([(0, 0), head])
+    model = random_model()
+    rule = r"heads of blocks\.1\.attn\.hook_z must lie in 0 to 3, got 9"
+    with pytest.raises(ValueError, match=rule):
+        model.run_with_hooks(few.tokens, fwd_hooks=mask_heads([(1, 2), (1, 9)]))
+
+
 def test_a_mask_that_never_ran_is_named(few):
     model = random_model()
     message = "Masking L2H1 changed nothing: the hook blocks.2.attn.hook_z never fired"

@@ -13,6 +13,7 @@ from mechinterp.analysis.probes import (
     PENALTIES,
     cross_validated,
     fit_ridge,
+    preconditioned,
     probe_layers,
     responses,
     reweighted,
@@ -21,6 +22,7 @@ from mechinterp.analysis.probes import (
 from mechinterp.config import TaskConfig
 from mechinterp.icl.prompts import generator_for, sample_prompts
 from mechinterp.icl.sparse_predictors import excess_risk, gradient_descent
+from mechinterp.models.adapter import as_predictor
 from mechinterp.models.constructions import debiased_gradient_step
 from mechinterp.models.transformer import ICLTransformer
 from tests.deep_models import WIDE, random_gpt2, random_model
@@ -126,6 +128,10 @@ def test_targets(few):
     r = torch.stack([(few.y[i, :, 0, None] * few.x[i]).mean(0) for i in range(30)])
     torch.testing.assert_close(target[:, -1], r * few.x_query)
     torch.testing.assert_close(target[:, 2], r * few.x[:, 2])
+    target, _ = preconditioned(few)
+    S = torch.stack([sum(torch.outer(x, x) for x in few.x[i]) / few.x.shape[1] for i in range(30)])
+    torch.testing.assert_close(target[:, -1], (S @ few.x_query[..., None])[..., 0] - few.x_query)
+    torch.testing.assert_close(target[:, 2], (S @ few.x[:, 2, :, None])[..., 0] - few.x[:, 2])
 
 
 def test_fewer_prompts_than_features_are_refused(few):
@@ -139,6 +145,19 @@ def test_fewer_prompts_than_features_are_refused(few):
 def test_positions_outside_are_refused(few):
     with pytest.raises(ValueError, match="positions must lie in 0 to 9, got 10"):
         probe_layers(random_model(1), few, positions=[10])
+
+
+def test_positions_of_a_model_that_reads_x_and_y_in_turn_are_the_querys():
+    task = TaskConfig(d_x=4, context_length=9)
+    prompts = sample_prompts(task, 60, generator=generator_for(0, "eval", 0), dtype=torch.float64)
+    bridge = random_gpt2()
+    rule = "need a model of one position for each of the target's 10, got 19; -1"
+    for positions in ([0, 3], [3, -1]):
+        with pytest.raises(ValueError, match=rule):
+            probe_layers(bridge, prompts, positions=positions)
+    found = probe_layers(bridge, prompts, positions=[9])
+    assert found.positions == (9,)
+    np.testing.assert_array_equal(found.risk, probe_layers(bridge, prompts).risk)
 
 
 @pytest.mark.parametrize("law", [{}, *LINEAR], ids=str)
@@ -161,6 +180,15 @@ def test_query_features_of_a_bridge(few):
         query_features(bridge, few, layer=1)[:, -1],
         bridge.model(bridge.embed(few), stop_at_layer=1)[:, -1],
     )
+
+
+@pytest.mark.parametrize("make", [random_gpt2, lambda: as_predictor(random_model(**WIDE))])
+def test_query_features_after_the_last_layer_are_its_stream(make, few):
+    predictor = make()
+    found = query_features(predictor, few, layer=3)
+    expected = streams(predictor, few)[3, :, 0]
+    assert found.shape == (30, 10, expected.shape[1])
+    np.testing.assert_allclose(found[:, -1], expected, rtol=1e-12)
 
 
 def test_the_input_is_as_good_as_raw_x(few):
@@ -201,3 +229,16 @@ def test_bad_p_probes_are_refused(few):
         p_probe({"m": model}, few, layer=4)
     with pytest.raises(ValueError, match="'map' needs one position for each pair, got 19 for 10"):
         p_probe({"m": random_gpt2()}, few, variant="map")
+    for steps in (0, -2):
+        with pytest.raises(ValueError, match=f"steps must be >= 1, got {steps}"):
+            p_probe({"m": model}, few, steps=steps)
+        with pytest.raises(ValueError, match=f"steps must be >= 1, got {steps}"):
+            descent_curves({"raw": few.x}, few, steps=steps)
+
+
+def test_a_map_with_no_more_tokens_than_features_is_refused(few):
+    model = random_model(context_only=True, d_model=20, d_head=3)
+    rule = "A map of 20 features needs more .* the first half of 4 prompts has 20"
+    with pytest.raises(ValueError, match=rule):
+        p_probe({"m": model}, few[:4], variant="map")
+    assert p_probe({"m": model}, few[:6], variant="map", steps=2).risk.shape == (3, 3)

@@ -7,11 +7,12 @@ import pytest
 import torch
 
 from mechinterp.analysis import pruning
+from mechinterp.analysis.estimates import ratio_and_sem
 from mechinterp.analysis.masking import masked_errors, masked_predictions
+from mechinterp.analysis.probes import cross_validated, streams
 from mechinterp.analysis.pruning import (
     RULES,
     best_head_later,
-    fine_tune,
     prune,
     pruned_weights,
     save_pruned,
@@ -20,7 +21,6 @@ from mechinterp.checkpoints.errors import CheckpointError
 from mechinterp.checkpoints.native import load, save
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig
 from mechinterp.icl.prompts import generator_for, sample_prompts
-from mechinterp.models.deep import predict_deep
 from tests.deep_models import WIDE, random_gpt2, random_model
 
 TASK = TaskConfig(d_x=4, context_length=9)
@@ -65,6 +65,15 @@ def test_risks_are_those_of_the_masked_model(make, many):
     assert found.full_risk == pytest.approx(full, rel=1e-12)
     assert found.risk == pytest.approx(left, rel=1e-12)
     assert found.ratio == pytest.approx(left / full, rel=1e-12)
+    # By hand: a ridge regression on the stream of the masked model, cross-validated.
+    stream = streams(model, measured, heads=found.pruned_heads)[-1, :, 0]
+    prediction, _ = cross_validated(stream, measured.y_query.numpy())
+    errors = np.square(prediction - measured.y_query_clean.numpy()).mean(1)
+    assert found.refit_risk == pytest.approx(errors.mean(), rel=1e-9)
+    assert found.refit_risk_sem == pytest.approx(errors.std(ddof=1) / 40**0.5, rel=1e-9)
+    before = masked_errors(model, measured, [[]])[:, 0]
+    expected = [float(value) for value in ratio_and_sem(errors, before)]
+    assert [found.refit_ratio, found.refit_ratio_sem] == pytest.approx(expected, rel=1e-9)
     assert found.refit_risk < found.risk
     assert list(found.to_frame().columns) == ["layer", "head", "kept", "rise"]
     assert repr(found).startswith(f"Pruning({shape[1]}, 1, 1 heads kept: risk ")
@@ -97,6 +106,9 @@ def test_a_pruned_model_is_a_smaller_checkpoint(checkpoint, many, tmp_path):
     assert saved.config.model.n_heads == saved.weights.n_heads == 2
     assert saved.weights.heads_per_layer == ((0, 1), (), (0,))
     assert saved.step == 5
+    assert saved.origin == {"pruned_from": "full", "kept_heads": [[1, 3], [], [2]]}
+    saved.save_pretrained(tmp_path / "again")
+    assert load(tmp_path / "again").origin == saved.origin
     masked = masked_predictions(checkpoint.model, many, [gone])[0]
     torch.testing.assert_close(saved.model.predict(many), masked, rtol=1e-11, atol=1e-13)
     with pytest.raises(CheckpointError, match="already holds a checkpoint"):
@@ -110,20 +122,3 @@ def test_a_saved_model_that_predicts_otherwise_is_refused(checkpoint, many, tmp_
     monkeypatch.setattr(pruning, "pruned_weights", wrong)
     with pytest.raises(ValueError, match="must predict as the masked one to 1e-05, got "):
         save_pruned(checkpoint, np.eye(3, 4, dtype=bool), tmp_path / "pruned", prompts=many)
-
-
-def test_fine_tuning_helps_and_leaves_zero_heads_zero(checkpoint):
-    kept = np.ones((3, 4), dtype=bool)
-    kept[1, 1:] = False
-    weights = pruned_weights(checkpoint.weights, kept)
-    tuned = fine_tune(weights, TASK, steps=30, learning_rate=3e-3, batch_size=64)
-    assert tuned.heads_per_layer == ((0, 1, 2, 3), (0,), (0, 1, 2, 3))
-    assert not torch.equal(tuned.W_O, weights.W_O)
-    generator = generator_for(1, "eval", 0)
-    fresh = sample_prompts(TASK, 500, generator=generator, dtype=torch.float64)
-    before, after = (
-        (predict_deep(one, fresh) - fresh.y_query_clean).square().mean() for one in (weights, tuned)
-    )
-    assert after < before
-    with pytest.raises(ValueError, match="steps must be >= 1, got 0"):
-        fine_tune(weights, TASK, steps=0)

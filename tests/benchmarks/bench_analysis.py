@@ -7,8 +7,8 @@ import plain
 
 from mechinterp.analysis import null, substitution
 from mechinterp.analysis.evaluation import shared_losses
-from mechinterp.analysis.heads import ablate_subsets
 from mechinterp.analysis.patterns import classify
+from mechinterp.analysis.subsets import ablate_subsets
 from mechinterp.checkpoints.loading import load
 from mechinterp.icl.prompts import generator_for, sample_prompts
 from mechinterp.report.documents import classification_document

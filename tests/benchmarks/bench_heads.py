@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mechinterp.analysis.heads import ablate_subsets
 from mechinterp.analysis.masking import CHUNK, Head, mask_heads, masked_predictions
+from mechinterp.analysis.subsets import ablate_subsets
 from mechinterp.config import TaskConfig
 from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
 from mechinterp.models.functional import AttentionWeights

@@ -107,6 +107,20 @@ def test_every_figure_is_drawn_and_nothing_is_wider_than_the_window(
     at.page.context.close()
 
 
+@pytest.mark.parametrize("width", [1200, 400])
+def test_the_buttons_of_a_figure_lie_above_the_names_of_its_heads(
+    browser: "playwright.Browser", pages: dict[str, Path], width: int
+):
+    at = opened(browser, pages["evil"], width=width)
+    figure = at.page.locator("#figure-qk")
+    figure.hover()
+    buttons = figure.locator(".modebar").bounding_box()
+    names = [name.bounding_box() for name in figure.locator(".annotation-text").all()]
+    assert len(names) == 2
+    assert all(buttons["y"] + buttons["height"] <= name["y"] for name in names)
+    at.page.context.close()
+
+
 def test_text_is_seen_before_figures(browser: "playwright.Browser", pages: dict[str, Path]):
     at = opened(browser, pages["linear"])
     paint, drawn = at.page.evaluate(

@@ -1,5 +1,6 @@
 """Files as other people's code writes them, made from known heads."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ from mechinterp.checkpoints.exchange import hooked_state
 from mechinterp.models.functional import AttentionWeights
 
 State = dict[str, Tensor]
+LAYER_NAMES = (("query", "key", "value", "out"), ("q_proj", "k_proj", "v_proj", "out_proj"))
 
 
 def random_heads(
@@ -97,6 +99,17 @@ def attention_module(weights_seed: int, *, width: int, n_heads: int, bias: bool)
     return module.eval()
 
 
+def linear_layers_state(module: torch.nn.Module, names: Sequence[str]) -> State:
+    """torch.nn.MultiheadAttention as linear layers q, k, v and o of these names."""
+    state = module.state_dict()
+    found = {}
+    for kind in ("weight", "bias"):
+        if f"in_proj_{kind}" in state:
+            parts = (*state[f"in_proj_{kind}"].chunk(3), state[f"out_proj.{kind}"])
+            found |= {f"{n}.{kind}": part.clone() for n, part in zip(names, parts, strict=True)}
+    return found
+
+
 def write_valid_files(folder: Path) -> dict[str, tuple[Path, dict[str, object]]]:
     """One small file of each one-layer format, and what `load` needs to read it."""
     square, narrow = random_heads(), random_heads(d_head=2, d_y=2)
@@ -109,6 +122,7 @@ def write_valid_files(folder: Path) -> dict[str, tuple[Path, dict[str, object]]]
         "transformer-lens": (folder / "lens.pt", {}),
         "transformer-lens-safetensors": (folder / "lens.safetensors", {}),
         "torch-attention": (folder / "torch.pt", {"n_heads": 2}),
+        "linear-layers": (folder / "layers.pt", {"n_heads": 2}),
         "arrays": (folder / "arrays.npz", {}),
         "circuits": (folder / "circuits.npz", {}),
         "arrays-safetensors": (folder / "arrays.safetensors", {}),
@@ -121,6 +135,7 @@ def write_valid_files(folder: Path) -> dict[str, tuple[Path, dict[str, object]]]
     torch.save(hooked_state(narrow, n_ctx=6), path["transformer-lens"])
     save_file(hooked_state(narrow, n_ctx=6), path["transformer-lens-safetensors"])
     torch.save(module.state_dict(), path["torch-attention"])
+    torch.save(linear_layers_state(module, LAYER_NAMES[0]), path["linear-layers"])
     np.savez(path["arrays"], **arrays(biased(narrow)))
     np.savez_compressed(path["circuits"], QK=square.QK.numpy(), OV=square.OV.numpy())
     save_file(narrow.tensors, path["arrays-safetensors"])

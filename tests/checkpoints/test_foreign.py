@@ -17,9 +17,11 @@ from mechinterp.config import TaskConfig
 from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
 from mechinterp.models.functional import AttentionWeights, predict
 from tests.checkpoints.foreign_files import (
+    LAYER_NAMES,
     arrays,
     attention_module,
     biased,
+    linear_layers_state,
     linear_output,
     merged_state,
     random_heads,
@@ -169,6 +171,82 @@ def test_torch_attention_says_what_it_needs(tmp_path: Path):
     extra = torch.nn.MultiheadAttention(6, 3, add_bias_kv=True).state_dict()
     with pytest.raises(CheckpointError, match="no learned extra key and value, got bias_k"):
         load(saved(tmp_path / "extra.pt", extra), n_heads=3)
+
+
+# Somebody's own layer of four linear ones.
+
+
+@pytest.mark.parametrize("names", LAYER_NAMES)
+@pytest.mark.parametrize("prefix", ["", "attn."])
+@pytest.mark.parametrize("bias", [False, True])
+def test_linear_layers(tmp_path: Path, names: tuple[str, ...], prefix: str, bias: bool):
+    module = attention_module(5, width=6, n_heads=3, bias=bias).double()
+    state = {prefix + n: tensor for n, tensor in linear_layers_state(module, names).items()}
+    checkpoint = load(saved(tmp_path / "own.pt", state), n_heads=3, d_y=2)
+    assert checkpoint.format == "torch-attention"
+    assert checkpoint.config.model.biases is bias
+    prompts = sample_prompts(
+        checkpoint.task, 64, generator=generator_for(0, "eval", 0), dtype=torch.float64
+    )
+    context = prompts.context_tokens
+    with torch.no_grad():
+        output, _ = module(prompts.tokens[:, -1:], context, context)
+    y_hat = predict(checkpoint.weights, prompts)
+    torch.testing.assert_close(y_hat, output[:, 0, -2:], rtol=1e-6, atol=1e-6)
+    # Unlike torch's module, such a file says nothing of the scores.
+    assert checkpoint.assumed["model.score"] == "softmax"
+    assert checkpoint.assumed["attn_scale"] == pytest.approx(math.sqrt(2))
+
+
+def test_linear_layers_wider_than_a_token_that_write_y_alone(tmp_path: Path):
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"query": (12, 4), "key": (12, 4), "value": (12, 4), "out": (1, 12)}
+    state = {
+        f"{name}.weight": torch.randn(shape, generator=generator, dtype=torch.float64)
+        for name, shape in shapes.items()
+    }
+    state["value.bias"] = torch.randn(12, generator=generator, dtype=torch.float64)
+    checkpoint = load(saved(tmp_path / "own.pt", state), n_heads=2, scale=0.5)
+    assert (checkpoint.task.d_x, checkpoint.task.d_y) == (3, 1)
+    assert not {"attn_scale", "task.d_y"} & set(checkpoint.assumed)
+    prompts = sample_prompts(
+        checkpoint.task, 16, generator=generator_for(0, "eval", 0), dtype=torch.float64
+    )
+    q, k, v = (
+        (tokens @ state[f"{name}.weight"].T + state.get(f"{name}.bias", 0)).unflatten(-1, (2, 6))
+        for name, tokens in (
+            ("query", prompts.tokens[:, -1:]),
+            ("key", prompts.context_tokens),
+            ("value", prompts.context_tokens),
+        )
+    )
+    heads = torch.nn.functional.scaled_dot_product_attention(
+        q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), scale=0.5
+    )
+    expected = heads.transpose(1, 2).flatten(2) @ state["out.weight"].T
+    y_hat = predict(checkpoint.weights, prompts)
+    torch.testing.assert_close(y_hat, expected[:, 0], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("changes", "hints", "words"),
+    [
+        ({}, {"n_heads": None}, "n_heads is not in the file; give --n-heads (n_heads=)."),
+        ({}, {"n_heads": 3}, "n_heads must divide the width 4, got 3"),
+        ({"key.weight": torch.ones(4, 3)}, {}, "key.weight must have shape (4, 4), got (4, 3)"),
+        ({"out.weight": torch.ones(5, 4)}, {}, "out.weight must have shape (4, 4), got (5, 4)"),
+        ({"out.bias": torch.ones(3)}, {}, "out.bias must have shape (4,), got (3,)"),
+        ({"norm.weight": torch.ones(4)}, {}, "norm.weight is not among the tensors of format"),
+    ],
+)
+def test_linear_layers_say_what_they_need(
+    tmp_path: Path, changes: dict[str, Tensor], hints: dict, words: str
+):
+    module = attention_module(5, width=4, n_heads=2, bias=True)
+    file = saved(tmp_path / "own.pt", linear_layers_state(module, LAYER_NAMES[0]) | changes)
+    with pytest.raises(CheckpointError) as error:
+        load(file, **{"n_heads": 2, **hints})
+    assert str(error.value).startswith(f"{file}: {words}")
 
 
 # Plain arrays.

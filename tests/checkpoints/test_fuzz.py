@@ -15,6 +15,7 @@ FORMATS = (
     *(
         "transformer-lens-safetensors",
         "torch-attention",
+        "linear-layers",
         "arrays",
         "circuits",
         "arrays-safetensors",

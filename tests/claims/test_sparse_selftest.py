@@ -9,8 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-from mechinterp.analysis import heads
-from mechinterp.analysis.estimates import mean_and_sem
 from mechinterp.analysis.heads import ablate_heads
 from mechinterp.analysis.p_probing import descent_curves, p_probe, query_features
 from mechinterp.analysis.probes import probe_layers, reweighted
@@ -96,16 +94,20 @@ def test_a_head_of_the_first_layer_is_a_coordinate(ablation, few):
         assert ablation.rise[0, head] == pytest.approx(rise.item(), rel=1e-8, abs=1e-12)
 
 
-def test_the_first_layer_needs_all_its_heads():
-    # A random support makes all coordinates alike; by the closed form, on prompts enough to see it.
+def test_the_first_layer_needs_all_its_heads(checkpoint):
+    # A random support makes all coordinates alike, on prompts enough to see it.
     generator = generator_for(1, "eval", 0)
-    many = sample_prompts(TASK, 20_000, generator=generator, dtype=torch.float64)
-    full = closed_form(many)[STEPS]
-    rises = torch.stack([closed_form(many, others(j))[STEPS] - full for j in range(D_X)], 1)
-    rise, sem = mean_and_sem(rises.numpy())
-    assert (rise > 4 * sem).all()
-    number, number_sem = heads._effective_heads(rises.numpy()[:, None])
-    assert number[0] - 2 * number_sem[0] > 0.9 * D_X
+    many = sample_prompts(TASK, 10_000, generator=generator, dtype=torch.float64)
+    found = ablate_heads(checkpoint.model, many)
+    assert (found.rise[0] > 4 * found.rise_sem[0]).all()
+    assert found.effective_heads[0] - 2 * found.effective_heads_sem[0] > 0.9 * D_X
+    full, one = closed_form(many)[STEPS], closed_form(many, others(3))[STEPS]
+    assert found.rise[0, 3] == pytest.approx((one - full).mean().item(), rel=1e-8)
+    assert found.median_rise[0, 3] == pytest.approx((one - full).quantile(0.5).item(), rel=1e-8)
+    # Zero heads change nothing at all, and are no evidence.
+    assert not found.rise[1:, 1:].any()
+    assert (found.p_value[1:, 1:] == 1).all()
+    assert (found.p_value[0] < 1e-3).all()
 
 
 @pytest.mark.parametrize("sequential", [False, True])

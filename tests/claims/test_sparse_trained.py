@@ -13,11 +13,12 @@ import pytest
 import torch
 
 from mechinterp.analysis.estimates import ratio_and_sem
+from mechinterp.analysis.fine_tuning import fine_tune
 from mechinterp.analysis.head_sets import halves
 from mechinterp.analysis.heads import HeadAblation, ablate_heads
 from mechinterp.analysis.masking import masked_errors
 from mechinterp.analysis.p_probing import RAW, descent_curves, query_features
-from mechinterp.analysis.probes import LayerProbes, probe_layers, reweighted
+from mechinterp.analysis.probes import LayerProbes, preconditioned, probe_layers, reweighted
 from mechinterp.analysis.pruning import Pruning, best_head_first, prune
 from mechinterp.checkpoints.native import DeepCheckpoint, load
 from mechinterp.icl.predictors import ridge
@@ -59,7 +60,7 @@ def errors(name: str, n_prompts: int, context_length: int = 40) -> np.ndarray:
 
 @cache
 def masked(name: str) -> HeadAblation:
-    return ablate_heads(trained(name).model, draw(name, 2048))
+    return ablate_heads(trained(name).model, draw(name, 8192))
 
 
 @cache
@@ -116,6 +117,8 @@ def test_trained_models_are_a_little_below_ridge_and_far_above_what_sees_sparsit
 def test_c10_does_not_hold_with_4_heads_layer_1_uses_one_and_a_later_layer_several(name: str):
     found = masked(name)
     assert found.importance[0].max() > 0.999
+    # A few prompts carry that mean; the medians say the same.
+    assert found.effective_heads_of_medians[0] < 1.2
     assert found.effective_heads[1:].max() > 2
 
 
@@ -137,14 +140,27 @@ def test_c10_does_not_hold_no_head_dominates_later_layers(name: str):
 @pytest.mark.parametrize("name", sorted({*LOW, *H8}))
 def test_c11_does_not_hold_at_low_noise_or_with_8_heads(name: str):
     found = pruned(name)
-    assert found.refit_risk - 3 * found.refit_risk_sem > 1.25 * found.full_risk
+    assert found.refit_ratio - 3 * found.refit_ratio_sem > 1.25
 
 
 @pytest.mark.parametrize("name", sorted({*HIGH} & {*H4}))
-def test_c11_holds_at_high_noise_with_4_heads(name: str):
+def test_c11_holds_at_high_noise_with_4_heads_in_one_of_two_seeds(name: str):
     found = pruned(name)
     assert found.ratio <= 2
-    assert found.refit_risk <= 1.25 * found.full_risk
+    if name.endswith("s0"):
+        assert found.refit_ratio <= 1.25
+    else:
+        assert found.refit_ratio - found.refit_ratio_sem > 1.25
+
+
+def test_further_training_wins_back_most_of_what_pruning_costs():
+    name = "sparse-h4-noise0.1-s0"
+    measured = halves(draw(name, 2048))[1]
+    found = fine_tune(trained(name), pruned(name).kept, measured, steps=500)
+    ratio, full = found.ratio[:, -1]
+    assert ratio + 4 * found.ratio_sem[0, -1] < 1.5 < found.ratio[0, 0] - 4 * found.ratio_sem[0, 0]
+    # The full model, trained as long, is where it was.
+    assert abs(full - 1) < 0.06
 
 
 @pytest.mark.parametrize("name", H4)
@@ -154,11 +170,12 @@ def test_c12_does_not_hold_with_4_heads_one_head_in_layer_1_will_do(name: str):
 
 
 @pytest.mark.parametrize("name", H8)
-def test_c12_holds_with_8_heads(name: str):
+def test_c12_holds_with_8_heads_in_all_but_one(name: str):
     found = prune(trained(name).model, draw(name, 4096), rule=best_head_first)
-    assert found.ratio >= max(2, 1.5 * pruned(name).ratio)
+    held = found.ratio >= max(2, 1.5 * pruned(name).ratio)
+    assert held == (name != "sparse-h8-noise0.4-s1")
     if name in LOW:
-        assert found.refit_risk - 4 * found.refit_risk_sem > 2 * found.full_risk
+        assert found.refit_ratio - 4 * found.refit_ratio_sem > 2
 
 
 @pytest.mark.parametrize("name", SEVERAL)
@@ -203,17 +220,10 @@ def test_c15_does_not_hold_descent_on_layer_1_is_no_better_after_16_steps(name: 
     assert ahead == (name in LOW)
 
 
-def spread(prompts: Prompts) -> tuple[torch.Tensor, torch.Tensor]:
-    """(S - 1) x of every position, S the context's covariance."""
-    x = torch.cat([prompts.x, prompts.x_query[:, None]], dim=1)
-    target = x @ (prompts.x.mT @ prompts.x / prompts.x.shape[1]) - x
-    return target, target
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_layer_1_writes_the_covariance_times_x_and_not_the_correlations(name: str):
     model, prompts = trained(name).model, draw(name, 2048)
-    covariance = probe_layers(model, prompts, target=spread)
+    covariance = probe_layers(model, prompts, target=preconditioned)
     correlations = probe_layers(model, prompts, target=reweighted)
     # 0.9 is the claim of analyses/sparse_probes.py.
     assert (covariance.r2[1, -1] >= 0.9) == (name not in H8)

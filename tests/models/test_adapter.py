@@ -1,15 +1,27 @@
-"""The adapter: a regression GPT-2 in a Bridge predicts as its parts do, and masks as zeroed weights do."""
+"""The adapter: a regression GPT-2 in a Bridge predicts as its parts do, and masks as zeroed weights do.
+
+And what is said of an adapter that does not fit its model, or of prompts that do not.
+"""
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
 
+from mechinterp.analysis.gates import learn_gates
+from mechinterp.analysis.masking import masked, masked_errors, masked_predictions
+from mechinterp.analysis.p_probing import p_probe
+from mechinterp.analysis.probes import probe_layers, streams
+from mechinterp.analysis.pruning import prune
 from mechinterp.config import TaskConfig
 from mechinterp.icl.prompts import generator_for, sample_prompts
-from mechinterp.models.adapter import as_predictor, gpt2_predictor, z_name
-from mechinterp.models.layered import interleaved
+from mechinterp.models.adapter import HookedPredictor, as_predictor, gpt2_predictor, z_name
+from mechinterp.models.hooked_layers import HookedLayers, layered_predictor
+from mechinterp.models.layered import LayerLaw, encoder_model, interleaved
+from mechinterp.models.transformer import ICLTransformer
+from tests.deep_models import WIDE, random_gpt2, random_model
 
 
 @pytest.fixture
@@ -69,3 +81,176 @@ def test_prompts_without_room_are_refused(parts):
     long = sample_prompts(task, 2, generator=generator_for(0, "eval", 0))
     with pytest.raises(ValueError, match="context_length must be <= 9"):
         gpt2_predictor(*parts).predict(long)
+
+
+def encoder(dropout: float = 0.0) -> HookedPredictor:
+    """Two of torch's layers of one head for d_x = 4, with hooks; beside them a dropout."""
+    layer = nn.TransformerEncoderLayer(5, 1, 8, batch_first=True)
+    tensors = {f"layers.{at}.{k}": v for at in (0, 1) for k, v in layer.state_dict().items()}
+    law = LayerLaw(n_heads=1, activation="relu", norm_first=False)
+    predictor = layered_predictor(encoder_model(tensors, law, d_x=4, d_y=1))
+    predictor.model.add_module("dropout", nn.Dropout(dropout))
+    return predictor
+
+
+READS = [
+    (lambda output: output[:, -1].expand(-1, 7), r"\[16, 1\] for these prompts, got \[16, 7\]"),
+    (lambda output: output[:, -1, 0], r"\[16, 1\] for these prompts, got \[16\]"),
+    (lambda output: output, r"\[16, 1\] for these prompts, got \[16, 19, 1\]"),
+]
+USES = [
+    lambda predictor, prompts: predictor.predict(prompts),
+    lambda predictor, prompts: masked_errors(predictor, prompts, [[], [(0, 1)]]),
+    lambda predictor, prompts: masked_errors(predictor, prompts, [[(1, 0)]], method="mean"),
+]
+
+
+@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize(("read", "words"), READS)
+def test_a_read_of_another_shape_is_refused(read, words, use, parts, prompts):
+    predictor = replace(gpt2_predictor(*parts), read=read)
+    with pytest.raises(ValueError, match=rf"read must give \[batch, d_y\], {words}"):
+        use(predictor, prompts)
+
+
+@pytest.mark.parametrize("n_heads", [1, 3])
+def test_another_number_of_heads_is_refused(n_heads, parts, prompts):
+    predictor = replace(gpt2_predictor(*parts), n_heads=n_heads)
+    rule = r"n_heads must be that of blocks\.{}\.attn\.hook_z, .*, got {} for \[16, 19, 2, 4\]"
+    for method in ("zero", "mean", "resample"):
+        with pytest.raises(ValueError, match=rule.format(0, n_heads)):
+            masked_predictions(predictor, prompts, [[]], method=method)
+    with (
+        pytest.raises(ValueError, match=rule.format(1, n_heads)),
+        masked(predictor, [(1, n_heads - 1)]),
+    ):
+        predictor.predict(prompts)
+    with pytest.raises(ValueError, match=rule.format(0, n_heads).replace("16", "8")):
+        learn_gates(predictor, prompts, steps=1)
+
+
+@pytest.mark.parametrize("n_layers", [0, 1])
+def test_fewer_layers_than_the_models_are_refused(n_layers, parts):
+    predictor = gpt2_predictor(*parts)
+    with pytest.raises(ValueError, match=f"n_layers must be the number of all .*, got {n_layers}"):
+        replace(predictor, n_layers=n_layers)
+
+
+@pytest.mark.parametrize("rate", ["resid_pdrop", "attn_pdrop", "embd_pdrop"])
+def test_a_bridge_that_drops_at_random_is_refused(rate, prompts):
+    from transformers import GPT2Config, GPT2Model
+
+    rates = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0} | {rate: 0.1}
+    words = {"vocab_size": 1, "bos_token_id": None, "eos_token_id": None}
+    sizes = {"n_positions": 19, "n_embd": 8, "n_layer": 2, "n_head": 2}
+    backbone = GPT2Model(GPT2Config(**words, **sizes, **rates))
+    read_in = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5))
+    predictor = gpt2_predictor(backbone, read_in, nn.Linear(8, 1))
+    expected = predictor.predict(prompts)
+    predictor.model.train()
+    for use in (*USES, streams, lambda model, given: p_probe({"m": model}, given)):
+        with pytest.raises(
+            ValueError, match=r"must be in evaluation mode, call \.eval\(\); got a Tr"
+        ):
+            use(predictor, prompts)
+    predictor.model.eval()
+    assert torch.equal(predictor.predict(prompts), expected)
+
+
+def test_training_mode_without_dropout_is_fine(prompts):
+    for predictor in (encoder(), as_predictor(ICLTransformer(d_x=4, d_y=1, n_heads=2))):
+        predictor.model.train()
+        first, second = (masked_predictions(predictor, prompts, [[], [(0, 0)]]) for _ in "ab")
+        assert torch.equal(first, second)
+    with pytest.raises(ValueError, match="evaluation mode"):
+        encoder(dropout=0.5).predict(prompts)
+    attention = encoder()
+    attention.model.add_module("attn", nn.MultiheadAttention(4, 1, dropout=0.5))
+    with pytest.raises(ValueError, match="evaluation mode"):
+        attention.predict(prompts)
+    attention.model.eval()
+    assert attention.predict(prompts).shape == (16, 1)
+
+
+def without(predictor: HookedPredictor, hook: str) -> HookedPredictor:
+    """Its last layer passes by this hook."""
+    setattr(predictor.model.blocks[-1], hook, nn.Identity())
+    predictor.model.setup()
+    return predictor
+
+
+@pytest.mark.parametrize("make", [encoder, lambda: as_predictor(random_model(2).float())])
+def test_the_last_stream_is_asked_for_where_it_is_read(make, prompts):
+    predictor = without(make(), "hook_resid_post")
+    assert masked_predictions(predictor, prompts, [[(1, 0)]]).shape == (1, 16, 1)
+    rule = r"needs the hook blocks\.1\.hook_resid_post, got a .* that does not run through it"
+    for use in (
+        probe_layers,
+        prune,
+        lambda model, given: p_probe({"m": model}, given, layer=2),
+    ):
+        with pytest.raises(ValueError, match=rule):
+            use(predictor, prompts)
+    assert p_probe({"m": predictor}, prompts, layer=1, steps=2).risk.shape == (3, 3)
+
+
+def test_the_stream_before_a_layer_must_be_there():
+    predictor = without(encoder(), "hook_resid_pre")
+    with pytest.raises(
+        ValueError, match=r"must have the hook blocks\.1\.hook_resid_pre, got a Hook"
+    ):
+        replace(predictor, n_heads=1)
+
+
+def test_something_without_hooks_is_refused():
+    read = {"embed": lambda prompts: prompts.tokens, "read": lambda output: output[:, -1]}
+    with pytest.raises(ValueError, match=r"must have TransformerLens' hooks \(.*\), got a Linear"):
+        HookedPredictor(nn.Linear(5, 1), n_layers=1, n_heads=1, **read)
+
+
+class Whole(HookedLayers):
+    """Layers that run from first to last."""
+
+    def forward(self, stream, *, stop_at_layer=None):
+        return super().forward(stream, stop_at_layer=stop_at_layer)
+
+
+def test_a_model_that_cannot_start_at_a_layer_is_refused():
+    predictor = encoder()
+    predictor.model.__class__ = Whole
+    with pytest.raises(ValueError, match="forward must take start_at_layer, got a Whole's without"):
+        replace(predictor, n_heads=1)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: as_predictor(random_model()),
+        lambda: as_predictor(random_model(**WIDE, score="linear/L")),
+        random_gpt2,
+        encoder,
+    ],
+)
+@pytest.mark.parametrize("sizes", [{"d_x": 3}, {"d_x": 3, "d_y": 2}, {"d_y": 2}], ids=str)
+def test_prompts_of_other_sizes_are_refused(make, sizes):
+    task = TaskConfig(**{"d_x": 4, "d_y": 1, "context_length": 9} | sizes)
+    given = sample_prompts(task, 4, generator=generator_for(0, "eval", 0), dtype=torch.float64)
+    rule = rf"\(d_x, d_y\) must be the model's, \(4, 1\), got \({task.d_x}, {task.d_y}\)"
+    predictor = make()
+    for use in (
+        lambda: predictor.predict(given),
+        lambda: masked_predictions(predictor, given, [[(0, 0)]]),
+        lambda: streams(predictor, given),
+        lambda: p_probe({"m": predictor}, given),
+    ):
+        with pytest.raises(ValueError, match=rule):
+            use()
+
+
+def test_our_linear_model_is_read_as_its_adapter_says(few):
+    model = random_model(**WIDE, score="linear/L")
+    turned = HookedPredictor(
+        model, 3, 4, embed=lambda prompts: -prompts.tokens, read=lambda output: 2 * output[:, -1]
+    )
+    expected = 2 * model(-few.tokens)[:, -1]
+    torch.testing.assert_close(masked_predictions(turned, few, [[]])[0], expected)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
+import torch
 
 from mechinterp.checkpoints.native import load
 from mechinterp.report.comparison import write_comparison
@@ -69,12 +70,34 @@ def test_the_command_compares_several_and_names_the_bad_ones(run: Run, tmp_path:
     assert good == [{"path": str(path)} for path in paths]
     assert bad["path"] == str(tmp_path / "gone")
     assert "does not exist" in bad["error"]
+    assert ran.document["verdict"].endswith("; linear-merged-s0: linear_gd 1. Left out: 1 of 4.")
+    left_out = pd.read_csv(out / "left_out.csv")
+    assert left_out.columns.tolist() == ["checkpoint", "error"]
+    assert left_out["checkpoint"].tolist() == [bad["path"]]
+    assert f"{bad['path']}: {left_out['error'].item()}" == bad["error"]
     assert ran.document["page"] == str(out / PAGE)
     assert len(pd.read_csv(out / "models.csv")) == 3
     run("report", *paths, "--out", out, "--n-prompts", 64).assert_refused(out, "already exists")
     ran = run("report", *paths[:2], "--out", out, "--n-prompts", 64, "--overwrite")
     assert ran.code == 0
     assert ran.out.startswith("2 models of 1 setting: softmax-h2: debiased_gd 1, kernel_regr")
+
+
+def test_what_is_left_out_is_named_with_its_reason_and_is_never_a_tag(run: Run, tmp_path: Path):
+    bad = tmp_path / f"{EVIL}.pt"
+    torch.save({f"{EVIL}.weight": torch.ones(2)}, bad)
+    paths = [CHECKPOINTS / name for name in NAMES[:2]]
+    ran = run("report", *paths, bad, "--out", tmp_path / "page", "--n-prompts", 64)
+    assert ran.code == 2
+    assert ran.out.splitlines()[0].endswith(" Left out: 1 of 3.")
+    text = (tmp_path / "page" / PAGE).read_text(encoding="utf-8")
+    assert re.findall(r"<h2>(.*?)</h2>", text)[:2] == ["Settings and models", "Left out"]
+    row = text.partition("<caption>left_out</caption>")[2].partition("</table>")[0]
+    path, reason = (html.unescape(cell) for cell in re.findall(r"<td.*?>(.*?)</td>", row))
+    assert path == str(bad)
+    assert reason.startswith("must hold the tensors of a format known here (transformer-lens, ")
+    assert f"got {EVIL}.weight; arrays " in reason
+    assert EVIL not in text
 
 
 def test_the_command_takes_a_folder_of_checkpoints(run: Run, tmp_path: Path):

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from mechinterp.analysis.fits import LEARNERS, fit_learners
-from mechinterp.analysis.heads import METHODS, ablate_heads, ablate_subsets
+from mechinterp.analysis.heads import ablate_heads
 from mechinterp.analysis.patterns import classify
+from mechinterp.analysis.subsets import METHODS, ablate_subsets
 from mechinterp.checkpoints.native import Checkpoint, load, save
 from mechinterp.config import ExperimentConfig, override
 from mechinterp.icl.prompts import generator_for, sample_prompts
@@ -85,7 +86,7 @@ def test_info_document(checkpoint: Checkpoint):
     document = info_document(checkpoint)
     assert_header(document, checkpoint)
     assert list(document)[8:] == [
-        *("name", "id", "step", "experiment"),
+        *("name", "id", "step", "experiment", "origin"),
         *("history_rows", "snapshots", "eval_loss", "weights", "hooks"),
     ]
     assert (document["name"], document["id"], document["step"]) == ("step", CONFIG.id, 7)
@@ -169,7 +170,9 @@ def test_ablation_document(checkpoint: Checkpoint):
     subsets = ablate_subsets(checkpoint, prompts)
     document = json.loads(dumps(ablation_document(checkpoint, single, subsets)))
     assert_header(document, checkpoint)
-    assert list(document)[8:] == ["excess_risk", "excess_risk_sem", "heads", "shapley", "subsets"]
+    assert list(document)[8:] == [
+        *("excess_risk", "excess_risk_sem", "null_risk", "breaking", "heads", "shapley", "subsets"),
+    ]
     assert document["excess_risk"] == single[0].full_risk
     assert document["excess_risk_sem"] == single[0].full_risk_sem
     assert [(row["method"], row["layer"], row["head"]) for row in document["heads"]] == [
@@ -182,7 +185,7 @@ def test_ablation_document(checkpoint: Checkpoint):
     assert [row["kept"] for row in document["subsets"]] == [
         *("none", "H0", "H1", "H2", "H0 H1", "H0 H2", "H1 H2", "H0 H1 H2"),
     ]
-    assert list(ablation_document(checkpoint, single, None)) == list(document)[:11]
+    assert list(ablation_document(checkpoint, single, None)) == list(document)[:13]
 
 
 def test_fits_document(checkpoint: Checkpoint):

@@ -12,7 +12,8 @@ import pytest
 from rich.console import Console
 
 from mechinterp.analysis.fits import fit_learners
-from mechinterp.analysis.heads import ablate_heads, ablate_subsets
+from mechinterp.analysis.heads import ablate_heads
+from mechinterp.analysis.subsets import ablate_subsets
 from mechinterp.config import TaskConfig
 from mechinterp.models.constructions import debiased_gradient_step
 from mechinterp.models.transformer import ICLTransformer
