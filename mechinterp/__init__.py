@@ -24,6 +24,7 @@ _HOMES = {
     "greedy_order": "mechinterp.analysis.head_sets",
     "learn_gates": "mechinterp.analysis.gates",
     "prune": "mechinterp.analysis.pruning",
+    "fine_tune": "mechinterp.analysis.fine_tuning",
     "probe_layers": "mechinterp.analysis.probes",
     "p_probe": "mechinterp.analysis.p_probing",
     "patch_positions": "mechinterp.analysis.patching",

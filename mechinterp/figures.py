@@ -151,6 +151,8 @@ def lines(
     for level in levels:
         figure.add_hline(float(level), line_dash="dot", line_width=1)
     figure.update_xaxes(title_text=x_title, type="log" if log_x else "linear")
+    if np.issubdtype(x.dtype, np.integer) and np.ptp(x) <= 10:
+        figure.update_xaxes(dtick=1)  # a number of layers or heads has no half
     figure.update_yaxes(title_text=y_title, type="log" if log_y else "linear", zeroline=zero_line)
     return _finish(figure, title, height=HEIGHT)
 

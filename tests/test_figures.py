@@ -139,6 +139,15 @@ def test_lines_take_logarithmic_axes():
     assert lines(zero_line=True).layout.yaxis.zeroline
 
 
+def test_a_few_whole_numbers_get_no_halves_between_them():
+    few, many, real = np.arange(5), np.arange(50), np.linspace(0, 1, 5)
+    steps = [
+        figures.lines(x, {"a": x}, title="", x_title="", y_title="").layout.xaxis.dtick
+        for x in (few, many, real)
+    ]
+    assert steps == [1, None, None]
+
+
 def test_lines_have_levels_as_dotted_lines_across():
     shapes = lines(levels=np.array([0.5, -1.0])).layout.shapes
     assert [(shape.y0, shape.y1, shape.line.dash) for shape in shapes] == [
