@@ -111,7 +111,7 @@ def test_commands_take_linear_models(run: Run, name: str, tmp_path: Path):
     table = tmp_path / "table.csv"
     assert f"on {count} of 4 components" in run("classify", path, "--out", table).out
     assert ",n_components," in table.read_text().splitlines()[0]
-    assert len(run("ablate", path, "--n-prompts", 256, "--json").document["heads"]) == 2 * (
+    assert len(run("ablate", path, "--n-prompts", 256, "--json").document["heads"]) == 3 * (
         8 if count == 4 else 5
     )
     weights = run("info", path, "--json").document["weights"]

@@ -134,7 +134,7 @@ def _masked_text(single: list[HeadAblation]) -> str:
     parts = [f"excess risk {zero.full_risk:.4f} ± {zero.full_risk_sem:.4f} y²"]
     if zero.breaking:
         parts.append(
-            f"Without {', '.join(zero.breaking)} it is worse than predicting 0 ({zero.null_risk:.4g}): a few prompts carry "
+            f"Without {', '.join(zero.breaking)} it is worse than predicting 0 ({zero.null_risk:.4g}): a few prompts may carry "
             "the mean rise; the median and the p-value do not hang on them."
         )
     return "\n".join([*parts, "\nRise when one head is masked", frame_text(table)])

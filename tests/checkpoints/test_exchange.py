@@ -310,7 +310,7 @@ def write(text: str) -> Callable[[Path], object]:
         (lambda file: torch.save({1: torch.ones(2)}, file), "must hold a state dict"),
         (
             lambda file: torch.save({}, file),
-            "linear-paper, torch-attention, arrays, torch-encoder, gpt2), got none",
+            "torch-attention, linear-paper, arrays, torch-encoder, gpt2), got none",
         ),
     ],
 )
