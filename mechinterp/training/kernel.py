@@ -343,6 +343,7 @@ def add_OV_gradient(OV, averaged, d_output, d_averaged, d_OV):
 @_compiled()
 @no_type_check
 def scale_block(block, factor):
+    """block *= factor."""
     for index in range(block.size // LANES):
         store(block, index, load(block, index) * factor)
 
@@ -411,6 +412,7 @@ def circuit_gradients(x, y, x_query, y_query, QK, OV, slots, score, slope, loss,
 @_compiled()
 @no_type_check
 def sum_lanes(block, factor, sums):
+    """The sums over lanes, times factor."""
     for index in range(sums.size):
         sums[index] = total(load(block, index)) * factor
 

@@ -97,7 +97,7 @@ def test_a_head_of_the_first_layer_is_a_coordinate(ablation, few):
 def test_the_first_layer_needs_all_its_heads(checkpoint):
     # A random support makes all coordinates alike, on prompts enough to see it.
     generator = generator_for(1, "eval", 0)
-    many = sample_prompts(TASK, 10_000, generator=generator, dtype=torch.float64)
+    many = sample_prompts(TASK, 6_000, generator=generator, dtype=torch.float64)
     found = ablate_heads(checkpoint.model, many)
     assert (found.rise[0] > 4 * found.rise_sem[0]).all()
     assert found.effective_heads[0] - 2 * found.effective_heads_sem[0] > 0.9 * D_X

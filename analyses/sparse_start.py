@@ -1,0 +1,113 @@
+"""What training makes of the published construction of sparse regression, when it starts from it.
+
+Trained models do not find it; would they keep it? The first layer's 16 heads write r_j x_j and one head in each later layer
+descends on that, noise variance 0.1, with steps of 0.5. Trained as the shipped models are: alone, where its zero heads stay
+zero (5,000 steps), and with the other heads of later layers at half of the size they would start with (50,000, as the others).
+Run: python analyses/sparse_start.py (half an hour on one core; --quick seconds). Not among those of `make analyses`.
+"""
+
+import argparse
+from dataclasses import replace
+from pathlib import Path
+
+import pandas as pd
+import torch
+from measured import RESULTS, Claim, Measured, write
+from sparse_models import named, prompts_of, trained
+from sparse_setting import best, best_ridge, each, ratio
+
+from mechinterp import figures
+from mechinterp.analysis.estimates import mean_and_sem
+from mechinterp.analysis.probes import STRUCTURES, probe_layers
+from mechinterp.config import ExperimentConfig, ModelConfig
+from mechinterp.icl.prompts import Prompts
+from mechinterp.icl.sparse_predictors import excess_risk, preprocess_then_optimise
+from mechinterp.models.constructions_sparse import preprocess_then_optimise_model
+from mechinterp.models.deep import DeepWeights, predict_deep
+from mechinterp.models.transformer import ICLTransformer
+from mechinterp.training.deep import DeepRun, initial_deep_weights
+
+NOISE, ETA, SIZE = 0.1, 0.5, 0.5
+STEPS = {"alone": 5_000, "with other heads": 50_000}
+TRAINED = named(8, NOISE, 0)
+HEADS = ("W_Q", "W_K", "W_V", "W_O")
+
+
+def start_of(arm: str, config: ExperimentConfig) -> DeepWeights:
+    """The construction, its zero heads as they are or smaller than PyTorch would start them."""
+    built = preprocess_then_optimise_model([ETA] * 3, d_x=config.task.d_x).to(torch.float32)
+    if arm == "alone":
+        return built
+    live = (built.W_V @ built.W_O).flatten(2).any(-1)[..., None, None]
+    drawn = initial_deep_weights(config)
+    return built.with_tensors({name: torch.where(live, getattr(built, name), SIZE * getattr(drawn, name)) for name in HEADS})  # fmt: skip
+
+
+def config_of(steps: int) -> ExperimentConfig:
+    base = trained(TRAINED).config
+    model = ModelConfig(n_layers=4, n_heads=16, d_head=16, d_model=33, score=base.model.score, context_only=True)  # fmt: skip
+    train = replace(base.train, steps=steps, log_every=max(1, steps // 20), snapshot_every=steps, data_seed=1000)  # fmt: skip
+    return replace(base, model=model, train=train)
+
+
+def told(weights: DeepWeights, prompts: Prompts) -> dict[str, float]:
+    """Risk, and R^2 of what the first layer writes at the query."""
+    risk, sem = map(float, mean_and_sem(errors(weights, prompts)))
+    model = ICLTransformer.from_weights(weights, task=trained(TRAINED).task)
+    found = {name: probe_layers(model, prompts, target=target) for name, target in STRUCTURES.items()}  # fmt: skip
+    r2 = {f"r2 {name}": float(one.r2[1, -1]) for name, one in found.items()}
+    return {"risk": risk, "risk_sem": sem} | r2 | {f"{key} sem": float(found[key[3:]].r2_sem[1, -1]) for key in r2}  # fmt: skip
+
+
+def errors(weights: DeepWeights, prompts: Prompts):
+    with torch.no_grad():
+        return excess_risk(predict_deep(weights, prompts), prompts).double().numpy()
+
+
+def follow(arm: str, steps: int, prompts: Prompts) -> tuple[pd.DataFrame, DeepWeights]:
+    """What becomes of it, at 21 steps of training, and its last weights."""
+    config = config_of(steps)
+    run, rows = DeepRun({arm: config}, start=start_of(arm, config)), []
+    while True:
+        rows.append({"arm": arm, "step": run.step} | told(run.weights, prompts))
+        if run.finished:
+            return pd.DataFrame(rows), run.results()[arm].weights
+        run.advance()
+        print(f"{arm}: {run.step} of {steps} steps", flush=True)
+
+
+def claims(arm: str, found: pd.DataFrame, last: DeepWeights, prompts: Prompts) -> list[Claim]:
+    end, mine = found.iloc[-1], errors(last, prompts)
+    rivals = {
+        "the trained model": errors(trained(TRAINED).weights, prompts),
+        "ridge": best_ridge(prompts),
+        "Algorithm 1 at its best step": best(preprocess_then_optimise(prompts, steps=128), prompts),
+    }
+    ratios = {rival: ratio(mine, theirs) for rival, theirs in rivals.items()}
+    first, own = (f"r2 {name}" for name in STRUCTURES)
+    kept = each({name[3:]: (end[name], end[f"{name} sem"]) for name in (first, own)})
+    about = f"from the construction, {arm}: {int(end.step):,} steps"
+    below = ratios["the trained model"][0] + 2 * ratios["the trained model"][1] < 1
+    return [
+        Claim("", "started at it, training keeps R x: a linear map of it explains at least 0.9", about, "not asked", f"R² {kept}", bool(end[first] >= 0.9)),
+        Claim("", f"and ends below {TRAINED}, which started at random: ratio below 1 by two standard errors", about, "not asked", f"risk {found.risk[0]:.3f} to {end.risk:.4f}; over that of {each(ratios)}", bool(below)),
+    ]  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="a hundredth of the steps")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    prompts, frames, made = prompts_of(NOISE, 512 if arguments.quick else 4096), [], []
+    for arm, steps in STEPS.items():
+        found, last = follow(arm, steps // 100 if arguments.quick else steps, prompts)
+        frames.append(found)
+        made += claims(arm, found, last, prompts)
+    pages = {one.arm[0]: figures.lines(one.step.to_numpy(), {"excess risk": one.risk.to_numpy()}, errors={"excess risk": one.risk_sem.to_numpy()}, title=f"Excess risk from the construction on, {one.arm[0]}", x_title="step", y_title="excess risk (y²)", log_y=True) for one in frames}  # fmt: skip
+    write(Measured(pd.concat(frames), pages, made), "sparse_start", arguments.out)
+
+
+if __name__ == "__main__":
+    main()
