@@ -10,7 +10,6 @@ import torch
 
 from mechinterp.analysis.probes import preconditioned, probe_layers, reweighted
 from mechinterp.checkpoints.native import load
-from mechinterp.config import ModelConfig
 from mechinterp.icl.prompts import generator_for, sample_prompts
 from mechinterp.icl.sparse_predictors import excess_risk
 from mechinterp.models.constructions_sparse import preprocess_then_optimise_model
@@ -25,7 +24,6 @@ pytestmark = pytest.mark.slow
 def test_the_first_steps_keep_what_layer_1_writes_and_lower_the_risk():
     base = load(CHECKPOINTS / "sparse-h8-noise0.1-s0").config
     model = replace(base.model, n_heads=16, d_head=16, d_model=33)
-    assert isinstance(model, ModelConfig)
     train = replace(base.train, steps=500, log_every=500, n_eval_prompts=1, data_seed=1000)
     config = replace(base, model=model, train=train)
     built = preprocess_then_optimise_model([0.5] * 3, d_x=16).to(torch.float32)
