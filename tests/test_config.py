@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mechinterp.config import (
-    COVARIANCES,
     SCORES,
     CovarianceConfig,
     ExperimentConfig,
@@ -23,6 +22,7 @@ from mechinterp.config import (
     override,
     value_of,
 )
+from mechinterp.config.task import COVARIANCES
 from mechinterp.presets import PRESETS, preset
 
 positive = st.floats(min_value=1e-6, max_value=1e6)
@@ -274,18 +274,21 @@ REFUSED = {
     ),
     "task.n_sequences=9": "task.n_sequences is not used by train.optimizer 'adam', got 9.",
     "task.n_sequences=0": "task.n_sequences must be >= 1, got 0.",
-    "model.n_layers=2": "model.n_layers must be 1 unless context_only is true, got 2.",
-    "model.d_model=8": "model.d_model must be null unless context_only is true, got 8.",
+    "model.norm=batch": "model.norm must be one of before, after, null, got 'batch'.",
+    "model.activation=step": (
+        "model.activation must be one of relu, gelu, gelu_new, silu, tanh, got 'step'."
+    ),
+    "model.layout=mixed": "model.layout must be one of pairs, in_turn, got 'mixed'.",
+    "model.layout=in_turn": "model.d_model must be given where layout is 'in_turn', got null.",
+    'model={"layout": "in_turn", "d_model": 8, "n_positions": 80}': (
+        "task.context_length must be <= 39, all that 80 positions have room for, got 40."
+    ),
+    "model.n_positions=40": (
+        "task.context_length must be <= 39, all that 40 positions have room for, got 40."
+    ),
+    "model.d_mlp=0": "model.d_mlp must be >= 1, got 0.",
+    "model.norm_eps=-1": "model.norm_eps must be >= 0, got -1.0.",
     "model.score=relu/L": f"model.score must be one of {', '.join(SCORES)}, got 'relu/L'.",
-    'model={"context_only": true, "biases": true}': (
-        "model.biases must be false where context_only is true, got true."
-    ),
-    'model={"context_only": true, "attend_to_self": true}': (
-        "model.attend_to_self must be false where context_only is true, got true."
-    ),
-    'model={"context_only": true, "merged_qk": true}': (
-        "model.merged_qk must be false where context_only is true, got true."
-    ),
     'model={"context_only": true, "d_model": 0}': "model.d_model must be >= 1, got 0.",
     'model={"context_only": true, "d_model": 9}': (
         "model.n_heads must divide the width 9 where d_head is null, got 2."
@@ -295,10 +298,10 @@ REFUSED = {
     ),
     "train.shortest_context=0": "train.shortest_context must be >= 1, got 0.",
     "train.shortest_context=4": (
-        "train.shortest_context is used where model.context_only is true only, got 4."
+        "train.shortest_context is not used by one layer of plain attention, got 4."
     ),
-    "train.cosine=true": "train.cosine is used where model.context_only is true only, got true.",
-    "train.clip_norm=1": "train.clip_norm is used where model.context_only is true only, got 1.0.",
+    "train.cosine=true": "train.cosine is not used by one layer of plain attention, got true.",
+    "train.clip_norm=1": "train.clip_norm is not used by one layer of plain attention, got 1.0.",
     "train.clip_norm=0": "train.clip_norm must be > 0, got 0.0.",
     "model.n_layers=0": "model.n_layers must be >= 1, got 0.",
     "model.n_heads=0": "model.n_heads must be >= 1, got 0.",
@@ -324,12 +327,14 @@ REFUSED = {
     "n_heads=2": "Unknown field 'n_heads'; known: task, model, train, seed.",
     "model.heads=2": (
         "Unknown field 'model.heads'; known: model.n_layers, model.n_heads, model.d_head, model.score, "
-        "model.score_slope, model.attend_to_self, model.biases, model.merged_qk, model.context_only, model.d_model."
+        "model.score_slope, model.attend_to_self, model.biases, model.merged_qk, model.context_only, model.d_model, "
+        "model.norm, model.final_norm, model.norm_eps, model.d_mlp, model.activation, model.layout, model.n_positions."
     ),
     "seed.x=2": "Unknown field 'seed.x'; known: none.",
     'model={"heads": 2}': (
         "Unknown field 'model.heads'; known: model.n_layers, model.n_heads, model.d_head, model.score, "
-        "model.score_slope, model.attend_to_self, model.biases, model.merged_qk, model.context_only, model.d_model."
+        "model.score_slope, model.attend_to_self, model.biases, model.merged_qk, model.context_only, model.d_model, "
+        "model.norm, model.final_norm, model.norm_eps, model.d_mlp, model.activation, model.layout, model.n_positions."
     ),
 }
 
@@ -344,6 +349,9 @@ BEYOND_MOMENTS = {
     "model.score=linear": 'model.score must be "linear/L"{}, got "linear".',
     "model.attend_to_self=true": "model.attend_to_self must be false{}, got true.",
     "model.biases=true": "model.biases must be false{}, got true.",
+    "model.d_model=5": "model.d_model must be null{}, got 5.",
+    "model.n_layers=2": "model.n_layers must be 1{}, got 2.",
+    "model.norm=before": 'model.norm must be null{}, got "before".',
     "model.score_slope=0": "model.score_slope must not be 0{}, got 0.0.",
     "task.d_y=2": "task.d_y must be 1{}, got 2.",
     "task.noise_var=0.1": "task.noise_var must be 0.0{}, got 0.1.",
@@ -391,24 +399,10 @@ def test_json_holds_every_field():
     )
 
 
-@pytest.mark.parametrize(
-    ("assignments", "message"),
-    [
-        (
-            ("model.context_only=true", "train.optimizer=gradient_flow"),
-            "train.optimizer must be 'adam' where model.context_only is true, got 'gradient_flow'.",
-        ),
-        (
-            ("model.context_only=true", "train.shortest_context=41"),
-            "train.shortest_context must be <= task.context_length = 40, got 41.",
-        ),
-    ],
-)
-def test_context_only_models_are_trained_by_adam_on_contexts_that_fit(
-    assignments: tuple[str, ...], message: str
-):
+def test_the_shortest_context_is_no_longer_than_the_longest():
+    message = "train.shortest_context must be <= task.context_length = 40, got 41."
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        override(ExperimentConfig(), *assignments)
+        override(ExperimentConfig(), "model.context_only=true", "train.shortest_context=41")
 
 
 def test_moments_are_those_of_dense_task_vectors():

@@ -1,0 +1,223 @@
+"""Everything that decides the numbers of one trained model, as one config with an id."""
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
+
+from mechinterp.config.model import ModelConfig
+from mechinterp.config.task import TaskConfig
+from mechinterp.config.train import TrainConfig
+from mechinterp.fields import (
+    build,
+    flatten,
+    require_at_least,
+    set_checked,
+    unknown_field,
+)
+
+# Fields that the first version did not have: they must not change the ids it gave.
+LATER_FIELDS = {
+    "task": ("shared_beta", "nonzeros"),
+    "model": (
+        *("attend_to_self", "biases", "merged_qk", "context_only", "d_model"),
+        *("norm", "final_norm", "norm_eps", "d_mlp", "activation", "layout", "n_positions"),
+    ),
+    "train": ("optimizer", "init_std", "shortest_context", "cosine", "clip_norm"),
+}
+
+
+@dataclass(frozen=True)
+class ExperimentConfig:
+    """Everything that decides the numbers of one trained model."""
+
+    task: TaskConfig = field(default_factory=TaskConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    seed: int = 0
+    """Seed of the initial weights."""
+
+    def __post_init__(self) -> None:
+        set_checked(self, "")
+        require_at_least("", self, 0, "seed")
+        self._check_model()
+        if self.train.optimizer == "adam":
+            for name, value in (
+                ("train.init_std", self.train.init_std),
+                ("task.n_sequences", self.task.n_sequences),
+            ):
+                if value is not None:
+                    raise ValueError(f"{name} is not used by train.optimizer 'adam', got {value}.")
+        else:
+            self._check_linear()
+
+    def _check_model(self) -> None:
+        """Refuse sizes that do not fit together, and settings that the model's training does not use."""
+        model, task = self.model, self.task
+        if model.merged_qk and self.d_head != self.d_model:
+            raise ValueError(
+                f"model.d_head must be d_model = {self.d_model} where merged_qk is true, got {self.d_head}."
+            )
+        if model.context_only and model.d_head is None and self.d_model % model.n_heads:
+            raise ValueError(
+                f"model.n_heads must divide the width {self.d_model} where d_head is null, got {model.n_heads}."
+            )
+        if model.layout == "in_turn" and task.d_y > task.d_x:
+            raise ValueError(
+                f"task.d_y must be <= d_x = {task.d_x} where model.layout is 'in_turn', got {task.d_y}."
+            )
+        most = self.longest_context
+        if most is not None and task.context_length > most:
+            raise ValueError(
+                f"task.context_length must be <= {most}, all that {model.n_positions} positions have "
+                f"room for, got {task.context_length}."
+            )
+        if model.trains_compiled:
+            self._check_unused()
+        shortest = self.train.shortest_context
+        if shortest is not None and shortest > task.context_length:
+            raise ValueError(
+                f"train.shortest_context must be <= task.context_length = {task.context_length}, got {shortest}."
+            )
+
+    def _check_unused(self) -> None:
+        """Refuse settings that the training of one layer of plain attention does not use."""
+        for name, default in (("shortest_context", None), ("cosine", False), ("clip_norm", None)):
+            value = getattr(self.train, name)
+            if value != default:
+                raise ValueError(
+                    f"train.{name} is not used by one layer of plain attention, got {json.dumps(value)}."
+                )
+
+    def _check_linear(self) -> None:
+        """Refuse what the closed forms behind training on moments do not cover."""
+        optimizer = self.train.optimizer
+        needed: dict[str, object] = {"model.score": "linear/L", "model.n_layers": 1}
+        needed |= {f"model.{name}": False for name in ("attend_to_self", "biases", "context_only")}
+        needed |= {f"model.{name}": None for name in ("d_model", "norm", "d_mlp", "n_positions")}
+        needed["model.final_norm"] = False
+        needed |= {"task.d_y": 1, "task.noise_var": 0.0, "task.supports": None}
+        needed["task.sparsity"] = None
+        if optimizer == "gradient_flow":
+            needed["task.n_sequences"] = None
+        for name, value in needed.items():
+            found = value_of(self, name)
+            if found != value:
+                raise ValueError(
+                    f"{name} must be {json.dumps(value)} for train.optimizer {optimizer!r}, got {json.dumps(found)}."
+                )
+        if self.model.score_slope == 0:
+            raise ValueError(
+                f"model.score_slope must not be 0 for train.optimizer {optimizer!r}, got 0.0."
+            )
+
+    @property
+    def d_model(self) -> int:
+        """Width of the residual stream: that of a token unless the model has its own."""
+        return self.model.stream_width(self.task.d_x, self.task.d_y)
+
+    @property
+    def d_head(self) -> int:
+        """Width of a head, with the default filled in."""
+        return self.model.head_width(self.task.d_x, self.task.d_y)
+
+    @property
+    def longest_context(self) -> int | None:
+        """Most pairs that the model's positions have room for; None: any number."""
+        positions = self.model.n_positions
+        if positions is None:
+            return None
+        return (positions - 1) // 2 if self.model.layout == "in_turn" else positions - 1
+
+    @property
+    def id(self) -> str:
+        """Eight hexadecimal digits of the sorted JSON, later fields left out where they hold their defaults."""
+        values = asdict(self)
+        default = ExperimentConfig()
+        for section, names in LATER_FIELDS.items():
+            for name in names:
+                if values[section][name] == getattr(getattr(default, section), name):
+                    del values[section][name]
+        text = json.dumps(values, indent=2, sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:8]
+
+    def to_json(self) -> str:
+        """The config as sorted, indented JSON."""
+        return json.dumps(asdict(self), indent=2, sort_keys=True)
+
+    @classmethod
+    def from_json(cls, text: str) -> "ExperimentConfig":
+        """The config written by `to_json`; fields left out keep their defaults."""
+        return from_dict(json.loads(text))
+
+
+def from_dict(values: object) -> ExperimentConfig:
+    """The config with the fields of a nested dictionary, the others at their defaults.
+
+    Raises:
+        ValueError: If a field is unknown (the known ones are listed), of the wrong type or out of range.
+    Example:
+        >>> from_dict({"task": {"d_x": 3}, "seed": 1}).task.d_x
+        3
+    """
+    return build(ExperimentConfig, values)
+
+
+def override(config: ExperimentConfig, *assignments: str) -> ExperimentConfig:
+    """The config with fields changed, all at once.
+
+    Args:
+        assignments: Texts such as "model.n_heads=4"; the value is read as JSON, else as text.
+    Raises:
+        ValueError: If an assignment has no "=" or names an unknown field.
+    Example:
+        >>> override(ExperimentConfig(), "model.n_heads=4", "seed=1").model.n_heads
+        4
+    """
+    values = asdict(config)
+    for assignment in assignments:
+        name, equals, text = assignment.partition("=")
+        if not equals:
+            raise ValueError(f"An assignment reads field=value, got {assignment!r}.")
+        value_of(config, name)
+        *parents, last = name.split(".")
+        inner = values
+        for parent in parents:
+            inner = inner[parent]
+        try:
+            inner[last] = json.loads(text)
+        except json.JSONDecodeError:
+            inner[last] = text
+    return from_dict(values)
+
+
+def value_of(config: ExperimentConfig, name: str) -> object:
+    """The value of a field named with dots, such as "train.data_seed".
+
+    Raises:
+        ValueError: If there is no such field; the known ones are listed.
+    Example:
+        >>> value_of(ExperimentConfig(), "train.batch_size")
+        256
+    """
+    value: object = config
+    prefix = ""
+    for part in name.split("."):
+        known = [f.name for f in fields(value)] if is_dataclass(value) else []
+        if part not in known:
+            raise ValueError(unknown_field(f"{prefix}{part}", prefix, known))
+        value = getattr(value, part)
+        prefix += f"{part}."
+    return value
+
+
+def differences(
+    there: ExperimentConfig, here: ExperimentConfig
+) -> dict[str, tuple[object, object]]:
+    """Fields in which two configs differ, by dotted name, with both values.
+
+    Example:
+        >>> differences(ExperimentConfig(), ExperimentConfig(seed=3))
+        {'seed': (0, 3)}
+    """
+    left, right = flatten(asdict(there)), flatten(asdict(here))
+    return {name: (left[name], right[name]) for name in left if left[name] != right[name]}

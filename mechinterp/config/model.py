@@ -1,0 +1,108 @@
+"""The architecture of a model: layers, heads, masks, norms and MLPs."""
+
+from dataclasses import dataclass
+
+from mechinterp.fields import require_at_least, set_checked
+
+SCORES = ("softmax", "1+tanh", "1+Cx", "(1+Cx)^2", "linear", "linear/L")
+CONTEXT_ONLY_SCORES = (*SCORES, "relu/L")
+"""Scores of models in which every token reads the context; `SCORES` are those of the others."""
+NORMS = ("before", "after")
+ACTIVATIONS = ("relu", "gelu", "gelu_new", "silu", "tanh")
+LAYOUTS = ("pairs", "in_turn")
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """A transformer that reads the prompt's tokens and predicts y_query; attention only unless told."""
+
+    n_layers: int = 1
+    """Number of layers, each of attention and, where there is a d_mlp, an MLP."""
+    n_heads: int = 2
+    """Heads per layer."""
+    d_head: int | None = None
+    """Width of a head; None stands for the width d_model, and in context-only models for d_model / n_heads."""
+    score: str = "softmax"
+    """Attention weights are f(s_i) / sum_j f(s_j); "softmax" has f = exp, the others name f. Linear
+    attention has C s_i ("linear") or C s_i over the number of keys ("linear/L")."""
+    score_slope: float = 1.0
+    """The constant C of "1+Cx", "(1+Cx)^2" and linear attention."""
+    attend_to_self: bool = False
+    """Whether the query is among its own keys."""
+    biases: bool = False
+    """Whether heads, MLPs, read-in and read-out have biases."""
+    merged_qk: bool = False
+    """Whether each head has one matrix W_QK in place of W_Q W_K^T; d_head is then d_model."""
+    context_only: bool = False
+    """Whether a token reads the context on both sides of it. Without this it reads the tokens before it, with
+    attend_to_self also itself. With it, it reads all tokens of the context, with attend_to_self also the query."""
+    d_model: int | None = None
+    """Width of the residual stream, with a read-in W_in before it and a read-out W_U behind it; None: the tokens
+    (x, y) are the stream, of width d_x + d_y, and its y entries the prediction."""
+    norm: str | None = None
+    """Layer norm "before" attention and MLP, or "after" what they add to the stream; None: no norm."""
+    final_norm: bool = False
+    """Whether a layer norm stands before the read-out."""
+    norm_eps: float = 1e-5
+    """What layer norms add to the variance."""
+    d_mlp: int | None = None
+    """Hidden width of the MLP of each layer; None: no MLP."""
+    activation: str = "relu"
+    """Activation of the MLPs: "relu", "gelu", "gelu_new" (its tanh approximation), "silu" or "tanh"."""
+    layout: str = "pairs"
+    """Tokens: "pairs", (x_1, y_1), ..., (x_query, 0), or "in_turn", x_1, y_1, ..., x_query, y padded to d_x."""
+    n_positions: int | None = None
+    """Number of learned positions, added to the stream; None: there are none."""
+
+    def __post_init__(self) -> None:
+        set_checked(self, "model")
+        require_at_least("model", self, 1, "n_layers", "n_heads")
+        for name in ("d_head", "d_model", "d_mlp", "n_positions"):
+            if getattr(self, name) is not None:
+                require_at_least("model", self, 1, name)
+        require_at_least("model", self, 0, "norm_eps")
+        scores = CONTEXT_ONLY_SCORES if self.context_only else SCORES
+        self._require_one_of("score", scores)
+        self._require_one_of("norm", (*NORMS, None))
+        self._require_one_of("activation", ACTIVATIONS)
+        self._require_one_of("layout", LAYOUTS)
+        if self.layout == "in_turn" and self.d_model is None:
+            raise ValueError("model.d_model must be given where layout is 'in_turn', got null.")
+
+    def _require_one_of(self, name: str, known: tuple[str | None, ...]) -> None:
+        value = getattr(self, name)
+        if value not in known:
+            listed = ", ".join("null" if each is None else each for each in known)
+            raise ValueError(f"model.{name} must be one of {listed}, got {value!r}.")
+
+    @property
+    def attention_only(self) -> bool:
+        """Whether nothing but the heads adds to the stream or changes it: no norm, MLP or position."""
+        parts = (self.norm, self.d_mlp, self.n_positions)
+        return parts == (None, None, None) and not self.final_norm
+
+    @property
+    def one_attention(self) -> bool:
+        """Whether the prediction is the sum of the heads' outputs: one layer of attention on tokens (x, y)."""
+        return self.n_layers == 1 and self.d_model is None and self.attention_only
+
+    @property
+    def trains_compiled(self) -> bool:
+        """Whether the compiled step trains it: one layer of attention whose query reads the context alone."""
+        variants = (self.context_only, self.attend_to_self, self.biases)
+        return self.one_attention and not any(variants)
+
+    def d_token(self, d_x: int, d_y: int) -> int:
+        """Width of a token."""
+        return d_x if self.layout == "in_turn" else d_x + d_y
+
+    def stream_width(self, d_x: int, d_y: int) -> int:
+        """Width of the residual stream, with the default of d_model filled in."""
+        return self.d_token(d_x, d_y) if self.d_model is None else self.d_model
+
+    def head_width(self, d_x: int, d_y: int) -> int:
+        """Width of a head, with the default of d_head filled in."""
+        if self.d_head is not None:
+            return self.d_head
+        width = self.stream_width(d_x, d_y)
+        return width // self.n_heads if self.context_only else width

@@ -1,0 +1,143 @@
+"""The task: the law of the prompts."""
+
+from dataclasses import dataclass, field
+
+from mechinterp.fields import require_at_least, set_checked
+
+COVARIANCES = ("identity", "kms", "eigenvalues")
+NONZEROS = ("gaussian", "signs")
+
+
+@dataclass(frozen=True)
+class CovarianceConfig:
+    """Covariance Sigma of the covariates."""
+
+    kind: str = "identity"
+    """"identity", "kms" (Kac-Murdock-Szego, Sigma_ij = rho^|i-j|) or "eigenvalues" (a diagonal Sigma)."""
+    rho: float = 0.0
+    """Correlation of neighbouring coordinates, used by "kms"."""
+    eigenvalues: tuple[float, ...] = ()
+    """The d_x diagonal entries, used by "eigenvalues"."""
+
+    def __post_init__(self) -> None:
+        set_checked(self, "task.covariance")
+        if self.kind not in COVARIANCES:
+            raise ValueError(
+                f"task.covariance.kind must be one of {', '.join(COVARIANCES)}, got {self.kind!r}."
+            )
+        if self.rho and self.kind != "kms":
+            raise ValueError(f"task.covariance.rho is used by kind 'kms' only, got {self.rho}.")
+        if self.eigenvalues and self.kind != "eigenvalues":
+            raise ValueError(
+                f"task.covariance.eigenvalues are used by kind 'eigenvalues' only, got {list(self.eigenvalues)}."
+            )
+        if not -1 < self.rho < 1:
+            raise ValueError(f"task.covariance.rho must lie in (-1, 1), got {self.rho}.")
+        if self.kind == "eigenvalues" and not (self.eigenvalues and min(self.eigenvalues) > 0):
+            raise ValueError(
+                f"task.covariance.eigenvalues must be positive numbers, got {list(self.eigenvalues)}."
+            )
+
+
+@dataclass(frozen=True)
+class TaskConfig:
+    """Law of the prompts: x ~ N(0, Sigma), beta ~ N(0, beta_var), y = x beta + N(0, noise_var)."""
+
+    d_x: int = 5
+    """Dimension of a covariate."""
+    d_y: int = 1
+    """Number of responses of a pair, each with a task vector of its own."""
+    context_length: int = 40
+    """Number L of (x, y) pairs before the query."""
+    covariance: CovarianceConfig = field(default_factory=CovarianceConfig)
+    """Covariance of x and of x_query."""
+    beta_var: float | None = None
+    """Variance of an entry of the task vector that may be nonzero; None stands for 1 / d_x."""
+    noise_var: float = 0.1
+    """Variance of the response noise, unit y^2."""
+    query_noise: bool = True
+    """Whether y_query, the target of training, carries noise too."""
+    supports: tuple[tuple[int, ...], ...] | None = None
+    """Covariate coordinates, from 0, that each response depends on; None: all of them."""
+    shared_beta: bool = False
+    """Whether all responses have one task vector, each on its own support, instead of one each."""
+    sparsity: int | None = None
+    """Number s of nonzero entries of a task vector, drawn afresh in every prompt; None: all of them."""
+    nonzeros: str = "gaussian"
+    """Law of the nonzero entries where there is a sparsity: "gaussian", N(0, beta_var), or "signs", +-1/sqrt(s)."""
+    n_sequences: int | None = None
+    """Size of a finite training set, for optimizer "gradient_descent"; None: the whole population."""
+
+    def __post_init__(self) -> None:
+        set_checked(self, "task")
+        require_at_least("task", self, 1, "d_x", "d_y", "context_length")
+        require_at_least("task", self, 0, "noise_var")
+        if self.beta_var is not None and self.beta_var <= 0:
+            raise ValueError(f"task.beta_var must be > 0, got {self.beta_var}.")
+        eigenvalues = self.covariance.eigenvalues
+        if self.covariance.kind == "eigenvalues" and len(eigenvalues) != self.d_x:
+            raise ValueError(
+                f"task.covariance.eigenvalues must hold d_x = {self.d_x} numbers, got {len(eigenvalues)}."
+            )
+        self._check_supports()
+        self._check_sparsity()
+        if self.n_sequences is not None:
+            require_at_least("task", self, 1, "n_sequences")
+
+    def _check_supports(self) -> None:
+        if self.supports is None:
+            return
+        if len(self.supports) != self.d_y:
+            raise ValueError(
+                f"task.supports must hold one list for each of {self.d_y} responses, got {len(self.supports)}."
+            )
+        for support in self.supports:
+            if not support or len(set(support)) < len(support):
+                raise ValueError(
+                    f"task.supports must list coordinates, each once, got {list(support)}."
+                )
+            if not all(0 <= coordinate < self.d_x for coordinate in support):
+                raise ValueError(
+                    f"task.supports must name coordinates from 0 to {self.d_x - 1}, got {list(support)}."
+                )
+
+    def _check_sparsity(self) -> None:
+        if self.nonzeros not in NONZEROS:
+            raise ValueError(
+                f"task.nonzeros must be one of {', '.join(NONZEROS)}, got {self.nonzeros!r}."
+            )
+        if self.sparsity is None:
+            if self.nonzeros != "gaussian":
+                raise ValueError(
+                    f"task.nonzeros {self.nonzeros!r} needs a task.sparsity, got null."
+                )
+            return
+        if not 1 <= self.sparsity <= self.d_x:
+            raise ValueError(
+                f"task.sparsity must lie between 1 and d_x = {self.d_x}, got {self.sparsity}."
+            )
+        if self.supports is not None:
+            raise ValueError(
+                f"task.sparsity is not used where task.supports are given, got {self.sparsity}."
+            )
+        if self.nonzeros == "signs" and self.beta_var is not None:
+            raise ValueError(
+                f"task.beta_var is 1/sparsity where task.nonzeros is 'signs' and must be null, got {self.beta_var}."
+            )
+
+    @property
+    def beta_variance(self) -> float:
+        """Variance of an entry of the task vector that is not held at zero, with the default filled in."""
+        if self.sparsity is not None and self.nonzeros == "signs":
+            return 1 / self.sparsity
+        return 1 / self.d_x if self.beta_var is None else self.beta_var
+
+    @property
+    def signal_var(self) -> float:
+        """Variance of x . beta, the mean over responses: beta_var times the trace of Sigma on a support, unit y^2."""
+        given = self.covariance.kind == "eigenvalues"
+        diagonal = self.covariance.eigenvalues if given else (1.0,) * self.d_x
+        supports = self.supports or (tuple(range(self.d_x)),)
+        traces = [sum(diagonal[i] for i in support) for support in supports]
+        live = 1.0 if self.sparsity is None else self.sparsity / self.d_x
+        return live * self.beta_variance * sum(traces) / len(traces)

@@ -1,0 +1,68 @@
+"""How a model is trained: steps, batches and the optimiser."""
+
+from dataclasses import dataclass
+
+from mechinterp.fields import require_at_least, set_checked
+
+OPTIMIZERS = ("adam", "gradient_descent", "gradient_flow")
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """Minimisation of the mean squared error at the query, by Adam with fresh prompts in every step unless told."""
+
+    steps: int = 500_001
+    """Number of updates."""
+    batch_size: int = 256
+    """Prompts per step."""
+    learning_rate: float = 1e-3
+    """The step size; Adam's other constants are PyTorch's defaults. A gradient flow takes 2 steps learning_rate
+    units of its time tau in all, as long as descent at this step size."""
+    data_seed: int = 0
+    """Seed of the prompts; models with the same one see the same prompts."""
+    log_every: int = 1000
+    """Steps between two rows of the history."""
+    snapshot_every: int | None = None
+    """Steps between two snapshots of the weights; None: 0, 1k, 2k, 5k, 10k, 20k, 50k, ..."""
+    n_eval_prompts: int = 4096
+    """Number of fixed prompts behind `eval_loss`."""
+    optimizer: str = "adam"
+    """"adam", or for one layer of linear attention "gradient_descent", full-batch, on the population or a finite
+    training set, or "gradient_flow", exact, on the population; these train v, K and Q (or U) of every head."""
+    init_std: float | None = None
+    """Standard deviation of the initial v, K, Q or U of linear attention; None: PyTorch's default."""
+    shortest_context: int | None = None
+    """Contexts of a step of a context-only model have one length, uniform from this one to task.context_length;
+    None: task.context_length."""
+    cosine: bool = False
+    """Whether the step size of a context-only model falls to 0 along half a cosine, instead of staying."""
+    clip_norm: float | None = None
+    """Largest norm of a gradient of a context-only model, longer ones are shortened to it; None: any."""
+
+    def __post_init__(self) -> None:
+        set_checked(self, "train")
+        if self.optimizer not in OPTIMIZERS:
+            raise ValueError(
+                f"train.optimizer must be one of {', '.join(OPTIMIZERS)}, got {self.optimizer!r}."
+            )
+        if self.init_std is not None and self.init_std <= 0:
+            raise ValueError(
+                f"train.init_std must be > 0, got {self.init_std}: zero weights never move."
+            )
+        require_at_least("train", self, 1, "steps", "batch_size", "log_every", "n_eval_prompts")
+        require_at_least("train", self, 0, "data_seed")
+        if self.learning_rate <= 0:
+            raise ValueError(f"train.learning_rate must be > 0, got {self.learning_rate}.")
+        for name in ("snapshot_every", "shortest_context"):
+            if getattr(self, name) is not None:
+                require_at_least("train", self, 1, name)
+        if self.clip_norm is not None and self.clip_norm <= 0:
+            raise ValueError(f"train.clip_norm must be > 0, got {self.clip_norm}.")
+
+    @property
+    def snapshot_steps(self) -> tuple[int, ...]:
+        """Steps (numbers of updates) at which the weights are kept, 0 included."""
+        if self.snapshot_every is not None:
+            return tuple(range(0, self.steps + 1, self.snapshot_every))
+        grid = (mantissa * 10**power for power in range(3, 19) for mantissa in (1, 2, 5))
+        return (0, *(step for step in grid if step <= self.steps))
