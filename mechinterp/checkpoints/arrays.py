@@ -12,14 +12,16 @@ from mechinterp.checkpoints.errors import CheckpointError, one_line
 from mechinterp.checkpoints.files import write_atomically
 from mechinterp.checkpoints.folders import document_of, document_parts
 from mechinterp.checkpoints.native import Checkpoint
-from mechinterp.checkpoints.native_tensors import PREFIX, parameter_shapes, weights_from
+from mechinterp.checkpoints.native_tensors import PREFIX, state_dict, weights_from
+from mechinterp.models.weights import tensor_shapes
 
 FORMAT = "arrays"
 CONFIG = "config"
 
 
 def write_arrays(file: Path, checkpoint: Checkpoint) -> Path:
-    """Write W_Q, W_K (or W_QK), W_V [head, d_model, d_head], W_O [head, d_head, d_y], biases and the config.
+    """Write a model's tensors and its config; of one attention layer W_Q, W_K (or W_QK), W_V [head, d_model,
+    d_head], W_O [head, d_head, d_y] and biases, of others all by their names in HookedTransformer.
 
     Raises:
         CheckpointError: If the file exists, does not end in .npz or cannot be written.
@@ -29,7 +31,11 @@ def write_arrays(file: Path, checkpoint: Checkpoint) -> Path:
     if file.suffix != ".npz":
         raise CheckpointError(f"{file}: must end in .npz.")
     document = document_of(checkpoint.config, step=checkpoint.step, assumed=checkpoint.assumed)
-    found = {name: t.detach().cpu().numpy() for name, t in checkpoint.weights.parameters.items()}
+    found = {name: t.numpy() for name, t in state_dict(checkpoint.weights).items()}
+    if checkpoint.config.model.one_attention:
+        found = {name.removeprefix(PREFIX): array for name, array in found.items()}
+        for name in {"W_O", "b_O"} & set(found):
+            found[name] = found[name][..., checkpoint.task.d_x :]
     text = np.array(json.dumps(document))
     # An open file: numpy would put .npz behind the name of the temporary one.
     try:
@@ -57,14 +63,16 @@ def read_stated(tensors: Mapping[str, Tensor], text: str, file: Path) -> Checkpo
     if isinstance(document, dict) and "experiment" not in document:
         document = {"format_version": 1, "step": 0, "experiment": document}
     document, config = document_parts(document, file)
-    known = parameter_shapes(config)
-    for name in tensors:
+    known = tensor_shapes(config.model, config.task.d_x, config.task.d_y)
+    found = {PREFIX + n if PREFIX + n in known else n: tensor for n, tensor in tensors.items()}
+    for name in found:
         if name not in known:
-            raise CheckpointError(f"{file}: {name} is not among the arrays of such a model.")
-    padded = dict(tensors)
-    for name in {"W_O", "b_O"} & set(padded):
-        if padded[name].ndim and padded[name].shape[-1] == config.task.d_y:
-            padded[name] = torch.nn.functional.pad(padded[name], (config.task.d_x, 0))
-    weights = weights_from({PREFIX + n: t for n, t in padded.items()}, config, file)
+            raise CheckpointError(
+                f"{file}: {name.removeprefix(PREFIX)} is not among the arrays of such a model."
+            )
+    for name in {PREFIX + "W_O", PREFIX + "b_O"} & set(found) if config.model.one_attention else ():
+        if found[name].ndim and found[name].shape[-1] == config.task.d_y:
+            found[name] = torch.nn.functional.pad(found[name], (config.task.d_x, 0))
+    weights = weights_from(found, config, file)
     assumed = document.get("assumed", {})
     return Checkpoint(file, config, document["step"], weights, FORMAT, assumed)

@@ -27,6 +27,7 @@ from mechinterp.checkpoints.outside import OneLayer, checkpoint_of, numbers
 from mechinterp.checkpoints.recipe import LOAD
 from mechinterp.config import ExperimentConfig, TaskConfig
 from mechinterp.models.functional import BIASES, NAMES, AttentionWeights
+from mechinterp.models.weights import weights_of_layer, why_no_circuits
 
 FORMAT = "transformer-lens"
 SIDE_CAR = "transformer_lens.json"
@@ -57,6 +58,11 @@ def write_exchange(folder: Path, checkpoint: Checkpoint) -> None:
     Raises:
         CheckpointError: If HookedTransformer has no such attention, or the folder cannot be written.
     """
+    found = why_no_circuits(checkpoint.config.model)
+    if found is not None:
+        raise CheckpointError(
+            f"{checkpoint.path}: HookedTransformer takes one layer of attention from here, got {found}."
+        )
     # HookedTransformer has no merged heads: it gets W_Q = W_QK and W_K = I, and so does the side-car.
     config = replace(checkpoint.config, model=replace(checkpoint.config.model, merged_qk=False))
     if config.model.score != "softmax":
@@ -70,8 +76,8 @@ def write_exchange(folder: Path, checkpoint: Checkpoint) -> None:
         )
     document = document_of(config, step=checkpoint.step, assumed=checkpoint.assumed)
     text = json.dumps(document | _settings(config), indent=2) + "\n"
-    weights = replace(checkpoint.weights, merged_qk=False)
-    state = hooked_state(weights, n_ctx=positions_for(config.task))
+    circuits = replace(checkpoint.weights.circuits, merged_qk=False)
+    state = hooked_state(circuits, n_ctx=positions_for(config.task))
     try:
         write_atomically(folder / "model.safetensors", lambda file: save_file(state, file))
         write_atomically(folder / "load.py", lambda file: file.write_text(LOAD, encoding="utf-8"))
@@ -80,20 +86,20 @@ def write_exchange(folder: Path, checkpoint: Checkpoint) -> None:
         raise CheckpointError(f"{folder}: cannot be written ({one_line(error)}).") from None
 
 
-def hooked_state(weights: AttentionWeights, *, n_ctx: int) -> dict[str, Tensor]:
+def hooked_state(circuits: AttentionWeights, *, n_ctx: int) -> dict[str, Tensor]:
     """HookedTransformer's whole state dict but for the mask, whose shape depends on the version."""
-    n_heads, d_model, d_head = weights.W_Q.shape
-    per_head = weights.W_Q.new_zeros(n_heads, d_head, device="cpu")
-    read_out = torch.eye(d_model, dtype=weights.W_Q.dtype)[:, weights.d_x :]
+    n_heads, d_model, d_head = circuits.W_Q.shape
+    per_head = circuits.W_Q.new_zeros(n_heads, d_head, device="cpu")
+    read_out = torch.eye(d_model, dtype=circuits.W_Q.dtype)[:, circuits.d_x :]
     others = {
         "embed.W_E": torch.zeros_like(read_out.mT).contiguous(),
         "pos_embed.W_pos": per_head.new_zeros(n_ctx, d_model),
         **{PREFIX + name: per_head.clone() for name in ("b_Q", "b_K", "b_V")},
         PREFIX + "b_O": per_head.new_zeros(d_model),
         READ_OUT: read_out.contiguous(),
-        "unembed.b_U": per_head.new_zeros(weights.d_y),
+        "unembed.b_U": per_head.new_zeros(circuits.d_y),
     }
-    return others | state_dict(weights)
+    return others | state_dict(weights_of_layer(circuits))
 
 
 def read_exchange(folder: Path) -> Checkpoint:

@@ -6,7 +6,6 @@ Each reader turns a file's tensors into the heads' W_Q, W_K, W_V and W_O, and sa
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from jaxtyping import Float
 from torch import Tensor
@@ -24,9 +23,6 @@ from mechinterp.checkpoints.outside import (
 )
 from mechinterp.models.constructions import factored_scores, factored_values
 from mechinterp.models.functional import BIASES, NAMES
-
-if TYPE_CHECKING:
-    from mechinterp.checkpoints.layered import LayeredCheckpoint
 
 LAYERED = ("torch-encoder", "gpt2")
 PROJECTIONS = tuple(f"attention_layer.{x}_proj.weight" for x in "qkvo")
@@ -55,7 +51,7 @@ ARRAYS = "arrays W_Q, W_K, W_V [head, d_model, d_head] and W_O [head, d_head, d_
 
 def read_foreign(
     tensors: Mapping[str, Tensor], file: Path, *, hints: Hints, settings: Mapping[str, object]
-) -> "Checkpoint | LayeredCheckpoint":
+) -> Checkpoint:
     """The checkpoint that the tensors of a file are.
 
     Args:

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from mechinterp.checkpoints.errors import CheckpointError
 from mechinterp.checkpoints.hints import Hints
-from mechinterp.models.layered import ENCODER, GPT2, n_layers
 
+GPT2, ENCODER = "gpt2", "torch-encoder"
 INDEX = r"(0|[1-9][0-9]{0,5})"
 # The text before a layer's name and the layer's number, which a single encoder layer lacks.
 QKV = {
@@ -144,6 +144,12 @@ def _own_name(there: str, format: str, stem: str) -> str | None:
     if format == GPT2:
         return rest
     return f"layers.{rest}" if re.match(rf"{INDEX}\.", rest) else f"layers.0.{rest}"
+
+
+def n_layers(tensors: Iterable[str]) -> int:
+    """Number of layers among names such as h.0.ln_1.weight or layers.0.norm1.weight."""
+    numbered = (name.split(".") for name in tensors)
+    return len({parts[1] for parts in numbered if parts[0] in ("h", "layers")})
 
 
 def gpt2_sizes(checks: Checks) -> tuple[int, int]:

@@ -3,7 +3,6 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -14,12 +13,9 @@ from mechinterp.checkpoints.exchange import FORMAT, SIDE_CAR, read_exchange, wri
 from mechinterp.checkpoints.files import read_json
 from mechinterp.checkpoints.foreign import LAYERED, MARKS, read_foreign
 from mechinterp.checkpoints.hints import Hints
-from mechinterp.checkpoints.native import Checkpoint, DeepCheckpoint
+from mechinterp.checkpoints.native import Checkpoint
 from mechinterp.config import ExperimentConfig, from_dict
 from mechinterp.presets import PRESETS, preset
-
-if TYPE_CHECKING:
-    from mechinterp.checkpoints.layered import LayeredCheckpoint
 
 FORMATS = ("native", FORMAT, *MARKS, *LAYERED)
 """What `load` reads."""
@@ -39,7 +35,7 @@ def load(
     n_heads: int | None = None,
     scale: float | None = None,
     attend_to_self: bool | None = None,
-) -> "Checkpoint | DeepCheckpoint | LayeredCheckpoint":
+) -> Checkpoint:
     """The checkpoint at a path: a folder of this package, or what other people's code has written.
 
     The arguments say what a file of other people's cannot say; what they leave open is assumed, and
@@ -71,7 +67,7 @@ def load(
         raise CheckpointError(f"{path}: cannot be read (nested too deeply).") from None
 
 
-def _load_file(path: Path, hints: Hints) -> "Checkpoint | DeepCheckpoint | LayeredCheckpoint":
+def _load_file(path: Path, hints: Hints) -> Checkpoint:
     if not path.exists():
         return native.load(path)
     if path.suffix not in SUFFIXES or not path.is_file():
@@ -86,7 +82,7 @@ def _load_file(path: Path, hints: Hints) -> "Checkpoint | DeepCheckpoint | Layer
     return read_foreign(tensors, path, hints=hints, settings={})
 
 
-def _load_folder(path: Path, hints: Hints) -> "Checkpoint | DeepCheckpoint | LayeredCheckpoint":
+def _load_folder(path: Path, hints: Hints) -> Checkpoint:
     stated = FORMAT if (path / SIDE_CAR).is_file() else None
     if (path / CONFIG).is_file():
         settings = read_json(path / CONFIG)

@@ -1,20 +1,18 @@
-"""The package's own checkpoints: models of one layer that reads the query, and context-only ones of any number.
+"""A checkpoint: a model with its task, its history and what was assumed; and the package's own folders.
 
-What their folders hold is in `folders`, how the weights are named in `native_tensors`. The hooked model (with it
+What a folder holds is in `folders`, how the weights are named in `native_tensors`. The hooked model (with it
 TransformerLens) is built only when it is asked for.
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING
 
 import pandas as pd
 
 from mechinterp.checkpoints.archives import read_arrays
-from mechinterp.checkpoints.errors import CheckpointError
 from mechinterp.checkpoints.folders import (
     WEIGHTS,
     document_file,
@@ -24,27 +22,20 @@ from mechinterp.checkpoints.folders import (
     snapshot_files,
     write_folder,
 )
-from mechinterp.checkpoints.native_tensors import (
-    deep_weights_from,
-    require_fit,
-    state_dict,
-    weights_from,
-)
+from mechinterp.checkpoints.native_tensors import require_fit, state_dict, weights_from
 from mechinterp.config import ExperimentConfig, TaskConfig
 from mechinterp.models.deep import DeepWeights
 from mechinterp.models.functional import AttentionWeights
+from mechinterp.models.weights import Weights, as_weights
 
 if TYPE_CHECKING:
-    from mechinterp.models.adapter import HookedPredictor
+    from mechinterp.models.predictor import Predictor
     from mechinterp.models.transformer import ICLTransformer
-
-Weights = TypeVar("Weights", AttentionWeights, DeepWeights)
-Kind = TypeVar("Kind", bound="SavedModel")
 
 
 @dataclass(frozen=True, eq=False)
-class SavedModel(ABC, Generic[Weights]):
-    """A model as it lies on disk; history and snapshots are read when they are asked for."""
+class Checkpoint:
+    """A model as it lies on disk, whoever wrote it; history and snapshots are read when they are asked for."""
 
     path: Path
     config: ExperimentConfig
@@ -60,10 +51,12 @@ class SavedModel(ABC, Generic[Weights]):
 
     def __repr__(self) -> str:
         model, task = self.config.model, self.config.task
-        layers = f"{_counted(model.n_layers, 'layer')} of " if model.context_only else ""
+        layers = "" if model.one_attention else f"{_counted(model.n_layers, 'layer')} of "
+        mlps = "" if model.d_mlp is None else " with MLPs"
+        step = f", step {self.step}" if self.format == "native" else ""
         return (
-            f"{type(self).__name__}({self.name}: {layers}{_counted(model.n_heads, 'head')}, d_x={task.d_x}, "
-            f"context_length={task.context_length}, step {self.step})"
+            f"Checkpoint({self.name}: {layers}{_counted(model.n_heads, 'head')}{mlps}, d_x={task.d_x}, "
+            f"context_length={task.context_length}{step})"
         )
 
     @property
@@ -78,14 +71,15 @@ class SavedModel(ABC, Generic[Weights]):
 
     @cached_property
     def history(self) -> pd.DataFrame | None:
-        """One row per logged step, layer (of context-only models) and head: loss, eval_loss, ...; or None."""
+        """One row per logged step, layer (of several) and head: loss, eval_loss, ...; or None."""
         return read_history(self.path)
 
     @cached_property
     def snapshots(self) -> dict[int, Weights]:
         """Weights during training, by step."""
         return {
-            step: self.read(file, self.config) for step, file in snapshot_files(self.path).items()
+            step: weights_from(read_arrays(file), self.config, file)
+            for step, file in snapshot_files(self.path).items()
         }
 
     @cached_property
@@ -95,38 +89,38 @@ class SavedModel(ABC, Generic[Weights]):
 
         return ICLTransformer.from_weights(self.weights, task=self.config.task)
 
-    @property
-    def predictor(self) -> "HookedPredictor":
-        """The hooked model, as the analyses of heads take it."""
-        from mechinterp.models.adapter import as_predictor
+    @cached_property
+    def predictor(self) -> "Predictor":
+        """The model as the analyses take it."""
+        from mechinterp.models.adapter import hooked_predictor
+        from mechinterp.models.predictor import Predictor
 
-        return as_predictor(self.model)
+        def weights() -> Weights | None:
+            built = self.__dict__.get("model")
+            if built is None:
+                return self.weights
+            return None if hooked_predictor(built).is_hooked else built.weights
 
-    @staticmethod
-    @abstractmethod
-    def read(file: Path, config: ExperimentConfig) -> Weights:
-        """The weights in a file of a model of this config.
-
-        Raises:
-            CheckpointError: If they are missing, not finite or not those of such a model.
-        """
+        model = self.config.model
+        return Predictor(
+            n_layers=model.n_layers,
+            n_heads=model.n_heads,
+            build=lambda: hooked_predictor(self.model),
+            own_weights=weights,
+            task=self.task,
+        )
 
     @classmethod
-    def from_pretrained(cls: type[Kind], folder: str | Path) -> Kind:
+    def from_pretrained(cls, folder: str | Path) -> "Checkpoint":
         """The checkpoint in a folder, by the name that Hugging Face's tools use.
 
         Raises:
-            CheckpointError: As `load` does, and if the folder holds a model of the other kind.
+            CheckpointError: As `load` does.
         Example:
             >>> Checkpoint.from_pretrained("checkpoints/softmax-h2-s0")
             Checkpoint(softmax-h2-s0: 2 heads, d_x=5, context_length=40, step 500001)
         """
-        found = load(folder)
-        if not isinstance(found, cls):
-            raise CheckpointError(
-                f"{folder}: must hold a {cls.__name__}, got a {type(found).__name__}."
-            )
-        return found
+        return load(folder)
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Write a folder with config.json, model.safetensors and what goes with them, as `save` does.
@@ -146,24 +140,8 @@ class SavedModel(ABC, Generic[Weights]):
         )
 
 
-class Checkpoint(SavedModel[AttentionWeights]):
-    """A model of one layer in which the query is a token of its own."""
-
-    @staticmethod
-    def read(file: Path, config: ExperimentConfig) -> AttentionWeights:
-        return weights_from(read_arrays(file), config, file)
-
-
-class DeepCheckpoint(SavedModel[DeepWeights]):
-    """A context-only model, of any number of layers: no token is a key but those of the examples."""
-
-    @staticmethod
-    def read(file: Path, config: ExperimentConfig) -> DeepWeights:
-        return deep_weights_from(read_arrays(file), config, file)
-
-
-def load(path: str | Path) -> Checkpoint | DeepCheckpoint:
-    """The checkpoint of this package in a folder, of whichever kind its config says.
+def load(path: str | Path) -> Checkpoint:
+    """The checkpoint of this package in a folder.
 
     Raises:
         CheckpointError: If the folder is no checkpoint, or its weights are missing, of the wrong shape or
@@ -176,19 +154,18 @@ def load(path: str | Path) -> Checkpoint | DeepCheckpoint:
     document, config = read_document(document_file(path))
     step, file = document["step"], path / WEIGHTS
     said = {name: document.get(name, {}) for name in ("assumed", "origin")}
-    if config.model.context_only:
-        return DeepCheckpoint(path, config, step, DeepCheckpoint.read(file, config), **said)
-    return Checkpoint(path, config, step, Checkpoint.read(file, config), **said)
+    weights = weights_from(read_arrays(file), config, file)
+    return Checkpoint(path, config, step, weights, **said)
 
 
 def save(
     path: str | Path,
     config: ExperimentConfig,
-    weights: Weights,
+    weights: Weights | AttentionWeights | DeepWeights,
     *,
     step: int,
     history: pd.DataFrame | None = None,
-    snapshots: Mapping[int, Weights] | None = None,
+    snapshots: Mapping[int, Weights | AttentionWeights | DeepWeights] | None = None,
     assumed: Mapping[str, object] | None = None,
     origin: Mapping[str, object] | None = None,
 ) -> None:
@@ -198,9 +175,9 @@ def save(
         CheckpointError: If the folder already holds a checkpoint or cannot be written, or the weights are
             not those of such a model.
     """
-    path = Path(path)
+    path, weights = Path(path), as_weights(weights)
     require_fit(path, weights, config)
-    kept = {at: state_dict(snapshot) for at, snapshot in (snapshots or {}).items()}
+    kept = {at: state_dict(as_weights(snapshot)) for at, snapshot in (snapshots or {}).items()}
     document = document_of(config, step=step, assumed=assumed, origin=origin)
     write_folder(path, document, state_dict(weights), history=history, snapshots=kept)
 

@@ -20,6 +20,7 @@ from mechinterp.checkpoints.native import Checkpoint
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig
 from mechinterp.fields import build, flatten
 from mechinterp.models.functional import BIASES, NAMES, AttentionWeights
+from mechinterp.models.weights import weights_of_layer
 
 Value = TypeVar("Value", bool, int, float)
 
@@ -63,7 +64,8 @@ def checkpoint_of(file: Path, layer: OneLayer, hints: Hints) -> Checkpoint:
     unsaid = dict(layer.unsaid) | ({"attn_scale": math.sqrt(d_head)} if scale is None else {})
     values = flatten(asdict(config)) | unsaid
     assumed = {name: value for name, value in values.items() if name not in said} | {"step": 0}
-    weights = _weights(file, layer.tensors, config, scale=scale)
+    found = _weights(file, layer.tensors, config, scale=scale)
+    weights = weights_of_layer(found, model=config.model)
     return Checkpoint(file, config, 0, weights, layer.format, assumed)
 
 

@@ -36,6 +36,12 @@ class Prompts:
     beta: Float[Tensor, "batch d_x d_y"]
     """Task vectors."""
 
+    def __repr__(self) -> str:
+        batch, context, d_x = self.x.shape
+        return (
+            f"Prompts({batch} of {context} pairs, d_x={d_x}, d_y={self.y.shape[2]}, {self.x.dtype})"
+        )
+
     def __len__(self) -> int:
         return self.x.shape[0]
 
@@ -128,23 +134,27 @@ def sample_prompts(
     task: TaskConfig,
     n_prompts: int,
     *,
-    generator: torch.Generator,
+    seed: int = 0,
+    generator: torch.Generator | None = None,
     context_length: int | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Prompts:
     """Fresh prompts of a task, on the generator's device.
 
     Args:
+        seed: Of evaluation prompts, (seed, "eval", 0); not used where a generator is given.
+        generator: What the prompts are drawn from; `generator_for` makes one.
         context_length: Number of pairs; None stands for the task's.
     Raises:
         ValueError: If n_prompts or context_length is below 1.
     Source:
         He et al. 2025, arXiv 2503.12734, section 2 (x ~ N(0, I), beta ~ N(0, I/d), noisy responses).
     Example:
-        >>> prompts = sample_prompts(TaskConfig(), 8, generator=generator_for(0, "eval", 0))
-        >>> tuple(prompts.tokens.shape)
+        >>> tuple(sample_prompts(TaskConfig(), 8, seed=1).tokens.shape)
         (8, 41, 6)
     """
+    if generator is None:
+        generator = generator_for(seed, "eval", 0)
     length = task.context_length if context_length is None else context_length
     for name, value in (("n_prompts", n_prompts), ("context_length", length)):
         if value < 1:

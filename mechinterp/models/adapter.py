@@ -5,29 +5,37 @@ become its input and which part of its output is the prediction; that is all the
 """
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from jaxtyping import Float
 from torch import Tensor, nn
 
 from mechinterp.icl.prompts import Prompts
-from mechinterp.models.functional import BIASES, NAMES, AttentionWeights
-from mechinterp.models.layered import interleaved, too_long
+from mechinterp.models.masks import Head, Values, by_layers, mask_heads, resid_name, z_name
+from mechinterp.models.tokens import interleaved, require_sizes
 
 if TYPE_CHECKING:
     from transformer_lens import HookedRootModule
     from transformer_lens.model_bridge import TransformerBridge
     from transformers import GPT2Model
 
-    from mechinterp.models.attention import HookedConfig
     from mechinterp.models.transformer import ICLTransformer
 
 
 # Where torch's MultiheadAttention and Hugging Face's attention keep the rate of a functional dropout.
 DROPOUT_RATES = ("dropout", "attention_dropout")
+
+
+@runtime_checkable
+class Predicts(Protocol):
+    """What holds a hooked model: a checkpoint or a predictor."""
+
+    @property
+    def hooked(self) -> "HookedPredictor": ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,8 +57,6 @@ class HookedPredictor:
     """Prompts to the model's input, [batch, pos, width]; the query is at the last position."""
     read: Callable[[Tensor], Tensor]
     """The model's output to the prediction at the query, [batch, d_y]."""
-    adds_up: bool = False
-    """Whether a layer adds its heads' outputs, `z @ W_O`, to the stream and does nothing else."""
 
     def __post_init__(self) -> None:
         kind = type(self.model).__name__
@@ -126,7 +132,10 @@ class HookedPredictor:
     def stream_name(self, layer: int) -> str:
         """Name of the hook on the stream after this number of layers."""
         last = self.n_layers - 1
-        return resid_name(layer) if layer <= last else f"blocks.{last}.hook_resid_post"
+        if layer <= last:
+            return resid_name(layer)
+        normed = f"blocks.{last}.hook_normalized_resid_post"
+        return normed if normed in self.model.hook_dict else f"blocks.{last}.hook_resid_post"
 
     def require_z(self, layer: int, z: Tensor) -> None:
         """Refuse a layer with another number of heads.
@@ -158,71 +167,78 @@ class HookedPredictor:
         """Whether somebody's forward hooks are on the model, which shortcuts past its modules would miss."""
         return any(point.fwd_hooks for point in self.model.hook_dict.values())
 
-    def layer_weights(self, layer: int) -> AttentionWeights:
-        """The weights of a layer of a model whose heads add up, W_O in full width."""
-        attn = self.model.get_submodule(f"blocks.{layer}.attn")
-        cfg = cast("HookedConfig", self.model.cfg)
-        names = (*NAMES, *BIASES) if cfg.biases else NAMES
-        return AttentionWeights(
-            **{name: getattr(attn, name).detach() for name in names},
-            scale=cfg.scale,
-            score=cfg.score,
-            score_slope=cfg.score_slope,
-            attend_to_self=cfg.attend_to_self,
+
+@contextmanager
+def masked(
+    model: "HookedPredictor | ICLTransformer | Predicts",
+    heads: Sequence[Head],
+    *,
+    values: Values | None = None,
+) -> Iterator[None]:
+    """A context in which the model runs with these heads masked, and which says so if it did not.
+
+    Args:
+        values: As in `mask_heads`.
+    Raises:
+        ValueError: If there is no such head; when it runs, if a layer has another number of heads; at the end,
+            if a layer with masked heads never ran.
+    Example:
+        >>> from mechinterp import load
+        >>> from mechinterp.icl.prompts import generator_for, sample_prompts
+        >>> checkpoint = load("checkpoints/softmax-h2-s0")
+        >>> prompts = sample_prompts(checkpoint.task, 4, generator=generator_for(0, "eval", 0))
+        >>> with masked(checkpoint.model, [(0, 0), (0, 1)]):
+        ...     checkpoint.model.predict(prompts).any()
+        tensor(False)
+    """
+    predictor = hooked_predictor(model)
+    predictor.require_heads(list(heads))
+    by_layer = by_layers(heads)
+    fired: set[int] = set()
+
+    def note(layer: int, z: Tensor, hook: object) -> None:
+        predictor.require_z(layer, z)
+        fired.add(layer)
+
+    notes = [(z_name(layer), partial(note, layer)) for layer in by_layer]
+    with predictor.model.hooks(fwd_hooks=[*notes, *mask_heads(heads, values=values)]):
+        yield
+    idle = [(layer, head) for layer, head in heads if layer not in fired]
+    if idle:
+        names = ", ".join(f"L{layer}H{head}" for layer, head in idle)
+        raise ValueError(
+            f"Masking {names} changed nothing: the hook {z_name(idle[0][0])} never fired."
         )
 
 
-def z_name(layer: int) -> str:
-    """Name of the hook on what a layer's heads have averaged, [batch, pos, head, d_head]."""
-    return f"blocks.{layer}.attn.hook_z"
-
-
-def resid_name(layer: int) -> str:
-    """Name of the hook on the stream before a layer, [batch, pos, d_model]."""
-    return f"blocks.{layer}.hook_resid_pre"
-
-
-def require_sizes(prompts: Prompts, *, d_x: int, d_y: int) -> None:
-    """Refuse prompts that are not of the model's sizes.
+def hooked_predictor(model: "HookedPredictor | ICLTransformer | Predicts") -> HookedPredictor:
+    """One of our hooked models, or anything that holds one, as a model to run with hooks.
 
     Raises:
-        ValueError: Naming both.
+        ValueError: If it is none.
     Example:
-        >>> from mechinterp.config import TaskConfig
-        >>> from mechinterp.icl.prompts import generator_for, sample_prompts
-        >>> prompts = sample_prompts(TaskConfig(), 8, generator=generator_for(0, "eval", 0))
-        >>> require_sizes(prompts, d_x=5, d_y=1)
-    """
-    found = (prompts.x.shape[2], prompts.y.shape[2])
-    if found != (d_x, d_y):
-        raise ValueError(f"The prompts' (d_x, d_y) must be the model's, {(d_x, d_y)}, got {found}.")
-
-
-def as_predictor(model: "HookedPredictor | ICLTransformer") -> HookedPredictor:
-    """The model as a predictor: one of ours as it is, and a `HookedPredictor` itself.
-
-    Raises:
-        ValueError: If it is neither.
-    Example:
+        >>> from mechinterp.config import ModelConfig
         >>> from mechinterp.models.transformer import ICLTransformer
-        >>> as_predictor(ICLTransformer(d_x=5, d_y=1, n_heads=2, n_layers=3)).n_layers
+        >>> hooked_predictor(ICLTransformer(ModelConfig(n_layers=3), d_x=5, d_y=1)).n_layers
         3
     """
     if isinstance(model, HookedPredictor):
         return model
+    if isinstance(model, Predicts):
+        return model.hooked
     from mechinterp.models.transformer import ICLTransformer
 
     if not isinstance(model, ICLTransformer):
         raise ValueError(
-            f"model must be an ICLTransformer or a HookedPredictor around a hooked model, got {type(model).__name__}."
+            f"model must be a checkpoint, an ICLTransformer or a HookedPredictor, got {type(model).__name__}."
         )
+    own = model
     return HookedPredictor(
-        model=model,
-        n_layers=model.cfg.n_layers,
-        n_heads=model.cfg.n_heads,
-        embed=partial(_tokens, d_x=model.cfg.d_x, d_y=model.cfg.d_y),
+        model=own,
+        n_layers=own.cfg.n_layers,
+        n_heads=own.cfg.n_heads,
+        embed=lambda prompts: own.tokens(prompts).to(own.cfg.dtype),
         read=lambda output: output[:, -1],
-        adds_up=True,
     )
 
 
@@ -262,7 +278,10 @@ def gpt2_predictor(
         d_x = read_in.in_features if isinstance(read_in, nn.Linear) else prompts.x.shape[2]
         require_sizes(prompts, d_x=d_x, d_y=d_y)
         if prompts.x.shape[1] > most:
-            raise ValueError(too_long(prompts.x.shape[1], most))
+            raise ValueError(
+                f"context_length must be <= {most}, all that n_positions = {backbone.config.n_positions} "
+                f"has room for, got {prompts.x.shape[1]}."
+            )
         return read_in(interleaved(prompts))
 
     return HookedPredictor(
@@ -272,11 +291,6 @@ def gpt2_predictor(
         embed=embed,
         read=lambda output: output[:, -1],
     )
-
-
-def _tokens(prompts: Prompts, *, d_x: int, d_y: int) -> Tensor:
-    require_sizes(prompts, d_x=d_x, d_y=d_y)
-    return prompts.tokens
 
 
 def _takes(function: Callable, name: str) -> bool:

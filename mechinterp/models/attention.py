@@ -1,101 +1,22 @@
-"""One attention layer with hook points, its block, and the settings they share with their model.
+"""The attention of one layer with hook points.
 
-Names, shapes and hook points are those of TransformerLens, so that its tools find what they look for.
-Every position attends to the positions before it and, unless the settings say so, not to itself; or, where
-the settings say context_only, to all positions but the last. Either way what the query reads is the context,
-all of it and nothing else.
+Names, shapes and hook points are those of TransformerLens, so that its tools find what they look for. By
+default what the query reads is the context, all of it and nothing else.
 """
-
-from dataclasses import dataclass, field
 
 import torch
 from einops import einsum
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor, nn
 from transformer_lens.hook_points import HookPoint
 
-from mechinterp.config import CONTEXT_ONLY_SCORES, SCORES
 from mechinterp.models.functional import identity_keys
+from mechinterp.models.hooked_config import HookedConfig
 from mechinterp.models.scores import attention_pattern
 
 
-@dataclass(eq=False)
-class HookedConfig:
-    """Settings of a hooked model, under the names by which TransformerLens reads them."""
-
-    d_x: int
-    d_y: int
-    n_heads: int
-    n_layers: int
-    d_head: int
-    scale: float
-    """Factor on the scores; TransformerLens' `attn_scale` is its inverse."""
-    score: str
-    score_slope: float
-    n_ctx: int
-    """Loose bound on the number of positions; some tools want fewer than that, the model does not."""
-    attend_to_self: bool = False
-    """Whether a position is among its own keys."""
-    biases: bool = False
-    """Whether the layers have b_Q, b_K, b_V and b_O."""
-    merged_qk: bool = False
-    """Whether a head has one matrix W_QK in place of W_Q W_K^T; its keys are then its input."""
-    context_only: bool = False
-    """Whether every position reads all positions but the last, in place of those before it."""
-    width: int | None = None
-    """Width of the residual stream between a read-in and a read-out; None: tokens are the stream."""
-    use_attn_result: bool = False
-    """Whether `hook_result` fires."""
-    use_split_qkv_input: bool = False
-    """Whether `hook_q_input`, `hook_k_input` and `hook_v_input` fire."""
-    use_zero_mlp: bool = False
-    """Whether `hook_resid_mid` and `hook_mlp_out` fire, as of an MLP that adds zeros."""
-    use_hook_mlp_in: bool = False
-    """Whether `hook_mlp_in` fires too, given `use_zero_mlp`."""
-    device: str = field(init=False, default="cpu")
-    """Device of the weights; follows them."""
-    dtype: torch.dtype = field(init=False, default=torch.float32)
-    """Dtype of the weights; follows them."""
-    attn_only: bool = field(init=False, default=True)
-    normalization_type: None = field(init=False, default=None)
-    n_key_value_heads: None = field(init=False, default=None)
-
-    def __post_init__(self) -> None:
-        for name in ("d_x", "d_y", "n_heads", "n_layers", "d_model", "d_head", "n_ctx"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be >= 1, got {getattr(self, name)}.")
-        scores = CONTEXT_ONLY_SCORES if self.context_only else SCORES
-        if self.score not in scores:
-            raise ValueError(f"score must be one of {', '.join(scores)}, got {self.score!r}.")
-        if self.context_only and self.attend_to_self:
-            raise ValueError("attend_to_self must be false where context_only is true, got true.")
-        if self.merged_qk and self.d_head != self.d_model:
-            raise ValueError(
-                f"d_head must be d_model = {self.d_model} where merged_qk is true, got {self.d_head}."
-            )
-
-    @property
-    def d_token(self) -> int:
-        """Width of a token: d_x + d_y."""
-        return self.d_x + self.d_y
-
-    @property
-    def d_model(self) -> int:
-        """Width of the residual stream."""
-        return self.d_token if self.width is None else self.width
-
-    @property
-    def d_vocab(self) -> int:
-        """The responses take the place of a vocabulary."""
-        return self.d_y
-
-    @property
-    def d_vocab_out(self) -> int:
-        return self.d_y
-
-
 class Attention(nn.Module):
-    """Causal attention heads, strictly so unless cfg.attend_to_self, or heads that read the context only.
+    """Attention heads; which keys a position reads is said by `readable`.
 
     Weights and biases start at zero.
 
@@ -141,11 +62,7 @@ class Attention(nn.Module):
             q, k, "batch query head d_head, batch key head d_head -> batch head query key"
         )
         # A context longer than any seen before is masked as strictly: there is no stored mask.
-        reads = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device)
-        if self.cfg.context_only:
-            reads[:, -1] = False
-        else:
-            reads = reads.tril(0 if self.cfg.attend_to_self else -1)
+        reads = readable(self.cfg, scores.shape[-1], device=scores.device)
         scores = self.hook_attn_scores(scores.masked_fill(~reads, -torch.inf))
         pattern = self.hook_pattern(
             attention_pattern(scores, score=self.cfg.score, slope=self.cfg.score_slope)
@@ -185,7 +102,7 @@ class Attention(nn.Module):
 
     def _output_weights(self) -> Tensor:
         """W_O; in a one-layer model of which only y is read, its x columns take no gradient."""
-        if self.cfg.n_layers > 1 or self.cfg.width is not None:
+        if not self.cfg.model.one_attention:
             return self.W_O
         x_columns, y_columns = self.W_O.split([self.cfg.d_x, self.cfg.d_y], dim=-1)
         return torch.cat([x_columns.detach(), y_columns], dim=-1)
@@ -220,53 +137,14 @@ class MergedAttention(Attention):
         return keys + self.b_K if self.cfg.biases else keys
 
 
-class Block(nn.Module):
-    """An attention layer that adds to the residual stream, and on request hooks of an MLP that adds zeros.
-
-    Tools that walk through attention and MLP alike (attribution patching) then find what they ask for.
-    """
-
-    hook_out_is_single_residual_stream = True
-
-    def __init__(self, cfg: HookedConfig) -> None:
-        super().__init__()
-        self.cfg = cfg
-        self.attn = MergedAttention(cfg) if cfg.merged_qk else Attention(cfg)
-        self.hook_resid_pre = HookPoint()  # [batch, pos, d_model]
-        self.hook_attn_out = HookPoint()
-        self.hook_resid_mid = HookPoint()
-        self.hook_mlp_in = HookPoint()
-        self.hook_mlp_out = HookPoint()
-        self.hook_resid_post = HookPoint()
-
-    def forward(
-        self, resid: Float[Tensor, "batch pos d_model"]
-    ) -> Float[Tensor, "batch pos d_model"]:
-        resid_pre = self.hook_resid_pre(resid)
-        attn_out = self.hook_attn_out(self.attn(resid_pre))
-        resid = resid_pre + attn_out
-        if self.cfg.use_zero_mlp:
-            resid = self.hook_resid_mid(resid)
-            # A copy, so that a hook may edit what the MLP reads in place and leave the stream alone.
-            mlp_in = self.hook_mlp_in(resid.clone()) if self.cfg.use_hook_mlp_in else resid
-            resid = resid + self.hook_mlp_out(0.0 * mlp_in)
-        return self.hook_resid_post(resid)
-
-
-class Unembed(nn.Module):
-    """The read-out: y entries of the residual stream, fixed and not in the state_dict, or weights of a width."""
-
-    W_U: Float[Tensor, "d_model d_y"]
-    b_U: Float[Tensor, " d_y"]  # noqa: N815
-
-    def __init__(self, cfg: HookedConfig) -> None:
-        super().__init__()
-        if cfg.width is None:
-            W_U = torch.eye(cfg.d_model)[:, cfg.d_x :].clone()
-            self.register_buffer("W_U", W_U, persistent=False)
-        else:
-            self.W_U = nn.Parameter(torch.zeros(cfg.width, cfg.d_y))
-        self.register_buffer("b_U", torch.zeros(cfg.d_y), persistent=False)
-
-    def forward(self, resid: Float[Tensor, "*axes d_model"]) -> Float[Tensor, "*axes d_y"]:
-        return resid @ self.W_U + self.b_U
+def readable(
+    cfg: HookedConfig, n_pos: int, *, device: torch.device | str = "cpu"
+) -> Bool[Tensor, "query key"]:
+    """Which keys a position reads: those before it and with attend_to_self itself, or with context_only all but
+    the last and with attend_to_self all."""
+    reads = torch.ones(n_pos, n_pos, dtype=torch.bool, device=device)
+    if not cfg.context_only:
+        return reads.tril(0 if cfg.attend_to_self else -1)
+    if not cfg.attend_to_self:
+        reads[:, -1] = False
+    return reads

@@ -1,8 +1,7 @@
 """The attention model with TransformerLens' hooks, for looking inside.
 
-It computes what `mechinterp.models.functional` computes, at every position and with a hook point at
-every step; weights, hooks and `run_with_cache` carry the names and shapes of HookedTransformer. Tokens
-are vectors (x, y), and the read-out is the y entries of the residual stream.
+Weights, hooks and `run_with_cache` carry the names and shapes of HookedTransformer. Tokens are vectors, and the
+read-out is the y entries of the residual stream unless the model has weights for it.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,36 +14,29 @@ from torch import Tensor, nn
 from transformer_lens import ActivationCache, FactoredMatrix, HookedRootModule
 from transformer_lens.hook_points import HookPoint
 
-from mechinterp.config import TaskConfig
+from mechinterp.config import ModelConfig, TaskConfig
 from mechinterp.icl.prompts import Prompts
-from mechinterp.models.attention import Attention, Block, HookedConfig, Unembed
+from mechinterp.models.attention import Attention
+from mechinterp.models.blocks import Block, LayerNorm, Unembed, plus
 from mechinterp.models.deep import DeepWeights
-from mechinterp.models.functional import AttentionWeights, unmerged
+from mechinterp.models.functional import AttentionWeights
+from mechinterp.models.hooked_config import HookedConfig
+from mechinterp.models.tokens import tokens_of
+from mechinterp.models.weights import Weights, as_weights
 
 
 class ICLTransformer(HookedRootModule):
-    """Attention-only transformer on tokens (x, y): no norm, no positions, and no embedding unless d_model is given.
+    """Transformer on tokens that are vectors: by default attention alone, without norm, position or embedding.
 
-    The weights start at zero: load them, or fill them with `torch.nn.init`. With one layer the x columns
-    of W_O stay zero in training, since only y is read.
+    The weights start at zero, those of norms at one: load them, or fill them with `torch.nn.init`. With one layer
+    of attention on tokens (x, y) the x columns of W_O stay zero in training, since only y is read.
 
     Args:
-        d_head: Width of a head; None stands for d_model.
+        model: The architecture: layers, heads, scores, masks, norms, MLPs.
         scale: Factor on the scores; None stands for 1/sqrt(d_head).
-        score: Attention weights are f(s_i) / sum_j f(s_j); "softmax", "1+tanh", "1+Cx" or "(1+Cx)^2".
-            Linear attention has C s_i ("linear") or C s_i over the number of keys ("linear/L"). With
-            context_only also "relu/L", C max(s_i, 0) over the number of keys.
-        score_slope: The constant C.
-        attend_to_self: Whether a position is among its own keys.
-        biases: Whether the layers have b_Q, b_K, b_V and b_O.
-        merged_qk: Whether a head has one parameter W_QK, [head, d_model, d_model], in place of W_Q W_K^T; W_Q is
-            then that, and W_K the identity.
-        context_only: Whether every position reads all positions but the last, in place of those before it.
-        d_model: Width of the residual stream, with a read-in W_in [d_x + d_y, d_model] and a read-out W_U
-            [d_model, d_y]; None: the tokens are the stream, of width d_x + d_y, and its y entries the read-out.
         n_ctx: Number of positions that tools of TransformerLens may count on; no limit for the model.
     Raises:
-        ValueError: If a size is below 1, the score is unknown, or merged heads have another d_head than d_model.
+        ValueError: If a size is below 1, or merged heads have another d_head than d_model.
     Example:
         >>> from mechinterp.icl.prompts import generator_for, sample_prompts
         >>> from mechinterp.models.constructions import debiased_gradient_step
@@ -60,137 +52,62 @@ class ICLTransformer(HookedRootModule):
 
     def __init__(
         self,
+        model: ModelConfig,
         *,
         d_x: int,
         d_y: int,
-        n_heads: int,
-        n_layers: int = 1,
-        d_head: int | None = None,
         scale: float | None = None,
-        score: str = "softmax",
-        score_slope: float = 1.0,
-        attend_to_self: bool = False,
-        biases: bool = False,
-        merged_qk: bool = False,
-        context_only: bool = False,
-        d_model: int | None = None,
         n_ctx: int = 1024,
     ) -> None:
         super().__init__()
-        if d_head is None:
-            d_head = d_x + d_y if d_model is None else d_model
+        width = model.head_width(d_x, d_y)
         self.cfg = HookedConfig(
-            d_x=d_x,
-            d_y=d_y,
-            n_heads=n_heads,
-            n_layers=n_layers,
-            d_head=d_head,
-            scale=max(d_head, 1) ** -0.5 if scale is None else scale,
-            score=score,
-            score_slope=score_slope,
-            attend_to_self=attend_to_self,
-            biases=biases,
-            merged_qk=merged_qk,
-            context_only=context_only,
-            width=d_model,
-            n_ctx=n_ctx,
+            model, d_x, d_y, scale=max(width, 1) ** -0.5 if scale is None else scale, n_ctx=n_ctx
         )
-        if d_model is not None:
-            self.W_in = nn.Parameter(torch.zeros(d_x + d_y, d_model))
+        cfg = self.cfg
+        if model.d_model is not None:
+            self.W_in = nn.Parameter(torch.zeros(cfg.d_token, cfg.d_model))
+            self.b_in = nn.Parameter(torch.zeros(cfg.d_model)) if model.biases else None
         self.hook_embed = HookPoint()  # [batch, pos, d_model]
-        self.blocks = nn.ModuleList([Block(self.cfg) for _ in range(n_layers)])
-        self.ln_final = nn.Identity()
-        self.unembed = Unembed(self.cfg)
+        if model.n_positions is not None:
+            self.pos_embed = nn.ParameterDict(
+                {"W_pos": nn.Parameter(torch.zeros(model.n_positions, cfg.d_model))}
+            )
+            self.hook_pos_embed = HookPoint()  # [batch, pos, d_model]
+        self.blocks = nn.ModuleList([Block(cfg) for _ in range(model.n_layers)])
+        self.ln_final = LayerNorm(cfg) if model.final_norm else nn.Identity()
+        self.unembed = Unembed(cfg)
         self._numbered: Tensor | None = None
         self._follow_weights()
         self.setup()
 
     @classmethod
     def from_weights(
-        cls, weights: AttentionWeights | DeepWeights, *, task: TaskConfig
+        cls, weights: Weights | AttentionWeights | DeepWeights, *, task: TaskConfig
     ) -> "ICLTransformer":
-        """A model with a copy of these weights, in their dtype, in evaluation mode; `DeepWeights` make it context-only.
+        """A model with a copy of these weights, in their dtype, in evaluation mode.
 
         Raises:
             ValueError: If weights and task differ in d_x or d_y.
         """
+        weights = as_weights(weights)
         for name in ("d_x", "d_y"):
             one, other = getattr(weights, name), getattr(task, name)
             if one != other:
                 raise ValueError(f"weights and task must have one {name}, got {one} and {other}.")
-        state = weights.parameters
-        own: dict[str, Any]
-        if isinstance(weights, DeepWeights):
-            own = {"context_only": True, "n_layers": weights.n_layers}
-            own["d_model"] = None if weights.W_in is None else weights.d_model
-        else:
-            own = {name: getattr(weights, name) for name in ("attend_to_self", "merged_qk")}
-            own["biases"] = weights.b_O is not None
-            for name in {"W_O", "b_O"} & set(state):
-                state[name] = nn.functional.pad(state[name], (task.d_x, 0))
-            state = {f"blocks.0.attn.{name}": tensor for name, tensor in state.items()}
-        model = cls(
-            d_x=task.d_x,
-            d_y=task.d_y,
-            n_heads=weights.n_heads,
-            d_head=weights.W_Q.shape[-1],
-            scale=weights.scale,
-            score=weights.score,
-            score_slope=weights.score_slope,
-            # Tools of TransformerLens ask for fewer than n_ctx positions; a prompt has context_length + 1.
-            n_ctx=task.context_length + 2,
-            **own,
-        )
-        model.to(weights.W_Q)
-        model.load_state_dict(state)
+        # Tools of TransformerLens ask for fewer than n_ctx positions; a prompt has context_length + 1 pairs.
+        n_pos = (task.context_length + 1) * (2 if weights.model.layout == "in_turn" else 1)
+        model = cls(weights.model, d_x=task.d_x, d_y=task.d_y, scale=weights.scale, n_ctx=n_pos + 1)
+        model.to(weights.tensors["blocks.0.attn.W_V"])
+        model.load_state_dict(dict(weights.tensors))
         return model.eval()
 
     @property
-    def weights(self) -> AttentionWeights:
-        """A copy of the weights of a one-layer model, without the x columns of W_O, which nothing reads.
-
-        Raises:
-            ValueError: If the model has more than one layer, or a read-in: `deep_weights` has those.
-        """
-        if self.cfg.n_layers != 1:
-            raise ValueError(f"weights as one layer need n_layers = 1, got {self.cfg.n_layers}.")
-        if self.cfg.width is not None:
-            raise ValueError(
-                f"weights as one layer need a model without a read-in, got d_model = {self.cfg.width}."
-            )
-        state = self._layers[0].state_dict()
-        for name in {"W_O", "b_O"} & set(state):
-            state[name] = state[name][..., self.cfg.d_x :]
-        return AttentionWeights(
-            **unmerged({name: tensor.detach().clone() for name, tensor in state.items()}),
-            scale=self.cfg.scale,
-            score=self.cfg.score,
-            score_slope=self.cfg.score_slope,
-            attend_to_self=self.cfg.attend_to_self,
-            merged_qk=self.cfg.merged_qk,
-        )
-
-    @property
-    def deep_weights(self) -> DeepWeights:
-        """A copy of the weights of a context-only model.
-
-        Raises:
-            ValueError: If the model is not context-only, or has biases or merged heads.
-        """
+    def weights(self) -> Weights:
+        """A copy of the weights."""
         cfg = self.cfg
-        for name, needed in (("context_only", True), ("biases", False), ("merged_qk", False)):
-            if getattr(cfg, name) != needed:
-                raise ValueError(f"{name} must be {needed} for deep_weights, got {not needed}.")
-        stacked = {name: getattr(self, name).detach() for name in ("W_Q", "W_K", "W_V", "W_O")}
-        reading = {} if cfg.width is None else {"W_in": self.W_in, "W_U": self.W_U}
-        return DeepWeights(
-            **stacked,
-            **{name: tensor.detach().clone() for name, tensor in reading.items()},
-            d_y=cfg.d_y,
-            scale=cfg.scale,
-            score=cfg.score,
-            score_slope=cfg.score_slope,
-        )
+        tensors = {name: tensor.detach().clone() for name, tensor in self.state_dict().items()}
+        return Weights(cfg.model, cfg.d_x, cfg.d_y, tensors, cfg.scale)
 
     def forward(
         self,
@@ -203,7 +120,7 @@ class ICLTransformer(HookedRootModule):
         """The read-out at every position, in units of y; it predicts y_query at the last one.
 
         Args:
-            input: Tokens [batch, pos, d_x + d_y], or the residual stream before `start_at_layer`, [batch,
+            input: Tokens [batch, pos, d_token], or the residual stream before `start_at_layer`, [batch,
                 pos, d_model]. Within `numbered`, the tokens' numbers; [batch, pos].
             return_type: "logits", or None to return nothing.
             start_at_layer: First layer to run; tokens are read in, and `hook_embed` fires, only when it is None.
@@ -227,7 +144,7 @@ class ICLTransformer(HookedRootModule):
         # A hook may write in place: into this copy, not into the caller's prompts.
         resid = input.clone()
         if start_at_layer is None:
-            resid = self.hook_embed(resid if self.cfg.width is None else resid @ self.W_in)
+            resid = self._embed(resid)
         for block in self.blocks[start_at_layer:stop_at_layer]:
             resid = block(resid)
         if stop_at_layer is not None:
@@ -236,7 +153,30 @@ class ICLTransformer(HookedRootModule):
 
     def predict(self, prompts: Prompts) -> Float[Tensor, "batch d_y"]:
         """Prediction of y_query, in units of y."""
-        return self(prompts.tokens)[:, -1]
+        return self(self.tokens(prompts))[:, -1]
+
+    def tokens(self, prompts: Prompts) -> Float[Tensor, "batch pos d_token"]:
+        """The prompts as the model reads them: pairs (x, y), or x and y in turn.
+
+        Raises:
+            ValueError: If the prompts are of another d_x or d_y, or longer than the model has positions for.
+        """
+        return tokens_of(prompts, self.cfg.model, d_x=self.cfg.d_x, d_y=self.cfg.d_y)
+
+    def _embed(self, tokens: Tensor) -> Tensor:
+        model = self.cfg.model
+        resid = self.hook_embed(
+            tokens if model.d_model is None else plus(tokens @ self.W_in, self.b_in)
+        )
+        if model.n_positions is None:
+            return resid
+        n_pos = resid.shape[1]
+        if n_pos > model.n_positions:
+            raise ValueError(
+                f"input must have at most n_positions = {model.n_positions}, got {n_pos}."
+            )
+        positions = self.pos_embed["W_pos"][:n_pos].expand_as(resid)
+        return resid + self.hook_pos_embed(positions)
 
     @contextmanager
     def numbered(
@@ -347,10 +287,13 @@ class ICLTransformer(HookedRootModule):
     def accumulated_bias(
         self, layer: int, mlp_input: bool = False, include_mlp_biases: bool = True
     ) -> Float[Tensor, " d_model"]:
-        """Sum of b_O over the layers before this one, and with `mlp_input` over this one too."""
-        before = self._layers[: layer + int(mlp_input)]
-        biases = [attn.b_O for attn in before if self.cfg.biases]
-        return torch.stack([torch.zeros_like(self.W_U[:, 0]), *biases]).sum(0)
+        """Sum of b_O and of the MLPs' b_out over the layers before this one, with `mlp_input` b_O of this one too."""
+        biases = [torch.zeros_like(self.W_U[:, 0])]
+        if self.cfg.biases:
+            biases += [attn.b_O for attn in self._layers[: layer + int(mlp_input)]]
+            if include_mlp_biases and not self.cfg.attn_only:
+                biases += [block.mlp.b_out for block in self.blocks[:layer]]
+        return torch.stack(biases).sum(0)
 
     def blocks_with(self, submodule: str) -> list[tuple[int, nn.Module]]:
         """Blocks that have a submodule of this name, with their numbers."""
@@ -365,9 +308,9 @@ class ICLTransformer(HookedRootModule):
         self.cfg.use_split_qkv_input = use_split_qkv_input
 
     def set_use_zero_mlp(self, use_zero_mlp: bool) -> None:
-        """Turn `hook_resid_mid` and `hook_mlp_out`, hooks of an MLP that adds zeros, on or off."""
+        """Turn the hooks of an MLP that adds zeros on or off, in a model that has none."""
         self.cfg.use_zero_mlp = use_zero_mlp
 
     def set_use_hook_mlp_in(self, use_hook_mlp_in: bool) -> None:
-        """Turn `hook_mlp_in` on or off; it fires only with `set_use_zero_mlp(True)`."""
+        """Turn `hook_mlp_in` on or off; without MLPs it fires only with `set_use_zero_mlp(True)`."""
         self.cfg.use_hook_mlp_in = use_hook_mlp_in

@@ -1,0 +1,189 @@
+"""Masks and streams of any hooked model, by its hooks.
+
+What comes before a masked head does not depend on it, so that each mask costs the layers after it. In a model of
+attention alone, what a head adds to the stream can be taken away again, and the last layer runs at the query only.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from einops import einsum
+from jaxtyping import Float
+from torch import Tensor
+
+from mechinterp.icl.prompts import Prompts
+from mechinterp.models.adapter import HookedPredictor, masked
+from mechinterp.models.functional import AttentionWeights, attend
+from mechinterp.models.masks import Head, Values, by_layers, mask_z, swapped, z_name
+from mechinterp.models.weights import Weights
+from mechinterp.tracking import Track, untracked
+
+CHUNK = 256  # small enough for a processor's cache, and even: prompts swap in pairs
+
+
+def masked_predictions(
+    hooked: HookedPredictor,
+    weights: Weights | None,
+    prompts: Prompts,
+    masks: Sequence[Sequence[Head]],
+    *,
+    method: str,
+    track: Track = untracked,
+) -> Float[Tensor, "mask batch d_y"]:
+    """Predictions under each mask, the same as of one run with hooks for each.
+
+    Args:
+        weights: Those of a model of attention alone, whose heads can be taken away again; None: any other model.
+    """
+    layers = _layers(weights) if weights is not None else []
+    means = _mean_z(hooked, prompts) if method == "mean" else None
+    by_layer, parts = [by_layers(heads) for heads in masks], []
+    for start in track(range(0, len(prompts), CHUNK), f"masking heads ({method})"):
+        run = _run(hooked, prompts[start : start + CHUNK], layers)
+        values = [swapped(z) for z in run.z] if method == "resample" else means
+        parts.append(torch.stack([run.masked(heads, values) for heads in by_layer]))
+    return torch.cat(parts, dim=1)
+
+
+def streams(
+    hooked: HookedPredictor,
+    prompts: Prompts,
+    *,
+    heads: Sequence[Head],
+    positions: Sequence[int],
+) -> Float[Tensor, "layer batch pos d_model"]:
+    """The stream before each layer and after the last, with heads masked."""
+    names = [hooked.stream_name(layer) for layer in range(hooked.n_layers + 1)]
+    parts = []
+    with masked(hooked, heads):
+        for start in range(0, len(prompts), CHUNK):
+            _, found = hooked.activations(prompts[start : start + CHUNK], names)
+            parts.append(torch.stack([stream[:, list(positions)] for stream in found]))
+    return torch.cat(parts, dim=1)
+
+
+def stream(
+    hooked: HookedPredictor, prompts: Prompts, layer: int, *, heads: Sequence[Head] = ()
+) -> Float[Tensor, "batch pos d_model"]:
+    """The stream at every position after some layers, with heads masked."""
+    chunks = [prompts[start : start + CHUNK] for start in range(0, len(prompts), CHUNK)]
+    with masked(hooked, heads):
+        if layer < hooked.n_layers:
+            model = hooked.model
+            return torch.cat([model(hooked.inputs(chunk), stop_at_layer=layer) for chunk in chunks])
+        # Past the last layer a Bridge does not stop: it would give its prediction.
+        name = hooked.stream_name(layer)
+        return torch.cat([hooked.activations(chunk, [name])[1][0] for chunk in chunks])
+
+
+@dataclass(frozen=True, eq=False)
+class _Run:
+    """One pass over a chunk of prompts, at each layer of which a masked one can set in."""
+
+    hooked: HookedPredictor
+    prediction: Float[Tensor, "batch d_y"]
+    resid: list[Tensor]
+    """The stream before each layer."""
+    z: list[Tensor]
+    layers: list[AttentionWeights]
+    """Of each layer, if what its heads add can be taken away again; else empty."""
+
+    def masked(self, by_layer: dict[int, list[int]], values: Values | None) -> Tensor:
+        """The prediction with heads masked."""
+        hooked = self.hooked
+        if self.layers:
+            stream = self._stream_at_query(by_layer, values)
+            return hooked.read(hooked.model(stream, start_at_layer=hooked.n_layers))
+        if not by_layer:
+            return self.prediction
+        first = min(by_layer)
+        with masked(hooked, _pairs(by_layer), values=values):
+            return hooked.read(hooked.model(self.resid[first], start_at_layer=first))
+
+    def _stream_at_query(
+        self, by_layer: dict[int, list[int]], values: Values | None
+    ) -> Float[Tensor, "batch 1 d_model"]:
+        """The stream after all layers; the same bits as with no mask for a head that writes nothing."""
+        end = self.hooked.n_layers - 1
+        first = min(by_layer, default=end)
+        stream = self.resid[end] if first == end else self._without(first, by_layer[first], values)
+        if first + 1 < end:
+            between = {layer: by_layer[layer] for layer in by_layer if first < layer < end}
+            with masked(self.hooked, _pairs(between), values=values):
+                stream = self.hooked.model(stream, start_at_layer=first + 1, stop_at_layer=end)
+        last = self.layers[end]
+        z = _z_at_query(last, stream)
+        if end in by_layer:
+            at_query = None if values is None else values[end][..., -1:, :, :]
+            z = mask_z(z[:, None], heads=by_layer[end], value=at_query)[:, 0]
+        added = einsum(z, last.W_O, "batch head d_head, head d_head d_model -> batch d_model")
+        added = added if last.b_O is None else added + last.b_O
+        return stream[:, -1:] + added[:, None]
+
+    def _without(
+        self, layer: int, heads: list[int], values: Values | None
+    ) -> Float[Tensor, "batch pos d_model"]:
+        """The stream after a layer, what some heads have added to it taken away or replaced."""
+        z = self.z[layer]
+        gone = z if values is None else z - values[layer].to(z)
+        taken = einsum(
+            gone[:, :, heads],
+            self.layers[layer].W_O[heads],
+            "batch pos head d_head, head d_head d_model -> batch pos d_model",
+        )
+        return self.resid[layer + 1] - taken
+
+
+def _run(hooked: HookedPredictor, prompts: Prompts, layers: list[AttentionWeights]) -> _Run:
+    numbers = range(hooked.n_layers)
+    names = [hooked.stream_name(layer) for layer in numbers]
+    output, found = hooked.activations(prompts, [*names, *map(z_name, numbers)])
+    return _Run(
+        hooked=hooked,
+        prediction=hooked.prediction(output, prompts),
+        resid=found[: len(numbers)],
+        z=found[len(numbers) :],
+        layers=layers,
+    )
+
+
+def _layers(weights: Weights) -> list[AttentionWeights]:
+    """Each layer of a model of attention alone, W_O in full width."""
+    assert weights.scale is not None
+    names = ("W_Q", "W_K", "W_V", "W_O")
+    biases = ("b_Q", "b_K", "b_V", "b_O") if weights.model.biases else ()
+    return [
+        AttentionWeights(
+            **{name: weights.layers(name)[layer] for name in (*names, *biases)},
+            scale=weights.scale,
+            score=weights.model.score,
+            score_slope=weights.model.score_slope,
+            attend_to_self=weights.model.attend_to_self,
+        )
+        for layer in range(weights.n_layers)
+    ]
+
+
+def _z_at_query(
+    last: AttentionWeights, stream: Float[Tensor, "batch pos d_model"]
+) -> Float[Tensor, "batch head d_head"]:
+    keys = stream if last.attend_to_self else stream[:, :-1]
+    pattern, _, averaged = attend(last, keys, stream[:, -1])
+    z = einsum(averaged, last.W_V, "batch d_model head, head d_model d_head -> batch head d_head")
+    return z if last.b_V is None else z + pattern.sum(1)[..., None] * last.b_V
+
+
+def _mean_z(hooked: HookedPredictor, prompts: Prompts) -> list[Tensor]:
+    """For each layer the mean over prompts of z, [pos, head, d_head]."""
+    names = [z_name(layer) for layer in range(hooked.n_layers)]
+    totals: list[Tensor] = []
+    for start in range(0, len(prompts), CHUNK):
+        _, found = hooked.activations(prompts[start : start + CHUNK], names)
+        sums = [z.double().sum(0) for z in found]
+        totals = [a + b for a, b in zip(totals, sums, strict=True)] if totals else sums
+    return [total / len(prompts) for total in totals]
+
+
+def _pairs(by_layer: dict[int, list[int]]) -> list[Head]:
+    return [(layer, head) for layer, heads in by_layer.items() for head in heads]

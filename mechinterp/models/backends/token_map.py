@@ -1,0 +1,60 @@
+"""Linear attention as a map of the tokens: masks and streams without a run token by token."""
+
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from mechinterp.icl.prompts import Prompts
+from mechinterp.models.deep import DeepWeights, linear_pass
+from mechinterp.models.masks import Head, by_layers
+from mechinterp.tracking import Track, untracked
+
+CHUNK = 256  # small enough for a processor's cache
+
+
+def masked_predictions(
+    stack: DeepWeights,
+    prompts: Prompts,
+    masks: Sequence[Sequence[Head]],
+    *,
+    track: Track = untracked,
+) -> Float[Tensor, "mask batch d_y"]:
+    """Predictions under each mask, a masked head's output being zero."""
+    by_layer = [by_layers(heads) for heads in masks]
+    parts = []
+    for start in track(range(0, len(prompts), CHUNK), "masking heads (zero)"):
+        short = linear_pass(stack, prompts[start : start + CHUNK])
+        parts.append(torch.stack([short.prediction(heads) for heads in by_layer]))
+    return torch.cat(parts, dim=1)
+
+
+def streams(
+    stack: DeepWeights,
+    prompts: Prompts,
+    *,
+    heads: Sequence[Head],
+    positions: Sequence[int],
+) -> Float[Tensor, "layer batch pos d_model"]:
+    """The stream before each layer and after the last, with heads masked."""
+    parts = []
+    for start in range(0, len(prompts), CHUNK):
+        chunk = prompts[start : start + CHUNK]
+        tokens = chunk.tokens[:, list(positions)]
+        maps = linear_pass(stack, chunk).maps(by_layers(heads))
+        parts.append(torch.stack([tokens @ T for T in maps]))
+    return torch.cat(parts, dim=1)
+
+
+def query_streams(
+    stack: DeepWeights, prompts: Prompts, layer: int, *, heads: Sequence[Head]
+) -> Float[Tensor, "batch pos d_model"]:
+    """The stream after some layers of every covariate of a prompt run as its query, the query's own last."""
+    parts = []
+    for start in range(0, len(prompts), CHUNK):
+        chunk = prompts[start : start + CHUNK]
+        x = torch.cat([chunk.x, chunk.x_query[:, None]], dim=1)
+        T = linear_pass(stack, chunk).maps(by_layers(heads))[layer]
+        parts.append(x @ T[:, : stack.d_x])
+    return torch.cat(parts)

@@ -1,0 +1,90 @@
+"""Masks of heads as hooks, and what stands in the place of a masked head."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from jaxtyping import Float
+from torch import Tensor
+
+from mechinterp.icl.prompts import Prompts
+
+METHODS = ("zero", "mean", "resample")
+Head = tuple[int, int]
+"""(layer, head), counted from 0."""
+Hooks = list[tuple[str | Callable, Callable]]
+Values = Sequence[Tensor] | Tensor
+"""For each layer what takes the place of z, [pos, head, d_head], or with a leading axis of prompts."""
+
+
+def mask_heads(heads: Sequence[Head], *, values: Values | None = None) -> Hooks:
+    """Forward hooks that mask heads at hook_z, for `model.run_with_hooks` or `model.hooks`.
+
+    Args:
+        heads: (layer, head) pairs, counted from 0.
+        values: Replaces z of the masked heads, [layer, pos, head, d_head]; None: zeros.
+    Raises:
+        ValueError: If a number is negative; when the model runs, if a layer has no such head.
+    Example:
+        >>> [name for name, hook in mask_heads([(0, 1)])]
+        ['blocks.0.attn.hook_z']
+    """
+    for layer, head in heads:
+        if layer < 0 or head < 0:
+            raise ValueError(f"heads must be counted from 0, got L{layer}H{head}.")
+    return [
+        (
+            z_name(layer),
+            partial(mask_z, heads=masked, value=None if values is None else values[layer]),
+        )
+        for layer, masked in by_layers(heads).items()
+    ]
+
+
+def mask_z(z: Tensor, hook: object = None, *, heads: list[int], value: Tensor | None) -> Tensor:
+    """z with some heads at zero, or at other values; a new tensor."""
+    if heads and max(heads) >= z.shape[2]:
+        name, n_heads = getattr(hook, "name", "z"), z.shape[2]
+        raise ValueError(f"heads of {name} must lie in 0 to {n_heads - 1}, got {max(heads)}.")
+    z = z.clone()
+    z[:, :, heads] = 0 if value is None else value[..., heads, :].to(z)
+    return z
+
+
+def by_layers(heads: Sequence[Head]) -> dict[int, list[int]]:
+    """The heads of each layer that has any, in order.
+
+    Example:
+        >>> by_layers([(1, 2), (0, 3), (1, 0)])
+        {0: [3], 1: [0, 2]}
+    """
+    layers = sorted({layer for layer, _ in heads})
+    return {at: sorted({head for layer, head in heads if layer == at}) for at in layers}
+
+
+def swapped(values: Float[Tensor, " batch *axes"]) -> Float[Tensor, " batch *axes"]:
+    """Prompts 2i and 2i + 1 in each other's place."""
+    return values.unflatten(0, (-1, 2)).flip(1).flatten(0, 1)
+
+
+def require_method(method: str, prompts: Prompts) -> None:
+    """Refuse an unknown method, or an odd number of prompts where they swap in pairs.
+
+    Raises:
+        ValueError: Naming it.
+    """
+    if method not in METHODS:
+        raise ValueError(f"method must be one of {', '.join(METHODS)}, got {method!r}.")
+    if method == "resample" and len(prompts) % 2:
+        raise ValueError(
+            f"Prompts swap in pairs: there must be an even number, got {len(prompts)}."
+        )
+
+
+def z_name(layer: int) -> str:
+    """Name of the hook on what a layer's heads have averaged, [batch, pos, head, d_head]."""
+    return f"blocks.{layer}.attn.hook_z"
+
+
+def resid_name(layer: int) -> str:
+    """Name of the hook on the stream before a layer, [batch, pos, d_model]."""
+    return f"blocks.{layer}.hook_resid_pre"

@@ -1,0 +1,253 @@
+"""The one way to run any model: predictions under masks of heads, and the streams inside.
+
+How it is computed is chosen by what the model is: in closed form, as a map of the tokens, by taking a head's part
+away again, or with plain hooks; all give what plain hooks give. No analysis asks what kind of model it has.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Protocol, runtime_checkable
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from mechinterp.config import TaskConfig
+from mechinterp.icl.prompts import Prompts
+from mechinterp.models.adapter import HookedPredictor, hooked_predictor
+from mechinterp.models.backends import hooks, one_layer, token_map
+from mechinterp.models.deep import LINEAR, DeepWeights, predict_deep
+from mechinterp.models.functional import AttentionWeights, predict
+from mechinterp.models.masks import Head, require_method
+from mechinterp.models.tokens import tokens_of
+from mechinterp.models.weights import Weights, as_weights, why_no_circuits
+from mechinterp.tracking import Track, untracked
+
+
+@dataclass(frozen=True, eq=False)
+class Predictor:
+    """A model as the analyses see it: prompts in, predictions out, heads and streams by number."""
+
+    n_layers: int
+    n_heads: int
+    """Heads of every layer."""
+    build: Callable[[], HookedPredictor]
+    """The model with hooks, built when it is asked for."""
+    own_weights: Callable[[], Weights | None] = lambda: None
+    """Those of a model of this package on which nobody's hooks are; else None."""
+    task: TaskConfig | None = None
+    """The law of its prompts, where it is known."""
+
+    @cached_property
+    def hooked(self) -> HookedPredictor:
+        """The model with hooks, as one runs it by hand."""
+        return self.build()
+
+    @property
+    def model(self) -> object:
+        """The hooked model itself."""
+        return self.hooked.model
+
+    @property
+    def weights(self) -> Weights | None:
+        """The weights of a model of this package on which nobody's hooks are; else None."""
+        return self.own_weights()
+
+    def predict(self, prompts: Prompts) -> Float[Tensor, "batch d_y"]:
+        """Prediction of y_query, in units of y."""
+        weights = self.weights
+        if weights is None:
+            return self.hooked.predict(prompts)
+        prompts = _fitting(weights, prompts)
+        if why_no_circuits(weights.model) is None:
+            return predict(weights.circuits, prompts)
+        if weights.has_stack:
+            return predict_deep(weights.stack, prompts)
+        return self.hooked.predict(prompts)
+
+    def run(
+        self,
+        prompts: Prompts,
+        masks: Sequence[Sequence[Head]] = ((),),
+        *,
+        method: str = "zero",
+        track: Track = untracked,
+    ) -> Float[Tensor, "mask batch d_y"]:
+        """Predictions under each of several masks, without gradients.
+
+        Args:
+            masks: The heads that are masked together; an empty mask is the full model.
+            method: "zero"; "mean": z of a masked head is its mean over the prompts at that position;
+                "resample": it is that of another prompt, prompts 2i and 2i + 1 swap.
+            track: Told of the progress.
+        Raises:
+            ValueError: If there is no such head, the method is unknown, prompts that swap are odd in number, or
+                they do not fit the model.
+        Example:
+            >>> from mechinterp.icl.prompts import sample_prompts
+            >>> from mechinterp.models.constructions import debiased_gradient_step
+            >>> predictor = predictor_of(debiased_gradient_step(0.88, 0.02, d_x=5))
+            >>> prompts = sample_prompts(TaskConfig(), 4, dtype=torch.float64)
+            >>> full, first, second = predictor.run(prompts, [[], [(0, 1)], [(0, 0)]])
+            >>> torch.allclose(first + second, full)
+            True
+        """
+        self.require_heads([head for heads in masks for head in heads])
+        require_method(method, prompts)
+        weights = self.weights
+        with torch.no_grad():
+            if weights is not None and why_no_circuits(weights.model) is None:
+                fitting = _fitting(weights, prompts)
+                return one_layer.masked_predictions(
+                    weights.circuits, fitting, masks, method=method, track=track
+                )
+            if weights is not None and method == "zero" and _is_linear(weights):
+                fitting = _fitting(weights, prompts)
+                return token_map.masked_predictions(weights.stack, fitting, masks, track=track)
+            apart = weights if weights is not None and weights.model.attention_only else None
+            return hooks.masked_predictions(
+                self.hooked, apart, prompts, masks, method=method, track=track
+            )
+
+    def streams(
+        self,
+        prompts: Prompts,
+        *,
+        heads: Sequence[Head] = (),
+        positions: Sequence[int] = (-1,),
+    ) -> Float[Tensor, "layer batch pos d_model"]:
+        """The residual stream before each layer and after the last, without gradients.
+
+        Args:
+            heads: Heads that are masked.
+            positions: Positions of the model's input, counted from its end.
+        Raises:
+            ValueError: If there is no such head, or the model lacks the hook on the stream after its last layer.
+        """
+        self.require_heads(heads)
+        weights = self.weights
+        with torch.no_grad():
+            if weights is not None and _is_linear(weights):
+                return token_map.streams(
+                    weights.stack, _fitting(weights, prompts), heads=heads, positions=positions
+                )
+            return hooks.streams(self.hooked, prompts, heads=heads, positions=positions)
+
+    def stream(self, prompts: Prompts, layer: int) -> Float[Tensor, "batch pos d_model"]:
+        """The stream at every position after some layers, without gradients."""
+        self.require_layer(layer)
+        with torch.no_grad():
+            return hooks.stream(self.hooked, prompts, layer)
+
+    def query_streams(
+        self,
+        prompts: Prompts,
+        layer: int,
+        *,
+        heads: Sequence[Head] = (),
+        track: Track = untracked,
+    ) -> Float[Tensor, "batch pos d_model"]:
+        """The stream after some layers of every covariate of a prompt run as its query, the query's own last.
+
+        Raises:
+            ValueError: If there is no such head, or the model has fewer layers.
+        """
+        self.require_layer(layer)
+        self.require_heads(heads)
+        weights = self.weights
+        with torch.no_grad():
+            if weights is not None and _is_linear(weights):
+                fitting = _fitting(weights, prompts)
+                return token_map.query_streams(weights.stack, fitting, layer, heads=heads)
+            covariates = track([*prompts.x.unbind(1), prompts.x_query], "every token as the query")
+            each = [
+                hooks.stream(self.hooked, replace(prompts, x_query=x), layer, heads=heads)[:, -1]
+                for x in covariates
+            ]
+        return torch.stack(each, dim=1)
+
+    def require_heads(self, heads: Sequence[Head]) -> None:
+        """Refuse heads that do not exist.
+
+        Raises:
+            ValueError: Naming the first of them.
+        """
+        for layer, head in heads:
+            if not (0 <= layer < self.n_layers and 0 <= head < self.n_heads):
+                raise ValueError(
+                    f"heads must lie in {self.n_layers} layers of {self.n_heads} heads, counted from 0, "
+                    f"got L{layer}H{head}."
+                )
+
+    def require_layer(self, layer: int) -> None:
+        """Refuse a number of layers that the model does not have.
+
+        Raises:
+            ValueError: Naming it.
+        """
+        if not 0 <= layer <= self.n_layers:
+            raise ValueError(f"layer must lie in 0 to {self.n_layers}, got {layer}.")
+
+
+@runtime_checkable
+class HasPredictor(Protocol):
+    """A checkpoint."""
+
+    @property
+    def predictor(self) -> Predictor: ...
+
+
+def predictor_of(source: object) -> Predictor:
+    """A checkpoint, a hooked model, weights or a predictor, as the analyses see it.
+
+    Raises:
+        ValueError: If it is none of these.
+    Example:
+        >>> from mechinterp.models.constructions import zero_head
+        >>> predictor_of(zero_head(d_x=5)).n_heads
+        1
+    """
+    if isinstance(source, Predictor):
+        return source
+    if isinstance(source, HasPredictor):
+        return source.predictor
+    if isinstance(source, HookedPredictor):
+        return Predictor(source.n_layers, source.n_heads, lambda: source)
+    if isinstance(source, Weights | AttentionWeights | DeepWeights):
+        return _of_weights(as_weights(source))
+    return _of_hooked_model(source)
+
+
+def _of_weights(weights: Weights) -> Predictor:
+    def build() -> HookedPredictor:
+        from mechinterp.models.transformer import ICLTransformer
+
+        task = TaskConfig(d_x=weights.d_x, d_y=weights.d_y)
+        return hooked_predictor(ICLTransformer.from_weights(weights, task=task))
+
+    return Predictor(weights.n_layers, weights.n_heads, build, lambda: weights)
+
+
+def _of_hooked_model(model: object) -> Predictor:
+    hooked = hooked_predictor(model)  # type: ignore[arg-type]
+
+    def weights() -> Weights | None:
+        return None if hooked.is_hooked else hooked.model.weights  # type: ignore[return-value]
+
+    return Predictor(hooked.n_layers, hooked.n_heads, lambda: hooked, weights)
+
+
+def _is_linear(weights: Weights) -> bool:
+    return weights.has_stack and weights.model.score in LINEAR
+
+
+def _fitting(weights: Weights, prompts: Prompts) -> Prompts:
+    """The prompts in the dtype and on the device of the weights.
+
+    Raises:
+        ValueError: If they are of another d_x or d_y, or too long.
+    """
+    tokens_of(prompts[:1], weights.model, d_x=weights.d_x, d_y=weights.d_y)
+    like = weights.tensors["blocks.0.attn.W_V"]
+    return prompts.to(like.device).to(like.dtype)

@@ -1,0 +1,72 @@
+"""Prompts as the tokens that a model reads."""
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from jaxtyping import Float
+from torch import Tensor
+
+from mechinterp.config import ModelConfig
+from mechinterp.icl.prompts import Prompts
+
+
+def tokens_of(
+    prompts: Prompts, model: ModelConfig, *, d_x: int, d_y: int
+) -> Float[Tensor, "batch pos d_token"]:
+    """The prompts in the layout of a model; the query is the last token.
+
+    Raises:
+        ValueError: If the prompts are of another d_x or d_y, or longer than the model has positions for.
+    Example:
+        >>> from mechinterp.config import TaskConfig
+        >>> from mechinterp.icl.prompts import generator_for, sample_prompts
+        >>> prompts = sample_prompts(TaskConfig(), 8, generator=generator_for(0, "eval", 0))
+        >>> tuple(tokens_of(prompts, ModelConfig(), d_x=5, d_y=1).shape)
+        (8, 41, 6)
+    """
+    require_sizes(prompts, d_x=d_x, d_y=d_y)
+    tokens = interleaved(prompts) if model.layout == "in_turn" else prompts.tokens
+    if model.n_positions is not None and tokens.shape[1] > model.n_positions:
+        raise ValueError(too_long(prompts.x.shape[1], model))
+    return tokens
+
+
+def too_long(context_length: int, model: ModelConfig) -> str:
+    """What to say of a context that has no room among the positions of a model."""
+    assert model.n_positions is not None
+    per_pair = 2 if model.layout == "in_turn" else 1
+    most = (model.n_positions - 1) // per_pair
+    return (
+        f"context_length must be <= {most}, all that n_positions = {model.n_positions} has room for, "
+        f"got {context_length}."
+    )
+
+
+def require_sizes(prompts: Prompts, *, d_x: int, d_y: int) -> None:
+    """Refuse prompts that are not of the model's sizes.
+
+    Raises:
+        ValueError: Naming both.
+    Example:
+        >>> from mechinterp.config import TaskConfig
+        >>> from mechinterp.icl.prompts import generator_for, sample_prompts
+        >>> prompts = sample_prompts(TaskConfig(), 8, generator=generator_for(0, "eval", 0))
+        >>> require_sizes(prompts, d_x=5, d_y=1)
+    """
+    found = (prompts.x.shape[2], prompts.y.shape[2])
+    if found != (d_x, d_y):
+        raise ValueError(f"The prompts' (d_x, d_y) must be the model's, {(d_x, d_y)}, got {found}.")
+
+
+def interleaved(prompts: Prompts) -> Float[Tensor, "batch pos d_x"]:
+    """x_1, y_1, ..., x_L, y_L, x_query, each y padded with zeros to d_x.
+
+    Example:
+        >>> from mechinterp.config import TaskConfig
+        >>> from mechinterp.icl.prompts import generator_for, sample_prompts
+        >>> prompts = sample_prompts(TaskConfig(), 8, generator=generator_for(0, "eval", 0))
+        >>> tuple(interleaved(prompts).shape)
+        (8, 81, 5)
+    """
+    padded = F.pad(prompts.y, (0, prompts.x.shape[2] - prompts.y.shape[2]))
+    pairs = torch.stack([prompts.x, padded], dim=2).flatten(1, 2)
+    return torch.cat([pairs, prompts.x_query[:, None]], dim=1)
