@@ -5,7 +5,6 @@ Each command imports what it needs, so that `mechinterp --help` and `classify` s
 
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -14,6 +13,7 @@ import typer
 
 from mechinterp.cli_heads import ablate, probe, prune
 from mechinterp.cli_options import (
+    CountOption,
     LengthOption,
     PathArgument,
     PromptsOption,
@@ -30,8 +30,7 @@ from mechinterp.cli_training import JsonOption, QuietOption, predict_jumps, swee
 
 if TYPE_CHECKING:
     from mechinterp.checkpoints.hints import Hints
-    from mechinterp.checkpoints.layered import LayeredCheckpoint
-    from mechinterp.checkpoints.native import Checkpoint, DeepCheckpoint
+    from mechinterp.checkpoints.native import Checkpoint
 
 app = typer.Typer(
     help="What attention models compute when they do in-context linear regression.",
@@ -81,7 +80,7 @@ def classify(
     paths: Annotated[
         list[Path], typer.Argument(metavar="PATH...", help="Checkpoints, or folders of them.")
     ],
-    n_prompts: PromptsOption = 512,
+    n_prompts: CountOption = None,
     seed: SeedOption = 0,
     context_length: LengthOption = None,
     out: Annotated[
@@ -184,7 +183,6 @@ def report(
 ) -> None:
     """Write a report as one HTML page. Example: mechinterp report checkpoints/softmax-h2-s0 --out reports/h2"""
     from mechinterp.checkpoints.loading import checkpoint_paths
-    from mechinterp.checkpoints.native import Checkpoint
     from mechinterp.report.comparison import write_comparison
     from mechinterp.report.deep import write_deep_report
     from mechinterp.report.documents import dumps
@@ -196,7 +194,7 @@ def report(
         about: list[dict] = [{"path": str(found[0])}]
         with about_paths(found[0], out), tracked(quiet=quiet) as track:
             checkpoint = load_checkpoint(found[0], hints)
-            if isinstance(checkpoint, Checkpoint):
+            if checkpoint.predictor.is_one_attention:
                 write = partial(write_report, checkpoint, out)
             else:
                 write = partial(write_deep_report, checkpoint, out)
@@ -286,34 +284,20 @@ def _those_that_load(
 
 
 def _classified(
-    checkpoint: "Checkpoint | DeepCheckpoint | LayeredCheckpoint",
+    checkpoint: "Checkpoint",
     *,
     context_length: int | None,
-    n_prompts: int,
+    n_prompts: int | None,
     seed: int,
 ) -> tuple[dict, str | None]:
     """The document of `classify`, and its table for the terminal."""
-    from mechinterp.checkpoints.native import Checkpoint, DeepCheckpoint
-    from mechinterp.report import documents
+    from mechinterp.analysis.patterns import classify
+    from mechinterp.report.documents import classification_document
     from mechinterp.report.terminal import frame_text
 
-    if isinstance(checkpoint, Checkpoint):
-        from mechinterp.analysis.patterns import classify
-
-        task = task_of(checkpoint, context_length)
-        found = classify(checkpoint, task, n_prompts=n_prompts, seed=seed)
-        document = documents.classification_document(checkpoint, found)
-        return document, frame_text(found.to_frame())
-    if isinstance(checkpoint, DeepCheckpoint):
-        return documents.deep_document(checkpoint), ""
-    from mechinterp.analysis.layered import classify_layers
-
-    if context_length is not None:
-        task = replace(checkpoint.task, context_length=context_length)
-        checkpoint = replace(checkpoint, task=task)
-    layers = classify_layers(checkpoint, n_prompts=n_prompts, seed=seed)
-    document = documents.layered_document(checkpoint, layers)
-    return document, frame_text(layers.to_frame())
+    task = task_of(checkpoint, context_length)
+    found = classify(checkpoint, task, n_prompts=n_prompts, seed=seed)
+    return classification_document(checkpoint, found), frame_text(found.to_frame())
 
 
 def _with_value(message: str, error: Exception, arguments: list[str]) -> str:

@@ -19,8 +19,7 @@ if TYPE_CHECKING:
     from mechinterp.analysis.fine_tuning import FineTuning
     from mechinterp.analysis.pruning import Pruning
     from mechinterp.checkpoints.hints import Hints
-    from mechinterp.checkpoints.layered import LayeredCheckpoint
-    from mechinterp.checkpoints.native import DeepCheckpoint
+    from mechinterp.checkpoints.native import Checkpoint
     from mechinterp.icl.prompts import Prompts
     from mechinterp.tracking import Track
 
@@ -29,9 +28,8 @@ if TYPE_CHECKING:
 def ablate(path: PathArgument, *, asked: Asked, hints: "Hints") -> None:
     """Mask every head; with one layer of attention, every subset of heads. Example: mechinterp ablate checkpoints/softmax-h2-s0"""
     from mechinterp.analysis.heads import ablate_heads
-    from mechinterp.analysis.masking import METHODS
     from mechinterp.analysis.subsets import MAX_SUBSET_HEADS, ablate_subsets
-    from mechinterp.checkpoints.native import Checkpoint
+    from mechinterp.models.masks import METHODS
     from mechinterp.report.documents import ablation_document, dumps
     from mechinterp.report.head_documents import layers_document
     from mechinterp.report.terminal import ablation_text, layers_text, tracked
@@ -44,7 +42,7 @@ def ablate(path: PathArgument, *, asked: Asked, hints: "Hints") -> None:
             ablate_heads(model, even if how == "resample" else prompts, method=how, track=track)
             for how in METHODS
         ]
-        if isinstance(checkpoint, Checkpoint):
+        if checkpoint.predictor.is_one_attention:
             few = checkpoint.config.model.n_heads <= MAX_SUBSET_HEADS
             subsets = ablate_subsets(checkpoint, prompts) if few else None
             document = ablation_document(checkpoint, single, subsets)
@@ -147,7 +145,7 @@ def probe(path: PathArgument, *, asked: Asked, hints: "Hints") -> None:
 
 
 def _fine_tuned(
-    checkpoint: "DeepCheckpoint | LayeredCheckpoint",
+    checkpoint: "Checkpoint",
     found: "Pruning",
     prompts: "Prompts",
     *,
@@ -156,23 +154,18 @@ def _fine_tuned(
 ) -> "FineTuning":
     from mechinterp.analysis.fine_tuning import fine_tune
     from mechinterp.analysis.head_sets import halves
-    from mechinterp.checkpoints.layered import LayeredCheckpoint
 
-    if isinstance(checkpoint, LayeredCheckpoint):
+    if checkpoint.format != "native":
         raise ValueError(
             f"--fine-tune is for models that were trained by this package, got one of format {checkpoint.format}."
         )
     return fine_tune(checkpoint, found.kept, halves(prompts)[1], steps=steps, track=track)
 
 
-def _of_several_layers(
-    path: Path, hints: "Hints", context_length: int | None
-) -> "DeepCheckpoint | LayeredCheckpoint":
+def _of_several_layers(path: Path, hints: "Hints", context_length: int | None) -> "Checkpoint":
     """The checkpoint of a model in which there is a first layer and a later one."""
-    from mechinterp.checkpoints.native import Checkpoint
-
     checkpoint = load_checkpoint(path, hints, context_length)
-    if isinstance(checkpoint, Checkpoint) or checkpoint.predictor.n_layers == 1:
+    if checkpoint.config.model.n_layers == 1:
         raise ValueError(
             f"{path}: prune takes models of several layers, got one; ablate masks its heads."
         )

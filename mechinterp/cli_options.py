@@ -15,8 +15,7 @@ from mechinterp.cli_training import JsonOption, QuietOption
 
 if TYPE_CHECKING:
     from mechinterp.checkpoints.hints import Hints
-    from mechinterp.checkpoints.layered import LayeredCheckpoint
-    from mechinterp.checkpoints.native import Checkpoint, DeepCheckpoint
+    from mechinterp.checkpoints.native import Checkpoint
     from mechinterp.config import TaskConfig
     from mechinterp.icl.prompts import Prompts
 
@@ -97,20 +96,13 @@ class Asked:
     quiet: QuietOption = False
     as_json: JsonOption = False
 
-    def prompts(self, checkpoint: "Checkpoint | DeepCheckpoint | LayeredCheckpoint") -> "Prompts":
+    def prompts(self, checkpoint: "Checkpoint") -> "Prompts":
         """Evaluation prompts, for our models in the dtype of their weights."""
-        import torch
+        from mechinterp.icl.prompts import sample_prompts
 
-        from mechinterp.checkpoints.layered import LayeredCheckpoint
-        from mechinterp.icl.prompts import generator_for, sample_prompts
-
-        if isinstance(checkpoint, LayeredCheckpoint):
-            dtype, n_prompts = torch.float64, 1024
-        else:
-            dtype, n_prompts = checkpoint.weights.W_Q.dtype, 4096
-        task = task_of(checkpoint, self.context_length)
-        generator = generator_for(self.seed, "eval", 0)
-        return sample_prompts(task, self.n_prompts or n_prompts, generator=generator, dtype=dtype)
+        n_prompts = 4096 if checkpoint.config.model.attention_only else 1024
+        task, dtype = task_of(checkpoint, self.context_length), checkpoint.weights.dtype
+        return sample_prompts(task, self.n_prompts or n_prompts, seed=self.seed, dtype=dtype)
 
 
 def takes(**bundles: Callable) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -138,9 +130,7 @@ reads_checkpoints = takes(hints=hints_of)
 """Gives a command the options of `hints_of`, whose result it takes as its argument `hints`."""
 
 
-def load_checkpoint(
-    path: Path, hints: "Hints", context_length: int | None = None
-) -> "Checkpoint | DeepCheckpoint | LayeredCheckpoint":
+def load_checkpoint(path: Path, hints: "Hints", context_length: int | None = None) -> "Checkpoint":
     """The checkpoint; what neither it nor the options say and is assumed goes to standard error."""
     from mechinterp.checkpoints.loading import load
 
@@ -163,37 +153,29 @@ def load_checkpoint(
     return checkpoint
 
 
-def _told(
-    checkpoint: "Checkpoint | DeepCheckpoint | LayeredCheckpoint", context_length: int
-) -> "Checkpoint | DeepCheckpoint | LayeredCheckpoint":
+def _told(checkpoint: "Checkpoint", context_length: int) -> "Checkpoint":
     """The checkpoint with this context length in place of the assumed one."""
-    from mechinterp.checkpoints.layered import LayeredCheckpoint
 
     task = task_of(checkpoint, context_length)
     assumed = {name: value for name, value in checkpoint.assumed.items() if name != LENGTH}
-    if isinstance(checkpoint, LayeredCheckpoint):
-        return replace(checkpoint, task=task, assumed=assumed)
     return replace(checkpoint, config=replace(checkpoint.config, task=task), assumed=assumed)
 
 
 def one_layer(path: Path, hints: "Hints") -> "Checkpoint":
     """The checkpoint of a model of one layer of attention."""
-    from mechinterp.checkpoints.native import Checkpoint
+    from mechinterp.models.weights import why_no_circuits
 
     checkpoint = load_checkpoint(path, hints)
-    if not isinstance(checkpoint, Checkpoint):
-        deep = checkpoint.format == "native"
+    found = why_no_circuits(checkpoint.config.model)
+    if found is not None:
         raise ValueError(
-            f"{path}: this command takes attention-only models of one layer, got format "
-            f"{checkpoint.format}{' with model.context_only' if deep else ''}; classify, info, ablate, "
-            "prune, probe and the report on one model take it."
+            f"{path}: this command takes one layer of attention with nothing around it, got {found}; classify, "
+            "info, ablate, prune, probe and the report on one model take it."
         )
     return checkpoint
 
 
-def task_of(
-    checkpoint: "Checkpoint | DeepCheckpoint | LayeredCheckpoint", context_length: int | None
-) -> "TaskConfig":
+def task_of(checkpoint: "Checkpoint", context_length: int | None) -> "TaskConfig":
     """The task of a checkpoint, at another context length if one is asked for."""
     task = checkpoint.task
     return task if context_length is None else replace(task, context_length=context_length)

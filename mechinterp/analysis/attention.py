@@ -9,10 +9,11 @@ import torch
 from jaxtyping import Float, Int
 
 from mechinterp import figures
-from mechinterp.analysis.circuits import HasWeights, weights_of
+from mechinterp.analysis.circuits import weights_of
 from mechinterp.display import Result
 from mechinterp.icl.prompts import Prompts
-from mechinterp.models.functional import AttentionWeights, attend, predict
+from mechinterp.models.functional import attend, predict
+from mechinterp.models.predictor import Source
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -94,9 +95,7 @@ class AttentionPatterns(Result):
         ]
 
 
-def attention_patterns(
-    source: AttentionWeights | HasWeights, prompts: Prompts
-) -> AttentionPatterns:
+def attention_patterns(source: Source, prompts: Prompts) -> AttentionPatterns:
     """The attention of a one-layer model's heads on a few prompts.
 
     Example:
@@ -107,7 +106,7 @@ def attention_patterns(
         >>> attention_patterns(checkpoint, prompts)
         AttentionPatterns(3 prompts, 2 heads, 40 keys)
     """
-    weights, prompts = weights_of(source), prompts.to("cpu").to(torch.float64)
+    weights, prompts = weights_of(source, "attention_patterns"), prompts.to("cpu").to(torch.float64)
     keys = prompts.tokens if weights.attend_to_self else prompts.context_tokens
     pattern, _, _ = attend(weights, keys, prompts.x_query)
     d_x = weights.d_x

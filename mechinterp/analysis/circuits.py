@@ -1,7 +1,6 @@
 """What each head computes, read from its weights: the QK and OV circuits and how far they are from diagonal."""
 
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
 
 import numpy as np
 import pandas as pd
@@ -12,14 +11,7 @@ from jaxtyping import Float
 from mechinterp import figures
 from mechinterp.display import Result
 from mechinterp.models.functional import AttentionWeights
-
-
-@runtime_checkable
-class HasWeights(Protocol):
-    """A checkpoint or a one-layer hooked model."""
-
-    @property
-    def weights(self) -> AttentionWeights: ...
+from mechinterp.models.predictor import Source, predictor_of
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -97,7 +89,7 @@ class Circuits(Result):
         )
 
 
-def circuits(source: AttentionWeights | HasWeights) -> Circuits:
+def circuits(source: Source) -> Circuits:
     """QK and OV circuits of weights, a checkpoint or a one-layer hooked model, in float64.
 
     Source:
@@ -107,7 +99,7 @@ def circuits(source: AttentionWeights | HasWeights) -> Circuits:
         >>> circuits(diagonal_heads([0.1, -0.1], [3.0, -3.0], d_x=5))
         Circuits(H0 omega +0.100 mu +3.000; H1 omega -0.100 mu -3.000)
     """
-    weights = weights_of(source)
+    weights = weights_of(source, "circuits")
     d_x = weights.d_x
     QK, OV = weights.QK.numpy(force=True), weights.OV.numpy(force=True)
     off_diagonal = np.abs(QK[:, :d_x, :d_x]) * (1 - np.eye(d_x))
@@ -124,14 +116,22 @@ def circuits(source: AttentionWeights | HasWeights) -> Circuits:
     )
 
 
-def weights_of(source: AttentionWeights | HasWeights) -> AttentionWeights:
-    """The weights of anything that has them, in float64 on the CPU."""
-    if not isinstance(source, AttentionWeights | HasWeights):
-        raise ValueError(
-            f"An attention layer's weights are needed, got {source!r}; classify_layers describes layered models."
-        )
-    weights = source if isinstance(source, AttentionWeights) else source.weights
-    return weights.to("cpu").to(torch.float64)
+def weights_of(source: Source, analysis: str) -> AttentionWeights:
+    """The heads of a model of one attention layer, in float64 on the CPU.
+
+    Args:
+        analysis: What needs them, for the message.
+    Raises:
+        ValueError: If the model is another.
+    """
+    if isinstance(source, AttentionWeights):
+        found = source
+    else:
+        try:
+            found = predictor_of(source).circuits
+        except ValueError as error:
+            raise ValueError(f"{analysis} {error}") from None
+    return found.to("cpu").to(torch.float64)
 
 
 def _coordinates(d_x: int, d_y: int) -> list[str]:

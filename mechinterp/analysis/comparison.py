@@ -12,7 +12,7 @@ from jaxtyping import Float, Int
 
 from mechinterp import figures
 from mechinterp.analysis.evaluation import shared_losses
-from mechinterp.analysis.patterns import Classification, classify
+from mechinterp.analysis.patterns import Classification, classify_attention
 from mechinterp.analysis.snapshots import loss_curve
 from mechinterp.checkpoints.native import Checkpoint
 from mechinterp.config import ExperimentConfig
@@ -145,7 +145,7 @@ def compare(
         seeds=np.array([checkpoint.config.seed for checkpoint in checkpoints]),
         fields=_fields(titles, [json.loads(setting) for setting in groups]),
         found=tuple(
-            classify(each, n_prompts=n_prompts, seed=seed)
+            classify_attention(each, n_prompts=n_prompts, seed=seed)
             for each in track(checkpoints, "classifying models")
         ),
         loss=loss,

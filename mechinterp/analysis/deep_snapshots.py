@@ -10,7 +10,7 @@ from jaxtyping import Float, Int
 from mechinterp import figures
 from mechinterp.analysis.heads import ablate_heads
 from mechinterp.analysis.snapshots import loss_at, loss_curve, loss_slider
-from mechinterp.checkpoints.native import DeepCheckpoint
+from mechinterp.checkpoints.native import Checkpoint
 from mechinterp.display import Result
 from mechinterp.icl.prompts import Prompts
 from mechinterp.tracking import Track, untracked
@@ -73,7 +73,7 @@ class DeepSnapshots(Result):
 
 
 def deep_snapshots(
-    checkpoint: DeepCheckpoint, prompts: Prompts, *, track: Track = untracked
+    checkpoint: Checkpoint, prompts: Prompts, *, track: Track = untracked
 ) -> DeepSnapshots:
     """Zero ablation of every head at each kept step, on the same prompts.
 
@@ -91,10 +91,8 @@ def deep_snapshots(
     """
     if not checkpoint.snapshots:
         raise ValueError(f"{checkpoint.path}: has no snapshots.")
-    from mechinterp.models.transformer import ICLTransformer
-
     found = [
-        ablate_heads(ICLTransformer.from_weights(weights, task=checkpoint.config.task), prompts)
+        ablate_heads(weights, prompts)
         for weights in track(list(checkpoint.snapshots.values()), "masking heads of snapshots")
     ]
     steps, curve = list(checkpoint.snapshots), loss_curve(checkpoint)

@@ -11,12 +11,11 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from mechinterp import figures
-from mechinterp.analysis.circuits import HasWeights, weights_of
 from mechinterp.analysis.estimates import mean_and_sem
 from mechinterp.config import TaskConfig
 from mechinterp.display import Result
 from mechinterp.icl.prompts import Prompts, prompt_chunks
-from mechinterp.models.functional import AttentionWeights, predict
+from mechinterp.models.predictor import Source, learner_of
 
 Learner = Callable[[Prompts], Tensor]
 
@@ -63,7 +62,7 @@ class SharedLosses(Result):
 
 
 def shared_losses(
-    models: Mapping[str, AttentionWeights | HasWeights | Learner],
+    models: Mapping[str, Source | Learner],
     task: TaskConfig,
     *,
     context_lengths: Sequence[int] | None = None,
@@ -86,7 +85,7 @@ def shared_losses(
     """
     if not models:
         raise ValueError("shared_losses needs at least one model, got none.")
-    learners = [_learner(model) for model in models.values()]
+    learners = [learner_of(model) for model in models.values()]
     lengths = [task.context_length] if context_lengths is None else list(context_lengths)
     columns = []
     for length in lengths:
@@ -98,11 +97,3 @@ def shared_losses(
         columns.append([*mean_and_sem(losses), *mean_and_sem(losses - losses[:, :1])])
     loss, loss_sem, gap, gap_sem = (np.array(column) for column in zip(*columns, strict=True))
     return SharedLosses(tuple(models), np.array(lengths), n_prompts, loss, loss_sem, gap, gap_sem)
-
-
-def _learner(model: AttentionWeights | HasWeights | Learner) -> Learner:
-    """The model as a function from float32 prompts to predictions."""
-    if callable(model) and not isinstance(model, HasWeights):
-        return model
-    weights = weights_of(model).to(torch.float32)
-    return lambda prompts: predict(weights, prompts)

@@ -12,11 +12,11 @@ from mechinterp import figures
 from mechinterp.analysis.estimates import mean_and_sem, ratio_and_sem
 from mechinterp.analysis.masking import masked_errors
 from mechinterp.analysis.pruning import pruned_config, pruned_origin, pruned_weights
-from mechinterp.checkpoints.native import DeepCheckpoint, save
+from mechinterp.checkpoints.native import Checkpoint, save
 from mechinterp.config import ExperimentConfig
 from mechinterp.display import Result
 from mechinterp.icl.prompts import Prompts
-from mechinterp.models.deep import DeepWeights
+from mechinterp.models.weights import Weights
 from mechinterp.tracking import Track, untracked
 from mechinterp.training.deep import DeepRun
 
@@ -37,10 +37,10 @@ class FineTuning(Result):
     """Risk over that of the full model as it was."""
     ratio_sem: Float[np.ndarray, "model row"]
     """Standard error of `ratio`, paired over prompts."""
-    checkpoint: DeepCheckpoint
+    checkpoint: Checkpoint
     """The full model as it was."""
     kept: Bool[np.ndarray, "layer head"]
-    weights: DeepWeights
+    weights: Weights
     """Of the pruned model after the last step."""
 
     def __repr__(self) -> str:
@@ -84,7 +84,7 @@ class FineTuning(Result):
 
 
 def fine_tune(
-    checkpoint: DeepCheckpoint,
+    checkpoint: Checkpoint,
     kept: Bool[np.ndarray, "layer head"],
     prompts: Prompts,
     *,
@@ -129,7 +129,7 @@ def fine_tune(
     config = replace(checkpoint.config, train=train)
     starts = (pruned_weights(checkpoint.weights, kept), checkpoint.weights)
     trained = [_trained(config, start, track) for start in starts]
-    errors = np.array([[_errors(w, config, prompts) for w in run.values()] for run in trained])
+    errors = np.array([[_errors(w, prompts) for w in run.values()] for run in trained])
     before = errors[1, 0]  # the full model as it was
     risk, risk_sem = mean_and_sem(np.moveaxis(errors, -1, 0))
     ratio, ratio_sem = ratio_and_sem(np.moveaxis(errors, -1, 0), before)
@@ -137,7 +137,7 @@ def fine_tune(
     return FineTuning(step, risk, risk_sem, ratio, ratio_sem, checkpoint, kept, last)
 
 
-def _trained(config: ExperimentConfig, start: DeepWeights, track: Track) -> dict[int, DeepWeights]:
+def _trained(config: ExperimentConfig, start: Weights, track: Track) -> dict[int, Weights]:
     """The weights by step."""
     run = DeepRun({"": pruned_config(config, start)}, start=start)
     for _ in track(range(-(-run.config.train.steps // run.config.train.log_every)), "training on"):
@@ -146,10 +146,5 @@ def _trained(config: ExperimentConfig, start: DeepWeights, track: Track) -> dict
     return found.snapshots | {found.step: found.weights}
 
 
-def _errors(
-    weights: DeepWeights, config: ExperimentConfig, prompts: Prompts
-) -> Float[np.ndarray, " prompt"]:
-    from mechinterp.models.transformer import ICLTransformer
-
-    model = ICLTransformer.from_weights(weights, task=config.task)
-    return masked_errors(model, prompts.to(weights.W_O.dtype), [[]])[:, 0]
+def _errors(weights: Weights, prompts: Prompts) -> Float[np.ndarray, " prompt"]:
+    return masked_errors(weights, prompts, [[]])[:, 0]

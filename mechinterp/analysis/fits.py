@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 import pandas as pd
@@ -13,9 +12,7 @@ from scipy.optimize import minimize_scalar
 from torch import Tensor
 
 from mechinterp import figures
-from mechinterp.analysis.circuits import HasWeights, weights_of
 from mechinterp.analysis.estimates import mean_and_sem, ratio_and_sem
-from mechinterp.analysis.patterns import task_of
 from mechinterp.config import TaskConfig
 from mechinterp.display import Result
 from mechinterp.icl.predictors import (
@@ -26,7 +23,7 @@ from mechinterp.icl.predictors import (
     zero_prediction,
 )
 from mechinterp.icl.prompts import Prompts, prompt_chunks
-from mechinterp.models.functional import AttentionWeights, predict
+from mechinterp.models.predictor import Source, learner_of, predictor_of
 from mechinterp.tracking import Track, untracked
 
 FITTED = {"vanilla_gd": "eta", "debiased_gd": "eta", "kernel_head": "mu"}
@@ -161,7 +158,7 @@ class LearnerFits(Result):
 
 
 def fit_learners(
-    source: AttentionWeights | HasWeights | Callable[[Prompts], Tensor],
+    source: Source | Callable[[Prompts], Tensor],
     task: TaskConfig | None = None,
     *,
     context_lengths: Sequence[int] = CONTEXT_LENGTHS,
@@ -190,14 +187,13 @@ def fit_learners(
         >>> fits.best, round(float(fits.factor[0, 2]), 2)
         ('debiased_gd', 0.88)
     """
-    if isinstance(source, AttentionWeights | HasWeights):
-        weights = weights_of(source)
-        task = task_of(source, weights) if task is None else task
-        model: Callable[[Prompts], Tensor] = partial(predict, weights.to(torch.float32))
-    elif task is None:
-        raise ValueError("fit_learners needs a task when the model is a function of prompts.")
-    else:
-        model = source
+    model = learner_of(source)
+    if task is None:
+        if model is source:
+            raise ValueError("fit_learners needs a task when the model is a function of prompts.")
+        task = predictor_of(source).task
+    if task is None:
+        raise ValueError("fit_learners needs a task for a model that comes without one, got none.")
     lengths = sorted({*context_lengths, task.context_length})
     rows = [
         _fit_at(model, task, length, n_prompts, seed)

@@ -7,7 +7,6 @@ stand in for each other, or stand in each other's way, show.
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pandas as pd
@@ -19,14 +18,12 @@ from torch import Tensor
 from mechinterp import figures
 from mechinterp.analysis.head_sets import halves
 from mechinterp.analysis.heads import ablate_heads
-from mechinterp.analysis.masking import CHUNK, Hooks
 from mechinterp.display import Result
 from mechinterp.icl.prompts import Prompts
-from mechinterp.models.adapter import HookedPredictor, as_predictor, z_name
+from mechinterp.models.backends.hooks import CHUNK
+from mechinterp.models.masks import Hooks, z_name
+from mechinterp.models.predictor import Predictor, Source, predictor_of
 from mechinterp.tracking import Track, untracked
-
-if TYPE_CHECKING:
-    from mechinterp.models.transformer import ICLTransformer
 
 ROLES = ("facilitating", "irrelevant", "interfering")
 LIMIT = 4.0
@@ -86,7 +83,7 @@ class HeadGates(Result):
 
 
 def learn_gates(
-    model: "HookedPredictor | ICLTransformer",
+    source: Source,
     prompts: Prompts,
     *,
     pressure: float = 0.01,
@@ -121,7 +118,7 @@ def learn_gates(
         raise ValueError(f"pressure must be > 0, got {pressure}.")
     if steps < 1:
         raise ValueError(f"steps must be >= 1, got {steps}.")
-    predictor = as_predictor(model)
+    predictor = predictor_of(source)
     fitted, measured = halves(prompts)
     alone = ablate_heads(predictor, measured, track=track)
     start = torch.full((predictor.n_layers, predictor.n_heads), LIMIT, dtype=torch.float64)
@@ -142,7 +139,7 @@ def learn_gates(
 
 
 def _fit(
-    predictor: HookedPredictor,
+    predictor: Predictor,
     prompts: Prompts,
     start: Tensor,
     reward: float,
@@ -168,7 +165,7 @@ def _fit(
 
 
 def _risk(
-    predictor: HookedPredictor, prompts: Prompts, gates: Float[Tensor, "layer head"]
+    predictor: Predictor, prompts: Prompts, gates: Float[Tensor, "layer head"]
 ) -> Float[Tensor, ""]:
     """Excess risk with every head's z multiplied by its gate."""
 
@@ -176,6 +173,6 @@ def _risk(
         return z * factors.to(z)[:, None]
 
     hooks: Hooks = [(z_name(at), partial(gate, factors=row)) for at, row in enumerate(gates)]
-    with predictor.model.hooks(fwd_hooks=hooks):
-        prediction = predictor.predict(prompts)
+    with predictor.hooked.model.hooks(fwd_hooks=hooks):
+        prediction = predictor.hooked.predict(prompts)
     return (prediction - prompts.y_query_clean).square().mean()

@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 from itertools import combinations
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pandas as pd
@@ -14,11 +13,8 @@ from mechinterp.analysis.estimates import mean_and_sem
 from mechinterp.analysis.masking import masked_errors
 from mechinterp.display import Result
 from mechinterp.icl.prompts import Prompts
-from mechinterp.models.adapter import HookedPredictor, as_predictor
+from mechinterp.models.predictor import Source, predictor_of
 from mechinterp.tracking import Track, untracked
-
-if TYPE_CHECKING:
-    from mechinterp.models.transformer import ICLTransformer
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -107,9 +103,7 @@ class GreedyOrder(Result):
         )
 
 
-def ablate_pairs(
-    model: "HookedPredictor | ICLTransformer", prompts: Prompts, *, method: str = "zero"
-) -> PairAblation:
+def ablate_pairs(source: Source, prompts: Prompts, *, method: str = "zero") -> PairAblation:
     """Rise of the excess risk when every two heads of a model are masked together, and their interaction.
 
     Args:
@@ -124,10 +118,10 @@ def ablate_pairs(
         >>> ablate_pairs(load("checkpoints/softmax-h2-s0").model, prompts).names
         ('L0H0', 'L0H1')
     """
-    heads = _heads(model)
+    heads = _heads(source)
     pairs = [(one, other) for one in range(len(heads)) for other in range(one, len(heads))]
     masks = [[], *([heads[one], heads[other]] for one, other in pairs)]
-    errors = masked_errors(model, prompts, masks, method=method)
+    errors = masked_errors(source, prompts, masks, method=method)
     rises = np.zeros((len(errors), len(heads), len(heads)))
     for column, (one, other) in enumerate(pairs, start=1):
         rises[:, one, other] = rises[:, other, one] = errors[:, column] - errors[:, 0]
@@ -140,7 +134,7 @@ def ablate_pairs(
 
 
 def greedy_order(
-    model: "HookedPredictor | ICLTransformer",
+    source: Source,
     prompts: Prompts,
     *,
     method: str = "zero",
@@ -166,12 +160,12 @@ def greedy_order(
     """
     chosen_on, measured_on = halves(prompts)
     gone: list[tuple[int, int]] = []
-    left = _heads(model)
+    left = _heads(source)
     for _ in track(range(len(left)), "greedy order of heads"):
-        errors = masked_errors(model, chosen_on, [[*gone, head] for head in left], method=method)
+        errors = masked_errors(source, chosen_on, [[*gone, head] for head in left], method=method)
         gone.append(left.pop(int(errors.mean(0).argmin())))
     masks = [gone[:size] for size in range(len(gone) + 1)]
-    errors = masked_errors(model, measured_on, masks, method=method)
+    errors = masked_errors(source, measured_on, masks, method=method)
     risks, rises = mean_and_sem(errors), mean_and_sem(errors - errors[:, :1])
     return GreedyOrder(np.array(gone), *risks, *rises)
 
@@ -190,6 +184,6 @@ def halves(prompts: Prompts) -> tuple[Prompts, Prompts]:
     return prompts[:middle], prompts[middle:]
 
 
-def _heads(model: "HookedPredictor | ICLTransformer") -> list[tuple[int, int]]:
-    predictor = as_predictor(model)
+def _heads(source: Source) -> list[tuple[int, int]]:
+    predictor = predictor_of(source)
     return list(np.ndindex(predictor.n_layers, predictor.n_heads))

@@ -1,7 +1,6 @@
 """What breaks when the heads of a model are masked, one at a time."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pandas as pd
@@ -13,12 +12,8 @@ from mechinterp.analysis.estimates import mean_and_sem
 from mechinterp.analysis.masking import masked_errors
 from mechinterp.display import Result
 from mechinterp.icl.prompts import Prompts
-from mechinterp.models.adapter import HookedPredictor, as_predictor
+from mechinterp.models.predictor import Source, predictor_of
 from mechinterp.tracking import Track, untracked
-
-if TYPE_CHECKING:
-    from mechinterp.models.transformer import ICLTransformer
-
 
 RESAMPLES = 200
 
@@ -120,7 +115,7 @@ class HeadAblation(Result):
 
 
 def ablate_heads(
-    model: "HookedPredictor | ICLTransformer",
+    source: Source,
     prompts: Prompts,
     *,
     method: str = "zero",
@@ -145,7 +140,7 @@ def ablate_heads(
         >>> ablate_heads(load("checkpoints/softmax-h2-s0").model, prompts).rise.shape
         (1, 2)
     """
-    predictor = as_predictor(model)
+    predictor = predictor_of(source)
     shape = (predictor.n_layers, predictor.n_heads)
     masks = [[], *([head] for head in np.ndindex(shape))]
     errors = masked_errors(predictor, prompts, masks, method=method, track=track)

@@ -15,13 +15,12 @@ from torch import Tensor
 
 from mechinterp import figures
 from mechinterp.analysis.estimates import mean_and_sem, ratio_and_sem
-from mechinterp.checkpoints.layered import LayeredCheckpoint
 from mechinterp.config import TaskConfig
 from mechinterp.display import Result
 from mechinterp.icl.predictors import debiased_gd, ridge, vanilla_gd
-from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
+from mechinterp.icl.prompts import Prompts, sample_prompts
+from mechinterp.models.predictor import Source, predictor_of
 
-CHUNK = 16
 CLOSE = 0.5
 """Least R^2 of a learner that is called close."""
 
@@ -89,7 +88,7 @@ class LayeredClassification(Result):
 
 
 def classify_layers(
-    checkpoint: LayeredCheckpoint,
+    source: Source,
     task: TaskConfig | None = None,
     *,
     n_prompts: int = 256,
@@ -117,19 +116,23 @@ def classify_layers(
         >>> classify_layers(layer, n_prompts=8).pattern
         'undetermined'
     """
-    task = checkpoint.task if task is None else task
+    predictor = predictor_of(source)
+    task = predictor.task if task is None else task
+    if task is None:
+        raise ValueError("classify needs a task for a model that comes without one, got none.")
     if n_prompts < 2:
         raise ValueError(f"n_prompts must be >= 2 for a standard error, got {n_prompts}.")
-    generator = generator_for(seed, "eval", 0)
-    prompts = sample_prompts(task, n_prompts, generator=generator, dtype=torch.float64)
-    prediction, masked = _predictions(checkpoint, prompts)
+    prompts = sample_prompts(task, n_prompts, seed=seed, dtype=torch.float64)
+    heads = list(np.ndindex(predictor.n_layers, predictor.n_heads))
+    prediction, *each = predictor.run(prompts, [[], *([head] for head in heads)]).double()
+    masked = torch.stack(each, 1).unflatten(1, (predictor.n_layers, predictor.n_heads))
     target = prompts.y_query_clean
     full = (prediction - target).square().mean(1)
     rise = (masked - target[:, None, None]).square().mean(3) - full[:, None, None]
     excess_risk, excess_risk_sem = mean_and_sem(full.numpy())
     increase, increase_sem = mean_and_sem(rise.numpy())
     r2 = _learner_r2(prompts, prediction, task)
-    pattern, reason = _verdict(checkpoint, r2)
+    pattern, reason = _verdict(predictor.n_layers, r2)
     return LayeredClassification(
         pattern=pattern,
         reason=reason,
@@ -143,17 +146,6 @@ def classify_layers(
         task=task,
         n_prompts=n_prompts,
     )
-
-
-def _predictions(
-    checkpoint: LayeredCheckpoint, prompts: Prompts
-) -> tuple[Float[Tensor, "batch d_y"], Float[Tensor, "batch layer head d_y"]]:
-    """Predictions in float64 with no head masked, and with each masked alone."""
-    chunks = [prompts[start : start + CHUNK] for start in range(0, len(prompts), CHUNK)]
-    with torch.no_grad():
-        pairs = [checkpoint.model.predict_each_masked(chunk) for chunk in chunks]
-    full, masked = zip(*pairs, strict=True)
-    return torch.cat(full).double(), torch.cat(masked).double()
 
 
 def _learner_r2(
@@ -175,15 +167,15 @@ def _learner_r2(
     return found
 
 
-def _verdict(checkpoint: LayeredCheckpoint, r2: dict[str, tuple[float, float]]) -> tuple[str, str]:
+def _verdict(n_layers: int, r2: dict[str, tuple[float, float]]) -> tuple[str, str]:
     best = max(r2, key=lambda name: r2[name][0])
     value, sem = r2[best]
     how = "closest learner" if value >= CLOSE else "no learner known here is close, the nearest"
     learner = f"{how}: {best.replace('_', ' ')} (R² = {value:.3f} ± {sem:.1g})"
     if np.isnan(value):
         learner = "the model predicts 0 on every prompt"
-    if checkpoint.n_layers > 1:
-        heads = f"{checkpoint.n_layers} layers, whose heads are described by their ablation"
+    if n_layers > 1:
+        heads = f"{n_layers} layers, whose heads are described by their ablation"
         return "multi_layer", f"{heads}; {learner}"
     between = "LayerNorm and MLP lie between the heads and the prediction"
     return "undetermined", f"{between}; {learner}"

@@ -19,7 +19,7 @@ from mechinterp.analysis.snapshots import kept_steps, loss_at, loss_curve, loss_
 from mechinterp.checkpoints.native import Checkpoint
 from mechinterp.display import Result
 from mechinterp.icl.prompts import covariance_matrix
-from mechinterp.models.functional import AttentionWeights
+from mechinterp.models.weights import Weights
 from mechinterp.theory.linear import Modes, modes
 from mechinterp.training.linear import task_moments
 
@@ -184,10 +184,10 @@ def linear_snapshots(checkpoint: Checkpoint) -> LinearSnapshots:
 
 
 def _in_eigenbasis(
-    weights: AttentionWeights, found: Modes
+    named: Weights, found: Modes
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """v, U, K and Q of every head, with the vectors of U, K and Q in the eigenbasis."""
-    weights, d_x, basis = weights.to(torch.float64), weights.d_x, found.vectors
+    weights, d_x, basis = named.circuits.to(torch.float64), named.d_x, found.vectors
     factor = weights.scale * weights.score_slope
     key = basis.T @ weights.W_K[:, :d_x].numpy(force=True)  # [head, mode, rank]
     query = factor * basis.T @ weights.W_Q[:, :d_x].numpy(force=True)

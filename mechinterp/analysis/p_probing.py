@@ -5,8 +5,7 @@ than on the raw x. The step size is 1 / lambda_max of each prompt for every curv
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
 import numpy as np
 import pandas as pd
@@ -18,17 +17,13 @@ from torch import Tensor
 from mechinterp import figures
 from mechinterp.analysis.estimates import mean_and_sem
 from mechinterp.analysis.head_sets import halves
-from mechinterp.analysis.masking import CHUNK, Head, by_layers, linear_weights, masked
 from mechinterp.analysis.probes import PENALTIES, affine, fit_ridge, reweighted
 from mechinterp.display import Result
 from mechinterp.icl.prompts import Prompts
 from mechinterp.icl.sparse_predictors import descend, excess_risk
-from mechinterp.models.adapter import HookedPredictor, as_predictor
-from mechinterp.models.deep import DeepWeights, linear_pass
+from mechinterp.models.masks import Head
+from mechinterp.models.predictor import Source, predictor_of
 from mechinterp.tracking import Track, untracked
-
-if TYPE_CHECKING:
-    from mechinterp.models.transformer import ICLTransformer
 
 VARIANTS = ("query", "map")
 RAW, IDEAL = "raw x", "reweighted x"
@@ -88,7 +83,7 @@ class DescentCurves(Result):
 
 
 def p_probe(
-    models: "Mapping[str, HookedPredictor | ICLTransformer]",
+    models: Mapping[str, Source],
     prompts: Prompts,
     *,
     layer: int = 1,
@@ -134,11 +129,11 @@ def p_probe(
     measured = prompts if variant == "query" else halves(prompts)[1]
     raw = torch.cat([measured.x, measured.x_query[:, None]], dim=1)
     phis = {RAW: raw, IDEAL: reweighted(measured)[0]}
-    for name, model in models.items():
+    for name, source in models.items():
         if variant == "query":
-            phis[name] = query_features(model, prompts, layer=layer, track=track)
+            phis[name] = query_features(source, prompts, layer=layer, track=track)
         else:
-            phis[name] = _mapped(model, prompts, layer)
+            phis[name] = _mapped(source, prompts, layer)
     return descent_curves(phis, measured, steps=steps)
 
 
@@ -166,7 +161,7 @@ def descent_curves(
 
 
 def query_features(
-    model: "HookedPredictor | ICLTransformer",
+    source: Source,
     prompts: Prompts,
     *,
     layer: int,
@@ -182,45 +177,15 @@ def query_features(
     Raises:
         ValueError: If the model has fewer layers.
     """
-    predictor = as_predictor(model)
-    _require_layer(predictor, layer)
-    predictor.require_heads(list(heads))
-    weights = linear_weights(predictor, prompts)
-    if weights is not None:
-        return _linear_features(weights, prompts, layer, heads)
-    tokens = [*prompts.x.unbind(1), prompts.x_query]
-    with torch.no_grad(), masked(predictor, heads):
-        each = [
-            _stream(predictor, replace(prompts, x_query=x), layer)[:, -1]
-            for x in track(tokens, "running every token as the query")
-        ]
-    return torch.stack(each, dim=1)
+    return predictor_of(source).query_streams(prompts, layer, heads=heads, track=track)
 
 
-def _linear_features(
-    weights: DeepWeights, prompts: Prompts, layer: int, heads: Sequence[Head]
-) -> Float[Tensor, "batch pos d_model"]:
-    """The same of linear attention, whose stream is linear in the tokens of the query's side."""
-    parts = []
-    with torch.no_grad():
-        for start in range(0, len(prompts), CHUNK):
-            chunk = prompts[start : start + CHUNK]
-            x = torch.cat([chunk.x, chunk.x_query[:, None]], dim=1)
-            T = linear_pass(weights, chunk).maps(by_layers(heads))[layer]
-            parts.append(x @ T[:, : weights.d_x])
-    return torch.cat(parts)
-
-
-def _mapped(
-    model: "HookedPredictor | ICLTransformer", prompts: Prompts, layer: int
-) -> Float[Tensor, "batch pos d_x"]:
+def _mapped(source: Source, prompts: Prompts, layer: int) -> Float[Tensor, "batch pos d_x"]:
     """The stream of the second half of the prompts, mapped to r_j x_j as the first half says."""
-    predictor = as_predictor(model)
-    _require_layer(predictor, layer)
-    with torch.no_grad():
-        fitted, measured = (
-            _stream(predictor, half, layer).double().numpy(force=True) for half in halves(prompts)
-        )
+    predictor = predictor_of(source)
+    fitted, measured = (
+        predictor.stream(half, layer).double().numpy(force=True) for half in halves(prompts)
+    )
     target = reweighted(halves(prompts)[0])[0].double().numpy(force=True)
     if fitted.shape[1] != target.shape[1]:
         raise ValueError(
@@ -236,22 +201,6 @@ def _mapped(
     return torch.from_numpy(affine(measured, weights))
 
 
-def _stream(predictor: HookedPredictor, prompts: Prompts, layer: int) -> Tensor:
-    """The stream at every position after this number of layers."""
-    chunks = [prompts[start : start + CHUNK] for start in range(0, len(prompts), CHUNK)]
-    if layer < predictor.n_layers:
-        model = predictor.model
-        return torch.cat([model(predictor.inputs(chunk), stop_at_layer=layer) for chunk in chunks])
-    # Past the last layer a Bridge does not stop: it would give its prediction.
-    name = predictor.stream_name(layer)
-    return torch.cat([predictor.activations(chunk, [name])[1][0] for chunk in chunks])
-
-
 def _require_steps(steps: int) -> None:
     if steps < 1:
         raise ValueError(f"steps must be >= 1, got {steps}.")
-
-
-def _require_layer(predictor: HookedPredictor, layer: int) -> None:
-    if not 0 <= layer <= predictor.n_layers:
-        raise ValueError(f"layer must lie in 0 to {predictor.n_layers}, got {layer}.")

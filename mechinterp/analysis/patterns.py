@@ -14,9 +14,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from mechinterp import figures
-from mechinterp.analysis.circuits import Circuits, HasWeights, circuits, weights_of
+from mechinterp.analysis.circuits import Circuits, circuits, weights_of
 from mechinterp.analysis.components import Components, components
 from mechinterp.analysis.labels import Evidence, head_labels, model_label
+from mechinterp.analysis.layered import LayeredClassification, classify_layers
 from mechinterp.analysis.null import Null, null_of
 from mechinterp.analysis.reading import Form, Heads, form_of, read_groups, read_heads
 from mechinterp.analysis.scales import Scales, scales_of
@@ -26,9 +27,10 @@ from mechinterp.config import ModelConfig, TaskConfig
 from mechinterp.display import Result
 from mechinterp.models.constructions import from_circuits
 from mechinterp.models.functional import AttentionWeights, head_outputs, predict
+from mechinterp.models.predictor import Source, predictor_of
 from mechinterp.models.scores import is_normalised
 
-N_PROMPTS = 512
+N_PROMPTS, N_LAYERED_PROMPTS = 512, 256
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -95,14 +97,42 @@ class Classification(Result):
 
 
 def classify(
-    source: AttentionWeights | HasWeights,
+    source: Source,
+    task: TaskConfig | None = None,
+    *,
+    n_prompts: int | None = None,
+    seed: int = 0,
+    thresholds: Thresholds | None = None,
+) -> Classification | LayeredClassification:
+    """What a model computes: the pattern of one layer of attention, or what the heads of any other are worth.
+
+    Args:
+        source: A checkpoint, a hooked model, weights or a predictor.
+        task: Law of the prompts; None: a checkpoint's own, else the softmax paper's setting for the model's sizes.
+        n_prompts: Prompts behind the evidence; None: 512, and 256 for models of several layers.
+    Raises:
+        ValueError: If the model has another d_x or d_y than the task, or n_prompts is below 2.
+    Example:
+        >>> from mechinterp.models.constructions import debiased_gradient_step
+        >>> classify(debiased_gradient_step(0.88, 0.05, d_x=5)).pattern
+        'debiased_gd'
+    """
+    if isinstance(source, AttentionWeights) or predictor_of(source).is_one_attention:
+        return classify_attention(
+            source, task, n_prompts=n_prompts or N_PROMPTS, seed=seed, thresholds=thresholds
+        )
+    return classify_layers(source, task, n_prompts=n_prompts or N_LAYERED_PROMPTS, seed=seed)
+
+
+def classify_attention(
+    source: Source,
     task: TaskConfig | None = None,
     *,
     n_prompts: int = N_PROMPTS,
     seed: int = 0,
     thresholds: Thresholds | None = None,
 ) -> Classification:
-    """The pattern of a one-layer model.
+    """The pattern of a model that is one layer of attention.
 
     The label depends on QK and OV only: not on the order of heads, nor on how a circuit is split into
     W_Q and W_K, or W_V and W_O; a head split into two with half of mu each counts as before.
@@ -118,10 +148,10 @@ def classify(
         He et al. 2025, arXiv 2503.12734, sections 3 to 5: observations 1-2, eq. (4.6)-(4.11), (5.1)-(5.7).
     Example:
         >>> from mechinterp.models.constructions import debiased_gradient_step
-        >>> classify(debiased_gradient_step(0.88, 0.05, d_x=5)).pattern
-        'debiased_gd'
+        >>> classify_attention(debiased_gradient_step(0.88, 0.05, d_x=5)).labels
+        ('positive', 'negative')
     """
-    weights = weights_of(source)
+    weights = weights_of(source, "classify_attention")
     task = task_of(source, weights) if task is None else task
     _require_fit(weights, task, n_prompts)
     limits = Thresholds() if thresholds is None else thresholds
@@ -203,7 +233,7 @@ def classify_circuits(
         score_slope=score_slope,
         attend_to_self=attend_to_self,
     )
-    return classify(weights, task, n_prompts=n_prompts, seed=seed, thresholds=thresholds)
+    return classify_attention(weights, task, n_prompts=n_prompts, seed=seed, thresholds=thresholds)
 
 
 def _circuit(name: str, circuit: np.ndarray | Tensor) -> Float[Tensor, "head d_model d_out"]:
@@ -220,10 +250,10 @@ def _circuit(name: str, circuit: np.ndarray | Tensor) -> Float[Tensor, "head d_m
     return tensor
 
 
-def task_of(source: AttentionWeights | HasWeights, weights: AttentionWeights) -> TaskConfig:
+def task_of(source: Source, weights: AttentionWeights) -> TaskConfig:
     """The task a checkpoint was trained on, else the softmax paper's setting for the model's d_x and d_y."""
-    config = getattr(source, "config", None)
-    return TaskConfig(d_x=weights.d_x, d_y=weights.d_y) if config is None else config.task
+    known = None if isinstance(source, AttentionWeights) else predictor_of(source).task
+    return TaskConfig(d_x=weights.d_x, d_y=weights.d_y) if known is None else known
 
 
 def _components(

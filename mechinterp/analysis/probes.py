@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pandas as pd
@@ -13,15 +12,11 @@ from torch import Tensor
 
 from mechinterp import figures
 from mechinterp.analysis.estimates import mean_and_sem, ratio_and_sem
-from mechinterp.analysis.masking import CHUNK, Head, by_layers, linear_weights, masked
 from mechinterp.display import Result
 from mechinterp.icl.prompts import Prompts
-from mechinterp.models.adapter import HookedPredictor, as_predictor
-from mechinterp.models.deep import DeepWeights, linear_pass
+from mechinterp.models.masks import Head
+from mechinterp.models.predictor import Predictor, Source, predictor_of
 from mechinterp.tracking import Track, untracked
-
-if TYPE_CHECKING:
-    from mechinterp.models.transformer import ICLTransformer
 
 PENALTIES = (1e-8, 1e-6, 1e-4, 1e-2, 1e-1, 1.0)
 FOLDS = 5
@@ -105,7 +100,7 @@ STRUCTURES = {"reweighted x": reweighted, "preconditioned x": preconditioned}
 
 
 def probe_layers(
-    model: "HookedPredictor | ICLTransformer",
+    source: Source,
     prompts: Prompts,
     *,
     target: Target = responses,
@@ -139,8 +134,8 @@ def probe_layers(
     n_pos = fitted.shape[1]
     places = _places(positions, n_pos)
     if set(places) != {n_pos - 1}:
-        _require_own_positions(as_predictor(model), prompts, n_pos)
-    found = streams(model, prompts, heads=heads, positions=[place - n_pos for place in places])
+        _require_own_positions(predictor_of(source), prompts, n_pos)
+    found = streams(source, prompts, heads=heads, positions=[place - n_pos for place in places])
     _require_prompts(len(prompts), found.shape[3])
     dealt = np.random.default_rng(0).permutation(len(prompts))
     columns = []
@@ -163,7 +158,7 @@ def probe_layers(
 
 
 def streams(
-    model: "HookedPredictor | ICLTransformer",
+    source: Source,
     prompts: Prompts,
     *,
     heads: Sequence[Head] = (),
@@ -177,32 +172,8 @@ def streams(
     Raises:
         ValueError: If there is no such head, or the model lacks the hook on the stream after its last layer.
     """
-    predictor = as_predictor(model)
-    predictor.require_heads(list(heads))
-    weights = linear_weights(predictor, prompts)
-    if weights is not None:
-        return _linear_streams(weights, prompts, heads, positions)
-    names = [predictor.stream_name(layer) for layer in range(predictor.n_layers + 1)]
-    parts = []
-    with torch.no_grad(), masked(predictor, heads):
-        for start in range(0, len(prompts), CHUNK):
-            _, found = predictor.activations(prompts[start : start + CHUNK], names)
-            parts.append(torch.stack([stream[:, list(positions)] for stream in found]))
-    return torch.cat(parts, dim=1).double().numpy(force=True)
-
-
-def _linear_streams(
-    weights: DeepWeights, prompts: Prompts, heads: Sequence[Head], positions: Sequence[int]
-) -> Float[np.ndarray, "layer prompt pos d_model"]:
-    """The same of linear attention, without a run token by token."""
-    parts = []
-    with torch.no_grad():
-        for start in range(0, len(prompts), CHUNK):
-            chunk = prompts[start : start + CHUNK]
-            tokens = chunk.tokens[:, list(positions)]
-            maps = linear_pass(weights, chunk).maps(by_layers(heads))
-            parts.append(torch.stack([tokens @ T for T in maps]))
-    return torch.cat(parts, dim=1).double().numpy(force=True)
+    found = predictor_of(source).streams(prompts, heads=heads, positions=positions)
+    return found.double().numpy(force=True)
 
 
 def cross_validated(
@@ -271,8 +242,8 @@ def _places(positions: Sequence[int], n_pos: int) -> list[int]:
     return [position % n_pos for position in positions]
 
 
-def _require_own_positions(predictor: HookedPredictor, prompts: Prompts, n_pos: int) -> None:
-    found = predictor.inputs(prompts[:1]).shape[1]
+def _require_own_positions(predictor: Predictor, prompts: Prompts, n_pos: int) -> None:
+    found = predictor.hooked.inputs(prompts[:1]).shape[1]
     if found != n_pos:
         raise ValueError(
             f"positions before the query's need a model of one position for each of the target's {n_pos}, "

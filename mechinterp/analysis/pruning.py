@@ -3,7 +3,6 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pandas as pd
@@ -14,20 +13,17 @@ from jaxtyping import Bool, Float
 from mechinterp import figures
 from mechinterp.analysis.estimates import mean_and_sem, ratio_and_sem
 from mechinterp.analysis.head_sets import halves
-from mechinterp.analysis.masking import Head, masked_errors, masked_predictions
+from mechinterp.analysis.masking import masked_errors
 from mechinterp.analysis.probes import cross_validated, streams
-from mechinterp.checkpoints.layered import LayeredCheckpoint
 from mechinterp.checkpoints.loading import load
-from mechinterp.checkpoints.native import Checkpoint, DeepCheckpoint, save
+from mechinterp.checkpoints.native import Checkpoint, save
 from mechinterp.config import ExperimentConfig
 from mechinterp.display import Result
 from mechinterp.icl.prompts import Prompts
-from mechinterp.models.adapter import HookedPredictor, as_predictor
-from mechinterp.models.deep import DeepWeights
+from mechinterp.models.masks import Head
+from mechinterp.models.predictor import Predictor, Source, predictor_of
+from mechinterp.models.weights import Weights
 from mechinterp.tracking import Track, untracked
-
-if TYPE_CHECKING:
-    from mechinterp.models.transformer import ICLTransformer
 
 Rule = Callable[[np.ndarray], np.ndarray]
 """From the rises [layer, head] of the excess risk to what is kept, a truth value for each head."""
@@ -125,7 +121,7 @@ RULES: dict[str, Rule] = {
 
 
 def prune(
-    model: "HookedPredictor | ICLTransformer",
+    source: Source,
     prompts: Prompts,
     *,
     rule: Rule = best_head_later,
@@ -159,7 +155,7 @@ def prune(
         >>> prune(model, prompts).ratio
         1.0
     """
-    predictor = as_predictor(model)
+    predictor = predictor_of(source)
     scored, measured = halves(prompts)
     layers = range(predictor.n_layers)
     rise = _scores(predictor, scored, [], layers, track)
@@ -204,39 +200,35 @@ def masked_by(kept: Bool[np.ndarray, "layer head"]) -> list[Head]:
 
 
 def refit_errors(
-    model: "HookedPredictor | ICLTransformer", prompts: Prompts, gone: Sequence[Head]
+    source: Source, prompts: Prompts, gone: Sequence[Head]
 ) -> Float[np.ndarray, " prompt"]:
     """Squared error with heads masked and a new read-out, a cross-validated ridge regression on the stream at the query.
 
     Raises:
         ValueError: If there are too few prompts for the features.
     """
-    stream = streams(model, prompts, heads=gone)[-1, :, 0]
+    stream = streams(source, prompts, heads=gone)[-1, :, 0]
     prediction, _ = cross_validated(stream, prompts.y_query.double().numpy(force=True))
     return np.square(prediction - prompts.y_query_clean.double().numpy(force=True)).mean(1)
 
 
-def pruned_weights(weights: DeepWeights, kept: Bool[np.ndarray, "layer head"]) -> DeepWeights:
+def pruned_weights(weights: Weights, kept: Bool[np.ndarray, "layer head"]) -> Weights:
     """The weights of the model without the other heads, with as few heads per layer as the fullest one needs.
 
     Raises:
         ValueError: If `kept` is not of the model's shape or keeps no head.
     """
     kept = _checked(kept, (weights.n_layers, weights.n_heads))
-    gone = torch.from_numpy(~kept).to(weights.W_O.device)
-    return weights.with_tensors(
-        {"W_O": weights.W_O.masked_fill(gone[..., None, None], 0)}
-    ).compact()
+    return weights.without(masked_by(kept)).compact()
 
 
-def pruned_config(config: ExperimentConfig, weights: DeepWeights) -> ExperimentConfig:
+def pruned_config(config: ExperimentConfig, weights: Weights) -> ExperimentConfig:
     """The config of a pruned model."""
-    model = replace(config.model, n_heads=weights.n_heads, d_head=weights.d_head)
-    return replace(config, model=model)
+    return replace(config, model=weights.model)
 
 
 def pruned_origin(
-    checkpoint: DeepCheckpoint, kept: Bool[np.ndarray, "layer head"]
+    checkpoint: Checkpoint, kept: Bool[np.ndarray, "layer head"]
 ) -> dict[str, object]:
     """What the checkpoint of a pruned model says of where it comes from; its heads are numbered anew, in this order."""
     heads = [[int(head) for head in np.flatnonzero(layer)] for layer in kept]
@@ -244,16 +236,14 @@ def pruned_origin(
 
 
 def save_pruned(
-    checkpoint: DeepCheckpoint | LayeredCheckpoint,
+    checkpoint: Checkpoint,
     kept: Bool[np.ndarray, "layer head"],
     path: str | Path,
     *,
     prompts: Prompts,
     tolerance: float = 1e-5,
-) -> DeepCheckpoint | LayeredCheckpoint:
+) -> Checkpoint:
     """The pruned model as a checkpoint of its own; read back, it predicts as the masked one.
-
-    One of ours gets fewer heads; of somebody else's the pruned heads' share of the output projections becomes zero.
 
     Args:
         kept: As in `Pruning`.
@@ -265,19 +255,12 @@ def save_pruned(
     """
     predictor = checkpoint.predictor
     gone = masked_by(_checked(kept, (predictor.n_layers, predictor.n_heads)))
-    if isinstance(checkpoint, LayeredCheckpoint):
-        checkpoint.without(gone).save(path)
-    else:
-        weights = pruned_weights(checkpoint.weights, kept)
-        config, origin = pruned_config(checkpoint.config, weights), pruned_origin(checkpoint, kept)
-        save(path, config, weights, step=checkpoint.step, origin=origin)
-        prompts = prompts.to(weights.W_O.dtype)
+    weights = pruned_weights(checkpoint.weights, kept)
+    config, origin = pruned_config(checkpoint.config, weights), pruned_origin(checkpoint, kept)
+    assumed = checkpoint.assumed
+    save(path, config, weights, step=checkpoint.step, assumed=assumed, origin=origin)
     saved = load(path)
-    assert not isinstance(saved, Checkpoint)
-    found, expected = (
-        masked_predictions(model, prompts, [heads])[0]
-        for model, heads in ((saved.predictor, []), (predictor, gone))
-    )
+    found, expected = saved.predictor.run(prompts)[0], predictor.run(prompts, [gone])[0]
     size = expected.abs().max().clamp_min(torch.finfo(expected.dtype).tiny)
     error = ((found - expected).abs().max() / size).item()
     if not error <= tolerance:
@@ -288,7 +271,7 @@ def save_pruned(
 
 
 def _scores(
-    predictor: HookedPredictor,
+    predictor: Predictor,
     prompts: Prompts,
     gone: list[Head],
     layers: Sequence[int],

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pandas as pd
@@ -11,15 +10,13 @@ from jaxtyping import Bool, Float
 
 from mechinterp import figures
 from mechinterp.analysis.estimates import mean_and_sem, ratio_and_sem
-from mechinterp.analysis.masking import Head, masked_errors
+from mechinterp.analysis.masking import masked_errors
 from mechinterp.analysis.pruning import RULES, masked_by, refit_errors
 from mechinterp.display import Result
 from mechinterp.icl.prompts import Prompts
-from mechinterp.models.adapter import HookedPredictor, as_predictor
+from mechinterp.models.masks import Head
+from mechinterp.models.predictor import Source, predictor_of
 from mechinterp.tracking import Track, untracked
-
-if TYPE_CHECKING:
-    from mechinterp.models.transformer import ICLTransformer
 
 FULL = "full model"
 WIDE = 100
@@ -121,7 +118,7 @@ class RulePruning(Result):
 
 
 def pruning_curves(
-    model: "HookedPredictor | ICLTransformer",
+    source: Source,
     prompts: Prompts,
     orders: Mapping[str, Sequence[Head]],
     *,
@@ -145,14 +142,14 @@ def pruning_curves(
     """
     if not orders:
         raise ValueError("orders must name at least one order of heads, got none.")
-    every = list(np.ndindex(*_shape(model)))
+    every = list(np.ndindex(*_shape(source)))
     for name, heads in orders.items():
         if sorted(heads) != every:
             raise ValueError(
                 f"The order {name!r} must name each of {len(every)} heads once, got {len(heads)} heads."
             )
     masks = [list(heads[:size]) for heads in orders.values() for size in range(len(every) + 1)]
-    errors = masked_errors(model, prompts, masks, track=track)
+    errors = masked_errors(source, prompts, masks, track=track)
     shape = (len(orders), len(every) + 1)
     risks = (*mean_and_sem(errors), *ratio_and_sem(errors, errors[:, 0]))
     names = tuple(tuple(f"L{layer}H{head}" for layer, head in heads) for heads in orders.values())
@@ -160,7 +157,7 @@ def pruning_curves(
 
 
 def prune_by_rules(
-    model: "HookedPredictor | ICLTransformer",
+    source: Source,
     prompts: Prompts,
     rise: Float[np.ndarray, "layer head"],
     *,
@@ -183,15 +180,15 @@ def prune_by_rules(
         >>> prune_by_rules(model, prompts, np.array([[1.0, 2.0]])).rules
         ('full model', 'best-first')
     """
-    shape = _shape(model)
+    shape = _shape(source)
     if rise.shape != shape:
         raise ValueError(f"rise must have a value for each of {shape} heads, got {rise.shape}.")
     kept = {FULL: np.ones(shape, dtype=bool)}
     kept |= {name: here for name, rule in RULES.items() if not (here := rule(rise)).all()}
     masks = [masked_by(each) for each in kept.values()]
-    errors = masked_errors(model, prompts, masks, track=track)
+    errors = masked_errors(source, prompts, masks, track=track)
     refits = [
-        mean_and_sem(refit_errors(model, prompts, gone)) for gone in track(masks, "new read-outs")
+        mean_and_sem(refit_errors(source, prompts, gone)) for gone in track(masks, "new read-outs")
     ]
     risks = (*mean_and_sem(errors), *ratio_and_sem(errors, errors[:, 0]))
     refit_risk, refit_risk_sem = np.array(refits).T
@@ -200,6 +197,6 @@ def prune_by_rules(
     )
 
 
-def _shape(model: "HookedPredictor | ICLTransformer") -> tuple[int, int]:
-    predictor = as_predictor(model)
+def _shape(source: Source) -> tuple[int, int]:
+    predictor = predictor_of(source)
     return predictor.n_layers, predictor.n_heads

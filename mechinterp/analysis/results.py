@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pandas as pd
 
+from mechinterp.analysis.layered import LayeredClassification
 from mechinterp.analysis.patterns import N_PROMPTS, classify
 from mechinterp.checkpoints.errors import CheckpointError, one_line
 from mechinterp.checkpoints.files import write_atomically
-from mechinterp.checkpoints.native import DeepCheckpoint, load
+from mechinterp.checkpoints.native import load
 from mechinterp.config import ExperimentConfig
 from mechinterp.fields import flatten
 from mechinterp.training.sweep import RESULTS
@@ -83,9 +84,9 @@ def _found(folder: Path, n_prompts: int) -> dict[str, object]:
     if checkpoint.history is not None:
         last = checkpoint.history.iloc[-1]
         losses = {name: float(last[name]) for name in ("loss", "eval_loss")}
-    if isinstance(checkpoint, DeepCheckpoint):
-        return {"steps": checkpoint.step, **losses, "pattern": "multi_layer"}
     found = classify(checkpoint, n_prompts=n_prompts)
+    if isinstance(found, LayeredClassification):
+        return {"steps": checkpoint.step, **losses, "pattern": found.pattern}
     return {
         "steps": checkpoint.step,
         **losses,

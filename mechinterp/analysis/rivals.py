@@ -1,7 +1,6 @@
 """How a model's excess risk stands against learners of linear regression at their best, on the same prompts."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pandas as pd
@@ -21,10 +20,7 @@ from mechinterp.icl.sparse_predictors import (
     ols,
     preprocess_then_optimise,
 )
-from mechinterp.models.adapter import HookedPredictor
-
-if TYPE_CHECKING:
-    from mechinterp.models.transformer import ICLTransformer
+from mechinterp.models.predictor import Source
 
 PENALTIES = (0.0, *np.geomspace(0.01, 1000, 31))
 STEPS = 128
@@ -75,7 +71,7 @@ class Rivals(Result):
         )
 
 
-def rivals(model: "HookedPredictor | ICLTransformer", prompts: Prompts) -> Rivals:
+def rivals(source: Source, prompts: Prompts) -> Rivals:
     """Zero, least squares, ridge at its best penalty, gradient descent and Algorithm 1 at their best step.
 
     What is chosen is chosen on the prompts themselves, in the learners' favour.
@@ -91,7 +87,7 @@ def rivals(model: "HookedPredictor | ICLTransformer", prompts: Prompts) -> Rival
         >>> dict(zip(found.learners, found.ratio > 1))["ridge"]
         np.True_
     """
-    own = masked_errors(model, prompts, [[]])[:, 0]
+    own = masked_errors(source, prompts, [[]])[:, 0]
     squares = {name: (tuned, risk) for name, tuned, risk in _learners(prompts.to(torch.float64))}
     zero = squares["zero"][1].mean()
     rows = []

@@ -9,8 +9,8 @@ from jaxtyping import Float, Int
 
 from mechinterp import figures
 from mechinterp.analysis.circuits import Circuits, circuits
-from mechinterp.analysis.patterns import classify
-from mechinterp.checkpoints.native import Checkpoint, DeepCheckpoint
+from mechinterp.analysis.patterns import classify_attention
+from mechinterp.checkpoints.native import Checkpoint
 from mechinterp.display import Result
 from mechinterp.tracking import Track, untracked
 
@@ -92,7 +92,7 @@ def training_snapshots(
     weights = [checkpoint.snapshots[step] for step in steps]
     task = checkpoint.config.task
     found = [
-        classify(each, task, n_prompts=n_prompts, seed=seed)
+        classify_attention(each, task, n_prompts=n_prompts, seed=seed)
         for each in track(weights, "classifying snapshots")
     ]
     curve = loss_curve(checkpoint)
@@ -115,11 +115,11 @@ def kept_steps(checkpoint: Checkpoint) -> list[int]:
     if not checkpoint.snapshots:
         raise ValueError(f"{checkpoint.path}: has no snapshots.")
     steps = list(checkpoint.snapshots)
-    stride = -(-len(steps) * checkpoint.weights.QK.numel() // MAX_NUMBERS)
+    stride = -(-len(steps) * checkpoint.weights.circuits.QK.numel() // MAX_NUMBERS)
     return steps[::-stride][::-1]
 
 
-def loss_curve(checkpoint: Checkpoint | DeepCheckpoint) -> Float[np.ndarray, "row 2"]:
+def loss_curve(checkpoint: Checkpoint) -> Float[np.ndarray, "row 2"]:
     """Step and eval_loss of a checkpoint's history; no rows if there is none."""
     if checkpoint.history is None:
         return np.zeros((0, 2))

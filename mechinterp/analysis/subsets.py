@@ -10,11 +10,12 @@ import torch
 from jaxtyping import Bool, Float
 
 from mechinterp import figures
-from mechinterp.analysis.circuits import HasWeights, weights_of
+from mechinterp.analysis.circuits import weights_of
 from mechinterp.analysis.estimates import mean_and_sem
 from mechinterp.display import Result
 from mechinterp.icl.prompts import Prompts
-from mechinterp.models.functional import AttentionWeights, head_outputs
+from mechinterp.models.functional import head_outputs
+from mechinterp.models.predictor import Source
 
 METHODS = ("zero", "mean")
 """What stands for an absent head."""
@@ -81,9 +82,7 @@ class SubsetAblation(Result):
         )
 
 
-def ablate_subsets(
-    source: AttentionWeights | HasWeights, prompts: Prompts, *, method: str = "zero"
-) -> SubsetAblation:
+def ablate_subsets(source: Source, prompts: Prompts, *, method: str = "zero") -> SubsetAblation:
     """Excess risk of all 2^H subsets of a one-layer model's heads, from one forward pass.
 
     In one layer the heads' outputs o_h add up, so a subset's prediction is a partial sum. With
@@ -106,7 +105,7 @@ def ablate_subsets(
     """
     if method not in METHODS:
         raise ValueError(f"method must be one of {', '.join(METHODS)}, got {method!r}.")
-    weights = weights_of(source)
+    weights = weights_of(source, "ablate_subsets")
     if weights.n_heads > MAX_SUBSET_HEADS:
         raise ValueError(
             f"n_heads must be <= {MAX_SUBSET_HEADS} for all subsets, got {weights.n_heads}."

@@ -95,18 +95,16 @@ class Checkpoint:
         from mechinterp.models.adapter import hooked_predictor
         from mechinterp.models.predictor import Predictor
 
-        def weights() -> Weights | None:
-            built = self.__dict__.get("model")
-            if built is None:
-                return self.weights
-            return None if hooked_predictor(built).is_hooked else built.weights
+        def is_hooked() -> bool:
+            return "model" in self.__dict__ and hooked_predictor(self.model).is_hooked
 
         model = self.config.model
         return Predictor(
             n_layers=model.n_layers,
             n_heads=model.n_heads,
             build=lambda: hooked_predictor(self.model),
-            own_weights=weights,
+            own_weights=lambda: self.weights,
+            is_hooked=is_hooked,
             task=self.task,
         )
 

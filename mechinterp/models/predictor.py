@@ -4,10 +4,11 @@ How it is computed is chosen by what the model is: in closed form, as a map of t
 away again, or with plain hooks; all give what plain hooks give. No analysis asks what kind of model it has.
 """
 
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import Protocol, runtime_checkable
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float
@@ -24,6 +25,9 @@ from mechinterp.models.tokens import tokens_of
 from mechinterp.models.weights import Weights, as_weights, why_no_circuits
 from mechinterp.tracking import Track, untracked
 
+if TYPE_CHECKING:
+    from mechinterp.models.hooked_config import HookedConfig
+
 
 @dataclass(frozen=True, eq=False)
 class Predictor:
@@ -35,7 +39,9 @@ class Predictor:
     build: Callable[[], HookedPredictor]
     """The model with hooks, built when it is asked for."""
     own_weights: Callable[[], Weights | None] = lambda: None
-    """Those of a model of this package on which nobody's hooks are; else None."""
+    """Those of a model of this package; None of any other."""
+    is_hooked: Callable[[], bool] = lambda: False
+    """Whether somebody's hooks are on the model, which ways past its modules would miss."""
     task: TaskConfig | None = None
     """The law of its prompts, where it is known."""
 
@@ -51,12 +57,40 @@ class Predictor:
 
     @property
     def weights(self) -> Weights | None:
-        """The weights of a model of this package on which nobody's hooks are; else None."""
+        """The weights of a model of this package; None of any other."""
         return self.own_weights()
+
+    @property
+    def _shortcut(self) -> Weights | None:
+        """The weights, if they alone decide what the model predicts."""
+        return None if self.is_hooked() else self.own_weights()
+
+    @property
+    def is_one_attention(self) -> bool:
+        """Whether the model is one layer of attention with nothing around it, which has `circuits`."""
+        weights = self.weights
+        return weights is not None and why_no_circuits(weights.model) is None
+
+    @property
+    def circuits(self) -> AttentionWeights:
+        """The heads of a model that is one layer of attention with nothing around it.
+
+        Raises:
+            ValueError: If the model is another, saying why.
+        """
+        weights = self.weights
+        found = (
+            "a model without weights of this package"
+            if weights is None
+            else why_no_circuits(weights.model)
+        )
+        if weights is None or found is not None:
+            raise ValueError(f"needs one layer of attention with nothing around it, got {found}.")
+        return weights.circuits
 
     def predict(self, prompts: Prompts) -> Float[Tensor, "batch d_y"]:
         """Prediction of y_query, in units of y."""
-        weights = self.weights
+        weights = self._shortcut
         if weights is None:
             return self.hooked.predict(prompts)
         prompts = _fitting(weights, prompts)
@@ -95,7 +129,7 @@ class Predictor:
         """
         self.require_heads([head for heads in masks for head in heads])
         require_method(method, prompts)
-        weights = self.weights
+        weights = self._shortcut
         with torch.no_grad():
             if weights is not None and why_no_circuits(weights.model) is None:
                 fitting = _fitting(weights, prompts)
@@ -126,7 +160,7 @@ class Predictor:
             ValueError: If there is no such head, or the model lacks the hook on the stream after its last layer.
         """
         self.require_heads(heads)
-        weights = self.weights
+        weights = self._shortcut
         with torch.no_grad():
             if weights is not None and _is_linear(weights):
                 return token_map.streams(
@@ -155,7 +189,7 @@ class Predictor:
         """
         self.require_layer(layer)
         self.require_heads(heads)
-        weights = self.weights
+        weights = self._shortcut
         with torch.no_grad():
             if weights is not None and _is_linear(weights):
                 fitting = _fitting(weights, prompts)
@@ -190,6 +224,27 @@ class Predictor:
             raise ValueError(f"layer must lie in 0 to {self.n_layers}, got {layer}.")
 
 
+Source = object
+"""What an analysis takes: a checkpoint, a hooked model, weights or a `Predictor`; `predictor_of` refuses the rest."""
+
+
+def learner_of(source: Source) -> Callable[[Prompts], Tensor]:
+    """A function from prompts to predictions: a learner as it is, a model as one that takes no gradients.
+
+    Raises:
+        ValueError: If it is neither.
+    """
+    if inspect.isfunction(source) or isinstance(source, partial):
+        return source
+    predictor = predictor_of(source)
+
+    def predictions(prompts: Prompts) -> Tensor:
+        with torch.no_grad():
+            return predictor.predict(prompts)
+
+    return predictions
+
+
 @runtime_checkable
 class HasPredictor(Protocol):
     """A checkpoint."""
@@ -198,7 +253,7 @@ class HasPredictor(Protocol):
     def predictor(self) -> Predictor: ...
 
 
-def predictor_of(source: object) -> Predictor:
+def predictor_of(source: Source) -> Predictor:
     """A checkpoint, a hooked model, weights or a predictor, as the analyses see it.
 
     Raises:
@@ -223,19 +278,31 @@ def _of_weights(weights: Weights) -> Predictor:
     def build() -> HookedPredictor:
         from mechinterp.models.transformer import ICLTransformer
 
-        task = TaskConfig(d_x=weights.d_x, d_y=weights.d_y)
         return hooked_predictor(ICLTransformer.from_weights(weights, task=task))
 
-    return Predictor(weights.n_layers, weights.n_heads, build, lambda: weights)
+    task = TaskConfig(d_x=weights.d_x, d_y=weights.d_y)
+    return Predictor(weights.n_layers, weights.n_heads, build, lambda: weights, task=task)
 
 
 def _of_hooked_model(model: object) -> Predictor:
     hooked = hooked_predictor(model)  # type: ignore[arg-type]
 
-    def weights() -> Weights | None:
-        return None if hooked.is_hooked else hooked.model.weights  # type: ignore[return-value]
+    return Predictor(
+        n_layers=hooked.n_layers,
+        n_heads=hooked.n_heads,
+        build=lambda: hooked,
+        own_weights=lambda: hooked.model.weights,  # type: ignore[arg-type, return-value]
+        is_hooked=lambda: hooked.is_hooked,
+        task=_assumed_task(hooked.model.cfg),  # type: ignore[arg-type]
+    )
 
-    return Predictor(hooked.n_layers, hooked.n_heads, lambda: hooked, weights)
+
+def _assumed_task(cfg: "HookedConfig") -> TaskConfig:
+    """The softmax paper's setting for a model's sizes, no longer than its positions."""
+    task, most = TaskConfig(d_x=cfg.d_x, d_y=cfg.d_y), cfg.n_ctx - 2
+    if cfg.model.layout == "in_turn":
+        most //= 2
+    return replace(task, context_length=max(1, min(task.context_length, most)))
 
 
 def _is_linear(weights: Weights) -> bool:

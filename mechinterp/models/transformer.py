@@ -292,7 +292,7 @@ class ICLTransformer(HookedRootModule):
         if self.cfg.biases:
             biases += [attn.b_O for attn in self._layers[: layer + int(mlp_input)]]
             if include_mlp_biases and not self.cfg.attn_only:
-                biases += [block.mlp.b_out for block in self.blocks[:layer]]
+                biases += [block.mlp.b_out for block in self.blocks[:layer]]  # type: ignore[union-attr, misc]
         return torch.stack(biases).sum(0)
 
     def blocks_with(self, submodule: str) -> list[tuple[int, nn.Module]]:

@@ -3,16 +3,14 @@
 from pathlib import Path
 
 import numpy as np
-import torch
 
 from mechinterp.analysis.heads import HeadAblation, ablate_heads
 from mechinterp.analysis.probes import streams
 from mechinterp.analysis.pruning_curves import RulePruning, prune_by_rules
 from mechinterp.analysis.rivals import Rivals, rivals
-from mechinterp.checkpoints.layered import LayeredCheckpoint
-from mechinterp.checkpoints.native import DeepCheckpoint
+from mechinterp.checkpoints.native import Checkpoint
 from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
-from mechinterp.models.adapter import HookedPredictor
+from mechinterp.models.predictor import Predictor
 from mechinterp.report import deep_sections as sections
 from mechinterp.report.page import Report, require_free, write_page
 from mechinterp.report.sections import assumed_text, plus_minus
@@ -25,7 +23,7 @@ PER_FEATURE = 2
 
 
 def write_deep_report(
-    checkpoint: DeepCheckpoint | LayeredCheckpoint,
+    checkpoint: Checkpoint,
     out: str | Path,
     *,
     n_prompts: int = 4096,
@@ -57,7 +55,7 @@ def write_deep_report(
             f"n_prompts must be >= {LEAST_PROMPTS} to choose heads on and to measure on, got {n_prompts}."
         )
     predictor, size = checkpoint.predictor, n_prompts
-    if not predictor.adds_up:
+    if not checkpoint.config.model.attention_only:
         size = max(n_prompts // 8, min(n_prompts, 256))
     prompts, wide = _prompts(checkpoint, predictor, size, seed)
     scored, measured = prompts[: size // 2], prompts[size // 2 :]
@@ -107,12 +105,10 @@ def verdict_sentence(name: str, found: Rivals, zero: HeadAblation, rules: RulePr
 
 
 def _prompts(
-    checkpoint: DeepCheckpoint | LayeredCheckpoint, predictor: HookedPredictor, size: int, seed: int
+    checkpoint: Checkpoint, predictor: Predictor, size: int, seed: int
 ) -> tuple[Prompts, int]:
     """Evaluation prompts of the model's own task, more in the second half where probes need them; how many these are."""
-    task, dtype = checkpoint.task, torch.float64
-    if isinstance(checkpoint, DeepCheckpoint):
-        dtype = checkpoint.weights.W_Q.dtype
+    task, dtype = checkpoint.task, checkpoint.weights.dtype
 
     def drawn(n_prompts: int) -> Prompts:
         generator = generator_for(seed, "eval", 0)
@@ -122,17 +118,16 @@ def _prompts(
     return drawn(size // 2 + max(size - size // 2, wide)), wide
 
 
-def _about(checkpoint: DeepCheckpoint | LayeredCheckpoint) -> str:
+def _about(checkpoint: Checkpoint) -> str:
     """One line on what the model is."""
-    if isinstance(checkpoint, DeepCheckpoint):
-        config = checkpoint.config
-        n_layers, n_heads = config.model.n_layers, config.model.n_heads
-        kind = f"{config.model.score} attention, width {config.d_model}"
-        end = f", seed {config.seed}, step {checkpoint.step}, config {config.id}"
-    else:
-        n_layers, n_heads = checkpoint.n_layers, checkpoint.n_heads
-        kind, end = f"format {checkpoint.format}", assumed_text(checkpoint.assumed)
-    task = checkpoint.task
+    config, task = checkpoint.config, checkpoint.task
+    n_layers, n_heads = config.model.n_layers, config.model.n_heads
+    kind = f"{config.model.score} attention, width {config.d_model}"
+    if config.model.d_mlp is not None:
+        kind += f", MLPs of {config.model.d_mlp}"
+    end = f", seed {config.seed}, step {checkpoint.step}, config {config.id}"
+    if "step" in checkpoint.assumed:
+        end = f", format {checkpoint.format}{assumed_text(checkpoint.assumed)}"
     layers, heads = (
         f"{count} {word}{'' if count == 1 else 's'}"
         for count, word in ((n_layers, "layer"), (n_heads, "head"))

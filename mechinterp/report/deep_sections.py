@@ -21,7 +21,7 @@ from mechinterp.analysis.pruning_curves import (
 )
 from mechinterp.analysis.rivals import STEPS, Rivals
 from mechinterp.icl.prompts import Prompts
-from mechinterp.models.adapter import HookedPredictor
+from mechinterp.models.predictor import Predictor
 from mechinterp.report.sections import Section, number, plus_minus
 from mechinterp.tracking import Track
 
@@ -53,7 +53,7 @@ def risk_section(found: Rivals, n_prompts: int) -> Section:
 
 
 def heads_section(
-    predictor: HookedPredictor, zero: HeadAblation, scored: Prompts, track: Track
+    predictor: Predictor, zero: HeadAblation, scored: Prompts, track: Track
 ) -> Section:
     """What masking each head costs, by three methods, and what masking whole layers does."""
     few = some(scored, 8)
@@ -81,7 +81,7 @@ def heads_section(
 
 
 def pruning_section(
-    predictor: HookedPredictor,
+    predictor: Predictor,
     zero: HeadAblation,
     rules: RulePruning,
     prompts: tuple[Prompts, Prompts],
@@ -123,7 +123,7 @@ def pruning_section(
     )
 
 
-def probes_section(predictor: HookedPredictor, prompts: Prompts, track: Track) -> Section:
+def probes_section(predictor: Predictor, prompts: Prompts, track: Track) -> Section:
     """What a linear probe reads from the stream, layer by layer."""
     response = probe_layers(predictor, prompts, track=track)
     found = {"response": response}
@@ -148,7 +148,7 @@ def probes_section(predictor: HookedPredictor, prompts: Prompts, track: Track) -
     )
 
 
-def descent_section(predictor: HookedPredictor, prompts: Prompts, track: Track) -> Section:
+def descent_section(predictor: Predictor, prompts: Prompts, track: Track) -> Section:
     """Whether the first layer has made the context easier to learn from."""
     found = p_probe({AFTER: predictor}, prompts, track=track)
     table = found.area_frame().set_index("features")
@@ -225,7 +225,7 @@ def _together(names: Sequence[str]) -> str:
     return names[0] if len(names) == 1 else f"any of {', '.join(names)}"
 
 
-def _layer_rises(predictor: HookedPredictor, prompts: Prompts) -> tuple[np.ndarray, np.ndarray]:
+def _layer_rises(predictor: Predictor, prompts: Prompts) -> tuple[np.ndarray, np.ndarray]:
     """Rise of the excess risk when all heads of a layer are masked, and its standard error."""
     layers, heads = range(predictor.n_layers), range(predictor.n_heads)
     masks: list[list[Head]] = [[], *([(layer, head) for head in heads] for layer in layers)]

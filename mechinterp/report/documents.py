@@ -15,8 +15,7 @@ from mechinterp.analysis.patterns import Classification
 from mechinterp.analysis.subsets import SubsetAblation
 from mechinterp.checkpoints.exchange import FORMAT as EXCHANGE
 from mechinterp.checkpoints.exchange import positions_for
-from mechinterp.checkpoints.layered import LayeredCheckpoint
-from mechinterp.checkpoints.native import Checkpoint, DeepCheckpoint
+from mechinterp.checkpoints.native import Checkpoint
 from mechinterp.config import ExperimentConfig
 from mechinterp.training.sweep import TrainingSummary
 
@@ -28,10 +27,8 @@ def dumps(document: object) -> str:
     return json.dumps(_plain(document), indent=2, allow_nan=False)
 
 
-def info_document(checkpoint: Checkpoint | DeepCheckpoint | LayeredCheckpoint) -> dict:
+def info_document(checkpoint: Checkpoint) -> dict:
     """What `info` says of a checkpoint; the one document that needs the hooked model, for its hooks."""
-    if isinstance(checkpoint, LayeredCheckpoint):
-        return _layered_info(checkpoint)
     from mechinterp.models.hook_map import hook_map
 
     history = checkpoint.history
@@ -50,30 +47,16 @@ def info_document(checkpoint: Checkpoint | DeepCheckpoint | LayeredCheckpoint) -
     }
 
 
-def deep_document(checkpoint: DeepCheckpoint) -> dict:
-    """What `classify` says of a context-only model: that its heads form no pattern of one layer."""
-    heads = f"{checkpoint.weights.n_layers} x {checkpoint.weights.n_heads} heads"
-    reason = f"{heads} that read each other; masking tells what each is good for"
-    return {
-        **header(checkpoint),
-        "pattern": "multi_layer",
-        "reason": reason,
-        "heads": [],
-        "evidence": {},
-    }
+def _weight_shapes(checkpoint: Checkpoint) -> dict[str, list[int]]:
+    return {name: list(t.shape) for name, t in checkpoint.weights.tensors.items()}
 
 
-def _weight_shapes(checkpoint: Checkpoint | DeepCheckpoint) -> dict[str, list[int]]:
-    if isinstance(checkpoint, DeepCheckpoint):
-        return {name: list(t.shape) for name, t in checkpoint.weights.tensors.items()}
-    shapes = {name: list(t.shape) for name, t in checkpoint.weights.parameters.items()}
-    config = checkpoint.config
-    named = {name: shapes[name] for name in ("W_Q", "W_K", "W_QK", "W_V") if name in shapes}
-    return named | {"W_O": [config.model.n_heads, config.d_head, config.d_model]}
-
-
-def classification_document(checkpoint: Checkpoint, found: Classification) -> dict:
+def classification_document(
+    checkpoint: Checkpoint, found: Classification | LayeredClassification
+) -> dict:
     """What `classify` says of a checkpoint."""
+    if isinstance(found, LayeredClassification):
+        return _layered_document(checkpoint, found)
     scales = found.circuits
     heads = [
         {
@@ -122,7 +105,7 @@ def _evidence(found: Classification) -> dict:
     return evidence | {"form": found.form.kind, **form, "p_values": found.p_values}
 
 
-def layered_document(checkpoint: LayeredCheckpoint, found: LayeredClassification) -> dict:
+def _layered_document(checkpoint: Checkpoint, found: LayeredClassification) -> dict:
     """What `classify` says of a layered model, whose heads are described by their ablation."""
     task = found.task
     return {
@@ -214,10 +197,9 @@ def training_document(summary: TrainingSummary, checkpoint: str) -> dict:
     }
 
 
-def header(checkpoint: Checkpoint | DeepCheckpoint | LayeredCheckpoint) -> dict:
+def header(checkpoint: Checkpoint) -> dict:
     """The fields every document about a checkpoint starts with."""
-    shape = checkpoint if isinstance(checkpoint, LayeredCheckpoint) else checkpoint.config.model
-    task = checkpoint.task if isinstance(checkpoint, LayeredCheckpoint) else checkpoint.config.task
+    shape, task = checkpoint.config.model, checkpoint.task
     return {
         "schema_version": SCHEMA_VERSION,
         "path": str(checkpoint.path),
@@ -227,19 +209,6 @@ def header(checkpoint: Checkpoint | DeepCheckpoint | LayeredCheckpoint) -> dict:
         "n_heads": shape.n_heads,
         "d_x": task.d_x,
         "d_y": task.d_y,
-    }
-
-
-def _layered_info(checkpoint: LayeredCheckpoint) -> dict:
-    return {
-        **header(checkpoint),
-        "name": checkpoint.name,
-        "task": asdict(checkpoint.task),
-        "model": asdict(checkpoint.law),
-        "history_rows": 0,
-        "snapshots": [],
-        "eval_loss": None,
-        "weights": {name: list(tensor.shape) for name, tensor in checkpoint.tensors.items()},
     }
 
 

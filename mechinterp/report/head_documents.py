@@ -8,14 +8,11 @@ from mechinterp.analysis.heads import HeadAblation
 from mechinterp.analysis.p_probing import DescentCurves
 from mechinterp.analysis.probes import LayerProbes
 from mechinterp.analysis.pruning import Pruning
-from mechinterp.checkpoints.layered import LayeredCheckpoint
-from mechinterp.checkpoints.native import Checkpoint, DeepCheckpoint
+from mechinterp.checkpoints.native import Checkpoint
 from mechinterp.report.documents import header, records
 
 
-def layers_document(
-    checkpoint: DeepCheckpoint | LayeredCheckpoint, found: Sequence[HeadAblation]
-) -> dict:
+def layers_document(checkpoint: Checkpoint, found: Sequence[HeadAblation]) -> dict:
     """What `ablate` says of a model of several layers."""
     return {
         **header(checkpoint),
@@ -29,7 +26,7 @@ def layers_document(
 
 
 def pruning_document(
-    checkpoint: DeepCheckpoint | LayeredCheckpoint,
+    checkpoint: Checkpoint,
     found: Pruning,
     tuned: FineTuning | None,
     out: Path | None,
@@ -52,7 +49,7 @@ def pruning_document(
 
 
 def probes_document(
-    checkpoint: Checkpoint | DeepCheckpoint | LayeredCheckpoint,
+    checkpoint: Checkpoint,
     response: LayerProbes,
     structures: Mapping[str, LayerProbes],
     descent: DescentCurves,

@@ -12,12 +12,11 @@ import torch
 
 from mechinterp.analysis.fits import LearnerFits, fit_learners
 from mechinterp.analysis.heads import ablate_heads
-from mechinterp.analysis.patterns import Classification, classify
+from mechinterp.analysis.patterns import Classification, classify_attention
 from mechinterp.analysis.subsets import MAX_SUBSET_HEADS, ablate_subsets
 from mechinterp.checkpoints.files import write_atomically
 from mechinterp.checkpoints.native import Checkpoint
-from mechinterp.icl.prompts import generator_for, sample_prompts
-from mechinterp.models.functional import predict
+from mechinterp.icl.prompts import sample_prompts
 from mechinterp.report import html, sections
 from mechinterp.report.sections import Section
 from mechinterp.report.training import training_sections
@@ -76,19 +75,15 @@ def write_report(
         'index.html'
     """
     require_free(Path(out), overwrite)
-    found = classify(checkpoint, n_prompts=n_prompts, seed=seed)
+    found = classify_attention(checkpoint, n_prompts=n_prompts, seed=seed)
     fits = fit_learners(checkpoint, n_prompts=5 * n_prompts, seed=seed, track=track)
     config, model = checkpoint.config, checkpoint.config.model
-    generator = generator_for(seed, "eval", 0)
-    dtype = checkpoint.weights.W_Q.dtype
-    prompts = sample_prompts(config.task, n_prompts, generator=generator, dtype=dtype)
-    single = [
-        ablate_heads(checkpoint.model, prompts, method=method, track=track) for method in METHODS
-    ]
+    prompts = sample_prompts(config.task, n_prompts, seed=seed, dtype=checkpoint.weights.dtype)
+    single = [ablate_heads(checkpoint, prompts, method=method, track=track) for method in METHODS]
     few = model.n_heads <= MAX_SUBSET_HEADS
     subsets = ablate_subsets(checkpoint, prompts) if few else None
     with torch.no_grad():
-        error = predict(checkpoint.weights, prompts) - prompts.y_query_clean
+        error = checkpoint.predictor.predict(prompts) - prompts.y_query_clean
     parts = [
         sections.heads_section(found, model.score, single, subsets),
         sections.circuits_section(checkpoint),

@@ -163,10 +163,10 @@ def pruning_text(found: "Pruning", tuned: "FineTuning | None") -> str:
 
 def info_text(document: dict) -> str:
     """The document of `info`, readable."""
-    if "experiment" not in document:
-        return _layered_text(document)
     task, model = document["experiment"]["task"], document["experiment"]["model"]
-    layers = f"{model['n_layers']} layers of " if model["context_only"] else ""
+    layers = (
+        f"{model['n_layers']} layers of " if model["n_layers"] > 1 or model["context_only"] else ""
+    )
     lines = [
         f"{document['name']}: {layers}{model['n_heads']} heads, {model['score']} attention, d_x {task['d_x']}, "
         f"context length {task['context_length']}"
@@ -190,17 +190,4 @@ def info_text(document: dict) -> str:
     for hook in document["hooks"]:
         shape = f"[{', '.join(map(str, hook['shape']))}]"
         lines.append(f"    {hook['name']:<31} {shape:<22} {hook['switch']}".rstrip())
-    return "\n".join(lines)
-
-
-def _layered_text(document: dict) -> str:
-    """The document of `info` for a layered model, which has no experiment and no hooks of this package."""
-    task = document["task"]
-    lines = [
-        f"{document['name']}: {document['format']}, {document['n_layers']} layers of {document['n_heads']} "
-        f"heads, d_x {task['d_x']}, context length {task['context_length']}"
-    ]
-    for group in ("task", "model", "weights"):
-        fields = ", ".join(f"{name} {value}" for name, value in document[group].items())
-        lines.append(f"  {group}: {fields}")
     return "\n".join(lines)

@@ -9,8 +9,7 @@ from mechinterp.analysis.deep_snapshots import deep_snapshots
 from mechinterp.analysis.dynamics import training_dynamics
 from mechinterp.analysis.linear_snapshots import linear_snapshots
 from mechinterp.analysis.snapshots import Snapshots, training_snapshots
-from mechinterp.checkpoints.layered import LayeredCheckpoint
-from mechinterp.checkpoints.native import Checkpoint, DeepCheckpoint
+from mechinterp.checkpoints.native import Checkpoint
 from mechinterp.config import TrainConfig
 from mechinterp.icl.prompts import Prompts
 from mechinterp.report.sections import Section
@@ -121,19 +120,18 @@ def _method(train: TrainConfig) -> str:
 
 
 def deep_training_sections(
-    checkpoint: DeepCheckpoint | LayeredCheckpoint, prompts: Prompts, *, track: Track = untracked
+    checkpoint: Checkpoint, prompts: Prompts, *, track: Track = untracked
 ) -> list[Section]:
     """What the snapshots and the history of a model of many layers allow: two sections, one or none."""
     sections: list[Section] = []
-    if isinstance(checkpoint, DeepCheckpoint):
-        if checkpoint.snapshots:
-            sections.append(_deep_steps(checkpoint, prompts, track))
-        if checkpoint.history is not None:
-            sections.append(_deep_curves(checkpoint, checkpoint.history))
+    if checkpoint.snapshots:
+        sections.append(_deep_steps(checkpoint, prompts, track))
+    if checkpoint.history is not None:
+        sections.append(_deep_curves(checkpoint, checkpoint.history))
     return sections
 
 
-def _deep_steps(checkpoint: DeepCheckpoint, prompts: Prompts, track: Track) -> Section:
+def _deep_steps(checkpoint: Checkpoint, prompts: Prompts, track: Track) -> Section:
     found = deep_snapshots(checkpoint, prompts, track=track)
     first = ", ".join(
         f"{number:.1f} at step {step:,}"
@@ -150,7 +148,7 @@ def _deep_steps(checkpoint: DeepCheckpoint, prompts: Prompts, track: Track) -> S
     )
 
 
-def _deep_curves(checkpoint: DeepCheckpoint, history: pd.DataFrame) -> Section:
+def _deep_curves(checkpoint: Checkpoint, history: pd.DataFrame) -> Section:
     train = checkpoint.config.train
     norms = _norms(history)
     text = (

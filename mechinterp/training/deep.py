@@ -1,28 +1,35 @@
-"""Training of one context-only model, of any number of layers, by Adam and automatic gradients."""
+"""Training of one model of any architecture, by Adam and automatic gradients."""
 
 import math
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pandas as pd
 import torch
 from torch import Tensor
+from torch.func import functional_call
 
 from mechinterp.config import ExperimentConfig
-from mechinterp.icl.prompts import generator_for, sample_prompts
+from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
 from mechinterp.models.deep import DeepWeights, predict_deep
+from mechinterp.models.weights import Weights, as_weights, tensor_shapes, weights_of_stack
 from mechinterp.training.run import Run, TrainedModel, own, views
 from mechinterp.training.state import read_state, resumable
+
+if TYPE_CHECKING:
+    from mechinterp.models.transformer import ICLTransformer
 
 ADAM = ("exp_avg", "exp_avg_sq", "step")
 
 
-def initial_deep_weights(config: ExperimentConfig) -> DeepWeights:
-    """Initial weights of a context-only model, a function of its config and seed alone.
+def initial_deep_weights(config: ExperimentConfig) -> Weights:
+    """Initial weights of a model, a function of its config and seed alone.
 
     Uniform in +-1/sqrt(fan_in), as PyTorch's linear layers start: fan_in is d_model for W_Q, W_K, W_V and W_U,
-    d_x + d_y for W_in and n_heads * d_head for W_O.
+    the width of a token for W_in and n_heads * d_head for W_O; d_model and d_mlp for the MLP's. Norms start at the
+    identity, biases at 0, positions at N(0, 0.02^2) as GPT-2's.
 
     Example:
         >>> from mechinterp.presets import preset
@@ -37,43 +44,54 @@ def initial_deep_weights(config: ExperimentConfig) -> DeepWeights:
 
     stack = (model.n_layers, model.n_heads)
     # The order of the draws is part of what a seed means.
-    W_O = uniform(model.n_heads * d_head, *stack, d_head, width)
-    W_Q, W_K, W_V = (uniform(width, *stack, width, d_head) for _ in range(3))
-    d_token, reads = task.d_x + task.d_y, model.d_model is not None
-    return DeepWeights(
-        W_Q=W_Q,
-        W_K=W_K,
-        W_V=W_V,
-        W_O=W_O,
-        W_in=uniform(d_token, d_token, width) if reads else None,
-        W_U=uniform(width, width, task.d_y) if reads else None,
-        d_y=task.d_y,
-        scale=d_head**-0.5,
-        score=model.score,
-        score_slope=model.score_slope,
-    )
+    drawn = {"W_O": uniform(model.n_heads * d_head, *stack, d_head, width)}
+    for name in ("W_QK", "W_V") if model.merged_qk else ("W_Q", "W_K", "W_V"):
+        drawn[name] = uniform(width, *stack, width, d_head)
+    tensors = {
+        f"blocks.{layer}.attn.{name}": rows[layer]
+        for name, rows in drawn.items()
+        for layer in range(model.n_layers)
+    }
+    shapes = tensor_shapes(model, task.d_x, task.d_y)
+    for name in ("W_in", "unembed.W_U"):
+        if name in shapes:
+            tensors[name] = uniform(shapes[name][0], *shapes[name])
+    for name, shape in shapes.items():
+        if name.endswith((".mlp.W_in", ".mlp.W_out")):
+            tensors[name] = uniform(shape[0], *shape)
+        elif name == "pos_embed.W_pos":
+            tensors[name] = 0.02 * torch.randn(*shape, generator=generator)
+        elif name not in tensors:
+            is_norm = name.endswith(".w")
+            tensors[name] = torch.ones(*shape) if is_norm else torch.zeros(*shape)
+    if model.one_attention:
+        # Only y is read: the x columns never count.
+        tensors["blocks.0.attn.W_O"][..., : task.d_x] = 0
+    return Weights(model, task.d_x, task.d_y, tensors)
 
 
-class DeepRun(Run[DeepWeights]):
-    """A context-only model in training, with PyTorch's Adam."""
+class DeepRun(Run[DeepWeights | Weights]):  # type: ignore[type-var]
+    """A model in training with PyTorch's Adam: attention alone as a stack of layers, others as hooked models."""
 
     def __init__(
         self,
         models: Mapping[str, ExperimentConfig],
         *,
         device: str = "cpu",
-        start: DeepWeights | None = None,
+        start: Weights | DeepWeights | None = None,
     ):
         """A run at its start: with the initial weights of the config, or others of their shapes."""
         if len(models) != 1:
-            raise ValueError(f"A context-only model trains alone, got {len(models)} models.")
+            raise ValueError(f"Such a model trains alone, got {len(models)} models.")
         ((self.name, config),) = models.items()
-        start = initial_deep_weights(config) if start is None else start
-        flat = torch.cat([tensor.flatten() for tensor in start.tensors.values()])
+        named = initial_deep_weights(config) if start is None else as_weights(start)
+        like = named.stack if named.has_stack else named
+        flat = torch.cat([tensor.flatten() for tensor in like.tensors.values()])
         flat = flat.to(device).requires_grad_()
         self.adam = torch.optim.Adam([flat], lr=config.train.learning_rate, fused=True)
         loss_sum = torch.zeros((), dtype=torch.float64, device=device)
-        super().__init__(models, start, flat, loss_sum)
+        self.module = None if named.has_stack else _module(named, config, device)
+        super().__init__(models, like, flat, loss_sum)
 
     @property
     def moments(self) -> Mapping[str, Tensor]:
@@ -102,10 +120,25 @@ class DeepRun(Run[DeepWeights]):
         run.snapshots = {step: flat.to(run.device) for step, flat in state.snapshots.items()}
         return run
 
-    def results(self) -> dict[str, TrainedModel[DeepWeights]]:
-        cut = {step: own(views(flat, self.like)) for step, flat in sorted(self.snapshots.items())}
-        weights, history = own(self.weights), _history(self.rows)
+    def results(self) -> dict[str, TrainedModel]:
+        cut = {step: self._own(flat) for step, flat in sorted(self.snapshots.items())}
+        weights, history = self._own(self.flat), _history(self.rows)
         return {self.name: TrainedModel(self.config, weights, self.step, history, cut)}
+
+    def _own(self, flat: Tensor) -> Weights:
+        found = own(views(flat, self.like))  # type: ignore[type-var]
+        if isinstance(found, DeepWeights):
+            return weights_of_stack(found, model=self.config.model)
+        return found
+
+    def _predict(self, prompts: Prompts) -> Tensor:
+        """Predictions with the weights as they are now."""
+        weights = self.weights
+        if isinstance(weights, DeepWeights):
+            return predict_deep(weights, prompts)
+        assert self.module is not None
+        tokens = self.module.tokens(prompts)
+        return functional_call(self.module, dict(weights.tensors), (tokens,))[:, -1]
 
     def _update(self, step: int) -> None:
         """One step of Adam on fresh prompts, which are a function of (data seed, step)."""
@@ -123,7 +156,7 @@ class DeepRun(Run[DeepWeights]):
             context_length=length,
             dtype=self.flat.dtype,
         )
-        loss = (predict_deep(self.weights, prompts) - prompts.y_query).square().mean()
+        loss = (self._predict(prompts) - prompts.y_query).square().mean()
         (self.flat.grad,) = torch.autograd.grad(loss, [self.flat])
         if train.clip_norm is not None:
             torch.nn.utils.clip_grad_norm_([self.flat], train.clip_norm)
@@ -134,7 +167,7 @@ class DeepRun(Run[DeepWeights]):
         self.loss_sum += loss.detach()
 
     def _row(self) -> dict[str, Tensor]:
-        weights = self.weights
+        weights = as_weights(self.weights)
         return {
             "eval_loss": self._eval_loss(),
             "qk_norm": weights.scale * (weights.W_Q @ weights.W_K.mT).norm(dim=(2, 3)),
@@ -147,12 +180,18 @@ class DeepRun(Run[DeepWeights]):
         prompts = sample_prompts(
             self.config.task, train.n_eval_prompts, generator=generator, dtype=self.flat.dtype
         )
-        weights, squares = self.weights, []
+        squares = []
         for start in range(0, len(prompts), train.batch_size):
             part = prompts[start : start + train.batch_size]
-            error = predict_deep(weights, part) - part.y_query
+            error = self._predict(part) - part.y_query
             squares.append(error.square().mean(1))
         return torch.cat(squares).double().mean()
+
+
+def _module(weights: Weights, config: ExperimentConfig, device: str) -> "ICLTransformer":
+    from mechinterp.models.transformer import ICLTransformer
+
+    return ICLTransformer.from_weights(weights, task=config.task).to(device)
 
 
 def _history(rows: Mapping[str, Tensor]) -> pd.DataFrame:

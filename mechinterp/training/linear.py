@@ -12,6 +12,7 @@ from jaxtyping import Int
 from mechinterp.config import ExperimentConfig, TaskConfig
 from mechinterp.icl.prompts import covariance_matrix
 from mechinterp.models.constructions import linear_attention
+from mechinterp.models.weights import Weights, weights_of_layer
 from mechinterp.theory.linear import Moments, modes, population_moments
 from mechinterp.theory.linear_heads import (
     Heads,
@@ -93,16 +94,21 @@ def train_linear(config: ExperimentConfig) -> TrainedModel:
     kept = {0, train.steps, *range(0, train.steps, train.log_every)}
     steps = np.array(sorted(kept | set(train.snapshot_steps)))
     run = _run(config, heads, steps)
-    slope = config.model.score_slope
     snapshots = {
-        int(step): linear_attention(_at(run.heads, row), score_slope=slope).to(torch.float32)
+        int(step): _weights(config, run.heads, row)
         for row, step in enumerate(steps)
         if int(step) in train.snapshot_steps
     }
-    last = linear_attention(_at(run.heads, len(steps) - 1), score_slope=slope).to(torch.float32)
+    last = _weights(config, run.heads, len(steps) - 1)
     logged = np.flatnonzero(np.isin(steps, sorted(kept)))
     history = _history(config, run, steps, logged)
     return TrainedModel(config, last, train.steps, history, snapshots)
+
+
+def _weights(config: ExperimentConfig, path: Heads, row: int) -> Weights:
+    """The weights at one row of a path, in float32."""
+    found = linear_attention(_at(path, row), score_slope=config.model.score_slope)
+    return weights_of_layer(found.to(torch.float32), model=config.model)
 
 
 def _default_heads(config: ExperimentConfig) -> Heads:

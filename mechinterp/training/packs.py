@@ -61,7 +61,7 @@ def packs(models: Mapping[str, ExperimentConfig]) -> list[dict[str, ExperimentCo
     """Models that train together, in the order in which they are named.
 
     Linear attention that is trained on moments is alone: it samples no prompts that could be shared. So is a
-    context-only model, whose layers are no axis that models could lie along.
+    model that the compiled step does not train, whose layers are no axis that models could lie along.
 
     Example:
         >>> models = {f"{seed}": ExperimentConfig(seed=seed) for seed in range(300)}
@@ -71,7 +71,7 @@ def packs(models: Mapping[str, ExperimentConfig]) -> list[dict[str, ExperimentCo
     full: list[dict[str, ExperimentConfig]] = []
     filling: dict[object, tuple[int, dict[str, ExperimentConfig]]] = {}
     for name, config in models.items():
-        together = config.train.optimizer == "adam" and not config.model.context_only
+        together = config.train.optimizer == "adam" and config.model.trains_compiled
         key: object = pack_key(config) if together else name
         n_heads, pack = filling.get(key, (PACK_HEADS, {}))
         if n_heads + config.model.n_heads > PACK_HEADS:
@@ -173,7 +173,7 @@ def train_job(
         return _train_on_moments(run_folder, name, config, on_log)
     if memory is not None:
         _require_memory(job, memory)
-    kind: type[Pack | DeepRun] = DeepRun if config.model.context_only else Pack
+    kind: type[Pack | DeepRun] = Pack if config.model.trains_compiled else DeepRun
     if job.file.exists():
         pack = kind.restore(job.file, device=device)
     else:
@@ -225,7 +225,7 @@ def peak_memory() -> int:
 
 def _require_memory(job: PackJob, memory: int) -> None:
     config = next(iter(job.models.values()))
-    if config.model.context_only:
+    if not config.model.trains_compiled:
         raise CheckpointError(f"{job.file}: --memory is for packs of one-layer models.")
     needed = peak_memory() + FIRST_USE_BYTES + pack_bytes(job.models)
     if needed > memory:

@@ -9,17 +9,23 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Generic
+from typing import Generic, TypeVar
 
 import pandas as pd
 import torch
 from torch import Tensor
 
-from mechinterp.checkpoints.native import Weights, save
+from mechinterp.checkpoints.native import save
 from mechinterp.config import ExperimentConfig
+from mechinterp.models.deep import DeepWeights
+from mechinterp.models.functional import AttentionWeights
+from mechinterp.models.weights import Weights
 from mechinterp.training.state import State, write_state
 
 SAVE_SECONDS = 30.0
+
+Form = TypeVar("Form", AttentionWeights, DeepWeights, Weights)
+"""The form in which weights are trained: heads of one layer, a stack of layers, or by name."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,7 +48,7 @@ class Progress:
 
 
 @dataclass(frozen=True, eq=False)
-class TrainedModel(Generic[Weights]):
+class TrainedModel:
     """A trained model, ready to be saved as a checkpoint."""
 
     config: ExperimentConfig
@@ -67,13 +73,13 @@ class TrainedModel(Generic[Weights]):
         )
 
 
-class Run(ABC, Generic[Weights]):
+class Run(ABC, Generic[Form]):
     """Models in training: their weights in one flat tensor and the rows logged so far."""
 
     models: dict[str, ExperimentConfig]
     config: ExperimentConfig
     """Of the first model, for what all share."""
-    like: Weights
+    like: Form
     flat: Tensor
     """All weights."""
     loss_sum: Tensor
@@ -86,7 +92,7 @@ class Run(ABC, Generic[Weights]):
     """`flat` at earlier steps."""
 
     def __init__(
-        self, models: Mapping[str, ExperimentConfig], like: Weights, flat: Tensor, loss_sum: Tensor
+        self, models: Mapping[str, ExperimentConfig], like: Form, flat: Tensor, loss_sum: Tensor
     ):
         """A run at its start.
 
@@ -113,7 +119,7 @@ class Run(ABC, Generic[Weights]):
         """The logged step at which a model was first found to hold a loss that is not finite, by name."""
 
     @abstractmethod
-    def results(self) -> dict[str, TrainedModel[Weights]]:
+    def results(self) -> dict[str, TrainedModel]:
         """Weights, history and snapshots of every model, by name."""
 
     @abstractmethod
@@ -125,7 +131,7 @@ class Run(ABC, Generic[Weights]):
         """What a row of the history holds beside step and loss; `eval_loss` at least."""
 
     @property
-    def weights(self) -> Weights:
+    def weights(self) -> Form:
         """The weights as they are now: views of the flat tensor."""
         return views(self.flat, self.like)
 
@@ -169,7 +175,7 @@ class Run(ABC, Generic[Weights]):
         return loss[torch.isfinite(loss)].mean().item()
 
 
-def views(flat: Tensor, like: Weights) -> Weights:
+def views(flat: Tensor, like: Form) -> Form:
     """Weights that are views of a flat tensor, with the shapes of `like`."""
     shapes = {name: tensor.shape for name, tensor in like.tensors.items()}
     parts = flat.split([shape.numel() for shape in shapes.values()])
@@ -178,7 +184,7 @@ def views(flat: Tensor, like: Weights) -> Weights:
     )
 
 
-def own(weights: Weights) -> Weights:
+def own(weights: Form) -> Form:
     """A copy of weights on the CPU, which later steps do not reach."""
     return weights.with_tensors(
         {name: tensor.detach().cpu().clone() for name, tensor in weights.tensors.items()}

@@ -12,6 +12,7 @@ from torch import Tensor
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig, TrainConfig
 from mechinterp.icl.prompts import Prompts, generator_for
 from mechinterp.models.functional import AttentionWeights, stack
+from mechinterp.models.weights import weights_of_layer
 from mechinterp.training.batches import batch_chunks
 from mechinterp.training.run import Run, TrainedModel, own, views
 from mechinterp.training.state import read_state, resumable
@@ -72,16 +73,19 @@ class Pack(Run[AttentionWeights]):
         pack.snapshots = {step: flat.to(pack.device) for step, flat in state.snapshots.items()}
         return pack
 
-    def results(self) -> dict[str, TrainedModel[AttentionWeights]]:
+    def results(self) -> dict[str, TrainedModel]:
         trained, first = {}, 0
         for index, (name, config) in enumerate(self.models.items()):
             heads = slice(first, first + config.model.n_heads)
             first = heads.stop
+            flats = {step: views(flat, self.like) for step, flat in self.snapshots.items()}
             cut = {
-                step: own(views(flat, self.like)[heads]) for step, flat in self.snapshots.items()
+                step: weights_of_layer(own(found[heads]), model=config.model)
+                for step, found in flats.items()
             }
+            weights = weights_of_layer(own(self.weights[heads]), model=config.model)
             history = _history(self.rows, index, heads)
-            trained[name] = TrainedModel(config, own(self.weights[heads]), self.step, history, cut)
+            trained[name] = TrainedModel(config, weights, self.step, history, cut)
         return trained
 
     def update(self) -> None:

@@ -155,7 +155,7 @@ def _layers(weights: Weights) -> list[AttentionWeights]:
     biases = ("b_Q", "b_K", "b_V", "b_O") if weights.model.biases else ()
     return [
         AttentionWeights(
-            **{name: weights.layers(name)[layer] for name in (*names, *biases)},
+            **{name: weights.layers(name)[layer] for name in (*names, *biases)},  # type: ignore[arg-type]
             scale=weights.scale,
             score=weights.model.score,
             score_slope=weights.model.score_slope,
