@@ -6,10 +6,10 @@ REPORT := reports/softmax-h2-s0
 # Versions of transformer-lens that still have HookedTransformer, each in an environment of its own.
 INTEROP := .venv-interop/3.9.0 .venv-interop/3.2.1
 
-.PHONY: help install test test-interop test-peers test-browser notebooks notebooks-write lab fuzz lint bench analyses report clean
+.PHONY: help install test test-portable test-portable-short test-interop test-peers test-browser notebooks notebooks-write lab fuzz lint bench analyses report clean
 
 help: ## list these targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-19s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 install: $(STAMP) ## put the package and its tools into .venv (needs Python 3.11 or newer)
 
@@ -19,9 +19,46 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $(STAMP)
 
-test: install ## run all tests: the fast ones, then the slow ones, on two cores
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not slow"
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m slow --durations 10
+# Shell for a recipe of several runs of pytest: `run NAME COMMAND...` goes on after a failure, and `summary` ends the
+# recipe with what failed in which.
+RUNS = set -o pipefail; failed=; log=$$(mktemp); trap 'rm -f $$log' EXIT; trap 'exit 130' INT; \
+	run() { name=$$1; shift; echo "== $$name"; "$$@" | tee $$log \
+	  || failed+=$$'\n'"== failed: $$name"$$'\n'"$$(grep -E '^(FAILED|ERROR) (tests|mechinterp)' $$log)"; }; \
+	summary() { echo "$${failed:-== all passed}"; test -z "$$failed"; };
+test test-portable test-portable-short: SHELL := bash
+
+test: install ## run all tests, first the fast and then the slow ones, and list at the end what failed
+	@$(RUNS) export OMP_NUM_THREADS=1; \
+	run "fast tests" $(BIN)/python -m pytest -n 2 -m "not slow" $(TESTS); \
+	run "slow tests" $(BIN)/python -m pytest -n 2 -m slow --durations 10 $(TESTS); \
+	summary
+
+# Instruction sets as torch, MKL, oneDNN, the BLAS of numpy and scipy, and numpy itself name them. Numpy warns of a feature
+# that it does not know or the processor does not have; what numba compiles is kept in a folder of its own.
+DEFAULT := ATEN_CPU_CAPABILITY=default MKL_ENABLE_INSTRUCTIONS=SSE4_2 ONEDNN_MAX_CPU_ISA=SSE41 \
+	OPENBLAS_CORETYPE=Nehalem NPY_DISABLE_CPU_FEATURES="X86_V3 X86_V4 AVX512_ICL AVX512_SPR"
+AVX2 := ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2 ONEDNN_MAX_CPU_ISA=AVX2 \
+	OPENBLAS_CORETYPE=Haswell NPY_DISABLE_CPU_FEATURES="X86_V4 AVX512_ICL AVX512_SPR"
+GENERIC := NUMBA_CPU_NAME=generic NUMBA_CACHE_DIR=$(CURDIR)/.pytest_cache/numba
+NUMERIC = $(BIN)/python -m pytest -W ignore::ImportWarning -m "not slow" $(TESTS)
+
+test-portable: TESTS := $(addprefix tests/,models icl theory analysis training claims) mechinterp
+test-portable: install ## run the fast numeric tests under other instruction sets, on one thread and on two
+	@$(RUNS) export $(GENERIC); \
+	run "default, one thread" env $(DEFAULT) OMP_NUM_THREADS=1 $(NUMERIC) -n 2; \
+	run "default, two threads" env $(DEFAULT) OMP_NUM_THREADS=2 $(NUMERIC); \
+	run "AVX2, one thread" env $(AVX2) OMP_NUM_THREADS=1 $(NUMERIC) -n 2; \
+	run "AVX2, two threads" env $(AVX2) OMP_NUM_THREADS=2 $(NUMERIC); \
+	summary
+
+# Those that compare two ways of computing one thing most closely.
+test-portable-short: TESTS := $(addprefix tests/,models/test_functional.py models/test_linear_attention.py \
+	icl/test_sparse_predictors.py analysis/test_probes.py analysis/test_masking.py training/test_step.py)
+test-portable-short: install ## the same with a few tests, in less than a minute
+	@$(RUNS) export $(GENERIC); \
+	run "default, one thread" env $(DEFAULT) OMP_NUM_THREADS=1 $(NUMERIC) -n 2; \
+	run "AVX2, two threads" env $(AVX2) OMP_NUM_THREADS=2 $(NUMERIC); \
+	summary
 
 test-interop: install ## exchange files with HookedTransformer of older transformer-lens
 	$(MAKE) --no-print-directory -j 2 $(INTEROP:=/.installed)

@@ -6,8 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from mechinterp import cli
 from mechinterp.config import TaskConfig
@@ -17,6 +19,7 @@ from mechinterp.models.deep import DeepWeights
 from mechinterp.models.functional import AttentionWeights, stack
 
 CHECKPOINTS = Path(__file__).parents[1] / "checkpoints"
+ROUNDING = {torch.float64: 1e-12, torch.float32: 1e-5}
 
 
 def assert_same(actual: AttentionWeights | DeepWeights, expected: AttentionWeights | DeepWeights):
@@ -25,6 +28,18 @@ def assert_same(actual: AttentionWeights | DeepWeights, expected: AttentionWeigh
     assert actual.tensors.keys() == expected.tensors.keys()
     for name, tensor in expected.tensors.items():
         assert torch.equal(actual.tensors[name], tensor), name
+
+
+def assert_close_to_rounding(actual: Tensor | np.ndarray, expected: Tensor | np.ndarray):
+    """Equal up to what another order of the same sums may change, in the dtype that is expected.
+
+    Bits are compared only where the same code runs on the same shapes on the same machine; everything else is
+    compared with this, relative to the largest entry.
+    """
+    actual, expected = torch.as_tensor(actual), torch.as_tensor(expected)
+    assert (actual.shape, actual.dtype) == (expected.shape, expected.dtype)
+    error, largest = (actual - expected).abs().max().item(), expected.abs().max().item()
+    assert error <= ROUNDING[expected.dtype] * largest, f"{error} of {largest}"
 
 
 @pytest.fixture

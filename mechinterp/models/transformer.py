@@ -46,7 +46,7 @@ class ICLTransformer(HookedRootModule):
         >>> y_hat, cache = model.run_with_cache(prompts.tokens)
         >>> tuple(cache["pattern", 0].shape)
         (8, 2, 41, 41)
-        >>> torch.equal(y_hat[:, -1], model.predict(prompts))
+        >>> torch.allclose(y_hat[:, -1], model.predict(prompts))
         True
     """
 

@@ -25,6 +25,7 @@ from mechinterp.icl.sparse_predictors import excess_risk, gradient_descent
 from mechinterp.models.adapter import as_predictor
 from mechinterp.models.constructions import debiased_gradient_step
 from mechinterp.models.transformer import ICLTransformer
+from tests.conftest import assert_close_to_rounding
 from tests.deep_models import WIDE, random_gpt2, random_model
 
 
@@ -114,8 +115,8 @@ def test_streams_are_those_of_the_cache(make, few, monkeypatch):
     with torch.no_grad(), masked(model, [(0, 1)]):
         _, cache = hooked.run_with_cache(embed(few))
         expected = predict(few)
-    np.testing.assert_allclose(found[1, :, 1], cache["blocks.1.hook_resid_pre"][:, -3], rtol=1e-12)
-    np.testing.assert_allclose(found[3, :, 0], cache["blocks.2.hook_resid_post"][:, -1], rtol=1e-12)
+    assert_close_to_rounding(found[1, :, 1], cache["blocks.1.hook_resid_pre"][:, -3])
+    assert_close_to_rounding(found[3, :, 0], cache["blocks.2.hook_resid_post"][:, -1])
     with torch.no_grad():
         assert not torch.allclose(expected, predict(few))
 
@@ -188,7 +189,7 @@ def test_query_features_after_the_last_layer_are_its_stream(make, few):
     found = query_features(predictor, few, layer=3)
     expected = streams(predictor, few)[3, :, 0]
     assert found.shape == (30, 10, expected.shape[1])
-    np.testing.assert_allclose(found[:, -1], expected, rtol=1e-12)
+    assert_close_to_rounding(found[:, -1], expected)
 
 
 def test_the_input_is_as_good_as_raw_x(few):

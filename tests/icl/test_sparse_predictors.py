@@ -20,6 +20,7 @@ from mechinterp.icl.sparse_predictors import (
     preprocess_then_optimise,
     tuned,
 )
+from tests.conftest import assert_close_to_rounding
 
 TASK = TaskConfig(d_x=6, d_y=2, context_length=20, sparsity=2, nonzeros="signs", noise_var=0.2)
 
@@ -70,9 +71,9 @@ def test_one_step_is_vanilla_gd_and_of_size_one_is_averaging(sparse: Prompts):
     steps = gradient_descent(sparse, steps=3, eta=0.7)
     assert steps.shape == (4, 32, 2)
     assert not steps[0].any()
-    torch.testing.assert_close(steps[1], vanilla_gd(sparse, eta=0.7), rtol=1e-12, atol=1e-14)
+    assert_close_to_rounding(steps[1], vanilla_gd(sparse, eta=0.7))
     once = gradient_descent(sparse, steps=1, eta=1.0)[1]
-    torch.testing.assert_close(averaging(sparse), once, rtol=1e-12, atol=1e-14)
+    assert_close_to_rounding(averaging(sparse), once)
 
 
 def test_descent_step_by_step_as_it_is_written(sparse: Prompts):

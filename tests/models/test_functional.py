@@ -18,6 +18,7 @@ from mechinterp.models.functional import (
     stack,
 )
 from mechinterp.training.step import initial_weights
+from tests.conftest import assert_close_to_rounding
 
 TASK = TaskConfig(d_x=3, d_y=2, context_length=6)
 
@@ -53,12 +54,8 @@ def test_head_outputs_and_predictions_equal_the_formula(some_prompts: Prompts):
     weights = random_weights(3)
     expected = written_out(weights, some_prompts)
     assert expected.abs().mean() > 0.1
-    torch.testing.assert_close(
-        head_outputs(weights, some_prompts), expected, rtol=1e-12, atol=1e-14
-    )
-    torch.testing.assert_close(
-        predict(weights, some_prompts), expected.sum(1), rtol=1e-12, atol=1e-14
-    )
+    assert_close_to_rounding(head_outputs(weights, some_prompts), expected)
+    assert_close_to_rounding(predict(weights, some_prompts), expected.sum(1))
 
 
 def test_attend_returns_the_pattern_and_what_it_averages(some_prompts: Prompts):
@@ -67,7 +64,7 @@ def test_attend_returns_the_pattern_and_what_it_averages(some_prompts: Prompts):
     pattern, _, averaged = attend(weights, context, some_prompts.x_query)
     torch.testing.assert_close(pattern.sum(1), torch.ones(16, 3, dtype=torch.float64))
     expected = torch.einsum("blh,blm->bmh", pattern, context)
-    torch.testing.assert_close(averaged, expected, rtol=1e-12, atol=1e-14)
+    assert_close_to_rounding(averaged, expected)
 
 
 def test_other_scores_reach_the_pattern(some_prompts: Prompts):
@@ -76,9 +73,7 @@ def test_other_scores_reach_the_pattern(some_prompts: Prompts):
     key = torch.einsum("bld,hde->blhe", some_prompts.context_tokens, weights.W_K)
     values = 1 + 0.3 * weights.scale * torch.einsum("bhe,blhe->blh", query, key)
     pattern, *_ = attend(weights, some_prompts.context_tokens, some_prompts.x_query)
-    torch.testing.assert_close(
-        pattern, values / values.sum(1, keepdim=True), rtol=1e-12, atol=1e-14
-    )
+    assert_close_to_rounding(pattern, values / values.sum(1, keepdim=True))
 
 
 def test_replicas_predict_as_they_do_alone(some_prompts: Prompts):
@@ -86,9 +81,7 @@ def test_replicas_predict_as_they_do_alone(some_prompts: Prompts):
     packed = replica_predictions(stack(models), some_prompts, (1, 2, 3))
     assert packed.shape == (16, 3, 2)
     for index, model in enumerate(models):
-        torch.testing.assert_close(
-            packed[:, index], predict(model, some_prompts), rtol=1e-12, atol=1e-14
-        )
+        assert_close_to_rounding(packed[:, index], predict(model, some_prompts))
 
 
 def test_head_counts_that_do_not_add_up_are_refused(some_prompts: Prompts):
@@ -101,10 +94,8 @@ def test_circuits_are_products_of_the_weights():
     assert weights.scale == 0.5
     for h in range(3):
         expected = weights.scale * weights.W_Q[h] @ weights.W_K[h].T
-        torch.testing.assert_close(weights.QK[h], expected, rtol=1e-12, atol=1e-14)
-        torch.testing.assert_close(
-            weights.OV[h], weights.W_V[h] @ weights.W_O[h], rtol=1e-12, atol=1e-14
-        )
+        assert_close_to_rounding(weights.QK[h], expected)
+        assert_close_to_rounding(weights.OV[h], weights.W_V[h] @ weights.W_O[h])
         assert weights.omega[h].tolist() == [weights.QK[h, i, i].item() for i in range(3)]
         assert weights.mu[h].tolist() == [weights.OV[h, 3 + n, n].item() for n in range(2)]
     assert (weights.n_heads, weights.d_x, weights.d_y) == (3, 3, 2)
@@ -156,9 +147,8 @@ def test_the_order_of_the_context_does_not_matter(some_prompts: Prompts):
 def test_a_zero_head_adds_nothing(prompts: Prompts, gradient_step_weights: AttentionWeights):
     outputs = head_outputs(gradient_step_weights, prompts)
     assert outputs[:, 2].abs().max() == 0
-    assert torch.equal(
-        predict(gradient_step_weights[:2], prompts), predict(gradient_step_weights, prompts)
-    )
+    without = predict(gradient_step_weights[:2], prompts)
+    assert_close_to_rounding(without, predict(gradient_step_weights, prompts))
 
 
 def test_heads_can_be_taken_out_and_put_together_again():

@@ -12,7 +12,7 @@ from mechinterp.models.constructions import linear_attention
 from mechinterp.models.functional import AttentionWeights, identity_keys, predict, stack, unmerged
 from mechinterp.models.transformer import ICLTransformer
 from mechinterp.theory.linear_heads import Heads, MergedHeads, merged_heads, separate_heads
-from tests.conftest import assert_same
+from tests.conftest import assert_close_to_rounding, assert_same
 
 TASK = TaskConfig(
     d_x=4,
@@ -68,9 +68,9 @@ def test_reduced_form_hooked_model_and_tokens_written_out_agree(
 def test_circuits_are_those_of_the_heads(heads: Heads):
     weights = linear_attention(heads)
     step = torch.einsum("h,hij->ji", weights.mu[:, 0], weights.QK[:, :4, :4])
-    assert np.allclose(step, heads.M, rtol=0, atol=1e-14)
-    assert np.array_equal(weights.mu[:, 0], heads.v)
-    assert torch.equal(weights.ov_last_entry, torch.ones(weights.n_heads))
+    assert_close_to_rounding(step, heads.M)
+    assert_close_to_rounding(weights.mu[:, 0], heads.v)
+    assert_close_to_rounding(weights.ov_last_entry, torch.ones(weights.n_heads).double())
     assert weights.merged_qk == isinstance(heads, MergedHeads)
 
 
@@ -93,7 +93,7 @@ def test_a_merged_model_has_one_matrix_per_head(merged: AttentionWeights, prompt
     assert model.blocks[0].attn.W_QK.shape == (8, 5, 5)
     assert torch.equal(model.W_Q[0], model.blocks[0].attn.W_QK)
     assert torch.equal(model.W_K[0], torch.eye(5).double().expand(8, 5, 5))
-    assert torch.equal(model.QK.AB, model.W_Q)
+    assert_close_to_rounding(model.QK.AB, model.W_Q)
     assert model.QK.U.shape == (1, 8, 5, 5)
     assert {"blocks.0.attn.W_Q", "blocks.0.attn.W_K"} < set(model.tl_parameters())
     _, cache = model.run_with_cache(prompts.tokens)

@@ -75,7 +75,7 @@ def test_slope_gives_the_derivative_of_the_weights(scores: torch.Tensor, score: 
     )
     others = pattern[:, None] if is_normalised(score) else 0
     expected = slope * (torch.eye(7, dtype=torch.float64) - others)
-    torch.testing.assert_close(jacobian, expected, rtol=1e-12, atol=1e-15)
+    torch.testing.assert_close(jacobian, expected, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("score", CONTEXT_ONLY_SCORES)

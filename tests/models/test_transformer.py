@@ -321,12 +321,12 @@ def test_decompositions_sum_to_the_prediction(n_layers: int):
         assert relative_error(attributions.sum(0)[:, -1], y_hat[:, response]) < 1e-12
         # One response per prompt, given as a tensor.
         of_prompts = cache.logit_attrs(heads, tokens=torch.full((6,), response))
-        assert torch.equal(of_prompts, attributions)
+        assert relative_error(of_prompts, attributions) < 1e-12
 
     streams, labels = cache.accumulated_resid(layer=-1, return_labels=True)
     assert labels == [*(f"{layer}_pre" for layer in range(n_layers)), "final_post"]
     assert relative_error(streams[0], prompts.tokens) == 0
-    assert relative_error(model.unembed(streams[-1]), logits) == 0
+    assert relative_error(model.unembed(streams[-1]), logits) < 1e-12
     lens = cache.logit_lens(positions=-1)
     assert relative_error(lens.readout.values[-1], y_hat) < 1e-12
 

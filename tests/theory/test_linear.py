@@ -106,9 +106,9 @@ def test_plain_loss_is_the_formula_in_traces():
     second = TILTED @ TILTED + (TILTED + trace(TILTED) * np.eye(3)) @ TILTED / 7
     loss = trace(TILTED) - 2 * trace(TILTED @ M @ TILTED) + trace(second @ M @ TILTED @ M.T)
     moments = population_moments(TILTED, context_length=7)
-    np.testing.assert_allclose(moments.loss(M), loss, rtol=1e-13)
+    np.testing.assert_allclose(moments.loss(M), loss, rtol=1e-12)
     np.testing.assert_allclose(
-        moments.gradient(M), TILTED @ TILTED - second @ M @ TILTED, rtol=0, atol=1e-14
+        moments.gradient(M), TILTED @ TILTED - second @ M @ TILTED, rtol=0, atol=1e-12
     )
     best = np.linalg.inv(TILTED + (TILTED + trace(TILTED) * np.eye(3)) / 7)
     np.testing.assert_allclose(moments.minimiser(), best, rtol=0, atol=1e-12)
@@ -122,8 +122,8 @@ def test_reduced_model_is_the_explicit_one_and_a_network_on_z():
     z = np.einsum("bi,bj->bij", b, tokens[:, -1, :3]).reshape(50, -1)
     network = z @ heads.U.reshape(3, -1).T @ heads.v
     scale = np.abs(reduced).max()
-    assert np.abs(explicit_attention(tokens, heads, divisor=7) - reduced).max() < 1e-13 * scale
-    assert np.abs(network - reduced).max() < 1e-13 * scale
+    assert np.abs(explicit_attention(tokens, heads, divisor=7) - reduced).max() < 1e-12 * scale
+    assert np.abs(network - reduced).max() < 1e-12 * scale
 
 
 def test_moments_against_samples():
@@ -198,17 +198,17 @@ def test_every_subset_is_a_fixed_point_with_its_loss(task_eigenvalues):
         for subset in combinations(range(4), count):
             M = fixed_point(found, subset)
             np.testing.assert_allclose(
-                moments.loss(M), fixed_point_loss(found, subset), rtol=0, atol=1e-14
+                moments.loss(M), fixed_point_loss(found, subset), rtol=0, atol=1e-12
             )
             rows = list(subset)
             v, K = np.cbrt(found.targets[rows]), found.vectors[:, rows].T
             keys = (v[:, None] * K)[:, None]
             heads = SeparateHeads(v=v, K=keys, Q=keys)
-            np.testing.assert_allclose(heads.M, M, atol=1e-13)
+            np.testing.assert_allclose(heads.M, M, atol=1e-12)
             pull = heads.velocity(moments.gradient(M))
             assert all(np.abs(part).max(initial=0) < 1e-12 for part in (pull.v, pull.K, pull.Q))
     np.testing.assert_allclose(fixed_point(found, range(4)), moments.minimiser(), atol=1e-11)
-    np.testing.assert_allclose(fixed_point_loss(found, range(4)), found.levels[-1], rtol=1e-13)
+    np.testing.assert_allclose(fixed_point_loss(found, range(4)), found.levels[-1], rtol=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -255,7 +255,7 @@ def test_rests_at_zero_are_more_than_the_stated_ones():
         v=np.zeros(1), K=np.array([[[1.0, 1.0]]]), Q=np.array([[[1.0, -(0.4**2) / 0.2**2]]])
     )
     pull = heads.velocity(moments.gradient(heads.M))
-    assert max(np.abs(part).max() for part in (pull.v, pull.K, pull.Q)) < 1e-15
+    assert max(np.abs(part).max() for part in (pull.v, pull.K, pull.Q)) < 1e-12
 
 
 def test_loss_falls_apart_into_directions(moments, found):
@@ -263,7 +263,7 @@ def test_loss_falls_apart_into_directions(moments, found):
     ratio = moment_ratio(EIGENVALUES, context_length=31)
     across = np.outer(EIGENVALUES**2 * ratio, EIGENVALUES) * M**2
     expected = found.diagonal_loss(found.learned(M)) + across.sum() - np.trace(across)
-    np.testing.assert_allclose(moments.loss(M), expected, rtol=1e-13)
+    np.testing.assert_allclose(moments.loss(M), expected, rtol=1e-12)
     rest = (EIGENVALUES / ratio * (1 - found.learned(M)) ** 2).sum()
     np.testing.assert_allclose(found.diagonal_loss(found.learned(M)), found.levels[-1] + rest)
 
@@ -342,7 +342,7 @@ def test_velocity_of_heads_is_the_gradient_of_the_loss(moments):
         weights = {n: torch.tensor(getattr(heads, n), requires_grad=True) for n in names}
         pattern = "h,hij->ij" if "U" in names else "h,hri,hrj->ij"
         M = torch.einsum(pattern, *weights.values())
-        np.testing.assert_allclose(heads.M, M.detach().numpy(), atol=1e-14)
+        np.testing.assert_allclose(heads.M, M.detach().numpy(), atol=1e-12)
         yz, zz = torch.from_numpy(moments.yz), torch.from_numpy(moments.zz)
         loss = moments.yy - 2 * (yz * M).sum() + torch.einsum("ij,ijkl,kl->", M, zz, M)
         velocity = heads.velocity(moments.gradient(heads.M))
@@ -350,7 +350,7 @@ def test_velocity_of_heads_is_the_gradient_of_the_loss(moments):
             names, torch.autograd.grad(loss, [*weights.values()]), strict=True
         ):
             np.testing.assert_allclose(
-                getattr(velocity, name), -gradient.numpy() / 2, rtol=0, atol=1e-13
+                getattr(velocity, name), -gradient.numpy() / 2, rtol=0, atol=1e-12
             )
 
 
@@ -450,7 +450,7 @@ def test_growth_goes_both_ways_and_to_its_end(found):
     elapsed = jumping.growth_time(v, **law) - jumping.growth_time(np.array(0.4), **law)
     np.testing.assert_allclose(jumping.growth_value(elapsed, 0.4, **law), v, rtol=1e-8)
     last = jumping.growth_value(np.array([1e6]), 0.4, **law)
-    np.testing.assert_allclose(last, found.targets[0] ** (1 / 3), rtol=1e-14)
+    np.testing.assert_allclose(last, found.targets[0] ** (1 / 3), rtol=1e-12)
 
 
 def test_time_to_half_height(found):
@@ -482,7 +482,8 @@ def test_dormant_head_solves_the_flow_of_one_head(moments):
     end = int(np.searchsorted(clock, times[20]))
     np.testing.assert_allclose(keys[end], path[1:5, 20], rtol=2e-3, atol=1e-6)
     np.testing.assert_allclose(queries[end], path[5:, 20], rtol=2e-3, atol=1e-6)
-    assert np.abs(v_fine**2 - (keys**2).sum(1) - (v**2 - (key**2).sum())).max() < 1e-15
+    kept = v_fine**2 - (keys**2).sum(1)
+    assert np.abs(kept - (v**2 - (key**2).sum())).max() < 1e-12 * (v_fine**2).max()
 
 
 def test_predicted_jumps_of_heads_that_grow_alone(found):
@@ -523,10 +524,10 @@ def test_settled_heads_are_at_rest(moments, found):
     v, norms = jumping.settled_head(found.targets[[0, 2]])
     K = (norms[:, None] * np.eye(4)[[0, 2]])[None]
     heads = SeparateHeads(v=np.array([v]), K=K, Q=K)
-    np.testing.assert_allclose(heads.M, fixed_point(found, [0, 2]), atol=1e-14)
+    np.testing.assert_allclose(heads.M, fixed_point(found, [0, 2]), atol=1e-12)
     pull = heads.velocity(moments.gradient(heads.M))
-    assert max(np.abs(part).max() for part in (pull.v, pull.K, pull.Q)) < 1e-14
-    assert np.abs(heads.conserved()[1]).max() < 1e-14
+    assert max(np.abs(part).max() for part in (pull.v, pull.K, pull.Q)) < 1e-12
+    assert np.abs(heads.conserved()[1]).max() < 1e-12
 
 
 def test_residence_grows_by_a_constant_per_decade(found):

@@ -23,6 +23,7 @@ from mechinterp.training.flow import flow
 from mechinterp.training.linear import initial_heads, task_moments, train_linear
 from mechinterp.training.step import initial_weights
 from mechinterp.training.sweep import load_sweep, require_finite, train_models
+from tests.conftest import assert_close_to_rounding
 
 SHORT = ("train.steps=400", "train.log_every=100", "train.snapshot_every=150", "train.init_std=0.1")
 SEPARATE = override(preset("linear-separate"), *SHORT)
@@ -55,8 +56,8 @@ def test_heads_are_drawn_with_init_std_from_the_seed():
 def test_without_init_std_they_are_those_of_pytorch(config: ExperimentConfig):
     config = replace(config, train=replace(config.train, init_std=None))
     weights, heads = initial_weights(config).to(torch.float64), initial_heads(config)
-    assert np.array_equal(heads.v, weights.mu[:, 0])
-    assert np.allclose(heads.M, step_matrix(weights), rtol=1e-12, atol=1e-14)
+    assert_close_to_rounding(heads.v, weights.mu[:, 0])
+    assert_close_to_rounding(heads.M, step_matrix(weights))
     assert isinstance(heads, MergedHeads) == config.model.merged_qk
 
 

@@ -9,6 +9,7 @@ from mechinterp.config import SCORES, ExperimentConfig, ModelConfig, TaskConfig,
 from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
 from mechinterp.models.functional import NAMES, AttentionWeights, replica_predictions, stack
 from mechinterp.training.step import initial_weights, loss_and_gradients, membership
+from tests.conftest import assert_close_to_rounding
 
 HEADS = (1, 2, 3, 8)
 
@@ -46,7 +47,7 @@ def test_gradients_equal_automatic_differentiation(score: str, d_y: int):
     torch.testing.assert_close(loss, expected_loss.detach(), rtol=1e-12, atol=0)
     for name, gradient in zip(NAMES, expected, strict=True):
         assert gradient.abs().max() > 1e-3
-        torch.testing.assert_close(getattr(gradients, name), gradient, rtol=1e-12, atol=1e-15)
+        assert_close_to_rounding(getattr(gradients, name), gradient)
 
 
 def test_a_model_has_the_same_gradients_in_a_pack_as_alone():
@@ -62,7 +63,7 @@ def test_a_model_has_the_same_gradients_in_a_pack_as_alone():
         torch.testing.assert_close(loss[index], alone_loss[0], rtol=1e-12, atol=0)
         for name in NAMES:
             packed = getattr(gradients[heads], name)
-            torch.testing.assert_close(packed, getattr(alone, name), rtol=1e-12, atol=1e-15)
+            assert_close_to_rounding(packed, getattr(alone, name))
 
 
 def test_membership_sums_the_heads_of_each_model():
