@@ -33,12 +33,11 @@ COMMANDS = {
     "ablate": ("--n-prompts", "64"),
     "probe": ("--n-prompts", "128"),
     "fit": ("--n-prompts", "128", "--context-length", "20", "--context-length", "40"),
-    "prune": ("--n-prompts", "64"),
+    "prune": ("--n-prompts", "256"),
 }
 METHODS = ("zero", "mean", "resample")
-STEPS = (20, 200)
-SLOW_STEPS = {"sparse-wide": (20,)}
-"""Of presets whose steps cost much."""
+STEPS, SLOW_STEPS = 200, {"sparse-wide": 20}
+"""Of the presets, and of those whose steps cost much."""
 SNAPSHOT_PROMPTS = 16
 
 

@@ -176,6 +176,11 @@ def resumes(preset: str) -> bool:
     return PRESETS[preset].train.optimizer == "adam"
 
 
+def learning_rate(preset: str) -> float:
+    """How far Adam moves a weight in a step; 0 for flows, which move it by its gradient."""
+    return PRESETS[preset].train.learning_rate if resumes(preset) else 0.0
+
+
 def _short(preset: str, steps: int) -> ExperimentConfig:
     shorter = (f"train.steps={steps}", f"train.log_every={steps // 4}", "train.n_eval_prompts=64")
     return override(PRESETS[preset], *shorter)
