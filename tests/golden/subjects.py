@@ -24,12 +24,10 @@ from torch import Tensor
 
 import mechinterp
 from mechinterp import cli
-from mechinterp.analysis.masking import masked_predictions
 from mechinterp.checkpoints.loading import load
 from mechinterp.config import ExperimentConfig, TaskConfig, override
 from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
-from mechinterp.models.deep import DeepWeights, predict_deep
-from mechinterp.models.functional import predict
+from mechinterp.models.predictor import predictor_of
 from mechinterp.presets import PRESETS
 from mechinterp.training import run as training_run
 from mechinterp.training.sweep import train_models
@@ -78,10 +76,10 @@ def hooked_predictions(
     subject: str, hints: Hints, prompts: PromptArrays, dtype: torch.dtype, masks: Sequence
 ) -> np.ndarray:
     """Predictions with heads masked by hooks, a run of the whole model for each mask."""
-    predictor, found = _checkpoint(subject, hints, dtype).predictor, []
+    model, found = _checkpoint(subject, hints, dtype).model, []
     for heads in masks:
-        with torch.no_grad(), mechinterp.masked(predictor, heads):
-            found.append(predictor.predict(_prompts(prompts, dtype)))
+        with torch.no_grad(), mechinterp.masked(model, heads):
+            found.append(model.predict(_prompts(prompts, dtype)))
     return _float64(torch.stack(found), dtype)
 
 
@@ -95,18 +93,14 @@ def masked_at_once(
 ) -> np.ndarray:
     """Predictions under many masks by the package's fastest way, [mask, prompt, d_y]."""
     predictor = _checkpoint(subject, hints, dtype).predictor
-    found = masked_predictions(predictor, _prompts(prompts, dtype), masks, method=method)
+    found = predictor.run(_prompts(prompts, dtype), masks, method=method)
     return _float64(found, dtype)
 
 
 def snapshot_predictions(subject: str, prompts: PromptArrays, dtype: torch.dtype) -> np.ndarray:
     """Predictions of every snapshot in the order of steps, [snapshot, prompt, d_y]."""
     snapshots, given = load(path_of(subject)).snapshots, _prompts(prompts, dtype)
-    found = []
-    for _, weights in sorted(snapshots.items()):
-        weights = weights.to(dtype)
-        forward = predict_deep if isinstance(weights, DeepWeights) else predict
-        found.append(forward(weights, given))
+    found = [predictor_of(snapshots[step].to(dtype)).predict(given) for step in sorted(snapshots)]
     return _float64(torch.stack(found), dtype)
 
 
@@ -188,10 +182,7 @@ def _short(preset: str, steps: int) -> ExperimentConfig:
 
 def _checkpoint(subject: str, hints: Hints, dtype: torch.dtype):
     checkpoint = load(path_of(subject), **hints)
-    if hasattr(checkpoint, "tensors"):  # a model with norms and MLPs
-        return replace(checkpoint, tensors={n: t.to(dtype) for n, t in checkpoint.tensors.items()})
-    checkpoint.model.to(dtype)
-    return checkpoint
+    return replace(checkpoint, weights=checkpoint.weights.to(dtype))
 
 
 def _prompts(arrays: PromptArrays, dtype: torch.dtype) -> Prompts:
