@@ -32,9 +32,10 @@ WIDE = "checkpoints/sparse-wide-s0"  # 256 heads
 EACH = [pytest.param(s, marks=pytest.mark.slow) if s == WIDE else s for s in SUBJECTS]
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}
 """Of predictions: rounding of each dtype, as a share of the largest prediction."""
-DOCUMENT = 1e-4
-"""Of numbers in documents, as a share of the largest in their column. Commands run in float32: predictions may differ by
-1e-5 of the largest, which is a few times the typical one, and a squared error by twice as much."""
+DOCUMENT = 1e-3
+"""Of numbers in documents, as a share of the largest in their column. Commands run in float32: predictions may differ
+by 1e-5 of the largest, a few times the typical one, a squared error by twice as much, and a share of a small rise in
+error by ten times that. A kernel's width, where an error is least, is known to the root of float32's rounding, 3e-4."""
 TRAINED = 1e-5
 """Of weights after some steps in float32, in norm."""
 
@@ -122,7 +123,7 @@ def test_commands_answer_what_is_stored(asked: str):
 
 
 RUNS = [
-    pytest.param(preset, marks=pytest.mark.slow) if preset in SLOW_STEPS else preset
+    pytest.param(preset, marks=pytest.mark.slow) if preset.startswith("sparse-") else preset
     for preset in subjects.presets()
 ]
 

@@ -35,6 +35,8 @@ COMMANDS = {
     "fit": ("--n-prompts", "128", "--context-length", "20", "--context-length", "40"),
     "prune": ("--n-prompts", "256"),
 }
+NOTHING, CHANCE = 1e-12, 0.05
+"""A number that is rounding alone, and the p-value of what may be chance."""
 METHODS = ("zero", "mean", "resample")
 STEPS, SLOW_STEPS = 200, {"sparse-wide": 20}
 """Of the presets, and of those whose steps cost much."""
@@ -101,7 +103,10 @@ def differences(found: object, stored: object, tolerance: float) -> list[str]:
     for place in ours.keys() & theirs.keys():
         now, before = ours[place], theirs[place]
         if isinstance(now, float) and isinstance(before, float):
-            same = abs(now - before) <= tolerance * largest[_column(place)]
+            allowed = max(tolerance * largest[_column(place)], NOTHING if tolerance else 0)
+            same = abs(now - before) <= allowed
+            # What a head of no effect does is rounding, and so is the test of it: it stays without significance.
+            same |= place[-1] == "p_value" and min(now, before) > CHANCE
         elif isinstance(now, str) and isinstance(before, str):
             same = _same_text(now, before)
         else:
