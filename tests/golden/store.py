@@ -81,7 +81,7 @@ def command_line(command: str, kind: str) -> tuple[str, ...]:
 
 
 def distance(found: np.ndarray, stored: np.ndarray, scale: float | np.ndarray) -> float:
-    """The largest difference, as a share of the scale; infinite if shapes differ or a number is not finite."""
+    """The largest difference, as a share of the scale; infinite for another shape or infinities."""
     if found.shape != stored.shape or not np.isfinite(found).all():
         return math.inf
     return float((np.abs(found - stored) / scale).max())
@@ -90,8 +90,9 @@ def distance(found: np.ndarray, stored: np.ndarray, scale: float | np.ndarray) -
 def differences(found: object, stored: object, tolerance: float) -> list[str]:
     """Where two JSON documents differ: a line each.
 
-    Numbers with a decimal point may differ by a share of the largest in their column, which is the same field of all
-    rows of a list; everything else is equal, but that a decimal within a text may differ in its last digit.
+    Numbers with a decimal point may differ by a share of the largest in their column, which is the
+    same field of all rows of a list; everything else is equal, but that a decimal within a text may
+    differ in its last digit.
     """
     ours, theirs = dict(_leaves(found)), dict(_leaves(stored))
     lines = [f"{'.'.join(p)}: new" for p in ours.keys() - theirs.keys()]
@@ -105,7 +106,8 @@ def differences(found: object, stored: object, tolerance: float) -> list[str]:
         if isinstance(now, float) and isinstance(before, float):
             allowed = max(tolerance * largest[_column(place)], NOTHING if tolerance else 0)
             same = abs(now - before) <= allowed
-            # What a head of no effect does is rounding, and so is the test of it: it stays without significance.
+            # What a head of no effect does is rounding, and so is the test of it: it stays
+            # without significance.
             same |= place[-1] == "p_value" and min(now, before) > CHANCE
         elif isinstance(now, str) and isinstance(before, str):
             same = _same_text(now, before)
