@@ -1,0 +1,229 @@
+"""The package as a user has it: the one file of the golden tests that knows its functions.
+
+A subject is a checkpoint folder or a file of weights. Everything stored in `data/` was got through
+here, so that after a change of the package's functions this file changes and the stored numbers stay.
+"""
+
+import json
+import os
+import re
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from dataclasses import fields, replace
+from inspect import Parameter, Signature, signature
+from io import StringIO
+from pathlib import Path
+from unittest.mock import patch
+
+import numpy as np
+import torch
+import typer
+from safetensors.torch import load_file
+from torch import Tensor
+
+import mechinterp
+from mechinterp import cli
+from mechinterp.analysis.masking import masked_predictions
+from mechinterp.checkpoints.loading import load
+from mechinterp.config import ExperimentConfig, TaskConfig, override
+from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
+from mechinterp.models.deep import DeepWeights, predict_deep
+from mechinterp.models.functional import predict
+from mechinterp.presets import PRESETS
+from mechinterp.training import run as training_run
+from mechinterp.training.sweep import train_models
+
+ROOT = Path(__file__).parents[2]
+FILES = Path(__file__).parent / "files"
+FIXTURES = Path(os.environ.get("MECHINTERP_FIXTURES", ROOT.parent / "shared" / "fixtures"))
+Head = tuple[int, int]
+Hints = Mapping[str, object]
+PromptArrays = Mapping[str, Tensor]
+
+
+def path_of(subject: str) -> Path:
+    """Where a subject lies: among the fixtures, or under the root of the checkout."""
+    kind, _, name = subject.partition("/")
+    return FIXTURES / name if kind == "fixtures" else ROOT / subject
+
+
+def task_of(subject: str, hints: Hints) -> TaskConfig:
+    """The law of its prompts, stated or assumed."""
+    return load(path_of(subject), **hints).task
+
+
+def drawn_prompts(task: TaskConfig, n_prompts: int) -> dict[str, Tensor]:
+    """Prompts of a task, in half precision, so that every dtype holds the same numbers."""
+    prompts = sample_prompts(task, n_prompts, generator=generator_for(2024, "eval", 0))
+    return {field.name: getattr(prompts, field.name).half() for field in fields(prompts)}
+
+
+def heads_of(subject: str, hints: Hints) -> list[Head]:
+    """Every head, (layer, head) from 0."""
+    predictor = load(path_of(subject), **hints).predictor
+    return [(layer, h) for layer in range(predictor.n_layers) for h in range(predictor.n_heads)]
+
+
+def predictions(
+    subject: str, hints: Hints, prompts: PromptArrays, dtype: torch.dtype
+) -> np.ndarray:
+    """Predictions of the runnable model, [prompt, d_y]."""
+    with torch.no_grad():
+        found = _checkpoint(subject, hints, dtype).model.predict(_prompts(prompts, dtype))
+    return _float64(found, dtype)
+
+
+def hooked_predictions(
+    subject: str, hints: Hints, prompts: PromptArrays, dtype: torch.dtype, masks: Sequence
+) -> np.ndarray:
+    """Predictions with heads masked by hooks, a run of the whole model for each mask."""
+    predictor, found = _checkpoint(subject, hints, dtype).predictor, []
+    for heads in masks:
+        with torch.no_grad(), mechinterp.masked(predictor, heads):
+            found.append(predictor.predict(_prompts(prompts, dtype)))
+    return _float64(torch.stack(found), dtype)
+
+
+def masked_at_once(
+    subject: str,
+    hints: Hints,
+    prompts: PromptArrays,
+    dtype: torch.dtype,
+    masks: Sequence,
+    method: str = "zero",
+) -> np.ndarray:
+    """Predictions under many masks by the package's fastest way, [mask, prompt, d_y]."""
+    predictor = _checkpoint(subject, hints, dtype).predictor
+    found = masked_predictions(predictor, _prompts(prompts, dtype), masks, method=method)
+    return _float64(found, dtype)
+
+
+def snapshot_predictions(subject: str, prompts: PromptArrays, dtype: torch.dtype) -> np.ndarray:
+    """Predictions of every snapshot in the order of steps, [snapshot, prompt, d_y]."""
+    snapshots, given = load(path_of(subject)).snapshots, _prompts(prompts, dtype)
+    found = []
+    for _, weights in sorted(snapshots.items()):
+        weights = weights.to(dtype)
+        forward = predict_deep if isinstance(weights, DeepWeights) else predict
+        found.append(forward(weights, given))
+    return _float64(torch.stack(found), dtype)
+
+
+def answer(*arguments: object) -> object:
+    """The JSON that a command prints, or None if it refuses."""
+    command = ["mechinterp", *map(str, arguments), "--json"]
+    out = StringIO()
+    with patch.object(sys, "argv", command), redirect_stdout(out), redirect_stderr(StringIO()):
+        try:
+            cli.main()
+        except SystemExit as ended:
+            return json.loads(out.getvalue()) if ended.code == 0 else None
+    raise AssertionError("a command ends with an exit code")
+
+
+def signatures() -> dict[str, str]:
+    """Names, order and defaults of the arguments of everything public."""
+    return {
+        name: _text(_without_types(signature(getattr(mechinterp, name))))
+        for name in mechinterp.__all__
+    }
+
+
+def options() -> dict[str, list[str]]:
+    """The arguments and options of every command."""
+    commands = typer.main.get_command(cli.app).commands  # type: ignore[attr-defined]
+    return {name: sorted(_option_names(command.params)) for name, command in commands.items()}
+
+
+def ids() -> dict[str, str]:
+    """The id of every config that is shipped: of the checkpoints, and of the presets."""
+    shipped = sorted((ROOT / "checkpoints").glob("*/config.json"))
+    found = {f"checkpoints/{f.parent.name}": load(f.parent).config.id for f in shipped}
+    return found | {f"presets/{name}": config.id for name, config in PRESETS.items()}
+
+
+def presets() -> list[str]:
+    return list(PRESETS)
+
+
+def trained(preset: str, steps: int, folder: Path) -> dict[str, Tensor]:
+    """The weights after so many steps of a preset, by their names in the file."""
+    train_models({"model": _short(preset, steps)}, folder)
+    return load_file(folder / "model" / "model.safetensors")
+
+
+def trained_with_a_stop(preset: str, steps: int, folder: Path) -> dict[str, Tensor]:
+    """The same, stopped at half of the steps and resumed."""
+    models = {"model": _short(preset, steps)}
+
+    def stop(progress: training_run.Progress) -> None:
+        # The row before this one is the last that was saved: what comes after it is made again.
+        if progress.step > steps // 2:
+            raise KeyboardInterrupt
+
+    with patch.object(training_run, "SAVE_SECONDS", 0.0):
+        try:
+            train_models(models, folder, on_log=stop)
+        except KeyboardInterrupt:
+            assert not (folder / "model" / "config.json").exists()
+    train_models(models, folder, resume=True)
+    return load_file(folder / "model" / "model.safetensors")
+
+
+def resumes(preset: str) -> bool:
+    """Whether training of a preset can be stopped halfway; flows on moments are one call."""
+    return PRESETS[preset].train.optimizer == "adam"
+
+
+def learning_rate(preset: str) -> float:
+    """How far Adam moves a weight in a step; 0 for flows, which move it by its gradient."""
+    return PRESETS[preset].train.learning_rate if resumes(preset) else 0.0
+
+
+def _short(preset: str, steps: int) -> ExperimentConfig:
+    shorter = (f"train.steps={steps}", f"train.log_every={steps // 4}", "train.n_eval_prompts=64")
+    return override(PRESETS[preset], *shorter)
+
+
+def _checkpoint(subject: str, hints: Hints, dtype: torch.dtype):
+    checkpoint = load(path_of(subject), **hints)
+    if hasattr(checkpoint, "tensors"):  # a model with norms and MLPs
+        return replace(checkpoint, tensors={n: t.to(dtype) for n, t in checkpoint.tensors.items()})
+    checkpoint.model.to(dtype)
+    return checkpoint
+
+
+def _prompts(arrays: PromptArrays, dtype: torch.dtype) -> Prompts:
+    return Prompts(**arrays).to(dtype)
+
+
+def _float64(found: Tensor, dtype: torch.dtype) -> np.ndarray:
+    assert found.dtype == dtype, f"predictions must be {dtype}, got {found.dtype}"
+    return found.double().numpy()
+
+
+def _without_types(found: Signature) -> Signature:
+    # How a type is printed depends on the version of Python, and no call depends on it.
+    bare = [p.replace(annotation=Parameter.empty) for p in found.parameters.values()]
+    return Signature(bare)
+
+
+def _text(found: Signature) -> str:
+    return re.sub(r"<function (\w+) at 0x\w+>", r"\1", str(found))
+
+
+def _option_names(parameters: Iterable) -> Iterator[str]:
+    for parameter in parameters:
+        yield from (*parameter.opts, *parameter.secondary_opts)
+
+
+@contextmanager
+def at_the_root() -> Iterator[None]:
+    """In the root of the checkout, so that the paths in documents are the same everywhere."""
+    before = Path.cwd()
+    os.chdir(ROOT)
+    try:
+        yield
+    finally:
+        os.chdir(before)

@@ -1,0 +1,150 @@
+"""Everything that was predicted, answered and offered when the golden files were written still is.
+
+tests/golden/README.md says what is stored, and how it is written again where a difference is meant.
+"""
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.golden import subjects
+from tests.golden.store import (
+    KINDS,
+    METHODS,
+    SLOW_STEPS,
+    SNAPSHOT_PROMPTS,
+    STEPS,
+    command_line,
+    differences,
+    distance,
+    masks_of,
+    read_json,
+    read_tensors,
+    stored_prompts,
+)
+
+SUBJECTS = read_json("subjects")
+WIDE = "checkpoints/sparse-wide-s0"  # 256 heads
+EACH = [pytest.param(s, marks=pytest.mark.slow) if s == WIDE else s for s in SUBJECTS]
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}
+"""Of predictions: rounding of each dtype, as a share of the largest prediction."""
+DOCUMENT = 1e-3
+"""Of numbers in documents, as a share of the largest in their column. Commands run in float32:
+predictions may differ by 1e-5 of the largest, a few times the typical one, a squared error by twice
+as much, and a share of a small rise in error by ten times that. A kernel's width, where an error is
+least, is known to the root of float32's rounding, 3e-4."""
+TRAINED = 1e-5
+"""Of weights after some steps in float32, in norm."""
+
+
+def stored(name: str, key: str) -> np.ndarray:
+    return read_tensors(name)[key].numpy()
+
+
+def given(subject: str, n_prompts: int | None = None) -> tuple[subjects.Hints, dict]:
+    """Hints and prompts of a subject that is there."""
+    if not subjects.path_of(subject).exists():
+        assert subject.startswith("fixtures/"), f"{subject} is gone"
+        pytest.skip("the published files are not part of the repository")
+    each = SUBJECTS[subject]
+    return each["hints"], stored_prompts(each["prompts"], n_prompts)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("subject", EACH)
+def test_predictions_are_those_stored(subject: str, dtype: torch.dtype):
+    hints, prompts = given(subject)
+    expected = stored("predictions", subject)
+    largest = np.abs(expected).max()
+    found = subjects.predictions(subject, hints, prompts, dtype)
+    assert distance(found, expected, largest) <= TOLERANCE[dtype]
+    (found,) = subjects.masked_at_once(subject, hints, prompts, dtype, [[]])
+    assert distance(found, expected, largest) <= TOLERANCE[dtype]
+
+
+def test_a_changed_weight_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    subject = KINDS["softmax"]
+    shutil.copytree(subjects.path_of(subject), tmp_path / subject)
+    file = tmp_path / subject / "model.safetensors"
+    tensors = load_file(file)
+    first = tensors["blocks.0.attn.W_V"]
+    first.view(-1)[-1] = torch.nextafter(first.view(-1)[-1], torch.tensor(1e9))
+    save_file(tensors, file)
+    hints, prompts = given(subject)
+    monkeypatch.setattr(subjects, "ROOT", tmp_path)
+    expected = stored("predictions", subject)
+    found = subjects.predictions(subject, hints, prompts, torch.float64)
+    assert distance(found, expected, np.abs(expected).max()) > TOLERANCE[torch.float64]
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_masked_head_changes_predictions_as_stored(kind: str, method: str):
+    subject = KINDS[kind]
+    hints, prompts = given(subject)
+    expected, masks = stored("masks", f"{subject}/{method}"), masks_of(subject, hints)
+    # A mask may blow predictions up, and another leave them small: each has its own largest
+    # prediction.
+    largest = np.maximum(np.abs(expected), np.abs(expected[:1])).max((1, 2), keepdims=True)
+    found = subjects.masked_at_once(subject, hints, prompts, torch.float64, masks, method)
+    assert distance(found, expected, largest) <= TOLERANCE[torch.float64]
+    if method == "zero":
+        found = subjects.hooked_predictions(subject, hints, prompts, torch.float64, masks)
+        assert distance(found, expected, largest) <= TOLERANCE[torch.float64]
+
+
+@pytest.mark.parametrize("subject", read_tensors("snapshots"))
+def test_snapshots_predict_what_is_stored(subject: str):
+    _, prompts = given(subject, SNAPSHOT_PROMPTS)
+    expected = stored("snapshots", subject)
+    found = subjects.snapshot_predictions(subject, prompts, torch.float64)
+    # Weights grow from next to nothing: each snapshot has its own largest prediction.
+    largest = np.abs(expected).max((1, 2), keepdims=True)
+    assert distance(found, expected, largest) <= TOLERANCE[torch.float64]
+
+
+@pytest.mark.parametrize(("name", "now"), [("options", subjects.options), ("ids", subjects.ids)])
+def test_nothing_that_was_offered_is_gone_or_changed(name: str, now):
+    assert differences(now(), read_json(name), 0) == []
+
+
+def test_public_signatures_are_those_stored():
+    assert differences(subjects.signatures(), read_json("signatures"), 0) == []
+
+
+@pytest.mark.parametrize("asked", read_json("documents"))
+def test_commands_answer_what_is_stored(asked: str):
+    command, _, kind = asked.partition(" ")
+    with subjects.at_the_root():
+        found = subjects.answer(*command_line(command, kind))
+    assert differences(found, read_json("documents")[asked], DOCUMENT) == []
+
+
+RUNS = [
+    pytest.param(preset, marks=pytest.mark.slow) if preset.startswith("sparse-") else preset
+    for preset in subjects.presets()
+]
+
+
+@pytest.mark.parametrize("preset", RUNS)
+def test_presets_train_to_what_is_stored_and_resume_to_the_same_bits(preset: str, tmp_path: Path):
+    steps = SLOW_STEPS.get(preset, STEPS)
+    found = subjects.trained(preset, steps, tmp_path / "whole")
+    prefix = f"{preset}/"
+    keys = [key for key in read_tensors("training") if key.startswith(prefix)]
+    assert found.keys() == {key.removeprefix(prefix) for key in keys}
+    for key in keys:
+        expected = stored("training", key)
+        off = np.linalg.norm(found[key.removeprefix(prefix)].numpy() - expected)
+        # Adam moves a weight whose gradient is nothing but rounding by up to a learning rate, on
+        # each processor another
+        # way. A step more or less moves every weight so far.
+        allowed = TRAINED * np.linalg.norm(expected) + subjects.learning_rate(preset)
+        assert off <= allowed, key
+    if subjects.resumes(preset):
+        resumed = subjects.trained_with_a_stop(preset, steps, tmp_path / "stopped")
+        assert all(torch.equal(resumed[name], weight) for name, weight in found.items())
