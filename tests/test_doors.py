@@ -1,0 +1,388 @@
+"""Every public analysis takes every kind of model: it answers, or refuses in one line.
+
+`python -m tests.test_doors` prints the table: A answers, r refuses, - does neither.
+"""
+
+import json
+import tempfile
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from itertools import product
+from pathlib import Path
+
+import jaxtyping
+import numpy as np
+import pandas as pd
+import plotly.graph_objects as go
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import mechinterp as mi
+from mechinterp.analysis.attention import attention_patterns
+from mechinterp.analysis.comparison import compare
+from mechinterp.analysis.deep_snapshots import deep_snapshots
+from mechinterp.analysis.dynamics import training_dynamics
+from mechinterp.analysis.evaluation import shared_losses
+from mechinterp.analysis.linear_snapshots import linear_snapshots
+from mechinterp.analysis.milestones import milestones
+from mechinterp.analysis.pruning import save_pruned
+from mechinterp.analysis.pruning_curves import prune_by_rules, pruning_curves
+from mechinterp.analysis.rivals import rivals
+from mechinterp.analysis.snapshots import loss_curve, training_snapshots
+from mechinterp.checkpoints.errors import CheckpointError
+from mechinterp.checkpoints.exchange import hooked_state
+from mechinterp.checkpoints.loading import convert
+from mechinterp.checkpoints.native import save
+from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig
+from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
+from mechinterp.models.transformer import ICLTransformer
+from mechinterp.report.deep import write_deep_report
+from mechinterp.report.documents import dumps, info_document
+from mechinterp.report.page import write_report
+from mechinterp.training.deep import initial_deep_weights
+from tests.checkpoints.foreign_files import attention_module, random_heads
+from tests.deep_models import random_gpt2
+from tests.models.test_layered_models import encoder, garg
+
+HERE = Path(__file__).parent
+SHIPPED = HERE.parent / "checkpoints"
+PACKAGE = Path(mi.__file__).parent
+LONGEST = 200
+SHARE = 0.338
+"""Of all pairs, how many answer, at least."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A source, and what its analyses are given with it."""
+
+    source: object
+    """A checkpoint, a hooked model or a predictor."""
+    heads: tuple[int, int]
+    """Number of layers, and of heads in each."""
+    task: TaskConfig
+    folder: Path
+    """Free for what is written."""
+    dtype: torch.dtype = torch.float32
+
+    def prompts(self, seed: int = 0) -> Prompts:
+        generator = generator_for(seed, "eval", 0)
+        return sample_prompts(
+            self.task, 192, generator=generator, context_length=8, dtype=self.dtype
+        )
+
+    @property
+    def all_heads(self) -> np.ndarray:
+        return np.ones(self.heads, dtype=bool)
+
+    @property
+    def order(self) -> list[tuple[int, int]]:
+        return [(layer, head) for layer, head in np.ndindex(*self.heads)]
+
+
+def shipped(name: str, *heads: int) -> Callable[[Path], Case]:
+    """A checkpoint of this repository."""
+
+    def build(folder: Path) -> Case:
+        checkpoint = mi.load(SHIPPED / name)
+        return Case(checkpoint, heads, checkpoint.task, folder)
+
+    return build
+
+
+def loaded(path: Path, *heads: int, **hints: int) -> Case:
+    """The checkpoint that a file is read as."""
+    checkpoint = mi.load(path, **hints)
+    return Case(checkpoint, heads, checkpoint.task, path.parent)
+
+
+def settings_folder(folder: Path, settings: dict, state: dict) -> Path:
+    """A folder as Hugging Face's tools write it."""
+    (folder / "model").mkdir()
+    (folder / "model" / "config.json").write_text(json.dumps(settings))
+    save_file(state, folder / "model" / "model.safetensors")
+    return folder / "model"
+
+
+def deep_softmax(folder: Path) -> Case:
+    config = ExperimentConfig(
+        task=TaskConfig(d_x=3, context_length=8),
+        model=ModelConfig(n_layers=2, n_heads=2, context_only=True),
+    )
+    save(folder / "model", config, initial_deep_weights(config), step=0)
+    return loaded(folder / "model", 2, 2)
+
+
+def norm_and_mlp(folder: Path) -> Case:
+    settings = {"nhead": 2, "norm_first": True}
+    return loaded(settings_folder(folder, settings, encoder(4, norm_first=True).state_dict()), 2, 2)
+
+
+def gpt2_file(folder: Path) -> Case:
+    torch.save(garg().state_dict(), folder / "gpt2.pt")
+    return loaded(folder / "gpt2.pt", 3, 4, n_heads=4)
+
+
+def encoder_file(folder: Path) -> Case:
+    torch.save(encoder(4).state_dict(), folder / "encoder.pt")
+    return loaded(folder / "encoder.pt", 2, 2, n_heads=2)
+
+
+def hugging_face_folder(folder: Path) -> Case:
+    module = attention_module(0, width=4, n_heads=2, bias=True)
+    return loaded(settings_folder(folder, {"num_heads": 2}, module.state_dict()), 1, 2)
+
+
+def hooked_transformer(folder: Path) -> Case:
+    torch.save(hooked_state(random_heads(d_head=2), n_ctx=50), folder / "lens.pt")
+    return loaded(folder / "lens.pt", 1, 2)
+
+
+def bridge(folder: Path) -> Case:
+    """What TransformerLens 4's own model of our weights gives as its parameters."""
+    import transformer_lens.model_bridge.sources  # noqa: F401
+    from transformer_lens.config import TransformerBridgeConfig
+    from transformer_lens.model_bridge import TransformerBridge
+    from transformer_lens.utilities.tl_checkpoint_conversion import convert_tl_checkpoint
+
+    sizes = {"n_layers": 1, "d_model": 5, "d_head": 5, "n_heads": 2, "n_ctx": 50}
+    words = {"d_vocab": 2, "d_vocab_out": 2, "default_prepend_bos": False}
+    plain = {"attn_only": True, "normalization_type": None, "device": "cpu"}
+    model = TransformerBridge.boot_native(TransformerBridgeConfig(**sizes, **words, **plain))
+    state = hooked_state(random_heads(d_y=2), n_ctx=50)
+    model.load_state_dict(convert_tl_checkpoint(state, model.cfg), strict=True)
+    torch.save(dict(model.tl_parameters()), folder / "bridge.pt")
+    return loaded(folder / "bridge.pt", 1, 2)
+
+
+def bare_model(folder: Path) -> Case:
+    task = TaskConfig(d_x=3, context_length=8)
+    return Case(ICLTransformer.from_weights(random_heads(), task=task), (1, 2), task, folder)
+
+
+def predictor(folder: Path) -> Case:
+    task = TaskConfig(d_x=4, context_length=8)
+    return Case(random_gpt2(), (3, 2), task, folder, dtype=torch.float64)
+
+
+SOURCES: dict[str, Callable[[Path], Case]] = {
+    "softmax": shipped("softmax-h2-s0", 1, 2),
+    "several-responses": shipped("two-tasks-h3-s0", 1, 3),
+    "linear-merged": shipped("linear-merged-s0", 1, 8),
+    "linear-separate": shipped("linear-separate-s0", 1, 5),
+    "deep-linear": shipped("sparse-h4-noise0.1-s0", 4, 4),
+    "deep-softmax": deep_softmax,
+    "norm-and-mlp": norm_and_mlp,
+    "gpt2": gpt2_file,
+    "encoder": encoder_file,
+    "hugging-face": hugging_face_folder,
+    "hooked-transformer": hooked_transformer,
+    "bridge": bridge,
+    "bare-model": bare_model,
+    "predictor": predictor,
+}
+
+
+def from_circuits(case: Case) -> object:
+    found = mi.circuits(case.source)
+    return mi.classify_circuits(found.QK, found.OV, case.task.d_y, n_prompts=64)
+
+
+def written(case: Case, target: str) -> list[Path]:
+    name = "as.npz" if target == "npz" else f"as-{target}"
+    return convert(case.source, target, case.folder / name)
+
+
+def pruned(case: Case) -> list[Path]:
+    folder = case.folder / "pruned"
+    save_pruned(case.source, case.all_heads, folder, prompts=case.prompts())
+    return sorted(folder.iterdir())
+
+
+def page(case: Case, write: Callable[..., object]) -> str:
+    return write(case.source, case.folder / write.__name__, n_prompts=64).page.read_text()
+
+
+# How a user calls each, with the source itself; other arguments only for size.
+ANALYSES: dict[str, Callable[[Case], object]] = {
+    "circuits": lambda c: mi.circuits(c.source),
+    "classify": lambda c: mi.classify(c.source, n_prompts=64),
+    "classify_circuits": from_circuits,
+    "classify_layers": lambda c: mi.classify_layers(c.source, n_prompts=64),
+    "fit_learners": lambda c: mi.fit_learners(c.source, context_lengths=(6, 8), n_prompts=200),
+    "attention_patterns": lambda c: attention_patterns(c.source, c.prompts()[:8]),
+    "ablate_heads": lambda c: mi.ablate_heads(c.source, c.prompts()),
+    "ablate_subsets": lambda c: mi.ablate_subsets(c.source, c.prompts()),
+    "ablate_pairs": lambda c: mi.ablate_pairs(c.source, c.prompts()),
+    "greedy_order": lambda c: mi.greedy_order(c.source, c.prompts()),
+    "learn_gates": lambda c: mi.learn_gates(c.source, c.prompts(), steps=2),
+    "prune": lambda c: mi.prune(c.source, c.prompts()),
+    "prune_by_rules": lambda c: prune_by_rules(c.source, c.prompts(), 1.0 * c.all_heads),
+    "pruning_curves": lambda c: pruning_curves(c.source, c.prompts(), {"first": c.order}),
+    "save_pruned": pruned,
+    "fine_tune": lambda c: mi.fine_tune(c.source, c.all_heads, c.prompts(), steps=2),
+    "probe_layers": lambda c: mi.probe_layers(c.source, c.prompts()),
+    "p_probe": lambda c: mi.p_probe({"model": c.source}, c.prompts(), steps=4),
+    "patch_positions": lambda c: mi.patch_positions(c.source, c.prompts(), c.prompts(seed=1)),
+    "shared_losses": lambda c: shared_losses(
+        {"model": c.source}, c.task, context_lengths=(8,), n_prompts=200
+    ),
+    "rivals": lambda c: rivals(c.source, c.prompts()),
+    "compare": lambda c: compare([c.source, c.source], n_prompts=64),
+    "training_snapshots": lambda c: training_snapshots(c.source, n_prompts=64),
+    "deep_snapshots": lambda c: deep_snapshots(c.source, c.prompts()),
+    "linear_snapshots": lambda c: linear_snapshots(c.source),
+    "training_dynamics": lambda c: training_dynamics(c.source.history),
+    "milestones": lambda c: milestones(training_dynamics(c.source.history)),
+    "loss_curve": lambda c: loss_curve(c.source),
+    "check_compatible": lambda c: mi.check_compatible(c.source),
+    "info_document": lambda c: dumps(info_document(c.source)),
+    "convert native": lambda c: written(c, "native"),
+    "convert transformer-lens": lambda c: written(c, "transformer-lens"),
+    "convert npz": lambda c: written(c, "npz"),
+    "write_report": lambda c: page(c, write_report),
+    "write_deep_report": lambda c: page(c, write_deep_report),
+}
+PAIRS = list(product(ANALYSES, SOURCES))
+
+
+@contextmanager
+def as_for_users() -> Iterator[None]:
+    """Without the checks of types that tests put around functions; a warning is an error."""
+    before = jaxtyping.config.jaxtyping_disable
+    jaxtyping.config.update("jaxtyping_disable", True)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            yield
+    finally:
+        jaxtyping.config.update("jaxtyping_disable", before)
+
+
+def outcome(analysis: str, case: Case) -> str:
+    """What comes of it: "answer", "refusal", or in words what is wrong."""
+    with as_for_users():
+        try:
+            fault = fault_of_answer(ANALYSES[analysis](case))
+            return f"no answer: {fault}" if fault else "answer"
+        except Exception as error:  # whatever comes of it
+            fault = fault_of_refusal(error, case)
+            return f"{fault}: {type(error).__name__}: {error}" if fault else "refusal"
+
+
+def fault_of_answer(result: object) -> str:
+    """Why it does not serve a user; empty if it has rows and, where it plots, a figure.
+
+    What is no such result (text, files, rows) must hold something.
+    """
+    if not hasattr(result, "to_frame"):
+        return "" if len(result) else "nothing in it"
+    frame = result.to_frame()
+    if not isinstance(frame, pd.DataFrame) or frame.empty:
+        return "to_frame gives no rows"
+    if not frame.get("passed", pd.Series([True])).any():
+        return "no check passes"
+    if hasattr(result, "plot") and not isinstance(result.plot(), go.Figure):
+        return "plot gives no figure"
+    return ""
+
+
+def fault_of_refusal(error: Exception, case: Case) -> str:
+    """Why an error is no refusal; empty if it is one short sentence of this package.
+
+    The folder that a path lies in does not count.
+    """
+    message = str(error).replace(str(case.folder), "").replace(str(SHIPPED), "")
+    raised_in = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
+    if type(error) not in (ValueError, CheckpointError):
+        return "not a ValueError"
+    if not raised_in.is_relative_to(PACKAGE) or not message.endswith("."):
+        return "not a sentence of this package"
+    if "\n" in message or len(message) > LONGEST:
+        return f"more than one line of {LONGEST} characters"
+    if any(shown in message for shown in (repr(case.source), "tensor(", " object at 0x")):
+        return "shows a model or a tensor"
+    return ""
+
+
+def listed(file: str) -> set[tuple[str, str]]:
+    """Pairs from lines "analysis: source source ..."."""
+    lines = [line.partition(":") for line in (HERE / file).read_text().splitlines()]
+    return {(analysis, source) for analysis, _, names in lines for source in names.split()}
+
+
+ANSWERS = listed("doors_answers.txt")
+"""These answer, and must go on."""
+FAILING = listed("doors_failing.txt")
+"""These neither answer nor refuse; who mends one takes it off the list."""
+
+
+def case_builder(folder: Path) -> Callable[[str], Case]:
+    """Builds each source once, when it is first asked for."""
+
+    @cache
+    def build(name: str) -> Case:
+        (folder / name).mkdir()
+        return SOURCES[name](folder / name)
+
+    return build
+
+
+@pytest.fixture(scope="session")
+def case(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Case]:
+    return case_builder(tmp_path_factory.mktemp("doors"))
+
+
+def marked(pair: tuple[str, str]):
+    fails = pytest.mark.xfail(strict=True, raises=AssertionError, reason="no answer, no refusal")
+    return pytest.param(*pair, marks=fails if pair in FAILING else ())
+
+
+@pytest.mark.parametrize(("analysis", "source"), [marked(pair) for pair in PAIRS])
+def test_it_answers_or_refuses_in_one_line(analysis: str, source: str, case):
+    found = outcome(analysis, case(source))
+    assert found in ("answer", "refusal")
+    if (analysis, source) not in FAILING:
+        listed_as = "answer" if (analysis, source) in ANSWERS else "refusal"
+        assert found == listed_as, "doors_answers.txt lists what answers"
+
+
+def test_the_lists_name_pairs_once():
+    assert set(PAIRS) >= ANSWERS | FAILING
+    assert not ANSWERS & FAILING
+
+
+def test_no_fewer_answer_than_before():
+    assert len(ANSWERS) >= SHARE * len(PAIRS)
+
+
+def lines(pairs: list[tuple[str, str]]) -> str:
+    """As `listed` reads them."""
+    by_analysis = {a: [s for b, s in pairs if b == a] for a in ANALYSES}
+    return "\n".join(f"{a}: {' '.join(sources)}" for a, sources in by_analysis.items() if sources)
+
+
+def main() -> None:
+    """Print the reason of every failure, the lines of both lists, and the table."""
+    with tempfile.TemporaryDirectory() as folder:
+        case = case_builder(Path(folder))
+        found = {(a, s): outcome(a, case(s)) for a, s in PAIRS}
+    kinds = {pair: {"answer": "A", "refusal": "r"}.get(what, "-") for pair, what in found.items()}
+    for pair, what in found.items():
+        if kinds[pair] == "-":
+            print(f"{' of '.join(pair)}: {what[:160]!r}")
+    for kind, file in {"A": "doors_answers.txt", "-": "doors_failing.txt"}.items():
+        print(f"\n{file}\n{lines([pair for pair in PAIRS if kinds[pair] == kind])}")
+    table = pd.Series(kinds).unstack().loc[list(ANALYSES), list(SOURCES)]
+    counts = {kind: (table == kind).sum(axis=1) for kind in "Ar-"}
+    print(f"\n{table.assign(**counts).to_string()}")
+    print({kind: f"{column.sum() / len(PAIRS):.3f}" for kind, column in counts.items()})
+
+
+if __name__ == "__main__":
+    main()
