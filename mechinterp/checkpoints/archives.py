@@ -21,6 +21,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from mechinterp.checkpoints.errors import CheckpointError, one_line
+from mechinterp.checkpoints.files import size_of
 from mechinterp.checkpoints.pickles import Storage, StoredTensor, Unread, read_pickle
 
 SUFFIXES = (".pt", ".pth", ".bin", ".npz", ".safetensors")
@@ -83,10 +84,9 @@ def reading(file: Path) -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            if file.stat().st_size > MAX_BYTES:
-                raise CheckpointError(
-                    f"{file}: must be at most {MAX_BYTES} bytes, got {file.stat().st_size}."
-                )
+            size = size_of(file)
+            if size > MAX_BYTES:
+                raise CheckpointError(f"{file}: must be at most {MAX_BYTES} bytes, got {size}.")
             yield
         except CheckpointError:
             raise
