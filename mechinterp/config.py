@@ -12,6 +12,7 @@ from mechinterp.fields import (
     build,
     flatten,
     require_at_least,
+    require_at_most,
     set_checked,
     unknown_field,
 )
@@ -21,6 +22,8 @@ SCORES = ("softmax", "1+tanh", "1+Cx", "(1+Cx)^2", "linear", "linear/L")
 CONTEXT_ONLY_SCORES = (*SCORES, "relu/L")
 """Scores of models in which every token reads the context; `SCORES` are those of one layer."""
 OPTIMIZERS = ("adam", "gradient_descent", "gradient_flow")
+MAX_SIZE = 2**20
+"""Of a dimension or a count, so that a file cannot ask for loops without end."""
 NONZEROS = ("gaussian", "signs")
 
 
@@ -95,6 +98,7 @@ class TaskConfig:
     def __post_init__(self) -> None:
         set_checked(self, "task")
         require_at_least("task", self, 1, "d_x", "d_y", "context_length")
+        require_at_most("task", self, MAX_SIZE, "d_x", "d_y", "context_length")
         require_at_least("task", self, 0, "noise_var")
         if self.beta_var is not None and self.beta_var <= 0:
             raise ValueError(f"task.beta_var must be > 0, got {self.beta_var}.")
@@ -198,8 +202,10 @@ class ModelConfig:
     def __post_init__(self) -> None:
         set_checked(self, "model")
         require_at_least("model", self, 1, "n_layers", "n_heads")
+        require_at_most("model", self, MAX_SIZE, "n_layers", "n_heads")
         if self.d_head is not None:
             require_at_least("model", self, 1, "d_head")
+            require_at_most("model", self, MAX_SIZE, "d_head")
         scores = CONTEXT_ONLY_SCORES if self.context_only else SCORES
         if self.score not in scores:
             raise ValueError(f"model.score must be one of {', '.join(scores)}, got {self.score!r}.")
@@ -223,6 +229,7 @@ class ModelConfig:
                 )
         if self.d_model is not None:
             require_at_least("model", self, 1, "d_model")
+            require_at_most("model", self, MAX_SIZE, "d_model")
 
 
 @dataclass(frozen=True)

@@ -46,6 +46,13 @@ def require_at_least(group: str, config: object, least: float, *names: str) -> N
             raise ValueError(f"{label} must be >= {least}, got {getattr(config, name)}.")
 
 
+def require_at_most(group: str, config: object, most: float, *names: str) -> None:
+    """Raise a ValueError that names the first of these fields that is above `most`."""
+    for name in names:
+        if getattr(config, name) > most:
+            raise ValueError(f"{group}.{name} must be <= {most}, got {getattr(config, name)}.")
+
+
 def unknown_field(name: str, prefix: str, known: list[str]) -> str:
     """What to say of a field that does not exist."""
     listed = ", ".join(f"{prefix}{field_name}" for field_name in known) or "none"

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from mechinterp.checkpoints.errors import CheckpointError, one_line
+from mechinterp.checkpoints.errors import CheckpointError, one_line, printable
 from mechinterp.checkpoints.folders import write_folder
 from mechinterp.checkpoints.hints import Hints
 from mechinterp.checkpoints.layered_tensors import (
@@ -100,7 +100,7 @@ class LayeredCheckpoint:
     @property
     def name(self) -> str:
         """The file's name."""
-        return self.path.resolve().name
+        return printable(self.path.resolve().name)
 
     @property
     def n_heads(self) -> int:

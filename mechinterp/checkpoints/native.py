@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 import pandas as pd
 
 from mechinterp.checkpoints.archives import read_arrays
-from mechinterp.checkpoints.errors import CheckpointError
+from mechinterp.checkpoints.errors import CheckpointError, printable
 from mechinterp.checkpoints.folders import (
     WEIGHTS,
     document_file,
@@ -68,8 +68,8 @@ class SavedModel(ABC, Generic[Weights]):
 
     @property
     def name(self) -> str:
-        """The folder's name."""
-        return self.path.resolve().name
+        """The folder's name, printable."""
+        return printable(self.path.resolve().name)
 
     @property
     def task(self) -> TaskConfig:

@@ -61,6 +61,11 @@ def deep_weights_from(
     Raises:
         CheckpointError: If they are missing, not finite or not those of such a model.
     """
+    there = len({name.split(".")[1] for name in tensors if name.startswith("blocks.")})
+    if config.model.n_layers != there:  # before a name is made for each
+        raise CheckpointError(
+            f"{file}: model.n_layers must be that of the weights, {there}, got {config.model.n_layers}."
+        )
     shapes = deep_shapes(config)
     require_tensors(file, tensors, shapes)
     return deep_from_parameters(
