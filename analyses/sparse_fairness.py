@@ -5,7 +5,7 @@ on R x, or for n steps on x. Each step has one size for all prompts, as fixed we
 fitted on some prompts and measured on others; errors are averaged over the query exactly. Where
 the ratio of the risks is above 0.9, the published mechanism is not expected of training. Beside
 it: Algorithm 1 with x kept (`both`), which a model can do, too, and LISTA with n steps.
-Run: python analyses/sparse_fairness.py (ten minutes; --quick seconds)
+Run: python analyses/sparse_fairness.py (five minutes; --quick seconds)
 """
 
 from collections.abc import Callable, Iterator
@@ -27,7 +27,7 @@ PLAN = ROOT / "analyses" / "sweeps" / "sparse_settings.json"
 OTHERS = (
     TaskConfig(d_x=16, context_length=40, sparsity=4, nonzeros="signs", noise_var=0.4),
     TaskConfig(d_x=16, context_length=40, sparsity=2, nonzeros="signs", noise_var=0.1),
-    TaskConfig(d_x=16, context_length=40, sparsity=1, nonzeros="signs", noise_var=0.1),
+    TaskConfig(d_x=16, context_length=40, sparsity=1, nonzeros="signs", noise_var=0.4),
     TaskConfig(d_x=64, context_length=128, sparsity=4, nonzeros="signs", noise_var=0.1),
     TaskConfig(d_x=64, context_length=128, sparsity=4, nonzeros="signs", noise_var=0.4),
 )
