@@ -35,6 +35,8 @@ class Spread:
 
     effective: list[Pair]
     """Effective number of heads of each layer, with its standard error."""
+    of_medians: list[float]
+    """The same by median rises, which a few prompts do not move."""
     top_share: list[float]
     """Share of the head that was the best on other prompts."""
 
@@ -70,7 +72,8 @@ def spread(model: ICLTransformer, rise: np.ndarray, measured: Prompts) -> Spread
     found = ablate_heads(model, measured)
     pairs = zip(found.effective_heads, found.effective_heads_sem, strict=True)
     shares = np.take_along_axis(found.importance, rise.argmax(1)[:, None], 1)[:, 0]
-    return Spread([(float(n), float(sem)) for n, sem in pairs], [float(s) for s in shares])
+    medians = found.effective_heads_of_medians.tolist()
+    return Spread([(float(n), float(sem)) for n, sem in pairs], medians, shares.tolist())
 
 
 def without(rule, rise: np.ndarray) -> list[Head]:

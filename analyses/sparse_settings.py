@@ -35,7 +35,6 @@ from mechinterp.icl.sparse_predictors import gradient_descent, preprocess_then_o
 PROMPTS, LASSO_PROMPTS, OVER_TRAINING = 4096, 512, 1024
 MODEL = ("score", "n_heads", "d_head", "d_model", "n_layers")
 TASK = ("d_x", "sparsity", "context_length", "nonzeros", "noise_var")
-COSTS = ("later", "pairs", "first")
 Row = dict[str, object]
 
 
@@ -99,9 +98,10 @@ def spread(model, rise: np.ndarray, measured: Prompts) -> Row:
     """C10: effective heads and the share of the best head, by layer."""
     found = ask.spread(model, rise, measured)
     row: Row = {}
-    pairs = zip(found.effective, found.top_share, strict=True)
-    for layer, (effective, share) in enumerate(pairs, 1):
-        row |= told(f"n_eff_{layer}", effective) | {f"top_share_{layer}": share}
+    layers = zip(found.effective, found.of_medians, found.top_share, strict=True)
+    for layer, (effective, median, share) in enumerate(layers, 1):
+        row |= told(f"n_eff_{layer}", effective)
+        row |= {f"n_eff_{layer}_median": median, f"top_share_{layer}": share}
     n, tops = [number for number, _ in found.effective], found.top_share
     several = n[0] >= 2 and n[0] >= 1.5 * max(n[1:])
     return row | {"C10": several and tops[0] <= 0.6 and bool(np.median(tops[1:]) >= 0.7)}
