@@ -26,7 +26,7 @@ from mechinterp.cli_options import (
     shown_path,
     task_of,
 )
-from mechinterp.cli_training import JsonOption, QuietOption, predict_jumps, sweep, train
+from mechinterp.cli_training import JsonOption, QuietOption, predict_jumps, say, sweep, train
 
 if TYPE_CHECKING:
     from mechinterp.checkpoints.hints import Hints
@@ -114,9 +114,9 @@ def classify(
                 complain(str(error))
             documents.append(document)
             if table is not None and not as_json:
-                print(f"{shown_path(path)}: {document['pattern']} ({document['reason']})\n{table}")
+                say(f"{shown_path(path)}: {document['pattern']} ({document['reason']})\n{table}")
     if as_json:
-        print(dumps(documents))
+        say(dumps(documents))
     if out is not None:
         write_table(out, documents)
     if any("error" in document for document in documents):
@@ -158,9 +158,9 @@ def fit(
             checkpoint, context_lengths=lengths, n_prompts=n_prompts, seed=seed, track=track
         )
     if as_json:
-        print(dumps(fits_document(checkpoint, fits)))
+        say(dumps(fits_document(checkpoint, fits)))
         return
-    print(f"{shown_path(path)}: {fits_text(fits)}")
+    say(f"{shown_path(path)}: {fits_text(fits)}")
 
 
 @command
@@ -214,7 +214,7 @@ def report(
             )
         document = {"checkpoints": about, **written.to_document()}
     shown = f"{written.verdict}\nReport: {shown_path(written.page.resolve())}"
-    print(dumps(document) if as_json else shown)
+    say(dumps(document) if as_json else shown)
     if any("error" in each for each in about):
         raise typer.Exit(2)
 
@@ -232,7 +232,7 @@ def info(
     from mechinterp.report.terminal import info_text
 
     document = info_document(load_checkpoint(path, hints))
-    print(dumps(document) if as_json else info_text(document))
+    say(dumps(document) if as_json else info_text(document))
 
 
 @command
@@ -254,17 +254,17 @@ def convert(
         files = loading.convert(checkpoint, target, out)
     document = conversion_document(checkpoint, target, files)
     if as_json:
-        print(dumps(document))
+        say(dumps(document))
         return
-    print(
+    say(
         f"{shown_path(out)}: {', '.join(str(f.relative_to(out)) for f in files if f != out) or 'written'}"
     )
     if document["n_ctx"] is not None:
-        print(
+        say(
             f"n_ctx is {document['n_ctx']}; read load.py, then run it with transformer-lens 2 or 3."
         )
     if document["left_out"]:
-        print(f"Left out: {', '.join(document['left_out'])}.")
+        say(f"Left out: {', '.join(document['left_out'])}.")
 
 
 def _those_that_load(

@@ -14,6 +14,7 @@ from mechinterp.cli_options import (
     shown_path,
     takes,
 )
+from mechinterp.cli_training import say
 
 if TYPE_CHECKING:
     from mechinterp.analysis.fine_tuning import FineTuning
@@ -49,7 +50,7 @@ def ablate(path: PathArgument, *, asked: Asked, hints: "Hints") -> None:
             text = ablation_text(single, subsets)
         else:
             document, text = layers_document(checkpoint, single), layers_text(single)
-    print(dumps(document) if asked.as_json else f"{shown_path(path)}: {text}")
+    say(dumps(document) if asked.as_json else f"{shown_path(path)}: {text}")
 
 
 @takes(asked=Asked, hints=hints_of)
@@ -103,11 +104,11 @@ def prune(
         elif out is not None:
             pruning.save_pruned(checkpoint, found.kept, out, prompts=prompts)
     if asked.as_json:
-        print(dumps(pruning_document(checkpoint, found, tuned, out)))
+        say(dumps(pruning_document(checkpoint, found, tuned, out)))
         return
-    print(f"{shown_path(path)}: {pruning_text(found, tuned)}")
+    say(f"{shown_path(path)}: {pruning_text(found, tuned)}")
     if out is not None:
-        print(f"Pruned model: {shown_path(out)}")
+        say(f"Pruned model: {shown_path(out)}")
 
 
 @takes(asked=Asked, hints=hints_of)
@@ -129,7 +130,7 @@ def probe(path: PathArgument, *, asked: Asked, hints: "Hints") -> None:
         }
         descent = p_probe({"after layer 0": model}, prompts, track=track)
     if asked.as_json:
-        print(dumps(probes_document(checkpoint, response, structures, descent)))
+        say(dumps(probes_document(checkpoint, response, structures, descent)))
         return
     tables = {
         f"{shown_path(path)}: the response, read from the stream at the query": response.to_frame(),
@@ -141,7 +142,7 @@ def probe(path: PathArgument, *, asked: Asked, hints: "Hints") -> None:
         ].to_frame(),
         "\nGradient descent on the features after layer 0, and on x": descent.area_frame(),
     }
-    print("\n".join(f"{title}\n{frame_text(frame)}" for title, frame in tables.items()))
+    say("\n".join(f"{title}\n{frame_text(frame)}" for title, frame in tables.items()))
 
 
 def _fine_tuned(

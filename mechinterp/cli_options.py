@@ -1,6 +1,5 @@
 """What the commands that read checkpoints share: their options, the reading and how faults are told."""
 
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mechinterp.cli_training import JsonOption, QuietOption
+from mechinterp.cli_training import JsonOption, QuietOption, say
 
 if TYPE_CHECKING:
     from mechinterp.checkpoints.hints import Hints
@@ -204,5 +203,4 @@ def shown_path(path: Path) -> str:
 
 def complain(message: str) -> None:
     """Print an error as one line on standard error."""
-    line = "".join(c if c.isprintable() else " " for c in " ".join(message.split()))
-    print(f"mechinterp: {line}", file=sys.stderr)
+    say(f"mechinterp: {' '.join(message.split())}", error=True)

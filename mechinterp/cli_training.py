@@ -1,6 +1,7 @@
 """Commands that train models, or foretell their training: argument parsing only."""
 
 import re
+import sys
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -40,6 +41,7 @@ def train(
     as_json: JsonOption = False,
 ) -> None:
     """Train one model. Example: mechinterp train softmax-h2 --set seed=1 --out runs/h2-s1"""
+    from mechinterp.checkpoints.errors import printable
     from mechinterp.checkpoints.loading import named_config
     from mechinterp.config import override
     from mechinterp.presets import PRESETS
@@ -48,7 +50,7 @@ def train(
     from mechinterp.training.sweep import require_finite, train_models
 
     if list_presets:
-        print(dumps(list(PRESETS)) if as_json else "\n".join(PRESETS))
+        say(dumps(list(PRESETS)) if as_json else "\n".join(PRESETS))
         return
     if what is None:
         raise ValueError(f"train needs a preset or a config file; presets: {', '.join(PRESETS)}.")
@@ -62,8 +64,8 @@ def train(
         summary = train_models(models, folder, resume=resume, engine=engine, on_log=on_log)
     require_finite(models, folder, summary)
     document = training_document(summary, str(folder))
-    text = f"{folder}: loss {summary.loss:.4f} after {config.train.steps} steps"
-    print(dumps(document) if as_json else f"{text} ({document['steps_per_second']:.0f} steps/s)")
+    text = f"{printable(str(folder))}: loss {summary.loss:.4f} after {config.train.steps} steps"
+    say(dumps(document) if as_json else f"{text} ({document['steps_per_second']:.0f} steps/s)")
 
 
 def sweep(
@@ -83,6 +85,7 @@ def sweep(
 ) -> None:
     """Train many models in one run. Example: mechinterp sweep analyses/sweeps/softmax.json --out runs/softmax"""
     from mechinterp.analysis.results import sweep_frame, write_results
+    from mechinterp.checkpoints.errors import printable
     from mechinterp.report.documents import dumps, training_document
     from mechinterp.report.terminal import progress_bar
     from mechinterp.training.sweep import load_sweep, require_finite, train_models
@@ -92,8 +95,8 @@ def sweep(
         summary = train_models(models, out, resume=resume, engine=chosen, on_log=on_log)
     table = write_results(sweep_frame(models, out, diverged=summary.diverged), out)
     require_finite(models, out, summary)
-    text = f"{out}: {len(models)} models, mean loss {summary.loss:.4f}; results in {table.name}"
-    print(dumps(training_document(summary, str(out))) if as_json else text)
+    text = f"{printable(str(out))}: {len(models)} models, mean loss {summary.loss:.4f}; results in {table.name}"
+    say(dumps(training_document(summary, str(out))) if as_json else text)
 
 
 def predict_jumps(
@@ -122,14 +125,24 @@ def predict_jumps(
 
         write_figure(out, forecast.plot())
     if as_json:
-        print(dumps(forecast_document(config, forecast, out)))
+        say(dumps(forecast_document(config, forecast, out)))
         return
     levels = ", ".join(f"{level:.4f}" for level in forecast.levels)
-    print(f"{frame_text(forecast.to_frame())}\nloss levels (y²): {levels}")
+    say(f"{frame_text(forecast.to_frame())}\nloss levels (y²): {levels}")
     for note in forecast.notes:
-        print(f"note: {note}")
+        say(f"note: {note}")
     if out is not None:
-        print(f"Figure: {printable(str(out.resolve()))}")
+        say(f"Figure: {printable(str(out.resolve()))}")
+
+
+def say(text: str, *, error: bool = False) -> None:
+    """Print on standard output or standard error, through which all that the commands show goes.
+
+    Control characters and the like, which come from names of files, are shown as escapes.
+    """
+    from mechinterp.checkpoints.errors import visible
+
+    print(visible(text), file=sys.stderr if error else sys.stdout)
 
 
 def _engine(name: str, address: str | None, device: str, memory: str | None) -> "Engine":

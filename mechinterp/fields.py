@@ -7,6 +7,9 @@ from numbers import Integral, Real
 from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
+MAX_SIZE = 2**20
+"""Of a dimension or a count, so that a file cannot ask for loops without end."""
+
 
 def build(cls: type, values: object, prefix: str = ""):
     """The dataclass with the fields of a nested dictionary, the others at their defaults.
@@ -44,6 +47,13 @@ def require_at_least(group: str, config: object, least: float, *names: str) -> N
         if getattr(config, name) < least:
             label = f"{group}.{name}" if group else name
             raise ValueError(f"{label} must be >= {least}, got {getattr(config, name)}.")
+
+
+def require_at_most(group: str, config: object, most: float, *names: str) -> None:
+    """Raise a ValueError that names the first of these fields that is above `most`."""
+    for name in names:
+        if getattr(config, name) > most:
+            raise ValueError(f"{group}.{name} must be <= {most}, got {getattr(config, name)}.")
 
 
 def unknown_field(name: str, prefix: str, known: list[str]) -> str:

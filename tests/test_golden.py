@@ -32,9 +32,11 @@ WIDE = "checkpoints/sparse-wide-s0"  # 256 heads
 EACH = [pytest.param(s, marks=pytest.mark.slow) if s == WIDE else s for s in SUBJECTS]
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}
 """Of predictions: rounding of each dtype, as a share of the largest prediction."""
-DOCUMENT = 1e-4
-"""Of numbers in documents, as a share of the largest in their column. Commands run in float32: predictions may differ by
-1e-5 of the largest, which is a few times the typical one, and a squared error by twice as much."""
+DOCUMENT = 1e-3
+"""Of numbers in documents, as a share of the largest in their column. Commands run in float32:
+predictions may differ by 1e-5 of the largest, a few times the typical one, a squared error by twice
+as much, and a share of a small rise in error by ten times that. A kernel's width, where an error is
+least, is known to the root of float32's rounding, 3e-4."""
 TRAINED = 1e-5
 """Of weights after some steps in float32, in norm."""
 
@@ -85,7 +87,8 @@ def test_every_masked_head_changes_predictions_as_stored(kind: str, method: str)
     subject = KINDS[kind]
     hints, prompts = given(subject)
     expected, masks = stored("masks", f"{subject}/{method}"), masks_of(subject, hints)
-    # A mask may blow predictions up, and another leave them small: each has its own largest prediction.
+    # A mask may blow predictions up, and another leave them small: each has its own largest
+    # prediction.
     largest = np.maximum(np.abs(expected), np.abs(expected[:1])).max((1, 2), keepdims=True)
     found = subjects.masked_at_once(subject, hints, prompts, torch.float64, masks, method)
     assert distance(found, expected, largest) <= TOLERANCE[torch.float64]
@@ -122,7 +125,7 @@ def test_commands_answer_what_is_stored(asked: str):
 
 
 RUNS = [
-    pytest.param(preset, marks=pytest.mark.slow) if preset in SLOW_STEPS else preset
+    pytest.param(preset, marks=pytest.mark.slow) if preset.startswith("sparse-") else preset
     for preset in subjects.presets()
 ]
 
@@ -137,7 +140,8 @@ def test_presets_train_to_what_is_stored_and_resume_to_the_same_bits(preset: str
     for key in keys:
         expected = stored("training", key)
         off = np.linalg.norm(found[key.removeprefix(prefix)].numpy() - expected)
-        # Adam moves a weight whose gradient is nothing but rounding by up to a learning rate, on each processor another
+        # Adam moves a weight whose gradient is nothing but rounding by up to a learning rate, on
+        # each processor another
         # way. A step more or less moves every weight so far.
         allowed = TRAINED * np.linalg.norm(expected) + subjects.learning_rate(preset)
         assert off <= allowed, key

@@ -6,10 +6,12 @@ for. Every fault ends in a CheckpointError.
 
 import io
 import math
+import sys
 import warnings
 import zipfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +21,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from mechinterp.checkpoints.errors import CheckpointError, one_line
-from mechinterp.checkpoints.pickles import require_harmless
+from mechinterp.checkpoints.files import size_of
+from mechinterp.checkpoints.pickles import Storage, StoredTensor, Unread, read_pickle
 
 SUFFIXES = (".pt", ".pth", ".bin", ".npz", ".safetensors")
 MAX_BYTES = 2**28
@@ -29,6 +32,8 @@ MAX_UNPACKED = 2**26
 MAX_NUMBERS = 2**26
 MAX_ENTRIES = 30_000
 MAX_HEADER = 2**21
+MAX_AXES = 64
+CHUNK = 2**22
 # Where whole-run dictionaries keep the state dict.
 INNER = ("model", "model_state_dict", "state_dict")
 
@@ -79,10 +84,9 @@ def reading(file: Path) -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            if file.stat().st_size > MAX_BYTES:
-                raise CheckpointError(
-                    f"{file}: must be at most {MAX_BYTES} bytes, got {file.stat().st_size}."
-                )
+            size = size_of(file)
+            if size > MAX_BYTES:
+                raise CheckpointError(f"{file}: must be at most {MAX_BYTES} bytes, got {size}.")
             yield
         except CheckpointError:
             raise
@@ -103,13 +107,6 @@ def _plain(found: Mapping[str, Tensor], file: Path) -> dict[str, Tensor]:
     for name, tensor in found.items():
         if not tensor.is_floating_point() and tensor.dtype not in OTHERS:
             raise CheckpointError(f"{file}: {name} must hold numbers, got {tensor.dtype}.")
-        if tensor.layout != torch.strided or tensor.device.type != "cpu":
-            raise CheckpointError(f"{file}: {name} must be an ordinary tensor, got another kind.")
-        claimed, held = tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes()
-        if claimed > held:
-            raise CheckpointError(
-                f"{file}: {name} of shape {tuple(tensor.shape)} must lie in {claimed} bytes, got {held}."
-            )
     numbers = sum(tensor.numel() for tensor in found.values())
     if numbers > MAX_NUMBERS:
         raise CheckpointError(f"{file}: must hold at most {MAX_NUMBERS} numbers, got {numbers}.")
@@ -138,7 +135,7 @@ def _archive(file: Path) -> Iterator[zipfile.ZipFile]:
     """A zip archive whose entries are few and unpack to no more than they may."""
     with file.open("rb") as stream:
         # Counted before zipfile makes an object of each.
-        entries = sum(chunk.count(b"PK\x01\x02") for chunk in iter(lambda: stream.read(2**22), b""))
+        entries = sum(chunk.count(b"PK\x01\x02") for chunk in iter(lambda: stream.read(CHUNK), b""))
     if entries > MAX_ENTRIES:
         raise CheckpointError(f"{file}: must hold at most {MAX_ENTRIES} entries, got {entries}.")
     with zipfile.ZipFile(file) as archive:
@@ -174,42 +171,97 @@ def _read_torch(file: Path) -> dict[str, Tensor]:
             f"them; got {got} file."
         )
     with _archive(file) as archive:
-        copy = _repacked(archive, file)
-    try:
-        root = torch.load(copy, map_location="cpu", weights_only=True)
-    except Exception as error:
-        # PyTorch's own words recommend to run what the file holds.
-        raise CheckpointError(
-            f"{file}: must hold tensors that can be read without running code, got a {type(error).__name__}."
-        ) from None
-    return _state_dict(root, file)
+        names = [name for name in archive.namelist() if name.endswith("/data.pkl")]
+        if len(names) != 1:
+            raise CheckpointError(
+                f"{file}: must hold tensors that can be read without running code, as torch.save writes "
+                f"them; got an archive with {len(names)} pickles."
+            )
+        found = _state_dict(read_pickle(archive.read(names[0]), file), file)
+        return _Storages(archive, names[0].removesuffix("data.pkl"), file).tensors(found)
 
 
-def _repacked(archive: zipfile.ZipFile, file: Path) -> io.BytesIO:
-    """The same entries, checked and stored anew: PyTorch's own zip reader sees just what was checked."""
-    copy = io.BytesIO()
-    with zipfile.ZipFile(copy, "w") as target:
-        for entry in archive.infolist():
-            if entry.filename.lower().endswith(".pkl"):
-                require_harmless(archive.read(entry), file)
-            target.writestr(entry.filename, archive.read(entry))
-    copy.seek(0)
-    return copy
-
-
-def _state_dict(root: object, file: Path) -> dict[str, Tensor]:
+def _state_dict(root: object, file: Path) -> dict[str, StoredTensor]:
     if isinstance(root, dict) and not _is_state(root):
         inner = [name for name in INNER if isinstance(root.get(name), dict)]
         root = root[inner[0]] if inner else root
     if not isinstance(root, dict) or not _is_state(root):
+        values = list(root.values()) if isinstance(root, dict) else [root]
+        asked = [value.name for value in values if isinstance(value, Unread) and value.name]
+        got = f"; it asks for {asked[0]}, and no code of a file is run" if asked else ""
         raise CheckpointError(
-            f"{file}: must hold a state dict, names with a tensor each, or one under {', '.join(INNER)}."
+            f"{file}: must hold a state dict, names with a tensor each, or one under {', '.join(INNER)}{got}."
         )
-    return dict(root)
+    return root
 
 
 def _is_state(found: dict) -> bool:
-    return all(isinstance(n, str) and isinstance(t, Tensor) for n, t in found.items())
+    return all(isinstance(n, str) and isinstance(t, StoredTensor) for n, t in found.items())
+
+
+class _Storages:
+    """The entries of a torch archive that hold numbers, each read once."""
+
+    def __init__(self, archive: zipfile.ZipFile, folder: str, file: Path) -> None:
+        self.archive, self.folder, self.file = archive, folder, file
+        self.read = cache(self._read)
+        self.kinds: dict[str, torch.dtype] = {}
+        there = f"{folder}byteorder" in archive.namelist()
+        order = archive.read(f"{folder}byteorder").decode() if there else sys.byteorder
+        self.swapped = order != sys.byteorder
+
+    def tensors(self, found: Mapping[str, StoredTensor]) -> dict[str, Tensor]:
+        """The tensors that a pickle places there."""
+        return {name: self.tensor(name, place) for name, place in found.items()}
+
+    def tensor(self, name: str, place: StoredTensor) -> Tensor:
+        """A tensor, all of whose numbers are there."""
+        storage, shape = self.read(place.storage), place.shape
+        if len(shape) != len(place.strides) or len(shape) > MAX_AXES:
+            raise CheckpointError(
+                f"{self.file}: {name} must have at most {MAX_AXES} axes, a stride each, got {len(shape)} "
+                f"and {len(place.strides)} strides."
+            )
+        if min((place.offset, *shape, *place.strides)) < 0:
+            raise CheckpointError(f"{self.file}: {name} must lie behind the start of its numbers.")
+        _require_held(name, shape, storage.dtype.itemsize, storage.nbytes, self.file)
+        last = sum((n - 1) * stride for n, stride in zip(shape, place.strides, strict=True))
+        if 0 not in shape and place.offset + last >= len(storage):
+            raise CheckpointError(
+                f"{self.file}: {name} must end within its {len(storage)} numbers, it goes to number "
+                f"{place.offset + last + 1}."
+            )
+        return storage.as_strided(shape, place.strides, place.offset)
+
+    def _read(self, storage: Storage) -> Tensor:
+        """All numbers of an entry."""
+        entry = f"data/{storage.key}"
+        if self.kinds.setdefault(storage.key, storage.dtype) != storage.dtype:
+            raise CheckpointError(f"{self.file}: the entry {entry} must hold numbers of one kind.")
+        data = bytearray()
+        with self.archive.open(self.folder + entry) as stream:
+            for chunk in iter(lambda: stream.read(CHUNK), b""):
+                data += chunk
+        claimed = storage.size * storage.dtype.itemsize
+        if claimed != len(data):
+            raise CheckpointError(
+                f"{self.file}: the entry {entry} must have {claimed} bytes, got {len(data)}."
+            )
+        if not data:
+            return torch.empty(0, dtype=storage.dtype)
+        numbers = torch.frombuffer(data, dtype=storage.dtype)
+        if self.swapped:
+            numbers.untyped_storage().byteswap(storage.dtype)
+        return numbers
+
+
+def _require_held(name: str, shape: tuple[int, ...], width: int, held: int, file: Path) -> None:
+    """Refuse a tensor of more numbers, `width` bytes each, than lie in so many bytes."""
+    claimed = math.prod(shape) * width
+    if claimed > held:
+        raise CheckpointError(
+            f"{file}: {name} of shape {shape} must lie in {claimed} bytes, got {held}."
+        )
 
 
 def _read_npz(file: Path) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""The one error of reading and writing checkpoints."""
+"""The one error of reading and writing checkpoints, and texts that are safe to show."""
 
 MAX_LENGTH = 2000
 
@@ -17,11 +17,23 @@ def printable(text: str) -> str:
         >>> printable("a\x1b[2J\n")
         'a\\x1b[2J\\n'
     """
-    escaped = "".join(
-        c if c.isprintable() else c.encode("unicode_escape").decode()
-        for c in text[: MAX_LENGTH + 1]
-    )
+    escaped = visible(text[: MAX_LENGTH + 1]).replace("\n", r"\n")
     return escaped if len(escaped) <= MAX_LENGTH else escaped[: MAX_LENGTH - 3] + "..."
+
+
+def visible(text: str) -> str:
+    r"""The text in which what is not printable, but for the ends of lines, is written as an escape.
+
+    What is shown goes through here: names of files can hold what moves the cursor or turns the direction of writing.
+
+    Example:
+        >>> print(visible("a\x1b[2J\nb"))
+        a\x1b[2J
+        b
+    """
+    return "".join(
+        c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text
+    )
 
 
 def one_line(error: Exception) -> str:

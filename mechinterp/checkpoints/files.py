@@ -2,12 +2,14 @@
 
 import json
 import os
+import stat
 from collections.abc import Callable
 from pathlib import Path
 
 from mechinterp.checkpoints.errors import CheckpointError, one_line
 
 MAX_JSON = 2**22
+KINDS = {"a folder": stat.S_ISDIR, "a pipe": stat.S_ISFIFO, "a socket": stat.S_ISSOCK}
 
 
 def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
@@ -23,6 +25,20 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
     _flush(path.parent)
 
 
+def size_of(file: Path) -> int:
+    """The bytes of a regular file; whatever is read goes through here first, for a pipe would wait for its writer.
+
+    Raises:
+        CheckpointError: If it is a folder, a pipe, a socket or a device.
+        OSError: If it does not exist or may not be looked at.
+    """
+    found = file.stat()
+    if not stat.S_ISREG(found.st_mode):
+        kind = next((name for name, is_kind in KINDS.items() if is_kind(found.st_mode)), "a device")
+        raise CheckpointError(f"{file}: must be a regular file, got {kind}.")
+    return found.st_size
+
+
 def read_json(file: Path) -> object:
     """What a JSON file holds.
 
@@ -30,7 +46,7 @@ def read_json(file: Path) -> object:
         CheckpointError: If it cannot be read, is larger than 4 MB or nested too deeply.
     """
     try:
-        size = file.stat().st_size
+        size = size_of(file)
         if size > MAX_JSON:
             raise CheckpointError(f"{file}: must be at most {MAX_JSON} bytes, got {size}.")
         return json.loads(file.read_text(encoding="utf-8"))

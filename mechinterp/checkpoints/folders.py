@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from mechinterp.checkpoints.errors import CheckpointError, one_line
-from mechinterp.checkpoints.files import read_json, write_atomically
+from mechinterp.checkpoints.files import read_json, size_of, write_atomically
 from mechinterp.config import ExperimentConfig, from_dict
 
 FORMAT_VERSION = 1
@@ -119,7 +119,10 @@ def read_history(path: Path) -> pd.DataFrame | None:
     if not file.exists():
         return None
     try:
+        size_of(file)
         return pd.read_parquet(file)
+    except CheckpointError:
+        raise
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{file}: not a readable parquet file ({one_line(error)}).") from None
 

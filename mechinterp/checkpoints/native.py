@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import pandas as pd
 
 from mechinterp.checkpoints.archives import read_arrays
+from mechinterp.checkpoints.errors import printable
 from mechinterp.checkpoints.folders import (
     WEIGHTS,
     document_file,
@@ -61,8 +62,8 @@ class Checkpoint:
 
     @property
     def name(self) -> str:
-        """The folder's name."""
-        return self.path.resolve().name
+        """The folder's or file's name, printable."""
+        return printable(self.path.resolve().name)
 
     @property
     def task(self) -> TaskConfig:

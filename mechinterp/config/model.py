@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from mechinterp.fields import require_at_least, set_checked
+from mechinterp.fields import MAX_SIZE, require_at_least, require_at_most, set_checked
 
 SCORES = ("softmax", "1+tanh", "1+Cx", "(1+Cx)^2", "linear", "linear/L")
 CONTEXT_ONLY_SCORES = (*SCORES, "relu/L")
@@ -56,10 +56,10 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         set_checked(self, "model")
-        require_at_least("model", self, 1, "n_layers", "n_heads")
-        for name in ("d_head", "d_model", "d_mlp", "n_positions"):
-            if getattr(self, name) is not None:
-                require_at_least("model", self, 1, name)
+        optional = ("d_head", "d_model", "d_mlp", "n_positions")
+        sizes = ("n_layers", "n_heads", *(n for n in optional if getattr(self, n) is not None))
+        require_at_least("model", self, 1, *sizes)
+        require_at_most("model", self, MAX_SIZE, *sizes)
         require_at_least("model", self, 0, "norm_eps")
         scores = CONTEXT_ONLY_SCORES if self.context_only else SCORES
         self._require_one_of("score", scores)

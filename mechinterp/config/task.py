@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from mechinterp.fields import require_at_least, set_checked
+from mechinterp.fields import MAX_SIZE, require_at_least, require_at_most, set_checked
 
 COVARIANCES = ("identity", "kms", "eigenvalues")
 NONZEROS = ("gaussian", "signs")
@@ -71,6 +71,7 @@ class TaskConfig:
     def __post_init__(self) -> None:
         set_checked(self, "task")
         require_at_least("task", self, 1, "d_x", "d_y", "context_length")
+        require_at_most("task", self, MAX_SIZE, "d_x", "d_y", "context_length")
         require_at_least("task", self, 0, "noise_var")
         if self.beta_var is not None and self.beta_var <= 0:
             raise ValueError(f"task.beta_var must be > 0, got {self.beta_var}.")

@@ -11,6 +11,7 @@ from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
 from mechinterp import figures
+from mechinterp.checkpoints.errors import visible
 from mechinterp.report.glossary import meanings
 from mechinterp.report.sections import Section, number
 
@@ -38,9 +39,9 @@ def page(name: str, about: str, verdict: str, sections: Sequence[Section]) -> st
     }
     environment.filters["least_width"] = _least_width
     return environment.get_template("page.html.jinja").render(
-        name=name,
-        about=about,
-        verdict=verdict,
+        name=visible(name),
+        about=visible(about),
+        verdict=visible(verdict),
         sections=sections,
         title_height=TITLE_HEIGHT,
         looks=figures.templates(),

@@ -14,6 +14,7 @@ from rich.progress import Progress as Bar
 from mechinterp.analysis.fits import LearnerFits
 from mechinterp.analysis.heads import HeadAblation
 from mechinterp.analysis.subsets import MAX_SUBSET_HEADS, SubsetAblation
+from mechinterp.checkpoints.errors import printable
 from mechinterp.tracking import Item, Track
 from mechinterp.training.run import Progress
 
@@ -42,7 +43,8 @@ def progress_bar(*, quiet: bool = False) -> Iterator[Callable[[Progress], None]]
         bar.update(bar.task_ids[0], completed=progress.step, total=progress.steps, description=text)
         for name in progress.diverged:
             bar.console.print(
-                f"{name} has diverged: its loss is not finite at step {progress.step}"
+                f"{printable(name)} has diverged: its loss is not finite at step {progress.step}",
+                markup=False,
             )
 
     try:

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from mechinterp.checkpoints.errors import CheckpointError, one_line
-from mechinterp.checkpoints.files import write_atomically
+from mechinterp.checkpoints.files import size_of, write_atomically
 from mechinterp.config import ExperimentConfig, from_dict
 
 
@@ -59,9 +59,9 @@ def read_state(file: Path) -> State:
     Raises:
         CheckpointError: If the file is cut short or was not written by `write_state`.
     """
-    with resumable(file), safe_open(file, framework="pt") as stored:
+    with resumable(file), _opened(file) as stored:
         metadata = stored.metadata()
-        # safe_open is no dictionary: it has keys() but cannot be iterated over.
+        # What safe_open gives is no dictionary: it has keys() but cannot be iterated over.
         tensors = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118
         return State(
             models=_models(metadata),
@@ -79,7 +79,7 @@ def stored_models(file: Path) -> dict[str, ExperimentConfig]:
     Raises:
         CheckpointError: If the file is cut short or was not written by `write_state`.
     """
-    with resumable(file), safe_open(file, framework="pt") as stored:
+    with resumable(file), _opened(file) as stored:
         return _models(stored.metadata())
 
 
@@ -98,6 +98,11 @@ def resumable(file: Path) -> Iterator[None]:
             f"{file}: not a training state that can be resumed ({reason}). Delete it, and its models begin anew "
             "with --resume."
         ) from None
+
+
+def _opened(file: Path) -> safe_open:
+    size_of(file)  # a pipe would wait for its writer
+    return safe_open(file, framework="pt")
 
 
 def _models(metadata: Mapping[str, str]) -> dict[str, ExperimentConfig]:

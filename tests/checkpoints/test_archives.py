@@ -163,8 +163,8 @@ def saves(make: Callable[[], object]) -> Write:
 
 
 HOSTILE: dict[str, tuple[str, Write, str]] = {
-    "code": (".pt", lambda f: torch.save(weights(f), f), "asks for|got a UnpicklingError"),
-    "nested code": (".pt", lambda f: torch.save({"model": {"a": [weights(f)]}}, f), "without run"),
+    "code": (".pt", lambda f: torch.save(weights(f), f), "asks for (io|_io|builtins).open, and no code of a file is run"),
+    "nested code": (".pt", lambda f: torch.save({"model": {"a": [weights(f)]}}, f), "must hold a state dict"),
     "plain pickle": (".pt", lambda f: f.write_bytes(pickle.dumps(weights(f))), "a plain pickle"),
     "plain pickle 0": (".bin", lambda f: f.write_bytes(pickle.dumps(Touch(f.with_name("ran")), 0)), "another file"),
     "old torch": (
@@ -194,7 +194,7 @@ HOSTILE: dict[str, tuple[str, Write, str]] = {
         lambda f: with_pickle(f, asks("torch", "Tensor", 2**33)),
         r"asks for torch\.Tensor",
     ),
-    "long storage": (".pt", lambda f: repacked(f, longer), "got a RuntimeError"),
+    "long storage": (".pt", lambda f: repacked(f, longer), "data/0 must have 4194304 bytes, got 16"),
     "long pickle": (".pt", lambda f: with_pickle(f, b"\x80\x02" + b"}" * 13_000_000), "got a pickle of 13000002 bytes"),
     "many opcodes": (".pt", lambda f: with_pickle(f, b"\x80\x02" + b"}" * 5_900_000), "more than 300000 steps"),
     "hidden opcodes": (".pt", lambda f: with_pickle(f, b"\x80\x02" + b"KG}}}}}}}}" * 100_000), "more than 300000 steps"),
@@ -206,8 +206,8 @@ HOSTILE: dict[str, tuple[str, Write, str]] = {
         saves(lambda: (lambda t: {str(i): t.T for i in range(200)})(torch.ones(1000, 1000))),
         "must hold at most 67108864 numbers, got 200000000",
     ),
-    "sparse": (".pt", saves(lambda: {"W_Q": torch.eye(3).to_sparse()}), "asks for|ordinary tensor"),
-    "meta": (".pt", saves(lambda: {"W_Q": torch.ones(3, device="meta")}), "asks for|ordinary tensor"),
+    "sparse": (".pt", saves(lambda: {"W_Q": torch.eye(3).to_sparse()}), r"asks for torch\._utils\._rebuild_sparse"),
+    "meta": (".pt", saves(lambda: {"W_Q": torch.ones(3, device="meta")}), r"asks for torch\._utils\._rebuild_meta"),
     "torch bomb": (".pt", bomb, "without running code|must unpack to at most"),
     "npz bomb": (".npz", bomb, "must unpack to at most 67108864 bytes, it claims 335544320"),
     "claimed size": (".pt", claims(2**32 - 2), "must unpack to at most"),
@@ -216,7 +216,7 @@ HOSTILE: dict[str, tuple[str, Write, str]] = {
     "crowded": (".pt", crowded, "at most 30000 entries, got 200000"),
     "twice": (".pt", twice, "each entry once"),
     "lzma": (".pt", lambda f: repacked(f, lambda _, d: d, zipfile.ZIP_LZMA), "stored or deflated, got compression 14"),
-    "no pickle": (".pt", npz(b"x", name="archive/data/0"), "without running code, got a"),
+    "no pickle": (".pt", npz(b"x", name="archive/data/0"), "got an archive with 0 pickles"),
     "not an array": (".npz", npz(b"x", name="W_Q.txt"), r"must hold \.npy arrays, got W_Q\.txt"),
     "npy noise": (".npz", npz(b"x"), "not a readable npz file"),
     "npy of 2**40": (".npz", npz(npy("(1099511627776,)")), "must lie in 4398046511104 bytes, got 0"),
@@ -294,7 +294,7 @@ def test_directories_devices_and_missing_files(tmp_path: Path):
     for path in (tmp_path / "gone.pt", tmp_path / "gone.npz", tmp_path / "gone.safetensors"):
         with pytest.raises(CheckpointError, match="does not exist"):
             read_arrays(path)
-    with pytest.raises(CheckpointError, match="not a readable PyTorch file"):
+    with pytest.raises(CheckpointError, match="must be a regular file, got a folder"):
         read_arrays(tmp_path)
     for path in (tmp_path / ("x" * 5000), Path("/dev/null"), tmp_path / "a\0b.pt"):
         with pytest.raises(CheckpointError):

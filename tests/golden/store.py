@@ -35,6 +35,8 @@ COMMANDS = {
     "fit": ("--n-prompts", "128", "--context-length", "20", "--context-length", "40"),
     "prune": ("--n-prompts", "256"),
 }
+NOTHING, CHANCE = 1e-12, 0.05
+"""A number that is rounding alone, and the p-value of what may be chance."""
 METHODS = ("zero", "mean", "resample")
 STEPS, SLOW_STEPS = 200, {"sparse-wide": 20}
 """Of the presets, and of those whose steps cost much."""
@@ -79,7 +81,7 @@ def command_line(command: str, kind: str) -> tuple[str, ...]:
 
 
 def distance(found: np.ndarray, stored: np.ndarray, scale: float | np.ndarray) -> float:
-    """The largest difference, as a share of the scale; infinite if shapes differ or a number is not finite."""
+    """The largest difference, as a share of the scale; infinite for another shape or infinities."""
     if found.shape != stored.shape or not np.isfinite(found).all():
         return math.inf
     return float((np.abs(found - stored) / scale).max())
@@ -88,8 +90,9 @@ def distance(found: np.ndarray, stored: np.ndarray, scale: float | np.ndarray) -
 def differences(found: object, stored: object, tolerance: float) -> list[str]:
     """Where two JSON documents differ: a line each.
 
-    Numbers with a decimal point may differ by a share of the largest in their column, which is the same field of all
-    rows of a list; everything else is equal, but that a decimal within a text may differ in its last digit.
+    Numbers with a decimal point may differ by a share of the largest in their column, which is the
+    same field of all rows of a list; everything else is equal, but that a decimal within a text may
+    differ in its last digit.
     """
     ours, theirs = dict(_leaves(found)), dict(_leaves(stored))
     lines = [f"{'.'.join(p)}: new" for p in ours.keys() - theirs.keys()]
@@ -101,7 +104,11 @@ def differences(found: object, stored: object, tolerance: float) -> list[str]:
     for place in ours.keys() & theirs.keys():
         now, before = ours[place], theirs[place]
         if isinstance(now, float) and isinstance(before, float):
-            same = abs(now - before) <= tolerance * largest[_column(place)]
+            allowed = max(tolerance * largest[_column(place)], NOTHING if tolerance else 0)
+            same = abs(now - before) <= allowed
+            # What a head of no effect does is rounding, and so is the test of it: it stays
+            # without significance.
+            same |= place[-1] == "p_value" and min(now, before) > CHANCE
         elif isinstance(now, str) and isinstance(before, str):
             same = _same_text(now, before)
         else:

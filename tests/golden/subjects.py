@@ -1,7 +1,7 @@
 """The package as a user has it: the one file of the golden tests that knows its functions.
 
-A subject is a checkpoint folder or a file of weights. Everything stored in `data/` was got through here, so that
-after a change of the package's functions this file changes and the stored numbers stay.
+A subject is a checkpoint folder or a file of weights. Everything stored in `data/` was got through
+here, so that after a change of the package's functions this file changes and the stored numbers stay.
 """
 
 import json

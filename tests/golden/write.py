@@ -1,6 +1,7 @@
 """Writes the golden files: `python -m tests.golden.write [PART...]`, all parts if none is named.
 
-Run it only where a difference is meant, and read the difference before it is committed. Files of weights in `files/`
+Run it only where a difference is meant, and read the difference before it is committed. Files of
+weights in `files/`
 are written once (`python -m tests.golden.write files`): they stand for what other people have.
 """
 
@@ -53,7 +54,7 @@ FIXTURES = (
 
 
 def write_files() -> None:
-    """A file of every layout that is read, and a folder of every kind that is not among the checkpoints."""
+    """A file of every layout that is read, and folders of kinds that no checkpoint is of."""
     shutil.rmtree(subjects.FILES, ignore_errors=True)
     subjects.FILES.mkdir()
     listed = {name: given for name, given in _layouts(subjects.FILES).items()}
@@ -85,7 +86,7 @@ def write_predictions() -> None:
 
 
 def write_masks() -> None:
-    """Predictions with each head masked alone, for a model of each kind; the first row has no mask."""
+    """Predictions of a model of each kind, unmasked and with each head masked alone."""
     found = {}
     for name in KINDS.values():
         each = read_json("subjects")[name]

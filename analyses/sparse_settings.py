@@ -1,0 +1,230 @@
+"""C9 to C16 of sparse regression in every setting of the plan, sparse_settings.md: a row per model.
+
+Each model's claims stand beside the numbers that they rest on; "Layer 1" is the first. Models that
+were trained for several numbers of steps are measured at the largest one.
+Run: python analyses/sparse_settings.py FOLDER, a folder of checkpoints such as `mechinterp sweep
+analyses/sweeps/sparse_settings.json --out FOLDER` makes (a minute per model; --quick seconds). Not
+among those of `make analyses`.
+"""
+
+import argparse
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import sparse_measured as ask
+import torch
+from measured import RESULTS
+from sparse_fairness import algorithm_1, descent, fitted, lista, moments
+from sparse_measured import Pair
+from sparse_setting import best, best_lasso, best_ridge, ratio
+
+from mechinterp.analysis.estimates import mean_and_sem
+from mechinterp.analysis.head_sets import halves
+from mechinterp.analysis.p_probing import IDEAL, RAW
+from mechinterp.analysis.pruning import best_head_first, best_head_later
+from mechinterp.checkpoints.native import DeepCheckpoint
+from mechinterp.config import ExperimentConfig, TaskConfig
+from mechinterp.icl.prompts import Prompts
+from mechinterp.icl.sparse_predictors import gradient_descent, preprocess_then_optimise
+
+PROMPTS, LASSO_PROMPTS, OVER_TRAINING = 4096, 512, 1024
+MODEL = ("score", "n_heads", "d_head", "d_model", "n_layers")
+TASK = ("d_x", "sparsity", "context_length", "nonzeros", "noise_var")
+Row = dict[str, object]
+
+
+def settled(checkpoints: list[DeepCheckpoint]) -> list[list[DeepCheckpoint]]:
+    """The models of each setting and seed, those of fewer steps first."""
+    groups: dict[str, list[DeepCheckpoint]] = defaultdict(list)
+    for one in sorted(checkpoints, key=lambda checkpoint: checkpoint.step):
+        same = replace(one.config, train=replace(one.config.train, steps=1))
+        groups[same.id].append(one)
+    return list(groups.values())
+
+
+def single_of(own: ExperimentConfig, models: list[DeepCheckpoint]) -> DeepCheckpoint | None:
+    """The model of one head of width d_x + 1, all else equal: of as many steps, or of the most."""
+    model = replace(own.model, n_heads=1, d_head=own.task.d_x + 1)
+    steps = own.train.steps
+
+    def same(one: DeepCheckpoint) -> bool:
+        train = replace(one.config.train, steps=steps)
+        return replace(one.config, train=train) == replace(own, model=model)
+
+    found = sorted(filter(same, models), key=lambda one: (one.step == steps, one.step))
+    return found[-1] if found else None
+
+
+@cache
+def learners(task: TaskConfig, layers: int, n_prompts: int) -> Mapping[str, np.ndarray]:
+    """Excess risk of each measured prompt, by learner; lasso has the last of them."""
+    fit, prompts = halves(ask.prompts_of(task, n_prompts).to(torch.float64))
+    found = {"ridge": best_ridge(prompts), "lasso": best_lasso(prompts[-LASSO_PROMPTS:])}
+    found["gd"] = best(gradient_descent(prompts, steps=128), prompts)
+    found["algorithm"] = best(preprocess_then_optimise(prompts, steps=128), prompts)
+    gram, r, _ = moments(prompts)
+    for name, path, steps in (
+        ("gd_fixed", descent, layers),
+        ("algorithm_fixed", algorithm_1, layers - 1),
+        ("lista", lista, layers),
+    ):
+        w = path(gram, r, fitted(path, fit, steps, second=path is lista))
+        found[name] = best([(w * prompts.x_query).sum(1, keepdim=True)], prompts)
+    return found
+
+
+def against(own: np.ndarray, rivals: Mapping[str, np.ndarray]) -> Row:
+    """Risk, and its ratio to that of each rival on the same prompts."""
+    risk, sem = mean_and_sem(own)
+    row: Row = {"risk": float(risk), "risk_sem": float(sem)}
+    for name, theirs in rivals.items():
+        row |= told(f"to_{name}", ratio(own[-len(theirs) :], theirs))
+    return row
+
+
+def several_help(model, single, task: TaskConfig, n_prompts: int) -> Row:
+    """C9: risk over that of a single head where the context has 2 d_x pairs."""
+    prompts = ask.prompts_of(task, n_prompts, length=2 * task.d_x)
+    value, sem = ratio(ask.risks(model, prompts), ask.risks(single, prompts))
+    return told("to_single_2d", (value, sem)) | {"C9": value + 1.96 * sem <= 0.9}
+
+
+def spread(model, rise: np.ndarray, measured: Prompts) -> Row:
+    """C10: effective heads and the share of the best head, by layer."""
+    found = ask.spread(model, rise, measured)
+    row: Row = {}
+    layers = zip(found.effective, found.of_medians, found.top_share, strict=True)
+    for layer, (effective, median, share) in enumerate(layers, 1):
+        row |= told(f"n_eff_{layer}", effective)
+        row |= {f"n_eff_{layer}_median": median, f"top_share_{layer}": share}
+    n, tops = [number for number, _ in found.effective], found.top_share
+    several = n[0] >= 2 and n[0] >= 1.5 * max(n[1:])
+    return row | {"C10": several and tops[0] <= 0.6 and bool(np.median(tops[1:]) >= 0.7)}
+
+
+def pruned(model, gone: Mapping[str, list[ask.Head]], full: np.ndarray, measured: Prompts) -> Row:
+    """C11 and C12: what is left with one head or pair in each later layer, or one in the first."""
+    row: Row = {}
+    for name, heads in gone.items():
+        errors, refit = ask.risks(model, measured, heads), ask.refit_risks(model, measured, heads)
+        row |= told(f"{name}", ratio(errors, full)) | told(f"{name}_refit", ratio(refit, full))
+        row |= {f"{name}_median": float(np.median(errors) / np.median(full))}
+    kept = {name: row[name] <= 2 and row[f"{name}_refit"] <= 1.25 for name in ("later", "pairs")}
+    needed = row["first"] >= max(2, 1.5 * row["later"])
+    return row | {"C11": kept["later"], "C11_pairs": kept["pairs"], "C12": needed}
+
+
+def probes(model, gone: list[ask.Head], measured: Prompts) -> Row:
+    """C14, and what the first layer writes."""
+    full, less = (ask.probe_risks(model, measured, heads) for heads in ([], gone))
+    falls = all((one[1:] <= 1.05 * one[:-1]).all() for one in (full, less))
+    row: Row = {f"probe_{layer}": float(risk) for layer, risk in enumerate(full)}
+    r2 = {f"r2_{name}": value for name, value in ask.first_layer(model, measured).items()}
+    return row | r2 | {"C14": falls and bool(abs(full[1] - less[1]) <= 1e-6)}
+
+
+def descends(model, single, measured: Prompts) -> Row:
+    """C15: descent on what the first layer writes."""
+    phis = ask.features({"own": model, "single": single}, measured)
+    row: Row = {}
+    raw, alone = (ask.area(phis, measured, of="own", over=over) for over in (RAW, "single"))
+    row |= told("area_to_raw", raw) | told("area_to_single", alone)
+    at, base = ask.risk_at(phis["own"], measured), ask.risk_at(phis[RAW], measured)
+    row |= told("step_16_to_raw", ratio(at, base))
+    row |= told("step_16_to_ideal", ratio(at, ask.risk_at(phis[IDEAL], measured)))
+    ahead = all(value + 2 * sem < 0 for value, sem in (raw, alone))
+    return row | {"C15": ahead and row["step_16_to_raw"] <= 0.8}
+
+
+def one_model(
+    group: list[DeepCheckpoint], single: DeepCheckpoint | None, n_prompts: int
+) -> tuple[Row, pd.DataFrame]:
+    """The row of a setting and seed, and its first layer over training."""
+    checkpoint = group[-1]
+    config, model = checkpoint.config, checkpoint.model
+    scored, measured = halves(ask.prompts_of(config.task, n_prompts))
+    full = ask.risks(model, measured)
+    row: Row = {"model": checkpoint.name} | described(config)
+    if len(group) > 1:
+        row |= told("to_fewer_steps", ratio(full, ask.risks(group[-2].model, measured)))
+    row |= against(full, learners(config.task, config.model.n_layers, n_prompts))
+    row["algorithm_to_gd"] = row["to_gd_fixed"] / row["to_algorithm_fixed"]
+    history = pd.DataFrame(ask.over_training(checkpoint, measured[:OVER_TRAINING]))
+    if config.model.n_heads > 1:
+        rise = ask.rises(model, scored)
+        gone = {
+            "later": ask.without(best_head_later, rise),
+            "pairs": ask.best_pairs(model, rise.shape, scored),
+            "first": ask.without(best_head_first, rise),
+        }
+        row |= spread(model, rise, measured) | pruned(model, gone, full, measured)
+    else:
+        gone = {"later": []}
+    row |= probes(model, gone["later"], measured)
+    if config.model.n_heads > 1 and single is not None:
+        row |= several_help(model, single.model, config.task, n_prompts)
+        theirs = ask.risks(single.model, measured)
+        kept = ratio(ask.risks(model, measured, gone["later"]), theirs)
+        row |= told("to_single", ratio(full, theirs)) | told("later_to_single", kept)
+        row |= {"C13": kept[0] <= 0.95} | descends(model, single.model, measured)
+    return row, history.assign(model=checkpoint.name)
+
+
+def over_noise(table: pd.DataFrame) -> list[object]:
+    """C16: whether C11 to C13 hold at noise variances 0.1, 0.4 and 0.8, or where they fail."""
+    same = [name for name in (*MODEL, *TASK) if name != "noise_var"] + ["seed"]
+    found: dict[object, object] = {}
+    for _, group in table[table.noise_var > 0].groupby(same):
+        judged = group.dropna(subset=["C11", "C12", "C13"])
+        held = judged[["C11", "C12", "C13"]].astype(bool).all(axis=1)
+        missing = {0.1, 0.4, 0.8} - set(judged.noise_var)
+        verdict: object = False if not held.all() else "not tested" if missing else True
+        found |= dict.fromkeys(judged.index, verdict)
+    return [found.get(index) for index in table.index]
+
+
+def described(config: ExperimentConfig) -> Row:
+    """What was trained."""
+    row: Row = {name: getattr(config.model, name) for name in MODEL}
+    row |= {"d_head": config.d_head, "d_model": config.d_model}
+    row |= {name: getattr(config.task, name) for name in TASK} | {"norm": False, "mlp": False}
+    train = config.train
+    return row | {"seed": config.seed, "steps": train.steps, "learning_rate": train.learning_rate}
+
+
+def told(name: str, pair: Pair) -> Row:
+    """A number and its standard error as two columns."""
+    return {name: pair[0], f"{name}_sem": pair[1]}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=Path, help="holds one folder per checkpoint")
+    parser.add_argument("--quick", action="store_true", help="fewer prompts")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    checkpoints = ask.trained(sorted(arguments.folder.iterdir()))
+    rows, histories = [], []
+    for group in settled(checkpoints):
+        single = single_of(group[-1].config, checkpoints)
+        row, history = one_model(group, single, 512 if arguments.quick else PROMPTS)
+        rows.append(row)
+        histories.append(history)
+        print(row["model"], flush=True)
+    table = pd.DataFrame(rows).sort_values("model", ignore_index=True)
+    if "C13" in table:
+        table["C16"] = over_noise(table)
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    files = {"sparse_settings": table, "sparse_settings_training": pd.concat(histories)}
+    for name, frame in files.items():
+        frame.to_csv(arguments.out / f"{name}.csv", index=False, float_format="%.6g")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,262 @@
+"""Pickles that hang, crash or fill the memory of those who build what they say; and those that hold more than tensors."""
+
+import argparse
+import io
+import json
+import pickle
+import struct
+import subprocess
+import sys
+import zipfile
+from collections import OrderedDict
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from mechinterp.checkpoints.archives import read_arrays
+from mechinterp.checkpoints.errors import CheckpointError
+from mechinterp.checkpoints.loading import load
+from mechinterp.checkpoints.pickles import StoredTensor, Unread, read_pickle
+from tests.checkpoints.foreign_files import random_heads, softmax_paper_state, whole_run
+from tests.checkpoints.test_archives import little, with_pickle
+
+HERE = Path("x.pth")
+# A tuple 60 deep, each one twice in the next: 2**60 leaves in 240 bytes.
+DOUBLED = b")" + b"".join(b"q" + bytes([i]) + b"h" + bytes([i]) + b"\x86" for i in range(60))
+DEEP = b")" + b"\x85" * 200_000
+ORDERED, TENSOR = b"ccollections\nOrderedDict\n", b"ctorch._utils\n_rebuild_tensor_v2\n"
+STORAGE = b"(X\x07\0\0\0storagectorch\nFloatStorage\n%bX\x03\0\0\0cpuK\x04tQ"
+WORD = STORAGE % b"X\x01\0\0\x000"
+
+
+def in_state(value: bytes) -> bytes:
+    """A pickle of {"W": value}."""
+    return b"}X\x01\0\0\0W" + value + b"s"
+
+
+def called(function: bytes, arguments: bytes) -> bytes:
+    return function + b"(" + arguments + b"tR"
+
+
+HOSTILE: dict[str, tuple[bytes, str]] = {
+    "the key of a dictionary": (b"}" + DOUBLED + b"Ns", "must hold a state dict"),
+    "the key of a storage": (STORAGE % DOUBLED, "a storage without a name"),
+    "the class of a storage": (b"(X\x07\0\0\0storage" + DOUBLED + b"K\0K\0K\0tQ", "a storage without"),
+    "a persistent id": (DOUBLED + b"Q", "a storage without a name"),
+    "the key of an OrderedDict": (in_state(called(ORDERED, b"(" + DOUBLED + b"N\x86t")), "asks for collections"),
+    "an item of an OrderedDict": (called(ORDERED, b"") + DOUBLED + b"Ns", "must hold a state dict"),
+    "an argument": (in_state(called(b"ctorch\nSize\n", DOUBLED)), "asks for torch.Size"),
+    "a dtype": (in_state(called(b"ctorch\ndevice\n", DOUBLED)), "asks for torch.device"),
+    "the shape of a tensor": (in_state(called(TENSOR, WORD + b"K\0" + DOUBLED + b")\x89)")), "asks for"),
+    "a function": (DOUBLED + b")R", "must hold a state dict"),
+    "the class of an object": (DOUBLED + b")\x81", "must hold a state dict"),
+    "the name of a class": (DOUBLED + DOUBLED + b"\x93", "a name that is no short text"),
+    "a set": (b"\x8f(" + DOUBLED + b"\x90", "must hold a state dict"),
+    "a frozen set": (b"(" + DOUBLED + b"\x91", "must hold a state dict"),
+    "the state of an object": (called(ORDERED, b"") + DOUBLED + b"b" + b"K\1Ns", "must hold a state dict"),
+    "the root": (DOUBLED, "must hold a state dict"),
+    "a value": (in_state(DOUBLED), "must hold a state dict"),
+    "deep root": (DEEP, "must hold a state dict"),
+    "deep value": (in_state(DEEP), "must hold a state dict"),
+    "deep key": (b"}" + DEEP + b"Ns", "must hold a state dict"),
+    "deep argument": (in_state(called(b"ctorch\nSize\n", DEEP)), "asks for torch.Size"),
+    "deep dictionaries": (b"}X\x01\0\0\0a" * 70_000 + b"N" + b"s" * 70_000, "must hold a state dict"),
+    "itself": (b"}q\0X\x05\0\0\0modelh\0s", "must hold a state dict"),
+    "a long name": (
+        b"X" + struct.pack("<I", 10**7) + b"a" * 10**7 + b"q\0" + b"h\0h\0\x93" * 90_000,
+        "a name that is no short text",
+    ),
+    "an integer": (in_state(b"\x8b" + struct.pack("<I", 10**7) + b"\x7f" * 10**7), "must hold a state dict"),
+    "a shape of 10**6 axes": (
+        in_state(called(TENSOR, WORD + b"K\0(" + b"K\1" * 90_000 + b"t(" + b"K\1" * 90_000 + b"t")),
+        "at most 64 axes",
+    ),
+    "a shape beyond 64 bits": (
+        in_state(called(TENSOR, WORD + b"K\0" + b"\x8a\x08" + b"\xff" * 7 + b"\x7f2\x86K\0K\0\x86")),
+        "must lie in 340282366920938463389587631136930004996 bytes, got 16",
+    ),
+    "a start before the numbers": (in_state(called(TENSOR, WORD + b"J\xff\xff\xff\xffK\1\x85K\1\x85")), "behind the start"),
+    "strides beyond the numbers": (in_state(called(TENSOR, WORD + b"K\1K\2\x85K\3\x85")), "within its 4 numbers, it goes to number 5"),
+    "one entry as two kinds": (
+        b"}X\x01\0\0\0W" + called(TENSOR, WORD + b"K\0K\4\x85K\1\x85") + b"sX\x01\0\0\0b"
+        + called(TENSOR, WORD.replace(b"Float", b"Int") + b"K\0K\4\x85K\1\x85") + b"s",
+        "data/0 must hold numbers of one kind",
+    ),
+    "no stack": (b"\x86", "got no pickle"),
+    "no memo": (b"h\0", "got no pickle"),
+    "no mark": (b"t", "got no pickle"),
+    "no value": (b"}(Nu", "got no pickle"),
+    "nothing": (b"", "got no pickle"),
+    "protocol 0": (b"I1\n", "no pickle of protocol 2 to 5: b'I'"),
+    "an extension": (b"\x82\1", "no pickle of protocol 2 to 5"),
+}  # fmt: skip
+
+
+def archive(file: Path, value: bytes) -> Path:
+    with_pickle(file, b"\x80\x02" + value + b".")
+    return file
+
+
+@pytest.mark.parametrize(("pickled", "words"), HOSTILE.values(), ids=HOSTILE)
+def test_a_hostile_pickle_ends_in_one_line(tmp_path: Path, pickled: bytes, words: str):
+    file = archive(tmp_path / "x.pth", pickled)
+    for read in (read_arrays, load):
+        with little(), pytest.raises(CheckpointError, match=words) as error:
+            read(file)
+        assert str(error.value).startswith(f"{file}: ")
+        assert str(error.value).isprintable()
+
+
+@pytest.mark.parametrize("junk", [DOUBLED, DEEP], ids=["doubled", "deep"])
+def test_what_is_no_weight_costs_nothing(tmp_path: Path, junk: bytes):
+    state = in_state(called(TENSOR, WORD + b"K\0K\2K\2\x86K\1K\2\x86\x89)"))
+    pickled = b"}X\x05\0\0\0model" + state + b"sX\x03\0\0\0log" + junk + b"s"
+    with little():
+        found = read_arrays(archive(tmp_path / "x.pth", pickled))
+    assert torch.equal(found["W"], torch.ones(2, 2))
+
+
+class Trainer:
+    """Pickled by its name and its attributes."""
+
+    def __init__(self) -> None:
+        self.step = 3
+
+
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+def test_what_else_a_run_holds_is_passed_over(tmp_path: Path, protocol: int):
+    state = OrderedDict(W=torch.arange(6.0).view(2, 3).T, b=torch.ones(2, dtype=torch.bfloat16))
+    run = {
+        "args": argparse.Namespace(lr=0.1, path=Path("a")),
+        "path": Path("b"),
+        "loss": np.float64(0.5),
+        "losses": np.ones(3),
+        "trainer": Trainer(),
+        "dtype": torch.float32,
+        "size": torch.Size((2, 3)),
+        "seen": {1, 2},
+        "fixed": frozenset((1,)),
+        "both": slice(1, 2),
+        "by pair": {(1, 2): 3.0, 0.5: None, None: 10**30, 3: b"x", True: -1},
+        "log": [{"omega": torch.ones(3)}, (1, (2, (3, (4,))))],
+        "model": state,
+    }
+    torch.save(run, tmp_path / "x.pth", pickle_protocol=protocol)
+    found = read_arrays(tmp_path / "x.pth")
+    assert list(found) == ["W", "b"]
+    assert torch.equal(found["W"], state["W"])
+    assert torch.equal(found["b"], state["b"].float())
+
+
+def test_a_class_in_place_of_weights_is_named(tmp_path: Path):
+    torch.save({"model": torch.nn.Linear(2, 2)}, tmp_path / "x.pth")
+    words = r"asks for torch\.nn\.modules\.linear\.Linear, and no code of a file is run"
+    with pytest.raises(CheckpointError, match=words):
+        read_arrays(tmp_path / "x.pth")
+
+
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+def test_plain_values_are_those_that_were_pickled(protocol: int):
+    values = {
+        "a": 1,
+        2: -(2**40),
+        "c": 2.5,
+        "d": "\u00e9" * 300,
+        "e": None,
+        "f": True,
+        "g": b"x" * 3,
+    }
+    values |= {"h": (1, ("a", 300)), "i": 70_000, "j": {"k": {}}, "l": 255}
+    found = read_pickle(pickle.dumps(values, protocol), HERE)
+    if protocol == 2:  # which has no bytes
+        assert found.pop("g") == Unread("_codecs.encode")
+        values.pop("g")
+    assert found == values
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128),
+        *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
+    ],
+)  # fmt: skip
+def test_tensors_of_every_kind_and_layout(tmp_path: Path, dtype: torch.dtype):
+    numbers = torch.arange(24).to(dtype)
+    state = {
+        "all": numbers.view(2, 3, 4),
+        "part": numbers[3:9].view(2, 3).T,
+        "every other": numbers[::2],
+        "one": numbers[5],
+        "same": numbers[:1].expand(1, 1),
+        "none": numbers[:0].view(0, 3),
+        "parameter": torch.nn.Parameter(numbers[:4], requires_grad=False),
+    }
+    torch.save(state, tmp_path / "x.pth")
+    found = read_arrays(tmp_path / "x.pth")
+    expected = torch.load(tmp_path / "x.pth", weights_only=True)
+    assert list(found) == list(state)
+    for name, tensor in expected.items():
+        assert torch.equal(found[name], tensor.to(found[name].dtype)), name
+        assert found[name].dtype == (
+            torch.float32 if dtype.itemsize == 2 and dtype.is_floating_point else dtype
+        )
+
+
+def test_the_byte_order_of_another_machine(tmp_path: Path):
+    stream = io.BytesIO()
+    torch.save({"W": torch.tensor([1.5, -2.0])}, stream)
+    with zipfile.ZipFile(stream) as there, zipfile.ZipFile(tmp_path / "x.pth", "w") as here:
+        for name in there.namelist():
+            data = there.read(name)
+            if name.endswith("byteorder"):
+                data = b"big" if sys.byteorder == "little" else b"little"
+            elif "/data/" in name:
+                data = np.frombuffer(data, "<f4").byteswap().tobytes()
+            here.writestr(name, data)
+    assert read_arrays(tmp_path / "x.pth")["W"].tolist() == [1.5, -2.0]
+
+
+def test_a_long_run_is_read_in_seconds(tmp_path: Path):
+    """As the softmax paper's code logs it: 9,000 tensors, of which none is read."""
+    logs = [[torch.full((3,), 0.5), torch.ones(3), torch.tensor(1.0)] for _ in range(3000)]
+    run = {"losses": [0.5] * 100_000, "logs": logs, "model": {"W": torch.eye(3)}}
+    torch.save(run, tmp_path / "x.pth")
+    code = (
+        "import sys, time; from pathlib import Path; from mechinterp.checkpoints.archives import "
+        "read_arrays; start = time.process_time(); found = read_arrays(Path(sys.argv[1])); "
+        "print(*found, time.process_time() - start)"
+    )
+    # Without the type checks of the tests, which take longer than the reading.
+    ran = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "x.pth")], capture_output=True, text=True
+    )
+    name, seconds = ran.stdout.split()
+    assert name == "W"
+    assert float(seconds) < 5  # half of it where nothing else runs
+
+
+def test_bad_pickles_do_not_end_the_classification_of_a_folder(tmp_path: Path):
+    torch.save(whole_run(softmax_paper_state(random_heads())), tmp_path / "good.pth")
+    for name in ("the key of a dictionary", "deep root", "the key of a storage"):
+        archive(tmp_path / f"{name}.pth", HOSTILE[name][0])
+    # In a process of its own: the crash of one file must not be that of the tests.
+    command = [sys.executable, "-m", "mechinterp", "classify", str(tmp_path), "--json"]
+    ran = subprocess.run(
+        [*command, "--n-prompts", "64"], capture_output=True, text=True, timeout=120
+    )
+    assert ran.returncode == 2, ran.stderr
+    rows = {Path(row["path"]).stem: row for row in json.loads(ran.stdout)}
+    assert {name for name, row in rows.items() if "error" in row} == rows.keys() - {"good"}
+    assert len(rows) == 4
+    assert rows["good"]["pattern"]
+
+
+def test_a_tensor_is_a_place():
+    storage, shape, strides = WORD, b"K\2K\2\x86", b"K\1K\2\x86"
+    pickled = called(TENSOR, storage + b"K\0" + shape + strides) + b"."
+    found = read_pickle(pickled, HERE)
+    assert isinstance(found, StoredTensor)
+    assert (found.storage.key, found.shape, found.strides) == ("0", (2, 2), (1, 2))

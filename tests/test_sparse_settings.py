@@ -1,0 +1,93 @@
+"""The plan of sparse settings, its learners, and its measures on a model with known answers."""
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from mechinterp.checkpoints.native import DeepCheckpoint, load, save
+from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig, TrainConfig
+from mechinterp.icl.prompts import generator_for, sample_prompts
+from mechinterp.icl.sparse_predictors import gradient_descent, preprocess_then_optimise
+from mechinterp.models.constructions_sparse import preprocess_then_optimise_model
+from mechinterp.training.sweep import load_sweep
+
+ANALYSES = Path(__file__).parents[1] / "analyses"
+TASK = TaskConfig(d_x=4, context_length=64, sparsity=1, nonzeros="signs", noise_var=0.1)
+
+
+@pytest.fixture
+def scripts(monkeypatch: pytest.MonkeyPatch):
+    """The scripts in analyses/ can be imported."""
+    monkeypatch.setattr(sys, "path", [str(ANALYSES), *sys.path])
+
+
+@pytest.fixture
+def sparse_prompts():
+    return sample_prompts(TASK, 64, generator=generator_for(0, "eval", 0), dtype=torch.float64)
+
+
+def test_paths_with_one_size_are_the_learners_of_the_package(scripts, sparse_prompts):
+    from sparse_fairness import algorithm_1, both, descent, lista, moments
+
+    gram, r, _ = moments(sparse_prompts)
+    sizes, alone = torch.full((3, 1), 0.3, dtype=torch.float64), torch.zeros(3, 1)
+    plain, ours = (
+        learner(sparse_prompts, steps=3, eta=0.3)[3, :, 0]
+        for learner in (gradient_descent, preprocess_then_optimise)
+    )
+    read = lambda w: (w * sparse_prompts.x_query).sum(1)  # noqa: E731
+    torch.testing.assert_close(read(descent(gram, r, sizes)), plain)
+    torch.testing.assert_close(read(algorithm_1(gram, r, sizes)), ours)
+    for path in (both, lista):
+        found = read(path(gram, r, torch.cat([sizes, alone], dim=1)))
+        torch.testing.assert_close(found, plain)
+
+
+def test_fitted_steps_are_no_worse_than_the_best_that_all_share(scripts, sparse_prompts):
+    from sparse_fairness import STARTS, descent, errors, fitted, moments
+
+    target = moments(sparse_prompts)
+    shared = (torch.full((3, 1), eta, dtype=torch.float64) for eta in STARTS)
+    least = min(errors(descent, sizes, *target).mean().item() for sizes in shared)
+    found = errors(descent, fitted(descent, sparse_prompts, 3), *target).mean().item()
+    assert found < least
+
+
+def test_every_model_of_the_plan_with_several_heads_has_a_partner(scripts):
+    models = load_sweep(ANALYSES / "sweeps" / "sparse_settings.json")
+    configs = list(models.values())
+    assert len({config.id for config in configs}) == len(configs)
+    for config in configs:
+        one = replace(config.model, n_heads=1, d_head=config.task.d_x + 1)
+        assert replace(config, model=one) in configs
+
+
+@pytest.mark.slow
+def test_the_measures_of_a_model_that_is_algorithm_1(scripts, tmp_path: Path):
+    from sparse_settings import one_model, settled
+
+    model = ModelConfig(
+        n_layers=4, n_heads=4, d_head=4, d_model=9, score="linear/L", context_only=True
+    )
+    config = ExperimentConfig(task=TASK, model=model, train=TrainConfig(steps=20))
+    weights = preprocess_then_optimise_model([0.3] * 3, d_x=4).to(torch.float32)
+    for steps in (20, 10):
+        shorter = replace(config, train=replace(config.train, steps=steps))
+        save(tmp_path / f"built-{steps}", shorter, weights, step=steps)
+    found = [load(folder) for folder in sorted(tmp_path.iterdir())]
+    (group,) = settled([one for one in found if isinstance(one, DeepCheckpoint)])
+    assert [one.step for one in group] == [10, 20]
+    row, _ = one_model(group, None, 1024)
+    assert row["to_fewer_steps"] == 1
+    # Any of the four coordinates may be the live one, so that the four heads count alike.
+    assert abs(row["n_eff_1"] - 4) <= 4 * row["n_eff_1_sem"]
+    assert [row[f"n_eff_{layer}"] for layer in (2, 3, 4)] == [1, 1, 1]
+    assert [row[f"top_share_{layer}"] for layer in (2, 3, 4)] == [1, 1, 1]
+    assert row["later"] == row["pairs"] == 1
+    assert row["first"] > 2
+    assert all(row[claim] for claim in ("C10", "C11", "C12"))
+    assert row["r2_R x"] == pytest.approx(1, abs=1e-6)
+    assert row["to_algorithm_fixed"] >= 1 - 2 * row["to_algorithm_fixed_sem"]
