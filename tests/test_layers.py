@@ -120,6 +120,7 @@ ORDER = [
     "analysis.patching",
     "analysis.fits",
     "analysis.evaluation",
+    "analysis.histories",
     "analysis.dynamics",
     "analysis.attention",
     "analysis.snapshots",

@@ -13,7 +13,7 @@ from mechinterp.analysis.circuits import weights_of
 from mechinterp.display import Result
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.functional import attend, predict
-from mechinterp.models.predictor import Source
+from mechinterp.models.predictor import Source, prompts_for
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -95,9 +95,17 @@ class AttentionPatterns(Result):
         ]
 
 
-def attention_patterns(source: Source, prompts: Prompts) -> AttentionPatterns:
+def attention_patterns(
+    source: Source,
+    prompts: Prompts | None = None,
+    *,
+    n_prompts: int = 3,
+    seed: int = 0,
+) -> AttentionPatterns:
     """The attention of a one-layer model's heads on a few prompts.
 
+    Args:
+        prompts: None: `n_prompts` of the model's own task are drawn, by `seed`.
     Example:
         >>> from mechinterp import load
         >>> from mechinterp.icl.prompts import generator_for, sample_prompts
@@ -106,6 +114,7 @@ def attention_patterns(source: Source, prompts: Prompts) -> AttentionPatterns:
         >>> attention_patterns(checkpoint, prompts)
         AttentionPatterns(3 prompts, 2 heads, 40 keys)
     """
+    prompts = prompts_for(source, prompts, n_prompts=n_prompts, seed=seed)
     weights, prompts = weights_of(source, "attention_patterns"), prompts.to("cpu").to(torch.float64)
     keys = prompts.tokens if weights.attend_to_self else prompts.context_tokens
     pattern, _, _ = attend(weights, keys, prompts.x_query)

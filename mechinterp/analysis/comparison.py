@@ -12,8 +12,8 @@ from jaxtyping import Float, Int
 
 from mechinterp import figures
 from mechinterp.analysis.evaluation import shared_losses
+from mechinterp.analysis.histories import loss_curve
 from mechinterp.analysis.patterns import Classification, classify_attention
-from mechinterp.analysis.snapshots import loss_curve
 from mechinterp.checkpoints.native import Checkpoint
 from mechinterp.config import ExperimentConfig
 from mechinterp.display import Result

@@ -9,10 +9,11 @@ from jaxtyping import Float, Int
 
 from mechinterp import figures
 from mechinterp.analysis.heads import ablate_heads
-from mechinterp.analysis.snapshots import loss_at, loss_curve, loss_slider
-from mechinterp.checkpoints.native import Checkpoint
+from mechinterp.analysis.histories import loss_at, loss_curve, with_snapshots
+from mechinterp.analysis.snapshots import loss_slider
 from mechinterp.display import Result
 from mechinterp.icl.prompts import Prompts
+from mechinterp.models.predictor import Source, prompts_for
 from mechinterp.tracking import Track, untracked
 
 
@@ -73,11 +74,17 @@ class DeepSnapshots(Result):
 
 
 def deep_snapshots(
-    checkpoint: Checkpoint, prompts: Prompts, *, track: Track = untracked
+    checkpoint: Source,
+    prompts: Prompts | None = None,
+    *,
+    n_prompts: int = 512,
+    seed: int = 0,
+    track: Track = untracked,
 ) -> DeepSnapshots:
     """Zero ablation of every head at each kept step, on the same prompts.
 
     Args:
+        prompts: None: `n_prompts` of the model's own task are drawn, by `seed`.
         track: Told of the progress.
     Raises:
         ValueError: If the checkpoint has no snapshots.
@@ -89,13 +96,13 @@ def deep_snapshots(
         >>> deep_snapshots(checkpoint, prompts).rise.shape
         (7, 4, 4)
     """
-    if not checkpoint.snapshots:
-        raise ValueError(f"{checkpoint.path}: has no snapshots.")
+    trained = with_snapshots(checkpoint, "deep_snapshots")
+    prompts = prompts_for(trained, prompts, n_prompts=n_prompts, seed=seed)
     found = [
         ablate_heads(weights, prompts)
-        for weights in track(list(checkpoint.snapshots.values()), "masking heads of snapshots")
+        for weights in track(list(trained.snapshots.values()), "masking heads of snapshots")
     ]
-    steps, curve = list(checkpoint.snapshots), loss_curve(checkpoint)
+    steps, curve = list(trained.snapshots), loss_curve(trained)
     return DeepSnapshots(
         step=np.array(steps),
         risk=np.array([one.full_risk for one in found]),

@@ -8,7 +8,9 @@ import plotly.graph_objects as go
 from jaxtyping import Float, Int
 
 from mechinterp import figures
+from mechinterp.analysis.histories import with_history
 from mechinterp.display import Result
+from mechinterp.models.predictor import Source
 
 SCALARS = ("omega", "mu", "qk_diagonal", "ov_last_entry")
 
@@ -105,20 +107,25 @@ class TrainingDynamics(Result):
         )
 
 
-def training_dynamics(history: pd.DataFrame) -> TrainingDynamics:
-    """The dynamics in a checkpoint's history.
+def training_dynamics(source: Source | pd.DataFrame) -> TrainingDynamics:
+    """The dynamics in the history of a checkpoint with one layer of attention.
+
+    Args:
+        source: A checkpoint, or its history.
 
     Raises:
         ValueError: If the history lacks a column.
     Example:
         >>> from mechinterp import load
-        >>> training_dynamics(load("checkpoints/softmax-h1-s0").history).omega.shape[1]
+        >>> training_dynamics(load("checkpoints/softmax-h1-s0")).omega.shape[1]
         1
     """
+    given = isinstance(source, pd.DataFrame)
+    history: pd.DataFrame = source if given else with_history(source, "training_dynamics")
     missing = {"step", "head", "loss", "eval_loss", *SCALARS} - set(history.columns)
     if missing:
         raise ValueError(
-            f"A history must have the columns {', '.join(sorted(missing))}; they are missing."
+            f"training_dynamics needs a history with {', '.join(sorted(missing))}, got one without."
         )
     per_step = history.drop_duplicates("step")
     tables = {name: history.pivot(index="step", columns="head", values=name) for name in SCALARS}

@@ -22,7 +22,7 @@ from mechinterp.display import Result
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.backends.hooks import CHUNK
 from mechinterp.models.masks import Hooks, z_name
-from mechinterp.models.predictor import Predictor, Source, predictor_of
+from mechinterp.models.predictor import Predictor, Source, predictor_of, prompts_for
 from mechinterp.tracking import Track, untracked
 
 ROLES = ("facilitating", "irrelevant", "interfering")
@@ -84,11 +84,13 @@ class HeadGates(Result):
 
 def learn_gates(
     source: Source,
-    prompts: Prompts,
+    prompts: Prompts | None = None,
     *,
     pressure: float = 0.01,
     steps: int = 200,
     learning_rate: float = 0.1,
+    n_prompts: int = 1024,
+    seed: int = 0,
     track: Track = untracked,
 ) -> HeadGates:
     """Gates on the heads' outputs that minimise risk / full risk -+ pressure times the sum of the gates' logits.
@@ -97,6 +99,7 @@ def learn_gates(
     than 2 LIMIT pressure of the full one, all other gates given, counts as irrelevant. Half of the prompts is fitted to.
 
     Args:
+        prompts: None: `n_prompts` of the model's own task are drawn, by `seed`.
         pressure: Weight of a gate's logit, in units of the full model's excess risk.
         steps: Steps of Adam, for each of the three fits.
         learning_rate: Of Adam, on the logits.
@@ -114,6 +117,7 @@ def learn_gates(
         >>> learn_gates(checkpoint.model, prompts, steps=20).roles
         ['facilitating', 'facilitating']
     """
+    prompts = prompts_for(source, prompts, n_prompts=n_prompts, seed=seed)
     if pressure <= 0:
         raise ValueError(f"pressure must be > 0, got {pressure}.")
     if steps < 1:

@@ -13,7 +13,7 @@ from mechinterp.analysis.estimates import mean_and_sem
 from mechinterp.analysis.masking import masked_errors
 from mechinterp.display import Result
 from mechinterp.icl.prompts import Prompts
-from mechinterp.models.predictor import Source, predictor_of
+from mechinterp.models.predictor import Source, predictor_of, prompts_for
 from mechinterp.tracking import Track, untracked
 
 
@@ -103,10 +103,18 @@ class GreedyOrder(Result):
         )
 
 
-def ablate_pairs(source: Source, prompts: Prompts, *, method: str = "zero") -> PairAblation:
+def ablate_pairs(
+    source: Source,
+    prompts: Prompts | None = None,
+    *,
+    method: str = "zero",
+    n_prompts: int = 4096,
+    seed: int = 0,
+) -> PairAblation:
     """Rise of the excess risk when every two heads of a model are masked together, and their interaction.
 
     Args:
+        prompts: None: `n_prompts` of the model's own task are drawn, by `seed`.
         method: As in `ablate_heads`.
     Raises:
         ValueError: If the method is unknown, or prompts are to be swapped and odd in number.
@@ -118,6 +126,7 @@ def ablate_pairs(source: Source, prompts: Prompts, *, method: str = "zero") -> P
         >>> ablate_pairs(load("checkpoints/softmax-h2-s0").model, prompts).names
         ('L0H0', 'L0H1')
     """
+    prompts = prompts_for(source, prompts, n_prompts=n_prompts, seed=seed)
     heads = _heads(source)
     pairs = [(one, other) for one in range(len(heads)) for other in range(one, len(heads))]
     masks = [[], *([heads[one], heads[other]] for one, other in pairs)]
@@ -135,9 +144,11 @@ def ablate_pairs(source: Source, prompts: Prompts, *, method: str = "zero") -> P
 
 def greedy_order(
     source: Source,
-    prompts: Prompts,
+    prompts: Prompts | None = None,
     *,
     method: str = "zero",
+    n_prompts: int = 4096,
+    seed: int = 0,
     track: Track = untracked,
 ) -> GreedyOrder:
     """All heads in the order of a greedy search: each time the one whose masking leaves the least excess risk.
@@ -145,6 +156,7 @@ def greedy_order(
     The order is chosen on the first half of the prompts; the risks are those of the second.
 
     Args:
+        prompts: None: `n_prompts` of the model's own task are drawn, by `seed`.
         method: As in `ablate_heads`.
         track: Told of the progress.
     Raises:
@@ -158,6 +170,7 @@ def greedy_order(
         >>> len(greedy_order(load("checkpoints/softmax-h2-s0").model, prompts).risk)
         3
     """
+    prompts = prompts_for(source, prompts, n_prompts=n_prompts, seed=seed)
     chosen_on, measured_on = halves(prompts)
     gone: list[tuple[int, int]] = []
     left = _heads(source)

@@ -12,7 +12,7 @@ from mechinterp.analysis.estimates import mean_and_sem
 from mechinterp.analysis.masking import masked_errors
 from mechinterp.display import Result
 from mechinterp.icl.prompts import Prompts
-from mechinterp.models.predictor import Source, predictor_of
+from mechinterp.models.predictor import Source, predictor_of, prompts_for
 from mechinterp.tracking import Track, untracked
 
 RESAMPLES = 200
@@ -116,14 +116,17 @@ class HeadAblation(Result):
 
 def ablate_heads(
     source: Source,
-    prompts: Prompts,
+    prompts: Prompts | None = None,
     *,
     method: str = "zero",
+    n_prompts: int = 4096,
+    seed: int = 0,
     track: Track = untracked,
 ) -> HeadAblation:
     """Rise of the excess risk when each head of a hooked model is masked, one at a time.
 
     Args:
+        prompts: None: `n_prompts` of the model's own task are drawn, by `seed`.
         method: "zero"; "mean" over the given prompts at each position; or "resample", from another prompt.
         track: Told of the progress.
     Raises:
@@ -140,6 +143,7 @@ def ablate_heads(
         >>> ablate_heads(load("checkpoints/softmax-h2-s0").model, prompts).rise.shape
         (1, 2)
     """
+    prompts = prompts_for(source, prompts, n_prompts=n_prompts, seed=seed)
     predictor = predictor_of(source)
     shape = (predictor.n_layers, predictor.n_heads)
     masks = [[], *([head] for head in np.ndindex(shape))]

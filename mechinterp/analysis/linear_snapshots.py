@@ -14,11 +14,13 @@ from jaxtyping import Float, Int
 
 from mechinterp import figures
 from mechinterp.analysis.components import components
+from mechinterp.analysis.histories import kept_steps, loss_at, loss_curve, with_snapshots
 from mechinterp.analysis.jumps import jump_forecast
-from mechinterp.analysis.snapshots import kept_steps, loss_at, loss_curve, loss_slider
+from mechinterp.analysis.snapshots import loss_slider
 from mechinterp.checkpoints.native import Checkpoint
 from mechinterp.display import Result
 from mechinterp.icl.prompts import covariance_matrix
+from mechinterp.models.predictor import Source
 from mechinterp.models.weights import Weights
 from mechinterp.theory.linear import Modes, modes
 from mechinterp.training.linear import task_moments
@@ -140,7 +142,7 @@ class LinearSnapshots(Result):
         return figures.with_slider(figure, frames, label="step", titles=titles)
 
 
-def linear_snapshots(checkpoint: Checkpoint) -> LinearSnapshots:
+def linear_snapshots(source: Source) -> LinearSnapshots:
     """What the heads of a linear-attention checkpoint held at its kept steps.
 
     Raises:
@@ -152,9 +154,10 @@ def linear_snapshots(checkpoint: Checkpoint) -> LinearSnapshots:
         >>> linear_snapshots(load("checkpoints/linear-separate-s2"))
         LinearSnapshots(101; at the end principal component regression on 3 of 4 components)
     """
-    config = checkpoint.config
-    if config.model.score != "linear/L":
-        raise ValueError(f"{checkpoint.path}: score must be linear/L, got {config.model.score}.")
+    checkpoint = with_snapshots(source, "linear_snapshots")
+    config, model = checkpoint.config, checkpoint.config.model
+    if model.score != "linear/L" or not model.one_attention:
+        raise ValueError("linear_snapshots needs one layer of linear attention, got another model.")
     found, steps = modes(task_moments(config.task)), kept_steps(checkpoint)
     turned = [_in_eigenbasis(checkpoint.snapshots[step], found) for step in steps]
     value, U, key, query = (np.array(parts) for parts in zip(*turned, strict=True))

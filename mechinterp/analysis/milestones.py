@@ -8,9 +8,10 @@ import plotly.graph_objects as go
 from jaxtyping import Bool, Float
 
 from mechinterp import figures
-from mechinterp.analysis.dynamics import TrainingDynamics
+from mechinterp.analysis.dynamics import TrainingDynamics, training_dynamics
 from mechinterp.analysis.thresholds import Thresholds
 from mechinterp.display import Result
+from mechinterp.models.predictor import Source
 
 PATTERNS = ("sign_matching", "diagonal", "last_entry", "zero_sum", "homogeneous")
 
@@ -64,24 +65,25 @@ class Milestones(Result):
 
 
 def milestones(
-    dynamics: TrainingDynamics, *, thresholds: Thresholds | None = None, tail: int = 20
+    source: Source | TrainingDynamics, *, thresholds: Thresholds | None = None, tail: int = 20
 ) -> Milestones:
-    """When the parts of the pattern first hold and stay, from the logged scales of a model.
+    """When the parts of the pattern first hold and stay, from the logged scales of a checkpoint.
 
     A head is active in a row if its `share` there is above the thresholds' share.
 
     Args:
+        source: A checkpoint with a history, or its dynamics.
         thresholds: None: those of the classifier.
         tail: Number of last rows that `final_omega` is the mean of.
     Source:
         He et al. 2025, arXiv 2503.12734, section 3 and figures 1, 3, 13.
     Example:
         >>> from mechinterp import load
-        >>> from mechinterp.analysis.dynamics import training_dynamics
-        >>> found = milestones(training_dynamics(load("checkpoints/softmax-h2-s0").history))
+        >>> found = milestones(load("checkpoints/softmax-h2-s0"))
         >>> found.sign_matching <= 2000
         True
     """
+    dynamics = source if isinstance(source, TrainingDynamics) else training_dynamics(source)
     limits = Thresholds() if thresholds is None else thresholds
     active = dynamics.share > limits.share
     omega, mu = np.abs(dynamics.omega), np.abs(dynamics.mu)

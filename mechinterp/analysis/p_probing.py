@@ -22,7 +22,7 @@ from mechinterp.display import Result
 from mechinterp.icl.prompts import Prompts
 from mechinterp.icl.sparse_predictors import descend, excess_risk
 from mechinterp.models.masks import Head
-from mechinterp.models.predictor import Source, predictor_of
+from mechinterp.models.predictor import Source, predictor_of, prompts_for
 from mechinterp.tracking import Track, untracked
 
 VARIANTS = ("query", "map")
@@ -83,12 +83,14 @@ class DescentCurves(Result):
 
 
 def p_probe(
-    models: Mapping[str, Source],
-    prompts: Prompts,
+    models: Mapping[str, Source] | Source,
+    prompts: Prompts | None = None,
     *,
     layer: int = 1,
     variant: str = "query",
     steps: int = 32,
+    n_prompts: int = 1024,
+    seed: int = 0,
     track: Track = untracked,
 ) -> DescentCurves:
     """Gradient descent on what models have in the stream after some layers, on raw x, and on x reweighted.
@@ -98,7 +100,8 @@ def p_probe(
     maps them linearly to r_j x_j; the map is fitted on the first half of the prompts, and all curves are of the second.
 
     Args:
-        models: By name.
+        models: By name; or a model alone, whose name is "model".
+        prompts: None: `n_prompts` of the first model's own task are drawn, by `seed`.
         layer: Number of layers run; 0 takes the input.
         steps: Steps of descent on (1/2L) sum_l (y_l - <u, phi_l>)^2, from zero.
         track: Told of the progress.
@@ -121,11 +124,13 @@ def p_probe(
         >>> p_probe({"built": model}, prompts, steps=4).features
         ('raw x', 'reweighted x', 'built')
     """
+    models = models if isinstance(models, Mapping) else {"model": models}
     if not models:
         raise ValueError("p_probe needs at least one model, got none.")
     if variant not in VARIANTS:
         raise ValueError(f"variant must be one of {', '.join(VARIANTS)}, got {variant!r}.")
     _require_steps(steps)
+    prompts = prompts_for(next(iter(models.values())), prompts, n_prompts=n_prompts, seed=seed)
     measured = prompts if variant == "query" else halves(prompts)[1]
     raw = torch.cat([measured.x, measured.x_query[:, None]], dim=1)
     phis = {RAW: raw, IDEAL: reweighted(measured)[0]}

@@ -8,7 +8,6 @@ import io
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stderr
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pandas as pd
@@ -21,9 +20,7 @@ from mechinterp import figures
 from mechinterp.analysis.estimates import mean_and_sem
 from mechinterp.display import Result
 from mechinterp.icl.prompts import Prompts
-
-if TYPE_CHECKING:
-    from mechinterp.models.transformer import ICLTransformer
+from mechinterp.models.predictor import Source, predictor_of, prompts_for
 
 STREAMS = ("resid_pre", "attn_out", "resid_post")
 HEAD_PARTS = ("q", "k", "v", "z", "pattern")
@@ -80,16 +77,19 @@ def first_prediction(logits: Float[Tensor, "batch pos d_y"]) -> Float[Tensor, " 
 
 
 def patch_positions(
-    model: "ICLTransformer",
-    clean: Prompts,
-    corrupted: Prompts,
+    source: Source,
+    clean: Prompts | None = None,
+    corrupted: Prompts | None = None,
     *,
     activation: str = "resid_pre",
     metric: Callable[[Tensor], Tensor] = first_prediction,
+    n_prompts: int = 64,
+    seed: int = 0,
 ) -> PositionPatching:
     """Change of a metric on corrupted prompts when one position's activation is that of the clean ones.
 
     Args:
+        clean, corrupted: None: two sets of `n_prompts` of the model's own task, by `seed` and the one after it.
         activation: "resid_pre", "attn_out" or "resid_post"; or a head's "q", "k", "v", "z" or "pattern",
             of which one row, that of the query at this position, is patched.
         metric: From the model's output [batch, pos, d_y] to one number per prompt, [batch].
@@ -111,13 +111,17 @@ def patch_positions(
     if activation not in STREAMS + HEAD_PARTS:
         known = ", ".join(STREAMS + HEAD_PARTS)
         raise ValueError(f"activation must be one of {known}, got {activation!r}.")
-    shapes = [list(prompts.tokens.shape) for prompts in (clean, corrupted)]
+    clean = prompts_for(source, clean, n_prompts=n_prompts, seed=seed)
+    corrupted = prompts_for(source, corrupted, n_prompts=n_prompts, seed=seed + 1)
+    hooked = predictor_of(source).hooked
+    tokens, other = hooked.inputs(clean), hooked.inputs(corrupted)
+    shapes = [list(inputs.shape) for inputs in (tokens, other)]
     if shapes[0] != shapes[1]:
         raise ValueError(
             f"clean and corrupted tokens must have one shape, got {shapes[0]} and {shapes[1]}."
         )
     setter = patching.layer_pos_patch_setter
-    axes = {"layer": model.cfg.n_layers, "pos": shapes[0][1], "head": model.cfg.n_heads}
+    axes = {"layer": hooked.n_layers, "pos": shapes[0][1], "head": hooked.n_heads}
     if activation == "pattern":
         setter = patching.layer_head_pos_pattern_patch_setter
         axes = {name: axes[name] for name in ("layer", "head", "pos")}
@@ -129,13 +133,13 @@ def patch_positions(
     indices = patching.make_df_from_ranges(list(axes.values()), list(axes))
     # TransformerLens draws a progress bar; a library prints nothing.
     with torch.no_grad(), redirect_stderr(io.StringIO()):
-        logits, cache = model.run_with_cache(clean.tokens)
+        logits, cache = hooked.model.run_with_cache(tokens)
         assert logits is not None
         assert isinstance(cache, ActivationCache)
         # Typed for TransformerLens' own config, of which only fields that ours has are read.
         result = patching.generic_activation_patch(  # type: ignore[call-overload]
-            model,
-            corrupted.tokens,
+            hooked.model,
+            other,
             cache,
             metric,
             setter,
@@ -144,7 +148,7 @@ def patch_positions(
             reduce="none",
             baseline=True,
         )
-        gained = metric(logits) - metric(model(corrupted.tokens))
+        gained = metric(logits) - metric(hooked.model(other))
     return _summary(activation, result.effect(), gained, axes)
 
 

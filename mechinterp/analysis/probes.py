@@ -15,7 +15,7 @@ from mechinterp.analysis.estimates import mean_and_sem, ratio_and_sem
 from mechinterp.display import Result
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.masks import Head
-from mechinterp.models.predictor import Predictor, Source, predictor_of
+from mechinterp.models.predictor import Predictor, Source, predictor_of, prompts_for
 from mechinterp.tracking import Track, untracked
 
 PENALTIES = (1e-8, 1e-6, 1e-4, 1e-2, 1e-1, 1.0)
@@ -101,11 +101,13 @@ STRUCTURES = {"reweighted x": reweighted, "preconditioned x": preconditioned}
 
 def probe_layers(
     source: Source,
-    prompts: Prompts,
+    prompts: Prompts | None = None,
     *,
     target: Target = responses,
     heads: Sequence[Head] = (),
     positions: Sequence[int] = (-1,),
+    n_prompts: int = 4096,
+    seed: int = 0,
     track: Track = untracked,
 ) -> LayerProbes:
     """Ridge probes of the stream before each layer and after the last.
@@ -114,6 +116,7 @@ def probe_layers(
     the least error against the target it was fitted to is taken.
 
     Args:
+        prompts: None: `n_prompts` of the model's own task are drawn, by `seed`.
         target: What is read; `responses`, or one of `STRUCTURES` for what a first layer may have written.
         heads: Heads that are masked throughout.
         positions: Positions of the target; -1 is the query's. For a model that reads x and y in turn, the query's only.
@@ -130,6 +133,7 @@ def probe_layers(
         >>> probes.r2[0, 0] < 0.1, probes.r2[1, 0] > 0.8
         (np.True_, np.True_)
     """
+    prompts = prompts_for(source, prompts, n_prompts=n_prompts, seed=seed)
     fitted, scored = (tensor.double().numpy(force=True) for tensor in target(prompts))
     n_pos = fitted.shape[1]
     places = _places(positions, n_pos)

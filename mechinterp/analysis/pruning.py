@@ -21,7 +21,7 @@ from mechinterp.config import ExperimentConfig
 from mechinterp.display import Result
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.masks import Head
-from mechinterp.models.predictor import Predictor, Source, predictor_of
+from mechinterp.models.predictor import Predictor, Source, predictor_of, prompts_for
 from mechinterp.models.weights import Weights
 from mechinterp.tracking import Track, untracked
 
@@ -122,10 +122,12 @@ RULES: dict[str, Rule] = {
 
 def prune(
     source: Source,
-    prompts: Prompts,
+    prompts: Prompts | None = None,
     *,
     rule: Rule = best_head_later,
     sequential: bool = False,
+    n_prompts: int = 4096,
+    seed: int = 0,
     track: Track = untracked,
 ) -> Pruning:
     """The model without the heads that a rule lets go, its risk and that with a new read-out.
@@ -133,6 +135,7 @@ def prune(
     Heads are scored by zero ablation on the first half of the prompts; risks are those of the second.
 
     Args:
+        prompts: None: `n_prompts` of the model's own task are drawn, by `seed`.
         rule: From the rises to what is kept; `best_head_later` or any other.
         sequential: Whether the layers are pruned one after another from the first, the heads of each scored with
             those of the layers before it gone; else all are scored on the full model.
@@ -155,6 +158,7 @@ def prune(
         >>> prune(model, prompts).ratio
         1.0
     """
+    prompts = prompts_for(source, prompts, n_prompts=n_prompts, seed=seed)
     predictor = predictor_of(source)
     scored, measured = halves(prompts)
     layers = range(predictor.n_layers)

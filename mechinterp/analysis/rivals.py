@@ -20,7 +20,7 @@ from mechinterp.icl.sparse_predictors import (
     ols,
     preprocess_then_optimise,
 )
-from mechinterp.models.predictor import Source
+from mechinterp.models.predictor import Source, prompts_for
 
 PENALTIES = (0.0, *np.geomspace(0.01, 1000, 31))
 STEPS = 128
@@ -71,11 +71,19 @@ class Rivals(Result):
         )
 
 
-def rivals(source: Source, prompts: Prompts) -> Rivals:
+def rivals(
+    source: Source,
+    prompts: Prompts | None = None,
+    *,
+    n_prompts: int = 4096,
+    seed: int = 0,
+) -> Rivals:
     """Zero, least squares, ridge at its best penalty, gradient descent and Algorithm 1 at their best step.
 
     What is chosen is chosen on the prompts themselves, in the learners' favour.
 
+    Args:
+        prompts: None: `n_prompts` of the model's own task are drawn, by `seed`.
     Source:
         Algorithm 1 is that of Chen, Zhao and Zou 2024, arXiv 2408.04532, in our reading.
     Example:
@@ -87,6 +95,7 @@ def rivals(source: Source, prompts: Prompts) -> Rivals:
         >>> dict(zip(found.learners, found.ratio > 1))["ridge"]
         np.True_
     """
+    prompts = prompts_for(source, prompts, n_prompts=n_prompts, seed=seed)
     own = masked_errors(source, prompts, [[]])[:, 0]
     squares = {name: (tuned, risk) for name, tuned, risk in _learners(prompts.to(torch.float64))}
     zero = squares["zero"][1].mean()

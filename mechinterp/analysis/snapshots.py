@@ -9,12 +9,11 @@ from jaxtyping import Float, Int
 
 from mechinterp import figures
 from mechinterp.analysis.circuits import Circuits, circuits
+from mechinterp.analysis.histories import kept_steps, loss_at, loss_curve, with_snapshots
 from mechinterp.analysis.patterns import classify_attention
-from mechinterp.checkpoints.native import Checkpoint
 from mechinterp.display import Result
+from mechinterp.models.predictor import Source
 from mechinterp.tracking import Track, untracked
-
-MAX_NUMBERS = 100_000  # entries of all circuits together: a page with them stays small
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -74,7 +73,7 @@ class Snapshots(Result):
 
 
 def training_snapshots(
-    checkpoint: Checkpoint, *, n_prompts: int = 512, seed: int = 0, track: Track = untracked
+    checkpoint: Source, *, n_prompts: int = 512, seed: int = 0, track: Track = untracked
 ) -> Snapshots:
     """Circuits, pattern and loss of a checkpoint at its `kept_steps`.
 
@@ -88,14 +87,19 @@ def training_snapshots(
         >>> training_snapshots(load("checkpoints/softmax-h2-s0"))
         Snapshots(10, unstructured to debiased_gd)
     """
-    steps = kept_steps(checkpoint)
-    weights = [checkpoint.snapshots[step] for step in steps]
-    task = checkpoint.config.task
+    trained = with_snapshots(checkpoint, "training_snapshots")
+    if not trained.predictor.is_one_attention:
+        raise ValueError(
+            "training_snapshots needs one layer of attention; deep_snapshots takes the others."
+        )
+    steps = kept_steps(trained)
+    weights = [trained.snapshots[step] for step in steps]
+    task = trained.task
     found = [
         classify_attention(each, task, n_prompts=n_prompts, seed=seed)
         for each in track(weights, "classifying snapshots")
     ]
-    curve = loss_curve(checkpoint)
+    curve = loss_curve(trained)
     return Snapshots(
         step=np.array(steps),
         circuits=tuple(circuits(each) for each in weights),
@@ -104,33 +108,6 @@ def training_snapshots(
         eval_loss=loss_at(curve, steps),
         curve=curve,
     )
-
-
-def kept_steps(checkpoint: Checkpoint) -> list[int]:
-    """Steps of the snapshots; of very many large ones every second, third, ... and the last.
-
-    Raises:
-        ValueError: If the checkpoint has no snapshots.
-    """
-    if not checkpoint.snapshots:
-        raise ValueError(f"{checkpoint.path}: has no snapshots.")
-    steps = list(checkpoint.snapshots)
-    stride = -(-len(steps) * checkpoint.weights.circuits.QK.numel() // MAX_NUMBERS)
-    return steps[::-stride][::-1]
-
-
-def loss_curve(checkpoint: Checkpoint) -> Float[np.ndarray, "row 2"]:
-    """Step and eval_loss of a checkpoint's history; no rows if there is none."""
-    if checkpoint.history is None:
-        return np.zeros((0, 2))
-    rows = checkpoint.history.drop_duplicates("step")
-    return rows[["step", "eval_loss"]].to_numpy(dtype=np.float64)
-
-
-def loss_at(curve: Float[np.ndarray, "row 2"], steps: list[int]) -> Float[np.ndarray, " snapshot"]:
-    """The loss of the last logged step up to each of the steps; NaN where there is none."""
-    rows = np.searchsorted(curve[:, 0], steps, side="right") - 1
-    return np.array([curve[row, 1] if row >= 0 else np.nan for row in rows])
 
 
 def loss_slider(

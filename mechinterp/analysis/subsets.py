@@ -15,7 +15,7 @@ from mechinterp.analysis.estimates import mean_and_sem
 from mechinterp.display import Result
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.functional import head_outputs
-from mechinterp.models.predictor import Source
+from mechinterp.models.predictor import Source, prompts_for
 
 METHODS = ("zero", "mean")
 """What stands for an absent head."""
@@ -82,7 +82,14 @@ class SubsetAblation(Result):
         )
 
 
-def ablate_subsets(source: Source, prompts: Prompts, *, method: str = "zero") -> SubsetAblation:
+def ablate_subsets(
+    source: Source,
+    prompts: Prompts | None = None,
+    *,
+    method: str = "zero",
+    n_prompts: int = 4096,
+    seed: int = 0,
+) -> SubsetAblation:
     """Excess risk of all 2^H subsets of a one-layer model's heads, from one forward pass.
 
     In one layer the heads' outputs o_h add up, so a subset's prediction is a partial sum. With
@@ -90,6 +97,7 @@ def ablate_subsets(source: Source, prompts: Prompts, *, method: str = "zero") ->
     pair's interaction is shared equally.
 
     Args:
+        prompts: None: `n_prompts` of the model's own task are drawn, by `seed`.
         method: "zero", or "mean": an absent head adds the mean over the given prompts of its output.
     Raises:
         ValueError: If the method is unknown or there are more than 12 heads.
@@ -103,6 +111,7 @@ def ablate_subsets(source: Source, prompts: Prompts, *, method: str = "zero") ->
         >>> ablate_subsets(load("checkpoints/softmax-h2-s0"), prompts).to_frame()["kept"].tolist()
         ['none', 'H0', 'H1', 'H0 H1']
     """
+    prompts = prompts_for(source, prompts, n_prompts=n_prompts, seed=seed)
     if method not in METHODS:
         raise ValueError(f"method must be one of {', '.join(METHODS)}, got {method!r}.")
     weights = weights_of(source, "ablate_subsets")
