@@ -3,7 +3,7 @@
 import json
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -17,24 +17,37 @@ from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
 from mechinterp.models.constructions import debiased_gradient_step, zero_head
 from mechinterp.models.deep import DeepWeights
 from mechinterp.models.functional import AttentionWeights, stack
+from mechinterp.models.weights import Weights, as_weights
 
 CHECKPOINTS = Path(__file__).parents[1] / "checkpoints"
 ROUNDING = {torch.float64: 1e-12, torch.float32: 1e-5}
 
 
-def assert_same(actual: AttentionWeights | DeepWeights, expected: AttentionWeights | DeepWeights):
-    """Equal bits, and the same law of attention."""
+AnyWeights = Weights | AttentionWeights | DeepWeights
+
+
+def assert_same(actual: AnyWeights, expected: AnyWeights):
+    """Equal bits, and the same architecture, in whichever form the two come."""
+    actual, expected = with_sizes(actual), with_sizes(expected)
     assert actual.law == expected.law
     assert actual.tensors.keys() == expected.tensors.keys()
     for name, tensor in expected.tensors.items():
         assert torch.equal(actual.tensors[name], tensor), name
+        assert actual.tensors[name].dtype == tensor.dtype, name
+
+
+def with_sizes(weights: AnyWeights) -> Weights:
+    """Weights by name, with d_head filled in where the architecture leaves it open."""
+    weights = as_weights(weights)
+    d_head = weights.model.head_width(weights.d_x, weights.d_y)
+    return replace(weights, model=replace(weights.model, d_head=d_head))
 
 
 def assert_close_to_rounding(actual: Tensor | np.ndarray, expected: Tensor | np.ndarray):
     """Equal up to what another order of the same sums may change, in the dtype that is expected.
 
-    Bits are compared only where the same code runs on the same shapes on the same machine; everything else is
-    compared with this, relative to the largest entry.
+    Bits are compared only where the same code runs on the same shapes on the same machine; everything
+    else is compared with this, relative to the largest entry.
     """
     actual, expected = torch.as_tensor(actual), torch.as_tensor(expected)
     assert (actual.shape, actual.dtype) == (expected.shape, expected.dtype)

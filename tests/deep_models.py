@@ -3,15 +3,17 @@
 import torch
 from torch import nn
 
+from mechinterp.config import ModelConfig
 from mechinterp.models.adapter import HookedPredictor, gpt2_predictor
 from mechinterp.models.transformer import ICLTransformer
 
 WIDE = {"context_only": True, "d_model": 12, "d_head": 3}
 
 
-def random_model(n_layers: int = 3, n_heads: int = 4, **law: object) -> ICLTransformer:
+def random_model(n_layers: int = 3, n_heads: int = 4, **architecture: object) -> ICLTransformer:
     """A model with d_x = 4 whose every weight is N(0, 0.3^2), in float64."""
-    model = ICLTransformer(d_x=4, d_y=1, n_heads=n_heads, n_layers=n_layers, **law).double()
+    config = ModelConfig(n_layers=n_layers, n_heads=n_heads, **architecture)
+    model = ICLTransformer(config, d_x=4, d_y=1).double()
     generator = torch.Generator().manual_seed(n_layers)
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.3, generator=generator)
