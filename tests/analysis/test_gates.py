@@ -9,8 +9,8 @@ from mechinterp.analysis.gates import HeadGates, learn_gates
 from mechinterp.analysis.heads import ablate_heads
 from mechinterp.analysis.masking import masked_errors
 from mechinterp.config import TaskConfig
-from mechinterp.models.adapter import as_predictor
 from mechinterp.models.constructions import diagonal_heads
+from mechinterp.models.predictor import predictor_of
 from mechinterp.models.transformer import ICLTransformer
 from tests.deep_models import random_gpt2, random_model
 
@@ -37,7 +37,7 @@ def test_roles_of_heads_that_help_do_nothing_and_harm(prompts):
 
 @pytest.mark.parametrize("make", [random_model, random_gpt2])
 def test_a_gate_of_zero_is_a_mask(make, few):
-    predictor = as_predictor(make())
+    predictor = predictor_of(make())
     factors = torch.ones(predictor.n_layers, predictor.n_heads, dtype=torch.float64)
     factors[1, 1] = 0
     with torch.no_grad():

@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 import torch
 
-from mechinterp.analysis import heads, masking
+from mechinterp.analysis import heads
 from mechinterp.analysis.heads import ablate_heads
-from mechinterp.analysis.masking import mask_heads
 from mechinterp.analysis.subsets import ablate_subsets
-from mechinterp.config import TaskConfig
+from mechinterp.config import ModelConfig, TaskConfig
 from mechinterp.icl.prompts import generator_for, sample_prompts
 from mechinterp.models.constructions import debiased_gradient_step, diagonal_heads
 from mechinterp.models.functional import head_outputs, predict, stack
+from mechinterp.models.masks import METHODS, mask_heads
 from mechinterp.models.transformer import ICLTransformer
 from tests.deep_models import random_model
 
@@ -253,11 +253,11 @@ def test_a_single_prompt_is_refused(model, prompts):
 
 def test_methods_on_a_head_that_adds_a_constant(model, weights, prompts):
     # A head whose output does not depend on the prompt: only zero ablation sees it.
-    constant = ICLTransformer(d_x=5, d_y=1, n_heads=1, biases=True).double()
+    constant = ICLTransformer(ModelConfig(n_heads=1, biases=True), d_x=5, d_y=1).double()
     with torch.no_grad():
         constant.blocks[0].attn.b_V[0, 0] = 1.0
         constant.blocks[0].attn.W_O[0, 0, 5] = 0.5
-    rises = {method: ablate_heads(constant, prompts, method=method) for method in masking.METHODS}
+    rises = {method: ablate_heads(constant, prompts, method=method) for method in METHODS}
     clean = prompts.y_query_clean.square().mean() - (prompts.y_query_clean - 0.5).square().mean()
     assert rises["zero"].rise[0, 0] == pytest.approx(clean.item(), rel=1e-10)
     for method in ("mean", "resample"):

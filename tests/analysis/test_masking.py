@@ -3,9 +3,11 @@
 import pytest
 import torch
 
-from mechinterp.analysis import masking
-from mechinterp.analysis.masking import mask_heads, masked, masked_errors, masked_predictions
-from mechinterp.models.adapter import HookedPredictor, as_predictor, z_name
+from mechinterp.analysis.masking import masked_errors
+from mechinterp.models.adapter import HookedPredictor, hooked_predictor, masked
+from mechinterp.models.backends import hooks, one_layer, token_map
+from mechinterp.models.masks import METHODS, mask_heads, z_name
+from mechinterp.models.predictor import predictor_of
 from tests.deep_models import WIDE, random_gpt2, random_model
 
 MASKS = [
@@ -45,36 +47,49 @@ def replacements(predictor, prompts, method):
     return [cache[name][other] for name in names]
 
 
-@pytest.mark.parametrize("method", masking.METHODS)
+@pytest.fixture
+def small_chunks(monkeypatch):
+    for backend in (hooks, one_layer, token_map):
+        monkeypatch.setattr(backend, "CHUNK", 8)
+
+
+@pytest.mark.usefixtures("small_chunks")
+@pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("law", LAWS, ids=str)
-def test_many_masks_equal_runs_with_hooks(law, method, few, monkeypatch):
-    monkeypatch.setattr(masking, "CHUNK", 8)
-    predictor = as_predictor(random_model(**law))
-    found = masked_predictions(predictor, few, MASKS, method=method)
+def test_many_masks_equal_runs_with_hooks(law, method, few):
+    model = random_model(**law)
+    predictor = hooked_predictor(model)
+    found = predictor_of(model).run(few, MASKS, method=method)
     values = replacements(predictor, few, method)
     expected = torch.stack([by_hooks(predictor, few, heads, values) for heads in MASKS])
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
     assert (found[1:] - found[0]).abs().amax((1, 2)).min() > 1e-4
 
 
-@pytest.mark.parametrize("method", masking.METHODS)
-def test_many_masks_of_a_bridge_equal_runs_with_hooks(method, few, monkeypatch):
-    monkeypatch.setattr(masking, "CHUNK", 8)
+@pytest.mark.usefixtures("small_chunks")
+@pytest.mark.parametrize("method", METHODS)
+def test_many_masks_of_a_bridge_equal_runs_with_hooks(method, few):
     predictor = random_gpt2()
     masks = [[(layer, head % 2) for layer, head in heads] for heads in MASKS]
-    found = masked_predictions(predictor, few, masks, method=method)
+    found = predictor_of(predictor).run(few, masks, method=method)
     values = replacements(predictor, few, method)
     expected = torch.stack([by_hooks(predictor, few, heads, values) for heads in masks])
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
     assert (found[1:] - found[0]).abs().amax((1, 2)).min() > 1e-4
 
 
+@pytest.mark.usefixtures("small_chunks")
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("law", [{}, {"attend_to_self": True, "biases": True}], ids=str)
 @pytest.mark.parametrize("n_layers", [1, 2])
-def test_shallow_models(n_layers, few):
-    predictor = as_predictor(random_model(n_layers))
-    masks = [[(layer, head)] for layer in range(n_layers) for head in range(4)]
-    expected = torch.stack([by_hooks(predictor, few, heads) for heads in masks])
-    found = masked_predictions(predictor, few, masks)
+def test_shallow_models(n_layers, law, method, few):
+    model = random_model(n_layers, **law)
+    predictor = hooked_predictor(model)
+    heads = [(layer, head) for layer in range(n_layers) for head in range(4)]
+    masks = [*([head] for head in heads), heads[1:], heads]
+    values = replacements(predictor, few, method)
+    expected = torch.stack([by_hooks(predictor, few, heads, values) for heads in masks])
+    found = predictor_of(model).run(few, masks, method=method)
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
 
 
@@ -82,17 +97,17 @@ def test_hooks_of_the_caller_count(few):
     model = random_model()
     halve = ("blocks.2.attn.hook_pattern", lambda pattern, hook: pattern / 2)
     with model.hooks(fwd_hooks=[halve]):
-        found = masked_predictions(model, few, [[(0, 1)]])[0]
-        expected = by_hooks(as_predictor(model), few, [(0, 1)])
+        found = predictor_of(model).run(few, [[(0, 1)]])[0]
+        expected = by_hooks(hooked_predictor(model), few, [(0, 1)])
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
-    assert not torch.allclose(found, masked_predictions(model, few, [[(0, 1)]])[0])
+    assert not torch.allclose(found, predictor_of(model).run(few, [[(0, 1)]])[0])
 
 
 def test_errors_are_those_of_independent_units(few):
     model = random_model()
     masks = [[], [(1, 1)]]
     for method, size in (("zero", 30), ("resample", 15)):
-        predictions = masked_predictions(model, few, masks, method=method)
+        predictions = predictor_of(model).run(few, masks, method=method)
         squares = (predictions - few.y_query_clean).square().mean(2)
         errors = masked_errors(model, few, masks, method=method)
         assert errors.shape == (size, 2)
@@ -105,7 +120,7 @@ def test_the_context_masks_and_leaves_nothing_behind(few):
     before = model.predict(few)
     with masked(model, [(0, 1), (2, 3)]):
         inside = model.predict(few)
-    torch.testing.assert_close(inside, by_hooks(as_predictor(model), few, [(0, 1), (2, 3)]))
+    torch.testing.assert_close(inside, by_hooks(hooked_predictor(model), few, [(0, 1), (2, 3)]))
     assert torch.equal(model.predict(few), before)
 
 
@@ -118,7 +133,7 @@ def test_heads_that_do_not_exist_are_refused(head, name, few):
     with pytest.raises(ValueError, match=rule), masked(model, [(0, 0), head]):
         raise AssertionError("the block must not run")
     with pytest.raises(ValueError, match=rule):
-        masked_predictions(model, few, [[(0, 0)], [head]])
+        predictor_of(model).run(few, [[(0, 0)], [head]])
 
 
 def test_hooks_of_heads_that_do_not_exist_are_refused(few):
@@ -142,12 +157,13 @@ def test_a_mask_that_never_ran_is_named(few):
 
 def test_prompts_that_swap_must_be_even_in_number(few):
     with pytest.raises(ValueError, match="there must be an even number, got 29"):
-        masked_predictions(random_model(), few[:29], [[]], method="resample")
+        predictor_of(random_model()).run(few[:29], method="resample")
 
 
 def test_something_else_than_a_hooked_model_is_refused(few):
-    with pytest.raises(ValueError, match="model must be an ICLTransformer or a HookedPredictor"):
-        masked_predictions(torch.nn.Linear(2, 2), few, [[]])
+    rule = "model must be a checkpoint, an ICLTransformer or a HookedPredictor, got Linear"
+    with pytest.raises(ValueError, match=rule):
+        masked_errors(torch.nn.Linear(2, 2), few, [[]])
 
 
 def test_a_model_without_the_hooks_is_refused():

@@ -7,7 +7,6 @@ import pytest
 import torch
 from sklearn.linear_model import Ridge
 
-from mechinterp.analysis.masking import masked
 from mechinterp.analysis.p_probing import descent_curves, p_probe, query_features
 from mechinterp.analysis.probes import (
     PENALTIES,
@@ -22,8 +21,10 @@ from mechinterp.analysis.probes import (
 from mechinterp.config import TaskConfig
 from mechinterp.icl.prompts import generator_for, sample_prompts
 from mechinterp.icl.sparse_predictors import excess_risk, gradient_descent
-from mechinterp.models.adapter import as_predictor
+from mechinterp.models.adapter import masked
+from mechinterp.models.backends import hooks, token_map
 from mechinterp.models.constructions import debiased_gradient_step
+from mechinterp.models.predictor import predictor_of
 from mechinterp.models.transformer import ICLTransformer
 from tests.conftest import assert_close_to_rounding
 from tests.deep_models import WIDE, random_gpt2, random_model
@@ -105,7 +106,8 @@ LINEAR = [{"score": "linear/L"}, {"score": "linear"}]
     ],
 )
 def test_streams_are_those_of_the_cache(make, few, monkeypatch):
-    monkeypatch.setattr("mechinterp.analysis.probes.CHUNK", 8)
+    for backend in (hooks, token_map):
+        monkeypatch.setattr(backend, "CHUNK", 8)
     model = make()
     predict = model.predict
     found = streams(model, few, heads=[(0, 1)], positions=(-1, -3))
@@ -163,7 +165,8 @@ def test_positions_of_a_model_that_reads_x_and_y_in_turn_are_the_querys():
 
 @pytest.mark.parametrize("law", [{}, *LINEAR], ids=str)
 def test_query_features_are_prompts_with_another_query(law, few, monkeypatch):
-    monkeypatch.setattr("mechinterp.analysis.p_probing.CHUNK", 8)
+    for backend in (hooks, token_map):
+        monkeypatch.setattr(backend, "CHUNK", 8)
     model = random_model(**WIDE, **law)
     found = query_features(model, few, layer=2, heads=[(1, 3)])
     assert found.shape == (30, 10, 12)
@@ -183,7 +186,7 @@ def test_query_features_of_a_bridge(few):
     )
 
 
-@pytest.mark.parametrize("make", [random_gpt2, lambda: as_predictor(random_model(**WIDE))])
+@pytest.mark.parametrize("make", [random_gpt2, lambda: predictor_of(random_model(**WIDE))])
 def test_query_features_after_the_last_layer_are_its_stream(make, few):
     predictor = make()
     found = query_features(predictor, few, layer=3)

@@ -8,7 +8,7 @@ import torch
 
 from mechinterp.analysis import pruning
 from mechinterp.analysis.estimates import ratio_and_sem
-from mechinterp.analysis.masking import masked_errors, masked_predictions
+from mechinterp.analysis.masking import masked_errors
 from mechinterp.analysis.probes import cross_validated, streams
 from mechinterp.analysis.pruning import (
     RULES,
@@ -21,6 +21,7 @@ from mechinterp.checkpoints.errors import CheckpointError
 from mechinterp.checkpoints.native import load, save
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig
 from mechinterp.icl.prompts import generator_for, sample_prompts
+from mechinterp.models.predictor import predictor_of
 from tests.deep_models import WIDE, random_gpt2, random_model
 
 TASK = TaskConfig(d_x=4, context_length=9)
@@ -35,7 +36,7 @@ def many():
 @pytest.fixture
 def checkpoint(tmp_path: Path):
     model = ModelConfig(n_layers=3, n_heads=4, context_only=True, d_model=12, d_head=3)
-    weights = random_model(**WIDE).deep_weights
+    weights = random_model(**WIDE).weights
     save(tmp_path / "full", ExperimentConfig(task=TASK, model=model), weights, step=5)
     return load(tmp_path / "full")
 
@@ -109,7 +110,7 @@ def test_a_pruned_model_is_a_smaller_checkpoint(checkpoint, many, tmp_path):
     assert saved.origin == {"pruned_from": "full", "kept_heads": [[1, 3], [], [2]]}
     saved.save_pretrained(tmp_path / "again")
     assert load(tmp_path / "again").origin == saved.origin
-    masked = masked_predictions(checkpoint.model, many, [gone])[0]
+    masked = predictor_of(checkpoint).run(many, [gone])[0]
     torch.testing.assert_close(saved.model.predict(many), masked, rtol=1e-11, atol=1e-13)
     with pytest.raises(CheckpointError, match="already holds a checkpoint"):
         save_pruned(checkpoint, kept, tmp_path / "pruned", prompts=many)
