@@ -257,4 +257,5 @@ def snapshots(folder: Path, n_prompts: int) -> Iterator[Case]:
             clear = bool(found[best] >= 0.98)
             demand = "may" if clear else "none"
             task = checkpoint.config.task
-            yield Case("snapshot", best if clear else NONE, weights, task, float(step), demand)
+            truth = best if clear else NONE
+            yield Case("snapshot", truth, weights.circuits, task, float(step), demand)

@@ -17,7 +17,7 @@ from mechinterp.analysis.gates import learn_gates
 from mechinterp.analysis.head_sets import halves
 from mechinterp.icl.prompts import Prompts
 from mechinterp.icl.sparse_predictors import excess_risk
-from mechinterp.models.adapter import z_name
+from mechinterp.models.masks import z_name
 
 NOISE = 0.1
 NAME = named(4, NOISE, 0)

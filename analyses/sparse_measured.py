@@ -18,7 +18,7 @@ from mechinterp.analysis.masking import masked_errors
 from mechinterp.analysis.p_probing import IDEAL, RAW, DescentCurves, descent_curves, query_features
 from mechinterp.analysis.probes import probe_layers, reweighted
 from mechinterp.analysis.pruning import masked_by, refit_errors
-from mechinterp.checkpoints.native import DeepCheckpoint, load
+from mechinterp.checkpoints.native import Checkpoint, load
 from mechinterp.config import TaskConfig
 from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
 from mechinterp.icl.sparse_predictors import descend, excess_risk
@@ -41,10 +41,9 @@ class Spread:
     """Share of the head that was the best on other prompts."""
 
 
-def trained(folders: Iterable[Path]) -> list[DeepCheckpoint]:
+def trained(folders: Iterable[Path]) -> list[Checkpoint]:
     """The models in these folders, those that are still in training left out."""
-    found = [load(folder) for folder in folders if (folder / "config.json").exists()]
-    return [checkpoint for checkpoint in found if isinstance(checkpoint, DeepCheckpoint)]
+    return [load(folder) for folder in folders if (folder / "config.json").exists()]
 
 
 def prompts_of(task: TaskConfig, n_prompts: int, *, length: int | None = None) -> Prompts:
@@ -127,7 +126,7 @@ def risk_at(phi: torch.Tensor, prompts: Prompts) -> np.ndarray:
     return excess_risk(path[-1], target).numpy()
 
 
-def over_training(checkpoint: DeepCheckpoint, prompts: Prompts) -> list[dict[str, object]]:
+def over_training(checkpoint: Checkpoint, prompts: Prompts) -> list[dict[str, object]]:
     """Effective heads and the shares of the first layer's heads at each kept step."""
     rows: list[dict[str, object]] = []
     for step, weights in sorted(checkpoint.snapshots.items()):

@@ -11,7 +11,7 @@ from itertools import product
 import pandas as pd
 from measured import ROOT
 
-from mechinterp.checkpoints.native import DeepCheckpoint, load
+from mechinterp.checkpoints.native import Checkpoint, load
 from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
 
 SEVERAL = (4, 8)
@@ -58,11 +58,9 @@ def over_seeds(n_heads: int | str, noise: float) -> str:
     return f"sparse-h{n_heads}-noise{noise}-s*"
 
 
-def trained(name: str) -> DeepCheckpoint:
+def trained(name: str) -> Checkpoint:
     """A shipped model."""
-    found = load(ROOT / "checkpoints" / name)
-    assert isinstance(found, DeepCheckpoint)
-    return found
+    return load(ROOT / "checkpoints" / name)
 
 
 def prompts_of(noise: float, n_prompts: int, *, context_length: int | None = None) -> Prompts:

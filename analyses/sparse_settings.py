@@ -27,7 +27,7 @@ from mechinterp.analysis.estimates import mean_and_sem
 from mechinterp.analysis.head_sets import halves
 from mechinterp.analysis.p_probing import IDEAL, RAW
 from mechinterp.analysis.pruning import best_head_first, best_head_later
-from mechinterp.checkpoints.native import DeepCheckpoint
+from mechinterp.checkpoints.native import Checkpoint
 from mechinterp.config import ExperimentConfig, TaskConfig
 from mechinterp.icl.prompts import Prompts
 from mechinterp.icl.sparse_predictors import gradient_descent, preprocess_then_optimise
@@ -38,21 +38,21 @@ TASK = ("d_x", "sparsity", "context_length", "nonzeros", "noise_var")
 Row = dict[str, object]
 
 
-def settled(checkpoints: list[DeepCheckpoint]) -> list[list[DeepCheckpoint]]:
+def settled(checkpoints: list[Checkpoint]) -> list[list[Checkpoint]]:
     """The models of each setting and seed, those of fewer steps first."""
-    groups: dict[str, list[DeepCheckpoint]] = defaultdict(list)
+    groups: dict[str, list[Checkpoint]] = defaultdict(list)
     for one in sorted(checkpoints, key=lambda checkpoint: checkpoint.step):
         same = replace(one.config, train=replace(one.config.train, steps=1))
         groups[same.id].append(one)
     return list(groups.values())
 
 
-def single_of(own: ExperimentConfig, models: list[DeepCheckpoint]) -> DeepCheckpoint | None:
+def single_of(own: ExperimentConfig, models: list[Checkpoint]) -> Checkpoint | None:
     """The model of one head of width d_x + 1, all else equal: of as many steps, or of the most."""
     model = replace(own.model, n_heads=1, d_head=own.task.d_x + 1)
     steps = own.train.steps
 
-    def same(one: DeepCheckpoint) -> bool:
+    def same(one: Checkpoint) -> bool:
         train = replace(one.config.train, steps=steps)
         return replace(one.config, train=train) == replace(own, model=model)
 
@@ -142,7 +142,7 @@ def descends(model, single, measured: Prompts) -> Row:
 
 
 def one_model(
-    group: list[DeepCheckpoint], single: DeepCheckpoint | None, n_prompts: int
+    group: list[Checkpoint], single: Checkpoint | None, n_prompts: int
 ) -> tuple[Row, pd.DataFrame]:
     """The row of a setting and seed, and its first layer over training."""
     checkpoint = group[-1]

@@ -37,7 +37,7 @@ HEADS = ("W_Q", "W_K", "W_V", "W_O")
 
 def start_of(arm: str, config: ExperimentConfig) -> DeepWeights:
     """The construction, its zero heads as they are or smaller than PyTorch would start them; or nothing of it."""
-    drawn = initial_deep_weights(config)
+    drawn = initial_deep_weights(config).stack
     if arm == "at random":
         return drawn
     built = preprocess_then_optimise_model([ETA] * 3, d_x=config.task.d_x).to(torch.float32)
@@ -75,7 +75,7 @@ def follow(arm: str, steps: int, prompts: Prompts) -> tuple[pd.DataFrame, DeepWe
     while True:
         rows.append({"arm": arm, "step": run.step} | told(run.weights, prompts))
         if run.finished:
-            return pd.DataFrame(rows), run.results()[arm].weights
+            return pd.DataFrame(rows), run.results()[arm].weights.stack
         run.advance()
         print(f"{arm}: {run.step} of {steps} steps", flush=True)
 
@@ -83,7 +83,7 @@ def follow(arm: str, steps: int, prompts: Prompts) -> tuple[pd.DataFrame, DeepWe
 def claims(arm: str, found: pd.DataFrame, last: DeepWeights, prompts: Prompts) -> list[Claim]:
     end, mine = found.iloc[-1], errors(last, prompts)
     rivals = {
-        TRAINED: errors(trained(TRAINED).weights, prompts),
+        TRAINED: errors(trained(TRAINED).weights.stack, prompts),
         "ridge at its best penalty": best_ridge(prompts),
         "Algorithm 1 at its best step": best(preprocess_then_optimise(prompts, steps=128), prompts),
     }

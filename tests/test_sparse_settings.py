@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mechinterp.checkpoints.native import DeepCheckpoint, load, save
+from mechinterp.checkpoints.native import load, save
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig, TrainConfig
 from mechinterp.icl.prompts import generator_for, sample_prompts
 from mechinterp.icl.sparse_predictors import gradient_descent, preprocess_then_optimise
@@ -78,7 +78,7 @@ def test_the_measures_of_a_model_that_is_algorithm_1(scripts, tmp_path: Path):
         shorter = replace(config, train=replace(config.train, steps=steps))
         save(tmp_path / f"built-{steps}", shorter, weights, step=steps)
     found = [load(folder) for folder in sorted(tmp_path.iterdir())]
-    (group,) = settled([one for one in found if isinstance(one, DeepCheckpoint)])
+    (group,) = settled(found)
     assert [one.step for one in group] == [10, 20]
     row, _ = one_model(group, None, 1024)
     assert row["to_fewer_steps"] == 1

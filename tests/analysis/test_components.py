@@ -127,7 +127,7 @@ def test_every_plateau_of_a_shipped_run_has_a_snapshot_with_its_number(name: str
     task, moments = checkpoint.config.task, task_moments(checkpoint.config.task)
     levels, best = modes(moments).levels, {}
     for step, weights in checkpoint.snapshots.items():
-        double = weights.to(torch.float64)
+        double = weights.circuits.to(torch.float64)
         QK = double.QK[:, : task.d_x, : task.d_x]
         M = torch.einsum("h,hij->ji", double.mu[:, 0], QK).numpy()
         count = components(M, task).n_components

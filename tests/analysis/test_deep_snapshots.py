@@ -7,19 +7,19 @@ import pytest
 
 from mechinterp.analysis.deep_snapshots import deep_snapshots
 from mechinterp.analysis.heads import ablate_heads
-from mechinterp.checkpoints.native import DeepCheckpoint, load
+from mechinterp.checkpoints.native import Checkpoint, load
 from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
 from mechinterp.models.transformer import ICLTransformer
 from tests.conftest import CHECKPOINTS
 
 
 @pytest.fixture(scope="module")
-def checkpoint() -> DeepCheckpoint:
+def checkpoint() -> Checkpoint:
     return load(CHECKPOINTS / "sparse-h4-noise0.1-s0")
 
 
 @pytest.fixture(scope="module")
-def some(checkpoint: DeepCheckpoint) -> Prompts:
+def some(checkpoint: Checkpoint) -> Prompts:
     return sample_prompts(checkpoint.config.task, 64, generator=generator_for(0, "eval", 0))
 
 
@@ -46,5 +46,6 @@ def test_each_step_is_masked_on_its_own(checkpoint, some):
 
 
 def test_a_checkpoint_without_snapshots_is_refused(checkpoint, some, tmp_path):
-    with pytest.raises(ValueError, match=f"{tmp_path}: has no snapshots"):
+    rule = f"deep_snapshots needs a checkpoint with snapshots, got {tmp_path} without"
+    with pytest.raises(ValueError, match=rule):
         deep_snapshots(replace(checkpoint, path=tmp_path), some)

@@ -8,21 +8,20 @@ import pytest
 import torch
 from torch import nn
 
-from mechinterp.analysis.layered import (
-    LayeredClassification,
-    classify_layers,
-)
+from mechinterp.analysis.layered import LayeredClassification, classify_layers
 from mechinterp.analysis.pruning import save_pruned
 from mechinterp.checkpoints.hints import Hints
-from mechinterp.checkpoints.layered import LayeredCheckpoint, read_layered
+from mechinterp.checkpoints.layered import read_layered
+from mechinterp.checkpoints.native import Checkpoint
 from mechinterp.config import TaskConfig
 from mechinterp.icl.prompts import generator_for, sample_prompts
-from mechinterp.models.layered import interleaved
-from mechinterp.report.documents import dumps, layered_document
+from mechinterp.models.adapter import masked
+from mechinterp.models.tokens import interleaved
+from mechinterp.report.documents import classification_document, dumps
 from tests.models.test_layered_models import GargModel, encoder, garg
 
 
-def checkpoint_of(model: nn.Module, *, n_heads: int, **task: object) -> LayeredCheckpoint:
+def checkpoint_of(model: nn.Module, *, n_heads: int, **task: object) -> Checkpoint:
     format = "gpt2" if isinstance(model, GargModel) else "torch-encoder"
     hints = Hints(n_heads=n_heads, task=task)
     return read_layered(model.state_dict(), Path("x.pt"), format=format, hints=hints, settings={})
@@ -38,9 +37,10 @@ def test_the_table_is_the_paired_difference_on_the_same_prompts(found: LayeredCl
     prompts = sample_prompts(
         checkpoint.task, 48, generator=generator_for(0, "eval", 0), dtype=torch.float64
     )
-    full = (checkpoint.model.predict(prompts) - prompts.y_query_clean).square()[:, 0]
-    masked = checkpoint.model.predict(prompts, masked_heads=[(1, 3)])
-    rise = (masked - prompts.y_query_clean).square()[:, 0] - full
+    full = (checkpoint.predictor.predict(prompts) - prompts.y_query_clean).square()[:, 0]
+    with masked(checkpoint.model, [(1, 3)]):
+        without = checkpoint.predictor.predict(prompts)
+    rise = (without - prompts.y_query_clean).square()[:, 0] - full
     assert found.excess_risk == pytest.approx(full.mean().item(), rel=1e-5)
     assert found.excess_risk_sem == pytest.approx(full.std().item() / 48**0.5, rel=1e-5)
     assert found.increase[1, 3] == pytest.approx(rise.mean().item(), rel=1e-4)
@@ -53,7 +53,7 @@ def test_the_risk_is_held_against_the_target_without_noise():
     prompts = sample_prompts(
         noisy.task, 16, generator=generator_for(0, "eval", 0), dtype=torch.float64
     )
-    expected = (noisy.model.predict(prompts) - prompts.y_query_clean).square().mean().item()
+    expected = (noisy.predictor.predict(prompts) - prompts.y_query_clean).square().mean().item()
     found = classify_layers(noisy, n_prompts=16)
     assert found.excess_risk == pytest.approx(expected, rel=1e-5)
     assert found.learners == ("vanilla_gd", "debiased_gd", "least_squares", "ridge")
@@ -96,7 +96,7 @@ def test_a_layer_of_idle_heads_has_importance_zero():
 
 def test_the_document_and_the_pictures(found: LayeredClassification):
     checkpoint = checkpoint_of(garg(), n_heads=4)
-    document = layered_document(checkpoint, found)
+    document = classification_document(checkpoint, found)
     assert (document["pattern"], document["format"], document["d_x"]) == ("multi_layer", "gpt2", 3)
     head = document["heads"][7]
     assert (head["layer"], head["head"], head["label"]) == (1, 3, "L1H3")
@@ -152,7 +152,8 @@ def test_a_pruned_model_is_saved_and_predicts_as_the_masked_one(tmp_path: Path):
     kept = np.ones((3, 4), dtype=bool)
     kept[1, 1:] = kept[2, 0] = False
     saved = save_pruned(checkpoint, kept, tmp_path / "pruned", prompts=prompts)
-    expected = checkpoint.model.predict(prompts, masked_heads=[(1, 1), (1, 2), (1, 3), (2, 0)])
+    with masked(checkpoint.model, [(1, 1), (1, 2), (1, 3), (2, 0)]):
+        expected = checkpoint.model.predict(prompts)
     torch.testing.assert_close(saved.model.predict(prompts), expected)
     assert (saved.path, saved.task.context_length) == (tmp_path / "pruned", 5)
     with pytest.raises(ValueError, match="the saved model must predict as the masked one to -1"):

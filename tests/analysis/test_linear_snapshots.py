@@ -41,7 +41,7 @@ def test_what_heads_hold_adds_up(name: str):
     np.testing.assert_allclose(found.held.sum(1), found.learned, rtol=1e-10, atol=1e-12)
     directions = modes(task_moments(checkpoint.config.task))
     for row in (0, 4, -1):
-        M = matrix_of(checkpoint.snapshots[int(found.step[row])])
+        M = matrix_of(checkpoint.snapshots[int(found.step[row])].circuits)
         np.testing.assert_allclose(found.learned[row], directions.learned(M), atol=1e-12)
         assert found.n_components[row] == components(M, checkpoint.config.task).n_components
     # The loss in closed form, from the learned parts alone, is the one logged.
@@ -112,7 +112,7 @@ def test_heads_of_higher_rank_show_norms_which_no_turn_of_their_rows_changes():
     found = linear_snapshots(checkpoint)
     assert found.rank == 4
     assert list(found.plot_heads().data[0].x)[:2] == ["v", "|k·e1|"]
-    weights = checkpoint.snapshots[int(found.step[-1])].to(torch.float64)
+    weights = checkpoint.snapshots[int(found.step[-1])].circuits.to(torch.float64)
     keys = weights.W_K[:, :8].numpy()  # the eigenvectors are the axes
     np.testing.assert_allclose(found.key[-1], np.linalg.norm(keys, axis=2), rtol=1e-6)
     held = found.value[-1, :, None] * np.einsum(
@@ -134,5 +134,7 @@ def test_there_is_a_row_for_each_snapshot_head_and_component(name: str):
 
 
 def test_other_models_are_refused(tmp_path: Path):
-    with pytest.raises(ValueError, match="score must be linear/L, got softmax"):
+    with pytest.raises(
+        ValueError, match="linear_snapshots needs one layer of linear attention, got score softmax"
+    ):
         linear_snapshots(load(CHECKPOINTS / "softmax-h2-s0"))

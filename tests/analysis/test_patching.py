@@ -9,7 +9,7 @@ import torch
 from transformer_lens.utilities import get_act_name
 
 from mechinterp.analysis.patching import HEAD_PARTS, STREAMS, patch_positions
-from mechinterp.config import TaskConfig
+from mechinterp.config import ModelConfig, TaskConfig
 from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
 from mechinterp.models.constructions import diagonal_heads
 from mechinterp.models.transformer import ICLTransformer
@@ -23,7 +23,8 @@ def random_prompts(length: int, step: int) -> Prompts:
 
 
 def random_model() -> ICLTransformer:
-    model = ICLTransformer(d_x=3, d_y=2, n_heads=3, n_layers=2, d_head=4).to(torch.float64)
+    architecture = ModelConfig(n_layers=2, n_heads=3, d_head=4)
+    model = ICLTransformer(architecture, d_x=3, d_y=2).to(torch.float64)
     generator = generator_for(2, "init", 0)
     for weights in model.parameters():
         torch.nn.init.normal_(weights, std=0.5, generator=generator)

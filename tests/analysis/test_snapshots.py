@@ -5,10 +5,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mechinterp.analysis import snapshots
+from mechinterp.analysis import histories
 from mechinterp.analysis.circuits import circuits
+from mechinterp.analysis.histories import kept_steps, loss_at
 from mechinterp.analysis.patterns import classify
-from mechinterp.analysis.snapshots import kept_steps, loss_at, training_snapshots
+from mechinterp.analysis.snapshots import training_snapshots
 from mechinterp.checkpoints.native import Checkpoint, load, save
 from mechinterp.config import ExperimentConfig, override
 from mechinterp.models.constructions import debiased_gradient_step, kernel_head, zero_head
@@ -83,7 +84,7 @@ def test_many_large_snapshots_are_thinned_and_the_last_is_kept(
     many = Checkpoint(grown.path, grown.config, 9, grown.weights)
     many.__dict__["snapshots"] = dict.fromkeys(range(10), pair)
     assert kept_steps(many) == list(range(10))
-    monkeypatch.setattr(snapshots, "MAX_NUMBERS", 4 * pair.QK.numel())
+    monkeypatch.setattr(histories, "MAX_NUMBERS", 4 * pair.circuits.QK.numel())
     assert kept_steps(many) == [0, 3, 6, 9]
 
 
@@ -91,5 +92,6 @@ def test_a_checkpoint_without_snapshots_is_refused(tmp_path: Path):
     save(
         tmp_path / "one", override(ExperimentConfig(), "model.n_heads=1"), zero_head(d_x=5), step=0
     )
-    with pytest.raises(ValueError, match="has no snapshots"):
+    rule = "training_snapshots needs a checkpoint with snapshots, got .*one without"
+    with pytest.raises(ValueError, match=rule):
         training_snapshots(load(tmp_path / "one"))

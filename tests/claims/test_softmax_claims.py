@@ -66,7 +66,10 @@ def test_the_sweep_file_names_the_shipped_models_with_their_configs():
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_shipped_model_starts_from_the_weights_its_config_says(name):
-    start, expected = checkpoint(name).snapshots[0], initial_weights(checkpoint(name).config)
+    start, expected = (
+        checkpoint(name).snapshots[0].circuits,
+        initial_weights(checkpoint(name).config),
+    )
     for part in ("W_Q", "W_K", "W_V", "W_O"):
         assert_close_to_rounding(getattr(start, part), getattr(expected, part))
 
@@ -77,7 +80,10 @@ def test_a_shipped_model_is_remade_from_its_config_alone(name):
     config = override(checkpoint(name).config, "train.steps=1000")
     alone = Pack({name: config})
     alone.advance()
-    weights, expected = alone.results()[name].weights, checkpoint(name).snapshots[1000]
+    weights, expected = (
+        alone.results()[name].weights.circuits,
+        checkpoint(name).snapshots[1000].circuits,
+    )
     for part in ("QK", "OV"):
         torch.testing.assert_close(
             getattr(weights, part), getattr(expected, part), rtol=1e-4, atol=1e-5

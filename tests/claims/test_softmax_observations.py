@@ -112,7 +112,11 @@ def test_o1e_dummies_have_no_scales_but_in_one_model_of_eight_heads_and_are_not_
     assert {name[:10] for name in names} == {"softmax-h3", "softmax-h4", "softmax-h8"}
     (prompts,) = prompt_chunks(TaskConfig(), 8192, seed=3)
     for name in names:
-        found, weights, idle = circuits(checkpoint(name)), checkpoint(name).weights, dummies(name)
+        found, weights, idle = (
+            circuits(checkpoint(name)),
+            checkpoint(name).weights.circuits,
+            dummies(name),
+        )
         settled = name != "softmax-h8-s0"
         largest = max(np.abs(found.mu[idle]).max(), np.abs(found.omega_mean[idle]).max())
         assert (largest < 0.02) == settled, name
@@ -170,7 +174,7 @@ def test_o3c_a_pair_is_debiased_gd_with_its_own_step_to_an_rms_of_0030(name: str
     step = float(classify(model).scales.eta[0])
     for length in LENGTHS:
         prompts = next(iter(prompt_chunks(TaskConfig(), 8192, seed=4, context_length=length)))
-        y_hat, closed = predict(model.weights, prompts), debiased_gd(prompts, eta=step)
+        y_hat, closed = predict(model.weights.circuits, prompts), debiased_gd(prompts, eta=step)
         if length >= 30:
             gap = (y_hat - prompts.y_query).square() - (closed - prompts.y_query).square()
             assert abs(gap.mean()) <= 0.002 + 3 * gap.std() / len(gap) ** 0.5

@@ -28,7 +28,7 @@ def test_the_first_steps_keep_what_layer_1_writes_and_lower_the_risk():
     config = replace(base, model=model, train=train)
     built = preprocess_then_optimise_model([0.5] * 3, d_x=16).to(torch.float32)
     live = (built.W_V @ built.W_O).flatten(2).any(-1)[..., None, None]
-    drawn = initial_deep_weights(config)
+    drawn = initial_deep_weights(config).stack
     start = built.with_tensors(
         {
             name: torch.where(live, getattr(built, name), getattr(drawn, name) / 2)
@@ -40,7 +40,8 @@ def test_the_first_steps_keep_what_layer_1_writes_and_lower_the_risk():
     assert run.finished
     (found,) = run.results().values()
     prompts = sample_prompts(base.task, 1024, generator=generator_for(1, "eval", 0))
-    before, after = (excess_risk(predict_deep(w, prompts), prompts) for w in (start, found.weights))
+    ends = (start, found.weights.stack)
+    before, after = (excess_risk(predict_deep(w, prompts), prompts) for w in ends)
     assert after.mean() < 0.6 * before.mean()
     hooked = ICLTransformer.from_weights(found.weights, task=base.task)
     assert probe_layers(hooked, prompts, target=reweighted).r2[1, -1] > 0.98

@@ -20,7 +20,7 @@ from mechinterp.analysis.masking import masked_errors
 from mechinterp.analysis.p_probing import RAW, descent_curves, query_features
 from mechinterp.analysis.probes import LayerProbes, preconditioned, probe_layers, reweighted
 from mechinterp.analysis.pruning import Pruning, best_head_first, prune
-from mechinterp.checkpoints.native import DeepCheckpoint, load
+from mechinterp.checkpoints.native import Checkpoint, load
 from mechinterp.icl.predictors import ridge
 from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
 from mechinterp.icl.sparse_predictors import excess_risk, lasso, preprocess_then_optimise, tuned
@@ -41,7 +41,7 @@ def single_of(name: str) -> str:
 
 
 @cache
-def trained(name: str) -> DeepCheckpoint:
+def trained(name: str) -> Checkpoint:
     return load(CHECKPOINTS / name)
 
 

@@ -9,7 +9,7 @@ import pytest
 from mechinterp.analysis.estimates import ratio_and_sem
 from mechinterp.analysis.masking import masked_errors
 from mechinterp.analysis.probes import probe_layers, reweighted
-from mechinterp.checkpoints.native import DeepCheckpoint, load
+from mechinterp.checkpoints.native import Checkpoint, load
 from mechinterp.icl.predictors import ridge
 from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
 from mechinterp.icl.sparse_predictors import excess_risk, preprocess_then_optimise
@@ -22,12 +22,12 @@ NAME = "sparse-wide-s0"
 
 
 @pytest.fixture(scope="module")
-def wide() -> DeepCheckpoint:
+def wide() -> Checkpoint:
     return load(CHECKPOINTS / NAME)
 
 
 @pytest.fixture(scope="module")
-def drawn(wide: DeepCheckpoint) -> Prompts:
+def drawn(wide: Checkpoint) -> Prompts:
     return sample_prompts(wide.config.task, 512, generator=generator_for(1, "eval", 0))
 
 
