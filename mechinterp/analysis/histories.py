@@ -17,7 +17,7 @@ def with_snapshots(source: Source, analysis: str) -> Checkpoint:
         ValueError: If it has none, or is another model.
     """
     if not getattr(source, "snapshots", None):
-        raise ValueError(f"{analysis} needs a checkpoint with snapshots, got none.")
+        raise ValueError(f"{analysis} needs a checkpoint with snapshots, got {_told(source)}.")
     return source  # type: ignore[return-value]
 
 
@@ -29,8 +29,14 @@ def with_history(source: Source, analysis: str) -> pd.DataFrame:
     """
     history = getattr(source, "history", None)
     if history is None:
-        raise ValueError(f"{analysis} needs a checkpoint with a history, got none.")
+        raise ValueError(f"{analysis} needs a checkpoint with a history, got {_told(source)}.")
     return history
+
+
+def _told(source: Source) -> str:
+    if isinstance(source, Checkpoint):
+        return f"{source.path} without"
+    return type(source).__name__
 
 
 def kept_steps(checkpoint: Checkpoint) -> list[int]:

@@ -21,7 +21,7 @@ from mechinterp.checkpoints.native import Checkpoint
 from mechinterp.display import Result
 from mechinterp.icl.prompts import covariance_matrix
 from mechinterp.models.predictor import Source
-from mechinterp.models.weights import Weights
+from mechinterp.models.weights import Weights, why_no_circuits
 from mechinterp.theory.linear import Modes, modes
 from mechinterp.training.linear import task_moments
 
@@ -157,7 +157,8 @@ def linear_snapshots(source: Source) -> LinearSnapshots:
     checkpoint = with_snapshots(source, "linear_snapshots")
     config, model = checkpoint.config, checkpoint.config.model
     if model.score != "linear/L" or not model.one_attention:
-        raise ValueError("linear_snapshots needs one layer of linear attention, got another model.")
+        got = why_no_circuits(model) or f"score {model.score}"
+        raise ValueError(f"linear_snapshots needs one layer of linear attention, got {got}.")
     found, steps = modes(task_moments(config.task)), kept_steps(checkpoint)
     turned = [_in_eigenbasis(checkpoint.snapshots[step], found) for step in steps]
     value, U, key, query = (np.array(parts) for parts in zip(*turned, strict=True))

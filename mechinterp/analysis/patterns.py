@@ -117,11 +117,14 @@ def classify(
         >>> classify(debiased_gradient_step(0.88, 0.05, d_x=5)).pattern
         'debiased_gd'
     """
-    if isinstance(source, AttentionWeights) or predictor_of(source).is_one_attention:
+    one = isinstance(source, AttentionWeights) or predictor_of(source).is_one_attention
+    if n_prompts is None:
+        n_prompts = N_PROMPTS if one else N_LAYERED_PROMPTS
+    if one:
         return classify_attention(
-            source, task, n_prompts=n_prompts or N_PROMPTS, seed=seed, thresholds=thresholds
+            source, task, n_prompts=n_prompts, seed=seed, thresholds=thresholds
         )
-    return classify_layers(source, task, n_prompts=n_prompts or N_LAYERED_PROMPTS, seed=seed)
+    return classify_layers(source, task, n_prompts=n_prompts, seed=seed)
 
 
 def classify_attention(
