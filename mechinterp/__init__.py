@@ -31,6 +31,7 @@ _HOMES = {
     "probe_layers": "mechinterp.analysis.probes",
     "p_probe": "mechinterp.analysis.p_probing",
     "patch_positions": "mechinterp.analysis.patching",
+    "train": "mechinterp.training.sweep",
     "check_compatible": "mechinterp.models.conformance",
 }
 __all__ = list(_HOMES)

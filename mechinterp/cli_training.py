@@ -47,7 +47,7 @@ def train(
     from mechinterp.presets import PRESETS
     from mechinterp.report.documents import dumps, training_document
     from mechinterp.report.terminal import progress_bar
-    from mechinterp.training.sweep import require_finite, train_models
+    from mechinterp.training.sweep import train_one
 
     if list_presets:
         say(dumps(list(PRESETS)) if as_json else "\n".join(PRESETS))
@@ -58,11 +58,9 @@ def train(
     file = Path(what)
     name = file.parent.resolve().name if file.name == "config.json" else file.stem
     folder = Path("runs") / f"{name}-s{config.seed}" if out is None else out
-    models = {".": config}
     engine = _engine("local", None, device, memory)
     with progress_bar(quiet=quiet) as on_log:
-        summary = train_models(models, folder, resume=resume, engine=engine, on_log=on_log)
-    require_finite(models, folder, summary)
+        summary = train_one(config, folder, resume=resume, engine=engine, on_log=on_log)
     document = training_document(summary, str(folder))
     text = f"{printable(str(folder))}: loss {summary.loss:.4f} after {config.train.steps} steps"
     say(dumps(document) if as_json else f"{text} ({document['steps_per_second']:.0f} steps/s)")

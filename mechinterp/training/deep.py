@@ -70,7 +70,7 @@ def initial_deep_weights(config: ExperimentConfig) -> Weights:
     return Weights(model, task.d_x, task.d_y, tensors)
 
 
-class DeepRun(Run[DeepWeights | Weights]):  # type: ignore[type-var]
+class DeepRun(Run[DeepWeights | Weights]):
     """A model in training with PyTorch's Adam: attention alone as a stack of layers, others as hooked models."""
 
     def __init__(
@@ -126,7 +126,7 @@ class DeepRun(Run[DeepWeights | Weights]):  # type: ignore[type-var]
         return {self.name: TrainedModel(self.config, weights, self.step, history, cut)}
 
     def _own(self, flat: Tensor) -> Weights:
-        found = own(views(flat, self.like))  # type: ignore[type-var]
+        found = own(views(flat, self.like))
         if isinstance(found, DeepWeights):
             return weights_of_stack(found, model=self.config.model)
         return found

@@ -57,6 +57,17 @@ OnLog = Callable[[Progress], None]
 Engine = Callable[[Sequence[PackJob], OnLog | None], Iterator[Outcome]]
 
 
+def shares_a_pack(config: ExperimentConfig) -> bool:
+    """Whether the compiled step trains such a model, with others beside it.
+
+    Example:
+        >>> shares_a_pack(ExperimentConfig())
+        True
+    """
+    model = config.model
+    return config.train.optimizer == "adam" and model.trains_compiled and not model.merged_qk
+
+
 def packs(models: Mapping[str, ExperimentConfig]) -> list[dict[str, ExperimentConfig]]:
     """Models that train together, in the order in which they are named.
 
@@ -71,8 +82,7 @@ def packs(models: Mapping[str, ExperimentConfig]) -> list[dict[str, ExperimentCo
     full: list[dict[str, ExperimentConfig]] = []
     filling: dict[object, tuple[int, dict[str, ExperimentConfig]]] = {}
     for name, config in models.items():
-        together = config.train.optimizer == "adam" and config.model.trains_compiled
-        key: object = pack_key(config) if together else name
+        key: object = pack_key(config) if shares_a_pack(config) else name
         n_heads, pack = filling.get(key, (PACK_HEADS, {}))
         if n_heads + config.model.n_heads > PACK_HEADS:
             n_heads, pack = 0, {}
@@ -173,7 +183,7 @@ def train_job(
         return _train_on_moments(run_folder, name, config, on_log)
     if memory is not None:
         _require_memory(job, memory)
-    kind: type[Pack | DeepRun] = Pack if config.model.trains_compiled else DeepRun
+    kind: type[Pack | DeepRun] = Pack if shares_a_pack(config) else DeepRun
     if job.file.exists():
         pack = kind.restore(job.file, device=device)
     else:
@@ -225,7 +235,7 @@ def peak_memory() -> int:
 
 def _require_memory(job: PackJob, memory: int) -> None:
     config = next(iter(job.models.values()))
-    if not config.model.trains_compiled:
+    if not shares_a_pack(config):
         raise CheckpointError(f"{job.file}: --memory is for packs of one-layer models.")
     needed = peak_memory() + FIRST_USE_BYTES + pack_bytes(job.models)
     if needed > memory:

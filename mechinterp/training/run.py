@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar, runtime_checkable
 
 import pandas as pd
 import torch
@@ -17,15 +17,23 @@ from torch import Tensor
 
 from mechinterp.checkpoints.native import save
 from mechinterp.config import ExperimentConfig
-from mechinterp.models.deep import DeepWeights
-from mechinterp.models.functional import AttentionWeights
 from mechinterp.models.weights import Weights
 from mechinterp.training.state import State, write_state
 
 SAVE_SECONDS = 30.0
 
-Form = TypeVar("Form", AttentionWeights, DeepWeights, Weights)
-"""The form in which weights are trained: heads of one layer, a stack of layers, or by name."""
+Form = TypeVar("Form", bound="Named")
+"""The form in which weights are trained."""
+
+
+@runtime_checkable
+class Named(Protocol):
+    """Weights of any form: heads of one layer, a stack of layers, or by name."""
+
+    @property
+    def tensors(self) -> Mapping[str, Tensor]: ...
+
+    def with_tensors(self: Form, tensors: Mapping[str, Tensor]) -> Form: ...
 
 
 @dataclass(frozen=True, eq=False)

@@ -25,14 +25,14 @@ def initial_weights(config: ExperimentConfig) -> AttentionWeights:
     n_heads * d_head for W_O.
 
     Raises:
-        ValueError: If the model has biases, or its query attends to itself: such models are not trained here.
+        ValueError: If the model has biases, or its query attends to itself: the compiled step does not train those.
     Example:
         >>> tuple(initial_weights(ExperimentConfig(seed=3)).W_Q.shape)
         (2, 6, 6)
     """
     for name in ("biases", "attend_to_self"):
         if getattr(config.model, name):
-            raise ValueError(f"model.{name} must be false in models that are trained, got true.")
+            raise ValueError(f"model.{name} must be false for the compiled step, got true.")
     heads, d_y = config.model.n_heads, config.task.d_y
     d_model, d_head = config.d_model, config.d_head
     generator = generator_for(config.seed, "init", 0)

@@ -10,11 +10,13 @@ import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from mechinterp.checkpoints.errors import CheckpointError
 from mechinterp.checkpoints.files import read_json
-from mechinterp.checkpoints.native import load
+from mechinterp.checkpoints.loading import named_config
+from mechinterp.checkpoints.native import Checkpoint, load
 from mechinterp.config import ExperimentConfig, from_dict, override, value_of
 from mechinterp.presets import preset
 from mechinterp.training.lock import locked
@@ -96,7 +98,6 @@ def train_models(
         engine: Where packs are trained: `train_here`, or `train_on_ray` of training/cluster.py; further
             arguments are given with functools.partial.
     Raises:
-        ValueError: If a model with merged heads is to be trained by Adam.
         CheckpointError: If the folder holds another run or another process trains there, what is resumed
             differs from what is asked for, or a file cannot be read or written.
     Example:
@@ -106,7 +107,6 @@ def train_models(
         ...     train_models({"short": config}, folder).steps
         20
     """
-    _require_trainable(models)
     run_folder = Path(run_folder)
     with locked(run_folder / LOCK):
         if not resume:
@@ -125,6 +125,57 @@ def train_models(
         losses = [_final_loss(folder) for folder in checkpoints]
     loss = sum(losses) / len(losses) if losses else float("nan")
     return TrainingSummary(checkpoints, steps, seconds, loss, diverged)
+
+
+def train_one(
+    config: ExperimentConfig,
+    folder: str | Path,
+    *,
+    resume: bool = False,
+    engine: Engine = train_here,
+    on_log: Callable[[Progress], None] | None = None,
+) -> TrainingSummary:
+    """Train one model into its checkpoint folder; the arguments are those of `train_models`.
+
+    Raises:
+        CheckpointError: As `train_models` does, and if the model diverges.
+    """
+    models = {".": config}
+    summary = train_models(models, folder, resume=resume, engine=engine, on_log=on_log)
+    require_finite(models, Path(folder), summary)
+    return summary
+
+
+def train(
+    config: ExperimentConfig | str,
+    *,
+    out: str | Path,
+    device: str = "cpu",
+    resume: bool = False,
+    on_log: Callable[[Progress], None] | None = None,
+) -> Checkpoint:
+    """The checkpoint of a model that is trained now, as `mechinterp train` does.
+
+    Args:
+        config: A config, or the name of a preset or config file.
+        out: The checkpoint folder. A model that is finished there is not trained again with `resume`.
+        resume: Whether to go on where a stopped run left off.
+        on_log: Called at every logged step with the progress.
+    Raises:
+        ValueError: If there is no such preset or config file.
+        CheckpointError: If the folder is taken or another process trains there, the model diverges, or what
+            is resumed has another config.
+    Example:
+        >>> import tempfile
+        >>> config = override(preset("softmax-h2"), "train.steps=20", "train.n_eval_prompts=64")
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     train(config, out=f"{folder}/short")
+        Checkpoint(short: 2 heads, d_x=5, context_length=40, step 20)
+    """
+    if isinstance(config, str):
+        config = named_config(config)
+    train_one(config, out, resume=resume, engine=partial(train_here, device=device), on_log=on_log)
+    return load(out)
 
 
 def require_finite(
@@ -146,12 +197,6 @@ def require_finite(
         f"{run_folder}: weights must stay finite, those of {', '.join(lost)} did not; the other models are "
         "saved. Try a smaller step size with --resume."
     )
-
-
-def _require_trainable(models: Mapping[str, ExperimentConfig]) -> None:
-    for config in models.values():
-        if config.model.merged_qk and config.train.optimizer == "adam":
-            raise ValueError("model.merged_qk must be false for train.optimizer 'adam', got true.")
 
 
 def _require_free(models: Mapping[str, ExperimentConfig], run_folder: Path) -> None:

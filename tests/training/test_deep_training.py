@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mechinterp.checkpoints.errors import CheckpointError
-from mechinterp.checkpoints.native import DeepCheckpoint, load
+from mechinterp.checkpoints.native import load
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig, TrainConfig
 from mechinterp.icl.prompts import generator_for, sample_prompts
 from mechinterp.icl.sparse_predictors import excess_risk
@@ -48,14 +48,16 @@ def test_initial_weights_are_a_function_of_config_and_seed():
     assert_same(first, again)
     other = initial_deep_weights(replace(CONFIG, seed=3))
     assert not torch.equal(first.W_Q, other.W_Q)
-    assert first.law == (2, 2, 6, 3, 3, 1, True, 3**-0.5, "linear/L", 1.0)
+    assert first.law == (CONFIG.model, 3, 1, 3**-0.5)
     # Uniform in +-1/sqrt(fan_in), W_in of fan_in d_x + d_y, the others of 6.
-    assert 0.45 < first.W_in.abs().max() <= 0.5
-    assert all(0.37 < t.abs().max() <= 6**-0.5 for n, t in first.tensors.items() if n != "W_in")
+    stack = first.stack
+    assert stack.W_in is not None
+    assert 0.45 < stack.W_in.abs().max() <= 0.5
+    assert all(0.37 < t.abs().max() <= 6**-0.5 for n, t in stack.tensors.items() if n != "W_in")
 
 
 def test_one_update_is_adam_on_the_clipped_gradient_at_the_step_size_of_the_cosine():
-    run, before = DeepRun({"m": CONFIG}), initial_deep_weights(CONFIG)
+    run, before = DeepRun({"m": CONFIG}), initial_deep_weights(CONFIG).stack
     for step in range(3):
         run._update(step)
     flat = torch.cat([t.flatten() for t in before.tensors.values()]).requires_grad_()
@@ -126,7 +128,7 @@ def test_history_has_a_row_per_logged_step_layer_and_head():
     assert last["qk_norm"] == pytest.approx(QK.norm().item(), rel=1e-5)
     assert last["ov_norm"] == pytest.approx((weights.W_V[1, 1] @ weights.W_O[1, 1]).norm().item())
     prompts = sample_prompts(CONFIG.task, 40, generator=generator_for(3, "eval", 0))
-    error = predict_deep(weights, prompts) - prompts.y_query
+    error = predict_deep(weights.stack, prompts) - prompts.y_query
     assert last["eval_loss"] == pytest.approx(error.square().mean().item(), rel=1e-5)
 
 
@@ -157,7 +159,6 @@ def test_a_run_through_a_run_folder_with_a_stop_in_between(tmp_path: Path):
     assert [path.name for path in summary.checkpoints] == ["deep", "plain", "other"]
     assert not list((tmp_path / "run").glob("training-*"))
     checkpoint = load(tmp_path / "run" / "deep")
-    assert isinstance(checkpoint, DeepCheckpoint)
     whole = finished(DeepRun({"m": CONFIG})).results()["m"]
     assert_same(checkpoint.weights, whole.weights)
     assert checkpoint.config == CONFIG

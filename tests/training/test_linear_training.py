@@ -14,7 +14,8 @@ from mechinterp.checkpoints.native import load
 from mechinterp.config import ExperimentConfig, TaskConfig, override
 from mechinterp.icl.prompts import generator_for, sample_prompts
 from mechinterp.models.constructions import linear_attention
-from mechinterp.models.functional import predict
+from mechinterp.models.functional import AttentionWeights, predict
+from mechinterp.models.weights import Weights
 from mechinterp.presets import preset
 from mechinterp.theory.linear import modes, population_moments
 from mechinterp.theory.linear_heads import MergedHeads, merged_heads, separate_heads
@@ -34,8 +35,9 @@ EACH = pytest.mark.parametrize(
 )
 
 
-def step_matrix(weights) -> np.ndarray:
+def step_matrix(weights: AttentionWeights | Weights) -> np.ndarray:
     """M of weights of linear attention."""
+    weights = weights if isinstance(weights, AttentionWeights) else weights.circuits
     d_x = weights.d_x
     blocks = weights.score_slope * weights.QK.double()[:, :d_x, :d_x]
     return torch.einsum("h,hij->ji", weights.mu.double()[:, 0], blocks).numpy()
@@ -94,7 +96,7 @@ def test_descent_on_a_training_set_descends_its_own_loss():
     prompts = sample_prompts(
         config.task, 64, generator=generator_for(0, "train", 0), dtype=torch.float64
     )
-    error = predict(trained.weights.to(torch.float64), prompts) - prompts.y_query
+    error = predict(trained.weights.circuits.to(torch.float64), prompts) - prompts.y_query
     last = trained.history.iloc[-1]
     assert last["loss"] == pytest.approx(error.square().mean().item(), rel=1e-5)
     population = task_moments(config.task).loss(step_matrix(trained.weights))
@@ -113,17 +115,17 @@ def test_history_and_snapshots_are_those_of_other_models(config: ExperimentConfi
     assert trained.history["step"].tolist() == np.repeat([0, 100, 200, 300, 400], n_heads).tolist()
     found = training_dynamics(trained.history)
     assert found.omega.shape == (5, n_heads)
-    third = trained.snapshots[300]
+    third = trained.snapshots[300].circuits
     assert found.omega[3] == pytest.approx(third.omega.mean(1), rel=1e-5)
     assert found.mu[3] == pytest.approx(third.mu[:, 0], rel=1e-5)
     assert np.all(np.diff(found.eval_loss) < 0)
     first = linear_attention(initial_heads(config)).to(torch.float32)
-    assert torch.equal(trained.snapshots[0].W_Q, first.W_Q)
+    assert torch.equal(trained.snapshots[0].circuits.W_Q, first.W_Q)
 
 
 def test_the_score_slope_changes_nothing_but_how_it_is_stored():
     plain, doubled = train_linear(SEPARATE), train_linear(override(SEPARATE, "model.score_slope=2"))
-    assert torch.allclose(plain.weights.QK, 2 * doubled.weights.QK, rtol=1e-6)
+    assert torch.allclose(plain.weights.circuits.QK, 2 * doubled.weights.circuits.QK, rtol=1e-6)
     assert plain.history["loss"].equals(doubled.history["loss"])
 
 
@@ -176,7 +178,7 @@ def test_a_run_of_both_kinds_leaves_a_checkpoint_each(tmp_path: Path):
     for name, config in models.items():
         assert load(tmp_path / name).config == config
     checkpoint = load(tmp_path / "merged")
-    assert checkpoint.weights.merged_qk
+    assert checkpoint.weights.circuits.merged_qk
     assert list(checkpoint.snapshots) == [0, 150, 300]
     before = (tmp_path / "merged" / "model.safetensors").stat().st_mtime_ns
     again = train_models(models, tmp_path, resume=True)
@@ -211,13 +213,6 @@ def test_a_flow_that_cannot_be_followed_is_named(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr("mechinterp.training.packs.train_linear", stuck)
     with pytest.raises(CheckpointError, match=r"/one: The flow cannot be followed past time 3 tau"):
         train_models({"one": SEPARATE}, tmp_path)
-
-
-def test_adam_takes_no_merged_heads(tmp_path: Path):
-    config = override(preset("softmax-h2"), "model.merged_qk=true")
-    message = r"^model\.merged_qk must be false for train\.optimizer 'adam', got true\.$"
-    with pytest.raises(ValueError, match=message):
-        train_models({"merged": config}, tmp_path)
 
 
 def test_the_shipped_sweep_is_that_of_the_shipped_models():

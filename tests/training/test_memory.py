@@ -50,7 +50,7 @@ def test_a_large_batch_is_drawn_in_chunks_whose_size_the_task_decides(
 def test_a_step_in_chunks_is_the_step_on_the_whole_batch(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(batches, "CHUNK_BYTES", 32 * prompt_bytes(CONFIG.task))
     pack = Pack({"model": CONFIG})
-    start = pack.results()["model"].weights
+    start = pack.results()["model"].weights.circuits
     pack._set_gradient(0)
     chunks = list(batch_chunks(CONFIG.task, 70, generator=generator_for(0, "train", 0)))
     whole = type(chunks[0])(

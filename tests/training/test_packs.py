@@ -4,7 +4,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
 from mechinterp.checkpoints.errors import CheckpointError
 from mechinterp.checkpoints.native import load
@@ -15,11 +14,11 @@ from mechinterp.config import (
     TrainConfig,
     override,
 )
-from mechinterp.models.functional import NAMES
 from mechinterp.presets import preset
 from mechinterp.training.packs import PACK_HEADS, PackJob, pack_jobs, packs, train_here, train_job
 from mechinterp.training.sweep import train_models
 from mechinterp.training.trainer import Pack
+from tests.conftest import assert_same
 
 SMALL = ExperimentConfig(
     task=TaskConfig(d_x=2, context_length=4),
@@ -69,9 +68,7 @@ def test_a_run_in_several_packs_has_the_bits_of_one_pack(
     assert names_of(packs(MODELS)) == [["s0", "s1"], ["s2"]]
     assert train_models(MODELS, tmp_path).steps == 40
     for name, trained in whole.results().items():
-        for part in NAMES:
-            stored = getattr(load(tmp_path / name).weights, part)
-            assert torch.equal(stored, getattr(trained.weights, part))
+        assert_same(load(tmp_path / name).weights, trained.weights)
 
 
 def test_jobs_are_the_stopped_packs_and_what_is_not_begun(tmp_path: Path):

@@ -1,6 +1,5 @@
 """Packs: they resume to the same bits, log what they say they log, and train as plain PyTorch does."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,11 +10,12 @@ from safetensors.torch import save_file
 from mechinterp.checkpoints.errors import CheckpointError
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig, TrainConfig, override
 from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
-from mechinterp.models.functional import NAMES, AttentionWeights, predict
+from mechinterp.models.functional import AttentionWeights, predict
 from mechinterp.training import run
 from mechinterp.training.run import Progress, train_run
 from mechinterp.training.step import initial_weights
 from mechinterp.training.trainer import Pack, pack_key
+from tests.conftest import assert_same
 
 SMALL = ExperimentConfig(
     task=TaskConfig(d_x=3, context_length=8),
@@ -48,11 +48,6 @@ def squared_error(weights: AttentionWeights, prompts: Prompts) -> float:
     return (predict(weights, prompts) - prompts.y_query).square().mean().item()
 
 
-def assert_same_weights(actual: AttentionWeights, expected: AttentionWeights):
-    for name in NAMES:
-        assert torch.equal(getattr(actual, name), getattr(expected, name)), name
-
-
 def test_a_resumed_run_ends_with_the_same_bits(tmp_path: Path):
     straight, file = finished(Pack(MODELS)), tmp_path / "state.safetensors"
     resumed = Pack(MODELS)
@@ -79,7 +74,7 @@ def test_a_finished_run_stays_finished_when_restored(tmp_path: Path):
     pack.save(file)
     restored = Pack.restore(file)
     assert restored.finished
-    assert_same_weights(restored.results()["two"].weights, pack.results()["two"].weights)
+    assert_same(restored.results()["two"].weights, pack.results()["two"].weights)
 
 
 def test_history_has_one_row_per_logged_step_and_head():
@@ -99,7 +94,8 @@ def test_history_describes_the_weights_of_its_model_and_step():
     for name, trained in finished(Pack(MODELS)).results().items():
         config, n_heads = MODELS[name], MODELS[name].model.n_heads
         # Step 20 is a logged step and a snapshot, 25 is the end.
-        for step, weights in {20: trained.snapshots[20], 25: trained.weights}.items():
+        for step, named in {20: trained.snapshots[20], 25: trained.weights}.items():
+            weights = named.circuits
             rows = trained.history[trained.history["step"] == step]
             assert len(rows) == n_heads
             generator = generator_for(config.train.data_seed, "eval", 0)
@@ -122,7 +118,7 @@ def test_loss_is_the_mean_of_the_training_losses_since_the_last_row():
         squared_error(initial_weights(SMALL), train_prompts(SMALL, 0))
     )
     # The loss of step 9 was met before the update that makes it step 9's.
-    at_8 = every_step.results()["two"].snapshots[8]
+    at_8 = every_step.results()["two"].snapshots[8].circuits
     assert losses[8] == pytest.approx(squared_error(at_8, train_prompts(SMALL, 8)))
 
     pack = Pack({"two": SMALL})
@@ -135,29 +131,29 @@ def test_loss_is_the_mean_of_the_training_losses_since_the_last_row():
 def test_snapshots_hold_the_weights_after_that_many_updates():
     trained = finished(Pack({"two": SMALL})).results()["two"]
     assert list(trained.snapshots) == [0, 4, 8, 12, 16, 20, 24]
-    assert_same_weights(trained.snapshots[0], initial_weights(SMALL))
+    assert_same(trained.snapshots[0], initial_weights(SMALL))
     for step in (4, 20):
         stopped = finished(Pack({"two": override(SMALL, f"train.steps={step}")})).results()["two"]
         assert stopped.step == step
-        assert_same_weights(trained.snapshots[step], stopped.weights)
+        assert_same(trained.snapshots[step], stopped.weights)
 
 
 def test_results_do_not_change_when_the_pack_trains_on():
     pack = Pack({"two": SMALL})
     pack.advance()
     trained = pack.results()["two"]
-    before = {name: getattr(trained.weights, name).clone() for name in NAMES}
+    before = {name: tensor.clone() for name, tensor in trained.weights.tensors.items()}
     pack.advance()
     assert trained.step == 10
-    assert_same_weights(trained.weights, replace(trained.weights, **before))
+    assert_same(trained.weights, trained.weights.with_tensors(before))
 
 
 def test_a_model_trains_to_the_same_bits_in_a_pack_and_alone():
     packed = finished(Pack(MODELS)).results()
     for name, config in MODELS.items():
         alone = finished(Pack({name: config})).results()[name]
-        assert_same_weights(packed[name].snapshots[0], initial_weights(config))
-        assert_same_weights(packed[name].weights, alone.weights)
+        assert_same(packed[name].snapshots[0], initial_weights(config))
+        assert_same(packed[name].weights, alone.weights)
         for column in ("loss", "eval_loss"):
             assert packed[name].history[column].equals(alone.history[column])
 
@@ -175,7 +171,7 @@ def test_a_model_that_diverges_leaves_the_others_of_its_pack_untouched(tmp_path:
     assert pack.finished
     assert pack.diverged == Pack.restore(tmp_path / "state").diverged == {"two": 20}
     assert not torch.isfinite(pack.results()["two"].weights.W_K).any()
-    assert_same_weights(pack.results()["one"].weights, alone.results()["one"].weights)
+    assert_same(pack.results()["one"].weights, alone.results()["one"].weights)
 
 
 def test_a_pack_whose_models_have_all_diverged_is_finished():
@@ -231,7 +227,7 @@ def test_training_equals_plain_pytorch(d_y: int):
         torch.nn.functional.mse_loss(predictions, prompts.y_query).backward()
         optimizer.step()
 
-    weights = finished(Pack({"model": config})).results()["model"].weights
+    weights = finished(Pack({"model": config})).results()["model"].weights.circuits
     assert (weights.W_Q - start.W_Q).norm() > 0.01 * start.W_Q.norm()
     expected = PlainAttention(config.d_model, 3, config.d_head)
     expected.load_state_dict(model.state_dict())

@@ -1,0 +1,235 @@
+"""Every architecture trains: by its own gradient, to the same bits after a stop, and to a lower loss."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import mechinterp
+from mechinterp.checkpoints.errors import CheckpointError
+from mechinterp.checkpoints.native import Checkpoint, load
+from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig, TrainConfig
+from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
+from mechinterp.models.transformer import ICLTransformer
+from mechinterp.training import run as running
+from mechinterp.training.deep import DeepRun, initial_deep_weights
+from mechinterp.training.packs import packs, shares_a_pack
+from mechinterp.training.run import Progress
+from mechinterp.training.sweep import train_models
+from tests.conftest import assert_close_to_rounding, assert_same
+
+WIDE = ModelConfig(n_layers=2, n_heads=2, d_model=8)
+MODELS = {
+    "causal": WIDE,
+    "context-only": replace(WIDE, context_only=True, score="relu/L"),
+    "all-read-all": replace(WIDE, context_only=True, attend_to_self=True),
+    "norm-before": replace(WIDE, norm="before", final_norm=True),
+    "norm-after": replace(WIDE, norm="after", attend_to_self=True),
+    "MLP": replace(WIDE, d_mlp=12, activation="gelu", attend_to_self=True),
+    "GPT-2": replace(
+        WIDE,
+        norm="before",
+        final_norm=True,
+        d_mlp=12,
+        activation="gelu_new",
+        biases=True,
+        layout="in_turn",
+        n_positions=17,
+        attend_to_self=True,
+    ),
+    "merged": replace(WIDE, merged_qk=True, d_head=8, score="linear/L", biases=True),
+    "tokens-as-stream": ModelConfig(n_layers=3, n_heads=1, d_mlp=5),
+    "one-layer-merged": ModelConfig(merged_qk=True),
+    "one-layer-biases": ModelConfig(biases=True),
+    "one-layer-self": ModelConfig(attend_to_self=True),
+    "one-layer-context-only": ModelConfig(context_only=True, n_heads=2, score="1+tanh"),
+}
+TASK = TaskConfig(d_x=3, context_length=8)
+TRAIN = TrainConfig(
+    steps=12, batch_size=16, log_every=4, snapshot_every=3, n_eval_prompts=20, data_seed=3
+)
+CONFIGS = {
+    name: ExperimentConfig(task=TASK, model=model, train=TRAIN, seed=seed)
+    for seed, (name, model) in enumerate(MODELS.items())
+}
+EACH = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+
+
+def train_prompts(config: ExperimentConfig, step: int) -> Prompts:
+    generator = generator_for(config.train.data_seed, "train", step)
+    size = config.train.batch_size
+    return sample_prompts(config.task, size, generator=generator, dtype=torch.float64)
+
+
+def plain_module(run: DeepRun) -> ICLTransformer:
+    """The hooked model with the weights of a run."""
+    return ICLTransformer.from_weights(run.results()["m"].weights, task=run.config.task)
+
+
+def run_in_float64(config: ExperimentConfig) -> DeepRun:
+    return DeepRun({"m": config}, start=initial_deep_weights(config).to(torch.float64))
+
+
+def named(flat: torch.Tensor, run: DeepRun) -> dict[str, torch.Tensor]:
+    """Numbers that lie as the weights of a run do, by the names of the weights."""
+    return dict(run._own(flat).tensors)
+
+
+def step_by_step(model: ICLTransformer, config: ExperimentConfig, steps: int) -> ICLTransformer:
+    """PyTorch's own Adam on the plain module."""
+    adam = torch.optim.Adam(model.parameters(), lr=config.train.learning_rate)
+    for step in range(steps):
+        prompts = train_prompts(config, step)
+        adam.zero_grad()
+        torch.nn.functional.mse_loss(model.predict(prompts), prompts.y_query).backward()
+        adam.step()
+    return model
+
+
+@EACH
+def test_a_step_goes_along_the_gradient_of_the_hooked_model(config: ExperimentConfig):
+    run = run_in_float64(config)
+    model, prompts = plain_module(run), train_prompts(config, 0)
+    torch.nn.functional.mse_loss(model.predict(prompts), prompts.y_query).backward()
+    run._update(0)
+    assert run.flat.grad is not None
+    found = named(run.flat.grad, run)
+    expected = {name: parameter.grad for name, parameter in model.named_parameters()}
+    assert found.keys() == expected.keys()
+    largest = max(gradient.abs().max() for gradient in expected.values())
+    assert largest > 0
+    for name, gradient in expected.items():
+        assert (found[name] - gradient).abs().max() <= 1e-12 * largest, name
+
+
+@EACH
+def test_training_is_adam_on_the_plain_module(config: ExperimentConfig):
+    run = run_in_float64(config)
+    model = step_by_step(plain_module(run), config, 5)
+    before = run.flat.detach().clone()
+    for step in range(5):
+        run._update(step)
+    assert (run.flat - before).abs().max() > 1e-3
+    expected = torch.cat([model.state_dict()[name].flatten() for name in named(run.flat, run)])
+    found = torch.cat([tensor.flatten() for tensor in named(run.flat, run).values()])
+    assert_close_to_rounding(found, expected)
+
+
+@EACH
+def test_the_loss_falls(config: ExperimentConfig):
+    task = replace(config.task, noise_var=0.0)
+    train = replace(config.train, steps=200, log_every=200, learning_rate=3e-3, batch_size=64)
+    run = DeepRun({"m": replace(config, task=task, train=train)})
+    prompts = sample_prompts(task, 1000, generator=generator_for(9, "eval", 0))
+
+    def squares() -> torch.Tensor:
+        return (plain_module(run).predict(prompts) - prompts.y_query).square().mean(1).detach()
+
+    before = squares()
+    run.advance()
+    fall = before - squares()
+    assert fall.mean() > 4 * fall.std() / len(fall) ** 0.5
+    first, last = run.rows["eval_loss"].tolist()
+    assert last < first
+
+
+def test_only_what_the_compiled_step_trains_shares_a_pack():
+    plain = ExperimentConfig(task=TASK, train=TRAIN)
+    assert shares_a_pack(plain)
+    assert not any(shares_a_pack(config) for config in CONFIGS.values())
+    mixed = CONFIGS | {"plain": plain, "other": replace(plain, seed=1)}
+    alone = [[name] for name in CONFIGS]
+    assert [list(pack) for pack in packs(mixed)] == [*alone, ["plain", "other"]]
+
+
+def test_a_run_of_every_kind_has_the_same_bits_after_stops(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(running, "SAVE_SECONDS", 0.0)
+    plain = ExperimentConfig(task=TASK, train=TRAIN)
+    models = CONFIGS | {"plain": plain, "other": replace(plain, seed=1)}
+    assert len(train_models(models, tmp_path / "whole").checkpoints) == len(models)
+
+    rows = 0
+
+    def stop_at_every_third_row(progress: Progress) -> None:
+        nonlocal rows
+        rows += 1
+        if rows % 3 == 0:
+            raise InterruptedError
+
+    stops, finished = 0, False
+    while not finished:
+        try:
+            train_models(models, tmp_path / "run", resume=True, on_log=stop_at_every_third_row)
+            finished = True
+        except InterruptedError:
+            stops += 1
+    assert stops > len(packs(models))
+    for name in models:
+        assert_same_checkpoint(load(tmp_path / "run" / name), load(tmp_path / "whole" / name))
+        assert list(load(tmp_path / "run" / name).snapshots) == [0, 3, 6, 9, 12]
+
+
+def assert_same_checkpoint(actual: Checkpoint, expected: Checkpoint):
+    """Equal bits: weights, snapshots and history."""
+    assert_same(actual.weights, expected.weights)
+    assert list(actual.snapshots) == list(expected.snapshots)
+    for step, weights in expected.snapshots.items():
+        assert_same(actual.snapshots[step], weights)
+    assert actual.history is not None
+    assert expected.history is not None
+    assert actual.history.equals(expected.history)
+
+
+@pytest.mark.parametrize("name", ["GPT-2", "one-layer-merged", "one-layer-self"])
+def test_history_has_the_norms_of_the_circuits_of_each_head(name: str):
+    run = DeepRun({"m": CONFIGS[name]})
+    run.advance()
+    trained = run.results()["m"]
+    history, weights = trained.history, trained.weights
+    heads = [(layer, head) for layer in range(weights.n_layers) for head in range(2)]
+    assert list(zip(history["layer"], history["head"], strict=True)) == 2 * heads
+    assert history["step"].tolist() == [0] * len(heads) + [4] * len(heads)
+    model = plain_module(run)
+    expected = {
+        "qk_norm": model.cfg.scale * model.QK.AB.norm(dim=(2, 3)),
+        "ov_norm": model.OV.AB.norm(dim=(2, 3)),
+    }
+    for column, norms in expected.items():
+        found = torch.tensor(history[column].tolist()[-len(heads) :])
+        assert_close_to_rounding(found, norms.flatten().detach())
+
+
+# From Python.
+
+
+def test_train_gives_the_checkpoint_and_goes_on_with_resume(tmp_path: Path):
+    config, out = CONFIGS["GPT-2"], tmp_path / "model"
+
+    def stop(progress: Progress) -> None:
+        raise InterruptedError
+
+    with pytest.raises(InterruptedError):
+        mechinterp.train(config, out=out, on_log=stop)
+    with pytest.raises(CheckpointError, match="already exists and is not overwritten"):
+        mechinterp.train(config, out=out)
+    checkpoint = mechinterp.train(config, out=out, resume=True)
+    assert (checkpoint.config, checkpoint.step) == (config, 12)
+    assert_same_checkpoint(checkpoint, mechinterp.train(config, out=tmp_path / "again"))
+    assert_same_checkpoint(mechinterp.train(config, out=str(out), resume=True), checkpoint)
+
+
+def test_train_takes_the_name_of_a_preset_or_file(tmp_path: Path):
+    with pytest.raises(ValueError, match="no-such: a preset"):
+        mechinterp.train("no-such", out=tmp_path / "model")
+    file = tmp_path / "small.json"
+    file.write_text(CONFIGS["causal"].to_json())
+    assert mechinterp.train(str(file), out=tmp_path / "model").config == CONFIGS["causal"]
+
+
+def test_train_refuses_a_model_that_diverges(tmp_path: Path):
+    train = replace(TRAIN, learning_rate=1e30)
+    with pytest.raises(CheckpointError, match="weights must stay finite"):
+        mechinterp.train(replace(CONFIGS["causal"], train=train), out=tmp_path / "model")
