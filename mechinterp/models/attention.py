@@ -51,12 +51,15 @@ class Attention(nn.Module):
         self.hook_result = HookPoint()  # [batch, pos, head, d_model]
 
     def forward(
-        self, resid: Float[Tensor, "batch pos d_model"]
+        self, resid: Float[Tensor, "batch pos d_model"], norm: nn.Module | None = None
     ) -> Float[Tensor, "batch pos d_model"]:
-        """What the heads add to the residual stream."""
-        q = self.hook_q(self._project(resid, "Q", self.hook_q_input))
-        k = self.hook_k(self._project(resid, "K", self.hook_k_input))
-        v = self.hook_v(self._project(resid, "V", self.hook_v_input))
+        """What the heads add to the residual stream, which they read through a norm if one is given."""
+        norm = nn.Identity() if norm is None else norm
+        # Split inputs are copies of the stream itself, so that what is added to one is normed with it.
+        read = resid if self.cfg.use_split_qkv_input else norm(resid)
+        q = self.hook_q(self._project(read, "Q", self.hook_q_input, norm))
+        k = self.hook_k(self._project(read, "K", self.hook_k_input, norm))
+        v = self.hook_v(self._project(read, "V", self.hook_v_input, norm))
 
         scores = self.cfg.scale * einsum(
             q, k, "batch query head d_head, batch key head d_head -> batch head query key"
@@ -88,16 +91,18 @@ class Attention(nn.Module):
         self.W_Q = nn.Parameter(torch.zeros(cfg.n_heads, cfg.d_model, cfg.d_head))
         self.W_K = nn.Parameter(torch.zeros(cfg.n_heads, cfg.d_model, cfg.d_head))
 
-    def _project(self, resid: Tensor, which: str, hook_input: HookPoint) -> Tensor:
+    def _project(
+        self, read: Tensor, which: str, hook_input: HookPoint, norm: nn.Module
+    ) -> Float[Tensor, "batch pos head d_head"]:
         weights = getattr(self, f"W_{which}")
         if self.cfg.use_split_qkv_input:
             # A copy per head, so that a hook may edit the input of one head in place.
-            split = hook_input(resid[:, :, None].repeat(1, 1, self.cfg.n_heads, 1))
+            split = norm(hook_input(read[:, :, None].repeat(1, 1, self.cfg.n_heads, 1)))
             equation = "batch pos head d_model, head d_model d_head -> batch pos head d_head"
             projected = einsum(split, weights, equation)
         else:
             equation = "batch pos d_model, head d_model d_head -> batch pos head d_head"
-            projected = einsum(resid, weights, equation)
+            projected = einsum(read, weights, equation)
         return projected + getattr(self, f"b_{which}") if self.cfg.biases else projected
 
     def _output_weights(self) -> Tensor:
@@ -127,13 +132,15 @@ class MergedAttention(Attention):
         """The identity, made anew: writing into it changes nothing."""
         return identity_keys(self.W_QK)
 
-    def _project(self, resid: Tensor, which: str, hook_input: HookPoint) -> Tensor:
+    def _project(
+        self, read: Tensor, which: str, hook_input: HookPoint, norm: nn.Module
+    ) -> Float[Tensor, "batch pos head d_head"]:
         if which != "K":
-            return super()._project(resid, which, hook_input)
-        keys = resid[:, :, None].repeat(1, 1, self.cfg.n_heads, 1)
+            return super()._project(read, which, hook_input, norm)
+        keys = read[:, :, None].repeat(1, 1, self.cfg.n_heads, 1)
         if self.cfg.use_split_qkv_input:
             # A copy, so that a hook on the keys may edit them in place and leave the input alone.
-            keys = hook_input(keys).clone()
+            keys = norm(hook_input(keys)).clone()
         return keys + self.b_K if self.cfg.biases else keys
 
 

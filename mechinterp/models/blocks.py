@@ -96,7 +96,7 @@ class Block(nn.Module):
         """The stream after the layer."""
         before, after = self.cfg.model.norm == "before", self.cfg.model.norm == "after"
         resid = self.hook_resid_pre(resid)
-        resid = resid + self.hook_attn_out(self.attn(self.ln1(resid) if before else resid))
+        resid = resid + self.hook_attn_out(self.attn(resid, self.ln1 if before else None))
         if self.cfg.d_mlp is None and not self.cfg.use_zero_mlp:
             resid = self.hook_resid_post(resid)
             return self.hook_normalized_resid_post(self.ln1(resid)) if after else resid

@@ -1,6 +1,7 @@
 """The hook points of a hooked model with their shapes, and the switch that makes each of them fire."""
 
 import copy
+from dataclasses import replace
 
 import pandas as pd
 import torch
@@ -23,10 +24,12 @@ def hook_map(model: ICLTransformer) -> pd.DataFrame:
     names = {10_007: "batch", 10_009: "pos"}
     twin = copy.deepcopy(model).to("meta")
     twin.reset_hooks(including_permanent=True)
+    if twin.cfg.model.n_positions is not None:
+        _make_room(twin, max(names))
     inputs = torch.empty(*names, twin.cfg.d_token, dtype=twin.cfg.dtype, device="meta")
     for switch in SWITCHES:
         getattr(twin, f"set_{switch}")(False)
-    rows: dict[str, dict] = {}
+    rows: dict[str, dict[str, object]] = {}
     for switch in ("", *SWITCHES):
         setter = switch and f"set_{switch}"
         if setter:
@@ -36,3 +39,10 @@ def hook_map(model: ICLTransformer) -> pd.DataFrame:
             shape = [names.get(size, size) for size in values.shape]
             rows.setdefault(name, {"name": name, "shape": shape, "switch": setter})
     return pd.DataFrame([rows[name] for name in twin.hook_dict])
+
+
+def _make_room(model: ICLTransformer, n_positions: int) -> None:
+    """Give a model without memory another number of positions."""
+    model.cfg.model = replace(model.cfg.model, n_positions=n_positions)
+    W_pos = torch.empty(n_positions, model.cfg.d_model, dtype=model.cfg.dtype, device="meta")
+    model.pos_embed["W_pos"] = torch.nn.Parameter(W_pos)

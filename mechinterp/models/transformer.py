@@ -175,7 +175,8 @@ class ICLTransformer(HookedRootModule):
             raise ValueError(
                 f"input must have at most n_positions = {model.n_positions}, got {n_pos}."
             )
-        positions = self.pos_embed["W_pos"][:n_pos].expand_as(resid)
+        # A copy, so that a hook that writes in place does not reach the weights.
+        positions = self.pos_embed["W_pos"][:n_pos].repeat(len(resid), 1, 1)
         return resid + self.hook_pos_embed(positions)
 
     @contextmanager

@@ -8,11 +8,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mechinterp.analysis.masking import CHUNK, Head, mask_heads, masked_predictions
 from mechinterp.analysis.subsets import ablate_subsets
-from mechinterp.config import TaskConfig
+from mechinterp.config import ModelConfig, TaskConfig
 from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
+from mechinterp.models.backends.hooks import CHUNK
 from mechinterp.models.functional import AttentionWeights
+from mechinterp.models.masks import Head, mask_heads
+from mechinterp.models.predictor import predictor_of
 from mechinterp.models.transformer import ICLTransformer
 
 N_PROMPTS, N_LAYERS, N_HEADS, TOLERANCE = 4096, 4, 8, 1e-5
@@ -33,8 +35,8 @@ def assert_same(found: Tensor, expected: Tensor) -> None:
 
 
 def deep_model(score: str) -> ICLTransformer:
-    sizes = {"d_x": 16, "d_y": 1, "n_layers": N_LAYERS, "n_heads": N_HEADS, "d_model": 64}
-    model = ICLTransformer(**sizes, d_head=8, score=score, context_only=True)
+    sizes = {"n_layers": N_LAYERS, "n_heads": N_HEADS, "d_model": 64, "d_head": 8}
+    model = ICLTransformer(ModelConfig(**sizes, score=score, context_only=True), d_x=16, d_y=1)
     generator = torch.Generator().manual_seed(0)
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.5 * parameter.shape[-2] ** -0.5, generator=generator)
@@ -47,10 +49,10 @@ def test_every_head_of_a_deep_model(versus, score: str, kind: str):
     prompts = sample_prompts(task, N_PROMPTS, generator=generator_for(0, "eval", 0))
     masks = [[(layer, head)] for layer in range(N_LAYERS) for head in range(N_HEADS)]
     part = prompts[: 2 * CHUNK]
-    assert_same(masked_predictions(model, part, masks), by_hooks(model, part, masks))
+    assert_same(predictor_of(model).run(part, masks), by_hooks(model, part, masks))
     versus(
         f"every head of 4 layers of 8, {kind} scores, 4,096 prompts (plain: {len(part)})",
-        lambda: masked_predictions(model, prompts, masks),
+        lambda: predictor_of(model).run(prompts, masks),
         lambda: by_hooks(model, part, masks),
         work=N_PROMPTS / len(part),
         rounds=2,

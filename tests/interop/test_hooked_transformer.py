@@ -61,7 +61,7 @@ def exchanged(
 ) -> Exchanged:
     folder = tmp_path_factory.mktemp("interop")
     convert(checkpoint, "transformer-lens", folder / "exchange")
-    generator, dtype = generator_for(3, "eval", 0), checkpoint.weights.W_Q.dtype
+    generator, dtype = generator_for(3, "eval", 0), checkpoint.weights.dtype
     prompts = sample_prompts(checkpoint.config.task, 64, generator=generator, dtype=dtype)
     save_file({"tokens": prompts.tokens}, folder / "prompts.safetensors")
     python = ROOT / request.param / "bin" / "python"
@@ -73,7 +73,7 @@ def exchanged(
 
 
 def test_it_predicts_what_we_predict(exchanged: Exchanged):
-    expected = predict(exchanged.checkpoint.weights, exchanged.prompts)
+    expected = predict(exchanged.checkpoint.weights.circuits, exchanged.prompts)
     assert expected.std() > 0.1
     torch.testing.assert_close(exchanged.answers["y_hat"], expected, **CLOSE)
     torch.testing.assert_close(exchanged.answers["after_reset"], expected, **CLOSE)
@@ -93,5 +93,7 @@ def test_we_predict_what_it_predicts(exchanged: Exchanged):
     assert (found.format, found.config.task.d_x) == ("transformer-lens", task.d_x)
     expected = exchanged.answers["y_hat_other"]
     assert expected.std() > 0.1
-    torch.testing.assert_close(predict(found.weights, exchanged.prompts), expected, **CLOSE)
+    torch.testing.assert_close(
+        predict(found.weights.circuits, exchanged.prompts), expected, **CLOSE
+    )
     torch.testing.assert_close(found.model.predict(exchanged.prompts), expected, **CLOSE)

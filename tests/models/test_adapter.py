@@ -11,15 +11,16 @@ import torch
 from torch import nn
 
 from mechinterp.analysis.gates import learn_gates
-from mechinterp.analysis.masking import masked, masked_errors, masked_predictions
+from mechinterp.analysis.masking import masked_errors
 from mechinterp.analysis.p_probing import p_probe
-from mechinterp.analysis.probes import probe_layers, streams
+from mechinterp.analysis.probes import probe_layers
 from mechinterp.analysis.pruning import prune
-from mechinterp.config import TaskConfig
+from mechinterp.config import ModelConfig, TaskConfig
 from mechinterp.icl.prompts import generator_for, sample_prompts
-from mechinterp.models.adapter import HookedPredictor, as_predictor, gpt2_predictor, z_name
-from mechinterp.models.hooked_layers import HookedLayers, layered_predictor
-from mechinterp.models.layered import LayerLaw, encoder_model, interleaved
+from mechinterp.models.adapter import HookedPredictor, gpt2_predictor, hooked_predictor, masked
+from mechinterp.models.masks import z_name
+from mechinterp.models.predictor import predictor_of
+from mechinterp.models.tokens import interleaved
 from mechinterp.models.transformer import ICLTransformer
 from tests.deep_models import WIDE, random_gpt2, random_model
 
@@ -57,7 +58,7 @@ def test_a_bridge_predicts_as_its_parts(parts, prompts):
         found = predictor.predict(prompts)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
     assert (predictor.n_layers, predictor.n_heads) == (2, 2)
-    assert as_predictor(predictor) is predictor
+    assert hooked_predictor(predictor) is predictor
 
 
 def test_a_bridge_masks_as_zeroed_weights(parts, prompts):
@@ -84,13 +85,24 @@ def test_prompts_without_room_are_refused(parts):
 
 
 def encoder(dropout: float = 0.0) -> HookedPredictor:
-    """Two of torch's layers of one head for d_x = 4, with hooks; beside them a dropout."""
-    layer = nn.TransformerEncoderLayer(5, 1, 8, batch_first=True)
-    tensors = {f"layers.{at}.{k}": v for at in (0, 1) for k, v in layer.state_dict().items()}
-    law = LayerLaw(n_heads=1, activation="relu", norm_first=False)
-    predictor = layered_predictor(encoder_model(tensors, law, d_x=4, d_y=1))
-    predictor.model.add_module("dropout", nn.Dropout(dropout))
-    return predictor
+    """Two layers of one head as torch's are, for d_x = 4; beside them a dropout."""
+    config = ModelConfig(
+        n_layers=2, n_heads=1, norm="after", d_mlp=8, context_only=True, attend_to_self=True
+    )
+    model = ICLTransformer(config, d_x=4, d_y=1)
+    generator = torch.Generator().manual_seed(0)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.3, generator=generator)
+    model.add_module("dropout", nn.Dropout(dropout))
+    return hooked_predictor(model)
+
+
+def run(source, prompts, masks, **settings):
+    return predictor_of(source).run(prompts, masks, **settings)
+
+
+def streams(source, prompts):
+    return predictor_of(source).streams(prompts)
 
 
 READS = [
@@ -119,7 +131,7 @@ def test_another_number_of_heads_is_refused(n_heads, parts, prompts):
     rule = r"n_heads must be that of blocks\.{}\.attn\.hook_z, .*, got {} for \[16, 19, 2, 4\]"
     for method in ("zero", "mean", "resample"):
         with pytest.raises(ValueError, match=rule.format(0, n_heads)):
-            masked_predictions(predictor, prompts, [[]], method=method)
+            run(predictor, prompts, [[]], method=method)
     with (
         pytest.raises(ValueError, match=rule.format(1, n_heads)),
         masked(predictor, [(1, n_heads - 1)]),
@@ -158,9 +170,12 @@ def test_a_bridge_that_drops_at_random_is_refused(rate, prompts):
 
 
 def test_training_mode_without_dropout_is_fine(prompts):
-    for predictor in (encoder(), as_predictor(ICLTransformer(d_x=4, d_y=1, n_heads=2))):
+    for predictor in (
+        encoder(),
+        hooked_predictor(ICLTransformer(ModelConfig(n_heads=2), d_x=4, d_y=1)),
+    ):
         predictor.model.train()
-        first, second = (masked_predictions(predictor, prompts, [[], [(0, 0)]]) for _ in "ab")
+        first, second = (run(predictor, prompts, [[], [(0, 0)]]) for _ in "ab")
         assert torch.equal(first, second)
     with pytest.raises(ValueError, match="evaluation mode"):
         encoder(dropout=0.5).predict(prompts)
@@ -173,16 +188,17 @@ def test_training_mode_without_dropout_is_fine(prompts):
 
 
 def without(predictor: HookedPredictor, hook: str) -> HookedPredictor:
-    """Its last layer passes by this hook."""
-    setattr(predictor.model.blocks[-1], hook, nn.Identity())
+    """Its last layer passes by this hook, and by that on the stream that is normed again."""
+    for name in {hook, "hook_normalized_resid_post"}:
+        setattr(predictor.model.blocks[-1], name, nn.Identity())
     predictor.model.setup()
     return predictor
 
 
-@pytest.mark.parametrize("make", [encoder, lambda: as_predictor(random_model(2).float())])
+@pytest.mark.parametrize("make", [encoder, lambda: hooked_predictor(random_model(2).float())])
 def test_the_last_stream_is_asked_for_where_it_is_read(make, prompts):
     predictor = without(make(), "hook_resid_post")
-    assert masked_predictions(predictor, prompts, [[(1, 0)]]).shape == (1, 16, 1)
+    assert run(predictor, prompts, [[(1, 0)]]).shape == (1, 16, 1)
     rule = r"needs the hook blocks\.1\.hook_resid_post, got a .* that does not run through it"
     for use in (
         probe_layers,
@@ -197,7 +213,7 @@ def test_the_last_stream_is_asked_for_where_it_is_read(make, prompts):
 def test_the_stream_before_a_layer_must_be_there():
     predictor = without(encoder(), "hook_resid_pre")
     with pytest.raises(
-        ValueError, match=r"must have the hook blocks\.1\.hook_resid_pre, got a Hook"
+        ValueError, match=r"must have the hook blocks\.1\.hook_resid_pre, got an? ICL"
     ):
         replace(predictor, n_heads=1)
 
@@ -208,11 +224,11 @@ def test_something_without_hooks_is_refused():
         HookedPredictor(nn.Linear(5, 1), n_layers=1, n_heads=1, **read)
 
 
-class Whole(HookedLayers):
-    """Layers that run from first to last."""
+class Whole(ICLTransformer):
+    """A model that runs from its first layer."""
 
-    def forward(self, stream, *, stop_at_layer=None):
-        return super().forward(stream, stop_at_layer=stop_at_layer)
+    def forward(self, tokens, *, stop_at_layer=None):
+        return super().forward(tokens, stop_at_layer=stop_at_layer)
 
 
 def test_a_model_that_cannot_start_at_a_layer_is_refused():
@@ -225,8 +241,8 @@ def test_a_model_that_cannot_start_at_a_layer_is_refused():
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: as_predictor(random_model()),
-        lambda: as_predictor(random_model(**WIDE, score="linear/L")),
+        lambda: hooked_predictor(random_model()),
+        lambda: hooked_predictor(random_model(**WIDE, score="linear/L")),
         random_gpt2,
         encoder,
     ],
@@ -239,7 +255,7 @@ def test_prompts_of_other_sizes_are_refused(make, sizes):
     predictor = make()
     for use in (
         lambda: predictor.predict(given),
-        lambda: masked_predictions(predictor, given, [[(0, 0)]]),
+        lambda: run(predictor, given, [[(0, 0)]]),
         lambda: streams(predictor, given),
         lambda: p_probe({"m": predictor}, given),
     ):
@@ -253,4 +269,4 @@ def test_our_linear_model_is_read_as_its_adapter_says(few):
         model, 3, 4, embed=lambda prompts: -prompts.tokens, read=lambda output: 2 * output[:, -1]
     )
     expected = 2 * model(-few.tokens)[:, -1]
-    torch.testing.assert_close(masked_predictions(turned, few, [[]])[0], expected)
+    torch.testing.assert_close(run(turned, few, [[]])[0], expected)

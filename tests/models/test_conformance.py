@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformer_lens.config import TransformerBridgeConfig
 
 from mechinterp import load
-from mechinterp.config import SCORES
+from mechinterp.config import SCORES, ModelConfig
 from mechinterp.icl.prompts import generator_for
 from mechinterp.models import attention, conformance_model
 from mechinterp.models.conformance import CHECKS, Compatibility, check_compatible
@@ -29,17 +29,15 @@ def random_model(
     merged_qk: bool = False,
 ) -> ICLTransformer:
     """A model in float64 of which all weights are random."""
-    model = cls(
-        d_x=3,
-        d_y=2,
+    config = ModelConfig(
         n_heads=3,
         n_layers=n_layers,
         d_head=5 if merged_qk else 4,
         score=score,
         score_slope=0.1,
         merged_qk=merged_qk,
-        n_ctx=10,
-    ).to(torch.float64)
+    )
+    model = cls(config, d_x=3, d_y=2, n_ctx=10).to(torch.float64)
     generator = generator_for(3, "init", n_layers)
     for weights in model.parameters():
         torch.nn.init.normal_(weights, std=0.4, generator=generator)
@@ -232,7 +230,7 @@ def test_a_model_in_training_mode_is_told_so():
 
 
 def test_a_model_without_weights_is_told_so():
-    model = ICLTransformer(d_x=3, d_y=2, n_heads=2).eval()
+    model = ICLTransformer(ModelConfig(n_heads=2), d_x=3, d_y=2).eval()
     reason = check_compatible(model).failures["ablation of heads"]
     assert reason == "masking changes nothing: no head writes to the prediction"
 

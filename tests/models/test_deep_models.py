@@ -6,9 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from mechinterp.config import CONTEXT_ONLY_SCORES, TaskConfig
+from mechinterp.config import CONTEXT_ONLY_SCORES, ModelConfig, TaskConfig
 from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
-from mechinterp.models.attention import HookedConfig
 from mechinterp.models.conformance import check_compatible
 from mechinterp.models.constructions_sparse import preprocess_then_optimise_model
 from mechinterp.models.deep import DeepWeights, deep_from_parameters, predict_deep
@@ -60,7 +59,8 @@ def test_functional_and_hooked_model_agree(
     found = predict_deep(weights, prompts)
     assert (found - expected).abs().max() <= 1e-12 * expected.abs().max()
     assert found.abs().max() > 1e-3
-    assert_same(model.deep_weights, weights)
+    assert_same(model.weights, weights)
+    assert_same(model.weights.stack, weights)
 
 
 @pytest.mark.parametrize("score", ["linear/L", "softmax", "relu/L"])
@@ -186,14 +186,33 @@ def test_bad_models_are_refused():
     with pytest.raises(ValueError, match="one d_x, got 3 and 4"):
         ICLTransformer.from_weights(weights, task=replace(TASK, d_x=4))
     model = ICLTransformer.from_weights(random_weights(n_layers=1), task=TASK)
-    with pytest.raises(ValueError, match="need a model without a read-in, got d_model = 7"):
-        _ = model.weights
-    plain = ICLTransformer(d_x=3, d_y=2, n_heads=2)
-    with pytest.raises(ValueError, match="context_only must be True for deep_weights, got False"):
-        _ = plain.deep_weights
-    sizes = {"d_x": 3, "d_y": 2, "n_heads": 2, "n_layers": 2, "d_head": 2, "n_ctx": 9}
-    rest = {"scale": 1.0, "score": "softmax", "score_slope": 1.0, "context_only": True}
-    with pytest.raises(ValueError, match="attend_to_self must be false where context_only"):
-        HookedConfig(**sizes, **rest, attend_to_self=True)
-    with pytest.raises(ValueError, match="d_model must be >= 1, got 0"):
-        HookedConfig(**sizes, **rest, width=0)
+    with pytest.raises(ValueError, match="need a model without a read-in and read-out"):
+        _ = model.weights.circuits
+    with pytest.raises(ValueError, match="a model without several layers"):
+        _ = ICLTransformer.from_weights(weights, task=TASK).weights.circuits
+    with pytest.raises(ValueError, match="model.d_model must be >= 1, got 0"):
+        ModelConfig(context_only=True, d_model=0)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"context_only": False},
+        {"attend_to_self": True},
+        {"biases": True},
+        {"merged_qk": True, "d_head": 5},
+        {"norm": "before"},
+        {"d_mlp": 4},
+        {"final_norm": True},
+        {"n_positions": 20},
+        {"d_model": 8, "layout": "in_turn"},
+    ],
+    ids=str,
+)
+def test_other_models_are_no_stack(changes: dict):
+    other = ICLTransformer(
+        ModelConfig(n_layers=2, **{"context_only": True} | changes), d_x=3, d_y=2
+    )
+    assert not other.weights.has_stack
+    with pytest.raises(ValueError, match="needs attention alone that reads the context only"):
+        _ = other.weights.stack

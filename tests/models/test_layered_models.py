@@ -1,16 +1,21 @@
-"""Layered models agree with the published code and with torch's own modules, masked heads too."""
+"""Models with norms, MLPs and positions predict what torch's and Hugging Face's modules do, masked heads too."""
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
 from transformers import GPT2Config, GPT2Model
 
+from mechinterp.checkpoints.hints import Hints
+from mechinterp.checkpoints.layered import read_layered
+from mechinterp.checkpoints.native import Checkpoint
 from mechinterp.config import TaskConfig
 from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
-from mechinterp.models.layered import LayeredModel, LayerLaw, encoder_model, gpt2_model
+from mechinterp.models.masks import Head
+from tests.conftest import assert_close_to_rounding
 
 TASK = TaskConfig(d_x=3, context_length=6, beta_var=1.0, noise_var=0.0)
 
@@ -38,7 +43,8 @@ class GargModel(nn.Module):
     @staticmethod
     def _combine(xs_b: Tensor, ys_b: Tensor) -> Tensor:
         bsize, points, dim = xs_b.shape
-        ys_b_wide = torch.cat((ys_b.view(bsize, points, 1), torch.zeros(bsize, points, dim - 1)), 2)
+        zeros = torch.zeros(bsize, points, dim - 1, dtype=ys_b.dtype)
+        ys_b_wide = torch.cat((ys_b.view(bsize, points, 1), zeros), 2)
         return torch.stack((xs_b, ys_b_wide), dim=2).view(bsize, 2 * points, dim)
 
     def forward(self, xs: Tensor, ys: Tensor) -> Tensor:
@@ -76,44 +82,62 @@ def encoder(width: int, **settings) -> nn.TransformerEncoder:
     return stack
 
 
-def our_names(model: GargModel) -> dict[str, Tensor]:
-    """The weights as the reader hands them on."""
-    state = {
-        name.removeprefix("_backbone.").removeprefix("_"): tensor
-        for name, tensor in model.state_dict().items()
-    }
-    return {name: tensor for name, tensor in state.items() if name != "wte.weight"}
+def read_gpt2(state: dict[str, Tensor], **settings: object) -> Checkpoint:
+    """The state dict of a Garg model of 4 heads, through the reader of such files."""
+    hints = Hints(n_heads=4)
+    return read_layered(state, Path("x.pt"), format="gpt2", hints=hints, settings=settings)
+
+
+def read_encoder(
+    state: dict[str, Tensor], *, attend_to_self: bool | None = None, **settings: object
+) -> Checkpoint:
+    """The state dict of encoder layers of 2 heads for d_x = 3, through the reader of such files."""
+    hints = Hints(n_heads=2, attend_to_self=attend_to_self)
+    return read_layered(state, Path("x.pt"), format="torch-encoder", hints=hints, settings=settings)
+
+
+def predicted(checkpoint: Checkpoint, prompts: Prompts) -> Tensor:
+    """The prediction of the hooked model."""
+    with torch.no_grad():
+        return checkpoint.model.predict(prompts)
+
+
+def without(checkpoint: Checkpoint, prompts: Prompts, heads: list[Head]) -> Tensor:
+    """The prediction with heads masked."""
+    return checkpoint.predictor.run(prompts, [heads])[0]
 
 
 @pytest.fixture
 def some_prompts() -> Prompts:
-    return sample_prompts(TASK, 32, generator=generator_for(0, "eval", 0))
+    return sample_prompts(TASK, 32, generator=generator_for(0, "eval", 0), dtype=torch.float64)
 
 
 @pytest.fixture
 def published() -> GargModel:
-    return garg()
+    return garg().double()
 
 
 @pytest.fixture
-def gpt2(published: GargModel) -> LayeredModel:
-    return gpt2_model(our_names(published), LayerLaw(n_heads=4, activation="gelu_new"))
+def gpt2(published: GargModel) -> Checkpoint:
+    return read_gpt2(published.state_dict())
 
 
 def test_a_gpt2_predicts_what_the_published_code_does(
-    published: GargModel, gpt2: LayeredModel, some_prompts: Prompts
+    published: GargModel, gpt2: Checkpoint, some_prompts: Prompts
 ):
     expected = published.at_query(some_prompts)
     assert expected.std() > 0.1
-    torch.testing.assert_close(gpt2.predict(some_prompts), expected, atol=1e-5, rtol=1e-5)
-    assert (gpt2.n_layers, gpt2.n_heads, gpt2.d_x, gpt2.d_y) == (3, 4, 3, 1)
+    assert_close_to_rounding(predicted(gpt2, some_prompts), expected)
+    assert_close_to_rounding(gpt2.predictor.predict(some_prompts).detach(), expected)
+    cfg = gpt2.model.cfg
+    assert (cfg.n_layers, cfg.n_heads, cfg.d_x, cfg.d_y) == (3, 4, 3, 1)
 
 
 @pytest.mark.parametrize("masked", [[(1, 2)], [(0, 0), (0, 3), (2, 1)]])
 def test_masking_a_gpt2_head_zeroes_its_output(
-    published: GargModel, gpt2: LayeredModel, some_prompts: Prompts, masked: list
+    published: GargModel, gpt2: Checkpoint, some_prompts: Prompts, masked: list
 ):
-    before = gpt2.predict(some_prompts)
+    before = predicted(gpt2, some_prompts)
     for layer in range(3):
         heads = [head for at, head in masked if at == layer]
 
@@ -124,144 +148,180 @@ def test_masking_a_gpt2_head_zeroes_its_output(
 
         published._backbone.h[layer].attn.c_proj.register_forward_pre_hook(zero)
     expected = published.at_query(some_prompts)
-    found = gpt2.predict(some_prompts, masked_heads=masked)
-    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    found = without(gpt2, some_prompts, masked)
+    assert_close_to_rounding(found, expected)
     assert (found - before).abs().max() > 0.01
-    assert torch.equal(gpt2.predict(some_prompts), before)
+    assert torch.equal(predicted(gpt2, some_prompts), before)
 
 
-def test_each_masked_is_predict_with_that_head_masked(gpt2: LayeredModel, some_prompts: Prompts):
-    full, each = gpt2.predict_each_masked(some_prompts)
-    assert each.shape == (32, 3, 4, 1)
-    torch.testing.assert_close(full, gpt2.predict(some_prompts))
-    for layer in range(3):
-        for head in range(4):
-            alone = gpt2.predict(some_prompts, masked_heads=[(layer, head)])
-            torch.testing.assert_close(each[:, layer, head], alone)
+def test_each_mask_is_the_model_without_that_head(gpt2: Checkpoint, some_prompts: Prompts):
+    heads = [(layer, head) for layer in range(3) for head in range(4)]
+    full, *each = gpt2.predictor.run(some_prompts, [[], *([head] for head in heads)])
+    assert full.shape == (32, 1)
+    assert_close_to_rounding(full, predicted(gpt2, some_prompts))
+    for found, head in zip(each, heads, strict=True):
+        smaller = gpt2.weights.without([head])
+        alone = type(gpt2.model).from_weights(smaller, task=gpt2.task)
+        assert_close_to_rounding(found, alone.predict(some_prompts).detach())
 
 
-def test_the_activation_and_the_norms_eps_are_the_laws(some_prompts: Prompts):
-    model = garg()
-    law = LayerLaw(n_heads=4, activation="relu", layer_norm_eps=0.5)
+@pytest.mark.parametrize("activation", ["gelu_new", "gelu", "relu", "silu", "tanh"])
+def test_the_activation_is_the_stated_one(activation: str, some_prompts: Prompts):
+    from transformers.activations import ACT2FN
+
+    model = garg().double()
     for block in model._backbone.h:
-        block.mlp.act = nn.ReLU()
+        block.mlp.act = ACT2FN[activation]
+    found = predicted(read_gpt2(model.state_dict(), activation_function=activation), some_prompts)
+    assert_close_to_rounding(found, model.at_query(some_prompts))
+
+
+def test_the_norms_eps_is_the_stated_one(some_prompts: Prompts):
+    model = garg().double()
+    for block in model._backbone.h:
         block.ln_1.eps = block.ln_2.eps = 0.5
     model._backbone.ln_f.eps = 0.5
-    found = gpt2_model(our_names(model), law).predict(some_prompts)
-    torch.testing.assert_close(found, model.at_query(some_prompts), atol=1e-5, rtol=1e-5)
+    found = predicted(read_gpt2(model.state_dict(), layer_norm_epsilon=0.5), some_prompts)
+    assert_close_to_rounding(found, model.at_query(some_prompts))
 
 
-def test_several_responses_enter_side_by_side():
+@pytest.mark.parametrize("biased", [True, False])
+def test_several_responses_enter_side_by_side(biased: bool):
     task = TaskConfig(d_x=3, d_y=2, context_length=4)
-    prompts = sample_prompts(task, 5, generator=generator_for(0, "eval", 0))
-    model = garg()
-    read_out = nn.Linear(16, 2)
-    tensors = our_names(model) | {f"read_out.{k}": v for k, v in read_out.state_dict().items()}
-    tokens = torch.zeros(5, 9, 3)
+    generator = generator_for(0, "eval", 0)
+    prompts = sample_prompts(task, 5, generator=generator, dtype=torch.float64)
+    model = garg().double()
+    model._read_in = nn.Linear(3, 16, bias=biased).double()
+    model._read_out = read_out = nn.Linear(16, 2, bias=biased).double()
+    tokens = torch.zeros(5, 9, 3, dtype=torch.float64)
     tokens[:, :8:2], tokens[:, 1::2, :2], tokens[:, 8] = prompts.x, prompts.y, prompts.x_query
     stream = model._backbone(inputs_embeds=model._read_in(tokens)).last_hidden_state
-    found = gpt2_model(tensors, LayerLaw(4, "gelu_new")).predict(prompts)
-    torch.testing.assert_close(found, read_out(stream[:, -1]).detach(), atol=1e-5, rtol=1e-5)
+    found = predicted(read_gpt2(model.state_dict()), prompts)
+    assert_close_to_rounding(found, read_out(stream[:, -1]).detach())
 
 
+@pytest.mark.parametrize("last_norm", [True, False])
+@pytest.mark.parametrize("attend_to_self", [True, False])
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"norm_first": True}, {"activation": "gelu"}, {"bias": False}, {"layer_norm_eps": 0.5}],
+    [{}, {"norm_first": True}, {"activation": "gelu"}, {"bias": False}, {"layer_norm_eps": 0.5}]
+    + [{"norm_first": True, "bias": False}],
+    ids=str,
 )
-def test_an_encoder_predicts_what_torchs_does(settings: dict, some_prompts: Prompts):
-    stack = encoder(4, **settings)
-    law = LayerLaw(
-        2,
-        settings.get("activation", "relu"),
-        settings.get("layer_norm_eps", 1e-5),
-        norm_first=settings.get("norm_first", False),
-    )
-    model = encoder_model(stack.state_dict(), law, d_x=3, d_y=1)
+def test_an_encoder_predicts_what_torchs_does(
+    settings: dict, attend_to_self: bool, last_norm: bool, some_prompts: Prompts
+):
+    stack = encoder(4, **settings).double()
+    if last_norm:
+        stack.norm = norm(4, eps=settings.get("layer_norm_eps", 1e-5))
+    stated = {name: value for name, value in settings.items() if name != "bias"}
+    checkpoint = read_encoder(stack.state_dict(), attend_to_self=attend_to_self, **stated)
+    model = checkpoint.weights.model
+    assert (model.biases, model.final_norm) == (settings.get("bias", True), last_norm)
+    assert (model.norm == "before") == settings.get("norm_first", False)
+    expected = of_torch(stack, some_prompts.tokens, attend_to_self)[:, -1, 3:]
+    assert expected.std() > 1e-3  # a prediction that varies, far above rounding
+    assert_close_to_rounding(predicted(checkpoint, some_prompts), expected)
+    assert (checkpoint.model.cfg.n_layers, model.n_positions) == (2, None)
+
+
+def norm(width: int, **settings) -> nn.LayerNorm:
+    """A last norm of which no entry is at 0 or 1."""
+    with torch.random.fork_rng():
+        torch.manual_seed(5)
+        layer = nn.LayerNorm(width, dtype=torch.float64, **settings)
+        nn.init.normal_(layer.weight)
+        nn.init.normal_(layer.bias)
+    return layer
+
+
+def of_torch(stack: nn.Module, tokens: Tensor, attend_to_self: bool) -> Tensor:
+    """The stream behind torch's layers, no token reading the query unless told so."""
+    n_pos = tokens.shape[1]
+    barred = torch.zeros(n_pos, n_pos, dtype=tokens.dtype)
+    barred[:, -1] = 0 if attend_to_self else -torch.inf
     with torch.no_grad():
-        expected = stack(some_prompts.tokens)[:, -1, 3:]
-    torch.testing.assert_close(model.predict(some_prompts), expected, atol=1e-5, rtol=1e-5)
-    assert (model.n_layers, model.max_context) == (2, None)
+        return stack(tokens, mask=barred)
 
 
-def test_an_encoder_with_read_in_last_norm_and_read_out(some_prompts: Prompts):
-    stack, read_in, read_out = encoder(8), nn.Linear(4, 8, bias=False), nn.Linear(8, 1)
-    norm = nn.LayerNorm(8)
-    nn.init.normal_(norm.weight)
-    nn.init.normal_(norm.bias)
-    stack.norm = norm
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("attend_to_self", [True, False])
+def test_an_encoder_with_read_in_last_norm_and_read_out(
+    attend_to_self: bool, bias: bool, some_prompts: Prompts
+):
+    stack = encoder(8, bias=bias).double()
+    read_in = nn.Linear(4, 8, bias=False, dtype=torch.float64)
+    read_out = nn.Linear(8, 1, bias=bias, dtype=torch.float64)
+    stack.norm = norm(8)
     tensors = stack.state_dict()
     for name, module in (("read_in", read_in), ("read_out", read_out)):
         tensors |= {f"{name}.{key}": tensor for key, tensor in module.state_dict().items()}
-    model = encoder_model(tensors, LayerLaw(2, "relu", norm_first=False), d_x=3, d_y=1)
+    checkpoint = read_encoder(tensors, attend_to_self=attend_to_self)
     with torch.no_grad():
-        expected = read_out(stack(read_in(some_prompts.tokens))[:, -1])
-    torch.testing.assert_close(model.predict(some_prompts), expected, atol=1e-5, rtol=1e-5)
+        expected = read_out(of_torch(stack, read_in(some_prompts.tokens), attend_to_self)[:, -1])
+    assert_close_to_rounding(predicted(checkpoint, some_prompts), expected)
 
 
-def test_masking_an_encoder_head_zeroes_its_columns(some_prompts: Prompts):
-    stack = encoder(4)
-    model = encoder_model(stack.state_dict(), LayerLaw(2, "relu", norm_first=False), d_x=3, d_y=1)
-    found = model.predict(some_prompts, masked_heads=[(1, 0)])
+@pytest.mark.parametrize("norm_first", [True, False])
+def test_masking_an_encoder_head_zeroes_its_columns(norm_first: bool, some_prompts: Prompts):
+    stack = encoder(4, norm_first=norm_first).double()
+    checkpoint = read_encoder(stack.state_dict(), norm_first=norm_first)
+    found = without(checkpoint, some_prompts, [(1, 0)])
     with torch.no_grad():
         stack.layers[1].self_attn.out_proj.weight[:, :2] = 0
         expected = stack(some_prompts.tokens)[:, -1, 3:]
-    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
-
-
-def test_a_query_that_is_no_key_is_seen_by_no_token(some_prompts: Prompts):
-    stack = encoder(4)
-    law = LayerLaw(2, "relu", norm_first=False, attend_to_self=False)
-    model = encoder_model(stack.state_dict(), law, d_x=3, d_y=1)
-    barred = torch.zeros(7, 7).masked_fill(torch.arange(7) == 6, -torch.inf)
-    with torch.no_grad():
-        expected = stack(some_prompts.tokens, mask=barred)[:, -1, 3:]
-    torch.testing.assert_close(model.predict(some_prompts), expected, atol=1e-5, rtol=1e-5)
+    assert_close_to_rounding(found, expected)
 
 
 def test_half_precision_is_run_in_single_and_double_in_double(some_prompts: Prompts):
-    stack, law = encoder(4), LayerLaw(2, "relu", norm_first=False)
-    half = {name: tensor.half() for name, tensor in stack.state_dict().items()}
-    assert encoder_model(half, law, d_x=3, d_y=1).predict(some_prompts).dtype == torch.float32
+    half = {name: tensor.half() for name, tensor in encoder(4).state_dict().items()}
+    assert read_encoder(half).predictor.predict(some_prompts).dtype == torch.float32
     mixed = half | {"layers.0.norm1.weight": half["layers.0.norm1.weight"].double()}
-    assert encoder_model(mixed, law, d_x=3, d_y=1).predict(some_prompts).dtype == torch.float64
+    assert read_encoder(mixed).predictor.predict(some_prompts).dtype == torch.float64
 
 
 def test_building_a_model_draws_no_random_numbers(published: GargModel):
     state = torch.random.get_rng_state()
-    gpt2_model(our_names(published), LayerLaw(n_heads=4, activation="gelu_new"))
-    encoder_model(encoder(4).state_dict(), LayerLaw(2, "relu", norm_first=False), d_x=3, d_y=1)
+    _ = read_gpt2(published.state_dict()).model
+    _ = read_encoder(encoder(4).state_dict()).model
     assert torch.equal(torch.random.get_rng_state(), state)
 
 
 @pytest.mark.parametrize("head", [(3, 0), (0, 4), (-1, 0)])
-def test_heads_that_do_not_exist_are_refused(
-    gpt2: LayeredModel, some_prompts: Prompts, head: tuple
-):
-    with pytest.raises(ValueError, match=r"masked_heads must lie in 3 layers of 4 heads, got \("):
-        gpt2.predict(some_prompts, masked_heads=[head])
+def test_heads_that_do_not_exist_are_refused(gpt2: Checkpoint, some_prompts: Prompts, head: tuple):
+    with pytest.raises(ValueError, match=r"heads must lie in 3 layers of 4 heads, .*, got L"):
+        gpt2.predictor.run(some_prompts, [[head]])
 
 
-def test_prompts_that_do_not_fit_are_refused(gpt2: LayeredModel):
+def test_prompts_that_do_not_fit_are_refused(gpt2: Checkpoint):
     def draw(**changes: int) -> Prompts:
         task = TaskConfig(**{"d_x": 3, "context_length": 9} | changes)
-        return sample_prompts(task, 2, generator=generator_for(0, "eval", 0))
+        return sample_prompts(task, 2, generator=generator_for(0, "eval", 0), dtype=torch.float64)
 
-    assert gpt2.predict(draw()).shape == (2, 1)
-    words = r"context_length must be <= 9, as 2 \* 9 \+ 1 positions are all that n_positions has room for, got 10"
-    with pytest.raises(ValueError, match=words):
-        gpt2.predict(draw(context_length=10))
-    with pytest.raises(ValueError, match=r"must be the model's, \(3, 1\), got \(4, 1\)"):
-        gpt2.predict_each_masked(draw(d_x=4))
+    ways = (gpt2.model.predict, gpt2.predictor.predict, gpt2.predictor.run, gpt2.predictor.streams)
+    words = "context_length must be <= 9, all that n_positions = 20 has room for, got 10"
+    for use in (*ways, lambda prompts: gpt2.predictor.query_streams(prompts, 1)):
+        assert 2 in use(draw()).shape
+        with pytest.raises(ValueError, match=words):
+            use(draw(context_length=10))
+        for changes in ({"d_x": 4}, {"d_x": 2}, {"d_y": 2}):
+            with pytest.raises(ValueError, match=r"must be the model's, \(3, 1\), got \("):
+                use(draw(**changes))
+    with pytest.raises(ValueError, match="input must have at most n_positions = 20, got 21"):
+        gpt2.model(torch.zeros(1, 21, 3, dtype=torch.float64))
 
 
-@pytest.mark.parametrize("module", ["models", "checkpoints", "analysis"])
-def test_hooks_and_transformers_are_not_imported_to_run_a_model(module: str):
+@pytest.mark.parametrize("module", ["models.weights", "checkpoints.layered", "models.predictor"])
+def test_hooks_and_transformers_are_not_imported_to_read_a_model(module: str):
     code = f"""
-import sys, torch, mechinterp.{module}.layered
-from mechinterp.models.layered import LayerLaw, encoder_model
+import sys, torch, mechinterp.{module}
+from pathlib import Path
+from mechinterp.checkpoints.hints import Hints
+from mechinterp.checkpoints.layered import read_layered
 state = torch.nn.TransformerEncoderLayer(6, 2, 8).state_dict()
-state = {{f"layers.0.{{name}}": tensor for name, tensor in state.items()}}
-encoder_model(state, LayerLaw(2, "relu"), d_x=5, d_y=1)
+hints = Hints(n_heads=2)
+found = read_layered(state, Path("x.pt"), format="torch-encoder", hints=hints, settings={{}})
+assert found.predictor.weights is found.weights
 print([n for n in ("transformers", "transformer_lens") if n in sys.modules])
 """
     result = subprocess.run(

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from mechinterp.config import CovarianceConfig, TaskConfig
+from mechinterp.config import CovarianceConfig, ModelConfig, TaskConfig
 from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
 from mechinterp.models.constructions import linear_attention
 from mechinterp.models.functional import AttentionWeights, identity_keys, predict, stack, unmerged
@@ -172,7 +172,7 @@ def test_merged_heads_are_as_wide_as_a_token(merged: AttentionWeights):
     with pytest.raises(
         ValueError, match=r"^d_head must be d_model = 5 where merged_qk is true, got 3\.$"
     ):
-        ICLTransformer(d_x=4, d_y=1, n_heads=2, d_head=3, merged_qk=True)
+        ICLTransformer(ModelConfig(n_heads=2, d_head=3, merged_qk=True), d_x=4, d_y=1)
     narrow = linear_attention(HEADS["separate rank 2"])
     with pytest.raises(ValueError, match=r"^d_head must be d_model = 5 in merged heads, got 2\.$"):
         replace(narrow, merged_qk=True)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from mechinterp.config import ModelConfig
 from mechinterp.icl.prompts import generator_for
 from mechinterp.models.conformance_model import replace_at, sample_inputs
 from mechinterp.models.hook_map import hook_map
@@ -14,7 +15,8 @@ from mechinterp.models.transformer import ICLTransformer
 
 
 def random_model(n_layers: int = 2) -> ICLTransformer:
-    model = ICLTransformer(d_x=3, d_y=2, n_heads=3, n_layers=n_layers, d_head=4, n_ctx=10).double()
+    config = ModelConfig(n_heads=3, n_layers=n_layers, d_head=4)
+    model = ICLTransformer(config, d_x=3, d_y=2, n_ctx=10).double()
     generator = generator_for(4, "init", n_layers)
     for weights in model.parameters():
         torch.nn.init.normal_(weights, std=0.4, generator=generator)

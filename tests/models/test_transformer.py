@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformer_lens import ActivationCache, patching
 
-from mechinterp.config import SCORES, TaskConfig
+from mechinterp.config import SCORES, ModelConfig, TaskConfig
 from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
 from mechinterp.models import functional
 from mechinterp.models.constructions import diagonal_heads, kernel_head
@@ -55,7 +55,8 @@ def random_model(n_layers: int = 1, score: str = "softmax") -> ICLTransformer:
     """A model in float64; all weights random, the x columns of W_O among them if it is deep."""
     if n_layers == 1:
         return ICLTransformer.from_weights(random_weights(score=score), task=TASK)
-    model = ICLTransformer(d_x=3, d_y=2, n_heads=3, n_layers=n_layers, d_head=D_HEAD, n_ctx=10)
+    config = ModelConfig(n_heads=3, n_layers=n_layers, d_head=D_HEAD)
+    model = ICLTransformer(config, d_x=3, d_y=2, n_ctx=10)
     generator = generator_for(2, "init", 0)
     for weights in model.to(torch.float64).parameters():
         torch.nn.init.normal_(weights, std=0.5, generator=generator)
@@ -117,7 +118,7 @@ def test_biases_and_attention_to_oneself_agree_with_the_functional_model(
     torch.testing.assert_close(results.sum(0), expected, rtol=1e-12, atol=1e-12)
     assert torch.equal(model.accumulated_bias(0), torch.zeros(5).double())
     assert torch.equal(model.accumulated_bias(1)[3:], weights.b_O)
-    back = model.weights
+    back = model.weights.circuits
     assert back.attend_to_self == attend_to_self
     for name, tensor in weights.tensors.items():
         assert torch.equal(back.tensors[name], tensor)
@@ -172,9 +173,8 @@ def test_two_layers_follow_the_formula():
 def test_mask_is_strict_at_any_length_and_after_loading(score: str, length: int):
     model = random_model(score=score)
     tokens = random_prompts(length).tokens
-    loaded = ICLTransformer(
-        d_x=3, d_y=2, n_heads=3, d_head=D_HEAD, scale=0.3, score=score, score_slope=0.2, n_ctx=4
-    ).to(torch.float64)
+    config = ModelConfig(n_heads=3, d_head=D_HEAD, score=score, score_slope=0.2)
+    loaded = ICLTransformer(config, d_x=3, d_y=2, scale=0.3, n_ctx=4).to(torch.float64)
     loaded.load_state_dict(model.state_dict(), strict=True)
     assert torch.equal(loaded(tokens), model(tokens))
     for m in (model, loaded):
@@ -497,7 +497,7 @@ def test_direct_path_patching_reaches_the_second_layer(component: str):
 def test_weights_survive_the_round_trip_as_copies(dtype: torch.dtype):
     weights = random_weights(score="1+tanh", dtype=dtype)
     model = ICLTransformer.from_weights(weights, task=TASK)
-    back = model.weights
+    back = model.weights.circuits
     for name in functional.NAMES:
         assert torch.equal(getattr(back, name), getattr(weights, name))
         assert getattr(back, name).dtype == dtype
@@ -526,7 +526,7 @@ def test_x_columns_of_one_layers_output_are_zero_and_frozen():
 
 
 def test_cfg_follows_the_weights():
-    model = ICLTransformer(d_x=3, d_y=2, n_heads=1)
+    model = ICLTransformer(ModelConfig(n_heads=1), d_x=3, d_y=2)
     assert (model.cfg.device, model.cfg.dtype) == ("cpu", torch.float32)
     assert (model.cfg.d_model, model.cfg.d_head, model.cfg.d_vocab, model.cfg.d_vocab_out) == (
         5,
@@ -565,16 +565,24 @@ def test_circuits_and_read_out():
     assert deep.blocks_with("mlp") == []
 
 
-@pytest.mark.parametrize("name", ["d_x", "d_y", "n_heads", "n_layers", "d_head", "n_ctx"])
+@pytest.mark.parametrize("name", ["d_x", "d_y", "n_ctx"])
 def test_sizes_below_one_are_refused(name: str):
     with pytest.raises(ValueError, match=rf"^{name} must be >= 1, got 0\.$"):
-        ICLTransformer(**{"d_x": 3, "d_y": 1, "n_heads": 2, name: 0})
+        ICLTransformer(ModelConfig(), **{"d_x": 3, "d_y": 1, name: 0})
+
+
+@pytest.mark.parametrize(
+    "name", ["n_heads", "n_layers", "d_head", "d_model", "d_mlp", "n_positions"]
+)
+def test_sizes_of_the_architecture_below_one_are_refused(name: str):
+    with pytest.raises(ValueError, match=rf"^model\.{name} must be >= 1, got 0\.$"):
+        ModelConfig(**{name: 0})
 
 
 def test_unknown_score_is_refused():
-    message = r"^score must be one of softmax, 1\+tanh, 1\+Cx, \(1\+Cx\)\^2, linear, linear/L, got 'relu'\.$"
-    with pytest.raises(ValueError, match=message):
-        ICLTransformer(d_x=3, d_y=1, n_heads=2, score="relu")
+    message = r"softmax, 1\+tanh, 1\+Cx, \(1\+Cx\)\^2, linear, linear/L, got 'relu'\.$"
+    with pytest.raises(ValueError, match=rf"^model\.score must be one of {message}"):
+        ModelConfig(score="relu")
 
 
 @pytest.mark.parametrize(
@@ -589,9 +597,9 @@ def test_weights_of_another_task_are_refused(task: TaskConfig, message: str):
         ICLTransformer.from_weights(random_weights(), task=task)
 
 
-def test_weights_of_a_deep_model_are_refused():
-    with pytest.raises(ValueError, match=r"^weights as one layer need n_layers = 1, got 2\.$"):
-        _ = random_model(n_layers=2).weights
+def test_circuits_of_a_deep_model_are_refused():
+    with pytest.raises(ValueError, match=r"need a model without several layers \(2\)\.$"):
+        _ = random_model(n_layers=2).weights.circuits
 
 
 @pytest.mark.parametrize(

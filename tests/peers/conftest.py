@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from mechinterp.analysis.masking import mask_heads
+from mechinterp.config import ModelConfig
 from mechinterp.icl.prompts import generator_for
 from mechinterp.models.functional import predict
+from mechinterp.models.masks import mask_heads
 from mechinterp.models.transformer import ICLTransformer
 
 ROOT = Path(__file__).parents[2]
@@ -42,7 +43,7 @@ def assert_masked() -> Callable[[dict], None]:
         model, prompts = names["model"], names["prompts"]
         expected = names["masked_by_hooks"](1)
         torch.testing.assert_close(names["masked"], expected, rtol=0, atol=1e-6)
-        full = predict(names["checkpoint"].weights, prompts)
+        full = predict(names["checkpoint"].weights.circuits, prompts)
         assert (full - expected).abs().max() > 0.1
         torch.testing.assert_close(model.predict(prompts), full, rtol=0, atol=1e-5)
         assert not model.training
@@ -54,7 +55,7 @@ def assert_masked() -> Callable[[dict], None]:
 @pytest.fixture
 def deep_model() -> ICLTransformer:
     """Two layers of three heads, two responses, all weights random, in float64."""
-    model = ICLTransformer(d_x=3, d_y=2, n_heads=3, n_layers=2, d_head=4)
+    model = ICLTransformer(ModelConfig(n_heads=3, n_layers=2, d_head=4), d_x=3, d_y=2)
     generator = generator_for(0, "init", 0)
     for weights in model.to(torch.float64).parameters():
         torch.nn.init.normal_(weights, std=0.5, generator=generator)

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from mechinterp.analysis.masking import mask_heads
+from mechinterp.models.masks import mask_heads
 from mechinterp.models.transformer import ICLTransformer
 
 attr = pytest.importorskip("captum.attr", reason="`make test-peers` brings captum")

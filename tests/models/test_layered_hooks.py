@@ -1,0 +1,411 @@
+"""Hooks of models with norms, MLPs and positions: HookedTransformer's names and shapes, and what passes them.
+
+A Bridge around the published GPT-2 says the same, and parts of the stream add up to the prediction.
+"""
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformer_lens import ActivationCache
+
+from mechinterp.analysis.gates import learn_gates
+from mechinterp.analysis.heads import ablate_heads
+from mechinterp.analysis.p_probing import query_features
+from mechinterp.checkpoints.native import Checkpoint
+from mechinterp.config import ModelConfig
+from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
+from mechinterp.models.adapter import HookedPredictor, gpt2_predictor, hooked_predictor, masked
+from mechinterp.models.hook_map import SWITCHES, hook_map
+from mechinterp.models.predictor import predictor_of
+from mechinterp.models.tokens import interleaved
+from mechinterp.models.transformer import ICLTransformer
+from tests.conftest import assert_close_to_rounding
+from tests.models.test_layered_models import (
+    TASK,
+    GargModel,
+    encoder,
+    garg,
+    of_torch,
+    read_encoder,
+    read_gpt2,
+)
+
+
+@pytest.fixture
+def some_prompts() -> Prompts:
+    return sample_prompts(TASK, 12, generator=generator_for(0, "eval", 0), dtype=torch.float64)
+
+
+@pytest.fixture
+def published() -> GargModel:
+    return garg().double()
+
+
+@pytest.fixture
+def gpt2(published: GargModel) -> Checkpoint:
+    return read_gpt2(published.state_dict())
+
+
+def random_model(**architecture: object) -> ICLTransformer:
+    """Two layers of three heads for d_x = 3, d_y = 2, whose every parameter is random, in float64."""
+    config = ModelConfig(n_layers=2, n_heads=3, d_head=4, **architecture)
+    model = ICLTransformer(config, d_x=3, d_y=2, n_ctx=20).double()
+    generator = generator_for(6, "init", 0)
+    for name, parameter in model.named_parameters():
+        nn.init.normal_(parameter, mean=float(name.endswith(".w")), std=0.4, generator=generator)
+    return model.eval()
+
+
+GPT2_LIKE = {
+    "norm": "before",
+    "final_norm": True,
+    "biases": True,
+    "attend_to_self": True,
+    "d_model": 8,
+    "d_mlp": 7,
+    "activation": "gelu_new",
+    "layout": "in_turn",
+    "n_positions": 13,
+}
+PRE_NORM = {"norm": "before", "final_norm": True, "d_mlp": 7}
+POST_NORM = {"norm": "after", "d_mlp": 7, "biases": True, "context_only": True}
+MADE = pytest.mark.parametrize(
+    "architecture", [GPT2_LIKE, PRE_NORM, POST_NORM], ids=["gpt2-like", "pre-norm", "post-norm"]
+)
+
+
+def drawn(model: ICLTransformer, n_prompts: int = 6) -> Prompts:
+    """Prompts of 6 pairs for a model with d_x = 3, d_y = 2."""
+    task = replace(TASK, d_y=2)
+    generator = generator_for(1, "eval", 0)
+    return sample_prompts(task, n_prompts, generator=generator, dtype=model.cfg.dtype)
+
+
+@MADE
+def test_cache_has_the_names_and_shapes_of_hooked_transformer(architecture: dict):
+    model = random_model(**architecture)
+    model.set_use_attn_result(True)
+    model.set_use_hook_mlp_in(True)
+    prompts = drawn(model)
+    output, cache = model.run_with_cache(model.tokens(prompts))
+    n_pos = 13 if model.cfg.model.layout == "in_turn" else 7
+    width = model.cfg.d_model
+    stream, scale = (6, n_pos, width), (6, n_pos, 1)
+    of_head, pattern = (6, n_pos, 3, 4), (6, 3, n_pos, n_pos)
+    shapes = {
+        **dict.fromkeys(("hook_resid_pre", "hook_attn_out", "hook_resid_mid"), stream),
+        **dict.fromkeys(("hook_mlp_in", "hook_mlp_out", "hook_resid_post"), stream),
+        **dict.fromkeys(("attn.hook_q", "attn.hook_k", "attn.hook_v", "attn.hook_z"), of_head),
+        **dict.fromkeys(("attn.hook_attn_scores", "attn.hook_pattern"), pattern),
+        **dict.fromkeys(("mlp.hook_pre", "mlp.hook_post"), (6, n_pos, 7)),
+        **dict.fromkeys(("ln1.hook_scale", "ln2.hook_scale"), scale),
+        **dict.fromkeys(("ln1.hook_normalized", "ln2.hook_normalized"), stream),
+        "attn.hook_result": (6, n_pos, 3, width),
+    }
+    if model.cfg.model.norm == "after":
+        shapes["hook_normalized_resid_post"] = stream
+    expected: dict[str, tuple] = {"hook_embed": stream}
+    if model.cfg.model.n_positions is not None:
+        expected["hook_pos_embed"] = stream
+    for layer in range(2):
+        expected |= {f"blocks.{layer}.{name}": shape for name, shape in shapes.items()}
+    if model.cfg.model.final_norm:
+        expected |= {"ln_final.hook_scale": scale, "ln_final.hook_normalized": stream}
+    assert {name: tuple(values.shape) for name, values in cache.items()} == expected
+    assert output.shape == (6, n_pos, 2)
+
+
+@MADE
+def test_hook_map_is_what_a_cache_holds(architecture: dict):
+    model = random_model(**architecture)
+    frame = hook_map(model).set_index("name")
+    assert list(frame.index) == list(model.hook_dict)
+    inputs = model.tokens(drawn(model))
+    sizes = {"batch": 6, "pos": inputs.shape[1]}
+    seen: set[str] = set()
+    for switch in ("", *SWITCHES):
+        if switch:
+            getattr(model, f"set_{switch}")(True)
+        _, cache = model.run_with_cache(inputs)
+        for name in set(cache) - seen:
+            assert frame.loc[name, "switch"] == (switch and f"set_{switch}"), name
+            shape = [sizes.get(size, size) for size in frame.loc[name, "shape"]]
+            assert shape == list(cache[name].shape), name
+        seen |= set(cache)
+    assert seen == set(frame.index)
+
+
+def test_what_passes_the_hooks_of_a_gpt2_is_what_the_published_code_computes(
+    published: GargModel, gpt2: Checkpoint, some_prompts: Prompts
+):
+    found: dict[str, Tensor] = {}
+
+    def keep(name: str, part: nn.Module, *, before: bool = False) -> None:
+        def hook(module: nn.Module, inputs: tuple, output: object = None) -> None:
+            values = inputs[0] if before else output
+            found[name] = values[0] if isinstance(values, tuple) else values
+
+        _ = part.register_forward_pre_hook(hook) if before else part.register_forward_hook(hook)
+
+    backbone = published._backbone
+    keep("hook_embed", published._read_in)
+    keep("hook_pos_embed", backbone.wpe)
+    keep("ln_final.hook_normalized", backbone.ln_f)
+    for layer, block in enumerate(backbone.h):
+        keep(f"blocks.{layer}.hook_resid_pre", block, before=True)
+        keep(f"blocks.{layer}.ln1.hook_normalized", block.ln_1)
+        keep(f"blocks.{layer}.hook_attn_out", block.attn)
+        keep(f"blocks.{layer}.hook_resid_mid", block.ln_2, before=True)
+        keep(f"blocks.{layer}.ln2.hook_normalized", block.ln_2)
+        keep(f"blocks.{layer}.mlp.hook_pre", block.mlp.c_fc)
+        keep(f"blocks.{layer}.mlp.hook_post", block.mlp.c_proj, before=True)
+        keep(f"blocks.{layer}.hook_mlp_out", block.mlp)
+        keep(f"blocks.{layer}.hook_resid_post", block)
+    with torch.no_grad():
+        backbone(inputs_embeds=published._read_in(interleaved(some_prompts)))
+        _, cache = gpt2.model.run_with_cache(gpt2.model.tokens(some_prompts))
+    assert len(found) == 3 + 3 * 9
+    for name, expected in found.items():
+        assert_close_to_rounding(cache[name], expected.expand_as(cache[name]))
+    for layer, block in enumerate(backbone.h):
+        for at, part in (("pre", block.ln_1), ("mid", block.ln_2)):
+            stream = cache[f"resid_{at}", layer]
+            spread = (stream.var(-1, unbiased=False, keepdim=True) + part.eps).sqrt()
+            norm = "ln1" if at == "pre" else "ln2"
+            assert_close_to_rounding(cache[f"blocks.{layer}.{norm}.hook_scale"], spread)
+
+
+@pytest.mark.parametrize("norm_first", [True, False])
+def test_streams_of_an_encoder_are_those_between_torchs_layers(
+    norm_first: bool, some_prompts: Prompts
+):
+    stack = encoder(4, norm_first=norm_first).double()
+    checkpoint = read_encoder(stack.state_dict(), norm_first=norm_first)
+    expected = [some_prompts.tokens]
+    for layer in stack.layers:
+        expected.append(of_torch(_Masked(layer), expected[-1], True).detach())
+    found = checkpoint.predictor.streams(some_prompts, positions=range(-7, 0))
+    assert_close_to_rounding(found, torch.stack(expected))
+    for layer in range(3):
+        assert_close_to_rounding(checkpoint.predictor.stream(some_prompts, layer), expected[layer])
+
+
+class _Masked(nn.Module):
+    """One of torch's layers, which calls its mask by another name than the stack does."""
+
+    def __init__(self, layer: nn.TransformerEncoderLayer) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, tokens: Tensor, mask: Tensor) -> Tensor:
+        return self.layer(tokens, src_mask=mask)
+
+
+def bridge_of(published: GargModel) -> HookedPredictor:
+    parts = copy.deepcopy(published)
+    return gpt2_predictor(parts._backbone, parts._read_in, parts._read_out)
+
+
+def test_a_bridge_says_the_same(published: GargModel, gpt2: Checkpoint, some_prompts: Prompts):
+    bridge = predictor_of(bridge_of(published))
+    masks = [[], [(0, 2)], [(1, 0), (2, 3)]]
+    for method in ("zero", "mean", "resample"):
+        expected = bridge.run(some_prompts, masks, method=method)
+        assert_close_to_rounding(gpt2.predictor.run(some_prompts, masks, method=method), expected)
+    places = [-1, -2, -13]
+    expected = bridge.streams(some_prompts, positions=places)
+    assert_close_to_rounding(gpt2.predictor.streams(some_prompts, positions=places), expected)
+    rise = ablate_heads(gpt2, some_prompts).rise
+    assert rise == pytest.approx(ablate_heads(bridge, some_prompts).rise, rel=1e-6, abs=1e-9)
+
+
+def test_covariates_run_as_the_query_see_the_whole_context(
+    published: GargModel, gpt2: Checkpoint, some_prompts: Prompts
+):
+    found = query_features(gpt2, some_prompts, layer=1)
+    assert found.shape == (12, 7, 16)
+    tokens = interleaved(some_prompts)
+    tokens[:, -1] = some_prompts.x[:, 2]
+    backbone = published._backbone
+    positions = backbone.wpe(torch.arange(13))
+    with torch.no_grad():
+        stream = backbone.h[0](published._read_in(tokens) + positions, attention_mask=causal(13))
+    assert_close_to_rounding(found[:, 2], stream[:, -1])
+    at_start = query_features(gpt2, some_prompts, layer=0)
+    with torch.no_grad():
+        expected = published._read_in(some_prompts.x_query) + positions[-1]
+    assert_close_to_rounding(at_start[:, -1], expected)
+
+
+def causal(n: int) -> Tensor:
+    return torch.full((n, n), -torch.inf, dtype=torch.float64).triu(1)[None, None]
+
+
+@MADE
+def test_layers_start_and_stop_where_they_are_told(architecture: dict):
+    model = random_model(**architecture)
+    tokens = model.tokens(drawn(model))
+    whole, cache = model.run_with_cache(tokens)
+    after = "hook_normalized_resid_post" if architecture is POST_NORM else "hook_resid_post"
+    assert torch.equal(model(tokens, stop_at_layer=0), cache["resid_pre", 0])
+    between = model(tokens, stop_at_layer=1)
+    assert torch.equal(between, cache["blocks.1.hook_resid_pre"])
+    assert torch.equal(between, cache[f"blocks.0.{after}"])
+    assert torch.equal(model(between, start_at_layer=1), whole)
+    last = model(between, start_at_layer=1, stop_at_layer=2)
+    assert torch.equal(last, cache[f"blocks.1.{after}"])
+    assert torch.equal(model(last, start_at_layer=2), whole)
+
+
+@MADE
+def test_hooks_change_neither_the_callers_tokens_nor_what_comes_after(architecture: dict):
+    model = random_model(**architecture)
+    prompts = drawn(model)
+    tokens = model.tokens(prompts)
+    weights = copy.deepcopy(model.state_dict())
+    kept, before = tokens.clone(), model.predict(prompts)
+    with torch.no_grad(), model.hooks(fwd_hooks=[(lambda name: True, _overwrite)]):
+        assert not torch.equal(model(tokens)[:, -1], before)
+        model(tokens[:1])  # of one prompt, what is the same for all prompts is no copy by itself
+    assert torch.equal(tokens, kept)
+    assert all(torch.equal(model.state_dict()[name], weights[name]) for name in weights)
+    with masked(model, [(0, 0), (1, 1)]):
+        inside = model.predict(prompts)
+    assert (inside - before).abs().max() > 1e-3
+    assert torch.equal(model.predict(prompts), before)
+
+
+def _overwrite(values: Tensor, hook: object) -> None:
+    values[:] = 7
+
+
+@MADE
+def test_an_edit_of_one_split_input_is_what_the_norm_and_the_head_read(architecture: dict):
+    model = random_model(**architecture)
+    tokens = model.tokens(drawn(model))
+    plain, before = model.run_with_cache(tokens)
+    model.set_use_split_qkv_input(True)
+    assert_close_to_rounding(model(tokens), plain)
+    shift = torch.linspace(-1, 2, model.cfg.d_model, dtype=torch.float64)
+
+    def add(values: Tensor, hook: object) -> None:
+        values[:, :, 1] += shift
+
+    with torch.no_grad(), model.hooks(fwd_hooks=[("blocks.1.attn.hook_q_input", add)]):
+        _, cache = model.run_with_cache(tokens)
+    block, resid = model.blocks[1], before["resid_pre", 1] + shift
+    read = block.ln1(resid) if model.cfg.model.norm == "before" else resid
+    bias = block.attn.b_Q[1] if model.cfg.biases else 0
+    assert_close_to_rounding(cache["q", 1][:, :, 1], read @ block.attn.W_Q[1] + bias)
+    for head in (0, 2):
+        assert_close_to_rounding(cache["q", 1][:, :, head], before["q", 1][:, :, head])
+    for name in ("k", "v"):
+        assert_close_to_rounding(cache[name, 1], before[name, 1])
+
+
+@MADE
+def test_gradients_reach_every_parameter_and_hook(architecture: dict):
+    model = random_model(**architecture)
+    found: dict[str, Tensor] = {}
+
+    def keep(gradient: Tensor, hook: object) -> None:
+        found[hook.name] = gradient.clone()
+
+    with model.hooks(bwd_hooks=[(lambda name: True, keep)]):
+        model(model.tokens(drawn(model))).square().sum().backward()
+    _, cache = model.run_with_cache(model.tokens(drawn(model)))
+    assert set(found) == set(cache)
+    found |= {name: parameter.grad for name, parameter in model.named_parameters()}
+    for name, gradient in found.items():
+        assert torch.isfinite(gradient).all(), name
+        # The scores of softmax do not change when a constant is added to all keys.
+        constant = name.endswith("attn.b_K")
+        assert constant or gradient.abs().max() > 1e-9, name
+
+
+def test_a_hook_on_a_norm_or_an_mlp_acts(gpt2: Checkpoint, some_prompts: Prompts):
+    model = gpt2.model
+    before = model.predict(some_prompts)
+    for name in ("ln1.hook_scale", "ln1.hook_normalized", "ln2.hook_scale", "mlp.hook_pre"):
+        hooks = [(f"blocks.1.{name}", lambda values, hook: 2 * values)]
+        with model.hooks(fwd_hooks=hooks):
+            assert (model.predict(some_prompts) - before).abs().max() > 1e-3, name
+    for name in ("hook_pos_embed", "ln_final.hook_scale"):
+        with model.hooks(fwd_hooks=[(name, lambda values, hook: 2 * values)]):
+            assert (model.predict(some_prompts) - before).abs().max() > 1e-3, name
+    assert torch.equal(model.predict(some_prompts), before)
+
+
+@pytest.mark.parametrize("n_positions", [None, 20])
+@pytest.mark.parametrize("biases", [False, True])
+@pytest.mark.parametrize("final_norm", [False, True])
+@pytest.mark.parametrize("norm", ["before", None])
+def test_parts_of_the_stream_add_up_to_the_prediction(
+    norm: str | None, final_norm: bool, biases: bool, n_positions: int | None
+):
+    model = random_model(
+        norm=norm, final_norm=final_norm, biases=biases, d_mlp=7, n_positions=n_positions
+    )
+    with torch.no_grad():
+        output, cache = model.run_with_cache(model.tokens(drawn(model)))
+    assert isinstance(cache, ActivationCache)
+
+    def read(stream: Tensor) -> Tensor:
+        return model.unembed(model.ln_final(stream)).detach()
+
+    positions = [] if n_positions is None else ["pos_embed"]
+    parts, labels = cache.decompose_resid(return_labels=True)
+    written = ["0_attn_out", "0_mlp_out", "1_attn_out", "1_mlp_out"]
+    assert labels == ["embed", *positions, *written]
+    assert_close_to_rounding(read(parts.sum(0)), output)
+    streams, labels = cache.accumulated_resid(incl_mid=True, return_labels=True)
+    assert labels == ["0_pre", "0_mid", "1_pre", "1_mid", "final_post"]
+    assert_close_to_rounding(streams[-1], parts.sum(0))
+    ends = 1 + len(positions)
+    assert_close_to_rounding(streams[2], parts[: ends + 2].sum(0))
+    assert_close_to_rounding(read(streams[-1]), output)
+    everything = cache.get_full_resid_decomposition(expand_neurons=True)
+    assert_close_to_rounding(everything.sum(0).detach(), parts.sum(0))
+    heads, labels = cache.stack_head_results(incl_remainder=True, return_labels=True)
+    assert labels == [*model.all_head_labels, "remainder"]
+    assert_close_to_rounding(heads.sum(0).detach(), parts.sum(0))
+    biased = model.accumulated_bias(2)
+    alone = parts[:ends].sum(0)
+    if not biases:
+        assert not biased.any()
+        neurons = cache.stack_neuron_results(2)
+        heads = cache.stack_head_results(2)
+        assert_close_to_rounding((heads.sum(0) + neurons.sum(0) + alone).detach(), parts.sum(0))
+
+
+@pytest.mark.parametrize("norm", ["before", None])
+def test_shares_of_the_normed_stream_add_up_to_the_prediction(norm: str | None):
+    """The last norm's scale taken as given, the prediction is linear in the parts."""
+    model = random_model(norm=norm, final_norm=True, biases=True, d_mlp=7)
+    with torch.no_grad():
+        output, cache = model.run_with_cache(model.tokens(drawn(model)))
+        parts = cache.decompose_resid(apply_ln=True)
+        normed = parts.sum(0) * model.ln_final.w + model.ln_final.b
+        assert_close_to_rounding(model.unembed(normed), output)
+        lens = cache.logit_lens(positions=None)
+        assert_close_to_rounding(lens.values[-1], output)
+
+
+def test_gates_are_learned_through_the_layers(gpt2: Checkpoint, some_prompts: Prompts):
+    assert learn_gates(gpt2, some_prompts, steps=2).to_frame().shape[0] == 12
+
+
+@MADE
+def test_a_model_comes_back_from_its_weights(architecture: dict):
+    model = random_model(**architecture)
+    prompts = drawn(model)
+    again = ICLTransformer.from_weights(model.weights, task=replace(TASK, d_y=2))
+    assert torch.equal(again.predict(prompts), model.predict(prompts))
+    assert again.cfg.model == model.cfg.model
+    assert hooked_predictor(again).n_layers == 2
+    task = predictor_of(again).task
+    assert (task.d_x, task.d_y) == (3, 2)
+    assert again.tokens(sample_prompts(task, 2, dtype=torch.float64)).ndim == 3

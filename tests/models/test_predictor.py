@@ -1,0 +1,320 @@
+"""Every way in which `Predictor` computes masks and streams gives what plain hooks give, to rounding in float64.
+
+The plain way is written out here: one run with hooks for each mask, z of a masked head replaced.
+"""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from mechinterp.config import ModelConfig, TaskConfig
+from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
+from mechinterp.models.adapter import hooked_predictor
+from mechinterp.models.backends import hooks, one_layer, token_map
+from mechinterp.models.masks import METHODS, Head
+from mechinterp.models.predictor import Predictor, predictor_of
+from mechinterp.models.transformer import ICLTransformer
+from mechinterp.models.weights import Weights
+from tests.conftest import assert_close_to_rounding
+
+CONTEXT = {"context_only": True, "n_layers": 3}
+READ_IN = {"d_model": 7}
+GPT2 = {
+    "n_layers": 3,
+    "norm": "before",
+    "final_norm": True,
+    "biases": True,
+    "attend_to_self": True,
+    "d_model": 8,
+    "d_mlp": 6,
+    "activation": "gelu_new",
+    "layout": "in_turn",
+    "n_positions": 21,
+}
+ONE_LAYER = {
+    "softmax": {},
+    "self": {"attend_to_self": True},
+    "biases": {"biases": True},
+    "self, biases": {"attend_to_self": True, "biases": True},
+    "merged": {"merged_qk": True, "d_head": None},
+    "merged, biases": {"merged_qk": True, "d_head": None, "biases": True, "attend_to_self": True},
+    "linear/L": {"score": "linear/L"},
+    "1+tanh, self": {"score": "1+tanh", "attend_to_self": True},
+    "context only": {"context_only": True},
+    "context only, self": {"context_only": True, "attend_to_self": True, "biases": True},
+    "relu/L": {"context_only": True, "score": "relu/L"},
+}
+TOKEN_MAP = {
+    "linear": {**CONTEXT, "score": "linear"},
+    "linear/L": {**CONTEXT, "score": "linear/L"},
+    "linear, read-in": {**CONTEXT, **READ_IN, "score": "linear"},
+    "linear/L, read-in": {**CONTEXT, **READ_IN, "score": "linear/L"},
+    "one layer, read-in": {**CONTEXT, **READ_IN, "score": "linear/L", "n_layers": 1},
+}
+TAKEN_AWAY = {
+    "softmax": CONTEXT,
+    "softmax, read-in": {**CONTEXT, **READ_IN},
+    "relu/L": {**CONTEXT, **READ_IN, "score": "relu/L"},
+    "linear/L, self": {**CONTEXT, "score": "linear/L", "attend_to_self": True},
+    "causal": {"n_layers": 3},
+    "causal, self, biases": {"n_layers": 3, "attend_to_self": True, "biases": True},
+    "causal, merged": {"n_layers": 2, "merged_qk": True, "d_head": None, "biases": True},
+    "causal, linear": {"n_layers": 3, "score": "linear/L"},
+    "read-in, biases": {"n_layers": 2, **READ_IN, "biases": True},
+    "in turn": {"n_layers": 2, "d_model": 8, "layout": "in_turn"},
+    "one layer, read-in": {**READ_IN, "biases": True},
+}
+PLAIN = {
+    "pre-norm": {"n_layers": 2, "norm": "before", "d_mlp": 6},
+    "post-norm": {"n_layers": 2, "norm": "after", "d_mlp": 6, "biases": True},
+    "post-norm, context": {**CONTEXT, "norm": "after", "d_mlp": 6, "attend_to_self": True},
+    "norm alone": {"norm": "before"},
+    "last norm alone": {"final_norm": True},
+    "MLP alone": {"d_mlp": 6, "activation": "silu"},
+    "positions alone": {"n_positions": 21},
+    "linear with MLP": {**CONTEXT, "score": "linear/L", "d_mlp": 6},
+    "GPT-2": GPT2,
+}
+WAYS = {"one layer": ONE_LAYER, "token map": TOKEN_MAP, "taken away": TAKEN_AWAY, "plain": PLAIN}
+EACH = pytest.mark.parametrize(
+    "architecture",
+    [architecture for kind in WAYS.values() for architecture in kind.values()],
+    ids=[f"{way}: {name}" for way, kind in WAYS.items() for name in kind],
+)
+N_HEADS = 4
+
+
+def random_weights(architecture: dict, *, d_y: int = 2) -> Weights:
+    """Four heads a layer for d_x = 3, every parameter random, in float64."""
+    config = ModelConfig(**{"n_heads": N_HEADS, "d_head": 2, "score_slope": 0.2} | architecture)
+    model = ICLTransformer(config, d_x=3, d_y=d_y).double()
+    generator = generator_for(9, "init", 0)
+    for name, parameter in model.named_parameters():
+        nn.init.normal_(parameter, mean=float(name.endswith(".w")), std=0.4, generator=generator)
+    return model.weights
+
+
+def drawn(d_y: int = 2, n_prompts: int = 300) -> Prompts:
+    """More prompts than one chunk of the slow ways has; 5 pairs each."""
+    task = TaskConfig(d_x=3, d_y=d_y, context_length=5)
+    generator = generator_for(2, "eval", 0)
+    return sample_prompts(task, n_prompts, generator=generator, dtype=torch.float64)
+
+
+def masks_of(n_layers: int) -> list[list[Head]]:
+    last = n_layers - 1
+    everything = [(layer, head) for layer in range(n_layers) for head in range(N_HEADS)]
+    return [[], [(0, 1)], [(last, 3)], [(0, 0), (0, 2), (last, 1)], everything[1:], everything]
+
+
+@torch.no_grad()
+def by_hooks(weights: Weights, prompts: Prompts, masks: list[list[Head]], method: str) -> Tensor:
+    """One run of the hooked model for each mask, all prompts at once."""
+    model = ICLTransformer.from_weights(weights, task=TaskConfig(d_x=3, d_y=weights.d_y))
+    tokens = model.tokens(prompts)
+    _, cache = model.run_with_cache(tokens)
+    outputs = []
+    for heads in masks:
+        edits = []
+        for layer, head in heads:
+            z = cache["z", layer]
+            instead = {
+                "zero": torch.zeros_like(z),
+                "mean": z.mean(0, keepdim=True).expand_as(z),
+                "resample": z[torch.arange(len(z)) ^ 1],
+            }[method]
+
+            def edit(z: Tensor, hook: object, head=head, instead=instead) -> Tensor:
+                z = z.clone()
+                z[:, :, head] = instead[:, :, head]
+                return z
+
+            edits.append((f"blocks.{layer}.attn.hook_z", edit))
+        outputs.append(model.run_with_hooks(tokens, fwd_hooks=edits)[:, -1])
+    return torch.stack(outputs)
+
+
+@pytest.mark.parametrize(("method", "d_y"), [("zero", 1), *((method, 2) for method in METHODS)])
+@EACH
+def test_masks_are_those_of_plain_hooks(architecture: dict, method: str, d_y: int):
+    weights, prompts = random_weights(architecture, d_y=d_y), drawn(d_y)
+    masks = masks_of(weights.n_layers)
+    expected = by_hooks(weights, prompts, masks, method)
+    found = predictor_of(weights).run(prompts, masks, method=method)
+    assert_close_to_rounding(found, expected)
+    changes = (expected[1:] - expected[0]).abs().amax((1, 2))
+    assert changes.min() > 1e-6 * expected.abs().max()  # no mask is a mask of nothing
+    assert_close_to_rounding(predictor_of(weights).predict(prompts).detach(), expected[0])
+
+
+@EACH
+def test_streams_are_those_of_plain_hooks(architecture: dict):
+    weights, prompts = random_weights(architecture), drawn()
+    model = ICLTransformer.from_weights(weights, task=TaskConfig(d_x=3, d_y=2))
+    tokens, n_layers = model.tokens(prompts), weights.n_layers
+    predictor, heads = predictor_of(weights), [(0, 1), (n_layers - 1, 2)]
+
+    def zero(z: Tensor, hook) -> Tensor:
+        layer = int(hook.name.split(".")[1])
+        gone = [head for at, head in heads if at == layer]
+        kept = torch.tensor([float(head not in gone) for head in range(N_HEADS)]).double()
+        return z * kept[:, None]
+
+    for masked, edits in (([], []), (heads, [(lambda name: name.endswith("hook_z"), zero)])):
+        with torch.no_grad(), model.hooks(fwd_hooks=edits):
+            expected = torch.stack(
+                [model(tokens, stop_at_layer=layer) for layer in range(n_layers + 1)]
+            )
+            if masked:
+                with_x = [
+                    model(model.tokens(replace(prompts, x_query=x)), stop_at_layer=n_layers)[:, -1]
+                    for x in [*prompts.x.unbind(1), prompts.x_query]
+                ]
+        found = predictor.streams(prompts, heads=masked, positions=[-1, -2, -6])
+        assert_close_to_rounding(found, expected[:, :, [-1, -2, -6]])
+        if not masked:
+            for layer in range(n_layers + 1):
+                assert_close_to_rounding(predictor.stream(prompts, layer), expected[layer])
+    found = predictor.query_streams(prompts, n_layers, heads=heads)
+    assert_close_to_rounding(found, torch.stack(with_x, dim=1))
+
+
+BACKENDS = {
+    "one layer": (ONE_LAYER, one_layer, None),
+    "token map": (TOKEN_MAP, token_map, None),
+    "taken away": (TAKEN_AWAY, hooks, True),
+    "plain": (PLAIN, hooks, False),
+}
+
+
+@pytest.mark.parametrize(("kind", "backend", "apart"), BACKENDS.values(), ids=BACKENDS)
+def test_each_kind_of_model_is_run_the_way_that_is_tested(
+    monkeypatch: pytest.MonkeyPatch, kind: dict, backend: object, apart: bool | None
+):
+    taken = []
+    for module in (one_layer, token_map, hooks):
+        run = module.masked_predictions
+
+        def watched(*arguments: object, module=module, run=run, **settings: object) -> Tensor:
+            taken.append((module, arguments[1]))
+            return run(*arguments, **settings)
+
+        monkeypatch.setattr(module, "masked_predictions", watched)
+    for architecture in kind.values():
+        taken.clear()
+        predictor_of(random_weights(architecture)).run(drawn(n_prompts=4))
+        ((module, second),) = taken
+        assert module is backend
+        assert apart is None or (second is not None) == apart
+
+
+@EACH
+def test_a_head_that_writes_nothing_changes_nothing(architecture: dict):
+    """To the bit, whichever layer it is in and whichever other heads are masked with it."""
+    weights, prompts = random_weights(architecture), drawn()
+    last = weights.n_layers - 1
+    idle = sorted({(0, 1), (last, 2)})
+    predictor = predictor_of(weights.without(idle))
+    if weights.n_layers * N_HEADS == 4:
+        others = [[(0, 0)]]
+    else:
+        others = [[(0, 0)], [(last, 1)], [(0, 3), (last, 0)]]
+    for method in METHODS:
+        full, *alone = predictor.run(prompts, [[], *([head] for head in idle), idle], method=method)
+        for found in alone:
+            assert torch.equal(found, full)
+        for heads in others:
+            one, other = predictor.run(prompts, [heads, [*heads, *idle]], method=method)
+            if weights.n_layers == 1:
+                # Of one layer the heads that are left are summed, in another order if fewer are left.
+                assert_close_to_rounding(one, other)
+            else:
+                assert torch.equal(one, other)
+
+
+def with_hook(weights: Weights) -> ICLTransformer:
+    """The model with somebody's permanent hook on its first z, which doubles head 0's."""
+    model = ICLTransformer.from_weights(weights, task=TaskConfig(d_x=3, d_y=2))
+
+    def double(z: Tensor, hook: object) -> Tensor:
+        return torch.cat([2 * z[:, :, :1], z[:, :, 1:]], dim=2)
+
+    model.add_hook("blocks.0.attn.hook_z", double, is_permanent=True)
+    return model
+
+
+@EACH
+def test_somebodys_hooks_are_not_missed(architecture: dict):
+    weights, prompts = random_weights(architecture), drawn()
+    model, masks = with_hook(weights), masks_of(weights.n_layers)[:3]
+    doubled = weights.tensors["blocks.0.attn.W_O"].clone()
+    doubled[0] *= 2
+    as_if = weights.with_tensors({"blocks.0.attn.W_O": doubled})
+    expected = by_hooks(as_if, prompts, masks, "zero")
+    plain = by_hooks(weights, prompts, masks, "zero")
+    assert (expected - plain).abs().max() > 1e-3 * expected.abs().max()
+    for source in (model, hooked_predictor(model), predictor_of(model)):
+        predictor = predictor_of(source)
+        assert_close_to_rounding(predictor.run(prompts, masks), expected)
+        assert_close_to_rounding(predictor.predict(prompts).detach(), expected[0])
+        n_layers = weights.n_layers
+        streams = predictor_of(as_if).streams(prompts)
+        assert_close_to_rounding(predictor.streams(prompts), streams)
+        found = predictor.query_streams(prompts, n_layers)
+        assert_close_to_rounding(found, predictor_of(as_if).query_streams(prompts, n_layers))
+        for layer in range(n_layers + 1):
+            at = predictor_of(as_if).stream(prompts, layer)
+            assert_close_to_rounding(predictor.stream(prompts, layer), at)
+
+
+def test_a_hook_that_comes_later_is_not_missed_and_one_that_goes_is_gone():
+    weights, prompts = random_weights({}), drawn()
+    model = ICLTransformer.from_weights(weights, task=TaskConfig(d_x=3, d_y=2))
+    predictor = predictor_of(model)
+    before = predictor.run(prompts)
+    with model.hooks(fwd_hooks=[("blocks.0.attn.hook_z", lambda z, hook: 0 * z)]):
+        assert not predictor.run(prompts).any()
+    assert torch.equal(predictor.run(prompts), before)
+
+
+def test_weights_that_change_are_seen():
+    weights, prompts = random_weights({}), drawn()
+    model = ICLTransformer.from_weights(weights, task=TaskConfig(d_x=3, d_y=2))
+    predictor = predictor_of(model)
+    assert predictor.run(prompts).any()
+    with torch.no_grad():
+        model.blocks[0].attn.W_O.zero_()
+    assert not predictor.run(prompts).any()
+
+
+@EACH
+def test_prompts_of_another_dtype_are_run_in_that_of_the_weights(architecture: dict):
+    weights, prompts = random_weights(architecture), drawn(n_prompts=4)
+    predictor, single = predictor_of(weights), prompts.to(torch.float32)
+    assert predictor.run(single).dtype == predictor.predict(single).dtype == torch.float64
+    assert_close_to_rounding(predictor.run(single), predictor.run(single.to(torch.float64)))
+
+
+def test_what_is_no_model_is_refused():
+    for other in (nn.Linear(2, 2), None, "softmax-h2-s0"):
+        with pytest.raises(ValueError, match="model must be a checkpoint, an ICLTransformer or a"):
+            predictor_of(other)
+
+
+def test_what_does_not_exist_is_refused():
+    predictor, prompts = predictor_of(random_weights({})), drawn(n_prompts=3)
+    assert isinstance(predictor, Predictor)
+    for head in ((1, 0), (0, 4), (0, -1)):
+        for use in (predictor.run, lambda p, masks: predictor.streams(p, heads=masks[0])):
+            with pytest.raises(ValueError, match="heads must lie in 1 layers of 4 heads"):
+                use(prompts, [[head]])
+    for layer in (-1, 2):
+        for use in (predictor.stream, predictor.query_streams):
+            with pytest.raises(ValueError, match=f"layer must lie in 0 to 1, got {layer}"):
+                use(prompts, layer)
+    with pytest.raises(ValueError, match="method must be one of zero, mean, resample, got 'noise'"):
+        predictor.run(prompts, [[]], method="noise")
+    with pytest.raises(ValueError, match="swap in pairs: there must be an even number, got 3"):
+        predictor.run(prompts, [[]], method="resample")
