@@ -5,7 +5,6 @@ Each command imports what it needs, so that `mechinterp --help` and `classify` s
 
 import sys
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,7 +12,6 @@ import typer
 
 from mechinterp.cli_heads import ablate, probe, prune
 from mechinterp.cli_options import (
-    CountOption,
     LengthOption,
     PathArgument,
     PromptsOption,
@@ -80,7 +78,14 @@ def classify(
     paths: Annotated[
         list[Path], typer.Argument(metavar="PATH...", help="Checkpoints, or folders of them.")
     ],
-    n_prompts: CountOption = None,
+    n_prompts: Annotated[
+        int | None,
+        typer.Option(
+            "--n-prompts",
+            min=2,
+            help="Number of evaluation prompts; 512 if left out, 256 for models of several layers.",
+        ),
+    ] = None,
     seed: SeedOption = 0,
     context_length: LengthOption = None,
     out: Annotated[
@@ -153,7 +158,7 @@ def fit(
 
     lengths = context_length or CONTEXT_LENGTHS
     with about_paths(path), tracked(quiet=quiet) as track:
-        checkpoint = one_layer(path, hints)
+        checkpoint = load_checkpoint(path, hints)
         fits = fit_learners(
             checkpoint, context_lengths=lengths, n_prompts=n_prompts, seed=seed, track=track
         )
@@ -184,7 +189,6 @@ def report(
     """Write a report as one HTML page. Example: mechinterp report checkpoints/softmax-h2-s0 --out reports/h2"""
     from mechinterp.checkpoints.loading import checkpoint_paths
     from mechinterp.report.comparison import write_comparison
-    from mechinterp.report.deep import write_deep_report
     from mechinterp.report.documents import dumps
     from mechinterp.report.page import write_report
     from mechinterp.report.terminal import tracked
@@ -193,12 +197,14 @@ def report(
     if len(found) == 1:
         about: list[dict] = [{"path": str(found[0])}]
         with about_paths(found[0], out), tracked(quiet=quiet) as track:
-            checkpoint = load_checkpoint(found[0], hints)
-            if checkpoint.predictor.is_one_attention:
-                write = partial(write_report, checkpoint, out)
-            else:
-                write = partial(write_deep_report, checkpoint, out)
-            written = write(n_prompts=n_prompts, seed=seed, overwrite=overwrite, track=track)
+            written = write_report(
+                load_checkpoint(found[0], hints),
+                out,
+                n_prompts=n_prompts,
+                seed=seed,
+                overwrite=overwrite,
+                track=track,
+            )
         document = about[0] | written.to_document()
     else:
         loaded, about = _those_that_load(found, hints)
@@ -250,7 +256,7 @@ def convert(
     from mechinterp.report.documents import conversion_document, dumps
 
     with about_paths(path, out):
-        checkpoint = one_layer(path, hints)
+        checkpoint = load_checkpoint(path, hints)
         files = loading.convert(checkpoint, target, out)
     document = conversion_document(checkpoint, target, files)
     if as_json:

@@ -27,13 +27,12 @@ if TYPE_CHECKING:
 
 @takes(asked=Asked, hints=hints_of)
 def ablate(path: PathArgument, *, asked: Asked, hints: "Hints") -> None:
-    """Mask every head; with one layer of attention, every subset of heads. Example: mechinterp ablate checkpoints/softmax-h2-s0"""
+    """Mask every head; of one layer of attention, every subset of heads. Example: mechinterp ablate checkpoints/softmax-h2-s0"""
     from mechinterp.analysis.heads import ablate_heads
-    from mechinterp.analysis.subsets import MAX_SUBSET_HEADS, ablate_subsets
     from mechinterp.models.masks import METHODS
+    from mechinterp.report.attention import subsets_of
     from mechinterp.report.documents import ablation_document, dumps
-    from mechinterp.report.head_documents import layers_document
-    from mechinterp.report.terminal import ablation_text, layers_text, tracked
+    from mechinterp.report.terminal import ablation_text, tracked
 
     with about_paths(path), tracked(quiet=asked.quiet) as track:
         checkpoint = load_checkpoint(path, hints, asked.context_length)
@@ -43,14 +42,11 @@ def ablate(path: PathArgument, *, asked: Asked, hints: "Hints") -> None:
             ablate_heads(model, even if how == "resample" else prompts, method=how, track=track)
             for how in METHODS
         ]
-        if checkpoint.predictor.is_one_attention:
-            few = checkpoint.config.model.n_heads <= MAX_SUBSET_HEADS
-            subsets = ablate_subsets(checkpoint, prompts) if few else None
-            document = ablation_document(checkpoint, single, subsets)
-            text = ablation_text(single, subsets)
-        else:
-            document, text = layers_document(checkpoint, single), layers_text(single)
-    say(dumps(document) if asked.as_json else f"{shown_path(path)}: {text}")
+        subsets = subsets_of(checkpoint, prompts)
+    if asked.as_json:
+        say(dumps(ablation_document(checkpoint, single, subsets)))
+        return
+    say(f"{shown_path(path)}: {ablation_text(single, subsets)}")
 
 
 @takes(asked=Asked, hints=hints_of)

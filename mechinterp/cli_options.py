@@ -168,8 +168,8 @@ def one_layer(path: Path, hints: "Hints") -> "Checkpoint":
     found = why_no_circuits(checkpoint.config.model)
     if found is not None:
         raise ValueError(
-            f"{path}: this command takes one layer of attention with nothing around it, got {found}; classify, "
-            "info, ablate, prune, probe and the report on one model take it."
+            f"{path}: a comparison takes models of one layer of attention with nothing around it, got {found}; "
+            "the report on one model takes it."
         )
     return checkpoint
 

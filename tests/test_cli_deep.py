@@ -6,10 +6,12 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from mechinterp.checkpoints.native import DeepCheckpoint, load
+from mechinterp.analysis.fits import fit_learners
+from mechinterp.analysis.patterns import classify
+from mechinterp.checkpoints.loading import load
 from mechinterp.config import override
 from mechinterp.presets import preset
-from tests.conftest import CHECKPOINTS, Run
+from tests.conftest import CHECKPOINTS, Run, assert_same
 
 SHORT = ("train.steps=6", "train.log_every=3", "train.batch_size=8", "train.n_eval_prompts=16")
 
@@ -24,7 +26,6 @@ def folder(tmp_path: Path, run: Run) -> Path:
 
 def test_a_preset_is_trained(folder: Path):
     checkpoint = load(folder)
-    assert isinstance(checkpoint, DeepCheckpoint)
     assert checkpoint.config == override(preset("sparse-h4"), *SHORT)
     assert (checkpoint.step, checkpoint.weights.n_layers) == (6, 4)
     assert checkpoint.history is not None
@@ -34,7 +35,7 @@ def test_a_preset_is_trained(folder: Path):
 def test_info_shows_every_layer(folder: Path, run: Run):
     document = run("info", folder, "--json").document
     assert (document["n_layers"], document["n_heads"], document["history_rows"]) == (4, 4, 48)
-    assert document["weights"]["W_Q"] == [4, 4, 64, 16]
+    assert document["weights"]["blocks.3.attn.W_Q"] == [4, 64, 16]
     assert document["weights"]["W_in"] == [17, 64]
     names = [hook["name"] for hook in document["hooks"]]
     assert "blocks.3.attn.hook_z" in names
@@ -42,13 +43,31 @@ def test_info_shows_every_layer(folder: Path, run: Run):
 
 
 def test_classify_says_that_there_are_several_layers(folder: Path, run: Run):
-    (document,) = run("classify", folder, "--json").document
-    assert (document["pattern"], document["heads"]) == ("multi_layer", [])
-    assert "multi_layer (4 x 4 heads" in run("classify", folder).out
+    (document,) = run("classify", folder, "--json", "--n-prompts", 64).document
+    assert document["pattern"] == "multi_layer"
+    found = classify(load(folder), n_prompts=64)
+    rises = [row["excess_risk_increase"] for row in document["heads"]]
+    assert rises == found.increase.ravel().tolist()
+    assert f"multi_layer ({found.reason})" in run("classify", folder, "--n-prompts", 64).out
 
 
-def test_commands_for_one_layer_refuse_them(folder: Path, run: Run):
-    run("fit", folder).assert_refused(folder, "one layer")
+def test_fit_answers_for_them(folder: Path, run: Run):
+    options = ("--n-prompts", 64, "--context-length", 8)
+    found = fit_learners(load(folder), context_lengths=[8], n_prompts=64)
+    document = run("fit", folder, *options, "--json").document
+    assert document["verdict"] == found.verdict
+    assert [row["r2"] for row in document["fits"]] == found.r2.ravel().tolist()
+    assert found.verdict in run("fit", folder, *options).out
+
+
+def test_convert_writes_them(folder: Path, tmp_path: Path, run: Run):
+    for target, name in (("native", "copy"), ("npz", "copy.npz")):
+        ran = run("convert", folder, "--to", target, "--out", tmp_path / name, "--json")
+        assert (ran.code, ran.document["to"]) == (0, target)
+        assert_same(load(tmp_path / name).weights, load(folder).weights)
+    refused = run("convert", folder, "--to", "transformer-lens", "--out", tmp_path / "lens")
+    refused.assert_refused(folder, "takes one layer of attention from here, got several layers (4)")
+    assert not (tmp_path / "lens").exists()
 
 
 def test_report_writes_a_page(folder: Path, tmp_path: Path, run: Run):
@@ -70,7 +89,8 @@ def test_report_does_not_compare_them(folder: Path, tmp_path: Path, run: Run):
     assert ran.code == 2
     good, bad = ran.document["checkpoints"]
     assert (good, bad["path"]) == ({"path": str(one)}, str(folder))
-    assert "this command takes attention-only models of one layer" in bad["error"]
+    assert "a comparison takes models of one layer of attention" in bad["error"]
+    assert "got several layers (4)" in bad["error"]
 
 
 def test_a_sweep_has_a_row_for_each_model(tmp_path: Path, run: Run):

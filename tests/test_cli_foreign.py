@@ -104,7 +104,7 @@ def test_scale_and_context_only(run: Run, tmp_path: Path):
     hints = ("--scale", "2", "--context-only", "--to", "native", "--out", out, "--json")
     assert run("convert", tmp_path / "a.npz", *hints).code == 0
     expected = 4 * random_heads().QK  # 2 for 1/sqrt(4)
-    torch.testing.assert_close(load(out).weights.QK, expected)
+    torch.testing.assert_close(load(out).weights.circuits.QK, expected)
     assert not {"attn_scale", "model.attend_to_self"} & set(load(out).assumed)
     ran = run("info", out, "--scale", "2")
     assert (ran.code, ran.out) == (2, "")
@@ -213,17 +213,26 @@ def test_layered_models_are_classified_and_shown(run: Run, tmp_path: Path):
     assert (document["format"], document["n_layers"], document["n_heads"]) == ("gpt2", 3, 4)
     ran = run("classify", file, "--n-heads", "4", "--context-length", "3", *FEW)
     assert ran.out.startswith(f"{file}: ")
-    assert run("info", file, "--n-heads", "4").out.startswith("gpt2.pt: gpt2, 3 layers of 4 heads")
-    assert json.loads(run("info", file, "--n-heads", "4", "--json").out)["format"] == "gpt2"
-    for command, *options in (("fit",), ("convert", "--to", "native", "--out", tmp_path / "n")):
-        ran = run(command, file, "--n-heads", "4", *options)
-        assert (ran.code, ran.out) == (2, "")
-        assert f"{file}: this command takes attention-only models" in ran.err
-        assert (
-            "got format gpt2; classify, info, ablate, prune, probe and the report on one model take it"
-            in ran.err
-        )
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["gpt2.pt"]
+    assert run("info", file, "--n-heads", "4").out.startswith(
+        "gpt2.pt: 3 layers of 4 heads, softmax attention, d_x 3, context length 6"
+    )
+    there = run("info", file, "--n-heads", "4", "--json").document
+    assert (there["format"], there["experiment"]["model"]["d_mlp"]) == ("gpt2", 64)
+    # What info says of the same model as a folder of this package has the same fields.
+    ran = run("convert", file, "--n-heads", "4", "--to", "native", "--out", tmp_path / "n")
+    assert ran.code == 0, ran.err
+    here = run("info", tmp_path / "n", "--json").document
+    assert list(here) == list(there)
+    same = ("experiment", "assumed", "weights", "hooks", "id", "n_layers", "n_heads", "step")
+    assert {name: here[name] for name in same} == {name: there[name] for name in same}
+    ran = run("fit", file, "--n-heads", "4", "--context-length", "3", *FEW, "--json")
+    assert ran.code == 0, ran.err
+    assert {row["context_length"] for row in ran.document["fits"]} == {3, 6}
+    lens = ("--to", "transformer-lens", "--out", tmp_path / "lens")
+    ran = run("convert", file, "--n-heads", "4", *lens)
+    assert (ran.code, ran.out) == (2, "")
+    assert f"{file}: HookedTransformer takes one layer of attention" in ran.err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["gpt2.pt", "n"]
 
 
 def test_names_with_control_characters_stay_on_one_line(run: Run, tmp_path: Path):

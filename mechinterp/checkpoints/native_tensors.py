@@ -28,7 +28,7 @@ def weights_from(tensors: Mapping[str, Tensor], config: ExperimentConfig, file: 
         CheckpointError: If they are missing, not finite or not those of such a model.
     """
     there = len({name.split(".")[1] for name in tensors if name.startswith("blocks.")})
-    if config.model.n_layers > there:  # before a name is made for each
+    if config.model.n_layers != there:  # before a name is made for each
         raise CheckpointError(
             f"{file}: model.n_layers must be that of the weights, {there}, got {config.model.n_layers}."
         )

@@ -6,7 +6,7 @@ holds it by name.
 
 import math
 from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import TypeVar
 
@@ -23,6 +23,8 @@ from mechinterp.models.functional import BIASES, NAMES, AttentionWeights
 from mechinterp.models.weights import weights_of_layer
 
 Value = TypeVar("Value", bool, int, float)
+UNSHOWN = {"model.score", "model.score_slope", "model.attend_to_self"}
+"""What the tensors of one layer of attention do not show of it."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -152,8 +154,7 @@ def _config(
                     f"{file}: {label}{name} must be the weights' {size}, got {value}."
                 )
     said = {"task.d_x", "task.d_y", *flatten(task, "task.")}
-    shapes = ("n_layers", "n_heads", "d_model", "d_head", "biases", "merged_qk", "context_only")
-    said |= {f"model.{name}" for name in shapes}
+    said |= {f"model.{each.name}" for each in fields(ModelConfig)} - UNSHOWN
     if stated is None and given == {"d_x": None, "d_y": None}:
         said.remove("task.d_y")
     return ExperimentConfig(task=filled, model=model), said

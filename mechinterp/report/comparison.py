@@ -9,7 +9,7 @@ from mechinterp.analysis.comparison import Comparison, compare
 from mechinterp.checkpoints.errors import printable
 from mechinterp.checkpoints.native import Checkpoint
 from mechinterp.report.page import Report, require_free, write_page
-from mechinterp.report.sections import Section
+from mechinterp.report.sections import Section, counted
 from mechinterp.tracking import Track, untracked
 
 LONGEST_TABLE = 1000
@@ -46,7 +46,7 @@ def write_comparison(
     found = compare(checkpoints, n_prompts=n_prompts, seed=seed, track=track)
     missing = [_left_out(left_out)] if left_out else []
     parts = [_settings(found, n_prompts), *missing, _heads(found), *_training(found)]
-    title = "Comparison of " + _plural(len(checkpoints), "model")
+    title = "Comparison of " + counted(len(checkpoints), "model")
     about = ", ".join(found.names)
     verdict = _verdict(found)
     if left_out:
@@ -59,12 +59,8 @@ def _verdict(found: Comparison) -> str:
         f"{setting}: " + ", ".join(f"{row.pattern} {row.models}" for row in rows.itertuples())
         for setting, rows in found.settings_frame().groupby("setting", sort=False)
     ]
-    settings = _plural(len(found.fields), "setting")
-    return f"{_plural(len(found.names), 'model')} of {settings}: {'; '.join(counts)}."
-
-
-def _plural(count: int, word: str) -> str:
-    return f"{count} {word}{'' if count == 1 else 's'}"
+    settings = counted(len(found.fields), "setting")
+    return f"{counted(len(found.names), 'model')} of {settings}: {'; '.join(counts)}."
 
 
 def _settings(found: Comparison, n_prompts: int) -> Section:

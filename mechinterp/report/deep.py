@@ -1,6 +1,4 @@
-"""A report on a model of many heads and layers, ours or somebody else's: what masking, pruning and probing say."""
-
-from pathlib import Path
+"""What the report says of a model of many heads and layers: what masking, pruning and probing show."""
 
 import numpy as np
 
@@ -9,12 +7,11 @@ from mechinterp.analysis.probes import streams
 from mechinterp.analysis.pruning_curves import RulePruning, prune_by_rules
 from mechinterp.analysis.rivals import Rivals, rivals
 from mechinterp.checkpoints.native import Checkpoint
-from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
+from mechinterp.icl.prompts import Prompts, sample_prompts
 from mechinterp.models.predictor import Predictor
 from mechinterp.report import deep_sections as sections
-from mechinterp.report.page import Report, require_free, write_page
-from mechinterp.report.sections import assumed_text, plus_minus
-from mechinterp.report.training import deep_training_sections
+from mechinterp.report.sections import Contents, plus_minus
+from mechinterp.report.training import training_sections
 from mechinterp.tracking import Track, untracked
 
 LEAST_PROMPTS = 8
@@ -22,34 +19,16 @@ PER_FEATURE = 2
 """Prompts behind a probe, or a new read-out, for each feature of the stream, at least."""
 
 
-def write_deep_report(
-    checkpoint: Checkpoint,
-    out: str | Path,
-    *,
-    n_prompts: int = 4096,
-    seed: int = 0,
-    overwrite: bool = False,
-    track: Track = untracked,
-) -> Report:
-    """Write `out/index.html` about the heads of a model, and the CSV files behind it.
+def deep_contents(
+    checkpoint: Checkpoint, *, n_prompts: int, seed: int, track: Track = untracked
+) -> Contents:
+    """The verdict and the sections.
 
     Args:
-        n_prompts: Prompts behind the excess risk; what needs many runs takes a part of them, and the page says how
-            many. A model with norms and MLPs, whose layers cannot be taken apart, is given an eighth.
-        track: Told of the progress.
+        n_prompts: Prompts behind the excess risk; what needs many runs takes a part of them.
     Raises:
-        ValueError: If n_prompts is below 8, `out` is a file, or a folder that holds anything and
-            `overwrite` is not set.
-    Example:
-        >>> import tempfile
-        >>> from mechinterp.checkpoints.native import load
-        >>> model = load("checkpoints/sparse-h1-noise0.1-s0")
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     report = write_deep_report(model, folder, n_prompts=64)
-        ...     report.page.name
-        'index.html'
+        ValueError: If n_prompts is below 8.
     """
-    require_free(Path(out), overwrite)
     if n_prompts < LEAST_PROMPTS:
         raise ValueError(
             f"n_prompts must be >= {LEAST_PROMPTS} to choose heads on and to measure on, got {n_prompts}."
@@ -63,16 +42,15 @@ def write_deep_report(
     zero = ablate_heads(predictor, scored, track=track)
     rules = prune_by_rules(predictor, measured, zero.rise, track=track)
     probed = measured[: max(len(measured) // 2, wide)]
-    parts = [
+    parts = (
         sections.risk_section(found, len(prompts)),
         sections.heads_section(predictor, zero, scored, track),
         sections.pruning_section(predictor, zero, rules, (scored, measured), track),
         sections.probes_section(predictor, probed, track),
         sections.descent_section(predictor, sections.some(measured, 4), track),
-        *deep_training_sections(checkpoint, sections.some(measured, 8), track=track),
-    ]
-    verdict = verdict_sentence(checkpoint.name, found, zero, rules)
-    return write_page(Path(out), checkpoint.name, _about(checkpoint), verdict, parts)
+        *training_sections(checkpoint, sections.some(measured, 8), seed=seed, track=track),
+    )
+    return Contents(verdict_sentence(checkpoint.name, found, zero, rules), parts)
 
 
 def verdict_sentence(name: str, found: Rivals, zero: HeadAblation, rules: RulePruning) -> str:
@@ -111,28 +89,7 @@ def _prompts(
     task, dtype = checkpoint.task, checkpoint.weights.dtype
 
     def drawn(n_prompts: int) -> Prompts:
-        generator = generator_for(seed, "eval", 0)
-        return sample_prompts(task, n_prompts, generator=generator, dtype=dtype)
+        return sample_prompts(task, n_prompts, seed=seed, dtype=dtype)
 
     wide = PER_FEATURE * streams(predictor, drawn(1)).shape[3]
     return drawn(size // 2 + max(size - size // 2, wide)), wide
-
-
-def _about(checkpoint: Checkpoint) -> str:
-    """One line on what the model is."""
-    config, task = checkpoint.config, checkpoint.task
-    n_layers, n_heads = config.model.n_layers, config.model.n_heads
-    kind = f"{config.model.score} attention, width {config.d_model}"
-    if config.model.d_mlp is not None:
-        kind += f", MLPs of {config.model.d_mlp}"
-    end = f", seed {config.seed}, step {checkpoint.step}, config {config.id}"
-    if "step" in checkpoint.assumed:
-        end = f", format {checkpoint.format}{assumed_text(checkpoint.assumed)}"
-    layers, heads = (
-        f"{count} {word}{'' if count == 1 else 's'}"
-        for count, word in ((n_layers, "layer"), (n_heads, "head"))
-    )
-    return (
-        f"{layers} of {heads}, {kind}, d_x {task.d_x}, context length {task.context_length}, "
-        f"noise variance {task.noise_var}{end}"
-    )

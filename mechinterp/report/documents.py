@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -125,9 +126,9 @@ def _layered_document(checkpoint: Checkpoint, found: LayeredClassification) -> d
 
 
 def ablation_document(
-    checkpoint: Checkpoint, single: list[HeadAblation], subsets: SubsetAblation | None
+    checkpoint: Checkpoint, single: Sequence[HeadAblation], subsets: SubsetAblation | None
 ) -> dict:
-    """What `ablate` says of a checkpoint; `subsets` is None where there are too many heads."""
+    """What `ablate` says of a checkpoint: its heads, its layers and, if there are any, subsets of heads."""
     document = {
         **header(checkpoint),
         "excess_risk": single[0].full_risk,
@@ -135,6 +136,7 @@ def ablation_document(
         "null_risk": single[0].null_risk,
         "breaking": single[0].breaking,
         "heads": [row for one in single for row in records(one.to_frame())],
+        "layers": [row for one in single for row in records(one.layer_frame())],
     }
     if subsets is not None:
         document["shapley"] = records(subsets.shapley_frame())

@@ -1,28 +1,14 @@
-"""The documents of `ablate`, `prune` and `probe` about models of several layers, as the command line prints them."""
+"""The documents of `prune` and `probe`, as the command line prints them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 from mechinterp.analysis.fine_tuning import FineTuning
-from mechinterp.analysis.heads import HeadAblation
 from mechinterp.analysis.p_probing import DescentCurves
 from mechinterp.analysis.probes import LayerProbes
 from mechinterp.analysis.pruning import Pruning
 from mechinterp.checkpoints.native import Checkpoint
 from mechinterp.report.documents import header, records
-
-
-def layers_document(checkpoint: Checkpoint, found: Sequence[HeadAblation]) -> dict:
-    """What `ablate` says of a model of several layers."""
-    return {
-        **header(checkpoint),
-        "excess_risk": found[0].full_risk,
-        "excess_risk_sem": found[0].full_risk_sem,
-        "null_risk": found[0].null_risk,
-        "breaking": found[0].breaking,
-        "heads": [row for one in found for row in records(one.to_frame())],
-        "layers": [row for one in found for row in records(one.layer_frame())],
-    }
 
 
 def pruning_document(

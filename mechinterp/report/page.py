@@ -8,22 +8,16 @@ from typing import Protocol, runtime_checkable
 
 import pandas as pd
 import plotly.graph_objects as go
-import torch
 
-from mechinterp.analysis.fits import LearnerFits, fit_learners
-from mechinterp.analysis.heads import ablate_heads
-from mechinterp.analysis.patterns import Classification, classify_attention
-from mechinterp.analysis.subsets import MAX_SUBSET_HEADS, ablate_subsets
 from mechinterp.checkpoints.files import write_atomically
 from mechinterp.checkpoints.native import Checkpoint
-from mechinterp.icl.prompts import sample_prompts
-from mechinterp.report import html, sections
-from mechinterp.report.sections import Section
-from mechinterp.report.training import training_sections
+from mechinterp.report import html
+from mechinterp.report.attention import attention_contents
+from mechinterp.report.deep import deep_contents
+from mechinterp.report.sections import Section, assumed_text, counted
 from mechinterp.tracking import Track, untracked
 
 PAGE = "index.html"
-METHODS = ("zero", "mean")
 FIGURE_OPTIONS = {"responsive": True, "displaylogo": False}
 
 
@@ -61,11 +55,17 @@ def write_report(
 ) -> Report:
     """Write `out/index.html` and the CSV files behind it.
 
+    Of one layer of attention it tells the circuits, the pattern and the learner it comes closest to; of any other
+    model what masking, pruning and probing say.
+
     Args:
-        n_prompts: Prompts behind the ablations; the fits take five times as many per context length.
+        n_prompts: Prompts behind the excess risk. For one layer of attention the fits take five times as many per
+            context length; for others what needs many runs takes a part of them, and the page says how many, and
+            a model with norms and MLPs, whose layers cannot be taken apart, is given an eighth.
         track: Told of the progress.
     Raises:
-        ValueError: If `out` is a file, or a folder that holds anything and `overwrite` is not set.
+        ValueError: If `out` is a file, or a folder that holds anything and `overwrite` is not set, or n_prompts is
+            too small for the model.
     Example:
         >>> import tempfile
         >>> from mechinterp.checkpoints.native import load
@@ -75,33 +75,9 @@ def write_report(
         'index.html'
     """
     require_free(Path(out), overwrite)
-    found = classify_attention(checkpoint, n_prompts=n_prompts, seed=seed)
-    fits = fit_learners(checkpoint, n_prompts=5 * n_prompts, seed=seed, track=track)
-    config, model = checkpoint.config, checkpoint.config.model
-    prompts = sample_prompts(config.task, n_prompts, seed=seed, dtype=checkpoint.weights.dtype)
-    single = [ablate_heads(checkpoint, prompts, method=method, track=track) for method in METHODS]
-    few = model.n_heads <= MAX_SUBSET_HEADS
-    subsets = ablate_subsets(checkpoint, prompts) if few else None
-    with torch.no_grad():
-        error = checkpoint.predictor.predict(prompts) - prompts.y_query_clean
-    parts = [
-        sections.heads_section(found, model.score, single, subsets),
-        sections.circuits_section(checkpoint),
-        sections.attention_section(checkpoint, prompts, error.square().mean(1).numpy()),
-        sections.ablation_section(found, model.score, single, subsets, n_prompts),
-        sections.fits_section(fits, found),
-        *training_sections(checkpoint, seed=seed, track=track),
-    ]
-    about = (
-        f"{model.n_heads} heads, {model.score} attention, d_x {config.task.d_x}, context length "
-        f"{config.task.context_length}, noise variance {config.task.noise_var}"
-    )
-    if "step" in checkpoint.assumed:
-        about += sections.assumed_text(checkpoint.assumed)
-    else:
-        about += f", seed {config.seed}, step {checkpoint.step}, config {config.id}"
-    verdict = verdict_sentence(checkpoint.name, found, fits)
-    return write_page(Path(out), checkpoint.name, about, verdict, parts)
+    contents = attention_contents if checkpoint.config.model.one_attention else deep_contents
+    found = contents(checkpoint, n_prompts=n_prompts, seed=seed, track=track)
+    return write_page(Path(out), checkpoint.name, _about(checkpoint), found.verdict, found.sections)
 
 
 def require_free(out: Path, overwrite: bool) -> None:
@@ -141,17 +117,19 @@ def write_figure(file: Path, figure: go.Figure) -> None:
     write_atomically(file, lambda target: target.write_text(html, encoding="utf-8"))
 
 
-def verdict_sentence(name: str, classification: Classification, fits: LearnerFits) -> str:
-    """What the model is, with the numbers that earned it."""
-    meaning = {
-        "debiased_gd": "implements one step of debiased gradient descent",
-        "preconditioned_gd": "is one step of preconditioned debiased gradient descent",
-        "weighted_preconditioned_gd": "is one weighted debiased step that all responses share",
-        "task_heads": "is one debiased gradient step per response, each with heads of its own",
-        "superposition": "is one debiased gradient step per response, made by shared heads",
-        "linear_gd": "is one preconditioned gradient step by linear attention",
-        "kernel_regression": "is a kernel smoother",
-        "unstructured": "is no more structured than random weights",
-        "undetermined": "shows none of the known patterns clearly",
-    }
-    return f"{name} {meaning[classification.pattern]} ({classification.reason}). {fits.verdict}"
+def _about(checkpoint: Checkpoint) -> str:
+    """One line on what the model is."""
+    config, task, model = checkpoint.config, checkpoint.task, checkpoint.config.model
+    heads, kind = counted(model.n_heads, "head"), f"{model.score} attention"
+    if not model.one_attention:
+        heads = f"{counted(model.n_layers, 'layer')} of {heads}"
+        kind += f", width {config.d_model}"
+    if model.d_mlp is not None:
+        kind += f", MLPs of {model.d_mlp}"
+    end = f", seed {config.seed}, step {checkpoint.step}, config {config.id}"
+    if "step" in checkpoint.assumed:
+        end = f", format {checkpoint.format}{assumed_text(checkpoint.assumed)}"
+    return (
+        f"{heads}, {kind}, d_x {task.d_x}, context length {task.context_length}, "
+        f"noise variance {task.noise_var}{end}"
+    )

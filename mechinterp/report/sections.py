@@ -72,6 +72,14 @@ class Section:
     longest_table: int = 40
 
 
+@dataclass(frozen=True)
+class Contents:
+    """What a page says of a model."""
+
+    verdict: str
+    sections: tuple[Section, ...]
+
+
 def heads_section(
     found: Classification,
     score: str,
@@ -261,6 +269,16 @@ def assumed_text(assumed: Mapping[str, object]) -> str:
         if name.startswith(("task.", "model.")) and value not in (None, (), [])
     ]
     return f"; assumed, as the file does not say it: {', '.join(told)}" if told else ""
+
+
+def counted(count: int, what: str) -> str:
+    """A number of things.
+
+    Example:
+        >>> counted(1, "layer"), counted(4, "head")
+        ('1 layer', '4 heads')
+    """
+    return f"{count} {what}{'' if count == 1 else 's'}"
 
 
 def plus_minus(value: float, sem: float) -> str:

@@ -111,27 +111,8 @@ def fits_text(fits: LearnerFits) -> str:
     )
 
 
-def ablation_text(single: list[HeadAblation], subsets: SubsetAblation | None) -> str:
-    """Excess risk, its rise for every masked head, and subsets where there are few enough heads."""
-    parts = [_masked_text(single)]
-    if subsets is None:
-        parts.append(f"\nSubsets are left out: there are more than {MAX_SUBSET_HEADS} heads.")
-    else:
-        parts += [
-            "\nShapley values: fall of the excess risk a head brings",
-            frame_text(subsets.shapley_frame()),
-        ]
-        parts += ["\nEvery subset of heads kept", frame_text(subsets.to_frame())]
-    return "\n".join(parts)
-
-
-def layers_text(single: list[HeadAblation]) -> str:
-    """Excess risk, its rise for every masked head, and how each layer spreads it."""
-    layers = pd.concat([one.layer_frame() for one in single])
-    return f"{_masked_text(single)}\n\nHow a layer spreads it over its heads\n{frame_text(layers)}"
-
-
-def _masked_text(single: list[HeadAblation]) -> str:
+def ablation_text(single: Sequence[HeadAblation], subsets: SubsetAblation | None) -> str:
+    """Excess risk, its rise for every masked head, how a layer spreads it, and subsets of heads if there are any."""
     zero, table = single[0], pd.concat([one.to_frame() for one in single])
     parts = [f"excess risk {zero.full_risk:.4f} ± {zero.full_risk_sem:.4f} y²"]
     if zero.breaking:
@@ -139,7 +120,20 @@ def _masked_text(single: list[HeadAblation]) -> str:
             f"Without {', '.join(zero.breaking)} it is worse than predicting 0 ({zero.null_risk:.4g}): a few prompts may carry "
             "the mean rise; the median and the p-value do not hang on them."
         )
-    return "\n".join([*parts, "\nRise when one head is masked", frame_text(table)])
+    layers = pd.concat([one.layer_frame() for one in single])
+    parts += ["\nRise when one head is masked", frame_text(table)]
+    parts += ["\nHow a layer spreads it over its heads", frame_text(layers)]
+    if subsets is None:
+        parts.append(
+            f"\nSubsets are left out: they are of one layer of attention with at most {MAX_SUBSET_HEADS} heads."
+        )
+    else:
+        parts += [
+            "\nShapley values: fall of the excess risk a head brings",
+            frame_text(subsets.shapley_frame()),
+        ]
+        parts += ["\nEvery subset of heads kept", frame_text(subsets.to_frame())]
+    return "\n".join(parts)
 
 
 def pruning_text(found: "Pruning", tuned: "FineTuning | None") -> str:

@@ -35,14 +35,23 @@ LOSSES = {
 
 
 def training_sections(
-    checkpoint: Checkpoint, *, seed: int = 0, track: Track = untracked
+    checkpoint: Checkpoint, prompts: Prompts, *, seed: int = 0, track: Track = untracked
 ) -> list[Section]:
-    """What a checkpoint's snapshots and history allow: two sections, one or none."""
+    """What a checkpoint's snapshots and history allow: two sections, one or none.
+
+    Args:
+        prompts: On which the heads of several layers are masked.
+    """
     sections = []
     if checkpoint.snapshots:
-        sections.append(_steps(checkpoint, seed, track))
-    if checkpoint.history is not None:
-        sections.append(_curves(checkpoint))
+        one = checkpoint.config.model.one_attention
+        sections.append(
+            _steps(checkpoint, seed, track) if one else _deep_steps(checkpoint, prompts, track)
+        )
+    history = checkpoint.history
+    if history is not None:
+        curves = _curves if "omega" in history else _curves_of_norms
+        sections.append(curves(checkpoint, history))
     return sections
 
 
@@ -86,9 +95,8 @@ def _told(found: Snapshots) -> str:
     return ", ".join(changes)
 
 
-def _curves(checkpoint: Checkpoint) -> Section:
-    assert checkpoint.history is not None
-    dynamics = training_dynamics(checkpoint.history)
+def _curves(checkpoint: Checkpoint, history: pd.DataFrame) -> Section:
+    dynamics = training_dynamics(history)
     train = checkpoint.config.train
     prompts = (
         f"{train.n_eval_prompts} fixed prompts" if train.optimizer == "adam" else "the population"
@@ -119,18 +127,6 @@ def _method(train: TrainConfig) -> str:
     )
 
 
-def deep_training_sections(
-    checkpoint: Checkpoint, prompts: Prompts, *, track: Track = untracked
-) -> list[Section]:
-    """What the snapshots and the history of a model of many layers allow: two sections, one or none."""
-    sections: list[Section] = []
-    if checkpoint.snapshots:
-        sections.append(_deep_steps(checkpoint, prompts, track))
-    if checkpoint.history is not None:
-        sections.append(_deep_curves(checkpoint, checkpoint.history))
-    return sections
-
-
 def _deep_steps(checkpoint: Checkpoint, prompts: Prompts, track: Track) -> Section:
     found = deep_snapshots(checkpoint, prompts, track=track)
     first = ", ".join(
@@ -148,7 +144,7 @@ def _deep_steps(checkpoint: Checkpoint, prompts: Prompts, track: Track) -> Secti
     )
 
 
-def _deep_curves(checkpoint: Checkpoint, history: pd.DataFrame) -> Section:
+def _curves_of_norms(checkpoint: Checkpoint, history: pd.DataFrame) -> Section:
     train = checkpoint.config.train
     norms = _norms(history)
     text = (

@@ -12,9 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mechinterp.checkpoints.native import DeepCheckpoint, load
+from mechinterp.checkpoints.native import load
 from mechinterp.report.comparison import write_comparison
-from mechinterp.report.deep import write_deep_report
 from mechinterp.report.page import write_report
 from tests.conftest import CHECKPOINTS
 
@@ -65,8 +64,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     }
     both = write_comparison(list(models.values()), folder / "both", n_prompts=128)
     deep = load(CHECKPOINTS / "sparse-h4-noise0.1-s0")
-    assert isinstance(deep, DeepCheckpoint)
-    several = write_deep_report(deep, folder / "deep", n_prompts=256)
+    several = write_report(deep, folder / "deep", n_prompts=256)
     return files | {"both": both.page, "deep": several.page}
 
 

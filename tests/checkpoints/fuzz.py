@@ -61,9 +61,10 @@ def check(path: Path, hints: Hints) -> bool:
     start, message = time.process_time(), ""
     try:
         checkpoint = load(path, **hints)  # type: ignore[arg-type]
-        if hasattr(checkpoint, "weights"):
-            assert checkpoint.weights.QK.shape[0] == checkpoint.config.model.n_heads
-            assert checkpoint.weights.OV.shape[2] == checkpoint.config.task.d_y
+        model, weights = checkpoint.config.model, checkpoint.weights
+        assert weights.W_Q.shape[:2] == (model.n_layers, model.n_heads)
+        if model.one_attention:
+            assert weights.circuits.OV.shape[2] == checkpoint.config.task.d_y
         answered = True
     except CheckpointError as error:
         answered, message = False, str(error)

@@ -10,13 +10,12 @@ from safetensors.torch import load_file, save_file
 
 import mechinterp
 from mechinterp.checkpoints.errors import CheckpointError
-from mechinterp.checkpoints.native import Checkpoint, DeepCheckpoint, load, save
-from mechinterp.checkpoints.native_tensors import deep_shapes
+from mechinterp.checkpoints.native import Checkpoint, load, save
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig
 from mechinterp.icl.prompts import generator_for, sample_prompts
 from mechinterp.icl.sparse_predictors import preprocess_then_optimise
 from mechinterp.models.constructions_sparse import preprocess_then_optimise_model
-from mechinterp.models.deep import predict_deep
+from mechinterp.models.weights import Weights, tensor_shapes
 from mechinterp.training.deep import initial_deep_weights
 from tests.conftest import CHECKPOINTS, assert_same
 
@@ -39,21 +38,21 @@ def test_a_model_comes_back_as_it_was(tmp_path: Path, d_model: int | None):
     start = initial_deep_weights(replace(config, seed=1))
     save(tmp_path / "model", config, weights, step=7, snapshots={0: start, 7: weights})
     for checkpoint in (load(tmp_path / "model"), mechinterp.load(tmp_path / "model")):
-        assert isinstance(checkpoint, DeepCheckpoint)
-        expected = "DeepCheckpoint(model: 2 layers of 2 heads, d_x=3, context_length=8, step 7)"
+        expected = "Checkpoint(model: 2 layers of 2 heads, d_x=3, context_length=8, step 7)"
         assert repr(checkpoint) == expected
         assert (checkpoint.config, checkpoint.history) == (config, None)
         assert_same(checkpoint.weights, weights)
         assert list(checkpoint.snapshots) == [0, 7]
         assert_same(checkpoint.snapshots[0], start)
-        assert_same(checkpoint.model.deep_weights, weights)
+        assert_same(checkpoint.model.weights, weights)
 
 
 def test_files_carry_the_names_and_shapes_of_the_hooked_model(folder: Path):
     tensors = load_file(folder / "model.safetensors")
-    assert {name: tuple(t.shape) for name, t in tensors.items()} == deep_shapes(CONFIG)
+    expected = tensor_shapes(CONFIG.model, CONFIG.task.d_x, CONFIG.task.d_y)
+    assert {name: tuple(t.shape) for name, t in tensors.items()} == expected
     parameters = dict(load(folder).model.named_parameters())
-    assert {name: tuple(t.shape) for name, t in parameters.items()} == deep_shapes(CONFIG)
+    assert {name: tuple(t.shape) for name, t in parameters.items()} == expected
 
 
 def test_the_construction_is_a_checkpoint(tmp_path: Path):
@@ -66,25 +65,19 @@ def test_the_construction_is_a_checkpoint(tmp_path: Path):
     checkpoint = load(tmp_path / "model")
     prompts = sample_prompts(task, 16, generator=generator_for(0, "eval", 0), dtype=torch.float64)
     expected = preprocess_then_optimise(prompts, steps=2, eta=0.8)[2]
-    assert (predict_deep(checkpoint.weights, prompts) - expected).abs().max() <= 1e-12
+    assert (checkpoint.predictor.predict(prompts) - expected).abs().max() <= 1e-12
     assert (checkpoint.model.predict(prompts) - expected).abs().max() <= 1e-12
 
 
-def test_the_config_says_which_kind_is_read(folder: Path):
-    assert type(load(CHECKPOINTS / "softmax-h2-s0")) is Checkpoint
-    assert type(load(folder)) is DeepCheckpoint
-
-
-def test_from_pretrained_refuses_the_other_kind(folder: Path):
-    assert DeepCheckpoint.from_pretrained(folder).step == load(folder).step
-    with pytest.raises(CheckpointError, match="must hold a Checkpoint, got a DeepCheckpoint"):
-        Checkpoint.from_pretrained(folder)
-    with pytest.raises(CheckpointError, match="must hold a DeepCheckpoint, got a Checkpoint"):
-        DeepCheckpoint.from_pretrained(CHECKPOINTS / "softmax-h2-s0")
+def test_one_class_reads_models_of_one_layer_and_of_several(folder: Path):
+    for path, n_layers in ((CHECKPOINTS / "softmax-h2-s0", 1), (folder, 2)):
+        checkpoint = Checkpoint.from_pretrained(path)
+        assert (type(checkpoint), checkpoint.weights.n_layers) == (Checkpoint, n_layers)
+        assert checkpoint.step == load(path).step
 
 
 def test_saved_again_it_is_the_same(folder: Path, tmp_path: Path):
-    checkpoint = DeepCheckpoint.from_pretrained(folder)
+    checkpoint = Checkpoint.from_pretrained(folder)
     checkpoint.save_pretrained(tmp_path / "again")
     assert (tmp_path / "again" / "model.safetensors").read_bytes() == (
         folder / "model.safetensors"
@@ -93,10 +86,11 @@ def test_saved_again_it_is_the_same(folder: Path, tmp_path: Path):
 
 
 def test_weights_of_one_layer_are_not_saved_as_context_only(tmp_path: Path):
-    weights = load(CHECKPOINTS / "softmax-h2-s0").weights
-    softmax = replace(CONFIG, model=replace(CONFIG.model, score="softmax"))
+    checkpoint = load(CHECKPOINTS / "softmax-h2-s0")
+    model = replace(checkpoint.config.model, d_head=6, context_only=True)
+    config = replace(checkpoint.config, model=model)
     with pytest.raises(CheckpointError, match="context_only must be the config's True, got False"):
-        save(tmp_path / "x", softmax, weights, step=0)
+        save(tmp_path / "x", config, checkpoint.weights, step=0)
 
 
 def test_broken_files_are_refused(folder: Path):
@@ -120,32 +114,32 @@ def test_broken_files_are_refused(folder: Path):
 
 def test_weights_of_another_config_are_not_saved(tmp_path: Path, folder: Path):
     weights, path = initial_deep_weights(CONFIG), tmp_path / "other"
-    plain = ExperimentConfig(task=CONFIG.task)
-    reads = {"W_in": weights.W_in, "W_U": weights.W_U}
+
+    def of(**changes: object) -> Weights:
+        return replace(weights, model=replace(weights.model, **changes))
+
+    def config(**changes: object) -> ExperimentConfig:
+        return replace(CONFIG, model=replace(CONFIG.model, **changes))
+
+    causal = {"context_only": False, "score": "softmax", "d_head": 3}
+    narrow = initial_deep_weights(config(d_model=None, d_head=3))
     wrong = {
         "already holds a checkpoint": (folder, CONFIG, weights),
-        "context_only must be the config's False, got True": (path, plain, weights),
+        "context_only must be the config's False, got True": (
+            path,
+            config(**causal),
+            of(score="softmax"),
+        ),
         "scale must be 1/sqrt": (path, CONFIG, replace(weights, scale=1.0)),
-        "score must be the config's 'relu/L', got 'softmax'": (
-            path,
-            CONFIG,
-            replace(weights, score="softmax"),
-        ),
-        "score_slope must be the config's 1.0, got 2.0": (
-            path,
-            CONFIG,
-            replace(weights, score_slope=2.0),
-        ),
-        "W_in is missing": (path, CONFIG, replace(weights, **dict.fromkeys(reads))),
-        "blocks.1.attn.W_K has no place": (
-            path,
-            replace(CONFIG, model=replace(CONFIG.model, n_layers=1)),
-            weights,
-        ),
+        "score must be the config's 'relu/L', got 'softmax'": (path, CONFIG, of(score="softmax")),
+        "score_slope must be the config's 1.0, got 2.0": (path, CONFIG, of(score_slope=2.0)),
+        "d_model must be the config's 6, got None": (path, CONFIG, narrow),
+        "n_layers must be the config's 1, got 2": (path, config(n_layers=1), weights),
     }
-    for message, (where, config, given) in wrong.items():
+    for message, (where, there, given) in wrong.items():
         with pytest.raises(CheckpointError, match=message):
-            save(where, config, given, step=0)
+            save(where, there, given, step=0)
+    assert not path.exists()
 
 
 def test_a_config_without_the_later_fields_is_that_of_before():

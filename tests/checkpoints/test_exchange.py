@@ -62,14 +62,14 @@ def test_a_round_trip_loses_nothing(native: Path, exchange: Path, tmp_path: Path
     convert(there, "native", tmp_path / "back")
     back, before = load(tmp_path / "back"), load(native)
     for checkpoint in (there, back):
-        assert_same(checkpoint.weights, before.weights)
+        assert_same(checkpoint.weights.circuits, before.weights.circuits)
         assert checkpoint.config == CONFIG
     assert (back.format, back.step) == ("native", 7)
     file = "model.safetensors"
     assert (tmp_path / "back" / file).read_bytes() == (native / file).read_bytes()
     prompts = sample_prompts(CONFIG.task, 32, generator=generator_for(0, "eval", 0))
-    expected = predict(before.weights, prompts)
-    assert_close_to_rounding(predict(back.weights, prompts), expected)
+    expected = predict(before.weights.circuits, prompts)
+    assert_close_to_rounding(predict(back.weights.circuits, prompts), expected)
     assert_close_to_rounding(there.model.predict(prompts), expected)
 
 
@@ -77,7 +77,7 @@ def test_double_precision_stays(tmp_path: Path):
     weights = initial_weights(CONFIG).to(torch.float64)
     save(tmp_path / "native", CONFIG, weights, step=0)
     convert(load(tmp_path / "native"), "transformer-lens", tmp_path / "exchange")
-    assert_same(load(tmp_path / "exchange").weights, weights)
+    assert_same(load(tmp_path / "exchange").weights.circuits, weights)
     kinds = {t.dtype for t in load_file(tmp_path / "exchange" / "model.safetensors").values()}
     assert kinds == {torch.float64}
 
@@ -120,7 +120,7 @@ def test_a_state_dict_alone_is_read_and_what_it_does_not_say_is_assumed(
         write_state(tmp_path / f"state{suffix}"),
         task={"noise_var": 0.3, "covariance": {"kind": "identity"}},
     )
-    assert_same(checkpoint.weights, initial_weights(CONFIG))
+    assert_same(checkpoint.weights.circuits, initial_weights(CONFIG))
     assert checkpoint.config.task == replace(CONFIG.task, context_length=40)
     assert checkpoint.config.model == CONFIG.model
     assumed = dict(checkpoint.assumed)
@@ -151,9 +151,11 @@ def test_a_state_dict_alone_is_read_and_what_it_does_not_say_is_assumed(
 def test_four_tensors_are_enough(tmp_path: Path):
     others = set(hooked_state(initial_weights(CONFIG), n_ctx=16)) - {ATTN + n for n in NAMES}
     file = write_state(tmp_path / "state.pt", **dict.fromkeys(others))
-    assert torch.equal(load(file, d_y=1).weights.W_O, initial_weights(CONFIG).W_O[:, :, 1:])
+    assert torch.equal(
+        load(file, d_y=1).weights.circuits.W_O, initial_weights(CONFIG).W_O[:, :, 1:]
+    )
     checkpoint = load(file, task={"d_y": 2})
-    assert_same(checkpoint.weights, initial_weights(CONFIG))
+    assert_same(checkpoint.weights.circuits, initial_weights(CONFIG))
     assert "task.d_y" not in checkpoint.assumed
     # Without a word d_y is 1, and said to be assumed.
     one = torch.zeros(2, 4, 5)
@@ -257,32 +259,32 @@ def test_biases_are_read_and_written(tmp_path: Path):
     checkpoint = load(file, task={"context_length": 8})
     assert checkpoint.config.model.biases
     for name, expected in (biases | {"b_O": biases["b_O"][3:]}).items():
-        assert torch.equal(checkpoint.weights.tensors[name], expected)
+        assert torch.equal(checkpoint.weights.circuits.tensors[name], expected)
     convert(checkpoint, "transformer-lens", tmp_path / "exchange")
     back = load(tmp_path / "exchange")
     prompts = sample_prompts(checkpoint.config.task, 64, generator=generator_for(0, "eval", 0))
-    assert_same(back.weights, checkpoint.weights)
-    without = replace(checkpoint.weights, b_Q=None, b_K=None, b_V=None, b_O=None)
-    assert (predict(without, prompts) - predict(back.weights, prompts)).abs().max() > 0.1
+    assert_same(back.weights.circuits, checkpoint.weights.circuits)
+    without = replace(checkpoint.weights.circuits, b_Q=None, b_K=None, b_V=None, b_O=None)
+    assert (predict(without, prompts) - predict(back.weights.circuits, prompts)).abs().max() > 0.1
     # Some of the four are enough; x entries of b_O are not read.
     some = write_state(
         tmp_path / "some.pt",
         **{ATTN + "b_Q": None, ATTN + "b_K": None, ATTN + "b_V": biases["b_V"], ATTN + "b_O": None},
     )
-    assert not load(some).weights.tensors["b_Q"].any()
-    assert torch.equal(load(some).weights.tensors["b_V"], biases["b_V"])
+    assert not load(some).weights.circuits.tensors["b_Q"].any()
+    assert torch.equal(load(some).weights.circuits.tensors["b_V"], biases["b_V"])
 
 
 def test_a_model_that_attends_to_itself_has_no_place_in_the_script(tmp_path: Path):
     file = write_state(tmp_path / "state.pt", **{ATTN + "mask": ONES.tril()})
     checkpoint = load(file)
-    assert checkpoint.weights.attend_to_self
+    assert checkpoint.weights.circuits.attend_to_self
     assert checkpoint.config.model.attend_to_self
     assert "model.attend_to_self" not in checkpoint.assumed
     with pytest.raises(CheckpointError, match="got a model whose query attends to itself"):
         convert(checkpoint, "transformer-lens", tmp_path / "exchange")
     convert(checkpoint, "native", tmp_path / "native")
-    assert load(tmp_path / "native").weights.attend_to_self
+    assert load(tmp_path / "native").weights.circuits.attend_to_self
     with pytest.raises(CheckpointError, match="attend_to_self must be the file's True, got False"):
         load(file, attend_to_self=False)
 

@@ -57,11 +57,13 @@ def test_softmax_paper(tmp_path: Path, whole: bool, prefix: str):
     weights = random_heads(n_heads=3, d_x=4)
     state = {prefix + name: tensor for name, tensor in softmax_paper_state(weights).items()}
     checkpoint = load(saved(tmp_path / "run.pth", whole_run(state) if whole else state))
-    assert_circuits(checkpoint.weights, weights.QK, weights.OV)
+    assert_circuits(checkpoint.weights.circuits, weights.QK, weights.OV)
     assert checkpoint.format == "softmax-paper"
     assert checkpoint.config.task == TaskConfig(d_x=4)
     prompts = prompts_of(checkpoint.config.task)
-    assert_close_to_rounding(predict(checkpoint.weights, prompts), predict(weights, prompts))
+    assert_close_to_rounding(
+        predict(checkpoint.weights.circuits, prompts), predict(weights, prompts)
+    )
     # The code says all of the model, the file nothing of the task but its sizes.
     names = {name.partition(".")[0] for name in checkpoint.assumed}
     assert names == {"task", "train", "seed", "step"}
@@ -72,7 +74,7 @@ def test_softmax_paper_with_several_tasks(tmp_path: Path):
     weights = random_heads(n_heads=4, d_x=6, d_y=2)
     file = saved(tmp_path / "run.pth", whole_run(softmax_paper_state(weights)))
     checkpoint = load(file)
-    assert_circuits(checkpoint.weights, weights.QK, weights.OV)
+    assert_circuits(checkpoint.weights.circuits, weights.QK, weights.OV)
     expected = {"context_length": 48, "beta_var": 1.0, "noise_var": 0.4, "query_noise": False}
     assert checkpoint.config.task == TaskConfig(d_x=6, d_y=2, **expected)
     assert {checkpoint.assumed[f"task.{name}"] for name in expected} == {48, 1.0, 0.4, False}
@@ -91,11 +93,16 @@ def test_linear_paper_merged(tmp_path: Path):
     QK, values = torch.randn(2, 3, 4, 4, generator=generator)
     state = merged_state(QK, values)
     checkpoint = load(saved(tmp_path / "m.pt", state))
-    assert_circuits(checkpoint.weights, QK, values[:, -1, :, None])
-    assert (checkpoint.weights.score, checkpoint.weights.attend_to_self) == ("linear", True)
+    assert_circuits(checkpoint.weights.circuits, QK, values[:, -1, :, None])
+    assert (checkpoint.weights.circuits.score, checkpoint.weights.circuits.attend_to_self) == (
+        "linear",
+        True,
+    )
     prompts = prompts_of(checkpoint.config.task)
     y_hat = linear_output(prompts.tokens, state, 3)[:, -1, -1:]
-    torch.testing.assert_close(predict(checkpoint.weights, prompts), y_hat, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        predict(checkpoint.weights.circuits, prompts), y_hat, rtol=1e-5, atol=1e-5
+    )
     task = checkpoint.config.task
     assert (task.d_x, task.d_y, task.context_length, task.beta_var, task.noise_var) == (
         3,
@@ -116,10 +123,12 @@ def test_linear_paper_separate(tmp_path: Path, rank: int):
     values = torch.randn(3, 4, 4, generator=generator)
     state = separate_state(keys, queries, values)
     checkpoint = load(saved(tmp_path / "s.pt", state))
-    assert_circuits(checkpoint.weights, queries.mT @ keys, values[:, -1, :, None])
+    assert_circuits(checkpoint.weights.circuits, queries.mT @ keys, values[:, -1, :, None])
     prompts = prompts_of(checkpoint.config.task)
     y_hat = linear_output(prompts.tokens, state, 3)[:, -1, -1:]
-    torch.testing.assert_close(predict(checkpoint.weights, prompts), y_hat, rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(
+        predict(checkpoint.weights.circuits, prompts), y_hat, rtol=1e-5, atol=1e-4
+    )
 
 
 # torch.nn.MultiheadAttention.
@@ -135,13 +144,13 @@ def test_torch_attention(tmp_path: Path, prefix: str, bias: bool, attend_to_self
     file = saved(tmp_path / "torch.pt", state)
     checkpoint = load(file, n_heads=3, d_y=d_y, attend_to_self=attend_to_self)
     assert checkpoint.config.model.biases is bias
-    assert checkpoint.weights.W_Q.shape == (3, 6, 2)
+    assert checkpoint.weights.circuits.W_Q.shape == (3, 6, 2)
     prompts = prompts_of(checkpoint.config.task)
     query = prompts.tokens[:, -1:]
     keys = prompts.tokens if attend_to_self else prompts.context_tokens
     with torch.no_grad():
         output, _ = module(query, keys, keys)
-    y_hat = predict(checkpoint.weights, prompts)
+    y_hat = predict(checkpoint.weights.circuits, prompts)
     torch.testing.assert_close(y_hat, output[:, 0, -d_y:], rtol=1e-5, atol=1e-5)
     assert "model.attend_to_self" not in checkpoint.assumed
     assert load(file, n_heads=3).assumed["model.attend_to_self"] is False
@@ -157,7 +166,7 @@ def test_torch_attention_with_separate_matrices(tmp_path: Path):
     context = prompts.context_tokens
     with torch.no_grad():
         output, _ = module(prompts.tokens[:, -1:], context, context)
-    y_hat = predict(checkpoint.weights, prompts)
+    y_hat = predict(checkpoint.weights.circuits, prompts)
     torch.testing.assert_close(y_hat, output[:, 0, -1:], rtol=1e-5, atol=1e-5)
 
 
@@ -192,7 +201,7 @@ def test_linear_layers(tmp_path: Path, names: tuple[str, ...], prefix: str, bias
     context = prompts.context_tokens
     with torch.no_grad():
         output, _ = module(prompts.tokens[:, -1:], context, context)
-    y_hat = predict(checkpoint.weights, prompts)
+    y_hat = predict(checkpoint.weights.circuits, prompts)
     torch.testing.assert_close(y_hat, output[:, 0, -2:], rtol=1e-6, atol=1e-6)
     # Unlike torch's module, such a file says nothing of the scores.
     assert checkpoint.assumed["model.score"] == "softmax"
@@ -225,7 +234,7 @@ def test_linear_layers_wider_than_a_token_that_write_y_alone(tmp_path: Path):
         q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), scale=0.5
     )
     expected = heads.transpose(1, 2).flatten(2) @ state["out.weight"].T
-    y_hat = predict(checkpoint.weights, prompts)
+    y_hat = predict(checkpoint.weights.circuits, prompts)
     torch.testing.assert_close(y_hat, expected[:, 0], rtol=1e-6, atol=1e-6)
 
 
@@ -267,19 +276,21 @@ def test_arrays(tmp_path: Path, suffix: str, bias: bool):
     # W_O is narrower than a token and says d_y.
     assert (checkpoint.config.task.d_x, checkpoint.config.task.d_y) == (3, 2)
     assert "task.d_y" not in checkpoint.assumed
-    assert_circuits(checkpoint.weights, weights.QK, weights.OV)
+    assert_circuits(checkpoint.weights.circuits, weights.QK, weights.OV)
     prompts = prompts_of(checkpoint.config.task)
-    torch.testing.assert_close(predict(checkpoint.weights, prompts), predict(weights, prompts))
+    torch.testing.assert_close(
+        predict(checkpoint.weights.circuits, prompts), predict(weights, prompts)
+    )
     assert checkpoint.assumed["model.score"] == "softmax"
     assert checkpoint.assumed["attn_scale"] == pytest.approx(math.sqrt(3))
     scaled = load(file, scale=2.0)
-    torch.testing.assert_close(scaled.weights.QK, weights.QK * 2 * math.sqrt(3))
+    torch.testing.assert_close(scaled.weights.circuits.QK, weights.QK * 2 * math.sqrt(3))
     assert "attn_scale" not in scaled.assumed
     if bias:
         there = weights.with_tensors(
             {"b_Q": weights.b_Q * 2 * math.sqrt(3), "W_Q": weights.W_Q * 2 * math.sqrt(3)}
         )
-        y_hat = predict(scaled.weights, prompts)
+        y_hat = predict(scaled.weights.circuits, prompts)
         torch.testing.assert_close(y_hat, predict(there, prompts), rtol=1e-5, atol=1e-5)
 
 
@@ -289,11 +300,11 @@ def test_arrays_as_wide_as_a_token(tmp_path: Path):
     wide = {name: array.astype(np.float64) for name, array in wide.items()}
     np.savez(tmp_path / "wide.npz", **wide)
     one = load(tmp_path / "wide.npz")
-    assert (one.assumed["task.d_y"], one.weights.W_Q.dtype) == (1, torch.float64)
+    assert (one.assumed["task.d_y"], one.weights.circuits.W_Q.dtype) == (1, torch.float64)
     for sizes in ({"d_y": 2}, {"d_x": 3}, {"task": {"d_y": 2}}, {"d_x": 3, "d_y": 2}):
         two = load(tmp_path / "wide.npz", **sizes)
         assert "task.d_y" not in two.assumed
-        torch.testing.assert_close(two.weights.W_O.numpy(), wide["W_O"][:, :, 3:])
+        torch.testing.assert_close(two.weights.circuits.W_O.numpy(), wide["W_O"][:, :, 3:])
 
 
 @pytest.mark.parametrize("d_y", [1, 2])
@@ -304,10 +315,12 @@ def test_circuits_as_arrays(tmp_path: Path, d_y: int, wide: bool):
     stored = torch.nn.functional.pad(OV, (4, 0), value=1.0) if wide else OV
     np.savez(tmp_path / "c.npz", QK=weights.QK.numpy(), OV=stored.numpy())
     checkpoint = load(tmp_path / "c.npz", **({"d_y": d_y} if wide else {}))
-    assert_circuits(checkpoint.weights, weights.QK, OV)
+    assert_circuits(checkpoint.weights.circuits, weights.QK, OV)
     prompts = prompts_of(checkpoint.config.task)
     expected = predict(weights, prompts)
-    torch.testing.assert_close(predict(checkpoint.weights, prompts), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        predict(checkpoint.weights.circuits, prompts), expected, rtol=1e-5, atol=1e-5
+    )
     with pytest.raises(CheckpointError, match=r"scale is part of QK and not to be given, got 2\.0"):
         load(tmp_path / "c.npz", scale=2.0)
 
@@ -316,7 +329,7 @@ def test_half_precision_is_widened_and_other_kinds_are_refused(tmp_path: Path):
     weights = random_heads()
     for dtype in (torch.float16, torch.bfloat16):
         file = saved(tmp_path / "half.pt", weights.to(dtype).tensors)
-        found = load(file).weights
+        found = load(file).weights.circuits
         assert found.W_Q.dtype == torch.float32
         assert torch.equal(found.W_Q, weights.W_Q.to(dtype).float())
     for dtype in (torch.int32, torch.complex64, torch.bool):
@@ -588,9 +601,9 @@ def test_conversion_keeps_the_predictions(tmp_path: Path, name: str):
     file, hints = write_valid_files(tmp_path)[name]
     checkpoint = load(file, **hints)
     prompts = prompts_of(checkpoint.config.task)
-    expected = predict(checkpoint.weights, prompts)
+    expected = predict(checkpoint.weights.circuits, prompts)
     scale = expected.abs().max().item()
-    model = checkpoint.weights
+    model = checkpoint.config.model
     has_place = model.score == "softmax" and not model.attend_to_self
     targets = ["native", "npz", *(["transformer-lens"] if has_place else [])]
     for first in targets:
@@ -600,7 +613,7 @@ def test_conversion_keeps_the_predictions(tmp_path: Path, name: str):
             two = tmp_path / (f"{first}-{second}-2" + (".npz" if second == "npz" else ""))
             convert(load(one), second, two)
             back = load(two)
-            y_hat = predict(back.weights, prompts)
+            y_hat = predict(back.weights.circuits, prompts)
             torch.testing.assert_close(y_hat, expected, rtol=1e-5, atol=1e-5 * scale)
             assert back.config == checkpoint.config
             assert back.assumed == json.loads(json.dumps(dict(checkpoint.assumed)))
@@ -630,10 +643,14 @@ def test_arrays_with_a_config_assume_nothing(tmp_path: Path):
     config = {"task": {"d_x": 3, "noise_var": 0.2}, "model": {"n_heads": 2, "score": "1+tanh"}}
     checkpoint = load(stated(tmp_path / "c.npz", config))
     assert (checkpoint.assumed, checkpoint.step) == ({}, 0)
-    assert (checkpoint.weights.score, checkpoint.config.task.noise_var) == ("1+tanh", 0.2)
+    assert (checkpoint.weights.circuits.score, checkpoint.config.task.noise_var) == ("1+tanh", 0.2)
     wide = np.zeros((2, 4, 4), np.float32)
     wide[:, :, 3] = 1
-    assert load(stated(tmp_path / "w.npz", config, W_O=wide)).weights.W_O.shape == (2, 4, 1)
+    assert load(stated(tmp_path / "w.npz", config, W_O=wide)).weights.circuits.W_O.shape == (
+        2,
+        4,
+        1,
+    )
     for bad, words in (
         ("{", "config must be JSON"),
         ("[" * 100_000, "config must be JSON"),

@@ -21,14 +21,7 @@ class Pretrained(ICLTransformer, PyTorchModelHubMixin):
 
     def __init__(self, experiment: dict):
         config = from_dict(experiment)
-        super().__init__(
-            d_x=config.task.d_x,
-            d_y=config.task.d_y,
-            n_heads=config.model.n_heads,
-            d_head=config.d_head,
-            score=config.model.score,
-            score_slope=config.model.score_slope,
-        )
+        super().__init__(config.model, d_x=config.task.d_x, d_y=config.task.d_y)
 
 
 @pytest.mark.parametrize("folder", FOLDERS)
@@ -56,8 +49,8 @@ def test_a_checkpoint_goes_through_a_save_unchanged(tmp_path: Path):
     first.save_pretrained(tmp_path / "copy")
     second = Checkpoint.from_pretrained(tmp_path / "copy")
     assert (second.config, second.step) == (first.config, first.step)
-    assert torch.equal(second.weights.QK, first.weights.QK)
-    assert torch.equal(second.weights.OV, first.weights.OV)
+    assert torch.equal(second.weights.circuits.QK, first.weights.circuits.QK)
+    assert torch.equal(second.weights.circuits.OV, first.weights.circuits.OV)
     assert second.history.equals(first.history)
     assert list(second.snapshots) == list(first.snapshots)
 

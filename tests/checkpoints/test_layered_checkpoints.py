@@ -1,5 +1,6 @@
 """State dicts of layered models are read, or refused in one line that names the file, the rule and the value."""
 
+import json
 import re
 import time
 from collections.abc import Mapping
@@ -8,17 +9,20 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from mechinterp.checkpoints.errors import CheckpointError
 from mechinterp.checkpoints.hints import Hints
-from mechinterp.checkpoints.layered import LayeredCheckpoint, read_layered
+from mechinterp.checkpoints.layered import read_layered
 from mechinterp.checkpoints.layered_tensors import layered_format
-from mechinterp.checkpoints.loading import load
+from mechinterp.checkpoints.loading import convert, load
+from mechinterp.checkpoints.native import Checkpoint
 from mechinterp.config import TaskConfig
 from mechinterp.icl.prompts import generator_for, sample_prompts
+from mechinterp.models.predictor import predictor_of
 from mechinterp.report.documents import dumps, info_document
+from tests.conftest import assert_same
 from tests.models.test_layered_models import encoder, garg
 
 FILE = Path("x.pt")
@@ -31,7 +35,7 @@ def read(
     settings: Mapping[str, object] | None = None,
     file: Path = FILE,
     **hints: object,
-) -> LayeredCheckpoint:
+) -> Checkpoint:
     """The checkpoint of a state dict, as the loader asks for it."""
     found = layered_format(state)
     assert found is not None
@@ -47,7 +51,9 @@ def test_a_garg_file_is_read_and_run(tmp_path: Path):
     torch.save(published.state_dict(), tmp_path / "x.pt")
     state = torch.load(tmp_path / "x.pt", weights_only=True)
     checkpoint = read(state, n_heads=4, file=tmp_path / "x.pt")
-    assert repr(checkpoint) == "LayeredCheckpoint(x.pt: gpt2, 3 layers of 4 heads, d_x=3)"
+    assert repr(checkpoint) == (
+        "Checkpoint(x.pt: 3 layers of 4 heads with MLPs, d_x=3, context_length=6)"
+    )
     prompts = sample_prompts(checkpoint.task, 16, generator=generator_for(0, "eval", 0))
     expected = published.at_query(prompts)
     torch.testing.assert_close(checkpoint.model.predict(prompts), expected, atol=1e-5, rtol=1e-5)
@@ -61,7 +67,8 @@ def test_the_task_of_a_gpt2_is_gargs_and_stated():
     stated = dict(checkpoint.assumed)
     assert stated.pop("model.tokens").startswith("x_1, y_1")
     assert stated.pop("model.activation") == "gelu_new"
-    assert stated.pop("model.layer_norm_eps") == 1e-5
+    assert stated.pop("model.norm_eps") == 1e-5
+    assert stated.pop("step") == 0
     assert stated["task.context_length"] == 6
     assert stated["task.beta_var"] == 1
     names = {f"task.{name}" for name in asdict(expected)} - {"task.d_x", "task.d_y"}
@@ -75,7 +82,7 @@ def test_the_assumed_context_is_never_longer_than_the_positions():
     state = changed(garg().state_dict(), **{"_backbone.wpe.weight": torch.randn(8, 16)})
     assert read(state, n_heads=4).task.context_length == 3
     task = {"context_length": 4}
-    words = r"x.pt: context_length must be <= 3, as 2 \* 3 \+ 1 positions .*, got 4\."
+    words = r"x.pt: task.context_length must be <= 3, all that 8 positions have room for, got 4\."
     with pytest.raises(CheckpointError, match=words):
         read(state, n_heads=4, task=task)
 
@@ -101,9 +108,8 @@ def test_older_buffers_and_word_embeddings_are_left_out():
         )
     }
     checkpoint = read(state | buffers, n_heads=4)
-    assert set(checkpoint.tensors) == set(read(state, n_heads=4).tensors)
-    assert "wte.weight" not in checkpoint.tensors
-    assert read(changed(state, **{"_backbone.wte.weight": None}), n_heads=4).n_layers == 3
+    for without in (state, changed(state, **{"_backbone.wte.weight": None})):
+        assert_same(read(without, n_heads=4).weights, checkpoint.weights)
 
 
 @pytest.mark.parametrize("stem", ["", "transformer.", "model._backbone."])
@@ -114,8 +120,7 @@ def test_other_names_of_the_same_gpt2(stem: str):
     }
     extra = {"lm_head.weight": torch.zeros(7, 16)} if stem == "transformer." else {}
     again, before = read(state | extra, n_heads=4), read(garg().state_dict(), n_heads=4)
-    assert again.tensors.keys() == before.tensors.keys()
-    assert all(torch.equal(again.tensors[name], before.tensors[name]) for name in before.tensors)
+    assert_same(again.weights, before.weights)
 
 
 def test_a_language_model_has_no_read_in():
@@ -140,10 +145,10 @@ def test_encoders_under_several_names(stem: str):
     source = stack.layers if numbered else stack.layers[0]
     state = {stem + name: tensor for name, tensor in source.state_dict().items()}
     checkpoint = read(state, n_heads=2)
-    assert checkpoint.n_layers == (2 if numbered else 1)
+    assert checkpoint.weights.n_layers == (2 if numbered else 1)
     assert (checkpoint.format, checkpoint.task.d_x, checkpoint.task.d_y) == ("torch-encoder", 3, 1)
     assert checkpoint.task == TaskConfig(d_x=3)
-    assert checkpoint.assumed["model.norm_first"] is False
+    assert checkpoint.assumed["model.norm"] == "after"
     assert checkpoint.assumed["model.attend_to_self"] is True
     assert checkpoint.assumed["task.d_y"] == 1
     prompts = sample_prompts(checkpoint.task, 4, generator=generator_for(0, "eval", 0))
@@ -168,75 +173,108 @@ def test_an_encoder_with_ends_and_a_last_norm():
     checkpoint = read(state, n_heads=2)
     assert (checkpoint.task.d_x, checkpoint.task.d_y) == (3, 2)
     assert "task.d_y" not in checkpoint.assumed
-    assert {"norm.weight", "read_in.weight", "read_out.bias"} <= set(checkpoint.tensors)
+    for name, given in {"ln_final.w": "encoder.norm.weight", "b_in": None}.items():
+        expected = torch.zeros(8) if given is None else state[given]
+        assert torch.equal(checkpoint.weights.tensors[name], expected)
+    for name in ("in", "out"):
+        ours = {"in": "W_in", "out": "unembed.W_U"}[name]
+        assert torch.equal(checkpoint.weights.tensors[ours], state[f"_read_{name}.weight"].T)
+    assert torch.equal(checkpoint.weights.tensors["unembed.b_U"], state["_read_out.bias"])
 
 
 @pytest.mark.parametrize("key", ["n_head", "num_attention_heads", "num_heads"])
-def test_heads_and_the_law_from_the_settings(key: str):
+def test_heads_and_the_architecture_from_the_settings(key: str):
     settings = {key: 2, "activation_function": "relu", "layer_norm_epsilon": 0.1}
     checkpoint = read(garg().state_dict(), settings=settings)
-    law = checkpoint.law
-    assert (law.n_heads, law.activation, law.layer_norm_eps) == (2, "relu", 0.1)
-    assert not {"model.activation", "model.layer_norm_eps"} & set(checkpoint.assumed)
+    model = checkpoint.config.model
+    assert (model.n_heads, model.activation, model.norm_eps) == (2, "relu", 0.1)
+    assert not {"model.activation", "model.norm_eps"} & set(checkpoint.assumed)
     settings = {key: 2, "norm_first": True, "activation": "gelu"}
-    law = read(encoder(4).state_dict(), settings=settings, attend_to_self=False).law
-    assert (law.norm_first, law.activation, law.attend_to_self) == (True, "gelu", False)
+    model = read(encoder(4).state_dict(), settings=settings, attend_to_self=False).config.model
+    assert (model.norm, model.activation, model.attend_to_self) == ("before", "gelu", False)
 
 
-def test_a_saved_model_comes_back_with_what_was_said_and_what_was_assumed(tmp_path: Path):
-    task = {"context_length": 9, "covariance": {"kind": "kms", "rho": 0.3}}
+SAID = {"context_length": 9, "covariance": {"kind": "kms", "rho": 0.3}}
+
+
+def written_encoder() -> tuple[dict[str, Tensor], Checkpoint]:
+    """An encoder's file of which much is said, and what is read from it."""
     state = {f"net.{name}": tensor for name, tensor in encoder(4).state_dict().items()}
     settings = {"nhead": 2, "norm_first": True, "activation": "gelu"}
-    written = read(state, settings=settings, task=task, d_y=2, attend_to_self=False)
-    written.save(tmp_path / "out")
-    found = load(tmp_path / "out")
-    assert (found.task, found.law, found.assumed) == (written.task, written.law, written.assumed)
-    assert {"task.noise_var", "model.layer_norm_eps"} <= set(found.assumed)
-    assert set(load_file(tmp_path / "out" / "model.safetensors")) == set(state)
-    assert all(torch.equal(found.tensors[name], t) for name, t in written.tensors.items())
-    other = load(tmp_path / "out", task={"context_length": 5}, d_y=2, attend_to_self=False)
+    return state, read(state, settings=settings, task=SAID, d_y=2, attend_to_self=False)
+
+
+@pytest.mark.parametrize("target", ["native", "npz"])
+def test_a_converted_model_is_the_same(tmp_path: Path, target: str):
+    for name, written in {
+        "garg": read(garg().state_dict(), n_heads=4),
+        "encoder": written_encoder()[1],
+    }.items():
+        out = tmp_path / (f"{name}.npz" if target == "npz" else name)
+        convert(written, target, out)
+        found = load(out)
+        assert found.config == written.config
+        assert found.assumed == json.loads(json.dumps(dict(written.assumed)))
+        assert_same(found.weights, written.weights)
+        assert "task.noise_var" in found.assumed
+        with pytest.raises(CheckpointError, match="it is not overwritten"):
+            convert(written, target, out)
+        with pytest.raises(CheckpointError, match="for files that do not state theirs only"):
+            load(out, attend_to_self=True)
+        with pytest.raises(
+            CheckpointError, match="takes one layer of attention from here, got several"
+        ):
+            convert(written, "transformer-lens", tmp_path / "lens")
+
+
+def test_a_folder_that_an_earlier_version_wrote_is_read(tmp_path: Path):
+    """Such a folder has the names of the owner's file, and in its config.json what was said of it."""
+    state, expected = written_encoder()
+    stated = {"n_head": 2, "norm_first": True, "activation": "gelu", "attend_to_self": False}
+    document = {**stated, "mechinterp_task": {"d_x": 2, "d_y": 2, **SAID}}
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "config.json").write_text(json.dumps(document))
+    save_file(state, tmp_path / "old" / "model.safetensors")
+    found = load(tmp_path / "old")
+    assert (found.config, found.assumed) == (expected.config, expected.assumed)
+    assert {"task.noise_var", "model.norm_eps"} <= set(found.assumed)
+    assert_same(found.weights, expected.weights)
+    other = load(tmp_path / "old", task={"context_length": 5}, d_y=2, attend_to_self=False)
     assert (other.task.context_length, other.task.covariance.rho) == (5, 0.3)
-    with pytest.raises(CheckpointError, match="already holds a checkpoint; it is not overwritten"):
-        written.save(tmp_path / "out")
     with pytest.raises(CheckpointError, match="attend_to_self must be the file's False, got True"):
-        load(tmp_path / "out", attend_to_self=True)
+        load(tmp_path / "old", attend_to_self=True)
 
 
-@pytest.mark.parametrize(
-    ("model", "n_heads", "name", "zeroed"),
-    [
-        (garg(), 4, "h.1.attn.c_proj.weight", (slice(8, 12), slice(None))),
-        (encoder(4), 2, "layers.1.self_attn.out_proj.weight", (slice(None), slice(2, 4))),
-    ],
-)
-def test_a_model_without_a_head_has_zeros_in_its_place(model, n_heads, name, zeroed):
+@pytest.mark.parametrize(("model", "n_heads"), [(garg(), 4), (encoder(4), 2)])
+def test_a_model_without_a_head_predicts_as_one_with_it_masked(model: nn.Module, n_heads: int):
     checkpoint = read(model.state_dict(), n_heads=n_heads)
-    head = 2 if n_heads == 4 else 1
-    before = {name: tensor.clone() for name, tensor in checkpoint.tensors.items()}
-    without = checkpoint.without([(1, head)])
-    expected = before | {name: before[name].clone()}
-    expected[name][zeroed] = 0
-    for each, tensor in expected.items():
-        assert torch.equal(without.tensors[each], tensor), each
-        assert torch.equal(checkpoint.tensors[each], before[each]), each
+    head = (1, n_heads // 2)
+    without = checkpoint.weights.without([head])
+    for name, tensor in checkpoint.weights.tensors.items():
+        expected = tensor.clone()
+        if name == "blocks.1.attn.W_O":
+            expected[head[1]] = 0
+        assert torch.equal(without.tensors[name], expected), name
     prompts = sample_prompts(checkpoint.task, 4, generator=generator_for(0, "eval", 0))
-    masked = checkpoint.model.predict(prompts, masked_heads=[(1, head)])
-    torch.testing.assert_close(without.model.predict(prompts), masked)
-    assert not torch.allclose(masked, checkpoint.model.predict(prompts), atol=1e-4)
-    torch.testing.assert_close(without.predictor.predict(prompts), masked)
+    full, masked = checkpoint.predictor.run(prompts, [[], [head]])
+    torch.testing.assert_close(predictor_of(without).predict(prompts), masked)
+    assert not torch.allclose(masked, full, atol=1e-4)
 
 
 def test_a_scale_that_such_layers_have_is_taken():
-    assert read(garg().state_dict(), n_heads=4, scale=0.5).n_heads == 4
-    assert read(encoder(4).state_dict(), n_heads=1, scale=0.5, attend_to_self=True).n_heads == 1
+    assert read(garg().state_dict(), n_heads=4, scale=0.5).weights.n_heads == 4
+    hints = {"n_heads": 1, "scale": 0.5, "attend_to_self": True}
+    assert read(encoder(4).state_dict(), **hints).weights.n_heads == 1
 
 
 def test_info_of_a_layered_checkpoint():
     document = info_document(read(garg().state_dict(), n_heads=4))
     assert (document["format"], document["n_layers"], document["n_heads"]) == ("gpt2", 3, 4)
     assert (document["d_x"], document["d_y"], document["history_rows"]) == (3, 1, 0)
-    assert document["task"]["context_length"] == 6
-    assert document["weights"]["h.2.attn.c_attn.weight"] == [16, 48]
+    assert document["experiment"]["task"]["context_length"] == 6
+    assert document["experiment"]["model"]["norm"] == "before"
+    assert document["weights"]["blocks.2.attn.W_Q"] == [4, 16, 4]
+    assert "blocks.2.hook_mlp_out" in [hook["name"] for hook in document["hooks"]]
     assert '"name": "x.pt"' in dumps(document)
 
 
@@ -369,8 +407,8 @@ def test_what_a_single_encoder_layer_lacks_is_named_as_its_neighbours():
             {"activation_function": "sine"},
             "must be one of gelu_new, gelu, relu, silu, tanh, got 'sine'.",
         ),
-        ({"layer_norm_epsilon": "small"}, "layer_norm_eps must be a number, got 'small'."),
-        ({"layer_norm_epsilon": -1}, "layer_norm_eps must be >= 0, got -1.0."),
+        ({"layer_norm_epsilon": "small"}, "norm_eps must be a number, got 'small'."),
+        ({"layer_norm_epsilon": -1}, "norm_eps must be >= 0, got -1.0."),
         ({"mechinterp_task": {"noise": 1}}, "Unknown field 'task.noise'; known: "),
         ({"scale_attn_weights": False}, "scale_attn_weights must be True, got False."),
         ({"scale_attn_by_inverse_layer_idx": True}, "inverse_layer_idx must be False, got True."),
@@ -405,7 +443,7 @@ def test_a_format_that_the_tensors_do_not_have_is_refused():
 
 def test_names_of_a_model_wrapped_for_several_devices():
     state = {f"module.{name}": tensor for name, tensor in garg().state_dict().items()}
-    assert read(state, n_heads=4).n_layers == 3
+    assert read(state, n_heads=4).weights.n_layers == 3
     state["module._backbone.wpe.weight"] = state["module._backbone.wpe.weight"][:, :9]
     words = "x.pt: module._backbone.wpe.weight must have shape (20, 16), got (20, 9)."
     with pytest.raises(CheckpointError, match=re.escape(words)):

@@ -13,14 +13,12 @@ from mechinterp.analysis.heads import ablate_heads
 from mechinterp.analysis.masking import masked_errors
 from mechinterp.analysis.pruning import prune
 from mechinterp.analysis.rivals import rivals
-from mechinterp.checkpoints.layered import LayeredCheckpoint
 from mechinterp.checkpoints.loading import load
-from mechinterp.checkpoints.native import save
+from mechinterp.checkpoints.native import Checkpoint, save
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig
 from mechinterp.icl.prompts import generator_for, sample_prompts
-from mechinterp.report.deep import write_deep_report
 from mechinterp.report.glossary import meanings
-from mechinterp.report.page import PAGE, Report
+from mechinterp.report.page import PAGE, Report, write_report
 from mechinterp.training.sweep import train_models
 from tests.deep_models import WIDE, random_model
 from tests.models.test_layered_models import garg
@@ -44,15 +42,13 @@ def opened(written: Report) -> Page:
 def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model of 3 layers of 4 random heads, in a folder with a name that tries to be a tag."""
     folder = tmp_path_factory.mktemp("deep") / EVIL
-    save(
-        folder, ExperimentConfig(task=TASK, model=MODEL), random_model(**WIDE).deep_weights, step=0
-    )
+    save(folder, ExperimentConfig(task=TASK, model=MODEL), random_model(**WIDE).weights, step=0)
     return folder
 
 
 @pytest.fixture(scope="module")
 def written(deep: Path) -> Report:
-    return write_deep_report(load(deep), deep.parent / "page", n_prompts=N_PROMPTS)
+    return write_report(load(deep), deep.parent / "page", n_prompts=N_PROMPTS)
 
 
 def test_the_page_is_whole_and_says_what_it_found(written: Report):
@@ -116,16 +112,17 @@ def test_every_column_is_explained(written: Report):
 
 def test_a_head_that_costs_more_than_its_layer_is_named(tmp_path: Path):
     # Heads 0 and 1 of the last layer undo each other, and either alone ruins the prediction.
-    weights = random_model(**WIDE).deep_weights
+    weights = random_model(**WIDE).weights
     tensors = {name: tensor.clone() for name, tensor in weights.tensors.items()}
-    for name in ("W_Q", "W_K", "W_V", "W_O"):
-        tensors[name][2, 2:] = 0
-        tensors[name][2, 1] = tensors[name][2, 0]
-    tensors["W_O"][2, 0] *= 100
-    tensors["W_O"][2, 1] = -tensors["W_O"][2, 0]
+    last = {name: tensors[f"blocks.2.attn.{name}"] for name in ("W_Q", "W_K", "W_V", "W_O")}
+    for tensor in last.values():
+        tensor[2:] = 0
+        tensor[1] = tensor[0]
+    last["W_O"][0] *= 100
+    last["W_O"][1] = -last["W_O"][0]
     config = ExperimentConfig(task=TASK, model=MODEL)
     save(tmp_path / "pair", config, weights.with_tensors(tensors), step=0)
-    page = opened(write_deep_report(load(tmp_path / "pair"), tmp_path / "page", n_prompts=64))
+    page = opened(write_report(load(tmp_path / "pair"), tmp_path / "page", n_prompts=64))
     assert re.search(r"all of layer 2 costs \S+ ± \S+ y², less than L2H[01] alone", page.text)
     assert re.search(r"all of layer 1 costs", page.text) is None
     layers = pd.read_csv(tmp_path / "page" / "layers.csv")
@@ -141,7 +138,7 @@ def test_training_is_told_where_there_is_a_history(tmp_path: Path):
     config = config.__class__(**{**vars(config), "train": config.train.__class__(**steps)})
     train_models({".": config}, tmp_path / "model")
     checkpoint = load(tmp_path / "model")
-    page = opened(write_deep_report(checkpoint, tmp_path / "page", n_prompts=64))
+    page = opened(write_report(checkpoint, tmp_path / "page", n_prompts=64))
     assert page.headings == [*SECTIONS, "Training, step by step", "Training"]
     assert page.figures[-4:] == [
         *("figure-eval_loss", "figure-loss", "figure-qk_norm", "figure-ov_norm")
@@ -160,20 +157,22 @@ def test_training_is_told_where_there_is_a_history(tmp_path: Path):
     assert columns - set(meanings(columns)) == set()
 
 
-def layered(file: Path, model: torch.nn.Module, n_heads: int) -> LayeredCheckpoint:
+def layered(file: Path, model: torch.nn.Module, n_heads: int) -> Checkpoint:
     torch.save(model.state_dict(), file)
     return load(file, n_heads=n_heads)
 
 
 def test_somebody_elses_model_has_the_same_page(tmp_path: Path):
     checkpoint = layered(tmp_path / "garg.pt", garg(), 4)
-    found = write_deep_report(checkpoint, tmp_path / "page", n_prompts=64)
+    found = write_report(checkpoint, tmp_path / "page", n_prompts=64)
     page = opened(found)
     assert page.headings == SECTIONS
     assert page.figures == FIGURES
-    assert (
-        "3 layers of 4 heads, format gpt2, d_x 3, context length 6, noise variance 0" in page.text
+    about = (
+        "3 layers of 4 heads, softmax attention, width 16, MLPs of 64, d_x 3, context length 6, "
+        "noise variance 0.0, format gpt2; assumed, as the file does not say it: "
     )
+    assert about in page.text
     # Without noise and with more pairs than coordinates, least squares is exact.
     assert "where ridge at its best makes none" in found.verdict
 
@@ -183,7 +182,7 @@ def test_a_single_encoder_layer_has_a_page(tmp_path: Path):
         torch.manual_seed(0)
         layer = torch.nn.TransformerEncoderLayer(6, 2, 8)
     checkpoint = layered(tmp_path / "encoder.pt", layer, 2)
-    found = write_deep_report(checkpoint, tmp_path / "page", n_prompts=64)
+    found = write_report(checkpoint, tmp_path / "page", n_prompts=64)
     assert opened(found).headings == SECTIONS
     assert "With the best head of the first layer alone" in found.verdict
     assert pd.read_csv(tmp_path / "page" / "rules.csv")["rule"].tolist() == [
@@ -194,19 +193,19 @@ def test_a_single_encoder_layer_has_a_page(tmp_path: Path):
 
 def test_a_model_of_one_head_per_layer_is_not_pruned_by_rule(tmp_path: Path):
     model = ModelConfig(n_layers=2, n_heads=1, context_only=True, d_model=12, d_head=3)
-    weights = random_model(2, 1, **WIDE).deep_weights
+    weights = random_model(2, 1, **WIDE).weights
     save(tmp_path / "one", ExperimentConfig(task=TASK, model=model), weights, step=0)
-    found = write_deep_report(load(tmp_path / "one"), tmp_path / "page", n_prompts=64)
+    found = write_report(load(tmp_path / "one"), tmp_path / "page", n_prompts=64)
     assert found.verdict.endswith(", of 1.")
     assert "With one head, no rule prunes anything." in opened(found).text
 
 
 def test_too_few_prompts_and_a_folder_in_use_are_refused(deep: Path, tmp_path: Path):
     with pytest.raises(ValueError, match=r"n_prompts must be >= 8 .*, got 7"):
-        write_deep_report(load(deep), tmp_path / "page", n_prompts=7)
+        write_report(load(deep), tmp_path / "page", n_prompts=7)
     (tmp_path / "mine").write_text("mine")
     with pytest.raises(ValueError, match="already exists and is not overwritten"):
-        write_deep_report(load(deep), tmp_path, n_prompts=64)
+        write_report(load(deep), tmp_path, n_prompts=64)
     assert not (tmp_path / PAGE).exists()
 
 
@@ -217,5 +216,5 @@ def test_progress_is_told(deep: Path, tmp_path: Path):
         told.append(text)
         return items
 
-    write_deep_report(load(deep), tmp_path / "page", n_prompts=64, track=track)
+    write_report(load(deep), tmp_path / "page", n_prompts=64, track=track)
     assert {"masking heads (zero)", "masking heads (resample)", "probing layers"} <= set(told)

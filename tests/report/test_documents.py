@@ -94,10 +94,10 @@ def test_info_document(checkpoint: Checkpoint):
     assert (document["history_rows"], document["snapshots"]) == (0, [])
     assert document["eval_loss"] is None
     assert document["weights"] == {
-        "W_Q": [3, 6, 6],
-        "W_K": [3, 6, 6],
-        "W_V": [3, 6, 6],
-        "W_O": [3, 6, 6],
+        "blocks.0.attn.W_Q": [3, 6, 6],
+        "blocks.0.attn.W_K": [3, 6, 6],
+        "blocks.0.attn.W_V": [3, 6, 6],
+        "blocks.0.attn.W_O": [3, 6, 6],
     }
     hooks = {hook["name"]: hook for hook in json.loads(dumps(document))["hooks"]}
     assert list(hooks) == list(checkpoint.model.hook_dict)
@@ -112,8 +112,8 @@ def test_info_document_of_a_trained_model(tmp_path: Path):
     document = json.loads(dumps(info_document(trained)))
     assert (document["step"], document["history_rows"], document["snapshots"]) == (20, 9, [0, 20])
     assert document["eval_loss"] == trained.history["eval_loss"].iloc[-1]
-    assert document["weights"]["W_V"] == [3, 6, 2]
-    assert document["weights"]["W_O"] == [3, 2, 6]
+    assert document["weights"]["blocks.0.attn.W_V"] == [3, 6, 2]
+    assert document["weights"]["blocks.0.attn.W_O"] == [3, 2, 6]
 
 
 def test_classification_document(checkpoint: Checkpoint):
@@ -171,7 +171,8 @@ def test_ablation_document(checkpoint: Checkpoint):
     document = json.loads(dumps(ablation_document(checkpoint, single, subsets)))
     assert_header(document, checkpoint)
     assert list(document)[8:] == [
-        *("excess_risk", "excess_risk_sem", "null_risk", "breaking", "heads", "shapley", "subsets"),
+        *("excess_risk", "excess_risk_sem", "null_risk", "breaking", "heads", "layers"),
+        *("shapley", "subsets"),
     ]
     assert document["excess_risk"] == single[0].full_risk
     assert document["excess_risk_sem"] == single[0].full_risk_sem
@@ -181,11 +182,15 @@ def test_ablation_document(checkpoint: Checkpoint):
     ]
     assert [row["rise"] for row in document["heads"][:3]] == single[0].rise[0].tolist()
     assert [row["rise_sem"] for row in document["heads"][3:]] == single[1].rise_sem[0].tolist()
+    assert [(row["method"], row["layer"]) for row in document["layers"]] == [
+        *(("zero", 0), ("mean", 0)),
+    ]
+    assert document["layers"][0]["effective_heads"] == single[0].effective_heads[0]
     assert [list(row) for row in document["shapley"]] == [["head", "shapley", "shapley_sem"]] * 3
     assert [row["kept"] for row in document["subsets"]] == [
         *("none", "H0", "H1", "H2", "H0 H1", "H0 H2", "H1 H2", "H0 H1 H2"),
     ]
-    assert list(ablation_document(checkpoint, single, None)) == list(document)[:13]
+    assert list(ablation_document(checkpoint, single, None)) == list(document)[:14]
 
 
 def test_fits_document(checkpoint: Checkpoint):

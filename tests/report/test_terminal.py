@@ -56,7 +56,9 @@ def test_ablations_say_when_subsets_are_left_out(pair, prompts):
         text.splitlines()[0]
         == f"excess risk {single[0].full_risk:.4f} ± {single[0].full_risk_sem:.4f} y²"
     )
-    assert text.endswith("Subsets are left out: there are more than 12 heads.")
+    assert text.endswith(
+        "Subsets are left out: they are of one layer of attention with at most 12 heads."
+    )
     subsets = ablate_subsets(pair, prompts)
     last = terminal.ablation_text(single, subsets).splitlines()[-1].split()
     assert last[:3] == ["H0", "H1", "2"]
