@@ -11,11 +11,11 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
+from mechinterp.checkpoints.claims import locked
 from mechinterp.checkpoints.errors import CheckpointError
 from mechinterp.config import ExperimentConfig, TaskConfig, TrainConfig, override
 from mechinterp.presets import preset
 from mechinterp.training.cluster import train_anywhere, train_on_ray
-from mechinterp.training.lock import locked
 from mechinterp.training.packs import PackJob
 from mechinterp.training.sweep import train_models
 
