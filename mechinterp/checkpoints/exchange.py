@@ -14,12 +14,12 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 
 from mechinterp.checkpoints.archives import read_arrays
 from mechinterp.checkpoints.claims import claimed
 from mechinterp.checkpoints.errors import CheckpointError, one_line
+from mechinterp.checkpoints.files import fill_with_tensors
 from mechinterp.checkpoints.folders import document_of, read_document
 from mechinterp.checkpoints.hints import Hints
 from mechinterp.checkpoints.native import Checkpoint
@@ -75,7 +75,7 @@ def write_exchange(folder: Path, checkpoint: Checkpoint) -> None:
     state = hooked_state(weights, n_ctx=positions_for(config.task))
     try:
         with claimed(folder, last=SIDE_CAR) as claim:
-            claim.write("model.safetensors", partial(save_file, state))
+            claim.write("model.safetensors", partial(fill_with_tensors, tensors=state))
             claim.write("load.py", lambda file: file.write_text(LOAD, encoding="utf-8"))
             claim.write(SIDE_CAR, lambda file: file.write_text(text, encoding="utf-8"))
     except (OSError, SafetensorError) as error:

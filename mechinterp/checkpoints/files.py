@@ -10,6 +10,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from safetensors.torch import save as serialized
+from torch import Tensor
+
 from mechinterp.checkpoints.errors import CheckpointError, one_line
 
 MAX_JSON = 2**22
@@ -38,6 +41,13 @@ def write_new(path: Path, write: Callable[[Path], object]) -> None:
             _link(temporary, path)
         except FileExistsError:
             raise CheckpointError(f"{path}: already exists; it is not overwritten.") from None
+
+
+def fill_with_tensors(
+    target: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None
+) -> None:
+    """Write a safetensors file without the temporary file that `save_file` makes, which a kill would leave."""
+    target.write_bytes(serialized(tensors, metadata))
 
 
 def delete_leftovers(folder: Path, ours: Callable[[str], bool]) -> None:

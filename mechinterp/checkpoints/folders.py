@@ -15,12 +15,11 @@ from pathlib import Path
 import pandas as pd
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 
 from mechinterp.checkpoints.claims import claimed, require_free, settle
 from mechinterp.checkpoints.errors import CheckpointError, one_line
-from mechinterp.checkpoints.files import read_json
+from mechinterp.checkpoints.files import fill_with_tensors, read_json
 from mechinterp.checkpoints.tables import read_numbers
 from mechinterp.config import ExperimentConfig, from_dict
 
@@ -184,8 +183,10 @@ def write_folder(
     try:
         with claimed(path, last="config.json", names=FILES if shared else None) as claim:
             for step, snapshot in snapshots.items():
-                claim.write(f"snapshots/{step}.safetensors", partial(save_file, snapshot))
-            claim.write(WEIGHTS, partial(save_file, tensors))
+                claim.write(
+                    f"snapshots/{step}.safetensors", partial(fill_with_tensors, tensors=snapshot)
+                )
+            claim.write(WEIGHTS, partial(fill_with_tensors, tensors=tensors))
             if history is not None:
                 claim.write("history.parquet", partial(history.to_parquet, index=False))
             claim.write("config.json", lambda file: file.write_text(text))

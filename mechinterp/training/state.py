@@ -5,15 +5,15 @@ import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from mechinterp.checkpoints.errors import CheckpointError, one_line
-from mechinterp.checkpoints.files import write_atomically
+from mechinterp.checkpoints.files import fill_with_tensors, write_atomically
 from mechinterp.config import ExperimentConfig, from_dict
 
 FAULTS = (OSError, SafetensorError, KeyError, TypeError, ValueError, RuntimeError, MemoryError)
@@ -50,7 +50,7 @@ def write_state(file: Path, state: State) -> None:
     metadata = {"step": str(state.step), "models": json.dumps(models)}
     metadata["checksum"] = _checksum(metadata, tensors)
     try:
-        write_atomically(file, lambda target: save_file(tensors, target, metadata=metadata))
+        write_atomically(file, partial(fill_with_tensors, tensors=tensors, metadata=metadata))
     except (OSError, SafetensorError) as error:
         kept = "; the state saved before it is kept" if file.exists() else ""
         raise CheckpointError(
