@@ -183,10 +183,9 @@ def _require_resumable(models: Mapping[str, ExperimentConfig], run_folder: Path)
         if name in started:
             require_free(target, FILES)
         elif _is_occupied(target):
-            there = next((entry for entry in entries(target) if entry != LOCK), "another file")
-            raise CheckpointError(
-                f"{target}: already holds {there}, which is not of this run; it is not overwritten."
-            )
+            there = [entry for entry in entries(target) if entry != LOCK]
+            found = f"already holds {there[0]}, which is" if there else "is a file and"
+            raise CheckpointError(f"{target}: {found} not of this run; it is not overwritten.")
 
 
 def _is_of_run(name: str) -> bool:
