@@ -17,6 +17,7 @@ from einops import einsum
 from jaxtyping import Float
 from torch import Tensor
 
+from mechinterp.analysis.estimates import require_moderate
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.adapter import HookedPredictor, as_predictor, require_sizes, z_name
 from mechinterp.models.deep import LINEAR, DeepWeights, linear_pass
@@ -163,6 +164,7 @@ def masked_errors(
     A unit is a prompt; where prompts swap in pairs it is the mean of a pair.
     """
     predictions = masked_predictions(model, prompts, masks, method=method, track=track)
+    require_moderate(predictions)
     errors = (predictions - prompts.y_query_clean.to(predictions)).square().mean(2).T
     errors = errors.unflatten(0, (-1, 2)).mean(1) if method == "resample" else errors
     return errors.double().numpy(force=True)

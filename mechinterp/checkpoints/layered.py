@@ -138,7 +138,7 @@ class LayeredCheckpoint:
         config.json says what that file and its reader said; the rest is assumed again when it is read.
 
         Raises:
-            CheckpointError: If the folder already holds a checkpoint or cannot be written.
+            CheckpointError: If the folder is not empty or cannot be written.
         """
         said: dict[str, object] = {HEAD_KEYS[0]: self.n_heads}
         for name, (keys, _) in LAW_KEYS[self.format].items():

@@ -74,7 +74,8 @@ def write_deep_report(
         *deep_training_sections(checkpoint, sections.some(measured, 8), track=track),
     ]
     verdict = verdict_sentence(checkpoint.name, found, zero, rules)
-    return write_page(Path(out), checkpoint.name, _about(checkpoint), verdict, parts)
+    about = _about(checkpoint)
+    return write_page(Path(out), checkpoint.name, about, verdict, parts, overwrite=overwrite)
 
 
 def verdict_sentence(name: str, found: Rivals, zero: HeadAblation, rules: RulePruning) -> str:
