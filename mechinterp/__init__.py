@@ -5,6 +5,8 @@ The names below are loaded when they are first used, so that `import mechinterp`
 
 from importlib import import_module
 
+from mechinterp.version import __version__
+
 _HOMES = {
     "load": "mechinterp.checkpoints.loading",
     "ExperimentConfig": "mechinterp.config",
@@ -30,7 +32,7 @@ _HOMES = {
     "patch_positions": "mechinterp.analysis.patching",
     "check_compatible": "mechinterp.models.conformance",
 }
-__all__ = list(_HOMES)
+__all__ = ["__version__", *_HOMES]
 
 
 def __getattr__(name: str) -> object:

@@ -9,7 +9,6 @@ import subprocess
 from collections.abc import Mapping
 from dataclasses import asdict
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 
 import pandas as pd
@@ -22,6 +21,7 @@ from mechinterp.checkpoints.errors import CheckpointError, one_line
 from mechinterp.checkpoints.files import fill_with_tensors, read_json
 from mechinterp.checkpoints.tables import read_numbers
 from mechinterp.config import ExperimentConfig, from_dict
+from mechinterp.version import __version__
 
 FORMAT_VERSION = 1
 WEIGHTS = "model.safetensors"
@@ -59,7 +59,7 @@ def document_of(
     """What config.json says: the experiment, how far it got and which code wrote it."""
     document = {
         "format_version": FORMAT_VERSION,
-        "package_version": version("mechinterp"),
+        "package_version": __version__,
         "git_commit": git_commit(),
         "step": step,
         "experiment": asdict(config),

@@ -97,7 +97,7 @@ def _cluster(address: str | None) -> Iterator[ModuleType]:
     try:
         import ray
     except ModuleNotFoundError:
-        raise ValueError("--engine ray needs Ray: pip install 'mechinterp[ray]'.") from None
+        raise ValueError("--engine ray needs Ray: pip install ray.") from None
     ours = not ray.is_initialized()
     if ours:
         try:
