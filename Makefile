@@ -6,7 +6,7 @@ REPORT := reports/softmax-h2-s0
 # Versions of transformer-lens that still have HookedTransformer, each in an environment of its own.
 INTEROP := .venv-interop/3.9.0 .venv-interop/3.2.1
 
-.PHONY: help install test test-portable test-portable-short test-interop test-peers test-browser notebooks notebooks-write lab fuzz lint bench analyses report clean
+.PHONY: help install test test-portable test-portable-short test-interop test-peers test-browser notebooks notebooks-write lab fuzz lint bench analyses dist report clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-19s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -121,9 +121,18 @@ analyses: install ## measure the papers' claims again from the shipped checkpoin
 	$(BIN)/python analyses/claims_table.py
 	$(BIN)/python analyses/sparse_table.py
 
+dist: .venv/.dist ## build the wheel and the source archive into dist/, and check them
+	rm -rf dist
+	$(BIN)/python -m build --no-isolation --quiet .
+	$(BIN)/python -m twine check --strict dist/*
+
+.venv/.dist: $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,dist]'
+	@touch $@
+
 report: install ## write the page about a two-head model, and say where it is
 	$(BIN)/mechinterp report $(CHECKPOINT) --out $(REPORT) --overwrite
 
 clean: ## delete caches and reports; .venv stays
-	rm -rf reports .pytest_cache .mypy_cache .ruff_cache .hypothesis build *.egg-info
+	rm -rf reports .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info
 	find . -name __pycache__ -not -path './.venv*' -prune -exec rm -rf {} +

@@ -5,6 +5,8 @@ The names below are loaded when they are first used, so that `import mechinterp`
 
 from importlib import import_module
 
+from mechinterp.version import __version__
+
 _HOMES = {
     "load": "mechinterp.checkpoints.loading",
     "ExperimentConfig": "mechinterp.config",
@@ -34,7 +36,7 @@ _HOMES = {
     "train": "mechinterp.training.sweep",
     "check_compatible": "mechinterp.models.conformance",
 }
-__all__ = list(_HOMES)
+__all__ = ["__version__", *_HOMES]
 
 
 def __getattr__(name: str) -> object:

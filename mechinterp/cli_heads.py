@@ -73,14 +73,15 @@ def prune(
 ) -> None:
     """Keep all heads of the first layer and the best of each later one. Example: mechinterp prune MODEL --out pruned"""
     from mechinterp.analysis import pruning
+    from mechinterp.checkpoints.folders import require_new
     from mechinterp.report.documents import dumps
     from mechinterp.report.head_documents import pruning_document
     from mechinterp.report.terminal import pruning_text, tracked
 
     if rule not in pruning.RULES:
         raise ValueError(f"--rule must be one of {', '.join(pruning.RULES)}, got {rule!r}.")
-    if out is not None and (out / "config.json").exists():
-        raise ValueError(f"{out}: already holds a checkpoint; it is not overwritten.")
+    if out is not None:
+        require_new(out)
     paths = (path,) if out is None else (path, out)
     with about_paths(*paths), tracked(quiet=asked.quiet) as track:
         checkpoint = _of_several_layers(path, hints, asked.context_length)

@@ -59,6 +59,13 @@ def test_a_table_that_is_there_is_not_overwritten(run, sweep: Path, tmp_path: Pa
     table.write_text("mine")
     run("sweep", sweep, "--out", tmp_path / "run").assert_refused(table, "already exists")
     assert table.read_text() == "mine"
+    again = ("sweep", sweep, "--out", tmp_path / "run", "--resume")
+    run(*again).assert_refused(table, "must be a table that a sweep of this version wrote")
+    pd.DataFrame({"mine": [1]}).to_parquet(table)
+    before = table.read_bytes()
+    run(*again).assert_refused(table, "it is not overwritten")
+    assert table.read_bytes() == before
+    assert list((tmp_path / "run").iterdir()) == [table]
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,25 @@
 """Estimates over prompts, with their standard errors."""
 
 import numpy as np
+import torch
 from jaxtyping import Float
+from torch import Tensor
+
+LARGEST = torch.finfo(torch.float32).max ** 0.25
+"""Of a prediction: the standard error of its squared error takes its fourth power."""
+
+
+def require_moderate(predictions: Tensor) -> None:
+    """Refuse predictions that overflow.
+
+    Raises:
+        ValueError: If one is not finite, or so large that a standard error would not be in float32.
+    """
+    largest = predictions.detach().abs().max().item()  # NaN if any is
+    if not largest <= LARGEST:
+        raise ValueError(
+            f"The model's predictions overflow: they must lie within ±{LARGEST:.2g}, got {largest:.2g}."
+        )
 
 
 def mean_and_sem(

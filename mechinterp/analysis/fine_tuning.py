@@ -75,7 +75,7 @@ class FineTuning(Result):
         """Write the pruned model after the last step as a checkpoint of its own.
 
         Raises:
-            CheckpointError: If the folder already holds a checkpoint or cannot be written.
+            CheckpointError: If the folder is not empty or cannot be written.
         """
         steps = int(self.step[-1])
         config = pruned_config(self.checkpoint.config, self.weights)

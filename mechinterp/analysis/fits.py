@@ -12,7 +12,7 @@ from scipy.optimize import minimize_scalar
 from torch import Tensor
 
 from mechinterp import figures
-from mechinterp.analysis.estimates import mean_and_sem, ratio_and_sem
+from mechinterp.analysis.estimates import mean_and_sem, ratio_and_sem, require_moderate
 from mechinterp.config import TaskConfig
 from mechinterp.display import Result
 from mechinterp.icl.predictors import (
@@ -238,6 +238,7 @@ def _fit_at(
         targets.append(prompts.y_query.double())
         predictions.append(model(prompts).double())
     shape, target = torch.cat(shapes).numpy(), torch.cat(targets).numpy()
+    require_moderate(torch.cat(predictions))
     prediction = torch.cat(predictions).numpy(force=True)  # [prompt, d_y]
 
     factor, factor_sem = np.full(len(LEARNERS), np.nan), np.full(len(LEARNERS), np.nan)
@@ -273,7 +274,9 @@ def _fit_at(
 
 def _kernel_omega(model: Callable[[Prompts], Tensor], prompts: Prompts) -> float:
     """omega of the kernel head closest to the model, mu being free; both signs are searched."""
-    prediction = model(prompts).double().numpy(force=True)
+    predicted = model(prompts).double()
+    require_moderate(predicted)
+    prediction = predicted.numpy(force=True)
     top = 2 / prompts.x.square().mean().item() / prompts.x.shape[2] ** 0.5
 
     def distance(omega: float) -> float:

@@ -154,7 +154,7 @@ def _if_explained(
         ("learner_r2", evidence.learner),
     ):
         if not found.r2 >= limits.substitution_r2:
-            why = f"{name} of {pattern} {found.r2:.3f} is below {limits.substitution_r2:g}"
+            why = f"{name} of {pattern} {_short(found.r2)} is below {limits.substitution_r2:g}"
             return "undetermined", why
     if evidence.alignment < limits.qk_clear and not evidence.substitution.r2 >= limits.clear_r2:
         why = f"a QK x block has cosine {evidence.alignment:.3f} with its form, below {limits.qk_clear:g}"
@@ -189,3 +189,8 @@ def _head_label(heads: Heads, form: Form, head: int, limits: Thresholds) -> tupl
 
 def _signs(values: np.ndarray, fraction: float) -> set[int]:
     return {int(sign) for sign in np.sign(values[np.abs(values) > fraction * np.abs(values).max()])}
+
+
+def _short(value: float) -> str:
+    """A ratio with three decimals; a large one, of predictions that overflow, by its power of ten."""
+    return f"{value:.3f}" if abs(value) < 1e6 else f"{value:.1e} (the predictions overflow)"

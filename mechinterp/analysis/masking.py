@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 from jaxtyping import Float
 
+from mechinterp.analysis.estimates import require_moderate
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.masks import Head
 from mechinterp.models.predictor import predictor_of
@@ -24,6 +25,7 @@ def masked_errors(
     A unit is a prompt; where prompts swap in pairs it is the mean of a pair.
     """
     predictions = predictor_of(source).run(prompts, masks, method=method, track=track)
+    require_moderate(predictions)
     errors = (predictions - prompts.y_query_clean.to(predictions)).square().mean(2).T
     errors = errors.unflatten(0, (-1, 2)).mean(1) if method == "resample" else errors
     return errors.double().numpy(force=True)

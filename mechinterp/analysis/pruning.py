@@ -254,7 +254,7 @@ def save_pruned(
         prompts: On which both are compared.
         tolerance: Of the largest difference, relative to the largest prediction.
     Raises:
-        CheckpointError: If the folder already holds a checkpoint or cannot be written.
+        CheckpointError: If the folder is not empty or cannot be written.
         ValueError: If no head is kept, or the saved model does not predict as the masked one.
     """
     predictor = checkpoint.predictor

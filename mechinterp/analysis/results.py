@@ -8,9 +8,8 @@ import pandas as pd
 
 from mechinterp.analysis.layered import LayeredClassification
 from mechinterp.analysis.patterns import N_PROMPTS, classify
-from mechinterp.checkpoints.errors import CheckpointError, one_line
-from mechinterp.checkpoints.files import write_atomically
 from mechinterp.checkpoints.native import load
+from mechinterp.checkpoints.tables import write_own_table
 from mechinterp.config import ExperimentConfig
 from mechinterp.fields import flatten
 from mechinterp.training.sweep import RESULTS
@@ -60,13 +59,10 @@ def write_results(frame: pd.DataFrame, run_folder: str | Path) -> Path:
     """Write the table of a run into its folder, in place of an earlier one; its file.
 
     Raises:
-        CheckpointError: If it cannot be written.
+        CheckpointError: If it cannot be written, or another table has its name.
     """
     file = Path(run_folder) / RESULTS
-    try:
-        write_atomically(file, lambda target: frame.to_parquet(target, index=False))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{file}: cannot be written ({one_line(error)}).") from None
+    write_own_table(file, frame)
     return file
 
 

@@ -1,6 +1,7 @@
 """Weights as plain arrays in one .npz file, which numpy alone reads; the config goes with them as a text."""
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mechinterp.checkpoints.errors import CheckpointError, one_line
-from mechinterp.checkpoints.files import write_atomically
+from mechinterp.checkpoints.files import write_new
 from mechinterp.checkpoints.folders import document_of, document_parts
 from mechinterp.checkpoints.native import Checkpoint
 from mechinterp.checkpoints.native_tensors import PREFIX, state_dict, weights_from
@@ -26,7 +27,7 @@ def write_arrays(file: Path, checkpoint: Checkpoint) -> Path:
     Raises:
         CheckpointError: If the file exists, does not end in .npz or cannot be written.
     """
-    if file.exists():
+    if os.path.lexists(file):
         raise CheckpointError(f"{file}: already exists; it is not overwritten.")
     if file.suffix != ".npz":
         raise CheckpointError(f"{file}: must end in .npz.")
@@ -39,7 +40,7 @@ def write_arrays(file: Path, checkpoint: Checkpoint) -> Path:
     text = np.array(json.dumps(document))
     # An open file: numpy would put .npz behind the name of the temporary one.
     try:
-        write_atomically(file, lambda target: _save(target, found | {CONFIG: text}))
+        write_new(file, lambda target: _save(target, found | {CONFIG: text}))
     except OSError as error:
         raise CheckpointError(f"{file}: cannot be written ({one_line(error)}).") from None
     return file

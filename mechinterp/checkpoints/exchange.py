@@ -9,16 +9,17 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 
 from mechinterp.checkpoints.archives import read_arrays
+from mechinterp.checkpoints.claims import claimed
 from mechinterp.checkpoints.errors import CheckpointError, one_line
-from mechinterp.checkpoints.files import write_atomically
+from mechinterp.checkpoints.files import fill_with_tensors
 from mechinterp.checkpoints.folders import document_of, read_document
 from mechinterp.checkpoints.hints import Hints
 from mechinterp.checkpoints.native import Checkpoint
@@ -79,9 +80,10 @@ def write_exchange(folder: Path, checkpoint: Checkpoint) -> None:
     circuits = replace(checkpoint.weights.circuits, merged_qk=False)
     state = hooked_state(circuits, n_ctx=positions_for(config.task))
     try:
-        write_atomically(folder / "model.safetensors", lambda file: save_file(state, file))
-        write_atomically(folder / "load.py", lambda file: file.write_text(LOAD, encoding="utf-8"))
-        write_atomically(folder / SIDE_CAR, lambda file: file.write_text(text, encoding="utf-8"))
+        with claimed(folder, last=SIDE_CAR) as claim:
+            claim.write("model.safetensors", partial(fill_with_tensors, tensors=state))
+            claim.write("load.py", lambda file: file.write_text(LOAD, encoding="utf-8"))
+            claim.write(SIDE_CAR, lambda file: file.write_text(text, encoding="utf-8"))
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{folder}: cannot be written ({one_line(error)}).") from None
 

@@ -1,28 +1,63 @@
 """Files written so that a kill at any moment leaves either the old or the new one, and JSON files read."""
 
+import hashlib
 import json
 import os
+import re
+import secrets
+import socket
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+from safetensors.torch import save as serialized
+from torch import Tensor
 
 from mechinterp.checkpoints.errors import CheckpointError, one_line
 
 MAX_JSON = 2**22
 KINDS = {"a folder": stat.S_ISDIR, "a pipe": stat.S_ISFIFO, "a socket": stat.S_ISSOCK}
+MACHINE = hashlib.sha256(socket.gethostname().encode()).hexdigest()[:6]
+TEMPORARY = re.compile(r"\.(.+)\.([0-9a-f]{6})-(\d+)-[0-9a-f]{8}\.tmp")
+"""Name of a temporary file: that of the file it becomes, and the machine and process that write it."""
 
 
 def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
-    """Have `write` fill a temporary file beside `path`, flush it to disk and rename it to `path`."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        write(temporary)
-        _flush(temporary)
+    """Have `write` fill a temporary file beside `path`, flush it to disk and rename it to `path`.
+
+    What is at `path` is replaced: the caller knows that it is its own.
+    """
+    with _filled(path, write) as temporary:
         os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-    _flush(path.parent)
+
+
+def write_new(path: Path, write: Callable[[Path], object]) -> None:
+    """As `write_atomically`, where nothing is yet, not even a link that leads nowhere.
+
+    Raises:
+        CheckpointError: If something is there, at whatever moment it came.
+    """
+    with _filled(path, write) as temporary:
+        try:
+            _link(temporary, path)
+        except FileExistsError:
+            raise CheckpointError(f"{path}: already exists; it is not overwritten.") from None
+
+
+def fill_with_tensors(
+    target: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None
+) -> None:
+    """Write a safetensors file without the temporary file that `save_file` makes, which a kill would leave."""
+    target.write_bytes(serialized(tensors, metadata))
+
+
+def delete_leftovers(folder: Path, ours: Callable[[str], bool]) -> None:
+    """Delete temporary files whose process, of this machine, has ended, for the names that are ours."""
+    for file in folder.iterdir():
+        found = TEMPORARY.fullmatch(file.name)
+        if found and ours(found[1]) and found[2] == MACHINE and not _runs(int(found[3])):
+            file.unlink(missing_ok=True)
 
 
 def size_of(file: Path) -> int:
@@ -57,6 +92,42 @@ def read_json(file: Path) -> object:
     except (OSError, ValueError) as error:
         reason = one_line(error) if file.exists() else "does not exist"
     raise CheckpointError(f"{file}: not a readable JSON file ({reason}).")
+
+
+@contextmanager
+def _filled(path: Path, write: Callable[[Path], object]) -> Iterator[Path]:
+    """A temporary file beside a path, filled and flushed to disk, then the folder flushed."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    mark = f"{MACHINE}-{os.getpid()}-{secrets.token_hex(4)}"
+    temporary = path.with_name(f".{path.name}.{mark}.tmp")
+    try:
+        write(temporary)
+        _flush(temporary)
+        yield temporary
+    finally:
+        temporary.unlink(missing_ok=True)
+    _flush(path.parent)
+
+
+def _link(temporary: Path, path: Path) -> None:
+    try:
+        os.link(temporary, path)
+    except FileExistsError:
+        raise
+    except OSError:
+        # A file system without hard links: take the name, which only one process can, then fill it.
+        os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
+        os.replace(temporary, path)
+
+
+def _runs(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except (OSError, OverflowError):
+        return True
+    return True
 
 
 def _flush(path: Path) -> None:

@@ -4,24 +4,32 @@ Nothing in it is ever run as code.
 """
 
 import json
+import os
 import subprocess
 from collections.abc import Mapping
 from dataclasses import asdict
-from importlib.metadata import version
+from functools import partial
 from pathlib import Path
 
 import pandas as pd
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 
+from mechinterp.checkpoints.claims import claimed, require_free, settle
 from mechinterp.checkpoints.errors import CheckpointError, one_line
-from mechinterp.checkpoints.files import read_json, size_of, write_atomically
+from mechinterp.checkpoints.files import fill_with_tensors, read_json
+from mechinterp.checkpoints.tables import read_numbers
 from mechinterp.config import ExperimentConfig, from_dict
+from mechinterp.version import __version__
 
 FORMAT_VERSION = 1
 WEIGHTS = "model.safetensors"
+FILES = ("config.json", WEIGHTS, "history.parquet", "snapshots")
+"""What a checkpoint folder holds."""
+COLUMNS = ("loss", "eval_loss", "omega", "mu", "qk_diagonal", "ov_last_entry")
+DEEP_COLUMNS = ("loss", "eval_loss", "qk_norm", "ov_norm")
+"""What a history holds beside step, head and, in the latter, layer."""
 
 
 def document_file(path: Path) -> Path:
@@ -51,7 +59,7 @@ def document_of(
     """What config.json says: the experiment, how far it got and which code wrote it."""
     document = {
         "format_version": FORMAT_VERSION,
-        "package_version": version("mechinterp"),
+        "package_version": __version__,
         "git_commit": git_commit(),
         "step": step,
         "experiment": asdict(config),
@@ -109,28 +117,48 @@ def git_commit() -> str | None:
     return result.stdout.strip() or None
 
 
-def read_history(path: Path) -> pd.DataFrame | None:
+def read_history(path: Path, config: ExperimentConfig, step: int) -> pd.DataFrame | None:
     """The history of a checkpoint folder, or None.
 
+    Args:
+        step: That of the checkpoint, the last that a row may have.
     Raises:
-        CheckpointError: If there is one that cannot be read.
+        CheckpointError: If there is one that is not such a history, or larger than `tables` reads.
     """
     file = path / "history.parquet"
-    if not file.exists():
+    if not os.path.lexists(file):
         return None
-    try:
-        size_of(file)
-        return pd.read_parquet(file)
-    except CheckpointError:
-        raise
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{file}: not a readable parquet file ({one_line(error)}).") from None
+    model = config.model
+    last = {"step": step, "head": model.n_heads - 1}
+    if model.context_only:
+        last["layer"] = model.n_layers - 1
+    measured = DEEP_COLUMNS if model.context_only else COLUMNS
+    history = read_numbers(file, dict.fromkeys(last, "integer") | dict.fromkeys(measured, "float"))
+    for name, bound in last.items():
+        for found in (int(history[name].min()), int(history[name].max())):
+            if not 0 <= found <= bound:
+                raise CheckpointError(f"{file}: {name} must lie in 0 to {bound}, got {found}.")
+    if not history["step"].is_monotonic_increasing:
+        raise CheckpointError(f"{file}: step must not fall from row to row.")
+    return history
 
 
 def snapshot_files(path: Path) -> dict[int, Path]:
     """The files of weights during training, by step."""
     files = (f for f in (path / "snapshots").glob("*.safetensors") if f.stem.isdigit())
     return dict(sorted((int(file.stem), file) for file in files))
+
+
+def require_new(path: Path) -> None:
+    """Refuse a folder that is not empty, once what a killed process left half written there is deleted.
+
+    Raises:
+        CheckpointError: If it holds anything.
+    """
+    if (path / "config.json").exists():
+        raise CheckpointError(f"{path}: already holds a checkpoint; it is not overwritten.")
+    settle(path)
+    require_free(path)
 
 
 def write_folder(
@@ -140,31 +168,30 @@ def write_folder(
     *,
     history: pd.DataFrame | None,
     snapshots: Mapping[int, dict[str, Tensor]],
+    shared: bool = False,
 ) -> None:
     """Write a checkpoint folder from its config.json, its weights by name and what goes with them.
 
+    Args:
+        shared: Whether other files may be in the folder; else it must be empty.
     Raises:
-        CheckpointError: If the folder already holds a checkpoint or cannot be written.
+        CheckpointError: If a file is in the way, or the folder cannot be written.
     """
-    if (path / "config.json").exists():
-        raise CheckpointError(f"{path}: already holds a checkpoint; it is not overwritten.")
+    if not shared:
+        require_new(path)
     text = json.dumps(document, indent=2) + "\n"
     try:
-        for step, snapshot in snapshots.items():
-            write_tensors(path / "snapshots" / f"{step}.safetensors", snapshot)
-        write_tensors(path / WEIGHTS, tensors)
-        if history is not None:
-            write_atomically(
-                path / "history.parquet", lambda file: history.to_parquet(file, index=False)
-            )
-        write_atomically(path / "config.json", lambda file: file.write_text(text))
+        with claimed(path, last="config.json", names=FILES if shared else None) as claim:
+            for step, snapshot in snapshots.items():
+                claim.write(
+                    f"snapshots/{step}.safetensors", partial(fill_with_tensors, tensors=snapshot)
+                )
+            claim.write(WEIGHTS, partial(fill_with_tensors, tensors=tensors))
+            if history is not None:
+                claim.write("history.parquet", partial(history.to_parquet, index=False))
+            claim.write("config.json", lambda file: file.write_text(text))
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{path}: cannot be written ({one_line(error)}).") from None
-
-
-def write_tensors(file: Path, tensors: dict[str, Tensor]) -> None:
-    """Write tensors by name."""
-    write_atomically(file, lambda target: save_file(tensors, target))
 
 
 def require_tensors(

@@ -73,7 +73,9 @@ class Checkpoint:
     @cached_property
     def history(self) -> pd.DataFrame | None:
         """One row per logged step, layer (of several) and head: loss, eval_loss, ...; or None."""
-        return read_history(self.path)
+        if self.format != "native":
+            return None
+        return read_history(self.path, self.config, self.step)
 
     @cached_property
     def snapshots(self) -> dict[int, Weights]:
@@ -125,7 +127,7 @@ class Checkpoint:
         """Write a folder with config.json, model.safetensors and what goes with them, as `save` does.
 
         Raises:
-            CheckpointError: If the folder already holds a checkpoint or cannot be written.
+            CheckpointError: If the folder is not empty or cannot be written.
         """
         save(
             folder,
@@ -167,18 +169,22 @@ def save(
     snapshots: Mapping[int, Weights | AttentionWeights | DeepWeights] | None = None,
     assumed: Mapping[str, object] | None = None,
     origin: Mapping[str, object] | None = None,
+    shared: bool = False,
 ) -> None:
     """Write a checkpoint folder; config.json comes last, so that a folder that has it is whole.
 
+    Args:
+        shared: Whether other files may be in the folder; else it must be empty.
     Raises:
-        CheckpointError: If the folder already holds a checkpoint or cannot be written, or the weights are
-            not those of such a model.
+        CheckpointError: If a file is in the way, the folder cannot be written, or the weights are not those
+            of such a model.
     """
     path, weights = Path(path), as_weights(weights)
     require_fit(path, weights, config)
     kept = {at: state_dict(as_weights(snapshot)) for at, snapshot in (snapshots or {}).items()}
     document = document_of(config, step=step, assumed=assumed, origin=origin)
-    write_folder(path, document, state_dict(weights), history=history, snapshots=kept)
+    tensors = state_dict(weights)
+    write_folder(path, document, tensors, history=history, snapshots=kept, shared=shared)
 
 
 def _counted(number: int, what: str) -> str:

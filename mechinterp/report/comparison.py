@@ -51,7 +51,7 @@ def write_comparison(
     verdict = _verdict(found)
     if left_out:
         verdict += f" Left out: {len(left_out)} of {len(left_out) + len(checkpoints)}."
-    return write_page(Path(out), title, about, verdict, parts)
+    return write_page(Path(out), title, about, verdict, parts, overwrite=overwrite)
 
 
 def _verdict(found: Comparison) -> str:

@@ -1,6 +1,8 @@
 """Sections as one HTML page that opens offline; style.css and page.js go into it, and plotly.js once."""
 
+import html
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -20,13 +22,21 @@ LONGEST_WORD = 24  # longer entries make a column of text
 TITLE_HEIGHT = 26
 
 
-def page(name: str, about: str, verdict: str, sections: Sequence[Section]) -> str:
+MARK = re.compile(r'<meta name="generator" content="mechinterp" data-files="([^"]*)">')
+"""In the head of a page: that it is ours, and the files of the report."""
+HEAD = 2**16
+
+
+def page(
+    name: str, about: str, verdict: str, sections: Sequence[Section], *, files: Sequence[str]
+) -> str:
     """The page of a model or of several.
 
     Args:
         name: Its title.
         about: One line on what it is about.
         verdict: What was found.
+        files: Names of the page and of its tables.
     """
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(HERE), autoescape=True, trim_blocks=True, lstrip_blocks=True
@@ -43,12 +53,22 @@ def page(name: str, about: str, verdict: str, sections: Sequence[Section]) -> st
         about=visible(about),
         verdict=visible(verdict),
         sections=sections,
+        files="/".join(files),
         title_height=TITLE_HEIGHT,
         looks=figures.templates(),
         style=_text("style.css"),
         script=_text("page.js"),
         plotly_js=Markup(get_plotlyjs()),
     )
+
+
+def files_of(page: Path) -> frozenset[str]:
+    """The files of the report whose page this is; none if it is missing or not a page of ours."""
+    if page.is_symlink() or not page.is_file():
+        return frozenset()
+    with page.open("rb") as stream:
+        found = MARK.search(stream.read(HEAD).decode(errors="replace"))
+    return frozenset(html.unescape(found[1]).split("/")) if found else frozenset()
 
 
 def _drawn(figure: go.Figure) -> dict:

@@ -1,5 +1,6 @@
 """A report on one checkpoint: one HTML page that opens offline, and the CSV files behind it."""
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -9,7 +10,9 @@ from typing import Protocol, runtime_checkable
 import pandas as pd
 import plotly.graph_objects as go
 
-from mechinterp.checkpoints.files import write_atomically
+from mechinterp.checkpoints.claims import claimed, entries, settle
+from mechinterp.checkpoints.errors import CheckpointError, one_line
+from mechinterp.checkpoints.files import write_new
 from mechinterp.checkpoints.native import Checkpoint
 from mechinterp.report import html
 from mechinterp.report.attention import attention_contents
@@ -77,30 +80,61 @@ def write_report(
     require_free(Path(out), overwrite)
     contents = attention_contents if checkpoint.config.model.one_attention else deep_contents
     found = contents(checkpoint, n_prompts=n_prompts, seed=seed, track=track)
-    return write_page(Path(out), checkpoint.name, _about(checkpoint), found.verdict, found.sections)
+    about = _about(checkpoint)
+    return write_page(
+        Path(out), checkpoint.name, about, found.verdict, found.sections, overwrite=overwrite
+    )
 
 
 def require_free(out: Path, overwrite: bool) -> None:
     """Refuse a folder for a report that is there.
 
     Raises:
-        ValueError: If `out` is a file, or a folder that holds anything and `overwrite` is not set.
+        ValueError: If `out` is a file, or a folder that holds anything; with `overwrite`, anything but a report.
     """
-    if out.is_file() or (out.is_dir() and any(out.iterdir()) and not overwrite):
+    settle(out)
+    found = entries(out)
+    if not overwrite and (found or (os.path.lexists(out) and not out.is_dir())):
         raise ValueError(
             f"{out}: already exists and is not overwritten; choose another --out, or --overwrite."
         )
+    if found and not html.files_of(out / PAGE):
+        raise ValueError(
+            f"{out}: already holds {found[0]} and no report of this version; it is not overwritten."
+        )
+    if os.path.lexists(out) and not out.is_dir():
+        raise ValueError(f"{out}: already exists and is not overwritten, not being a folder.")
 
 
-def write_page(out: Path, name: str, about: str, verdict: str, parts: Sequence[Section]) -> Report:
-    """Write the sections as a page, and their tables."""
-    tables = []
-    for table, frame in [table for section in parts for table in section.tables.items()]:
-        tables.append(out / f"{table}.csv")
-        write_atomically(tables[-1], partial(frame.to_csv, index=False))
-    text = html.page(name, about, verdict, parts)
-    write_atomically(out / PAGE, lambda file: file.write_text(text, encoding="utf-8"))
-    return Report(out / PAGE, tuple(tables), verdict)
+def write_page(
+    out: Path,
+    name: str,
+    about: str,
+    verdict: str,
+    parts: Sequence[Section],
+    *,
+    overwrite: bool = False,
+) -> Report:
+    """Write the sections as a page, and their tables.
+
+    Args:
+        overwrite: Whether a report that is there is replaced.
+    Raises:
+        CheckpointError: If another file is in the way, or the folder cannot be written.
+    """
+    frames = {f"{table}.csv": frame for section in parts for table, frame in section.tables.items()}
+    replaced = html.files_of(out / PAGE) if overwrite else frozenset()
+    names = {*frames, PAGE} if replaced else None
+    files = sorted({*frames, *replaced, PAGE})
+    text = html.page(name, about, verdict, parts, files=files)
+    try:
+        with claimed(out, last=PAGE, names=names, replaced=replaced) as claim:
+            for file, frame in frames.items():
+                claim.write(file, partial(frame.to_csv, index=False))
+            claim.write(PAGE, lambda file: file.write_text(text, encoding="utf-8"))
+    except OSError as error:
+        raise CheckpointError(f"{out}: cannot be written ({one_line(error)}).") from None
+    return Report(out / PAGE, tuple(out / file for file in frames), verdict)
 
 
 def write_figure(file: Path, figure: go.Figure) -> None:
@@ -111,10 +145,13 @@ def write_figure(file: Path, figure: go.Figure) -> None:
     """
     if file.suffix != ".html":
         raise ValueError(f"{file}: must end in .html.")
-    if file.exists():
+    if os.path.lexists(file):
         raise ValueError(f"{file}: already exists; it is not overwritten.")
-    html = figure.to_html(include_plotlyjs=True, config=FIGURE_OPTIONS)
-    write_atomically(file, lambda target: target.write_text(html, encoding="utf-8"))
+    text = figure.to_html(include_plotlyjs=True, config=FIGURE_OPTIONS)
+    try:
+        write_new(file, lambda target: target.write_text(text, encoding="utf-8"))
+    except OSError as error:
+        raise CheckpointError(f"{file}: cannot be written ({one_line(error)}).") from None
 
 
 def _about(checkpoint: Checkpoint) -> str:

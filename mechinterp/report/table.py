@@ -1,5 +1,6 @@
 """The documents of `classify` as one table, a row for each checkpoint."""
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -7,7 +8,7 @@ import numpy as np
 import pandas as pd
 
 from mechinterp.checkpoints.errors import CheckpointError, one_line
-from mechinterp.checkpoints.files import write_atomically
+from mechinterp.checkpoints.files import write_new
 
 HEADER = ("path", "format", "pattern", "reason", "n_layers", "n_heads", "d_x", "d_y")
 SUFFIXES = (".parquet", ".csv")
@@ -39,7 +40,7 @@ def require_writable(file: Path) -> None:
     """
     if file.suffix not in SUFFIXES:
         raise CheckpointError(f"{file}: must end in {' or '.join(SUFFIXES)}.")
-    if file.exists():
+    if os.path.lexists(file):
         raise CheckpointError(f"{file}: already exists; it is not overwritten.")
 
 
@@ -53,9 +54,11 @@ def write_table(file: Path, documents: Sequence[dict]) -> None:
     frame = classification_frame(documents)
     try:
         if file.suffix == ".csv":
-            write_atomically(file, lambda target: frame.to_csv(target, index=False))
+            write_new(file, lambda target: frame.to_csv(target, index=False))
         else:
-            write_atomically(file, lambda target: frame.to_parquet(target, index=False))
+            write_new(file, lambda target: frame.to_parquet(target, index=False))
+    except CheckpointError:
+        raise
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{file}: cannot be written ({one_line(error)}).") from None
 

@@ -13,8 +13,9 @@ from types import ModuleType
 
 import torch
 
+from mechinterp.checkpoints.claims import locked
 from mechinterp.checkpoints.errors import CheckpointError, one_line
-from mechinterp.training.lock import locked
+from mechinterp.checkpoints.files import delete_leftovers
 from mechinterp.training.packs import OnLog, Outcome, PackJob, train_job
 from mechinterp.training.run import Progress
 
@@ -76,6 +77,7 @@ def train_anywhere(job: PackJob, device: str, memory: int | None = None) -> Outc
     torch.set_num_threads(1)
     # A machine that seems lost may still be writing: then wait until it has stopped.
     with locked(folder / f".{job.file.stem}.lock", wait=True):
+        delete_leftovers(folder, job.file.name.__eq__)
         return train_job(job, device=device, memory=memory)
 
 
@@ -95,7 +97,7 @@ def _cluster(address: str | None) -> Iterator[ModuleType]:
     try:
         import ray
     except ModuleNotFoundError:
-        raise ValueError("--engine ray needs Ray: pip install 'mechinterp[ray]'.") from None
+        raise ValueError("--engine ray needs Ray: pip install ray.") from None
     ours = not ray.is_initialized()
     if ours:
         try:

@@ -15,7 +15,7 @@ from mechinterp.config import ExperimentConfig
 from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
 from mechinterp.models.deep import DeepWeights, predict_deep
 from mechinterp.models.weights import Weights, as_weights, tensor_shapes, weights_of_stack
-from mechinterp.training.run import Run, TrainedModel, own, views
+from mechinterp.training.run import Run, TrainedModel, own, require_like, views
 from mechinterp.training.state import read_state, resumable
 
 if TYPE_CHECKING:
@@ -113,11 +113,13 @@ class DeepRun(Run[DeepWeights | Weights]):
         state = read_state(file)
         with resumable(file), torch.no_grad():
             run = cls(state.models, device=device)
-            run.step, run.rows = state.step, state.rows
-            run.flat.copy_(state.flat)
+            run._resume(state)
             if run.step:
+                for name in ("exp_avg", "exp_avg_sq"):
+                    require_like(name, state.moments[name], run.flat)
+                if state.moments["step"].tolist() != run.step:
+                    raise ValueError(f"Adam must have made {run.step} steps")
                 run.adam.state[run.flat] = {n: state.moments[n].to(run.device) for n in ADAM}
-        run.snapshots = {step: flat.to(run.device) for step, flat in state.snapshots.items()}
         return run
 
     def results(self) -> dict[str, TrainedModel]:

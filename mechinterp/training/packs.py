@@ -25,6 +25,7 @@ from mechinterp.training.trainer import Pack, pack_key
 
 LANES = 32
 """Sums that the compiled step keeps side by side; `kernel.LANES`, which is not imported before it is needed."""
+STATE_NAME = re.compile(r"training-[0-9]{1,9}\.safetensors")
 PACK_HEADS = 512
 """Heads of a pack, unless one model has more."""
 FIRST_USE_BYTES = 96_000_000
@@ -120,7 +121,8 @@ def pack_jobs(models: Mapping[str, ExperimentConfig], run_folder: Path) -> list[
 
 def state_files(run_folder: Path) -> list[Path]:
     """The states of packs that were stopped."""
-    return sorted(run_folder.glob("training-*.safetensors"))
+    files = run_folder.glob("training-*.safetensors")
+    return sorted(file for file in files if STATE_NAME.fullmatch(file.name))
 
 
 def is_finished(folder: Path) -> bool:
@@ -193,7 +195,7 @@ def train_job(
     seconds = train_run(pack, job.file, on_log=on_log)
     for name, trained in pack.results().items():
         if name in left and name not in pack.diverged:
-            trained.save(run_folder / name)
+            trained.save(run_folder / name, shared=True)
     job.file.unlink()
     losses = pack.rows["eval_loss"][-1]
     loss = losses[torch.isfinite(losses)].mean().item()
@@ -256,7 +258,7 @@ def _train_on_moments(
         return Outcome(0, 0.0, float("nan"), {name: None})
     except RuntimeError as error:
         raise CheckpointError(f"{run_folder / name}: {error}") from None
-    trained.save(run_folder / name)
+    trained.save(run_folder / name, shared=True)
     seconds = time.monotonic() - start
     final = trained.history.iloc[-1]
     if on_log is not None:

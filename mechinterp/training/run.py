@@ -65,11 +65,13 @@ class TrainedModel:
     history: pd.DataFrame
     snapshots: dict[int, Weights]
 
-    def save(self, folder: Path) -> None:
+    def save(self, folder: Path, *, shared: bool = False) -> None:
         """Write the checkpoint.
 
+        Args:
+            shared: Whether other files may be in the folder, such as those of the run.
         Raises:
-            CheckpointError: If the folder already holds one or cannot be written.
+            CheckpointError: If a file is in the way, or the folder cannot be written.
         """
         save(
             folder,
@@ -78,6 +80,7 @@ class TrainedModel:
             step=self.step,
             history=self.history,
             snapshots=self.snapshots,
+            shared=shared,
         )
 
 
@@ -170,6 +173,22 @@ class Run(ABC, Generic[Form]):
         write_state(file, State(*parts))
 
     @torch.no_grad()
+    def _resume(self, state: State) -> None:
+        """Go on from a state of the same models, this run being at its start.
+
+        Raises:
+            ValueError: If what it holds does not have the shapes of this run.
+        """
+        require_like("weights", state.flat, self.flat)
+        if state.rows.keys() != self.rows.keys():
+            raise ValueError(f"rows must be of {', '.join(self.rows)}, got {', '.join(state.rows)}")
+        for name, rows in state.rows.items():
+            require_like(f"rows of {name}", rows[0], self.rows[name][0])
+        self.flat.copy_(state.flat)
+        self.step, self.rows = state.step, state.rows
+        self.snapshots = {step: flat.to(self.device) for step, flat in state.snapshots.items()}
+
+    @torch.no_grad()
     def _record(self, n_steps: int = 0) -> float:
         """Append a row of the history; the mean loss since the last row, over models that have one."""
         if self.step in self.config.train.snapshot_steps:
@@ -190,6 +209,15 @@ def views(flat: Tensor, like: Form) -> Form:
     return like.with_tensors(
         {name: part.view(shape) for (name, shape), part in zip(shapes.items(), parts, strict=True)}
     )
+
+
+def require_like(what: str, found: Tensor, expected: Tensor) -> None:
+    """Refuse a tensor of another dtype or shape."""
+    for name in ("dtype", "shape"):
+        if getattr(found, name) != getattr(expected, name):
+            raise ValueError(
+                f"{what} must have {name} {getattr(expected, name)}, got {getattr(found, name)}"
+            )
 
 
 def own(weights: Form) -> Form:

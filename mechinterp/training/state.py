@@ -1,18 +1,22 @@
 """The state of a training that can go on after a kill: one file, written atomically."""
 
+import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
+import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from mechinterp.checkpoints.errors import CheckpointError, one_line
-from mechinterp.checkpoints.files import size_of, write_atomically
+from mechinterp.checkpoints.files import fill_with_tensors, size_of, write_atomically
 from mechinterp.config import ExperimentConfig, from_dict
+
+FAULTS = (OSError, SafetensorError, KeyError, TypeError, ValueError, RuntimeError, MemoryError)
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,8 +48,9 @@ def write_state(file: Path, state: State) -> None:
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     models = {name: asdict(config) for name, config in state.models.items()}
     metadata = {"step": str(state.step), "models": json.dumps(models)}
+    metadata["checksum"] = _checksum(metadata, tensors)
     try:
-        write_atomically(file, lambda target: save_file(tensors, target, metadata=metadata))
+        write_atomically(file, partial(fill_with_tensors, tensors=tensors, metadata=metadata))
     except (OSError, SafetensorError) as error:
         kept = "; the state saved before it is kept" if file.exists() else ""
         raise CheckpointError(
@@ -59,11 +64,15 @@ def read_state(file: Path) -> State:
     Raises:
         CheckpointError: If the file is cut short or was not written by `write_state`.
     """
-    with resumable(file), _opened(file) as stored:
+    with _opened(file) as stored:
         metadata = stored.metadata()
         # What safe_open gives is no dictionary: it has keys() but cannot be iterated over.
         tensors = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118
-        return State(
+        if "checksum" not in metadata:
+            raise ValueError("without a checksum, as versions before it wrote them")
+        if metadata["checksum"] != _checksum(metadata, tensors):
+            raise ValueError("its checksum is not that of what it holds")
+        state = State(
             models=_models(metadata),
             step=int(metadata["step"]),
             flat=tensors["flat"],
@@ -71,6 +80,8 @@ def read_state(file: Path) -> State:
             rows=_named(tensors, "row."),
             snapshots={int(step): flat for step, flat in _named(tensors, "snapshot.").items()},
         )
+        _require_range(state)
+        return state
 
 
 def stored_models(file: Path) -> dict[str, ExperimentConfig]:
@@ -79,7 +90,7 @@ def stored_models(file: Path) -> dict[str, ExperimentConfig]:
     Raises:
         CheckpointError: If the file is cut short or was not written by `write_state`.
     """
-    with resumable(file), _opened(file) as stored:
+    with _opened(file) as stored:
         return _models(stored.metadata())
 
 
@@ -92,7 +103,7 @@ def resumable(file: Path) -> Iterator[None]:
     """
     try:
         yield
-    except (OSError, SafetensorError, KeyError, TypeError, ValueError, RuntimeError) as error:
+    except FAULTS as error:
         reason = one_line(error) if file.exists() else "does not exist"
         raise CheckpointError(
             f"{file}: not a training state that can be resumed ({reason}). Delete it, and its models begin anew "
@@ -100,13 +111,46 @@ def resumable(file: Path) -> Iterator[None]:
         ) from None
 
 
-def _opened(file: Path) -> safe_open:
-    size_of(file)  # a pipe would wait for its writer
-    return safe_open(file, framework="pt")
+@contextmanager
+def _opened(file: Path) -> Iterator[safe_open]:
+    if file.exists():
+        size_of(file)  # a pipe would wait for its writer
+    with resumable(file), safe_open(file, framework="pt") as stored:
+        yield stored
+
+
+def _checksum(metadata: Mapping[str, str], tensors: Mapping[str, Tensor]) -> str:
+    """Digest of all that a state holds."""
+    digest = hashlib.sha256(json.dumps([metadata["step"], metadata["models"]]).encode())
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def _require_range(state: State) -> None:
+    """Refuse steps that the run does not come to, and tensors that do not go together."""
+    train = next(iter(state.models.values())).train
+    if not 0 <= state.step <= train.steps:
+        raise ValueError(f"step must lie in 0 to {train.steps}, got {state.step}")
+    steps = state.rows["step"].tolist()
+    logged = range(0, state.step, train.log_every)
+    if steps != [*logged[: len(steps)], state.step]:
+        raise ValueError(f"rows must be those of the steps up to {state.step}")
+    for name, rows in state.rows.items():
+        if len(rows) != len(steps):
+            raise ValueError(f"rows of {name} must be {len(steps)}, got {len(rows)}")
+    for step, flat in state.snapshots.items():
+        if step > state.step or step not in train.snapshot_steps:
+            raise ValueError(f"a snapshot must be of a step of the run, got {step}")
+        if flat.shape != state.flat.shape:
+            raise ValueError(f"snapshot {step} must have the shape of the weights")
 
 
 def _models(metadata: Mapping[str, str]) -> dict[str, ExperimentConfig]:
     documents = json.loads(metadata["models"])
+    if not isinstance(documents, dict) or not documents:
+        raise ValueError("models must be a JSON object that is not empty")
     return {name: from_dict(document) for name, document in documents.items()}
 
 

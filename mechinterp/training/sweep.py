@@ -7,20 +7,24 @@ configs must equal those asked for. One process at a time trains there.
 
 import itertools
 import json
+import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
+from mechinterp.checkpoints.claims import entries, locked, require_free, settle
 from mechinterp.checkpoints.errors import CheckpointError
-from mechinterp.checkpoints.files import read_json
+from mechinterp.checkpoints.files import delete_leftovers, read_json
+from mechinterp.checkpoints.folders import FILES
 from mechinterp.checkpoints.loading import named_config
 from mechinterp.checkpoints.native import Checkpoint, load
+from mechinterp.checkpoints.tables import require_own_table
 from mechinterp.config import ExperimentConfig, from_dict, override, value_of
 from mechinterp.presets import preset
-from mechinterp.training.lock import locked
 from mechinterp.training.packs import (
+    STATE_NAME,
     Engine,
     is_finished,
     pack_jobs,
@@ -29,6 +33,7 @@ from mechinterp.training.packs import (
     train_here,
 )
 from mechinterp.training.run import Progress
+from mechinterp.training.state import stored_models
 
 ENTRY_FIELDS = ("preset", "config", "set", "grid", "name")
 LOCK = ".lock"
@@ -109,9 +114,11 @@ def train_models(
     """
     run_folder = Path(run_folder)
     with locked(run_folder / LOCK):
-        if not resume:
+        if resume:
+            _require_resumable(models, run_folder)
+        else:
             _require_free(models, run_folder)
-        _delete_leftovers(run_folder)
+        delete_leftovers(run_folder, _is_of_run)
         for name, config in models.items():
             if is_finished(run_folder / name):
                 require_same(run_folder / name, load(run_folder / name).config, config)
@@ -120,7 +127,6 @@ def train_models(
         for outcome in engine(pack_jobs(models, run_folder), on_log):
             steps, seconds = steps + outcome.steps, seconds + outcome.seconds
             diverged |= outcome.diverged
-        _delete_leftovers(run_folder)
         checkpoints = tuple(run_folder / name for name in models if name not in diverged)
         losses = [_final_loss(folder) for folder in checkpoints]
     loss = sum(losses) / len(losses) if losses else float("nan")
@@ -200,7 +206,8 @@ def require_finite(
 
 
 def _require_free(models: Mapping[str, ExperimentConfig], run_folder: Path) -> None:
-    states = [*state_files(run_folder), *run_folder.glob(RESULTS)]
+    table = run_folder / RESULTS
+    states = [*state_files(run_folder), *([table] if os.path.lexists(table) else [])]
     targets = [run_folder / name for name in models]
     occupied = states or [target for target in targets if _is_occupied(target)]
     if occupied:
@@ -209,17 +216,31 @@ def _require_free(models: Mapping[str, ExperimentConfig], run_folder: Path) -> N
         )
 
 
+def _require_resumable(models: Mapping[str, ExperimentConfig], run_folder: Path) -> None:
+    """Refuse names that the run will write and that are somebody else's; half-written checkpoints are deleted."""
+    require_own_table(run_folder / RESULTS)
+    started = {name for file in state_files(run_folder) for name in stored_models(file)}
+    for name in models:
+        target = run_folder / name
+        settle(target)
+        if is_finished(target):
+            continue
+        if name in started:
+            require_free(target, FILES)
+        elif _is_occupied(target):
+            there = [entry for entry in entries(target) if entry != LOCK]
+            found = f"already holds {there[0]}, which is" if there else "is a file and"
+            raise CheckpointError(f"{target}: {found} not of this run; it is not overwritten.")
+
+
+def _is_of_run(name: str) -> bool:
+    return name in (LOCK, RESULTS) or STATE_NAME.fullmatch(name) is not None
+
+
 def _is_occupied(target: Path) -> bool:
     if not target.is_dir():
-        return target.exists()
-    return any(entry.name != LOCK for entry in target.iterdir())
-
-
-def _delete_leftovers(run_folder: Path) -> None:
-    """Delete temporary files of processes that were killed while they wrote."""
-    for folder in (".", "*", "*/snapshots"):
-        for file in run_folder.glob(f"{folder}/.*.[0-9]*.tmp"):
-            file.unlink()
+        return os.path.lexists(target)
+    return any(entry != LOCK for entry in entries(target))
 
 
 def _final_loss(folder: Path) -> float:

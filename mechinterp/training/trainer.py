@@ -14,7 +14,7 @@ from mechinterp.icl.prompts import Prompts, generator_for
 from mechinterp.models.functional import AttentionWeights, stack
 from mechinterp.models.weights import weights_of_layer
 from mechinterp.training.batches import batch_chunks
-from mechinterp.training.run import Run, TrainedModel, own, views
+from mechinterp.training.run import Run, TrainedModel, own, require_like, views
 from mechinterp.training.state import read_state, resumable
 from mechinterp.training.step import initial_weights, loss_and_gradients, membership
 
@@ -65,12 +65,11 @@ class Pack(Run[AttentionWeights]):
         state = read_state(file)
         with resumable(file):
             pack = cls(state.models, device=device)
-            pack.step, pack.rows = state.step, state.rows
+            pack._resume(state)
             pack.n_updates.fill_(pack.step)
-            pack.flat.copy_(state.flat)
             for name, moment in pack.moments.items():
+                require_like(name, state.moments[name], moment)
                 moment.copy_(state.moments[name])
-        pack.snapshots = {step: flat.to(pack.device) for step, flat in state.snapshots.items()}
         return pack
 
     def results(self) -> dict[str, TrainedModel]:

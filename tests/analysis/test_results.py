@@ -8,6 +8,7 @@ import pytest
 
 from mechinterp.analysis.results import sweep_frame, write_results
 from mechinterp.checkpoints.errors import CheckpointError
+from mechinterp.checkpoints.folders import COLUMNS
 from mechinterp.checkpoints.native import save
 from mechinterp.config import ExperimentConfig, TaskConfig, override, value_of
 from mechinterp.models.constructions import debiased_gradient_step, kernel_head, zero_head
@@ -27,7 +28,9 @@ MODELS = {
 def run_folder(tmp_path: Path) -> Path:
     """Three heads of which two make a step of size 0.88, and a kernel head, with the history of the first."""
     step = stack([debiased_gradient_step(0.88, 0.02, d_x=5), zero_head(d_x=5)])
-    history = pd.DataFrame({"step": [0, 7], "loss": [float("nan"), 0.25], "eval_loss": [1.0, 0.5]})
+    columns = {"step": [0, 7], "head": [0, 0]} | {name: [0.0, 0.0] for name in COLUMNS}
+    losses = {"loss": [float("nan"), 0.25], "eval_loss": [1.0, 0.5]}
+    history = pd.DataFrame(columns | losses)
     save(tmp_path / "step", MODELS["step"], step, step=7, history=history)
     save(tmp_path / "kernel", MODELS["kernel"], kernel_head(omega=0.5, mu=1.5, d_x=5), step=9)
     return tmp_path

@@ -9,13 +9,14 @@ import torch
 
 from mechinterp.checkpoints.errors import CheckpointError
 from mechinterp.checkpoints.exchange import hooked_state
+from mechinterp.checkpoints.folders import COLUMNS
 from mechinterp.checkpoints.loading import checkpoint_paths, convert, load, read_task
 from mechinterp.checkpoints.native import save
 from mechinterp.config import ExperimentConfig, TaskConfig
 from mechinterp.training.step import initial_weights
 
 CONFIG = ExperimentConfig()
-HISTORY = pd.DataFrame({"step": [0], "eval_loss": [0.5]})
+HISTORY = pd.DataFrame({"step": [0], "head": [0], **{name: [0.5] for name in COLUMNS}})
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from mechinterp.checkpoints.errors import CheckpointError
 from mechinterp.checkpoints.files import write_atomically
-from mechinterp.checkpoints.folders import git_commit, write_tensors
+from mechinterp.checkpoints.folders import git_commit
 from mechinterp.checkpoints.native import load, save
 from mechinterp.checkpoints.native_tensors import state_dict
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig, TrainConfig
@@ -304,12 +304,10 @@ def test_a_place_that_cannot_be_written_is_refused(tmp_path: Path):
     assert "\n" not in str(error.value)
 
 
-def test_a_folder_without_config_is_unfinished_and_can_be_saved_again(folder: Path):
+def test_a_folder_without_config_is_no_checkpoint(folder: Path):
     (folder / "config.json").unlink()
     with pytest.raises(CheckpointError, match=r"has no config\.json"):
         load(folder)
-    save(folder, CONFIG, initial_weights(CONFIG), step=7)
-    assert load(folder).step == 7
 
 
 def test_config_is_written_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -320,12 +318,12 @@ def test_config_is_written_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     weights, history = initial_weights(CONFIG), pd.DataFrame({"step": [0]})
     with pytest.raises(CheckpointError, match=r"model: cannot be written \(disk full\)"):
         save(tmp_path / "model", CONFIG, weights, step=0, history=history, snapshots={0: weights})
-    assert not (tmp_path / "model" / "config.json").exists()
+    assert not (tmp_path / "model").exists()
 
 
 def test_a_write_that_fails_half_way_leaves_the_old_file(tmp_path: Path):
     file = tmp_path / "weights.safetensors"
-    write_tensors(file, state_dict(weights_of_layer(initial_weights(CONFIG))))
+    save_file(state_dict(weights_of_layer(initial_weights(CONFIG))), file)
     before = file.read_bytes()
 
     def fail_half_way(target: Path):

@@ -121,6 +121,7 @@ def signatures() -> dict[str, str]:
     return {
         name: _text(_without_types(signature(getattr(mechinterp, name))))
         for name in mechinterp.__all__
+        if name != "__version__"
     }
 
 

@@ -265,12 +265,14 @@ def test_the_first_row_of_a_history_has_no_training_loss(page: Page):
 
 def test_a_report_is_not_overwritten_unless_asked(tmp_path: Path):
     checkpoint, _ = write(tmp_path, "one", kernel_head(0.5, 1.5, d_x=5))
-    for file in (tmp_path / "report").iterdir():
+    for file in (tmp_path / "report").glob("*.csv"):
         file.write_text("mine")
+    page = (tmp_path / "report" / PAGE).read_text()
     with pytest.raises(ValueError, match="already exists and is not overwritten") as error:
         write_report(checkpoint, tmp_path / "report", n_prompts=N_PROMPTS)
     assert str(error.value).startswith(str(tmp_path / "report"))
-    assert {file.read_text() for file in (tmp_path / "report").iterdir()} == {"mine"}
+    assert {file.read_text() for file in (tmp_path / "report").glob("*.csv")} == {"mine"}
+    assert (tmp_path / "report" / PAGE).read_text() == page
     written = write_report(
         checkpoint, str(tmp_path / "report"), n_prompts=N_PROMPTS, overwrite=True
     )

@@ -1,5 +1,6 @@
 """Packs: what trains together is decided by the configs and a constant, and a job can be run again."""
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from mechinterp.presets import preset
 from mechinterp.training.packs import PACK_HEADS, PackJob, pack_jobs, packs, train_here, train_job
 from mechinterp.training.sweep import train_models
 from mechinterp.training.trainer import Pack
+from tests.checkpoints.killed import killed_while_writing
 from tests.conftest import assert_same
 
 SMALL = ExperimentConfig(
@@ -90,7 +92,8 @@ def test_a_job_that_is_run_again_does_no_work_twice(tmp_path: Path):
     assert (first.steps, first.diverged) == (20, {})
     finals = [load(tmp_path / name).history["eval_loss"].iloc[-1] for name in MODELS]
     assert first.loss == pytest.approx(sum(finals) / 3)
-    (tmp_path / "s2" / "config.json").unlink()
+    shutil.rmtree(tmp_path / "s2")
+    killed_while_writing(tmp_path / "s2")
     seen = []
     assert train_job(job, seen.append).steps == 20
     assert [progress.n_models for progress in seen] == [1, 1]

@@ -15,7 +15,9 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
+from mechinterp.checkpoints.claims import locked
 from mechinterp.checkpoints.errors import CheckpointError
+from mechinterp.checkpoints.files import MACHINE
 from mechinterp.checkpoints.native import Checkpoint, load, save
 from mechinterp.config import (
     ExperimentConfig,
@@ -26,10 +28,10 @@ from mechinterp.config import (
 )
 from mechinterp.presets import preset
 from mechinterp.training import run
-from mechinterp.training.lock import locked
 from mechinterp.training.run import Progress
 from mechinterp.training.sweep import LOCK, RESULTS, load_sweep, require_finite, train_models
 from mechinterp.training.trainer import Pack
+from tests.checkpoints.killed import killed_while_writing
 from tests.conftest import assert_same
 
 SMALL = ExperimentConfig(
@@ -234,7 +236,7 @@ def test_a_second_process_on_a_run_folder_is_refused(tmp_path: Path):
     code = f"""
 import time
 from pathlib import Path
-from mechinterp.training.lock import locked
+from mechinterp.checkpoints.claims import locked
 with locked(Path({str(tmp_path / LOCK)!r})):
     print("held", flush=True)
     time.sleep(60)
@@ -282,11 +284,11 @@ def test_a_folder_that_cannot_be_locked_is_named(tmp_path: Path):
 
 def test_temporary_files_of_killed_processes_are_deleted(tmp_path: Path, finished: Path):
     stop_at_step_10(MODELS, tmp_path)
-    (tmp_path / "one" / "snapshots").mkdir(parents=True)
-    leftovers = [".training-0.safetensors.71.tmp", "one/.config.json.7.tmp"]
-    leftovers += ["one/snapshots/.10.safetensors.7.tmp"]
-    for name in leftovers:
-        (tmp_path / name).write_bytes(b"half")
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    mark = f"{MACHINE}-{ended.pid}-01234567"
+    (tmp_path / f".training-0.safetensors.{mark}.tmp").write_bytes(b"half")
+    killed_while_writing(tmp_path / "one")
     train_models(MODELS, tmp_path, resume=True)
     assert set(contents(tmp_path)) == set(contents(finished))
 
@@ -338,8 +340,7 @@ def test_a_run_killed_while_it_wrote_its_checkpoints_goes_on(tmp_path: Path, fin
     trained = pack.results()["two"]
     parts = {"step": 20, "history": trained.history, "snapshots": trained.snapshots}
     save(tmp_path / "two", SMALL, trained.weights, **parts)
-    (tmp_path / "one").mkdir()
-    (tmp_path / "one" / "model.safetensors").write_bytes(b"half of it")
+    killed_while_writing(tmp_path / "one")
     before = contents(tmp_path / "two")
     summary = train_models(MODELS, tmp_path, resume=True)
     assert summary.steps == 20  # those of "longer"

@@ -1,10 +1,13 @@
 """Packs: they resume to the same bits, log what they say they log, and train as plain PyTorch does."""
 
+import os
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import save_file
 
 from mechinterp.checkpoints.errors import CheckpointError
@@ -314,3 +317,107 @@ def test_a_bad_state_file_is_refused_on_one_line(tmp_path: Path, spoil):
     assert message.startswith(f"{file}: not a training state that can be resumed (")
     assert "\n" not in message
     assert ("does not exist" in message) == (spoil is spoil_nothing)
+
+
+def test_a_flipped_bit_in_a_state_is_refused(tmp_path: Path):
+    """Every bit that says something; those that do not, such as blanks, may change nothing."""
+    file, pack = tmp_path / "training-0.safetensors", Pack(MODELS)
+    pack.advance()
+    pack.save(file)
+    whole, generator = file.read_bytes(), torch.Generator().manual_seed(0)
+    start = 8 + int.from_bytes(whole[:8], "little")
+    for place in torch.randint(start, len(whole), (40,), generator=generator).tolist():
+        damaged = bytearray(whole)
+        damaged[place] ^= 1
+        file.write_bytes(damaged)
+        with pytest.raises(CheckpointError, match=r"its checksum is not that of what it holds"):
+            Pack.restore(file)
+    for place in torch.randint(0, start, (200,), generator=generator).tolist():
+        damaged = bytearray(whole)
+        damaged[place] ^= 1
+        file.write_bytes(damaged)
+        with suppress(CheckpointError):
+            again = Pack.restore(file)
+            assert again.models == pack.models
+            assert again.step == pack.step
+            assert torch.equal(again.flat, pack.flat)
+
+
+def wrong_step(pack: Pack):
+    pack.step = 999_999_999
+
+
+def step_between_rows(pack: Pack):
+    pack.step = 11
+
+
+def fewer_rows(pack: Pack):
+    pack.rows["mu"] = pack.rows["mu"][1:]
+
+
+def no_rows_of_one_kind(pack: Pack):
+    del pack.rows["mu"]
+
+
+def wrong_row_shape(pack: Pack):
+    pack.rows["mu"] = pack.rows["mu"][:, :1]
+
+
+def one_weight_for_all(pack: Pack):
+    pack.flat, pack.snapshots = torch.zeros(()), {}
+
+
+def one_moment_for_all(pack: Pack):
+    pack._moments["exp_avg"] = torch.zeros(1)
+
+
+def late_snapshot(pack: Pack):
+    pack.snapshots[20] = pack.flat.clone()
+
+
+def short_snapshot(pack: Pack):
+    pack.snapshots[0] = pack.flat[:3].clone()
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (wrong_step, "step must lie in 0 to 25, got 999999999"),
+        (step_between_rows, "rows must be those of the steps up to 11"),
+        (fewer_rows, "rows of mu must be 2, got 1"),
+        (no_rows_of_one_kind, "rows must be of step, loss, "),
+        (wrong_row_shape, "rows of mu must have shape"),
+        (one_weight_for_all, "weights must have shape"),
+        (one_moment_for_all, "exp_avg must have shape"),
+        (late_snapshot, "a snapshot must be of a step of the run, got 20"),
+        (short_snapshot, "snapshot 0 must have the shape of the weights"),
+    ],
+)
+def test_a_state_that_says_what_cannot_be_is_refused(tmp_path: Path, change, words: str):
+    file, pack = tmp_path / "training-0.safetensors", Pack(MODELS)
+    pack.advance()
+    change(pack)
+    pack.save(file)
+    with pytest.raises(CheckpointError, match=words) as error:
+        Pack.restore(file)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("kind", ["folder", "pipe"])
+def test_a_state_is_a_regular_file(tmp_path: Path, kind: str):
+    file = tmp_path / "training-0.safetensors"
+    file.mkdir() if kind == "folder" else os.mkfifo(file)
+    with pytest.raises(CheckpointError, match="not a regular file"):
+        Pack.restore(file)
+
+
+def test_a_state_without_a_checksum_is_refused(tmp_path: Path):
+    file = tmp_path / "training-0.safetensors"
+    Pack(MODELS).save(file)
+    with safe_open(file, framework="pt") as stored:
+        metadata = stored.metadata()
+        tensors = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118
+    del metadata["checksum"]
+    save_file(tensors, file, metadata=metadata)
+    with pytest.raises(CheckpointError, match="without a checksum"):
+        Pack.restore(file)

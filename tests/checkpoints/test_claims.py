@@ -1,0 +1,197 @@
+"""Nothing of the user's is replaced or deleted, whoever writes, fails or is killed in between."""
+
+import os
+import re
+import subprocess
+import threading
+from pathlib import Path
+
+import pytest
+
+from mechinterp.checkpoints.claims import CLAIM, MARK, claimed, locked, settle
+from mechinterp.checkpoints.errors import CheckpointError
+from mechinterp.checkpoints.files import MACHINE, delete_leftovers, write_atomically, write_new
+from tests.checkpoints.killed import killed_while_writing
+
+
+def text(words: str):
+    return lambda file: file.write_text(words)
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*"))
+
+
+@pytest.mark.parametrize("kind", ["file", "folder", "link", "dangling link", "pipe"])
+def test_a_new_file_replaces_nothing(tmp_path: Path, kind: str):
+    path, other = tmp_path / "new.csv", tmp_path / "other"
+    other.write_text("mine")
+    make = {
+        "file": lambda: path.write_text("mine"),
+        "folder": path.mkdir,
+        "link": lambda: path.symlink_to(other),
+        "dangling link": lambda: path.symlink_to(tmp_path / "nowhere"),
+        "pipe": lambda: os.mkfifo(path),
+    }
+    make[kind]()
+    before = path.lstat().st_ino
+    with pytest.raises(CheckpointError, match=r"new\.csv: already exists; it is not overwritten\."):
+        write_new(path, text("ours"))
+    assert (path.lstat().st_ino, other.read_text()) == (before, "mine")
+    assert names(tmp_path) == ["new.csv", "other"]
+
+
+@pytest.mark.parametrize("content", ["", "mine", MARK[:-1]])
+def test_a_lock_that_is_not_ours_is_refused_and_left(tmp_path: Path, content: str):
+    file = tmp_path / ".lock"
+    file.write_text(content)
+    with (
+        pytest.raises(CheckpointError, match=r"\.lock: must be a lock of this package"),
+        locked(file),
+    ):
+        pass
+    assert file.read_text() == content
+    file.unlink()
+    file.symlink_to(tmp_path / "target")
+    (tmp_path / "target").write_text(MARK)
+    with pytest.raises(CheckpointError, match=r"\.lock: cannot be locked"), locked(file):
+        pass
+    assert file.is_symlink()
+    assert names(tmp_path) == [".lock", "target"]
+
+
+def test_a_lock_that_somebody_replaced_meanwhile_is_left(tmp_path: Path):
+    file = tmp_path / ".lock"
+    with locked(file):
+        file.rename(tmp_path / "moved")
+        file.write_text("mine")
+    assert file.read_text() == "mine"
+
+
+def test_temporary_files_are_deleted_of_ended_processes_only(tmp_path: Path):
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    kept = [
+        f".a.{MACHINE}-{os.getpid()}-0123abcd.tmp",  # of this process, which runs
+        f".a.{MACHINE}-1-0123abcd.tmp",
+        f".a.000000-{ended.pid}-0123abcd.tmp",  # of another machine
+        f".b.{MACHINE}-{ended.pid}-0123abcd.tmp",  # of a name that is not asked for
+        f".a.{ended.pid}.tmp",  # not our mark
+        f".a.{MACHINE}-{ended.pid}-0123abc.tmp",
+    ]
+    for name in [*kept, f".a.{MACHINE}-{ended.pid}-0123abcd.tmp"]:
+        (tmp_path / name).write_text("x")
+    delete_leftovers(tmp_path, "a".__eq__)
+    assert names(tmp_path) == sorted(kept)
+
+
+def test_the_name_of_a_temporary_file_is_one_that_would_be_deleted(tmp_path: Path):
+    seen = []
+    write_atomically(tmp_path / "a", lambda file: seen.append(file.name) or file.write_text("x"))
+    assert re.fullmatch(rf"\.a\.{MACHINE}-{os.getpid()}-[0-9a-f]{{8}}\.tmp", seen[0])
+
+
+def test_a_claim_refuses_a_folder_that_is_not_empty(tmp_path: Path):
+    (tmp_path / "notes.txt").write_text("mine")
+    with (
+        pytest.raises(CheckpointError, match=f"{tmp_path}: already holds notes.txt; it is not"),
+        claimed(tmp_path, last="z"),
+    ):
+        pass
+    with claimed(tmp_path, last="z", names=["a", "z"]) as claim:
+        claim.write("a", text("a"))
+        (tmp_path / "z").write_text("mine")  # it came meanwhile
+        with pytest.raises(CheckpointError, match="z: already exists; it is not overwritten"):
+            claim.write("z", text("z"))
+    with (
+        pytest.raises(CheckpointError, match="already holds a;"),
+        claimed(tmp_path, last="z", names=["a", "z"]),
+    ):
+        pass
+    assert (tmp_path / "z").read_text() == "mine"
+    assert names(tmp_path) == ["a", "notes.txt", "z"]
+
+
+def test_a_claim_that_fails_deletes_what_it_made_and_no_more(tmp_path: Path):
+    def fail(folder: Path):
+        with claimed(folder, last="z", names=["a", "z"]) as claim:
+            claim.write("snapshots/1", text("x"))
+            claim.write("a", text("x"))
+            raise KeyboardInterrupt
+
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there" / "notes.txt").write_text("mine")
+    for folder in ("new", "there"):
+        with pytest.raises(KeyboardInterrupt):
+            fail(tmp_path / folder)
+    assert names(tmp_path) == ["there", "there/notes.txt"]
+
+
+def test_one_of_several_that_claim_a_folder_at_once_gets_it(tmp_path: Path):
+    start, ends = threading.Barrier(3), []
+
+    def work(name: str):
+        start.wait()
+        try:
+            with claimed(tmp_path / "out", last="z") as claim:
+                claim.write("a", text(name))
+                claim.write("z", text(name))
+            ends.append(name)
+        except CheckpointError as error:
+            ends.append(str(error))
+
+    threads = [threading.Thread(target=work, args=(name,)) for name in "123"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=30)
+    (winner,) = [end for end in ends if end in "123"]
+    assert all(f"{tmp_path / 'out'}: " in end for end in ends if end != winner)
+    assert names(tmp_path / "out") == ["a", "z"]
+    assert (tmp_path / "out" / "z").read_text() == winner
+
+
+def test_what_a_killed_process_left_half_written_is_no_obstacle(tmp_path: Path):
+    folder = tmp_path / "u"
+    killed_while_writing(folder)
+    (folder / "snapshots" / "notes.txt").write_text("mine")
+    settle(folder)
+    assert names(folder) == ["snapshots", "snapshots/notes.txt"]
+    (folder / "snapshots" / "notes.txt").unlink()
+    (folder / "snapshots").rmdir()
+    killed_while_writing(folder)
+    with claimed(folder, last="config.json") as claim:
+        claim.write("config.json", text("{}"))
+    assert names(folder) == ["config.json"]
+
+
+def test_what_was_whole_when_its_process_was_killed_stays(tmp_path: Path):
+    killed_while_writing(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    settle(tmp_path)
+    assert {"config.json", "model.safetensors", "snapshots/10.safetensors"} <= set(names(tmp_path))
+    assert not (tmp_path / CLAIM).exists()
+
+
+def test_a_claim_from_elsewhere_deletes_nothing_outside_its_folder(tmp_path: Path):
+    folder = tmp_path / "u"
+    folder.mkdir()
+    (tmp_path / "mine").write_text("mine")
+    (folder / "link").symlink_to(tmp_path)
+    listed = ["../mine", str(tmp_path / "mine"), "link/mine", "..", ".", "a/../../mine", "a/.."]
+    (folder / CLAIM).write_text(MARK + "\n".join(["z", *listed]) + "\n")
+    settle(folder)
+    assert names(tmp_path) == ["mine", "u", "u/link"]
+
+
+def test_an_earlier_result_of_ours_is_replaced(tmp_path: Path):
+    (tmp_path / "a").write_text("old")
+    (tmp_path / "notes").write_text("mine")
+    with claimed(tmp_path, last="z", names=["a", "z"], replaced=["a"]) as claim:
+        claim.write("a", text("new"))
+        claim.write("z", text("new"))
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {
+        "a": "new",
+        "notes": "mine",
+        "z": "new",
+    }
