@@ -1,4 +1,4 @@
-"""The folder of a checkpoint: config.json, model.safetensors, history.parquet, snapshots/.
+"""The folder of a checkpoint: config.json, model.safetensors, history.parquet, snapshots.safetensors.
 
 Nothing in it is ever run as code.
 """
@@ -13,9 +13,10 @@ from pathlib import Path
 
 import pandas as pd
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from mechinterp.checkpoints.archives import read_arrays
 from mechinterp.checkpoints.claims import claimed, require_free, settle
 from mechinterp.checkpoints.errors import CheckpointError, one_line
 from mechinterp.checkpoints.files import fill_with_tensors, read_json
@@ -25,8 +26,10 @@ from mechinterp.version import __version__
 
 FORMAT_VERSION = 1
 WEIGHTS = "model.safetensors"
-FILES = ("config.json", WEIGHTS, "history.parquet", "snapshots")
-"""What a checkpoint folder holds."""
+SNAPSHOTS = "snapshots.safetensors"
+STEP = "step"
+FILES = ("config.json", WEIGHTS, "history.parquet", SNAPSHOTS, "snapshots")
+"""What a checkpoint folder holds; "snapshots" is of versions before this one."""
 COLUMNS = ("loss", "eval_loss", "omega", "mu", "qk_diagonal", "ov_last_entry")
 DEEP_COLUMNS = ("loss", "eval_loss", "qk_norm", "ov_norm")
 """What a history holds beside step, head and, in the latter, layer."""
@@ -130,9 +133,10 @@ def read_history(path: Path, config: ExperimentConfig, step: int) -> pd.DataFram
         return None
     model = config.model
     last = {"step": step, "head": model.n_heads - 1}
-    if model.context_only:
+    by_layers = not config.trains_compiled
+    if by_layers:
         last["layer"] = model.n_layers - 1
-    measured = DEEP_COLUMNS if model.context_only else COLUMNS
+    measured = DEEP_COLUMNS if by_layers else COLUMNS
     history = read_numbers(file, dict.fromkeys(last, "integer") | dict.fromkeys(measured, "float"))
     for name, bound in last.items():
         for found in (int(history[name].min()), int(history[name].max())):
@@ -143,10 +147,61 @@ def read_history(path: Path, config: ExperimentConfig, step: int) -> pd.DataFram
     return history
 
 
-def snapshot_files(path: Path) -> dict[int, Path]:
-    """The files of weights during training, by step."""
+def read_snapshots(path: Path) -> dict[int, tuple[Path, dict[str, Tensor]]]:
+    """Tensors during training by step, with the file that holds them; in older folders one file per step.
+
+    Raises:
+        CheckpointError: If there are some that cannot be read.
+    """
+    file = path / SNAPSHOTS
+    if file.exists():
+        return {step: (file, tensors) for step, tensors in _unstacked(file).items()}
     files = (f for f in (path / "snapshots").glob("*.safetensors") if f.stem.isdigit())
-    return dict(sorted((int(file.stem), file) for file in files))
+    by_step = sorted((int(file.stem), file) for file in files)
+    return {step: (file, read_arrays(file)) for step, file in by_step}
+
+
+def _stacked(snapshots: Mapping[int, dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Snapshots as tensors of one file: [step, ...] by name, and the steps."""
+    steps = sorted(snapshots)
+    names = snapshots[steps[0]]
+    rows = {name: torch.stack([snapshots[step][name] for step in steps]) for name in names}
+    return {STEP: torch.tensor(steps)} | rows
+
+
+def _unstacked(file: Path) -> dict[int, dict[str, Tensor]]:
+    """The inverse of `_stacked`, whatever the size of the file: a long run has many snapshots."""
+    size_of(file)  # a pipe would wait for its writer
+    try:
+        with safe_open(file, framework="pt") as stored:
+            # What safe_open gives is no dictionary: it has keys() but cannot be iterated over.
+            tensors = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(
+            f"{file}: not a readable safetensors file ({one_line(error)})."
+        ) from None
+    steps = tensors.pop(STEP, torch.zeros(()))
+    if steps.dtype != torch.int64 or steps.ndim != 1:
+        raise CheckpointError(f"{file}: {STEP} must hold whole numbers, one for each snapshot.")
+    numbers = steps.tolist()
+    if numbers != sorted({number for number in numbers if number >= 0}):
+        raise CheckpointError(f"{file}: {STEP} must rise from 0 or later, got {numbers}.")
+    for name, tensor in tensors.items():
+        if tensor.shape[:1] != steps.shape:
+            raise CheckpointError(
+                f"{file}: {name} must have {len(numbers)} rows, one for each step, "
+                f"got shape {tuple(tensor.shape)}."
+            )
+    return {
+        step: {name: _copied(tensor[row]) for name, tensor in tensors.items()}
+        for row, step in enumerate(numbers)
+    }
+
+
+def _copied(row: Tensor) -> Tensor:
+    """A copy, for a part of the whole would keep all of it in memory; as wide as `read_arrays` gives it."""
+    narrow = row.is_floating_point() and row.element_size() < 4
+    return row.float() if narrow else row.clone()
 
 
 def require_new(path: Path) -> None:
@@ -182,10 +237,8 @@ def write_folder(
     text = json.dumps(document, indent=2) + "\n"
     try:
         with claimed(path, last="config.json", names=FILES if shared else None) as claim:
-            for step, snapshot in snapshots.items():
-                claim.write(
-                    f"snapshots/{step}.safetensors", partial(fill_with_tensors, tensors=snapshot)
-                )
+            if snapshots:
+                claim.write(SNAPSHOTS, partial(fill_with_tensors, tensors=_stacked(snapshots)))
             claim.write(WEIGHTS, partial(fill_with_tensors, tensors=tensors))
             if history is not None:
                 claim.write("history.parquet", partial(history.to_parquet, index=False))

@@ -20,7 +20,7 @@ from mechinterp.checkpoints.folders import (
     document_of,
     read_document,
     read_history,
-    snapshot_files,
+    read_snapshots,
     write_folder,
 )
 from mechinterp.checkpoints.native_tensors import require_fit, state_dict, weights_from
@@ -81,8 +81,8 @@ class Checkpoint:
     def snapshots(self) -> dict[int, Weights]:
         """Weights during training, by step."""
         return {
-            step: weights_from(read_arrays(file), self.config, file)
-            for step, file in snapshot_files(self.path).items()
+            step: weights_from(tensors, self.config, file)
+            for step, (file, tensors) in read_snapshots(self.path).items()
         }
 
     @cached_property

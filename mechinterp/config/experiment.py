@@ -71,7 +71,7 @@ class ExperimentConfig:
                 f"task.context_length must be <= {most}, all that {model.n_positions} positions have "
                 f"room for, got {task.context_length}."
             )
-        if model.trains_compiled:
+        if self.trains_compiled:
             self._check_unused()
         shortest = self.train.shortest_context
         if shortest is not None and shortest > task.context_length:
@@ -119,6 +119,12 @@ class ExperimentConfig:
     def d_head(self) -> int:
         """Width of a head, with the default filled in."""
         return self.model.head_width(self.task.d_x, self.task.d_y)
+
+    @property
+    def trains_compiled(self) -> bool:
+        """Whether the compiled step or the closed forms of linear attention train it, rather than autograd."""
+        merged_by_adam = self.model.merged_qk and self.train.optimizer == "adam"
+        return self.model.trains_compiled and not merged_by_adam
 
     @property
     def longest_context(self) -> int | None:

@@ -32,12 +32,12 @@ class TrainConfig:
     init_std: float | None = None
     """Standard deviation of the initial v, K, Q or U of linear attention; None: PyTorch's default."""
     shortest_context: int | None = None
-    """Contexts of a step of a context-only model have one length, uniform from this one to task.context_length;
+    """Contexts of a step of a model that autograd trains have one length, uniform from this one to task.context_length;
     None: task.context_length."""
     cosine: bool = False
-    """Whether the step size of a context-only model falls to 0 along half a cosine, instead of staying."""
+    """Whether the step size of a model that autograd trains falls to 0 along half a cosine, instead of staying."""
     clip_norm: float | None = None
-    """Largest norm of a gradient of a context-only model, longer ones are shortened to it; None: any."""
+    """Largest norm of a gradient of a model that autograd trains, longer ones are shortened to it; None: any."""
 
     def __post_init__(self) -> None:
         set_checked(self, "train")

@@ -65,8 +65,7 @@ def shares_a_pack(config: ExperimentConfig) -> bool:
         >>> shares_a_pack(ExperimentConfig())
         True
     """
-    model = config.model
-    return config.train.optimizer == "adam" and model.trains_compiled and not model.merged_qk
+    return config.train.optimizer == "adam" and config.trains_compiled
 
 
 def packs(models: Mapping[str, ExperimentConfig]) -> list[dict[str, ExperimentConfig]]:

@@ -1,0 +1,136 @@
+"""Snapshots lie in one file, [step, ...] by name; folders with a file per step are still read."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from mechinterp.checkpoints.errors import CheckpointError
+from mechinterp.checkpoints.native import Checkpoint, load
+from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig, TrainConfig
+from mechinterp.training.sweep import train
+from tests.conftest import assert_same
+
+CONFIG = ExperimentConfig(
+    task=TaskConfig(d_x=2, context_length=4),
+    model=ModelConfig(n_layers=2, n_heads=1, d_mlp=3),
+    train=TrainConfig(steps=10, batch_size=8, log_every=5, snapshot_every=4, n_eval_prompts=8),
+)
+
+
+@pytest.fixture
+def trained(tmp_path: Path) -> Checkpoint:
+    return train(CONFIG, out=tmp_path / "model")
+
+
+def snapshot_file(checkpoint: Checkpoint) -> Path:
+    return checkpoint.path / "snapshots.safetensors"
+
+
+def test_a_run_leaves_one_file_of_snapshots(trained: Checkpoint):
+    names = {"config.json", "history.parquet", "model.safetensors", "snapshots.safetensors"}
+    assert {file.name for file in trained.path.iterdir()} == names
+    stored = load_file(snapshot_file(trained))
+    assert stored.pop("step").tolist() == [0, 4, 8]
+    assert stored.keys() == trained.weights.tensors.keys()
+    assert list(trained.snapshots) == [0, 4, 8]
+    for row, weights in enumerate(trained.snapshots.values()):
+        for name, tensor in weights.tensors.items():
+            assert torch.equal(tensor, stored[name][row])
+            assert tensor.untyped_storage().nbytes() == tensor.nbytes  # and not all steps of it
+    assert_same(train(short(8), out=trained.path.parent / "8").weights, trained.snapshots[8])
+
+
+def short(steps: int) -> ExperimentConfig:
+    values = CONFIG.to_json().replace('"steps": 10', f'"steps": {steps}')
+    return ExperimentConfig.from_json(values)
+
+
+def test_a_folder_with_a_file_per_step_is_still_read_and_saved_as_one_file(trained: Checkpoint):
+    (trained.path / "snapshots").mkdir()
+    for step, weights in trained.snapshots.items():
+        save_file(dict(weights.tensors), trained.path / "snapshots" / f"{step}.safetensors")
+    snapshot_file(trained).unlink()
+    old = load(trained.path)
+    again = trained.path.parent / "again"
+    old.save_pretrained(again)
+    assert (again / "snapshots.safetensors").is_file()
+    assert not (again / "snapshots").exists()
+    for found in (old, load(again)):
+        assert list(found.snapshots) == [0, 4, 8]
+        for step, weights in trained.snapshots.items():
+            assert_same(found.snapshots[step], weights)
+
+
+def test_a_model_without_snapshots_has_no_such_file(trained: Checkpoint):
+    snapshot_file(trained).unlink()
+    bare = load(trained.path)
+    assert bare.snapshots == {}
+    bare.save_pretrained(trained.path.parent / "bare")
+    assert not (trained.path.parent / "bare" / "snapshots.safetensors").exists()
+
+
+def test_narrow_numbers_are_widened_as_those_of_the_model_are(trained: Checkpoint):
+    spoil(trained, lambda found: {n: t if n == "step" else t.half() for n, t in found.items()})
+    assert load(trained.path).snapshots[4].dtype == torch.float32
+
+
+def spoil(trained: Checkpoint, change: Callable[[dict[str, Tensor]], dict[str, Tensor]]):
+    found = change(load_file(snapshot_file(trained)))
+    save_file(found, snapshot_file(trained))
+
+
+W_V = "blocks.0.attn.W_V"
+FAULTS = {
+    "no steps": (lambda found: found.pop("step"), "step must hold whole numbers, one for each"),
+    "broken steps": (
+        lambda found: found.update(step=torch.rand(3)),
+        "step must hold whole numbers, one for each",
+    ),
+    "falling steps": (
+        lambda found: found.update(step=torch.tensor([0, 8, 4])),
+        r"step must rise from 0 or later, got \[0, 8, 4\]",
+    ),
+    "negative step": (
+        lambda found: found.update(step=torch.tensor([-4, 0, 4])),
+        r"step must rise from 0 or later, got \[-4, 0, 4\]",
+    ),
+    "rows": (
+        lambda found: found.update({W_V: found[W_V][:2].clone()}),
+        r"blocks\.0\.attn\.W_V must have 3 rows, one for each step, got shape \(2, 1, 3, 3\)",
+    ),
+    "shape": (
+        lambda found: found.update({W_V: torch.ones(3, 1, 3, 4)}),
+        r"blocks\.0\.attn\.W_V must have shape \(1, 3, 3\), got \(1, 3, 4\)",
+    ),
+    "missing": (lambda found: found.pop(W_V), r"blocks\.0\.attn\.W_V is missing"),
+    "not finite": (
+        lambda found: found[W_V].fill_(torch.nan),
+        r"blocks\.0\.attn\.W_V must hold finite numbers, got 9 NaN",
+    ),
+}
+
+
+@pytest.mark.parametrize(("change", "message"), FAULTS.values(), ids=FAULTS)
+def test_bad_snapshots_are_refused_in_one_line(trained: Checkpoint, change, message: str):
+    def changed(found: dict[str, Tensor]) -> dict[str, Tensor]:
+        change(found)
+        return found
+
+    spoil(trained, changed)
+    with pytest.raises(CheckpointError, match=rf"snapshots\.safetensors: {message}") as error:
+        _ = load(trained.path).snapshots
+    assert "\n" not in str(error.value)
+
+
+def test_a_file_that_is_none_is_refused(trained: Checkpoint):
+    snapshot_file(trained).write_bytes(snapshot_file(trained).read_bytes()[:-10])
+    with pytest.raises(CheckpointError, match=r"snapshots\.safetensors: not a readable safetens"):
+        _ = load(trained.path).snapshots
+    snapshot_file(trained).unlink()
+    snapshot_file(trained).mkdir()
+    with pytest.raises(CheckpointError, match="must be a regular file, got a folder"):
+        _ = load(trained.path).snapshots
