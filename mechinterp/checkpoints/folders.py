@@ -19,7 +19,7 @@ from torch import Tensor
 from mechinterp.checkpoints.archives import read_arrays
 from mechinterp.checkpoints.claims import claimed, require_free, settle
 from mechinterp.checkpoints.errors import CheckpointError, one_line
-from mechinterp.checkpoints.files import fill_with_tensors, read_json
+from mechinterp.checkpoints.files import fill_with_tensors, read_json, size_of
 from mechinterp.checkpoints.tables import read_numbers
 from mechinterp.config import ExperimentConfig, from_dict
 from mechinterp.version import __version__
