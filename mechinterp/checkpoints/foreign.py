@@ -3,17 +3,19 @@
 Each reader turns a file's tensors into the heads' W_Q, W_K, W_V and W_O, and says what the file states.
 """
 
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jaxtyping import Float
 from torch import Tensor
+from torch.nn.functional import pad
 
 from mechinterp.checkpoints import exchange
 from mechinterp.checkpoints.errors import CheckpointError
-from mechinterp.checkpoints.hints import Hints
+from mechinterp.checkpoints.hints import COLUMNS, Hints
 from mechinterp.checkpoints.native import Checkpoint
 from mechinterp.checkpoints.outside import (
     OneLayer,
@@ -22,6 +24,7 @@ from mechinterp.checkpoints.outside import (
     require_shape,
     settle,
 )
+from mechinterp.checkpoints.readings import compare_readings
 from mechinterp.models.constructions import factored_scores, factored_values
 from mechinterp.models.functional import BIASES, NAMES
 
@@ -65,6 +68,10 @@ def read_foreign(
     """
     name = hints.format or detect(tensors, file)
     if name in LAYERED:
+        for option in {"score", "score_slope", "columns"} & set(hints.given):
+            raise CheckpointError(
+                f"{file}: {option} is known of format {name} and not to be given."
+            )
         from mechinterp.checkpoints.layered import read_layered
 
         return read_layered(tensors, file, format=name, hints=hints, settings=settings)
@@ -73,7 +80,42 @@ def read_foreign(
     if name not in READERS:
         raise CheckpointError(f"{file}: format must be that of other people's files, got {name!r}.")
     stripped = _without_prefix(tensors, name, file)
-    return checkpoint_of(file, READERS[name](stripped, file, hints, settings), hints)
+    unsaid = _unsaid(name, stripped, hints)
+    candidates = []
+    for values in product(*unsaid.values()):
+        said = dict(zip(unsaid, values, strict=True))
+        full = replace(hints, **said)  # type: ignore[arg-type]
+        candidates.append(
+            (said, checkpoint_of(file, READERS[name](stripped, file, full, settings), full))
+        )
+    return _best(candidates) if unsaid else candidates[0][1]
+
+
+def _unsaid(format: str, tensors: Mapping[str, Tensor], hints: Hints) -> dict[str, tuple[str, ...]]:
+    """What neither the file nor the reader says: the argument of `load`, and what it can be, most usual first."""
+    own = format == "arrays" or any(set(names) <= set(tensors) for names in LINEAR)
+    # The names query, key and value are everybody's; the format is the paper's if the reader says so.
+    bare = format == "linear-paper" and "kq.weight" not in tensors and hints.format is None
+    found: dict[str, tuple[str, ...]] = {}
+    if own or bare:
+        found["score"] = ("linear", "linear/L", "softmax") if bare else ("softmax", "linear/L")
+    if own or bare or format == "torch-attention":
+        found["columns"] = COLUMNS
+    return {name: values for name, values in found.items() if name not in hints.given}
+
+
+def _best(candidates: Sequence[tuple[dict[str, str], Checkpoint]]) -> Checkpoint:
+    """The checkpoint of the reading that predicts best, with all readings."""
+    weights = [(said, checkpoint.weights) for said, checkpoint in candidates]
+    readings = compare_readings(weights, candidates[0][1].task)
+    first = readings[0]
+    checkpoint = next(each for said, each in candidates if said is first.said)
+    assumed = dict(checkpoint.assumed) | {f"model.{name}": v for name, v in first.said.items()}
+    assumed["readings"] = [
+        {**each.said, "loss": each.loss, "loss_sem": each.loss_sem, "stands": each.stands}
+        for each in readings
+    ]
+    return replace(checkpoint, assumed=assumed, readings=readings)
 
 
 def detect(tensors: Mapping[str, Tensor], file: Path) -> str:
@@ -182,6 +224,7 @@ def _softmax_paper(
         d_y=d_y,
         scale=n**-0.5,
         score="softmax",
+        columns="x,y",
         attend_to_self=False,
         task=several if d_y > 1 else {},
     )
@@ -190,7 +233,7 @@ def _softmax_paper(
 def _linear_paper(
     tensors: Mapping[str, Tensor], file: Path, hints: Hints, settings: Mapping[str, object]
 ) -> OneLayer:
-    """Scores x KQ x^T over all tokens, the query's own among them; the last row of the output is read."""
+    """Scores x KQ x^T over all tokens, the query's own among them; of the output the rows of y are read."""
     merged = "kq.weight" in tensors
     names = ("kq.weight", "value.weight") if merged else MARKS["linear-paper"][1]
     _require_known(tensors, names, "linear-paper", file)
@@ -207,18 +250,29 @@ def _linear_paper(
     else:
         _n_heads(keys[0].shape[0], n_heads, "key.weight", file)
         keyed, queries = (_per_head(matrix, n_heads) for matrix in keys)
-        queries = queries * math.sqrt(queries.shape[2])
-    OV = value.unflatten(0, (n_heads, n))[:, -1, :, None]
-    W_V, W_O = factored_values(OV, keyed.shape[2])
+    score = "linear" if hints.score is None else hints.score
+    linear = score in ("linear", "linear/L")
+    scale = 1.0 if linear else queries.shape[2] ** -0.5
+    if hints.scale is not None and not merged:
+        scale = hints.scale
+    d_y = 1 if hints.d_y is None or merged else min(hints.d_y, n)
+    # Heads narrower than the responses are filled up with zeros.
+    queries, keyed = (
+        pad(matrix, (0, max(0, d_y - matrix.shape[2]))) for matrix in (queries, keyed)
+    )
+    OV = value.unflatten(0, (n_heads, n)).mT
+    y_first = hints.columns == "y,x"
+    W_V, W_O = factored_values(OV[..., :d_y] if y_first else OV[..., -d_y:], keyed.shape[2])
     task = {"context_length": 31, "beta_var": 1.0, "noise_var": 0.0, "query_noise": False}
     eigenvalues = [1 / max(n - 1, 1)] * (n - 1)
     return OneLayer(
         "linear-paper",
         {"W_Q": queries, "W_K": keyed, "W_V": W_V, "W_O": W_O},
-        d_y=1,
-        scale=keyed.shape[2] ** -0.5,
-        score="linear",
-        attend_to_self=True,
+        d_y=d_y,
+        scale=n**-0.5 if merged else scale,
+        score=score,
+        columns=hints.columns or "x,y",
+        attend_to_self=linear if hints.attend_to_self is None or merged else hints.attend_to_self,
         merged_qk=merged,
         task=task | {"covariance": {"kind": "eigenvalues", "eigenvalues": eigenvalues}},
     )

@@ -39,6 +39,9 @@ def load(
     n_heads: int | None = None,
     scale: float | None = None,
     attend_to_self: bool | None = None,
+    score: str | None = None,
+    score_slope: float | None = None,
+    columns: str | None = None,
 ) -> "Checkpoint | DeepCheckpoint | LayeredCheckpoint":
     """The checkpoint at a path: a folder of this package, or what other people's code has written.
 
@@ -52,6 +55,10 @@ def load(
         n_heads: Needed for torch.nn.MultiheadAttention, whose file does not say it.
         scale: Factor on the scores, for weights that do not come with one; 1/sqrt(d_head) if left out.
         attend_to_self: Whether the query is among its own keys; False if left out.
+        score: One of `SCORES` of mechinterp.config. If it is left out and no format states it, softmax and linear
+            scores are tried on prompts of the task, and `readings` holds what was found.
+        score_slope: The constant C of the score; 1 if left out.
+        columns: "x,y" or "y,x", the order of a token's columns; tried in the same way if left out.
     Raises:
         CheckpointError: If nothing readable lies there, or an argument contradicts the file.
         ValueError: If an argument is out of range.
@@ -61,7 +68,9 @@ def load(
     """
     if format is not None and format not in FORMATS:
         raise ValueError(f"format must be one of {', '.join(FORMATS)}, got {format!r}.")
-    hints = Hints(task, format, d_x, d_y, n_heads, scale, attend_to_self)
+    hints = Hints(
+        task, format, d_x, d_y, n_heads, scale, attend_to_self, score, score_slope, columns
+    )
     path = Path(path)
     try:
         return _load_folder(path, hints) if path.is_dir() else _load_file(path, hints)

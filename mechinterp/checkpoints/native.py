@@ -30,6 +30,7 @@ from mechinterp.checkpoints.native_tensors import (
     state_dict,
     weights_from,
 )
+from mechinterp.checkpoints.readings import Reading
 from mechinterp.config import ExperimentConfig, TaskConfig
 from mechinterp.models.deep import DeepWeights
 from mechinterp.models.functional import AttentionWeights
@@ -57,6 +58,8 @@ class SavedModel(ABC, Generic[Weights]):
     """What the file did not say and was filled in, by dotted name."""
     origin: Mapping[str, object] = field(default_factory=dict)
     """Of a model that training by its config would not give: what it was pruned from, its heads, what came after."""
+    readings: tuple[Reading, ...] = ()
+    """What the file can mean where it does not say everything, `weights` first; empty if it says enough."""
 
     def __repr__(self) -> str:
         model, task = self.config.model, self.config.task
