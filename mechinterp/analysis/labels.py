@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import combinations
 
 import numpy as np
 
@@ -103,18 +104,25 @@ def agreed_label(
         )
     if len(set(patterns)) == 1:
         return patterns[0], reason
-    named = "; ".join(
-        f"{pattern} for {reading!r}" for pattern, reading in zip(patterns, standing, strict=True)
-    )
-    open_names = [
-        f"--{name}"
-        for name in readings[0].said
-        if len({reading.said[name] for reading in standing}) > 1
-    ]
+    labelled = list(zip(patterns, standing, strict=True))
+    best = {pattern: reading for pattern, reading in reversed(labelled)}
+    named = "; ".join(f"{pattern} for {reading!r}" for pattern, reading in reversed(best.items()))
+    options = " and ".join(f"--{name}" for name in _deciding(labelled))
     return (
         "undetermined",
-        f"the file does not say {' and '.join(open_names)}, which decides: {named} (loss over that of predicting 0)",
+        f"the file does not say {options}, which decides: {named} (loss over that of predicting 0)",
     )
+
+
+def _deciding(labelled: Sequence[tuple[str, Reading]]) -> list[str]:
+    """What readings of different labels differ in, alone if there are such; else all in which they differ."""
+    differing = [
+        {name for name, value in one.said.items() if other.said[name] != value}
+        for (label, one), (another, other) in combinations(labelled, 2)
+        if label != another
+    ]
+    alone = [names for names in differing if len(names) == 1]
+    return sorted(set.union(*(alone or differing)))
 
 
 def _linear_sentence(evidence: Evidence) -> str:

@@ -91,31 +91,51 @@ def read_foreign(
     return _best(candidates) if unsaid else candidates[0][1]
 
 
-def _unsaid(format: str, tensors: Mapping[str, Tensor], hints: Hints) -> dict[str, tuple[str, ...]]:
-    """What neither the file nor the reader says: the argument of `load`, and what it can be, most usual first."""
+def _unsaid(
+    format: str, tensors: Mapping[str, Tensor], hints: Hints
+) -> dict[str, tuple[str | float | None, ...]]:
+    """What neither the file nor the reader says: the argument of `load`, and what it can be, most usual first.
+
+    A scale that is None is 1/sqrt(d_head).
+    """
     own = format == "arrays" or any(set(names) <= set(tensors) for names in LINEAR)
     # The names query, key and value are everybody's; the format is the paper's if the reader says so.
     bare = format == "linear-paper" and "kq.weight" not in tensors and hints.format is None
-    found: dict[str, tuple[str, ...]] = {}
+    found: dict[str, tuple[str | float | None, ...]] = {}
     if own or bare:
         found["score"] = ("linear", "linear/L", "softmax") if bare else ("softmax", "linear/L")
+    if (own or bare) and "QK" not in tensors:
+        found["scale"] = (1.0, None) if bare else (None, 1.0)
     if own or bare or format == "torch-attention":
         found["columns"] = COLUMNS
     return {name: values for name, values in found.items() if name not in hints.given}
 
 
-def _best(candidates: Sequence[tuple[dict[str, str], Checkpoint]]) -> Checkpoint:
-    """The checkpoint of the reading that predicts best, with all readings."""
-    weights = [(said, checkpoint.weights) for said, checkpoint in candidates]
-    readings = compare_readings(weights, candidates[0][1].task)
+def _best(
+    candidates: Sequence[tuple[dict[str, str | float | None], Checkpoint]],
+) -> Checkpoint:
+    """The checkpoint of the reading that predicts best, with all readings and the task of the first."""
+    told = []
+    for said, checkpoint in candidates:
+        told.append(
+            {n: checkpoint.config.d_head**-0.5 if v is None else v for n, v in said.items()}
+        )
+    usual = candidates[0][1]
+    weights = [each.weights for _, each in candidates]
+    readings = compare_readings(list(zip(told, weights, strict=True)), usual.task)
     first = readings[0]
-    checkpoint = next(each for said, each in candidates if said is first.said)
-    assumed = dict(checkpoint.assumed) | {f"model.{name}": v for name, v in first.said.items()}
+    checkpoint = next(each for _, each in candidates if each.weights is first.weights)
+    assumed = {n: v for n, v in checkpoint.assumed.items() if not n.startswith("task.")}
+    assumed |= {n: v for n, v in usual.assumed.items() if n.startswith("task.")}
+    assumed |= {f"model.{name}": value for name, value in first.said.items() if name != "scale"}
+    if "scale" in first.said:
+        assumed["attn_scale"] = 1 / float(first.said["scale"])
     assumed["readings"] = [
         {**each.said, "loss": each.loss, "loss_sem": each.loss_sem, "stands": each.stands}
         for each in readings
     ]
-    return replace(checkpoint, assumed=assumed, readings=readings)
+    config = replace(checkpoint.config, task=usual.task)
+    return replace(checkpoint, config=config, assumed=assumed, readings=readings)
 
 
 def detect(tensors: Mapping[str, Tensor], file: Path) -> str:
@@ -252,10 +272,8 @@ def _linear_paper(
         keyed, queries = (_per_head(matrix, n_heads) for matrix in keys)
     score = "linear" if hints.score is None else hints.score
     linear = score in ("linear", "linear/L")
-    scale = 1.0 if linear else queries.shape[2] ** -0.5
-    if hints.scale is not None and not merged:
-        scale = hints.scale
-    d_y = 1 if hints.d_y is None or merged else min(hints.d_y, n)
+    scale = 1.0 if hints.format else None
+    d_y = 1 if merged else _responses(hints, n)
     # Heads narrower than the responses are filled up with zeros.
     queries, keyed = (
         pad(matrix, (0, max(0, d_y - matrix.shape[2]))) for matrix in (queries, keyed)
@@ -263,8 +281,10 @@ def _linear_paper(
     OV = value.unflatten(0, (n_heads, n)).mT
     y_first = hints.columns == "y,x"
     W_V, W_O = factored_values(OV[..., :d_y] if y_first else OV[..., -d_y:], keyed.shape[2])
-    task = {"context_length": 31, "beta_var": 1.0, "noise_var": 0.0, "query_noise": False}
-    eigenvalues = [1 / max(n - 1, 1)] * (n - 1)
+    eigenvalues = [1 / (n - d_y)] * (n - d_y) if n > d_y else []
+    covariance = {"kind": "eigenvalues", "eigenvalues": eigenvalues}
+    task: dict[str, object] = {"context_length": 31, "beta_var": 1.0, "noise_var": 0.0}
+    task |= {"query_noise": False, "covariance": covariance}
     return OneLayer(
         "linear-paper",
         {"W_Q": queries, "W_K": keyed, "W_V": W_V, "W_O": W_O},
@@ -274,8 +294,17 @@ def _linear_paper(
         columns=hints.columns or "x,y",
         attend_to_self=linear if hints.attend_to_self is None or merged else hints.attend_to_self,
         merged_qk=merged,
-        task=task | {"covariance": {"kind": "eigenvalues", "eigenvalues": eigenvalues}},
+        task=task if linear else {},
     )
+
+
+def _responses(hints: Hints, d_model: int) -> int:
+    """The number of responses that the reader says, by d_y or d_x; else 1."""
+    given = {**(hints.task or {}), **hints.given}
+    d_x, d_y = given.get("d_x"), given.get("d_y")
+    if d_y is None and isinstance(d_x, int):
+        d_y = d_model - d_x
+    return d_y if isinstance(d_y, int) and 0 < d_y < d_model else 1
 
 
 def _torch_attention(

@@ -15,6 +15,7 @@ from mechinterp.checkpoints.files import read_json
 from mechinterp.checkpoints.foreign import LAYERED, MARKS, read_foreign
 from mechinterp.checkpoints.hints import Hints
 from mechinterp.checkpoints.native import Checkpoint, DeepCheckpoint
+from mechinterp.checkpoints.readings import Reading
 from mechinterp.config import ExperimentConfig, from_dict
 from mechinterp.presets import PRESETS, preset
 
@@ -162,6 +163,12 @@ def convert(checkpoint: Checkpoint, target: str, out: str | Path) -> list[Path]:
     out = Path(out)
     if target not in TARGETS:
         raise ValueError(f"Format must be one of {', '.join(TARGETS)}, got {target!r}.")
+    scores = sorted({str(each.said["score"]) for each in checkpoint.readings if _rivals(each)})
+    if len(scores) > 1:
+        raise CheckpointError(
+            f"{checkpoint.path}: score must be said (--score, score=) before it is written, got {', '.join(scores)} "
+            "as what it can be."
+        )
     if target == "npz":
         return [arrays.write_arrays(out, checkpoint)]
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -171,6 +178,10 @@ def convert(checkpoint: Checkpoint, target: str, out: str | Path) -> list[Path]:
     else:
         checkpoint.save_pretrained(out)
     return sorted(file for file in out.rglob("*") if file.is_file())
+
+
+def _rivals(reading: Reading) -> bool:
+    return reading.predicts and reading.stands and "score" in reading.said
 
 
 def checkpoint_paths(paths: Iterable[Path]) -> list[Path]:

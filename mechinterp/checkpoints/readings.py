@@ -1,7 +1,7 @@
 """Readings of a file that does not say everything: which of them predict on prompts of the task.
 
-A lower loss does not tell a model's own score: one trained with softmax scores can predict better with linear ones.
-So the loss only rules readings out, and those that it leaves stand side by side.
+Scale and columns are told by the loss, as training has settled them. The score is not: a model trained with softmax
+scores can predict better with linear ones. So of every score the best reading stands, unless it predicts nothing.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,12 +15,12 @@ from mechinterp.icl.prompts import generator_for, sample_prompts
 from mechinterp.models.functional import AttentionWeights, predict
 
 MAX_READINGS = 64
-N_PROMPTS = 512
+N_PROMPTS = 2048
 N_NUMBERS = 2**24  # most numbers of the prompts together
 MARGIN, ERRORS = 0.05, 3.0
 """A loss is below another by more than this part of it and this many standard errors, else they tie."""
 
-Said = Mapping[str, str]
+Said = Mapping[str, str | float]
 """What a reading says, by the name of the argument of `load`."""
 
 
@@ -34,12 +34,15 @@ class Reading:
     """Mean squared error over that of predicting 0, on the same prompts of the assumed task."""
     loss_sem: float
     predicts: bool
-    """Whether the loss is below that of predicting 0."""
+    """Whether the loss is clearly below that of predicting 0."""
     stands: bool
-    """Whether nothing rules it out: it predicts, or ties with the best that does; all do where none predicts."""
+    """False if another reading predicts clearly better, and has the same score or this one does not predict."""
 
     def __repr__(self) -> str:
-        named = ", ".join(f"{name} {value}" for name, value in self.said.items())
+        named = ", ".join(
+            f"{name} {value:.3g}" if isinstance(value, float) else f"{name} {value}"
+            for name, value in self.said.items()
+        )
         return f"{named}: {self.loss:.3g} ± {self.loss_sem:.1g}"
 
 
@@ -57,19 +60,27 @@ def compare_readings(
     size = zero.mean()
     best = min(errors, key=lambda error: float(error.mean().nan_to_num(torch.inf)))
     any_predicts = _below(best, zero)
+    rivals: dict[object, Tensor] = {}
+    for (said, _), error in zip(candidates, errors, strict=True):
+        score = said.get("score")
+        if score not in rivals or error.mean() < rivals[score].mean():
+            rivals[score] = error
     found = []
     for (said, weights), error in zip(candidates, errors, strict=True):
+        loss = float(error.mean() / size)
         predicts = _below(error, zero)
         found.append(
             Reading(
                 said=said,
                 weights=weights,
-                loss=float(error.mean() / size),
+                loss=loss,
                 loss_sem=float(
                     (error - error.mean() / size * zero).std() / size / len(zero) ** 0.5
                 ),
                 predicts=predicts,
-                stands=predicts or not any_predicts or not _below(best, error),
+                stands=not any_predicts
+                or not _below(best, error)
+                or (loss < 1 - MARGIN and not _below(rivals[said.get("score")], error)),
             )
         )
     if not any_predicts:
