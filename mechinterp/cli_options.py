@@ -48,6 +48,20 @@ SelfOption = Annotated[
     bool | None,
     typer.Option("--attend-to-self/--context-only", help="Whether the query is among its keys."),
 ]
+ScoreOption = Annotated[
+    str | None,
+    typer.Option(
+        "--score",
+        metavar="NAME",
+        help="Score function, for files that do not say: softmax, linear, linear/L, 1+tanh, 1+Cx, (1+Cx)^2.",
+    ),
+]
+SlopeOption = Annotated[
+    float | None, typer.Option("--score-slope", help="The constant C of the score; 1 if left out.")
+]
+ColumnsOption = Annotated[
+    str | None, typer.Option("--columns", metavar="x,y|y,x", help="Order of a token's columns.")
+]
 CountOption = Annotated[
     int | None,
     typer.Option(
@@ -76,13 +90,27 @@ def hints_of(
     n_heads: HeadsOption = None,
     scale: ScaleOption = None,
     attend_to_self: SelfOption = None,
+    score: ScoreOption = None,
+    score_slope: SlopeOption = None,
+    columns: ColumnsOption = None,
 ) -> "Hints":
     """What the options say of files that do not say it."""
     from mechinterp.checkpoints.hints import Hints
     from mechinterp.checkpoints.loading import read_task
 
     task = None if task_file is None else read_task(task_file)
-    return Hints(task, format_name, d_x, d_y, n_heads, scale, attend_to_self)
+    return Hints(
+        task,
+        format_name,
+        d_x,
+        d_y,
+        n_heads,
+        scale,
+        attend_to_self,
+        score,
+        score_slope,
+        columns,
+    )
 
 
 @dataclass(frozen=True)
@@ -148,7 +176,9 @@ def load_checkpoint(path: Path, hints: "Hints", context_length: int | None = Non
             and name.startswith(("task.", "model.", "scale"))
             and (name, value) != ("task.covariance.rho", 0)
         ]
-        complain(f"{path}: assumed {', '.join(said)}.")
+        tried = "; ".join(map(repr, getattr(checkpoint, "readings", ())[:2]))
+        losses = f"; loss over that of predicting 0, best readings: {tried}" if tried else ""
+        complain(f"{path}: assumed {', '.join(said)}{losses}.")
     return checkpoint
 
 

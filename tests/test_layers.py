@@ -68,6 +68,7 @@ ORDER = [
     "checkpoints.hints",
     "checkpoints.folders",
     "checkpoints.native_tensors",
+    "checkpoints.readings",
     "checkpoints.native",
     "checkpoints.recipe",
     "checkpoints.outside",

@@ -1,6 +1,8 @@
 """From numbers to labels: of heads, and of the model they form. Each label comes with what decided."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import combinations
 
 import numpy as np
 
@@ -9,6 +11,7 @@ from mechinterp.analysis.reading import Form, Heads
 from mechinterp.analysis.scales import Scales
 from mechinterp.analysis.substitution import Survival
 from mechinterp.analysis.thresholds import Thresholds
+from mechinterp.checkpoints.readings import Reading
 
 # Numbers of which one must lie beyond random weights for a model to be structured.
 STRUCTURE = ("qk_diagonal_best", "ov_last_entry_best", "substitution_r2")
@@ -58,6 +61,12 @@ def model_label(
         missing = ", ".join(map(str, evidence.scales.unserved))
         return "undetermined", f"no head serves response {missing}"
     if evidence.form.kind == "matrix":
+        used = evidence.components
+        if used is not None and used.n_components == 0:
+            why = (
+                f"its step has learned {used.learned.max():.2g} of the component that it uses most"
+            )
+            return "undetermined", f"linear attention; {why}"
         return _if_explained("linear_gd", _linear_sentence(evidence), evidence, limits)
     if len(kinds) == 1 and kinds <= {"positive", "negative"}:
         sentence = f"all active heads are {next(iter(kinds))}; the kernel smoother explains R² = {evidence.substitution.r2:.4f}"
@@ -72,6 +81,48 @@ def model_label(
     if too_large:
         return "undetermined", too_large
     return _if_explained(*_one_task(evidence, limits), evidence, limits)
+
+
+def agreed_label(
+    patterns: Sequence[str], reason: str, readings: Sequence[Reading]
+) -> tuple[str, str]:
+    """The label on which the readings of a file agree, else `undetermined` with the option that decides.
+
+    Args:
+        patterns: Label of every reading that stands, in their order.
+        reason: Of the first.
+    """
+    standing = [reading for reading in readings if reading.stands]
+    if not any(reading.predicts for reading in readings):
+        losses = "; ".join(map(repr, readings))
+        unread = f"no reading predicts better than 0 on prompts of the task (loss over that of 0: {losses})"
+        same = set(patterns) == {"unstructured"}
+        options = ", ".join(f"--{name}" for name in readings[0].said)
+        return (
+            "unstructured" if same else "undetermined",
+            f"{reason}; {unread}" if same else f"{unread}; say {options}, --scale or --task",
+        )
+    if len(set(patterns)) == 1:
+        return patterns[0], reason
+    labelled = list(zip(patterns, standing, strict=True))
+    best = {pattern: reading for pattern, reading in reversed(labelled)}
+    named = "; ".join(f"{pattern} for {reading!r}" for pattern, reading in reversed(best.items()))
+    options = " and ".join(f"--{name}" for name in _deciding(labelled))
+    return (
+        "undetermined",
+        f"the file does not say {options}, which decides: {named} (loss over that of predicting 0)",
+    )
+
+
+def _deciding(labelled: Sequence[tuple[str, Reading]]) -> list[str]:
+    """What readings of different labels differ in, alone if there are such; else all in which they differ."""
+    differing = [
+        {name for name, value in one.said.items() if other.said[name] != value}
+        for (label, one), (another, other) in combinations(labelled, 2)
+        if label != another
+    ]
+    alone = [names for names in differing if len(names) == 1]
+    return sorted(set.union(*(alone or differing)))
 
 
 def _linear_sentence(evidence: Evidence) -> str:

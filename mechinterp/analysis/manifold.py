@@ -22,7 +22,7 @@ def nearest_on_manifold(
         omega: Mean omega of each active head, of both signs; unit 1/x^2.
         mu: mu of each active head.
     Returns:
-        gamma in 1/x^2 and the distance; NaN unless x is isotropic.
+        gamma in 1/x^2 and the distance; NaN unless x is isotropic and mu is not 0, with omega of both signs.
     Source:
         He et al. 2025, arXiv 2503.12734, eq. (4.6)-(4.7); the projection is derived here.
     Example:
@@ -33,7 +33,8 @@ def nearest_on_manifold(
         >>> round(gamma, 4), round(distance, 4)
         (0.13, 0.0)
     """
-    if task.covariance.kind != "identity":
+    both_signs = (omega > 0).any() and (omega < 0).any()
+    if task.covariance.kind != "identity" or not both_signs or not mu.any():
         return float("nan"), float("nan")
     mu_at = partial(
         manifold_mu,

@@ -4,7 +4,7 @@ Every label comes with the numbers that earned it, each beside what random weigh
 that is not clearly one thing is `undetermined`, with the number that is in between.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pandas as pd
@@ -16,13 +16,14 @@ from torch import Tensor
 from mechinterp import figures
 from mechinterp.analysis.circuits import Circuits, circuits, weights_of
 from mechinterp.analysis.components import Components, components
-from mechinterp.analysis.labels import Evidence, head_labels, model_label
+from mechinterp.analysis.labels import Evidence, agreed_label, head_labels, model_label
 from mechinterp.analysis.layered import LayeredClassification, classify_layers
 from mechinterp.analysis.null import Null, null_of
 from mechinterp.analysis.reading import Form, Heads, form_of, read_groups, read_heads
 from mechinterp.analysis.scales import Scales, scales_of
 from mechinterp.analysis.substitution import Survival, evaluation, idealised, survival
 from mechinterp.analysis.thresholds import Thresholds
+from mechinterp.checkpoints.readings import Reading
 from mechinterp.config import ModelConfig, TaskConfig
 from mechinterp.display import Result
 from mechinterp.models.constructions import from_circuits
@@ -137,7 +138,8 @@ def classify_attention(
 ) -> Classification:
     """The pattern of a model that is one layer of attention.
 
-    The label depends on QK and OV only: not on the order of heads, nor on how a circuit is split into
+    Of a file that does not say everything, all readings that its loss leaves are labelled: where their labels
+    differ, the model is `undetermined`. The label depends on QK and OV only: not on the order of heads, nor on how a circuit is split into
     W_Q and W_K, or W_V and W_O; a head split into two with half of mu each counts as before.
 
     Args:
@@ -158,6 +160,21 @@ def classify_attention(
     task = task_of(source, weights) if task is None else task
     _require_fit(weights, task, n_prompts)
     limits = Thresholds() if thresholds is None else thresholds
+    readings: tuple[Reading, ...] = getattr(source, "readings", ())
+    if not readings:
+        return _classified(weights, task, n_prompts, seed, limits)
+    found = [
+        _classified(weights_of(each.weights, "classify_attention"), task, n_prompts, seed, limits)
+        for each in readings
+        if each.stands
+    ]
+    pattern, reason = agreed_label([each.pattern for each in found], found[0].reason, readings)
+    return replace(found[0], pattern=pattern, reason=reason)
+
+
+def _classified(
+    weights: AttentionWeights, task: TaskConfig, n_prompts: int, seed: int, limits: Thresholds
+) -> Classification:
     prompts = evaluation(task, n_prompts, seed, weights.attend_to_self)
     outputs = head_outputs(weights, prompts.prompts)
     heads, groups = read_heads(weights, outputs), read_groups(weights, outputs, limits.equal)

@@ -3,16 +3,18 @@
 Each reader turns a file's tensors into the heads' W_Q, W_K, W_V and W_O, and says what the file states.
 """
 
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 from jaxtyping import Float
 from torch import Tensor
+from torch.nn.functional import pad
 
 from mechinterp.checkpoints import exchange
 from mechinterp.checkpoints.errors import CheckpointError
-from mechinterp.checkpoints.hints import Hints
+from mechinterp.checkpoints.hints import COLUMNS, Hints
 from mechinterp.checkpoints.native import Checkpoint
 from mechinterp.checkpoints.outside import (
     OneLayer,
@@ -21,6 +23,7 @@ from mechinterp.checkpoints.outside import (
     require_shape,
     settle,
 )
+from mechinterp.checkpoints.readings import compare_readings
 from mechinterp.models.constructions import factored_scores, factored_values
 from mechinterp.models.functional import BIASES, NAMES
 
@@ -61,6 +64,10 @@ def read_foreign(
     """
     name = hints.format or detect(tensors, file)
     if name in LAYERED:
+        for option in {"score", "score_slope", "columns"} & set(hints.given):
+            raise CheckpointError(
+                f"{file}: {option} is known of format {name} and not to be given."
+            )
         from mechinterp.checkpoints.layered import read_layered
 
         return read_layered(tensors, file, format=name, hints=hints, settings=settings)
@@ -69,7 +76,63 @@ def read_foreign(
     if name not in READERS:
         raise CheckpointError(f"{file}: format must be that of other people's files, got {name!r}.")
     stripped = _without_prefix(tensors, name, file)
-    return checkpoint_of(file, READERS[name](stripped, file, hints, settings), hints)
+    unsaid = _unsaid(name, stripped, hints)
+    candidates = []
+    for values in product(*unsaid.values()):
+        said = dict(zip(unsaid, values, strict=True))
+        full = replace(hints, **said)  # type: ignore[arg-type]
+        candidates.append(
+            (said, checkpoint_of(file, READERS[name](stripped, file, full, settings), full))
+        )
+    return _best(candidates) if unsaid else candidates[0][1]
+
+
+def _unsaid(
+    format: str, tensors: Mapping[str, Tensor], hints: Hints
+) -> dict[str, tuple[str | float | None, ...]]:
+    """What neither the file nor the reader says: the argument of `load`, and what it can be, most usual first.
+
+    A scale that is None is 1/sqrt(d_head).
+    """
+    own = format == "arrays" or any(set(names) <= set(tensors) for names in LINEAR)
+    # The names query, key and value are everybody's; the format is the paper's if the reader says so.
+    bare = format == "linear-paper" and "kq.weight" not in tensors and hints.format is None
+    found: dict[str, tuple[str | float | None, ...]] = {}
+    if own or bare:
+        found["score"] = ("linear", "linear/L", "softmax") if bare else ("softmax", "linear/L")
+    if (own or bare) and "QK" not in tensors:
+        found["scale"] = (1.0, None) if bare else (None, 1.0)
+    if own or bare or format == "torch-attention":
+        found["columns"] = COLUMNS
+    return {name: values for name, values in found.items() if name not in hints.given}
+
+
+def _best(
+    candidates: Sequence[tuple[dict[str, str | float | None], Checkpoint]],
+) -> Checkpoint:
+    """The checkpoint of the reading that predicts best, with all readings and the task of the first."""
+    told = []
+    for said, checkpoint in candidates:
+        told.append(
+            {n: checkpoint.config.d_head**-0.5 if v is None else v for n, v in said.items()}
+        )
+    usual = candidates[0][1]
+    heads = [each.weights.circuits for _, each in candidates]
+    readings = compare_readings(list(zip(told, heads, strict=True)), usual.task)
+    first = readings[0]
+    (best,) = (row for row, each in enumerate(heads) if each is first.weights)
+    checkpoint = candidates[best][1]
+    assumed = {n: v for n, v in checkpoint.assumed.items() if not n.startswith("task.")}
+    assumed |= {n: v for n, v in usual.assumed.items() if n.startswith("task.")}
+    assumed |= {f"model.{name}": value for name, value in first.said.items() if name != "scale"}
+    if "scale" in first.said:
+        assumed["attn_scale"] = 1 / float(first.said["scale"])
+    assumed["readings"] = [
+        {**each.said, "loss": each.loss, "loss_sem": each.loss_sem, "stands": each.stands}
+        for each in readings
+    ]
+    config = replace(checkpoint.config, task=usual.task)
+    return replace(checkpoint, config=config, assumed=assumed, readings=readings)
 
 
 def detect(tensors: Mapping[str, Tensor], file: Path) -> str:
@@ -178,6 +241,7 @@ def _softmax_paper(
         d_y=d_y,
         scale=n**-0.5,
         score="softmax",
+        columns="x,y",
         attend_to_self=False,
         task=several if d_y > 1 else {},
     )
@@ -186,7 +250,7 @@ def _softmax_paper(
 def _linear_paper(
     tensors: Mapping[str, Tensor], file: Path, hints: Hints, settings: Mapping[str, object]
 ) -> OneLayer:
-    """Scores x KQ x^T over all tokens, the query's own among them; the last row of the output is read."""
+    """Scores x KQ x^T over all tokens, the query's own among them; of the output the rows of y are read."""
     merged = "kq.weight" in tensors
     names = ("kq.weight", "value.weight") if merged else MARKS["linear-paper"][1]
     _require_known(tensors, names, "linear-paper", file)
@@ -203,21 +267,41 @@ def _linear_paper(
     else:
         _n_heads(keys[0].shape[0], n_heads, "key.weight", file)
         keyed, queries = (_per_head(matrix, n_heads) for matrix in keys)
-        queries = queries * math.sqrt(queries.shape[2])
-    OV = value.unflatten(0, (n_heads, n))[:, -1, :, None]
-    W_V, W_O = factored_values(OV, keyed.shape[2])
-    task = {"context_length": 31, "beta_var": 1.0, "noise_var": 0.0, "query_noise": False}
-    eigenvalues = [1 / max(n - 1, 1)] * (n - 1)
+    score = "linear" if hints.score is None else hints.score
+    linear = score in ("linear", "linear/L")
+    scale = 1.0 if hints.format else None
+    d_y = 1 if merged else _responses(hints, n)
+    # Heads narrower than the responses are filled up with zeros.
+    queries, keyed = (
+        pad(matrix, (0, max(0, d_y - matrix.shape[2]))) for matrix in (queries, keyed)
+    )
+    OV = value.unflatten(0, (n_heads, n)).mT
+    y_first = hints.columns == "y,x"
+    W_V, W_O = factored_values(OV[..., :d_y] if y_first else OV[..., -d_y:], keyed.shape[2])
+    eigenvalues = [1 / (n - d_y)] * (n - d_y) if n > d_y else []
+    covariance = {"kind": "eigenvalues", "eigenvalues": eigenvalues}
+    task: dict[str, object] = {"context_length": 31, "beta_var": 1.0, "noise_var": 0.0}
+    task |= {"query_noise": False, "covariance": covariance}
     return OneLayer(
         "linear-paper",
         {"W_Q": queries, "W_K": keyed, "W_V": W_V, "W_O": W_O},
-        d_y=1,
-        scale=keyed.shape[2] ** -0.5,
-        score="linear",
-        attend_to_self=True,
+        d_y=d_y,
+        scale=n**-0.5 if merged else scale,
+        score=score,
+        columns=hints.columns or "x,y",
+        attend_to_self=linear if hints.attend_to_self is None or merged else hints.attend_to_self,
         merged_qk=merged,
-        task=task | {"covariance": {"kind": "eigenvalues", "eigenvalues": eigenvalues}},
+        task=task if linear else {},
     )
+
+
+def _responses(hints: Hints, d_model: int) -> int:
+    """The number of responses that the reader says, by d_y or d_x; else 1."""
+    given = {**(hints.task or {}), **hints.given}
+    d_x, d_y = given.get("d_x"), given.get("d_y")
+    if d_y is None and isinstance(d_x, int):
+        d_y = d_model - d_x
+    return d_y if isinstance(d_y, int) and 0 < d_y < d_model else 1
 
 
 def _torch_attention(

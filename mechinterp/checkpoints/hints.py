@@ -4,6 +4,10 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
+from mechinterp.config import SCORES
+
+COLUMNS = ("x,y", "y,x")
+
 
 @dataclass(frozen=True)
 class Hints:
@@ -20,15 +24,27 @@ class Hints:
     """Factor on the scores."""
     attend_to_self: bool | None = None
     """Whether the query is among its own keys."""
+    score: str | None = None
+    """One of `SCORES`."""
+    score_slope: float | None = None
+    """The constant C of the score."""
+    columns: str | None = None
+    """One of `COLUMNS`: the order of x and y in a token."""
 
     def __post_init__(self) -> None:
         for name in ("d_x", "d_y", "n_heads"):
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < 1):
                 raise ValueError(f"{name} must be an integer >= 1, got {value!r}.")
-        number = isinstance(self.scale, int | float) and not isinstance(self.scale, bool)
-        if self.scale is not None and not (number and 0 < self.scale < math.inf):
-            raise ValueError(f"scale must be a positive number, got {self.scale!r}.")
+        for name in ("scale", "score_slope"):
+            value = getattr(self, name)
+            number = isinstance(value, int | float) and not isinstance(value, bool)
+            if value is not None and not (number and 0 < value < math.inf):
+                raise ValueError(f"{name} must be a positive number, got {value!r}.")
+        for name, known in (("score", SCORES), ("columns", COLUMNS)):
+            value = getattr(self, name)
+            if value not in (None, *known):
+                raise ValueError(f"{name} must be one of {'; '.join(known)}, got {value!r}.")
         if self.attend_to_self not in (None, True, False):
             raise ValueError(f"attend_to_self must be true or false, got {self.attend_to_self!r}.")
         if self.task is not None and not isinstance(self.task, Mapping):

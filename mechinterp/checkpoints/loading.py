@@ -14,6 +14,7 @@ from mechinterp.checkpoints.files import read_json
 from mechinterp.checkpoints.foreign import LAYERED, MARKS, read_foreign
 from mechinterp.checkpoints.hints import Hints
 from mechinterp.checkpoints.native import Checkpoint
+from mechinterp.checkpoints.readings import Reading
 from mechinterp.config import ExperimentConfig, from_dict
 from mechinterp.presets import PRESETS, preset
 
@@ -35,6 +36,9 @@ def load(
     n_heads: int | None = None,
     scale: float | None = None,
     attend_to_self: bool | None = None,
+    score: str | None = None,
+    score_slope: float | None = None,
+    columns: str | None = None,
 ) -> Checkpoint:
     """The checkpoint at a path: a folder of this package, or what other people's code has written.
 
@@ -48,6 +52,10 @@ def load(
         n_heads: Needed for torch.nn.MultiheadAttention, whose file does not say it.
         scale: Factor on the scores, for weights that do not come with one; 1/sqrt(d_head) if left out.
         attend_to_self: Whether the query is among its own keys; False if left out.
+        score: One of `SCORES` of mechinterp.config. If it is left out and no format states it, softmax and linear
+            scores are tried on prompts of the task, and `readings` holds what was found.
+        score_slope: The constant C of the score; 1 if left out.
+        columns: "x,y" or "y,x", the order of a token's columns; tried in the same way if left out.
     Raises:
         CheckpointError: If nothing readable lies there, or an argument contradicts the file.
         ValueError: If an argument is out of range.
@@ -57,7 +65,9 @@ def load(
     """
     if format is not None and format not in FORMATS:
         raise ValueError(f"format must be one of {', '.join(FORMATS)}, got {format!r}.")
-    hints = Hints(task, format, d_x, d_y, n_heads, scale, attend_to_self)
+    hints = Hints(
+        task, format, d_x, d_y, n_heads, scale, attend_to_self, score, score_slope, columns
+    )
     path = Path(path)
     try:
         return _load_folder(path, hints) if path.is_dir() else _load_file(path, hints)
@@ -149,6 +159,12 @@ def convert(checkpoint: Checkpoint, target: str, out: str | Path) -> list[Path]:
     out = Path(out)
     if target not in TARGETS:
         raise ValueError(f"Format must be one of {', '.join(TARGETS)}, got {target!r}.")
+    scores = sorted({str(each.said["score"]) for each in checkpoint.readings if _rivals(each)})
+    if len(scores) > 1:
+        raise CheckpointError(
+            f"{checkpoint.path}: score must be said (--score, score=) before it is written, got {', '.join(scores)} "
+            "as what it can be."
+        )
     if target == "npz":
         return [arrays.write_arrays(out, checkpoint)]
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -158,6 +174,10 @@ def convert(checkpoint: Checkpoint, target: str, out: str | Path) -> list[Path]:
     else:
         checkpoint.save_pretrained(out)
     return sorted(file for file in out.rglob("*") if file.is_file())
+
+
+def _rivals(reading: Reading) -> bool:
+    return reading.predicts and reading.stands and "score" in reading.said
 
 
 def checkpoint_paths(paths: Iterable[Path]) -> list[Path]:

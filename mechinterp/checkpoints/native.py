@@ -24,6 +24,7 @@ from mechinterp.checkpoints.folders import (
     write_folder,
 )
 from mechinterp.checkpoints.native_tensors import require_fit, state_dict, weights_from
+from mechinterp.checkpoints.readings import Reading
 from mechinterp.config import ExperimentConfig, TaskConfig
 from mechinterp.models.deep import DeepWeights
 from mechinterp.models.functional import AttentionWeights
@@ -49,6 +50,8 @@ class Checkpoint:
     """What the file did not say and was filled in, by dotted name."""
     origin: Mapping[str, object] = field(default_factory=dict)
     """Of a model that training by its config would not give: what it was pruned from, its heads, what came after."""
+    readings: tuple[Reading, ...] = ()
+    """What the file can mean where it does not say everything, `weights` first; empty if it says enough."""
 
     def __repr__(self) -> str:
         model, task = self.config.model, self.config.task

@@ -22,7 +22,7 @@ from mechinterp.fields import build, flatten
 from mechinterp.models.functional import BIASES, NAMES, AttentionWeights
 from mechinterp.models.weights import weights_of_layer
 
-Value = TypeVar("Value", bool, int, float)
+Value = TypeVar("Value", bool, int, float, str)
 UNSHOWN = {"model.score", "model.score_slope", "model.attend_to_self"}
 """What the tensors of one layer of attention do not show of it."""
 
@@ -38,6 +38,8 @@ class OneLayer:
     scale: float | None = None
     """Factor on the scores."""
     score: str | None = None
+    columns: str | None = None
+    """Order of a token's columns."""
     attend_to_self: bool | None = None
     merged_qk: bool = False
     """Whether the file has one matrix per head in place of W_Q W_K^T, here W_Q with W_K the identity."""
@@ -58,15 +60,19 @@ def checkpoint_of(file: Path, layer: OneLayer, hints: Hints) -> Checkpoint:
     settle(file, "n_heads", n_heads, hints.n_heads)
     attend_to_self = settle(file, "attend_to_self", layer.attend_to_self, hints.attend_to_self)
     scale = settle(file, "scale", layer.scale, hints.scale)
+    score = settle(file, "score", layer.score, hints.score)
+    columns = settle(file, "columns", layer.columns, hints.columns)
     config, said = _config(
-        file, layer, hints, attend_to_self=bool(attend_to_self), biases=_biased(layer.tensors)
+        file, layer, hints, attend_to_self=bool(attend_to_self), score=score or "softmax"
     )
     said |= {"model.attend_to_self"} if attend_to_self is not None else set()
-    said |= {"model.score", "model.score_slope"} if layer.score is not None else set()
+    said |= {"model.score", "model.score_slope"} if score is not None else set()
     unsaid = dict(layer.unsaid) | ({"attn_scale": math.sqrt(d_head)} if scale is None else {})
     values = flatten(asdict(config)) | unsaid
     assumed = {name: value for name, value in values.items() if name not in said} | {"step": 0}
-    found = _weights(file, layer.tensors, config, scale=scale)
+    y_first = columns == "y,x"
+    tensors = _x_first(layer.tensors, config.task.d_y) if y_first else layer.tensors
+    found = _weights(file, tensors, config, scale=scale)
     weights = weights_of_layer(found, model=config.model)
     return Checkpoint(file, config, 0, weights, layer.format, assumed)
 
@@ -123,7 +129,7 @@ def _biased(tensors: Mapping[str, Tensor]) -> bool:
 
 
 def _config(
-    file: Path, layer: OneLayer, hints: Hints, *, attend_to_self: bool, biases: bool
+    file: Path, layer: OneLayer, hints: Hints, *, attend_to_self: bool, score: str
 ) -> tuple[ExperimentConfig, set[str]]:
     """The config, and the names of its fields that are not assumed."""
     n_heads, d_model, d_head = layer.tensors["W_Q"].shape
@@ -138,9 +144,10 @@ def _config(
     model = ModelConfig(
         n_heads=n_heads,
         d_head=None if d_head == d_model else d_head,
-        score=layer.score or "softmax",
+        score=score,
+        score_slope=hints.score_slope or 1.0,
         attend_to_self=attend_to_self,
-        biases=biases,
+        biases=_biased(layer.tensors),
         merged_qk=layer.merged_qk,
     )
     try:
@@ -158,6 +165,17 @@ def _config(
     if stated is None and given == {"d_x": None, "d_y": None}:
         said.remove("task.d_y")
     return ExperimentConfig(task=filled, model=model), said
+
+
+def _x_first(tensors: Mapping[str, Tensor], d_y: int) -> dict[str, Tensor]:
+    """The tensors of tokens (y, x) as those of tokens (x, y); what writes y alone stays as it is."""
+    d_model = tensors["W_Q"].shape[1]
+    axes = dict.fromkeys(("W_Q", "W_K", "W_V"), 1) | {"W_O": -1, "b_O": -1}
+    wide = {
+        name for name in axes.keys() & tensors.keys() if tensors[name].shape[axes[name]] == d_model
+    }
+    turned = {name: tensors[name].roll(-d_y, axes[name]) for name in wide}
+    return {**tensors, **turned}
 
 
 def _weights(
@@ -184,6 +202,7 @@ def _weights(
         **found,  # type: ignore[arg-type]
         scale=native,
         score=config.model.score,
+        score_slope=config.model.score_slope,
         attend_to_self=config.model.attend_to_self,
         merged_qk=config.model.merged_qk,
     )

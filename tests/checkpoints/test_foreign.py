@@ -122,7 +122,7 @@ def test_linear_paper_separate(tmp_path: Path, rank: int):
     keys, queries = torch.randn(2, 3, rank, 4, generator=generator)
     values = torch.randn(3, 4, 4, generator=generator)
     state = separate_state(keys, queries, values)
-    checkpoint = load(saved(tmp_path / "s.pt", state))
+    checkpoint = load(saved(tmp_path / "s.pt", state), format="linear-paper")
     assert_circuits(checkpoint.weights.circuits, queries.mT @ keys, values[:, -1, :, None])
     prompts = prompts_of(checkpoint.config.task)
     y_hat = linear_output(prompts.tokens, state, 3)[:, -1, -1:]

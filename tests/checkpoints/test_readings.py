@@ -1,0 +1,171 @@
+"""Shipped models, saved under names that do not say their score: the true label, or the option that decides."""
+
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from mechinterp.analysis.patterns import classify
+from mechinterp.checkpoints.errors import CheckpointError
+from mechinterp.checkpoints.hints import COLUMNS
+from mechinterp.checkpoints.loading import convert, load
+from mechinterp.checkpoints.native import Checkpoint
+from mechinterp.config import SCORES
+from mechinterp.models.functional import AttentionWeights
+
+SHIPPED = Path(__file__).parents[2] / "checkpoints"
+SOFTMAX = ("softmax-h1-s0", "softmax-h2-s0", "kms-0.3-h1-s0")
+LINEAR = ("linear-h1-s0", "linear-merged-s0", "linear-separate-s2")
+OTHERS = ("tanh-h2-s0",)
+SEVERAL = ("two-tasks-h2-s0", "two-tasks-h4-s0", "shared-tasks-h2-s0")
+
+
+def shipped(name: str) -> Checkpoint:
+    checkpoint = load(SHIPPED / name)
+    assert isinstance(checkpoint, Checkpoint)
+    return checkpoint
+
+
+def as_circuits(weights: AttentionWeights, file: Path, *, y_first: bool = False) -> Path:
+    turn = -weights.d_x if y_first else 0
+    QK, OV = weights.QK.roll((turn, turn), (1, 2)), weights.OV.roll(turn, 1)
+    np.savez(file, QK=QK.numpy(), OV=OV.numpy())
+    return file
+
+
+def as_layers(weights: AttentionWeights, file: Path) -> Path:
+    """Layers query, key and value, with the scale of the scores that no file says in the query."""
+    OV = torch.nn.functional.pad(weights.OV, (weights.d_x, 0)).mT
+    queries = weights.W_Q * (1 if weights.score == "softmax" else weights.scale)
+    state = {"query": queries.mT, "key": weights.W_K.mT, "value": OV}
+    save_file(
+        {f"{name}.weight": heads.flatten(0, 1).contiguous() for name, heads in state.items()}, file
+    )
+    return file
+
+
+LAYOUTS = {"circuits": (as_circuits, ".npz"), "layers": (as_layers, ".safetensors")}
+
+
+def stated_task(checkpoint: Checkpoint) -> dict:
+    return asdict(checkpoint.task)
+
+
+def save(name: str, layout: str, folder: Path) -> tuple[Path, str, Checkpoint]:
+    """The file, the true label and the shipped model."""
+    checkpoint = shipped(name)
+    write, suffix = LAYOUTS[layout]
+    file = write(checkpoint.weights, folder / f"{name}{suffix}")
+    return file, classify(checkpoint, n_prompts=256).pattern, checkpoint
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", SOFTMAX + LINEAR + OTHERS + SEVERAL)
+def test_score_is_asked_for_not_guessed(tmp_path: Path, name: str, layout: str):
+    file, true, checkpoint = save(name, layout, tmp_path)
+    task = stated_task(checkpoint)
+    for stated in ({}, {"task": task}):
+        found = classify(load(file, **stated), n_prompts=256)
+        assert found.pattern in (true, "undetermined"), found.reason
+    assert found.pattern == true or "--score" in found.reason, found.reason
+    said = {"score": checkpoint.weights.score, "score_slope": checkpoint.weights.score_slope}
+    told = load(file, task=task, columns="x,y", **said)
+    assert classify(told, n_prompts=256).pattern == true
+
+
+def test_readings_are_told_with_their_loss(tmp_path: Path):
+    file = as_circuits(shipped("softmax-h1-s0").weights, tmp_path / "h1.npz")
+    found = load(file)
+    told = {reading.said["score"]: reading for reading in found.readings if reading.stands}
+    # A lower loss is not the model's own score: this one was trained with softmax.
+    assert told["linear/L"].loss < told["softmax"].loss < 1
+    assert found.weights is found.readings[0].weights
+    assert found.assumed["model.score"] == found.weights.score == "linear/L"
+    assert [each["loss"] for each in found.assumed["readings"]] == [r.loss for r in found.readings]
+    result = classify(found)
+    assert result.pattern == "undetermined"
+    for part in ("--score", "linear_gd for score linear/L", "kernel_regression for score softmax"):
+        assert part in result.reason
+
+
+def test_y_as_the_first_column(tmp_path: Path):
+    shipped_pair = shipped("softmax-h2-s0")
+    file = as_circuits(shipped_pair.weights, tmp_path / "y.npz", y_first=True)
+    found = load(file, score="softmax")
+    assert found.assumed["model.columns"] == "y,x"
+    torch.testing.assert_close(found.weights.QK, shipped_pair.weights.QK)
+    torch.testing.assert_close(found.weights.OV, shipped_pair.weights.OV)
+    assert classify(found).pattern == "debiased_gd"
+    told = load(file, score="softmax", columns="y,x")
+    assert not told.readings
+    assert classify(told).pattern == "debiased_gd"
+    with_score_open = classify(load(file))
+    assert (with_score_open.pattern, "--score" in with_score_open.reason) == ("undetermined", True)
+
+
+def test_wide_weights_with_y_first(tmp_path: Path):
+    weights = shipped("softmax-h2-s0").weights
+    wide = torch.nn.functional.pad(weights.W_O, (weights.d_x, 0))
+    state = weights.tensors | {"W_O": wide}
+    axes = {"W_Q": 1, "W_K": 1, "W_V": 1, "W_O": 2}
+    turned = {n: t.roll(-weights.d_x, axes[n]).contiguous() for n, t in state.items()}
+    save_file(turned, tmp_path / "wide.safetensors")
+    found = load(tmp_path / "wide.safetensors", score="softmax", columns="y,x")
+    torch.testing.assert_close(found.weights.OV, weights.OV)
+    torch.testing.assert_close(found.weights.QK, weights.QK)
+
+
+def test_scale_is_told_by_the_loss(tmp_path: Path):
+    """Of one score the scale that training has settled predicts best."""
+    checkpoint = shipped("linear-separate-s2")
+    file = as_layers(checkpoint.weights, tmp_path / "s.safetensors")
+    found = load(file, task=stated_task(checkpoint), score="linear/L")
+    torch.testing.assert_close(found.weights.QK, checkpoint.weights.QK)
+    assert found.assumed["attn_scale"] == 1
+
+
+def test_no_reading_predicts(tmp_path: Path):
+    generator = torch.Generator().manual_seed(0)
+    QK = torch.diag(torch.tensor([1.0, 1, 1, 1, 1, 0]))[None] * 50
+    OV = torch.randn(1, 6, 1, generator=generator) * 50
+    np.savez(tmp_path / "x.npz", QK=QK.numpy(), OV=OV.numpy())
+    found = classify(load(tmp_path / "x.npz"))
+    assert found.pattern == "undetermined"
+    assert "no reading predicts better than 0" in found.reason
+    for option in ("--score", "--columns", "--task"):
+        assert option in found.reason
+
+
+def test_linear_step_that_learned_no_component_is_no_gradient_descent(tmp_path: Path):
+    weights = shipped("linear-h1-s0").weights
+    QK = weights.QK * 0.4
+    np.savez(tmp_path / "x.npz", QK=QK.numpy(), OV=weights.OV.numpy())
+    found = classify(load(tmp_path / "x.npz", score="linear/L", columns="x,y"))
+    assert found.components is not None
+    assert found.components.n_components == 0
+    assert (found.pattern, "has learned" in found.reason) == ("undetermined", True)
+
+
+def test_a_file_of_open_score_is_not_written_as_if_it_were_said(tmp_path: Path):
+    file = as_circuits(shipped("softmax-h1-s0").weights, tmp_path / "h1.npz")
+    with pytest.raises(CheckpointError, match=r"score must be said .* got linear/L, softmax"):
+        convert(load(file), "native", tmp_path / "out")
+    convert(load(file, score="softmax"), "native", tmp_path / "out")
+    assert classify(load(tmp_path / "out")).pattern == "kernel_regression"
+
+
+@pytest.mark.parametrize(
+    ("hint", "message"),
+    [
+        ({"score": "sigmoid"}, f"score must be one of {'; '.join(SCORES)}, got 'sigmoid'"),
+        ({"score_slope": 0}, "score_slope must be a positive number, got 0"),
+        ({"columns": "xy"}, f"columns must be one of {'; '.join(COLUMNS)}, got 'xy'"),
+    ],
+)
+def test_hints_out_of_range(tmp_path: Path, hint: dict, message: str):
+    with pytest.raises(ValueError, match="must be") as error:
+        load(tmp_path / "x.npz", **hint)
+    assert message in str(error.value)
