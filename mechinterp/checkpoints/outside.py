@@ -85,7 +85,7 @@ def settle(file: Path, name: str, stated: Value | None, given: Value | None) -> 
     """
     if stated is None or given is None:
         return given if stated is None else stated
-    close = name == "scale" and math.isclose(stated, given, rel_tol=1e-6)
+    close = name == "scale" and math.isclose(float(stated), float(given), rel_tol=1e-6)
     if not close and stated != given:
         raise CheckpointError(f"{file}: {name} must be the file's {stated}, got {given}.")
     return stated
@@ -199,7 +199,7 @@ def _weights(
                     f"{file}: {name} must stay finite under the scale, got {scale:.4g}."
                 )
     return AttentionWeights(
-        **found,  # type: ignore[arg-type]
+        **found,
         scale=native,
         score=config.model.score,
         score_slope=config.model.score_slope,
