@@ -196,8 +196,18 @@ def test_what_is_refused(run: Run, deep: Path, gpt2: Path, tmp_path: Path):
         words,
     )
     for command, option, value, message in (
-        ("ablate", "--context-length", 10, "task.context_length must be <= 9, all that 20 positions have"),
-        ("prune", "--context-length", 10, "task.context_length must be <= 9, all that 20 positions have"),
+        (
+            "ablate",
+            "--context-length",
+            10,
+            "task.context_length must be <= 9, all that 20 positions have",
+        ),
+        (
+            "prune",
+            "--context-length",
+            10,
+            "task.context_length must be <= 9, all that 20 positions have",
+        ),
         ("probe", "--n-prompts", 16, "A probe of 16 features needs more"),
         ("prune", "--n-prompts", 32, "A probe of 16 features needs more"),
     ):
