@@ -124,11 +124,14 @@ class Asked:
     as_json: JsonOption = False
 
     def prompts(self, checkpoint: "Checkpoint") -> "Prompts":
-        """Evaluation prompts, for our models in the dtype of their weights."""
+        """Evaluation prompts, of models of attention alone in the dtype of their weights."""
+        import torch
+
         from mechinterp.icl.prompts import sample_prompts
 
-        n_prompts = 4096 if checkpoint.config.model.attention_only else 1024
-        task, dtype = task_of(checkpoint, self.context_length), checkpoint.weights.dtype
+        alone = checkpoint.config.model.attention_only
+        n_prompts, dtype = (4096, checkpoint.weights.dtype) if alone else (1024, torch.float64)
+        task = task_of(checkpoint, self.context_length)
         return sample_prompts(task, self.n_prompts or n_prompts, seed=self.seed, dtype=dtype)
 
 

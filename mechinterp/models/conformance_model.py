@@ -4,6 +4,7 @@ Each check takes any module, returns nothing where it passes, and raises with a 
 draw the same prompts: vectors of the model's width, clean and corrupted.
 """
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -32,10 +33,18 @@ def sample_inputs(
     """Two sets of random inputs with more positions than entries, so that no axis passes for another."""
     cfg = model.cfg
     generator = torch.Generator().manual_seed(0)
+    # No more than the model has positions for, and fewer than n_ctx, as some tools want it.
+    n_pos = min(cfg.d_model + 2, most_positions(model), getattr(cfg, "n_ctx", sys.maxsize) - 1)
     # A model with a read-in takes tokens of another width than its stream's.
-    shape = (2, BATCH, cfg.d_model + 2, getattr(cfg, "d_token", cfg.d_model))
+    shape = (2, BATCH, n_pos, getattr(cfg, "d_token", cfg.d_model))
     clean, corrupted = torch.randn(*shape, generator=generator).to(cfg.device, cfg.dtype)
     return clean, corrupted
+
+
+def most_positions(model: Module) -> int:
+    """Number of positions that the model has learned, if it has learned any."""
+    n_positions = getattr(getattr(model.cfg, "model", None), "n_positions", None)
+    return sys.maxsize if n_positions is None else n_positions
 
 
 def require(holds: bool, reason: str) -> None:
@@ -52,6 +61,20 @@ def require_close(values: Tensor, expected: Tensor, what: str) -> None:
     # Not `off > ...`, which NaN would pass.
     close = off <= TOLERANCE * max(1.0, expected.abs().max().item())
     require(close, f"{what}: off by {off:.2g}")
+
+
+def require_sum(model: Module) -> None:
+    """Raises AssertionError if the stream is no sum of what the parts of the model write."""
+    single = (getattr(block, "hook_out_is_single_residual_stream", True) for block in model.blocks)
+    require(
+        all(single), "does not apply: norms after each layer, the stream is no sum of its parts"
+    )
+
+
+def read_out(model: Module, stream: Tensor) -> Tensor:
+    """The output of a model for its last stream: through the last norm, if there is one, and W_U."""
+    norm = getattr(model, "ln_final", None)
+    return (stream if norm is None else norm(stream)) @ model.W_U + model.b_U
 
 
 def replace_at(index: tuple, value: Tensor | float) -> Callable[[Tensor, object], Tensor]:
@@ -165,18 +188,28 @@ def drops_hooks_after_an_exception(model: Module) -> None:
 
 
 def masks_strictly(model: Module) -> None:
-    """No position attends to itself or to later ones, the first pattern row is zero; or none to the query."""
+    """Each position reads those before it and nothing else, unless `cfg` says that it reads itself or both sides.
+
+    With `context_only` all positions read all but the query, and with `attend_to_self` the query too.
+    """
     inputs, _ = sample_inputs(model)
     logits, cache = model.run_with_cache(inputs)
+    both_sides = getattr(model.cfg, "context_only", False)
+    itself = getattr(model.cfg, "attend_to_self", False)
     for layer in range(model.cfg.n_layers):
         pattern = cache["pattern", layer]
-        if getattr(model.cfg, "context_only", False):
-            require(not pattern[..., -1].any().item(), f"layer {layer} attends to the query")
+        if both_sides:
+            at_query = pattern[..., -1].any().item()
+            require(itself or not at_query, f"layer {layer} attends to the query")
         else:
             require(not pattern.triu(1).any().item(), f"layer {layer} attends to later positions")
-            diagonal = pattern.diagonal(dim1=-2, dim2=-1)
-            require(not diagonal.any().item(), f"positions of layer {layer} attend to themselves")
+            diagonal = pattern.diagonal(dim1=-2, dim2=-1).any().item()
+            require(itself or not diagonal, f"positions of layer {layer} attend to themselves")
         require(pattern[..., -1, :-1].any().item(), f"the query of layer {layer} reads nothing")
+        reads_itself = pattern[..., -1, -1].any().item()
+        require(not itself or reads_itself, f"the query of layer {layer} does not read itself")
+    if both_sides and itself:
+        return
     later = inputs.clone()
     later[:, -1] += 1
     require_close(model(later)[:, :-1], logits[:, :-1], "outputs before a token that was changed")
@@ -244,34 +277,49 @@ def ablates_heads(model: Module) -> None:
 
 
 def decomposes_the_residual_stream(model: Module) -> None:
-    """The parts of the residual stream add up to the output."""
+    """The parts of the residual stream add up to what the output is read from."""
+    require_sum(model)
     inputs, _ = sample_inputs(model)
     logits, cache = model.run_with_cache(inputs)
-    require_close(cache.decompose_resid().sum(0) @ model.W_U + model.b_U, logits, "decompose_resid")
+    parts = cache.decompose_resid().sum(0)
+    require_close(read_out(model, parts), logits, "decompose_resid")
     stream = cache.accumulated_resid()
-    require_close(stream[-1] @ model.W_U + model.b_U, logits, "accumulated_resid")
+    require_close(read_out(model, stream[-1]), logits, "accumulated_resid")
     everything = cache.get_full_resid_decomposition(expand_neurons=False)
-    require_close(everything.sum(0) @ model.W_U + model.b_U, logits, "get_full_resid_decomposition")
+    require_close(read_out(model, everything.sum(0)), logits, "get_full_resid_decomposition")
     projected = cache.get_full_resid_decomposition(
         expand_neurons=False, project_output_onto=model.W_U
     )
-    require_close(projected.sum(0) + model.b_U, logits, "project_output_onto")
+    require_close(projected.sum(0), stream[-1] @ model.W_U, "project_output_onto")
 
 
 def decomposes_into_heads(model: Module) -> None:
-    """Head results and the remainder add up to the output, and so do their attributions."""
+    """Head results and the remainder add up to the output, and so do their attributions.
+
+    Behind a last norm the attributions are those of the stream centred and divided by the norm's scale.
+    """
+    require_sum(model)
     inputs, _ = sample_inputs(model)
     logits, cache = model.run_with_cache(inputs)
     heads, labels = cache.stack_head_results(incl_remainder=True, return_labels=True)
     n_heads = model.cfg.n_layers * model.cfg.n_heads
     require(len(labels) == n_heads + 1, f"{len(labels)} parts for {n_heads} heads and a remainder")
-    require_close(heads.sum(0) @ model.W_U + model.b_U, logits, "heads and remainder")
-    attributions = cache.logit_attrs(heads, tokens=0).sum(0)
-    require_close(attributions + model.b_U[0], logits[..., 0], "logit_attrs")
+    stream = heads.sum(0)
+    require_close(read_out(model, stream), logits, "heads and remainder")
+    scale = "ln_final.hook_scale"
+    if model.cfg.normalization_type is None:
+        expected = logits[..., 0] - model.b_U[0]
+    else:
+        reason = "does not apply: logit_attrs divides by the scale of a last norm, of which there is none"
+        require(scale in cache.cache_dict, reason)
+        centred = stream - stream.mean(-1, keepdim=True)
+        expected = centred / cache[scale] @ model.W_U[:, 0]
+    require_close(cache.logit_attrs(heads, tokens=0).sum(0), expected, "logit_attrs")
 
 
 def reads_layers_by_logit_lens(model: Module) -> None:
     """The last entry of the logit lens is the output."""
+    require_sum(model)
     inputs, _ = sample_inputs(model)
     logits, cache = model.run_with_cache(inputs)
     require_close(cache.logit_lens(positions=None).values[-1], logits, "the last entry of the lens")

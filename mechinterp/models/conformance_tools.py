@@ -10,7 +10,7 @@ from typing import Literal
 
 import torch
 from jaxtyping import Float
-from torch import Tensor
+from torch import Tensor, nn
 from transformer_lens import FactoredMatrix, SVDInterpreter, patching
 from transformer_lens.head_detector import detect_head
 from transformer_lens.tools.analysis import attribution_patching
@@ -23,6 +23,7 @@ from mechinterp.models.conformance_model import (
     replace_at,
     require,
     require_close,
+    require_sum,
     sample_inputs,
     switched_on,
 )
@@ -131,6 +132,7 @@ def patches_every(model: Module, *, name: str, n_kinds: int, axes: tuple[str, ..
 
 def patches_direct_paths(model: Module) -> None:
     """A head's write patched into one later head's input, against an edit of that head by hand."""
+    require_sum(model)
     clean, corrupted = sample_inputs(model)
     n_layers, head = model.cfg.n_layers, model.cfg.n_heads - 1
     components: tuple[Literal["q", "k", "v"], ...] = ("q", "k", "v")
@@ -142,10 +144,12 @@ def patches_direct_paths(model: Module) -> None:
             )
             if n_layers > 1:
                 write = (after["z", 0] - before["z", 0])[:, :, 0] @ model.blocks[0].attn.W_O[0]
-                weights = getattr(model.blocks[n_layers - 1].attn, f"W_{component.upper()}")[head]
+                block, resid = model.blocks[n_layers - 1], before["resid_pre", n_layers - 1]
+                norm = getattr(block, "ln1", nn.Identity())
+                weights = getattr(block.attn, f"W_{component.upper()}")[head]
                 name = get_act_name(component, n_layers - 1)
                 moved = before[name].clone()
-                moved[:, :, head] += write @ weights
+                moved[:, :, head] += (norm(resid + write) - norm(resid)) @ weights
                 hook = replace_at((slice(None), slice(None), head), moved)
                 by_hand = query_output(model.run_with_hooks(corrupted, fwd_hooks=[(name, hook)]))
                 found = paths[0, 0, -1, head]
@@ -157,15 +161,20 @@ def patches_direct_paths(model: Module) -> None:
 
 
 def attributes_to_nodes(model: Module) -> None:
-    """In the last layer the metric is linear in what a head writes, and the first order exact."""
+    """The score of a head is the first-order change of the metric when its z moves, by its gradient."""
     clean, corrupted = (inputs[:1] for inputs in sample_inputs(model))
     last = model.cfg.n_layers - 1
     with zero_mlp(model), stand_in_ids(model, clean, corrupted) as (a, b):
         scores = attribution_patching.attribution_patch(model, a, b, query_output).node_scores
     nodes = [n for n in scores if n.kind == "attn_head_out" and (n.layer, n.head) == (last, 0)]
-    z = [model.run_with_cache(inputs)[1]["z", last] for inputs in (clean, corrupted)]
-    write = (z[0] - z[1])[0, -1, 0] @ model.blocks[last].attn.W_O[0]
-    expected = write @ model.W_U[:, 0]
+    name = get_act_name("z", last)
+    after, before = (model.run_with_cache(inputs)[1][name] for inputs in (clean, corrupted))
+    z = before.detach().requires_grad_()
+    metric = query_output(
+        model.run_with_hooks(corrupted, fwd_hooks=[(name, lambda values, hook: z)])
+    )
+    (gradient,) = torch.autograd.grad(metric, z)
+    expected = ((after - before) * gradient)[0, :, 0].sum()
     require_close(
         expected.new_tensor(sum(scores[node] for node in nodes)), expected, "the last head"
     )
@@ -174,6 +183,7 @@ def attributes_to_nodes(model: Module) -> None:
 
 def attributes_to_edges(model: Module) -> None:
     """The scores of a node's edges add up to that of the node."""
+    require_sum(model)
     clean, corrupted = (inputs[:1] for inputs in sample_inputs(model))
     config = attribution_patching.EdgeAttributionConfig(granularity="edge")
     with zero_mlp(model), stand_in_ids(model, clean, corrupted) as (a, b):
@@ -188,6 +198,7 @@ def attributes_to_edges(model: Module) -> None:
 
 def measures_faithfulness(model: Module) -> None:
     """All edges recover the clean metric, none the corrupted one."""
+    require_sum(model)
     clean, corrupted = (inputs[:1] for inputs in sample_inputs(model))
     config = attribution_patching.EdgeAttributionConfig(granularity="edge")
     with zero_mlp(model), stand_in_ids(model, clean, corrupted) as (a, b):

@@ -3,6 +3,8 @@
 import copy
 import re
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ from mechinterp import load
 from mechinterp.config import SCORES, ModelConfig
 from mechinterp.icl.prompts import generator_for
 from mechinterp.models import attention, conformance_model
+from mechinterp.models.attention import Attention
 from mechinterp.models.conformance import CHECKS, Compatibility, check_compatible
 from mechinterp.models.conformance_model import require_close, sample_inputs
 from mechinterp.models.transformer import ICLTransformer
@@ -25,17 +28,17 @@ def random_model(
     cls: type[ICLTransformer] = ICLTransformer,
     *,
     n_layers: int = 2,
-    score: str = "softmax",
     merged_qk: bool = False,
+    **architecture: object,
 ) -> ICLTransformer:
     """A model in float64 of which all weights are random."""
     config = ModelConfig(
         n_heads=3,
         n_layers=n_layers,
         d_head=5 if merged_qk else 4,
-        score=score,
         score_slope=0.1,
         merged_qk=merged_qk,
+        **architecture,
     )
     model = cls(config, d_x=3, d_y=2, n_ctx=10).to(torch.float64)
     generator = generator_for(3, "init", n_layers)
@@ -52,6 +55,52 @@ def test_our_models_pass_all_checks(n_layers: int, score: str, merged_qk: bool):
     found = check_compatible(random_model(n_layers=n_layers, score=score, merged_qk=merged_qk))
     assert found.failures == {}
     assert len(found.names) == 40
+
+
+GPT2 = {
+    "norm": "before",
+    "final_norm": True,
+    "biases": True,
+    "attend_to_self": True,
+    "d_model": 12,
+    "d_mlp": 7,
+    "activation": "gelu_new",
+    "layout": "in_turn",
+}
+LAYERED = {
+    "norm": {"norm": "before", "final_norm": True},
+    "MLP": {"d_mlp": 7},
+    "norm, MLP, biases": {"norm": "before", "final_norm": True, "d_mlp": 7, "biases": True},
+    "positions": {"n_positions": 9},
+    "last norm alone": {"final_norm": True},
+    "GPT-2": {**GPT2, "n_positions": 40},
+    "GPT-2 with fewer positions than entries": {**GPT2, "n_positions": 9},
+    "itself": {"attend_to_self": True},
+    "all tokens read all": {"attend_to_self": True, "context_only": True},
+}
+
+
+@pytest.mark.parametrize("architecture", LAYERED.values(), ids=LAYERED)
+def test_models_with_norms_and_mlps_pass_all_checks(architecture: dict):
+    assert check_compatible(random_model(**architecture)).failures == {}
+
+
+def test_what_does_not_apply_is_told():
+    after = {"norm": "after", "d_mlp": 7, "biases": True, "context_only": True}
+    failures = check_compatible(random_model(**after, attend_to_self=True)).failures
+    assert set(failures) == {
+        "decomposition of the residual stream",
+        "decomposition into heads, logit_attrs",
+        "logit lens",
+        "patching: direct paths",
+        "attribution patching: edges",
+        "faithfulness",
+    }
+    reason = "does not apply: norms after each layer, the stream is no sum of its parts"
+    assert set(failures.values()) == {reason}
+    failures = check_compatible(random_model(norm="before", d_mlp=7)).failures
+    assert set(failures) == {"decomposition into heads, logit_attrs"}
+    assert "does not apply: logit_attrs divides by the scale of a last norm" in str(failures)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
@@ -179,6 +228,62 @@ class OneBlock(ICLTransformer):
 def test_a_broken_behaviour_fails_its_check(cls: type[ICLTransformer], name: str, reason: str):
     with pytest.raises(Exception, match=re.escape(reason)):
         CHECKS[name](random_model(cls))
+
+
+class NormedSplit(ICLTransformer):
+    """Its heads' inputs are split behind the norm."""
+
+    def forward(self, *args: object, **kwargs: object) -> Tensor:
+        for block in self.blocks:
+            block.attn.forward = partial(_normed_first, block.attn)
+        return super().forward(*args, **kwargs)
+
+
+def _normed_first(attn: Attention, resid: Tensor, norm: nn.Module) -> Tensor:
+    return Attention.forward(attn, norm(resid))
+
+
+class NoLastNorm(ICLTransformer):
+    """Its read-out passes the last norm by."""
+
+    def forward(self, input: Tensor, return_type: str | None = "logits", **kwargs: int) -> Tensor:
+        super().forward(input, return_type, **kwargs)
+        return self.unembed(super().forward(input, stop_at_layer=self.cfg.n_layers))
+
+
+@pytest.mark.parametrize(
+    ("cls", "name", "reason"),
+    [
+        (NormedSplit, "patching: direct paths", "by hand: off by"),
+        (NormedSplit, "attribution patching: edges", "edge scores add up to node scores up to"),
+        (NoLastNorm, "decomposition of the residual stream", "decompose_resid: off by"),
+        (NoLastNorm, "logit lens", "the last entry of the lens: off by"),
+    ],
+)
+def test_a_broken_norm_fails_its_check(cls: type[ICLTransformer], name: str, reason: str):
+    model = random_model(cls, norm="before", final_norm=True, d_mlp=7)
+    with pytest.raises(Exception, match=re.escape(reason)):
+        CHECKS[name](model)
+    CHECKS[name](random_model(norm="before", final_norm=True, d_mlp=7))
+
+
+@pytest.mark.parametrize(
+    ("said", "does", "reason"),
+    [
+        ({"attend_to_self": False}, {"attend_to_self": True}, "attend to themselves"),
+        ({"attend_to_self": True}, {"attend_to_self": False}, "does not read itself"),
+        ({"context_only": False}, {"context_only": True}, "attends to later positions"),
+        ({"context_only": True}, {"context_only": False, "attend_to_self": True}, "to the query"),
+    ],
+)
+def test_another_mask_than_the_settings_say_fails_its_check(said: dict, does: dict, reason: str):
+    model = random_model(**does)
+    inner = copy.copy(model.cfg)
+    for block in model.blocks:
+        block.attn.cfg = inner
+    model.cfg.model = replace(model.cfg.model, **{"attend_to_self": False} | said)
+    with pytest.raises(AssertionError, match=reason):
+        CHECKS["strict mask"](model)
 
 
 def self_attending(scores: Tensor, *, score: str, slope: float) -> Tensor:

@@ -190,7 +190,7 @@ def test_bad_models_are_refused():
         _ = model.weights.circuits
     with pytest.raises(ValueError, match="a model without several layers"):
         _ = ICLTransformer.from_weights(weights, task=TASK).weights.circuits
-    with pytest.raises(ValueError, match="model.d_model must be >= 1, got 0"):
+    with pytest.raises(ValueError, match=r"model\.d_model must be >= 1, got 0"):
         ModelConfig(context_only=True, d_model=0)
 
 

@@ -204,8 +204,14 @@ def test_several_responses_enter_side_by_side(biased: bool):
 @pytest.mark.parametrize("attend_to_self", [True, False])
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"norm_first": True}, {"activation": "gelu"}, {"bias": False}, {"layer_norm_eps": 0.5}]
-    + [{"norm_first": True, "bias": False}],
+    [
+        {},
+        {"norm_first": True},
+        {"activation": "gelu"},
+        {"bias": False},
+        {"norm_first": True, "bias": False},
+        {"layer_norm_eps": 0.5},
+    ],
     ids=str,
 )
 def test_an_encoder_predicts_what_torchs_does(
