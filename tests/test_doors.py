@@ -33,7 +33,8 @@ from mechinterp.analysis.milestones import milestones
 from mechinterp.analysis.pruning import save_pruned
 from mechinterp.analysis.pruning_curves import prune_by_rules, pruning_curves
 from mechinterp.analysis.rivals import rivals
-from mechinterp.analysis.snapshots import loss_curve, training_snapshots
+from mechinterp.analysis.histories import loss_curve
+from mechinterp.analysis.snapshots import training_snapshots
 from mechinterp.checkpoints.errors import CheckpointError
 from mechinterp.checkpoints.exchange import hooked_state
 from mechinterp.checkpoints.loading import convert
@@ -41,7 +42,6 @@ from mechinterp.checkpoints.native import save
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig
 from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
 from mechinterp.models.transformer import ICLTransformer
-from mechinterp.report.deep import write_deep_report
 from mechinterp.report.documents import dumps, info_document
 from mechinterp.report.page import write_report
 from mechinterp.training.deep import initial_deep_weights
@@ -237,8 +237,8 @@ ANALYSES: dict[str, Callable[[Case], object]] = {
     "training_snapshots": lambda c: training_snapshots(c.source, n_prompts=64),
     "deep_snapshots": lambda c: deep_snapshots(c.source, c.prompts()),
     "linear_snapshots": lambda c: linear_snapshots(c.source),
-    "training_dynamics": lambda c: training_dynamics(c.source.history),
-    "milestones": lambda c: milestones(training_dynamics(c.source.history)),
+    "training_dynamics": lambda c: training_dynamics(c.source),
+    "milestones": lambda c: milestones(c.source),
     "loss_curve": lambda c: loss_curve(c.source),
     "check_compatible": lambda c: mi.check_compatible(c.source),
     "info_document": lambda c: dumps(info_document(c.source)),
@@ -246,7 +246,6 @@ ANALYSES: dict[str, Callable[[Case], object]] = {
     "convert transformer-lens": lambda c: written(c, "transformer-lens"),
     "convert npz": lambda c: written(c, "npz"),
     "write_report": lambda c: page(c, write_report),
-    "write_deep_report": lambda c: page(c, write_deep_report),
 }
 PAIRS = list(product(ANALYSES, SOURCES))
 
