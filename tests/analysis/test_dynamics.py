@@ -40,7 +40,9 @@ def test_figures_leave_out_step_zero_and_name_heads(history):
 
 
 def test_a_history_without_a_column_is_refused(history):
-    with pytest.raises(ValueError, match="training_dynamics needs a history with mu, qk_diagonal, got one"):
+    with pytest.raises(
+        ValueError, match="training_dynamics needs a history with mu, qk_diagonal, got one"
+    ):
         training_dynamics(history.drop(columns=["mu", "qk_diagonal"]))
 
 
