@@ -198,7 +198,7 @@ def test_ablate(run: Run, trained: Path, tmp_path: Path):
     assert list(ran.document) == [
         *HEADER,
         *("excess_risk", "excess_risk_sem", "null_risk", "breaking"),
-        *("heads", "shapley", "subsets"),
+        *("heads", "layers", "shapley", "subsets"),
     ]
     assert (len(ran.document["heads"]), len(ran.document["subsets"])) == (6, 4)
     ran = run("ablate", trained, "--n-prompts", 128)

@@ -58,10 +58,11 @@ def test_the_state_dict_of_the_hooked_model_is_that_of_the_file():
 
 def test_merged_and_separate_are_not_taken_for_each_other(tmp_path: Path):
     checkpoint = load(MERGED)
-    separate = replace(checkpoint.weights, merged_qk=False)
+    circuits = checkpoint.weights.circuits
+    separate = replace(circuits, merged_qk=False)
     with pytest.raises(CheckpointError, match="merged_qk must be the config's True, got False"):
         save(tmp_path / "new", checkpoint.config, separate, step=0)
-    spoiled: AttentionWeights = replace(checkpoint.weights, W_K=2 * checkpoint.weights.W_K)
+    spoiled: AttentionWeights = replace(circuits, W_K=2 * circuits.W_K)
     with pytest.raises(ValueError, match="W_K of merged heads must be the identity"):
         save(tmp_path / "new", checkpoint.config, spoiled, step=0)
     assert not (tmp_path / "new").exists()
@@ -72,7 +73,7 @@ def test_a_merged_softmax_model_goes_to_transformer_lens_with_keys_that_are_the_
 ):
     config = override(preset("softmax-h2"), "model.merged_qk=true")
     generator = torch.Generator().manual_seed(0)
-    model = ICLTransformer(d_x=5, d_y=1, n_heads=2, merged_qk=True, n_ctx=42)
+    model = ICLTransformer(config.model, d_x=5, d_y=1, n_ctx=42)
     for name in ("W_QK", "W_V", "W_O"):
         torch.nn.init.normal_(getattr(model.blocks[0].attn, name), std=0.3, generator=generator)
     with torch.no_grad():
@@ -81,8 +82,8 @@ def test_a_merged_softmax_model_goes_to_transformer_lens_with_keys_that_are_the_
     convert(load(tmp_path / "model"), "transformer-lens", tmp_path / "lens")
     there = load_any(tmp_path / "lens")
     assert not there.config.model.merged_qk
-    assert torch.equal(there.weights.W_K, torch.eye(6).expand(2, 6, 6))
-    assert_close_to_rounding(there.weights.QK, model.weights.QK)
+    assert torch.equal(there.weights.circuits.W_K, torch.eye(6).expand(2, 6, 6))
+    assert_close_to_rounding(there.weights.circuits.QK, model.weights.circuits.QK)
 
 
 def test_the_linear_papers_merged_files_are_merged(tmp_path: Path):
@@ -92,7 +93,7 @@ def test_the_linear_papers_merged_files_are_merged(tmp_path: Path):
     }
     torch.save(state, tmp_path / "m.pt")
     found = load_any(tmp_path / "m.pt")
-    assert found.weights.merged_qk
+    assert found.weights.circuits.merged_qk
     assert found.config.model.merged_qk
     assert "model.merged_qk" not in found.assumed
     convert(found, "native", tmp_path / "native")
@@ -131,7 +132,7 @@ def test_train_makes_the_shipped_model_again(run: Run, tmp_path: Path):
     assert ran.document["loss"] == pytest.approx(0.1359952, abs=1e-6)
     again, shipped = load(tmp_path / "run"), load(MERGED)
     assert again.config == shipped.config
-    assert torch.allclose(again.weights.QK, shipped.weights.QK, rtol=0, atol=1e-5)
+    assert torch.allclose(again.weights.circuits.QK, shipped.weights.circuits.QK, rtol=0, atol=1e-5)
 
 
 def test_adam_refuses_what_it_does_not_train(run: Run, tmp_path: Path):

@@ -356,3 +356,15 @@ def test_what_a_file_does_not_say_is_called_assumed_and_no_training_is_made_up(t
     assert "assumed, as the file does not say it: context_length 40" in about
     assert "noise_var 0.1" in about
     assert not re.search(r"\b(seed|step|config)\b", about)
+
+
+def test_one_layer_that_was_trained_as_several_are_has_its_curves(tmp_path: Path):
+    steps = ("train.steps=20", "train.log_every=10", "train.snapshot_every=20")
+    sizes = ("model.context_only=true", "model.d_head=6", "train.n_eval_prompts=64")
+    train_models({".": override(ExperimentConfig(), *steps, *sizes)}, tmp_path / "model")
+    checkpoint = load(tmp_path / "model")
+    assert "omega" not in checkpoint.history
+    written = write_report(checkpoint, tmp_path / "page", n_prompts=N_PROMPTS)
+    page = Page(written.page.read_text(encoding="utf-8"))
+    assert page.headings[-2:] == ["Training, step by step", "Training"]
+    assert {"figure-qk_norm", "figure-qk", "figure-snapshot_qk"} <= set(page.figures)
