@@ -20,8 +20,8 @@ import torch
 from calibration_models import Case, built, leaking, near_misses, snapshots, untrained
 from scipy.stats import binomtest
 
-from mechinterp.analysis.patterns import classify
-from mechinterp.analysis.thresholds import Thresholds
+from mechinterp.analysis.circuits.patterns import classify
+from mechinterp.analysis.circuits.thresholds import Thresholds
 
 ROOT = Path(__file__).parents[1]
 MOVED = {

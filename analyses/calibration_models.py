@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mechinterp.analysis.fits import LEARNERS, fit_learners
+from mechinterp.analysis.learners.fits import LEARNERS, fit_learners
 from mechinterp.checkpoints.native import load
 from mechinterp.config import CovarianceConfig, ExperimentConfig, ModelConfig, TaskConfig
 from mechinterp.icl.prompts import covariance_matrix

@@ -19,7 +19,7 @@ import torch
 from measured import Claim, Measured, write
 from scipy.stats import binomtest
 
-from mechinterp.analysis.patterns import classify
+from mechinterp.analysis.circuits.patterns import classify
 from mechinterp.config import ExperimentConfig, override
 from mechinterp.models.functional import AttentionWeights
 from mechinterp.presets import preset

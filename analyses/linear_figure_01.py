@@ -11,7 +11,7 @@ import torch
 from linear_setting import FOUND, INITS, LENGTH, half_time, page, set_moments, task, trained
 from measured import Claim, Measured, numbers, run
 
-from mechinterp.analysis.plateaus import drops
+from mechinterp.analysis.dynamics.plateaus import drops
 from mechinterp.icl.prompts import Prompts
 from mechinterp.theory.linear_dynamics import learning_rate_time
 from mechinterp.theory.linear_heads import MergedHeads, merged_heads

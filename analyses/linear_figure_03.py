@@ -12,7 +12,7 @@ from linear_setting import FOUND, INITS, LENGTH, MOMENTS, NORMS, losses, page, s
 from measured import Claim, Measured, numbers, run
 
 from mechinterp import figures
-from mechinterp.analysis.plateaus import crossings
+from mechinterp.analysis.dynamics.plateaus import crossings
 from mechinterp.theory.linear_dynamics import learning_rate_time
 from mechinterp.theory.linear_heads import separate_heads
 from mechinterp.theory.linear_jumps import growth_value

@@ -10,7 +10,7 @@ import pandas as pd
 from linear_setting import INITS, LENGTH, losses, page, trained
 from measured import Claim, Measured, numbers, run
 
-from mechinterp.analysis.plateaus import crossings
+from mechinterp.analysis.dynamics.plateaus import crossings
 from mechinterp.theory.linear import modes, population_moments
 from mechinterp.theory.linear_heads import separate_heads
 from mechinterp.theory.linear_jumps import long_levels

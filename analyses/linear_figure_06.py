@@ -9,7 +9,7 @@ import pandas as pd
 from linear_setting import FOUND, MOMENTS, NORMS, losses, page, trained
 from measured import Claim, Measured, near, numbers, run
 
-from mechinterp.analysis.plateaus import crossings
+from mechinterp.analysis.dynamics.plateaus import crossings
 from mechinterp.theory.linear_heads import SeparateHeads, separate_heads
 from mechinterp.training.flow import Flow, flow
 

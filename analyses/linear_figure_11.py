@@ -12,7 +12,7 @@ from linear_setting import FOUND, INITS, trained
 from measured import Claim, Measured, numbers, run
 
 from mechinterp import figures
-from mechinterp.analysis.plateaus import crossings
+from mechinterp.analysis.dynamics.plateaus import crossings
 from mechinterp.theory.linear_heads import separate_heads
 from mechinterp.theory.linear_jumps import residence_in_head, settled_head
 

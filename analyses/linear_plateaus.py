@@ -10,7 +10,7 @@ import torch
 from linear_setting import EIGENVALUES, FOUND, INITS, NORMS, separate, task
 from measured import Claim, Measured, numbers, run
 
-from mechinterp.analysis.plateaus import Plateaus
+from mechinterp.analysis.dynamics.plateaus import Plateaus
 from mechinterp.icl.predictors import one_step_pcr
 from mechinterp.theory.linear_heads import separate_heads
 from mechinterp.theory.linear_jumps import first_jump_bound

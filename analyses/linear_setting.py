@@ -11,7 +11,7 @@ import numpy as np
 import plotly.graph_objects as go
 
 from mechinterp import figures
-from mechinterp.analysis.plateaus import Plateaus, plateaus
+from mechinterp.analysis.dynamics.plateaus import Plateaus, plateaus
 from mechinterp.config import CovarianceConfig, TaskConfig
 from mechinterp.theory.linear import Moments, modes, population_moments
 from mechinterp.theory.linear_heads import Heads, separate_heads

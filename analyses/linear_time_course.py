@@ -10,7 +10,7 @@ import pandas as pd
 from linear_setting import FOUND, LENGTH, MOMENTS, half_time, page, trained
 from measured import Claim, Measured, numbers, run
 
-from mechinterp.analysis.plateaus import drops
+from mechinterp.analysis.dynamics.plateaus import drops
 from mechinterp.theory import linear_dynamics as dynamics
 from mechinterp.theory.linear import modes, population_moments
 from mechinterp.theory.linear_heads import MergedHeads, merged_heads

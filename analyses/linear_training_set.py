@@ -11,7 +11,7 @@ import pandas as pd
 from linear_setting import FOUND, LENGTH, MOMENTS, losses, page, set_moments
 from measured import Claim, Measured, run
 
-from mechinterp.analysis.plateaus import plateaus
+from mechinterp.analysis.dynamics.plateaus import plateaus
 from mechinterp.theory.linear import fixed_point
 from mechinterp.theory.linear_dynamics import learning_rate_time
 from mechinterp.theory.linear_heads import separate_heads

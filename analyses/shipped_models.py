@@ -8,9 +8,9 @@ import numpy as np
 import pandas as pd
 from measured import Claim, Measured, checkpoint, numbers, run, shipped
 
-from mechinterp.analysis.evaluation import shared_losses
-from mechinterp.analysis.fits import LEARNERS, fit_learners
-from mechinterp.analysis.patterns import classify
+from mechinterp.analysis.circuits.patterns import classify
+from mechinterp.analysis.learners.fits import LEARNERS, fit_learners
+from mechinterp.analysis.learners.losses import shared_losses
 from mechinterp.checkpoints.native import Checkpoint
 from mechinterp.config import TaskConfig
 

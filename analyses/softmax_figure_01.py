@@ -5,9 +5,9 @@ He et al. 2025, arXiv 2503.12734, figure 1. Run: python analyses/softmax_figure_
 
 from measured import Claim, Measured, checkpoint, near, numbers, run
 
-from mechinterp.analysis.circuits import circuits
-from mechinterp.analysis.dynamics import training_dynamics
-from mechinterp.analysis.milestones import milestones
+from mechinterp.analysis.circuits.circuits import circuits
+from mechinterp.analysis.dynamics.milestones import milestones
+from mechinterp.analysis.dynamics.training import training_dynamics
 
 NAME = "softmax-h2-s0"
 

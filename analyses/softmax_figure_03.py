@@ -7,8 +7,8 @@ import numpy as np
 import pandas as pd
 from measured import SETTING, Claim, Measured, checkpoint, near, numbers, run, shipped
 
-from mechinterp.analysis.circuits import circuits
-from mechinterp.analysis.dynamics import training_dynamics
+from mechinterp.analysis.circuits.circuits import circuits
+from mechinterp.analysis.dynamics.training import training_dynamics
 from mechinterp.theory.approximate_loss import single_head
 
 ONE, FOUR = "softmax-h1-s0", "softmax-h4-s0"

@@ -9,9 +9,9 @@ from functools import partial
 import numpy as np
 from measured import Claim, Measured, checkpoint, numbers, run
 
-from mechinterp.analysis.circuits import circuits
-from mechinterp.analysis.evaluation import SharedLosses, shared_losses
-from mechinterp.analysis.patterns import classify
+from mechinterp.analysis.circuits.circuits import circuits
+from mechinterp.analysis.circuits.patterns import classify
+from mechinterp.analysis.learners.losses import SharedLosses, shared_losses
 from mechinterp.config import TaskConfig
 from mechinterp.icl.predictors import debiased_gd, nadaraya_watson, ridge, vanilla_gd
 

@@ -7,7 +7,7 @@ import pandas as pd
 import plotly.graph_objects as go
 from measured import Claim, Measured, checkpoint, run, shipped
 
-from mechinterp.analysis.circuits import circuits
+from mechinterp.analysis.circuits.circuits import circuits
 
 STEPS = (0, 1_000, 2_000, 10_000, 100_000, 500_000)
 

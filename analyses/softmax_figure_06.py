@@ -9,7 +9,7 @@ import pandas as pd
 from measured import SETTING, Claim, Measured, run
 
 from mechinterp import figures
-from mechinterp.analysis.evaluation import shared_losses
+from mechinterp.analysis.learners.losses import shared_losses
 from mechinterp.config import TaskConfig
 from mechinterp.models.constructions import diagonal_heads
 from mechinterp.theory.approximate_loss import approximate_loss, corrected_loss

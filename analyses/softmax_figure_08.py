@@ -7,7 +7,7 @@ He et al. 2025, arXiv 2503.12734, figure 8. Linear attention has the fixed facto
 import numpy as np
 from measured import Claim, Measured, checkpoint, run
 
-from mechinterp.analysis.evaluation import shared_losses
+from mechinterp.analysis.learners.losses import shared_losses
 from mechinterp.config import TaskConfig
 from mechinterp.theory.softmax import linear_attention_risk
 

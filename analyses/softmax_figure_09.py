@@ -7,8 +7,8 @@ Run: python analyses/softmax_figure_09.py (seconds)
 import pandas as pd
 from measured import Claim, Measured, checkpoint, numbers, run, shipped
 
-from mechinterp.analysis.circuits import circuits
-from mechinterp.analysis.patterns import classify
+from mechinterp.analysis.circuits.circuits import circuits
+from mechinterp.analysis.circuits.patterns import classify
 
 PATTERNS = ("tanh-h2-s*", "affine-*-h2-s*", "square-*-h2-s*")
 

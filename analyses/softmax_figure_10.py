@@ -6,10 +6,10 @@ He et al. 2025, arXiv 2503.12734, figure 10. Run: python analyses/softmax_figure
 import pandas as pd
 from measured import Claim, Measured, checkpoint, run, shipped
 
-from mechinterp.analysis.dynamics import training_dynamics
-from mechinterp.analysis.milestones import PATTERNS as PARTS
-from mechinterp.analysis.milestones import milestones
-from mechinterp.analysis.patterns import classify
+from mechinterp.analysis.circuits.patterns import classify
+from mechinterp.analysis.dynamics.milestones import PATTERNS as PARTS
+from mechinterp.analysis.dynamics.milestones import milestones
+from mechinterp.analysis.dynamics.training import training_dynamics
 
 FAMILIES = {
     "softmax": "softmax-h2-s[0-2]",

@@ -8,8 +8,8 @@ from functools import partial
 
 from measured import SETTING, Claim, Measured, checkpoint, run
 
-from mechinterp.analysis.evaluation import shared_losses
-from mechinterp.analysis.patterns import classify
+from mechinterp.analysis.circuits.patterns import classify
+from mechinterp.analysis.learners.losses import shared_losses
 from mechinterp.config import TaskConfig
 from mechinterp.icl.predictors import debiased_gd
 from mechinterp.theory.softmax import debiased_step_size

@@ -8,7 +8,7 @@ from measured import Claim, Measured, checkpoint, numbers, run
 from softmax_covariance import SETTING, pairs
 
 from mechinterp import figures
-from mechinterp.analysis.circuits import circuits
+from mechinterp.analysis.circuits.circuits import circuits
 from mechinterp.icl.prompts import covariance_matrix
 from mechinterp.theory.preconditioning import debiased_preconditioner
 

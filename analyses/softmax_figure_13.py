@@ -7,9 +7,9 @@ import numpy as np
 import pandas as pd
 from measured import Claim, Measured, checkpoint, numbers, run, shipped
 
-from mechinterp.analysis.dynamics import TrainingDynamics, training_dynamics
-from mechinterp.analysis.milestones import PATTERNS, milestones
-from mechinterp.analysis.patterns import classify
+from mechinterp.analysis.circuits.patterns import classify
+from mechinterp.analysis.dynamics.milestones import PATTERNS, milestones
+from mechinterp.analysis.dynamics.training import TrainingDynamics, training_dynamics
 
 NAMES = "softmax-h[2348]-s*"
 

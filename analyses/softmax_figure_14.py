@@ -6,7 +6,7 @@ He et al. 2025, arXiv 2503.12734, figure 14. Run: python analyses/softmax_figure
 from measured import Claim, Measured, checkpoint, run, shipped
 from softmax_figure_05 import sequence
 
-from mechinterp.analysis.patterns import classify
+from mechinterp.analysis.circuits.patterns import classify
 
 
 def measure(quick: bool) -> Measured:

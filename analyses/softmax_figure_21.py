@@ -9,7 +9,7 @@ import pandas as pd
 from measured import Claim, Measured, checkpoint, numbers, run
 
 from mechinterp import figures
-from mechinterp.analysis.dynamics import training_dynamics
+from mechinterp.analysis.dynamics.training import training_dynamics
 from mechinterp.theory.approximate_loss import loss_gradients
 from mechinterp.theory.softmax import debiased_step_size
 

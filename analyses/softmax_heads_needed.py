@@ -13,8 +13,8 @@ from measured import Claim, Measured, checkpoint, numbers, run, shipped
 from softmax_tasks import CONVENTIONS
 
 from mechinterp import figures
-from mechinterp.analysis.circuits import circuits
-from mechinterp.analysis.evaluation import shared_losses
+from mechinterp.analysis.circuits.circuits import circuits
+from mechinterp.analysis.learners.losses import shared_losses
 from mechinterp.config import TaskConfig
 from mechinterp.icl.predictors import joint_debiased_gd
 from mechinterp.theory.several_tasks import (  # fmt: skip

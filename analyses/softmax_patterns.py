@@ -8,8 +8,8 @@ import pandas as pd
 from measured import SETTING, Claim, Measured, checkpoint, run, shipped
 
 from mechinterp import figures
-from mechinterp.analysis.dynamics import training_dynamics
-from mechinterp.analysis.patterns import Classification, classify
+from mechinterp.analysis.circuits.patterns import Classification, classify
+from mechinterp.analysis.dynamics.training import training_dynamics
 from mechinterp.theory.softmax import debiased_step_size, manifold_mu
 
 

@@ -9,8 +9,8 @@ from functools import partial
 import pandas as pd
 from measured import SETTING, Claim, Measured, checkpoint, numbers, run, shipped
 
-from mechinterp.analysis.evaluation import shared_losses
-from mechinterp.analysis.patterns import classify
+from mechinterp.analysis.circuits.patterns import classify
+from mechinterp.analysis.learners.losses import shared_losses
 from mechinterp.config import TaskConfig
 from mechinterp.icl.predictors import debiased_gd
 from mechinterp.models.scores import score_derivative_at_zero

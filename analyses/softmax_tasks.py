@@ -9,8 +9,8 @@ import pandas as pd
 import plotly.graph_objects as go
 from measured import checkpoint, shipped
 
-from mechinterp.analysis.circuits import circuits
-from mechinterp.analysis.patterns import Classification, classify
+from mechinterp.analysis.circuits.circuits import circuits
+from mechinterp.analysis.circuits.patterns import Classification, classify
 
 CONVENTIONS = ("two-tasks", "shared-tasks")
 ON = np.array([[1, 1, 1, 1, 0, 0], [0, 0, 1, 1, 1, 1]], dtype=bool)

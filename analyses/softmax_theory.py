@@ -8,7 +8,7 @@ import pandas as pd
 from measured import SETTING, Claim, Measured, run
 
 from mechinterp import figures
-from mechinterp.analysis.evaluation import shared_losses
+from mechinterp.analysis.learners.losses import shared_losses
 from mechinterp.config import TaskConfig
 from mechinterp.icl.predictors import debiased_gd
 from mechinterp.icl.prompts import prompt_chunks

@@ -22,8 +22,8 @@ from sparse_models import (  # fmt: skip
 )
 from sparse_setting import each, ratio
 
-from mechinterp.analysis.head_sets import halves
-from mechinterp.analysis.masking import masked_errors
+from mechinterp.analysis.heads.errors import masked_errors
+from mechinterp.analysis.heads.pairs import halves
 from mechinterp.icl.prompts import Prompts
 
 LATER = 3  # layers after the first

@@ -11,7 +11,7 @@ import pandas as pd
 import torch
 from measured import Claim, Measured, run
 
-from mechinterp.analysis.probes import reweighted
+from mechinterp.analysis.probing.probes import reweighted
 from mechinterp.config import TaskConfig
 from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
 from mechinterp.icl.sparse_predictors import excess_risk, ols, preprocess_then_optimise

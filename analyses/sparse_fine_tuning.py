@@ -17,10 +17,10 @@ from sparse_models import (  # fmt: skip
 )
 from sparse_setting import each, ratio
 
-from mechinterp.analysis.fine_tuning import MODELS, FineTuning, fine_tune
-from mechinterp.analysis.head_sets import halves
-from mechinterp.analysis.masking import masked_errors
-from mechinterp.analysis.pruning import prune
+from mechinterp.analysis.heads.errors import masked_errors
+from mechinterp.analysis.heads.fine_tuning import MODELS, FineTuning, fine_tune
+from mechinterp.analysis.heads.pairs import halves
+from mechinterp.analysis.heads.pruning import prune
 from mechinterp.icl.prompts import Prompts
 from mechinterp.icl.sparse_predictors import excess_risk
 from mechinterp.models.deep import predict_deep

@@ -13,8 +13,8 @@ from measured import Claim, Measured, run
 from sparse_models import named, prompts_of, trained
 from sparse_setting import best_ridge, each, ratio
 
-from mechinterp.analysis.gates import learn_gates
-from mechinterp.analysis.head_sets import halves
+from mechinterp.analysis.heads.gates import learn_gates
+from mechinterp.analysis.heads.pairs import halves
 from mechinterp.icl.prompts import Prompts
 from mechinterp.icl.sparse_predictors import excess_risk
 from mechinterp.models.masks import z_name

@@ -11,7 +11,7 @@ from measured import Claim, Measured, run
 from sparse_models import frames_of, groups, named, over_seeds, prompts_of, trained, verdict
 from sparse_setting import each
 
-from mechinterp.analysis.heads import HeadAblation, ablate_heads
+from mechinterp.analysis.heads.ablation import HeadAblation, ablate_heads
 
 MEAN_PROMPTS = 1024
 

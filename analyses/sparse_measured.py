@@ -13,11 +13,17 @@ import numpy as np
 import torch
 from sparse_setting import TARGETS
 
-from mechinterp.analysis.heads import ablate_heads
-from mechinterp.analysis.masking import masked_errors
-from mechinterp.analysis.p_probing import IDEAL, RAW, DescentCurves, descent_curves, query_features
-from mechinterp.analysis.probes import probe_layers, reweighted
-from mechinterp.analysis.pruning import masked_by, refit_errors
+from mechinterp.analysis.heads.ablation import ablate_heads
+from mechinterp.analysis.heads.errors import masked_errors
+from mechinterp.analysis.heads.pruning import masked_by, refit_errors
+from mechinterp.analysis.probing.p_probing import (
+    IDEAL,
+    RAW,
+    DescentCurves,
+    descent_curves,
+    query_features,
+)
+from mechinterp.analysis.probing.probes import probe_layers, reweighted
 from mechinterp.checkpoints.native import Checkpoint, load
 from mechinterp.config import TaskConfig
 from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts

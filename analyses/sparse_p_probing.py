@@ -21,8 +21,14 @@ from sparse_models import (  # fmt: skip
 )
 from sparse_setting import each, ratio
 
-from mechinterp.analysis.p_probing import IDEAL, RAW, DescentCurves, descent_curves, query_features
-from mechinterp.analysis.probes import reweighted
+from mechinterp.analysis.probing.p_probing import (
+    IDEAL,
+    RAW,
+    DescentCurves,
+    descent_curves,
+    query_features,
+)
+from mechinterp.analysis.probing.probes import reweighted
 from mechinterp.icl.prompts import Prompts
 from mechinterp.icl.sparse_predictors import descend, excess_risk
 

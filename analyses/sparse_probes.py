@@ -21,8 +21,8 @@ from sparse_models import (  # fmt: skip
 )
 from sparse_setting import TARGETS, each
 
-from mechinterp.analysis.probes import LayerProbes, probe_layers
-from mechinterp.analysis.pruning import prune
+from mechinterp.analysis.heads.pruning import prune
+from mechinterp.analysis.probing.probes import LayerProbes, probe_layers
 
 ROUNDING = 1e-6
 

@@ -23,9 +23,14 @@ from sparse_setting import each, ratio
 
 from mechinterp import figures
 from mechinterp.analysis.estimates import mean_and_sem
-from mechinterp.analysis.head_sets import halves
-from mechinterp.analysis.masking import masked_errors
-from mechinterp.analysis.pruning import best_head_first, best_head_later, least_head_later, prune
+from mechinterp.analysis.heads.errors import masked_errors
+from mechinterp.analysis.heads.pairs import halves
+from mechinterp.analysis.heads.pruning import (
+    best_head_first,
+    best_head_later,
+    least_head_later,
+    prune,
+)
 from mechinterp.icl.prompts import Prompts
 
 RULES = {"best later": best_head_later, "least later": least_head_later, "best first": best_head_first}  # fmt: skip

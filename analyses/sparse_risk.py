@@ -14,7 +14,7 @@ from sparse_setting import best, best_fixed_step, best_lasso, best_ridge, each, 
 
 from mechinterp import figures
 from mechinterp.analysis.estimates import mean_and_sem
-from mechinterp.analysis.masking import masked_errors
+from mechinterp.analysis.heads.errors import masked_errors
 from mechinterp.icl.sparse_predictors import gradient_descent, ols, preprocess_then_optimise
 
 LENGTHS = (8, 16, 24, 32, 40)

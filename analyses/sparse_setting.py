@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from mechinterp.analysis.estimates import ratio_and_sem
-from mechinterp.analysis.probes import preconditioned, reweighted
+from mechinterp.analysis.probing.probes import preconditioned, reweighted
 from mechinterp.config import TaskConfig
 from mechinterp.icl.predictors import ridge
 from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts

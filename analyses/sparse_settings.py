@@ -24,9 +24,9 @@ from sparse_measured import Pair
 from sparse_setting import best, best_lasso, best_ridge, ratio
 
 from mechinterp.analysis.estimates import mean_and_sem
-from mechinterp.analysis.head_sets import halves
-from mechinterp.analysis.p_probing import IDEAL, RAW
-from mechinterp.analysis.pruning import best_head_first, best_head_later
+from mechinterp.analysis.heads.pairs import halves
+from mechinterp.analysis.heads.pruning import best_head_first, best_head_later
+from mechinterp.analysis.probing.p_probing import IDEAL, RAW
 from mechinterp.checkpoints.native import Checkpoint
 from mechinterp.config import ExperimentConfig, TaskConfig
 from mechinterp.icl.prompts import Prompts

@@ -20,7 +20,7 @@ from sparse_setting import best, best_ridge, each, ratio
 
 from mechinterp import figures
 from mechinterp.analysis.estimates import mean_and_sem
-from mechinterp.analysis.probes import STRUCTURES, probe_layers
+from mechinterp.analysis.probing.probes import STRUCTURES, probe_layers
 from mechinterp.config import ExperimentConfig, ModelConfig
 from mechinterp.icl.prompts import Prompts
 from mechinterp.icl.sparse_predictors import excess_risk, preprocess_then_optimise

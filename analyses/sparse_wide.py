@@ -13,11 +13,11 @@ from sparse_models import frames_of, trained
 from sparse_setting import TARGETS, best, best_fixed_step, best_lasso, best_ridge, each, ratio
 
 from mechinterp.analysis.estimates import mean_and_sem
-from mechinterp.analysis.heads import ablate_heads
-from mechinterp.analysis.masking import masked_errors
-from mechinterp.analysis.p_probing import RAW, p_probe
-from mechinterp.analysis.probes import probe_layers
-from mechinterp.analysis.pruning import best_head_first, best_head_later, prune
+from mechinterp.analysis.heads.ablation import ablate_heads
+from mechinterp.analysis.heads.errors import masked_errors
+from mechinterp.analysis.heads.pruning import best_head_first, best_head_later, prune
+from mechinterp.analysis.probing.p_probing import RAW, p_probe
+from mechinterp.analysis.probing.probes import probe_layers
 from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
 from mechinterp.icl.sparse_predictors import gradient_descent, preprocess_then_optimise
 

@@ -413,7 +413,7 @@ def test_start_up_leaves_heavy_packages_out(trained: Path, arguments: list[str])
     assert ran.code == 0
     imported = {line.rpartition("|")[2].strip() for line in ran.err.splitlines()}
     assert "typer" in imported
-    assert ("mechinterp.analysis.patterns" in imported) == (arguments[0] == "classify")
+    assert ("mechinterp.analysis.circuits.patterns" in imported) == (arguments[0] == "classify")
     heavy = {"transformer_lens", "transformers", "sklearn", "ray", "jinja2"}
     if arguments == ["--help"]:
         heavy |= {"torch", "numpy", "pandas", "plotly", "rich.progress"}

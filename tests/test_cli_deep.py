@@ -6,8 +6,8 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from mechinterp.analysis.fits import fit_learners
-from mechinterp.analysis.patterns import classify
+from mechinterp.analysis.circuits.patterns import classify
+from mechinterp.analysis.learners.fits import fit_learners
 from mechinterp.checkpoints.loading import load
 from mechinterp.config import override
 from mechinterp.presets import preset

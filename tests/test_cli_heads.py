@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from mechinterp.analysis.fine_tuning import fine_tune
-from mechinterp.analysis.heads import ablate_heads
-from mechinterp.analysis.layered import classify_layers
-from mechinterp.analysis.pruning import prune
+from mechinterp.analysis.heads.ablation import ablate_heads
+from mechinterp.analysis.heads.fine_tuning import fine_tune
+from mechinterp.analysis.heads.pruning import prune
+from mechinterp.analysis.learners.layered import classify_layers
 from mechinterp.checkpoints.loading import load
 from mechinterp.checkpoints.native import save
-from mechinterp.cli_options import Asked
+from mechinterp.cli.options import Asked
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig
 from mechinterp.icl.prompts import generator_for, sample_prompts
 from tests.conftest import CHECKPOINTS, Run

@@ -7,7 +7,7 @@ from dataclasses import dataclass, is_dataclass
 import pandas as pd
 
 import mechinterp
-from mechinterp.analysis.patterns import classify
+from mechinterp.analysis.circuits.patterns import classify
 from mechinterp.display import ROWS, Result
 from mechinterp.models.constructions import debiased_gradient_step
 

@@ -23,18 +23,18 @@ import torch
 from safetensors.torch import save_file
 
 import mechinterp as mi
-from mechinterp.analysis.attention import attention_patterns
+from mechinterp.analysis.circuits.attention import attention_patterns
 from mechinterp.analysis.comparison import compare
-from mechinterp.analysis.deep_snapshots import deep_snapshots
-from mechinterp.analysis.dynamics import training_dynamics
-from mechinterp.analysis.evaluation import shared_losses
-from mechinterp.analysis.linear_snapshots import linear_snapshots
-from mechinterp.analysis.milestones import milestones
-from mechinterp.analysis.pruning import save_pruned
-from mechinterp.analysis.pruning_curves import prune_by_rules, pruning_curves
-from mechinterp.analysis.rivals import rivals
-from mechinterp.analysis.histories import loss_curve
-from mechinterp.analysis.snapshots import training_snapshots
+from mechinterp.analysis.dynamics.deep_snapshots import deep_snapshots
+from mechinterp.analysis.dynamics.histories import loss_curve
+from mechinterp.analysis.dynamics.linear_snapshots import linear_snapshots
+from mechinterp.analysis.dynamics.milestones import milestones
+from mechinterp.analysis.dynamics.snapshots import training_snapshots
+from mechinterp.analysis.dynamics.training import training_dynamics
+from mechinterp.analysis.heads.pruning import save_pruned
+from mechinterp.analysis.heads.pruning_curves import prune_by_rules, pruning_curves
+from mechinterp.analysis.learners.baselines import rivals
+from mechinterp.analysis.learners.losses import shared_losses
 from mechinterp.checkpoints.errors import CheckpointError
 from mechinterp.checkpoints.exchange import hooked_state
 from mechinterp.checkpoints.loading import convert

@@ -94,43 +94,43 @@ ORDER = [
     "training.cluster",
     "training.sweep",
     "analysis.estimates",
-    "analysis.circuits",
-    "analysis.masking",
-    "analysis.manifold",
-    "analysis.plateaus",
-    "analysis.jumps",
-    "analysis.thresholds",
-    "analysis.components",
-    "analysis.structure",
-    "analysis.substitution",
-    "analysis.reading",
-    "analysis.null",
-    "analysis.scales",
-    "analysis.labels",
-    "analysis.layered",
-    "analysis.patterns",
+    "analysis.circuits.circuits",
+    "analysis.heads.errors",
+    "analysis.circuits.manifold",
+    "analysis.dynamics.plateaus",
+    "analysis.dynamics.jumps",
+    "analysis.circuits.thresholds",
+    "analysis.circuits.components",
+    "analysis.circuits.structure",
+    "analysis.circuits.substitution",
+    "analysis.circuits.reading",
+    "analysis.circuits.null",
+    "analysis.circuits.scales",
+    "analysis.circuits.labels",
+    "analysis.learners.layered",
+    "analysis.circuits.patterns",
     "analysis.results",
-    "analysis.heads",
-    "analysis.subsets",
-    "analysis.head_sets",
-    "analysis.probes",
-    "analysis.p_probing",
-    "analysis.gates",
-    "analysis.pruning",
-    "analysis.fine_tuning",
-    "analysis.rivals",
-    "analysis.pruning_curves",
-    "analysis.patching",
-    "analysis.fits",
-    "analysis.evaluation",
-    "analysis.histories",
-    "analysis.dynamics",
-    "analysis.attention",
-    "analysis.snapshots",
-    "analysis.linear_snapshots",
-    "analysis.deep_snapshots",
+    "analysis.heads.ablation",
+    "analysis.heads.subsets",
+    "analysis.heads.pairs",
+    "analysis.probing.probes",
+    "analysis.probing.p_probing",
+    "analysis.heads.gates",
+    "analysis.heads.pruning",
+    "analysis.heads.fine_tuning",
+    "analysis.learners.baselines",
+    "analysis.heads.pruning_curves",
+    "analysis.heads.patching",
+    "analysis.learners.fits",
+    "analysis.learners.losses",
+    "analysis.dynamics.histories",
+    "analysis.dynamics.training",
+    "analysis.circuits.attention",
+    "analysis.dynamics.snapshots",
+    "analysis.dynamics.linear_snapshots",
+    "analysis.dynamics.deep_snapshots",
     "analysis.comparison",
-    "analysis.milestones",
+    "analysis.dynamics.milestones",
     "report.documents",
     "report.head_documents",
     "report.table",
@@ -144,9 +144,10 @@ ORDER = [
     "report.deep",
     "report.page",
     "report.comparison",
-    "cli_training",
-    "cli_options",
-    "cli_heads",
+    "cli.training",
+    "cli.options",
+    "cli.heads",
+    "cli.main",
     "cli",
 ]
 FLOORS = [
@@ -157,9 +158,6 @@ FLOORS = [
         "training",
         "analysis",
         "report",
-        "cli_training",
-        "cli_options",
-        "cli_heads",
         "cli",
     ),
 ]
@@ -170,8 +168,8 @@ def module_files() -> dict[str, Path]:
         file for file in PACKAGE.rglob("*.py") if file.name not in ("__init__.py", "__main__.py")
     )
     modules = {".".join(file.relative_to(PACKAGE).with_suffix("").parts): file for file in files}
-    # The one folder that is imported by its own name, which stands for its files.
-    return modules | {"config": PACKAGE / "config" / "__init__.py"}
+    # The folders that are imported by their own names, which stand for their files.
+    return modules | {name: PACKAGE / name / "__init__.py" for name in ("config", "cli")}
 
 
 def imported_modules(source: str, package: str = "mechinterp") -> set[str]:
@@ -213,7 +211,7 @@ def test_module_imports_only_earlier_ones(name: str):
     assert not upward, f"{name} imports {upward}, which do not stand before it in ORDER."
 
 
-FOLDERS = {file.parent.name for file in PACKAGE.glob("*/*.py")} - {"config"}
+FOLDERS = {file.parent.name for file in PACKAGE.glob("*/*.py")} - {"config", "cli"}
 
 
 @pytest.mark.parametrize("folder", sorted(FOLDERS))

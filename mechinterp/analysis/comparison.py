@@ -11,9 +11,9 @@ import plotly.graph_objects as go
 from jaxtyping import Float, Int
 
 from mechinterp import figures
-from mechinterp.analysis.evaluation import shared_losses
-from mechinterp.analysis.histories import loss_curve
-from mechinterp.analysis.patterns import Classification, classify_attention
+from mechinterp.analysis.circuits.patterns import Classification, classify_attention
+from mechinterp.analysis.dynamics.histories import loss_curve
+from mechinterp.analysis.learners.losses import shared_losses
 from mechinterp.checkpoints.native import Checkpoint
 from mechinterp.config import ExperimentConfig
 from mechinterp.display import Result

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pandas as pd
 
-from mechinterp.analysis.layered import LayeredClassification
-from mechinterp.analysis.patterns import N_PROMPTS, classify
+from mechinterp.analysis.circuits.patterns import N_PROMPTS, classify
+from mechinterp.analysis.learners.layered import LayeredClassification
 from mechinterp.checkpoints.native import load
 from mechinterp.checkpoints.tables import write_own_table
 from mechinterp.config import ExperimentConfig

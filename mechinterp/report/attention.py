@@ -2,10 +2,10 @@
 
 import torch
 
-from mechinterp.analysis.fits import LearnerFits, fit_learners
-from mechinterp.analysis.heads import ablate_heads
-from mechinterp.analysis.patterns import Classification, classify_attention
-from mechinterp.analysis.subsets import MAX_SUBSET_HEADS, SubsetAblation, ablate_subsets
+from mechinterp.analysis.circuits.patterns import Classification, classify_attention
+from mechinterp.analysis.heads.ablation import ablate_heads
+from mechinterp.analysis.heads.subsets import MAX_SUBSET_HEADS, SubsetAblation, ablate_subsets
+from mechinterp.analysis.learners.fits import LearnerFits, fit_learners
 from mechinterp.checkpoints.native import Checkpoint
 from mechinterp.icl.prompts import Prompts, sample_prompts
 from mechinterp.report import sections

@@ -2,10 +2,10 @@
 
 import numpy as np
 
-from mechinterp.analysis.heads import HeadAblation, ablate_heads
-from mechinterp.analysis.probes import streams
-from mechinterp.analysis.pruning_curves import RulePruning, prune_by_rules
-from mechinterp.analysis.rivals import Rivals, rivals
+from mechinterp.analysis.heads.ablation import HeadAblation, ablate_heads
+from mechinterp.analysis.heads.pruning_curves import RulePruning, prune_by_rules
+from mechinterp.analysis.learners.baselines import Rivals, rivals
+from mechinterp.analysis.probing.probes import streams
 from mechinterp.checkpoints.native import Checkpoint
 from mechinterp.icl.prompts import Prompts, sample_prompts
 from mechinterp.models.predictor import Predictor

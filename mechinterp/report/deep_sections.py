@@ -9,17 +9,17 @@ from jaxtyping import Float
 
 from mechinterp import figures
 from mechinterp.analysis.estimates import mean_and_sem
-from mechinterp.analysis.head_sets import greedy_order
-from mechinterp.analysis.heads import HeadAblation, ablate_heads
-from mechinterp.analysis.masking import Head, masked_errors
-from mechinterp.analysis.p_probing import IDEAL, RAW, p_probe
-from mechinterp.analysis.probes import FOLDS, STRUCTURES, LayerProbes, probe_layers
-from mechinterp.analysis.pruning_curves import (
+from mechinterp.analysis.heads.ablation import HeadAblation, ablate_heads
+from mechinterp.analysis.heads.errors import Head, masked_errors
+from mechinterp.analysis.heads.pairs import greedy_order
+from mechinterp.analysis.heads.pruning_curves import (
     PruningCurves,
     RulePruning,
     pruning_curves,
 )
-from mechinterp.analysis.rivals import STEPS, Rivals
+from mechinterp.analysis.learners.baselines import STEPS, Rivals
+from mechinterp.analysis.probing.p_probing import IDEAL, RAW, p_probe
+from mechinterp.analysis.probing.probes import FOLDS, STRUCTURES, LayerProbes, probe_layers
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.predictor import Predictor
 from mechinterp.report.sections import Section, number, plus_minus

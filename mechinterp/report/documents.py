@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pandas as pd
 
-from mechinterp.analysis.fits import LearnerFits
-from mechinterp.analysis.heads import HeadAblation
-from mechinterp.analysis.jumps import JumpForecast
-from mechinterp.analysis.layered import LayeredClassification
-from mechinterp.analysis.patterns import Classification
-from mechinterp.analysis.subsets import SubsetAblation
+from mechinterp.analysis.circuits.patterns import Classification
+from mechinterp.analysis.dynamics.jumps import JumpForecast
+from mechinterp.analysis.heads.ablation import HeadAblation
+from mechinterp.analysis.heads.subsets import SubsetAblation
+from mechinterp.analysis.learners.fits import LearnerFits
+from mechinterp.analysis.learners.layered import LayeredClassification
 from mechinterp.checkpoints.exchange import FORMAT as EXCHANGE
 from mechinterp.checkpoints.exchange import positions_for
 from mechinterp.checkpoints.native import Checkpoint

@@ -3,10 +3,10 @@
 from collections.abc import Mapping
 from pathlib import Path
 
-from mechinterp.analysis.fine_tuning import FineTuning
-from mechinterp.analysis.p_probing import DescentCurves
-from mechinterp.analysis.probes import LayerProbes
-from mechinterp.analysis.pruning import Pruning
+from mechinterp.analysis.heads.fine_tuning import FineTuning
+from mechinterp.analysis.heads.pruning import Pruning
+from mechinterp.analysis.probing.p_probing import DescentCurves
+from mechinterp.analysis.probing.probes import LayerProbes
 from mechinterp.checkpoints.native import Checkpoint
 from mechinterp.report.documents import header, records
 

@@ -8,12 +8,12 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from mechinterp import figures
-from mechinterp.analysis.attention import attention_patterns, chosen
-from mechinterp.analysis.circuits import circuits
-from mechinterp.analysis.fits import LearnerFits
-from mechinterp.analysis.heads import HeadAblation
-from mechinterp.analysis.patterns import Classification, Thresholds
-from mechinterp.analysis.subsets import SubsetAblation
+from mechinterp.analysis.circuits.attention import attention_patterns, chosen
+from mechinterp.analysis.circuits.circuits import circuits
+from mechinterp.analysis.circuits.patterns import Classification, Thresholds
+from mechinterp.analysis.heads.ablation import HeadAblation
+from mechinterp.analysis.heads.subsets import SubsetAblation
+from mechinterp.analysis.learners.fits import LearnerFits
 from mechinterp.checkpoints.native import Checkpoint
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.scores import is_normalised

@@ -11,16 +11,16 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
-from mechinterp.analysis.fits import LearnerFits
-from mechinterp.analysis.heads import HeadAblation
-from mechinterp.analysis.subsets import MAX_SUBSET_HEADS, SubsetAblation
+from mechinterp.analysis.heads.ablation import HeadAblation
+from mechinterp.analysis.heads.subsets import MAX_SUBSET_HEADS, SubsetAblation
+from mechinterp.analysis.learners.fits import LearnerFits
 from mechinterp.checkpoints.errors import printable
 from mechinterp.tracking import Item, Track
 from mechinterp.training.run import Progress
 
 if TYPE_CHECKING:
-    from mechinterp.analysis.fine_tuning import FineTuning
-    from mechinterp.analysis.pruning import Pruning
+    from mechinterp.analysis.heads.fine_tuning import FineTuning
+    from mechinterp.analysis.heads.pruning import Pruning
 
 
 @contextmanager

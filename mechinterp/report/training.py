@@ -5,10 +5,10 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from mechinterp import figures
-from mechinterp.analysis.deep_snapshots import deep_snapshots
-from mechinterp.analysis.dynamics import training_dynamics
-from mechinterp.analysis.linear_snapshots import linear_snapshots
-from mechinterp.analysis.snapshots import Snapshots, training_snapshots
+from mechinterp.analysis.dynamics.deep_snapshots import deep_snapshots
+from mechinterp.analysis.dynamics.linear_snapshots import linear_snapshots
+from mechinterp.analysis.dynamics.snapshots import Snapshots, training_snapshots
+from mechinterp.analysis.dynamics.training import training_dynamics
 from mechinterp.checkpoints.native import Checkpoint
 from mechinterp.config import TrainConfig
 from mechinterp.icl.prompts import Prompts

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from mechinterp.analysis.attention import attention_patterns, chosen
+from mechinterp.analysis.circuits.attention import attention_patterns, chosen
 from mechinterp.checkpoints.native import load
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.constructions import kernel_head

@@ -5,7 +5,7 @@ import plotly.graph_objects as go
 import pytest
 import torch
 
-from mechinterp.analysis.circuits import circuits
+from mechinterp.analysis.circuits.circuits import circuits
 from mechinterp.models.constructions import diagonal_heads
 from mechinterp.models.functional import AttentionWeights
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from mechinterp import load
-from mechinterp.analysis.components import components
-from mechinterp.analysis.patterns import classify
+from mechinterp.analysis.circuits.components import components
+from mechinterp.analysis.circuits.patterns import classify
 from mechinterp.config import CovarianceConfig, TaskConfig
 from mechinterp.models.constructions import debiased_gradient_step, linear_attention
 from mechinterp.report.documents import classification_document

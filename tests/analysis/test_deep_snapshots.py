@@ -5,8 +5,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from mechinterp.analysis.deep_snapshots import deep_snapshots
-from mechinterp.analysis.heads import ablate_heads
+from mechinterp.analysis.dynamics.deep_snapshots import deep_snapshots
+from mechinterp.analysis.heads.ablation import ablate_heads
 from mechinterp.checkpoints.native import Checkpoint, load
 from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
 from mechinterp.models.transformer import ICLTransformer

@@ -3,7 +3,7 @@ from functools import partial
 import numpy as np
 import pytest
 
-from mechinterp.analysis.evaluation import shared_losses
+from mechinterp.analysis.learners.losses import shared_losses
 from mechinterp.config import TaskConfig
 from mechinterp.icl.predictors import debiased_gd
 from mechinterp.models.constructions import debiased_gradient_step, kernel_head, zero_head

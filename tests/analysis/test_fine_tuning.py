@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from mechinterp.analysis.fine_tuning import fine_tune
-from mechinterp.analysis.masking import masked_errors
-from mechinterp.analysis.pruning import pruned_weights
+from mechinterp.analysis.heads.errors import masked_errors
+from mechinterp.analysis.heads.fine_tuning import fine_tune
+from mechinterp.analysis.heads.pruning import pruned_weights
 from mechinterp.checkpoints.native import load, save
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig, TrainConfig
 from mechinterp.icl.prompts import generator_for, sample_prompts

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from mechinterp.analysis.fits import LEARNERS, fit_learners
+from mechinterp.analysis.learners.fits import LEARNERS, fit_learners
 from mechinterp.config import TaskConfig
 from mechinterp.icl.predictors import debiased_gd, nadaraya_watson, ridge, vanilla_gd
 from mechinterp.models.constructions import debiased_gradient_step, kernel_head

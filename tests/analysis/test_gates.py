@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 import torch
 
-from mechinterp.analysis import gates
-from mechinterp.analysis.gates import HeadGates, learn_gates
-from mechinterp.analysis.heads import ablate_heads
-from mechinterp.analysis.masking import masked_errors
+from mechinterp.analysis.heads import gates
+from mechinterp.analysis.heads.ablation import ablate_heads
+from mechinterp.analysis.heads.errors import masked_errors
+from mechinterp.analysis.heads.gates import HeadGates, learn_gates
 from mechinterp.config import TaskConfig
 from mechinterp.models.constructions import diagonal_heads
 from mechinterp.models.predictor import predictor_of

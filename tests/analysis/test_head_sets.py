@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from mechinterp.analysis.head_sets import ablate_pairs, greedy_order, halves
-from mechinterp.analysis.masking import masked_errors
+from mechinterp.analysis.heads.errors import masked_errors
+from mechinterp.analysis.heads.pairs import ablate_pairs, greedy_order, halves
 from mechinterp.config import TaskConfig
 from mechinterp.models.constructions import diagonal_heads
 from mechinterp.models.transformer import ICLTransformer

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from mechinterp.analysis import heads
-from mechinterp.analysis.heads import ablate_heads
-from mechinterp.analysis.subsets import ablate_subsets
+from mechinterp.analysis.heads import ablation as heads
+from mechinterp.analysis.heads.ablation import ablate_heads
+from mechinterp.analysis.heads.subsets import ablate_subsets
 from mechinterp.config import ModelConfig, TaskConfig
 from mechinterp.icl.prompts import generator_for, sample_prompts
 from mechinterp.models.constructions import debiased_gradient_step, diagonal_heads

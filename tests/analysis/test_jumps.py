@@ -6,7 +6,7 @@ import numpy as np
 import plotly.graph_objects as go
 import pytest
 
-from mechinterp.analysis.jumps import jump_forecast
+from mechinterp.analysis.dynamics.jumps import jump_forecast
 from mechinterp.config import ExperimentConfig, override
 from mechinterp.presets import preset
 from mechinterp.theory.linear import modes

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from mechinterp.analysis.null import null_of
-from mechinterp.analysis.patterns import Classification, classify, classify_circuits
-from mechinterp.analysis.reading import read_groups, read_heads
-from mechinterp.analysis.structure import common_matrix
-from mechinterp.analysis.thresholds import Thresholds
+from mechinterp.analysis.circuits.null import null_of
+from mechinterp.analysis.circuits.patterns import Classification, classify, classify_circuits
+from mechinterp.analysis.circuits.reading import read_groups, read_heads
+from mechinterp.analysis.circuits.structure import common_matrix
+from mechinterp.analysis.circuits.thresholds import Thresholds
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig
 from mechinterp.models.constructions import (
     debiased_gradient_step,

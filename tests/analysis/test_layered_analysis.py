@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from mechinterp.analysis.layered import LayeredClassification, classify_layers
-from mechinterp.analysis.pruning import save_pruned
+from mechinterp.analysis.heads.pruning import save_pruned
+from mechinterp.analysis.learners.layered import LayeredClassification, classify_layers
 from mechinterp.checkpoints.hints import Hints
 from mechinterp.checkpoints.layered import read_layered
 from mechinterp.checkpoints.native import Checkpoint

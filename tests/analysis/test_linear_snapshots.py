@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from mechinterp.analysis.components import components
-from mechinterp.analysis.linear_snapshots import LinearSnapshots, linear_snapshots
+from mechinterp.analysis.circuits.components import components
+from mechinterp.analysis.dynamics.linear_snapshots import LinearSnapshots, linear_snapshots
 from mechinterp.checkpoints.native import load
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.functional import AttentionWeights, predict

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mechinterp.analysis.masking import masked_errors
+from mechinterp.analysis.heads.errors import masked_errors
 from mechinterp.models.adapter import HookedPredictor, hooked_predictor, masked
 from mechinterp.models.backends import hooks, one_layer, token_map
 from mechinterp.models.masks import METHODS, mask_heads, z_name

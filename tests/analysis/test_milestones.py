@@ -3,9 +3,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from mechinterp.analysis.dynamics import TrainingDynamics
-from mechinterp.analysis.milestones import PATTERNS, milestones
-from mechinterp.analysis.thresholds import Thresholds
+from mechinterp.analysis.circuits.thresholds import Thresholds
+from mechinterp.analysis.dynamics.milestones import PATTERNS, milestones
+from mechinterp.analysis.dynamics.training import TrainingDynamics
 
 # Two heads over five rows, and a third whose share of the step is below 1% from step 20 on.
 OMEGA = np.array(

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from mechinterp.analysis.null import N_PROMPTS, Null, null_of, x_blocks
-from mechinterp.analysis.structure import common_matrix
-from mechinterp.analysis.substitution import evaluation, idealised, survival
+from mechinterp.analysis.circuits.null import N_PROMPTS, Null, null_of, x_blocks
+from mechinterp.analysis.circuits.structure import common_matrix
+from mechinterp.analysis.circuits.substitution import evaluation, idealised, survival
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig
 from mechinterp.models.constructions import from_circuits
 from mechinterp.models.functional import AttentionWeights, predict

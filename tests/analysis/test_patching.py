@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformer_lens.utilities import get_act_name
 
-from mechinterp.analysis.patching import HEAD_PARTS, STREAMS, patch_positions
+from mechinterp.analysis.heads.patching import HEAD_PARTS, STREAMS, patch_positions
 from mechinterp.config import ModelConfig, TaskConfig
 from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
 from mechinterp.models.constructions import diagonal_heads

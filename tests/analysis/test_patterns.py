@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from mechinterp.analysis.patterns import Thresholds, classify
+from mechinterp.analysis.circuits.patterns import Thresholds, classify
 from mechinterp.config import CovarianceConfig, ExperimentConfig, ModelConfig, TaskConfig
 from mechinterp.models.constructions import (
     debiased_gradient_step,

@@ -4,7 +4,7 @@ import numpy as np
 import plotly.graph_objects as go
 import pytest
 
-from mechinterp.analysis.plateaus import crossings, drops, plateaus
+from mechinterp.analysis.dynamics.plateaus import crossings, drops, plateaus
 from mechinterp.theory.linear import fixed_point, modes, population_moments
 from mechinterp.theory.linear_heads import MergedHeads, SeparateHeads, merged_heads, separate_heads
 from mechinterp.theory.linear_jumps import first_jump_bound

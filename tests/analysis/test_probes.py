@@ -7,8 +7,8 @@ import pytest
 import torch
 from sklearn.linear_model import Ridge
 
-from mechinterp.analysis.p_probing import descent_curves, p_probe, query_features
-from mechinterp.analysis.probes import (
+from mechinterp.analysis.probing.p_probing import descent_curves, p_probe, query_features
+from mechinterp.analysis.probing.probes import (
     PENALTIES,
     cross_validated,
     fit_ridge,

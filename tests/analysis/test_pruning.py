@@ -6,17 +6,17 @@ import numpy as np
 import pytest
 import torch
 
-from mechinterp.analysis import pruning
 from mechinterp.analysis.estimates import ratio_and_sem
-from mechinterp.analysis.masking import masked_errors
-from mechinterp.analysis.probes import cross_validated, streams
-from mechinterp.analysis.pruning import (
+from mechinterp.analysis.heads import pruning
+from mechinterp.analysis.heads.errors import masked_errors
+from mechinterp.analysis.heads.pruning import (
     RULES,
     best_head_later,
     prune,
     pruned_weights,
     save_pruned,
 )
+from mechinterp.analysis.probing.probes import cross_validated, streams
 from mechinterp.checkpoints.errors import CheckpointError
 from mechinterp.checkpoints.native import load, save
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from mechinterp.analysis.heads import ablate_heads
-from mechinterp.analysis.masking import masked_errors
-from mechinterp.analysis.pruning import RULES, prune
-from mechinterp.analysis.pruning_curves import prune_by_rules, pruning_curves
+from mechinterp.analysis.heads.ablation import ablate_heads
+from mechinterp.analysis.heads.errors import masked_errors
+from mechinterp.analysis.heads.pruning import RULES, prune
+from mechinterp.analysis.heads.pruning_curves import prune_by_rules, pruning_curves
 from mechinterp.config import TaskConfig
 from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
 from tests.deep_models import WIDE, random_gpt2, random_model

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from mechinterp.analysis.rivals import PENALTIES, rivals
+from mechinterp.analysis.learners.baselines import PENALTIES, rivals
 from mechinterp.config import TaskConfig
 from mechinterp.icl.predictors import ridge
 from mechinterp.icl.prompts import generator_for, sample_prompts

@@ -5,11 +5,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mechinterp.analysis import histories
-from mechinterp.analysis.circuits import circuits
-from mechinterp.analysis.histories import kept_steps, loss_at
-from mechinterp.analysis.patterns import classify
-from mechinterp.analysis.snapshots import training_snapshots
+from mechinterp.analysis.circuits.circuits import circuits
+from mechinterp.analysis.circuits.patterns import classify
+from mechinterp.analysis.dynamics import histories
+from mechinterp.analysis.dynamics.histories import kept_steps, loss_at
+from mechinterp.analysis.dynamics.snapshots import training_snapshots
 from mechinterp.checkpoints.native import Checkpoint, load, save
 from mechinterp.config import ExperimentConfig, override
 from mechinterp.models.constructions import debiased_gradient_step, kernel_head, zero_head

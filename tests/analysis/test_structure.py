@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from mechinterp.analysis.structure import (
+from mechinterp.analysis.circuits.structure import (
     common_matrix,
     equal_heads,
     is_definite,

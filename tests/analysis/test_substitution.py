@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from mechinterp.analysis.substitution import evaluation, idealised, survival
+from mechinterp.analysis.circuits.substitution import evaluation, idealised, survival
 from mechinterp.config import ExperimentConfig, TaskConfig
 from mechinterp.icl.predictors import debiased_gd, vanilla_gd
 from mechinterp.models.constructions import diagonal_heads

@@ -5,10 +5,10 @@ from pathlib import Path
 import numpy as np
 import plain
 
-from mechinterp.analysis import null, substitution
-from mechinterp.analysis.evaluation import shared_losses
-from mechinterp.analysis.patterns import classify
-from mechinterp.analysis.subsets import ablate_subsets
+from mechinterp.analysis.circuits import null, substitution
+from mechinterp.analysis.circuits.patterns import classify
+from mechinterp.analysis.heads.subsets import ablate_subsets
+from mechinterp.analysis.learners.losses import shared_losses
 from mechinterp.checkpoints.loading import load
 from mechinterp.icl.prompts import generator_for, sample_prompts
 from mechinterp.report.documents import classification_document

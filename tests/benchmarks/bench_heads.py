@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mechinterp.analysis.subsets import ablate_subsets
+from mechinterp.analysis.heads.subsets import ablate_subsets
 from mechinterp.config import ModelConfig, TaskConfig
 from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
 from mechinterp.models.backends.hooks import CHUNK

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from mechinterp.analysis.patterns import classify
+from mechinterp.analysis.circuits.patterns import classify
 from mechinterp.checkpoints.errors import CheckpointError
 from mechinterp.checkpoints.hints import COLUMNS
 from mechinterp.checkpoints.loading import convert, load

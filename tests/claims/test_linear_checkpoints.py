@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from mechinterp.analysis.jumps import jump_forecast
-from mechinterp.analysis.patterns import classify
-from mechinterp.analysis.plateaus import crossings
+from mechinterp.analysis.circuits.patterns import classify
+from mechinterp.analysis.dynamics.jumps import jump_forecast
+from mechinterp.analysis.dynamics.plateaus import crossings
 from mechinterp.checkpoints.native import load
 from mechinterp.config import override
 from mechinterp.theory.linear import modes

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from mechinterp.analysis.plateaus import Plateaus, crossings, drops, plateaus
+from mechinterp.analysis.dynamics.plateaus import Plateaus, crossings, drops, plateaus
 from mechinterp.config import CovarianceConfig, TaskConfig
 from mechinterp.icl.predictors import one_step_pcr, pcr
 from mechinterp.icl.prompts import Prompts

@@ -9,10 +9,10 @@ from functools import cache, partial
 import numpy as np
 import pytest
 
-from mechinterp.analysis.dynamics import training_dynamics
-from mechinterp.analysis.evaluation import shared_losses
-from mechinterp.analysis.milestones import milestones
-from mechinterp.analysis.patterns import Classification, classify
+from mechinterp.analysis.circuits.patterns import Classification, classify
+from mechinterp.analysis.dynamics.milestones import milestones
+from mechinterp.analysis.dynamics.training import training_dynamics
+from mechinterp.analysis.learners.losses import shared_losses
 from mechinterp.checkpoints.native import load
 from mechinterp.config import TaskConfig
 from mechinterp.icl.predictors import debiased_gd

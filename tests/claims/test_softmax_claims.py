@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from mechinterp.analysis.evaluation import shared_losses
-from mechinterp.analysis.fits import LEARNERS, fit_learners
-from mechinterp.analysis.patterns import classify
+from mechinterp.analysis.circuits.patterns import classify
+from mechinterp.analysis.learners.fits import LEARNERS, fit_learners
+from mechinterp.analysis.learners.losses import shared_losses
 from mechinterp.checkpoints.native import load
 from mechinterp.config import TaskConfig, override
 from mechinterp.theory.softmax import debiased_step_size

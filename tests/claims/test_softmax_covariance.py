@@ -8,8 +8,8 @@ from functools import cache
 import numpy as np
 import pytest
 
-from mechinterp.analysis.evaluation import shared_losses
-from mechinterp.analysis.patterns import Classification, classify
+from mechinterp.analysis.circuits.patterns import Classification, classify
+from mechinterp.analysis.learners.losses import shared_losses
 from mechinterp.checkpoints.native import load
 from mechinterp.icl.prompts import covariance_matrix
 from mechinterp.theory.preconditioning import (

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from mechinterp.analysis.circuits import circuits
-from mechinterp.analysis.dynamics import TrainingDynamics, training_dynamics
-from mechinterp.analysis.evaluation import shared_losses
-from mechinterp.analysis.patterns import classify
+from mechinterp.analysis.circuits.circuits import circuits
+from mechinterp.analysis.circuits.patterns import classify
+from mechinterp.analysis.dynamics.training import TrainingDynamics, training_dynamics
+from mechinterp.analysis.learners.losses import shared_losses
 from mechinterp.checkpoints.native import Checkpoint, load
 from mechinterp.config import TaskConfig
 from mechinterp.icl.predictors import debiased_gd, ridge

@@ -10,8 +10,8 @@ from functools import cache, partial
 import numpy as np
 import pytest
 
-from mechinterp.analysis.evaluation import shared_losses
-from mechinterp.analysis.patterns import Classification, classify
+from mechinterp.analysis.circuits.patterns import Classification, classify
+from mechinterp.analysis.learners.losses import shared_losses
 from mechinterp.checkpoints.native import load
 from mechinterp.icl.predictors import joint_debiased_gd
 from mechinterp.theory.several_tasks import (

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from mechinterp.analysis.heads import ablate_heads
-from mechinterp.analysis.p_probing import descent_curves, p_probe, query_features
-from mechinterp.analysis.probes import probe_layers, reweighted
-from mechinterp.analysis.pruning import best_head_first, least_head_later, prune, save_pruned
+from mechinterp.analysis.heads.ablation import ablate_heads
+from mechinterp.analysis.heads.pruning import best_head_first, least_head_later, prune, save_pruned
+from mechinterp.analysis.probing.p_probing import descent_curves, p_probe, query_features
+from mechinterp.analysis.probing.probes import probe_layers, reweighted
 from mechinterp.checkpoints.native import load, save
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig
 from mechinterp.icl.prompts import generator_for, sample_prompts

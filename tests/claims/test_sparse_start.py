@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from mechinterp.analysis.probes import preconditioned, probe_layers, reweighted
+from mechinterp.analysis.probing.probes import preconditioned, probe_layers, reweighted
 from mechinterp.checkpoints.native import load
 from mechinterp.icl.prompts import generator_for, sample_prompts
 from mechinterp.icl.sparse_predictors import excess_risk

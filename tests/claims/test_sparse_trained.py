@@ -13,13 +13,13 @@ import pytest
 import torch
 
 from mechinterp.analysis.estimates import ratio_and_sem
-from mechinterp.analysis.fine_tuning import fine_tune
-from mechinterp.analysis.head_sets import halves
-from mechinterp.analysis.heads import HeadAblation, ablate_heads
-from mechinterp.analysis.masking import masked_errors
-from mechinterp.analysis.p_probing import RAW, descent_curves, query_features
-from mechinterp.analysis.probes import LayerProbes, preconditioned, probe_layers, reweighted
-from mechinterp.analysis.pruning import Pruning, best_head_first, prune
+from mechinterp.analysis.heads.ablation import HeadAblation, ablate_heads
+from mechinterp.analysis.heads.errors import masked_errors
+from mechinterp.analysis.heads.fine_tuning import fine_tune
+from mechinterp.analysis.heads.pairs import halves
+from mechinterp.analysis.heads.pruning import Pruning, best_head_first, prune
+from mechinterp.analysis.probing.p_probing import RAW, descent_curves, query_features
+from mechinterp.analysis.probing.probes import LayerProbes, preconditioned, probe_layers, reweighted
 from mechinterp.checkpoints.native import Checkpoint, load
 from mechinterp.icl.predictors import ridge
 from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts

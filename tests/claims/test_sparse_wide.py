@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from mechinterp.analysis.estimates import ratio_and_sem
-from mechinterp.analysis.masking import masked_errors
-from mechinterp.analysis.probes import probe_layers, reweighted
+from mechinterp.analysis.heads.errors import masked_errors
+from mechinterp.analysis.probing.probes import probe_layers, reweighted
 from mechinterp.checkpoints.native import Checkpoint, load
 from mechinterp.icl.predictors import ridge
 from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts

@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import nn
 
-from mechinterp.analysis.gates import learn_gates
-from mechinterp.analysis.masking import masked_errors
-from mechinterp.analysis.p_probing import p_probe
-from mechinterp.analysis.probes import probe_layers
-from mechinterp.analysis.pruning import prune
+from mechinterp.analysis.heads.errors import masked_errors
+from mechinterp.analysis.heads.gates import learn_gates
+from mechinterp.analysis.heads.pruning import prune
+from mechinterp.analysis.probing.p_probing import p_probe
+from mechinterp.analysis.probing.probes import probe_layers
 from mechinterp.config import ModelConfig, TaskConfig
 from mechinterp.icl.prompts import generator_for, sample_prompts
 from mechinterp.models.adapter import HookedPredictor, gpt2_predictor, hooked_predictor, masked

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from transformer_lens import ActivationCache
 
-from mechinterp.analysis.gates import learn_gates
-from mechinterp.analysis.heads import ablate_heads
-from mechinterp.analysis.p_probing import query_features
+from mechinterp.analysis.heads.ablation import ablate_heads
+from mechinterp.analysis.heads.gates import learn_gates
+from mechinterp.analysis.probing.p_probing import query_features
 from mechinterp.checkpoints.native import Checkpoint
 from mechinterp.config import ModelConfig
 from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts

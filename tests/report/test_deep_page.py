@@ -9,10 +9,10 @@ import pandas as pd
 import pytest
 import torch
 
-from mechinterp.analysis.heads import ablate_heads
-from mechinterp.analysis.masking import masked_errors
-from mechinterp.analysis.pruning import prune
-from mechinterp.analysis.rivals import rivals
+from mechinterp.analysis.heads.ablation import ablate_heads
+from mechinterp.analysis.heads.errors import masked_errors
+from mechinterp.analysis.heads.pruning import prune
+from mechinterp.analysis.learners.baselines import rivals
 from mechinterp.checkpoints.loading import load
 from mechinterp.checkpoints.native import Checkpoint, save
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig

@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mechinterp.analysis.fits import LEARNERS, fit_learners
-from mechinterp.analysis.heads import ablate_heads
-from mechinterp.analysis.patterns import classify
-from mechinterp.analysis.subsets import METHODS, ablate_subsets
+from mechinterp.analysis.circuits.patterns import classify
+from mechinterp.analysis.heads.ablation import ablate_heads
+from mechinterp.analysis.heads.subsets import METHODS, ablate_subsets
+from mechinterp.analysis.learners.fits import LEARNERS, fit_learners
 from mechinterp.checkpoints.native import Checkpoint, load, save
 from mechinterp.config import ExperimentConfig, override
 from mechinterp.icl.prompts import generator_for, sample_prompts

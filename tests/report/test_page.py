@@ -10,8 +10,8 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from mechinterp.analysis.fits import fit_learners
-from mechinterp.analysis.patterns import classify
+from mechinterp.analysis.circuits.patterns import classify
+from mechinterp.analysis.learners.fits import fit_learners
 from mechinterp.checkpoints.loading import load as read_any
 from mechinterp.checkpoints.native import Checkpoint, load, save
 from mechinterp.config import ExperimentConfig, override

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from mechinterp.analysis.fits import fit_learners
-from mechinterp.analysis.heads import ablate_heads
-from mechinterp.analysis.subsets import ablate_subsets
+from mechinterp.analysis.heads.ablation import ablate_heads
+from mechinterp.analysis.heads.subsets import ablate_subsets
+from mechinterp.analysis.learners.fits import fit_learners
 from mechinterp.config import TaskConfig
 from mechinterp.models.constructions import debiased_gradient_step
 from mechinterp.models.transformer import ICLTransformer

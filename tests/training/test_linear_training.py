@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from mechinterp.analysis.dynamics import training_dynamics
+from mechinterp.analysis.dynamics.training import training_dynamics
 from mechinterp.checkpoints.errors import CheckpointError
 from mechinterp.checkpoints.native import load
 from mechinterp.config import ExperimentConfig, TaskConfig, override

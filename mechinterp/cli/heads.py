@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mechinterp.cli_options import (
+from mechinterp.cli.options import (
     Asked,
     PathArgument,
     about_paths,
@@ -14,11 +14,11 @@ from mechinterp.cli_options import (
     shown_path,
     takes,
 )
-from mechinterp.cli_training import say
+from mechinterp.cli.training import say
 
 if TYPE_CHECKING:
-    from mechinterp.analysis.fine_tuning import FineTuning
-    from mechinterp.analysis.pruning import Pruning
+    from mechinterp.analysis.heads.fine_tuning import FineTuning
+    from mechinterp.analysis.heads.pruning import Pruning
     from mechinterp.checkpoints.hints import Hints
     from mechinterp.checkpoints.native import Checkpoint
     from mechinterp.icl.prompts import Prompts
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 @takes(asked=Asked, hints=hints_of)
 def ablate(path: PathArgument, *, asked: Asked, hints: "Hints") -> None:
     """Mask every head; of one layer of attention, every subset of heads. Example: mechinterp ablate checkpoints/softmax-h2-s0"""
-    from mechinterp.analysis.heads import ablate_heads
+    from mechinterp.analysis.heads.ablation import ablate_heads
     from mechinterp.models.masks import METHODS
     from mechinterp.report.attention import subsets_of
     from mechinterp.report.documents import ablation_document, dumps
@@ -72,7 +72,7 @@ def prune(
     hints: "Hints",
 ) -> None:
     """Keep all heads of the first layer and the best of each later one. Example: mechinterp prune MODEL --out pruned"""
-    from mechinterp.analysis import pruning
+    from mechinterp.analysis.heads import pruning
     from mechinterp.checkpoints.folders import require_new
     from mechinterp.report.documents import dumps
     from mechinterp.report.head_documents import pruning_document
@@ -111,8 +111,8 @@ def prune(
 @takes(asked=Asked, hints=hints_of)
 def probe(path: PathArgument, *, asked: Asked, hints: "Hints") -> None:
     """Say what each layer has computed: linear probes, descent on features. Example: mechinterp probe MODEL"""
-    from mechinterp.analysis.p_probing import p_probe
-    from mechinterp.analysis.probes import STRUCTURES, probe_layers
+    from mechinterp.analysis.probing.p_probing import p_probe
+    from mechinterp.analysis.probing.probes import STRUCTURES, probe_layers
     from mechinterp.report.documents import dumps
     from mechinterp.report.head_documents import probes_document
     from mechinterp.report.terminal import frame_text, tracked
@@ -150,8 +150,8 @@ def _fine_tuned(
     steps: int,
     track: "Track",
 ) -> "FineTuning":
-    from mechinterp.analysis.fine_tuning import fine_tune
-    from mechinterp.analysis.head_sets import halves
+    from mechinterp.analysis.heads.fine_tuning import fine_tune
+    from mechinterp.analysis.heads.pairs import halves
 
     if checkpoint.format != "native":
         raise ValueError(

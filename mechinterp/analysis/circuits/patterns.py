@@ -14,15 +14,15 @@ from jaxtyping import Float
 from torch import Tensor
 
 from mechinterp import figures
-from mechinterp.analysis.circuits import Circuits, circuits, weights_of
-from mechinterp.analysis.components import Components, components
-from mechinterp.analysis.labels import Evidence, agreed_label, head_labels, model_label
-from mechinterp.analysis.layered import LayeredClassification, classify_layers
-from mechinterp.analysis.null import Null, null_of
-from mechinterp.analysis.reading import Form, Heads, form_of, read_groups, read_heads
-from mechinterp.analysis.scales import Scales, scales_of
-from mechinterp.analysis.substitution import Survival, evaluation, idealised, survival
-from mechinterp.analysis.thresholds import Thresholds
+from mechinterp.analysis.circuits.circuits import Circuits, circuits, weights_of
+from mechinterp.analysis.circuits.components import Components, components
+from mechinterp.analysis.circuits.labels import Evidence, agreed_label, head_labels, model_label
+from mechinterp.analysis.circuits.null import Null, null_of
+from mechinterp.analysis.circuits.reading import Form, Heads, form_of, read_groups, read_heads
+from mechinterp.analysis.circuits.scales import Scales, scales_of
+from mechinterp.analysis.circuits.substitution import Survival, evaluation, idealised, survival
+from mechinterp.analysis.circuits.thresholds import Thresholds
+from mechinterp.analysis.learners.layered import LayeredClassification, classify_layers
 from mechinterp.checkpoints.readings import Reading
 from mechinterp.config import ModelConfig, TaskConfig
 from mechinterp.display import Result

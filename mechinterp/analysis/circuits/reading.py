@@ -7,14 +7,14 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from mechinterp.analysis.structure import (
+from mechinterp.analysis.circuits.structure import (
     CommonMatrix,
     common_matrix,
     equal_heads,
     is_definite,
     rotation_angle,
 )
-from mechinterp.analysis.thresholds import Thresholds
+from mechinterp.analysis.circuits.thresholds import Thresholds
 from mechinterp.models.functional import AttentionWeights
 from mechinterp.models.scores import is_normalised
 

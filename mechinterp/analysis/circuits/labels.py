@@ -6,11 +6,11 @@ from itertools import combinations
 
 import numpy as np
 
-from mechinterp.analysis.components import Components
-from mechinterp.analysis.reading import Form, Heads
-from mechinterp.analysis.scales import Scales
-from mechinterp.analysis.substitution import Survival
-from mechinterp.analysis.thresholds import Thresholds
+from mechinterp.analysis.circuits.components import Components
+from mechinterp.analysis.circuits.reading import Form, Heads
+from mechinterp.analysis.circuits.scales import Scales
+from mechinterp.analysis.circuits.substitution import Survival
+from mechinterp.analysis.circuits.thresholds import Thresholds
 from mechinterp.checkpoints.readings import Reading
 
 # Numbers of which one must lie beyond random weights for a model to be structured.

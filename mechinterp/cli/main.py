@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mechinterp.cli_heads import ablate, probe, prune
-from mechinterp.cli_options import (
+from mechinterp.cli.heads import ablate, probe, prune
+from mechinterp.cli.options import (
     LengthOption,
     PathArgument,
     PromptsOption,
@@ -24,7 +24,7 @@ from mechinterp.cli_options import (
     shown_path,
     task_of,
 )
-from mechinterp.cli_training import JsonOption, QuietOption, predict_jumps, say, sweep, train
+from mechinterp.cli.training import JsonOption, QuietOption, predict_jumps, say, sweep, train
 
 if TYPE_CHECKING:
     from mechinterp.checkpoints.hints import Hints
@@ -152,7 +152,7 @@ def fit(
     hints: "Hints",
 ) -> None:
     """Fit closed-form learners to the model. Example: mechinterp fit checkpoints/softmax-h2-s0"""
-    from mechinterp.analysis.fits import CONTEXT_LENGTHS, fit_learners
+    from mechinterp.analysis.learners.fits import CONTEXT_LENGTHS, fit_learners
     from mechinterp.report.documents import dumps, fits_document
     from mechinterp.report.terminal import fits_text, tracked
 
@@ -297,7 +297,7 @@ def _classified(
     seed: int,
 ) -> tuple[dict, str | None]:
     """The document of `classify`, and its table for the terminal."""
-    from mechinterp.analysis.patterns import classify
+    from mechinterp.analysis.circuits.patterns import classify
     from mechinterp.report.documents import classification_document
     from mechinterp.report.terminal import frame_text
 

@@ -10,7 +10,7 @@ from jaxtyping import Float
 
 from mechinterp import figures
 from mechinterp.analysis.estimates import mean_and_sem, ratio_and_sem
-from mechinterp.analysis.masking import masked_errors
+from mechinterp.analysis.heads.errors import masked_errors
 from mechinterp.display import Result
 from mechinterp.icl.predictors import ridge, zero_prediction
 from mechinterp.icl.prompts import Prompts

@@ -7,10 +7,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from mechinterp.analysis.manifold import nearest_on_manifold
-from mechinterp.analysis.reading import Form, Heads
-from mechinterp.analysis.structure import spread_over_heads
-from mechinterp.analysis.thresholds import Thresholds
+from mechinterp.analysis.circuits.manifold import nearest_on_manifold
+from mechinterp.analysis.circuits.reading import Form, Heads
+from mechinterp.analysis.circuits.structure import spread_over_heads
+from mechinterp.analysis.circuits.thresholds import Thresholds
 from mechinterp.config import TaskConfig
 from mechinterp.models.functional import AttentionWeights
 from mechinterp.models.scores import score_derivative_at_zero

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Bool, Float
 
 from mechinterp import figures
-from mechinterp.analysis.circuits import weights_of
+from mechinterp.analysis.circuits.circuits import weights_of
 from mechinterp.analysis.estimates import mean_and_sem
 from mechinterp.display import Result
 from mechinterp.icl.prompts import Prompts

@@ -109,7 +109,7 @@ def predict_jumps(
     as_json: JsonOption = False,
 ) -> None:
     """Foretell the jumps of linear attention, without training. Example: mechinterp predict-jumps linear-separate"""
-    from mechinterp.analysis.jumps import jump_forecast
+    from mechinterp.analysis.dynamics.jumps import jump_forecast
     from mechinterp.checkpoints.errors import printable
     from mechinterp.checkpoints.loading import named_config
     from mechinterp.config import override

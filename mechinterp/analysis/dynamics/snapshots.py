@@ -8,9 +8,9 @@ import plotly.graph_objects as go
 from jaxtyping import Float, Int
 
 from mechinterp import figures
-from mechinterp.analysis.circuits import Circuits, circuits
-from mechinterp.analysis.histories import kept_steps, loss_at, loss_curve, with_snapshots
-from mechinterp.analysis.patterns import classify_attention
+from mechinterp.analysis.circuits.circuits import Circuits, circuits
+from mechinterp.analysis.circuits.patterns import classify_attention
+from mechinterp.analysis.dynamics.histories import kept_steps, loss_at, loss_curve, with_snapshots
 from mechinterp.display import Result
 from mechinterp.models.predictor import Source
 from mechinterp.tracking import Track, untracked

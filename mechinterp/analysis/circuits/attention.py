@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float, Int
 
 from mechinterp import figures
-from mechinterp.analysis.circuits import weights_of
+from mechinterp.analysis.circuits.circuits import weights_of
 from mechinterp.display import Result
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.functional import attend, predict

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mechinterp.cli_training import JsonOption, QuietOption, say
+from mechinterp.cli.training import JsonOption, QuietOption, say
 
 if TYPE_CHECKING:
     from mechinterp.checkpoints.hints import Hints

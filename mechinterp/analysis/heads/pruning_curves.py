@@ -10,8 +10,8 @@ from jaxtyping import Bool, Float
 
 from mechinterp import figures
 from mechinterp.analysis.estimates import mean_and_sem, ratio_and_sem
-from mechinterp.analysis.masking import masked_errors
-from mechinterp.analysis.pruning import RULES, masked_by, refit_errors
+from mechinterp.analysis.heads.errors import masked_errors
+from mechinterp.analysis.heads.pruning import RULES, masked_by, refit_errors
 from mechinterp.display import Result
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.masks import Head

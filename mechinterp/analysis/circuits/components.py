@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Float
 
-from mechinterp.analysis.thresholds import Thresholds
+from mechinterp.analysis.circuits.thresholds import Thresholds
 from mechinterp.config import TaskConfig
 from mechinterp.theory.linear import Modes, modes
 from mechinterp.training.linear import task_moments

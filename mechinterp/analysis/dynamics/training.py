@@ -8,7 +8,7 @@ import plotly.graph_objects as go
 from jaxtyping import Float, Int
 
 from mechinterp import figures
-from mechinterp.analysis.histories import with_history
+from mechinterp.analysis.dynamics.histories import with_history
 from mechinterp.display import Result
 from mechinterp.models.predictor import Source
 

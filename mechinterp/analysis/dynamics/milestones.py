@@ -8,8 +8,8 @@ import plotly.graph_objects as go
 from jaxtyping import Bool, Float
 
 from mechinterp import figures
-from mechinterp.analysis.dynamics import TrainingDynamics, training_dynamics
-from mechinterp.analysis.thresholds import Thresholds
+from mechinterp.analysis.circuits.thresholds import Thresholds
+from mechinterp.analysis.dynamics.training import TrainingDynamics, training_dynamics
 from mechinterp.display import Result
 from mechinterp.models.predictor import Source
 

@@ -10,7 +10,7 @@ from jaxtyping import Float, Int
 
 from mechinterp import figures
 from mechinterp.analysis.estimates import mean_and_sem
-from mechinterp.analysis.masking import masked_errors
+from mechinterp.analysis.heads.errors import masked_errors
 from mechinterp.display import Result
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.predictor import Source, predictor_of, prompts_for

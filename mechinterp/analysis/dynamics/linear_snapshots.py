@@ -13,10 +13,10 @@ import torch
 from jaxtyping import Float, Int
 
 from mechinterp import figures
-from mechinterp.analysis.components import components
-from mechinterp.analysis.histories import kept_steps, loss_at, loss_curve, with_snapshots
-from mechinterp.analysis.jumps import jump_forecast
-from mechinterp.analysis.snapshots import loss_slider
+from mechinterp.analysis.circuits.components import components
+from mechinterp.analysis.dynamics.histories import kept_steps, loss_at, loss_curve, with_snapshots
+from mechinterp.analysis.dynamics.jumps import jump_forecast
+from mechinterp.analysis.dynamics.snapshots import loss_slider
 from mechinterp.checkpoints.native import Checkpoint
 from mechinterp.display import Result
 from mechinterp.icl.prompts import covariance_matrix

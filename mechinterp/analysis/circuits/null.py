@@ -8,10 +8,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mechinterp.analysis.reading import Form
-from mechinterp.analysis.structure import common_matrix, spread_over_heads
-from mechinterp.analysis.substitution import evaluation, idealised
-from mechinterp.analysis.thresholds import Thresholds
+from mechinterp.analysis.circuits.reading import Form
+from mechinterp.analysis.circuits.structure import common_matrix, spread_over_heads
+from mechinterp.analysis.circuits.substitution import evaluation, idealised
+from mechinterp.analysis.circuits.thresholds import Thresholds
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig
 from mechinterp.models.functional import AttentionWeights, head_outputs, stack
 from mechinterp.training.step import initial_weights

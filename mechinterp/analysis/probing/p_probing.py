@@ -16,8 +16,8 @@ from torch import Tensor
 
 from mechinterp import figures
 from mechinterp.analysis.estimates import mean_and_sem
-from mechinterp.analysis.head_sets import halves
-from mechinterp.analysis.probes import PENALTIES, affine, fit_ridge, reweighted
+from mechinterp.analysis.heads.pairs import halves
+from mechinterp.analysis.probing.probes import PENALTIES, affine, fit_ridge, reweighted
 from mechinterp.display import Result
 from mechinterp.icl.prompts import Prompts
 from mechinterp.icl.sparse_predictors import descend, excess_risk

@@ -12,9 +12,9 @@ from jaxtyping import Bool, Float
 
 from mechinterp import figures
 from mechinterp.analysis.estimates import mean_and_sem, ratio_and_sem
-from mechinterp.analysis.head_sets import halves
-from mechinterp.analysis.masking import masked_errors
-from mechinterp.analysis.probes import cross_validated, streams
+from mechinterp.analysis.heads.errors import masked_errors
+from mechinterp.analysis.heads.pairs import halves
+from mechinterp.analysis.probing.probes import cross_validated, streams
 from mechinterp.checkpoints.loading import load
 from mechinterp.checkpoints.native import Checkpoint, save
 from mechinterp.config import ExperimentConfig

@@ -16,8 +16,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from mechinterp import figures
-from mechinterp.analysis.head_sets import halves
-from mechinterp.analysis.heads import ablate_heads
+from mechinterp.analysis.heads.ablation import ablate_heads
+from mechinterp.analysis.heads.pairs import halves
 from mechinterp.display import Result
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.backends.hooks import CHUNK

@@ -8,9 +8,9 @@ import plotly.graph_objects as go
 from jaxtyping import Float, Int
 
 from mechinterp import figures
-from mechinterp.analysis.heads import ablate_heads
-from mechinterp.analysis.histories import loss_at, loss_curve, with_snapshots
-from mechinterp.analysis.snapshots import loss_slider
+from mechinterp.analysis.dynamics.histories import loss_at, loss_curve, with_snapshots
+from mechinterp.analysis.dynamics.snapshots import loss_slider
+from mechinterp.analysis.heads.ablation import ablate_heads
 from mechinterp.display import Result
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.predictor import Source, prompts_for

@@ -10,8 +10,8 @@ from jaxtyping import Bool, Float, Int
 
 from mechinterp import figures
 from mechinterp.analysis.estimates import mean_and_sem, ratio_and_sem
-from mechinterp.analysis.masking import masked_errors
-from mechinterp.analysis.pruning import pruned_config, pruned_origin, pruned_weights
+from mechinterp.analysis.heads.errors import masked_errors
+from mechinterp.analysis.heads.pruning import pruned_config, pruned_origin, pruned_weights
 from mechinterp.checkpoints.native import Checkpoint, save
 from mechinterp.config import ExperimentConfig
 from mechinterp.display import Result
@@ -106,7 +106,7 @@ def fine_tune(
     Raises:
         ValueError: If no head is kept, or steps, learning_rate or data_seed are out of range.
     Example:
-        >>> from mechinterp.analysis.pruning import prune
+        >>> from mechinterp.analysis.heads.pruning import prune
         >>> from mechinterp.checkpoints.native import load
         >>> from mechinterp.icl.prompts import generator_for, sample_prompts
         >>> checkpoint = load("checkpoints/sparse-h4-noise0.1-s0")
