@@ -26,7 +26,6 @@ import mechinterp as mi
 from mechinterp.analysis.circuits.attention import attention_patterns
 from mechinterp.analysis.comparison import compare
 from mechinterp.analysis.dynamics.deep_snapshots import deep_snapshots
-from mechinterp.analysis.dynamics.histories import loss_curve
 from mechinterp.analysis.dynamics.linear_snapshots import linear_snapshots
 from mechinterp.analysis.dynamics.milestones import milestones
 from mechinterp.analysis.dynamics.snapshots import training_snapshots
@@ -53,7 +52,7 @@ HERE = Path(__file__).parent
 SHIPPED = HERE.parent / "checkpoints"
 PACKAGE = Path(mi.__file__).parent
 LONGEST = 200
-SHARE = 0.338
+SHARE = 0.6
 """Of all pairs, how many answer, at least."""
 
 
@@ -239,7 +238,6 @@ ANALYSES: dict[str, Callable[[Case], object]] = {
     "linear_snapshots": lambda c: linear_snapshots(c.source),
     "training_dynamics": lambda c: training_dynamics(c.source),
     "milestones": lambda c: milestones(c.source),
-    "loss_curve": lambda c: loss_curve(c.source),
     "check_compatible": lambda c: mi.check_compatible(c.source),
     "info_document": lambda c: dumps(info_document(c.source)),
     "convert native": lambda c: written(c, "native"),
@@ -317,8 +315,6 @@ def listed(file: str) -> set[tuple[str, str]]:
 
 ANSWERS = listed("doors_answers.txt")
 """These answer, and must go on."""
-FAILING = listed("doors_failing.txt")
-"""These neither answer nor refuse; who mends one takes it off the list."""
 
 
 def case_builder(folder: Path) -> Callable[[str], Case]:
@@ -337,26 +333,14 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Case]:
     return case_builder(tmp_path_factory.mktemp("doors"))
 
 
-def marked(pair: tuple[str, str]):
-    fails = pytest.mark.xfail(strict=True, raises=AssertionError, reason="no answer, no refusal")
-    return pytest.param(*pair, marks=fails if pair in FAILING else ())
-
-
-@pytest.mark.parametrize(("analysis", "source"), [marked(pair) for pair in PAIRS])
+@pytest.mark.parametrize(("analysis", "source"), PAIRS)
 def test_it_answers_or_refuses_in_one_line(analysis: str, source: str, case):
-    found = outcome(analysis, case(source))
-    assert found in ("answer", "refusal")
-    if (analysis, source) not in FAILING:
-        listed_as = "answer" if (analysis, source) in ANSWERS else "refusal"
-        assert found == listed_as, "doors_answers.txt lists what answers"
+    listed_as = "answer" if (analysis, source) in ANSWERS else "refusal"
+    assert outcome(analysis, case(source)) == listed_as, "doors_answers.txt lists what answers"
 
 
-def test_the_lists_name_pairs_once():
-    assert set(PAIRS) >= ANSWERS | FAILING
-    assert not ANSWERS & FAILING
-
-
-def test_no_fewer_answer_than_before():
+def test_most_pairs_answer():
+    assert set(PAIRS) >= ANSWERS
     assert len(ANSWERS) >= SHARE * len(PAIRS)
 
 
@@ -367,7 +351,7 @@ def lines(pairs: list[tuple[str, str]]) -> str:
 
 
 def main() -> None:
-    """Print the reason of every failure, the lines of both lists, and the table."""
+    """Print the reason of every failure, the lines of doors_answers.txt, and the table."""
     with tempfile.TemporaryDirectory() as folder:
         case = case_builder(Path(folder))
         found = {(a, s): outcome(a, case(s)) for a, s in PAIRS}
@@ -375,8 +359,7 @@ def main() -> None:
     for pair, what in found.items():
         if kinds[pair] == "-":
             print(f"{' of '.join(pair)}: {what[:160]!r}")
-    for kind, file in {"A": "doors_answers.txt", "-": "doors_failing.txt"}.items():
-        print(f"\n{file}\n{lines([pair for pair in PAIRS if kinds[pair] == kind])}")
+    print(f"\ndoors_answers.txt\n{lines([pair for pair in PAIRS if kinds[pair] == 'A'])}")
     table = pd.Series(kinds).unstack().loc[list(ANALYSES), list(SOURCES)]
     counts = {kind: (table == kind).sum(axis=1) for kind in "Ar-"}
     print(f"\n{table.assign(**counts).to_string()}")

@@ -14,7 +14,7 @@ from mechinterp import figures
 from mechinterp.analysis.circuits.patterns import Classification, classify_attention
 from mechinterp.analysis.dynamics.histories import loss_curve
 from mechinterp.analysis.learners.losses import shared_losses
-from mechinterp.checkpoints.native import Checkpoint
+from mechinterp.checkpoints.native import Checkpoint, checkpoint_of
 from mechinterp.config import ExperimentConfig
 from mechinterp.display import Result
 from mechinterp.fields import flatten
@@ -126,6 +126,8 @@ def compare(
     """
     if not checkpoints:
         raise ValueError("compare needs at least one checkpoint, got none.")
+    for each in checkpoints:
+        checkpoint_of(each, "compare")
     groups: dict[str, list[int]] = {}
     for row, checkpoint in enumerate(checkpoints):
         groups.setdefault(_setting(checkpoint.config), []).append(row)

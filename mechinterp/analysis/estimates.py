@@ -5,8 +5,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-LARGEST = torch.finfo(torch.float32).max ** 0.25
-"""Of a prediction: the standard error of its squared error takes its fourth power."""
+LARGEST = torch.finfo(torch.float32).max ** 0.5
+"""Of a prediction: its square must lie in float32."""
 
 
 def require_moderate(predictions: Tensor) -> None:

@@ -13,7 +13,7 @@ from mechinterp.checkpoints.exchange import FORMAT, SIDE_CAR, read_exchange, wri
 from mechinterp.checkpoints.files import read_json
 from mechinterp.checkpoints.foreign import LAYERED, MARKS, read_foreign
 from mechinterp.checkpoints.hints import Hints
-from mechinterp.checkpoints.native import Checkpoint
+from mechinterp.checkpoints.native import Checkpoint, checkpoint_of
 from mechinterp.checkpoints.readings import Reading
 from mechinterp.config import ExperimentConfig, from_dict
 from mechinterp.presets import PRESETS, preset
@@ -156,7 +156,7 @@ def convert(checkpoint: Checkpoint, target: str, out: str | Path) -> list[Path]:
         CheckpointError: If something is there already, or the format has no place for the model.
         ValueError: If the format is unknown.
     """
-    out = Path(out)
+    checkpoint, out = checkpoint_of(checkpoint, "convert"), Path(out)
     if target not in TARGETS:
         raise ValueError(f"Format must be one of {', '.join(TARGETS)}, got {target!r}.")
     scores = sorted({str(each.said["score"]) for each in checkpoint.readings if _rivals(each)})

@@ -144,6 +144,19 @@ class Checkpoint:
         )
 
 
+def checkpoint_of(source: object, purpose: str) -> Checkpoint:
+    """The source, which must be a checkpoint.
+
+    Args:
+        purpose: What needs it, for the message.
+    Raises:
+        ValueError: If it is another model.
+    """
+    if not isinstance(source, Checkpoint):
+        raise ValueError(f"{purpose} needs a checkpoint, got a {type(source).__name__}.")
+    return source
+
+
 def load(path: str | Path) -> Checkpoint:
     """The checkpoint of this package in a folder.
 

@@ -282,7 +282,8 @@ def gpt2_predictor(
                 f"context_length must be <= {most}, all that n_positions = {backbone.config.n_positions} "
                 f"has room for, got {prompts.x.shape[1]}."
             )
-        return read_in(interleaved(prompts))
+        dtype = next(read_in.parameters(), prompts.x).dtype
+        return read_in(interleaved(prompts).to(dtype))
 
     return HookedPredictor(
         model=bridge,

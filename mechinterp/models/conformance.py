@@ -1,4 +1,4 @@
-"""Does a hooked model meet what TransformerLens' tools ask of it? Each of their wishes, checked."""
+"""Checks of the interface that TransformerLens' tools need."""
 
 import io
 import warnings
@@ -11,6 +11,7 @@ import torch
 from mechinterp.display import Result
 from mechinterp.models import conformance_model, conformance_tools
 from mechinterp.models.conformance_model import Check, Module
+from mechinterp.models.predictor import Source, predictor_of
 
 CHECKS: dict[str, Check] = conformance_model.CHECKS | conformance_tools.CHECKS
 
@@ -46,17 +47,19 @@ class Compatibility(Result):
         return pd.DataFrame({"name": self.names, "passed": passed, "reason": self.reasons})
 
 
-def check_compatible(model: Module) -> Compatibility:
+def check_compatible(model: Module | Source) -> Compatibility:
     """What works with TransformerLens' tools on a hooked model that takes vectors, and what not, and why.
 
     Args:
-        model: Any module; it is left as it was, its weights and switches included. The inputs are
+        model: Any module, or what holds one (a checkpoint); it is left as it was, its weights and switches included. The inputs are
             [batch, pos, d_model], drawn at random.
     Example:
         >>> from mechinterp import load
         >>> check_compatible(load("checkpoints/softmax-h2-s0").model)
         Compatibility(40 of 40 checks pass)
     """
+    if not isinstance(model, torch.nn.Module):
+        model = predictor_of(model).hooked.model
     reasons = tuple(_reason(check, model) for check in CHECKS.values())
     return Compatibility(tuple(CHECKS), reasons)
 

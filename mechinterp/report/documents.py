@@ -16,7 +16,7 @@ from mechinterp.analysis.learners.fits import LearnerFits
 from mechinterp.analysis.learners.layered import LayeredClassification
 from mechinterp.checkpoints.exchange import FORMAT as EXCHANGE
 from mechinterp.checkpoints.exchange import positions_for
-from mechinterp.checkpoints.native import Checkpoint
+from mechinterp.checkpoints.native import Checkpoint, checkpoint_of
 from mechinterp.config import ExperimentConfig
 from mechinterp.training.sweep import TrainingSummary
 
@@ -30,6 +30,7 @@ def dumps(document: object) -> str:
 
 def info_document(checkpoint: Checkpoint) -> dict:
     """What `info` says of a checkpoint; the one document that needs the hooked model, for its hooks."""
+    checkpoint = checkpoint_of(checkpoint, "info")
     from mechinterp.models.hook_map import hook_map
 
     history = checkpoint.history

@@ -13,7 +13,7 @@ import plotly.graph_objects as go
 from mechinterp.checkpoints.claims import claimed, entries, settle
 from mechinterp.checkpoints.errors import CheckpointError, one_line
 from mechinterp.checkpoints.files import write_new
-from mechinterp.checkpoints.native import Checkpoint
+from mechinterp.checkpoints.native import Checkpoint, checkpoint_of
 from mechinterp.report import html
 from mechinterp.report.attention import attention_contents
 from mechinterp.report.deep import deep_contents
@@ -77,6 +77,7 @@ def write_report(
         ...     report.page.name
         'index.html'
     """
+    checkpoint = checkpoint_of(checkpoint, "write_report")
     require_free(Path(out), overwrite)
     contents = attention_contents if checkpoint.config.model.one_attention else deep_contents
     found = contents(checkpoint, n_prompts=n_prompts, seed=seed, track=track)

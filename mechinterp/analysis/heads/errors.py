@@ -26,6 +26,6 @@ def masked_errors(
     """
     predictions = predictor_of(source).run(prompts, masks, method=method, track=track)
     require_moderate(predictions)
-    errors = (predictions - prompts.y_query_clean.to(predictions)).square().mean(2).T
+    errors = (predictions.double() - prompts.y_query_clean.to(predictions)).square().mean(2).T
     errors = errors.unflatten(0, (-1, 2)).mean(1) if method == "resample" else errors
     return errors.double().numpy(force=True)

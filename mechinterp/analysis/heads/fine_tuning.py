@@ -12,7 +12,7 @@ from mechinterp import figures
 from mechinterp.analysis.estimates import mean_and_sem, ratio_and_sem
 from mechinterp.analysis.heads.errors import masked_errors
 from mechinterp.analysis.heads.pruning import pruned_config, pruned_origin, pruned_weights
-from mechinterp.checkpoints.native import Checkpoint, save
+from mechinterp.checkpoints.native import Checkpoint, checkpoint_of, save
 from mechinterp.config import ExperimentConfig
 from mechinterp.display import Result
 from mechinterp.icl.prompts import Prompts
@@ -115,6 +115,7 @@ def fine_tune(
         >>> bool(found.risk[0, -1] < found.risk[0, 0])
         True
     """
+    checkpoint = checkpoint_of(checkpoint, "fine_tune")
     train = replace(
         checkpoint.config.train,
         steps=steps,

@@ -16,7 +16,7 @@ from mechinterp.analysis.heads.errors import masked_errors
 from mechinterp.analysis.heads.pairs import halves
 from mechinterp.analysis.probing.probes import cross_validated, streams
 from mechinterp.checkpoints.loading import load
-from mechinterp.checkpoints.native import Checkpoint, save
+from mechinterp.checkpoints.native import Checkpoint, checkpoint_of, save
 from mechinterp.config import ExperimentConfig
 from mechinterp.display import Result
 from mechinterp.icl.prompts import Prompts
@@ -257,7 +257,7 @@ def save_pruned(
         CheckpointError: If the folder is not empty or cannot be written.
         ValueError: If no head is kept, or the saved model does not predict as the masked one.
     """
-    predictor = checkpoint.predictor
+    predictor = checkpoint_of(checkpoint, "save_pruned").predictor
     gone = masked_by(_checked(kept, (predictor.n_layers, predictor.n_heads)))
     weights = pruned_weights(checkpoint.weights, kept)
     config, origin = pruned_config(checkpoint.config, weights), pruned_origin(checkpoint, kept)
