@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,7 +15,7 @@ from torch.func import functional_call
 from mechinterp.config import ExperimentConfig
 from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
 from mechinterp.models.deep import DeepWeights, predict_deep
-from mechinterp.models.weights import Weights, as_weights, tensor_shapes, weights_of_stack
+from mechinterp.models.weights import Weights, as_weights, tensor_shapes
 from mechinterp.training.run import Run, TrainedModel, own, require_like, views
 from mechinterp.training.state import read_state, resumable
 
@@ -128,17 +129,14 @@ class DeepRun(Run[DeepWeights | Weights]):
         return {self.name: TrainedModel(self.config, weights, self.step, history, cut)}
 
     def _own(self, flat: Tensor) -> Weights:
-        found = own(views(flat, self.like))
-        if isinstance(found, DeepWeights):
-            return weights_of_stack(found, model=self.config.model)
-        return found
+        found = as_weights(own(views(flat, self.like)))
+        return replace(found, model=self.config.model)
 
     def _predict(self, prompts: Prompts) -> Tensor:
         """Predictions with the weights as they are now."""
         weights = self.weights
-        if isinstance(weights, DeepWeights):
-            return predict_deep(weights, prompts)
-        assert self.module is not None
+        if self.module is None:
+            return predict_deep(weights, prompts)  # type: ignore[arg-type]
         tokens = self.module.tokens(prompts)
         return functional_call(self.module, dict(weights.tensors), (tokens,))[:, -1]
 

@@ -124,13 +124,10 @@ def weights_of(source: Source, analysis: str) -> AttentionWeights:
     Raises:
         ValueError: If the model is another.
     """
-    if isinstance(source, AttentionWeights):
-        found = source
-    else:
-        try:
-            found = predictor_of(source).circuits
-        except ValueError as error:
-            raise ValueError(f"{analysis} {error}") from None
+    try:
+        found = predictor_of(source).circuits
+    except ValueError as error:
+        raise ValueError(f"{analysis} {error}") from None
     return found.to("cpu").to(torch.float64)
 
 

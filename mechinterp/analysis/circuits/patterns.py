@@ -118,7 +118,7 @@ def classify(
         >>> classify(debiased_gradient_step(0.88, 0.05, d_x=5)).pattern
         'debiased_gd'
     """
-    one = isinstance(source, AttentionWeights) or predictor_of(source).is_one_attention
+    one = predictor_of(source).is_one_attention
     if n_prompts is None:
         n_prompts = N_PROMPTS if one else N_LAYERED_PROMPTS
     if one:
@@ -272,7 +272,7 @@ def _circuit(name: str, circuit: np.ndarray | Tensor) -> Float[Tensor, "head d_m
 
 def task_of(source: Source, weights: AttentionWeights) -> TaskConfig:
     """The task a checkpoint was trained on, else the softmax paper's setting for the model's d_x and d_y."""
-    known = None if isinstance(source, AttentionWeights) else predictor_of(source).task
+    known = predictor_of(source).task
     return TaskConfig(d_x=weights.d_x, d_y=weights.d_y) if known is None else known
 
 

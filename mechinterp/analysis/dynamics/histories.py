@@ -34,9 +34,8 @@ def with_history(source: Source, analysis: str) -> pd.DataFrame:
 
 
 def _told(source: Source) -> str:
-    if isinstance(source, Checkpoint):
-        return f"{source.path} without"
-    return type(source).__name__
+    path = getattr(source, "path", None)
+    return type(source).__name__ if path is None else f"{path} without"
 
 
 def kept_steps(checkpoint: Checkpoint) -> list[int]:
