@@ -34,6 +34,7 @@ ORDER = [
     "icl.prompts",
     "icl.predictors",
     "icl.sparse_predictors",
+    "icl.algorithms",
     "models.scores",
     "models.functional",
     "models.layered",
