@@ -35,6 +35,7 @@ ORDER = [
     "icl.predictors",
     "icl.sparse_predictors",
     "icl.algorithms",
+    "icl.algorithm_fits",
     "models.scores",
     "models.functional",
     "models.layered",
