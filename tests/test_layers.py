@@ -42,6 +42,7 @@ ORDER = [
     "models.deep",
     "models.constructions",
     "models.constructions_sparse",
+    "models.constructions_algorithms",
     "models.attention",
     "models.transformer",
     "models.adapter",
