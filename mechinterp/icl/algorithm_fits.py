@@ -1,4 +1,4 @@
-"""Scalars with which an algorithm comes nearest to given predictions, by nonlinear least squares."""
+"""Scalars of an algorithm fitted to given predictions by nonlinear least squares."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -46,10 +46,11 @@ def fit_algorithm(
     """The scalars of least mean squared difference from a model's predictions.
 
     Args:
-        target: The prediction after the last layer [batch, d_y], or after every layer [layer, batch, d_y].
-        n_starts: From as many values of the scalars: the natural ones, and these times fixed random
-            factors. Predictions of gradient descent after the last layer do not change where its step sizes change
-            places, so that equal ones would stay equal.
+        target: The prediction after the last layer [batch, d_y], or after every layer
+            [layer, batch, d_y].
+        n_starts: How many starts: the natural scalars, and these times fixed random factors.
+            Gradient descent predicts the same after the last layer where step sizes change places,
+            so that from equal ones alone they would stay equal.
     Raises:
         ValueError: If target has neither shape, is not finite, or n_starts is below 1.
     Example:
@@ -69,7 +70,8 @@ def fit_algorithm(
     shape = tuple(moments.prompts.y_query.shape)
     if tuple(wanted.shape) not in (shape, (n_layers, *shape)):
         raise ValueError(
-            f"target must have shape {list(shape)} or {[n_layers, *shape]}, got {list(wanted.shape)}."
+            f"target must have shape {list(shape)} or {[n_layers, *shape]}, "
+            f"got {list(wanted.shape)}."
         )
     if not wanted.isfinite().all():
         raise ValueError("target must be finite, got a prediction that is not.")
@@ -99,8 +101,8 @@ def _starts(natural: Tensor, n_starts: int) -> Iterator[Tensor]:
 def _minimise(
     difference: Callable[[Tensor], Tensor], scalars: Tensor, lower: Tensor, goal: float
 ) -> tuple[float, Tensor]:
-    """The least mean square and the scalars there, by Levenberg-Marquardt steps; a scalar at its least
-    value stays there while the mean square would fall only below it."""
+    """The least mean square and the scalars there, by Levenberg-Marquardt steps; a scalar at its
+    least value stays there while the mean square would fall only below it."""
     rest, damping = difference(scalars), 1e-2
     error = rest.square().mean().nan_to_num(nan=torch.inf).item()
     if not len(scalars) or not np.isfinite(error):

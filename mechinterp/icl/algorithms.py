@@ -1,8 +1,9 @@
 """Algorithms of linear regression that a model of several layers may run, one step per layer.
 
-Each member of `ALGORITHMS` gives its prediction after every layer as a function of prompts and a few scalars,
-from the same weight vector w = 0 on. S = X^T X / L and b = X^T y / L are the second moments of a context.
-docs/algorithms.md has the formulas, their sources, and what tells the members apart.
+Each member of `ALGORITHMS` gives its prediction after every layer as a function of prompts and a
+few scalars, from the same weight vector w = 0 on. S = X^T X / L and b = X^T y / L are the second
+moments of a context. docs/algorithms.md has the formulas, their sources, and what tells the members
+apart.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,8 +32,9 @@ WHERE = {
 class PromptMoments:
     """What the algorithms read of prompts, in float64.
 
-    The task is the one that a model was trained on, which the prompts need not be drawn from: of it come the
-    covariance Sigma of preconditioned gradient descent and the penalty of the posterior mean.
+    The task is the one that a model was trained on, which the prompts need not be drawn from: of it
+    come the covariance Sigma of preconditioned gradient descent and the penalty of the posterior
+    mean.
     """
 
     def __init__(self, prompts: Prompts, task: TaskConfig) -> None:
@@ -60,8 +62,10 @@ class PromptMoments:
 
     @cached_property
     def mode_predictions(self) -> Float[Tensor, "batch d_x d_y"]:
-        """<v, x_query> <v, b> for each eigenvector v of S: with w = phi(S) b the prediction is their sum with
-        weights phi(s)."""
+        """<v, x_query> <v, b> for each eigenvector v of S.
+
+        With w = phi(S) b the prediction is their sum with weights phi(s).
+        """
         vectors = self._eigh[1]
         query = (self.prompts.x_query[:, None] @ vectors).mT
         return query * (vectors.mT @ self.b)
@@ -85,7 +89,7 @@ class PromptMoments:
 
     @property
     def penalty(self) -> float:
-        """noise_var over the variance of an entry of beta: with it ridge is the posterior mean of a dense prior."""
+        """noise_var over the variance of an entry of beta, the penalty of the posterior mean."""
         live = 1 if self.task.sparsity is None else self.task.sparsity / self.task.d_x
         return self.task.noise_var / (live * self.task.beta_variance)
 
@@ -125,7 +129,7 @@ class Algorithm:
     """Whether a rotation of x and x_query together leaves the prediction as it is."""
 
     def names(self, n_layers: int) -> tuple[str, ...]:
-        """Names of the scalars in order, with their layer where they have one per layer: eta_0, eta_1, ..."""
+        """Names of the scalars in order, such as eta_0, eta_1, gamma_0."""
         return tuple(
             scalar.name if scalar.where == "once" else f"{scalar.name}_{layer}"
             for scalar in self.scalars
@@ -197,8 +201,8 @@ def _gradient_descent(moments: PromptMoments, n_layers: int, eta: Tensor) -> Ten
 
 
 def _gd_plus_plus(moments: PromptMoments, n_layers: int, eta: Tensor, gamma: Tensor) -> Tensor:
-    """x_{l+1} = (1 - gamma_l S_l) x_l, so that x_l = a_l(S) x and S_l = a_l(S)^2 S; a step on x_l is one of
-    size eta_l a_l(S)^2 on x. What the last layer does to x no one reads."""
+    """x_{l+1} = (1 - gamma_l S_l) x_l, so that x_l = a_l(S) x and S_l = a_l(S)^2 S; a step on x_l
+    is one of size eta_l a_l(S)^2 on x. What the last layer does to x no one reads."""
     s = moments.eigenvalues
     a, phi = torch.ones_like(s), [torch.zeros_like(s)]
     for layer in range(n_layers):

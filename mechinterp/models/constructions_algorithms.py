@@ -1,7 +1,7 @@
-"""Models built by hand whose layers run a known algorithm: linear attention, one head a layer, float64.
+"""Linear attention built by hand to run a known algorithm, one head a layer, float64.
 
-The stream is [x | y]. The y slot of token k holds y_k - <w_l, x_k> before layer l; it is 0 for the query before
-the first layer, and the prediction after any layer is minus it. None reads the query.
+The stream is [x | y]. The y slot of token k holds y_k - <w_l, x_k> before layer l; it is 0 for the
+query before the first layer, and the prediction after any layer is minus it. None reads the query.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from mechinterp.models.deep import DeepWeights
 
 
 def gradient_descent_model(etas: Sequence[float], *, d_x: int) -> DeepWeights:
-    """One step of gradient descent per layer; the prediction after layer l is that of `gradient descent`.
+    """One step of gradient descent per layer.
 
     Args:
         etas: The step size of each layer, unit 1/x^2.
@@ -82,7 +82,7 @@ def preconditioned_gd_model(
 
 
 def rotated(weights: DeepWeights, *, seed: int) -> DeepWeights:
-    """The same model in another basis of its stream, drawn uniformly: every prediction stays as it is."""
+    """The same model, with the same predictions, in a random basis of its stream."""
     noise = torch.randn(
         weights.d_model, weights.d_model, generator=generator_for(seed, "init", 0)
     ).to(weights.W_Q)
@@ -95,7 +95,7 @@ def rotated(weights: DeepWeights, *, seed: int) -> DeepWeights:
 
 
 def with_noise(weights: DeepWeights, relative: float, *, seed: int) -> DeepWeights:
-    """The same model with Gaussian noise on every matrix, of this share of the matrix's Frobenius norm.
+    """The same model with Gaussian noise on every matrix, of this share of its norm.
 
     Zero heads stay zero.
 
@@ -114,7 +114,7 @@ def with_noise(weights: DeepWeights, relative: float, *, seed: int) -> DeepWeigh
 def _descending(
     preconditioners: Sequence[Tensor], etas: Sequence[float], gammas: Sequence[float]
 ) -> DeepWeights:
-    """Layers whose head scores <x_k, A_l x_l>, reads x and y, and writes -gamma_l into x and -eta_l into y."""
+    """Heads that score <x_k, A x_l>, read x and y, and write -gamma into x and -eta into y."""
     n_layers, d_x = len(preconditioners), len(preconditioners[0])
     width = d_x + 1
     identity = torch.eye(width, dtype=torch.float64)

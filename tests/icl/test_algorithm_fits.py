@@ -94,7 +94,7 @@ def test_scalars_stop_at_their_least_value(moments: PromptMoments):
 
 
 def test_a_fit_of_a_noisy_target_is_a_minimum(moments: PromptMoments):
-    """No scalar changed by itself, either way, comes nearer; the error is that of the predictions."""
+    """No scalar changed by itself, either way, comes nearer; the error is its own."""
     noise = torch.randn(128, 1, generator=generator_for(0, "eval", 7), dtype=torch.float64)
     target = ridge(moments.prompts, penalty=1.0) + 0.1 * noise
     for algorithm in FITTED:

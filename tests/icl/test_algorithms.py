@@ -1,4 +1,4 @@
-"""Algorithms with a prediction after every layer: each is held against a closed form or another member."""
+"""Algorithms with a prediction after every layer, held against closed forms and each other."""
 
 from dataclasses import replace
 
@@ -47,7 +47,7 @@ def run(name: str, moments: PromptMoments, scalars: list[float], n_layers: int) 
 
 
 def attention(tokens: Tensor, QK: Tensor, OV: Tensor) -> Tensor:
-    """One layer of linear attention, scores over L, the query no key: every token adds sum_l s_l token_l OV."""
+    """One layer of linear attention, scores over L; the query is no key."""
     context = tokens[:, :-1]
     return tokens + tokens @ QK @ context.mT @ context @ OV / context.shape[1]
 
@@ -73,7 +73,7 @@ def test_gd_plus_plus_without_curvature_correction_is_gradient_descent(moments: 
 
 @pytest.mark.parametrize("name", ["GD++", "gradient descent", "preconditioned gradient descent"])
 def test_descent_is_a_recursion_on_tokens(name: str, prompts: Prompts, moments: PromptMoments):
-    """Layers of linear attention that write -eta into y, and -gamma into x; y_query is minus the prediction."""
+    """Linear attention writes -eta into y and -gamma into x; y_query is minus the prediction."""
     x_block = torch.diag(torch.tensor([1.0] * 5 + [0] * 2)).double()
     y_block = torch.eye(7) - x_block
     Sigma = torch.from_numpy(covariance_matrix(TASK.covariance, 5))
@@ -96,7 +96,7 @@ def test_preconditioning_with_much_of_the_identity_is_gradient_descent(moments: 
 
 
 def test_preconditioning_knows_the_covariance_of_its_task(prompts: Prompts):
-    """With another task's covariance, whatever the prompts' own, the steps are those of that covariance."""
+    """The covariance is the task's, whatever that of the prompts."""
     isotropic = PromptMoments(prompts, replace(TASK, covariance=CovarianceConfig()))
     found = run("preconditioned gradient descent", isotropic, [1.0, 0.5, 1.0, 3.0], 2)
     assert_close_to_rounding(found, run("gradient descent", isotropic, [0.5, 0.125], 2))
@@ -130,7 +130,7 @@ def test_ista_without_thresholds_is_gradient_descent(moments: PromptMoments):
 
 
 def test_ista_rests_where_the_lasso_is_least(prompts: Prompts):
-    """A point that a step with threshold eta alpha leaves in place has a gradient of alpha at nonzero entries."""
+    """At rest with threshold eta alpha the gradient is alpha at nonzero entries."""
     eta, alpha = 0.3, 0.05
     # Queries at the unit vectors read out w.
     one = Prompts(**{k: v[:1].repeat_interleave(5, 0) for k, v in vars(prompts).items()})
@@ -156,7 +156,7 @@ def test_momentum(prompts: Prompts, moments: PromptMoments):
 
 
 def test_posterior_mean_is_the_best_ridge():
-    """Of dense Gaussian tasks of the same variance per entry: any other penalty has a larger risk."""
+    """Of dense Gaussian tasks of the same variance per entry: other penalties have larger risks."""
     dense = replace(TASK, sparsity=None, nonzeros="gaussian", beta_var=0.2)
     prompts = sample_prompts(dense, 4000, generator=generator_for(2, "eval", 0))
     moments = PromptMoments(prompts, dense)

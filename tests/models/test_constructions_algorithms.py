@@ -1,4 +1,4 @@
-"""Models built by hand predict after every layer what their algorithm predicts after as many steps."""
+"""Models built by hand predict after every layer what their algorithm predicts there."""
 
 from pathlib import Path
 
@@ -52,7 +52,7 @@ def prompts() -> Prompts:
 
 
 def path(weights: DeepWeights, prompts: Prompts) -> Tensor:
-    """The prediction of the first layers alone, which is the running residual read out after each."""
+    """The prediction of the first layers alone: the residual read out after each."""
     cut = (
         weights.with_tensors({name: getattr(weights, name)[:n] for name in LAYERED})
         for n in range(1, weights.n_layers + 1)
@@ -106,7 +106,8 @@ def test_noise_has_the_size_asked_for():
         live = tensor.norm(dim=(-2, -1)) > 0
         added = (noisy.tensors[name] - tensor).norm(dim=(-2, -1))
         share = added[live] / tensor.norm(dim=(-2, -1))[live]
-        # The square of the share, over .03^2, is a mean of as many squared normals as the matrix has entries.
+        # The square of the share, over .03^2, is a mean of as many squared normals as the matrix
+        # has entries.
         entries = tensor.shape[-2] * tensor.shape[-1]
         assert ((share / 0.03).square() - 1).abs().max() < 5 * (2 / entries) ** 0.5
     again = with_noise(weights, 0.03, seed=1)
