@@ -1,0 +1,141 @@
+"""Scalars of an algorithm fitted to given predictions by nonlinear least squares."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from mechinterp.icl.algorithms import Algorithm, PromptMoments
+from mechinterp.icl.prompts import generator_for
+
+TOLERANCE = 1e-8
+"""A minimum is where a step takes off less than this share of the mean square."""
+ROUNDING = 1e-26
+"""Share of the target's mean square below which a difference is rounding."""
+MAX_STEPS = 100
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class AlgorithmFit:
+    """An algorithm with the scalars that were fitted."""
+
+    algorithm: str
+    n_layers: int
+    names: tuple[str, ...]
+    scalars: Float[np.ndarray, " scalar"]
+    error: float
+    """Mean squared difference from the predictions on the prompts of the fit, unit y^2."""
+
+    def __repr__(self) -> str:
+        values = zip(self.names, self.scalars, strict=True)
+        listed = ", ".join(f"{name} {value:.4g}" for name, value in values)
+        return f"AlgorithmFit({self.algorithm}: {listed or 'no scalars'}; error {self.error:.3g})"
+
+
+def fit_algorithm(
+    algorithm: Algorithm,
+    moments: PromptMoments,
+    target: Float[Tensor, "*layer batch d_y"],
+    *,
+    n_layers: int,
+    n_starts: int = 4,
+) -> AlgorithmFit:
+    """The scalars of least mean squared difference from a model's predictions.
+
+    Args:
+        target: The prediction after the last layer [batch, d_y], or after every layer
+            [layer, batch, d_y].
+        n_starts: How many starts: the natural scalars, and these times fixed random factors.
+            Gradient descent predicts the same after the last layer where step sizes change places,
+            so that from equal ones alone they would stay equal.
+    Raises:
+        ValueError: If target has neither shape, is not finite, or n_starts is below 1.
+    Example:
+        >>> from mechinterp.config import TaskConfig
+        >>> from mechinterp.icl.algorithms import ALGORITHMS
+        >>> from mechinterp.icl.predictors import ridge
+        >>> from mechinterp.icl.prompts import generator_for, sample_prompts
+        >>> prompts = sample_prompts(TaskConfig(), 64, generator=generator_for(0, "eval", 0))
+        >>> moments, by_name = PromptMoments(prompts, TaskConfig()), {a.name: a for a in ALGORITHMS}
+        >>> target = ridge(moments.prompts, penalty=2.0)
+        >>> fit_algorithm(by_name["ridge"], moments, target, n_layers=4).scalars.round(6)
+        array([2.])
+    """
+    if n_starts < 1:
+        raise ValueError(f"n_starts must be >= 1, got {n_starts}.")
+    wanted = target.detach().to(moments.S)
+    shape = tuple(moments.prompts.y_query.shape)
+    if tuple(wanted.shape) not in (shape, (n_layers, *shape)):
+        raise ValueError(
+            f"target must have shape {list(shape)} or {[n_layers, *shape]}, "
+            f"got {list(wanted.shape)}."
+        )
+    if not wanted.isfinite().all():
+        raise ValueError("target must be finite, got a prediction that is not.")
+
+    def difference(scalars: Tensor) -> Tensor:
+        found = algorithm.predictions(moments, scalars, n_layers)
+        return ((found if wanted.ndim == 3 else found[-1]) - wanted).flatten()
+
+    lower, goal = algorithm.lower(n_layers), ROUNDING * wanted.square().mean().item()
+    fits: list[tuple[float, Tensor]] = []
+    for start in _starts(algorithm.start(moments, n_layers), n_starts):
+        fits.append(_minimise(difference, start, lower, goal))
+        if fits[-1][0] <= goal:
+            break
+    error, scalars = min(fits, key=lambda fit: fit[0])
+    names = algorithm.names(n_layers)
+    return AlgorithmFit(algorithm.name, n_layers, names, scalars.numpy(), error)
+
+
+def _starts(natural: Tensor, n_starts: int) -> Iterator[Tensor]:
+    yield natural
+    for start in range(1, n_starts if len(natural) else 1):
+        factors = torch.randn(len(natural), generator=generator_for(0, "init", start))
+        yield natural * (0.5 * factors.double()).exp()
+
+
+def _minimise(
+    difference: Callable[[Tensor], Tensor], scalars: Tensor, lower: Tensor, goal: float
+) -> tuple[float, Tensor]:
+    """The least mean square and the scalars there, by Levenberg-Marquardt steps; a scalar at its
+    least value stays there while the mean square would fall only below it."""
+    rest, damping = difference(scalars), 1e-2
+    error = rest.square().mean().nan_to_num(nan=torch.inf).item()
+    if not len(scalars) or not np.isfinite(error):
+        return error, scalars
+    for _ in range(MAX_STEPS):
+        J = _jacobian(difference, scalars)
+        free = (scalars > lower) | (rest @ J < 0)
+        Q, R = torch.linalg.qr(J * free)
+        before = error
+        scale = J.norm(dim=0).clamp(min=1e-12).diag()
+        while error == before and damping < 1e12:
+            # Least squares in place of normal equations, which would square the condition number.
+            stacked = torch.cat([R, damping**0.5 * scale])
+            wanted = torch.cat([-rest @ Q, torch.zeros_like(scalars)])
+            step = torch.linalg.lstsq(stacked, wanted[:, None]).solution[:, 0]
+            tried = torch.maximum(scalars + step, lower)
+            tried_rest = difference(tried)
+            tried_error = tried_rest.square().mean().item()
+            if tried_error < error:
+                scalars, rest, error, damping = tried, tried_rest, tried_error, damping / 10
+            else:
+                damping *= 10
+        if error <= goal or before - error <= TOLERANCE * before:
+            break
+    return error, scalars
+
+
+def _jacobian(difference: Callable[[Tensor], Tensor], scalars: Tensor) -> Tensor:
+    """Derivatives [difference, scalar]: those of J^T u, which is linear in u, with respect to u."""
+    at = scalars.clone().requires_grad_()
+    rest = difference(at)
+    u = torch.zeros_like(rest, requires_grad=True)
+    (product,) = torch.autograd.grad(rest, at, u, create_graph=True)
+    basis = torch.eye(len(at), dtype=at.dtype)
+    (columns,) = torch.autograd.grad(product, u, basis, is_grads_batched=True)
+    return columns.mT

@@ -1,0 +1,144 @@
+"""Scalars of algorithms are found again from their predictions."""
+
+import numpy as np
+import pytest
+import torch
+
+from mechinterp.config import CovarianceConfig, TaskConfig
+from mechinterp.icl.algorithm_fits import TOLERANCE, fit_algorithm
+from mechinterp.icl.algorithms import ALGORITHMS, Algorithm, PromptMoments
+from mechinterp.icl.predictors import ridge
+from mechinterp.icl.prompts import generator_for, sample_prompts
+
+BY_NAME = {algorithm.name: algorithm for algorithm in ALGORITHMS}
+FITTED = [algorithm for algorithm in ALGORITHMS if algorithm.scalars]
+N_LAYERS = 3
+TASK = TaskConfig(
+    d_x=5,
+    context_length=20,
+    sparsity=2,
+    nonzeros="signs",
+    covariance=CovarianceConfig(kind="kms", rho=0.6),
+)
+
+
+def drawn(seed: int, n_prompts: int = 128) -> PromptMoments:
+    return PromptMoments(
+        sample_prompts(TASK, n_prompts, generator=generator_for(seed, "eval", 0)), TASK
+    )
+
+
+@pytest.fixture
+def moments() -> PromptMoments:
+    return drawn(0)
+
+
+def uneven(algorithm: Algorithm, moments: PromptMoments) -> torch.Tensor:
+    """Scalars that are neither natural nor equal."""
+    natural = algorithm.start(moments, N_LAYERS)
+    return natural * torch.linspace(1.4, 0.6, len(natural), dtype=torch.float64)
+
+
+@pytest.mark.parametrize("algorithm", FITTED, ids=lambda algorithm: algorithm.name)
+def test_scalars_are_recovered_from_the_path(algorithm: Algorithm, moments: PromptMoments):
+    scalars = uneven(algorithm, moments)
+    target = algorithm.predictions(moments, scalars, N_LAYERS)
+    fit = fit_algorithm(algorithm, moments, target, n_layers=N_LAYERS)
+    np.testing.assert_allclose(fit.scalars, scalars.numpy(), rtol=1e-6)
+    assert fit.names == algorithm.names(N_LAYERS)
+
+
+@pytest.mark.parametrize("algorithm", FITTED, ids=lambda algorithm: algorithm.name)
+def test_last_predictions_are_recovered_on_other_prompts(
+    algorithm: Algorithm, moments: PromptMoments
+):
+    """Step sizes that change places may predict the same, so that the predictions are compared."""
+    scalars, others = uneven(algorithm, moments), drawn(1)
+    target = algorithm.predictions(moments, scalars, N_LAYERS)[-1]
+    fit = fit_algorithm(algorithm, moments, target, n_layers=N_LAYERS)
+    expected = algorithm.predictions(others, scalars, N_LAYERS)[-1]
+    found = algorithm.predictions(others, torch.from_numpy(fit.scalars), N_LAYERS)[-1]
+    assert (found - expected).abs().max() <= 1e-6 * expected.abs().max()
+
+
+def test_steps_that_change_places_are_recovered_in_some_order(moments: PromptMoments):
+    descent, etas = BY_NAME["gradient descent"], [0.2, 0.35, 0.5]
+    target = descent.predictions(moments, etas, 3)[-1]
+    fit = fit_algorithm(descent, moments, target, n_layers=3)
+    np.testing.assert_allclose(sorted(fit.scalars), etas, rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["GD++", "ISTA", "momentum"])
+def test_an_algorithm_that_contains_another_falls_back_to_it(name: str, moments: PromptMoments):
+    """With scalars of 0, which for thresholds are the least that they may be."""
+    etas = [0.5, 0.35, 0.2]
+    target = BY_NAME["gradient descent"].predictions(moments, etas, 3)
+    fit = fit_algorithm(BY_NAME[name], moments, target, n_layers=3)
+    np.testing.assert_allclose(fit.scalars[:3], etas, rtol=1e-6)
+    np.testing.assert_allclose(fit.scalars[3:], 0, atol=1e-6)
+
+
+def test_scalars_stop_at_their_least_value(moments: PromptMoments):
+    """Where inertia would have to be negative, heavy ball becomes the best gradient descent."""
+    target = BY_NAME["momentum"].run(
+        moments, 3, torch.full((3,), 0.4).double(), torch.full((2,), -0.4).double()
+    )
+    fit = fit_algorithm(BY_NAME["momentum"], moments, target, n_layers=3)
+    best = fit_algorithm(BY_NAME["gradient descent"], moments, target, n_layers=3)
+    assert fit.scalars[3:].tolist() == [0, 0]
+    # Scalars are as exact as the root of what a last step may take off the error.
+    np.testing.assert_allclose(fit.scalars[:3], best.scalars, rtol=10 * TOLERANCE**0.5)
+    assert fit.error == pytest.approx(best.error, rel=1e-6)
+    away = fit_algorithm(BY_NAME["gradient descent"], moments, -moments.prompts.y_query, n_layers=1)
+    assert away.scalars.tolist() == [0]
+
+
+def test_a_fit_of_a_noisy_target_is_a_minimum(moments: PromptMoments):
+    """No scalar changed by itself, either way, comes nearer; the error is its own."""
+    noise = torch.randn(128, 1, generator=generator_for(0, "eval", 7), dtype=torch.float64)
+    target = ridge(moments.prompts, penalty=1.0) + 0.1 * noise
+    for algorithm in FITTED:
+        fit = fit_algorithm(algorithm, moments, target, n_layers=N_LAYERS)
+
+        def error(scalars: np.ndarray, algorithm: Algorithm = algorithm) -> float:
+            found = algorithm.predictions(moments, torch.from_numpy(scalars), N_LAYERS)[-1]
+            return (found - target).square().mean().item()
+
+        assert fit.error == pytest.approx(error(fit.scalars), rel=1e-12)
+        assert fit.error < target.square().mean()
+        for index, least in enumerate(algorithm.lower(N_LAYERS).tolist()):
+            for factor in (0.99, 1.01):
+                moved = fit.scalars.copy()
+                moved[index] = max(moved[index] * factor, least)
+                assert error(moved) >= fit.error * (1 - 1e-6), (algorithm.name, index)
+
+
+def test_a_fit_can_be_repeated(moments: PromptMoments):
+    target = ridge(moments.prompts, penalty=1.0)
+    one, other = (
+        fit_algorithm(BY_NAME["GD++"], moments, target, n_layers=N_LAYERS) for _ in range(2)
+    )
+    # Not in bits: linear algebra may add in another order where arrays lie elsewhere in memory.
+    np.testing.assert_allclose(one.scalars, other.scalars, rtol=1e-6)
+    assert repr(one).startswith(f"AlgorithmFit(GD++: eta_0 {one.scalars[0]:.4g}, eta_1 ")
+
+
+def test_without_scalars_there_is_nothing_to_fit(moments: PromptMoments):
+    target = moments.prompts.y_query
+    fit = fit_algorithm(BY_NAME["zero"], moments, target, n_layers=N_LAYERS)
+    assert fit.error == pytest.approx(target.square().mean().item())
+    assert (len(fit.scalars), repr(fit)) == (
+        0,
+        f"AlgorithmFit(zero: no scalars; error {fit.error:.3g})",
+    )
+
+
+def test_bad_arguments(moments: PromptMoments):
+    target, algorithm = moments.prompts.y_query, BY_NAME["ridge"]
+    with pytest.raises(ValueError, match=r"^n_starts must be >= 1, got 0\.$"):
+        fit_algorithm(algorithm, moments, target, n_layers=3, n_starts=0)
+    message = r"^target must have shape \[128, 1\] or \[3, 128, 1\], got \[127, 1\]\.$"
+    with pytest.raises(ValueError, match=message):
+        fit_algorithm(algorithm, moments, target[1:], n_layers=3)
+    with pytest.raises(ValueError, match=r"^target must be finite"):
+        fit_algorithm(algorithm, moments, target / 0, n_layers=3)
