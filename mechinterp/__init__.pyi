@@ -1,0 +1,30 @@
+"""The public names with their types, for editors and type checkers; __init__.py loads them when they are first used."""
+
+from mechinterp.analysis.circuits.circuits import circuits as circuits
+from mechinterp.analysis.circuits.patterns import classify as classify
+from mechinterp.analysis.circuits.patterns import classify_circuits as classify_circuits
+from mechinterp.analysis.heads.ablation import ablate_heads as ablate_heads
+from mechinterp.analysis.heads.fine_tuning import fine_tune as fine_tune
+from mechinterp.analysis.heads.gates import learn_gates as learn_gates
+from mechinterp.analysis.heads.pairs import ablate_pairs as ablate_pairs
+from mechinterp.analysis.heads.pairs import greedy_order as greedy_order
+from mechinterp.analysis.heads.patching import patch_positions as patch_positions
+from mechinterp.analysis.heads.pruning import prune as prune
+from mechinterp.analysis.heads.subsets import ablate_subsets as ablate_subsets
+from mechinterp.analysis.learners.fits import fit_learners as fit_learners
+from mechinterp.analysis.learners.layered import classify_layers as classify_layers
+from mechinterp.analysis.probing.p_probing import p_probe as p_probe
+from mechinterp.analysis.probing.probes import probe_layers as probe_layers
+from mechinterp.checkpoints.loading import load as load
+from mechinterp.config import ExperimentConfig as ExperimentConfig
+from mechinterp.config import ModelConfig as ModelConfig
+from mechinterp.config import TaskConfig as TaskConfig
+from mechinterp.icl.prompts import Prompts as Prompts
+from mechinterp.icl.prompts import generator_for as generator_for
+from mechinterp.icl.prompts import sample_prompts as sample_prompts
+from mechinterp.models.adapter import masked as masked
+from mechinterp.models.conformance import check_compatible as check_compatible
+from mechinterp.models.masks import mask_heads as mask_heads
+from mechinterp.models.predictor import predictor_of as predictor_of
+from mechinterp.training.sweep import train as train
+from mechinterp.version import __version__ as __version__
