@@ -3,10 +3,14 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 CHECKPOINT := checkpoints/softmax-h2-s0
 REPORT := reports/softmax-h2-s0
-# Versions of transformer-lens that still have HookedTransformer, each in an environment of its own.
-INTEROP := .venv-interop/3.9.0 .venv-interop/3.2.1
+# Environments beside .venv lie outside the checkout, so that clones share them: a folder for each state of these files.
+CACHE := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/mechinterp
+ENVS := $(CACHE)/$(shell cat constraints.txt pyproject.toml | cksum | cut -d' ' -f1)
+# Versions of transformer-lens that still have HookedTransformer.
+INTEROP := $(ENVS)/transformer-lens-3.9.0 $(ENVS)/transformer-lens-3.2.1
+PEERS := $(ENVS)/peers
 
-.PHONY: help install test test-portable test-portable-short test-interop test-peers test-browser notebooks notebooks-write lab fuzz lint bench analyses dist report clean
+.PHONY: help install test test-portable test-portable-short environments test-interop test-peers test-browser notebooks notebooks-write lab fuzz lint bench analyses dist report clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-19s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -60,23 +64,26 @@ test-portable-short: install ## the same with a few tests, in less than a minute
 	run "AVX2, two threads" env $(AVX2) OMP_NUM_THREADS=2 $(NUMERIC); \
 	summary
 
+environments: $(addsuffix /.installed,$(INTEROP) $(PEERS)) ## make the environments of test-interop and test-peers
+
 test-interop: install ## exchange files with HookedTransformer of older transformer-lens
-	$(MAKE) --no-print-directory -j 2 $(INTEROP:=/.installed)
+	$(MAKE) --no-print-directory -j 2 $(addsuffix /.installed,$(INTEROP))
 	OMP_NUM_THREADS=1 INTEROP="$(INTEROP)" $(BIN)/python -m pytest tests/interop
 
-.venv-interop/%/.installed: constraints.txt
+$(ENVS)/transformer-lens-%/.installed:
 	@test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
 	@grep -v '^transformer-lens==' constraints.txt > $(@D)/constraints.txt
 	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -c $(@D)/constraints.txt torch
 	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -c $(@D)/constraints.txt transformer-lens==$*
 	@touch $@
 
-test-peers: .venv-peers/.installed ## let nnsight, pyvene and captum drive our hooks, in .venv-peers
-	OMP_NUM_THREADS=1 PEERS=required .venv-peers/bin/python -m pytest tests/peers
+test-peers: $(PEERS)/.installed ## let nnsight, pyvene and captum drive our hooks
+	OMP_NUM_THREADS=1 PEERS=required PYTHONPATH=$(CURDIR) $(PEERS)/bin/python -m pytest tests/peers
 
-.venv-peers/.installed: pyproject.toml constraints.txt
+# Not editable: the tests take the package from the checkout they run in.
+$(PEERS)/.installed:
 	@test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
-	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,peers]'
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt '.[dev,peers]'
 	@touch $@
 
 notebooks: install ## run the notebooks from a clean kernel, and leave the files as they are
