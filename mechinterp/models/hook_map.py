@@ -16,6 +16,7 @@ def hook_map(model: ICLTransformer) -> pd.DataFrame:
     """One row per hook point: its name, its shape, and the setter that turns it on ("" if it always fires).
 
     Example:
+        >>> from mechinterp.config import ModelConfig
         >>> frame = hook_map(ICLTransformer(ModelConfig(n_heads=2), d_x=5, d_y=1))
         >>> frame.loc[frame["name"] == "blocks.0.attn.hook_pattern", "shape"].item()
         ['batch', 2, 'pos', 'pos']

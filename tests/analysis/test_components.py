@@ -139,4 +139,6 @@ def test_every_plateau_of_a_shipped_run_has_a_snapshot_with_its_number(name: str
     for count, (gap, step) in best.items():
         assert gap < 0.1 * (levels[0] - levels[1]), (count, step)
         found = classify(checkpoint.snapshots[step], task)
-        assert (found.pattern, found.components.n_components) == ("linear_gd", count)
+        # A step that has learned no component is no gradient step.
+        pattern = "linear_gd" if count else "undetermined"
+        assert (found.pattern, found.components.n_components) == (pattern, count)

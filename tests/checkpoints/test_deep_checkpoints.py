@@ -35,7 +35,7 @@ def folder(tmp_path: Path) -> Path:
 def test_a_model_comes_back_as_it_was(tmp_path: Path, d_model: int | None):
     config = replace(CONFIG, model=replace(CONFIG.model, d_model=d_model, d_head=3))
     weights = initial_deep_weights(config).to(torch.float64)
-    start = initial_deep_weights(replace(config, seed=1))
+    start = initial_deep_weights(replace(config, seed=1)).to(torch.float64)
     save(tmp_path / "model", config, weights, step=7, snapshots={0: start, 7: weights})
     for checkpoint in (load(tmp_path / "model"), mechinterp.load(tmp_path / "model")):
         expected = "Checkpoint(model: 2 layers of 2 heads, d_x=3, context_length=8, step 7)"

@@ -18,7 +18,7 @@ from mechinterp.models.functional import AttentionWeights
 
 SHIPPED = Path(__file__).parents[2] / "checkpoints"
 SOFTMAX = ("softmax-h1-s0", "softmax-h2-s0", "kms-0.3-h1-s0")
-LINEAR = ("linear-h1-s0", "linear-merged-s0", "linear-separate-s2")
+LINEAR = ("linear-h1-s0", "linear-merged-s0", "linear-separate-s2", "linear-rank1-s2")
 OTHERS = ("tanh-h2-s0",)
 SEVERAL = ("two-tasks-h2-s0", "two-tasks-h4-s0", "shared-tasks-h2-s0")
 
@@ -58,7 +58,7 @@ def save(name: str, layout: str, folder: Path) -> tuple[Path, str, Checkpoint]:
     """The file, the true label and the shipped model."""
     checkpoint = shipped(name)
     write, suffix = LAYOUTS[layout]
-    file = write(checkpoint.weights, folder / f"{name}{suffix}")
+    file = write(checkpoint.weights.circuits, folder / f"{name}{suffix}")
     return file, classify(checkpoint, n_prompts=256).pattern, checkpoint
 
 
@@ -71,19 +71,20 @@ def test_score_is_asked_for_not_guessed(tmp_path: Path, name: str, layout: str):
         found = classify(load(file, **stated), n_prompts=256)
         assert found.pattern in (true, "undetermined"), found.reason
     assert found.pattern == true or "--score" in found.reason, found.reason
-    said = {"score": checkpoint.weights.score, "score_slope": checkpoint.weights.score_slope}
+    model = checkpoint.config.model
+    said = {"score": model.score, "score_slope": model.score_slope}
     told = load(file, task=task, columns="x,y", **said)
     assert classify(told, n_prompts=256).pattern == true
 
 
 def test_readings_are_told_with_their_loss(tmp_path: Path):
-    file = as_circuits(shipped("softmax-h1-s0").weights, tmp_path / "h1.npz")
+    file = as_circuits(shipped("softmax-h1-s0").weights.circuits, tmp_path / "h1.npz")
     found = load(file)
     told = {reading.said["score"]: reading for reading in found.readings if reading.stands}
     # A lower loss is not the model's own score: this one was trained with softmax.
     assert told["linear/L"].loss < told["softmax"].loss < 1
-    assert found.weights is found.readings[0].weights
-    assert found.assumed["model.score"] == found.weights.score == "linear/L"
+    assert torch.equal(found.weights.circuits.W_Q, found.readings[0].weights.W_Q)
+    assert found.assumed["model.score"] == found.config.model.score == "linear/L"
     assert [each["loss"] for each in found.assumed["readings"]] == [r.loss for r in found.readings]
     result = classify(found)
     assert result.pattern == "undetermined"
@@ -93,11 +94,11 @@ def test_readings_are_told_with_their_loss(tmp_path: Path):
 
 def test_y_as_the_first_column(tmp_path: Path):
     shipped_pair = shipped("softmax-h2-s0")
-    file = as_circuits(shipped_pair.weights, tmp_path / "y.npz", y_first=True)
+    file = as_circuits(shipped_pair.weights.circuits, tmp_path / "y.npz", y_first=True)
     found = load(file, score="softmax")
     assert found.assumed["model.columns"] == "y,x"
-    torch.testing.assert_close(found.weights.QK, shipped_pair.weights.QK)
-    torch.testing.assert_close(found.weights.OV, shipped_pair.weights.OV)
+    torch.testing.assert_close(found.weights.circuits.QK, shipped_pair.weights.circuits.QK)
+    torch.testing.assert_close(found.weights.circuits.OV, shipped_pair.weights.circuits.OV)
     assert classify(found).pattern == "debiased_gd"
     told = load(file, score="softmax", columns="y,x")
     assert not told.readings
@@ -107,23 +108,23 @@ def test_y_as_the_first_column(tmp_path: Path):
 
 
 def test_wide_weights_with_y_first(tmp_path: Path):
-    weights = shipped("softmax-h2-s0").weights
+    weights = shipped("softmax-h2-s0").weights.circuits
     wide = torch.nn.functional.pad(weights.W_O, (weights.d_x, 0))
     state = weights.tensors | {"W_O": wide}
     axes = {"W_Q": 1, "W_K": 1, "W_V": 1, "W_O": 2}
     turned = {n: t.roll(-weights.d_x, axes[n]).contiguous() for n, t in state.items()}
     save_file(turned, tmp_path / "wide.safetensors")
     found = load(tmp_path / "wide.safetensors", score="softmax", columns="y,x")
-    torch.testing.assert_close(found.weights.OV, weights.OV)
-    torch.testing.assert_close(found.weights.QK, weights.QK)
+    torch.testing.assert_close(found.weights.circuits.OV, weights.OV)
+    torch.testing.assert_close(found.weights.circuits.QK, weights.QK)
 
 
 def test_scale_is_told_by_the_loss(tmp_path: Path):
     """Of one score the scale that training has settled predicts best."""
     checkpoint = shipped("linear-separate-s2")
-    file = as_layers(checkpoint.weights, tmp_path / "s.safetensors")
+    file = as_layers(checkpoint.weights.circuits, tmp_path / "s.safetensors")
     found = load(file, task=stated_task(checkpoint), score="linear/L")
-    torch.testing.assert_close(found.weights.QK, checkpoint.weights.QK)
+    torch.testing.assert_close(found.weights.circuits.QK, checkpoint.weights.circuits.QK)
     assert found.assumed["attn_scale"] == 1
 
 
@@ -140,7 +141,7 @@ def test_no_reading_predicts(tmp_path: Path):
 
 
 def test_linear_step_that_learned_no_component_is_no_gradient_descent(tmp_path: Path):
-    weights = shipped("linear-h1-s0").weights
+    weights = shipped("linear-h1-s0").weights.circuits
     QK = weights.QK * 0.4
     np.savez(tmp_path / "x.npz", QK=QK.numpy(), OV=weights.OV.numpy())
     found = classify(load(tmp_path / "x.npz", score="linear/L", columns="x,y"))
@@ -150,7 +151,7 @@ def test_linear_step_that_learned_no_component_is_no_gradient_descent(tmp_path: 
 
 
 def test_a_file_of_open_score_is_not_written_as_if_it_were_said(tmp_path: Path):
-    file = as_circuits(shipped("softmax-h1-s0").weights, tmp_path / "h1.npz")
+    file = as_circuits(shipped("softmax-h1-s0").weights.circuits, tmp_path / "h1.npz")
     with pytest.raises(CheckpointError, match=r"score must be said .* got linear/L, softmax"):
         convert(load(file), "native", tmp_path / "out")
     convert(load(file, score="softmax"), "native", tmp_path / "out")

@@ -353,8 +353,9 @@ def test_what_a_file_does_not_say_is_called_assumed_and_no_training_is_made_up(t
     written = write_report(read_any(tmp_path / "own.npz"), tmp_path / "page", n_prompts=64)
     text = written.page.read_text(encoding="utf-8")
     (about,) = re.findall(r'<p class="about">([^<]*)</p>\n<p class="verdict">', text)
-    assert "assumed, as the file does not say it: context_length 40" in about
-    assert "noise_var 0.1" in about
+    assert "assumed, as the file does not say it: " in about
+    for assumed in ("context_length 40", "noise_var 0.1", "score softmax", "columns x,y"):
+        assert assumed in about
     assert not re.search(r"\b(seed|step|config)\b", about)
 
 

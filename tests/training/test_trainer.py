@@ -407,7 +407,7 @@ def test_a_state_that_says_what_cannot_be_is_refused(tmp_path: Path, change, wor
 def test_a_state_is_a_regular_file(tmp_path: Path, kind: str):
     file = tmp_path / "training-0.safetensors"
     file.mkdir() if kind == "folder" else os.mkfifo(file)
-    with pytest.raises(CheckpointError, match="not a regular file"):
+    with pytest.raises(CheckpointError, match="must be a regular file"):
         Pack.restore(file)
 
 
