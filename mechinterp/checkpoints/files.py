@@ -16,7 +16,7 @@ from torch import Tensor
 
 from mechinterp.checkpoints.errors import CheckpointError, one_line
 
-MAX_JSON = 2**22
+MAX_JSON, MAX_YAML = 2**22, 2**16
 KINDS = {"a folder": stat.S_ISDIR, "a pipe": stat.S_ISFIFO, "a socket": stat.S_ISSOCK}
 MACHINE = hashlib.sha256(socket.gethostname().encode()).hexdigest()[:6]
 TEMPORARY = re.compile(r"\.(.+)\.([0-9a-f]{6})-(\d+)-[0-9a-f]{8}\.tmp")
@@ -92,6 +92,29 @@ def read_json(file: Path) -> object:
     except (OSError, ValueError) as error:
         reason = one_line(error) if file.exists() else "does not exist"
     raise CheckpointError(f"{file}: not a readable JSON file ({reason}).")
+
+
+def read_yaml(file: Path) -> object:
+    """What a YAML file holds, every number of it as text.
+
+    Raises:
+        CheckpointError: If it cannot be read or is larger than 64 kB.
+    """
+    import yaml
+
+    try:
+        size = size_of(file)
+        if size > MAX_YAML:
+            raise CheckpointError(f"{file}: must be at most {MAX_YAML} bytes, got {size}.")
+        # This loader makes texts, lists and dictionaries only, and merges nothing.
+        return yaml.load(file.read_text(encoding="utf-8"), Loader=yaml.BaseLoader)
+    except CheckpointError:
+        raise
+    except RecursionError:
+        reason = "nested too deeply"
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        reason = one_line(error)
+    raise CheckpointError(f"{file}: not a readable YAML file ({reason}).")
 
 
 @contextmanager

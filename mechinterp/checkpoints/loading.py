@@ -10,7 +10,7 @@ from mechinterp.checkpoints import arrays, native
 from mechinterp.checkpoints.archives import MAX_NUMBERS, SUFFIXES, read_arrays, read_text
 from mechinterp.checkpoints.errors import CheckpointError, one_line
 from mechinterp.checkpoints.exchange import FORMAT, SIDE_CAR, read_exchange, write_exchange
-from mechinterp.checkpoints.files import read_json
+from mechinterp.checkpoints.files import read_json, read_yaml
 from mechinterp.checkpoints.foreign import LAYERED, MARKS, read_foreign
 from mechinterp.checkpoints.hints import Hints
 from mechinterp.checkpoints.native import Checkpoint, checkpoint_of
@@ -89,7 +89,17 @@ def _load_file(path: Path, hints: Hints) -> Checkpoint:
     if text is not None:
         _require_no_hints(path, hints, arrays.FORMAT)
         return arrays.read_stated(tensors, text, path)
-    return read_foreign(tensors, path, hints=hints, settings={})
+    return read_foreign(tensors, path, hints=hints, settings=_settings_beside(path))
+
+
+def _settings_beside(path: Path) -> dict[str, object]:
+    """The numbers under `model` in a config.yaml beside weights, where the code of Garg et al. writes them."""
+    file = path.with_name("config.yaml")
+    document = read_yaml(file) if file.exists() else None
+    model = document.get("model") if isinstance(document, dict) else None
+    if not isinstance(model, dict):
+        return {}
+    return {name: int(text) for name, text in model.items() if str(text).isdecimal()}
 
 
 def _load_folder(path: Path, hints: Hints) -> Checkpoint:

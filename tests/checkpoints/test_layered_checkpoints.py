@@ -448,3 +448,25 @@ def test_names_of_a_model_wrapped_for_several_devices():
     words = "x.pt: module._backbone.wpe.weight must have shape (20, 16), got (20, 9)."
     with pytest.raises(CheckpointError, match=re.escape(words)):
         read(state, n_heads=4)
+
+
+@pytest.mark.parametrize("n_head", [2, 4])
+def test_the_number_of_heads_is_in_a_config_beside_the_weights(tmp_path: Path, n_head: int):
+    torch.save(garg().state_dict(), tmp_path / "state.pt")
+    config = f"inherit: [base.yaml]\nmodel:\n  family: gpt2\n  n_head: {n_head}\n  n_layer: 2\n"
+    (tmp_path / "config.yaml").write_text(config)
+    assert load(tmp_path / "state.pt").config.model.n_heads == n_head
+    with pytest.raises(CheckpointError, match="n_heads must be n_head = "):
+        load(tmp_path / "state.pt", n_heads=1)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["model: [", "model: &a [*a", "x: !!python/object/apply:os.system ['false']\n- 1", "a" * 2**17],
+)
+def test_a_broken_config_beside_the_weights_ends_in_one_line(tmp_path: Path, text: str):
+    torch.save(garg().state_dict(), tmp_path / "state.pt")
+    (tmp_path / "config.yaml").write_text(text)
+    with pytest.raises(CheckpointError, match=r"config\.yaml: ") as error:
+        load(tmp_path / "state.pt")
+    assert "\n" not in str(error.value)
