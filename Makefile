@@ -3,9 +3,8 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 CHECKPOINT := checkpoints/softmax-h2-s0
 REPORT := reports/softmax-h2-s0
-# Environments beside .venv lie outside the checkout, so that clones share them: a folder for each state of these files.
-CACHE := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/mechinterp
-ENVS := $(CACHE)/$(shell cat constraints.txt pyproject.toml | cksum | cut -d' ' -f1)
+# Environments beside .venv lie outside the checkout, so that clones share them: a folder for each constraints.txt.
+ENVS := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/mechinterp/$(shell cksum < constraints.txt | cut -d' ' -f1)
 # Versions of transformer-lens that still have HookedTransformer.
 INTEROP := $(ENVS)/transformer-lens-3.9.0 $(ENVS)/transformer-lens-3.2.1
 PEERS := $(ENVS)/peers
