@@ -185,10 +185,10 @@ def some(prompts: Prompts, part: int) -> Prompts:
 
 
 def _effective(zero: HeadAblation) -> str:
-    few = zero.carried_by_few.any(axis=1)
+    few = set(np.flatnonzero(zero.carried_by_few.any(axis=1)))
     counts = [
         f"{number:.2f} by medians in layer {layer}"
-        if few[layer]
+        if layer in few
         else f"{number:.2f} ± {zero.effective_heads_sem[layer]:.2f} in layer {layer}"
         for layer, number in enumerate(zero.typical_effective_heads)
     ]

@@ -14,10 +14,11 @@ import torch
 
 from mechinterp.analysis.estimates import ratio_and_sem
 from mechinterp.analysis.heads.ablation import HeadAblation, ablate_heads
+from mechinterp.analysis.heads.choices import masked_by
 from mechinterp.analysis.heads.errors import masked_errors
 from mechinterp.analysis.heads.fine_tuning import fine_tune
 from mechinterp.analysis.heads.pairs import halves
-from mechinterp.analysis.heads.pruning import Pruning, best_head_first, prune
+from mechinterp.analysis.heads.pruning import Pruning, best_head_first, best_head_later, prune
 from mechinterp.analysis.probing.p_probing import RAW, descent_curves, query_features
 from mechinterp.analysis.probing.probes import LayerProbes, preconditioned, probe_layers, reweighted
 from mechinterp.checkpoints.native import Checkpoint, load
@@ -69,8 +70,14 @@ def pruned(name: str) -> Pruning:
 
 
 @cache
+def kept(name: str) -> np.ndarray:
+    """All heads of the first layer and the best of each later one, by the first half of the prompts."""
+    return best_head_later(ablate_heads(trained(name).model, halves(draw(name, 2048))[0]).rise)
+
+
+@cache
 def probes(name: str, *, without_pruned: bool = False) -> LayerProbes:
-    gone = pruned(name).pruned_heads if without_pruned else []
+    gone = masked_by(kept(name)) if without_pruned else []
     return probe_layers(trained(name).model, draw(name, 2048), heads=gone)
 
 
@@ -156,7 +163,7 @@ def test_c11_holds_at_high_noise_with_4_heads_in_one_of_two_seeds(name: str):
 def test_further_training_wins_back_most_of_what_pruning_costs():
     name = "sparse-h4-noise0.1-s0"
     measured = halves(draw(name, 2048))[1]
-    found = fine_tune(trained(name), pruned(name).kept, measured, steps=500)
+    found = fine_tune(trained(name), kept(name), measured, steps=500)
     ratio, full = found.ratio[:, -1]
     assert ratio + 4 * found.ratio_sem[0, -1] < 1.5 < found.ratio[0, 0] - 4 * found.ratio_sem[0, 0]
     # The full model, trained as long, is where it was.
@@ -181,7 +188,7 @@ def test_c12_holds_with_8_heads_in_all_but_one(name: str):
 @pytest.mark.parametrize("name", SEVERAL)
 def test_c13_does_not_hold_the_pruned_model_is_worse_than_a_single_head(name: str):
     measured = halves(draw(name, 2048))[1]
-    masks = masked_errors(trained(name).model, measured, [pruned(name).pruned_heads])
+    masks = masked_errors(trained(name).model, measured, [masked_by(kept(name))])
     single = masked_errors(trained(single_of(name)).model, measured, [[]])
     ratio, sem = ratio_and_sem(masks[:, 0], single[:, 0])
     assert ratio - 4 * sem > 1
