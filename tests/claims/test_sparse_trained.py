@@ -151,13 +151,13 @@ def test_c11_does_not_hold_at_low_noise_or_with_8_heads(name: str):
 
 
 @pytest.mark.parametrize("name", sorted({*HIGH} & {*H4}))
-def test_c11_holds_at_high_noise_with_4_heads_in_one_of_two_seeds(name: str):
+def test_c11_holds_at_high_noise_with_4_heads_in_one_seed_and_is_open_in_the_other(name: str):
     found = pruned(name)
-    assert found.ratio <= 2
+    assert found.ratio + 4 * found.ratio_sem < 2
     if name.endswith("s0"):
-        assert found.refit_ratio <= 1.25
-    else:
-        assert found.refit_ratio - found.refit_ratio_sem > 1.25
+        assert found.refit_ratio + 4 * found.refit_ratio_sem < 1.25
+    else:  # 1.27 with a read-out from 2,048 prompts, 1.23 with one from 4,096
+        assert abs(found.refit_ratio - 1.25) < 2 * found.refit_ratio_sem
 
 
 def test_further_training_wins_back_most_of_what_pruning_costs():
