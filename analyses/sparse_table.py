@@ -67,7 +67,7 @@ def over_seeds(setting: str, models: list[dict[str, tuple[float, float]]]) -> di
     """
     values = pd.DataFrame([{column: value for column, (value, _) in one.items()} for one in models])
     pairs = {c: (values[c].mean(), values[c].std() / len(models) ** 0.5) for c in values}
-    return {"model": f"{setting}, mean over {len(models)} seeds"} | shown(pairs)
+    return {"model": f"mean over {len(models)} seeds of {setting}"} | shown(pairs)
 
 
 def shown(pairs: dict[str, tuple[float, float]]) -> dict[str, str]:
