@@ -7,6 +7,7 @@ Run: python analyses/sparse_fine_tuning.py (a quarter of an hour; --quick one mi
 
 from measured import Claim, Measured, run
 from sparse_models import (  # fmt: skip
+    best_later_on,
     frames_of,
     groups,
     over_seeds,
@@ -20,7 +21,6 @@ from sparse_setting import each, ratio
 from mechinterp.analysis.heads.errors import masked_errors
 from mechinterp.analysis.heads.fine_tuning import MODELS, FineTuning, fine_tune
 from mechinterp.analysis.heads.pairs import halves
-from mechinterp.analysis.heads.pruning import prune
 from mechinterp.icl.prompts import Prompts
 from mechinterp.icl.sparse_predictors import excess_risk
 from mechinterp.models.deep import predict_deep
@@ -50,9 +50,9 @@ def measure(quick: bool) -> Measured:
     frames, made, pages, steps = {}, [], {}, 40 if quick else STEPS
     for heads, noise, names in groups():
         prompts, found, single = prompts_of(noise, 256 if quick else 4096), {}, {}
-        measured = halves(prompts)[1]
+        scored, measured = halves(prompts)
         for seed, name in names.items():
-            kept = prune(trained(name).model, prompts).kept
+            kept = best_later_on(name, scored)
             found[seed] = fine_tune(trained(name), kept, measured, steps=steps)
             single[seed] = to_single(name, found[seed], measured)
             frames[name] = found[seed].to_frame().rename(columns={"model": "heads"})

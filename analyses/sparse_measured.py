@@ -14,8 +14,8 @@ import torch
 from sparse_setting import TARGETS
 
 from mechinterp.analysis.heads.ablation import ablate_heads
+from mechinterp.analysis.heads.choices import masked_by, refit_errors
 from mechinterp.analysis.heads.errors import masked_errors
-from mechinterp.analysis.heads.pruning import masked_by, refit_errors
 from mechinterp.analysis.probing.p_probing import (
     IDEAL,
     RAW,

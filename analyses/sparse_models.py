@@ -8,9 +8,12 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import product
 
+import numpy as np
 import pandas as pd
 from measured import ROOT
 
+from mechinterp.analysis.heads.ablation import ablate_heads
+from mechinterp.analysis.heads.pruning import best_head_later
 from mechinterp.checkpoints.native import Checkpoint, load
 from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
 
@@ -83,3 +86,8 @@ def verdict(held: Iterable[bool]) -> bool | str:
     """
     found = [bool(one) for one in held]
     return found[0] if len(set(found)) == 1 else f"holds in {sum(found)} of {len(found)}"
+
+
+def best_later_on(name: str, scored: Prompts) -> np.ndarray:
+    """All heads of the first layer and the best of each later one, chosen on these prompts alone."""
+    return best_head_later(ablate_heads(trained(name).model, scored).rise)

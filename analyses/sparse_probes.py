@@ -11,6 +11,7 @@ from measured import Claim, Measured, run
 from sparse_models import (  # fmt: skip
     NOISES,
     SEVERAL,
+    best_later_on,
     frames_of,
     named,
     over_seeds,
@@ -21,7 +22,8 @@ from sparse_models import (  # fmt: skip
 )
 from sparse_setting import TARGETS, each
 
-from mechinterp.analysis.heads.pruning import prune
+from mechinterp.analysis.heads.choices import masked_by
+from mechinterp.analysis.heads.pairs import halves
 from mechinterp.analysis.probing.probes import LayerProbes, probe_layers
 
 ROUNDING = 1e-6
@@ -70,7 +72,7 @@ def measure(quick: bool) -> Measured:
             model = trained(name).model
             one = {"response": probe_layers(model, prompts)}
             if heads > 1:
-                gone = prune(model, prompts).pruned_heads
+                gone = masked_by(best_later_on(name, halves(prompts)[0]))
                 one["pruned"] = probe_layers(model, prompts, heads=gone)
             one |= {what: probe_layers(model, prompts, target=target) for what, target in TARGETS.items()}  # fmt: skip
             for what, probes in one.items():

@@ -30,8 +30,8 @@ def deep(tmp_path: Path) -> Path:
     return tmp_path / "deep"
 
 
-def prompts(n_prompts: int):
-    generator = generator_for(0, "eval", 0)
+def prompts(n_prompts: int, *, seed: int = 0):
+    generator = generator_for(seed, "eval", 0)
     return sample_prompts(TASK, n_prompts, generator=generator, dtype=torch.float64)
 
 
@@ -59,6 +59,9 @@ def test_prune(run: Run, deep: Path, tmp_path: Path):
     assert ran.code == 0, ran.err
     expected = prune(load(deep).model, prompts(80))
     assert ran.document["ratio"] == expected.ratio
+    assert ran.document["ratio_sem"] == expected.ratio_sem
+    assert [row["chosen"] for row in ran.document["heads"]] == expected.chosen.ravel().tolist()
+    assert ran.document["carried_by_few"] is False
     assert ran.document["heads_per_layer"] == [4, 1, 1]
     assert ran.document["checkpoint"] == str(out)
     assert [len(heads) for heads in load(out).weights.heads_per_layer] == [4, 1, 1]
@@ -67,14 +70,16 @@ def test_prune(run: Run, deep: Path, tmp_path: Path):
     assert "heads kept in layers 0 to 2: 1, 4, 4 of 4" in first.out
     text = run("prune", deep, "--n-prompts", 80).out
     assert f"{expected.refit_ratio:.3g} ± {expected.refit_ratio_sem:.2g} times" in text
+    assert "chosen: in which share of the halves" in text
 
 
 def test_prune_trains_further(run: Run, deep: Path, gpt2: Path, tmp_path: Path):
     out, options = tmp_path / "pruned", ("--n-prompts", 80, "--fine-tune", 8)
     ran = run("prune", deep, *options, "--out", out, "--json")
     assert ran.code == 0, ran.err
+    # Measured on other prompts than those that the heads are chosen on.
     found = fine_tune(
-        load(deep), prune(load(deep).model, prompts(80)).kept, prompts(80)[40:], steps=8
+        load(deep), prune(load(deep).model, prompts(80)).kept, prompts(80, seed=1), steps=8
     )
     rows = ran.document["fine_tuning"]
     assert [(row["model"], row["step"]) for row in rows[::4]] == [
@@ -209,7 +214,7 @@ def test_what_is_refused(run: Run, deep: Path, gpt2: Path, tmp_path: Path):
             "task.context_length must be <= 9, all that 20 positions have",
         ),
         ("probe", "--n-prompts", 16, "A probe of 16 features needs more"),
-        ("prune", "--n-prompts", 32, "A probe of 16 features needs more"),
+        ("prune", "--n-prompts", 16, "A probe of 16 features needs more"),
     ):
         ran = run(command, gpt2, "--n-heads", 4, option, value)
         assert (ran.code, ran.out) == (2, "")

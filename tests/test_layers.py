@@ -119,6 +119,7 @@ ORDER = [
     "analysis.probing.probes",
     "analysis.probing.p_probing",
     "analysis.heads.gates",
+    "analysis.heads.choices",
     "analysis.heads.pruning",
     "analysis.heads.fine_tuning",
     "analysis.learners.baselines",

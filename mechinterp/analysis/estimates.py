@@ -2,7 +2,7 @@
 
 import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 LARGEST = torch.finfo(torch.float32).max ** 0.5
@@ -53,3 +53,17 @@ def ratio_and_sem(
     ratio = means[:-1] / means[-1]
     _, sem = mean_and_sem(columns[:, :-1] - ratio * denominator[:, None])
     return ratio.reshape(numerator.shape[1:]), (sem / means[-1]).reshape(numerator.shape[1:])
+
+
+def carried_by_few(values: Float[np.ndarray, " prompt *axes"]) -> Bool[np.ndarray, "*axes"]:
+    """Whether the largest hundredth of the values, by size, makes more than half of the sum of all sizes.
+
+    Then their mean says what happens on a few prompts. Fewer than 100 values have no hundredth: never.
+
+    Example:
+        >>> carried_by_few(np.array([[1.0, 200.0], *[[1.0, 1.0]] * 99])).tolist()
+        [False, True]
+    """
+    sizes = np.sort(np.abs(values), axis=0)
+    few = len(values) // 100
+    return np.asarray(sizes[len(values) - few :].sum(0) > sizes.sum(0) / 2)

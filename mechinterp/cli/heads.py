@@ -1,5 +1,6 @@
 """Commands that mask, prune and probe: argument parsing only."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -65,7 +66,10 @@ def prune(
         ),
     ] = None,
     out: Annotated[
-        Path | None, typer.Option("--out", help="A new folder for the pruned model.")
+        Path | None,
+        typer.Option(
+            "--out", help="A new folder for the model with the heads chosen on all prompts."
+        ),
     ] = None,
     *,
     asked: Asked,
@@ -95,7 +99,9 @@ def prune(
         )
         tuned = None
         if fine_tune is not None:
-            tuned = _fine_tuned(checkpoint, found, prompts, steps=fine_tune, track=track)
+            # The heads are chosen on all of the prompts.
+            others = replace(asked, seed=asked.seed + 1).prompts(checkpoint)
+            tuned = _fine_tuned(checkpoint, found, others, steps=fine_tune, track=track)
         if out is not None and tuned is not None:
             tuned.save(out)
         elif out is not None:
@@ -151,13 +157,12 @@ def _fine_tuned(
     track: "Track",
 ) -> "FineTuning":
     from mechinterp.analysis.heads.fine_tuning import fine_tune
-    from mechinterp.analysis.heads.pairs import halves
 
     if checkpoint.format != "native":
         raise ValueError(
             f"--fine-tune is for models that were trained by this package, got one of format {checkpoint.format}."
         )
-    return fine_tune(checkpoint, found.kept, halves(prompts)[1], steps=steps, track=track)
+    return fine_tune(checkpoint, found.kept, prompts, steps=steps, track=track)
 
 
 def _of_several_layers(path: Path, hints: "Hints", context_length: int | None) -> "Checkpoint":

@@ -40,7 +40,7 @@ def deep_contents(
     scored, measured = prompts[: size // 2], prompts[size // 2 :]
     found = rivals(predictor, prompts)
     zero = ablate_heads(predictor, scored, track=track)
-    rules = prune_by_rules(predictor, measured, zero.rise, track=track)
+    rules = prune_by_rules(predictor, prompts, track=track)
     probed = measured[: max(len(measured) // 2, wide)]
     parts = (
         sections.risk_section(found, len(prompts)),
@@ -65,7 +65,7 @@ def verdict_sentence(name: str, found: Rivals, zero: HeadAblation, rules: RulePr
             ("zero", "that of predicting 0"),
         )
     ]
-    counts = ", ".join(f"{count:.3g}" for count in zero.effective_heads)
+    counts = ", ".join(f"{count:.3g}" for count in zero.typical_effective_heads)
     layers = "layer" if len(zero.rise) == 1 else "layers, from the first on"
     told = [
         f"{name}: excess risk {plus_minus(found.model_risk, found.model_risk_sem)} y², {' and '.join(ratios)}.",
@@ -76,9 +76,8 @@ def verdict_sentence(name: str, found: Rivals, zero: HeadAblation, rules: RulePr
             "best-later": "all heads of the first layer and the best of each later one",
             "best-first": "the best head of the first layer alone",
         }[rules.rules[1]]
-        told.append(
-            f"With {what} it has {plus_minus(rules.ratio[1], rules.ratio_sem[1])} times its risk."
-        )
+        _, ratio, sem, how = rules.ratios_to_read()[0]
+        told.append(f"With {what} it has {plus_minus(ratio, sem)} times its risk{how}.")
     return " ".join(told)
 
 

@@ -10,6 +10,7 @@ from jaxtyping import Float
 from mechinterp import figures
 from mechinterp.analysis.estimates import mean_and_sem
 from mechinterp.analysis.heads.ablation import HeadAblation, ablate_heads
+from mechinterp.analysis.heads.choices import SPLITS
 from mechinterp.analysis.heads.errors import Head, masked_errors
 from mechinterp.analysis.heads.pairs import greedy_order
 from mechinterp.analysis.heads.pruning_curves import (
@@ -61,7 +62,7 @@ def heads_section(
     whole = _layer_rises(predictor, scored)
     return Section(
         "Heads",
-        " ".join([_effective(zero), *_broken(zero), _cautioned(zero, *whole)]),
+        " ".join([_effective(zero), *_carried(zero), *_broken(zero), _cautioned(zero, *whole)]),
         f"One head is masked at a time, nothing is retrained; excess risk is the mean of (ŷ − x·β)², ± one standard error, "
         f"paired over prompts. Zero ablation sets a head's z to 0 ({len(scored)} prompts), mean ablation to its mean over "
         f"prompts, resample ablation to that of another prompt ({len(few)} prompts each). Importance is a head's share of its "
@@ -109,16 +110,20 @@ def pruning_section(
         how = f"A greedy order, searched for up to {GREEDY_HEADS} heads, is left out: there are {len(heads)}. "
     followed = some(measured, 4)
     curves = pruning_curves(predictor, followed, orders, track=track)
+    pruned = len(rules.rules) > 1
+    chosen_figure = {"chosen": rules.plot_chosen()} if pruned else {}
+    chosen_table = {"chosen": rules.chosen_frame()} if pruned else {}
     return Section(
         "Pruning",
-        " ".join([_enough(curves), _rules_told(rules), *_by_chance(zero)]),
+        " ".join([_enough(curves), _rules_told(rules), *_by_chance(rules)]),
         f"{how}The other order goes by the rises of the single masks. Risks of the curves are those of {len(followed)} other "
-        f"prompts, those of the rules of {len(measured)}; nothing is retrained. best-later keeps all heads of the first "
+        f"prompts; nothing is retrained. For the rules, all {len(scored) + len(measured)} prompts are halved at random {SPLITS} "
+        "times, heads chosen on each half and measured on the other; ± is over prompts and over which heads were chosen. best-later keeps all heads of the first "
         "layer and of each later one the head that is missed most; least-later keeps the one missed least, best-first the "
         "best of the first layer and all later heads: both are controls. A new read-out is a ridge regression on the "
         "stream at the query, cross-validated: it tells what is lost from what has only moved.",
-        {"pruning": curves.plot(), "rules": rules.plot()},
-        {"rules": rules.to_frame(), "pruning": curves.to_frame()},
+        {"pruning": curves.plot(), "rules": rules.plot()} | chosen_figure,
+        {"rules": rules.to_frame(), "pruning": curves.to_frame()} | chosen_table,
         longest_table=80,
     )
 
@@ -180,13 +185,27 @@ def some(prompts: Prompts, part: int) -> Prompts:
 
 
 def _effective(zero: HeadAblation) -> str:
+    few = set(np.flatnonzero(zero.carried_by_few.any(axis=1)))
     counts = [
-        f"{count:.2f} ± {sem:.2f} in layer {layer}"
-        for layer, (count, sem) in enumerate(
-            zip(zero.effective_heads, zero.effective_heads_sem, strict=True)
-        )
+        f"{number:.2f} by medians in layer {layer}"
+        if layer in few
+        else f"{number:.2f} ± {zero.effective_heads_sem[layer]:.2f} in layer {layer}"
+        for layer, number in enumerate(zero.typical_effective_heads)
     ]
     return f"Of {zero.rise.shape[1]} heads per layer the rises of the excess risk are spread over {', '.join(counts)}."
+
+
+def _carried(zero: HeadAblation) -> list[str]:
+    """A sentence on the heads whose mean rise few prompts carry, if there are any."""
+    if not zero.carried:
+        return []
+    medians = zero.median_rise[zero.carried_by_few]
+    listed = ", ".join(
+        f"{name} {number(rise)}" for name, rise in zip(zero.carried, medians, strict=True)
+    )
+    return [
+        f"One prompt in a hundred carries most of the mean rise of some heads; their median rises (y²): {listed}."
+    ]
 
 
 def _broken(zero: HeadAblation) -> list[str]:
@@ -280,26 +299,30 @@ def _enough(curves: PruningCurves) -> str:
 
 
 def _rules_told(rules: RulePruning) -> str:
-    values = zip(rules.rules, rules.kept, rules.ratio, rules.ratio_sem, strict=True)
     told = [
-        f"{name} keeps {kept.sum()} and has {plus_minus(ratio, sem)} times the risk"
-        for name, kept, ratio, sem in list(values)[1:]
+        f"{name} keeps {kept.sum()} and has {plus_minus(ratio, sem)} times the risk{how}"
+        for (name, ratio, sem, how), kept in zip(
+            rules.ratios_to_read(), rules.kept[1:], strict=True
+        )
     ]
-    return f"By rule, {'; '.join(told)}." if told else "With one head, no rule prunes anything."
+    if not told:
+        return "With one head, no rule prunes anything."
+    few = [name for name, few in zip(rules.rules, rules.carried_by_few, strict=True) if few]
+    why = f" Of {' and '.join(few)} one prompt in a hundred carries most of the risk as it is."
+    return f"By rule, {'; '.join(told)}.{why if few else ''}"
 
 
-def _by_chance(zero: HeadAblation) -> list[str]:
-    """A sentence on the later layers whose best head may be another on other prompts, if there are any."""
-    layers = []
-    for layer, (rise, sem) in enumerate(zip(zero.rise[1:], zero.rise_sem[1:], strict=True), 1):
-        second, best = rise.argsort()[-2:] if len(rise) > 1 else (0, 0)
-        if second != best and rise[best] - rise[second] < 2 * np.hypot(sem[best], sem[second]):
-            layers.append(str(layer))
+def _by_chance(rules: RulePruning) -> list[str]:
+    """A sentence on the layers of which best-later keeps different heads by different prompts, if there are any."""
+    if "best-later" not in rules.rules:
+        return []
+    often = rules.chosen[rules.rules.index("best-later")].max(1)
+    layers = [f"{share:.0%} in layer {layer}" for layer, share in enumerate(often) if share < 1]
     if not layers:
         return []
     return [
-        f"Which head of layer {' and '.join(layers)} is missed most is not clear by two standard errors: on other prompts "
-        "best-later may keep another, at another cost."
+        "Which head best-later keeps depends on the prompts: the one that is chosen most often is so in "
+        f"{', '.join(layers)} of the choices on halves of them."
     ]
 
 

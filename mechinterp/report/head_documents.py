@@ -19,14 +19,16 @@ def pruning_document(
 ) -> dict:
     """What `prune` says; `checkpoint` is where the pruned model was written, null if it was not.
 
-    `fine_tuning` has the risks of the pruned and the full model by step, null if they were not trained further.
+    `heads` has what is kept, chosen on all prompts, and `chosen`, the share of the choices on halves of them that keep
+    a head. Where few prompts carry the risk, what is measured with a new read-out comes first. `fine_tuning` has the risks of the pruned and the full model by step, null if they were not trained further.
     """
-    names = ("full_risk", "full_risk_sem", "risk", "risk_sem", "ratio", "ratio_sem")
-    refit = ("refit_risk", "refit_risk_sem", "refit_ratio", "refit_ratio_sem")
-    full = ("full_refit_risk", "full_refit_risk_sem")
+    full = ("full_risk", "full_risk_sem", "full_refit_risk", "full_refit_risk_sem")
+    as_is = ("risk", "risk_sem", "ratio", "ratio_sem")
+    refit = tuple(f"refit_{name}" for name in as_is)
+    order = (*refit, *as_is) if found.carried_by_few else (*as_is, *refit)
     return {
         **header(checkpoint),
-        **{name: getattr(found, name) for name in (*names, *refit, *full)},
+        **{name: getattr(found, name) for name in (*full, *order, "carried_by_few")},
         "heads_per_layer": found.kept.sum(1),
         "heads": records(found.to_frame()),
         "fine_tuning": None if tuned is None else records(tuned.to_frame()),

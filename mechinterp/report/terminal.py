@@ -117,9 +117,14 @@ def ablation_text(single: Sequence[HeadAblation], subsets: SubsetAblation | None
     parts = [f"excess risk {zero.full_risk:.4f} ± {zero.full_risk_sem:.4f} y²"]
     if zero.breaking:
         parts.append(
-            f"Without {', '.join(zero.breaking)} it is worse than predicting 0 ({zero.null_risk:.4g}): a few prompts may carry "
-            "the mean rise; the median and the p-value do not hang on them."
+            f"Without {', '.join(zero.breaking)} it is worse than predicting 0 ({zero.null_risk:.4g})."
         )
+    for one in single:
+        if one.carried:
+            parts.append(
+                f"One prompt in a hundred carries most of the mean rise of {', '.join(one.carried)} ({one.method} ablation): "
+                "read the median."
+            )
     layers = pd.concat([one.layer_frame() for one in single])
     parts += ["\nRise when one head is masked", frame_text(table)]
     parts += ["\nHow a layer spreads it over its heads", frame_text(layers)]
@@ -139,12 +144,19 @@ def ablation_text(single: Sequence[HeadAblation], subsets: SubsetAblation | None
 def pruning_text(found: "Pruning", tuned: "FineTuning | None") -> str:
     """What is kept, what it costs and what further training wins back."""
     n_layers, n_heads = found.kept.shape
-    parts = [
-        f"heads kept in layers 0 to {n_layers - 1}: {', '.join(map(str, found.kept.sum(1)))} of {n_heads}",
+    kept = f"heads kept in layers 0 to {n_layers - 1}: {', '.join(map(str, found.kept.sum(1)))} of {n_heads}"
+    as_is = (
         f"  excess risk {found.full_risk:.4g} ± {found.full_risk_sem:.2g} y² with all heads, {found.risk:.4g} ± "
-        f"{found.risk_sem:.2g} with these: {found.ratio:.3g} ± {found.ratio_sem:.2g} times",
-        f"  with a new read-out {found.refit_ratio:.3g} ± {found.refit_ratio_sem:.2g} times",
-    ]
+        f"{found.risk_sem:.2g} with these: {found.ratio:.3g} ± {found.ratio_sem:.2g} times"
+    )
+    refit = f"  with a new read-out {found.refit_ratio:.3g} ± {found.refit_ratio_sem:.2g} times"
+    parts = [kept, as_is, refit]
+    if found.carried_by_few:
+        said = "  One prompt in a hundred carries most of this risk: read the number with a new read-out."
+        parts = [kept, refit, as_is, said]
+    parts.append(
+        "  (heads chosen on random halves of the prompts, risks measured on the other halves, ± over prompts and choices)"
+    )
     if tuned is not None:
         few, full = (
             f"{r:.3g} ± {s:.2g}"
@@ -153,6 +165,7 @@ def pruning_text(found: "Pruning", tuned: "FineTuning | None") -> str:
         parts.append(
             f"  after {tuned.step[-1]} steps of further training {few} times (all heads, trained as long: {full})"
         )
+    parts.append("kept: chosen on all prompts; chosen: in which share of the halves")
     parts.append(frame_text(found.to_frame()))
     return "\n".join(parts)
 

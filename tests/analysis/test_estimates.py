@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from mechinterp.analysis.estimates import mean_and_sem, ratio_and_sem
+from mechinterp.analysis.estimates import carried_by_few, mean_and_sem, ratio_and_sem
 
 
 def test_standard_errors_are_the_spread_over_repetitions():
@@ -22,3 +22,17 @@ def test_ratio_of_nothing_is_nan():
     ratio, sem = ratio_and_sem(np.zeros(5), np.zeros(5))
     assert np.isnan(ratio)
     assert np.isnan(sem)
+
+
+def test_a_hundredth_carries_a_mean_or_does_not():
+    few = np.ones(200)
+    few[:2] = 99.5  # 199 of 397
+    assert carried_by_few(few)
+    assert carried_by_few(-few)
+    few[:2] = 98.5  # 197 of 395
+    assert not carried_by_few(few)
+    few[:3] = 99.5  # three of 200 are more than a hundredth
+    assert not carried_by_few(few)
+    # Signs do not cancel, and 99 values have no hundredth.
+    assert not carried_by_few(np.tile([1.0, -1.0], 100))
+    assert not carried_by_few(np.array([1e9] + [1.0] * 98))

@@ -161,6 +161,7 @@ def test_frames_and_repr(model, weights, prompts):
         "rise",
         "rise_sem",
         "median_rise",
+        "carried_by_few",
         "p_value",
         "importance",
     ]

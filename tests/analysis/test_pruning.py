@@ -8,6 +8,7 @@ import torch
 
 from mechinterp.analysis.estimates import ratio_and_sem
 from mechinterp.analysis.heads import pruning
+from mechinterp.analysis.heads.choices import masked_by, random_halves
 from mechinterp.analysis.heads.errors import masked_errors
 from mechinterp.analysis.heads.pruning import (
     RULES,
@@ -56,27 +57,35 @@ def test_rules():
 @pytest.mark.parametrize("make", [lambda: random_model(**WIDE), random_gpt2])
 def test_risks_are_those_of_the_masked_model(make, many):
     model = make()
-    found = prune(model, many)
-    scored, measured = many[:40], many[40:]
+    found = prune(model, many, splits=2)
     shape = found.kept.shape
-    errors = masked_errors(model, scored, [[], *([head] for head in np.ndindex(shape))]).mean(0)
-    np.testing.assert_allclose(found.rise, (errors[1:] - errors[0]).reshape(shape), rtol=1e-9)
+    errors = masked_errors(model, many, [[], *([head] for head in np.ndindex(shape))])
+    rises = (errors[:, 1:] - errors[:, :1]).reshape(-1, *shape)
+    np.testing.assert_allclose(found.rise, rises.mean(0), rtol=1e-9)
     assert np.array_equal(found.kept, best_head_later(found.rise))
-    full, left = masked_errors(model, measured, [[], found.pruned_heads]).mean(0)
-    assert found.full_risk == pytest.approx(full, rel=1e-12)
-    assert found.risk == pytest.approx(left, rel=1e-12)
-    assert found.ratio == pytest.approx(left / full, rel=1e-12)
-    # By hand: a ridge regression on the stream of the masked model, cross-validated.
-    stream = streams(model, measured, heads=found.pruned_heads)[-1, :, 0]
-    prediction, _ = cross_validated(stream, measured.y_query.numpy())
-    errors = np.square(prediction - measured.y_query_clean.numpy()).mean(1)
-    assert found.refit_risk == pytest.approx(errors.mean(), rel=1e-9)
-    assert found.refit_risk_sem == pytest.approx(errors.std(ddof=1) / 40**0.5, rel=1e-9)
-    before = masked_errors(model, measured, [[]])[:, 0]
-    expected = [float(value) for value in ratio_and_sem(errors, before)]
-    assert [found.refit_ratio, found.refit_ratio_sem] == pytest.approx(expected, rel=1e-9)
+    # One half of each halving at a time; each prompt is measured by one choice of each.
+    crossed, refitted, kept = np.zeros(80), np.zeros(80), []
+    for half in random_halves(80, 2):
+        kept.append(best_head_later(rises[half].mean(0)))
+        gone = masked_by(kept[-1])
+        crossed[~half] += masked_errors(model, many, [gone])[~half, 0] / 2
+        # By hand: a ridge regression on the stream of the masked model, cross-validated.
+        stream = streams(model, many, heads=gone)[-1, :, 0]
+        prediction, _ = cross_validated(stream, many.y_query.numpy())
+        errors = np.square(prediction - many.y_query_clean.numpy()).mean(1)
+        refitted[~half] += errors[~half] / 2
+    np.testing.assert_allclose(found.chosen, np.mean(kept, axis=0), rtol=1e-12)
+    full = masked_errors(model, many, [[]])[:, 0]
+    assert found.full_risk == pytest.approx(full.mean(), rel=1e-12)
+    assert found.risk == pytest.approx(crossed.mean(), rel=1e-9)
+    assert found.ratio == pytest.approx(crossed.mean() / full.mean(), rel=1e-9)
+    assert found.refit_risk == pytest.approx(refitted.mean(), rel=1e-9)
+    assert found.refit_ratio == pytest.approx(refitted.mean() / full.mean(), rel=1e-9)
+    within = [float(ratio_and_sem(errors, full)[1]) for errors in (crossed, refitted)]
+    assert found.ratio_sem >= within[0] * (1 - 1e-9)
+    assert found.refit_ratio_sem >= within[1] * (1 - 1e-9)
     assert found.refit_risk < found.risk
-    assert list(found.to_frame().columns) == ["layer", "head", "kept", "rise"]
+    assert list(found.to_frame().columns) == ["layer", "head", "kept", "chosen", "rise"]
     assert repr(found).startswith(f"Pruning({shape[1]}, 1, 1 heads kept: risk ")
     assert len(found.plot().data) == 1
 
@@ -86,7 +95,7 @@ def test_sequential_scores_come_after_what_is_gone(many):
     joint, found = prune(model, many), prune(model, many, sequential=True)
     assert np.array_equal(found.rise[:2], joint.rise[:2])
     gone = [head for head in found.pruned_heads if head[0] == 1]
-    errors = masked_errors(model, many[:40], [gone, *([*gone, (2, head)] for head in range(4))])
+    errors = masked_errors(model, many, [gone, *([*gone, (2, head)] for head in range(4))])
     np.testing.assert_allclose(found.rise[2], errors.mean(0)[1:] - errors.mean(0)[0], rtol=1e-9)
     assert not np.allclose(found.rise[2], joint.rise[2])
 

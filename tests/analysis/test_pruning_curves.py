@@ -6,13 +6,17 @@ import numpy as np
 import pytest
 import torch
 
+from mechinterp.analysis.estimates import ratio_and_sem
 from mechinterp.analysis.heads.ablation import ablate_heads
+from mechinterp.analysis.heads.choices import masked_by
 from mechinterp.analysis.heads.errors import masked_errors
 from mechinterp.analysis.heads.pruning import RULES, prune
 from mechinterp.analysis.heads.pruning_curves import prune_by_rules, pruning_curves
 from mechinterp.config import TaskConfig
 from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
 from tests.deep_models import WIDE, random_gpt2, random_model
+
+COSTS = ("risk", "risk_sem", "ratio", "ratio_sem")
 
 
 @pytest.fixture
@@ -59,17 +63,15 @@ def test_an_order_must_name_every_head_once(many: Prompts):
 
 def test_rules_are_those_of_prune(many: Prompts):
     model = random_model(**WIDE)
-    rise = ablate_heads(model, many[:40]).rise
-    found = prune_by_rules(model, many[40:], rise)
+    found = prune_by_rules(model, many)
     assert found.rules == ("full model", *RULES)
     for row, rule in enumerate(RULES.values(), start=1):
         expected = prune(model, many, rule=rule)
         assert (found.kept[row] == expected.kept).all()
-        values = [
-            getattr(found, name)[row] for name in ("risk", "ratio", "ratio_sem", "refit_risk")
-        ]
-        wanted = (expected.risk, expected.ratio, expected.ratio_sem, expected.refit_risk)
-        assert values == pytest.approx(wanted, rel=1e-9)
+        assert (found.chosen[row] == expected.chosen).all()
+        names = [f"{kind}{name}" for kind in ("", "refit_") for name in COSTS]
+        values = [getattr(found, name)[row] for name in names]
+        assert values == pytest.approx([getattr(expected, name) for name in names], rel=1e-9)
     assert found.refit_risk[0] == pytest.approx(expected.full_refit_risk, rel=1e-9)
     assert found.to_frame()["heads_per_layer"].tolist() == [
         *("4, 4, 4", "4, 1, 1", "4, 1, 1", "1, 4, 4")
@@ -79,6 +81,29 @@ def test_rules_are_those_of_prune(many: Prompts):
     apart = replace(found, risk=found.risk * np.array([1, 1, 1, 1000]))
     assert apart.plot().layout.yaxis.type == "log"
     assert repr(found).startswith("RulePruning(best-later ")
+
+
+def test_rules_see_the_rises_of_other_prompts_if_they_are_given(many: Prompts):
+    model = random_model(**WIDE)
+    rise = ablate_heads(model, many[:40]).rise
+    found = prune_by_rules(model, many[40:], rise)
+    for row, rule in enumerate(RULES.values(), start=1):
+        assert (found.kept[row] == rule(rise)).all()
+        assert (found.chosen[row] == rule(rise)).all()
+        errors = masked_errors(model, many[40:], [[], masked_by(rule(rise))])
+        ratio = [float(value) for value in ratio_and_sem(errors[:, 1], errors[:, 0])]
+        assert [found.ratio[row], found.ratio_sem[row]] == pytest.approx(ratio, rel=1e-9)
+
+
+def test_a_risk_that_few_prompts_carry_is_read_with_a_new_read_out(many: Prompts):
+    found = prune_by_rules(random_model(**WIDE), many)
+    assert list(found.to_frame())[2:7:4] == ["risk", "refit_risk"]
+    few = replace(found, carried_by_few=np.array([False, True, False, False]))
+    assert list(few.to_frame())[2:7:4] == ["refit_risk", "risk"]
+    name, ratio, sem, how = few.ratios_to_read()[0]
+    assert (name, how) == ("best-later", " with a new read-out")
+    assert (ratio, sem) == (found.refit_ratio[1], found.refit_ratio_sem[1])
+    assert few.ratios_to_read()[1:] == found.ratios_to_read()[1:]
 
 
 def test_rules_that_prune_nothing_are_left_out(many: Prompts):

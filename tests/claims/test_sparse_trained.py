@@ -14,10 +14,11 @@ import torch
 
 from mechinterp.analysis.estimates import ratio_and_sem
 from mechinterp.analysis.heads.ablation import HeadAblation, ablate_heads
+from mechinterp.analysis.heads.choices import masked_by
 from mechinterp.analysis.heads.errors import masked_errors
 from mechinterp.analysis.heads.fine_tuning import fine_tune
 from mechinterp.analysis.heads.pairs import halves
-from mechinterp.analysis.heads.pruning import Pruning, best_head_first, prune
+from mechinterp.analysis.heads.pruning import Pruning, best_head_first, best_head_later, prune
 from mechinterp.analysis.probing.p_probing import RAW, descent_curves, query_features
 from mechinterp.analysis.probing.probes import LayerProbes, preconditioned, probe_layers, reweighted
 from mechinterp.checkpoints.native import Checkpoint, load
@@ -69,8 +70,14 @@ def pruned(name: str) -> Pruning:
 
 
 @cache
+def kept(name: str) -> np.ndarray:
+    """All heads of the first layer and the best of each later one, by the first half of the prompts."""
+    return best_head_later(ablate_heads(trained(name).model, halves(draw(name, 2048))[0]).rise)
+
+
+@cache
 def probes(name: str, *, without_pruned: bool = False) -> LayerProbes:
-    gone = pruned(name).pruned_heads if without_pruned else []
+    gone = masked_by(kept(name)) if without_pruned else []
     return probe_layers(trained(name).model, draw(name, 2048), heads=gone)
 
 
@@ -144,19 +151,19 @@ def test_c11_does_not_hold_at_low_noise_or_with_8_heads(name: str):
 
 
 @pytest.mark.parametrize("name", sorted({*HIGH} & {*H4}))
-def test_c11_holds_at_high_noise_with_4_heads_in_one_of_two_seeds(name: str):
+def test_c11_holds_at_high_noise_with_4_heads_in_one_seed_and_is_open_in_the_other(name: str):
     found = pruned(name)
-    assert found.ratio <= 2
+    assert found.ratio + 4 * found.ratio_sem < 2
     if name.endswith("s0"):
-        assert found.refit_ratio <= 1.25
-    else:
-        assert found.refit_ratio - found.refit_ratio_sem > 1.25
+        assert found.refit_ratio + 4 * found.refit_ratio_sem < 1.25
+    else:  # 1.27 with a read-out from 2,048 prompts, 1.23 with one from 4,096
+        assert abs(found.refit_ratio - 1.25) < 2 * found.refit_ratio_sem
 
 
 def test_further_training_wins_back_most_of_what_pruning_costs():
     name = "sparse-h4-noise0.1-s0"
     measured = halves(draw(name, 2048))[1]
-    found = fine_tune(trained(name), pruned(name).kept, measured, steps=500)
+    found = fine_tune(trained(name), kept(name), measured, steps=500)
     ratio, full = found.ratio[:, -1]
     assert ratio + 4 * found.ratio_sem[0, -1] < 1.5 < found.ratio[0, 0] - 4 * found.ratio_sem[0, 0]
     # The full model, trained as long, is where it was.
@@ -181,7 +188,7 @@ def test_c12_holds_with_8_heads_in_all_but_one(name: str):
 @pytest.mark.parametrize("name", SEVERAL)
 def test_c13_does_not_hold_the_pruned_model_is_worse_than_a_single_head(name: str):
     measured = halves(draw(name, 2048))[1]
-    masks = masked_errors(trained(name).model, measured, [pruned(name).pruned_heads])
+    masks = masked_errors(trained(name).model, measured, [masked_by(kept(name))])
     single = masked_errors(trained(single_of(name)).model, measured, [[]])
     ratio, sem = ratio_and_sem(masks[:, 0], single[:, 0])
     assert ratio - 4 * sem > 1

@@ -30,7 +30,8 @@ MODEL = ModelConfig(n_layers=3, n_heads=4, context_only=True, d_model=12, d_head
 SECTIONS = ["Excess risk", "Heads", "Pruning", "Probes", "P-probing"]
 FIGURES = [
     *("figure-rivals", "figure-head_risk", "figure-head_importance", "figure-effective_heads"),
-    *("figure-pruning", "figure-rules", "figure-probe_risk", "figure-probe_r2", "figure-descent"),
+    *("figure-pruning", "figure-rules", "figure-chosen", "figure-probe_risk", "figure-probe_r2"),
+    "figure-descent",
 ]
 
 
@@ -81,6 +82,8 @@ def test_the_numbers_are_those_of_the_analyses(deep: Path, written: Report):
     pruned = prune(checkpoint.model, prompts)
     rules = pd.read_csv(folder / "rules.csv").set_index("rule")
     assert rules.loc["best-later", "ratio"] == pytest.approx(pruned.ratio, rel=1e-9)
+    chosen = pd.read_csv(folder / "chosen.csv").query("rule == 'best-later'")
+    assert chosen["chosen"].tolist() == pruned.chosen.ravel().tolist()
     found = rivals(checkpoint.model, prompts)
     assert f"excess risk {found.model_risk:.4g} ± {found.model_risk_sem:.2g} y²" in written.verdict
     assert (
@@ -102,7 +105,8 @@ def test_the_page_says_how_many_prompts_each_part_had(written: Report):
     assert "sets a head's z to 0 (80 prompts)" in text
     assert "that of another prompt (64 prompts each)" in text
     assert "chosen on 32 prompts" in text
-    assert "those of 64 other prompts, those of the rules of 80" in text
+    assert "those of 64 other prompts" in text
+    assert "all 160 prompts are halved at random 8 times" in text
 
 
 def test_every_column_is_explained(written: Report):

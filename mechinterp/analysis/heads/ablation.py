@@ -5,10 +5,10 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 
 from mechinterp import figures
-from mechinterp.analysis.estimates import mean_and_sem
+from mechinterp.analysis.estimates import carried_by_few, mean_and_sem
 from mechinterp.analysis.heads.errors import masked_errors
 from mechinterp.display import Result
 from mechinterp.icl.prompts import Prompts
@@ -32,6 +32,9 @@ class HeadAblation(Result):
     without which the layers after break; then it is too small, as often as not."""
     median_rise: Float[np.ndarray, "layer head"]
     """Median over prompts of the rise, unit y^2; a few prompts do not move it."""
+    carried_by_few: Bool[np.ndarray, "layer head"]
+    """Whether a hundredth of the prompts carries more than half of the mean size of the rise; then the median says
+    more."""
     p_value: Float[np.ndarray, "layer head"]
     """Of errors that rise as often and as far as they fall, by Wilcoxon's signed ranks; corrected for all heads by
     Benjamini and Hochberg: among the heads with p_value < q, a share of q at most is expected to be of no effect."""
@@ -47,10 +50,10 @@ class HeadAblation(Result):
 
     def __repr__(self) -> str:
         layer, head = np.unravel_index(int(self.rise.argmax()), self.rise.shape)
-        return (
-            f"HeadAblation({self.method}: L{layer}H{head} +{self.rise.max():.3g} ± "
-            f"{self.rise_sem[layer, head]:.2g} on {self.full_risk:.3g})"
-        )
+        rise = f"+{self.rise.max():.3g} ± {self.rise_sem[layer, head]:.2g}"
+        if self.carried_by_few[layer, head]:
+            rise = f"median {self.median_rise[layer, head]:+.3g}, mean {rise}, which few prompts carry,"
+        return f"HeadAblation({self.method}: L{layer}H{head} {rise} on {self.full_risk:.3g})"
 
     @property
     def importance(self) -> Float[np.ndarray, "layer head"]:
@@ -61,6 +64,18 @@ class HeadAblation(Result):
     def effective_heads_of_medians(self) -> Float[np.ndarray, " layer"]:
         """`effective_heads` with `median_rise` in place of `rise`."""
         return _effective_number(self.median_rise)
+
+    @property
+    def typical_effective_heads(self) -> Float[np.ndarray, " layer"]:
+        """`effective_heads_of_medians` of the layers where few prompts carry a rise, `effective_heads` of the others."""
+        few = self.carried_by_few.any(1)
+        return np.where(few, self.effective_heads_of_medians, self.effective_heads)
+
+    @property
+    def carried(self) -> list[str]:
+        """The heads whose mean rise few prompts carry."""
+        flags = self.carried_by_few.ravel()
+        return [name for name, few in zip(self.head_names, flags, strict=True) if few]
 
     @property
     def breaking(self) -> list[str]:
@@ -75,20 +90,25 @@ class HeadAblation(Result):
         return [f"L{layer}H{head}" for layer, head in np.ndindex(self.rise.shape)]
 
     def to_frame(self) -> pd.DataFrame:
-        """One row per head."""
+        """One row per head; the median first where few prompts carry a rise."""
         layer, head = np.divmod(np.arange(self.rise.size), self.rise.shape[1])
         columns = {"layer": layer, "head": head}
-        for name in ("rise", "rise_sem", "median_rise", "p_value", "importance"):
+        mean, median = ("rise", "rise_sem"), ("median_rise",)
+        order = (*median, *mean) if self.carried_by_few.any() else (*mean, *median)
+        for name in (*order, "carried_by_few", "p_value", "importance"):
             columns[name] = getattr(self, name).ravel()
         return pd.DataFrame({"method": self.method, **columns})
 
     def layer_frame(self) -> pd.DataFrame:
-        """One row per layer: its effective heads, the share of its first head and its largest rise."""
-        columns = {
-            "layer": np.arange(len(self.rise)),
-            "effective_heads": self.effective_heads,
-            "effective_heads_sem": self.effective_heads_sem,
-            "effective_heads_of_medians": self.effective_heads_of_medians,
+        """One row per layer: its effective heads, the share of its first head and its largest rise.
+
+        Those of medians come first where few prompts carry a rise.
+        """
+        means = ("effective_heads", "effective_heads_sem")
+        medians = ("effective_heads_of_medians",)
+        order = (*medians, *means) if self.carried_by_few.any() else (*means, *medians)
+        columns = {"layer": np.arange(len(self.rise))} | {n: getattr(self, n) for n in order}
+        columns |= {
             "top_share": self.importance.max(1),
             "top_head": self.rise.argmax(1),
             "top_rise": self.rise.max(1),
@@ -159,6 +179,7 @@ def ablate_heads(
         rise=rise,
         rise_sem=rise_sem,
         median_rise=np.median(rises, axis=0),
+        carried_by_few=carried_by_few(rises),
         p_value=_corrected_p_values(rises),
         effective_heads=effective_heads,
         effective_heads_sem=effective_heads_sem,

@@ -1,7 +1,6 @@
 """Which heads a model can do without: rules of what stays, the risk without the rest, and the smaller model itself."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -11,22 +10,26 @@ import torch
 from jaxtyping import Bool, Float
 
 from mechinterp import figures
-from mechinterp.analysis.estimates import mean_and_sem, ratio_and_sem
-from mechinterp.analysis.heads.errors import masked_errors
-from mechinterp.analysis.heads.pairs import halves
-from mechinterp.analysis.probing.probes import cross_validated, streams
+from mechinterp.analysis.estimates import mean_and_sem
+from mechinterp.analysis.heads.choices import (
+    SPLITS,
+    MaskedErrors,
+    Rule,
+    checked,
+    choices_on_halves,
+    choose,
+    cost,
+    masked_by,
+)
 from mechinterp.checkpoints.loading import load
 from mechinterp.checkpoints.native import Checkpoint, checkpoint_of, save
 from mechinterp.config import ExperimentConfig
 from mechinterp.display import Result
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.masks import Head
-from mechinterp.models.predictor import Predictor, Source, predictor_of, prompts_for
+from mechinterp.models.predictor import Source, predictor_of, prompts_for
 from mechinterp.models.weights import Weights
 from mechinterp.tracking import Track, untracked
-
-Rule = Callable[[np.ndarray], np.ndarray]
-"""From the rises [layer, head] of the excess risk to what is kept, a truth value for each head."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -34,18 +37,24 @@ class Pruning(Result):
     """What a model costs and keeps when a rule masks some of its heads for good, nothing retrained."""
 
     kept: Bool[np.ndarray, "layer head"]
+    """The choice on all prompts; what the risks are of is chosen anew on each half of them."""
     rise: Float[np.ndarray, "layer head"]
-    """What the rule saw: the rise of the excess risk when a head is masked, unit y^2."""
+    """What the rule saw on all prompts: the rise of the excess risk when a head is masked, unit y^2."""
+    chosen: Float[np.ndarray, "layer head"]
+    """In which share of the choices on halves of the prompts a head is kept."""
     full_risk: float
     """Excess risk of the full model."""
     full_risk_sem: float
+    full_refit_risk: float
+    """Excess risk of the full model with a new read-out."""
+    full_refit_risk_sem: float
     risk: float
-    """Excess risk of the pruned model."""
+    """Excess risk of the pruned model, on prompts that its heads were not chosen on."""
     risk_sem: float
+    """Standard error over prompts and over what is chosen, as are all of the pruned model."""
     ratio: float
     """`risk` over `full_risk`."""
     ratio_sem: float
-    """Standard error of `ratio`, paired, by the delta method."""
     refit_risk: float
     """Excess risk of the pruned model with a new read-out: a ridge regression on the stream at the query,
     cross-validated."""
@@ -53,10 +62,9 @@ class Pruning(Result):
     refit_ratio: float
     """Risk with a new read-out over that of the full model as it is."""
     refit_ratio_sem: float
-    """Standard error of `refit_ratio`, paired over prompts."""
-    full_refit_risk: float
-    """Excess risk of the full model with a new read-out."""
-    full_refit_risk_sem: float
+    carried_by_few: bool
+    """Whether a hundredth of the prompts carries more than half of `risk`; then the risk with a new read-out says
+    more."""
 
     @property
     def pruned_heads(self) -> list[Head]:
@@ -65,16 +73,19 @@ class Pruning(Result):
 
     def __repr__(self) -> str:
         per_layer = ", ".join(map(str, self.kept.sum(1)))
-        return (
-            f"Pruning({per_layer} heads kept: risk {self.full_risk:.3g} to {self.risk:.3g}, "
-            f"{self.ratio:.3g} ± {self.ratio_sem:.2g} times; {self.refit_risk:.3g} with a new read-out)"
-        )
+        as_is = f"risk {self.full_risk:.3g} to {self.risk:.3g}, {self.ratio:.3g} ± {self.ratio_sem:.2g} times"
+        refit = f"{self.refit_risk:.3g} with a new read-out"
+        if self.carried_by_few:
+            as_is, refit = refit, f"{as_is}, which few prompts carry"
+        return f"Pruning({per_layer} heads kept: {as_is}; {refit})"
 
     def to_frame(self) -> pd.DataFrame:
         """One row per head."""
         layer, head = (index.ravel() for index in np.indices(self.kept.shape))
-        columns = {"layer": layer, "head": head, "kept": self.kept.ravel()}
-        return pd.DataFrame({**columns, "rise": self.rise.ravel()})
+        columns = {"layer": layer, "head": head}
+        for name in ("kept", "chosen", "rise"):
+            columns[name] = getattr(self, name).ravel()
+        return pd.DataFrame(columns)
 
     def plot(self) -> go.Figure:
         """Excess risk of the full and of the pruned model, as they are and with a new read-out."""
@@ -87,6 +98,11 @@ class Pruning(Result):
             title=f"Excess risk with {self.kept.sum()} of {self.kept.size} heads",
             y_title="excess risk (y²)",
         )
+
+    def plot_chosen(self) -> go.Figure:
+        """How often each head is kept, layers by heads."""
+        title = "Share of the choices on halves of the prompts that keep a head"
+        return figures.layers_by_heads(self.chosen, title=title, unit="share", signed=False)
 
 
 def best_head_later(rise: Float[np.ndarray, "layer head"]) -> Bool[np.ndarray, "layer head"]:
@@ -126,22 +142,33 @@ def prune(
     *,
     rule: Rule = best_head_later,
     sequential: bool = False,
+    splits: int = SPLITS,
     n_prompts: int = 4096,
     seed: int = 0,
     track: Track = untracked,
 ) -> Pruning:
     """The model without the heads that a rule lets go, its risk and that with a new read-out.
 
-    Heads are scored by zero ablation on the first half of the prompts; risks are those of the second.
+    Heads are scored by zero ablation. `kept` is chosen on all prompts: measure it on others. The risks are
+    cross-fitted: the prompts are halved at random `splits` times, heads are chosen on each half, and a prompt's
+    error is its mean over the choices that it had no part in. Their standard error is
+
+    sqrt(SEM^2 + V),
+
+    with SEM that of the mean of these errors over prompts (paired, by the delta method, for ratios) and V the
+    variance over the 2 splits choices of the risk, or ratio, of what is chosen. V is 0 where the choice is clear.
+    As halves of the same prompts overlap, it is not divided by their number; between heads that nothing tells apart
+    it is twice the variance of the mean over choices, so that the error is too large there rather than too small.
 
     Args:
         prompts: None: `n_prompts` of the model's own task are drawn, by `seed`.
         rule: From the rises to what is kept; `best_head_later` or any other.
         sequential: Whether the layers are pruned one after another from the first, the heads of each scored with
             those of the layers before it gone; else all are scored on the full model.
+        splits: Number of random halvings.
         track: Told of the progress.
     Raises:
-        ValueError: If the rule keeps no head or its answer has another shape, or there are too few prompts.
+        ValueError: If the rule keeps no head or its answer has another shape, or there are too few prompts or splits.
     Source:
         After Chen, Zhao and Zou 2024, arXiv 2408.04532: all heads of the first layer and the best of each later
         one. What is scored how, and the read-out, are choices made here.
@@ -159,61 +186,21 @@ def prune(
         1.0
     """
     prompts = prompts_for(source, prompts, n_prompts=n_prompts, seed=seed)
-    predictor = predictor_of(source)
-    scored, measured = halves(prompts)
-    layers = range(predictor.n_layers)
-    rise = _scores(predictor, scored, [], layers, track)
-    kept = _checked(rule(rise), rise.shape)
-    if sequential:
-        for layer in layers:
-            gone = [head for head in masked_by(kept) if head[0] < layer]
-            if gone:
-                rise[layer] = _scores(predictor, scored, gone, [layer], track)[0]
-                kept = _checked(rule(rise), rise.shape)
-    errors = masked_errors(predictor, measured, [[], masked_by(kept)])
-    refits = [refit_errors(predictor, measured, heads) for heads in (masked_by(kept), [])]
-    columns = np.column_stack([errors, *refits])
-    (full_risk, risk, refit_risk, full_refit_risk), sems = mean_and_sem(columns)
-    (_, ratio, refit_ratio, _), ratio_sems = ratio_and_sem(columns, columns[:, 0])
+    errors = MaskedErrors(predictor_of(source), prompts, track)
+    kept, rise = choose(errors, rule, np.ones(len(prompts), dtype=bool), sequential=sequential)
+    choices = choices_on_halves(errors, rule, sequential=sequential, splits=splits)
+    full_risk, full_risk_sem = mean_and_sem(errors.of([[]])[:, 0])
+    full_refit_risk, full_refit_risk_sem = mean_and_sem(errors.refitted([[]])[:, 0])
     return Pruning(
         kept=kept,
         rise=rise,
+        chosen=choices.chosen,
         full_risk=float(full_risk),
-        full_risk_sem=float(sems[0]),
-        risk=float(risk),
-        risk_sem=float(sems[1]),
-        ratio=float(ratio),
-        ratio_sem=float(ratio_sems[1]),
-        refit_risk=float(refit_risk),
-        refit_risk_sem=float(sems[2]),
-        refit_ratio=float(refit_ratio),
-        refit_ratio_sem=float(ratio_sems[2]),
+        full_risk_sem=float(full_risk_sem),
         full_refit_risk=float(full_refit_risk),
-        full_refit_risk_sem=float(sems[3]),
+        full_refit_risk_sem=float(full_refit_risk_sem),
+        **asdict(cost(errors, choices)),
     )
-
-
-def masked_by(kept: Bool[np.ndarray, "layer head"]) -> list[Head]:
-    """The heads that are not kept.
-
-    Example:
-        >>> masked_by(np.array([[True, False], [True, True]]))
-        [(0, 1)]
-    """
-    return [(int(layer), int(head)) for layer, head in np.argwhere(~kept)]
-
-
-def refit_errors(
-    source: Source, prompts: Prompts, gone: Sequence[Head]
-) -> Float[np.ndarray, " prompt"]:
-    """Squared error with heads masked and a new read-out, a cross-validated ridge regression on the stream at the query.
-
-    Raises:
-        ValueError: If there are too few prompts for the features.
-    """
-    stream = streams(source, prompts, heads=gone)[-1, :, 0]
-    prediction, _ = cross_validated(stream, prompts.y_query.double().numpy(force=True))
-    return np.square(prediction - prompts.y_query_clean.double().numpy(force=True)).mean(1)
 
 
 def pruned_weights(weights: Weights, kept: Bool[np.ndarray, "layer head"]) -> Weights:
@@ -222,7 +209,7 @@ def pruned_weights(weights: Weights, kept: Bool[np.ndarray, "layer head"]) -> We
     Raises:
         ValueError: If `kept` is not of the model's shape or keeps no head.
     """
-    kept = _checked(kept, (weights.n_layers, weights.n_heads))
+    kept = checked(kept, (weights.n_layers, weights.n_heads))
     return weights.without(masked_by(kept)).compact()
 
 
@@ -258,7 +245,7 @@ def save_pruned(
         ValueError: If no head is kept, or the saved model does not predict as the masked one.
     """
     predictor = checkpoint_of(checkpoint, "save_pruned").predictor
-    gone = masked_by(_checked(kept, (predictor.n_layers, predictor.n_heads)))
+    gone = masked_by(checked(kept, (predictor.n_layers, predictor.n_heads)))
     weights = pruned_weights(checkpoint.weights, kept)
     config, origin = pruned_config(checkpoint.config, weights), pruned_origin(checkpoint, kept)
     assumed = checkpoint.assumed
@@ -274,30 +261,6 @@ def save_pruned(
     return saved
 
 
-def _scores(
-    predictor: Predictor,
-    prompts: Prompts,
-    gone: list[Head],
-    layers: Sequence[int],
-    track: Track,
-) -> Float[np.ndarray, "layer head"]:
-    """Rise of the excess risk when each head of some layers is masked beside those that are gone."""
-    heads = [(layer, head) for layer in layers for head in range(predictor.n_heads)]
-    masks = [gone, *([*gone, head] for head in heads)]
-    errors = masked_errors(predictor, prompts, masks, track=track).mean(0)
-    return (errors[1:] - errors[0]).reshape(len(layers), predictor.n_heads)
-
-
 def _only(heads: np.ndarray, n_heads: int) -> np.ndarray:
     """One head per layer."""
     return heads[:, None] == np.arange(n_heads)
-
-
-def _checked(kept: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    if kept.shape != shape or kept.dtype != bool:
-        raise ValueError(
-            f"A rule must give a truth value for each of {shape} heads, got {kept.dtype} of {kept.shape}."
-        )
-    if not kept.any():
-        raise ValueError(f"At least one of {kept.size} heads must be kept, got none.")
-    return kept

@@ -1,7 +1,7 @@
 """The excess risk against the number of heads that are kept, and what rules that name the heads to keep cost."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import numpy as np
 import pandas as pd
@@ -10,8 +10,17 @@ from jaxtyping import Bool, Float
 
 from mechinterp import figures
 from mechinterp.analysis.estimates import mean_and_sem, ratio_and_sem
+from mechinterp.analysis.heads.choices import (
+    SPLITS,
+    Choices,
+    MaskedErrors,
+    choices_on_halves,
+    choose,
+    cost,
+    one_choice,
+)
 from mechinterp.analysis.heads.errors import masked_errors
-from mechinterp.analysis.heads.pruning import RULES, masked_by, refit_errors
+from mechinterp.analysis.heads.pruning import RULES
 from mechinterp.display import Result
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.masks import Head
@@ -79,29 +88,71 @@ class RulePruning(Result):
     rules: tuple[str, ...]
     """The full model first."""
     kept: Bool[np.ndarray, "rule layer head"]
+    """As chosen on all prompts, or by the rises that were given."""
+    chosen: Float[np.ndarray, "rule layer head"]
+    """In which share of the choices a head is kept."""
     risk: Float[np.ndarray, " rule"]
-    """Excess risk, unit y^2."""
+    """Excess risk, unit y^2, on prompts that the heads were not chosen on."""
     risk_sem: Float[np.ndarray, " rule"]
+    """Standard error over prompts and over what is chosen, as are the others."""
     ratio: Float[np.ndarray, " rule"]
     """Risk over that of the full model."""
     ratio_sem: Float[np.ndarray, " rule"]
-    """Standard error of `ratio`, paired over prompts."""
     refit_risk: Float[np.ndarray, " rule"]
     """Excess risk with a new read-out: a cross-validated ridge regression on the stream at the query."""
     refit_risk_sem: Float[np.ndarray, " rule"]
+    refit_ratio: Float[np.ndarray, " rule"]
+    """That over the risk of the full model as it is."""
+    refit_ratio_sem: Float[np.ndarray, " rule"]
+    carried_by_few: Bool[np.ndarray, " rule"]
+    """Whether a hundredth of the prompts carries more than half of `risk`; then `refit_risk` says more."""
 
     def __repr__(self) -> str:
-        values = list(zip(self.rules, self.ratio, self.ratio_sem, strict=True))[1:]
-        ratios = ", ".join(f"{name} {ratio:.3g} ± {sem:.2g} times" for name, ratio, sem in values)
+        ratios = ", ".join(
+            f"{name} {ratio:.3g} ± {sem:.2g} times{how}"
+            for name, ratio, sem, how in self.ratios_to_read()
+        )
         return f"RulePruning({ratios or FULL})"
 
+    def ratios_to_read(self) -> list[tuple[str, float, float, str]]:
+        """Rule, ratio, standard error and how it is to be read: with a new read-out where few prompts carry the risk."""
+        as_is = zip(self.ratio, self.ratio_sem, strict=True)
+        refit = zip(self.refit_ratio, self.refit_ratio_sem, strict=True)
+        rows = zip(self.rules, as_is, refit, self.carried_by_few, strict=True)
+        return [
+            (name, *(new if few else old), " with a new read-out" if few else "")
+            for name, old, new, few in rows
+        ][1:]
+
     def to_frame(self) -> pd.DataFrame:
-        """One row per rule."""
+        """One row per rule, numbers with a new read-out first where few prompts carry a risk."""
         per_layer = [", ".join(map(str, kept.sum(1))) for kept in self.kept]
         columns: dict[str, object] = {"rule": self.rules, "heads_per_layer": per_layer}
-        for name in ("risk", "risk_sem", "ratio", "ratio_sem", "refit_risk", "refit_risk_sem"):
+        as_is = ("risk", "risk_sem", "ratio", "ratio_sem")
+        refit = tuple(f"refit_{name}" for name in as_is)
+        order = (*refit, *as_is) if self.carried_by_few.any() else (*as_is, *refit)
+        for name in (*order, "carried_by_few"):
             columns[name] = getattr(self, name)
         return pd.DataFrame(columns)
+
+    def chosen_frame(self) -> pd.DataFrame:
+        """One row per rule and head: whether it is kept, and how often it is chosen."""
+        rule, layer, head = (index.ravel() for index in np.indices(self.kept.shape))
+        columns = {"rule": np.array(self.rules)[rule], "layer": layer, "head": head}
+        frame = pd.DataFrame(columns | {"kept": self.kept.ravel(), "chosen": self.chosen.ravel()})
+        return frame[frame["rule"] != FULL].reset_index(drop=True)
+
+    def plot_chosen(self) -> go.Figure:
+        """How often each head is chosen, a row per rule and layer."""
+        n_rules, n_layers, n_heads = self.chosen[1:].shape
+        return figures.heatmap(
+            self.chosen[1:].reshape(n_rules * n_layers, n_heads),
+            title="Share of the choices on halves of the prompts that keep a head",
+            rows=[f"{rule} L{layer}" for rule in self.rules[1:] for layer in range(n_layers)],
+            columns=[f"H{head}" for head in range(n_heads)],
+            unit="share",
+            signed=False,
+        )
 
     def plot(self) -> go.Figure:
         """Excess risk under each rule, as the model is and with a new read-out."""
@@ -159,18 +210,21 @@ def pruning_curves(
 def prune_by_rules(
     source: Source,
     prompts: Prompts,
-    rise: Float[np.ndarray, "layer head"],
+    rise: Float[np.ndarray, "layer head"] | None = None,
     *,
+    splits: int = SPLITS,
     track: Track = untracked,
 ) -> RulePruning:
-    """What the rules of `analysis.pruning` cost that prune this model at all.
+    """What the rules of `analysis.heads.pruning` cost that prune this model at all.
 
     Args:
         prompts: On which risks are measured; more than the stream is wide.
-        rise: Of the excess risk when each head is masked, on other prompts: what the rules see.
+        rise: Of the excess risk when each head is masked, on other prompts: what the rules see. None: the rises on
+            these prompts, and the risks are cross-fitted as `prune` does it.
+        splits: Number of random halvings; of no effect if `rise` is given.
         track: Told of the progress.
     Raises:
-        ValueError: If `rise` is not of the model's shape, or there are too few prompts for a read-out.
+        ValueError: If `rise` is not of the model's shape, or there are too few prompts for a read-out, or splits.
     Example:
         >>> from mechinterp import load
         >>> from mechinterp.config import TaskConfig
@@ -181,19 +235,31 @@ def prune_by_rules(
         ('full model', 'best-first')
     """
     shape = _shape(source)
-    if rise.shape != shape:
+    if rise is not None and rise.shape != shape:
         raise ValueError(f"rise must have a value for each of {shape} heads, got {rise.shape}.")
-    kept = {FULL: np.ones(shape, dtype=bool)}
-    kept |= {name: here for name, rule in RULES.items() if not (here := rule(rise)).all()}
-    masks = [masked_by(each) for each in kept.values()]
-    errors = masked_errors(source, prompts, masks, track=track)
-    refits = [
-        mean_and_sem(refit_errors(source, prompts, gone)) for gone in track(masks, "new read-outs")
-    ]
-    risks = (*mean_and_sem(errors), *ratio_and_sem(errors, errors[:, 0]))
-    refit_risk, refit_risk_sem = np.array(refits).T
+    errors = MaskedErrors(predictor_of(source), prompts, track)
+    every = np.ones(len(prompts), dtype=bool)
+    kept, choices = {FULL: np.ones(shape, dtype=bool)}, {}
+    for name, rule in RULES.items():
+        here = choose(errors, rule, every, sequential=False)[0] if rise is None else rule(rise)
+        if here.all():
+            continue
+        kept[name] = here
+        if rise is None:
+            choices[name] = choices_on_halves(errors, rule, sequential=False, splits=splits)
+    found = [choices.get(name, one_choice(here, len(prompts))) for name, here in kept.items()]
+    return _rule_pruning(kept, found, errors)
+
+
+def _rule_pruning(
+    kept: Mapping[str, np.ndarray], choices: Sequence[Choices], errors: MaskedErrors
+) -> RulePruning:
+    costs = pd.DataFrame([asdict(cost(errors, each)) for each in choices])
     return RulePruning(
-        tuple(kept), np.stack(list(kept.values())), *risks, refit_risk, refit_risk_sem
+        rules=tuple(kept),
+        kept=np.stack(list(kept.values())),
+        chosen=np.stack([each.chosen for each in choices]),
+        **{name: costs[name].to_numpy() for name in costs},
     )
 
 

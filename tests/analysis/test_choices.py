@@ -1,0 +1,142 @@
+"""Heads are chosen on some prompts and measured on others, and the errors say how much the choice matters."""
+
+from dataclasses import replace
+
+import numpy as np
+import plotly.graph_objects as go
+import pytest
+import torch
+
+from mechinterp.analysis.estimates import ratio_and_sem
+from mechinterp.analysis.heads.ablation import ablate_heads
+from mechinterp.analysis.heads.choices import Choices, random_halves
+from mechinterp.analysis.heads.errors import masked_errors
+from mechinterp.analysis.heads.pruning import best_head_first, prune
+from mechinterp.analysis.heads.pruning_curves import prune_by_rules
+from mechinterp.config import TaskConfig
+from mechinterp.icl.prompts import Prompts
+from mechinterp.models.constructions import diagonal_heads
+from mechinterp.models.transformer import ICLTransformer
+
+TASK = TaskConfig(d_x=2, context_length=1)
+HALF = 13
+"""Prompts of each kind. Odd: no half of the prompts has as many of one kind as of the other."""
+GAMMA, RHO, SPLITS = 0.5, 1.0, 8
+KEPT_A, KEPT_B = np.array([2.25, 2.25]), np.array([6.25, 0.25])
+"""Errors on prompts of the first and of the second kind with the first, or the second, head alone."""
+
+
+def two_heads(*, second: float = 1.0, third: float = GAMMA) -> ICLTransformer:
+    """One layer of linear attention on one pair with y = 1.
+
+    On prompts about the first coordinate head 0 adds 1 to the prediction and head 2 `third`; on those about the
+    second coordinate head 1 adds `second`, and head 2 takes `third` away.
+    """
+    omega = [[1.0, 0.0], [0.0, second], [third, -third]]
+    weights = replace(diagonal_heads(omega, [1.0] * 3, d_x=2), score="linear")
+    return ICLTransformer.from_weights(weights, task=TASK)
+
+
+def prompts_of(model: ICLTransformer) -> Prompts:
+    """13 prompts about each coordinate, whose targets lie 1 above what the model predicts."""
+    x = torch.eye(2, dtype=torch.float64).repeat(HALF, 1)
+    zero, one = torch.zeros(2 * HALF, 1).double(), torch.ones(2 * HALF, 1, 1).double()
+    prompts = Prompts(x[:, None], one, x, zero, zero, torch.zeros(2 * HALF, 2, 1).double())
+    target = model.predict(prompts) + RHO
+    return replace(prompts, y_query=target, y_query_clean=target)
+
+
+def test_of_two_equal_heads_each_is_chosen_half_of_the_time():
+    model = two_heads()
+    prompts = prompts_of(model)
+    found = prune(model, prompts, rule=best_head_first, splits=SPLITS)
+    # The half with more prompts of the first kind keeps head 0, the other one head 1.
+    assert found.chosen.tolist() == [[0.5, 0.5, 0.0]]
+    kind = np.arange(2 * HALF) % 2
+    errors = np.zeros(2 * HALF)
+    for half in random_halves(2 * HALF, SPLITS):
+        alone = KEPT_A if (kind[half] == 0).sum() > HALF / 2 else KEPT_B
+        errors += ~half * alone[kind] / SPLITS
+    assert found.full_risk == pytest.approx(RHO**2, rel=1e-12)
+    assert found.ratio == pytest.approx(errors.mean(), rel=1e-12)
+    # Between the heads on all prompts: half of the difference of their risks.
+    between = (KEPT_B.mean() - KEPT_A.mean()) / 2
+    within = errors.std(ddof=1) / (2 * HALF) ** 0.5
+    assert found.ratio_sem == pytest.approx(np.hypot(within, between), rel=1e-12)
+    assert found.risk_sem == pytest.approx(np.hypot(within, between), rel=1e-12)
+    assert found.to_frame()["chosen"].tolist() == [0.5, 0.5, 0.0]
+    assert isinstance(found.plot_chosen(), go.Figure)
+    assert found.plot_chosen().data[0].z.tolist() == [[0.5, 0.5, 0.0]]
+
+    rules = prune_by_rules(model, prompts, splits=SPLITS)
+    row = rules.rules.index("best-first")
+    assert rules.chosen[row].tolist() == found.chosen.tolist()
+    assert (rules.ratio[row], rules.ratio_sem[row]) == (found.ratio, found.ratio_sem)
+    assert (rules.refit_ratio[row], rules.refit_risk_sem[row]) == (
+        *(found.refit_ratio, found.refit_risk_sem),
+    )
+    assert rules.chosen_frame()["chosen"].tolist() == [0.5, 0.5, 0.0]
+    assert rules.plot_chosen().data[0].z.tolist() == [[0.5, 0.5, 0.0]]
+
+
+def test_a_clear_choice_is_that_of_all_prompts_and_adds_nothing_to_the_error():
+    model = two_heads(second=0.1, third=0.05)
+    prompts = prompts_of(model)
+    found = prune(model, prompts, rule=best_head_first)
+    assert found.chosen.tolist() == found.kept.tolist() == [[True, False, False]]
+    errors = masked_errors(model, prompts, [[], [(0, 1), (0, 2)]])
+    ratio, sem = ratio_and_sem(errors[:, 1], errors[:, 0])
+    assert (found.ratio, found.ratio_sem) == (float(ratio), float(sem))
+
+
+def test_an_error_is_that_of_choices_that_a_prompt_had_no_part_in():
+    # Two choices of four prompts; each was made on two of them.
+    kept = np.array([[[True, False]], [[False, True]]])
+    weight = np.array([[1.0, 1.0, 0.0, 0.0], [0.0, 0.0, 1.0, 1.0]])
+    choices = Choices(kept, np.array([0.5, 0.5]), weight)
+    errors = np.array([[2.0, 2.0, 99.0, 99.0], [99.0, 99.0, 4.0, 4.0]])
+    assert choices.crossed(errors).tolist() == [2.0, 2.0, 4.0, 4.0]
+    assert choices.risk(errors)[0] == 3.0
+    flat = np.array([[2.0] * 4, [4.0] * 4])
+    # SEM of 2, 2, 4, 4, and 1 between the choices.
+    assert choices.risk(flat)[1] == pytest.approx((1 / 3 + 1) ** 0.5, rel=1e-12)
+    assert choices.ratio(flat, np.full(4, 2.0)) == pytest.approx((1.5, (1 / 3 + 1) ** 0.5 / 2))
+
+
+def test_halves_are_halves():
+    halves = random_halves(9, 3)
+    assert halves.sum(1).tolist() == [4, 5] * 3
+    assert (halves[::2] ^ halves[1::2]).all()
+    assert len({tuple(half) for half in halves}) == 6
+    with pytest.raises(ValueError, match="at least 4 prompts to choose and to measure on, got 3"):
+        random_halves(3, 1)
+    with pytest.raises(ValueError, match="splits must be >= 1, got 0"):
+        random_halves(4, 0)
+
+
+def test_a_rise_that_few_prompts_carry_is_read_by_its_median():
+    """Of 200 prompts two, about the first coordinate, hang on head 0."""
+    omega = [[30.0, 0.1], [0.0, 1.0]]
+    weights = replace(diagonal_heads(omega, [1.0, 1.0], d_x=2), score="linear")
+    model = ICLTransformer.from_weights(weights, task=TASK)
+    x = torch.eye(2, dtype=torch.float64)[[0, 0] + [1] * 198]
+    zero, one = torch.zeros(200, 1).double(), torch.ones(200, 1, 1).double()
+    prompts = Prompts(x[:, None], one, x, zero, zero, torch.zeros(200, 2, 1).double())
+    noise = torch.linspace(0.5, 1, 200).double()[:, None]
+    target = model.predict(prompts) + noise
+    prompts = replace(prompts, y_query=target, y_query_clean=target)
+    found = ablate_heads(model, prompts)
+    assert found.carried_by_few.tolist() == [[True, False]]
+    assert found.carried == ["L0H0"]
+    assert list(found.to_frame())[3:5] == ["median_rise", "rise"]
+    assert list(found.layer_frame())[2:4] == ["effective_heads_of_medians", "effective_heads"]
+    assert found.typical_effective_heads.tolist() == found.effective_heads_of_medians.tolist()
+    assert repr(found).startswith(
+        f"HeadAblation(zero: L0H0 median {found.median_rise[0, 0]:+.3g}, mean +"
+    )
+    few = prune(model, prompts, rule=lambda rise: np.array([[False, True]]))
+    assert few.carried_by_few
+    assert f"heads kept: {few.refit_risk:.3g} with a new read-out; risk " in repr(few)
+    clear = prune(model, prompts, rule=lambda rise: np.array([[True, False]]))
+    assert not clear.carried_by_few
+    assert "heads kept: risk " in repr(clear)
