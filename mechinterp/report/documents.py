@@ -122,6 +122,11 @@ def _layered_document(checkpoint: Checkpoint, found: LayeredClassification) -> d
             "context_length": task.context_length,
             "learner_r2": dict(zip(found.learners, found.learner_r2.tolist(), strict=True)),
             "learner_r2_sem": dict(zip(found.learners, found.learner_r2_sem.tolist(), strict=True)),
+            "candidates": list(found.algorithm.candidates),
+            "tests": records(found.algorithm.test_frame()),
+            "algorithms": records(found.algorithm.to_frame()),
+            "path_answered": found.algorithm.path_answered,
+            "path": records(found.algorithm.path_frame()),
         },
     }
 

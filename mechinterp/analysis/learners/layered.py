@@ -1,4 +1,4 @@
-"""What the heads of a layered model are worth, and which closed-form learner the model comes closest to.
+"""What the heads of a layered model are worth, and which algorithm its layers carry out.
 
 Between such heads and the prediction lie further layers, norms and MLPs, so that they are described by
 what breaks when they are masked and not by their circuits.
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from mechinterp import figures
 from mechinterp.analysis.estimates import mean_and_sem, ratio_and_sem
+from mechinterp.analysis.learners.algorithm import AlgorithmEvidence, name_algorithm
 from mechinterp.config import TaskConfig
 from mechinterp.display import Result
 from mechinterp.icl.predictors import debiased_gd, ridge, vanilla_gd
@@ -23,16 +24,20 @@ from mechinterp.models.predictor import Source, predictor_of
 
 CLOSE = 0.5
 """Least R^2 of a learner that is called close."""
+LEAST_PROMPTS = 64
+"""Of those that the algorithm is named by: half of them carry the fits."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class LayeredClassification(Result):
-    """How much the excess risk rises when one head of a layered model is masked, and what the model is near to."""
+    """The algorithm of a layered model, and how much the excess risk rises when one head is masked."""
 
     pattern: str
-    """"multi_layer", or "undetermined" for a single layer."""
+    """The label of the algorithm; "undetermined" or "unstructured" where there is none."""
     reason: str
     """One sentence: why, and which learner is closest."""
+    algorithm: AlgorithmEvidence
+    """What the label rests on."""
     excess_risk: float
     """Of the full model: mean (y_hat - y_query_clean)^2, unit y^2."""
     excess_risk_sem: float
@@ -94,7 +99,7 @@ def classify_layers(
     n_prompts: int = 256,
     seed: int = 0,
 ) -> LayeredClassification:
-    """What each head of a layered model is worth, and the closed-form learner closest to the model.
+    """What each head of a layered model is worth, and the algorithm that its layers carry out.
 
     A head is masked by taking its share of the output projection as zero, nothing retrained; all masks see
     the same prompts and are held against the target without noise.
@@ -132,10 +137,14 @@ def classify_layers(
     excess_risk, excess_risk_sem = mean_and_sem(full.numpy())
     increase, increase_sem = mean_and_sem(rise.numpy())
     r2 = _learner_r2(prompts, prediction, task)
-    pattern, reason = _verdict(predictor.n_layers, r2)
+    algorithm = name_algorithm(
+        predictor, task=task, n_prompts=max(n_prompts, LEAST_PROMPTS), seed=seed
+    )
+    pattern, reason = _verdict(predictor.n_layers, algorithm, r2)
     return LayeredClassification(
         pattern=pattern,
         reason=reason,
+        algorithm=algorithm,
         excess_risk=float(excess_risk),
         excess_risk_sem=float(excess_risk_sem),
         increase=increase,
@@ -167,7 +176,9 @@ def _learner_r2(
     return found
 
 
-def _verdict(n_layers: int, r2: dict[str, tuple[float, float]]) -> tuple[str, str]:
+def _verdict(
+    n_layers: int, algorithm: AlgorithmEvidence, r2: dict[str, tuple[float, float]]
+) -> tuple[str, str]:
     best = max(r2, key=lambda name: r2[name][0])
     value, sem = r2[best]
     how = "closest learner" if value >= CLOSE else "no learner known here is close, the nearest"
@@ -175,7 +186,8 @@ def _verdict(n_layers: int, r2: dict[str, tuple[float, float]]) -> tuple[str, st
     if np.isnan(value):
         learner = "the model predicts 0 on every prompt"
     if n_layers > 1:
-        heads = f"{n_layers} layers, whose heads are described by their ablation"
-        return "multi_layer", f"{heads}; {learner}"
+        return algorithm.label, f"{n_layers} layers: {algorithm.reason}; {learner}"
+    if algorithm.label not in ("undetermined", "unstructured"):
+        return algorithm.label, f"{algorithm.reason}; {learner}"
     between = "LayerNorm and MLP lie between the heads and the prediction"
     return "undetermined", f"{between}; {learner}"
