@@ -495,10 +495,13 @@ def _verdict(
         f"{name}: {test.answer}" + ("" if np.isnan(test.r2) else f" ({test.r2:.3f})")
         for name, test in tests.items()
     )
-    near = [m for m in left if scores.r2[m, own] >= EXPLAINED]
-    if not near:
+    near = [m for m in range(len(members)) if scores.r2[m, own] >= EXPLAINED]
+    near = _undominated(near, scores, scores.answered)
+    if any(labels[m] == SMALLER for m in near if m not in left):
+        near = _smaller(near, labels)  # Who ties with it is no more than what is ruled out.
+    kept = [m for m in near if m in left]
+    if not kept:
         return "undetermined", (), f"{known}; {_nearest(labels, scores, own, left)}"
-    kept = _undominated(near, scores, scores.answered)
     walked = _undominated(_walked(kept, path), path.scores, np.array(True))
     kept = _smaller(walked or kept, labels)
     candidates = tuple(labels[m] for m in kept)
@@ -538,7 +541,7 @@ def _nearest(labels: Sequence[str], scores: _Scores, own: int, left: Sequence[in
             best = max(members, key=lambda m: scores.r2[m, own])
             r2, sem = scores.r2[best, own], scores.r2_sem[best, own]
             said.append(f"nearest {which}: {labels[best]} (R² {r2:.3f} ± {sem:.1g})")
-    return f"no algorithm left has an R² of {EXPLAINED}, {', '.join(said)}"
+    return f"none that has these properties explains the model, {', '.join(said)}"
 
 
 def _fails(tests: Mapping[str, _Test], start: str) -> bool:
