@@ -110,6 +110,7 @@ ORDER = [
     "analysis.circuits.null",
     "analysis.circuits.scales",
     "analysis.circuits.labels",
+    "analysis.learners.algorithm",
     "analysis.learners.layered",
     "analysis.circuits.patterns",
     "analysis.results",

@@ -7,10 +7,11 @@ apart.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
 import torch
+import torch.nn.functional as F  # noqa: N812
 from einops import einsum
 from jaxtyping import Float
 from torch import Tensor
@@ -44,6 +45,11 @@ class PromptMoments:
     @property
     def context_length(self) -> int:
         return self.prompts.x.shape[1]
+
+    @property
+    def n_pairs(self) -> Float[Tensor, "batch 1"]:
+        """Pairs of each context."""
+        return self.S.new_full((len(self.prompts), 1), self.context_length)
 
     @cached_property
     def S(self) -> Float[Tensor, "batch d_x d_x"]:
@@ -92,6 +98,30 @@ class PromptMoments:
         """noise_var over the variance of an entry of beta, the penalty of the posterior mean."""
         live = 1 if self.task.sparsity is None else self.task.sparsity / self.task.d_x
         return self.task.noise_var / (live * self.task.beta_variance)
+
+
+class JoinedMoments(PromptMoments):
+    """Moments of several sets of prompts, one after another; contexts may differ in length."""
+
+    def __init__(self, parts: Sequence[PromptMoments]) -> None:
+        longest = max(part.context_length for part in parts)
+        each = [_padded(part.prompts, longest) for part in parts]
+        joined = {f.name: torch.cat([getattr(p, f.name) for p in each]) for f in fields(Prompts)}
+        super().__init__(Prompts(**joined), parts[0].task)
+        self.S = torch.cat([part.S for part in parts])
+        self.b = torch.cat([part.b for part in parts])
+        self._n_pairs = torch.cat([part.n_pairs for part in parts])
+
+    @property
+    def n_pairs(self) -> Float[Tensor, "batch 1"]:
+        return self._n_pairs
+
+
+def _padded(prompts: Prompts, length: int) -> Prompts:
+    """With pairs of zeros behind the context; nothing is read of them, as the moments are given."""
+    missing = length - prompts.x.shape[1]
+    x, y = (F.pad(side, (0, 0, 0, missing)) for side in (prompts.x, prompts.y))
+    return replace(prompts, x=x, y=y)
 
 
 @dataclass(frozen=True)
@@ -247,7 +277,7 @@ def _ista(moments: PromptMoments, n_layers: int, eta: Tensor, threshold: Tensor)
 
 
 def _ridge(moments: PromptMoments, n_layers: int, penalty: Tensor) -> Tensor:
-    phi = 1 / (moments.eigenvalues + penalty / moments.context_length)
+    phi = 1 / (moments.eigenvalues + penalty / moments.n_pairs)
     return _filtered(moments, [phi] * n_layers)
 
 
