@@ -80,8 +80,8 @@ class Record:
         for name in ("values", "errors"):
             pairs = getattr(self, name).items()
             object.__setattr__(self, name, {key: rounded(value) for key, value in pairs})
-        if isinstance(self.bound, list):
-            object.__setattr__(self, "bound", tuple(self.bound))
+        if isinstance(self.bound, list | tuple):
+            object.__setattr__(self, "bound", tuple(map(rounded, self.bound)))
         if not self.id.startswith(PREFIXES):
             raise ValueError(f"id must start with one of {', '.join(PREFIXES)}, got {self.id}.")
         if self.relation not in RELATIONS:
@@ -157,9 +157,15 @@ def stated(
     else:
         values = {} if isinstance(holds, str) else {"all": float(holds)}
     return Record(
-        id=id, statement=statement, relation="stated", tag=tag, paper=paper, models=models,
-        values=values, text=text,
-    )  # fmt: skip
+        id=id,
+        statement=statement,
+        relation="stated",
+        tag=tag,
+        paper=paper,
+        models=models,
+        values=values,
+        text=text,
+    )
 
 
 def digest(data: bytes) -> str:

@@ -125,8 +125,13 @@ def test_measurements_agree_within_their_standard_errors():
     def measured(value: float, error: float | None = None) -> Record:
         errors = {} if error is None else {"s0": error}
         return Record(
-            id="softmax-O1a", statement="", relation="below", bound=1, values={"s0": value}, errors=errors
-        )  # fmt: skip
+            id="softmax-O1a",
+            statement="",
+            relation="below",
+            bound=1,
+            values={"s0": value},
+            errors=errors,
+        )
 
     assert agree(measured(0.5, 0.1), measured(0.9, 0.1))
     assert not agree(measured(0.5, 0.01), measured(0.6, 0.01))
