@@ -5,6 +5,7 @@ python analyses/claims_table.py  (at once; every script of a figure or table mus
 
 from pathlib import Path
 
+from main_claims import rows
 from records import Record, all_records
 
 HERE = Path(__file__).parent
@@ -30,6 +31,11 @@ def table(results: Path) -> str:
     return markdown(HEADER, [row(*found) for found in all_records(results)])
 
 
+def main_table(results: Path) -> str:
+    """The table of README.md."""
+    return markdown(("claim", "measured", "verdict"), rows(one for _, one in all_records(results)))
+
+
 def replaced(text: str, name: str, table: str) -> str:
     """The text with this table between the marks of that name.
 
@@ -43,9 +49,11 @@ def replaced(text: str, name: str, table: str) -> str:
 
 
 def main() -> None:
-    file = HERE / "README.md"
-    text = replaced(file.read_text(encoding="utf-8"), "claims", table(HERE / "results"))
-    file.write_text(text, encoding="utf-8")
+    tables = {HERE: table(HERE / "results"), HERE.parent: main_table(HERE / "results")}
+    for folder, made in tables.items():
+        file = folder / "README.md"
+        text = replaced(file.read_text(encoding="utf-8"), "claims", made)
+        file.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

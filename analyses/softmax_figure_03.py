@@ -7,6 +7,7 @@ import numpy as np
 import pandas as pd
 from measured import SETTING, Measured, checkpoint, run, shipped
 from records import Record
+from softmax_setting import label
 
 from mechinterp.analysis.circuits.circuits import circuits
 from mechinterp.analysis.dynamics.training import training_dynamics
@@ -24,7 +25,18 @@ def measure(quick: bool) -> Measured:
     sums = np.array([found.group_mu[-20:].mean(0) for found in four.values()])
     scales = {"omega": omega, "mu": mu}
     common = {"relation": "between", "models": "softmax-h1-s*"}
+    smoothers = {name: float(label(name).pattern == "kernel_regression") for name in singles}
     records = [
+        Record(
+            id="softmax-S1-smoother",
+            statement="one head is a kernel smoother",
+            relation="equal to",
+            bound=1,
+            models="softmax-h1-s*",
+            values=smoothers,
+        )
+    ]
+    records += [
         Record(
             id=f"softmax-S1-{name}",
             statement=f"one head ends at {name} {target} +- {within}",
