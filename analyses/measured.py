@@ -100,9 +100,9 @@ def run(measure: Callable[[bool], Measured], script: str) -> None:
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder to write into")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    start = time.perf_counter()
+    start = time.process_time()
     found = measure(arguments.quick)
-    seconds = time.perf_counter() - start
+    seconds = time.process_time() - start
     write(found, Path(script).stem, arguments.out, png=arguments.png, seconds=seconds)
 
 
@@ -162,7 +162,8 @@ def _tag(family: str, paper: str) -> str:
 
 
 def provenance(data: pd.DataFrame, records: Iterable[Record], seconds: float | None) -> dict:
-    """Where results come from: version, commit, ids and seeds of the checkpoints named in them, time taken."""
+    """Where results come from: version, commit, ids and seeds of the checkpoints named in them, and
+    the processor time they took."""
     commit = ["git", "-C", str(ROOT), "rev-parse", "HEAD"]
     return {
         "version": mechinterp.__version__,

@@ -13,6 +13,7 @@ RESULTS = ANALYSES / "results"
 CHECKPOINTS = ANALYSES.parent / "checkpoints"
 sys.path.insert(0, str(ANALYSES))
 try:
+    import check
     import claims_table
     import sparse_table
     from measured import near, numbers, shipped, shipped_config
@@ -142,6 +143,22 @@ def test_measurements_agree_within_their_standard_errors():
     assert not agree(measured(0.5, 0.01), measured(0.6, 0.01))
     assert agree(measured(0.5), measured(0.50001))
     assert not agree(measured(0.158), measured(0.021))
+
+
+def test_a_check_draws_a_tenth_of_all_records_by_the_commit():
+    drawn = {commit: check.drawn(commit, RESULTS) for commit in ("a", "b", "c")}
+    for scripts in drawn.values():
+        counts = [len(load(RESULTS / f"{script}.records.json")) for script in scripts]
+        assert sum(counts) >= len(RECORDS) / 10
+    assert drawn["a"] == check.drawn("a", RESULTS)
+    assert len(set(map(tuple, drawn.values()))) > 1
+
+
+def test_a_check_names_the_records_that_differ():
+    first, other = record("below", 1, 0.158), record("below", 1, 0.021)
+    assert check.differences([first], [first]) == []
+    assert check.differences([first], [other]) == ["softmax-O1a is 0.021, stored: 0.158."]
+    assert check.differences([first], []) == ["softmax-O1a was not measured again."]
 
 
 def test_records_say_what_is_wrong_with_them():
