@@ -128,40 +128,51 @@ def softmax_rows(found: Found) -> list[Row]:
     ]
 
 
-def listed(found: Found, title: str, *starts: str) -> Row:
-    """A row that lists what its records measured."""
-    records = found.of(*starts)
-    return title, "; ".join(dict.fromkeys(one.measured for one in records)), verdict(records)
+def counted(found: Found, id: str) -> str:
+    """A range, and how many values hold."""
+    record = found[id]
+    return f"{record.measured} ({len(record.holding)} of {record.n})"
 
 
 def other_rows(found: Found) -> list[Row]:
     return [
-        listed(
-            found,
+        (
             "**Zhang et al.: linear attention.** Merged heads drop once, separate ones once per "
             "direction",
-            "linear-5-",
+            f"merged: {found.of('linear-5-figure')[0].measured}; separate, four directions: "
+            f"{found['linear-5-separate-init0.01'].measured}",
+            verdict(found.of("linear-5-")),
         ),
-        listed(
-            found,
+        (
             "between the drops: principal component regression, levels of eq. (19)",
-            "linear-10-",
-            "linear-15-",
+            f"levels within {found['linear-10-levels-init0.01'].measured}, relative squared "
+            f"distance {found['linear-15-largest-init0.01'].measured} (init 0.01)",
+            verdict(found.of("linear-10-", "linear-15-")),
         ),
-        listed(found, "value weights follow eq. (21)", "linear-12-"),
-        listed(
-            found,
-            "rank R: stays where R divides m grow as 1/init, the median by 10 within 10%",
-            "linear-16-",
+        (
+            "value weights follow eq. (21)",
+            f"median error {found['linear-12-median-init0.01'].measured}; of single drops "
+            f"{counted(found, 'linear-12-single-init0.01')} within 1% at init 0.01, "
+            f"{counted(found, 'linear-12-single-init0.001')} at 0.001",
+            verdict(found.of("linear-12-")),
         ),
-        listed(found, "not asked: the jumps predicted from the initial weights", "linear-13-"),
-        listed(
-            found,
+        (
+            "rank R: long stays where R divides m, as 1/init, and short ones elsewhere",
+            f"init / 10 multiplies them by {span(found.of('linear-16-long'), 1)} and "
+            f"{span(found.of('linear-16-short'), 1)}",
+            verdict(found.of("linear-16-long", "linear-16-short")),
+        ),
+        (
+            "not asked: the jumps predicted from the initial weights",
+            f"median errors {found['linear-13-median-init0.01'].measured}; single ones "
+            f"{counted(found, 'linear-13-single-init0.01')} within 2% at init 0.01",
+            verdict(found.of("linear-13-")),
+        ),
+        (
             "**Chen et al.: sparse regression.** Algorithm 1 as a hand-built model of many layers "
             "and heads",
-            "sparse-C1-",
-            "sparse-C2-",
-            "sparse-C3-",
+            f"predictions equal: {found.of('sparse-C1-')[0].measured}",
+            verdict(found.of("sparse-C1-", "sparse-C2-", "sparse-C3-")),
         ),
         (
             "trained models: several heads help (C9), the first layer uses them (C10), later ones "

@@ -55,11 +55,11 @@ def pair_records(rho: float, pairs: pd.DataFrame) -> list[Record]:
     clauses = (
         (
             "off-tridiagonal",
-            "QK has entries off its three diagonals",
-            "their part of QK's norm",
+            "QK has entries off its three diagonals, beyond Adam's 0.003",
+            "largest such entry",
             "off_tridiagonal",
             "above",
-            0,
+            0.003,
         ),
         (
             "ov",
