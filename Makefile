@@ -9,7 +9,7 @@ ENVS := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/mechinterp/$(shell cksum < constr
 INTEROP := $(ENVS)/transformer-lens-3.9.0 $(ENVS)/transformer-lens-3.2.1
 PEERS := $(ENVS)/peers
 
-.PHONY: help install test test-portable test-portable-short environments test-interop test-peers test-browser notebooks notebooks-write lab fuzz lint bench analyses dist report clean
+.PHONY: help install test test-portable test-portable-short environments test-interop test-peers test-browser notebooks notebooks-write lab fuzz lint bench analyses analyses-check dist report clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-19s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -126,6 +126,9 @@ analyses: install ## measure the papers' claims again from the shipped checkpoin
 	$(BIN)/python analyses/emergence_prediction.py
 	$(BIN)/python analyses/claims_table.py
 	$(BIN)/python analyses/sparse_table.py
+
+analyses-check: install ## measure a tenth of the papers' claims again, and compare (a minute)
+	OMP_NUM_THREADS=1 $(BIN)/python analyses/check.py
 
 dist: .venv/.dist ## build the wheel and the source archive into dist/, and check them
 	rm -rf dist

@@ -1,30 +1,39 @@
-"""The table of claims in README.md, made from the *.claims.csv of all scripts.
+"""The tables that are made from the records of all scripts: that of analyses/README.md and that of README.md.
 
 python analyses/claims_table.py  (at once; every script of a figure or table must have run)
 """
 
 from pathlib import Path
 
-import pandas as pd
+from main_claims import rows
+from records import Record, all_records
 
 HERE = Path(__file__).parent
-COLUMNS = {"id": "id", "claim": "claim", "script": "script", "models": "models", "paper": "paper", "ours": "ours", "holds": "verdict"}  # fmt: skip
+HEADER = ("id", "claim", "script", "models", "asked", "measured", "verdict", "by")
 
 
-def claims(results: Path) -> pd.DataFrame:
-    """All rows, in the order of the scripts' names."""
-    frames = []
-    for file in sorted(results.glob("*.claims.csv")):
-        frame = pd.read_csv(file, dtype=str, keep_default_na=False)
-        frames.append(frame.assign(script=f"`{file.name.removesuffix('.claims.csv')}.py`"))
-    return pd.concat(frames)
+def row(script: str, record: Record) -> tuple[str, ...]:
+    """The cells of one record."""
+    claim = f"{record.statement}: {record.quantity}" if record.quantity else record.statement
+    what = (record.models, record.asked, record.measured, record.verdict, record.tag)
+    return (record.id, claim, f"`{script}.py`", *what)
 
 
-def markdown(found: pd.DataFrame) -> str:
+def markdown(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
     """A Markdown table."""
-    rows = [list(COLUMNS.values()), ["---"] * len(COLUMNS)]
-    rows += [[text.replace("|", "\\|") for text in row] for row in found[list(COLUMNS)].to_numpy()]
-    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+    lines = [header, ("---",) * len(header)]
+    lines += [tuple(cell.replace("|", "\\|") for cell in cells) for cells in rows]
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
+
+
+def table(results: Path) -> str:
+    """All records, in the order of the scripts' names."""
+    return markdown(HEADER, [row(*found) for found in all_records(results)])
+
+
+def main_table(results: Path) -> str:
+    """The table of README.md."""
+    return markdown(("claim", "measured", "verdict"), rows(one for _, one in all_records(results)))
 
 
 def replaced(text: str, name: str, table: str) -> str:
@@ -40,9 +49,11 @@ def replaced(text: str, name: str, table: str) -> str:
 
 
 def main() -> None:
-    file = HERE / "README.md"
-    table = markdown(claims(HERE / "results"))
-    file.write_text(replaced(file.read_text(encoding="utf-8"), "claims", table), encoding="utf-8")
+    tables = {HERE: table(HERE / "results"), HERE.parent: main_table(HERE / "results")}
+    for folder, made in tables.items():
+        file = folder / "README.md"
+        text = replaced(file.read_text(encoding="utf-8"), "claims", made)
+        file.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -16,7 +16,8 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import torch
-from measured import Claim, Measured, write
+from measured import Measured, write
+from records import Record
 from scipy.stats import binomtest
 
 from mechinterp.analysis.circuits.patterns import classify
@@ -123,26 +124,53 @@ def seeds_of(arm: str, count: int, rows: pd.DataFrame) -> list[int]:
     return sorted(ended.seed[ended.one_sign.astype(bool)])[:count]
 
 
-def claims(table: pd.DataFrame) -> list[Claim]:
+def records(table: pd.DataFrame) -> list[Record]:
     """How often seeds end as the paper says, in every arm that has run."""
-    found, what = [], {"both signs": "one sign", "a dummy head": "a dummy head"}
     last = table.groupby(["arm", "n_heads", "what"], sort=False).last()
+    found = []
     for arm, n_heads in last.index.droplevel("what").unique():
-        for text, kind in what.items():
-            row = last.loc[arm, n_heads, kind]
-            count, n, step = int(row["count"]), int(row.seeds), int(row.step)
-            share = f"{kind} in {count} of {n} after {step:,} steps: {row.fraction:.1%} ({row.low:.1%} to {row.high:.1%})"
-            always = "consistently" if text == "both signs" else "for some seeds"
-            holds = count == 0 if text == "both signs" else count > 0
-            if arm == "stuck" and text == "both signs":
-                text, always, holds = (
-                    "those of one sign find the other later",
-                    "not asked",
-                    count < n,
+        name = f"{arm.replace(' ', '-')}-h{n_heads}"
+        seeds, step = last.loc[arm, n_heads, "one sign"][["seeds", "step"]].astype(int)
+        over = {"seeds": int(seeds), "steps": int(step)}
+        one = last.loc[arm, n_heads, "one sign"]
+        stuck = arm == "stuck"
+        text = "those of one sign find the other later" if stuck else "both signs for every seed"
+        found.append(
+            Record(
+                id=f"softmax-emergence-signs-{name}",
+                statement=f"{arm}, {n_heads} heads: {text}",
+                quantity="share of seeds of one sign",
+                relation="below" if stuck else "equal to",
+                bound=1 if stuck else 0,
+                tag="ours" if stuck else "paper",
+                models="trained",
+                values={"share": one.fraction},
+                text=share(one),
+                over=over,
+            )
+        )
+        if n_heads > 2:
+            dummy = last.loc[arm, n_heads, "a dummy head"]
+            found.append(
+                Record(
+                    id=f"softmax-emergence-dummy-{name}",
+                    statement=f"{arm}, {n_heads} heads: a dummy head for some seeds",
+                    quantity="share of seeds with one",
+                    relation="above",
+                    bound=0,
+                    models="trained",
+                    values={"share": dummy.fraction},
+                    text=share(dummy),
+                    over=over,
                 )
-            if not (n_heads == 2 and text == "a dummy head"):
-                found.append(Claim("", f"{n_heads} heads, {arm}: {text}", "trained", always, share, holds))  # fmt: skip
+            )
     return found
+
+
+def share(row: pd.Series) -> str:
+    """A count with its share and 95% interval."""
+    interval = f"{row.low:.1%} to {row.high:.1%}"
+    return f"{int(row['count'])} of {int(row.seeds)} seeds: {row.fraction:.1%} ({interval})"
 
 
 def main() -> None:
@@ -171,7 +199,7 @@ def main() -> None:
             rows.to_csv(file, index=False, float_format="%.6g")
             print(f"{arm}, {n_heads} heads: {start + len(seeds)} of {len(left)} seeds", flush=True)
     table = fractions(rows.reset_index(drop=True))
-    write(Measured(table, claims=claims(table)), "emergence", arguments.out)
+    write(Measured(table, claims=records(table)), "emergence", arguments.out)
 
 
 if __name__ == "__main__":

@@ -8,11 +8,12 @@ Run: python analyses/linear_figure_03.py (seconds; --quick 2 seeds)
 import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
-from linear_setting import FOUND, INITS, LENGTH, MOMENTS, NORMS, losses, page, separate
-from measured import Claim, Measured, numbers, run
+from linear_setting import FOUND, INITS, LENGTH, MOMENTS, NORMS, losses, named, page, separate
+from measured import Claim, Measured, run
+from records import Record
 
 from mechinterp import figures
-from mechinterp.analysis.dynamics.plateaus import crossings
+from mechinterp.analysis.dynamics.plateaus import Plateaus, crossings
 from mechinterp.theory.linear_dynamics import learning_rate_time
 from mechinterp.theory.linear_heads import separate_heads
 from mechinterp.theory.linear_jumps import growth_value
@@ -43,21 +44,26 @@ def growth(found: Flow, mode: int) -> tuple[np.ndarray, np.ndarray]:
 def measure(quick: bool) -> Measured:
     seeds, claims = range(2 if quick else 10), []
     for init, level, single in zip(INITS, (1e-3, 1e-5), (1e-2, 1e-3), strict=True):
-        every, models = [separate(init, i) for i in seeds], f"{len(seeds)} seeds, init {init:g}"
-        counts, gaps = [len(one.drop_time) for _, one in every], [np.abs(one.loss - FOUND.levels).max() if len(one.loss) == 5 else np.inf for _, one in every]  # fmt: skip
-        order = sum(np.array_equal(one.learned > 0.5, np.tri(5, 4, -1) > 0) for _, one in every)
-        errors = [np.nanmax(np.abs(np.subtract(*growth(one, m)))) for one, _ in every for m in range(4)]  # fmt: skip
-        claims += [
-            Claim("L-5", "separate heads drop D times", models, "4", numbers(counts, 0), set(counts) == {4}),
-            Claim("L-10", f"rests lie on L(M_m), eq. (19), within {level:g}", models, ", ".join(f"{one:.4f}" for one in FOUND.levels), f"within {max(gaps):.1e}", bool(max(gaps) < level)),
-            Claim("L-10", "directions are learned one by one, by falling eigenvalue", models, "always", f"{order} of {len(seeds)}", order == len(seeds)),
-            Claim("L-12", f"value weights follow eq. (21), median error below {single:g} of v_inf", models, "excellent agreement", f"median {np.median(errors):.1e}", bool(np.median(errors) < single)),
-            Claim("L-12", "the same for every drop, within 1e-2", models, "one run drawn", f"largest {max(errors):.1e}; {sum(e < 1e-2 for e in errors)} of {len(errors)} within", max(errors) < 1e-2),
-        ]  # fmt: skip
+        every = [separate(init, seed) for seed in seeds]
+        errors = [
+            [np.nanmax(np.abs(np.subtract(*growth(one, mode)))) for mode in range(4)]
+            for one, _ in every
+        ]
+        claims += drop_records(init, level, [one for _, one in every])
+        claims += growth_records(init, single, np.array(errors))
     runs = [flow(separate_heads(5, 4, std=1e-2 * FACTOR, seed=i, constant_v=True), MOMENTS, duration=20_000.0, tau=TAU) for i in range(2 * len(seeds))]  # fmt: skip
     jumps = np.median([crossings(one, FOUND.levels)[:3] for one in runs], axis=0)
     inside = all(low <= step <= high for step, (low, high) in zip(jumps, READ, strict=True))
-    claims.append(Claim("", "the median step of the first three drops is in the range of the six published runs", f"{len(runs)} seeds", "; ".join(f"{a} to {b}" for a, b in READ), ", ".join(f"{step:.0f}" for step in jumps), inside))  # fmt: skip
+    claims.append(
+        Claim(
+            id="",
+            claim="the median step of the first three drops is in the range of six published runs",
+            models=f"{len(runs)} seeds",
+            paper="; ".join(f"{a} to {b}" for a, b in READ),
+            ours=", ".join(f"{step:.0f}" for step in jumps),
+            holds=inside,
+        )
+    )
     steps = np.linspace(0, 10_000, 401)
     curves = losses(steps, {f"seed {i}": one for i, one in enumerate(runs[:6])})
     loss = page(steps, curves, "Separate heads of rank one; levels L(M_m) dotted", x_title="step")
@@ -74,6 +80,68 @@ def heads_pages(found: Flow) -> dict[str, go.Figure]:
         "value": figures.lines(found.time, curves, title="|v| of the head that learns a direction, relative to its end; eq. (21) dotted", y_title="|v| / v_inf", **options),
         "alignment": figures.lines(found.time, cosines, title="The same heads' keys (solid) and queries (dotted) turn to their eigenvector", y_title="|cos|", **options),
     }  # fmt: skip
+
+
+def drop_records(init: float, level: float, found: list[Plateaus]) -> list[Record]:
+    """Claims 5 and 10, from weights of one size."""
+    gaps = [
+        np.abs(one.loss - FOUND.levels).max() if len(one.loss) == 5 else np.inf for one in found
+    ]
+    order = [np.array_equal(one.learned > 0.5, np.tri(5, 4, -1) > 0) for one in found]
+    common = {"models": f"5 heads, {len(found)} seeds, init {init:g}"}
+    return [
+        Record(
+            id=f"linear-5-separate-init{init:g}",
+            statement="separate heads drop D times",
+            quantity="drops",
+            relation="equal to",
+            bound=4,
+            values=named(np.array([len(one.drop_time) for one in found]), "seed"),
+            **common,
+        ),
+        Record(
+            id=f"linear-10-levels-init{init:g}",
+            statement="rests lie on L(M_m), eq. (19)",
+            quantity="largest difference",
+            relation="below",
+            bound=level,
+            paper=", ".join(f"{one:.4f}" for one in FOUND.levels),
+            values=named(np.array(gaps), "seed"),
+            **common,
+        ),
+        Record(
+            id=f"linear-10-order-init{init:g}",
+            statement="directions are learned one by one, by falling eigenvalue",
+            relation="equal to",
+            bound=1,
+            values=named(np.array(order, dtype=float), "seed"),
+            **common,
+        ),
+    ]
+
+
+def growth_records(init: float, median: float, errors: np.ndarray) -> list[Record]:
+    """Claim 12, from weights of one size: errors by seed and direction."""
+    common = {"relation": "below", "models": f"5 heads, {len(errors)} seeds, init {init:g}"}
+    return [
+        Record(
+            id=f"linear-12-median-init{init:g}",
+            statement="value weights follow eq. (21)",
+            quantity="median over drops of the largest error, part of v_inf",
+            bound=median,
+            values={"median": float(np.median(errors))},
+            **common,
+        ),
+        Record(
+            id=f"linear-12-single-init{init:g}",
+            statement="so does every single drop",
+            quantity="largest error, part of v_inf",
+            bound=1e-2,
+            tag="paper" if init == min(INITS) else "ours",
+            values=named(errors, "seed", "direction"),
+            **common,
+        ),
+    ]
 
 
 if __name__ == "__main__":

@@ -8,7 +8,8 @@ Run: python analyses/linear_figure_04.py (a minute; --quick 1 seed)
 import numpy as np
 import pandas as pd
 from linear_setting import INITS, LENGTH, losses, page, trained
-from measured import Claim, Measured, numbers, run
+from measured import Measured, run
+from records import Record
 
 from mechinterp.analysis.dynamics.plateaus import crossings
 from mechinterp.theory.linear import modes, population_moments
@@ -42,18 +43,43 @@ def ranks(chosen: tuple[int, ...], n_seeds: int) -> Measured:
     return Measured(pd.concat(stays), {"loss": figure}, claims)
 
 
-def rank_claims(rank: int, stays: pd.DataFrame, n_seeds: int) -> list[Claim]:
+def rank_claims(rank: int, stays: pd.DataFrame, n_seeds: int) -> list[Record]:
     wide = stays.pivot(index="level", columns=["init", "seed"], values="residence")
     ratio = (wide[min(INITS)] / wide[max(INITS)]).median(axis=1).to_numpy()
     long = long_levels(MODES, rank=rank)[:-1]
     short = [level for level in range(8) if level not in long]
-    models, level = f"9 heads of rank {rank}, {n_seeds} seeds", ", ".join(map(str, long))
-    other = f"; {numbers(ratio[short], 2)} elsewhere" if short else ""
-    apart = ratio[long].min() > 5 and ratio[short].max(initial=0) < 2
-    return [
-        Claim("L-16", "init / 10 multiplies the median stay by more than 5 at levels that R divides, by less than 2 elsewhere", models, f"conspicuous at {level}", f"{numbers(ratio[long], 2)}{other}", bool(apart)),
-        Claim("L-16", "by 10 within 10% at levels that R divides", models, "not asked", numbers(ratio[long], 2), bool(np.abs(ratio[long] / 10 - 1).max() < 0.1)),
-    ]  # fmt: skip
+    common = {"models": f"9 heads of rank {rank}, {n_seeds} seeds"}
+    found = [
+        Record(
+            id=f"linear-16-long-rank{rank}",
+            statement=f"rank {rank}: stays are long at levels that R divides, conspicuously",
+            quantity="median stay at init 1e-3 over that at 1e-2",
+            relation="above",
+            bound=5,
+            values={f"level {level}": ratio[level] for level in long},
+            **common,
+        ),
+        Record(
+            id=f"linear-16-short-rank{rank}",
+            statement=f"rank {rank}: stays are short at the others",
+            quantity="median stay at init 1e-3 over that at 1e-2",
+            relation="below",
+            bound=2,
+            values={f"level {level}": ratio[level] for level in short},
+            **common,
+        ),
+        Record(
+            id=f"linear-16-ten-rank{rank}",
+            statement=f"rank {rank}: init / 10 multiplies long stays by 10 within 10%",
+            quantity="median stay at init 1e-3 over that at 1e-2",
+            relation="between",
+            bound=(9, 11),
+            tag="ours",
+            values={f"level {level}": ratio[level] for level in long},
+            **common,
+        ),
+    ]
+    return [record for record in found if record.n]
 
 
 if __name__ == "__main__":

@@ -7,8 +7,9 @@ Run: python analyses/linear_plateaus.py (seconds; --quick 2 seeds)
 import numpy as np
 import pandas as pd
 import torch
-from linear_setting import EIGENVALUES, FOUND, INITS, NORMS, separate, task
-from measured import Claim, Measured, numbers, run
+from linear_setting import EIGENVALUES, FOUND, INITS, NORMS, named, separate, task
+from measured import Measured, run
+from records import Record
 
 from mechinterp.analysis.dynamics.plateaus import Plateaus
 from mechinterp.icl.predictors import one_step_pcr
@@ -49,26 +50,132 @@ def long_context(n_prompts: int) -> float:
 def measure(quick: bool) -> Measured:
     seeds, claims, rows = range(2 if quick else 10), [], []
     for init, norm, jump, pcr in zip(INITS, (3e-2, 1e-3), (2e-2, 5e-3), (1e-2, 1e-6), strict=True):
-        every, models = [separate(init, seed) for seed in seeds], f"{len(seeds)} seeds, init {init:g}"  # fmt: skip
-        heads = np.concatenate([held(*one) for one in every])
-        miss, ratio, value = heads[:, :2], heads[:, 2:4].max(), heads[:, 4].max()
-        errors = np.array([rest.predicted.time / rest.crossing_time - 1 for _, rest in every])
-        order = all(rest.predicted.mode.tolist() == [0, 1, 2, 3] for _, rest in every)
-        typical, early = np.median(np.abs(errors), 0), [rest.crossing_time[0] / first_jump_bound(separate_heads(5, 4, std=init, seed=seed), FOUND) for seed, (_, rest) in zip(seeds, every, strict=True)]  # fmt: skip
-        distance = np.array([rest.pcr_distance for _, rest in every])
-        claims += [
-            Claim("L-11", f"key and query align with e_m (median 1 - |cos| < 1e-3) and have the norm of v (within {norm:g})", models, "aligned, equal", f"median {np.median(miss):.1e}, largest {miss.max():.1e}; within {ratio:.1e}", bool(np.median(miss) < 1e-3 and ratio < norm)),
-            Claim("L-11", "|v| is m_d^(1/3) within 3%", models, ", ".join(f"{one:.4f}" for one in NORMS), f"within {value:.2%}", bool(value < 0.03)),
-            Claim("L-13", f"jumps are foretold from the initial weights, median error of each below {jump:.1%}", models, "not asked", f"{numbers(100 * typical, 2)}%", bool(order and typical.max() < jump)),
-            Claim("L-13", f"the same for every single jump, below {jump:.1%}", models, "not asked", f"largest {np.abs(errors).max():.1%}; {(np.abs(errors) < jump).sum()} of {errors.size} below", bool(np.abs(errors).max() < jump)),
-            Claim("L-13", "no first jump comes before tau sqrt(3) / (lambda_1^2 max |theta|)", models, "not asked", f"{numbers(early, 2)} times as late", min(early) > 1),
-            Claim("L-15", f"rests are principal component regression, eq. (22): relative squared distance, median < 1e-6, largest < {pcr:g}", models, "equal", f"{np.median(distance):.0e}, {distance.max():.0e}", bool(np.median(distance) < 1e-6 and distance.max() < pcr)),
-        ]  # fmt: skip
-        rows += [rest.to_frame().assign(init=init, seed=seed) for seed, (_, rest) in zip(seeds, every, strict=True)]  # fmt: skip
+        every = [separate(init, seed) for seed in seeds]
+        heads = np.array([held(*one) for one in every])
+        claims += head_records(init, norm, heads)
+        claims += jump_records(init, jump, [rest for _, rest in every])
+        claims += regression_records(init, pcr, np.array([rest.pcr_distance for _, rest in every]))
+        rows += [
+            rest.to_frame().assign(init=init, seed=seed)
+            for seed, (_, rest) in zip(seeds, every, strict=True)
+        ]
     far = long_context(500 if quick else 2000)
-    claims.append(Claim("L-15", "eq. (22) tends to w^T P_m x: mean squared distance below 0.006 at N = 1,000", "closed form, on prompts", "0 as N tends to infinity", f"at most {far:.4f}", far < 0.006))  # fmt: skip
+    claims.append(
+        Record(
+            id="linear-15-long",
+            statement="eq. (22) tends to w^T P_m x, at N = 1,000",
+            quantity="largest mean squared distance over m",
+            relation="below",
+            bound=0.006,
+            models="closed form, on prompts",
+            values={"closed form": far},
+        )
+    )
     shown = separate(INITS[0], 0)[1]
     return Measured(pd.concat(rows), {"jumps": shown.plot(), "learned": shown.plot_learned()}, claims)  # fmt: skip
+
+
+def head_records(init: float, norm: float, heads: np.ndarray) -> list[Record]:
+    """Claim 11: rows of `held` by seed and direction."""
+    common = {"relation": "below", "models": f"5 heads, {len(heads)} seeds, init {init:g}"}
+    return [
+        Record(
+            id=f"linear-11-aligned-init{init:g}",
+            statement="key and query of a direction's head align with it",
+            quantity="median of 1 - |cos|",
+            bound=1e-3,
+            values={"median": float(np.median(heads[..., :2]))},
+            **common,
+        ),
+        Record(
+            id=f"linear-11-equal-init{init:g}",
+            statement="and have the norm of v",
+            quantity="largest relative difference",
+            bound=norm,
+            values=named(heads[..., 2:4].max(-1), "seed", "direction"),
+            **common,
+        ),
+        Record(
+            id=f"linear-11-value-init{init:g}",
+            statement="|v| is m_d^(1/3)",
+            quantity="relative difference",
+            bound=0.03,
+            paper=", ".join(f"{one:.4f}" for one in NORMS),
+            values=named(heads[..., 4], "seed", "direction"),
+            **common,
+        ),
+    ]
+
+
+def jump_records(init: float, bound: float, found: list[Plateaus]) -> list[Record]:
+    """Claim 13: when the initial weights say that jumps come, and when they do."""
+    errors = np.abs([rest.predicted.time / rest.crossing_time - 1 for rest in found])
+    order = [rest.predicted.mode.tolist() == [0, 1, 2, 3] for rest in found]
+    firsts = [
+        rest.crossing_time[0] / first_jump_bound(separate_heads(5, 4, std=init, seed=seed), FOUND)
+        for seed, rest in enumerate(found)
+    ]
+    common = {"models": f"5 heads, {len(found)} seeds, init {init:g}", "tag": "ours"}
+    return [
+        Record(
+            id=f"linear-13-median-init{init:g}",
+            statement="jumps are predicted from the initial weights",
+            quantity="median relative error of each",
+            relation="below",
+            bound=bound,
+            values=named(np.median(errors, 0), "jump"),
+            **common,
+        ),
+        Record(
+            id=f"linear-13-order-init{init:g}",
+            statement="and so is their order",
+            relation="equal to",
+            bound=1,
+            values=named(np.array(order, dtype=float), "seed"),
+            **common,
+        ),
+        Record(
+            id=f"linear-13-single-init{init:g}",
+            statement="the same for every single jump",
+            quantity="relative error",
+            relation="below",
+            bound=bound,
+            values=named(errors, "seed", "jump"),
+            **common,
+        ),
+        Record(
+            id=f"linear-13-bound-init{init:g}",
+            statement="no first jump comes before tau sqrt(3) / (lambda_1^2 max |theta|)",
+            quantity="its time over that bound",
+            relation="above",
+            bound=1,
+            values=named(np.array(firsts), "seed"),
+            **common,
+        ),
+    ]
+
+
+def regression_records(init: float, worst: float, distance: np.ndarray) -> list[Record]:
+    """Claim 15: relative squared distance of rests from eq. (22), by seed and level."""
+    common = {"relation": "below", "models": f"5 heads, {len(distance)} seeds, init {init:g}"}
+    return [
+        Record(
+            id=f"linear-15-median-init{init:g}",
+            statement="rests are principal component regression, eq. (22)",
+            quantity="median relative squared distance",
+            bound=1e-6,
+            values={"median": float(np.median(distance))},
+            **common,
+        ),
+        Record(
+            id=f"linear-15-largest-init{init:g}",
+            statement="so is every single rest",
+            quantity="relative squared distance",
+            bound=worst,
+            values=named(distance, "seed", "level"),
+            **common,
+        ),
+    ]
 
 
 if __name__ == "__main__":

@@ -63,6 +63,14 @@ def losses(time: np.ndarray, runs: Mapping[str, Flow]) -> dict[str, np.ndarray]:
     return {name: np.interp(time, run.time, run.loss) for name, run in runs.items()}
 
 
+def named(values: np.ndarray, *axes: str) -> dict[str, float]:
+    """The entries of an array by their places: named(x, "seed", "level") -> {"seed 0, level 0": ...}."""
+    return {
+        ", ".join(f"{axis} {place}" for axis, place in zip(axes, index, strict=True)): float(value)
+        for index, value in np.ndenumerate(values)
+    }
+
+
 def page(
     time: np.ndarray, curves: Mapping[str, np.ndarray], title: str, *, x_title: str = "time (tau)",
     levels: np.ndarray = FOUND.levels, log_x: bool = False,

@@ -1,13 +1,19 @@
 """What the scripts of figures and tables share: a claim with its numbers, and writing what was measured.
 
 A script defines `measure(quick)` and ends with `run(measure, __file__)`. With S the script's name it writes S.csv (the
-figure's data), S.claims.csv (the paper's numbers beside ours) and S.html (figures, needing the plotly.min.js written
-beside it) into results/. `--quick` makes it a minute's run or less; `--png` draws PNGs too and needs a browser.
+figure's data), S.records.json (claims and what was measured, see records.py) and S.html (figures, needing the
+plotly.min.js written beside it) into results/. `--quick` makes it a minute's run or less; `--png` draws PNGs too and needs a browser.
 """
 
 import argparse
+import json
+import re
+import subprocess
+import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
+from fnmatch import fnmatch
 from functools import cache
 from pathlib import Path
 
@@ -15,18 +21,21 @@ import pandas as pd
 import plotly.graph_objects as go
 import torch
 from plotly.offline import get_plotlyjs
+from records import Record, save, stated
 
+import mechinterp
 from mechinterp.checkpoints.native import Checkpoint, load
+from mechinterp.config import ExperimentConfig
+from mechinterp.config.experiment import from_dict
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "analyses" / "results"
 SETTING = {"d_x": 5, "context_length": 40, "noise_var": 0.1}
-VERDICTS = {True: "holds", False: "does not hold"}
 
 
 @dataclass(frozen=True)
 class Claim:
-    """One claim of a paper, its number and ours."""
+    """One claim of a paper, its number and ours, with the script's own verdict: becomes a record "stated"."""
 
     id: str
     """The claim's id, "O1a" to "T7"; "" for a number of the paper that no claim needs."""
@@ -46,7 +55,7 @@ class Measured:
 
     data: pd.DataFrame
     figures: Mapping[str, go.Figure] = field(default_factory=dict)
-    claims: Iterable[Claim] = ()
+    claims: Iterable[Claim | Record] = ()
 
 
 @cache
@@ -91,18 +100,22 @@ def run(measure: Callable[[bool], Measured], script: str) -> None:
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder to write into")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    write(measure(arguments.quick), Path(script).stem, arguments.out, png=arguments.png)
+    start = time.process_time()
+    found = measure(arguments.quick)
+    seconds = time.process_time() - start
+    write(found, Path(script).stem, arguments.out, png=arguments.png, seconds=seconds)
 
 
-def write(measured: Measured, name: str, out: Path, *, png: bool = False) -> None:
+def write(
+    measured: Measured, name: str, out: Path, *, png: bool = False, seconds: float | None = None
+) -> None:
     """The files of one script."""
     out.mkdir(parents=True, exist_ok=True)
     measured.data.to_csv(out / f"{name}.csv", index=False, float_format="%.6g")
-    claims = pd.DataFrame([asdict(claim) for claim in measured.claims])
-    if len(claims):
-        claims["holds"] = [VERDICTS.get(verdict, verdict) for verdict in claims["holds"]]
-        claims.to_csv(out / f"{name}.claims.csv", index=False)
-        print(claims.to_string(index=False))
+    records = as_records(name, measured.claims)
+    save(out, name, records, provenance(measured.data, records, seconds))
+    for record in records:
+        print(f"{record.id}: {record.statement}: {record.measured}: {record.verdict}")
     if measured.figures:
         page = [f"<!doctype html><meta charset='utf-8'><title>{name}</title>"]
         page += ['<script src="plotly.min.js"></script>']
@@ -112,3 +125,66 @@ def write(measured: Measured, name: str, out: Path, *, png: bool = False) -> Non
         (out / "plotly.min.js").write_text(get_plotlyjs(), encoding="utf-8")
     for title, figure in measured.figures.items() if png else ():
         figure.write_image(out / f"{name}-{title}.png", width=800)
+
+
+def as_records(script: str, claims: Iterable[Claim | Record]) -> list[Record]:
+    """Records, those of a script's own verdicts with ids from the script's name and their place."""
+    found, places = [], Counter()
+    family, _, short = script.partition("_")
+    if family not in ("softmax", "linear", "sparse"):
+        family, short = "softmax", script
+    for claim in claims:
+        if isinstance(claim, Record):
+            found.append(claim)
+            continue
+        base = claim.id.removeprefix("L-") if family == "linear" else claim.id
+        start = "-".join(filter(None, (family, base, short)))
+        places[start] += 1
+        found.append(
+            stated(
+                f"{start}-{places[start]}",
+                claim.claim,
+                models=claim.models,
+                paper=claim.paper,
+                text=claim.ours,
+                holds=claim.holds,
+                tag=_tag(family, claim.paper),
+            )
+        )
+    return found
+
+
+def _tag(family: str, paper: str) -> str:
+    if paper in ("not asked", "not shown"):
+        return "ours"
+    # Chen et al. 2024 is known to us by its abstract and captions.
+    return "second hand" if family == "sparse" else "paper"
+
+
+def provenance(data: pd.DataFrame, records: Iterable[Record], seconds: float | None) -> dict:
+    """Where results come from: version, commit, ids and seeds of the checkpoints named in them, and
+    the processor time they took."""
+    commit = ["git", "-C", str(ROOT), "rev-parse", "HEAD"]
+    return {
+        "version": mechinterp.__version__,
+        "commit": subprocess.run(commit, capture_output=True, text=True).stdout.strip(),
+        "seconds": seconds and round(seconds, 1),
+        "checkpoints": checkpoint_ids(data, records),
+    }
+
+
+def checkpoint_ids(data: pd.DataFrame, records: Iterable[Record]) -> dict[str, dict]:
+    """Id and seed of every shipped checkpoint that is named in the data or among the records' values."""
+    texts = data.select_dtypes(exclude="number")
+    words = {str(value) for _, column in texts.items() for value in column}
+    words |= set(map(str, data.columns)) | {name for record in records for name in record.values}
+    patterns = {word for record in records for word in re.split(r",? ", record.models)}
+    folders = {file.parent.name: file for file in (ROOT / "checkpoints").glob("*/config.json")}
+    named = [n for n in sorted(folders) if n in words or any(fnmatch(n, p) for p in patterns)]
+    configs = {name: shipped_config(folders[name]) for name in named}
+    return {name: {"id": config.id, "seed": config.seed} for name, config in configs.items()}
+
+
+def shipped_config(file: Path) -> ExperimentConfig:
+    """The config of a checkpoint, its weights left alone."""
+    return from_dict(json.loads(file.read_text(encoding="utf-8"))["experiment"])

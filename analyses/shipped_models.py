@@ -6,7 +6,9 @@ a hundredth of the prompts)
 
 import numpy as np
 import pandas as pd
-from measured import Claim, Measured, checkpoint, numbers, run, shipped
+from measured import Measured, checkpoint, run, shipped
+from records import Record
+from softmax_setting import BOTH_SIGNS
 
 from mechinterp.analysis.circuits.patterns import classify
 from mechinterp.analysis.learners.fits import LEARNERS, fit_learners
@@ -48,21 +50,96 @@ def measure(quick: bool) -> Measured:
     losses = shared_losses(models, TaskConfig(), n_prompts=1_000_000 // scale, seed=1)
     rows = [row(model, n_prompts=100_000 // scale) for model in models.values()]
     data = pd.DataFrame(rows).assign(loss=losses.loss[0], loss_sem=losses.loss_sem[0])
-    paired, single = data[data.pattern == "debiased_gd"], data[data.model.str.contains("-h1-")]
-    several, sem = "those of both signs", paired.loss_sem.max()
-    gap = paired.loss.max() - paired.loss.min()
-    ahead = (paired.closest == "debiased_gd").sum()
-    two = data[data.model.str.contains("-h2-")]
-    opposite = (two.pattern == "debiased_gd").sum()
-    claims = [
-        ("", "one head: loss at L = 40", "softmax-h1-*", "0.404", f"{numbers(single.loss, 4)} ± {single.loss_sem.max():.4f}", bool(abs(single.loss - 0.404).max() < 0.001 + 3 * single.loss_sem.max())),
-        ("", "two heads end with both signs after 500,001 steps (seeds 8 to 11 were added to ship models that do not)", "softmax-h2-*", "always", f"{opposite} of {len(two)}", bool(opposite == len(two))),
-        ("", "both signs: sum mu omega is the best debiased step 1/(1 + (1 + s^2) d/L)", several, f"{paired.eta_optimal.iloc[0]:.4f}", numbers(paired.eta), bool(abs(paired.eta / paired.eta_optimal - 1).max() < 0.02)),
-        ("", "both signs: loss at L = 40", several, "0.243", f"{numbers(paired.loss, 4)} ± {sem:.4f}", bool(abs(paired.loss - 0.243).max() < 0.001 + 3 * sem)),
-        ("", "both signs: the model is one debiased gradient step", several, "coincide", f"closest to it in {ahead} of {len(paired)}: R^2 at least {paired.r2_debiased_gd.min():.4f} (vanilla step {paired.r2_vanilla_gd.max():.4f})", bool(ahead == len(paired) and paired.r2_debiased_gd.min() > 0.99)),
-        ("", "both signs: the loss does not depend on the number of heads", several, "equal", f"within {gap:.5f} on shared prompts", bool(gap < 0.001)),
-    ]  # fmt: skip
-    return Measured(data, {}, [Claim(*claim) for claim in claims])
+    data["lead"] = data.r2_debiased_gd - data.r2_vanilla_gd
+    n_prompts = {"prompts": 1_000_000 // scale, "prompts' seed": 1}
+    return Measured(data, {}, [*loss_records(data, n_prompts), *step_records(data, scale)])
+
+
+def loss_records(data: pd.DataFrame, n_prompts: dict[str, int]) -> list[Record]:
+    """Losses at L = 40 beside the paper's."""
+    found = data.set_index("model")
+    paired, one = found[found.pattern == "debiased_gd"], found[found.index.str.contains("-h1-")]
+    least = paired.loss.min()
+    return [
+        Record(
+            id=f"softmax-million-{name}",
+            statement=f"{text}: the loss is {paper} to its last digit",
+            quantity="loss at L = 40 (y²)",
+            relation="between",
+            bound=(paper - 0.001, paper + 0.001),
+            paper=f"{paper}",
+            models=models,
+            values=rows.loss,
+            errors=rows.loss_sem,
+            over=n_prompts | over,
+        )
+        for name, text, paper, models, rows, over in (
+            ("one-head", "one head", 0.404, "softmax-h1-*", one, {}),
+            ("both-signs", "both signs", 0.243, "those of both signs", paired, BOTH_SIGNS),
+        )
+    ] + [
+        Record(
+            id="softmax-million-heads",
+            statement="both signs: the loss does not depend on the number of heads, within 0.001",
+            quantity="loss above the least, same prompts (y²)",
+            relation="below",
+            bound=0.001,
+            models="those of both signs",
+            values=paired.loss - least,
+            over=n_prompts | BOTH_SIGNS,
+        )
+    ]
+
+
+def step_records(data: pd.DataFrame, scale: int) -> list[Record]:
+    """The step that models of both signs take."""
+    paired = data[data.pattern == "debiased_gd"].set_index("model")
+    eta = paired.eta_optimal.iloc[0]
+    common = {
+        "models": "those of both signs",
+        "over": {"prompts": 100_000 // scale} | BOTH_SIGNS,
+    }
+    return [
+        Record(
+            id="softmax-step-size",
+            statement="both signs: sum mu omega is the best debiased step within 2%",
+            quantity="sum mu omega",
+            relation="between",
+            bound=(0.98 * eta, 1.02 * eta),
+            paper=f"{eta:.4f}",
+            values=paired.eta,
+            **common,
+        ),
+        Record(
+            id="softmax-step-closest",
+            statement="both signs: a debiased step is the closest of the learners",
+            relation="equal to",
+            bound=1,
+            values=(paired.closest == "debiased_gd").astype(float),
+            **common,
+        ),
+        Record(
+            id="softmax-step-r2",
+            statement="both signs: a debiased step has the model's predictions",
+            quantity="R²",
+            relation="above",
+            bound=0.99,
+            tag="ours",
+            values=paired.r2_debiased_gd,
+            errors=paired.r2_sem,
+            **common,
+        ),
+        Record(
+            id="softmax-step-vanilla",
+            statement="both signs: nearer than a vanilla step",
+            quantity="R² of the debiased step less that of a vanilla one, same prompts",
+            relation="above",
+            bound=0,
+            tag="ours",
+            values=paired.lead,
+            **common,
+        ),
+    ]
 
 
 if __name__ == "__main__":

@@ -26,6 +26,13 @@ def distance(matrix: np.ndarray, other: np.ndarray) -> float:
     return float(np.linalg.norm(matrix - other) / np.linalg.norm(other))
 
 
+def off_tridiagonal(QK: np.ndarray) -> float:
+    """The largest entry off the three middle diagonals, of the head where it is least."""
+    row, column = np.indices(QK.shape[1:])
+    far = abs(row - column) > 1
+    return min(float(abs(one[far]).max()) for one in QK)
+
+
 def pair_row(name: str, n_prompts: int) -> dict[str, float | str]:
     """What a pair is, how far its step is from the closed forms, and its loss beside that of the best step."""
     model = checkpoint(name)
@@ -38,8 +45,11 @@ def pair_row(name: str, n_prompts: int) -> dict[str, float | str]:
         "model": name,
         "pattern": classify(model).pattern,
         "rho": task.covariance.rho,
+        "off_tridiagonal": off_tridiagonal(QK),
+        "ov_last_entry": found.ov_last_entry.min(),
         "opposite": distance(QK[0], -QK[1]),
         "to_debiased": distance(step, debiased),
+        "times_nearer": distance(step, np.linalg.inv(sigma)) / distance(step, debiased),
         "to_vanilla": distance(step, vanilla_preconditioner(sigma, **SETTING)),
         "to_inverse": distance(step, np.linalg.inv(sigma)),
         "inverse_gap": distance(np.linalg.inv(step), sigma + (5 + 5 * 0.1) / 40 * np.eye(5)),

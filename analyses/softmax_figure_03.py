@@ -5,7 +5,9 @@ He et al. 2025, arXiv 2503.12734, figure 3. Run: python analyses/softmax_figure_
 
 import numpy as np
 import pandas as pd
-from measured import SETTING, Claim, Measured, checkpoint, near, numbers, run, shipped
+from measured import SETTING, Measured, checkpoint, run, shipped
+from records import Record
+from softmax_setting import label
 
 from mechinterp.analysis.circuits.circuits import circuits
 from mechinterp.analysis.dynamics.training import training_dynamics
@@ -21,12 +23,63 @@ def measure(quick: bool) -> Measured:
     predicted = single_head(**SETTING)
     four = {name: training_dynamics(checkpoint(name).history) for name in shipped("softmax-h4-s*")}
     sums = np.array([found.group_mu[-20:].mean(0) for found in four.values()])
-    claims = [
-        Claim("", "one head: |omega|", "softmax-h1-*", "0.517 to 0.518", numbers(omega), near(omega, 0.518, within=0.03)),
-        Claim("", "one head: |mu|", "softmax-h1-*", "1.48 to 1.49", numbers(mu, 2), near(mu, 1.49, within=0.03)),
-        Claim("S1", "one head ends at omega = 1/sqrt(d), mu = sqrt(d)/(1 + e (1 + s^2) d/L), here at L = 40", "softmax-h1-*", f"{predicted[0]:.3f}, {predicted[1]:.3f}", f"{numbers(omega)}, {numbers(mu, 2)}", near(omega, predicted[0], within=0.05)),
-        Claim("", "four heads: sums of mu of either sign", "softmax-h4-*", "-3.35, +3.38 and -3.5, +3.54", f"{numbers(sums[:, 1], 2)} and {numbers(sums[:, 0], 2)}", near(abs(sums).ravel(), 3.44, within=0.03)),
-    ]  # fmt: skip
+    scales = {"omega": omega, "mu": mu}
+    common = {"relation": "between", "models": "softmax-h1-s*"}
+    smoothers = {name: float(label(name).pattern == "kernel_regression") for name in singles}
+    records = [
+        Record(
+            id="softmax-S1-smoother",
+            statement="one head is a kernel smoother",
+            relation="equal to",
+            bound=1,
+            models="softmax-h1-s*",
+            values=smoothers,
+        )
+    ]
+    records += [
+        Record(
+            id=f"softmax-S1-{name}",
+            statement=f"one head ends at {name} {target} +- {within}",
+            quantity=f"|{name}|",
+            bound=(target - within, target + within),
+            paper=paper,
+            values=dict(zip(singles, scales[name], strict=True)),
+            **common,
+        )
+        for name, target, within, paper in (
+            ("omega", 0.52, 0.015, "0.517 to 0.518"),
+            ("mu", 1.49, 0.04, "1.48 to 1.49"),
+        )
+    ]
+    # The facts allow 20% if the trained head is compared with the approximate loss.
+    records += [
+        Record(
+            id=f"softmax-S1-theory-{name}",
+            statement=f"one head ends where the approximate loss is least, {form}, within 5%",
+            quantity=f"|{name}|, here at L = 40",
+            bound=(0.95 * value, 1.05 * value),
+            paper=f"{value:.3f}",
+            values=dict(zip(singles, scales[name], strict=True)),
+            **common,
+        )
+        for name, form, value in (
+            ("omega", "1/sqrt(d)", predicted[0]),
+            ("mu", "sqrt(d)/(1 + e (1 + s^2) d/L)", predicted[1]),
+        )
+    ]
+    records += [
+        Record(
+            id=f"softmax-four-heads-{name}",
+            statement=f"four heads: the sum of {name} mu is the published one within 3%",
+            quantity="|sum|",
+            relation="between",
+            bound=(0.97 * low, 1.03 * high),
+            paper=f"{low} to {high}",
+            models="softmax-h4-s*",
+            values=dict(zip(four, abs(sums[:, column]), strict=True)),
+        )
+        for column, name, low, high in ((0, "positive", 3.38, 3.54), (1, "negative", 3.35, 3.5))
+    ]
     dynamics = four[FOUR]
     single = circuits(checkpoint(ONE))
     figures = {
@@ -37,7 +90,7 @@ def measure(quick: bool) -> Measured:
         "groups": dynamics.plot_groups(),
     }
     data = pd.concat([found.to_frame().assign(model=name) for name, found in four.items()])
-    return Measured(data, figures, claims)
+    return Measured(data, figures, records)
 
 
 if __name__ == "__main__":

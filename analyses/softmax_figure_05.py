@@ -5,7 +5,8 @@ He et al. 2025, arXiv 2503.12734, figure 5. Run: python analyses/softmax_figure_
 
 import pandas as pd
 import plotly.graph_objects as go
-from measured import Claim, Measured, checkpoint, run, shipped
+from measured import Measured, checkpoint, run, shipped
+from records import Record
 
 from mechinterp.analysis.circuits.circuits import circuits
 
@@ -28,16 +29,16 @@ def sequence(name: str) -> tuple[pd.DataFrame, dict[str, go.Figure]]:
 def measure(quick: bool) -> Measured:
     data, pages = sequence("softmax-h2-s0")
     early = {name: circuits(checkpoint(name).snapshots[2000]) for name in shipped("softmax-h2-s*")}
-    clear = sum((found.qk_diagonal > 0.9).all() for found in early.values())
-    claim = Claim(
-        "",
-        "two heads: the diagonal pattern is clear at step 2,000",
-        "softmax-h2-*",
-        "clean",
-        f"cosine above 0.9 in {clear} of {len(early)}",
-        "in most",
+    clear = Record(
+        id="softmax-figure-05-clear",
+        statement="two heads: the diagonal pattern is clear at step 2,000, of either label",
+        quantity="least cosine of a head with its diagonal",
+        relation="above",
+        bound=0.9,
+        models="softmax-h2-s*",
+        values={name: found.qk_diagonal.min() for name, found in early.items()},
     )
-    return Measured(data, pages, [claim])
+    return Measured(data, pages, [clear])
 
 
 if __name__ == "__main__":

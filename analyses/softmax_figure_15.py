@@ -4,7 +4,8 @@ He et al. 2025, arXiv 2503.12734, figure 15. Run: python analyses/softmax_figure
 """
 
 import numpy as np
-from measured import Claim, Measured, checkpoint, numbers, run
+from measured import Measured, checkpoint, run
+from records import Record
 from softmax_covariance import RHOS, pairs
 
 from mechinterp import figures
@@ -15,10 +16,19 @@ from mechinterp.icl.prompts import covariance_matrix
 def measure(quick: bool) -> Measured:
     data = pairs(quick)[["model", "pattern", "rho", "inverse_gap"]]
     stepped = data[data.pattern == "preconditioned_gd"]
-    claims = [
-        Claim("N3", f"rho {rho}: the inverse of the step is Sigma + (tr Sigma + d s^2)/L I", f"kms-{rho}-h2-*", "shown", f"within {numbers(100 * group.inverse_gap, 1)}%", bool((group.inverse_gap <= 0.06).all()))
+    records = [
+        Record(
+            id=f"softmax-N3-rho{rho}",
+            statement=f"rho {rho}: the inverse of the step is Sigma + (tr Sigma + d s^2)/L I",
+            quantity="relative distance",
+            relation="at most",
+            bound=0.06,
+            models=f"kms-{rho}-h2-*",
+            values=group.set_index("model").inverse_gap,
+            over={"selection": "pairs labelled preconditioned_gd"},
+        )
         for rho, group in stepped.groupby("rho")
-    ]  # fmt: skip
+    ]
     axis, pages = [f"x{i}" for i in range(5)], {}
     for rho in RHOS:
         model = checkpoint(f"kms-{rho}-h2-s0")
@@ -30,7 +40,7 @@ def measure(quick: bool) -> Measured:
             pages[f"{title}-{rho}"] = figures.heatmap(
                 matrix, title=f"{title}, rho {rho}", rows=axis, columns=axis
             )
-    return Measured(data, pages, claims)
+    return Measured(data, pages, records)
 
 
 if __name__ == "__main__":

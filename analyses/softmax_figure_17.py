@@ -3,22 +3,43 @@
 He et al. 2025, arXiv 2503.12734, figure 17. Run: python analyses/softmax_figure_17.py (seconds)
 """
 
-from measured import Claim, Measured, numbers, run
-from softmax_tasks import CONVENTIONS, labels, overlap_ratio, pages, table
+from measured import Measured, run
+from softmax_tasks import CONVENTIONS, clause, is_pattern, labels, overlap_ratio, pages, table
 
 
 def measure(quick: bool) -> Measured:
-    claims = []
+    records = []
     for convention in CONVENTIONS:
         found = labels(2, convention)
-        pairs = [one for one in found.values() if one.pattern == "weighted_preconditioned_gd"]
-        text = f"{len(pairs)} of {len(found)}"
-        if pairs:
-            ratios = [overlap_ratio(omega) for one in pairs for omega in one.circuits.omega]
-            text += f"; omega on shared coordinates {numbers(ratios, 2)} times that elsewhere, "
-            text += f"|sum mu| / sum |mu| at most {max(one.scales.zero_sum for one in pairs):.3f}"
-        claims.append(Claim("M-II", "two heads are an opposite pair that both tasks share", f"{convention}-h2-*", "shown; 1.085 (reduced model)", text, len(pairs) == len(found)))  # fmt: skip
-    return Measured(table(2), pages(2), claims)
+        ratios = {
+            f"{name}, head {head}": overlap_ratio(omega)
+            for name, one in found.items()
+            for head, omega in enumerate(one.circuits.omega)
+        }
+        sums = {name: one.scales.zero_sum for name, one in found.items()}
+        of, pair = ("M-II", 2, convention), "weighted_preconditioned_gd"
+        records += [
+            clause(*of, "pair", "an opposite pair, for both", values=is_pattern(found, pair)),
+            clause(
+                *of,
+                "omega",
+                "omega is larger on the shared coordinates, 1.085 +- 0.04 times",
+                quantity="ratio",
+                relation="between",
+                bound=(1.045, 1.125),
+                values=ratios,
+            ),
+            clause(
+                *of,
+                "zero-sum",
+                "mu sums to zero",
+                quantity="|sum mu| / sum |mu|",
+                relation="at most",
+                bound=0.03,
+                values=sums,
+            ),
+        ]
+    return Measured(table(2), pages(2), records)
 
 
 if __name__ == "__main__":

@@ -3,30 +3,36 @@
 He et al. 2025, arXiv 2503.12734, figure 18. Run: python analyses/softmax_figure_18.py (seconds)
 """
 
-from collections import Counter
-
-from measured import Claim, Measured, numbers, run
-from softmax_tasks import CONVENTIONS, ON, eta, labels, pages, table
+from measured import Measured, run
+from softmax_tasks import CONVENTIONS, clause, is_pattern, labels, pages, table, theta_clauses
 
 
 def measure(quick: bool) -> Measured:
-    claims = []
+    records = []
     for convention in CONVENTIONS:
         for n_heads in (4, 5):
             found = labels(n_heads, convention)
-            models = f"{convention}-h{n_heads}-*"
-            modes = Counter(one.pattern for one in found.values())
-            text = ", ".join(f"{count} {mode}" for mode, count in modes.items())
-            on = [abs(one.scales.theta[ON] - eta(name)).max() for name, one in found.items()]
-            off = [abs(one.scales.theta[~ON]).max() for one in found.values()]
-            leaks = [one.task_leak.max() for one in found.values() if one.pattern == "task_heads"]
-            text += f"; leaks {numbers(leaks, 2)}" if leaks else ""
-            pairs = "a pair of heads per task" + ("" if n_heads == 4 else ", with a fifth head")
-            claims += [
-                Claim("M-III", pairs, models, "shown" if n_heads == 4 else "not shown", text, modes["task_heads"] == len(found)),
-                Claim("M-III", "each task takes its own step: theta_n = eta on its support, 0 off it", models, "exact", f"within {numbers(on)} on it, {numbers(off)} off it", bool(max(on + off) < 0.03)),
-            ]  # fmt: skip
-    return Measured(table(4), pages(4), claims)
+            of = ("M-III", n_heads, convention)
+            records += [
+                clause(
+                    *of,
+                    "pairs",
+                    "a pair of heads per task" + (", and a fifth" if n_heads == 5 else ""),
+                    values=is_pattern(found, "task_heads"),
+                    tag="paper" if n_heads == 4 else "ours",
+                ),
+                *theta_clauses(*of, found, off=0.03),
+                clause(
+                    *of,
+                    "zero-sum",
+                    "mu sums to zero",
+                    quantity="largest |sum mu|",
+                    relation="below",
+                    bound=0.15,
+                    values={n: abs(one.circuits.mu.sum(0)).max() for n, one in found.items()},
+                ),
+            ]
+    return Measured(table(4), pages(4), records)
 
 
 if __name__ == "__main__":

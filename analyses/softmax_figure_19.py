@@ -3,25 +3,61 @@
 He et al. 2025, arXiv 2503.12734, figure 19. Run: python analyses/softmax_figure_19.py (seconds)
 """
 
-from collections import Counter
+import numpy as np
+from measured import Measured, run
+from softmax_tasks import CONVENTIONS, clause, is_pattern, labels, pages, table, theta_clauses
 
-from measured import Claim, Measured, numbers, run
-from softmax_tasks import CONVENTIONS, ON, eta, labels, pages, table
+from mechinterp.analysis.circuits.patterns import Classification
+
+GROUPS = ([0, 1], [2, 3], [4, 5])
+
+
+def both_signs(found: Classification) -> bool:
+    """Whether some head has entries of both signs in omega (of its groups) or in mu."""
+    omega = np.stack([found.circuits.omega[:, group].mean(1) for group in GROUPS], 1)
+    rows = (*omega, *found.circuits.mu)
+    return any(row.min() < 0 < row.max() for row in rows)
+
+
+def group_spread(found: Classification) -> float:
+    """Largest range of a head's omega inside a group of coordinates."""
+    return max(float(np.ptp(found.circuits.omega[:, group], axis=1).max()) for group in GROUPS)
 
 
 def measure(quick: bool) -> Measured:
-    claims = []
+    records = []
     for convention in CONVENTIONS:
-        found = labels(3, convention)
-        modes = Counter(one.pattern for one in found.values())
-        text = ", ".join(f"{count} {mode}" for mode, count in modes.items())
-        on = [abs(one.scales.theta[ON] - eta(name)).max() for name, one in found.items()]
-        off = [abs(one.scales.theta[~ON]).max() for one in found.values()]
-        claims += [
-            Claim("M-IV", "three heads superpose: heads serve both tasks, or are of mixed sign", f"{convention}-h3-*", "shown", text, modes["superposition"] == len(found)),
-            Claim("M-IV", "theta_n = eta on its support, below 0.08 off it", f"{convention}-h3-*", "0.00 to 0.02 off it", f"within {numbers(on)} on it, {numbers(off)} off it", bool(max(on) < 0.06 and max(off) < 0.08)),
-        ]  # fmt: skip
-    return Measured(table(3), pages(3), claims)
+        found, of = labels(3, convention), ("M-IV", 3, convention)
+        superposed = is_pattern(found, "superposition")
+        records += [
+            clause(*of, "superposition", "heads serve both tasks", values=superposed),
+            *theta_clauses(*of, found, off=0.08),
+            clause(
+                *of,
+                "mu",
+                "no mu is zero",
+                quantity="least |mu|",
+                relation="at least",
+                bound=0.02,
+                values={name: abs(one.circuits.mu).min() for name, one in found.items()},
+            ),
+            clause(
+                *of,
+                "signs",
+                "a head has both signs in omega or in mu",
+                values={name: float(both_signs(one)) for name, one in found.items()},
+            ),
+            clause(
+                *of,
+                "groups",
+                "omega is the same inside a group of coordinates",
+                quantity="largest range",
+                relation="below",
+                bound=0.01,
+                values={name: group_spread(one) for name, one in found.items()},
+            ),
+        ]
+    return Measured(table(3), pages(3), records)
 
 
 if __name__ == "__main__":

@@ -5,62 +5,249 @@ He et al. 2025, arXiv 2503.12734, section 3. Run: python analyses/softmax_patter
 
 import numpy as np
 import pandas as pd
-from measured import SETTING, Claim, Measured, checkpoint, run, shipped
+import plotly.graph_objects as go
+import torch
+from measured import SETTING, Measured, checkpoint, run
+from records import Record
+from softmax_setting import BOTH_SIGNS, active, ends, gamma, label, paired, several, single
 
 from mechinterp import figures
-from mechinterp.analysis.circuits.patterns import Classification, classify
-from mechinterp.analysis.dynamics.training import training_dynamics
+from mechinterp.analysis.circuits.circuits import circuits
+from mechinterp.config import TaskConfig
+from mechinterp.icl.prompts import prompt_chunks
+from mechinterp.models.functional import predict
 from mechinterp.theory.softmax import debiased_step_size, manifold_mu
 
-
-def head_rows(name: str, found: Classification) -> pd.DataFrame:
-    """The heads of a model, strong ones (|mu| > 1) marked."""
-    frame = found.to_frame().assign(model=name, strong=abs(found.circuits.mu[:, 0]) > 1)
-    return frame.assign(used=[label != "dummy" for label in found.labels])
+MODELS = "softmax-h1-s*, those of both signs"
 
 
-def sums(name: str) -> dict[str, float]:
-    """Scales averaged over the last 20 logged steps."""
-    dynamics = training_dynamics(checkpoint(name).history)
-    omega, mu = dynamics.omega[-20:].mean(0), dynamics.mu[-20:].mean(0)
-    used = abs(mu * omega) > 0.01 * abs(mu * omega).sum()
-    gamma = np.average(abs(omega), weights=abs(mu))
+def head_rows(name: str) -> pd.DataFrame:
+    """The heads of a model, strong and active ones marked."""
+    found = label(name)
+    marks = {"strong": active(name, 1.0), "active": active(name)}
+    dummy = [label == "dummy" for label in found.labels]
+    spread = found.circuits.omega.std(1) / abs(found.circuits.omega_mean)
+    return found.to_frame().assign(model=name, spread=spread, dummy=dummy, **marks)
+
+
+def sums(name: str) -> dict[str, float | str]:
+    """Scales at the end, beside those of the solution manifold."""
+    omega, mu = ends(name)
+    used = abs(omega[active(name)])
     return {
         "model": name,
-        "spread": abs(omega[used]).max() / abs(omega[used]).min(),
+        "homogeneous": used.max() / used.min(),
         "zero_sum": abs(mu.sum()) / abs(mu).sum(),
-        "eta": mu @ omega / debiased_step_size(**SETTING) - 1,
-        "group": mu.clip(min=0).sum() / manifold_mu(gamma, **SETTING) - 1,
+        "eta": mu @ omega,
+        "group": mu.clip(min=0).sum() / manifold_mu(gamma(name), **SETTING) - 1,
     }
 
 
+def without_dummies(name: str) -> float:
+    """Root mean square by which predictions change if the dummy heads are removed."""
+    weights = checkpoint(name).weights.circuits
+    kept = torch.tensor([one != "dummy" for one in label(name).labels])
+    fewer = weights.with_tensors({key: tensor[kept] for key, tensor in weights.tensors.items()})
+    (prompts,) = prompt_chunks(TaskConfig(), 8192, seed=3)
+    return float((predict(weights, prompts) - predict(fewer, prompts)).square().mean().sqrt())
+
+
+def signs(name: str) -> float:
+    """Whether omega and mu of every active head have one sign."""
+    found, heads = circuits(checkpoint(name)), active(name)
+    return float((found.omega_mean * found.mu[:, 0] > 0)[heads].all())
+
+
 def measure(quick: bool) -> Measured:
-    found = {name: classify(checkpoint(name)) for name in shipped("softmax-h*-s*")}
-    paired = [name for name, one in found.items() if one.pattern == "debiased_gd"]
-    single = shipped("softmax-h1-s*")
-    heads = pd.concat([head_rows(name, found[name]) for name in single + paired])
-    strong, used, dummies = heads[heads.strong], heads[heads.used], heads[~heads.used]
-    leak = strong.qk_y_leak / abs(strong.omega_mean)
-    matching = sum(found[name].sign_matching for name in single + paired)
-    scale = np.maximum(abs(dummies.omega_mean), abs(dummies.mu_0))
-    totals = pd.DataFrame([sums(name) for name in paired])
-    n, models = len(single + paired), "softmax-h1-*, those of both signs"
-    rows = [
-        ("", "several heads end with both signs", "softmax-h[2348]-*", "always", f"{len(paired)} of {len(found) - len(single)}", len(paired) == len(found) - len(single)),
-        ("O1a", "QK is diagonal: cosine with its diagonal", models, "0.99 for |mu| > 1, 0.95 for all", f"at least {strong.qk_diagonal.min():.3f}, {used.qk_diagonal.min():.3f}", bool(strong.qk_diagonal.min() >= 0.99 and used.qk_diagonal.min() >= 0.95)),
-        ("O1b", "no query looks at a y: entry relative to omega", models, "at most 5%", f"at most {leak.max():.1%}", bool(leak.max() <= 0.05)),
-        ("O1c", "only y is read: part of OV's norm", models, "0.999 for |mu| > 1", f"at least {strong.ov_last_entry.min():.4f}, {used.ov_last_entry.min():.3f} for all", bool(strong.ov_last_entry.min() >= 0.998)),
-        ("O1d", "omega and mu have one sign in every active head at the end", models, "always", f"{matching} of {n}", matching == n),
-        ("O1e", "dummy heads have no scales", f"{len(dummies)} dummy heads", "tend to 0", f"|omega|, |mu| at most {scale.max():.3f}; below 0.02 in {(scale < 0.02).sum()}", bool((scale < 0.02).all())),
-        ("O2a", "|omega| is the same for all heads", "those of both signs", "max/min at most 1.12", f"at most {totals.spread.max():.3f}", bool(totals.spread.max() <= 1.12)),
-        ("O2b", "mu sums to zero at the end", "those of both signs", "at most 3% of the sum of |mu|", f"at most {totals.zero_sum.max():.2%}", bool(totals.zero_sum.max() <= 0.03)),
-        ("O2c", "on the solution manifold: step and group sum", "those of both signs", "within 2% and 3%", f"within {abs(totals.eta).max():.1%} and {abs(totals.group).max():.1%}", bool(abs(totals.eta).max() <= 0.02 and abs(totals.group).max() <= 0.03)),
-    ]  # fmt: skip
-    means = heads[heads.used].groupby("model", sort=False)[["qk_diagonal", "ov_last_entry"]].min()
-    bars = {"QK diagonal": means.qk_diagonal.to_numpy(), "OV last entry": means.ov_last_entry.to_numpy()}  # fmt: skip
-    none = {name: np.zeros(len(means)) for name in bars}
-    page = figures.bars(list(means.index), bars, title="Least cosine of an active head with the pattern", y_title="part of the norm", errors=none)  # fmt: skip
-    return Measured(heads, {"metrics": page}, [Claim(*row) for row in rows])
+    names = single() + paired()
+    heads = pd.concat([head_rows(name) for name in names])
+    totals = pd.DataFrame([sums(name) for name in paired()]).set_index("model")
+    return Measured(
+        heads,
+        {"metrics": page(heads)},
+        [*circuit_records(heads, names), *dummy_records(heads), *sum_records(totals)],
+    )
+
+
+def circuit_records(heads: pd.DataFrame, names: list[str]) -> list[Record]:
+    strong = heads[heads.strong].groupby("model", sort=False)
+    weak = heads[heads.active & ~heads.strong].groupby("model", sort=False)
+    leak = strong.qk_y_leak.max()
+    leak = {name: leak[name] / gamma(name) for name in leak.index}
+    entry = strong.ov_last_entry.min()
+    both = {name: float(label(name).pattern == "debiased_gd") for name in several()}
+    common = {"models": MODELS, "over": BOTH_SIGNS}
+    return [
+        Record(
+            id="softmax-both-signs",
+            statement="several heads end with both signs, as a debiased step",
+            relation="equal to",
+            bound=1,
+            models="softmax-h2-s*, softmax-h3-s*, softmax-h4-s*, softmax-h8-s*",
+            values=both,
+            over={"selection": "seeds 8 to 11 of two heads were added to ship models that do not"},
+        ),
+        Record(
+            id="softmax-O1a-strong",
+            statement="QK is diagonal in heads of |mu| > 1",
+            quantity="least cosine with its diagonal",
+            relation="at least",
+            bound=0.99,
+            values=strong.qk_diagonal.min(),
+            **common,
+        ),
+        Record(
+            id="softmax-O1a-weak",
+            statement="QK is diagonal in the other active heads",
+            quantity="least cosine with its diagonal",
+            relation="at least",
+            bound=0.95,
+            values=weak.qk_diagonal.min(),
+            **common,
+        ),
+        Record(
+            id="softmax-O1a-spread",
+            statement="the diagonal is one number in heads of |mu| > 1",
+            quantity="largest standard deviation over mean",
+            relation="at most",
+            bound=0.06,
+            values=strong.spread.max(),
+            **common,
+        ),
+        Record(
+            id="softmax-O1b",
+            statement="no query looks at a y",
+            quantity="largest entry of heads of |mu| > 1, relative to gamma",
+            relation="at most",
+            bound=0.05,
+            values=leak,
+            **common,
+        ),
+        Record(
+            id="softmax-O1c-strong",
+            statement="only y is read, heads of |mu| > 1, two heads and more",
+            quantity="least |mu| over the norm of OV",
+            relation="at least",
+            bound=0.999,
+            models="those of both signs",
+            values={name: value for name, value in entry.items() if name not in single()},
+            over=BOTH_SIGNS,
+        ),
+        Record(
+            id="softmax-O1c-weak",
+            statement="the same in the other active heads",
+            quantity="least |mu| over the norm of OV",
+            relation="at least",
+            bound=0.999,
+            models="those of both signs",
+            values=weak.ov_last_entry.min(),
+            over=BOTH_SIGNS,
+        ),
+        Record(
+            id="softmax-O1c-single",
+            statement="only y is read, one head",
+            quantity="|mu| over the norm of OV",
+            relation="at least",
+            bound=0.998,
+            models="softmax-h1-s*",
+            values={name: value for name, value in entry.items() if name in single()},
+        ),
+        Record(
+            id="softmax-O1d-end",
+            statement="omega and mu have one sign in every active head at the end",
+            relation="equal to",
+            bound=1,
+            values={name: signs(name) for name in names},
+            **common,
+        ),
+    ]
+
+
+def dummy_records(heads: pd.DataFrame) -> list[Record]:
+    dummies = heads[heads.dummy].groupby("model", sort=False)
+    scales = {"omega": dummies.omega_mean, "mu": dummies.mu_0}
+    common = {"models": "those of both signs with a dummy head", "over": BOTH_SIGNS}
+    found = [
+        Record(
+            id=f"softmax-O1e-{name}",
+            statement="dummy heads have no scales",
+            quantity=f"largest |{name}|",
+            relation="below",
+            bound=0.02,
+            values=values.apply(lambda one: abs(one).max()),
+            **common,
+        )
+        for name, values in scales.items()
+    ]
+    removed = Record(
+        id="softmax-O1e-removed",
+        statement="dummy heads are not missed",
+        quantity="change of predictions without them, rms (y)",
+        relation="below",
+        bound=0.01,
+        values={name: without_dummies(name) for name in dummies.groups},
+        models=common["models"],
+        over={"prompts": 8192} | BOTH_SIGNS,
+    )
+    return [*found, removed]
+
+
+def sum_records(totals: pd.DataFrame) -> list[Record]:
+    eta = debiased_step_size(**SETTING)
+    common = {"models": "those of both signs", "over": BOTH_SIGNS}
+    return [
+        Record(
+            id="softmax-O2a",
+            statement="|omega| is the same for all active heads",
+            quantity="largest over least",
+            relation="at most",
+            bound=1.12,
+            values=totals.homogeneous,
+            **common,
+        ),
+        Record(
+            id="softmax-O2b-end",
+            statement="mu sums to zero at the end",
+            quantity="|sum mu| / sum |mu|",
+            relation="at most",
+            bound=0.03,
+            values=totals.zero_sum,
+            **common,
+        ),
+        Record(
+            id="softmax-O2c-step",
+            statement="sum mu omega is the best step, 1/(1 + (1 + s^2) d/L), within 2%",
+            relation="between",
+            bound=(0.98 * eta, 1.02 * eta),
+            paper=f"{eta:.4f}",
+            values=totals.eta,
+            **common,
+        ),
+        Record(
+            id="softmax-O2c-group",
+            statement="mu of the positive heads sum to that of the solution manifold, within 3%",
+            quantity="relative difference",
+            relation="between",
+            bound=(-0.03, 0.03),
+            values=totals.group,
+            **common,
+        ),
+    ]
+
+
+def page(heads: pd.DataFrame) -> go.Figure:
+    means = heads[heads.active].groupby("model", sort=False)[["qk_diagonal", "ov_last_entry"]].min()
+    bars = {
+        "QK diagonal": means.qk_diagonal.to_numpy(),
+        "OV last entry": means.ov_last_entry.to_numpy(),
+    }
+    return figures.bars(
+        list(means.index),
+        bars,
+        title="Least cosine of an active head with the pattern",
+        y_title="part of the norm",
+        errors={name: np.zeros(len(means)) for name in bars},
+    )
 
 
 if __name__ == "__main__":

@@ -5,7 +5,8 @@ He et al. 2025, arXiv 2503.12734, table 2. Run: python analyses/softmax_table_2.
 
 import numpy as np
 import pandas as pd
-from measured import Claim, Measured, numbers, run
+from measured import Measured, numbers, run
+from records import Record
 from softmax_tasks import labels
 
 GROUPS = {"omega_first": [0, 1], "omega_second": [4, 5], "omega_shared": [2, 3]}
@@ -25,27 +26,40 @@ def conditions(rows: np.ndarray) -> np.ndarray:
 
 
 def measure(quick: bool) -> Measured:
-    frames, ours, spreads = [pd.DataFrame(PAPER).assign(model="paper")], [], []
+    frames, ours = [pd.DataFrame(PAPER).assign(model="paper")], {}
     for name, found in labels(3, "two-tasks").items():
-        if found.pattern != "superposition":
-            continue
         omega = found.circuits.omega
         means = np.stack([omega[:, group].mean(1) for group in GROUPS.values()], 1)
         rows = np.hstack([means, found.circuits.mu])
-        spreads += [np.ptp(omega[:, group], axis=1).max() for group in GROUPS.values()]
-        ours.append(conditions(rows))
+        ours[name] = conditions(rows)
         frames.append(pd.DataFrame(rows).assign(model=name))
     data = pd.concat(frames)
     data.columns = [*GROUPS, "mu_0", "mu_1", "model"]
-    off = [max(abs(one[0, 1]), abs(one[1, 0])) for one in ours]
-    on = [value for one in ours for value in (one[0, 0], one[0, 2], one[1, 1], one[1, 2])]
+    own = ([0, 0, 1, 1], [0, 2, 1, 2])
     paper = conditions(PAPER)
-    claims = [
-        Claim("", "sum_h mu_n omega_g is the step on a task's own groups", "two-tasks-h3-* in superposition", numbers(paper[[0, 0, 1, 1], [0, 2, 1, 2]]), numbers(on), bool(max(abs(np.array(on) - 0.915)) < 0.06)),
-        Claim("", "and 0 on the other task's", "the same", numbers(paper[[0, 1], [1, 0]]), f"at most {max(off):.3f}", max(off) < 0.08),
-        Claim("M-IV", "omega is the same within a group", "the same", "within 0.01", f"within {max(spreads):.3f}", bool(max(spreads) < 0.01)),
-    ]  # fmt: skip
-    return Measured(data, {}, claims)
+    records = [
+        Record(
+            id="softmax-table-2-on",
+            statement="sum_h mu_n omega_g is the step on a task's own groups: 0.915 +- 0.03",
+            quantity="largest difference",
+            relation="below",
+            bound=0.03,
+            paper=numbers(paper[own]),
+            models="two-tasks-h3-*",
+            values={name: abs(one[own] - 0.915).max() for name, one in ours.items()},
+        ),
+        Record(
+            id="softmax-table-2-off",
+            statement="and 0 on the other task's",
+            quantity="largest",
+            relation="below",
+            bound=0.08,
+            paper=numbers(paper[[0, 1], [1, 0]]),
+            models="two-tasks-h3-*",
+            values={name: max(abs(one[0, 1]), abs(one[1, 0])) for name, one in ours.items()},
+        ),
+    ]
+    return Measured(data, {}, records)
 
 
 if __name__ == "__main__":

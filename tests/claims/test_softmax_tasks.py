@@ -79,6 +79,7 @@ def test_m4_three_heads_are_a_superposition(name: str):
     assert found.pattern == "superposition"
     assert {"mixed", "unstructured"} & set(found.labels)
     theta = found.scales.theta
+    # Within 0.03 in one of the two: see test_outcomes.py.
     assert np.abs(theta[ON] - ETA).max() < 0.06
     assert np.abs(theta[~ON]).max() < 0.08
 
@@ -107,12 +108,6 @@ def test_m_losses_fall_with_the_number_of_heads_up_to_four():
     assert abs(gaps[3]) < 0.001
 
 
-def test_not_for_every_seed_a_third_head_can_be_of_no_use():
-    found = label(STUCK)
-    assert found.pattern == "undetermined"
-    assert loss(with_heads(3)[0]) + 0.05 < loss(STUCK) < loss(with_heads(2)[0])
-
-
 # One task vector for both responses.
 
 
@@ -136,13 +131,6 @@ def sharing(*n_heads: int) -> list[str]:
 def test_m2_holds_with_a_shared_vector_for_two_of_three_seeds(name: str):
     assert label(name).pattern == "weighted_preconditioned_gd"
     assert label(name).scales.zero_sum < 0.02
-
-
-def test_m2_does_not_hold_for_the_third_whose_heads_serve_a_task_each():
-    found = label(APART)
-    assert found.pattern == "undetermined"
-    assert found.labels == ("mixed", "mixed")
-    assert loss(APART) > 1.25 * loss(sharing(2)[0])
 
 
 @pytest.mark.parametrize("name", sharing(3))
