@@ -112,6 +112,6 @@ def test_page_is_written_with_its_template(installed: Path, tmp_path: Path):
 
 
 def test_console_script_is_declared(installed: Path):
-    (metadata,) = installed.glob("mechinterp-*.dist-info")
+    (metadata,) = installed.glob("mechinterp_icl-*.dist-info")
     text = (metadata / "entry_points.txt").read_text(encoding="utf-8")
     assert "mechinterp = mechinterp.cli:main" in text.splitlines()

@@ -207,7 +207,7 @@ def pack_bytes(models: Mapping[str, ExperimentConfig]) -> int:
     Example:
         >>> models = {f"{seed}": ExperimentConfig(seed=seed) for seed in range(256)}
         >>> f"{pack_bytes(models) / 2**20:.0f} MiB"
-        '34 MiB'
+        '35 MiB'
     """
     config, n_models = next(iter(models.values())), len(models)
     task, train = config.task, config.train
@@ -216,8 +216,10 @@ def pack_bytes(models: Mapping[str, ExperimentConfig]) -> int:
     n_rows = 2 + train.steps // train.log_every
     # Weights, gradients and Adam's moments, and the sums of the compiled step.
     floats = n_heads * (8 * head + LANES * config.d_model * (task.d_x + task.d_y))
-    # Snapshots and rows of the history, which are there twice while they are written.
-    floats += 2 * len(train.snapshot_steps) * n_heads * head
+    # Snapshots are there as they were trained and as they are named, W_O in full width, and those of one model, while
+    # it is written, as one tensor and as the bytes of its file. Rows of the history are there twice.
+    named, most = 4 * config.d_model * config.d_head, max(c.model.n_heads for c in models.values())
+    floats += len(train.snapshot_steps) * (n_heads * (head + named) + 2 * most * named)
     floats += 2 * n_rows * (2 * n_models + 4 * n_heads)
     # A chunk of prompts, with what it is made from.
     batch = max(train.batch_size, train.n_eval_prompts) * prompt_bytes(task)
