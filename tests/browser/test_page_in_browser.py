@@ -96,7 +96,7 @@ def test_every_figure_is_drawn_and_nothing_is_wider_than_the_window(
 ):
     at = opened(browser, pages[name], width=width, scheme=scheme)
     figures = at.page.locator(".figure")
-    assert figures.count() == {"evil": 15, "linear": 17, "both": 2, "deep": 15}[name]
+    assert figures.count() == {"evil": 15, "linear": 17, "both": 2, "deep": 16}[name]
     for figure in figures.all():
         # A trace that plotly.js could not draw leaves no mark.
         assert figure.locator(".heatmaplayer image, .scatterlayer .trace, .barlayer .point").count()
@@ -138,7 +138,7 @@ def test_the_slider_moves_the_heatmaps_and_their_titles(
     at.moved_to("step", 1)
     after = at.page.locator("#figure-snapshot_qk image").first.get_attribute("href")
     assert before != after
-    expected = checkpoint.snapshots[steps[1]].QK[0, :5].numpy()
+    expected = checkpoint.snapshots[steps[1]].circuits.QK[0, :5].numpy()
     assert f"QK circuits at step {steps[1]:,}" in at.page.locator("figcaption").all_inner_texts()
     assert at.page.locator("label.slider output").last.inner_text() == f"{steps[1]:,}"
     shown = at.page.evaluate(
