@@ -122,7 +122,7 @@ def test_a_rotated_model_is_a_native_checkpoint(tmp_path: Path, prompts: Prompts
         n_layers=4, n_heads=1, d_head=7, d_model=7, score="linear/L", context_only=True
     )
     save(tmp_path / "model", ExperimentConfig(task=TASK, model=model), weights, step=0)
-    found = predict_deep(load(tmp_path / "model").weights, prompts)
+    found = load(tmp_path / "model").predictor.predict(prompts)
     assert_close_to_rounding(found, predict_deep(weights, prompts))
 
 
