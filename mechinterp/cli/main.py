@@ -12,12 +12,14 @@ import typer
 
 from mechinterp.cli.heads import ablate, probe, prune
 from mechinterp.cli.options import (
+    TOO_LARGE,
     LengthOption,
     PathArgument,
     PromptsOption,
     SeedOption,
     about_paths,
     complain,
+    is_out_of_memory,
     load_checkpoint,
     one_layer,
     reads_checkpoints,
@@ -52,6 +54,8 @@ def main() -> None:
     except (ValueError, OSError) as error:
         _fail(_with_next_step(str(error)), 2)
     except Exception as error:
+        if is_out_of_memory(error):
+            _fail(f"{arguments[0]} {TOO_LARGE}", 2)
         # Errors of the argument parser; the class is not public in every version of typer.
         if not hasattr(error, "format_message"):
             raise

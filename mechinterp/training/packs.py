@@ -16,7 +16,8 @@ import torch
 
 from mechinterp.checkpoints.errors import CheckpointError
 from mechinterp.config import ExperimentConfig, differences
-from mechinterp.training.batches import CHUNK_BYTES, prompt_bytes
+from mechinterp.memory import prompt_bytes, require_memory
+from mechinterp.training.batches import CHUNK_BYTES
 from mechinterp.training.deep import DeepRun
 from mechinterp.training.linear import train_linear
 from mechinterp.training.run import Progress, train_run
@@ -184,6 +185,8 @@ def train_job(
         return _train_on_moments(run_folder, name, config, on_log)
     if memory is not None:
         _require_memory(job, memory)
+    if shares_a_pack(config):
+        require_memory(pack_bytes(job.models), f"{job.file}: training {len(job.models)} models")
     kind: type[Pack | DeepRun] = Pack if shares_a_pack(config) else DeepRun
     if job.file.exists():
         pack = kind.restore(job.file, device=device)
