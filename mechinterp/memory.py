@@ -6,6 +6,7 @@ refused with both numbers.
 """
 
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -117,6 +118,17 @@ def require_memory(needed: int, what: str) -> None:
 def available_memory() -> int:
     """Bytes that this process can still take: of the machine, its control group and its own limit."""
     return max(0, min(_of_machine(), _of_control_group(), _of_process()))
+
+
+def peak_memory() -> int:
+    """The most memory that this process has held so far, in bytes."""
+    # On Linux a process starts with the ru_maxrss of the one that started it.
+    if found := re.search(r"VmHWM:\s+(\d+) kB", _read(Path("/proc/self/status"))):
+        return 1024 * int(found[1])
+    if sys.platform == "win32":
+        return 0
+    unit = 1 if sys.platform == "darwin" else 1024
+    return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 def _of_machine() -> int:
