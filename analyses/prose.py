@@ -72,6 +72,15 @@ def one_sign(found: Results) -> list[str]:
     ]
 
 
+def classified(found: Results) -> list[str]:
+    """What `classify` prints of a file of the softmax paper's code."""
+    one = found.table("shipped_models").set_index("model").loc["softmax-h2-s0"]
+    return [
+        f"zero_sum {one.zero_sum:.3f}, omega_spread {one.omega_spread:.3f}; one debiased step "
+        f"explains R² = {one.r2_debiased_gd:.4f}"
+    ]
+
+
 def tasks(found: Results) -> list[str]:
     table = found.table("softmax_heads_needed").query("convention == 'shared-tasks'")
     risks = [f"{one.risk.iloc[0]:.4f}" for _, one in table.groupby("n_heads")][:3]
@@ -161,6 +170,7 @@ def phrases(results: Path) -> dict[str, list[str]]:
     pages = {
         "../README.md": [
             f"{count} trained models are shipped",
+            *classified(found),
             *calibration(found),
             *foretold(found),
             *one_sign(found),

@@ -21,7 +21,7 @@ COLUMNS = (
         "risk / a single head's",
     ),
     *(
-        "effective heads, layer by layer",
+        "effective heads by medians, layer by layer",
         "one head per later layer: risk / whole model's",
         "with a new read-out",
     ),
@@ -69,7 +69,7 @@ def one_model(name: str, row: pd.Series, tables: dict[str, pd.DataFrame]) -> dic
     """A row of the table, by column."""
     heads, probes = (tables[part][tables[part].model == name] for part in ("heads", "probes"))
     written = probes[probes.layer == 1].set_index("target").r2
-    layers = heads[heads.method == "zero"].drop_duplicates("layer").effective_heads
+    layers = heads[heads.method == "zero"].drop_duplicates("layer").effective_heads_of_medians
     cells = {
         "model": name,
         COLUMNS[4]: ", ".join(f"{number:.1f}" for number in layers),
