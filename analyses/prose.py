@@ -48,6 +48,20 @@ def calibration(found: Results) -> list[str]:
     ]
 
 
+def misses(found: Results) -> list[str]:
+    errors = found.table("calibration_errors")
+    sums = {
+        source: errors[errors.source.str.startswith(source)][["must", "missed"]].sum()
+        for source in ("", "fault: mismatched head", "built + noise")
+    }
+    every, mismatched, noise = sums.values()
+    return [
+        f"{every.missed} of the {every.must} that must be seen through: {mismatched.missed} of "
+        f"the {mismatched.must} with a mismatched head",
+        f"{noise.missed} of the {noise.must} with up to 10% of noise",
+    ]
+
+
 def foretold(found: Results) -> list[str]:
     one = found.table("emergence_prediction").set_index("number").value
     counts = {name: int(one[name]) for name in one.index if name.endswith(("seeds", "stuck"))}
@@ -179,6 +193,6 @@ def phrases(results: Path) -> dict[str, list[str]]:
             *start(found),
             *wide(found),
         ],
-        "README.md": [*emergence(found), *foretold(found)],
+        "README.md": [*emergence(found), *foretold(found), *misses(found)],
     }
     return pages
