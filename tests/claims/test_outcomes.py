@@ -178,6 +178,12 @@ def test_o4c_group_sums_dip_by_more_than_2_percent_in_every_model():
     assert min(map(observations.largest_dip, observations.PAIRED)) > 0.02
 
 
+@pytest.mark.parametrize("name", tasks.sharing(3))
+def test_m4_with_a_shared_vector_three_heads_miss_the_best_step_of_rank_2_by_more_than_003(name):
+    best = tasks.joint_step_of_rank(tasks.MOMENTS, 2)
+    assert np.abs(tasks.theta(name) - best).max() > 0.03
+
+
 def test_m3_pairs_of_heads_leak_into_the_other_task():
     leaks = [tasks.label(name).task_leak.max() for name in tasks.with_heads(4)]
     assert min(leaks) > 0.05

@@ -136,7 +136,6 @@ def test_m2_holds_with_a_shared_vector_for_two_of_three_seeds(name: str):
 @pytest.mark.parametrize("name", sharing(3))
 def test_m4_holds_with_a_shared_vector(name: str):
     assert label(name).pattern == "superposition"
-    assert np.abs(theta(name) - joint_step_of_rank(MOMENTS, 2)).max() < 0.05
 
 
 @pytest.mark.parametrize("name", sharing(4, 5))
