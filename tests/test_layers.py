@@ -50,6 +50,7 @@ ORDER = [
     "models.tokens",
     "models.masks",
     "models.hooked_config",
+    "models.checked_hooks",
     "models.attention",
     "models.blocks",
     "models.transformer",
