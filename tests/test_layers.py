@@ -23,6 +23,7 @@ ORDER = [
     "config.experiment",
     "config",
     "presets",
+    "memory",
     "display",
     "figures",
     "theory.softmax",
@@ -160,7 +161,7 @@ ORDER = [
 ]
 FLOORS = [
     *("version", "fields", "tracking"),
-    *("config", "presets", "display", "figures", "theory", "icl", "models"),
+    *("config", "presets", "memory", "display", "figures", "theory", "icl", "models"),
     *(
         "checkpoints",
         "training",

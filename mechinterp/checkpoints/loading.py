@@ -1,5 +1,6 @@
 """Checkpoints of any known format: which one lies at a path, and from one to the other."""
 
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,7 @@ from mechinterp.checkpoints.archives import MAX_NUMBERS, SUFFIXES, read_arrays, 
 from mechinterp.checkpoints.errors import CheckpointError, one_line
 from mechinterp.checkpoints.exchange import FORMAT, SIDE_CAR, read_exchange, write_exchange
 from mechinterp.checkpoints.files import read_json, read_yaml
+from mechinterp.checkpoints.folders import require_new
 from mechinterp.checkpoints.foreign import LAYERED, MARKS, read_foreign
 from mechinterp.checkpoints.hints import Hints
 from mechinterp.checkpoints.native import Checkpoint, checkpoint_of
@@ -177,8 +179,9 @@ def convert(checkpoint: Checkpoint, target: str, out: str | Path) -> list[Path]:
         )
     if target == "npz":
         return [arrays.write_arrays(out, checkpoint)]
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise CheckpointError(f"{out}: already holds something; it is not overwritten.")
+    if os.path.lexists(out) and not out.is_dir():
+        raise CheckpointError(f"{out}: already exists; it is not overwritten.")
+    require_new(out)
     if target == FORMAT:
         write_exchange(out, checkpoint)
     else:

@@ -79,6 +79,7 @@ LengthOption = Annotated[
 ]
 
 LENGTH = "task.context_length"
+TOO_LARGE = "needs more memory than there is."
 
 
 def hints_of(
@@ -210,9 +211,14 @@ def about_paths(*paths: Path) -> Iterator[None]:
         named = str(error).startswith(tuple(map(str, paths)))
         raise ValueError(str(error) if named else f"{paths[0]}: {error}") from None
     except (MemoryError, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and "allocate memory" not in str(error):
+        if not is_out_of_memory(error):
             raise
-        raise ValueError(f"{paths[0]}: needs more memory than there is.") from None
+        raise ValueError(f"{paths[0]}: {TOO_LARGE}") from None
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether Python or PyTorch found no more memory."""
+    return isinstance(error, MemoryError) or "allocate memory" in str(error)
 
 
 def shown_path(path: Path) -> str:
