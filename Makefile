@@ -123,9 +123,7 @@ bench: install ## time the package against plain counterparts, and write tests/b
 
 analyses: install ## measure the papers' claims again from the shipped checkpoints
 	grep -l '^    run(measure' analyses/*.py | OMP_NUM_THREADS=1 xargs -n 1 -P 2 $(BIN)/python
-	$(BIN)/python analyses/emergence_prediction.py
 	$(BIN)/python analyses/claims_table.py
-	$(BIN)/python analyses/sparse_table.py
 
 analyses-check: install ## measure a tenth of the papers' claims again, and compare (a minute)
 	OMP_NUM_THREADS=1 $(BIN)/python analyses/check.py

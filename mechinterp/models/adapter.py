@@ -145,7 +145,8 @@ class HookedPredictor:
         Raises:
             ValueError: If the model has no such hook or does not run through it, or has another number of heads.
         """
-        output, cache = self.model.run_with_cache(self.inputs(prompts), names_filter=list(names))
+        known = [name for name in names if name in self.model.hook_dict]
+        output, cache = self.model.run_with_cache(self.inputs(prompts), names_filter=known)
         for name in names:
             if name not in cache:
                 raise ValueError(
