@@ -1,11 +1,7 @@
 """Checkpoints of any known format: which one lies at a path, and from one to the other."""
 
-<<<<<<< HEAD
 import os
-from collections.abc import Iterable, Mapping
-=======
 from collections.abc import Iterable, Mapping, Sequence
->>>>>>> wild
 from dataclasses import replace
 from pathlib import Path
 
