@@ -194,7 +194,7 @@ def test_a_command_names_the_file(run: Run, tmp_path: Path):
 
 @pytest.mark.parametrize("error", [MemoryError(), RuntimeError("x: can't allocate memory: y")])
 def test_memory_that_was_not_foreseen(run: Run, monkeypatch: pytest.MonkeyPatch, error: Exception):
-    def fails(*_: object) -> None:
+    def fails(*_: object, **__: object) -> None:
         raise error
 
     monkeypatch.setattr("mechinterp.training.sweep.train_one", fails)
