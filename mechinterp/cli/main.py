@@ -13,8 +13,8 @@ import typer
 
 from mechinterp.cli.heads import ablate, analyse, probe, prune, show
 from mechinterp.cli.options import (
-    Asked,
     TOO_LARGE,
+    Asked,
     LengthOption,
     PathArgument,
     PromptsOption,

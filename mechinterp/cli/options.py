@@ -61,6 +61,24 @@ SlopeOption = Annotated[
 ColumnsOption = Annotated[
     str | None, typer.Option("--columns", metavar="x,y|y,x", help="Order of a token's columns.")
 ]
+OrientationOption = Annotated[
+    str | None,
+    typer.Option(
+        "--orientation",
+        metavar="out,in|in,out",
+        help="Axes of matrices, for names that do not say: W x or x W.",
+    ),
+]
+SignOption = Annotated[
+    str | None,
+    typer.Option("--sign", metavar="plus|minus", help="Sign of the y entry in the prediction."),
+]
+MapOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--map", metavar="THEIRS=KNOWN", help="A name as a known one (to_q=q_proj); repeatable."
+    ),
+]
 CountOption = Annotated[
     int | None,
     typer.Option(
@@ -93,6 +111,9 @@ def hints_of(
     score: ScoreOption = None,
     score_slope: SlopeOption = None,
     columns: ColumnsOption = None,
+    orientation: OrientationOption = None,
+    sign: SignOption = None,
+    name_map: MapOption = None,
 ) -> "Hints":
     """What the options say of files that do not say it."""
     from mechinterp.checkpoints.hints import Hints
@@ -100,16 +121,19 @@ def hints_of(
 
     task = None if task_file is None else read_task(task_file)
     return Hints(
-        task,
-        format_name,
-        d_x,
-        d_y,
-        n_heads,
-        scale,
-        attend_to_self,
-        score,
-        score_slope,
-        columns,
+        task=task,
+        format=format_name,
+        d_x=d_x,
+        d_y=d_y,
+        n_heads=n_heads,
+        scale=scale,
+        attend_to_self=attend_to_self,
+        score=score,
+        score_slope=score_slope,
+        columns=columns,
+        orientation=orientation,
+        sign=sign,
+        map=tuple(name_map) if name_map else None,
     )
 
 
