@@ -1,7 +1,7 @@
 """The one way to run any model: predictions under masks of heads, and the streams inside.
 
-How it is computed is chosen by what the model is: in closed form, as a map of the tokens, by taking a head's part
-away again, or with plain hooks; all give what plain hooks give. No analysis asks what kind of model it has.
+How it is computed is chosen by what the model is: in closed form, as a map of the tokens, from the weights alone, or
+with plain hooks; all give what plain hooks give. No analysis asks what kind of model it has.
 """
 
 import inspect
@@ -17,7 +17,7 @@ from torch import Tensor
 from mechinterp.config import TaskConfig
 from mechinterp.icl.prompts import Prompts, sample_prompts
 from mechinterp.models.adapter import HookedPredictor, hooked_predictor
-from mechinterp.models.backends import hooks, one_layer, token_map
+from mechinterp.models.backends import hooks, one_layer, token_map, weights_alone
 from mechinterp.models.deep import LINEAR, DeepWeights, predict_deep
 from mechinterp.models.functional import AttentionWeights, predict
 from mechinterp.models.masks import Head, require_method
@@ -98,7 +98,7 @@ class Predictor:
             return predict(weights.circuits, prompts)
         if weights.has_stack:
             return predict_deep(weights.stack, prompts)
-        return self.hooked.predict(prompts)
+        return weights_alone.masked_predictions(weights, prompts, [[]])[0]
 
     def run(
         self,
@@ -139,6 +139,9 @@ class Predictor:
             if weights is not None and method == "zero" and _is_linear(weights):
                 fitting = _fitting(weights, prompts)
                 return token_map.masked_predictions(weights.stack, fitting, masks, track=track)
+            if weights is not None and method == "zero":
+                fitting = _fitting(weights, prompts)
+                return weights_alone.masked_predictions(weights, fitting, masks, track=track)
             apart = weights if weights is not None and weights.model.attention_only else None
             return hooks.masked_predictions(
                 self.hooked, apart, prompts, masks, method=method, track=track

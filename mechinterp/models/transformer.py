@@ -17,11 +17,12 @@ from transformer_lens.hook_points import HookPoint
 from mechinterp.config import ModelConfig, TaskConfig
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.attention import Attention
-from mechinterp.models.blocks import Block, LayerNorm, Unembed, plus
+from mechinterp.models.blocks import Block, LayerNorm, Unembed
 from mechinterp.models.deep import DeepWeights
 from mechinterp.models.functional import AttentionWeights
 from mechinterp.models.hooked_config import HookedConfig
 from mechinterp.models.tokens import tokens_of
+from mechinterp.models.units import plus
 from mechinterp.models.weights import Weights, as_weights
 
 
