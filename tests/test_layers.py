@@ -17,7 +17,7 @@ PACKAGE = Path(__file__).parents[1] / "mechinterp"
 ORDER = [
     "version",
     "fields",
-    "tracking",
+    "progress",
     "config.task",
     "config.model",
     "config.train",
@@ -161,7 +161,7 @@ ORDER = [
     "cli",
 ]
 FLOORS = [
-    *("version", "fields", "tracking"),
+    *("version", "fields", "progress"),
     *("config", "presets", "display", "figures", "theory", "icl", "models"),
     *(
         "checkpoints",

@@ -1,4 +1,4 @@
-"""What stands around the attention of a layer: norms, the MLP, the block that adds them up, and the read-out.
+"""Blocks of a hooked model: norm, MLP, what adds them to the stream, and the read-out.
 
 Names, shapes and hook points are those of HookedTransformer; of norms that come after, those of its encoder.
 """

@@ -1,4 +1,4 @@
-"""What stands around attention, as plain functions: activations, the norm, biases."""
+"""Activations, layer norm and biases as plain functions."""
 
 from collections.abc import Callable
 from functools import partial

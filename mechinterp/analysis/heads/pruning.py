@@ -1,4 +1,4 @@
-"""Which heads a model can do without: rules of what stays, the risk without the rest, and the smaller model itself."""
+"""Pruning of heads: rules of what stays, the risk without the rest, and the smaller model itself."""
 
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -29,7 +29,7 @@ from mechinterp.icl.prompts import Prompts
 from mechinterp.models.masks import Head
 from mechinterp.models.predictor import Source, predictor_of, prompts_for
 from mechinterp.models.weights import Weights
-from mechinterp.tracking import Track, untracked
+from mechinterp.progress import ProgressCallback, no_progress
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -145,7 +145,7 @@ def prune(
     splits: int = SPLITS,
     n_prompts: int = 4096,
     seed: int = 0,
-    track: Track = untracked,
+    progress: ProgressCallback = no_progress,
 ) -> Pruning:
     """The model without the heads that a rule lets go, its risk and that with a new read-out.
 
@@ -166,7 +166,7 @@ def prune(
         sequential: Whether the layers are pruned one after another from the first, the heads of each scored with
             those of the layers before it gone; else all are scored on the full model.
         splits: Number of random halvings.
-        track: Told of the progress.
+        progress: Optional progress callback.
     Raises:
         ValueError: If the rule keeps no head or its answer has another shape, or there are too few prompts or splits.
     Source:
@@ -186,7 +186,7 @@ def prune(
         1.0
     """
     prompts = prompts_for(source, prompts, n_prompts=n_prompts, seed=seed)
-    errors = MaskedErrors(predictor_of(source), prompts, track)
+    errors = MaskedErrors(predictor_of(source), prompts, progress)
     kept, rise = choose(errors, rule, np.ones(len(prompts), dtype=bool), sequential=sequential)
     choices = choices_on_halves(errors, rule, sequential=sequential, splits=splits)
     full_risk, full_risk_sem = mean_and_sem(errors.of([[]])[:, 0])

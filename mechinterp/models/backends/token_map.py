@@ -9,7 +9,7 @@ from torch import Tensor
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.deep import DeepWeights, linear_pass
 from mechinterp.models.masks import Head, by_layers
-from mechinterp.tracking import Track, untracked
+from mechinterp.progress import ProgressCallback, no_progress
 
 CHUNK = 256  # small enough for a processor's cache
 
@@ -19,12 +19,12 @@ def masked_predictions(
     prompts: Prompts,
     masks: Sequence[Sequence[Head]],
     *,
-    track: Track = untracked,
+    progress: ProgressCallback = no_progress,
 ) -> Float[Tensor, "mask batch d_y"]:
     """Predictions under each mask, a masked head's output being zero."""
     by_layer = [by_layers(heads) for heads in masks]
     parts = []
-    for start in track(range(0, len(prompts), CHUNK), "masking heads (zero)"):
+    for start in progress(range(0, len(prompts), CHUNK), "masking heads (zero)"):
         short = linear_pass(stack, prompts[start : start + CHUNK])
         parts.append(torch.stack([short.prediction(heads) for heads in by_layer]))
     return torch.cat(parts, dim=1)

@@ -18,7 +18,7 @@ from mechinterp.models.scores import attention_pattern, readable_keys
 from mechinterp.models.tokens import tokens_of
 from mechinterp.models.units import ACTIVATIONS, layer_norm, plus
 from mechinterp.models.weights import Weights
-from mechinterp.tracking import Track, untracked
+from mechinterp.progress import ProgressCallback, no_progress
 
 CHUNK = 256  # small enough for a processor's cache
 
@@ -28,12 +28,12 @@ def masked_predictions(
     prompts: Prompts,
     masks: Sequence[Sequence[Head]],
     *,
-    track: Track = untracked,
+    progress: ProgressCallback = no_progress,
 ) -> Float[Tensor, "mask batch d_y"]:
     """Predictions under each mask, a masked head's output being zero."""
     by_layer, parts = [by_layers(heads) for heads in masks], []
     layers = [_Layer(weights, layer) for layer in range(weights.n_layers)]
-    for start in track(range(0, len(prompts), CHUNK), "masking heads (zero)"):
+    for start in progress(range(0, len(prompts), CHUNK), "masking heads (zero)"):
         run = _run(layers, _embedded(weights, prompts[start : start + CHUNK]))
         streams = [run.masked(heads) for heads in by_layer]
         parts.append(torch.stack([_read_out(weights, stream)[:, -1] for stream in streams]))
