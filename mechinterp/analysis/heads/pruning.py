@@ -26,7 +26,6 @@ from mechinterp.checkpoints.native import Checkpoint, checkpoint_of, save
 from mechinterp.config import ExperimentConfig
 from mechinterp.display import Result
 from mechinterp.icl.prompts import Prompts
-from mechinterp.models.masks import Head
 from mechinterp.models.predictor import Source, predictor_of, prompts_for
 from mechinterp.models.weights import Weights
 from mechinterp.progress import ProgressCallback, no_progress
@@ -65,11 +64,6 @@ class Pruning(Result):
     carried_by_few: bool
     """Whether a hundredth of the prompts carries more than half of `risk`; then the risk with a new read-out says
     more."""
-
-    @property
-    def pruned_heads(self) -> list[Head]:
-        """(layer, head) of the heads that are masked."""
-        return masked_by(self.kept)
 
     def __repr__(self) -> str:
         per_layer = ", ".join(map(str, self.kept.sum(1)))
