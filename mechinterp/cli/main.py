@@ -3,6 +3,7 @@
 Each command imports what it needs, so that `mechinterp --help` and `classify` start fast.
 """
 
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,7 @@ import typer
 
 from mechinterp.cli.heads import ablate, analyse, probe, prune, show
 from mechinterp.cli.options import (
+    TOO_LARGE,
     Asked,
     LengthOption,
     PathArgument,
@@ -19,6 +21,7 @@ from mechinterp.cli.options import (
     SeedOption,
     about_paths,
     complain,
+    is_out_of_memory,
     load_checkpoint,
     one_layer,
     reads_checkpoints,
@@ -44,14 +47,21 @@ INTERRUPTED = 130  # what the argument parser makes of Ctrl-C
 def main() -> None:
     """Entry point of the console script: exit code 0, or 2 with one line on standard error."""
     arguments = sys.argv[1:] or ["--help"]
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by who started the command: nobody listens
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
     try:
         code = app(arguments, standalone_mode=False, prog_name="mechinterp")
         if code == INTERRUPTED:
             trains = arguments[0] in ("train", "sweep")
             complain("interrupted" + ("; it goes on with --resume." if trains else "."))
     except (ValueError, OSError) as error:
-        _fail(_with_next_step(str(error)), 2)
+        from mechinterp.checkpoints.errors import one_line
+
+        _fail(_with_next_step(one_line(error)), 2)
     except Exception as error:
+        if is_out_of_memory(error):
+            _fail(f"{arguments[0]} {TOO_LARGE}", 2)
         # Errors of the argument parser; the class is not public in every version of typer.
         if not hasattr(error, "format_message"):
             raise

@@ -61,6 +61,24 @@ SlopeOption = Annotated[
 ColumnsOption = Annotated[
     str | None, typer.Option("--columns", metavar="x,y|y,x", help="Order of a token's columns.")
 ]
+OrientationOption = Annotated[
+    str | None,
+    typer.Option(
+        "--orientation",
+        metavar="out,in|in,out",
+        help="Axes of matrices, for names that do not say: W x or x W.",
+    ),
+]
+SignOption = Annotated[
+    str | None,
+    typer.Option("--sign", metavar="plus|minus", help="Sign of the y entry in the prediction."),
+]
+MapOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--map", metavar="THEIRS=KNOWN", help="A name as a known one (to_q=q_proj); repeatable."
+    ),
+]
 CountOption = Annotated[
     int | None,
     typer.Option(
@@ -79,6 +97,7 @@ LengthOption = Annotated[
 ]
 
 LENGTH = "task.context_length"
+TOO_LARGE = "needs more memory than there is."
 
 
 def hints_of(
@@ -92,6 +111,9 @@ def hints_of(
     score: ScoreOption = None,
     score_slope: SlopeOption = None,
     columns: ColumnsOption = None,
+    orientation: OrientationOption = None,
+    sign: SignOption = None,
+    name_map: MapOption = None,
 ) -> "Hints":
     """What the options say of files that do not say it."""
     from mechinterp.checkpoints.hints import Hints
@@ -99,16 +121,19 @@ def hints_of(
 
     task = None if task_file is None else read_task(task_file)
     return Hints(
-        task,
-        format_name,
-        d_x,
-        d_y,
-        n_heads,
-        scale,
-        attend_to_self,
-        score,
-        score_slope,
-        columns,
+        task=task,
+        format=format_name,
+        d_x=d_x,
+        d_y=d_y,
+        n_heads=n_heads,
+        scale=scale,
+        attend_to_self=attend_to_self,
+        score=score,
+        score_slope=score_slope,
+        columns=columns,
+        orientation=orientation,
+        sign=sign,
+        map=tuple(name_map) if name_map else None,
     )
 
 
@@ -210,9 +235,14 @@ def about_paths(*paths: Path) -> Iterator[None]:
         named = str(error).startswith(tuple(map(str, paths)))
         raise ValueError(str(error) if named else f"{paths[0]}: {error}") from None
     except (MemoryError, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and "allocate memory" not in str(error):
+        if not is_out_of_memory(error):
             raise
-        raise ValueError(f"{paths[0]}: needs more memory than there is.") from None
+        raise ValueError(f"{paths[0]}: {TOO_LARGE}") from None
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether Python or PyTorch found no more memory."""
+    return isinstance(error, MemoryError) or "allocate memory" in str(error)
 
 
 def shown_path(path: Path) -> str:

@@ -13,6 +13,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from mechinterp.icl.prompts import Prompts
+from mechinterp.memory import chunks, layers_bytes, together
 from mechinterp.models.masks import Head, by_layers, mask_z
 from mechinterp.models.scores import attention_pattern, readable_keys
 from mechinterp.models.tokens import tokens_of
@@ -33,8 +34,8 @@ def masked_predictions(
     """Predictions under each mask, a masked head's output being zero."""
     by_layer, parts = [by_layers(heads) for heads in masks], []
     layers = [_Layer(weights, layer) for layer in range(weights.n_layers)]
-    for start in progress(range(0, len(prompts), CHUNK), "masking heads (zero)"):
-        run = _run(layers, _embedded(weights, prompts[start : start + CHUNK]))
+    for rows in progress(_chunks(weights, prompts), "masking heads (zero)"):
+        run = _run(layers, _embedded(weights, prompts[rows]))
         streams = [run.masked(heads) for heads in by_layer]
         parts.append(torch.stack([_read_out(weights, stream)[:, -1] for stream in streams]))
     return torch.cat(parts, dim=1)
@@ -138,6 +139,22 @@ class _Run:
                 z = mask_z(z, heads=by_layer[number], value=None)
             stream = layer.after(stream, layer.written(z))
         return stream
+
+
+def _chunks(weights: Weights, prompts: Prompts) -> list[slice]:
+    """The prompts by as many as run together."""
+    model, d_x, d_y = weights.model, weights.d_x, weights.d_y
+    per_prompt = layers_bytes(
+        n_layers=weights.n_layers,
+        n_heads=weights.n_heads,
+        d_head=model.head_width(d_x, d_y),
+        d_model=model.stream_width(d_x, d_y),
+        d_mlp=model.d_mlp or 0,
+        n_tokens=tokens_of(prompts[:1], model, d_x=d_x, d_y=d_y).shape[1],
+        width=prompts.x.element_size(),
+    )
+    what = f"{weights.n_layers} layers on prompts of {prompts.x.shape[1]} pairs"
+    return chunks(len(prompts), together(per_prompt, what, most=CHUNK))
 
 
 def _run(layers: list[_Layer], stream: Float[Tensor, "batch pos d_model"]) -> _Run:
