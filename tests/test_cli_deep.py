@@ -77,7 +77,17 @@ def test_report_writes_a_page(folder: Path, tmp_path: Path, run: Run):
     assert (document["path"], document["page"]) == (str(folder), str(out / "index.html"))
     assert document["verdict"].startswith("model: excess risk ")
     assert {Path(table).stem for table in document["tables"]} == {
-        *("rivals", "layers", "heads", "rules", "pruning", "chosen", "probes", "areas", "descent"),
+        *(
+            "baselines",
+            "layers",
+            "heads",
+            "rules",
+            "pruning",
+            "chosen",
+            "probes",
+            "areas",
+            "descent",
+        ),
         *("snapshots", "norms", "history"),
     }
     run("report", folder, *options).assert_refused(out, "already exists and is not overwritten")

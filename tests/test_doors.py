@@ -32,7 +32,7 @@ from mechinterp.analysis.dynamics.snapshots import training_snapshots
 from mechinterp.analysis.dynamics.training import training_dynamics
 from mechinterp.analysis.heads.pruning import save_pruned
 from mechinterp.analysis.heads.pruning_curves import prune_by_rules, pruning_curves
-from mechinterp.analysis.learners.baselines import rivals
+from mechinterp.analysis.learners.baselines import baselines
 from mechinterp.analysis.learners.losses import shared_losses
 from mechinterp.checkpoints.errors import CheckpointError
 from mechinterp.checkpoints.exchange import hooked_state
@@ -231,7 +231,7 @@ ANALYSES: dict[str, Callable[[Case], object]] = {
     "shared_losses": lambda c: shared_losses(
         {"model": c.source}, c.task, context_lengths=(8,), n_prompts=200
     ),
-    "rivals": lambda c: rivals(c.source, c.prompts()),
+    "baselines": lambda c: baselines(c.source, c.prompts()),
     "compare": lambda c: compare([c.source, c.source], n_prompts=64),
     "training_snapshots": lambda c: training_snapshots(c.source, n_prompts=64),
     "deep_snapshots": lambda c: deep_snapshots(c.source, c.prompts()),

@@ -1,4 +1,4 @@
-"""What a page says of a model: its verdict, and a section for each analysis."""
+"""Verdict and sections of the page about one model."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,11 +14,11 @@ from mechinterp.analysis.analyses import (
     run_analysis,
 )
 from mechinterp.checkpoints.native import Checkpoint
+from mechinterp.progress import ProgressCallback, no_progress
 from mechinterp.report import deep_sections, sections
 from mechinterp.report.sections import Section, plus_minus
 from mechinterp.report.subject import Subject
 from mechinterp.report.training import history_sections, snapshot_sections
-from mechinterp.tracking import Track, untracked
 
 HEIGHT = 420
 """Of a figure that does not say how high it is."""
@@ -43,7 +43,7 @@ def contents_of(
     n_prompts: int,
     seed: int = 0,
     analyses: Sequence[str] | None = None,
-    track: Track = untracked,
+    progress: ProgressCallback = no_progress,
 ) -> Contents:
     """The verdict and the sections.
 
@@ -53,7 +53,7 @@ def contents_of(
     Raises:
         ValueError: If there is no such analysis, one that was asked for does not take the model, or n_prompts is too small.
     """
-    subject = Subject(checkpoint, n_prompts, seed, track)
+    subject = Subject(checkpoint, n_prompts, seed, progress)
     names = default_names(subject) if analyses is None else tuple(analyses)
     for name in names:
         analysis_named(name)
@@ -74,7 +74,7 @@ def sections_of(name: str, subject: Subject) -> list[Section]:
         return BESPOKE[name](subject)
     n_prompts = subject.size
     found = run_analysis(
-        name, subject.checkpoint, n_prompts=n_prompts, seed=subject.seed, track=subject.track
+        name, subject.checkpoint, n_prompts=n_prompts, seed=subject.seed, progress=subject.progress
     )
     return [plain_section(name, found)]
 
@@ -159,10 +159,10 @@ def _verdict_of_layers(subject: Subject) -> str:
     found, zero, rules = subject.baselines, subject.zero, subject.rules
     against = dict(zip(found.learners, zip(found.ratio, found.ratio_sem, strict=True), strict=True))
     ratios = [
-        f"{plus_minus(*against[rival])} times {what}"
-        if np.isfinite(against[rival][0])
-        else f"where {rival} at its best makes none"
-        for rival, what in (
+        f"{plus_minus(*against[learner])} times {what}"
+        if np.isfinite(against[learner][0])
+        else f"where {learner} at its best makes none"
+        for learner, what in (
             ("ridge", "ridge's at its best penalty"),
             ("zero", "that of predicting 0"),
         )

@@ -1,4 +1,4 @@
-"""What the columns of the tables mean."""
+"""Meanings of the columns of the tables."""
 
 import re
 from collections.abc import Iterable

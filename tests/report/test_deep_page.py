@@ -12,7 +12,7 @@ import torch
 from mechinterp.analysis.heads.ablation import ablate_heads
 from mechinterp.analysis.heads.errors import masked_errors
 from mechinterp.analysis.heads.pruning import prune
-from mechinterp.analysis.learners.baselines import rivals
+from mechinterp.analysis.learners.baselines import baselines
 from mechinterp.checkpoints.loading import load
 from mechinterp.checkpoints.native import Checkpoint, save
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig
@@ -31,7 +31,7 @@ SECTIONS = ["What it computes", "Excess risk", "Heads", "Pruning", "Probes", "P-
 FIGURES = [
     *(
         "figure-classify",
-        "figure-rivals",
+        "figure-baselines",
         "figure-head_risk",
         "figure-head_importance",
         "figure-effective_heads",
@@ -90,7 +90,7 @@ def test_the_numbers_are_those_of_the_analyses(deep: Path, written: Report):
     assert rules.loc["best-later", "ratio"] == pytest.approx(pruned.ratio, rel=1e-9)
     chosen = pd.read_csv(folder / "chosen.csv").query("rule == 'best-later'")
     assert chosen["chosen"].tolist() == pruned.chosen.ravel().tolist()
-    found = rivals(checkpoint.model, prompts)
+    found = baselines(checkpoint.model, prompts)
     assert f"excess risk {found.model_risk:.4g} ± {found.model_risk_sem:.2g} y²" in written.verdict
     assert (
         f"and {found.ratio[0]:.4g} ± {found.ratio_sem[0]:.2g} times that of pr" in written.verdict
@@ -222,9 +222,9 @@ def test_too_few_prompts_and_a_folder_in_use_are_refused(deep: Path, tmp_path: P
 def test_progress_is_told(deep: Path, tmp_path: Path):
     told: list[str] = []
 
-    def track(items, text):
+    def progress(items, text):
         told.append(text)
         return items
 
-    write_report(load(deep), tmp_path / "page", n_prompts=64, track=track)
+    write_report(load(deep), tmp_path / "page", n_prompts=64, progress=progress)
     assert {"masking heads (zero)", "masking heads (resample)", "probing layers"} <= set(told)

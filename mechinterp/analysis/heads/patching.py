@@ -1,4 +1,4 @@
-"""Which position of which layer carries what tells two sets of prompts apart: activation patching.
+"""Activation patching by layer and position.
 
 TransformerLens takes the number of positions from the last axis of its input, which for prompts of
 vectors is d_model; here the positions are counted as they are.
