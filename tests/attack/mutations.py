@@ -1,78 +1,23 @@
-"""Mutated checkpoint files: each ends in an answer or a CheckpointError, soon, and leaves nothing behind.
+"""Mutations of files: of their bytes, of the entries of archives, of tensors, tables, JSON and pickles.
 
-Run as `python -m tests.checkpoints.fuzz 20000 [SEED]` for so many files of each format.
+Each takes a file and a random generator and writes the file anew, as a function of the two.
 """
 
 import json
-import sys
-import tempfile
-import time
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
 
 import numpy as np
+import pandas as pd
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from mechinterp.checkpoints.errors import CheckpointError
-from mechinterp.checkpoints.loading import convert, load
-from tests.checkpoints.foreign_files import attention_module, write_valid_files
-from tests.models.test_layered_models import encoder, garg
-
-SECONDS = 2.0
-Hints = dict[str, object]
-
-
-def write_originals(folder: Path) -> dict[str, tuple[Path, Hints]]:
-    """A valid file of each format: the path to load, and what `load` needs."""
-    torch.manual_seed(0)
-    files = write_valid_files(folder)
-    checkpoint = load(files["transformer-lens"][0])
-    for target in ("native", "transformer-lens"):
-        convert(checkpoint, target, folder / f"folder-{target}")
-        files[f"folder-{target}"] = (folder / f"folder-{target}", {})
-    convert(checkpoint, "npz", folder / "stated.npz")
-    files["stated-arrays"] = (folder / "stated.npz", {})
-    torch.save(garg().state_dict(), folder / "gpt2.pt")
-    torch.save(encoder(6).state_dict(), folder / "encoder.pt")
-    files["gpt2"] = (folder / "gpt2.pt", {"n_heads": 4})
-    files["torch-encoder"] = (folder / "encoder.pt", {"n_heads": 2})
-    shards = folder / "hugging-face"
-    shards.mkdir()
-    state = attention_module(0, width=4, n_heads=2, bias=True).state_dict()
-    named = {name: f"model-{i % 2}.safetensors" for i, name in enumerate(state)}
-    for shard in set(named.values()):
-        save_file({n: t for n, t in state.items() if named[n] == shard}, shards / shard)
-    (shards / "config.json").write_text(json.dumps({"num_heads": 2}))
-    (shards / "model.safetensors.index.json").write_text(json.dumps({"weight_map": named}))
-    files["hugging-face"] = (shards, {})
-    return files
-
-
-def check(path: Path, hints: Hints) -> bool:
-    """Whether the file gave an answer; anything else but a CheckpointError in time is raised.
-
-    Raises:
-        AssertionError: If it takes too long.
-    """
-    start, message = time.process_time(), ""
-    try:
-        checkpoint = load(path, **hints)  # type: ignore[arg-type]
-        model, weights = checkpoint.config.model, checkpoint.weights
-        assert weights.W_Q.shape[:2] == (model.n_layers, model.n_heads)
-        if model.one_attention:
-            assert weights.circuits.OV.shape[2] == checkpoint.config.task.d_y
-        answered = True
-    except CheckpointError as error:
-        answered, message = False, str(error)
-    assert message.isprintable(), message
-    seconds = time.process_time() - start
-    assert seconds < SECONDS, f"{path} took {seconds:.1f} s"
-    return answered
-
+from mechinterp.training.state import _checksum
+from tests.checkpoints.test_pickles import DEEP, DOUBLED, HOSTILE, in_state
 
 # Bytes.
 
@@ -200,6 +145,10 @@ def changed_state(state: dict[str, Tensor], random: Random) -> dict[str, Tensor]
 def mutate_tensors(file: Path, random: Random) -> None:
     if file.suffix == ".json":
         mutate_json(file, random)
+    elif file.suffix == ".parquet":
+        mutate_table(file, random)
+    elif file.stem.startswith("training-"):
+        mutate_state(file, random)
     elif file.suffix == ".npz":
         with np.load(file) as arrays:
             found = dict(arrays)
@@ -239,56 +188,81 @@ def mutate_json(file: Path, random: Random) -> None:
     file.write_text(json.dumps(document))
 
 
-MUTATIONS = (mutate_bytes, mutate_entries, mutate_tensors)
+def mutate_table(file: Path, random: Random) -> None:
+    """Columns and rows become others; the file stays a table."""
+    frame = pd.read_parquet(file)
+    name = random.choice(list(frame))
+    values = (None, float("nan"), float("inf"), -1, 2**62, 1e300, "x", True, [1, 2], b"\x1b[2J")
+    kinds: tuple[Callable[[], pd.DataFrame], ...] = (
+        lambda: frame.drop(columns=name),
+        lambda: frame.rename(columns={name: random.choice(("x", "\n<b>\x1b", "step", ""))}),
+        lambda: frame.assign(**{name: random.choice(values) if random.random() < 0.5 else 7}),
+        lambda: frame.assign(**{name: frame[name].astype(random.choice(("str", "float16", "int8", "object")))}),
+        lambda: frame.iloc[:0],
+        lambda: frame.iloc[::-1],
+        lambda: pd.concat([frame] * random.choice((2, 500))),
+        lambda: frame.assign(**{f"c{i}": 1.0 for i in range(random.choice((1, 100)))}),
+        lambda: frame.set_index(name),
+    )  # fmt: skip
+    try:
+        made = random.choice(kinds)()
+        codec = random.choice(("snappy", "snappy", "gzip", "zstd"))
+        made.to_parquet(file, compression=codec, row_group_size=random.choice((None, 1)))
+    except (ValueError, TypeError, OverflowError, LookupError, pd.errors.IntCastingNaNError):
+        mutate_bytes(file, random)  # what has no such table
 
 
-class Fuzzer:
-    """Originals in memory, written afresh before each mutation."""
-
-    def __init__(self, folder: Path) -> None:
-        self.originals = write_originals(folder)
-        self.bytes = {
-            name: {
-                f: f.read_bytes() for f in ([path] if path.is_file() else sorted(path.iterdir()))
-            }
-            for name, (path, _) in self.originals.items()
-        }
-
-    def run(self, name: str, count: int, seed: int) -> int:
-        """Number of answers among so many mutated files of a format; checks each."""
-        path, hints = self.originals[name]
-        assert check(path, hints), f"{path} is not valid"
-        files = self.bytes[name]
-        answers = 0
-        for number in range(count):
-            random = Random(f"{name} {seed} {number}")
-            target = random.choice([file for file in files if file.suffix != ".py"])
-            random.choice(MUTATIONS)(target, random)
-            try:
-                answers += check(path, hints)
-            except Exception as error:
-                error.add_note(f"format {name}, seed {seed}, number {number}, file {target.name}")
-                raise
-            found = set(path.parent.iterdir()) if path.is_file() else set(path.iterdir())
-            assert found >= set(files), f"{name} {number}: files are gone"
-            target.write_bytes(files[target])
-        return answers
+def mutate_state(file: Path, random: Random) -> None:
+    """A state of a training with other tensors or settings, half of the time with the checksum they should have."""
+    with safe_open(file, framework="pt") as stored:
+        metadata = dict(stored.metadata())
+    state = load_file(file)
+    if random.random() < 0.5:
+        state = changed_state(state, random)
+    else:
+        name = random.choice(list(metadata))
+        texts = ("-1", "999999999", "x", "{}", "null", "[" * 5000, metadata[name] + " ", "1e9")
+        metadata[name] = random.choice(texts)
+        if random.random() < 0.5 and name == "models":
+            other = file.with_suffix(".json")
+            other.write_text(metadata[name] if metadata[name].startswith("{") else "{}")
+            mutate_json(other, random)
+            metadata[name] = other.read_text()
+            other.unlink()
+    state = {name: tensor.clone().contiguous() for name, tensor in state.items()}
+    if random.random() < 0.5 and {"step", "models"} <= metadata.keys():
+        metadata["checksum"] = _checksum(metadata, state)
+    save_file(state, file, metadata)
 
 
-def main(count: int, seed: int) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        fuzzer = Fuzzer(Path(folder))
-        before = sorted(Path(folder).rglob("*"))
-        for name in fuzzer.originals:
-            start = time.process_time()
-            answers = fuzzer.run(name, count, seed)
-            seconds = time.process_time() - start
-            print(
-                f"{name}: {count} files, {answers} answers, the others refused, {seconds:.0f} s",
-                flush=True,
-            )
-        assert sorted(Path(folder).rglob("*")) == before
+# Pickles.
+
+WORDS = (
+    *(b"}", b")", b"]", b"N", b"\x88", b"(", b"0", b"1", b"2", b"\x8f", b"K\x05", b"X\x01\0\0\0W"),
+    *(b"\x85", b"\x86", b"t", b"s", b"u", b"a", b"e", b"b", b"R", b"\x81", b"\x92", b"\x93", b"Q"),
+    *(b"q\0", b"h\0", b"\x94", b"\x91", b"\x90", b"J\xff\xff\xff\xff", b"\x8a\x08" + b"\xff" * 8),
+    *(b"cos\nsystem\n", b"ctorch._utils\n_rebuild_tensor_v2\n", b"ccollections\nOrderedDict\n"),
+    *(b"G" + b"\x7f" * 8, b"X\xff\xff\xff\x7f", b"\x8e" + b"\xff" * 8, DOUBLED, DEEP[:2000]),
+)
 
 
-if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 0)
+def mutate_pickle(file: Path, random: Random) -> None:
+    """A torch file whose pickle is a hostile one or a random programme; any other file gets other bytes."""
+    if not zipfile.is_zipfile(file) or file.suffix == ".npz":
+        mutate_bytes(file, random)
+        return
+    with zipfile.ZipFile(file) as archive:
+        entries = {name: archive.read(name) for name in archive.namelist()}
+    (name,) = (name for name in entries if name.endswith("/data.pkl"))
+    kind = random.randrange(3)
+    if kind == 0:
+        entries[name] = b"\x80\x02" + random.choice(list(HOSTILE.values()))[0] + b"."
+    else:
+        words = b"".join(random.choices(WORDS, k=random.choice((3, 30, 300))))
+        entries[name] = b"\x80\x02" + (words if kind == 1 else in_state(words)) + b"."
+    with zipfile.ZipFile(file, "w") as archive:
+        for entry, data in entries.items():
+            archive.writestr(entry, data)
+
+
+MUTATIONS = (mutate_bytes, mutate_entries, mutate_tensors, mutate_pickle)
