@@ -10,6 +10,7 @@ from mechinterp.checkpoints.native import Checkpoint
 from mechinterp.icl.prompts import Prompts, sample_prompts
 from mechinterp.models.predictor import Predictor
 from mechinterp.report import deep_sections as sections
+from mechinterp.report.edges import edges_sections
 from mechinterp.report.sections import Contents, plus_minus
 from mechinterp.report.training import training_sections
 from mechinterp.tracking import Track, untracked
@@ -48,6 +49,7 @@ def deep_contents(
         sections.pruning_section(predictor, zero, rules, (scored, measured), track),
         sections.probes_section(predictor, probed, track),
         sections.descent_section(predictor, sections.some(measured, 4), track),
+        *edges_sections(predictor, measured, track),
         *training_sections(checkpoint, sections.some(measured, 8), seed=seed, track=track),
     )
     return Contents(verdict_sentence(checkpoint.name, found, zero, rules), parts)
