@@ -1,10 +1,8 @@
 """The part of a page on how heads of one layer act through heads of later ones."""
 
 from mechinterp.analysis.heads.edges import HeadEdges, attribute_edges
-from mechinterp.icl.prompts import Prompts
-from mechinterp.models.predictor import Predictor
 from mechinterp.report.sections import Section, plus_minus
-from mechinterp.tracking import Track
+from mechinterp.report.subject import Subject
 
 PAIRS = 8
 """Pairs of prompts; every edge takes a run on them."""
@@ -12,21 +10,20 @@ MOST_EDGES = 1_200
 NAMED = 3
 
 
-def edges_sections(predictor: Predictor, prompts: Prompts, track: Track) -> list[Section]:
+def edges_sections(subject: Subject) -> list[Section]:
     """Which edges between heads carry what tells two sets of prompts apart; nothing where there are none to patch.
 
     That is with one layer, too many heads, or a norm after each layer.
     """
+    predictor, prompts = subject.predictor, subject.measured
     n_layers, n_heads = predictor.n_layers, predictor.n_heads
     n_edges = 3 * n_heads**2 * n_layers * (n_layers - 1) // 2
-    summed = all(
-        getattr(block, "hook_out_is_single_residual_stream", True)
-        for block in predictor.model.blocks
-    )  # type: ignore[attr-defined]
+    summed = subject.checkpoint.config.model.norm != "after"
     if not 0 < n_edges <= MOST_EDGES or len(prompts) < 4 or not summed:
         return []
     size = min(PAIRS, len(prompts) // 2)
-    found = attribute_edges(predictor, prompts[:size], prompts[size : 2 * size], track=track)
+    clean, corrupted = prompts[:size], prompts[size : 2 * size]
+    found = attribute_edges(predictor, clean, corrupted, track=subject.track)
     return [edges_section(found, size)]
 
 
