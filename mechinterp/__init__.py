@@ -33,6 +33,7 @@ _HOMES = {
     "probe_layers": "mechinterp.analysis.probing.probes",
     "p_probe": "mechinterp.analysis.probing.p_probing",
     "patch_positions": "mechinterp.analysis.heads.patching",
+    "attribute_edges": "mechinterp.analysis.heads.edges",
     "train": "mechinterp.training.sweep",
     "check_compatible": "mechinterp.models.conformance",
 }

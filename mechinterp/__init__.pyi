@@ -4,6 +4,7 @@ from mechinterp.analysis.circuits.circuits import circuits as circuits
 from mechinterp.analysis.circuits.patterns import classify as classify
 from mechinterp.analysis.circuits.patterns import classify_circuits as classify_circuits
 from mechinterp.analysis.heads.ablation import ablate_heads as ablate_heads
+from mechinterp.analysis.heads.edges import attribute_edges as attribute_edges
 from mechinterp.analysis.heads.fine_tuning import fine_tune as fine_tune
 from mechinterp.analysis.heads.gates import learn_gates as learn_gates
 from mechinterp.analysis.heads.pairs import ablate_pairs as ablate_pairs

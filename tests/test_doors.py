@@ -228,6 +228,9 @@ ANALYSES: dict[str, Callable[[Case], object]] = {
     "probe_layers": lambda c: mi.probe_layers(c.source, c.prompts()),
     "p_probe": lambda c: mi.p_probe({"model": c.source}, c.prompts(), steps=4),
     "patch_positions": lambda c: mi.patch_positions(c.source, c.prompts(), c.prompts(seed=1)),
+    "attribute_edges": lambda c: mi.attribute_edges(
+        c.source, c.prompts()[:4], c.prompts(seed=1)[:4], ig_steps=2
+    ),
     "shared_losses": lambda c: shared_losses(
         {"model": c.source}, c.task, context_lengths=(8,), n_prompts=200
     ),

@@ -22,6 +22,7 @@ from mechinterp.analysis.dynamics.linear_snapshots import linear_snapshots
 from mechinterp.analysis.dynamics.milestones import milestones
 from mechinterp.analysis.dynamics.snapshots import training_snapshots
 from mechinterp.analysis.dynamics.training import training_dynamics
+from mechinterp.analysis.heads.edges import attribute_edges
 from mechinterp.analysis.heads.gates import learn_gates
 from mechinterp.analysis.heads.masking import ablate
 from mechinterp.analysis.heads.pairs import ablate_pairs, greedy_order
@@ -59,6 +60,7 @@ ANALYSES: dict[str, Analysis] = {
     "prune": prune,
     "probe": probe,
     "p-probe": p_probe,
+    "edges": attribute_edges,
     "fit": fit_learners,
     "snapshots": training_snapshots,
     "head-snapshots": deep_snapshots,

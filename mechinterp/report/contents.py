@@ -16,6 +16,7 @@ from mechinterp.analysis.analyses import (
 from mechinterp.checkpoints.native import Checkpoint
 from mechinterp.progress import ProgressCallback, no_progress
 from mechinterp.report import deep_sections, sections
+from mechinterp.report.edges import edges_sections
 from mechinterp.report.sections import Section, plus_minus
 from mechinterp.report.subject import Subject
 from mechinterp.report.training import history_sections, snapshot_sections
@@ -24,7 +25,7 @@ HEIGHT = 420
 """Of a figure that does not say how high it is."""
 ON_REQUEST = {"pairs", "order", "gates", "head-snapshots", "component-snapshots", "milestones"}
 """These take long, or are shown within another section."""
-OF_SEVERAL_LAYERS = {"baselines", "prune", "probe", "p-probe"}
+OF_SEVERAL_LAYERS = {"baselines", "prune", "probe", "p-probe", "edges"}
 """What is asked of a model whose circuits do not tell what it computes."""
 OF_ONE_LAYER = {"circuits", "attention", "fit"}
 
@@ -130,6 +131,7 @@ BESPOKE: dict[str, Callable[[Subject], list[Section]]] = {
     "prune": partial(_listed, deep_sections.pruning_section),
     "probe": partial(_listed, deep_sections.probes_section),
     "p-probe": partial(_listed, deep_sections.descent_section),
+    "edges": edges_sections,
     "fit": partial(_listed, sections.fits_section),
     "snapshots": snapshot_sections,
     "training": history_sections,
