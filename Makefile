@@ -9,7 +9,7 @@ ENVS := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/mechinterp/$(shell cksum < constr
 INTEROP := $(ENVS)/transformer-lens-3.9.0 $(ENVS)/transformer-lens-3.2.1
 PEERS := $(ENVS)/peers
 
-.PHONY: help install test test-portable test-portable-short environments test-interop test-peers test-browser notebooks notebooks-write lab fuzz lint bench analyses analyses-check dist report clean
+.PHONY: help install test test-portable test-portable-short environments test-interop test-peers test-versions test-browser notebooks notebooks-write lab fuzz lint bench analyses analyses-check dist report clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-19s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -84,6 +84,13 @@ $(PEERS)/.installed:
 	@test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
 	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt '.[dev,peers]'
 	@touch $@
+
+test-versions: $(ENVS)/uv/bin/uv ## run the fast tests with Python 3.11 to 3.13, lowest and newest versions of all packages
+	OMP_NUM_THREADS=1 $(PYTHON) -m tests.versions $< $(ENVS)
+
+$(ENVS)/uv/bin/uv:
+	@$(PYTHON) -m venv $(ENVS)/uv
+	@$(ENVS)/uv/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt uv
 
 notebooks: install ## run the notebooks from a clean kernel, and leave the files as they are
 	OMP_NUM_THREADS=1 PLOTLY_RENDERER=plotly_mimetype $(BIN)/python -m pytest -n 2 --nbmake notebooks
