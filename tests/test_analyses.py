@@ -3,7 +3,6 @@ records."""
 
 import json
 import runpy
-import subprocess
 import sys
 from pathlib import Path
 
