@@ -15,7 +15,6 @@ from mechinterp.cli.training import JsonOption, QuietOption, say
 if TYPE_CHECKING:
     from mechinterp.checkpoints.hints import Hints
     from mechinterp.checkpoints.native import Checkpoint
-    from mechinterp.config import TaskConfig
     from mechinterp.icl.prompts import Prompts
 
 PathArgument = Annotated[
@@ -149,14 +148,10 @@ class Asked:
 
     def prompts(self, checkpoint: "Checkpoint") -> "Prompts":
         """Evaluation prompts, of models of attention alone in the dtype of their weights."""
-        import torch
+        from mechinterp.analysis.analyses import evaluation_prompts, task_of
 
-        from mechinterp.icl.prompts import sample_prompts
-
-        alone = checkpoint.config.model.attention_only
-        n_prompts, dtype = (4096, checkpoint.weights.dtype) if alone else (1024, torch.float64)
         task = task_of(checkpoint, self.context_length)
-        return sample_prompts(task, self.n_prompts or n_prompts, seed=self.seed, dtype=dtype)
+        return evaluation_prompts(checkpoint, task, self.n_prompts, seed=self.seed)
 
 
 def takes(**bundles: Callable) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -211,8 +206,7 @@ def load_checkpoint(path: Path, hints: "Hints", context_length: int | None = Non
 
 def _told(checkpoint: "Checkpoint", context_length: int) -> "Checkpoint":
     """The checkpoint with this context length in place of the assumed one."""
-
-    task = task_of(checkpoint, context_length)
+    task = replace(checkpoint.task, context_length=context_length)
     assumed = {name: value for name, value in checkpoint.assumed.items() if name != LENGTH}
     return replace(checkpoint, config=replace(checkpoint.config, task=task), assumed=assumed)
 
@@ -229,12 +223,6 @@ def one_layer(path: Path, hints: "Hints") -> "Checkpoint":
             "the report on one model takes it."
         )
     return checkpoint
-
-
-def task_of(checkpoint: "Checkpoint", context_length: int | None) -> "TaskConfig":
-    """The task of a checkpoint, at another context length if one is asked for."""
-    task = checkpoint.task
-    return task if context_length is None else replace(task, context_length=context_length)
 
 
 @contextmanager
