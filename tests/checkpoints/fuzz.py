@@ -200,6 +200,8 @@ def changed_state(state: dict[str, Tensor], random: Random) -> dict[str, Tensor]
 def mutate_tensors(file: Path, random: Random) -> None:
     if file.suffix == ".json":
         mutate_json(file, random)
+    elif file.suffix in (".pkl", ".msgpack"):
+        mutate_bytes(file, random)
     elif file.suffix == ".npz":
         with np.load(file) as arrays:
             found = dict(arrays)

@@ -21,7 +21,7 @@ FORMATS = (
         "arrays-safetensors",
     ),
     *("folder-native", "folder-transformer-lens", "stated-arrays", "gpt2", "torch-encoder"),
-    "hugging-face",
+    *("hugging-face", "names", "haiku", "flax"),
 )
 
 
