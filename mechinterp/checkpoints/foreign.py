@@ -103,7 +103,12 @@ def _read(
 
         return read_layered(tensors, file, format=name, hints=hints, settings=settings)
     if name == NAMED:
-        return _read_named(tensors, file, hints, settings)
+        try:
+            return _read_named(tensors, file, hints, settings)
+        except RuntimeError as error:  # what torch says of shapes or kinds that no check has met
+            if "allocate memory" in str(error):
+                raise
+            raise CheckpointError(f"{file}: its matrices do not fit together.") from None
     if name not in READERS:
         raise CheckpointError(f"{file}: format must be that of other people's files, got {name!r}.")
     layers = [({}, name, _without_prefix(tensors, name, file))]

@@ -23,7 +23,7 @@ def edges_sections(subject: Subject) -> list[Section]:
         return []
     size = min(PAIRS, len(prompts) // 2)
     clean, corrupted = prompts[:size], prompts[size : 2 * size]
-    found = attribute_edges(predictor, clean, corrupted, track=subject.track)
+    found = attribute_edges(predictor, clean, corrupted, progress=subject.progress)
     return [edges_section(found, size)]
 
 

@@ -24,7 +24,7 @@ from mechinterp.icl.prompts import Prompts
 from mechinterp.models.adapter import HookedPredictor
 from mechinterp.models.masks import z_name
 from mechinterp.models.predictor import Source, predictor_of, prompts_for
-from mechinterp.tracking import Track, untracked
+from mechinterp.progress import ProgressCallback, no_progress
 
 Component = Literal["q", "k", "v"]
 COMPONENTS: tuple[Component, ...] = ("q", "k", "v")
@@ -97,7 +97,7 @@ def attribute_edges(
     metric: Metric | None = None,
     n_prompts: int = 32,
     seed: int = 0,
-    track: Track = untracked,
+    progress: ProgressCallback = no_progress,
 ) -> HeadEdges:
     r"""Effects of all edges between heads, estimated by gradients and found by patching one at a time.
 
@@ -114,7 +114,7 @@ def attribute_edges(
             corrupted prompts.
         metric: From the model's output to one number per prompt; None: minus the squared distance of the prediction
             from that of the clean prompts, unit y^2.
-        track: Told of the progress.
+        progress: Told of the progress.
     Raises:
         ValueError: If ig_steps is below 1, there are fewer than two prompts, the model has one layer, its stream is
             normed after each layer, the prompts differ in shape, or the model is in training mode.
@@ -135,7 +135,7 @@ def attribute_edges(
     pair = _Pair.of(hooked, clean, corrupted, metric)
     with _split_inputs(hooked.model):
         estimate = _estimates(pair, ig_steps)
-        patched = _patches(pair, track)
+        patched = _patches(pair, progress)
     with torch.no_grad():
         gained = pair.metric(hooked.model(pair.clean)) - pair.metric(hooked.model(pair.corrupted))
     total, total_sem = mean_and_sem(gained.double().numpy(force=True))
@@ -237,7 +237,7 @@ def _mean_gradients(pair: _Pair, ig_steps: int) -> dict[str, Tensor]:
 
 
 def _patches(
-    pair: _Pair, track: Track
+    pair: _Pair, progress: ProgressCallback
 ) -> Float[np.ndarray, "prompt input layer head later_layer later_head"]:
     """For each prompt what patching an edge changes."""
     from transformer_lens.patching import get_act_patch_direct_path
@@ -255,7 +255,7 @@ def _patches(
 
     with torch.no_grad():
         full = pair.metric(hooked.model(pair.corrupted))
-        for layer, head in track(sources, "patching edges"):
+        for layer, head in progress(sources, "patching edges"):
             for index, component in enumerate(COMPONENTS):
                 values.clear()
                 get_act_patch_direct_path(
