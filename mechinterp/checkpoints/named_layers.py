@@ -241,8 +241,9 @@ def _beside(
 def _checkpoint(parts: Parts, file: Path, choices: Choices, hints: Hints) -> Checkpoint:
     width, given = parts.width, {**dict(hints.task or {}), **hints.given}
     n_tokens = len(parts.ends["read_in.weight"]) if "read_in.weight" in parts.ends else width
-    d_y = parts.ends["read_out.weight"].shape[1] if "read_out.weight" in parts.ends else None
-    d_y = settle(file, "d_y", d_y, given.get("d_y") if type(given.get("d_y")) is int else None) or 1  # type: ignore[arg-type]
+    read = parts.ends["read_out.weight"].shape[1] if "read_out.weight" in parts.ends else None
+    asked = given.get("d_y")
+    d_y = settle(file, "d_y", read, asked if isinstance(asked, int) else None) or 1
     d_x = n_tokens if choices["layout"] == "in_turn" else n_tokens - d_y
     if hints.d_x not in (None, d_x):
         raise CheckpointError(f"{file}: d_x must be the weights' {d_x}, got {hints.d_x}.")

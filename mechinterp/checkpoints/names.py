@@ -391,8 +391,8 @@ def _unpacked(
         for x, rows in zip(part, matrix.chunk(len(part)), strict=True):
             parts[x, kind] = rows
     if ("o", "weight") in parts:
-        rows = {x: len(parts[x, "weight"]) for x in "qkv"}
-        require_full_keys(rows["q"], rows["k"], rows["v"], file)
+        queries, keys, values = (len(parts[x, "weight"]) for x in "qkv")
+        require_full_keys(queries, keys, values, file)
     full = {"q": "query", "k": "key", "v": "value", "o": "out"}
     return {f"{full[part]}.{kind}": matrix.contiguous() for (part, kind), matrix in parts.items()}
 

@@ -311,7 +311,7 @@ def _require_edges(hooked: HookedPredictor, ig_steps: int) -> None:
         raise ValueError(
             f"model must have at least 2 layers to have edges between heads, got {hooked.n_layers}."
         )
-    blocks: Sequence[object] = hooked.model.blocks  # type: ignore[assignment, union-attr]
+    blocks: Sequence[object] = hooked.model.blocks  # type: ignore[assignment]
     if not all(getattr(block, "hook_out_is_single_residual_stream", True) for block in blocks):
         raise ValueError(
             "model must have a residual stream that is the sum of what is written to it, got one with a norm after each layer."
