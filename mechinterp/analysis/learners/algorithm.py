@@ -30,13 +30,15 @@ from mechinterp.analysis.learners.algorithm_tests import (
     settings_of,
 )
 from mechinterp.config import TaskConfig
-from mechinterp.icl.algorithms import PromptMoments
+from mechinterp.icl.algorithms import ALGORITHMS, PromptMoments
 from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
 from mechinterp.models.predictor import Predictor, Source, predictor_of
 
+MOMENTUM = next(algorithm for algorithm in ALGORITHMS if algorithm.name == "momentum")
 LEAST_PROMPTS = 8
 N_RANDOM = 19
 """Models with weights in random order; one that none of them reaches has a p-value of .05."""
+NULL_PROMPTS = 64
 LOOSE = AlgorithmLimits(explained=0.95, path=0.95)
 """Limits under which a member may get the label, so that it is held against mixtures."""
 
@@ -117,7 +119,7 @@ def _measured(
         context_length=np.array([s.prompts.x.shape[1] for s in settings.values()]),
         answered=scores.answered,
         relative_risk=np.array([s.relative_risk for s in settings.values()]),
-        null_risk=_null_risk(predictor, prompts, seed),
+        null_risk=_null_risk(predictor, prompts[:NULL_PROMPTS], seed),
         r2=scores.r2,
         r2_sem=scores.r2_sem,
         difference=scores.difference,
@@ -128,7 +130,8 @@ def _measured(
         path_difference=path.scores.difference,
         path_difference_sem=path.scores.difference_sem,
         readout_r2=path.readout_r2,
-        mixture_gain=np.full((len(members), len(members)), np.nan),
+        others=(*(str(member.label) for member in members), MOMENTUM.name),
+        mixture_gain=np.full((len(members), len(members) + 1), np.nan),
         tests=tuple(tests),
         test_answer=(),
         test_r2=np.array([test.r2 for test in tests.values()]),
@@ -160,11 +163,13 @@ def _null_risk(predictor: Predictor, prompts: Prompts, seed: int) -> Float[np.nd
 
 def _mixture_gains(
     found: AlgorithmEvidence, predictor: Predictor, own: Setting, path: Path, task: TaskConfig
-) -> Float[np.ndarray, "member member"]:
-    """Of the members that a label may fall on, each with others that do not contain it."""
+) -> Float[np.ndarray, "member other"]:
+    """Of the members that a label may fall on, each with members that do not contain it, and with
+    momentum."""
     members, n_layers = candidates_of(task), predictor.n_layers
     moments = (PromptMoments(own.prompts[::2], task), PromptMoments(own.prompts[1::2], task))
-    gains = np.full((len(members), len(members)), np.nan)
+    others = (*members, MOMENTUM)
+    gains = np.full((len(members), len(others)), np.nan)
     chosen = {label for limits in (LOOSE, AlgorithmLimits()) for label in verdict(found, limits)[1]}
     for m, member in enumerate(members):
         walks = member.has_path and path.read is not None
@@ -172,9 +177,11 @@ def _mixture_gains(
             continue
         target = path.read if walks and path.read is not None else own.known
         ours = found.path_scalars[m] if walks else found.scalars[m]
-        for o, other in enumerate(members):
-            if o != m and not (member.label == SMALLER and other.label in LARGER):
-                gains[m, o] = mixture_gain(
-                    member, other, (ours, found.scalars[o]), target, moments, n_layers=n_layers
-                )
+        for o, other in enumerate(others):
+            if o == m or (member.label == SMALLER and other.label in LARGER):
+                continue
+            theirs = np.array([]) if o == len(members) else found.scalars[o]
+            gains[m, o] = mixture_gain(
+                member, other, (ours, theirs), target, moments, n_layers=n_layers
+            )
     return gains

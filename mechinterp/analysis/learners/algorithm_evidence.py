@@ -63,9 +63,11 @@ class AlgorithmEvidence(Result):
     readout_r2: Float[np.ndarray, "member layer"]
     """R^2 with which a linear read-out of each layer's own, fitted on other prompts, finds a member's
     prediction after that layer in the stream."""
-    mixture_gain: Float[np.ndarray, "member member"]
-    """Share of what the first member leaves unexplained that a mixture with the second explains; NaN
-    where it was not asked."""
+    others: tuple[str, ...]
+    """Names of what members are mixed with: the members, and momentum."""
+    mixture_gain: Float[np.ndarray, "member other"]
+    """Share of what a member leaves unexplained that a mixture with another explains; NaN where it
+    was not asked."""
     tests: tuple[str, ...]
     """Identities that were tested."""
     test_answer: tuple[str, ...]

@@ -95,21 +95,22 @@ def _decided(
     found: AlgorithmEvidence, limits: AlgorithmLimits, walked: Sequence[int], kept: Sequence[int]
 ) -> Verdict:
     """What is said of the members that stay."""
-    candidates = tuple(found.members[m] for m in kept)
-    best = max(kept, key=lambda m: found.r2[m, OWN])
+    gains = np.nan_to_num(found.mixture_gain)
+    unmixed = [m for m in kept if gains[m].max() <= limits.mixture]
+    best = max(unmixed or kept, key=lambda m: found.r2[m, OWN])
     number = f"R² {found.r2[best, OWN]:.4f} ± {found.r2_sem[best, OWN]:.1g}"
+    candidates = tuple(found.members[m] for m in unmixed or kept)
     told, tie = _told(found, limits), " and ".join(candidates)
+    if not unmixed:
+        other, gain = found.others[int(gains[best].argmax())], gains[best].max()
+        rest = f"a mixture with {other} explains {gain:.0%} of the rest"
+        return "undetermined", candidates, f"{told}; {tie} at {number}, but {rest}"
     if len(candidates) > 1 and "ridge_like" in candidates and set(candidates) <= ALIKE:
         return "ridge_like", candidates, f"{told}; {tie} tie at {number}, the path is open"
     if not walked and found.has_path[best]:
         return "undetermined", candidates, f"{told}; {tie} at {number}, but not layer by layer"
     if len(candidates) > 1:
         return "undetermined", candidates, f"{told}; {tie} tie at {number}"
-    gains = np.nan_to_num(found.mixture_gain[best])
-    if gains.max() > limits.mixture:
-        other = found.members[int(gains.argmax())]
-        rest = f"a mixture with {other} explains {gains.max():.0%} of the rest"
-        return "undetermined", (*candidates, other), f"{told}; {tie} at {number}, but {rest}"
     return candidates[0], candidates, f"{told}; {tie} at {number}"
 
 

@@ -9,6 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from mechinterp.analysis.learners.algorithm_scores import (
+    FINE,
     N_STARTS,
     NEAR,
     Scores,
@@ -68,7 +69,7 @@ def path_of(
         if not member.has_path:
             continue
         found[m] = fit_algorithm(
-            member, fitted, read[:, ::2], n_layers=n_layers, n_starts=N_STARTS
+            member, fitted, read[:, ::2], n_layers=n_layers, n_starts=N_STARTS, tolerance=FINE
         ).scalars
         here, there = (member.predictions(p, found[m], n_layers) for p in (fitted, scored))
         error[m] = (there - read[:, 1::2]).square().mean(2).numpy()
@@ -137,7 +138,8 @@ def mixture_gain(
     """Share of what the first algorithm leaves unexplained that a mixture with the second explains.
 
     Args:
-        scalars: Fitted ones of each alone, from which those of the mixture are sought.
+        scalars: Fitted ones of each alone, from which those of the mixture are sought; none of the
+            second, if it was not fitted alone.
         target: What is explained, after every layer or after the last one.
         moments: Of the even prompts, for the fit, and of the odd ones, for the share.
     """
@@ -155,6 +157,7 @@ def mixture_gain(
             tolerance=COARSE,
         )
         for begin in (theirs, second.start(fitted, n_layers))
+        if len(begin) == len(second.names(n_layers))
     ]
     found = min(fits, key=lambda fit: fit.error).scalars
 

@@ -14,6 +14,8 @@ from mechinterp.icl.algorithm_fits import fit_algorithm
 from mechinterp.icl.algorithms import ALGORITHMS, Algorithm, JoinedMoments, PromptMoments
 
 N_STARTS = 2
+FINE = 1e-4
+"""A fit ends where a step takes off less than this share of what is left."""
 NEAR = 0.5
 """R^2 to some member below which prompts are not answered."""
 
@@ -64,7 +66,10 @@ def fitted_to_settings(
     """Scalars of a member, from the even prompts of all settings together."""
     joined = JoinedMoments([PromptMoments(s.prompts[::2], task) for s in chosen])
     target = torch.cat([s.known[::2] for s in chosen])
-    return fit_algorithm(member, joined, target, n_layers=n_layers, n_starts=N_STARTS).scalars
+    found = fit_algorithm(
+        member, joined, target, n_layers=n_layers, n_starts=N_STARTS, tolerance=FINE
+    )
+    return found.scalars
 
 
 def squared_errors(
