@@ -10,6 +10,7 @@ from mechinterp.checkpoints.native import Checkpoint
 from mechinterp.icl.prompts import Prompts, sample_prompts
 from mechinterp.models.predictor import Predictor
 from mechinterp.report import deep_sections as sections
+from mechinterp.report.algorithm_section import algorithm_sections
 from mechinterp.report.sections import Contents, plus_minus
 from mechinterp.report.training import training_sections
 from mechinterp.tracking import Track, untracked
@@ -44,6 +45,7 @@ def deep_contents(
     probed = measured[: max(len(measured) // 2, wide)]
     parts = (
         sections.risk_section(found, len(prompts)),
+        *algorithm_sections(checkpoint, seed=seed),
         sections.heads_section(predictor, zero, scored, track),
         sections.pruning_section(predictor, zero, rules, (scored, measured), track),
         sections.probes_section(predictor, probed, track),

@@ -92,16 +92,19 @@ def test_differences_are_those_of_the_r2_and_paired(exact: AlgorithmEvidence):
 
 def test_tables_and_picture(exact: AlgorithmEvidence):
     frame, path = exact.to_frame(), exact.path_frame()
-    assert (len(frame), len(path), len(exact.test_frame())) == (24, 24, 4)
-    one = frame[(frame.algorithm == "ridge_like") & (frame.setting == "double length")]
+    assert (len(frame), len(path), len(exact.test_frame())) == (24, 4 * len(exact.drawn), 4)
+    one = frame[(frame.candidate == "ridge_like") & (frame.prompts == "double length")]
     assert one.r2.item() == exact.r2[row(exact, "ridge_like"), 2]
     assert one.context_length.item() == 80
-    assert set(path[path.path_r2.isna()].algorithm) == {"ridge_like"}
+    assert set(path.candidate) == {exact.members[m] for m in exact.drawn}
+    assert "ridge_like" not in set(path.candidate)
+    own = path[path.candidate == "gradient_descent"]
+    np.testing.assert_allclose(own.readout_r2, 1, rtol=0, atol=1e-9)
     figure = exact.plot()
     assert isinstance(figure, go.Figure)
-    assert {trace.name for trace in figure.data} >= {"gradient_descent", "gd_plus_plus", "newton"}
+    assert {trace.name for trace in figure.data} >= {"gradient_descent", "gd_plus_plus"}
     assert repr(exact).startswith(
-        "AlgorithmEvidence(gradient_descent: linear in y: sum: yes (1.000), "
+        "AlgorithmEvidence(gradient_descent: gradient_descent at R² 1.0000 ± "
     )
 
 

@@ -1,5 +1,6 @@
 """The label of the algorithm that a model's layers carry out, with all numbers behind it."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -80,14 +81,31 @@ class AlgorithmEvidence(Result):
     def __repr__(self) -> str:
         return f"AlgorithmEvidence({self.label}: {self.reason})"
 
+    @property
+    def best(self) -> int | None:
+        """The member that gave the label, else the nearest one; None where none was scored."""
+        if self.label in self.members:
+            return self.members.index(self.label)
+        return self._nearest(range(len(self.members)))
+
+    @property
+    def runner_up(self) -> int | None:
+        """The nearest of the other members at the own length."""
+        return self._nearest([m for m in range(len(self.members)) if m != self.best])
+
+    def _nearest(self, members: Sequence[int]) -> int | None:
+        if not self.answered[0]:
+            return None
+        return max(members, key=lambda m: self.r2[m, 0], default=None)
+
     def to_frame(self) -> pd.DataFrame:
         """One row per algorithm and setting."""
         member, setting = (index.ravel() for index in np.indices(self.r2.shape))
         return pd.DataFrame(
             {
-                "algorithm": np.array(self.members)[member],
+                "candidate": np.array(self.members)[member],
                 "n_scalars": self.n_scalars[member],
-                "setting": np.array(self.settings)[setting],
+                "prompts": np.array(self.settings)[setting],
                 "context_length": self.context_length[setting],
                 "answered": self.answered[setting],
                 "r2": self.r2.ravel(),
@@ -107,26 +125,30 @@ class AlgorithmEvidence(Result):
         )
 
     def path_frame(self) -> pd.DataFrame:
-        """One row per algorithm and layer."""
+        """One row per algorithm and layer, of those that are nearer than predicting 0 after each."""
         member, layer = (index.ravel() for index in np.indices(self.path_r2.shape))
-        return pd.DataFrame(
+        frame = pd.DataFrame(
             {
-                "algorithm": np.array(self.members)[member],
+                "candidate": np.array(self.members)[member],
                 "layer": layer,
                 "path_r2": self.path_r2.ravel(),
                 "path_r2_sem": self.path_r2_sem.ravel(),
                 "readout_r2": self.readout_r2.ravel(),
             }
         )
+        return frame[frame["candidate"].isin([self.members[m] for m in self.drawn])]
+
+    @property
+    def drawn(self) -> list[int]:
+        """Members with a path that is nearer to the model's than 0 is, after every layer."""
+        return np.flatnonzero((self.path_r2 >= 0).all(1)).tolist()
 
     def plot(self) -> go.Figure:
         """R^2 of each member after each layer."""
-        drawn = [m for m in range(len(self.members)) if np.isfinite(self.path_r2[m]).all()]
-        # One that fits worse than predicting 0 is drawn at 0.
         return figures.lines(
             np.arange(1, self.path_r2.shape[1] + 1),
-            {self.members[m]: self.path_r2[m].clip(min=0) for m in drawn},
-            errors={self.members[m]: self.path_r2_sem[m] for m in drawn},
+            {self.members[m]: self.path_r2[m] for m in self.drawn},
+            errors={self.members[m]: self.path_r2_sem[m] for m in self.drawn},
             title="How near the stream after each layer is to what each algorithm predicts there",
             x_title="layers run",
             y_title="R²",

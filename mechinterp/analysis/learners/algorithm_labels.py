@@ -61,7 +61,7 @@ def verdict(found: AlgorithmEvidence, limits: AlgorithmLimits) -> Verdict:
     near = _undominated(near, _better(found, limits))
     kept = [m for m in near if m in left]
     if not kept:
-        return "undetermined", (), f"{_told(found, limits)}; {_nearest(found, left)}"
+        return "undetermined", (), f"{_nearest(found, left)}; {_told(found, limits)}"
     walked = [m for m in kept if found.has_path[m] and _walks(found, limits, m)]
     walked = _undominated(walked, _better_path(found, limits))
     return _decided(found, limits, walked, _smaller(walked or kept, found))
@@ -104,14 +104,14 @@ def _decided(
     if not unmixed:
         other, gain = found.others[int(gains[best].argmax())], gains[best].max()
         rest = f"a mixture with {other} explains {gain:.0%} of the rest"
-        return "undetermined", candidates, f"{told}; {tie} at {number}, but {rest}"
+        return "undetermined", candidates, f"{tie} at {number}, but {rest}; {told}"
     if len(candidates) > 1 and "ridge_like" in candidates and set(candidates) <= ALIKE:
-        return "ridge_like", candidates, f"{told}; {tie} tie at {number}, the path is open"
+        return "ridge_like", candidates, f"{tie} tie at {number}, the path is open; {told}"
     if not walked and found.has_path[best]:
-        return "undetermined", candidates, f"{told}; {tie} at {number}, but not layer by layer"
+        return "undetermined", candidates, f"{tie} at {number}, but not layer by layer; {told}"
     if len(candidates) > 1:
-        return "undetermined", candidates, f"{told}; {tie} tie at {number}"
-    return candidates[0], candidates, f"{told}; {tie} at {number}"
+        return "undetermined", candidates, f"{tie} tie at {number}; {told}"
+    return candidates[0], candidates, f"{tie} at {number}; {told}"
 
 
 def _smaller(kept: Sequence[int], found: AlgorithmEvidence) -> list[int]:
@@ -145,11 +145,17 @@ def _undominated(kept: Sequence[int], better: Bool[np.ndarray, "member member"])
 
 
 def _told(found: AlgorithmEvidence, limits: AlgorithmLimits) -> str:
-    """The answers of the tests, with their numbers."""
-    told = [
-        f"{name}: {answer(r2, limits)}" + ("" if np.isnan(r2) else f" ({r2:.3f})")
-        for name, r2 in zip(found.tests, found.test_r2, strict=True)
-    ]
+    """The answers on the two properties, each with the least R^2 of its tests."""
+    told = []
+    for start, what in (("linear", "linear in y"), ("same", "the same for rotated x")):
+        each = [
+            r2
+            for name, r2 in zip(found.tests, found.test_r2, strict=True)
+            if name.startswith(start) and not np.isnan(r2)
+        ]
+        least = min(each, default=np.nan)
+        number = "" if np.isnan(least) else f" ({least:.3f})"
+        told.append(f"{what}: {answer(least, limits)}{number}")
     return ", ".join(told)
 
 
@@ -163,4 +169,4 @@ def _nearest(found: AlgorithmEvidence, left: Sequence[int]) -> str:
             best = max(members, key=lambda m: found.r2[m, OWN])
             r2, sem = found.r2[best, OWN], found.r2_sem[best, OWN]
             said.append(f"nearest {which}: {found.members[best]} (R² {r2:.3f} ± {sem:.1g})")
-    return f"none that has these properties explains the model, {', '.join(said)}"
+    return f"none explains the model, {', '.join(said)}"
