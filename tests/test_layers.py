@@ -116,6 +116,7 @@ ORDER = [
     "analysis.learners.algorithm_evidence",
     "analysis.learners.algorithm_labels",
     "analysis.learners.algorithm",
+    "analysis.learners.algorithm_steps",
     "analysis.learners.layered",
     "analysis.circuits.patterns",
     "analysis.results",

@@ -71,7 +71,7 @@ def path_of(
         found[m] = fit_algorithm(
             member, fitted, read[:, ::2], n_layers=n_layers, n_starts=N_STARTS, tolerance=FINE
         ).scalars
-        here, there = (member.predictions(p, found[m], n_layers) for p in (fitted, scored))
+        here, there = (member.predictions(p, found[m].tolist(), n_layers) for p in (fitted, scored))
         error[m] = (there - read[:, 1::2]).square().mean(2).numpy()
         readout[m] = _readout_r2(streams, here, there)
     scores = compared(tuple(found), np.ones(n_layers, bool), error, size)
@@ -162,7 +162,7 @@ def mixture_gain(
     found = min(fits, key=lambda fit: fit.error).scalars
 
     def error(algorithm: Algorithm, values: np.ndarray) -> float:
-        known = algorithm.predictions(scored, values, n_layers)
+        known = algorithm.predictions(scored, values.tolist(), n_layers)
         return float(((known if target.ndim == 3 else known[-1]) - odd).square().mean())
 
     alone = error(first, scalars[0])
