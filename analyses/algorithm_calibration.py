@@ -70,26 +70,19 @@ def moved_limits(tuning: Sequence[Known]) -> pd.DataFrame:
 
 
 def table_of(known: Sequence[Known], half: str) -> pd.DataFrame:
-    """A row per model: its right label, its label, and the numbers behind it."""
-    rows = []
-    for case, found in known:
-        paths = found.path_r2[found.has_path].min(1)
-        rows.append(
-            {
-                "family": case.family,
-                "seed": case.seed,
-                "half": half,
-                "truth": case.truth,
-                "demand": case.demand,
-                "noise": case.size,
-                "label": found.label,
-                "verdict": judged(case, found.label),
-                "relative_risk": found.relative_risk[0],
-                "best_r2": np.nan_to_num(found.r2[:, 0]).max(),
-                "best_path_r2": max(0.0, np.nan_to_num(paths).max()),
-                "largest_gain": np.nan_to_num(found.mixture_gain).max(),
-            }
-        )
+    """A row per model: its right label and its label."""
+    rows = [
+        {
+            "family": case.family,
+            "seed": case.seed,
+            "half": half,
+            "truth": case.truth,
+            "demand": case.demand,
+            "label": found.label,
+            "verdict": judged(case, found.label),
+        }
+        for case, found in known
+    ]
     return pd.DataFrame(rows)
 
 
@@ -108,6 +101,16 @@ def rates(models: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
+def sentence(table: pd.DataFrame) -> str:
+    """What docs/algorithms.md quotes of the rates."""
+    row = table[table.family == "all"].iloc[0]
+    return (
+        f"Of {row.models} models that no limit was set on, {row.wrong} got a wrong label: "
+        f"{row.wrong_rate:.1%} ({row.low:.1%} to {row.high:.1%}); of {row.must} that must get their "
+        f"label, {row.missed} did not."
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="two models of each family")
@@ -123,6 +126,7 @@ def main() -> None:
     for name, table in tables.items():
         file = arguments.out / f"algorithm_calibration_{name}.csv"
         table.to_csv(file, index=False, float_format="%.6g")
+    print(sentence(tables["rates"]))
     print(tables["rates"].to_string(), tables["limits"].to_string(), sep="\n")
     print(models[models.verdict.isin(["wrong", "missed"])].to_string())
 

@@ -23,7 +23,7 @@ def test_an_exact_model_follows_its_algorithm(descent: StepInterventions):
     np.testing.assert_allclose(descent.exchanged_r2, 1, rtol=0, atol=1e-8)
     # With every step that of another prompt, the prediction is that prompt's.
     assert descent.control_r2[-1] < 0
-    assert (descent.control_r2 < 0.95).all()
+    assert (descent.control_r2 < descent.replaced_r2 - 1e-4).all()
 
 
 @pytest.mark.slow
