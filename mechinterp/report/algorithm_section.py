@@ -2,19 +2,8 @@
 
 import numpy as np
 
-from mechinterp.analysis.learners.algorithm import name_algorithm
 from mechinterp.analysis.learners.algorithm_evidence import AlgorithmEvidence
-from mechinterp.checkpoints.native import Checkpoint
 from mechinterp.report.sections import Section, number, plus_minus
-
-N_PROMPTS = 256
-
-
-def algorithm_sections(checkpoint: Checkpoint, *, seed: int) -> tuple[Section, ...]:
-    """One section of a model of several layers, none of others."""
-    if checkpoint.config.model.n_layers == 1:
-        return ()
-    return (algorithm_section(name_algorithm(checkpoint, n_prompts=N_PROMPTS, seed=seed)),)
 
 
 def algorithm_section(found: AlgorithmEvidence) -> Section:

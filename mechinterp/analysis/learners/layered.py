@@ -23,6 +23,8 @@ from mechinterp.icl.predictors import debiased_gd, ridge, vanilla_gd
 from mechinterp.icl.prompts import Prompts, sample_prompts
 from mechinterp.models.predictor import Source, predictor_of
 
+CONSTANT = 1e-8
+"""Variance over prompts, relative to the mean square, below which a prediction is one number."""
 CLOSE = 0.5
 """Least R^2 of a learner that is called close."""
 
@@ -138,10 +140,12 @@ def classify_layers(
     excess_risk, excess_risk_sem = mean_and_sem(full.numpy())
     increase, increase_sem = mean_and_sem(rise.numpy())
     r2 = _learner_r2(prompts, prediction, task)
+    size = float(prediction.square().mean())
+    constant = size > 0 and float(prediction.var(0).max()) < CONSTANT * size
     algorithm = None
     if predictor.n_layers > 1:
         algorithm = name_algorithm(predictor, prompts, task=task, seed=seed)
-    pattern, reason = _verdict(algorithm, r2)
+    pattern, reason = _verdict(algorithm, r2, constant=constant)
     return LayeredClassification(
         pattern=pattern,
         reason=reason,
@@ -178,7 +182,7 @@ def _learner_r2(
 
 
 def _verdict(
-    algorithm: AlgorithmEvidence | None, r2: dict[str, tuple[float, float]]
+    algorithm: AlgorithmEvidence | None, r2: dict[str, tuple[float, float]], *, constant: bool
 ) -> tuple[str, str]:
     best = max(r2, key=lambda name: r2[name][0])
     value, sem = r2[best]
@@ -186,6 +190,8 @@ def _verdict(
     learner = f"{how}: {best.replace('_', ' ')} (R² = {value:.3f} ± {sem:.1g})"
     if np.isnan(value):
         learner = "the model predicts 0 on every prompt"
+    if constant:
+        learner = "the model predicts the same number on every prompt: its heads do nothing"
     if algorithm is not None:
         return algorithm.label, f"{algorithm.reason}; {learner}"
     between = "LayerNorm and MLP lie between the heads and the prediction"
