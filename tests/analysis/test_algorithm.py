@@ -21,6 +21,7 @@ from mechinterp.models.constructions_algorithms import (
 )
 from mechinterp.models.constructions_sparse import preprocess_then_optimise_model
 from mechinterp.models.deep import DeepWeights
+from mechinterp.models.weights import Weights
 from mechinterp.training.deep import initial_deep_weights
 
 DENSE = TaskConfig(d_x=8)
@@ -47,7 +48,10 @@ def noisy(weights: DeepWeights, seed: int = 0) -> DeepWeights:
     return with_noise(rotated(weights, seed=seed), 0.03, seed=seed)
 
 
-def saved(weights: DeepWeights, task: TaskConfig, folder: Path) -> Path:
+def saved(weights: DeepWeights | Weights, task: TaskConfig, folder: Path) -> Path:
+    if isinstance(weights, Weights):
+        save(folder, ExperimentConfig(task=task, model=weights.model), weights, step=0)
+        return folder
     model = ModelConfig(
         n_layers=weights.n_layers,
         n_heads=weights.n_heads,
