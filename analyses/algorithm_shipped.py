@@ -19,12 +19,13 @@ from mechinterp.checkpoints.native import load
 
 ROOT = Path(__file__).parents[1]
 FILE = "algorithm_shipped.csv"
-N_PROMPTS = 1024
+N_PROMPTS = 256
 
 
 def row_of(folder: Path) -> dict[str, object]:
     """The label of a model, with the numbers behind it."""
     found = name_algorithm(load(folder), n_prompts=N_PROMPTS)
+    print(folder.name, found.label, found.reason, sep=" | ", flush=True)
     best, other = found.best, found.runner_up
     row: dict[str, object] = {
         "checkpoint": folder.name,
