@@ -13,9 +13,11 @@ from mechinterp.analysis.analyses import (
     described,
     run_analysis,
 )
+from mechinterp.analysis.learners.layered import LayeredClassification
 from mechinterp.checkpoints.native import Checkpoint
 from mechinterp.progress import ProgressCallback, no_progress
 from mechinterp.report import deep_sections, sections
+from mechinterp.report.algorithm_section import algorithm_section
 from mechinterp.report.edges import edges_sections
 from mechinterp.report.sections import Section, plus_minus
 from mechinterp.report.subject import Subject
@@ -109,7 +111,10 @@ def plain_section(name: str, found: Finding, *, title: str | None = None) -> Sec
 def _classify_sections(subject: Subject) -> list[Section]:
     if subject.one_attention:
         return [sections.heads_section(subject)]
-    return [plain_section("classify", subject.classification, title="What it computes")]
+    found = subject.classification
+    computes = plain_section("classify", found, title="What it computes")
+    algorithm = found.algorithm if isinstance(found, LayeredClassification) else None
+    return [computes] if algorithm is None else [computes, algorithm_section(algorithm)]
 
 
 def _ablate_sections(subject: Subject) -> list[Section]:
