@@ -15,7 +15,7 @@ from mechinterp.cli.options import (
     shown_path,
     takes,
 )
-from mechinterp.cli.training import say
+from mechinterp.cli.training import device_of, say
 
 if TYPE_CHECKING:
     from mechinterp.analysis.heads.fine_tuning import FineTuning
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from mechinterp.tracking import Track
 
 
-@takes(asked=Asked, hints=hints_of)
-def ablate(path: PathArgument, *, asked: Asked, hints: "Hints") -> None:
+@takes(asked=Asked, hints=hints_of, device=device_of)
+def ablate(path: PathArgument, *, asked: Asked, hints: "Hints", device: str) -> None:
     """Mask every head; of one layer of attention, every subset of heads. Example: mechinterp ablate checkpoints/softmax-h2-s0"""
     from mechinterp.analysis.heads.ablation import ablate_heads
     from mechinterp.models.masks import METHODS
@@ -36,7 +36,7 @@ def ablate(path: PathArgument, *, asked: Asked, hints: "Hints") -> None:
     from mechinterp.report.terminal import ablation_text, tracked
 
     with about_paths(path), tracked(quiet=asked.quiet) as track:
-        checkpoint = load_checkpoint(path, hints, asked.context_length)
+        checkpoint = load_checkpoint(path, hints, asked.context_length, device=device)
         model, prompts = checkpoint.predictor, asked.prompts(checkpoint)
         even = prompts[: len(prompts) - len(prompts) % 2]  # they swap in pairs
         single = [
@@ -50,7 +50,7 @@ def ablate(path: PathArgument, *, asked: Asked, hints: "Hints") -> None:
     say(f"{shown_path(path)}: {ablation_text(single, subsets)}")
 
 
-@takes(asked=Asked, hints=hints_of)
+@takes(asked=Asked, hints=hints_of, device=device_of)
 def prune(
     path: PathArgument,
     rule: Annotated[
@@ -74,6 +74,7 @@ def prune(
     *,
     asked: Asked,
     hints: "Hints",
+    device: str,
 ) -> None:
     """Keep all heads of the first layer and the best of each later one. Example: mechinterp prune MODEL --out pruned"""
     from mechinterp.analysis.heads import pruning
@@ -88,7 +89,7 @@ def prune(
         require_new(out)
     paths = (path,) if out is None else (path, out)
     with about_paths(*paths), tracked(quiet=asked.quiet) as track:
-        checkpoint = _of_several_layers(path, hints, asked.context_length)
+        checkpoint = _of_several_layers(path, hints, asked.context_length, device)
         prompts = asked.prompts(checkpoint)
         found = pruning.prune(
             checkpoint.predictor,
@@ -114,8 +115,8 @@ def prune(
         say(f"Pruned model: {shown_path(out)}")
 
 
-@takes(asked=Asked, hints=hints_of)
-def probe(path: PathArgument, *, asked: Asked, hints: "Hints") -> None:
+@takes(asked=Asked, hints=hints_of, device=device_of)
+def probe(path: PathArgument, *, asked: Asked, hints: "Hints", device: str) -> None:
     """Say what each layer has computed: linear probes, descent on features. Example: mechinterp probe MODEL"""
     from mechinterp.analysis.probing.p_probing import p_probe
     from mechinterp.analysis.probing.probes import STRUCTURES, probe_layers
@@ -124,7 +125,7 @@ def probe(path: PathArgument, *, asked: Asked, hints: "Hints") -> None:
     from mechinterp.report.terminal import frame_text, tracked
 
     with about_paths(path), tracked(quiet=asked.quiet) as track:
-        checkpoint = load_checkpoint(path, hints, asked.context_length)
+        checkpoint = load_checkpoint(path, hints, asked.context_length, device=device)
         model, prompts = checkpoint.predictor, asked.prompts(checkpoint)
         response = probe_layers(model, prompts, track=track)
         structures = {
@@ -165,9 +166,11 @@ def _fine_tuned(
     return fine_tune(checkpoint, found.kept, prompts, steps=steps, track=track)
 
 
-def _of_several_layers(path: Path, hints: "Hints", context_length: int | None) -> "Checkpoint":
+def _of_several_layers(
+    path: Path, hints: "Hints", context_length: int | None, device: str
+) -> "Checkpoint":
     """The checkpoint of a model in which there is a first layer and a later one."""
-    checkpoint = load_checkpoint(path, hints, context_length)
+    checkpoint = load_checkpoint(path, hints, context_length, device=device)
     if checkpoint.config.model.n_layers == 1:
         raise ValueError(
             f"{path}: prune takes models of several layers, got one; ablate masks its heads."

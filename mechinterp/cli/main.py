@@ -21,6 +21,7 @@ from mechinterp.cli.options import (
     load_checkpoint,
     one_layer,
     reads_checkpoints,
+    runs_checkpoints,
     shown_path,
     task_of,
 )
@@ -73,7 +74,7 @@ for each in (train, sweep, predict_jumps):
 
 
 @command
-@reads_checkpoints
+@runs_checkpoints
 def classify(
     paths: Annotated[
         list[Path], typer.Argument(metavar="PATH...", help="Checkpoints, or folders of them.")
@@ -96,6 +97,7 @@ def classify(
     as_json: JsonOption = False,
     *,
     hints: "Hints",
+    device: str,
 ) -> None:
     """Say which pattern the heads form. Example: mechinterp classify checkpoints/*"""
     from mechinterp.checkpoints.loading import checkpoint_paths
@@ -110,7 +112,7 @@ def classify(
         for path in track(checkpoint_paths(paths), "classifying"):
             try:
                 with about_paths(path):
-                    checkpoint = load_checkpoint(path, hints, context_length)
+                    checkpoint = load_checkpoint(path, hints, context_length, device=device)
                     document, table = _classified(
                         checkpoint, context_length=context_length, n_prompts=n_prompts, seed=seed
                     )
@@ -133,7 +135,7 @@ for each in (ablate, prune, probe):
 
 
 @command
-@reads_checkpoints
+@runs_checkpoints
 def fit(
     path: PathArgument,
     n_prompts: PromptsOption = 20_000,
@@ -150,6 +152,7 @@ def fit(
     as_json: JsonOption = False,
     *,
     hints: "Hints",
+    device: str,
 ) -> None:
     """Fit closed-form learners to the model. Example: mechinterp fit checkpoints/softmax-h2-s0"""
     from mechinterp.analysis.learners.fits import CONTEXT_LENGTHS, fit_learners
@@ -158,7 +161,7 @@ def fit(
 
     lengths = context_length or CONTEXT_LENGTHS
     with about_paths(path), tracked(quiet=quiet) as track:
-        checkpoint = load_checkpoint(path, hints)
+        checkpoint = load_checkpoint(path, hints, device=device)
         fits = fit_learners(
             checkpoint, context_lengths=lengths, n_prompts=n_prompts, seed=seed, track=track
         )
@@ -169,7 +172,7 @@ def fit(
 
 
 @command
-@reads_checkpoints
+@runs_checkpoints
 def report(
     paths: Annotated[
         list[Path],
@@ -185,6 +188,7 @@ def report(
     as_json: JsonOption = False,
     *,
     hints: "Hints",
+    device: str,
 ) -> None:
     """Write a report as one HTML page. Example: mechinterp report checkpoints/softmax-h2-s0 --out reports/h2"""
     from mechinterp.checkpoints.loading import checkpoint_paths
@@ -198,7 +202,7 @@ def report(
         about: list[dict] = [{"path": str(found[0])}]
         with about_paths(found[0], out), tracked(quiet=quiet) as track:
             written = write_report(
-                load_checkpoint(found[0], hints),
+                load_checkpoint(found[0], hints, device=device),
                 out,
                 n_prompts=n_prompts,
                 seed=seed,
@@ -207,7 +211,7 @@ def report(
             )
         document = about[0] | written.to_document()
     else:
-        loaded, about = _those_that_load(found, hints)
+        loaded, about = _those_that_load(found, hints, device)
         with about_paths(out), tracked(quiet=quiet) as track:
             written = write_comparison(
                 loaded,
@@ -274,14 +278,14 @@ def convert(
 
 
 def _those_that_load(
-    paths: list[Path], hints: "Hints"
+    paths: list[Path], hints: "Hints", device: str
 ) -> tuple[list["Checkpoint"], list[dict[str, str]]]:
     """The checkpoints that can be read, and of every path what JSON says: its error if there is one."""
     loaded, about = [], []
     for path in paths:
         try:
             with about_paths(path):
-                loaded.append(one_layer(path, hints))
+                loaded.append(one_layer(path, hints, device))
             about.append({"path": str(path)})
         except (ValueError, OSError) as error:
             about.append({"path": str(path), "error": str(error)})
