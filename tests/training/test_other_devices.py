@@ -52,14 +52,21 @@ def deep_experiment(kind: str, shortest: int | None = None) -> ExperimentConfig:
     return ExperimentConfig(SMALL, ModelConfig(n_layers=2, n_heads=2, **DEEP[kind]), train)
 
 
+DTYPES = {Tensor.double: torch.float64, Tensor.float: torch.float32}
+
+
 class WithoutCuda(TorchFunctionMode):
     """Methods that ask a PyTorch built without CUDA for the device itself, as the operations that they stand for."""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         if function is Tensor.to:
             return moved(*args, **kwargs or {})
+        if function in DTYPES:
+            return moved(*args, DTYPES[function])
         if function is Tensor.copy_:
             return aten.copy_(*args)
+        if function is Tensor.contiguous:
+            return aten.clone(*args, memory_format=torch.contiguous_format)
         if function in (Tensor.__getitem__, Tensor.__setitem__) and args[0].device.type == "cuda":
             view, lists = indexed(*args[:2])
             if function is Tensor.__getitem__:
