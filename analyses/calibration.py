@@ -3,10 +3,11 @@
     python analyses/calibration.py          (about ten minutes on one core)
     python analyses/calibration.py --quick  (about a minute, a tenth of the models)
 
-Models are built with noise or faults of known size, drawn at random, or are snapshots of the shipped ones
-(analyses/calibration_models.py). On one half every threshold is moved, the others at their defaults, and its
-cost is counted: five for a wrong label, one for an undetermined model that must get its label. On the other
-half the labels at the defaults are counted. Writes analyses/results/calibration_{thresholds,labels,errors}.csv.
+Models are built with noise or faults of known size, drawn at random, or are snapshots of the
+shipped ones (analyses/calibration_models.py). On one half every threshold is moved, the others at
+their defaults, and its cost is counted: five for a wrong label, one for an undetermined model that
+must get its label. On the other half the labels at the defaults are counted. Writes
+analyses/results/calibration_{thresholds,labels,errors}.csv.
 """
 
 import argparse
@@ -18,6 +19,8 @@ import numpy as np
 import pandas as pd
 import torch
 from calibration_models import Case, built, leaking, near_misses, snapshots, untrained
+from measured import provenance
+from records import save
 from scipy.stats import binomtest
 
 from mechinterp.analysis.circuits.patterns import classify
@@ -78,7 +81,8 @@ def moved_thresholds(cases: list[Case]) -> pd.DataFrame:
 
 
 def errors(frame: pd.DataFrame) -> pd.DataFrame:
-    """Rate of wrong labels and of misses with Wilson intervals, by where the models come from and their truth."""
+    """Rate of wrong labels and of misses with Wilson intervals, by where the models come from and
+    their truth."""
     rows = []
     for keys, group in frame.groupby(["source", "truth"]):
         wrong, n = int((group.verdict == "wrong").sum()), len(group)
@@ -88,6 +92,17 @@ def errors(frame: pd.DataFrame) -> pd.DataFrame:
         row |= {name: int((group.verdict == name).sum()) for name in COST}
         rows.append(row | {"wrong_rate": wrong / n, "low": interval.low, "high": interval.high})
     return pd.DataFrame(rows)
+
+
+def halves(cases: list[Case], random: np.random.Generator) -> tuple[list[Case], list[Case]]:
+    """Two random halves, the snapshots of one run all in one of them."""
+    runs: dict[str, list[Case]] = {}
+    for index, case in enumerate(cases):
+        runs.setdefault(case.run or f"{index}", []).append(case)
+    groups = list(runs.values())
+    order = random.permutation(len(groups))
+    first, second = ([case for i in order[half::2] for case in groups[i]] for half in (0, 1))
+    return first, second
 
 
 def main() -> None:
@@ -105,8 +120,7 @@ def main() -> None:
         *near_misses(200 // scale, random),
         *snapshots(ROOT / "checkpoints", 2000 // scale),
     ]
-    order = random.permutation(len(cases))
-    tuning, confirming = ([cases[i] for i in order[half::2]] for half in (0, 1))
+    tuning, confirming = halves(cases, random)
     print(f"{len(cases)} models", flush=True)
     frame = pd.DataFrame(
         [
@@ -125,6 +139,7 @@ def main() -> None:
     for name, table in tables.items():
         file = arguments.out / f"calibration_{name}.csv"
         table.to_csv(file, index=False, float_format="%.6g")
+    save(arguments.out, "calibration", [], provenance(tables["errors"], [], None))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""Models whose right label is known, for analyses/calibration.py: built, disturbed by a known amount, random or trained."""
+"""Models whose right label is known, for analyses/calibration.py: built, disturbed by a known
+amount, random or trained."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -35,7 +36,10 @@ class Case:
     size: float
     """Size of the disturbance, relative to what is disturbed; NaN where there is none."""
     demand: str
-    """"must" get its label, "may" get it, or must get "none"; undetermined is never wrong but a miss."""
+    """"must" get its label, "may" get it, or must get "none"; undetermined is never wrong but a
+    miss."""
+    run: str = ""
+    """Of a snapshot: whose it is."""
 
 
 def split(total: float, parts: int, random: np.random.Generator) -> np.ndarray:
@@ -146,7 +150,8 @@ def disturbed(
 
 
 def built(per_cell: int, random: np.random.Generator) -> Iterator[Case]:
-    """Every pattern with noise on its circuits: up to a tenth must be seen through, more than all is no pattern."""
+    """Every pattern with noise on its circuits: up to a tenth must be seen through, more than all
+    is no pattern."""
     for truth, builder in BUILDERS.items():
         for size in NOISE:
             demand = "must" if size <= 0.1 else "none" if size > 1 else "may"
@@ -244,7 +249,8 @@ def near_misses(count: int, random: np.random.Generator) -> Iterator[Case]:
 
 
 def snapshots(folder: Path, n_prompts: int) -> Iterator[Case]:
-    """Snapshots of the shipped models, judged by their predictions alone: a fit with R^2 of 0.98 is the truth."""
+    """Snapshots of the shipped models, judged by their predictions alone: a fit with R^2 of 0.98 is
+    the truth."""
     learners = {"debiased_gd": "debiased_gd", "kernel_head": "kernel_regression"}
     for path in sorted(file.parent for file in folder.glob("softmax-*/config.json")):
         checkpoint = load(path)
@@ -258,4 +264,6 @@ def snapshots(folder: Path, n_prompts: int) -> Iterator[Case]:
             demand = "may" if clear else "none"
             task = checkpoint.config.task
             truth = best if clear else NONE
-            yield Case("snapshot", truth, weights.circuits, task, float(step), demand)
+            yield Case(
+                "snapshot", truth, weights.circuits, task, float(step), demand, run=path.name
+            )

@@ -1,9 +1,11 @@
-"""A tenth of all records, measured again from the shipped checkpoints and compared with what is stored.
+"""A tenth of all records, measured again from the shipped checkpoints and compared with what is
+stored.
 
 python analyses/check.py  (under a minute)
 
-The scripts are drawn in an order that a hash of the commit decides, among those that take few seconds; the numbers must
-agree within their standard errors. Fails with a line for each record that does not.
+The scripts are drawn in an order that a hash of the commit decides, among those that take few
+seconds; the numbers must agree within their standard errors. Fails with a line for each record that
+does not.
 """
 
 import importlib
@@ -13,7 +15,7 @@ import sys
 from pathlib import Path
 
 import torch
-from measured import RESULTS, ROOT, as_records
+from measured import RESULTS, ROOT
 from records import Record, agree, all_records, digest, load
 
 SLOWEST, BUDGET = 12, 35  # seconds of processor time, of one script and of all
@@ -52,7 +54,7 @@ def main() -> None:
     for script in drawn(commit, RESULTS):
         stored = load(RESULTS / f"{script}.records.json")
         claims = importlib.import_module(script).measure(False).claims
-        lines += differences(stored, as_records(script, claims))
+        lines += differences(stored, list(claims))
         count += len(stored)
         print(f"{script}: {len(stored)} records")
     print("\n".join([*lines, f"{count - len(lines)} of {count} records agree"]))

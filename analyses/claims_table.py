@@ -1,12 +1,17 @@
-"""The tables that are made from the records of all scripts: that of analyses/README.md and that of README.md.
+"""The tables that are made from the results of all scripts: those of analyses/README.md and of
+README.md.
 
 python analyses/claims_table.py  (at once; every script of a figure or table must have run)
 """
 
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
+import result_tables
+import sparse_table
 from main_claims import rows
 from records import Record, all_records
+from result_tables import markdown
 
 HERE = Path(__file__).parent
 HEADER = ("id", "claim", "script", "models", "asked", "measured", "verdict", "by")
@@ -15,15 +20,8 @@ HEADER = ("id", "claim", "script", "models", "asked", "measured", "verdict", "by
 def row(script: str, record: Record) -> tuple[str, ...]:
     """The cells of one record."""
     claim = f"{record.statement}: {record.quantity}" if record.quantity else record.statement
-    what = (record.models, record.asked, record.measured, record.verdict, record.tag)
+    what = (record.models, record.asked, record.measured, record.judged, record.tag)
     return (record.id, claim, f"`{script}.py`", *what)
-
-
-def markdown(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
-    """A Markdown table."""
-    lines = [header, ("---",) * len(header)]
-    lines += [tuple(cell.replace("|", "\\|") for cell in cells) for cells in rows]
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
 
 
 def table(results: Path) -> str:
@@ -32,8 +30,25 @@ def table(results: Path) -> str:
 
 
 def main_table(results: Path) -> str:
-    """The table of README.md."""
+    """The claims of README.md."""
     return markdown(("claim", "measured", "verdict"), rows(one for _, one in all_records(results)))
+
+
+TABLES: Mapping[Path, Mapping[str, Callable[[Path], str]]] = {
+    HERE / "README.md": {
+        "claims": table,
+        "trained": sparse_table.markdown,
+        "emergence": result_tables.emergence,
+        "calibration labels": result_tables.calibration_labels,
+        "calibration errors": result_tables.calibration_errors,
+    },
+    HERE.parent / "README.md": {
+        "claims": main_table,
+        "shipped": result_tables.shipped,
+        "trained": result_tables.trained,
+    },
+}
+"""The tables of each page, by the name of their marks."""
 
 
 def replaced(text: str, name: str, table: str) -> str:
@@ -49,10 +64,10 @@ def replaced(text: str, name: str, table: str) -> str:
 
 
 def main() -> None:
-    tables = {HERE: table(HERE / "results"), HERE.parent: main_table(HERE / "results")}
-    for folder, made in tables.items():
-        file = folder / "README.md"
-        text = replaced(file.read_text(encoding="utf-8"), "claims", made)
+    for file, tables in TABLES.items():
+        text = file.read_text(encoding="utf-8")
+        for name, made in tables.items():
+            text = replaced(text, name, made(HERE / "results"))
         file.write_text(text, encoding="utf-8")
 
 

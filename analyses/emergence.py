@@ -1,13 +1,15 @@
-"""What random seeds end as: the probability of each pattern at the end of training, with its 95% interval.
+"""What random seeds end as: the probability of each pattern at the end of training, with its 95%
+interval.
 
     python analyses/emergence.py          (two hours on one core; goes on where it was stopped)
-    python analyses/emergence.py --quick  (about a minute, 16 seeds of two heads and a tenth of the steps)
+    python analyses/emergence.py --quick  (about a minute, 16 seeds, a tenth of the steps)
 
-Trains the softmax paper's setting from many seeds, in packs of 128 heads, classifies each model at several steps and
-writes analyses/results/emergence_seeds.csv (a row per arm, seed and step, added pack by pack) and emergence.csv (the
-fractions). Arms: "adam" is the paper's training, 30,000 steps of it; "small init" starts from a tenth of the initial
-weights, "sgd" takes plain gradient steps; "stuck" trains the first 16 two-head seeds that have one sign after 30,000
-steps to 500,000. The paper (He et al. 2025, arXiv 2503.12734) says its pattern consistently appears.
+Trains the softmax paper's setting from many seeds, in packs of 128 heads, classifies each model at
+several steps and writes analyses/results/emergence_seeds.csv (a row per arm, seed and step, added
+pack by pack) and emergence.csv (the fractions). Arms: "adam" is the paper's training, 30,000 steps
+of it; "small init" starts from a tenth of the initial weights, "sgd" takes plain gradient steps;
+"stuck" trains the first 16 two-head seeds that have one sign after 30,000 steps to 500,000. The
+paper (He et al. 2025, arXiv 2503.12734) says its pattern consistently appears.
 """
 
 import argparse
@@ -83,7 +85,8 @@ def one_sign(weights: AttentionWeights, labels: tuple[str, ...]) -> bool:
 
 
 def fractions(rows: pd.DataFrame) -> pd.DataFrame:
-    """Fraction of seeds that are each pattern, have one sign, or have a dummy, with Wilson intervals."""
+    """Fraction of seeds that are each pattern, have one sign, or have a dummy, with Wilson
+    intervals."""
     kinds = {
         "debiased_gd": rows.pattern == "debiased_gd",
         "kernel_regression": rows.pattern == "kernel_regression",

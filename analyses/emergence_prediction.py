@@ -1,18 +1,17 @@
-"""What in the initial weights of two heads says how they will end: fitted on half of the seeds, tried on the other.
+"""What in the initial weights of two heads says how they will end: fitted on half of the seeds,
+tried on the other.
 
-    python analyses/emergence_prediction.py  (seconds; --quick changes nothing)
-
-Reads results/emergence_seeds.csv and makes the initial weights from the seeds. Near zero a head grows along
-g = mu + c omega, with its sign; two heads whose g have one sign are those in danger. The weight c is chosen on
-the even seeds, and the odd ones say how well sign(g_0 g_1) and the product itself predict which pairs
-keep one sign. Writes results/emergence_prediction.csv.
+Run: python analyses/emergence_prediction.py (seconds; --quick changes nothing). Reads
+results/emergence_seeds.csv and makes the initial weights from the seeds. Near zero a head grows
+along g = mu + c omega, with its sign; two heads whose g have one sign are those in danger. The
+weight c is chosen on the even seeds, and the odd ones say how well sign(g_0 g_1) and the product
+itself predict which pairs keep one sign.
 """
-
-import argparse
-from pathlib import Path
 
 import numpy as np
 import pandas as pd
+from measured import RESULTS, Measured, run
+from records import Record
 from scipy.stats import binomtest
 from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import roc_auc_score
@@ -21,7 +20,6 @@ from mechinterp.config import override
 from mechinterp.presets import preset
 from mechinterp.training.step import initial_weights
 
-OUT = Path(__file__).parent / "results"
 WEIGHTS = np.geomspace(0.1, 100, 61)
 
 
@@ -32,13 +30,8 @@ def growth(seeds: np.ndarray, weight: float) -> np.ndarray:
     return np.array([(m.mu[:, 0] + weight * m.omega.mean(1)).tolist() for m in models])
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="no difference: it takes seconds")
-    parser.add_argument("--out", type=Path, default=OUT)
-    arguments = parser.parse_args()
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    rows = pd.read_csv(OUT / "emergence_seeds.csv")
+def measure(quick: bool) -> Measured:
+    rows = pd.read_csv(RESULTS / "emergence_seeds.csv")
     rows = rows[(rows.arm == "adam") & (rows.n_heads == 2)]
     last = rows[rows.step == rows.step.max()].sort_values("seed")
     seeds, stuck = last.seed.to_numpy(), last.one_sign.to_numpy()
@@ -61,10 +54,21 @@ def main() -> None:
         interval = binomtest(int(there.sum()), len(there)).proportion_ci(method="wilson")
         found |= {f"{name}_seeds": len(there), f"{name}_stuck": int(there.sum())}
         found |= {f"{name}_low": interval.low, f"{name}_high": interval.high}
+    foretold = Record(
+        id="softmax-emergence-foretold",
+        statement="two initial heads foretell whether they keep one sign, "
+        "by the product of their g",
+        quantity="area under the curve",
+        relation="above",
+        bound=0.5,
+        tag="ours",
+        models="two heads",
+        values={"odd seeds": found["auc"]},
+        over={"seeds": int(tried.sum()), "selection": "weight chosen on the even seeds"},
+    )
     table = pd.DataFrame(found.items(), columns=["number", "value"])
-    table.to_csv(arguments.out / "emergence_prediction.csv", index=False, float_format="%.6g")
-    print(table.to_string(index=False))
+    return Measured(table, claims=[foretold])
 
 
 if __name__ == "__main__":
-    main()
+    run(measure, __file__)

@@ -1,7 +1,8 @@
-"""The 2^D functions at which training can rest: their losses, the force on heads there, and a search for others.
+"""The 2^D functions at which training can rest: their losses, the force on heads there, and a
+search for others.
 
-Zhang et al. 2025, arXiv 2501.16265, section 4.2 and eq. (19). The search solves for no force on any weight, from
-random ones. Run: python analyses/linear_fixed_points.py (a minute; --quick 40 starts)
+Zhang et al. 2025, arXiv 2501.16265, section 4.2 and eq. (19). The search solves for no force on any
+weight, from random ones. Run: python analyses/linear_fixed_points.py (a minute; --quick 40 starts)
 """
 
 from itertools import combinations
@@ -9,7 +10,8 @@ from itertools import combinations
 import numpy as np
 import pandas as pd
 from linear_setting import LENGTH, NORMS, TURNED
-from measured import Claim, Measured, run
+from measured import Measured, run
+from records import Record
 from scipy.optimize import least_squares
 
 from mechinterp import figures
@@ -21,13 +23,20 @@ TIGHT = {"method": "lm", "max_nfev": 100, "xtol": 1e-15, "ftol": 1e-15, "gtol": 
 
 
 def subset_row(subset: tuple[int, ...]) -> dict[str, float | str]:
-    """The loss at M(S), its formula, and the largest force on heads that hold S, one direction each."""
+    """The loss at M(S), its formula, and the largest force on heads that hold S, one direction
+    each."""
     found, rows = modes(TURNED), list(subset)
     M, keys = fixed_point(found, subset), (NORMS[rows, None] * found.vectors[:, rows].T)[:, None]
     pull = SeparateHeads(v=NORMS[rows], K=keys, Q=keys).velocity(TURNED.gradient(M))
     force = max(np.abs(part).max(initial=0) for part in (pull.v, pull.K, pull.Q))
     name = "{" + ", ".join(str(mode + 1) for mode in subset) + "}"
-    return {"learned": name, "n_learned": len(rows), "loss": float(TURNED.loss(M)), "formula": fixed_point_loss(found, subset), "force": float(force)}  # fmt: skip
+    return {
+        "learned": name,
+        "n_learned": len(rows),
+        "loss": float(TURNED.loss(M)),
+        "formula": fixed_point_loss(found, subset),
+        "force": float(force),
+    }
 
 
 def search(d_x: int, n_heads: int, rank: int, n_starts: int) -> np.ndarray:
@@ -57,22 +66,81 @@ def search(d_x: int, n_heads: int, rank: int, n_starts: int) -> np.ndarray:
     return np.array(ends)
 
 
+def miss(ends: np.ndarray) -> float:
+    """Largest distance of the ends of a search from a function that holds a subset."""
+    learned = ends[:, :-1]
+    off = np.minimum(np.abs(learned), np.abs(learned - 1))
+    return float(max(off.max(), ends[:, -1].max()))
+
+
 def measure(quick: bool) -> Measured:
     n_starts = 40 if quick else 300
-    data = pd.DataFrame([subset_row(subset) for count in range(5) for subset in combinations(range(4), count)])  # fmt: skip
-    off, force = (data.loss - data.formula).abs().max(), data.force.max()
+    data = pd.DataFrame(
+        [subset_row(subset) for count in range(5) for subset in combinations(range(4), count)]
+    )
+    off = (data.loss - data.formula).abs()
     claims = [
-        Claim("L-4", "the loss at all 2^D subsets is tr minus the sum of lambda / a, within 1e-12", "closed form, D = 4, in other axes", "eq. (19) for the first m", f"within {off:.0e}", bool(off < 1e-12)),
-        Claim("L-4", "no weight of heads that hold a subset is under force, within 1e-12", "the same", "fixed points", f"within {force:.0e}", bool(force < 1e-12)),
-    ]  # fmt: skip
-    for d_x, n_heads, rank in SHAPES:
-        ends = search(d_x, n_heads, rank, n_starts)
-        learned, functions = ends[:, :-1], len(np.unique(ends[:, :-1].round(), axis=0))
-        miss = np.abs(learned - learned.round()).max()
-        inside = miss < 1e-2 and ends[:, -1].max() < 1e-2 and set(learned.round().ravel()) == {0, 1}
-        claims.append(Claim("L-4", f"a search finds all 2^D functions and no other, D = {d_x}", f"{n_heads} heads of rank {rank}, {n_starts} starts", f"{2**d_x}", f"{functions}, f_d of 0 and 1 within {miss:.0e}; {len(ends)} starts end at one", bool(inside and functions == 2**d_x)))  # fmt: skip
+        Record(
+            id=f"linear-4-{name}",
+            statement=statement,
+            quantity=quantity,
+            relation="below",
+            bound=1e-12,
+            models="closed form, D = 4, in other axes",
+            values=dict(zip(data.learned, values, strict=True)),
+        )
+        for name, statement, quantity, values in (
+            (
+                "levels",
+                "the loss at all 2^D subsets is tr minus the sum of lambda / a",
+                "difference",
+                off,
+            ),
+            (
+                "force",
+                "no weight of heads that hold a subset is under force",
+                "largest force",
+                data.force,
+            ),
+        )
+    ]
+    found = {
+        f"D = {d}, {h} heads of rank {r}": (d, search(d, h, r, n_starts)) for d, h, r in SHAPES
+    }
+    functions = {
+        name: len(np.unique(ends[:, :-1].round(), axis=0)) / 2**d
+        for name, (d, ends) in found.items()
+    }
+    misses = {name: miss(ends) for name, (_, ends) in found.items()}
+    common = {"models": f"{n_starts} starts of each shape", "over": {"starts": n_starts}}
+    claims += [
+        Record(
+            id="linear-4-functions",
+            statement="a search for rest finds all 2^D functions",
+            quantity="number found over 2^D",
+            relation="equal to",
+            bound=1,
+            values=functions,
+            **common,
+        ),
+        Record(
+            id="linear-4-others",
+            statement="and no other",
+            quantity="largest distance of f_d from 0 and 1, and of M from a diagonal",
+            relation="below",
+            bound=1e-2,
+            values=misses,
+            **common,
+        ),
+    ]
     curves = {"formula": data.formula.to_numpy(), "loss": data.loss.to_numpy()}
-    page = figures.bars(list(data.learned), curves, errors={name: np.zeros(16) for name in curves}, title="Loss at all 16 functions that hold a subset of four directions", y_title="loss (y²)")  # fmt: skip
+    page = figures.bars(
+        list(data.learned),
+        curves,
+        errors={name: np.zeros(16) for name in curves},
+        title="Loss at all 16 functions that hold a subset of four directions",
+        y_title="loss (y²)",
+    )
     return Measured(data, {"subsets": page}, claims)
 
 

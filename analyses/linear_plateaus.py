@@ -1,7 +1,8 @@
-"""At the rests of separate heads: alignment, principal component regression, and the jumps foretold before training.
+"""At the rests of separate heads: alignment, principal component regression, and the jumps foretold
+before training.
 
-Zhang et al. 2025, arXiv 2501.16265, eq. (20) and (22); jump times from the initial weights are derived here.
-Run: python analyses/linear_plateaus.py (seconds; --quick 2 seeds)
+Zhang et al. 2025, arXiv 2501.16265, eq. (20) and (22); jump times from the initial weights are
+derived here. Run: python analyses/linear_plateaus.py (seconds; --quick 2 seeds)
 """
 
 import numpy as np
@@ -22,7 +23,8 @@ from mechinterp.training.flow import Flow
 def held(found: Flow, rests: Plateaus) -> np.ndarray:
     """Of the head that holds the newest direction at each rest: alignment and norms.
 
-    Columns: 1 - |cos| of key and of query with the eigenvector, | |k| / |v| - 1 | of both, | |v| / v_inf - 1 |.
+    Columns: 1 - |cos| of key and of query with the eigenvector, | |k| / |v| - 1 | of both, | |v| /
+    v_inf - 1 |.
     """
     rows = []
     for mode, place in enumerate(np.searchsorted(found.time, rests.time[1:])):
@@ -72,7 +74,9 @@ def measure(quick: bool) -> Measured:
         )
     )
     shown = separate(INITS[0], 0)[1]
-    return Measured(pd.concat(rows), {"jumps": shown.plot(), "learned": shown.plot_learned()}, claims)  # fmt: skip
+    return Measured(
+        pd.concat(rows), {"jumps": shown.plot(), "learned": shown.plot_learned()}, claims
+    )
 
 
 def head_records(init: float, norm: float, heads: np.ndarray) -> list[Record]:

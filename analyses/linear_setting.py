@@ -1,7 +1,9 @@
-"""What the scripts on linear attention share: the paper's task, flows to their end, and curves on one axis.
+"""What the scripts on linear attention share: the paper's task, flows to their end, and curves on
+one axis.
 
-Zhang, Singh, Latham, Saxe 2025, arXiv 2501.16265. Unless said otherwise N is 31, the eigenvalues are 0.4, 0.3, 0.2,
-0.1, weights start from N(0, init^2), the flow is exact and on the population, and times are in tau.
+Zhang, Singh, Latham, Saxe 2025, arXiv 2501.16265. Unless said otherwise N is 31, the eigenvalues
+are 0.4, 0.3, 0.2, 0.1, weights start from N(0, init^2), the flow is exact and on the population,
+and times are in tau.
 """
 
 from collections.abc import Mapping
@@ -64,7 +66,8 @@ def losses(time: np.ndarray, runs: Mapping[str, Flow]) -> dict[str, np.ndarray]:
 
 
 def named(values: np.ndarray, *axes: str) -> dict[str, float]:
-    """The entries of an array by their places: named(x, "seed", "level") -> {"seed 0, level 0": ...}."""
+    """The entries of an array by their places: named(x, "seed", "level") -> {"seed 0, level 0":
+    ...}."""
     return {
         ", ".join(f"{axis} {place}" for axis, place in zip(axes, index, strict=True)): float(value)
         for index, value in np.ndenumerate(values)
@@ -72,9 +75,14 @@ def named(values: np.ndarray, *axes: str) -> dict[str, float]:
 
 
 def page(
-    time: np.ndarray, curves: Mapping[str, np.ndarray], title: str, *, x_title: str = "time (tau)",
-    levels: np.ndarray = FOUND.levels, log_x: bool = False,
-) -> go.Figure:  # fmt: skip
+    time: np.ndarray,
+    curves: Mapping[str, np.ndarray],
+    title: str,
+    *,
+    x_title: str = "time (tau)",
+    levels: np.ndarray = FOUND.levels,
+    log_x: bool = False,
+) -> go.Figure:
     """Losses with the levels of eq. (19) dotted."""
     return figures.lines(
         time, curves, title=title, x_title=x_title, y_title="loss (y²)", levels=levels, log_x=log_x

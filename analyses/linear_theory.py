@@ -1,4 +1,5 @@
-"""Moments, loss and force of linear attention in closed form, beside samples and automatic differentiation.
+"""Moments, loss and force of linear attention in closed form, beside samples and automatic
+differentiation.
 
 Zhang et al. 2025, arXiv 2501.16265, eq. (15) and section 3; no figure shows them.
 Run: python analyses/linear_theory.py (half a minute; --quick fewer sequences)
@@ -7,8 +8,9 @@ Run: python analyses/linear_theory.py (half a minute; --quick fewer sequences)
 import numpy as np
 import pandas as pd
 import torch
-from linear_setting import EIGENVALUES, LENGTH, MOMENTS, TURNED, set_moments, task
-from measured import Claim, Measured, run
+from linear_setting import EIGENVALUES, LENGTH, MOMENTS, TURNED, named, set_moments, task
+from measured import Measured, run
+from records import Record
 
 from mechinterp.theory.linear import moment_ratio
 from mechinterp.training.descent import training_set
@@ -26,7 +28,7 @@ def moment_errors(n_sequences: int) -> list[float]:
     return [float(np.linalg.norm(ours - exact) / np.linalg.norm(exact)) for ours, exact in pairs]
 
 
-def loss_errors(M: np.ndarray, n_sequences: int) -> tuple[float, float]:
+def loss_errors(M: np.ndarray, n_sequences: int) -> dict[str, float]:
     """Distances of the sampled loss and force from the closed forms, in standard errors."""
     (prompts,) = training_set(task(), n_sequences, seed=1, chunk=n_sequences)
     b = torch.einsum("bnd,bn->bd", prompts.x, prompts.y[..., 0]).numpy() / LENGTH
@@ -34,11 +36,13 @@ def loss_errors(M: np.ndarray, n_sequences: int) -> tuple[float, float]:
     rest, root = prompts.y_query[:, 0].numpy() - np.einsum("bij,ij->b", z, M), np.sqrt(n_sequences)
     square, pull = rest**2, rest[:, None, None] * z
     force = (pull.mean(0) - MOMENTS.gradient(M)) / pull.std(0) * root
-    return float(abs(square.mean() - MOMENTS.loss(M)) / square.std() * root), float(np.abs(force).max())  # fmt: skip
+    loss = abs(square.mean() - MOMENTS.loss(M)) / square.std() * root
+    return {"loss": loss} | named(np.abs(force), "row", "column")
 
 
 def autograd_error(M: np.ndarray) -> float:
-    """Largest distance of the force from minus half of the derivative of the loss, in axes that mix directions."""
+    """Largest distance of the force from minus half of the derivative of the loss, in axes that mix
+    directions."""
     weight = torch.tensor(M, requires_grad=True)
     yz, zz = torch.from_numpy(TURNED.yz), torch.from_numpy(TURNED.zz)
     loss = TURNED.yy - 2 * (yz * weight).sum() + torch.einsum("ij,ijkl,kl->", weight, zz, weight)
@@ -48,16 +52,42 @@ def autograd_error(M: np.ndarray) -> float:
 
 def measure(quick: bool) -> Measured:
     n_sequences, M = 100_000 if quick else 400_000, np.random.default_rng(0).standard_normal((4, 4))
-    moments, (loss, force) = moment_errors(n_sequences), loss_errors(M, n_sequences // 4)
-    exact = autograd_error(M)
+    moments = dict(zip(NAMES, moment_errors(n_sequences), strict=True))
+    sampled, exact = loss_errors(M, n_sequences // 4), autograd_error(M)
     claims = [
-        Claim("L-2", "E[y z], E[z z^T] and E[Lhat^2], eq. (15), are those of sequences within 1%", f"{n_sequences:,} sequences", "exact", "within " + ", ".join(f"{one:.2%}" for one in moments), max(moments) < 0.01),
-        Claim("L-3", "so are the loss and the force at a random M: within 3 s.e., and 4 for the largest of 16", f"{n_sequences // 4:,} sequences", "not asked", f"off by {loss:.1f}, {force:.1f} s.e.", loss < 3 and force < 4),
-        Claim("L-3", "the force is minus half of the derivative of the loss, within 1e-12", "closed form", "not asked", f"within {exact:.0e}", exact < 1e-12),
-    ]  # fmt: skip
-    values = [*moments, loss, force, exact]
-    units = ["relative"] * 3 + ["standard errors"] * 2 + ["absolute"]
-    names = [*NAMES, "loss", "largest force", "force beside the derivative"]
+        Record(
+            id="linear-2-moments",
+            statement="E[y z], E[z z^T] and E[Lhat^2], eq. (15), are those of sequences",
+            quantity="relative distance",
+            relation="below",
+            bound=0.01,
+            models="closed form",
+            values=moments,
+            over={"sequences": n_sequences},
+        ),
+        Record(
+            id="linear-3-sampled",
+            statement="so are the loss at a random M and every entry of its force",
+            quantity="distance in standard errors",
+            relation="at most",
+            bound=3,
+            models="closed form",
+            values=sampled,
+            over={"sequences": n_sequences // 4},
+        ),
+        Record(
+            id="linear-3-derivative",
+            statement="the force is minus half of the derivative of the loss",
+            quantity="largest difference from automatic differentiation",
+            relation="below",
+            bound=1e-12,
+            models="closed form",
+            values={"M": exact},
+        ),
+    ]
+    values = [*moments.values(), *sampled.values(), exact]
+    units = ["relative"] * 3 + ["standard errors"] * len(sampled) + ["absolute"]
+    names = [*moments, *sampled, "force beside the derivative"]
     return Measured(pd.DataFrame({"quantity": names, "error": values, "unit": units}), {}, claims)
 
 

@@ -1,14 +1,16 @@
-"""Merged heads in time: eq. (10) for a white covariance, the escape time, and D + 1 numbers for any covariance.
+"""Merged heads in time: eq. (10) for a white covariance, the escape time, and D + 1 numbers for any
+covariance.
 
-Zhang et al. 2025, arXiv 2501.16265, eq. (10) and section 3. The white covariance is the identity of four dimensions;
-w_eff is |W_1 e + w_2| / 2, the growing part of random initial weights.
-Run: python analyses/linear_time_course.py (seconds; --quick 1 seed)
+Zhang et al. 2025, arXiv 2501.16265, eq. (10) and section 3. The white covariance is the identity of
+four dimensions; w_eff is |W_1 e + w_2| / 2, the growing part of random initial weights. Run: python
+analyses/linear_time_course.py (seconds; --quick 1 seed)
 """
 
 import numpy as np
 import pandas as pd
-from linear_setting import FOUND, LENGTH, MOMENTS, half_time, page, trained
-from measured import Claim, Measured, numbers, run
+from linear_setting import FOUND, LENGTH, MOMENTS, half_time, named, page, trained
+from measured import Measured, run
+from records import Record
 
 from mechinterp.analysis.dynamics.plateaus import drops
 from mechinterp.theory import linear_dynamics as dynamics
@@ -47,32 +49,110 @@ def reduced(seed: int) -> float:
     return float(np.abs(found.loss - loss).max())
 
 
+def random_starts(init: float, limit: float, n_seeds: int) -> list[Record]:
+    """Eq. (10) from random weights: with w_eff, and with the norm of a layer in its place."""
+    drawn = [merged_heads(8, 4, std=init, seed=seed) for seed in range(n_seeds)]
+    errors = np.array([white(heads)[2:] for heads in drawn])
+    halves = [
+        [
+            dynamics.white_half_time(MODES, scale=scale)
+            for scale in (np.linalg.norm(heads.v), dynamics.effective_scale(heads, MODES))
+        ]
+        for heads in drawn
+    ]
+    naive = np.array([abs(layer / effective - 1) for layer, effective in halves])
+    common = {"relation": "below", "bound": limit, "models": f"8 heads, {n_seeds} seeds"}
+    return [
+        Record(
+            id=f"linear-7-loss-init{init:g}",
+            statement=f"eq. (10) with w_eff, init {init:g}",
+            quantity="largest error of the loss, part of the first loss",
+            values=named(errors[:, 0], "seed"),
+            **common,
+        ),
+        Record(
+            id=f"linear-7-half-init{init:g}",
+            statement=f"eq. (10) with w_eff, init {init:g}",
+            quantity="relative error of the half-time",
+            values=named(errors[:, 1], "seed"),
+            **common,
+        ),
+        Record(
+            id=f"linear-7-layer-init{init:g}",
+            statement=f"with w_init, the norm of a layer, in place of w_eff, init {init:g}",
+            quantity="relative error of the half-time",
+            values=named(naive, "seed"),
+            **common,
+        ),
+    ]
+
+
 def measure(quick: bool) -> Measured:
-    seeds, claims = range(1 if quick else 5), []
-    exact = white(aligned())[2]
-    claims.append(Claim("L-7", "eq. (10) from aligned weights: loss within 1e-8", "8 heads, exact flow", "exact", f"within {exact:.0e}", exact < 1e-8))  # fmt: skip
+    seeds = range(1 if quick else 5)
+    claims = [
+        Record(
+            id="linear-7-aligned",
+            statement="eq. (10) from aligned weights",
+            quantity="largest error of the loss, part of the first loss",
+            relation="below",
+            bound=1e-8,
+            models="8 heads, exact flow",
+            values={"aligned": white(aligned())[2]},
+        )
+    ]
     for init, limit in ((1e-2, 5e-3), (1e-3, 1e-3)):
-        drawn = [merged_heads(8, 4, std=init, seed=seed) for seed in seeds]
-        errors = np.array([white(heads)[2:] for heads in drawn])
-        scales = [(np.linalg.norm(heads.v), dynamics.effective_scale(heads, MODES)) for heads in drawn]  # fmt: skip
-        naive = [dynamics.white_half_time(MODES, scale=a) / dynamics.white_half_time(MODES, scale=b) - 1 for a, b in scales]  # fmt: skip
-        claims.append(Claim("L-7", f"eq. (10) with w_eff, init {init:g}: loss and half-time within {limit:.1%}", f"{len(seeds)} seeds", "exact as init tends to 0", f"loss {numbers(100 * errors[:, 0])}%, half-time {numbers(100 * errors[:, 1])}%", bool(errors.max() < limit)))  # fmt: skip
-        claims.append(Claim("", f"with w_init = |w_2| in place of w_eff, init {init:g}: half-time within {limit:.1%}", f"{len(seeds)} seeds", "the norm of a layer", f"off by {numbers(100 * np.array(naive), 1)}%", bool(np.abs(naive).max() < limit)))  # fmt: skip
-    runs = [[trained(merged_heads(8, 4, std=scale, seed=seed)) for scale in SCALES] for seed in seeds]  # fmt: skip
+        claims += random_starts(init, limit, len(seeds))
+    runs = [
+        [trained(merged_heads(8, 4, std=scale, seed=seed)) for scale in SCALES] for seed in seeds
+    ]
     slopes = np.diff([[half_time(one) for one in row] for row in runs]) / -np.log(10)
-    off = np.abs(slopes * np.linalg.norm(FOUND.rates) - 1).max()
-    single = all(len(drops(one)) == 1 for row in runs for one in row)
-    misses = [reduced(seed) for seed in seeds]
+    common = {"models": f"8 heads, {len(seeds)} seeds"}
     claims += [
-        Claim("L-8", "half-time grows as ln(1/init)/|Lambda^2|, within 1% from 1e-6 to 1e-2, with one drop", f"{len(seeds)} seeds", "1", f"slope within {off:.2%}", bool(off < 0.01 and single)),
-        Claim("L-9", "D + 1 numbers, any covariance: loss within 5e-4, init 1e-3", f"{len(seeds)} seeds", "not asked", f"within {max(misses):.1e}", max(misses) < 5e-4),
-    ]  # fmt: skip
+        Record(
+            id="linear-8-slope",
+            statement="half-time grows as ln(1/init)/|Lambda^2| over four decades",
+            quantity="slope of a decade times |Lambda^2|",
+            relation="between",
+            bound=(0.99, 1.01),
+            values=named(slopes * np.linalg.norm(FOUND.rates), "seed", "decade"),
+            **common,
+        ),
+        Record(
+            id="linear-8-drops",
+            statement="with one drop only",
+            quantity="drops",
+            relation="equal to",
+            bound=1,
+            values=named(
+                np.array([[len(drops(one)) for one in row] for row in runs]), "seed", "init"
+            ),
+            **common,
+        ),
+        Record(
+            id="linear-9-reduction",
+            statement="D + 1 numbers for any covariance, init 1e-3",
+            quantity="largest difference in loss from eight heads",
+            relation="below",
+            bound=5e-4,
+            tag="ours",
+            values=named(np.array([reduced(seed) for seed in seeds]), "seed"),
+            **common,
+        ),
+    ]
     drawn = {f"init {init:g}": merged_heads(8, 4, std=init, seed=0) for init in (0.1, 1e-3)}
     found = {name: white(heads) for name, heads in drawn.items()}
     time = np.linspace(0, 8, 201)
     curves = {name: np.interp(time, one.time, one.loss) for name, (one, *_) in found.items()}
-    curves |= {f"{name}, eq. (10)": np.interp(time, one.time, loss) for name, (one, loss, *_) in found.items()}  # fmt: skip
-    figure = page(time, curves, "White covariance: exact flow and eq. (10) with w_eff", levels=MODES.levels[-1:])  # fmt: skip
+    curves |= {
+        f"{name}, eq. (10)": np.interp(time, one.time, loss)
+        for name, (one, loss, *_) in found.items()
+    }
+    figure = page(
+        time,
+        curves,
+        "White covariance: exact flow and eq. (10) with w_eff",
+        levels=MODES.levels[-1:],
+    )
     return Measured(pd.DataFrame({"time": time} | curves), {"white": figure}, claims)
 
 

@@ -1,8 +1,10 @@
-"""What the scripts of figures and tables share: a claim with its numbers, and writing what was measured.
+"""What the scripts of figures and tables share: the shipped checkpoints, and writing what was
+measured.
 
-A script defines `measure(quick)` and ends with `run(measure, __file__)`. With S the script's name it writes S.csv (the
-figure's data), S.records.json (claims and what was measured, see records.py) and S.html (figures, needing the
-plotly.min.js written beside it) into results/. `--quick` makes it a minute's run or less; `--png` draws PNGs too and needs a browser.
+A script defines `measure(quick)` and ends with `run(measure, __file__)`. With S the script's name
+it writes S.csv (the figure's data), S.records.json (claims and what was measured, see records.py)
+and S.html (figures, needing the plotly.min.js written beside it) into results/. `--quick` makes it
+a minute's run or less; `--png` draws PNGs too and needs a browser.
 """
 
 import argparse
@@ -10,7 +12,6 @@ import json
 import re
 import subprocess
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
@@ -21,7 +22,7 @@ import pandas as pd
 import plotly.graph_objects as go
 import torch
 from plotly.offline import get_plotlyjs
-from records import Record, save, stated
+from records import Record, save
 
 import mechinterp
 from mechinterp.checkpoints.native import Checkpoint, load
@@ -34,28 +35,12 @@ SETTING = {"d_x": 5, "context_length": 40, "noise_var": 0.1}
 
 
 @dataclass(frozen=True)
-class Claim:
-    """One claim of a paper, its number and ours, with the script's own verdict: becomes a record "stated"."""
-
-    id: str
-    """The claim's id, "O1a" to "T7"; "" for a number of the paper that no claim needs."""
-    claim: str
-    models: str
-    """Checkpoints or "closed form"."""
-    paper: str
-    ours: str
-    """The number with its standard error, or a range over models."""
-    holds: bool | str
-    """True, False, or a verdict in words where the paper's claim is too vague for one."""
-
-
-@dataclass(frozen=True)
 class Measured:
     """What a script found."""
 
     data: pd.DataFrame
     figures: Mapping[str, go.Figure] = field(default_factory=dict)
-    claims: Iterable[Claim | Record] = ()
+    claims: Iterable[Record] = ()
 
 
 @cache
@@ -107,13 +92,19 @@ def run(measure: Callable[[bool], Measured], script: str) -> None:
 
 
 def write(
-    measured: Measured, name: str, out: Path, *, png: bool = False, seconds: float | None = None
+    measured: Measured,
+    name: str,
+    out: Path,
+    *,
+    png: bool = False,
+    seconds: float | None = None,
+    note: str = "",
 ) -> None:
-    """The files of one script."""
+    """The files of one script; a note says if its results are those of an earlier run."""
     out.mkdir(parents=True, exist_ok=True)
     measured.data.to_csv(out / f"{name}.csv", index=False, float_format="%.6g")
-    records = as_records(name, measured.claims)
-    save(out, name, records, provenance(measured.data, records, seconds))
+    records = list(measured.claims)
+    save(out, name, records, provenance(measured.data, records, seconds) | {"note": note})
     for record in records:
         print(f"{record.id}: {record.statement}: {record.measured}: {record.verdict}")
     if measured.figures:
@@ -125,40 +116,6 @@ def write(
         (out / "plotly.min.js").write_text(get_plotlyjs(), encoding="utf-8")
     for title, figure in measured.figures.items() if png else ():
         figure.write_image(out / f"{name}-{title}.png", width=800)
-
-
-def as_records(script: str, claims: Iterable[Claim | Record]) -> list[Record]:
-    """Records, those of a script's own verdicts with ids from the script's name and their place."""
-    found, places = [], Counter()
-    family, _, short = script.partition("_")
-    if family not in ("softmax", "linear", "sparse"):
-        family, short = "softmax", script
-    for claim in claims:
-        if isinstance(claim, Record):
-            found.append(claim)
-            continue
-        base = claim.id.removeprefix("L-") if family == "linear" else claim.id
-        start = "-".join(filter(None, (family, base, short)))
-        places[start] += 1
-        found.append(
-            stated(
-                f"{start}-{places[start]}",
-                claim.claim,
-                models=claim.models,
-                paper=claim.paper,
-                text=claim.ours,
-                holds=claim.holds,
-                tag=_tag(family, claim.paper),
-            )
-        )
-    return found
-
-
-def _tag(family: str, paper: str) -> str:
-    if paper in ("not asked", "not shown"):
-        return "ours"
-    # Chen et al. 2024 is known to us by its abstract and captions.
-    return "second hand" if family == "sparse" else "paper"
 
 
 def provenance(data: pd.DataFrame, records: Iterable[Record], seconds: float | None) -> dict:
@@ -174,7 +131,8 @@ def provenance(data: pd.DataFrame, records: Iterable[Record], seconds: float | N
 
 
 def checkpoint_ids(data: pd.DataFrame, records: Iterable[Record]) -> dict[str, dict]:
-    """Id and seed of every shipped checkpoint that is named in the data or among the records' values."""
+    """Id and seed of every shipped checkpoint that is named in the data or among the records'
+    values."""
     texts = data.select_dtypes(exclude="number")
     words = {str(value) for _, column in texts.items() for value in column}
     words |= set(map(str, data.columns)) | {name for record in records for name in record.values}

@@ -1,22 +1,23 @@
-"""The record of a claim: what a paper says, what was measured, and the verdict that follows from the two.
+"""The record of a claim: what a paper says, what was measured, and the verdict that follows from
+the two.
 
-A script S writes its records into results/S.records.json, with where they come from: the script, the package's version
-and commit, the checkpoints' ids and seeds, and the sha256 of the script's CSV files and of the records themselves.
-The tables of the READMEs are made from these files (`claims_table.py`).
+A script S writes its records into results/S.records.json, with where they come from: the script,
+the package's version and commit, the checkpoints' ids and seeds, and the sha256 of the script's CSV
+files and of the records themselves. The tables of the READMEs are made from these files
+(`claims_table.py`).
 """
 
 import hashlib
 import json
 import math
 import operator
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 Bound = float | tuple[float, float] | None
 
-# A value holds if `RELATIONS[relation](value, bound)`. "stated" is a claim that its script decided itself: 1 or 0.
+# A value holds if `RELATIONS[relation](value, bound)`.
 RELATIONS = {
     "at most": operator.le,
     "below": operator.lt,
@@ -24,11 +25,10 @@ RELATIONS = {
     "above": operator.gt,
     "equal to": operator.eq,
     "between": lambda value, bound: bound[0] <= value <= bound[1],
-    "stated": lambda value, _: value == 1,
 }
 PREFIXES = ("softmax-", "linear-", "sparse-")
 TAGS = ("paper", "second hand", "ours")
-# Every claim of the facts on the three papers has one record or more: its id, or its id and a suffix.
+# Every claim of the three papers has one record or more: its id, or its id and a suffix.
 CLAIMS = (
     *(f"softmax-{name}" for name in ("O1a", "O1b", "O1c", "O1d", "O1e", "O2a", "O2b", "O2c")),
     *(
@@ -71,10 +71,14 @@ class Record:
     """What was measured, by model. Empty if the claim was not tested."""
     errors: Mapping[str, float] = field(default_factory=dict)
     """Standard errors of those values that have one."""
+    margin: float = 0
+    """By how many of its standard errors a value must hold."""
     over: Mapping[str, int | str] = field(default_factory=dict)
     """What the standard errors are over: prompts, seeds, and how models or heads were selected."""
     text: str = ""
     """What was measured in words, where `values` do not say it."""
+    note: str = ""
+    """What the verdict has to be read with, such as fewer seeds than asked."""
 
     def __post_init__(self) -> None:
         for name in ("values", "errors"):
@@ -100,9 +104,16 @@ class Record:
 
     @property
     def holding(self) -> list[str]:
-        """Models that the claim holds for. What is not a number holds for none."""
+        """Models that the claim holds for, by its margin. What is not a number holds for none."""
         holds = RELATIONS[self.relation]
-        return [name for name, value in self.values.items() if holds(value, self.bound)]
+        return [
+            name
+            for name, value in self.values.items()
+            if all(
+                holds(value + side * self.margin * self.errors.get(name, 0.0), self.bound)
+                for side in (-1, 1)
+            )
+        ]
 
     @property
     def verdict(self) -> str:
@@ -116,11 +127,15 @@ class Record:
 
     @property
     def asked(self) -> str:
-        """The relation and its bound, as text; what the paper says where the script decided itself."""
-        if self.relation == "stated":
-            return self.paper
+        """The relation and its bound, as text."""
         ends = self.bound if isinstance(self.bound, tuple) else (self.bound,)
-        return f"{self.relation} {' and '.join(f'{end:g}' for end in ends)}"
+        asked = f"{self.relation} {' and '.join(f'{end:g}' for end in ends)}"
+        return f"{asked} by {self.margin:g} s.e." if self.margin else asked
+
+    @property
+    def judged(self) -> str:
+        """The verdict with its note."""
+        return f"{self.verdict} ({self.note})" if self.note else self.verdict
 
     @property
     def measured(self) -> str:
@@ -139,33 +154,15 @@ class Record:
         return asdict(self) | derived
 
 
-def stated(
-    id: str,
-    statement: str,
-    *,
-    models: str,
-    paper: str,
-    text: str,
-    holds: bool | str,
-    tag: str = "paper",
-) -> Record:
-    """A claim whose script says itself whether it holds; words other than "k of n" decide nothing."""
-    part = re.search(r"(\d+) of (\d+)", holds) if isinstance(holds, str) else None
-    if part:
-        count, n = map(int, part.groups())
-        values = {f"model {index}": float(index < count) for index in range(n)}
-    else:
-        values = {} if isinstance(holds, str) else {"all": float(holds)}
-    return Record(
-        id=id,
-        statement=statement,
-        relation="stated",
-        tag=tag,
-        paper=paper,
-        models=models,
-        values=values,
-        text=text,
-    )
+def with_errors(pairs: Mapping[str, tuple[float, float]]) -> dict[str, dict[str, float]]:
+    """Values and standard errors of a record.
+
+    Example:
+        >>> with_errors({"s0": (0.5, 0.01)})
+        {'values': {'s0': 0.5}, 'errors': {'s0': 0.01}}
+    """
+    values = {name: float(value) for name, (value, _) in pairs.items()}
+    return {"values": values, "errors": {name: float(error) for name, (_, error) in pairs.items()}}
 
 
 def digest(data: bytes) -> str:
@@ -212,9 +209,10 @@ def all_records(folder: Path) -> list[tuple[str, Record]]:
 def agree(stored: Record, again: Record, *, z: float = 4) -> bool:
     """Whether two measurements of a record agree within their standard errors.
 
-    Numbers without a standard error are determined by the weights: they agree to the rounding of float32 sums.
+    Numbers without a standard error are determined by the weights: they agree to the rounding of
+    float32 sums.
     """
-    if stored.relation == "stated" or not stored.n:
+    if not stored.n:
         return stored.verdict == again.verdict
     if stored.values.keys() != again.values.keys():
         return False

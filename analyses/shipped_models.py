@@ -1,7 +1,8 @@
-"""What the shipped softmax models are: labels, scales, fits, and losses on a million shared prompts.
+"""What the shipped softmax models are: labels, scales, fits, and losses on a million shared
+prompts.
 
-He et al. 2025, arXiv 2503.12734, section 3 and theorem 4.2. Run: python analyses/shipped_models.py (five minutes; --quick
-a hundredth of the prompts)
+He et al. 2025, arXiv 2503.12734, section 3 and theorem 4.2. Run: python analyses/shipped_models.py
+(five minutes; --quick a hundredth of the prompts)
 """
 
 import numpy as np

@@ -1,6 +1,7 @@
 """What the scripts of figures 12 and 15 share: pairs of heads trained on correlated covariates.
 
-Sigma_ij = rho^|i-j|. The paper's d, L and rho are not known: here d_x 5, L 40 and rho 0.3, 0.5, 0.8.
+Sigma_ij = rho^|i-j|. The paper's d, L and rho are not known: here d_x 5, L 40 and rho 0.3, 0.5,
+0.8.
 """
 
 import numpy as np
@@ -34,7 +35,8 @@ def off_tridiagonal(QK: np.ndarray) -> float:
 
 
 def pair_row(name: str, n_prompts: int) -> dict[str, float | str]:
-    """What a pair is, how far its step is from the closed forms, and its loss beside that of the best step."""
+    """What a pair is, how far its step is from the closed forms, and its loss beside that of the
+    best step."""
     model = checkpoint(name)
     task, found = model.config.task, circuits(model)
     sigma, QK = covariance_matrix(task.covariance, 5), found.QK[:, :5, :5]

@@ -1,6 +1,8 @@
-"""Observations 1 and 2: how exact the pattern is in every shipped model of both signs, and of one head.
+"""Observations 1 and 2: how exact the pattern is in every shipped model of both signs, and of one
+head.
 
-He et al. 2025, arXiv 2503.12734, section 3. Run: python analyses/softmax_patterns.py (half a minute)
+He et al. 2025, arXiv 2503.12734, section 3. Run: python analyses/softmax_patterns.py (half a
+minute)
 """
 
 import numpy as np

@@ -1,7 +1,9 @@
-"""What the scripts on one layer of softmax attention share: the shipped models by how they ended, and their heads.
+"""What the scripts on one layer of softmax attention share: the shipped models by how they ended,
+and their heads.
 
-He et al. 2025, arXiv 2503.12734, at its setting. A head is active if |mu| > 0.3 and most of its QK lies on the diagonal,
-strong if |mu| > 1. Scales at the end are means over the last 20 logged steps, which Adam's noise moves.
+He et al. 2025, arXiv 2503.12734, at its setting. A head is active if |mu| > 0.3 and most of its QK
+lies on the diagonal, strong if |mu| > 1. Scales at the end are means over the last 20 logged steps,
+which Adam's noise moves.
 """
 
 from functools import cache

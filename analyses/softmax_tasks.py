@@ -1,7 +1,8 @@
 """What the scripts of figures 16 to 19 and table 2 share: two tasks on overlapping supports.
 
-d_x 6, supports {0, 1, 2, 3} and {2, 3, 4, 5}, L 48. `two-tasks-*` have independent task vectors of unit variance per
-entry and a query without noise, as the published code; `shared-tasks-*` one task vector, as the paper's definition.
+d_x 6, supports {0, 1, 2, 3} and {2, 3, 4, 5}, L 48. `two-tasks-*` have independent task vectors of
+unit variance per entry and a query without noise, as the published code; `shared-tasks-*` one task
+vector, as the paper's definition.
 """
 
 from collections.abc import Mapping

@@ -1,6 +1,7 @@
 """Claims of the theory that no figure shows: T2, T3 and T4.
 
-He et al. 2025, arXiv 2503.12734, section 4 and theorem 4.2. Run: python analyses/softmax_theory.py (a minute)
+He et al. 2025, arXiv 2503.12734, section 4 and theorem 4.2. Run: python analyses/softmax_theory.py
+(a minute)
 """
 
 from itertools import pairwise

@@ -1,25 +1,30 @@
-"""What trained models of sparse regression win back when they are trained further with one head in each later layer.
+"""What trained models of sparse regression win back when they are trained further with one head in
+each later layer.
 
-Kept are all heads of layer 1 and the best of each later one, as in sparse_pruning.py. They and the full model, as a control,
-are trained for another tenth of their training, with its step size, prompts of its lengths and its half cosine.
-Run: python analyses/sparse_fine_tuning.py (a quarter of an hour; --quick one minute)
+Kept are all heads of layer 1 and the best of each later one, as in sparse_pruning.py. They and the
+full model, as a control, are trained for another tenth of their training, with its step size,
+prompts of its lengths and its half cosine. Run: python analyses/sparse_fine_tuning.py (a quarter of
+an hour; --quick one minute)
 """
 
-from measured import Claim, Measured, run
-from sparse_models import (  # fmt: skip
+import pandas as pd
+from measured import Measured, run
+from records import Record, with_errors
+from sparse_models import (
+    MODELS,
+    NOTE,
     best_later_on,
     frames_of,
     groups,
-    over_seeds,
     prompts_of,
     single_of,
     trained,
-    verdict,
 )
-from sparse_setting import each, ratio
+from sparse_setting import ratio
 
 from mechinterp.analysis.heads.errors import masked_errors
-from mechinterp.analysis.heads.fine_tuning import MODELS, FineTuning, fine_tune
+from mechinterp.analysis.heads.fine_tuning import MODELS as MODELS_TUNED
+from mechinterp.analysis.heads.fine_tuning import FineTuning, fine_tune
 from mechinterp.analysis.heads.pairs import halves
 from mechinterp.icl.prompts import Prompts
 from mechinterp.icl.sparse_predictors import excess_risk
@@ -35,30 +40,64 @@ def to_single(name: str, tuned: FineTuning, measured: Prompts) -> tuple[float, f
     return ratio(pruned, single)
 
 
-def claims(models: str, found: dict[str, FineTuning], single: dict[str, tuple[float, float]]) -> list[Claim]:  # fmt: skip
-    """Of the models of all seeds; `found` and `single` are by seed."""
-    ends = {f"{seed}, {which}": (float(one.ratio[row, -1]), float(one.ratio_sem[row, -1])) for seed, one in found.items() for row, which in enumerate(MODELS)}  # fmt: skip
-    held = verdict(one.ratio[0, -1] <= 1.25 for one in found.values())
-    text = "one head in each later layer will do, trained for a tenth longer: at most 1.25 times the risk of the full model as it was"  # fmt: skip
+def pairs(rows: pd.DataFrame, column: str) -> dict[str, tuple[float, float]]:
+    return {row.model: (row[column], row[f"{column}_sem"]) for _, row in rows.iterrows()}
+
+
+def records(data: pd.DataFrame) -> list[Record]:
+    """What the last rows of all models say."""
+    last = data[data.step == data.step.max()]
+    pruned, full = (last[last.heads == which] for which in MODELS_TUNED)
+    common = {"relation": "at most", "models": MODELS}
+    over = {"selection": "heads chosen on other prompts, one split"}
     return [
-        Claim("", text, models, "not asked", each(ends, 2), held),
-        Claim("C13", "pruned and trained for a tenth longer it beats the single head of the same seed: at most 0.95 of its risk", models, "shown (second hand)", each(single, 2), verdict(value <= 0.95 for value, _ in single.values())),
-    ]  # fmt: skip
+        Record(
+            id="sparse-fine-tuning-pruned",
+            statement="one head in each later layer will do, trained for a tenth longer",
+            quantity="risk over the full model's as it was",
+            bound=1.25,
+            tag="ours",
+            over=over,
+            **with_errors(pairs(pruned, "ratio")),
+            **common,
+        ),
+        Record(
+            id="sparse-fine-tuning-full",
+            statement="the full model gains nothing from being trained for a tenth longer",
+            quantity="risk over that as it was",
+            relation="at least",
+            bound=1,
+            tag="ours",
+            models=MODELS,
+            **with_errors(pairs(full, "ratio")),
+        ),
+        Record(
+            id="sparse-C13-fine-tuning",
+            statement="pruned and trained for a tenth longer it beats the single head of its seed",
+            quantity="ratio of risks",
+            bound=0.95,
+            tag="second hand",
+            paper="shown",
+            over=over,
+            note=NOTE,
+            **with_errors(pairs(pruned, "to_single")),
+            **common,
+        ),
+    ]
 
 
 def measure(quick: bool) -> Measured:
-    frames, made, pages, steps = {}, [], {}, 40 if quick else STEPS
-    for heads, noise, names in groups():
-        prompts, found, single = prompts_of(noise, 256 if quick else 4096), {}, {}
-        scored, measured = halves(prompts)
-        for seed, name in names.items():
-            kept = best_later_on(name, scored)
-            found[seed] = fine_tune(trained(name), kept, measured, steps=steps)
-            single[seed] = to_single(name, found[seed], measured)
-            frames[name] = found[seed].to_frame().rename(columns={"model": "heads"})
-            pages[name] = found[seed].plot()
-        made += claims(over_seeds(heads, noise), found, single)
-    return Measured(frames_of(frames), pages, made)
+    frames, pages, steps = {}, {}, 40 if quick else STEPS
+    for _, noise, names in groups():
+        scored, measured = halves(prompts_of(noise, 256 if quick else 4096))
+        for name in names.values():
+            found = fine_tune(trained(name), best_later_on(name, scored), measured, steps=steps)
+            frame = found.to_frame().rename(columns={"model": "heads"})
+            end = (frame.heads == MODELS_TUNED[0]) & (frame.step == frame.step.max())
+            frame.loc[end, ["to_single", "to_single_sem"]] = to_single(name, found, measured)
+            frames[name], pages[name] = frame, found.plot()
+    data = frames_of(frames)
+    return Measured(data, pages, records(data))
 
 
 if __name__ == "__main__":

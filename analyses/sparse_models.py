@@ -1,11 +1,13 @@
-"""What the scripts about trained models of sparse regression share: the shipped models, their prompts, and verdicts over seeds.
+"""What the scripts about trained models of sparse regression share: the shipped models, their
+prompts, and verdicts over seeds.
 
-Linear scores, 4 layers, width 64, 50,000 steps on prompts of 8 to 40 pairs, d_x 16, 4 entries +-1/2; 1, 4 and 8 heads at
-noise variances 0.1 and 0.4, two seeds. `sweeps/sparse.json` remakes them.
+Linear scores, 4 layers, width 64, 50,000 steps on prompts of 8 to 40 pairs, d_x 16, 4 entries
++-1/2; 1, 4 and 8 heads at noise variances 0.1 and 0.4, two seeds. `sweeps/sparse.json` remakes
+them.
 """
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from itertools import product
 
 import numpy as np
@@ -56,9 +58,10 @@ def groups() -> Iterator[tuple[int, float, dict[str, str]]]:
         yield heads, noise, {f"s{seed}": named(heads, noise, seed) for seed in seeds(noise)}
 
 
-def over_seeds(n_heads: int | str, noise: float) -> str:
-    """What the models of all seeds are called in a claim."""
-    return f"sparse-h{n_heads}-noise{noise}-s*"
+MODELS, SINGLES, EVERY = "sparse-h[48]-noise*", "sparse-h1-noise*", "sparse-h*-noise*"
+"""What the models of several heads, of one and all are called in a record."""
+NOTE = "two seeds, three asked"
+"""What the verdicts of C9 to C16 have to be read with."""
 
 
 def trained(name: str) -> Checkpoint:
@@ -67,7 +70,8 @@ def trained(name: str) -> Checkpoint:
 
 
 def prompts_of(noise: float, n_prompts: int, *, context_length: int | None = None) -> Prompts:
-    """Prompts of the task that all models of a noise variance have, none of which they were trained or followed on."""
+    """Prompts of the task that all models of a noise variance have, none of which they were trained
+    or followed on."""
     task, generator = trained(named(1, noise, 0)).config.task, generator_for(1, "eval", 0)
     return sample_prompts(task, n_prompts, generator=generator, context_length=context_length)
 
@@ -77,17 +81,7 @@ def frames_of(frames: Mapping[str, pd.DataFrame], column: str = "model") -> pd.D
     return pd.concat([frame.assign(**{column: name}) for name, frame in frames.items()])
 
 
-def verdict(held: Iterable[bool]) -> bool | str:
-    """Whether a claim holds in all models or in none, or in how many.
-
-    Example:
-        >>> verdict([True, True]), verdict([True, False])
-        (True, 'holds in 1 of 2')
-    """
-    found = [bool(one) for one in held]
-    return found[0] if len(set(found)) == 1 else f"holds in {sum(found)} of {len(found)}"
-
-
 def best_later_on(name: str, scored: Prompts) -> np.ndarray:
-    """All heads of the first layer and the best of each later one, chosen on these prompts alone."""
+    """All heads of the first layer and the best of each later one, chosen on these prompts
+    alone."""
     return best_head_later(ablate_heads(trained(name).model, scored).rise)

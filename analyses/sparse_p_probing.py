@@ -1,25 +1,30 @@
-"""C15 of sparse regression: whether the first layer of trained models preprocesses, by GD on what it writes.
+"""C15 of sparse regression: whether the first layer of trained models preprocesses, by GD on what
+it writes.
 
-Every token is run as a query, so that it holds no response of its own; GD on what layer 1 wrote is compared with GD on
-raw x and on R x, the step 1 / lambda_max of each prompt for all of them. Same prompts, paired standard errors.
-Run: python analyses/sparse_p_probing.py (three minutes; --quick half a minute)
+Every token is run as a query, so that it holds no response of its own; GD on what layer 1 wrote is
+compared with GD on raw x and on R x, the step 1 / lambda_max of each prompt for all of them. Same
+prompts, paired standard errors. Run: python analyses/sparse_p_probing.py (three minutes; --quick
+half a minute)
 """
 
 import numpy as np
 import torch
-from measured import Claim, Measured, run
-from sparse_models import (  # fmt: skip
+from measured import Measured, run
+from records import Record, with_errors
+from sparse_models import (
+    EVERY,
+    MODELS,
     NOISES,
+    NOTE,
     SEVERAL,
+    SINGLES,
     frames_of,
     named,
-    over_seeds,
     prompts_of,
     seeds,
     trained,
-    verdict,
 )
-from sparse_setting import each, ratio
+from sparse_setting import ratio
 
 from mechinterp.analysis.probing.p_probing import (
     IDEAL,
@@ -40,8 +45,12 @@ def features(noise: float, prompts: Prompts) -> dict[str, torch.Tensor]:
     """Of every token and the query, by what they are."""
     found = {RAW: torch.cat([prompts.x, prompts.x_query[:, None]], dim=1)}
     found[IDEAL] = reweighted(prompts)[0]
-    models = {f"h{h} s{s}": trained(named(h, noise, s)).model for h in (1, *SEVERAL) for s in seeds(noise)}  # fmt: skip
-    return found | {short: query_features(model, prompts, layer=1) for short, model in models.items()}  # fmt: skip
+    models = {
+        f"h{h} s{s}": trained(named(h, noise, s)).model for h in (1, *SEVERAL) for s in seeds(noise)
+    }
+    return found | {
+        short: query_features(model, prompts, layer=1) for short, model in models.items()
+    }
 
 
 def risk_at(phi: torch.Tensor, prompts: Prompts) -> np.ndarray:
@@ -54,7 +63,9 @@ def risk_at(phi: torch.Tensor, prompts: Prompts) -> np.ndarray:
 def areas(curves: DescentCurves) -> dict[str, Pair]:
     """Mean log risk over the steps minus that of the first features, by features."""
     values = zip(curves.log_area, curves.log_area_sem, strict=True)
-    return {name: (float(v), float(s)) for name, (v, s) in zip(curves.features, values, strict=True)}  # fmt: skip
+    return {
+        name: (float(v), float(s)) for name, (v, s) in zip(curves.features, values, strict=True)
+    }
 
 
 def least(curves: DescentCurves) -> dict[str, Pair]:
@@ -65,43 +76,126 @@ def least(curves: DescentCurves) -> dict[str, Pair]:
     return found
 
 
-def claims(noise: float, phis: dict[str, torch.Tensor], prompts: Prompts) -> tuple[DescentCurves, list[Claim]]:  # fmt: skip
-    curves, made = descent_curves(phis, prompts, steps=STEPS), []
+def over(one: Pair, other: Pair) -> Pair:
+    """Ratio of two risks, their errors taken as independent."""
+    value = one[0] / other[0]
+    return value, value * float(np.hypot(one[1] / one[0], other[1] / other[0]))
+
+
+Found = dict[str, dict[str, Pair]]
+"""What is asked of a model, by model."""
+
+
+def one_noise(
+    noise: float, phis: dict[str, torch.Tensor], prompts: Prompts
+) -> tuple[DescentCurves, dict[str, Found]]:
+    """Curves of all features, and the numbers of the claims by their names."""
+    curves = descent_curves(phis, prompts, steps=STEPS)
     to_raw, ends, raw = areas(curves), least(curves), risk_at(phis[RAW], prompts)
-    for heads in SEVERAL:
-        pairs, held, behind = {}, [], {}
+    found: dict[str, Found] = {name: {} for name in QUESTIONS}
+    for heads in (1, *SEVERAL):
         for s in seeds(noise):
-            own, single = f"h{heads} s{s}", f"h1 s{s}"
-            apart = areas(descent_curves({n: phis[n] for n in (single, own)}, prompts, steps=STEPS))
-            both = {f"s{s}, that of raw x": to_raw[own], f"s{s}, that of one head": apart[own]}
-            held.append(all(value + 2 * sem < 0 for value, sem in both.values()))
-            pairs |= both
-            behind[f"s{s}"] = ratio(risk_at(phis[own], prompts), raw)
-        models = over_seeds(heads, noise)
-        made += [
-            Claim("C15", f"GD on layer 1 is ahead of GD on raw x, and on a single head's layer 1: mean log risk of {STEPS} steps", models, "shown (second hand)", f"minus {each(pairs)}", verdict(held)),
-            Claim("C15", f"after {AT} steps it is at 0.8 of the risk on raw x, or below", models, "not asked", each(behind), verdict(v <= 0.8 for v, _ in behind.values())),
-        ]  # fmt: skip
-    several = [name for name in ends if name not in (RAW, IDEAL) and not name.startswith("h1 ")]
-    singles = {name: to_raw[name] for name in to_raw if name.startswith("h1 ")}
-    trained_ones = [name for name in ends if name not in (RAW, IDEAL)]
-    lower = [ends[n][0] + 2 * np.hypot(ends[n][1], ends[RAW][1]) < ends[RAW][0] for n in trained_ones]  # fmt: skip
-    made += [
-        Claim("C15", "GD on R x, the ideal, is comparable to GD on layer 1 or better: least risk of any step", f"closed form, noise {noise}", "expected", each({n: ends[n] for n in (IDEAL, *several)}), verdict(ends[IDEAL][0] <= ends[n][0] for n in several)),
-        Claim("", "layer 1 lets GD end lower than on raw x: least risk of any step, by two standard errors", over_seeds("*", noise), "not asked", each({n: ends[n] for n in (RAW, *trained_ones)}), verdict(lower)),
-        Claim("", f"a single head's layer 1 lets GD be ahead of raw x, too: mean log risk of {STEPS} steps", over_seeds(1, noise), "not asked", f"minus that of raw x: {each(singles)}", verdict(v + 2 * sem < 0 for v, sem in singles.values())),
-    ]  # fmt: skip
-    return curves, made
+            own, model = f"h{heads} s{s}", named(heads, noise, s)
+            found["lower"][model] = over(ends[own], ends[RAW])
+            if heads == 1:
+                found["single"][model] = to_raw[own]
+                continue
+            pair = {n: phis[n] for n in (f"h1 s{s}", own)}
+            found["C15-raw"][model] = to_raw[own]
+            found["C15-single"][model] = areas(descent_curves(pair, prompts, steps=STEPS))[own]
+            found["C15-end"][model] = ratio(risk_at(phis[own], prompts), raw)
+            found["C15-ideal"][model] = over(ends[IDEAL], ends[own])
+    return curves, found
+
+
+AREA = f"difference of the mean log risk of {STEPS} steps"
+QUESTIONS = {
+    "C15-raw": (
+        "GD on layer 1 is ahead of GD on raw x",
+        AREA,
+        "below",
+        0,
+        2,
+        "second hand",
+        MODELS,
+    ),
+    "C15-single": (
+        "and of GD on a single head's layer 1",
+        AREA,
+        "below",
+        0,
+        2,
+        "second hand",
+        MODELS,
+    ),
+    "C15-end": (
+        f"after {AT} steps it is well below raw x",
+        "ratio of risks",
+        "at most",
+        0.8,
+        0,
+        "second hand",
+        MODELS,
+    ),
+    "C15-ideal": (
+        "GD on R x, the ideal, is comparable to GD on layer 1 or better",
+        "ratio of the least risks of any step",
+        "at most",
+        1,
+        0,
+        "second hand",
+        MODELS,
+    ),
+    "lower": (
+        "layer 1 lets GD end lower than on raw x",
+        "ratio of the least risks of any step",
+        "below",
+        1,
+        2,
+        "ours",
+        EVERY,
+    ),
+    "single": (
+        "a single head's layer 1 lets GD be ahead of raw x, too",
+        AREA,
+        "below",
+        0,
+        2,
+        "ours",
+        SINGLES,
+    ),
+}
+"""Statement, quantity, relation, bound, margin, tag and models of each record."""
+
+
+def records(found: dict[str, Found], n_prompts: int) -> list[Record]:
+    return [
+        Record(
+            id=f"sparse-{name}" if name.startswith("C15") else f"sparse-descent-{name}",
+            statement=statement,
+            quantity=quantity,
+            relation=relation,
+            bound=bound,
+            margin=margin,
+            tag=tag,
+            models=models,
+            over={"prompts": n_prompts},
+            note=NOTE if name.startswith("C15") else "",
+            **with_errors(found[name]),
+        )
+        for name, (statement, quantity, relation, bound, margin, tag, models) in QUESTIONS.items()
+    ]
 
 
 def measure(quick: bool) -> Measured:
-    frames, made, pages = {}, [], {}
+    frames, found, pages = {}, {name: {} for name in QUESTIONS}, {}
+    n_prompts = 256 if quick else 4096
     for noise in NOISES:
-        prompts = prompts_of(noise, 256 if quick else 4096)
-        curves, more = claims(noise, features(noise, prompts), prompts)
+        prompts = prompts_of(noise, n_prompts)
+        curves, more = one_noise(noise, features(noise, prompts), prompts)
         frames[f"{noise}"], pages[f"descent-noise{noise}"] = curves.to_frame(), curves.plot()
-        made += more
-    return Measured(frames_of(frames, "noise_var"), pages, made)
+        found = {name: one | more[name] for name, one in found.items()}
+    return Measured(frames_of(frames, "noise_var"), pages, records(found, n_prompts))
 
 
 if __name__ == "__main__":

@@ -1,26 +1,27 @@
-"""C11 to C13 and C16 of sparse regression: what trained models lose with one head in each later layer.
+"""C11 to C13 and C16 of sparse regression: what trained models lose with one head in each later
+layer.
 
-Kept are all heads of layer 1 and the best of each later one, scored by masking on random halves of the prompts; risks
-are those of the other halves, and their errors are over prompts and over which heads are chosen. Nothing is retrained
-(sparse_fine_tuning.py trains further). New read-outs are cross-validated ridge probes; they stand first where one
-prompt in a hundred carries most of the risk as it is.
-Run: python analyses/sparse_pruning.py (two minutes; --quick half a minute)
+Kept are all heads of layer 1 and the best of each later one, scored by masking on random halves of
+the prompts; risks are those of the other halves, and their errors are over prompts and over which
+heads are chosen. Nothing is retrained (sparse_fine_tuning.py trains further). New read-outs are
+cross-validated ridge probes; they stand first where one prompt in a hundred carries most of the
+risk as it is. Run: python analyses/sparse_pruning.py (two minutes; --quick half a minute)
 """
 
 import numpy as np
 import pandas as pd
-from measured import Claim, Measured, run
+from measured import Measured, run
+from records import Record, with_errors
 from sparse_models import (
-    NOISES,
+    MODELS,
+    NOTE,
     frames_of,
     groups,
-    over_seeds,
     prompts_of,
     single_of,
     trained,
-    verdict,
 )
-from sparse_setting import each, ratio
+from sparse_setting import ratio
 
 from mechinterp import figures
 from mechinterp.analysis.estimates import mean_and_sem
@@ -43,10 +44,25 @@ from mechinterp.analysis.heads.pruning import (
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.predictor import predictor_of
 
-RULES = {"best later": best_head_later, "least later": least_head_later, "best first": best_head_first}  # fmt: skip
-COSTS = ("risk", "risk_sem", "ratio", "ratio_sem", "refit_risk", "refit_risk_sem", "refit_ratio", "refit_ratio_sem", "carried_by_few")  # fmt: skip
+RULES = {
+    "best later": best_head_later,
+    "least later": least_head_later,
+    "best first": best_head_first,
+}
+COSTS = (
+    "risk",
+    "risk_sem",
+    "ratio",
+    "ratio_sem",
+    "refit_risk",
+    "refit_risk_sem",
+    "refit_ratio",
+    "refit_ratio_sem",
+    "carried_by_few",
+)
 KEPT = ("risk", "risk_sem", "ratio", "ratio_sem", "to_single", "to_single_sem")
-Pairs = dict[str, tuple[float, float]]
+Pair = tuple[float, float]
+FEW = "a hundredth of the prompts carries more than half of the mean"
 
 
 def kept_curve(name: str, rise: np.ndarray, prompts: Prompts, single: np.ndarray) -> pd.DataFrame:
@@ -59,7 +75,8 @@ def kept_curve(name: str, rise: np.ndarray, prompts: Prompts, single: np.ndarray
 
 
 def to_single(name: str, prompts: Prompts) -> tuple[float, float]:
-    """Risk with the best head of each later layer over that of the model of one head, cross-fitted."""
+    """Risk with the best head of each later layer over that of the model of one head,
+    cross-fitted."""
     errors = MaskedErrors(predictor_of(trained(name).model), prompts)
     choices = choices_on_halves(errors, best_head_later, sequential=False, splits=SPLITS)
     kept = errors.of([masked_by(kept) for kept in choices.kept]).T
@@ -73,59 +90,160 @@ def often(found: Pruning) -> str:
     return ", ".join(f"L{layer}H{head} {found.chosen[layer, head]:.2f}" for layer, head in heads)
 
 
-def one_model(name: str, prompts: Prompts) -> tuple[pd.DataFrame, Pairs]:
-    """Costs of the rules and of what is kept, and the numbers of the claims."""
+def one_model(name: str, prompts: Prompts) -> tuple[pd.DataFrame, dict[str, Pruning]]:
+    """Costs of the rules and of what is kept, and what the rules found."""
     model, (scored, measured) = trained(name).model, halves(prompts)
     single = masked_errors(trained(single_of(name)).model, measured, [[]])[:, 0]
     found = {rule: prune(model, prompts, rule=how) for rule, how in RULES.items()}
     rise = ablate_heads(model, scored).rise
     curve = kept_curve(name, rise, measured, single).assign(rule="best later, kept")
-    costs = [{"rule": rule} | {c: getattr(p, c) for c in COSTS} | {"chosen": often(p)} for rule, p in found.items()]  # fmt: skip
-    numbers = {"to single": to_single(name, prompts)}
-    for key, rule in (("later", "best later"), ("first", "best first")):
-        one = found[rule]
-        pairs = {key: (one.ratio, one.ratio_sem), f"{key}, new read-out": (one.refit_ratio, one.refit_ratio_sem)}  # fmt: skip
-        numbers |= dict(reversed(pairs.items())) if one.carried_by_few else pairs
-    return pd.concat([pd.DataFrame(costs), curve]), numbers
+    costs = [
+        {"rule": rule} | {c: getattr(p, c) for c in COSTS} | {"chosen": often(p)}
+        for rule, p in found.items()
+    ]
+    return pd.concat([pd.DataFrame(costs), curve]), found
 
 
-def claims(models: str, found: dict[str, Pairs]) -> tuple[list[Claim], list[bool]]:
-    """Of the models of all seeds, and whether each of C11 to C13 holds in each; the numbers are by seed."""
-    c11, c12, c13 = (
-        [one["later"][0] <= 2 and one["later, new read-out"][0] <= 1.25 for one in found.values()],
-        [one["first"][0] >= max(2, 1.5 * one["later"][0]) for one in found.values()],
-        [one["to single"][0] <= 0.95 for one in found.values()],
-    )
+def over(one: Pair, other: Pair) -> Pair:
+    """Ratio of two numbers, their errors taken as independent."""
+    value = one[0] / other[0]
+    return value, value * float(np.hypot(one[1] / one[0], other[1] / other[0]))
 
-    def told(key: str) -> str:
-        names = {key: "as it is", f"{key}, new read-out": "new read-out"}
-        return each({f"{s}, {names[name]}": pair for s, one in found.items() for name, pair in one.items() if name in names}, 2)  # fmt: skip
 
-    later, first = told("later"), told("first")
-    singles = each({f"{s}, ratio": one["to single"] for s, one in found.items()}, 2)
-    made = [
-        Claim("C11", "one head in each later layer will do: risk at most 2 times, 1.25 with a new read-out", models, "preserved", later, verdict(c11)),
-        Claim("C12", "one head in layer 1 will not: risk at least 2 times, and 1.5 times the ratio of C11", models, "not asked", first, verdict(c12)),
-        Claim("C13", "pruned as in C11 it still beats the single head of the same seed: at most 0.95 of its risk", models, "shown (second hand)", singles, verdict(c13)),
-    ]  # fmt: skip
-    return made, c11 + c12 + c13
+def records(found: dict[str, dict[str, Pruning]], n_prompts: int, **more) -> list[Record]:
+    """C11 and C12, by model; new read-outs first where few prompts carry the risk as it is."""
+    later = {name: one["best later"] for name, one in found.items()}
+    first = {name: one["best first"] for name, one in found.items()}
+    made = []
+    for kind, at, what in (
+        ("refit", "refit_ratio", "with a new read-out"),
+        ("as-is", "ratio", "as it is"),
+    ):
+        c11, c12 = (
+            {name: (getattr(one, at), getattr(one, f"{at}_sem")) for name, one in rule.items()}
+            for rule in (later, first)
+        )
+        beside = {name: over(c12[name], c11[name]) for name in c11}
+        refit = kind == "refit"
+        for id, statement, quantity, relation, bound, tag, pairs, rules in (
+            (
+                "C11",
+                "one head in each later layer will do",
+                "risk over the full model's",
+                "at most",
+                1.25 if refit else 2,
+                "second hand",
+                c11,
+                later,
+            ),
+            (
+                "C12",
+                "one head in layer 1 will not",
+                "risk over the full model's",
+                "at least",
+                2,
+                "ours" if refit else "second hand",
+                c12,
+                first,
+            ),
+            (
+                "C12-beside",
+                "and costs more than one in each later layer",
+                "ratio of C12 over that of C11",
+                "at least",
+                1.5,
+                "ours" if refit else "second hand",
+                beside,
+                first,
+            ),
+        ):
+            few = sum(one.carried_by_few for one in rules.values())
+            made.append(
+                Record(
+                    id=f"sparse-{id}-{kind}{more.get('suffix', '')}",
+                    statement=f"{statement}, {what}",
+                    quantity=quantity,
+                    relation=relation,
+                    bound=bound,
+                    tag=tag,
+                    paper="preserved" if id == "C11" else "",
+                    models=more["models"],
+                    over={
+                        "prompts": n_prompts,
+                        "selection": "chosen on halves, measured on others",
+                    },
+                    note="; ".join(
+                        filter(None, (more["note"], f"{FEW} in {few}" if few and not refit else ""))
+                    ),
+                    **with_errors(pairs),
+                )
+            )
+    return made
+
+
+def noise_records(claims: list[Record]) -> list[Record]:
+    """C16: whether C11 to C13 hold at each noise variance."""
+    asked = [one for one in claims if one.tag == "second hand"]
+    common = {
+        "statement": "C11 to C13 hold at every noise variance",
+        "quantity": "models and clauses that fail",
+        "relation": "equal to",
+        "bound": 0,
+        "tag": "second hand",
+        "paper": "several noise levels",
+    }
+    made = []
+    for noise in (0.1, 0.4, 0.8):
+        names = [(one, name) for one in asked for name in one.values if f"noise{noise}-" in name]
+        failed = sum(name not in one.holding for one, name in names)
+        made.append(
+            Record(
+                id=f"sparse-C16-noise{noise}",
+                models=f"sparse-h[48]-noise{noise}-*",
+                values={f"noise {noise}": failed} if names else {},
+                text=f"{failed} of {len(names)}" if names else "not trained",
+                note=NOTE if names else "",
+                **common,
+            )
+        )
+    return made
 
 
 def measure(quick: bool) -> Measured:
-    frames, made, pages = {}, [], {}
-    held: dict[float, list[bool]] = {noise: [] for noise in NOISES}
-    for heads, noise, names in groups():
-        prompts, found = prompts_of(noise, 256 if quick else 4096), {}
-        for seed, name in names.items():
-            frames[name], found[seed] = one_model(name, prompts)
+    frames, found, singles, pages = {}, {}, {}, {}
+    n_prompts = 256 if quick else 4096
+    for _, noise, names in groups():
+        prompts = prompts_of(noise, n_prompts)
+        for name in names.values():
+            frames[name], found[name] = one_model(name, prompts)
+            singles[name] = to_single(name, prompts)
             curve = frames[name].query("rule == 'best later, kept'")
-            pages[f"{name}-kept"] = figures.lines(curve.kept_later.to_numpy(), {name: curve.risk.to_numpy()}, errors={name: curve.risk_sem.to_numpy()}, title="Excess risk with the best heads of each later layer", x_title="heads kept in each later layer", y_title="excess risk (y²)", log_y=True)  # fmt: skip
-        more, holds = claims(over_seeds(heads, noise), found)
-        made, held[noise] = made + more, held[noise] + holds
-    text = "; ".join(f"at {noise} {holds.count(False)} of {len(holds)} fail" for noise, holds in held.items())  # fmt: skip
-    every = all(all(holds) for holds in held.values())
-    made.append(Claim("C16", "C11 to C13 hold for noise variances 0.1, 0.4 and 0.8", "sparse-h[48]-*", "several noise levels", f"{text}; others not trained", "not tested at 0.8" if every else False))  # fmt: skip
-    return Measured(frames_of(frames), pages, made)
+            pages[f"{name}-kept"] = figures.lines(
+                curve.kept_later.to_numpy(),
+                {name: curve.risk.to_numpy()},
+                errors={name: curve.risk_sem.to_numpy()},
+                title="Excess risk with the best heads of each later layer",
+                x_title="heads kept in each later layer",
+                y_title="excess risk (y²)",
+                log_y=True,
+            )
+    claims = records(found, n_prompts, models=MODELS, note=NOTE)
+    claims.append(
+        Record(
+            id="sparse-C13-as-is",
+            statement="pruned as in C11 it still beats the single head of the same seed",
+            quantity="ratio of risks",
+            relation="at most",
+            bound=0.95,
+            tag="second hand",
+            paper="shown",
+            models=MODELS,
+            over={"prompts": n_prompts, "selection": "chosen on halves, measured on others"},
+            note=NOTE,
+            **with_errors(singles),
+        )
+    )
+    return Measured(frames_of(frames), pages, [*claims, *noise_records(claims)])
 
 
 if __name__ == "__main__":

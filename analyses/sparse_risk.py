@@ -1,16 +1,19 @@
-"""C9 of sparse regression: excess risk of trained models over the context length, by their number of heads.
+"""C9 of sparse regression: excess risk of trained models over the context length, by their number
+of heads.
 
-Beside them, on the same prompts: ridge, lasso, gradient descent and Algorithm 1 at their best penalty, step or alpha of
-each length, least squares, and both algorithms with the three steps of one size that four layers have room for.
-Run: python analyses/sparse_risk.py (four minutes; --quick half a minute)
+Beside them, on the same prompts: ridge, lasso, gradient descent and Algorithm 1 at their best
+penalty, step or alpha of each length, least squares, and both algorithms with the three steps of
+one size that four layers have room for. Run: python analyses/sparse_risk.py (four minutes; --quick
+half a minute)
 """
 
 import numpy as np
 import pandas as pd
 import torch
-from measured import Claim, Measured, run
-from sparse_models import NOISES, SEVERAL, named, over_seeds, prompts_of, seeds, trained, verdict
-from sparse_setting import best, best_fixed_step, best_lasso, best_ridge, each, ratio
+from measured import Measured, run
+from records import Record, with_errors
+from sparse_models import EVERY, MODELS, NOISES, NOTE, SEVERAL, named, prompts_of, seeds, trained
+from sparse_setting import best, best_fixed_step, best_lasso, best_ridge, ratio
 
 from mechinterp import figures
 from mechinterp.analysis.estimates import mean_and_sem
@@ -37,9 +40,13 @@ def models(noise: float) -> dict[str, str]:
 
 
 def risks(noise: float, length: int, n_prompts: int) -> dict[str, np.ndarray]:
-    """Excess risk of each prompt, by model and learner; lasso and steps of one size have the last of the prompts."""
+    """Excess risk of each prompt, by model and learner; lasso and steps of one size have the last
+    of the prompts."""
     prompts = prompts_of(noise, n_prompts, context_length=length)
-    found = {short: masked_errors(trained(name).model, prompts, [[]])[:, 0] for short, name in models(noise).items()}  # fmt: skip
+    found = {
+        short: masked_errors(trained(name).model, prompts, [[]])[:, 0]
+        for short, name in models(noise).items()
+    }
     prompts = prompts.to(torch.float64)
     found |= {"ridge": best_ridge(prompts), "OLS": best([ols(prompts)], prompts)}
     found["lasso"] = best_lasso(prompts[-LASSO_PROMPTS:])
@@ -49,18 +56,27 @@ def risks(noise: float, length: int, n_prompts: int) -> dict[str, np.ndarray]:
     return found
 
 
-def against(found: dict[str, np.ndarray], names: list[str], rival: str) -> dict[str, tuple[float, float]]:  # fmt: skip
+def against(
+    found: dict[str, np.ndarray], names: list[str], rival: str
+) -> dict[str, tuple[float, float]]:
     """Risk of each model over that of a rival."""
     n = len(found[rival])
     return {name: ratio(found[name][-n:], found[rival]) for name in names}
 
 
 def rows(noise: float, length: int, found: dict[str, np.ndarray]) -> list[dict]:
-    """One row per model and learner; ratios to ridge, to Algorithm 1 and, of models, to the single head of the seed."""
+    """One row per model and learner; ratios to ridge, to Algorithm 1 and, of models, to the single
+    head of the seed."""
     table = []
     for name, values in found.items():
         risk, sem = mean_and_sem(values)
-        row = {"noise_var": noise, "context_length": length, "learner": name, "risk": float(risk), "risk_sem": float(sem)}  # fmt: skip
+        row = {
+            "noise_var": noise,
+            "context_length": length,
+            "learner": name,
+            "risk": float(risk),
+            "risk_sem": float(sem),
+        }
         rivals = {"ridge": "ridge", "algorithm": "Algorithm 1"}
         if name in models(noise):
             rivals["single"] = f"h1 {name.split()[1]}"
@@ -70,32 +86,79 @@ def rows(noise: float, length: int, found: dict[str, np.ndarray]) -> list[dict]:
     return table
 
 
-def claims(noise: float, found: dict[int, dict[str, np.ndarray]]) -> list[Claim]:
+def records(found: dict[float, dict[int, dict[str, np.ndarray]]], n_prompts: int) -> list[Record]:
+    """C9, and trained models beside every rival."""
     made = []
-    for heads in SEVERAL:
-        values = {f"L {length}, s{s}:": ratio(found[length][f"h{heads} s{s}"], found[length][f"h1 s{s}"]) for length in (TWICE, FULL) for s in seeds(noise)}  # fmt: skip
-        held = [v + 1.96 * sem <= 0.9 for key, (v, sem) in values.items() if f"L {TWICE}," in key]
-        made.append(Claim("C9", "several heads help: risk at most 0.9 of that of the single head of the same seed at L = 2 d", over_seeds(heads, noise), "lower, curves only", each(values), verdict(held)))  # fmt: skip
+    for name, length in (("twice", TWICE), ("full", FULL)):
+        pairs = {
+            named(h, noise, s): ratio(one[length][f"h{h} s{s}"], one[length][f"h1 s{s}"])
+            for noise, one in found.items()
+            for h in SEVERAL
+            for s in seeds(noise)
+        }
+        made.append(
+            Record(
+                id=f"sparse-C9-{name}",
+                statement=f"several heads help, at L = {length}",
+                quantity="risk over that of the single head of the same seed",
+                relation="at most",
+                bound=0.9,
+                margin=1.96,
+                tag="second hand" if length == TWICE else "ours",
+                paper="lower, curves only",
+                models=MODELS,
+                over={"prompts": n_prompts},
+                note=NOTE,
+                **with_errors(pairs),
+            )
+        )
     for rival, text in RIVALS.items():
-        values = against(found[FULL], list(models(noise)), rival)
-        paper = "lower for the algorithm" if rival in ("ridge", "GD") else "not asked"
-        held = [v + 2 * sem < 1 for v, sem in values.values()]
-        made.append(Claim("", f"{text}: ratio below 1 by two standard errors", over_seeds("*", noise), paper, each(values), verdict(held)))  # fmt: skip
+        pairs = {
+            models(noise)[short]: pair
+            for noise, one in found.items()
+            for short, pair in against(one[FULL], list(models(noise)), rival).items()
+        }
+        made.append(
+            Record(
+                id=f"sparse-risk-{'-'.join(rival.lower().replace(',', '').split())}",
+                statement=text,
+                quantity="ratio of excess risks, same prompts",
+                relation="below",
+                bound=1,
+                margin=2,
+                tag="second hand" if rival in ("ridge", "GD") else "ours",
+                models=EVERY,
+                over={"prompts": n_prompts},
+                **with_errors(pairs),
+            )
+        )
     return made
 
 
 def measure(quick: bool) -> Measured:
-    table, made, pages = [], [], {}
+    table, found, pages, n_prompts = [], {}, {}, 256 if quick else 4096
     for noise in NOISES:
-        found = {length: risks(noise, length, 256 if quick else 4096) for length in LENGTHS}
-        for length, one in found.items():
+        found[noise] = {length: risks(noise, length, n_prompts) for length in LENGTHS}
+        for length, one in found[noise].items():
             table += rows(noise, length, one)
-        made += claims(noise, found)
         drawn = [f"h{h} s{seeds(noise)[0]}" for h in (1, *SEVERAL)] + list(LEARNERS)
-        means = {name: np.array([mean_and_sem(found[length][name]) for length in LENGTHS]) for name in drawn}  # fmt: skip
-        curves, errors = ({name: values[:, column] for name, values in means.items()} for column in (0, 1))  # fmt: skip
-        pages[f"risk-noise{noise}"] = figures.lines(np.array(LENGTHS), curves, errors=errors, title=f"Excess risk over context length at noise variance {noise}, same prompts", x_title="context length L", y_title="excess risk (y²)", log_y=True)  # fmt: skip
-    return Measured(pd.DataFrame(table), pages, made)
+        means = {
+            name: np.array([mean_and_sem(found[noise][length][name]) for length in LENGTHS])
+            for name in drawn
+        }
+        curves, errors = (
+            {name: values[:, column] for name, values in means.items()} for column in (0, 1)
+        )
+        pages[f"risk-noise{noise}"] = figures.lines(
+            np.array(LENGTHS),
+            curves,
+            errors=errors,
+            title=f"Excess risk over context length at noise variance {noise}, same prompts",
+            x_title="context length L",
+            y_title="excess risk (y²)",
+            log_y=True,
+        )
+    return Measured(pd.DataFrame(table), pages, records(found, n_prompts))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,8 @@
-"""What the scripts of sparse regression share: two tasks, learners at their best, and ratios of risks.
+"""What the scripts of sparse regression share: two tasks, learners at their best, and ratios of
+risks.
 
-Settings and thresholds are ours: Chen, Zhao and Zou 2024, arXiv 2408.04532, is known to us by its abstract and captions.
+Settings and thresholds are ours: Chen, Zhao and Zou 2024, arXiv 2408.04532, is known to us by its
+abstract and captions.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -22,7 +24,9 @@ ALPHAS, PENALTIES = np.geomspace(0.01, 0.5, 10), np.geomspace(0.3, 300, 31)
 
 def draw(task: TaskConfig, n_prompts: int) -> Prompts:
     """Prompts in float64."""
-    return sample_prompts(task, n_prompts, generator=generator_for(0, "eval", 0), dtype=torch.float64)  # fmt: skip
+    return sample_prompts(
+        task, n_prompts, generator=generator_for(0, "eval", 0), dtype=torch.float64
+    )
 
 
 def best(predictions: Iterable[torch.Tensor], prompts: Prompts) -> np.ndarray:

@@ -1,11 +1,12 @@
 """What training makes of the published construction of sparse regression, when it starts from it.
 
-Trained models do not find it; would they keep it? The first layer's 16 heads write r_j x_j and one head in each later layer
-descends on that, noise variance 0.1, with steps of 0.5. Trained as the shipped models are: alone, where its zero heads stay
-zero (5,000 steps); with the other heads of later layers at half of the size they would start with (50,000, as the others);
-and, as a control, a model of the same shape with nothing of it. One seed each.
-Run: python analyses/sparse_start.py (three quarters of an hour on one core; --quick one minute). Not among those of `make
-analyses`.
+Trained models do not find it; would they keep it? The first layer's 16 heads write r_j x_j and one
+head in each later layer descends on that, noise variance 0.1, with steps of 0.5. Trained as the
+shipped models are: alone, where its zero heads stay zero (5,000 steps); with the other heads of
+later layers at half of the size they would start with (50,000, as the others); and, as a control, a
+model of the same shape with nothing of it. One seed each. Run: python analyses/sparse_start.py
+(seconds: the records of the results that are there), and with --train to train again (three
+quarters of an hour on one core; with --quick one minute).
 """
 
 import argparse
@@ -14,9 +15,10 @@ from pathlib import Path
 
 import pandas as pd
 import torch
-from measured import RESULTS, Claim, Measured, write
+from measured import RESULTS, Measured, write
+from records import Record, with_errors
 from sparse_models import named, prompts_of, trained
-from sparse_setting import best, best_ridge, each, ratio
+from sparse_setting import best, best_ridge, ratio
 
 from mechinterp import figures
 from mechinterp.analysis.estimates import mean_and_sem
@@ -32,11 +34,17 @@ from mechinterp.training.deep import DeepRun, initial_deep_weights
 NOISE, ETA, SIZE = 0.1, 0.5, 0.5
 STEPS = {"built, alone": 5_000, "built, with other heads": 50_000, "at random": 50_000}
 TRAINED = named(8, NOISE, 0)
+RIVALS = {
+    "trained": f"the trained model {TRAINED}",
+    "ridge": "ridge at its best penalty",
+    "algorithm": "Algorithm 1 at its best step",
+}
 HEADS = ("W_Q", "W_K", "W_V", "W_O")
 
 
 def start_of(arm: str, config: ExperimentConfig) -> DeepWeights:
-    """The construction, its zero heads as they are or smaller than PyTorch would start them; or nothing of it."""
+    """The construction, its zero heads as they are or smaller than PyTorch would start them; or
+    nothing of it."""
     drawn = initial_deep_weights(config).stack
     if arm == "at random":
         return drawn
@@ -44,13 +52,22 @@ def start_of(arm: str, config: ExperimentConfig) -> DeepWeights:
     if arm == "built, alone":
         return built
     live = (built.W_V @ built.W_O).flatten(2).any(-1)[..., None, None]
-    return built.with_tensors({name: torch.where(live, getattr(built, name), SIZE * getattr(drawn, name)) for name in HEADS})  # fmt: skip
+    return built.with_tensors(
+        {
+            name: torch.where(live, getattr(built, name), SIZE * getattr(drawn, name))
+            for name in HEADS
+        }
+    )
 
 
 def config_of(steps: int) -> ExperimentConfig:
     base = trained(TRAINED).config
-    model = ModelConfig(n_layers=4, n_heads=16, d_head=16, d_model=33, score=base.model.score, context_only=True)  # fmt: skip
-    train = replace(base.train, steps=steps, log_every=max(1, steps // 20), snapshot_every=steps, data_seed=1000)  # fmt: skip
+    model = ModelConfig(
+        n_layers=4, n_heads=16, d_head=16, d_model=33, score=base.model.score, context_only=True
+    )
+    train = replace(
+        base.train, steps=steps, log_every=max(1, steps // 20), snapshot_every=steps, data_seed=1000
+    )
     return replace(base, model=model, train=train)
 
 
@@ -58,9 +75,15 @@ def told(weights: DeepWeights, prompts: Prompts) -> dict[str, float]:
     """Risk, and R^2 of what the first layer writes at the query."""
     risk, sem = map(float, mean_and_sem(errors(weights, prompts)))
     model = ICLTransformer.from_weights(weights, task=trained(TRAINED).task)
-    found = {name: probe_layers(model, prompts, target=target) for name, target in STRUCTURES.items()}  # fmt: skip
+    found = {
+        name: probe_layers(model, prompts, target=target) for name, target in STRUCTURES.items()
+    }
     r2 = {f"r2 {name}": float(one.r2[1, -1]) for name, one in found.items()}
-    return {"risk": risk, "risk_sem": sem} | r2 | {f"{key} sem": float(found[key[3:]].r2_sem[1, -1]) for key in r2}  # fmt: skip
+    return (
+        {"risk": risk, "risk_sem": sem}
+        | r2
+        | {f"{key} sem": float(found[key[3:]].r2_sem[1, -1]) for key in r2}
+    )
 
 
 def errors(weights: DeepWeights, prompts: Prompts):
@@ -80,37 +103,88 @@ def follow(arm: str, steps: int, prompts: Prompts) -> tuple[pd.DataFrame, DeepWe
         print(f"{arm}: {run.step} of {steps} steps", flush=True)
 
 
-def claims(arm: str, found: pd.DataFrame, last: DeepWeights, prompts: Prompts) -> list[Claim]:
-    end, mine = found.iloc[-1], errors(last, prompts)
-    rivals = {
-        TRAINED: errors(trained(TRAINED).weights.stack, prompts),
-        "ridge at its best penalty": best_ridge(prompts),
-        "Algorithm 1 at its best step": best(preprocess_then_optimise(prompts, steps=128), prompts),
-    }
-    ratios = {rival: ratio(mine, theirs) for rival, theirs in rivals.items()}
-    first, own = (f"r2 {name}" for name in STRUCTURES)
-    kept = each({name[3:]: (end[name], end[f"{name} sem"]) for name in (first, own)})
-    about = f"16 heads, {arm}: {int(end.step):,} steps"
-    below = [value + 2 * sem < 1 for value, sem in ratios.values()]
-    return [
-        Claim("", "in the end layer 1 writes R x: a linear map of it explains at least 0.9", about, "what it does (inferred)", f"R² {kept}", bool(end[first] >= 0.9)),
-        *(Claim("", f"and its risk is below that of {rival}: ratio below 1 by two standard errors", about, "not asked", each({"ratio": ratios[rival]}), bool(held)) for rival, held in zip(rivals, below, strict=True)),
-    ]  # fmt: skip
+def rivals(last: DeepWeights, prompts: Prompts) -> dict[str, float]:
+    """Ratios of the last risk to those of RIVALS, with their standard errors."""
+    risks = (
+        errors(trained(TRAINED).weights.stack, prompts),
+        best_ridge(prompts),
+        best(preprocess_then_optimise(prompts, steps=128), prompts),
+    )
+    found = {}
+    for name, risk in zip(RIVALS, risks, strict=True):
+        found[f"to {name}"], found[f"to {name} sem"] = ratio(errors(last, prompts), risk)
+    return found
+
+
+def records(ends: pd.DataFrame) -> list[Record]:
+    """What the last rows of all arms say."""
+    found = {f"{row.arm}, {row.step:,} steps": row for _, row in ends.iterrows()}
+    first, _ = (f"r2 {name}" for name in STRUCTURES)
+    common = {"tag": "ours", "models": "16 heads, noise variance 0.1, one seed"}
+    made = [
+        Record(
+            id="sparse-start-writes",
+            statement="in the end layer 1 writes R x: a linear map of it explains it",
+            quantity="R²",
+            relation="at least",
+            bound=0.9,
+            **with_errors({name: (row[first], row[f"{first} sem"]) for name, row in found.items()}),
+            **common,
+        )
+    ]
+    made += [
+        Record(
+            id=f"sparse-start-{name}",
+            statement=f"and its risk is below that of {what}",
+            quantity="ratio of excess risks, same prompts",
+            relation="below",
+            bound=1,
+            margin=2,
+            **with_errors(
+                {arm: (row[f"to {name}"], row[f"to {name} sem"]) for arm, row in found.items()}
+            ),
+            **common,
+        )
+        for name, what in RIVALS.items()
+    ]
+    return made
+
+
+def train(quick: bool) -> pd.DataFrame:
+    """All arms, followed through their training."""
+    prompts, frames = prompts_of(NOISE, 512 if quick else 4096), []
+    for arm, steps in STEPS.items():
+        found, last = follow(arm, steps // 100 if quick else steps, prompts)
+        for name, value in rivals(last, prompts).items():
+            found.loc[found.index[-1], name] = value
+        frames.append(found)
+    return pd.concat(frames)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--train", action="store_true", help="train again")
     parser.add_argument("--quick", action="store_true", help="a hundredth of the steps")
     parser.add_argument("--out", type=Path, default=RESULTS)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    prompts, frames, made = prompts_of(NOISE, 512 if arguments.quick else 4096), [], []
-    for arm, steps in STEPS.items():
-        found, last = follow(arm, steps // 100 if arguments.quick else steps, prompts)
-        frames.append(found)
-        made += claims(arm, found, last, prompts)
-    pages = {one.arm[0]: figures.lines(one.step.to_numpy(), {"excess risk": one.risk.to_numpy()}, errors={"excess risk": one.risk_sem.to_numpy()}, title=f"Excess risk from the construction on, {one.arm[0]}", x_title="step", y_title="excess risk (y²)", log_y=True) for one in frames}  # fmt: skip
-    write(Measured(pd.concat(frames), pages, made), "sparse_start", arguments.out)
+    file = RESULTS / "sparse_start.csv"
+    data = train(arguments.quick) if arguments.train else pd.read_csv(file)
+    pages = {
+        arm: figures.lines(
+            one.step.to_numpy(),
+            {"excess risk": one.risk.to_numpy()},
+            errors={"excess risk": one.risk_sem.to_numpy()},
+            title=f"Excess risk from the construction on, {arm}",
+            x_title="step",
+            y_title="excess risk (y²)",
+            log_y=True,
+        )
+        for arm, one in data.groupby("arm", sort=False)
+    }
+    found = records(data.groupby("arm", sort=False).tail(1))
+    note = "" if arguments.train else "records of a table measured earlier"
+    write(Measured(data, pages, found), "sparse_start", arguments.out, note=note)
 
 
 if __name__ == "__main__":

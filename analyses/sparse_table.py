@@ -1,25 +1,33 @@
-"""The table of trained models of sparse regression in README.md, from the *.csv of sparse_risk, _heads, _pruning, _fine_tuning
-and _probes. Errors of a model are over prompts, and of pruning over which heads are chosen, too; a row below the models of
-a setting has their mean and its standard error over seeds.
+"""The table of trained models of sparse regression in analyses/README.md, from the *.csv of
+sparse_risk, _heads, _pruning, _fine_tuning and _probes. Errors of a model are over prompts, and of
+pruning over which heads are chosen, too; a row below the models of a setting has their mean and its
+standard error over seeds.
 
-python analyses/sparse_table.py  (at once; these scripts must have run)
+`claims_table.py` writes it.
 """
 
 from pathlib import Path
 
 import pandas as pd
-from claims_table import replaced
 
-HERE = Path(__file__).parent
 LENGTH = 40
 RIVALS = ("ridge", "algorithm", "single")
 PARTS = ("risk", "heads", "pruning", "fine_tuning", "probes")
 COLUMNS = (
-    *("model", "risk / ridge at its best", "risk / Algorithm 1 at its best", "risk / a single head's"),
-    *("effective heads, layer by layer", "one head per later layer: risk / whole model's", "with a new read-out"),
+    *(
+        "model",
+        "risk / ridge at its best",
+        "risk / Algorithm 1 at its best",
+        "risk / a single head's",
+    ),
+    *(
+        "effective heads by medians, layer by layer",
+        "one head per later layer: risk / whole model's",
+        "with a new read-out",
+    ),
     "after 5,000 more steps",
     "R² of what the first layer writes: (S − 1) x; R x",
-)  # fmt: skip
+)
 
 
 def told(value: float, sem: float, digits: int = 3) -> str:
@@ -32,16 +40,28 @@ def told(value: float, sem: float, digits: int = 3) -> str:
     return f"{value:.{digits}f} ± {sem:.{digits}f}"
 
 
-def numbers(name: str, row: pd.Series, tables: dict[str, pd.DataFrame]) -> dict[str, tuple[float, float]]:  # fmt: skip
-    """What has a standard error, by column, from the row of the model's risks; NaN where there is nothing."""
-    pruning, tuning = (tables[part][tables[part].model == name] for part in ("pruning", "fine_tuning"))  # fmt: skip
+def numbers(
+    name: str, row: pd.Series, tables: dict[str, pd.DataFrame]
+) -> dict[str, tuple[float, float]]:
+    """What has a standard error, by column, from the row of the model's risks; NaN where there is
+    nothing."""
+    pruning, tuning = (
+        tables[part][tables[part].model == name] for part in ("pruning", "fine_tuning")
+    )
     nothing = (float("nan"), float("nan"))
-    found = {column: (row[f"to_{rival}"], row[f"to_{rival}_sem"]) for column, rival in zip(COLUMNS[1:4], RIVALS, strict=True)}  # fmt: skip
+    found = {
+        column: (row[f"to_{rival}"], row[f"to_{rival}_sem"])
+        for column, rival in zip(COLUMNS[1:4], RIVALS, strict=True)
+    }
     if pruning.empty:
         return found | dict.fromkeys((COLUMNS[3], *COLUMNS[5:8]), nothing)
     later = pruning[pruning.rule == "best later"].iloc[0]
     more = tuning[tuning.heads == "pruned"].iloc[-1]
-    costs = ((later.ratio, later.ratio_sem), (later.refit_ratio, later.refit_ratio_sem), (more.ratio, more.ratio_sem))  # fmt: skip
+    costs = (
+        (later.ratio, later.ratio_sem),
+        (later.refit_ratio, later.refit_ratio_sem),
+        (more.ratio, more.ratio_sem),
+    )
     return found | dict(zip(COLUMNS[5:8], costs, strict=True))
 
 
@@ -49,7 +69,7 @@ def one_model(name: str, row: pd.Series, tables: dict[str, pd.DataFrame]) -> dic
     """A row of the table, by column."""
     heads, probes = (tables[part][tables[part].model == name] for part in ("heads", "probes"))
     written = probes[probes.layer == 1].set_index("target").r2
-    layers = heads[heads.method == "zero"].drop_duplicates("layer").effective_heads
+    layers = heads[heads.method == "zero"].drop_duplicates("layer").effective_heads_of_medians
     cells = {
         "model": name,
         COLUMNS[4]: ", ".join(f"{number:.1f}" for number in layers),
@@ -59,7 +79,8 @@ def one_model(name: str, row: pd.Series, tables: dict[str, pd.DataFrame]) -> dic
 
 
 def over_seeds(setting: str, models: list[dict[str, tuple[float, float]]]) -> dict[str, str]:
-    """A row with the mean over seeds and its standard error, which is that of the spread of the seeds alone.
+    """A row with the mean over seeds and its standard error, which is that of the spread of the
+    seeds alone.
 
     Example:
         >>> over_seeds("sparse-h4", [{"risk": (1.0, 0.1)}, {"risk": (1.2, 0.1)}])["risk"]
@@ -71,12 +92,17 @@ def over_seeds(setting: str, models: list[dict[str, tuple[float, float]]]) -> di
 
 
 def shown(pairs: dict[str, tuple[float, float]]) -> dict[str, str]:
-    """Numbers with their errors, ratios of pruning with two digits; nothing where there is no number."""
-    return {column: "" if pd.isna(value) else told(value, sem, 2 if column in COLUMNS[5:8] else 3) for column, (value, sem) in pairs.items()}  # fmt: skip
+    """Numbers with their errors, ratios of pruning with two digits; nothing where there is no
+    number."""
+    return {
+        column: "" if pd.isna(value) else told(value, sem, 2 if column in COLUMNS[5:8] else 3)
+        for column, (value, sem) in pairs.items()
+    }
 
 
 def markdown(results: Path) -> str:
-    """A row per model, those of less noise and fewer heads first, and one over the seeds of each setting."""
+    """A row per model, those of less noise and fewer heads first, and one over the seeds of each
+    setting."""
     tables = {part: pd.read_csv(results / f"sparse_{part}.csv") for part in PARTS}
     risks = tables["risk"].query("context_length == @LENGTH and to_single == to_single")
     kinds = risks.learner.str.split().str[0]
@@ -90,13 +116,3 @@ def markdown(results: Path) -> str:
             rows.append(over_seeds(setting, found))
     lines = [COLUMNS, ["---"] * len(COLUMNS), *([row.get(c, "") for c in COLUMNS] for row in rows)]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
-
-
-def main() -> None:
-    file = HERE / "README.md"
-    text = replaced(file.read_text(encoding="utf-8"), "trained", markdown(HERE / "results"))
-    file.write_text(text, encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main()

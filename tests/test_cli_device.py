@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from mechinterp.checkpoints.native import Checkpoint
+from mechinterp.cli.options import about_paths
 from tests.conftest import CHECKPOINTS, Run
 from tests.pretended import DEVICE, pretended
 
@@ -16,6 +17,7 @@ COMMANDS: dict[str, tuple[object, ...]] = {
     "ablate": (ONE, "--n-prompts", 64),
     "prune": (DEEP, "--n-prompts", 128),
     "probe": (DEEP, "--n-prompts", 128),
+    "analyse": ("pairs", ONE, "--n-prompts", 64),
     "fit": (ONE, "--n-prompts", 64, "--context-length", 10),
     "report": (ONE, "--n-prompts", 64),
 }
@@ -57,7 +59,8 @@ def test_a_command_answers_alike_on_a_gpu(command: str, run: Run, tmp_path: Path
     assert (expected.code, gpu) == (0, [])
     found = run(*arguments(command, tmp_path, "auto"))
     assert found.code == 0, found.err
-    assert gpu == [(COMMANDS[command][0].name, "cuda")]
+    (path,) = (word for word in COMMANDS[command] if isinstance(word, Path))
+    assert gpu == [(path.name, "cuda")]
     assert without_paths(found.document, tmp_path) == without_paths(expected.document, tmp_path)
 
 
@@ -67,6 +70,15 @@ def test_a_gpu_that_is_not_there_is_refused(command: str, run: Run, tmp_path: Pa
     found = run(*arguments(command, tmp_path, "cuda"))
     found.assert_refused("--device cuda needs a GPU that PyTorch can use; there is none.")
     assert not (tmp_path / "cuda").exists()
+
+
+def test_a_gpu_that_is_full_is_told_as_memory_that_is_full():
+    error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+    with (
+        pytest.raises(ValueError, match=r"^model: needs more memory than there is\.$"),
+        about_paths(Path("model")),
+    ):
+        raise error
 
 
 def test_another_device_is_refused(run: Run):

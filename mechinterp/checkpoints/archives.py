@@ -1,4 +1,4 @@
-"""Tensors out of files that anybody may have written: .pt, .pth, .bin, .npz and .safetensors.
+"""Tensors out of files that anybody may have written: torch's, pickles, .npz, .safetensors and flax's .msgpack.
 
 Nothing in a file is run as code, and what a file claims is held against its size before memory is asked
 for. Every fault ends in a CheckpointError.
@@ -20,11 +20,22 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
+from mechinterp.checkpoints import pickles
 from mechinterp.checkpoints.errors import CheckpointError, one_line
 from mechinterp.checkpoints.files import size_of
-from mechinterp.checkpoints.pickles import Storage, StoredTensor, Unread, read_pickle
+from mechinterp.checkpoints.pickles import (
+    ArrayType,
+    Storage,
+    StoredArray,
+    StoredTensor,
+    read_pickle,
+)
+from mechinterp.checkpoints.states import Place, array_tensors, weights_among
 
-SUFFIXES = (".pt", ".pth", ".bin", ".npz", ".safetensors")
+SUFFIXES = (
+    *(".pt", ".pth", ".bin", ".npz", ".safetensors"),
+    *(".ckpt", ".pth.tar", ".pt.tar", ".pkl", ".pickle", ".msgpack"),
+)
 MAX_BYTES = 2**28
 """Size of a file; a GPT-2 of 12 layers and width 256 has 2**25 numbers."""
 MAX_UNPACKED = 2**26
@@ -34,21 +45,31 @@ MAX_ENTRIES = 30_000
 MAX_HEADER = 2**21
 MAX_AXES = 64
 CHUNK = 2**22
-# Where whole-run dictionaries keep the state dict.
-INNER = ("model", "model_state_dict", "state_dict")
-
 # Kinds of numbers besides floating-point ones that are read, if only to be refused by name.
 OTHERS = (
     *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
     *(torch.complex64, torch.complex128),
 )
 OLD_TORCH = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
+POINTER = b"version https://git-lfs.github.com/spec/"
+FLAX_ARRAYS = (1, 3)  # extension types of flax's msgpack: arrays and numpy's scalars
+
+
+def has_weights_ending(file: Path) -> bool:
+    """Whether a file's name ends as those of weights do.
+
+    Example:
+        >>> has_weights_ending(Path("run/best.pth.tar"))
+        True
+    """
+    return file.name.endswith(SUFFIXES)
 
 
 def read_arrays(file: Path) -> dict[str, Tensor]:
     """The tensors of a file by name, those narrower than float32 widened to it.
 
-    Of a whole-run dictionary it is the state dict; texts in an .npz are left out.
+    Of a whole-run dictionary it is the state dict; texts in an .npz are left out, dictionaries of dictionaries get
+    dotted names.
 
     Raises:
         CheckpointError: If the file cannot be read, runs code, or claims more than it holds.
@@ -57,7 +78,7 @@ def read_arrays(file: Path) -> dict[str, Tensor]:
         >>> tuple(tensors["blocks.0.attn.W_Q"].shape)
         (2, 6, 6)
     """
-    readers = {".safetensors": _read_safetensors, ".npz": _read_npz}
+    readers = {".safetensors": _read_safetensors, ".npz": _read_npz, ".msgpack": _read_msgpack}
     with reading(file):
         return _plain(readers.get(file.suffix, _read_torch)(file), file)
 
@@ -80,13 +101,19 @@ def read_text(file: Path, name: str) -> str | None:
 @contextmanager
 def reading(file: Path) -> Iterator[None]:
     """Turns whatever a parser makes of a bad file into a CheckpointError, and keeps warnings quiet."""
-    kind = file.suffix.lstrip(".") if file.suffix in (".npz", ".safetensors") else "PyTorch"
+    plain = (".npz", ".safetensors", ".msgpack", ".pkl", ".pickle")
+    kind = file.suffix.lstrip(".") if file.suffix in plain else "PyTorch"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
             size = size_of(file)
             if size > MAX_BYTES:
                 raise CheckpointError(f"{file}: must be at most {MAX_BYTES} bytes, got {size}.")
+            with file.open("rb") as stream:
+                if stream.read(len(POINTER)) == POINTER:
+                    raise CheckpointError(
+                        f"{file}: a Git LFS pointer of {size} bytes, not the weights; run git lfs pull."
+                    )
             yield
         except CheckpointError:
             raise
@@ -162,41 +189,77 @@ def _read_torch(file: Path) -> dict[str, Tensor]:
         start = stream.read(len(OLD_TORCH))
     if start == OLD_TORCH:
         raise CheckpointError(
-            f"{file}: written by PyTorch before 1.6 or in its old format; save it again with PyTorch >= 1.6."
+            f"{file}: written by PyTorch before 1.6 or in its old format; save it again with PyTorch >= 1.6: "
+            "torch.save(torch.load(FILE), FILE)."
         )
+    if start.startswith(b"\x80"):
+        return _read_plain_pickle(file)
     if not start.startswith(b"PK"):
-        got = "a plain pickle" if start.startswith(b"\x80") else "another" if start else "an empty"
+        got = "another" if start else "an empty"
         raise CheckpointError(
             f"{file}: must hold tensors that can be read without running code, as torch.save writes "
             f"them; got {got} file."
         )
     with _archive(file) as archive:
-        names = [name for name in archive.namelist() if name.endswith("/data.pkl")]
+        entries = archive.namelist()
+        names = [name for name in entries if name.endswith("/data.pkl")]
+        if any(name.endswith("/constants.pkl") for name in entries):
+            raise CheckpointError(
+                f"{file}: a TorchScript archive, which holds code; where it runs, write "
+                "torch.save(torch.jit.load(FILE).state_dict(), FILE)."
+            )
         if len(names) != 1:
             raise CheckpointError(
                 f"{file}: must hold tensors that can be read without running code, as torch.save writes "
                 f"them; got an archive with {len(names)} pickles."
             )
-        found = _state_dict(read_pickle(archive.read(names[0]), file), file)
+        found = weights_among(read_pickle(archive.read(names[0]), file), file)
         return _Storages(archive, names[0].removesuffix("data.pkl"), file).tensors(found)
 
 
-def _state_dict(root: object, file: Path) -> dict[str, StoredTensor]:
-    if isinstance(root, dict) and not _is_state(root):
-        inner = [name for name in INNER if isinstance(root.get(name), dict)]
-        root = root[inner[0]] if inner else root
-    if not isinstance(root, dict) or not _is_state(root):
-        values = list(root.values()) if isinstance(root, dict) else [root]
-        asked = [value.name for value in values if isinstance(value, Unread) and value.name]
-        got = f"; it asks for {asked[0]}, and no code of a file is run" if asked else ""
+def _read_plain_pickle(file: Path) -> dict[str, Tensor]:
+    """Arrays of numpy in a pickle without an archive around it, as haiku's and flax's runs are kept."""
+    if file.stat().st_size > pickles.MAX_BYTES:
+        raise CheckpointError(f"{file}: a pickle must be at most {pickles.MAX_BYTES} bytes.")
+    try:
+        return _arrays_among(read_pickle(file.read_bytes(), file), file)
+    except CheckpointError as error:
+        said = str(error).removeprefix(f"{file}: ")
         raise CheckpointError(
-            f"{file}: must hold a state dict, names with a tensor each, or one under {', '.join(INNER)}{got}."
+            f"{file}: a plain pickle, of which arrays of numpy are read: {said}"
+        ) from None
+
+
+def _arrays_among(root: object, file: Path) -> dict[str, Tensor]:
+    found = weights_among(root, file)
+    arrays = {name: place for name, place in found.items() if isinstance(place, StoredArray)}
+    if len(arrays) < len(found):
+        raise CheckpointError(
+            f"{file}: torch's tensors must be written by torch.save, got a plain pickle."
         )
-    return root
+    return array_tensors(arrays, file)
 
 
-def _is_state(found: dict) -> bool:
-    return all(isinstance(n, str) and isinstance(t, StoredTensor) for n, t in found.items())
+def _read_msgpack(file: Path) -> dict[str, Tensor]:
+    """Flax's dictionaries of arrays."""
+    try:
+        import msgpack
+    except ImportError:
+        raise CheckpointError(
+            f"{file}: reading .msgpack needs the package msgpack; install mechinterp-icl[flax]."
+        ) from None
+
+    def array(code: int, data: bytes) -> object:
+        if code not in FLAX_ARRAYS:
+            return None
+        shape, kind, numbers = msgpack.unpackb(data, raw=True, max_map_len=0)
+        if not isinstance(kind, bytes) or not isinstance(shape, list):
+            return None
+        return StoredArray(ArrayType(kind.decode("latin1")), tuple(shape), False, numbers)
+
+    return _arrays_among(
+        msgpack.unpackb(file.read_bytes(), ext_hook=array, strict_map_key=False), file
+    )
 
 
 class _Storages:
@@ -210,9 +273,14 @@ class _Storages:
         order = archive.read(f"{folder}byteorder").decode() if there else sys.byteorder
         self.swapped = order != sys.byteorder
 
-    def tensors(self, found: Mapping[str, StoredTensor]) -> dict[str, Tensor]:
-        """The tensors that a pickle places there."""
-        return {name: self.tensor(name, place) for name, place in found.items()}
+    def tensors(self, found: Mapping[str, Place]) -> dict[str, Tensor]:
+        """The tensors that a pickle places there, and arrays that it holds itself."""
+        arrays = {name: place for name, place in found.items() if isinstance(place, StoredArray)}
+        there = array_tensors(arrays, self.file)
+        for name, place in found.items():
+            if isinstance(place, StoredTensor):
+                there[name] = self.tensor(name, place)
+        return there
 
     def tensor(self, name: str, place: StoredTensor) -> Tensor:
         """A tensor, all of whose numbers are there."""

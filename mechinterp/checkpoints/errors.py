@@ -37,5 +37,8 @@ def visible(text: str) -> str:
 
 
 def one_line(error: Exception) -> str:
-    """The message of somebody else's exception on one line."""
+    """The message of somebody else's exception on one line, of the system's without its number."""
+    if isinstance(error, OSError) and error.strerror:
+        named = "" if error.filename is None else f": {error.filename}"
+        return f"{error.strerror}{named}"
     return " ".join(str(error).split()) or type(error).__name__

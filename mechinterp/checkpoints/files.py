@@ -119,13 +119,22 @@ def read_yaml(file: Path) -> object:
 
 @contextmanager
 def _filled(path: Path, write: Callable[[Path], object]) -> Iterator[Path]:
-    """A temporary file beside a path, filled and flushed to disk, then the folder flushed."""
+    """A temporary file beside a path, filled and flushed to disk, then the folder flushed.
+
+    Raises:
+        OSError: If it cannot be written; it names the path.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     mark = f"{MACHINE}-{os.getpid()}-{secrets.token_hex(4)}"
     temporary = path.with_name(f".{path.name}.{mark}.tmp")
     try:
-        write(temporary)
-        _flush(temporary)
+        try:
+            write(temporary)
+            _flush(temporary)
+        except OSError as error:
+            if error.errno is None:
+                raise
+            raise OSError(error.errno, os.strerror(error.errno), str(path)) from None
         yield temporary
     finally:
         temporary.unlink(missing_ok=True)

@@ -12,9 +12,10 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import pad
 
-from mechinterp.checkpoints import exchange
+from mechinterp.checkpoints import exchange, names
 from mechinterp.checkpoints.errors import CheckpointError
-from mechinterp.checkpoints.hints import COLUMNS, Hints
+from mechinterp.checkpoints.hints import COLUMNS, ORIENTATIONS, SIGNS, Hints
+from mechinterp.checkpoints.names import require_full_keys
 from mechinterp.checkpoints.native import Checkpoint
 from mechinterp.checkpoints.outside import (
     OneLayer,
@@ -48,6 +49,14 @@ MARKS: dict[str, tuple[tuple[str, ...], ...]] = {
     ),
     "arrays": (NAMES, ("QK", "OV")),
 }
+KNOWN: dict[str, frozenset[str]] = {
+    name: frozenset(each for marks in MARKS[name] for each in marks) for name in MARKS
+}
+KNOWN["torch-attention"] |= {"in_proj_bias", "out_proj.bias", *EXTRA_KEYS}
+KNOWN["torch-attention"] |= {x.replace("weight", "bias") for marks in LINEAR for x in marks}
+KNOWN["arrays"] |= set(BIASES)
+NAMED = "names"
+"""A layer whose names are in the table of names; what is read becomes torch-attention or linear-paper."""
 HEADS = ("n_head", "num_heads", "num_attention_heads", "n_heads", "nhead")
 ARRAYS = "arrays W_Q, W_K, W_V [head, d_model, d_head] and W_O [head, d_head, d_y] in .npz are read for any layer"
 
@@ -62,29 +71,138 @@ def read_foreign(
     Raises:
         CheckpointError: If they fit no format or several, or are not those of such a model.
     """
+    tensors = names.mapped(tensors, hints.map or (), file)
     name = hints.format or detect(tensors, file)
+    if name == exchange.FORMAT:
+        return exchange.read_state(tensors, file, hints=hints)
+    ignored = [each for each, tensor in tensors.items() if _is_harmless(each, tensor)]
+    tensors = {each: tensor for each, tensor in tensors.items() if each not in ignored}
+    found = _read(tensors, file, name=name, hints=hints, settings=settings)
+    return replace(found, assumed={**found.assumed, "ignored": ignored}) if ignored else found
+
+
+def _is_harmless(name: str, tensor: Tensor) -> bool:
+    """Whether a tensor changes no prediction: a mask (GPT-2 calls it bias), weights of a loss, a log."""
+    return bool(names.HARMLESS.fullmatch(name)) or (name.endswith("bias") and tensor.ndim == 4)
+
+
+def _read(
+    tensors: Mapping[str, Tensor],
+    file: Path,
+    *,
+    name: str,
+    hints: Hints,
+    settings: Mapping[str, object],
+) -> Checkpoint:
     if name in LAYERED:
-        for option in {"score", "score_slope", "columns"} & set(hints.given):
+        for option in {"score", "score_slope", "columns", "sign"} & set(hints.given):
             raise CheckpointError(
                 f"{file}: {option} is known of format {name} and not to be given."
             )
         from mechinterp.checkpoints.layered import read_layered
 
         return read_layered(tensors, file, format=name, hints=hints, settings=settings)
-    if name == exchange.FORMAT:
-        return exchange.read_state(tensors, file, hints=hints)
+    if name == NAMED:
+        return _read_named(tensors, file, hints, settings)
     if name not in READERS:
         raise CheckpointError(f"{file}: format must be that of other people's files, got {name!r}.")
-    stripped = _without_prefix(tensors, name, file)
-    unsaid = _unsaid(name, stripped, hints)
-    candidates = []
-    for values in product(*unsaid.values()):
-        said = dict(zip(unsaid, values, strict=True))
-        full = replace(hints, **said)  # type: ignore[arg-type]
-        candidates.append(
-            (said, checkpoint_of(file, READERS[name](stripped, file, full, settings), full))
+    layers = [({}, name, _without_prefix(tensors, name, file))]
+    return _tried(layers, file, hints, settings)
+
+
+Layer = tuple[dict[str, str | float | None], str, dict[str, Tensor]]
+"""What is said of how it is read, the format, and its tensors by that format's names."""
+
+
+def _tried(
+    layers: Sequence[Layer], file: Path, hints: Hints, settings: Mapping[str, object]
+) -> Checkpoint:
+    """The checkpoint that one layer's tensors are, of the readings that predict best."""
+    candidates: list[tuple[dict[str, str | float | None], Checkpoint]] = []
+    faults: list[CheckpointError] = []
+    for first, name, tensors in layers:
+        unsaid = _unsaid(name, tensors, hints)
+        for values in product(*unsaid.values()):
+            said = first | dict(zip(unsaid, values, strict=True))
+            if said.get("attend_to_self") and said.get("score", hints.score) != "softmax":
+                continue
+            full = replace(hints, **said)  # type: ignore[arg-type]
+            try:
+                layer = READERS[name](tensors, file, full, settings)
+                candidates.append((said, checkpoint_of(file, layer, full)))
+            except CheckpointError as error:
+                faults.append(error)
+    if not candidates:
+        raise faults[0]
+    if not any(said for said, _ in candidates):
+        return candidates[0][1]
+    sizes = list(dict.fromkeys((each.task.d_x, each.task.d_y) for _, each in candidates))
+    found = [
+        _best([(s, each) for s, each in candidates if (each.task.d_x, each.task.d_y) == size])
+        for size in sizes
+    ]
+    predicting = [each for each in found if each.readings[0].predicts]
+    if len(predicting) > 1:
+        listed = " or ".join(f"d_x = {d_x}" for d_x, _ in sizes)
+        raise CheckpointError(
+            f"{file}: the orientation of its matrices is not in the file, {listed} predict both; give --d-x (d_x=) or "
+            f"--orientation (orientation=), one of {'; '.join(ORIENTATIONS)}."
         )
-    return _best(candidates) if unsaid else candidates[0][1]
+    return (predicting or found)[0]
+
+
+def _read_named(
+    tensors: Mapping[str, Tensor], file: Path, hints: Hints, settings: Mapping[str, object]
+) -> Checkpoint:
+    """A layer of attention whose names the table of names has."""
+    layout = names.layout_of(tensors)
+    names.require_known_kind(tensors, layout, file)
+    if not layout.attention_alone:
+        from mechinterp.checkpoints.named_layers import read_named_layers
+
+        return read_named_layers(tensors, layout, file, hints=hints, settings=settings)
+    tries = ORIENTATIONS if layout.open_axes else ORIENTATIONS[:1]
+    if hints.orientation is not None:
+        tries = (hints.orientation,)
+    layers: list[Layer] = []
+    n_heads, fault = hints.n_heads, None
+    beside: dict[str, object] = {}
+    for axes in tries:
+        try:
+            found, shown = names.attention_matrices(layout.layers[0], tensors, file, axes=axes)
+        except CheckpointError as error:
+            fault = fault or error
+            continue
+        n_heads = settle(file, "n_heads", shown, hints.n_heads)
+        found, left_out = _without_positions(found, hints)
+        beside |= left_out
+        name = "torch-attention" if "out.weight" in found else "linear-paper"
+        said: dict[str, str | float | None] = {"orientation": axes} if len(tries) > 1 else {}
+        layers.append((said, name, found))
+    if fault is not None and not layers:
+        raise fault
+    checkpoint = _tried(layers, file, replace(hints, n_heads=n_heads), settings)
+    return replace(checkpoint, assumed={**checkpoint.assumed, **beside}) if beside else checkpoint
+
+
+def _without_positions(
+    found: dict[str, Tensor], hints: Hints
+) -> tuple[dict[str, Tensor], dict[str, object]]:
+    """The layer on the columns (x, y) where the reader says both sizes and tokens are wider: the rest are positions.
+
+    What the heads read of them is left out, and its part of the norm of queries, keys and values is said.
+    """
+    width = found["query.weight"].shape[1]
+    size = (hints.d_x or 0) + (hints.d_y or 0)
+    if None in (hints.d_x, hints.d_y) or size >= width or "out.weight" not in found:
+        return found, {}
+    read = {f"{name}.weight": found[f"{name}.weight"] for name in ("query", "key", "value")}
+    norms = [(t[:, size:].norm() / t.norm().clamp(min=1e-30)).item() for t in read.values()]
+    kept = {name: t[:, :size].contiguous() for name, t in read.items()}
+    for name in {"out.weight", "out.bias"} & set(found):
+        kept[name] = found[name][:size] if len(found[name]) == width else found[name]
+    said: dict[str, object] = {"model.position_columns_left_out": width - size}
+    return {**found, **kept}, said | {"model.position_columns_share": max(norms)}
 
 
 def _unsaid(
@@ -94,7 +212,7 @@ def _unsaid(
 
     A scale that is None is 1/sqrt(d_head).
     """
-    own = format == "arrays" or any(set(names) <= set(tensors) for names in LINEAR)
+    own = format == "arrays" or any(set(marks) <= set(tensors) for marks in LINEAR)
     # The names query, key and value are everybody's; the format is the paper's if the reader says so.
     bare = format == "linear-paper" and "kq.weight" not in tensors and hints.format is None
     found: dict[str, tuple[str | float | None, ...]] = {}
@@ -104,6 +222,9 @@ def _unsaid(
         found["scale"] = (1.0, None) if bare else (None, 1.0)
     if own or bare or format == "torch-attention":
         found["columns"] = COLUMNS
+    if own or bare:
+        found["attend_to_self"] = (False, True)
+        found["sign"] = SIGNS
     return {name: values for name, values in found.items() if name not in hints.given}
 
 
@@ -147,12 +268,39 @@ def detect(tensors: Mapping[str, Tensor], file: Path) -> str:
     if any(exchange.WEIGHT.fullmatch(name) for name in tensors):
         return exchange.FORMAT
     for name in MARKS:
-        if _prefix(tensors, name) is not None:
+        if _fits(tensors, name):
             return name
-    shown = ", ".join(sorted(tensors)[:6]) + (", ..." if len(tensors) > 6 else "")
+    useful = {name: tensor for name, tensor in tensors.items() if not _is_harmless(name, tensor)}
+    layout = names.layout_of(useful)
+    if layout.attention_alone and layout.has_attention:
+        return NAMED
+    names.require_known_kind(useful, layout, file)
+    for name in MARKS:
+        prefix = _prefix(tensors, name)
+        if prefix is not None and all(each.startswith(prefix) for each in tensors):
+            return name
+    if layout.has_attention and not layout.unknown:
+        return NAMED
+    known = sorted(
+        {piece.part for layer in layout.layers for piece in layer} | {p for p, _ in layout.ends}
+    )
+    unknown = layout.unknown or tuple(sorted(tensors))
+    shown = ", ".join(unknown[:6]) + (", ..." if len(unknown) > 6 else "")
+    read = f"recognised are {', '.join(names.TITLES[part] for part in known)}; " if known else ""
     raise CheckpointError(
-        f"{file}: must hold the tensors of a format known here ({', '.join((exchange.FORMAT, *MARKS, *LAYERED))}), "
-        f"got {shown or 'none'}; {ARRAYS}."
+        f"{file}: must hold the tensors of a format known here ({', '.join((exchange.FORMAT, *MARKS, *LAYERED))}), or "
+        f"names that can be told; {read}got {shown or 'none'}; say which parts they are by --map THEIRS=KNOWN (map=), "
+        f"such as --map my_queries=q_proj; {ARRAYS}."
+    )
+
+
+def _fits(tensors: Mapping[str, Tensor], format: str) -> bool:
+    """Whether all tensors of a file, but for harmless ones, are those of a format behind one prefix."""
+    prefix = _prefix(tensors, format)
+    return prefix is not None and all(
+        name.startswith(prefix) and name.removeprefix(prefix) in KNOWN[format]
+        for name, tensor in tensors.items()
+        if not _is_harmless(name, tensor)
     )
 
 
@@ -360,6 +508,7 @@ def _linear_layers(
     _require_known(tensors, (*names, *biases.values()), "torch-attention", file)
     numbers(tensors, (*names, *biases.values()), file)
     matrices = _two_axes(tensors, names, file)
+    require_full_keys(*map(len, matrices[:3]), file)
     (width, d_model), n_out = matrices[0].shape, min(len(matrices[3]), matrices[0].shape[1])
     shapes = ((width, d_model),) * 3 + ((n_out, width),)
     for name, tensor, shape in zip(names, matrices, shapes, strict=True):

@@ -1,12 +1,15 @@
 """What a reader knows of somebody else's checkpoint and its file cannot say."""
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
 from mechinterp.config import SCORES
 
 COLUMNS = ("x,y", "y,x")
+SIGNS = ("plus", "minus")
+ORIENTATIONS = ("out,in", "in,out")
 
 
 @dataclass(frozen=True)
@@ -30,6 +33,12 @@ class Hints:
     """The constant C of the score."""
     columns: str | None = None
     """One of `COLUMNS`: the order of x and y in a token."""
+    orientation: str | None = None
+    """One of `ORIENTATIONS`: the axes of matrices whose names do not say it; "out,in" is torch.nn.Linear's."""
+    sign: str | None = None
+    """One of `SIGNS`: whether the prediction is the output's y entry or minus it."""
+    map: tuple[str, ...] | None = None
+    """Rows "theirs=known": a part of a tensor's name, and the known name that it stands for."""
 
     def __post_init__(self) -> None:
         for name in ("d_x", "d_y", "n_heads"):
@@ -41,12 +50,19 @@ class Hints:
             number = isinstance(value, int | float) and not isinstance(value, bool)
             if value is not None and not (number and 0 < value < math.inf):
                 raise ValueError(f"{name} must be a positive number, got {value!r}.")
-        for name, known in (("score", SCORES), ("columns", COLUMNS)):
+        closed = {"score": SCORES, "columns": COLUMNS, "orientation": ORIENTATIONS, "sign": SIGNS}
+        for name, known in closed.items():
             value = getattr(self, name)
             if value not in (None, *known):
                 raise ValueError(f"{name} must be one of {'; '.join(known)}, got {value!r}.")
         if self.attend_to_self not in (None, True, False):
             raise ValueError(f"attend_to_self must be true or false, got {self.attend_to_self!r}.")
+        for row in self.map or ():
+            if (
+                not all(re.fullmatch(r"[^=]+", part) for part in row.split("=", 1))
+                or "=" not in row
+            ):
+                raise ValueError(f"map must hold rows THEIRS=KNOWN, got {row!r}.")
         if self.task is not None and not isinstance(self.task, Mapping):
             raise ValueError(f"task must be a mapping of TaskConfig's fields, got {self.task!r}.")
 

@@ -95,7 +95,9 @@ def read_layered(
     if format == GPT2:
         d_x, d_y = gpt2_sizes(checks)
         defaults = {"beta_var": 1.0, "noise_var": 0.0, "query_noise": False}
-        defaults["context_length"] = min(2 * d_x, (len(found["wpe.weight"]) - 1) // 2)
+        points = settings.get("n_points")
+        length = points - 1 if isinstance(points, int) and points > 1 else 2 * d_x
+        defaults["context_length"] = min(length, (len(found["wpe.weight"]) - 1) // 2)
     else:
         d_x, d_y = encoder_sizes(checks, hints)
     model = _architecture(file, format, found, hints, settings)
@@ -231,6 +233,8 @@ def _said(hints: Hints, settings: Mapping[str, object], tensors: Mapping[str, Te
         said.add("task.d_y")
     if hints.attend_to_self is not None:
         said.add("model.attend_to_self")
+    if "n_points" in settings:
+        said.add("task.context_length")
     return said | set(settings)
 
 

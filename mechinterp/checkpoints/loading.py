@@ -1,16 +1,24 @@
 """Checkpoints of any known format: which one lies at a path, and from one to the other."""
 
-from collections.abc import Iterable, Mapping
+import os
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from torch import Tensor
 
 from mechinterp.checkpoints import arrays, native
-from mechinterp.checkpoints.archives import MAX_NUMBERS, SUFFIXES, read_arrays, read_text
+from mechinterp.checkpoints.archives import (
+    MAX_NUMBERS,
+    SUFFIXES,
+    has_weights_ending,
+    read_arrays,
+    read_text,
+)
 from mechinterp.checkpoints.errors import CheckpointError, one_line
 from mechinterp.checkpoints.exchange import FORMAT, SIDE_CAR, read_exchange, write_exchange
 from mechinterp.checkpoints.files import read_json, read_yaml
+from mechinterp.checkpoints.folders import require_new
 from mechinterp.checkpoints.foreign import LAYERED, MARKS, read_foreign
 from mechinterp.checkpoints.hints import Hints
 from mechinterp.checkpoints.native import Checkpoint, checkpoint_of
@@ -23,6 +31,8 @@ FORMATS = ("native", FORMAT, *MARKS, *LAYERED)
 TARGETS = ("native", FORMAT, "npz")
 """What `convert` writes."""
 CONFIG, INDEX, WEIGHTS = "config.json", "model.safetensors.index.json", "model.safetensors"
+OWN = {"format_version", "experiment"}
+"""What a config.json of this package has."""
 MAX_SHARDS = 100
 
 
@@ -39,6 +49,9 @@ def load(
     score: str | None = None,
     score_slope: float | None = None,
     columns: str | None = None,
+    orientation: str | None = None,
+    sign: str | None = None,
+    map: Sequence[str] | None = None,
 ) -> Checkpoint:
     """The checkpoint at a path: a folder of this package, or what other people's code has written.
 
@@ -56,6 +69,9 @@ def load(
             scores are tried on prompts of the task, and `readings` holds what was found.
         score_slope: The constant C of the score; 1 if left out.
         columns: "x,y" or "y,x", the order of a token's columns; tried in the same way if left out.
+        orientation: "out,in" (torch.nn.Linear's) or "in,out", the axes of matrices whose names do not say it; tried too.
+        sign: "plus" or "minus", for a prediction that is minus the output's y entry; tried too.
+        map: Rows "theirs=known" for names that no format has, such as "my_queries=q_proj".
     Raises:
         CheckpointError: If nothing readable lies there, or an argument contradicts the file.
         ValueError: If an argument is out of range.
@@ -66,7 +82,19 @@ def load(
     if format is not None and format not in FORMATS:
         raise ValueError(f"format must be one of {', '.join(FORMATS)}, got {format!r}.")
     hints = Hints(
-        task, format, d_x, d_y, n_heads, scale, attend_to_self, score, score_slope, columns
+        task=task,
+        format=format,
+        d_x=d_x,
+        d_y=d_y,
+        n_heads=n_heads,
+        scale=scale,
+        attend_to_self=attend_to_self,
+        score=score,
+        score_slope=score_slope,
+        columns=columns,
+        orientation=orientation,
+        sign=sign,
+        map=tuple(map) if map else None,
     )
     path = Path(path)
     try:
@@ -80,7 +108,7 @@ def load(
 def _load_file(path: Path, hints: Hints) -> Checkpoint:
     if not path.exists():
         return native.load(path)
-    if path.suffix not in SUFFIXES or not path.is_file():
+    if not has_weights_ending(path) or not path.is_file():
         raise CheckpointError(
             f"{path}: a checkpoint is a folder or a file that ends in {', '.join(SUFFIXES)}; this is another file."
         )
@@ -93,23 +121,40 @@ def _load_file(path: Path, hints: Hints) -> Checkpoint:
 
 
 def _settings_beside(path: Path) -> dict[str, object]:
-    """The numbers under `model` in a config.yaml beside weights, where the code of Garg et al. writes them."""
+    """What the files beside weights state: Hugging Face's config.json, and config.yaml of the code of Garg et al."""
+    document = read_json(path.with_name(CONFIG)) if path.with_name(CONFIG).is_file() else None
+    settings = document if isinstance(document, dict) and not OWN & set(document) else {}
     file = path.with_name("config.yaml")
-    document = read_yaml(file) if file.exists() else None
-    model = document.get("model") if isinstance(document, dict) else None
-    if not isinstance(model, dict):
-        return {}
-    return {name: int(text) for name, text in model.items() if str(text).isdecimal()}
+    garg = read_yaml(file) if file.exists() else None
+    if not isinstance(garg, dict):
+        return settings
+    model = garg.get("model")
+    numbers = {n: int(t) for n, t in model.items() if _counts(t)} if isinstance(model, dict) else {}
+    points: object = garg
+    for name in ("training", "curriculum", "points", "end"):
+        points = points.get(name) if isinstance(points, dict) else None
+    if _counts(points):
+        numbers["n_points"] = int(str(points))
+    return settings | numbers
+
+
+def _counts(text: object) -> bool:
+    return str(text).isdecimal() and len(str(text)) < 10
 
 
 def _load_folder(path: Path, hints: Hints) -> Checkpoint:
     stated = FORMAT if (path / SIDE_CAR).is_file() else None
     if (path / CONFIG).is_file():
         settings = read_json(path / CONFIG)
-        if isinstance(settings, dict) and not {"format_version", "experiment"} & set(settings):
+        if isinstance(settings, dict) and not OWN & set(settings):
             file, tensors = _folder_arrays(path)
             return replace(read_foreign(tensors, file, hints=hints, settings=settings), path=path)
         stated = "native"
+    if stated is None and (files := [f for f in _checkpoints_in(path) if f.is_file()]):
+        if len(files) > 1:
+            listed = ", ".join(file.name for file in files[:6]) + (", ..." if files[6:] else "")
+            raise CheckpointError(f"{path}: holds several files of weights; name one of {listed}.")
+        return replace(_load_file(files[0], hints), path=path)
     _require_no_hints(path, hints, stated)
     return read_exchange(path) if stated == FORMAT else native.load(path)
 
@@ -177,8 +222,9 @@ def convert(checkpoint: Checkpoint, target: str, out: str | Path) -> list[Path]:
         )
     if target == "npz":
         return [arrays.write_arrays(out, checkpoint)]
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise CheckpointError(f"{out}: already holds something; it is not overwritten.")
+    if os.path.lexists(out) and not out.is_dir():
+        raise CheckpointError(f"{out}: already exists; it is not overwritten.")
+    require_new(out)
     if target == FORMAT:
         write_exchange(out, checkpoint)
     else:
@@ -211,7 +257,7 @@ def _checkpoints_in(folder: Path) -> list[Path]:
         return sorted(
             path
             for path in folder.iterdir()
-            if _is_checkpoint(path) or (path.suffix in SUFFIXES and path.is_file())
+            if _is_checkpoint(path) or (has_weights_ending(path) and path.is_file())
         )
     except OSError:
         return []

@@ -72,6 +72,8 @@ def checkpoint_of(file: Path, layer: OneLayer, hints: Hints) -> Checkpoint:
     assumed = {name: value for name, value in values.items() if name not in said} | {"step": 0}
     y_first = columns == "y,x"
     tensors = _x_first(layer.tensors, config.task.d_y) if y_first else layer.tensors
+    if hints.sign == "minus":
+        tensors = {name: -t if name in ("W_O", "b_O") else t for name, t in tensors.items()}
     found = _weights(file, tensors, config, scale=scale)
     weights = weights_of_layer(found, model=config.model)
     return Checkpoint(file, config, 0, weights, layer.format, assumed)

@@ -1,6 +1,7 @@
 """What a pickle holds, read by an interpreter of its own: of a file's names none is imported, none is called.
 
-Dictionaries, texts, numbers and the places of tensors are read; all else becomes `Unread`, which holds nothing.
+Dictionaries, texts, numbers, numpy's arrays and the places of tensors are read; all else becomes `Unread`, which
+holds nothing.
 Nothing is copied, compared or hashed but texts and integers, so that no repetition or nesting costs more than its
 opcodes.
 """
@@ -65,11 +66,41 @@ class StoredTensor:
     strides: tuple[int, ...]
 
 
+@dataclass
+class ArrayType:
+    """The kind of numbers of an array of numpy, whose byte order comes after its name."""
+
+    code: str
+    order: str = "="
+
+
+@dataclass
+class StoredArray:
+    """An array or scalar of numpy: the bytes of its numbers, which come after its name."""
+
+    kind: object = None
+    shape: object = ()
+    by_columns: object = False
+    data: object = None
+    """Bytes, or the text that a pickle of protocol 2 writes for them."""
+
+
 OTHER = Unread()
 
 
+@dataclass(frozen=True)
+class Encoded:
+    """Bytes as the text that a pickle of protocol 2 has for them; made into bytes only if they are asked for."""
+
+    text: str
+
+
 class Nested(tuple):
-    """A tuple that holds tuples; one that holds such a one is not kept."""
+    """A tuple that holds tuples."""
+
+
+class Deep(tuple):
+    """A tuple that holds nested ones; one that holds such a one is not kept."""
 
 
 class MalformedError(Exception):
@@ -218,8 +249,10 @@ def _integer(argument: bytes) -> object:
 @no_type_check
 def _tuple(values: list) -> object:
     kinds = set(map(type, values))
-    if Nested in kinds:
+    if Deep in kinds:
         return OTHER
+    if Nested in kinds:
+        return Deep(values)
     return Nested(values) if tuple in kinds else tuple(values)
 
 
@@ -238,11 +271,43 @@ def _storage(values: list) -> Storage:
     raise MalformedError("a storage without a name, a type or a size")
 
 
+# Functions and classes under the names that versions of numpy, jax, haiku and flax give them.
+NUMPY = "(?:numpy|numpy[.]_?core)[.]"
+RECONSTRUCT = re.compile(NUMPY + "multiarray[.]_reconstruct")
+SCALAR = re.compile(NUMPY + "multiarray[.]scalar")
+FROM_BUFFER = re.compile(NUMPY + "numeric[.]_frombuffer")
+JAX_ARRAY = re.compile(
+    "jax[.](?:_src|interpreters)[.](?:array|device_array|xla)[.]_?reconstruct_(?:device_)?array"
+)
+MAPPING = re.compile(
+    "haiku[.]_src[.]data_structures[.](?:FlatMapping|FlatMap|to_immutable_dict|to_haiku_dict)"
+    "|flax[.]core[.]frozen_dict[.]FrozenDict"
+)
+
+
 def _call(values: list) -> object:
     """What a call stands for; none is made."""
     match values:
         case [Unread("collections.OrderedDict"), ()]:
             return {}
+        case [Unread("_codecs.encode"), (str(text), "latin1")]:
+            return Encoded(text)
+        case [Unread("numpy.dtype"), (str(code), *_)]:
+            return ArrayType(code)
+        case [Unread(name), (ArrayType() as kind, data)] if SCALAR.fullmatch(name):
+            return StoredArray(kind, (), False, data)
+        case [Unread(name), tuple()] if RECONSTRUCT.fullmatch(name):
+            return StoredArray()
+        case [Unread(name), (data, ArrayType() as kind, tuple(shape), order)] if (
+            FROM_BUFFER.fullmatch(name)
+        ):
+            return StoredArray(kind, shape, order == "F", data)
+        case [Unread(name), (_, _, tuple(state), *_)] if JAX_ARRAY.fullmatch(name):
+            array = StoredArray()
+            _set_state(array, state)
+            return array
+        case [Unread(name), (dict(found), *_)] if MAPPING.fullmatch(name):
+            return found
         case [
             Unread("torch._utils._rebuild_tensor_v2"),
             (Storage() as storage, int(offset), tuple(shape), tuple(strides), *_),
@@ -251,6 +316,22 @@ def _call(values: list) -> object:
         case [Unread("torch._utils._rebuild_parameter"), (StoredTensor() as tensor, *_)]:
             return tensor
     return values[0] if isinstance(values[0], Unread) else OTHER
+
+
+@no_type_check
+def _build(machine: Machine, argument: bytes) -> None:
+    """What an object is told of its state: of numpy's the kind and the numbers, of all others nothing."""
+    (state,) = machine.pop(1)
+    _set_state(machine.stack[-1], state)
+
+
+def _set_state(target: object, state: object) -> None:
+    match target, state:
+        case ArrayType(), (int(), str(order), *_):
+            target.order = order
+        case StoredArray(), (int(), tuple(shape), ArrayType() as kind, by_columns, data):
+            target.kind, target.shape = kind, shape
+            target.by_columns, target.data = by_columns, data
 
 
 ACTIONS: dict[int, Action] = {
@@ -276,7 +357,7 @@ ACTIONS: dict[int, Action] = {
     **dict.fromkeys(b"e\x90", lambda machine, _: machine.pop_marked()),
     ord("s"): lambda machine, _: machine.set_items(machine.pop(2)),
     ord("u"): lambda machine, _: machine.set_items(machine.pop_marked()),
-    ord("b"): lambda machine, _: machine.pop(1),  # what an object is told of its state
+    ord("b"): _build,
     ord("Q"): _replaces(1, _storage),
     **dict.fromkeys(b"R\x81", _replaces(2, _call)),
     0x92: _replaces(3, lambda values: _call(values[:2])),

@@ -1,5 +1,6 @@
-"""Commands that mask, prune and probe: argument parsing only."""
+"""Commands that run one analysis of one model: argument parsing only."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -29,25 +30,65 @@ if TYPE_CHECKING:
 @takes(asked=Asked, hints=hints_of, device=device_of)
 def ablate(path: PathArgument, *, asked: Asked, hints: "Hints", device: str) -> None:
     """Mask every head; of one layer of attention, every subset of heads. Example: mechinterp ablate checkpoints/softmax-h2-s0"""
-    from mechinterp.analysis.heads.ablation import ablate_heads
-    from mechinterp.models.masks import METHODS
-    from mechinterp.report.attention import subsets_of
-    from mechinterp.report.documents import ablation_document, dumps
-    from mechinterp.report.terminal import ablation_text, tracked
+    show("ablate", path, asked, hints, device)
+
+
+@takes(asked=Asked, hints=hints_of, device=device_of)
+def probe(path: PathArgument, *, asked: Asked, hints: "Hints", device: str) -> None:
+    """Say what each layer has computed: linear probes, descent on features. Example: mechinterp probe MODEL"""
+    show("probe", path, asked, hints, device)
+
+
+@takes(asked=Asked, hints=hints_of, device=device_of)
+def analyse(
+    name: Annotated[
+        str, typer.Argument(metavar="NAME", help="An analysis; a wrong one lists all.")
+    ],
+    path: PathArgument,
+    *,
+    asked: Asked,
+    hints: "Hints",
+    device: str,
+) -> None:
+    """Run any one analysis by its name. Example: mechinterp analyse pairs checkpoints/sparse-h4-noise0.1-s0"""
+    from mechinterp.analysis.analyses import analysis_named
+
+    analysis_named(name)
+    show(name, path, asked, hints, device)
+
+
+def show(
+    name: str,
+    path: Path,
+    asked: Asked,
+    hints: "Hints",
+    device: str,
+    settings: Mapping[str, object] | None = None,
+) -> None:
+    """Print what an analysis says of a checkpoint.
+
+    Args:
+        settings: Further arguments of this analysis.
+    """
+    from mechinterp.analysis.analyses import run_analysis
+    from mechinterp.report.documents import dumps, result_document
+    from mechinterp.report.terminal import result_text, tracked
 
     with about_paths(path), tracked(quiet=asked.quiet) as track:
         checkpoint = load_checkpoint(path, hints, asked.context_length, device=device)
-        model, prompts = checkpoint.predictor, asked.prompts(checkpoint)
-        even = prompts[: len(prompts) - len(prompts) % 2]  # they swap in pairs
-        single = [
-            ablate_heads(model, even if how == "resample" else prompts, method=how, track=track)
-            for how in METHODS
-        ]
-        subsets = subsets_of(checkpoint, prompts)
+        found = run_analysis(
+            name,
+            checkpoint,
+            context_length=asked.context_length,
+            n_prompts=asked.n_prompts,
+            seed=asked.seed,
+            track=track,
+            settings=settings,
+        )
     if asked.as_json:
-        say(dumps(ablation_document(checkpoint, single, subsets)))
-        return
-    say(f"{shown_path(path)}: {ablation_text(single, subsets)}")
+        say(dumps(result_document(name, checkpoint, found)))
+    else:
+        say(f"{shown_path(path)}: {result_text(found)}")
 
 
 @takes(asked=Asked, hints=hints_of, device=device_of)
@@ -79,8 +120,7 @@ def prune(
     """Keep all heads of the first layer and the best of each later one. Example: mechinterp prune MODEL --out pruned"""
     from mechinterp.analysis.heads import pruning
     from mechinterp.checkpoints.folders import require_new
-    from mechinterp.report.documents import dumps
-    from mechinterp.report.head_documents import pruning_document
+    from mechinterp.report.documents import dumps, pruning_document
     from mechinterp.report.terminal import pruning_text, tracked
 
     if rule not in pruning.RULES:
@@ -113,40 +153,6 @@ def prune(
     say(f"{shown_path(path)}: {pruning_text(found, tuned)}")
     if out is not None:
         say(f"Pruned model: {shown_path(out)}")
-
-
-@takes(asked=Asked, hints=hints_of, device=device_of)
-def probe(path: PathArgument, *, asked: Asked, hints: "Hints", device: str) -> None:
-    """Say what each layer has computed: linear probes, descent on features. Example: mechinterp probe MODEL"""
-    from mechinterp.analysis.probing.p_probing import p_probe
-    from mechinterp.analysis.probing.probes import STRUCTURES, probe_layers
-    from mechinterp.report.documents import dumps
-    from mechinterp.report.head_documents import probes_document
-    from mechinterp.report.terminal import frame_text, tracked
-
-    with about_paths(path), tracked(quiet=asked.quiet) as track:
-        checkpoint = load_checkpoint(path, hints, asked.context_length, device=device)
-        model, prompts = checkpoint.predictor, asked.prompts(checkpoint)
-        response = probe_layers(model, prompts, track=track)
-        structures = {
-            name: probe_layers(model, prompts, target=target, track=track)
-            for name, target in STRUCTURES.items()
-        }
-        descent = p_probe({"after layer 0": model}, prompts, track=track)
-    if asked.as_json:
-        say(dumps(probes_document(checkpoint, response, structures, descent)))
-        return
-    tables = {
-        f"{shown_path(path)}: the response, read from the stream at the query": response.to_frame(),
-        "\nThe covariates times the context's correlations with y (Algorithm 1)": structures[
-            "reweighted x"
-        ].to_frame(),
-        "\nThe covariates times the context's covariance, less themselves": structures[
-            "preconditioned x"
-        ].to_frame(),
-        "\nGradient descent on the features after layer 0, and on x": descent.area_frame(),
-    }
-    say("\n".join(f"{title}\n{frame_text(frame)}" for title, frame in tables.items()))
 
 
 def _fine_tuned(

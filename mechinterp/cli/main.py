@@ -3,6 +3,7 @@
 Each command imports what it needs, so that `mechinterp --help` and `classify` start fast.
 """
 
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -10,20 +11,22 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mechinterp.cli.heads import ablate, probe, prune
+from mechinterp.cli.heads import ablate, analyse, probe, prune, show
 from mechinterp.cli.options import (
+    TOO_LARGE,
+    Asked,
     LengthOption,
     PathArgument,
     PromptsOption,
     SeedOption,
     about_paths,
     complain,
+    is_out_of_memory,
     load_checkpoint,
     one_layer,
     reads_checkpoints,
     runs_checkpoints,
     shown_path,
-    task_of,
 )
 from mechinterp.cli.training import JsonOption, QuietOption, predict_jumps, say, sweep, train
 
@@ -45,14 +48,21 @@ INTERRUPTED = 130  # what the argument parser makes of Ctrl-C
 def main() -> None:
     """Entry point of the console script: exit code 0, or 2 with one line on standard error."""
     arguments = sys.argv[1:] or ["--help"]
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by who started the command: nobody listens
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
     try:
         code = app(arguments, standalone_mode=False, prog_name="mechinterp")
         if code == INTERRUPTED:
             trains = arguments[0] in ("train", "sweep")
             complain("interrupted" + ("; it goes on with --resume." if trains else "."))
     except (ValueError, OSError) as error:
-        _fail(_with_next_step(str(error)), 2)
+        from mechinterp.checkpoints.errors import one_line
+
+        _fail(_with_next_step(one_line(error)), 2)
     except Exception as error:
+        if is_out_of_memory(error):
+            _fail(f"{arguments[0]} {TOO_LARGE}", 2)
         # Errors of the argument parser; the class is not public in every version of typer.
         if not hasattr(error, "format_message"):
             raise
@@ -113,15 +123,15 @@ def classify(
             try:
                 with about_paths(path):
                     checkpoint = load_checkpoint(path, hints, context_length, device=device)
-                    document, table = _classified(
+                    document, text = _classified(
                         checkpoint, context_length=context_length, n_prompts=n_prompts, seed=seed
                     )
             except (ValueError, OSError) as error:
-                document, table = {"path": str(path), "error": str(error)}, None
+                document, text = {"path": str(path), "error": str(error)}, ""
                 complain(str(error))
             documents.append(document)
-            if table is not None and not as_json:
-                say(f"{shown_path(path)}: {document['pattern']} ({document['reason']})\n{table}")
+            if text and not as_json:
+                say(f"{shown_path(path)}: {text}")
     if as_json:
         say(dumps(documents))
     if out is not None:
@@ -130,7 +140,7 @@ def classify(
         raise typer.Exit(2)
 
 
-for each in (ablate, prune, probe):
+for each in (ablate, prune, probe, analyse):
     command(each)
 
 
@@ -155,20 +165,11 @@ def fit(
     device: str,
 ) -> None:
     """Fit closed-form learners to the model. Example: mechinterp fit checkpoints/softmax-h2-s0"""
-    from mechinterp.analysis.learners.fits import CONTEXT_LENGTHS, fit_learners
-    from mechinterp.report.documents import dumps, fits_document
-    from mechinterp.report.terminal import fits_text, tracked
+    from mechinterp.analysis.learners.fits import CONTEXT_LENGTHS
 
-    lengths = context_length or CONTEXT_LENGTHS
-    with about_paths(path), tracked(quiet=quiet) as track:
-        checkpoint = load_checkpoint(path, hints, device=device)
-        fits = fit_learners(
-            checkpoint, context_lengths=lengths, n_prompts=n_prompts, seed=seed, track=track
-        )
-    if as_json:
-        say(dumps(fits_document(checkpoint, fits)))
-        return
-    say(f"{shown_path(path)}: {fits_text(fits)}")
+    asked = Asked(n_prompts=n_prompts, seed=seed, quiet=quiet, as_json=as_json)
+    settings = {"context_lengths": context_length or CONTEXT_LENGTHS}
+    show("fit", path, asked, hints, device, settings)
 
 
 @command
@@ -181,6 +182,14 @@ def report(
     out: Annotated[Path, typer.Option("--out", help="Folder for the page and its CSV files.")],
     n_prompts: PromptsOption = 4096,
     seed: SeedOption = 0,
+    analyses: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--analysis",
+            metavar="NAME",
+            help="An analysis to show, of one checkpoint; may be repeated; those that suit it if left out.",
+        ),
+    ] = None,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace a report that is there.")
     ] = False,
@@ -206,11 +215,14 @@ def report(
                 out,
                 n_prompts=n_prompts,
                 seed=seed,
+                analyses=analyses,
                 overwrite=overwrite,
                 track=track,
             )
         document = about[0] | written.to_document()
     else:
+        if analyses is not None:
+            raise ValueError(f"--analysis is of one checkpoint, got {len(found)} of them.")
         loaded, about = _those_that_load(found, hints, device)
         with about_paths(out), tracked(quiet=quiet) as track:
             written = write_comparison(
@@ -299,15 +311,16 @@ def _classified(
     context_length: int | None,
     n_prompts: int | None,
     seed: int,
-) -> tuple[dict, str | None]:
-    """The document of `classify`, and its table for the terminal."""
-    from mechinterp.analysis.circuits.patterns import classify
-    from mechinterp.report.documents import classification_document
-    from mechinterp.report.terminal import frame_text
+) -> tuple[dict, str]:
+    """The document of `classify`, and its text."""
+    from mechinterp.analysis.analyses import run_analysis
+    from mechinterp.report.documents import result_document
+    from mechinterp.report.terminal import result_text
 
-    task = task_of(checkpoint, context_length)
-    found = classify(checkpoint, task, n_prompts=n_prompts, seed=seed)
-    return classification_document(checkpoint, found), frame_text(found.to_frame())
+    found = run_analysis(
+        "classify", checkpoint, context_length=context_length, n_prompts=n_prompts, seed=seed
+    )
+    return result_document("classify", checkpoint, found), result_text(found)
 
 
 def _with_value(message: str, error: Exception, arguments: list[str]) -> str:

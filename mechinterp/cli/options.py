@@ -15,7 +15,6 @@ from mechinterp.cli.training import JsonOption, QuietOption, device_of, say
 if TYPE_CHECKING:
     from mechinterp.checkpoints.hints import Hints
     from mechinterp.checkpoints.native import Checkpoint
-    from mechinterp.config import TaskConfig
     from mechinterp.icl.prompts import Prompts
 
 PathArgument = Annotated[
@@ -62,6 +61,24 @@ SlopeOption = Annotated[
 ColumnsOption = Annotated[
     str | None, typer.Option("--columns", metavar="x,y|y,x", help="Order of a token's columns.")
 ]
+OrientationOption = Annotated[
+    str | None,
+    typer.Option(
+        "--orientation",
+        metavar="out,in|in,out",
+        help="Axes of matrices, for names that do not say: W x or x W.",
+    ),
+]
+SignOption = Annotated[
+    str | None,
+    typer.Option("--sign", metavar="plus|minus", help="Sign of the y entry in the prediction."),
+]
+MapOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--map", metavar="THEIRS=KNOWN", help="A name as a known one (to_q=q_proj); repeatable."
+    ),
+]
 CountOption = Annotated[
     int | None,
     typer.Option(
@@ -80,6 +97,7 @@ LengthOption = Annotated[
 ]
 
 LENGTH = "task.context_length"
+TOO_LARGE = "needs more memory than there is."
 
 
 def hints_of(
@@ -93,6 +111,9 @@ def hints_of(
     score: ScoreOption = None,
     score_slope: SlopeOption = None,
     columns: ColumnsOption = None,
+    orientation: OrientationOption = None,
+    sign: SignOption = None,
+    name_map: MapOption = None,
 ) -> "Hints":
     """What the options say of files that do not say it."""
     from mechinterp.checkpoints.hints import Hints
@@ -100,16 +121,19 @@ def hints_of(
 
     task = None if task_file is None else read_task(task_file)
     return Hints(
-        task,
-        format_name,
-        d_x,
-        d_y,
-        n_heads,
-        scale,
-        attend_to_self,
-        score,
-        score_slope,
-        columns,
+        task=task,
+        format=format_name,
+        d_x=d_x,
+        d_y=d_y,
+        n_heads=n_heads,
+        scale=scale,
+        attend_to_self=attend_to_self,
+        score=score,
+        score_slope=score_slope,
+        columns=columns,
+        orientation=orientation,
+        sign=sign,
+        map=tuple(name_map) if name_map else None,
     )
 
 
@@ -125,14 +149,10 @@ class Asked:
 
     def prompts(self, checkpoint: "Checkpoint") -> "Prompts":
         """Evaluation prompts, of models of attention alone in the dtype of their weights."""
-        import torch
+        from mechinterp.analysis.analyses import evaluation_prompts, task_of
 
-        from mechinterp.icl.prompts import sample_prompts
-
-        alone = checkpoint.config.model.attention_only
-        n_prompts, dtype = (4096, checkpoint.weights.dtype) if alone else (1024, torch.float64)
         task = task_of(checkpoint, self.context_length)
-        return sample_prompts(task, self.n_prompts or n_prompts, seed=self.seed, dtype=dtype)
+        return evaluation_prompts(checkpoint, task, self.n_prompts, seed=self.seed)
 
 
 def takes(**bundles: Callable) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -193,8 +213,7 @@ def load_checkpoint(
 
 def _told(checkpoint: "Checkpoint", context_length: int) -> "Checkpoint":
     """The checkpoint with this context length in place of the assumed one."""
-
-    task = task_of(checkpoint, context_length)
+    task = replace(checkpoint.task, context_length=context_length)
     assumed = {name: value for name, value in checkpoint.assumed.items() if name != LENGTH}
     return replace(checkpoint, config=replace(checkpoint.config, task=task), assumed=assumed)
 
@@ -213,12 +232,6 @@ def one_layer(path: Path, hints: "Hints", device: str) -> "Checkpoint":
     return checkpoint
 
 
-def task_of(checkpoint: "Checkpoint", context_length: int | None) -> "TaskConfig":
-    """The task of a checkpoint, at another context length if one is asked for."""
-    task = checkpoint.task
-    return task if context_length is None else replace(task, context_length=context_length)
-
-
 @contextmanager
 def about_paths(*paths: Path) -> Iterator[None]:
     """Puts the first path before the message of a ValueError that begins with none of them."""
@@ -228,9 +241,15 @@ def about_paths(*paths: Path) -> Iterator[None]:
         named = str(error).startswith(tuple(map(str, paths)))
         raise ValueError(str(error) if named else f"{paths[0]}: {error}") from None
     except (MemoryError, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and "allocate memory" not in str(error):
+        if not is_out_of_memory(error):
             raise
-        raise ValueError(f"{paths[0]}: needs more memory than there is.") from None
+        raise ValueError(f"{paths[0]}: {TOO_LARGE}") from None
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether Python or PyTorch found no more memory, on a GPU too."""
+    said = ("allocate memory", "CUDA out of memory")
+    return isinstance(error, MemoryError) or any(words in str(error) for words in said)
 
 
 def shown_path(path: Path) -> str:

@@ -1,5 +1,6 @@
 """Commands that train models, or foretell their training: argument parsing only."""
 
+import os
 import re
 import sys
 from functools import partial
@@ -11,6 +12,7 @@ import typer
 if TYPE_CHECKING:
     from mechinterp.training.packs import Engine
 
+BROKEN_PIPE = 141  # what a shell makes of SIGPIPE
 JsonOption = Annotated[bool, typer.Option("--json", help="One JSON document on standard output.")]
 DeviceOption = Annotated[str, typer.Option("--device", help="auto, cpu or cuda.")]
 DEVICES = ("auto", "cpu", "cuda")
@@ -137,11 +139,29 @@ def predict_jumps(
 def say(text: str, *, error: bool = False) -> None:
     """Print on standard output or standard error, through which all that the commands show goes.
 
-    Control characters and the like, which come from names of files, are shown as escapes.
-    """
-    from mechinterp.checkpoints.errors import visible
+    Control characters and the like, which come from names of files, are shown as escapes, as is what the
+    stream's encoding lacks.
 
-    print(visible(text), file=sys.stderr if error else sys.stdout)
+    Raises:
+        ValueError: If standard output is full; where its reader has left, the command ends as by SIGPIPE.
+    """
+    from mechinterp.checkpoints.errors import one_line, visible
+
+    stream = sys.stderr if error else sys.stdout
+    encoding = getattr(stream, "encoding", None) or "utf-8"
+    shown = visible(text).encode(encoding, "backslashreplace").decode(encoding)
+    try:
+        print(shown, file=stream, flush=True)
+    except OSError as fault:
+        # What is left in the buffer would be tried again at the end.
+        devnull = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(devnull, stream.fileno())
+        os.close(devnull)
+        if error:
+            return
+        if isinstance(fault, BrokenPipeError):  # as `head` ends what feeds it, quietly
+            raise SystemExit(BROKEN_PIPE) from None
+        raise ValueError(f"standard output: cannot be written ({one_line(fault)}).") from None
 
 
 def _engine(name: str, address: str | None, device: str, memory: str | None) -> "Engine":

@@ -15,6 +15,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from mechinterp.config import CovarianceConfig, TaskConfig
+from mechinterp.memory import CHUNK_BYTES, prompt_bytes, require_memory
 
 STREAMS = ("init", "train", "eval")
 
@@ -146,7 +147,7 @@ def sample_prompts(
         generator: What the prompts are drawn from; `generator_for` makes one.
         context_length: Number of pairs; None stands for the task's.
     Raises:
-        ValueError: If n_prompts or context_length is below 1.
+        ValueError: If n_prompts or context_length is below 1, or the prompts do not fit into memory.
     Source:
         He et al. 2025, arXiv 2503.12734, section 2 (x ~ N(0, I), beta ~ N(0, I/d), noisy responses).
     Example:
@@ -159,6 +160,10 @@ def sample_prompts(
     for name, value in (("n_prompts", n_prompts), ("context_length", length)):
         if value < 1:
             raise ValueError(f"{name} must be >= 1, got {value}.")
+    # The numbers that are drawn, covariates and responses made of them, and the tokens.
+    width = torch.empty(0, dtype=dtype).element_size()
+    needed = 3 * n_prompts * prompt_bytes(task, context_length=length, width=width)
+    require_memory(needed, f"{n_prompts} prompts of {length} pairs with d_x = {task.d_x}")
     n_tokens = length + 1
     n_vectors = 1 if task.shared_beta else task.d_y
     sizes = [n_tokens * task.d_x, n_tokens * task.d_y, task.d_x * n_vectors]
@@ -200,7 +205,7 @@ def prompt_chunks(
     context_length: int | None = None,
     size: int = 8192,
 ) -> Iterator[Prompts]:
-    """Evaluation prompts in chunks, so that a million of them fit into memory.
+    """Evaluation prompts in chunks, so that a million of them fit into memory; of long prompts in smaller ones.
 
     Chunk i is drawn from (seed, "eval", i): the first chunks of a long evaluation are those of a short one.
 
@@ -208,6 +213,9 @@ def prompt_chunks(
         >>> [len(chunk) for chunk in prompt_chunks(TaskConfig(), 10_000, seed=0)]
         [8192, 1808]
     """
+    # Closed-form learners make a matrix [d_x, d_x] of each prompt.
+    per_prompt = prompt_bytes(task, context_length=context_length) + 4 * task.d_x**2
+    size = min(size, max(1, CHUNK_BYTES // per_prompt))
     for chunk in range(0, n_prompts, size):
         generator = generator_for(seed, "eval", chunk // size)
         yield sample_prompts(

@@ -15,6 +15,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from mechinterp.icl.prompts import Prompts
+from mechinterp.memory import chunks, layers_bytes, require_memory, together
 from mechinterp.models.masks import Head, Values, by_layers, mask_heads, resid_name, z_name
 from mechinterp.models.tokens import interleaved, require_sizes
 
@@ -97,7 +98,33 @@ class HookedPredictor:
                     f"The model must be in evaluation mode, call .eval(); got a {type(self.model).__name__} "
                     f"with dropout in training mode."
                 )
+        needed = len(prompts) * self.prompt_bytes(prompts)
+        require_memory(needed, f"{len(prompts)} prompts of {prompts.x.shape[1]} pairs at once")
         return self.embed(prompts)
+
+    def prompt_bytes(self, prompts: Prompts) -> int:
+        """What one of the prompts takes while it runs through the layers."""
+        tokens = self.embed(prompts[:1])
+        sizes = {
+            name: getattr(self.model.cfg, name, None) or 0
+            for name in ("d_model", "d_head", "d_mlp")
+        }
+        return layers_bytes(
+            n_layers=self.n_layers,
+            n_heads=self.n_heads,
+            n_tokens=tokens.shape[1],
+            width=tokens.element_size(),
+            **sizes,
+        )
+
+    def chunks(self, prompts: Prompts, most: int) -> list[slice]:
+        """The prompts by as many as run together, an even number.
+
+        Raises:
+            ValueError: If not even two fit into memory.
+        """
+        what = f"{self.n_layers} layers on prompts of {prompts.x.shape[1]} pairs"
+        return chunks(len(prompts), together(self.prompt_bytes(prompts), what, most=most))
 
     def prediction(self, output: Tensor, prompts: Prompts) -> Float[Tensor, "batch d_y"]:
         """What `read` makes of the output for these prompts.
@@ -119,7 +146,8 @@ class HookedPredictor:
         Raises:
             ValueError: If the model has no such hook or does not run through it, or has another number of heads.
         """
-        output, cache = self.model.run_with_cache(self.inputs(prompts), names_filter=list(names))
+        known = [name for name in names if name in self.model.hook_dict]
+        output, cache = self.model.run_with_cache(self.inputs(prompts), names_filter=known)
         for name in names:
             if name not in cache:
                 raise ValueError(

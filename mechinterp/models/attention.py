@@ -8,6 +8,7 @@ import torch
 from einops import einsum
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
+from transformer_lens import FactoredMatrix
 from transformer_lens.hook_points import HookPoint
 
 from mechinterp.models.functional import identity_keys
@@ -39,7 +40,8 @@ class Attention(nn.Module):
             self.b_K = nn.Parameter(torch.zeros(cfg.n_heads, cfg.d_head))
             self.b_V = nn.Parameter(torch.zeros(cfg.n_heads, cfg.d_head))
             self.b_O = nn.Parameter(torch.zeros(cfg.d_model))
-        self.hook_q_input = HookPoint()  # [batch, pos, head, d_model]
+        self.hook_attn_in = HookPoint()  # [batch, pos, head, d_model]
+        self.hook_q_input = HookPoint()
         self.hook_k_input = HookPoint()
         self.hook_v_input = HookPoint()
         self.hook_q = HookPoint()  # [batch, pos, head, d_head]
@@ -54,12 +56,10 @@ class Attention(nn.Module):
         self, resid: Float[Tensor, "batch pos d_model"], norm: nn.Module | None = None
     ) -> Float[Tensor, "batch pos d_model"]:
         """What the heads add to the residual stream, which they read through a norm if one is given."""
-        norm = nn.Identity() if norm is None else norm
-        # Split inputs are copies of the stream itself, so that what is added to one is normed with it.
-        read = resid if self.cfg.use_split_qkv_input else norm(resid)
-        q = self.hook_q(self._project(read, "Q", self.hook_q_input, norm))
-        k = self.hook_k(self._project(read, "K", self.hook_k_input, norm))
-        v = self.hook_v(self._project(read, "V", self.hook_v_input, norm))
+        for_q, for_k, for_v = self._inputs(resid, nn.Identity() if norm is None else norm)
+        q = self.hook_q(self._project(for_q, "Q"))
+        k = self.hook_k(self._project(for_k, "K"))
+        v = self.hook_v(self._project(for_v, "V"))
 
         scores = self.cfg.scale * einsum(
             q, k, "batch query head d_head, batch key head d_head -> batch head query key"
@@ -91,19 +91,37 @@ class Attention(nn.Module):
         self.W_Q = nn.Parameter(torch.zeros(cfg.n_heads, cfg.d_model, cfg.d_head))
         self.W_K = nn.Parameter(torch.zeros(cfg.n_heads, cfg.d_model, cfg.d_head))
 
-    def _project(
-        self, read: Tensor, which: str, hook_input: HookPoint, norm: nn.Module
-    ) -> Float[Tensor, "batch pos head d_head"]:
-        weights = getattr(self, f"W_{which}")
+    def _inputs(self, resid: Tensor, norm: nn.Module) -> list[Tensor]:
+        """What queries, keys and values are made of: the stream through the norm, on request a copy for each head.
+
+        The copies are of the stream itself, so that what is added to one is normed with it.
+        """
+        forks = (self.hook_q_input, self.hook_k_input, self.hook_v_input)
         if self.cfg.use_split_qkv_input:
-            # A copy per head, so that a hook may edit the input of one head in place.
-            split = norm(hook_input(read[:, :, None].repeat(1, 1, self.cfg.n_heads, 1)))
-            equation = "batch pos head d_model, head d_model d_head -> batch pos head d_head"
-            projected = einsum(split, weights, equation)
-        else:
-            equation = "batch pos d_model, head d_model d_head -> batch pos head d_head"
-            projected = einsum(read, weights, equation)
+            return [norm(fork(self._per_head(resid))) for fork in forks]
+        if self.cfg.use_attn_in:
+            return [norm(self.hook_attn_in(self._per_head(resid)))] * 3
+        return [norm(resid)] * 3
+
+    def _per_head(self, read: Tensor) -> Float[Tensor, "batch pos head d_model"]:
+        """A copy per head, so that a hook may edit the input of one head in place."""
+        return read[:, :, None].repeat(1, 1, self.cfg.n_heads, 1)
+
+    def _project(self, read: Tensor, which: str) -> Float[Tensor, "batch pos head d_head"]:
+        axes = "batch pos head d_model" if read.ndim == 4 else "batch pos d_model"
+        equation = f"{axes}, head d_model d_head -> batch pos head d_head"
+        projected = einsum(read, getattr(self, f"W_{which}"), equation)
         return projected + getattr(self, f"b_{which}") if self.cfg.biases else projected
+
+    @property
+    def QK(self) -> FactoredMatrix:
+        """W_Q W_K^T, [head, d_model, d_model]. As in TransformerLens, without the scale."""
+        return FactoredMatrix(self.W_Q, self.W_K.mT)
+
+    @property
+    def OV(self) -> FactoredMatrix:
+        """W_V W_O, [head, d_model, d_model]."""
+        return FactoredMatrix(self.W_V, self.W_O)
 
     def _output_weights(self) -> Tensor:
         """W_O; in a one-layer model of which only y is read, its x columns take no gradient."""
@@ -132,15 +150,11 @@ class MergedAttention(Attention):
         """The identity, made anew: writing into it changes nothing."""
         return identity_keys(self.W_QK)
 
-    def _project(
-        self, read: Tensor, which: str, hook_input: HookPoint, norm: nn.Module
-    ) -> Float[Tensor, "batch pos head d_head"]:
+    def _project(self, read: Tensor, which: str) -> Float[Tensor, "batch pos head d_head"]:
         if which != "K":
-            return super()._project(read, which, hook_input, norm)
-        keys = read[:, :, None].repeat(1, 1, self.cfg.n_heads, 1)
-        if self.cfg.use_split_qkv_input:
-            # A copy, so that a hook on the keys may edit them in place and leave the input alone.
-            keys = norm(hook_input(keys)).clone()
+            return super()._project(read, which)
+        # A copy, so that a hook on the keys may edit them in place and leave the input alone.
+        keys = read.clone() if read.ndim == 4 else self._per_head(read)
         return keys + self.b_K if self.cfg.biases else keys
 
 

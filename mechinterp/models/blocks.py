@@ -70,6 +70,10 @@ class Block(nn.Module):
         super().__init__()
         self.cfg = cfg
         self.attn = MergedAttention(cfg) if cfg.merged_qk else Attention(cfg)
+        # HookedTransformer had these here; their names are those they have in the attention.
+        self.hook_attn_in = self.attn.hook_attn_in
+        self.hook_q_input, self.hook_k_input = self.attn.hook_q_input, self.attn.hook_k_input
+        self.hook_v_input = self.attn.hook_v_input
         if cfg.model.norm is not None:
             self.ln1 = LayerNorm(cfg)
         if cfg.d_mlp is not None:

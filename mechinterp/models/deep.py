@@ -16,6 +16,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from mechinterp.icl.prompts import Prompts
+from mechinterp.memory import layers_bytes, token_map_bytes
 from mechinterp.models.scores import attention_pattern
 
 LAYERED = ("W_Q", "W_K", "W_V", "W_O")
@@ -139,6 +140,22 @@ def deep_from_parameters(
     return DeepWeights(
         **stacked, **reading, d_y=d_y, scale=scale, score=score, score_slope=score_slope
     )
+
+
+def deep_bytes(weights: DeepWeights, n_tokens: int) -> int:
+    """What a prompt takes while it runs through the layers.
+
+    Example:
+        >>> nothing = torch.zeros(2, 1, 6, 3)
+        >>> deep_bytes(DeepWeights(nothing, nothing, nothing, nothing.mT, d_y=1, scale=1.0), 41)
+        49200
+    """
+    sizes = {"n_layers": weights.n_layers, "n_heads": weights.n_heads, "d_head": weights.d_head}
+    sizes |= {"d_model": weights.d_model, "n_tokens": n_tokens}
+    sizes["width"] = weights.W_O.element_size()
+    if weights.score in LINEAR:
+        return token_map_bytes(d_token=weights.d_x + weights.d_y, **sizes)
+    return layers_bytes(d_mlp=0, **sizes)
 
 
 def predict_deep(weights: DeepWeights, prompts: Prompts) -> Float[Tensor, "batch d_y"]:

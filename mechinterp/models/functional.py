@@ -16,6 +16,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from mechinterp.icl.prompts import Prompts
+from mechinterp.memory import chunks, one_layer_bytes, require_memory, together
 from mechinterp.models.scores import pattern_and_slope
 
 NAMES = ("W_Q", "W_K", "W_V", "W_O")
@@ -91,6 +92,9 @@ class AttentionWeights:
     @property
     def QK(self) -> Float[Tensor, "head d_model d_model"]:
         """scale * W_Q W_K^T, [query coordinate, key coordinate]. The papers' KQ is its transpose."""
+        n_heads, width = self.W_Q.shape[:2]
+        needed = 2 * n_heads * width**2 * self.W_Q.element_size()
+        require_memory(needed, f"QK circuits of {n_heads} heads of width {width}")
         return self.scale * self.W_Q @ self.W_K.mT
 
     @property
@@ -224,6 +228,18 @@ def head_outputs(weights: AttentionWeights, prompts: Prompts) -> Float[Tensor, "
         >>> tuple(head_outputs(kernel_head(omega=0.5, mu=1.5, d_x=5), prompts).shape)
         (8, 1, 1)
     """
+    n_heads, d_model, _ = weights.W_V.shape
+    length = prompts.x.shape[1]
+    per_prompt = one_layer_bytes(
+        n_heads=n_heads, d_model=d_model, n_tokens=length + 1, width=weights.W_V.element_size()
+    )
+    size = together(per_prompt, f"outputs of {n_heads} heads on prompts of {length} pairs")
+    if len(prompts) <= size:
+        return _head_outputs(weights, prompts)
+    return torch.cat([_head_outputs(weights, prompts[rows]) for rows in chunks(len(prompts), size)])
+
+
+def _head_outputs(weights: AttentionWeights, prompts: Prompts) -> Float[Tensor, "batch head d_y"]:
     keys = prompts.tokens if weights.attend_to_self else prompts.context_tokens
     pattern, _, averaged = attend(weights, keys, prompts.x_query)
     outputs = torch.einsum("bmh,hmn->bhn", averaged, weights.OV)

@@ -6,10 +6,8 @@ from dataclasses import replace
 import pandas as pd
 import torch
 
+from mechinterp.models.hooked_config import SWITCHES
 from mechinterp.models.transformer import ICLTransformer
-
-# In this order: hook_mlp_in needs the last two.
-SWITCHES = ("use_attn_result", "use_split_qkv_input", "use_zero_mlp", "use_hook_mlp_in")
 
 
 def hook_map(model: ICLTransformer) -> pd.DataFrame:
@@ -34,9 +32,12 @@ def hook_map(model: ICLTransformer) -> pd.DataFrame:
     for switch in ("", *SWITCHES):
         setter = switch and f"set_{switch}"
         if setter:
+            # hook_mlp_in may need the zero MLP; the copies of the heads' input go one without the other.
+            twin.set_use_attn_in(False)
             getattr(twin, setter)(True)
         _, cache = twin.run_with_cache(inputs)
-        for name, values in cache.items():
+        for name in twin.hook_dict.keys() & cache.keys():
+            values = cache[name]
             shape = [names.get(size, size) for size in values.shape]
             rows.setdefault(name, {"name": name, "shape": shape, "switch": setter})
     return pd.DataFrame([rows[name] for name in twin.hook_dict])

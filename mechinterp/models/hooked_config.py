@@ -1,10 +1,22 @@
 """Settings of a hooked model, under the names by which TransformerLens reads them."""
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 import torch
 
 from mechinterp.config import ModelConfig
+
+# In this order, one after the other: hook_mlp_in may need the two before it, and hook_attn_in
+# goes without the split inputs.
+SWITCHES = (
+    "use_attn_result",
+    "use_attn_in",
+    "use_split_qkv_input",
+    "use_zero_mlp",
+    "use_hook_mlp_in",
+)
 
 
 @dataclass(eq=False)
@@ -22,6 +34,8 @@ class HookedConfig:
     """Whether `hook_result` fires."""
     use_split_qkv_input: bool = False
     """Whether `hook_q_input`, `hook_k_input` and `hook_v_input` fire."""
+    use_attn_in: bool = False
+    """Whether `hook_attn_in` fires; not together with the split inputs."""
     use_zero_mlp: bool = False
     """Whether, without MLPs, `hook_resid_mid` and `hook_mlp_out` fire as of an MLP that adds zeros."""
     use_hook_mlp_in: bool = False
@@ -109,3 +123,70 @@ class HookedConfig:
     @property
     def d_vocab_out(self) -> int:
         return self.d_y
+
+    @property
+    def attn_scale(self) -> float:
+        """What scores are divided by."""
+        return 1 / self.scale
+
+    @property
+    def use_attn_scale(self) -> bool:
+        return True
+
+    @property
+    def attention_dir(self) -> str:
+        """ "bidirectional" where a token reads the context on both sides of it."""
+        return "bidirectional" if self.context_only else "causal"
+
+    @property
+    def act_fn(self) -> str | None:
+        """Activation of the MLPs, if there are any."""
+        return None if self.attn_only else self.model.activation
+
+    @property
+    def n_params(self) -> int:
+        """Number of weights of heads and MLPs, without biases, norms, read-in and read-out."""
+        query_and_key = self.d_model**2 if self.merged_qk else 2 * self.d_model * self.d_head
+        per_layer = self.n_heads * (query_and_key + 2 * self.d_model * self.d_head)
+        return self.n_layers * (per_layer + 2 * self.d_model * (self.d_mlp or 0))
+
+    def switch_of(self, hook: str) -> str | None:
+        """The switch that is to be turned on before a hook point fires; None if it fires."""
+        name = hook.split(".")[-1]
+        if name == "hook_mlp_in" and not self.use_hook_mlp_in:
+            return "use_hook_mlp_in"
+        if name in ("hook_resid_mid", "hook_mlp_in", "hook_mlp_out"):
+            return "use_zero_mlp" if self.attn_only and not self.use_zero_mlp else None
+        switch = {
+            "hook_result": "use_attn_result",
+            "hook_q_input": "use_split_qkv_input",
+            "hook_k_input": "use_split_qkv_input",
+            "hook_v_input": "use_split_qkv_input",
+            "hook_attn_in": "use_attn_in",
+        }.get(name)
+        return None if switch is None or getattr(self, switch) else switch
+
+    def to_dict(self) -> dict[str, Any]:
+        """All settings by name: those that decide the others first, then the names TransformerLens reads."""
+        derived = [n for n, value in vars(type(self)).items() if isinstance(value, property)]
+        return asdict(self) | {name: getattr(self, name) for name in derived}
+
+    @classmethod
+    def from_dict(cls, settings: Mapping[str, Any]) -> "HookedConfig":
+        """The settings that `to_dict` gives; names of what follows from others are passed over.
+
+        Raises:
+            ValueError: If the architecture or a size is missing.
+        """
+        given = ("d_x", "d_y", "scale", "n_ctx")
+        missing = [name for name in ("model", *given) if name not in settings]
+        if missing:
+            raise ValueError(
+                f"settings must have {', '.join(('model', *given))}, got none of {', '.join(missing)}."
+            )
+        switches = {n: settings[n] for n in SWITCHES if n in settings}
+        model = ModelConfig(**settings["model"])
+        config = cls(model, **{name: settings[name] for name in given}, **switches)
+        config.device = settings.get("device", config.device)
+        config.dtype = settings.get("dtype", config.dtype)
+        return config

@@ -16,9 +16,10 @@ from torch import Tensor
 
 from mechinterp.config import TaskConfig
 from mechinterp.icl.prompts import Prompts, sample_prompts
+from mechinterp.memory import chunks, together
 from mechinterp.models.adapter import HookedPredictor, hooked_predictor
 from mechinterp.models.backends import hooks, one_layer, token_map
-from mechinterp.models.deep import LINEAR, DeepWeights, predict_deep
+from mechinterp.models.deep import LINEAR, DeepWeights, deep_bytes, predict_deep
 from mechinterp.models.functional import AttentionWeights, predict
 from mechinterp.models.masks import Head, require_method
 from mechinterp.models.tokens import tokens_of
@@ -94,14 +95,19 @@ class Predictor:
 
     def _predicted(self, prompts: Prompts) -> Float[Tensor, "batch d_y"]:
         weights = self._shortcut
-        if weights is None:
+        if weights is None:  # somebody's hooks may depend on all prompts
             return self.hooked.predict(prompts)
         prompts = _fitting(weights, prompts)
         if why_no_circuits(weights.model) is None:
             return predict(weights.circuits, prompts)
         if weights.has_stack:
-            return predict_deep(weights.stack, prompts)
-        return self.hooked.predict(prompts)
+            stack = weights.stack
+            per_prompt = deep_bytes(stack, prompts.x.shape[1] + 1)
+            what = f"{weights.n_layers} layers on prompts of {prompts.x.shape[1]} pairs"
+            parts = chunks(len(prompts), together(per_prompt, what))
+            return torch.cat([predict_deep(stack, prompts[rows]) for rows in parts])
+        parts = self.hooked.chunks(prompts, len(prompts) + 1)
+        return torch.cat([self.hooked.predict(prompts[rows]) for rows in parts])
 
     def run(
         self,

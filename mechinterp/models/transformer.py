@@ -6,26 +6,52 @@ read-out is the y entries of the residual stream unless the model has weights fo
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
-from transformer_lens import ActivationCache, FactoredMatrix, HookedRootModule
+from transformer_lens import FactoredMatrix
 from transformer_lens.hook_points import HookPoint
+from transformer_lens.utilities import composition_scores
 
 from mechinterp.config import ModelConfig, TaskConfig
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.attention import Attention
 from mechinterp.models.blocks import Block, LayerNorm, Unembed, plus
+from mechinterp.models.checked_hooks import CheckedHooks
 from mechinterp.models.deep import DeepWeights
 from mechinterp.models.functional import AttentionWeights
 from mechinterp.models.hooked_config import HookedConfig
 from mechinterp.models.tokens import tokens_of
 from mechinterp.models.weights import Weights, as_weights
 
+if TYPE_CHECKING:
+    from transformer_lens.model_bridge.composition_scores import CompositionScores
 
-class ICLTransformer(HookedRootModule):
+NO_WORDS = {
+    "W_E": "tokens are vectors, read in by W_in where the model has a d_model, as they are where not",
+    "W_E_pos": "tokens are vectors, read in by W_in, to which pos_embed.W_pos is added where there is one",
+    "W_pos": "the model has no positions (ModelConfig.n_positions is None)",
+    "tokenizer": "prompts have no text; sample_prompts draws them, numbered gives their tokens numbers",
+    "to_string": "prompts have no text; model.tokens(prompts) are the vectors that the model reads",
+    "to_str_tokens": "prompts have no text; model.tokens(prompts) are the vectors that the model reads",
+    "to_single_token": "responses have no names, they are numbered from 0 to d_y - 1",
+    "to_single_str_token": "responses have no names, they are numbered from 0 to d_y - 1",
+    "get_token_position": "prompts have no text; pair i is token i, the query is the last",
+    "generate": "the model gives a prediction, not a next token; predict(prompts) is it",
+}
+"""What HookedTransformer has for words, and here the way that works."""
+
+
+class HeadLabels(list[str]):
+    """Names of the heads; called, as in TransformerLens 3, they give themselves."""
+
+    def __call__(self) -> "HeadLabels":
+        return self
+
+
+class ICLTransformer(CheckedHooks):
     """Transformer on tokens that are vectors: by default attention alone, without norm, position or embedding.
 
     The weights start at zero, those of norms at one: load them, or fill them with `torch.nn.init`. With one layer
@@ -77,7 +103,7 @@ class ICLTransformer(HookedRootModule):
         self.blocks = nn.ModuleList([Block(cfg) for _ in range(model.n_layers)])
         self.ln_final = LayerNorm(cfg) if model.final_norm else nn.Identity()
         self.unembed = Unembed(cfg)
-        self._numbered: Tensor | None = None
+        self._table = torch.zeros(0, self.cfg.d_token)
         self._follow_weights()
         self.setup()
 
@@ -111,33 +137,50 @@ class ICLTransformer(HookedRootModule):
 
     def forward(
         self,
-        input: Tensor,
+        input: object,
         return_type: str | None = "logits",
         *,
+        labels: Float[Tensor, "batch d_y"] | None = None,
+        attention_mask: Tensor | None = None,
         start_at_layer: int | None = None,
         stop_at_layer: int | None = None,
-    ) -> Float[Tensor, "batch pos d_out"] | None:
+    ) -> Tensor | tuple[Tensor, Tensor] | None:
         """The read-out at every position, in units of y; it predicts y_query at the last one.
 
         Args:
-            input: Tokens [batch, pos, d_token], or the residual stream before `start_at_layer`, [batch,
-                pos, d_model]. Within `numbered`, the tokens' numbers; [batch, pos].
-            return_type: "logits", or None to return nothing.
+            input: Prompts, or their tokens [batch, pos, d_token], or the residual stream before `start_at_layer`,
+                [batch, pos, d_model]; or the tokens' numbers from `numbered` or `to_tokens`, [batch, pos].
+            return_type: "logits" [batch, pos, d_y], the "loss", "both", or None to return nothing.
+            labels: What the loss is of, in units of y; None: the prompts' y_query, which tokens do not hold.
+            attention_mask: For calls that give one: ones, since prompts have no padding.
             start_at_layer: First layer to run; tokens are read in, and `hook_embed` fires, only when it is None.
             stop_at_layer: Return the residual stream before this layer instead, [batch, pos, d_model].
         Raises:
-            ValueError: If the input has another shape or dtype than the model's, or the return type is unknown.
+            ValueError: If the input has another shape or dtype than the model's, the return type is unknown, a loss
+                is asked for without labels, or something is to be masked.
         """
-        if self._numbered is not None and not input.is_floating_point():
-            input = self._numbered[input]
+        if isinstance(input, Prompts):
+            labels = input.y_query if labels is None else labels
+            input = self.tokens(input)
+        input = self._vectors(input)
         width = self.cfg.d_token if start_at_layer is None else self.cfg.d_model
         if input.ndim != 3 or input.shape[-1] != width or input.dtype != self.cfg.dtype:
             raise ValueError(
                 f"input must be {self.cfg.dtype} of shape [batch, pos, {width}], "
                 f"got {input.dtype} of shape {list(input.shape)}."
             )
-        if return_type not in ("logits", None):
-            raise ValueError(f"return_type must be 'logits' or None, got {return_type!r}.")
+        if return_type not in ("logits", "loss", "both", None):
+            raise ValueError(
+                f"return_type must be 'logits', 'loss', 'both' or None, got {return_type!r}."
+            )
+        if return_type in ("loss", "both") and labels is None:
+            raise ValueError(
+                f"return_type={return_type!r} needs labels=prompts.y_query, which tokens do not hold, or prompts as input."
+            )
+        if attention_mask is not None and not attention_mask.all():
+            raise ValueError(
+                "attention_mask must be 1 everywhere, prompts have no padding; a hook on hook_attn_scores masks keys."
+            )
         if self.hook_embed.bwd_hooks and torch.is_grad_enabled() and not input.requires_grad:
             # Whoever asks for the gradient at hook_embed gets one, though prompts carry none.
             input = input.detach().requires_grad_()
@@ -149,7 +192,19 @@ class ICLTransformer(HookedRootModule):
             resid = block(resid)
         if stop_at_layer is not None:
             return resid
-        return None if return_type is None else self.unembed(self.ln_final(resid))
+        if return_type is None:
+            return None
+        logits = self.unembed(self.ln_final(resid))
+        if labels is None or return_type == "logits":
+            return logits
+        loss = self.loss_fn(logits, labels)
+        return loss if return_type == "loss" else (logits, loss)
+
+    def loss_fn(
+        self, logits: Float[Tensor, "batch pos d_y"], labels: Float[Tensor, "batch d_y"]
+    ) -> Float[Tensor, ""]:
+        """Mean squared error of the query's prediction, summed over responses, unit y^2."""
+        return (logits[:, -1] - labels).square().sum(-1).mean()
 
     def predict(self, prompts: Prompts) -> Float[Tensor, "batch d_y"]:
         """Prediction of y_query, in units of y."""
@@ -179,39 +234,58 @@ class ICLTransformer(HookedRootModule):
         positions = self.pos_embed["W_pos"][:n_pos].repeat(len(resid), 1, 1)
         return resid + self.hook_pos_embed(positions)
 
+    def to_tokens(self, prompts: object) -> Int[Tensor, "batch pos"]:
+        """Numbers that stand for the tokens of prompts, for tools that want [batch, pos]; numbers as they are.
+
+        The model keeps the tokens as long as it lives, within `numbered` as long as the block.
+
+        Raises:
+            ValueError: If there are no tokens: of text, say.
+        """
+        tokens = self.tokens(prompts) if isinstance(prompts, Prompts) else prompts
+        if isinstance(tokens, Tensor) and not tokens.is_floating_point():
+            return tokens
+        if not (isinstance(tokens, Tensor) and tokens.ndim == 3):
+            found = type(prompts).__name__
+            raise ValueError(
+                f"There is no text to read: to_tokens and numbered take prompts or vectors [batch, pos, d_token], got {found}."
+            )
+        start, added = len(self._table), tokens.detach().flatten(0, 1)
+        self._table = torch.cat([self._table, added]) if start else added.clone()
+        return torch.arange(start, len(self._table), device=added.device).view(tokens.shape[:2])
+
     @contextmanager
     def numbered(
-        self, *prompts: Float[Tensor, "_batch _pos d_token"]
+        self, *prompts: Prompts | Float[Tensor, "_batch _pos d_token"]
     ) -> Iterator[tuple[Int[Tensor, "_batch _pos"], ...]]:
         """Stand-ins for prompts of vectors, for tools that read the number of positions off the last axis.
 
         Within the block the model takes these whole numbers, one for each token, in place of the tokens.
         """
-        sizes = [prompt.shape[0] * prompt.shape[1] for prompt in prompts]
-        ids = torch.arange(sum(sizes), device=prompts[0].device).split(sizes)
-        before, self._numbered = self._numbered, torch.cat([p.flatten(0, 1) for p in prompts])
+        before = len(self._table)
         try:
-            yield tuple(n.view(p.shape[:2]) for n, p in zip(ids, prompts, strict=True))
+            yield tuple(self.to_tokens(each) for each in prompts)
         finally:
-            self._numbered = before
+            self._table = self._table[:before]
 
-    def run_with_cache(
-        self,
-        *model_args: Any,
-        return_cache_object: bool = True,
-        remove_batch_dim: bool = False,
-        **kwargs: Any,
-    ) -> tuple[Tensor | None, ActivationCache | dict[str, Tensor]]:
-        """The output, and the activations by hook name; arguments are those of HookedTransformer."""
-        output, cache = super().run_with_cache(
-            *model_args, remove_batch_dim=remove_batch_dim, **kwargs
-        )
-        if return_cache_object:
-            cache = ActivationCache(cache, self, has_batch_dim=not remove_batch_dim)
-        return output, cache
+    def _vectors(self, input: object) -> Tensor:
+        """The tokens, of which some are given by number."""
+        if not isinstance(input, Tensor):
+            raise ValueError(
+                f"There is no text to read: input must be prompts, vectors or numbers of `numbered`, got {type(input).__name__}."
+            )
+        if input.is_floating_point() or not len(self._table):
+            return input
+        if input.min() < 0 or input.max() >= len(self._table):
+            raise ValueError(
+                f"numbers must be those of to_tokens or `with model.numbered(tokens)`, up to {len(self._table) - 1} now, "
+                f"got {input.min()} to {input.max()}."
+            )
+        return self._table[input]
 
     def _apply(self, fn: Callable, recurse: bool = True) -> "ICLTransformer":
         super()._apply(fn, recurse)._follow_weights()
+        self._table = fn(self._table)
         return self
 
     def _follow_weights(self) -> None:
@@ -267,17 +341,33 @@ class ICLTransformer(HookedRootModule):
         return dict(self.named_parameters()) | scores | read_out
 
     @property
-    def all_head_labels(self) -> list[str]:
+    def all_head_labels(self) -> HeadLabels:
         cfg = self.cfg
-        return [f"L{layer}H{head}" for layer in range(cfg.n_layers) for head in range(cfg.n_heads)]
+        return HeadLabels(f"L{i}H{j}" for i in range(cfg.n_layers) for j in range(cfg.n_heads))
 
-    def to_tokens(self, prompts: Tensor) -> Int[Tensor, "batch pos"]:
-        """The numbers themselves, for tools that ask; a ValueError for prompts of vectors."""
-        if prompts.is_floating_point():
-            raise ValueError(
-                "tokens must be whole numbers; `with model.numbered(tokens)` gives them."
-            )
-        return prompts
+    @property
+    def n_params_total(self) -> int:
+        """Number of weights of the whole model."""
+        return sum(parameter.numel() for parameter in self.parameters())
+
+    def all_composition_scores(self, mode: str) -> "CompositionScores":
+        """How strongly each head writes into what later heads read, [layer, head, layer, head].
+
+        |OV_from M| / (|OV_from| |M|), Frobenius norms, M the later head's QK ("Q"), QK^T ("K") or OV ("V").
+
+        Raises:
+            ValueError: If the mode is another.
+        """
+        # TransformerLens' Bridge comes with it, which takes a second to load.
+        from transformer_lens.model_bridge.composition_scores import CompositionScores
+
+        if mode not in ("Q", "K", "V"):
+            raise ValueError(f"mode must be one of Q, K, V, got {mode!r}.")
+        right = {"Q": self.QK, "K": self.QK.T, "V": self.OV}[mode]
+        layers = torch.arange(self.cfg.n_layers, device=self.cfg.device)
+        later = layers[:, None, None, None] < layers[:, None]
+        scores = composition_scores(self.OV, right, broadcast_dims=True).where(later, 0)
+        return CompositionScores(scores, layers.tolist(), self.all_head_labels)
 
     def tokens_to_residual_directions(
         self, tokens: int | Int[Tensor, "*axes"]
@@ -304,8 +394,24 @@ class ICLTransformer(HookedRootModule):
         """Turn `hook_result`, the output of every head, on or off."""
         self.cfg.use_attn_result = use_attn_result
 
+    def set_use_attn_in(self, use_attn_in: bool) -> None:
+        """Turn `hook_attn_in`, one copy of a head's input for its query, key and value, on or off.
+
+        Raises:
+            ValueError: If the split inputs, one copy for each of the three, are on.
+        """
+        if use_attn_in and self.cfg.use_split_qkv_input:
+            raise ValueError("use_attn_in excludes use_split_qkv_input; turn that off first.")
+        self.cfg.use_attn_in = use_attn_in
+
     def set_use_split_qkv_input(self, use_split_qkv_input: bool) -> None:
-        """Turn `hook_q_input`, `hook_k_input` and `hook_v_input` on or off."""
+        """Turn `hook_q_input`, `hook_k_input` and `hook_v_input` on or off.
+
+        Raises:
+            ValueError: If `hook_attn_in`, one copy for the three, is on.
+        """
+        if use_split_qkv_input and self.cfg.use_attn_in:
+            raise ValueError("use_split_qkv_input excludes use_attn_in; turn that off first.")
         self.cfg.use_split_qkv_input = use_split_qkv_input
 
     def set_use_zero_mlp(self, use_zero_mlp: bool) -> None:
@@ -315,3 +421,31 @@ class ICLTransformer(HookedRootModule):
     def set_use_hook_mlp_in(self, use_hook_mlp_in: bool) -> None:
         """Turn `hook_mlp_in` on or off; without MLPs it fires only with `set_use_zero_mlp(True)`."""
         self.cfg.use_hook_mlp_in = use_hook_mlp_in
+
+    def load_and_process_state_dict(
+        self, state_dict: dict[str, Tensor], **_processing: bool
+    ) -> None:
+        """Load the weights as they are; what HookedTransformer does to them besides is left out.
+
+        Folding norms and biases and centring weights rest on rows of attention that add up to 1, on a stream that
+        a norm reads, or on a softmax over words, none of which is given here.
+        """
+        self.load_state_dict(state_dict)
+
+    def process_weights_(self, **_processing: bool) -> None:
+        """The weights stay as they are: see `load_and_process_state_dict`."""
+
+    def fold_value_biases(self, state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The weights as they are: see `load_and_process_state_dict`."""
+        return state_dict
+
+    def refactor_factored_attn_matrices(self, state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The weights as they are: see `load_and_process_state_dict`."""
+        return state_dict
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "W_pos" and self.cfg.model.n_positions is not None:
+            return self.pos_embed["W_pos"]
+        if name in NO_WORDS:
+            raise AttributeError(f"There is no {name}: {NO_WORDS[name]}.")
+        return super().__getattr__(name)

@@ -1,4 +1,4 @@
-"""The parts of a page on the heads of a model of any number of layers, from its predictor and prompts."""
+"""Sections on the heads of a model of any number of layers: masking, pruning, probing."""
 
 from collections.abc import Mapping, Sequence
 
@@ -13,29 +13,24 @@ from mechinterp.analysis.heads.ablation import HeadAblation, ablate_heads
 from mechinterp.analysis.heads.choices import SPLITS
 from mechinterp.analysis.heads.errors import Head, masked_errors
 from mechinterp.analysis.heads.pairs import greedy_order
-from mechinterp.analysis.heads.pruning_curves import (
-    PruningCurves,
-    RulePruning,
-    pruning_curves,
-)
-from mechinterp.analysis.learners.baselines import STEPS, Rivals
+from mechinterp.analysis.heads.pruning_curves import PruningCurves, RulePruning, pruning_curves
+from mechinterp.analysis.learners.baselines import STEPS
 from mechinterp.analysis.probing.p_probing import IDEAL, RAW, p_probe
 from mechinterp.analysis.probing.probes import FOLDS, STRUCTURES, LayerProbes, probe_layers
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.predictor import Predictor
 from mechinterp.report.sections import Section, number, plus_minus
-from mechinterp.tracking import Track
+from mechinterp.report.subject import Subject, some
 
 OTHER_METHODS = ("mean", "resample")
-LEAST = 64
-"""Prompts that no part goes below, if there are as many."""
 GREEDY_HEADS = 32
 """Most heads whose greedy order is searched: it takes n (n + 1) / 2 masks."""
 AFTER = "stream after layer 0"
 
 
-def risk_section(found: Rivals, n_prompts: int) -> Section:
+def risk_section(subject: Subject) -> Section:
     """How large the excess risk is, held against learners at their best."""
+    found = subject.baselines
     ratios = [
         f"{plus_minus(ratio, sem)} times that of {'predicting 0' if name == 'zero' else name}"
         for name, ratio, sem in zip(found.learners, found.ratio, found.ratio_sem, strict=True)
@@ -44,7 +39,7 @@ def risk_section(found: Rivals, n_prompts: int) -> Section:
     return Section(
         "Excess risk",
         f"The model's excess risk is {plus_minus(found.model_risk, found.model_risk_sem)} y²: {'; '.join(ratios)}.",
-        f"Mean of (ŷ − x·β)² over {n_prompts} prompts, the same for all. Each learner has the penalty, or the number "
+        f"Mean of (ŷ − x·β)² over {len(subject.prompts)} prompts, the same for all. Each learner has the penalty, or the number "
         f"of steps up to {STEPS}, that is best on these very prompts, which favours it. GD descends from zero with the "
         "step 1/λ_max of each prompt; Algorithm 1 does so on x reweighted by its correlations with y. Ratios "
         "are paired over prompts.",
@@ -53,13 +48,15 @@ def risk_section(found: Rivals, n_prompts: int) -> Section:
     )
 
 
-def heads_section(
-    predictor: Predictor, zero: HeadAblation, scored: Prompts, track: Track
-) -> Section:
+def masking_section(subject: Subject) -> Section:
     """What masking each head costs, by three methods, and what masking whole layers does."""
+    zero, scored = subject.zero, subject.scored
     few = some(scored, 8)
-    others = [ablate_heads(predictor, few, method=how, track=track) for how in OTHER_METHODS]
-    whole = _layer_rises(predictor, scored)
+    others = [
+        ablate_heads(subject.predictor, few, method=how, track=subject.track)
+        for how in OTHER_METHODS
+    ]
+    whole = _layer_rises(subject.predictor, scored)
     return Section(
         "Heads",
         " ".join([_effective(zero), *_carried(zero), *_broken(zero), _cautioned(zero, *whole)]),
@@ -81,43 +78,19 @@ def heads_section(
     )
 
 
-def pruning_section(
-    predictor: Predictor,
-    zero: HeadAblation,
-    rules: RulePruning,
-    prompts: tuple[Prompts, Prompts],
-    track: Track,
-) -> Section:
-    """What is left of the model as heads go for good: curves, and rules that name what stays.
-
-    Args:
-        prompts: Those to choose on and those to measure on.
-    """
-    scored, measured = prompts
-    heads = list(np.ndindex(zero.rise.shape))
-    by_rise = [heads[index] for index in zero.rise.ravel().argsort(kind="stable")]
-    orders, how = {"least rise first": by_rise}, ""
-    if len(heads) <= GREEDY_HEADS:
-        chosen_on = some(scored, 8)
-        found = greedy_order(predictor, chosen_on, track=track)
-        greedy = [(int(layer), int(head)) for layer, head in found.heads]
-        orders = {"greedy": greedy, **orders}
-        how = (
-            "The greedy order masks at each step the head that is missed least with those before it gone, chosen on "
-            f"{len(chosen_on) // 2} prompts. "
-        )
-    else:
-        how = f"A greedy order, searched for up to {GREEDY_HEADS} heads, is left out: there are {len(heads)}. "
-    followed = some(measured, 4)
-    curves = pruning_curves(predictor, followed, orders, track=track)
+def pruning_section(subject: Subject) -> Section:
+    """What is left of the model as heads go for good: curves, and rules that name what stays."""
+    rules, measured = subject.rules, subject.measured
+    orders, how = _orders(subject)
+    curves = pruning_curves(subject.predictor, some(measured, 4), orders, track=subject.track)
     pruned = len(rules.rules) > 1
     chosen_figure = {"chosen": rules.plot_chosen()} if pruned else {}
     chosen_table = {"chosen": rules.chosen_frame()} if pruned else {}
     return Section(
         "Pruning",
         " ".join([_enough(curves), _rules_told(rules), *_by_chance(rules)]),
-        f"{how}The other order goes by the rises of the single masks. Risks of the curves are those of {len(followed)} other "
-        f"prompts; nothing is retrained. For the rules, all {len(scored) + len(measured)} prompts are halved at random {SPLITS} "
+        f"{how}The other order goes by the rises of the single masks. Risks of the curves are those of {len(some(measured, 4))} other "
+        f"prompts; nothing is retrained. For the rules, all {len(subject.prompts)} prompts are halved at random {SPLITS} "
         "times, heads chosen on each half and measured on the other; ± is over prompts and over which heads were chosen. best-later keeps all heads of the first "
         "layer and of each later one the head that is missed most; least-later keeps the one missed least, best-first the "
         "best of the first layer and all later heads: both are controls. A new read-out is a ridge regression on the "
@@ -128,8 +101,29 @@ def pruning_section(
     )
 
 
-def probes_section(predictor: Predictor, prompts: Prompts, track: Track) -> Section:
+def _orders(subject: Subject) -> tuple[dict[str, list[Head]], str]:
+    """Orders in which heads go, and how they were found."""
+    zero = subject.zero
+    heads = list(np.ndindex(zero.rise.shape))
+    by_rise = {
+        "least rise first": [heads[index] for index in zero.rise.ravel().argsort(kind="stable")]
+    }
+    if len(heads) > GREEDY_HEADS:
+        said = f"A greedy order, searched for up to {GREEDY_HEADS} heads, is left out: there are {len(heads)}. "
+        return by_rise, said
+    chosen_on = some(subject.scored, 8)
+    found = greedy_order(subject.predictor, chosen_on, track=subject.track)
+    greedy = [(int(layer), int(head)) for layer, head in found.heads]
+    said = (
+        "The greedy order masks at each step the head that is missed least with those before it gone, chosen on "
+        f"{len(chosen_on) // 2} prompts. "
+    )
+    return {"greedy": greedy, **by_rise}, said
+
+
+def probes_section(subject: Subject) -> Section:
     """What a linear probe reads from the stream, layer by layer."""
+    predictor, prompts, track = subject.predictor, subject.probed, subject.track
     response = probe_layers(predictor, prompts, track=track)
     found = {"response": response}
     for name, target in STRUCTURES.items():
@@ -153,9 +147,10 @@ def probes_section(predictor: Predictor, prompts: Prompts, track: Track) -> Sect
     )
 
 
-def descent_section(predictor: Predictor, prompts: Prompts, track: Track) -> Section:
+def descent_section(subject: Subject) -> Section:
     """Whether the first layer has made the context easier to learn from."""
-    found = p_probe({AFTER: predictor}, prompts, track=track)
+    prompts = some(subject.measured, 4)
+    found = p_probe({AFTER: subject.predictor}, prompts, track=subject.track)
     table = found.area_frame().set_index("features")
     told = [
         f"{plus_minus(table.log_area[name], table.log_area_sem[name])} for {name}"
@@ -176,12 +171,6 @@ def descent_section(predictor: Predictor, prompts: Prompts, track: Track) -> Sec
         {"descent": found.plot()},
         {"areas": found.area_frame(), "descent": found.to_frame()},
     )
-
-
-def some(prompts: Prompts, part: int) -> Prompts:
-    """The first of the prompts, one in `part` but no fewer than LEAST; an even number, as they may swap."""
-    size = min(max(len(prompts) // part, LEAST), len(prompts))
-    return prompts[: size // 2 * 2]
 
 
 def _effective(zero: HeadAblation) -> str:

@@ -2,18 +2,21 @@
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
 import pandas as pd
 
+from mechinterp.analysis.analyses import Finding
 from mechinterp.analysis.circuits.patterns import Classification
 from mechinterp.analysis.dynamics.jumps import JumpForecast
-from mechinterp.analysis.heads.ablation import HeadAblation
-from mechinterp.analysis.heads.subsets import SubsetAblation
+from mechinterp.analysis.heads.fine_tuning import FineTuning
+from mechinterp.analysis.heads.masking import Ablations
+from mechinterp.analysis.heads.pruning import Pruning
 from mechinterp.analysis.learners.fits import LearnerFits
 from mechinterp.analysis.learners.layered import LayeredClassification
+from mechinterp.analysis.probing.probing import Probing
 from mechinterp.checkpoints.exchange import FORMAT as EXCHANGE
 from mechinterp.checkpoints.exchange import positions_for
 from mechinterp.checkpoints.native import Checkpoint, checkpoint_of
@@ -126,22 +129,21 @@ def _layered_document(checkpoint: Checkpoint, found: LayeredClassification) -> d
     }
 
 
-def ablation_document(
-    checkpoint: Checkpoint, single: Sequence[HeadAblation], subsets: SubsetAblation | None
-) -> dict:
+def ablation_document(checkpoint: Checkpoint, found: Ablations) -> dict:
     """What `ablate` says of a checkpoint: its heads, its layers and, if there are any, subsets of heads."""
+    zero = found.methods[0]
     document = {
         **header(checkpoint),
-        "excess_risk": single[0].full_risk,
-        "excess_risk_sem": single[0].full_risk_sem,
-        "null_risk": single[0].null_risk,
-        "breaking": single[0].breaking,
-        "heads": [row for one in single for row in records(one.to_frame())],
-        "layers": [row for one in single for row in records(one.layer_frame())],
+        "excess_risk": zero.full_risk,
+        "excess_risk_sem": zero.full_risk_sem,
+        "null_risk": zero.null_risk,
+        "breaking": zero.breaking,
+        "heads": records(found.to_frame()),
+        "layers": records(found.layer_frame()),
     }
-    if subsets is not None:
-        document["shapley"] = records(subsets.shapley_frame())
-        document["subsets"] = records(subsets.to_frame())
+    if found.subsets is not None:
+        document["shapley"] = records(found.subsets.shapley_frame())
+        document["subsets"] = records(found.subsets.to_frame())
     return document
 
 
@@ -157,6 +159,64 @@ def fits_document(checkpoint: Checkpoint, fits: LearnerFits) -> dict:
         "lead_sem": fits.lead_sem,
         "fits": records(fits.to_frame()),
     }
+
+
+def pruning_document(
+    checkpoint: Checkpoint,
+    found: Pruning,
+    tuned: FineTuning | None = None,
+    out: Path | None = None,
+) -> dict:
+    """What `prune` says; `checkpoint` is where the pruned model was written, null if it was not.
+
+    `heads` has what is kept, chosen on all prompts, and `chosen`, the share of the choices on halves of them that keep
+    a head. Where few prompts carry the risk, what is measured with a new read-out comes first. `fine_tuning` has the risks of the pruned and the full model by step, null if they were not trained further.
+    """
+    full = ("full_risk", "full_risk_sem", "full_refit_risk", "full_refit_risk_sem")
+    as_is = ("risk", "risk_sem", "ratio", "ratio_sem")
+    refit = tuple(f"refit_{name}" for name in as_is)
+    order = (*refit, *as_is) if found.carried_by_few else (*as_is, *refit)
+    return {
+        **header(checkpoint),
+        **{name: getattr(found, name) for name in (*full, *order, "carried_by_few")},
+        "heads_per_layer": found.kept.sum(1),
+        "heads": records(found.to_frame()),
+        "fine_tuning": None if tuned is None else records(tuned.to_frame()),
+        "checkpoint": None if out is None else str(out),
+    }
+
+
+def probing_document(checkpoint: Checkpoint, found: Probing) -> dict:
+    """What `probe` says."""
+    structures = found.structure_frames().items()
+    return {
+        **header(checkpoint),
+        "response": records(found.response.to_frame()),
+        "structure": [
+            {"target": name} | row for name, frame in structures for row in records(frame)
+        ],
+        "descent": records(found.descent.to_frame()),
+        "areas": records(found.descent.area_frame()),
+    }
+
+
+BESPOKE: dict[type, Callable[..., dict]] = {
+    Classification: classification_document,
+    LayeredClassification: classification_document,
+    Ablations: ablation_document,
+    LearnerFits: fits_document,
+    Pruning: pruning_document,
+    Probing: probing_document,
+}
+"""Results whose fields scripts rely on; of any other, `result_document` has the table."""
+
+
+def result_document(name: str, checkpoint: Checkpoint, found: Finding) -> dict:
+    """What an analysis says of a checkpoint."""
+    if type(found) in BESPOKE:
+        return BESPOKE[type(found)](checkpoint, found)
+    rows = records(found.to_frame())
+    return {**header(checkpoint), "analysis": name, "result": repr(found), "rows": rows}
 
 
 def conversion_document(checkpoint: Checkpoint, target: str, files: list[Path]) -> dict:

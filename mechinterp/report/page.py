@@ -5,9 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Protocol, runtime_checkable
 
-import pandas as pd
 import plotly.graph_objects as go
 
 from mechinterp.checkpoints.claims import claimed, entries, settle
@@ -15,22 +13,12 @@ from mechinterp.checkpoints.errors import CheckpointError, one_line
 from mechinterp.checkpoints.files import write_new
 from mechinterp.checkpoints.native import Checkpoint, checkpoint_of
 from mechinterp.report import html
-from mechinterp.report.attention import attention_contents
-from mechinterp.report.deep import deep_contents
+from mechinterp.report.contents import contents_of
 from mechinterp.report.sections import Section, assumed_text, counted
 from mechinterp.tracking import Track, untracked
 
 PAGE = "index.html"
 FIGURE_OPTIONS = {"responsive": True, "displaylogo": False}
-
-
-@runtime_checkable
-class Result(Protocol):
-    """What every analysis gives back."""
-
-    def to_frame(self) -> pd.DataFrame: ...
-
-    def plot(self) -> go.Figure: ...
 
 
 @dataclass(frozen=True)
@@ -53,6 +41,7 @@ def write_report(
     *,
     n_prompts: int = 4096,
     seed: int = 0,
+    analyses: Sequence[str] | None = None,
     overwrite: bool = False,
     track: Track = untracked,
 ) -> Report:
@@ -62,13 +51,14 @@ def write_report(
     model what masking, pruning and probing say.
 
     Args:
+        analyses: Names in `ANALYSES` of those that get a section; None: those that suit the model.
         n_prompts: Prompts behind the excess risk. For one layer of attention the fits take five times as many per
             context length; for others what needs many runs takes a part of them, and the page says how many, and
             a model with norms and MLPs, whose layers cannot be taken apart, is given an eighth.
         track: Told of the progress.
     Raises:
         ValueError: If `out` is a file, or a folder that holds anything and `overwrite` is not set, or n_prompts is
-            too small for the model.
+            too small for the model, or an analysis that was asked for is none or does not take the model.
     Example:
         >>> import tempfile
         >>> from mechinterp.checkpoints.native import load
@@ -79,8 +69,7 @@ def write_report(
     """
     checkpoint = checkpoint_of(checkpoint, "write_report")
     require_free(Path(out), overwrite)
-    contents = attention_contents if checkpoint.config.model.one_attention else deep_contents
-    found = contents(checkpoint, n_prompts=n_prompts, seed=seed, track=track)
+    found = contents_of(checkpoint, n_prompts=n_prompts, seed=seed, analyses=analyses, track=track)
     about = _about(checkpoint)
     return write_page(
         Path(out), checkpoint.name, about, found.verdict, found.sections, overwrite=overwrite

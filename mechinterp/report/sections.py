@@ -1,4 +1,4 @@
-"""The parts of a page: what each says, its figures and tables, and how they were computed."""
+"""The sections of a page, and those on one layer of attention: what each says, its figures and tables."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -12,11 +12,8 @@ from mechinterp.analysis.circuits.attention import attention_patterns, chosen
 from mechinterp.analysis.circuits.circuits import circuits
 from mechinterp.analysis.circuits.patterns import Classification, Thresholds
 from mechinterp.analysis.heads.ablation import HeadAblation
-from mechinterp.analysis.heads.subsets import SubsetAblation
-from mechinterp.analysis.learners.fits import LearnerFits
-from mechinterp.checkpoints.native import Checkpoint
-from mechinterp.icl.prompts import Prompts
 from mechinterp.models.scores import is_normalised
+from mechinterp.report.subject import Subject
 
 QUANTILES = (0.0, 0.25, 0.5, 0.75, 1.0)
 MEANINGS = {
@@ -72,21 +69,9 @@ class Section:
     longest_table: int = 40
 
 
-@dataclass(frozen=True)
-class Contents:
-    """What a page says of a model."""
-
-    verdict: str
-    sections: tuple[Section, ...]
-
-
-def heads_section(
-    found: Classification,
-    score: str,
-    single: list[HeadAblation],
-    subsets: SubsetAblation | None,
-) -> Section:
+def heads_section(subject: Subject) -> Section:
     """The pattern with its evidence, and a card for each head."""
+    found = subject.pattern
     return Section(
         "Heads and pattern",
         f"The pattern is {found.pattern}: {found.reason}.",
@@ -98,7 +83,7 @@ def heads_section(
         "A p is the fraction of randomly initialised models of this shape that are as structured.",
         {"heads": found.plot()},
         {"pattern": _evidence(found), "heads": found.to_frame()},
-        _cards(found, score, single, subsets),
+        _cards(subject),
     )
 
 
@@ -129,12 +114,8 @@ def _evidence(found: Classification) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=["evidence", "value", "how"])
 
 
-def _cards(
-    found: Classification,
-    score: str,
-    single: list[HeadAblation],
-    subsets: SubsetAblation | None,
-) -> tuple[Card, ...]:
+def _cards(subject: Subject) -> tuple[Card, ...]:
+    found, subsets = subject.pattern, subject.subsets
     scales, cards = found.circuits, []
     for head, label in enumerate(found.labels):
         facts = {
@@ -146,21 +127,21 @@ def _cards(
         }
         facts |= {
             f"{one.method} ablation (y²)": plus_minus(one.rise[0, head], one.rise_sem[0, head])
-            for one in single
+            for one in subject.single
         }
         if subsets is not None:
             value = plus_minus(subsets.shapley[head], subsets.shapley_sem[head])
             facts["Shapley value (y²)"] = value
         # A score that is no average looks at unlike tokens with weights below 0: omega and mu flip together.
-        told = is_normalised(score) or label not in ("positive", "negative")
+        told = is_normalised(subject.score) or label not in ("positive", "negative")
         meaning = MEANINGS[label] if told else "adds y weighted by how alike token and query are"
         cards.append(Card(f"head {head}", label, meaning, figures.head_color(head), facts))
     return tuple(cards)
 
 
-def circuits_section(checkpoint: Checkpoint) -> Section:
+def circuits_section(subject: Subject) -> Section:
     """QK and OV heatmaps."""
-    found = circuits(checkpoint)
+    found = circuits(subject.checkpoint)
     return Section(
         "Circuits",
         "QK says how strongly a query's x looks at a key's x and y; OV says what is read from the tokens "
@@ -171,11 +152,12 @@ def circuits_section(checkpoint: Checkpoint) -> Section:
     )
 
 
-def attention_section(checkpoint: Checkpoint, prompts: Prompts, errors: np.ndarray) -> Section:
+def attention_section(subject: Subject) -> Section:
     """Attention on prompts from the one the model does best on to the one it does worst on."""
+    errors = subject.squared_errors()
     order = np.argsort(errors, kind="stable")
     rows = order[[round(quantile * (len(order) - 1)) for quantile in QUANTILES]]
-    found = attention_patterns(checkpoint, chosen(prompts, rows))
+    found = attention_patterns(subject.checkpoint, chosen(subject.prompts, rows))
     return Section(
         "Attention on prompts",
         "Five prompts, ordered by how far the prediction is off: prompt 0 is the best of all, 2 the median, 4 the worst. "
@@ -189,21 +171,16 @@ def attention_section(checkpoint: Checkpoint, prompts: Prompts, errors: np.ndarr
     )
 
 
-def ablation_section(
-    found: Classification,
-    score: str,
-    single: list[HeadAblation],
-    subsets: SubsetAblation | None,
-    n_prompts: int,
-) -> Section:
+def ablation_section(subject: Subject) -> Section:
     """What masking heads costs."""
+    found, single, subsets = subject.pattern, subject.single, subject.subsets
     pictures = {"ablation": _ablation_bars(single)}
     tables = {"ablation": pd.concat([one.to_frame() for one in single], ignore_index=True)}
     text = (
         f"Excess risk of the full model: {single[0].full_risk:.4f} ± {single[0].full_risk_sem:.4f} y². "
         "Each bar is its rise when one head is masked."
     )
-    if is_normalised(score) and {"positive", "negative"} <= set(found.labels):
+    if is_normalised(subject.score) and {"positive", "negative"} <= set(found.labels):
         text += (
             " Masking one head of a ± pair does more than remove its share: the mu no longer sum to zero, so the "
             "mean response of the context, which the pair had cancelled, enters the prediction with the weight "
@@ -219,7 +196,7 @@ def ablation_section(
     return Section(
         "Head ablation",
         text,
-        f"Excess risk is the mean of (ŷ − x·β)² over {n_prompts} prompts, the same for every mask; ± is one "
+        f"Excess risk is the mean of (ŷ − x·β)² over {len(subject.prompts)} prompts, the same for every mask; ± is one "
         "standard error, paired over prompts. Zero ablation sets a head's z to 0, mean ablation to its mean "
         "over prompts. In one layer heads add up, so all subsets follow from one pass.",
         pictures,
@@ -238,12 +215,14 @@ def _ablation_bars(single: list[HeadAblation]) -> go.Figure:
     )
 
 
-def fits_section(fits: LearnerFits, found: Classification) -> Section:
+def fits_section(subject: Subject) -> Section:
     """Which closed-form learner predicts as the model does."""
+    fits = subject.fits
     at_trained = fits.to_frame().query(f"context_length == {fits.trained_length}")
     text = fits.verdict
-    if found.scales.eta_optimal == found.scales.eta_optimal:  # not NaN
-        text += f" The best debiased step size for this task is {found.scales.eta_optimal:.4f}."
+    best = subject.pattern.scales.eta_optimal if subject.one_attention else np.nan
+    if not np.isnan(best):
+        text += f" The best debiased step size for this task is {best:.4f}."
     return Section(
         "Which learner",
         text,

@@ -4,23 +4,24 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING
 
 import pandas as pd
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
-from mechinterp.analysis.heads.ablation import HeadAblation
-from mechinterp.analysis.heads.subsets import MAX_SUBSET_HEADS, SubsetAblation
+from mechinterp.analysis.analyses import Finding
+from mechinterp.analysis.circuits.patterns import Classification
+from mechinterp.analysis.heads.fine_tuning import FineTuning
+from mechinterp.analysis.heads.masking import Ablations
+from mechinterp.analysis.heads.pruning import Pruning
+from mechinterp.analysis.heads.subsets import MAX_SUBSET_HEADS
 from mechinterp.analysis.learners.fits import LearnerFits
+from mechinterp.analysis.learners.layered import LayeredClassification
+from mechinterp.analysis.probing.probing import Probing
 from mechinterp.checkpoints.errors import printable
 from mechinterp.tracking import Item, Track
 from mechinterp.training.run import Progress
-
-if TYPE_CHECKING:
-    from mechinterp.analysis.heads.fine_tuning import FineTuning
-    from mechinterp.analysis.heads.pruning import Pruning
 
 
 @contextmanager
@@ -111,23 +112,22 @@ def fits_text(fits: LearnerFits) -> str:
     )
 
 
-def ablation_text(single: Sequence[HeadAblation], subsets: SubsetAblation | None) -> str:
+def ablation_text(found: Ablations) -> str:
     """Excess risk, its rise for every masked head, how a layer spreads it, and subsets of heads if there are any."""
-    zero, table = single[0], pd.concat([one.to_frame() for one in single])
+    zero, subsets = found.methods[0], found.subsets
     parts = [f"excess risk {zero.full_risk:.4f} ± {zero.full_risk_sem:.4f} y²"]
     if zero.breaking:
         parts.append(
             f"Without {', '.join(zero.breaking)} it is worse than predicting 0 ({zero.null_risk:.4g})."
         )
-    for one in single:
+    for one in found.methods:
         if one.carried:
             parts.append(
                 f"One prompt in a hundred carries most of the mean rise of {', '.join(one.carried)} ({one.method} ablation): "
                 "read the median."
             )
-    layers = pd.concat([one.layer_frame() for one in single])
-    parts += ["\nRise when one head is masked", frame_text(table)]
-    parts += ["\nHow a layer spreads it over its heads", frame_text(layers)]
+    parts += ["\nRise when one head is masked", frame_text(found.to_frame())]
+    parts += ["\nHow a layer spreads it over its heads", frame_text(found.layer_frame())]
     if subsets is None:
         parts.append(
             f"\nSubsets are left out: they are of one layer of attention with at most {MAX_SUBSET_HEADS} heads."
@@ -141,7 +141,7 @@ def ablation_text(single: Sequence[HeadAblation], subsets: SubsetAblation | None
     return "\n".join(parts)
 
 
-def pruning_text(found: "Pruning", tuned: "FineTuning | None") -> str:
+def pruning_text(found: Pruning, tuned: FineTuning | None = None) -> str:
     """What is kept, what it costs and what further training wins back."""
     n_layers, n_heads = found.kept.shape
     kept = f"heads kept in layers 0 to {n_layers - 1}: {', '.join(map(str, found.kept.sum(1)))} of {n_heads}"
@@ -168,6 +168,45 @@ def pruning_text(found: "Pruning", tuned: "FineTuning | None") -> str:
     parts.append("kept: chosen on all prompts; chosen: in which share of the halves")
     parts.append(frame_text(found.to_frame()))
     return "\n".join(parts)
+
+
+def classification_text(found: Classification | LayeredClassification) -> str:
+    """The pattern, why it is that one, and the table of heads."""
+    return f"{found.pattern} ({found.reason})\n{frame_text(found.to_frame())}"
+
+
+def probing_text(found: Probing) -> str:
+    """A table for each target of the probes, and one for descent."""
+    structures = found.structure_frames()
+    tables = {
+        "the response, read from the stream at the query": found.response.to_frame(),
+        "\nThe covariates times the context's correlations with y (Algorithm 1)": structures[
+            "reweighted x"
+        ],
+        "\nThe covariates times the context's covariance, less themselves": structures[
+            "preconditioned x"
+        ],
+        "\nGradient descent on the features after layer 0, and on x": found.descent.area_frame(),
+    }
+    return "\n".join(f"{title}\n{frame_text(frame)}" for title, frame in tables.items())
+
+
+BESPOKE: dict[type, Callable[..., str]] = {
+    Classification: classification_text,
+    LayeredClassification: classification_text,
+    Ablations: ablation_text,
+    LearnerFits: fits_text,
+    Pruning: pruning_text,
+    Probing: probing_text,
+}
+"""Results of several tables, or with a sentence of their own."""
+
+
+def result_text(found: Finding) -> str:
+    """A result as text: what it comes to, and its table."""
+    if type(found) in BESPOKE:
+        return BESPOKE[type(found)](found)
+    return f"{found!r}\n{frame_text(found.to_frame())}"
 
 
 def info_text(document: dict) -> str:

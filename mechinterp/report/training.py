@@ -11,9 +11,8 @@ from mechinterp.analysis.dynamics.snapshots import Snapshots, training_snapshots
 from mechinterp.analysis.dynamics.training import training_dynamics
 from mechinterp.checkpoints.native import Checkpoint
 from mechinterp.config import TrainConfig
-from mechinterp.icl.prompts import Prompts
 from mechinterp.report.sections import Section
-from mechinterp.tracking import Track, untracked
+from mechinterp.report.subject import Subject, some
 
 STEPS = "Training, step by step"
 MOVE = "Move the slider, or use the arrow keys on it."
@@ -34,29 +33,25 @@ LOSSES = {
 }
 
 
-def training_sections(
-    checkpoint: Checkpoint, prompts: Prompts, *, seed: int = 0, track: Track = untracked
-) -> list[Section]:
-    """What a checkpoint's snapshots and history allow: two sections, one or none.
-
-    Args:
-        prompts: On which the heads of several layers are masked.
-    """
-    sections = []
-    if checkpoint.snapshots:
-        one = checkpoint.config.model.one_attention
-        sections.append(
-            _steps(checkpoint, seed, track) if one else _deep_steps(checkpoint, prompts, track)
-        )
-    history = checkpoint.history
-    if history is not None:
-        curves = _curves if "omega" in history else _curves_of_norms
-        sections.append(curves(checkpoint, history))
-    return sections
+def snapshot_sections(subject: Subject) -> list[Section]:
+    """The kept steps of training, if there are any."""
+    if not subject.checkpoint.snapshots:
+        return []
+    return [_steps(subject) if subject.one_attention else _deep_steps(subject)]
 
 
-def _steps(checkpoint: Checkpoint, seed: int, track: Track) -> Section:
-    found, config = training_snapshots(checkpoint, seed=seed, track=track), checkpoint.config
+def history_sections(subject: Subject) -> list[Section]:
+    """The curves of the history, if there is one."""
+    history = subject.checkpoint.history
+    if history is None:
+        return []
+    curves = _curves if "omega" in history else _curves_of_norms
+    return [curves(subject.checkpoint, history)]
+
+
+def _steps(subject: Subject) -> Section:
+    checkpoint, config = subject.checkpoint, subject.checkpoint.config
+    found = training_snapshots(checkpoint, seed=subject.seed, track=subject.track)
     circuits = {"snapshot_qk": found.plot(), "snapshot_ov": found.plot_ov()}
     tables = {"snapshots": found.to_frame()}
     kept = f"{len(found.step)} kept steps"
@@ -127,8 +122,9 @@ def _method(train: TrainConfig) -> str:
     )
 
 
-def _deep_steps(checkpoint: Checkpoint, prompts: Prompts, track: Track) -> Section:
-    found = deep_snapshots(checkpoint, prompts, track=track)
+def _deep_steps(subject: Subject) -> Section:
+    prompts = some(subject.measured, 8)
+    found = deep_snapshots(subject.checkpoint, prompts, track=subject.track)
     first = ", ".join(
         f"{number:.1f} at step {step:,}"
         for step, number in zip(found.step, found.effective_heads[:, 0], strict=True)

@@ -73,44 +73,6 @@ def growth_value(
     return target ** (1 / 3) / (1 + np.exp(-(low + high) / 2))
 
 
-def dormant_head(
-    s: Float[np.ndarray, " point"],
-    v: float,
-    key: Float[np.ndarray, " mode"],
-    query: Float[np.ndarray, " mode"],
-    *,
-    rates: Float[np.ndarray, " mode"],
-) -> tuple[
-    Float[np.ndarray, " point"], Float[np.ndarray, "point mode"], Float[np.ndarray, "point mode"]
-]:
-    """v, key and query of a rank-one head while the other heads hold M still; ds = v dt / tau.
-
-    (k + q)_d grows as e^{g_d s}, (k - q)_d falls as e^{-g_d s}, and v^2 - |k|^2 stays. Key and query are
-    coordinates in the eigenbasis; v must not pass through 0.
-
-    Args:
-        rates: g_d, with 0 for the directions already learned.
-    Raises:
-        ValueError: If v is 0, or its square would turn negative.
-    Source:
-        Derived here: k' = v G q and q' = v G k with a constant diagonal G.
-    Example:
-        >>> s, one = np.array([0.0, 1.0]), np.array([0.1])
-        >>> v, key, query = dormant_head(s, 0.1, one, one, rates=np.array([0.16]))
-        >>> v.round(4).tolist()
-        [0.1, 0.1174]
-    """
-    if v == 0:
-        raise ValueError("v must not be 0: the clock s stands still there.")
-    growth = np.exp(np.outer(s, rates))
-    total, difference = (key + query) * growth, (key - query) / growth
-    keys, queries = (total + difference) / 2, (total - difference) / 2
-    square = v**2 + (keys**2 - key**2).sum(1)
-    if np.any(square <= 0):
-        raise ValueError("s must end before v reaches 0.")
-    return np.sign(v) * np.sqrt(square), keys, queries
-
-
 @dataclass(frozen=True, eq=False, repr=False)
 class Jumps:
     """When heads are predicted to learn which direction."""

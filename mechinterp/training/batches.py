@@ -9,19 +9,10 @@ import torch
 
 from mechinterp.config import TaskConfig
 from mechinterp.icl.prompts import Prompts, sample_prompts
+from mechinterp.memory import prompt_bytes
 
 CHUNK_BYTES = 2**24
 """Of random numbers that are drawn at once, if that is a prompt or more; 16,710 prompts of the default task."""
-
-
-def prompt_bytes(task: TaskConfig) -> int:
-    """Bytes of the random numbers behind a prompt.
-
-    Example:
-        >>> prompt_bytes(TaskConfig(d_x=5, context_length=40)) // 4
-        251
-    """
-    return 4 * ((task.context_length + 1) * (task.d_x + task.d_y) + task.d_x * task.d_y)
 
 
 def batch_chunks(

@@ -4,7 +4,9 @@ A task trains a pack in the run folder, which all machines must see: what a lost
 taken up by another one.
 """
 
+import os
 import socket
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -13,12 +15,13 @@ from types import ModuleType
 
 import torch
 
-from mechinterp.checkpoints.claims import locked
 from mechinterp.checkpoints.errors import CheckpointError, one_line
-from mechinterp.checkpoints.files import delete_leftovers
 from mechinterp.training.packs import OnLog, Outcome, PackJob, train_job
 from mechinterp.training.run import Progress
 
+# Ray takes these names for the machine's own address on its network, but not others of the loopback.
+REPLACED = ("localhost", "127.0.0.1", "::1")
+LOOPBACK = "127.0.0.2" if sys.platform == "linux" else None
 RETRIES = 8
 """How often a pack is begun again after its machine was lost."""
 
@@ -75,10 +78,7 @@ def train_anywhere(job: PackJob, device: str, memory: int | None = None) -> Outc
             f"{folder}: not there on every machine; a run folder must lie on storage that all machines share."
         )
     torch.set_num_threads(1)
-    # A machine that seems lost may still be writing: then wait until it has stopped.
-    with locked(folder / f".{job.file.stem}.lock", wait=True):
-        delete_leftovers(folder, job.file.name.__eq__)
-        return train_job(job, device=device, memory=memory)
+    return train_job(job, device=device, memory=memory, wait=True)
 
 
 def _device(device: str, n_gpus: float) -> str:
@@ -101,8 +101,7 @@ def _cluster(address: str | None) -> Iterator[ModuleType]:
     ours = not ray.is_initialized()
     if ours:
         try:
-            _require_listener(address)
-            ray.init(address=address, include_dashboard=False, log_to_driver=False)
+            _connect(ray, address or os.environ.get("RAY_ADDRESS"))
         except OSError as error:
             raise ValueError(f"--address {address}: no Ray there ({one_line(error)}).") from None
     try:
@@ -112,11 +111,33 @@ def _cluster(address: str | None) -> Iterator[ModuleType]:
             ray.shutdown()
 
 
-def _require_listener(address: str | None) -> None:
+def _connect(ray: ModuleType, address: str | None) -> None:
+    """Connect to a cluster, or start one that nobody outside this machine reaches."""
+    settings: dict[str, object] = {"include_dashboard": False, "log_to_driver": False}
+    if address is not None:
+        _require_listener(ray, address)
+        ray.init(address=address, **settings)
+        return
+    # "local": without it Ray joins whatever cluster was last started on this machine.
+    ray.init(address="local", _node_ip_address=LOOPBACK, **settings)
+
+
+def _require_listener(ray: ModuleType, address: str) -> None:
     """Ray itself would try for a quarter of an hour to reach an address where nobody listens."""
-    host, _, port = (address or "").rpartition("//")[2].rpartition(":")
-    if port.isdigit():
-        socket.create_connection((host, int(port)), timeout=10).close()
+    host, _, port = address.rpartition("//")[2].rpartition(":")
+    if not port.isdigit():
+        return
+    socket.create_connection((host, int(port)), timeout=10).close()
+    if host not in REPLACED:
+        return
+    own = ray.util.get_node_ip_address()
+    try:
+        socket.create_connection((own, int(port)), timeout=10).close()
+    except OSError:
+        raise ValueError(
+            f"--address {address}: Ray goes to {own}:{port} in its place, and nobody listens there; start the "
+            f"cluster with --node-ip-address {own}, or with {LOOPBACK or own} for this machine alone."
+        ) from None
 
 
 def _as_they_come(

@@ -14,7 +14,8 @@ from torch.func import functional_call
 
 from mechinterp.config import ExperimentConfig
 from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
-from mechinterp.models.deep import DeepWeights, predict_deep
+from mechinterp.memory import layers_bytes, require_memory
+from mechinterp.models.deep import DeepWeights, deep_bytes, predict_deep
 from mechinterp.models.weights import Weights, as_weights, tensor_shapes
 from mechinterp.training.run import Run, TrainedModel, own, require_like, views
 from mechinterp.training.state import read_state, resumable
@@ -87,6 +88,7 @@ class DeepRun(Run[DeepWeights | Weights]):
         ((self.name, config),) = models.items()
         named = initial_deep_weights(config) if start is None else as_weights(start)
         like = named.stack if named.has_stack else named
+        _require_memory(config, like)
         flat = torch.cat([tensor.flatten() for tensor in like.tensors.values()])
         flat = flat.to(device).requires_grad_()
         self.adam = torch.optim.Adam([flat], lr=config.train.learning_rate, fused=True)
@@ -190,6 +192,25 @@ class DeepRun(Run[DeepWeights | Weights]):
             error = self._predict(part) - part.y_query
             squares.append(error.square().mean(1))
         return torch.cat(squares).double().mean()
+
+
+def _require_memory(config: ExperimentConfig, like: DeepWeights | Weights) -> None:
+    """Refuse steps that do not fit into memory, whatever else a step keeps for its gradient."""
+    n_prompts, length = config.train.batch_size, config.task.context_length
+    if isinstance(like, DeepWeights):
+        per_prompt = deep_bytes(like, length + 1)
+    else:
+        model = config.model
+        per_prompt = layers_bytes(
+            n_layers=model.n_layers,
+            n_heads=model.n_heads,
+            d_head=config.d_head,
+            d_model=config.d_model,
+            d_mlp=model.d_mlp or 0,
+            n_tokens=length + 1,
+            width=4,
+        )
+    require_memory(n_prompts * per_prompt, f"a step on {n_prompts} prompts of {length} pairs")
 
 
 def _module(weights: Weights, config: ExperimentConfig, device: str) -> "ICLTransformer":

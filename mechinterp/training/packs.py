@@ -5,18 +5,20 @@ again at any time, in any process that sees the run folder.
 """
 
 import re
-import resource
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from mechinterp.checkpoints.claims import locked
 from mechinterp.checkpoints.errors import CheckpointError
+from mechinterp.checkpoints.files import delete_leftovers
 from mechinterp.config import ExperimentConfig, differences
-from mechinterp.training.batches import CHUNK_BYTES, prompt_bytes
+from mechinterp.memory import peak_memory, prompt_bytes, require_memory
+from mechinterp.training.batches import CHUNK_BYTES
 from mechinterp.training.deep import DeepRun
 from mechinterp.training.linear import train_linear
 from mechinterp.training.run import Progress, train_run
@@ -167,12 +169,36 @@ def train_job(
     *,
     device: str = "cpu",
     memory: int | None = None,
+    wait: bool = False,
 ) -> Outcome:
     """Train a pack from where it was stopped, and save its models beside its state file.
 
+    Args:
+        wait: Whether to wait for another process that trains it.
     Raises:
-        CheckpointError: If it would need more memory, or a file cannot be read or written.
+        CheckpointError: If another process trains it, it would need more memory, or a file cannot be read or
+            written.
     """
+    # Whatever ran before may still be writing: a worker that outlives its run, a machine that seems lost.
+    with locked(lock_of(job.file), wait=wait):
+        delete_leftovers(job.file.parent, job.file.name.__eq__)
+        return _train_job(job, on_log, device=device, memory=memory)
+
+
+def lock_of(file: Path) -> Path:
+    """The lock of the pack whose state lies in a file."""
+    return file.with_name(f".{file.stem}.lock")
+
+
+def delete_free_locks(run_folder: Path) -> None:
+    """Delete the locks of packs that processes which were killed have left."""
+    for file in run_folder.glob(".training-*.lock"):
+        if STATE_NAME.fullmatch(f"{file.stem.removeprefix('.')}.safetensors"):
+            with suppress(CheckpointError), locked(file):
+                pass
+
+
+def _train_job(job: PackJob, on_log: OnLog | None, *, device: str, memory: int | None) -> Outcome:
     run_folder = job.file.parent
     left = {n: config for n, config in job.models.items() if not is_finished(run_folder / n)}
     # Nothing may be left for a job that is run again: its outcome was lost, and not its work.
@@ -184,6 +210,8 @@ def train_job(
         return _train_on_moments(run_folder, name, config, on_log)
     if memory is not None:
         _require_memory(job, memory)
+    if shares_a_pack(config):
+        require_memory(pack_bytes(job.models), f"{job.file}: training {len(job.models)} models")
     kind: type[Pack | DeepRun] = Pack if shares_a_pack(config) else DeepRun
     if job.file.exists():
         pack = kind.restore(job.file, device=device)
@@ -224,16 +252,6 @@ def pack_bytes(models: Mapping[str, ExperimentConfig]) -> int:
     # A chunk of prompts, with what it is made from.
     batch = max(train.batch_size, train.n_eval_prompts) * prompt_bytes(task)
     return 4 * floats + 4 * min(batch, CHUNK_BYTES)
-
-
-def peak_memory() -> int:
-    """The most memory that this process has held so far, in bytes."""
-    status = Path("/proc/self/status")
-    # On Linux a process starts with the ru_maxrss of the one that started it.
-    if status.exists() and (found := re.search(r"VmHWM:\s+(\d+) kB", status.read_text())):
-        return 1024 * int(found[1])
-    unit = 1 if sys.platform == "darwin" else 1024
-    return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 def _require_memory(job: PackJob, memory: int) -> None:

@@ -26,6 +26,7 @@ from mechinterp.presets import preset
 from mechinterp.training.packs import (
     STATE_NAME,
     Engine,
+    delete_free_locks,
     is_finished,
     pack_jobs,
     require_same,
@@ -114,6 +115,7 @@ def train_models(
     """
     run_folder = Path(run_folder)
     with locked(run_folder / LOCK):
+        delete_free_locks(run_folder)
         if resume:
             _require_resumable(models, run_folder)
         else:

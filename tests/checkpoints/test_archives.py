@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import msgpack
 import numpy as np
 import pytest
 import torch
@@ -22,6 +23,7 @@ from mechinterp.checkpoints.archives import read_arrays, read_text
 from mechinterp.checkpoints.errors import CheckpointError, printable
 from mechinterp.checkpoints.files import read_json
 from mechinterp.checkpoints.loading import load
+from mechinterp.checkpoints.states import WRAPPERS
 
 SECONDS, BYTES = 2, 500 * 2**20
 Write = Callable[[Path], object]
@@ -265,7 +267,12 @@ def test_a_hostile_file_ends_in_one_line(tmp_path: Path, suffix: str, write: Wri
 def test_noise_and_truncated_files(tmp_path: Path, suffix: str):
     file = tmp_path / f"x{suffix}"
     tensors = {"W": torch.ones(3, 3), "b": torch.ones(3)}
-    if suffix == ".npz":
+    if suffix == ".msgpack":
+        arrays = {
+            n: msgpack.packb((t.shape, "float32", t.numpy().tobytes())) for n, t in tensors.items()
+        }
+        file.write_bytes(msgpack.packb({n: msgpack.ExtType(1, a) for n, a in arrays.items()}))
+    elif suffix == ".npz":
         np.savez(file, **{name: tensor.numpy() for name, tensor in tensors.items()})
     else:
         (save_file if suffix == ".safetensors" else torch.save)(tensors, file)
@@ -320,7 +327,7 @@ def test_a_small_archive_that_is_deflated_is_read(tmp_path: Path):
 
 def test_whole_runs_and_other_wrappings(tmp_path: Path):
     state = OrderedDict(W=torch.nn.Parameter(torch.ones(2, 3).T), half=torch.ones(2).half())
-    for name in archives.INNER:
+    for name in WRAPPERS:
         torch.save(
             {"step": 3, "losses": [0.5] * 50, "note": "a\nb\nc", name: state}, tmp_path / "x.pt"
         )

@@ -53,7 +53,7 @@ def test_an_empty_folder_is_filled_and_a_full_one_is_not(native: Path, tmp_path:
     for target in ("native", "transformer-lens"):
         for name in ("file", "full", "empty", "all/native"):
             before = {f: f.read_bytes() for f in tmp_path.rglob("*") if f.is_file()}
-            with pytest.raises(CheckpointError, match=f"{name}: already holds something"):
+            with pytest.raises(CheckpointError, match=f"{name}: already (holds .*|exists); it"):
                 convert(load(native), target, tmp_path / name)
             assert {f: f.read_bytes() for f in tmp_path.rglob("*") if f.is_file()} == before
 

@@ -1,4 +1,5 @@
-"""Shipped models of linear attention: where they end, and when what was foretold of them came (README)."""
+"""Shipped models of linear attention: where they end, and when what was foretold of them came
+(README)."""
 
 import numpy as np
 import pytest

@@ -1,19 +1,25 @@
-"""Outcomes: how single shipped models ended that do not show what a paper claims. No claims, regression tests.
+"""Outcomes: how single shipped models ended that do not show what a paper claims. No claims,
+regression tests.
 
-A stuck seed, an odd head, a late turn: other seeds end otherwise. That the claims hold elsewhere is tested beside this
-file; the records in analyses/results have every model's number.
+A stuck seed, an odd head, a late turn: other seeds end otherwise. That the claims hold elsewhere is
+tested beside this file; the records in analyses/results have every model's number.
 """
 
 import numpy as np
 import pytest
 
+from mechinterp.analysis.heads.pruning import prune
 from mechinterp.analysis.learners.losses import shared_losses
 from mechinterp.checkpoints.native import load
 from mechinterp.config import TaskConfig
+from mechinterp.theory.linear import fixed_point
+from mechinterp.training.descent import sample_moments, training_set
+from tests.claims import test_linear_claims as linear
 from tests.claims import test_softmax_activations as activations
 from tests.claims import test_softmax_covariance as covariance
 from tests.claims import test_softmax_observations as observations
 from tests.claims import test_softmax_tasks as tasks
+from tests.claims import test_sparse_trained as sparse
 from tests.claims.test_softmax_claims import ODD_HEAD, SINGLE, SPLIT, checkpoint, label
 from tests.conftest import CHECKPOINTS
 
@@ -170,3 +176,36 @@ def test_o4b_omega_of_a_strong_head_peaks_late_or_low(name: str):
 def test_o4c_group_sums_dip_by_more_than_2_percent_in_every_model():
     # Adam's noise at single logged steps.
     assert min(map(observations.largest_dip, observations.PAIRED)) > 0.02
+
+
+@pytest.mark.parametrize("name", tasks.sharing(3))
+def test_m4_with_a_shared_vector_three_heads_miss_the_best_step_of_rank_2_by_more_than_003(name):
+    best = tasks.joint_step_of_rank(tasks.MOMENTS, 2)
+    assert np.abs(tasks.theta(name) - best).max() > 0.03
+
+
+def test_m3_pairs_of_heads_leak_into_the_other_task():
+    leaks = [tasks.label(name).task_leak.max() for name in tasks.with_heads(4)]
+    assert min(leaks) > 0.05
+
+
+def test_c11_one_of_two_seeds_with_4_heads_at_high_noise_is_within_two_errors_of_125():
+    name = "sparse-h4-noise0.4-s1"
+    found = prune(sparse.trained(name).model, sparse.draw(name, 4096))
+    assert found.refit_ratio <= 1.25 < found.refit_ratio + 2 * found.refit_ratio_sem
+
+
+def test_12_from_larger_weights_single_drops_leave_eq_21():
+    assert max(linear.growth_errors(1e-2)) > 1e-2
+
+
+def test_13_from_larger_weights_single_jumps_are_foretold_wrong():
+    found = linear.all_plateaus(1e-2)
+    errors = np.abs([p.predicted.time / p.crossing_time - 1 for p in found])
+    assert errors.max() > 2e-2
+
+
+def test_19_later_rests_of_a_set_of_80000_can_be_off_by_more_than_3e_3():
+    moments = sample_moments(training_set(linear.task(), 80_000, seed=6), basis=np.eye(4))
+    rests = [moments.loss(fixed_point(linear.FOUND, range(count))) for count in range(5)]
+    assert np.abs(rests - linear.FOUND.levels)[1:].max() > 3e-3

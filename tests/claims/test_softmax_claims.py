@@ -1,7 +1,7 @@
 """Claims of He et al. 2025 (arXiv 2503.12734) on the shipped models; each test's name is the claim.
 
-Tolerances are stated per claim. The paper's patterns do not appear for every seed: which shipped models
-ended otherwise is stated below and tested too.
+Tolerances are stated per claim. The paper's patterns do not appear for every seed: which shipped
+models ended otherwise is stated below and tested too.
 """
 
 from functools import cache
@@ -112,10 +112,11 @@ def test_most_seeds_are_debiased_gd(n_heads):
 
 
 @pytest.mark.parametrize("name", PAIRED)
-def test_omega_is_between_012_and_0135_weighted_by_mu(name):
+def test_omega_is_that_of_the_paper_give_or_take_adam_s_noise(name):
     found = label(name).circuits
     gamma = np.average(np.abs(found.omega_mean), weights=np.abs(found.mu[:, 0]))
-    assert 0.12 < gamma < 0.135
+    # 0.126 to 0.130; Adam moves it by 0.003.
+    assert 0.123 <= gamma <= 0.133
 
 
 @pytest.mark.parametrize("name", PAIRED)
@@ -129,9 +130,7 @@ def test_losses_on_a_million_shared_prompts():
     losses = shared_losses(models, TaskConfig(), n_prompts=1_000_000, seed=1)
     assert losses.loss_sem.max() < 0.001
     for name, loss in zip(losses.models, losses.loss[0], strict=True):
-        assert loss == pytest.approx(
-            0.404 if name in SINGLE else 0.243, abs=0.004 if name in SINGLE else 0.003
-        ), name
+        assert loss == pytest.approx(0.404 if name in SINGLE else 0.243, abs=0.001), name
 
 
 @pytest.mark.parametrize("name", PAIRED + ODD_HEAD)

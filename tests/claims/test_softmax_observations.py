@@ -1,7 +1,8 @@
-"""Observations O1 to O4, S1 and L1 of He et al. 2025 (arXiv 2503.12734) on the shipped models of both signs.
+"""Observations O1 to O4, S1 and L1 of He et al. 2025 (arXiv 2503.12734) on the shipped models of
+both signs.
 
-A test is named by the observation's number and what is claimed. Shipped models that do not show it are listed here, and
-how they ended is in test_outcomes.py.
+A test is named by the observation's number and what is claimed. Shipped models that do not show it
+are listed here, and how they ended is in test_outcomes.py.
 """
 
 from functools import cache

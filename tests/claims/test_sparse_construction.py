@@ -1,4 +1,5 @@
-"""C1-C8: what holds exactly or by drawing prompts, without a trained model; settings and thresholds are ours."""
+"""C1-C8: what holds exactly or by drawing prompts, without a trained model; settings and thresholds
+are ours."""
 
 from dataclasses import replace
 

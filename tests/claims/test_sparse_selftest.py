@@ -1,8 +1,10 @@
-"""The analyses of heads on a model built by hand, whose every answer is known: no training, no paper.
+"""The analyses of heads on a model built by hand, whose every answer is known: no training, no
+paper.
 
-The model of `preprocess_then_optimise_model` is saved as a checkpoint and read back: d_x 16, 40 pairs, 4 of 16 entries
-of the task vector +-1/2, noise variance 0.4, three steps of size 0.5 in layers of one head and 15 zero heads. (With steps of 0.8 descent
-is unstable on 0.4% of the prompts, and their errors drown what a head is worth.)
+The model of `preprocess_then_optimise_model` is saved as a checkpoint and read back: d_x 16, 40
+pairs, 4 of 16 entries of the task vector +-1/2, noise variance 0.4, three steps of size 0.5 in
+layers of one head and 15 zero heads. (With steps of 0.8 descent is unstable on 0.4% of the prompts,
+and their errors drown what a head is worth.)
 """
 
 import numpy as np
@@ -60,7 +62,8 @@ def ablation(checkpoint, few):
 
 
 def closed_form(prompts, coordinates=range(D_X)):
-    """Excess risk after each step of Algorithm 1 with fixed steps, on some of the reweighted coordinates."""
+    """Excess risk after each step of Algorithm 1 with fixed steps, on some of the reweighted
+    coordinates."""
     phi = reweighted(prompts)[0][..., list(coordinates), None]
     path = descend(phi[:, :-1], prompts.y, phi[:, -1], steps=STEPS, eta=ETA)
     return excess_risk(path, prompts)

@@ -1,4 +1,5 @@
-"""One trained model of sparse regression where the construction can win: in our budget of steps it does not find it.
+"""One trained model of sparse regression where the construction can win: in our budget of steps it
+does not find it.
 
 `analyses/sparse_wide.py` measures the same on more prompts, and more of it.
 """

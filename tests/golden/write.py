@@ -18,6 +18,7 @@ from torch import Tensor
 
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig, TrainConfig
 from mechinterp.training.sweep import train_models
+from tests.attack.subjects import write_originals
 from tests.checkpoints.foreign_files import (
     LAYER_NAMES,
     attention_module,
@@ -25,7 +26,6 @@ from tests.checkpoints.foreign_files import (
     random_heads,
     softmax_paper_state,
 )
-from tests.checkpoints.fuzz import write_originals
 from tests.golden import subjects
 from tests.golden.store import (
     COMMANDS,

@@ -130,9 +130,7 @@ class Uncopied(ICLTransformer):
     """Hands the caller's tensor to the hooks."""
 
     def forward(self, input: Tensor, return_type: str | None = "logits", **kwargs: int) -> Tensor:
-        if not input.is_floating_point():
-            input = self._numbered[input]
-        resid = self.hook_embed(input)
+        resid = self.hook_embed(self._vectors(input))
         for block in self.blocks:
             resid = block(resid)
         return self.unembed(resid)
@@ -155,12 +153,19 @@ class LeavesHooks(ICLTransformer):
         self.reset_hooks()
 
 
-class SilentResult(ICLTransformer):
+class Silent(ICLTransformer):
+    """Takes a hook on any point, on or off."""
+
+    def _require(self, asked: str) -> str:
+        return asked
+
+
+class SilentResult(Silent):
     def set_use_attn_result(self, use_attn_result: bool) -> None:
         pass
 
 
-class SilentSplit(ICLTransformer):
+class SilentSplit(Silent):
     def set_use_split_qkv_input(self, use_split_qkv_input: bool) -> None:
         pass
 
@@ -176,12 +181,12 @@ class Anonymous(ICLTransformer):
     """Knows no numbers in place of prompts."""
 
     def __getattribute__(self, name: str):
-        if name == "numbered":
+        if name in ("numbered", "to_tokens"):
             raise AttributeError(name)
         return super().__getattribute__(name)
 
 
-class NoMLP(ICLTransformer):
+class NoMLP(Silent):
     def set_use_zero_mlp(self, use_zero_mlp: bool) -> None:
         pass
 
@@ -217,7 +222,7 @@ class OneBlock(ICLTransformer):
         (Doubled, "logit lens", "the last entry of the lens: off by"),
         (Anonymous, "patching: position count", "5 columns for 7 positions"),
         (Anonymous, "patching: attn_head_by_pos_every", "shape [5, 2, 5, 3] instead of"),
-        (Anonymous, "head detector", "tokens must be whole numbers"),
+        (Anonymous, "head detector", "no attribute 'to_tokens'"),
         (NoMLP, "patching: mlp_out", "blocks.1.hook_mlp_out"),
         (NoMLP, "faithfulness", "hook_mlp_out"),
         (NoReadOut, "SVDInterpreter", "unembed.W_U"),

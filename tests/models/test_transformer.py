@@ -213,7 +213,8 @@ def test_gradients_are_finite_everywhere(score: str):
     }
     with model.hooks(**hooks):
         (model(tokens) ** 2).sum().backward()
-    assert set(gradients) == set(model.hook_dict)
+    # The one copy of all inputs excludes the three.
+    assert set(model.hook_dict) - set(gradients) == {"blocks.0.attn.hook_attn_in"}
     gradients |= {name: weights.grad for name, weights in model.named_parameters()}
     gradients["tokens"] = tokens.grad
     for name, gradient in gradients.items():
@@ -231,7 +232,8 @@ def test_row_without_keys_reads_nothing():
 @pytest.mark.parametrize("start_at_layer", [None, 0, 1])
 def test_hooks_in_place_leave_the_callers_tokens_alone(start_at_layer: int | None):
     model = random_model(n_layers=2)
-    model.set_use_split_qkv_input(True)
+    for switch in ("attn_result", "split_qkv_input", "zero_mlp", "hook_mlp_in"):
+        getattr(model, f"set_use_{switch}")(True)
     tokens = random_prompts(5).tokens
     before, weights = tokens.clone(), copy.deepcopy(model.state_dict())
     fired = []
@@ -345,6 +347,7 @@ def test_cache_has_the_names_and_shapes_of_hooked_transformer():
         **dict.fromkeys(("attn.hook_q", "attn.hook_k", "attn.hook_v", "attn.hook_z"), of_head),
         **dict.fromkeys(("attn.hook_attn_scores", "attn.hook_pattern"), pattern),
         **dict.fromkeys((f"attn.hook_{name}_input" for name in "qkv"), per_head),
+        **dict.fromkeys((f"hook_{name}_input" for name in "qkv"), per_head),
         "attn.hook_result": per_head,
     }
     expected = {
@@ -358,7 +361,7 @@ def test_cache_has_the_names_and_shapes_of_hooked_transformer():
 
 def test_optional_hooks_are_silent_by_default():
     _, cache = random_model().run_with_cache(random_prompts(8).tokens)
-    silent = {"hook_result", "hook_q_input", "hook_k_input", "hook_v_input"}
+    silent = {"hook_attn_in", "hook_result", "hook_q_input", "hook_k_input", "hook_v_input"}
     silent |= {"hook_resid_mid", "hook_mlp_in", "hook_mlp_out"}
     assert not [name for name in cache if name.split(".")[-1] in silent]
 
@@ -618,5 +621,6 @@ def test_input_of_another_shape_or_dtype_is_refused(tokens: Tensor, got: str):
 
 
 def test_unknown_return_type_is_refused():
-    with pytest.raises(ValueError, match=r"^return_type must be 'logits' or None, got 'loss'\.$"):
-        random_model()(random_prompts(8).tokens, return_type="loss")
+    rule = r"^return_type must be 'logits', 'loss', 'both' or None, got 'words'\.$"
+    with pytest.raises(ValueError, match=rule):
+        random_model()(random_prompts(8).tokens, return_type="words")

@@ -27,9 +27,15 @@ from tests.report.test_page import EVIL, Page
 N_PROMPTS = 160
 TASK = TaskConfig(d_x=4, context_length=9)
 MODEL = ModelConfig(n_layers=3, n_heads=4, context_only=True, d_model=12, d_head=3)
-SECTIONS = ["Excess risk", "Heads", "Pruning", "Probes", "P-probing"]
+SECTIONS = ["What it computes", "Excess risk", "Heads", "Pruning", "Probes", "P-probing"]
 FIGURES = [
-    *("figure-rivals", "figure-head_risk", "figure-head_importance", "figure-effective_heads"),
+    *(
+        "figure-classify",
+        "figure-rivals",
+        "figure-head_risk",
+        "figure-head_importance",
+        "figure-effective_heads",
+    ),
     *("figure-pruning", "figure-rules", "figure-chosen", "figure-probe_risk", "figure-probe_r2"),
     "figure-descent",
 ]
@@ -62,7 +68,7 @@ def test_the_page_is_whole_and_says_what_it_found(written: Report):
     assert written.verdict in page.text
     assert EVIL not in page.source
     assert html.escape(EVIL) in page.source
-    assert page.source.count("<summary>How this was computed</summary>") == 5
+    assert page.source.count("<summary>How this was computed</summary>") == 6
     assert "3 layers of 4 heads, softmax attention, width 12, d_x 4, context length 9" in page.text
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from mechinterp.analysis.circuits.patterns import classify
 from mechinterp.analysis.heads.ablation import ablate_heads
+from mechinterp.analysis.heads.masking import Ablations
 from mechinterp.analysis.heads.subsets import METHODS, ablate_subsets
 from mechinterp.analysis.learners.fits import LEARNERS, fit_learners
 from mechinterp.checkpoints.native import Checkpoint, load, save
@@ -168,7 +169,7 @@ def test_ablation_document(checkpoint: Checkpoint):
     )
     single = [ablate_heads(checkpoint.model, prompts, method=method) for method in METHODS]
     subsets = ablate_subsets(checkpoint, prompts)
-    document = json.loads(dumps(ablation_document(checkpoint, single, subsets)))
+    document = json.loads(dumps(ablation_document(checkpoint, Ablations(tuple(single), subsets))))
     assert_header(document, checkpoint)
     assert list(document)[8:] == [
         *("excess_risk", "excess_risk_sem", "null_risk", "breaking", "heads", "layers"),
@@ -190,7 +191,9 @@ def test_ablation_document(checkpoint: Checkpoint):
     assert [row["kept"] for row in document["subsets"]] == [
         *("none", "H0", "H1", "H2", "H0 H1", "H0 H2", "H1 H2", "H0 H1 H2"),
     ]
-    assert list(ablation_document(checkpoint, single, None)) == list(document)[:14]
+    assert (
+        list(ablation_document(checkpoint, Ablations(tuple(single), None))) == list(document)[:14]
+    )
 
 
 def test_fits_document(checkpoint: Checkpoint):

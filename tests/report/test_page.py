@@ -18,7 +18,7 @@ from mechinterp.config import ExperimentConfig, override
 from mechinterp.models.constructions import debiased_gradient_step, kernel_head, zero_head
 from mechinterp.models.functional import AttentionWeights
 from mechinterp.report.glossary import meanings
-from mechinterp.report.page import PAGE, Result, write_report
+from mechinterp.report.page import PAGE, write_report
 from mechinterp.report.sections import Section
 from mechinterp.training.sweep import train_models
 
@@ -289,11 +289,6 @@ def test_a_folder_with_other_things_and_a_file_are_no_place_for_a_report(
     with pytest.raises(ValueError, match="already exists and is not overwritten"):
         write_report(single[0], tmp_path / "notes.txt", n_prompts=N_PROMPTS, overwrite=True)
     assert [file.name for file in tmp_path.iterdir()] == ["notes.txt"]
-
-
-def test_every_analysis_gives_a_table_and_a_figure(single: tuple[Checkpoint, Page]):
-    assert isinstance(classify(single[0], n_prompts=N_PROMPTS), Result)
-    assert isinstance(fit_learners(single[0], n_prompts=N_PROMPTS, context_lengths=[40]), Result)
 
 
 def test_every_column_is_explained(trained: tuple[Checkpoint, Path]):

@@ -12,6 +12,7 @@ import pytest
 from rich.console import Console
 
 from mechinterp.analysis.heads.ablation import ablate_heads
+from mechinterp.analysis.heads.masking import Ablations
 from mechinterp.analysis.heads.subsets import ablate_subsets
 from mechinterp.analysis.learners.fits import fit_learners
 from mechinterp.config import TaskConfig
@@ -50,8 +51,8 @@ def test_fits_are_shown_at_the_trained_length_and_r2_over_all(pair):
 
 
 def test_ablations_say_when_subsets_are_left_out(pair, prompts):
-    single = [ablate_heads(ICLTransformer.from_weights(pair, task=TaskConfig()), prompts)]
-    text = terminal.ablation_text(single, None)
+    single = (ablate_heads(ICLTransformer.from_weights(pair, task=TaskConfig()), prompts),)
+    text = terminal.ablation_text(Ablations(single, None))
     assert (
         text.splitlines()[0]
         == f"excess risk {single[0].full_risk:.4f} ± {single[0].full_risk_sem:.4f} y²"
@@ -60,7 +61,7 @@ def test_ablations_say_when_subsets_are_left_out(pair, prompts):
         "Subsets are left out: they are of one layer of attention with at most 12 heads."
     )
     subsets = ablate_subsets(pair, prompts)
-    last = terminal.ablation_text(single, subsets).splitlines()[-1].split()
+    last = terminal.ablation_text(Ablations(single, subsets)).splitlines()[-1].split()
     assert last[:3] == ["H0", "H1", "2"]
     assert last[3] == f"{subsets.risk[-1]:.4g}"
 

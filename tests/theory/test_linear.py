@@ -460,32 +460,6 @@ def test_time_to_half_height(found):
         np.testing.assert_allclose((half - start) * rate, 1 / 0.02 - 1.8683 / end, atol=2e-4)
 
 
-def test_dormant_head_solves_the_flow_of_one_head(moments):
-    rates = EIGENVALUES**2 * np.array([0, 1, 1, 1])
-    rng = np.random.default_rng(3)
-    v, key, query = 0.02, *(0.01 * rng.standard_normal((2, 4)))
-
-    def velocity(_, state):
-        v, key, query = state[0], state[1:5], state[5:]
-        return np.concatenate([[key * rates @ query], v * rates * query, v * rates * key])
-
-    times = np.linspace(0, 500, 30)
-    path = solve(velocity, [v, *key, *query], times)
-    # s is the integral of v.
-    s = solve(lambda t, _: np.interp(t, times, path[0]), [0.0], times)[0]
-    s_fine = np.linspace(0, s[-1], 2001)
-    v_fine, keys, queries = jumping.dormant_head(s_fine, v, key, query, rates=rates)
-    clock = np.concatenate(
-        [[0], np.cumsum(np.diff(s_fine) * (1 / v_fine[1:] + 1 / v_fine[:-1]) / 2)]
-    )
-    np.testing.assert_allclose(np.interp(times, clock, v_fine)[:-1], path[0, :-1], rtol=1e-5)
-    end = int(np.searchsorted(clock, times[20]))
-    np.testing.assert_allclose(keys[end], path[1:5, 20], rtol=2e-3, atol=1e-6)
-    np.testing.assert_allclose(queries[end], path[5:, 20], rtol=2e-3, atol=1e-6)
-    kept = v_fine**2 - (keys**2).sum(1)
-    assert np.abs(kept - (v**2 - (key**2).sum())).max() < 1e-12 * (v_fine**2).max()
-
-
 def test_predicted_jumps_of_heads_that_grow_alone(found):
     # Each head sits on one eigenvector with equal weights: v' = g v^2 until it jumps.
     start = np.array([0.02, 0.03, 0.01, 0.05])
@@ -573,14 +547,6 @@ def zero(rank=1):
             "v must lie strictly between",
         ),
         (lambda f: jumping.growth_time(np.ones(1) / 2, rate=0.0, target=1.0), "rate must be > 0"),
-        (
-            lambda f: jumping.dormant_head(np.ones(1), 0.0, np.ones(4), np.ones(4), rates=f.rates),
-            "v must not be 0",
-        ),
-        (
-            lambda f: jumping.dormant_head(np.ones(1), 0.1, np.ones(4), -np.ones(4), rates=f.rates),
-            "before v reaches 0",
-        ),
         (lambda f: jumping.predict_jumps(zero(), f), "weights must be > 0"),
         (lambda f: jumping.predict_jumps(zero(rank=2), f), "heads must have rank 1, got 2"),
         (lambda f: jumping.predict_jumps(zero(), f, threshold=0.0), "threshold must be > 0"),

@@ -11,7 +11,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from mechinterp.checkpoints.claims import locked
+from mechinterp.checkpoints.claims import MARK, locked
 from mechinterp.checkpoints.errors import CheckpointError
 from mechinterp.config import ExperimentConfig, TaskConfig, TrainConfig, override
 from mechinterp.presets import preset
@@ -147,6 +147,53 @@ def test_an_address_where_nobody_listens_is_named(tmp_path: Path):
         address = f"127.0.0.1:{server.getsockname()[1]}"
     with pytest.raises(ValueError, match=rf"^--address {address}: no Ray there \(.*refused\)\.$"):
         train_models(MODELS, tmp_path, engine=partial(train_on_ray, address=address))
+
+
+def test_ray_replaces_an_address_of_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    ray = pytest.importorskip("ray")
+    monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "127.0.0.3")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        engine = partial(train_on_ray, address=f"127.0.0.1:{port}")
+        words = f"127.0.0.1:{port}: Ray goes to 127.0.0.3:{port} in its place, and nobody listens"
+        with pytest.raises(ValueError, match=words):
+            train_models(MODELS, tmp_path, engine=engine)
+
+
+@pytest.mark.slow
+def test_ray_that_is_started_here_is_reached_from_here_alone(tmp_path: Path):
+    ray = pytest.importorskip("ray")
+    started = []
+
+    def noting(jobs, on_log):
+        for outcome in train_on_ray(jobs):
+            started.extend(node["NodeManagerAddress"] for node in ray.nodes())
+            yield outcome
+
+    train_models({"short": override(BASE, "train.steps=20")}, tmp_path, engine=noting)
+    assert started == ["127.0.0.2"] if sys.platform == "linux" else started
+    # Nothing but the model is left, no lock among it.
+    assert [path.name for path in tmp_path.iterdir()] == ["short"]
+
+
+def test_locks_that_killed_workers_left_are_deleted(tmp_path: Path):
+    for name in (".training-0.lock", ".training-7.lock"):
+        (tmp_path / name).write_text(MARK)
+    (tmp_path / ".training-8.lock").write_text("mine")
+    models = {"flow": MODELS["flow"]}
+    assert train_models(models, tmp_path).steps == 400
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".training-8.lock", "flow"]
+
+
+def test_a_worker_that_outlives_its_run_is_not_written_over(tmp_path: Path):
+    models = {"flow": MODELS["flow"]}
+    with (
+        locked(tmp_path / ".training-0.lock"),
+        pytest.raises(CheckpointError, match=f"{tmp_path}: another process is training here"),
+    ):
+        train_models(models, tmp_path)
+    assert list(tmp_path.iterdir()) == []
+    assert train_models(models, tmp_path).steps == 400
 
 
 def test_with_nothing_to_do_no_cluster_is_sought(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

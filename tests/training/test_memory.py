@@ -11,9 +11,10 @@ import torch
 
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig, TrainConfig, override
 from mechinterp.icl.prompts import generator_for, sample_prompts
+from mechinterp.memory import prompt_bytes
 from mechinterp.models.functional import NAMES, predict
 from mechinterp.training import batches, kernel, packs
-from mechinterp.training.batches import batch_chunks, prompt_bytes
+from mechinterp.training.batches import batch_chunks
 from mechinterp.training.packs import pack_bytes
 from mechinterp.training.step import initial_weights, loss_and_gradients, membership
 from mechinterp.training.trainer import Pack

@@ -117,7 +117,11 @@ def agreed_label(
 def _deciding(labelled: Sequence[tuple[str, Reading]]) -> list[str]:
     """What readings of different labels differ in, alone if there are such; else all in which they differ."""
     differing = [
-        {name for name, value in one.said.items() if other.said[name] != value}
+        {
+            name
+            for name in one.said.keys() | other.said.keys()
+            if one.said.get(name) != other.said.get(name)
+        }
         for (label, one), (another, other) in combinations(labelled, 2)
         if label != another
     ]

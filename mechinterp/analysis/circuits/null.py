@@ -1,6 +1,7 @@
 """How far random weights reach on each statistic of the classifier: the null a label is held against."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -13,6 +14,7 @@ from mechinterp.analysis.circuits.structure import common_matrix, spread_over_he
 from mechinterp.analysis.circuits.substitution import evaluation, idealised
 from mechinterp.analysis.circuits.thresholds import Thresholds
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig
+from mechinterp.memory import CHUNK_BYTES, chunks
 from mechinterp.models.functional import AttentionWeights, head_outputs, stack
 from mechinterp.training.step import initial_weights
 
@@ -47,7 +49,20 @@ def null_of(task: TaskConfig, model: ModelConfig, *, form: str) -> Null:
     config = ExperimentConfig(task=task, model=replace(model, attend_to_self=False, biases=False))
     n_heads = model.n_heads
     n_models = int(np.clip(MODEL_HEADS // n_heads, *MODELS))
-    models = [initial_weights(replace(config, seed=seed)) for seed in range(n_models)]
+    # W_Q, W_K, W_V, the QK circuit and what is made of it, in float64.
+    per_model = 8 * n_heads * (4 * config.d_model * config.d_head + 4 * config.d_model**2)
+    groups = chunks(n_models, max(1, CHUNK_BYTES // per_model))
+    parts = [_statistics(config, range(n_models)[rows], model, form) for rows in groups]
+    values = {name: torch.cat([part[name].flatten() for part in parts]) for name in parts[0]}
+    return Null(n_models, {name: np.sort(v.numpy()) for name, v in values.items()})
+
+
+def _statistics(
+    config: ExperimentConfig, seeds: Sequence[int], model: ModelConfig, form: str
+) -> dict[str, Tensor]:
+    """The statistics of the models of these seeds, unsorted."""
+    task, n_heads, n_models = config.task, model.n_heads, len(seeds)
+    models = [initial_weights(replace(config, seed=seed)) for seed in seeds]
     weights = replace(stack(models).to(torch.float64), attend_to_self=model.attend_to_self)
     blocks = weights.QK[:, : task.d_x, : task.d_x].unflatten(0, (n_models, n_heads))
     common = common_matrix(blocks, torch.ones(n_models, n_heads, dtype=torch.float64))
@@ -58,7 +73,7 @@ def null_of(task: TaskConfig, model: ModelConfig, *, form: str) -> Null:
     mu = weights.mu.view(n_models, n_heads, task.d_y)
     diagonal = weights.qk_diagonal.view(n_models, n_heads)
     last_entry = weights.ov_last_entry.view(n_models, n_heads)
-    values = {
+    return {
         "qk_diagonal": diagonal,
         "ov_last_entry": last_entry,
         "qk_diagonal_best": diagonal.amax(1),
@@ -67,7 +82,6 @@ def null_of(task: TaskConfig, model: ModelConfig, *, form: str) -> Null:
         "zero_sum": (mu.sum(1).abs() / mu.abs().sum(1)).amax(1),
         "substitution_r2": _survival(weights, task, n_heads, form),
     }
-    return Null(n_models, {name: np.sort(v.flatten().numpy()) for name, v in values.items()})
 
 
 def x_blocks(weights: AttentionWeights, n_heads: int, form: str) -> Tensor:

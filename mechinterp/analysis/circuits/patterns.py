@@ -14,6 +14,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from mechinterp import figures
+from mechinterp.analysis.circuits.behind import has_linear_way_in, read_through
 from mechinterp.analysis.circuits.circuits import Circuits, circuits, weights_of
 from mechinterp.analysis.circuits.components import Components, components
 from mechinterp.analysis.circuits.labels import Evidence, agreed_label, head_labels, model_label
@@ -30,6 +31,7 @@ from mechinterp.models.constructions import from_circuits
 from mechinterp.models.functional import AttentionWeights, head_outputs, predict
 from mechinterp.models.predictor import Source, predictor_of
 from mechinterp.models.scores import is_normalised
+from mechinterp.models.weights import Weights
 
 N_PROMPTS, N_LAYERED_PROMPTS = 512, 256
 
@@ -125,7 +127,28 @@ def classify(
         return classify_attention(
             source, task, n_prompts=n_prompts, seed=seed, thresholds=thresholds
         )
-    return classify_layers(source, task, n_prompts=n_prompts, seed=seed)
+    found = classify_layers(source, task, n_prompts=n_prompts, seed=seed)
+    weights = getattr(source, "weights", None)
+    if not isinstance(weights, Weights) or not has_linear_way_in(weights):
+        return found
+    limits = Thresholds() if thresholds is None else thresholds
+    through = read_through(weights, found.task, seed=seed)
+    if not through.r2 >= limits.substitution_r2:
+        return found
+    said = f"R² = {through.r2:.3f} of the prediction on held-out prompts"
+    heads = _classified(through.weights, found.task, n_prompts, seed, limits)
+    if through.r2 >= limits.clear_r2:
+        reason = f"{heads.reason}; read through what stands behind attention by a linear read-out, {said}"
+        if "model.score" in getattr(source, "assumed", {}):
+            named = f"{heads.pattern} for score {weights.model.score}"
+            why = f"the file does not say --score, which decides: {named} ({reason})"
+            return replace(heads, pattern="undetermined", reason=why)
+        return replace(heads, reason=reason)
+    labels = ", ".join(f"H{head} {label}" for head, label in enumerate(heads.labels))
+    return replace(
+        found,
+        reason=f"{found.reason}; a linear read-out of attention has {said}, through it heads are {labels}",
+    )
 
 
 def classify_attention(

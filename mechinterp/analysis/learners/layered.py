@@ -21,6 +21,8 @@ from mechinterp.icl.predictors import debiased_gd, ridge, vanilla_gd
 from mechinterp.icl.prompts import Prompts, sample_prompts
 from mechinterp.models.predictor import Source, predictor_of
 
+CONSTANT = 1e-8
+"""Variance over prompts, relative to the mean square, below which a prediction is one number."""
 CLOSE = 0.5
 """Least R^2 of a learner that is called close."""
 
@@ -132,7 +134,9 @@ def classify_layers(
     excess_risk, excess_risk_sem = mean_and_sem(full.numpy())
     increase, increase_sem = mean_and_sem(rise.numpy())
     r2 = _learner_r2(prompts, prediction, task)
-    pattern, reason = _verdict(predictor.n_layers, r2)
+    size = float(prediction.square().mean())
+    constant = size > 0 and float(prediction.var(0).max()) < CONSTANT * size
+    pattern, reason = _verdict(predictor.n_layers, r2, constant=constant)
     return LayeredClassification(
         pattern=pattern,
         reason=reason,
@@ -167,13 +171,17 @@ def _learner_r2(
     return found
 
 
-def _verdict(n_layers: int, r2: dict[str, tuple[float, float]]) -> tuple[str, str]:
+def _verdict(
+    n_layers: int, r2: dict[str, tuple[float, float]], *, constant: bool
+) -> tuple[str, str]:
     best = max(r2, key=lambda name: r2[name][0])
     value, sem = r2[best]
     how = "closest learner" if value >= CLOSE else "no learner known here is close, the nearest"
     learner = f"{how}: {best.replace('_', ' ')} (R² = {value:.3f} ± {sem:.1g})"
     if np.isnan(value):
         learner = "the model predicts 0 on every prompt"
+    if constant:
+        learner = "the model predicts the same number on every prompt: its heads do nothing"
     if n_layers > 1:
         heads = f"{n_layers} layers, whose heads are described by their ablation"
         return "multi_layer", f"{heads}; {learner}"

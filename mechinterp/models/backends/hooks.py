@@ -39,8 +39,8 @@ def masked_predictions(
     layers = _layers(weights) if weights is not None else []
     means = _mean_z(hooked, prompts) if method == "mean" else None
     by_layer, parts = [by_layers(heads) for heads in masks], []
-    for start in track(range(0, len(prompts), CHUNK), f"masking heads ({method})"):
-        run = _run(hooked, prompts[start : start + CHUNK], layers)
+    for rows in track(hooked.chunks(prompts, CHUNK), f"masking heads ({method})"):
+        run = _run(hooked, prompts[rows], layers)
         values = [swapped(z) for z in run.z] if method == "resample" else means
         parts.append(torch.stack([run.masked(heads, values) for heads in by_layer]))
     return torch.cat(parts, dim=1)
@@ -57,8 +57,8 @@ def streams(
     names = [hooked.stream_name(layer) for layer in range(hooked.n_layers + 1)]
     parts = []
     with masked(hooked, heads):
-        for start in range(0, len(prompts), CHUNK):
-            _, found = hooked.activations(prompts[start : start + CHUNK], names)
+        for rows in hooked.chunks(prompts, CHUNK):
+            _, found = hooked.activations(prompts[rows], names)
             parts.append(torch.stack([stream[:, list(positions)] for stream in found]))
     return torch.cat(parts, dim=1)
 
@@ -67,7 +67,7 @@ def stream(
     hooked: HookedPredictor, prompts: Prompts, layer: int, *, heads: Sequence[Head] = ()
 ) -> Float[Tensor, "batch pos d_model"]:
     """The stream at every position after some layers, with heads masked."""
-    chunks = [prompts[start : start + CHUNK] for start in range(0, len(prompts), CHUNK)]
+    chunks = [prompts[rows] for rows in hooked.chunks(prompts, CHUNK)]
     with masked(hooked, heads):
         if layer < hooked.n_layers:
             model = hooked.model
@@ -178,8 +178,8 @@ def _mean_z(hooked: HookedPredictor, prompts: Prompts) -> list[Tensor]:
     """For each layer the mean over prompts of z, [pos, head, d_head]."""
     names = [z_name(layer) for layer in range(hooked.n_layers)]
     totals: list[Tensor] = []
-    for start in range(0, len(prompts), CHUNK):
-        _, found = hooked.activations(prompts[start : start + CHUNK], names)
+    for rows in hooked.chunks(prompts, CHUNK):
+        _, found = hooked.activations(prompts[rows], names)
         sums = [z.double().sum(0) for z in found]
         totals = [a + b for a, b in zip(totals, sums, strict=True)] if totals else sums
     return [total / len(prompts) for total in totals]

@@ -7,11 +7,12 @@ from jaxtyping import Float
 from torch import Tensor
 
 from mechinterp.icl.prompts import Prompts
-from mechinterp.models.deep import DeepWeights, linear_pass
+from mechinterp.memory import chunks, together
+from mechinterp.models.deep import DeepWeights, deep_bytes, linear_pass
 from mechinterp.models.masks import Head, by_layers
 from mechinterp.tracking import Track, untracked
 
-CHUNK = 256  # small enough for a processor's cache
+CHUNK = 256  # small enough for a processor's cache, and even
 
 
 def masked_predictions(
@@ -24,8 +25,8 @@ def masked_predictions(
     """Predictions under each mask, a masked head's output being zero."""
     by_layer = [by_layers(heads) for heads in masks]
     parts = []
-    for start in track(range(0, len(prompts), CHUNK), "masking heads (zero)"):
-        short = linear_pass(stack, prompts[start : start + CHUNK])
+    for rows in track(_chunks(stack, prompts), "masking heads (zero)"):
+        short = linear_pass(stack, prompts[rows])
         parts.append(torch.stack([short.prediction(heads) for heads in by_layer]))
     return torch.cat(parts, dim=1)
 
@@ -39,8 +40,8 @@ def streams(
 ) -> Float[Tensor, "layer batch pos d_model"]:
     """The stream before each layer and after the last, with heads masked."""
     parts = []
-    for start in range(0, len(prompts), CHUNK):
-        chunk = prompts[start : start + CHUNK]
+    for rows in _chunks(stack, prompts):
+        chunk = prompts[rows]
         tokens = chunk.tokens[:, list(positions)]
         maps = linear_pass(stack, chunk).maps(by_layers(heads))
         parts.append(torch.stack([tokens @ T for T in maps]))
@@ -52,9 +53,15 @@ def query_streams(
 ) -> Float[Tensor, "batch pos d_model"]:
     """The stream after some layers of every covariate of a prompt run as its query, the query's own last."""
     parts = []
-    for start in range(0, len(prompts), CHUNK):
-        chunk = prompts[start : start + CHUNK]
+    for rows in _chunks(stack, prompts):
+        chunk = prompts[rows]
         x = torch.cat([chunk.x, chunk.x_query[:, None]], dim=1)
         T = linear_pass(stack, chunk).maps(by_layers(heads))[layer]
         parts.append(x @ T[:, : stack.d_x])
     return torch.cat(parts)
+
+
+def _chunks(stack: DeepWeights, prompts: Prompts) -> list[slice]:
+    length = prompts.x.shape[1]
+    what = f"{stack.n_layers} layers on prompts of {length} pairs"
+    return chunks(len(prompts), together(deep_bytes(stack, length + 1), what, most=CHUNK))

@@ -1,0 +1,198 @@
+"""Numbers in the prose of README.md and analyses/README.md: the phrases that must stand there, made
+from the results.
+
+A fast test looks for each phrase, so that a digit changed in a page or in a result is seen.
+"""
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import pandas as pd
+from records import Record, all_records
+from result_tables import span
+
+PERCENT = 100
+
+
+class Results:
+    """The records and CSV files of a folder of results."""
+
+    def __init__(self, results: Path) -> None:
+        self.folder = results
+        self.records = {record.id: record for _, record in all_records(results)}
+
+    def __getitem__(self, id: str) -> Record:
+        return self.records[id]
+
+    def table(self, name: str) -> pd.DataFrame:
+        return pd.read_csv(self.folder / f"{name}.csv")
+
+
+def told(record: Record, name: str, digits: tuple[int, int]) -> str:
+    """A value and its standard error, each with its digits."""
+    return f"{record.values[name]:.{digits[0]}f} ± {record.errors[name]:.{digits[1]}f}"
+
+
+def some(values: Iterable[float], digits: int) -> str:
+    return span(pd.Series(list(values)), digits)
+
+
+def calibration(found: Results) -> list[str]:
+    errors = found.table("calibration_errors")
+    models, right, wrong, missed, must = (
+        int(errors[name].sum()) for name in ("models", "right", "wrong", "missed", "must")
+    )
+    return [
+        f"of {right + wrong} of {models:,} models that got a pattern's name, {wrong} got a wrong",
+        f"of {must} that had to be seen through, {missed} were left `undetermined`",
+    ]
+
+
+def misses(found: Results) -> list[str]:
+    errors = found.table("calibration_errors")
+    sums = {
+        source: errors[errors.source.str.startswith(source)][["must", "missed"]].sum()
+        for source in ("", "fault: mismatched head", "built + noise")
+    }
+    every, mismatched, noise = sums.values()
+    return [
+        f"{every.missed} of the {every.must} that must be seen through: {mismatched.missed} of "
+        f"the {mismatched.must} with a mismatched head",
+        f"{noise.missed} of the {noise.must} with up to 10% of noise",
+    ]
+
+
+def foretold(found: Results) -> list[str]:
+    one = found.table("emergence_prediction").set_index("number").value
+    counts = {name: int(one[name]) for name in one.index if name.endswith(("seeds", "stuck"))}
+    return [
+        f"{counts['same_stuck']} of {counts['same_seeds']}",
+        f"{counts['opposite_stuck']} of {counts['opposite_seeds']} of the others",
+    ]
+
+
+def one_sign(found: Results) -> list[str]:
+    pairs = found.table("softmax_one_sign").sort_values("size_ratio")
+    cosine = found["softmax-one-sign-opposite"].values.values()
+    loss = found["softmax-one-sign-loss"]
+    sizes = [f"{value:.1f}" for value in pairs.size_ratio]
+    left = [f"{PERCENT * end:.0f}" for end in (pairs.left.min(), pairs.left.max())]
+    mean, error = pairs.gap.mean(), max(loss.errors.values())
+    return [
+        f"(cosine of A_1 and A_2 {some(cosine, 3).replace('-', '−')})",
+        f"by factors of {sizes[0]}, {sizes[1]} and {sizes[2]}",
+        f"cancels but for {left[0]} to {left[1]}%",
+        f"Its loss is {-mean:.4f} ± {error:.4f} below that of a single head",
+    ]
+
+
+def classified(found: Results) -> list[str]:
+    """What `classify` prints of a file of the softmax paper's code."""
+    one = found.table("shipped_models").set_index("model").loc["softmax-h2-s0"]
+    return [
+        f"zero_sum {one.zero_sum:.3f}, omega_spread {one.omega_spread:.3f}; one debiased step "
+        f"explains R² = {one.r2_debiased_gd:.4f}"
+    ]
+
+
+def tasks(found: Results) -> list[str]:
+    table = found.table("softmax_heads_needed").query("convention == 'shared-tasks'")
+    risks = [f"{one.risk.iloc[0]:.4f}" for _, one in table.groupby("n_heads")][:3]
+    gaps = PERCENT * table.gap / table.risk
+    usual, stuck = gaps[gaps < 10], gaps[gaps >= 10]
+    return [
+        f"{', '.join(risks)} exactly for two, three, four heads",
+        f"the models {span(usual, 1)}% above that on the same prompts",
+        f"(one seed of two heads is stuck {stuck.iloc[0]:.0f}% above)",
+    ]
+
+
+def sparse(found: Results) -> list[str]:
+    tuned, single = (
+        found["sparse-fine-tuning-pruned"].values,
+        found["sparse-C13-fine-tuning"].values,
+    )
+    full = found["sparse-fine-tuning-full"].values.values()
+    by_heads = {
+        heads: [PERCENT * (value - 1) for name, value in tuned.items() if f"-h{heads}-" in name]
+        for heads in (4, 8)
+    }
+    return [
+        f"they lose {some(by_heads[4], 0)}% where heads are as wide as x",
+        f"and {some(by_heads[8], 0)}% where they are half as wide",
+        f"({some(single.values(), 2)} of its risk)",
+        f"gain nothing from that training ({some(full, 2)})",
+    ]
+
+
+def start(found: Results) -> list[str]:
+    writes, ridge, algorithm = (
+        found[f"sparse-start-{name}"] for name in ("writes", "ridge", "algorithm")
+    )
+    alone, helped, random = writes.values
+    table = found.table("sparse_start").groupby("arm", sort=False).tail(1).set_index("arm")
+    covariance = table["r2 preconditioned x"]["at random"]
+    return [
+        f"still writes R x in the end (R² {writes.values[helped]:.3f})",
+        f"risk is {told(ridge, helped, (3, 3))} of ridge's",
+        f"that of Algorithm 1 at its best step ({told(algorithm, helped, (3, 3))})",
+        f"ends at {told(ridge, random, (3, 3))} of ridge's",
+        f"writes (S − 1) x (R² {covariance:.2f}), not R x ({writes.values[random]:.2f})",
+        f"keeps R x too (R² {writes.values[alone]:.3f})",
+        f"{told(ridge, alone, (1, 1))} times ridge's risk, {told(algorithm, alone, (1, 1))} times",
+    ]
+
+
+def wide(found: Results) -> list[str]:
+    ridge, algorithm = found["sparse-wide-ridge"], found["sparse-wide-algorithm-1"]
+    (name,) = ridge.values
+    table = found.table("sparse_wide").query("part == 'risk'").set_index("learner").risk
+    return [
+        f"risk {told(ridge, name, (2, 2))} times ridge's, {told(algorithm, name, (1, 1))} times "
+        f"Algorithm 1's ({table['Algorithm 1'] / table['ridge']:.2f} of ridge's)",
+    ]
+
+
+def emergence(found: Results) -> list[str]:
+    table = found.table("emergence")
+    one = table[(table.arm == "adam") & (table.what == "one sign")]
+    more = one[(one.n_heads > 2) & (one.step == one.step.max())]
+    seeds, stuck = int(more.seeds.sum()), int(more["count"].sum())
+    two = one[one.n_heads == 2].sort_values("step")
+    shares = [f"{PERCENT * value:.0f}" for value in two.fraction]
+    ended = found.table("emergence_seeds").query("arm == 'adam' and step == 30_000")
+    losses = ended[ended.n_heads == 2].groupby("one_sign").eval_loss.median()
+    prediction = found.table("emergence_prediction").set_index("number").value
+    models = found.table("shipped_models")
+    several = models[models.model.str.contains("-h[348]-")]
+    debiased = (several.pattern == "debiased_gd").sum()
+    return [
+        f"({seeds - stuck} of {seeds})",
+        f"{', '.join(shares[:-1])} and {shares[-1]}% have one sign",
+        f"with a loss of {losses[True]:.2f} in place of {losses[False]:.2f}",
+        f"AUC {prediction.auc:.2f}; right for {prediction.accuracy:.0%} of the odd seeds, where "
+        f'"never" is right for {prediction.accuracy_of_never:.0%}',
+        f"{debiased} of {len(several)} shipped models of three to eight heads",
+    ]
+
+
+def phrases(results: Path) -> dict[str, list[str]]:
+    """What each page must say, by its path beside the results' parent."""
+    found = Results(results)
+    checkpoints = results.parents[1] / "checkpoints"
+    count = len(list(checkpoints.glob("*/config.json")))
+    pages = {
+        "../README.md": [
+            f"{count} trained models are shipped",
+            *classified(found),
+            *calibration(found),
+            *foretold(found),
+            *one_sign(found),
+            *tasks(found),
+            *sparse(found),
+            *start(found),
+            *wide(found),
+        ],
+        "README.md": [*emergence(found), *foretold(found), *misses(found)],
+    }
+    return pages

@@ -1,0 +1,83 @@
+"""One layer of attention with an MLP behind it, as the layer of attention that a linear read-out makes of it.
+
+Where the prediction is nearly linear in what attention writes at the query, its heads have circuits to the prediction:
+W_O times the read-out's direction. The read-out is fitted on one half of the prompts and measured on the other.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mechinterp.config import TaskConfig
+from mechinterp.icl.prompts import sample_prompts
+from mechinterp.models.functional import AttentionWeights
+from mechinterp.models.transformer import ICLTransformer
+from mechinterp.models.weights import Weights
+
+N_PROMPTS = 1024
+
+
+@dataclass(frozen=True, eq=False)
+class ReadThrough:
+    """The heads of a layer, read through what stands behind it."""
+
+    weights: AttentionWeights
+    """The layer of attention whose output is the linear read-out's."""
+    r2: float
+    """1 - mean (prediction - read-out)^2 / variance of the prediction, on prompts that the fit has not seen."""
+
+
+def has_linear_way_in(weights: Weights) -> bool:
+    """Whether a model is one layer whose attention reads the tokens through linear maps alone."""
+    model = weights.model
+    plain = (model.norm, model.n_positions, model.layout) == (None, None, "pairs")
+    return model.n_layers == 1 and plain and not model.final_norm and not model.context_only
+
+
+def read_through(weights: Weights, task: TaskConfig, *, seed: int = 0) -> ReadThrough:
+    """The heads as a linear read-out of the layer's attention sees them.
+
+    Args:
+        weights: Of a model that `has_linear_way_in`.
+        task: Law of the prompts.
+    """
+    weights = weights.to(torch.float64)
+    model = ICLTransformer.from_weights(weights, task=task)
+    prompts = sample_prompts(task, N_PROMPTS, seed=seed, dtype=torch.float64)
+    with torch.no_grad():
+        prediction = model.predict(prompts)
+        _, cache = model.run_with_cache(prompts.tokens)
+    written = cache["attn_out", 0][:, -1]
+    half = N_PROMPTS // 2
+    ones = written.new_ones(N_PROMPTS, 1)
+    known = torch.cat([written, ones], 1)
+    solved = torch.linalg.pinv(known[:half], rtol=1e-8) @ prediction[:half]
+    error = prediction[half:] - known[half:] @ solved
+    spread = (prediction[half:] - prediction[half:].mean(0)).square().mean()
+    r2 = float(1 - error.square().mean() / spread) if spread > 0 else float("nan")
+    return ReadThrough(_seen_through(weights, solved[:-1], solved[-1]), r2)
+
+
+def _seen_through(weights: Weights, direction: Tensor, constant: Tensor) -> AttentionWeights:
+    """The layer on tokens (x, y) whose output is that of attention in the read-out's direction."""
+    tensors = {n.removeprefix("blocks.0.attn."): t for n, t in weights.tensors.items()}
+    into = tensors.get("W_in")
+    heads = {name: tensors[name] for name in ("W_Q", "W_K", "W_V")}
+    if into is not None:
+        heads = {name: into @ matrix for name, matrix in heads.items()}
+    found = heads | {"W_O": tensors["W_O"] @ direction}
+    if weights.model.biases:
+        b_in = tensors.get("b_in")
+        for x in "QKV":
+            bias = tensors[f"b_{x}"]
+            found[f"b_{x}"] = bias if b_in is None else bias + b_in @ tensors[f"W_{x}"]
+        found["b_O"] = tensors["b_O"] @ direction + constant
+    assert weights.scale is not None
+    return AttentionWeights(
+        **found,
+        scale=weights.scale,
+        score=weights.model.score,
+        score_slope=weights.model.score_slope,
+        attend_to_self=weights.model.attend_to_self,
+    )

@@ -1,0 +1,169 @@
+"""Memory that prompts and a model's run over them take, held against what is there before any is asked for.
+
+These are the only estimates of it. What is larger than CHUNK_BYTES goes in chunks whose size follows from the
+model and the prompts alone, so that results depend on no machine; what does not fit in the smallest chunk is
+refused with both numbers.
+"""
+
+import os
+import re
+import sys
+from pathlib import Path
+
+from mechinterp.config import TaskConfig
+
+if sys.platform != "win32":
+    import resource
+
+CHUNK_BYTES = 2**28
+"""Of what a model makes of prompts that run together."""
+UNLIMITED = 2**62
+CONTROL_GROUP = Path("/sys/fs/cgroup")
+
+
+def prompt_bytes(task: TaskConfig, *, context_length: int | None = None, width: int = 4) -> int:
+    """Bytes of the random numbers behind a prompt.
+
+    Args:
+        width: Bytes of a number.
+    Example:
+        >>> prompt_bytes(TaskConfig(d_x=5, context_length=40)) // 4
+        251
+    """
+    n_tokens = 1 + (task.context_length if context_length is None else context_length)
+    return width * (n_tokens * (task.d_x + task.d_y) + task.d_x * task.d_y)
+
+
+def one_layer_bytes(*, n_heads: int, d_model: int, n_tokens: int, width: int) -> int:
+    """What a prompt takes where only the query attends: per head scores, pattern and slope, per token its copy.
+
+    Example:
+        >>> one_layer_bytes(n_heads=2, d_model=6, n_tokens=41, width=4)
+        3376
+    """
+    return width * (n_tokens * (2 * d_model + 4 * n_heads) + 2 * n_heads * d_model)
+
+
+def token_map_bytes(
+    *,
+    n_layers: int,
+    n_heads: int,
+    d_head: int,
+    d_model: int,
+    d_token: int,
+    n_tokens: int,
+    width: int,
+) -> int:
+    """What a prompt takes in linear attention: its tokens and their second moment, and a map for each layer."""
+    columns = n_heads * d_head
+    maps = n_layers * d_token * (d_model + columns) + 8 * d_token * columns
+    return width * (3 * n_tokens * d_token + 2 * d_token**2 + maps + 2 * n_heads * d_model)
+
+
+def layers_bytes(
+    *,
+    n_layers: int,
+    n_heads: int,
+    d_head: int,
+    d_model: int,
+    d_mlp: int,
+    n_tokens: int,
+    width: int,
+) -> int:
+    """What a prompt takes where every token attends: six squares of scores per head, and the streams that are kept."""
+    columns = n_heads * d_head
+    layer = n_tokens * (4 * columns + 4 * d_model + 3 * d_mlp)
+    kept = n_layers * n_tokens * (d_model + columns)
+    return width * (6 * n_heads * n_tokens**2 + layer + kept)
+
+
+def together(per_prompt: int, what: str, *, most: int = UNLIMITED) -> int:
+    """How many prompts run together: an even number, since some swap in pairs.
+
+    Raises:
+        ValueError: If not even two fit.
+    Example:
+        >>> together(10**6, "a run"), together(10**6, "a run", most=256)
+        (268, 256)
+    """
+    require_memory(2 * per_prompt, f"{what}, two prompts at once")
+    return max(2, min(most, CHUNK_BYTES // max(1, per_prompt)) // 2 * 2)
+
+
+def chunks(n_prompts: int, size: int) -> list[slice]:
+    """Prompts by so many.
+
+    Example:
+        >>> chunks(5, 4)
+        [slice(0, 4, None), slice(4, 8, None)]
+    """
+    return [slice(start, start + size) for start in range(0, n_prompts, size)]
+
+
+def require_memory(needed: int, what: str) -> None:
+    """Refuse what takes more memory than there is; what is no larger than a chunk is not looked at.
+
+    Raises:
+        ValueError: With the bytes that are needed and those that are there.
+    """
+    if needed <= CHUNK_BYTES:
+        return
+    there = available_memory()
+    if needed > there:
+        raise ValueError(
+            f"{what} must fit into memory: {needed} bytes are needed, {there} bytes are there."
+        )
+
+
+def available_memory() -> int:
+    """Bytes that this process can still take: of the machine, its control group and its own limit."""
+    return max(0, min(_of_machine(), _of_control_group(), _of_process()))
+
+
+def peak_memory() -> int:
+    """The most memory that this process has held so far, in bytes."""
+    # On Linux a process starts with the ru_maxrss of the one that started it.
+    if found := re.search(r"VmHWM:\s+(\d+) kB", _read(Path("/proc/self/status"))):
+        return 1024 * int(found[1])
+    if sys.platform == "win32":
+        return 0
+    unit = 1 if sys.platform == "darwin" else 1024
+    return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def _of_machine() -> int:
+    for line in _read(Path("/proc/meminfo")).splitlines():
+        name, _, value = line.partition(":")
+        if name == "MemAvailable":
+            return 1024 * int(value.split()[0])
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):
+        return UNLIMITED
+
+
+def _of_control_group() -> int:
+    limit, used = (_read(CONTROL_GROUP / f"memory.{name}").strip() for name in ("max", "current"))
+    if not (limit.isdigit() and used.isdigit()):
+        return UNLIMITED
+    # Pages of files count as used, and are given back when they are needed.
+    lines = (line.split() for line in _read(CONTROL_GROUP / "memory.stat").splitlines())
+    files = sum(int(value) for name, value in lines if name == "inactive_file")
+    return int(limit) - int(used) + files
+
+
+def _of_process() -> int:
+    if sys.platform == "win32":
+        return UNLIMITED
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    used = _read(Path("/proc/self/statm")).split()
+    if limit == resource.RLIM_INFINITY or not used:
+        return UNLIMITED
+    return limit - int(used[0]) * resource.getpagesize()
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text(encoding="ascii")
+    except (OSError, ValueError):
+        return ""

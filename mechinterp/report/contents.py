@@ -1,0 +1,184 @@
+"""What a page says of a model: its verdict, and a section for each analysis."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+
+from mechinterp.analysis.analyses import (
+    ANALYSES,
+    Finding,
+    analysis_named,
+    described,
+    run_analysis,
+)
+from mechinterp.checkpoints.native import Checkpoint
+from mechinterp.report import deep_sections, sections
+from mechinterp.report.sections import Section, plus_minus
+from mechinterp.report.subject import Subject
+from mechinterp.report.training import history_sections, snapshot_sections
+from mechinterp.tracking import Track, untracked
+
+HEIGHT = 420
+"""Of a figure that does not say how high it is."""
+ON_REQUEST = {"pairs", "order", "gates", "head-snapshots", "component-snapshots", "milestones"}
+"""These take long, or are shown within another section."""
+OF_SEVERAL_LAYERS = {"baselines", "prune", "probe", "p-probe"}
+"""What is asked of a model whose circuits do not tell what it computes."""
+OF_ONE_LAYER = {"circuits", "attention", "fit"}
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What a page says of a model."""
+
+    verdict: str
+    sections: tuple[Section, ...]
+
+
+def contents_of(
+    checkpoint: Checkpoint,
+    *,
+    n_prompts: int,
+    seed: int = 0,
+    analyses: Sequence[str] | None = None,
+    track: Track = untracked,
+) -> Contents:
+    """The verdict and the sections.
+
+    Args:
+        n_prompts: Prompts behind the excess risk; what needs many runs takes a part of them.
+        analyses: Names of those that get a section; None: those that suit the model.
+    Raises:
+        ValueError: If there is no such analysis, one that was asked for does not take the model, or n_prompts is too small.
+    """
+    subject = Subject(checkpoint, n_prompts, seed, track)
+    names = default_names(subject) if analyses is None else tuple(analyses)
+    for name in names:
+        analysis_named(name)
+    found = [section for name in names for section in sections_of(name, subject)]
+    verdict = _verdict_of_one_layer if subject.one_attention else _verdict_of_layers
+    return Contents(verdict(subject), tuple(found))
+
+
+def default_names(subject: Subject) -> tuple[str, ...]:
+    """The analyses that suit a model."""
+    other = OF_SEVERAL_LAYERS if subject.one_attention else OF_ONE_LAYER
+    return tuple(name for name in ANALYSES if name not in ON_REQUEST | other)
+
+
+def sections_of(name: str, subject: Subject) -> list[Section]:
+    """What an analysis says of a model: its own sections where it has them, else sentence, figure and table."""
+    if name in BESPOKE:
+        return BESPOKE[name](subject)
+    n_prompts = subject.size
+    found = run_analysis(
+        name, subject.checkpoint, n_prompts=n_prompts, seed=subject.seed, track=subject.track
+    )
+    return [plain_section(name, found)]
+
+
+def plain_section(name: str, found: Finding, *, title: str | None = None) -> Section:
+    """Sentence, figure and table of a result; how it was computed is the first line of the analysis' docstring.
+
+    Example:
+        >>> from mechinterp.analysis.circuits.circuits import circuits
+        >>> from mechinterp.models.constructions import zero_head
+        >>> plain_section("circuits", circuits(zero_head(d_x=5))).title
+        'Circuits'
+    """
+    key = name.replace("-", "_")
+    figure = found.plot()
+    layout = figure.layout
+    figure.update_layout(
+        height=layout.height or HEIGHT,
+        margin_t=60 if layout.margin.t is None else layout.margin.t,
+        title_text=layout.title.text or name,
+    )
+    return Section(
+        title or name.replace("-", " ").capitalize(),
+        f"{found!r}.",
+        described(ANALYSES[name]),
+        {key: figure},
+        {key: found.to_frame()},
+    )
+
+
+def _classify_sections(subject: Subject) -> list[Section]:
+    if subject.one_attention:
+        return [sections.heads_section(subject)]
+    return [plain_section("classify", subject.classification, title="What it computes")]
+
+
+def _ablate_sections(subject: Subject) -> list[Section]:
+    if subject.one_attention:
+        return [sections.ablation_section(subject)]
+    return [deep_sections.masking_section(subject)]
+
+
+def _listed(section: Callable[[Subject], Section], subject: Subject) -> list[Section]:
+    return [section(subject)]
+
+
+BESPOKE: dict[str, Callable[[Subject], list[Section]]] = {
+    "classify": _classify_sections,
+    "circuits": partial(_listed, sections.circuits_section),
+    "attention": partial(_listed, sections.attention_section),
+    "baselines": partial(_listed, deep_sections.risk_section),
+    "ablate": _ablate_sections,
+    "prune": partial(_listed, deep_sections.pruning_section),
+    "probe": partial(_listed, deep_sections.probes_section),
+    "p-probe": partial(_listed, deep_sections.descent_section),
+    "fit": partial(_listed, sections.fits_section),
+    "snapshots": snapshot_sections,
+    "training": history_sections,
+}
+"""Analyses whose sections say more than a sentence, or show several results together."""
+
+
+def _verdict_of_one_layer(subject: Subject) -> str:
+    """What the model is, with the numbers that earned it."""
+    meaning = {
+        "debiased_gd": "implements one step of debiased gradient descent",
+        "preconditioned_gd": "is one step of preconditioned debiased gradient descent",
+        "weighted_preconditioned_gd": "is one weighted debiased step that all responses share",
+        "task_heads": "is one debiased gradient step per response, each with heads of its own",
+        "superposition": "is one debiased gradient step per response, made by shared heads",
+        "linear_gd": "is one preconditioned gradient step by linear attention",
+        "kernel_regression": "is a kernel smoother",
+        "unstructured": "is no more structured than random weights",
+        "undetermined": "shows none of the known patterns clearly",
+    }
+    found = subject.pattern
+    return f"{subject.checkpoint.name} {meaning[found.pattern]} ({found.reason}). {subject.fits.verdict}"
+
+
+def _verdict_of_layers(subject: Subject) -> str:
+    """How good the model is, on how many heads it stands, and what is left of it with fewer."""
+    found, zero, rules = subject.baselines, subject.zero, subject.rules
+    against = dict(zip(found.learners, zip(found.ratio, found.ratio_sem, strict=True), strict=True))
+    ratios = [
+        f"{plus_minus(*against[rival])} times {what}"
+        if np.isfinite(against[rival][0])
+        else f"where {rival} at its best makes none"
+        for rival, what in (
+            ("ridge", "ridge's at its best penalty"),
+            ("zero", "that of predicting 0"),
+        )
+    ]
+    counts = ", ".join(f"{count:.3g}" for count in zero.typical_effective_heads)
+    layers = "layer" if len(zero.rise) == 1 else "layers, from the first on"
+    risk = plus_minus(found.model_risk, found.model_risk_sem)
+    told = [
+        f"{subject.checkpoint.name}: excess risk {risk} y², {' and '.join(ratios)}.",
+        f"Effective heads of its {layers}: {counts}, of {zero.rise.shape[1]}.",
+    ]
+    if len(rules.rules) > 1:
+        what = {
+            "best-later": "all heads of the first layer and the best of each later one",
+            "best-first": "the best head of the first layer alone",
+        }[rules.rules[1]]
+        _, ratio, sem, how = rules.ratios_to_read()[0]
+        told.append(f"With {what} it has {plus_minus(ratio, sem)} times its risk{how}.")
+    return " ".join(told)

@@ -1,0 +1,243 @@
+"""What is attacked: files of every format that are read, and folders with a user's files that are written into.
+
+A subject is a folder and two functions: what makes a case of a copy of it, and what must end in an answer or in
+one line.
+"""
+
+import json
+import os
+import pickle
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from random import Random
+from shutil import copytree
+
+import msgpack
+import pandas as pd
+import torch
+from safetensors.torch import save_file
+
+from mechinterp.analysis.results import write_results
+from mechinterp.checkpoints import claims
+from mechinterp.checkpoints.loading import TARGETS, convert, load
+from mechinterp.checkpoints.native import Checkpoint
+from mechinterp.checkpoints.tables import MARK
+from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig, TrainConfig
+from mechinterp.report.page import write_page
+from mechinterp.report.sections import Section
+from mechinterp.report.table import write_table
+from mechinterp.training.packs import pack_jobs
+from mechinterp.training.state import read_state
+from mechinterp.training.sweep import train_models
+from mechinterp.training.trainer import Pack
+from tests.attack.mutations import MUTATIONS
+from tests.checkpoints.foreign_files import attention_module, random_heads, write_valid_files
+from tests.checkpoints.test_containers import flax_array
+from tests.checkpoints.wild_files import matrices
+from tests.models.test_layered_models import encoder, garg
+
+Hints = dict[str, object]
+NAMES_OF = {"q": "query", "k": "key", "v": "value", "o": "out"}
+SHORT = ExperimentConfig(
+    task=TaskConfig(d_x=2, context_length=4),
+    model=ModelConfig(n_heads=2),
+    train=TrainConfig(steps=4, batch_size=4, log_every=2, n_eval_prompts=4, snapshot_every=2),
+)
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A folder that is copied, spoilt and then used."""
+
+    folder: Path
+    spoil: Callable[[Path, Random], object]
+    """Makes a case of the copy."""
+    use: Callable[[Path], object]
+    """Ends in an answer, or in a ValueError of one line."""
+    writes: bool = False
+    """Whether it writes into the folder; a reader leaves it as it is."""
+
+
+def subjects(folder: Path) -> dict[str, Subject]:
+    """All of them, with their folders made inside this one."""
+    found = {name: _reader(path, hints) for name, (path, hints) in _files(folder / "files").items()}
+    runs = folder / "runs"
+    train_models({"model": SHORT}, runs / "done")
+    _stopped(runs / "stopped")
+    native = Subject(runs / "done" / "model", _mutates(), _reads_all)
+    state = Subject(runs / "stopped", _mutates(), _resumes)
+    found |= {"history-and-snapshots": native, "training-state": state}
+    return found | _writers(folder / "writers", load(native.folder))
+
+
+def write_originals(folder: Path) -> dict[str, tuple[Path, Hints]]:
+    """A valid file of each format: the path to load, and what `load` needs."""
+    torch.manual_seed(0)
+    files = write_valid_files(folder)
+    checkpoint = load(files["transformer-lens"][0])
+    for target in ("native", "transformer-lens"):
+        convert(checkpoint, target, folder / f"folder-{target}")
+        files[f"folder-{target}"] = (folder / f"folder-{target}", {})
+    convert(checkpoint, "npz", folder / "stated.npz")
+    files["stated-arrays"] = (folder / "stated.npz", {})
+    torch.save(garg().state_dict(), folder / "gpt2.pt")
+    torch.save(encoder(6).state_dict(), folder / "encoder.pt")
+    files["gpt2"] = (folder / "gpt2.pt", {"n_heads": 4})
+    files["torch-encoder"] = (folder / "encoder.pt", {"n_heads": 2})
+    files["hugging-face"] = (_shards(folder / "hugging-face"), {})
+    return files
+
+
+def _files(folder: Path) -> dict[str, tuple[Path, Hints]]:
+    """The same, each in a folder of its own."""
+    together = folder / "together"
+    together.mkdir(parents=True)
+    originals = write_originals(together)
+    heads = {x: matrix.T.numpy() for x, matrix in matrices(random_heads()).items()}
+    named = {f"attn.{NAMES_OF[x]}.kernel": array for x, array in heads.items()}
+    (together / "x.pkl").write_bytes(pickle.dumps(named))
+    tree = {"attn": {NAMES_OF[x]: {"kernel": flax_array(array)} for x, array in heads.items()}}
+    (together / "x.msgpack").write_bytes(msgpack.packb({"params": tree}))
+    hints = {"n_heads": 2, "score": "softmax", "columns": "x,y"}
+    originals |= {
+        "numpy-pickle": (together / "x.pkl", hints),
+        "flax": (together / "x.msgpack", hints),
+    }
+    moved = {}
+    for name, (path, hints) in originals.items():
+        (folder / name).mkdir()
+        moved[name] = (path.rename(folder / name / path.name), hints)
+    return moved
+
+
+def _shards(folder: Path) -> Path:
+    folder.mkdir()
+    state = attention_module(0, width=4, n_heads=2, bias=True).state_dict()
+    named = {name: f"model-{i % 2}.safetensors" for i, name in enumerate(state)}
+    for shard in set(named.values()):
+        save_file({n: t for n, t in state.items() if named[n] == shard}, folder / shard)
+    (folder / "config.json").write_text(json.dumps({"num_heads": 2}))
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": named}))
+    return folder
+
+
+def _stopped(folder: Path) -> None:
+    """A run of one model that was stopped after two steps."""
+    (job,) = pack_jobs({"model": SHORT}, folder)
+    pack = Pack(job.models)
+    pack.advance()
+    pack.save(job.file)
+
+
+def _reader(path: Path, hints: Hints) -> Subject:
+    """A file or folder of some format, alone in its folder."""
+    return Subject(path.parent, _mutates(), partial(_loads, name=path.name, hints=hints))
+
+
+def _mutates() -> Callable[[Path, Random], object]:
+    def spoil(folder: Path, random: Random) -> None:
+        files = sorted(f for f in folder.rglob("*") if f.is_file() and f.suffix != ".py")
+        random.choice(MUTATIONS)(random.choice(files), random)
+
+    return spoil
+
+
+def _loads(folder: Path, *, name: str, hints: Hints) -> None:
+    checkpoint = load(folder / name, **hints)  # type: ignore[arg-type]
+    model, weights = checkpoint.config.model, checkpoint.weights
+    assert weights.W_Q.shape[:2] == (model.n_layers, model.n_heads)
+    if model.one_attention:
+        assert weights.circuits.OV.shape[2] == checkpoint.config.task.d_y
+
+
+def _reads_all(folder: Path) -> None:
+    checkpoint = load(folder)
+    assert checkpoint.history is None or len(checkpoint.history)
+    assert all(step >= 0 for step in checkpoint.snapshots)
+
+
+def _resumes(folder: Path) -> None:
+    file = folder / "training-0.safetensors"
+    assert read_state(file).step <= SHORT.train.steps
+    Pack.restore(file)
+
+
+# A user's files in the way of what is written.
+
+NAMES = (
+    *("config.json", "model.safetensors", "history.parquet", "snapshots.safetensors", "snapshots/1.safetensors"),
+    *("index.html", "circuits.csv", "results.parquet", "table.csv", "x.npz", "load.py", "transformer_lens.json"),
+    *(".lock", ".mechinterp", ".training-0.lock", "training-0.safetensors", "notes.txt", "model/config.json"),
+    *("model/model.safetensors", "model/notes.txt", ".config.json.abcdef-1-00000000.tmp", ".x.tmp"),
+)  # fmt: skip
+CONTENTS = (b"mine", b"", b"{}", claims.MARK.encode()[:-3], b"PAR1", b"\x80\x02}.", bytes(100))
+
+
+def _writers(folder: Path, checkpoint: Checkpoint) -> dict[str, Subject]:
+    folder.mkdir()
+    section = Section("Circuits", "text", "method", tables={"circuits": pd.DataFrame({"a": [1]})})
+    frame, document = pd.DataFrame({"name": ["model"]}), {"path": "x", "error": "y"}
+    page = partial(write_page, name="n", about="a", verdict="v", parts=[section])
+    writers: Mapping[str, Callable[[Path], object]] = {
+        **{f"convert-{target}": partial(_converts, checkpoint, target) for target in TARGETS},
+        "save": checkpoint.save_pretrained,
+        "page": page,
+        "page-overwrite": partial(page, overwrite=True),
+        "table": lambda out: write_table(out / "table.csv", [document]),
+        "results": partial(write_results, frame),
+        "train": partial(train_models, {".": SHORT}),
+        "train-resume": partial(train_models, {".": SHORT}, resume=True),
+        "sweep": partial(train_models, {"model": SHORT}),
+        "sweep-resume": partial(train_models, {"model": SHORT}, resume=True),
+    }
+    return {f"in-the-way-{n}": Subject(folder, _fills, use, True) for n, use in writers.items()}
+
+
+def _converts(checkpoint: Checkpoint, target: str, out: Path) -> None:
+    convert(checkpoint, target, out / "x.npz" if target == "npz" else out)
+
+
+def _fills(folder: Path, random: Random) -> None:
+    """Files, links, folders and pipes of a user, under the names that commands write."""
+    for name in random.sample(NAMES, random.choice((1, 1, 2, 5))):
+        place = folder / name
+        place.parent.mkdir(exist_ok=True)
+        kind = random.randrange(8)
+        if kind == 0:
+            place.mkdir()
+            (place / "inside.txt").write_bytes(b"mine")
+        elif kind == 1:
+            place.symlink_to(random.choice(("nowhere", "notes.txt", "/dev/null", ".")))
+        elif kind == 2:
+            os.mkfifo(place)
+        else:
+            place.write_bytes(random.choice(CONTENTS))
+
+
+def users_files(folder: Path) -> dict[str, object]:
+    """What lies in a folder, without that which carries our mark or that no user's name could be."""
+    found: dict[str, object] = {}
+    for path in sorted(folder.rglob("*")):
+        name = path.relative_to(folder).as_posix()
+        if path.is_symlink():
+            found[name] = ("link", os.readlink(path))
+        elif path.is_file():
+            found[name] = path.read_bytes()
+        else:
+            found[name] = "a folder" if path.is_dir() else "a pipe"
+    return found
+
+
+def is_marked(content: object) -> bool:
+    """Whether a file of these bytes is one of ours, which a command may replace."""
+    marks = (claims.MARK.encode(), *MARK.values())
+    return isinstance(content, bytes) and any(mark in content for mark in marks)
+
+
+def copied(subject: Subject, place: Path, random: Random) -> dict[str, object]:
+    """A case in a new folder; what lies in it."""
+    copytree(subject.folder, place)
+    subject.spoil(place, random)
+    return users_files(place)

@@ -1,0 +1,214 @@
+"""Files as people keep them: what lies around the weights, and refusals that name what was found."""
+
+import argparse
+import pickle
+from pathlib import Path
+
+import msgpack
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from mechinterp.checkpoints.archives import read_arrays
+from mechinterp.checkpoints.errors import CheckpointError
+from mechinterp.checkpoints.loading import load
+from mechinterp.checkpoints.pickles import MAX_BYTES
+from mechinterp.checkpoints.states import WRAPPERS
+from tests.checkpoints.foreign_files import random_heads
+from tests.checkpoints.wild_files import LAYOUTS, State, matrices
+
+HEADS = random_heads()
+STATE = LAYOUTS["modules {x}_proj"](HEADS)
+BESIDE = {
+    "loss": np.float64(0.5),
+    "losses": np.ones(3),
+    "kind": np.dtype("f4"),
+    "args": argparse.Namespace(lr=0.1, out=Path("a")),
+    "path": Path("b"),
+    "device": torch.device("cpu"),
+    "epoch": 3,
+    "name": None,
+}
+
+
+def same(found: State, expected: State) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(found[name], tensor), name
+
+
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+@pytest.mark.parametrize("ending", [".pt", ".pth", ".bin", ".ckpt", ".pth.tar", ".pkl"])
+def test_what_lies_beside_the_weights(tmp_path: Path, ending: str, protocol: int):
+    file = tmp_path / f"x{ending}"
+    torch.save(BESIDE | STATE, file, pickle_protocol=protocol)
+    same(read_arrays(file), STATE)
+
+
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_wrappers(tmp_path: Path, name: str):
+    optimiser = {"state": {0: {"exp_avg": torch.ones(3)}}, "param_groups": [{"lr": 0.1}]}
+    run = BESIDE | {name: STATE, "optimizer_state_dict": optimiser}
+    torch.save(run, tmp_path / "x.pt")
+    same(read_arrays(tmp_path / "x.pt"), STATE)
+    torch.save({"checkpoint": 1, "state": {name: STATE}}, tmp_path / "x.pt")
+    same(read_arrays(tmp_path / "x.pt"), STATE)
+
+
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+@pytest.mark.parametrize("kind", ["<f4", ">f4", "<f8", "<i8", "|u1", "?"])
+def test_dictionaries_of_numpys_arrays(tmp_path: Path, protocol: int, kind: str):
+    array = np.arange(6).reshape(2, 3).astype(kind)
+    arrays = {"a": array, "t": array.T, "none": array[:0], "loss": np.float32(1)}
+    nested = {"net/~/key": {"w": array}, "step": 3}
+    (tmp_path / "x.pkl").write_bytes(pickle.dumps(arrays, protocol))
+    found = read_arrays(tmp_path / "x.pkl")
+    assert list(found) == ["a", "t", "none"]
+    for name, tensor in found.items():
+        np.testing.assert_array_equal(tensor.numpy(), arrays[name])
+    (tmp_path / "x.pkl").write_bytes(pickle.dumps({"params": nested}, protocol))
+    assert list(read_arrays(tmp_path / "x.pkl")) == ["net/~/key.w"]
+
+
+def flax_array(array: np.ndarray) -> msgpack.ExtType:
+    packed = msgpack.packb((array.shape, array.dtype.name, array.tobytes()))
+    return msgpack.ExtType(1, packed)
+
+
+def test_flax(tmp_path: Path):
+    arrays = {x: matrix.T.numpy() for x, matrix in matrices(HEADS).items()}
+    names = {"q": "query", "k": "key", "v": "value", "o": "out"}
+    tree = {"params": {"attn": {names[x]: {"kernel": flax_array(a)} for x, a in arrays.items()}}}
+    (tmp_path / "x.msgpack").write_bytes(msgpack.packb(tree | {"step": 3}))
+    found = load(
+        tmp_path / "x.msgpack", score="softmax", scale=HEADS.scale, n_heads=2, columns="x,y"
+    )
+    torch.testing.assert_close(found.weights.circuits.QK, HEADS.QK)
+
+
+BROKEN = {
+    "shape": ((7, 3), b"float32", bytes(24)),
+    "negative": ((-2, -3), b"float32", bytes(24)),
+    "huge": ((2**40, 2**40), b"float32", bytes(24)),
+    "kind": ((2, 3), b"bfloat16", bytes(12)),
+    "objects": ((2, 3), b"object", bytes(48)),
+    "axes": ((1,) * 40, b"float32", bytes(4)),
+}
+
+
+@pytest.mark.parametrize("parts", BROKEN.values(), ids=BROKEN)
+def test_arrays_that_claim_what_they_do_not_hold(tmp_path: Path, parts: tuple):
+    tree = {"a": msgpack.ExtType(1, msgpack.packb(parts))}
+    (tmp_path / "x.msgpack").write_bytes(msgpack.packb(tree))
+    with pytest.raises(CheckpointError, match=r"must (lie|have|hold)") as error:
+        read_arrays(tmp_path / "x.msgpack")
+    assert str(error.value).isprintable()
+
+
+def test_one_array_under_many_names(tmp_path: Path):
+    array = np.zeros(100_000)
+    run = {str(i): array for i in range(40)}
+    (tmp_path / "x.pkl").write_bytes(pickle.dumps(run))
+    assert (tmp_path / "x.pkl").stat().st_size < MAX_BYTES / 10
+    with pytest.raises(CheckpointError, match="must lie in 800000 bytes"):
+        read_arrays(tmp_path / "x.pkl")
+
+
+def scripted(file: Path) -> None:
+    import zipfile
+
+    torch.save(STATE, file)
+    with zipfile.ZipFile(file, "a") as archive:
+        archive.writestr("x/constants.pkl", b"")
+
+
+REFUSED = {
+    "a pointer": (
+        lambda f: f.write_bytes(
+            b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
+        ),
+        "a Git LFS pointer of 63 bytes, not the weights; run git lfs pull",
+    ),
+    "a module": (
+        lambda f: torch.save(torch.nn.Linear(2, 2), f),
+        r"asks for torch\.nn\.modules\.linear\.Linear.*torch\.save\(model\.state_dict\(\), FILE\)",
+    ),
+    "an old file": (
+        lambda f: torch.save(STATE, f, _use_new_zipfile_serialization=False),
+        r"in its old format; save it again with PyTorch >= 1\.6",
+    ),
+    "TorchScript": (scripted, r"a TorchScript archive.*torch\.jit\.load\(FILE\)\.state_dict\(\)"),
+    "tensors in a plain pickle": (
+        lambda f: f.write_bytes(pickle.dumps(STATE)),
+        "a plain pickle, of which arrays of numpy are read",
+    ),
+}
+
+
+@pytest.mark.parametrize(("write", "words"), REFUSED.values(), ids=REFUSED)
+def test_refusals_name_what_it_is(tmp_path: Path, write, words: str):
+    write(tmp_path / "x.pt")
+    with pytest.raises(CheckpointError, match=words):
+        load(tmp_path / "x.pt")
+
+
+def grouped() -> State:
+    state = dict(STATE)
+    for x in "kv":
+        state[f"attn.{x}_proj.weight"] = state[f"attn.{x}_proj.weight"][:4]
+    return state
+
+
+OTHERS: dict[str, tuple[dict[str, Tensor], str]] = {
+    "grouped keys": (grouped(), "grouped or multi-query attention is not read: got 8 rows of qu"),
+    "words": (
+        {f"blocks.0.{n}": t for n, t in STATE.items()} | {"tok_emb.weight": torch.ones(99, 4)},
+        r"a model of word tokens \(tok_emb\.weight, 99 words\)",
+    ),
+    "relative positions": (
+        STATE | {"attn.RPE.relative_embedding.weight": torch.ones(8, 1)},
+        "relative positions are not read, got attn.RPE",
+    ),
+    "an unknown part": (
+        STATE | {"gate.weight": torch.ones(3)},
+        r"recognised are keys, outputs of heads, queries, values; got gate\.weight; say which",
+    ),
+    "a head that is missing": (
+        {n: t for n, t in LAYOUTS["modules of heads"](HEADS).items() if ".0." not in n},
+        "heads must be numbered from 0 on",
+    ),
+}
+
+
+@pytest.mark.parametrize(("state", "words"), OTHERS.values(), ids=OTHERS)
+def test_models_of_another_kind_are_named(tmp_path: Path, state: State, words: str):
+    torch.save(state, tmp_path / "x.pt")
+    with pytest.raises(CheckpointError, match=words):
+        load(tmp_path / "x.pt", n_heads=2)
+
+
+def test_harmless_buffers_are_ignored_and_named(tmp_path: Path):
+    buffers = {
+        "attn.mask": torch.ones(9, 9).tril(),
+        "attn.bias": torch.ones(1, 1, 9, 9),
+        "loss_fn.pos_weight": torch.ones(1),
+        "attn.tril": torch.ones(9, 9),
+    }
+    torch.save(STATE | buffers, tmp_path / "x.pt")
+    found = load(tmp_path / "x.pt", n_heads=2)
+    assert found.assumed["ignored"] == list(buffers)
+
+
+def test_a_folder_with_one_file_of_weights(tmp_path: Path):
+    torch.save(STATE, tmp_path / "a.pt")
+    assert load(tmp_path, n_heads=2).path == tmp_path
+    torch.save(STATE, tmp_path / "b.ckpt")
+    with pytest.raises(CheckpointError, match=r"several files of weights; name one of a\.pt, b\.c"):
+        load(tmp_path)
+
+
+def test_a_config_beside_the_weights_states_the_heads(tmp_path: Path):
+    torch.save(STATE, tmp_path / "a.pt")
+    (tmp_path / "config.json").write_text('{"num_attention_heads": 2}')
+    assert load(tmp_path / "a.pt").config.model.n_heads == 2

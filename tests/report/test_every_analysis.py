@@ -1,0 +1,136 @@
+"""Every analysis of the one dict answers as JSON, as text and as a section of the page, or refuses in one line."""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial, update_wrapper
+from pathlib import Path
+
+import pandas as pd
+import plotly.graph_objects as go
+import pytest
+
+from mechinterp.analysis.analyses import ANALYSES, analysis_named, described, run_analysis
+from mechinterp.analysis.heads.gates import learn_gates
+from mechinterp.checkpoints.native import Checkpoint, load
+from mechinterp.display import Result
+from mechinterp.models.predictor import Source, prompts_for
+from mechinterp.report import contents
+from mechinterp.report.documents import dumps, header, result_document
+from mechinterp.report.html import page
+from mechinterp.report.page import write_report
+from mechinterp.report.subject import Subject
+from mechinterp.report.terminal import result_text
+from tests.conftest import CHECKPOINTS, Run
+from tests.test_doors import as_for_users, case_builder
+
+N_PROMPTS = 96
+KINDS = ("softmax", "linear-merged", "deep-linear", "gpt2", "encoder")
+SLOW = {"gates", "component-snapshots", "snapshots"}
+"""Asked of one source only: that they answer elsewhere is the table of doors."""
+OF_ONE_LAYER = {"circuits", "attention", "snapshots", "training", "milestones"}
+REFUSED = {
+    "deep-linear": OF_ONE_LAYER,
+    "gpt2": OF_ONE_LAYER | {"head-snapshots", "fit"},  # it has fewer positions than fit's lengths
+    "encoder": OF_ONE_LAYER | {"head-snapshots"},
+}
+SNAPSHOTS = {"component-snapshots": "linear-merged"}
+PAIRS = [
+    (name, kind)
+    for name in ANALYSES
+    for kind in KINDS
+    if name not in SLOW or kind == SNAPSHOTS.get(name, "softmax")
+]
+
+
+@pytest.fixture(scope="module")
+def case(tmp_path_factory: pytest.TempPathFactory) -> Callable:
+    return case_builder(tmp_path_factory.mktemp("kinds"))
+
+
+@pytest.mark.parametrize(("name", "kind"), PAIRS)
+def test_it_is_told_in_three_forms(name: str, kind: str, case, monkeypatch: pytest.MonkeyPatch):
+    shorter = update_wrapper(partial(learn_gates, steps=2), learn_gates)
+    monkeypatch.setitem(ANALYSES, "gates", shorter)
+    checkpoint = case(kind).source
+    with as_for_users():
+        if name in REFUSED.get(kind, ()):
+            with pytest.raises(ValueError, match=r"^[^\n]*\.$"):
+                run_analysis(name, checkpoint, n_prompts=N_PROMPTS)
+            return
+        found = run_analysis(name, checkpoint, n_prompts=N_PROMPTS)
+        document = json.loads(dumps(result_document(name, checkpoint, found)))
+        assert len(document) > len(header(checkpoint))
+        assert result_text(found).count("\n") > 0
+        sections = contents.sections_of(name, Subject(checkpoint, N_PROMPTS))
+        assert all(section.text and section.method for section in sections)
+        assert page("name", "about", "verdict", sections, files=[]).count("<h2>") == len(sections)
+        # A model without a history has no section on its training; all else has one.
+        assert sections or checkpoint.history is None
+
+
+def test_an_analysis_has_a_first_line_that_says_what_it_is():
+    for name, analysis in ANALYSES.items():
+        assert described(analysis).endswith("."), name
+        assert analysis_named(name) is analysis
+    with pytest.raises(ValueError, match=r"must be one of classify, circuits, .*, got 'nothing'"):
+        analysis_named("nothing")
+
+
+@dataclass(frozen=True)
+class Size(Result):
+    """How large the responses are."""
+
+    mean_square: float
+
+    def __repr__(self) -> str:
+        return f"Size({self.mean_square:.3g})"
+
+    def to_frame(self) -> pd.DataFrame:
+        return pd.DataFrame({"size": [self.mean_square]})
+
+    def plot(self) -> go.Figure:
+        return go.Figure(go.Bar(y=[self.mean_square]))
+
+
+def size(source: Source, prompts=None, *, n_prompts: int = 16, seed: int = 0) -> Size:
+    """Mean square of the responses.
+
+    Args:
+        prompts: As elsewhere.
+    """
+    prompts = prompts_for(source, prompts, n_prompts=n_prompts, seed=seed)
+    return Size(prompts.y_query.square().mean().item())
+
+
+def test_a_new_analysis_is_one_function_and_one_line(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setitem(ANALYSES, "size", size)
+    path = CHECKPOINTS / "softmax-h1-s0"
+    checkpoint: Checkpoint = load(path)
+    expected = size(checkpoint, n_prompts=40, seed=1).mean_square
+    ran = run("analyse", "size", path, "--n-prompts", 40, "--seed", 1, "--json")
+    assert ran.document["analysis"] == "size"
+    assert ran.document["rows"] == [{"size": pytest.approx(expected, rel=1e-6)}]
+    assert (
+        f"Size({expected:.3g})" in run("analyse", "size", path, "--n-prompts", 40, "--seed", 1).out
+    )
+    written = write_report(checkpoint, tmp_path / "page", n_prompts=40, seed=1, analyses=["size"])
+    text = written.page.read_text(encoding="utf-8")
+    assert "<h2>Size</h2>" in text
+    assert "Mean square of the responses." in text
+    assert pd.read_csv(tmp_path / "page" / "size.csv")["size"].item() == pytest.approx(expected)
+    # It suits every model, so that the page has it unasked.
+    assert "size" in contents.default_names(Subject(checkpoint, 40))
+
+
+def test_what_is_no_analysis_is_refused(run: Run, tmp_path: Path):
+    path = CHECKPOINTS / "softmax-h1-s0"
+    run("analyse", "sise", path).assert_refused("An analysis must be one of classify, ", "'sise'")
+    out = ("--out", tmp_path / "page", "--analysis")
+    run("report", path, *out, "sise").assert_refused("An analysis must be one of ", "'sise'")
+    run("report", path, path, *out, "fit").assert_refused("--analysis is of one checkpoint, got 2")
+    deep = CHECKPOINTS / "sparse-h1-noise0.1-s0"
+    run("report", deep, *out, "circuits").assert_refused("needs one layer of attention")
+    assert not (tmp_path / "page").exists()

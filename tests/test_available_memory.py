@@ -1,0 +1,202 @@
+"""Sizes whose memory is foreseeable go in chunks, or are refused with the bytes needed and those there."""
+
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from mechinterp import memory
+from mechinterp.analysis.circuits import null
+from mechinterp.checkpoints.native import save
+from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig
+from mechinterp.icl.prompts import prompt_chunks, sample_prompts
+from mechinterp.models.predictor import predictor_of
+from mechinterp.training.deep import DeepRun, initial_deep_weights
+from mechinterp.training.packs import PackJob, train_job
+from mechinterp.training.step import initial_weights
+from tests.conftest import Run, assert_close_to_rounding
+
+HEADS = ModelConfig(n_heads=3)
+DEEP = ModelConfig(n_layers=2, n_heads=2, context_only=True, d_model=6, d_head=3)
+LINEAR = ModelConfig(n_layers=2, context_only=True, d_head=3, score="linear/L")
+NORMED = ModelConfig(n_layers=2, context_only=True, d_model=6, d_head=3, norm="before", d_mlp=5)
+TASK = TaskConfig(d_x=3, context_length=5)
+REFUSED = r"must fit into memory: (\d+) bytes are needed, (\d+) bytes are there\."
+
+
+def experiment(model: ModelConfig, task: TaskConfig = TASK) -> ExperimentConfig:
+    return ExperimentConfig(task=task, model=model)
+
+
+def predictions(model: ModelConfig) -> list[Tensor]:
+    """What a predictor says of 50 prompts, in every way."""
+    config = experiment(model)
+    initial = initial_weights if model.one_attention else initial_deep_weights
+    predictor = predictor_of(initial(config))
+    prompts = sample_prompts(TASK, 50)
+    masked = predictor.run(prompts, [[], [(0, 1)]], method="resample")
+    found = [predictor.predict(prompts), masked, predictor.run(prompts, [[(0, 0)]])]
+    return found if model.one_attention else [*found, predictor.streams(prompts)]
+
+
+@pytest.mark.parametrize(
+    "model", [HEADS, DEEP, LINEAR, NORMED], ids=lambda m: m.score + str(m.norm)
+)
+def test_chunks_say_what_all_prompts_at_once_say(
+    monkeypatch: pytest.MonkeyPatch, model: ModelConfig
+):
+    whole = predictions(model)
+    monkeypatch.setattr(memory, "CHUNK_BYTES", 1)
+    for part, expected in zip(predictions(model), whole, strict=True):
+        assert_close_to_rounding(part, expected)
+
+
+def test_the_null_in_chunks_is_the_null(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(null, "MODELS", (6, 6))
+    statistics = null.null_of.__wrapped__
+    whole = statistics(TASK, HEADS, form="scalar")
+    monkeypatch.setattr(null, "CHUNK_BYTES", 1)
+    parts = statistics(TASK, HEADS, form="scalar")
+    assert parts.n_models == whole.n_models == 6
+    for name, values in whole.values.items():
+        torch.testing.assert_close(
+            torch.from_numpy(parts.values[name]), torch.from_numpy(values), rtol=1e-5, atol=1e-7
+        )
+
+
+def test_long_prompts_come_in_smaller_chunks():
+    task = TaskConfig(context_length=100_000)
+    assert len(next(prompt_chunks(task, 8192, seed=0))) == 111
+    assert len(next(prompt_chunks(TaskConfig(), 9000, seed=0))) == 8192
+
+
+@pytest.fixture
+def little(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine with 1000 bytes left, where no more than 100 are taken without a look."""
+    monkeypatch.setattr(memory, "CHUNK_BYTES", 100)
+    monkeypatch.setattr(memory, "available_memory", lambda: 1000)
+
+
+@pytest.mark.usefixtures("little")
+@pytest.mark.parametrize(
+    ("words", "asks"),
+    [
+        ("9 prompts of 7 pairs with d_x = 3", lambda: sample_prompts(TASK, 9, context_length=7)),
+        ("QK circuits of 3 heads of width 9",
+         lambda: initial_weights(experiment(HEADS, TaskConfig(d_x=8))).QK),
+        ("a step on 256 prompts of 5 pairs", lambda: DeepRun({"x": experiment(DEEP)})),
+        ("a step on 256 prompts of 5 pairs", lambda: DeepRun({"x": experiment(NORMED)})),
+        ("x.safetensors: training 1 models",
+         lambda: train_job(PackJob(Path("x.safetensors"), {"x": experiment(HEADS)}))),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_is_refused(words: str, asks: Callable[[], object]):
+    with pytest.raises(ValueError, match=f"{re.escape(words)} {REFUSED}") as error:
+        asks()
+    needed, there = map(int, re.search(REFUSED, str(error.value)).groups())
+    assert needed > there == 1000
+
+
+@pytest.mark.parametrize(
+    "model", [HEADS, DEEP, LINEAR, NORMED], ids=lambda m: m.score + str(m.norm)
+)
+def test_a_model_that_two_prompts_are_too_many_for(
+    monkeypatch: pytest.MonkeyPatch, model: ModelConfig
+):
+    initial = initial_weights if model.one_attention else initial_deep_weights
+    predictor, prompts = predictor_of(initial(experiment(model))), sample_prompts(TASK, 4)
+    monkeypatch.setattr(memory, "CHUNK_BYTES", 100)
+    monkeypatch.setattr(memory, "available_memory", lambda: 1000)
+    for asks in (predictor.predict, lambda given: predictor.run(given, [[(0, 0)]])):
+        with pytest.raises(ValueError, match=f"on prompts of 5 pairs, two prompts.*{REFUSED}"):
+            asks(prompts)
+
+
+def test_memory_that_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    assert 2**20 < memory.available_memory() < 2**50
+    monkeypatch.setattr(memory, "CONTROL_GROUP", tmp_path)
+    for name, text in {
+        "max": "5000\n",
+        "current": "4000\n",
+        "stat": "anon 3\ninactive_file 20\n",
+    }.items():
+        (tmp_path / f"memory.{name}").write_text(text)
+    assert memory.available_memory() == 1020
+    (tmp_path / "memory.max").write_text("max\n")
+    assert memory.available_memory() > 2**20
+
+
+# Real sizes under a real limit: one process, which may take 1 GB.
+LIMITED = """
+import resource
+import torch
+from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig
+from mechinterp.icl.prompts import sample_prompts
+from mechinterp.models.predictor import predictor_of
+from mechinterp.models.transformer import ICLTransformer
+from mechinterp.training.deep import initial_deep_weights
+from mechinterp.training.step import initial_weights
+
+with open("/proc/self/statm") as used:
+    limit = int(used.read().split()[0]) * resource.getpagesize() + 1_000_000_000
+resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+deep = dict(n_layers=2, context_only=True, d_model=6, d_head=2)
+
+def tries(name, n_prompts, task, model):
+    try:
+        config = ExperimentConfig(task=TaskConfig(**task), model=ModelConfig(**model))
+        initial = initial_deep_weights if config.model.n_layers > 1 else initial_weights
+        predictor = predictor_of(initial(config))
+        prompts = sample_prompts(config.task, n_prompts)
+        print(name, len(predictor.run(prompts, [[(0, 0)]])[0]))
+    except ValueError as error:
+        print(name, error)
+
+tries("heads", 4096, {}, {"n_heads": 500})
+tries("deep-heads", 192, {}, {**deep, "n_heads": 500})
+tries("pairs", 512, {"context_length": 10_000}, {})
+tries("wide", 256, {"d_x": 1000}, {})
+tries("deep-pairs", 2, {"context_length": 10_000}, deep)
+tries("most-pairs", 2, {"context_length": 2**20}, {})
+tries("many-most-pairs", 4096, {"context_length": 2**20}, {})
+tries("deep-most-pairs", 2, {"context_length": 2**20}, deep)
+tries("wide-pairs", 4096, {"d_x": 1000, "context_length": 10_000}, {})
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs a limit on memory")
+def test_real_sizes_within_real_limits():
+    command = [sys.executable, "-c", LIMITED]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
+    found = dict(line.split(" ", 1) for line in ran.stdout.splitlines())
+    fit = {"heads": 4096, "deep-heads": 192, "pairs": 512, "wide": 256, "most-pairs": 2}
+    assert {name: int(found.pop(name)) for name in fit} == fit
+    assert set(found) == {"deep-pairs", "many-most-pairs", "deep-most-pairs", "wide-pairs"}
+    for text in found.values():
+        needed, there = map(int, re.search(REFUSED, text).groups())
+        assert needed > there < 1_000_000_000
+
+
+def test_a_command_names_the_file(run: Run, tmp_path: Path):
+    config = experiment(ModelConfig(), TaskConfig(context_length=2**20))
+    save(tmp_path / "long", config, initial_weights(config), step=0)
+    ran = run("ablate", tmp_path / "long", "--n-prompts", 500_000)
+    ran.assert_refused(
+        f"{tmp_path / 'long'}: 500000 prompts of 1048576 pairs with d_x = 5 must fit"
+    )
+
+
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("x: can't allocate memory: y")])
+def test_memory_that_was_not_foreseen(run: Run, monkeypatch: pytest.MonkeyPatch, error: Exception):
+    def fails(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr("mechinterp.training.sweep.train_one", fails)
+    monkeypatch.setattr("mechinterp.checkpoints.loading.named_config", lambda _: ExperimentConfig())
+    run("train", "softmax-h2").assert_refused("train needs more memory than there is.")

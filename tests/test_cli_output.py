@@ -1,0 +1,116 @@
+"""Standard output that is closed, full or ASCII, and a disk that is full: one line, and nothing in the way of a retry."""
+
+import io
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from mechinterp.checkpoints.files import write_new
+from mechinterp.cli.training import BROKEN_PIPE, say
+from tests.conftest import CHECKPOINTS, Run
+
+H1 = CHECKPOINTS / "softmax-h1-s0"
+COMMAND = [sys.executable, "-m", "mechinterp", "classify", H1, H1]
+
+
+def test_a_reader_that_leaves_ends_the_command_quietly():
+    # As `| head -1` does, before anything is written.
+    reader, writer = os.pipe()
+    os.close(reader)
+    ran = subprocess.run(COMMAND, stdout=writer, stderr=subprocess.PIPE, check=False)
+    os.close(writer)
+    assert (ran.returncode, ran.stderr) == (BROKEN_PIPE, b"")
+
+
+def test_streams_that_are_closed(tmp_path: Path):
+    ran = subprocess.run(
+        ["/bin/sh", "-c", '"$@" >&- 2>&-', "sh", *COMMAND, "--out", tmp_path / "table.csv"],
+        capture_output=True,
+        check=False,
+    )
+    assert (ran.returncode, ran.stdout, ran.stderr) == (0, b"", b"")
+    assert (tmp_path / "table.csv").read_text().count("kernel_regression") == 2
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_what_an_encoding_lacks_is_escaped(monkeypatch: pytest.MonkeyPatch, encoding: str):
+    stream = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
+    monkeypatch.setattr(sys, "stdout", stream)
+    say("R² ≤ 1")
+    squared = "\\xb2" if encoding == "ascii" else "²"
+    assert stream.buffer.getvalue().decode(encoding) == f"R{squared} \\u2264 1\n"
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is full")
+def test_a_full_standard_output():
+    with open("/dev/full", "w") as full:
+        ran = subprocess.run(COMMAND, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert ran.returncode == 2
+    assert ran.stderr == (
+        "mechinterp: standard output: cannot be written (No space left on device).\n"
+    )
+
+
+@contextmanager
+def full(size: int) -> Iterator[None]:
+    """A disk on which no file grows beyond a size."""
+    resource = pytest.importorskip("resource")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+SMALL = ("--set", "train.steps=20", "--set", "train.n_eval_prompts=16", "--device", "cpu", "-q")
+
+
+@pytest.mark.parametrize(
+    ("command", "name", "limit"),
+    [
+        (("report", H1, "--n-prompts", 64, "-q", "--out"), "index.html", 2**20),
+        (("predict-jumps", "linear-separate", "--out"), "jumps.html", 2**20),
+        (("predict-jumps", "linear-separate", "--out"), "jumps.html", 0),
+        (("classify", H1, "-q", "--out"), "table.csv", 0),
+        (("classify", H1, "-q", "--out"), "table.parquet", 0),
+        (("convert", H1, "--to", "npz", "--out"), "h1.npz", 100),
+        (("convert", H1, "--to", "native", "--out"), "snapshots.safetensors", 100),
+        (("convert", H1, "--to", "transformer-lens", "--out"), "model.safetensors", 100),
+        (("train", "softmax-h1", *SMALL, "--out"), "training-0.safetensors", 100),
+    ],
+)  # fmt: skip
+def test_a_full_disk_is_one_line_that_names_the_file_and_a_retry_works(
+    run: Run, tmp_path: Path, command: tuple, name: str, limit: int
+):
+    file = tmp_path / "out" / name
+    target = (
+        file if command[0] in ("predict-jumps", "classify") or name == "h1.npz" else file.parent
+    )
+    with full(limit):
+        ran = run(*command, target)
+    assert ran.code == 2
+    (line,) = [line for line in ran.err.splitlines() if "cannot be written" in line]
+    assert str(file) in line
+    assert "Errno" not in line
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert run(*command, target).code == 0
+    assert file.exists() or command[0] == "train"
+
+
+def test_a_full_disk_when_a_folder_is_claimed(run: Run, tmp_path: Path):
+    with full(0):
+        ran = run("report", H1, "--n-prompts", 64, "-q", "--out", tmp_path / "out")
+    ran.assert_refused(str(tmp_path / "out"), "File too large")
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_system_s_words_stand_for_its_number(tmp_path: Path):
+    with full(3), pytest.raises(OSError, match="File too large") as error:
+        write_new(tmp_path / "x", lambda file: file.write_text("long"))
+    assert error.value.filename == str(tmp_path / "x")
