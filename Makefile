@@ -9,7 +9,7 @@ ENVS := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/mechinterp/$(shell cksum < constr
 INTEROP := $(ENVS)/transformer-lens-3.9.0 $(ENVS)/transformer-lens-3.2.1
 PEERS := $(ENVS)/peers
 
-.PHONY: help install test test-portable test-portable-short environments test-interop test-peers test-browser test-gpu bench-gpu notebooks notebooks-write lab attack lint bench analyses analyses-check dist report clean
+.PHONY: help install test test-portable test-portable-short environments test-interop test-peers test-versions test-browser test-gpu bench-gpu notebooks notebooks-write lab attack lint bench analyses analyses-check dist docs report clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-19s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -30,10 +30,13 @@ RUNS = set -o pipefail; failed=; log=$$(mktemp); trap 'rm -f $$log' EXIT; trap '
 	summary() { echo "$${failed:-== all passed}"; test -z "$$failed"; };
 test test-portable test-portable-short: SHELL := bash
 
+# Shapes and types of signatures are checked while the fast tests run; the checks take a third of the time.
+UNCHECKED := -o addopts=--strict-markers
+
 test: install ## run all tests, first the fast and then the slow ones, and list at the end what failed
 	@$(RUNS) export OMP_NUM_THREADS=1; \
-	run "fast tests" $(BIN)/python -m pytest -n 2 -m "not slow" $(TESTS); \
-	run "slow tests" $(BIN)/python -m pytest -n 2 -m slow --durations 10 $(TESTS); \
+	run "fast tests" $(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow" $(TESTS); \
+	run "slow tests" $(BIN)/python -m pytest -n 2 --dist worksteal -m slow $(UNCHECKED) --durations 10 $(TESTS); \
 	summary
 
 # Instruction sets as torch, MKL, oneDNN, the BLAS of numpy and scipy, and numpy itself name them. Numpy warns of a feature
@@ -84,6 +87,13 @@ $(PEERS)/.installed:
 	@test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
 	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt '.[dev,peers]'
 	@touch $@
+
+test-versions: $(ENVS)/uv/bin/uv ## run the fast tests with Python 3.11 to 3.13, lowest and newest versions of all packages
+	OMP_NUM_THREADS=1 $(PYTHON) -m tests.versions $< $(ENVS)
+
+$(ENVS)/uv/bin/uv:
+	@$(PYTHON) -m venv $(ENVS)/uv
+	@$(ENVS)/uv/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt uv
 
 notebooks: install ## run the notebooks from a clean kernel, and leave the files as they are
 	OMP_NUM_THREADS=1 PLOTLY_RENDERER=plotly_mimetype $(BIN)/python -m pytest -n 2 --nbmake notebooks
@@ -152,6 +162,13 @@ dist: .venv/.dist ## build the wheel and the source archive into dist/, and chec
 
 .venv/.dist: $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,dist]'
+	@touch $@
+
+docs: .venv/.docs ## build the documentation site into build/site; any warning is an error
+	NO_MKDOCS_2_WARNING=1 OMP_NUM_THREADS=1 $(BIN)/python -m mkdocs build --quiet --strict
+
+.venv/.docs: $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,docs]'
 	@touch $@
 
 report: install ## write the page about a two-head model, and say where it is

@@ -210,14 +210,17 @@ def agree(stored: Record, again: Record, *, z: float = 4) -> bool:
     """Whether two measurements of a record agree within their standard errors.
 
     Numbers without a standard error are determined by the weights: they agree to the rounding of
-    float32 sums.
+    float32 sums and of integration, or to a thousandth of what they are asked to be within.
     """
     if not stored.n:
         return stored.verdict == again.verdict
     if stored.values.keys() != again.values.keys():
         return False
+    ends = stored.bound if isinstance(stored.bound, tuple) else (stored.bound,)
+    slack = 1e-3 * max(abs(end) for end in ends)
     for name, value in stored.values.items():
         error = math.hypot(stored.errors.get(name, 0), again.errors.get(name, 0))
-        if abs(again.values[name] - value) > z * error + 1e-4 * max(abs(value), 1e-3):
+        allowed = max(z * error + 1e-4 * max(abs(value), 1e-3), slack)
+        if abs(again.values[name] - value) > allowed:
             return False
     return True

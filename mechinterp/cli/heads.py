@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from mechinterp.checkpoints.hints import Hints
     from mechinterp.checkpoints.native import Checkpoint
     from mechinterp.icl.prompts import Prompts
-    from mechinterp.tracking import Track
+    from mechinterp.progress import ProgressCallback
 
 
 @takes(asked=Asked, hints=hints_of, device=device_of)
@@ -72,9 +72,9 @@ def show(
     """
     from mechinterp.analysis.analyses import run_analysis
     from mechinterp.report.documents import dumps, result_document
-    from mechinterp.report.terminal import result_text, tracked
+    from mechinterp.report.terminal import progress_bars, result_text
 
-    with about_paths(path), tracked(quiet=asked.quiet) as track:
+    with about_paths(path), progress_bars(quiet=asked.quiet) as progress:
         checkpoint = load_checkpoint(path, hints, asked.context_length, device=device)
         found = run_analysis(
             name,
@@ -82,7 +82,7 @@ def show(
             context_length=asked.context_length,
             n_prompts=asked.n_prompts,
             seed=asked.seed,
-            track=track,
+            progress=progress,
             settings=settings,
         )
     if asked.as_json:
@@ -121,14 +121,14 @@ def prune(
     from mechinterp.analysis.heads import pruning
     from mechinterp.checkpoints.folders import require_new
     from mechinterp.report.documents import dumps, pruning_document
-    from mechinterp.report.terminal import pruning_text, tracked
+    from mechinterp.report.terminal import progress_bars, pruning_text
 
     if rule not in pruning.RULES:
         raise ValueError(f"--rule must be one of {', '.join(pruning.RULES)}, got {rule!r}.")
     if out is not None:
         require_new(out)
     paths = (path,) if out is None else (path, out)
-    with about_paths(*paths), tracked(quiet=asked.quiet) as track:
+    with about_paths(*paths), progress_bars(quiet=asked.quiet) as progress:
         checkpoint = _of_several_layers(path, hints, asked.context_length, device)
         prompts = asked.prompts(checkpoint)
         found = pruning.prune(
@@ -136,13 +136,13 @@ def prune(
             prompts,
             rule=pruning.RULES[rule],
             sequential=sequential,
-            track=track,
+            progress=progress,
         )
         tuned = None
         if fine_tune is not None:
             # The heads are chosen on all of the prompts.
             others = replace(asked, seed=asked.seed + 1).prompts(checkpoint)
-            tuned = _fine_tuned(checkpoint, found, others, steps=fine_tune, track=track)
+            tuned = _fine_tuned(checkpoint, found, others, steps=fine_tune, progress=progress)
         if out is not None and tuned is not None:
             tuned.save(out)
         elif out is not None:
@@ -161,7 +161,7 @@ def _fine_tuned(
     prompts: "Prompts",
     *,
     steps: int,
-    track: "Track",
+    progress: "ProgressCallback",
 ) -> "FineTuning":
     from mechinterp.analysis.heads.fine_tuning import fine_tune
 
@@ -169,7 +169,7 @@ def _fine_tuned(
         raise ValueError(
             f"--fine-tune is for models that were trained by this package, got one of format {checkpoint.format}."
         )
-    return fine_tune(checkpoint, found.kept, prompts, steps=steps, track=track)
+    return fine_tune(checkpoint, found.kept, prompts, steps=steps, progress=progress)
 
 
 def _of_several_layers(

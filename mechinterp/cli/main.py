@@ -113,13 +113,13 @@ def classify(
     from mechinterp.checkpoints.loading import checkpoint_paths
     from mechinterp.report.documents import dumps
     from mechinterp.report.table import require_writable, write_table
-    from mechinterp.report.terminal import tracked
+    from mechinterp.report.terminal import progress_bars
 
     if out is not None:
         require_writable(out)
     documents: list[dict] = []
-    with tracked(quiet=quiet) as track:
-        for path in track(checkpoint_paths(paths), "classifying"):
+    with progress_bars(quiet=quiet) as progress:
+        for path in progress(checkpoint_paths(paths), "classifying"):
             try:
                 with about_paths(path):
                     checkpoint = load_checkpoint(path, hints, context_length, device=device)
@@ -204,12 +204,12 @@ def report(
     from mechinterp.report.comparison import write_comparison
     from mechinterp.report.documents import dumps
     from mechinterp.report.page import write_report
-    from mechinterp.report.terminal import tracked
+    from mechinterp.report.terminal import progress_bars
 
     found = checkpoint_paths(paths)
     if len(found) == 1:
         about: list[dict] = [{"path": str(found[0])}]
-        with about_paths(found[0], out), tracked(quiet=quiet) as track:
+        with about_paths(found[0], out), progress_bars(quiet=quiet) as progress:
             written = write_report(
                 load_checkpoint(found[0], hints, device=device),
                 out,
@@ -217,14 +217,14 @@ def report(
                 seed=seed,
                 analyses=analyses,
                 overwrite=overwrite,
-                track=track,
+                progress=progress,
             )
         document = about[0] | written.to_document()
     else:
         if analyses is not None:
             raise ValueError(f"--analysis is of one checkpoint, got {len(found)} of them.")
         loaded, about = _those_that_load(found, hints, device)
-        with about_paths(out), tracked(quiet=quiet) as track:
+        with about_paths(out), progress_bars(quiet=quiet) as progress:
             written = write_comparison(
                 loaded,
                 out,
@@ -232,7 +232,7 @@ def report(
                 n_prompts=n_prompts,
                 seed=seed,
                 overwrite=overwrite,
-                track=track,
+                progress=progress,
             )
         document = {"checkpoints": about, **written.to_document()}
     shown = f"{written.verdict}\nReport: {shown_path(written.page.resolve())}"

@@ -1,4 +1,4 @@
-"""What the commands that read checkpoints share: their options, the reading and how faults are told."""
+"""Shared options of the commands that read checkpoints, and their error messages."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -1,4 +1,4 @@
-"""Commands that train models, or foretell their training: argument parsing only."""
+"""Commands that train models or predict their training: argument parsing only."""
 
 import os
 import re
@@ -111,7 +111,7 @@ def predict_jumps(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Foretell the jumps of linear attention, without training. Example: mechinterp predict-jumps linear-separate"""
+    """Predict the jumps of linear attention, without training. Example: mechinterp predict-jumps linear-separate"""
     from mechinterp.analysis.dynamics.jumps import jump_forecast
     from mechinterp.checkpoints.errors import printable
     from mechinterp.checkpoints.loading import named_config

@@ -1,4 +1,4 @@
-"""Hooked models of any make as the analyses of heads see them: prompts in, predictions out, heads by number.
+"""One interface to hooked models of any make: prompts in, predictions out, heads by number.
 
 Ours fit as they are. A TransformerLens Bridge around somebody else's layers needs to be told how prompts
 become its input and which part of its output is the prediction; that is all there is to an adapter.

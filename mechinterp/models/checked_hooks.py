@@ -56,11 +56,11 @@ class CheckedHooks(HookedRootModule):
         Raises:
             HookError: If a name is not of a hook point, or of one that is switched off.
         """
-        checked = [
+        forward, backward = (
             [(name, hook) for pick, hook in hooks for name in self._points(pick)]
             for hooks in (fwd_hooks, bwd_hooks)
-        ]
-        with super().hooks(*checked, reset_hooks_end, clear_contexts):
+        )
+        with super().hooks(forward, backward, reset_hooks_end, clear_contexts):
             yield self
 
     def add_hook(

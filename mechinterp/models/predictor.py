@@ -1,7 +1,7 @@
 """The one way to run any model: predictions under masks of heads, and the streams inside.
 
-How it is computed is chosen by what the model is: in closed form, as a map of the tokens, by taking a head's part
-away again, or with plain hooks; all give what plain hooks give. No analysis asks what kind of model it has.
+How it is computed is chosen by what the model is: in closed form, as a map of the tokens, from the weights alone, or
+with plain hooks; all give what plain hooks give. No analysis asks what kind of model it has.
 """
 
 import inspect
@@ -18,13 +18,13 @@ from mechinterp.config import TaskConfig
 from mechinterp.icl.prompts import Prompts, sample_prompts
 from mechinterp.memory import chunks, together
 from mechinterp.models.adapter import HookedPredictor, hooked_predictor
-from mechinterp.models.backends import hooks, one_layer, token_map
+from mechinterp.models.backends import hooks, one_layer, token_map, weights_alone
 from mechinterp.models.deep import LINEAR, DeepWeights, deep_bytes, predict_deep
 from mechinterp.models.functional import AttentionWeights, predict
 from mechinterp.models.masks import Head, require_method
 from mechinterp.models.tokens import tokens_of
 from mechinterp.models.weights import Weights, as_weights, why_no_circuits
-from mechinterp.tracking import Track, untracked
+from mechinterp.progress import ProgressCallback, no_progress
 
 if TYPE_CHECKING:
     from mechinterp.models.hooked_config import HookedConfig
@@ -106,8 +106,7 @@ class Predictor:
             what = f"{weights.n_layers} layers on prompts of {prompts.x.shape[1]} pairs"
             parts = chunks(len(prompts), together(per_prompt, what))
             return torch.cat([predict_deep(stack, prompts[rows]) for rows in parts])
-        parts = self.hooked.chunks(prompts, len(prompts) + 1)
-        return torch.cat([self.hooked.predict(prompts[rows]) for rows in parts])
+        return weights_alone.masked_predictions(weights, prompts, [[]])[0]
 
     def run(
         self,
@@ -115,7 +114,7 @@ class Predictor:
         masks: Sequence[Sequence[Head]] = ((),),
         *,
         method: str = "zero",
-        track: Track = untracked,
+        progress: ProgressCallback = no_progress,
     ) -> Float[Tensor, "mask batch d_y"]:
         """Predictions under each of several masks, without gradients, on the device of the prompts.
 
@@ -123,7 +122,7 @@ class Predictor:
             masks: The heads that are masked together; an empty mask is the full model.
             method: "zero"; "mean": z of a masked head is its mean over the prompts at that position;
                 "resample": it is that of another prompt, prompts 2i and 2i + 1 swap.
-            track: Told of the progress.
+            progress: Optional progress callback.
         Raises:
             ValueError: If there is no such head, the method is unknown, prompts that swap are odd in number, or
                 they do not fit the model.
@@ -139,24 +138,32 @@ class Predictor:
         self.require_heads([head for heads in masks for head in heads])
         require_method(method, prompts)
         with torch.no_grad():
-            found = self._masked(prompts, masks, method=method, track=track)
+            found = self._masked(prompts, masks, method=method, progress=progress)
         return found.to(prompts.x.device)
 
     def _masked(
-        self, prompts: Prompts, masks: Sequence[Sequence[Head]], *, method: str, track: Track
+        self,
+        prompts: Prompts,
+        masks: Sequence[Sequence[Head]],
+        *,
+        method: str,
+        progress: ProgressCallback,
     ) -> Float[Tensor, "mask batch d_y"]:
         weights = self._shortcut
         if weights is not None and why_no_circuits(weights.model) is None:
             fitting = _fitting(weights, prompts)
             return one_layer.masked_predictions(
-                weights.circuits, fitting, masks, method=method, track=track
+                weights.circuits, fitting, masks, method=method, progress=progress
             )
         if weights is not None and method == "zero" and _is_linear(weights):
             fitting = _fitting(weights, prompts)
-            return token_map.masked_predictions(weights.stack, fitting, masks, track=track)
+            return token_map.masked_predictions(weights.stack, fitting, masks, progress=progress)
+        if weights is not None and method == "zero":
+            fitting = _fitting(weights, prompts)
+            return weights_alone.masked_predictions(weights, fitting, masks, progress=progress)
         apart = weights if weights is not None and weights.model.attention_only else None
         return hooks.masked_predictions(
-            self.hooked, apart, prompts, masks, method=method, track=track
+            self.hooked, apart, prompts, masks, method=method, progress=progress
         )
 
     def streams(
@@ -197,7 +204,7 @@ class Predictor:
         layer: int,
         *,
         heads: Sequence[Head] = (),
-        track: Track = untracked,
+        progress: ProgressCallback = no_progress,
     ) -> Float[Tensor, "batch pos d_model"]:
         """The stream after some layers of every covariate of a prompt run as its query, the query's own last.
 
@@ -212,7 +219,9 @@ class Predictor:
                 fitting = _fitting(weights, prompts)
                 found = token_map.query_streams(weights.stack, fitting, layer, heads=heads)
                 return found.to(prompts.x.device)
-            covariates = track([*prompts.x.unbind(1), prompts.x_query], "every token as the query")
+            covariates = progress(
+                [*prompts.x.unbind(1), prompts.x_query], "every token as the query"
+            )
             each = [
                 hooks.stream(self.hooked, replace(prompts, x_query=x), layer, heads=heads)[:, -1]
                 for x in covariates

@@ -48,12 +48,12 @@ def test_a_gate_of_zero_is_a_mask(make, few):
 def test_progress_is_told_of_masking_and_of_each_fit(few):
     told: list[tuple[str, int]] = []
 
-    def track(items, text):
+    def progress(items, text):
         for done, item in enumerate(items, 1):
             yield item
             told.append((text, done))
 
-    found = learn_gates(random_model(1), few, steps=3, track=track)
+    found = learn_gates(random_model(1), few, steps=3, progress=progress)
     fits = [
         (f"fitting gates ({kind})", n) for kind in ("free", "opened", "closed") for n in (1, 2, 3)
     ]

@@ -152,6 +152,8 @@ def mutate_tensors(file: Path, random: Random) -> None:
         mutate_table(file, random)
     elif file.stem.startswith("training-"):
         mutate_state(file, random)
+    elif file.suffix in (".pkl", ".msgpack"):
+        mutate_bytes(file, random)
     elif file.suffix == ".npz":
         with np.load(file) as arrays:
             found = dict(arrays)

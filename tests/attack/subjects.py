@@ -6,7 +6,6 @@ one line.
 
 import json
 import os
-import pickle
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -14,7 +13,6 @@ from pathlib import Path
 from random import Random
 from shutil import copytree
 
-import msgpack
 import pandas as pd
 import torch
 from safetensors.torch import save_file
@@ -33,13 +31,10 @@ from mechinterp.training.state import read_state
 from mechinterp.training.sweep import train_models
 from mechinterp.training.trainer import Pack
 from tests.attack.mutations import MUTATIONS
-from tests.checkpoints.foreign_files import attention_module, random_heads, write_valid_files
-from tests.checkpoints.test_containers import flax_array
-from tests.checkpoints.wild_files import matrices
+from tests.checkpoints.foreign_files import attention_module, write_valid_files
 from tests.models.test_layered_models import encoder, garg
 
 Hints = dict[str, object]
-NAMES_OF = {"q": "query", "k": "key", "v": "value", "o": "out"}
 SHORT = ExperimentConfig(
     task=TaskConfig(d_x=2, context_length=4),
     model=ModelConfig(n_heads=2),
@@ -95,16 +90,6 @@ def _files(folder: Path) -> dict[str, tuple[Path, Hints]]:
     together = folder / "together"
     together.mkdir(parents=True)
     originals = write_originals(together)
-    heads = {x: matrix.T.numpy() for x, matrix in matrices(random_heads()).items()}
-    named = {f"attn.{NAMES_OF[x]}.kernel": array for x, array in heads.items()}
-    (together / "x.pkl").write_bytes(pickle.dumps(named))
-    tree = {"attn": {NAMES_OF[x]: {"kernel": flax_array(array)} for x, array in heads.items()}}
-    (together / "x.msgpack").write_bytes(msgpack.packb({"params": tree}))
-    hints = {"n_heads": 2, "score": "softmax", "columns": "x,y"}
-    originals |= {
-        "numpy-pickle": (together / "x.pkl", hints),
-        "flax": (together / "x.msgpack", hints),
-    }
     moved = {}
     for name, (path, hints) in originals.items():
         (folder / name).mkdir()

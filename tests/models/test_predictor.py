@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from mechinterp.config import ModelConfig, TaskConfig
 from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
 from mechinterp.models.adapter import hooked_predictor
-from mechinterp.models.backends import hooks, one_layer, token_map
+from mechinterp.models.backends import hooks, one_layer, token_map, weights_alone
 from mechinterp.models.masks import METHODS, Head
 from mechinterp.models.predictor import Predictor, predictor_of
 from mechinterp.models.transformer import ICLTransformer
@@ -182,19 +182,20 @@ def test_streams_are_those_of_plain_hooks(architecture: dict):
 
 
 BACKENDS = {
-    "one layer": (ONE_LAYER, one_layer, None),
-    "token map": (TOKEN_MAP, token_map, None),
-    "taken away": (TAKEN_AWAY, hooks, True),
-    "plain": (PLAIN, hooks, False),
+    "one layer": (ONE_LAYER, "mean", one_layer, None),
+    "token map": (TOKEN_MAP, "zero", token_map, None),
+    "weights alone": (TAKEN_AWAY | PLAIN, "zero", weights_alone, None),
+    "taken away": (TAKEN_AWAY | TOKEN_MAP, "mean", hooks, True),
+    "plain": (PLAIN, "mean", hooks, False),
 }
 
 
-@pytest.mark.parametrize(("kind", "backend", "apart"), BACKENDS.values(), ids=BACKENDS)
+@pytest.mark.parametrize(("kind", "method", "backend", "apart"), BACKENDS.values(), ids=BACKENDS)
 def test_each_kind_of_model_is_run_the_way_that_is_tested(
-    monkeypatch: pytest.MonkeyPatch, kind: dict, backend: object, apart: bool | None
+    monkeypatch: pytest.MonkeyPatch, kind: dict, method: str, backend: object, apart: bool | None
 ):
     taken = []
-    for module in (one_layer, token_map, hooks):
+    for module in (one_layer, token_map, weights_alone, hooks):
         run = module.masked_predictions
 
         def watched(*arguments: object, module=module, run=run, **settings: object) -> Tensor:
@@ -204,7 +205,7 @@ def test_each_kind_of_model_is_run_the_way_that_is_tested(
         monkeypatch.setattr(module, "masked_predictions", watched)
     for architecture in kind.values():
         taken.clear()
-        predictor_of(random_weights(architecture)).run(drawn(n_prompts=4))
+        predictor_of(random_weights(architecture)).run(drawn(n_prompts=4), method=method)
         ((module, second),) = taken
         assert module is backend
         assert apart is None or (second is not None) == apart

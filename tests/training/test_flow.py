@@ -16,7 +16,6 @@ from mechinterp.theory.linear_heads import MergedHeads, SeparateHeads, merged_he
 from mechinterp.training import flow as module
 from mechinterp.training.descent import (
     full_batch_descent,
-    minibatch_descent,
     rotate,
     sample_moments,
     training_set,
@@ -424,29 +423,6 @@ def test_a_training_set_rests_near_the_levels():
     run = full_batch_descent(heads, moments, FOUND, learning_rate=0.2, steps=1500, every=100)
     assert abs(run.loss[-1] - FOUND.levels[-1]) < 0.01
     assert run.loss[-1] >= moments.loss(moments.minimiser()) - 1e-12
-
-
-def test_minibatches_reach_the_same_level():
-    heads, options = (
-        merged_heads(4, 4, std=0.1, seed=0),
-        {"learning_rate": 0.1, "batch_size": 128, "seed": 0},
-    )
-    run = minibatch_descent(heads, TASK, MOMENTS, steps=1200, every=500, **options)
-    assert np.array_equal(run.time, 0.2 * np.array([0, 500, 1000, 1200]))
-    assert FOUND.levels[-1] < run.loss[-1] < FOUND.levels[-1] + 0.03
-    again = minibatch_descent(heads, TASK, MOMENTS, steps=30, every=7, **options)
-    assert np.array_equal(again.time, 0.2 * np.array([0, 7, 14, 21, 28, 30]))
-
-
-def test_one_minibatch_step_is_one_step_on_its_moments():
-    heads = separate_heads(4, 4, std=0.3, seed=0)
-    options = {"learning_rate": 0.1, "steps": 1}
-    step = minibatch_descent(heads, TASK, MOMENTS, batch_size=64, seed=5, **options)
-    prompts = sample_prompts(TASK, 64, generator=generator_for(5, "train", 0), dtype=torch.float64)
-    moments = sample_moments([prompts], basis=FOUND.vectors)
-    full = full_batch_descent(heads, moments, FOUND, **options)
-    np.testing.assert_allclose(step.heads.K, full.heads.K, rtol=1e-12)
-    np.testing.assert_allclose(step.heads.v, full.heads.v, rtol=1e-12)
 
 
 def test_bad_descents_are_refused():

@@ -1,4 +1,4 @@
-"""Which position of which layer carries what tells two sets of prompts apart: activation patching.
+"""Activation patching by layer and position.
 
 TransformerLens takes the number of positions from the last axis of its input, which for prompts of
 vectors is d_model; here the positions are counted as they are.
@@ -89,7 +89,8 @@ def patch_positions(
     """Change of a metric on corrupted prompts when one position's activation is that of the clean ones.
 
     Args:
-        clean, corrupted: None: two sets of `n_prompts` of the model's own task, by `seed` and the one after it.
+        clean: Prompts that the activation is taken from; None: `n_prompts` of the model's own task, by `seed`.
+        corrupted: Prompts that the model runs on; None: as many, by the seed after that.
         activation: "resid_pre", "attn_out" or "resid_post"; or a head's "q", "k", "v", "z" or "pattern",
             of which one row, that of the query at this position, is patched.
         metric: From the model's output [batch, pos, d_y] to one number per prompt, [batch].
