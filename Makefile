@@ -9,7 +9,7 @@ ENVS := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/mechinterp/$(shell cksum < constr
 INTEROP := $(ENVS)/transformer-lens-3.9.0 $(ENVS)/transformer-lens-3.2.1
 PEERS := $(ENVS)/peers
 
-.PHONY: help install test test-portable test-portable-short environments test-interop test-peers test-versions test-browser notebooks notebooks-write lab attack lint bench analyses analyses-check dist docs report clean
+.PHONY: help install test test-portable test-portable-short environments test-interop test-peers test-versions test-browser test-gpu bench-gpu notebooks notebooks-write lab attack lint bench analyses analyses-check dist docs report clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-19s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -130,6 +130,23 @@ bench: install ## time the package against plain counterparts, and write tests/b
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -o python_files='bench_*.py' \
 	  -o addopts='--benchmark-timer=time.process_time --benchmark-disable-gc' \
 	  tests/benchmarks --table tests/benchmarks/README.md
+
+# Where the machine has a GPU and PyTorch no CUDA, PyPI's default build takes the place of the CPU build. Without a GPU the
+# recipes say so in one line, test nothing, write nothing, and end with 0, as skipped tests do.
+GPU = $(BIN)/python -m tests.gpu.machine; code=$$?; \
+	if [ $$code = 3 ]; then \
+	  $(BIN)/python -m pip uninstall --quiet --yes torch && \
+	  $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch && \
+	  $(BIN)/python -m tests.gpu.machine; code=$$?; \
+	fi; \
+	[ $$code != 77 ] || exit 0; [ $$code = 0 ] || exit 2;
+
+test-gpu: install ## hold training and analyses on a CUDA GPU against the processor, and write tests/gpu/results.md
+	@$(GPU) OMP_NUM_THREADS=1 MECHINTERP_TEST_DEVICE=cuda MECHINTERP_TEST_TABLE=tests/gpu/results.json \
+	  $(BIN)/python -m pytest --durations 5 tests/gpu
+
+bench-gpu: install ## time training and masking on a CUDA GPU against the plain loop there, and write tests/gpu/speed.md
+	@$(GPU) $(BIN)/python -m tests.gpu.bench --out tests/gpu/speed.json
 
 analyses: install ## measure the papers' claims again from the shipped checkpoints
 	grep -l '^    run(measure' analyses/*.py | OMP_NUM_THREADS=1 xargs -n 1 -P 2 $(BIN)/python

@@ -16,7 +16,7 @@ from mechinterp.cli.options import (
     shown_path,
     takes,
 )
-from mechinterp.cli.training import say
+from mechinterp.cli.training import device_of, say
 
 if TYPE_CHECKING:
     from mechinterp.analysis.heads.fine_tuning import FineTuning
@@ -27,19 +27,19 @@ if TYPE_CHECKING:
     from mechinterp.progress import ProgressCallback
 
 
-@takes(asked=Asked, hints=hints_of)
-def ablate(path: PathArgument, *, asked: Asked, hints: "Hints") -> None:
+@takes(asked=Asked, hints=hints_of, device=device_of)
+def ablate(path: PathArgument, *, asked: Asked, hints: "Hints", device: str) -> None:
     """Mask every head; of one layer of attention, every subset of heads. Example: mechinterp ablate checkpoints/softmax-h2-s0"""
-    show("ablate", path, asked, hints)
+    show("ablate", path, asked, hints, device)
 
 
-@takes(asked=Asked, hints=hints_of)
-def probe(path: PathArgument, *, asked: Asked, hints: "Hints") -> None:
+@takes(asked=Asked, hints=hints_of, device=device_of)
+def probe(path: PathArgument, *, asked: Asked, hints: "Hints", device: str) -> None:
     """Say what each layer has computed: linear probes, descent on features. Example: mechinterp probe MODEL"""
-    show("probe", path, asked, hints)
+    show("probe", path, asked, hints, device)
 
 
-@takes(asked=Asked, hints=hints_of)
+@takes(asked=Asked, hints=hints_of, device=device_of)
 def analyse(
     name: Annotated[
         str, typer.Argument(metavar="NAME", help="An analysis; a wrong one lists all.")
@@ -48,12 +48,13 @@ def analyse(
     *,
     asked: Asked,
     hints: "Hints",
+    device: str,
 ) -> None:
     """Run any one analysis by its name. Example: mechinterp analyse pairs checkpoints/sparse-h4-noise0.1-s0"""
     from mechinterp.analysis.analyses import analysis_named
 
     analysis_named(name)
-    show(name, path, asked, hints)
+    show(name, path, asked, hints, device)
 
 
 def show(
@@ -61,6 +62,7 @@ def show(
     path: Path,
     asked: Asked,
     hints: "Hints",
+    device: str,
     settings: Mapping[str, object] | None = None,
 ) -> None:
     """Print what an analysis says of a checkpoint.
@@ -73,7 +75,7 @@ def show(
     from mechinterp.report.terminal import progress_bars, result_text
 
     with about_paths(path), progress_bars(quiet=asked.quiet) as progress:
-        checkpoint = load_checkpoint(path, hints, asked.context_length)
+        checkpoint = load_checkpoint(path, hints, asked.context_length, device=device)
         found = run_analysis(
             name,
             checkpoint,
@@ -89,7 +91,7 @@ def show(
         say(f"{shown_path(path)}: {result_text(found)}")
 
 
-@takes(asked=Asked, hints=hints_of)
+@takes(asked=Asked, hints=hints_of, device=device_of)
 def prune(
     path: PathArgument,
     rule: Annotated[
@@ -113,6 +115,7 @@ def prune(
     *,
     asked: Asked,
     hints: "Hints",
+    device: str,
 ) -> None:
     """Keep all heads of the first layer and the best of each later one. Example: mechinterp prune MODEL --out pruned"""
     from mechinterp.analysis.heads import pruning
@@ -126,7 +129,7 @@ def prune(
         require_new(out)
     paths = (path,) if out is None else (path, out)
     with about_paths(*paths), progress_bars(quiet=asked.quiet) as progress:
-        checkpoint = _of_several_layers(path, hints, asked.context_length)
+        checkpoint = _of_several_layers(path, hints, asked.context_length, device)
         prompts = asked.prompts(checkpoint)
         found = pruning.prune(
             checkpoint.predictor,
@@ -169,9 +172,11 @@ def _fine_tuned(
     return fine_tune(checkpoint, found.kept, prompts, steps=steps, progress=progress)
 
 
-def _of_several_layers(path: Path, hints: "Hints", context_length: int | None) -> "Checkpoint":
+def _of_several_layers(
+    path: Path, hints: "Hints", context_length: int | None, device: str
+) -> "Checkpoint":
     """The checkpoint of a model in which there is a first layer and a later one."""
-    checkpoint = load_checkpoint(path, hints, context_length)
+    checkpoint = load_checkpoint(path, hints, context_length, device=device)
     if checkpoint.config.model.n_layers == 1:
         raise ValueError(
             f"{path}: prune takes models of several layers, got one; ablate masks its heads."

@@ -90,7 +90,10 @@ class Predictor:
         return weights.circuits
 
     def predict(self, prompts: Prompts) -> Float[Tensor, "batch d_y"]:
-        """Prediction of y_query, in units of y."""
+        """Prediction of y_query, in units of y, on the device of the prompts."""
+        return self._predicted(prompts).to(prompts.x.device)
+
+    def _predicted(self, prompts: Prompts) -> Float[Tensor, "batch d_y"]:
         weights = self._shortcut
         if weights is None:  # somebody's hooks may depend on all prompts
             return self.hooked.predict(prompts)
@@ -113,7 +116,7 @@ class Predictor:
         method: str = "zero",
         progress: ProgressCallback = no_progress,
     ) -> Float[Tensor, "mask batch d_y"]:
-        """Predictions under each of several masks, without gradients.
+        """Predictions under each of several masks, without gradients, on the device of the prompts.
 
         Args:
             masks: The heads that are masked together; an empty mask is the full model.
@@ -134,25 +137,34 @@ class Predictor:
         """
         self.require_heads([head for heads in masks for head in heads])
         require_method(method, prompts)
-        weights = self._shortcut
         with torch.no_grad():
-            if weights is not None and why_no_circuits(weights.model) is None:
-                fitting = _fitting(weights, prompts)
-                return one_layer.masked_predictions(
-                    weights.circuits, fitting, masks, method=method, progress=progress
-                )
-            if weights is not None and method == "zero" and _is_linear(weights):
-                fitting = _fitting(weights, prompts)
-                return token_map.masked_predictions(
-                    weights.stack, fitting, masks, progress=progress
-                )
-            if weights is not None and method == "zero":
-                fitting = _fitting(weights, prompts)
-                return weights_alone.masked_predictions(weights, fitting, masks, progress=progress)
-            apart = weights if weights is not None and weights.model.attention_only else None
-            return hooks.masked_predictions(
-                self.hooked, apart, prompts, masks, method=method, progress=progress
+            found = self._masked(prompts, masks, method=method, progress=progress)
+        return found.to(prompts.x.device)
+
+    def _masked(
+        self,
+        prompts: Prompts,
+        masks: Sequence[Sequence[Head]],
+        *,
+        method: str,
+        progress: ProgressCallback,
+    ) -> Float[Tensor, "mask batch d_y"]:
+        weights = self._shortcut
+        if weights is not None and why_no_circuits(weights.model) is None:
+            fitting = _fitting(weights, prompts)
+            return one_layer.masked_predictions(
+                weights.circuits, fitting, masks, method=method, progress=progress
             )
+        if weights is not None and method == "zero" and _is_linear(weights):
+            fitting = _fitting(weights, prompts)
+            return token_map.masked_predictions(weights.stack, fitting, masks, progress=progress)
+        if weights is not None and method == "zero":
+            fitting = _fitting(weights, prompts)
+            return weights_alone.masked_predictions(weights, fitting, masks, progress=progress)
+        apart = weights if weights is not None and weights.model.attention_only else None
+        return hooks.masked_predictions(
+            self.hooked, apart, prompts, masks, method=method, progress=progress
+        )
 
     def streams(
         self,
@@ -173,16 +185,18 @@ class Predictor:
         weights = self._shortcut
         with torch.no_grad():
             if weights is not None and _is_linear(weights):
-                return token_map.streams(
+                found = token_map.streams(
                     weights.stack, _fitting(weights, prompts), heads=heads, positions=positions
                 )
-            return hooks.streams(self.hooked, prompts, heads=heads, positions=positions)
+            else:
+                found = hooks.streams(self.hooked, prompts, heads=heads, positions=positions)
+        return found.to(prompts.x.device)
 
     def stream(self, prompts: Prompts, layer: int) -> Float[Tensor, "batch pos d_model"]:
         """The stream at every position after some layers, without gradients."""
         self.require_layer(layer)
         with torch.no_grad():
-            return hooks.stream(self.hooked, prompts, layer)
+            return hooks.stream(self.hooked, prompts, layer).to(prompts.x.device)
 
     def query_streams(
         self,
@@ -203,7 +217,8 @@ class Predictor:
         with torch.no_grad():
             if weights is not None and _is_linear(weights):
                 fitting = _fitting(weights, prompts)
-                return token_map.query_streams(weights.stack, fitting, layer, heads=heads)
+                found = token_map.query_streams(weights.stack, fitting, layer, heads=heads)
+                return found.to(prompts.x.device)
             covariates = progress(
                 [*prompts.x.unbind(1), prompts.x_query], "every token as the query"
             )
@@ -211,7 +226,7 @@ class Predictor:
                 hooks.stream(self.hooked, replace(prompts, x_query=x), layer, heads=heads)[:, -1]
                 for x in covariates
             ]
-        return torch.stack(each, dim=1)
+        return torch.stack(each, dim=1).to(prompts.x.device)
 
     def require_heads(self, heads: Sequence[Head]) -> None:
         """Refuse heads that do not exist.
@@ -348,5 +363,4 @@ def _fitting(weights: Weights, prompts: Prompts) -> Prompts:
         ValueError: If they are of another d_x or d_y, or too long.
     """
     tokens_of(prompts[:1], weights.model, d_x=weights.d_x, d_y=weights.d_y)
-    like = weights.tensors["blocks.0.attn.W_V"]
-    return prompts.to(like.device).to(like.dtype)
+    return prompts.to(weights.device).to(weights.dtype)
