@@ -5,8 +5,8 @@
 
 The models are those of analyses/algorithm_models.py. On some seeds every limit is moved, the others at
 their defaults, and its cost is counted: five for a wrong label, one for a model that must get its
-label and is left undetermined. On other seeds, and on families that no limit was set on, the labels at
-the defaults are counted. No trained model is among them. Writes
+label and is left undetermined. On other seeds, and on five more families, the labels at the defaults
+are counted. No trained model is among them. Writes
 analyses/results/algorithm_calibration_{models,rates,limits}.csv.
 """
 
@@ -105,7 +105,7 @@ def sentence(table: pd.DataFrame) -> str:
     """What docs/algorithms.md quotes of the rates."""
     row = table[table.family == "all"].iloc[0]
     return (
-        f"Of {row.models} models that no limit was set on, {row.wrong} got a wrong label: "
+        f"Of {row.models} built models, {row.wrong} got a wrong label: "
         f"{row.wrong_rate:.1%} ({row.low:.1%} to {row.high:.1%}); of {row.must} that must get their "
         f"label, {row.missed} did not."
     )

@@ -1,6 +1,7 @@
 """Pages of the documentation that are made from the code: the reference by room, and the gallery of figures."""
 
 import ast
+import re
 from pathlib import Path
 
 import plotly.graph_objects as go
@@ -58,6 +59,13 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for path, content in pages.items():
         files.append(File.generated(config, path, content=content))
     return files
+
+
+def on_page_markdown(markdown: str, **kwargs: object) -> str:
+    """Links to files of the repository beside this folder become their names."""
+    return re.sub(
+        r"\[([^\]]+)\]\((?:\.\./)+((?!papers|how)[a-z_]+/[^)]*)\)", r"\1 (`\2`)", markdown
+    )
 
 
 def reference(title: str, folder: str, about: str) -> str:

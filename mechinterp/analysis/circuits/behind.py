@@ -12,7 +12,6 @@ from torch import Tensor
 from mechinterp.config import TaskConfig
 from mechinterp.icl.prompts import sample_prompts
 from mechinterp.models.functional import AttentionWeights
-from mechinterp.models.transformer import ICLTransformer
 from mechinterp.models.weights import Weights
 
 N_PROMPTS = 1024
@@ -42,6 +41,9 @@ def read_through(weights: Weights, task: TaskConfig, *, seed: int = 0) -> ReadTh
         weights: Of a model that `has_linear_way_in`.
         task: Law of the prompts.
     """
+    # Here and not above: what does not run a model need not wait for TransformerLens.
+    from mechinterp.models.transformer import ICLTransformer
+
     weights = weights.to(torch.float64)
     model = ICLTransformer.from_weights(weights, task=task)
     prompts = sample_prompts(task, N_PROMPTS, seed=seed, dtype=torch.float64)

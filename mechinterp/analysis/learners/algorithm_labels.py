@@ -20,7 +20,10 @@ OWN = 0
 
 @dataclass(frozen=True)
 class AlgorithmLimits:
-    """Limits between labels, set on models that were built (analyses/algorithm_calibration.py)."""
+    """Limits between labels.
+
+    analyses/algorithm_calibration.py moves each of them, and counts wrong labels of built models.
+    """
 
     holds: float = 0.98
     """R^2 of an identity from which on it holds."""
