@@ -188,6 +188,8 @@ class Predictor:
                 found = token_map.streams(
                     weights.stack, _fitting(weights, prompts), heads=heads, positions=positions
                 )
+            elif weights is not None and tuple(positions) == (-1,):
+                found = weights_alone.streams(weights, _fitting(weights, prompts), heads=heads)
             else:
                 found = hooks.streams(self.hooked, prompts, heads=heads, positions=positions)
         return found.to(prompts.x.device)

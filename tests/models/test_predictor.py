@@ -174,6 +174,7 @@ def test_streams_are_those_of_plain_hooks(architecture: dict):
                 ]
         found = predictor.streams(prompts, heads=masked, positions=[-1, -2, -6])
         assert_close_to_rounding(found, expected[:, :, [-1, -2, -6]])
+        assert_close_to_rounding(predictor.streams(prompts, heads=masked), expected[:, :, [-1]])
         if not masked:
             for layer in range(n_layers + 1):
                 assert_close_to_rounding(predictor.stream(prompts, layer), expected[layer])

@@ -1,4 +1,4 @@
-"""Masks of any model from its weights, without hooks: attention, norms, MLPs and positions written out.
+"""Masks and streams of any model from its weights, without hooks: attention, norms, MLPs and positions written out.
 
 What comes before a masked head does not depend on it: its part of the stream is taken away and the layers after run
 again, the last one at the query only. TransformerLens is not loaded.
@@ -38,6 +38,23 @@ def masked_predictions(
         run = _run(layers, _embedded(weights, prompts[rows]))
         streams = [run.masked(heads) for heads in by_layer]
         parts.append(torch.stack([_read_out(weights, stream)[:, -1] for stream in streams]))
+    return torch.cat(parts, dim=1)
+
+
+def streams(
+    weights: Weights, prompts: Prompts, *, heads: Sequence[Head] = ()
+) -> Float[Tensor, "layer batch 1 d_model"]:
+    """The stream at the query before each layer and after the last, with heads masked."""
+    by_layer, parts = by_layers(heads), []
+    layers = [_Layer(weights, layer) for layer in range(weights.n_layers)]
+    for rows in _chunks(weights, prompts):
+        found = [_embedded(weights, prompts[rows])]
+        for layer in layers:
+            z = layer.z(found[-1])
+            if layer.number in by_layer:
+                z = mask_z(z, heads=by_layer[layer.number], value=None)
+            found.append(layer.after(found[-1], layer.written(z)))
+        parts.append(torch.stack([stream[:, -1:] for stream in found]))
     return torch.cat(parts, dim=1)
 
 
