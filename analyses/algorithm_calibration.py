@@ -7,7 +7,7 @@ The models are those of analyses/algorithm_models.py. On some seeds every limit 
 their defaults, and its cost is counted: five for a wrong label, one for a model that must get its
 label and is left undetermined. On other seeds, and on five more families, the labels at the defaults
 are counted. No trained model is among them. Writes
-analyses/results/algorithm_calibration_{models,rates,limits}.csv.
+analyses/results/algorithms/algorithm_calibration_{models,rates,limits}.csv.
 """
 
 import argparse
@@ -114,7 +114,7 @@ def sentence(table: pd.DataFrame) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="two models of each family")
-    parser.add_argument("--out", type=Path, default=ROOT / "analyses" / "results")
+    parser.add_argument("--out", type=Path, default=ROOT / "analyses" / "results" / "algorithms")
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)

@@ -2,7 +2,7 @@
 
     python analyses/algorithm_shipped.py    (about two minutes on one core)
 
-Writes analyses/results/algorithm_shipped.csv, a row per model: its label, what the evidence leaves, the
+Writes analyses/results/algorithms/algorithm_shipped.csv, a row per model: its label, what the evidence leaves, the
 nearest algorithm with R² ± one standard error at the model's own length, the runner-up, and of the
 nearest the least R² over layers. docs/algorithms.md shows it.
 """
@@ -62,7 +62,7 @@ def markdown(table: pd.DataFrame) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=ROOT / "analyses" / "results")
+    parser.add_argument("--out", type=Path, default=ROOT / "analyses" / "results" / "algorithms")
     parser.add_argument("--only", type=int, help="the first models, for a trial")
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)

@@ -12,7 +12,7 @@ from mechinterp.analysis.learners.algorithm import name_algorithm
 from mechinterp.analysis.learners.algorithm_labels import AlgorithmLimits
 
 ROOT = Path(__file__).parents[1]
-RESULTS = ROOT / "analyses" / "results"
+RESULTS = ROOT / "analyses" / "results" / "algorithms"
 sys.path.insert(0, str(ROOT / "analyses"))
 try:
     import algorithm_calibration as calibration

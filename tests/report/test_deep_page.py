@@ -72,7 +72,7 @@ def test_the_page_is_whole_and_says_what_it_found(written: Report):
     assert written.verdict in page.text
     assert EVIL not in page.source
     assert html.escape(EVIL) in page.source
-    assert page.source.count("<summary>How this was computed</summary>") == 7
+    assert page.source.count("<summary>How this was computed</summary>") == 8
     assert "3 layers of 4 heads, softmax attention, width 12, d_x 4, context length 9" in page.text
 
 
