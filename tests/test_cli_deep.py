@@ -79,18 +79,8 @@ def test_report_writes_a_page(folder: Path, tmp_path: Path, run: Run):
     assert (document["path"], document["page"]) == (str(folder), str(out / "index.html"))
     assert document["verdict"].startswith("model: excess risk ")
     assert {Path(table).stem for table in document["tables"]} == {
-        *("algorithms", "identities"),
-        *(
-            "baselines",
-            "layers",
-            "heads",
-            "rules",
-            "pruning",
-            "chosen",
-            "probes",
-            "areas",
-            "descent",
-        ),
+        *("classify", "algorithms", "identities", "baselines", "layers", "heads", "edges"),
+        *("rules", "pruning", "chosen", "probes", "areas", "descent"),
         *("snapshots", "norms", "history"),
     }
     run("report", folder, *options).assert_refused(out, "already exists and is not overwritten")

@@ -30,7 +30,7 @@ READ = (
     *("softmax-paper", "linear-merged", "linear-separate", "transformer-lens", "torch-attention"),
     *("transformer-lens-safetensors", "linear-layers", "arrays", "circuits", "arrays-safetensors"),
     *("stated-arrays", "gpt2", "torch-encoder", "folder-native", "folder-transformer-lens"),
-    *("hugging-face", "numpy-pickle", "flax", "history-and-snapshots", "training-state"),
+    *("hugging-face", "names", "haiku", "flax", "history-and-snapshots", "training-state"),
 )
 WRITTEN = (
     *(

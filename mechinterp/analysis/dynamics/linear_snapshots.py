@@ -212,4 +212,4 @@ def _forecast(checkpoint: Checkpoint) -> tuple[Float[np.ndarray, " jump"], str]:
         f"component {direction + 1} at step {step:,.0f} (head {head})"
         for step, direction, head in zip(found.step, found.direction, found.head, strict=True)
     ]
-    return found.step, f"Foretold from the initial weights alone: {', '.join(parts)}."
+    return found.step, f"Predicted from the initial weights alone: {', '.join(parts)}."
