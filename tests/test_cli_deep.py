@@ -72,6 +72,7 @@ def test_convert_writes_them(folder: Path, tmp_path: Path, run: Run):
     assert not (tmp_path / "lens").exists()
 
 
+@pytest.mark.slow
 def test_report_writes_a_page(folder: Path, tmp_path: Path, run: Run):
     out = tmp_path / "page"
     options = ("--out", out, "--n-prompts", 64)

@@ -204,6 +204,7 @@ def test_a_table_of_failures_and_of_nothing(tmp_path: Path):
         write_table(tmp_path / "file" / "a.csv", failed)
 
 
+@pytest.mark.slow
 def test_layered_models_are_classified_and_shown(run: Run, tmp_path: Path):
     file = tmp_path / "gpt2.pt"
     torch.save(garg().state_dict(), file)

@@ -267,6 +267,7 @@ def test_random_weights_earn_no_pattern(task: TaskConfig, model: ModelConfig):
     assert patterns.count("unstructured") >= 0.85 * len(patterns)
 
 
+@pytest.mark.slow
 def test_p_values_of_random_weights_are_uniform():
     values: dict[str, list[float]] = {}
     for seed in range(10_000, 10_200):

@@ -62,6 +62,7 @@ def save(name: str, layout: str, folder: Path) -> tuple[Path, str, Checkpoint]:
     return file, classify(checkpoint, n_prompts=256).pattern, checkpoint
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", SOFTMAX + LINEAR + OTHERS + SEVERAL)
 def test_score_is_asked_for_not_guessed(tmp_path: Path, name: str, layout: str):

@@ -105,6 +105,7 @@ def on_a_terminal(*arguments: str) -> tuple[str, str]:
     return output, seen.decode()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "openpty"), reason="there are no terminals to open here")
 @pytest.mark.parametrize(
     ("arguments", "text", "lines"),
