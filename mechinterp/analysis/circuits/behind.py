@@ -85,5 +85,8 @@ def _seen_through(weights: Weights, direction: Tensor, constant: Tensor) -> Atte
         score=weights.model.score,
         score_slope=weights.model.score_slope,
         attend_to_self=weights.model.attend_to_self,
-        **biases,
+        b_Q=biases.get("b_Q"),
+        b_K=biases.get("b_K"),
+        b_V=biases.get("b_V"),
+        b_O=biases.get("b_O"),
     )
