@@ -129,7 +129,8 @@ def _tried(
         unsaid = _unsaid(name, tensors, hints)
         for values in product(*unsaid.values()):
             said = first | dict(zip(unsaid, values, strict=True))
-            if said.get("attend_to_self") and said.get("score", hints.score) != "softmax":
+            # Only softmax has both; with other scores it is as the format has it.
+            if said.get("score", hints.score) != "softmax" and said.pop("attend_to_self", False):
                 continue
             full = replace(hints, **said)  # type: ignore[arg-type]
             try:
