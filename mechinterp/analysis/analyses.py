@@ -94,7 +94,7 @@ def run_analysis(
     Example:
         >>> from mechinterp import load
         >>> run_analysis("circuits", load("checkpoints/softmax-h1-s0")).to_frame().shape
-        (1, 9)
+        (1, 13)
     """
     analysis = analysis_named(name)
     takes = signature(analysis).parameters

@@ -91,7 +91,7 @@ def full_batch_descent(
     Source:
         Zhang et al. 2025, arXiv 2501.16265, section 3.1; its figures use full-batch descent.
     Example:
-        >>> from mechinterp.theory.linear import population_moments
+        >>> from mechinterp.theory.linear import modes, population_moments
         >>> from mechinterp.theory.linear_heads import merged_heads
         >>> moments = population_moments(np.array([0.4, 0.2]), context_length=31)
         >>> heads = merged_heads(3, 2, std=0.1, seed=0)
@@ -108,7 +108,7 @@ def rotate(moments: Moments, basis: Float[np.ndarray, "d_x d_x"]) -> Moments:
     """The same moments in the coordinates of a basis, its vectors as columns.
 
     Example:
-        >>> from mechinterp.theory.linear import population_moments
+        >>> from mechinterp.theory.linear import modes, population_moments
         >>> moments = population_moments(np.array([[2.0, 1.0], [1.0, 2.0]]), context_length=31)
         >>> rotate(moments, modes(moments).vectors).yz.round(9).tolist()
         [[9.0, 0.0], [0.0, 1.0]]
