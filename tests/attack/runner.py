@@ -12,7 +12,7 @@ from pathlib import Path
 from random import Random
 from shutil import rmtree
 
-from tests.attack.subjects import Subject, copied, is_marked, subjects, users_files
+from tests.attack.targets import Subject, copied, is_marked, subjects, users_files
 
 SECONDS, BYTES = 2.0, 500 * 2**20
 PATIENCE = 60.0

@@ -16,7 +16,7 @@ from tests.attack import runner
 from tests.attack.__main__ import main
 from tests.attack.mutations import mutate_bytes
 from tests.attack.runner import FAULTS, Said, outcome_of
-from tests.attack.subjects import Subject, subjects
+from tests.attack.targets import Subject, subjects
 
 CASES = 8
 
