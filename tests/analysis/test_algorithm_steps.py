@@ -16,6 +16,7 @@ def descent() -> StepInterventions:
     return intervene_on_steps(rotated(FALLING, seed=0), task=DENSE, n_prompts=128)
 
 
+@pytest.mark.slow
 def test_an_exact_model_follows_its_algorithm(descent: StepInterventions):
     assert descent.algorithm == "gradient_descent"
     assert descent.layers == ("0", "1", "2", "3", "all layers")
