@@ -9,7 +9,7 @@ import torch
 
 from mechinterp.analysis.circuits.null import N_PROMPTS, Null, null_of, x_blocks
 from mechinterp.analysis.circuits.structure import common_matrix
-from mechinterp.analysis.circuits.substitution import evaluation, idealised, survival
+from mechinterp.analysis.circuits.substitution import evaluation, faithfulness, idealised
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig
 from mechinterp.models.constructions import from_circuits
 from mechinterp.models.functional import AttentionWeights, predict
@@ -76,12 +76,12 @@ def test_the_best_head_stands_for_its_model():
 
 
 @pytest.mark.slow
-def test_survival_is_that_of_idealised_models_with_their_law():
+def test_faithfulness_is_that_of_idealised_models_with_their_law():
     prompts = evaluation(TASK, N_PROMPTS, 0, True).prompts
     expected = []
     for weights in random_models():
         ideal = idealised(weights, torch.diag_embed(weights.omega), weights.mu)
-        expected.append(survival(predict(weights, prompts), predict(ideal, prompts)).r2)
+        expected.append(faithfulness(predict(weights, prompts), predict(ideal, prompts)).r2)
     # The null is computed in float32.
     found = found_in_null("substitution_r2")
     assert found == pytest.approx(np.sort(expected), rel=1e-4, abs=1e-4)

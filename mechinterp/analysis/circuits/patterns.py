@@ -21,7 +21,12 @@ from mechinterp.analysis.circuits.labels import Evidence, agreed_label, head_lab
 from mechinterp.analysis.circuits.null import Null, null_of
 from mechinterp.analysis.circuits.reading import Form, Heads, form_of, read_groups, read_heads
 from mechinterp.analysis.circuits.scales import Scales, scales_of
-from mechinterp.analysis.circuits.substitution import Survival, evaluation, idealised, survival
+from mechinterp.analysis.circuits.substitution import (
+    Faithfulness,
+    evaluation,
+    faithfulness,
+    idealised,
+)
 from mechinterp.analysis.circuits.thresholds import Thresholds
 from mechinterp.analysis.learners.layered import LayeredClassification, classify_layers
 from mechinterp.checkpoints.readings import Reading
@@ -59,9 +64,9 @@ class Classification(Result):
     """What QK x blocks are held against."""
     scales: Scales
     """How omega and mu add up over heads."""
-    substitution: Survival
+    substitution: Faithfulness
     """What survives of the prediction with every head replaced by its idealised circuit (omega, mu)."""
-    learner: Survival
+    learner: Faithfulness
     """What the closed-form learner built from omega and mu alone explains of the prediction."""
     components: Components | None
     """Of one step of linear attention: which principal components of x it uses; None for all other models."""
@@ -208,10 +213,10 @@ def _classified(
     scales = scales_of(groups.where(groups.share > limits.share), form, weights, task, limits)
     prediction = outputs.sum(1) if weights.b_O is None else outputs.sum(1) + weights.b_O
     ideal = idealised(weights, form.fitted(heads.blocks), torch.from_numpy(heads.mu))
-    learner = substitution = survival(prediction, predict(ideal, prompts.prompts))
+    learner = substitution = faithfulness(prediction, predict(ideal, prompts.prompts))
     centred = is_normalised(weights.score)
     if not (centred and one_sign):
-        learner = survival(prediction, prompts.gradient_step(scales.step, centred=centred))
+        learner = faithfulness(prediction, prompts.gradient_step(scales.step, centred=centred))
     null = null_of(task, _shape(weights), form=form.kind)
     p_values = _p_values(null, groups, scales, substitution)
     alignment = form.alignment(groups.blocks)[groups.share > limits.share].min(initial=1)
@@ -334,7 +339,7 @@ def _shape(weights: AttentionWeights) -> ModelConfig:
 
 
 def _p_values(
-    null: Null, groups: Heads, scales: Scales, substitution: Survival
+    null: Null, groups: Heads, scales: Scales, substitution: Faithfulness
 ) -> dict[str, float]:
     best = {
         f"{name}_best": float(getattr(groups, name).max())
