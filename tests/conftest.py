@@ -34,7 +34,7 @@ AnyWeights = Weights | AttentionWeights | DeepWeights
 def assert_same(actual: AnyWeights, expected: AnyWeights):
     """Equal bits, and the same architecture, in whichever form the two come."""
     actual, expected = with_sizes(actual), with_sizes(expected)
-    assert actual.law == expected.law
+    assert actual.architecture == expected.architecture
     assert actual.tensors.keys() == expected.tensors.keys()
     for name, tensor in expected.tensors.items():
         assert torch.equal(actual.tensors[name], tensor), name
