@@ -231,7 +231,7 @@ def test_report(run: Run, trained: Path, tmp_path: Path):
     assert (ran.document["path"], ran.document["page"]) == (str(trained), str(out / PAGE))
     files = {Path(ran.document["page"]), *map(Path, ran.document["tables"])}
     assert set(out.iterdir()) == files
-    assert ran.document["verdict"].startswith("h2 ")
+    assert ran.document["verdict"].startswith("What it computes: ")
 
     again = ("report", trained, "--out", out, "--n-prompts", 64)
     run(*again).assert_refused(out, "already exists", "--overwrite")

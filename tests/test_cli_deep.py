@@ -78,7 +78,7 @@ def test_report_writes_a_page(folder: Path, tmp_path: Path, run: Run):
     options = ("--out", out, "--n-prompts", 64)
     document = run("report", folder, *options, "--json", "--quiet").document
     assert (document["path"], document["page"]) == (str(folder), str(out / "index.html"))
-    assert document["verdict"].startswith("model: excess risk ")
+    assert document["verdict"].startswith("What it computes: ")
     assert {Path(table).stem for table in document["tables"]} == {
         *("classify", "algorithms", "identities", "baselines", "layers", "heads", "edges"),
         *("rules", "pruning", "chosen", "probes", "areas", "descent"),
