@@ -95,9 +95,13 @@ def with_error(value: float, sem: float) -> str:
     """
     if not np.isfinite(value):
         return "not defined"
+    if abs(value) < 1e-12:
+        return "0"
     if not sem > 5e-7:
         error = f" ± {sem:.0e}" if sem > 0 else ""
         return f"{value:.6f}".rstrip("0").rstrip(".") + error
+    if sem >= 1000:
+        return f"{digits(value)} ± {digits(sem)}"
     decimals = int(np.clip(-np.floor(np.log10(sem)), 0, 6))
     return f"{value:.{decimals}f} ± {sem:.{decimals}f}"
 
@@ -107,10 +111,12 @@ def digits(value: float) -> str:
 
     Example:
         >>> [digits(value) for value in (1.0026, 0.88664, 152.4, 20640.0, 1e-23)]
-        ['1.00', '0.887', '152', '2.06e+04', '0']
+        ['1.00', '0.887', '152', '20640', '0']
     """
     if abs(value) < 1e-12:
         return "0"
+    if 1000 <= abs(value) < 100_000:
+        return f"{value:.0f}"
     return f"{value:#.3g}".replace(".e", "e").rstrip(".")
 
 

@@ -32,13 +32,15 @@ def dumps(document: object) -> str:
     return json.dumps(_plain(document), indent=2, allow_nan=False)
 
 
-def info_document(checkpoint: Checkpoint) -> dict:
-    """What `info` says of a checkpoint; the one document that needs the hooked model, for its hooks."""
-    checkpoint = checkpoint_of(checkpoint, "info")
-    from mechinterp.models.hook_map import hook_map
+def info_document(checkpoint: Checkpoint, *, hooks: bool = True) -> dict:
+    """What `info` says of a checkpoint.
 
+    Args:
+        hooks: Whether hook points are listed, for which the hooked model is built.
+    """
+    checkpoint = checkpoint_of(checkpoint, "info")
     history = checkpoint.history
-    return {
+    document = {
         **header(checkpoint),
         "name": checkpoint.name,
         "id": checkpoint.config.id,
@@ -49,8 +51,12 @@ def info_document(checkpoint: Checkpoint) -> dict:
         "snapshots": list(checkpoint.snapshots),
         "eval_loss": None if history is None else float(history["eval_loss"].iloc[-1]),
         "weights": _weight_shapes(checkpoint),
-        "hooks": records(hook_map(checkpoint.model)),
     }
+    if hooks:
+        from mechinterp.models.hook_map import hook_map
+
+        document["hooks"] = records(hook_map(checkpoint.model))
+    return document
 
 
 def _weight_shapes(checkpoint: Checkpoint) -> dict[str, list[int]]:

@@ -32,8 +32,8 @@ class TaskLoss:
 
     def __str__(self) -> str:
         return (
-            f"{with_error(self.model, self.model_sem)} y²; ridge regression has "
-            f"{with_error(self.ridge, self.ridge_sem)}, predicting 0 {with_error(self.zero, self.zero_sem)}"
+            f"{with_error(self.model, self.model_sem)} y² (ridge regression: "
+            f"{with_error(self.ridge, self.ridge_sem)}; predicting 0: {with_error(self.zero, self.zero_sem)})"
         )
 
 
