@@ -110,7 +110,7 @@ def test_the_document_and_the_pictures(found: LayeredClassification):
     for figure in (found.plot(), found.plot_importance()):
         assert isinstance(figure, go.Figure)
         assert np.shape(figure.data[0].z) == (3, 4)
-    assert repr(found).startswith("LayeredClassification(unstructured: L")
+    assert repr(found).startswith("LayeredClassification(unstructured)\nWhat it computes: nothing")
     assert found.learners == ("vanilla_gd", "debiased_gd", "least_squares")
     assert found.algorithm is not None
     assert found.reason.startswith(f"{found.algorithm.reason}; no learner known here is close")

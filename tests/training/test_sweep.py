@@ -471,7 +471,7 @@ KILLS = 16
 # Processes are forked from one that has imported everything, so that their time goes into training.
 DRIVER = """
 import json, os, random, signal, sys, time
-import mechinterp.analysis.results, mechinterp.report.terminal, mechinterp.training.kernel
+import mechinterp.analysis.results, mechinterp.report.bars, mechinterp.training.kernel
 from mechinterp import cli
 from mechinterp.training import run
 
