@@ -21,6 +21,32 @@ def printable(text: str) -> str:
     return escaped if len(escaped) <= MAX_LENGTH else escaped[: MAX_LENGTH - 3] + "..."
 
 
+SIGNS = str.maketrans(
+    {
+        **{"ŷ": "y_hat", "\u0304": "_mean", "Σ": "sum", "∝": "~", "·": "*", "−": "-", "±": "+-"},
+        **{"²": "^2", "ᵀ": "^T ", "⁻": "^-", "¹": "1", "←": "<-", "×": "x", "–": "-"},
+        **{"Θ": "Theta", "Γ": "Gamma", "Ω": "Omega", "β": "beta", "γ": "gamma", "η": "eta"},
+        **{"λ": "lambda", "μ": "mu", "ω": "omega", "α": "alpha", "⟨": "<", "⟩": ">"},
+    }
+)
+"""Signs of formulas in letters."""
+
+
+def spelled(text: str, encoding: str | None) -> str:
+    """The text with those signs of formulas in letters that a stream's encoding lacks.
+
+    Example:
+        >>> spelled("ŷ = x̄·x, 1 ± 0.1 y²", "ascii")
+        'y_hat = x_mean*x, 1 +- 0.1 y^2'
+    """
+    lacking = {
+        sign: letters
+        for sign, letters in SIGNS.items()
+        if not chr(sign).encode(encoding or "utf-8", "ignore")
+    }
+    return text.translate(lacking)
+
+
 def visible(text: str) -> str:
     r"""The text in which what is not printable, but for the ends of lines, is written as an escape.
 

@@ -13,6 +13,7 @@ from mechinterp.cli.options import (
     about_paths,
     hints_of,
     load_checkpoint,
+    say_of,
     shown_path,
     takes,
 )
@@ -71,8 +72,9 @@ def show(
         settings: Further arguments of this analysis.
     """
     from mechinterp.analysis.analyses import run_analysis
+    from mechinterp.report.bars import progress_bars
     from mechinterp.report.documents import dumps, result_document
-    from mechinterp.report.terminal import progress_bars, result_text
+    from mechinterp.report.terminal import result_text
 
     with about_paths(path), progress_bars(quiet=asked.quiet) as progress:
         checkpoint = load_checkpoint(path, hints, asked.context_length, device=device)
@@ -88,7 +90,7 @@ def show(
     if asked.as_json:
         say(dumps(result_document(name, checkpoint, found)))
     else:
-        say(f"{shown_path(path)}: {result_text(found)}")
+        say_of(path, result_text(found, wide=asked.wide))
 
 
 @takes(asked=Asked, hints=hints_of, device=device_of)
@@ -120,8 +122,9 @@ def prune(
     """Keep all heads of the first layer and the best of each later one. Example: mechinterp prune MODEL --out pruned"""
     from mechinterp.analysis.heads import pruning
     from mechinterp.checkpoints.folders import require_new
+    from mechinterp.report.bars import progress_bars
     from mechinterp.report.documents import dumps, pruning_document
-    from mechinterp.report.terminal import progress_bars, pruning_text
+    from mechinterp.report.terminal import pruning_text
 
     if rule not in pruning.RULES:
         raise ValueError(f"--rule must be one of {', '.join(pruning.RULES)}, got {rule!r}.")
@@ -150,7 +153,7 @@ def prune(
     if asked.as_json:
         say(dumps(pruning_document(checkpoint, found, tuned, out)))
         return
-    say(f"{shown_path(path)}: {pruning_text(found, tuned)}")
+    say_of(path, pruning_text(found, tuned, wide=asked.wide))
     if out is not None:
         say(f"Pruned model: {shown_path(out)}")
 

@@ -1,5 +1,8 @@
 """Shared options of the commands that read checkpoints, and their error messages."""
 
+import shutil
+import sys
+import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -10,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mechinterp.cli.training import JsonOption, QuietOption, device_of, say
+from mechinterp.cli.training import JsonOption, QuietOption, WideOption, device_of, say
 
 if TYPE_CHECKING:
     from mechinterp.checkpoints.hints import Hints
@@ -146,6 +149,7 @@ class Asked:
     context_length: LengthOption = None
     quiet: QuietOption = False
     as_json: JsonOption = False
+    wide: WideOption = False
 
     def prompts(self, checkpoint: "Checkpoint") -> "Prompts":
         """Evaluation prompts, of models of attention alone in the dtype of their weights."""
@@ -252,6 +256,14 @@ def is_out_of_memory(error: Exception) -> bool:
     return isinstance(error, MemoryError) or any(words in str(error) for words in said)
 
 
+def say_of(path: Path, text: str) -> None:
+    """Print a text about a path, beside it where there is room; its first word always is."""
+    first, _, rest = text.partition("\n")
+    beside = f"{shown_path(path)}: {first}"
+    below = " " in first and len(beside) > shutil.get_terminal_size().columns
+    say("\n".join(filter(None, (f"{shown_path(path)}:\n{first}" if below else beside, rest))))
+
+
 def shown_path(path: Path) -> str:
     """A path on one line, whatever its name."""
     from mechinterp.checkpoints.errors import printable
@@ -260,5 +272,16 @@ def shown_path(path: Path) -> str:
 
 
 def complain(message: str) -> None:
-    """Print an error as one line on standard error."""
-    say(f"mechinterp: {' '.join(message.split())}", error=True)
+    """Print an error on standard error: one line, which a terminal shows broken between words."""
+    line = f"mechinterp: {' '.join(message.split())}"
+    if sys.stderr.isatty():  # a reader, not a script
+        line = "\n".join(
+            textwrap.wrap(
+                line,
+                shutil.get_terminal_size().columns,
+                subsequent_indent="  ",
+                break_long_words=False,
+                break_on_hyphens=False,
+            )
+        )
+    say(line, error=True)

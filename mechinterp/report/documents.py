@@ -32,13 +32,15 @@ def dumps(document: object) -> str:
     return json.dumps(_plain(document), indent=2, allow_nan=False)
 
 
-def info_document(checkpoint: Checkpoint) -> dict:
-    """What `info` says of a checkpoint; the one document that needs the hooked model, for its hooks."""
-    checkpoint = checkpoint_of(checkpoint, "info")
-    from mechinterp.models.hook_map import hook_map
+def info_document(checkpoint: Checkpoint, *, hooks: bool = True) -> dict:
+    """What `info` says of a checkpoint.
 
+    Args:
+        hooks: Whether hook points are listed, for which the hooked model is built.
+    """
+    checkpoint = checkpoint_of(checkpoint, "info")
     history = checkpoint.history
-    return {
+    document = {
         **header(checkpoint),
         "name": checkpoint.name,
         "id": checkpoint.config.id,
@@ -49,8 +51,12 @@ def info_document(checkpoint: Checkpoint) -> dict:
         "snapshots": list(checkpoint.snapshots),
         "eval_loss": None if history is None else float(history["eval_loss"].iloc[-1]),
         "weights": _weight_shapes(checkpoint),
-        "hooks": records(hook_map(checkpoint.model)),
     }
+    if hooks:
+        from mechinterp.models.hook_map import hook_map
+
+        document["hooks"] = records(hook_map(checkpoint.model))
+    return document
 
 
 def _weight_shapes(checkpoint: Checkpoint) -> dict[str, list[int]]:
@@ -90,7 +96,8 @@ def classification_document(
         "pattern": found.pattern,
         "reason": found.reason,
         "heads": heads,
-        "evidence": _evidence(found),
+        "evidence": _evidence(found) | _standing(found),
+        "verdict": asdict(found.verdict),
     }
 
 
@@ -102,13 +109,24 @@ def _evidence(found: Classification) -> dict:
     evidence: dict[str, object] = {"sign_matching": found.sign_matching}
     evidence |= {name: getattr(found.scales, name) for name in names}
     for kind in ("substitution", "learner"):
-        survival = asdict(getattr(found, kind))
-        evidence |= {f"{kind}_{name}": value for name, value in survival.items()}
+        faithfulness = asdict(getattr(found, kind))
+        evidence |= {f"{kind}_{name}": value for name, value in faithfulness.items()}
     used = found.components
     for name in ("n_components", "learned", "off_diagonal"):
         evidence[name] = None if used is None else getattr(used, name)
     form = {name: getattr(found.form, name) for name in ("isotropy", "shared", "rotation")}
     return evidence | {"form": found.form.kind, **form, "p_values": found.p_values}
+
+
+def _standing(found: Classification) -> dict:
+    """The loss beside those of ridge regression and of 0, and what simple learners explain, nearest first."""
+    near = found.near
+    columns = {"r2": near.r2, "r2_sem": near.r2_sem, "lead": near.lead, "lead_sem": near.lead_sem}
+    learners = [
+        {"learner": name} | {column: float(values[n]) for column, values in columns.items()}
+        for n, name in enumerate(near.learners)
+    ]
+    return {"loss": asdict(found.loss), "learners": learners, "n_random": found.n_random}
 
 
 def _layered_document(checkpoint: Checkpoint, found: LayeredClassification) -> dict:
@@ -127,7 +145,9 @@ def _layered_document(checkpoint: Checkpoint, found: LayeredClassification) -> d
             "learner_r2": dict(zip(found.learners, found.learner_r2.tolist(), strict=True)),
             "learner_r2_sem": dict(zip(found.learners, found.learner_r2_sem.tolist(), strict=True)),
             **({} if found.algorithm is None else algorithm_evidence(found.algorithm)),
+            "loss": asdict(found.loss),
         },
+        "verdict": asdict(found.verdict),
     }
 
 

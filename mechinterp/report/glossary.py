@@ -155,6 +155,17 @@ def meanings(columns: Iterable[object]) -> dict[str, str]:
     return {name: meaning for name, meaning in found.items() if meaning is not None}
 
 
+def unit_of(column: str) -> str:
+    """The unit of a column, as its meaning ends with it; none for one without.
+
+    Example:
+        >>> unit_of("rise"), unit_of("omega_0"), unit_of("share")
+        ('y²', '1/x²', '')
+    """
+    found = re.search(r"[;,] (1/x²|y/x|y²|x²|y)\.", _meaning(column) or "")
+    return found[1] if found else ""
+
+
 def _meaning(column: str) -> str | None:
     numbered = re.fullmatch(r"([a-z]+)_\d+", column)
     return NUMBERED.get(numbered[1]) if numbered else COLUMNS.get(column)

@@ -110,7 +110,7 @@ def test_the_document_and_the_pictures(found: LayeredClassification):
     for figure in (found.plot(), found.plot_importance()):
         assert isinstance(figure, go.Figure)
         assert np.shape(figure.data[0].z) == (3, 4)
-    assert repr(found).startswith("LayeredClassification(unstructured: L")
+    assert repr(found).startswith("LayeredClassification(unstructured)\nWhat it computes: nothing")
     assert found.learners == ("vanilla_gd", "debiased_gd", "least_squares")
     assert found.algorithm is not None
     assert found.reason.startswith(f"{found.algorithm.reason}; no learner known here is close")
@@ -132,6 +132,7 @@ def test_a_model_that_predicts_nothing_is_near_to_no_learner():
     assert np.isnan(found.learner_r2).all()
 
 
+@pytest.mark.slow
 def test_prompts_are_the_seeds_and_the_tasks():
     checkpoint = checkpoint_of(garg(), n_heads=4)
     first, again = (classify_layers(checkpoint, n_prompts=8, seed=1) for _ in range(2))

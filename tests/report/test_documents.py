@@ -121,7 +121,7 @@ def test_classification_document(checkpoint: Checkpoint):
     found = classify(checkpoint, n_prompts=256)
     document = json.loads(dumps(classification_document(checkpoint, found)))
     assert_header(document, checkpoint)
-    assert list(document)[8:] == ["pattern", "reason", "heads", "evidence"]
+    assert list(document)[8:] == ["pattern", "reason", "heads", "evidence", "verdict"]
     assert (document["pattern"], document["reason"]) == ("debiased_gd", found.reason)
     assert [head["label"] for head in document["heads"]] == ["positive", "negative", "dummy"]
     assert [(head["layer"], head["head"]) for head in document["heads"]] == [(0, 0), (0, 1), (0, 2)]
