@@ -9,6 +9,7 @@ from mechinterp.version import __version__
 
 _HOMES = {
     "load": "mechinterp.checkpoints.loading",
+    "hook_module": "mechinterp.checkpoints.plain_modules",
     "ExperimentConfig": "mechinterp.config",
     "TaskConfig": "mechinterp.config",
     "generator_for": "mechinterp.icl.prompts",
@@ -38,6 +39,7 @@ _HOMES = {
     "attribute_edges": "mechinterp.analysis.heads.edges",
     "train": "mechinterp.training.sweep",
     "check_compatible": "mechinterp.models.conformance",
+    "write_report": "mechinterp.report.page",
 }
 __all__ = ["__version__", *_HOMES]
 

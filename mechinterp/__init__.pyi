@@ -19,6 +19,7 @@ from mechinterp.analysis.learners.layered import classify_layers as classify_lay
 from mechinterp.analysis.probing.p_probing import p_probe as p_probe
 from mechinterp.analysis.probing.probes import probe_layers as probe_layers
 from mechinterp.checkpoints.loading import load as load
+from mechinterp.checkpoints.plain_modules import hook_module as hook_module
 from mechinterp.config import ExperimentConfig as ExperimentConfig
 from mechinterp.config import ModelConfig as ModelConfig
 from mechinterp.config import TaskConfig as TaskConfig
@@ -29,5 +30,6 @@ from mechinterp.models.adapter import masked as masked
 from mechinterp.models.conformance import check_compatible as check_compatible
 from mechinterp.models.masks import mask_heads as mask_heads
 from mechinterp.models.predictor import predictor_of as predictor_of
+from mechinterp.report.page import write_report as write_report
 from mechinterp.training.sweep import train as train
 from mechinterp.version import __version__ as __version__

@@ -338,6 +338,7 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Case]:
     return case_builder(tmp_path_factory.mktemp("doors"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("analysis", "source"), PAIRS)
 def test_it_answers_or_refuses_in_one_line(analysis: str, source: str, case):
     listed_as = "answer" if (analysis, source) in ANSWERS else "refusal"

@@ -59,8 +59,8 @@ def _evidence(found: Classification) -> dict:
     evidence: dict[str, object] = {"sign_matching": found.sign_matching}
     evidence |= {name: getattr(found.scales, name) for name in names}
     for kind in ("substitution", "learner"):
-        survival = asdict(getattr(found, kind))
-        evidence |= {f"{kind}_{name}": value for name, value in survival.items()}
+        faithfulness = asdict(getattr(found, kind))
+        evidence |= {f"{kind}_{name}": value for name, value in faithfulness.items()}
     used = found.components
     for name in ("n_components", "learned", "off_diagonal"):
         evidence[name] = None if used is None else getattr(used, name)

@@ -13,6 +13,7 @@ from mechinterp.analysis.analyses import (
 )
 from mechinterp.analysis.learners.layered import LayeredClassification
 from mechinterp.checkpoints.native import Checkpoint
+from mechinterp.checkpoints.plain_modules import HookedModule
 from mechinterp.progress import ProgressCallback, no_progress
 from mechinterp.report import deep_sections, sections
 from mechinterp.report.algorithm_section import algorithm_section
@@ -40,7 +41,7 @@ class Contents:
 
 
 def contents_of(
-    checkpoint: Checkpoint,
+    checkpoint: Checkpoint | HookedModule,
     *,
     n_prompts: int,
     seed: int = 0,

@@ -55,7 +55,7 @@ def page(
         sections=sections,
         files="/".join(files),
         title_height=TITLE_HEIGHT,
-        looks=figures.templates(),
+        looks={"templates": figures.templates(), "scales": figures.scales()},
         style=_text("style.css"),
         script=_text("page.js"),
         plotly_js=Markup(get_plotlyjs()),

@@ -133,6 +133,7 @@ def test_a_model_that_predicts_nothing_is_near_to_no_learner():
     assert np.isnan(found.learner_r2).all()
 
 
+@pytest.mark.slow
 def test_prompts_are_the_seeds_and_the_tasks():
     checkpoint = checkpoint_of(garg(), n_heads=4)
     first, again = (classify_layers(checkpoint, n_prompts=8, seed=1) for _ in range(2))

@@ -77,7 +77,7 @@ class Page(HTMLParser):
         pairs = zip(kinds, self.scripts, strict=True)
         texts = [script for kind, script in pairs if kind == "application/json"]
         *figures, looks = [json.loads(text) for text in texts]
-        assert set(looks) == {"light", "dark"}
+        assert set(looks) == {"templates", "scales"}
         return figures
 
     def rows(self, caption: str) -> list[dict[str, str]]:

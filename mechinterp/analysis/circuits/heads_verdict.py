@@ -7,7 +7,7 @@ from jaxtyping import Float
 
 from mechinterp.analysis.circuits.reading import Form
 from mechinterp.analysis.circuits.scales import Scales
-from mechinterp.analysis.circuits.substitution import Survival
+from mechinterp.analysis.circuits.substitution import Faithfulness
 from mechinterp.analysis.learners.standing import Nearby
 from mechinterp.analysis.verdict import (
     KNOWN,
@@ -51,7 +51,7 @@ def heads_verdict(
     omega: Float[np.ndarray, " head"],
     mu: Float[np.ndarray, "head d_y"],
     kernel: str,
-    learner: Survival,
+    learner: Faithfulness,
     near: Nearby,
     p_value: float,
     n_random: int,

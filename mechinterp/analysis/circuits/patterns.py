@@ -22,7 +22,12 @@ from mechinterp.analysis.circuits.labels import Evidence, agreed_label, head_lab
 from mechinterp.analysis.circuits.null import Null, null_of
 from mechinterp.analysis.circuits.reading import Form, Heads, form_of, read_groups, read_heads
 from mechinterp.analysis.circuits.scales import Scales, scales_of
-from mechinterp.analysis.circuits.substitution import Survival, evaluation, idealised, survival
+from mechinterp.analysis.circuits.substitution import (
+    Faithfulness,
+    evaluation,
+    faithfulness,
+    idealised,
+)
 from mechinterp.analysis.circuits.thresholds import Thresholds
 from mechinterp.analysis.learners.layered import LayeredClassification, classify_layers
 from mechinterp.analysis.learners.standing import Nearby, TaskLoss, nearby, task_loss
@@ -34,7 +39,6 @@ from mechinterp.models.constructions import from_circuits
 from mechinterp.models.functional import AttentionWeights, head_outputs, predict
 from mechinterp.models.predictor import Source, predictor_of
 from mechinterp.models.scores import is_normalised, kernel_text
-from mechinterp.models.weights import Weights
 
 N_PROMPTS, N_LAYERED_PROMPTS = 512, 256
 
@@ -63,9 +67,9 @@ class Classification(Result):
     """What QK x blocks are held against."""
     scales: Scales
     """How omega and mu add up over heads."""
-    substitution: Survival
+    substitution: Faithfulness
     """What survives of the prediction with every head replaced by its idealised circuit (omega, mu)."""
-    learner: Survival
+    learner: Faithfulness
     """What the closed-form learner built from omega and mu alone explains of the prediction."""
     components: Components | None
     """Of one step of linear attention: which principal components of x it uses; None for all other models."""
@@ -156,7 +160,8 @@ def classify(
         >>> classify(debiased_gradient_step(0.88, 0.05, d_x=5)).pattern
         'debiased_gd'
     """
-    one = predictor_of(source).is_one_attention
+    predictor = predictor_of(source)
+    one = predictor.is_one_attention
     if n_prompts is None:
         n_prompts = N_PROMPTS if one else N_LAYERED_PROMPTS
     if one:
@@ -164,8 +169,8 @@ def classify(
             source, task, n_prompts=n_prompts, seed=seed, thresholds=thresholds
         )
     found = classify_layers(source, task, n_prompts=n_prompts, seed=seed)
-    weights = getattr(source, "weights", None)
-    if not isinstance(weights, Weights) or not has_linear_way_in(weights):
+    weights = predictor.weights
+    if weights is None or not has_linear_way_in(weights):
         return found
     limits = Thresholds() if thresholds is None else thresholds
     through = read_through(weights, found.task, seed=seed)
@@ -250,11 +255,11 @@ def _classified(
     prediction = outputs.sum(1) if weights.b_O is None else outputs.sum(1) + weights.b_O
     ideal = idealised(weights, form.fitted(heads.blocks), torch.from_numpy(heads.mu))
     learned = predict(ideal, prompts.prompts)
-    substitution = survival(prediction, learned)
+    substitution = faithfulness(prediction, learned)
     centred = is_normalised(weights.score)
     if not (centred and one_sign):
         learned = prompts.gradient_step(scales.step, centred=centred)
-    learner = survival(prediction, learned)
+    learner = faithfulness(prediction, learned)
     null = null_of(task, _shape(weights), form=form.kind)
     p_values = _p_values(null, groups, scales, substitution)
     alignment = form.alignment(groups.blocks)[groups.share > limits.share].min(initial=1)
@@ -384,7 +389,7 @@ def _shape(weights: AttentionWeights) -> ModelConfig:
 
 
 def _p_values(
-    null: Null, groups: Heads, scales: Scales, substitution: Survival
+    null: Null, groups: Heads, scales: Scales, substitution: Faithfulness
 ) -> dict[str, float]:
     best = {
         f"{name}_best": float(getattr(groups, name).max())

@@ -20,8 +20,8 @@ from mechinterp.models.functional import AttentionWeights
 
 
 @dataclass(frozen=True)
-class Survival:
-    """How much of a prediction is left when something stands in for the model."""
+class Faithfulness:
+    """How near what stands in for a model comes to its predictions."""
 
     r2: float
     """1 - E|model - substitute|^2 / E|model|^2, over prompts and responses."""
@@ -31,20 +31,20 @@ class Survival:
     rms_sem: float
 
 
-def survival(
+def faithfulness(
     prediction: Float[Tensor, "batch d_y"], substitute: Float[Tensor, "batch d_y"]
-) -> Survival:
+) -> Faithfulness:
     """How much of the prediction the substitute explains, with standard errors over prompts.
 
     Example:
-        >>> survival(torch.tensor([[1.0], [2.0]]), torch.tensor([[1.0], [2.0]])).r2
+        >>> faithfulness(torch.tensor([[1.0], [2.0]]), torch.tensor([[1.0], [2.0]])).r2
         1.0
     """
     gap = (prediction - substitute).square().mean(1).numpy()
     unexplained, r2_sem = ratio_and_sem(gap, prediction.square().mean(1).numpy())
     mean, sem = mean_and_sem(gap)
     rms = float(mean) ** 0.5
-    return Survival(
+    return Faithfulness(
         float(1 - unexplained), float(r2_sem), rms, float(sem) / (2 * rms) if rms else 0.0
     )
 

@@ -143,6 +143,12 @@ def loss_slider(
         name="this step",
         marker={"size": 13, "color": figures.COLORS[1]},
     )
+    # The axes hold the mark of every step.
+    ends = np.array([left, *shown[:, 0], *step[step > 0]])
+    heights = np.concatenate([shown[:, 1], loss[np.isfinite(loss)]])
+    figure.update_xaxes(figures.log_ticks([ends]), range=figures.log_range(ends))
+    if levels is None:
+        figure.update_yaxes(figures.log_ticks([heights]), range=figures.log_range(heights))
     frames = {
         f"{at:,}": [{"x": [float(max(at, left))], "y": [float(value)]}]
         for at, value in zip(step, loss, strict=True)

@@ -131,8 +131,10 @@ class LearnerFits(Result):
 
     def plot(self) -> go.Figure:
         """Loss of the model and of the fitted learners over the context length."""
-        curves = {"model": self.model_loss} | dict(zip(LEARNERS, self.loss.T, strict=True))
-        errors = {"model": self.model_loss_sem} | dict(zip(LEARNERS, self.loss_sem.T, strict=True))
+        curves = {figures.MODEL: self.model_loss} | dict(zip(LEARNERS, self.loss.T, strict=True))
+        errors = {figures.MODEL: self.model_loss_sem} | dict(
+            zip(LEARNERS, self.loss_sem.T, strict=True)
+        )
         return figures.lines(
             self.context_length,
             curves,
@@ -140,7 +142,6 @@ class LearnerFits(Result):
             title="Loss over context length: the model and the learners fitted to it",
             x_title="context length L",
             y_title="loss (y²)",
-            colors=(figures.MODEL_COLOR, *figures.COLORS),
         )
 
     def plot_distance(self) -> go.Figure:

@@ -24,7 +24,7 @@ from mechinterp.config import TaskConfig
 from mechinterp.display import Result
 from mechinterp.icl.predictors import debiased_gd, ridge, vanilla_gd
 from mechinterp.icl.prompts import Prompts, sample_prompts
-from mechinterp.models.predictor import Source, predictor_of
+from mechinterp.models.predictor import Predictor, Source, predictor_of
 
 CONSTANT = 1e-8
 """Variance over prompts, relative to the mean square, below which a prediction is one number."""
@@ -155,12 +155,7 @@ def classify_layers(
     if n_prompts < 2:
         raise ValueError(f"n_prompts must be >= 2 for a standard error, got {n_prompts}.")
     prompts = sample_prompts(task, n_prompts, seed=seed, dtype=torch.float64)
-    heads = list(np.ndindex(predictor.n_layers, predictor.n_heads))
-    prediction, *each = predictor.run(prompts, [[], *([head] for head in heads)]).double()
-    masked = torch.stack(each, 1).unflatten(1, (predictor.n_layers, predictor.n_heads))
-    target = prompts.y_query_clean
-    full = (prediction - target).square().mean(1)
-    rise = (masked - target[:, None, None]).square().mean(3) - full[:, None, None]
+    prediction, full, rise = _masked_risks(predictor, prompts)
     excess_risk, excess_risk_sem = mean_and_sem(full.numpy())
     increase, increase_sem = mean_and_sem(rise.numpy())
     r2 = _learner_r2(prompts, prediction, task)
@@ -185,6 +180,20 @@ def classify_layers(
         task=task,
         n_prompts=n_prompts,
     )
+
+
+def _masked_risks(
+    predictor: Predictor, prompts: Prompts
+) -> tuple[
+    Float[Tensor, "batch d_y"], Float[Tensor, " batch"], Float[Tensor, "batch n_layers n_heads"]
+]:
+    """What the model predicts, its squared error against the target without noise, and what masking each head adds."""
+    heads = list(np.ndindex(predictor.n_layers, predictor.n_heads))
+    prediction, *each = predictor.run(prompts, [[], *([head] for head in heads)]).double()
+    masked = torch.stack(each, 1).unflatten(1, (predictor.n_layers, predictor.n_heads))
+    target = prompts.y_query_clean
+    full = (prediction - target).square().mean(1)
+    return prediction, full, (masked - target[:, None, None]).square().mean(3) - full[:, None, None]
 
 
 def _learner_r2(
