@@ -17,7 +17,8 @@ from mechinterp.config import TaskConfig
 from mechinterp.icl.prompts import generator_for, sample_prompts
 from mechinterp.models.adapter import masked
 from mechinterp.models.tokens import interleaved
-from mechinterp.report.documents import classification_document, dumps
+from mechinterp.report.classification import classification_document
+from mechinterp.report.header import dumps
 from tests.models.test_layered_models import GargModel, encoder, garg
 
 
