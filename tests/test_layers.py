@@ -161,11 +161,14 @@ ORDER = [
     "analysis.comparison",
     "analysis.dynamics.milestones",
     "analysis.analyses",
+    "report.glossary",
+    "report.text",
+    "report.header",
+    "report.info",
+    "report.classification",
     "report.documents",
     "report.table",
-    "report.glossary",
     "report.bars",
-    "report.text",
     "report.terminal",
     "report.subject",
     "report.sections",
@@ -313,7 +316,14 @@ print(loaded, file=sys.stderr)
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--help"], ["info", "nothing"], ["train", "--list"], ["report", "nothing"]]
+    "arguments",
+    [
+        ["--help"],
+        ["info", "nothing"],
+        ["classify", "nothing"],
+        ["train", "--list"],
+        ["report", "nothing"],
+    ],
 )
 def test_what_computes_nothing_loads_nothing_heavy(arguments: list[str]):
     arguments += ["--out", "nowhere"] if arguments[0] == "report" else []
@@ -325,7 +335,8 @@ try:
     main()
 except SystemExit:
     pass
-loaded = [name for name in ("transformer_lens", "torch._dynamo") if name in sys.modules]
+heavy = ("transformer_lens", "torch", "pandas", "plotly", "scipy")
+loaded = [name for name in heavy if name in sys.modules]
 print(loaded, file=sys.stderr)
 """
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -1,5 +1,7 @@
 """The one error of reading and writing checkpoints, and texts that are safe to show."""
 
+from pathlib import Path
+
 MAX_LENGTH = 2000
 
 
@@ -8,6 +10,13 @@ class CheckpointError(ValueError):
 
     def __init__(self, message: str) -> None:
         super().__init__(printable(message))
+
+
+def nothing_at(path: Path) -> CheckpointError:
+    """The error for a checkpoint that is not there."""
+    return CheckpointError(
+        f"{path}: a checkpoint is a folder with config.json and model.safetensors; this does not exist."
+    )
 
 
 def printable(text: str) -> str:

@@ -30,13 +30,13 @@ if TYPE_CHECKING:
 
 @takes(asked=Asked, hints=hints_of, device=device_of)
 def ablate(path: PathArgument, *, asked: Asked, hints: "Hints", device: str) -> None:
-    """Mask every head; of one layer of attention, every subset of heads. Example: mechinterp ablate checkpoints/softmax-h2-s0"""
+    """Mask every head, and every subset of one layer. Example: mechinterp ablate checkpoints/softmax-h2-s0"""
     show("ablate", path, asked, hints, device)
 
 
 @takes(asked=Asked, hints=hints_of, device=device_of)
 def probe(path: PathArgument, *, asked: Asked, hints: "Hints", device: str) -> None:
-    """Say what each layer has computed: linear probes, descent on features. Example: mechinterp probe MODEL"""
+    """Say what each layer has computed, by linear probes. Example: mechinterp probe MODEL"""
     show("probe", path, asked, hints, device)
 
 
@@ -73,7 +73,8 @@ def show(
     """
     from mechinterp.analysis.analyses import run_analysis
     from mechinterp.report.bars import progress_bars
-    from mechinterp.report.documents import dumps, result_document
+    from mechinterp.report.documents import result_document
+    from mechinterp.report.header import dumps
     from mechinterp.report.terminal import result_text
 
     with about_paths(path), progress_bars(quiet=asked.quiet) as progress:
@@ -119,11 +120,12 @@ def prune(
     hints: "Hints",
     device: str,
 ) -> None:
-    """Keep all heads of the first layer and the best of each later one. Example: mechinterp prune MODEL --out pruned"""
+    """Keep the first layer and the best head of later ones. Example: mechinterp prune MODEL --out pruned"""
     from mechinterp.analysis.heads import pruning
     from mechinterp.checkpoints.folders import require_new
     from mechinterp.report.bars import progress_bars
-    from mechinterp.report.documents import dumps, pruning_document
+    from mechinterp.report.documents import pruning_document
+    from mechinterp.report.header import dumps
     from mechinterp.report.terminal import pruning_text
 
     if rule not in pruning.RULES:

@@ -6,6 +6,7 @@ Each command imports what it needs, so that `mechinterp --help` and `classify` s
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # its help takes twice the start-up, in a third of the width
     add_completion=True,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -139,13 +141,18 @@ def classify(
     hints: "Hints",
     device: str,
 ) -> None:
-    """Say which pattern the heads form. Example: mechinterp classify checkpoints/*"""
-    from mechinterp.analysis.analyses import run_analysis
+    """Say what a model computes, and how sure that is. Example: mechinterp classify checkpoints/*"""
+    from mechinterp.analysis.circuits.patterns import classify as classified
     from mechinterp.checkpoints.loading import checkpoint_paths
     from mechinterp.report.bars import progress_bars
-    from mechinterp.report.documents import dumps, result_document
+    from mechinterp.report.classification import (
+        brief_text,
+        classification_document,
+        classification_text,
+        heads_header,
+    )
+    from mechinterp.report.header import dumps
     from mechinterp.report.table import require_writable, write_table
-    from mechinterp.report.terminal import brief_text, heads_header, result_text
 
     if out is not None:
         require_writable(out)
@@ -157,14 +164,11 @@ def classify(
             try:
                 with about_paths(path):
                     checkpoint = load_checkpoint(path, hints, context_length, device=device)
-                    found = run_analysis(
-                        "classify",
-                        checkpoint,
-                        context_length=context_length,
-                        n_prompts=n_prompts,
-                        seed=seed,
-                    )
-                    documents.append(result_document("classify", checkpoint, found))
+                    task = checkpoint.task
+                    if context_length is not None:
+                        task = replace(task, context_length=context_length)
+                    found = classified(checkpoint, task, n_prompts=n_prompts, seed=seed)
+                    documents.append(classification_document(checkpoint, found))
             except (ValueError, OSError) as error:
                 documents.append({"path": str(path), "error": str(error)})
                 complain(str(error))
@@ -172,7 +176,7 @@ def classify(
             if as_json:
                 continue
             if len(found_paths) == 1 or wide:
-                say_of(path, result_text(found, wide=wide))
+                say_of(path, classification_text(found, wide=wide))
                 continue
             if heads_header(found) not in headers:
                 headers.add(heads_header(found))
@@ -250,7 +254,7 @@ def report(
     from mechinterp.checkpoints.loading import checkpoint_paths
     from mechinterp.report.bars import progress_bars
     from mechinterp.report.comparison import write_comparison
-    from mechinterp.report.documents import dumps
+    from mechinterp.report.header import dumps
     from mechinterp.report.page import write_report
 
     found = checkpoint_paths(paths)
@@ -298,8 +302,8 @@ def info(
     hints: "Hints",
 ) -> None:
     """Show a checkpoint at a glance. Example: mechinterp info checkpoints/softmax-h2-s0"""
-    from mechinterp.report.documents import dumps, info_document
-    from mechinterp.report.terminal import info_text
+    from mechinterp.report.header import dumps
+    from mechinterp.report.info import info_document, info_text
 
     document = info_document(load_checkpoint(path, hints), hooks=as_json or wide)
     say(dumps(document) if as_json else info_text(document))
@@ -317,7 +321,8 @@ def convert(
 ) -> None:
     """Write a checkpoint in another format. Example: mechinterp convert checkpoints/softmax-h2-s0 --to transformer-lens --out h2"""
     from mechinterp.checkpoints import loading
-    from mechinterp.report.documents import conversion_document, dumps
+    from mechinterp.report.documents import conversion_document
+    from mechinterp.report.header import dumps
 
     with about_paths(path, out):
         checkpoint = load_checkpoint(path, hints)

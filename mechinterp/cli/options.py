@@ -1,9 +1,10 @@
 """Shared options of the commands that read checkpoints, and their error messages."""
 
+import os
 import shutil
 import sys
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import wraps
@@ -159,6 +160,21 @@ class Asked:
         return evaluation_prompts(checkpoint, task, self.n_prompts, seed=self.seed)
 
 
+def require_there(given: Mapping[str, object]) -> None:
+    """Refuse the one path of a command that does not exist, before anything is loaded.
+
+    Among several paths, in JSON and in tables it is a row, which the command itself writes.
+    """
+    path, paths = given.get("path"), given.get("paths")
+    if isinstance(paths, list) and len(paths) == 1:
+        table = Path(str(given.get("out"))).suffix in (".csv", ".parquet")
+        path = None if given.get("as_json") or table else paths[0]
+    if isinstance(path, Path) and not os.path.lexists(path):
+        from mechinterp.checkpoints.errors import nothing_at
+
+        raise nothing_at(path)
+
+
 def takes(**bundles: Callable) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Gives a command the options of each of these functions, whose result it takes as an argument of that name."""
     shared = {name: signature(bundle).parameters for name, bundle in bundles.items()}
@@ -168,6 +184,7 @@ def takes(**bundles: Callable) -> Callable[[Callable[..., None]], Callable[..., 
 
         @wraps(command)
         def run(**given: object) -> None:
+            require_there(given)
             said = {name: {o: given.pop(o) for o in options} for name, options in shared.items()}
             command(**given, **{name: bundles[name](**options) for name, options in said.items()})
 

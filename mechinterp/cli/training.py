@@ -1,5 +1,6 @@
 """Commands that train models or predict their training: argument parsing only."""
 
+import json
 import os
 import re
 import sys
@@ -47,19 +48,21 @@ def train(
     as_json: JsonOption = False,
 ) -> None:
     """Train one model. Example: mechinterp train softmax-h2 --set seed=1 --out runs/h2-s1"""
-    from mechinterp.checkpoints.errors import printable
-    from mechinterp.checkpoints.loading import named_config
-    from mechinterp.config import override
     from mechinterp.presets import PRESETS
-    from mechinterp.report.bars import progress_bar
-    from mechinterp.report.documents import dumps, training_document
-    from mechinterp.training.sweep import train_one
 
     if list_presets:
-        say(dumps(list(PRESETS)) if as_json else "\n".join(PRESETS))
+        say(json.dumps(list(PRESETS), indent=2) if as_json else "\n".join(PRESETS))
         return
     if what is None:
         raise ValueError(f"train needs a preset or a config file; presets: {', '.join(PRESETS)}.")
+    from mechinterp.checkpoints.errors import printable
+    from mechinterp.checkpoints.loading import named_config
+    from mechinterp.config import override
+    from mechinterp.report.bars import progress_bar
+    from mechinterp.report.documents import training_document
+    from mechinterp.report.header import dumps
+    from mechinterp.training.sweep import train_one
+
     config = override(named_config(what), *(assignments or []))
     file = Path(what)
     name = file.parent.resolve().name if file.name == "config.json" else file.stem
@@ -91,7 +94,8 @@ def sweep(
     from mechinterp.analysis.results import sweep_frame, write_results
     from mechinterp.checkpoints.errors import printable
     from mechinterp.report.bars import progress_bar
-    from mechinterp.report.documents import dumps, training_document
+    from mechinterp.report.documents import training_document
+    from mechinterp.report.header import dumps
     from mechinterp.training.sweep import load_sweep, require_finite, train_models
 
     models, chosen = load_sweep(file), _engine(engine, address, device, memory)
@@ -119,7 +123,8 @@ def predict_jumps(
     from mechinterp.checkpoints.errors import printable
     from mechinterp.checkpoints.loading import named_config
     from mechinterp.config import override
-    from mechinterp.report.documents import dumps, forecast_document
+    from mechinterp.report.documents import forecast_document
+    from mechinterp.report.header import dumps
     from mechinterp.report.text import frame_text
 
     config = override(named_config(what), *(assignments or []))

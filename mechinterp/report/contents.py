@@ -113,10 +113,11 @@ def _classify_sections(subject: Subject) -> list[Section]:
     if subject.one_attention:
         return [sections.heads_section(subject)]
     found = subject.classification
-    layered = isinstance(found, LayeredClassification)
-    text = f"{found.heaviest if layered else found.reason}."
+    text, algorithm = found.reason, None
+    if isinstance(found, LayeredClassification):
+        text, algorithm = found.heaviest, found.algorithm
+    text = f"{text[0].upper()}{text[1:]}."
     computes = plain_section("classify", found, title="What it computes", text=text)
-    algorithm = found.algorithm if layered else None
     return [computes] if algorithm is None else [computes, algorithm_section(algorithm)]
 
 

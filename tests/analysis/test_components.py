@@ -12,7 +12,7 @@ from mechinterp.analysis.circuits.components import components
 from mechinterp.analysis.circuits.patterns import classify
 from mechinterp.config import CovarianceConfig, TaskConfig
 from mechinterp.models.constructions import debiased_gradient_step, linear_attention
-from mechinterp.report.documents import classification_document
+from mechinterp.report.classification import classification_document
 from mechinterp.theory.linear import fixed_point, modes
 from mechinterp.theory.linear_heads import MergedHeads
 from mechinterp.training.linear import task_moments

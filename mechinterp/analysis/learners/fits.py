@@ -8,7 +8,6 @@ import pandas as pd
 import plotly.graph_objects as go
 import torch
 from jaxtyping import Float, Int
-from scipy.optimize import minimize_scalar
 from torch import Tensor
 
 from mechinterp import figures
@@ -284,6 +283,8 @@ def _kernel_omega(model: Callable[[Prompts], Tensor], prompts: Prompts) -> float
         shape = nadaraya_watson(prompts, omega=omega, mu=1.0).double().numpy()
         slope, _ = _least_squares(shape, prediction)
         return float(np.square(prediction - slope * shape).mean())
+
+    from scipy.optimize import minimize_scalar  # takes a good part of a start-up
 
     searches = [
         minimize_scalar(distance, bounds=bounds, method="bounded", options={"xatol": 1e-4})
