@@ -89,10 +89,7 @@ def one_sign(found: Results) -> list[str]:
 def classified(found: Results) -> list[str]:
     """What `classify` prints of a file of the softmax paper's code."""
     one = found.table("shipped_models").set_index("model").loc["softmax-h2-s0"]
-    return [
-        f"zero_sum {one.zero_sum:.3f}, omega_spread {one.omega_spread:.3f}; one debiased step "
-        f"explains R² = {one.r2_debiased_gd:.4f}"
-    ]
+    return [f"ŷ = {one.eta:.3f} (1/L) Σ_l y_l (x_l − x̄)·x"]
 
 
 def tasks(found: Results) -> list[str]:
