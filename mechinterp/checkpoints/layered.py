@@ -12,7 +12,7 @@ from pathlib import Path
 from torch import Tensor
 
 from mechinterp.checkpoints.errors import CheckpointError, one_line
-from mechinterp.checkpoints.hints import Hints
+from mechinterp.checkpoints.hints import HEAD_KEYS, Hints
 from mechinterp.checkpoints.layered_tensors import (
     ENCODER,
     GPT2,
@@ -31,7 +31,6 @@ from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig
 from mechinterp.fields import build, flatten
 from mechinterp.models.weights import Weights
 
-HEAD_KEYS = ("n_head", "num_attention_heads", "num_heads", "nhead", "n_heads")
 # Field of ModelConfig: the settings that state it, and what holds where none does.
 STATED: dict[str, dict[str, tuple[tuple[str, ...], object]]] = {
     GPT2: {

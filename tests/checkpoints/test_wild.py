@@ -9,7 +9,8 @@ import torch
 from mechinterp.analysis.circuits.patterns import classify
 from mechinterp.checkpoints.errors import CheckpointError
 from mechinterp.checkpoints.loading import load
-from mechinterp.checkpoints.names import attention_matrices, layout_of
+from mechinterp.checkpoints.named_matrices import attention_matrices
+from mechinterp.checkpoints.names import layout_of
 from mechinterp.models.functional import AttentionWeights
 from tests.checkpoints.wild_files import LAYOUTS, State, linear_layers, matrices
 

@@ -24,6 +24,7 @@ from mechinterp.analysis.circuits.scales import Scales, scales_of
 from mechinterp.analysis.circuits.substitution import Survival, evaluation, idealised, survival
 from mechinterp.analysis.circuits.thresholds import Thresholds
 from mechinterp.analysis.learners.layered import LayeredClassification, classify_layers
+from mechinterp.checkpoints.native import Checkpoint
 from mechinterp.checkpoints.readings import Reading
 from mechinterp.config import ModelConfig, TaskConfig
 from mechinterp.display import Result
@@ -127,11 +128,40 @@ def classify(
         return classify_attention(
             source, task, n_prompts=n_prompts, seed=seed, thresholds=thresholds
         )
+    limits = Thresholds() if thresholds is None else thresholds
+    if not isinstance(source, Checkpoint) or not source.readings:
+        return _classified_layers(source, task, n_prompts, seed, limits)
+    standing = [r for r in source.readings if r.stands and _fits(r, task)]
+    if not any(each.predicts for each in standing):
+        standing = [*source.readings[:1]]  # one verdict says it all
+    found = [
+        _classified_layers(_read_as(source, r), task, n_prompts, seed, limits) for r in standing
+    ]
+    pattern, reason = agreed_label([each.pattern for each in found], found[0].reason, standing)
+    return replace(found[0], pattern=pattern, reason=reason)
+
+
+def _fits(reading: Reading, task: TaskConfig | None) -> bool:
+    sizes = (reading.weights.d_x, reading.weights.d_y)
+    return task is None or sizes == (task.d_x, task.d_y)
+
+
+def _read_as(source: Checkpoint, reading: Reading) -> Checkpoint:
+    """A checkpoint under one of its readings."""
+    assert isinstance(reading.weights, Weights)
+    model, sizes = reading.weights.model, {n: getattr(reading.weights, n) for n in ("d_x", "d_y")}
+    config = replace(source.config, model=model, task=replace(source.task, **sizes))
+    return replace(source, config=config, weights=reading.weights, readings=())
+
+
+def _classified_layers(
+    source: Source, task: TaskConfig | None, n_prompts: int, seed: int, limits: Thresholds
+) -> Classification | LayeredClassification:
+    """What the heads of several layers, or of one with something around it, are worth."""
     found = classify_layers(source, task, n_prompts=n_prompts, seed=seed)
     weights = getattr(source, "weights", None)
     if not isinstance(weights, Weights) or not has_linear_way_in(weights):
         return found
-    limits = Thresholds() if thresholds is None else thresholds
     through = read_through(weights, found.task, seed=seed)
     if not through.r2 >= limits.substitution_r2:
         return found
@@ -139,10 +169,6 @@ def classify(
     heads = _classified(through.weights, found.task, n_prompts, seed, limits)
     if through.r2 >= limits.clear_r2:
         reason = f"{heads.reason}; read through what stands behind attention by a linear read-out, {said}"
-        if "model.score" in getattr(source, "assumed", {}):
-            named = f"{heads.pattern} for score {weights.model.score}"
-            why = f"the file does not say --score, which decides: {named} ({reason})"
-            return replace(heads, pattern="undetermined", reason=why)
         return replace(heads, reason=reason)
     labels = ", ".join(f"H{head} {label}" for head, label in enumerate(heads.labels))
     return replace(
