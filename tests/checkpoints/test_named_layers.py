@@ -15,7 +15,8 @@ from mechinterp.checkpoints.foreign import NAMED, detect
 from mechinterp.checkpoints.hints import Hints
 from mechinterp.checkpoints.loading import load
 from mechinterp.checkpoints.named_layers import read_named_layers
-from mechinterp.checkpoints.names import layout_of
+from mechinterp.checkpoints.named_parts import parts_of
+from mechinterp.checkpoints.names import ROWS, layout_of, piece_of
 from mechinterp.checkpoints.native import Checkpoint
 from mechinterp.config import ModelConfig
 from mechinterp.icl.prompts import sample_prompts
@@ -155,6 +156,39 @@ def test_layers_predict_as_they_did(model: str, names: str, packed: bool):
     prompts = sample_prompts(found.task, 16, seed=0, dtype=torch.float32)
     true = Checkpoint(Path("y"), found.config, 0, weights).predictor.run(prompts, [[]])
     torch.testing.assert_close(found.predictor.run(prompts, [[]]), true, rtol=1e-5, atol=1e-5)
+
+
+PARTS = {
+    **{"norm1": "norm1", "norm2": "norm2", "mlp_in": "mlp_in", "mlp_out": "mlp_out"},
+    **{"final_norm": "final", "positions": "positions"},
+}
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_every_spelling_of_what_lies_around(part: str):
+    weights, names = random_weights(MODELS["GPT"]), SPELLINGS["nanoGPT"]
+    said = {"axes": "out,in", "hints": Hints(n_heads=2), "settings": {}, "file": Path("x.pt")}
+    state = written(weights, names)
+    true = parts_of(state, layout_of(state), **said)
+    for spelling in ROWS[part]:
+        layer = "" if part in ("final_norm", "positions") else "blocks.{l}."
+        renamed = names | {PARTS[part]: f"{layer}{spelling}"}
+        state = written(weights, renamed)
+        layout = layout_of(state)
+        assert not layout.unknown, spelling
+        found = parts_of(state, layout, **said)
+        for one, other in zip((*true.layers, true.ends), (*found.layers, found.ends), strict=True):
+            assert one.keys() == other.keys(), spelling
+            assert all(torch.equal(one[name], other[name]) for name in one), spelling
+
+
+@pytest.mark.parametrize("part", ["read_mlp", "read_in", "read_out", "words", "o"])
+def test_every_spelling_of_the_ends(part: str):
+    for spelling in ROWS[part]:
+        for name in (f"{spelling}.weight", f"net.{spelling}.weight", f"net/{spelling}/w"):
+            piece = piece_of(name)
+            assert piece is not None, name
+            assert (piece.part, piece.kind) == (part, "weight"), name
 
 
 def by_columns(state: State) -> State:
