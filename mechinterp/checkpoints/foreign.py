@@ -44,6 +44,7 @@ def read_foreign(
     tensors = names.mapped(tensors, hints.map or (), file)
     name = hints.format or detect(tensors, file)
     if name == exchange.FORMAT:
+        _require_no_joins(file, hints)
         return exchange.read_state(tensors, file, hints=hints)
     ignored = [each for each, tensor in tensors.items() if _is_harmless(each, tensor)]
     tensors = {each: tensor for each, tensor in tensors.items() if each not in ignored}

@@ -82,6 +82,7 @@ def read_layered(
         >>> read_layered(layer.state_dict(), Path("x.pt"), format="torch-encoder", hints=hints, settings={})
         Checkpoint(x.pt: 1 layer of 2 heads with MLPs, d_x=5, context_length=40)
     """
+    settings = {**settings, **_joined(file, format, hints)}
     stated = settings.get(TASK_KEY)
     if isinstance(stated, Mapping):
         hints = replace(hints, task={**stated, **(hints.task or {})})
@@ -110,6 +111,18 @@ def read_layered(
         format=format,
         assumed=_assumed(task, model, format, _said(hints, settings, found)),
     )
+
+
+def _joined(file: Path, format: str, hints: Hints) -> dict[str, object]:
+    """What the reader says of how parts are joined, by the names of settings."""
+    found: dict[str, object] = {}
+    for name, value in (hints.model or {}).items():
+        if name not in STATED[format]:
+            raise CheckpointError(
+                f"{file}: {name} is known of format {format} and not to be given."
+            )
+        found[STATED[format][name][0][0]] = value == "before" if name == "norm" else value
+    return found
 
 
 def _task(

@@ -179,6 +179,10 @@ def _beside(
             by_torch = tensor.shape[1 - near] == width and piece.axes != "in,out" and not by_columns
             tensor = tensor.mT if by_torch or tensor.shape[near] != width else tensor
         found[name] = tensor
+    if "norm2.weight" in found and not {"mlp_in.weight", "mlp_out.weight"} & found.keys():
+        # Two norms around attention alone: those of a layer whose MLP writes zeros.
+        zeros = found["norm2.weight"].new_zeros(width, 1)
+        found |= {"mlp_in.weight": zeros, "mlp_out.weight": zeros.T}
     if ("mlp_in.weight" in found) != ("mlp_out.weight" in found):
         raise CheckpointError(f"{file}: an MLP needs both of its matrices, got one.")
     return found

@@ -326,6 +326,15 @@ def test_a_factor_on_the_output_of_layers(tmp_path: Path):
     assert classify(told, n_prompts=64).pattern == "gradient_descent"
 
 
+def test_two_norms_without_an_mlp(tmp_path: Path):
+    weights = random_weights(replace(MODELS["GPT"], n_positions=None, d_mlp=None))
+    state = written(weights, SPELLINGS["minGPT"])
+    ones = {f"blocks.{layer}.ln2.weight": torch.ones(8) for layer in range(2)}
+    torch.save(state | ones, tmp_path / "x.pt")
+    joined = {"positions": "none", "norm": "before", "layout": "in_turn", "activation": "relu"}
+    require_same_predictions(tmp_path / "x.pt", weights, model=joined)
+
+
 def test_too_much_left_open(tmp_path: Path):
     weights = random_weights(replace(MODELS["GPT"], n_positions=None))
     state = written(weights, SPELLINGS["minGPT"])
