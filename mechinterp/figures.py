@@ -44,8 +44,13 @@ def head_heatmaps(
     row_title: str = "",
     column_title: str = "",
     unit: str = "",
+    strips: bool = False,
 ) -> go.Figure:
-    """One signed heatmap per head side by side, on one colour scale with white at 0."""
+    """One signed heatmap per head side by side, on one colour scale with white at 0.
+
+    Args:
+        strips: Whether rows are as low as they can be, of matrices with few.
+    """
     n_heads = len(matrices)
     limit = float(np.abs(matrices).max()) or 1.0
     per_row = min(n_heads, 4)
@@ -55,7 +60,7 @@ def head_heatmaps(
         cols=per_row,
         subplot_titles=[f"head {head}" for head in range(n_heads)],
         horizontal_spacing=0.06,
-        vertical_spacing=0.32 / n_rows,
+        vertical_spacing=(0.5 if strips else 0.32) / n_rows,
     )
     for head, matrix in enumerate(matrices):
         heatmap = go.Heatmap(
@@ -74,7 +79,8 @@ def head_heatmaps(
         coloraxis={"colorscale": SIGNED_SCALE, "cmin": -limit, "cmax": limit, "colorbar": bar},
     )
     # The names of the heads stand above the heatmaps, plotly's buttons above the names.
-    return _finish(figure, title, height=110 + 240 * n_rows, top=80)
+    height = 60 + 22 * matrices.shape[1] if strips else 240
+    return _finish(figure, title, height=(130 if strips else 110) + height * n_rows, top=80)
 
 
 def heatmap(

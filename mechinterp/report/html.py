@@ -14,7 +14,7 @@ from plotly.offline import get_plotlyjs
 
 from mechinterp import figures
 from mechinterp.checkpoints.errors import visible
-from mechinterp.report.glossary import meanings
+from mechinterp.report.glossary import PAPERS, WORDS, meanings
 from mechinterp.report.sections import Section, number
 
 HERE = Path(__file__).parent
@@ -53,6 +53,8 @@ def page(
         about=visible(about),
         verdict=visible(verdict),
         sections=sections,
+        words=WORDS,
+        papers=PAPERS,
         files="/".join(files),
         title_height=TITLE_HEIGHT,
         looks={"templates": figures.templates(), "scales": figures.scales()},

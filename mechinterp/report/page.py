@@ -4,6 +4,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from html import escape
 from pathlib import Path
 
 import plotly.graph_objects as go
@@ -142,7 +143,9 @@ def write_figure(file: Path, figure: go.Figure) -> None:
         raise ValueError(f"{file}: must end in .html.")
     if os.path.lexists(file):
         raise ValueError(f"{file}: already exists; it is not overwritten.")
+    title = escape(str(figure.layout.title.text or file.stem))
     text = figure.to_html(include_plotlyjs=True, config=FIGURE_OPTIONS)
+    text = text.replace("<head>", f"<head><title>{title} · mechinterp</title>", 1)
     try:
         write_new(file, lambda target: target.write_text(text, encoding="utf-8"))
     except OSError as error:

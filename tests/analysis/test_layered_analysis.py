@@ -162,6 +162,7 @@ def test_a_pruned_model_is_saved_and_predicts_as_the_masked_one(tmp_path: Path):
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_trained_model_comes_close_to_least_squares():
     task = TaskConfig(d_x=1, context_length=8, beta_var=1.0, noise_var=0.0)
     with torch.random.fork_rng():

@@ -164,6 +164,7 @@ def test_c11_holds_at_high_noise_with_4_heads_and_in_one_seed_with_a_new_read_ou
         assert found.refit_ratio + 4 * found.refit_ratio_sem < 1.25
 
 
+@pytest.mark.exhaustive
 def test_further_training_wins_back_most_of_what_pruning_costs():
     name = "sparse-h4-noise0.1-s0"
     measured = halves(draw(name, 2048))[1]

@@ -49,9 +49,8 @@ class Snapshots(Result):
 
     def plot_ov(self) -> go.Figure:
         """The OV circuits, with a slider over the steps."""
-        return self._heatmaps(
-            self.circuits[-1].plot_ov(), [found.OV for found in self.circuits], "OV circuits"
-        )
+        drawn = [found.OV.swapaxes(1, 2) for found in self.circuits]
+        return self._heatmaps(self.circuits[-1].plot_ov(), drawn, "OV circuits")
 
     def plot_loss(self) -> go.Figure:
         """The loss over training with a mark at the step, with a slider over the steps."""
