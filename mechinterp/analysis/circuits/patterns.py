@@ -181,7 +181,8 @@ def classify(
     if not any(each.predicts for each in standing):
         standing = [*readings[:1]]  # one verdict says it all
     found = [
-        _classified_layers(checkpoint.under(each), task, n_prompts, seed, limits) for each in standing
+        _classified_layers(checkpoint.under(each), task, n_prompts, seed, limits)
+        for each in standing
     ]
     pattern, reason = agreed_label([each.pattern for each in found], found[0].reason, standing)
     return replace(found[0], pattern=pattern, reason=reason)
