@@ -279,6 +279,7 @@ REFUSED = {
         "model.activation must be one of relu, gelu, gelu_new, silu, tanh, got 'step'."
     ),
     "model.layout=mixed": "model.layout must be one of pairs, in_turn, got 'mixed'.",
+    "model.d_read_in=4": "model.d_model must be given where d_read_in is, got null.",
     "model.layout=in_turn": "model.d_model must be given where layout is 'in_turn', got null.",
     'model={"layout": "in_turn", "d_model": 8, "n_positions": 80}': (
         "task.context_length must be <= 39, all that 80 positions have room for, got 40."
@@ -328,13 +329,15 @@ REFUSED = {
     "model.heads=2": (
         "Unknown field 'model.heads'; known: model.n_layers, model.n_heads, model.d_head, model.score, "
         "model.score_slope, model.attend_to_self, model.biases, model.merged_qk, model.context_only, model.d_model, "
-        "model.norm, model.final_norm, model.norm_eps, model.d_mlp, model.activation, model.layout, model.n_positions."
+        "model.norm, model.final_norm, model.norm_eps, model.d_mlp, model.activation, model.layout, model.n_positions, "
+        "model.d_read_in."
     ),
     "seed.x=2": "Unknown field 'seed.x'; known: none.",
     'model={"heads": 2}': (
         "Unknown field 'model.heads'; known: model.n_layers, model.n_heads, model.d_head, model.score, "
         "model.score_slope, model.attend_to_self, model.biases, model.merged_qk, model.context_only, model.d_model, "
-        "model.norm, model.final_norm, model.norm_eps, model.d_mlp, model.activation, model.layout, model.n_positions."
+        "model.norm, model.final_norm, model.norm_eps, model.d_mlp, model.activation, model.layout, model.n_positions, "
+        "model.d_read_in."
     ),
 }
 

@@ -2,14 +2,36 @@
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 
 from mechinterp.config import SCORES
+from mechinterp.config.model import ACTIVATIONS, LAYOUTS, NORMS
 
 COLUMNS = ("x,y", "y,x")
 SIGNS = ("plus", "minus")
 ORIENTATIONS = ("out,in", "in,out")
+JOINS: dict[str, tuple[str | bool, ...]] = {
+    "norm": NORMS,
+    "activation": ACTIVATIONS,
+    "layout": LAYOUTS,
+    "residual": (True, False),
+    "context_only": (True, False),
+    "positions": ("none", "sinusoidal"),
+}
+"""How the parts of a layer are joined, which names and shapes do not say: the fields of `Hints.model`."""
+HEAD_KEYS = ("n_head", "num_heads", "num_attention_heads", "n_heads", "nhead")
+"""Settings beside weights that state the number of heads."""
+
+
+def option(name: str) -> str:
+    """The option of the command line that says what a reading says under this name.
+
+    Example:
+        >>> option("attend_to_self"), option("norm")
+        ('--attend-to-self', '--model norm=')
+    """
+    return f"--model {name}=" if name in JOINS else f"--{name.replace('_', '-')}"
 
 
 @dataclass(frozen=True)
@@ -37,7 +59,11 @@ class Hints:
     """One of `ORIENTATIONS`: the axes of matrices whose names do not say it; "out,in" is torch.nn.Linear's."""
     sign: str | None = None
     """One of `SIGNS`: whether the prediction is the output's y entry or minus it."""
-    map: tuple[str, ...] | None = None
+    output_scale: float | None = None
+    """Factor on what attention adds, for code that has one beside its matrices."""
+    model: Mapping[str, object] | None = None
+    """How norms, MLPs and tokens are joined: fields of `JOINS`."""
+    map: Sequence[str] | None = None
     """Rows "theirs=known": a part of a tensor's name, and the known name that it stands for."""
 
     def __post_init__(self) -> None:
@@ -45,7 +71,7 @@ class Hints:
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < 1):
                 raise ValueError(f"{name} must be an integer >= 1, got {value!r}.")
-        for name in ("scale", "score_slope"):
+        for name in ("scale", "score_slope", "output_scale"):
             value = getattr(self, name)
             number = isinstance(value, int | float) and not isinstance(value, bool)
             if value is not None and not (number and 0 < value < math.inf):
@@ -55,6 +81,10 @@ class Hints:
             value = getattr(self, name)
             if value not in (None, *known):
                 raise ValueError(f"{name} must be one of {'; '.join(known)}, got {value!r}.")
+        for name, value in (self.model or {}).items():
+            if value not in JOINS.get(name, ()):
+                listed = "; ".join(f"{n}={v}" for n, values in JOINS.items() for v in values)
+                raise ValueError(f"model must hold some of {listed}, got {name}={value}.")
         if self.attend_to_self not in (None, True, False):
             raise ValueError(f"attend_to_self must be true or false, got {self.attend_to_self!r}.")
         for row in self.map or ():

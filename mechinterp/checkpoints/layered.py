@@ -12,7 +12,7 @@ from pathlib import Path
 from torch import Tensor
 
 from mechinterp.checkpoints.errors import CheckpointError, one_line
-from mechinterp.checkpoints.hints import Hints
+from mechinterp.checkpoints.hints import HEAD_KEYS, Hints
 from mechinterp.checkpoints.layered_tensors import (
     ENCODER,
     GPT2,
@@ -31,7 +31,6 @@ from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig
 from mechinterp.fields import build, flatten
 from mechinterp.models.weights import Weights
 
-HEAD_KEYS = ("n_head", "num_attention_heads", "num_heads", "nhead", "n_heads")
 # Field of ModelConfig: the settings that state it, and what holds where none does.
 STATED: dict[str, dict[str, tuple[tuple[str, ...], object]]] = {
     GPT2: {
@@ -83,6 +82,7 @@ def read_layered(
         >>> read_layered(layer.state_dict(), Path("x.pt"), format="torch-encoder", hints=hints, settings={})
         Checkpoint(x.pt: 1 layer of 2 heads with MLPs, d_x=5, context_length=40)
     """
+    settings = {**settings, **_joined(file, format, hints)}
     stated = settings.get(TASK_KEY)
     if isinstance(stated, Mapping):
         hints = replace(hints, task={**stated, **(hints.task or {})})
@@ -111,6 +111,18 @@ def read_layered(
         format=format,
         assumed=_assumed(task, model, format, _said(hints, settings, found)),
     )
+
+
+def _joined(file: Path, format: str, hints: Hints) -> dict[str, object]:
+    """What the reader says of how parts are joined, by the names of settings."""
+    found: dict[str, object] = {}
+    for name, value in (hints.model or {}).items():
+        if name not in STATED[format]:
+            raise CheckpointError(
+                f"{file}: {name} is known of format {format} and not to be given."
+            )
+        found[STATED[format][name][0][0]] = value == "before" if name == "norm" else value
+    return found
 
 
 def _task(

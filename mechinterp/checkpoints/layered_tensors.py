@@ -29,21 +29,30 @@ DROPPED = re.compile(rf"h\.{INDEX}\.attn\.(?:masked_)?bias|wte\.weight|(?:.*\.)?
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
-def layered_format(names: Iterable[str]) -> str | None:
-    """Which kind of layered model these tensor names belong to, if any: "gpt2" or "torch-encoder".
+def layered_format(tensors: Mapping[str, Tensor], *, strict: bool = False) -> str | None:
+    """Which kind of layered model these tensors belong to, if any: "gpt2" or "torch-encoder".
 
+    Args:
+        strict: Whether a GPT-2 counts only if it has all that Hugging Face's has: Conv1D's axes, norms, biases and
+            learned positions, which the like-named models of nanoGPT and minGPT lack.
     Example:
-        >>> layered_format(["_read_in.weight", "_backbone.h.0.attn.c_attn.weight"])
-        'gpt2'
-        >>> layered_format(["self_attn.in_proj_weight", "self_attn.out_proj.weight"]) is None
+        >>> layered_format(torch.nn.TransformerEncoderLayer(6, 2, 8).state_dict())
+        'torch-encoder'
+        >>> layered_format(torch.nn.MultiheadAttention(6, 2).state_dict()) is None
         True
     """
-    names = list(names)
     for format in (GPT2, ENCODER):
-        beside = format == GPT2 or any(BESIDE_ATTENTION.fullmatch(name) for name in names)
-        if beside and any(QKV[format].fullmatch(name) for name in names):
-            return format
+        beside = format == GPT2 or any(BESIDE_ATTENTION.fullmatch(name) for name in tensors)
+        if beside and any(QKV[format].fullmatch(name) for name in tensors):
+            return None if strict and format == GPT2 and not _is_whole_gpt2(tensors) else format
     return None
+
+
+def _is_whole_gpt2(tensors: Mapping[str, Tensor]) -> bool:
+    ends = (".ln_1.weight", ".c_attn.bias", "wpe.weight", "ln_f.weight", "read_in.weight")
+    shapes = [t.shape for name, t in tensors.items() if QKV[GPT2].fullmatch(name)]
+    by_columns = all(len(shape) == 2 and shape[1] == 3 * shape[0] for shape in shapes)
+    return by_columns and all(any(name.endswith(end) for name in tensors) for end in ends)
 
 
 @dataclass(frozen=True)

@@ -51,6 +51,8 @@ def load(
     columns: str | None = None,
     orientation: str | None = None,
     sign: str | None = None,
+    output_scale: float | None = None,
+    model: Mapping[str, object] | None = None,
     map: Sequence[str] | None = None,
 ) -> Checkpoint:
     """The checkpoint at a path: a folder of this package, or what other people's code has written.
@@ -71,6 +73,9 @@ def load(
         columns: "x,y" or "y,x", the order of a token's columns; tried in the same way if left out.
         orientation: "out,in" (torch.nn.Linear's) or "in,out", the axes of matrices whose names do not say it; tried too.
         sign: "plus" or "minus", for a prediction that is minus the output's y entry; tried too.
+        output_scale: Factor on what attention adds, for code that has one beside its matrices; 1 if left out.
+        model: How norms, MLPs and tokens of layers are joined: fields of `JOINS` of mechinterp.checkpoints.hints, such
+            as {"norm": "before"}; tried in the same way if left out.
         map: Rows "theirs=known" for names that no format has, such as "my_queries=q_proj".
     Raises:
         CheckpointError: If nothing readable lies there, or an argument contradicts the file.
@@ -79,23 +84,9 @@ def load(
         >>> load("checkpoints/softmax-h2-s0")
         Checkpoint(softmax-h2-s0: 2 heads, d_x=5, context_length=40, step 500001)
     """
+    hints = Hints(**{name: value for name, value in locals().items() if name != "path"})
     if format is not None and format not in FORMATS:
         raise ValueError(f"format must be one of {', '.join(FORMATS)}, got {format!r}.")
-    hints = Hints(
-        task=task,
-        format=format,
-        d_x=d_x,
-        d_y=d_y,
-        n_heads=n_heads,
-        scale=scale,
-        attend_to_self=attend_to_self,
-        score=score,
-        score_slope=score_slope,
-        columns=columns,
-        orientation=orientation,
-        sign=sign,
-        map=tuple(map) if map else None,
-    )
     path = Path(path)
     try:
         return _load_folder(path, hints) if path.is_dir() else _load_file(path, hints)

@@ -4,55 +4,34 @@ Such names do not say how the parts are joined. Every way that the shapes allow 
 the one that predicts best is taken.
 """
 
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
 from itertools import product
 from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from mechinterp.checkpoints.errors import CheckpointError, one_line
-from mechinterp.checkpoints.hints import Hints
-from mechinterp.checkpoints.layered_tensors import require_numbers, shown_name
-from mechinterp.checkpoints.names import Layout, Piece, attention_matrices
+from mechinterp.checkpoints.hints import ORIENTATIONS, SIGNS, Hints, option
+from mechinterp.checkpoints.named_parts import Parts, parts_of
+from mechinterp.checkpoints.named_weights import joined
+from mechinterp.checkpoints.names import Layout
 from mechinterp.checkpoints.native import Checkpoint
-from mechinterp.checkpoints.outside import require_shape, settle
+from mechinterp.checkpoints.outside import settle
+from mechinterp.checkpoints.readings import MAX_READINGS, Reading, Said, evaluation_prompts, ranked
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig
 from mechinterp.fields import build, flatten
-from mechinterp.icl.prompts import generator_for, sample_prompts
 from mechinterp.models.weights import Weights
 
-N_PROMPTS, N_NUMBERS = 256, 2**22
+N_PROMPTS, N_PRODUCTS = 256, 2**33
+"""Prompts that readings are held against each other on, and about the products that one reading may take."""
 TIE = 1e-6
+N_POSITIONS = 512
+"""Rows of a table of sinusoidal positions."""
 FORMAT = "named-layers"
-Choices = Mapping[str, object]
-
-
-@dataclass(frozen=True)
-class Parts:
-    """The tensors of a file by what they are, matrices [in, out]."""
-
-    layers: tuple[dict[str, Tensor], ...]
-    """Per layer query, key, value, out, mlp_in, mlp_out, norm1, norm2 .weight and .bias, those that are there."""
-    ends: dict[str, Tensor]
-    n_heads: int
-
-    @property
-    def width(self) -> int:
-        """Width of the stream."""
-        return len(self.layers[0]["query.weight"])
-
-    def has(self, name: str) -> bool:
-        """Whether every layer has a part, or the ends have it."""
-        return name in self.ends or all(name in layer for layer in self.layers)
-
-    @property
-    def biases(self) -> bool:
-        """Whether there are biases besides those of norms."""
-        named = [*self.ends, *(name for layer in self.layers for name in layer)]
-        return any(name.endswith(".bias") and "norm" not in name for name in named)
+Candidate = tuple[Said, Checkpoint]
+Errors = tuple[Tensor, Tensor]
 
 
 def read_named_layers(
@@ -66,303 +45,231 @@ def read_named_layers(
     """The model of layers with known names, of the readings the one that predicts best.
 
     Args:
-        settings: What a config file beside the weights states: n_heads, activation, norm_first, layout, residual.
+        settings: What a config file beside the weights states: n_heads, norm_first, and fields of `JOINS`.
     Raises:
-        CheckpointError: If shapes do not fit together, or a part has no place here.
+        CheckpointError: If shapes do not fit together, a part has no place here, or too much is left open.
     """
-    parts = _parts(tensors, layout, file, hints, settings)
-    found: list[tuple[float, float, Choices, Checkpoint]] = []
-    fault: CheckpointError | None = None
-    for choices in _choices(parts, hints, settings):
+    settings = {**settings, **(hints.model or {})}
+    tries: tuple[str, ...] = ORIENTATIONS if layout.open_axes else ORIENTATIONS[:1]
+    tries = tries if hints.orientation is None else (hints.orientation,)
+    candidates: list[Candidate] = []
+    faults: list[CheckpointError] = []
+    for axes in tries:
         try:
-            checkpoint = _checkpoint(parts, file, choices, hints)
+            parts = parts_of(tensors, layout, file, axes=axes, hints=hints, settings=settings)
         except CheckpointError as error:
-            fault = fault or error
+            faults.append(error)
             continue
-        found.append((*_loss(checkpoint), choices, checkpoint))
-    if not found:
-        assert fault is not None
-        raise fault
-    least = min(loss for loss, _, _, _ in found)
-    # Of those that tie the first, which is the most usual one.
-    _, _, choices, checkpoint = next(each for each in found if each[0] <= least * (1 + TIE))
-    readings = [
-        {**said, "loss": value, "loss_sem": sem}
-        for value, sem, said, _ in sorted(found, key=lambda each: each[0])[:8]
-    ]
-    open_ones = {name for _, _, said, _ in found for name in said if said[name] != choices[name]}
+        for choices in _choices(parts, hints, settings):
+            said = {"orientation": axes, **choices}
+            try:
+                candidates.append((said, _checkpoint(parts, file, said, hints, settings)))
+            except CheckpointError as error:
+                faults.append(error)
+    if not candidates:
+        raise faults[0]
+    return _best(candidates, hints, file)
+
+
+def _choices(parts: Parts, hints: Hints, settings: Mapping[str, object]) -> Iterator[Said]:
+    """What names and shapes leave open, every combination of it, the most usual first."""
+    normed, mlps = parts.has("norm1.weight"), parts.has("mlp_in.weight")
+    read_in, bare = parts.has("read_in.weight"), not parts.has("read_out.weight")
+    plain = not (normed or mlps)
+    open_positions = read_in and not plain and not parts.has("positions.weight")
+    usual = parts.d_head**-0.5
+    options: dict[str, tuple[str | float | bool | None, ...]] = {
+        "norm": ("before", "after") if normed else (None,),
+        "activation": ("relu", "gelu") if mlps or parts.has("read_mlp.weight") else ("relu",),
+        "layout": ("pairs", "in_turn") if read_in else ("pairs",),
+        "attend_to_self": (True, False),
+        "context_only": (False, True),
+        "score": ("softmax", "linear/L", "linear") if plain else ("softmax", "linear/L"),
+        "scale": (usual, 1.0) if plain and parts.d_head > 1 else (usual,),
+        "residual": (True, False) if len(parts.layers) == 1 and not normed else (True,),
+        "positions": ("none", "sinusoidal") if open_positions else ("none",),
+        "sign": SIGNS if bare else SIGNS[:1],
+    }
+    first = settings.get("norm_first")
+    if isinstance(first, bool) and normed:
+        options["norm"] = ("before" if first else "after",)
+    given = {name: settings.get(name) for name in options} | {
+        name: getattr(hints, name) for name in ("attend_to_self", "score", "scale", "sign")
+    }
+    given = {name: value for name, value in given.items() if value is not None}
+    options |= {name: (value,) for name, value in given.items()}  # type: ignore[misc]
+    for values in product(*options.values()):
+        choices = dict(zip(options, values, strict=True))
+        if _is_usual(choices, given):
+            yield choices
+
+
+def _is_usual(choices: Said, given: Mapping[str, object]) -> bool:
+    """Whether a way to join the parts is one that people use, or was said."""
+    causal = {"attend_to_self": True, "context_only": False}
+    if choices["layout"] == "in_turn" and any(
+        choices[name] != value and name not in given for name, value in causal.items()
+    ):
+        return False
+    numbered = choices["positions"] == "sinusoidal" and choices["context_only"] is True
+    return not numbered or {"positions", "context_only"} <= given.keys()
+
+
+def _best(candidates: Sequence[Candidate], hints: Hints, file: Path) -> Checkpoint:
+    """The checkpoint that predicts best, of those that tie exactly the first, with all readings."""
+    said_of_all = [said for said, _ in candidates]
+    open_ones = [n for n in said_of_all[0] if len({said[n] for said in said_of_all}) > 1]
+    if len(candidates) > MAX_READINGS:
+        listed = ", ".join(map(option, open_ones))
+        raise CheckpointError(
+            f"{file}: at most {MAX_READINGS} readings are tried, got {len(candidates)}; say some of {listed}."
+        )
+    checkpoint = candidates[0][1]
+    readings: tuple[Reading, ...] = ()
+    if len(candidates) > 1:
+        candidates, errors = _apart(candidates)
+        pairs = [({n: said[n] for n in open_ones}, each.weights) for said, each in candidates]
+        found = ranked(pairs, errors)
+        losses = [each.loss for each in found]
+        least = min(losses)
+        first = next(i for i, loss in enumerate(losses) if not loss > least * (1 + TIE))
+        checkpoint = candidates[first][1]
+        order = sorted(range(len(found)), key=lambda i: (i != first, not found[i].ties, losses[i]))
+        readings = tuple(found[i] for i in order)
     values = flatten(asdict(checkpoint.task), "task.")
     said_of_task = {"task.d_x", *flatten(dict(hints.task or {}), "task.")}
     assumed = {name: value for name, value in values.items() if name not in said_of_task}
-    assumed |= {f"model.{name}": choices[name] for name in sorted(open_ones)}
-    if len(found) > 1:
-        assumed["readings"] = readings
-    return replace(checkpoint, assumed=assumed | {"step": 0})
-
-
-def _choices(parts: Parts, hints: Hints, settings: Mapping[str, object]) -> Iterator[Choices]:
-    """What names and shapes leave open, every combination of it."""
-    one_without_norm = len(parts.layers) == 1 and not parts.has("norm1.weight")
-    first = settings.get("norm_first")
-    options: dict[str, tuple[object, ...]] = {
-        "norm": ("before", "after") if parts.has("norm1.weight") else (None,),
-        "activation": ("relu", "gelu") if parts.has("mlp_in.weight") else ("relu",),
-        "layout": ("pairs", "in_turn") if "read_in.weight" in parts.ends else ("pairs",),
-        "attend_to_self": (True, False),
-        "score": ("softmax", "linear/L"),
-        "residual": (True, False) if one_without_norm else (True,),
-    }
-    if isinstance(first, bool) and parts.has("norm1.weight"):
-        options["norm"] = ("before" if first else "after",)
-    for name, given in (
-        ("attend_to_self", hints.attend_to_self),
-        ("score", hints.score),
-        *((name, settings.get(name)) for name in ("activation", "layout", "residual")),
-    ):
-        if given is not None:
-            options[name] = (given,)
-    for values in product(*options.values()):
-        yield dict(zip(options, values, strict=True))
-
-
-def _parts(
-    tensors: Mapping[str, Tensor],
-    layout: Layout,
-    file: Path,
-    hints: Hints,
-    settings: Mapping[str, object],
-) -> Parts:
-    for name, tensor in tensors.items():
-        require_numbers(tensor, f"{file}: {shown_name(name)}")
-    layers: list[dict[str, Tensor]] = []
-    shown: int | None = None
-    for pieces in layout.layers:
-        matrices, n_heads = attention_matrices(
-            pieces, tensors, file, axes=hints.orientation or "out,in"
-        )
-        shown = settle(file, "n_heads", shown, n_heads)
-        found = {n: t.mT if n.endswith("weight") else t for n, t in matrices.items()}
-        if "out.weight" not in found:
-            raise CheckpointError(
-                f"{file}: an output projection is needed beside {pieces[0].name}, got none."
-            )
-        width, inner = (layers[0] if layers else found)["query.weight"].shape
-        found |= _beside(pieces, tensors, file, width)
-        _require_shapes(found, file, _layer_shapes(found, width, inner))
-        layers.append(found)
-    stated = next((settings[n] for n in HEADS if isinstance(settings.get(n), int)), None)
-    n_heads = settle(file, "n_heads", shown, stated if type(stated) is int else None)
-    n_heads = settle(file, "n_heads", n_heads, hints.n_heads)
-    if n_heads is None:
-        raise CheckpointError(f"{file}: n_heads is not in the file; give --n-heads (n_heads=).")
-    inner = layers[0]["query.weight"].shape[1]
-    if inner % n_heads:
-        raise CheckpointError(f"{file}: n_heads must divide the width {inner}, got {n_heads}.")
-    ends: dict[str, Tensor] = {}
-    for (part, kind), piece in layout.ends.items():
-        tensor = tensors[piece.name].squeeze(0) if part == "positions" else tensors[piece.name]
-        if part == "words":
-            continue
-        if part in ("read_in", "read_out") and kind == "weight":
-            if tensor.ndim != 2:
-                raise CheckpointError(f"{file}: {piece.name} must be a matrix.")
-            tensor = tensor.mT if piece.axes != "in,out" else tensor
-        ends[f"{part}.{kind}"] = tensor
-    if "read_in.weight" in ends and "read_out.weight" not in ends:
-        raise CheckpointError(f"{file}: a read-in needs a read-out beside it, got none.")
-    width = len(layers[0]["query.weight"])
-    shapes: dict[str, tuple[int, ...]] = dict.fromkeys(
-        ("final_norm.weight", "final_norm.bias", "read_in.bias"), (width,)
+    if readings:
+        told = {name: readings[0].said[name] for name in sorted(open_ones) if name != "scale"}
+        assumed |= {f"model.{name}": value for name, value in told.items()}
+        assumed["readings"] = [
+            {**each.said, "loss": each.loss, "loss_sem": each.loss_sem, "stands": each.stands}
+            for each in readings[:8]
+        ]
+    return replace(
+        checkpoint, assumed={**checkpoint.assumed, **assumed, "step": 0}, readings=readings
     )
-    for name, axis in (("read_in.weight", 1), ("read_out.weight", 0), ("positions.weight", 1)):
-        if name in ends:
-            size = ends[name].shape[1 - axis] if ends[name].ndim == 2 else 1
-            shapes[name] = (size, width) if axis else (width, size)
-    if "read_out.weight" in shapes:
-        shapes["read_out.bias"] = shapes["read_out.weight"][1:]
-    _require_shapes(ends, file, shapes)
-    return Parts(tuple(layers), ends, n_heads)
 
 
-def _layer_shapes(
-    found: Mapping[str, Tensor], width: int, inner: int
-) -> dict[str, tuple[int, ...]]:
-    """The shapes of a layer's tensors, matrices [in, out]; the MLP may be of any inner width."""
-    shapes: dict[str, tuple[int, ...]] = {"out.weight": (inner, width), "out.bias": (width,)}
-    for name in ("query", "key", "value"):
-        shapes |= {f"{name}.weight": (width, inner), f"{name}.bias": (inner,)}
-    for name in ("norm1", "norm2"):
-        shapes |= {f"{name}.weight": (width,), f"{name}.bias": (width,)}
-    if "mlp_in.weight" in found:
-        hidden, written = found["mlp_in.weight"].shape[1], found["mlp_out.weight"].shape[1]
-        shapes |= {"mlp_in.weight": (width, hidden), "mlp_in.bias": (hidden,)}
-        shapes |= {"mlp_out.weight": (hidden, min(written, width))}
-        shapes["mlp_out.bias"] = shapes["mlp_out.weight"][1:]
-    return shapes
-
-
-def _require_shapes(
-    found: Mapping[str, Tensor], file: Path, shapes: Mapping[str, tuple[int, ...]]
-) -> None:
-    for name, tensor in found.items():
-        if name not in shapes:
-            raise CheckpointError(f"{file}: {name} has no matrix beside it.")
-        require_shape(file, name, tensor, shapes[name])
-
-
-HEADS = ("n_head", "num_heads", "num_attention_heads", "n_heads", "nhead")
-
-
-def _beside(
-    pieces: tuple[Piece, ...], tensors: Mapping[str, Tensor], file: Path, width: int
-) -> dict[str, Tensor]:
-    """Norms and MLP of a layer; matrices [in, out], turned so that they meet the stream."""
-    found: dict[str, Tensor] = {}
-    for piece in pieces:
-        name, tensor = f"{piece.part}.{piece.kind}", tensors[piece.name]
-        if piece.part not in ("mlp_in", "mlp_out", "norm1", "norm2"):
-            continue
-        if name in found:
-            raise CheckpointError(
-                f"{file}: {piece.name} is a second tensor for {name}; MLPs have two layers here."
-            )
-        if piece.part.startswith("mlp") and piece.kind == "weight":
-            if tensor.ndim != 2:
-                raise CheckpointError(f"{file}: {piece.name} must be a matrix.")
-            near = 0 if piece.part == "mlp_in" else 1
-            by_torch = tensor.shape[1 - near] == width and piece.axes != "in,out"
-            tensor = tensor.mT if by_torch or tensor.shape[near] != width else tensor
-        found[name] = tensor
-    if ("mlp_in.weight" in found) != ("mlp_out.weight" in found):
-        raise CheckpointError(f"{file}: an MLP needs both of its matrices, got one.")
-    return found
-
-
-def _checkpoint(parts: Parts, file: Path, choices: Choices, hints: Hints) -> Checkpoint:
-    width, given = parts.width, {**dict(hints.task or {}), **hints.given}
-    n_tokens = len(parts.ends["read_in.weight"]) if "read_in.weight" in parts.ends else width
-    read = parts.ends["read_out.weight"].shape[1] if "read_out.weight" in parts.ends else None
-    asked = given.get("d_y")
-    d_y = settle(file, "d_y", read, asked if isinstance(asked, int) else None) or 1
-    d_x = n_tokens if choices["layout"] == "in_turn" else n_tokens - d_y
-    if hints.d_x not in (None, d_x):
-        raise CheckpointError(f"{file}: d_x must be the weights' {d_x}, got {hints.d_x}.")
-    around = parts.ends.keys() & {"read_in.weight", "read_out.weight"}
-    apart = not choices["residual"]
-    stream = width * 3 if apart else width
-    model_fields: dict[str, object] = {
-        **{name: choices[name] for name in ("norm", "activation", "layout", "score")},
-        "attend_to_self": choices["attend_to_self"],
-        "n_layers": len(parts.layers),
-        "n_heads": parts.n_heads,
-        "d_head": parts.layers[0]["query.weight"].shape[1] // parts.n_heads,
-        "biases": parts.biases,
-        "d_model": stream if around or apart else None,
-        "final_norm": "final_norm.weight" in parts.ends,
-    }
-    if parts.has("mlp_in.weight"):
-        model_fields["d_mlp"] = parts.layers[0]["mlp_in.weight"].shape[1]
-    positions = parts.ends.get("positions.weight")
-    if positions is not None:
-        model_fields["n_positions"] = len(positions)
-    task_fields = {"d_x": d_x, "d_y": d_y, **dict(hints.task or {})}
+def _checkpoint(
+    parts: Parts, file: Path, said: Said, hints: Hints, settings: Mapping[str, object]
+) -> Checkpoint:
+    """The model of one reading."""
+    d_x, d_y = _sizes(parts, file, said, hints)
+    if parts.has("positions.weight"):
+        positions = parts.ends["positions.weight"]
+    elif said["positions"] == "sinusoidal":
+        positions = _sinusoidal(N_POSITIONS, parts.width)
+    else:
+        positions = None
+    sizes: dict[str, object] = {"d_x": d_x, "d_y": d_y}
+    points = settings.get("n_points")
+    if isinstance(points, int) and points > 1:
+        sizes["context_length"] = points - 1
+    fields = _model_fields(parts, said, positions, d_x + d_y)
     try:
-        model = build(ModelConfig, model_fields, "model.")
-        task = build(TaskConfig, task_fields, "task.")
-        if positions is not None and "context_length" not in task_fields:
+        model = build(ModelConfig, fields, "model.")
+        task = build(TaskConfig, {**sizes, **dict(hints.task or {})}, "task.")
+        if positions is not None and "context_length" not in {*sizes, *dict(hints.task or {})}:
             most = (len(positions) - 1) // (2 if model.layout == "in_turn" else 1)
             task = replace(task, context_length=min(task.context_length, most))
         config = ExperimentConfig(task=task, model=model)
-        found = _joined(parts, model, n_tokens, d_y, apart=apart)
+        sign = -1 if said["sign"] == "minus" else 1
+        apart = not said["residual"]
+        found = joined(parts, model, (d_x, d_y), positions=positions, sign=sign, apart=apart)
         weights = Weights(model, task.d_x, task.d_y, found)
     except ValueError as error:
         raise CheckpointError(f"{file}: {one_line(error)}") from None
-    if hints.scale is not None:
-        weights = replace(weights, scale=hints.scale)
-    return Checkpoint(file, config, 0, weights, FORMAT)
+    scale = said["scale"]
+    assert isinstance(scale, float | int)
+    if scale != parts.d_head**-0.5:
+        weights = replace(weights, scale=float(scale))
+    left_out = parts.d_token - (d_x + d_y) if said["layout"] == "pairs" else 0
+    beside: dict[str, object] = {"model.position_columns_left_out": left_out} if left_out else {}
+    if hints.scale is None:
+        beside["attn_scale"] = 1 / scale
+    return Checkpoint(file, config, 0, weights, FORMAT, beside)
 
 
-def _joined(
-    parts: Parts, model: ModelConfig, n_tokens: int, d_y: int, *, apart: bool
-) -> dict[str, Tensor]:
-    """The tensors by their names in HookedTransformer.
+def _sizes(parts: Parts, file: Path, said: Said, hints: Hints) -> tuple[int, int]:
+    """d_x and d_y; entries of tokens behind (x, y), where the reader says both sizes, are positions."""
+    given = {**dict(hints.task or {}), **hints.given}
+    read = parts.ends.get("read_out.weight")
+    asked = given.get("d_y")
+    asked = asked if isinstance(asked, int) else None
+    d_y = settle(file, "d_y", None if read is None else read.shape[1], asked) or 1
+    d_x = parts.d_token if said["layout"] == "in_turn" else parts.d_token - d_y
+    wide = read is None and None not in (hints.d_x, asked)
+    if wide and hints.d_x is not None and hints.d_x < d_x:
+        return hints.d_x, d_y
+    if hints.d_x not in (None, d_x):
+        raise CheckpointError(f"{file}: d_x must be the weights' {d_x}, got {hints.d_x}.")
+    return d_x, d_y
 
-    Args:
-        apart: Whether nothing is added up: the stream is then three streams side by side, of which the token is the
-            first, what attention writes the second and what the MLP writes the third.
+
+def _model_fields(
+    parts: Parts, said: Said, positions: Tensor | None, d_token: int
+) -> dict[str, object]:
+    """The architecture of one reading."""
+    apart, width = not said["residual"], parts.width
+    around = parts.ends.keys() & {"read_in.weight", "read_out.weight"}
+    ways = around or apart or said["sign"] == "minus" or d_token < parts.d_token
+    names = ("norm", "activation", "layout", "score", "attend_to_self", "context_only")
+    fields: dict[str, object] = {
+        **{name: said[name] for name in names},
+        "n_layers": len(parts.layers),
+        "n_heads": parts.n_heads,
+        "d_head": parts.d_head,
+        "biases": parts.biases,
+        "d_model": (3 * width if apart else width) if ways else None,
+        "final_norm": parts.has("final_norm.weight"),
+    }
+    if parts.has("mlp_in.weight"):
+        fields["d_mlp"] = parts.layers[0]["mlp_in.weight"].shape[1]
+    if parts.has("read_mlp.weight"):
+        fields["d_read_in"] = parts.ends["read_mlp.weight"].shape[1]
+    if positions is not None:
+        fields["n_positions"] = len(positions)
+    return fields
+
+
+def _sinusoidal(n_positions: int, width: int) -> Tensor:
+    """sin(t / 10000^(2i/width)) and cos of it in turn, [pos, width].
+
+    Source:
+        Vaswani et al. 2017, arXiv 1706.03762, section 3.5.
     """
-    dtype = torch.promote_types(torch.float32, parts.layers[0]["query.weight"].dtype)
-    width, n_heads = parts.width, parts.n_heads
-    blocks = 3 if apart else 1
-
-    def placed(tensor: Tensor, axis: int, block: int) -> Tensor:
-        """A tensor whose axis of the stream's width lies in one of the blocks."""
-        if not apart:
-            return tensor
-        behind = (blocks - block) * width - tensor.shape[axis]
-        sides = [0, 0] * (tensor.ndim - 1 - axis) + [block * width, behind]
-        return pad(tensor, sides)
-
-    found: dict[str, Tensor] = {}
-    last = 2 if parts.has("mlp_in.weight") else 1
-    for number, layer in enumerate(parts.layers):
-        at = f"blocks.{number}"
-        for x, name in (("Q", "query"), ("K", "key"), ("V", "value")):
-            heads = layer[f"{name}.weight"].unflatten(1, (n_heads, -1)).transpose(0, 1)
-            found[f"{at}.attn.W_{x}"] = placed(heads, 1, 0)
-        found[f"{at}.attn.W_O"] = placed(layer["out.weight"].unflatten(0, (n_heads, -1)), 2, 1)
-        if model.biases:
-            inner = layer["query.weight"].shape[1]
-            for x, name in (("Q", "query"), ("K", "key"), ("V", "value")):
-                bias = layer.get(f"{name}.bias", torch.zeros(inner))
-                found[f"{at}.attn.b_{x}"] = bias.unflatten(0, (n_heads, -1))
-            out = layer.get("out.bias", torch.zeros(layer["out.weight"].shape[1]))
-            found[f"{at}.attn.b_O"] = placed(out, 0, 1)
-        for name, here in (("norm1", "ln1"), ("norm2", "ln2")):
-            if f"{name}.weight" in layer:
-                scale = layer[f"{name}.weight"]
-                found[f"{at}.{here}.w"] = scale
-                found[f"{at}.{here}.b"] = layer.get(f"{name}.bias", torch.zeros_like(scale))
-        if model.d_mlp is not None:
-            found[f"{at}.mlp.W_in"] = placed(layer["mlp_in.weight"], 0, 1)
-            found[f"{at}.mlp.W_out"] = placed(layer["mlp_out.weight"], 1, 2)
-            if model.biases:
-                written = layer["mlp_out.weight"].shape[1]
-                found[f"{at}.mlp.b_in"] = layer.get("mlp_in.bias", torch.zeros(model.d_mlp))
-                out = layer.get("mlp_out.bias", torch.zeros(written))
-                found[f"{at}.mlp.b_out"] = placed(out, 0, 2)
-    if model.final_norm:
-        scale = parts.ends["final_norm.weight"]
-        found["ln_final.w"] = scale
-        found["ln_final.b"] = parts.ends.get("final_norm.bias", torch.zeros_like(scale))
-    if model.n_positions is not None:
-        found["pos_embed.W_pos"] = placed(parts.ends["positions.weight"], 1, 0)
-    if model.d_model is not None:
-        read_in = parts.ends.get("read_in.weight", torch.eye(width)[:n_tokens])
-        written = parts.layers[-1]["mlp_out.weight"].shape[1] if last == 2 else width
-        read_out = parts.ends.get("read_out.weight", torch.eye(written)[:, -d_y:])
-        found["W_in"] = placed(read_in, 1, 0)
-        found["unembed.W_U"] = placed(read_out, 0, last)
-        if model.biases:
-            b_in = parts.ends.get("read_in.bias", torch.zeros(width))
-            found["b_in"] = placed(b_in, 0, 0)
-            found["unembed.b_U"] = parts.ends.get("read_out.bias", torch.zeros(d_y))
-    return {name: tensor.to(dtype).contiguous().clone() for name, tensor in found.items()}
+    angle = torch.arange(n_positions)[:, None] * 1e4 ** (-torch.arange(0, width, 2) / width)
+    return torch.stack([angle.sin(), angle.cos()], -1).flatten(1)[:, :width]
 
 
-def _loss(checkpoint: Checkpoint) -> tuple[float, float]:
-    """Mean squared error over that of predicting 0 on prompts of the task, and its standard error."""
-    task = checkpoint.task
-    per_prompt = (task.context_length + 1) * max(
-        task.d_x + task.d_y, checkpoint.config.model.d_model or 1
-    )
-    count = max(2, min(N_PROMPTS, N_NUMBERS // per_prompt))
-    prompts = sample_prompts(
-        task, count, generator=generator_for(0, "eval", 0), dtype=torch.float64
-    )
-    prediction = checkpoint.predictor.run(prompts, [[]])[0].double()
-    error = (prediction - prompts.y_query).square().mean(1)
-    size = prompts.y_query.square().mean(1)
-    ratio = error.mean() / size.mean()
-    spread = (error - ratio * size).std() / size.mean() / count**0.5
-    return float(ratio.nan_to_num(torch.inf)), float(spread.nan_to_num(torch.inf))
+def _apart(candidates: Sequence[Candidate]) -> tuple[list[Candidate], list[Errors]]:
+    """The candidates, of those that predict alike the first, with their errors over those of predicting 0."""
+    kept: list[Candidate] = []
+    predictions: list[Tensor] = []
+    errors: list[Errors] = []
+    for said, checkpoint in candidates:
+        prompts = evaluation_prompts(checkpoint.task, _n_prompts(checkpoint))
+        prediction = checkpoint.predictor.run(prompts, [[]])[0].double()
+        alike = (
+            torch.allclose(prediction, other, rtol=TIE, atol=TIE, equal_nan=True)
+            for (_, each), other in zip(kept, predictions, strict=True)
+            if each.task == checkpoint.task
+        )
+        if any(alike):
+            continue
+        zero = prompts.y_query.square().mean(1)
+        error = (prediction - prompts.y_query).square().mean(1)
+        kept.append((said, checkpoint))
+        predictions.append(prediction)
+        errors.append((error / zero.mean(), zero / zero.mean()))
+    return kept, errors
+
+
+def _n_prompts(checkpoint: Checkpoint) -> int:
+    """As many prompts as take about `N_PRODUCTS`, the same number for all readings."""
+    task, model = checkpoint.task, checkpoint.config.model
+    n_pos = 2 * (task.context_length + 1)
+    size = sum(t.numel() for n, t in checkpoint.weights.tensors.items() if n.startswith("blocks"))
+    products = n_pos * (size + n_pos * model.n_layers * model.n_heads)
+    return max(16, min(N_PROMPTS, N_PRODUCTS // max(products, 1)))

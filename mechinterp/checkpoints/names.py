@@ -9,7 +9,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from mechinterp.checkpoints.errors import CheckpointError
@@ -25,6 +24,10 @@ PROJECTIONS = (
     *("{x}_lin", "fc_{x}", "{word}_layer", "{word}_net"),
 )
 """Spellings of the queries, keys and values: {x} q, {X} Q, {word} query, {words} queries, {Word} Query."""
+READ_IN = (
+    *("_read_in", "read_in", "input_proj", "input_projection", "embed_in", "input_layer"),
+    *("token_proj", "embed_proj", "input_linear"),
+)
 ROWS: dict[str, tuple[str, ...]] = {
     "o": (
         *("o", "O", "out", "output", "o_proj", "out_proj", "output_proj", "proj_o", "proj_out"),
@@ -58,17 +61,21 @@ ROWS: dict[str, tuple[str, ...]] = {
         *("feed_forward.w_2", "linear2", "fc2", "Wp"),
     ),
     "final_norm": ("ln_f", "final_norm", "norm_f", "ln_final", "final_layer_norm", "norm"),
-    "read_in": (
-        *("_read_in", "read_in", "input_proj", "input_projection", "embed_in", "input_layer"),
-        *("token_proj", "embed_proj", "input_linear"),
-    ),
+    "read_mlp": tuple(f"{name}.0" for name in READ_IN),
+    "read_in": (*READ_IN, *(f"{name}.2" for name in READ_IN)),
     "read_out": (
         *("_read_out", "read_out", "head", "pred_head", "output_head", "readout", "regressor"),
         *("lm_head", "prediction_head", "final_linear"),
     ),
     "positions": (
         *("wpe", "pos_emb", "pos_embed", "pos_embedding", "position_embedding", "W_pos"),
-        *("position_embeddings", "positional_embedding", "pos_encoding.weight"),
+        *(
+            "position_embeddings",
+            "positional_embedding",
+            "pos_encoding",
+            "positional_encoding",
+            "pe",
+        ),
     ),
     "words": (
         *("wte", "tok_emb", "token_emb", "token_embedding", "tok_embed", "word_embedding"),
@@ -88,6 +95,7 @@ TITLES = {
     "mlp_in": "inputs of the MLP",
     "mlp_out": "outputs of the MLP",
     "final_norm": "a final norm",
+    "read_mlp": "a read-in of two layers",
     "read_in": "a read-in",
     "read_out": "a read-out",
     "positions": "positions",
@@ -123,7 +131,7 @@ HARMLESS = re.compile(
 
 INNER = ("q", "k", "v", "qkv", "kv")
 ATTENTION = ("o", *INNER)
-ENDS = ("read_in", "read_out", "positions", "words", "final_norm")
+ENDS = ("read_mlp", "read_in", "read_out", "positions", "words", "final_norm")
 
 
 def _parts() -> dict[str, str]:
@@ -244,6 +252,12 @@ class Layout:
         return any(piece.axes is None and piece.part in ATTENTION for piece in pieces)
 
 
+def name_of(piece: Piece | None) -> str | None:
+    """The word for the part in a tensor's name."""
+    words = [] if piece is None else piece.name.replace("/", ".").split(".")
+    return words[-2] if len(words) > 1 else None
+
+
 def layout_of(names: Iterable[str]) -> Layout:
     """The parts that these names stand for."""
     read = {name: piece_of(name) for name in names}
@@ -258,7 +272,12 @@ def layout_of(names: Iterable[str]) -> Layout:
             unknown.append(piece.name)
         elif piece.part in ENDS or outside:
             key = ("read_out" if outside else piece.part, piece.kind)
-            if key in ends or piece.layer is not None:
+            if "lm_head" in (name_of(piece), name_of(ends.get(key))) and key in ends:
+                # Of a model of words that got a read-out of its own.
+                own = piece if name_of(piece) != "lm_head" else ends[key]
+                ends["words_out", piece.kind] = piece if own is not piece else ends[key]
+                ends[key] = own
+            elif key in ends or piece.layer is not None:
                 unknown.append(piece.name)
             else:
                 ends[key] = piece
@@ -269,145 +288,6 @@ def layout_of(names: Iterable[str]) -> Layout:
         ends=ends,
         unknown=tuple(unknown),
     )
-
-
-def attention_matrices(
-    pieces: Iterable[Piece], tensors: Mapping[str, Tensor], file: Path, *, axes: str = TORCH
-) -> tuple[dict[str, Tensor], int | None]:
-    """query, key, value and out .weight [out, in] and .bias of one layer, and its number of heads if it shows.
-
-    Args:
-        axes: One of ORIENTATIONS, where the names do not say it.
-    Raises:
-        CheckpointError: If the matrices do not fit together.
-    """
-    found: dict[tuple[str, str], dict[int | None, tuple[Piece, Tensor]]] = {}
-    for piece in pieces:
-        if piece.part in ATTENTION:
-            heads = found.setdefault((piece.part, piece.kind), {})
-            if piece.head in heads:
-                other = heads[piece.head][0].name
-                raise CheckpointError(f"{file}: {other} and {piece.name} stand for the same part.")
-            heads[piece.head] = (piece, tensors[piece.name])
-    n_heads: int | None = None
-    matrices: dict[tuple[str, str], Tensor] = {}
-    packed = _packed_axes(found)
-    for (part, kind), heads in found.items():
-        turned = {h: _turned(p, t, axes, packed, file) for h, (p, t) in heads.items()}
-        numbers = [h for h in turned if h is not None]
-        if numbers and (len(numbers) < len(turned) or sorted(numbers) != list(range(len(turned)))):
-            names = ", ".join(piece.name for piece, _ in list(heads.values())[:3])
-            raise CheckpointError(f"{file}: heads must be numbered from 0 on, got {names}.")
-        deep = next(iter(turned.values())).ndim == 3
-        if numbers or deep:
-            stacked = turned[None] if deep else torch.stack(_alike(turned, heads, file))
-            if n_heads not in (None, len(stacked)):
-                raise CheckpointError(
-                    f"{file}: {next(iter(heads.values()))[0].name} must have {n_heads} heads, got "
-                    f"{len(stacked)}; grouped or multi-query attention is not read."
-                )
-            n_heads = len(stacked)
-            joined = stacked.flatten(0, 1)
-            if part == "o" and kind == "weight":
-                joined = stacked.transpose(0, 1).flatten(1)
-            elif part == "o":
-                joined = stacked.sum(0)
-            matrices[part, kind] = joined
-        else:
-            matrices[part, kind] = turned[None]
-    return _unpacked(matrices, found, file), n_heads
-
-
-def _alike(
-    turned: Mapping[int | None, Tensor],
-    heads: Mapping[int | None, tuple[Piece, Tensor]],
-    file: Path,
-) -> list[Tensor]:
-    order = sorted(turned, key=lambda head: -1 if head is None else head)
-    shape = turned[order[0]].shape
-    for head in order:
-        if turned[head].shape != shape:
-            raise CheckpointError(
-                f"{file}: {heads[head][0].name} must have the shape {tuple(shape)} of the other heads, got "
-                f"{tuple(turned[head].shape)}."
-            )
-    return [turned[head] for head in order]
-
-
-def _packed_axes(
-    found: Mapping[tuple[str, str], Mapping[int | None, tuple[Piece, Tensor]]],
-) -> str | None:
-    """The axes that shapes tell where queries, keys and values are one matrix: a Conv1D of GPT-2 is [in, out]."""
-    qkv, out = (found.get((part, "weight"), {}).get(None) for part in ("qkv", "o"))
-    if qkv is None or qkv[1].ndim != 2:
-        return None
-    (rows, columns), square = qkv[1].shape, out is None or out[1].ndim != 2
-    if square:
-        return TRANSPOSED if columns == 3 * rows else TORCH if rows == 3 * columns else None
-    assert out is not None
-    if rows == 3 * out[1].shape[1]:
-        return TORCH
-    return TRANSPOSED if columns == 3 * out[1].shape[0] else None
-
-
-def _turned(piece: Piece, tensor: Tensor, axes: str, packed: str | None, file: Path) -> Tensor:
-    """A tensor as [out, in], with an axis of heads in front where it has one."""
-    if piece.kind == "bias":
-        if tensor.ndim not in (1, 2):
-            raise CheckpointError(
-                f"{file}: {piece.name} must have one axis, got shape {tuple(tensor.shape)}."
-            )
-        return tensor.flatten()
-    order = packed or piece.axes or axes
-    if tensor.ndim == 3 and piece.head is None and 0 not in tensor.shape:
-        if piece.axes == TRANSPOSED and piece.part != "o":  # flax: [in, head, d_head]
-            return tensor.permute(1, 2, 0)
-        if piece.axes == TRANSPOSED:  # and [head, d_head, out]
-            return tensor.mT
-        return tensor.mT if order == TRANSPOSED else tensor
-    if tensor.ndim != 2 or 0 in tensor.shape:
-        raise CheckpointError(
-            f"{file}: {piece.name} must be a matrix, got shape {tuple(tensor.shape)}."
-        )
-    return tensor.mT if order == TRANSPOSED else tensor
-
-
-def _unpacked(
-    matrices: Mapping[tuple[str, str], Tensor],
-    found: Mapping[tuple[str, str], Mapping[int | None, tuple[Piece, Tensor]]],
-    file: Path,
-) -> dict[str, Tensor]:
-    """The matrices by query, key, value and out."""
-    parts: dict[tuple[str, str], Tensor] = {}
-    for (part, kind), matrix in matrices.items():
-        if part not in ("qkv", "kv"):
-            parts[part, kind] = matrix
-            continue
-        if len(matrix) % len(part):
-            name = next(iter(found[part, kind].values()))[0].name
-            raise CheckpointError(
-                f"{file}: {name} must have {len(part)} times as many rows as a head is wide, got {len(matrix)}."
-            )
-        for x, rows in zip(part, matrix.chunk(len(part)), strict=True):
-            parts[x, kind] = rows
-    if ("o", "weight") in parts:
-        queries, keys, values = (len(parts[x, "weight"]) for x in "qkv")
-        require_full_keys(queries, keys, values, file)
-    full = {"q": "query", "k": "key", "v": "value", "o": "out"}
-    return {f"{full[part]}.{kind}": matrix.contiguous() for (part, kind), matrix in parts.items()}
-
-
-def require_full_keys(queries: int, keys: int, values: int, file: Path) -> None:
-    """Refuse keys or values of fewer rows than the queries, which several heads share.
-
-    Raises:
-        CheckpointError: If there are fewer.
-    """
-    if 0 < min(keys, values) < queries and queries % min(keys, values) == 0:
-        raise CheckpointError(
-            f"{file}: keys and values must be as wide as queries; grouped or multi-query attention is not read: got "
-            f"{queries} rows of queries, {keys} of keys, {values} of values."
-        )
 
 
 def require_known_kind(tensors: Mapping[str, Tensor], layout: Layout, file: Path) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mechinterp.checkpoints.errors import CheckpointError, one_line
 from mechinterp.checkpoints.folders import require_tensors
-from mechinterp.checkpoints.hints import Hints
+from mechinterp.checkpoints.hints import HEAD_KEYS, Hints
 from mechinterp.checkpoints.native import Checkpoint
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig
 from mechinterp.fields import build, flatten
@@ -72,8 +72,8 @@ def checkpoint_of(file: Path, layer: OneLayer, hints: Hints) -> Checkpoint:
     assumed = {name: value for name, value in values.items() if name not in said} | {"step": 0}
     y_first = columns == "y,x"
     tensors = _x_first(layer.tensors, config.task.d_y) if y_first else layer.tensors
-    if hints.sign == "minus":
-        tensors = {name: -t if name in ("W_O", "b_O") else t for name, t in tensors.items()}
+    factor = (-1 if hints.sign == "minus" else 1) * (hints.output_scale or 1)
+    tensors = {name: factor * t if name in ("W_O", "b_O") else t for name, t in tensors.items()}
     found = _weights(file, tensors, config, scale=scale)
     weights = weights_of_layer(found, model=config.model)
     return Checkpoint(file, config, 0, weights, layer.format, assumed)
@@ -91,6 +91,34 @@ def settle(file: Path, name: str, stated: Value | None, given: Value | None) -> 
     if not close and stated != given:
         raise CheckpointError(f"{file}: {name} must be the file's {stated}, got {given}.")
     return stated
+
+
+def stated_heads(
+    file: Path, hints: Hints, settings: Mapping[str, object], *, width: int, shown: int | None
+) -> int:
+    """The number of heads that the tensors show, a config file beside them states or the reader gives.
+
+    Args:
+        width: Of queries; heads lie side by side in it.
+    Raises:
+        CheckpointError: If there is none, they differ, or it does not divide the width.
+    """
+    n_heads = shown
+    for name in HEAD_KEYS:
+        value = settings.get(name)
+        if value is None:
+            continue
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise CheckpointError(
+                f"{file}: {name} of config.json must be an integer >= 1, got {value!r}."
+            )
+        n_heads = settle(file, name, n_heads, value)
+    n_heads = settle(file, "n_heads", n_heads, hints.n_heads)
+    if n_heads is None:
+        raise CheckpointError(f"{file}: n_heads is not in the file; give --n-heads (n_heads=).")
+    if width % n_heads:
+        raise CheckpointError(f"{file}: n_heads must divide the width {width}, got {n_heads}.")
+    return n_heads
 
 
 def numbers(tensors: Mapping[str, Tensor], names: Collection[str], file: Path) -> list[Tensor]:

@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from mechinterp.checkpoints.foreign import HEADS
+from mechinterp.checkpoints.hints import HEAD_KEYS
 from mechinterp.checkpoints.names import INNER, piece_of
 from mechinterp.config import TaskConfig
 from mechinterp.icl.prompts import Prompts, sample_prompts
@@ -206,7 +206,7 @@ def _is_turned(module: nn.Module, name: str, tokens: Tensor) -> bool:
 
 def _stated_heads(module: nn.Module, name: str) -> int:
     for part in (module.get_submodule(name), module.get_submodule(name.rpartition(".")[0]), module):
-        for each in HEADS:
+        for each in HEAD_KEYS:
             if type(number := getattr(part, each, None)) is int:
                 return number
     raise ValueError(f"heads must be given: the module around {name} does not say how many.")

@@ -77,6 +77,18 @@ SignOption = Annotated[
     str | None,
     typer.Option("--sign", metavar="plus|minus", help="Sign of the y entry in the prediction."),
 ]
+OutputOption = Annotated[
+    float | None,
+    typer.Option("--output-scale", help="Factor on what attention adds, for files without it."),
+]
+ModelOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--model",
+        metavar="NAME=VALUE",
+        help="How norms, MLPs and tokens are joined (norm=before, layout=in_turn); repeatable.",
+    ),
+]
 MapOption = Annotated[
     list[str] | None,
     typer.Option(
@@ -105,8 +117,8 @@ TOO_LARGE = "needs more memory than there is."
 
 
 def hints_of(
-    task_file: TaskOption = None,
-    format_name: FormatOption = None,
+    task: TaskOption = None,
+    format: FormatOption = None,
     d_x: XOption = None,
     d_y: YOption = None,
     n_heads: HeadsOption = None,
@@ -117,28 +129,20 @@ def hints_of(
     columns: ColumnsOption = None,
     orientation: OrientationOption = None,
     sign: SignOption = None,
-    name_map: MapOption = None,
+    output_scale: OutputOption = None,
+    model: ModelOption = None,
+    map: MapOption = None,
 ) -> "Hints":
     """What the options say of files that do not say it."""
+    given = dict(locals())
     from mechinterp.checkpoints.hints import Hints
     from mechinterp.checkpoints.loading import read_task
 
-    task = None if task_file is None else read_task(task_file)
-    return Hints(
-        task=task,
-        format=format_name,
-        d_x=d_x,
-        d_y=d_y,
-        n_heads=n_heads,
-        scale=scale,
-        attend_to_self=attend_to_self,
-        score=score,
-        score_slope=score_slope,
-        columns=columns,
-        orientation=orientation,
-        sign=sign,
-        map=tuple(name_map) if name_map else None,
-    )
+    given["task"] = None if task is None else read_task(task)
+    rows = [row.partition("=") for row in model or ()]
+    flags = {"true": True, "false": False}
+    given["model"] = {name: flags.get(value, value) for name, _, value in rows} or None
+    return Hints(**given)
 
 
 @dataclass(frozen=True)

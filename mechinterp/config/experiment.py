@@ -21,6 +21,7 @@ LATER_FIELDS = {
     "model": (
         *("attend_to_self", "biases", "merged_qk", "context_only", "d_model"),
         *("norm", "final_norm", "norm_eps", "d_mlp", "activation", "layout", "n_positions"),
+        "d_read_in",
     ),
     "train": ("optimizer", "init_std", "shortest_context", "cosine", "clip_norm"),
 }
@@ -93,7 +94,8 @@ class ExperimentConfig:
         optimizer = self.train.optimizer
         needed: dict[str, object] = {"model.score": "linear/L", "model.n_layers": 1}
         needed |= {f"model.{name}": False for name in ("attend_to_self", "biases", "context_only")}
-        needed |= {f"model.{name}": None for name in ("d_model", "norm", "d_mlp", "n_positions")}
+        absent = ("d_model", "norm", "d_mlp", "n_positions", "d_read_in")
+        needed |= {f"model.{name}": None for name in absent}
         needed["model.final_norm"] = False
         needed |= {"task.d_y": 1, "task.noise_var": 0.0, "task.supports": None}
         needed["task.sparsity"] = None

@@ -53,10 +53,13 @@ class ModelConfig:
     """Tokens: "pairs", (x_1, y_1), ..., (x_query, 0), or "in_turn", x_1, y_1, ..., x_query, y padded to d_x."""
     n_positions: int | None = None
     """Number of learned positions, added to the stream; None: there are none."""
+    d_read_in: int | None = None
+    """Hidden width of an MLP that reads the tokens in: W_in acts on activation(tokens W_read + b_read); None: W_in
+    acts on the tokens."""
 
     def __post_init__(self) -> None:
         set_checked(self, "model")
-        optional = ("d_head", "d_model", "d_mlp", "n_positions")
+        optional = ("d_head", "d_model", "d_mlp", "n_positions", "d_read_in")
         sizes = ("n_layers", "n_heads", *(n for n in optional if getattr(self, n) is not None))
         require_at_least("model", self, 1, *sizes)
         require_at_most("model", self, MAX_SIZE, *sizes)
@@ -69,6 +72,9 @@ class ModelConfig:
         if self.layout == "in_turn" and self.d_model is None:
             raise ValueError("model.d_model must be given where layout is 'in_turn', got null.")
 
+        if self.d_read_in is not None and self.d_model is None:
+            raise ValueError("model.d_model must be given where d_read_in is, got null.")
+
     def _require_one_of(self, name: str, known: tuple[str | None, ...]) -> None:
         value = getattr(self, name)
         if value not in known:
@@ -78,8 +84,8 @@ class ModelConfig:
     @property
     def attention_only(self) -> bool:
         """Whether nothing but the heads adds to the stream or changes it: no norm, MLP or position."""
-        parts = (self.norm, self.d_mlp, self.n_positions)
-        return parts == (None, None, None) and not self.final_norm
+        parts = (self.norm, self.d_mlp, self.n_positions, self.d_read_in)
+        return parts == (None, None, None, None) and not self.final_norm
 
     @property
     def one_attention(self) -> bool:

@@ -24,7 +24,7 @@ from mechinterp.models.deep import DeepWeights
 from mechinterp.models.functional import AttentionWeights
 from mechinterp.models.hooked_config import HookedConfig
 from mechinterp.models.tokens import tokens_of
-from mechinterp.models.units import plus
+from mechinterp.models.units import ACTIVATIONS, plus
 from mechinterp.models.weights import Weights, as_weights
 
 if TYPE_CHECKING:
@@ -93,8 +93,11 @@ class ICLTransformer(CheckedHooks):
         )
         cfg = self.cfg
         if model.d_model is not None:
-            self.W_in = nn.Parameter(torch.zeros(cfg.d_token, cfg.d_model))
+            self.W_in = nn.Parameter(torch.zeros(model.d_read_in or cfg.d_token, cfg.d_model))
             self.b_in = nn.Parameter(torch.zeros(cfg.d_model)) if model.biases else None
+        if model.d_read_in is not None:
+            self.W_read = nn.Parameter(torch.zeros(cfg.d_token, model.d_read_in))
+            self.b_read = nn.Parameter(torch.zeros(model.d_read_in)) if model.biases else None
         self.hook_embed = HookPoint()  # [batch, pos, d_model]
         if model.n_positions is not None:
             self.pos_embed = nn.ParameterDict(
@@ -221,6 +224,8 @@ class ICLTransformer(CheckedHooks):
 
     def _embed(self, tokens: Tensor) -> Tensor:
         model = self.cfg.model
+        if model.d_read_in is not None:
+            tokens = ACTIVATIONS[model.activation](plus(tokens @ self.W_read, self.b_read))
         resid = self.hook_embed(
             tokens if model.d_model is None else plus(tokens @ self.W_in, self.b_in)
         )

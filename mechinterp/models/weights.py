@@ -37,10 +37,15 @@ def tensor_shapes(model: ModelConfig, d_x: int, d_y: int) -> dict[str, tuple[int
     if model.n_positions is not None:
         shapes["pos_embed.W_pos"] = (model.n_positions, width)
     if model.d_model is not None:
-        shapes["W_in"] = (model.d_token(d_x, d_y), width)
+        d_token = model.d_token(d_x, d_y)
+        shapes["W_in"] = (model.d_read_in or d_token, width)
         shapes["unembed.W_U"] = (width, d_y)
         if model.biases:
             shapes |= {"b_in": (width,), "unembed.b_U": (d_y,)}
+        if model.d_read_in is not None:
+            shapes["W_read"] = (d_token, model.d_read_in)
+            if model.biases:
+                shapes["b_read"] = (model.d_read_in,)
     return shapes
 
 

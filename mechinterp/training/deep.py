@@ -30,8 +30,8 @@ def initial_deep_weights(config: ExperimentConfig) -> Weights:
     """Initial weights of a model, a function of its config and seed alone.
 
     Uniform in +-1/sqrt(fan_in), as PyTorch's linear layers start: fan_in is d_model for W_Q, W_K, W_V and W_U,
-    the width of a token for W_in and n_heads * d_head for W_O; d_model and d_mlp for the MLP's. Norms start at the
-    identity, biases at 0, positions at N(0, 0.02^2) as GPT-2's.
+    the width of what they act on for W_in and W_read, n_heads * d_head for W_O, d_model and d_mlp for the MLP's.
+    Norms start at the identity, biases at 0, positions at N(0, 0.02^2) as GPT-2's.
 
     Example:
         >>> from mechinterp.presets import preset
@@ -55,7 +55,7 @@ def initial_deep_weights(config: ExperimentConfig) -> Weights:
         for layer in range(model.n_layers)
     }
     shapes = tensor_shapes(model, task.d_x, task.d_y)
-    for name in ("W_in", "unembed.W_U"):
+    for name in ("W_in", "unembed.W_U", "W_read"):
         if name in shapes:
             tensors[name] = uniform(shapes[name][0], *shapes[name])
     for name, shape in shapes.items():

@@ -246,7 +246,7 @@ def test_linear_layers_wider_than_a_token_that_write_y_alone(tmp_path: Path):
         ({"key.weight": torch.ones(4, 3)}, {}, "key.weight must have shape (4, 4), got (4, 3)"),
         ({"out.weight": torch.ones(5, 4)}, {}, "out.weight must have shape (4, 4), got (5, 4)"),
         ({"out.bias": torch.ones(3)}, {}, "out.bias must have shape (4,), got (3,)"),
-        ({"norm.weight": torch.ones(4)}, {}, "norm.weight is not among the tensors of format"),
+        ({"gate.weight": torch.ones(4)}, {}, "must hold the tensors of a format known here"),
     ],
 )
 def test_linear_layers_say_what_they_need(

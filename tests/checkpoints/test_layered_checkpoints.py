@@ -279,13 +279,22 @@ def test_info_of_a_layered_checkpoint():
     assert '"name": "x.pt"' in dumps(document)
 
 
+def test_what_the_reader_says_of_the_architecture():
+    said = read(encoder(4).state_dict(), n_heads=2, model={"norm": "before", "activation": "gelu"})
+    model = said.config.model
+    assert (model.norm, model.activation) == ("before", "gelu")
+    assert not {"model.norm", "model.activation"} & said.assumed.keys()
+    with pytest.raises(CheckpointError, match="layout is known of format gpt2 and not to be given"):
+        read(garg().state_dict(), n_heads=4, model={"layout": "pairs"})
+
+
 def test_formats_by_names_alone():
     assert layered_format(garg().state_dict()) == "gpt2"
     assert layered_format(encoder(4).state_dict()) == "torch-encoder"
     assert layered_format(encoder(4).layers[0].state_dict()) == "torch-encoder"
-    bare = {f"self_attn.{name}" for name in nn.MultiheadAttention(4, 2).state_dict()}
+    bare = [f"self_attn.{name}" for name in nn.MultiheadAttention(4, 2).state_dict()]
     for names in (bare, [], ["blocks.0.attn.W_Q"], ["xself_attn.in_proj_weight", "norm1.weight"]):
-        assert layered_format(names) is None
+        assert layered_format(dict.fromkeys(names, torch.ones(1))) is None
 
 
 NAN = torch.full((16,), torch.nan)

@@ -1,20 +1,26 @@
 """Layers with norms, MLPs, positions and ends under names of the table, made from models whose predictions are known."""
 
+import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from mechinterp.analysis.circuits.patterns import Classification, classify
 from mechinterp.checkpoints.errors import CheckpointError
+from mechinterp.checkpoints.foreign import NAMED, detect
 from mechinterp.checkpoints.hints import Hints
 from mechinterp.checkpoints.loading import load
 from mechinterp.checkpoints.named_layers import read_named_layers
-from mechinterp.checkpoints.names import layout_of
+from mechinterp.checkpoints.named_parts import parts_of
+from mechinterp.checkpoints.names import ROWS, layout_of, piece_of
 from mechinterp.checkpoints.native import Checkpoint
 from mechinterp.config import ModelConfig
 from mechinterp.icl.prompts import sample_prompts
+from mechinterp.models.constructions_algorithms import gradient_descent_model
 from mechinterp.models.weights import Weights, tensor_shapes
 from tests.checkpoints.wild_files import LAYOUTS, State
 
@@ -32,6 +38,16 @@ SPELLINGS = {
         "mlp_out": "blocks.{l}.mlp.2",
         "final": "ln_f",
         "positions": "pos_emb",
+    },
+    "nanoGPT": {
+        "attn": "transformer.h.{l}.attn.{x}.weight",
+        "o": "c_proj",
+        "norm1": "transformer.h.{l}.ln_1",
+        "norm2": "transformer.h.{l}.ln_2",
+        "mlp_in": "transformer.h.{l}.mlp.c_fc",
+        "mlp_out": "transformer.h.{l}.mlp.c_proj",
+        "final": "transformer.ln_f",
+        "positions": "transformer.wpe.weight",
     },
     "encoder": {
         "attn": "layers.{l}.self_attn.{x}.weight",
@@ -94,10 +110,13 @@ def written(weights: Weights, names: dict[str, str], *, packed: bool = False) ->
     if weights.model.final_norm:
         state |= {f"{names['final']}.{k}": t[f"ln_final.{k[0]}"] for k in ("weight", "bias")}
     if weights.model.n_positions is not None:
-        state[names["positions"]] = t["pos_embed.W_pos"][None]
+        W_pos = t["pos_embed.W_pos"]
+        state[names["positions"]] = W_pos if "wpe" in names["positions"] else W_pos[None]
     if weights.model.d_model is not None:
-        linear("read_in", t["W_in"], t.get("b_in"))
-        linear("read_out", t["unembed.W_U"], t.get("unembed.b_U"))
+        if "W_read" in t:
+            linear("_read_in.0", t["W_read"], t.get("b_read"))
+        linear("_read_in.2" if "W_read" in t else "_read_in", t["W_in"], t.get("b_in"))
+        linear("_read_out", t["unembed.W_U"], t.get("unembed.b_U"))
     return state
 
 
@@ -112,6 +131,10 @@ MODELS = {
     "no positions, no biases": ModelConfig(
         n_layers=1, n_heads=2, d_head=4, d_model=8, d_mlp=16, norm="after", attend_to_self=True,
     ),
+    "two layers read in": ModelConfig(
+        n_layers=1, n_heads=2, d_head=4, d_model=8, d_mlp=16, norm="before", biases=True,
+        attend_to_self=True, layout="in_turn", d_read_in=5, activation="gelu",
+    ),
     "no MLPs": ModelConfig(n_layers=3, n_heads=2, d_head=4, d_model=8, score="linear/L"),
 }  # fmt: skip
 
@@ -125,14 +148,210 @@ def test_layers_predict_as_they_did(model: str, names: str, packed: bool):
     config = weights.model
     settings = {"n_heads": 2, "activation": config.activation, "layout": config.layout}
     settings |= {"residual": True, "norm_first": config.norm == "before"}
-    hints = Hints(score=config.score, attend_to_self=config.attend_to_self)
-    layout = layout_of(state)
-    assert not layout.unknown
-    found = read_named_layers(state, layout, Path("x.pt"), hints=hints, settings=settings)
-    assert "readings" not in found.assumed
+    settings |= {"context_only": config.context_only, "positions": "none"}
+    hints = Hints(score=config.score, attend_to_self=config.attend_to_self, scale=0.5)
+    assert detect(state, Path("x.pt")) == NAMED
+    found = read_named_layers(state, layout_of(state), Path("x.pt"), hints=hints, settings=settings)
+    assert not found.readings
     prompts = sample_prompts(found.task, 16, seed=0, dtype=torch.float32)
     true = Checkpoint(Path("y"), found.config, 0, weights).predictor.run(prompts, [[]])
     torch.testing.assert_close(found.predictor.run(prompts, [[]]), true, rtol=1e-5, atol=1e-5)
+
+
+PARTS = {
+    **{"norm1": "norm1", "norm2": "norm2", "mlp_in": "mlp_in", "mlp_out": "mlp_out"},
+    **{"final_norm": "final", "positions": "positions"},
+}
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_every_spelling_of_what_lies_around(part: str):
+    weights, names = random_weights(MODELS["GPT"]), SPELLINGS["nanoGPT"]
+    said = {"axes": "out,in", "hints": Hints(n_heads=2), "settings": {}, "file": Path("x.pt")}
+    state = written(weights, names)
+    true = parts_of(state, layout_of(state), **said)
+    for spelling in ROWS[part]:
+        layer = "" if part in ("final_norm", "positions") else "blocks.{l}."
+        renamed = names | {PARTS[part]: f"{layer}{spelling}"}
+        state = written(weights, renamed)
+        layout = layout_of(state)
+        assert not layout.unknown, spelling
+        found = parts_of(state, layout, **said)
+        for one, other in zip((*true.layers, true.ends), (*found.layers, found.ends), strict=True):
+            assert one.keys() == other.keys(), spelling
+            assert all(torch.equal(one[name], other[name]) for name in one), spelling
+
+
+@pytest.mark.parametrize("part", ["read_mlp", "read_in", "read_out", "words", "o"])
+def test_every_spelling_of_the_ends(part: str):
+    for spelling in ROWS[part]:
+        for name in (f"{spelling}.weight", f"net.{spelling}.weight", f"net/{spelling}/w"):
+            piece = piece_of(name)
+            assert piece is not None, name
+            assert (piece.part, piece.kind) == (part, "weight"), name
+
+
+def by_columns(state: State) -> State:
+    """Matrices of layers [in, out], as Conv1D of GPT-2 holds them."""
+    inside = (".c_attn.weight", ".c_proj.weight", ".c_fc.weight")
+    return {n: t.T.contiguous() if n.endswith(inside) else t for n, t in state.items()}
+
+
+def require_same_predictions(file: Path, weights: Weights, **said: object) -> Checkpoint:
+    found = load(file, scale=0.5, score="softmax", attend_to_self=True, n_heads=2, **said)
+    prompts = sample_prompts(found.task, 16, seed=0, dtype=torch.float32)
+    true = Checkpoint(Path("y"), found.config, 0, weights).predictor.run(prompts, [[]])
+    torch.testing.assert_close(found.predictor.run(prompts, [[]]), true, rtol=1e-5, atol=1e-5)
+    return found
+
+
+JOINED = {"norm": "before", "activation": "gelu", "layout": "in_turn"}
+
+
+@pytest.mark.parametrize(
+    ("norm", "biases", "conv1d"),
+    [
+        *(("before", True, False), ("before", False, False), ("before", False, True)),
+        *((None, True, False), (None, True, True)),
+    ],
+)
+def test_nano_gpt(tmp_path: Path, norm: str | None, biases: bool, conv1d: bool):
+    """With a head for words beside the read-out, and with all in one matrix of either orientation."""
+    model = replace(MODELS["GPT"], norm=norm, biases=biases, final_norm=norm is not None)
+    weights = random_weights(model)
+    state = written(weights, SPELLINGS["nanoGPT"], packed=True)
+    state = by_columns(state) if conv1d else state
+    words = {n: torch.ones(50, 8) for n in ("transformer.wte.weight", "lm_head.weight")}
+    masks = {"transformer.h.0.attn.bias": torch.ones(1, 1, 9, 9).tril()}
+    torch.save(words | state | masks, tmp_path / "x.pt")
+    joined = {n: v for n, v in JOINED.items() if n != "norm" or norm}
+    assert not require_same_predictions(tmp_path / "x.pt", weights, model=joined).readings
+    # Without a read-out of its own the head for words is one.
+    state = {n.replace("_read_out", "lm_head"): t for n, t in state.items()}
+    torch.save(state, tmp_path / "x.pt")
+    require_same_predictions(tmp_path / "x.pt", weights, model=joined)
+
+
+def test_positions_that_are_not_learned(tmp_path: Path):
+    table = torch.tensor(
+        [
+            [(math.sin, math.cos)[i % 2](t / 10000 ** (i // 2 * 2 / 8)) for i in range(8)]
+            for t in range(30)
+        ]
+    )
+    weights = random_weights(MODELS["GPT"])
+    weights = weights.with_tensors({"pos_embed.W_pos": table})
+    state = written(weights, SPELLINGS["minGPT"])
+    del state["pos_emb"]
+    torch.save(state, tmp_path / "x.pt")
+    joined = JOINED | {"positions": "sinusoidal"}
+    task = {"context_length": 14}
+    found = load(tmp_path / "x.pt", n_heads=2, task=task, model=joined, attend_to_self=True)
+    assert found.config.model.n_positions == 512
+    W_pos = found.weights.tensors["pos_embed.W_pos"]
+    torch.testing.assert_close(W_pos[:30], table)
+    torch.save(state | {"pos_encoder.pe": table[:, None]}, tmp_path / "x.pt")
+    require_same_predictions(tmp_path / "x.pt", weights, model=JOINED)
+    bare = random_weights(replace(MODELS["GPT"], n_positions=None))
+    torch.save(written(bare, SPELLINGS["minGPT"]), tmp_path / "x.pt")
+    require_same_predictions(tmp_path / "x.pt", bare, model=JOINED | {"positions": "none"})
+    # The file does not say them: both are tried.
+    asked = load(tmp_path / "x.pt", n_heads=2, model=JOINED, score="softmax")
+    assert {each.said["positions"] for each in asked.readings} == {"none", "sinusoidal"}
+
+
+def descent_in_haiku(positions: int = 0) -> State:
+    """Two steps of gradient descent, minus the prediction being kept in the y entry, with columns of positions."""
+    model = gradient_descent_model([0.6, 0.5], d_x=3)
+    stacks = {"query": model.W_Q * model.scale, "key": model.W_K, "value": model.W_V}
+    state = {}
+    for name, stack in (stacks | {"linear": model.W_O}).items():
+        for layer, (W,) in enumerate(stack.float()):
+            path = f"transformer/~trans_block/layer_{layer}/{name}"
+            state[f"{path}/w"] = pad(W, (0, positions, 0, positions))
+    return state
+
+
+@pytest.mark.parametrize("positions", [0, 2])
+def test_several_layers_in_haiku(tmp_path: Path, positions: int):
+    torch.save(descent_in_haiku(positions), tmp_path / "x.pt")
+    task = {"noise_var": 0.0, "context_length": 20}
+    said = {"n_heads": 1, "task": task, "d_x": 3, "d_y": 1, "scale": 1.0}
+    asked = load(tmp_path / "x.pt", **said)
+    assert asked.assumed["model.sign"] == "minus"
+    assert asked.assumed.get("model.position_columns_left_out", 0) == positions
+    joined = {"context_only": True}
+    told = load(tmp_path / "x.pt", score="linear/L", model=joined, attend_to_self=False, **said)
+    assert len(told.readings) == 2
+    assert told.assumed["model.sign"] == "minus"
+    assert classify(told, n_prompts=64).pattern == "gradient_descent"
+
+
+@pytest.mark.slow
+def test_the_score_of_several_layers_is_asked_for(tmp_path: Path):
+    torch.save(descent_in_haiku(), tmp_path / "x.pt")
+    said = {"noise_var": 0.0, "context_length": 20}
+    found = classify(load(tmp_path / "x.pt", n_heads=1, scale=1.0, task=said), n_prompts=64)
+    assert found.pattern in ("gradient_descent", "undetermined")
+    assert found.pattern == "gradient_descent" or "--score" in found.reason
+
+
+def test_axes_of_bare_matrices_of_layers_are_tried(tmp_path: Path):
+    state = descent_in_haiku()
+    names = {"query": "W_q", "key": "W_k", "value": "W_v", "linear": "W_o"}
+    turned = {
+        f"layers.{layer}.{names[name]}": state[f"transformer/~trans_block/layer_{layer}/{name}/w"].T
+        for layer in range(2)
+        for name in names
+    }
+    generator = torch.Generator().manual_seed(0)
+    R = torch.linalg.qr(torch.randn(4, 4, generator=generator))[0]
+    for layer in range(2):  # a basis of the head's own, so that turned matrices are another model
+        for name in ("W_q", "W_k"):
+            turned[f"layers.{layer}.{name}"] = R @ turned[f"layers.{layer}.{name}"]
+    torch.save(turned, tmp_path / "x.pt")
+    said = {"n_heads": 1, "scale": 1.0, "score": "linear/L", "attend_to_self": False}
+    found = load(tmp_path / "x.pt", model={"context_only": True}, **said)
+    assert found.assumed["model.orientation"] == "out,in"
+    assert found.readings[0].loss < 0.5
+
+
+def test_a_factor_on_the_output_of_layers(tmp_path: Path):
+    state = descent_in_haiku()
+    torch.save({n: t * (10 if "linear" in n else 1) for n, t in state.items()}, tmp_path / "x.pt")
+    said = {"n_heads": 1, "scale": 1.0, "score": "linear/L", "attend_to_self": False}
+    said |= {"model": {"context_only": True}, "sign": "minus", "task": {"noise_var": 0.0}}
+    assert classify(load(tmp_path / "x.pt", **said), n_prompts=64).pattern != "gradient_descent"
+    told = load(tmp_path / "x.pt", output_scale=0.1, **said)
+    assert classify(told, n_prompts=64).pattern == "gradient_descent"
+
+
+def test_two_norms_without_an_mlp(tmp_path: Path):
+    weights = random_weights(replace(MODELS["GPT"], n_positions=None, d_mlp=None))
+    state = written(weights, SPELLINGS["minGPT"])
+    ones = {f"blocks.{layer}.ln2.weight": torch.ones(8) for layer in range(2)}
+    torch.save(state | ones, tmp_path / "x.pt")
+    joined = {"positions": "none", "norm": "before", "layout": "in_turn", "activation": "relu"}
+    require_same_predictions(tmp_path / "x.pt", weights, model=joined)
+
+
+def test_too_much_left_open(tmp_path: Path):
+    weights = random_weights(replace(MODELS["GPT"], n_positions=None))
+    state = written(weights, SPELLINGS["minGPT"])
+    bare = {n.removesuffix(".weight") if ".attn." in n else n: t for n, t in state.items()}
+    bare = {n: t for n, t in bare.items() if not n.endswith("attn.bias")}
+    torch.save(bare, tmp_path / "x.pt")
+    with pytest.raises(CheckpointError, match=r"at most 64 readings .* say some of --orientation"):
+        load(tmp_path / "x.pt", n_heads=2)
+
+
+def test_a_config_beside_layers_states_the_context(tmp_path: Path):
+    weights = random_weights(replace(MODELS["GPT"], n_positions=None))
+    torch.save(written(weights, SPELLINGS["minGPT"]), tmp_path / "x.pt")
+    yaml = "model:\n  n_head: 2\ntraining:\n  curriculum:\n    points:\n      end: 12\n"
+    (tmp_path / "config.yaml").write_text(yaml)
+    found = load(tmp_path / "x.pt", score="softmax", model=JOINED)
+    assert (found.task.context_length, found.config.model.n_heads) == (11, 2)
 
 
 def behind_an_mlp(name: str) -> State:
@@ -150,15 +369,15 @@ def behind_an_mlp(name: str) -> State:
 )
 def test_heads_behind_an_mlp(tmp_path: Path, name: str, true: str):
     torch.save(behind_an_mlp(name), tmp_path / "x.pt")
-    found = load(tmp_path / "x.pt", score="softmax")
+    found = load(tmp_path / "x.pt", score="softmax", attend_to_self=False)
     assert found.assumed["model.residual"] is False
     assert found.config.model.d_model == 18
-    result = classify(found)
+    result = classify(found, n_prompts=64)
     assert isinstance(result, Classification)
     assert result.pattern == true
     assert "R² = 1.000 of the prediction on held-out prompts" in result.reason
     # The loss does not tell the score.
-    asked = classify(load(tmp_path / "x.pt"))
+    asked = classify(load(tmp_path / "x.pt", attend_to_self=False), n_prompts=64)
     assert asked.pattern == "undetermined"
     assert "--score" in asked.reason
 
@@ -172,7 +391,8 @@ def test_a_curved_mlp_leaves_the_heads_without_labels(tmp_path: Path):
         "Wp": torch.randn(6, 12, generator=generator),
     }
     torch.save(state, tmp_path / "x.pt")
-    result = classify(load(tmp_path / "x.pt", score="softmax"))
+    found = load(tmp_path / "x.pt", score="softmax", attend_to_self=False)
+    result = classify(found, n_prompts=64)
     assert result.pattern == "undetermined"
     assert not isinstance(result, Classification)
 

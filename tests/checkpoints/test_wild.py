@@ -5,12 +5,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 from mechinterp.analysis.circuits.patterns import classify
 from mechinterp.checkpoints.errors import CheckpointError
 from mechinterp.checkpoints.loading import load
-from mechinterp.checkpoints.names import attention_matrices, layout_of
+from mechinterp.checkpoints.named_matrices import attention_matrices
+from mechinterp.checkpoints.names import layout_of
 from mechinterp.models.functional import AttentionWeights
+from tests.checkpoints.foreign_files import random_heads
 from tests.checkpoints.wild_files import LAYOUTS, State, linear_layers, matrices
 
 SHIPPED = Path(__file__).parents[2] / "checkpoints"
@@ -76,13 +79,90 @@ KINDS = (
 )
 
 
-@pytest.mark.parametrize("layout", KINDS)
-@pytest.mark.parametrize("name", MODELS)
+LIGHT = {"softmax-h2-s0": KINDS, **dict.fromkeys(MODELS[2:], KINDS[:1])}
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        pytest.param(name, layout, marks=() if layout in LIGHT.get(name, ()) else pytest.mark.slow)
+        for name in MODELS
+        for layout in KINDS
+    ],
+)
 def test_every_kind_of_model(tmp_path: Path, name: str, layout: str):
     weights, _ = known(name)
     said = {"parameters [in, out]": {"orientation": "in,out"}, "haiku": {"sign": "minus"}}
     file = save(LAYOUTS[layout](weights), tmp_path)
     require_true_or_asked(file, name, **said.get(layout, {}))
+
+
+def standing(file: Path, name: str) -> list[tuple[str, bool, Tensor, Tensor]]:
+    """Score, self-attention and circuits of the readings on which the label rests."""
+    weights, _ = known(name)
+    found = load(file, n_heads=weights.n_heads, d_y=weights.d_y)
+    heads = [each.weights for each in found.readings if each.stands]
+    return [(w.score, w.attend_to_self, w.QK, w.OV) for w in heads]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS[2:])
+def test_the_label_rests_on_the_same_under_all_names(tmp_path: Path, name: str):
+    """Of every kind of name one: `test_every_spelling` has the others."""
+    weights, _ = known(name)
+    true = standing(save(LAYOUTS["modules {x}_proj"](weights), tmp_path), name)
+    for layout in {layout.split()[0]: layout for layout in LAYOUTS}.values():
+        found = standing(save(LAYOUTS[layout](weights), tmp_path), name)
+        assert len(found) == len(true), layout
+        for one, other in zip(true, found, strict=True):
+            assert one[:2] == other[:2], layout
+            torch.testing.assert_close(one[2:], other[2:])
+
+
+def test_readings_that_are_one_model_count_once(tmp_path: Path):
+    """Where d_head is 1 both scales are one, and with symmetric matrices both orientations."""
+    heads = random_heads(n_heads=2, d_head=1)
+    file = save(LAYOUTS["modules {x}_proj"](heads), tmp_path)
+    found = load(file, n_heads=2, score="softmax", columns="x,y", sign="plus")
+    assert [each.said["attend_to_self"] for each in found.readings] in (
+        [True, False],
+        [False, True],
+    )
+    symmetric = {f"W{x}": torch.diag(torch.tensor([1.0, 2, 3, 4])) for x in "qkvo"}
+    said = {"score": "softmax", "columns": "x,y", "sign": "plus", "attend_to_self": False}
+    found = load(save(symmetric, tmp_path), n_heads=1, scale=1.0, **said)
+    assert len(found.readings) == 1
+
+
+def test_a_factor_on_the_output(tmp_path: Path):
+    """Code that multiplies what attention adds keeps larger matrices."""
+    weights, true = known("linear-h1-s0")
+    task = load(SHIPPED / "linear-h1-s0").task
+    state = LAYOUTS["modules {x}_proj"](weights)
+    state["attn.out_proj.weight"] = state["attn.out_proj.weight"] * 10
+    file = save(state, tmp_path)
+    said = {"n_heads": 1, "score": weights.score, "scale": weights.scale, "columns": "x,y"}
+    said |= {"task": {"context_length": task.context_length}, "score_slope": weights.score_slope}
+    unread = classify(load(file, **said), n_prompts=64)
+    assert unread.pattern == "undetermined"
+    assert "--output-scale" in unread.reason
+    told = load(file, output_scale=0.1, **said)
+    torch.testing.assert_close(told.weights.circuits.OV, weights.OV)
+    assert classify(told, task, n_prompts=64).pattern == true
+    with pytest.raises(ValueError, match="output_scale must be a positive number, got 0"):
+        load(file, output_scale=0)
+
+
+def test_how_layers_are_joined_is_not_said_of_attention_alone(tmp_path: Path):
+    file = save(LAYOUTS["modules {x}_proj"](known("linear-h1-s0")[0]), tmp_path)
+    with pytest.raises(
+        CheckpointError, match=r"model \(norm\) is said of layers with norms or MLPs"
+    ):
+        load(file, n_heads=1, model={"norm": "before"})
+    with pytest.raises(ValueError, match=r"model must hold some of norm=before; .* got norm=both"):
+        load(file, n_heads=1, model={"norm": "both"})
+    with pytest.raises(ValueError, match=r"model must hold some of .* got depth=2"):
+        load(file, n_heads=1, model={"depth": 2})
 
 
 def test_orientation_and_sign_are_told_by_the_loss(tmp_path: Path):

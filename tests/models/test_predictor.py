@@ -74,6 +74,7 @@ PLAIN = {
     "last norm alone": {"final_norm": True},
     "MLP alone": {"d_mlp": 6, "activation": "silu"},
     "positions alone": {"n_positions": 21},
+    "read in by an MLP": {"n_layers": 2, **READ_IN, "d_read_in": 5, "biases": True},
     "linear with MLP": {**CONTEXT, "score": "linear/L", "d_mlp": 6},
     "GPT-2": GPT2,
 }

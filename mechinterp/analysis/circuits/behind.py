@@ -30,7 +30,8 @@ class ReadThrough:
 def has_linear_way_in(weights: Weights) -> bool:
     """Whether a model is one layer whose attention reads the tokens through linear maps alone."""
     model = weights.model
-    plain = (model.norm, model.n_positions, model.layout) == (None, None, "pairs")
+    around = (model.norm, model.n_positions, model.d_read_in)
+    plain = (around, model.layout) == ((None, None, None), "pairs")
     return model.n_layers == 1 and plain and not model.final_norm and not model.context_only
 
 

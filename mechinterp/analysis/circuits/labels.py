@@ -11,6 +11,7 @@ from mechinterp.analysis.circuits.reading import Form, Heads
 from mechinterp.analysis.circuits.scales import Scales
 from mechinterp.analysis.circuits.substitution import Faithfulness
 from mechinterp.analysis.circuits.thresholds import Thresholds
+from mechinterp.checkpoints.hints import option
 from mechinterp.checkpoints.readings import Reading
 
 # Numbers of which one must lie beyond random weights for a model to be structured.
@@ -94,20 +95,22 @@ def agreed_label(
     """
     standing = [reading for reading in readings if reading.stands]
     if not any(reading.predicts for reading in readings):
-        losses = "; ".join(map(repr, readings))
+        losses = "; ".join(map(repr, readings[:4])) + ("; ..." if readings[4:] else "")
         unread = f"no reading predicts better than 0 on prompts of the task (loss over that of 0: {losses})"
         same = set(patterns) == {"unstructured"}
-        options = ", ".join(f"--{name}" for name in readings[0].said)
+        options = ", ".join(map(option, readings[0].said))
         return (
             "unstructured" if same else "undetermined",
-            f"{reason}; {unread}" if same else f"{unread}; say {options}, --scale or --task",
+            f"{reason}; {unread}"
+            if same
+            else f"{unread}; say {options}, --scale, --output-scale or --task",
         )
     if len(set(patterns)) == 1:
         return patterns[0], reason
     labelled = list(zip(patterns, standing, strict=True))
     best = {pattern: reading for pattern, reading in reversed(labelled)}
     named = "; ".join(f"{pattern} for {reading!r}" for pattern, reading in reversed(best.items()))
-    options = " and ".join(f"--{name}" for name in _deciding(labelled))
+    options = " and ".join(map(option, _deciding(labelled)))
     return (
         "undetermined",
         f"the file does not say {options}, which decides: {named} (loss over that of predicting 0)",

@@ -5,6 +5,7 @@ that is not clearly one thing is `undetermined`, with the number that is in betw
 """
 
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import pandas as pd
@@ -39,6 +40,9 @@ from mechinterp.models.constructions import from_circuits
 from mechinterp.models.functional import AttentionWeights, head_outputs, predict
 from mechinterp.models.predictor import Source, predictor_of
 from mechinterp.models.scores import is_normalised, kernel_text
+
+if TYPE_CHECKING:
+    from mechinterp.checkpoints.native import Checkpoint
 
 N_PROMPTS, N_LAYERED_PROMPTS = 512, 256
 
@@ -168,11 +172,35 @@ def classify(
         return classify_attention(
             source, task, n_prompts=n_prompts, seed=seed, thresholds=thresholds
         )
+    limits = Thresholds() if thresholds is None else thresholds
+    readings: tuple[Reading, ...] = getattr(source, "readings", ())
+    if not readings:
+        return _classified_layers(source, task, n_prompts, seed, limits)
+    checkpoint = cast("Checkpoint", source)
+    standing = [each for each in readings if each.stands and _fits(each, task)]
+    if not any(each.predicts for each in standing):
+        standing = [*readings[:1]]  # one verdict says it all
+    found = [
+        _classified_layers(checkpoint.under(each), task, n_prompts, seed, limits)
+        for each in standing
+    ]
+    pattern, reason = agreed_label([each.pattern for each in found], found[0].reason, standing)
+    return replace(found[0], pattern=pattern, reason=reason)
+
+
+def _fits(reading: Reading, task: TaskConfig | None) -> bool:
+    sizes = (reading.weights.d_x, reading.weights.d_y)
+    return task is None or sizes == (task.d_x, task.d_y)
+
+
+def _classified_layers(
+    source: Source, task: TaskConfig | None, n_prompts: int, seed: int, limits: Thresholds
+) -> Classification | LayeredClassification:
+    """What the heads of several layers, or of one with something around it, are worth."""
     found = classify_layers(source, task, n_prompts=n_prompts, seed=seed)
-    weights = predictor.weights
+    weights = predictor_of(source).weights
     if weights is None or not has_linear_way_in(weights):
         return found
-    limits = Thresholds() if thresholds is None else thresholds
     through = read_through(weights, found.task, seed=seed)
     if not through.r2 >= limits.substitution_r2:
         return found
@@ -185,10 +213,6 @@ def classify(
     )
     if through.r2 >= limits.clear_r2:
         reason = f"{heads.reason}; read through what stands behind attention by a linear read-out, {said}"
-        if "model.score" in getattr(source, "assumed", {}):
-            named = f"{heads.pattern} for score {weights.model.score}"
-            why = f"the file does not say --score, which decides: {named} ({reason})"
-            return replace(heads, pattern="undetermined", reason=why)
         return replace(heads, reason=reason)
     labels = ", ".join(f"H{head} {label}" for head, label in enumerate(heads.labels))
     return replace(

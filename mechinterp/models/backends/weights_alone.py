@@ -186,6 +186,9 @@ def _run(layers: list[_Layer], stream: Float[Tensor, "batch pos d_model"]) -> _R
 def _embedded(weights: Weights, prompts: Prompts) -> Float[Tensor, "batch pos d_model"]:
     tensors = weights.tensors
     stream = tokens_of(prompts, weights.model, d_x=weights.d_x, d_y=weights.d_y)
+    if "W_read" in tensors:
+        hidden = plus(stream @ tensors["W_read"], tensors.get("b_read"))
+        stream = ACTIVATIONS[weights.model.activation](hidden)
     if "W_in" in tensors:
         stream = plus(stream @ tensors["W_in"], tensors.get("b_in"))
     positions = tensors.get("pos_embed.W_pos")
