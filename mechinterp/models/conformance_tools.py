@@ -28,8 +28,6 @@ from mechinterp.models.conformance_model import (
     switched_on,
 )
 
-FEW = 5
-"""Positions where each takes runs of its own: a wide model has many (`sample_inputs`)."""
 BY_POSITION = ("layer", "pos")
 BY_HEAD = ("layer", "head")
 BY_POSITION_AND_HEAD = ("layer", "pos", "head")
@@ -116,7 +114,8 @@ def counts_positions(model: Module) -> None:
 
 def patches_every(model: Module, *, name: str, n_kinds: int, axes: tuple[str, ...]) -> None:
     """A sweep of TransformerLens over several kinds of activation runs; a run per position, of which few are enough."""
-    clean, corrupted = (inputs[:, :FEW] for inputs in sample_inputs(model))
+    few = 6 if model.cfg.d_model == 5 else 5  # so that no axis passes for another
+    clean, corrupted = (inputs[:, :few] for inputs in sample_inputs(model))
     cfg = model.cfg
     sizes = {"layer": cfg.n_layers, "pos": clean.shape[1], "head": cfg.n_heads}
     expected = [n_kinds, *(sizes[axis] for axis in axes)]
