@@ -9,7 +9,7 @@ ENVS := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/mechinterp/$(shell cksum < constr
 INTEROP := $(ENVS)/transformer-lens-3.9.0 $(ENVS)/transformer-lens-3.2.1
 PEERS := $(ENVS)/peers
 
-.PHONY: help install test test-portable test-portable-short environments test-interop test-peers test-versions test-browser test-gpu bench-gpu notebooks notebooks-write lab attack lint bench analyses analyses-check dist docs report clean
+.PHONY: help install test test-all test-portable test-portable-short environments test-interop test-peers test-versions test-browser test-gpu bench-gpu notebooks notebooks-write lab attack lint bench analyses analyses-check dist docs report clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-19s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -35,9 +35,13 @@ UNCHECKED := -o addopts=--strict-markers
 
 test: install ## run all tests, first the fast and then the slow ones, and list at the end what failed
 	@$(RUNS) export OMP_NUM_THREADS=1; \
-	run "fast tests" $(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow" $(TESTS); \
-	run "slow tests" $(BIN)/python -m pytest -n 2 --dist worksteal -m slow $(UNCHECKED) --durations 10 $(TESTS); \
+	run "fast tests" $(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow and not exhaustive" $(TESTS); \
+	run "slow tests" $(BIN)/python -m pytest -n 2 --dist worksteal -m "slow and not exhaustive" $(UNCHECKED) \
+	  --durations 10 $(TESTS); \
 	summary
+
+test-all: test ## the same, and then all cases of what `make test` runs a sample of (half an hour)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m exhaustive $(UNCHECKED) --durations 10 $(TESTS)
 
 # Instruction sets as torch, MKL, oneDNN, the BLAS of numpy and scipy, and numpy itself name them. Numpy warns of a feature
 # that it does not know or the processor does not have; what numba compiles is kept in a folder of its own.
@@ -46,7 +50,7 @@ DEFAULT := ATEN_CPU_CAPABILITY=default MKL_ENABLE_INSTRUCTIONS=SSE4_2 ONEDNN_MAX
 AVX2 := ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2 ONEDNN_MAX_CPU_ISA=AVX2 \
 	OPENBLAS_CORETYPE=Haswell NPY_DISABLE_CPU_FEATURES="X86_V4 AVX512_ICL AVX512_SPR"
 GENERIC := NUMBA_CPU_NAME=generic NUMBA_CACHE_DIR=$(CURDIR)/.pytest_cache/numba
-NUMERIC = $(BIN)/python -m pytest -W ignore::ImportWarning -m "not slow" $(TESTS)
+NUMERIC = $(BIN)/python -m pytest -W ignore::ImportWarning -m "not slow and not exhaustive" $(TESTS)
 
 test-portable: TESTS := $(addprefix tests/,models icl theory analysis training claims) mechinterp
 test-portable: install ## run the fast numeric tests under other instruction sets, on one thread and on two

@@ -1,19 +1,21 @@
-"""The tables that are made from the results of all scripts: those of analyses/README.md and of
-README.md.
+"""The tables that are made from the results of all scripts: those of analyses/README.md, of README.md and
+of the papers' pages in docs/papers.
 
 python analyses/claims_table.py  (at once; every script of a figure or table must have run)
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import result_tables
 import sparse_table
-from main_claims import rows
+from main_claims import PAPERS, leads, rows
 from records import Record, all_records
 from result_tables import markdown
 
 HERE = Path(__file__).parent
+PAGES = HERE.parent / "docs" / "papers"
 HEADER = ("id", "claim", "script", "models", "asked", "measured", "verdict", "by")
 
 
@@ -29,12 +31,14 @@ def table(results: Path) -> str:
     return markdown(HEADER, [row(*found) for found in all_records(results)])
 
 
-def main_table(results: Path) -> str:
-    """The claims of README.md."""
-    return markdown(("claim", "measured", "verdict"), rows(one for _, one in all_records(results)))
+def main_table(results: Path, *, paper: str = "") -> str:
+    """The main claims of a paper, or of all papers those that lead a family."""
+    records = [one for _, one in all_records(results)]
+    found = rows(records, paper) if paper else leads(records)
+    return markdown(("claim", "measured", "verdict"), found)
 
 
-TABLES: Mapping[Path, Mapping[str, Callable[[Path], str]]] = {
+TABLES: dict[Path, dict[str, Callable[[Path], str]]] = {
     HERE / "README.md": {
         "claims": table,
         "trained": sparse_table.markdown,
@@ -42,13 +46,12 @@ TABLES: Mapping[Path, Mapping[str, Callable[[Path], str]]] = {
         "calibration labels": result_tables.calibration_labels,
         "calibration errors": result_tables.calibration_errors,
     },
-    HERE.parent / "README.md": {
-        "claims": main_table,
-        "shipped": result_tables.shipped,
-        "trained": result_tables.trained,
-    },
+    HERE.parent / "README.md": {"claims": main_table},
+    **{PAGES / f"{paper}.md": {"claims": partial(main_table, paper=paper)} for paper in PAPERS},
 }
 """The tables of each page, by the name of their marks."""
+TABLES[PAGES / "softmax_attention.md"]["shipped"] = result_tables.shipped
+TABLES[PAGES / "sparse_regression.md"]["trained"] = result_tables.trained
 
 
 def replaced(text: str, name: str, table: str) -> str:

@@ -1,5 +1,5 @@
-"""The table "What the papers claim, and what comes out" of README.md, its numbers and verdicts
-those of the records."""
+"""The main claims of each paper, for its page in docs/papers, and those that lead a family of claims, for
+README.md; numbers and verdicts are those of the records."""
 
 from collections.abc import Iterable
 
@@ -58,14 +58,8 @@ def softmax_rows(found: Found) -> list[Row]:
     modes = ("softmax-M-I", "softmax-M-loss")
     return [
         (
-            "**He et al.: softmax heads.** One head is a kernel smoother, omega 0.447, mu 1.628 "
-            "within 20%",
-            f"a kernel smoother in {heads[0].measured}; omega {span(heads[1:2])}, "
-            f"mu {span(heads[2:], 2)}",
-            verdict(heads),
-        ),
-        (
-            "several heads are one step of debiased gradient descent, step size 0.879",
+            "**Softmax heads.** Several heads are one step of debiased gradient descent, step size "
+            "0.879",
             f"{found['softmax-both-signs'].measured} models of 2 to 8 heads: R² at least "
             f"{least(found['softmax-step-r2'], 4)} (a vanilla step's is lower by "
             f"{least(found['softmax-step-vanilla'], 4)} or more), step "
@@ -74,7 +68,13 @@ def softmax_rows(found: Found) -> list[Row]:
             verdict([found["softmax-both-signs"]]),
         ),
         (
-            "heads of both signs appear consistently",
+            "one head is a kernel smoother, omega 0.447, mu 1.628 within 20%",
+            f"a kernel smoother in {heads[0].measured}; omega {span(heads[1:2])}, "
+            f"mu {span(heads[2:], 2)}",
+            verdict(heads),
+        ),
+        (
+            "**Their training.** Heads of both signs appear consistently",
             f"two heads: one sign in {found[signs + 'adam-h2'].text}, and still at step 500,000 "
             f"in {one_sign(found, 'stuck-h2')} of these; three heads and more: "
             f"{one_sign(found, 'adam-h3', 'adam-h4', 'adam-h8')}. From small weights "
@@ -82,7 +82,7 @@ def softmax_rows(found: Found) -> list[Row]:
             verdict(found.of(f"{signs}adam")),
         ),
         (
-            "omega and mu of other score functions (table 1), a head of either sign",
+            "**Other score functions.** Omega and mu of table 1, a head of either sign",
             f"{found['softmax-A1-signs'].measured} models have both signs (some of 1 + Cx do not "
             "train); of these all have omega and mu within 8%, products within 2%"
             if verdict(found.of("softmax-A1-omega", "softmax-A1-mu", "softmax-A1-product"))
@@ -98,14 +98,14 @@ def softmax_rows(found: Found) -> list[Row]:
             verdict(found.of("softmax-A1-loss")),
         ),
         (
-            "correlated covariates: a preconditioned step, the two QK opposite within 5%",
+            "**Correlated covariates.** A preconditioned step, the two QK opposite within 5%",
             f"{found['softmax-N1-preconditioned'].measured} pairs, "
             f"{span(found.of('softmax-N1-debiased'), percent=True)} from the best one; "
             f"opposite within {span(found.of('softmax-N1-opposite'), percent=True)}",
             verdict(found.of("softmax-N1")),
         ),
         (
-            "two tasks with a vector each (the published code): Modes I to IV",
+            "**Several tasks.** Two with a vector each (the published code): Modes I to IV",
             f"pairs of heads in {found['softmax-M-III-pairs'].measured} (four heads), "
             f"superposition in {found['softmax-M-IV-superposition'].measured} (three)",
             verdict(found.of(*modes, without="shared")),
@@ -136,10 +136,10 @@ def counted(found: Found, id: str) -> str:
     return f"{record.measured} ({len(record.holding)} of {record.n})"
 
 
-def other_rows(found: Found) -> list[Row]:
+def linear_rows(found: Found) -> list[Row]:
     return [
         (
-            "**Zhang et al.: linear attention.** Merged heads drop once, separate ones once per "
+            "**Linear attention.** The loss of merged heads drops once, that of separate ones once per "
             "direction",
             f"merged: one drop in {found['linear-5-merged-drops'].measured}; separate, four "
             f"directions: {found['linear-5-separate-init0.01'].measured}",
@@ -165,28 +165,45 @@ def other_rows(found: Found) -> list[Row]:
             verdict(found.of("linear-16-long", "linear-16-short")),
         ),
         (
-            "not asked: the jumps predicted from the initial weights",
+            "**Its jumps** (not asked). Predicted from the initial weights",
             f"median errors {found['linear-13-median-init0.01'].measured}; single ones "
             f"{counted(found, 'linear-13-single-init0.01')} within 2% at init 0.01",
             verdict(found.of("linear-13-")),
         ),
+    ]
+
+
+def sparse_rows(found: Found) -> list[Row]:
+    return [
         (
-            "**Chen et al.: sparse regression.** Algorithm 1 as a hand-built model of many layers "
-            "and heads",
+            "**Sparse regression.** Algorithm 1 as a hand-built model of many layers and heads",
             f"predictions equal: {found.of('sparse-C1-')[0].measured}",
             verdict(found.of("sparse-C1-", "sparse-C2-", "sparse-C3-")),
         ),
         (
-            "trained models: several heads help (C9), the first layer uses them (C10), later ones "
-            "need one (C11)",
-            "[12 models](#trained-models-of-sparse-regression), see C9 to C13 in the table of "
-            "claims",
+            "**Its trained models.** Several heads help (C9), the first layer uses them (C10), later "
+            "ones need one (C11)",
+            "12 models, see C9 to C13 among all claims",
             verdict(found.of("sparse-C9-", "sparse-C10-", "sparse-C11-", without="-wide")),
         ),
     ]
 
 
-def rows(records: Iterable[Record]) -> list[Row]:
-    """All rows of the table."""
+PAPERS = {
+    "softmax_attention": softmax_rows,
+    "linear_attention": linear_rows,
+    "sparse_regression": sparse_rows,
+}
+"""What makes the rows of each paper's page."""
+
+
+def rows(records: Iterable[Record], paper: str) -> list[Row]:
+    """All rows of one paper."""
+    return PAPERS[paper](Found(records))
+
+
+def leads(records: Iterable[Record]) -> list[Row]:
+    """The row that leads each family of claims; its name is in bold."""
     found = Found(records)
-    return [*softmax_rows(found), *other_rows(found)]
+    every = [row for make in PAPERS.values() for row in make(found)]
+    return [row for row in every if row[0].startswith("**")]

@@ -3,7 +3,7 @@ the two.
 
 A script S writes its records into results/S.records.json, with where they come from: the script,
 the package's version and commit, the checkpoints' ids and seeds, and the sha256 of the script's CSV
-files and of the records themselves. The tables of the READMEs are made from these files
+files and of the records themselves. The tables of the pages are made from these files
 (`claims_table.py`).
 """
 

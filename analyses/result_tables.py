@@ -1,4 +1,4 @@
-"""Tables of both READMEs that are made from the CSV files of results: the shipped models, emergence
+"""Tables of the pages that are made from the CSV files of results: the shipped models, emergence
 and calibration.
 
 `claims_table.py` writes them; a fast test compares them with the files.

@@ -56,13 +56,16 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     pages["reference/top.md"] = top_level()
     pages["gallery.md"] = gallery()
     pages["plotly.min.js"] = get_plotlyjs()
+    for file in (ROOT / "analyses" / "results").glob("*.png"):
+        pages[f"papers/{file.name}"] = file.read_bytes()
     for path, content in pages.items():
         files.append(File.generated(config, path, content=content))
     return files
 
 
 def on_page_markdown(markdown: str, **kwargs: object) -> str:
-    """Links to files of the repository beside this folder become their names."""
+    """Pictures of results lie beside the page, and links to other files of the repository become their names."""
+    markdown = re.sub(r"\]\(\.\./\.\./analyses/results/([a-z_-]+\.png)\)", r"](\1)", markdown)
     return re.sub(
         r"\[([^\]]+)\]\((?:\.\./)+((?!papers|how)[a-z_]+/[^)]*)\)", r"\1 (`\2`)", markdown
     )

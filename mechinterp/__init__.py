@@ -9,6 +9,7 @@ from mechinterp.version import __version__
 
 _HOMES = {
     "load": "mechinterp.checkpoints.loading",
+    "hook_module": "mechinterp.checkpoints.plain_modules",
     "ExperimentConfig": "mechinterp.config",
     "TaskConfig": "mechinterp.config",
     "generator_for": "mechinterp.icl.prompts",
@@ -38,6 +39,19 @@ _HOMES = {
     "attribute_edges": "mechinterp.analysis.heads.edges",
     "train": "mechinterp.training.sweep",
     "check_compatible": "mechinterp.models.conformance",
+    "write_report": "mechinterp.report.page",
+    "attention_patterns": "mechinterp.analysis.circuits.attention",
+    "milestones": "mechinterp.analysis.dynamics.milestones",
+    "training_snapshots": "mechinterp.analysis.dynamics.snapshots",
+    "training_dynamics": "mechinterp.analysis.dynamics.training",
+    "plateaus": "mechinterp.analysis.dynamics.plateaus",
+    "linear_snapshots": "mechinterp.analysis.dynamics.linear_snapshots",
+    "jump_forecast": "mechinterp.analysis.dynamics.jumps",
+    "sweep_frame": "mechinterp.analysis.results",
+    "train_models": "mechinterp.training.sweep",
+    "override": "mechinterp.config",
+    "preset": "mechinterp.presets",
+    "ICLTransformer": "mechinterp.models.transformer",
 }
 __all__ = ["__version__", *_HOMES]
 

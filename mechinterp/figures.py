@@ -1,7 +1,7 @@
 """The figures: the only file that knows colours and layout. Arrays in, plotly figures out."""
 
 import html
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 import plotly.graph_objects as go
@@ -12,11 +12,21 @@ from plotly.subplots import make_subplots
 # Okabe and Ito's colours, told apart by the colour-blind too; the same head has the same one everywhere.
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c564b", "#7f7f7f")
 BAR_COLORS = ("#6b7a8f", "#a9b4c2", "#3f8f8b")  # groups of bars are not heads
-MODEL_COLOR = "#868e96"  # seen on white and on black
+QUIET_COLOR = "#868e96"  # seen on white and on black
+MODEL_COLOR = {"light": "#1c1c1c", "dark": "#f1f3f5"}
+MODEL = "model"
+"""The curve that others are compared with: dashed, in the colour of the text, on top of them; and what marks its trace."""
 SIGNED_SCALE = "RdBu"
 UNSIGNED_SCALE = "Blues"
+LIGHT_SCALES = {"signed": SIGNED_SCALE, "unsigned": UNSIGNED_SCALE}
+DARK_SCALES = {
+    "signed": ("#ffb199", "#e8684a", "#9c3a26", "#14171c", "#215a8c", "#4393d0", "#a6d4f7"),
+    "unsigned": ("#14171c", "#1d3f5e", "#2f77b0", "#6db3e6", "#d3ebfc"),
+}
 CLEAR = "rgba(0,0,0,0)"
 HEIGHT = 380
+LEAST_TICKS = 3
+"""Of a logarithmic axis."""
 TEMPLATES = {"light": "plotly_white", "dark": "plotly_dark"}
 
 
@@ -34,8 +44,13 @@ def head_heatmaps(
     row_title: str = "",
     column_title: str = "",
     unit: str = "",
+    strips: bool = False,
 ) -> go.Figure:
-    """One signed heatmap per head side by side, on one colour scale with white at 0."""
+    """One signed heatmap per head side by side, on one colour scale with white at 0.
+
+    Args:
+        strips: Whether rows are as low as they can be, of matrices with few.
+    """
     n_heads = len(matrices)
     limit = float(np.abs(matrices).max()) or 1.0
     per_row = min(n_heads, 4)
@@ -45,7 +60,7 @@ def head_heatmaps(
         cols=per_row,
         subplot_titles=[f"head {head}" for head in range(n_heads)],
         horizontal_spacing=0.06,
-        vertical_spacing=0.32 / n_rows,
+        vertical_spacing=(0.5 if strips else 0.32) / n_rows,
     )
     for head, matrix in enumerate(matrices):
         heatmap = go.Heatmap(
@@ -64,7 +79,8 @@ def head_heatmaps(
         coloraxis={"colorscale": SIGNED_SCALE, "cmin": -limit, "cmax": limit, "colorbar": bar},
     )
     # The names of the heads stand above the heatmaps, plotly's buttons above the names.
-    return _finish(figure, title, height=110 + 240 * n_rows, top=80)
+    height = 60 + 22 * matrices.shape[1] if strips else 240
+    return _finish(figure, title, height=(130 if strips else 110) + height * n_rows, top=80)
 
 
 def heatmap(
@@ -133,19 +149,28 @@ def lines(
     log_y: bool = False,
     zero_line: bool = False,
 ) -> go.Figure:
-    """Curves over a common axis; `errors` are bars of one standard error, `levels` dotted lines across."""
+    """Curves over a common axis; `errors` are bars of one standard error, `levels` dotted lines across.
+
+    A curve named `MODEL` is what the others are compared with, and drawn on top of them.
+    """
     figure = go.Figure()
-    for index, (name, values) in enumerate(curves.items()):
+    others = [name for name in curves if name != MODEL]
+    for index, name in enumerate([*others, *(name for name in curves if name == MODEL)]):
         error = None if errors is None else errors.get(name)
+        line: dict[str, object] = {
+            "color": colors[index % len(colors)],
+            "dash": "solid" if index < len(colors) else "dot",
+        }
+        if name == MODEL:
+            line = {"color": MODEL_COLOR["light"], "dash": "dash", "width": 3}
         figure.add_scatter(
             x=x,
-            y=values,
+            y=curves[name],
             name=name,
+            meta=MODEL if name == MODEL else None,
+            legendrank=1 if name == MODEL else None,
             mode="lines" if len(x) > 30 else "lines+markers",
-            line={
-                "color": colors[index % len(colors)],
-                "dash": "solid" if index < len(colors) else "dot",
-            },
+            line=line,
             error_y=None if error is None else {"type": "data", "array": error, "thickness": 1},
         )
     for level in levels:
@@ -154,7 +179,64 @@ def lines(
     if np.issubdtype(x.dtype, np.integer) and np.ptp(x) <= 10:
         figure.update_xaxes(dtick=1)  # a number of layers or heads has no half
     figure.update_yaxes(title_text=y_title, type="log" if log_y else "linear", zeroline=zero_line)
+    if log_x:
+        figure.update_xaxes(log_ticks([x]))
+    if log_y:
+        figure.update_yaxes(log_ticks(curves.values()))
     return _finish(figure, title, height=HEIGHT)
+
+
+def log_ticks(values: Iterable[np.ndarray]) -> dict[str, object]:
+    """Ticks of a logarithmic axis as numbers that are read at once, three of them or more within the values.
+
+    Example:
+        >>> log_ticks([np.array([0.03, 0.4])])["ticktext"]
+        ['0.02', '0.05', '0.1', '0.2', '0.5']
+    """
+    found = np.concatenate([np.ravel(each).astype(float) for each in values])
+    found = found[np.isfinite(found) & (found > 0)]
+    if not len(found) or found.max() < found.min() * (1 + 1e-6):
+        return {}
+    low, high = float(found.min()), float(found.max())
+    powers = range(int(np.floor(np.log10(low))) - 1, int(np.ceil(np.log10(high))) + 2)
+    for steps in ((1.0,), (1.0, 2.0, 5.0), (1.0, 1.5, 2.0, 3.0, 5.0, 7.0)):
+        every = np.array([step * 10.0**power for power in powers for step in steps])
+        if ((every >= low) & (every <= high)).sum() >= LEAST_TICKS:
+            break
+    else:
+        step = 10.0 ** np.floor(np.log10(high - low))
+        while (high - low) / step < LEAST_TICKS:
+            step /= 2
+        every = step * np.arange(np.ceil(low / step) - 1, high / step + 2)
+        every = every[every > 0]
+    first, last = np.searchsorted(every, low, "right") - 1, np.searchsorted(every, high)
+    ticks = every[max(first, 0) : last + 1].tolist()
+    return {"tickmode": "array", "tickvals": ticks, "ticktext": [_tick(tick) for tick in ticks]}
+
+
+def log_range(values: np.ndarray) -> tuple[float, float] | None:
+    """Ends of a logarithmic axis that has room for these values, as plotly takes them.
+
+    Example:
+        >>> log_range(np.array([1.0, 100.0]))
+        (-0.1, 2.1)
+    """
+    found = np.log10(values[values > 0])
+    if not len(found):
+        return None
+    room = 0.05 * float(np.ptp(found)) or 0.1
+    return float(found.min()) - room, float(found.max()) + room
+
+
+def _tick(value: float) -> str:
+    for least, letter in ((1e6, "M"), (1e4, "k")):
+        if least <= value < 1e9:
+            return f"{value / (1e6 if letter == 'M' else 1e3):.6g}{letter}"
+    if 1e-4 <= value < 1e9:
+        return f"{value:,.6g}"
+    power = int(np.floor(np.log10(value) + 1e-9))
+    first = f"{value / 10.0**power:.5g}"
+    return f"{'' if first == '1' else f'{first}·'}10<sup>{power}</sup>".replace("-", "−")
 
 
 def bars(
@@ -256,6 +338,10 @@ def runs(
     kind = "log" if log else "linear"
     figure.update_xaxes(title_text=x_title, type=kind, zeroline=markers)
     figure.update_yaxes(title_text=y_title, type=kind, zeroline=markers)
+    if log:
+        every = [curve for models in groups.values() for curve in models.values()]
+        figure.update_xaxes(log_ticks(x for x, _ in every))
+        figure.update_yaxes(log_ticks(y for _, y in every))
     return _finish(figure, title, height=HEIGHT + 80)
 
 
@@ -313,9 +399,20 @@ def templates() -> dict[str, dict]:
     looks = {name: io.templates[template].to_plotly_json() for name, template in TEMPLATES.items()}
     for look in looks.values():
         look["layout"] |= {"paper_bgcolor": CLEAR, "plot_bgcolor": CLEAR}
-        buttons = {"bgcolor": CLEAR, "color": MODEL_COLOR, "activecolor": COLORS[0]}
+        buttons = {"bgcolor": CLEAR, "color": QUIET_COLOR, "activecolor": COLORS[0]}
         look["layout"]["modebar"] = buttons
     return looks
+
+
+def scales() -> dict[str, dict[str, object]]:
+    """Colours of heatmaps and of the curve of the model on a light and on a dark page; 0 is the page's own ground."""
+    named = {
+        name: [[place / (len(colors) - 1), color] for place, color in enumerate(colors)]
+        for name, colors in DARK_SCALES.items()
+    }
+    light = {name: go.Heatmap(colorscale=scale).colorscale for name, scale in LIGHT_SCALES.items()}
+    found = {"light": light, "dark": named}
+    return {look: {**found[look], "model": MODEL_COLOR[look]} for look in TEMPLATES}
 
 
 def _finish(figure: go.Figure, title: str, *, height: int, top: int = 60) -> go.Figure:

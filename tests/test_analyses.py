@@ -61,14 +61,16 @@ PAGES = [(page, name) for page, tables in claims_table.TABLES.items() for name i
 
 
 @pytest.mark.parametrize(
-    ("page", "name"), PAGES, ids=[f"{page.parent.name}, {name}" for page, name in PAGES]
+    ("page", "name"),
+    PAGES,
+    ids=[f"{page.relative_to(ANALYSES.parent)}, {name}" for page, name in PAGES],
 )
-def test_the_tables_of_both_pages_are_those_of_the_results(page: Path, name: str):
+def test_the_tables_of_all_pages_are_those_of_the_results(page: Path, name: str):
     text = page.read_text(encoding="utf-8")
     assert claims_table.replaced(text, name, claims_table.TABLES[page][name](RESULTS)) == text
 
 
-@pytest.mark.parametrize("page", ["../README.md", "README.md"])
+@pytest.mark.parametrize("page", prose.phrases(RESULTS))
 def test_numbers_in_prose_are_those_of_the_results(page: str):
     text = " ".join((ANALYSES / page).read_text(encoding="utf-8").split())
     for phrase in prose.phrases(RESULTS)[page]:

@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import mechinterp
 from mechinterp.checkpoints.native import load, save
 from mechinterp.config import ExperimentConfig, override
 from mechinterp.models.constructions import diagonal_heads
@@ -158,8 +159,16 @@ def test_classify_prints_a_list(run: Run, trained: Path, tmp_path: Path):
     assert second["evidence"]["eta"] == pytest.approx([0.8])
     ran = run("classify", pair, "--n-prompts", 256)
     assert (ran.code, ran.err) == (0, "")
-    assert ran.out.startswith(f"{pair}: debiased_gd (heads of both signs")
-    assert "omega_mean" in ran.out
+    assert ran.out.startswith(
+        f"{pair}: debiased_gd\nWhat it computes: one step of gradient descent"
+    )
+    assert "omega (1/x²)" in ran.out
+    many = run("classify", trained, pair, "--n-prompts", 256).out
+    assert many.count("omega (1/x²)") == 1
+    assert f"{pair}: debiased_gd\n  loss" in many
+    wide = run("classify", trained, pair, "--n-prompts", 256, "--wide").out
+    assert wide.count("What it is not: ") == 2
+    assert "ov last" in wide
 
 
 def test_classify_takes_a_folder_of_checkpoints(run: Run, tmp_path: Path):
@@ -203,7 +212,7 @@ def test_ablate(run: Run, trained: Path, tmp_path: Path):
     assert (len(ran.document["heads"]), len(ran.document["subsets"])) == (6, 4)
     ran = run("ablate", trained, "--n-prompts", 128)
     assert ran.out.startswith(f"{trained}: excess risk 0.")
-    assert "shapley_sem" in ran.out
+    assert "Shapley values: fall of the excess risk a head brings" in ran.out
     # Weights in double precision get prompts in double precision.
     double = run("ablate", hand_built(tmp_path / "pair"), "--json", "--n-prompts", 128)
     assert double.document["shapley"][0]["shapley"] > 0
@@ -218,9 +227,8 @@ def test_fit(run: Run, trained: Path):
         *("best", "verdict", "trained_length", "n_prompts", "lead", "lead_sem", "fits"),
     ]
     assert {row["context_length"] for row in ran.document["fits"]} == {10, 20, 40}
-    assert run("fit", trained, *options).out.startswith(
-        f"{trained}: No learner fitted here is close, the nearest is "
-    )
+    said = " ".join(run("fit", trained, *options).out.split())
+    assert said.startswith(f"{trained}: No learner fitted here is close, the nearest is ")
 
 
 def test_report(run: Run, trained: Path, tmp_path: Path):
@@ -231,7 +239,7 @@ def test_report(run: Run, trained: Path, tmp_path: Path):
     assert (ran.document["path"], ran.document["page"]) == (str(trained), str(out / PAGE))
     files = {Path(ran.document["page"]), *map(Path, ran.document["tables"])}
     assert set(out.iterdir()) == files
-    assert ran.document["verdict"].startswith("h2 ")
+    assert ran.document["verdict"].startswith("What it computes: ")
 
     again = ("report", trained, "--out", out, "--n-prompts", 64)
     run(*again).assert_refused(out, "already exists", "--overwrite")
@@ -248,7 +256,13 @@ def test_info(run: Run, trained: Path):
     assert ran.document["experiment"] == json.loads(load(trained).config.to_json())
     ran = run("info", trained)
     assert ran.out.startswith("h2: 2 heads, softmax attention, d_x 5, context length 40, step 300,")
-    assert "model: n_layers 1, n_heads 2" in ran.out
+    assert "\n  training   steps 300, " in ran.out
+    assert "hook_pattern" not in ran.out
+    assert "hook_pattern" in run("info", trained, "--wide").out
+
+
+def test_version(run: Run):
+    assert run("--version").out == f"mechinterp {mechinterp.__version__}\n"
 
 
 def test_the_seed_and_the_number_of_prompts_decide_the_numbers(run: Run, trained: Path):

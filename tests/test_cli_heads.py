@@ -50,7 +50,7 @@ def test_ablate(run: Run, deep: Path):
     )
     text = run("ablate", deep, "--n-prompts", 40).out
     assert "excess risk " in text
-    assert "effective_heads" in text
+    assert "How a layer spreads it over its heads" in text
 
 
 def test_prune(run: Run, deep: Path, tmp_path: Path):
@@ -90,9 +90,10 @@ def test_prune_trains_further(run: Run, deep: Path, gpt2: Path, tmp_path: Path):
     assert [row["ratio"] for row in rows] == pytest.approx(found.ratio.ravel().tolist(), rel=1e-6)
     assert load(out).step == load(deep).step + 8
     assert load(out).origin["fine_tuned_steps"] == 8
-    assert "origin: pruned from deep, kept heads [[" in run("info", out).out
+    assert "origin     pruned from deep, kept heads [[" in run("info", out).out
     run("train", out / "config.json").assert_refused("it was pruned from another")
-    assert "after 8 steps of further training" in run("prune", deep, *options).out
+    said = " ".join(run("prune", deep, *options).out.split())
+    assert "after 8 steps of further training" in said
     ran = run("prune", gpt2, "--n-heads", 4, *options)
     assert (ran.code, ran.out) == (2, "")
     assert "--fine-tune is for models that were trained by this package" in ran.err
@@ -107,7 +108,7 @@ def test_probe(run: Run, deep: Path):
     names = ["raw x", "reweighted x", "after layer 0"]
     assert [row["features"] for row in ran.document["areas"]] == names
     assert len(ran.document["descent"]) == 3 * 33
-    assert "log_area" in run("probe", deep, "--n-prompts", 60).out
+    assert "log area" in run("probe", deep, "--n-prompts", 60).out
 
 
 @pytest.fixture
@@ -137,7 +138,7 @@ def test_ablate_somebody_elses_layers(run: Run, gpt2: Path):
     rises = [row["rise"] for row in found["heads"] if row["method"] == "zero"]
     assert rises == pytest.approx(expected.increase.ravel().tolist(), rel=1e-3, abs=1e-5)
     text = run("ablate", gpt2, "--n-heads", 4, "--n-prompts", 40, "--quiet")
-    assert "effective_heads" in text.out
+    assert "How a layer spreads it over its heads" in text.out
     assert text.err.count("\n") == 1  # what is assumed, and no bar
 
 
@@ -177,7 +178,7 @@ def test_probe_somebody_elses_layers(run: Run, gpt2: Path, stack: Path):
     names = ["raw x", "reweighted x", "after layer 0"]
     assert [row["features"] for row in ran.document["areas"]] == names
     text = run("probe", stack, *OF_STACK, "--n-prompts", 60)
-    assert "log_area" in text.out
+    assert "log area" in text.out
 
 
 def test_prompts_and_their_number_are_as_asked(gpt2: Path, deep: Path):

@@ -32,6 +32,7 @@ def test_the_list_of_commands_is_one_line_each_and_has_no_colour(capsys):
     assert "Example" not in out
     assert all(name in out for name in COMMANDS)
     assert "\x1b" not in out
+    assert "..." not in out.partition("Commands:")[2]
 
 
 def test_what_the_parser_refuses_ends_with_where_to_look(capsys):

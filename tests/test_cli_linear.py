@@ -112,7 +112,8 @@ def test_commands_take_linear_models(run: Run, name: str, tmp_path: Path):
     (document,) = run("classify", path, "--json").document
     assert (document["pattern"], document["evidence"]["n_components"]) == ("linear_gd", count)
     table = tmp_path / "table.csv"
-    assert f"on {count} of 4 components" in run("classify", path, "--out", table).out
+    said = " ".join(run("classify", path, "--out", table).out.split())
+    assert f"along {count} principal directions of x" in said
     assert ",n_components," in table.read_text().splitlines()[0]
     assert len(run("ablate", path, "--n-prompts", 256, "--json").document["heads"]) == 3 * (
         8 if count == 4 else 5
@@ -150,7 +151,7 @@ def test_adam_refuses_what_it_does_not_train(run: Run, tmp_path: Path):
 def test_predict_jumps_prints_a_table(run: Run):
     ran = run(*JUMPS)
     assert (ran.code, ran.err) == (0, "")
-    header, *rows, levels = ran.out.splitlines()
+    _, header, *rows, levels = ran.out.splitlines()
     assert header.split()[:6] == ["jump", "step", "time", "direction", "eigenvalue", "head"]
     assert [row.split()[3] for row in rows] == ["0", "1", "2", "3"]
     assert levels == "loss levels (y²): 1.0000, 0.6406, 0.3774, 0.2098, 0.1360"

@@ -8,7 +8,7 @@ import torch
 
 from mechinterp.checkpoints.errors import visible
 from mechinterp.checkpoints.loading import convert, load
-from mechinterp.report.terminal import progress_bar
+from mechinterp.report.bars import progress_bar
 from mechinterp.training.run import Progress
 from tests.checkpoints.foreign_files import random_heads, softmax_paper_state
 from tests.conftest import Run

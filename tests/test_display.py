@@ -27,7 +27,7 @@ class Count(Result):
 def test_a_result_shows_its_sentence_and_its_table():
     found = classify(debiased_gradient_step(d_x=5, eta=0.88, omega=0.01))
     shown = found._repr_html_()
-    assert shown.startswith("<p><code>Classification(debiased_gd: ")
+    assert shown.startswith("<p><code>Classification(debiased_gd)<br>What it computes: ")
     assert shown.count("<tr") == 1 + 2
     assert "<th>label</th>" in shown
     assert "more rows" not in shown

@@ -41,7 +41,8 @@ from mechinterp.checkpoints.native import save
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig
 from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
 from mechinterp.models.transformer import ICLTransformer
-from mechinterp.report.documents import dumps, info_document
+from mechinterp.report.header import dumps
+from mechinterp.report.info import info_document
 from mechinterp.report.page import write_report
 from mechinterp.training.deep import initial_deep_weights
 from tests.checkpoints.foreign_files import attention_module, random_heads
@@ -337,6 +338,7 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Case]:
     return case_builder(tmp_path_factory.mktemp("doors"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("analysis", "source"), PAIRS)
 def test_it_answers_or_refuses_in_one_line(analysis: str, source: str, case):
     listed_as = "answer" if (analysis, source) in ANSWERS else "refusal"

@@ -63,6 +63,7 @@ ORDER = [
     "models.backends.hooks",
     "models.backends.weights_alone",
     "models.predictor",
+    "models.module_hooks",
     "models.hook_map",
     "models.conformance_model",
     "models.conformance_tools",
@@ -94,6 +95,7 @@ ORDER = [
     "checkpoints.one_layer",
     "checkpoints.foreign",
     "checkpoints.loading",
+    "checkpoints.plain_modules",
     "training.flat",
     "training.flow",
     "training.descent",
@@ -109,6 +111,8 @@ ORDER = [
     "training.cluster",
     "training.sweep",
     "analysis.estimates",
+    "analysis.verdict",
+    "analysis.learners.standing",
     "analysis.circuits.circuits",
     "analysis.heads.errors",
     "analysis.circuits.manifold",
@@ -122,6 +126,7 @@ ORDER = [
     "analysis.circuits.null",
     "analysis.circuits.scales",
     "analysis.circuits.labels",
+    "analysis.circuits.heads_verdict",
     "analysis.learners.algorithm_tests",
     "analysis.learners.algorithm_scores",
     "analysis.learners.algorithm_paths",
@@ -129,6 +134,7 @@ ORDER = [
     "analysis.learners.algorithm_labels",
     "analysis.learners.algorithm",
     "analysis.learners.algorithm_steps",
+    "analysis.learners.layers_verdict",
     "analysis.learners.layered",
     "analysis.circuits.behind",
     "analysis.circuits.patterns",
@@ -159,12 +165,17 @@ ORDER = [
     "analysis.comparison",
     "analysis.dynamics.milestones",
     "analysis.analyses",
+    "report.glossary",
+    "report.text",
+    "report.header",
+    "report.info",
+    "report.classification",
     "report.documents",
     "report.table",
+    "report.bars",
     "report.terminal",
     "report.subject",
     "report.sections",
-    "report.glossary",
     "report.training",
     "report.html",
     "report.deep_sections",
@@ -309,7 +320,14 @@ print(loaded, file=sys.stderr)
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--help"], ["info", "nothing"], ["train", "--list"], ["report", "nothing"]]
+    "arguments",
+    [
+        ["--help"],
+        ["info", "nothing"],
+        ["classify", "nothing"],
+        ["train", "--list"],
+        ["report", "nothing"],
+    ],
 )
 def test_what_computes_nothing_loads_nothing_heavy(arguments: list[str]):
     arguments += ["--out", "nowhere"] if arguments[0] == "report" else []
@@ -321,7 +339,8 @@ try:
     main()
 except SystemExit:
     pass
-loaded = [name for name in ("transformer_lens", "torch._dynamo") if name in sys.modules]
+heavy = ("transformer_lens", "torch", "pandas", "plotly", "scipy")
+loaded = [name for name in heavy if name in sys.modules]
 print(loaded, file=sys.stderr)
 """
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

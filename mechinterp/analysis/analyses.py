@@ -32,6 +32,7 @@ from mechinterp.analysis.learners.fits import fit_learners
 from mechinterp.analysis.probing.p_probing import p_probe
 from mechinterp.analysis.probing.probing import probe
 from mechinterp.checkpoints.native import Checkpoint
+from mechinterp.checkpoints.plain_modules import HookedModule
 from mechinterp.config import TaskConfig
 from mechinterp.icl.prompts import Prompts, sample_prompts
 from mechinterp.progress import ProgressCallback, no_progress
@@ -74,7 +75,7 @@ MOST_HOOKED = 1024
 
 def run_analysis(
     name: str,
-    checkpoint: Checkpoint,
+    checkpoint: Checkpoint | HookedModule,
     *,
     context_length: int | None = None,
     n_prompts: int | None = None,
@@ -132,14 +133,14 @@ def described(analysis: Analysis) -> str:
     return " ".join((analysis.__doc__ or "").partition("\n\n")[0].split())
 
 
-def task_of(checkpoint: Checkpoint, context_length: int | None) -> TaskConfig:
+def task_of(checkpoint: Checkpoint | HookedModule, context_length: int | None) -> TaskConfig:
     """The task of a checkpoint, at another context length if one is asked for."""
     task = checkpoint.task
     return task if context_length is None else replace(task, context_length=context_length)
 
 
 def evaluation_prompts(
-    checkpoint: Checkpoint,
+    checkpoint: Checkpoint | HookedModule,
     task: TaskConfig,
     n_prompts: int | None,
     *,
@@ -147,7 +148,7 @@ def evaluation_prompts(
     default: int = 4096,
 ) -> Prompts:
     """Evaluation prompts, of models of attention alone in the dtype of their weights."""
-    alone = checkpoint.config.model.attention_only
-    dtype = checkpoint.weights.dtype if alone else torch.float64
+    weights, alone = checkpoint.predictor.weights, checkpoint.predictor.attention_only
+    dtype = weights.dtype if weights is not None and alone else torch.float64
     size = n_prompts or (default if alone else min(default, MOST_HOOKED))
     return sample_prompts(task, size, seed=seed, dtype=dtype)

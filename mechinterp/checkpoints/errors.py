@@ -1,5 +1,7 @@
 """The one error of reading and writing checkpoints, and texts that are safe to show."""
 
+from pathlib import Path
+
 MAX_LENGTH = 2000
 
 
@@ -8,6 +10,13 @@ class CheckpointError(ValueError):
 
     def __init__(self, message: str) -> None:
         super().__init__(printable(message))
+
+
+def nothing_at(path: Path) -> CheckpointError:
+    """The error for a checkpoint that is not there."""
+    return CheckpointError(
+        f"{path}: a checkpoint is a folder with config.json and model.safetensors; this does not exist."
+    )
 
 
 def printable(text: str) -> str:
@@ -19,6 +28,32 @@ def printable(text: str) -> str:
     """
     escaped = visible(text[: MAX_LENGTH + 1]).replace("\n", r"\n")
     return escaped if len(escaped) <= MAX_LENGTH else escaped[: MAX_LENGTH - 3] + "..."
+
+
+SIGNS = str.maketrans(
+    {
+        **{"ŷ": "y_hat", "\u0304": "_mean", "Σ": "sum", "∝": "~", "·": "*", "−": "-", "±": "+-"},
+        **{"²": "^2", "ᵀ": "^T ", "⁻": "^-", "¹": "1", "←": "<-", "×": "x", "–": "-"},
+        **{"Θ": "Theta", "Γ": "Gamma", "Ω": "Omega", "β": "beta", "γ": "gamma", "η": "eta"},
+        **{"λ": "lambda", "μ": "mu", "ω": "omega", "α": "alpha", "⟨": "<", "⟩": ">"},
+    }
+)
+"""Signs of formulas in letters."""
+
+
+def spelled(text: str, encoding: str | None) -> str:
+    """The text with those signs of formulas in letters that a stream's encoding lacks.
+
+    Example:
+        >>> spelled("ŷ = x̄·x, 1 ± 0.1 y²", "ascii")
+        'y_hat = x_mean*x, 1 +- 0.1 y^2'
+    """
+    lacking = {
+        sign: letters
+        for sign, letters in SIGNS.items()
+        if not chr(sign).encode(encoding or "utf-8", "ignore")
+    }
+    return text.translate(lacking)
 
 
 def visible(text: str) -> str:

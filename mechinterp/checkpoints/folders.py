@@ -18,7 +18,7 @@ from torch import Tensor
 
 from mechinterp.checkpoints.archives import read_arrays
 from mechinterp.checkpoints.claims import claimed, require_free, settle
-from mechinterp.checkpoints.errors import CheckpointError, one_line
+from mechinterp.checkpoints.errors import CheckpointError, nothing_at, one_line
 from mechinterp.checkpoints.files import fill_with_tensors, read_json, size_of
 from mechinterp.checkpoints.tables import read_numbers
 from mechinterp.config import ExperimentConfig, from_dict
@@ -43,9 +43,9 @@ def document_file(path: Path) -> Path:
     """
     file = path / "config.json"
     if not file.is_file():
-        what = "does not exist"
-        if path.exists():
-            what = "has no config.json" if path.is_dir() else "is not a folder"
+        if not path.exists():
+            raise nothing_at(path)
+        what = "has no config.json" if path.is_dir() else "is not a folder"
         raise CheckpointError(
             f"{path}: a checkpoint is a folder with config.json and model.safetensors; this {what}."
         )

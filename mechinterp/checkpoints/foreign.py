@@ -234,7 +234,7 @@ def _best(
     assumed |= {n: v for n, v in usual.assumed.items() if n.startswith("task.")}
     assumed |= {f"model.{name}": value for name, value in first.said.items() if name != "scale"}
     if "scale" in first.said:
-        assumed["attn_scale"] = 1 / float(first.said["scale"])
+        assumed["attn_scale"] = 1 / float(first.said["scale"] or 1)
     assumed["readings"] = [
         {**each.said, "loss": each.loss, "loss_sem": each.loss_sem, "stands": each.stands}
         for each in readings

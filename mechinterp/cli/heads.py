@@ -13,6 +13,7 @@ from mechinterp.cli.options import (
     about_paths,
     hints_of,
     load_checkpoint,
+    say_of,
     shown_path,
     takes,
 )
@@ -29,13 +30,13 @@ if TYPE_CHECKING:
 
 @takes(asked=Asked, hints=hints_of, device=device_of)
 def ablate(path: PathArgument, *, asked: Asked, hints: "Hints", device: str) -> None:
-    """Mask every head; of one layer of attention, every subset of heads. Example: mechinterp ablate checkpoints/softmax-h2-s0"""
+    """Mask every head, and every subset of one layer. Example: mechinterp ablate checkpoints/softmax-h2-s0"""
     show("ablate", path, asked, hints, device)
 
 
 @takes(asked=Asked, hints=hints_of, device=device_of)
 def probe(path: PathArgument, *, asked: Asked, hints: "Hints", device: str) -> None:
-    """Say what each layer has computed: linear probes, descent on features. Example: mechinterp probe MODEL"""
+    """Say what each layer has computed, by linear probes. Example: mechinterp probe MODEL"""
     show("probe", path, asked, hints, device)
 
 
@@ -71,8 +72,10 @@ def show(
         settings: Further arguments of this analysis.
     """
     from mechinterp.analysis.analyses import run_analysis
-    from mechinterp.report.documents import dumps, result_document
-    from mechinterp.report.terminal import progress_bars, result_text
+    from mechinterp.report.bars import progress_bars
+    from mechinterp.report.documents import result_document
+    from mechinterp.report.header import dumps
+    from mechinterp.report.terminal import result_text
 
     with about_paths(path), progress_bars(quiet=asked.quiet) as progress:
         checkpoint = load_checkpoint(path, hints, asked.context_length, device=device)
@@ -88,7 +91,7 @@ def show(
     if asked.as_json:
         say(dumps(result_document(name, checkpoint, found)))
     else:
-        say(f"{shown_path(path)}: {result_text(found)}")
+        say_of(path, result_text(found, wide=asked.wide))
 
 
 @takes(asked=Asked, hints=hints_of, device=device_of)
@@ -117,11 +120,13 @@ def prune(
     hints: "Hints",
     device: str,
 ) -> None:
-    """Keep all heads of the first layer and the best of each later one. Example: mechinterp prune MODEL --out pruned"""
+    """Keep the first layer and the best head of later ones. Example: mechinterp prune MODEL --out pruned"""
     from mechinterp.analysis.heads import pruning
     from mechinterp.checkpoints.folders import require_new
-    from mechinterp.report.documents import dumps, pruning_document
-    from mechinterp.report.terminal import progress_bars, pruning_text
+    from mechinterp.report.bars import progress_bars
+    from mechinterp.report.documents import pruning_document
+    from mechinterp.report.header import dumps
+    from mechinterp.report.terminal import pruning_text
 
     if rule not in pruning.RULES:
         raise ValueError(f"--rule must be one of {', '.join(pruning.RULES)}, got {rule!r}.")
@@ -150,7 +155,7 @@ def prune(
     if asked.as_json:
         say(dumps(pruning_document(checkpoint, found, tuned, out)))
         return
-    say(f"{shown_path(path)}: {pruning_text(found, tuned)}")
+    say_of(path, pruning_text(found, tuned, wide=asked.wide))
     if out is not None:
         say(f"Pruned model: {shown_path(out)}")
 

@@ -6,6 +6,7 @@ Each command imports what it needs, so that `mechinterp --help` and `classify` s
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -26,20 +27,50 @@ from mechinterp.cli.options import (
     one_layer,
     reads_checkpoints,
     runs_checkpoints,
+    say_of,
     shown_path,
 )
-from mechinterp.cli.training import JsonOption, QuietOption, predict_jumps, say, sweep, train
+from mechinterp.cli.training import (
+    JsonOption,
+    QuietOption,
+    WideOption,
+    predict_jumps,
+    say,
+    sweep,
+    train,
+)
 
 if TYPE_CHECKING:
     from mechinterp.checkpoints.hints import Hints
     from mechinterp.checkpoints.native import Checkpoint
 
 app = typer.Typer(
-    help="What attention models compute when they do in-context linear regression.",
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # its help takes twice the start-up, in a third of the width
     add_completion=True,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+
+def show_version(asked: bool) -> bool:
+    """Print the version, if it is asked for, and end."""
+    if asked:
+        from mechinterp.version import __version__
+
+        say(f"mechinterp {__version__}")
+        raise typer.Exit
+    return asked
+
+
+@app.callback()
+def common(
+    version: Annotated[
+        bool,
+        typer.Option("--version", is_eager=True, callback=show_version, help="Show the version."),
+    ] = False,
+) -> None:
+    """What attention models compute when they do in-context linear regression."""
+
 
 KEPT = "it is not overwritten."  # how the package refuses a file or folder that is there
 INTERRUPTED = 130  # what the argument parser makes of Ctrl-C
@@ -105,33 +136,52 @@ def classify(
     ] = None,
     quiet: QuietOption = False,
     as_json: JsonOption = False,
+    wide: WideOption = False,
     *,
     hints: "Hints",
     device: str,
 ) -> None:
-    """Say which pattern the heads form. Example: mechinterp classify checkpoints/*"""
+    """Say what a model computes, and how sure that is. Example: mechinterp classify checkpoints/*"""
+    from mechinterp.analysis.circuits.patterns import classify as classified
     from mechinterp.checkpoints.loading import checkpoint_paths
-    from mechinterp.report.documents import dumps
+    from mechinterp.report.bars import progress_bars
+    from mechinterp.report.classification import (
+        brief_text,
+        classification_document,
+        classification_text,
+        heads_header,
+    )
+    from mechinterp.report.header import dumps
     from mechinterp.report.table import require_writable, write_table
-    from mechinterp.report.terminal import progress_bars
 
     if out is not None:
         require_writable(out)
     documents: list[dict] = []
+    found_paths = checkpoint_paths(paths)
+    headers: set[str] = set()
     with progress_bars(quiet=quiet) as progress:
-        for path in progress(checkpoint_paths(paths), "classifying"):
+        for path in progress(found_paths, "classifying"):
             try:
                 with about_paths(path):
                     checkpoint = load_checkpoint(path, hints, context_length, device=device)
-                    document, text = _classified(
-                        checkpoint, context_length=context_length, n_prompts=n_prompts, seed=seed
-                    )
+                    task = checkpoint.task
+                    if context_length is not None:
+                        task = replace(task, context_length=context_length)
+                    found = classified(checkpoint, task, n_prompts=n_prompts, seed=seed)
+                    documents.append(classification_document(checkpoint, found))
             except (ValueError, OSError) as error:
-                document, text = {"path": str(path), "error": str(error)}, ""
+                documents.append({"path": str(path), "error": str(error)})
                 complain(str(error))
-            documents.append(document)
-            if text and not as_json:
-                say(f"{shown_path(path)}: {text}")
+                continue
+            if as_json:
+                continue
+            if len(found_paths) == 1 or wide:
+                say_of(path, classification_text(found, wide=wide))
+                continue
+            if heads_header(found) not in headers:
+                headers.add(heads_header(found))
+                say(heads_header(found))
+            say_of(path, brief_text(found))
     if as_json:
         say(dumps(documents))
     if out is not None:
@@ -160,6 +210,7 @@ def fit(
     ] = None,
     quiet: QuietOption = False,
     as_json: JsonOption = False,
+    wide: WideOption = False,
     *,
     hints: "Hints",
     device: str,
@@ -167,7 +218,7 @@ def fit(
     """Fit closed-form learners to the model. Example: mechinterp fit checkpoints/softmax-h2-s0"""
     from mechinterp.analysis.learners.fits import CONTEXT_LENGTHS
 
-    asked = Asked(n_prompts=n_prompts, seed=seed, quiet=quiet, as_json=as_json)
+    asked = Asked(n_prompts=n_prompts, seed=seed, quiet=quiet, as_json=as_json, wide=wide)
     settings = {"context_lengths": context_length or CONTEXT_LENGTHS}
     show("fit", path, asked, hints, device, settings)
 
@@ -201,10 +252,10 @@ def report(
 ) -> None:
     """Write a report as one HTML page. Example: mechinterp report checkpoints/softmax-h2-s0 --out reports/h2"""
     from mechinterp.checkpoints.loading import checkpoint_paths
+    from mechinterp.report.bars import progress_bars
     from mechinterp.report.comparison import write_comparison
-    from mechinterp.report.documents import dumps
+    from mechinterp.report.header import dumps
     from mechinterp.report.page import write_report
-    from mechinterp.report.terminal import progress_bars
 
     found = checkpoint_paths(paths)
     if len(found) == 1:
@@ -246,14 +297,15 @@ def report(
 def info(
     path: PathArgument,
     as_json: JsonOption = False,
+    wide: Annotated[bool, typer.Option("--wide", help="List the hook points, too.")] = False,
     *,
     hints: "Hints",
 ) -> None:
     """Show a checkpoint at a glance. Example: mechinterp info checkpoints/softmax-h2-s0"""
-    from mechinterp.report.documents import dumps, info_document
-    from mechinterp.report.terminal import info_text
+    from mechinterp.report.header import dumps
+    from mechinterp.report.info import info_document, info_text
 
-    document = info_document(load_checkpoint(path, hints))
+    document = info_document(load_checkpoint(path, hints), hooks=as_json or wide)
     say(dumps(document) if as_json else info_text(document))
 
 
@@ -269,7 +321,8 @@ def convert(
 ) -> None:
     """Write a checkpoint in another format. Example: mechinterp convert checkpoints/softmax-h2-s0 --to transformer-lens --out h2"""
     from mechinterp.checkpoints import loading
-    from mechinterp.report.documents import conversion_document, dumps
+    from mechinterp.report.documents import conversion_document
+    from mechinterp.report.header import dumps
 
     with about_paths(path, out):
         checkpoint = load_checkpoint(path, hints)
@@ -303,24 +356,6 @@ def _those_that_load(
             about.append({"path": str(path), "error": str(error)})
             complain(str(error))
     return loaded, about
-
-
-def _classified(
-    checkpoint: "Checkpoint",
-    *,
-    context_length: int | None,
-    n_prompts: int | None,
-    seed: int,
-) -> tuple[dict, str]:
-    """The document of `classify`, and its text."""
-    from mechinterp.analysis.analyses import run_analysis
-    from mechinterp.report.documents import result_document
-    from mechinterp.report.terminal import result_text
-
-    found = run_analysis(
-        "classify", checkpoint, context_length=context_length, n_prompts=n_prompts, seed=seed
-    )
-    return result_document("classify", checkpoint, found), result_text(found)
 
 
 def _with_value(message: str, error: Exception, arguments: list[str]) -> str:

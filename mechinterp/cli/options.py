@@ -1,6 +1,10 @@
 """Shared options of the commands that read checkpoints, and their error messages."""
 
-from collections.abc import Callable, Iterator
+import os
+import shutil
+import sys
+import textwrap
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import wraps
@@ -10,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mechinterp.cli.training import JsonOption, QuietOption, device_of, say
+from mechinterp.cli.training import JsonOption, QuietOption, WideOption, device_of, say
 
 if TYPE_CHECKING:
     from mechinterp.checkpoints.hints import Hints
@@ -150,6 +154,7 @@ class Asked:
     context_length: LengthOption = None
     quiet: QuietOption = False
     as_json: JsonOption = False
+    wide: WideOption = False
 
     def prompts(self, checkpoint: "Checkpoint") -> "Prompts":
         """Evaluation prompts, of models of attention alone in the dtype of their weights."""
@@ -157,6 +162,21 @@ class Asked:
 
         task = task_of(checkpoint, self.context_length)
         return evaluation_prompts(checkpoint, task, self.n_prompts, seed=self.seed)
+
+
+def require_there(given: Mapping[str, object]) -> None:
+    """Refuse the one path of a command that does not exist, before anything is loaded.
+
+    Among several paths, in JSON and in tables it is a row, which the command itself writes.
+    """
+    path, paths = given.get("path"), given.get("paths")
+    if isinstance(paths, list) and len(paths) == 1:
+        table = Path(str(given.get("out"))).suffix in (".csv", ".parquet")
+        path = None if given.get("as_json") or table else paths[0]
+    if isinstance(path, Path) and not os.path.lexists(path):
+        from mechinterp.checkpoints.errors import nothing_at
+
+        raise nothing_at(path)
 
 
 def takes(**bundles: Callable) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -168,6 +188,7 @@ def takes(**bundles: Callable) -> Callable[[Callable[..., None]], Callable[..., 
 
         @wraps(command)
         def run(**given: object) -> None:
+            require_there(given)
             said = {name: {o: given.pop(o) for o in options} for name, options in shared.items()}
             command(**given, **{name: bundles[name](**options) for name, options in said.items()})
 
@@ -256,6 +277,14 @@ def is_out_of_memory(error: Exception) -> bool:
     return isinstance(error, MemoryError) or any(words in str(error) for words in said)
 
 
+def say_of(path: Path, text: str) -> None:
+    """Print a text about a path, beside it where there is room; its first word always is."""
+    first, _, rest = text.partition("\n")
+    beside = f"{shown_path(path)}: {first}"
+    below = " " in first and len(beside) > shutil.get_terminal_size().columns
+    say("\n".join(filter(None, (f"{shown_path(path)}:\n{first}" if below else beside, rest))))
+
+
 def shown_path(path: Path) -> str:
     """A path on one line, whatever its name."""
     from mechinterp.checkpoints.errors import printable
@@ -264,5 +293,16 @@ def shown_path(path: Path) -> str:
 
 
 def complain(message: str) -> None:
-    """Print an error as one line on standard error."""
-    say(f"mechinterp: {' '.join(message.split())}", error=True)
+    """Print an error on standard error: one line, which a terminal shows broken between words."""
+    line = f"mechinterp: {' '.join(message.split())}"
+    if sys.stderr.isatty():  # a reader, not a script
+        line = "\n".join(
+            textwrap.wrap(
+                line,
+                shutil.get_terminal_size().columns,
+                subsequent_indent="  ",
+                break_long_words=False,
+                break_on_hyphens=False,
+            )
+        )
+    say(line, error=True)

@@ -1,5 +1,6 @@
 """Commands that train models or predict their training: argument parsing only."""
 
+import json
 import os
 import re
 import sys
@@ -21,6 +22,9 @@ MemoryOption = Annotated[
 ]
 ResumeOption = Annotated[bool, typer.Option("--resume", help="Go on where a stopped run left off.")]
 QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")]
+WideOption = Annotated[
+    bool, typer.Option("--wide", help="Show every row and column, and standard errors apart.")
+]
 SetOption = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="FIELD=VALUE", help="Change a config field; may be repeated."),
@@ -44,19 +48,21 @@ def train(
     as_json: JsonOption = False,
 ) -> None:
     """Train one model. Example: mechinterp train softmax-h2 --set seed=1 --out runs/h2-s1"""
-    from mechinterp.checkpoints.errors import printable
-    from mechinterp.checkpoints.loading import named_config
-    from mechinterp.config import override
     from mechinterp.presets import PRESETS
-    from mechinterp.report.documents import dumps, training_document
-    from mechinterp.report.terminal import progress_bar
-    from mechinterp.training.sweep import train_one
 
     if list_presets:
-        say(dumps(list(PRESETS)) if as_json else "\n".join(PRESETS))
+        say(json.dumps(list(PRESETS), indent=2) if as_json else "\n".join(PRESETS))
         return
     if what is None:
         raise ValueError(f"train needs a preset or a config file; presets: {', '.join(PRESETS)}.")
+    from mechinterp.checkpoints.errors import printable
+    from mechinterp.checkpoints.loading import named_config
+    from mechinterp.config import override
+    from mechinterp.report.bars import progress_bar
+    from mechinterp.report.documents import training_document
+    from mechinterp.report.header import dumps
+    from mechinterp.training.sweep import train_one
+
     config = override(named_config(what), *(assignments or []))
     file = Path(what)
     name = file.parent.resolve().name if file.name == "config.json" else file.stem
@@ -87,8 +93,9 @@ def sweep(
     """Train many models in one run. Example: mechinterp sweep analyses/sweeps/softmax.json --out runs/softmax"""
     from mechinterp.analysis.results import sweep_frame, write_results
     from mechinterp.checkpoints.errors import printable
-    from mechinterp.report.documents import dumps, training_document
-    from mechinterp.report.terminal import progress_bar
+    from mechinterp.report.bars import progress_bar
+    from mechinterp.report.documents import training_document
+    from mechinterp.report.header import dumps
     from mechinterp.training.sweep import load_sweep, require_finite, train_models
 
     models, chosen = load_sweep(file), _engine(engine, address, device, memory)
@@ -116,8 +123,9 @@ def predict_jumps(
     from mechinterp.checkpoints.errors import printable
     from mechinterp.checkpoints.loading import named_config
     from mechinterp.config import override
-    from mechinterp.report.documents import dumps, forecast_document
-    from mechinterp.report.terminal import frame_text
+    from mechinterp.report.documents import forecast_document
+    from mechinterp.report.header import dumps
+    from mechinterp.report.text import frame_text
 
     config = override(named_config(what), *(assignments or []))
     forecast = jump_forecast(config)
@@ -145,11 +153,12 @@ def say(text: str, *, error: bool = False) -> None:
     Raises:
         ValueError: If standard output is full; where its reader has left, the command ends as by SIGPIPE.
     """
-    from mechinterp.checkpoints.errors import one_line, visible
+    from mechinterp.checkpoints.errors import one_line, spelled, visible
 
     stream = sys.stderr if error else sys.stdout
     encoding = getattr(stream, "encoding", None) or "utf-8"
-    shown = visible(text).encode(encoding, "backslashreplace").decode(encoding)
+    shown = spelled(visible(text), encoding)
+    shown = shown.encode(encoding, "backslashreplace").decode(encoding)
     try:
         print(shown, file=stream, flush=True)
     except OSError as fault:

@@ -50,7 +50,7 @@ class HookedPredictor:
     """
 
     model: "HookedRootModule | TransformerBridge"
-    """Takes `start_at_layer` and `stop_at_layer` as HookedTransformer does."""
+    """Takes `start_at_layer` and `stop_at_layer` as HookedTransformer does, if it `restarts`."""
     n_layers: int
     n_heads: int
     """Heads of every layer."""
@@ -58,6 +58,8 @@ class HookedPredictor:
     """Prompts to the model's input, [batch, pos, width]; the query is at the last position."""
     read: Callable[[Tensor], Tensor]
     """The model's output to the prediction at the query, [batch, d_y]."""
+    restarts: bool = True
+    """Whether the model can be started and stopped at a layer; if not, each mask takes a run of the whole."""
 
     def __post_init__(self) -> None:
         kind = type(self.model).__name__
@@ -75,7 +77,7 @@ class HookedPredictor:
                 f"n_layers must be the number of all layers of the {kind}, got {self.n_layers}."
             )
         for name in ("start_at_layer", "stop_at_layer"):
-            if not _takes(self.model.forward, name):
+            if self.restarts and not _takes(self.model.forward, name):
                 raise ValueError(
                     f"The model's forward must take {name}, got a {kind}'s without it."
                 )

@@ -1,12 +1,14 @@
 """Checks of the interface that TransformerLens' tools need."""
 
 import io
+import re
 import warnings
 from contextlib import redirect_stderr
 from dataclasses import dataclass
 
 import pandas as pd
 import torch
+from transformer_lens.utilities import get_act_name
 
 from mechinterp.display import Result
 from mechinterp.models import conformance_model, conformance_tools
@@ -24,6 +26,8 @@ class Compatibility(Result):
     """What is checked, in order."""
     reasons: tuple[str, ...]
     """Why a check failed; empty where it passed."""
+    lacking: tuple[str, ...] = ()
+    """Hook points and attributes that a check asked for and did not find."""
 
     def __repr__(self) -> str:
         failed = [
@@ -32,7 +36,8 @@ class Compatibility(Result):
             if reason
         ]
         passed = len(self.names) - len(failed)
-        return f"Compatibility({passed} of {len(self.names)} checks pass){''.join(failed)}"
+        lacks = f"\n  it lacks: {', '.join(self.lacking)}" if self.lacking else ""
+        return f"Compatibility({passed} of {len(self.names)} checks pass){lacks}{''.join(failed)}"
 
     @property
     def failures(self) -> dict[str, str]:
@@ -60,12 +65,14 @@ def check_compatible(model: Module | Source) -> Compatibility:
     """
     if not isinstance(model, torch.nn.Module):
         model = predictor_of(model).hooked.model
-    reasons = tuple(_reason(check, model) for check in CHECKS.values())
-    return Compatibility(tuple(CHECKS), reasons)
+    plain = not hasattr(model, "hook_dict")
+    lacking = ["hook_dict (mechinterp.hook_module hooks a plain module)"] if plain else []
+    reasons = tuple(_reason(check, model, lacking) for check in CHECKS.values())
+    return Compatibility(tuple(CHECKS), reasons, tuple(dict.fromkeys(lacking)))
 
 
-def _reason(check: Check, model: Module) -> str:
-    """Why the check fails, in one line; empty if it passes."""
+def _reason(check: Check, model: Module, lacking: list[str]) -> str:
+    """Why the check fails, in one line; empty if it passes. What it lacks is added to a list."""
     try:
         with warnings.catch_warnings(), torch.enable_grad(), redirect_stderr(io.StringIO()):
             # What a model warns of is left to the check; the sweeps of TransformerLens draw bars.
@@ -73,9 +80,22 @@ def _reason(check: Check, model: Module) -> str:
             check(model)
     except Exception as error:  # whatever a module of any class may raise
         text = " ".join(str(error).split())
+        lacking += _lacks(error)
         return (
             text
             if isinstance(error, AssertionError) and text
             else f"{type(error).__name__}: {text}"
         )
     return ""
+
+
+def _lacks(error: Exception) -> list[str]:
+    """The hook point or attribute that was not found."""
+    if isinstance(error, AttributeError) and error.name is not None:
+        return [f"{type(error.obj).__name__}.{error.name}"]
+    if isinstance(error, KeyError) and error.args:
+        key = error.args[0]
+        name = get_act_name(*key) if isinstance(key, tuple) else str(key)
+        quoted = re.search(r"'([\w.]+)'", name)  # within a sentence
+        return [quoted[1] if quoted else name]
+    return []

@@ -77,7 +77,7 @@ class DeepWeights:
         return identity, identity[:, self.d_x :]
 
     @property
-    def law(self) -> tuple[object, ...]:
+    def architecture(self) -> tuple[object, ...]:
         """All but the numbers."""
         shape = (*self.W_Q.shape, self.d_x, self.d_y, self.W_in is not None)
         return (*shape, self.scale, self.score, self.score_slope)

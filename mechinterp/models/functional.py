@@ -54,8 +54,8 @@ class AttentionWeights:
             )
 
     @property
-    def law(self) -> tuple[object, ...]:
-        """All but the numbers: models of one law can lie along one head axis."""
+    def architecture(self) -> tuple[object, ...]:
+        """All but the numbers: models of one architecture can lie along one head axis."""
         biased = self.b_Q is not None
         shape = tuple(self.W_Q.shape[1:])
         settings = (self.scale, self.score, self.score_slope, self.attend_to_self, self.merged_qk)
@@ -143,10 +143,10 @@ def stack(models: Sequence[AttentionWeights]) -> AttentionWeights:
     Raises:
         ValueError: If the models differ in the shape of a head, in scale or in score, or have biases.
     """
-    laws = {model.law for model in models}
-    if len(laws) != 1:
+    kinds = {model.architecture for model in models}
+    if len(kinds) != 1:
         raise ValueError(
-            f"Stacked models must share head shape, scale and score, got {len(laws)} kinds."
+            f"Stacked models must share head shape, scale and score, got {len(kinds)} kinds."
         )
     if models[0].b_O is not None:
         raise ValueError("Stacked models must have no biases, got some that have.")

@@ -73,6 +73,11 @@ class Predictor:
         return weights is not None and why_no_circuits(weights.model) is None
 
     @property
+    def attention_only(self) -> bool:
+        """Whether it is known that nothing but the heads adds to the stream or changes it."""
+        return self.weights is not None and self.weights.model.attention_only
+
+    @property
     def circuits(self) -> AttentionWeights:
         """The heads of a model that is one layer of attention with nothing around it.
 

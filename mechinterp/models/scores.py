@@ -75,6 +75,22 @@ def is_normalised(score: str) -> bool:
     return score not in ("linear", "linear/L", "relu/L")
 
 
+def kernel_text(score: str, slope: float) -> str:
+    """The weight of a key as a formula in its score {s}, up to a factor for all keys.
+
+    Example:
+        >>> kernel_text("softmax", 1.0), kernel_text("(1+Cx)^2", 0.5)
+        ('exp({s})', '(1 + 0.5 ({s}))²')
+    """
+    return {
+        "softmax": "exp({s})",
+        "1+tanh": "1 + tanh({s})",
+        "1+Cx": f"1 + {slope:.3g} ({{s}})",
+        "(1+Cx)^2": f"(1 + {slope:.3g} ({{s}}))²",
+        "relu/L": "max({s}, 0)",
+    }.get(score, "{s}")
+
+
 def score_derivative_at_zero(score: str, slope: float, *, context_length: int) -> float:
     """L dp/ds at zero scores: the C0 by which omega counts wherever it is small.
 

@@ -114,7 +114,7 @@ class Weights:
         return self.model.n_heads
 
     @property
-    def law(self) -> tuple[object, ...]:
+    def architecture(self) -> tuple[object, ...]:
         """All but the numbers."""
         return self.model, self.d_x, self.d_y, self.scale
 

@@ -1,7 +1,9 @@
 """A page that compares several checkpoints: settings with their seeds, models, and curves laid over each other."""
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from urllib.parse import quote
 
 import pandas as pd
 
@@ -9,7 +11,8 @@ from mechinterp.analysis.comparison import Comparison, compare
 from mechinterp.checkpoints.errors import printable
 from mechinterp.checkpoints.native import Checkpoint
 from mechinterp.progress import ProgressCallback, no_progress
-from mechinterp.report.page import Report, require_free, write_page
+from mechinterp.report import html
+from mechinterp.report.page import PAGE, Report, require_free, write_page
 from mechinterp.report.sections import Section, counted
 
 LONGEST_TABLE = 1000
@@ -43,15 +46,43 @@ def write_comparison(
         '2 models of 1 setting: softmax-h1: kernel_regression 2.'
     """
     require_free(Path(out), overwrite)
+    checkpoints = sorted(checkpoints, key=lambda each: natural(each.name))
     found = compare(checkpoints, n_prompts=n_prompts, seed=seed, progress=progress)
     missing = [_left_out(left_out)] if left_out else []
-    parts = [_settings(found, n_prompts), *missing, _heads(found), *_training(found)]
+    parts = [
+        _settings(found, n_prompts, _pages(found, Path(out))),
+        *missing,
+        _heads(found),
+        *_training(found),
+    ]
     title = "Comparison of " + counted(len(checkpoints), "model")
     about = ", ".join(found.names)
     verdict = _verdict(found)
     if left_out:
         verdict += f" Left out: {len(left_out)} of {len(left_out) + len(checkpoints)}."
     return write_page(Path(out), title, about, verdict, parts, overwrite=overwrite)
+
+
+def natural(name: str) -> list[tuple[int, str]]:
+    """What names are sorted by, so that s2 comes before s10.
+
+    Example:
+        >>> sorted(["s10", "s2", "s1"], key=natural)
+        ['s1', 's2', 's10']
+    """
+    return [
+        (int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)
+    ]
+
+
+def _pages(found: Comparison, out: Path) -> dict[str, str]:
+    """Addresses of the models' own reports, where they lie beside this one under the models' names."""
+    beside = out.resolve().parent
+    return {
+        name: f"../{quote(name)}/{PAGE}"
+        for name in found.names
+        if html.files_of(beside / name / PAGE)
+    }
 
 
 def _verdict(found: Comparison) -> str:
@@ -63,18 +94,20 @@ def _verdict(found: Comparison) -> str:
     return f"{counted(len(found.names), 'model')} of {settings}: {'; '.join(counts)}."
 
 
-def _settings(found: Comparison, n_prompts: int) -> Section:
+def _settings(found: Comparison, n_prompts: int, pages: Mapping[str, str]) -> Section:
     tables = {"settings": found.settings_frame(), "models": found.to_frame()}
     if len(found.fields.columns) > 1:
         tables["fields"] = found.fields
     return Section(
         "Settings and models",
         "Models that differ in nothing but seeds share a setting; a row holds those of its models that form one pattern. "
-        "Means are over models, and so are their standard errors. Click a column's name to sort by it.",
+        "Means are over models, and so are their standard errors. Click a column's name to sort by it. "
+        "A model's name leads to its own report where that lies beside this one, in a folder of that name.",
         f"Losses are mean squared errors on {5 * n_prompts} prompts of the model's own task and context length, the same "
         "prompts for all models of one task. omega and mu are as in the report on one model.",
         tables=tables,
         longest_table=LONGEST_TABLE,
+        links=pages,
     )
 
 

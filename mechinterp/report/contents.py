@@ -4,8 +4,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-import numpy as np
-
 from mechinterp.analysis.analyses import (
     ANALYSES,
     Finding,
@@ -15,11 +13,12 @@ from mechinterp.analysis.analyses import (
 )
 from mechinterp.analysis.learners.layered import LayeredClassification
 from mechinterp.checkpoints.native import Checkpoint
+from mechinterp.checkpoints.plain_modules import HookedModule
 from mechinterp.progress import ProgressCallback, no_progress
 from mechinterp.report import deep_sections, sections
 from mechinterp.report.algorithm_section import algorithm_section
 from mechinterp.report.edges import edges_sections
-from mechinterp.report.sections import Section, plus_minus
+from mechinterp.report.sections import Section
 from mechinterp.report.subject import Subject
 from mechinterp.report.training import history_sections, snapshot_sections
 
@@ -37,11 +36,12 @@ class Contents:
     """What a page says of a model."""
 
     verdict: str
+    """Three lines: what it computes, how sure, what it is not."""
     sections: tuple[Section, ...]
 
 
 def contents_of(
-    checkpoint: Checkpoint,
+    checkpoint: Checkpoint | HookedModule,
     *,
     n_prompts: int,
     seed: int = 0,
@@ -61,8 +61,7 @@ def contents_of(
     for name in names:
         analysis_named(name)
     found = [section for name in names for section in sections_of(name, subject)]
-    verdict = _verdict_of_one_layer if subject.one_attention else _verdict_of_layers
-    return Contents(verdict(subject), tuple(found))
+    return Contents(str(subject.classification.verdict), tuple(found))
 
 
 def default_names(subject: Subject) -> tuple[str, ...]:
@@ -82,7 +81,9 @@ def sections_of(name: str, subject: Subject) -> list[Section]:
     return [plain_section(name, found)]
 
 
-def plain_section(name: str, found: Finding, *, title: str | None = None) -> Section:
+def plain_section(
+    name: str, found: Finding, *, title: str | None = None, text: str | None = None
+) -> Section:
     """Sentence, figure and table of a result; how it was computed is the first line of the analysis' docstring.
 
     Example:
@@ -101,7 +102,7 @@ def plain_section(name: str, found: Finding, *, title: str | None = None) -> Sec
     )
     return Section(
         title or name.replace("-", " ").capitalize(),
-        f"{found!r}.",
+        text or f"{found!r}.",
         described(ANALYSES[name]),
         {key: figure},
         {key: found.to_frame()},
@@ -112,8 +113,11 @@ def _classify_sections(subject: Subject) -> list[Section]:
     if subject.one_attention:
         return [sections.heads_section(subject)]
     found = subject.classification
-    computes = plain_section("classify", found, title="What it computes")
-    algorithm = found.algorithm if isinstance(found, LayeredClassification) else None
+    text, algorithm = found.reason, None
+    if isinstance(found, LayeredClassification):
+        text, algorithm = found.heaviest, found.algorithm
+    text = f"{text[0].upper()}{text[1:]}."
+    computes = plain_section("classify", found, title="What it computes", text=text)
     return [computes] if algorithm is None else [computes, algorithm_section(algorithm)]
 
 
@@ -142,50 +146,3 @@ BESPOKE: dict[str, Callable[[Subject], list[Section]]] = {
     "training": history_sections,
 }
 """Analyses whose sections say more than a sentence, or show several results together."""
-
-
-def _verdict_of_one_layer(subject: Subject) -> str:
-    """What the model is, with the numbers that earned it."""
-    meaning = {
-        "debiased_gd": "implements one step of debiased gradient descent",
-        "preconditioned_gd": "is one step of preconditioned debiased gradient descent",
-        "weighted_preconditioned_gd": "is one weighted debiased step that all responses share",
-        "task_heads": "is one debiased gradient step per response, each with heads of its own",
-        "superposition": "is one debiased gradient step per response, made by shared heads",
-        "linear_gd": "is one preconditioned gradient step by linear attention",
-        "kernel_regression": "is a kernel smoother",
-        "unstructured": "is no more structured than random weights",
-        "undetermined": "shows none of the known patterns clearly",
-    }
-    found = subject.pattern
-    return f"{subject.checkpoint.name} {meaning[found.pattern]} ({found.reason}). {subject.fits.verdict}"
-
-
-def _verdict_of_layers(subject: Subject) -> str:
-    """How good the model is, on how many heads it stands, and what is left of it with fewer."""
-    found, zero, rules = subject.baselines, subject.zero, subject.rules
-    against = dict(zip(found.learners, zip(found.ratio, found.ratio_sem, strict=True), strict=True))
-    ratios = [
-        f"{plus_minus(*against[learner])} times {what}"
-        if np.isfinite(against[learner][0])
-        else f"where {learner} at its best makes none"
-        for learner, what in (
-            ("ridge", "ridge's at its best penalty"),
-            ("zero", "that of predicting 0"),
-        )
-    ]
-    counts = ", ".join(f"{count:.3g}" for count in zero.typical_effective_heads)
-    layers = "layer" if len(zero.rise) == 1 else "layers, from the first on"
-    risk = plus_minus(found.model_risk, found.model_risk_sem)
-    told = [
-        f"{subject.checkpoint.name}: excess risk {risk} y², {' and '.join(ratios)}.",
-        f"Effective heads of its {layers}: {counts}, of {zero.rise.shape[1]}.",
-    ]
-    if len(rules.rules) > 1:
-        what = {
-            "best-later": "all heads of the first layer and the best of each later one",
-            "best-first": "the best head of the first layer alone",
-        }[rules.rules[1]]
-        _, ratio, sem, how = rules.ratios_to_read()[0]
-        told.append(f"With {what} it has {plus_minus(ratio, sem)} times its risk{how}.")
-    return " ".join(told)

@@ -13,12 +13,13 @@ NAMED = 3
 def edges_sections(subject: Subject) -> list[Section]:
     """Which edges between heads carry what tells two sets of prompts apart; nothing where there are none to patch.
 
-    That is with one layer, too many heads, or a norm after each layer.
+    That is with one layer, too many heads, a norm after each layer, or a module of somebody else's.
     """
     predictor, prompts = subject.predictor, subject.measured
     n_layers, n_heads = predictor.n_layers, predictor.n_heads
     n_edges = 3 * n_heads**2 * n_layers * (n_layers - 1) // 2
-    summed = subject.checkpoint.config.model.norm != "after"
+    weights = predictor.weights
+    summed = weights is not None and weights.model.norm != "after"
     if not 0 < n_edges <= MOST_EDGES or len(prompts) < 4 or not summed:
         return []
     size = min(PAIRS, len(prompts) // 2)

@@ -14,7 +14,7 @@ from plotly.offline import get_plotlyjs
 
 from mechinterp import figures
 from mechinterp.checkpoints.errors import visible
-from mechinterp.report.glossary import meanings
+from mechinterp.report.glossary import PAPERS, WORDS, meanings
 from mechinterp.report.sections import Section, number
 
 HERE = Path(__file__).parent
@@ -53,9 +53,11 @@ def page(
         about=visible(about),
         verdict=visible(verdict),
         sections=sections,
+        words=WORDS,
+        papers=PAPERS,
         files="/".join(files),
         title_height=TITLE_HEIGHT,
-        looks=figures.templates(),
+        looks={"templates": figures.templates(), "scales": figures.scales()},
         style=_text("style.css"),
         script=_text("page.js"),
         plotly_js=Markup(get_plotlyjs()),

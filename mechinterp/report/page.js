@@ -3,11 +3,34 @@
 const looks = JSON.parse(document.getElementById("looks").textContent);
 const dark = matchMedia("(prefers-color-scheme: dark)");
 const divs = [...document.querySelectorAll(".figure")];
-const look = () => looks[dark.matches ? "dark" : "light"];
+const scheme = () => (dark.matches ? "dark" : "light");
+const look = () => looks.templates[scheme()];
+
+// Colours that a template cannot give: heatmaps on the page's ground, and the curve of the model.
+function scaled(axis, least) {
+  const scales = looks.scales[scheme()];
+  return axis[least] < 0 ? scales.signed : scales.unsigned;
+}
+
+function repaint(div) {
+  const axis = div.layout.coloraxis;
+  const layout = { template: look() };
+  if (axis) layout["coloraxis.colorscale"] = scaled(axis, "cmin");
+  div.data.forEach((trace, index) => {
+    if (trace.zmin !== undefined) Plotly.restyle(div, { colorscale: [scaled(trace, "zmin")] }, [index]);
+    if (trace.meta === "model") Plotly.restyle(div, { "line.color": looks.scales[scheme()].model }, [index]);
+  });
+  return Plotly.relayout(div, layout);
+}
 
 async function draw(div) {
   const { data, layout, frames, titles } = JSON.parse(div.nextElementSibling.textContent);
   layout.template = look();
+  if (layout.coloraxis) layout.coloraxis.colorscale = scaled(layout.coloraxis, "cmin");
+  for (const trace of data) {
+    if (trace.zmin !== undefined) trace.colorscale = scaled(trace, "zmin");
+    if (trace.meta === "model") trace.line.color = looks.scales[scheme()].model;
+  }
   // A finger that scrolls the page must not zoom.
   if (matchMedia("(pointer: coarse)").matches) layout.dragmode = false;
   await Plotly.newPlot(div, { data, layout, frames, config: { responsive: true, displaylogo: false } });
@@ -42,13 +65,35 @@ for (const input of document.querySelectorAll(".slider input")) {
   });
 }
 
+// In one layer heads add up: a subset's prediction is the sum of what its heads add.
+for (const box of document.querySelectorAll(".toggles")) {
+  const { risks, outputs, rest, target } = JSON.parse(box.dataset.found);
+  const switches = [...box.querySelectorAll("input")];
+  const sum = (prompt, on) => rest.map((start, n) =>
+    outputs[prompt].reduce((total, head, h) => total + (on[h] ? head[n] : 0), start));
+  const told = (values) => values.map((value) => value.toFixed(3)).join(", ");
+  const show = () => {
+    const on = switches.map((each) => each.checked);
+    const [risk, sem] = risks[on.map(Number).join("")];
+    box.querySelector("output").textContent =
+      `Excess risk with these heads: ${risk.toPrecision(4)} ± ${sem.toPrecision(2)} y²`;
+    [...box.querySelector("tbody").rows].forEach((row, prompt) => {
+      row.cells[1].textContent = told(sum(prompt, on));
+      row.cells[2].textContent = told(sum(prompt, on.map(() => true)));
+      row.cells[3].textContent = told(target[prompt]);
+    });
+  };
+  switches.forEach((each) => each.addEventListener("change", show));
+  show();
+}
+
 function sort(header) {
   const body = header.closest("table").tBodies[0];
   const up = header.getAttribute("aria-sort") !== "ascending";
   const text = (row) => row.cells[header.cellIndex].textContent;
   const compare = (a, b) => {
     const [x, y] = [parseFloat(text(a)), parseFloat(text(b))];
-    if (isNaN(x) || isNaN(y)) return isNaN(x) - isNaN(y) || text(a).localeCompare(text(b));
+    if (isNaN(x) || isNaN(y)) return isNaN(x) - isNaN(y) || text(a).localeCompare(text(b), "en", { numeric: true });
     return x - y;
   };
   for (const other of header.parentElement.cells) other.removeAttribute("aria-sort");
@@ -60,7 +105,31 @@ for (const button of document.querySelectorAll("th button")) {
   button.addEventListener("click", () => sort(button.parentElement));
 }
 dark.addEventListener("change", () => {
-  for (const div of divs) if (div.dataset.drawn) Plotly.relayout(div, { template: look() });
+  for (const div of divs) if (div.dataset.drawn) repaint(div);
 });
+
+// On paper there is nothing to scroll or to open: figures as wide as the sheet, every text unfolded.
+const PAPER = 680;
+const folded = [];
+addEventListener("beforeprint", () => {
+  for (const details of document.querySelectorAll("details:not([open])")) {
+    details.open = true;
+    folded.push(details);
+  }
+  for (const div of divs) if (div.dataset.drawn) Plotly.relayout(div, { width: PAPER });
+});
+addEventListener("afterprint", () => {
+  for (const details of folded.splice(0)) details.open = false;
+  for (const div of divs) if (div.dataset.drawn) Plotly.relayout(div, { autosize: true, width: null });
+});
+
+// A table that is wider than the page says so.
+function tell() {
+  for (const box of document.querySelectorAll(".table")) {
+    box.classList.toggle("wide", box.scrollWidth > box.clientWidth + 1);
+  }
+}
+addEventListener("resize", tell);
+tell();
 // After the text is on the screen.
 requestAnimationFrame(() => setTimeout(drawAll));

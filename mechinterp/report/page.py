@@ -4,6 +4,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from html import escape
 from pathlib import Path
 
 import plotly.graph_objects as go
@@ -12,6 +13,8 @@ from mechinterp.checkpoints.claims import claimed, entries, settle
 from mechinterp.checkpoints.errors import CheckpointError, one_line
 from mechinterp.checkpoints.files import write_new
 from mechinterp.checkpoints.native import Checkpoint, checkpoint_of
+from mechinterp.checkpoints.plain_modules import HookedModule
+from mechinterp.config import TaskConfig
 from mechinterp.progress import ProgressCallback, no_progress
 from mechinterp.report import html
 from mechinterp.report.contents import contents_of
@@ -36,7 +39,7 @@ class Report:
 
 
 def write_report(
-    checkpoint: Checkpoint,
+    checkpoint: Checkpoint | HookedModule,
     out: str | Path,
     *,
     n_prompts: int = 4096,
@@ -45,7 +48,7 @@ def write_report(
     overwrite: bool = False,
     progress: ProgressCallback = no_progress,
 ) -> Report:
-    """Write `out/index.html` and the CSV files behind it.
+    """Write `out/index.html` and the CSV files behind it, of a checkpoint or of what `hook_module` gives.
 
     Of one layer of attention it tells the circuits, the pattern and the learner it comes closest to; of any other
     model what masking, pruning and probing say.
@@ -67,7 +70,8 @@ def write_report(
         ...     report.page.name
         'index.html'
     """
-    checkpoint = checkpoint_of(checkpoint, "write_report")
+    if not isinstance(checkpoint, HookedModule):
+        checkpoint = checkpoint_of(checkpoint, "write_report")
     require_free(Path(out), overwrite)
     found = contents_of(
         checkpoint, n_prompts=n_prompts, seed=seed, analyses=analyses, progress=progress
@@ -139,15 +143,23 @@ def write_figure(file: Path, figure: go.Figure) -> None:
         raise ValueError(f"{file}: must end in .html.")
     if os.path.lexists(file):
         raise ValueError(f"{file}: already exists; it is not overwritten.")
+    title = escape(str(figure.layout.title.text or file.stem))
     text = figure.to_html(include_plotlyjs=True, config=FIGURE_OPTIONS)
+    text = text.replace("<head>", f"<head><title>{title} · mechinterp</title>", 1)
     try:
         write_new(file, lambda target: target.write_text(text, encoding="utf-8"))
     except OSError as error:
         raise CheckpointError(f"{file}: cannot be written ({one_line(error)}).") from None
 
 
-def _about(checkpoint: Checkpoint) -> str:
+def _about(checkpoint: Checkpoint | HookedModule) -> str:
     """One line on what the model is."""
+    if isinstance(checkpoint, HookedModule):
+        layers, heads = checkpoint.hooked.n_layers, checkpoint.hooked.n_heads
+        return (
+            f"{counted(layers, 'layer')} of {counted(heads, 'head')}, a PyTorch module with hooks, "
+            f"{_prompts(checkpoint.task)}"
+        )
     config, task, model = checkpoint.config, checkpoint.task, checkpoint.config.model
     heads, kind = counted(model.n_heads, "head"), f"{model.score} attention"
     if not model.one_attention:
@@ -158,7 +170,8 @@ def _about(checkpoint: Checkpoint) -> str:
     end = f", seed {config.seed}, step {checkpoint.step}, config {config.id}"
     if "step" in checkpoint.assumed:
         end = f", format {checkpoint.format}{assumed_text(checkpoint.assumed)}"
-    return (
-        f"{heads}, {kind}, d_x {task.d_x}, context length {task.context_length}, "
-        f"noise variance {task.noise_var}{end}"
-    )
+    return f"{heads}, {kind}, {_prompts(task)}{end}"
+
+
+def _prompts(task: TaskConfig) -> str:
+    return f"d_x {task.d_x}, context length {task.context_length}, noise variance {task.noise_var}"

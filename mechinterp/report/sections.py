@@ -6,15 +6,19 @@ from dataclasses import dataclass, field
 import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
+import torch
 
 from mechinterp import figures
 from mechinterp.analysis.circuits.attention import attention_patterns, chosen
-from mechinterp.analysis.circuits.circuits import circuits
+from mechinterp.analysis.circuits.circuits import circuits, weights_of
 from mechinterp.analysis.circuits.patterns import Classification, Thresholds
 from mechinterp.analysis.heads.ablation import HeadAblation
+from mechinterp.icl.prompts import Prompts
+from mechinterp.models.functional import head_outputs
 from mechinterp.models.scores import is_normalised
 from mechinterp.report.subject import Subject
 
+MOST_TOGGLES = 8
 QUANTILES = (0.0, 0.25, 0.5, 0.75, 1.0)
 MEANINGS = {
     "positive": "looks at tokens whose x is like the query's and adds their y",
@@ -53,6 +57,25 @@ class Card:
 
 
 @dataclass(frozen=True)
+class Toggles:
+    """Heads of one layer that the reader switches off: excess risk of each subset, and predictions on a few prompts."""
+
+    colors: tuple[str, ...]
+    risks: Mapping[str, tuple[float, float]]
+    """Risk and its standard error by subset, "10" where head 0 of two is kept."""
+    outputs: list[list[list[float]]]
+    """What each head adds to the prediction, [prompt][head][response]."""
+    rest: list[float]
+    """What no head adds: the bias of the prediction."""
+    target: list[list[float]]
+
+    def to_document(self) -> dict[str, object]:
+        """What the script of the page reads."""
+        names = ("risks", "outputs", "rest", "target")
+        return {name: getattr(self, name) for name in names}
+
+
+@dataclass(frozen=True)
 class Section:
     """One part of the page."""
 
@@ -64,6 +87,9 @@ class Section:
     tables: Mapping[str, pd.DataFrame] = field(default_factory=dict)
     """By name; each becomes <name>.csv, and is shown if it has no more than `longest_table` rows."""
     cards: tuple[Card, ...] = ()
+    toggles: Toggles | None = None
+    links: Mapping[str, str] = field(default_factory=dict)
+    """Addresses of pages by checkpoint."""
     slider: str = "step"
     """What the frames of the figures are."""
     longest_table: int = 40
@@ -154,20 +180,45 @@ def circuits_section(subject: Subject) -> Section:
 
 def attention_section(subject: Subject) -> Section:
     """Attention on prompts from the one the model does best on to the one it does worst on."""
-    errors = subject.squared_errors()
-    order = np.argsort(errors, kind="stable")
-    rows = order[[round(quantile * (len(order) - 1)) for quantile in QUANTILES]]
-    found = attention_patterns(subject.checkpoint, chosen(subject.prompts, rows))
+    found = attention_patterns(subject.checkpoint, _shown_prompts(subject))
     return Section(
         "Attention on prompts",
         "Five prompts, ordered by how far the prediction is off: prompt 0 is the best of all, 2 the median, 4 the worst. "
         "Move the slider, or use the arrow keys on it. A weight that depends only on how alike token and query "
         "are lies on one curve.",
-        f"Of {len(errors)} prompts those at the quartiles of (ŷ − x·β)². Weights are those the query gives to the "
+        f"Of {len(subject.prompts)} prompts those at the quartiles of (ŷ − x·β)². Weights are those the query gives to the "
         "tokens of its context.",
         {"attention": found.plot(), "similarity": found.plot_similarity()},
         {"attention": found.to_frame()},
         slider="prompt",
+    )
+
+
+def _shown_prompts(subject: Subject) -> Prompts:
+    """Prompts from the one that the model does best on to the one it does worst on."""
+    order = np.argsort(subject.squared_errors(), kind="stable")
+    rows = order[[round(quantile * (len(order) - 1)) for quantile in QUANTILES]]
+    return chosen(subject.prompts, rows)
+
+
+def _toggles(subject: Subject) -> Toggles | None:
+    """Switches for the heads of a model that has no more than the page's room for subsets."""
+    subsets = subject.subsets
+    if subsets is None or subsets.kept.shape[1] > MOST_TOGGLES:
+        return None
+    weights = weights_of(subject.checkpoint, "report")
+    prompts = _shown_prompts(subject).to("cpu").to(torch.float64)
+    rows = zip(subsets.kept, subsets.risk, subsets.risk_sem, strict=True)
+    rest = torch.zeros(weights.d_y) if weights.b_O is None else weights.b_O
+    return Toggles(
+        colors=tuple(figures.head_color(head) for head in range(subsets.kept.shape[1])),
+        risks={
+            "".join(str(int(k)) for k in kept): (float(risk), float(sem))
+            for kept, risk, sem in rows
+        },
+        outputs=head_outputs(weights, prompts).tolist(),
+        rest=rest.tolist(),
+        target=prompts.y_query_clean.tolist(),
     )
 
 
@@ -201,6 +252,7 @@ def ablation_section(subject: Subject) -> Section:
         "over prompts. In one layer heads add up, so all subsets follow from one pass.",
         pictures,
         tables,
+        toggles=_toggles(subject),
     )
 
 

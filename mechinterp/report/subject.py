@@ -21,6 +21,7 @@ from mechinterp.analysis.learners.fits import LearnerFits, fit_learners
 from mechinterp.analysis.learners.layered import LayeredClassification
 from mechinterp.analysis.probing.probes import streams
 from mechinterp.checkpoints.native import Checkpoint
+from mechinterp.checkpoints.plain_modules import HookedModule
 from mechinterp.icl.prompts import Prompts, sample_prompts
 from mechinterp.models.predictor import Predictor
 from mechinterp.progress import ProgressCallback, no_progress
@@ -37,7 +38,7 @@ PER_FEATURE = 2
 class Subject:
     """The model a page is about; what its sections share is computed when the first of them asks for it."""
 
-    checkpoint: Checkpoint
+    checkpoint: Checkpoint | HookedModule
     n_prompts: int
     """Prompts behind the excess risk; what needs many runs takes a part of them."""
     seed: int = 0
@@ -52,12 +53,12 @@ class Subject:
     @property
     def one_attention(self) -> bool:
         """Whether the model is one layer of attention, which its circuits describe."""
-        return self.checkpoint.config.model.one_attention
+        return self.predictor.is_one_attention
 
     @property
     def score(self) -> str:
         """The score function of its attention."""
-        return self.checkpoint.config.model.score
+        return self.predictor.circuits.score
 
     @property
     def predictor(self) -> Predictor:
@@ -66,7 +67,7 @@ class Subject:
     @cached_property
     def size(self) -> int:
         """Number of prompts; fewer of a model with norms and MLPs, whose layers cannot be taken apart."""
-        if self.checkpoint.config.model.attention_only:
+        if self.predictor.attention_only:
             return self.n_prompts
         return max(self.n_prompts // 8, min(self.n_prompts, 256))
 
@@ -152,7 +153,8 @@ class Subject:
         return PER_FEATURE * streams(self.predictor, self._drawn(1)).shape[3]
 
     def _drawn(self, n_prompts: int) -> Prompts:
-        dtype = self.checkpoint.weights.dtype
+        weights = self.predictor.weights
+        dtype = torch.float64 if weights is None else weights.dtype
         return sample_prompts(self.checkpoint.task, n_prompts, seed=self.seed, dtype=dtype)
 
 

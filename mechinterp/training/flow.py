@@ -3,18 +3,21 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 from jaxtyping import Float
-from scipy.integrate import DOP853, LSODA
 
 from mechinterp import figures
 from mechinterp.display import Result
 from mechinterp.theory.linear import Modes, Moments, modes
 from mechinterp.theory.linear_heads import Heads, MergedHeads
 from mechinterp.training.flat import check_heads, flatten, force_of, loss_of, unflatten, velocity_of
+
+if TYPE_CHECKING:
+    from scipy.integrate import OdeSolver
 
 LARGEST_IMPLICIT = 160
 """Weights up to which an implicit step, with its Jacobian by differences, pays."""
@@ -112,6 +115,8 @@ def flow(
         times[0] >= 0 and times[-1] <= duration and np.all(np.diff(times) > 0)
     ):
         raise ValueError(f"times must rise from 0 or later to at most duration {duration}.")
+    from scipy.integrate import DOP853, LSODA  # takes a good part of a start-up
+
     start, found = flatten(heads), modes(moments)
     solver_class = LSODA if start.size <= LARGEST_IMPLICIT else DOP853
     velocity, force = velocity_of(heads), force_of(moments)
@@ -142,7 +147,7 @@ def record(
 
 
 def _follow(
-    solver: LSODA | DOP853,
+    solver: "OdeSolver",
     loss_of: Callable[[np.ndarray], float],
     until_loss: float,
     wanted: np.ndarray | None,

@@ -73,6 +73,7 @@ def exact() -> AlgorithmEvidence:
     return name_algorithm(rotated(FALLING, seed=0), task=DENSE, n_prompts=128)
 
 
+@pytest.mark.slow
 def test_an_exact_model_is_explained_to_rounding_in_every_setting(exact: AlgorithmEvidence):
     own = row(exact, "gradient_descent")
     assert exact.label == "gradient_descent"
@@ -148,6 +149,7 @@ def test_random_weights_have_no_structure(seed: int):
     assert found.relative_risk[0] > 0.95
 
 
+@pytest.mark.slow
 def test_where_a_model_fails_it_is_not_answered():
     # Steps that are stable for I and far from it for eigenvalues of 3 and more.
     found = name_algorithm(gradient_descent_model([0.9] * 6, d_x=8), task=DENSE, n_prompts=128)
@@ -158,6 +160,7 @@ def test_where_a_model_fails_it_is_not_answered():
     assert found.label == "gradient_descent"
 
 
+@pytest.mark.slow
 def test_preconditioning_is_no_candidate_where_it_changes_nothing(exact: AlgorithmEvidence):
     assert "preconditioned_gd" not in exact.members
     found = name_algorithm(gradient_descent_model([0.3, 0.2], d_x=8), task=KMS, n_prompts=128)
@@ -177,6 +180,7 @@ def test_lengths_beyond_the_positions_are_not_answered():
     assert not found.answered[2]
 
 
+@pytest.mark.slow
 def test_prompts_of_ones_own():
     prompts = sample_prompts(DENSE, 64, generator=generator_for(3, "eval", 0), context_length=30)
     found = name_algorithm(FALLING, prompts, task=DENSE)

@@ -3,10 +3,21 @@
 import numpy as np
 import plotly.graph_objects as go
 import pytest
+import torch
+from transformer_lens.tools.analysis.interchange import (
+    NormMatchedPlacebo,
+    SubspaceInterchange,
+    collect_activations,
+    intervened_logits,
+    random_basis,
+)
 
 from mechinterp.analysis.learners.algorithm_steps import StepInterventions, intervene_on_steps
 from mechinterp.config import ExperimentConfig, ModelConfig
+from mechinterp.icl.algorithms import ALGORITHMS, PromptMoments
+from mechinterp.icl.prompts import sample_prompts
 from mechinterp.models.constructions_algorithms import rotated
+from mechinterp.models.predictor import predictor_of
 from mechinterp.training.deep import initial_deep_weights
 from tests.analysis.test_algorithm import DENSE, FALLING, LABELS, SPARSE
 
@@ -16,6 +27,7 @@ def descent() -> StepInterventions:
     return intervene_on_steps(rotated(FALLING, seed=0), task=DENSE, n_prompts=128)
 
 
+@pytest.mark.slow
 def test_an_exact_model_follows_its_algorithm(descent: StepInterventions):
     assert descent.algorithm == "gradient_descent"
     assert descent.layers == ("0", "1", "2", "3", "all layers")
@@ -36,6 +48,32 @@ def test_what_else_an_algorithm_holds_is_put_in_too(label: str):
     known = ~np.isnan(found.exchanged_r2)
     np.testing.assert_allclose(found.exchanged_r2[known], 1, rtol=0, atol=1e-6)
     assert found.control_r2[-1] < 0.5
+
+
+@pytest.mark.parametrize("layer", [1, 2, 3])
+def test_what_is_held_is_exchanged_by_the_interchange_of_transformer_lens_too(layer: int):
+    """Of the prediction so far, in the direction that is read out; a random direction of the same length is none."""
+    weights = rotated(FALLING, seed=0)
+    hooked = predictor_of(weights).hooked
+    prompts = sample_prompts(DENSE, 64, seed=3, dtype=torch.float64)
+    moments = PromptMoments(prompts, DENSE)
+    descent = next(one for one in ALGORITHMS if one.label == "gradient_descent")
+    path = descent.predictions(moments, [0.7, 0.5, 0.3, 0.2], 4)
+    expected = path[-1] - path[layer - 1] + path[layer - 1].roll(1, 0)
+
+    read_out = weights.reading[1]
+    own = SubspaceInterchange(read_out / read_out.norm())
+    other = NormMatchedPlacebo(own, random_basis(weights.d_model, 1, seed=0).double())
+    inputs, name = hooked.inputs(prompts), hooked.stream_name(layer)
+    last = torch.full((64,), inputs.shape[1] - 1)
+    at = {"task_logits": lambda given: hooked.model(given)[:, -1], "positions": last}
+    streams = collect_activations(hooked.model, name, inputs, **at).roll(1, 0)
+    found = {
+        how: intervened_logits(hooked.model, name, how, inputs, streams, **at)
+        for how in (own, other)
+    }
+    torch.testing.assert_close(found[own], expected, rtol=0, atol=1e-10)
+    assert (found[other] - expected).square().mean() > 0.5 * (path[-1] - expected).square().mean()
 
 
 def test_table_and_picture(descent: StepInterventions):

@@ -77,3 +77,5 @@ def test_frame_has_a_row_per_head_and_figures_a_heatmap_per_head(n_heads):
         assert sum(trace.type == "heatmap" for trace in figure.data) == n_heads
     # The query's y slot is 0, so its row of QK is not drawn.
     assert np.asarray(found.plot().data[0].z).shape == (5, 6)
+    assert np.asarray(found.plot_ov().data[0].z).shape == (1, 6)
+    assert found.plot_ov().layout.height < 0.75 * found.plot().layout.height

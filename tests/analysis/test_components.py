@@ -12,7 +12,7 @@ from mechinterp.analysis.circuits.components import components
 from mechinterp.analysis.circuits.patterns import classify
 from mechinterp.config import CovarianceConfig, TaskConfig
 from mechinterp.models.constructions import debiased_gradient_step, linear_attention
-from mechinterp.report.documents import classification_document
+from mechinterp.report.classification import classification_document
 from mechinterp.theory.linear import fixed_point, modes
 from mechinterp.theory.linear_heads import MergedHeads
 from mechinterp.training.linear import task_moments
@@ -121,6 +121,7 @@ def test_the_document_has_the_number():
     assert document["evidence"]["n_components"] is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["linear-separate-s0", "linear-separate-s1", "linear-rank1-s2"])
 def test_every_plateau_of_a_shipped_run_has_a_snapshot_with_its_number(name: str):
     checkpoint = load(CHECKPOINTS / name)

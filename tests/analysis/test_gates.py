@@ -15,6 +15,7 @@ from mechinterp.models.transformer import ICLTransformer
 from tests.deep_models import random_gpt2, random_model
 
 
+@pytest.mark.slow
 def test_roles_of_heads_that_help_do_nothing_and_harm(prompts):
     prompts = prompts[:128]
     # A kernel smoother; a zero head; and a head that takes away a share of the first one's prediction.

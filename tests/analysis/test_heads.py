@@ -203,7 +203,7 @@ def test_importance_and_effective_heads():
 def test_the_error_of_effective_heads_is_that_of_repeated_samples():
     generator = np.random.default_rng(0)
     mean = np.array([[1.0, 0.5, 0.2, -0.3]])
-    draws = mean + 0.8 * generator.standard_normal((1000, 400, 1, 4))
+    draws = mean + 0.8 * generator.standard_normal((400, 400, 1, 4))
     numbers, sems = zip(*(heads._effective_heads(draw) for draw in draws), strict=True)
     assert np.mean(sems) == pytest.approx(np.std(numbers), rel=0.1)
 

@@ -17,7 +17,8 @@ from mechinterp.config import TaskConfig
 from mechinterp.icl.prompts import generator_for, sample_prompts
 from mechinterp.models.adapter import masked
 from mechinterp.models.tokens import interleaved
-from mechinterp.report.documents import classification_document, dumps
+from mechinterp.report.classification import classification_document
+from mechinterp.report.header import dumps
 from tests.models.test_layered_models import GargModel, encoder, garg
 
 
@@ -110,7 +111,7 @@ def test_the_document_and_the_pictures(found: LayeredClassification):
     for figure in (found.plot(), found.plot_importance()):
         assert isinstance(figure, go.Figure)
         assert np.shape(figure.data[0].z) == (3, 4)
-    assert repr(found).startswith("LayeredClassification(unstructured: L")
+    assert repr(found).startswith("LayeredClassification(unstructured)\nWhat it computes: nothing")
     assert found.learners == ("vanilla_gd", "debiased_gd", "least_squares")
     assert found.algorithm is not None
     assert found.reason.startswith(f"{found.algorithm.reason}; no learner known here is close")
@@ -132,6 +133,7 @@ def test_a_model_that_predicts_nothing_is_near_to_no_learner():
     assert np.isnan(found.learner_r2).all()
 
 
+@pytest.mark.slow
 def test_prompts_are_the_seeds_and_the_tasks():
     checkpoint = checkpoint_of(garg(), n_heads=4)
     first, again = (classify_layers(checkpoint, n_prompts=8, seed=1) for _ in range(2))
@@ -160,6 +162,7 @@ def test_a_pruned_model_is_saved_and_predicts_as_the_masked_one(tmp_path: Path):
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_trained_model_comes_close_to_least_squares():
     task = TaskConfig(d_x=1, context_length=8, beta_var=1.0, noise_var=0.0)
     with torch.random.fork_rng():

@@ -9,7 +9,7 @@ import torch
 
 from mechinterp.analysis.circuits.null import N_PROMPTS, Null, null_of, x_blocks
 from mechinterp.analysis.circuits.structure import common_matrix
-from mechinterp.analysis.circuits.substitution import evaluation, idealised, survival
+from mechinterp.analysis.circuits.substitution import evaluation, faithfulness, idealised
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig
 from mechinterp.models.constructions import from_circuits
 from mechinterp.models.functional import AttentionWeights, predict
@@ -57,6 +57,7 @@ def test_p_values_count_the_value_itself_and_all_as_structured():
     assert np.isnan(null.p_value("zero_sum", float("nan")))
 
 
+@pytest.mark.slow
 def test_zero_sum_is_the_largest_over_responses():
     expected = np.sort([zero_sum(weights) for weights in random_models()])
     assert found_in_null("zero_sum") == pytest.approx(expected)
@@ -74,17 +75,19 @@ def test_the_best_head_stands_for_its_model():
         assert found_in_null(f"{name}_best") == pytest.approx(np.sort(heads.max(1)))
 
 
-def test_survival_is_that_of_idealised_models_with_their_law():
+@pytest.mark.slow
+def test_faithfulness_is_that_of_idealised_models_with_their_law():
     prompts = evaluation(TASK, N_PROMPTS, 0, True).prompts
     expected = []
     for weights in random_models():
         ideal = idealised(weights, torch.diag_embed(weights.omega), weights.mu)
-        expected.append(survival(predict(weights, prompts), predict(ideal, prompts)).r2)
+        expected.append(faithfulness(predict(weights, prompts), predict(ideal, prompts)).r2)
     # The null is computed in float32.
     found = found_in_null("substitution_r2")
     assert found == pytest.approx(np.sort(expected), rel=1e-4, abs=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("n_heads", "n_models"), [(1, 400), (20, 320), (128, 100)])
 def test_there_are_enough_models_for_a_small_p_value(n_heads: int, n_models: int):
     task = TaskConfig(d_x=1, context_length=2)

@@ -193,6 +193,7 @@ def test_labels_do_not_depend_on_head_order_or_on_how_circuits_are_factored():
     assert after.p_values == before.p_values
 
 
+@pytest.mark.slow
 def test_label_does_not_depend_on_the_scale_of_the_responses():
     weights = on_manifold(0.13, [1.0], [1.0])
     task = TaskConfig(
@@ -248,5 +249,5 @@ def test_what_cannot_be_classified_is_refused(weights, task, message):
 def test_frame_and_repr():
     found = classify(debiased_gradient_step(0.8, 0.1, d_x=5))
     assert list(found.to_frame().columns[:3]) == ["head", "label", "share"]
-    assert repr(found).startswith("Classification(debiased_gd: heads of both signs, zero_sum 0.000")
+    assert repr(found).startswith("Classification(debiased_gd)\nWhat it computes: one step of")
     assert len(found.plot().data) == 2

@@ -1,4 +1,4 @@
-"""What stands in for a model: survival with its errors, idealised heads, one gradient step."""
+"""What stands in for a model: faithfulness with its errors, idealised heads, one gradient step."""
 
 from dataclasses import replace
 
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from mechinterp.analysis.circuits.substitution import evaluation, idealised, survival
+from mechinterp.analysis.circuits.substitution import evaluation, faithfulness, idealised
 from mechinterp.config import ExperimentConfig, TaskConfig
 from mechinterp.icl.predictors import debiased_gd, vanilla_gd
 from mechinterp.models.constructions import diagonal_heads
@@ -14,20 +14,20 @@ from mechinterp.models.functional import predict
 from mechinterp.training.step import initial_weights
 
 
-def test_survival_of_a_known_gap():
+def test_faithfulness_of_a_known_gap():
     prediction = torch.tensor([[1.0], [2.0], [3.0]])
-    found = survival(prediction, prediction - torch.tensor([[0.1], [-0.1], [0.1]]))
+    found = faithfulness(prediction, prediction - torch.tensor([[0.1], [-0.1], [0.1]]))
     assert found.rms == pytest.approx(0.1, rel=1e-5)
     assert found.rms_sem == pytest.approx(0, abs=1e-6)  # the gap is the same on all prompts
     assert found.r2 == pytest.approx(1 - 0.01 * 3 / 14, rel=1e-6)
-    same = survival(prediction, prediction)
+    same = faithfulness(prediction, prediction)
     assert (same.r2, same.rms, same.rms_sem) == (1, 0, 0)
 
 
 def test_standard_errors_of_survival_are_those_of_repetition():
     random = np.random.default_rng(0)
     draws = [
-        survival(torch.from_numpy(p), torch.from_numpy(p + 0.5 * random.normal(size=p.shape)))
+        faithfulness(torch.from_numpy(p), torch.from_numpy(p + 0.5 * random.normal(size=p.shape)))
         for p in random.normal(size=(400, 200, 1))
     ]
     for name in ("r2", "rms"):
@@ -81,9 +81,9 @@ def test_linear_attention_takes_the_step_exactly():
         torch.testing.assert_close(predict(idealised(law, blocks, mu), found.prompts), expected)
 
 
-def test_survival_is_over_prompts_and_responses():
+def test_faithfulness_is_over_prompts_and_responses():
     prediction = torch.tensor([[1.0, 2.0], [3.0, 4.0]], dtype=torch.float64)
-    found = survival(prediction, prediction - 0.1)
+    found = faithfulness(prediction, prediction - 0.1)
     assert found.rms == pytest.approx(0.1)
     assert found.r2 == pytest.approx(1 - 4 * 0.01 / 30)
 

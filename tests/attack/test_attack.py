@@ -45,6 +45,7 @@ WRITTEN = (
 )
 
 
+@pytest.mark.slow
 def test_all_subjects_are_here(found: dict[str, Subject]):
     names = [*READ, *(f"in-the-way-{name}" for name in WRITTEN)]
     assert sorted(found) == sorted(names)
@@ -53,6 +54,7 @@ def test_all_subjects_are_here(found: dict[str, Subject]):
         found[name].use(found[name].folder)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_a_few_cases_of_each_subject(found: dict[str, Subject], tmp_path: Path):
     outcomes: Counter[str] = Counter()

@@ -11,7 +11,7 @@ from mechinterp.analysis.heads.subsets import ablate_subsets
 from mechinterp.analysis.learners.losses import shared_losses
 from mechinterp.checkpoints.loading import load
 from mechinterp.icl.prompts import generator_for, sample_prompts
-from mechinterp.report.documents import classification_document
+from mechinterp.report.classification import classification_document
 
 CHECKPOINTS = Path(__file__).parents[2] / "checkpoints"
 

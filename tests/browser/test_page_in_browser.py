@@ -195,6 +195,82 @@ def test_figures_follow_the_colours_of_the_page(
     at.page.context.close()
 
 
+def test_heads_are_switched_off_by_the_reader(
+    browser: "playwright.Browser", pages: dict[str, Path]
+):
+    at = opened(browser, pages["evil"])
+    box = at.page.locator(".toggles")
+    subsets = at.page.locator("table", has=at.page.locator("caption", has_text="subsets"))
+    rows = [row.inner_text().split("\t") for row in subsets.locator("tbody tr").all()]
+    risks = {row[0]: row[2] for row in rows}
+
+    def shown() -> tuple[str, list[float]]:
+        cells = box.locator("tbody tr").first.locator("td").all_inner_texts()
+        return box.locator("output").inner_text(), [float(text) for text in cells]
+
+    told, (_, kept, every, _) = shown()
+    assert risks["H0 H1"] in told
+    assert kept == every
+    box.get_by_label("head 1").uncheck()
+    told, (_, kept, every, _) = shown()
+    assert risks["H0"] in told
+    assert kept != every
+    box.get_by_label("head 0").uncheck()
+    told, (_, kept, _, _) = shown()
+    assert (risks["none"] in told, kept) == (True, 0)
+    assert at.complaints == []
+    at.page.context.close()
+
+
+def test_on_paper_everything_is_unfolded_and_nothing_is_cut(
+    browser: "playwright.Browser", pages: dict[str, Path]
+):
+    at = opened(browser, pages["evil"])
+    at.page.set_viewport_size({"width": 700, "height": 900})
+    at.page.emulate_media(media="print")
+    at.page.evaluate("dispatchEvent(new Event('beforeprint'))")
+    at.page.wait_for_timeout(500)
+    assert at.page.locator("details:not([open])").count() == 0
+    assert at.page.evaluate("document.documentElement.scrollWidth") <= 700
+    wide = "found => found.filter(one => one.scrollWidth > one.clientWidth + 1).length"
+    assert at.page.locator("figure, .table").evaluate_all(wide) == 0
+    at.page.evaluate("dispatchEvent(new Event('afterprint'))")
+    assert at.page.locator("details[open]").count() == 0
+    at.page.context.close()
+
+
+def test_wide_tables_say_that_they_scroll(browser: "playwright.Browser", pages: dict[str, Path]):
+    at = opened(browser, pages["evil"], width=400)
+    assert at.page.locator(".table.wide caption").first.inner_text().startswith("pattern")
+    assert at.page.locator(".table:not(.wide) caption").count() > 0
+    at.page.context.close()
+
+
+def test_heatmaps_are_dark_at_zero_on_a_dark_page(
+    browser: "playwright.Browser", pages: dict[str, Path]
+):
+    at = opened(browser, pages["evil"])
+
+    def ground() -> str:
+        return at.page.evaluate(
+            "document.getElementById('figure-qk').layout.coloraxis.colorscale.find(c => c[0] === 0.5)[1]"
+        )
+
+    def model() -> str:
+        return at.page.evaluate(
+            "document.getElementById('figure-fit_loss').data.find(t => t.meta).line.color"
+        )
+
+    light = ground(), model()
+    at.page.emulate_media(color_scheme="dark")
+    at.page.wait_for_timeout(500)
+    assert (light, (ground(), model())) == (
+        ("rgb(247,247,247)", "#1c1c1c"),
+        ("#14171c", "#f1f3f5"),
+    )
+    at.page.context.close()
+
+
 def test_tables_are_sorted_by_a_click_or_by_the_keyboard(
     browser: "playwright.Browser", pages: dict[str, Path]
 ):

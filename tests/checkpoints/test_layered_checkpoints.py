@@ -21,7 +21,8 @@ from mechinterp.checkpoints.native import Checkpoint
 from mechinterp.config import TaskConfig
 from mechinterp.icl.prompts import generator_for, sample_prompts
 from mechinterp.models.predictor import predictor_of
-from mechinterp.report.documents import dumps, info_document
+from mechinterp.report.header import dumps
+from mechinterp.report.info import info_document
 from tests.conftest import assert_same
 from tests.models.test_layered_models import encoder, garg
 

@@ -98,6 +98,7 @@ def test_a_head_of_the_first_layer_is_a_coordinate(ablation, few):
         assert ablation.rise[0, head] == pytest.approx(rise.item(), rel=1e-8, abs=1e-12)
 
 
+@pytest.mark.exhaustive
 def test_the_first_layer_needs_all_its_heads(checkpoint):
     # A random support makes all coordinates alike, on prompts enough to see it.
     generator = generator_for(1, "eval", 0)

@@ -23,6 +23,7 @@ from tests.conftest import CHECKPOINTS
 pytestmark = pytest.mark.slow
 
 
+@pytest.mark.exhaustive
 def test_the_first_steps_keep_what_layer_1_writes_and_lower_the_risk():
     base = load(CHECKPOINTS / "sparse-h8-noise0.1-s0").config
     model = replace(base.model, n_heads=16, d_head=16, d_model=33)

@@ -118,6 +118,7 @@ def test_cache_has_the_names_and_shapes_of_hooked_transformer(architecture: dict
     assert output.shape == (6, n_pos, 2)
 
 
+@pytest.mark.slow
 @MADE
 def test_hook_map_is_what_a_cache_holds(architecture: dict):
     model = random_model(**architecture)
@@ -211,6 +212,7 @@ def bridge_of(published: GargModel) -> HookedPredictor:
     return gpt2_predictor(parts._backbone, parts._read_in, parts._read_out)
 
 
+@pytest.mark.slow
 def test_a_bridge_says_the_same(published: GargModel, gpt2: Checkpoint, some_prompts: Prompts):
     bridge = predictor_of(bridge_of(published))
     masks = [[], [(0, 2)], [(1, 0), (2, 3)]]

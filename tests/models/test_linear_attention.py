@@ -165,7 +165,7 @@ def test_parameters_come_back(merged: AttentionWeights):
     assert_same(merged.with_tensors(unmerged(merged.parameters)), merged)
     separate = replace(merged, merged_qk=False)
     assert list(unmerged(separate.parameters)) == ["W_Q", "W_K", "W_V", "W_O"]
-    assert merged.law != separate.law
+    assert merged.architecture != separate.architecture
 
 
 def test_merged_heads_are_as_wide_as_a_token(merged: AttentionWeights):

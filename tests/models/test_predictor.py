@@ -137,6 +137,7 @@ def by_hooks(weights: Weights, prompts: Prompts, masks: list[list[Head]], method
     return torch.stack(outputs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("method", "d_y"), [("zero", 1), *((method, 2) for method in METHODS)])
 @EACH
 def test_masks_are_those_of_plain_hooks(architecture: dict, method: str, d_y: int):
@@ -150,6 +151,7 @@ def test_masks_are_those_of_plain_hooks(architecture: dict, method: str, d_y: in
     assert_close_to_rounding(predictor_of(weights).predict(prompts).detach(), expected[0])
 
 
+@pytest.mark.slow
 @EACH
 def test_streams_are_those_of_plain_hooks(architecture: dict):
     weights, prompts = random_weights(architecture), drawn()
@@ -213,6 +215,7 @@ def test_each_kind_of_model_is_run_the_way_that_is_tested(
         assert apart is None or (second is not None) == apart
 
 
+@pytest.mark.slow
 @EACH
 def test_a_head_that_writes_nothing_changes_nothing(architecture: dict):
     """To the bit, whichever layer it is in and whichever other heads are masked with it."""
@@ -248,6 +251,7 @@ def with_hook(weights: Weights) -> ICLTransformer:
     return model
 
 
+@pytest.mark.slow
 @EACH
 def test_somebodys_hooks_are_not_missed(architecture: dict):
     weights, prompts = random_weights(architecture), drawn()

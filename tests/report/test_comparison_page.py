@@ -12,7 +12,7 @@ import torch
 from mechinterp.checkpoints.native import load
 from mechinterp.report.comparison import write_comparison
 from mechinterp.report.glossary import meanings
-from mechinterp.report.page import PAGE
+from mechinterp.report.page import PAGE, write_page
 from tests.conftest import CHECKPOINTS, Run
 
 EVIL = "<img src=x onerror=alert(1)>"
@@ -23,8 +23,8 @@ def test_the_page_counts_patterns_by_setting(tmp_path: Path):
     models = [load(CHECKPOINTS / name) for name in NAMES]
     written = write_comparison(models, tmp_path / "page", n_prompts=128)
     assert written.verdict == (
-        "3 models of 2 settings: softmax-h2: debiased_gd 1, kernel_regression 1; "
-        "linear-merged-s0: linear_gd 1."
+        "3 models of 2 settings: linear-merged-s0: linear_gd 1; "
+        "softmax-h2: debiased_gd 1, kernel_regression 1."
     )
     text = written.page.read_text(encoding="utf-8")
     assert html.escape(written.verdict) in text
@@ -35,13 +35,26 @@ def test_the_page_counts_patterns_by_setting(tmp_path: Path):
     ]
     assert [table.name for table in written.tables] == ["settings.csv", "models.csv", "fields.csv"]
     frame = pd.read_csv(tmp_path / "page" / "models.csv")
-    assert frame["checkpoint"].tolist() == list(NAMES)
+    assert frame["checkpoint"].tolist() == sorted(NAMES)
     for table in written.tables[:2]:
         columns = pd.read_csv(table).columns
         assert set(columns) - set(meanings(columns)) == set()
     fields = pd.read_csv(written.tables[2]).set_index("setting")
     assert fields.loc["linear-merged-s0", "model.merged_qk"]
     assert written.page.stat().st_size < 6_000_000
+
+
+def test_models_come_in_the_order_of_their_numbers_with_links_to_their_pages(tmp_path: Path):
+    names = ("softmax-h2-s10", "softmax-h2-s2")
+    models = [load(CHECKPOINTS / name) for name in names]
+    write_page(tmp_path / names[0], names[0], "", "", [])
+    (tmp_path / names[1]).mkdir()
+    (tmp_path / names[1] / PAGE).write_text("somebody else's page")
+    text = write_comparison(models, tmp_path / "all", n_prompts=64).page.read_text()
+    frame = pd.read_csv(tmp_path / "all" / "models.csv")
+    assert frame["checkpoint"].tolist() == list(reversed(names))
+    assert '<a href="../softmax-h2-s10/index.html">softmax-h2-s10</a>' in text
+    assert 'href="../softmax-h2-s2' not in text
 
 
 def test_models_without_history_have_no_curves(tmp_path: Path):
@@ -70,7 +83,7 @@ def test_the_command_compares_several_and_names_the_bad_ones(run: Run, tmp_path:
     assert good == [{"path": str(path)} for path in paths]
     assert bad["path"] == str(tmp_path / "gone")
     assert "does not exist" in bad["error"]
-    assert ran.document["verdict"].endswith("; linear-merged-s0: linear_gd 1. Left out: 1 of 4.")
+    assert ran.document["verdict"].endswith(", kernel_regression 1. Left out: 1 of 4.")
     left_out = pd.read_csv(out / "left_out.csv")
     assert left_out.columns.tolist() == ["checkpoint", "error"]
     assert left_out["checkpoint"].tolist() == [bad["path"]]

@@ -69,7 +69,7 @@ def test_the_page_is_whole_and_says_what_it_found(written: Report):
     assert page.figures == [*FIGURES, "figure-edges"]
     assert all(figure["data"] for figure in page.drawn)
     assert written.page.stat().st_size < 6_000_000
-    assert written.verdict in page.text
+    assert written.verdict.replace("\n", "") in page.text
     assert EVIL not in page.source
     assert html.escape(EVIL) in page.source
     assert page.source.count("<summary>How this was computed</summary>") == 8
@@ -95,13 +95,10 @@ def test_the_numbers_are_those_of_the_analyses(deep: Path, written: Report):
     chosen = pd.read_csv(folder / "chosen.csv").query("rule == 'best-later'")
     assert chosen["chosen"].tolist() == pruned.chosen.ravel().tolist()
     found = baselines(checkpoint.model, prompts)
-    assert f"excess risk {found.model_risk:.4g} ± {found.model_risk_sem:.2g} y²" in written.verdict
-    assert (
-        f"and {found.ratio[0]:.4g} ± {found.ratio_sem[0]:.2g} times that of pr" in written.verdict
-    )
-    assert f"later one it has {pruned.ratio:.4g} ± {pruned.ratio_sem:.2g}" in written.verdict
-    counts = ", ".join(f"{count:.3g}" for count in zero.effective_heads)
-    assert f"from the first on: {counts}, of 4" in written.verdict
+    text = opened(written).text
+    assert f"excess risk is {found.model_risk:.4g} ± {found.model_risk_sem:.2g} y²" in text
+    assert f"{found.ratio[0]:.4g} ± {found.ratio_sem[0]:.2g} times that of predicting 0" in text
+    assert f"{pruned.ratio:.4g} ± {pruned.ratio_sem:.2g} times the risk" in text
     curves = pd.read_csv(folder / "pruning.csv")
     assert curves["order"].unique().tolist() == ["greedy", "least rise first"]
     assert len(curves) == 2 * 13
@@ -203,7 +200,7 @@ def test_somebody_elses_model_has_the_same_page(tmp_path: Path):
     )
     assert about in page.text
     # Without noise and with more pairs than coordinates, least squares is exact.
-    assert "where ridge at its best makes none" in found.verdict
+    assert "times that of ridge" not in page.text
 
 
 def test_a_single_encoder_layer_has_a_page(tmp_path: Path):
@@ -213,7 +210,7 @@ def test_a_single_encoder_layer_has_a_page(tmp_path: Path):
     checkpoint = layered(tmp_path / "encoder.pt", layer, 2)
     found = write_report(checkpoint, tmp_path / "page", n_prompts=64)
     assert opened(found).headings == [name for name in SECTIONS if name != "Algorithm"]
-    assert "With the best head of the first layer alone" in found.verdict
+    assert "the nearest simple learner is" in found.verdict
     assert pd.read_csv(tmp_path / "page" / "rules.csv")["rule"].tolist() == [
         "full model",
         "best-first",
@@ -225,7 +222,6 @@ def test_a_model_of_one_head_per_layer_is_not_pruned_by_rule(tmp_path: Path):
     weights = random_model(2, 1, **WIDE).weights
     save(tmp_path / "one", ExperimentConfig(task=TASK, model=model), weights, step=0)
     found = write_report(load(tmp_path / "one"), tmp_path / "page", n_prompts=64)
-    assert found.verdict.endswith(", of 1.")
     assert "With one head, no rule prunes anything." in opened(found).text
 
 

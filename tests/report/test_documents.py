@@ -17,14 +17,10 @@ from mechinterp.config import ExperimentConfig, override
 from mechinterp.icl.prompts import generator_for, sample_prompts
 from mechinterp.models.constructions import debiased_gradient_step, zero_head
 from mechinterp.models.functional import stack
-from mechinterp.report.documents import (
-    ablation_document,
-    classification_document,
-    dumps,
-    fits_document,
-    info_document,
-    training_document,
-)
+from mechinterp.report.classification import classification_document
+from mechinterp.report.documents import ablation_document, fits_document, training_document
+from mechinterp.report.header import dumps
+from mechinterp.report.info import info_document
 from mechinterp.training.sweep import TrainingSummary, train_models
 
 CONFIG = override(ExperimentConfig(), "model.n_heads=3", "seed=2")
@@ -121,7 +117,7 @@ def test_classification_document(checkpoint: Checkpoint):
     found = classify(checkpoint, n_prompts=256)
     document = json.loads(dumps(classification_document(checkpoint, found)))
     assert_header(document, checkpoint)
-    assert list(document)[8:] == ["pattern", "reason", "heads", "evidence"]
+    assert list(document)[8:] == ["pattern", "reason", "heads", "evidence", "verdict"]
     assert (document["pattern"], document["reason"]) == ("debiased_gd", found.reason)
     assert [head["label"] for head in document["heads"]] == ["positive", "negative", "dummy"]
     assert [(head["layer"], head["head"]) for head in document["heads"]] == [(0, 0), (0, 1), (0, 2)]
@@ -145,6 +141,7 @@ def test_classification_document(checkpoint: Checkpoint):
         *("sign_matching", "omega_spread", "zero_sum", "eta", "eta_optimal", "gamma"),
         *("manifold_distance", "theta", "supports", "support_leak", "theta_spread"),
         *("form", "isotropy", "shared", "rotation", "p_values"),
+        *("loss", "learners", "n_random"),
         *("n_components", "learned", "off_diagonal"),
         *(
             f"{kind}_{name}"

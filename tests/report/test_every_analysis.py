@@ -16,7 +16,8 @@ from mechinterp.checkpoints.native import Checkpoint, load
 from mechinterp.display import Result
 from mechinterp.models.predictor import Source, prompts_for
 from mechinterp.report import contents
-from mechinterp.report.documents import dumps, header, result_document
+from mechinterp.report.documents import result_document
+from mechinterp.report.header import dumps, header
 from mechinterp.report.html import page
 from mechinterp.report.page import write_report
 from mechinterp.report.subject import Subject

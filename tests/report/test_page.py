@@ -2,13 +2,15 @@
 
 import json
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from html.parser import HTMLParser
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
+import plotly.graph_objects as go
 import pytest
+import torch
 
 from mechinterp.analysis.circuits.patterns import classify
 from mechinterp.analysis.learners.fits import fit_learners
@@ -17,8 +19,8 @@ from mechinterp.checkpoints.native import Checkpoint, load, save
 from mechinterp.config import ExperimentConfig, override
 from mechinterp.models.constructions import debiased_gradient_step, kernel_head, zero_head
 from mechinterp.models.functional import AttentionWeights
-from mechinterp.report.glossary import meanings
-from mechinterp.report.page import PAGE, write_report
+from mechinterp.report.glossary import PAPERS, WORDS, meanings
+from mechinterp.report.page import PAGE, write_figure, write_report
 from mechinterp.report.sections import Section
 from mechinterp.training.sweep import train_models
 
@@ -77,7 +79,7 @@ class Page(HTMLParser):
         pairs = zip(kinds, self.scripts, strict=True)
         texts = [script for kind, script in pairs if kind == "application/json"]
         *figures, looks = [json.loads(text) for text in texts]
-        assert set(looks) == {"light", "dark"}
+        assert set(looks) == {"templates", "scales"}
         return figures
 
     def rows(self, caption: str) -> list[dict[str, str]]:
@@ -144,7 +146,7 @@ def test_the_page_needs_nothing_else(page: Page, trained: tuple[Checkpoint, Path
     outside = [
         link for link in page.attributes("href") if not re.fullmatch(r"#[\w-]+|\w+\.csv", link)
     ]
-    assert outside == []
+    assert outside == list(PAPERS.values())  # to be clicked, not loaded
     assert not {"link", "img", "iframe", "object", "base"} & {tag for tag, _ in page.tags}
     policy = [given["content"] for _, given in page.tags if given.get("http-equiv")]
     assert [text.partition(";")[0] for text in policy if text] == ["default-src 'none'"]
@@ -154,6 +156,52 @@ def test_the_page_needs_nothing_else(page: Page, trained: tuple[Checkpoint, Path
     assert "plotly.js v" in libraries[0]
     assert (trained[1] / PAGE).stat().st_size < 6_000_000
     assert page.open == []
+
+
+def test_switches_have_the_risk_of_every_subset_and_what_heads_add(pair: tuple[Checkpoint, Page]):
+    (box,) = [json.loads(found) for found in pair[1].attributes("data-found")]
+    subsets = {row["kept"]: float(row["risk"]) for row in pair[1].rows("subsets")}
+    risks = {key: risk for key, (risk, _) in box["risks"].items()}
+    names = {"00": "none", "10": "H0", "01": "H1", "11": "H0 H1"}
+    assert {names[key]: pytest.approx(risk, rel=1e-3) for key, risk in risks.items()} == subsets
+    titles = [title for drawn in pair[1].drawn for title in drawn["titles"].values()]
+    for prompt, heads in enumerate(box["outputs"]):
+        predicted = sum(output[0] for output in heads) + box["rest"][0]
+        told = f"Prompt {prompt}: ŷ {predicted:.3f}, x·β {box['target'][prompt][0]:.3f}"
+        assert told in titles
+
+
+def test_dummy_heads_are_folded_away(tmp_path: Path):
+    weights = debiased_gradient_step(0.88, 0.02, d_x=5)
+    padded = replace(
+        weights, **{n: pad_head(getattr(weights, n)) for n in ("W_Q", "W_K", "W_V", "W_O")}
+    )
+    _, found = write(tmp_path, "padded", padded)
+    before, folded = found.source.split('<details class="dummies">')
+    assert "1 dummy head: head 2" in folded
+    assert "head 2: dummy" in folded
+    assert "head 2: dummy" not in before
+    assert "head 1: negative" in before
+
+
+def pad_head(values: torch.Tensor) -> torch.Tensor:
+    """The weights with a head of zeros."""
+    return torch.cat([values, torch.zeros_like(values[:1])])
+
+
+def test_the_page_names_the_papers_and_explains_its_words(page: Page):
+    assert set(page.attributes("href")) >= set(PAPERS.values())
+    told = Path("docs/words.md").read_text(encoding="utf-8")
+    for words, meaning in WORDS.items():
+        assert meaning in page.text
+        assert all(word in told for word in words.split(", "))
+
+
+def test_a_figure_by_itself_has_a_title(tmp_path: Path):
+    figure = go.Figure(layout={"title": {"text": "Jumps & <levels>"}})
+    write_figure(tmp_path / "one.html", figure)
+    text = (tmp_path / "one.html").read_text(encoding="utf-8")
+    assert "<title>Jumps &amp; &lt;levels&gt; · mechinterp</title>" in text
 
 
 def test_every_figure_is_drawn(page: Page):
@@ -214,9 +262,10 @@ def test_the_verdict_is_on_the_page_and_names_model_pattern_and_learner(tmp_path
     written = write_report(checkpoint, tmp_path / "again", n_prompts=N_PROMPTS)
     assert written.page == tmp_path / "again" / PAGE
     assert all(table.exists() for table in written.tables)
-    assert written.verdict in page.text
-    assert written.verdict.startswith("step implements one step of debiased gradient descent (")
-    assert "Closest to debiased_gd, eta = 0.88" in written.verdict
+    assert written.verdict.replace("\n", "") in page.text
+    assert written.verdict == str(classify(checkpoint, n_prompts=N_PROMPTS).verdict)
+    assert "one step of gradient descent" in written.verdict
+    assert "(debiased_gd): ŷ = 0.880 (1/L)" in written.verdict
     # The best step for this task, 1 / (1 + 1.1 * 5 / 40).
     assert "The best debiased step size for this task is 0.8791." in page.text
 
@@ -226,7 +275,7 @@ def test_the_balance_of_a_pair_is_explained_where_there_is_a_pair(
 ):
     assert BALANCE in pair[1].text
     assert BALANCE not in single[1].text
-    assert "is a kernel smoother (" in single[1].text
+    assert "(kernel_regression): ŷ = " in single[1].text
 
 
 def test_a_name_is_never_a_tag(pair: tuple[Checkpoint, Page]):
@@ -234,9 +283,9 @@ def test_a_name_is_never_a_tag(pair: tuple[Checkpoint, Page]):
     assert checkpoint.name == EVIL
     assert EVIL not in page.source
     assert "onerror" not in [name for _, given in page.tags for name in given]
-    # Title, heading and verdict.
-    assert page.text.count(EVIL) == 3
-    assert page.source.count("&lt;img src=x onerror=alert(1)&gt;") == 3
+    # Title and heading.
+    assert page.text.count(EVIL) == 2
+    assert page.source.count("&lt;img src=x onerror=alert(1)&gt;") == 2
 
 
 def test_a_number_that_is_none_is_a_dash(tmp_path: Path):

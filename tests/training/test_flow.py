@@ -107,6 +107,7 @@ def test_merged_heads_end_at_the_least_loss():
 # Separate heads
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("std", "tolerance", "worst"), [(1e-2, 1e-2, None), (1e-3, 1e-3, 1e-2)])
 def test_heads_grow_by_the_scalar_equation(std, tolerance, worst):
     errors = []
@@ -180,6 +181,7 @@ def test_conserved_quantities(heads):
         assert np.abs(quantity - quantity[0]).max() < 1e-8
 
 
+@pytest.mark.slow
 def test_repeated_eigenvalues_keep_the_levels():
     moments = population_moments(np.array([0.3, 0.3, 0.3, 0.1]), context_length=31)
     levels = modes(moments).levels
@@ -197,6 +199,7 @@ def test_repeated_eigenvalues_keep_the_levels():
 # Rank
 
 
+@pytest.mark.slow
 def test_pairs_of_one_head_follow_at_once():
     waits = {}
     for std in (1e-1, 1e-2, 1e-3):

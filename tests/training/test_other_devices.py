@@ -129,6 +129,7 @@ def test_the_fake_device_refuses_what_a_gpu_would(cuda: str):
         on_gpu.sum().item()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("score", SCORES)
 def test_a_step_of_a_pack_stays_on_the_gpu(score: str, cuda: str):
     pack = Pack(two_models(score), device=cuda)
@@ -137,6 +138,7 @@ def test_a_step_of_a_pack_stays_on_the_gpu(score: str, cuda: str):
     assert {tensor.device.type for tensor in held} == {"cuda"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("task", TASKS)
 def test_prompts_are_drawn_on_the_gpu(task: str, cuda: str):
     prompts = sample_prompts(TASKS[task], 4, generator=generator_for(0, "train", 0, device=cuda))
@@ -148,6 +150,7 @@ def random_weights(kind: str) -> Weights:
     return initial_deep_weights(ExperimentConfig(SMALL, model, TRAIN))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "method"),
     [("one layer", "zero"), ("one layer", "mean"), ("one layer", "resample"), ("linear", "zero")],

@@ -24,6 +24,8 @@ class AttentionPatterns(Result):
     """Weights of the keys; where the query is among its keys it is the last."""
     similarity: Float[np.ndarray, "prompt key"]
     """Scalar product of a key's x and the query's, unit x^2."""
+    x: Float[np.ndarray, "prompt key d_x"]
+    """Covariates of the keys."""
     y: Float[np.ndarray, "prompt key d_y"]
     """Responses of the keys."""
     prediction: Float[np.ndarray, "prompt d_y"]
@@ -57,11 +59,16 @@ class AttentionPatterns(Result):
             limit=float(np.abs(self.pattern).max()) or 1.0,
             signed=bool(self.pattern.min() < 0),
         )
-        hover = "%{y}, token %{x}<br>weight %{z:.4f}<extra></extra>"
+        hover = "%{y}, token %{x}<br>weight %{z:.4f}<br>%{text}<extra></extra>"
         figure.update_traces(hovertemplate=hover)
         figure.update_xaxes(title_text="token of the prompt", type="category")
         frames = {
-            str(prompt): [{"z": self.pattern[prompt].astype(np.float32)}]
+            str(prompt): [
+                {
+                    "z": self.pattern[prompt].astype(np.float32),
+                    "text": [self._tokens(prompt)] * n_heads,
+                }
+            ]
             for prompt in range(n_prompts)
         }
         return figures.with_slider(figure, frames, label="prompt", titles=self._titles())
@@ -75,9 +82,16 @@ class AttentionPatterns(Result):
         figure = figures.points(
             last, title="", x_title="⟨x token, x query⟩ (x²)", y_title="attention weight"
         )
+        figure.update_traces(
+            hovertemplate="weight %{y:.4f}<br>%{text}<extra>%{fullData.name}</extra>"
+        )
         frames = {
             str(prompt): [
-                {"x": self.similarity[prompt], "y": self.pattern[prompt, head]}
+                {
+                    "x": self.similarity[prompt],
+                    "y": self.pattern[prompt, head],
+                    "text": self._tokens(prompt),
+                }
                 for head in range(n_heads)
             ]
             for prompt in range(n_prompts)
@@ -85,14 +99,20 @@ class AttentionPatterns(Result):
         titles = [f"Weight against likeness to the query, prompt {name}" for name in frames]
         return figures.with_slider(figure, frames, label="prompt", titles=titles)
 
-    def _titles(self) -> list[str]:
-        def text(numbers: np.ndarray) -> str:
-            return ", ".join(f"{number:.3f}" for number in numbers)
+    def _tokens(self, prompt: int) -> list[str]:
+        """What the tokens of a prompt are, and how like the query."""
+        rows = zip(self.x[prompt], self.y[prompt], self.similarity[prompt], strict=True)
+        return [f"x {_told(x, 2)}<br>y {_told(y)}<br>similarity {s:.3f}" for x, y, s in rows]
 
+    def _titles(self) -> list[str]:
         return [
-            f"Prompt {prompt}: ŷ {text(self.prediction[prompt])}, x·β {text(self.target[prompt])}"
+            f"Prompt {prompt}: ŷ {_told(self.prediction[prompt])}, x·β {_told(self.target[prompt])}"
             for prompt in range(len(self.pattern))
         ]
+
+
+def _told(numbers: np.ndarray, digits: int = 3) -> str:
+    return ", ".join(f"{number:.{digits}f}" for number in numbers)
 
 
 def attention_patterns(
@@ -123,6 +143,7 @@ def attention_patterns(
     return AttentionPatterns(
         pattern=pattern.mT.numpy(force=True),
         similarity=similarity.numpy(force=True),
+        x=keys[:, :, :d_x].numpy(force=True),
         y=keys[:, :, d_x:].numpy(force=True),
         prediction=predict(weights, prompts).numpy(force=True),
         target=prompts.y_query_clean.numpy(force=True),

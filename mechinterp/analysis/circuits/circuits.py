@@ -77,15 +77,15 @@ class Circuits(Result):
         )
 
     def plot_ov(self) -> go.Figure:
-        """Every OV circuit: rows are a token's coordinates, columns the predicted responses."""
+        """Every OV circuit as a strip: rows are the predicted responses, columns a token's coordinates."""
         d_x, d_y = self.omega.shape[1], self.mu.shape[1]
         return figures.head_heatmaps(
-            self.OV,
+            self.OV.swapaxes(1, 2),
             title="OV circuits",
-            rows=_coordinates(d_x, d_y),
-            columns=[f"ŷ{n}" for n in range(d_y)] if d_y > 1 else ["ŷ"],
-            row_title="token",
-            column_title="prediction",
+            rows=[f"ŷ{n}" for n in range(d_y)] if d_y > 1 else ["ŷ"],
+            columns=_coordinates(d_x, d_y),
+            column_title="token",
+            strips=True,
         )
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from mechinterp.analysis.circuits.components import Components
 from mechinterp.analysis.circuits.reading import Form, Heads
 from mechinterp.analysis.circuits.scales import Scales
-from mechinterp.analysis.circuits.substitution import Survival
+from mechinterp.analysis.circuits.substitution import Faithfulness
 from mechinterp.analysis.circuits.thresholds import Thresholds
 from mechinterp.checkpoints.hints import option
 from mechinterp.checkpoints.readings import Reading
@@ -24,9 +24,9 @@ class Evidence:
 
     form: Form
     scales: Scales
-    substitution: Survival
+    substitution: Faithfulness
     """What survives of the prediction with every head replaced by its idealised circuit (omega, mu)."""
-    learner: Survival
+    learner: Faithfulness
     """What the closed-form learner built from omega and mu alone explains of the prediction."""
     alignment: float
     """Least cosine of an active head's QK x block with its form."""

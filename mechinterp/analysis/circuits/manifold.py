@@ -4,7 +4,6 @@ from functools import partial
 
 import numpy as np
 from jaxtyping import Float
-from scipy.optimize import minimize_scalar
 
 from mechinterp.config import TaskConfig
 from mechinterp.theory.softmax import manifold_mu
@@ -51,6 +50,8 @@ def nearest_on_manifold(
             for group in (omega > 0, omega < 0)
         ) / np.sum(mu**2)
         return float(np.sqrt(off_omega + off_mu))
+
+    from scipy.optimize import minimize_scalar  # takes a good part of a start-up
 
     bounds = (np.abs(omega).min() / 4, np.abs(omega).max() * 4)
     best = minimize_scalar(distance, bounds=bounds, method="bounded", options={"xatol": 1e-9})

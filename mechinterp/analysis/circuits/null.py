@@ -80,7 +80,7 @@ def _statistics(
         "ov_last_entry_best": last_entry.amax(1),
         "omega_spread": spread_over_heads(sizes, mu, serving=Thresholds().task_leak),
         "zero_sum": (mu.sum(1).abs() / mu.abs().sum(1)).amax(1),
-        "substitution_r2": _survival(weights, task, n_heads, form),
+        "substitution_r2": _faithfulness(weights, task, n_heads, form),
     }
 
 
@@ -96,7 +96,7 @@ def x_blocks(weights: AttentionWeights, n_heads: int, form: str) -> Tensor:
     return (common.scale[..., None, None] * common.matrix[:, None]).flatten(0, 1)
 
 
-def _survival(weights: AttentionWeights, task: TaskConfig, n_heads: int, form: str) -> Tensor:
+def _faithfulness(weights: AttentionWeights, task: TaskConfig, n_heads: int, form: str) -> Tensor:
     """R^2 of the idealised models, a few models at a time, in float32."""
     prompts = evaluation(task, N_PROMPTS, 0, weights.attend_to_self).prompts.to(torch.float32)
     ideal = idealised(weights, x_blocks(weights, n_heads, form), weights.mu).to(torch.float32)

@@ -17,13 +17,21 @@ from mechinterp import figures
 from mechinterp.analysis.circuits.behind import has_linear_way_in, read_through
 from mechinterp.analysis.circuits.circuits import Circuits, circuits, weights_of
 from mechinterp.analysis.circuits.components import Components, components
+from mechinterp.analysis.circuits.heads_verdict import heads_verdict
 from mechinterp.analysis.circuits.labels import Evidence, agreed_label, head_labels, model_label
 from mechinterp.analysis.circuits.null import Null, null_of
 from mechinterp.analysis.circuits.reading import Form, Heads, form_of, read_groups, read_heads
 from mechinterp.analysis.circuits.scales import Scales, scales_of
-from mechinterp.analysis.circuits.substitution import Survival, evaluation, idealised, survival
+from mechinterp.analysis.circuits.substitution import (
+    Faithfulness,
+    evaluation,
+    faithfulness,
+    idealised,
+)
 from mechinterp.analysis.circuits.thresholds import Thresholds
 from mechinterp.analysis.learners.layered import LayeredClassification, classify_layers
+from mechinterp.analysis.learners.standing import Nearby, TaskLoss, nearby, task_loss
+from mechinterp.analysis.verdict import Verdict
 from mechinterp.checkpoints.native import Checkpoint
 from mechinterp.checkpoints.readings import Reading
 from mechinterp.config import ModelConfig, TaskConfig
@@ -31,7 +39,7 @@ from mechinterp.display import Result
 from mechinterp.models.constructions import from_circuits
 from mechinterp.models.functional import AttentionWeights, head_outputs, predict
 from mechinterp.models.predictor import Source, predictor_of
-from mechinterp.models.scores import is_normalised
+from mechinterp.models.scores import is_normalised, kernel_text
 from mechinterp.models.weights import Weights
 
 N_PROMPTS, N_LAYERED_PROMPTS = 512, 256
@@ -61,9 +69,9 @@ class Classification(Result):
     """What QK x blocks are held against."""
     scales: Scales
     """How omega and mu add up over heads."""
-    substitution: Survival
+    substitution: Faithfulness
     """What survives of the prediction with every head replaced by its idealised circuit (omega, mu)."""
-    learner: Survival
+    learner: Faithfulness
     """What the closed-form learner built from omega and mu alone explains of the prediction."""
     components: Components | None
     """Of one step of linear attention: which principal components of x it uses; None for all other models."""
@@ -71,9 +79,42 @@ class Classification(Result):
     """Fraction of randomly initialised models that are as structured, by the name of the number."""
     head_p_values: dict[str, Float[np.ndarray, " head"]]
     """Fraction of heads of such models that reach a head's `qk_diagonal` and `ov_last_entry`."""
+    n_random: int
+    """Randomly initialised models behind the p-values; the least that one can be is 1 / (n_random + 1)."""
+    kernel: str
+    """Weight of a pair by its score s, such as "exp({s})", up to a factor."""
+    calibrated: bool
+    """Whether the label was given as in the calibration: by the default limits, from attention alone."""
+    caveat: str
+    """What the numbers are of, where they are not of the model's own prediction."""
+    near: Nearby
+    """What simple learners explain of the prediction, nearest first."""
+    loss: TaskLoss
+    n_prompts: int
+
+    @property
+    def verdict(self) -> Verdict:
+        """What the model computes, how sure that is, and what it is not."""
+        active = np.array([label != "dummy" for label in self.labels])
+        return heads_verdict(
+            self.pattern,
+            self.reason,
+            form=self.form,
+            scales=self.scales,
+            n_components=None if self.components is None else self.components.n_components,
+            omega=self.omega_form[active],
+            mu=self.circuits.mu[active],
+            kernel=self.kernel,
+            learner=self.learner,
+            near=self.near,
+            p_value=self.p_values["substitution_r2"],
+            n_random=self.n_random,
+            calibrated=self.calibrated,
+            caveat=self.caveat,
+        )
 
     def __repr__(self) -> str:
-        return f"Classification({self.pattern}: {self.reason})"
+        return f"Classification({self.pattern})\n{self.verdict}\nLoss on its task: {self.loss}."
 
     def to_frame(self) -> pd.DataFrame:
         """One row per head: label, share and circuit scalars, with what random heads reach."""
@@ -121,7 +162,8 @@ def classify(
         >>> classify(debiased_gradient_step(0.88, 0.05, d_x=5)).pattern
         'debiased_gd'
     """
-    one = predictor_of(source).is_one_attention
+    predictor = predictor_of(source)
+    one = predictor.is_one_attention
     if n_prompts is None:
         n_prompts = N_PROMPTS if one else N_LAYERED_PROMPTS
     if one:
@@ -159,14 +201,19 @@ def _classified_layers(
 ) -> Classification | LayeredClassification:
     """What the heads of several layers, or of one with something around it, are worth."""
     found = classify_layers(source, task, n_prompts=n_prompts, seed=seed)
-    weights = getattr(source, "weights", None)
-    if not isinstance(weights, Weights) or not has_linear_way_in(weights):
+    weights = predictor_of(source).weights
+    if weights is None or not has_linear_way_in(weights):
         return found
     through = read_through(weights, found.task, seed=seed)
     if not through.r2 >= limits.substitution_r2:
         return found
     said = f"R² = {through.r2:.3f} of the prediction on held-out prompts"
-    heads = _classified(through.weights, found.task, n_prompts, seed, limits)
+    heads = replace(
+        _classified(through.weights, found.task, n_prompts, seed, limits),
+        calibrated=False,
+        caveat=f"of a linear read-out of attention ({said})",
+        loss=found.loss,
+    )
     if through.r2 >= limits.clear_r2:
         reason = f"{heads.reason}; read through what stands behind attention by a linear read-out, {said}"
         return replace(heads, reason=reason)
@@ -234,10 +281,12 @@ def _classified(
     scales = scales_of(groups.where(groups.share > limits.share), form, weights, task, limits)
     prediction = outputs.sum(1) if weights.b_O is None else outputs.sum(1) + weights.b_O
     ideal = idealised(weights, form.fitted(heads.blocks), torch.from_numpy(heads.mu))
-    learner = substitution = survival(prediction, predict(ideal, prompts.prompts))
+    learned = predict(ideal, prompts.prompts)
+    substitution = faithfulness(prediction, learned)
     centred = is_normalised(weights.score)
     if not (centred and one_sign):
-        learner = survival(prediction, prompts.gradient_step(scales.step, centred=centred))
+        learned = prompts.gradient_step(scales.step, centred=centred)
+    learner = faithfulness(prediction, learned)
     null = null_of(task, _shape(weights), form=form.kind)
     p_values = _p_values(null, groups, scales, substitution)
     alignment = form.alignment(groups.blocks)[groups.share > limits.share].min(initial=1)
@@ -260,6 +309,13 @@ def _classified(
         components=used,
         p_values=p_values,
         head_p_values=_head_p_values(null, heads),
+        n_random=null.n_models,
+        kernel=kernel_text(weights.score, weights.score_slope),
+        calibrated=limits == Thresholds(),
+        caveat="",
+        near=nearby(prediction, learned, prompts.families),
+        loss=task_loss(prediction, prompts.ridge, prompts.prompts),
+        n_prompts=n_prompts,
     )
 
 
@@ -360,7 +416,7 @@ def _shape(weights: AttentionWeights) -> ModelConfig:
 
 
 def _p_values(
-    null: Null, groups: Heads, scales: Scales, substitution: Survival
+    null: Null, groups: Heads, scales: Scales, substitution: Faithfulness
 ) -> dict[str, float]:
     best = {
         f"{name}_best": float(getattr(groups, name).max())

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from jaxtyping import Float, Int
-from scipy.sparse.csgraph import connected_components
 from torch import Tensor
 
 
@@ -95,6 +94,8 @@ def equal_heads(
     near = (distance <= tolerance * torch.maximum(norms[:, None], norms)).numpy()
     if near.sum() == len(near):
         return np.arange(len(near))
+    from scipy.sparse.csgraph import connected_components  # takes a good part of a start-up
+
     _, groups = connected_components(near, directed=False)
     return groups.astype(np.int64)
 

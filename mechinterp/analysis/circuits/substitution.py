@@ -4,22 +4,24 @@ What survives of the prediction is the evidence behind a label.
 """
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from mechinterp.analysis.estimates import mean_and_sem, ratio_and_sem
+from mechinterp.analysis.learners.standing import kernel_omegas, posterior_penalty
 from mechinterp.config import TaskConfig
+from mechinterp.icl.predictors import ridge
 from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
 from mechinterp.models.constructions import from_circuits
 from mechinterp.models.functional import AttentionWeights
 
 
 @dataclass(frozen=True)
-class Survival:
-    """How much of a prediction is left when something stands in for the model."""
+class Faithfulness:
+    """How near what stands in for a model comes to its predictions."""
 
     r2: float
     """1 - E|model - substitute|^2 / E|model|^2, over prompts and responses."""
@@ -29,20 +31,20 @@ class Survival:
     rms_sem: float
 
 
-def survival(
+def faithfulness(
     prediction: Float[Tensor, "batch d_y"], substitute: Float[Tensor, "batch d_y"]
-) -> Survival:
+) -> Faithfulness:
     """How much of the prediction the substitute explains, with standard errors over prompts.
 
     Example:
-        >>> survival(torch.tensor([[1.0], [2.0]]), torch.tensor([[1.0], [2.0]])).r2
+        >>> faithfulness(torch.tensor([[1.0], [2.0]]), torch.tensor([[1.0], [2.0]])).r2
         1.0
     """
     gap = (prediction - substitute).square().mean(1).numpy()
     unexplained, r2_sem = ratio_and_sem(gap, prediction.square().mean(1).numpy())
     mean, sem = mean_and_sem(gap)
     rms = float(mean) ** 0.5
-    return Survival(
+    return Faithfulness(
         float(1 - unexplained), float(r2_sem), rms, float(sem) / (2 * rms) if rms else 0.0
     )
 
@@ -68,6 +70,7 @@ class Evaluation:
     """Prompts of a task and what one gradient step needs of them."""
 
     prompts: Prompts
+    task: TaskConfig
     moment: Float[Tensor, "batch d_x d_y"]
     """(1/L) sum_l x_l y_l."""
     centred_moment: Float[Tensor, "batch d_x d_y"]
@@ -79,6 +82,24 @@ class Evaluation:
         """One step of (debiased) gradient descent from zero: x_query^T Gamma_n moment_n."""
         moment = self.centred_moment if centred else self.moment
         return torch.einsum("bi,nij,bjn->bn", self.prompts.x_query, preconditioner, moment)
+
+    @cached_property
+    def ridge(self) -> Float[Tensor, "batch d_y"]:
+        """Predictions of ridge regression at the task's own penalty."""
+        return ridge(self.prompts, penalty=posterior_penalty(self.task))
+
+    @cached_property
+    def families(self) -> dict[str, Float[Tensor, "member batch d_y"]]:
+        """Simple learners, up to a factor; of kernel smoothers several scales."""
+        x, y, query = self.prompts.x, self.prompts.y, self.prompts.x_query
+        scores = torch.einsum("blx,bx->bl", x, query)
+        smoothers = [torch.softmax(omega * scores, 1) for omega in kernel_omegas(x)]
+        return {
+            "vanilla_gd": torch.einsum("bx,bxn->bn", query, self.moment)[None],
+            "debiased_gd": torch.einsum("bx,bxn->bn", query, self.centred_moment)[None],
+            "kernel_head": torch.einsum("obl,bln->obn", torch.stack(smoothers), y),
+            "ridge": self.ridge[None],
+        }
 
 
 @lru_cache(maxsize=16)
@@ -92,4 +113,4 @@ def evaluation(task: TaskConfig, n_prompts: int, seed: int, attend_to_self: bool
     length = prompts.x.shape[1]
     moment = x.mT @ y
     centred = moment - x.mean(1)[:, :, None] * y.sum(1)[:, None]
-    return Evaluation(prompts, moment / length, centred / x.shape[1])
+    return Evaluation(prompts, task, moment / length, centred / x.shape[1])

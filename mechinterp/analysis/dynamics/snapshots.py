@@ -49,9 +49,8 @@ class Snapshots(Result):
 
     def plot_ov(self) -> go.Figure:
         """The OV circuits, with a slider over the steps."""
-        return self._heatmaps(
-            self.circuits[-1].plot_ov(), [found.OV for found in self.circuits], "OV circuits"
-        )
+        drawn = [found.OV.swapaxes(1, 2) for found in self.circuits]
+        return self._heatmaps(self.circuits[-1].plot_ov(), drawn, "OV circuits")
 
     def plot_loss(self) -> go.Figure:
         """The loss over training with a mark at the step, with a slider over the steps."""
@@ -143,6 +142,12 @@ def loss_slider(
         name="this step",
         marker={"size": 13, "color": figures.COLORS[1]},
     )
+    # The axes hold the mark of every step.
+    ends = np.array([left, *shown[:, 0], *step[step > 0]])
+    heights = np.concatenate([shown[:, 1], loss[np.isfinite(loss)]])
+    figure.update_xaxes(figures.log_ticks([ends]), range=figures.log_range(ends))
+    if levels is None:
+        figure.update_yaxes(figures.log_ticks([heights]), range=figures.log_range(heights))
     frames = {
         f"{at:,}": [{"x": [float(max(at, left))], "y": [float(value)]}]
         for at, value in zip(step, loss, strict=True)

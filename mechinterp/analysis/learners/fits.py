@@ -8,7 +8,6 @@ import pandas as pd
 import plotly.graph_objects as go
 import torch
 from jaxtyping import Float, Int
-from scipy.optimize import minimize_scalar
 from torch import Tensor
 
 from mechinterp import figures
@@ -132,8 +131,10 @@ class LearnerFits(Result):
 
     def plot(self) -> go.Figure:
         """Loss of the model and of the fitted learners over the context length."""
-        curves = {"model": self.model_loss} | dict(zip(LEARNERS, self.loss.T, strict=True))
-        errors = {"model": self.model_loss_sem} | dict(zip(LEARNERS, self.loss_sem.T, strict=True))
+        curves = {figures.MODEL: self.model_loss} | dict(zip(LEARNERS, self.loss.T, strict=True))
+        errors = {figures.MODEL: self.model_loss_sem} | dict(
+            zip(LEARNERS, self.loss_sem.T, strict=True)
+        )
         return figures.lines(
             self.context_length,
             curves,
@@ -141,7 +142,6 @@ class LearnerFits(Result):
             title="Loss over context length: the model and the learners fitted to it",
             x_title="context length L",
             y_title="loss (y²)",
-            colors=(figures.MODEL_COLOR, *figures.COLORS),
         )
 
     def plot_distance(self) -> go.Figure:
@@ -283,6 +283,8 @@ def _kernel_omega(model: Callable[[Prompts], Tensor], prompts: Prompts) -> float
         shape = nadaraya_watson(prompts, omega=omega, mu=1.0).double().numpy()
         slope, _ = _least_squares(shape, prediction)
         return float(np.square(prediction - slope * shape).mean())
+
+    from scipy.optimize import minimize_scalar  # takes a good part of a start-up
 
     searches = [
         minimize_scalar(distance, bounds=bounds, method="bounded", options={"xatol": 1e-4})

@@ -17,11 +17,14 @@ from mechinterp import figures
 from mechinterp.analysis.estimates import mean_and_sem, ratio_and_sem
 from mechinterp.analysis.learners.algorithm import name_algorithm
 from mechinterp.analysis.learners.algorithm_evidence import AlgorithmEvidence
+from mechinterp.analysis.learners.layers_verdict import layers_verdict
+from mechinterp.analysis.learners.standing import TaskLoss, posterior_penalty, task_loss
+from mechinterp.analysis.verdict import Verdict, with_error
 from mechinterp.config import TaskConfig
 from mechinterp.display import Result
 from mechinterp.icl.predictors import debiased_gd, ridge, vanilla_gd
 from mechinterp.icl.prompts import Prompts, sample_prompts
-from mechinterp.models.predictor import Source, predictor_of
+from mechinterp.models.predictor import Predictor, Source, predictor_of
 
 CONSTANT = 1e-8
 """Variance over prompts, relative to the mean square, below which a prediction is one number."""
@@ -52,6 +55,7 @@ class LayeredClassification(Result):
     learner_r2: Float[np.ndarray, " learner"]
     """1 - mean (model - learner)^2 / mean model^2."""
     learner_r2_sem: Float[np.ndarray, " learner"]
+    loss: TaskLoss
     task: TaskConfig
     """Law of the prompts."""
     n_prompts: int
@@ -63,11 +67,31 @@ class LayeredClassification(Result):
         total = positive.sum(1, keepdims=True)
         return positive / np.where(total == 0, 1, total)
 
-    def __repr__(self) -> str:
+    @property
+    def verdict(self) -> Verdict:
+        """What the model computes, how sure that is, and what it is not."""
+        return layers_verdict(
+            self.pattern,
+            self.reason,
+            self.algorithm,
+            learners=self.learners,
+            r2=self.learner_r2,
+            r2_sem=self.learner_r2_sem,
+        )
+
+    @property
+    def heaviest(self) -> str:
+        """Which head's masking raises the excess risk most."""
         layer, head = np.unravel_index(int(self.increase.argmax()), self.increase.shape)
+        rise = with_error(self.increase[layer, head], self.increase_sem[layer, head])
         return (
-            f"LayeredClassification({self.pattern}: L{layer}H{head} +{self.increase[layer, head]:.3g} ± "
-            f"{self.increase_sem[layer, head]:.2g} on {self.excess_risk:.3g}; {self.reason})"
+            f"masking L{layer}H{head} raises the excess risk most, by {rise} y² on "
+            f"{with_error(self.excess_risk, self.excess_risk_sem)}"
+        )
+
+    def __repr__(self) -> str:
+        return (
+            f"LayeredClassification({self.pattern})\n{self.verdict}\nLoss on its task: {self.loss}."
         )
 
     def to_frame(self) -> pd.DataFrame:
@@ -131,12 +155,7 @@ def classify_layers(
     if n_prompts < 2:
         raise ValueError(f"n_prompts must be >= 2 for a standard error, got {n_prompts}.")
     prompts = sample_prompts(task, n_prompts, seed=seed, dtype=torch.float64)
-    heads = list(np.ndindex(predictor.n_layers, predictor.n_heads))
-    prediction, *each = predictor.run(prompts, [[], *([head] for head in heads)]).double()
-    masked = torch.stack(each, 1).unflatten(1, (predictor.n_layers, predictor.n_heads))
-    target = prompts.y_query_clean
-    full = (prediction - target).square().mean(1)
-    rise = (masked - target[:, None, None]).square().mean(3) - full[:, None, None]
+    prediction, full, rise = _masked_risks(predictor, prompts)
     excess_risk, excess_risk_sem = mean_and_sem(full.numpy())
     increase, increase_sem = mean_and_sem(rise.numpy())
     r2 = _learner_r2(prompts, prediction, task)
@@ -157,9 +176,24 @@ def classify_layers(
         learners=tuple(r2),
         learner_r2=np.array([value for value, _ in r2.values()]),
         learner_r2_sem=np.array([sem for _, sem in r2.values()]),
+        loss=task_loss(prediction, ridge(prompts, penalty=posterior_penalty(task)), prompts),
         task=task,
         n_prompts=n_prompts,
     )
+
+
+def _masked_risks(
+    predictor: Predictor, prompts: Prompts
+) -> tuple[
+    Float[Tensor, "batch d_y"], Float[Tensor, " batch"], Float[Tensor, "batch n_layers n_heads"]
+]:
+    """What the model predicts, its squared error against the target without noise, and what masking each head adds."""
+    heads = list(np.ndindex(predictor.n_layers, predictor.n_heads))
+    prediction, *each = predictor.run(prompts, [[], *([head] for head in heads)]).double()
+    masked = torch.stack(each, 1).unflatten(1, (predictor.n_layers, predictor.n_heads))
+    target = prompts.y_query_clean
+    full = (prediction - target).square().mean(1)
+    return prediction, full, (masked - target[:, None, None]).square().mean(3) - full[:, None, None]
 
 
 def _learner_r2(

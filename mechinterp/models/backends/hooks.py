@@ -69,7 +69,7 @@ def stream(
     """The stream at every position after some layers, with heads masked."""
     chunks = [prompts[rows] for rows in hooked.chunks(prompts, CHUNK)]
     with masked(hooked, heads):
-        if layer < hooked.n_layers:
+        if layer < hooked.n_layers and hooked.restarts:
             model = hooked.model
             return torch.cat([model(hooked.inputs(chunk), stop_at_layer=layer) for chunk in chunks])
         # Past the last layer a Bridge does not stop: it would give its prediction.
@@ -82,6 +82,7 @@ class _Run:
     """One pass over a chunk of prompts, at each layer of which a masked one can set in."""
 
     hooked: HookedPredictor
+    prompts: Prompts
     prediction: Float[Tensor, "batch d_y"]
     resid: list[Tensor]
     """The stream before each layer."""
@@ -99,6 +100,8 @@ class _Run:
             return self.prediction
         first = min(by_layer)
         with masked(hooked, _pairs(by_layer), values=values):
+            if not hooked.restarts:
+                return hooked.read(hooked.model(hooked.inputs(self.prompts)))
             return hooked.read(hooked.model(self.resid[first], start_at_layer=first))
 
     def _stream_at_query(
@@ -141,6 +144,7 @@ def _run(hooked: HookedPredictor, prompts: Prompts, layers: list[AttentionWeight
     output, found = hooked.activations(prompts, [*names, *map(z_name, numbers)])
     return _Run(
         hooked=hooked,
+        prompts=prompts,
         prediction=hooked.prediction(output, prompts),
         resid=found[: len(numbers)],
         z=found[len(numbers) :],

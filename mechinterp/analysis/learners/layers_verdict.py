@@ -1,0 +1,148 @@
+"""What the layers of a model compute, how sure that is, and what it is not, in three lines."""
+
+from collections.abc import Sequence
+
+import numpy as np
+from jaxtyping import Float
+
+from mechinterp.analysis.learners.algorithm_evidence import AlgorithmEvidence
+from mechinterp.analysis.verdict import (
+    KNOWN_ALGORITHMS,
+    LEARNERS,
+    Verdict,
+    below,
+    calibration_text,
+    digits,
+    explained,
+    p_text,
+)
+
+MOMENTS = "S = XᵀX/L, b = Xᵀy/L of the prompt's pairs"
+STEP = "ŷ = w·x, w ← w + η (b − S w) from w = 0 in each layer"
+FORMULAS = {
+    "gradient_descent": (f"gradient descent on the prompt's pairs: {STEP}; {MOMENTS}", ("η",)),
+    "gd_plus_plus": (
+        f"gradient descent on x that each layer also turns into (1 − γ S) x: {STEP}; {MOMENTS}",
+        ("η", "γ"),
+    ),
+    "preconditioned_gd": (
+        "gradient descent with the covariance Σ of x as preconditioner: ŷ = w·x, "
+        f"w ← w + η (Σ + c)⁻¹ (b − S w) from w = 0 in each layer; {MOMENTS}",
+        ("η", "c"),
+    ),
+    "newton": (
+        f"Newton's iteration for S⁻¹: ŷ = x·M b, M = α S, then M ← 2M − M S M in each layer; {MOMENTS}",
+        ("α",),
+    ),
+    "preprocess_then_optimise": (
+        "gradient descent on x times b, entry by entry: ŷ = w·x, w ← w + η b² (b − S w) from w = 0 in each layer "
+        f"but the first; {MOMENTS}",
+        ("η",),
+    ),
+    "sparse_shrinkage": (
+        "gradient descent that shrinks small weights to 0 (ISTA): ŷ = w·x, w ← soft(w + η (b − S w), t) from w = 0 "
+        f"in each layer; {MOMENTS}",
+        ("η", "t"),
+    ),
+    "ridge_like": (
+        f"what ridge regression predicts, by whatever steps: ŷ = x·(S + λ/L)⁻¹ b; {MOMENTS}",
+        ("λ",),
+    ),
+}
+"""Formula of each label of several layers, and the letters of its numbers in their order."""
+NAMES = {
+    "gradient_descent": "gradient descent",
+    "gd_plus_plus": "gradient descent on x that layers rescale (GD++)",
+    "preconditioned_gd": "preconditioned gradient descent",
+    "newton": "Newton's iteration",
+    "preprocess_then_optimise": "gradient descent on x times Xᵀy",
+    "sparse_shrinkage": "gradient descent with shrinkage (ISTA)",
+    "ridge_like": "ridge regression",
+}
+
+
+def layers_verdict(
+    pattern: str,
+    reason: str,
+    algorithm: AlgorithmEvidence | None,
+    *,
+    learners: Sequence[str],
+    r2: Float[np.ndarray, " learner"],
+    r2_sem: Float[np.ndarray, " learner"],
+) -> Verdict:
+    """The verdict on a model that its circuits do not describe.
+
+    Args:
+        algorithm: Evidence of several layers; None of a single one.
+        learners: Simple learners, with what each explains.
+    """
+    if algorithm is None or algorithm.best is None:
+        return _of_learners(pattern, reason, learners, r2, r2_sem)
+    best = algorithm.best
+    if pattern == algorithm.members[best]:
+        text, letters = FORMULAS[pattern]
+        walked = algorithm.has_path[best] and algorithm.path_answered
+        values = (algorithm.path_scalars if walked else algorithm.scalars)[best]
+        computes = f"{text} ({pattern}); {_numbers(letters, values, algorithm.path_r2.shape[1])}"
+        what = "this, its numbers fitted on other prompts, explains"
+    else:
+        computes = f"{_none(pattern)}: {_why(reason)}"
+        what = f"the nearest is {NAMES[algorithm.members[best]]},"
+    number = explained(algorithm.r2[best, 0], algorithm.r2_sem[best, 0])
+    sure = f"{what} {number} of its predictions" if "nearest" not in what else f"{what} {number}"
+    sure += f"{_chance(algorithm)}{calibration_text(pattern, KNOWN_ALGORITHMS)}"
+    return Verdict(computes, sure, _runner_up(algorithm, best))
+
+
+def _numbers(letters: Sequence[str], values: Float[np.ndarray, " _"], n_layers: int) -> str:
+    """The fitted numbers, layer by layer."""
+    counts = [n_layers] + [len(values) - n_layers] * (len(letters) - 1)
+    parts = np.split(values, np.cumsum(counts)[:-1]) if len(letters) > 1 else [values]
+    named = zip(letters, parts, strict=True)
+    return ", ".join(f"{letter} = {', '.join(map(digits, part))}" for letter, part in named)
+
+
+def _chance(found: AlgorithmEvidence) -> str:
+    """How often the same weights in random order are as good at the task."""
+    n = len(found.null_risk)
+    if not n:
+        return ""
+    p = (int((found.null_risk <= found.relative_risk[0]).sum()) + 1) / (n + 1)
+    return f"; its weights in random order do the task as well with {p_text(p, n)}"
+
+
+def _runner_up(found: AlgorithmEvidence, best: int) -> str:
+    other = found.runner_up
+    if other is None:
+        return "no other algorithm was fitted"
+    behind = below(found.difference[best, other, 0], found.difference_sem[best, other, 0])
+    return f"{NAMES[found.members[other]]}, the runner-up: R² = {found.r2[other, 0]:.4f}, {behind}"
+
+
+def _of_learners(
+    pattern: str,
+    reason: str,
+    learners: Sequence[str],
+    r2: Float[np.ndarray, " learner"],
+    r2_sem: Float[np.ndarray, " learner"],
+) -> Verdict:
+    order = np.argsort(-np.nan_to_num(r2, nan=-np.inf))
+    first, second = (f"{LEARNERS[learners[n]]}, {explained(r2[n], r2_sem[n])}" for n in order[:2])
+    far = "" if r2[order[0]] >= 0.5 else ", and not near"
+    return Verdict(
+        f"{_none(pattern)}: {_why(reason)}",
+        f"the nearest simple learner is {first}{far}",
+        f"the next is {second}",
+    )
+
+
+def _none(pattern: str) -> str:
+    return {
+        "undetermined": "none of the known algorithms clearly (undetermined)",
+        "unstructured": "nothing that random weights do not (unstructured)",
+    }[pattern]
+
+
+def _why(reason: str) -> str:
+    """The reason without the learner that its last part names, which has a line of its own."""
+    return reason.partition("; closest learner")[0].partition("; no learner known")[0]

@@ -1,0 +1,127 @@
+"""A model's loss beside that of simple learners, and how near each of them comes to its predictions."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from mechinterp.analysis.estimates import mean_and_sem, ratio_and_sem
+from mechinterp.analysis.verdict import with_error
+from mechinterp.config import TaskConfig
+from mechinterp.icl.prompts import Prompts
+
+OMEGAS = 2 * np.geomspace(1, 0.03, 12)
+"""Scales of the kernel smoothers that a model is held against, either sign, times 1 / (E x_i^2 sqrt(d_x))."""
+
+
+@dataclass(frozen=True)
+class TaskLoss:
+    """Mean squared error against the noisy response on the same prompts, unit y^2."""
+
+    model: float
+    model_sem: float
+    zero: float
+    """Of predicting 0."""
+    zero_sem: float
+    ridge: float
+    """Of ridge regression at the task's own penalty."""
+    ridge_sem: float
+
+    def __str__(self) -> str:
+        return (
+            f"{with_error(self.model, self.model_sem)} y² (ridge regression: "
+            f"{with_error(self.ridge, self.ridge_sem)}; predicting 0: {with_error(self.zero, self.zero_sem)})"
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Nearby:
+    """How much simple learners, fitted to a model, explain of its predictions."""
+
+    learners: tuple[str, ...]
+    """Nearest first."""
+    r2: Float[np.ndarray, " learner"]
+    """1 - mean (model - learner)^2 / mean model^2."""
+    r2_sem: Float[np.ndarray, " learner"]
+    lead: Float[np.ndarray, " learner"]
+    """R^2 of the model's own formula minus that of the learner, the formula scaled to fit as they are."""
+    lead_sem: Float[np.ndarray, " learner"]
+    """Paired over prompts."""
+
+
+def task_loss(
+    prediction: Float[Tensor, "batch d_y"],
+    ridge: Float[Tensor, "batch d_y"],
+    prompts: Prompts,
+) -> TaskLoss:
+    """The loss of a model beside those of ridge regression and of predicting 0.
+
+    Example:
+        >>> from mechinterp.icl.prompts import sample_prompts
+        >>> prompts = sample_prompts(TaskConfig(), 8, seed=0)
+        >>> found = task_loss(torch.zeros(8, 1), prompts.y_query, prompts)
+        >>> found.model == found.zero, found.ridge
+        (True, 0.0)
+    """
+    target = prompts.y_query
+    each = [
+        mean_and_sem((learned - target).square().mean(1).double().numpy())
+        for learned in (prediction, torch.zeros_like(target), ridge)
+    ]
+    return TaskLoss(*(float(number) for pair in each for number in pair))
+
+
+def posterior_penalty(task: TaskConfig) -> float:
+    """Penalty of ridge regression: noise variance over the variance of an entry of beta."""
+    live = 1 if task.sparsity is None else task.sparsity / task.d_x
+    return task.noise_var / (live * task.beta_variance)
+
+
+def kernel_omegas(x: Float[Tensor, "batch context d_x"]) -> list[float]:
+    """Scales of kernel smoothers, from flat to sharp, of either sign."""
+    unit = 1 / (float(x.square().mean()) * x.shape[2] ** 0.5)
+    return [float(sign * omega * unit) for omega in OMEGAS for sign in (1, -1)]
+
+
+def nearby(
+    prediction: Float[Tensor, "batch d_y"],
+    formula: Float[Tensor, "batch d_y"],
+    families: Mapping[str, Float[Tensor, "member batch d_y"]],
+) -> Nearby:
+    """How near the learners of each family come, the best member with the factor that fits best.
+
+    Args:
+        formula: What the model's own formula predicts.
+        families: Predictions of the members, up to a factor; ridge regression has none.
+    Example:
+        >>> line = torch.tensor([[1.0], [2.0]])
+        >>> nearby(3 * line, 3 * line, {"vanilla_gd": line[None]}).r2.tolist()
+        [1.0]
+    """
+    size = prediction.square().mean(1).numpy()
+    own = _nearest(prediction, formula[None])
+    rows = {}
+    for name, members in families.items():
+        gap = _nearest(prediction, members, scaled=name != "ridge")
+        unexplained, sem = ratio_and_sem(gap, size)
+        lead, lead_sem = ratio_and_sem(gap - own, size)
+        rows[name] = [float(1 - unexplained), float(sem), float(lead), float(lead_sem)]
+    order = sorted(rows, key=lambda name: -np.nan_to_num(rows[name][0], nan=-np.inf))
+    columns = np.array([rows[name] for name in order]).T
+    return Nearby(tuple(order), *columns)
+
+
+def _nearest(
+    prediction: Float[Tensor, "batch d_y"],
+    members: Float[Tensor, "member batch d_y"],
+    *,
+    scaled: bool = True,
+) -> Float[np.ndarray, " batch"]:
+    """Squared distance of the nearest member, scaled to fit."""
+    inner, size = (members * prediction).sum((1, 2)), members.square().sum((1, 2))
+    factor = inner / size.clamp_min(1e-300) if scaled else torch.ones_like(inner)
+    best = int((2 * factor * inner - factor.square() * size).argmax())
+    return (prediction - factor[best] * members[best]).square().mean(1).numpy()

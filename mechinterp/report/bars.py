@@ -1,0 +1,79 @@
+"""Progress bars on standard error."""
+
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as Bar
+
+from mechinterp.checkpoints.errors import printable
+from mechinterp.progress import Item, ProgressCallback
+from mechinterp.training.run import Progress
+
+
+@contextmanager
+def progress_bar(*, quiet: bool = False) -> Iterator[Callable[[Progress], None]]:
+    """A bar on standard error with steps per second and the time left; gives the `on_log` of a training.
+
+    Args:
+        quiet: Whether nothing is shown.
+    """
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    bar = Bar(*columns, console=Console(stderr=True), disable=quiet, redirect_stdout=_shown())
+
+    def show(progress: Progress) -> None:
+        if not bar.tasks:
+            bar.start()
+            bar.add_task("")
+        left = timedelta(seconds=round(progress.seconds_left))
+        models = f"{progress.n_models} model{'s' if progress.n_models > 1 else ''}"
+        text = f"{models}, loss {progress.loss:.4f}, {progress.steps_per_second:.0f} steps/s, {left} left"
+        bar.update(bar.task_ids[0], completed=progress.step, total=progress.steps, description=text)
+        for name in progress.diverged:
+            bar.console.print(
+                f"{printable(name)} has diverged: its loss is not finite at step {progress.step}",
+                markup=False,
+            )
+
+    try:
+        yield show
+    finally:
+        if bar.tasks:
+            bar.stop()
+
+
+@contextmanager
+def progress_bars(*, quiet: bool = False) -> Iterator[ProgressCallback]:
+    """A bar on standard error for each loop of an analysis, with the time left; gone when the analysis is done.
+
+    Args:
+        quiet: Whether nothing is shown; nor is it where standard error is no terminal.
+    """
+    console = Console(stderr=True)
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+    )
+    hidden = quiet or not console.is_terminal
+
+    bar = Bar(*columns, console=console, transient=True, disable=hidden, redirect_stdout=_shown())
+    with bar:
+
+        def progress(items: Sequence[Item], text: str) -> Iterable[Item]:
+            task = bar.add_task(text, total=len(items))
+            try:
+                yield from bar.track(items, task_id=task)
+            finally:
+                bar.remove_task(task)
+
+        yield progress
+
+
+def _shown() -> bool:
+    """Whether what is printed meets the bar, and must go above it; into a file or a pipe it goes as it is."""
+    return sys.stdout.isatty()

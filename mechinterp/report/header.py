@@ -1,0 +1,47 @@
+"""What every JSON document starts with, and how it is written."""
+
+import json
+import math
+
+import pandas as pd
+
+from mechinterp.checkpoints.native import Checkpoint
+
+SCHEMA_VERSION = 1
+
+
+def dumps(document: object) -> str:
+    """The document as JSON text; NaN and infinities, which JSON lacks, become null."""
+    return json.dumps(_plain(document), indent=2, allow_nan=False)
+
+
+def header(checkpoint: Checkpoint) -> dict:
+    """The fields every document about a checkpoint starts with."""
+    shape, task = checkpoint.config.model, checkpoint.task
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "path": str(checkpoint.path),
+        "format": checkpoint.format,
+        "assumed": dict(checkpoint.assumed),
+        "n_layers": shape.n_layers,
+        "n_heads": shape.n_heads,
+        "d_x": task.d_x,
+        "d_y": task.d_y,
+    }
+
+
+def records(frame: pd.DataFrame) -> list[dict]:
+    """The rows of a table, one dict each."""
+    return frame.to_dict(orient="records")
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, dict):
+        return {str(name): _plain(inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(inner) for inner in value]
+    if hasattr(value, "tolist"):  # an array or a numpy scalar
+        return _plain(value.tolist())
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value

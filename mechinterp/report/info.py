@@ -1,0 +1,119 @@
+"""A checkpoint at a glance, as a JSON document and as a card."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+
+from mechinterp.analysis.verdict import digits
+from mechinterp.checkpoints.native import Checkpoint, checkpoint_of
+from mechinterp.config import ModelConfig, TaskConfig, TrainConfig
+from mechinterp.report.header import header, records
+from mechinterp.report.text import wrapped
+
+DEFAULT = "as by default"
+
+
+def info_document(checkpoint: Checkpoint, *, hooks: bool = True) -> dict:
+    """What `info` says of a checkpoint.
+
+    Args:
+        hooks: Whether hook points are listed, for which the hooked model is built.
+    """
+    checkpoint = checkpoint_of(checkpoint, "info")
+    history = checkpoint.history
+    document = {
+        **header(checkpoint),
+        "name": checkpoint.name,
+        "id": checkpoint.config.id,
+        "step": checkpoint.step,
+        "experiment": asdict(checkpoint.config),
+        "origin": dict(checkpoint.origin),
+        "history_rows": 0 if history is None else len(history),
+        "snapshots": list(checkpoint.snapshots),
+        "eval_loss": None if history is None else float(history["eval_loss"].iloc[-1]),
+        "weights": _weight_shapes(checkpoint),
+    }
+    if hooks:
+        from mechinterp.models.hook_map import hook_map
+
+        document["hooks"] = records(hook_map(checkpoint.model))
+    return document
+
+
+def _weight_shapes(checkpoint: Checkpoint) -> dict[str, list[int]]:
+    return {name: list(t.shape) for name, t in checkpoint.weights.tensors.items()}
+
+
+def info_text(document: dict) -> str:
+    """The document of `info` as a card: what is not as by default, and hooks if the document has them."""
+    task, model = document["experiment"]["task"], document["experiment"]["model"]
+    layers = (
+        f"{model['n_layers']} layers of " if model["n_layers"] > 1 or model["context_only"] else ""
+    )
+    title = (
+        f"{document['name']}: {layers}{model['n_heads']} heads, {model['score']} attention, d_x {task['d_x']}, "
+        f"context length {task['context_length']}"
+    )
+    known = "step" not in document["assumed"]
+    if known:
+        title += f", step {document['step']}, config {document['id']}"
+    origin = (f"{name.replace('_', ' ')} {value}" for name, value in document["origin"].items())
+    loss, snapshots = document["eval_loss"], document["snapshots"]
+    card = {
+        "format": document["format"],
+        "origin": ", ".join(origin),
+        "loss": "" if loss is None else f"{digits(loss)} y² on fixed prompts",
+        "task": _settings(task, TaskConfig()) or DEFAULT,
+        "model": _settings(model, ModelConfig()) or DEFAULT,
+        # How external weights were trained is not known.
+        "training": (_settings(document["experiment"]["train"], TrainConfig()) or DEFAULT)
+        if known
+        else "",
+        "seed": str(document["experiment"]["seed"]) if known else "",
+        "history": f"{document['history_rows']} rows" if document["history_rows"] else "",
+        "snapshots": f"{len(snapshots)}, steps {snapshots[0]} to {snapshots[-1]}"
+        if snapshots
+        else "",
+        "weights": ", ".join(_shapes(document["weights"])),
+    }
+    lines = [wrapped(title, "  ")]
+    lines += [wrapped(f"  {name:<10} {text}", " " * 11) for name, text in card.items() if text]
+    hooks = document.get("hooks")
+    if hooks is None:
+        return "\n".join([*lines, "  (--wide lists the hook points)"])
+    lines.append("  hooks (name, shape, what turns it on):")
+    for hook in hooks:
+        shape = f"[{', '.join(map(str, hook['shape']))}]"
+        lines.append(f"    {hook['name']:<31} {shape:<22} {hook['switch']}".rstrip())
+    return "\n".join(lines)
+
+
+def _settings(values: Mapping[str, object], default: object) -> str:
+    """Fields that are not as by default."""
+    said = []
+    for name, value in values.items():
+        usual = getattr(default, name)
+        if isinstance(value, dict):
+            inner = _settings(value, usual)
+            said += [f"{name} {inner}"] if inner else []
+        elif value != usual:
+            said.append(f"{name} {_plain(value)}")
+    return ", ".join(said)
+
+
+def _plain(value: object) -> str:
+    if isinstance(value, list | tuple):
+        return f"({', '.join(map(_plain, value))})"
+    return digits(value) if isinstance(value, float) else str(value)
+
+
+def _shapes(weights: Mapping[str, Sequence[int]]) -> list[str]:
+    """Name and shape of each tensor, those of all layers as one."""
+    found: dict[str, list[str]] = {}
+    for name, shape in weights.items():
+        layer = re.search(r"blocks\.(\d+)", name)
+        said = re.sub(r"blocks\.\d+", "blocks.*", name) + f" {'×'.join(map(str, shape))}"
+        found.setdefault(said, []).append(layer[1] if layer else "")
+    return [
+        said if len(layers) > 1 else said.replace("*", layers[0]) for said, layers in found.items()
+    ]

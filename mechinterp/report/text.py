@@ -1,0 +1,116 @@
+"""Texts and tables within the terminal's width."""
+
+import shutil
+import sys
+import textwrap
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import pandas as pd
+
+from mechinterp.analysis.verdict import digits, with_error
+from mechinterp.checkpoints.errors import spelled
+from mechinterp.report.glossary import unit_of
+
+ROWS = 20
+"""Rows of a table that are shown unless all are asked for."""
+LEAST_WIDTH = 40
+
+
+def wrapped(text: str, indent: str = "") -> str:
+    """The text within the terminal's width, lines broken between words, all but each first one indented.
+
+    Example:
+        >>> wrapped("word " * 99, "  ").splitlines()[1].startswith("  word")
+        True
+    """
+    text = spelled(text, sys.stdout.encoding)
+    lines = (
+        textwrap.wrap(
+            line,
+            _width(),
+            subsequent_indent=indent + " " * (len(line) - len(line.lstrip())),
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+        or [""]
+        for line in text.splitlines()
+    )
+    return "\n".join(line for each in lines for line in each)
+
+
+def frame_text(frame: pd.DataFrame, *, wide: bool = False) -> str:
+    """A table in columns of three digits, with units, within the terminal's width.
+
+    Args:
+        wide: Whether all rows are shown and standard errors have columns of their own.
+    """
+    shown = frame if wide else _narrow(frame.head(ROWS))
+    cells = {
+        _signs(_heading(name)): [_signs(_cell(name, value)) for value in shown[name]]
+        for name in shown.columns
+    }
+    left = len(frame) - len(shown)
+    more = [f"... and {left} more rows: --wide"] if left else []
+    return "\n".join([*_columns(cells), *more])
+
+
+def _narrow(frame: pd.DataFrame) -> pd.DataFrame:
+    """The table with a head's layer in its name, and standard errors beside what they are of."""
+    frame = frame.copy()
+    if {"layer", "head"} <= set(frame.columns):
+        names = [f"L{x}H{h}" for x, h in zip(frame["layer"], frame["head"], strict=True)]
+        frame = frame.assign(head=names).drop(columns=["layer"])
+    for name in [name for name in frame.columns if f"{name}_sem" in frame.columns]:
+        pairs = zip(frame[name], frame[f"{name}_sem"], strict=True)
+        frame[name] = [with_error(*pair) if np.isfinite(pair[0]) else "–" for pair in pairs]
+        frame = frame.drop(columns=[f"{name}_sem"])
+    return frame
+
+
+def _signs(text: str) -> str:
+    return spelled(text, sys.stdout.encoding)
+
+
+def _heading(name: object) -> str:
+    unit = unit_of(str(name))
+    return f"{name} ({unit})" if unit else str(name)
+
+
+def _cell(name: object, value: object) -> str:
+    if not isinstance(value, float | np.floating):
+        return str(value)
+    if str(name) == "p_value" or str(name).endswith("_p"):
+        return "< 1e-12" if value < 1e-12 else f"{value:.2g}"
+    return "–" if np.isnan(value) else digits(float(value))
+
+
+def _columns(cells: Mapping[str, Sequence[str]]) -> list[str]:
+    """Lines of a table; columns that do not fit stand below, the first one repeated."""
+    widths = {
+        name: max(map(len, (*values, *name.replace("_", " ").split())))
+        for name, values in cells.items()
+    }
+    first, *names = cells
+    blocks = [[first]]
+    for name in names:
+        if sum(widths[n] + 2 for n in (*blocks[-1], name)) > _width() + 2 and len(blocks[-1]) > 1:
+            blocks.append([first])
+        blocks[-1].append(name)
+    lines = []
+    for block in blocks:
+        heads = [textwrap.wrap(name.replace("_", " "), widths[name]) for name in block]
+        height = max(map(len, heads))
+        padded = [[""] * (height - len(head)) + head for head in heads]
+        rows = [*zip(*padded, strict=True), *zip(*(cells[name] for name in block), strict=True)]
+        lines += [
+            "  ".join(
+                f"{cell:>{widths[name]}}" for cell, name in zip(row, block, strict=True)
+            ).rstrip()
+            for row in rows
+        ]
+    return lines
+
+
+def _width() -> int:
+    return max(shutil.get_terminal_size().columns, LEAST_WIDTH)

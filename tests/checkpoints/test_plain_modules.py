@@ -1,0 +1,252 @@
+"""A plain module with hooks predicts and masks as a computation by hand does, whatever its parts are called."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from mechinterp import (
+    TaskConfig,
+    ablate_heads,
+    check_compatible,
+    hook_module,
+    predictor_of,
+    probe_layers,
+    sample_prompts,
+    write_report,
+)
+from mechinterp.models.adapter import masked
+
+TASK = TaskConfig(d_x=3, d_y=1, context_length=5)
+WIDTH, HEADS, LAYERS = 4, 2, 2
+MASKS = [[], [(0, 0)], [(0, 1)], [(1, 0)], [(1, 1)], [(0, 0), (1, 1)]]
+
+
+def attended(q, k, v):
+    """What the heads have averaged, side by side."""
+    q, k, v = (part.unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in (q, k, v))
+    pattern = torch.softmax(q @ k.mT / math.sqrt(q.shape[-1]), -1)
+    return (pattern @ v).transpose(1, 2).flatten(-2)
+
+
+class Separate(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.to_q, self.to_k, self.to_v = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3))
+        self.to_out = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return self.to_out(attended(self.to_q(x), self.to_k(x), self.to_v(x)))
+
+    def matrices(self):
+        return *(p.weight for p in (self.to_q, self.to_k, self.to_v)), self.to_out
+
+
+class Packed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.n_heads = HEADS
+        self.c_attn, self.proj = nn.Linear(WIDTH, 3 * WIDTH, bias=False), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return self.proj(attended(*self.c_attn(x).chunk(3, -1)))
+
+    def matrices(self):
+        return *self.c_attn.weight.chunk(3), self.proj
+
+
+class Torchs(nn.Module):
+    def __init__(self, batch_first: bool = True):
+        super().__init__()
+        self.mha = nn.MultiheadAttention(WIDTH, HEADS, bias=batch_first, batch_first=batch_first)
+
+    def forward(self, x):
+        return self.mha(x, x, x)[0]
+
+    def matrices(self):
+        return *self.mha.in_proj_weight.chunk(3), self.mha.out_proj
+
+
+class PositionFirst(Torchs):
+    def __init__(self):
+        super().__init__(batch_first=False)
+
+    def forward(self, x):
+        return super().forward(x.transpose(0, 1)).transpose(0, 1)
+
+
+class Stack(nn.Module):
+    """Layers of attention with a residual and an MLP, and a read-out."""
+
+    def __init__(self, attention):
+        super().__init__()
+        self.after = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))
+        self.layer = nn.ModuleList(attention() for _ in range(LAYERS))
+        self.answer = nn.Linear(WIDTH, 1)
+
+    def forward(self, x):
+        for attention, mlp in zip(self.layer, self.after, strict=True):
+            x = x + attention(x)
+            x = x + torch.relu(mlp(x))
+        return self.answer(x)
+
+
+def by_hand(stack, tokens, mask):
+    """The prediction of a stack, head by head, without those of a mask; [batch, 1]."""
+    x, each = tokens, WIDTH // HEADS
+    for layer, (attention, mlp) in enumerate(zip(stack.layer, stack.after, strict=True)):
+        Q, K, V, out = attention.matrices()
+        added = torch.zeros_like(x) if out.bias is None else out.bias.expand_as(x)
+        for head in range(HEADS):
+            if (layer, head) in mask:
+                continue
+            rows = slice(each * head, each * (head + 1))
+            scores = (x @ Q[rows].mT) @ (x @ K[rows].mT).mT / math.sqrt(each)
+            weights = scores.exp() / scores.exp().sum(-1, keepdim=True)
+            added = added + weights @ (x @ V[rows].mT) @ out.weight[:, rows].mT
+        x = x + added
+        x = x + torch.relu(x @ mlp.weight.mT + mlp.bias)
+    return (x @ stack.answer.weight.mT + stack.answer.bias)[:, -1]
+
+
+def random_stack(attention) -> Stack:
+    stack = Stack(attention).double()
+    generator = torch.Generator().manual_seed(0)
+    for name, parameter in stack.named_parameters():
+        if "in_proj_bias" not in name:  # zero, as torch makes it
+            nn.init.normal_(parameter, std=0.5, generator=generator)
+    return stack.requires_grad_(False)
+
+
+@pytest.fixture
+def prompts():
+    return sample_prompts(TASK, 8, seed=0, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("attention", [Separate, Packed, Torchs, PositionFirst])
+def test_predictions_and_masks_are_those_computed_by_hand(attention, prompts):
+    stack = random_stack(attention)
+    before = {name: tensor.clone() for name, tensor in stack.state_dict().items()}
+    hooked = hook_module(stack, heads=HEADS, read=lambda output: output[:, -1], task=TASK)
+    expected = torch.stack([by_hand(stack, prompts.tokens, mask) for mask in MASKS])
+    found = predictor_of(hooked).run(prompts, MASKS)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(hooked.predict(prompts), expected[0], rtol=1e-12, atol=1e-12)
+    with masked(hooked, [(1, 0)]):
+        torch.testing.assert_close(hooked.predict(prompts), expected[3], rtol=1e-12, atol=1e-12)
+    assert (expected[1:] - expected[0]).abs().amax((1, 2)).min() > 1e-3
+    assert stack.state_dict().keys() == before.keys()  # the module itself is left as it was
+    assert all(torch.equal(stack.state_dict()[name], tensor) for name, tensor in before.items())
+
+
+@pytest.mark.parametrize("attention", [Separate, PositionFirst])
+def test_streams_are_those_before_and_after_the_layers(attention, prompts):
+    stack = random_stack(attention)
+    streams = predictor_of(hook_module(stack, heads=HEADS, task=TASK)).streams(prompts)
+    assert streams.shape == (LAYERS + 1, len(prompts), 1, WIDTH)
+    torch.testing.assert_close(streams[0, :, 0], prompts.tokens[:, -1])
+
+
+def test_layers_are_taken_in_the_order_in_which_they_run(prompts):
+    class Backwards(Stack):
+        def forward(self, x):
+            for attention in reversed(self.layer):
+                x = x + attention(x)
+            return self.answer(x)
+
+    stack = Backwards(Packed).double()
+    assert hook_module(stack, task=TASK).outputs == ("layer.1.proj", "layer.0.proj")
+
+
+def test_torchs_encoder_is_hooked_under_its_fused_layer(prompts):
+    torch.manual_seed(0)
+    encoder = nn.TransformerEncoder(
+        nn.TransformerEncoderLayer(WIDTH, HEADS, 8, batch_first=True), 2
+    )
+    encoder.eval().requires_grad_(False)
+    prompts = prompts.to(torch.float32)
+    hooked = hook_module(encoder, task=TASK)
+    torch.testing.assert_close(hooked.predict(prompts), encoder(prompts.tokens)[:, -1, -1:])
+    ablation = ablate_heads(hooked, prompts)
+    assert ablation.rise.shape == (2, HEADS)
+    assert np.all(ablation.rise != 0)
+    assert probe_layers(hooked, prompts).to_frame().layer.nunique() == 3
+
+
+def test_what_a_module_lacks_is_named():
+    found = check_compatible(hook_module(random_stack(Packed), task=TASK))
+    assert {"blocks.1.attn.hook_q", "blocks.0.attn.hook_pattern"} <= set(found.lacking)
+    assert not {"hooks left", "caller's input untouched", "evaluation mode"} & found.failures.keys()
+    assert "hook_module" in check_compatible(nn.Linear(2, 2)).lacking[0]
+
+
+class Bare(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4))
+
+    def forward(self, x):
+        return self.o(attended(self.q(x), self.k(x), self.v(x)))
+
+
+def test_one_layer_without_a_module_of_its_own_is_the_module(prompts):
+    hooked = hook_module(Bare().double(), heads=2, task=TASK)
+    assert predictor_of(hooked).streams(prompts).shape == (2, len(prompts), 1, WIDTH)
+
+
+class Idle(Bare):
+    def forward(self, x):
+        return x
+
+
+class Twice(Bare):
+    def forward(self, x):
+        return super().forward(super().forward(x))
+
+
+class SideBySide(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.W_q, self.W_k, self.W_v, self.one, self.two = (
+            nn.Linear(WIDTH, WIDTH) for _ in "12345"
+        )
+
+    def forward(self, x):
+        return self.two(self.one(x))
+
+
+@pytest.mark.parametrize(
+    ("module", "settings", "message"),
+    [
+        (nn.Linear(WIDTH, 1), {}, "outputs must name the modules .* a Linear has no"),
+        (Bare(), {}, "heads must be given: the module around o does not say how many"),
+        (Bare(), {"heads": 3}, "heads must divide the width of the heads' outputs, 4, got 3"),
+        (Idle(), {"heads": 2}, "o must run once for a prediction, got 0 times"),
+        (Twice(), {"heads": 2}, "o must run once for a prediction, got 2 times"),
+        (
+            SideBySide(),
+            {"heads": 2, "outputs": ["one", "two"]},
+            "one must lie in a module of its own",
+        ),
+        (Bare(), {"heads": 2, "read": lambda output: output}, r"read must give \[batch, d_y\]"),
+    ],
+)
+def test_what_cannot_be_hooked_is_refused_in_one_line(module, settings, message):
+    with pytest.raises(ValueError, match=message):
+        hook_module(module, task=TASK, **settings)
+
+
+def test_layers_of_different_numbers_of_heads_are_refused():
+    mixed = nn.Sequential(*(nn.TransformerEncoderLayer(4, heads, 4) for heads in (2, 4)))
+    with pytest.raises(ValueError, match="heads must be as many in every layer, got 2, 4"):
+        hook_module(mixed, task=TASK)
+
+
+def test_a_report_is_written_in_one_call(tmp_path):
+    hooked = hook_module(random_stack(Torchs), task=TASK)
+    report = write_report(hooked, tmp_path / "page", n_prompts=64)
+    text = report.page.read_text(encoding="utf-8")
+    assert "2 layers of 2 heads, a PyTorch module with hooks, d_x 3" in text
+    assert {"heads.csv", "probes.csv", "pruning.csv"} <= {file.name for file in report.tables}
