@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import sampled
+
 ANALYSES = Path(__file__).parents[1] / "analyses"
 RESULTS = ANALYSES / "results"
 CHECKPOINTS = ANALYSES.parent / "checkpoints"
@@ -84,8 +86,22 @@ def test_the_table_of_trained_models_has_all_of_them():
     assert sorted(rows) == models
 
 
+# A quick run of more than a quarter of a minute.
+LONG = (
+    "linear_fixed_points",
+    "linear_other_ranks",
+    "linear_ranks",
+    "linear_softmax",
+    "linear_training_set",
+    "softmax_heads_needed",
+    "sparse_choices",
+    "sparse_fairness",
+    "sparse_fine_tuning",
+)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("script", sampled(SCRIPTS, keep=lambda script: script not in LONG))
 def test_scripts_run_and_measure_the_claims_they_have_shipped(
     script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

@@ -233,8 +233,8 @@ def _best(
     assumed = {n: v for n, v in checkpoint.assumed.items() if not n.startswith("task.")}
     assumed |= {n: v for n, v in usual.assumed.items() if n.startswith("task.")}
     assumed |= {f"model.{name}": value for name, value in first.said.items() if name != "scale"}
-    if "scale" in first.said:
-        assumed["attn_scale"] = 1 / float(first.said["scale"] or 1)
+    if isinstance(scale := first.said.get("scale"), float):
+        assumed["attn_scale"] = 1 / scale
     assumed["readings"] = [
         {**each.said, "loss": each.loss, "loss_sem": each.loss_sem, "stands": each.stands}
         for each in readings

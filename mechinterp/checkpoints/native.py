@@ -98,6 +98,13 @@ class Checkpoint:
         """
         return replace(self, weights=self.weights.to(device))
 
+    def under(self, reading: Reading) -> "Checkpoint":
+        """The same file under one of its readings."""
+        weights = as_weights(reading.weights)
+        task = replace(self.config.task, d_x=weights.d_x, d_y=weights.d_y)
+        config = replace(self.config, model=weights.model, task=task)
+        return replace(self, config=config, weights=weights, readings=())
+
     @cached_property
     def model(self) -> "ICLTransformer":
         """The hooked model, on the device of the weights."""

@@ -112,10 +112,10 @@ def hook_module(
     trial = sample_prompts(task, 2, dtype=parameter.dtype)
     if enter(trial).shape[1] == len(trial):
         trial = sample_prompts(task, 3, dtype=parameter.dtype)
-    names = tuple(outputs) or _outputs(own)
+    found = tuple(outputs) or _outputs(own)
     with torch.no_grad():
         tokens = enter(trial)
-        names = _as_they_run(own, names, tokens)
+        names = _as_they_run(own, found, tokens)
         places = [_place(own, name, names, heads, tokens) for name in names]
         counts = sorted({place.n_heads for place in places})
         if len(counts) > 1:

@@ -256,6 +256,7 @@ def report(
     from mechinterp.report.comparison import write_comparison
     from mechinterp.report.header import dumps
     from mechinterp.report.page import write_report
+    from mechinterp.report.text import wrapped
 
     found = checkpoint_paths(paths)
     if len(found) == 1:
@@ -286,7 +287,7 @@ def report(
                 progress=progress,
             )
         document = {"checkpoints": about, **written.to_document()}
-    shown = f"{written.verdict}\nReport: {shown_path(written.page.resolve())}"
+    shown = f"{wrapped(written.verdict, '  ')}\nReport: {shown_path(written.page.resolve())}"
     say(dumps(document) if as_json else shown)
     if any("error" in each for each in about):
         raise typer.Exit(2)

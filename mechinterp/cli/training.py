@@ -125,7 +125,7 @@ def predict_jumps(
     from mechinterp.config import override
     from mechinterp.report.documents import forecast_document
     from mechinterp.report.header import dumps
-    from mechinterp.report.text import frame_text
+    from mechinterp.report.text import frame_text, wrapped
 
     config = override(named_config(what), *(assignments or []))
     forecast = jump_forecast(config)
@@ -139,7 +139,7 @@ def predict_jumps(
     levels = ", ".join(f"{level:.4f}" for level in forecast.levels)
     say(f"{frame_text(forecast.to_frame())}\nloss levels (y²): {levels}")
     for note in forecast.notes:
-        say(f"note: {note}")
+        say(wrapped(f"note: {note}", "  "))
     if out is not None:
         say(f"Figure: {printable(str(out.resolve()))}")
 

@@ -10,6 +10,7 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from transformer_lens.hook_points import HookPoint
 
 from mechinterp.models.checked_hooks import CheckedHooks
@@ -59,12 +60,15 @@ class ModuleHooks(CheckedHooks):
         ValueError: When it runs, if heads cannot be told apart in the width of what enters an output projection.
     """
 
+    module: nn.Module
+
     def __init__(self, module: nn.Module, places: Sequence[Place]) -> None:
         super().__init__()
         self.module = module
-        self.blocks = nn.ModuleList(_Block() for _ in places)
-        for place, points in zip(places, self.blocks, strict=True):
+        blocks = [_Block() for _ in places]
+        for place, points in zip(places, blocks, strict=True):
             _attach(module, place, points)
+        self.blocks = nn.ModuleList(blocks)
         parameter = next(module.parameters(), torch.empty(0))
         self.cfg = ModuleSizes(  # type: ignore[assignment]
             len(places), places[0].n_heads, str(parameter.device), parameter.dtype
@@ -87,13 +91,16 @@ class _Block(nn.Module):
 
 
 class _Heads(nn.Module):
+    projection: nn.Module
+    """Of a torch.nn.MultiheadAttention, in its place."""
+
     def __init__(self) -> None:
         super().__init__()
         self.hook_z = HookPoint()
 
 
 # Partial functions rather than closures, so that a copy of the model runs through its own hook points.
-def _attach(module: nn.Module, place: Place, points: nn.Module) -> None:
+def _attach(module: nn.Module, place: Place, points: _Block) -> None:
     output, block = module.get_submodule(place.output), module.get_submodule(place.block)
     heads = partial(_through_heads, points.attn.hook_z, place.n_heads, place.heads_turned)
     if isinstance(output, nn.MultiheadAttention):
@@ -109,12 +116,12 @@ def _attach(module: nn.Module, place: Place, points: nn.Module) -> None:
     block.register_forward_hook(partial(_end, after))
 
 
-def _identity(projection: nn.Linear) -> nn.Linear:
-    """A projection of the same kind that changes nothing."""
-    biased = projection.bias is not None
-    same = type(projection)(*projection.weight.shape, bias=biased, dtype=projection.weight.dtype)
+def _identity(projection: nn.Linear) -> NonDynamicallyQuantizableLinear:
+    """A projection that changes nothing."""
+    biased, width = projection.bias is not None, len(projection.weight)
+    same = NonDynamicallyQuantizableLinear(width, width, biased, dtype=projection.weight.dtype)
     with torch.no_grad():
-        same.weight.copy_(torch.eye(len(projection.weight)))
+        same.weight.copy_(torch.eye(width))
         if biased:
             same.bias.zero_()
     return same.to(projection.weight.device).requires_grad_(False).eval()
@@ -132,7 +139,7 @@ def _through_heads(point: HookPoint, n_heads: int, turned: bool, values: Tensor)
     return z.flatten(-2)
 
 
-def _project(heads: partial, attn: nn.Module, _: nn.Module, args: tuple, output: tuple) -> tuple:
+def _project(heads: partial, attn: _Heads, _: nn.Module, args: tuple, output: tuple) -> tuple:
     values, pattern = output
     return attn.projection(heads(values)), pattern
 

@@ -10,7 +10,7 @@ from mechinterp.analysis.learners.layered import LayeredClassification
 from mechinterp.analysis.verdict import digits, explained, with_error
 from mechinterp.checkpoints.native import Checkpoint
 from mechinterp.report.header import header, records
-from mechinterp.report.text import frame_text, wrapped
+from mechinterp.report.text import ROWS, frame_text, wrapped
 
 
 def classification_document(
@@ -158,7 +158,7 @@ def brief_text(found: Classification | LayeredClassification) -> str:
 
 
 ONE_LAYER = f"  head  label           share  omega (1/x²)  {'mu':>18}"
-LAYERS = "  head  excess risk rises by (y²)  share of its layer's rises"
+LAYERS = "  head    excess risk rises by (y²)  share of its layer's rises"
 
 
 def heads_header(found: Classification | LayeredClassification) -> str:
@@ -168,10 +168,15 @@ def heads_header(found: Classification | LayeredClassification) -> str:
 
 def _head_lines(found: Classification | LayeredClassification) -> list[str]:
     if isinstance(found, LayeredClassification):
-        return [
-            f"  {row.label:<4}  {with_error(row.excess_risk_increase, row.sem):>25}  {digits(row.importance):>25}"
-            for row in found.to_frame().itertuples()
+        frame = found.to_frame()
+        if len(frame) > ROWS:
+            frame = frame.nlargest(ROWS, "excess_risk_increase")
+        lines = [
+            f"  {row.label:<6}  {with_error(row.excess_risk_increase, row.sem):>25}  {digits(row.importance):>25}"
+            for row in frame.itertuples()
         ]
+        left = found.increase.size - len(frame)
+        return [*lines, f"  ... and {left} more heads, of less: --wide"] if left else lines
     rows = zip(found.labels, found.share, found.omega_form, found.circuits.mu, strict=True)
     return [
         f"  {head:>4}  {label:<12}  {digits(share):>7}  {digits(omega):>12}  {_mu(mu):>18}"

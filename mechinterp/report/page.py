@@ -155,11 +155,9 @@ def write_figure(file: Path, figure: go.Figure) -> None:
 def _about(checkpoint: Checkpoint | HookedModule) -> str:
     """One line on what the model is."""
     if isinstance(checkpoint, HookedModule):
-        layers, heads = checkpoint.hooked.n_layers, checkpoint.hooked.n_heads
-        return (
-            f"{counted(layers, 'layer')} of {counted(heads, 'head')}, a PyTorch module with hooks, "
-            f"{_prompts(checkpoint.task)}"
-        )
+        hooked = checkpoint.hooked
+        sizes = f"{counted(hooked.n_layers, 'layer')} of {counted(hooked.n_heads, 'head')}"
+        return f"{sizes}, a PyTorch module with hooks, {_prompts(checkpoint.task)}"
     config, task, model = checkpoint.config, checkpoint.task, checkpoint.config.model
     heads, kind = counted(model.n_heads, "head"), f"{model.score} attention"
     if not model.one_attention:

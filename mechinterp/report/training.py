@@ -9,7 +9,7 @@ from mechinterp.analysis.dynamics.deep_snapshots import deep_snapshots
 from mechinterp.analysis.dynamics.linear_snapshots import linear_snapshots
 from mechinterp.analysis.dynamics.snapshots import Snapshots, training_snapshots
 from mechinterp.analysis.dynamics.training import training_dynamics
-from mechinterp.checkpoints.native import Checkpoint
+from mechinterp.checkpoints.native import Checkpoint, checkpoint_of
 from mechinterp.config import TrainConfig
 from mechinterp.report.sections import Section
 from mechinterp.report.subject import Subject, some
@@ -46,11 +46,12 @@ def history_sections(subject: Subject) -> list[Section]:
     if history is None:
         return []
     curves = _curves if "omega" in history else _curves_of_norms
-    return [curves(subject.checkpoint, history)]
+    return [curves(checkpoint_of(subject.checkpoint, "training"), history)]
 
 
 def _steps(subject: Subject) -> Section:
-    checkpoint, config = subject.checkpoint, subject.checkpoint.config
+    checkpoint = checkpoint_of(subject.checkpoint, "snapshots")
+    config = checkpoint.config
     found = training_snapshots(checkpoint, seed=subject.seed, progress=subject.progress)
     circuits = {"snapshot_qk": found.plot(), "snapshot_ov": found.plot_ov()}
     tables = {"snapshots": found.to_frame()}

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pandas as pd
@@ -20,6 +21,7 @@ from mechinterp.analysis.learners.fits import fit_learners
 from mechinterp.analysis.verdict import digits, with_error
 from mechinterp.config import TaskConfig
 from mechinterp.models.constructions import debiased_gradient_step, zero_head
+from mechinterp.models.constructions_algorithms import gradient_descent_model
 from mechinterp.models.transformer import ICLTransformer
 from mechinterp.report import bars, terminal
 from mechinterp.report.text import ROWS, frame_text, wrapped
@@ -110,6 +112,16 @@ def test_a_classification_is_five_columns_below_the_verdict(pair, narrow, n_head
     if n_heads == 2:
         share = digits(found.share[0])
         assert rows[0].split() == ["0", "positive", share, "0.100", "4.40"]
+
+
+def test_of_many_heads_of_layers_those_that_count_are_shown(narrow):
+    model = gradient_descent_model([0.5, 0.3], d_x=4)
+    found = classify(model, n_prompts=16)
+    many = replace(found, increase=np.arange(30.0)[None], increase_sem=np.ones((1, 30)))
+    lines = terminal.classification_text(many).split("\n\n")[1].splitlines()
+    assert lines[1].split()[:4] == ["L0H29", "29", "±", "1"]
+    assert (len(lines), lines[-1]) == (2 + ROWS, "  ... and 10 more heads, of less: --wide")
+    assert terminal.classification_text(many, wide=True).count("L0H") == 30
 
 
 def test_a_p_value_at_its_floor_is_below_it(pair, narrow):

@@ -5,6 +5,7 @@ that is not clearly one thing is `undetermined`, with the number that is in betw
 """
 
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import pandas as pd
@@ -32,7 +33,6 @@ from mechinterp.analysis.circuits.thresholds import Thresholds
 from mechinterp.analysis.learners.layered import LayeredClassification, classify_layers
 from mechinterp.analysis.learners.standing import Nearby, TaskLoss, nearby, task_loss
 from mechinterp.analysis.verdict import Verdict
-from mechinterp.checkpoints.native import Checkpoint
 from mechinterp.checkpoints.readings import Reading
 from mechinterp.config import ModelConfig, TaskConfig
 from mechinterp.display import Result
@@ -40,7 +40,9 @@ from mechinterp.models.constructions import from_circuits
 from mechinterp.models.functional import AttentionWeights, head_outputs, predict
 from mechinterp.models.predictor import Source, predictor_of
 from mechinterp.models.scores import is_normalised, kernel_text
-from mechinterp.models.weights import Weights
+
+if TYPE_CHECKING:
+    from mechinterp.checkpoints.native import Checkpoint
 
 N_PROMPTS, N_LAYERED_PROMPTS = 512, 256
 
@@ -171,13 +173,16 @@ def classify(
             source, task, n_prompts=n_prompts, seed=seed, thresholds=thresholds
         )
     limits = Thresholds() if thresholds is None else thresholds
-    if not isinstance(source, Checkpoint) or not source.readings:
+    readings: tuple[Reading, ...] = getattr(source, "readings", ())
+    if not readings:
         return _classified_layers(source, task, n_prompts, seed, limits)
-    standing = [r for r in source.readings if r.stands and _fits(r, task)]
+    checkpoint = cast("Checkpoint", source)
+    standing = [each for each in readings if each.stands and _fits(each, task)]
     if not any(each.predicts for each in standing):
-        standing = [*source.readings[:1]]  # one verdict says it all
+        standing = [*readings[:1]]  # one verdict says it all
     found = [
-        _classified_layers(_read_as(source, r), task, n_prompts, seed, limits) for r in standing
+        _classified_layers(checkpoint.under(each), task, n_prompts, seed, limits)
+        for each in standing
     ]
     pattern, reason = agreed_label([each.pattern for each in found], found[0].reason, standing)
     return replace(found[0], pattern=pattern, reason=reason)
@@ -186,14 +191,6 @@ def classify(
 def _fits(reading: Reading, task: TaskConfig | None) -> bool:
     sizes = (reading.weights.d_x, reading.weights.d_y)
     return task is None or sizes == (task.d_x, task.d_y)
-
-
-def _read_as(source: Checkpoint, reading: Reading) -> Checkpoint:
-    """A checkpoint under one of its readings."""
-    assert isinstance(reading.weights, Weights)
-    model, sizes = reading.weights.model, {n: getattr(reading.weights, n) for n in ("d_x", "d_y")}
-    config = replace(source.config, model=model, task=replace(source.task, **sizes))
-    return replace(source, config=config, weights=reading.weights, readings=())
 
 
 def _classified_layers(

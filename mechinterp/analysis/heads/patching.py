@@ -14,12 +14,13 @@ import pandas as pd
 import plotly.graph_objects as go
 import torch
 from jaxtyping import Float
-from torch import Tensor, nn
+from torch import Tensor
 
 from mechinterp import figures
 from mechinterp.analysis.estimates import mean_and_sem
 from mechinterp.display import Result
 from mechinterp.icl.prompts import Prompts
+from mechinterp.models.adapter import HookedPredictor
 from mechinterp.models.predictor import Source, predictor_of, prompts_for
 
 STREAMS = ("resid_pre", "attn_out", "resid_post")
@@ -124,12 +125,12 @@ def patch_positions(
         axes = {name: axes[name] for name in ("layer", "head", "pos")}
     elif activation not in HEAD_PARTS:
         del axes["head"]
-    effects, gained = _patched(hooked.model, tokens, other, activation, metric, axes)
+    effects, gained = _patched(hooked, tokens, other, activation, metric, axes)
     return _summary(activation, effects, gained, axes)
 
 
 def _patched(
-    model: nn.Module,
+    hooked: HookedPredictor,
     clean: Tensor,
     corrupted: Tensor,
     activation: str,
@@ -148,11 +149,11 @@ def _patched(
     indices = patching.make_df_from_ranges(list(axes.values()), list(axes))
     # TransformerLens draws a progress bar; a library prints nothing.
     with torch.no_grad(), redirect_stderr(io.StringIO()):
-        logits, cache = model.run_with_cache(clean)
+        logits, cache = hooked.model.run_with_cache(clean)
         assert isinstance(cache, ActivationCache)
         # Typed for TransformerLens' own config, of which only fields that ours has are read.
         result = patching.generic_activation_patch(  # type: ignore[call-overload]
-            model,
+            hooked.model,
             corrupted,
             cache,
             metric,
@@ -162,7 +163,7 @@ def _patched(
             reduce="none",
             baseline=True,
         )
-        return result.effect(), metric(logits) - metric(model(corrupted))
+        return result.effect(), metric(logits) - metric(hooked.model(corrupted))
 
 
 def _summary(

@@ -1,5 +1,6 @@
 """What the layers of a model compute, how sure that is, and what it is not, in three lines."""
 
+import re
 from collections.abc import Sequence
 
 import numpy as np
@@ -144,5 +145,6 @@ def _none(pattern: str) -> str:
 
 
 def _why(reason: str) -> str:
-    """The reason without the learner that its last part names, which has a line of its own."""
-    return reason.partition("; closest learner")[0].partition("; no learner known")[0]
+    """The reason without the algorithms and learners that come nearest, which have a line of their own."""
+    said = re.sub(", nearest (left|of all): [^;]*", "", reason)
+    return said.partition("; closest learner")[0].partition("; no learner known")[0]
