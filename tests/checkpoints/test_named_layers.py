@@ -24,6 +24,7 @@ from mechinterp.models.constructions_algorithms import gradient_descent_model
 from mechinterp.models.weights import Weights, tensor_shapes
 from tests.checkpoints.wild_files import LAYOUTS, State
 
+pytestmark = pytest.mark.usefixtures("small_null")
 SHIPPED = Path(__file__).parents[2] / "checkpoints"
 SPELLINGS = {
     "minGPT": {

@@ -1,6 +1,7 @@
 """Shipped models, saved under names that do not say their score: the true label, or the option that decides."""
 
 from dataclasses import asdict
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,8 @@ from mechinterp.checkpoints.native import Checkpoint
 from mechinterp.config import SCORES
 from mechinterp.models.functional import AttentionWeights
 
+pytestmark = pytest.mark.usefixtures("small_null")
+N_PROMPTS = 128
 SHIPPED = Path(__file__).parents[2] / "checkpoints"
 SOFTMAX = ("softmax-h1-s0", "softmax-h2-s0", "kms-0.3-h1-s0")
 LINEAR = ("linear-h1-s0", "linear-merged-s0", "linear-separate-s2", "linear-rank1-s2")
@@ -54,28 +57,32 @@ def stated_task(checkpoint: Checkpoint) -> dict:
     return asdict(checkpoint.task)
 
 
-def save(name: str, layout: str, folder: Path) -> tuple[Path, str, Checkpoint]:
-    """The file, the true label and the shipped model."""
-    checkpoint = shipped(name)
-    write, suffix = LAYOUTS[layout]
-    file = write(checkpoint.weights.circuits, folder / f"{name}{suffix}")
-    return file, classify(checkpoint, n_prompts=256).pattern, checkpoint
+@cache
+def label_of(name: str) -> str:
+    return classify(shipped(name), n_prompts=N_PROMPTS).pattern
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", SOFTMAX + LINEAR + OTHERS + SEVERAL)
-def test_score_is_asked_for_not_guessed(tmp_path: Path, name: str, layout: str):
-    file, true, checkpoint = save(name, layout, tmp_path)
-    task = stated_task(checkpoint)
-    for stated in ({}, {"task": task}):
-        found = classify(load(file, **stated), n_prompts=256)
-        assert found.pattern in (true, "undetermined"), found.reason
-    assert found.pattern == true or "--score" in found.reason, found.reason
-    model = checkpoint.config.model
-    said = {"score": model.score, "score_slope": model.score_slope}
-    told = load(file, task=task, columns="x,y", **said)
-    assert classify(told, n_prompts=256).pattern == true
+@pytest.mark.parametrize(
+    ("name", "layout", "states_task"),
+    [
+        *((name, "circuits", True) for name in SOFTMAX + LINEAR + OTHERS + SEVERAL),
+        *((name, "layers", True) for name in LINEAR),
+        *((kind[0], "layers", False) for kind in (SOFTMAX, LINEAR, OTHERS, SEVERAL)),
+    ],
+)
+def test_score_is_asked_for_not_guessed(tmp_path: Path, name: str, layout: str, states_task: bool):
+    checkpoint, (write, suffix) = shipped(name), LAYOUTS[layout]
+    file = write(checkpoint.weights.circuits, tmp_path / f"{name}{suffix}")
+    task, true = stated_task(checkpoint), label_of(name)
+    found = classify(load(file, task=task if states_task else None), n_prompts=N_PROMPTS)
+    assert found.pattern in (true, "undetermined"), found.reason
+    assert not states_task or found.pattern == true or "--score" in found.reason, found.reason
+    if layout == "circuits":
+        model = checkpoint.config.model
+        said = {"score": model.score, "score_slope": model.score_slope}
+        told = load(file, task=task, columns="x,y", **said)
+        assert classify(told, n_prompts=N_PROMPTS).pattern == true
 
 
 def test_readings_are_told_with_their_loss(tmp_path: Path):

@@ -16,6 +16,8 @@ from mechinterp.models.functional import AttentionWeights
 from tests.checkpoints.foreign_files import random_heads
 from tests.checkpoints.wild_files import LAYOUTS, State, linear_layers, matrices
 
+pytestmark = pytest.mark.usefixtures("small_null")
+N_PROMPTS = 64
 SHIPPED = Path(__file__).parents[2] / "checkpoints"
 MODELS = ("softmax-h1-s0", "softmax-h2-s0", "linear-h1-s0", "two-tasks-h2-s0")
 
@@ -24,7 +26,7 @@ MODELS = ("softmax-h1-s0", "softmax-h2-s0", "linear-h1-s0", "two-tasks-h2-s0")
 def known(name: str) -> tuple[AttentionWeights, str]:
     """The heads of a shipped model and its label; of linear ones with the scale of the scores in W_Q."""
     checkpoint = load(SHIPPED / name)
-    return checkpoint.weights.circuits, classify(checkpoint, n_prompts=256).pattern
+    return checkpoint.weights.circuits, classify(checkpoint, n_prompts=N_PROMPTS).pattern
 
 
 def save(state: State, folder: Path) -> Path:
@@ -37,7 +39,7 @@ def require_true_or_asked(file: Path, name: str, **hints: object) -> None:
     weights, true = known(name)
     task = load(SHIPPED / name).task
     sizes = {"n_heads": weights.n_heads, "d_y": weights.d_y}
-    found = classify(load(file, **sizes), n_prompts=256)
+    found = classify(load(file, **sizes), n_prompts=N_PROMPTS)
     assert found.pattern in (true, "undetermined"), found.reason
     assert found.pattern == true or "--" in found.reason, found.reason
     said = {"score": weights.score, "scale": weights.scale, "columns": "x,y", "sign": "plus"}
@@ -45,7 +47,7 @@ def require_true_or_asked(file: Path, name: str, **hints: object) -> None:
     told = load(file, task={"context_length": task.context_length}, **said)
     torch.testing.assert_close(told.weights.circuits.QK, weights.QK)
     torch.testing.assert_close(told.weights.circuits.OV, weights.OV)
-    assert classify(told, task, n_prompts=256).pattern == true
+    assert classify(told, task, n_prompts=N_PROMPTS).pattern == true
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -208,4 +210,4 @@ def test_columns_of_positions_are_left_out_and_named(tmp_path: Path):
     found = load(file, d_x=5, d_y=1, n_heads=2, score="softmax")
     assert found.assumed["model.position_columns_left_out"] == 4
     assert 0 < found.assumed["model.position_columns_share"] < 0.05
-    assert classify(found, n_prompts=256).pattern == true
+    assert classify(found, n_prompts=N_PROMPTS).pattern == true
