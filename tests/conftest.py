@@ -25,7 +25,13 @@ ROUNDING = {torch.float64: 1e-12, torch.float32: 1e-5}
 
 def sampled(cases: Iterable, *, keep: Callable[[object], bool]) -> list:
     """Cases as parameters of a test, of which `make test` runs those to keep and `make test-all` the others too."""
-    return [pytest.param(c, marks=() if keep(c) else pytest.mark.exhaustive) for c in cases]
+    return [
+        pytest.param(
+            *(case if isinstance(case, tuple) else (case,)),
+            marks=() if keep(case) else pytest.mark.exhaustive,
+        )
+        for case in cases
+    ]
 
 
 AnyWeights = Weights | AttentionWeights | DeepWeights
