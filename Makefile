@@ -9,7 +9,7 @@ ENVS := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/mechinterp/$(shell cksum < constr
 INTEROP := $(ENVS)/transformer-lens-3.9.0 $(ENVS)/transformer-lens-3.2.1
 PEERS := $(ENVS)/peers
 
-.PHONY: help install test test-portable test-portable-short environments test-interop test-peers test-browser notebooks notebooks-write lab attack lint bench analyses analyses-check dist report clean
+.PHONY: help install test test-all test-portable test-portable-short environments test-interop test-peers test-versions test-browser test-gpu bench-gpu notebooks notebooks-write lab attack lint bench analyses analyses-check dist docs report clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-19s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -30,11 +30,18 @@ RUNS = set -o pipefail; failed=; log=$$(mktemp); trap 'rm -f $$log' EXIT; trap '
 	summary() { echo "$${failed:-== all passed}"; test -z "$$failed"; };
 test test-portable test-portable-short: SHELL := bash
 
+# Shapes and types of signatures are checked while the fast tests run; the checks take a third of the time.
+UNCHECKED := -o addopts=--strict-markers
+
 test: install ## run all tests, first the fast and then the slow ones, and list at the end what failed
 	@$(RUNS) export OMP_NUM_THREADS=1; \
-	run "fast tests" $(BIN)/python -m pytest -n 2 -m "not slow" $(TESTS); \
-	run "slow tests" $(BIN)/python -m pytest -n 2 -m slow --durations 10 $(TESTS); \
+	run "fast tests" $(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow and not exhaustive" $(TESTS); \
+	run "slow tests" $(BIN)/python -m pytest -n 2 --dist worksteal -m "slow and not exhaustive" $(UNCHECKED) \
+	  --durations 10 $(TESTS); \
 	summary
+
+test-all: test ## the same, and then all cases of what `make test` runs a sample of (half an hour)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m exhaustive $(UNCHECKED) --durations 10 $(TESTS)
 
 # Instruction sets as torch, MKL, oneDNN, the BLAS of numpy and scipy, and numpy itself name them. Numpy warns of a feature
 # that it does not know or the processor does not have; what numba compiles is kept in a folder of its own.
@@ -43,7 +50,7 @@ DEFAULT := ATEN_CPU_CAPABILITY=default MKL_ENABLE_INSTRUCTIONS=SSE4_2 ONEDNN_MAX
 AVX2 := ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2 ONEDNN_MAX_CPU_ISA=AVX2 \
 	OPENBLAS_CORETYPE=Haswell NPY_DISABLE_CPU_FEATURES="X86_V4 AVX512_ICL AVX512_SPR"
 GENERIC := NUMBA_CPU_NAME=generic NUMBA_CACHE_DIR=$(CURDIR)/.pytest_cache/numba
-NUMERIC = $(BIN)/python -m pytest -W ignore::ImportWarning -m "not slow" $(TESTS)
+NUMERIC = $(BIN)/python -m pytest -W ignore::ImportWarning -m "not slow and not exhaustive" $(TESTS)
 
 test-portable: TESTS := $(addprefix tests/,models icl theory analysis training claims) mechinterp
 test-portable: install ## run the fast numeric tests under other instruction sets, on one thread and on two
@@ -85,6 +92,13 @@ $(PEERS)/.installed:
 	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt '.[dev,peers]'
 	@touch $@
 
+test-versions: $(ENVS)/uv/bin/uv ## run the fast tests with Python 3.11 to 3.13, lowest and newest versions of all packages
+	OMP_NUM_THREADS=1 $(PYTHON) -m tests.versions $< $(ENVS)
+
+$(ENVS)/uv/bin/uv:
+	@$(PYTHON) -m venv $(ENVS)/uv
+	@$(ENVS)/uv/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt uv
+
 notebooks: install ## run the notebooks from a clean kernel, and leave the files as they are
 	OMP_NUM_THREADS=1 PLOTLY_RENDERER=plotly_mimetype $(BIN)/python -m pytest -n 2 --nbmake notebooks
 
@@ -121,6 +135,23 @@ bench: install ## time the package against plain counterparts, and write tests/b
 	  -o addopts='--benchmark-timer=time.process_time --benchmark-disable-gc' \
 	  tests/benchmarks --table tests/benchmarks/README.md
 
+# Where the machine has a GPU and PyTorch no CUDA, PyPI's default build takes the place of the CPU build. Without a GPU the
+# recipes say so in one line, test nothing, write nothing, and end with 0, as skipped tests do.
+GPU = $(BIN)/python -m tests.gpu.machine; code=$$?; \
+	if [ $$code = 3 ]; then \
+	  $(BIN)/python -m pip uninstall --quiet --yes torch && \
+	  $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch && \
+	  $(BIN)/python -m tests.gpu.machine; code=$$?; \
+	fi; \
+	[ $$code != 77 ] || exit 0; [ $$code = 0 ] || exit 2;
+
+test-gpu: install ## hold training and analyses on a CUDA GPU against the processor, and write tests/gpu/results.md
+	@$(GPU) OMP_NUM_THREADS=1 MECHINTERP_TEST_DEVICE=cuda MECHINTERP_TEST_TABLE=tests/gpu/results.json \
+	  $(BIN)/python -m pytest --durations 5 tests/gpu
+
+bench-gpu: install ## time training and masking on a CUDA GPU against the plain loop there, and write tests/gpu/speed.md
+	@$(GPU) $(BIN)/python -m tests.gpu.bench --out tests/gpu/speed.json
+
 analyses: install ## measure the papers' claims again from the shipped checkpoints
 	grep -l '^    run(measure' analyses/*.py | OMP_NUM_THREADS=1 xargs -n 1 -P 2 $(BIN)/python
 	$(BIN)/python analyses/claims_table.py
@@ -135,6 +166,13 @@ dist: .venv/.dist ## build the wheel and the source archive into dist/, and chec
 
 .venv/.dist: $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,dist]'
+	@touch $@
+
+docs: .venv/.docs ## build the documentation site into build/site; any warning is an error
+	NO_MKDOCS_2_WARNING=1 OMP_NUM_THREADS=1 $(BIN)/python -m mkdocs build --quiet --strict
+
+.venv/.docs: $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,docs]'
 	@touch $@
 
 report: install ## write the page about a two-head model, and say where it is

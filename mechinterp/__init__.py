@@ -20,6 +20,8 @@ _HOMES = {
     "classify": "mechinterp.analysis.circuits.patterns",
     "classify_circuits": "mechinterp.analysis.circuits.patterns",
     "classify_layers": "mechinterp.analysis.learners.layered",
+    "name_algorithm": "mechinterp.analysis.learners.algorithm",
+    "intervene_on_steps": "mechinterp.analysis.learners.algorithm_steps",
     "fit_learners": "mechinterp.analysis.learners.fits",
     "ablate_heads": "mechinterp.analysis.heads.ablation",
     "ablate_subsets": "mechinterp.analysis.heads.subsets",
@@ -33,6 +35,7 @@ _HOMES = {
     "probe_layers": "mechinterp.analysis.probing.probes",
     "p_probe": "mechinterp.analysis.probing.p_probing",
     "patch_positions": "mechinterp.analysis.heads.patching",
+    "attribute_edges": "mechinterp.analysis.heads.edges",
     "train": "mechinterp.training.sweep",
     "check_compatible": "mechinterp.models.conformance",
 }

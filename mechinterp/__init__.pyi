@@ -4,6 +4,7 @@ from mechinterp.analysis.circuits.circuits import circuits as circuits
 from mechinterp.analysis.circuits.patterns import classify as classify
 from mechinterp.analysis.circuits.patterns import classify_circuits as classify_circuits
 from mechinterp.analysis.heads.ablation import ablate_heads as ablate_heads
+from mechinterp.analysis.heads.edges import attribute_edges as attribute_edges
 from mechinterp.analysis.heads.fine_tuning import fine_tune as fine_tune
 from mechinterp.analysis.heads.gates import learn_gates as learn_gates
 from mechinterp.analysis.heads.pairs import ablate_pairs as ablate_pairs
@@ -11,6 +12,8 @@ from mechinterp.analysis.heads.pairs import greedy_order as greedy_order
 from mechinterp.analysis.heads.patching import patch_positions as patch_positions
 from mechinterp.analysis.heads.pruning import prune as prune
 from mechinterp.analysis.heads.subsets import ablate_subsets as ablate_subsets
+from mechinterp.analysis.learners.algorithm import name_algorithm as name_algorithm
+from mechinterp.analysis.learners.algorithm_steps import intervene_on_steps as intervene_on_steps
 from mechinterp.analysis.learners.fits import fit_learners as fit_learners
 from mechinterp.analysis.learners.layered import classify_layers as classify_layers
 from mechinterp.analysis.probing.p_probing import p_probe as p_probe

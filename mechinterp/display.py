@@ -1,4 +1,4 @@
-"""How a result shows in a notebook: its sentence above its table."""
+"""Display of a result in a notebook: its sentence above its table."""
 
 import html
 

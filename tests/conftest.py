@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -21,6 +21,11 @@ from mechinterp.models.weights import Weights, as_weights
 
 CHECKPOINTS = Path(__file__).parents[1] / "checkpoints"
 ROUNDING = {torch.float64: 1e-12, torch.float32: 1e-5}
+
+
+def sampled(cases: Iterable, *, keep: Callable[[object], bool]) -> list:
+    """Cases as parameters of a test, of which `make test` runs those to keep and `make test-all` the others too."""
+    return [pytest.param(c, marks=() if keep(c) else pytest.mark.exhaustive) for c in cases]
 
 
 AnyWeights = Weights | AttentionWeights | DeepWeights

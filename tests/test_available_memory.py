@@ -169,6 +169,7 @@ tries("wide-pairs", 4096, {"d_x": 1000, "context_length": 10_000}, {})
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="needs a limit on memory")
 def test_real_sizes_within_real_limits():
     command = [sys.executable, "-c", LIMITED]
@@ -194,7 +195,7 @@ def test_a_command_names_the_file(run: Run, tmp_path: Path):
 
 @pytest.mark.parametrize("error", [MemoryError(), RuntimeError("x: can't allocate memory: y")])
 def test_memory_that_was_not_foreseen(run: Run, monkeypatch: pytest.MonkeyPatch, error: Exception):
-    def fails(*_: object) -> None:
+    def fails(*_: object, **__: object) -> None:
         raise error
 
     monkeypatch.setattr("mechinterp.training.sweep.train_one", fails)

@@ -99,7 +99,7 @@ def test_a_report_refuses_a_folder_that_was_filled_meanwhile(tmp_path: Path):
         return steps
 
     with pytest.raises(ValueError, match=f"already holds {PAGE}; it is not overwritten"):
-        write_report(load(CHECKPOINT), tmp_path, n_prompts=64, track=meanwhile)
+        write_report(load(CHECKPOINT), tmp_path, n_prompts=64, progress=meanwhile)
     assert [path.name for path in tmp_path.iterdir()] == [PAGE]
     assert (tmp_path / PAGE).read_text() == "mine"
 

@@ -204,6 +204,7 @@ def test_a_table_of_failures_and_of_nothing(tmp_path: Path):
         write_table(tmp_path / "file" / "a.csv", failed)
 
 
+@pytest.mark.slow
 def test_layered_models_are_classified_and_shown(run: Run, tmp_path: Path):
     file = tmp_path / "gpt2.pt"
     torch.save(garg().state_dict(), file)
@@ -267,9 +268,7 @@ def test_classifying_a_foreign_file_leaves_heavy_packages_out(tmp_path: Path):
         text=True,
         check=True,
     )
-    # A model with norms and MLPs runs as the hooked model, whose base is TransformerLens';
-    # that imports transformers.
-    assert ran.stdout.splitlines()[-1] == "['transformer_lens', 'transformers']"
+    assert ran.stdout.splitlines()[-1] == "[]"
     ran = subprocess.run(
         [sys.executable, "-c", code, tmp_path / "run.pth"],
         capture_output=True,

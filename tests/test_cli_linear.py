@@ -44,6 +44,7 @@ def test_a_merged_checkpoint_holds_the_matrix_and_comes_back(tmp_path: Path):
         assert sorted(arrays) == ["W_O", "W_QK", "W_V", "config"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("folder", SHIPPED, ids=lambda folder: folder.name)
 def test_shipped_linear_models_pass_all_checks(folder: Path):
     assert check_compatible(load(folder).model).failures == {}
@@ -103,6 +104,7 @@ def test_the_linear_papers_merged_files_are_merged(tmp_path: Path):
 # Commands on shipped models.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["linear-merged-s0", "linear-separate-s2"])
 def test_commands_take_linear_models(run: Run, name: str, tmp_path: Path):
     path = CHECKPOINTS / name

@@ -118,7 +118,7 @@ def test_other_commands_take_such_a_file(run, state: Path, tmp_path: Path, comma
     ("arguments", "words"),
     [
         (["--to", "onnx", "--out", "new"], "Format must be one of native, transformer-lens"),
-        (["--to", "native", "--out", "full"], "full: already holds x"),
+        (["--to", "native", "--out", "full"], "full: already holds mine"),
         (["--to", "native", "--out", "new", "--task", "gone.json"], "gone.json: not a readable"),
         (["--to", "native"], "--out"),
         (["--out", "new"], "--to"),

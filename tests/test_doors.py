@@ -32,7 +32,7 @@ from mechinterp.analysis.dynamics.snapshots import training_snapshots
 from mechinterp.analysis.dynamics.training import training_dynamics
 from mechinterp.analysis.heads.pruning import save_pruned
 from mechinterp.analysis.heads.pruning_curves import prune_by_rules, pruning_curves
-from mechinterp.analysis.learners.baselines import rivals
+from mechinterp.analysis.learners.baselines import baselines
 from mechinterp.analysis.learners.losses import shared_losses
 from mechinterp.checkpoints.errors import CheckpointError
 from mechinterp.checkpoints.exchange import hooked_state
@@ -213,6 +213,7 @@ ANALYSES: dict[str, Callable[[Case], object]] = {
     "classify": lambda c: mi.classify(c.source, n_prompts=64),
     "classify_circuits": from_circuits,
     "classify_layers": lambda c: mi.classify_layers(c.source, n_prompts=64),
+    "name_algorithm": lambda c: mi.name_algorithm(c.source, n_prompts=64),
     "fit_learners": lambda c: mi.fit_learners(c.source, context_lengths=(6, 8), n_prompts=200),
     "attention_patterns": lambda c: attention_patterns(c.source, c.prompts()[:8]),
     "ablate_heads": lambda c: mi.ablate_heads(c.source, c.prompts()),
@@ -228,10 +229,13 @@ ANALYSES: dict[str, Callable[[Case], object]] = {
     "probe_layers": lambda c: mi.probe_layers(c.source, c.prompts()),
     "p_probe": lambda c: mi.p_probe({"model": c.source}, c.prompts(), steps=4),
     "patch_positions": lambda c: mi.patch_positions(c.source, c.prompts(), c.prompts(seed=1)),
+    "attribute_edges": lambda c: mi.attribute_edges(
+        c.source, c.prompts()[:4], c.prompts(seed=1)[:4], ig_steps=2
+    ),
     "shared_losses": lambda c: shared_losses(
         {"model": c.source}, c.task, context_lengths=(8,), n_prompts=200
     ),
-    "rivals": lambda c: rivals(c.source, c.prompts()),
+    "baselines": lambda c: baselines(c.source, c.prompts()),
     "compare": lambda c: compare([c.source, c.source], n_prompts=64),
     "training_snapshots": lambda c: training_snapshots(c.source, n_prompts=64),
     "deep_snapshots": lambda c: deep_snapshots(c.source, c.prompts()),
@@ -333,6 +337,7 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Case]:
     return case_builder(tmp_path_factory.mktemp("doors"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("analysis", "source"), PAIRS)
 def test_it_answers_or_refuses_in_one_line(analysis: str, source: str, case):
     listed_as = "answer" if (analysis, source) in ANSWERS else "refusal"

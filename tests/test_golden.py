@@ -54,6 +54,7 @@ def given(subject: str, n_prompts: int | None = None) -> tuple[subjects.Hints, d
     return each["hints"], stored_prompts(each["prompts"], n_prompts)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("subject", EACH)
 def test_predictions_are_those_stored(subject: str, dtype: torch.dtype):
@@ -81,6 +82,7 @@ def test_a_changed_weight_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert distance(found, expected, np.abs(expected).max()) > TOLERANCE[torch.float64]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_masked_head_changes_predictions_as_stored(kind: str, method: str):
@@ -97,6 +99,7 @@ def test_every_masked_head_changes_predictions_as_stored(kind: str, method: str)
         assert distance(found, expected, largest) <= TOLERANCE[torch.float64]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("subject", read_tensors("snapshots"))
 def test_snapshots_predict_what_is_stored(subject: str):
     _, prompts = given(subject, SNAPSHOT_PROMPTS)
@@ -116,6 +119,7 @@ def test_public_signatures_are_those_stored():
     assert differences(subjects.signatures(), read_json("signatures"), 0) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("asked", read_json("documents"))
 def test_commands_answer_what_is_stored(asked: str):
     command, _, kind = asked.partition(" ")
@@ -130,6 +134,7 @@ RUNS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("preset", RUNS)
 def test_presets_train_to_what_is_stored_and_resume_to_the_same_bits(preset: str, tmp_path: Path):
     steps = SLOW_STEPS.get(preset, STEPS)

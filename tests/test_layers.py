@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import mechinterp
+from tests.test_doors import deep_softmax, gpt2_file
 
 PACKAGE = Path(__file__).parents[1] / "mechinterp"
 
@@ -16,7 +17,7 @@ PACKAGE = Path(__file__).parents[1] / "mechinterp"
 ORDER = [
     "version",
     "fields",
-    "tracking",
+    "progress",
     "config.task",
     "config.model",
     "config.train",
@@ -49,6 +50,7 @@ ORDER = [
     "models.constructions_sparse",
     "models.constructions_algorithms",
     "models.tokens",
+    "models.units",
     "models.masks",
     "models.hooked_config",
     "models.checked_hooks",
@@ -59,6 +61,7 @@ ORDER = [
     "models.backends.one_layer",
     "models.backends.token_map",
     "models.backends.hooks",
+    "models.backends.weights_alone",
     "models.predictor",
     "models.hook_map",
     "models.conformance_model",
@@ -115,7 +118,13 @@ ORDER = [
     "analysis.circuits.null",
     "analysis.circuits.scales",
     "analysis.circuits.labels",
+    "analysis.learners.algorithm_tests",
+    "analysis.learners.algorithm_scores",
+    "analysis.learners.algorithm_paths",
+    "analysis.learners.algorithm_evidence",
+    "analysis.learners.algorithm_labels",
     "analysis.learners.algorithm",
+    "analysis.learners.algorithm_steps",
     "analysis.learners.layered",
     "analysis.circuits.behind",
     "analysis.circuits.patterns",
@@ -129,6 +138,7 @@ ORDER = [
     "analysis.probing.probing",
     "analysis.heads.gates",
     "analysis.heads.choices",
+    "analysis.heads.edges",
     "analysis.heads.pruning",
     "analysis.heads.fine_tuning",
     "analysis.learners.baselines",
@@ -154,6 +164,8 @@ ORDER = [
     "report.training",
     "report.html",
     "report.deep_sections",
+    "report.edges",
+    "report.algorithm_section",
     "report.contents",
     "report.page",
     "report.comparison",
@@ -164,7 +176,7 @@ ORDER = [
     "cli",
 ]
 FLOORS = [
-    *("version", "fields", "tracking"),
+    *("version", "fields", "progress"),
     *("config", "presets", "memory", "display", "figures", "theory", "icl", "models"),
     *(
         "checkpoints",
@@ -267,6 +279,49 @@ def test_names_of_the_package_are_where_it_says():
     assert set(mechinterp.__all__) <= set(dir(mechinterp))
     with pytest.raises(AttributeError, match="module 'mechinterp' has no attribute 'nothing'"):
         _ = mechinterp.nothing
+
+
+@pytest.mark.parametrize("kind", ["gpt2.pt", "model"])
+def test_classify_needs_the_weights_alone(kind: str, tmp_path: Path):
+    if kind == "model":
+        deep_softmax(tmp_path)
+    else:
+        gpt2_file(tmp_path)
+    arguments = ["classify", str(tmp_path / kind), "--n-prompts", "8", "--json"]
+    arguments += ["--n-heads", "4"] if kind == "gpt2.pt" else []
+    code = f"""
+import sys
+from mechinterp.cli import main
+sys.argv = ["mechinterp", *{arguments}]
+try:
+    main()
+except SystemExit as ended:
+    assert not ended.code
+loaded = [name for name in ("transformer_lens", "transformers", "torch._dynamo") if name in sys.modules]
+print(loaded, file=sys.stderr)
+"""
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ran.stderr.splitlines()[-1] == "[]"
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["info", "nothing"], ["train", "--list"], ["report", "nothing"]]
+)
+def test_what_computes_nothing_loads_nothing_heavy(arguments: list[str]):
+    arguments += ["--out", "nowhere"] if arguments[0] == "report" else []
+    code = f"""
+import sys
+from mechinterp.cli import main
+sys.argv = ["mechinterp", *{arguments}]
+try:
+    main()
+except SystemExit:
+    pass
+loaded = [name for name in ("transformer_lens", "torch._dynamo") if name in sys.modules]
+print(loaded, file=sys.stderr)
+"""
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ran.stderr.splitlines()[-1] == "[]"
 
 
 @pytest.mark.parametrize("module", ["mechinterp", "mechinterp.cli"])

@@ -97,7 +97,7 @@ def test_every_number_of_the_text_is_shown_by_a_cell(file: Path):
 
 def test_text_is_under_one_title(file: Path):
     lines = "\n".join(source(cell) for cell in cells(file, "markdown")).splitlines()
-    assert re.fullmatch(r"# \d\. [A-Z][\w ]+", lines[0])
+    assert re.fullmatch(r"# \d+\. [A-Z][\w ]+", lines[0])
     assert not [line for line in lines[1:] if line.startswith("# ")]
 
 

@@ -22,18 +22,19 @@ from mechinterp.analysis.dynamics.linear_snapshots import linear_snapshots
 from mechinterp.analysis.dynamics.milestones import milestones
 from mechinterp.analysis.dynamics.snapshots import training_snapshots
 from mechinterp.analysis.dynamics.training import training_dynamics
+from mechinterp.analysis.heads.edges import attribute_edges
 from mechinterp.analysis.heads.gates import learn_gates
 from mechinterp.analysis.heads.masking import ablate
 from mechinterp.analysis.heads.pairs import ablate_pairs, greedy_order
 from mechinterp.analysis.heads.pruning import prune
-from mechinterp.analysis.learners.baselines import rivals
+from mechinterp.analysis.learners.baselines import baselines
 from mechinterp.analysis.learners.fits import fit_learners
 from mechinterp.analysis.probing.p_probing import p_probe
 from mechinterp.analysis.probing.probing import probe
 from mechinterp.checkpoints.native import Checkpoint
 from mechinterp.config import TaskConfig
 from mechinterp.icl.prompts import Prompts, sample_prompts
-from mechinterp.tracking import Track, untracked
+from mechinterp.progress import ProgressCallback, no_progress
 
 
 @runtime_checkable
@@ -51,7 +52,7 @@ ANALYSES: dict[str, Analysis] = {
     "classify": classify,
     "circuits": circuits,
     "attention": attention_patterns,
-    "baselines": rivals,
+    "baselines": baselines,
     "ablate": ablate,
     "pairs": ablate_pairs,
     "order": greedy_order,
@@ -59,6 +60,7 @@ ANALYSES: dict[str, Analysis] = {
     "prune": prune,
     "probe": probe,
     "p-probe": p_probe,
+    "edges": attribute_edges,
     "fit": fit_learners,
     "snapshots": training_snapshots,
     "head-snapshots": deep_snapshots,
@@ -77,7 +79,7 @@ def run_analysis(
     context_length: int | None = None,
     n_prompts: int | None = None,
     seed: int = 0,
-    track: Track = untracked,
+    progress: ProgressCallback = no_progress,
     settings: Mapping[str, object] | None = None,
 ) -> Finding:
     """The result of one analysis of a checkpoint.
@@ -92,12 +94,12 @@ def run_analysis(
     Example:
         >>> from mechinterp import load
         >>> run_analysis("circuits", load("checkpoints/softmax-h1-s0")).to_frame().shape
-        (1, 9)
+        (1, 13)
     """
     analysis = analysis_named(name)
     takes = signature(analysis).parameters
     task = task_of(checkpoint, context_length)
-    given: dict[str, object] = {"seed": seed, "task": task, "track": track}
+    given: dict[str, object] = {"seed": seed, "task": task, "progress": progress}
     if "prompts" in takes:
         default = takes["n_prompts"].default
         given["prompts"] = evaluation_prompts(

@@ -18,7 +18,7 @@ from mechinterp.checkpoints.native import Checkpoint, checkpoint_of
 from mechinterp.config import ExperimentConfig
 from mechinterp.display import Result
 from mechinterp.fields import flatten
-from mechinterp.tracking import Track, untracked
+from mechinterp.progress import ProgressCallback, no_progress
 
 SEEDS = ("seed", "train.data_seed")
 SEED_IN_NAME = re.compile(r"[-_. ]*(seed|s)?[-_. ]*\d+$")
@@ -109,13 +109,13 @@ def compare(
     *,
     n_prompts: int = 4096,
     seed: int = 0,
-    track: Track = untracked,
+    progress: ProgressCallback = no_progress,
 ) -> Comparison:
     """What each of several one-layer models is, and how seeds of one setting agree.
 
     Args:
         n_prompts: Prompts behind each classification; losses take five times as many.
-        track: Told of the progress.
+        progress: Optional progress callback.
     Raises:
         ValueError: If there is no checkpoint.
     Example:
@@ -134,7 +134,9 @@ def compare(
     titles = _titles([[checkpoints[row].name for row in rows] for rows in groups.values()])
     settings = [""] * len(checkpoints)
     loss, loss_sem = np.zeros(len(checkpoints)), np.zeros(len(checkpoints))
-    for title, rows in track(list(zip(titles, groups.values(), strict=True)), "measuring losses"):
+    for title, rows in progress(
+        list(zip(titles, groups.values(), strict=True)), "measuring losses"
+    ):
         models = {str(row): checkpoints[row] for row in rows}
         task = checkpoints[rows[0]].config.task
         losses = shared_losses(models, task, n_prompts=5 * n_prompts, seed=seed)
@@ -148,7 +150,7 @@ def compare(
         fields=_fields(titles, [json.loads(setting) for setting in groups]),
         found=tuple(
             classify_attention(each, n_prompts=n_prompts, seed=seed)
-            for each in track(checkpoints, "classifying models")
+            for each in progress(checkpoints, "classifying models")
         ),
         loss=loss,
         loss_sem=loss_sem,

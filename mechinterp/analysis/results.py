@@ -1,4 +1,4 @@
-"""What a sweep came to, as one table: a row per model with its config, its losses and what its heads are."""
+"""Results of a sweep as one table: a row per model with its config, its losses and its heads."""
 
 from collections.abc import Mapping
 from dataclasses import asdict

@@ -103,10 +103,15 @@ def _read(
 
         return read_layered(tensors, file, format=name, hints=hints, settings=settings)
     if name == NAMED:
-        return _read_named(tensors, file, hints, settings)
+        try:
+            return _read_named(tensors, file, hints, settings)
+        except RuntimeError as error:  # what torch says of shapes or kinds that no check has met
+            if "allocate memory" in str(error):
+                raise
+            raise CheckpointError(f"{file}: its matrices do not fit together.") from None
     if name not in READERS:
         raise CheckpointError(f"{file}: format must be that of other people's files, got {name!r}.")
-    layers = [({}, name, _without_prefix(tensors, name, file))]
+    layers: list[Layer] = [({}, name, _without_prefix(tensors, name, file))]
     return _tried(layers, file, hints, settings)
 
 
@@ -124,7 +129,8 @@ def _tried(
         unsaid = _unsaid(name, tensors, hints)
         for values in product(*unsaid.values()):
             said = first | dict(zip(unsaid, values, strict=True))
-            if said.get("attend_to_self") and said.get("score", hints.score) != "softmax":
+            # Only softmax has both; with other scores it is as the format has it.
+            if said.get("score", hints.score) != "softmax" and said.pop("attend_to_self", False):
                 continue
             full = replace(hints, **said)  # type: ignore[arg-type]
             try:
@@ -508,7 +514,8 @@ def _linear_layers(
     _require_known(tensors, (*names, *biases.values()), "torch-attention", file)
     numbers(tensors, (*names, *biases.values()), file)
     matrices = _two_axes(tensors, names, file)
-    require_full_keys(*map(len, matrices[:3]), file)
+    queries, keys, values = (len(matrix) for matrix in matrices[:3])
+    require_full_keys(queries, keys, values, file)
     (width, d_model), n_out = matrices[0].shape, min(len(matrices[3]), matrices[0].shape[1])
     shapes = ((width, d_model),) * 3 + ((n_out, width),)
     for name, tensor, shape in zip(names, matrices, shapes, strict=True):

@@ -18,13 +18,13 @@ from mechinterp.checkpoints.hints import Hints
 from mechinterp.checkpoints.layered_tensors import require_numbers, shown_name
 from mechinterp.checkpoints.names import Layout, Piece, attention_matrices
 from mechinterp.checkpoints.native import Checkpoint
-from mechinterp.checkpoints.outside import settle
+from mechinterp.checkpoints.outside import require_shape, settle
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig
 from mechinterp.fields import build, flatten
 from mechinterp.icl.prompts import generator_for, sample_prompts
 from mechinterp.models.weights import Weights
 
-N_PROMPTS = 256
+N_PROMPTS, N_NUMBERS = 256, 2**22
 TIE = 1e-6
 FORMAT = "named-layers"
 Choices = Mapping[str, object]
@@ -146,7 +146,10 @@ def _parts(
             raise CheckpointError(
                 f"{file}: an output projection is needed beside {pieces[0].name}, got none."
             )
-        layers.append(found | _beside(pieces, tensors, file, len(found["query.weight"])))
+        width, inner = (layers[0] if layers else found)["query.weight"].shape
+        found |= _beside(pieces, tensors, file, width)
+        _require_shapes(found, file, _layer_shapes(found, width, inner))
+        layers.append(found)
     stated = next((settings[n] for n in HEADS if isinstance(settings.get(n), int)), None)
     n_heads = settle(file, "n_heads", shown, stated if type(stated) is int else None)
     n_heads = settle(file, "n_heads", n_heads, hints.n_heads)
@@ -155,7 +158,7 @@ def _parts(
     inner = layers[0]["query.weight"].shape[1]
     if inner % n_heads:
         raise CheckpointError(f"{file}: n_heads must divide the width {inner}, got {n_heads}.")
-    width, ends = len(layers[0]["query.weight"]), {}
+    ends: dict[str, Tensor] = {}
     for (part, kind), piece in layout.ends.items():
         tensor = tensors[piece.name].squeeze(0) if part == "positions" else tensors[piece.name]
         if part == "words":
@@ -167,12 +170,44 @@ def _parts(
         ends[f"{part}.{kind}"] = tensor
     if "read_in.weight" in ends and "read_out.weight" not in ends:
         raise CheckpointError(f"{file}: a read-in needs a read-out beside it, got none.")
-    for name, axis in (("read_in.weight", 1), ("read_out.weight", 0)):
-        if name in ends and ends[name].shape[axis] != width:
-            raise CheckpointError(
-                f"{file}: {name} must meet the stream's width {width}, got {tuple(ends[name].shape)}."
-            )
+    width = len(layers[0]["query.weight"])
+    shapes: dict[str, tuple[int, ...]] = dict.fromkeys(
+        ("final_norm.weight", "final_norm.bias", "read_in.bias"), (width,)
+    )
+    for name, axis in (("read_in.weight", 1), ("read_out.weight", 0), ("positions.weight", 1)):
+        if name in ends:
+            size = ends[name].shape[1 - axis] if ends[name].ndim == 2 else 1
+            shapes[name] = (size, width) if axis else (width, size)
+    if "read_out.weight" in shapes:
+        shapes["read_out.bias"] = shapes["read_out.weight"][1:]
+    _require_shapes(ends, file, shapes)
     return Parts(tuple(layers), ends, n_heads)
+
+
+def _layer_shapes(
+    found: Mapping[str, Tensor], width: int, inner: int
+) -> dict[str, tuple[int, ...]]:
+    """The shapes of a layer's tensors, matrices [in, out]; the MLP may be of any inner width."""
+    shapes: dict[str, tuple[int, ...]] = {"out.weight": (inner, width), "out.bias": (width,)}
+    for name in ("query", "key", "value"):
+        shapes |= {f"{name}.weight": (width, inner), f"{name}.bias": (inner,)}
+    for name in ("norm1", "norm2"):
+        shapes |= {f"{name}.weight": (width,), f"{name}.bias": (width,)}
+    if "mlp_in.weight" in found:
+        hidden, written = found["mlp_in.weight"].shape[1], found["mlp_out.weight"].shape[1]
+        shapes |= {"mlp_in.weight": (width, hidden), "mlp_in.bias": (hidden,)}
+        shapes |= {"mlp_out.weight": (hidden, min(written, width))}
+        shapes["mlp_out.bias"] = shapes["mlp_out.weight"][1:]
+    return shapes
+
+
+def _require_shapes(
+    found: Mapping[str, Tensor], file: Path, shapes: Mapping[str, tuple[int, ...]]
+) -> None:
+    for name, tensor in found.items():
+        if name not in shapes:
+            raise CheckpointError(f"{file}: {name} has no matrix beside it.")
+        require_shape(file, name, tensor, shapes[name])
 
 
 HEADS = ("n_head", "num_heads", "num_attention_heads", "n_heads", "nhead")
@@ -206,8 +241,9 @@ def _beside(
 def _checkpoint(parts: Parts, file: Path, choices: Choices, hints: Hints) -> Checkpoint:
     width, given = parts.width, {**dict(hints.task or {}), **hints.given}
     n_tokens = len(parts.ends["read_in.weight"]) if "read_in.weight" in parts.ends else width
-    d_y = parts.ends["read_out.weight"].shape[1] if "read_out.weight" in parts.ends else None
-    d_y = settle(file, "d_y", d_y, given.get("d_y") if type(given.get("d_y")) is int else None) or 1  # type: ignore[arg-type]
+    read = parts.ends["read_out.weight"].shape[1] if "read_out.weight" in parts.ends else None
+    asked = given.get("d_y")
+    d_y = settle(file, "d_y", read, asked if isinstance(asked, int) else None) or 1
     d_x = n_tokens if choices["layout"] == "in_turn" else n_tokens - d_y
     if hints.d_x not in (None, d_x):
         raise CheckpointError(f"{file}: d_x must be the weights' {d_x}, got {hints.d_x}.")
@@ -317,12 +353,16 @@ def _joined(
 def _loss(checkpoint: Checkpoint) -> tuple[float, float]:
     """Mean squared error over that of predicting 0 on prompts of the task, and its standard error."""
     task = checkpoint.task
+    per_prompt = (task.context_length + 1) * max(
+        task.d_x + task.d_y, checkpoint.config.model.d_model or 1
+    )
+    count = max(2, min(N_PROMPTS, N_NUMBERS // per_prompt))
     prompts = sample_prompts(
-        task, N_PROMPTS, generator=generator_for(0, "eval", 0), dtype=torch.float64
+        task, count, generator=generator_for(0, "eval", 0), dtype=torch.float64
     )
     prediction = checkpoint.predictor.run(prompts, [[]])[0].double()
     error = (prediction - prompts.y_query).square().mean(1)
     size = prompts.y_query.square().mean(1)
     ratio = error.mean() / size.mean()
-    spread = (error - ratio * size).std() / size.mean() / N_PROMPTS**0.5
+    spread = (error - ratio * size).std() / size.mean() / count**0.5
     return float(ratio.nan_to_num(torch.inf)), float(spread.nan_to_num(torch.inf))

@@ -233,7 +233,7 @@ class Layout:
     @property
     def has_attention(self) -> bool:
         """Whether every layer has queries, keys and values."""
-        found = [{piece.part for piece in layer} for layer in self.layers]
+        found = [{piece.part for piece in layer if piece.kind == "weight"} for layer in self.layers]
         wanted = ({"q", "k", "v"}, {"qkv"}, {"q", "kv"})
         return bool(found) and all(any(each <= parts for each in wanted) for parts in found)
 
@@ -359,7 +359,7 @@ def _turned(piece: Piece, tensor: Tensor, axes: str, packed: str | None, file: P
             )
         return tensor.flatten()
     order = packed or piece.axes or axes
-    if tensor.ndim == 3 and piece.head is None:
+    if tensor.ndim == 3 and piece.head is None and 0 not in tensor.shape:
         if piece.axes == TRANSPOSED and piece.part != "o":  # flax: [in, head, d_head]
             return tensor.permute(1, 2, 0)
         if piece.axes == TRANSPOSED:  # and [head, d_head, out]
@@ -391,7 +391,8 @@ def _unpacked(
         for x, rows in zip(part, matrix.chunk(len(part)), strict=True):
             parts[x, kind] = rows
     if ("o", "weight") in parts:
-        require_full_keys(*(len(parts[x, "weight"]) for x in "qkv"), file)
+        queries, keys, values = (len(parts[x, "weight"]) for x in "qkv")
+        require_full_keys(queries, keys, values, file)
     full = {"q": "query", "k": "key", "v": "value", "o": "out"}
     return {f"{full[part]}.{kind}": matrix.contiguous() for (part, kind), matrix in parts.items()}
 

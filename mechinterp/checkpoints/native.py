@@ -5,12 +5,13 @@ TransformerLens) is built only when it is asked for.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pandas as pd
+import torch
 
 from mechinterp.checkpoints.archives import read_arrays
 from mechinterp.checkpoints.errors import printable
@@ -82,15 +83,24 @@ class Checkpoint:
 
     @cached_property
     def snapshots(self) -> dict[int, Weights]:
-        """Weights during training, by step."""
+        """Weights during training, by step, on the device of `weights`."""
         return {
-            step: weights_from(tensors, self.config, file)
+            step: weights_from(tensors, self.config, file).to(self.weights.device)
             for step, (file, tensors) in read_snapshots(self.path).items()
         }
 
+    def to(self, device: torch.device | str) -> "Checkpoint":
+        """The same checkpoint with its weights on another device, on which its model then runs.
+
+        Example:
+            >>> load("checkpoints/softmax-h2-s0").to("cpu").weights.device
+            device(type='cpu')
+        """
+        return replace(self, weights=self.weights.to(device))
+
     @cached_property
     def model(self) -> "ICLTransformer":
-        """The hooked model, on the CPU."""
+        """The hooked model, on the device of the weights."""
         from mechinterp.models.transformer import ICLTransformer
 
         return ICLTransformer.from_weights(self.weights, task=self.config.task)

@@ -54,7 +54,9 @@ def weights_among(root: object, file: Path) -> dict[str, Place]:
     )
     if any(not SKIPPED.fullmatch(name) for name in strangers):
         raise CheckpointError(_no_weights(found, file))
-    torches = {name: place for name, place in places.items() if isinstance(place, StoredTensor)}
+    torches: dict[str, Place] = {
+        name: place for name, place in places.items() if isinstance(place, StoredTensor)
+    }
     arrays = {name: place for name, place in places.items() if name not in torches and place.shape}
     if torches or arrays:
         return torches or arrays
@@ -149,6 +151,6 @@ def _kind(place: StoredArray, name: str, file: Path) -> np.dtype:
     kind = place.kind
     if isinstance(kind, ArrayType) and KIND.fullmatch(kind.code):
         found = np.dtype(kind.code)
-        return found.newbyteorder(kind.order) if kind.order in "<>" and kind.order else found
+        return found.newbyteorder(">") if kind.order == ">" else found
     got = kind.code if isinstance(kind, ArrayType) else "no dtype"
     raise CheckpointError(f"{file}: {name} must hold plain numbers, got {got}.")

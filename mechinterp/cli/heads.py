@@ -16,7 +16,7 @@ from mechinterp.cli.options import (
     shown_path,
     takes,
 )
-from mechinterp.cli.training import say
+from mechinterp.cli.training import device_of, say
 
 if TYPE_CHECKING:
     from mechinterp.analysis.heads.fine_tuning import FineTuning
@@ -24,22 +24,22 @@ if TYPE_CHECKING:
     from mechinterp.checkpoints.hints import Hints
     from mechinterp.checkpoints.native import Checkpoint
     from mechinterp.icl.prompts import Prompts
-    from mechinterp.tracking import Track
+    from mechinterp.progress import ProgressCallback
 
 
-@takes(asked=Asked, hints=hints_of)
-def ablate(path: PathArgument, *, asked: Asked, hints: "Hints") -> None:
+@takes(asked=Asked, hints=hints_of, device=device_of)
+def ablate(path: PathArgument, *, asked: Asked, hints: "Hints", device: str) -> None:
     """Mask every head; of one layer of attention, every subset of heads. Example: mechinterp ablate checkpoints/softmax-h2-s0"""
-    show("ablate", path, asked, hints)
+    show("ablate", path, asked, hints, device)
 
 
-@takes(asked=Asked, hints=hints_of)
-def probe(path: PathArgument, *, asked: Asked, hints: "Hints") -> None:
+@takes(asked=Asked, hints=hints_of, device=device_of)
+def probe(path: PathArgument, *, asked: Asked, hints: "Hints", device: str) -> None:
     """Say what each layer has computed: linear probes, descent on features. Example: mechinterp probe MODEL"""
-    show("probe", path, asked, hints)
+    show("probe", path, asked, hints, device)
 
 
-@takes(asked=Asked, hints=hints_of)
+@takes(asked=Asked, hints=hints_of, device=device_of)
 def analyse(
     name: Annotated[
         str, typer.Argument(metavar="NAME", help="An analysis; a wrong one lists all.")
@@ -48,12 +48,13 @@ def analyse(
     *,
     asked: Asked,
     hints: "Hints",
+    device: str,
 ) -> None:
     """Run any one analysis by its name. Example: mechinterp analyse pairs checkpoints/sparse-h4-noise0.1-s0"""
     from mechinterp.analysis.analyses import analysis_named
 
     analysis_named(name)
-    show(name, path, asked, hints)
+    show(name, path, asked, hints, device)
 
 
 def show(
@@ -61,6 +62,7 @@ def show(
     path: Path,
     asked: Asked,
     hints: "Hints",
+    device: str,
     settings: Mapping[str, object] | None = None,
 ) -> None:
     """Print what an analysis says of a checkpoint.
@@ -70,17 +72,17 @@ def show(
     """
     from mechinterp.analysis.analyses import run_analysis
     from mechinterp.report.documents import dumps, result_document
-    from mechinterp.report.terminal import result_text, tracked
+    from mechinterp.report.terminal import progress_bars, result_text
 
-    with about_paths(path), tracked(quiet=asked.quiet) as track:
-        checkpoint = load_checkpoint(path, hints, asked.context_length)
+    with about_paths(path), progress_bars(quiet=asked.quiet) as progress:
+        checkpoint = load_checkpoint(path, hints, asked.context_length, device=device)
         found = run_analysis(
             name,
             checkpoint,
             context_length=asked.context_length,
             n_prompts=asked.n_prompts,
             seed=asked.seed,
-            track=track,
+            progress=progress,
             settings=settings,
         )
     if asked.as_json:
@@ -89,7 +91,7 @@ def show(
         say(f"{shown_path(path)}: {result_text(found)}")
 
 
-@takes(asked=Asked, hints=hints_of)
+@takes(asked=Asked, hints=hints_of, device=device_of)
 def prune(
     path: PathArgument,
     rule: Annotated[
@@ -113,33 +115,34 @@ def prune(
     *,
     asked: Asked,
     hints: "Hints",
+    device: str,
 ) -> None:
     """Keep all heads of the first layer and the best of each later one. Example: mechinterp prune MODEL --out pruned"""
     from mechinterp.analysis.heads import pruning
     from mechinterp.checkpoints.folders import require_new
     from mechinterp.report.documents import dumps, pruning_document
-    from mechinterp.report.terminal import pruning_text, tracked
+    from mechinterp.report.terminal import progress_bars, pruning_text
 
     if rule not in pruning.RULES:
         raise ValueError(f"--rule must be one of {', '.join(pruning.RULES)}, got {rule!r}.")
     if out is not None:
         require_new(out)
     paths = (path,) if out is None else (path, out)
-    with about_paths(*paths), tracked(quiet=asked.quiet) as track:
-        checkpoint = _of_several_layers(path, hints, asked.context_length)
+    with about_paths(*paths), progress_bars(quiet=asked.quiet) as progress:
+        checkpoint = _of_several_layers(path, hints, asked.context_length, device)
         prompts = asked.prompts(checkpoint)
         found = pruning.prune(
             checkpoint.predictor,
             prompts,
             rule=pruning.RULES[rule],
             sequential=sequential,
-            track=track,
+            progress=progress,
         )
         tuned = None
         if fine_tune is not None:
             # The heads are chosen on all of the prompts.
             others = replace(asked, seed=asked.seed + 1).prompts(checkpoint)
-            tuned = _fine_tuned(checkpoint, found, others, steps=fine_tune, track=track)
+            tuned = _fine_tuned(checkpoint, found, others, steps=fine_tune, progress=progress)
         if out is not None and tuned is not None:
             tuned.save(out)
         elif out is not None:
@@ -158,7 +161,7 @@ def _fine_tuned(
     prompts: "Prompts",
     *,
     steps: int,
-    track: "Track",
+    progress: "ProgressCallback",
 ) -> "FineTuning":
     from mechinterp.analysis.heads.fine_tuning import fine_tune
 
@@ -166,12 +169,14 @@ def _fine_tuned(
         raise ValueError(
             f"--fine-tune is for models that were trained by this package, got one of format {checkpoint.format}."
         )
-    return fine_tune(checkpoint, found.kept, prompts, steps=steps, track=track)
+    return fine_tune(checkpoint, found.kept, prompts, steps=steps, progress=progress)
 
 
-def _of_several_layers(path: Path, hints: "Hints", context_length: int | None) -> "Checkpoint":
+def _of_several_layers(
+    path: Path, hints: "Hints", context_length: int | None, device: str
+) -> "Checkpoint":
     """The checkpoint of a model in which there is a first layer and a later one."""
-    checkpoint = load_checkpoint(path, hints, context_length)
+    checkpoint = load_checkpoint(path, hints, context_length, device=device)
     if checkpoint.config.model.n_layers == 1:
         raise ValueError(
             f"{path}: prune takes models of several layers, got one; ablate masks its heads."

@@ -25,6 +25,7 @@ from mechinterp.cli.options import (
     load_checkpoint,
     one_layer,
     reads_checkpoints,
+    runs_checkpoints,
     shown_path,
 )
 from mechinterp.cli.training import JsonOption, QuietOption, predict_jumps, say, sweep, train
@@ -83,7 +84,7 @@ for each in (train, sweep, predict_jumps):
 
 
 @command
-@reads_checkpoints
+@runs_checkpoints
 def classify(
     paths: Annotated[
         list[Path], typer.Argument(metavar="PATH...", help="Checkpoints, or folders of them.")
@@ -106,21 +107,22 @@ def classify(
     as_json: JsonOption = False,
     *,
     hints: "Hints",
+    device: str,
 ) -> None:
     """Say which pattern the heads form. Example: mechinterp classify checkpoints/*"""
     from mechinterp.checkpoints.loading import checkpoint_paths
     from mechinterp.report.documents import dumps
     from mechinterp.report.table import require_writable, write_table
-    from mechinterp.report.terminal import tracked
+    from mechinterp.report.terminal import progress_bars
 
     if out is not None:
         require_writable(out)
     documents: list[dict] = []
-    with tracked(quiet=quiet) as track:
-        for path in track(checkpoint_paths(paths), "classifying"):
+    with progress_bars(quiet=quiet) as progress:
+        for path in progress(checkpoint_paths(paths), "classifying"):
             try:
                 with about_paths(path):
-                    checkpoint = load_checkpoint(path, hints, context_length)
+                    checkpoint = load_checkpoint(path, hints, context_length, device=device)
                     document, text = _classified(
                         checkpoint, context_length=context_length, n_prompts=n_prompts, seed=seed
                     )
@@ -143,7 +145,7 @@ for each in (ablate, prune, probe, analyse):
 
 
 @command
-@reads_checkpoints
+@runs_checkpoints
 def fit(
     path: PathArgument,
     n_prompts: PromptsOption = 20_000,
@@ -160,17 +162,18 @@ def fit(
     as_json: JsonOption = False,
     *,
     hints: "Hints",
+    device: str,
 ) -> None:
     """Fit closed-form learners to the model. Example: mechinterp fit checkpoints/softmax-h2-s0"""
     from mechinterp.analysis.learners.fits import CONTEXT_LENGTHS
 
     asked = Asked(n_prompts=n_prompts, seed=seed, quiet=quiet, as_json=as_json)
     settings = {"context_lengths": context_length or CONTEXT_LENGTHS}
-    show("fit", path, asked, hints, settings)
+    show("fit", path, asked, hints, device, settings)
 
 
 @command
-@reads_checkpoints
+@runs_checkpoints
 def report(
     paths: Annotated[
         list[Path],
@@ -194,33 +197,34 @@ def report(
     as_json: JsonOption = False,
     *,
     hints: "Hints",
+    device: str,
 ) -> None:
     """Write a report as one HTML page. Example: mechinterp report checkpoints/softmax-h2-s0 --out reports/h2"""
     from mechinterp.checkpoints.loading import checkpoint_paths
     from mechinterp.report.comparison import write_comparison
     from mechinterp.report.documents import dumps
     from mechinterp.report.page import write_report
-    from mechinterp.report.terminal import tracked
+    from mechinterp.report.terminal import progress_bars
 
     found = checkpoint_paths(paths)
     if len(found) == 1:
         about: list[dict] = [{"path": str(found[0])}]
-        with about_paths(found[0], out), tracked(quiet=quiet) as track:
+        with about_paths(found[0], out), progress_bars(quiet=quiet) as progress:
             written = write_report(
-                load_checkpoint(found[0], hints),
+                load_checkpoint(found[0], hints, device=device),
                 out,
                 n_prompts=n_prompts,
                 seed=seed,
                 analyses=analyses,
                 overwrite=overwrite,
-                track=track,
+                progress=progress,
             )
         document = about[0] | written.to_document()
     else:
         if analyses is not None:
             raise ValueError(f"--analysis is of one checkpoint, got {len(found)} of them.")
-        loaded, about = _those_that_load(found, hints)
-        with about_paths(out), tracked(quiet=quiet) as track:
+        loaded, about = _those_that_load(found, hints, device)
+        with about_paths(out), progress_bars(quiet=quiet) as progress:
             written = write_comparison(
                 loaded,
                 out,
@@ -228,7 +232,7 @@ def report(
                 n_prompts=n_prompts,
                 seed=seed,
                 overwrite=overwrite,
-                track=track,
+                progress=progress,
             )
         document = {"checkpoints": about, **written.to_document()}
     shown = f"{written.verdict}\nReport: {shown_path(written.page.resolve())}"
@@ -286,14 +290,14 @@ def convert(
 
 
 def _those_that_load(
-    paths: list[Path], hints: "Hints"
+    paths: list[Path], hints: "Hints", device: str
 ) -> tuple[list["Checkpoint"], list[dict[str, str]]]:
     """The checkpoints that can be read, and of every path what JSON says: its error if there is one."""
     loaded, about = [], []
     for path in paths:
         try:
             with about_paths(path):
-                loaded.append(one_layer(path, hints))
+                loaded.append(one_layer(path, hints, device))
             about.append({"path": str(path)})
         except (ValueError, OSError) as error:
             about.append({"path": str(path), "error": str(error)})

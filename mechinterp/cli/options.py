@@ -1,4 +1,4 @@
-"""What the commands that read checkpoints share: their options, the reading and how faults are told."""
+"""Shared options of the commands that read checkpoints, and their error messages."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mechinterp.cli.training import JsonOption, QuietOption, say
+from mechinterp.cli.training import JsonOption, QuietOption, device_of, say
 
 if TYPE_CHECKING:
     from mechinterp.checkpoints.hints import Hints
@@ -178,13 +178,19 @@ def takes(**bundles: Callable) -> Callable[[Callable[..., None]], Callable[..., 
 
 reads_checkpoints = takes(hints=hints_of)
 """Gives a command the options of `hints_of`, whose result it takes as its argument `hints`."""
+runs_checkpoints = takes(hints=hints_of, device=device_of)
+"""The same, and --device as its argument `device`."""
 
 
-def load_checkpoint(path: Path, hints: "Hints", context_length: int | None = None) -> "Checkpoint":
+def load_checkpoint(
+    path: Path, hints: "Hints", context_length: int | None = None, *, device: str = "cpu"
+) -> "Checkpoint":
     """The checkpoint; what neither it nor the options say and is assumed goes to standard error."""
     from mechinterp.checkpoints.loading import load
 
     checkpoint = load(path, **hints.given)  # type: ignore[arg-type]
+    if device != "cpu":
+        checkpoint = checkpoint.to(device)
     if context_length is not None and LENGTH in checkpoint.assumed:
         checkpoint = _told(checkpoint, context_length)
     if checkpoint.assumed:
@@ -212,11 +218,11 @@ def _told(checkpoint: "Checkpoint", context_length: int) -> "Checkpoint":
     return replace(checkpoint, config=replace(checkpoint.config, task=task), assumed=assumed)
 
 
-def one_layer(path: Path, hints: "Hints") -> "Checkpoint":
+def one_layer(path: Path, hints: "Hints", device: str) -> "Checkpoint":
     """The checkpoint of a model of one layer of attention."""
     from mechinterp.models.weights import why_no_circuits
 
-    checkpoint = load_checkpoint(path, hints)
+    checkpoint = load_checkpoint(path, hints, device=device)
     found = why_no_circuits(checkpoint.config.model)
     if found is not None:
         raise ValueError(
@@ -241,8 +247,9 @@ def about_paths(*paths: Path) -> Iterator[None]:
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Whether Python or PyTorch found no more memory."""
-    return isinstance(error, MemoryError) or "allocate memory" in str(error)
+    """Whether Python or PyTorch found no more memory, on a GPU too."""
+    said = ("allocate memory", "CUDA out of memory")
+    return isinstance(error, MemoryError) or any(words in str(error) for words in said)
 
 
 def shown_path(path: Path) -> str:

@@ -1,4 +1,4 @@
-"""Commands that train models, or foretell their training: argument parsing only."""
+"""Commands that train models or predict their training: argument parsing only."""
 
 import os
 import re
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 BROKEN_PIPE = 141  # what a shell makes of SIGPIPE
 JsonOption = Annotated[bool, typer.Option("--json", help="One JSON document on standard output.")]
 DeviceOption = Annotated[str, typer.Option("--device", help="auto, cpu or cuda.")]
+DEVICES = ("auto", "cpu", "cuda")
 MemoryOption = Annotated[
     str | None, typer.Option("--memory", help="What a process may use at most, such as 2GB.")
 ]
@@ -110,7 +111,7 @@ def predict_jumps(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Foretell the jumps of linear attention, without training. Example: mechinterp predict-jumps linear-separate"""
+    """Predict the jumps of linear attention, without training. Example: mechinterp predict-jumps linear-separate"""
     from mechinterp.analysis.dynamics.jumps import jump_forecast
     from mechinterp.checkpoints.errors import printable
     from mechinterp.checkpoints.loading import named_config
@@ -170,13 +171,17 @@ def _engine(name: str, address: str | None, device: str, memory: str | None) -> 
     if name == "ray":
         from mechinterp.training.cluster import train_on_ray
 
-        _require_device(device)
+        require_device(device)
         return partial(train_on_ray, address=address, device=device, memory=limit)
     if address is not None:
         raise ValueError(f"--address is used by --engine ray only, got {address!r}.")
+    import torch
+
     from mechinterp.training.packs import train_here
 
-    return partial(train_here, device=_device(device), memory=limit)
+    # The tensors of a step are small: a second thread gains nothing, and waits where cores are shared.
+    torch.set_num_threads(1)
+    return partial(train_here, device=device_of(device), memory=limit)
 
 
 def _bytes(text: str) -> int:
@@ -186,18 +191,20 @@ def _bytes(text: str) -> int:
     return int(float(found[1]) * {"MB": 1e6, "GB": 1e9}[found[2]])
 
 
-def _require_device(name: str) -> None:
-    if name not in ("auto", "cpu", "cuda"):
-        raise ValueError(f"--device must be one of auto, cpu, cuda, got {name!r}.")
+def require_device(name: str) -> None:
+    """Refuse a device of another name."""
+    if name not in DEVICES:
+        raise ValueError(f"--device must be one of {', '.join(DEVICES)}, got {name!r}.")
 
 
-def _device(name: str) -> str:
+def device_of(device: DeviceOption = "auto") -> str:
+    """The device that --device stands for: a GPU where PyTorch can use one, unless the processor is asked for."""
+    require_device(device)
+    if device == "cpu":
+        return device
     import torch
 
-    _require_device(name)
     available = torch.cuda.is_available()
-    if name == "cuda" and not available:
+    if device == "cuda" and not available:
         raise ValueError("--device cuda needs a GPU that PyTorch can use; there is none.")
-    # The tensors of a step are small: a second thread gains nothing, and waits where cores are shared.
-    torch.set_num_threads(1)
-    return "cuda" if name != "cpu" and available else "cpu"
+    return "cuda" if available else "cpu"

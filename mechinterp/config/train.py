@@ -1,4 +1,4 @@
-"""How a model is trained: steps, batches and the optimiser."""
+"""Settings of a training: steps, batches and the optimiser."""
 
 from dataclasses import dataclass
 

@@ -12,7 +12,6 @@ from mechinterp.icl.algorithms import Algorithm, PromptMoments
 from mechinterp.icl.prompts import generator_for
 
 TOLERANCE = 1e-8
-"""A minimum is where a step takes off less than this share of the mean square."""
 ROUNDING = 1e-26
 """Share of the target's mean square below which a difference is rounding."""
 MAX_STEPS = 100
@@ -42,6 +41,8 @@ def fit_algorithm(
     *,
     n_layers: int,
     n_starts: int = 4,
+    start: Float[Tensor, " scalar"] | None = None,
+    tolerance: float = TOLERANCE,
 ) -> AlgorithmFit:
     """The scalars of least mean squared difference from a model's predictions.
 
@@ -51,6 +52,8 @@ def fit_algorithm(
         n_starts: How many starts: the natural scalars, and these times fixed random factors.
             Gradient descent predicts the same after the last layer where step sizes change places,
             so that from equal ones alone they would stay equal.
+        start: The first start in place of the natural scalars.
+        tolerance: A minimum is where a step takes off less than this share of the mean square.
     Raises:
         ValueError: If target has neither shape, is not finite, or n_starts is below 1.
     Example:
@@ -82,8 +85,9 @@ def fit_algorithm(
 
     lower, goal = algorithm.lower(n_layers), ROUNDING * wanted.square().mean().item()
     fits: list[tuple[float, Tensor]] = []
-    for start in _starts(algorithm.start(moments, n_layers), n_starts):
-        fits.append(_minimise(difference, start, lower, goal))
+    first = algorithm.start(moments, n_layers) if start is None else start
+    for scalars in _starts(first, n_starts):
+        fits.append(_minimise(difference, scalars, lower, goal, tolerance))
         if fits[-1][0] <= goal:
             break
     error, scalars = min(fits, key=lambda fit: fit[0])
@@ -99,7 +103,11 @@ def _starts(natural: Tensor, n_starts: int) -> Iterator[Tensor]:
 
 
 def _minimise(
-    difference: Callable[[Tensor], Tensor], scalars: Tensor, lower: Tensor, goal: float
+    difference: Callable[[Tensor], Tensor],
+    scalars: Tensor,
+    lower: Tensor,
+    goal: float,
+    tolerance: float,
 ) -> tuple[float, Tensor]:
     """The least mean square and the scalars there, by Levenberg-Marquardt steps; a scalar at its
     least value stays there while the mean square would fall only below it."""
@@ -111,7 +119,7 @@ def _minimise(
         J = _jacobian(difference, scalars)
         free = (scalars > lower) | (rest @ J < 0)
         Q, R = torch.linalg.qr(J * free)
-        before = error
+        before, growth = error, 2.0
         scale = J.norm(dim=0).clamp(min=1e-12).diag()
         while error == before and damping < 1e12:
             # Least squares in place of normal equations, which would square the condition number.
@@ -122,12 +130,22 @@ def _minimise(
             tried_rest = difference(tried)
             tried_error = tried_rest.square().mean().item()
             if tried_error < error:
-                scalars, rest, error, damping = tried, tried_rest, tried_error, damping / 10
+                foreseen = before - (rest + J @ (tried - scalars)).square().mean().item()
+                damping = max(damping * _damping_factor(before - tried_error, foreseen), 1e-12)
+                scalars, rest, error = tried, tried_rest, tried_error
             else:
-                damping *= 10
-        if error <= goal or before - error <= TOLERANCE * before:
+                damping, growth = damping * growth, 2 * growth
+        if error <= goal or before - error <= tolerance * before:
             break
     return error, scalars
+
+
+def _damping_factor(gain: float, foreseen: float) -> float:
+    """Less damping after a step that took off what the tangent foresaw, more where it took off little: where
+    predictions bend and the least error is not 0, undamped steps overshoot from side to side (Nielsen 1999)."""
+    if foreseen <= 0:
+        return 2.0
+    return max(1 / 3, 1 - (2 * gain / foreseen - 1) ** 3)
 
 
 def _jacobian(difference: Callable[[Tensor], Tensor], scalars: Tensor) -> Tensor:

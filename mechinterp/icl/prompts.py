@@ -1,4 +1,4 @@
-"""What a prompt of in-context linear regression is, and how prompts are drawn.
+"""Prompts of in-context linear regression, and how they are drawn.
 
 A prompt holds L pairs (x, y) of one linear task and a query x whose y is to be predicted. A batch of
 prompts is a pure function of (seed, stream, step), so that a run can be resumed and models compared

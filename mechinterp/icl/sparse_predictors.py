@@ -1,4 +1,4 @@
-"""Closed-form and iterative learners of sparse linear regression, the rivals of the models.
+"""Closed-form and iterative learners of sparse linear regression, the baselines of the models.
 
 Each takes prompts with one response or several and gives predictions [batch, d_y], or for learners with
 steps [step, batch, d_y], step 0 first. Learners that are tuned take their tuning as an argument; `tuned` picks

@@ -1,4 +1,4 @@
-"""Hooked models of any make as the analyses of heads see them: prompts in, predictions out, heads by number.
+"""One interface to hooked models of any make: prompts in, predictions out, heads by number.
 
 Ours fit as they are. A TransformerLens Bridge around somebody else's layers needs to be told how prompts
 become its input and which part of its output is the prediction; that is all there is to an adapter.
@@ -81,8 +81,9 @@ class HookedPredictor:
                 )
 
     def predict(self, prompts: Prompts) -> Float[Tensor, "batch d_y"]:
-        """Prediction of y_query, in units of y."""
-        return self.prediction(self.model(self.inputs(prompts)), prompts)
+        """Prediction of y_query, in units of y, on the device of the prompts."""
+        found = self.prediction(self.model(self.inputs(prompts)), prompts)
+        return found.to(prompts.x.device)
 
     def inputs(self, prompts: Prompts) -> Float[Tensor, "batch pos width"]:
         """What goes into the model, which must not drop at random.
@@ -265,7 +266,7 @@ def hooked_predictor(model: "HookedPredictor | ICLTransformer | Predicts") -> Ho
         model=own,
         n_layers=own.cfg.n_layers,
         n_heads=own.cfg.n_heads,
-        embed=lambda prompts: own.tokens(prompts).to(own.cfg.dtype),
+        embed=lambda prompts: own.tokens(prompts).to(own.cfg.device, own.cfg.dtype),
         read=lambda output: output[:, -1],
     )
 
@@ -310,8 +311,7 @@ def gpt2_predictor(
                 f"context_length must be <= {most}, all that n_positions = {backbone.config.n_positions} "
                 f"has room for, got {prompts.x.shape[1]}."
             )
-        dtype = next(read_in.parameters(), prompts.x).dtype
-        return read_in(interleaved(prompts).to(dtype))
+        return read_in(interleaved(prompts).to(next(read_in.parameters(), prompts.x)))
 
     return HookedPredictor(
         model=bridge,

@@ -6,18 +6,18 @@ default what the query reads is the context, all of it and nothing else.
 
 import torch
 from einops import einsum
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor, nn
 from transformer_lens import FactoredMatrix
 from transformer_lens.hook_points import HookPoint
 
 from mechinterp.models.functional import identity_keys
 from mechinterp.models.hooked_config import HookedConfig
-from mechinterp.models.scores import attention_pattern
+from mechinterp.models.scores import attention_pattern, readable_keys
 
 
 class Attention(nn.Module):
-    """Attention heads; which keys a position reads is said by `readable`.
+    """Attention heads; which keys a position reads is said by `readable_keys`.
 
     Weights and biases start at zero.
 
@@ -65,8 +65,12 @@ class Attention(nn.Module):
             q, k, "batch query head d_head, batch key head d_head -> batch head query key"
         )
         # A context longer than any seen before is masked as strictly: there is no stored mask.
-        reads = readable(self.cfg, scores.shape[-1], device=scores.device)
-        scores = self.hook_attn_scores(scores.masked_fill(~reads, -torch.inf))
+        reads = readable_keys(
+            scores.shape[-1],
+            context_only=self.cfg.context_only,
+            attend_to_self=self.cfg.attend_to_self,
+        )
+        scores = self.hook_attn_scores(scores.masked_fill(~reads.to(scores.device), -torch.inf))
         pattern = self.hook_pattern(
             attention_pattern(scores, score=self.cfg.score, slope=self.cfg.score_slope)
         )
@@ -156,16 +160,3 @@ class MergedAttention(Attention):
         # A copy, so that a hook on the keys may edit them in place and leave the input alone.
         keys = read.clone() if read.ndim == 4 else self._per_head(read)
         return keys + self.b_K if self.cfg.biases else keys
-
-
-def readable(
-    cfg: HookedConfig, n_pos: int, *, device: torch.device | str = "cpu"
-) -> Bool[Tensor, "query key"]:
-    """Which keys a position reads: those before it and with attend_to_self itself, or with context_only all but
-    the last and with attend_to_self all."""
-    reads = torch.ones(n_pos, n_pos, dtype=torch.bool, device=device)
-    if not cfg.context_only:
-        return reads.tril(0 if cfg.attend_to_self else -1)
-    if not cfg.attend_to_self:
-        reads[:, -1] = False
-    return reads

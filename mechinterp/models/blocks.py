@@ -1,27 +1,16 @@
-"""What stands around the attention of a layer: norms, the MLP, the block that adds them up, and the read-out.
+"""Blocks of a hooked model: norm, MLP, what adds them to the stream, and the read-out.
 
 Names, shapes and hook points are those of HookedTransformer; of norms that come after, those of its encoder.
 """
 
-from collections.abc import Callable
-from functools import partial
-
 import torch
-import torch.nn.functional as F  # noqa: N812
 from jaxtyping import Float
 from torch import Tensor, nn
 from transformer_lens.hook_points import HookPoint
 
 from mechinterp.models.attention import Attention, MergedAttention
 from mechinterp.models.hooked_config import HookedConfig
-
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "relu": F.relu,
-    "gelu": F.gelu,
-    "gelu_new": partial(F.gelu, approximate="tanh"),
-    "silu": F.silu,
-    "tanh": torch.tanh,
-}
+from mechinterp.models.units import ACTIVATIONS, plus
 
 
 class LayerNorm(nn.Module):
@@ -139,8 +128,3 @@ class Unembed(nn.Module):
 
     def forward(self, resid: Float[Tensor, "*axes d_model"]) -> Float[Tensor, "*axes d_y"]:
         return resid @ self.W_U + self.b_U
-
-
-def plus(values: Tensor, bias: Tensor | None) -> Tensor:
-    """The values with a bias added, if there is one."""
-    return values if bias is None else values + bias

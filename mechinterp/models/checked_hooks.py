@@ -56,12 +56,12 @@ class CheckedHooks(HookedRootModule):
         Raises:
             HookError: If a name is not of a hook point, or of one that is switched off.
         """
-        checked = [
-            [(name, hook) for pick, hook in hooks for name in self._points(pick)]
-            for hooks in (fwd_hooks, bwd_hooks)
-        ]
-        with super().hooks(*checked, reset_hooks_end, clear_contexts):
+        forward, backward = self._on_points(fwd_hooks), self._on_points(bwd_hooks)
+        with super().hooks(forward, backward, reset_hooks_end, clear_contexts):
             yield self
+
+    def _on_points(self, hooks: Hooks) -> list[tuple[str | Callable[..., Any], Callable[..., Any]]]:
+        return [(name, hook) for pick, hook in hooks for name in self._points(pick)]
 
     def add_hook(
         self, name: str | Callable[[str], bool], hook: Callable, *args: Any, **kwargs: Any

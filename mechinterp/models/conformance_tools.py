@@ -28,6 +28,8 @@ from mechinterp.models.conformance_model import (
     switched_on,
 )
 
+FEW = 5
+"""Positions where each takes runs of its own: a wide model has many (`sample_inputs`)."""
 BY_POSITION = ("layer", "pos")
 BY_HEAD = ("layer", "head")
 BY_POSITION_AND_HEAD = ("layer", "pos", "head")
@@ -72,7 +74,7 @@ def stand_in_ids(model: Module, *inputs: Tensor) -> Iterator[tuple[Tensor, ...]]
 
 
 def patches(model: Module, *, name: str, activation: str, axes: tuple[str, ...]) -> None:
-    """The last value of a sweep over the true positions is what patching by hand gives."""
+    """The last value of a sweep, of whose indices the first and the last are tried, is what patching by hand gives."""
     clean, corrupted = sample_inputs(model)
     sweep = getattr(patching, f"get_act_patch_{name}")
     sizes = {
@@ -81,7 +83,7 @@ def patches(model: Module, *, name: str, activation: str, axes: tuple[str, ...])
         "head_index": model.cfg.n_heads,
     }
     ranges = [sizes.get(axis, clean.shape[1]) for axis in axes]
-    indices = patching.make_df_from_ranges(ranges, list(axes))
+    indices = patching.make_df_from_ranges(ranges, list(axes)).iloc[[0, -1]]
     last = tuple(size - 1 for size in ranges)
     all_positions = (slice(None),) if axes == BY_HEAD else ()
     hook_name = get_act_name(activation, last[0])
@@ -113,8 +115,8 @@ def counts_positions(model: Module) -> None:
 
 
 def patches_every(model: Module, *, name: str, n_kinds: int, axes: tuple[str, ...]) -> None:
-    """A sweep of TransformerLens over several kinds of activation runs."""
-    clean, corrupted = sample_inputs(model)
+    """A sweep of TransformerLens over several kinds of activation runs; a run per position, of which few are enough."""
+    clean, corrupted = (inputs[:, :FEW] for inputs in sample_inputs(model))
     cfg = model.cfg
     sizes = {"layer": cfg.n_layers, "pos": clean.shape[1], "head": cfg.n_heads}
     expected = [n_kinds, *(sizes[axis] for axis in axes)]

@@ -127,21 +127,6 @@ class DeepWeights:
         return replace(self, **tensors)  # type: ignore[arg-type]
 
 
-def deep_from_parameters(
-    parameters: Mapping[str, Tensor], *, d_y: int, scale: float, score: str, score_slope: float
-) -> DeepWeights:
-    """The inverse of `DeepWeights.parameters`."""
-    n_layers = sum(name.endswith(".W_Q") for name in parameters)
-    stacked = {
-        name: torch.stack([parameters[f"blocks.{layer}.attn.{name}"] for layer in range(n_layers)])
-        for name in LAYERED
-    }
-    reading = {name: parameters[key] for name, key in READING.items() if key in parameters}
-    return DeepWeights(
-        **stacked, **reading, d_y=d_y, scale=scale, score=score, score_slope=score_slope
-    )
-
-
 def deep_bytes(weights: DeepWeights, n_tokens: int) -> int:
     """What a prompt takes while it runs through the layers.
 

@@ -1,4 +1,4 @@
-"""Masks of heads as hooks, and what stands in the place of a masked head."""
+"""Masks of heads as hooks."""
 
 from collections.abc import Callable, Sequence
 from functools import partial

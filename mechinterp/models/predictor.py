@@ -1,7 +1,7 @@
 """The one way to run any model: predictions under masks of heads, and the streams inside.
 
-How it is computed is chosen by what the model is: in closed form, as a map of the tokens, by taking a head's part
-away again, or with plain hooks; all give what plain hooks give. No analysis asks what kind of model it has.
+How it is computed is chosen by what the model is: in closed form, as a map of the tokens, from the weights alone, or
+with plain hooks; all give what plain hooks give. No analysis asks what kind of model it has.
 """
 
 import inspect
@@ -18,13 +18,13 @@ from mechinterp.config import TaskConfig
 from mechinterp.icl.prompts import Prompts, sample_prompts
 from mechinterp.memory import chunks, together
 from mechinterp.models.adapter import HookedPredictor, hooked_predictor
-from mechinterp.models.backends import hooks, one_layer, token_map
+from mechinterp.models.backends import hooks, one_layer, token_map, weights_alone
 from mechinterp.models.deep import LINEAR, DeepWeights, deep_bytes, predict_deep
 from mechinterp.models.functional import AttentionWeights, predict
 from mechinterp.models.masks import Head, require_method
 from mechinterp.models.tokens import tokens_of
 from mechinterp.models.weights import Weights, as_weights, why_no_circuits
-from mechinterp.tracking import Track, untracked
+from mechinterp.progress import ProgressCallback, no_progress
 
 if TYPE_CHECKING:
     from mechinterp.models.hooked_config import HookedConfig
@@ -90,7 +90,10 @@ class Predictor:
         return weights.circuits
 
     def predict(self, prompts: Prompts) -> Float[Tensor, "batch d_y"]:
-        """Prediction of y_query, in units of y."""
+        """Prediction of y_query, in units of y, on the device of the prompts."""
+        return self._predicted(prompts).to(prompts.x.device)
+
+    def _predicted(self, prompts: Prompts) -> Float[Tensor, "batch d_y"]:
         weights = self._shortcut
         if weights is None:  # somebody's hooks may depend on all prompts
             return self.hooked.predict(prompts)
@@ -103,8 +106,7 @@ class Predictor:
             what = f"{weights.n_layers} layers on prompts of {prompts.x.shape[1]} pairs"
             parts = chunks(len(prompts), together(per_prompt, what))
             return torch.cat([predict_deep(stack, prompts[rows]) for rows in parts])
-        parts = self.hooked.chunks(prompts, len(prompts) + 1)
-        return torch.cat([self.hooked.predict(prompts[rows]) for rows in parts])
+        return weights_alone.masked_predictions(weights, prompts, [[]])[0]
 
     def run(
         self,
@@ -112,15 +114,15 @@ class Predictor:
         masks: Sequence[Sequence[Head]] = ((),),
         *,
         method: str = "zero",
-        track: Track = untracked,
+        progress: ProgressCallback = no_progress,
     ) -> Float[Tensor, "mask batch d_y"]:
-        """Predictions under each of several masks, without gradients.
+        """Predictions under each of several masks, without gradients, on the device of the prompts.
 
         Args:
             masks: The heads that are masked together; an empty mask is the full model.
             method: "zero"; "mean": z of a masked head is its mean over the prompts at that position;
                 "resample": it is that of another prompt, prompts 2i and 2i + 1 swap.
-            track: Told of the progress.
+            progress: Optional progress callback.
         Raises:
             ValueError: If there is no such head, the method is unknown, prompts that swap are odd in number, or
                 they do not fit the model.
@@ -135,20 +137,34 @@ class Predictor:
         """
         self.require_heads([head for heads in masks for head in heads])
         require_method(method, prompts)
-        weights = self._shortcut
         with torch.no_grad():
-            if weights is not None and why_no_circuits(weights.model) is None:
-                fitting = _fitting(weights, prompts)
-                return one_layer.masked_predictions(
-                    weights.circuits, fitting, masks, method=method, track=track
-                )
-            if weights is not None and method == "zero" and _is_linear(weights):
-                fitting = _fitting(weights, prompts)
-                return token_map.masked_predictions(weights.stack, fitting, masks, track=track)
-            apart = weights if weights is not None and weights.model.attention_only else None
-            return hooks.masked_predictions(
-                self.hooked, apart, prompts, masks, method=method, track=track
+            found = self._masked(prompts, masks, method=method, progress=progress)
+        return found.to(prompts.x.device)
+
+    def _masked(
+        self,
+        prompts: Prompts,
+        masks: Sequence[Sequence[Head]],
+        *,
+        method: str,
+        progress: ProgressCallback,
+    ) -> Float[Tensor, "mask batch d_y"]:
+        weights = self._shortcut
+        if weights is not None and why_no_circuits(weights.model) is None:
+            fitting = _fitting(weights, prompts)
+            return one_layer.masked_predictions(
+                weights.circuits, fitting, masks, method=method, progress=progress
             )
+        if weights is not None and method == "zero" and _is_linear(weights):
+            fitting = _fitting(weights, prompts)
+            return token_map.masked_predictions(weights.stack, fitting, masks, progress=progress)
+        if weights is not None and method == "zero":
+            fitting = _fitting(weights, prompts)
+            return weights_alone.masked_predictions(weights, fitting, masks, progress=progress)
+        apart = weights if weights is not None and weights.model.attention_only else None
+        return hooks.masked_predictions(
+            self.hooked, apart, prompts, masks, method=method, progress=progress
+        )
 
     def streams(
         self,
@@ -169,16 +185,20 @@ class Predictor:
         weights = self._shortcut
         with torch.no_grad():
             if weights is not None and _is_linear(weights):
-                return token_map.streams(
+                found = token_map.streams(
                     weights.stack, _fitting(weights, prompts), heads=heads, positions=positions
                 )
-            return hooks.streams(self.hooked, prompts, heads=heads, positions=positions)
+            elif weights is not None and tuple(positions) == (-1,):
+                found = weights_alone.streams(weights, _fitting(weights, prompts), heads=heads)
+            else:
+                found = hooks.streams(self.hooked, prompts, heads=heads, positions=positions)
+        return found.to(prompts.x.device)
 
     def stream(self, prompts: Prompts, layer: int) -> Float[Tensor, "batch pos d_model"]:
         """The stream at every position after some layers, without gradients."""
         self.require_layer(layer)
         with torch.no_grad():
-            return hooks.stream(self.hooked, prompts, layer)
+            return hooks.stream(self.hooked, prompts, layer).to(prompts.x.device)
 
     def query_streams(
         self,
@@ -186,7 +206,7 @@ class Predictor:
         layer: int,
         *,
         heads: Sequence[Head] = (),
-        track: Track = untracked,
+        progress: ProgressCallback = no_progress,
     ) -> Float[Tensor, "batch pos d_model"]:
         """The stream after some layers of every covariate of a prompt run as its query, the query's own last.
 
@@ -199,13 +219,16 @@ class Predictor:
         with torch.no_grad():
             if weights is not None and _is_linear(weights):
                 fitting = _fitting(weights, prompts)
-                return token_map.query_streams(weights.stack, fitting, layer, heads=heads)
-            covariates = track([*prompts.x.unbind(1), prompts.x_query], "every token as the query")
+                found = token_map.query_streams(weights.stack, fitting, layer, heads=heads)
+                return found.to(prompts.x.device)
+            covariates = progress(
+                [*prompts.x.unbind(1), prompts.x_query], "every token as the query"
+            )
             each = [
                 hooks.stream(self.hooked, replace(prompts, x_query=x), layer, heads=heads)[:, -1]
                 for x in covariates
             ]
-        return torch.stack(each, dim=1)
+        return torch.stack(each, dim=1).to(prompts.x.device)
 
     def require_heads(self, heads: Sequence[Head]) -> None:
         """Refuse heads that do not exist.
@@ -342,5 +365,4 @@ def _fitting(weights: Weights, prompts: Prompts) -> Prompts:
         ValueError: If they are of another d_x or d_y, or too long.
     """
     tokens_of(prompts[:1], weights.model, d_x=weights.d_x, d_y=weights.d_y)
-    like = weights.tensors["blocks.0.attn.W_V"]
-    return prompts.to(like.device).to(like.dtype)
+    return prompts.to(weights.device).to(weights.dtype)

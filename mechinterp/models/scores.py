@@ -7,7 +7,7 @@ finite gradients.
 """
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from mechinterp.config import CONTEXT_ONLY_SCORES
@@ -86,6 +86,24 @@ def score_derivative_at_zero(score: str, slope: float, *, context_length: int) -
     """
     derivatives = {"softmax": 1.0, "1+tanh": 1.0, "1+Cx": slope, "(1+Cx)^2": 2 * slope}
     return (derivatives | {"linear": slope * context_length, "linear/L": slope})[score]
+
+
+def readable_keys(
+    n_pos: int, *, context_only: bool, attend_to_self: bool
+) -> Bool[Tensor, "query key"]:
+    """Which keys a position reads: those before it and with attend_to_self itself, or with context_only all but
+    the last and with attend_to_self all.
+
+    Example:
+        >>> readable_keys(2, context_only=True, attend_to_self=False).tolist()
+        [[True, False], [True, False]]
+    """
+    reads = torch.ones(n_pos, n_pos, dtype=torch.bool)
+    if not context_only:
+        return reads.tril(0 if attend_to_self else -1)
+    if not attend_to_self:
+        reads[:, -1] = False
+    return reads
 
 
 def _values(scores: Tensor, score: str, slope: float, dim: int) -> Tensor:

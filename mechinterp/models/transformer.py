@@ -18,12 +18,13 @@ from transformer_lens.utilities import composition_scores
 from mechinterp.config import ModelConfig, TaskConfig
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.attention import Attention
-from mechinterp.models.blocks import Block, LayerNorm, Unembed, plus
+from mechinterp.models.blocks import Block, LayerNorm, Unembed
 from mechinterp.models.checked_hooks import CheckedHooks
 from mechinterp.models.deep import DeepWeights
 from mechinterp.models.functional import AttentionWeights
 from mechinterp.models.hooked_config import HookedConfig
 from mechinterp.models.tokens import tokens_of
+from mechinterp.models.units import plus
 from mechinterp.models.weights import Weights, as_weights
 
 if TYPE_CHECKING:

@@ -96,6 +96,10 @@ class Weights:
         return self.tensors["blocks.0.attn.W_V"].dtype
 
     @property
+    def device(self) -> torch.device:
+        return self.tensors["blocks.0.attn.W_V"].device
+
+    @property
     def n_layers(self) -> int:
         return self.model.n_layers
 

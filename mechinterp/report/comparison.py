@@ -8,9 +8,9 @@ import pandas as pd
 from mechinterp.analysis.comparison import Comparison, compare
 from mechinterp.checkpoints.errors import printable
 from mechinterp.checkpoints.native import Checkpoint
+from mechinterp.progress import ProgressCallback, no_progress
 from mechinterp.report.page import Report, require_free, write_page
 from mechinterp.report.sections import Section, counted
-from mechinterp.tracking import Track, untracked
 
 LONGEST_TABLE = 1000
 
@@ -23,14 +23,14 @@ def write_comparison(
     n_prompts: int = 4096,
     seed: int = 0,
     overwrite: bool = False,
-    track: Track = untracked,
+    progress: ProgressCallback = no_progress,
 ) -> Report:
     """Write `out/index.html` about all of the checkpoints, and the CSV files behind it.
 
     Args:
         left_out: What could not be compared, and why, to be named on the page: reasons by path.
         n_prompts: Prompts behind each classification; losses take five times as many.
-        track: Told of the progress.
+        progress: Optional progress callback.
     Raises:
         ValueError: If there is no checkpoint, `out` is a file, or a folder that holds anything and
             `overwrite` is not set.
@@ -43,7 +43,7 @@ def write_comparison(
         '2 models of 1 setting: softmax-h1: kernel_regression 2.'
     """
     require_free(Path(out), overwrite)
-    found = compare(checkpoints, n_prompts=n_prompts, seed=seed, track=track)
+    found = compare(checkpoints, n_prompts=n_prompts, seed=seed, progress=progress)
     missing = [_left_out(left_out)] if left_out else []
     parts = [_settings(found, n_prompts), *missing, _heads(found), *_training(found)]
     title = "Comparison of " + counted(len(checkpoints), "model")

@@ -1,4 +1,4 @@
-"""What a page says of a model: its verdict, and a section for each analysis."""
+"""Verdict and sections of the page about one model."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,18 +13,21 @@ from mechinterp.analysis.analyses import (
     described,
     run_analysis,
 )
+from mechinterp.analysis.learners.layered import LayeredClassification
 from mechinterp.checkpoints.native import Checkpoint
+from mechinterp.progress import ProgressCallback, no_progress
 from mechinterp.report import deep_sections, sections
+from mechinterp.report.algorithm_section import algorithm_section
+from mechinterp.report.edges import edges_sections
 from mechinterp.report.sections import Section, plus_minus
 from mechinterp.report.subject import Subject
 from mechinterp.report.training import history_sections, snapshot_sections
-from mechinterp.tracking import Track, untracked
 
 HEIGHT = 420
 """Of a figure that does not say how high it is."""
 ON_REQUEST = {"pairs", "order", "gates", "head-snapshots", "component-snapshots", "milestones"}
 """These take long, or are shown within another section."""
-OF_SEVERAL_LAYERS = {"baselines", "prune", "probe", "p-probe"}
+OF_SEVERAL_LAYERS = {"baselines", "prune", "probe", "p-probe", "edges"}
 """What is asked of a model whose circuits do not tell what it computes."""
 OF_ONE_LAYER = {"circuits", "attention", "fit"}
 
@@ -43,7 +46,7 @@ def contents_of(
     n_prompts: int,
     seed: int = 0,
     analyses: Sequence[str] | None = None,
-    track: Track = untracked,
+    progress: ProgressCallback = no_progress,
 ) -> Contents:
     """The verdict and the sections.
 
@@ -53,7 +56,7 @@ def contents_of(
     Raises:
         ValueError: If there is no such analysis, one that was asked for does not take the model, or n_prompts is too small.
     """
-    subject = Subject(checkpoint, n_prompts, seed, track)
+    subject = Subject(checkpoint, n_prompts, seed, progress)
     names = default_names(subject) if analyses is None else tuple(analyses)
     for name in names:
         analysis_named(name)
@@ -74,7 +77,7 @@ def sections_of(name: str, subject: Subject) -> list[Section]:
         return BESPOKE[name](subject)
     n_prompts = subject.size
     found = run_analysis(
-        name, subject.checkpoint, n_prompts=n_prompts, seed=subject.seed, track=subject.track
+        name, subject.checkpoint, n_prompts=n_prompts, seed=subject.seed, progress=subject.progress
     )
     return [plain_section(name, found)]
 
@@ -108,7 +111,10 @@ def plain_section(name: str, found: Finding, *, title: str | None = None) -> Sec
 def _classify_sections(subject: Subject) -> list[Section]:
     if subject.one_attention:
         return [sections.heads_section(subject)]
-    return [plain_section("classify", subject.classification, title="What it computes")]
+    found = subject.classification
+    computes = plain_section("classify", found, title="What it computes")
+    algorithm = found.algorithm if isinstance(found, LayeredClassification) else None
+    return [computes] if algorithm is None else [computes, algorithm_section(algorithm)]
 
 
 def _ablate_sections(subject: Subject) -> list[Section]:
@@ -130,6 +136,7 @@ BESPOKE: dict[str, Callable[[Subject], list[Section]]] = {
     "prune": partial(_listed, deep_sections.pruning_section),
     "probe": partial(_listed, deep_sections.probes_section),
     "p-probe": partial(_listed, deep_sections.descent_section),
+    "edges": edges_sections,
     "fit": partial(_listed, sections.fits_section),
     "snapshots": snapshot_sections,
     "training": history_sections,
@@ -159,10 +166,10 @@ def _verdict_of_layers(subject: Subject) -> str:
     found, zero, rules = subject.baselines, subject.zero, subject.rules
     against = dict(zip(found.learners, zip(found.ratio, found.ratio_sem, strict=True), strict=True))
     ratios = [
-        f"{plus_minus(*against[rival])} times {what}"
-        if np.isfinite(against[rival][0])
-        else f"where {rival} at its best makes none"
-        for rival, what in (
+        f"{plus_minus(*against[learner])} times {what}"
+        if np.isfinite(against[learner][0])
+        else f"where {learner} at its best makes none"
+        for learner, what in (
             ("ridge", "ridge's at its best penalty"),
             ("zero", "that of predicting 0"),
         )

@@ -43,8 +43,8 @@ def risk_section(subject: Subject) -> Section:
         f"of steps up to {STEPS}, that is best on these very prompts, which favours it. GD descends from zero with the "
         "step 1/λ_max of each prompt; Algorithm 1 does so on x reweighted by its correlations with y. Ratios "
         "are paired over prompts.",
-        {"rivals": found.plot()},
-        {"rivals": found.to_frame()},
+        {"baselines": found.plot()},
+        {"baselines": found.to_frame()},
     )
 
 
@@ -53,7 +53,7 @@ def masking_section(subject: Subject) -> Section:
     zero, scored = subject.zero, subject.scored
     few = some(scored, 8)
     others = [
-        ablate_heads(subject.predictor, few, method=how, track=subject.track)
+        ablate_heads(subject.predictor, few, method=how, progress=subject.progress)
         for how in OTHER_METHODS
     ]
     whole = _layer_rises(subject.predictor, scored)
@@ -82,7 +82,7 @@ def pruning_section(subject: Subject) -> Section:
     """What is left of the model as heads go for good: curves, and rules that name what stays."""
     rules, measured = subject.rules, subject.measured
     orders, how = _orders(subject)
-    curves = pruning_curves(subject.predictor, some(measured, 4), orders, track=subject.track)
+    curves = pruning_curves(subject.predictor, some(measured, 4), orders, progress=subject.progress)
     pruned = len(rules.rules) > 1
     chosen_figure = {"chosen": rules.plot_chosen()} if pruned else {}
     chosen_table = {"chosen": rules.chosen_frame()} if pruned else {}
@@ -112,7 +112,7 @@ def _orders(subject: Subject) -> tuple[dict[str, list[Head]], str]:
         said = f"A greedy order, searched for up to {GREEDY_HEADS} heads, is left out: there are {len(heads)}. "
         return by_rise, said
     chosen_on = some(subject.scored, 8)
-    found = greedy_order(subject.predictor, chosen_on, track=subject.track)
+    found = greedy_order(subject.predictor, chosen_on, progress=subject.progress)
     greedy = [(int(layer), int(head)) for layer, head in found.heads]
     said = (
         "The greedy order masks at each step the head that is missed least with those before it gone, chosen on "
@@ -123,11 +123,11 @@ def _orders(subject: Subject) -> tuple[dict[str, list[Head]], str]:
 
 def probes_section(subject: Subject) -> Section:
     """What a linear probe reads from the stream, layer by layer."""
-    predictor, prompts, track = subject.predictor, subject.probed, subject.track
-    response = probe_layers(predictor, prompts, track=track)
+    predictor, prompts, progress = subject.predictor, subject.probed, subject.progress
+    response = probe_layers(predictor, prompts, progress=progress)
     found = {"response": response}
     for name, target in STRUCTURES.items():
-        found[name] = probe_layers(predictor, prompts, target=target, track=track)
+        found[name] = probe_layers(predictor, prompts, target=target, progress=progress)
     table = pd.concat([one.to_frame().assign(target=name) for name, one in found.items()])
     table.insert(0, "target", table.pop("target"))
     r2 = {name: _listed(one.r2[:, -1]) for name, one in found.items()}
@@ -150,7 +150,7 @@ def probes_section(subject: Subject) -> Section:
 def descent_section(subject: Subject) -> Section:
     """Whether the first layer has made the context easier to learn from."""
     prompts = some(subject.measured, 4)
-    found = p_probe({AFTER: subject.predictor}, prompts, track=subject.track)
+    found = p_probe({AFTER: subject.predictor}, prompts, progress=subject.progress)
     table = found.area_frame().set_index("features")
     told = [
         f"{plus_minus(table.log_area[name], table.log_area_sem[name])} for {name}"

@@ -14,6 +14,7 @@ from mechinterp.analysis.dynamics.jumps import JumpForecast
 from mechinterp.analysis.heads.fine_tuning import FineTuning
 from mechinterp.analysis.heads.masking import Ablations
 from mechinterp.analysis.heads.pruning import Pruning
+from mechinterp.analysis.learners.algorithm_evidence import AlgorithmEvidence
 from mechinterp.analysis.learners.fits import LearnerFits
 from mechinterp.analysis.learners.layered import LayeredClassification
 from mechinterp.analysis.probing.probing import Probing
@@ -125,8 +126,34 @@ def _layered_document(checkpoint: Checkpoint, found: LayeredClassification) -> d
             "context_length": task.context_length,
             "learner_r2": dict(zip(found.learners, found.learner_r2.tolist(), strict=True)),
             "learner_r2_sem": dict(zip(found.learners, found.learner_r2_sem.tolist(), strict=True)),
+            **({} if found.algorithm is None else algorithm_evidence(found.algorithm)),
         },
     }
+
+
+def algorithm_evidence(found: AlgorithmEvidence) -> dict:
+    """What earned the label of several layers: of the best algorithm, of the runner-up, and of all."""
+    best, other = found.best, found.runner_up
+    evidence: dict[str, object] = {
+        "candidates": list(found.candidates),
+        "relative_risk": found.relative_risk[0],
+        "null_risk": found.null_risk,
+    }
+    if best is not None:
+        evidence |= {"algorithm": found.members[best]}
+        evidence |= {"r2": found.r2[best, 0], "r2_sem": found.r2_sem[best, 0]}
+        walked = found.has_path[best] and found.path_answered
+        evidence["scalars"] = (found.path_scalars if walked else found.scalars)[best]
+    if best is not None and other is not None:
+        evidence |= {
+            "runner_up": found.members[other],
+            "runner_up_r2": found.r2[other, 0],
+            "lead": found.difference[best, other, 0],
+            "lead_sem": found.difference_sem[best, other, 0],
+        }
+    tables = {"algorithms": found.to_frame(), "path": found.path_frame()}
+    tables["tests"] = found.test_frame()
+    return evidence | {name: records(frame) for name, frame in tables.items()}
 
 
 def ablation_document(checkpoint: Checkpoint, found: Ablations) -> dict:

@@ -1,4 +1,4 @@
-"""Sections as one HTML page that opens offline; style.css and page.js go into it, and plotly.js once."""
+"""HTML page of sections, which opens offline; style.css and page.js go into it, and plotly.js once."""
 
 import html
 import json

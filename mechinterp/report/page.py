@@ -12,10 +12,10 @@ from mechinterp.checkpoints.claims import claimed, entries, settle
 from mechinterp.checkpoints.errors import CheckpointError, one_line
 from mechinterp.checkpoints.files import write_new
 from mechinterp.checkpoints.native import Checkpoint, checkpoint_of
+from mechinterp.progress import ProgressCallback, no_progress
 from mechinterp.report import html
 from mechinterp.report.contents import contents_of
 from mechinterp.report.sections import Section, assumed_text, counted
-from mechinterp.tracking import Track, untracked
 
 PAGE = "index.html"
 FIGURE_OPTIONS = {"responsive": True, "displaylogo": False}
@@ -43,7 +43,7 @@ def write_report(
     seed: int = 0,
     analyses: Sequence[str] | None = None,
     overwrite: bool = False,
-    track: Track = untracked,
+    progress: ProgressCallback = no_progress,
 ) -> Report:
     """Write `out/index.html` and the CSV files behind it.
 
@@ -55,7 +55,7 @@ def write_report(
         n_prompts: Prompts behind the excess risk. For one layer of attention the fits take five times as many per
             context length; for others what needs many runs takes a part of them, and the page says how many, and
             a model with norms and MLPs, whose layers cannot be taken apart, is given an eighth.
-        track: Told of the progress.
+        progress: Optional progress callback.
     Raises:
         ValueError: If `out` is a file, or a folder that holds anything and `overwrite` is not set, or n_prompts is
             too small for the model, or an analysis that was asked for is none or does not take the model.
@@ -69,7 +69,9 @@ def write_report(
     """
     checkpoint = checkpoint_of(checkpoint, "write_report")
     require_free(Path(out), overwrite)
-    found = contents_of(checkpoint, n_prompts=n_prompts, seed=seed, analyses=analyses, track=track)
+    found = contents_of(
+        checkpoint, n_prompts=n_prompts, seed=seed, analyses=analyses, progress=progress
+    )
     about = _about(checkpoint)
     return write_page(
         Path(out), checkpoint.name, about, found.verdict, found.sections, overwrite=overwrite

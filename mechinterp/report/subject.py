@@ -1,4 +1,4 @@
-"""What the sections of a page share: the model, its prompts, and results that several of them show."""
+"""The model a page is about, its prompts, and results that several sections show."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,14 +16,14 @@ from mechinterp.analysis.heads.ablation import HeadAblation, ablate_heads
 from mechinterp.analysis.heads.masking import subsets_where_possible
 from mechinterp.analysis.heads.pruning_curves import RulePruning, prune_by_rules
 from mechinterp.analysis.heads.subsets import SubsetAblation
-from mechinterp.analysis.learners.baselines import Rivals, rivals
+from mechinterp.analysis.learners.baselines import Baselines, baselines
 from mechinterp.analysis.learners.fits import LearnerFits, fit_learners
 from mechinterp.analysis.learners.layered import LayeredClassification
 from mechinterp.analysis.probing.probes import streams
 from mechinterp.checkpoints.native import Checkpoint
 from mechinterp.icl.prompts import Prompts, sample_prompts
 from mechinterp.models.predictor import Predictor
-from mechinterp.tracking import Track, untracked
+from mechinterp.progress import ProgressCallback, no_progress
 
 METHODS = ("zero", "mean")
 LEAST_PROMPTS = 8
@@ -41,7 +41,7 @@ class Subject:
     n_prompts: int
     """Prompts behind the excess risk; what needs many runs takes a part of them."""
     seed: int = 0
-    track: Track = untracked
+    progress: ProgressCallback = no_progress
 
     def __post_init__(self):
         if not self.one_attention and self.n_prompts < LEAST_PROMPTS:
@@ -109,13 +109,15 @@ class Subject:
     def fits(self) -> LearnerFits:
         """Closed-form learners fitted to the model, on five times as many prompts per context length."""
         n_prompts = 5 * self.size
-        return fit_learners(self.checkpoint, n_prompts=n_prompts, seed=self.seed, track=self.track)
+        return fit_learners(
+            self.checkpoint, n_prompts=n_prompts, seed=self.seed, progress=self.progress
+        )
 
     @cached_property
     def single(self) -> list[HeadAblation]:
         """Single heads masked, by each of `METHODS`."""
         return [
-            ablate_heads(self.checkpoint, self.prompts, method=method, track=self.track)
+            ablate_heads(self.checkpoint, self.prompts, method=method, progress=self.progress)
             for method in METHODS
         ]
 
@@ -127,17 +129,17 @@ class Subject:
     @cached_property
     def zero(self) -> HeadAblation:
         """Zero ablation on the prompts that heads are chosen on."""
-        return ablate_heads(self.predictor, self.scored, track=self.track)
+        return ablate_heads(self.predictor, self.scored, progress=self.progress)
 
     @cached_property
-    def baselines(self) -> Rivals:
+    def baselines(self) -> Baselines:
         """The model's risk beside that of learners at their best."""
-        return rivals(self.predictor, self.prompts)
+        return baselines(self.predictor, self.prompts)
 
     @cached_property
     def rules(self) -> RulePruning:
         """Pruning by rules."""
-        return prune_by_rules(self.predictor, self.prompts, track=self.track)
+        return prune_by_rules(self.predictor, self.prompts, progress=self.progress)
 
     def squared_errors(self) -> np.ndarray:
         """Mean squared distance from the target without noise, prompt by prompt."""

@@ -1,4 +1,4 @@
-"""What the command line shows on a terminal: tables, texts and the progress of a training."""
+"""Terminal output: tables, texts and progress bars."""
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -20,7 +20,7 @@ from mechinterp.analysis.learners.fits import LearnerFits
 from mechinterp.analysis.learners.layered import LayeredClassification
 from mechinterp.analysis.probing.probing import Probing
 from mechinterp.checkpoints.errors import printable
-from mechinterp.tracking import Item, Track
+from mechinterp.progress import Item, ProgressCallback
 from mechinterp.training.run import Progress
 
 
@@ -56,7 +56,7 @@ def progress_bar(*, quiet: bool = False) -> Iterator[Callable[[Progress], None]]
 
 
 @contextmanager
-def tracked(*, quiet: bool = False) -> Iterator[Track]:
+def progress_bars(*, quiet: bool = False) -> Iterator[ProgressCallback]:
     """A bar on standard error for each loop of an analysis, with the time left; gone when the analysis is done.
 
     Args:
@@ -74,14 +74,14 @@ def tracked(*, quiet: bool = False) -> Iterator[Track]:
     bar = Bar(*columns, console=console, transient=True, disable=hidden, redirect_stdout=_shown())
     with bar:
 
-        def track(items: Sequence[Item], text: str) -> Iterable[Item]:
+        def progress(items: Sequence[Item], text: str) -> Iterable[Item]:
             task = bar.add_task(text, total=len(items))
             try:
                 yield from bar.track(items, task_id=task)
             finally:
                 bar.remove_task(task)
 
-        yield track
+        yield progress
 
 
 def _shown() -> bool:
@@ -229,7 +229,7 @@ def info_text(document: dict) -> str:
         lines.append(f"  {name}: {document[name]}")
     for group, values in document["experiment"].items():
         if group in ("train", "seed") and "step" in assumed:
-            continue  # how somebody else's weights were trained is not known
+            continue  # how external weights were trained is not known
         fields = values.items() if isinstance(values, dict) else [("", values)]
         lines.append(
             f"  {group}: " + ", ".join(f"{name} {value}".strip() for name, value in fields)

@@ -1,4 +1,4 @@
-"""The part of the page about training: a slider over the kept steps, and the curves of the history."""
+"""Sections of the page about training: a slider over the kept steps, and the curves of the history."""
 
 import numpy as np
 import pandas as pd
@@ -21,7 +21,7 @@ METHOD = (
     "The loss is the eval_loss of the last logged step up to there."
 )
 LINEAR_METHOD = (
-    " Dotted: the loss with 0, 1, ... principal components learned, in closed form; dashed: jumps foretold from the "
+    " Dotted: the loss with 0, 1, ... principal components learned, in closed form; dashed: jumps predicted from the "
     "initial weights. With M = Σ v K^T Q over heads, a component of the covariance is learned to f = e^T M e "
     "over its value at the optimum, and counts above one half; a head adds v (K e)^T (Q e) to that. Of heads of rank "
     "two and more the norms of K e and Q e are shown."
@@ -51,7 +51,7 @@ def history_sections(subject: Subject) -> list[Section]:
 
 def _steps(subject: Subject) -> Section:
     checkpoint, config = subject.checkpoint, subject.checkpoint.config
-    found = training_snapshots(checkpoint, seed=subject.seed, track=subject.track)
+    found = training_snapshots(checkpoint, seed=subject.seed, progress=subject.progress)
     circuits = {"snapshot_qk": found.plot(), "snapshot_ov": found.plot_ov()}
     tables = {"snapshots": found.to_frame()}
     kept = f"{len(found.step)} kept steps"
@@ -124,7 +124,7 @@ def _method(train: TrainConfig) -> str:
 
 def _deep_steps(subject: Subject) -> Section:
     prompts = some(subject.measured, 8)
-    found = deep_snapshots(subject.checkpoint, prompts, track=subject.track)
+    found = deep_snapshots(subject.checkpoint, prompts, progress=subject.progress)
     first = ", ".join(
         f"{number:.1f} at step {step:,}"
         for step, number in zip(found.step, found.effective_heads[:, 0], strict=True)

@@ -1,4 +1,4 @@
-"""How separate linear-attention heads grow one after another, and when each of them jumps.
+"""Growth of separate linear-attention heads one after another, and the times of their jumps.
 
 The flow is tau dW/dt = -(1/2) dL/dW; times have the unit of tau. How does a head grow along its
 eigenvector, which head learns which direction when, and what does it weigh afterwards?

@@ -1,4 +1,4 @@
-"""Risks of one (debiased) gradient step with a preconditioner, for any covariance, and what is best.
+"""Risks of one (debiased) gradient step with a preconditioner, for any covariance, and the best one.
 
 Numbers in, numbers out. All assume beta ~ N(0, I/d_x), x ~ N(0, Sigma) and write `noise_var` for the noise
 variance s^2; with Sigma = I the signal variance is 1.

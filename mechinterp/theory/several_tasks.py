@@ -1,4 +1,4 @@
-"""One debiased step for several responses at once: what is best, its exact risk, and how many heads it takes.
+"""One debiased step for several responses at once: the best one, its exact risk, and the heads it takes.
 
 Response n is predicted as y_hat_n = sum_mi theta_nmi g_mi x_query_i from g_mi = (1/L) sum_l y_lm (x_li - mean(x)_i).
 Attention heads whose QK is diagonal on x and whose mu sum to zero take such a step, and H of them can give theta,

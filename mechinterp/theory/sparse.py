@@ -1,4 +1,4 @@
-"""Reference risks of sparse regression: what learners reach that cannot see sparsity, and one that is told.
+"""Reference risks of sparse regression: learners that cannot see sparsity, and one that is told.
 
 Covariates are N(0, I) unless said otherwise, and risks are excess risks E <beta_hat - beta, x>^2, the noise of
 the query left out, in units of y^2.

@@ -1,4 +1,4 @@
-"""Batches that need little memory, however large: they are drawn and used chunk by chunk.
+"""Large batches in little memory, drawn and used chunk by chunk.
 
 The size of a chunk follows from the task alone, so that results depend on no machine.
 """

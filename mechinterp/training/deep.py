@@ -146,16 +146,11 @@ class DeepRun(Run[DeepWeights | Weights]):
         """One step of Adam on fresh prompts, which are a function of (data seed, step)."""
         task, train = self.config.task, self.config.train
         generator = generator_for(train.data_seed, "train", step, device=self.device)
-        length = task.context_length
-        if train.shortest_context is not None:
-            bounds = (train.shortest_context, length + 1)
-            drawn = torch.randint(*bounds, (), generator=generator, device=self.device)
-            length = int(drawn)
         prompts = sample_prompts(
             task,
             train.batch_size,
             generator=generator,
-            context_length=length,
+            context_length=self._length(step, generator),
             dtype=self.flat.dtype,
         )
         loss = (self._predict(prompts) - prompts.y_query).square().mean()
@@ -167,6 +162,15 @@ class DeepRun(Run[DeepWeights | Weights]):
             self.adam.param_groups[0]["lr"] = part * train.learning_rate
         self.adam.step()
         self.loss_sum += loss.detach()
+
+    def _length(self, step: int, generator: torch.Generator) -> int:
+        """Pairs per prompt in a step, the same on any device; drawn on the processor, so that no step waits."""
+        train, longest = self.config.train, self.config.task.context_length
+        if train.shortest_context is None:
+            return longest
+        if self.device.type != "cpu":
+            generator = generator_for(train.data_seed, "train", step)
+        return int(torch.randint(train.shortest_context, longest + 1, (), generator=generator))
 
     def _row(self) -> dict[str, Tensor]:
         weights = as_weights(self.weights)

@@ -1,9 +1,9 @@
-"""Training of linear attention by descent: on a training set through its moments, or on fresh prompts.
+"""Gradient descent of linear attention on a training set, through its moments.
 
 A training set enters through a few moments only, so that a step costs the same for any number of sequences.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import numpy as np
 import torch
@@ -11,7 +11,7 @@ from jaxtyping import Float, Int
 
 from mechinterp.config import TaskConfig
 from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
-from mechinterp.theory.linear import Modes, Moments, modes
+from mechinterp.theory.linear import Modes, Moments
 from mechinterp.theory.linear_heads import Heads
 from mechinterp.training.flat import Force, check_heads, flatten, force_of, velocity_of
 from mechinterp.training.flow import Flow, record
@@ -91,7 +91,7 @@ def full_batch_descent(
     Source:
         Zhang et al. 2025, arXiv 2501.16265, section 3.1; its figures use full-batch descent.
     Example:
-        >>> from mechinterp.theory.linear import population_moments
+        >>> from mechinterp.theory.linear import modes, population_moments
         >>> from mechinterp.theory.linear_heads import merged_heads
         >>> moments = population_moments(np.array([0.4, 0.2]), context_length=31)
         >>> heads = merged_heads(3, 2, std=0.1, seed=0)
@@ -101,62 +101,14 @@ def full_batch_descent(
     force, rows = force_of(moments), _rows(steps, every) if at is None else at
     if rows[0] < 0 or rows[-1] != steps or np.any(np.diff(rows) <= 0):
         raise ValueError(f"at must rise from 0 or later to steps = {steps}, got {rows.tolist()}.")
-    return _descend(heads, moments, found, lambda _: force, (learning_rate, rows))
-
-
-def minibatch_descent(
-    heads: Heads,
-    task: TaskConfig,
-    moments: Moments,
-    *,
-    learning_rate: float,
-    steps: int,
-    batch_size: int,
-    seed: int,
-    every: int = 1,
-) -> Flow:
-    """Stochastic gradient descent on fresh prompts; loss and learned fractions are those of the population.
-
-    Args:
-        heads: Initial weights in the eigenbasis of the population.
-        task: Law of the prompts, d_y = 1.
-        moments: Of the population in the coordinates of the prompts.
-        every: Steps between two rows of the result; the last step is one too.
-    Raises:
-        ValueError: If a number is not positive, all weights are zero, sizes differ or d_y is not 1.
-        FloatingPointError: If the weights diverge.
-    Example:
-        >>> from mechinterp.config import CovarianceConfig
-        >>> from mechinterp.theory.linear import population_moments
-        >>> from mechinterp.theory.linear_heads import merged_heads
-        >>> law = CovarianceConfig(kind="eigenvalues", eigenvalues=(0.4, 0.2))
-        >>> task = TaskConfig(d_x=2, context_length=31, covariance=law, beta_var=1.0, noise_var=0.0)
-        >>> moments = population_moments(np.array([0.4, 0.2]), context_length=31)
-        >>> options = {"learning_rate": 0.05, "steps": 500, "batch_size": 64, "seed": 0, "every": 100}
-        >>> run = minibatch_descent(merged_heads(3, 2, std=0.1, seed=0), task, moments, **options)
-        >>> bool(run.loss[-1] < 0.2)
-        True
-    """
-    found = modes(moments)
-    basis, d_x = found.vectors, len(found.rates)
-
-    def force_at(step: int) -> Force:
-        prompts = sample_prompts(
-            task, batch_size, generator=generator_for(seed, "train", step), dtype=torch.float64
-        )
-        y, z = _regressors(prompts, basis)
-        return lambda M: ((y - z @ M.ravel()) @ z / len(y)).reshape(d_x, d_x)
-
-    rotated = rotate(moments, basis)
-    schedule = (learning_rate, _rows(steps, every))
-    return _descend(heads, rotated, modes(rotated), force_at, schedule)
+    return _descend(heads, moments, found, force, (learning_rate, rows))
 
 
 def rotate(moments: Moments, basis: Float[np.ndarray, "d_x d_x"]) -> Moments:
     """The same moments in the coordinates of a basis, its vectors as columns.
 
     Example:
-        >>> from mechinterp.theory.linear import population_moments
+        >>> from mechinterp.theory.linear import modes, population_moments
         >>> moments = population_moments(np.array([[2.0, 1.0], [1.0, 2.0]]), context_length=31)
         >>> rotate(moments, modes(moments).vectors).yz.round(9).tolist()
         [[9.0, 0.0], [0.0, 1.0]]
@@ -169,10 +121,10 @@ def _descend(
     heads: Heads,
     moments: Moments,
     found: Modes,
-    force_at: Callable[[int], Force],
+    force: Force,
     schedule: tuple[float, Int[np.ndarray, " row"]],
 ) -> Flow:
-    """Descent under forces, with rows at given steps; loss and -dL/dt on the moments."""
+    """Descent under a force, with rows at given steps; loss and -dL/dt on the moments."""
     learning_rate, rows = schedule
     if not learning_rate > 0:
         raise ValueError(f"learning_rate must be > 0, got {learning_rate}.")
@@ -182,8 +134,8 @@ def _descend(
     for row in rows.tolist():
         # Weights that overflow on the way are found at its end.
         with np.errstate(over="ignore", invalid="ignore"):
-            for step in range(done, row):
-                state = state + rate * velocity(state, force_at(step))
+            for _ in range(done, row):
+                state = state + rate * velocity(state, force)
         if not np.abs(state).max() < 1e6:
             raise FloatingPointError(
                 f"Weights diverged by step {row} at learning_rate {learning_rate}."

@@ -445,9 +445,8 @@ def set_loss_and_gradients(
 ):  # fmt: skip
     """Set the loss of every model and its gradient in its weights; the gradients come filled with zeros.
 
-    Args:
-        slots: Heads of each model, [model, slot]; the number n_heads stands for none.
-        score: Index in SCORES; that of "linear" for "linear/L" too, with slope C over the number of keys.
+    `slots` are the heads of each model, [model, slot]; the number n_heads stands for none. `score` is an index in
+    SCORES; that of "linear" for "linear/L" too, with slope C over the number of keys.
     """
     d_x, (n_heads, d_model, d_y) = x.shape[2], (W_O.shape[0], W_Q.shape[1], W_O.shape[2])
     QK = np.zeros((n_heads, d_x, d_model), np.float32)

@@ -1,4 +1,4 @@
-"""What a run trains together: packs of models, decided by their configs and one constant alone.
+"""Packs of models that are trained together, decided by their configs and one constant alone.
 
 A pack is trained from its state file, where there is one, to the checkpoints of its models; it can be begun
 again at any time, in any process that sees the run folder.

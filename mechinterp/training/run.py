@@ -1,4 +1,4 @@
-"""Models in training as one flat tensor, stopped and resumed through one file, and what comes of them.
+"""Models in training as one flat tensor, stopped and resumed through one file.
 
 All that a resumed run needs lies in that file, written atomically: weights, the optimizer's moments, the rows logged
 so far and the snapshots. A run that was killed and resumed ends with the same bits as one that was not.

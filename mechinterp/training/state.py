@@ -1,4 +1,4 @@
-"""The state of a training that can go on after a kill: one file, written atomically."""
+"""State of a training that can be resumed after a kill: one file, written atomically."""
 
 import hashlib
 import json

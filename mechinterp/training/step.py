@@ -83,7 +83,7 @@ def membership(heads_per_model: Sequence[int]) -> Membership:
     """
     n_heads = sum(heads_per_model)
     heads = torch.arange(n_heads).split(list(heads_per_model))
-    owner = torch.repeat_interleave(torch.tensor(heads_per_model))
+    owner = torch.repeat_interleave(torch.tensor(heads_per_model), output_size=n_heads)
     slots = torch.nn.utils.rnn.pad_sequence(heads, batch_first=True, padding_value=n_heads)
     return Membership(owner, slots)
 

@@ -1,4 +1,4 @@
-"""Many models in one run folder: which ones there are, which are finished, and training the rest.
+"""Many models in one run folder: which are finished, and training of the rest.
 
 A run folder holds one `training-<n>.safetensors` per pack while it trains and one checkpoint folder per
 model when it is done. Nothing in it is overwritten: without `resume` it must be free, with `resume` its

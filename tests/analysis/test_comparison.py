@@ -25,6 +25,7 @@ def found(models: list[Checkpoint]) -> Comparison:
     return compare(models, n_prompts=256)
 
 
+@pytest.mark.slow
 def test_settings_are_named_by_what_their_models_share(found: Comparison):
     assert found.settings == (*["softmax-h2"] * 3, "softmax-h1-s0", "softmax-h8-s1")
     assert found.seeds.tolist() == [0, 1, 8, 0, 1]

@@ -121,6 +121,7 @@ def test_the_document_has_the_number():
     assert document["evidence"]["n_components"] is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["linear-separate-s0", "linear-separate-s1", "linear-rank1-s2"])
 def test_every_plateau_of_a_shipped_run_has_a_snapshot_with_its_number(name: str):
     checkpoint = load(CHECKPOINTS / name)

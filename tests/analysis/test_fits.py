@@ -61,6 +61,7 @@ def test_losses_meet_the_exact_risks_and_gaps_are_paired():
     )
 
 
+@pytest.mark.slow
 def test_step_size_and_its_standard_error_over_repeated_prompts():
     def model(prompts):
         return debiased_gd(prompts, eta=0.8) + 0.3 * (prompts.y_query - prompts.y_query_clean)

@@ -15,6 +15,7 @@ from mechinterp.models.transformer import ICLTransformer
 from tests.deep_models import random_gpt2, random_model
 
 
+@pytest.mark.slow
 def test_roles_of_heads_that_help_do_nothing_and_harm(prompts):
     prompts = prompts[:128]
     # A kernel smoother; a zero head; and a head that takes away a share of the first one's prediction.
@@ -48,12 +49,12 @@ def test_a_gate_of_zero_is_a_mask(make, few):
 def test_progress_is_told_of_masking_and_of_each_fit(few):
     told: list[tuple[str, int]] = []
 
-    def track(items, text):
+    def progress(items, text):
         for done, item in enumerate(items, 1):
             yield item
             told.append((text, done))
 
-    found = learn_gates(random_model(1), few, steps=3, track=track)
+    found = learn_gates(random_model(1), few, steps=3, progress=progress)
     fits = [
         (f"fitting gates ({kind})", n) for kind in ("free", "opened", "closed") for n in (1, 2, 3)
     ]

@@ -57,8 +57,8 @@ def test_the_greedy_order_takes_what_is_missed_least(prompts):
     assert sorted(found.names) == ["L0H0", "L0H1", "L0H2", "L0H3"]
     order = [(int(layer), int(head)) for layer, head in found.heads]
     for step, head in enumerate(order):
-        rivals = [[*order[:step], rival] for rival in order[step:]]
-        risks = masked_errors(model, chosen_on, rivals).mean(0)
+        baselines = [[*order[:step], rival] for rival in order[step:]]
+        risks = masked_errors(model, chosen_on, baselines).mean(0)
         assert risks.min() == risks[0], head
     masks = [order[:size] for size in range(5)]
     errors = masked_errors(model, measured, masks)

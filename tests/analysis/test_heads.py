@@ -199,6 +199,7 @@ def test_importance_and_effective_heads():
     np.testing.assert_allclose(heads._shares(rises[0])[1], [0.75, 0.25, 0, 0])
 
 
+@pytest.mark.slow
 def test_the_error_of_effective_heads_is_that_of_repeated_samples():
     generator = np.random.default_rng(0)
     mean = np.array([[1.0, 0.5, 0.2, -0.3]])
@@ -207,6 +208,7 @@ def test_the_error_of_effective_heads_is_that_of_repeated_samples():
     assert np.mean(sems) == pytest.approx(np.std(numbers), rel=0.1)
 
 
+@pytest.mark.slow
 def test_the_error_of_effective_heads_covers_equal_heads():
     # The largest number there is, where its slope is zero and every sample falls short of it.
     draws = 1 + 4 * np.random.default_rng(1).standard_normal((200, 400, 1, 4))
@@ -265,6 +267,7 @@ def test_methods_on_a_head_that_adds_a_constant(model, weights, prompts):
         assert abs(rises[method].rise[0, 0]) < 1e-12
 
 
+@pytest.mark.slow
 def test_resampling_has_honest_errors(model, few):
     # Over many draws of prompts the rises scatter by their standard errors.
     task = TaskConfig(context_length=6)

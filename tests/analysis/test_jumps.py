@@ -24,6 +24,7 @@ def crossing_steps(config: ExperimentConfig, levels: np.ndarray) -> np.ndarray:
     return np.array([history["step"][history["loss"] < m].iloc[0] for m in middles])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 1])
 def test_foretold_jumps_are_those_of_training(seed: int):
     config = override(SMALL, f"seed={seed}")
@@ -37,6 +38,7 @@ def test_foretold_jumps_are_those_of_training(seed: int):
     assert omega.argmax(0).tolist() == forecast.head.tolist()
 
 
+@pytest.mark.slow
 def test_foretold_loss_is_that_of_training():
     forecast = jump_forecast(SMALL)
     history = train_linear(SMALL).history.drop_duplicates("step")[1:]

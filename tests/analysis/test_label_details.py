@@ -94,6 +94,7 @@ def test_all_heads_must_serve_all_responses_for_a_weighted_step():
     assert found.task_leak == pytest.approx([1, 1, 0.3, 0.3])
 
 
+@pytest.mark.slow
 def test_a_step_is_plain_only_where_all_supports_are_full():
     weights = debiased_gradient_step(0.9, 0.1, d_x=6, d_y=2)
     full, part = tuple(range(6)), (0, 1, 2, 3)

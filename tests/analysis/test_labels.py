@@ -223,6 +223,7 @@ def test_heads_that_cancel_leave_the_pattern_alone():
     assert one.pattern == "undetermined"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pieces", [2, 150])
 def test_a_head_split_into_pieces_keeps_the_pattern(pieces: int):
     whole = classify(diagonal_heads([0.13, -0.13], [3.4, -3.4], d_x=5))
@@ -235,6 +236,7 @@ def test_a_head_split_into_pieces_keeps_the_pattern(pieces: int):
     assert found.labels[-1] == ("negative" if pieces == 2 else "dummy")
 
 
+@pytest.mark.slow
 def test_dummies_with_wild_ratios_do_not_count():
     tiny = diagonal_heads([7.0, -0.001, 0.3], [1e-6, 1e-7, -1e-5], d_x=5)
     found = classify(stack([debiased_gradient_step(0.88, 0.13, d_x=5), tiny]))
@@ -243,6 +245,7 @@ def test_dummies_with_wild_ratios_do_not_count():
     assert found.scales.omega_spread == pytest.approx(0, abs=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("task", "model"),
     [
@@ -267,6 +270,7 @@ def test_random_weights_earn_no_pattern(task: TaskConfig, model: ModelConfig):
     assert patterns.count("unstructured") >= 0.85 * len(patterns)
 
 
+@pytest.mark.slow
 def test_p_values_of_random_weights_are_uniform():
     values: dict[str, list[float]] = {}
     for seed in range(10_000, 10_200):

@@ -97,7 +97,7 @@ def test_a_layer_of_idle_heads_has_importance_zero():
 def test_the_document_and_the_pictures(found: LayeredClassification):
     checkpoint = checkpoint_of(garg(), n_heads=4)
     document = classification_document(checkpoint, found)
-    assert (document["pattern"], document["format"], document["d_x"]) == ("multi_layer", "gpt2", 3)
+    assert (document["pattern"], document["format"], document["d_x"]) == ("unstructured", "gpt2", 3)
     head = document["heads"][7]
     assert (head["layer"], head["head"], head["label"]) == (1, 3, "L1H3")
     assert head["excess_risk_increase"] == found.increase[1, 3]
@@ -106,15 +106,14 @@ def test_the_document_and_the_pictures(found: LayeredClassification):
     assert document["evidence"]["excess_risk"] == found.excess_risk
     assert set(document["evidence"]["learner_r2"]) == set(found.learners)
     assert document["assumed"]["task.noise_var"] == 0
-    assert "multi_layer" in dumps(document)
+    assert "unstructured" in dumps(document)
     for figure in (found.plot(), found.plot_importance()):
         assert isinstance(figure, go.Figure)
         assert np.shape(figure.data[0].z) == (3, 4)
-    assert repr(found).startswith("LayeredClassification(multi_layer: L")
+    assert repr(found).startswith("LayeredClassification(unstructured: L")
     assert found.learners == ("vanilla_gd", "debiased_gd", "least_squares")
-    assert found.reason.startswith(
-        "3 layers, whose heads are described by their ablation; no learner known here is close"
-    )
+    assert found.algorithm is not None
+    assert found.reason.startswith(f"{found.algorithm.reason}; no learner known here is close")
 
 
 def test_one_layer_is_undetermined_as_norm_and_mlp_lie_between():
@@ -133,6 +132,7 @@ def test_a_model_that_predicts_nothing_is_near_to_no_learner():
     assert np.isnan(found.learner_r2).all()
 
 
+@pytest.mark.slow
 def test_prompts_are_the_seeds_and_the_tasks():
     checkpoint = checkpoint_of(garg(), n_heads=4)
     first, again = (classify_layers(checkpoint, n_prompts=8, seed=1) for _ in range(2))

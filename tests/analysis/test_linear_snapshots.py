@@ -72,12 +72,12 @@ def test_the_algorithm_is_told_in_words(separate: LinearSnapshots):
     assert lost.algorithm(0) == "no step on components (25% of E y² off them)"
 
 
-def test_jumps_are_foretold_where_the_theory_applies(separate: LinearSnapshots):
+def test_jumps_are_predicted_where_the_theory_applies(separate: LinearSnapshots):
     assert separate.jumps.round().tolist() == [851, 1334, 1598, 9714]
-    assert separate.forecast.startswith("Foretold from the initial weights alone: component 1 at")
+    assert separate.forecast.startswith("Predicted from the initial weights alone: component 1 at")
     merged = linear_snapshots(load(CHECKPOINTS / "linear-merged-s0"))
     assert merged.jumps.size == 0
-    assert merged.forecast.startswith("No jumps are foretold.")
+    assert merged.forecast.startswith("No jumps are predicted.")
     assert "merged_qk must be false" in merged.forecast
     assert merged.key is None
     assert merged.query is None

@@ -57,6 +57,7 @@ def test_p_values_count_the_value_itself_and_all_as_structured():
     assert np.isnan(null.p_value("zero_sum", float("nan")))
 
 
+@pytest.mark.slow
 def test_zero_sum_is_the_largest_over_responses():
     expected = np.sort([zero_sum(weights) for weights in random_models()])
     assert found_in_null("zero_sum") == pytest.approx(expected)
@@ -74,6 +75,7 @@ def test_the_best_head_stands_for_its_model():
         assert found_in_null(f"{name}_best") == pytest.approx(np.sort(heads.max(1)))
 
 
+@pytest.mark.slow
 def test_survival_is_that_of_idealised_models_with_their_law():
     prompts = evaluation(TASK, N_PROMPTS, 0, True).prompts
     expected = []
@@ -85,6 +87,7 @@ def test_survival_is_that_of_idealised_models_with_their_law():
     assert found == pytest.approx(np.sort(expected), rel=1e-4, abs=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("n_heads", "n_models"), [(1, 400), (20, 320), (128, 100)])
 def test_there_are_enough_models_for_a_small_p_value(n_heads: int, n_models: int):
     task = TaskConfig(d_x=1, context_length=2)

@@ -32,6 +32,7 @@ def random_model() -> ICLTransformer:
 
 
 # d_model is 5: TransformerLens, left to itself, would patch the first five positions, or a sixth of five.
+@pytest.mark.slow
 @pytest.mark.parametrize("length", [2, 4, 11])
 @pytest.mark.parametrize("activation", STREAMS + HEAD_PARTS)
 def test_columns_are_positions_and_values_those_by_hand(activation: str, length: int):

@@ -193,6 +193,7 @@ def test_labels_do_not_depend_on_head_order_or_on_how_circuits_are_factored():
     assert after.p_values == before.p_values
 
 
+@pytest.mark.slow
 def test_label_does_not_depend_on_the_scale_of_the_responses():
     weights = on_manifold(0.13, [1.0], [1.0])
     task = TaskConfig(

@@ -29,6 +29,7 @@ def runs():
     return table
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("std", "tolerance"), [(1e-2, 1e-3), (1e-3, 1e-5)])
 def test_loss_rests_on_every_level_in_turn(runs, std, tolerance):
     for _, found in runs[std]:
@@ -109,6 +110,7 @@ def test_rank_two_has_no_foretold_jumps_but_plateaus():
     np.testing.assert_allclose(found.loss[[0, 2, 4]], FOUND.levels[[0, 2, 4]], atol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_rotated_problem_is_described_in_its_own_eigenvectors():
     basis = np.linalg.qr(np.random.default_rng(0).standard_normal((4, 4)))[0]
     moments = population_moments((basis * [0.4, 0.3, 0.2, 0.1]) @ basis.T, context_length=31)

@@ -209,6 +209,7 @@ def test_the_input_is_as_good_as_raw_x(few):
     assert len(found.plot().data) == 3
 
 
+@pytest.mark.slow
 def test_the_error_of_the_area_is_that_of_repeated_samples():
     task = TaskConfig(d_x=4, context_length=8)
     areas, sems = [], []

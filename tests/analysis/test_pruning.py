@@ -94,7 +94,7 @@ def test_sequential_scores_come_after_what_is_gone(many):
     model = random_model(**WIDE)
     joint, found = prune(model, many), prune(model, many, sequential=True)
     assert np.array_equal(found.rise[:2], joint.rise[:2])
-    gone = [head for head in found.pruned_heads if head[0] == 1]
+    gone = [(1, int(head)) for head in np.flatnonzero(~found.kept[1])]
     errors = masked_errors(model, many, [gone, *([*gone, (2, head)] for head in range(4))])
     np.testing.assert_allclose(found.rise[2], errors.mean(0)[1:] - errors.mean(0)[0], rtol=1e-9)
     assert not np.allclose(found.rise[2], joint.rise[2])

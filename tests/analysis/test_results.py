@@ -36,6 +36,7 @@ def run_folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_a_row_holds_the_config_and_what_was_found(run_folder: Path):
     frame = sweep_frame(MODELS, run_folder, diverged={"lost": 100})
     assert frame["name"].tolist() == list(MODELS)

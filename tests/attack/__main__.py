@@ -9,7 +9,7 @@ from collections import Counter
 
 from tests.attack.runner import FAULTS, attack
 
-COUNT, SEEDS = 1200, (1, 2, 3)
+COUNT, SEEDS = 1000, (1, 2, 3)
 
 
 def main(count: int, seeds: tuple[int, ...]) -> int:

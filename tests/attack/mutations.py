@@ -4,11 +4,13 @@ Each takes a file and a random generator and writes the file anew, as a function
 """
 
 import json
+import pickle
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
 
+import msgpack
 import numpy as np
 import pandas as pd
 import torch
@@ -17,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from mechinterp.training.state import _checksum
+from tests.checkpoints.test_containers import BROKEN
 from tests.checkpoints.test_pickles import DEEP, DOUBLED, HOSTILE, in_state
 
 # Bytes.
@@ -149,6 +152,8 @@ def mutate_tensors(file: Path, random: Random) -> None:
         mutate_table(file, random)
     elif file.stem.startswith("training-"):
         mutate_state(file, random)
+    elif file.suffix in (".pkl", ".msgpack"):
+        mutate_bytes(file, random)
     elif file.suffix == ".npz":
         with np.load(file) as arrays:
             found = dict(arrays)
@@ -159,6 +164,13 @@ def mutate_tensors(file: Path, random: Random) -> None:
         plain = {n: t for n, t in changed_state(state, random).items() if t.dtype != torch.bfloat16}
         plain = {name.strip("\n<>\x1b") or "x": tensor for name, tensor in plain.items()}
         np.savez(file, **texts, **{name: tensor.numpy() for name, tensor in plain.items()})
+    elif file.suffix == ".pkl":
+        arrays = pickle.loads(file.read_bytes())
+        state = changed_state({n: torch.from_numpy(a) for n, a in arrays.items()}, random)
+        plain = {n: t.numpy() for n, t in state.items() if t.dtype != torch.bfloat16}
+        file.write_bytes(pickle.dumps(plain, random.randrange(2, 6)))
+    elif file.suffix == ".msgpack":
+        mutate_msgpack(file, random)
     elif file.suffix == ".safetensors":
         state = changed_state(load_file(file), random)
         save_file({name: tensor.clone().contiguous() for name, tensor in state.items()}, file)
@@ -235,6 +247,22 @@ def mutate_state(file: Path, random: Random) -> None:
     save_file(state, file, metadata)
 
 
+def mutate_msgpack(file: Path, random: Random) -> None:
+    """A tree with another array or leaf in it, or behind headers that claim much."""
+    tree = msgpack.unpackb(file.read_bytes())
+    layer = tree["params"]["attn"]
+    claims = (
+        b"\xdd\xff\xff\xff\xff",
+        b"\xdf\xff\xff\xff\xff",
+        b"\xc6\xff\xff\xff\xff",
+        b"\x91" * 5000,
+    )
+    leaves = (*(msgpack.ExtType(1, msgpack.packb(parts)) for parts in BROKEN.values()), 0, "x", [1])
+    layer[random.choice((*layer, "x", ""))] = {"kernel": random.choice(leaves)}
+    head = random.choice((b"", b"", random.choice(claims)))
+    file.write_bytes(head + msgpack.packb(tree))
+
+
 # Pickles.
 
 WORDS = (
@@ -248,21 +276,26 @@ WORDS = (
 
 def mutate_pickle(file: Path, random: Random) -> None:
     """A torch file whose pickle is a hostile one or a random programme; any other file gets other bytes."""
+    if file.suffix == ".pkl":
+        file.write_bytes(_hostile(random))
+        return
     if not zipfile.is_zipfile(file) or file.suffix == ".npz":
         mutate_bytes(file, random)
         return
     with zipfile.ZipFile(file) as archive:
         entries = {name: archive.read(name) for name in archive.namelist()}
     (name,) = (name for name in entries if name.endswith("/data.pkl"))
-    kind = random.randrange(3)
-    if kind == 0:
-        entries[name] = b"\x80\x02" + random.choice(list(HOSTILE.values()))[0] + b"."
-    else:
-        words = b"".join(random.choices(WORDS, k=random.choice((3, 30, 300))))
-        entries[name] = b"\x80\x02" + (words if kind == 1 else in_state(words)) + b"."
+    entries[name] = _hostile(random)
     with zipfile.ZipFile(file, "w") as archive:
         for entry, data in entries.items():
             archive.writestr(entry, data)
+
+
+def _hostile(random: Random) -> bytes:
+    kind = random.randrange(3)
+    words = b"".join(random.choices(WORDS, k=random.choice((3, 30, 300))))
+    known = random.choice(list(HOSTILE.values()))[0]
+    return b"\x80\x02" + (known, words, in_state(words))[kind] + b"."
 
 
 MUTATIONS = (mutate_bytes, mutate_entries, mutate_tensors, mutate_pickle)

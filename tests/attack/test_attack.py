@@ -16,7 +16,7 @@ from tests.attack import runner
 from tests.attack.__main__ import main
 from tests.attack.mutations import mutate_bytes
 from tests.attack.runner import FAULTS, Said, outcome_of
-from tests.attack.subjects import Subject, subjects
+from tests.attack.targets import Subject, subjects
 
 CASES = 8
 
@@ -30,7 +30,7 @@ READ = (
     *("softmax-paper", "linear-merged", "linear-separate", "transformer-lens", "torch-attention"),
     *("transformer-lens-safetensors", "linear-layers", "arrays", "circuits", "arrays-safetensors"),
     *("stated-arrays", "gpt2", "torch-encoder", "folder-native", "folder-transformer-lens"),
-    *("hugging-face", "history-and-snapshots", "training-state"),
+    *("hugging-face", "names", "haiku", "flax", "history-and-snapshots", "training-state"),
 )
 WRITTEN = (
     *(
@@ -45,6 +45,7 @@ WRITTEN = (
 )
 
 
+@pytest.mark.slow
 def test_all_subjects_are_here(found: dict[str, Subject]):
     names = [*READ, *(f"in-the-way-{name}" for name in WRITTEN)]
     assert sorted(found) == sorted(names)
@@ -53,6 +54,7 @@ def test_all_subjects_are_here(found: dict[str, Subject]):
         found[name].use(found[name].folder)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_a_few_cases_of_each_subject(found: dict[str, Subject], tmp_path: Path):
     outcomes: Counter[str] = Counter()

@@ -96,7 +96,7 @@ def test_every_figure_is_drawn_and_nothing_is_wider_than_the_window(
 ):
     at = opened(browser, pages[name], width=width, scheme=scheme)
     figures = at.page.locator(".figure")
-    assert figures.count() == {"evil": 15, "linear": 17, "both": 2, "deep": 16}[name]
+    assert figures.count() == {"evil": 15, "linear": 17, "both": 2, "deep": 19}[name]
     for figure in figures.all():
         # A trace that plotly.js could not draw leaves no mark.
         assert figure.locator(".heatmaplayer image, .scatterlayer .trace, .barlayer .point").count()

@@ -1,8 +1,10 @@
 """Files as other people's code writes them, made from known heads."""
 
+import pickle
 from collections.abc import Sequence
 from pathlib import Path
 
+import msgpack
 import numpy as np
 import torch
 from safetensors.torch import save_file
@@ -10,6 +12,7 @@ from torch import Tensor
 
 from mechinterp.checkpoints.exchange import hooked_state
 from mechinterp.models.functional import AttentionWeights
+from tests.checkpoints import wild_files
 
 State = dict[str, Tensor]
 LAYER_NAMES = (("query", "key", "value", "out"), ("q_proj", "k_proj", "v_proj", "out_proj"))
@@ -126,6 +129,9 @@ def write_valid_files(folder: Path) -> dict[str, tuple[Path, dict[str, object]]]
         "arrays": (folder / "arrays.npz", {}),
         "circuits": (folder / "circuits.npz", {}),
         "arrays-safetensors": (folder / "arrays.safetensors", {}),
+        "names": (folder / "names.ckpt", {}),
+        "haiku": (folder / "haiku.pkl", {"n_heads": 2}),
+        "flax": (folder / "flax.msgpack", {}),
     }
     path = {name: file for name, (file, _) in files.items()}
     torch.save(whole_run(softmax_paper_state(square)), path["softmax-paper"])
@@ -139,4 +145,12 @@ def write_valid_files(folder: Path) -> dict[str, tuple[Path, dict[str, object]]]
     np.savez(path["arrays"], **arrays(biased(narrow)))
     np.savez_compressed(path["circuits"], QK=square.QK.numpy(), OV=square.OV.numpy())
     save_file(narrow.tensors, path["arrays-safetensors"])
+    heads = wild_files.LAYOUTS["modules of heads"](square)
+    torch.save({"model": heads, "loss": 1.0}, path["names"])
+    flat = {name: tensor.numpy() for name, tensor in wild_files.LAYOUTS["haiku"](square).items()}
+    path["haiku"].write_bytes(pickle.dumps({"params": flat, "step": 3}))
+    three = {name: t.numpy() for name, t in wild_files.LAYOUTS["flax"](square).items()}
+    packed = {x: msgpack.packb((a.shape, "float32", a.tobytes())) for x, a in three.items()}
+    tree = {x: msgpack.ExtType(1, data) for x, data in packed.items()}
+    path["flax"].write_bytes(msgpack.packb(tree))
     return files

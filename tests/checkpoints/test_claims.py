@@ -3,6 +3,7 @@
 import os
 import re
 import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -11,7 +12,10 @@ import pytest
 from mechinterp.checkpoints.claims import CLAIM, MARK, claimed, locked, settle
 from mechinterp.checkpoints.errors import CheckpointError
 from mechinterp.checkpoints.files import MACHINE, delete_leftovers, write_atomically, write_new
+from mechinterp.checkpoints.native import load
+from mechinterp.memory import available_memory
 from tests.checkpoints.killed import killed_while_writing
+from tests.conftest import CHECKPOINTS
 
 
 def text(words: str):
@@ -195,3 +199,15 @@ def test_an_earlier_result_of_ours_is_replaced(tmp_path: Path):
         "notes": "mine",
         "z": "new",
     }
+
+
+def test_without_locks_what_is_there_is_read_and_nothing_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    # On Windows, which has no flock.
+    monkeypatch.setattr(sys, "platform", "win32")
+    checkpoint = load(CHECKPOINTS / "softmax-h1-s0")
+    assert available_memory() > 0
+    with pytest.raises(CheckpointError, match="Linux or macOS is needed, got Windows"):
+        checkpoint.save_pretrained(tmp_path / "copy")
+    assert list(tmp_path.iterdir()) == []

@@ -306,15 +306,12 @@ def write(text: str) -> Callable[[Path], object]:
             lambda file: torch.save({}, file, _use_new_zipfile_serialization=False),
             "again with PyTorch",
         ),
-        (lambda file: file.write_bytes(pickle.dumps({})), "got a plain pickle file"),
+        (lambda file: file.write_bytes(pickle.dumps({})), "a plain pickle, of which arrays of"),
         (lambda file: torch.save(torch.ones(2), file), "must hold a state dict"),
         (lambda file: torch.save({"model": {"a": [1]}}, file), "must hold a state dict"),
         (lambda file: torch.save({"model": {"a": torch.ones(2)}}, file), "of a format known here"),
         (lambda file: torch.save({1: torch.ones(2)}, file), "must hold a state dict"),
-        (
-            lambda file: torch.save({}, file),
-            "torch-attention, linear-paper, arrays, torch-encoder, gpt2), got none",
-        ),
+        (lambda file: torch.save({}, file), "must hold a state dict"),
     ],
 )
 def test_a_file_of_something_else_is_refused(

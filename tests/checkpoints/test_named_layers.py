@@ -186,7 +186,10 @@ def test_a_curved_mlp_leaves_the_heads_without_labels(tmp_path: Path):
         ({"W": torch.full((12, 6), torch.nan)}, "W must hold finite numbers"),
         ({"mlp.0.weight": torch.ones(12, 6)}, "is a second tensor for mlp_in.weight"),
         ({"read_in.weight": torch.ones(6, 6)}, "a read-in needs a read-out beside it, got none"),
-        ({"read_out.weight": torch.ones(1, 5)}, "read_out.weight must meet the stream's width 6"),
+        (
+            {"read_out.weight": torch.ones(1, 5)},
+            r"read_out.weight must have shape \(6, 1\), got \(5, 1\)",
+        ),
     ],
 )
 def test_parts_that_do_not_fit(tmp_path: Path, changes: dict[str, Tensor | None], words: str):

@@ -125,6 +125,7 @@ def test_mu_sums_to_zero_within_3_percent_and_mu_omega_is_the_optimal_step_withi
     assert label(name).scales.eta[0] == pytest.approx(debiased_step_size(**SETTING), rel=0.02)
 
 
+@pytest.mark.exhaustive
 def test_losses_on_a_million_shared_prompts():
     models = {name: checkpoint(name) for name in SINGLE + PAIRED + ODD_HEAD}
     losses = shared_losses(models, TaskConfig(), n_prompts=1_000_000, seed=1)

@@ -23,7 +23,7 @@ from mechinterp.theory.several_tasks import (
     step_moments,
 )
 from mechinterp.training.sweep import load_sweep
-from tests.conftest import CHECKPOINTS
+from tests.conftest import CHECKPOINTS, sampled
 
 pytestmark = pytest.mark.slow
 
@@ -146,7 +146,9 @@ def test_m3_does_not_hold_with_a_shared_vector_each_response_learns_from_the_oth
     assert np.abs(theta(name) - joint_step(MOMENTS)).max() < 0.03
 
 
-@pytest.mark.parametrize("name", sharing(2, 3, 4, 5))
+@pytest.mark.parametrize(
+    "name", sampled(sharing(2, 3, 4, 5), keep=lambda name: name.endswith("s1"))
+)
 def test_losses_are_those_of_the_best_step_of_one_rank_less_than_heads(name: str):
     model = load(CHECKPOINTS / name)
     step = joint_step_of_rank(MOMENTS, model.config.model.n_heads - 1)

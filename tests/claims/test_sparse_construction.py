@@ -71,6 +71,7 @@ def test_c1_the_first_layer_writes_the_reweighted_covariates(small: Prompts):
     assert torch.equal(behind[..., :17], cache["resid_pre", 0][..., :17])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("steps", [0, 1, 2, 3, 12])
 def test_c2_the_later_layers_descend(small: Prompts, steps: int):
     etas = [ETA] * steps
@@ -93,6 +94,7 @@ def test_c2_each_step_may_have_its_own_size(small: Prompts):
     assert (found - expected).abs().max() <= 1e-12
 
 
+@pytest.mark.slow
 def test_c2_without_its_mask_the_construction_errs_from_the_second_step_on(small: Prompts):
     expected = preprocess_then_optimise(small, steps=4, eta=ETA)
     for steps in (1, 2, 3, 4):

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig, TrainConfig
 from mechinterp.training.sweep import train_models
-from tests.attack.subjects import write_originals
+from tests.attack.targets import write_originals
 from tests.checkpoints.foreign_files import (
     LAYER_NAMES,
     attention_module,

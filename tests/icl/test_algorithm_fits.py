@@ -78,6 +78,7 @@ def test_an_algorithm_that_contains_another_falls_back_to_it(name: str, moments:
     np.testing.assert_allclose(fit.scalars[3:], 0, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_scalars_stop_at_their_least_value(moments: PromptMoments):
     """Where inertia would have to be negative, heavy ball becomes the best gradient descent."""
     target = BY_NAME["momentum"].run(
@@ -93,6 +94,7 @@ def test_scalars_stop_at_their_least_value(moments: PromptMoments):
     assert away.scalars.tolist() == [0]
 
 
+@pytest.mark.slow
 def test_a_fit_of_a_noisy_target_is_a_minimum(moments: PromptMoments):
     """No scalar changed by itself, either way, comes nearer; the error is its own."""
     noise = torch.randn(128, 1, generator=generator_for(0, "eval", 7), dtype=torch.float64)
@@ -113,6 +115,7 @@ def test_a_fit_of_a_noisy_target_is_a_minimum(moments: PromptMoments):
                 assert error(moved) >= fit.error * (1 - 1e-6), (algorithm.name, index)
 
 
+@pytest.mark.slow
 def test_a_fit_can_be_repeated(moments: PromptMoments):
     target = ridge(moments.prompts, penalty=1.0)
     one, other = (

@@ -47,6 +47,7 @@ def random_model(
     return model.eval()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n_layers", [1, 2])
 @pytest.mark.parametrize(
     ("score", "merged_qk"), [*((s, False) for s in SCORES), ("softmax", True), ("linear/L", True)]
@@ -80,6 +81,7 @@ LAYERED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture", LAYERED.values(), ids=LAYERED)
 def test_models_with_norms_and_mlps_pass_all_checks(architecture: dict):
     assert check_compatible(random_model(**architecture)).failures == {}

@@ -10,7 +10,7 @@ from mechinterp.config import CONTEXT_ONLY_SCORES, ModelConfig, TaskConfig
 from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
 from mechinterp.models.conformance import check_compatible
 from mechinterp.models.constructions_sparse import preprocess_then_optimise_model
-from mechinterp.models.deep import DeepWeights, deep_from_parameters, predict_deep
+from mechinterp.models.deep import DeepWeights, predict_deep
 from mechinterp.models.hook_map import hook_map
 from mechinterp.models.transformer import ICLTransformer
 from tests.conftest import assert_same
@@ -170,13 +170,6 @@ def test_zero_heads_are_told_and_taken_out(prompts: Prompts):
     torch.testing.assert_close(predict_deep(small, prompts), expected, rtol=1e-12, atol=1e-12)
     nothing = weights.with_tensors({"W_V": torch.zeros_like(weights.W_V)})
     assert nothing.compact().n_heads == 1
-
-
-def test_parameters_come_back():
-    for d_model in (None, 7):
-        weights = random_weights(d_model=d_model)
-        law = {"d_y": 2, "scale": 0.5, "score": "linear/L", "score_slope": 0.2}
-        assert_same(deep_from_parameters(weights.parameters, **law), weights)
 
 
 def test_bad_models_are_refused():

@@ -317,6 +317,7 @@ def test_prompts_that_do_not_fit_are_refused(gpt2: Checkpoint):
         gpt2.model(torch.zeros(1, 21, 3, dtype=torch.float64))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("module", ["models.weights", "checkpoints.layered", "models.predictor"])
 def test_hooks_and_transformers_are_not_imported_to_read_a_model(module: str):
     code = f"""

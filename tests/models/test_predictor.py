@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from mechinterp.config import ModelConfig, TaskConfig
 from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
 from mechinterp.models.adapter import hooked_predictor
-from mechinterp.models.backends import hooks, one_layer, token_map
+from mechinterp.models.backends import hooks, one_layer, token_map, weights_alone
 from mechinterp.models.masks import METHODS, Head
 from mechinterp.models.predictor import Predictor, predictor_of
 from mechinterp.models.transformer import ICLTransformer
@@ -136,6 +136,7 @@ def by_hooks(weights: Weights, prompts: Prompts, masks: list[list[Head]], method
     return torch.stack(outputs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("method", "d_y"), [("zero", 1), *((method, 2) for method in METHODS)])
 @EACH
 def test_masks_are_those_of_plain_hooks(architecture: dict, method: str, d_y: int):
@@ -149,6 +150,7 @@ def test_masks_are_those_of_plain_hooks(architecture: dict, method: str, d_y: in
     assert_close_to_rounding(predictor_of(weights).predict(prompts).detach(), expected[0])
 
 
+@pytest.mark.slow
 @EACH
 def test_streams_are_those_of_plain_hooks(architecture: dict):
     weights, prompts = random_weights(architecture), drawn()
@@ -174,6 +176,7 @@ def test_streams_are_those_of_plain_hooks(architecture: dict):
                 ]
         found = predictor.streams(prompts, heads=masked, positions=[-1, -2, -6])
         assert_close_to_rounding(found, expected[:, :, [-1, -2, -6]])
+        assert_close_to_rounding(predictor.streams(prompts, heads=masked), expected[:, :, [-1]])
         if not masked:
             for layer in range(n_layers + 1):
                 assert_close_to_rounding(predictor.stream(prompts, layer), expected[layer])
@@ -182,19 +185,20 @@ def test_streams_are_those_of_plain_hooks(architecture: dict):
 
 
 BACKENDS = {
-    "one layer": (ONE_LAYER, one_layer, None),
-    "token map": (TOKEN_MAP, token_map, None),
-    "taken away": (TAKEN_AWAY, hooks, True),
-    "plain": (PLAIN, hooks, False),
+    "one layer": (ONE_LAYER, "mean", one_layer, None),
+    "token map": (TOKEN_MAP, "zero", token_map, None),
+    "weights alone": (TAKEN_AWAY | PLAIN, "zero", weights_alone, None),
+    "taken away": (TAKEN_AWAY | TOKEN_MAP, "mean", hooks, True),
+    "plain": (PLAIN, "mean", hooks, False),
 }
 
 
-@pytest.mark.parametrize(("kind", "backend", "apart"), BACKENDS.values(), ids=BACKENDS)
+@pytest.mark.parametrize(("kind", "method", "backend", "apart"), BACKENDS.values(), ids=BACKENDS)
 def test_each_kind_of_model_is_run_the_way_that_is_tested(
-    monkeypatch: pytest.MonkeyPatch, kind: dict, backend: object, apart: bool | None
+    monkeypatch: pytest.MonkeyPatch, kind: dict, method: str, backend: object, apart: bool | None
 ):
     taken = []
-    for module in (one_layer, token_map, hooks):
+    for module in (one_layer, token_map, weights_alone, hooks):
         run = module.masked_predictions
 
         def watched(*arguments: object, module=module, run=run, **settings: object) -> Tensor:
@@ -204,12 +208,13 @@ def test_each_kind_of_model_is_run_the_way_that_is_tested(
         monkeypatch.setattr(module, "masked_predictions", watched)
     for architecture in kind.values():
         taken.clear()
-        predictor_of(random_weights(architecture)).run(drawn(n_prompts=4))
+        predictor_of(random_weights(architecture)).run(drawn(n_prompts=4), method=method)
         ((module, second),) = taken
         assert module is backend
         assert apart is None or (second is not None) == apart
 
 
+@pytest.mark.slow
 @EACH
 def test_a_head_that_writes_nothing_changes_nothing(architecture: dict):
     """To the bit, whichever layer it is in and whichever other heads are masked with it."""
@@ -245,6 +250,7 @@ def with_hook(weights: Weights) -> ICLTransformer:
     return model
 
 
+@pytest.mark.slow
 @EACH
 def test_somebodys_hooks_are_not_missed(architecture: dict):
     weights, prompts = random_weights(architecture), drawn()

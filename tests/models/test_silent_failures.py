@@ -106,6 +106,7 @@ def test_numbers_stand_for_prompts_within_the_block_only():
         model(clean_ids)
 
 
+@pytest.mark.slow
 def test_hook_map_is_what_a_cache_holds():
     model = random_model()
     model.set_use_split_qkv_input(True)

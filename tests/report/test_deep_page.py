@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from mechinterp.analysis.heads.ablation import ablate_heads
+from mechinterp.analysis.heads.edges import attribute_edges
 from mechinterp.analysis.heads.errors import masked_errors
 from mechinterp.analysis.heads.pruning import prune
-from mechinterp.analysis.learners.baselines import rivals
+from mechinterp.analysis.learners.baselines import baselines
 from mechinterp.checkpoints.loading import load
 from mechinterp.checkpoints.native import Checkpoint, save
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig
@@ -27,11 +28,14 @@ from tests.report.test_page import EVIL, Page
 N_PROMPTS = 160
 TASK = TaskConfig(d_x=4, context_length=9)
 MODEL = ModelConfig(n_layers=3, n_heads=4, context_only=True, d_model=12, d_head=3)
-SECTIONS = ["What it computes", "Excess risk", "Heads", "Pruning", "Probes", "P-probing"]
+SECTIONS = [
+    *("What it computes", "Algorithm", "Excess risk", "Heads", "Pruning", "Probes", "P-probing"),
+]
+EDGES = "Edges between heads"
 FIGURES = [
     *(
         "figure-classify",
-        "figure-rivals",
+        "figure-baselines",
         "figure-head_risk",
         "figure-head_importance",
         "figure-effective_heads",
@@ -61,14 +65,14 @@ def written(deep: Path) -> Report:
 def test_the_page_is_whole_and_says_what_it_found(written: Report):
     page = opened(written)
     assert page.open == []
-    assert page.headings == SECTIONS
-    assert page.figures == FIGURES
+    assert page.headings == [*SECTIONS, EDGES]
+    assert page.figures == [*FIGURES, "figure-edges"]
     assert all(figure["data"] for figure in page.drawn)
     assert written.page.stat().st_size < 6_000_000
     assert written.verdict in page.text
     assert EVIL not in page.source
     assert html.escape(EVIL) in page.source
-    assert page.source.count("<summary>How this was computed</summary>") == 6
+    assert page.source.count("<summary>How this was computed</summary>") == 8
     assert "3 layers of 4 heads, softmax attention, width 12, d_x 4, context length 9" in page.text
 
 
@@ -90,7 +94,7 @@ def test_the_numbers_are_those_of_the_analyses(deep: Path, written: Report):
     assert rules.loc["best-later", "ratio"] == pytest.approx(pruned.ratio, rel=1e-9)
     chosen = pd.read_csv(folder / "chosen.csv").query("rule == 'best-later'")
     assert chosen["chosen"].tolist() == pruned.chosen.ravel().tolist()
-    found = rivals(checkpoint.model, prompts)
+    found = baselines(checkpoint.model, prompts)
     assert f"excess risk {found.model_risk:.4g} ± {found.model_risk_sem:.2g} y²" in written.verdict
     assert (
         f"and {found.ratio[0]:.4g} ± {found.ratio_sem[0]:.2g} times that of pr" in written.verdict
@@ -103,6 +107,21 @@ def test_the_numbers_are_those_of_the_analyses(deep: Path, written: Report):
     assert len(curves) == 2 * 13
     by_rise = curves.query("order == 'least rise first'")["masked_next"].tolist()[:12]
     assert by_rise == [zero.head_names[index] for index in zero.rise.ravel().argsort()]
+
+
+def test_edges_are_those_of_the_analysis(deep: Path, written: Report):
+    checkpoint = load(deep)
+    prompts = sample_prompts(TASK, N_PROMPTS, seed=0, dtype=torch.float64)[N_PROMPTS // 2 :]
+    found = attribute_edges(checkpoint, prompts[:8], prompts[8:16])
+    edges = pd.read_csv(written.page.parent / "edges.csv")
+    pd.testing.assert_frame_equal(edges, found.to_frame(), rtol=1e-9)
+    assert len(edges) == 3 * 3 * 16
+    top = edges.iloc[0]
+    name = f"L{top['layer']}H{top['head']} to {top['input']} of L{top.later_layer}H{top.later_head}"
+    text = opened(written).text
+    assert f"each patched alone: {name} ({top.patched:.4g} ± {top.patched_sem:.2g})" in text
+    assert f"a rank correlation of {found.rank_correlation:.4g} ± " in text
+    assert "8 pairs of prompts" in text
 
 
 def test_the_page_says_how_many_prompts_each_part_had(written: Report):
@@ -149,7 +168,7 @@ def test_training_is_told_where_there_is_a_history(tmp_path: Path):
     train_models({".": config}, tmp_path / "model")
     checkpoint = load(tmp_path / "model")
     page = opened(write_report(checkpoint, tmp_path / "page", n_prompts=64))
-    assert page.headings == [*SECTIONS, "Training, step by step", "Training"]
+    assert page.headings == [*SECTIONS, EDGES, "Training, step by step", "Training"]
     assert page.figures[-4:] == [
         *("figure-eval_loss", "figure-loss", "figure-qk_norm", "figure-ov_norm")
     ]
@@ -176,8 +195,8 @@ def test_somebody_elses_model_has_the_same_page(tmp_path: Path):
     checkpoint = layered(tmp_path / "garg.pt", garg(), 4)
     found = write_report(checkpoint, tmp_path / "page", n_prompts=64)
     page = opened(found)
-    assert page.headings == SECTIONS
-    assert page.figures == FIGURES
+    assert page.headings == [*SECTIONS, EDGES]
+    assert page.figures == [*FIGURES, "figure-edges"]
     about = (
         "3 layers of 4 heads, softmax attention, width 16, MLPs of 64, d_x 3, context length 6, "
         "noise variance 0.0, format gpt2; assumed, as the file does not say it: "
@@ -193,7 +212,7 @@ def test_a_single_encoder_layer_has_a_page(tmp_path: Path):
         layer = torch.nn.TransformerEncoderLayer(6, 2, 8)
     checkpoint = layered(tmp_path / "encoder.pt", layer, 2)
     found = write_report(checkpoint, tmp_path / "page", n_prompts=64)
-    assert opened(found).headings == SECTIONS
+    assert opened(found).headings == [name for name in SECTIONS if name != "Algorithm"]
     assert "With the best head of the first layer alone" in found.verdict
     assert pd.read_csv(tmp_path / "page" / "rules.csv")["rule"].tolist() == [
         "full model",
@@ -222,9 +241,9 @@ def test_too_few_prompts_and_a_folder_in_use_are_refused(deep: Path, tmp_path: P
 def test_progress_is_told(deep: Path, tmp_path: Path):
     told: list[str] = []
 
-    def track(items, text):
+    def progress(items, text):
         told.append(text)
         return items
 
-    write_report(load(deep), tmp_path / "page", n_prompts=64, track=track)
+    write_report(load(deep), tmp_path / "page", n_prompts=64, progress=progress)
     assert {"masking heads (zero)", "masking heads (resample)", "probing layers"} <= set(told)

@@ -26,7 +26,7 @@ from tests.test_doors import as_for_users, case_builder
 
 N_PROMPTS = 96
 KINDS = ("softmax", "linear-merged", "deep-linear", "gpt2", "encoder")
-SLOW = {"gates", "component-snapshots", "snapshots"}
+SLOW = {"gates", "component-snapshots", "snapshots", "edges"}
 """Asked of one source only: that they answer elsewhere is the table of doors."""
 OF_ONE_LAYER = {"circuits", "attention", "snapshots", "training", "milestones"}
 REFUSED = {
@@ -34,12 +34,12 @@ REFUSED = {
     "gpt2": OF_ONE_LAYER | {"head-snapshots", "fit"},  # it has fewer positions than fit's lengths
     "encoder": OF_ONE_LAYER | {"head-snapshots"},
 }
-SNAPSHOTS = {"component-snapshots": "linear-merged"}
+SOURCES = {"component-snapshots": "linear-merged", "edges": "gpt2"}
 PAIRS = [
     (name, kind)
     for name in ANALYSES
     for kind in KINDS
-    if name not in SLOW or kind == SNAPSHOTS.get(name, "softmax")
+    if name not in SLOW or kind == SOURCES.get(name, "softmax")
 ]
 
 

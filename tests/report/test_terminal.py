@@ -105,6 +105,7 @@ def on_a_terminal(*arguments: str) -> tuple[str, str]:
     return output, seen.decode()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "openpty"), reason="there are no terminals to open here")
 @pytest.mark.parametrize(
     ("arguments", "text", "lines"),
@@ -131,6 +132,6 @@ def test_long_analyses_show_a_bar_on_a_terminal_and_nothing_of_it_in_the_output(
 
 
 def test_where_there_is_no_terminal_nothing_is_told(capsys):
-    with terminal.tracked() as track:
-        assert list(track([1, 2, 3], "counting")) == [1, 2, 3]
+    with terminal.progress_bars() as progress:
+        assert list(progress([1, 2, 3], "counting")) == [1, 2, 3]
     assert capsys.readouterr() == ("", "")

@@ -481,6 +481,7 @@ def test_predicted_jumps_of_heads_that_grow_alone(found):
         np.testing.assert_allclose(last - first, times[mode], rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_predicted_jumps_do_not_depend_on_basis_or_unit_of_time(found):
     basis = np.linalg.qr(random_matrix(5, 4))[0]
     turned = modes(population_moments((basis * EIGENVALUES) @ basis.T, context_length=31))

@@ -26,6 +26,7 @@ SETTINGS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("eta", [0.3, 0.9])
 @pytest.mark.parametrize(

@@ -141,6 +141,7 @@ def test_without_ray_it_says_what_to_install(tmp_path: Path, monkeypatch: pytest
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_an_address_where_nobody_listens_is_named(tmp_path: Path):
     pytest.importorskip("ray")
     with socket.create_server(("127.0.0.1", 0)) as server:

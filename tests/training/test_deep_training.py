@@ -77,6 +77,7 @@ def test_one_update_is_adam_on_the_clipped_gradient_at_the_step_size_of_the_cosi
     torch.testing.assert_close(run.flat, flat, rtol=1e-4, atol=1e-7)
 
 
+@pytest.mark.slow
 def test_contexts_of_all_lengths_are_seen_and_one_length_without_a_shortest(
     monkeypatch: pytest.MonkeyPatch,
 ):
@@ -132,6 +133,7 @@ def test_history_has_a_row_per_logged_step_layer_and_head():
     assert last["eval_loss"] == pytest.approx(error.square().mean().item(), rel=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("score", ["linear/L", "relu/L", "softmax"])
 def test_training_learns(score: str):
     task = TaskConfig(d_x=2, context_length=16, noise_var=0.0, beta_var=0.5)

@@ -116,6 +116,7 @@ def test_training_is_adam_on_the_plain_module(config: ExperimentConfig):
     assert_close_to_rounding(found, expected)
 
 
+@pytest.mark.slow
 @EACH
 def test_the_loss_falls(config: ExperimentConfig):
     task = replace(config.task, noise_var=0.0)
@@ -143,6 +144,7 @@ def test_only_what_the_compiled_step_trains_shares_a_pack():
     assert [list(pack) for pack in packs(mixed)] == [*alone, ["plain", "other"]]
 
 
+@pytest.mark.slow
 def test_a_run_of_every_kind_has_the_same_bits_after_stops(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

@@ -16,7 +16,6 @@ from mechinterp.theory.linear_heads import MergedHeads, SeparateHeads, merged_he
 from mechinterp.training import flow as module
 from mechinterp.training.descent import (
     full_batch_descent,
-    minibatch_descent,
     rotate,
     sample_moments,
     training_set,
@@ -108,6 +107,7 @@ def test_merged_heads_end_at_the_least_loss():
 # Separate heads
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("std", "tolerance", "worst"), [(1e-2, 1e-2, None), (1e-3, 1e-3, 1e-2)])
 def test_heads_grow_by_the_scalar_equation(std, tolerance, worst):
     errors = []
@@ -181,6 +181,7 @@ def test_conserved_quantities(heads):
         assert np.abs(quantity - quantity[0]).max() < 1e-8
 
 
+@pytest.mark.slow
 def test_repeated_eigenvalues_keep_the_levels():
     moments = population_moments(np.array([0.3, 0.3, 0.3, 0.1]), context_length=31)
     levels = modes(moments).levels
@@ -198,6 +199,7 @@ def test_repeated_eigenvalues_keep_the_levels():
 # Rank
 
 
+@pytest.mark.slow
 def test_pairs_of_one_head_follow_at_once():
     waits = {}
     for std in (1e-1, 1e-2, 1e-3):
@@ -424,29 +426,6 @@ def test_a_training_set_rests_near_the_levels():
     run = full_batch_descent(heads, moments, FOUND, learning_rate=0.2, steps=1500, every=100)
     assert abs(run.loss[-1] - FOUND.levels[-1]) < 0.01
     assert run.loss[-1] >= moments.loss(moments.minimiser()) - 1e-12
-
-
-def test_minibatches_reach_the_same_level():
-    heads, options = (
-        merged_heads(4, 4, std=0.1, seed=0),
-        {"learning_rate": 0.1, "batch_size": 128, "seed": 0},
-    )
-    run = minibatch_descent(heads, TASK, MOMENTS, steps=1200, every=500, **options)
-    assert np.array_equal(run.time, 0.2 * np.array([0, 500, 1000, 1200]))
-    assert FOUND.levels[-1] < run.loss[-1] < FOUND.levels[-1] + 0.03
-    again = minibatch_descent(heads, TASK, MOMENTS, steps=30, every=7, **options)
-    assert np.array_equal(again.time, 0.2 * np.array([0, 7, 14, 21, 28, 30]))
-
-
-def test_one_minibatch_step_is_one_step_on_its_moments():
-    heads = separate_heads(4, 4, std=0.3, seed=0)
-    options = {"learning_rate": 0.1, "steps": 1}
-    step = minibatch_descent(heads, TASK, MOMENTS, batch_size=64, seed=5, **options)
-    prompts = sample_prompts(TASK, 64, generator=generator_for(5, "train", 0), dtype=torch.float64)
-    moments = sample_moments([prompts], basis=FOUND.vectors)
-    full = full_batch_descent(heads, moments, FOUND, **options)
-    np.testing.assert_allclose(step.heads.K, full.heads.K, rtol=1e-12)
-    np.testing.assert_allclose(step.heads.v, full.heads.v, rtol=1e-12)
 
 
 def test_bad_descents_are_refused():

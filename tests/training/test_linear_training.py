@@ -129,6 +129,7 @@ def test_the_score_slope_changes_nothing_but_how_it_is_stored():
     assert plain.history["loss"].equals(doubled.history["loss"])
 
 
+@pytest.mark.slow
 def test_the_basis_of_the_covariance_does_not_matter():
     config = override(
         SEPARATE, 'task.covariance={"kind": "kms", "rho": 0.5}', "train.learning_rate=0.05"

@@ -50,6 +50,7 @@ def test_models_that_differ_in_seed_and_heads_share_a_pack():
     ]
 
 
+@pytest.mark.slow
 def test_a_pack_holds_no_more_heads_than_the_constant():
     heads = [3, PACK_HEADS - 5, 2, 1, PACK_HEADS + 1, 4]
     models = {
@@ -86,6 +87,7 @@ def test_jobs_are_the_stopped_packs_and_what_is_not_begun(tmp_path: Path):
     ]
 
 
+@pytest.mark.slow
 def test_a_job_that_is_run_again_does_no_work_twice(tmp_path: Path):
     job = PackJob(tmp_path / "training-0.safetensors", MODELS)
     (first,) = train_here([job])

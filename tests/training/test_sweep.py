@@ -232,6 +232,7 @@ def test_resume_skips_finished_models_and_trains_added_ones(tmp_path: Path):
     assert load(tmp_path / "one").config == MODELS["one"]
 
 
+@pytest.mark.slow
 def test_a_second_process_on_a_run_folder_is_refused(tmp_path: Path):
     code = f"""
 import time
@@ -282,6 +283,7 @@ def test_a_folder_that_cannot_be_locked_is_named(tmp_path: Path):
         train_models(MODELS, tmp_path)
 
 
+@pytest.mark.slow
 def test_temporary_files_of_killed_processes_are_deleted(tmp_path: Path, finished: Path):
     stop_at_step_10(MODELS, tmp_path)
     ended = subprocess.Popen(["true"])
@@ -332,6 +334,7 @@ def test_a_stopped_run_goes_on_and_ends_as_if_it_had_not_stopped(tmp_path: Path,
         assert_same_run(load(tmp_path / name), load(finished / name))
 
 
+@pytest.mark.slow
 def test_a_run_killed_while_it_wrote_its_checkpoints_goes_on(tmp_path: Path, finished: Path):
     pack = Pack({name: MODELS[name] for name in ("two", "one")})
     while not pack.finished:

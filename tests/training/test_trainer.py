@@ -240,6 +240,7 @@ def test_training_equals_plain_pytorch(d_y: int):
         assert difference.norm() < 1e-5 * values.norm(), name
 
 
+@pytest.mark.slow
 def test_two_heads_learn_the_task():
     # With some seeds, 1 among them, both heads first take the same sign and stay at a single head's 0.40;
     # with seed 0 they take opposite signs and come close to a gradient step's 0.24.

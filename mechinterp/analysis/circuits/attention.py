@@ -1,4 +1,4 @@
-"""Where each head looks on given prompts: its attention weights, beside how alike token and query are."""
+"""Attention weights of each head on given prompts, beside the similarity of token and query."""
 
 from dataclasses import dataclass, fields
 

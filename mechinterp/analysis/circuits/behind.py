@@ -12,7 +12,6 @@ from torch import Tensor
 from mechinterp.config import TaskConfig
 from mechinterp.icl.prompts import sample_prompts
 from mechinterp.models.functional import AttentionWeights
-from mechinterp.models.transformer import ICLTransformer
 from mechinterp.models.weights import Weights
 
 N_PROMPTS = 1024
@@ -42,13 +41,16 @@ def read_through(weights: Weights, task: TaskConfig, *, seed: int = 0) -> ReadTh
         weights: Of a model that `has_linear_way_in`.
         task: Law of the prompts.
     """
+    # Here and not above: what does not run a model need not wait for TransformerLens.
+    from mechinterp.models.transformer import ICLTransformer
+
     weights = weights.to(torch.float64)
     model = ICLTransformer.from_weights(weights, task=task)
     prompts = sample_prompts(task, N_PROMPTS, seed=seed, dtype=torch.float64)
     with torch.no_grad():
         prediction = model.predict(prompts)
         _, cache = model.run_with_cache(prompts.tokens)
-    written = cache["attn_out", 0][:, -1]
+    written = cache["blocks.0.hook_attn_out"][:, -1]
     half = N_PROMPTS // 2
     ones = written.new_ones(N_PROMPTS, 1)
     known = torch.cat([written, ones], 1)
@@ -66,18 +68,25 @@ def _seen_through(weights: Weights, direction: Tensor, constant: Tensor) -> Atte
     heads = {name: tensors[name] for name in ("W_Q", "W_K", "W_V")}
     if into is not None:
         heads = {name: into @ matrix for name, matrix in heads.items()}
-    found = heads | {"W_O": tensors["W_O"] @ direction}
+    biases: dict[str, Tensor | None] = {}
     if weights.model.biases:
         b_in = tensors.get("b_in")
         for x in "QKV":
             bias = tensors[f"b_{x}"]
-            found[f"b_{x}"] = bias if b_in is None else bias + b_in @ tensors[f"W_{x}"]
-        found["b_O"] = tensors["b_O"] @ direction + constant
+            biases[f"b_{x}"] = bias if b_in is None else bias + b_in @ tensors[f"W_{x}"]
+        biases["b_O"] = tensors["b_O"] @ direction + constant
     assert weights.scale is not None
     return AttentionWeights(
-        **found,
+        W_Q=heads["W_Q"],
+        W_K=heads["W_K"],
+        W_V=heads["W_V"],
+        W_O=tensors["W_O"] @ direction,
         scale=weights.scale,
         score=weights.model.score,
         score_slope=weights.model.score_slope,
         attend_to_self=weights.model.attend_to_self,
+        b_Q=biases.get("b_Q"),
+        b_K=biases.get("b_K"),
+        b_V=biases.get("b_V"),
+        b_O=biases.get("b_O"),
     )

@@ -1,4 +1,4 @@
-"""What each head computes, read from its weights: the QK and OV circuits and how far they are from diagonal."""
+"""QK and OV circuits of each head, and how far they are from diagonal."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""How many principal components a step of linear attention uses, read from its matrix.
+"""Number of principal components that a step of linear attention uses, from its matrix.
 
 The step y_hat = b^T M x_query with M = sum_d f_d m_d e_d e_d^T over the eigenvectors e_d of the covariance is
 principal component regression in context on the directions whose f_d is 1.

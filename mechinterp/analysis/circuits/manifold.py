@@ -1,4 +1,4 @@
-"""The solution manifold of the approximate loss, and how far a model's heads are from it."""
+"""Solution manifold of the approximate loss, and the distance of a model's heads from it."""
 
 from functools import partial
 

@@ -1,4 +1,4 @@
-"""How far random weights reach on each statistic of the classifier: the null a label is held against."""
+"""Null distribution of each statistic of the classifier under random initialisation."""
 
 import math
 from collections.abc import Sequence

@@ -31,7 +31,6 @@ from mechinterp.models.constructions import from_circuits
 from mechinterp.models.functional import AttentionWeights, head_outputs, predict
 from mechinterp.models.predictor import Source, predictor_of
 from mechinterp.models.scores import is_normalised
-from mechinterp.models.weights import Weights
 
 N_PROMPTS, N_LAYERED_PROMPTS = 512, 256
 
@@ -120,7 +119,8 @@ def classify(
         >>> classify(debiased_gradient_step(0.88, 0.05, d_x=5)).pattern
         'debiased_gd'
     """
-    one = predictor_of(source).is_one_attention
+    predictor = predictor_of(source)
+    one = predictor.is_one_attention
     if n_prompts is None:
         n_prompts = N_PROMPTS if one else N_LAYERED_PROMPTS
     if one:
@@ -128,8 +128,8 @@ def classify(
             source, task, n_prompts=n_prompts, seed=seed, thresholds=thresholds
         )
     found = classify_layers(source, task, n_prompts=n_prompts, seed=seed)
-    weights = getattr(source, "weights", None)
-    if not isinstance(weights, Weights) or not has_linear_way_in(weights):
+    weights = predictor.weights
+    if weights is None or not has_linear_way_in(weights):
         return found
     limits = Thresholds() if thresholds is None else thresholds
     through = read_through(weights, found.task, seed=seed)

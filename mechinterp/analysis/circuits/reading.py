@@ -1,4 +1,4 @@
-"""The numbers that a one-layer model's pattern is judged by, read from its circuits and head outputs."""
+"""Numbers behind the pattern of a one-layer model, from its circuits and head outputs."""
 
 from dataclasses import dataclass
 

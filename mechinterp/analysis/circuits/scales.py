@@ -1,4 +1,4 @@
-"""The numbers of a whole model: how its heads' omega and mu add up, and what they amount to."""
+"""Sums of omega and mu over the heads of a model, and the step size they amount to."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""What the heads of one layer have in common: equal heads as one, and the matrix their QK circuits share."""
+"""Structure that the heads of one layer share: equal heads as one, and a common matrix of their QK circuits."""
 
 from dataclasses import dataclass
 

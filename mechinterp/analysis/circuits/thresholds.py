@@ -1,4 +1,4 @@
-"""Where the definitions of the patterns draw their lines."""
+"""Thresholds of the definitions of the patterns."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""What masking costs a model of many layers at the steps of its training that were kept."""
+"""Head ablation of a multilayer model at the kept steps of its training."""
 
 from dataclasses import dataclass
 
@@ -14,7 +14,7 @@ from mechinterp.analysis.heads.ablation import ablate_heads
 from mechinterp.display import Result
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.predictor import Source, prompts_for
-from mechinterp.tracking import Track, untracked
+from mechinterp.progress import ProgressCallback, no_progress
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -79,13 +79,13 @@ def deep_snapshots(
     *,
     n_prompts: int = 512,
     seed: int = 0,
-    track: Track = untracked,
+    progress: ProgressCallback = no_progress,
 ) -> DeepSnapshots:
     """Zero ablation of every head at each kept step, on the same prompts.
 
     Args:
         prompts: None: `n_prompts` of the model's own task are drawn, by `seed`.
-        track: Told of the progress.
+        progress: Optional progress callback.
     Raises:
         ValueError: If the checkpoint has no snapshots.
     Example:
@@ -100,7 +100,7 @@ def deep_snapshots(
     prompts = prompts_for(trained, prompts, n_prompts=n_prompts, seed=seed)
     found = [
         ablate_heads(weights, prompts)
-        for weights in track(list(trained.snapshots.values()), "masking heads of snapshots")
+        for weights in progress(list(trained.snapshots.values()), "masking heads of snapshots")
     ]
     steps, curve = list(trained.snapshots), loss_curve(trained)
     return DeepSnapshots(

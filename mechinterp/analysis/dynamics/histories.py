@@ -1,4 +1,4 @@
-"""What a checkpoint keeps of its training: logged rows, and weights of earlier steps."""
+"""Training history of a checkpoint: logged rows, and weights of earlier steps."""
 
 import numpy as np
 import pandas as pd

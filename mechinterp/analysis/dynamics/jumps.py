@@ -1,4 +1,4 @@
-"""The jumps of a training that has not begun: linear attention with rank-one heads, from its initial weights.
+"""Predicted jumps of linear attention with rank-one heads, from its initial weights.
 
 When does which head learn which eigenvector of the covariance, on which levels does the loss rest, and how
 does it run in between? Nothing is trained or fitted.
@@ -26,7 +26,7 @@ N_POINTS = 400
 
 @dataclass(frozen=True, eq=False, repr=False)
 class JumpForecast(Result):
-    """Jumps foretold from the initial weights, in the order in which they come."""
+    """Jumps predicted from the initial weights, in the order in which they come."""
 
     step: Float[np.ndarray, " jump"]
     """Middle of the drop in loss, in steps."""
@@ -65,7 +65,7 @@ class JumpForecast(Result):
         figure = figures.lines(
             self.curve[:, 0],
             {"predicted loss": self.curve[:, 1]},
-            title="Loss foretold from the initial weights: levels (dotted) and jumps (dashed)",
+            title="Loss predicted from the initial weights: levels (dotted) and jumps (dashed)",
             x_title="step",
             y_title="loss (y²)",
             log_x=True,
@@ -121,7 +121,7 @@ def _rank_one_heads(config: ExperimentConfig) -> SeparateHeads:
         found = config.d_head if name == "model.d_head" else value_of(config, name)
         if found != value:
             raise ValueError(
-                "Jumps are foretold for linear attention with separate heads of rank one: "
+                "Jumps are predicted for linear attention with separate heads of rank one: "
                 f"{name} must be {json.dumps(value)}, got {json.dumps(found)}."
             )
     heads = initial_heads(config)

@@ -1,4 +1,4 @@
-"""What the heads of linear attention hold at each kept step of training, and which algorithm that is.
+"""Components held by the heads of linear attention at each kept step of training, and the algorithm they make.
 
 The prediction is b^T M x_query with M = sum_h v_h U_h, U_h = K_h^T Q_h for separate heads. In the eigenbasis of
 the covariance M says how far each principal component is learned, and each head what it adds to that.
@@ -56,9 +56,9 @@ class LinearSnapshots(Result):
     levels: Float[np.ndarray, " level"]
     """Loss with 0, 1, ... directions learned; unit y^2."""
     jumps: Float[np.ndarray, " jump"]
-    """Steps at which the loss is foretold to fall, from the initial weights alone."""
+    """Steps at which the loss is predicted to fall, from the initial weights alone."""
     forecast: str
-    """What was foretold, or why nothing was."""
+    """What was predicted, or why nothing was."""
     curve: Float[np.ndarray, "row 2"]
     """Step and eval_loss of the whole history."""
 
@@ -97,7 +97,7 @@ class LinearSnapshots(Result):
         return pd.DataFrame(columns)
 
     def plot(self) -> go.Figure:
-        """Loss, its levels (dotted), jumps foretold (dashed) and the algorithm at the step of a slider."""
+        """Loss, its levels (dotted), jumps predicted (dashed) and the algorithm at the step of a slider."""
         titles = [
             f"Step {name}: loss {self.eval_loss[row]:.4f}, {self.algorithm(row)}"
             for row, name in enumerate(self._names)
@@ -207,9 +207,9 @@ def _forecast(checkpoint: Checkpoint) -> tuple[Float[np.ndarray, " jump"], str]:
     try:
         found = jump_forecast(checkpoint.config)
     except ValueError as error:
-        return np.zeros(0), f"No jumps are foretold. {error}"
+        return np.zeros(0), f"No jumps are predicted. {error}"
     parts = [
         f"component {direction + 1} at step {step:,.0f} (head {head})"
         for step, direction, head in zip(found.step, found.direction, found.head, strict=True)
     ]
-    return found.step, f"Foretold from the initial weights alone: {', '.join(parts)}."
+    return found.step, f"Predicted from the initial weights alone: {', '.join(parts)}."

@@ -1,4 +1,4 @@
-"""When the parts of the pattern first hold during training and stay, and how far omega overshoots."""
+"""Steps of training at which parts of the pattern first hold and stay, and the overshoot of omega."""
 
 from dataclasses import dataclass
 

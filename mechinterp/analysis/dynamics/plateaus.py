@@ -1,4 +1,4 @@
-"""Where the loss of linear attention rests while it trains, and what its heads hold there.
+"""Plateaus of the loss of linear attention during training, and what its heads hold there.
 
 How many drops has the loss and when, on which of the predicted levels does it rest between them, which
 eigenvectors do the heads hold, and how far is the predictor from principal component regression?
@@ -47,7 +47,7 @@ class Plateaus(Result):
     crossing_time: Float[np.ndarray, " crossing"]
     """When the loss first passes the middle of two neighbouring levels, unit of tau; NaN if it never does."""
     predicted: Jumps
-    """Jumps foretold from the initial weights; empty unless heads are separate and of rank one."""
+    """Jumps predicted from the initial weights; empty unless heads are separate and of rank one."""
     levels: Float[np.ndarray, " level"]
     """All predicted levels, unit y^2."""
     curve: Float[np.ndarray, "time 2"]

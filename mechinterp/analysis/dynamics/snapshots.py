@@ -1,4 +1,4 @@
-"""The circuits of a model at the steps of its training that were kept, with the pattern they form there."""
+"""Circuits and pattern of a model at the kept steps of its training."""
 
 from dataclasses import dataclass
 
@@ -13,7 +13,7 @@ from mechinterp.analysis.circuits.patterns import classify_attention
 from mechinterp.analysis.dynamics.histories import kept_steps, loss_at, loss_curve, with_snapshots
 from mechinterp.display import Result
 from mechinterp.models.predictor import Source
-from mechinterp.tracking import Track, untracked
+from mechinterp.progress import ProgressCallback, no_progress
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -73,13 +73,17 @@ class Snapshots(Result):
 
 
 def training_snapshots(
-    checkpoint: Source, *, n_prompts: int = 512, seed: int = 0, track: Track = untracked
+    checkpoint: Source,
+    *,
+    n_prompts: int = 512,
+    seed: int = 0,
+    progress: ProgressCallback = no_progress,
 ) -> Snapshots:
     """Circuits, pattern and loss of a checkpoint at its `kept_steps`.
 
     Args:
         n_prompts: Prompts behind each classification.
-        track: Told of the progress.
+        progress: Optional progress callback.
     Raises:
         ValueError: If the checkpoint has no snapshots.
     Example:
@@ -97,7 +101,7 @@ def training_snapshots(
     task = trained.task
     found = [
         classify_attention(each, task, n_prompts=n_prompts, seed=seed)
-        for each in track(weights, "classifying snapshots")
+        for each in progress(weights, "classifying snapshots")
     ]
     curve = loss_curve(trained)
     return Snapshots(

@@ -1,4 +1,4 @@
-"""How losses and head scales moved during training, from a checkpoint's history."""
+"""Losses and head scales during training, from a checkpoint's history."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""What breaks when the heads of a model are masked, one at a time."""
+"""Rise of the excess risk when single heads are masked."""
 
 from dataclasses import dataclass
 
@@ -13,7 +13,7 @@ from mechinterp.analysis.heads.errors import masked_errors
 from mechinterp.display import Result
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.predictor import Source, predictor_of, prompts_for
-from mechinterp.tracking import Track, untracked
+from mechinterp.progress import ProgressCallback, no_progress
 
 RESAMPLES = 200
 
@@ -141,14 +141,14 @@ def ablate_heads(
     method: str = "zero",
     n_prompts: int = 4096,
     seed: int = 0,
-    track: Track = untracked,
+    progress: ProgressCallback = no_progress,
 ) -> HeadAblation:
     """Rise of the excess risk when each head of a hooked model is masked, one at a time.
 
     Args:
         prompts: None: `n_prompts` of the model's own task are drawn, by `seed`.
         method: "zero"; "mean" over the given prompts at each position; or "resample", from another prompt.
-        track: Told of the progress.
+        progress: Optional progress callback.
     Raises:
         ValueError: If the method is unknown, there are fewer than two prompts (four to swap), or they are to be
             swapped and odd in number.
@@ -167,7 +167,7 @@ def ablate_heads(
     predictor = predictor_of(source)
     shape = (predictor.n_layers, predictor.n_heads)
     masks = [[], *([head] for head in np.ndindex(shape))]
-    errors = masked_errors(predictor, prompts, masks, method=method, track=track)
+    errors = masked_errors(predictor, prompts, masks, method=method, progress=progress)
     if len(errors) < 2:
         raise ValueError(f"There must be at least 2 prompts or pairs of them, got {len(errors)}.")
     full, rises = errors[:, 0], (errors[:, 1:] - errors[:, :1]).reshape(-1, *shape)

@@ -1,4 +1,4 @@
-"""What heads chosen from data cost on other data: choices on random halves of the prompts, measured on the other halves."""
+"""Cost of heads chosen from data, measured on other data: choices on random halves of the prompts."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from mechinterp.analysis.probing.probes import cross_validated, streams
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.masks import Head
 from mechinterp.models.predictor import Predictor, Source
-from mechinterp.tracking import Track, untracked
+from mechinterp.progress import ProgressCallback, no_progress
 
 Rule = Callable[[np.ndarray], np.ndarray]
 """From the rises [layer, head] of the excess risk to what is kept, a truth value for each head."""
@@ -81,8 +81,10 @@ class Choices:
 class MaskedErrors:
     """Squared errors of a model on some prompts, with heads masked; each mask is run once."""
 
-    def __init__(self, predictor: Predictor, prompts: Prompts, track: Track = untracked) -> None:
-        self.predictor, self.prompts, self.track = predictor, prompts, track
+    def __init__(
+        self, predictor: Predictor, prompts: Prompts, progress: ProgressCallback = no_progress
+    ) -> None:
+        self.predictor, self.prompts, self.progress = predictor, prompts, progress
         self._found: dict[tuple[Head, ...], np.ndarray] = {}
         self._refitted: dict[tuple[Head, ...], np.ndarray] = {}
 
@@ -91,7 +93,7 @@ class MaskedErrors:
         keys = [tuple(sorted(mask)) for mask in masks]
         missing = [key for key in dict.fromkeys(keys) if key not in self._found]
         if missing:
-            errors = masked_errors(self.predictor, self.prompts, missing, track=self.track)
+            errors = masked_errors(self.predictor, self.prompts, missing, progress=self.progress)
             self._found |= dict(zip(missing, errors.T, strict=True))
         return np.stack([self._found[key] for key in keys], axis=1)
 
@@ -99,7 +101,7 @@ class MaskedErrors:
         """The same with a new read-out for each mask."""
         keys = [tuple(sorted(mask)) for mask in masks]
         missing = [key for key in dict.fromkeys(keys) if key not in self._refitted]
-        for key in self.track(missing, "new read-outs"):
+        for key in self.progress(missing, "new read-outs"):
             self._refitted[key] = refit_errors(self.predictor, self.prompts, key)
         return np.stack([self._refitted[key] for key in keys], axis=1)
 

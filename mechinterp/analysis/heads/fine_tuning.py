@@ -1,4 +1,4 @@
-"""What a pruned model wins back when it is trained further, beside the full one trained as long."""
+"""Further training of a pruned model, beside the full one trained as long."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,7 +17,7 @@ from mechinterp.config import ExperimentConfig
 from mechinterp.display import Result
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.weights import Weights
-from mechinterp.tracking import Track, untracked
+from mechinterp.progress import ProgressCallback, no_progress
 from mechinterp.training.deep import DeepRun
 
 MODELS = ("pruned", "full")
@@ -91,7 +91,7 @@ def fine_tune(
     steps: int = 400,
     learning_rate: float | None = None,
     data_seed: int = 1000,
-    track: Track = untracked,
+    progress: ProgressCallback = no_progress,
 ) -> FineTuning:
     """Train a pruned model further as it had been trained: context lengths, clipping and the fall of the step size.
 
@@ -102,7 +102,7 @@ def fine_tune(
         prompts: On which risks are measured; none that heads were chosen on.
         learning_rate: Of the first step; None: that of the training.
         data_seed: Of the prompts of the steps; not the training's.
-        track: Told of the progress.
+        progress: Optional progress callback.
     Raises:
         ValueError: If no head is kept, or steps, learning_rate or data_seed are out of range.
     Example:
@@ -129,7 +129,7 @@ def fine_tune(
     )
     config = replace(checkpoint.config, train=train)
     starts = (pruned_weights(checkpoint.weights, kept), checkpoint.weights)
-    trained = [_trained(config, start, track) for start in starts]
+    trained = [_trained(config, start, progress) for start in starts]
     errors = np.array([[_errors(w, prompts) for w in run.values()] for run in trained])
     before = errors[1, 0]  # the full model as it was
     risk, risk_sem = mean_and_sem(np.moveaxis(errors, -1, 0))
@@ -138,10 +138,14 @@ def fine_tune(
     return FineTuning(step, risk, risk_sem, ratio, ratio_sem, checkpoint, kept, last)
 
 
-def _trained(config: ExperimentConfig, start: Weights, track: Track) -> dict[int, Weights]:
+def _trained(
+    config: ExperimentConfig, start: Weights, progress: ProgressCallback
+) -> dict[int, Weights]:
     """The weights by step."""
     run = DeepRun({"": pruned_config(config, start)}, start=start)
-    for _ in track(range(-(-run.config.train.steps // run.config.train.log_every)), "training on"):
+    for _ in progress(
+        range(-(-run.config.train.steps // run.config.train.log_every)), "training on"
+    ):
         run.advance()
     (found,) = run.results().values()
     return found.snapshots | {found.step: found.weights}

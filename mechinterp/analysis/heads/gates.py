@@ -1,4 +1,4 @@
-"""Roles of heads by learned gates: a soft factor per head, fitted with pressure to stay open and to close.
+"""Learned gates of heads: a soft factor per head, fitted with pressure to stay open and to close.
 
 Masking asks what one head costs with all others there. Gates of all heads are fitted together, so that heads that
 stand in for each other, or stand in each other's way, show.
@@ -23,7 +23,7 @@ from mechinterp.icl.prompts import Prompts
 from mechinterp.models.backends.hooks import CHUNK
 from mechinterp.models.masks import Hooks, z_name
 from mechinterp.models.predictor import Predictor, Source, predictor_of, prompts_for
-from mechinterp.tracking import Track, untracked
+from mechinterp.progress import ProgressCallback, no_progress
 
 ROLES = ("facilitating", "irrelevant", "interfering")
 LIMIT = 4.0
@@ -91,7 +91,7 @@ def learn_gates(
     learning_rate: float = 0.1,
     n_prompts: int = 1024,
     seed: int = 0,
-    track: Track = untracked,
+    progress: ProgressCallback = no_progress,
 ) -> HeadGates:
     """Gates on the heads' outputs that minimise risk / full risk -+ pressure times the sum of the gates' logits.
 
@@ -103,7 +103,7 @@ def learn_gates(
         pressure: Weight of a gate's logit, in units of the full model's excess risk.
         steps: Steps of Adam, for each of the three fits.
         learning_rate: Of Adam, on the logits.
-        track: Told of the progress.
+        progress: Optional progress callback.
     Raises:
         ValueError: If pressure is not positive, steps is below 1, or there are fewer than four prompts.
     Source:
@@ -124,11 +124,11 @@ def learn_gates(
         raise ValueError(f"steps must be >= 1, got {steps}.")
     predictor = predictor_of(source)
     fitted, measured = halves(prompts)
-    alone = ablate_heads(predictor, measured, track=track)
+    alone = ablate_heads(predictor, measured, progress=progress)
     start = torch.full((predictor.n_layers, predictor.n_heads), LIMIT, dtype=torch.float64)
 
     def fit(start: Tensor, reward: float, kind: str) -> Tensor:
-        told = track(range(steps), f"fitting gates ({kind})")
+        told = progress(range(steps), f"fitting gates ({kind})")
         return _fit(predictor, fitted, start, reward, steps=told, learning_rate=learning_rate)
 
     free = fit(start, 0.0, "free")

@@ -11,7 +11,7 @@ from mechinterp.display import Result
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.masks import METHODS
 from mechinterp.models.predictor import Source, predictor_of, prompts_for
-from mechinterp.tracking import Track, untracked
+from mechinterp.progress import ProgressCallback, no_progress
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -45,13 +45,13 @@ def ablate(
     *,
     n_prompts: int = 4096,
     seed: int = 0,
-    track: Track = untracked,
+    progress: ProgressCallback = no_progress,
 ) -> Ablations:
     """Rise of the excess risk when heads are masked: each alone by every method, and every subset in one layer.
 
     Args:
         prompts: None: `n_prompts` of the model's own task are drawn, by `seed`.
-        track: Told of the progress.
+        progress: Optional progress callback.
     Raises:
         ValueError: If there are fewer than four prompts.
     Example:
@@ -62,7 +62,7 @@ def ablate(
     prompts = prompts_for(source, prompts, n_prompts=n_prompts, seed=seed)
     even = prompts[: len(prompts) - len(prompts) % 2]  # they swap in pairs
     methods = [
-        ablate_heads(source, even if how == "resample" else prompts, method=how, track=track)
+        ablate_heads(source, even if how == "resample" else prompts, method=how, progress=progress)
         for how in METHODS
     ]
     return Ablations(tuple(methods), subsets_where_possible(source, prompts))

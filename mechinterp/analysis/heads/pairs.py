@@ -1,4 +1,4 @@
-"""What heads are worth together: pairs that need or replace each other, and the order in which all can go."""
+"""Joint ablation of heads: pairs that need or replace each other, and a greedy order of all heads."""
 
 from dataclasses import dataclass
 from itertools import combinations
@@ -14,7 +14,7 @@ from mechinterp.analysis.heads.errors import masked_errors
 from mechinterp.display import Result
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.predictor import Source, predictor_of, prompts_for
-from mechinterp.tracking import Track, untracked
+from mechinterp.progress import ProgressCallback, no_progress
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -149,7 +149,7 @@ def greedy_order(
     method: str = "zero",
     n_prompts: int = 4096,
     seed: int = 0,
-    track: Track = untracked,
+    progress: ProgressCallback = no_progress,
 ) -> GreedyOrder:
     """All heads in the order of a greedy search: each time the one whose masking leaves the least excess risk.
 
@@ -158,7 +158,7 @@ def greedy_order(
     Args:
         prompts: None: `n_prompts` of the model's own task are drawn, by `seed`.
         method: As in `ablate_heads`.
-        track: Told of the progress.
+        progress: Optional progress callback.
     Raises:
         ValueError: If the method is unknown, there are fewer than four prompts, or halves that are to be
             swapped are odd in number.
@@ -174,7 +174,7 @@ def greedy_order(
     chosen_on, measured_on = halves(prompts)
     gone: list[tuple[int, int]] = []
     left = _heads(source)
-    for _ in track(range(len(left)), "greedy order of heads"):
+    for _ in progress(range(len(left)), "greedy order of heads"):
         errors = masked_errors(source, chosen_on, [[*gone, head] for head in left], method=method)
         gone.append(left.pop(int(errors.mean(0).argmin())))
     masks = [gone[:size] for size in range(len(gone) + 1)]

@@ -1,4 +1,4 @@
-"""Which position of which layer carries what tells two sets of prompts apart: activation patching.
+"""Activation patching by layer and position.
 
 TransformerLens takes the number of positions from the last axis of its input, which for prompts of
 vectors is d_model; here the positions are counted as they are.
@@ -14,7 +14,7 @@ import pandas as pd
 import plotly.graph_objects as go
 import torch
 from jaxtyping import Float
-from torch import Tensor
+from torch import Tensor, nn
 
 from mechinterp import figures
 from mechinterp.analysis.estimates import mean_and_sem
@@ -89,7 +89,8 @@ def patch_positions(
     """Change of a metric on corrupted prompts when one position's activation is that of the clean ones.
 
     Args:
-        clean, corrupted: None: two sets of `n_prompts` of the model's own task, by `seed` and the one after it.
+        clean: Prompts that the activation is taken from; None: `n_prompts` of the model's own task, by `seed`.
+        corrupted: Prompts that the model runs on; None: as many, by the seed after that.
         activation: "resid_pre", "attn_out" or "resid_post"; or a head's "q", "k", "v", "z" or "pattern",
             of which one row, that of the query at this position, is patched.
         metric: From the model's output [batch, pos, d_y] to one number per prompt, [batch].
@@ -106,8 +107,6 @@ def patch_positions(
         >>> patch_positions(checkpoint.model, clean, corrupted, activation="v").effect.shape
         (1, 7, 2)
     """
-    from transformer_lens import ActivationCache, patching
-
     if activation not in STREAMS + HEAD_PARTS:
         known = ", ".join(STREAMS + HEAD_PARTS)
         raise ValueError(f"activation must be one of {known}, got {activation!r}.")
@@ -120,26 +119,41 @@ def patch_positions(
         raise ValueError(
             f"clean and corrupted tokens must have one shape, got {shapes[0]} and {shapes[1]}."
         )
-    setter = patching.layer_pos_patch_setter
     axes = {"layer": hooked.n_layers, "pos": shapes[0][1], "head": hooked.n_heads}
     if activation == "pattern":
-        setter = patching.layer_head_pos_pattern_patch_setter
         axes = {name: axes[name] for name in ("layer", "head", "pos")}
+    elif activation not in HEAD_PARTS:
+        del axes["head"]
+    effects, gained = _patched(hooked.model, tokens, other, activation, metric, axes)
+    return _summary(activation, effects, gained, axes)
+
+
+def _patched(
+    model: nn.Module,
+    clean: Tensor,
+    corrupted: Tensor,
+    activation: str,
+    metric: Callable[[Tensor], Tensor],
+    axes: dict[str, int],
+) -> tuple[Float[Tensor, "patch batch"], Float[Tensor, " batch"]]:
+    """The metric's change by each patch in the order of `axes`, and between the clean and corrupted tokens."""
+    from transformer_lens import ActivationCache, patching
+
+    setter = patching.layer_pos_patch_setter
+    if activation == "pattern":
+        setter = patching.layer_head_pos_pattern_patch_setter
     elif activation in HEAD_PARTS:
         setter = patching.layer_pos_head_vector_patch_setter
-    else:
-        del axes["head"]
     # The indices are given: TransformerLens would count d_model positions.
     indices = patching.make_df_from_ranges(list(axes.values()), list(axes))
     # TransformerLens draws a progress bar; a library prints nothing.
     with torch.no_grad(), redirect_stderr(io.StringIO()):
-        logits, cache = hooked.model.run_with_cache(tokens)
-        assert logits is not None
+        logits, cache = model.run_with_cache(clean)
         assert isinstance(cache, ActivationCache)
         # Typed for TransformerLens' own config, of which only fields that ours has are read.
         result = patching.generic_activation_patch(  # type: ignore[call-overload]
-            hooked.model,
-            other,
+            model,
+            corrupted,
             cache,
             metric,
             setter,
@@ -148,8 +162,7 @@ def patch_positions(
             reduce="none",
             baseline=True,
         )
-        gained = metric(logits) - metric(hooked.model(other))
-    return _summary(activation, result.effect(), gained, axes)
+        return result.effect(), metric(logits) - metric(model(corrupted))
 
 
 def _summary(

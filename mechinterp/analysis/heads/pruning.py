@@ -1,4 +1,4 @@
-"""Which heads a model can do without: rules of what stays, the risk without the rest, and the smaller model itself."""
+"""Pruning of heads: rules of what stays, the risk without the rest, and the smaller model itself."""
 
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -26,10 +26,9 @@ from mechinterp.checkpoints.native import Checkpoint, checkpoint_of, save
 from mechinterp.config import ExperimentConfig
 from mechinterp.display import Result
 from mechinterp.icl.prompts import Prompts
-from mechinterp.models.masks import Head
 from mechinterp.models.predictor import Source, predictor_of, prompts_for
 from mechinterp.models.weights import Weights
-from mechinterp.tracking import Track, untracked
+from mechinterp.progress import ProgressCallback, no_progress
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -65,11 +64,6 @@ class Pruning(Result):
     carried_by_few: bool
     """Whether a hundredth of the prompts carries more than half of `risk`; then the risk with a new read-out says
     more."""
-
-    @property
-    def pruned_heads(self) -> list[Head]:
-        """(layer, head) of the heads that are masked."""
-        return masked_by(self.kept)
 
     def __repr__(self) -> str:
         per_layer = ", ".join(map(str, self.kept.sum(1)))
@@ -145,7 +139,7 @@ def prune(
     splits: int = SPLITS,
     n_prompts: int = 4096,
     seed: int = 0,
-    track: Track = untracked,
+    progress: ProgressCallback = no_progress,
 ) -> Pruning:
     """The model without the heads that a rule lets go, its risk and that with a new read-out.
 
@@ -166,7 +160,7 @@ def prune(
         sequential: Whether the layers are pruned one after another from the first, the heads of each scored with
             those of the layers before it gone; else all are scored on the full model.
         splits: Number of random halvings.
-        track: Told of the progress.
+        progress: Optional progress callback.
     Raises:
         ValueError: If the rule keeps no head or its answer has another shape, or there are too few prompts or splits.
     Source:
@@ -186,7 +180,7 @@ def prune(
         1.0
     """
     prompts = prompts_for(source, prompts, n_prompts=n_prompts, seed=seed)
-    errors = MaskedErrors(predictor_of(source), prompts, track)
+    errors = MaskedErrors(predictor_of(source), prompts, progress)
     kept, rise = choose(errors, rule, np.ones(len(prompts), dtype=bool), sequential=sequential)
     choices = choices_on_halves(errors, rule, sequential=sequential, splits=splits)
     full_risk, full_risk_sem = mean_and_sem(errors.of([[]])[:, 0])

@@ -1,4 +1,4 @@
-"""The excess risk against the number of heads that are kept, and what rules that name the heads to keep cost."""
+"""Excess risk against the number of heads kept, and the cost of rules that name them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -25,7 +25,7 @@ from mechinterp.display import Result
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.masks import Head
 from mechinterp.models.predictor import Source, predictor_of
-from mechinterp.tracking import Track, untracked
+from mechinterp.progress import ProgressCallback, no_progress
 
 FULL = "full model"
 WIDE = 100
@@ -173,13 +173,13 @@ def pruning_curves(
     prompts: Prompts,
     orders: Mapping[str, Sequence[Head]],
     *,
-    track: Track = untracked,
+    progress: ProgressCallback = no_progress,
 ) -> PruningCurves:
     """The excess risk with the first 0, 1, ..., all heads of each order masked.
 
     Args:
         orders: All heads of the model in the order in which they go, by name; chosen on other prompts.
-        track: Told of the progress.
+        progress: Optional progress callback.
     Raises:
         ValueError: If there is no order, or one does not name every head once.
     Example:
@@ -200,7 +200,7 @@ def pruning_curves(
                 f"The order {name!r} must name each of {len(every)} heads once, got {len(heads)} heads."
             )
     masks = [list(heads[:size]) for heads in orders.values() for size in range(len(every) + 1)]
-    errors = masked_errors(source, prompts, masks, track=track)
+    errors = masked_errors(source, prompts, masks, progress=progress)
     shape = (len(orders), len(every) + 1)
     risks = (*mean_and_sem(errors), *ratio_and_sem(errors, errors[:, 0]))
     names = tuple(tuple(f"L{layer}H{head}" for layer, head in heads) for heads in orders.values())
@@ -213,7 +213,7 @@ def prune_by_rules(
     rise: Float[np.ndarray, "layer head"] | None = None,
     *,
     splits: int = SPLITS,
-    track: Track = untracked,
+    progress: ProgressCallback = no_progress,
 ) -> RulePruning:
     """What the rules of `analysis.heads.pruning` cost that prune this model at all.
 
@@ -222,7 +222,7 @@ def prune_by_rules(
         rise: Of the excess risk when each head is masked, on other prompts: what the rules see. None: the rises on
             these prompts, and the risks are cross-fitted as `prune` does it.
         splits: Number of random halvings; of no effect if `rise` is given.
-        track: Told of the progress.
+        progress: Optional progress callback.
     Raises:
         ValueError: If `rise` is not of the model's shape, or there are too few prompts for a read-out, or splits.
     Example:
@@ -237,7 +237,7 @@ def prune_by_rules(
     shape = _shape(source)
     if rise is not None and rise.shape != shape:
         raise ValueError(f"rise must have a value for each of {shape} heads, got {rise.shape}.")
-    errors = MaskedErrors(predictor_of(source), prompts, track)
+    errors = MaskedErrors(predictor_of(source), prompts, progress)
     every = np.ones(len(prompts), dtype=bool)
     kept, choices = {FULL: np.ones(shape, dtype=bool)}, {}
     for name, rule in RULES.items():

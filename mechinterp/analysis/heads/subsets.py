@@ -1,4 +1,4 @@
-"""What is left with every subset of the heads of one layer, and the Shapley value of each."""
+"""Excess risk with every subset of the heads of one layer, and the Shapley value of each head."""
 
 import itertools
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""How a model's excess risk stands against learners of linear regression at their best, on the same prompts."""
+"""Excess risk of a model beside baselines: learners of linear regression at their best, on the same prompts."""
 
 from dataclasses import dataclass
 
@@ -29,7 +29,7 @@ EXACT = 1e-9
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Rivals(Result):
+class Baselines(Result):
     """Excess risk of learners, each at the setting that is best on these prompts, beside the model's."""
 
     learners: tuple[str, ...]
@@ -48,7 +48,7 @@ class Rivals(Result):
     def __repr__(self) -> str:
         values = zip(self.learners, self.ratio, self.ratio_sem, strict=True)
         ratios = ", ".join(f"{name} {ratio:.3g} ± {sem:.2g}" for name, ratio, sem in values)
-        return f"Rivals(model {self.model_risk:.3g} ± {self.model_risk_sem:.2g}, over {ratios})"
+        return f"Baselines(model {self.model_risk:.3g} ± {self.model_risk_sem:.2g}, over {ratios})"
 
     def to_frame(self) -> pd.DataFrame:
         """One row per learner."""
@@ -71,13 +71,13 @@ class Rivals(Result):
         )
 
 
-def rivals(
+def baselines(
     source: Source,
     prompts: Prompts | None = None,
     *,
     n_prompts: int = 4096,
     seed: int = 0,
-) -> Rivals:
+) -> Baselines:
     """Zero, least squares, ridge at its best penalty, gradient descent and Algorithm 1 at their best step.
 
     What is chosen is chosen on the prompts themselves, in the learners' favour.
@@ -91,7 +91,7 @@ def rivals(
         >>> from mechinterp.config import TaskConfig
         >>> from mechinterp.icl.prompts import generator_for, sample_prompts
         >>> prompts = sample_prompts(TaskConfig(), 256, generator=generator_for(0, "eval", 0))
-        >>> found = rivals(load("checkpoints/softmax-h2-s0").model, prompts)
+        >>> found = baselines(load("checkpoints/softmax-h2-s0").model, prompts)
         >>> dict(zip(found.learners, found.ratio > 1))["ridge"]
         np.True_
     """
@@ -106,7 +106,7 @@ def rivals(
         rows.append([setting, *mean_and_sem(errors), *ratio])
     model_risk, model_risk_sem = mean_and_sem(own)
     tuned, risk, risk_sem, ratios, ratios_sem = np.array(rows, dtype=float).T
-    return Rivals(
+    return Baselines(
         learners=tuple(squares),
         tuned=tuned,
         risk=risk,
@@ -116,6 +116,9 @@ def rivals(
         model_risk=float(model_risk),
         model_risk_sem=float(model_risk_sem),
     )
+
+
+rivals, Rivals = baselines, Baselines  # their names before 0.2.0
 
 
 def _learners(prompts: Prompts) -> list[tuple[str, float, np.ndarray]]:

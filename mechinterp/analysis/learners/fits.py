@@ -1,4 +1,4 @@
-"""Which closed-form learner a model implements, and how closely, as a function of the context length."""
+"""Fits of closed-form learners to a model, over the context length."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ from mechinterp.icl.predictors import (
 )
 from mechinterp.icl.prompts import Prompts, prompt_chunks
 from mechinterp.models.predictor import Source, learner_of, predictor_of
-from mechinterp.tracking import Track, untracked
+from mechinterp.progress import ProgressCallback, no_progress
 
 FITTED = {"vanilla_gd": "eta", "debiased_gd": "eta", "kernel_head": "mu"}
 LEARNERS = ("zero", "vanilla_gd", "debiased_gd", "kernel_head", "ridge")
@@ -164,7 +164,7 @@ def fit_learners(
     context_lengths: Sequence[int] = CONTEXT_LENGTHS,
     n_prompts: int = 20_000,
     seed: int = 0,
-    track: Track = untracked,
+    progress: ProgressCallback = no_progress,
 ) -> LearnerFits:
     """Fits of zero, vanilla GD, debiased GD, a kernel head and ridge to a model's predictions.
 
@@ -176,7 +176,7 @@ def fit_learners(
             needs a task).
         context_lengths: Numbers of pairs; the task's own is added.
         n_prompts: Prompts per context length.
-        track: Told of the progress.
+        progress: Optional progress callback.
     Raises:
         ValueError: If a predicting function comes without a task.
     Source:
@@ -197,7 +197,7 @@ def fit_learners(
     lengths = sorted({*context_lengths, task.context_length})
     rows = [
         _fit_at(model, task, length, n_prompts, seed)
-        for length in track(lengths, "fitting learners at each context length")
+        for length in progress(lengths, "fitting learners at each context length")
     ]
     at = lengths.index(task.context_length)
     squares = rows[at].pop("squares")

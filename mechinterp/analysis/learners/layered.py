@@ -1,4 +1,4 @@
-"""What the heads of a layered model are worth, and which closed-form learner the model comes closest to.
+"""What the heads of a layered model are worth, and which algorithm its layers carry out.
 
 Between such heads and the prediction lie further layers, norms and MLPs, so that they are described by
 what breaks when they are masked and not by their circuits.
@@ -15,11 +15,13 @@ from torch import Tensor
 
 from mechinterp import figures
 from mechinterp.analysis.estimates import mean_and_sem, ratio_and_sem
+from mechinterp.analysis.learners.algorithm import name_algorithm
+from mechinterp.analysis.learners.algorithm_evidence import AlgorithmEvidence
 from mechinterp.config import TaskConfig
 from mechinterp.display import Result
 from mechinterp.icl.predictors import debiased_gd, ridge, vanilla_gd
 from mechinterp.icl.prompts import Prompts, sample_prompts
-from mechinterp.models.predictor import Source, predictor_of
+from mechinterp.models.predictor import Predictor, Source, predictor_of
 
 CONSTANT = 1e-8
 """Variance over prompts, relative to the mean square, below which a prediction is one number."""
@@ -32,9 +34,12 @@ class LayeredClassification(Result):
     """How much the excess risk rises when one head of a layered model is masked, and what the model is near to."""
 
     pattern: str
-    """"multi_layer", or "undetermined" for a single layer."""
+    """The algorithm that several layers carry out, a label of `icl.algorithms`, "undetermined" or
+    "unstructured"; "undetermined" for a single layer."""
     reason: str
     """One sentence: why, and which learner is closest."""
+    algorithm: AlgorithmEvidence | None
+    """What earned the label of several layers; None for a single one."""
     excess_risk: float
     """Of the full model: mean (y_hat - y_query_clean)^2, unit y^2."""
     excess_risk_sem: float
@@ -96,7 +101,7 @@ def classify_layers(
     n_prompts: int = 256,
     seed: int = 0,
 ) -> LayeredClassification:
-    """What each head of a layered model is worth, and the closed-form learner closest to the model.
+    """What each head of a layered model is worth, and the algorithm that several layers carry out.
 
     A head is masked by taking its share of the output projection as zero, nothing retrained; all masks see
     the same prompts and are held against the target without noise.
@@ -104,7 +109,8 @@ def classify_layers(
     Args:
         task: Law of the prompts; None: the checkpoint's.
     Raises:
-        ValueError: If there are fewer than two prompts, or the task's prompts are of other sizes than the model's.
+        ValueError: If there are fewer than two prompts, 8 for several layers, or the task's prompts
+            are of other sizes than the model's.
     Source:
         After Chen, Zhao and Zou 2024, arXiv 2408.04532, who mask heads one at a time; that outputs are zeroed
         and importances normalised within a layer is a choice made here.
@@ -125,21 +131,20 @@ def classify_layers(
     if n_prompts < 2:
         raise ValueError(f"n_prompts must be >= 2 for a standard error, got {n_prompts}.")
     prompts = sample_prompts(task, n_prompts, seed=seed, dtype=torch.float64)
-    heads = list(np.ndindex(predictor.n_layers, predictor.n_heads))
-    prediction, *each = predictor.run(prompts, [[], *([head] for head in heads)]).double()
-    masked = torch.stack(each, 1).unflatten(1, (predictor.n_layers, predictor.n_heads))
-    target = prompts.y_query_clean
-    full = (prediction - target).square().mean(1)
-    rise = (masked - target[:, None, None]).square().mean(3) - full[:, None, None]
+    prediction, full, rise = _masked_risks(predictor, prompts)
     excess_risk, excess_risk_sem = mean_and_sem(full.numpy())
     increase, increase_sem = mean_and_sem(rise.numpy())
     r2 = _learner_r2(prompts, prediction, task)
     size = float(prediction.square().mean())
     constant = size > 0 and float(prediction.var(0).max()) < CONSTANT * size
-    pattern, reason = _verdict(predictor.n_layers, r2, constant=constant)
+    algorithm = None
+    if predictor.n_layers > 1:
+        algorithm = name_algorithm(predictor, prompts, task=task, seed=seed)
+    pattern, reason = _verdict(algorithm, r2, constant=constant)
     return LayeredClassification(
         pattern=pattern,
         reason=reason,
+        algorithm=algorithm,
         excess_risk=float(excess_risk),
         excess_risk_sem=float(excess_risk_sem),
         increase=increase,
@@ -150,6 +155,20 @@ def classify_layers(
         task=task,
         n_prompts=n_prompts,
     )
+
+
+def _masked_risks(
+    predictor: Predictor, prompts: Prompts
+) -> tuple[
+    Float[Tensor, "batch d_y"], Float[Tensor, " batch"], Float[Tensor, "batch n_layers n_heads"]
+]:
+    """What the model predicts, its squared error against the target without noise, and what masking each head adds."""
+    heads = list(np.ndindex(predictor.n_layers, predictor.n_heads))
+    prediction, *each = predictor.run(prompts, [[], *([head] for head in heads)]).double()
+    masked = torch.stack(each, 1).unflatten(1, (predictor.n_layers, predictor.n_heads))
+    target = prompts.y_query_clean
+    full = (prediction - target).square().mean(1)
+    return prediction, full, (masked - target[:, None, None]).square().mean(3) - full[:, None, None]
 
 
 def _learner_r2(
@@ -172,7 +191,7 @@ def _learner_r2(
 
 
 def _verdict(
-    n_layers: int, r2: dict[str, tuple[float, float]], *, constant: bool
+    algorithm: AlgorithmEvidence | None, r2: dict[str, tuple[float, float]], *, constant: bool
 ) -> tuple[str, str]:
     best = max(r2, key=lambda name: r2[name][0])
     value, sem = r2[best]
@@ -182,8 +201,7 @@ def _verdict(
         learner = "the model predicts 0 on every prompt"
     if constant:
         learner = "the model predicts the same number on every prompt: its heads do nothing"
-    if n_layers > 1:
-        heads = f"{n_layers} layers, whose heads are described by their ablation"
-        return "multi_layer", f"{heads}; {learner}"
+    if algorithm is not None:
+        return algorithm.label, f"{algorithm.reason}; {learner}"
     between = "LayerNorm and MLP lie between the heads and the prediction"
     return "undetermined", f"{between}; {learner}"

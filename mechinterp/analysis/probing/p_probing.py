@@ -1,4 +1,4 @@
-"""Whether a layer has preprocessed its context: gradient descent on its features against descent on the covariates.
+"""P-probing: gradient descent on a layer's features beside descent on the covariates.
 
 If the first layer reweights covariates as Algorithm 1 does, then a few steps of descent on what it writes go further
 than on the raw x. The step size is 1 / lambda_max of each prompt for every curve, so that none is favoured.
@@ -23,7 +23,7 @@ from mechinterp.icl.prompts import Prompts
 from mechinterp.icl.sparse_predictors import descend, excess_risk
 from mechinterp.models.masks import Head
 from mechinterp.models.predictor import Source, predictor_of, prompts_for
-from mechinterp.tracking import Track, untracked
+from mechinterp.progress import ProgressCallback, no_progress
 
 VARIANTS = ("query", "map")
 RAW, IDEAL = "raw x", "reweighted x"
@@ -91,7 +91,7 @@ def p_probe(
     steps: int = 32,
     n_prompts: int = 1024,
     seed: int = 0,
-    track: Track = untracked,
+    progress: ProgressCallback = no_progress,
 ) -> DescentCurves:
     """Gradient descent on what models have in the stream after some layers, on raw x, and on x reweighted.
 
@@ -104,7 +104,7 @@ def p_probe(
         prompts: None: `n_prompts` of the first model's own task are drawn, by `seed`.
         layer: Number of layers run; 0 takes the input.
         steps: Steps of descent on (1/2L) sum_l (y_l - <u, phi_l>)^2, from zero.
-        track: Told of the progress.
+        progress: Optional progress callback.
     Raises:
         ValueError: If there is no model, the variant is unknown, a model has fewer layers, `steps` is below 1, or
             the first half of the prompts has no more tokens than a map has features.
@@ -136,7 +136,7 @@ def p_probe(
     phis = {RAW: raw, IDEAL: reweighted(measured)[0]}
     for name, source in models.items():
         if variant == "query":
-            phis[name] = query_features(source, prompts, layer=layer, track=track)
+            phis[name] = query_features(source, prompts, layer=layer, progress=progress)
         else:
             phis[name] = _mapped(source, prompts, layer)
     return descent_curves(phis, measured, steps=steps)
@@ -171,18 +171,18 @@ def query_features(
     *,
     layer: int,
     heads: Sequence[Head] = (),
-    track: Track = untracked,
+    progress: ProgressCallback = no_progress,
 ) -> Float[Tensor, "batch pos d_model"]:
     """The stream after some layers of every covariate of a prompt run as its query, the query's own last.
 
     Args:
         layer: Number of layers run.
         heads: Heads that are masked.
-        track: Told of the progress.
+        progress: Optional progress callback.
     Raises:
         ValueError: If the model has fewer layers.
     """
-    return predictor_of(source).query_streams(prompts, layer, heads=heads, track=track)
+    return predictor_of(source).query_streams(prompts, layer, heads=heads, progress=progress)
 
 
 def _mapped(source: Source, prompts: Prompts, layer: int) -> Float[Tensor, "batch pos d_x"]:

@@ -1,4 +1,4 @@
-"""What each layer has computed: linear probes of the stream, with cross-validation and random labels beside them."""
+"""Linear probes of the stream after each layer, cross-validated, with random labels as a control."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from mechinterp.display import Result
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.masks import Head
 from mechinterp.models.predictor import Predictor, Source, predictor_of, prompts_for
-from mechinterp.tracking import Track, untracked
+from mechinterp.progress import ProgressCallback, no_progress
 
 PENALTIES = (1e-8, 1e-6, 1e-4, 1e-2, 1e-1, 1.0)
 FOLDS = 5
@@ -108,7 +108,7 @@ def probe_layers(
     positions: Sequence[int] = (-1,),
     n_prompts: int = 4096,
     seed: int = 0,
-    track: Track = untracked,
+    progress: ProgressCallback = no_progress,
 ) -> LayerProbes:
     """Ridge probes of the stream before each layer and after the last.
 
@@ -120,7 +120,7 @@ def probe_layers(
         target: What is read; `responses`, or one of `STRUCTURES` for what a first layer may have written.
         heads: Heads that are masked throughout.
         positions: Positions of the target; -1 is the query's. For a model that reads x and y in turn, the query's only.
-        track: Told of the progress.
+        progress: Optional progress callback.
     Raises:
         ValueError: If there are too few prompts for the features, a position is not among the target's or the
             model's, or the model lacks the hook on its last stream.
@@ -143,7 +143,7 @@ def probe_layers(
     _require_prompts(len(prompts), found.shape[3])
     dealt = np.random.default_rng(0).permutation(len(prompts))
     columns = []
-    for layer in track(range(len(found)), "probing layers"):
+    for layer in progress(range(len(found)), "probing layers"):
         for column, place in enumerate(places):
             features = found[layer, :, column]
             noisy, clean = fitted[:, place], scored[:, place]

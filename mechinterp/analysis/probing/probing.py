@@ -1,4 +1,4 @@
-"""What each layer has computed: linear probes of the response and of structures, and descent on features."""
+"""Linear probes of the response and of structures after each layer, and descent on features."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from mechinterp.analysis.probing.probes import STRUCTURES, LayerProbes, probe_la
 from mechinterp.display import Result
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.predictor import Source, prompts_for
-from mechinterp.tracking import Track, untracked
+from mechinterp.progress import ProgressCallback, no_progress
 
 AFTER = "after layer 0"
 
@@ -49,13 +49,13 @@ def probe(
     *,
     n_prompts: int = 4096,
     seed: int = 0,
-    track: Track = untracked,
+    progress: ProgressCallback = no_progress,
 ) -> Probing:
     """Linear probes of the response and of `STRUCTURES` after each layer, and descent on the first layer's features.
 
     Args:
         prompts: None: `n_prompts` of the model's own task are drawn, by `seed`.
-        track: Told of the progress.
+        progress: Optional progress callback.
     Raises:
         ValueError: If there are too few prompts for the features.
     Example:
@@ -64,9 +64,9 @@ def probe(
         ['reweighted x', 'preconditioned x']
     """
     prompts = prompts_for(source, prompts, n_prompts=n_prompts, seed=seed)
-    response = probe_layers(source, prompts, track=track)
+    response = probe_layers(source, prompts, progress=progress)
     structures = {
-        name: probe_layers(source, prompts, target=target, track=track)
+        name: probe_layers(source, prompts, target=target, progress=progress)
         for name, target in STRUCTURES.items()
     }
-    return Probing(response, structures, p_probe({AFTER: source}, prompts, track=track))
+    return Probing(response, structures, p_probe({AFTER: source}, prompts, progress=progress))

@@ -17,7 +17,7 @@ from mechinterp.models.adapter import HookedPredictor, masked
 from mechinterp.models.functional import AttentionWeights, attend
 from mechinterp.models.masks import Head, Values, by_layers, mask_z, swapped, z_name
 from mechinterp.models.weights import Weights
-from mechinterp.tracking import Track, untracked
+from mechinterp.progress import ProgressCallback, no_progress
 
 CHUNK = 256  # small enough for a processor's cache, and even: prompts swap in pairs
 
@@ -29,7 +29,7 @@ def masked_predictions(
     masks: Sequence[Sequence[Head]],
     *,
     method: str,
-    track: Track = untracked,
+    progress: ProgressCallback = no_progress,
 ) -> Float[Tensor, "mask batch d_y"]:
     """Predictions under each mask, the same as of one run with hooks for each.
 
@@ -39,7 +39,7 @@ def masked_predictions(
     layers = _layers(weights) if weights is not None else []
     means = _mean_z(hooked, prompts) if method == "mean" else None
     by_layer, parts = [by_layers(heads) for heads in masks], []
-    for rows in track(hooked.chunks(prompts, CHUNK), f"masking heads ({method})"):
+    for rows in progress(hooked.chunks(prompts, CHUNK), f"masking heads ({method})"):
         run = _run(hooked, prompts[rows], layers)
         values = [swapped(z) for z in run.z] if method == "resample" else means
         parts.append(torch.stack([run.masked(heads, values) for heads in by_layer]))

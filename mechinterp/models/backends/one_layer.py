@@ -9,7 +9,7 @@ from torch import Tensor
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.functional import AttentionWeights, head_outputs
 from mechinterp.models.masks import Head, swapped
-from mechinterp.tracking import Track, untracked
+from mechinterp.progress import ProgressCallback, no_progress
 
 CHUNK = 4096
 
@@ -20,11 +20,11 @@ def masked_predictions(
     masks: Sequence[Sequence[Head]],
     *,
     method: str,
-    track: Track = untracked,
+    progress: ProgressCallback = no_progress,
 ) -> Float[Tensor, "mask batch d_y"]:
     """Predictions under each mask; a masked head adds 0, its mean over the prompts, or another prompt's output."""
     starts = range(0, len(prompts), CHUNK)
-    told = track(starts, f"masking heads ({method})")
+    told = progress(starts, f"masking heads ({method})")
     outputs = torch.cat(
         [head_outputs(circuits, prompts[start : start + CHUNK]) for start in told]
     )  # [batch, head, d_y]

@@ -10,7 +10,7 @@ from mechinterp.icl.prompts import Prompts
 from mechinterp.memory import chunks, together
 from mechinterp.models.deep import DeepWeights, deep_bytes, linear_pass
 from mechinterp.models.masks import Head, by_layers
-from mechinterp.tracking import Track, untracked
+from mechinterp.progress import ProgressCallback, no_progress
 
 CHUNK = 256  # small enough for a processor's cache, and even
 
@@ -20,12 +20,12 @@ def masked_predictions(
     prompts: Prompts,
     masks: Sequence[Sequence[Head]],
     *,
-    track: Track = untracked,
+    progress: ProgressCallback = no_progress,
 ) -> Float[Tensor, "mask batch d_y"]:
     """Predictions under each mask, a masked head's output being zero."""
     by_layer = [by_layers(heads) for heads in masks]
     parts = []
-    for rows in track(_chunks(stack, prompts), "masking heads (zero)"):
+    for rows in progress(_chunks(stack, prompts), "masking heads (zero)"):
         short = linear_pass(stack, prompts[rows])
         parts.append(torch.stack([short.prediction(heads) for heads in by_layer]))
     return torch.cat(parts, dim=1)

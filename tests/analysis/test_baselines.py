@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from mechinterp.analysis.learners.baselines import PENALTIES, rivals
+from mechinterp.analysis.learners.baselines import PENALTIES, baselines
 from mechinterp.config import TaskConfig
 from mechinterp.icl.predictors import ridge
 from mechinterp.icl.prompts import generator_for, sample_prompts
@@ -26,7 +26,7 @@ def drawn(task: TaskConfig, n_prompts: int = 200):
 
 def test_a_model_that_predicts_0_is_once_as_bad_as_predicting_0():
     prompts = drawn(SPARSE)
-    found = rivals(zero_model(SPARSE), prompts)
+    found = baselines(zero_model(SPARSE), prompts)
     assert found.learners == ("zero", "least squares", "ridge", "GD", "Algorithm 1")
     assert (found.ratio[0], found.ratio_sem[0]) == (1.0, 0.0)
     assert found.model_risk == pytest.approx(prompts.y_query_clean.square().mean().item(), rel=1e-9)
@@ -34,7 +34,7 @@ def test_a_model_that_predicts_0_is_once_as_bad_as_predicting_0():
 
 def test_each_learner_has_the_setting_that_is_best_on_the_prompts():
     prompts = drawn(SPARSE)
-    found = rivals(zero_model(SPARSE), prompts)
+    found = baselines(zero_model(SPARSE), prompts)
 
     def risks(predictions: torch.Tensor) -> np.ndarray:
         return (predictions - prompts.y_query_clean).square().mean((-2, -1)).numpy()
@@ -56,11 +56,11 @@ def test_each_learner_has_the_setting_that_is_best_on_the_prompts():
     assert list(found.plot().data[0].x) == [
         *("the model", "least squares", "ridge", "GD", "Algorithm 1")
     ]
-    assert repr(found).startswith("Rivals(model ")
+    assert repr(found).startswith("Baselines(model ")
 
 
 def test_no_ratio_is_formed_to_a_learner_that_makes_no_error():
     exact = TaskConfig(d_x=3, context_length=12, noise_var=0.0)
-    found = rivals(zero_model(exact), drawn(exact))
+    found = baselines(zero_model(exact), drawn(exact))
     assert np.isnan(found.ratio).tolist() == [False, True, True, False, False]
     assert found.tuned[2] == 0

@@ -89,8 +89,9 @@ def _files(folder: Path) -> dict[str, tuple[Path, Hints]]:
     """The same, each in a folder of its own."""
     together = folder / "together"
     together.mkdir(parents=True)
+    originals = write_originals(together)
     moved = {}
-    for name, (path, hints) in write_originals(together).items():
+    for name, (path, hints) in originals.items():
         (folder / name).mkdir()
         moved[name] = (path.rename(folder / name / path.name), hints)
     return moved

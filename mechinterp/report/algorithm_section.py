@@ -1,0 +1,45 @@
+"""The part of a page on which algorithm the layers of a model carry out."""
+
+import numpy as np
+
+from mechinterp.analysis.learners.algorithm_evidence import AlgorithmEvidence
+from mechinterp.report.sections import Section, number, plus_minus
+
+
+def algorithm_section(found: AlgorithmEvidence) -> Section:
+    """The label, how near each algorithm comes, and the model's path between them layer by layer."""
+    path = found.path_frame()
+    walked = {"algorithm_path": found.plot()} if len(path) else {}
+    tables = {"algorithms": found.to_frame(), "identities": found.test_frame()}
+    return Section(
+        "Algorithm",
+        " ".join([f"The label is {found.label}: {found.reason}.", *_lead(found), *_path(found)]),
+        f"Each algorithm is fitted to the model's predictions on half of {found.n_prompts} prompts of each setting, and "
+        "scored on the other half. A linear read-out of the last stream, fitted on half of the prompts, reads what the "
+        "stream at the query holds after each layer; algorithms are fitted to that, too. A setting in which the model "
+        "has left its task, and an identity whose prompts its task would not give, are not answered. Weights in random "
+        "order are a control: a model that is no better than those is unstructured.",
+        walked,
+        tables | ({"path": path} if len(path) else {}),
+        longest_table=40,
+    )
+
+
+def _lead(found: AlgorithmEvidence) -> list[str]:
+    """How far the nearest algorithm is before the next one."""
+    best, other = found.best, found.runner_up
+    if best is None or other is None:
+        return []
+    lead = plus_minus(found.difference[best, other, 0], found.difference_sem[best, other, 0])
+    return [f"R² of {found.members[best]} minus that of {found.members[other]} is {lead}."]
+
+
+def _path(found: AlgorithmEvidence) -> list[str]:
+    """Which algorithm is nearest after each layer."""
+    if not found.path_answered:
+        return ["What a linear read-out finds after the layers comes near to no algorithm's path."]
+    paths = np.nan_to_num(found.path_r2, nan=-np.inf)
+    nearest = [
+        f"{found.members[int(column.argmax())]} (R² {number(column.max())})" for column in paths.T
+    ]
+    return [f"Layer by layer the nearest path is that of {', '.join(nearest)}."]

@@ -1,0 +1,48 @@
+"""The part of a page on how heads of one layer act through heads of later ones."""
+
+from mechinterp.analysis.heads.edges import HeadEdges, attribute_edges
+from mechinterp.report.sections import Section, plus_minus
+from mechinterp.report.subject import Subject
+
+PAIRS = 8
+"""Pairs of prompts; every edge takes a run on them."""
+MOST_EDGES = 1_200
+NAMED = 3
+
+
+def edges_sections(subject: Subject) -> list[Section]:
+    """Which edges between heads carry what tells two sets of prompts apart; nothing where there are none to patch.
+
+    That is with one layer, too many heads, or a norm after each layer.
+    """
+    predictor, prompts = subject.predictor, subject.measured
+    n_layers, n_heads = predictor.n_layers, predictor.n_heads
+    n_edges = 3 * n_heads**2 * n_layers * (n_layers - 1) // 2
+    summed = subject.checkpoint.config.model.norm != "after"
+    if not 0 < n_edges <= MOST_EDGES or len(prompts) < 4 or not summed:
+        return []
+    size = min(PAIRS, len(prompts) // 2)
+    clean, corrupted = prompts[:size], prompts[size : 2 * size]
+    found = attribute_edges(predictor, clean, corrupted, progress=subject.progress)
+    return [edges_section(found, size)]
+
+
+def edges_section(found: HeadEdges, n_pairs: int) -> Section:
+    """The largest effects, and how well gradients foretell them."""
+    frame = found.to_frame()
+    named = [
+        f"L{e.layer}H{e.head} to {e.input} of L{e.later_layer}H{e.later_head} ({plus_minus(e.patched, e.patched_sem)})"
+        for e in frame.head(NAMED).itertuples()
+    ]
+    return Section(
+        "Edges between heads",
+        f"When prompts are exchanged for others the prediction moves by {plus_minus(found.total, found.total_sem)} y² (mean "
+        f"squared distance). The edges that bring it nearest or take it furthest, each patched alone: {', '.join(named)}. "
+        f"Estimates from gradients rank the {len(frame)} edges as patching does with a rank correlation of "
+        f"{plus_minus(found.rank_correlation, found.rank_correlation_sem)}.",
+        "An edge goes from what a head writes to the query, key or value of a head in a later layer, which alone then reads "
+        f"what the head writes on the other prompts. {n_pairs} pairs of prompts; ± is over pairs. The estimate is to "
+        "first order, by the gradient on the corrupted prompts (EAP). A positive effect is one towards the clean prediction.",
+        {"edges": found.plot()},
+        {"edges": frame},
+    )

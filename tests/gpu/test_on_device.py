@@ -1,0 +1,289 @@
+"""All that depends on the device, held against the processor: sampling in law, the rest to rounding."""
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from torch import Tensor
+
+from mechinterp.analysis.heads.ablation import ablate_heads
+from mechinterp.analysis.learners.fits import fit_learners
+from mechinterp.analysis.probing.p_probing import p_probe
+from mechinterp.analysis.probing.probes import probe_layers
+from mechinterp.checkpoints.native import load
+from mechinterp.config import SCORES, ExperimentConfig, ModelConfig, TaskConfig, override
+from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
+from mechinterp.models.predictor import predictor_of
+from mechinterp.presets import preset
+from mechinterp.training import batches, deep
+from mechinterp.training.deep import DeepRun, initial_deep_weights
+from mechinterp.training.run import Run
+from mechinterp.training.step import initial_weights, loss_and_gradients, membership
+from mechinterp.training.trainer import Pack
+from tests.conftest import CHECKPOINTS, ROUNDING
+from tests.gpu.bench import replayed
+from tests.training.test_other_devices import DEEP, SMALL, TASKS, TRAIN
+
+Record = Callable[..., None]
+STEPS = 20
+AFTER_STEPS = 1e-3
+"""Relative distance after STEPS updates by Adam, which divides by gradients that are nearly 0 at first."""
+STANDARD_ERRORS = 5.0
+"""Of several dozen means at most one in ten thousand draws goes further."""
+SLOW_SAVES = (
+    "import mechinterp.training.run as r; r.SAVE_SECONDS = 0; import mechinterp.cli as c; c.main()"
+)
+
+
+def distance(found: Tensor, expected: Tensor) -> float:
+    """Largest difference, relative to the largest entry."""
+    found = found.detach().cpu()
+    return ((found - expected.detach()).abs().max() / expected.abs().max()).item()
+
+
+def moments(prompts: Prompts) -> Tensor:
+    """Numbers of every prompt whose means tell its law, in float64 on the processor; [prompt, number]."""
+    first = [prompts.x[:, 0], prompts.x_query, prompts.y[:, 0], prompts.y_query]
+    numbers = torch.cat([*first, prompts.y_query_clean, prompts.beta.flatten(1)], 1).double().cpu()
+    products = numbers[:, :, None] * numbers[:, None]
+    return torch.cat([numbers, products.flatten(1), numbers**4], 1)
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_prompts_have_the_law_of_the_processors(task: str, device: str, record: Record):
+    here, there = (
+        moments(sample_prompts(TASKS[task], 20_000, generator=generator))
+        for generator in (
+            generator_for(0, "eval", 0),
+            generator_for(1, "eval", 0, device=device),
+        )
+    )
+    sem = ((here.var(0) + there.var(0)) / len(here)).sqrt()
+    gap = (here.mean(0) - there.mean(0)).abs()
+    assert (gap[sem == 0] == 0).all()
+    record("moments apart (standard errors)", (gap / sem)[sem > 0].max().item(), STANDARD_ERRORS)
+
+
+@pytest.mark.parametrize("dtype", ROUNDING)
+@pytest.mark.parametrize("score", SCORES)
+def test_a_step_has_the_processors_gradients(
+    score: str, dtype: torch.dtype, device: str, record: Record
+):
+    config = ExperimentConfig(TaskConfig(), ModelConfig(n_heads=3, score=score))
+    weights = initial_weights(config).to(dtype)
+    prompts, members = sample_prompts(config.task, 256, seed=1, dtype=dtype), membership([1, 2])
+    expected = loss_and_gradients(weights, prompts, members)
+    found = loss_and_gradients(weights.to(device), prompts.to(device), members.to(device))
+    record("loss", distance(found[0], expected[0]), ROUNDING[dtype])
+    for name, gradient in expected[1].tensors.items():
+        record(name, distance(found[1].tensors[name], gradient), ROUNDING[dtype])
+
+
+def pack_models(n_models: int) -> dict[str, ExperimentConfig]:
+    train = replace(TRAIN, steps=STEPS, log_every=5, batch_size=64, n_eval_prompts=256)
+    base = ExperimentConfig(TaskConfig(), ModelConfig(), train)
+    return {f"s{seed}": replace(base, seed=seed) for seed in range(n_models)}
+
+
+def deep_models(kind: str) -> dict[str, ExperimentConfig]:
+    train = replace(TRAIN, steps=STEPS, log_every=5, shortest_context=2, clip_norm=1.0)
+    return {
+        "model": ExperimentConfig(SMALL, ModelConfig(n_layers=2, n_heads=2, **DEEP[kind]), train)
+    }
+
+
+KINDS: dict[str, tuple[type[Run], dict[str, ExperimentConfig]]] = {
+    "pack": (Pack, pack_models(3)),
+    **{kind: (DeepRun, deep_models(kind)) for kind in DEEP},
+}
+
+
+@pytest.fixture
+def processors_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Training draws the prompts on the processor, and then moves them: the same on every device."""
+
+    def drawn(
+        task: TaskConfig, n_prompts: int, *, generator: torch.Generator, **asked: object
+    ) -> Prompts:
+        own = torch.Generator().manual_seed(generator.initial_seed())
+        return sample_prompts(task, n_prompts, generator=own, **asked).to(generator.device)
+
+    for module in (batches, deep):
+        monkeypatch.setattr(module, "sample_prompts", drawn)
+
+
+def trained(run: Run) -> Tensor:
+    while not run.finished:
+        run.advance()
+    return run.flat.detach().cpu()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_training_on_the_same_prompts_gives_the_processors_weights(
+    kind: str, device: str, record: Record, processors_prompts: None
+):
+    build, models = KINDS[kind]
+    expected, run = trained(build(models)), build(models, device=device)
+    record("weights", distance(trained(run), expected), AFTER_STEPS)
+
+
+def test_training_on_its_own_prompts_comes_to_the_processors_loss(device: str, record: Record):
+    losses = []
+    for index, where in enumerate(("cpu", device)):
+        models = {
+            f"{s}": override(
+                config,
+                "train.steps=200",
+                "train.log_every=200",
+                "train.learning_rate=0.01",
+                f"train.data_seed={index}",
+            )
+            for s, config in enumerate(pack_models(16).values())
+        }
+        pack = Pack(models, device=where)
+        trained(pack)
+        losses.append(pack.rows["eval_loss"][-1].double())
+    here, there = losses
+    sem = ((here.var() + there.var()) / len(here)).sqrt()
+    gap = (here.mean() - there.mean()).abs() / sem
+    record("loss apart (standard errors)", gap.item(), STANDARD_ERRORS)
+
+
+def test_a_model_of_a_pack_trains_as_it_does_alone(device: str, record: Record):
+    models = pack_models(3)
+    pack = Pack(models, device=device)
+    trained(pack)
+    alone = Pack({"s1": models["s1"]}, device=device)
+    trained(alone)
+    found, expected = pack.results()["s1"].weights, alone.results()["s1"].weights
+    for name, tensor in expected.tensors.items():
+        record(name, distance(found.tensors[name], tensor), AFTER_STEPS)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_resumed_run_ends_with_the_same_bits(kind: str, device: str, tmp_path: Path):
+    build, models = KINDS[kind]
+    expected, stopped = trained(build(models, device=device)), build(models, device=device)
+    stopped.advance()
+    stopped.advance()
+    stopped.save(tmp_path / "state.safetensors")
+    resumed = build.restore(tmp_path / "state.safetensors", device=device)
+    assert (resumed.step, resumed.flat.device.type) == (10, device)
+    assert torch.equal(trained(resumed), expected)
+
+
+def test_a_killed_run_goes_on_to_the_same_bits(device: str, tmp_path: Path):
+    def command(out: Path, *more: str) -> list[str]:
+        fields = (
+            "train.steps=600",
+            "train.log_every=10",
+            "train.n_eval_prompts=64",
+            "train.batch_size=64",
+        )
+        settings = [word for field in fields for word in ("--set", field)]
+        asked = ["train", "softmax-h2", *settings, "--out", str(out), "--device", device, "--quiet"]
+        return [sys.executable, "-c", SLOW_SAVES, *asked, *more]
+
+    killed = tmp_path / "killed"
+    with subprocess.Popen(command(killed), stderr=subprocess.PIPE) as process:
+        until = time.monotonic() + 120
+        while not list(killed.glob("training-*.safetensors")) and time.monotonic() < until:
+            assert process.poll() is None, process.stderr.read().decode()
+            time.sleep(0.01)
+        process.send_signal(signal.SIGKILL)
+    assert process.returncode == -signal.SIGKILL
+    assert not (killed / "config.json").exists()
+    subprocess.run(command(killed, "--resume"), check=True)
+    subprocess.run(command(tmp_path / "whole"), check=True)
+    found, expected = load(killed), load(tmp_path / "whole")
+    assert found.step == expected.step == 600
+    for name, tensor in expected.weights.tensors.items():
+        assert torch.equal(found.weights.tensors[name], tensor), name
+
+
+@pytest.mark.parametrize("method", ["zero", "mean", "resample"])
+@pytest.mark.parametrize("dtype", ROUNDING)
+@pytest.mark.parametrize("kind", ["one layer", *DEEP])
+def test_masking_gives_the_processors_predictions(
+    kind: str, dtype: torch.dtype, method: str, device: str, record: Record
+):
+    model = ModelConfig() if kind == "one layer" else next(iter(deep_models(kind).values())).model
+    weights = initial_deep_weights(ExperimentConfig(SMALL, model, TRAIN)).to(dtype)
+    prompts = sample_prompts(SMALL, 300, dtype=dtype)
+    masks = [[], [(0, 1)], [(0, 0), (weights.n_layers - 1, 1)]]
+    expected = predictor_of(weights).run(prompts, masks, method=method)
+    moved = predictor_of(weights.to(device))
+    found = moved.run(prompts, masks, method=method)
+    assert found.device.type == "cpu"
+    record("predictions", distance(found, expected), ROUNDING[dtype])
+    streams = moved.streams(prompts, heads=masks[1])
+    wanted = predictor_of(weights).streams(prompts, heads=masks[1])
+    record("streams", distance(streams, wanted), ROUNDING[dtype])
+
+
+ONE, MANY = CHECKPOINTS / "softmax-h2-s0", CHECKPOINTS / "sparse-h4-noise0.1-s0"
+ANALYSES: dict[str, tuple[Path, Callable[[object], object]]] = {
+    "masking": (ONE, lambda source: ablate_heads(source, n_prompts=512)),
+    "masking, several layers": (MANY, lambda source: ablate_heads(source, n_prompts=256)),
+    "fits": (ONE, lambda source: fit_learners(source, context_lengths=(10, 40), n_prompts=1000)),
+    "probing": (MANY, lambda source: probe_layers(source, n_prompts=256)),
+    "descent on features": (
+        MANY,
+        lambda source: p_probe(
+            {"model": source}, sample_prompts(preset("sparse-h4").task, 128), steps=8
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("analysis", ANALYSES)
+def test_an_analysis_gives_the_processors_numbers(analysis: str, device: str, record: Record):
+    path, analyse = ANALYSES[analysis]
+    checkpoint = load(path)
+    expected, found = (analyse(one).to_frame() for one in (checkpoint, checkpoint.to(device)))
+    assert list(found) == list(expected)
+    for name in expected:
+        if not pd.api.types.is_float_dtype(expected[name]):
+            assert found[name].tolist() == expected[name].tolist()
+            continue
+        one, other = found[name].to_numpy(), expected[name].to_numpy()
+        np.testing.assert_array_equal(np.isfinite(one), np.isfinite(other))
+        both = np.isfinite(one)
+        largest = np.abs(other[both]).max(initial=0) or 1.0
+        gap = np.abs(one[both] - other[both]).max(initial=0) / largest
+        record(name, float(gap), AFTER_STEPS)
+
+
+@pytest.mark.parametrize(("n_models", "batch_size"), [(1, 256), (64, 256), (1024, 256)])
+def test_memory_of_a_step(n_models: int, batch_size: int, device: str, record: Record):
+    n_models = n_models if device == "cuda" else min(n_models, 4)
+    fields = (f"train.batch_size={batch_size}", "train.steps=2", "train.log_every=2")
+    base = override(preset("softmax-h2"), *fields, "train.n_eval_prompts=256")
+    pack = Pack({f"s{s}": replace(base, seed=s) for s in range(n_models)}, device=device)
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    pack.advance()
+    held = torch.cuda.max_memory_allocated() if device == "cuda" else 0
+    # Of every head and prompt: L scores and what comes of them, eight times at once at the very most.
+    limit = 8 * 4 * batch_size * base.task.context_length * 2 * n_models + 2**28
+    record(f"bytes of a step of {n_models} models, {batch_size} prompts", held, limit)
+    assert torch.isfinite(pack.rows["eval_loss"]).all()
+
+
+def test_a_recorded_step_replayed_trains_as_the_step_itself(device: str, record: Record):
+    if device != "cuda":
+        pytest.skip("CUDA graphs are recorded on a GPU only")
+    pack = Pack(pack_models(3), device=device)
+    run, recorded = replayed(pack, STEPS)
+    run()
+    for step in range(STEPS):
+        pack._update(step)
+    record("weights", distance(recorded.flat, pack.flat.cpu()), AFTER_STEPS)

@@ -1,0 +1,59 @@
+"""What docs/algorithms.md says of the label's errors, and of the shipped models, is what was measured."""
+
+import re
+import sys
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from mechinterp.analysis.learners.algorithm import name_algorithm
+from mechinterp.analysis.learners.algorithm_labels import AlgorithmLimits
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "analyses" / "results" / "algorithms"
+sys.path.insert(0, str(ROOT / "analyses"))
+try:
+    import algorithm_calibration as calibration
+    import algorithm_models
+    import algorithm_shipped as shipped
+finally:
+    sys.path.remove(str(ROOT / "analyses"))
+
+DOCS = " ".join((ROOT / "docs" / "algorithms.md").read_text(encoding="utf-8").split())
+MODELS, RATES = (
+    pd.read_csv(RESULTS / f"algorithm_calibration_{name}.csv") for name in ("models", "rates")
+)
+
+
+def test_the_rates_are_those_of_the_models_and_the_documents_quote_them():
+    pd.testing.assert_frame_equal(calibration.rates(MODELS), RATES, rtol=1e-5)
+    assert calibration.sentence(RATES) in DOCS
+
+
+def test_no_limit_was_set_on_what_was_confirmed():
+    tuned, confirmed = (MODELS[MODELS.half == half] for half in ("tuning", "confirming"))
+    assert not set(zip(tuned.family, tuned.seed, strict=True)) & set(
+        zip(confirmed.family, confirmed.seed, strict=True)
+    )
+    assert not set(tuned.family) & set(algorithm_models.CONFIRMED_ONLY)
+    assert set(algorithm_models.CONFIRMED_ONLY) < set(confirmed.family)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["half GD, half Newton", "half GD, half ISTA"])
+def test_half_of_one_and_half_of_another_gets_no_label(family: str):
+    (case,) = [each for each in algorithm_models.cases([5]) if each.family == family]
+    row = MODELS[(MODELS.family == family) & (MODELS.seed == 5)].iloc[0]
+    found = name_algorithm(case.source, task=case.task, seed=case.seed)
+    assert found.label == row.label == "undetermined"
+    assert np.nan_to_num(found.mixture_gain).max() > AlgorithmLimits().mixture
+
+
+def test_the_documents_show_the_shipped_models():
+    table = pd.read_csv(RESULTS / shipped.FILE)
+    folders = {file.name for file in (ROOT / "checkpoints").glob("sparse-*")}
+    assert set(table.checkpoint) == folders
+    for line in shipped.markdown(table).splitlines():
+        assert re.sub(r"\s+", " ", line) in DOCS

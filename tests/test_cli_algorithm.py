@@ -1,0 +1,84 @@
+"""Checkpoints of four layers whose algorithm is known get their labels from `classify --json`."""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig
+from mechinterp.models.constructions_algorithms import rotated
+from mechinterp.models.constructions_sparse import preprocess_then_optimise_model
+from mechinterp.models.deep import DeepWeights
+from mechinterp.models.weights import Weights
+from mechinterp.training.deep import initial_deep_weights
+from tests.analysis.test_algorithm import (
+    DENSE,
+    EQUAL,
+    FALLING,
+    GD_PLUS_PLUS,
+    KMS,
+    PRECONDITIONED,
+    SPARSE,
+    noisy,
+    saved,
+)
+from tests.conftest import Run
+
+SECONDS = 20
+"""Of one core, for one checkpoint."""
+SIXTEEN_HEADS = preprocess_then_optimise_model([1.0, 0.8, 0.6], d_x=16)
+RANDOM = initial_deep_weights(
+    ExperimentConfig(
+        task=SPARSE,
+        model=ModelConfig(n_layers=4, n_heads=4, score="linear/L", context_only=True, d_model=64),
+    )
+)
+KNOWN: dict[str, tuple[DeepWeights | Weights, TaskConfig, str]] = {
+    "equal steps": (rotated(EQUAL, seed=0), DENSE, "gradient_descent"),
+    "falling steps": (rotated(FALLING, seed=0), DENSE, "gradient_descent"),
+    "equal steps, 3% noise": (noisy(EQUAL, 2), DENSE, "gradient_descent"),
+    "falling steps, 3% noise": (noisy(FALLING, 2), DENSE, "gradient_descent"),
+    "GD++": (rotated(GD_PLUS_PLUS, seed=0), DENSE, "gd_plus_plus"),
+    "GD++, 3% noise": (noisy(GD_PLUS_PLUS, 2), DENSE, "gd_plus_plus"),
+    "Algorithm 1": (SIXTEEN_HEADS, SPARSE, "preprocess_then_optimise"),
+    "Algorithm 1, 3% noise": (noisy(SIXTEEN_HEADS, 2), SPARSE, "preprocess_then_optimise"),
+    "preconditioned": (rotated(PRECONDITIONED, seed=0), KMS, "preconditioned_gd"),
+    "preconditioned, 3% noise": (noisy(PRECONDITIONED, 2), KMS, "preconditioned_gd"),
+    "random": (RANDOM, SPARSE, "unstructured"),
+}
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_the_pattern_is_the_algorithm(name: str, tmp_path: Path, run: Run):
+    weights, task, label = KNOWN[name]
+    assert weights.n_layers == 4
+    folder = saved(weights, task, tmp_path / "model")
+    before = time.process_time()
+    (document,) = run("classify", folder, "--json").document
+    assert time.process_time() - before < SECONDS
+    assert document["pattern"] == label, document["reason"]
+    evidence = document["evidence"]
+    if label == "unstructured":
+        assert (evidence["candidates"], evidence["relative_risk"] >= 0.95) == ([], True)
+        return
+    assert evidence["candidates"] == [evidence["algorithm"]] == [label]
+    assert evidence["r2"] >= 0.98
+    assert evidence["r2_sem"] < 0.01
+    assert evidence["runner_up"] != label
+    assert evidence["lead"] == pytest.approx(evidence["r2"] - evidence["runner_up_r2"])
+    (path,) = [[row for row in evidence["path"] if row["candidate"] == label]]
+    assert [row["layer"] for row in path] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("name", ["GD++, 3% noise", "random"])
+def test_the_command_itself(name: str, tmp_path: Path):
+    weights, task, label = KNOWN[name]
+    folder = saved(weights, task, tmp_path / "model")
+    command = [sys.executable, "-m", "mechinterp", "classify", str(folder)]
+    asked = subprocess.run([*command, "--json"], capture_output=True, text=True, check=True)
+    assert json.loads(asked.stdout)[0]["pattern"] == label

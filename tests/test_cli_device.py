@@ -1,0 +1,85 @@
+"""--device of the commands that read checkpoints: the same answers, or one line."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from mechinterp.checkpoints.native import Checkpoint
+from mechinterp.cli.options import about_paths
+from tests.conftest import CHECKPOINTS, Run
+from tests.pretended import DEVICE, pretended
+
+ONE, DEEP = CHECKPOINTS / "softmax-h2-s0", CHECKPOINTS / "sparse-h4-noise0.1-s0"
+COMMANDS: dict[str, tuple[object, ...]] = {
+    "classify": (ONE, "--n-prompts", 64),
+    "ablate": (ONE, "--n-prompts", 64),
+    "prune": (DEEP, "--n-prompts", 128),
+    "probe": (DEEP, "--n-prompts", 128),
+    "analyse": ("pairs", ONE, "--n-prompts", 64),
+    "fit": (ONE, "--n-prompts", 64, "--context-length", 10),
+    "report": (ONE, "--n-prompts", 64),
+}
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch):
+    """A machine that has a GPU, which is the pretended device; the checkpoints that were moved to it."""
+    moved, to = [], Checkpoint.to
+
+    def move(checkpoint: Checkpoint, device: str) -> Checkpoint:
+        moved.append((checkpoint.name, device))
+        return to(checkpoint, DEVICE)
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(Checkpoint, "to", move)
+    with pretended():
+        yield moved
+
+
+def arguments(command: str, tmp_path: Path, device: str) -> tuple[object, ...]:
+    out = ("--out", tmp_path / device) if command == "report" else ()
+    return (command, *COMMANDS[command], *out, "--json", "--device", device)
+
+
+def without_paths(document: object, tmp_path: Path) -> str:
+    return (
+        json.dumps(document).replace(str(tmp_path / "auto"), "").replace(str(tmp_path / "cpu"), "")
+    )
+
+
+LONG = ("prune", "probe", "report")
+EACH = [pytest.param(c, marks=[pytest.mark.slow] if c in LONG else []) for c in COMMANDS]
+
+
+@pytest.mark.parametrize("command", EACH)
+def test_a_command_answers_alike_on_a_gpu(command: str, run: Run, tmp_path: Path, gpu: list):
+    expected = run(*arguments(command, tmp_path, "cpu"))
+    assert (expected.code, gpu) == (0, [])
+    found = run(*arguments(command, tmp_path, "auto"))
+    assert found.code == 0, found.err
+    (path,) = (word for word in COMMANDS[command] if isinstance(word, Path))
+    assert gpu == [(path.name, "cuda")]
+    assert without_paths(found.document, tmp_path) == without_paths(expected.document, tmp_path)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_gpu_that_is_not_there_is_refused(command: str, run: Run, tmp_path: Path):
+    found = run(*arguments(command, tmp_path, "cuda"))
+    found.assert_refused("--device cuda needs a GPU that PyTorch can use; there is none.")
+    assert not (tmp_path / "cuda").exists()
+
+
+def test_a_gpu_that_is_full_is_told_as_memory_that_is_full():
+    error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+    with (
+        pytest.raises(ValueError, match=r"^model: needs more memory than there is\.$"),
+        about_paths(Path("model")),
+    ):
+        raise error
+
+
+def test_another_device_is_refused(run: Run):
+    run("ablate", ONE, "--device", "tpu").assert_refused("auto, cpu, cuda", "'tpu'")
