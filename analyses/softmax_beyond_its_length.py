@@ -1,8 +1,8 @@
 """Figure 8: softmax and linear attention, trained at 40 pairs, tested at 10 to 400.
 
 He et al. 2025, arXiv 2503.12734, figure 8. Linear attention has the fixed factor 1/40 in its
-scores. All curves share 20,000 prompts per length. Run: python analyses/softmax_beyond_its_length.py (a
-minute; --quick 1,000 prompts)
+scores. All curves share 20,000 prompts per length. Run: python
+analyses/softmax_beyond_its_length.py (a minute; --quick 1,000 prompts)
 """
 
 import numpy as np

@@ -1,8 +1,8 @@
 """Figure 21: four heads trained by Adam beside gradient descent on the approximate loss.
 
 He et al. 2025, arXiv 2503.12734, figure 21: descent from omega, mu ~ N(0, 0.1^2), step size 0.01,
-noise variance 0.01, 10^6 steps; three draws. Run: python analyses/softmax_four_heads_descent.py (two
-minutes; --quick 20,000 steps)
+noise variance 0.01, 10^6 steps; three draws. Run: python analyses/softmax_four_heads_descent.py
+(two minutes; --quick 20,000 steps)
 """
 
 import numpy as np

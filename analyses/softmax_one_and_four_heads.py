@@ -1,6 +1,7 @@
 """Figure 3: circuits of a one-head model, and four heads during training.
 
-He et al. 2025, arXiv 2503.12734, figure 3. Run: python analyses/softmax_one_and_four_heads.py (seconds)
+He et al. 2025, arXiv 2503.12734, figure 3. Run: python analyses/softmax_one_and_four_heads.py
+(seconds)
 """
 
 import numpy as np

@@ -1,8 +1,8 @@
 """Figure 12: correlated covariates: QK circuits beside the inverse covariance and the best
 preconditioner.
 
-He et al. 2025, arXiv 2503.12734, figure 12. Run: python analyses/softmax_preconditioned_pair.py (half a
-minute)
+He et al. 2025, arXiv 2503.12734, figure 12. Run: python analyses/softmax_preconditioned_pair.py
+(half a minute)
 """
 
 import numpy as np

@@ -1,6 +1,7 @@
 """Figure 10: omega and mu during training, for other score functions than softmax.
 
-He et al. 2025, arXiv 2503.12734, figure 10. Run: python analyses/softmax_score_dynamics.py (seconds)
+He et al. 2025, arXiv 2503.12734, figure 10. Run: python analyses/softmax_score_dynamics.py
+(seconds)
 """
 
 import pandas as pd

@@ -2,8 +2,8 @@
 GD.
 
 He et al. 2025, arXiv 2503.12734, figure 11. Debiased GD takes each model's own step, 2 C0 omega mu,
-or the best one. All share 20,000 prompts per length. Run: python analyses/softmax_score_losses.py (a
-minute; --quick 1,000 prompts)
+or the best one. All share 20,000 prompts per length. Run: python analyses/softmax_score_losses.py
+(a minute; --quick 1,000 prompts)
 """
 
 from functools import partial

@@ -1,6 +1,7 @@
 """Table 2: omega on the three groups of coordinates, and mu, of a three-head model for two tasks.
 
-He et al. 2025, arXiv 2503.12734, table 2. Run: python analyses/softmax_three_head_groups.py (seconds)
+He et al. 2025, arXiv 2503.12734, table 2. Run: python analyses/softmax_three_head_groups.py
+(seconds)
 """
 
 import numpy as np
