@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from mechinterp import cli
+from mechinterp.analysis.circuits import null
 from mechinterp.config import TaskConfig
 from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
 from mechinterp.models.constructions import debiased_gradient_step, zero_head
@@ -133,3 +134,14 @@ def few() -> Prompts:
     task = TaskConfig(d_x=4, context_length=9)
     generator = generator_for(0, "eval", 0)
     return sample_prompts(task, 30, generator=generator, dtype=torch.float64)
+
+
+@pytest.fixture(scope="module")
+def small_null() -> Iterator[None]:
+    """As few random models as a p-value below 0.01 needs, for tests of which no label hangs on more."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(null, "MODELS", (100, 100))
+        patch.setattr(null, "N_PROMPTS", 128)
+        null.null_of.cache_clear()
+        yield
+    null.null_of.cache_clear()

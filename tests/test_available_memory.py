@@ -44,6 +44,7 @@ def predictions(model: ModelConfig) -> list[Tensor]:
     return found if model.one_attention else [*found, predictor.streams(prompts)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "model", [HEADS, DEEP, LINEAR, NORMED], ids=lambda m: m.score + str(m.norm)
 )
@@ -69,6 +70,7 @@ def test_the_null_in_chunks_is_the_null(monkeypatch: pytest.MonkeyPatch):
         )
 
 
+@pytest.mark.slow
 def test_long_prompts_come_in_smaller_chunks():
     task = TaskConfig(context_length=100_000)
     assert len(next(prompt_chunks(task, 8192, seed=0))) == 111

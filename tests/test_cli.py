@@ -93,6 +93,7 @@ def test_train_lists_its_presets(run: Run):
     assert run("train", "--list", "--json").document == list(PRESETS)
 
 
+@pytest.mark.slow
 def test_train_reads_config_files_and_remakes_a_model_from_its_checkpoint(
     run: Run, trained: Path, tmp_path: Path
 ):
@@ -131,6 +132,7 @@ def test_train_resumes(run: Run, trained: Path):
     assert (trained / "model.safetensors").stat().st_mtime_ns == before
 
 
+@pytest.mark.slow
 def test_sweep_trains_all_models_of_a_file(run: Run, tmp_path: Path):
     config = {"task": {"d_x": 2}, "train": {"steps": 30, "batch_size": 8, "n_eval_prompts": 64}}
     file, out = tmp_path / "sweep.json", tmp_path / "run"
@@ -147,6 +149,7 @@ def test_sweep_trains_all_models_of_a_file(run: Run, tmp_path: Path):
     assert ran.out.startswith(f"{out}: 2 models, mean loss ")
 
 
+@pytest.mark.slow
 def test_classify_prints_a_list(run: Run, trained: Path, tmp_path: Path):
     pair = hand_built(tmp_path / "pair")
     ran = run("classify", trained, pair, "--json", "--n-prompts", 256)
@@ -201,6 +204,7 @@ def test_classify_goes_on_after_a_bad_path(run: Run, trained: Path, tmp_path: Pa
     assert str(pair) in readable.out
 
 
+@pytest.mark.slow
 def test_ablate(run: Run, trained: Path, tmp_path: Path):
     ran = run("ablate", trained, "--json", "--n-prompts", 128)
     assert (ran.code, ran.err) == (0, "")
@@ -218,6 +222,7 @@ def test_ablate(run: Run, trained: Path, tmp_path: Path):
     assert double.document["shapley"][0]["shapley"] > 0
 
 
+@pytest.mark.slow
 def test_fit(run: Run, trained: Path):
     options = ("--n-prompts", 256, "--context-length", 10, "--context-length", 20)
     ran = run("fit", trained, *options, "--json")
@@ -231,6 +236,7 @@ def test_fit(run: Run, trained: Path):
     assert said.startswith(f"{trained}: No learner fitted here is close, the nearest is ")
 
 
+@pytest.mark.slow
 def test_report(run: Run, trained: Path, tmp_path: Path):
     out = tmp_path / "report"
     ran = run("report", trained, "--out", out, "--n-prompts", 64, "--json")
@@ -248,6 +254,7 @@ def test_report(run: Run, trained: Path, tmp_path: Path):
     assert ran.out.splitlines()[-1] == f"Report: {out / PAGE}"
 
 
+@pytest.mark.slow
 def test_info(run: Run, trained: Path):
     ran = run("info", trained, "--json")
     assert (ran.code, ran.err) == (0, "")
@@ -265,6 +272,7 @@ def test_version(run: Run):
     assert run("--version").out == f"mechinterp {mechinterp.__version__}\n"
 
 
+@pytest.mark.slow
 def test_the_seed_and_the_number_of_prompts_decide_the_numbers(run: Run, trained: Path):
     def risk(*options: object) -> float:
         return run("ablate", trained, "--json", *options).document["excess_risk"]
@@ -414,10 +422,12 @@ def test_a_diverged_training_is_one_clear_line(run: Run, tmp_path: Path):
 # The console script itself.
 
 
+@pytest.mark.slow
 def test_the_script_refuses_on_one_line(tmp_path: Path):
     start("info", tmp_path, "--json").assert_refused(tmp_path, "has no config.json")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "arguments", [["--help"], ["classify", "--n-prompts", "64"]], ids=["help", "classify"]
 )
@@ -444,6 +454,7 @@ cli.main()
 """
 
 
+@pytest.mark.slow
 def test_ctrl_c_says_how_to_go_on(tmp_path: Path):
     out = tmp_path / "run"
     options = (*SHORT, "--set", "train.steps=1000000", "--out", str(out))

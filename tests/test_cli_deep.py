@@ -32,6 +32,7 @@ def test_a_preset_is_trained(folder: Path):
     assert len(checkpoint.history) == 3 * 16
 
 
+@pytest.mark.slow
 def test_info_shows_every_layer(folder: Path, run: Run):
     document = run("info", folder, "--json").document
     assert (document["n_layers"], document["n_heads"], document["history_rows"]) == (4, 4, 48)
@@ -42,6 +43,7 @@ def test_info_shows_every_layer(folder: Path, run: Run):
     assert "4 heads, linear/L attention" in run("info", folder).out
 
 
+@pytest.mark.slow
 def test_classify_names_no_algorithm_of_a_model_after_six_steps(folder: Path, run: Run):
     (document,) = run("classify", folder, "--json", "--n-prompts", 64).document
     assert document["pattern"] == "unstructured"
@@ -55,6 +57,7 @@ def test_classify_names_no_algorithm_of_a_model_after_six_steps(folder: Path, ru
     assert found.verdict.is_not in " ".join(ran.out.split())
 
 
+@pytest.mark.slow
 def test_fit_answers_for_them(folder: Path, run: Run):
     options = ("--n-prompts", 64, "--context-length", 8)
     found = fit_learners(load(folder), context_lengths=[8], n_prompts=64)
@@ -64,6 +67,7 @@ def test_fit_answers_for_them(folder: Path, run: Run):
     assert found.verdict in " ".join(run("fit", folder, *options).out.split())
 
 
+@pytest.mark.slow
 def test_convert_writes_them(folder: Path, tmp_path: Path, run: Run):
     for target, name in (("native", "copy"), ("npz", "copy.npz")):
         ran = run("convert", folder, "--to", target, "--out", tmp_path / name, "--json")
@@ -89,6 +93,7 @@ def test_report_writes_a_page(folder: Path, tmp_path: Path, run: Run):
     run("report", folder, *options).assert_refused(out, "already exists and is not overwritten")
 
 
+@pytest.mark.slow
 def test_report_does_not_compare_them(folder: Path, tmp_path: Path, run: Run):
     one = CHECKPOINTS / "softmax-h1-s0"
     ran = run("report", one, folder, "--out", tmp_path / "page", "--n-prompts", 64, "--json")
@@ -99,6 +104,7 @@ def test_report_does_not_compare_them(folder: Path, tmp_path: Path, run: Run):
     assert "got several layers (4)" in bad["error"]
 
 
+@pytest.mark.slow
 def test_a_sweep_has_a_row_for_each_model(tmp_path: Path, run: Run):
     changes = dict(assignment.split("=") for assignment in SHORT)
     entry = {

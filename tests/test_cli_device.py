@@ -53,6 +53,7 @@ LONG = ("prune", "probe", "report")
 EACH = [pytest.param(c, marks=[pytest.mark.slow] if c in LONG else []) for c in COMMANDS]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", EACH)
 def test_a_command_answers_alike_on_a_gpu(command: str, run: Run, tmp_path: Path, gpu: list):
     expected = run(*arguments(command, tmp_path, "cpu"))

@@ -44,6 +44,7 @@ def test_prune_and_save_refuse_a_folder_with_a_file(
     assert contents(out) == before
 
 
+@pytest.mark.slow
 def test_prune_goes_on_where_it_was_killed(run: Run, deep: Path, tmp_path: Path):
     killed_while_writing(tmp_path / "u")
     assert run("prune", deep, "--n-prompts", 80, "--out", tmp_path / "u", "-q").code == 0
@@ -77,6 +78,7 @@ def test_training_leaves_temporary_files_of_others(run: Run, tmp_path: Path):
     assert {(tmp_path / "runs" / name).read_text() for name in names} == {"mine"}
 
 
+@pytest.mark.slow
 def test_a_report_replaces_a_report_only(run: Run, tmp_path: Path):
     out = tmp_path / "out"
     out.mkdir()
@@ -93,6 +95,7 @@ def test_a_report_replaces_a_report_only(run: Run, tmp_path: Path):
     assert (out / "notes.txt").read_text() == "mine"
 
 
+@pytest.mark.slow
 def test_a_report_refuses_a_folder_that_was_filled_meanwhile(tmp_path: Path):
     def meanwhile(steps, what):
         (tmp_path / PAGE).write_text("mine")

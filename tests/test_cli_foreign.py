@@ -52,6 +52,7 @@ def test_classify_reads_somebody_elses_run(run: Run, tmp_path: Path):
     assert ran.err.count("\n") == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["ablate", "fit", "info", "classify"])
 def test_commands_take_the_hints(run: Run, tmp_path: Path, command: str):
     file = torch_file(tmp_path / "torch.pt")
@@ -74,6 +75,7 @@ def test_commands_take_the_hints(run: Run, tmp_path: Path, command: str):
     assert "task.d_y" not in found["assumed"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["one layer", "native", "gpt2"])
 def test_a_context_length_that_is_given_is_not_assumed(run: Run, tmp_path: Path, kind: str):
     file = pair_of_heads(tmp_path / "run.pth")
@@ -98,6 +100,7 @@ def test_a_context_length_that_is_given_is_not_assumed(run: Run, tmp_path: Path,
         assert run(*classify, "--task", told).document == given.document
 
 
+@pytest.mark.slow
 def test_scale_and_context_only(run: Run, tmp_path: Path):
     np.savez(tmp_path / "a.npz", **arrays(random_heads()))
     out = tmp_path / "native"
@@ -254,6 +257,7 @@ def test_a_context_that_needs_too_much_memory_is_one_line(run: Run, tmp_path: Pa
         assert "Traceback" not in ran.err
 
 
+@pytest.mark.slow
 def test_classifying_a_foreign_file_leaves_heavy_packages_out(tmp_path: Path):
     pair_of_heads(tmp_path / "run.pth")
     torch.save(garg().state_dict(), tmp_path / "gpt2.pt")

@@ -35,6 +35,7 @@ def prompts(n_prompts: int, *, seed: int = 0):
     return sample_prompts(TASK, n_prompts, generator=generator, dtype=torch.float64)
 
 
+@pytest.mark.slow
 def test_ablate(run: Run, deep: Path):
     ran = run("ablate", deep, "--n-prompts", 40, "--json")
     assert ran.code == 0
@@ -53,6 +54,7 @@ def test_ablate(run: Run, deep: Path):
     assert "How a layer spreads it over its heads" in text
 
 
+@pytest.mark.slow
 def test_prune(run: Run, deep: Path, tmp_path: Path):
     out = tmp_path / "pruned"
     ran = run("prune", deep, "--n-prompts", 80, "--out", out, "--json")
@@ -73,6 +75,7 @@ def test_prune(run: Run, deep: Path, tmp_path: Path):
     assert "chosen: in which share of the halves" in text
 
 
+@pytest.mark.slow
 def test_prune_trains_further(run: Run, deep: Path, gpt2: Path, tmp_path: Path):
     out, options = tmp_path / "pruned", ("--n-prompts", 80, "--fine-tune", 8)
     ran = run("prune", deep, *options, "--out", out, "--json")
@@ -99,6 +102,7 @@ def test_prune_trains_further(run: Run, deep: Path, gpt2: Path, tmp_path: Path):
     assert "--fine-tune is for models that were trained by this package" in ran.err
 
 
+@pytest.mark.slow
 def test_probe(run: Run, deep: Path):
     ran = run("probe", deep, "--n-prompts", 60, "--json")
     assert ran.code == 0, ran.err
@@ -127,6 +131,7 @@ def stack(tmp_path: Path) -> Path:
 OF_STACK = ("--n-heads", 2, "--d-y", 2, "--context-only")
 
 
+@pytest.mark.slow
 def test_ablate_somebody_elses_layers(run: Run, gpt2: Path):
     ran = run("ablate", gpt2, "--n-heads", 4, "--n-prompts", 40, "--json")
     assert ran.code == 0, ran.err
@@ -142,6 +147,7 @@ def test_ablate_somebody_elses_layers(run: Run, gpt2: Path):
     assert text.err.count("\n") == 1  # what is assumed, and no bar
 
 
+@pytest.mark.slow
 def test_prune_somebody_elses_layers(run: Run, gpt2: Path, tmp_path: Path):
     out, options = tmp_path / "pruned", ("--n-heads", 4, "--n-prompts", 80)
     ran = run("prune", gpt2, *options, "--out", out, "--json")
@@ -170,6 +176,7 @@ def test_prune_an_encoder(run: Run, stack: Path, tmp_path: Path):
     assert (load(out).task.d_x, load(out).task.d_y) == (2, 2)
 
 
+@pytest.mark.slow
 def test_probe_somebody_elses_layers(run: Run, gpt2: Path, stack: Path):
     ran = run("probe", gpt2, "--n-heads", 4, "--n-prompts", 60, "--json")
     assert ran.code == 0, ran.err
@@ -189,6 +196,7 @@ def test_prompts_and_their_number_are_as_asked(gpt2: Path, deep: Path):
     assert not torch.equal(few.x, Asked(n_prompts=5, context_length=4).prompts(layered).x)
 
 
+@pytest.mark.slow
 def test_what_is_refused(run: Run, deep: Path, gpt2: Path, tmp_path: Path):
     run("prune", deep, "--rule", "all").assert_refused("--rule must be one of best-later", "'all'")
     words = "prune takes models of several layers, got one; ablate masks its heads."

@@ -157,6 +157,7 @@ def test_predict_jumps_prints_a_table(run: Run):
     assert levels == "loss levels (y²): 1.0000, 0.6406, 0.3774, 0.2098, 0.1360"
 
 
+@pytest.mark.slow
 def test_predict_jumps_as_json_with_a_figure(run: Run, tmp_path: Path):
     page = tmp_path / "jumps.html"
     few = ("--set", "model.n_heads=3", "--set", "train.steps=10")

@@ -34,6 +34,7 @@ def test_what_is_not_printable_is_visible():
     assert visible(NAME + "\udc80²±") == SHOWN.replace(r"\n", "\n") + r"\udc80" + "²±"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["info", "classify", "ablate", "fit"])
 def test_commands_show_escapes(run: Run, folder: Path, command: str):
     options = () if command == "info" else FEW
@@ -44,6 +45,7 @@ def test_commands_show_escapes(run: Run, folder: Path, command: str):
         assert more or SHOWN in ran.out
 
 
+@pytest.mark.slow
 def test_report_shows_escapes(run: Run, folder: Path, tmp_path: Path):
     for paths in ((folder,), (folder, folder, tmp_path / f"gone{NAME}")):
         out = tmp_path / f"report{len(paths)}{NAME}"
@@ -56,6 +58,7 @@ def test_report_shows_escapes(run: Run, folder: Path, tmp_path: Path):
             assert character not in page.split("<main")[-1]
 
 
+@pytest.mark.slow
 def test_train_shows_escapes(run: Run, tmp_path: Path):
     small = ("--set", "train.steps=2", "--set", "train.batch_size=4")
     for options in (("--quiet",), ()):
@@ -68,6 +71,7 @@ def test_train_shows_escapes(run: Run, tmp_path: Path):
     assert NAME[1] not in run("train", tmp_path / f"gone{NAME}").err
 
 
+@pytest.mark.slow
 def test_a_sweep_shows_escapes(run: Run, tmp_path: Path):
     entry = {"preset": "softmax-h1", "name": "m", "set": {"train.steps": 2, "train.batch_size": 4}}
     (tmp_path / "sweep.json").write_text(json.dumps([entry]))

@@ -18,6 +18,7 @@ H1 = CHECKPOINTS / "softmax-h1-s0"
 COMMAND = [sys.executable, "-m", "mechinterp", "classify", H1, H1]
 
 
+@pytest.mark.slow
 def test_a_reader_that_leaves_ends_the_command_quietly():
     # As `| head -1` does, before anything is written.
     reader, writer = os.pipe()
@@ -27,6 +28,7 @@ def test_a_reader_that_leaves_ends_the_command_quietly():
     assert (ran.returncode, ran.stderr) == (BROKEN_PIPE, b"")
 
 
+@pytest.mark.slow
 def test_streams_that_are_closed(tmp_path: Path):
     ran = subprocess.run(
         ["/bin/sh", "-c", '"$@" >&- 2>&-', "sh", *COMMAND, "--out", tmp_path / "table.csv"],
@@ -46,6 +48,7 @@ def test_what_an_encoding_lacks_is_escaped(monkeypatch: pytest.MonkeyPatch, enco
     assert stream.buffer.getvalue().decode(encoding) == f"R{squared} \\u2264 1\n"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is full")
 def test_a_full_standard_output():
     with open("/dev/full", "w") as full:
@@ -71,6 +74,7 @@ def full(size: int) -> Iterator[None]:
 SMALL = ("--set", "train.steps=20", "--set", "train.n_eval_prompts=16", "--device", "cpu", "-q")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("command", "name", "limit"),
     [
@@ -103,6 +107,7 @@ def test_a_full_disk_is_one_line_that_names_the_file_and_a_retry_works(
     assert file.exists() or command[0] == "train"
 
 
+@pytest.mark.slow
 def test_a_full_disk_when_a_folder_is_claimed(run: Run, tmp_path: Path):
     with full(0):
         ran = run("report", H1, "--n-prompts", 64, "-q", "--out", tmp_path / "out")

@@ -35,6 +35,7 @@ def sweep(tmp_path: Path) -> Path:
     return file
 
 
+@pytest.mark.slow
 def test_a_sweep_leaves_a_table_that_says_what_diverged(run, sweep: Path, tmp_path: Path):
     out = tmp_path / "run"
     ran = run("sweep", sweep, "--out", out, "--device", "cpu", "--json")

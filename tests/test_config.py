@@ -70,6 +70,7 @@ def experiments(draw: st.DrawFn) -> dict:
     return draw(st.fixed_dictionaries(groups, optional={"seed": seed}))
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=60)
 @given(experiments())
 def test_a_trip_through_json_changes_nothing(values: dict):

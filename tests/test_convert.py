@@ -69,6 +69,7 @@ def test_convert_says_what_it_did(run, tmp_path: Path):
     ]
 
 
+@pytest.mark.slow
 def test_what_is_assumed_is_printed_and_stays_with_the_checkpoint(run, state: Path, tmp_path: Path):
     task, out = tmp_path / "task.json", tmp_path / "native"
     task.write_text(json.dumps({"noise_var": 0.2}))

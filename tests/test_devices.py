@@ -58,6 +58,7 @@ def test_an_analysis_answers_alike_on_another_device(
         pd.testing.assert_frame_equal(found, expected, rtol=1e-7)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("source", ["softmax", "deep-linear", "deep-softmax"])
 def test_what_a_model_predicts_comes_back_to_the_device_of_the_prompts(source: str, case):
     here = case(source)

@@ -110,6 +110,7 @@ def test_snapshots_predict_what_is_stored(subject: str):
     assert distance(found, expected, largest) <= TOLERANCE[torch.float64]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "now"), [("options", subjects.options), ("ids", subjects.ids)])
 def test_nothing_that_was_offered_is_gone_or_changed(name: str, now):
     assert differences(now(), read_json(name), 0) == []

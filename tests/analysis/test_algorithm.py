@@ -87,6 +87,7 @@ def test_an_exact_model_is_explained_to_rounding_in_every_setting(exact: Algorit
     assert exact.n_scalars.tolist() == [4, 7, 1, 3, 8, 1]
 
 
+@pytest.mark.slow
 def test_differences_are_those_of_the_r2_and_paired(exact: AlgorithmEvidence):
     expected = exact.r2[:, None] - exact.r2[None]
     np.testing.assert_allclose(exact.difference, expected, rtol=0, atol=1e-9)
@@ -168,6 +169,7 @@ def test_preconditioning_is_no_candidate_where_it_changes_nothing(exact: Algorit
     assert found.label == "gradient_descent"
 
 
+@pytest.mark.slow
 def test_lengths_beyond_the_positions_are_not_answered():
     from tests.analysis.test_layered_analysis import checkpoint_of
     from tests.models.test_layered_models import garg

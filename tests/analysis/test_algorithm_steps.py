@@ -76,6 +76,7 @@ def test_what_is_held_is_exchanged_by_the_interchange_of_transformer_lens_too(la
     assert (found[other] - expected).square().mean() > 0.5 * (path[-1] - expected).square().mean()
 
 
+@pytest.mark.slow
 def test_table_and_picture(descent: StepInterventions):
     frame = descent.to_frame()
     assert frame["layer"].tolist() == list(descent.layers)

@@ -68,6 +68,7 @@ def test_two_responses_give_two_mu():
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n_heads", [1, 3, 8])
 def test_frame_has_a_row_per_head_and_figures_a_heatmap_per_head(n_heads):
     found = circuits(diagonal_heads([0.1] * n_heads, [1.0] * n_heads, d_x=5))

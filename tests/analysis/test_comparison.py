@@ -35,6 +35,7 @@ def test_settings_are_named_by_what_their_models_share(found: Comparison):
     }
 
 
+@pytest.mark.slow
 def test_a_row_of_a_setting_holds_the_models_of_one_pattern(found: Comparison):
     models, settings = found.to_frame(), found.settings_frame()
     rows = settings[["setting", "pattern", "models", "of"]].values.tolist()

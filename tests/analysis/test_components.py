@@ -79,6 +79,7 @@ def test_half_learned_is_the_line(part: float, count: int):
     assert components(M, task).n_components == count
 
 
+@pytest.mark.slow
 @EACH_LAW
 @pytest.mark.parametrize("n_components", [1, 3])
 def test_the_classifier_says_how_many(law: CovarianceConfig, n_components: int):
@@ -93,6 +94,7 @@ def test_the_classifier_says_how_many(law: CovarianceConfig, n_components: int):
     assert found.to_frame()["n_components"].tolist() == [n_components] * 3
 
 
+@pytest.mark.slow
 def test_a_step_across_the_eigenvectors_is_labelled_without_a_number():
     task = task_of(LAWS["diagonal"])
     heads = MergedHeads(v=np.ones(1), U=1.5 * ACROSS[None])
@@ -103,6 +105,7 @@ def test_a_step_across_the_eigenvectors_is_labelled_without_a_number():
     assert "n_components" not in found.to_frame()
 
 
+@pytest.mark.slow
 def test_other_models_have_no_components():
     assert classify(debiased_gradient_step(0.88, 0.05, d_x=5)).components is None
     task = task_of(LAWS["diagonal"])
@@ -110,6 +113,7 @@ def test_other_models_have_no_components():
     assert classify(two, replace(task, d_y=2)).components is None
 
 
+@pytest.mark.slow
 def test_the_document_has_the_number():
     checkpoint = load(CHECKPOINTS / "linear-separate-s0")
     evidence = classification_document(checkpoint, classify(checkpoint))["evidence"]

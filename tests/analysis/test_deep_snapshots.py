@@ -23,6 +23,7 @@ def some(checkpoint: Checkpoint) -> Prompts:
     return sample_prompts(checkpoint.config.task, 64, generator=generator_for(0, "eval", 0))
 
 
+@pytest.mark.slow
 def test_each_step_is_masked_on_its_own(checkpoint, some):
     found = deep_snapshots(checkpoint, some)
     assert found.step.tolist() == [0, 1000, 2000, 5000, 10_000, 20_000, 50_000]

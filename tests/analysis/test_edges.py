@@ -40,6 +40,7 @@ def model(request: pytest.FixtureRequest) -> ICLTransformer:
     return random_model(3, 2, **request.param)
 
 
+@pytest.mark.slow
 def test_estimates_at_one_point_are_transformer_lens(model: ICLTransformer):
     clean, corrupted = drawn(1), drawn(2)
     found = attribute_edges(model, clean, corrupted, ig_steps=1, metric=first_prediction)
@@ -90,6 +91,7 @@ def patched_by_hand(model: ICLTransformer, clean, corrupted, edge) -> torch.Tens
         return model.run_with_hooks(model.tokens(corrupted), fwd_hooks=[(name, put)])[:, -1, 0]
 
 
+@pytest.mark.slow
 def test_patches_are_those_by_hand_and_leave_the_model_as_it_was(model: ICLTransformer):
     clean, corrupted = drawn(1), drawn(2)
     model.set_use_attn_in(True)
@@ -107,6 +109,7 @@ def test_patches_are_those_by_hand_and_leave_the_model_as_it_was(model: ICLTrans
     assert found.total_sem == pytest.approx(gained.std().item() / 3**0.5)
 
 
+@pytest.mark.slow
 def test_integrated_gradients_are_those_along_the_way():
     """The mean over midpoints, by hand: the gradient of what an input of its own adds to one head's values."""
     model, clean, corrupted = random_model(2, 2, **WIDE), drawn(1), drawn(2)
@@ -133,6 +136,7 @@ def test_integrated_gradients_are_those_along_the_way():
     assert found.estimate[2, 0, 1, 1, 0] == pytest.approx(expected.mean().item(), rel=1e-9)
 
 
+@pytest.mark.slow
 def test_the_metric_by_default_is_nearness_to_the_clean_prediction():
     model, clean, corrupted = random_model(2, 2), drawn(1), drawn(2)
     found = attribute_edges(model, clean, corrupted)
@@ -143,12 +147,14 @@ def test_the_metric_by_default_is_nearness_to_the_clean_prediction():
     assert found.patched[2, 0, 0, 1, 0] == pytest.approx(change.mean().item(), rel=1e-8)
 
 
+@pytest.mark.slow
 def test_a_model_of_somebody_else_has_edges_too():
     found = attribute_edges(random_gpt2(), drawn(1), drawn(2), metric=first_prediction)
     assert np.isfinite(found.patched).sum() == 3 * 3 * 4
     assert found.rank_correlation > 0.5
 
 
+@pytest.mark.slow
 def test_estimates_rank_edges_as_patches_do():
     """Where the second layer is linear in its values, those edges are estimated without error."""
     model, clean, corrupted = random_model(2, 3, **WIDE, score="linear/L"), drawn(1), drawn(2)
@@ -168,6 +174,7 @@ def test_rank_correlation():
     assert _spearman(np.array([0.0, 0, 1]), np.array([0.0, 1, 2])) == pytest.approx(0.866, abs=1e-3)
 
 
+@pytest.mark.slow
 def test_result():
     found = attribute_edges(random_model(3, 2, **WIDE), drawn(1), drawn(2))
     assert isinstance(found, HeadEdges)

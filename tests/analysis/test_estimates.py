@@ -4,6 +4,7 @@ import pytest
 from mechinterp.analysis.estimates import carried_by_few, mean_and_sem, ratio_and_sem
 
 
+@pytest.mark.slow
 def test_standard_errors_are_the_spread_over_repetitions():
     random = np.random.default_rng(0)
     power = random.exponential(size=(4000, 400))

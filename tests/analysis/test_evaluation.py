@@ -13,6 +13,7 @@ from mechinterp.theory.softmax import debiased_risk, debiased_step_size
 TASK = TaskConfig()
 
 
+@pytest.mark.slow
 def test_losses_meet_the_exact_risk_and_gaps_are_paired():
     lengths = (10, 40)
     models = {"step": debiased_gradient_step(0.88, 1e-3, d_x=5), "zero": zero_head(d_x=5)}
@@ -27,6 +28,7 @@ def test_losses_meet_the_exact_risk_and_gaps_are_paired():
     np.testing.assert_allclose(found.gap, found.loss - found.loss[:, :1], atol=1e-12)
 
 
+@pytest.mark.slow
 def test_models_of_close_predictions_are_told_apart_by_the_paired_difference():
     best = debiased_step_size(d_x=5, context_length=40, noise_var=0.1)
     models = {

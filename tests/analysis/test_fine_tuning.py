@@ -58,6 +58,7 @@ def risks(weights, prompts):
     return (predict_deep(weights.stack, prompts) - prompts.y_query_clean).square().mean(1).numpy()
 
 
+@pytest.mark.slow
 def test_it_is_training_by_hand(checkpoint, fresh):
     found = fine_tune(checkpoint, KEPT, fresh, steps=20, learning_rate=1e-2)
     assert found.step.tolist() == [0, 5, 10, 15, 20]
@@ -74,6 +75,7 @@ def test_it_is_training_by_hand(checkpoint, fresh):
     assert found.risk[0, 0] == pytest.approx(masked.mean(), rel=1e-9)
 
 
+@pytest.mark.slow
 def test_it_helps_and_pruned_heads_stay_away(checkpoint, fresh, tmp_path):
     found = fine_tune(checkpoint, KEPT, fresh, steps=60, learning_rate=1e-2)
     assert found.weights.heads_per_layer == ((0, 1, 2, 3), (0,), (0, 1, 2, 3))

@@ -43,6 +43,7 @@ def test_a_learner_is_recognised_as_itself(learner, model, factor):
         np.testing.assert_allclose(fits.kernel_omega, -0.3, atol=1e-3)
 
 
+@pytest.mark.slow
 def test_losses_meet_the_exact_risks_and_gaps_are_paired():
     setting = {"d_x": 5, "context_length": 40, "noise_var": 0.1}
     fits = fit_learners(
@@ -76,6 +77,7 @@ def test_step_size_and_its_standard_error_over_repeated_prompts():
     assert sem.mean() == pytest.approx(eta.std(), rel=0.35)  # the spread of 60 is known to 9%
 
 
+@pytest.mark.slow
 def test_a_pair_tends_to_debiased_gd_as_omega_falls():
     distances = []
     for omega in (0.1, 0.05, 0.025):

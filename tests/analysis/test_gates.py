@@ -46,6 +46,7 @@ def test_a_gate_of_zero_is_a_mask(make, few):
     assert risk == pytest.approx(masked_errors(predictor, few, [[(1, 1)]]).mean(), rel=1e-10)
 
 
+@pytest.mark.slow
 def test_progress_is_told_of_masking_and_of_each_fit(few):
     told: list[tuple[str, int]] = []
 

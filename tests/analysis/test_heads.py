@@ -174,6 +174,7 @@ def test_frames_and_repr(model, weights, prompts):
     assert repr(subsets).startswith("SubsetAblation(zero: risk ")
 
 
+@pytest.mark.slow
 def test_layers_of_a_deep_model(few):
     deep = random_model()
     found = ablate_heads(deep, few)

@@ -48,6 +48,7 @@ def test_foretold_loss_is_that_of_training():
     assert np.abs(foretold - history["loss"])[resting].max() < 2e-3
 
 
+@pytest.mark.slow
 def test_levels_and_steps_follow_the_config():
     forecast = jump_forecast(CONFIG)
     assert forecast.levels == pytest.approx(modes(task_moments(CONFIG.task)).levels)
@@ -83,6 +84,7 @@ def test_predicted_loss_is_the_equation_of_one_head_through_each_drop():
     assert predicted_loss(time, one, found) == pytest.approx(expected, abs=1e-12)
 
 
+@pytest.mark.slow
 def test_the_table_and_the_figure():
     forecast = jump_forecast(CONFIG)
     assert repr(forecast) == "JumpForecast(0@851.4, 1@1334, 2@1598, 3@9714)"
@@ -102,6 +104,7 @@ def test_the_table_and_the_figure():
     ]
 
 
+@pytest.mark.slow
 def test_notes_say_what_does_not_hold():
     assert jump_forecast(CONFIG).notes == ()
     few = jump_forecast(override(CONFIG, "model.n_heads=3", "train.steps=1000"))

@@ -64,6 +64,7 @@ def two_shapes(apart: float) -> Tensor:
     return torch.stack([0.1 * (EYE + along), -0.1 * (EYE + along + apart * across)])
 
 
+@pytest.mark.slow
 def test_heads_that_serve_one_response_with_the_wrong_sign_are_no_task_heads():
     found = two_responses(MODE_3.omega.tolist(), [[0, -3.2], [0, 3.2], [3.3, 0], [-3.3, 0]], TWO)
     assert found.pattern == "undetermined"
@@ -73,6 +74,7 @@ def test_heads_that_serve_one_response_with_the_wrong_sign_are_no_task_heads():
     assert np.isnan(found.scales.theta_spread)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", [0.6, 0.5])
 def test_opposite_heads_may_serve_a_response_half_as_much(part: float):
     found = opposite(UNEVEN, [2, 2 * part])
@@ -86,6 +88,7 @@ def test_opposite_heads_that_serve_a_response_too_little_do_not_weigh():
     assert "theta_spread 0.333 is above 0.25" in found.reason
 
 
+@pytest.mark.slow
 def test_all_heads_must_serve_all_responses_for_a_weighted_step():
     first, second = [0.15] * 3 + [0.2] * 3, [0.2] * 3 + [0.14] * 3
     omega = [first, [-o for o in first], second, [-o for o in second]]
@@ -109,6 +112,7 @@ def test_unequal_pairs_are_undetermined_with_several_responses():
     assert found.reason == "omega_spread 1.000 is above 0.25"
 
 
+@pytest.mark.slow
 def test_an_uneven_theta_is_no_superposition():
     omega = TABLE_2.omega * torch.tensor([1, 1.6, 1, 1, 1, 1])
     found = two_responses(omega.tolist(), TABLE_2.mu.tolist(), TWO)
@@ -148,6 +152,7 @@ def test_heads_that_all_cancel_are_no_model():
     assert found.reason == "no head is active, or those that are cancel each other"
 
 
+@pytest.mark.slow
 def test_predictions_of_zero_are_undetermined():
     weights = diagonal_heads([0.5, -0.5], [1.0, 1.0], d_x=5)
     found = classify(replace(weights, score="linear", score_slope=0.025))
@@ -173,6 +178,7 @@ def test_one_leaning_head_among_clean_ones_is_enough():
     assert f"has cosine {cosine:.3f} with its form" in found.reason
 
 
+@pytest.mark.slow
 def test_dummies_do_not_lean():
     weights = pair()
     OV = weights.OV.clone()
@@ -205,6 +211,7 @@ def test_the_prediction_alone_may_be_beyond_random_weights(size: float, pattern:
     assert (found.p_values["substitution_r2"] <= 0.01) == (pattern == "undetermined")
 
 
+@pytest.mark.slow
 def test_linear_heads_are_labelled_by_their_own_diagonal():
     random = torch.Generator().manual_seed(1)
     weights = with_blocks(
@@ -235,6 +242,7 @@ def test_reasons_of_several_responses_say_what_there_is():
     assert "; head" not in superposed.reason
 
 
+@pytest.mark.slow
 def test_theta_and_step_have_the_slope_of_the_score():
     weights = replace(debiased_gradient_step(0.8, 0.05, d_x=5), score="1+Cx", score_slope=0.5)
     found = classify(weights)
@@ -298,6 +306,7 @@ def test_heads_that_read_other_keys_are_not_equal():
     assert read_groups(apart, outputs, 0.05).names == ("0", "1", "2")
 
 
+@pytest.mark.slow
 def test_one_head_that_turns_its_input_is_kernel_regression():
     turned = rotation()
     turned = turned * torch.linalg.det(turned).sign()
@@ -306,6 +315,7 @@ def test_one_head_that_turns_its_input_is_kernel_regression():
     torch.testing.assert_close(found.form.matrix, turned)
 
 
+@pytest.mark.slow
 def test_heads_count_by_their_share_in_the_common_matrix():
     first = torch.diag(torch.tensor([2.0, 1.0, 1.0, 1.0, 0.5]).double())
     second = first + torch.diag(torch.tensor([0.0, 0.3, 0.0, -0.3, 0.2]).double())
@@ -323,6 +333,7 @@ def test_a_matrix_is_common_only_if_it_explains_most_deviations_from_the_identit
     assert found.form.kind == "scalar"
 
 
+@pytest.mark.slow
 def test_shared_is_the_part_of_the_squared_sines_that_one_matrix_explains():
     blocks = two_shapes(0.5)
     found = classify(with_blocks(blocks, [4.0, -4.0]))
@@ -333,6 +344,7 @@ def test_shared_is_the_part_of_the_squared_sines_that_one_matrix_explains():
     assert found.form.shared == pytest.approx(expected.item())
 
 
+@pytest.mark.slow
 def test_circuits_are_read_with_their_law():
     weights = pair()
     sloped = classify_circuits(weights.QK, weights.OV, score="1+Cx", score_slope=0.5)
@@ -365,6 +377,7 @@ def test_the_best_head_stands_for_its_model():
     assert found.p_values["ov_last_entry_best"] < 0.01
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "law", [{"score": "1+tanh"}, {"attend_to_self": True}, {"score": "1+Cx", "score_slope": 5.0}]
 )

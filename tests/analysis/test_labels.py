@@ -55,6 +55,7 @@ def rotation() -> Tensor:
     return matrix
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("task", [KMS, TaskConfig()])
 def test_a_pair_with_one_matrix_is_a_preconditioned_step(task: TaskConfig):
     gamma = best_preconditioner()
@@ -70,12 +71,14 @@ def test_a_pair_with_one_matrix_is_a_preconditioned_step(task: TaskConfig):
     assert found.learner.r2 > 0.99
 
 
+@pytest.mark.slow
 def test_a_pair_with_different_matrices_is_not_preconditioned():
     gamma, other = best_preconditioner(), torch.diag(torch.tensor([3.0, 1, 1, 1, 0.3]).double())
     found = classify(with_blocks(torch.stack([0.1 * gamma, -0.12 * other]), [5.0, -5.0]), KMS)
     assert found.pattern == "undetermined"
 
 
+@pytest.mark.slow
 def test_one_head_with_a_metric_is_kernel_regression():
     found = classify(with_blocks(0.4 * best_preconditioner()[None], [1.5]), KMS)
     assert (found.pattern, found.labels, found.form.kind) == (
@@ -111,6 +114,7 @@ def test_rotated_inputs_are_named(sign: int):
         assert "one matrix with isotropy" in found.reason
 
 
+@pytest.mark.slow
 def test_linear_attention_is_one_step_with_its_matrix():
     random = torch.Generator().manual_seed(1)
     blocks = torch.randn(3, 5, 5, dtype=torch.float64, generator=random)
@@ -125,6 +129,7 @@ def test_linear_attention_is_one_step_with_its_matrix():
     assert torch.allclose(classify(by_length).scales.step[0], step)
 
 
+@pytest.mark.slow
 def test_linear_attention_that_reads_x_is_not_a_step():
     weights = replace(diagonal_heads([0.5], [1.0], d_x=5), score="linear", score_slope=1 / 40)
     weights.W_V[0, :5, 5] = 3.0
@@ -133,6 +138,7 @@ def test_linear_attention_that_reads_x_is_not_a_step():
     assert "substitution_r2 of linear_gd" in found.reason
 
 
+@pytest.mark.slow
 def test_linear_attention_that_holds_the_query_among_its_keys():
     weights = replace(
         diagonal_heads([0.5], [1.0], d_x=5), score="linear", score_slope=0.025, attend_to_self=True
@@ -177,6 +183,7 @@ MODES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("supports", [TWO.supports, None])
 @pytest.mark.parametrize(("weights", "pattern", "labels"), MODES)
 def test_modes_of_several_tasks(weights, pattern: str, labels: tuple[str, ...], supports):
@@ -209,6 +216,7 @@ def test_a_leak_above_its_limit_is_not_a_task_head():
     assert classify(MODE_3, TWO, thresholds=Thresholds(task_leak=0.04)).pattern != "task_heads"
 
 
+@pytest.mark.slow
 def test_heads_that_cancel_leave_the_pattern_alone():
     pair = diagonal_heads([0.13, -0.13], [3.4, -3.4], d_x=5)
     random = torch.Generator().manual_seed(1)

@@ -33,6 +33,7 @@ def found() -> LayeredClassification:
     return classify_layers(checkpoint_of(garg(), n_heads=4), n_prompts=48)
 
 
+@pytest.mark.slow
 def test_the_table_is_the_paired_difference_on_the_same_prompts(found: LayeredClassification):
     checkpoint = checkpoint_of(garg(), n_heads=4)
     prompts = sample_prompts(
@@ -49,6 +50,7 @@ def test_the_table_is_the_paired_difference_on_the_same_prompts(found: LayeredCl
     assert found.increase.shape == (3, 4)
 
 
+@pytest.mark.slow
 def test_the_risk_is_held_against_the_target_without_noise():
     noisy = checkpoint_of(garg(), n_heads=4, noise_var=25.0, query_noise=True)
     prompts = sample_prompts(
@@ -60,6 +62,7 @@ def test_the_risk_is_held_against_the_target_without_noise():
     assert found.learners == ("vanilla_gd", "debiased_gd", "least_squares", "ridge")
 
 
+@pytest.mark.slow
 def test_permuted_heads_permute_the_table(found: LayeredClassification):
     order = [2, 0, 3, 1]
     model = garg()
@@ -86,6 +89,7 @@ def test_importance_is_the_share_of_the_layers_rises(found: LayeredClassificatio
     np.testing.assert_allclose(found.importance[has_rise], ratio)
 
 
+@pytest.mark.slow
 def test_a_layer_of_idle_heads_has_importance_zero():
     model = garg()
     with torch.no_grad():
@@ -124,6 +128,7 @@ def test_one_layer_is_undetermined_as_norm_and_mlp_lie_between():
     assert found.increase.shape == (1, 2)
 
 
+@pytest.mark.slow
 def test_a_model_that_predicts_nothing_is_near_to_no_learner():
     model = garg()
     nn.init.zeros_(model._read_out.weight)

@@ -34,6 +34,7 @@ def matrix_of(weights: AttentionWeights) -> np.ndarray:
     return predict(weights.to(torch.float64), prompts).reshape(d_x, d_x).numpy()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", KINDS)
 def test_what_heads_hold_adds_up(name: str):
     checkpoint = load(CHECKPOINTS / name)
@@ -49,6 +50,7 @@ def test_what_heads_hold_adds_up(name: str):
     assert found.eval_loss[-1] == pytest.approx(closed, abs=1e-4)
 
 
+@pytest.mark.slow
 def test_heads_start_from_the_initial_weights_of_the_config(separate: LinearSnapshots):
     heads = initial_heads(preset("linear-separate"))
     np.testing.assert_allclose(separate.value[0], heads.v, rtol=1e-6)
@@ -122,6 +124,7 @@ def test_heads_of_higher_rank_show_norms_which_no_turn_of_their_rows_changes():
     np.testing.assert_allclose(found.held[-1], held / targets, atol=1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", KINDS)
 def test_there_is_a_row_for_each_snapshot_head_and_component(name: str):
     found = linear_snapshots(load(CHECKPOINTS / name))

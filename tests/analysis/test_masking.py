@@ -53,6 +53,7 @@ def small_chunks(monkeypatch):
         monkeypatch.setattr(backend, "CHUNK", 8)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small_chunks")
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("law", LAWS, ids=str)
@@ -66,6 +67,7 @@ def test_many_masks_equal_runs_with_hooks(law, method, few):
     assert (found[1:] - found[0]).abs().amax((1, 2)).min() > 1e-4
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small_chunks")
 @pytest.mark.parametrize("method", METHODS)
 def test_many_masks_of_a_bridge_equal_runs_with_hooks(method, few):

@@ -63,11 +63,13 @@ def test_zero_sum_is_the_largest_over_responses():
     assert found_in_null("zero_sum") == pytest.approx(expected)
 
 
+@pytest.mark.slow
 def test_omega_spread_compares_the_heads_of_one_response():
     expected = np.sort([spread(weights) for weights in random_models()])
     assert found_in_null("omega_spread") == pytest.approx(expected, abs=1e-12)
 
 
+@pytest.mark.slow
 def test_the_best_head_stands_for_its_model():
     for name in ("qk_diagonal", "ov_last_entry"):
         heads = np.array([getattr(weights, name).numpy() for weights in random_models()])

@@ -65,6 +65,7 @@ def test_two_heads_of_one_sign_are_never_debiased_gd():
     assert found.labels == ("positive", "positive")
 
 
+@pytest.mark.slow
 def test_heads_on_the_solution_manifold_are_at_distance_zero():
     found = classify(on_manifold(0.13, [0.4, 0.6], [0.1, 0.2, 0.7]))
     assert found.pattern == "debiased_gd"

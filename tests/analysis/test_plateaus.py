@@ -44,6 +44,7 @@ def test_loss_rests_on_every_level_in_turn(runs, std, tolerance):
         assert np.all((found.time[:-1] < found.drop_time) & (found.drop_time < found.time[1:]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("std", "cosine", "norm"), [(1e-2, 1e-3, 3e-2), (1e-3, 1e-3, 1e-3)])
 def test_one_head_holds_each_direction(runs, std, cosine, norm):
     misses = []
@@ -95,6 +96,7 @@ def test_merged_heads_have_one_drop():
         assert found.predicted.time.size == 0
 
 
+@pytest.mark.slow
 def test_too_few_heads_leave_levels_unreached():
     run = flow(separate_heads(2, 4, std=1e-2, seed=0), MOMENTS, duration=1e5)
     found = plateaus(run, MOMENTS)
@@ -103,6 +105,7 @@ def test_too_few_heads_leave_levels_unreached():
     np.testing.assert_allclose(found.loss, FOUND.levels[:3], atol=1e-3)
 
 
+@pytest.mark.slow
 def test_rank_two_has_no_foretold_jumps_but_plateaus():
     found = plateaus(trained(separate_heads(3, 4, std=1e-3, seed=0, rank=2)), MOMENTS)
     assert found.predicted.time.size == 0

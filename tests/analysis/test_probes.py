@@ -163,6 +163,7 @@ def test_positions_of_a_model_that_reads_x_and_y_in_turn_are_the_querys():
     np.testing.assert_array_equal(found.risk, probe_layers(bridge, prompts).risk)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("law", [{}, *LINEAR], ids=str)
 def test_query_features_are_prompts_with_another_query(law, few, monkeypatch):
     for backend in (hooks, token_map):

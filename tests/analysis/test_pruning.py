@@ -54,6 +54,7 @@ def test_rules():
     assert best_head_later(np.zeros((2, 3)))[1].tolist() == [True, False, False]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [lambda: random_model(**WIDE), random_gpt2])
 def test_risks_are_those_of_the_masked_model(make, many):
     model = make()

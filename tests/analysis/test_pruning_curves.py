@@ -25,6 +25,7 @@ def many() -> Prompts:
     return sample_prompts(task, 80, generator=generator_for(0, "eval", 1), dtype=torch.float64)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", [random_model(2, 2, **WIDE), random_gpt2()], ids=["ours", "gpt2"])
 def test_a_curve_masks_the_heads_of_an_order_one_after_another(model, many: Prompts):
     layers = 2 if model.__class__.__name__ == "ICLTransformer" else 3
@@ -61,6 +62,7 @@ def test_an_order_must_name_every_head_once(many: Prompts):
         pruning_curves(model, many, {})
 
 
+@pytest.mark.slow
 def test_rules_are_those_of_prune(many: Prompts):
     model = random_model(**WIDE)
     found = prune_by_rules(model, many)
@@ -83,6 +85,7 @@ def test_rules_are_those_of_prune(many: Prompts):
     assert repr(found).startswith("RulePruning(best-later ")
 
 
+@pytest.mark.slow
 def test_rules_see_the_rises_of_other_prompts_if_they_are_given(many: Prompts):
     model = random_model(**WIDE)
     rise = ablate_heads(model, many[:40]).rise

@@ -56,6 +56,7 @@ def test_a_row_holds_the_config_and_what_was_found(run_folder: Path):
     assert (frame["omega"][2], frame["mu"][2]) == (pytest.approx([0.5]), pytest.approx([1.5]))
 
 
+@pytest.mark.slow
 def test_the_table_is_the_same_after_a_trip_through_its_file(run_folder: Path):
     frame = sweep_frame(MODELS, run_folder, diverged={"lost": None})
     file = write_results(frame, run_folder)

@@ -58,6 +58,7 @@ def test_frames_hold_the_circuits_of_their_step_on_one_scale(grown: Checkpoint):
         assert figure.layout.title.text == f"{name} circuits at step 20"
 
 
+@pytest.mark.slow
 def test_loss_and_mark_are_those_of_the_history():
     checkpoint = load(CHECKPOINTS / "softmax-h2-s0")
     found = training_snapshots(checkpoint, n_prompts=64)

@@ -61,6 +61,7 @@ def test_the_repr_and_the_lines_are_the_verdict(step):
     assert list(step.verdict.lines) == ["What it computes", "How sure", "What it is not"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "parts"),
     [
@@ -80,6 +81,7 @@ def test_shipped_models_are_told_with_their_numbers(name: str, parts: list[str])
     assert not [name for name in WORDS if "_" in name and name in said]
 
 
+@pytest.mark.slow
 def test_layers_are_told_with_the_numbers_fitted_to_them():
     found = classify(gradient_descent_model([0.5, 0.3], d_x=4), n_prompts=128)
     assert found.verdict.computes.endswith("(gradient_descent); η = 0.500, 0.300")

@@ -155,6 +155,7 @@ def test_one_of_several_that_claim_a_folder_at_once_gets_it(tmp_path: Path):
     assert (tmp_path / "out" / "z").read_text() == winner
 
 
+@pytest.mark.slow
 def test_what_a_killed_process_left_half_written_is_no_obstacle(tmp_path: Path):
     folder = tmp_path / "u"
     killed_while_writing(folder)
@@ -169,6 +170,7 @@ def test_what_a_killed_process_left_half_written_is_no_obstacle(tmp_path: Path):
     assert names(folder) == ["config.json"]
 
 
+@pytest.mark.slow
 def test_what_was_whole_when_its_process_was_killed_stays(tmp_path: Path):
     killed_while_writing(tmp_path)
     (tmp_path / "config.json").write_text("{}")

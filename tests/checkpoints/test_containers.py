@@ -188,6 +188,7 @@ def test_models_of_another_kind_are_named(tmp_path: Path, state: State, words: s
         load(tmp_path / "x.pt", n_heads=2)
 
 
+@pytest.mark.slow
 def test_harmless_buffers_are_ignored_and_named(tmp_path: Path):
     buffers = {
         "attn.mask": torch.ones(9, 9).tril(),
@@ -200,6 +201,7 @@ def test_harmless_buffers_are_ignored_and_named(tmp_path: Path):
     assert found.assumed["ignored"] == list(buffers)
 
 
+@pytest.mark.slow
 def test_a_folder_with_one_file_of_weights(tmp_path: Path):
     torch.save(STATE, tmp_path / "a.pt")
     assert load(tmp_path, n_heads=2).path == tmp_path

@@ -262,6 +262,7 @@ def test_linear_layers_say_what_they_need(
 # Plain arrays.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("suffix", [".npz", ".safetensors", ".pt"])
 @pytest.mark.parametrize("bias", [False, True])
 def test_arrays(tmp_path: Path, suffix: str, bias: bool):
@@ -294,6 +295,7 @@ def test_arrays(tmp_path: Path, suffix: str, bias: bool):
         torch.testing.assert_close(y_hat, predict(there, prompts), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_arrays_as_wide_as_a_token(tmp_path: Path):
     weights = random_heads(d_x=3, d_y=2)
     wide = arrays(weights) | {"W_O": np.random.default_rng(0).normal(size=(2, 5, 5))}
@@ -325,6 +327,7 @@ def test_circuits_as_arrays(tmp_path: Path, d_y: int, wide: bool):
         load(tmp_path / "c.npz", scale=2.0)
 
 
+@pytest.mark.slow
 def test_half_precision_is_widened_and_other_kinds_are_refused(tmp_path: Path):
     weights = random_heads()
     for dtype in (torch.float16, torch.bfloat16):
@@ -593,6 +596,7 @@ def test_numbers_stay_finite_under_a_scale(tmp_path: Path):
 # Conversion.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [
     *("softmax-paper", "linear-merged", "linear-separate", "transformer-lens", "torch-attention"),
     *("arrays", "circuits"),
@@ -622,6 +626,7 @@ def test_conversion_keeps_the_predictions(tmp_path: Path, name: str):
             convert(checkpoint, "transformer-lens", tmp_path / "refused")
 
 
+@pytest.mark.slow
 def test_npz_is_not_overwritten_and_ends_in_npz(tmp_path: Path):
     file, _ = write_valid_files(tmp_path)["arrays"]
     checkpoint = load(file)
@@ -675,6 +680,7 @@ def test_hooked_names_are_told_from_arrays(tmp_path: Path):
         load(saved(tmp_path / "lens.pt", state), format="arrays")
 
 
+@pytest.mark.slow
 def test_a_whole_run_of_the_published_length_is_read(tmp_path: Path):
     """500,001 losses and, for eight heads, 9,000 logged tensors are no bomb."""
     heads, logs = 8, 501

@@ -35,6 +35,7 @@ def checkpoint(tmp_path: Path) -> Checkpoint:
     return found
 
 
+@pytest.mark.slow
 def test_the_histories_of_all_shipped_checkpoints_are_read():
     folders = [file.parent for file in CHECKPOINTS.glob("*/history.parquet")]
     assert len(folders) > 100
@@ -134,6 +135,7 @@ def test_other_columns_of_numbers_are_kept(checkpoint: Checkpoint):
     assert checkpoint.history["more"].tolist() == [1, 2, 3, 4]
 
 
+@pytest.mark.slow
 def test_damaged_bytes_give_a_table_or_one_line(checkpoint: Checkpoint):
     file = checkpoint.path / "history.parquet"
     whole, generator = file.read_bytes(), np.random.default_rng(0)

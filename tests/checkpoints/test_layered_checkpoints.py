@@ -268,6 +268,7 @@ def test_a_scale_that_such_layers_have_is_taken():
     assert read(encoder(4).state_dict(), **hints).weights.n_heads == 1
 
 
+@pytest.mark.slow
 def test_info_of_a_layered_checkpoint():
     document = info_document(read(garg().state_dict(), n_heads=4))
     assert (document["format"], document["n_layers"], document["n_heads"]) == ("gpt2", 3, 4)

@@ -273,6 +273,7 @@ def descent_in_haiku(positions: int = 0) -> State:
     return state
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("positions", [0, 2])
 def test_several_layers_in_haiku(tmp_path: Path, positions: int):
     torch.save(descent_in_haiku(positions), tmp_path / "x.pt")
@@ -317,6 +318,7 @@ def test_axes_of_bare_matrices_of_layers_are_tried(tmp_path: Path):
     assert found.readings[0].loss < 0.5
 
 
+@pytest.mark.slow
 def test_a_factor_on_the_output_of_layers(tmp_path: Path):
     state = descent_in_haiku()
     torch.save({n: t * (10 if "linear" in n else 1) for n, t in state.items()}, tmp_path / "x.pt")
@@ -336,6 +338,7 @@ def test_two_norms_without_an_mlp(tmp_path: Path):
     require_same_predictions(tmp_path / "x.pt", weights, model=joined)
 
 
+@pytest.mark.slow
 def test_too_much_left_open(tmp_path: Path):
     weights = random_weights(replace(MODELS["GPT"], n_positions=None))
     state = written(weights, SPELLINGS["minGPT"])
@@ -365,6 +368,7 @@ def behind_an_mlp(name: str) -> State:
     return state | {"Wp": torch.cat([R.T, -R.T], 1)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "true"), [("softmax-h1-s0", "kernel_regression"), ("softmax-h2-s0", "debiased_gd")]
 )
@@ -383,6 +387,7 @@ def test_heads_behind_an_mlp(tmp_path: Path, name: str, true: str):
     assert "--score" in asked.reason
 
 
+@pytest.mark.slow
 def test_a_curved_mlp_leaves_the_heads_without_labels(tmp_path: Path):
     state = behind_an_mlp("softmax-h2-s0")
     generator = torch.Generator().manual_seed(1)

@@ -100,6 +100,7 @@ def archive(file: Path, value: bytes) -> Path:
     return file
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("pickled", "words"), HOSTILE.values(), ids=HOSTILE)
 def test_a_hostile_pickle_ends_in_one_line(tmp_path: Path, pickled: bytes, words: str):
     file = archive(tmp_path / "x.pth", pickled)
@@ -220,6 +221,7 @@ def test_the_byte_order_of_another_machine(tmp_path: Path):
     assert read_arrays(tmp_path / "x.pth")["W"].tolist() == [1.5, -2.0]
 
 
+@pytest.mark.slow
 def test_a_long_run_is_read_in_seconds(tmp_path: Path):
     """As the softmax paper's code logs it: 9,000 tensors, of which none is read."""
     logs = [[torch.full((3,), 0.5), torch.ones(3), torch.tensor(1.0)] for _ in range(3000)]
@@ -239,6 +241,7 @@ def test_a_long_run_is_read_in_seconds(tmp_path: Path):
     assert float(seconds) < 5  # half of it where nothing else runs
 
 
+@pytest.mark.slow
 def test_bad_pickles_do_not_end_the_classification_of_a_folder(tmp_path: Path):
     torch.save(whole_run(softmax_paper_state(random_heads())), tmp_path / "good.pth")
     for name in ("the key of a dictionary", "deep root", "the key of a storage"):

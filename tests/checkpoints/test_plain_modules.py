@@ -244,6 +244,7 @@ def test_layers_of_different_numbers_of_heads_are_refused():
         hook_module(mixed, task=TASK)
 
 
+@pytest.mark.slow
 def test_a_report_is_written_in_one_call(tmp_path):
     hooked = hook_module(random_stack(Torchs), task=TASK)
     report = write_report(hooked, tmp_path / "page", n_prompts=64)

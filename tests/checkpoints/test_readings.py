@@ -85,6 +85,7 @@ def test_score_is_asked_for_not_guessed(tmp_path: Path, name: str, layout: str, 
         assert classify(told, n_prompts=N_PROMPTS).pattern == true
 
 
+@pytest.mark.slow
 def test_readings_are_told_with_their_loss(tmp_path: Path):
     file = as_circuits(shipped("softmax-h1-s0").weights.circuits, tmp_path / "h1.npz")
     found = load(file)
@@ -100,6 +101,7 @@ def test_readings_are_told_with_their_loss(tmp_path: Path):
         assert part in result.reason
 
 
+@pytest.mark.slow
 def test_y_as_the_first_column(tmp_path: Path):
     shipped_pair = shipped("softmax-h2-s0")
     file = as_circuits(shipped_pair.weights.circuits, tmp_path / "y.npz", y_first=True)

@@ -182,6 +182,7 @@ def test_how_layers_are_joined_is_not_said_of_attention_alone(tmp_path: Path):
         load(file, n_heads=1, model={"depth": 2})
 
 
+@pytest.mark.slow
 def test_orientation_and_sign_are_told_by_the_loss(tmp_path: Path):
     for layout, option, value in (
         ("parameters [in, out]", "orientation", "in,out"),

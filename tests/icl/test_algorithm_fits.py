@@ -68,6 +68,7 @@ def test_steps_that_change_places_are_recovered_in_some_order(moments: PromptMom
     np.testing.assert_allclose(sorted(fit.scalars), etas, rtol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["GD++", "ISTA", "momentum"])
 def test_an_algorithm_that_contains_another_falls_back_to_it(name: str, moments: PromptMoments):
     """With scalars of 0, which for thresholds are the least that they may be."""

@@ -87,6 +87,7 @@ def test_models_with_norms_and_mlps_pass_all_checks(architecture: dict):
     assert check_compatible(random_model(**architecture)).failures == {}
 
 
+@pytest.mark.slow
 def test_what_does_not_apply_is_told():
     after = {"norm": "after", "d_mlp": 7, "biases": True, "context_only": True}
     failures = check_compatible(random_model(**after, attend_to_self=True)).failures
@@ -105,12 +106,14 @@ def test_what_does_not_apply_is_told():
     assert "does not apply: logit_attrs divides by the scale of a last norm" in str(failures)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("name", ["softmax-h1-s0", "softmax-h2-s0", "softmax-h8-s0"])
 def test_shipped_models_pass_all_checks(name: str, dtype: torch.dtype):
     assert check_compatible(load(CHECKPOINTS / name).model.to(dtype)).failures == {}
 
 
+@pytest.mark.slow
 def test_checking_leaves_the_model_as_it_was():
     model = random_model()
     model.set_use_attn_result(True)
@@ -209,6 +212,7 @@ class OneBlock(ICLTransformer):
         return []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("cls", "name", "reason"),
     [
@@ -258,6 +262,7 @@ class NoLastNorm(ICLTransformer):
         return self.unembed(super().forward(input, stop_at_layer=self.cfg.n_layers))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("cls", "name", "reason"),
     [
@@ -334,6 +339,7 @@ def test_nan_is_not_close():
         require_close(nan, nan[None], "y")
 
 
+@pytest.mark.slow
 def test_a_model_in_training_mode_is_told_so():
     failures = check_compatible(random_model().train()).failures
     assert failures["evaluation mode"].endswith("call model.eval()")
@@ -341,6 +347,7 @@ def test_a_model_in_training_mode_is_told_so():
     assert "strict mask" not in failures
 
 
+@pytest.mark.slow
 def test_a_model_without_weights_is_told_so():
     model = ICLTransformer(ModelConfig(n_heads=2), d_x=3, d_y=2).eval()
     reason = check_compatible(model).failures["ablation of heads"]
@@ -370,6 +377,7 @@ def test_any_module_gives_failures_and_no_exception(module: nn.Module):
     assert "has no attribute 'cfg'" in reasons["caches"]
 
 
+@pytest.mark.slow
 def test_a_bridge_passes_what_it_can():
     from transformer_lens.model_bridge import TransformerBridge, sources  # noqa: F401
 
@@ -387,6 +395,7 @@ def test_a_bridge_passes_what_it_can():
     assert len(failures) < 20
 
 
+@pytest.mark.slow
 def test_examples_of_the_page_run_as_they_say(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(CHECKPOINTS.parent)
     blocks = re.findall(r"```python\n(.*?)```", Path("docs/transformer_lens.md").read_text(), re.S)
@@ -399,6 +408,7 @@ def test_examples_of_the_page_run_as_they_say(monkeypatch: pytest.MonkeyPatch):
     assert not model.cfg.use_zero_mlp
 
 
+@pytest.mark.slow
 def test_result():
     found = Compatibility(("a", "b"), ("", "off by 1"))
     assert repr(found) == "Compatibility(1 of 2 checks pass)\n  b: off by 1"

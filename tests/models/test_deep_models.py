@@ -101,6 +101,7 @@ def test_the_order_of_the_pairs_does_not_count(prompts: Prompts):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_hooks_carry_their_names_and_shapes_at_every_layer():
     model = ICLTransformer.from_weights(random_weights(), task=TASK)
     shapes = hook_map(model).set_index("name")["shape"]
@@ -127,6 +128,7 @@ def test_layers_run_from_a_cached_stream(prompts: Prompts):
         model(cache["resid_pre", 0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("d_model", [None, 7])
 @pytest.mark.parametrize("score", ["linear/L", "relu/L", "softmax"])
 def test_models_pass_all_checks(score: str, d_model: int | None):
@@ -134,6 +136,7 @@ def test_models_pass_all_checks(score: str, d_model: int | None):
     assert check_compatible(ICLTransformer.from_weights(weights, task=TASK)).failures == {}
 
 
+@pytest.mark.slow
 def test_a_model_whose_query_is_a_key_fails_the_check_of_the_mask():
     class Reading(ICLTransformer):
         def forward(self, input, *arguments, **rest):
@@ -146,6 +149,7 @@ def test_a_model_whose_query_is_a_key_fails_the_check_of_the_mask():
     assert "strict mask" in check_compatible(model).failures
 
 
+@pytest.mark.slow
 def test_the_construction_passes_all_checks_that_zero_heads_can():
     weights = preprocess_then_optimise_model([0.3], d_x=2)
     model = ICLTransformer.from_weights(weights, task=TaskConfig(d_x=2))

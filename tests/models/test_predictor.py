@@ -194,6 +194,7 @@ BACKENDS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "method", "backend", "apart"), BACKENDS.values(), ids=BACKENDS)
 def test_each_kind_of_model_is_run_the_way_that_is_tested(
     monkeypatch: pytest.MonkeyPatch, kind: dict, method: str, backend: object, apart: bool | None

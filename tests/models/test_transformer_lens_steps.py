@@ -44,6 +44,7 @@ def test_the_prediction_splits_into_heads_and_grows_layer_by_layer(shipped):
     torch.testing.assert_close(logits[:, -1], y_hat, rtol=0, atol=0)
 
 
+@pytest.mark.slow
 def test_a_sweep_on_numbers_is_patch_positions(shipped):
     model, clean = shipped
     corrupted = turned(clean)
@@ -116,6 +117,7 @@ def test_the_read_out_carries_the_prediction_from_one_prompt_to_another(shipped)
     torch.testing.assert_close(kept, model(tokens)[:, -1].detach(), rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_learned_direction_carries_the_sign():
     checkpoint = load("checkpoints/sparse-h4-noise0.1-s0")
     model = checkpoint.model

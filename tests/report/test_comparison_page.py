@@ -19,6 +19,7 @@ EVIL = "<img src=x onerror=alert(1)>"
 NAMES = ("softmax-h2-s0", "softmax-h2-s8", "linear-merged-s0")
 
 
+@pytest.mark.slow
 def test_the_page_counts_patterns_by_setting(tmp_path: Path):
     models = [load(CHECKPOINTS / name) for name in NAMES]
     written = write_comparison(models, tmp_path / "page", n_prompts=128)
@@ -57,6 +58,7 @@ def test_models_come_in_the_order_of_their_numbers_with_links_to_their_pages(tmp
     assert 'href="../softmax-h2-s2' not in text
 
 
+@pytest.mark.slow
 def test_models_without_history_have_no_curves(tmp_path: Path):
     for seed in (0, 1):
         folder = tmp_path / f"bare{seed}"
@@ -73,6 +75,7 @@ def test_names_are_never_tags(tmp_path: Path):
     assert EVIL not in written.page.read_text()
 
 
+@pytest.mark.slow
 def test_the_command_compares_several_and_names_the_bad_ones(run: Run, tmp_path: Path):
     paths = [CHECKPOINTS / name for name in NAMES]
     out = tmp_path / "page"

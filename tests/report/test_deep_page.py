@@ -62,6 +62,7 @@ def written(deep: Path) -> Report:
     return write_report(load(deep), deep.parent / "page", n_prompts=N_PROMPTS)
 
 
+@pytest.mark.slow
 def test_the_page_is_whole_and_says_what_it_found(written: Report):
     page = opened(written)
     assert page.open == []
@@ -106,6 +107,7 @@ def test_the_numbers_are_those_of_the_analyses(deep: Path, written: Report):
     assert by_rise == [zero.head_names[index] for index in zero.rise.ravel().argsort()]
 
 
+@pytest.mark.slow
 def test_edges_are_those_of_the_analysis(deep: Path, written: Report):
     checkpoint = load(deep)
     prompts = sample_prompts(TASK, N_PROMPTS, seed=0, dtype=torch.float64)[N_PROMPTS // 2 :]
@@ -136,6 +138,7 @@ def test_every_column_is_explained(written: Report):
     assert columns - set(meanings(columns)) == set()
 
 
+@pytest.mark.slow
 def test_a_head_that_costs_more_than_its_layer_is_named(tmp_path: Path):
     # Heads 0 and 1 of the last layer undo each other, and either alone ruins the prediction.
     weights = random_model(**WIDE).weights
@@ -155,6 +158,7 @@ def test_a_head_that_costs_more_than_its_layer_is_named(tmp_path: Path):
     assert abs(layers["layer_rise"][2]) < 1e-9 < layers["top_rise"][2]
 
 
+@pytest.mark.slow
 def test_training_is_told_where_there_is_a_history(tmp_path: Path):
     model = ModelConfig(
         n_layers=2, n_heads=2, context_only=True, d_model=12, d_head=3, score="linear/L"
@@ -188,6 +192,7 @@ def layered(file: Path, model: torch.nn.Module, n_heads: int) -> Checkpoint:
     return load(file, n_heads=n_heads)
 
 
+@pytest.mark.slow
 def test_somebody_elses_model_has_the_same_page(tmp_path: Path):
     checkpoint = layered(tmp_path / "garg.pt", garg(), 4)
     found = write_report(checkpoint, tmp_path / "page", n_prompts=64)
@@ -203,6 +208,7 @@ def test_somebody_elses_model_has_the_same_page(tmp_path: Path):
     assert "times that of ridge" not in page.text
 
 
+@pytest.mark.slow
 def test_a_single_encoder_layer_has_a_page(tmp_path: Path):
     with torch.random.fork_rng():
         torch.manual_seed(0)
@@ -217,6 +223,7 @@ def test_a_single_encoder_layer_has_a_page(tmp_path: Path):
     ]
 
 
+@pytest.mark.slow
 def test_a_model_of_one_head_per_layer_is_not_pruned_by_rule(tmp_path: Path):
     model = ModelConfig(n_layers=2, n_heads=1, context_only=True, d_model=12, d_head=3)
     weights = random_model(2, 1, **WIDE).weights
@@ -234,6 +241,7 @@ def test_too_few_prompts_and_a_folder_in_use_are_refused(deep: Path, tmp_path: P
     assert not (tmp_path / PAGE).exists()
 
 
+@pytest.mark.slow
 def test_progress_is_told(deep: Path, tmp_path: Path):
     told: list[str] = []
 

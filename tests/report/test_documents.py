@@ -79,6 +79,7 @@ def test_dumps_keeps_every_digit_and_the_order():
     assert list(json.loads(dumps(document)).items()) == list(document.items())
 
 
+@pytest.mark.slow
 def test_info_document(checkpoint: Checkpoint):
     document = info_document(checkpoint)
     assert_header(document, checkpoint)
@@ -102,6 +103,7 @@ def test_info_document(checkpoint: Checkpoint):
     assert hooks["blocks.0.attn.hook_result"]["switch"] == "set_use_attn_result"
 
 
+@pytest.mark.slow
 def test_info_document_of_a_trained_model(tmp_path: Path):
     config = override(CONFIG, "train.steps=20", "train.log_every=10", "train.snapshot_every=20")
     train_models({".": override(config, "model.d_head=2")}, tmp_path / "run")
@@ -113,6 +115,7 @@ def test_info_document_of_a_trained_model(tmp_path: Path):
     assert document["weights"]["blocks.0.attn.W_O"] == [3, 2, 6]
 
 
+@pytest.mark.slow
 def test_classification_document(checkpoint: Checkpoint):
     found = classify(checkpoint, n_prompts=256)
     document = json.loads(dumps(classification_document(checkpoint, found)))

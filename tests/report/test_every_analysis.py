@@ -49,6 +49,7 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> Callable:
     return case_builder(tmp_path_factory.mktemp("kinds"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "kind"), PAIRS)
 def test_it_is_told_in_three_forms(name: str, kind: str, case, monkeypatch: pytest.MonkeyPatch):
     shorter = update_wrapper(partial(learn_gates, steps=2), learn_gates)

@@ -141,6 +141,7 @@ def page(trained: tuple[Checkpoint, Path]) -> Page:
     return Page((trained[1] / PAGE).read_text(encoding="utf-8"))
 
 
+@pytest.mark.slow
 def test_the_page_needs_nothing_else(page: Page, trained: tuple[Checkpoint, Path]):
     assert [name for name in ("src", "srcset", "action", "data") if page.attributes(name)] == []
     outside = [
@@ -158,6 +159,7 @@ def test_the_page_needs_nothing_else(page: Page, trained: tuple[Checkpoint, Path
     assert page.open == []
 
 
+@pytest.mark.slow
 def test_switches_have_the_risk_of_every_subset_and_what_heads_add(pair: tuple[Checkpoint, Page]):
     (box,) = [json.loads(found) for found in pair[1].attributes("data-found")]
     subsets = {row["kept"]: float(row["risk"]) for row in pair[1].rows("subsets")}
@@ -171,6 +173,7 @@ def test_switches_have_the_risk_of_every_subset_and_what_heads_add(pair: tuple[C
         assert told in titles
 
 
+@pytest.mark.slow
 def test_dummy_heads_are_folded_away(tmp_path: Path):
     weights = debiased_gradient_step(0.88, 0.02, d_x=5)
     padded = replace(
@@ -235,6 +238,7 @@ def test_every_linked_table_can_be_read(page: Page, trained: tuple[Checkpoint, P
     assert "<caption>fits_at_trained_length</caption>" in page.source
 
 
+@pytest.mark.slow
 def test_tables_hold_the_numbers_of_the_analyses(trained: tuple[Checkpoint, Path]):
     checkpoint, folder = trained
     found = classify(checkpoint, n_prompts=N_PROMPTS).to_frame()
@@ -243,6 +247,7 @@ def test_tables_hold_the_numbers_of_the_analyses(trained: tuple[Checkpoint, Path
     pd.testing.assert_frame_equal(pd.read_csv(folder / "fits.csv"), fits)
 
 
+@pytest.mark.slow
 def test_sections_and_their_links(page: Page, single: tuple[Checkpoint, Page]):
     names = ["Heads and pattern", "Circuits", "Attention on prompts", "Head ablation"]
     names += ["Which learner", "Training, step by step", "Training"]
@@ -257,6 +262,7 @@ def test_sections_and_their_links(page: Page, single: tuple[Checkpoint, Page]):
     assert "Training" not in single[1].text
 
 
+@pytest.mark.slow
 def test_the_verdict_is_on_the_page_and_names_model_pattern_and_learner(tmp_path: Path):
     checkpoint, page = write(tmp_path, "step", debiased_gradient_step(0.88, 0.02, d_x=5))
     written = write_report(checkpoint, tmp_path / "again", n_prompts=N_PROMPTS)
@@ -288,6 +294,7 @@ def test_a_name_is_never_a_tag(pair: tuple[Checkpoint, Page]):
     assert page.source.count("&lt;img src=x onerror=alert(1)&gt;") == 2
 
 
+@pytest.mark.slow
 def test_a_number_that_is_none_is_a_dash(tmp_path: Path):
     checkpoint, page = write(tmp_path, "zero", zero_head(d_x=5))
     found = classify(checkpoint, n_prompts=N_PROMPTS)
@@ -312,6 +319,7 @@ def test_the_first_row_of_a_history_has_no_training_loss(page: Page):
     assert re.fullmatch(r"\d\.\d+", row["eval_loss"])
 
 
+@pytest.mark.slow
 def test_a_report_is_not_overwritten_unless_asked(tmp_path: Path):
     checkpoint, _ = write(tmp_path, "one", kernel_head(0.5, 1.5, d_x=5))
     for file in (tmp_path / "report").glob("*.csv"):
@@ -390,6 +398,7 @@ def test_a_pair_is_not_explained_where_scores_are_no_average(tmp_path: Path):
     assert written.page.stat().st_size < 6_000_000
 
 
+@pytest.mark.slow
 def test_what_a_file_does_not_say_is_called_assumed_and_no_training_is_made_up(tmp_path: Path):
     weights = debiased_gradient_step(0.88, 0.05, d_x=5)
     names = ("W_Q", "W_K", "W_V", "W_O")
@@ -403,6 +412,7 @@ def test_what_a_file_does_not_say_is_called_assumed_and_no_training_is_made_up(t
     assert not re.search(r"\b(seed|step|config)\b", about)
 
 
+@pytest.mark.slow
 def test_one_layer_that_was_trained_as_several_are_has_its_curves(tmp_path: Path):
     steps = ("train.steps=20", "train.log_every=10", "train.snapshot_every=20")
     sizes = ("model.context_only=true", "model.d_head=6", "train.n_eval_prompts=64")

@@ -114,6 +114,7 @@ def test_a_classification_is_five_columns_below_the_verdict(pair, narrow, n_head
         assert rows[0].split() == ["0", "positive", share, "0.100", "4.40"]
 
 
+@pytest.mark.slow
 def test_of_many_heads_of_layers_those_that_count_are_shown(narrow):
     model = gradient_descent_model([0.5, 0.3], d_x=4)
     found = classify(model, n_prompts=16)

@@ -73,6 +73,7 @@ def explicit_attention(tokens, heads, *, divisor):
     return y_hat
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_population_loss_is_that_of_explicit_sequences(variant):
     options = VARIANTS[variant]

@@ -23,6 +23,7 @@ def found(*, shared: bool) -> StepMoments:
     return step_moments(SUPPORTS, **SETTING, query_noise_var=0.1, shared_beta=shared)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shared", [True, False])
 def test_risk_is_that_of_prompts(shared: bool):
     task = TaskConfig(

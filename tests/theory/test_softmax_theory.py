@@ -79,6 +79,7 @@ def test_manifold_mu_refuses_a_gamma_that_is_not_positive():
         manifold_mu(0.0, **SETTINGS[0])
 
 
+@pytest.mark.slow
 def test_limits_of_the_risks():
     for noise_var, ratio in ((3.0, 0.2), (0.1, 0.125)):
         setting = {"d_x": 4000, "context_length": round(4000 / ratio), "noise_var": noise_var}

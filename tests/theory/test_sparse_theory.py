@@ -29,6 +29,7 @@ def assert_meets(risks: torch.Tensor, expected: float):
     assert abs(risks.mean().item() - expected) < 4 * sem
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("d_x", "length"), [(4, 20), (16, 40)])
 def test_least_squares(d_x: int, length: int):
     prompts = prompts_of(4000, d_x=d_x, context_length=length, sparsity=2, noise_var=0.4)

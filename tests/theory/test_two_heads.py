@@ -34,6 +34,7 @@ def test_the_flow_descends_half_the_approximate_loss():
     assert (np.diff(found.half_loss) < 0).all()
 
 
+@pytest.mark.slow
 def test_the_published_trajectory():
     # After the peak, where its Euler steps of 0.01 are accurate.
     found = flow(12.0, 30.0, 100.0, 1000.0, 10_000.0)
@@ -73,6 +74,7 @@ def test_the_peak_is_where_omega_stops_growing():
     assert np.isnan(flow(0.0, 3.0).peak_time)
 
 
+@pytest.mark.slow
 def test_the_late_drift_has_the_power_one_sixth():
     time = np.geomspace(1e3, 1e4, 20)
     found = flow(0.0, *time)

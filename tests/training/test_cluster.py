@@ -150,6 +150,7 @@ def test_an_address_where_nobody_listens_is_named(tmp_path: Path):
         train_models(MODELS, tmp_path, engine=partial(train_on_ray, address=address))
 
 
+@pytest.mark.slow
 def test_ray_replaces_an_address_of_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     ray = pytest.importorskip("ray")
     monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "127.0.0.3")

@@ -100,6 +100,7 @@ def test_contexts_of_all_lengths_are_seen_and_one_length_without_a_shortest(
     assert set(seen[first:]) - {None} == {8}
 
 
+@pytest.mark.slow
 def test_a_resumed_run_ends_with_the_same_bits(tmp_path: Path):
     whole = finished(DeepRun({"m": CONFIG})).results()["m"]
     run, file = DeepRun({"m": CONFIG}), tmp_path / "training-0.safetensors"
@@ -147,6 +148,7 @@ def test_training_learns(score: str):
     assert risk < 0.3  # predicting zero has risk 1
 
 
+@pytest.mark.slow
 def test_a_run_through_a_run_folder_with_a_stop_in_between(tmp_path: Path):
     plain = ExperimentConfig(train=TrainConfig(steps=10, batch_size=8, n_eval_prompts=8))
     models = {"deep": CONFIG, "plain": plain, "other": replace(CONFIG, seed=5)}

@@ -207,6 +207,7 @@ def test_history_has_the_norms_of_the_circuits_of_each_head(name: str):
 # From Python.
 
 
+@pytest.mark.slow
 def test_train_gives_the_checkpoint_and_goes_on_with_resume(tmp_path: Path):
     config, out = CONFIGS["GPT-2"], tmp_path / "model"
 

@@ -97,6 +97,7 @@ def test_escape_of_merged_heads_takes_a_constant_per_decade():
     np.testing.assert_allclose(crossing, 0.406, atol=1e-3)
 
 
+@pytest.mark.slow
 def test_merged_heads_end_at_the_least_loss():
     for seed in range(5):
         run = flow(merged_heads(8, 4, std=1e-2, seed=seed), MOMENTS, duration=2000.0)
@@ -143,6 +144,7 @@ def test_a_head_on_an_eigenvector_is_the_scalar_equation(mode):
     np.testing.assert_allclose(run.heads.v[:, 0], v, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_first_jump_scales_as_one_over_the_weights():
     for seed in range(3):
         first = []
@@ -155,6 +157,7 @@ def test_first_jump_scales_as_one_over_the_weights():
         assert abs(first[1] / first[2] - 1) < 0.02
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("n_heads", "rank"), [(1, 1), (2, 1), (3, 1), (5, 1), (2, 2), (1, 2), (1, 4), (3, 4)]
 )
@@ -165,6 +168,7 @@ def test_heads_end_at_the_level_of_their_number(n_heads, rank):
     assert abs(run.loss[-1] - level) < 1e-8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "heads",
     [
@@ -395,6 +399,7 @@ def test_descent_with_small_steps_is_the_flow():
     np.testing.assert_allclose(run.loss, exact.loss, atol=2e-3)
 
 
+@pytest.mark.slow
 def test_merged_descent_is_that_of_a_network_on_z():
     moments = sample_moments(training_set(TASK, 300, seed=0), basis=FOUND.vectors)
     heads = merged_heads(8, 4, std=0.1, seed=0)

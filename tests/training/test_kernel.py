@@ -185,6 +185,7 @@ def test_nan_stays_in_its_model(score: str):
         assert torch.isnan(part[1:3, rows]).all()
 
 
+@pytest.mark.slow
 def test_a_hundred_updates_equal_those_of_the_tensor_operations(monkeypatch: pytest.MonkeyPatch):
     base = override(ExperimentConfig(), "train.steps=100", "train.n_eval_prompts=32")
     models = {f"{n_heads}": override(base, f"model.n_heads={n_heads}") for n_heads in HEADS}

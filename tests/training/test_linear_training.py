@@ -73,6 +73,7 @@ def test_the_flow_runs_two_learning_rates_of_tau_per_step(config: ExperimentConf
     assert trained.weights.W_Q.dtype == torch.float32
 
 
+@pytest.mark.slow
 @EACH
 def test_a_small_step_of_descent_follows_the_flow(config: ExperimentConfig):
     # Ten times as many steps of a tenth, so that both end at one time.

@@ -173,6 +173,7 @@ def test_automatic_gradients_stay_on_the_device(kind: str, monkeypatch: pytest.M
     assert {tensor.device.type for tensor in held} == {"meta"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", DEEP)
 def test_a_deep_step_waits_for_nothing_and_gives_the_numbers_of_the_processor(kind: str):
     models = {"model": deep_experiment(kind)}

@@ -30,6 +30,7 @@ def snapshot_file(checkpoint: Checkpoint) -> Path:
     return checkpoint.path / "snapshots.safetensors"
 
 
+@pytest.mark.slow
 def test_a_run_leaves_one_file_of_snapshots(trained: Checkpoint):
     names = {"config.json", "history.parquet", "model.safetensors", "snapshots.safetensors"}
     assert {file.name for file in trained.path.iterdir()} == names

@@ -91,6 +91,7 @@ def test_a_model_that_diverged_leaves_the_others_of_its_pack_alone():
             assert torch.equal(getattr(gradients, name)[heads], getattr(sane, name)[heads])
 
 
+@pytest.mark.slow
 def test_initial_weights_are_uniform_within_one_over_root_fan_in():
     config = ExperimentConfig(
         task=TaskConfig(d_x=3, d_y=2), model=ModelConfig(n_heads=4, d_head=7), seed=0

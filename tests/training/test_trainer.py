@@ -151,6 +151,7 @@ def test_results_do_not_change_when_the_pack_trains_on():
     assert_same(trained.weights, trained.weights.with_tensors(before))
 
 
+@pytest.mark.slow
 def test_a_model_trains_to_the_same_bits_in_a_pack_and_alone():
     packed = finished(Pack(MODELS)).results()
     for name, config in MODELS.items():
