@@ -33,7 +33,7 @@ test test-portable test-portable-short: SHELL := bash
 # Shapes and types of signatures are checked while the fast tests run; the checks take a third of the time.
 UNCHECKED := -o addopts=--strict-markers
 
-test: install ## run all tests, first the fast and then the slow ones, and list at the end what failed
+test: install ## run the fast and then the slow tests, and list at the end what failed
 	@$(RUNS) export OMP_NUM_THREADS=1; \
 	run "fast tests" $(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow and not exhaustive" $(TESTS); \
 	run "slow tests" $(BIN)/python -m pytest -n 2 --dist worksteal -m "slow and not exhaustive" $(UNCHECKED) \
