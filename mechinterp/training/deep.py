@@ -88,7 +88,7 @@ class DeepRun(Run[DeepWeights | Weights]):
         ((self.name, config),) = models.items()
         named = initial_deep_weights(config) if start is None else as_weights(start)
         like = named.stack if named.has_stack else named
-        _require_memory(config, like)
+        _require_memory(config, named)
         flat = torch.cat([tensor.flatten() for tensor in like.tensors.values()])
         flat = flat.to(device).requires_grad_()
         self.adam = torch.optim.Adam([flat], lr=config.train.learning_rate, fused=True)
@@ -194,11 +194,11 @@ class DeepRun(Run[DeepWeights | Weights]):
         return torch.cat(squares).double().mean()
 
 
-def _require_memory(config: ExperimentConfig, like: DeepWeights | Weights) -> None:
+def _require_memory(config: ExperimentConfig, named: Weights) -> None:
     """Refuse steps that do not fit into memory, whatever else a step keeps for its gradient."""
     n_prompts, length = config.train.batch_size, config.task.context_length
-    if isinstance(like, DeepWeights):
-        per_prompt = deep_bytes(like, length + 1)
+    if named.has_stack:
+        per_prompt = deep_bytes(named.stack, length + 1)
     else:
         model = config.model
         per_prompt = layers_bytes(
