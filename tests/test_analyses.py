@@ -97,6 +97,12 @@ LONG = (
     "sparse_choices",
     "sparse_fairness",
     "sparse_fine_tuning",
+    "sparse_gates",
+    "sparse_heads",
+    "sparse_lasso",
+    "sparse_pruning",
+    "sparse_risk",
+    "sparse_wide",
 )
 
 

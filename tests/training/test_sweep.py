@@ -471,7 +471,8 @@ KILLS = 16
 # Processes are forked from one that has imported everything, so that their time goes into training.
 DRIVER = """
 import json, os, random, signal, sys, time
-import mechinterp.analysis.results, mechinterp.report.bars, mechinterp.training.kernel
+import mechinterp.analysis.results, mechinterp.cli.main, mechinterp.cli.training, mechinterp.report.bars
+import mechinterp.report.documents, mechinterp.training.cluster, mechinterp.training.kernel, mechinterp.training.sweep
 from mechinterp import cli
 from mechinterp.training import run
 
