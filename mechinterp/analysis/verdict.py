@@ -1,9 +1,11 @@
 """Three lines that say what a model computes, how sure that is, and what it is not."""
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from jaxtyping import Float
 
 KNOWN = {
     "debiased_gd": (0, 295),
@@ -49,6 +51,8 @@ WORDS = {
     "idealised heads": "heads that keep omega and mu only",
 }
 """Names of numbers in a reason, spelled out."""
+NEAR = 0.5
+"""R^2 below which what comes nearest is not called near."""
 FACTORS = "omega and mu are what a head multiplies x·x and y by"
 
 
@@ -74,6 +78,30 @@ class Verdict:
 
     def __str__(self) -> str:
         return "\n".join(f"{heading}: {text}." for heading, text in self.lines.items())
+
+
+def none_of(known: str, pattern: str) -> str:
+    """That a model is none of what is known, "formulas" or "algorithms"."""
+    return {
+        "undetermined": f"none of the known {known} clearly (undetermined)",
+        "unstructured": "nothing that random weights do not (unstructured)",
+    }[pattern]
+
+
+def nearest_learners(
+    computes: str,
+    learners: Sequence[str],
+    r2: Float[np.ndarray, " learner"],
+    r2_sem: Float[np.ndarray, " learner"],
+    chance: str = "",
+) -> Verdict:
+    """The verdict on a model without a formula: the simple learner that comes nearest, and the next."""
+    order = np.argsort(-np.nan_to_num(r2, nan=-np.inf), kind="stable")[:2]
+    first, second = (f"{LEARNERS[learners[n]]}, {explained(r2[n], r2_sem[n])}" for n in order)
+    far = "" if r2[order[0]] >= NEAR else ", and not near"
+    return Verdict(
+        computes, f"the nearest simple learner is {first}{far}{chance}", f"the next is {second}"
+    )
 
 
 def explained(r2: float, sem: float) -> str:

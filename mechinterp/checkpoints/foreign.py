@@ -215,15 +215,12 @@ def _unsaid(
     return {name: values for name, values in found.items() if name not in hints.given}
 
 
-def _best(
-    candidates: Sequence[tuple[Said, Checkpoint]],
-) -> Checkpoint:
+def _best(candidates: Sequence[tuple[Said, Checkpoint]]) -> Checkpoint:
     """The checkpoint of the reading that predicts best, with all readings and the task of the first."""
-    told = []
-    for said, checkpoint in candidates:
-        told.append(
-            {n: checkpoint.config.d_head**-0.5 if v is None else v for n, v in said.items()}
-        )
+    told = [
+        {n: each.config.d_head**-0.5 if v is None else v for n, v in said.items()}
+        for said, each in candidates
+    ]
     usual = candidates[0][1]
     heads = [each.weights.circuits for _, each in candidates]
     readings = compare_readings(list(zip(told, heads, strict=True)), usual.task)
@@ -235,10 +232,7 @@ def _best(
     assumed |= {f"model.{name}": value for name, value in first.said.items() if name != "scale"}
     if isinstance(scale := first.said.get("scale"), float):
         assumed["attn_scale"] = 1 / scale
-    assumed["readings"] = [
-        {**each.said, "loss": each.loss, "loss_sem": each.loss_sem, "stands": each.stands}
-        for each in readings
-    ]
+    assumed["readings"] = [each.to_document() for each in readings]
     config = replace(checkpoint.config, task=usual.task)
     return replace(checkpoint, config=config, assumed=assumed, readings=readings)
 

@@ -1,7 +1,7 @@
 """Layers whose names are in the table of names, with what lies around their attention: norms, MLPs, read-in, read-out.
 
-Such names do not say how the parts are joined. Every way that the shapes allow is tried on prompts of the task, and
-the one that predicts best is taken.
+Such names do not say how the parts are joined. Every way that the shapes allow is a reading, tried on prompts of the
+task; the one that predicts best comes first.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,6 +29,8 @@ N_PROMPTS, N_PRODUCTS = 256, 2**33
 TIE = 1e-6
 N_POSITIONS = 512
 """Rows of a table of sinusoidal positions."""
+MOST_SHOWN = 8
+"""Readings that are listed under what was assumed; the checkpoint has all."""
 FORMAT = "named-layers"
 Candidate = tuple[Said, Checkpoint]
 Errors = tuple[Tensor, Tensor]
@@ -142,10 +144,7 @@ def _best(candidates: Sequence[Candidate], hints: Hints, file: Path) -> Checkpoi
     if readings:
         told = {name: readings[0].said[name] for name in sorted(open_ones) if name != "scale"}
         assumed |= {f"model.{name}": value for name, value in told.items()}
-        assumed["readings"] = [
-            {**each.said, "loss": each.loss, "loss_sem": each.loss_sem, "stands": each.stands}
-            for each in readings[:8]
-        ]
+        assumed["readings"] = [each.to_document() for each in readings[:MOST_SHOWN]]
     return replace(
         checkpoint, assumed={**checkpoint.assumed, **assumed, "step": 0}, readings=readings
     )

@@ -60,6 +60,11 @@ def prefix_of(tensors: Mapping[str, Tensor], format: str) -> str | None:
 
 
 def without_prefix(tensors: Mapping[str, Tensor], format: str, file: Path) -> dict[str, Tensor]:
+    """The tensors by a format's own names.
+
+    Raises:
+        CheckpointError: If its names are not there, or others are beside them.
+    """
     prefix = prefix_of(tensors, format)
     if prefix is None:
         wanted = " or ".join(", ".join(marks) for marks in MARKS[format])

@@ -43,6 +43,11 @@ class Reading:
     stands: bool
     """False if another reading predicts clearly better, and has the same score or this one does not predict."""
 
+    def to_document(self) -> dict[str, object]:
+        """What it says, its loss, and whether it stands."""
+        numbers = {"loss": self.loss, "loss_sem": self.loss_sem, "stands": self.stands}
+        return {**self.said, **numbers}
+
     def __repr__(self) -> str:
         named = ", ".join(
             f"{name} {value:.3g}" if isinstance(value, float) else f"{name} {value}"

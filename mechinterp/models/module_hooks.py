@@ -78,9 +78,8 @@ class ModuleHooks(CheckedHooks):
 
     def forward(self, inputs: Tensor) -> Tensor:
         """The module's own output."""
-        return self.module(
-            inputs.clone()
-        )  # hooks that write in place leave the caller's input alone
+        # Hooks that write in place leave the caller's input alone.
+        return self.module(inputs.clone())
 
 
 class _Block(nn.Module):

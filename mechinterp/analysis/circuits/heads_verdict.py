@@ -17,6 +17,8 @@ from mechinterp.analysis.verdict import (
     calibration_text,
     digits,
     explained,
+    nearest_learners,
+    none_of,
     p_text,
     spelled_out,
 )
@@ -74,7 +76,8 @@ def heads_verdict(
     known = NESTED.get(pattern, ())
     other = next(n for n, name in enumerate(near.learners) if name not in known)
     if pattern in ("undetermined", "unstructured"):
-        return _no_pattern(pattern, reason, near, chance)
+        said = f"{none_of('formulas', pattern)}: {spelled_out(reason)}"
+        return nearest_learners(said, near.learners, near.r2, near.r2_sem, f"; {chance}")
     if pattern == "kernel_regression":
         computes = _smoother(form, omega, mu, kernel)
     else:
@@ -91,23 +94,6 @@ def _runner_up(near: Nearby, n: int) -> str:
     behind = below(near.lead[n], near.lead_sem[n])
     r2 = f"R² = {near.r2[n]:.4f} with its scale fitted"
     return f"{LEARNERS[near.learners[n]]}, the runner-up: {r2}; the formula's scale fitted too, {behind}"
-
-
-def _no_pattern(pattern: str, reason: str, near: Nearby, chance: str) -> Verdict:
-    """The nearest simple learner, of a model that has no pattern."""
-    first, second = (
-        f"{LEARNERS[near.learners[n]]}, {explained(near.r2[n], near.r2_sem[n])}" for n in (0, 1)
-    )
-    said = {
-        "undetermined": "none of the known formulas clearly (undetermined)",
-        "unstructured": "nothing that random weights do not (unstructured)",
-    }[pattern]
-    near_or_not = "" if near.r2[0] >= 0.5 else ", and not near"
-    return Verdict(
-        f"{said}: {spelled_out(reason)}",
-        f"the nearest simple learner is {first}{near_or_not}; {chance}",
-        f"the next is {second}",
-    )
 
 
 def _smoother(

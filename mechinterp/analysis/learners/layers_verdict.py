@@ -9,12 +9,13 @@ from jaxtyping import Float
 from mechinterp.analysis.learners.algorithm_evidence import AlgorithmEvidence
 from mechinterp.analysis.verdict import (
     KNOWN_ALGORITHMS,
-    LEARNERS,
     Verdict,
     below,
     calibration_text,
     digits,
     explained,
+    nearest_learners,
+    none_of,
     p_text,
 )
 
@@ -78,19 +79,18 @@ def layers_verdict(
         learners: Simple learners, with what each explains.
     """
     if algorithm is None or algorithm.best is None:
-        return _of_learners(pattern, reason, learners, r2, r2_sem)
+        return nearest_learners(_none(pattern, reason), learners, r2, r2_sem)
     best = algorithm.best
+    number = explained(algorithm.r2[best, 0], algorithm.r2_sem[best, 0])
     if pattern == algorithm.members[best]:
         text, letters = FORMULAS[pattern]
         walked = algorithm.has_path[best] and algorithm.path_answered
         values = (algorithm.path_scalars if walked else algorithm.scalars)[best]
         computes = f"{text} ({pattern}); {_numbers(letters, values, algorithm.path_r2.shape[1])}"
-        what = "this, its numbers fitted on other prompts, explains"
+        sure = f"this, its numbers fitted on other prompts, explains {number} of its predictions"
     else:
-        computes = f"{_none(pattern)}: {_why(reason)}"
-        what = f"the nearest is {NAMES[algorithm.members[best]]},"
-    number = explained(algorithm.r2[best, 0], algorithm.r2_sem[best, 0])
-    sure = f"{what} {number} of its predictions" if "nearest" not in what else f"{what} {number}"
+        computes = _none(pattern, reason)
+        sure = f"the nearest is {NAMES[algorithm.members[best]]}, {number}"
     sure += f"{_chance(algorithm)}{calibration_text(pattern, KNOWN_ALGORITHMS)}"
     return Verdict(computes, sure, _runner_up(algorithm, best))
 
@@ -120,31 +120,8 @@ def _runner_up(found: AlgorithmEvidence, best: int) -> str:
     return f"{NAMES[found.members[other]]}, the runner-up: R² = {found.r2[other, 0]:.4f}, {behind}"
 
 
-def _of_learners(
-    pattern: str,
-    reason: str,
-    learners: Sequence[str],
-    r2: Float[np.ndarray, " learner"],
-    r2_sem: Float[np.ndarray, " learner"],
-) -> Verdict:
-    order = np.argsort(-np.nan_to_num(r2, nan=-np.inf))
-    first, second = (f"{LEARNERS[learners[n]]}, {explained(r2[n], r2_sem[n])}" for n in order[:2])
-    far = "" if r2[order[0]] >= 0.5 else ", and not near"
-    return Verdict(
-        f"{_none(pattern)}: {_why(reason)}",
-        f"the nearest simple learner is {first}{far}",
-        f"the next is {second}",
-    )
-
-
-def _none(pattern: str) -> str:
-    return {
-        "undetermined": "none of the known algorithms clearly (undetermined)",
-        "unstructured": "nothing that random weights do not (unstructured)",
-    }[pattern]
-
-
-def _why(reason: str) -> str:
-    """The reason without the algorithms and learners that come nearest, which have a line of their own."""
+def _none(pattern: str, reason: str) -> str:
+    """That it is no known algorithm, and why; what comes nearest has a line of its own."""
     said = re.sub(", nearest (left|of all): [^;]*", "", reason)
-    return said.partition("; closest learner")[0].partition("; no learner known")[0]
+    why = said.partition("; closest learner")[0].partition("; no learner known")[0]
+    return f"{none_of('algorithms', pattern)}: {why}"
