@@ -111,7 +111,7 @@ def test_scale_and_context_only(run: Run, tmp_path: Path):
     assert not {"attn_scale", "model.attend_to_self"} & set(load(out).assumed)
     ran = run("info", out, "--scale", "2")
     assert (ran.code, ran.out) == (2, "")
-    assert "scale is given for files that do not state theirs only" in ran.err
+    assert "scale is only for files that do not state theirs" in ran.err
     for option in (("--scale", "0"), ("--scale", "x"), ("--d-x", "0"), ("--format", "onnx")):
         ran = run("info", tmp_path / "a.npz", *option)
         assert (ran.code, ran.out, ran.err.count("\n")) == (2, "", 1)

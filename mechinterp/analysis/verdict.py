@@ -21,7 +21,7 @@ KNOWN = {
 The confirming half of analyses/calibration.py, as analyses/results/calibration_labels.csv counts it.
 """
 KNOWN_ALGORITHMS = {
-    "gd_plus_plus": (0, 6),
+    "gd_plus_plus": (0, 7),
     "gradient_descent": (3, 24),
     "newton": (0, 7),
     "preconditioned_gd": (0, 7),

@@ -155,7 +155,7 @@ def _require_no_hints(path: Path, hints: Hints, stated: str | None) -> None:
     given = [name for name, value in hints.given.items() if (name, value) != ("format", stated)]
     if given and stated is not None:
         raise CheckpointError(
-            f"{path}: {given[0]} is given for files that do not state theirs only, "
+            f"{path}: {given[0]} is only for files that do not state theirs, "
             f"got {hints.given[given[0]]} for a checkpoint of format {stated}."
         )
 

@@ -220,7 +220,7 @@ def test_a_converted_model_is_the_same(tmp_path: Path, target: str):
         assert "task.noise_var" in found.assumed
         with pytest.raises(CheckpointError, match="it is not overwritten"):
             convert(written, target, out)
-        with pytest.raises(CheckpointError, match="for files that do not state theirs only"):
+        with pytest.raises(CheckpointError, match="only for files that do not state theirs"):
             load(out, attend_to_self=True)
         with pytest.raises(
             CheckpointError, match="takes one layer of attention from here, got several"
