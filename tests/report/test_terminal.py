@@ -52,7 +52,7 @@ def test_fits_are_shown_at_the_trained_length_and_r2_over_all(pair, narrow):
     assert over_length[1].split() == ["length", "zero", "gd", "gd", "head", "ridge"]
     values = np.array([line.split() for line in over_length[2:]], dtype=float)
     assert values[:, 0].tolist() == [10, 20, 40]
-    np.testing.assert_allclose(values[:, 1:], fits.r2, rtol=1e-2)
+    np.testing.assert_allclose(values[:, 1:], fits.r2, rtol=5e-3)  # three digits
 
 
 def test_ablations_say_when_subsets_are_left_out(pair, prompts):
