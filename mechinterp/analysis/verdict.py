@@ -8,13 +8,13 @@ import numpy as np
 from jaxtyping import Float
 
 KNOWN = {
-    "debiased_gd": (0, 295),
-    "kernel_regression": (1, 68),
-    "linear_gd": (0, 33),
-    "preconditioned_gd": (0, 25),
-    "superposition": (0, 27),
-    "task_heads": (0, 30),
-    "weighted_preconditioned_gd": (0, 27),
+    "debiased_gd": (0, 293),
+    "kernel_regression": (0, 64),
+    "linear_gd": (0, 38),
+    "preconditioned_gd": (0, 27),
+    "superposition": (0, 23),
+    "task_heads": (0, 24),
+    "weighted_preconditioned_gd": (0, 28),
 }
 """Of one layer: models of known kind that got a label under the default limits, and how many wrongly.
 

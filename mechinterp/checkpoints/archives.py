@@ -173,6 +173,11 @@ def _archive(file: Path) -> Iterator[zipfile.ZipFile]:
             raise CheckpointError(
                 f"{file}: must unpack to at most {most} bytes, it claims {unpacked}."
             )
+        packed, size = max((entry.compress_size for entry in found), default=0), file.stat().st_size
+        if packed > size:  # as much is asked of memory
+            raise CheckpointError(
+                f"{file}: an entry must have at most the file's {size} bytes, it claims {packed}."
+            )
         if len({entry.filename.lower() for entry in found}) < len(found):
             raise CheckpointError(f"{file}: must hold each entry once, got some twice.")
         for entry in found:

@@ -24,8 +24,10 @@ from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig
 from mechinterp.fields import build, flatten
 from mechinterp.models.weights import Weights
 
-N_PROMPTS, N_PRODUCTS = 256, 2**33
-"""Prompts that readings are held against each other on, and about the products that one reading may take."""
+N_PROMPTS, LEAST_PROMPTS, N_PRODUCTS = 256, 16, 2**32
+"""Prompts that readings are held against each other on, and about the products that all of them may take."""
+PER_WEIGHT = 16
+"""What an attention weight costs, in products."""
 TIE = 1e-6
 N_POSITIONS = 512
 """Rows of a table of sinusoidal positions."""
@@ -248,7 +250,8 @@ def _apart(candidates: Sequence[Candidate]) -> tuple[list[Candidate], list[Error
     predictions: list[Tensor] = []
     errors: list[Errors] = []
     for said, checkpoint in candidates:
-        prompts = evaluation_prompts(checkpoint.task, _n_prompts(checkpoint))
+        n_prompts = _n_prompts(checkpoint, len(candidates))
+        prompts = evaluation_prompts(checkpoint.task, n_prompts)
         prediction = checkpoint.predictor.run(prompts, [[]])[0].double()
         alike = (
             torch.allclose(prediction, other, rtol=TIE, atol=TIE, equal_nan=True)
@@ -265,10 +268,10 @@ def _apart(candidates: Sequence[Candidate]) -> tuple[list[Candidate], list[Error
     return kept, errors
 
 
-def _n_prompts(checkpoint: Checkpoint) -> int:
-    """As many prompts as take about `N_PRODUCTS`, the same number for all readings."""
+def _n_prompts(checkpoint: Checkpoint, n_readings: int) -> int:
+    """As many prompts as all readings together take about `N_PRODUCTS` for, the same number for each."""
     task, model = checkpoint.task, checkpoint.config.model
     n_pos = 2 * (task.context_length + 1)
     size = sum(t.numel() for n, t in checkpoint.weights.tensors.items() if n.startswith("blocks"))
-    products = n_pos * (size + n_pos * model.n_layers * model.n_heads)
-    return max(16, min(N_PROMPTS, N_PRODUCTS // max(products, 1)))
+    products = n_pos * (size + PER_WEIGHT * n_pos * model.n_layers * model.n_heads)
+    return max(LEAST_PROMPTS, min(N_PROMPTS, N_PRODUCTS // (n_readings * products)))

@@ -35,7 +35,9 @@ def test_a_step_is_told_with_its_size_and_the_best_one(step):
     )
     assert step.verdict.computes.endswith("0.879 were best for its task")
     assert f"explains {explained(step.learner.r2, step.learner.r2_sem)} of" in step.verdict.sure
-    assert "the label was wrong for 0 of 295" in step.verdict.sure
+    assert (
+        f"the label was wrong for 0 of {KNOWN['debiased_gd'][1]} test models" in step.verdict.sure
+    )
     assert f"p < {1 / step.n_random:.2g}" in step.verdict.sure
 
 
@@ -65,10 +67,25 @@ def test_the_repr_and_the_lines_are_the_verdict(step):
 @pytest.mark.parametrize(
     ("name", "parts"),
     [
-        ("softmax-h1-s0", ["ŷ = -1.50 Σ_l w_l y_l, w_l ∝ exp(-0.519 x_l·x)", "1 of 68"]),
+        (
+            "softmax-h1-s0",
+            [
+                "ŷ = -1.50 Σ_l w_l y_l, w_l ∝ exp(-0.519 x_l·x)",
+                "{} of {}".format(*KNOWN["kernel_regression"]),
+            ],
+        ),
         ("softmax-h2-s8", ["Σ_h μ_h", "μ = 0.643, ω = 0.560; μ = 0.824, ω = 0.532"]),
-        ("two-tasks-h3-s0", ["Θ_0 = diag(0.89, 0.91, 0.90, 0.93, 0.03, 0.03)", "0 of 27"]),
-        ("linear-merged-s0", ["singular values of Γ 2.23 to 7.31", "0 of 33"]),
+        (
+            "two-tasks-h3-s0",
+            [
+                "Θ_0 = diag(0.89, 0.91, 0.90, 0.93, 0.03, 0.03)",
+                "{} of {}".format(*KNOWN["superposition"]),
+            ],
+        ),
+        (
+            "linear-merged-s0",
+            ["singular values of Γ 2.23 to 7.31", "{} of {}".format(*KNOWN["linear_gd"])],
+        ),
         ("kms-0.5-h2-s0", ["preconditioned", "(x_l − x̄), singular values of Γ 0.420 to 2.07"]),
         ("softmax-h8-s1", ["none of the known formulas clearly", "omega and mu are what a head"]),
     ],

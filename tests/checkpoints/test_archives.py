@@ -86,15 +86,16 @@ def bomb(file: Path) -> None:
                 stream.write(chunk)
 
 
-def claims(size: int) -> Write:
-    """An archive whose directory claims this size for a tiny deflated entry."""
+def claims(size: int, *, packed: bool = False) -> Write:
+    """An archive whose directory claims this size for a tiny deflated entry, of the archive or unpacked."""
 
     def write(file: Path) -> None:
         with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
             archive.writestr("archive/data.pkl", bytes(100))
         data = bytearray(file.read_bytes())
         at = data.rindex(b"PK\x01\x02")
-        data[at + 24 : at + 28] = struct.pack("<I", size)
+        place = at + (20 if packed else 24)
+        data[place : place + 4] = struct.pack("<I", size)
         file.write_bytes(data)
 
     return write
@@ -214,6 +215,7 @@ HOSTILE: dict[str, tuple[str, Write, str]] = {
     "npz bomb": (".npz", bomb, "must unpack to at most 67108864 bytes, it claims 335544320"),
     "claimed size": (".pt", claims(2**32 - 2), "must unpack to at most"),
     "small claimed size": (".pt", claims(2**20), "not a readable PyTorch file|without running"),
+    "claimed packed size": (".pt", claims(2**31, packed=True), "at most the file's [0-9]+ bytes, it claims 2147483648"),
     "overlap": (".pt", overlapping, "must unpack to at most|not a readable"),
     "crowded": (".pt", crowded, "at most 30000 entries, got 200000"),
     "twice": (".pt", twice, "each entry once"),

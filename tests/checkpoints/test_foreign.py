@@ -493,7 +493,7 @@ def test_a_native_checkpoint_takes_no_hint_but_its_format(tmp_path: Path):
         assert load(out, format=name).format == name
         for hint in ({"d_x": 3}, {"n_heads": 2}, {"scale": 0.5}, {"format": "softmax-paper"}):
             with pytest.raises(
-                CheckpointError, match=f"{next(iter(hint))} is given for files that do"
+                CheckpointError, match=f"{next(iter(hint))} is only for files that do"
             ):
                 load(out, **hint)
 

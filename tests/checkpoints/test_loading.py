@@ -70,7 +70,7 @@ def test_an_unknown_format_or_place_is_refused(native: Path, tmp_path: Path):
 def test_a_task_is_for_files_that_do_not_state_theirs(native: Path, state: Path, tmp_path: Path):
     convert(load(native), "transformer-lens", tmp_path / "exchange")
     for path in (native, tmp_path / "exchange"):
-        with pytest.raises(CheckpointError, match=f"{path.name}: task is given for files that"):
+        with pytest.raises(CheckpointError, match=f"{path.name}: task is only for files that"):
             load(path, task={})
     with pytest.raises(CheckpointError, match=r"gone\.pt: .*does not exist"):
         load(tmp_path / "gone.pt", task={})
