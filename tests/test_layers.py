@@ -185,8 +185,11 @@ ORDER = [
     "report.page",
     "report.comparison",
     "cli.training",
+    "cli.hints",
     "cli.options",
-    "cli.heads",
+    "cli.analyses",
+    "cli.checkpoints",
+    "cli.reports",
     "cli.main",
     "cli",
 ]
