@@ -56,6 +56,7 @@ ORDER = [
     "models.checked_hooks",
     "models.attention",
     "models.blocks",
+    "models.hooked_names",
     "models.transformer",
     "models.adapter",
     "models.backends.one_layer",
