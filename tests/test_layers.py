@@ -40,6 +40,7 @@ ORDER = [
     "icl.prompts",
     "icl.predictors",
     "icl.sparse_predictors",
+    "icl.prompt_moments",
     "icl.algorithms",
     "icl.algorithm_fits",
     "models.scores",

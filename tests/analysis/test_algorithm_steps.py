@@ -14,7 +14,8 @@ from transformer_lens.tools.analysis.interchange import (
 
 from mechinterp.analysis.learners.algorithm_steps import StepInterventions, intervene_on_steps
 from mechinterp.config import ExperimentConfig, ModelConfig
-from mechinterp.icl.algorithms import ALGORITHMS, PromptMoments
+from mechinterp.icl.algorithms import ALGORITHMS
+from mechinterp.icl.prompt_moments import PromptMoments
 from mechinterp.icl.prompts import sample_prompts
 from mechinterp.models.constructions_algorithms import rotated
 from mechinterp.models.predictor import predictor_of

@@ -20,7 +20,8 @@ from mechinterp.analysis.learners.algorithm import name_algorithm
 from mechinterp.analysis.learners.algorithm_evidence import AlgorithmEvidence
 from mechinterp.config import TaskConfig
 from mechinterp.display import Result
-from mechinterp.icl.algorithms import ALGORITHMS, PromptMoments
+from mechinterp.icl.algorithms import ALGORITHMS
+from mechinterp.icl.prompt_moments import PromptMoments
 from mechinterp.icl.prompts import Prompts, sample_prompts
 from mechinterp.models.adapter import HookedPredictor
 from mechinterp.models.predictor import Source, predictor_of
