@@ -355,7 +355,7 @@ for number in itertools.count():
 @pytest.mark.slow
 def test_a_kill_while_writing_leaves_a_whole_file(tmp_path: Path):
     file = tmp_path / "state"
-    for delay in (0.0, 0.01, 0.02, 0.03, 0.05, 0.08):
+    for delay in (0.0, 0.03):
         file.unlink(missing_ok=True)
         process = subprocess.Popen([sys.executable, "-c", WRITE_FOR_EVER, str(file)])
         try:

@@ -22,7 +22,7 @@ from mechinterp.report.html import page
 from mechinterp.report.page import write_report
 from mechinterp.report.subject import Subject
 from mechinterp.report.terminal import result_text
-from tests.conftest import CHECKPOINTS, Run
+from tests.conftest import CHECKPOINTS, Run, sampled
 from tests.test_doors import as_for_users, case_builder
 
 N_PROMPTS = 96
@@ -36,12 +36,15 @@ REFUSED = {
     "encoder": OF_ONE_LAYER | {"head-snapshots"},
 }
 SOURCES = {"component-snapshots": "linear-merged", "edges": "gpt2"}
-PAIRS = [
-    (name, kind)
-    for name in ANALYSES
-    for kind in KINDS
-    if name not in SLOW or kind == SOURCES.get(name, "softmax")
-]
+PAIRS = sampled(
+    [
+        (name, kind)
+        for name in ANALYSES
+        for kind in KINDS
+        if name not in SLOW or kind == SOURCES.get(name, "softmax")
+    ],
+    keep=lambda pair: pair[1] in ("softmax", "deep-linear") or pair[0] in SLOW,
+)
 
 
 @pytest.fixture(scope="module")
