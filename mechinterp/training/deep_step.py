@@ -161,11 +161,12 @@ class _Forward:
     def _last_layer(self) -> None:
         weights, stream = self.weights, self.streams[-1]
         self.at_query = (stream * self.query).sum(1)  # [d_model, prompt]
-        self.q = weights.scale * (weights.W_Q[-1].mT @ self.at_query)  # [head, d_head, prompt]
+        self.W_Q = self.wide[-1, : len(self.wide[-1]) // 3]  # [columns, d_model], with the scale
+        self.q = (self.W_Q @ self.at_query).unflatten(0, (weights.n_heads, -1))
         # What the heads look for in the stream.
         key_side = (weights.W_K[-1] @ self.q)[:, :, None]
         self.attended.append(self.attention.forward(key_side, stream[None], stream[None]))
-        self.out = weights.W_O[-1] @ self.W_U  # [head, d_head, d_y]
+        self.out = (self.W_O[-1] @ self.W_U).view(weights.n_heads, -1, weights.d_y)
         self.written = (weights.W_V[-1] @ self.out).flatten(0, 1)
         read = self.attended[-1].z.flatten(0, 2)
         prediction = self.W_U.mT @ self.at_query + self.written.mT @ read
@@ -201,17 +202,17 @@ class _Forward:
         """Set the gradients in the last layer; those in the stream before it, and in the read-out."""
         weights, of = self.weights, self.attended[-1]
         d_written = (of.z.flatten(0, 2) @ d_prediction.mT).view(weights.n_heads, -1, weights.d_y)
-        d_out = weights.W_V[-1].mT @ d_written
-        d_W_O[:] = d_out @ self.W_U.mT
-        d_W_U = self.at_query @ d_prediction.mT + (weights.W_O[-1].mT @ d_out).sum(0)
+        d_out = (weights.W_V[-1].mT @ d_written).flatten(0, 1)
+        d_W_O.copy_((d_out @ self.W_U.mT).view_as(d_W_O))
+        d_W_U = self.at_query @ d_prediction.mT + self.W_O[-1].mT @ d_out
         d_key_side, d_k, d_v = (torch.empty_like(t) for t in (of.q, of.v, of.v))
         d_z = (self.written @ d_prediction).view_as(of.z)
         self.attention.backward(of, d_z, d_key_side, d_k, d_v)
         d_keys = d_key_side[:, :, 0]
-        d_q = weights.W_K[-1].mT @ d_keys
-        d_wide[0], d_wide[1] = d_q @ self.at_query.mT, self.q @ d_keys.mT
-        d_wide[2] = self.out @ d_written.mT
-        d_at_query = self.W_U @ d_prediction + weights.scale * (weights.W_Q[-1] @ d_q).sum(0)
+        d_q = (weights.W_K[-1].mT @ d_keys).flatten(0, 1)
+        d_wide[0] = (d_q @ self.at_query.mT).view_as(d_wide[0])
+        d_wide[1], d_wide[2] = self.q @ d_keys.mT, self.out @ d_written.mT
+        d_at_query = self.W_U @ d_prediction + self.W_Q.mT @ d_q
         return d_k.add_(d_v)[0].addcmul_(d_at_query[:, None], self.query), d_W_U
 
     def _layer_back(self, layer: int, d_stream: Tensor) -> Tensor:
