@@ -105,6 +105,8 @@ ORDER = [
     "training.step",
     "training.state",
     "training.run",
+    "training.deep_kernel",
+    "training.deep_step",
     "training.deep",
     "training.batches",
     "training.trainer",

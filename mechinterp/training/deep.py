@@ -17,6 +17,7 @@ from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
 from mechinterp.memory import layers_bytes, require_memory
 from mechinterp.models.deep import DeepWeights, deep_bytes, predict_deep
 from mechinterp.models.weights import Weights, as_weights, tensor_shapes
+from mechinterp.training.deep_step import loss_and_gradients
 from mechinterp.training.run import Run, TrainedModel, own, require_like, views
 from mechinterp.training.state import read_state, resumable
 
@@ -142,6 +143,16 @@ class DeepRun(Run[DeepWeights | Weights]):
         tokens = self.module.tokens(prompts)
         return functional_call(self.module, dict(weights.tensors), (tokens,))[:, -1]
 
+    def _gradient(self, prompts: Prompts) -> tuple[Tensor, Tensor]:
+        """The loss, and its gradient in the flat tensor."""
+        weights = self.weights
+        if isinstance(weights, DeepWeights):
+            loss, gradients = loss_and_gradients(weights, prompts)
+            return loss, torch.cat([tensor.flatten() for tensor in gradients.tensors.values()])
+        loss = (self._predict(prompts) - prompts.y_query).square().mean()
+        (gradient,) = torch.autograd.grad(loss, [self.flat])
+        return loss.detach(), gradient
+
     def _update(self, step: int) -> None:
         """One step of Adam on fresh prompts, which are a function of (data seed, step)."""
         task, train = self.config.task, self.config.train
@@ -153,15 +164,14 @@ class DeepRun(Run[DeepWeights | Weights]):
             context_length=self._length(step, generator),
             dtype=self.flat.dtype,
         )
-        loss = (self._predict(prompts) - prompts.y_query).square().mean()
-        (self.flat.grad,) = torch.autograd.grad(loss, [self.flat])
+        loss, self.flat.grad = self._gradient(prompts)
         if train.clip_norm is not None:
             torch.nn.utils.clip_grad_norm_([self.flat], train.clip_norm)
         if train.cosine:
             part = 0.5 * (1 + math.cos(math.pi * step / train.steps))
             self.adam.param_groups[0]["lr"] = part * train.learning_rate
         self.adam.step()
-        self.loss_sum += loss.detach()
+        self.loss_sum += loss
 
     def _length(self, step: int, generator: torch.Generator) -> int:
         """Pairs per prompt in a step, the same on any device; drawn on the processor, so that no step waits."""

@@ -9,6 +9,7 @@ from mechinterp.config import override
 from mechinterp.icl.prompts import generator_for, sample_prompts
 from mechinterp.presets import preset
 from mechinterp.training import trainer
+from mechinterp.training.deep import DeepRun
 from mechinterp.training.step import by_tensors
 from mechinterp.training.trainer import Pack
 
@@ -46,6 +47,29 @@ def test_step_by_tensor_operations(versus, monkeypatch: pytest.MonkeyPatch, n_mo
     loop = plain.training(2)
     name = f"the same without the compiled step, {n_models} model{'s' * (n_models > 1)} of 2 heads"
     versus(name, pack_of([2] * n_models), lambda: loop(STEPS), work=n_models)
+
+
+@pytest.mark.parametrize("score", ["linear/L", "relu/L", "softmax"])
+def test_step_of_a_stack(versus, score: str):
+    config = override(preset("sparse-h8"), f"model.score={score}")
+    run, model, task = DeepRun({"": config}), config.model, config.task
+    seeded = [generator_for(config.train.data_seed, "train", step) for step in range(STEPS)]
+    loop = plain.deep_training(
+        score,
+        [run._length(step, generator) for step, generator in enumerate(seeded)],
+        d_x=task.d_x,
+        d_model=config.d_model,
+        n_heads=model.n_heads,
+        n_layers=model.n_layers,
+        n_prompts=config.train.batch_size,
+    )
+
+    def ours() -> None:
+        for step in range(STEPS):
+            run._update(step)
+
+    name = f"{STEPS} steps, {model.n_layers} layers of {model.n_heads} heads, {score} scores"
+    versus(name, ours, loop, rounds=5)
 
 
 def draw() -> None:

@@ -67,6 +67,54 @@ def training(n_heads: int) -> Callable[[int], None]:
     return run
 
 
+PATTERNS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "linear/L": lambda scores: scores / scores.shape[-1],
+    "relu/L": lambda scores: torch.relu(scores) / scores.shape[-1],
+    "softmax": lambda scores: torch.softmax(scores, dim=-1),
+}
+
+
+class Layer(nn.Module):
+    """Attention of all tokens over those before the last, added to the stream."""
+
+    def __init__(self, d_model: int, n_heads: int, score: str):
+        super().__init__()
+        self.n_heads, self.pattern = n_heads, PATTERNS[score]
+        self.q, self.k, self.v, self.o = (nn.Linear(d_model, d_model, bias=False) for _ in range(4))
+
+    def forward(self, stream: torch.Tensor) -> torch.Tensor:
+        def split(z: torch.Tensor) -> torch.Tensor:
+            return z.unflatten(2, (self.n_heads, -1)).transpose(1, 2)
+
+        context = stream[:, :-1]
+        q, k, v = split(self.q(stream)), split(self.k(context)), split(self.v(context))
+        pattern = self.pattern(q @ k.mT / q.shape[-1] ** 0.5)
+        return stream + self.o((pattern @ v).transpose(1, 2).flatten(2))
+
+
+def deep_training(
+    score: str, lengths: list[int], *, d_x: int, d_model: int, n_heads: int, n_layers: int, n_prompts: int
+) -> Callable[[], None]:  # fmt: skip
+    """Runs a step of Adam of a model of several layers at each of these lengths of the context."""
+    layers = [Layer(d_model, n_heads, score) for _ in range(n_layers)]
+    read_in, read_out = nn.Linear(d_x + 1, d_model, bias=False), nn.Linear(d_model, 1, bias=False)
+    model = nn.Sequential(read_in, *layers, read_out)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+
+    def run() -> None:
+        for length in lengths:
+            x, beta = torch.randn(n_prompts, length + 1, d_x), torch.randn(n_prompts, d_x, 1)
+            y = x @ beta / d_x**0.5 + 0.1**0.5 * torch.randn(n_prompts, length + 1, 1)
+            tokens = torch.cat([x, y], -1)
+            tokens[:, -1, -1] = 0
+            loss = (model(tokens)[:, -1] - y[:, -1]).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+    return run
+
+
 def linear_descent(
     heads: SeparateHeads, tokens: torch.Tensor, target: torch.Tensor, *, learning_rate: float
 ) -> Callable[[int], None]:

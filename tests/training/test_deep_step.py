@@ -1,0 +1,74 @@
+"""The step of a stack of layers, by tensor operations and compiled, against automatic differentiation in float64."""
+
+import pytest
+import torch
+
+from mechinterp.config import CONTEXT_ONLY_SCORES
+from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
+from mechinterp.models.deep import DeepWeights, predict_deep
+from mechinterp.training.deep_step import loss_and_gradients
+from mechinterp.training.kernel import LANES
+from tests.models.test_deep_models import TASK, random_weights
+
+SCORES = ("linear", *CONTEXT_ONLY_SCORES)
+
+
+def some_prompts(n_prompts: int = LANES + 5) -> Prompts:
+    generator = generator_for(0, "train", 0)
+    return sample_prompts(TASK, n_prompts, generator=generator, dtype=torch.float64)
+
+
+def some_weights(score: str, n_layers: int, d_model: int | None) -> DeepWeights:
+    """Weights whose loss stays in the range of float32."""
+    weights = random_weights(score=score, n_layers=n_layers, d_model=d_model)
+    return weights.with_tensors({name: 0.7 * t for name, t in weights.tensors.items()})
+
+
+def automatic(weights: DeepWeights, prompts: Prompts) -> tuple[torch.Tensor, DeepWeights]:
+    leaves = {name: tensor.clone().requires_grad_() for name, tensor in weights.tensors.items()}
+    error = predict_deep(weights.with_tensors(leaves), prompts) - prompts.y_query
+    loss = error.square().mean()
+    gradients = torch.autograd.grad(loss, list(leaves.values()))
+    return loss.detach(), weights.with_tensors(dict(zip(leaves, gradients, strict=True)))
+
+
+def assert_close(actual: DeepWeights, expected: DeepWeights, tolerance: float):
+    """Equal in every layer, relative to its largest entry."""
+    for name, wanted in expected.tensors.items():
+        flat = wanted.flatten(1) if name in ("W_Q", "W_K", "W_V", "W_O") else wanted.flatten()
+        error = (actual.tensors[name].double() - wanted).abs().reshape(flat.shape)
+        assert (error.amax(-1) <= tolerance * flat.abs().amax(-1)).all(), name
+        assert flat.abs().amax(-1).min() > 1e-8, name
+
+
+@pytest.mark.parametrize("d_model", [None, 12])
+@pytest.mark.parametrize("n_layers", [1, 2, 4])
+@pytest.mark.parametrize("score", SCORES)
+def test_step_equals_automatic_differentiation(score: str, n_layers: int, d_model: int | None):
+    weights, prompts = some_weights(score, n_layers, d_model), some_prompts()
+    expected_loss, expected = automatic(weights, prompts)
+    loss, gradients = loss_and_gradients(weights, prompts)
+    torch.testing.assert_close(loss, expected_loss, rtol=1e-12, atol=0)
+    assert_close(gradients, expected, 1e-12)
+    loss, gradients = loss_and_gradients(weights.to(torch.float32), prompts.to(torch.float32))
+    assert loss.dtype == gradients.W_Q.dtype == torch.float32
+    torch.testing.assert_close(loss.double(), expected_loss, rtol=1e-5, atol=0)
+    assert_close(gradients, expected, 1e-4)
+
+
+@pytest.mark.parametrize("score", ["linear/L", "relu/L", "softmax"])
+def test_the_same_prompts_in_any_number_have_the_same_gradient(score: str):
+    weights = some_weights(score, 3, 12).to(torch.float32)
+    prompts = some_prompts(LANES).to(torch.float32)
+    fields = ("x", "y", "x_query", "y_query", "y_query_clean", "beta")
+    twice = Prompts(**{name: getattr(prompts, name).repeat(2, *[1] * (getattr(prompts, name).ndim - 1)) for name in fields})  # fmt: skip
+    (_, once), (_, again) = (loss_and_gradients(weights, some) for some in (prompts, twice))
+    assert_close(again, once.to(torch.float64), 1e-5)
+
+
+def test_a_loss_that_is_not_finite_stays_so():
+    weights, prompts = some_weights("relu/L", 2, 12).to(torch.float32), some_prompts(8)
+    broken = weights.with_tensors({"W_Q": torch.full_like(weights.W_Q, torch.nan)})
+    loss, gradients = loss_and_gradients(broken, prompts.to(torch.float32))
+    assert loss.isnan()
+    assert gradients.W_V.isnan().any()
