@@ -18,7 +18,7 @@ from mechinterp.checkpoints.archives import (
 from mechinterp.checkpoints.errors import CheckpointError, one_line
 from mechinterp.checkpoints.exchange import FORMAT, SIDE_CAR, read_exchange, write_exchange
 from mechinterp.checkpoints.files import read_json, read_yaml
-from mechinterp.checkpoints.folders import require_new
+from mechinterp.checkpoints.folders import OWN, require_new
 from mechinterp.checkpoints.foreign import LAYERED, MARKS, read_foreign
 from mechinterp.checkpoints.hints import Hints
 from mechinterp.checkpoints.native import Checkpoint, checkpoint_of
@@ -31,8 +31,6 @@ FORMATS = ("native", FORMAT, *MARKS, *LAYERED)
 TARGETS = ("native", FORMAT, "npz")
 """What `convert` writes."""
 CONFIG, INDEX, WEIGHTS = "config.json", "model.safetensors.index.json", "model.safetensors"
-OWN = {"format_version", "experiment"}
-"""What a config.json of this package has."""
 MAX_SHARDS = 100
 
 
@@ -252,18 +250,6 @@ def _checkpoints_in(folder: Path) -> list[Path]:
         )
     except OSError:
         return []
-
-
-def read_task(file: Path) -> dict[str, object]:
-    """Fields of TaskConfig from a JSON file.
-
-    Raises:
-        CheckpointError: If the file is not readable or holds no JSON object.
-    """
-    task = read_json(file)
-    if not isinstance(task, dict):
-        raise CheckpointError(f"{file}: must hold a JSON object, got {type(task).__name__}.")
-    return task
 
 
 def named_config(what: str) -> ExperimentConfig:

@@ -125,10 +125,13 @@ def info(
     hints: "Hints",
 ) -> None:
     """Show a checkpoint at a glance. Example: mechinterp info checkpoints/softmax-h2-s0"""
+    from mechinterp.checkpoints.outline import outline_of
     from mechinterp.report.header import dumps
     from mechinterp.report.info import info_document, info_text
 
-    document = info_document(load_checkpoint(path, hints), hooks=as_json or wide)
+    hooks = as_json or wide
+    outline = None if hooks or hints.given else outline_of(path)
+    document = info_document(outline or load_checkpoint(path, hints), hooks=hooks)
     say(dumps(document) if as_json else info_text(document))
 
 
