@@ -183,6 +183,7 @@ ORDER = [
     "report.bars",
     "report.terminal",
     "report.subject",
+    "report.parts",
     "report.sections",
     "report.training",
     "report.html",

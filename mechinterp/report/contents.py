@@ -18,7 +18,7 @@ from mechinterp.progress import ProgressCallback, no_progress
 from mechinterp.report import deep_sections, sections
 from mechinterp.report.algorithm_section import algorithm_section
 from mechinterp.report.edges import edges_sections
-from mechinterp.report.sections import Section
+from mechinterp.report.parts import Section
 from mechinterp.report.subject import Subject
 from mechinterp.report.training import history_sections, snapshot_sections
 

@@ -102,6 +102,7 @@ COLUMNS = {
     "query": "The head's query vector along the component.",
     "r2": "R² of the learner on the model's predictions.",
     "r2_sem": "Standard error of r2.",
+    "random_weights": "Where 90% of models with random initial weights lie in this number.",
     "ratio": "The model's excess risk over the learner's; of pruned models, theirs over the full model's.",
     "ratio_sem": "Standard error of ratio, paired over prompts; of pruned models over what is chosen, too.",
     "readout_r2": "r2 with which a linear read-out of the layer's own finds the algorithm's prediction in the stream.",

@@ -150,7 +150,7 @@ def test_classification_document(checkpoint: Checkpoint):
         *("sign_matching", "omega_spread", "zero_sum", "eta", "eta_optimal", "gamma"),
         *("manifold_distance", "theta", "supports", "support_leak", "theta_spread"),
         *("form", "isotropy", "shared", "rotation", "p_values"),
-        *("loss", "learners", "n_random"),
+        *("loss", "learners", "n_random", "random_ranges"),
         *("n_components", "learned", "off_diagonal"),
         *(
             f"{kind}_{name}"
