@@ -1,5 +1,6 @@
 """Checkpoints of any known format: which one lies at a path, and from one to the other."""
 
+import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -119,12 +120,29 @@ def _settings_beside(path: Path) -> dict[str, object]:
         return settings
     model = garg.get("model")
     numbers = {n: int(t) for n, t in model.items() if _counts(t)} if isinstance(model, dict) else {}
-    points: object = garg
-    for name in ("training", "curriculum", "points", "end"):
-        points = points.get(name) if isinstance(points, dict) else None
+    points = _within(garg, "training", "curriculum", "points", "end")
     if _counts(points):
         numbers["n_points"] = int(str(points))
-    return settings | numbers
+    noise = _within(garg, "training", "task_kwargs", "noise_std")
+    stated = {} if noise is None else {"noise_std": _noise(file, str(noise))}
+    return settings | numbers | stated
+
+
+def _within(document: object, *names: str) -> object:
+    """The entry of nested mappings; None where there is none."""
+    for name in names:
+        document = document.get(name) if isinstance(document, dict) else None
+    return document
+
+
+def _noise(file: Path, text: str) -> float:
+    try:
+        noise = float(text)
+    except ValueError:
+        noise = math.nan
+    if not 0 <= noise < math.inf:
+        raise CheckpointError(f"{file}: noise_std must be a number >= 0, got {text[:40]!r}.")
+    return noise
 
 
 def _counts(text: object) -> bool:

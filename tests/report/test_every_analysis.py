@@ -32,8 +32,9 @@ SLOW = {"gates", "component-snapshots", "snapshots", "edges"}
 OF_ONE_LAYER = {"circuits", "attention", "snapshots", "training", "milestones"}
 REFUSED = {
     "deep-linear": OF_ONE_LAYER,
-    "gpt2": OF_ONE_LAYER | {"head-snapshots", "fit"},  # it has fewer positions than fit's lengths
-    "encoder": OF_ONE_LAYER | {"head-snapshots"},
+    # Random weights follow no algorithm; and gpt2 has fewer positions than fit's lengths.
+    "gpt2": OF_ONE_LAYER | {"head-snapshots", "algorithm-steps", "fit"},
+    "encoder": OF_ONE_LAYER | {"head-snapshots", "algorithm-steps"},
 }
 SOURCES = {"component-snapshots": "linear-merged", "edges": "gpt2"}
 PAIRS = sampled(
