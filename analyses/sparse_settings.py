@@ -102,6 +102,7 @@ def spread(model, rise: np.ndarray, measured: Prompts) -> Row:
     for layer, (effective, median, share) in enumerate(layers, 1):
         row |= told(f"n_eff_{layer}", effective)
         row |= {f"n_eff_{layer}_median": median, f"top_share_{layer}": share}
+        row |= {f"importance_{layer}": ask.as_text(found.importance[layer - 1])}
     n, tops = [number for number, _ in found.effective], found.top_share
     several = n[0] >= 2 and n[0] >= 1.5 * max(n[1:])
     return row | {"C10": several and tops[0] <= 0.6 and bool(np.median(tops[1:]) >= 0.7)}
