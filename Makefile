@@ -9,6 +9,9 @@ ENVS := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/mechinterp/$(shell cksum < constr
 INTEROP := $(ENVS)/transformer-lens-3.9.0 $(ENVS)/transformer-lens-3.2.1
 PEERS := $(ENVS)/peers
 
+# Bytecode is kept: two workers and every command that a test starts would otherwise compile all modules anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: help install test test-all test-portable test-portable-short environments test-interop test-peers test-versions test-browser test-gpu bench-gpu notebooks notebooks-write lab attack lint bench analyses analyses-check dist docs report clean
 
 help: ## list these targets

@@ -16,8 +16,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from mechinterp.config import CovarianceConfig, ExperimentConfig, ModelConfig, TaskConfig
-from mechinterp.icl.algorithms import ALGORITHMS, PromptMoments
+from mechinterp.icl.algorithms import ALGORITHMS
 from mechinterp.icl.predictors import nearest_neighbours
+from mechinterp.icl.prompt_moments import PromptMoments
 from mechinterp.icl.prompts import Prompts, covariance_matrix, sample_prompts
 from mechinterp.models.constructions_algorithms import (
     gd_plus_plus_model,

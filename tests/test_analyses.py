@@ -86,8 +86,17 @@ def test_the_table_of_trained_models_has_all_of_them():
     assert sorted(rows) == models
 
 
-# A quick run of more than a quarter of a minute.
+# Their quick runs take longer than a few seconds.
 LONG = (
+    "linear_drops",
+    "linear_ends",
+    "linear_initial_scale",
+    "linear_one_drop",
+    "linear_rank_structure",
+    "softmax_losses_over_length",
+    "sparse_construction",
+    "sparse_p_probing",
+    "sparse_probes",
     "linear_fixed_points",
     "linear_other_ranks",
     "linear_ranks",

@@ -171,7 +171,7 @@ tries("wide-pairs", 4096, {"d_x": 1000, "context_length": 10_000}, {})
 """
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.skipif(sys.platform != "linux", reason="needs a limit on memory")
 def test_real_sizes_within_real_limits():
     command = [sys.executable, "-c", LIMITED]

@@ -8,7 +8,7 @@ import torch
 
 from mechinterp.checkpoints.native import Checkpoint
 from mechinterp.cli.options import about_paths
-from tests.conftest import CHECKPOINTS, Run
+from tests.conftest import CHECKPOINTS, Run, sampled
 from tests.pretended import DEVICE, pretended
 
 ONE, DEEP = CHECKPOINTS / "softmax-h2-s0", CHECKPOINTS / "sparse-h4-noise0.1-s0"
@@ -49,8 +49,7 @@ def without_paths(document: object, tmp_path: Path) -> str:
     )
 
 
-LONG = ("prune", "probe", "report")
-EACH = [pytest.param(c, marks=[pytest.mark.slow] if c in LONG else []) for c in COMMANDS]
+EACH = sampled(COMMANDS, keep=lambda command: command not in ("prune", "probe", "report"))
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.conftest import sampled
 from tests.golden import subjects
 from tests.golden.store import (
     KINDS,
@@ -129,10 +130,10 @@ def test_commands_answer_what_is_stored(asked: str):
     assert differences(found, read_json("documents")[asked], DOCUMENT) == []
 
 
-RUNS = [
-    pytest.param(preset, marks=pytest.mark.slow) if preset.startswith("sparse-") else preset
-    for preset in subjects.presets()
-]
+RUNS = sampled(
+    subjects.presets(),
+    keep=lambda preset: not preset.startswith("sparse-") or preset == "sparse-h4",
+)
 
 
 @pytest.mark.slow

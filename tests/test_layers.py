@@ -40,8 +40,10 @@ ORDER = [
     "icl.prompts",
     "icl.predictors",
     "icl.sparse_predictors",
+    "icl.prompt_moments",
     "icl.algorithms",
     "icl.algorithm_fits",
+    "models.shapes",
     "models.scores",
     "models.functional",
     "models.deep",
@@ -56,6 +58,7 @@ ORDER = [
     "models.checked_hooks",
     "models.attention",
     "models.blocks",
+    "models.hooked_names",
     "models.transformer",
     "models.adapter",
     "models.backends.one_layer",
@@ -74,11 +77,14 @@ ORDER = [
     "checkpoints.tables",
     "checkpoints.pickles",
     "checkpoints.states",
+    "checkpoints.headers",
     "checkpoints.archives",
     "checkpoints.hints",
     "checkpoints.names",
     "checkpoints.named_matrices",
     "checkpoints.folders",
+    "checkpoints.folder_tensors",
+    "checkpoints.outline",
     "checkpoints.native_tensors",
     "checkpoints.readings",
     "checkpoints.native",
@@ -177,6 +183,7 @@ ORDER = [
     "report.bars",
     "report.terminal",
     "report.subject",
+    "report.parts",
     "report.sections",
     "report.training",
     "report.html",
@@ -187,8 +194,11 @@ ORDER = [
     "report.page",
     "report.comparison",
     "cli.training",
+    "cli.hints",
     "cli.options",
-    "cli.heads",
+    "cli.analyses",
+    "cli.checkpoints",
+    "cli.reports",
     "cli.main",
     "cli",
 ]
@@ -329,10 +339,13 @@ print(loaded, file=sys.stderr)
         ["classify", "nothing"],
         ["train", "--list"],
         ["report", "nothing"],
+        ["info", "checkpoints/softmax-h2-s0"],
     ],
 )
 def test_what_computes_nothing_loads_nothing_heavy(arguments: list[str]):
     arguments += ["--out", "nowhere"] if arguments[0] == "report" else []
+    heavy = ["transformer_lens", "torch", "plotly", "scipy"]
+    heavy += [] if "checkpoints/softmax-h2-s0" in arguments else ["pandas"]  # for its history
     code = f"""
 import sys
 from mechinterp.cli import main
@@ -341,7 +354,7 @@ try:
     main()
 except SystemExit:
     pass
-heavy = ("transformer_lens", "torch", "pandas", "plotly", "scipy")
+heavy = {heavy}
 loaded = [name for name in heavy if name in sys.modules]
 print(loaded, file=sys.stderr)
 """

@@ -27,6 +27,8 @@ from mechinterp.analysis.heads.gates import learn_gates
 from mechinterp.analysis.heads.masking import ablate
 from mechinterp.analysis.heads.pairs import ablate_pairs, greedy_order
 from mechinterp.analysis.heads.pruning import prune
+from mechinterp.analysis.learners.algorithm import name_algorithm
+from mechinterp.analysis.learners.algorithm_steps import intervene_on_steps
 from mechinterp.analysis.learners.baselines import baselines
 from mechinterp.analysis.learners.fits import fit_learners
 from mechinterp.analysis.probing.p_probing import p_probe
@@ -53,6 +55,8 @@ ANALYSES: dict[str, Analysis] = {
     "classify": classify,
     "circuits": circuits,
     "attention": attention_patterns,
+    "algorithm": name_algorithm,
+    "algorithm-steps": intervene_on_steps,
     "baselines": baselines,
     "ablate": ablate,
     "pairs": ablate_pairs,

@@ -7,7 +7,6 @@ for. Every fault ends in a CheckpointError.
 import io
 import math
 import sys
-import warnings
 import zipfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -16,13 +15,12 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
 from mechinterp.checkpoints import pickles
-from mechinterp.checkpoints.errors import CheckpointError, one_line
-from mechinterp.checkpoints.files import size_of
+from mechinterp.checkpoints.errors import CheckpointError
+from mechinterp.checkpoints.headers import reading, require_header
 from mechinterp.checkpoints.pickles import (
     ArrayType,
     Storage,
@@ -36,13 +34,10 @@ SUFFIXES = (
     *(".pt", ".pth", ".bin", ".npz", ".safetensors"),
     *(".ckpt", ".pth.tar", ".pt.tar", ".pkl", ".pickle", ".msgpack"),
 )
-MAX_BYTES = 2**28
-"""Size of a file; a GPT-2 of 12 layers and width 256 has 2**25 numbers."""
 MAX_UNPACKED = 2**26
 """Size to which the entries of a smaller archive may unpack; torch.save and numpy.savez do not pack."""
 MAX_NUMBERS = 2**26
 MAX_ENTRIES = 30_000
-MAX_HEADER = 2**21
 MAX_AXES = 64
 CHUNK = 2**22
 # Kinds of numbers besides floating-point ones that are read, if only to be refused by name.
@@ -51,7 +46,6 @@ OTHERS = (
     *(torch.complex64, torch.complex128),
 )
 OLD_TORCH = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
-POINTER = b"version https://git-lfs.github.com/spec/"
 FLAX_ARRAYS = (1, 3)  # extension types of flax's msgpack: arrays and numpy's scalars
 
 
@@ -98,35 +92,6 @@ def read_text(file: Path, name: str) -> str | None:
         return str(array)
 
 
-@contextmanager
-def reading(file: Path) -> Iterator[None]:
-    """Turns whatever a parser makes of a bad file into a CheckpointError, and keeps warnings quiet."""
-    plain = (".npz", ".safetensors", ".msgpack", ".pkl", ".pickle")
-    kind = file.suffix.lstrip(".") if file.suffix in plain else "PyTorch"
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
-            size = size_of(file)
-            if size > MAX_BYTES:
-                raise CheckpointError(f"{file}: must be at most {MAX_BYTES} bytes, got {size}.")
-            with file.open("rb") as stream:
-                if stream.read(len(POINTER)) == POINTER:
-                    raise CheckpointError(
-                        f"{file}: a Git LFS pointer of {size} bytes, not the weights; run git lfs pull."
-                    )
-            yield
-        except CheckpointError:
-            raise
-        except (OSError, SafetensorError) as error:
-            reason = one_line(error) if file.exists() else "does not exist"
-            raise CheckpointError(f"{file}: not a readable {kind} file ({reason}).") from None
-        except Exception as error:
-            # A parser fed with noise raises nearly anything: KeyError, OverflowError, RecursionError.
-            raise CheckpointError(
-                f"{file}: not a readable {kind} file ({type(error).__name__})."
-            ) from None
-
-
 def _plain(found: Mapping[str, Tensor], file: Path) -> dict[str, Tensor]:
     """Contiguous tensors in memory of their own, after a look at what they claim."""
     if len(found) > MAX_ENTRIES:
@@ -146,14 +111,7 @@ def _wide(tensor: Tensor) -> Tensor:
 
 
 def _read_safetensors(file: Path) -> dict[str, Tensor]:
-    with file.open("rb") as stream:
-        length = int.from_bytes(stream.read(8), "little")
-    most = min(MAX_HEADER, max(file.stat().st_size - 8, 0))
-    if not 0 < length <= most:
-        raise CheckpointError(
-            f"{file}: not a readable safetensors file (its header must have 1 to {most} bytes, "
-            f"it claims {length})."
-        )
+    require_header(file)
     return load_file(file)
 
 

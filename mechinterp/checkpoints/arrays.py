@@ -14,7 +14,7 @@ from mechinterp.checkpoints.files import write_new
 from mechinterp.checkpoints.folders import document_of, document_parts
 from mechinterp.checkpoints.native import Checkpoint
 from mechinterp.checkpoints.native_tensors import PREFIX, state_dict, weights_from
-from mechinterp.models.weights import tensor_shapes
+from mechinterp.models.shapes import tensor_shapes
 
 FORMAT = "arrays"
 CONFIG = "config"

@@ -19,7 +19,7 @@ from torch import Tensor
 from mechinterp.checkpoints.archives import read_arrays
 from mechinterp.checkpoints.claims import claimed
 from mechinterp.checkpoints.errors import CheckpointError, one_line
-from mechinterp.checkpoints.files import fill_with_tensors
+from mechinterp.checkpoints.folder_tensors import fill_with_tensors
 from mechinterp.checkpoints.folders import document_of, read_document
 from mechinterp.checkpoints.hints import Hints
 from mechinterp.checkpoints.native import Checkpoint
@@ -27,7 +27,8 @@ from mechinterp.checkpoints.native_tensors import PREFIX, state_dict, weights_fr
 from mechinterp.checkpoints.outside import OneLayer, checkpoint_of, numbers
 from mechinterp.checkpoints.recipe import LOAD
 from mechinterp.config import ExperimentConfig, TaskConfig
-from mechinterp.models.functional import BIASES, NAMES, AttentionWeights
+from mechinterp.models.functional import NAMES, AttentionWeights
+from mechinterp.models.shapes import BIASES
 from mechinterp.models.weights import weights_of_layer, why_no_circuits
 
 FORMAT = "transformer-lens"

@@ -11,9 +11,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from safetensors.torch import save as serialized
-from torch import Tensor
-
 from mechinterp.checkpoints.errors import CheckpointError, one_line
 
 MAX_JSON, MAX_YAML = 2**22, 2**16
@@ -43,13 +40,6 @@ def write_new(path: Path, write: Callable[[Path], object]) -> None:
             _link(temporary, path)
         except FileExistsError:
             raise CheckpointError(f"{path}: already exists; it is not overwritten.") from None
-
-
-def fill_with_tensors(
-    target: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None
-) -> None:
-    """Write a safetensors file without the temporary file that `save_file` makes, which a kill would leave."""
-    target.write_bytes(serialized(tensors, metadata))
 
 
 def delete_leftovers(folder: Path, ours: Callable[[str], bool]) -> None:
@@ -92,6 +82,18 @@ def read_json(file: Path) -> object:
     except (OSError, ValueError) as error:
         reason = one_line(error) if file.exists() else "does not exist"
     raise CheckpointError(f"{file}: not a readable JSON file ({reason}).")
+
+
+def read_task(file: Path) -> dict[str, object]:
+    """Fields of TaskConfig from a JSON file.
+
+    Raises:
+        CheckpointError: If the file is not readable or holds no JSON object.
+    """
+    task = read_json(file)
+    if not isinstance(task, dict):
+        raise CheckpointError(f"{file}: must hold a JSON object, got {type(task).__name__}.")
+    return task
 
 
 def read_yaml(file: Path) -> object:

@@ -3,23 +3,18 @@
 Nothing in it is ever run as code.
 """
 
-import json
 import os
 import subprocess
 from collections.abc import Mapping
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 
 import pandas as pd
-import torch
-from safetensors import SafetensorError, safe_open
-from torch import Tensor
 
-from mechinterp.checkpoints.archives import read_arrays
-from mechinterp.checkpoints.claims import claimed, require_free, settle
+from mechinterp.checkpoints.claims import require_free, settle
 from mechinterp.checkpoints.errors import CheckpointError, nothing_at, one_line
-from mechinterp.checkpoints.files import fill_with_tensors, read_json, size_of
+from mechinterp.checkpoints.files import read_json
+from mechinterp.checkpoints.headers import read_steps
 from mechinterp.checkpoints.tables import read_numbers
 from mechinterp.config import ExperimentConfig, from_dict
 from mechinterp.version import __version__
@@ -27,7 +22,8 @@ from mechinterp.version import __version__
 FORMAT_VERSION = 1
 WEIGHTS = "model.safetensors"
 SNAPSHOTS = "snapshots.safetensors"
-STEP = "step"
+OWN = {"format_version", "experiment"}
+"""What a config.json of this package has."""
 FILES = ("config.json", WEIGHTS, "history.parquet", SNAPSHOTS, "snapshots")
 """What a checkpoint folder holds; "snapshots" is of versions before this one."""
 COLUMNS = ("loss", "eval_loss", "omega", "mu", "qk_diagonal", "ov_last_entry")
@@ -147,61 +143,29 @@ def read_history(path: Path, config: ExperimentConfig, step: int) -> pd.DataFram
     return history
 
 
-def read_snapshots(path: Path) -> dict[int, tuple[Path, dict[str, Tensor]]]:
-    """Tensors during training by step, with the file that holds them; in older folders one file per step.
+def snapshot_steps(path: Path) -> list[int]:
+    """Steps of the snapshots in a folder, from the first.
 
     Raises:
         CheckpointError: If there are some that cannot be read.
     """
     file = path / SNAPSHOTS
-    if file.exists():
-        return {step: (file, tensors) for step, tensors in _unstacked(file).items()}
-    files = (f for f in (path / "snapshots").glob("*.safetensors") if f.stem.isdigit())
-    by_step = sorted((int(file.stem), file) for file in files)
-    return {step: (file, read_arrays(file)) for step, file in by_step}
+    return read_steps(file) if file.exists() else sorted(old_snapshots(path))
 
 
-def _stacked(snapshots: Mapping[int, dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Snapshots as tensors of one file: [step, ...] by name, and the steps."""
-    steps = sorted(snapshots)
-    names = snapshots[steps[0]]
-    rows = {name: torch.stack([snapshots[step][name] for step in steps]) for name in names}
-    return {STEP: torch.tensor(steps)} | rows
+def old_snapshots(path: Path) -> dict[int, Path]:
+    """The files of an older folder, which has one for each step."""
+    files = (path / "snapshots").glob("*.safetensors")
+    return {int(file.stem): file for file in files if file.stem.isdigit()}
 
 
-def _unstacked(file: Path) -> dict[int, dict[str, Tensor]]:
-    """The inverse of `_stacked`, whatever the size of the file: a long run has many snapshots."""
-    size_of(file)  # a pipe would wait for its writer
-    try:
-        with safe_open(file, framework="pt") as stored:
-            # What safe_open gives is no dictionary: it has keys() but cannot be iterated over.
-            tensors = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(
-            f"{file}: not a readable safetensors file ({one_line(error)})."
-        ) from None
-    steps = tensors.pop(STEP, torch.zeros(()))
-    if steps.dtype != torch.int64 or steps.ndim != 1:
-        raise CheckpointError(f"{file}: {STEP} must hold whole numbers, one for each snapshot.")
-    numbers = steps.tolist()
-    if numbers != sorted({number for number in numbers if number >= 0}):
-        raise CheckpointError(f"{file}: {STEP} must rise from 0 or later, got {numbers}.")
-    for name, tensor in tensors.items():
-        if tensor.shape[:1] != steps.shape:
-            raise CheckpointError(
-                f"{file}: {name} must have {len(numbers)} rows, one for each step, "
-                f"got shape {tuple(tensor.shape)}."
-            )
-    return {
-        step: {name: _copied(tensor[row]) for name, tensor in tensors.items()}
-        for row, step in enumerate(numbers)
-    }
-
-
-def _copied(row: Tensor) -> Tensor:
-    """A copy, for a part of the whole would keep all of it in memory; as wide as `read_arrays` gives it."""
-    narrow = row.is_floating_point() and row.element_size() < 4
-    return row.float() if narrow else row.clone()
+def is_native(path: Path) -> bool:
+    """Whether a folder has a config.json that is not somebody else's."""
+    file = path / "config.json"
+    if not file.is_file():
+        return False
+    settings = read_json(file)
+    return not isinstance(settings, dict) or bool(OWN & set(settings))
 
 
 def require_new(path: Path) -> None:
@@ -214,64 +178,3 @@ def require_new(path: Path) -> None:
         raise CheckpointError(f"{path}: already holds a checkpoint; it is not overwritten.")
     settle(path)
     require_free(path)
-
-
-def write_folder(
-    path: Path,
-    document: Mapping[str, object],
-    tensors: dict[str, Tensor],
-    *,
-    history: pd.DataFrame | None,
-    snapshots: Mapping[int, dict[str, Tensor]],
-    shared: bool = False,
-) -> None:
-    """Write a checkpoint folder from its config.json, its weights by name and what goes with them.
-
-    Args:
-        shared: Whether other files may be in the folder; else it must be empty.
-    Raises:
-        CheckpointError: If a file is in the way, or the folder cannot be written.
-    """
-    if not shared:
-        require_new(path)
-    text = json.dumps(document, indent=2) + "\n"
-    try:
-        with claimed(path, last="config.json", names=FILES if shared else None) as claim:
-            if snapshots:
-                claim.write(SNAPSHOTS, partial(fill_with_tensors, tensors=_stacked(snapshots)))
-            claim.write(WEIGHTS, partial(fill_with_tensors, tensors=tensors))
-            if history is not None:
-                claim.write("history.parquet", partial(history.to_parquet, index=False))
-            claim.write("config.json", lambda file: file.write_text(text))
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{path}: cannot be written ({one_line(error)}).") from None
-
-
-def require_tensors(
-    file: Path, tensors: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]
-) -> None:
-    """Refuse tensors that are not of these names and shapes, finite and of one floating-point dtype.
-
-    Raises:
-        CheckpointError: If one is not; the message names it.
-    """
-    for name, shape in shapes.items():
-        tensor = tensors.get(name)
-        if tensor is None:
-            raise CheckpointError(f"{file}: {name} is missing.")
-        if tuple(tensor.shape) != shape:
-            raise CheckpointError(
-                f"{file}: {name} must have shape {shape}, got {tuple(tensor.shape)}."
-            )
-        if not tensor.is_floating_point():
-            raise CheckpointError(
-                f"{file}: {name} must hold floating-point numbers, got {tensor.dtype}."
-            )
-        bad = int((~torch.isfinite(tensor)).sum())
-        if bad:
-            raise CheckpointError(
-                f"{file}: {name} must hold finite numbers, got {bad} NaN or infinite."
-            )
-    kinds = sorted({str(tensors[name].dtype) for name in shapes})
-    if len(kinds) > 1:
-        raise CheckpointError(f"{file}: the weights must have one dtype, got {', '.join(kinds)}.")

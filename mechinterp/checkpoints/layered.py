@@ -94,7 +94,9 @@ def read_layered(
     defaults: dict[str, object] = {}
     if format == GPT2:
         d_x, d_y = gpt2_sizes(checks)
-        defaults = {"beta_var": 1.0, "noise_var": 0.0, "query_noise": False}
+        noise = settings.get("noise_std", 0.0)
+        noise_var = noise**2 if isinstance(noise, float) else 0.0
+        defaults = {"beta_var": 1.0, "noise_var": noise_var, "query_noise": False}
         points = settings.get("n_points")
         length = points - 1 if isinstance(points, int) and points > 1 else 2 * d_x
         defaults["context_length"] = min(length, (len(found["wpe.weight"]) - 1) // 2)
@@ -247,6 +249,8 @@ def _said(hints: Hints, settings: Mapping[str, object], tensors: Mapping[str, Te
         said.add("model.attend_to_self")
     if "n_points" in settings:
         said.add("task.context_length")
+    if "noise_std" in settings:
+        said.add("task.noise_var")
     return said | set(settings)
 
 

@@ -1,5 +1,6 @@
 """Checkpoints of any known format: which one lies at a path, and from one to the other."""
 
+import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -18,7 +19,7 @@ from mechinterp.checkpoints.archives import (
 from mechinterp.checkpoints.errors import CheckpointError, one_line
 from mechinterp.checkpoints.exchange import FORMAT, SIDE_CAR, read_exchange, write_exchange
 from mechinterp.checkpoints.files import read_json, read_yaml
-from mechinterp.checkpoints.folders import require_new
+from mechinterp.checkpoints.folders import OWN, require_new
 from mechinterp.checkpoints.foreign import LAYERED, MARKS, read_foreign
 from mechinterp.checkpoints.hints import Hints
 from mechinterp.checkpoints.native import Checkpoint, checkpoint_of
@@ -31,8 +32,6 @@ FORMATS = ("native", FORMAT, *MARKS, *LAYERED)
 TARGETS = ("native", FORMAT, "npz")
 """What `convert` writes."""
 CONFIG, INDEX, WEIGHTS = "config.json", "model.safetensors.index.json", "model.safetensors"
-OWN = {"format_version", "experiment"}
-"""What a config.json of this package has."""
 MAX_SHARDS = 100
 
 
@@ -121,12 +120,29 @@ def _settings_beside(path: Path) -> dict[str, object]:
         return settings
     model = garg.get("model")
     numbers = {n: int(t) for n, t in model.items() if _counts(t)} if isinstance(model, dict) else {}
-    points: object = garg
-    for name in ("training", "curriculum", "points", "end"):
-        points = points.get(name) if isinstance(points, dict) else None
+    points = _within(garg, "training", "curriculum", "points", "end")
     if _counts(points):
         numbers["n_points"] = int(str(points))
-    return settings | numbers
+    noise = _within(garg, "training", "task_kwargs", "noise_std")
+    stated = {} if noise is None else {"noise_std": _noise(file, str(noise))}
+    return settings | numbers | stated
+
+
+def _within(document: object, *names: str) -> object:
+    """The entry of nested mappings; None where there is none."""
+    for name in names:
+        document = document.get(name) if isinstance(document, dict) else None
+    return document
+
+
+def _noise(file: Path, text: str) -> float:
+    try:
+        noise = float(text)
+    except ValueError:
+        noise = math.nan
+    if not 0 <= noise < math.inf:
+        raise CheckpointError(f"{file}: noise_std must be a number >= 0, got {text[:40]!r}.")
+    return noise
 
 
 def _counts(text: object) -> bool:
@@ -252,18 +268,6 @@ def _checkpoints_in(folder: Path) -> list[Path]:
         )
     except OSError:
         return []
-
-
-def read_task(file: Path) -> dict[str, object]:
-    """Fields of TaskConfig from a JSON file.
-
-    Raises:
-        CheckpointError: If the file is not readable or holds no JSON object.
-    """
-    task = read_json(file)
-    if not isinstance(task, dict):
-        raise CheckpointError(f"{file}: must hold a JSON object, got {type(task).__name__}.")
-    return task
 
 
 def named_config(what: str) -> ExperimentConfig:

@@ -15,16 +15,15 @@ import torch
 
 from mechinterp.checkpoints.archives import read_arrays
 from mechinterp.checkpoints.errors import printable
+from mechinterp.checkpoints.folder_tensors import read_snapshots, write_folder
 from mechinterp.checkpoints.folders import (
     WEIGHTS,
     document_file,
     document_of,
     read_document,
-    read_history,
-    read_snapshots,
-    write_folder,
 )
 from mechinterp.checkpoints.native_tensors import require_fit, state_dict, weights_from
+from mechinterp.checkpoints.outline import Outline
 from mechinterp.checkpoints.readings import Reading
 from mechinterp.config import ExperimentConfig, TaskConfig
 from mechinterp.models.deep import DeepWeights
@@ -75,11 +74,17 @@ class Checkpoint:
         return self.config.task
 
     @cached_property
+    def outline(self) -> Outline:
+        """What it states, without the weights."""
+        shapes = {name: tuple(tensor.shape) for name, tensor in self.weights.tensors.items()}
+        return Outline(
+            self.path, self.config, self.step, shapes, self.format, self.assumed, self.origin
+        )
+
+    @property
     def history(self) -> pd.DataFrame | None:
         """One row per logged step, layer (of several) and head: loss, eval_loss, ...; or None."""
-        if self.format != "native":
-            return None
-        return read_history(self.path, self.config, self.step)
+        return self.outline.history
 
     @cached_property
     def snapshots(self) -> dict[int, Weights]:

@@ -8,9 +8,10 @@ from pathlib import Path
 from torch import Tensor
 
 from mechinterp.checkpoints.errors import CheckpointError
-from mechinterp.checkpoints.folders import require_tensors
+from mechinterp.checkpoints.folder_tensors import require_tensors
+from mechinterp.checkpoints.headers import stated_shapes
 from mechinterp.config import ExperimentConfig
-from mechinterp.models.weights import Weights, tensor_shapes
+from mechinterp.models.weights import Weights
 
 PREFIX = "blocks.0.attn."
 UNREAD = (PREFIX + "W_O", PREFIX + "b_O")
@@ -27,11 +28,6 @@ def weights_from(tensors: Mapping[str, Tensor], config: ExperimentConfig, file: 
     Raises:
         CheckpointError: If they are missing, not finite or not those of such a model.
     """
-    there = len({name.split(".")[1] for name in tensors if name.startswith("blocks.")})
-    if config.model.n_layers != there:  # before a name is made for each
-        raise CheckpointError(
-            f"{file}: model.n_layers must be that of the weights, {there}, got {config.model.n_layers}."
-        )
     shapes = _require_tensors(file, tensors, config)
     found = {name: tensors[name] for name in shapes}
     return Weights(config.model, config.task.d_x, config.task.d_y, found)
@@ -63,7 +59,7 @@ def _require_tensors(
     file: Path, tensors: Mapping[str, Tensor], config: ExperimentConfig
 ) -> dict[str, tuple[int, ...]]:
     """Names and shapes of the tensors of such a model, all of which are there."""
-    shapes = tensor_shapes(config.model, config.task.d_x, config.task.d_y)
+    shapes = stated_shapes(file, tensors, config)
     require_tensors(file, tensors, shapes)
     if config.model.trains_compiled or (config.model.one_attention and config.model.biases):
         for name in set(UNREAD) & set(shapes):

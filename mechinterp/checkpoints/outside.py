@@ -14,12 +14,13 @@ import torch
 from torch import Tensor
 
 from mechinterp.checkpoints.errors import CheckpointError, one_line
-from mechinterp.checkpoints.folders import require_tensors
+from mechinterp.checkpoints.folder_tensors import require_tensors
 from mechinterp.checkpoints.hints import HEAD_KEYS, Hints
 from mechinterp.checkpoints.native import Checkpoint
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig
 from mechinterp.fields import build, flatten
-from mechinterp.models.functional import BIASES, NAMES, AttentionWeights
+from mechinterp.models.functional import NAMES, AttentionWeights
+from mechinterp.models.shapes import BIASES
 from mechinterp.models.weights import weights_of_layer
 
 Value = TypeVar("Value", bool, int, float, str)

@@ -8,7 +8,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from mechinterp.icl.algorithms import Algorithm, PromptMoments
+from mechinterp.icl.algorithms import Algorithm
+from mechinterp.icl.prompt_moments import PromptMoments
 from mechinterp.icl.prompts import generator_for
 
 TOLERANCE = 1e-8

@@ -3,7 +3,8 @@
 import numpy as np
 
 from mechinterp.analysis.learners.algorithm_evidence import AlgorithmEvidence
-from mechinterp.report.sections import Section, number, plus_minus
+from mechinterp.report.parts import Section
+from mechinterp.report.sections import number, plus_minus
 
 
 def algorithm_section(found: AlgorithmEvidence) -> Section:

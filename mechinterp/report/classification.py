@@ -76,7 +76,12 @@ def _standing(found: Classification) -> dict:
         {"learner": name} | {column: float(values[n]) for column, values in columns.items()}
         for n, name in enumerate(near.learners)
     ]
-    return {"loss": asdict(found.loss), "learners": learners, "n_random": found.n_random}
+    return {
+        "loss": asdict(found.loss),
+        "learners": learners,
+        "n_random": found.n_random,
+        "random_ranges": found.random_ranges,
+    }
 
 
 def _layered_document(checkpoint: Checkpoint, found: LayeredClassification) -> dict:
@@ -135,12 +140,24 @@ def classification_text(
         said = wrapped("\n".join(lines), "  ")
         return "\n".join((said, "", heads_header(found), *_head_lines(found)))
     frame = found.to_frame()
+    chance = ""
     if isinstance(found, Classification):
+        chance = f"\n\n{wrapped(_ranges(found), '  ')}"
         least = 1 / (len(frame) * found.n_random)
         for name in frame.columns[frame.columns.str.endswith("_p")]:
             frame[name] = [f"< {least:.2g}" if p <= least else f"{p:.2g}" for p in frame[name]]
     said = wrapped("\n".join([*lines, f"Reason: {found.reason}."]), "  ")
-    return f"{said}\n\n{frame_text(frame, wide=True)}"
+    return f"{said}\n\n{frame_text(frame, wide=True)}{chance}"
+
+
+def _ranges(found: Classification) -> str:
+    """Where random weights lie in the numbers of the table and of the evidence."""
+    ranges = {
+        name: f"{name} {digits(low)} to {digits(high)}"
+        for name, (low, high) in found.random_ranges.items()
+        if low < high
+    }
+    return f"Of {found.n_random} models with random weights 90% lie within {', '.join(ranges.values())}."
 
 
 def brief_text(found: Classification | LayeredClassification) -> str:

@@ -13,7 +13,8 @@ from mechinterp.checkpoints.native import Checkpoint
 from mechinterp.progress import ProgressCallback, no_progress
 from mechinterp.report import html
 from mechinterp.report.page import PAGE, Report, require_free, write_page
-from mechinterp.report.sections import Section, counted
+from mechinterp.report.parts import Section
+from mechinterp.report.sections import counted
 
 LONGEST_TABLE = 1000
 

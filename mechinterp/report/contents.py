@@ -11,6 +11,7 @@ from mechinterp.analysis.analyses import (
     described,
     run_analysis,
 )
+from mechinterp.analysis.learners.algorithm_evidence import AlgorithmEvidence
 from mechinterp.analysis.learners.layered import LayeredClassification
 from mechinterp.checkpoints.native import Checkpoint
 from mechinterp.checkpoints.plain_modules import HookedModule
@@ -18,13 +19,22 @@ from mechinterp.progress import ProgressCallback, no_progress
 from mechinterp.report import deep_sections, sections
 from mechinterp.report.algorithm_section import algorithm_section
 from mechinterp.report.edges import edges_sections
-from mechinterp.report.sections import Section
+from mechinterp.report.parts import Section
 from mechinterp.report.subject import Subject
 from mechinterp.report.training import history_sections, snapshot_sections
 
 HEIGHT = 420
 """Of a figure that does not say how high it is."""
-ON_REQUEST = {"pairs", "order", "gates", "head-snapshots", "component-snapshots", "milestones"}
+ON_REQUEST = {
+    "algorithm",
+    "algorithm-steps",
+    "pairs",
+    "order",
+    "gates",
+    "head-snapshots",
+    "component-snapshots",
+    "milestones",
+}
 """These take long, or are shown within another section."""
 OF_SEVERAL_LAYERS = {"baselines", "prune", "probe", "p-probe", "edges"}
 """What is asked of a model whose circuits do not tell what it computes."""
@@ -121,6 +131,12 @@ def _classify_sections(subject: Subject) -> list[Section]:
     return [computes] if algorithm is None else [computes, algorithm_section(algorithm)]
 
 
+def _algorithm_sections(subject: Subject) -> list[Section]:
+    found = run_analysis("algorithm", subject.checkpoint, n_prompts=subject.size, seed=subject.seed)
+    assert isinstance(found, AlgorithmEvidence)
+    return [algorithm_section(found)]
+
+
 def _ablate_sections(subject: Subject) -> list[Section]:
     if subject.one_attention:
         return [sections.ablation_section(subject)]
@@ -135,6 +151,7 @@ BESPOKE: dict[str, Callable[[Subject], list[Section]]] = {
     "classify": _classify_sections,
     "circuits": partial(_listed, sections.circuits_section),
     "attention": partial(_listed, sections.attention_section),
+    "algorithm": _algorithm_sections,
     "baselines": partial(_listed, deep_sections.risk_section),
     "ablate": _ablate_sections,
     "prune": partial(_listed, deep_sections.pruning_section),

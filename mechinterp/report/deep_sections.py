@@ -19,7 +19,8 @@ from mechinterp.analysis.probing.p_probing import IDEAL, RAW, p_probe
 from mechinterp.analysis.probing.probes import FOLDS, STRUCTURES, LayerProbes, probe_layers
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.predictor import Predictor
-from mechinterp.report.sections import Section, number, plus_minus
+from mechinterp.report.parts import Section
+from mechinterp.report.sections import number, plus_minus
 from mechinterp.report.subject import Subject, some
 
 OTHER_METHODS = ("mean", "resample")

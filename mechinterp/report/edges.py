@@ -1,7 +1,8 @@
 """The part of a page on how heads of one layer act through heads of later ones."""
 
 from mechinterp.analysis.heads.edges import HeadEdges, attribute_edges
-from mechinterp.report.sections import Section, plus_minus
+from mechinterp.report.parts import Section
+from mechinterp.report.sections import plus_minus
 from mechinterp.report.subject import Subject
 
 PAIRS = 8

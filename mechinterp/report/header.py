@@ -2,10 +2,13 @@
 
 import json
 import math
+from typing import TYPE_CHECKING
 
 import pandas as pd
 
-from mechinterp.checkpoints.native import Checkpoint
+if TYPE_CHECKING:
+    from mechinterp.checkpoints.native import Checkpoint
+    from mechinterp.checkpoints.outline import Outline
 
 SCHEMA_VERSION = 1
 
@@ -15,7 +18,7 @@ def dumps(document: object) -> str:
     return json.dumps(_plain(document), indent=2, allow_nan=False)
 
 
-def header(checkpoint: Checkpoint) -> dict:
+def header(checkpoint: "Checkpoint | Outline") -> dict:
     """The fields every document about a checkpoint starts with."""
     shape, task = checkpoint.config.model, checkpoint.task
     return {

@@ -15,7 +15,8 @@ from plotly.offline import get_plotlyjs
 from mechinterp import figures
 from mechinterp.checkpoints.errors import visible
 from mechinterp.report.glossary import PAPERS, WORDS, meanings
-from mechinterp.report.sections import Section, number
+from mechinterp.report.parts import Section
+from mechinterp.report.sections import number
 
 HERE = Path(__file__).parent
 LONGEST_WORD = 24  # longer entries make a column of text

@@ -3,45 +3,53 @@
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from typing import TYPE_CHECKING
 
 from mechinterp.analysis.verdict import digits
-from mechinterp.checkpoints.native import Checkpoint, checkpoint_of
+from mechinterp.checkpoints.outline import Outline
 from mechinterp.config import ModelConfig, TaskConfig, TrainConfig
 from mechinterp.report.header import header, records
 from mechinterp.report.text import wrapped
 
+if TYPE_CHECKING:
+    from mechinterp.checkpoints.native import Checkpoint
+
 DEFAULT = "as by default"
 
 
-def info_document(checkpoint: Checkpoint, *, hooks: bool = True) -> dict:
+def info_document(source: "Checkpoint | Outline", *, hooks: bool = True) -> dict:
     """What `info` says of a checkpoint.
 
     Args:
-        hooks: Whether hook points are listed, for which the hooked model is built.
+        hooks: Whether hook points are listed, for which the hooked model of a checkpoint is built.
     """
-    checkpoint = checkpoint_of(checkpoint, "info")
-    history = checkpoint.history
+    outline = source if isinstance(source, Outline) else _checkpoint(source).outline
+    history, steps = outline.history, outline.snapshot_steps
     document = {
-        **header(checkpoint),
-        "name": checkpoint.name,
-        "id": checkpoint.config.id,
-        "step": checkpoint.step,
-        "experiment": asdict(checkpoint.config),
-        "origin": dict(checkpoint.origin),
+        **header(outline),
+        "name": outline.name,
+        "id": outline.config.id,
+        "step": outline.step,
+        "experiment": asdict(outline.config),
+        "origin": dict(outline.origin),
         "history_rows": 0 if history is None else len(history),
-        "snapshots": list(checkpoint.snapshots),
+        "snapshots": steps,
         "eval_loss": None if history is None else float(history["eval_loss"].iloc[-1]),
-        "weights": _weight_shapes(checkpoint),
+        "weights": {name: list(shape) for name, shape in outline.shapes.items()},
     }
     if hooks:
         from mechinterp.models.hook_map import hook_map
 
-        document["hooks"] = records(hook_map(checkpoint.model))
+        document["hooks"] = records(hook_map(_checkpoint(source).model))
     return document
 
 
-def _weight_shapes(checkpoint: Checkpoint) -> dict[str, list[int]]:
-    return {name: list(t.shape) for name, t in checkpoint.weights.tensors.items()}
+def _checkpoint(source: object) -> "Checkpoint":
+    from mechinterp.checkpoints.native import (
+        checkpoint_of,  # loads torch, which an outline needs not
+    )
+
+    return checkpoint_of(source, "info")
 
 
 def info_text(document: dict) -> str:

@@ -18,7 +18,8 @@ from mechinterp.config import TaskConfig
 from mechinterp.progress import ProgressCallback, no_progress
 from mechinterp.report import html
 from mechinterp.report.contents import contents_of
-from mechinterp.report.sections import Section, assumed_text, counted
+from mechinterp.report.parts import Section
+from mechinterp.report.sections import assumed_text, counted
 
 PAGE = "index.html"
 FIGURE_OPTIONS = {"responsive": True, "displaylogo": False}

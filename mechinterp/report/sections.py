@@ -1,7 +1,6 @@
-"""The sections of a page, and those on one layer of attention: what each says, its figures and tables."""
+"""The sections on one layer of attention: what each says, its figures and tables."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 
 import numpy as np
 import pandas as pd
@@ -16,6 +15,7 @@ from mechinterp.analysis.heads.ablation import HeadAblation
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.functional import head_outputs
 from mechinterp.models.scores import is_normalised
+from mechinterp.report.parts import Band, Card, Section, Toggles
 from mechinterp.report.subject import Subject
 
 MOST_TOGGLES = 8
@@ -45,62 +45,15 @@ HOW = {
 }
 
 
-@dataclass(frozen=True)
-class Card:
-    """What is known of one head."""
-
-    title: str
-    label: str
-    meaning: str
-    color: str
-    facts: Mapping[str, str]
-
-
-@dataclass(frozen=True)
-class Toggles:
-    """Heads of one layer that the reader switches off: excess risk of each subset, and predictions on a few prompts."""
-
-    colors: tuple[str, ...]
-    risks: Mapping[str, tuple[float, float]]
-    """Risk and its standard error by subset, "10" where head 0 of two is kept."""
-    outputs: list[list[list[float]]]
-    """What each head adds to the prediction, [prompt][head][response]."""
-    rest: list[float]
-    """What no head adds: the bias of the prediction."""
-    target: list[list[float]]
-
-    def to_document(self) -> dict[str, object]:
-        """What the script of the page reads."""
-        names = ("risks", "outputs", "rest", "target")
-        return {name: getattr(self, name) for name in names}
-
-
-@dataclass(frozen=True)
-class Section:
-    """One part of the page."""
-
-    title: str
-    text: str
-    method: str
-    figures: Mapping[str, go.Figure] = field(default_factory=dict)
-    """By name; those with frames share one slider."""
-    tables: Mapping[str, pd.DataFrame] = field(default_factory=dict)
-    """By name; each becomes <name>.csv, and is shown if it has no more than `longest_table` rows."""
-    cards: tuple[Card, ...] = ()
-    toggles: Toggles | None = None
-    links: Mapping[str, str] = field(default_factory=dict)
-    """Addresses of pages by checkpoint."""
-    slider: str = "step"
-    """What the frames of the figures are."""
-    longest_table: int = 40
-
-
 def heads_section(subject: Subject) -> Section:
     """The pattern with its evidence, and a card for each head."""
     found = subject.pattern
+    kinds = ", ".join(
+        f"{found.labels.count(label)} {label}" for label in dict.fromkeys(found.labels)
+    )
     return Section(
         "Heads and pattern",
-        f"The pattern is {found.pattern}: {found.reason}.",
+        f"{counted(len(found.labels), 'head')}: {kinds}.",
         "A head is active if its share of the heads' output (standard deviation over prompts) is above "
         f"{Thresholds().share:.0%}, else it is a dummy. Active heads are positive or negative by the common sign of omega and mu. "
         "Heads of one sign make a kernel smoother; heads of both signs whose mu sum to zero and whose "
@@ -110,7 +63,14 @@ def heads_section(subject: Subject) -> Section:
         {"heads": found.plot()},
         {"pattern": _evidence(found), "heads": found.to_frame()},
         _cards(subject),
+        legend=f"The grey band beside a number is where 90% of {found.n_random} models with random weights lie; the line is this model.",
     )
+
+
+def _band(found: Classification, name: str, value: float) -> tuple[Band, ...]:
+    """The range of random weights beside a number; none where there is no number or no range."""
+    low, high = found.random_ranges[name]
+    return (Band(float(value), low, high),) if np.isfinite([value, low, high]).all() else ()
 
 
 def _evidence(found: Classification) -> pd.DataFrame:
@@ -132,12 +92,18 @@ def _evidence(found: Classification) -> pd.DataFrame:
         values["principal components used"] = count
         values["learned part of each component"] = ", ".join(map(number, used.learned))
         values["share of E y² predicted off the components"] = number(used.off_diagonal)
-    rows = [(name, value, HOW[name]) for name, value in values.items()]
+    drawn = {
+        "omega_spread": _band(found, "omega_spread", scales.omega_spread),
+        "zero_sum": _band(found, "zero_sum", scales.zero_sum),
+        "R² with idealised heads": _band(found, "substitution_r2", found.substitution.r2),
+    }
+    bands = {name: bands[0] for name, bands in drawn.items() if bands}
+    rows = [(name, value, bands.get(name, ""), HOW[name]) for name, value in values.items()]
     rows += [
-        (f"p of {name}", number(p), "fraction of random models as structured in this")
+        (f"p of {name}", number(p), "", "fraction of random models as structured in this")
         for name, p in found.p_values.items()
     ]
-    return pd.DataFrame(rows, columns=["evidence", "value", "how"])
+    return pd.DataFrame(rows, columns=["evidence", "value", "random_weights", "how"])
 
 
 def _cards(subject: Subject) -> tuple[Card, ...]:
@@ -158,10 +124,18 @@ def _cards(subject: Subject) -> tuple[Card, ...]:
         if subsets is not None:
             value = plus_minus(subsets.shapley[head], subsets.shapley_sem[head])
             facts["Shapley value (y²)"] = value
+        bands = {
+            "share of output": _band(found, "share", found.share[head]),
+            "omega (1/x²)": _band(found, "omega_mean", scales.omega_mean[head]),
+            "mu": tuple(band for mu in scales.mu[head] for band in _band(found, "mu", mu)),
+            "QK diagonal": _band(found, "qk_diagonal", scales.qk_diagonal[head]),
+            "OV reads y only": _band(found, "ov_last_entry", scales.ov_last_entry[head]),
+        }
         # A score that is no average looks at unlike tokens with weights below 0: omega and mu flip together.
         told = is_normalised(subject.score) or label not in ("positive", "negative")
         meaning = MEANINGS[label] if told else "adds y weighted by how alike token and query are"
-        cards.append(Card(f"head {head}", label, meaning, figures.head_color(head), facts))
+        color = figures.head_color(head)
+        cards.append(Card(f"head {head}", label, meaning, color, facts, bands))
     return tuple(cards)
 
 

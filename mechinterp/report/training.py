@@ -11,7 +11,7 @@ from mechinterp.analysis.dynamics.snapshots import Snapshots, training_snapshots
 from mechinterp.analysis.dynamics.training import training_dynamics
 from mechinterp.checkpoints.native import Checkpoint, checkpoint_of
 from mechinterp.config import TrainConfig
-from mechinterp.report.sections import Section
+from mechinterp.report.parts import Section
 from mechinterp.report.subject import Subject, some
 
 STEPS = "Training, step by step"

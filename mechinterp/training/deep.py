@@ -16,7 +16,8 @@ from mechinterp.config import ExperimentConfig
 from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
 from mechinterp.memory import layers_bytes, require_memory
 from mechinterp.models.deep import DeepWeights, deep_bytes, predict_deep
-from mechinterp.models.weights import Weights, as_weights, tensor_shapes
+from mechinterp.models.shapes import tensor_shapes
+from mechinterp.models.weights import Weights, as_weights
 from mechinterp.training.deep_step import loss_and_gradients
 from mechinterp.training.run import Run, TrainedModel, own, require_like, views
 from mechinterp.training.state import read_state, resumable

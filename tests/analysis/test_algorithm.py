@@ -23,6 +23,7 @@ from mechinterp.models.constructions_sparse import preprocess_then_optimise_mode
 from mechinterp.models.deep import DeepWeights
 from mechinterp.models.weights import Weights
 from mechinterp.training.deep import initial_deep_weights
+from tests.conftest import sampled
 
 DENSE = TaskConfig(d_x=8)
 KMS = TaskConfig(d_x=8, covariance=CovarianceConfig(kind="kms", rho=0.6))
@@ -123,7 +124,7 @@ def test_models_with_noise_get_their_labels(label: str):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", sampled(range(2), keep=lambda seed: seed == 0))
 @pytest.mark.parametrize("label", LABELS)
 def test_checkpoints_get_their_labels(label: str, seed: int, tmp_path: Path):
     weights, task = LABELS[label]

@@ -12,6 +12,7 @@ from mechinterp.presets import preset
 from mechinterp.theory.linear import modes
 from mechinterp.theory.linear_jumps import Jumps, growth_value, predicted_loss
 from mechinterp.training.linear import initial_heads, task_moments, train_linear
+from tests.conftest import sampled
 
 CONFIG = preset("linear-separate")
 SMALL = override(CONFIG, "train.init_std=0.001", "train.steps=400000", "train.log_every=50")
@@ -25,7 +26,7 @@ def crossing_steps(config: ExperimentConfig, levels: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("seed", sampled([0, 1], keep=lambda seed: seed == 0))
 def test_foretold_jumps_are_those_of_training(seed: int):
     config = override(SMALL, f"seed={seed}")
     forecast = jump_forecast(config)

@@ -12,7 +12,7 @@ from mechinterp.analysis.circuits.structure import common_matrix
 from mechinterp.analysis.circuits.substitution import evaluation, faithfulness, idealised
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig
 from mechinterp.models.constructions import from_circuits
-from mechinterp.models.functional import AttentionWeights, predict
+from mechinterp.models.functional import AttentionWeights, head_outputs, predict
 from mechinterp.training.step import initial_weights
 
 TASK = TaskConfig(d_x=3, d_y=2)
@@ -119,3 +119,25 @@ def test_blocks_that_have_a_common_matrix_are_their_own_idealised_selves():
         torch.nn.functional.pad(blocks, (0, 1, 0, 1)), torch.ones(2, 6, 1).double()
     )
     torch.testing.assert_close(x_blocks(weights, 2, "common"), blocks)
+
+
+@pytest.mark.slow
+def test_shares_are_those_of_the_heads_over_prompts():
+    prompts = evaluation(TASK, N_PROMPTS, 0, True).prompts
+    expected = []
+    for weights in random_models():
+        spread = head_outputs(weights, prompts).var(0).sum(1).sqrt()
+        expected += (spread / spread.sum()).tolist()
+    assert found_in_null("share") == pytest.approx(np.sort(expected), rel=1e-4)
+    for name in ("omega", "mu"):
+        means = torch.cat([getattr(weights, name) for weights in random_models()])
+        values = means.mean(1) if name == "omega" else means.flatten()
+        found = found_in_null({"omega": "omega_mean"}.get(name, name))
+        assert found == pytest.approx(np.sort(values.numpy()))
+
+
+def test_a_range_leaves_out_a_twentieth_on_each_side():
+    values = np.append(np.arange(101.0), [np.nan, np.nan])
+    null = Null(103, {"share": values, "mu": np.full(3, np.nan)})
+    assert null.ranges["share"] == (5, 95)
+    assert np.isnan(null.ranges["mu"]).all()

@@ -33,7 +33,7 @@ def test_a_step_is_told_with_its_size_and_the_best_one(step):
     assert "x minus its mean x̄ (debiased_gd): ŷ = 0.700 (1/L) Σ_l y_l (x_l − x̄)·x" in (
         step.verdict.computes
     )
-    assert step.verdict.computes.endswith("0.879 were best for its task")
+    assert step.verdict.computes.endswith("the best for its task is 0.879")
     assert f"explains {explained(step.learner.r2, step.learner.r2_sem)} of" in step.verdict.sure
     assert (
         f"the label was wrong for 0 of {KNOWN['debiased_gd'][1]} test models" in step.verdict.sure

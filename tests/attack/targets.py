@@ -24,7 +24,7 @@ from mechinterp.checkpoints.native import Checkpoint
 from mechinterp.checkpoints.tables import MARK
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig, TrainConfig
 from mechinterp.report.page import write_page
-from mechinterp.report.sections import Section
+from mechinterp.report.parts import Section
 from mechinterp.report.table import write_table
 from mechinterp.training.packs import pack_jobs
 from mechinterp.training.state import read_state

@@ -132,7 +132,7 @@ def work_on_two(pipe, seed: int, numbers: list[int]) -> None:
     runner._work(pipe, seed, numbers)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 def test_a_crash_is_counted_and_the_rest_goes_on(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(runner, "TARGET", work_on_two)

@@ -9,8 +9,9 @@ import torch
 
 from mechinterp.checkpoints.errors import CheckpointError
 from mechinterp.checkpoints.exchange import hooked_state
+from mechinterp.checkpoints.files import read_task
 from mechinterp.checkpoints.folders import COLUMNS
-from mechinterp.checkpoints.loading import checkpoint_paths, convert, load, read_task
+from mechinterp.checkpoints.loading import checkpoint_paths, convert, load
 from mechinterp.checkpoints.native import save
 from mechinterp.config import ExperimentConfig, TaskConfig
 from mechinterp.training.step import initial_weights

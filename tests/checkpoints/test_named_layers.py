@@ -21,7 +21,8 @@ from mechinterp.checkpoints.native import Checkpoint
 from mechinterp.config import ModelConfig
 from mechinterp.icl.prompts import sample_prompts
 from mechinterp.models.constructions_algorithms import gradient_descent_model
-from mechinterp.models.weights import Weights, tensor_shapes
+from mechinterp.models.shapes import tensor_shapes
+from mechinterp.models.weights import Weights
 from tests.checkpoints.wild_files import LAYOUTS, State
 
 pytestmark = pytest.mark.usefixtures("small_null")

@@ -39,6 +39,7 @@ from mechinterp.theory.linear_heads import (
 )
 from mechinterp.training.descent import full_batch_descent, sample_moments, training_set
 from mechinterp.training.flow import Flow, flow
+from tests.conftest import sampled
 
 pytestmark = pytest.mark.slow
 
@@ -422,7 +423,7 @@ def test_20_merged_softmax_heads_drop_once_and_cancel():
     assert abs(v.sum()) < 0.1 * np.abs(v).sum()
 
 
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("seed", sampled([0, 1], keep=lambda seed: seed == 0))
 def test_20_separate_softmax_heads_drop_more_than_once(seed):
     heads = separate_heads(5, 4, std=5e-2, seed=seed)
     losses, _ = softmax_descent(heads, learning_rate=0.3, steps=2500)

@@ -23,7 +23,7 @@ from tests.claims import test_sparse_trained as sparse
 from tests.claims.test_softmax_claims import ODD_HEAD, SINGLE, SPLIT, checkpoint, label
 from tests.conftest import CHECKPOINTS
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.exhaustive
 
 
 @pytest.mark.parametrize("name", SPLIT)

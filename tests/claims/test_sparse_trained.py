@@ -39,8 +39,10 @@ LOW, HIGH = ([name for name in SEVERAL if f"noise{noise}" in name] for noise in 
 
 
 def models(names: Iterable[str]) -> list:
-    """As cases: a seed of each kind, and the other one in `make test-all`."""
-    return sampled(sorted(names), keep=lambda name: name.endswith("s0"))
+    """As cases: one of each number of heads, and the other noise and seed in `make test-all`."""
+    names = sorted(names)
+    firsts = {name.split("-")[1]: name for name in reversed(names)}
+    return sampled(names, keep=lambda name: name in firsts.values())
 
 
 def single_of(name: str) -> str:

@@ -180,6 +180,7 @@ def test_a_resumed_run_ends_with_the_same_bits(kind: str, device: str, tmp_path:
     assert torch.equal(trained(resumed), expected)
 
 
+@pytest.mark.exhaustive
 def test_a_killed_run_goes_on_to_the_same_bits(device: str, tmp_path: Path):
     def command(out: Path, *more: str) -> list[str]:
         fields = (

@@ -6,8 +6,9 @@ import torch
 
 from mechinterp.config import CovarianceConfig, TaskConfig
 from mechinterp.icl.algorithm_fits import TOLERANCE, fit_algorithm
-from mechinterp.icl.algorithms import ALGORITHMS, Algorithm, PromptMoments
+from mechinterp.icl.algorithms import ALGORITHMS, Algorithm
 from mechinterp.icl.predictors import ridge
+from mechinterp.icl.prompt_moments import PromptMoments
 from mechinterp.icl.prompts import generator_for, sample_prompts
 
 BY_NAME = {algorithm.name: algorithm for algorithm in ALGORITHMS}

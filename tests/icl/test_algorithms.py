@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from mechinterp.config import CovarianceConfig, TaskConfig
-from mechinterp.icl.algorithms import ALGORITHMS, Algorithm, PromptMoments
+from mechinterp.icl.algorithms import ALGORITHMS, Algorithm
 from mechinterp.icl.predictors import nearest_neighbours, ridge, vanilla_gd
+from mechinterp.icl.prompt_moments import PromptMoments
 from mechinterp.icl.prompts import Prompts, covariance_matrix, generator_for, sample_prompts
 from mechinterp.icl.sparse_predictors import (
     averaging,

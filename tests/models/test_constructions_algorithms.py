@@ -9,7 +9,8 @@ from torch import Tensor
 from mechinterp.checkpoints.loading import load
 from mechinterp.checkpoints.native import save
 from mechinterp.config import CovarianceConfig, ExperimentConfig, ModelConfig, TaskConfig
-from mechinterp.icl.algorithms import ALGORITHMS, PromptMoments
+from mechinterp.icl.algorithms import ALGORITHMS
+from mechinterp.icl.prompt_moments import PromptMoments
 from mechinterp.icl.prompts import Prompts, covariance_matrix, generator_for, sample_prompts
 from mechinterp.models.constructions_algorithms import (
     gd_plus_plus_model,

@@ -13,6 +13,7 @@ from mechinterp.analysis.heads.masking import Ablations
 from mechinterp.analysis.heads.subsets import METHODS, ablate_subsets
 from mechinterp.analysis.learners.fits import LEARNERS, fit_learners
 from mechinterp.checkpoints.native import Checkpoint, load, save
+from mechinterp.checkpoints.outline import outline_of
 from mechinterp.config import ExperimentConfig, override
 from mechinterp.icl.prompts import generator_for, sample_prompts
 from mechinterp.models.constructions import debiased_gradient_step, zero_head
@@ -111,6 +112,11 @@ def test_info_document_of_a_trained_model(tmp_path: Path):
     document = json.loads(dumps(info_document(trained)))
     assert (document["step"], document["history_rows"], document["snapshots"]) == (20, 9, [0, 20])
     assert document["eval_loss"] == trained.history["eval_loss"].iloc[-1]
+    outline = outline_of(tmp_path / "run")
+    assert outline is not None
+    assert json.loads(dumps(info_document(outline, hooks=False))) == {
+        name: value for name, value in document.items() if name != "hooks"
+    }
     assert document["weights"]["blocks.0.attn.W_V"] == [3, 6, 2]
     assert document["weights"]["blocks.0.attn.W_O"] == [3, 2, 6]
 
@@ -144,7 +150,7 @@ def test_classification_document(checkpoint: Checkpoint):
         *("sign_matching", "omega_spread", "zero_sum", "eta", "eta_optimal", "gamma"),
         *("manifold_distance", "theta", "supports", "support_leak", "theta_spread"),
         *("form", "isotropy", "shared", "rotation", "p_values"),
-        *("loss", "learners", "n_random"),
+        *("loss", "learners", "n_random", "random_ranges"),
         *("n_components", "learned", "off_diagonal"),
         *(
             f"{kind}_{name}"

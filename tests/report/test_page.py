@@ -14,6 +14,7 @@ import torch
 
 from mechinterp.analysis.circuits.patterns import classify
 from mechinterp.analysis.learners.fits import fit_learners
+from mechinterp.analysis.verdict import digits
 from mechinterp.checkpoints.loading import load as read_any
 from mechinterp.checkpoints.native import Checkpoint, load, save
 from mechinterp.config import ExperimentConfig, override
@@ -21,7 +22,7 @@ from mechinterp.models.constructions import debiased_gradient_step, kernel_head,
 from mechinterp.models.functional import AttentionWeights
 from mechinterp.report.glossary import PAPERS, WORDS, meanings
 from mechinterp.report.page import PAGE, write_figure, write_report
-from mechinterp.report.sections import Section
+from mechinterp.report.parts import Band, Section
 from mechinterp.training.sweep import train_models
 
 N_PROMPTS = 128
@@ -310,7 +311,7 @@ def test_a_number_that_is_none_is_a_dash(tmp_path: Path):
     assert evidence["omega_spread"] == "–"
     assert evidence["R² of the closed form"] == "– ± –"
     assert "nan" not in page.text.lower().split()
-    assert "undetermined: no head is active" in page.text
+    assert "no head is active" in page.text
 
 
 def test_the_first_row_of_a_history_has_no_training_loss(page: Page):
@@ -362,10 +363,31 @@ def test_a_head_has_a_card_with_its_numbers(page: Page, trained: tuple[Checkpoin
     cards = page.source.split('<article class="card"')[1:]
     rises = pd.read_csv(trained[1] / "ablation.csv")["rise"]
     for head, card in enumerate(cards):
-        facts = dict(re.findall(r"<dt>(.*?)</dt><dd>(.*?)</dd>", card))
+        facts = dict(re.findall(r"<dt>(.*?)</dt><dd>([^<]*)", card))
         assert facts["omega (1/x²)"] == f"{found.circuits.omega_mean[head]:+.4g}"
         assert facts["share of output"] == f"{found.share[head]:.1%}"
         assert facts["zero ablation (y²)"].startswith(f"{rises[head]:.4g} ± ")
+
+
+def test_numbers_stand_beside_those_of_random_weights(page: Page, trained: tuple[Checkpoint, Path]):
+    found = classify(trained[0], n_prompts=N_PROMPTS)
+    low, high = found.random_ranges["substitution_r2"]
+    evidence = {row["evidence"]: row["random_weights"] for row in page.rows("pattern")}
+    said = f"{digits(low)} to {digits(high)}"
+    assert evidence["R² with idealised heads"].startswith(said)
+    assert evidence["eta"] == ""
+    table = pd.read_csv(trained[1] / "pattern.csv").set_index("evidence")["random_weights"]
+    assert table["R² with idealised heads"] == said
+    # Five numbers on each card, and three in the table of evidence.
+    assert page.source.count('<svg class="band"') == 5 * len(found.labels) + 3
+    assert "<title>random weights: " in page.source
+
+
+def test_a_band_lies_on_a_scale_that_holds_0_and_the_number():
+    assert Band(value=1.0, low=0.25, high=0.5).places == (25, 50, 100)
+    assert Band(value=-1.0, low=-0.5, high=1.0).places == (25, 100, 0)
+    assert Band(value=0.0, low=0.0, high=0.0).places == (0, 0, 0)
+    assert str(Band(value=1.0, low=0.25, high=0.5)) == "0.250 to 0.500"
 
 
 def test_figures_of_a_section_share_the_frames_of_its_slider(page: Page):

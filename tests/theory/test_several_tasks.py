@@ -67,7 +67,7 @@ def test_a_shared_task_vector_is_learned_from_both_responses():
     np.testing.assert_allclose(theta[1, ::-1, ::-1], theta[0], rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("shared", "needed"), [(True, 3), (False, 2)])
 def test_risk_falls_with_the_rank_until_it_is_that_of_the_best_step(shared: bool, needed: int):
     moments = found(shared=shared)

@@ -97,7 +97,7 @@ def peaks(tmp_path: Path) -> Callable[[dict[str, ExperimentConfig]], list[int]]:
     return measure
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_batch_of_half_a_million_prompts_needs_little_memory(peaks):
     many = override(CONFIG, "train.batch_size=500000", "task.context_length=40", "train.steps=2")
     batch = 500_000 * prompt_bytes(many.task)
@@ -118,7 +118,7 @@ def snapshot_bytes(config: ExperimentConfig) -> int:
     return 4 * sum(part.numel() for part in initial_weights(config).tensors.values())
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_pack_of_many_snapshots_stays_under_what_is_said(peaks):
     long = override(WIDE, "train.steps=100", "train.snapshot_every=1", "train.log_every=50")
     models = {f"{seed}": override(long, f"seed={seed}") for seed in range(4)}

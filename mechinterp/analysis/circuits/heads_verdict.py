@@ -128,7 +128,7 @@ def _step(pattern: str, scales: Scales) -> str:
     diagonal = not (step * (1 - np.eye(step.shape[1]))).any()
     if diagonal and np.allclose(diagonals, diagonals[:, :1], rtol=1e-9, atol=0):
         best = scales.eta_optimal
-        beside = "" if np.isnan(best) else f"; {digits(best)} were best for its task"
+        beside = "" if np.isnan(best) else f"; the best for its task is {digits(best)}"
         eta = digits(diagonals[0, 0]) if one else "η_n"
         values = "" if one else f", η = {_list(diagonals[:, 0])}"
         return f"ŷ{mark} = {eta} {moment}·x{values}{beside}"

@@ -8,6 +8,10 @@ from jaxtyping import Float
 from mechinterp.config import TaskConfig
 from mechinterp.theory.softmax import manifold_mu
 
+ROUNDS, POINTS = 6, 51
+"""Grids of so many points, each between the neighbours of the last one's best: (2/50)^6 of the range. To import scipy's
+search takes longer than a whole reading of a model."""
+
 
 def nearest_on_manifold(
     omega: Float[np.ndarray, " head"], mu: Float[np.ndarray, " head"], task: TaskConfig
@@ -51,8 +55,10 @@ def nearest_on_manifold(
         ) / np.sum(mu**2)
         return float(np.sqrt(off_omega + off_mu))
 
-    from scipy.optimize import minimize_scalar  # takes a good part of a start-up
-
-    bounds = (np.abs(omega).min() / 4, np.abs(omega).max() * 4)
-    best = minimize_scalar(distance, bounds=bounds, method="bounded", options={"xatol": 1e-9})
-    return float(best.x), float(best.fun)
+    low, high = np.abs(omega).min() / 4, np.abs(omega).max() * 4
+    for _ in range(ROUNDS):
+        gammas = np.linspace(low, high, POINTS)
+        distances = [distance(gamma) for gamma in gammas]
+        nearest = int(np.argmin(distances))
+        low, high = gammas[max(nearest - 1, 0)], gammas[min(nearest + 1, POINTS - 1)]
+    return float(gammas[nearest]), distances[nearest]

@@ -7,9 +7,10 @@ from functools import lru_cache
 
 import numpy as np
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
-from mechinterp.analysis.circuits.reading import Form
+from mechinterp.analysis.circuits.reading import Form, share_of
 from mechinterp.analysis.circuits.structure import common_matrix, spread_over_heads
 from mechinterp.analysis.circuits.substitution import evaluation, idealised
 from mechinterp.analysis.circuits.thresholds import Thresholds
@@ -19,6 +20,7 @@ from mechinterp.models.functional import AttentionWeights, head_outputs, stack
 from mechinterp.training.step import initial_weights
 
 SMALL_IS_STRUCTURE = ("omega_spread", "zero_sum")
+MIDDLE = (0.05, 0.95)
 N_PROMPTS, HEADS_AT_ONCE = 512, 128
 MODELS, MODEL_HEADS = (100, 400), 6400  # at least 100, so that a p-value can be below 0.01
 
@@ -37,6 +39,18 @@ class Null:
         above = len(values) - np.searchsorted(values, value, side="left")
         extreme = below if name in SMALL_IS_STRUCTURE else above
         return float("nan") if np.isnan(value) else float((extreme + 1) / (len(values) + 1))
+
+    @property
+    def ranges(self) -> dict[str, tuple[float, float]]:
+        """Where the middle nine tenths of the random models (or heads) lie, by the name of the number."""
+        return {name: _middle(values[~np.isnan(values)]) for name, values in self.values.items()}
+
+
+def _middle(values: Float[np.ndarray, " sorted"]) -> tuple[float, float]:
+    if not len(values):
+        return float("nan"), float("nan")
+    low, high = (float(values[round(part * (len(values) - 1))]) for part in MIDDLE)
+    return low, high
 
 
 @lru_cache(maxsize=64)
@@ -73,14 +87,18 @@ def _statistics(
     mu = weights.mu.view(n_models, n_heads, task.d_y)
     diagonal = weights.qk_diagonal.view(n_models, n_heads)
     last_entry = weights.ov_last_entry.view(n_models, n_heads)
+    r2, share = _faithfulness(weights, task, n_heads, form)
     return {
+        "share": share,
+        "omega_mean": weights.omega.mean(1),
+        "mu": mu,
         "qk_diagonal": diagonal,
         "ov_last_entry": last_entry,
         "qk_diagonal_best": diagonal.amax(1),
         "ov_last_entry_best": last_entry.amax(1),
         "omega_spread": spread_over_heads(sizes, mu, serving=Thresholds().task_leak),
         "zero_sum": (mu.sum(1).abs() / mu.abs().sum(1)).amax(1),
-        "substitution_r2": _faithfulness(weights, task, n_heads, form),
+        "substitution_r2": r2,
     }
 
 
@@ -96,18 +114,22 @@ def x_blocks(weights: AttentionWeights, n_heads: int, form: str) -> Tensor:
     return (common.scale[..., None, None] * common.matrix[:, None]).flatten(0, 1)
 
 
-def _faithfulness(weights: AttentionWeights, task: TaskConfig, n_heads: int, form: str) -> Tensor:
-    """R^2 of the idealised models, a few models at a time, in float32."""
+def _faithfulness(
+    weights: AttentionWeights, task: TaskConfig, n_heads: int, form: str
+) -> tuple[Tensor, Tensor]:
+    """R^2 of the idealised models and shares of the heads, a few models at a time, in float32."""
     prompts = evaluation(task, N_PROMPTS, 0, weights.attend_to_self).prompts.to(torch.float32)
     ideal = idealised(weights, x_blocks(weights, n_heads, form), weights.mu).to(torch.float32)
     weights = weights.to(torch.float32)
     size = max(HEADS_AT_ONCE // n_heads, 1) * n_heads
-    found = []
+    found, shares = [], []
     for start in range(0, weights.n_heads, size):
-        whole, substitute = (
-            head_outputs(w[slice(start, start + size)], prompts).unflatten(1, (-1, n_heads)).sum(2)
+        heads, substitutes = (
+            head_outputs(w[slice(start, start + size)], prompts).unflatten(1, (-1, n_heads))
             for w in (weights, ideal)
         )
+        whole, substitute = heads.sum(2), substitutes.sum(2)
         gap = (whole - substitute).square().mean((0, 2))
         found.append(1 - gap / whole.square().mean((0, 2)))
-    return torch.cat(found).to(torch.float64)
+        shares.append(share_of(heads))
+    return torch.cat(found).to(torch.float64), torch.cat(shares).to(torch.float64)

@@ -4,6 +4,7 @@ Every label comes with the numbers that earned it, each beside what random weigh
 that is not clearly one thing is `undetermined`, with the number that is in between.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, cast
 
@@ -81,6 +82,8 @@ class Classification(Result):
     """Fraction of randomly initialised models that are as structured, by the name of the number."""
     head_p_values: dict[str, Float[np.ndarray, " head"]]
     """Fraction of heads of such models that reach a head's `qk_diagonal` and `ov_last_entry`."""
+    random_ranges: Mapping[str, tuple[float, float]]
+    """Where randomly initialised models (or heads) lie, 5% to 95% of them, by the name of the number."""
     n_random: int
     """Randomly initialised models behind the p-values; the least that one can be is 1 / (n_random + 1)."""
     kernel: str
@@ -306,6 +309,7 @@ def _classified(
         components=used,
         p_values=p_values,
         head_p_values=_head_p_values(null, heads),
+        random_ranges=null.ranges,
         n_random=null.n_models,
         kernel=kernel_text(weights.score, weights.score_slope),
         calibrated=limits == Thresholds(),

@@ -97,7 +97,7 @@ def read_heads(weights: AttentionWeights, outputs: Float[Tensor, "batch head d_y
         mu=weights.mu.numpy(),
         qk_diagonal=weights.qk_diagonal.numpy(),
         ov_last_entry=weights.ov_last_entry.numpy(),
-        share=_share(outputs),
+        share=share_of(outputs).numpy(),
     )
 
 
@@ -120,7 +120,7 @@ def read_groups(
         mu=mu.numpy(),
         qk_diagonal=_part(diagonal, blocks),
         ov_last_entry=_part(mu, OV),
-        share=_share(torch.einsum("gh,bhn->bgn", member, outputs)),
+        share=share_of(torch.einsum("gh,bhn->bgn", member, outputs)).numpy(),
     )
 
 
@@ -162,9 +162,10 @@ def _shared(blocks: Tensor, common: CommonMatrix) -> float:
     return float(1 - off_common / off_identity) if off_identity > 1e-12 else 0.0
 
 
-def _share(outputs: Tensor) -> np.ndarray:
+def share_of(outputs: Float[Tensor, "batch *models head d_y"]) -> Float[Tensor, "*models head"]:
+    """Standard deviation of each head's output over prompts, divided by the sum of that over heads."""
     spread = outputs.var(0).sum(-1).sqrt()
-    return (spread / spread.sum().clamp_min(1e-300)).numpy()
+    return spread / spread.sum(-1, keepdim=True).clamp_min(1e-300)
 
 
 def _part(part: Tensor, whole: Tensor) -> np.ndarray:

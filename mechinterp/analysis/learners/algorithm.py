@@ -30,7 +30,8 @@ from mechinterp.analysis.learners.algorithm_tests import (
     settings_of,
 )
 from mechinterp.config import TaskConfig
-from mechinterp.icl.algorithms import ALGORITHMS, PromptMoments
+from mechinterp.icl.algorithms import ALGORITHMS
+from mechinterp.icl.prompt_moments import PromptMoments
 from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
 from mechinterp.models.predictor import Predictor, Source, predictor_of
 

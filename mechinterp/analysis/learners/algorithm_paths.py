@@ -18,7 +18,8 @@ from mechinterp.analysis.learners.algorithm_scores import (
 from mechinterp.analysis.learners.algorithm_tests import Setting
 from mechinterp.config import TaskConfig
 from mechinterp.icl.algorithm_fits import fit_algorithm
-from mechinterp.icl.algorithms import Algorithm, PromptMoments, Scalar
+from mechinterp.icl.algorithms import Algorithm, Scalar
+from mechinterp.icl.prompt_moments import PromptMoments
 from mechinterp.models.predictor import Predictor
 
 MISSED = 0.02

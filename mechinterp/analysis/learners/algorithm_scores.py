@@ -11,7 +11,8 @@ from mechinterp.analysis.estimates import ratio_and_sem
 from mechinterp.analysis.learners.algorithm_tests import Setting, isotropic
 from mechinterp.config import TaskConfig
 from mechinterp.icl.algorithm_fits import fit_algorithm
-from mechinterp.icl.algorithms import ALGORITHMS, Algorithm, JoinedMoments, PromptMoments
+from mechinterp.icl.algorithms import ALGORITHMS, Algorithm
+from mechinterp.icl.prompt_moments import JoinedMoments, PromptMoments
 
 N_STARTS = 2
 FINE = 1e-4

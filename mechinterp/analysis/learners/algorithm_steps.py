@@ -20,12 +20,15 @@ from mechinterp.analysis.learners.algorithm import name_algorithm
 from mechinterp.analysis.learners.algorithm_evidence import AlgorithmEvidence
 from mechinterp.config import TaskConfig
 from mechinterp.display import Result
-from mechinterp.icl.algorithms import ALGORITHMS, PromptMoments
-from mechinterp.icl.prompts import Prompts, sample_prompts
+from mechinterp.icl.algorithms import ALGORITHMS
+from mechinterp.icl.prompt_moments import PromptMoments
+from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
 from mechinterp.models.adapter import HookedPredictor
 from mechinterp.models.predictor import Source, predictor_of
 
 ALL = "all layers"
+PROMPTS = 16
+"""Place of the prompts among those of a seed, behind all that `name_algorithm` draws."""
 Hook = tuple[str, Callable[..., Tensor]]
 
 
@@ -92,7 +95,7 @@ def intervene_on_steps(
     *,
     task: TaskConfig | None = None,
     n_prompts: int = 256,
-    seed: int = 1,
+    seed: int = 0,
 ) -> StepInterventions:
     """What the predictions become when steps of the algorithm stand in for layers.
 
@@ -100,8 +103,9 @@ def intervene_on_steps(
     its own prediction. Linear images are fitted on the even prompts, effects measured on the odd ones.
 
     Args:
-        evidence: What `name_algorithm` says of the model; None: it is asked.
-        seed: Of the prompts; another than that of the evidence, whose scalars are kept.
+        evidence: What `name_algorithm` says of the model; None: it is asked, with the same task,
+            number of prompts and seed.
+        seed: Of the prompts, which are others than those of the evidence with the same seed.
     Raises:
         ValueError: If there is no task, or no algorithm with a path comes near.
     Example:
@@ -117,14 +121,15 @@ def intervene_on_steps(
             "intervene_on_steps needs a task for a model that comes without one, got none."
         )
     if evidence is None:
-        evidence = name_algorithm(predictor, task=task)
+        evidence = name_algorithm(predictor, task=task, n_prompts=n_prompts, seed=seed)
     best = evidence.best
     if best is None or not evidence.has_path[best] or not evidence.path_answered:
         raise ValueError(
             "intervene_on_steps needs a model near to an algorithm with a path, got "
             f"{evidence.label}."
         )
-    prompts = sample_prompts(task, n_prompts, seed=seed, dtype=torch.float64)
+    generator = generator_for(seed, "eval", PROMPTS)
+    prompts = sample_prompts(task, n_prompts, generator=generator, dtype=torch.float64)
     path_scalars = evidence.path_scalars[best]
     held = _held(evidence.members[best], path_scalars, prompts, task, predictor.n_layers)
     streams = predictor.streams(prompts)[:, :, -1].cpu().double()

@@ -10,14 +10,17 @@ import typer
 from mechinterp.cli.options import (
     Asked,
     PathArgument,
+    PromptsOption,
+    SeedOption,
     about_paths,
     hints_of,
     load_checkpoint,
+    runs_checkpoints,
     say_of,
     shown_path,
     takes,
 )
-from mechinterp.cli.training import device_of, say
+from mechinterp.cli.training import JsonOption, QuietOption, WideOption, device_of, say
 
 if TYPE_CHECKING:
     from mechinterp.analysis.heads.fine_tuning import FineTuning
@@ -56,6 +59,34 @@ def analyse(
 
     analysis_named(name)
     show(name, path, asked, hints, device)
+
+
+@runs_checkpoints
+def fit(
+    path: PathArgument,
+    n_prompts: PromptsOption = 20_000,
+    seed: SeedOption = 0,
+    context_length: Annotated[
+        list[int] | None,
+        typer.Option(
+            "--context-length",
+            min=1,
+            help="Pairs per prompt; may be repeated; 10, 20, ..., 100 if left out.",
+        ),
+    ] = None,
+    quiet: QuietOption = False,
+    as_json: JsonOption = False,
+    wide: WideOption = False,
+    *,
+    hints: "Hints",
+    device: str,
+) -> None:
+    """Fit closed-form learners to the model. Example: mechinterp fit checkpoints/softmax-h2-s0"""
+    from mechinterp.analysis.learners.fits import CONTEXT_LENGTHS
+
+    asked = Asked(n_prompts=n_prompts, seed=seed, quiet=quiet, as_json=as_json, wide=wide)
+    settings = {"context_lengths": context_length or CONTEXT_LENGTHS}
+    show("fit", path, asked, hints, device, settings)
 
 
 def show(

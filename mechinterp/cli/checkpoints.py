@@ -1,0 +1,167 @@
+"""Commands that say what a checkpoint is: argument parsing only."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from mechinterp.cli.options import (
+    LengthOption,
+    PathArgument,
+    SeedOption,
+    about_paths,
+    complain,
+    load_checkpoint,
+    reads_checkpoints,
+    runs_checkpoints,
+    say_of,
+    shown_path,
+)
+from mechinterp.cli.training import JsonOption, QuietOption, WideOption, say
+
+if TYPE_CHECKING:
+    from mechinterp.analysis.circuits.patterns import Classification
+    from mechinterp.analysis.learners.layered import LayeredClassification
+    from mechinterp.checkpoints.hints import Hints
+    from mechinterp.checkpoints.native import Checkpoint
+
+    Classified = Classification | LayeredClassification
+
+
+@runs_checkpoints
+def classify(
+    paths: Annotated[
+        list[Path], typer.Argument(metavar="PATH...", help="Checkpoints, or folders of them.")
+    ],
+    n_prompts: Annotated[
+        int | None,
+        typer.Option(
+            "--n-prompts",
+            min=2,
+            help="Number of evaluation prompts; 512 if left out, 256 for models of several layers.",
+        ),
+    ] = None,
+    seed: SeedOption = 0,
+    context_length: LengthOption = None,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", help="A new table, .parquet or .csv: a row for each checkpoint."),
+    ] = None,
+    quiet: QuietOption = False,
+    as_json: JsonOption = False,
+    wide: WideOption = False,
+    *,
+    hints: "Hints",
+    device: str,
+) -> None:
+    """Say what a model computes, and how sure that is. Example: mechinterp classify checkpoints/*"""
+    from mechinterp.checkpoints.loading import checkpoint_paths
+    from mechinterp.report.bars import progress_bars
+    from mechinterp.report.classification import classification_document
+    from mechinterp.report.header import dumps
+    from mechinterp.report.table import require_writable, write_table
+
+    if out is not None:
+        require_writable(out)
+    documents: list[dict] = []
+    found_paths = checkpoint_paths(paths)
+    headers: set[str] = set()
+    with progress_bars(quiet=quiet) as progress:
+        for path in progress(found_paths, "classifying"):
+            try:
+                with about_paths(path):
+                    checkpoint = load_checkpoint(path, hints, context_length, device=device)
+                    found = _classified(checkpoint, context_length, n_prompts, seed)
+                    documents.append(classification_document(checkpoint, found))
+            except (ValueError, OSError) as error:
+                documents.append({"path": str(path), "error": str(error)})
+                complain(str(error))
+                continue
+            if not as_json:
+                one_of_many = None if len(found_paths) == 1 or wide else headers
+                _show_classification(path, found, headers=one_of_many, wide=wide)
+    if as_json:
+        say(dumps(documents))
+    if out is not None:
+        write_table(out, documents)
+    if any("error" in document for document in documents):
+        raise typer.Exit(2)
+
+
+def _classified(
+    checkpoint: "Checkpoint", context_length: int | None, n_prompts: int | None, seed: int
+) -> "Classified":
+    from mechinterp.analysis.circuits.patterns import classify as classified
+
+    task = checkpoint.task
+    if context_length is not None:
+        task = replace(task, context_length=context_length)
+    return classified(checkpoint, task, n_prompts=n_prompts, seed=seed)
+
+
+def _show_classification(
+    path: Path, found: "Classified", *, headers: set[str] | None, wide: bool
+) -> None:
+    """Print what was found: at length, or of one among many in few lines below headings that stand once."""
+    from mechinterp.report.classification import brief_text, classification_text, heads_header
+
+    if headers is None:
+        say_of(path, classification_text(found, wide=wide))
+        return
+    header = heads_header(found)
+    if header not in headers:
+        headers.add(header)
+        say(header)
+    say_of(path, brief_text(found))
+
+
+@reads_checkpoints
+def info(
+    path: PathArgument,
+    as_json: JsonOption = False,
+    wide: Annotated[bool, typer.Option("--wide", help="List the hook points, too.")] = False,
+    *,
+    hints: "Hints",
+) -> None:
+    """Show a checkpoint at a glance. Example: mechinterp info checkpoints/softmax-h2-s0"""
+    from mechinterp.checkpoints.outline import outline_of
+    from mechinterp.report.header import dumps
+    from mechinterp.report.info import info_document, info_text
+
+    hooks = as_json or wide
+    outline = None if hooks or hints.given else outline_of(path)
+    document = info_document(outline or load_checkpoint(path, hints), hooks=hooks)
+    say(dumps(document) if as_json else info_text(document))
+
+
+@reads_checkpoints
+def convert(
+    path: PathArgument,
+    target: Annotated[str, typer.Option("--to", help="native, transformer-lens or npz.")],
+    out: Annotated[Path, typer.Option("--out", help="A new folder; a new file for npz.")],
+    as_json: JsonOption = False,
+    *,
+    hints: "Hints",
+) -> None:
+    """Write a checkpoint in another format. Example: mechinterp convert checkpoints/softmax-h2-s0 --to transformer-lens --out h2"""
+    from mechinterp.checkpoints import loading
+    from mechinterp.report.documents import conversion_document
+    from mechinterp.report.header import dumps
+
+    with about_paths(path, out):
+        checkpoint = load_checkpoint(path, hints)
+        files = loading.convert(checkpoint, target, out)
+    document = conversion_document(checkpoint, target, files)
+    if as_json:
+        say(dumps(document))
+        return
+    say(
+        f"{shown_path(out)}: {', '.join(str(f.relative_to(out)) for f in files if f != out) or 'written'}"
+    )
+    if document["n_ctx"] is not None:
+        say(
+            f"n_ctx is {document['n_ctx']}; read load.py, then run it with transformer-lens 2 or 3."
+        )
+    if document["left_out"]:
+        say(f"Left out: {', '.join(document['left_out'])}.")

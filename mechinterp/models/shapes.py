@@ -1,0 +1,52 @@
+"""Names and shapes of a model's tensors, from its config alone."""
+
+from mechinterp.config import ModelConfig
+
+BIASES = ("b_Q", "b_K", "b_V", "b_O")
+
+
+def tensor_shapes(model: ModelConfig, d_x: int, d_y: int) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of all tensors of a model.
+
+    Example:
+        >>> tensor_shapes(ModelConfig(n_heads=2), 5, 1)["blocks.0.attn.W_O"]
+        (2, 6, 6)
+    """
+    width, d_head = model.stream_width(d_x, d_y), model.head_width(d_x, d_y)
+    shapes: dict[str, tuple[int, ...]] = {}
+    for layer in range(model.n_layers):
+        parts = _layer_shapes(model, width, d_head)
+        shapes |= {f"blocks.{layer}.{name}": shape for name, shape in parts.items()}
+    if model.final_norm:
+        shapes |= {"ln_final.w": (width,), "ln_final.b": (width,)}
+    if model.n_positions is not None:
+        shapes["pos_embed.W_pos"] = (model.n_positions, width)
+    if model.d_model is not None:
+        d_token = model.d_token(d_x, d_y)
+        shapes["W_in"] = (model.d_read_in or d_token, width)
+        shapes["unembed.W_U"] = (width, d_y)
+        if model.biases:
+            shapes |= {"b_in": (width,), "unembed.b_U": (d_y,)}
+        if model.d_read_in is not None:
+            shapes["W_read"] = (d_token, model.d_read_in)
+            if model.biases:
+                shapes["b_read"] = (model.d_read_in,)
+    return shapes
+
+
+def _layer_shapes(model: ModelConfig, width: int, d_head: int) -> dict[str, tuple[int, ...]]:
+    wide = (model.n_heads, width, d_head)
+    names = ("W_QK", "W_V") if model.merged_qk else ("W_Q", "W_K", "W_V")
+    shapes: dict[str, tuple[int, ...]] = {f"attn.{name}": wide for name in names}
+    shapes["attn.W_O"] = (model.n_heads, d_head, width)
+    if model.biases:
+        shapes |= {f"attn.{name}": (model.n_heads, d_head) for name in BIASES[:3]}
+        shapes["attn.b_O"] = (width,)
+    if model.d_mlp is not None:
+        shapes |= {"mlp.W_in": (width, model.d_mlp), "mlp.W_out": (model.d_mlp, width)}
+        if model.biases:
+            shapes |= {"mlp.b_in": (model.d_mlp,), "mlp.b_out": (width,)}
+    if model.norm is not None:
+        norms = ("ln1",) if model.d_mlp is None else ("ln1", "ln2")
+        shapes |= {f"{norm}.{name}": (width,) for norm in norms for name in ("w", "b")}
+    return shapes
