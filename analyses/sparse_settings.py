@@ -18,7 +18,8 @@ import numpy as np
 import pandas as pd
 import sparse_measured as ask
 import torch
-from measured import RESULTS
+from measured import RESULTS, provenance
+from records import save
 from sparse_fairness import algorithm_1, descent, fitted, lista, moments
 from sparse_measured import Pair
 from sparse_setting import best, best_lasso, best_ridge, ratio
@@ -225,6 +226,7 @@ def main() -> None:
     files = {"sparse_settings": table, "sparse_settings_training": pd.concat(histories)}
     for name, frame in files.items():
         frame.to_csv(arguments.out / f"{name}.csv", index=False, float_format="%.6g")
+    save(arguments.out, "sparse_settings", [], provenance(table, [], None))
 
 
 if __name__ == "__main__":
