@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 
 import result_tables
+import sparse_settings_table
 import sparse_table
 from main_claims import PAPERS, leads, rows
 from records import Record, all_records
@@ -51,7 +52,11 @@ TABLES: dict[Path, dict[str, Callable[[Path], str]]] = {
 }
 """The tables of each page, by the name of their marks."""
 TABLES[PAGES / "softmax_attention.md"]["shipped"] = result_tables.shipped
-TABLES[PAGES / "sparse_regression.md"]["trained"] = result_tables.trained
+TABLES[PAGES / "sparse_regression.md"] |= {
+    "trained": result_tables.trained,
+    "settings claims": sparse_settings_table.claims,
+    "settings": sparse_settings_table.models,
+}
 
 
 def replaced(text: str, name: str, table: str) -> str:

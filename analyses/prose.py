@@ -10,6 +10,7 @@ from pathlib import Path
 import pandas as pd
 from records import Record, all_records
 from result_tables import span
+from sparse_settings_table import pattern, several, table_of
 
 PERCENT = 100
 
@@ -122,6 +123,46 @@ def sparse(found: Results) -> list[str]:
     ]
 
 
+def settings(found: Results) -> list[str]:
+    table = several(table_of(found.folder))
+    return [
+        f"the pattern as a whole (C10, C11 and C12) in {len(pattern(table))} of {len(table)} models",
+    ]
+
+
+def widths(found: Results) -> list[str]:
+    """What the width of a head decides, at d_x 8 and 2 entries."""
+    table = several(table_of(found.folder)).query("d_x == 8 and sparsity == 2 and n_layers == 3")
+    linear = table[table.score == "linear/L"]
+    (narrow,) = linear[linear.d_head < linear.d_x].itertuples()
+    wide = linear[linear.d_head > linear.d_x]
+    relu, softmax = (table[table.score == score].iloc[0] for score in ("relu/L", "softmax"))
+    every = table[table.d_head > table.d_x]
+    return [
+        f"{narrow.n_eff_1:.1f} of {narrow.n_heads} heads at work",
+        f"one of them alone costs {narrow.first:.0f} times the risk",
+        f"({some(every.n_eff_1, 1)} at work",
+        f"{some(wide['first'], 2)} times the risk with linear scores",
+        f"{some(wide.later_refit, 2)} times the risk with linear scores and heads that wide",
+        f"{narrow.later_refit:.1f} where they are narrow",
+        f"{relu.later_refit:.1f} with relu and {softmax.later_refit:.1f} with softmax",
+        f"({relu.to_single_2d:.2f} of a single head's risk with relu, {softmax.to_single_2d:.2f} with softmax)",
+        f"({some(linear.to_single_2d, 2)} with linear scores)",
+        f"at d_x 8 at most {table['r2_R x'].max():.2f}",
+    ]
+
+
+def small(found: Results) -> list[str]:
+    """What a model of d_x 4 with as many heads does."""
+    one = table_of(found.folder).set_index("model").loc["d4s1-linear-h4x5-l3-noise0.1-s0"]
+    return [
+        f"({one.to_single_2d:.2f} of a single head's risk at d_x 4 with one entry)",
+        f"(R² {one['r2_R x']:.2f})",
+        f"its risk is {one.to_ridge:.2f} ± {one.to_ridge_sem:.2f} of ridge's",
+        f"one head of layer 1 alone costs {one['first']:.0f} times the risk, one per later layer {one.later:.0f} times",
+    ]
+
+
 def start(found: Results) -> list[str]:
     writes, ridge, algorithm = (
         found[f"sparse-start-{name}"] for name in ("writes", "ridge", "algorithm")
@@ -180,7 +221,7 @@ def phrases(results: Path) -> dict[str, list[str]]:
     count = len(list(checkpoints.glob("*/config.json")))
     trained = f"measured again on {count} trained models that are shipped"
     return {
-        "../README.md": [trained, *calibration(found)],
+        "../README.md": [trained, *calibration(found), *settings(found)],
         "README.md": [*emergence(found), *foretold(found), *misses(found)],
         "../docs/how/weights.md": [*classified(found), *calibration(found)],
         "../docs/papers/softmax_attention.md": [
@@ -188,5 +229,12 @@ def phrases(results: Path) -> dict[str, list[str]]:
             *one_sign(found),
             *tasks(found),
         ],
-        "../docs/papers/sparse_regression.md": [*sparse(found), *start(found), *wide(found)],
+        "../docs/papers/sparse_regression.md": [
+            *sparse(found),
+            *start(found),
+            *wide(found),
+            *settings(found),
+            *widths(found),
+            *small(found),
+        ],
     }

@@ -186,7 +186,7 @@ def save(folder: Path, script: str, records: Iterable[Record], provenance: Mappi
 
 def written_by(file: str) -> str:
     """The script that writes a CSV file: that of its name, but for those that write several."""
-    several = {"emergence_seeds": "emergence"}
+    several = {"emergence_seeds": "emergence", "sparse_settings_training": "sparse_settings"}
     name = file.removesuffix(".csv")
     return "calibration" if name.startswith("calibration_") else several.get(name, name)
 

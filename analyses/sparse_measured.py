@@ -45,6 +45,8 @@ class Spread:
     """The same by median rises, which a few prompts do not move."""
     top_share: list[float]
     """Share of the head that was the best on other prompts."""
+    importance: np.ndarray
+    """Shares of the heads in what masking one of a layer costs, [layer, head]."""
 
 
 def trained(folders: Iterable[Path]) -> list[Checkpoint]:
@@ -78,7 +80,12 @@ def spread(model: ICLTransformer, rise: np.ndarray, measured: Prompts) -> Spread
     pairs = zip(found.effective_heads, found.effective_heads_sem, strict=True)
     shares = np.take_along_axis(found.importance, rise.argmax(1)[:, None], 1)[:, 0]
     medians = found.effective_heads_of_medians.tolist()
-    return Spread([(float(n), float(sem)) for n, sem in pairs], medians, shares.tolist())
+    effective = [(float(n), float(sem)) for n, sem in pairs]
+    return Spread(effective, medians, shares.tolist(), found.importance)
+
+
+def as_text(shares: Iterable[float]) -> str:
+    return " ".join(f"{share:.2f}" for share in shares)
 
 
 def without(rule, rise: np.ndarray) -> list[Head]:
@@ -138,8 +145,7 @@ def over_training(checkpoint: Checkpoint, prompts: Prompts) -> list[dict[str, ob
     for step, weights in sorted(checkpoint.snapshots.items()):
         model = ICLTransformer.from_weights(weights, task=checkpoint.task)
         found = ablate_heads(model, prompts)
-        shares = " ".join(f"{share:.2f}" for share in found.importance[0])
-        row = {"step": step, "risk": found.full_risk, "shares_1": shares}
+        row = {"step": step, "risk": found.full_risk, "shares_1": as_text(found.importance[0])}
         effective = zip(found.effective_heads, found.effective_heads_sem, strict=True)
         for layer, (number, sem) in enumerate(effective, 1):
             row |= {f"n_eff_{layer}": float(number), f"n_eff_{layer}_sem": float(sem)}

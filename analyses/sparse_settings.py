@@ -18,7 +18,8 @@ import numpy as np
 import pandas as pd
 import sparse_measured as ask
 import torch
-from measured import RESULTS
+from measured import RESULTS, provenance
+from records import save
 from sparse_fairness import algorithm_1, descent, fitted, lista, moments
 from sparse_measured import Pair
 from sparse_setting import best, best_lasso, best_ridge, ratio
@@ -102,6 +103,7 @@ def spread(model, rise: np.ndarray, measured: Prompts) -> Row:
     for layer, (effective, median, share) in enumerate(layers, 1):
         row |= told(f"n_eff_{layer}", effective)
         row |= {f"n_eff_{layer}_median": median, f"top_share_{layer}": share}
+        row |= {f"importance_{layer}": ask.as_text(found.importance[layer - 1])}
     n, tops = [number for number, _ in found.effective], found.top_share
     several = n[0] >= 2 and n[0] >= 1.5 * max(n[1:])
     return row | {"C10": several and tops[0] <= 0.6 and bool(np.median(tops[1:]) >= 0.7)}
@@ -224,6 +226,7 @@ def main() -> None:
     files = {"sparse_settings": table, "sparse_settings_training": pd.concat(histories)}
     for name, frame in files.items():
         frame.to_csv(arguments.out / f"{name}.csv", index=False, float_format="%.6g")
+    save(arguments.out, "sparse_settings", [], provenance(table, [], None))
 
 
 if __name__ == "__main__":

@@ -91,3 +91,29 @@ def test_the_measures_of_a_model_that_is_algorithm_1(scripts, tmp_path: Path):
     assert all(row[claim] for claim in ("C10", "C11", "C12"))
     assert row["r2_R x"] == pytest.approx(1, abs=1e-6)
     assert row["to_algorithm_fixed"] >= 1 - 2 * row["to_algorithm_fixed_sem"]
+
+
+def test_committed_verdicts_follow_from_the_numbers_beside_them(scripts):
+    from sparse_settings_table import RESULTS, several, table_of
+
+    table = several(table_of(RESULTS))
+    judged = table.dropna(subset=["C9"])
+    assert len(judged) == len(table)
+    bound = judged.to_single_2d + 1.96 * judged.to_single_2d_sem
+    assert ((bound <= 0.9) == judged.C9).all()
+    assert (((judged.later <= 2) & (judged.later_refit <= 1.25)) == judged.C11).all()
+    assert ((judged["first"] >= (1.5 * judged.later).clip(lower=2)) == judged.C12).all()
+    assert ((judged.later_to_single <= 0.95) == judged.C13).all()
+    for _, row in judged[judged.C10].iterrows():
+        later = [row[f"n_eff_{layer}"] for layer in range(2, row.n_layers + 1)]
+        assert row.n_eff_1 >= max(2, 1.5 * max(later))
+        assert row.top_share_1 <= 0.6
+
+
+def test_the_figure_has_the_shares_of_each_layer(scripts):
+    from sparse_settings_table import RESULTS, SHOWN, figure
+
+    drawn = figure(RESULTS, list(SHOWN))
+    assert len(drawn.data) == len(SHOWN)
+    for heatmap in drawn.data:
+        assert [sum(layer) for layer in heatmap.z] == pytest.approx([1] * len(heatmap.z), abs=0.05)

@@ -1,0 +1,154 @@
+"""The tables and the figure of sparse settings, from `results/sparse_settings.csv`.
+
+python analyses/sparse_settings_table.py  (at once; draws the figure and needs a browser; the tables
+are written by claims_table.py)
+"""
+
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import plotly.graph_objects as go
+from plotly.subplots import make_subplots
+from result_tables import markdown, span
+from sparse_table import told
+
+RESULTS = Path(__file__).parent / "results"
+CLAIMS = {
+    "C9": ("several heads lower the risk by a tenth", "risk / a single head's", "to_single_2d"),
+    "C10": ("layer 1 spreads over heads, later layers do not", "heads at work in layer 1", "n_eff_1"),
+    "C11": ("one head in each later layer will do", "risk / whole model's, refitted", "later_refit"),
+    "C11_pairs": ("a pair in each later layer will do", "the same", "pairs_refit"),
+    "C12": ("one head in layer 1 will not", "risk / whole model's", "first"),
+    "C13": ("pruned as in C11 it beats a single head", "risk / a single head's", "later_to_single"),
+    "C14": ("probes improve from layer to layer", "", ""),
+    "C15": ("descent is better on what layer 1 writes", "risk / that on x, step 16", "step_16_to_raw"),
+}  # fmt: skip
+"""What is asked, the number that says most of it, and its column."""
+PATTERN = ("C10", "C11", "C12")
+SHOWN = (
+    "d8s2-linear-h8x4-l3-noise0.1-s0",
+    "d8s2-linear-h8x9-l3-noise0.1-s0",
+    "d8s2-softmax-h8x9-l3-noise0.1-s0",
+)
+"""Models of the figure."""
+
+
+def table_of(results: Path) -> pd.DataFrame:
+    """A row per model, those of one setting side by side."""
+    found = pd.read_csv(results / "sparse_settings.csv")
+    found["setting"] = [setting(row) for _, row in found.iterrows()]
+    for claim in CLAIMS:
+        found[claim] = found[claim].map({True: True, False: False, "True": True, "False": False})
+    # Of two heads the best pair is the whole layer.
+    found["C11_pairs"] = found.C11_pairs.where(found.n_heads > 2, np.nan)
+    order = ["d_x", "score", "n_layers", "sparsity", "d_head", "n_heads"]
+    return found.sort_values(order, ascending=[False, True, True, True, True, True])
+
+
+def setting(row: pd.Series) -> str:
+    """A setting in a few words: what differs from the centre, but for its heads."""
+    parts = [f"d_x {row.d_x}, s {row.sparsity}", row.score]
+    if row.n_layers != 3:
+        parts.append(f"{row.n_layers} layers")
+    if row.noise_var != 0.1:
+        parts.append(f"noise {row.noise_var:g}")
+    if row.nonzeros != "signs":
+        parts.append("Gaussian entries")
+    heads = f"{row.n_heads} head{'s' * (row.n_heads > 1)} of width {row.d_head}"
+    return "; ".join([*parts, heads])
+
+
+def several(found: pd.DataFrame) -> pd.DataFrame:
+    """The models of several heads."""
+    return found[found.n_heads > 1]
+
+
+def models(results: Path) -> str:
+    """A row per model."""
+    rows = []
+    for _, row in table_of(results).iterrows():
+        cells = [row.setting, told(row.to_ridge, row.to_ridge_sem, 2)]
+        if row.n_heads == 1:
+            rows.append((*cells, *[""] * 6, held(row)))
+            continue
+        layers = range(1, row.n_layers + 1)
+        cells.append(told(row.to_single_2d, row.to_single_2d_sem, 2))
+        cells.append(", ".join(f"{row[f'n_eff_{layer}']:.1f}" for layer in layers))
+        pairs = ("later", "later_refit", "pairs_refit", "first")
+        cells += [f"{row[name]:.3g} ± {row[f'{name}_sem']:.1g}" for name in pairs]
+        rows.append((*cells, held(row)))
+    return markdown(
+        (
+            *("setting", "risk / ridge", "risk / a single head's, L = 2 d_x"),
+            *("heads at work, by layer", "one head per later layer: risk / whole model's"),
+            *("the same, refitted", "a pair, refitted", "one head in layer 1", "holds"),
+        ),
+        rows,
+    )
+
+
+def held(row: pd.Series) -> str:
+    """The claims that hold for a model."""
+    found = [claim.replace("_pairs", " (pairs)") for claim in CLAIMS if row[claim] is True]
+    return ", ".join(found) or "none"
+
+
+def claims(results: Path) -> str:
+    """A row per claim: in how many settings it holds, and in which."""
+    found = several(table_of(results))
+    rows = []
+    for claim, (asked, what, column) in CLAIMS.items():
+        judged = found.dropna(subset=[claim])
+        where = judged[judged[claim].astype(bool)].setting
+        measured = f"{what}: {span(judged[column], 2)}" if column else ""
+        names = "all" if len(where) == len(judged) else " · ".join(where)
+        count = f"{len(where)} of {len(judged)}"
+        rows.append((claim.replace("_pairs", " (pairs)"), asked, measured, count, names))
+    return markdown(("claim", "what it says", "measured", "holds", "where"), rows)
+
+
+def pattern(found: pd.DataFrame) -> pd.DataFrame:
+    """The models that show the pattern: C10, C11 and C12."""
+    return found[found[list(PATTERN)].all(axis=1)]
+
+
+def importance(row: pd.Series) -> np.ndarray:
+    """Shares of the heads of each layer, [layer, head]."""
+    layers = [row[f"importance_{layer}"] for layer in range(1, row.n_layers + 1)]
+    return np.array([[float(share) for share in shares.split()] for shares in layers])
+
+
+def figure(results: Path, shown: list[str]) -> go.Figure:
+    """Importance of heads, layers by heads, of these models side by side."""
+    found = table_of(results).set_index("model")
+    rows = [found.loc[name] for name in shown]
+    titles = [row.setting.replace("; ", "<br>") for row in rows]
+    drawn = make_subplots(1, len(rows), subplot_titles=titles)
+    for column, row in enumerate(rows, 1):
+        shares = importance(row)
+        heatmap = go.Heatmap(
+            z=shares,
+            x=[str(head) for head in range(shares.shape[1])],
+            y=[f"layer {layer}" for layer in range(1, len(shares) + 1)],
+            text=[[f"{share:.2f}" if share >= 0.01 else "" for share in line] for line in shares],
+            texttemplate="%{text}",
+            coloraxis="coloraxis",
+            xgap=2,
+            ygap=2,
+        )
+        drawn.add_trace(heatmap, row=1, col=column)
+    drawn.update_xaxes(title_text="head")
+    drawn.update_yaxes(autorange="reversed")
+    drawn.update_yaxes(showticklabels=False, col=2).update_yaxes(showticklabels=False, col=3)
+    return drawn.update_layout(
+        title={"text": "Share of each head in what masking a head of its layer costs", "y": 0.96},
+        coloraxis={"colorscale": "Blues", "cmin": 0, "cmax": 1, "showscale": False},
+        template="plotly_white",
+        margin={"t": 130},
+    )
+
+
+if __name__ == "__main__":
+    picture = RESULTS / "sparse_settings-importance.png"
+    figure(RESULTS, list(SHOWN)).write_image(picture, width=1100, height=380)
