@@ -12,7 +12,8 @@ import numpy as np
 from measured import checkpoint, shipped
 
 from mechinterp.analysis.circuits.circuits import circuits
-from mechinterp.analysis.circuits.patterns import Classification, classify
+from mechinterp.analysis.circuits.classification import Classification
+from mechinterp.analysis.circuits.patterns import classify
 from mechinterp.analysis.dynamics.training import TrainingDynamics, training_dynamics
 
 BOTH_SIGNS = {"selection": "models labelled debiased_gd"}

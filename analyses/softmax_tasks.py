@@ -14,7 +14,8 @@ from measured import checkpoint, shipped
 from records import Bound, Record
 
 from mechinterp.analysis.circuits.circuits import circuits
-from mechinterp.analysis.circuits.patterns import Classification, classify
+from mechinterp.analysis.circuits.classification import Classification
+from mechinterp.analysis.circuits.patterns import classify
 
 CONVENTIONS = ("two-tasks", "shared-tasks")
 # The ids' suffixes, and what distinguishes the records' statements.

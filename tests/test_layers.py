@@ -145,6 +145,7 @@ ORDER = [
     "analysis.learners.layers_verdict",
     "analysis.learners.layered",
     "analysis.circuits.behind",
+    "analysis.circuits.classification",
     "analysis.circuits.patterns",
     "analysis.results",
     "analysis.heads.ablation",

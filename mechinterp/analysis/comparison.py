@@ -11,7 +11,8 @@ import plotly.graph_objects as go
 from jaxtyping import Float, Int
 
 from mechinterp import figures
-from mechinterp.analysis.circuits.patterns import Classification, classify_attention
+from mechinterp.analysis.circuits.classification import Classification
+from mechinterp.analysis.circuits.patterns import classify_attention
 from mechinterp.analysis.dynamics.histories import loss_curve
 from mechinterp.analysis.learners.losses import shared_losses
 from mechinterp.checkpoints.native import Checkpoint, checkpoint_of

@@ -41,6 +41,9 @@ LEARNERS = {
 WORDS = {
     "zero_sum": "the sum of mu over the sum of |mu|",
     "omega_spread": "the spread of |omega| over heads, max/min minus 1,",
+    "qk_diagonal_best": "the diagonal's part of the best head's QK circuit,",
+    "ov_last_entry_best": "the part of the best head's OV circuit that reads y,",
+    "substitution_r2 p": "R² of heads that keep omega and mu only, p",
     "qk_diagonal": "the diagonal's part of its QK circuit",
     "ov_last_entry": "the part of its OV circuit that reads y",
     "alignment": "the cosine of its QK circuit with the heads' common form",
@@ -50,7 +53,7 @@ WORDS = {
     "learner_r2": "R² of the formula, as",
     "idealised heads": "heads that keep omega and mu only",
 }
-"""Names of numbers in a reason, spelled out."""
+"""Names of numbers in a reason, spelled out; a name that begins with another stands before it."""
 NEAR = 0.5
 """R^2 below which what comes nearest is not called near."""
 FACTORS = "omega and mu are what a head multiplies x·x and y by"

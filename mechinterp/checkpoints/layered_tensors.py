@@ -113,6 +113,8 @@ def _stem(name: str) -> tuple[str, str | None]:
 
 def own_names(tensors: Mapping[str, Tensor], file: Path, format: str) -> dict[str, str]:
     """Our names to the file's; what no regression model uses is left out."""
+    if format == ENCODER and all(re.match(rf"{INDEX}\.", name) for name in tensors):
+        return _names_of_sequential(tensors, file)
     stems = sorted({_stem(name)[0] for name in tensors if QKV[format].fullmatch(name)})
     if not stems:
         wanted = "h.0.attn.c_attn.weight" if format == GPT2 else "self_attn.in_proj_weight"
@@ -136,6 +138,31 @@ def own_names(tensors: Mapping[str, Tensor], file: Path, format: str) -> dict[st
     missing = sorted(set(map(str, range(len(numbers)))) - numbers, key=int)
     if missing:
         raise CheckpointError(f"{file}: layer {missing[0]} of {len(numbers)} is missing.")
+    return names
+
+
+def _names_of_sequential(tensors: Mapping[str, Tensor], file: Path) -> dict[str, str]:
+    """Our names to the file's where all stands in one nn.Sequential: a way in, encoder layers, a norm, a way out."""
+    numbers = sorted({int(name.split(".")[0]) for name in tensors})
+    missing = set(range(len(numbers))) - set(numbers)
+    if missing:
+        raise CheckpointError(
+            f"{file}: module {min(missing)} of the nn.Sequential has no weights, and a file does not say what it does."
+        )
+    layers = [n for n in numbers if f"{n}.self_attn.in_proj_weight" in tensors]
+    names: dict[str, str] = {}
+    for there in tensors:
+        number, _, rest = there.partition(".")
+        if int(number) in layers:
+            place = f"layers.{layers.index(int(number))}"
+        elif int(number) < min(layers, default=0):
+            place = "read_in"
+        else:
+            weight = tensors.get(f"{number}.weight")
+            place = "norm" if weight is not None and weight.ndim == 1 else "read_out"
+        if f"{place}.{rest}" in names:
+            raise CheckpointError(_unknown(file, there))
+        names[f"{place}.{rest}"] = there
     return names
 
 

@@ -21,7 +21,7 @@ from mechinterp.cli.options import (
 from mechinterp.cli.training import JsonOption, QuietOption, WideOption, say
 
 if TYPE_CHECKING:
-    from mechinterp.analysis.circuits.patterns import Classification
+    from mechinterp.analysis.circuits.classification import Classification
     from mechinterp.analysis.learners.layered import LayeredClassification
     from mechinterp.checkpoints.hints import Hints
     from mechinterp.checkpoints.native import Checkpoint

@@ -4,7 +4,7 @@ from dataclasses import asdict
 
 import numpy as np
 
-from mechinterp.analysis.circuits.patterns import Classification
+from mechinterp.analysis.circuits.classification import Classification
 from mechinterp.analysis.learners.algorithm_evidence import AlgorithmEvidence
 from mechinterp.analysis.learners.layered import LayeredClassification
 from mechinterp.analysis.verdict import digits, explained, with_error

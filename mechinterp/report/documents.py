@@ -4,7 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from mechinterp.analysis.analyses import Finding
-from mechinterp.analysis.circuits.patterns import Classification
+from mechinterp.analysis.circuits.classification import Classification
 from mechinterp.analysis.dynamics.jumps import JumpForecast
 from mechinterp.analysis.heads.fine_tuning import FineTuning
 from mechinterp.analysis.heads.masking import Ablations

@@ -10,7 +10,8 @@ import torch
 from mechinterp import figures
 from mechinterp.analysis.circuits.attention import attention_patterns, chosen
 from mechinterp.analysis.circuits.circuits import circuits, weights_of
-from mechinterp.analysis.circuits.patterns import Classification, Thresholds
+from mechinterp.analysis.circuits.classification import Classification
+from mechinterp.analysis.circuits.thresholds import Thresholds
 from mechinterp.analysis.heads.ablation import HeadAblation
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.functional import head_outputs

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from mechinterp.analysis.analyses import Finding
-from mechinterp.analysis.circuits.patterns import Classification
+from mechinterp.analysis.circuits.classification import Classification
 from mechinterp.analysis.heads.fine_tuning import FineTuning
 from mechinterp.analysis.heads.masking import Ablations
 from mechinterp.analysis.heads.pruning import Pruning

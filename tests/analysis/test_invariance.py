@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mechinterp.analysis.circuits.patterns import Classification, classify
+from mechinterp.analysis.circuits.classification import Classification
+from mechinterp.analysis.circuits.patterns import classify
 from mechinterp.models.constructions import diagonal_heads, from_circuits
 from mechinterp.models.functional import AttentionWeights, stack
 

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from mechinterp.analysis.circuits.classification import Classification
 from mechinterp.analysis.circuits.null import null_of
-from mechinterp.analysis.circuits.patterns import Classification, classify, classify_circuits
+from mechinterp.analysis.circuits.patterns import classify, classify_circuits
 from mechinterp.analysis.circuits.reading import read_groups, read_heads
 from mechinterp.analysis.circuits.structure import common_matrix
 from mechinterp.analysis.circuits.thresholds import Thresholds

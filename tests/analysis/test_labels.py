@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from mechinterp.analysis.circuits.patterns import Classification, classify, classify_circuits
+from mechinterp.analysis.circuits.classification import Classification
+from mechinterp.analysis.circuits.patterns import classify, classify_circuits
 from mechinterp.analysis.circuits.thresholds import Thresholds
 from mechinterp.config import CovarianceConfig, ExperimentConfig, ModelConfig, TaskConfig
 from mechinterp.icl.prompts import covariance_matrix

@@ -132,6 +132,9 @@ def test_calibration_is_what_the_analyses_counted():
 
 def test_names_of_numbers_are_spelled_out():
     assert spelled_out("omega_spread 1.000 is above 0.25").startswith("the spread of |omega|")
+    assert spelled_out("qk_diagonal_best p = 0.5, substitution_r2 p = 0.4").startswith(
+        "the diagonal's part of the best head's QK circuit, p = 0.5, R² of heads that keep omega and mu only, p = 0.4"
+    )
     assert spelled_out("no head is active") == "no head is active"
 
 

@@ -183,6 +183,39 @@ def test_an_encoder_with_ends_and_a_last_norm():
     assert torch.equal(checkpoint.weights.tensors["unembed.b_U"], state["_read_out.bias"])
 
 
+def sequential(*inside: nn.Module) -> nn.Sequential:
+    """A way in for d_x = 5, modules of width 8, and a way out."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), *inside, nn.Linear(8, 1)).eval()
+
+
+def encoder_layer() -> nn.Module:
+    return nn.TransformerEncoderLayer(8, 2, 12, batch_first=True)
+
+
+def test_encoder_layers_in_an_nn_sequential():
+    model = sequential(encoder_layer(), encoder_layer(), nn.LayerNorm(8))
+    checkpoint = read(model.state_dict(), n_heads=2)
+    assert (checkpoint.task.d_x, checkpoint.weights.n_layers) == (5, 2)
+    prompts = sample_prompts(checkpoint.task, 4, generator=generator_for(0, "eval", 0))
+    with torch.no_grad():
+        expected = model(prompts.tokens)[:, -1]
+    torch.testing.assert_close(checkpoint.model.predict(prompts), expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("inside", "words"),
+    [
+        ([nn.ReLU(), encoder_layer()], "module 1 of the nn.Sequential has no weights, and a file"),
+        ([nn.Linear(8, 8), encoder_layer()], "1.weight is not among the tensors of such a model."),
+        ([encoder_layer(), nn.Linear(8, 8)], "3.weight is not among the tensors of such a model."),
+    ],
+)
+def test_other_modules_in_an_nn_sequential_are_refused(inside: list[nn.Module], words: str):
+    with pytest.raises(CheckpointError, match=re.escape(words)):
+        read(sequential(*inside).state_dict(), n_heads=2)
+
+
 @pytest.mark.parametrize("key", ["n_head", "num_attention_heads", "num_heads"])
 def test_heads_and_the_architecture_from_the_settings(key: str):
     settings = {key: 2, "activation_function": "relu", "layer_norm_epsilon": 0.1}

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from mechinterp.analysis.circuits.patterns import Classification, classify
+from mechinterp.analysis.circuits.classification import Classification
+from mechinterp.analysis.circuits.patterns import classify
 from mechinterp.checkpoints.errors import CheckpointError
 from mechinterp.checkpoints.foreign import NAMED, detect
 from mechinterp.checkpoints.hints import Hints

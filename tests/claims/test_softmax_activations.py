@@ -10,7 +10,8 @@ from functools import cache, partial
 import numpy as np
 import pytest
 
-from mechinterp.analysis.circuits.patterns import Classification, classify
+from mechinterp.analysis.circuits.classification import Classification
+from mechinterp.analysis.circuits.patterns import classify
 from mechinterp.analysis.dynamics.milestones import milestones
 from mechinterp.analysis.dynamics.training import training_dynamics
 from mechinterp.analysis.learners.losses import shared_losses

@@ -9,7 +9,8 @@ from functools import cache
 import numpy as np
 import pytest
 
-from mechinterp.analysis.circuits.patterns import Classification, classify
+from mechinterp.analysis.circuits.classification import Classification
+from mechinterp.analysis.circuits.patterns import classify
 from mechinterp.analysis.learners.losses import shared_losses
 from mechinterp.checkpoints.native import load
 from mechinterp.icl.prompts import covariance_matrix

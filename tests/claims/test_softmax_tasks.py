@@ -12,7 +12,8 @@ from functools import cache, partial
 import numpy as np
 import pytest
 
-from mechinterp.analysis.circuits.patterns import Classification, classify
+from mechinterp.analysis.circuits.classification import Classification
+from mechinterp.analysis.circuits.patterns import classify
 from mechinterp.analysis.learners.losses import shared_losses
 from mechinterp.checkpoints.native import load
 from mechinterp.icl.predictors import joint_debiased_gd
