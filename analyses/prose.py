@@ -143,22 +143,28 @@ def widths(found: Results) -> list[str]:
         f"one of them alone costs {narrow.first:.0f} times the risk",
         f"({some(every.n_eff_1, 1)} at work",
         f"{some(wide['first'], 2)} times the risk with linear scores",
+        f"{relu['first']:.1f} with relu and {softmax['first']:.1f} with softmax",
         f"{some(wide.later_refit, 2)} times the risk with linear scores and heads that wide",
         f"{narrow.later_refit:.1f} where they are narrow",
         f"{relu.later_refit:.1f} with relu and {softmax.later_refit:.1f} with softmax",
         f"({relu.to_single_2d:.2f} of a single head's risk with relu, {softmax.to_single_2d:.2f} with softmax)",
         f"({some(linear.to_single_2d, 2)} with linear scores)",
-        f"at d_x 8 at most {table['r2_R x'].max():.2f}",
+        f"at d_x 8 at most {table['r2_R x'].max():.2f} of it can be read",
     ]
 
 
 def small(found: Results) -> list[str]:
     """What a model of d_x 4 with as many heads does."""
-    one = table_of(found.folder).set_index("model").loc["d4s1-linear-h4x5-l3-noise0.1-s0"]
+    table = table_of(found.folder).set_index("model")
+    one, two, single = (
+        table.loc[f"d4s1-linear-{heads}-l3-noise0.1-s0"] for heads in ("h4x5", "h2x5", "h1x20")
+    )
     return [
+        f"a single head as wide as four has {single.to_ridge:.2f} of ridge's risk, two have "
+        f"{two.to_ridge:.2f}, four {one.to_ridge:.2f}",
         f"({one.to_single_2d:.2f} of a single head's risk at d_x 4 with one entry)",
         f"(R² {one['r2_R x']:.2f})",
-        f"its risk is {one.to_ridge:.2f} ± {one.to_ridge_sem:.2f} of ridge's",
+        f"risk is {one.to_ridge:.2f} ± {one.to_ridge_sem:.2f} of ridge's",
         f"one head of layer 1 alone costs {one['first']:.0f} times the risk, one per later layer {one.later:.0f} times",
     ]
 

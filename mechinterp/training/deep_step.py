@@ -69,7 +69,7 @@ class Attention:
     def forward(self, q: Heads, k: Keys, v: Keys) -> Attended:
         """What heads read."""
         k = k if self.moment is None else self._mixed(k)
-        if self._compiled(q):
+        if _compiled(self.score, q):
             return self._by_kernel(q, k, v)
         scores = _rows(q) @ _rows(k, self.n_keys).mT
         pattern, slope = pattern_and_slope(scores, score=self.score, slope=self.slope)
@@ -78,7 +78,7 @@ class Attention:
 
     def backward(self, of: Attended, d_z: Heads, d_q: Heads, d_k: Keys, d_v: Keys) -> None:
         """Set the gradients in queries, keys and values, from that in what was read."""
-        if self._compiled(d_z):
+        if _compiled(self.score, d_z):
             self._back_by_kernel(of, d_z, d_q, d_k, d_v)
         else:
             assert of.slope is not None
@@ -96,17 +96,13 @@ class Attention:
     def _mixed(self, rows: Keys) -> Keys:
         """M times the rows; M is symmetric."""
         assert self.moment is not None
-        if not self._compiled(rows):
+        if not _compiled(self.score, rows):
             return torch.einsum("abp,hfbp->hfap", self.moment, rows)
         from mechinterp.training.deep_kernel import mix
 
         mixed = torch.empty_like(rows)
         mix(self.moment.numpy(), rows.numpy(), mixed.numpy())
         return mixed
-
-    def _compiled(self, like: Tensor) -> bool:
-        known = self.score in ("linear", "relu/L", "softmax")
-        return known and like.device.type == "cpu" and like.dtype == torch.float32
 
     def _by_kernel(self, q: Heads, k: Keys, v: Keys) -> Attended:
         # Here and not above: whoever only reads checkpoints need not wait for the compiler.
@@ -238,7 +234,7 @@ def _inputs(weights: DeepWeights, prompts: Prompts) -> tuple[Tensor, Tensor, Att
     Prompts that fill up the last block of lanes are zero.
     """
     score, slope, length = weights.score, weights.score_slope, prompts.x.shape[1]
-    fill = (0, -len(prompts) % 32)
+    fill = (0, -len(prompts) % _block(score, prompts.x))
     if score not in LINEAR:
         tokens = pad(prompts.tokens.permute(2, 1, 0), fill).contiguous()
         at_query = torch.zeros_like(tokens[0])
@@ -252,6 +248,21 @@ def _inputs(weights: DeepWeights, prompts: Prompts) -> tuple[Tensor, Tensor, Att
     rows = identity[:, :, None].expand(-1, -1, n_prompts).contiguous()
     at_query = pad(prompts.tokens[:, -1].mT, fill)
     return rows, at_query, Attention("linear", 1.0, d_token, moment)
+
+
+def _compiled(score: str, like: Tensor) -> bool:
+    """Whether the kernel computes these scores."""
+    known = score in (*LINEAR, "relu/L", "softmax")
+    return known and like.device.type == "cpu" and like.dtype == torch.float32
+
+
+def _block(score: str, like: Tensor) -> int:
+    """The prompts come in blocks of so many."""
+    if not _compiled(score, like):
+        return 1
+    from mechinterp.training.kernel import LANES
+
+    return LANES
 
 
 def _product(left: Tensor, right: Tensor, *, add_to: Tensor | None = None) -> Tensor:

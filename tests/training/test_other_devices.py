@@ -19,9 +19,8 @@ from mechinterp.config.task import CovarianceConfig
 from mechinterp.icl.prompts import generator_for, sample_prompts
 from mechinterp.models.predictor import predictor_of
 from mechinterp.models.weights import Weights
-from mechinterp.training import trainer
+from mechinterp.training import deep_step, trainer
 from mechinterp.training.deep import DeepRun, initial_deep_weights
-from mechinterp.training.deep_step import Attention
 from mechinterp.training.run import Run
 from mechinterp.training.step import by_tensors
 from mechinterp.training.trainer import Pack
@@ -179,7 +178,7 @@ def test_automatic_gradients_stay_on_the_device(kind: str, monkeypatch: pytest.M
 def test_a_deep_step_waits_for_nothing_and_gives_the_numbers_of_the_processor(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(Attention, "_compiled", lambda *_: False)
+    monkeypatch.setattr(deep_step, "_compiled", lambda *_: False)
     models = {"model": deep_experiment(kind)}
     expected = DeepRun(models)
     with pretended() as seen:
