@@ -1,6 +1,6 @@
 """A GPT-2 of the kind of Garg et al. 2022 (arXiv 2208.01066), trained on linear regression until it is near to ridge.
 
-    python analyses/garg_gpt2.py --out FOLDER    (half an hour on one core; goes on where it was stopped)
+    python analyses/garg_gpt2.py --out FOLDER    (three quarters of an hour on one core; goes on where it was stopped)
 
 x and y are tokens in turn; GPT-2 with learned positions, norms and MLPs stands between two linear maps, and predicts y at each x.
 The smallest size of their code (64 wide, 3 layers, 2 heads), their batch of 64 prompts and their loss, over all prefixes; d_x is
@@ -26,7 +26,12 @@ NOISE_STD = 1.0
 TASK = TaskConfig(d_x=D_X, context_length=2 * D_X, noise_var=NOISE_STD**2, beta_var=1.0)
 LENGTHS = (D_X // 2, D_X, 2 * D_X)
 BATCH, WARM_UP = 64, 500
-DESCENTS = ((14_000, 10_000, 1e-3), (18_500, 4_500, 4e-4))
+DESCENTS = (
+    (14_000, 10_000, 1e-3),
+    (18_500, 4_500, 4e-4),
+    (38_500, 20_000, 1e-3),
+    (50_500, 12_000, 8e-4),
+)
 """Last step, length and rate at its start of each time that the rate falls to 0 along a cosine. It rises linearly during
 the warm-up, and is constant until the first of them begins."""
 STEPS = DESCENTS[-1][0]

@@ -72,24 +72,25 @@ def over_ridge(n_pairs: int, noise_var: float) -> tuple[float, float]:
     return float(ratio), float(sem)
 
 
+@pytest.mark.parametrize("with_noise", [False, True])
 @pytest.mark.parametrize("n_pairs", garg_gpt2.LENGTHS)
-def test_its_risk_is_within_a_tenth_of_the_best_ridge(n_pairs: int):
-    ratio, sem = over_ridge(n_pairs, shipped().task.noise_var)
+def test_its_risk_is_within_a_tenth_of_the_best_ridge(n_pairs: int, with_noise: bool):
+    ratio, sem = over_ridge(n_pairs, shipped().task.noise_var if with_noise else 0.0)
     assert sem < 0.01
-    assert 1 - 2 * sem < ratio < 1.10 - 2 * sem
+    assert 1 - 2 * sem < ratio <= 1.10
 
 
-@pytest.mark.parametrize(("n_pairs", "outcome"), [(2, 1.007), (4, 1.041), (8, 1.134)])
+@pytest.mark.parametrize(("n_pairs", "outcome"), [(2, 1.006), (4, 1.031), (8, 1.094)])
 def test_outcome_its_excess_risk_over_that_of_the_best_ridge(n_pairs: int, outcome: float):
     ratio, _ = over_ridge(n_pairs, 0.0)
     assert ratio == pytest.approx(outcome, abs=0.005)
 
 
-def test_outcome_its_algorithm_is_undetermined_nearest_to_gd_plus_plus_and_ridge(run: Run):
+def test_outcome_it_ends_as_ridge_does_and_as_near_to_gd_plus_plus(run: Run):
     (document,) = run("classify", FOLDER, "--json").document
-    assert document["pattern"] == "undetermined"
+    assert document["pattern"] == "ridge_like"
     evidence = document["evidence"]
-    assert evidence["candidates"] == []
-    assert (evidence["algorithm"], evidence["runner_up"]) == ("gd_plus_plus", "ridge_like")
-    assert evidence["r2"] == pytest.approx(0.978, abs=0.002)
+    assert evidence["candidates"] == ["ridge_like"]
+    assert (evidence["algorithm"], evidence["runner_up"]) == ("ridge_like", "gd_plus_plus")
+    assert evidence["r2"] == pytest.approx(0.980, abs=0.002)
     assert abs(evidence["lead"]) < 2 * evidence["lead_sem"] or evidence["lead"] < 0.005
