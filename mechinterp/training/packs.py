@@ -28,6 +28,7 @@ from mechinterp.training.trainer import Pack, pack_key
 LANES = 32
 """Sums that the compiled step keeps side by side; `kernel.LANES`, which is not imported before it is needed."""
 STATE_NAME = re.compile(r"training-[0-9]{1,9}\.safetensors")
+LOCK_NAME = re.compile(r"\.training-[0-9]{1,9}\.lock")
 PACK_HEADS = 512
 """Heads of a pack, unless one model has more."""
 FIRST_USE_BYTES = 96_000_000
@@ -193,7 +194,7 @@ def lock_of(file: Path) -> Path:
 def delete_free_locks(run_folder: Path) -> None:
     """Delete the locks of packs that processes which were killed have left."""
     for file in run_folder.glob(".training-*.lock"):
-        if STATE_NAME.fullmatch(f"{file.stem.removeprefix('.')}.safetensors"):
+        if LOCK_NAME.fullmatch(file.name):
             with suppress(CheckpointError), locked(file):
                 pass
 

@@ -24,6 +24,7 @@ from mechinterp.checkpoints.tables import require_own_table
 from mechinterp.config import ExperimentConfig, from_dict, override, value_of
 from mechinterp.presets import preset
 from mechinterp.training.packs import (
+    LOCK_NAME,
     STATE_NAME,
     Engine,
     delete_free_locks,
@@ -236,7 +237,7 @@ def _require_resumable(models: Mapping[str, ExperimentConfig], run_folder: Path)
 
 
 def _is_of_run(name: str) -> bool:
-    return name in (LOCK, RESULTS) or STATE_NAME.fullmatch(name) is not None
+    return name in (LOCK, RESULTS) or any(rule.fullmatch(name) for rule in (STATE_NAME, LOCK_NAME))
 
 
 def _is_occupied(target: Path) -> bool:

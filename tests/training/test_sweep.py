@@ -290,6 +290,7 @@ def test_temporary_files_of_killed_processes_are_deleted(tmp_path: Path, finishe
     ended.wait()
     mark = f"{MACHINE}-{ended.pid}-01234567"
     (tmp_path / f".training-0.safetensors.{mark}.tmp").write_bytes(b"half")
+    (tmp_path / f"..training-0.lock.{mark}.tmp").write_bytes(b"half")
     killed_while_writing(tmp_path / "one")
     train_models(MODELS, tmp_path, resume=True)
     assert set(contents(tmp_path)) == set(contents(finished))
