@@ -15,7 +15,7 @@ from mechinterp.checkpoints.archives import read_arrays
 from mechinterp.checkpoints.claims import claimed
 from mechinterp.checkpoints.errors import CheckpointError, one_line
 from mechinterp.checkpoints.folders import FILES, SNAPSHOTS, WEIGHTS, old_snapshots, require_new
-from mechinterp.checkpoints.headers import STEP, opened, read_steps, require_shapes
+from mechinterp.checkpoints.headers import STEP, opened, read_steps, require_finite, require_shapes
 
 
 def fill_with_tensors(
@@ -116,11 +116,7 @@ def require_tensors(
             raise CheckpointError(
                 f"{file}: {name} must hold floating-point numbers, got {tensor.dtype}."
             )
-        bad = int((~torch.isfinite(tensor)).sum())
-        if bad:
-            raise CheckpointError(
-                f"{file}: {name} must hold finite numbers, got {bad} NaN or infinite."
-            )
+        require_finite(f"{file}: {name}", int((~torch.isfinite(tensor)).sum()))
     kinds = sorted({str(tensors[name].dtype) for name in shapes})
     if len(kinds) > 1:
         raise CheckpointError(f"{file}: the weights must have one dtype, got {', '.join(kinds)}.")

@@ -93,6 +93,29 @@ def require_shapes(
             raise CheckpointError(f"{file}: {name} must have shape {shape}, got {found[name]}.")
 
 
+def require_finite(what: str, bad: int) -> None:
+    """Refuse a tensor, or whatever `what` is, with so many entries that are NaN or infinite.
+
+    Raises:
+        CheckpointError: If there are some.
+    """
+    if bad:
+        raise CheckpointError(f"{what} must hold finite numbers, got {bad} NaN or infinite.")
+
+
+def require_finite_in(file: Path, names: Iterable[str]) -> None:
+    """Refuse a safetensors file with numbers that are not finite among the tensors of these names.
+
+    Raises:
+        CheckpointError: If there are some; the message names the tensor.
+    """
+    with opened(file, "np") as stored:
+        for name in names:
+            if stored.get_slice(name).get_dtype() in ("F16", "F32", "F64"):
+                finite = np.isfinite(stored.get_tensor(name))
+                require_finite(f"{file}: {name}", finite.size - int(finite.sum()))
+
+
 def stated_shapes(
     file: Path, names: Iterable[str], config: ExperimentConfig
 ) -> dict[str, tuple[int, ...]]:

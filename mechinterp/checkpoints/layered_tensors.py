@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from mechinterp.checkpoints.errors import CheckpointError
+from mechinterp.checkpoints.headers import require_finite
 from mechinterp.checkpoints.hints import Hints
 
 GPT2, ENCODER = "gpt2", "torch-encoder"
@@ -305,9 +306,7 @@ def require_numbers(tensor: Tensor, what: str) -> None:
         raise CheckpointError(
             f"{what} of shape {tuple(tensor.shape)} must hold {tensor.numel()} numbers, got {held}."
         )
-    bad = int((~torch.isfinite(tensor)).sum())
-    if bad:
-        raise CheckpointError(f"{what} must hold finite numbers, got {bad} NaN or infinite.")
+    require_finite(what, int((~torch.isfinite(tensor)).sum()))
 
 
 def shown_name(name: str) -> str:

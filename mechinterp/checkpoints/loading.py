@@ -157,7 +157,7 @@ def _load_folder(path: Path, hints: Hints) -> Checkpoint:
             file, tensors = _folder_arrays(path)
             return replace(read_foreign(tensors, file, hints=hints, settings=settings), path=path)
         stated = "native"
-    if stated is None and (files := [f for f in _checkpoints_in(path) if f.is_file()]):
+    if stated is None and (files := sorted(filter(_is_weights, _in(path)))):
         if len(files) > 1:
             listed = ", ".join(file.name for file in files[:6]) + (", ..." if files[6:] else "")
             raise CheckpointError(f"{path}: holds several files of weights; name one of {listed}.")
@@ -246,26 +246,41 @@ def _rivals(reading: Reading) -> bool:
 def checkpoint_paths(paths: Iterable[Path]) -> list[Path]:
     """The paths, a folder that is no checkpoint replaced by the checkpoints in it, one level down.
 
-    Those are folders with a config.json or a side-car, and files that end as those of other people do.
+    Those are folders with a config.json or a side-car, files that end as those of other people do, and folders with
+    one such file.
     """
     found: list[Path] = []
     for path in paths:
-        inner = [] if _is_checkpoint(path) else _checkpoints_in(path)
-        found += inner or [path]
+        inner = [] if _is_marked(path) else _checkpoints_in(path)
+        found += [path] if not inner or _is_one_file(inner) else inner
     return found
 
 
-def _is_checkpoint(folder: Path) -> bool:
+def _is_marked(folder: Path) -> bool:
     return any((folder / mark).exists() for mark in (CONFIG, SIDE_CAR))
 
 
+def _is_one_file(found: list[Path]) -> bool:
+    return len(found) == 1 and found[0].is_file()
+
+
 def _checkpoints_in(folder: Path) -> list[Path]:
+    return sorted(
+        path
+        for path in _in(folder)
+        if _is_weights(path)
+        or _is_marked(path)
+        or _is_one_file(list(filter(_is_weights, _in(path))))
+    )
+
+
+def _is_weights(path: Path) -> bool:
+    return has_weights_ending(path) and path.is_file()
+
+
+def _in(folder: Path) -> list[Path]:
     try:
-        return sorted(
-            path
-            for path in folder.iterdir()
-            if _is_checkpoint(path) or (has_weights_ending(path) and path.is_file())
-        )
+        return list(folder.iterdir())
     except OSError:
         return []
 

@@ -14,7 +14,6 @@ import pandas as pd
 import torch
 
 from mechinterp.checkpoints.archives import read_arrays
-from mechinterp.checkpoints.errors import printable
 from mechinterp.checkpoints.folder_tensors import read_snapshots, write_folder
 from mechinterp.checkpoints.folders import (
     WEIGHTS,
@@ -66,7 +65,7 @@ class Checkpoint:
     @property
     def name(self) -> str:
         """The folder's or file's name, printable."""
-        return printable(self.path.resolve().name)
+        return self.outline.name
 
     @property
     def task(self) -> TaskConfig:

@@ -16,7 +16,12 @@ from mechinterp.checkpoints.folders import (
     read_history,
     snapshot_steps,
 )
-from mechinterp.checkpoints.headers import require_shapes, shapes_in, stated_shapes
+from mechinterp.checkpoints.headers import (
+    require_finite_in,
+    require_shapes,
+    shapes_in,
+    stated_shapes,
+)
 from mechinterp.config import ExperimentConfig, TaskConfig
 
 
@@ -60,10 +65,9 @@ class Outline:
 def outline_of(path: Path) -> Outline | None:
     """The outline of a checkpoint of this package, None if something else lies there.
 
-    That the numbers are finite is not checked, for they are not read.
-
     Raises:
-        CheckpointError: If its config, or the names and shapes of its weights, are not as they must be.
+        CheckpointError: If its config, or the names and shapes of its weights, are not as they must be, or some of
+            its numbers are not finite.
     Example:
         >>> outline = outline_of(Path("checkpoints/softmax-h2-s0"))
         >>> outline.step, outline.shapes["blocks.0.attn.W_Q"]
@@ -76,5 +80,6 @@ def outline_of(path: Path) -> Outline | None:
     found = shapes_in(file)
     shapes = stated_shapes(file, found, config)
     require_shapes(file, found, shapes)
+    require_finite_in(file, shapes)
     said = {name: document.get(name, {}) for name in ("assumed", "origin")}
     return Outline(path, config, document["step"], shapes, **said)

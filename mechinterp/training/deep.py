@@ -147,8 +147,8 @@ class DeepRun(Run[DeepWeights | Weights]):
     def _gradient(self, prompts: Prompts) -> tuple[Tensor, Tensor]:
         """The loss, and its gradient in the flat tensor."""
         weights = self.weights
-        if isinstance(weights, DeepWeights):
-            loss, gradients = loss_and_gradients(weights, prompts)
+        if self.module is None:
+            loss, gradients = loss_and_gradients(weights, prompts)  # type: ignore[arg-type]
             return loss, torch.cat([tensor.flatten() for tensor in gradients.tensors.values()])
         loss = (self._predict(prompts) - prompts.y_query).square().mean()
         (gradient,) = torch.autograd.grad(loss, [self.flat])

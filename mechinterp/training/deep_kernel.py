@@ -17,7 +17,7 @@ from numba.extending import intrinsic
 from mechinterp.training.kernel import (
     LANES,
     VECTOR,
-    _compiled,
+    compiled,
     exponential,
     fill,
     lanes,
@@ -32,7 +32,7 @@ ROWS = types.Array(types.float32, 3, "C")
 HEADS = types.Array(types.float32, 4, "C")
 
 
-@_compiled()
+@compiled()
 @no_type_check
 def gather(source, block, n_rows, target):
     """The first rows of [feature, row, prompt] of one block, as lanes [feature, row]."""
@@ -43,7 +43,7 @@ def gather(source, block, n_rows, target):
             store(target, f * n_rows + row, load(flat, (f * rows + row) * n_blocks + block))
 
 
-@_compiled()
+@compiled()
 @no_type_check
 def scatter(source, block, n_rows, target):
     """Set the first rows of [feature, row, prompt] of one block to lanes [feature, row], and the others to 0."""
@@ -55,7 +55,7 @@ def scatter(source, block, n_rows, target):
             store(flat, (f * rows + row) * n_blocks + block, value)
 
 
-@_compiled()
+@compiled()
 @no_type_check
 def products(left, i, n_left, right, n_right, n_features, sums):
     """sums_j = sum_f left[f, i] right[f, j]; two at a time, so that what they share is loaded once."""
@@ -70,7 +70,7 @@ def products(left, i, n_left, right, n_right, n_features, sums):
         store(sums, other, second)
 
 
-@_compiled()
+@compiled()
 @no_type_check
 def combine(weights, start, stride, n, rows, n_features, i, n_out, out, add):
     """Set out[f, i] to sum_j weights[start + j * stride] rows[f, j], or add that; two features at a time."""
@@ -88,7 +88,7 @@ def combine(weights, start, stride, n, rows, n_features, i, n_out, out, add):
         store(out, other * n_out + i, second)
 
 
-@_compiled()
+@compiled()
 @no_type_check
 def weigh(kind, factor, scores, n, pattern, first):
     """The attention weights of one query, from its scores."""
@@ -123,7 +123,7 @@ def where(_context, condition, value):
     return lanes(lanes, lanes), code
 
 
-@_compiled()
+@compiled()
 @no_type_check
 def score_gradient(kind, factor, pattern, first, n, changes):
     """Turn what the loss changes by with the attention weights of a query into the same for its scores."""
@@ -142,7 +142,7 @@ def score_gradient(kind, factor, pattern, first, n, changes):
         store(changes, j, change)
 
 
-@_compiled(types.void(HEADS, HEADS, HEADS, types.int64, types.int64, types.float32, HEADS, HEADS))
+@compiled(types.void(HEADS, HEADS, HEADS, types.int64, types.int64, types.float32, HEADS, HEADS))
 @no_type_check
 def attend(q, k, v, n_keys, kind, factor, patterns, z):
     """Set the attention weights [block, head, query and key, lane] and what every head reads.
@@ -167,7 +167,7 @@ def attend(q, k, v, n_keys, kind, factor, patterns, z):
             scatter(out, block, n_rows, z[h])
 
 
-@_compiled(types.void(*[HEADS] * 3, types.int64, types.int64, types.float32, *[HEADS] * 5))
+@compiled(types.void(*[HEADS] * 3, types.int64, types.int64, types.float32, *[HEADS] * 5))
 @no_type_check
 def attend_back(q, k, v, n_keys, kind, factor, patterns, d_z, d_q, d_k, d_v):
     """Set the gradients in queries, keys and values, from that in what every head reads."""
@@ -197,7 +197,7 @@ def attend_back(q, k, v, n_keys, kind, factor, patterns, d_z, d_q, d_k, d_v):
             scatter(d_value, block, n_keys, d_v[h % k.shape[0]])
 
 
-@_compiled(types.void(ROWS, HEADS, HEADS))
+@compiled(types.void(ROWS, HEADS, HEADS))
 @no_type_check
 def mix(moment, rows, mixed):
     """Set `mixed` to the moments [row, row, prompt] of the prompts times rows [head, feature, row, prompt]."""

@@ -160,7 +160,7 @@ def total(_context, value):
     return types.float32(lanes), code
 
 
-def _compiled(signature: Signature | None = None):
+def compiled(signature: Signature | None = None):
     """numba.njit; a function with a signature is compiled now and kept on disk, where that can be written."""
 
     def decorate(function):
@@ -179,7 +179,7 @@ def _compiled(signature: Signature | None = None):
 # The test run would wrap functions to check their types, and numba cannot compile a wrapped one.
 
 
-@_compiled()
+@compiled()
 @no_type_check
 def exponential(x):
     """exp(x) to 2e-7 relative; below -87 and above 88 that of the bound, NaN of NaN."""
@@ -198,7 +198,7 @@ def exponential(x):
     return ((p * r) * r + (r + 1.0)) * power_of_two(shifted)
 
 
-@_compiled()
+@compiled()
 @no_type_check
 def block_of(rows, first, block):
     """Rows of [batch, axis] as lanes; lanes beyond the batch are 0."""
@@ -208,7 +208,7 @@ def block_of(rows, first, block):
             block[i * LANES + b] = rows[first + b, i]
 
 
-@_compiled()
+@compiled()
 @no_type_check
 def context_block(x, y, first, block):
     """Tokens (x, y) of a block of prompts as lanes [context, d_model]; lanes beyond the batch are 0."""
@@ -228,7 +228,7 @@ def context_block(x, y, first, block):
                 row[b] = y[first + b, pair, n]
 
 
-@_compiled()
+@compiled()
 @no_type_check
 def score_block(QK, query, context, keys, scores):
     """Scores x_query QK (x_l, y_l)^T; the largest one of each prompt."""
@@ -248,7 +248,7 @@ def score_block(QK, query, context, keys, scores):
     return peak
 
 
-@_compiled()
+@compiled()
 @no_type_check
 def activate(score, slope, peak, values, slopes):
     """Turn scores into f and f', both over a sum that is returned as its inverse."""
@@ -279,7 +279,7 @@ def activate(score, slope, peak, values, slopes):
     return fill(1.0) if score == LINEAR else fill(1.0) / whole
 
 
-@_compiled()
+@compiled()
 @no_type_check
 def average(values, inverse, context, averaged):
     """The averaged token, [d_model]."""
@@ -291,7 +291,7 @@ def average(values, inverse, context, averaged):
         store(averaged, m, mean * inverse)
 
 
-@_compiled()
+@compiled()
 @no_type_check
 def add_QK_gradient(slopes, centre, context, query, d_averaged, reading, d_QK):
     """Add a block's part of the loss's gradient in QK: lanes [d_x, d_model]."""
@@ -312,7 +312,7 @@ def add_QK_gradient(slopes, centre, context, query, d_averaged, reading, d_QK):
             store(d_QK, index, load(d_QK, index) + load(query, i) * d_key)
 
 
-@_compiled()
+@compiled()
 @no_type_check
 def predict_block(OV, averaged, error):
     """Add a head's outputs, [d_y]."""
@@ -323,7 +323,7 @@ def predict_block(OV, averaged, error):
         store(error, n, output)
 
 
-@_compiled()
+@compiled()
 @no_type_check
 def add_OV_gradient(OV, averaged, d_output, d_averaged, d_OV):
     """Add a block's part of the loss's gradient in OV; set that in the averaged token, and return its centre."""
@@ -340,7 +340,7 @@ def add_OV_gradient(OV, averaged, d_output, d_averaged, d_OV):
     return centre
 
 
-@_compiled()
+@compiled()
 @no_type_check
 def scale_block(block, factor):
     """block *= factor."""
@@ -348,7 +348,7 @@ def scale_block(block, factor):
         store(block, index, load(block, index) * factor)
 
 
-@_compiled()
+@compiled()
 @no_type_check
 def block_gradients(context, query, target, QK, OV, slots, score, slope, squares, d_QK, d_OV):
     """Add one block's part: of each model's squared error, and of its gradients but for their factor."""
@@ -384,7 +384,7 @@ def block_gradients(context, query, target, QK, OV, slots, score, slope, squares
                 add_QK_gradient(slope_of, centre, context, query, keys, reading, d_QK[head])
 
 
-@_compiled()
+@compiled()
 @no_type_check
 def circuit_gradients(x, y, x_query, y_query, QK, OV, slots, score, slope, loss, d_QK, d_OV):
     """Set the loss of every model, and its gradient in QK[:, :d_x] and OV."""
@@ -409,7 +409,7 @@ def circuit_gradients(x, y, x_query, y_query, QK, OV, slots, score, slope, loss,
         sum_lanes(OV_sums[head], np.float32(2) / count, d_OV[head].reshape(d_model * d_y))
 
 
-@_compiled()
+@compiled()
 @no_type_check
 def sum_lanes(block, factor, sums):
     """The sums over lanes, times factor."""
@@ -417,7 +417,7 @@ def sum_lanes(block, factor, sums):
         sums[index] = total(load(block, index)) * factor
 
 
-@_compiled()
+@compiled()
 @no_type_check
 def add_product(left, right, factor, product):
     """product += factor * left right."""
@@ -428,7 +428,7 @@ def add_product(left, right, factor, product):
                 product[i, j] += entry * right[k, j]
 
 
-@_compiled(
+@compiled(
     types.void(
         *[types.Array(types.float32, 3, "A")] * 2,
         *[types.Array(types.float32, 2, "A")] * 2,

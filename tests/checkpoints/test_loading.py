@@ -1,6 +1,7 @@
 """What lies at a path is found out, and conversion overwrites nothing."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pandas as pd
@@ -103,6 +104,11 @@ def test_a_folder_stands_for_the_checkpoints_in_it(native: Path, state: Path, tm
     (tmp_path / "all" / "notes").mkdir()
     found = checkpoint_paths([tmp_path / "all", state, exchange, native, tmp_path / "gone"])
     assert found == [exchange, native, state, exchange, native, tmp_path / "gone"]
+    alone = tmp_path / "all" / "alone"
+    alone.mkdir()
+    shutil.copy(state, alone)
+    assert checkpoint_paths([tmp_path / "all", alone]) == [alone, exchange, native, alone]
+    assert load(alone).name == "alone"
 
 
 def test_a_task_file(tmp_path: Path):

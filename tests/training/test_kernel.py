@@ -222,5 +222,5 @@ def test_a_kernel_that_cannot_be_kept_on_disk_is_compiled_all_the_same(
         return njit(*signatures, **options)
 
     monkeypatch.setattr(kernel, "njit", refuse)
-    double = kernel._compiled(types.float64(types.float64))(lambda x: 2 * x)
+    double = kernel.compiled(types.float64(types.float64))(lambda x: 2 * x)
     assert double(1.5) == 3.0
