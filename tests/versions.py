@@ -15,6 +15,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 PYTHONS = ("3.11", "3.12", "3.13")
 RESOLUTIONS = ("lowest-direct", "highest")
+FAST = "not slow and not exhaustive"
 SUMMARY = re.compile(r"^(?:=+ )?(\d+ (?:failed|passed|error).* in [\d.]+s.*?)(?: =+)?$", re.M)
 # Old versions warn of what newer ones have changed since.
 OLD = ["-W", "ignore::DeprecationWarning", "-W", "ignore::FutureWarning"]
@@ -84,7 +85,7 @@ def tested(uv: str, folder: Path, python: str, resolution: str) -> tuple[str, bo
     untrue = untrue_bounds(pinned) if resolution == "lowest-direct" else []
     if untrue:
         return f"bounds that cannot be reached: {', '.join(untrue)}", False
-    command = [str(place / "bin" / "python"), "-m", "pytest", "-n", "2", "-m", "not slow", *OLD]
+    command = [str(place / "bin" / "python"), "-m", "pytest", "-n", "2", "-m", FAST, *OLD]
     log = folder / f"python-{python}-{resolution}.log"
     with log.open("w", encoding="utf-8") as output:
         run = subprocess.run([*command, *sys.argv[3:]], stdout=output, stderr=output, cwd=ROOT)
