@@ -2,11 +2,11 @@
 
 Trained models do not find it; would they keep it? The first layer's 16 heads write r_j x_j and one
 head in each later layer descends on that, noise variance 0.1, with steps of 0.5. Trained as the
-shipped models are: alone, where its zero heads stay zero (5,000 steps); with the other heads of
-later layers at half of the size they would start with (50,000, as the others); and, as a control, a
-model of the same shape with nothing of it. One seed each. Run: python analyses/sparse_start.py
-(seconds: the records of the results that are there), and with --train to train again (three
-quarters of an hour on one core; with --quick one minute).
+shipped models are, 50,000 steps: alone, where its zero heads stay zero; with the other heads of
+later layers at half of the size they would start with; and, as a control, a model of the same shape
+with nothing of it. One seed each. Run: python analyses/sparse_start.py (seconds: the records of the
+results that are there), and with --train to train again (half an hour on one core; with --quick one
+minute).
 """
 
 import argparse
@@ -32,7 +32,8 @@ from mechinterp.models.transformer import ICLTransformer
 from mechinterp.training.deep import DeepRun, initial_deep_weights
 
 NOISE, ETA, SIZE = 0.1, 0.5, 0.5
-STEPS = {"built, alone": 5_000, "built, with other heads": 50_000, "at random": 50_000}
+STEPS = 50_000
+ARMS = ("built, alone", "built, with other heads", "at random")
 TRAINED = named(8, NOISE, 0)
 RIVALS = {
     "trained": f"the trained model {TRAINED}",
@@ -153,8 +154,8 @@ def records(ends: pd.DataFrame) -> list[Record]:
 def train(quick: bool) -> pd.DataFrame:
     """All arms, followed through their training."""
     prompts, frames = prompts_of(NOISE, 512 if quick else 4096), []
-    for arm, steps in STEPS.items():
-        found, last = follow(arm, steps // 100 if quick else steps, prompts)
+    for arm in ARMS:
+        found, last = follow(arm, STEPS // 100 if quick else STEPS, prompts)
         for name, value in rivals(last, prompts).items():
             found.loc[found.index[-1], name] = value
         frames.append(found)

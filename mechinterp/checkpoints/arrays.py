@@ -48,7 +48,7 @@ def write_arrays(file: Path, checkpoint: Checkpoint) -> Path:
 
 def _save(target: Path, arrays: Mapping[str, np.ndarray]) -> None:
     with target.open("wb") as stream:
-        np.savez(stream, allow_pickle=False, **arrays)
+        np.savez(stream, **arrays)  # type: ignore[arg-type]  # before numpy 2.1 allow_pickle is no option
 
 
 def read_stated(tensors: Mapping[str, Tensor], text: str, file: Path) -> Checkpoint:
