@@ -194,9 +194,16 @@ def described(config: ExperimentConfig) -> Row:
     """What was trained."""
     row: Row = {name: getattr(config.model, name) for name in MODEL}
     row |= {"d_head": config.d_head, "d_model": config.d_model}
-    row |= {name: getattr(config.task, name) for name in TASK} | {"norm": False, "mlp": False}
+    row |= {name: getattr(config.task, name) for name in TASK}
+    row |= {"norm": config.model.norm is not None, "mlp": config.model.d_mlp is not None}
     train = config.train
     return row | {"seed": config.seed, "steps": train.steps, "learning_rate": train.learning_rate}
+
+
+def joined(file: Path, new: pd.DataFrame) -> pd.DataFrame:
+    """A table with these rows in place of those of the same models."""
+    old = pd.read_csv(file)
+    return pd.concat([old[~old.model.isin(new.model)], new], ignore_index=True)
 
 
 def told(name: str, pair: Pair) -> Row:
@@ -208,6 +215,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path, help="holds one folder per checkpoint")
     parser.add_argument("--quick", action="store_true", help="fewer prompts")
+    parser.add_argument("--add", action="store_true", help="to the tables in --out")
     parser.add_argument("--out", type=Path, default=RESULTS)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
@@ -219,12 +227,14 @@ def main() -> None:
         rows.append(row)
         histories.append(history)
         print(row["model"], flush=True)
-    table = pd.DataFrame(rows).sort_values("model", ignore_index=True)
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    files = {"sparse_settings": pd.DataFrame(rows), "sparse_settings_training": pd.concat(histories)}
+    if arguments.add:
+        files = {name: joined(arguments.out / f"{name}.csv", new) for name, new in files.items()}
+    table = files["sparse_settings"].sort_values("model", ignore_index=True)
     if "C13" in table:
         table["C16"] = over_noise(table)
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    files = {"sparse_settings": table, "sparse_settings_training": pd.concat(histories)}
-    for name, frame in files.items():
+    for name, frame in (files | {"sparse_settings": table}).items():
         frame.to_csv(arguments.out / f"{name}.csv", index=False, float_format="%.6g")
     save(arguments.out, "sparse_settings", [], provenance(table, [], None))
 
