@@ -10,7 +10,7 @@ from pathlib import Path
 import pandas as pd
 from records import Record, all_records
 from result_tables import span
-from sparse_settings_table import pattern, several, table_of
+from sparse_settings_table import pattern, screened, several, table_of
 
 PERCENT = 100
 
@@ -132,7 +132,9 @@ def settings(found: Results) -> list[str]:
 
 def widths(found: Results) -> list[str]:
     """What the width of a head decides, at d_x 8 and 2 entries."""
-    table = several(table_of(found.folder)).query("d_x == 8 and sparsity == 2 and n_layers == 3")
+    table = several(screened(table_of(found.folder))).query(
+        "d_x == 8 and sparsity == 2 and n_layers == 3 and noise_var == .1 and nonzeros == 'signs' and not mlp"
+    )
     linear = table[table.score == "linear/L"]
     (narrow,) = linear[linear.d_head < linear.d_x].itertuples()
     wide = linear[linear.d_head > linear.d_x]

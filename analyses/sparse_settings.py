@@ -1,14 +1,12 @@
 """C9 to C16 of sparse regression in every setting of the plan, sparse_settings.md: a row per model.
 
-Each model's claims stand beside the numbers that they rest on; "Layer 1" is the first. Models that
-were trained for several numbers of steps are measured at the largest one.
+Each model's claims stand beside the numbers that they rest on; "Layer 1" is the first.
 Run: python analyses/sparse_settings.py FOLDER, a folder of checkpoints such as `mechinterp sweep
 analyses/sweeps/sparse_settings.json --out FOLDER` makes (a minute per model; --quick seconds). Not
 among those of `make analyses`.
 """
 
 import argparse
-from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
@@ -39,13 +37,14 @@ TASK = ("d_x", "sparsity", "context_length", "nonzeros", "noise_var")
 Row = dict[str, object]
 
 
-def settled(checkpoints: list[Checkpoint]) -> list[list[Checkpoint]]:
-    """The models of each setting and seed, those of fewer steps first."""
-    groups: dict[str, list[Checkpoint]] = defaultdict(list)
-    for one in sorted(checkpoints, key=lambda checkpoint: checkpoint.step):
-        same = replace(one.config, train=replace(one.config.train, steps=1))
-        groups[same.id].append(one)
-    return list(groups.values())
+def shorter_of(own: ExperimentConfig, models: list[Checkpoint]) -> Checkpoint | None:
+    """The model of the same setting and seed, trained for fewer steps: the longest such run."""
+    fewer = [one for one in models if one.config.train.steps < own.train.steps]
+
+    def same(one: Checkpoint) -> bool:
+        return replace(one.config, train=replace(one.config.train, steps=own.train.steps)) == own
+
+    return max(filter(same, fewer), key=lambda one: one.step, default=None)
 
 
 def single_of(own: ExperimentConfig, models: list[Checkpoint]) -> Checkpoint | None:
@@ -144,16 +143,20 @@ def descends(model, single, measured: Prompts) -> Row:
 
 
 def one_model(
-    group: list[Checkpoint], single: Checkpoint | None, n_prompts: int
+    checkpoint: Checkpoint, single: Checkpoint | None, shorter: Checkpoint | None, n_prompts: int
 ) -> tuple[Row, pd.DataFrame]:
-    """The row of a setting and seed, and its first layer over training."""
-    checkpoint = group[-1]
+    """The row of a model, and its first layer over training.
+
+    Args:
+        single: Its partner of one head, if it has one.
+        shorter: The same model trained for fewer steps, if there is one.
+    """
     config, model = checkpoint.config, checkpoint.model
     scored, measured = halves(ask.prompts_of(config.task, n_prompts))
     full = ask.risks(model, measured)
     row: Row = {"model": checkpoint.name} | described(config)
-    if len(group) > 1:
-        row |= told("to_fewer_steps", ratio(full, ask.risks(group[-2].model, measured)))
+    if shorter is not None:
+        row |= told("to_fewer_steps", ratio(full, ask.risks(shorter.model, measured)))
     row |= against(full, learners(config.task, config.model.n_layers, n_prompts))
     row["algorithm_to_gd"] = row["to_gd_fixed"] / row["to_algorithm_fixed"]
     history = pd.DataFrame(ask.over_training(checkpoint, measured[:OVER_TRAINING]))
@@ -179,7 +182,8 @@ def one_model(
 
 def over_noise(table: pd.DataFrame) -> list[object]:
     """C16: whether C11 to C13 hold at noise variances 0.1, 0.4 and 0.8, or where they fail."""
-    same = [name for name in (*MODEL, *TASK) if name != "noise_var"] + ["seed"]
+    same = [name for name in (*MODEL, *TASK) if name != "noise_var"]
+    same += ["norm", "mlp", "seed", "steps"]
     found: dict[object, object] = {}
     for _, group in table[table.noise_var > 0].groupby(same):
         judged = group.dropna(subset=["C11", "C12", "C13"])
@@ -221,14 +225,17 @@ def main() -> None:
     torch.set_num_threads(1)
     checkpoints = ask.trained(sorted(arguments.folder.iterdir()))
     rows, histories = [], []
-    for group in settled(checkpoints):
-        single = single_of(group[-1].config, checkpoints)
-        row, history = one_model(group, single, 512 if arguments.quick else PROMPTS)
+    for checkpoint in checkpoints:
+        partners = (of(checkpoint.config, checkpoints) for of in (single_of, shorter_of))
+        row, history = one_model(checkpoint, *partners, 512 if arguments.quick else PROMPTS)
         rows.append(row)
         histories.append(history)
         print(row["model"], flush=True)
     arguments.out.mkdir(parents=True, exist_ok=True)
-    files = {"sparse_settings": pd.DataFrame(rows), "sparse_settings_training": pd.concat(histories)}
+    files = {
+        "sparse_settings": pd.DataFrame(rows),
+        "sparse_settings_training": pd.concat(histories),
+    }
     if arguments.add:
         files = {name: joined(arguments.out / f"{name}.csv", new) for name, new in files.items()}
     table = files["sparse_settings"].sort_values("model", ignore_index=True)

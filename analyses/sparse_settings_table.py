@@ -46,6 +46,11 @@ def table_of(results: Path) -> pd.DataFrame:
     return found.sort_values(order, ascending=[False, True, True, True, True, True])
 
 
+def screened(found: pd.DataFrame) -> pd.DataFrame:
+    """The first seed of every setting, trained for as long as all."""
+    return found[(found.seed == found.seed.min()) & (found.steps == found.steps.min())]
+
+
 def setting(row: pd.Series) -> str:
     """A setting in a few words: what differs from the centre, but for its heads."""
     parts = [f"d_x {row.d_x}, s {row.sparsity}", row.score]
@@ -55,6 +60,8 @@ def setting(row: pd.Series) -> str:
         parts.append(f"noise {row.noise_var:g}")
     if row.nonzeros != "signs":
         parts.append("Gaussian entries")
+    if row.mlp:
+        parts.append("norm and MLP")
     heads = f"{row.n_heads} head{'s' * (row.n_heads > 1)} of width {row.d_head}"
     return "; ".join([*parts, heads])
 
@@ -67,7 +74,7 @@ def several(found: pd.DataFrame) -> pd.DataFrame:
 def models(results: Path) -> str:
     """A row per model."""
     rows = []
-    for _, row in table_of(results).iterrows():
+    for _, row in screened(table_of(results)).iterrows():
         cells = [row.setting, told(row.to_ridge, row.to_ridge_sem, 2)]
         if row.n_heads == 1:
             rows.append((*cells, *[""] * 6, held(row)))
@@ -96,7 +103,7 @@ def held(row: pd.Series) -> str:
 
 def claims(results: Path) -> str:
     """A row per claim: in how many settings it holds, and in which."""
-    found = several(table_of(results))
+    found = several(screened(table_of(results)))
     rows = []
     for claim, (asked, what, column) in CLAIMS.items():
         judged = found.dropna(subset=[claim])
@@ -106,6 +113,47 @@ def claims(results: Path) -> str:
         count = f"{len(where)} of {len(judged)}"
         rows.append((claim.replace("_pairs", " (pairs)"), asked, measured, count, names))
     return markdown(("claim", "what it says", "measured", "holds", "where"), rows)
+
+
+def seeds(results: Path) -> str:
+    """The settings with several seeds: means over seeds with their standard errors, and how often claims hold."""
+    found = several(table_of(results))
+    found = found[found.steps == found.steps.min()]
+    rows = []
+    for name, group in found.groupby("setting", sort=False):
+        if len(group) == 1:
+            continue
+        layers = [f"n_eff_{layer}" for layer in range(1, group.n_layers.iloc[0] + 1)]
+        cells = [name, len(group), *(over(group[column], 2) for column in ("to_single_2d", *layers))]
+        cells += [over(group.later_refit, 2), span(group["first"], 2)]
+        counts = [f"{claim} {int(group[claim].sum())}" for claim in ("C9", *PATTERN, "C13")]
+        rows.append((*cells, ", ".join(counts)))
+    return markdown(
+        (
+            *("setting", "seeds", "risk / a single head's, L = 2 d_x"),
+            *(f"heads at work, layer {layer}" for layer in (1, 2, 3)),
+            *("one head per later layer, refitted", "one head in layer 1", "holds in"),
+        ),
+        rows,
+    )
+
+
+def over(values: pd.Series, digits: int) -> str:
+    """Their mean and its standard error."""
+    return told(values.mean(), values.sem(), digits)
+
+
+def steps(results: Path) -> str:
+    """What twice as many steps change, a row per model."""
+    found = table_of(results)
+    longer = found.dropna(subset=["to_fewer_steps"])
+    rows = []
+    for _, row in longer.iterrows():
+        same = (found.setting == row.setting) & (found.seed == row.seed)
+        shorter = found[same & (found.steps < row.steps)].iloc[-1]
+        cells = (row.setting, told(row.to_fewer_steps, row.to_fewer_steps_sem, 3))
+        rows.append((*cells, held(shorter), held(row)))
+    return markdown(("setting", "risk / after half the steps", "held then", "holds now"), rows)
 
 
 def pattern(found: pd.DataFrame) -> pd.DataFrame:

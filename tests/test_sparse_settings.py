@@ -67,7 +67,7 @@ def test_every_model_of_the_plan_with_several_heads_has_a_partner(scripts):
 
 @pytest.mark.slow
 def test_the_measures_of_a_model_that_is_algorithm_1(scripts, tmp_path: Path):
-    from sparse_settings import one_model, settled
+    from sparse_settings import one_model, shorter_of
 
     model = ModelConfig(
         n_layers=4, n_heads=4, d_head=4, d_model=9, score="linear/L", context_only=True
@@ -77,10 +77,10 @@ def test_the_measures_of_a_model_that_is_algorithm_1(scripts, tmp_path: Path):
     for steps in (20, 10):
         shorter = replace(config, train=replace(config.train, steps=steps))
         save(tmp_path / f"built-{steps}", shorter, weights, step=steps)
-    found = [load(folder) for folder in sorted(tmp_path.iterdir())]
-    (group,) = settled(found)
-    assert [one.step for one in group] == [10, 20]
-    row, _ = one_model(group, None, 1024)
+    shorter, longer = found = [load(folder) for folder in sorted(tmp_path.iterdir())]
+    assert shorter_of(longer.config, found) is shorter
+    assert shorter_of(shorter.config, found) is None
+    row, _ = one_model(longer, None, shorter, 1024)
     assert row["to_fewer_steps"] == 1
     # Any of the four coordinates may be the live one, so that the four heads count alike.
     assert abs(row["n_eff_1"] - 4) <= 4 * row["n_eff_1_sem"]
