@@ -120,6 +120,24 @@ def read_yaml(file: Path) -> object:
 
 
 @contextmanager
+def writing(path: Path, *faults: type[Exception]) -> Iterator[None]:
+    """Turns what goes wrong while a file or a folder is written into one line.
+
+    Args:
+        faults: Errors of what writes, beside those of the system.
+    Raises:
+        CheckpointError: If it cannot be written.
+    """
+    known: tuple[type[Exception], ...] = (OSError, *faults)
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except known as error:
+        raise CheckpointError(f"{path}: cannot be written ({one_line(error)}).") from None
+
+
+@contextmanager
 def _filled(path: Path, write: Callable[[Path], object]) -> Iterator[Path]:
     """A temporary file beside a path, filled and flushed to disk, then the folder flushed.
 
