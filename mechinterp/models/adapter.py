@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from mechinterp.config import ModelConfig
 from mechinterp.icl.prompts import Prompts
 from mechinterp.memory import chunks, layers_bytes, require_memory, together
 from mechinterp.models.masks import Head, Values, by_layers, mask_heads, resid_name, z_name
-from mechinterp.models.tokens import interleaved, require_sizes
+from mechinterp.models.tokens import tokens_of
 
 if TYPE_CHECKING:
     from transformer_lens import HookedRootModule
@@ -303,17 +304,13 @@ def gpt2_predictor(
     with_head.eval()
     read_in.eval()
     bridge = build_bridge_from_module(with_head, "GPT2LMHeadModel", hf_config=with_head.config)
-    most, d_y = (backbone.config.n_positions - 1) // 2, read_out.out_features
+    sizes = backbone.config
+    model = ModelConfig(layout="in_turn", d_model=sizes.n_embd, n_positions=sizes.n_positions)
 
     def embed(prompts: Prompts) -> Tensor:
         d_x = read_in.in_features if isinstance(read_in, nn.Linear) else prompts.x.shape[2]
-        require_sizes(prompts, d_x=d_x, d_y=d_y)
-        if prompts.x.shape[1] > most:
-            raise ValueError(
-                f"context_length must be <= {most}, all that n_positions = {backbone.config.n_positions} "
-                f"has room for, got {prompts.x.shape[1]}."
-            )
-        return read_in(interleaved(prompts).to(next(read_in.parameters(), prompts.x)))
+        tokens = tokens_of(prompts, model, d_x=d_x, d_y=read_out.out_features)
+        return read_in(tokens.to(next(read_in.parameters(), prompts.x)))
 
     return HookedPredictor(
         model=bridge,
