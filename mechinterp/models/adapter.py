@@ -17,7 +17,15 @@ from torch import Tensor, nn
 from mechinterp.config import ModelConfig
 from mechinterp.icl.prompts import Prompts
 from mechinterp.memory import chunks, layers_bytes, require_memory, together
-from mechinterp.models.masks import Head, Values, by_layers, mask_heads, resid_name, z_name
+from mechinterp.models.masks import (
+    Head,
+    Values,
+    by_layers,
+    mask_heads,
+    require_heads,
+    resid_name,
+    z_name,
+)
 from mechinterp.models.tokens import tokens_of
 
 if TYPE_CHECKING:
@@ -181,19 +189,6 @@ class HookedPredictor:
                 f"got {self.n_heads} for {list(z.shape)}."
             )
 
-    def require_heads(self, heads: "list[tuple[int, int]]") -> None:
-        """Refuse heads that do not exist.
-
-        Raises:
-            ValueError: Naming the first of them.
-        """
-        for layer, head in heads:
-            if not (0 <= layer < self.n_layers and 0 <= head < self.n_heads):
-                raise ValueError(
-                    f"heads must lie in {self.n_layers} layers of {self.n_heads} heads, counted from 0, "
-                    f"got L{layer}H{head}."
-                )
-
     @property
     def is_hooked(self) -> bool:
         """Whether somebody's forward hooks are on the model, which shortcuts past its modules would miss."""
@@ -224,7 +219,7 @@ def masked(
         tensor(False)
     """
     predictor = hooked_predictor(model)
-    predictor.require_heads(list(heads))
+    require_heads(heads, predictor.n_layers, predictor.n_heads)
     by_layer = by_layers(heads)
     fired: set[int] = set()
 

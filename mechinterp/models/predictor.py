@@ -21,7 +21,7 @@ from mechinterp.models.adapter import HookedPredictor, hooked_predictor
 from mechinterp.models.backends import hooks, one_layer, token_map, weights_alone
 from mechinterp.models.deep import LINEAR, DeepWeights, deep_bytes, predict_deep
 from mechinterp.models.functional import AttentionWeights, predict
-from mechinterp.models.masks import Head, require_method
+from mechinterp.models.masks import Head, require_heads, require_method
 from mechinterp.models.tokens import tokens_of
 from mechinterp.models.weights import Weights, as_weights, why_no_circuits
 from mechinterp.progress import ProgressCallback, no_progress
@@ -140,7 +140,7 @@ class Predictor:
             >>> torch.allclose(first + second, full)
             True
         """
-        self.require_heads([head for heads in masks for head in heads])
+        require_heads([head for heads in masks for head in heads], self.n_layers, self.n_heads)
         require_method(method, prompts)
         with torch.no_grad():
             found = self._masked(prompts, masks, method=method, progress=progress)
@@ -186,7 +186,7 @@ class Predictor:
         Raises:
             ValueError: If there is no such head, or the model lacks the hook on the stream after its last layer.
         """
-        self.require_heads(heads)
+        require_heads(heads, self.n_layers, self.n_heads)
         weights = self._shortcut
         with torch.no_grad():
             if weights is not None and _is_linear(weights):
@@ -219,7 +219,7 @@ class Predictor:
             ValueError: If there is no such head, or the model has fewer layers.
         """
         self.require_layer(layer)
-        self.require_heads(heads)
+        require_heads(heads, self.n_layers, self.n_heads)
         weights = self._shortcut
         with torch.no_grad():
             if weights is not None and _is_linear(weights):
@@ -234,19 +234,6 @@ class Predictor:
                 for x in covariates
             ]
         return torch.stack(each, dim=1).to(prompts.x.device)
-
-    def require_heads(self, heads: Sequence[Head]) -> None:
-        """Refuse heads that do not exist.
-
-        Raises:
-            ValueError: Naming the first of them.
-        """
-        for layer, head in heads:
-            if not (0 <= layer < self.n_layers and 0 <= head < self.n_heads):
-                raise ValueError(
-                    f"heads must lie in {self.n_layers} layers of {self.n_heads} heads, counted from 0, "
-                    f"got L{layer}H{head}."
-                )
 
     def require_layer(self, layer: int) -> None:
         """Refuse a number of layers that the model does not have.

@@ -6,7 +6,6 @@ read-out is the y entries of the residual stream unless the model has weights fo
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 import torch
 from jaxtyping import Float, Int
@@ -23,9 +22,6 @@ from mechinterp.models.hooked_names import HookedTransformerNames
 from mechinterp.models.tokens import tokens_of
 from mechinterp.models.units import ACTIVATIONS, plus
 from mechinterp.models.weights import Weights, as_weights
-
-if TYPE_CHECKING:
-    pass
 
 
 class ICLTransformer(HookedTransformerNames):

@@ -68,11 +68,6 @@ class Weights:
         return self.model.n_heads
 
     @property
-    def architecture(self) -> tuple[object, ...]:
-        """All but the numbers."""
-        return self.model, self.d_x, self.d_y, self.scale
-
-    @property
     def heads_per_layer(self) -> tuple[tuple[int, ...], ...]:
         """The heads of each layer that write anything: those whose OV circuit is not zero."""
         rows = []
@@ -246,22 +241,17 @@ def weights_of_layer(circuits: AttentionWeights, *, model: ModelConfig | None = 
     return Weights(model, circuits.d_x, circuits.d_y, tensors, circuits.scale)
 
 
-def weights_of_stack(stack: DeepWeights, *, model: ModelConfig | None = None) -> Weights:
-    """A context-only model from its stacked layers: the inverse of `Weights.stack`.
-
-    Args:
-        model: The architecture, where it is known; else what the weights say.
-    """
-    if model is None:
-        model = ModelConfig(
-            n_layers=stack.n_layers,
-            n_heads=stack.n_heads,
-            d_head=stack.d_head,
-            score=stack.score,
-            score_slope=stack.score_slope,
-            context_only=True,
-            d_model=None if stack.W_in is None else stack.d_model,
-        )
+def weights_of_stack(stack: DeepWeights) -> Weights:
+    """A context-only model from its stacked layers: the inverse of `Weights.stack`."""
+    model = ModelConfig(
+        n_layers=stack.n_layers,
+        n_heads=stack.n_heads,
+        d_head=stack.d_head,
+        score=stack.score,
+        score_slope=stack.score_slope,
+        context_only=True,
+        d_model=None if stack.W_in is None else stack.d_model,
+    )
     return Weights(model, stack.d_x, stack.d_y, stack.parameters, stack.scale)
 
 
