@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from mechinterp.analysis.estimates import mean_and_sem, ratio_and_sem
-from mechinterp.analysis.learners.standing import kernel_omegas, posterior_penalty
+from mechinterp.analysis.learners.standing import kernel_omegas
 from mechinterp.config import TaskConfig
 from mechinterp.icl.predictors import ridge
 from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
@@ -86,7 +86,7 @@ class Evaluation:
     @cached_property
     def ridge(self) -> Float[Tensor, "batch d_y"]:
         """Predictions of ridge regression at the task's own penalty."""
-        return ridge(self.prompts, penalty=posterior_penalty(self.task))
+        return ridge(self.prompts, penalty=self.task.posterior_penalty)
 
     @cached_property
     def families(self) -> dict[str, Float[Tensor, "member batch d_y"]]:

@@ -18,7 +18,7 @@ from mechinterp.analysis.estimates import mean_and_sem, ratio_and_sem
 from mechinterp.analysis.learners.algorithm import name_algorithm
 from mechinterp.analysis.learners.algorithm_evidence import AlgorithmEvidence
 from mechinterp.analysis.learners.layers_verdict import layers_verdict
-from mechinterp.analysis.learners.standing import TaskLoss, posterior_penalty, task_loss
+from mechinterp.analysis.learners.standing import TaskLoss, task_loss
 from mechinterp.analysis.verdict import Verdict, with_error
 from mechinterp.config import TaskConfig
 from mechinterp.display import Result
@@ -176,7 +176,7 @@ def classify_layers(
         learners=tuple(r2),
         learner_r2=np.array([value for value, _ in r2.values()]),
         learner_r2_sem=np.array([sem for _, sem in r2.values()]),
-        loss=task_loss(prediction, ridge(prompts, penalty=posterior_penalty(task)), prompts),
+        loss=task_loss(prediction, ridge(prompts, penalty=task.posterior_penalty), prompts),
         task=task,
         n_prompts=n_prompts,
     )
