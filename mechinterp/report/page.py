@@ -14,11 +14,12 @@ from mechinterp.checkpoints.files import write_new, writing
 from mechinterp.checkpoints.native import Checkpoint, checkpoint_of
 from mechinterp.checkpoints.plain_modules import HookedModule
 from mechinterp.config import TaskConfig
+from mechinterp.display import counted
 from mechinterp.progress import ProgressCallback, no_progress
 from mechinterp.report import html
 from mechinterp.report.contents import contents_of
 from mechinterp.report.parts import Section
-from mechinterp.report.sections import assumed_text, counted
+from mechinterp.report.sections import assumed_text
 
 PAGE = "index.html"
 FIGURE_OPTIONS = {"responsive": True, "displaylogo": False}
