@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from mechinterp.analysis.estimates import mean_and_sem, ratio_and_sem
+from mechinterp.analysis.estimates import mean_and_sem, r2_and_sem
 from mechinterp.analysis.learners.standing import kernel_omegas
 from mechinterp.config import TaskConfig
 from mechinterp.icl.predictors import ridge
@@ -40,13 +40,10 @@ def faithfulness(
         >>> faithfulness(torch.tensor([[1.0], [2.0]]), torch.tensor([[1.0], [2.0]])).r2
         1.0
     """
-    gap = (prediction - substitute).square().mean(1).numpy()
-    unexplained, r2_sem = ratio_and_sem(gap, prediction.square().mean(1).numpy())
-    mean, sem = mean_and_sem(gap)
+    mean, sem = mean_and_sem((prediction - substitute).square().mean(1).numpy())
     rms = float(mean) ** 0.5
-    return Faithfulness(
-        float(1 - unexplained), float(r2_sem), rms, float(sem) / (2 * rms) if rms else 0.0
-    )
+    rms_sem = float(sem) / (2 * rms) if rms else 0.0
+    return Faithfulness(*r2_and_sem(substitute, prediction), rms, rms_sem)
 
 
 def idealised(

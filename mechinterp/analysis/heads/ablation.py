@@ -8,14 +8,12 @@ import plotly.graph_objects as go
 from jaxtyping import Bool, Float
 
 from mechinterp import figures
-from mechinterp.analysis.estimates import carried_by_few, mean_and_sem
+from mechinterp.analysis.estimates import carried_by_few, mean_and_sem, resampled
 from mechinterp.analysis.heads.errors import masked_errors
 from mechinterp.display import Result
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.predictor import Source, predictor_of, prompts_for
 from mechinterp.progress import ProgressCallback, no_progress
-
-RESAMPLES = 200
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -206,11 +204,7 @@ def _effective_heads(
     rises: Float[np.ndarray, "unit layer head"],
 ) -> tuple[Float[np.ndarray, " layer"], Float[np.ndarray, " layer"]]:
     """The effective number and its standard deviation over samples of as many units, drawn from these."""
-    n_units, generator = len(rises), np.random.default_rng(0)
-    draws = (
-        generator.multinomial(n_units, np.full(n_units, 1 / n_units)) for _ in range(RESAMPLES)
-    )
-    means = (np.tensordot(draw / n_units, rises, axes=1) for draw in draws)
+    means = (np.tensordot(shares, rises, axes=1) for shares in resampled(len(rises)))
     again = np.array([_effective_number(mean) for mean in means])
     return _effective_number(rises.mean(0)), again.std(axis=0, ddof=1)
 

@@ -18,7 +18,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from mechinterp import figures
-from mechinterp.analysis.estimates import mean_and_sem
+from mechinterp.analysis.estimates import mean_and_sem, resampled
 from mechinterp.display import Result
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.adapter import HookedPredictor
@@ -29,7 +29,6 @@ from mechinterp.progress import ProgressCallback, no_progress
 Component = Literal["q", "k", "v"]
 COMPONENTS: tuple[Component, ...] = ("q", "k", "v")
 Metric = Callable[[Tensor], Tensor]
-RESAMPLES = 200
 LISTED = 12
 
 
@@ -136,13 +135,10 @@ def attribute_edges(
     with _split_inputs(hooked.model):
         estimate = _estimates(pair, ig_steps)
         patched = _patches(pair, progress)
-    with torch.no_grad():
-        gained = pair.metric(hooked.model(pair.clean)) - pair.metric(hooked.model(pair.corrupted))
-    total, total_sem = mean_and_sem(gained.double().numpy(force=True))
+    total, total_sem = mean_and_sem(pair.gained())
     correlation, correlation_sem = _rank_correlation(estimate, patched)
-    (estimate_mean, estimate_sem), (patched_mean, patched_sem) = map(
-        mean_and_sem, (estimate, patched)
-    )
+    estimate_mean, estimate_sem = mean_and_sem(estimate)
+    patched_mean, patched_sem = mean_and_sem(patched)
     return HeadEdges(
         ig_steps=ig_steps,
         estimate=estimate_mean,
@@ -187,6 +183,12 @@ class _Pair:
             return -(hooked.read(output) - target).square().sum(-1)
 
         return cls(hooked, *inputs, z, nearness if metric is None else metric)  # type: ignore[arg-type]
+
+    @torch.no_grad()
+    def gained(self) -> Float[np.ndarray, " batch"]:
+        """Metric of the clean minus that of the corrupted prompts."""
+        clean, corrupted = (self.metric(self.hooked.model(t)) for t in (self.clean, self.corrupted))
+        return (clean - corrupted).double().numpy(force=True)
 
 
 def _estimates(
@@ -286,12 +288,9 @@ def _rank_correlation(estimate: np.ndarray, patched: np.ndarray) -> tuple[float,
     """Spearman's over edges of the means, and its standard deviation over samples of as many prompts."""
     edges = np.isfinite(patched[0])
     found = np.stack([estimate[:, edges], patched[:, edges]])
-    n_prompts, generator = len(patched), np.random.default_rng(0)
-    draws = [
-        generator.multinomial(n_prompts, np.full(n_prompts, 1 / n_prompts))
-        for _ in range(RESAMPLES)
+    again = [
+        _spearman(*np.tensordot(shares, found, axes=(0, 1))) for shares in resampled(len(patched))
     ]
-    again = [_spearman(*np.tensordot(draw / n_prompts, found, axes=(0, 1))) for draw in draws]
     return _spearman(*found.mean(1)), float(np.std(again, ddof=1))
 
 

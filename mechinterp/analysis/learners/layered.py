@@ -14,7 +14,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from mechinterp import figures
-from mechinterp.analysis.estimates import mean_and_sem, ratio_and_sem
+from mechinterp.analysis.estimates import mean_and_sem, r2_and_sem
 from mechinterp.analysis.learners.algorithm import name_algorithm
 from mechinterp.analysis.learners.algorithm_evidence import AlgorithmEvidence
 from mechinterp.analysis.learners.layers_verdict import layers_verdict
@@ -207,12 +207,7 @@ def _learner_r2(
     learned["least_squares"] = ridge(prompts, penalty=0)
     if task.noise_var:
         learned["ridge"] = ridge(prompts, penalty=task.noise_var / task.beta_variance)
-    found = {}
-    size = prediction.square().mean(1).numpy()
-    for name, values in learned.items():
-        unexplained, sem = ratio_and_sem((prediction - values).square().mean(1).numpy(), size)
-        found[name] = (float(1 - unexplained), float(sem))
-    return found
+    return {name: r2_and_sem(values, prediction) for name, values in learned.items()}
 
 
 def _verdict(
