@@ -145,18 +145,7 @@ class ICLTransformer(HookedTransformerNames):
                 f"input must be {self.cfg.dtype} of shape [batch, pos, {width}], "
                 f"got {input.dtype} of shape {list(input.shape)}."
             )
-        if return_type not in ("logits", "loss", "both", None):
-            raise ValueError(
-                f"return_type must be 'logits', 'loss', 'both' or None, got {return_type!r}."
-            )
-        if return_type in ("loss", "both") and labels is None:
-            raise ValueError(
-                f"return_type={return_type!r} needs labels=prompts.y_query, which tokens do not hold, or prompts as input."
-            )
-        if attention_mask is not None and not attention_mask.all():
-            raise ValueError(
-                "attention_mask must be 1 everywhere, prompts have no padding; a hook on hook_attn_scores masks keys."
-            )
+        _require_asked(return_type, labels, attention_mask)
         if self.hook_embed.bwd_hooks and torch.is_grad_enabled() and not input.requires_grad:
             # Whoever asks for the gradient at hook_embed gets one, though prompts carry none.
             input = input.detach().requires_grad_()
@@ -269,3 +258,21 @@ class ICLTransformer(HookedTransformerNames):
     def _follow_weights(self) -> None:
         weights = self._layers[0].W_Q
         self.cfg.device, self.cfg.dtype = str(weights.device), weights.dtype
+
+
+def _require_asked(
+    return_type: str | None, labels: Tensor | None, attention_mask: Tensor | None
+) -> None:
+    """Refuse what no model of vectors without padding can give."""
+    if return_type not in ("logits", "loss", "both", None):
+        raise ValueError(
+            f"return_type must be 'logits', 'loss', 'both' or None, got {return_type!r}."
+        )
+    if return_type in ("loss", "both") and labels is None:
+        raise ValueError(
+            f"return_type={return_type!r} needs labels=prompts.y_query, which tokens do not hold, or prompts as input."
+        )
+    if attention_mask is not None and not attention_mask.all():
+        raise ValueError(
+            "attention_mask must be 1 everywhere, prompts have no padding; a hook on hook_attn_scores masks keys."
+        )

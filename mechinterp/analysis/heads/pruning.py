@@ -167,16 +167,8 @@ def prune(
         After Chen, Zhao and Zou 2024, arXiv 2408.04532: all heads of the first layer and the best of each later
         one. What is scored how, and the read-out, are choices made here.
     Example:
-        >>> from mechinterp.config import TaskConfig
-        >>> from mechinterp.icl.prompts import generator_for, sample_prompts
         >>> from mechinterp.models.constructions_sparse import preprocess_then_optimise_model
-        >>> from mechinterp.models.transformer import ICLTransformer
-        >>> task = TaskConfig(d_x=4, context_length=16)
-        >>> weights = preprocess_then_optimise_model([0.5], d_x=4)
-        >>> model = ICLTransformer.from_weights(weights, task=task)
-        >>> generator = generator_for(0, "eval", 0)
-        >>> prompts = sample_prompts(task, 64, generator=generator, dtype=torch.float64)
-        >>> prune(model, prompts).ratio
+        >>> prune(preprocess_then_optimise_model([0.5], d_x=4), n_prompts=64).ratio
         1.0
     """
     prompts = prompts_for(source, prompts, n_prompts=n_prompts, seed=seed)
