@@ -108,19 +108,6 @@ def full_batch_descent(
     return record(2 * learning_rate * rows, states, heads, moments, found, 1.0)
 
 
-def rotate(moments: Moments, basis: Float[np.ndarray, "d_x d_x"]) -> Moments:
-    """The same moments in the coordinates of a basis, its vectors as columns.
-
-    Example:
-        >>> from mechinterp.theory.linear import modes, population_moments
-        >>> moments = population_moments(np.array([[2.0, 1.0], [1.0, 2.0]]), context_length=31)
-        >>> rotate(moments, modes(moments).vectors).yz.round(9).tolist()
-        [[9.0, 0.0], [0.0, 1.0]]
-    """
-    zz = np.einsum("ijkl,ia,jb,kc,ld->abcd", moments.zz, *[basis] * 4, optimize=True)
-    return Moments(yy=moments.yy, yz=basis.T @ moments.yz @ basis, zz=zz)
-
-
 def _states(
     heads: Heads, moments: Moments, learning_rate: float, rows: Int[np.ndarray, " row"]
 ) -> Float[np.ndarray, "row weight"]:
