@@ -269,6 +269,24 @@ def prompts_for(source: Source, prompts: Prompts | None, *, n_prompts: int, seed
     return sample_prompts(predictor.task, n_prompts, seed=seed, dtype=dtype)
 
 
+def task_for(source: Source, task: TaskConfig | None, analysis: str) -> TaskConfig:
+    """The task as it is given, or the model's own.
+
+    Args:
+        analysis: What needs it, for the message.
+    Raises:
+        ValueError: If there is none.
+    Example:
+        >>> from mechinterp.models.constructions import zero_head
+        >>> task_for(zero_head(d_x=3), None, "fit_learners").d_x
+        3
+    """
+    task = predictor_of(source).task if task is None else task
+    if task is None:
+        raise ValueError(f"{analysis} needs a task for a model that comes without one, got none.")
+    return task
+
+
 def learner_of(source: Source) -> Callable[[Prompts], Tensor]:
     """A function from prompts to predictions: a learner as it is, a model as one that takes no gradients.
 

@@ -9,7 +9,7 @@ from jaxtyping import Bool, Float
 
 from mechinterp import figures
 from mechinterp.analysis.estimates import carried_by_few, mean_and_sem, resampled
-from mechinterp.analysis.heads.errors import masked_errors
+from mechinterp.analysis.heads.errors import layer_shares, masked_errors
 from mechinterp.display import Result
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.predictor import Source, predictor_of, prompts_for
@@ -56,7 +56,7 @@ class HeadAblation(Result):
     @property
     def importance(self) -> Float[np.ndarray, "layer head"]:
         """A head's share of its layer's rises, falls taken as 0; all 0 where no head of a layer counts."""
-        return _shares(self.rise)
+        return layer_shares(self.rise)
 
     @property
     def effective_heads_of_medians(self) -> Float[np.ndarray, " layer"]:
@@ -187,15 +187,9 @@ def ablate_heads(
     )
 
 
-def _shares(rise: Float[np.ndarray, "layer head"]) -> Float[np.ndarray, "layer head"]:
-    positive = rise.clip(min=0)
-    total = positive.sum(1, keepdims=True)
-    return positive / np.where(total == 0, 1, total)
-
-
 def _effective_number(rise: Float[np.ndarray, "layer head"]) -> Float[np.ndarray, " layer"]:
     """exp(H) with H = -sum_j w_j log w_j and w_j the shares of the rises; 0 if there are none."""
-    shares = _shares(rise)
+    shares = layer_shares(rise)
     logs = np.log(np.where(shares > 0, shares, 1))
     return np.where(shares.any(1), np.exp(-(shares * logs).sum(1)), 0.0)
 

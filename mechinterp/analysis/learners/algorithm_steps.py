@@ -24,7 +24,7 @@ from mechinterp.icl.algorithms import ALGORITHMS
 from mechinterp.icl.prompt_moments import PromptMoments
 from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
 from mechinterp.models.adapter import HookedPredictor
-from mechinterp.models.predictor import Source, predictor_of
+from mechinterp.models.predictor import Source, predictor_of, task_for
 
 ALL = "all layers"
 PROMPTS = 16
@@ -115,11 +115,7 @@ def intervene_on_steps(
         [1.0, 1.0, 1.0]
     """
     predictor = predictor_of(source)
-    task = predictor.task if task is None else task
-    if task is None:
-        raise ValueError(
-            "intervene_on_steps needs a task for a model that comes without one, got none."
-        )
+    task = task_for(predictor, task, "intervene_on_steps")
     if evidence is None:
         evidence = name_algorithm(predictor, task=task, n_prompts=n_prompts, seed=seed)
     algorithm, scalars = _path_of(evidence)

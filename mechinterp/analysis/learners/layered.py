@@ -15,6 +15,7 @@ from torch import Tensor
 
 from mechinterp import figures
 from mechinterp.analysis.estimates import mean_and_sem, r2_and_sem
+from mechinterp.analysis.heads.errors import layer_shares
 from mechinterp.analysis.learners.algorithm import name_algorithm
 from mechinterp.analysis.learners.algorithm_evidence import AlgorithmEvidence
 from mechinterp.analysis.learners.layers_verdict import layers_verdict
@@ -24,7 +25,7 @@ from mechinterp.config import TaskConfig
 from mechinterp.display import Result
 from mechinterp.icl.predictors import debiased_gd, ridge, vanilla_gd
 from mechinterp.icl.prompts import Prompts, sample_prompts
-from mechinterp.models.predictor import Predictor, Source, predictor_of
+from mechinterp.models.predictor import Predictor, Source, predictor_of, task_for
 
 CONSTANT = 1e-8
 """Variance over prompts, relative to the mean square, below which a prediction is one number."""
@@ -63,9 +64,7 @@ class LayeredClassification(Result):
     @property
     def importance(self) -> Float[np.ndarray, "layer head"]:
         """A head's share of its layer's increases, negative ones taken as 0; all 0 where none is positive."""
-        positive = self.increase.clip(min=0)
-        total = positive.sum(1, keepdims=True)
-        return positive / np.where(total == 0, 1, total)
+        return layer_shares(self.increase)
 
     @property
     def verdict(self) -> Verdict:
@@ -149,9 +148,7 @@ def classify_layers(
         'undetermined'
     """
     predictor = predictor_of(source)
-    task = predictor.task if task is None else task
-    if task is None:
-        raise ValueError("classify needs a task for a model that comes without one, got none.")
+    task = task_for(predictor, task, "classify")
     if n_prompts < 2:
         raise ValueError(f"n_prompts must be >= 2 for a standard error, got {n_prompts}.")
     prompts = sample_prompts(task, n_prompts, seed=seed, dtype=torch.float64)
