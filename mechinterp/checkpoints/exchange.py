@@ -28,8 +28,8 @@ from mechinterp.checkpoints.native_tensors import PREFIX, state_dict, weights_fr
 from mechinterp.checkpoints.outside import OneLayer, checkpoint_of, numbers
 from mechinterp.checkpoints.recipe import LOAD
 from mechinterp.config import ExperimentConfig, TaskConfig
-from mechinterp.models.functional import NAMES, AttentionWeights
-from mechinterp.models.shapes import BIASES
+from mechinterp.models.functional import AttentionWeights
+from mechinterp.models.shapes import BIASES, NAMES
 from mechinterp.models.weights import weights_of_layer, why_no_circuits
 
 FORMAT = "transformer-lens"

@@ -19,8 +19,8 @@ from mechinterp.checkpoints.hints import HEAD_KEYS, Hints
 from mechinterp.checkpoints.native import Checkpoint
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig
 from mechinterp.fields import build, flatten
-from mechinterp.models.functional import NAMES, AttentionWeights
-from mechinterp.models.shapes import BIASES
+from mechinterp.models.functional import AttentionWeights
+from mechinterp.models.shapes import BIASES, NAMES
 from mechinterp.models.weights import weights_of_layer
 
 Value = TypeVar("Value", bool, int, float, str)

@@ -18,8 +18,8 @@ from torch import Tensor
 from mechinterp.icl.prompts import Prompts
 from mechinterp.memory import layers_bytes, token_map_bytes
 from mechinterp.models.scores import attention_pattern
+from mechinterp.models.shapes import NAMES
 
-LAYERED = ("W_Q", "W_K", "W_V", "W_O")
 LINEAR = ("linear", "linear/L")
 READING = {"W_in": "W_in", "W_U": "unembed.W_U"}
 
@@ -79,7 +79,7 @@ class DeepWeights:
     @property
     def tensors(self) -> dict[str, Tensor]:
         """The weights by name, those of all layers in one tensor."""
-        named = {name: getattr(self, name) for name in (*LAYERED, *READING)}
+        named = {name: getattr(self, name) for name in (*NAMES, *READING)}
         return {name: tensor for name, tensor in named.items() if tensor is not None}
 
     @property
@@ -88,7 +88,7 @@ class DeepWeights:
         layers = {
             f"blocks.{layer}.attn.{name}": getattr(self, name)[layer]
             for layer in range(self.n_layers)
-            for name in LAYERED
+            for name in NAMES
         }
         reading = {READING[name]: self.tensors[name] for name in READING if name in self.tensors}
         return layers | reading

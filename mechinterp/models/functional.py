@@ -18,9 +18,7 @@ from torch import Tensor
 from mechinterp.icl.prompts import Prompts
 from mechinterp.memory import chunks, one_layer_bytes, require_memory, together
 from mechinterp.models.scores import pattern_and_slope
-from mechinterp.models.shapes import BIASES
-
-NAMES = ("W_Q", "W_K", "W_V", "W_O")
+from mechinterp.models.shapes import BIASES, NAMES
 
 
 @dataclass(frozen=True, eq=False)

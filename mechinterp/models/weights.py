@@ -14,8 +14,8 @@ from torch.nn.functional import pad
 
 from mechinterp.config import ModelConfig
 from mechinterp.models.deep import DeepWeights
-from mechinterp.models.functional import NAMES, AttentionWeights, identity_keys, unmerged
-from mechinterp.models.shapes import BIASES, tensor_shapes
+from mechinterp.models.functional import AttentionWeights, identity_keys, unmerged
+from mechinterp.models.shapes import BIASES, NAMES, tensor_shapes
 
 HEADS = ("W_Q", "W_K", "W_QK", "W_V", "W_O")
 """Weights with an axis of heads."""

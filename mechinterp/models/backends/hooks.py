@@ -16,6 +16,7 @@ from mechinterp.icl.prompts import Prompts
 from mechinterp.models.adapter import HookedPredictor, masked
 from mechinterp.models.functional import AttentionWeights, attend
 from mechinterp.models.masks import Head, Values, by_layers, mask_z, swapped, z_name
+from mechinterp.models.shapes import BIASES, NAMES
 from mechinterp.models.weights import Weights
 from mechinterp.progress import ProgressCallback, no_progress
 
@@ -155,11 +156,10 @@ def _run(hooked: HookedPredictor, prompts: Prompts, layers: list[AttentionWeight
 def _layers(weights: Weights) -> list[AttentionWeights]:
     """Each layer of a model of attention alone, W_O in full width."""
     assert weights.scale is not None
-    names = ("W_Q", "W_K", "W_V", "W_O")
-    biases = ("b_Q", "b_K", "b_V", "b_O") if weights.model.biases else ()
+    names = (*NAMES, *BIASES) if weights.model.biases else NAMES
     return [
         AttentionWeights(
-            **{name: weights.layers(name)[layer] for name in (*names, *biases)},  # type: ignore[arg-type]
+            **{name: weights.layers(name)[layer] for name in names},  # type: ignore[arg-type]
             scale=weights.scale,
             score=weights.model.score,
             score_slope=weights.model.score_slope,
