@@ -11,7 +11,7 @@ from functools import cached_property
 
 import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from mechinterp.config import CovarianceConfig, TaskConfig
@@ -46,7 +46,7 @@ class Prompts:
     def __len__(self) -> int:
         return self.x.shape[0]
 
-    def __getitem__(self, rows: slice) -> "Prompts":
+    def __getitem__(self, rows: slice | Int[Tensor, " chosen"]) -> "Prompts":
         return Prompts(**{f.name: getattr(self, f.name)[rows] for f in fields(self)})
 
     @cached_property

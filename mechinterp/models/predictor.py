@@ -52,6 +52,11 @@ class Predictor:
         return self.build()
 
     @property
+    def heads(self) -> list[Head]:
+        """All of them, layer by layer."""
+        return [(layer, head) for layer in range(self.n_layers) for head in range(self.n_heads)]
+
+    @property
     def model(self) -> object:
         """The hooked model itself."""
         return self.hooked.model

@@ -101,7 +101,8 @@ class Weights:
         """The same model with as few heads as its fullest layer has live ones, zero heads behind them."""
         rows = self.heads_per_layer
         n_heads = max(1, *(len(row) for row in rows))
-        model = replace(self.model, n_heads=n_heads, d_head=self._d_head)
+        d_head = self.model.head_width(self.d_x, self.d_y)
+        model = replace(self.model, n_heads=n_heads, d_head=d_head)
         tensors = dict(self.tensors)
         for layer, row in enumerate(rows):
             for name in (*HEADS, *BIASES[:3]):
@@ -111,10 +112,6 @@ class Weights:
                     tensors[full] = old.new_zeros(n_heads, *old.shape[1:])
                     tensors[full][: len(row)] = old[list(row)]
         return replace(self, model=model, tensors=tensors)
-
-    @property
-    def _d_head(self) -> int:
-        return self.model.head_width(self.d_x, self.d_y)
 
     @property
     def circuits(self) -> AttentionWeights:

@@ -8,7 +8,7 @@ import plotly.graph_objects as go
 import torch
 
 from mechinterp import figures
-from mechinterp.analysis.circuits.attention import attention_patterns, chosen
+from mechinterp.analysis.circuits.attention import attention_patterns
 from mechinterp.analysis.circuits.circuits import circuits, weights_of
 from mechinterp.analysis.circuits.classification import Classification
 from mechinterp.analysis.circuits.thresholds import Thresholds
@@ -174,7 +174,7 @@ def _shown_prompts(subject: Subject) -> Prompts:
     """Prompts from the one that the model does best on to the one it does worst on."""
     order = np.argsort(subject.squared_errors(), kind="stable")
     rows = order[[round(quantile * (len(order) - 1)) for quantile in QUANTILES]]
-    return chosen(subject.prompts, rows)
+    return subject.prompts[torch.from_numpy(rows)]
 
 
 def _toggles(subject: Subject) -> Toggles | None:

@@ -164,7 +164,7 @@ def ablate_heads(
     prompts = prompts_for(source, prompts, n_prompts=n_prompts, seed=seed)
     predictor = predictor_of(source)
     shape = (predictor.n_layers, predictor.n_heads)
-    masks = [[], *([head] for head in np.ndindex(shape))]
+    masks = [[], *([head] for head in predictor.heads)]
     errors = masked_errors(predictor, prompts, masks, method=method, progress=progress)
     if len(errors) < 2:
         raise ValueError(f"There must be at least 2 prompts or pairs of them, got {len(errors)}.")

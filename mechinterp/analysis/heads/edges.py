@@ -58,7 +58,7 @@ class HeadEdges(Result):
     def __repr__(self) -> str:
         top: Any = next(self.to_frame().itertuples())
         return (
-            f"HeadEdges({_name(top)} {top.patched:+.3g} ± {top.patched_sem:.2g} of {self.total:+.3g}; rank correlation of "
+            f"HeadEdges({edge_name(top)} {top.patched:+.3g} ± {top.patched_sem:.2g} of {self.total:+.3g}; rank correlation of "
             f"estimates (ig_steps={self.ig_steps}) and patches {self.rank_correlation:.3f} ± {self.rank_correlation_sem:.2g})"
         )
 
@@ -76,7 +76,7 @@ class HeadEdges(Result):
         """The edges of the largest effects, as estimated and as patched."""
         top = self.to_frame().head(LISTED)
         return figures.bars(
-            [_name(row) for row in top.itertuples()],
+            [edge_name(row) for row in top.itertuples()],
             {"estimated": top["estimate"].to_numpy(), "patched": top["patched"].to_numpy()},
             errors={
                 "estimated": top["estimate_sem"].to_numpy(),
@@ -341,6 +341,6 @@ def _input_name(layer: int, component: str) -> str:
     return f"blocks.{layer}.attn.hook_{component}_input"
 
 
-def _name(edge: Any) -> str:
+def edge_name(edge: Any) -> str:
     """L0H1 to v of L2H3, from a row of the frame."""
     return f"L{edge.layer}H{edge.head} to {edge.input} of L{edge.later_layer}H{edge.later_head}"

@@ -185,8 +185,8 @@ def _masked_risks(
     Float[Tensor, "batch d_y"], Float[Tensor, " batch"], Float[Tensor, "batch n_layers n_heads"]
 ]:
     """What the model predicts, its squared error against the target without noise, and what masking each head adds."""
-    heads = list(np.ndindex(predictor.n_layers, predictor.n_heads))
-    prediction, *each = predictor.run(prompts, [[], *([head] for head in heads)]).double()
+    masks = [[], *([head] for head in predictor.heads)]
+    prediction, *each = predictor.run(prompts, masks).double()
     masked = torch.stack(each, 1).unflatten(1, (predictor.n_layers, predictor.n_heads))
     target = prompts.y_query_clean
     full = (prediction - target).square().mean(1)
