@@ -318,23 +318,18 @@ def _require_edges(hooked: HookedPredictor, ig_steps: int) -> None:
 
 
 @contextmanager
-def _split_inputs(model: object) -> Iterator[None]:
+def _split_inputs(model: Any) -> Iterator[None]:
     """The inputs of queries, keys and values apart, and afterwards as they were."""
-    cfg = model.cfg  # type: ignore[attr-defined]
-    was = {name: bool(getattr(cfg, name, False)) for name in ("use_attn_in", "use_split_qkv_input")}
-    # One shared copy and three of one's own exclude each other.
-    steps = [("use_attn_in", False), ("use_split_qkv_input", True)]
-    back = [
-        ("use_split_qkv_input", was["use_split_qkv_input"]),
-        ("use_attn_in", was["use_attn_in"]),
-    ]
+    names = ("use_attn_in", "use_split_qkv_input")
+    shared, apart = (bool(getattr(model.cfg, name, False)) for name in names)
     try:
-        for name, on in steps:
-            getattr(model, f"set_{name}")(on)
+        # One shared copy and three of one's own exclude each other.
+        model.set_use_attn_in(False)
+        model.set_use_split_qkv_input(True)
         yield
     finally:
-        for name, on in back:
-            getattr(model, f"set_{name}")(on)
+        model.set_use_split_qkv_input(apart)
+        model.set_use_attn_in(shared)
 
 
 def _input_name(layer: int, component: str) -> str:
