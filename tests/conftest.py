@@ -16,9 +16,8 @@ from mechinterp.analysis.circuits import null
 from mechinterp.config import TaskConfig
 from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
 from mechinterp.models.constructions import debiased_gradient_step, zero_head
-from mechinterp.models.deep import DeepWeights
 from mechinterp.models.functional import AttentionWeights, head_outputs, stack
-from mechinterp.models.weights import Weights, as_weights
+from mechinterp.models.weights import AnyWeights, Weights, as_weights
 
 CHECKPOINTS = Path(__file__).parents[1] / "checkpoints"
 ROUNDING = {torch.float64: 1e-12, torch.float32: 1e-5}
@@ -33,9 +32,6 @@ def sampled(cases: Iterable, *, keep: Callable[[object], bool]) -> list:
         )
         for case in cases
     ]
-
-
-AnyWeights = Weights | AttentionWeights | DeepWeights
 
 
 def assert_same(actual: AnyWeights, expected: AnyWeights):

@@ -26,9 +26,7 @@ from mechinterp.checkpoints.outline import Outline
 from mechinterp.checkpoints.readings import Reading
 from mechinterp.config import ExperimentConfig, TaskConfig
 from mechinterp.display import counted
-from mechinterp.models.deep import DeepWeights
-from mechinterp.models.functional import AttentionWeights
-from mechinterp.models.weights import Weights, as_weights
+from mechinterp.models.weights import AnyWeights, Weights, as_weights
 
 if TYPE_CHECKING:
     from mechinterp.models.predictor import Predictor
@@ -200,11 +198,11 @@ def load(path: str | Path) -> Checkpoint:
 def save(
     path: str | Path,
     config: ExperimentConfig,
-    weights: Weights | AttentionWeights | DeepWeights,
+    weights: AnyWeights,
     *,
     step: int,
     history: pd.DataFrame | None = None,
-    snapshots: Mapping[int, Weights | AttentionWeights | DeepWeights] | None = None,
+    snapshots: Mapping[int, AnyWeights] | None = None,
     assumed: Mapping[str, object] | None = None,
     origin: Mapping[str, object] | None = None,
     shared: bool = False,

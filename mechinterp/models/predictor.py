@@ -19,11 +19,11 @@ from mechinterp.icl.prompts import Prompts, sample_prompts
 from mechinterp.memory import chunks, together
 from mechinterp.models.adapter import HookedPredictor, hooked_predictor
 from mechinterp.models.backends import hooks, one_layer, token_map, weights_alone
-from mechinterp.models.deep import LINEAR, DeepWeights, deep_bytes, predict_deep
+from mechinterp.models.deep import LINEAR, deep_bytes, predict_deep
 from mechinterp.models.functional import AttentionWeights, predict
 from mechinterp.models.masks import Head, require_heads, require_method
 from mechinterp.models.tokens import tokens_of
-from mechinterp.models.weights import Weights, as_weights, why_no_circuits
+from mechinterp.models.weights import AnyWeights, Weights, as_weights, why_no_circuits
 from mechinterp.progress import ProgressCallback, no_progress
 
 if TYPE_CHECKING:
@@ -333,7 +333,7 @@ def predictor_of(source: Source) -> Predictor:
         return source.predictor
     if isinstance(source, HookedPredictor):
         return Predictor(source.n_layers, source.n_heads, lambda: source)
-    if isinstance(source, Weights | AttentionWeights | DeepWeights):
+    if isinstance(source, AnyWeights):
         return _of_weights(as_weights(source))
     return _of_hooked_model(source)
 

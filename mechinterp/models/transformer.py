@@ -15,13 +15,11 @@ from transformer_lens.hook_points import HookPoint
 from mechinterp.config import ModelConfig, TaskConfig
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.blocks import Block, LayerNorm, Unembed
-from mechinterp.models.deep import DeepWeights
-from mechinterp.models.functional import AttentionWeights
 from mechinterp.models.hooked_config import HookedConfig
 from mechinterp.models.hooked_names import HookedTransformerNames
 from mechinterp.models.tokens import tokens_of
 from mechinterp.models.units import ACTIVATIONS, plus
-from mechinterp.models.weights import Weights, as_weights
+from mechinterp.models.weights import AnyWeights, Weights, as_weights
 
 
 class ICLTransformer(HookedTransformerNames):
@@ -84,9 +82,7 @@ class ICLTransformer(HookedTransformerNames):
         self.setup()
 
     @classmethod
-    def from_weights(
-        cls, weights: Weights | AttentionWeights | DeepWeights, *, task: TaskConfig
-    ) -> "ICLTransformer":
+    def from_weights(cls, weights: AnyWeights, *, task: TaskConfig) -> "ICLTransformer":
         """A model with a copy of these weights, in their dtype, in evaluation mode.
 
         Raises:

@@ -252,7 +252,11 @@ def weights_of_stack(stack: DeepWeights) -> Weights:
     return Weights(model, stack.d_x, stack.d_y, stack.parameters, stack.scale)
 
 
-def as_weights(weights: Weights | AttentionWeights | DeepWeights) -> Weights:
+AnyWeights = Weights | AttentionWeights | DeepWeights
+"""Weights of any form."""
+
+
+def as_weights(weights: AnyWeights) -> Weights:
     """Weights of any form as those of a model."""
     if isinstance(weights, AttentionWeights):
         return weights_of_layer(weights)
