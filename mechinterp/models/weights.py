@@ -133,14 +133,7 @@ class Weights:
         for name in {"W_O", "b_O"} & set(tensors):
             tensors[name] = tensors[name][..., self.d_x :].contiguous()
         assert self.scale is not None
-        return AttentionWeights(
-            **unmerged(tensors),
-            scale=self.scale,
-            score=self.model.score,
-            score_slope=self.model.score_slope,
-            attend_to_self=self.model.attend_to_self,
-            merged_qk=self.model.merged_qk,
-        )
+        return heads_of(self.model, unmerged(tensors), self.scale)
 
     @property
     def has_stack(self) -> bool:
@@ -191,6 +184,22 @@ class Weights:
     @property
     def W_O(self) -> Float[Tensor, "layer head d_head d_model"]:
         return torch.stack(self.layers("W_O"))
+
+
+def heads_of(model: ModelConfig, tensors: Mapping[str, Tensor], scale: float) -> AttentionWeights:
+    """Heads with the scores of an architecture.
+
+    Args:
+        tensors: Weights, and biases where there are any, by their names in `AttentionWeights`.
+    """
+    return AttentionWeights(
+        **tensors,
+        scale=scale,
+        score=model.score,
+        score_slope=model.score_slope,
+        attend_to_self=model.attend_to_self,
+        merged_qk=model.merged_qk,
+    )
 
 
 def why_no_circuits(model: ModelConfig) -> str | None:
