@@ -1,4 +1,4 @@
-"""Display of a result in a notebook: its sentence above its table."""
+"""Display of a result in a notebook, its sentence above its table, and numbers of things in words."""
 
 import html
 
@@ -31,3 +31,13 @@ class Result:
         said = html.escape(repr(self)).replace("\n", "<br>")
         more = f"<p>and {left} more rows: .to_frame()</p>" if left > 0 else ""
         return f"<p><code>{said}</code></p><div style='overflow-x:auto'>{table}</div>{more}"
+
+
+def counted(count: int, what: str) -> str:
+    """A number of things.
+
+    Example:
+        >>> counted(1, "layer"), counted(4, "head")
+        ('1 layer', '4 heads')
+    """
+    return f"{count} {what}{'' if count == 1 else 's'}"

@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -16,9 +16,8 @@ from mechinterp.analysis.circuits import null
 from mechinterp.config import TaskConfig
 from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
 from mechinterp.models.constructions import debiased_gradient_step, zero_head
-from mechinterp.models.deep import DeepWeights
-from mechinterp.models.functional import AttentionWeights, stack
-from mechinterp.models.weights import Weights, as_weights
+from mechinterp.models.functional import AttentionWeights, head_outputs, stack
+from mechinterp.models.weights import AnyWeights, Weights, as_weights
 
 CHECKPOINTS = Path(__file__).parents[1] / "checkpoints"
 ROUNDING = {torch.float64: 1e-12, torch.float32: 1e-5}
@@ -35,13 +34,11 @@ def sampled(cases: Iterable, *, keep: Callable[[object], bool]) -> list:
     ]
 
 
-AnyWeights = Weights | AttentionWeights | DeepWeights
-
-
 def assert_same(actual: AnyWeights, expected: AnyWeights):
     """Equal bits, and the same architecture, in whichever form the two come."""
     actual, expected = with_sizes(actual), with_sizes(expected)
-    assert actual.architecture == expected.architecture
+    for name in ("model", "d_x", "d_y", "scale"):
+        assert getattr(actual, name) == getattr(expected, name)
     assert actual.tensors.keys() == expected.tensors.keys()
     for name, tensor in expected.tensors.items():
         assert torch.equal(actual.tensors[name], tensor), name
@@ -53,6 +50,14 @@ def with_sizes(weights: AnyWeights) -> Weights:
     weights = as_weights(weights)
     d_head = weights.model.head_width(weights.d_x, weights.d_y)
     return replace(weights, model=replace(weights.model, d_head=d_head))
+
+
+def predictions_of_each(
+    weights: AttentionWeights, prompts: Prompts, n_heads: Sequence[int]
+) -> Tensor:
+    """Predictions [batch, model, d_y] of models of so many heads, which lie one after another."""
+    outputs = head_outputs(weights, prompts).split(list(n_heads), dim=1)
+    return torch.stack([each.sum(1) for each in outputs], dim=1)
 
 
 def assert_close_to_rounding(actual: Tensor | np.ndarray, expected: Tensor | np.ndarray):

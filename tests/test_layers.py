@@ -189,6 +189,7 @@ ORDER = [
     "report.training",
     "report.html",
     "report.deep_sections",
+    "report.probing",
     "report.edges",
     "report.algorithm_section",
     "report.contents",

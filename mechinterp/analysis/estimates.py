@@ -7,6 +7,7 @@ from torch import Tensor
 
 LARGEST = torch.finfo(torch.float32).max ** 0.5
 """Of a prediction: its square must lie in float32."""
+RESAMPLES = 200
 
 
 def require_moderate(predictions: Tensor) -> None:
@@ -53,6 +54,34 @@ def ratio_and_sem(
     ratio = means[:-1] / means[-1]
     _, sem = mean_and_sem(columns[:, :-1] - ratio * denominator[:, None])
     return ratio.reshape(numerator.shape[1:]), (sem / means[-1]).reshape(numerator.shape[1:])
+
+
+def r2_and_sem(
+    found: Float[Tensor, "prompt d_y"], expected: Float[Tensor, "prompt d_y"]
+) -> tuple[float, float]:
+    """1 - mean (found - expected)^2 / mean expected^2, and its standard error over prompts.
+
+    Example:
+        >>> line = torch.tensor([[1.0], [2.0]])
+        >>> r2_and_sem(line / 2, line)
+        (0.75, 0.0)
+    """
+    unexplained, sem = ratio_and_sem(
+        (found - expected).square().mean(1).numpy(), expected.square().mean(1).numpy()
+    )
+    return 1 - float(unexplained), float(sem)
+
+
+def resampled(n_units: int) -> list[Float[np.ndarray, " unit"]]:
+    """The share of each unit in `RESAMPLES` samples of as many, drawn from them with replacement (bootstrap).
+
+    Example:
+        >>> shares = resampled(5)
+        >>> len(shares), float(shares[0].sum())
+        (200, 1.0)
+    """
+    generator, even = np.random.default_rng(0), np.full(n_units, 1 / n_units)
+    return [generator.multinomial(n_units, even) / n_units for _ in range(RESAMPLES)]
 
 
 def carried_by_few(values: Float[np.ndarray, " prompt *axes"]) -> Bool[np.ndarray, "*axes"]:

@@ -255,7 +255,11 @@ class _Storages:
             )
         if min((place.offset, *shape, *place.strides)) < 0:
             raise CheckpointError(f"{self.file}: {name} must lie behind the start of its numbers.")
-        _require_held(name, shape, storage.dtype.itemsize, storage.nbytes, self.file)
+        claimed = math.prod(shape) * storage.dtype.itemsize
+        if claimed > storage.nbytes:
+            raise CheckpointError(
+                f"{self.file}: {name} of shape {shape} must lie in {claimed} bytes, got {storage.nbytes}."
+            )
         last = sum((n - 1) * stride for n, stride in zip(shape, place.strides, strict=True))
         if 0 not in shape and place.offset + last >= len(storage):
             raise CheckpointError(
@@ -284,15 +288,6 @@ class _Storages:
         if self.swapped:
             numbers.untyped_storage().byteswap(storage.dtype)
         return numbers
-
-
-def _require_held(name: str, shape: tuple[int, ...], width: int, held: int, file: Path) -> None:
-    """Refuse a tensor of more numbers, `width` bytes each, than lie in so many bytes."""
-    claimed = math.prod(shape) * width
-    if claimed > held:
-        raise CheckpointError(
-            f"{file}: {name} of shape {shape} must lie in {claimed} bytes, got {held}."
-        )
 
 
 def _read_npz(file: Path) -> dict[str, Tensor]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mechinterp.checkpoints.errors import CheckpointError, one_line
-from mechinterp.checkpoints.files import write_new
+from mechinterp.checkpoints.files import write_new, writing
 from mechinterp.checkpoints.folders import document_of, document_parts
 from mechinterp.checkpoints.native import Checkpoint
 from mechinterp.checkpoints.native_tensors import PREFIX, state_dict, weights_from
@@ -39,10 +39,8 @@ def write_arrays(file: Path, checkpoint: Checkpoint) -> Path:
             found[name] = found[name][..., checkpoint.task.d_x :]
     text = np.array(json.dumps(document))
     # An open file: numpy would put .npz behind the name of the temporary one.
-    try:
+    with writing(file):
         write_new(file, lambda target: _save(target, found | {CONFIG: text}))
-    except OSError as error:
-        raise CheckpointError(f"{file}: cannot be written ({one_line(error)}).") from None
     return file
 
 

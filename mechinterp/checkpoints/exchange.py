@@ -18,7 +18,8 @@ from torch import Tensor
 
 from mechinterp.checkpoints.archives import read_arrays
 from mechinterp.checkpoints.claims import claimed
-from mechinterp.checkpoints.errors import CheckpointError, one_line
+from mechinterp.checkpoints.errors import CheckpointError
+from mechinterp.checkpoints.files import writing
 from mechinterp.checkpoints.folder_tensors import fill_with_tensors
 from mechinterp.checkpoints.folders import document_of, read_document
 from mechinterp.checkpoints.hints import Hints
@@ -27,8 +28,8 @@ from mechinterp.checkpoints.native_tensors import PREFIX, state_dict, weights_fr
 from mechinterp.checkpoints.outside import OneLayer, checkpoint_of, numbers
 from mechinterp.checkpoints.recipe import LOAD
 from mechinterp.config import ExperimentConfig, TaskConfig
-from mechinterp.models.functional import NAMES, AttentionWeights
-from mechinterp.models.shapes import BIASES
+from mechinterp.models.functional import AttentionWeights
+from mechinterp.models.shapes import BIASES, NAMES
 from mechinterp.models.weights import weights_of_layer, why_no_circuits
 
 FORMAT = "transformer-lens"
@@ -80,13 +81,10 @@ def write_exchange(folder: Path, checkpoint: Checkpoint) -> None:
     text = json.dumps(document | _settings(config), indent=2) + "\n"
     circuits = replace(checkpoint.weights.circuits, merged_qk=False)
     state = hooked_state(circuits, n_ctx=positions_for(config.task))
-    try:
-        with claimed(folder, last=SIDE_CAR) as claim:
-            claim.write("model.safetensors", partial(fill_with_tensors, tensors=state))
-            claim.write("load.py", lambda file: file.write_text(LOAD, encoding="utf-8"))
-            claim.write(SIDE_CAR, lambda file: file.write_text(text, encoding="utf-8"))
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{folder}: cannot be written ({one_line(error)}).") from None
+    with writing(folder, SafetensorError), claimed(folder, last=SIDE_CAR) as claim:
+        claim.write("model.safetensors", partial(fill_with_tensors, tensors=state))
+        claim.write("load.py", lambda file: file.write_text(LOAD, encoding="utf-8"))
+        claim.write(SIDE_CAR, lambda file: file.write_text(text, encoding="utf-8"))
 
 
 def hooked_state(circuits: AttentionWeights, *, n_ctx: int) -> dict[str, Tensor]:

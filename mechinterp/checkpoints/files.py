@@ -70,18 +70,8 @@ def read_json(file: Path) -> object:
     Raises:
         CheckpointError: If it cannot be read, is larger than 4 MB or nested too deeply.
     """
-    try:
-        size = size_of(file)
-        if size > MAX_JSON:
-            raise CheckpointError(f"{file}: must be at most {MAX_JSON} bytes, got {size}.")
+    with _readable(file, "JSON", MAX_JSON):
         return json.loads(file.read_text(encoding="utf-8"))
-    except CheckpointError:
-        raise
-    except RecursionError:
-        reason = "nested too deeply"
-    except (OSError, ValueError) as error:
-        reason = one_line(error) if file.exists() else "does not exist"
-    raise CheckpointError(f"{file}: not a readable JSON file ({reason}).")
 
 
 def read_task(file: Path) -> dict[str, object]:
@@ -104,19 +94,45 @@ def read_yaml(file: Path) -> object:
     """
     import yaml
 
-    try:
-        size = size_of(file)
-        if size > MAX_YAML:
-            raise CheckpointError(f"{file}: must be at most {MAX_YAML} bytes, got {size}.")
+    with _readable(file, "YAML", MAX_YAML, yaml.YAMLError):
         # This loader makes texts, lists and dictionaries only, and merges nothing.
         return yaml.load(file.read_text(encoding="utf-8"), Loader=yaml.BaseLoader)
+
+
+@contextmanager
+def _readable(file: Path, kind: str, most: int, *faults: type[Exception]) -> Iterator[None]:
+    """Refuses a file of text that is too large, and turns what goes wrong while it is read into one line."""
+    known: tuple[type[Exception], ...] = (OSError, ValueError, *faults)
+    try:
+        size = size_of(file)
+        if size > most:
+            raise CheckpointError(f"{file}: must be at most {most} bytes, got {size}.")
+        yield
     except CheckpointError:
         raise
     except RecursionError:
-        reason = "nested too deeply"
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        reason = one_line(error)
-    raise CheckpointError(f"{file}: not a readable YAML file ({reason}).")
+        raise CheckpointError(f"{file}: not a readable {kind} file (nested too deeply).") from None
+    except known as error:
+        reason = one_line(error) if file.exists() else "does not exist"
+        raise CheckpointError(f"{file}: not a readable {kind} file ({reason}).") from None
+
+
+@contextmanager
+def writing(path: Path, *faults: type[Exception]) -> Iterator[None]:
+    """Turns what goes wrong while a file or a folder is written into one line.
+
+    Args:
+        faults: Errors of what writes, beside those of the system.
+    Raises:
+        CheckpointError: If it cannot be written.
+    """
+    known: tuple[type[Exception], ...] = (OSError, *faults)
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except known as error:
+        raise CheckpointError(f"{path}: cannot be written ({one_line(error)}).") from None
 
 
 @contextmanager

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from mechinterp.checkpoints.archives import read_arrays
 from mechinterp.checkpoints.claims import claimed
-from mechinterp.checkpoints.errors import CheckpointError, one_line
+from mechinterp.checkpoints.errors import CheckpointError
+from mechinterp.checkpoints.files import writing
 from mechinterp.checkpoints.folders import FILES, SNAPSHOTS, WEIGHTS, old_snapshots, require_new
 from mechinterp.checkpoints.headers import STEP, opened, read_steps, require_finite, require_shapes
 
@@ -89,16 +90,14 @@ def write_folder(
     if not shared:
         require_new(path)
     text = json.dumps(document, indent=2) + "\n"
-    try:
-        with claimed(path, last="config.json", names=FILES if shared else None) as claim:
-            if snapshots:
-                claim.write(SNAPSHOTS, partial(fill_with_tensors, tensors=_stacked(snapshots)))
-            claim.write(WEIGHTS, partial(fill_with_tensors, tensors=tensors))
-            if history is not None:
-                claim.write("history.parquet", partial(history.to_parquet, index=False))
-            claim.write("config.json", lambda file: file.write_text(text))
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{path}: cannot be written ({one_line(error)}).") from None
+    names = FILES if shared else None
+    with writing(path, SafetensorError), claimed(path, last="config.json", names=names) as claim:
+        if snapshots:
+            claim.write(SNAPSHOTS, partial(fill_with_tensors, tensors=_stacked(snapshots)))
+        claim.write(WEIGHTS, partial(fill_with_tensors, tensors=tensors))
+        if history is not None:
+            claim.write("history.parquet", partial(history.to_parquet, index=False))
+        claim.write("config.json", lambda file: file.write_text(text))
 
 
 def require_tensors(

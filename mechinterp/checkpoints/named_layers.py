@@ -171,8 +171,8 @@ def _checkpoint(
     try:
         model = build(ModelConfig, fields, "model.")
         task = build(TaskConfig, {**sizes, **dict(hints.task or {})}, "task.")
-        if positions is not None and "context_length" not in {*sizes, *dict(hints.task or {})}:
-            most = (len(positions) - 1) // (2 if model.layout == "in_turn" else 1)
+        most = model.longest_context
+        if most is not None and "context_length" not in {*sizes, *dict(hints.task or {})}:
             task = replace(task, context_length=min(task.context_length, most))
         config = ExperimentConfig(task=task, model=model)
         sign = -1 if said["sign"] == "minus" else 1

@@ -25,9 +25,8 @@ from mechinterp.checkpoints.native_tensors import require_fit, state_dict, weigh
 from mechinterp.checkpoints.outline import Outline
 from mechinterp.checkpoints.readings import Reading
 from mechinterp.config import ExperimentConfig, TaskConfig
-from mechinterp.models.deep import DeepWeights
-from mechinterp.models.functional import AttentionWeights
-from mechinterp.models.weights import Weights, as_weights
+from mechinterp.display import counted
+from mechinterp.models.weights import AnyWeights, Weights, as_weights
 
 if TYPE_CHECKING:
     from mechinterp.models.predictor import Predictor
@@ -54,11 +53,11 @@ class Checkpoint:
 
     def __repr__(self) -> str:
         model, task = self.config.model, self.config.task
-        layers = "" if model.one_attention else f"{_counted(model.n_layers, 'layer')} of "
+        layers = "" if model.one_attention else f"{counted(model.n_layers, 'layer')} of "
         mlps = "" if model.d_mlp is None else " with MLPs"
         step = f", step {self.step}" if self.format == "native" else ""
         return (
-            f"Checkpoint({self.name}: {layers}{_counted(model.n_heads, 'head')}{mlps}, d_x={task.d_x}, "
+            f"Checkpoint({self.name}: {layers}{counted(model.n_heads, 'head')}{mlps}, d_x={task.d_x}, "
             f"context_length={task.context_length}{step})"
         )
 
@@ -199,11 +198,11 @@ def load(path: str | Path) -> Checkpoint:
 def save(
     path: str | Path,
     config: ExperimentConfig,
-    weights: Weights | AttentionWeights | DeepWeights,
+    weights: AnyWeights,
     *,
     step: int,
     history: pd.DataFrame | None = None,
-    snapshots: Mapping[int, Weights | AttentionWeights | DeepWeights] | None = None,
+    snapshots: Mapping[int, AnyWeights] | None = None,
     assumed: Mapping[str, object] | None = None,
     origin: Mapping[str, object] | None = None,
     shared: bool = False,
@@ -222,7 +221,3 @@ def save(
     document = document_of(config, step=step, assumed=assumed, origin=origin)
     tensors = state_dict(weights)
     write_folder(path, document, tensors, history=history, snapshots=kept, shared=shared)
-
-
-def _counted(number: int, what: str) -> str:
-    return f"{number} {what}{'s' if number > 1 else ''}"

@@ -15,8 +15,7 @@ from mechinterp.checkpoints.hints import Hints
 from mechinterp.checkpoints.named_matrices import require_full_keys
 from mechinterp.checkpoints.outside import OneLayer, numbers, require_shape, stated_heads
 from mechinterp.models.constructions import factored_scores, factored_values
-from mechinterp.models.functional import NAMES
-from mechinterp.models.shapes import BIASES
+from mechinterp.models.shapes import BIASES, NAMES
 
 PROJECTIONS = tuple(f"attention_layer.{x}_proj.weight" for x in "qkvo")
 PACKED = ("in_proj_weight", "out_proj.weight")

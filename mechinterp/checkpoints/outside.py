@@ -19,9 +19,9 @@ from mechinterp.checkpoints.hints import HEAD_KEYS, Hints
 from mechinterp.checkpoints.native import Checkpoint
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig
 from mechinterp.fields import build, flatten
-from mechinterp.models.functional import NAMES, AttentionWeights
-from mechinterp.models.shapes import BIASES
-from mechinterp.models.weights import weights_of_layer
+from mechinterp.models.functional import AttentionWeights
+from mechinterp.models.shapes import BIASES, NAMES
+from mechinterp.models.weights import heads_of, weights_of_layer
 
 Value = TypeVar("Value", bool, int, float, str)
 UNSHOWN = {"model.score", "model.score_slope", "model.attend_to_self"}
@@ -229,11 +229,4 @@ def _weights(
                 raise CheckpointError(
                     f"{file}: {name} must stay finite under the scale, got {scale:.4g}."
                 )
-    return AttentionWeights(
-        **found,
-        scale=native,
-        score=config.model.score,
-        score_slope=config.model.score_slope,
-        attend_to_self=config.model.attend_to_self,
-        merged_qk=config.model.merged_qk,
-    )
+    return heads_of(config.model, found, native)

@@ -6,6 +6,7 @@ Its layers of attention are found by their names, in the order in which they run
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -98,41 +99,39 @@ def hook_module(
     parameter = next(own.parameters(), torch.empty(0))
 
     def enter(prompts: Prompts) -> Tensor:
-        if embed is None:
-            require_sizes(prompts, d_x=task.d_x, d_y=task.d_y)
-        tokens = prompts.tokens if embed is None else embed(prompts)
+        tokens = _pairs(prompts, task) if embed is None else embed(prompts)
         return tokens.to(parameter.device, parameter.dtype)
-
-    def leave(output: Tensor) -> Tensor:
-        if read is not None:
-            return read(output)
-        return output if output.ndim == 2 else output[:, -1, -task.d_y :]
 
     # As many as no axis of positions is long.
     trial = sample_prompts(task, 2, dtype=parameter.dtype)
     if enter(trial).shape[1] == len(trial):
         trial = sample_prompts(task, 3, dtype=parameter.dtype)
-    found = tuple(outputs) or _outputs(own)
     with torch.no_grad():
         tokens = enter(trial)
-        names = _as_they_run(own, found, tokens)
-        places = [_place(own, name, names, heads, tokens) for name in names]
-        counts = sorted({place.n_heads for place in places})
-        if len(counts) > 1:
-            raise ValueError(
-                f"heads must be as many in every layer, got {', '.join(map(str, counts))}."
-            )
+        names = _as_they_run(own, tuple(outputs) or _outputs(own), tokens)
+        places = _places(own, names, heads, tokens)
         model = ModuleHooks(own, places)
         hooked = HookedPredictor(
             model=model,
             n_layers=len(places),
             n_heads=places[0].n_heads,
             embed=enter,
-            read=leave,
+            read=partial(_last_entries, d_y=task.d_y) if read is None else read,
             restarts=False,
         )
         _note_sizes(hooked, trial)
     return HookedModule(type(module).__name__, task, hooked, tuple(names))
+
+
+def _pairs(prompts: Prompts, task: TaskConfig) -> Float[Tensor, "batch pos d_token"]:
+    """Tokens (x, y), the query last, of prompts that are of the task's sizes."""
+    require_sizes(prompts, d_x=task.d_x, d_y=task.d_y)
+    return prompts.tokens
+
+
+def _last_entries(output: Tensor, d_y: int) -> Tensor:
+    """The output itself if it is a prediction, else the last entries at the last position."""
+    return output if output.ndim == 2 else output[:, -1, -d_y:]
 
 
 def _outputs(module: nn.Module) -> tuple[str, ...]:
@@ -171,6 +170,19 @@ def _as_they_run(module: nn.Module, names: Sequence[str], inputs: Tensor) -> lis
         if ran.count(name) != 1:
             raise ValueError(f"{name} must run once for a prediction, got {ran.count(name)} times.")
     return ran
+
+
+def _places(
+    module: nn.Module, names: Sequence[str], heads: int | None, tokens: Tensor
+) -> "list[Place]":
+    """Where each layer is, all of as many heads."""
+    places = [_place(module, name, names, heads, tokens) for name in names]
+    counts = sorted({place.n_heads for place in places})
+    if len(counts) > 1:
+        raise ValueError(
+            f"heads must be as many in every layer, got {', '.join(map(str, counts))}."
+        )
+    return places
 
 
 def _place(

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from mechinterp.config import TaskConfig
 from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
-from mechinterp.models.functional import NAMES, AttentionWeights, predict
+from mechinterp.models.functional import AttentionWeights, predict
+from mechinterp.models.shapes import NAMES
 from mechinterp.models.weights import Weights
 
 MAX_READINGS = 64

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from mechinterp.checkpoints.errors import CheckpointError, one_line
-from mechinterp.checkpoints.files import size_of, write_atomically, write_new
+from mechinterp.checkpoints.files import size_of, write_atomically, write_new, writing
 
 MARK = {b"written_by": b"mechinterp"}
 MAX_BYTES = 2**27
@@ -30,14 +30,10 @@ def write_own_table(file: Path, frame: pd.DataFrame) -> None:
     """
     require_own_table(file)
     write = write_atomically if os.path.lexists(file) else write_new
-    try:
+    with writing(file, ValueError, pa.ArrowException):
         table = pa.Table.from_pandas(frame, preserve_index=False)
         table = table.replace_schema_metadata({**(table.schema.metadata or {}), **MARK})
         write(file, lambda target: pq.write_table(table, target))
-    except CheckpointError:
-        raise
-    except (OSError, ValueError, pa.ArrowException) as error:
-        raise CheckpointError(f"{file}: cannot be written ({one_line(error)}).") from None
 
 
 def require_own_table(file: Path) -> None:

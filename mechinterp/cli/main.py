@@ -67,16 +67,16 @@ def main() -> None:
     except (ValueError, OSError) as error:
         from mechinterp.checkpoints.errors import one_line
 
-        _fail(_with_next_step(one_line(error)), 2)
+        _fail(_with_next_step(one_line(error)))
     except Exception as error:
         if is_out_of_memory(error):
-            _fail(f"{arguments[0]} {TOO_LARGE}", 2)
+            _fail(f"{arguments[0]} {TOO_LARGE}")
         # Errors of the argument parser; the class is not public in every version of typer.
         if not hasattr(error, "format_message"):
             raise
         context = getattr(error, "ctx", None)
         hint = "" if context is None else f" See {context.command_path} --help."
-        _fail(_with_value(error.format_message(), error, arguments) + hint, 2)
+        _fail(_with_value(error.format_message(), error, arguments) + hint)
     sys.exit(code if isinstance(code, int) else 0)
 
 
@@ -123,6 +123,6 @@ def _with_next_step(message: str) -> str:
     return f"{message.removesuffix('.')}; choose another --out."
 
 
-def _fail(message: str, code: int) -> None:
+def _fail(message: str) -> None:
     complain(message)
-    sys.exit(code)
+    sys.exit(2)

@@ -66,7 +66,7 @@ class ExperimentConfig:
             raise ValueError(
                 f"task.d_y must be <= d_x = {task.d_x} where model.layout is 'in_turn', got {task.d_y}."
             )
-        most = self.longest_context
+        most = model.longest_context
         if most is not None and task.context_length > most:
             raise ValueError(
                 f"task.context_length must be <= {most}, all that {model.n_positions} positions have "
@@ -127,14 +127,6 @@ class ExperimentConfig:
         """Whether the compiled step or the closed forms of linear attention train it, rather than autograd."""
         merged_by_adam = self.model.merged_qk and self.train.optimizer == "adam"
         return self.model.trains_compiled and not merged_by_adam
-
-    @property
-    def longest_context(self) -> int | None:
-        """Most pairs that the model's positions have room for; None: any number."""
-        positions = self.model.n_positions
-        if positions is None:
-            return None
-        return (positions - 1) // 2 if self.model.layout == "in_turn" else positions - 1
 
     @property
     def id(self) -> str:

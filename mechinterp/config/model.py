@@ -98,6 +98,13 @@ class ModelConfig:
         variants = (self.context_only, self.attend_to_self, self.biases)
         return self.one_attention and not any(variants)
 
+    @property
+    def longest_context(self) -> int | None:
+        """Most pairs that the positions have room for; None: any number."""
+        if self.n_positions is None:
+            return None
+        return (self.n_positions - 1) // (2 if self.layout == "in_turn" else 1)
+
     def d_token(self, d_x: int, d_y: int) -> int:
         """Width of a token."""
         return d_x if self.layout == "in_turn" else d_x + d_y

@@ -134,11 +134,20 @@ class TaskConfig:
         return 1 / self.d_x if self.beta_var is None else self.beta_var
 
     @property
+    def posterior_penalty(self) -> float:
+        """Penalty of ridge regression: noise variance over the variance of an entry of the task vector."""
+        return self.noise_var / (self._live * self.beta_variance)
+
+    @property
+    def _live(self) -> float:
+        """Share of the coordinates that a response depends on, as far as sparsity decides."""
+        return 1.0 if self.sparsity is None else self.sparsity / self.d_x
+
+    @property
     def signal_var(self) -> float:
         """Variance of x . beta, the mean over responses: beta_var times the trace of Sigma on a support, unit y^2."""
         given = self.covariance.kind == "eigenvalues"
         diagonal = self.covariance.eigenvalues if given else (1.0,) * self.d_x
         supports = self.supports or (tuple(range(self.d_x)),)
         traces = [sum(diagonal[i] for i in support) for support in supports]
-        live = 1.0 if self.sparsity is None else self.sparsity / self.d_x
-        return live * self.beta_variance * sum(traces) / len(traces)
+        return self._live * self.beta_variance * sum(traces) / len(traces)

@@ -78,9 +78,8 @@ class PromptMoments:
 
     @property
     def penalty(self) -> float:
-        """noise_var over the variance of an entry of beta, the penalty of the posterior mean."""
-        live = 1 if self.task.sparsity is None else self.task.sparsity / self.task.d_x
-        return self.task.noise_var / (live * self.task.beta_variance)
+        """Of the posterior mean."""
+        return self.task.posterior_penalty
 
 
 class JoinedMoments(PromptMoments):

@@ -11,7 +11,7 @@ from functools import cached_property
 
 import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from mechinterp.config import CovarianceConfig, TaskConfig
@@ -46,7 +46,7 @@ class Prompts:
     def __len__(self) -> int:
         return self.x.shape[0]
 
-    def __getitem__(self, rows: slice) -> "Prompts":
+    def __getitem__(self, rows: slice | Int[Tensor, " chosen"]) -> "Prompts":
         return Prompts(**{f.name: getattr(self, f.name)[rows] for f in fields(self)})
 
     @cached_property
@@ -175,15 +175,7 @@ def sample_prompts(
     if task.covariance.kind != "identity":
         root = np.linalg.cholesky(covariance_matrix(task.covariance, task.d_x))
         x_all = x_all @ torch.as_tensor(root.T, dtype=dtype, device=normal.device)
-    beta = beta_draw.view(n_prompts, task.d_x, n_vectors)
-    if task.sparsity is not None:
-        if task.nonzeros == "signs":
-            beta = beta.sign()
-        beta = beta * random_support(beta, task.sparsity, generator=generator)
-    beta = beta * task.beta_variance**0.5
-    beta = beta.expand(-1, -1, task.d_y)
-    if task.supports is not None:
-        beta = beta * support_mask(task.supports, task.d_x).to(beta)
+    beta = _task_vectors(task, beta_draw.view(n_prompts, task.d_x, n_vectors), generator)
     noise = noise_draw.view(n_prompts, n_tokens, task.d_y) * task.noise_var**0.5
     clean = x_all @ beta
     y_all = clean + noise
@@ -195,6 +187,22 @@ def sample_prompts(
         y_query_clean=clean[:, -1],
         beta=beta,
     )
+
+
+def _task_vectors(
+    task: TaskConfig, normal: Float[Tensor, "batch d_x vector"], generator: torch.Generator
+) -> Float[Tensor, "batch d_x d_y"]:
+    """Task vectors made of standard normal numbers, of one vector for all responses or one for each."""
+    beta = normal
+    if task.sparsity is not None:
+        if task.nonzeros == "signs":
+            beta = beta.sign()
+        beta = beta * random_support(beta, task.sparsity, generator=generator)
+    beta = beta * task.beta_variance**0.5
+    beta = beta.expand(-1, -1, task.d_y)
+    if task.supports is not None:
+        beta = beta * support_mask(task.supports, task.d_x).to(beta)
+    return beta
 
 
 def prompt_chunks(

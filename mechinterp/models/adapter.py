@@ -14,10 +14,19 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from mechinterp.config import ModelConfig
 from mechinterp.icl.prompts import Prompts
 from mechinterp.memory import chunks, layers_bytes, require_memory, together
-from mechinterp.models.masks import Head, Values, by_layers, mask_heads, resid_name, z_name
-from mechinterp.models.tokens import interleaved, require_sizes
+from mechinterp.models.masks import (
+    Head,
+    Values,
+    by_layers,
+    mask_heads,
+    require_heads,
+    resid_name,
+    z_name,
+)
+from mechinterp.models.tokens import tokens_of
 
 if TYPE_CHECKING:
     from transformer_lens import HookedRootModule
@@ -180,19 +189,6 @@ class HookedPredictor:
                 f"got {self.n_heads} for {list(z.shape)}."
             )
 
-    def require_heads(self, heads: "list[tuple[int, int]]") -> None:
-        """Refuse heads that do not exist.
-
-        Raises:
-            ValueError: Naming the first of them.
-        """
-        for layer, head in heads:
-            if not (0 <= layer < self.n_layers and 0 <= head < self.n_heads):
-                raise ValueError(
-                    f"heads must lie in {self.n_layers} layers of {self.n_heads} heads, counted from 0, "
-                    f"got L{layer}H{head}."
-                )
-
     @property
     def is_hooked(self) -> bool:
         """Whether somebody's forward hooks are on the model, which shortcuts past its modules would miss."""
@@ -223,7 +219,7 @@ def masked(
         tensor(False)
     """
     predictor = hooked_predictor(model)
-    predictor.require_heads(list(heads))
+    require_heads(heads, predictor.n_layers, predictor.n_heads)
     by_layer = by_layers(heads)
     fired: set[int] = set()
 
@@ -303,17 +299,13 @@ def gpt2_predictor(
     with_head.eval()
     read_in.eval()
     bridge = build_bridge_from_module(with_head, "GPT2LMHeadModel", hf_config=with_head.config)
-    most, d_y = (backbone.config.n_positions - 1) // 2, read_out.out_features
+    sizes = backbone.config
+    model = ModelConfig(layout="in_turn", d_model=sizes.n_embd, n_positions=sizes.n_positions)
 
     def embed(prompts: Prompts) -> Tensor:
         d_x = read_in.in_features if isinstance(read_in, nn.Linear) else prompts.x.shape[2]
-        require_sizes(prompts, d_x=d_x, d_y=d_y)
-        if prompts.x.shape[1] > most:
-            raise ValueError(
-                f"context_length must be <= {most}, all that n_positions = {backbone.config.n_positions} "
-                f"has room for, got {prompts.x.shape[1]}."
-            )
-        return read_in(interleaved(prompts).to(next(read_in.parameters(), prompts.x)))
+        tokens = tokens_of(prompts, model, d_x=d_x, d_y=read_out.out_features)
+        return read_in(tokens.to(next(read_in.parameters(), prompts.x)))
 
     return HookedPredictor(
         model=bridge,

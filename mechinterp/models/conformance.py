@@ -30,11 +30,7 @@ class Compatibility(Result):
     """Hook points and attributes that a check asked for and did not find."""
 
     def __repr__(self) -> str:
-        failed = [
-            f"\n  {name}: {reason}"
-            for name, reason in zip(self.names, self.reasons, strict=True)
-            if reason
-        ]
+        failed = [f"\n  {name}: {reason}" for name, reason in self.failures.items()]
         passed = len(self.names) - len(failed)
         lacks = f"\n  it lacks: {', '.join(self.lacking)}" if self.lacking else ""
         return f"Compatibility({passed} of {len(self.names)} checks pass){lacks}{''.join(failed)}"

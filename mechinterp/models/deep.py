@@ -18,8 +18,8 @@ from torch import Tensor
 from mechinterp.icl.prompts import Prompts
 from mechinterp.memory import layers_bytes, token_map_bytes
 from mechinterp.models.scores import attention_pattern
+from mechinterp.models.shapes import NAMES
 
-LAYERED = ("W_Q", "W_K", "W_V", "W_O")
 LINEAR = ("linear", "linear/L")
 READING = {"W_in": "W_in", "W_U": "unembed.W_U"}
 
@@ -77,15 +77,9 @@ class DeepWeights:
         return identity, identity[:, self.d_x :]
 
     @property
-    def architecture(self) -> tuple[object, ...]:
-        """All but the numbers."""
-        shape = (*self.W_Q.shape, self.d_x, self.d_y, self.W_in is not None)
-        return (*shape, self.scale, self.score, self.score_slope)
-
-    @property
     def tensors(self) -> dict[str, Tensor]:
         """The weights by name, those of all layers in one tensor."""
-        named = {name: getattr(self, name) for name in (*LAYERED, *READING)}
+        named = {name: getattr(self, name) for name in (*NAMES, *READING)}
         return {name: tensor for name, tensor in named.items() if tensor is not None}
 
     @property
@@ -94,7 +88,7 @@ class DeepWeights:
         layers = {
             f"blocks.{layer}.attn.{name}": getattr(self, name)[layer]
             for layer in range(self.n_layers)
-            for name in LAYERED
+            for name in NAMES
         }
         reading = {READING[name]: self.tensors[name] for name in READING if name in self.tensors}
         return layers | reading
@@ -104,19 +98,6 @@ class DeepWeights:
         """The heads of each layer that write anything: those whose OV circuit is not zero."""
         live = (self.W_V @ self.W_O).flatten(2).any(-1)
         return tuple(tuple(row.nonzero().flatten().tolist()) for row in live)
-
-    def compact(self) -> "DeepWeights":
-        """The same model with as few heads as its fullest layer has live ones, zero heads behind them."""
-        heads = self.heads_per_layer
-        n_heads = max(1, *(len(row) for row in heads))
-        tensors = {name: getattr(self, name).new_zeros(0) for name in LAYERED}
-        for name in LAYERED:
-            old = getattr(self, name)
-            new = old.new_zeros(self.n_layers, n_heads, *old.shape[2:])
-            for layer, row in enumerate(heads):
-                new[layer, : len(row)] = old[layer, list(row)]
-            tensors[name] = new
-        return self.with_tensors(tensors)
 
     def to(self, target: torch.device | str | torch.dtype) -> "DeepWeights":
         """The same weights on another device or in another dtype."""

@@ -18,9 +18,7 @@ from torch import Tensor
 from mechinterp.icl.prompts import Prompts
 from mechinterp.memory import chunks, one_layer_bytes, require_memory, together
 from mechinterp.models.scores import pattern_and_slope
-from mechinterp.models.shapes import BIASES
-
-NAMES = ("W_Q", "W_K", "W_V", "W_O")
+from mechinterp.models.shapes import BIASES, NAMES
 
 
 @dataclass(frozen=True, eq=False)
@@ -263,21 +261,3 @@ def predict(weights: AttentionWeights, prompts: Prompts) -> Float[Tensor, "batch
     """
     prediction = head_outputs(weights, prompts).sum(1)
     return prediction if weights.b_O is None else prediction + weights.b_O
-
-
-def replica_predictions(
-    weights: AttentionWeights, prompts: Prompts, heads_per_replica: Sequence[int]
-) -> Float[Tensor, "batch replica d_y"]:
-    """Predictions of independent models whose heads lie one after another on the head axis.
-
-    Raises:
-        ValueError: If the head counts do not add up to the number of heads, or there are biases.
-    """
-    if weights.b_O is not None:
-        raise ValueError("Replicas must have no biases, got some that have.")
-    if sum(heads_per_replica) != weights.n_heads:
-        raise ValueError(
-            f"heads_per_replica must add up to {weights.n_heads} heads, got {sum(heads_per_replica)}."
-        )
-    outputs = head_outputs(weights, prompts).split(list(heads_per_replica), dim=1)
-    return torch.stack([output.sum(1) for output in outputs], dim=1)

@@ -66,6 +66,19 @@ def swapped(values: Float[Tensor, " batch *axes"]) -> Float[Tensor, " batch *axe
     return values.unflatten(0, (-1, 2)).flip(1).flatten(0, 1)
 
 
+def require_heads(heads: Sequence[Head], n_layers: int, n_heads: int) -> None:
+    """Refuse heads that a model does not have.
+
+    Raises:
+        ValueError: Naming the first of them.
+    """
+    for layer, head in heads:
+        if not (0 <= layer < n_layers and 0 <= head < n_heads):
+            raise ValueError(
+                f"heads must lie in {n_layers} layers of {n_heads} heads, counted from 0, got L{layer}H{head}."
+            )
+
+
 def require_method(method: str, prompts: Prompts) -> None:
     """Refuse an unknown method, or an odd number of prompts where they swap in pairs.
 

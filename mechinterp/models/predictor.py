@@ -19,11 +19,11 @@ from mechinterp.icl.prompts import Prompts, sample_prompts
 from mechinterp.memory import chunks, together
 from mechinterp.models.adapter import HookedPredictor, hooked_predictor
 from mechinterp.models.backends import hooks, one_layer, token_map, weights_alone
-from mechinterp.models.deep import LINEAR, DeepWeights, deep_bytes, predict_deep
+from mechinterp.models.deep import LINEAR, deep_bytes, predict_deep
 from mechinterp.models.functional import AttentionWeights, predict
-from mechinterp.models.masks import Head, require_method
+from mechinterp.models.masks import Head, require_heads, require_method
 from mechinterp.models.tokens import tokens_of
-from mechinterp.models.weights import Weights, as_weights, why_no_circuits
+from mechinterp.models.weights import AnyWeights, Weights, as_weights, why_no_circuits
 from mechinterp.progress import ProgressCallback, no_progress
 
 if TYPE_CHECKING:
@@ -50,6 +50,11 @@ class Predictor:
     def hooked(self) -> HookedPredictor:
         """The model with hooks, as one runs it by hand."""
         return self.build()
+
+    @property
+    def heads(self) -> list[Head]:
+        """All of them, layer by layer."""
+        return [(layer, head) for layer in range(self.n_layers) for head in range(self.n_heads)]
 
     @property
     def model(self) -> object:
@@ -140,7 +145,7 @@ class Predictor:
             >>> torch.allclose(first + second, full)
             True
         """
-        self.require_heads([head for heads in masks for head in heads])
+        require_heads([head for heads in masks for head in heads], self.n_layers, self.n_heads)
         require_method(method, prompts)
         with torch.no_grad():
             found = self._masked(prompts, masks, method=method, progress=progress)
@@ -186,7 +191,7 @@ class Predictor:
         Raises:
             ValueError: If there is no such head, or the model lacks the hook on the stream after its last layer.
         """
-        self.require_heads(heads)
+        require_heads(heads, self.n_layers, self.n_heads)
         weights = self._shortcut
         with torch.no_grad():
             if weights is not None and _is_linear(weights):
@@ -219,7 +224,7 @@ class Predictor:
             ValueError: If there is no such head, or the model has fewer layers.
         """
         self.require_layer(layer)
-        self.require_heads(heads)
+        require_heads(heads, self.n_layers, self.n_heads)
         weights = self._shortcut
         with torch.no_grad():
             if weights is not None and _is_linear(weights):
@@ -234,19 +239,6 @@ class Predictor:
                 for x in covariates
             ]
         return torch.stack(each, dim=1).to(prompts.x.device)
-
-    def require_heads(self, heads: Sequence[Head]) -> None:
-        """Refuse heads that do not exist.
-
-        Raises:
-            ValueError: Naming the first of them.
-        """
-        for layer, head in heads:
-            if not (0 <= layer < self.n_layers and 0 <= head < self.n_heads):
-                raise ValueError(
-                    f"heads must lie in {self.n_layers} layers of {self.n_heads} heads, counted from 0, "
-                    f"got L{layer}H{head}."
-                )
 
     def require_layer(self, layer: int) -> None:
         """Refuse a number of layers that the model does not have.
@@ -280,6 +272,24 @@ def prompts_for(source: Source, prompts: Prompts | None, *, n_prompts: int, seed
     weights = predictor.weights
     dtype = torch.float32 if weights is None else weights.dtype
     return sample_prompts(predictor.task, n_prompts, seed=seed, dtype=dtype)
+
+
+def task_for(source: Source, task: TaskConfig | None, analysis: str) -> TaskConfig:
+    """The task as it is given, or the model's own.
+
+    Args:
+        analysis: What needs it, for the message.
+    Raises:
+        ValueError: If there is none.
+    Example:
+        >>> from mechinterp.models.constructions import zero_head
+        >>> task_for(zero_head(d_x=3), None, "fit_learners").d_x
+        3
+    """
+    task = predictor_of(source).task if task is None else task
+    if task is None:
+        raise ValueError(f"{analysis} needs a task for a model that comes without one, got none.")
+    return task
 
 
 def learner_of(source: Source) -> Callable[[Prompts], Tensor]:
@@ -323,7 +333,7 @@ def predictor_of(source: Source) -> Predictor:
         return source.predictor
     if isinstance(source, HookedPredictor):
         return Predictor(source.n_layers, source.n_heads, lambda: source)
-    if isinstance(source, Weights | AttentionWeights | DeepWeights):
+    if isinstance(source, AnyWeights):
         return _of_weights(as_weights(source))
     return _of_hooked_model(source)
 

@@ -2,6 +2,7 @@
 
 from mechinterp.config import ModelConfig
 
+NAMES = ("W_Q", "W_K", "W_V", "W_O")
 BIASES = ("b_Q", "b_K", "b_V", "b_O")
 
 

@@ -24,21 +24,13 @@ def tokens_of(
         (8, 41, 6)
     """
     require_sizes(prompts, d_x=d_x, d_y=d_y)
-    tokens = interleaved(prompts) if model.layout == "in_turn" else prompts.tokens
-    if model.n_positions is not None and tokens.shape[1] > model.n_positions:
-        raise ValueError(too_long(prompts.x.shape[1], model))
-    return tokens
-
-
-def too_long(context_length: int, model: ModelConfig) -> str:
-    """What to say of a context that has no room among the positions of a model."""
-    assert model.n_positions is not None
-    per_pair = 2 if model.layout == "in_turn" else 1
-    most = (model.n_positions - 1) // per_pair
-    return (
-        f"context_length must be <= {most}, all that n_positions = {model.n_positions} has room for, "
-        f"got {context_length}."
-    )
+    length, most = prompts.x.shape[1], model.longest_context
+    if most is not None and length > most:
+        raise ValueError(
+            f"context_length must be <= {most}, all that n_positions = {model.n_positions} has room for, "
+            f"got {length}."
+        )
+    return interleaved(prompts) if model.layout == "in_turn" else prompts.tokens
 
 
 def require_sizes(prompts: Prompts, *, d_x: int, d_y: int) -> None:

@@ -6,7 +6,6 @@ read-out is the y entries of the residual stream unless the model has weights fo
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 import torch
 from jaxtyping import Float, Int
@@ -16,16 +15,11 @@ from transformer_lens.hook_points import HookPoint
 from mechinterp.config import ModelConfig, TaskConfig
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.blocks import Block, LayerNorm, Unembed
-from mechinterp.models.deep import DeepWeights
-from mechinterp.models.functional import AttentionWeights
 from mechinterp.models.hooked_config import HookedConfig
 from mechinterp.models.hooked_names import HookedTransformerNames
 from mechinterp.models.tokens import tokens_of
 from mechinterp.models.units import ACTIVATIONS, plus
-from mechinterp.models.weights import Weights, as_weights
-
-if TYPE_CHECKING:
-    pass
+from mechinterp.models.weights import AnyWeights, Weights, as_weights
 
 
 class ICLTransformer(HookedTransformerNames):
@@ -88,9 +82,7 @@ class ICLTransformer(HookedTransformerNames):
         self.setup()
 
     @classmethod
-    def from_weights(
-        cls, weights: Weights | AttentionWeights | DeepWeights, *, task: TaskConfig
-    ) -> "ICLTransformer":
+    def from_weights(cls, weights: AnyWeights, *, task: TaskConfig) -> "ICLTransformer":
         """A model with a copy of these weights, in their dtype, in evaluation mode.
 
         Raises:
@@ -149,18 +141,7 @@ class ICLTransformer(HookedTransformerNames):
                 f"input must be {self.cfg.dtype} of shape [batch, pos, {width}], "
                 f"got {input.dtype} of shape {list(input.shape)}."
             )
-        if return_type not in ("logits", "loss", "both", None):
-            raise ValueError(
-                f"return_type must be 'logits', 'loss', 'both' or None, got {return_type!r}."
-            )
-        if return_type in ("loss", "both") and labels is None:
-            raise ValueError(
-                f"return_type={return_type!r} needs labels=prompts.y_query, which tokens do not hold, or prompts as input."
-            )
-        if attention_mask is not None and not attention_mask.all():
-            raise ValueError(
-                "attention_mask must be 1 everywhere, prompts have no padding; a hook on hook_attn_scores masks keys."
-            )
+        _require_asked(return_type, labels, attention_mask)
         if self.hook_embed.bwd_hooks and torch.is_grad_enabled() and not input.requires_grad:
             # Whoever asks for the gradient at hook_embed gets one, though prompts carry none.
             input = input.detach().requires_grad_()
@@ -273,3 +254,21 @@ class ICLTransformer(HookedTransformerNames):
     def _follow_weights(self) -> None:
         weights = self._layers[0].W_Q
         self.cfg.device, self.cfg.dtype = str(weights.device), weights.dtype
+
+
+def _require_asked(
+    return_type: str | None, labels: Tensor | None, attention_mask: Tensor | None
+) -> None:
+    """Refuse what no model of vectors without padding can give."""
+    if return_type not in ("logits", "loss", "both", None):
+        raise ValueError(
+            f"return_type must be 'logits', 'loss', 'both' or None, got {return_type!r}."
+        )
+    if return_type in ("loss", "both") and labels is None:
+        raise ValueError(
+            f"return_type={return_type!r} needs labels=prompts.y_query, which tokens do not hold, or prompts as input."
+        )
+    if attention_mask is not None and not attention_mask.all():
+        raise ValueError(
+            "attention_mask must be 1 everywhere, prompts have no padding; a hook on hook_attn_scores masks keys."
+        )

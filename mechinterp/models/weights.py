@@ -14,8 +14,8 @@ from torch.nn.functional import pad
 
 from mechinterp.config import ModelConfig
 from mechinterp.models.deep import DeepWeights
-from mechinterp.models.functional import NAMES, AttentionWeights, identity_keys, unmerged
-from mechinterp.models.shapes import BIASES, tensor_shapes
+from mechinterp.models.functional import AttentionWeights, identity_keys, unmerged
+from mechinterp.models.shapes import BIASES, NAMES, tensor_shapes
 
 HEADS = ("W_Q", "W_K", "W_QK", "W_V", "W_O")
 """Weights with an axis of heads."""
@@ -68,11 +68,6 @@ class Weights:
         return self.model.n_heads
 
     @property
-    def architecture(self) -> tuple[object, ...]:
-        """All but the numbers."""
-        return self.model, self.d_x, self.d_y, self.scale
-
-    @property
     def heads_per_layer(self) -> tuple[tuple[int, ...], ...]:
         """The heads of each layer that write anything: those whose OV circuit is not zero."""
         rows = []
@@ -106,7 +101,8 @@ class Weights:
         """The same model with as few heads as its fullest layer has live ones, zero heads behind them."""
         rows = self.heads_per_layer
         n_heads = max(1, *(len(row) for row in rows))
-        model = replace(self.model, n_heads=n_heads, d_head=self._d_head)
+        d_head = self.model.head_width(self.d_x, self.d_y)
+        model = replace(self.model, n_heads=n_heads, d_head=d_head)
         tensors = dict(self.tensors)
         for layer, row in enumerate(rows):
             for name in (*HEADS, *BIASES[:3]):
@@ -116,10 +112,6 @@ class Weights:
                     tensors[full] = old.new_zeros(n_heads, *old.shape[1:])
                     tensors[full][: len(row)] = old[list(row)]
         return replace(self, model=model, tensors=tensors)
-
-    @property
-    def _d_head(self) -> int:
-        return self.model.head_width(self.d_x, self.d_y)
 
     @property
     def circuits(self) -> AttentionWeights:
@@ -141,14 +133,7 @@ class Weights:
         for name in {"W_O", "b_O"} & set(tensors):
             tensors[name] = tensors[name][..., self.d_x :].contiguous()
         assert self.scale is not None
-        return AttentionWeights(
-            **unmerged(tensors),
-            scale=self.scale,
-            score=self.model.score,
-            score_slope=self.model.score_slope,
-            attend_to_self=self.model.attend_to_self,
-            merged_qk=self.model.merged_qk,
-        )
+        return heads_of(self.model, unmerged(tensors), self.scale)
 
     @property
     def has_stack(self) -> bool:
@@ -201,6 +186,22 @@ class Weights:
         return torch.stack(self.layers("W_O"))
 
 
+def heads_of(model: ModelConfig, tensors: Mapping[str, Tensor], scale: float) -> AttentionWeights:
+    """Heads with the scores of an architecture.
+
+    Args:
+        tensors: Weights, and biases where there are any, by their names in `AttentionWeights`.
+    """
+    return AttentionWeights(
+        **tensors,
+        scale=scale,
+        score=model.score,
+        score_slope=model.score_slope,
+        attend_to_self=model.attend_to_self,
+        merged_qk=model.merged_qk,
+    )
+
+
 def why_no_circuits(model: ModelConfig) -> str | None:
     """What a model has beyond one layer of attention on tokens (x, y), in words; None: nothing.
 
@@ -246,26 +247,25 @@ def weights_of_layer(circuits: AttentionWeights, *, model: ModelConfig | None = 
     return Weights(model, circuits.d_x, circuits.d_y, tensors, circuits.scale)
 
 
-def weights_of_stack(stack: DeepWeights, *, model: ModelConfig | None = None) -> Weights:
-    """A context-only model from its stacked layers: the inverse of `Weights.stack`.
-
-    Args:
-        model: The architecture, where it is known; else what the weights say.
-    """
-    if model is None:
-        model = ModelConfig(
-            n_layers=stack.n_layers,
-            n_heads=stack.n_heads,
-            d_head=stack.d_head,
-            score=stack.score,
-            score_slope=stack.score_slope,
-            context_only=True,
-            d_model=None if stack.W_in is None else stack.d_model,
-        )
+def weights_of_stack(stack: DeepWeights) -> Weights:
+    """A context-only model from its stacked layers: the inverse of `Weights.stack`."""
+    model = ModelConfig(
+        n_layers=stack.n_layers,
+        n_heads=stack.n_heads,
+        d_head=stack.d_head,
+        score=stack.score,
+        score_slope=stack.score_slope,
+        context_only=True,
+        d_model=None if stack.W_in is None else stack.d_model,
+    )
     return Weights(model, stack.d_x, stack.d_y, stack.parameters, stack.scale)
 
 
-def as_weights(weights: Weights | AttentionWeights | DeepWeights) -> Weights:
+AnyWeights = Weights | AttentionWeights | DeepWeights
+"""Weights of any form."""
+
+
+def as_weights(weights: AnyWeights) -> Weights:
     """Weights of any form as those of a model."""
     if isinstance(weights, AttentionWeights):
         return weights_of_layer(weights)

@@ -22,7 +22,6 @@ def algorithm_section(found: AlgorithmEvidence) -> Section:
         "order are a control: a model that is no better than those is unstructured.",
         walked,
         tables | ({"path": path} if len(path) else {}),
-        longest_table=40,
     )
 
 

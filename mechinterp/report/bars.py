@@ -10,6 +10,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemaini
 from rich.progress import Progress as Bar
 
 from mechinterp.checkpoints.errors import printable
+from mechinterp.display import counted
 from mechinterp.progress import Item, ProgressCallback
 from mechinterp.training.run import Progress
 
@@ -29,7 +30,7 @@ def progress_bar(*, quiet: bool = False) -> Iterator[Callable[[Progress], None]]
             bar.start()
             bar.add_task("")
         left = timedelta(seconds=round(progress.seconds_left))
-        models = f"{progress.n_models} model{'s' if progress.n_models > 1 else ''}"
+        models = counted(progress.n_models, "model")
         text = f"{models}, loss {progress.loss:.4f}, {progress.steps_per_second:.0f} steps/s, {left} left"
         bar.update(bar.task_ids[0], completed=progress.step, total=progress.steps, description=text)
         for name in progress.diverged:

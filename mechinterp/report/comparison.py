@@ -10,11 +10,11 @@ import pandas as pd
 from mechinterp.analysis.comparison import Comparison, compare
 from mechinterp.checkpoints.errors import printable
 from mechinterp.checkpoints.native import Checkpoint
+from mechinterp.display import counted
 from mechinterp.progress import ProgressCallback, no_progress
 from mechinterp.report import html
 from mechinterp.report.page import PAGE, Report, require_free, write_page
 from mechinterp.report.parts import Section
-from mechinterp.report.sections import counted
 
 LONGEST_TABLE = 1000
 

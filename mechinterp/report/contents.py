@@ -20,6 +20,7 @@ from mechinterp.report import deep_sections, sections
 from mechinterp.report.algorithm_section import algorithm_section
 from mechinterp.report.edges import edges_sections
 from mechinterp.report.parts import Section
+from mechinterp.report.probing import descent_section, probes_section
 from mechinterp.report.subject import Subject
 from mechinterp.report.training import history_sections, snapshot_sections
 
@@ -155,8 +156,8 @@ BESPOKE: dict[str, Callable[[Subject], list[Section]]] = {
     "baselines": partial(_listed, deep_sections.risk_section),
     "ablate": _ablate_sections,
     "prune": partial(_listed, deep_sections.pruning_section),
-    "probe": partial(_listed, deep_sections.probes_section),
-    "p-probe": partial(_listed, deep_sections.descent_section),
+    "probe": partial(_listed, probes_section),
+    "p-probe": partial(_listed, descent_section),
     "edges": edges_sections,
     "fit": partial(_listed, sections.fits_section),
     "snapshots": snapshot_sections,

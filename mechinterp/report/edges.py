@@ -1,6 +1,6 @@
 """The part of a page on how heads of one layer act through heads of later ones."""
 
-from mechinterp.analysis.heads.edges import HeadEdges, attribute_edges
+from mechinterp.analysis.heads.edges import HeadEdges, attribute_edges, edge_name
 from mechinterp.report.parts import Section
 from mechinterp.report.sections import plus_minus
 from mechinterp.report.subject import Subject
@@ -33,7 +33,7 @@ def edges_section(found: HeadEdges, n_pairs: int) -> Section:
     """The largest effects, and how well gradients foretell them."""
     frame = found.to_frame()
     named = [
-        f"L{e.layer}H{e.head} to {e.input} of L{e.later_layer}H{e.later_head} ({plus_minus(e.patched, e.patched_sem)})"
+        f"{edge_name(e)} ({plus_minus(e.patched, e.patched_sem)})"
         for e in frame.head(NAMED).itertuples()
     ]
     return Section(

@@ -16,10 +16,8 @@ COLUMNS = {
     "component": "Principal component of x, 1 for the one learned first.",
     "context_length": "Pairs before the query.",
     "control_r2": "r2 of a probe fitted to the targets of other prompts: what is found where there is nothing.",
-    "control_r2_sem": "Standard error of control_r2.",
     "effective_heads": "exp of the entropy of the importance in the layer: 1 if one head counts, all if they count alike.",
     "effective_heads_of_medians": "effective_heads by the medians of the rises in place of their means.",
-    "effective_heads_sem": "Standard error of effective_heads.",
     "estimate": "Effect of the edge to first order, by the gradient at what reads it; y².",
     "estimate_sem": "Standard error of estimate over pairs of prompts.",
     "eta": "Step size of the model, Σ mu·omega times f'(0); 1/x².",
@@ -28,7 +26,6 @@ COLUMNS = {
     "evidence": "What was measured.",
     "excess_risk_increase": "Excess risk with the head masked minus that of the full model; y².",
     "factor": "Factor of the learner fitted to the model: the step size, or mu of the kernel head.",
-    "factor_sem": "Standard error of factor.",
     "features": "What gradient descent is run on.",
     "head": "Number of the head, from 0.",
     "heads_per_layer": "Heads kept in each layer, from the first on.",
@@ -86,7 +83,6 @@ COLUMNS = {
     "patched": "Effect of the edge when it alone is patched; y².",
     "patched_sem": "Standard error of patched over pairs of prompts.",
     "path_r2": "r2 of the algorithm after the layer, against what the last read-out finds there; over the mean square of the last prediction.",
-    "path_r2_sem": "Standard error of path_r2.",
     "pattern": "What the heads form together.",
     "penalty": "Penalty of the probe, the best of several; in units of the features' mean square.",
     "pos": "Position of the target in the prompt, from 0; the last is the query's.",
@@ -101,30 +97,24 @@ COLUMNS = {
     "qk_y_leak": "Largest |entry| of QK between a query's x and a key's y.",
     "query": "The head's query vector along the component.",
     "r2": "R² of the learner on the model's predictions.",
-    "r2_sem": "Standard error of r2.",
     "random_weights": "Where 90% of models with random initial weights lie in this number.",
     "ratio": "The model's excess risk over the learner's; of pruned models, theirs over the full model's.",
     "ratio_sem": "Standard error of ratio, paired over prompts; of pruned models over what is chosen, too.",
     "readout_r2": "r2 with which a linear read-out of the layer's own finds the algorithm's prediction in the stream.",
     "refit_ratio": "refit_risk over the full model's excess risk as it is.",
-    "refit_ratio_sem": "Standard error of refit_ratio.",
     "refit_risk": "Excess risk with a new read-out, a cross-validated ridge regression on the stream at the query; y².",
-    "refit_risk_sem": "Standard error of refit_risk.",
     "resample_effective_heads": "effective_heads under resample ablation.",
     "resample_rise": "rise under resample ablation: z is that of another prompt; y².",
     "resample_rise_sem": "Standard error of resample_rise, paired over prompts.",
     "rise": "Excess risk with heads masked minus that of the full model; y².",
     "rise_sem": "Standard error of rise, paired over prompts.",
     "risk": "Excess risk, mean of (ŷ − x·β)²; y². Of a probe, mean squared error against its target.",
-    "risk_sem": "Standard error of risk.",
     "rms": "Root mean squared distance of the learner to the model; y.",
-    "rms_sem": "Standard error of rms.",
     "rule": "Rule that says which heads are kept.",
     "seed": "Seed of the initial weights.",
     "sem": "Standard error of excess_risk_increase, paired over prompts.",
     "setting": "Models that differ in nothing but seeds, by what their names begin with.",
     "shapley": "Fall of the excess risk a head brings, mean over all orders of adding heads; y².",
-    "shapley_sem": "Standard error of shapley.",
     "share": "Standard deviation of the head's output over that of all heads' summed.",
     "similarity": "⟨x token, x query⟩; x².",
     "step": "Updates made.",
@@ -138,6 +128,7 @@ COLUMNS = {
     "value": "The number.",
     "y": "Response of the token.",
 }
+"""A column X_sem that is not among them is the standard error of X."""
 NUMBERED = {
     "mu": "mu of one response.",
     "omega": "omega of one coordinate of x; 1/x².",
@@ -169,7 +160,12 @@ def unit_of(column: str) -> str:
 
 def _meaning(column: str) -> str | None:
     numbered = re.fullmatch(r"([a-z]+)_\d+", column)
-    return NUMBERED.get(numbered[1]) if numbered else COLUMNS.get(column)
+    if numbered:
+        return NUMBERED.get(numbered[1])
+    of = column.removesuffix("_sem")
+    if column not in COLUMNS and of != column and of in COLUMNS:
+        return f"Standard error of {of}."
+    return COLUMNS.get(column)
 
 
 WORDS = {

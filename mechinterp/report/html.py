@@ -44,11 +44,11 @@ def page(
     )
     environment.filters |= {
         "figure": _drawn,
-        "number": number,
+        "least_width": _least_width,
         "meanings": meanings,
+        "number": number,
         "texts": _texts,
     }
-    environment.filters["least_width"] = _least_width
     return environment.get_template("page.html.jinja").render(
         name=visible(name),
         about=visible(about),

@@ -10,16 +10,16 @@ from pathlib import Path
 import plotly.graph_objects as go
 
 from mechinterp.checkpoints.claims import claimed, entries, settle
-from mechinterp.checkpoints.errors import CheckpointError, one_line
-from mechinterp.checkpoints.files import write_new
+from mechinterp.checkpoints.files import write_new, writing
 from mechinterp.checkpoints.native import Checkpoint, checkpoint_of
 from mechinterp.checkpoints.plain_modules import HookedModule
 from mechinterp.config import TaskConfig
+from mechinterp.display import counted
 from mechinterp.progress import ProgressCallback, no_progress
 from mechinterp.report import html
 from mechinterp.report.contents import contents_of
 from mechinterp.report.parts import Section
-from mechinterp.report.sections import assumed_text, counted
+from mechinterp.report.sections import assumed_text
 
 PAGE = "index.html"
 FIGURE_OPTIONS = {"responsive": True, "displaylogo": False}
@@ -124,13 +124,10 @@ def write_page(
     names = {*frames, PAGE} if replaced else None
     files = sorted({*frames, *replaced, PAGE})
     text = html.page(name, about, verdict, parts, files=files)
-    try:
-        with claimed(out, last=PAGE, names=names, replaced=replaced) as claim:
-            for file, frame in frames.items():
-                claim.write(file, partial(frame.to_csv, index=False))
-            claim.write(PAGE, lambda file: file.write_text(text, encoding="utf-8"))
-    except OSError as error:
-        raise CheckpointError(f"{out}: cannot be written ({one_line(error)}).") from None
+    with writing(out), claimed(out, last=PAGE, names=names, replaced=replaced) as claim:
+        for file, frame in frames.items():
+            claim.write(file, partial(frame.to_csv, index=False))
+        claim.write(PAGE, lambda file: file.write_text(text, encoding="utf-8"))
     return Report(out / PAGE, tuple(out / file for file in frames), verdict)
 
 
@@ -147,10 +144,8 @@ def write_figure(file: Path, figure: go.Figure) -> None:
     title = escape(str(figure.layout.title.text or file.stem))
     text = figure.to_html(include_plotlyjs=True, config=FIGURE_OPTIONS)
     text = text.replace("<head>", f"<head><title>{title} · mechinterp</title>", 1)
-    try:
+    with writing(file):
         write_new(file, lambda target: target.write_text(text, encoding="utf-8"))
-    except OSError as error:
-        raise CheckpointError(f"{file}: cannot be written ({one_line(error)}).") from None
 
 
 def _about(checkpoint: Checkpoint | HookedModule) -> str:

@@ -8,11 +8,12 @@ import plotly.graph_objects as go
 import torch
 
 from mechinterp import figures
-from mechinterp.analysis.circuits.attention import attention_patterns, chosen
+from mechinterp.analysis.circuits.attention import attention_patterns
 from mechinterp.analysis.circuits.circuits import circuits, weights_of
 from mechinterp.analysis.circuits.classification import Classification
 from mechinterp.analysis.circuits.thresholds import Thresholds
 from mechinterp.analysis.heads.ablation import HeadAblation
+from mechinterp.display import counted
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.functional import head_outputs
 from mechinterp.models.scores import is_normalised
@@ -173,7 +174,7 @@ def _shown_prompts(subject: Subject) -> Prompts:
     """Prompts from the one that the model does best on to the one it does worst on."""
     order = np.argsort(subject.squared_errors(), kind="stable")
     rows = order[[round(quantile * (len(order) - 1)) for quantile in QUANTILES]]
-    return chosen(subject.prompts, rows)
+    return subject.prompts[torch.from_numpy(rows)]
 
 
 def _toggles(subject: Subject) -> Toggles | None:
@@ -275,16 +276,6 @@ def assumed_text(assumed: Mapping[str, object]) -> str:
         if name.startswith(("task.", "model.")) and value not in (None, (), [])
     ]
     return f"; assumed, as the file does not say it: {', '.join(told)}" if told else ""
-
-
-def counted(count: int, what: str) -> str:
-    """A number of things.
-
-    Example:
-        >>> counted(1, "layer"), counted(4, "head")
-        ('1 layer', '4 heads')
-    """
-    return f"{count} {what}{'' if count == 1 else 's'}"
 
 
 def plus_minus(value: float, sem: float) -> str:

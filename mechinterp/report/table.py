@@ -2,13 +2,14 @@
 
 import os
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 
-from mechinterp.checkpoints.errors import CheckpointError, one_line
-from mechinterp.checkpoints.files import write_new
+from mechinterp.checkpoints.errors import CheckpointError
+from mechinterp.checkpoints.files import write_new, writing
 
 HEADER = ("path", "format", "pattern", "reason", "n_layers", "n_heads", "d_x", "d_y")
 SUFFIXES = (".parquet", ".csv")
@@ -52,15 +53,9 @@ def write_table(file: Path, documents: Sequence[dict]) -> None:
     """
     require_writable(file)
     frame = classification_frame(documents)
-    try:
-        if file.suffix == ".csv":
-            write_new(file, lambda target: frame.to_csv(target, index=False))
-        else:
-            write_new(file, lambda target: frame.to_parquet(target, index=False))
-    except CheckpointError:
-        raise
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{file}: cannot be written ({one_line(error)}).") from None
+    write = frame.to_csv if file.suffix == ".csv" else frame.to_parquet
+    with writing(file, ValueError):
+        write_new(file, partial(write, index=False))
 
 
 def _encodable(value: object) -> object:

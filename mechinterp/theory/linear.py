@@ -13,6 +13,10 @@ from jaxtyping import Float
 
 Covariance = Float[np.ndarray, " d_x"] | Float[np.ndarray, "d_x d_x"]
 TaskCovariance = Float[np.ndarray, " d_task"] | Float[np.ndarray, "d_task d_task"]
+ROUNDING = 1e-9
+"""Largest coupling between directions that fall apart, relative to the largest moment."""
+REPEATED = 1e-6
+"""Neighbouring eigenvalues nearer than this, relative to the larger, count as repeated."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -157,11 +161,9 @@ class Modes:
         return np.asarray(self.variance - (1 - (1 - learned) ** 2) @ self.gains)
 
 
-def modes(moments: Moments, *, tolerance: float = 1e-9) -> Modes:
+def modes(moments: Moments) -> Modes:
     """The directions in which the moments of a population fall apart.
 
-    Args:
-        tolerance: Largest coupling between directions, relative to the largest moment.
     Raises:
         ValueError: If the moments couple the eigenvectors of E y_query z, as those of a training set do, or of
             a task covariance that does not commute with the covariance of x.
@@ -180,7 +182,7 @@ def modes(moments: Moments, *, tolerance: float = 1e-9) -> Modes:
     np.einsum("abab->ab", bend)[...] = 0
     skew = np.abs(moments.yz - moments.yz.T).max() / rates[0]
     coupling = max(np.abs(bend).max() / curvature.max(), skew)
-    if coupling > tolerance:
+    if coupling > ROUNDING:
         raise ValueError(
             f"The moments must share one eigenbasis; they couple directions by {coupling:.2g}."
         )
@@ -222,13 +224,12 @@ def fixed_point_loss(found: Modes, subset: Collection[int]) -> float:
 
 
 def claims_not_applying(
-    eigenvalues: Float[np.ndarray, " mode"], *, rank: int, n_heads: int, relative_gap: float = 1e-6
+    eigenvalues: Float[np.ndarray, " mode"], *, rank: int, n_heads: int
 ) -> tuple[str, ...]:
     """Sentences on what theory says of distinct eigenvalues and enough heads, but not of these.
 
     Args:
         rank: Rank R of a head's key and query.
-        relative_gap: Neighbouring eigenvalues nearer than this, relative to the larger, count as repeated.
     Raises:
         ValueError: If an eigenvalue is not positive, or rank or n_heads is below 1.
     Source:
@@ -242,7 +243,7 @@ def claims_not_applying(
         if value < 1:
             raise ValueError(f"{name} must be >= 1, got {value}.")
     sentences = []
-    if np.any(values[:-1] - values[1:] < relative_gap * values[:-1]):
+    if np.any(values[:-1] - values[1:] < REPEATED * values[:-1]):
         sentences.append(
             "Eigenvalues repeat: fixed points form a continuum instead of 2^D functions, and which direction "
             "of a shared eigenspace is learned first is not determined; the levels of the loss still hold."

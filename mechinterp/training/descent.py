@@ -13,7 +13,7 @@ from mechinterp.config import TaskConfig
 from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
 from mechinterp.theory.linear import Modes, Moments
 from mechinterp.theory.linear_heads import Heads
-from mechinterp.training.flat import Force, check_heads, flatten, force_of, velocity_of
+from mechinterp.training.flat import check_heads, flatten, force_of, velocity_of
 from mechinterp.training.flow import Flow, record
 
 
@@ -98,38 +98,22 @@ def full_batch_descent(
         >>> full_batch_descent(heads, moments, modes(moments), learning_rate=0.05, steps=4000, every=100)
         Flow(41 times to 400, loss 0.6007 to 0.05271, 2 directions learned)
     """
-    force, rows = force_of(moments), _rows(steps, every) if at is None else at
+    rows = _rows(steps, every) if at is None else at
     if rows[0] < 0 or rows[-1] != steps or np.any(np.diff(rows) <= 0):
         raise ValueError(f"at must rise from 0 or later to steps = {steps}, got {rows.tolist()}.")
-    return _descend(heads, moments, found, force, (learning_rate, rows))
-
-
-def rotate(moments: Moments, basis: Float[np.ndarray, "d_x d_x"]) -> Moments:
-    """The same moments in the coordinates of a basis, its vectors as columns.
-
-    Example:
-        >>> from mechinterp.theory.linear import modes, population_moments
-        >>> moments = population_moments(np.array([[2.0, 1.0], [1.0, 2.0]]), context_length=31)
-        >>> rotate(moments, modes(moments).vectors).yz.round(9).tolist()
-        [[9.0, 0.0], [0.0, 1.0]]
-    """
-    zz = np.einsum("ijkl,ia,jb,kc,ld->abcd", moments.zz, *[basis] * 4, optimize=True)
-    return Moments(yy=moments.yy, yz=basis.T @ moments.yz @ basis, zz=zz)
-
-
-def _descend(
-    heads: Heads,
-    moments: Moments,
-    found: Modes,
-    force: Force,
-    schedule: tuple[float, Int[np.ndarray, " row"]],
-) -> Flow:
-    """Descent under a force, with rows at given steps; loss and -dL/dt on the moments."""
-    learning_rate, rows = schedule
     if not learning_rate > 0:
         raise ValueError(f"learning_rate must be > 0, got {learning_rate}.")
     check_heads(heads, moments)
-    velocity, state, rate = velocity_of(heads), flatten(heads), 2 * learning_rate
+    states = _states(heads, moments, learning_rate, rows)
+    return record(2 * learning_rate * rows, states, heads, moments, found, 1.0)
+
+
+def _states(
+    heads: Heads, moments: Moments, learning_rate: float, rows: Int[np.ndarray, " row"]
+) -> Float[np.ndarray, "row weight"]:
+    """Flat weights at given steps of descent on the moments."""
+    velocity, force = velocity_of(heads), force_of(moments)
+    state, rate = flatten(heads), 2 * learning_rate
     states, done = [], 0
     for row in rows.tolist():
         # Weights that overflow on the way are found at its end.
@@ -142,7 +126,7 @@ def _descend(
             )
         states.append(state)
         done = row
-    return record(rate * rows, np.stack(states), heads, moments, found, 1.0)
+    return np.stack(states)
 
 
 def _rows(steps: int, every: int) -> Int[np.ndarray, " row"]:

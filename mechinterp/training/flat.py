@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 import numpy as np
+from jaxtyping import Float
 
 from mechinterp.theory.linear import Moments
 from mechinterp.theory.linear_heads import Heads, MergedHeads, SeparateHeads
@@ -26,14 +27,15 @@ def check_heads(heads: Heads, moments: Moments) -> None:
         raise ValueError("heads must not be zero: zero weights never move.")
 
 
-def flatten(heads: Heads) -> np.ndarray:
-    """All weights of heads in one array."""
+def flatten(heads: Heads) -> Float[np.ndarray, "*stack weight"]:
+    """All weights of heads in one array, along its last axis."""
+    stack = heads.v.shape[:-1]
     matrices = (heads.U,) if isinstance(heads, MergedHeads) else (heads.K, heads.Q)
-    return np.concatenate([part.ravel() for part in (heads.v, *matrices)])
+    return np.concatenate([part.reshape(*stack, -1) for part in (heads.v, *matrices)], axis=-1)
 
 
-def unflatten(heads: Heads, flat: np.ndarray) -> Heads:
-    """Heads of the same sizes from flat weights, [*axes, weight]."""
+def unflatten(heads: Heads, flat: Float[np.ndarray, "*stack weight"]) -> Heads:
+    """Heads of the same sizes from flat weights."""
     n_heads, stack = heads.v.shape[-1], flat.shape[:-1]
     v, rest = flat[..., :n_heads], flat[..., n_heads:]
     if isinstance(heads, MergedHeads):

@@ -13,7 +13,7 @@ from jaxtyping import Float
 from mechinterp import figures
 from mechinterp.display import Result
 from mechinterp.theory.linear import Modes, Moments, modes
-from mechinterp.theory.linear_heads import Heads, MergedHeads
+from mechinterp.theory.linear_heads import Heads
 from mechinterp.training.flat import check_heads, flatten, force_of, loss_of, unflatten, velocity_of
 
 if TYPE_CHECKING:
@@ -135,7 +135,7 @@ def record(
     path = unflatten(heads, states)
     M = path.M
     # Along the flow dL/dt = <dL/dW, dW/dt> = -(2 / tau) |tau dW/dt|^2.
-    velocity = _flatten_path(path.velocity(moments.gradient(M)))
+    velocity = flatten(path.velocity(moments.gradient(M)))
     return Flow(
         time=time,
         loss=moments.loss(M),
@@ -175,9 +175,3 @@ def _follow(
         if loss <= until_loss:
             break
     return np.concatenate(time), np.concatenate(states)
-
-
-def _flatten_path(path: Heads) -> np.ndarray:
-    matrices = (path.U,) if isinstance(path, MergedHeads) else (path.K, path.Q)
-    n_times = len(path.v)
-    return np.concatenate([part.reshape(n_times, -1) for part in (path.v, *matrices)], axis=1)

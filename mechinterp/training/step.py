@@ -14,8 +14,9 @@ from torch import Tensor
 
 from mechinterp.config import SCORES, ExperimentConfig
 from mechinterp.icl.prompts import Prompts, generator_for
-from mechinterp.models.functional import NAMES, AttentionWeights, attend
+from mechinterp.models.functional import AttentionWeights, attend
 from mechinterp.models.scores import is_normalised
+from mechinterp.models.shapes import NAMES
 
 
 def initial_weights(config: ExperimentConfig) -> AttentionWeights:

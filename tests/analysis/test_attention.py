@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from mechinterp.analysis.circuits.attention import attention_patterns, chosen
+from mechinterp.analysis.circuits.attention import attention_patterns
 from mechinterp.checkpoints.native import load
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.constructions import kernel_head
@@ -45,6 +45,6 @@ def test_figures_move_from_prompt_to_prompt(prompts: Prompts):
 
 
 def test_chosen_prompts_come_in_the_order_asked_for(prompts: Prompts):
-    few = chosen(prompts, np.array([7, 2]))
+    few = prompts[torch.tensor([7, 2])]
     assert torch.equal(few.x, prompts.x[[7, 2]])
     assert torch.equal(few.y_query_clean, prompts.y_query_clean[[7, 2]])

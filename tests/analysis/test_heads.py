@@ -9,6 +9,7 @@ import torch
 
 from mechinterp.analysis.heads import ablation as heads
 from mechinterp.analysis.heads.ablation import ablate_heads
+from mechinterp.analysis.heads.errors import layer_shares
 from mechinterp.analysis.heads.subsets import ablate_subsets
 from mechinterp.config import ModelConfig, TaskConfig
 from mechinterp.icl.prompts import generator_for, sample_prompts
@@ -197,7 +198,7 @@ def test_importance_and_effective_heads():
     # exp(-3/4 log 3/4 - 1/4 log 1/4) = 4 / 3^(3/4)
     np.testing.assert_allclose(number, [4.0, 4 / 3**0.75, 0.0], rtol=1e-12)
     np.testing.assert_allclose(sem, 0, atol=1e-12)
-    np.testing.assert_allclose(heads._shares(rises[0])[1], [0.75, 0.25, 0, 0])
+    np.testing.assert_allclose(layer_shares(rises[0])[1], [0.75, 0.25, 0, 0])
 
 
 @pytest.mark.slow

@@ -89,8 +89,8 @@ def test_a_metric_is_symmetric_and_definite(matrix: list[list[float]], expected:
 def test_the_angle_of_a_rotation_of_any_size(degrees: float):
     c, s = np.cos(np.radians(degrees)), np.sin(np.radians(degrees))
     matrix = 0.7 * np.array([[c, -s, 0], [s, c, 0], [0, 0, 1]])
-    assert rotation_angle(matrix, spread=0.25) == pytest.approx(degrees, abs=1e-6)
-    assert np.isnan(rotation_angle(matrix @ np.diag([1, 1, 2]), spread=0.25))
+    assert rotation_angle(matrix) == pytest.approx(degrees, abs=1e-6)
+    assert np.isnan(rotation_angle(matrix @ np.diag([1, 1, 2])))
 
 
 def test_equal_heads_differ_little_relative_to_the_larger():
@@ -100,12 +100,12 @@ def test_equal_heads_differ_little_relative_to_the_larger():
 
 
 def test_a_matrix_that_squeezes_one_direction_is_no_rotation():
-    assert np.isnan(rotation_angle(np.diag([1.0, 1.0, 0.5]), spread=0.25))
+    assert np.isnan(rotation_angle(np.diag([1.0, 1.0, 0.5])))
 
 
 @pytest.mark.parametrize("diagonal", [[1.0, 1.0, -1.0], [-1.0, -1.0, -1.0]])
 def test_a_reflection_is_no_rotation(diagonal: list[float]):
-    assert np.isnan(rotation_angle(np.diag(diagonal), spread=0.25))
+    assert np.isnan(rotation_angle(np.diag(diagonal)))
 
 
 def test_the_angle_of_a_double_rotation_is_the_larger_one():
@@ -113,7 +113,7 @@ def test_the_angle_of_a_double_rotation_is_the_larger_one():
     for start, degrees in ((0, 30), (2, 90)):
         c, s = np.cos(np.radians(degrees)), np.sin(np.radians(degrees))
         matrix[start : start + 2, start : start + 2] = [[c, -s], [s, c]]
-    assert rotation_angle(matrix, spread=0.25) == pytest.approx(90)
+    assert rotation_angle(matrix) == pytest.approx(90)
 
 
 def test_heads_of_other_responses_do_not_count_in_the_spread():

@@ -20,7 +20,8 @@ from mechinterp.models.constructions_algorithms import (
     with_noise,
 )
 from mechinterp.models.constructions_sparse import preprocess_then_optimise_model
-from mechinterp.models.deep import LAYERED, DeepWeights, predict_deep
+from mechinterp.models.deep import DeepWeights, predict_deep
+from mechinterp.models.shapes import NAMES
 from mechinterp.models.transformer import ICLTransformer
 from tests.conftest import assert_close_to_rounding
 
@@ -55,7 +56,7 @@ def prompts() -> Prompts:
 def path(weights: DeepWeights, prompts: Prompts) -> Tensor:
     """The prediction of the first layers alone: the residual read out after each."""
     cut = (
-        weights.with_tensors({name: getattr(weights, name)[:n] for name in LAYERED})
+        weights.with_tensors({name: getattr(weights, name)[:n] for name in NAMES})
         for n in range(1, weights.n_layers + 1)
     )
     return torch.stack([predict_deep(weights, prompts) for weights in cut])

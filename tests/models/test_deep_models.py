@@ -13,6 +13,7 @@ from mechinterp.models.constructions_sparse import preprocess_then_optimise_mode
 from mechinterp.models.deep import DeepWeights, predict_deep
 from mechinterp.models.hook_map import hook_map
 from mechinterp.models.transformer import ICLTransformer
+from mechinterp.models.weights import as_weights
 from tests.conftest import assert_same
 
 TASK = TaskConfig(d_x=3, d_y=2, context_length=9)
@@ -168,12 +169,12 @@ def test_zero_heads_are_told_and_taken_out(prompts: Prompts):
     assert pruned.heads_per_layer == ((0, 2), (2,), (0, 1, 2))
     masked["W_O"][2, 0] = 0
     pruned = weights.with_tensors(masked)
-    small = pruned.compact()
+    small = as_weights(pruned).compact()
     assert (small.n_heads, small.heads_per_layer) == (2, ((0, 1), (0,), (0, 1)))
     expected = predict_deep(pruned, prompts)
-    torch.testing.assert_close(predict_deep(small, prompts), expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(predict_deep(small.stack, prompts), expected, rtol=1e-12, atol=1e-12)
     nothing = weights.with_tensors({"W_V": torch.zeros_like(weights.W_V)})
-    assert nothing.compact().n_heads == 1
+    assert as_weights(nothing).compact().n_heads == 1
 
 
 def test_bad_models_are_refused():

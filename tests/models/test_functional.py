@@ -14,11 +14,10 @@ from mechinterp.models.functional import (
     attend,
     head_outputs,
     predict,
-    replica_predictions,
     stack,
 )
 from mechinterp.training.step import initial_weights
-from tests.conftest import assert_close_to_rounding
+from tests.conftest import assert_close_to_rounding, predictions_of_each
 
 TASK = TaskConfig(d_x=3, d_y=2, context_length=6)
 
@@ -78,15 +77,10 @@ def test_other_scores_reach_the_pattern(some_prompts: Prompts):
 
 def test_replicas_predict_as_they_do_alone(some_prompts: Prompts):
     models = [random_weights(n_heads, seed=n_heads) for n_heads in (1, 2, 3)]
-    packed = replica_predictions(stack(models), some_prompts, (1, 2, 3))
+    packed = predictions_of_each(stack(models), some_prompts, (1, 2, 3))
     assert packed.shape == (16, 3, 2)
     for index, model in enumerate(models):
         assert_close_to_rounding(packed[:, index], predict(model, some_prompts))
-
-
-def test_head_counts_that_do_not_add_up_are_refused(some_prompts: Prompts):
-    with pytest.raises(ValueError, match="heads_per_replica must add up to 3 heads, got 4"):
-        replica_predictions(random_weights(3), some_prompts, (2, 2))
 
 
 def test_circuits_are_products_of_the_weights():

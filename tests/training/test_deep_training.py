@@ -48,7 +48,8 @@ def test_initial_weights_are_a_function_of_config_and_seed():
     assert_same(first, again)
     other = initial_deep_weights(replace(CONFIG, seed=3))
     assert not torch.equal(first.W_Q, other.W_Q)
-    assert first.architecture == (CONFIG.model, 3, 1, 3**-0.5)
+    assert (first.model, first.d_x, first.d_y) == (CONFIG.model, 3, 1)
+    assert first.scale == 3**-0.5
     # Uniform in +-1/sqrt(fan_in), W_in of fan_in d_x + d_y, the others of 6.
     stack = first.stack
     assert stack.W_in is not None

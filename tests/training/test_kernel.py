@@ -9,11 +9,12 @@ from numba import njit, types
 
 from mechinterp.config import SCORES, ExperimentConfig, ModelConfig, TaskConfig, override
 from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
-from mechinterp.models.functional import NAMES, AttentionWeights, replica_predictions, stack
+from mechinterp.models.functional import NAMES, AttentionWeights, stack
 from mechinterp.training import kernel, trainer
 from mechinterp.training.kernel import LANES, exponential, load, store
 from mechinterp.training.step import by_tensors, initial_weights, loss_and_gradients, membership
 from mechinterp.training.trainer import Pack
+from tests.conftest import predictions_of_each
 
 HEADS = (1, 2, 3, 8)
 
@@ -72,7 +73,7 @@ def test_kernel_equals_automatic_differentiation(score: str):
     _, gradients = loss_and_gradients(weights, prompts, membership(HEADS))
     exact, doubled = weights.to(torch.float64), prompts.to(torch.float64)
     leaves = {name: getattr(exact, name).requires_grad_() for name in NAMES}
-    predictions = replica_predictions(exact.with_tensors(leaves), doubled, HEADS)
+    predictions = predictions_of_each(exact.with_tensors(leaves), doubled, HEADS)
     loss = (predictions - doubled.y_query[:, None]).square().mean((0, 2)).sum()
     parts = torch.autograd.grad(loss, list(leaves.values()))
     assert_close(gradients, weights.with_tensors(dict(zip(NAMES, parts, strict=True))), 1e-5)

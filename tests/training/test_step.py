@@ -7,9 +7,9 @@ import torch
 
 from mechinterp.config import SCORES, ExperimentConfig, ModelConfig, TaskConfig, override
 from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
-from mechinterp.models.functional import NAMES, AttentionWeights, replica_predictions, stack
+from mechinterp.models.functional import NAMES, AttentionWeights, stack
 from mechinterp.training.step import initial_weights, loss_and_gradients, membership
-from tests.conftest import assert_close_to_rounding
+from tests.conftest import assert_close_to_rounding, predictions_of_each
 
 HEADS = (1, 2, 3, 8)
 
@@ -40,7 +40,7 @@ def test_gradients_equal_automatic_differentiation(score: str, d_y: int):
     loss, gradients = loss_and_gradients(weights, prompts, membership(HEADS))
 
     leaves = {name: getattr(weights, name).clone().requires_grad_() for name in NAMES}
-    predictions = replica_predictions(replace(weights, **leaves), prompts, HEADS)
+    predictions = predictions_of_each(replace(weights, **leaves), prompts, HEADS)
     expected_loss = (predictions - prompts.y_query[:, None]).square().mean((0, 2))
     expected = torch.autograd.grad(expected_loss.sum(), list(leaves.values()))
 

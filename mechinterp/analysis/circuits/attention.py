@@ -1,12 +1,12 @@
 """Attention weights of each head on given prompts, beside the similarity of token and query."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 
 from mechinterp import figures
 from mechinterp.analysis.circuits.circuits import weights_of
@@ -148,9 +148,3 @@ def attention_patterns(
         prediction=predict(weights, prompts).numpy(force=True),
         target=prompts.y_query_clean.numpy(force=True),
     )
-
-
-def chosen(prompts: Prompts, rows: Int[np.ndarray, " chosen"]) -> Prompts:
-    """These prompts among many, in this order."""
-    index = torch.from_numpy(rows)
-    return Prompts(**{part.name: getattr(prompts, part.name)[index] for part in fields(prompts)})

@@ -4,7 +4,7 @@ Where the prediction is nearly linear in what attention writes at the query, its
 W_O times the read-out's direction. The read-out is fitted on one half of the prompts and measured on the other.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from torch import Tensor
 from mechinterp.config import TaskConfig
 from mechinterp.icl.prompts import sample_prompts
 from mechinterp.models.functional import AttentionWeights
-from mechinterp.models.weights import Weights
+from mechinterp.models.weights import Weights, heads_of
 
 N_PROMPTS = 1024
 
@@ -66,28 +66,15 @@ def _seen_through(weights: Weights, direction: Tensor, constant: Tensor) -> Atte
     """The layer on tokens (x, y) whose output is that of attention in the read-out's direction."""
     tensors = {n.removeprefix("blocks.0.attn."): t for n, t in weights.tensors.items()}
     into = tensors.get("W_in")
-    heads = {name: tensors[name] for name in ("W_Q", "W_K", "W_V")}
-    if into is not None:
-        heads = {name: into @ matrix for name, matrix in heads.items()}
-    biases: dict[str, Tensor | None] = {}
+    found = {"W_O": tensors["W_O"] @ direction}
+    for x in "QKV":
+        (matrix,) = weights.layers(f"W_{x}")
+        found[f"W_{x}"] = matrix if into is None else into @ matrix
+        if weights.model.biases:
+            moved = tensors["b_in"] @ matrix if into is not None else 0
+            found[f"b_{x}"] = tensors[f"b_{x}"] + moved
     if weights.model.biases:
-        b_in = tensors.get("b_in")
-        for x in "QKV":
-            bias = tensors[f"b_{x}"]
-            biases[f"b_{x}"] = bias if b_in is None else bias + b_in @ tensors[f"W_{x}"]
-        biases["b_O"] = tensors["b_O"] @ direction + constant
+        found["b_O"] = tensors["b_O"] @ direction + constant
     assert weights.scale is not None
-    return AttentionWeights(
-        W_Q=heads["W_Q"],
-        W_K=heads["W_K"],
-        W_V=heads["W_V"],
-        W_O=tensors["W_O"] @ direction,
-        scale=weights.scale,
-        score=weights.model.score,
-        score_slope=weights.model.score_slope,
-        attend_to_self=weights.model.attend_to_self,
-        b_Q=biases.get("b_Q"),
-        b_K=biases.get("b_K"),
-        b_V=biases.get("b_V"),
-        b_O=biases.get("b_O"),
-    )
+    # Behind a read-in the keys of merged heads are no longer the tokens themselves.
+    return heads_of(replace(weights.model, merged_qk=False), found, weights.scale)

@@ -81,7 +81,7 @@ def model_label(
     too_large = _above(evidence, limits, "omega_spread", "zero_sum")
     if too_large:
         return "undetermined", too_large
-    return _if_explained(*_one_task(evidence, limits), evidence, limits)
+    return _if_explained(*_one_task(evidence), evidence, limits)
 
 
 def agreed_label(
@@ -143,7 +143,7 @@ def _linear_sentence(evidence: Evidence) -> str:
     return f"linear attention; one preconditioned step on {used} {explained}"
 
 
-def _one_task(evidence: Evidence, limits: Thresholds) -> tuple[str, str]:
+def _one_task(evidence: Evidence) -> tuple[str, str]:
     """Heads of both signs whose mu cancel: a debiased step, with or without a preconditioner."""
     numbers = f"heads of both signs, zero_sum {evidence.scales.zero_sum:.3f}, omega_spread {evidence.scales.omega_spread:.3f}"
     explained = f"debiased step explains R² = {evidence.learner.r2:.4f}"

@@ -140,7 +140,7 @@ def form_of(groups: Heads, score: str, limits: Thresholds) -> Form:
         return Form("diagonal", identity, isotropy, shared, float("nan"))
     metric = is_definite(common.matrix)
     matrix = common.matrix if metric else _signed(common, groups.mu[active.numpy(), 0])
-    angle = float("nan") if metric else rotation_angle(matrix.numpy(), spread=0.25)
+    angle = float("nan") if metric else rotation_angle(matrix.numpy())
     alone = len(blocks) == 1 and (metric or not np.isnan(angle))
     if isotropy < limits.isotropy and (alone or (len(blocks) > 1 and shared >= limits.shared)):
         return Form("common", matrix, isotropy, shared, angle)

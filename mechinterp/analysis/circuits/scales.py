@@ -66,8 +66,7 @@ def scales_of(
     means = omega.mean(1)
     sizes = np.abs(means) if task.d_y == 1 else np.linalg.norm(omega, axis=1)
     on_manifold = np.nan, np.nan
-    both_signs = (means > 0).any() and (means < 0).any()
-    if form.kind == "scalar" and task.d_y == 1 and both_signs:
+    if form.kind == "scalar" and task.d_y == 1:
         on_manifold = nearest_on_manifold(means, mu[:, 0], task)
     theta = slope * mu.T @ groups.blocks.diagonal(dim1=1, dim2=2).numpy()
     supports = task.supports or tuple(_support(row) for row in theta)

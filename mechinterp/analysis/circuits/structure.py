@@ -7,6 +7,11 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+SPREAD = 0.25
+"""Most that the singular values of a multiple of a rotation may differ, max/min - 1."""
+SYMMETRIC = 0.95
+"""Least norm of the symmetric part of a metric, relative to its norm."""
+
 
 @dataclass(frozen=True, eq=False)
 class CommonMatrix:
@@ -100,30 +105,26 @@ def equal_heads(
     return groups.astype(np.int64)
 
 
-def rotation_angle(matrix: Float[np.ndarray, "d_x d_x"], *, spread: float) -> float:
+def rotation_angle(matrix: Float[np.ndarray, "d_x d_x"]) -> float:
     """Largest angle in degrees of a multiple of a rotation, NaN for any other matrix, a reflection too.
 
-    Args:
-        spread: Most that the largest singular value may exceed the smallest, relative to the latter.
     Example:
-        >>> round(rotation_angle(np.array([[0.0, -2.0], [2.0, 0.0]]), spread=0.25))
+        >>> round(rotation_angle(np.array([[0.0, -2.0], [2.0, 0.0]])))
         90
     """
     left, sizes, right = np.linalg.svd(matrix)
-    if sizes[0] > (1 + spread) * sizes[-1] or np.linalg.det(left @ right) < 0:
+    if sizes[0] > (1 + SPREAD) * sizes[-1] or np.linalg.det(left @ right) < 0:
         return float("nan")
     return float(np.degrees(np.abs(np.angle(np.linalg.eigvals(left @ right))).max()))
 
 
-def is_definite(matrix: Float[Tensor, "d_x d_x"], *, symmetric: float = 0.95) -> bool:
+def is_definite(matrix: Float[Tensor, "d_x d_x"]) -> bool:
     """Whether a matrix is (nearly) symmetric, with eigenvalues of one sign, as a metric has.
 
-    Args:
-        symmetric: Least norm of the symmetric part, relative to the norm of the matrix.
     Example:
         >>> is_definite(torch.tensor([[2.0, 1.0], [1.0, 2.0]]))
         True
     """
     part = (matrix + matrix.T) / 2
     eigenvalues = torch.linalg.eigvalsh(part)
-    return bool(part.norm() >= symmetric * matrix.norm() and eigenvalues[0] * eigenvalues[-1] > 0)
+    return bool(part.norm() >= SYMMETRIC * matrix.norm() and eigenvalues[0] * eigenvalues[-1] > 0)

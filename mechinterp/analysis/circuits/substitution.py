@@ -10,8 +10,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from mechinterp.analysis.estimates import mean_and_sem, ratio_and_sem
-from mechinterp.analysis.learners.standing import kernel_omegas, posterior_penalty
+from mechinterp.analysis.estimates import mean_and_sem, r2_and_sem
+from mechinterp.analysis.learners.standing import kernel_omegas
 from mechinterp.config import TaskConfig
 from mechinterp.icl.predictors import ridge
 from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
@@ -40,13 +40,10 @@ def faithfulness(
         >>> faithfulness(torch.tensor([[1.0], [2.0]]), torch.tensor([[1.0], [2.0]])).r2
         1.0
     """
-    gap = (prediction - substitute).square().mean(1).numpy()
-    unexplained, r2_sem = ratio_and_sem(gap, prediction.square().mean(1).numpy())
-    mean, sem = mean_and_sem(gap)
+    mean, sem = mean_and_sem((prediction - substitute).square().mean(1).numpy())
     rms = float(mean) ** 0.5
-    return Faithfulness(
-        float(1 - unexplained), float(r2_sem), rms, float(sem) / (2 * rms) if rms else 0.0
-    )
+    rms_sem = float(sem) / (2 * rms) if rms else 0.0
+    return Faithfulness(*r2_and_sem(substitute, prediction), rms, rms_sem)
 
 
 def idealised(
@@ -86,7 +83,7 @@ class Evaluation:
     @cached_property
     def ridge(self) -> Float[Tensor, "batch d_y"]:
         """Predictions of ridge regression at the task's own penalty."""
-        return ridge(self.prompts, penalty=posterior_penalty(self.task))
+        return ridge(self.prompts, penalty=self.task.posterior_penalty)
 
     @cached_property
     def families(self) -> dict[str, Float[Tensor, "member batch d_y"]]:

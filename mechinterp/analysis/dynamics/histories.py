@@ -39,13 +39,7 @@ def _told(source: Source) -> str:
 
 
 def kept_steps(checkpoint: Checkpoint) -> list[int]:
-    """Steps of the snapshots; of very many large ones every second, third, ... and the last.
-
-    Raises:
-        ValueError: If the checkpoint has no snapshots.
-    """
-    if not checkpoint.snapshots:
-        raise ValueError(f"{checkpoint.path}: has no snapshots.")
+    """Steps of the snapshots; of very many large ones every second, third, ... and the last."""
     steps = list(checkpoint.snapshots)
     stride = -(-len(steps) * checkpoint.weights.circuits.QK.numel() // MAX_NUMBERS)
     return steps[::-stride][::-1]

@@ -68,10 +68,9 @@ class JumpForecast(Result):
             title="Loss predicted from the initial weights: levels (dotted) and jumps (dashed)",
             x_title="step",
             y_title="loss (y²)",
+            levels=self.levels,
             log_x=True,
         )
-        for level in self.levels:
-            figure.add_hline(float(level), line_dash="dot", line_width=1)
         for step, direction, head in zip(self.step, self.direction, self.head, strict=True):
             text = f"head {head} learns e{direction}"
             figure.add_vline(

@@ -91,10 +91,9 @@ class Plateaus(Result):
             title="Loss during training, predicted levels (dotted) and predicted jumps (dashed)",
             x_title="time (tau)",
             y_title="loss (y²)",
+            levels=self.levels,
             log_x=True,
         )
-        for level in self.levels:
-            figure.add_hline(float(level), line_dash="dot", line_width=1)
         for time in self.predicted.time:
             figure.add_vline(float(time), line_dash="dash", line_width=1)
         return figure

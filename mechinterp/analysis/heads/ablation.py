@@ -8,14 +8,12 @@ import plotly.graph_objects as go
 from jaxtyping import Bool, Float
 
 from mechinterp import figures
-from mechinterp.analysis.estimates import carried_by_few, mean_and_sem
-from mechinterp.analysis.heads.errors import masked_errors
+from mechinterp.analysis.estimates import carried_by_few, mean_and_sem, resampled
+from mechinterp.analysis.heads.errors import layer_shares, masked_errors
 from mechinterp.display import Result
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.predictor import Source, predictor_of, prompts_for
 from mechinterp.progress import ProgressCallback, no_progress
-
-RESAMPLES = 200
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -58,7 +56,7 @@ class HeadAblation(Result):
     @property
     def importance(self) -> Float[np.ndarray, "layer head"]:
         """A head's share of its layer's rises, falls taken as 0; all 0 where no head of a layer counts."""
-        return _shares(self.rise)
+        return layer_shares(self.rise)
 
     @property
     def effective_heads_of_medians(self) -> Float[np.ndarray, " layer"]:
@@ -166,7 +164,7 @@ def ablate_heads(
     prompts = prompts_for(source, prompts, n_prompts=n_prompts, seed=seed)
     predictor = predictor_of(source)
     shape = (predictor.n_layers, predictor.n_heads)
-    masks = [[], *([head] for head in np.ndindex(shape))]
+    masks = [[], *([head] for head in predictor.heads)]
     errors = masked_errors(predictor, prompts, masks, method=method, progress=progress)
     if len(errors) < 2:
         raise ValueError(f"There must be at least 2 prompts or pairs of them, got {len(errors)}.")
@@ -189,15 +187,9 @@ def ablate_heads(
     )
 
 
-def _shares(rise: Float[np.ndarray, "layer head"]) -> Float[np.ndarray, "layer head"]:
-    positive = rise.clip(min=0)
-    total = positive.sum(1, keepdims=True)
-    return positive / np.where(total == 0, 1, total)
-
-
 def _effective_number(rise: Float[np.ndarray, "layer head"]) -> Float[np.ndarray, " layer"]:
     """exp(H) with H = -sum_j w_j log w_j and w_j the shares of the rises; 0 if there are none."""
-    shares = _shares(rise)
+    shares = layer_shares(rise)
     logs = np.log(np.where(shares > 0, shares, 1))
     return np.where(shares.any(1), np.exp(-(shares * logs).sum(1)), 0.0)
 
@@ -206,11 +198,7 @@ def _effective_heads(
     rises: Float[np.ndarray, "unit layer head"],
 ) -> tuple[Float[np.ndarray, " layer"], Float[np.ndarray, " layer"]]:
     """The effective number and its standard deviation over samples of as many units, drawn from these."""
-    n_units, generator = len(rises), np.random.default_rng(0)
-    draws = (
-        generator.multinomial(n_units, np.full(n_units, 1 / n_units)) for _ in range(RESAMPLES)
-    )
-    means = (np.tensordot(draw / n_units, rises, axes=1) for draw in draws)
+    means = (np.tensordot(shares, rises, axes=1) for shares in resampled(len(rises)))
     again = np.array([_effective_number(mean) for mean in means])
     return _effective_number(rises.mean(0)), again.std(axis=0, ddof=1)
 

@@ -25,15 +25,22 @@ class Cost:
     """Excess risk of a pruned model, cross-fitted, and its ratio to that of the full model."""
 
     risk: float
+    """Excess risk of the pruned model, on prompts that its heads were not chosen on."""
     risk_sem: float
+    """Standard error over prompts and over what is chosen, as are all of the pruned model."""
     ratio: float
+    """`risk` over that of the full model."""
     ratio_sem: float
     refit_risk: float
+    """Excess risk of the pruned model with a new read-out: a ridge regression on the stream at the query,
+    cross-validated."""
     refit_risk_sem: float
     refit_ratio: float
+    """Risk with a new read-out over that of the full model as it is."""
     refit_ratio_sem: float
     carried_by_few: bool
-    """Whether a hundredth of the prompts carries more than half of `risk`."""
+    """Whether a hundredth of the prompts carries more than half of `risk`; then the risk with a new read-out says
+    more."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -18,7 +18,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from mechinterp import figures
-from mechinterp.analysis.estimates import mean_and_sem
+from mechinterp.analysis.estimates import mean_and_sem, resampled
 from mechinterp.display import Result
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.adapter import HookedPredictor
@@ -29,7 +29,6 @@ from mechinterp.progress import ProgressCallback, no_progress
 Component = Literal["q", "k", "v"]
 COMPONENTS: tuple[Component, ...] = ("q", "k", "v")
 Metric = Callable[[Tensor], Tensor]
-RESAMPLES = 200
 LISTED = 12
 
 
@@ -59,7 +58,7 @@ class HeadEdges(Result):
     def __repr__(self) -> str:
         top: Any = next(self.to_frame().itertuples())
         return (
-            f"HeadEdges({_name(top)} {top.patched:+.3g} ± {top.patched_sem:.2g} of {self.total:+.3g}; rank correlation of "
+            f"HeadEdges({edge_name(top)} {top.patched:+.3g} ± {top.patched_sem:.2g} of {self.total:+.3g}; rank correlation of "
             f"estimates (ig_steps={self.ig_steps}) and patches {self.rank_correlation:.3f} ± {self.rank_correlation_sem:.2g})"
         )
 
@@ -77,7 +76,7 @@ class HeadEdges(Result):
         """The edges of the largest effects, as estimated and as patched."""
         top = self.to_frame().head(LISTED)
         return figures.bars(
-            [_name(row) for row in top.itertuples()],
+            [edge_name(row) for row in top.itertuples()],
             {"estimated": top["estimate"].to_numpy(), "patched": top["patched"].to_numpy()},
             errors={
                 "estimated": top["estimate_sem"].to_numpy(),
@@ -136,13 +135,10 @@ def attribute_edges(
     with _split_inputs(hooked.model):
         estimate = _estimates(pair, ig_steps)
         patched = _patches(pair, progress)
-    with torch.no_grad():
-        gained = pair.metric(hooked.model(pair.clean)) - pair.metric(hooked.model(pair.corrupted))
-    total, total_sem = mean_and_sem(gained.double().numpy(force=True))
+    total, total_sem = mean_and_sem(pair.gained())
     correlation, correlation_sem = _rank_correlation(estimate, patched)
-    (estimate_mean, estimate_sem), (patched_mean, patched_sem) = map(
-        mean_and_sem, (estimate, patched)
-    )
+    estimate_mean, estimate_sem = mean_and_sem(estimate)
+    patched_mean, patched_sem = mean_and_sem(patched)
     return HeadEdges(
         ig_steps=ig_steps,
         estimate=estimate_mean,
@@ -187,6 +183,12 @@ class _Pair:
             return -(hooked.read(output) - target).square().sum(-1)
 
         return cls(hooked, *inputs, z, nearness if metric is None else metric)  # type: ignore[arg-type]
+
+    @torch.no_grad()
+    def gained(self) -> Float[np.ndarray, " batch"]:
+        """Metric of the clean minus that of the corrupted prompts."""
+        clean, corrupted = (self.metric(self.hooked.model(t)) for t in (self.clean, self.corrupted))
+        return (clean - corrupted).double().numpy(force=True)
 
 
 def _estimates(
@@ -286,12 +288,9 @@ def _rank_correlation(estimate: np.ndarray, patched: np.ndarray) -> tuple[float,
     """Spearman's over edges of the means, and its standard deviation over samples of as many prompts."""
     edges = np.isfinite(patched[0])
     found = np.stack([estimate[:, edges], patched[:, edges]])
-    n_prompts, generator = len(patched), np.random.default_rng(0)
-    draws = [
-        generator.multinomial(n_prompts, np.full(n_prompts, 1 / n_prompts))
-        for _ in range(RESAMPLES)
+    again = [
+        _spearman(*np.tensordot(shares, found, axes=(0, 1))) for shares in resampled(len(patched))
     ]
-    again = [_spearman(*np.tensordot(draw / n_prompts, found, axes=(0, 1))) for draw in draws]
     return _spearman(*found.mean(1)), float(np.std(again, ddof=1))
 
 
@@ -319,29 +318,24 @@ def _require_edges(hooked: HookedPredictor, ig_steps: int) -> None:
 
 
 @contextmanager
-def _split_inputs(model: object) -> Iterator[None]:
+def _split_inputs(model: Any) -> Iterator[None]:
     """The inputs of queries, keys and values apart, and afterwards as they were."""
-    cfg = model.cfg  # type: ignore[attr-defined]
-    was = {name: bool(getattr(cfg, name, False)) for name in ("use_attn_in", "use_split_qkv_input")}
-    # One shared copy and three of one's own exclude each other.
-    steps = [("use_attn_in", False), ("use_split_qkv_input", True)]
-    back = [
-        ("use_split_qkv_input", was["use_split_qkv_input"]),
-        ("use_attn_in", was["use_attn_in"]),
-    ]
+    names = ("use_attn_in", "use_split_qkv_input")
+    shared, apart = (bool(getattr(model.cfg, name, False)) for name in names)
     try:
-        for name, on in steps:
-            getattr(model, f"set_{name}")(on)
+        # One shared copy and three of one's own exclude each other.
+        model.set_use_attn_in(False)
+        model.set_use_split_qkv_input(True)
         yield
     finally:
-        for name, on in back:
-            getattr(model, f"set_{name}")(on)
+        model.set_use_split_qkv_input(apart)
+        model.set_use_attn_in(shared)
 
 
 def _input_name(layer: int, component: str) -> str:
     return f"blocks.{layer}.attn.hook_{component}_input"
 
 
-def _name(edge: Any) -> str:
+def edge_name(edge: Any) -> str:
     """L0H1 to v of L2H3, from a row of the frame."""
     return f"L{edge.layer}H{edge.head} to {edge.input} of L{edge.later_layer}H{edge.later_head}"

@@ -1,4 +1,4 @@
-"""Errors of a model with heads masked."""
+"""Errors of a model with heads masked, and how a layer spreads their rises over its heads."""
 
 from collections.abc import Sequence
 
@@ -29,3 +29,15 @@ def masked_errors(
     errors = (predictions.double() - prompts.y_query_clean.to(predictions)).square().mean(2).T
     errors = errors.unflatten(0, (-1, 2)).mean(1) if method == "resample" else errors
     return errors.double().numpy(force=True)
+
+
+def layer_shares(rise: Float[np.ndarray, "layer head"]) -> Float[np.ndarray, "layer head"]:
+    """A head's share of its layer's rises, falls taken as 0; all 0 where no head of a layer counts.
+
+    Example:
+        >>> layer_shares(np.array([[1.0, 3.0], [-1.0, 0.0]])).tolist()
+        [[0.25, 0.75], [0.0, 0.0]]
+    """
+    positive = rise.clip(min=0)
+    total = positive.sum(1, keepdims=True)
+    return positive / np.where(total == 0, 1, total)

@@ -127,7 +127,7 @@ def ablate_pairs(
         ('L0H0', 'L0H1')
     """
     prompts = prompts_for(source, prompts, n_prompts=n_prompts, seed=seed)
-    heads = _heads(source)
+    heads = predictor_of(source).heads
     pairs = [(one, other) for one in range(len(heads)) for other in range(one, len(heads))]
     masks = [[], *([heads[one], heads[other]] for one, other in pairs)]
     errors = masked_errors(source, prompts, masks, method=method)
@@ -173,7 +173,7 @@ def greedy_order(
     prompts = prompts_for(source, prompts, n_prompts=n_prompts, seed=seed)
     chosen_on, measured_on = halves(prompts)
     gone: list[tuple[int, int]] = []
-    left = _heads(source)
+    left = predictor_of(source).heads
     for _ in progress(range(len(left)), "greedy order of heads"):
         errors = masked_errors(source, chosen_on, [[*gone, head] for head in left], method=method)
         gone.append(left.pop(int(errors.mean(0).argmin())))
@@ -195,8 +195,3 @@ def halves(prompts: Prompts) -> tuple[Prompts, Prompts]:
         )
     middle = len(prompts) // 2
     return prompts[:middle], prompts[middle:]
-
-
-def _heads(source: Source) -> list[tuple[int, int]]:
-    predictor = predictor_of(source)
-    return list(np.ndindex(predictor.n_layers, predictor.n_heads))

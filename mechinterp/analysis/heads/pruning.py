@@ -13,6 +13,7 @@ from mechinterp import figures
 from mechinterp.analysis.estimates import mean_and_sem
 from mechinterp.analysis.heads.choices import (
     SPLITS,
+    Cost,
     MaskedErrors,
     Rule,
     checked,
@@ -32,7 +33,7 @@ from mechinterp.progress import ProgressCallback, no_progress
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Pruning(Result):
+class Pruning(Cost, Result):
     """What a model costs and keeps when a rule masks some of its heads for good, nothing retrained."""
 
     kept: Bool[np.ndarray, "layer head"]
@@ -47,23 +48,6 @@ class Pruning(Result):
     full_refit_risk: float
     """Excess risk of the full model with a new read-out."""
     full_refit_risk_sem: float
-    risk: float
-    """Excess risk of the pruned model, on prompts that its heads were not chosen on."""
-    risk_sem: float
-    """Standard error over prompts and over what is chosen, as are all of the pruned model."""
-    ratio: float
-    """`risk` over `full_risk`."""
-    ratio_sem: float
-    refit_risk: float
-    """Excess risk of the pruned model with a new read-out: a ridge regression on the stream at the query,
-    cross-validated."""
-    refit_risk_sem: float
-    refit_ratio: float
-    """Risk with a new read-out over that of the full model as it is."""
-    refit_ratio_sem: float
-    carried_by_few: bool
-    """Whether a hundredth of the prompts carries more than half of `risk`; then the risk with a new read-out says
-    more."""
 
     def __repr__(self) -> str:
         per_layer = ", ".join(map(str, self.kept.sum(1)))
@@ -167,16 +151,8 @@ def prune(
         After Chen, Zhao and Zou 2024, arXiv 2408.04532: all heads of the first layer and the best of each later
         one. What is scored how, and the read-out, are choices made here.
     Example:
-        >>> from mechinterp.config import TaskConfig
-        >>> from mechinterp.icl.prompts import generator_for, sample_prompts
         >>> from mechinterp.models.constructions_sparse import preprocess_then_optimise_model
-        >>> from mechinterp.models.transformer import ICLTransformer
-        >>> task = TaskConfig(d_x=4, context_length=16)
-        >>> weights = preprocess_then_optimise_model([0.5], d_x=4)
-        >>> model = ICLTransformer.from_weights(weights, task=task)
-        >>> generator = generator_for(0, "eval", 0)
-        >>> prompts = sample_prompts(task, 64, generator=generator, dtype=torch.float64)
-        >>> prune(model, prompts).ratio
+        >>> prune(preprocess_then_optimise_model([0.5], d_x=4), n_prompts=64).ratio
         1.0
     """
     prompts = prompts_for(source, prompts, n_prompts=n_prompts, seed=seed)

@@ -193,7 +193,7 @@ def pruning_curves(
     """
     if not orders:
         raise ValueError("orders must name at least one order of heads, got none.")
-    every = list(np.ndindex(*_shape(source)))
+    every = predictor_of(source).heads
     for name, heads in orders.items():
         if sorted(heads) != every:
             raise ValueError(
@@ -234,10 +234,11 @@ def prune_by_rules(
         >>> prune_by_rules(model, prompts, np.array([[1.0, 2.0]])).rules
         ('full model', 'best-first')
     """
-    shape = _shape(source)
+    predictor = predictor_of(source)
+    shape = (predictor.n_layers, predictor.n_heads)
     if rise is not None and rise.shape != shape:
         raise ValueError(f"rise must have a value for each of {shape} heads, got {rise.shape}.")
-    errors = MaskedErrors(predictor_of(source), prompts, progress)
+    errors = MaskedErrors(predictor, prompts, progress)
     every = np.ones(len(prompts), dtype=bool)
     kept, choices = {FULL: np.ones(shape, dtype=bool)}, {}
     for name, rule in RULES.items():
@@ -261,8 +262,3 @@ def _rule_pruning(
         chosen=np.stack([each.chosen for each in choices]),
         **{name: costs[name].to_numpy() for name in costs},
     )
-
-
-def _shape(source: Source) -> tuple[int, int]:
-    predictor = predictor_of(source)
-    return predictor.n_layers, predictor.n_heads

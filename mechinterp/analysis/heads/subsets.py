@@ -131,18 +131,19 @@ def ablate_subsets(
         # Absent heads add their mean: move those means to the target and count deviations.
         means = outputs.mean(0)
         outputs, target = outputs - means, target - means.sum(0)
-    kept = np.array(
-        sorted(
-            itertools.product([False, True], repeat=weights.n_heads),
-            key=lambda s: (sum(s), [not k for k in s]),
-        )
-    )
+    kept = _every_subset(weights.n_heads)
     full = np.square(outputs.sum(1) - target).mean(1)
     risks = np.array([_risk_and_rise(outputs, target, subset, full) for subset in kept])
     contributions = (outputs * (2 * target - outputs.sum(1))[:, None]).mean(2)
     shapley, shapley_sem = mean_and_sem(contributions)
     risk, risk_sem, rise, rise_sem = risks.T
     return SubsetAblation(method, kept, risk, risk_sem, rise, rise_sem, shapley, shapley_sem)
+
+
+def _every_subset(n_heads: int) -> Bool[np.ndarray, "subset head"]:
+    """Small ones first, of one size those with the first heads."""
+    subsets = itertools.product([False, True], repeat=n_heads)
+    return np.array(sorted(subsets, key=lambda s: (sum(s), [not k for k in s])))
 
 
 def _risk_and_rise(outputs: np.ndarray, target: np.ndarray, subset: np.ndarray, full: np.ndarray):

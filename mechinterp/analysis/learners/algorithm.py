@@ -33,7 +33,7 @@ from mechinterp.config import TaskConfig
 from mechinterp.icl.algorithms import ALGORITHMS
 from mechinterp.icl.prompt_moments import PromptMoments
 from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
-from mechinterp.models.predictor import Predictor, Source, predictor_of
+from mechinterp.models.predictor import Predictor, Source, predictor_of, task_for
 
 MOMENTUM = next(algorithm for algorithm in ALGORITHMS if algorithm.name == "momentum")
 LEAST_PROMPTS = 8
@@ -70,11 +70,7 @@ def name_algorithm(
         'gradient_descent'
     """
     predictor = predictor_of(source)
-    task = predictor.task if task is None else task
-    if task is None:
-        raise ValueError(
-            "name_algorithm needs a task for a model that comes without one, got none."
-        )
+    task = task_for(predictor, task, "name_algorithm")
     n_prompts = n_prompts if prompts is None else len(prompts)
     if n_prompts < LEAST_PROMPTS:
         raise ValueError(f"name_algorithm needs >= {LEAST_PROMPTS} prompts, got {n_prompts}.")

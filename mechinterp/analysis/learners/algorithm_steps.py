@@ -15,7 +15,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from mechinterp import figures
-from mechinterp.analysis.estimates import ratio_and_sem
+from mechinterp.analysis.estimates import r2_and_sem
 from mechinterp.analysis.learners.algorithm import name_algorithm
 from mechinterp.analysis.learners.algorithm_evidence import AlgorithmEvidence
 from mechinterp.config import TaskConfig
@@ -24,7 +24,7 @@ from mechinterp.icl.algorithms import ALGORITHMS
 from mechinterp.icl.prompt_moments import PromptMoments
 from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
 from mechinterp.models.adapter import HookedPredictor
-from mechinterp.models.predictor import Source, predictor_of
+from mechinterp.models.predictor import Source, predictor_of, task_for
 
 ALL = "all layers"
 PROMPTS = 16
@@ -115,38 +115,25 @@ def intervene_on_steps(
         [1.0, 1.0, 1.0]
     """
     predictor = predictor_of(source)
-    task = predictor.task if task is None else task
-    if task is None:
-        raise ValueError(
-            "intervene_on_steps needs a task for a model that comes without one, got none."
-        )
+    task = task_for(predictor, task, "intervene_on_steps")
     if evidence is None:
         evidence = name_algorithm(predictor, task=task, n_prompts=n_prompts, seed=seed)
-    best = evidence.best
-    if best is None or not evidence.has_path[best] or not evidence.path_answered:
-        raise ValueError(
-            "intervene_on_steps needs a model near to an algorithm with a path, got "
-            f"{evidence.label}."
-        )
+    algorithm, scalars = _path_of(evidence)
     generator = generator_for(seed, "eval", PROMPTS)
     prompts = sample_prompts(task, n_prompts, generator=generator, dtype=torch.float64)
-    path_scalars = evidence.path_scalars[best]
-    held = _held(evidence.members[best], path_scalars, prompts, task, predictor.n_layers)
+    held = _held(algorithm, scalars, prompts, task, predictor.n_layers)
     streams = predictor.streams(prompts)[:, :, -1].cpu().double()
-    run = _Run(predictor.hooked, prompts[1::2], predictor.n_layers)
-    full, names = run.predictions([]), [str(layer) for layer in range(predictor.n_layers)]
-    steps = [_step(held, streams, layer) for layer in range(predictor.n_layers)]
-    chosen = [*([layer] for layer in range(predictor.n_layers)), list(range(predictor.n_layers))]
-    own = [_r2(run.replaced(layers, steps), full) for layers in chosen]
+    run = _Run(predictor.hooked, prompts[1::2])
+    full, layers = run.predictions([]), range(predictor.n_layers)
+    steps = [_step(held, streams, layer) for layer in layers]
+    chosen = [*([layer] for layer in layers), list(layers)]
+    own = [r2_and_sem(run.replaced(each, steps), full) for each in chosen]
     others = [step.roll(1, 0) for step in steps]
-    control = [_r2(run.replaced(layers, others), full) for layers in chosen]
-    swapped = [
-        _exchange_r2(run, held, streams, prompts.x_query, layer, full)
-        for layer in range(predictor.n_layers)
-    ]
+    control = [r2_and_sem(run.replaced(each, others), full) for each in chosen]
+    swapped = [_exchange_r2(run, held, streams, prompts.x_query, layer, full) for layer in layers]
     return StepInterventions(
-        algorithm=evidence.members[best],
-        layers=(*names, ALL),
+        algorithm=algorithm,
+        layers=(*map(str, layers), ALL),
         replaced_r2=np.array([r2 for r2, _ in own]),
         replaced_r2_sem=np.array([sem for _, sem in own]),
         control_r2=np.array([r2 for r2, _ in control]),
@@ -155,6 +142,21 @@ def intervene_on_steps(
         exchanged_r2_sem=np.array([sem for _, sem in swapped]),
         n_prompts=n_prompts,
     )
+
+
+def _path_of(evidence: AlgorithmEvidence) -> tuple[str, Float[np.ndarray, " scalar"]]:
+    """The label of the nearest algorithm, and the scalars of its path.
+
+    Raises:
+        ValueError: If none comes near, or it has no path.
+    """
+    best = evidence.best
+    if best is None or not evidence.has_path[best] or not evidence.path_answered:
+        raise ValueError(
+            "intervene_on_steps needs a model near to an algorithm with a path, got "
+            f"{evidence.label}."
+        )
+    return evidence.members[best], evidence.path_scalars[best]
 
 
 def _held(
@@ -213,14 +215,7 @@ def _exchange_r2(
     image = torch.linalg.lstsq(features, streams[layer + 1, ::2], driver="gelsd").solution
     expected = so_far.roll(1, 0) - so_far
     found = run.predictions(run.shifted(layer + 1, expected @ image[:d_y])) - full
-    return _r2(found, expected)
-
-
-def _r2(found: Tensor, expected: Tensor) -> tuple[float, float]:
-    unexplained, sem = ratio_and_sem(
-        (found - expected).square().mean(1).numpy(), expected.square().mean(1).numpy()
-    )
-    return 1 - float(unexplained), float(sem)
+    return r2_and_sem(found, expected)
 
 
 @dataclass(frozen=True, eq=False)
@@ -229,7 +224,6 @@ class _Run:
 
     hooked: HookedPredictor
     prompts: Prompts
-    n_layers: int
 
     def predictions(self, hooks: Sequence[Hook]) -> Float[Tensor, "half d_y"]:
         weight = next(self.hooked.model.parameters())

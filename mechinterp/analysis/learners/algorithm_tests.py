@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mechinterp.analysis.estimates import ratio_and_sem
+from mechinterp.analysis.estimates import r2_and_sem
 from mechinterp.config import CovarianceConfig, TaskConfig
 from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
 from mechinterp.models.predictor import Predictor
@@ -151,7 +151,4 @@ def _test(predictor: Predictor, prompts: Prompts, expected: Tensor) -> IdentityT
     predictions = predicted(predictor, prompts)
     if not relative_risk(predictions, prompts.y_query_clean) < USELESS:
         return NOT_ANSWERED
-    unexplained, sem = ratio_and_sem(
-        (predictions - expected).square().mean(1).numpy(), expected.square().mean(1).numpy()
-    )
-    return IdentityTest(1 - float(unexplained), float(sem))
+    return IdentityTest(*r2_and_sem(predictions, expected))

@@ -22,7 +22,7 @@ from mechinterp.icl.predictors import (
     zero_prediction,
 )
 from mechinterp.icl.prompts import Prompts, prompt_chunks
-from mechinterp.models.predictor import Source, learner_of, predictor_of
+from mechinterp.models.predictor import Source, learner_of, task_for
 from mechinterp.progress import ProgressCallback, no_progress
 
 FITTED = {"vanilla_gd": "eta", "debiased_gd": "eta", "kernel_head": "mu"}
@@ -188,12 +188,9 @@ def fit_learners(
         ('debiased_gd', 0.88)
     """
     model = learner_of(source)
-    if task is None:
-        if model is source:
-            raise ValueError("fit_learners needs a task when the model is a function of prompts.")
-        task = predictor_of(source).task
-    if task is None:
-        raise ValueError("fit_learners needs a task for a model that comes without one, got none.")
+    if task is None and model is source:
+        raise ValueError("fit_learners needs a task when the model is a function of prompts.")
+    task = task_for(source, task, "fit_learners")
     lengths = sorted({*context_lengths, task.context_length})
     rows = [
         _fit_at(model, task, length, n_prompts, seed)

@@ -14,17 +14,18 @@ from jaxtyping import Float
 from torch import Tensor
 
 from mechinterp import figures
-from mechinterp.analysis.estimates import mean_and_sem, ratio_and_sem
+from mechinterp.analysis.estimates import mean_and_sem, r2_and_sem
+from mechinterp.analysis.heads.errors import layer_shares
 from mechinterp.analysis.learners.algorithm import name_algorithm
 from mechinterp.analysis.learners.algorithm_evidence import AlgorithmEvidence
 from mechinterp.analysis.learners.layers_verdict import layers_verdict
-from mechinterp.analysis.learners.standing import TaskLoss, posterior_penalty, task_loss
+from mechinterp.analysis.learners.standing import TaskLoss, task_loss
 from mechinterp.analysis.verdict import Verdict, with_error
 from mechinterp.config import TaskConfig
 from mechinterp.display import Result
 from mechinterp.icl.predictors import debiased_gd, ridge, vanilla_gd
 from mechinterp.icl.prompts import Prompts, sample_prompts
-from mechinterp.models.predictor import Predictor, Source, predictor_of
+from mechinterp.models.predictor import Predictor, Source, predictor_of, task_for
 
 CONSTANT = 1e-8
 """Variance over prompts, relative to the mean square, below which a prediction is one number."""
@@ -63,9 +64,7 @@ class LayeredClassification(Result):
     @property
     def importance(self) -> Float[np.ndarray, "layer head"]:
         """A head's share of its layer's increases, negative ones taken as 0; all 0 where none is positive."""
-        positive = self.increase.clip(min=0)
-        total = positive.sum(1, keepdims=True)
-        return positive / np.where(total == 0, 1, total)
+        return layer_shares(self.increase)
 
     @property
     def verdict(self) -> Verdict:
@@ -149,9 +148,7 @@ def classify_layers(
         'undetermined'
     """
     predictor = predictor_of(source)
-    task = predictor.task if task is None else task
-    if task is None:
-        raise ValueError("classify needs a task for a model that comes without one, got none.")
+    task = task_for(predictor, task, "classify")
     if n_prompts < 2:
         raise ValueError(f"n_prompts must be >= 2 for a standard error, got {n_prompts}.")
     prompts = sample_prompts(task, n_prompts, seed=seed, dtype=torch.float64)
@@ -176,7 +173,7 @@ def classify_layers(
         learners=tuple(r2),
         learner_r2=np.array([value for value, _ in r2.values()]),
         learner_r2_sem=np.array([sem for _, sem in r2.values()]),
-        loss=task_loss(prediction, ridge(prompts, penalty=posterior_penalty(task)), prompts),
+        loss=task_loss(prediction, ridge(prompts, penalty=task.posterior_penalty), prompts),
         task=task,
         n_prompts=n_prompts,
     )
@@ -188,8 +185,8 @@ def _masked_risks(
     Float[Tensor, "batch d_y"], Float[Tensor, " batch"], Float[Tensor, "batch n_layers n_heads"]
 ]:
     """What the model predicts, its squared error against the target without noise, and what masking each head adds."""
-    heads = list(np.ndindex(predictor.n_layers, predictor.n_heads))
-    prediction, *each = predictor.run(prompts, [[], *([head] for head in heads)]).double()
+    masks = [[], *([head] for head in predictor.heads)]
+    prediction, *each = predictor.run(prompts, masks).double()
     masked = torch.stack(each, 1).unflatten(1, (predictor.n_layers, predictor.n_heads))
     target = prompts.y_query_clean
     full = (prediction - target).square().mean(1)
@@ -207,12 +204,7 @@ def _learner_r2(
     learned["least_squares"] = ridge(prompts, penalty=0)
     if task.noise_var:
         learned["ridge"] = ridge(prompts, penalty=task.noise_var / task.beta_variance)
-    found = {}
-    size = prediction.square().mean(1).numpy()
-    for name, values in learned.items():
-        unexplained, sem = ratio_and_sem((prediction - values).square().mean(1).numpy(), size)
-        found[name] = (float(1 - unexplained), float(sem))
-    return found
+    return {name: r2_and_sem(values, prediction) for name, values in learned.items()}
 
 
 def _verdict(

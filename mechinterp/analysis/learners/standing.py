@@ -10,7 +10,6 @@ from torch import Tensor
 
 from mechinterp.analysis.estimates import mean_and_sem, ratio_and_sem
 from mechinterp.analysis.verdict import with_error
-from mechinterp.config import TaskConfig
 from mechinterp.icl.prompts import Prompts
 
 OMEGAS = 2 * np.geomspace(1, 0.03, 12)
@@ -60,6 +59,7 @@ def task_loss(
     """The loss of a model beside those of ridge regression and of predicting 0.
 
     Example:
+        >>> from mechinterp.config import TaskConfig
         >>> from mechinterp.icl.prompts import sample_prompts
         >>> prompts = sample_prompts(TaskConfig(), 8, seed=0)
         >>> found = task_loss(torch.zeros(8, 1), prompts.y_query, prompts)
@@ -72,12 +72,6 @@ def task_loss(
         for learned in (prediction, torch.zeros_like(target), ridge)
     ]
     return TaskLoss(*(float(number) for pair in each for number in pair))
-
-
-def posterior_penalty(task: TaskConfig) -> float:
-    """Penalty of ridge regression: noise variance over the variance of an entry of beta."""
-    live = 1 if task.sparsity is None else task.sparsity / task.d_x
-    return task.noise_var / (live * task.beta_variance)
 
 
 def kernel_omegas(x: Float[Tensor, "batch context d_x"]) -> list[float]:

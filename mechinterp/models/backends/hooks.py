@@ -16,7 +16,8 @@ from mechinterp.icl.prompts import Prompts
 from mechinterp.models.adapter import HookedPredictor, masked
 from mechinterp.models.functional import AttentionWeights, attend
 from mechinterp.models.masks import Head, Values, by_layers, mask_z, swapped, z_name
-from mechinterp.models.weights import Weights
+from mechinterp.models.shapes import BIASES, NAMES
+from mechinterp.models.weights import Weights, heads_of
 from mechinterp.progress import ProgressCallback, no_progress
 
 CHUNK = 256  # small enough for a processor's cache, and even: prompts swap in pairs
@@ -155,17 +156,11 @@ def _run(hooked: HookedPredictor, prompts: Prompts, layers: list[AttentionWeight
 def _layers(weights: Weights) -> list[AttentionWeights]:
     """Each layer of a model of attention alone, W_O in full width."""
     assert weights.scale is not None
-    names = ("W_Q", "W_K", "W_V", "W_O")
-    biases = ("b_Q", "b_K", "b_V", "b_O") if weights.model.biases else ()
+    names = (*NAMES, *BIASES) if weights.model.biases else NAMES
+    layers = zip(*(weights.layers(name) for name in names), strict=True)
     return [
-        AttentionWeights(
-            **{name: weights.layers(name)[layer] for name in (*names, *biases)},  # type: ignore[arg-type]
-            scale=weights.scale,
-            score=weights.model.score,
-            score_slope=weights.model.score_slope,
-            attend_to_self=weights.model.attend_to_self,
-        )
-        for layer in range(weights.n_layers)
+        heads_of(weights.model, dict(zip(names, layer, strict=True)), weights.scale)
+        for layer in layers
     ]
 
 
