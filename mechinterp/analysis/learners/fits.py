@@ -229,7 +229,7 @@ def _fit_at(
             vanilla_gd(prompts, eta=1.0),
             debiased_gd(prompts, eta=1.0),
             nadaraya_watson(prompts, omega=omega, mu=1.0),
-            ridge(prompts, penalty=task.noise_var / task.beta_variance),
+            ridge(prompts, penalty=task.posterior_penalty),
         )
         shapes.append(torch.stack(learners, 1).double())
         targets.append(prompts.y_query.double())

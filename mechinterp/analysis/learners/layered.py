@@ -203,7 +203,7 @@ def _learner_r2(
         learned[name] = direction * (direction * prediction).sum() / direction.square().sum()
     learned["least_squares"] = ridge(prompts, penalty=0)
     if task.noise_var:
-        learned["ridge"] = ridge(prompts, penalty=task.noise_var / task.beta_variance)
+        learned["ridge"] = ridge(prompts, penalty=task.posterior_penalty)
     return {name: r2_and_sem(values, prediction) for name, values in learned.items()}
 
 
