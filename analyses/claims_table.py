@@ -56,6 +56,8 @@ TABLES[PAGES / "sparse_regression.md"] |= {
     "trained": result_tables.trained,
     "settings claims": sparse_settings_table.claims,
     "settings": sparse_settings_table.models,
+    "settings seeds": sparse_settings_table.seeds,
+    "settings steps": sparse_settings_table.steps,
 }
 
 

@@ -97,7 +97,7 @@ def models(results: Path) -> str:
 
 def held(row: pd.Series) -> str:
     """The claims that hold for a model."""
-    found = [claim.replace("_pairs", " (pairs)") for claim in CLAIMS if row[claim] is True]
+    found = [claim.replace("_pairs", " (pairs)") for claim in CLAIMS if row[claim] in (True,)]
     return ", ".join(found) or "none"
 
 
@@ -108,7 +108,7 @@ def claims(results: Path) -> str:
     for claim, (asked, what, column) in CLAIMS.items():
         judged = found.dropna(subset=[claim])
         where = judged[judged[claim].astype(bool)].setting
-        measured = f"{what}: {span(judged[column], 2)}" if column else ""
+        measured = f"{what}: {between(judged[column])}" if column else ""
         names = "all" if len(where) == len(judged) else " · ".join(where)
         count = f"{len(where)} of {len(judged)}"
         rows.append((claim.replace("_pairs", " (pairs)"), asked, measured, count, names))
@@ -124,8 +124,9 @@ def seeds(results: Path) -> str:
         if len(group) == 1:
             continue
         layers = [f"n_eff_{layer}" for layer in range(1, group.n_layers.iloc[0] + 1)]
-        cells = [name, len(group), *(over(group[column], 2) for column in ("to_single_2d", *layers))]
-        cells += [over(group.later_refit, 2), span(group["first"], 2)]
+        cells = [name, str(len(group))]
+        cells += [over(group[column], 2) for column in ("to_single_2d", *layers, "later_refit")]
+        cells.append(span(group["first"], 2))
         counts = [f"{claim} {int(group[claim].sum())}" for claim in ("C9", *PATTERN, "C13")]
         rows.append((*cells, ", ".join(counts)))
     return markdown(
@@ -154,6 +155,17 @@ def steps(results: Path) -> str:
         cells = (row.setting, told(row.to_fewer_steps, row.to_fewer_steps_sem, 3))
         rows.append((*cells, held(shorter), held(row)))
     return markdown(("setting", "risk / after half the steps", "held then", "holds now"), rows)
+
+
+def between(values: pd.Series) -> str:
+    """The least and the largest of them, however large that is.
+
+    Example:
+        >>> between(pd.Series([1.0, 2e12]))
+        '1.00 to 2e+12'
+    """
+    ends = (values.min(), values.max())
+    return " to ".join(f"{end:.2f}" if end < 1e4 else f"{end:.0e}" for end in ends)
 
 
 def pattern(found: pd.DataFrame) -> pd.DataFrame:
