@@ -378,8 +378,8 @@ def test_numbers_stand_beside_those_of_random_weights(page: Page, trained: tuple
     assert evidence["eta"] == ""
     table = pd.read_csv(trained[1] / "pattern.csv").set_index("evidence")["random_weights"]
     assert table["R² with idealised heads"] == said
-    # Five numbers on each card, and three in the table of evidence.
-    assert page.source.count('<svg class="band"') == 5 * len(found.labels) + 3
+    # Five numbers on each card, and four in the table of evidence.
+    assert page.source.count('<svg class="band"') == 5 * len(found.labels) + 4
     assert "<title>random weights: " in page.source
 
 
