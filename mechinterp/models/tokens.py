@@ -30,13 +30,17 @@ def tokens_of(
     return tokens
 
 
+def most_pairs(model: ModelConfig) -> int | None:
+    """The longest context that a model has positions for; None if that has no end."""
+    if model.n_positions is None:
+        return None
+    return (model.n_positions - 1) // (2 if model.layout == "in_turn" else 1)
+
+
 def too_long(context_length: int, model: ModelConfig) -> str:
     """What to say of a context that has no room among the positions of a model."""
-    assert model.n_positions is not None
-    per_pair = 2 if model.layout == "in_turn" else 1
-    most = (model.n_positions - 1) // per_pair
     return (
-        f"context_length must be <= {most}, all that n_positions = {model.n_positions} has room for, "
+        f"context_length must be <= {most_pairs(model)}, all that n_positions = {model.n_positions} has room for, "
         f"got {context_length}."
     )
 
