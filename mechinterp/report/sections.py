@@ -104,7 +104,12 @@ def _evidence(found: Classification) -> pd.DataFrame:
     bands = {name: bands[0] for name, bands in drawn.items() if bands}
     rows = [(name, value, bands.get(name, ""), HOW[name]) for name, value in values.items()]
     rows += [
-        (f"p of {name}", number(p), "", "fraction of random models as structured in this")
+        (
+            f"p of {name}",
+            f"< {1 / found.n_random:.2g}" if p <= 1 / found.n_random else number(p),
+            "",
+            "fraction of random models that reach it",
+        )
         for name, p in found.p_values.items()
     ]
     return pd.DataFrame(rows, columns=["evidence", "value", "random_weights", "how"])

@@ -16,7 +16,7 @@ from mechinterp.report.glossary import unit_of
 ROWS = 20
 """Rows of a table that are shown unless all are asked for."""
 LEAST_WIDTH = 40
-SIGNS = "=<>±∝≥≤"
+SIGNS = "=<>±∝≥≤−"
 JOINED, NO_BREAK = f" (?=[{SIGNS}])|(?<=[{SIGNS}]) ", "\N{NO-BREAK SPACE}"
 
 
@@ -29,7 +29,7 @@ def wrapped(text: str, indent: str = "") -> str:
         >>> wrapped("word " * 99, "  ").splitlines()[1].startswith("  word")
         True
     """
-    text = re.sub(JOINED, NO_BREAK, spelled(text, sys.stdout.encoding))
+    text = joined(spelled(text, sys.stdout.encoding))
     lines = (
         textwrap.wrap(
             line,
@@ -42,6 +42,16 @@ def wrapped(text: str, indent: str = "") -> str:
         for line in text.splitlines()
     )
     return "\n".join(line for each in lines for line in each).replace(NO_BREAK, " ")
+
+
+def joined(text: str) -> str:
+    """The text with spaces at which no line is broken beside =, ± and other signs.
+
+    Example:
+        >>> len(joined("R² = 0.99 ± 0.01 of it").split(" "))
+        3
+    """
+    return re.sub(JOINED, NO_BREAK, text)
 
 
 def frame_text(frame: pd.DataFrame, *, wide: bool = False) -> str:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pytest
 
 from mechinterp.checkpoints.native import load
@@ -234,8 +235,29 @@ def test_on_paper_everything_is_unfolded_and_nothing_is_cut(
     assert at.page.evaluate("document.documentElement.scrollWidth") <= 700
     wide = "found => found.filter(one => one.scrollWidth > one.clientWidth + 1).length"
     assert at.page.locator("figure, .table").evaluate_all(wide) == 0
+    # Columns stand below each other rather than that a number is broken.
+    heads = at.page.locator(".table[aria-label=heads] table")
+    assert heads.count() > 1
+    titles = heads.locator("th:visible").all_text_contents()
+    assert sorted(set(titles)) == sorted(pd.read_csv(pages["evil"].parent / "heads.csv").columns)
+    assert titles.count("head") == heads.count()
+    lines = "found => found.map(one => { const r = document.createRange(); r.selectNodeContents(one); return r.getClientRects().length; })"
+    assert set(heads.locator("td:visible").evaluate_all(lines)) == {1}
     at.page.evaluate("dispatchEvent(new Event('afterprint'))")
     assert at.page.locator("details[open]").count() == 0
+    assert heads.count() == 1
+    assert at.page.locator("[hidden]").count() == 0
+    at.page.context.close()
+
+
+def test_rows_of_text_are_not_tall_on_a_narrow_page(
+    browser: "playwright.Browser", pages: dict[str, Path]
+):
+    at = opened(browser, pages["evil"], width=390)
+    heights = at.page.locator(".table[aria-label=pattern] tr").evaluate_all(
+        "found => found.map(one => one.offsetHeight)"
+    )
+    assert max(heights) <= 60
     at.page.context.close()
 
 
