@@ -55,7 +55,8 @@ def browser() -> Iterator["playwright.Browser"]:
 
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Reports on a model in a folder with a name that tries to be a tag, on linear attention, on both, and on a deep one."""
+    """Reports on a model in a folder with a name that tries to be a tag, on linear attention, on both, on a deep one, and
+    on two responses."""
     folder = tmp_path_factory.mktemp("reports")
     shutil.copytree(CHECKPOINTS / "softmax-h2-s0", folder / EVIL)
     models = {"evil": load(folder / EVIL), "linear": load(CHECKPOINTS / "linear-separate-s0")}
@@ -66,7 +67,8 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     both = write_comparison(list(models.values()), folder / "both", n_prompts=128)
     deep = load(CHECKPOINTS / "sparse-h4-noise0.1-s0")
     several = write_report(deep, folder / "deep", n_prompts=256)
-    return files | {"both": both.page, "deep": several.page}
+    tasks = write_report(load(CHECKPOINTS / "two-tasks-h4-s0"), folder / "tasks", n_prompts=128)
+    return files | {"both": both.page, "deep": several.page, "tasks": tasks.page}
 
 
 def opened(
@@ -91,13 +93,13 @@ def opened(
 
 @pytest.mark.parametrize("width", [1200, 400])
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("name", ["evil", "linear", "both", "deep"])
+@pytest.mark.parametrize("name", ["evil", "linear", "both", "deep", "tasks"])
 def test_every_figure_is_drawn_and_nothing_is_wider_than_the_window(
     browser: "playwright.Browser", pages: dict[str, Path], name: str, scheme: str, width: int
 ):
     at = opened(browser, pages[name], width=width, scheme=scheme)
     figures = at.page.locator(".figure")
-    assert figures.count() == {"evil": 15, "linear": 17, "both": 2, "deep": 19}[name]
+    assert figures.count() == {"evil": 15, "linear": 17, "both": 2, "deep": 19, "tasks": 15}[name]
     for figure in figures.all():
         # A trace that plotly.js could not draw leaves no mark.
         assert figure.locator(".heatmaplayer image, .scatterlayer .trace, .barlayer .point").count()
