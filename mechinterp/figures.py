@@ -25,6 +25,7 @@ DARK_SCALES = {
 }
 CLEAR = "rgba(0,0,0,0)"
 HEIGHT = 380
+LONG_LABEL = 16
 LEAST_TICKS = 3
 """Of a logarithmic axis."""
 TEMPLATES = {"light": "plotly_white", "dark": "plotly_dark"}
@@ -247,7 +248,7 @@ def bars(
     y_title: str,
     errors: Mapping[str, np.ndarray],
 ) -> go.Figure:
-    """Grouped bars with one standard error each."""
+    """Grouped bars with one standard error each; long labels take the room below, and the legend stands above."""
     figure = go.Figure()
     for index, (name, values) in enumerate(groups.items()):
         figure.add_bar(
@@ -259,7 +260,10 @@ def bars(
         )
     figure.update_yaxes(title_text=y_title, zeroline=True)
     figure.update_layout(barmode="group", showlegend=len(groups) > 1)
-    return _finish(figure, title, height=HEIGHT)
+    figure = _finish(figure, title, height=HEIGHT)
+    if max(map(len, labels)) > LONG_LABEL:
+        figure.update_layout(legend={"yanchor": "bottom", "y": 1.02})
+    return figure
 
 
 def head_scatter(

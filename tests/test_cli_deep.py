@@ -41,6 +41,15 @@ def test_info_shows_every_layer(folder: Path, run: Run):
     names = [hook["name"] for hook in document["hooks"]]
     assert "blocks.3.attn.hook_z" in names
     assert "4 heads, linear/L attention" in run("info", folder).out
+    wide = run("info", folder, "--wide").out.splitlines()
+    assert max(map(len, wide)) <= 80
+    hook, shape, switch = (
+        "blocks.3.attn.hook_q_input",
+        "[batch, pos, 4, 64]",
+        "set_use_split_qkv_input",
+    )
+    (line,) = [line for line in wide if hook in line]
+    assert line.split() == [hook, *shape.split(), switch]
 
 
 @pytest.mark.slow

@@ -209,6 +209,16 @@ def test_bars_carry_values_and_errors():
     assert figure.data[0].marker.color != figure.data[1].marker.color
 
 
+def test_the_legend_of_bars_with_long_names_stands_where_the_names_do_not():
+    values = {name: np.array([1.0]) for name in ("estimated", "patched")}
+    short, long = (
+        figures.bars([label], values, errors=values, title="Edges", y_title="change")
+        for label in ("L0H0", "L1H2 to v of L3H1")
+    )
+    assert (short.layout.legend.yanchor, long.layout.legend.yanchor) == ("top", "bottom")
+    assert short.layout.legend.y < 0 < 1 < long.layout.legend.y
+
+
 def test_scatter_places_every_head_with_its_label():
     figure = scatter()
     assert [(trace.x[0], trace.y[0]) for trace in figure.data] == [(-0.1, -2.0), (0.1, 2.0)]

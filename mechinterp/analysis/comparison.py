@@ -182,7 +182,11 @@ def _fields(titles: list[str], settings: list[dict]) -> pd.DataFrame:
         for name in names
         if any(setting.get(name) != settings[0].get(name) for setting in settings)
     ]
-    columns = {name: [json.dumps(setting.get(name)) for setting in settings] for name in differing}
+    values = {name: [setting.get(name) for setting in settings] for name in differing}
+    columns = {
+        name: [value if isinstance(value, str) else json.dumps(value) for value in found]
+        for name, found in values.items()
+    }
     return pd.DataFrame({"setting": titles, **columns})
 
 

@@ -51,6 +51,7 @@ WORDS = {
     "theta_spread": "the spread of the step over coordinates, max/min minus 1,",
     "substitution_r2": "R² of heads that keep omega and mu only, as",
     "learner_r2": "R² of the formula, as",
+    "task_r2": "R² on its task,",
     "idealised heads": "heads that keep omega and mu only",
 }
 """Names of numbers in a reason, spelled out; a name that begins with another stands before it."""

@@ -28,6 +28,8 @@ from mechinterp.checkpoints.readings import Said, compare_readings
 
 LAYERED = (ENCODER, GPT2)
 NAMED = "names"
+PARTS = ("q_proj", "k_proj", "v_proj", "o_proj", "read_in", "read_out")
+"""Known names to which a user may have others of their own."""
 """A layer whose names are in the table of names; what is read becomes torch-attention or linear-paper."""
 
 
@@ -276,7 +278,7 @@ def detect(tensors: Mapping[str, Tensor], file: Path) -> str:
     raise CheckpointError(
         f"{file}: must hold the tensors of a format known here ({', '.join((exchange.FORMAT, *MARKS, *LAYERED))}), or "
         f"names that can be told; {read}got {shown or 'none'}; say which parts they are by --map THEIRS=KNOWN (map=), "
-        f"such as --map my_queries=q_proj; {ARRAYS}."
+        f"such as --map my_queries=q_proj, KNOWN being {', '.join(PARTS)}, ...; {ARRAYS}."
     )
 
 

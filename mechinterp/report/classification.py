@@ -164,18 +164,23 @@ def brief_text(found: Classification | LayeredClassification) -> str:
     """One of many: pattern, R², loss, and the heads without a header."""
     loss = found.loss
     line = (
-        f"  loss {digits(loss.model)} y² (ridge regression {digits(loss.ridge)}, predicting 0 "
+        f"  loss {digits(loss.model)} y² (ridge {digits(loss.ridge)}, predicting 0 "
         f"{digits(loss.zero)})"
     )
     if found.pattern in ("undetermined", "unstructured"):
         line += f"; {found.verdict.computes.partition(': ')[2]}"
     elif isinstance(found, Classification):
         line += f", {explained(found.learner.r2, found.learner.r2_sem)}"
+    elif found.algorithm is not None and found.algorithm.best is not None:
+        best = found.algorithm.best
+        line += f", {explained(found.algorithm.r2[best, 0], found.algorithm.r2_sem[best, 0])}"
     return "\n".join([found.pattern, wrapped(line, "  "), *_head_lines(found)])
 
 
-ONE_LAYER = f"  head  label           share  omega (1/x²)  {'mu':>18}"
-LAYERS = "  head    excess risk rises by (y²)  share of its layer's rises"
+ONE_LAYER = f"""Heads: share of the output; omega and mu are what one multiplies x·x and y by
+  head  label           share  omega (1/x²)  {"mu":>18}"""
+LAYERS = """Heads: what the excess risk rises by when one is masked
+  head                    rise (y²)  share of its layer's rises"""
 
 
 def heads_header(found: Classification | LayeredClassification) -> str:

@@ -17,10 +17,12 @@ from mechinterp.checkpoints.errors import visible
 from mechinterp.report.glossary import PAPERS, WORDS, meanings
 from mechinterp.report.parts import Section
 from mechinterp.report.sections import number
+from mechinterp.report.text import joined
 
 HERE = Path(__file__).parent
 LONGEST_WORD = 24  # longer entries make a column of text
 TITLE_HEIGHT = 26
+LEAST_P = 1e-12
 
 
 MARK = re.compile(r'<meta name="generator" content="mechinterp" data-files="([^"]*)">')
@@ -48,6 +50,9 @@ def page(
         "meanings": meanings,
         "number": number,
         "texts": _texts,
+        "joined": joined,
+        "breakable": _breakable,
+        "cell": _cell,
     }
     return environment.get_template("page.html.jinja").render(
         name=visible(name),
@@ -91,6 +96,18 @@ def _least_width(figure: go.Figure) -> int:
     """Pixels below which figures side by side could not be read; the reader scrolls to see them all."""
     columns = len({axis.domain for axis in figure.select_xaxes()})
     return 90 + 110 * columns if columns > 2 else 0
+
+
+def _breakable(name: str) -> Markup:
+    """The name of a column, with places where a line may be broken."""
+    return Markup(re.sub(r"([_.])(?=[a-z])", r"\1<wbr>", html.escape(name)))
+
+
+def _cell(value: object, column: str) -> str:
+    """A number of a table; a p-value that is 0 but for rounding as one below what can be told."""
+    if column == "p_value" and isinstance(value, float) and value < LEAST_P:
+        return f"< {LEAST_P:.0e}"
+    return number(value)
 
 
 def _texts(table: pd.DataFrame) -> set[str]:

@@ -14,7 +14,7 @@ from mechinterp.report.text import wrapped
 if TYPE_CHECKING:
     from mechinterp.checkpoints.native import Checkpoint
 
-DEFAULT = "as by default"
+DEFAULT = "the default"
 
 
 def info_document(source: "Checkpoint | Outline", *, hooks: bool = True) -> dict:
@@ -53,7 +53,7 @@ def _checkpoint(source: object) -> "Checkpoint":
 
 
 def info_text(document: dict) -> str:
-    """The document of `info` as a card: what is not as by default, and hooks if the document has them."""
+    """The document of `info` as a card: settings other than the default, and hooks if the document has them."""
     task, model = document["experiment"]["task"], document["experiment"]["model"]
     layers = (
         f"{model['n_layers']} layers of " if model["n_layers"] > 1 or model["context_only"] else ""
@@ -90,14 +90,22 @@ def info_text(document: dict) -> str:
     if hooks is None:
         return "\n".join([*lines, "  (--wide lists the hook points)"])
     lines.append("  hooks (name, shape, what turns it on):")
-    for hook in hooks:
-        shape = f"[{', '.join(map(str, hook['shape']))}]"
-        lines.append(f"    {hook['name']:<31} {shape:<22} {hook['switch']}".rstrip())
-    return "\n".join(lines)
+    return "\n".join([*lines, *_hook_lines(hooks)])
+
+
+def _hook_lines(hooks: Sequence[Mapping]) -> list[str]:
+    """Columns as narrow as they can be: a line stays below 80 characters."""
+    shapes = [f"[{', '.join(map(str, hook['shape']))}]" for hook in hooks]
+    names = max(len(hook["name"]) for hook in hooks)
+    sizes = max(map(len, shapes))
+    return [
+        f"   {hook['name']:<{names}} {shape:<{sizes}} {hook['switch']}".rstrip()
+        for hook, shape in zip(hooks, shapes, strict=True)
+    ]
 
 
 def _settings(values: Mapping[str, object], default: object) -> str:
-    """Fields that are not as by default."""
+    """Fields that are not the default."""
     said = []
     for name, value in values.items():
         usual = getattr(default, name)

@@ -3,6 +3,7 @@
 const looks = JSON.parse(document.getElementById("looks").textContent);
 const dark = matchMedia("(prefers-color-scheme: dark)");
 const divs = [...document.querySelectorAll(".figure")];
+const tables = [...document.querySelectorAll(".table table")];
 const scheme = () => (dark.matches ? "dark" : "light");
 const look = () => looks.templates[scheme()];
 
@@ -108,8 +109,33 @@ dark.addEventListener("change", () => {
   for (const div of divs) if (div.dataset.drawn) repaint(div);
 });
 
-// On paper there is nothing to scroll or to open: figures as wide as the sheet, every text unfolded.
+// Columns that do not fit on paper stand below, the first one repeated.
 const PAPER = 680;
+function split(table) {
+  const widths = [...table.rows[0].cells].map((cell) => cell.offsetWidth);
+  const blocks = [[0]];
+  let room = PAPER - widths[0];
+  widths.slice(1).forEach((width, index) => {
+    if (width > room && blocks.at(-1).length > 1) {
+      blocks.push([0]);
+      room = PAPER - widths[0];
+    }
+    blocks.at(-1).push(index + 1);
+    room -= width;
+  });
+  const only = (part, block) => {
+    for (const row of part.rows) [...row.cells].forEach((cell, column) => { cell.hidden = !block.includes(column); });
+  };
+  for (const block of blocks.slice(1).reverse()) {
+    const part = table.cloneNode(true);
+    part.deleteCaption();
+    only(part, block);
+    table.after(part);
+  }
+  only(table, blocks[0]);
+}
+
+// On paper there is nothing to scroll or to open: figures and tables as wide as the sheet, every text unfolded.
 const folded = [];
 addEventListener("beforeprint", () => {
   for (const details of document.querySelectorAll("details:not([open])")) {
@@ -117,10 +143,17 @@ addEventListener("beforeprint", () => {
     folded.push(details);
   }
   for (const div of divs) if (div.dataset.drawn) Plotly.relayout(div, { width: PAPER });
+  document.body.classList.add("paper");
+  tables.forEach(split);
 });
 addEventListener("afterprint", () => {
   for (const details of folded.splice(0)) details.open = false;
   for (const div of divs) if (div.dataset.drawn) Plotly.relayout(div, { autosize: true, width: null });
+  document.body.classList.remove("paper");
+  for (const table of tables) {
+    for (const cell of table.querySelectorAll("[hidden]")) cell.hidden = false;
+    while (table.nextElementSibling) table.nextElementSibling.remove();
+  }
 });
 
 // A table that is wider than the page says so.

@@ -41,6 +41,7 @@ HOW = {
     "distance to the solution manifold": "of (omega, mu), each relative to its norm",
     "R² with idealised heads": "of the model's predictions, by heads that keep omega and mu only",
     "R² of the closed form": "of the model's predictions, by the learner built from omega and mu",
+    "R² on its task": "1 − loss / loss of predicting 0",
     "principal components used": "directions that are more than half learned",
     "learned part of each component": "eᵀ M e over its value at the optimum",
     "share of E y² predicted off the components": "by the entries of M between two directions",
@@ -88,6 +89,7 @@ def _evidence(found: Classification) -> pd.DataFrame:
         "distance to the solution manifold": number(scales.manifold_distance),
         "R² with idealised heads": plus_minus(found.substitution.r2, found.substitution.r2_sem),
         "R² of the closed form": plus_minus(found.learner.r2, found.learner.r2_sem),
+        "R² on its task": number(found.loss.r2),
     }
     if used is not None:
         count = "–" if used.n_components is None else f"{used.n_components} of {len(used.learned)}"
@@ -98,11 +100,17 @@ def _evidence(found: Classification) -> pd.DataFrame:
         "omega_spread": _band(found, "omega_spread", scales.omega_spread),
         "zero_sum": _band(found, "zero_sum", scales.zero_sum),
         "R² with idealised heads": _band(found, "substitution_r2", found.substitution.r2),
+        "R² on its task": _band(found, "task_r2", found.loss.r2),
     }
     bands = {name: bands[0] for name, bands in drawn.items() if bands}
     rows = [(name, value, bands.get(name, ""), HOW[name]) for name, value in values.items()]
     rows += [
-        (f"p of {name}", number(p), "", "fraction of random models as structured in this")
+        (
+            f"p of {name}",
+            f"< {1 / found.n_random:.2g}" if p <= 1 / found.n_random else number(p),
+            "",
+            "fraction of random models that reach it",
+        )
         for name, p in found.p_values.items()
     ]
     return pd.DataFrame(rows, columns=["evidence", "value", "random_weights", "how"])

@@ -1,5 +1,6 @@
 """Texts and tables within the terminal's width."""
 
+import re
 import shutil
 import sys
 import textwrap
@@ -15,16 +16,20 @@ from mechinterp.report.glossary import unit_of
 ROWS = 20
 """Rows of a table that are shown unless all are asked for."""
 LEAST_WIDTH = 40
+SIGNS = "=<>±∝≥≤−"
+JOINED, NO_BREAK = f" (?=[{SIGNS}])|(?<=[{SIGNS}]) ", "\N{NO-BREAK SPACE}"
 
 
 def wrapped(text: str, indent: str = "") -> str:
     """The text within the terminal's width, lines broken between words, all but each first one indented.
 
+    What a sign such as = or ± joins stays on one line.
+
     Example:
         >>> wrapped("word " * 99, "  ").splitlines()[1].startswith("  word")
         True
     """
-    text = spelled(text, sys.stdout.encoding)
+    text = joined(spelled(text, sys.stdout.encoding))
     lines = (
         textwrap.wrap(
             line,
@@ -36,7 +41,17 @@ def wrapped(text: str, indent: str = "") -> str:
         or [""]
         for line in text.splitlines()
     )
-    return "\n".join(line for each in lines for line in each)
+    return "\n".join(line for each in lines for line in each).replace(NO_BREAK, " ")
+
+
+def joined(text: str) -> str:
+    """The text with spaces at which no line is broken beside =, ± and other signs.
+
+    Example:
+        >>> len(joined("R² = 0.99 ± 0.01 of it").split(" "))
+        3
+    """
+    return re.sub(JOINED, NO_BREAK, text)
 
 
 def frame_text(frame: pd.DataFrame, *, wide: bool = False) -> str:

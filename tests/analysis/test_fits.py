@@ -6,10 +6,12 @@ import numpy as np
 import pytest
 
 from mechinterp.analysis.learners.fits import LEARNERS, fit_learners
-from mechinterp.config import TaskConfig
+from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig
 from mechinterp.icl.predictors import debiased_gd, nadaraya_watson, ridge, vanilla_gd
 from mechinterp.models.constructions import debiased_gradient_step, kernel_head
+from mechinterp.models.transformer import ICLTransformer
 from mechinterp.theory.softmax import debiased_risk, vanilla_risk
+from mechinterp.training.deep import initial_deep_weights
 
 TASK = TaskConfig()
 BAYES = TASK.noise_var / TASK.beta_variance
@@ -97,6 +99,18 @@ def test_the_trained_length_is_added_and_the_verdict_speaks_of_it():
     assert "at L = 40" in fits.verdict
     assert repr(fits) == f"LearnerFits({fits.verdict})"
     assert fits.lead > 5 * fits.lead_sem
+
+
+def test_without_lengths_a_model_takes_those_that_it_has_positions_for():
+    config = ExperimentConfig(
+        task=TaskConfig(d_x=2, context_length=6),
+        model=ModelConfig(n_layers=2, n_heads=1, d_model=4, n_positions=51, layout="in_turn"),
+    )
+    model = ICLTransformer.from_weights(initial_deep_weights(config), task=config.task)
+    fits = fit_learners(model, config.task, n_prompts=64)
+    assert fits.context_length.tolist() == [6, 10, 20]  # 50 tokens before the query are 25 pairs
+    with pytest.raises(ValueError, match="context_length must be <= 25"):
+        fit_learners(model, config.task, context_lengths=[30], n_prompts=64)
 
 
 def test_a_tie_is_said_to_be_one():

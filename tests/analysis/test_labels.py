@@ -17,8 +17,11 @@ from mechinterp.models.constructions import (
     diagonal_heads,
     from_circuits,
     kernel_head,
+    linear_attention,
 )
 from mechinterp.models.functional import AttentionWeights, stack
+from mechinterp.presets import preset
+from mechinterp.training.linear import initial_heads
 from mechinterp.training.step import initial_weights
 
 KMS = TaskConfig(covariance=CovarianceConfig(kind="kms", rho=0.5))
@@ -280,12 +283,26 @@ def test_random_weights_earn_no_pattern(task: TaskConfig, model: ModelConfig):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ["linear-separate", "linear-merged", "linear-rank-2"])
+def test_linear_presets_are_held_against_random_weights_of_their_kind(name: str):
+    config, tasks = preset(name), []
+    for seed in range(10_000, 10_040):
+        heads = initial_heads(replace(config, seed=seed))
+        found = classify(linear_attention(heads), config.task)
+        assert found.pattern == "undetermined"
+        assert found.reason.startswith("linear attention; its step has learned ")
+        assert found.p_values["substitution_r2"] == found.p_values["ov_last_entry_best"] == 1
+        tasks.append(found.p_values["task_r2"])
+    assert np.mean(tasks) == pytest.approx(0.5, abs=4 / (12 * len(tasks)) ** 0.5)
+
+
+@pytest.mark.slow
 def test_p_values_of_random_weights_are_uniform():
     values: dict[str, list[float]] = {}
     for seed in range(10_000, 10_200):
         for name, p in classify(initial_weights(ExperimentConfig(seed=seed))).p_values.items():
             values.setdefault(name, []).append(p)
-    assert len(values) == 5
+    assert len(values) == 6
     for name, found in values.items():
         # Two standard errors of a mean of 200 uniform numbers are .041; the null itself has 400 models.
         if name != "zero_sum":  # it is exactly 1 for half of the models, whose p is 1

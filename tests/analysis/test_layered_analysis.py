@@ -1,5 +1,6 @@
 """What a head of a layered model is worth: against masks made by hand, permuted heads, and a trained model."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -119,6 +120,19 @@ def test_the_document_and_the_pictures(found: LayeredClassification):
     assert found.learners == ("vanilla_gd", "debiased_gd", "least_squares")
     assert found.algorithm is not None
     assert found.reason.startswith(f"{found.algorithm.reason}; no learner known here is close")
+
+
+def test_colours_end_where_a_masked_model_is_no_better_than_one_that_predicts_0(
+    found: LayeredClassification,
+):
+    loss = replace(found.loss, model=0.5, zero=2.0)
+    one = np.where(np.arange(12).reshape(3, 4) == 3, 1e4, 0.3)
+    broken = replace(found, loss=loss, increase=one).plot()
+    assert (broken.data[0].zmax, broken.data[0].zmin) == (1.5, -1.5)
+    assert "full colour: no better than predicting 0" in broken.layout.title.text
+    whole = replace(found, loss=loss, increase=one.clip(max=1.2)).plot()
+    assert whole.data[0].zmax == 1.2
+    assert whole.layout.title.text == "Rise of the excess risk when a head is masked"
 
 
 def test_one_layer_is_undetermined_as_norm_and_mlp_lie_between():

@@ -7,7 +7,14 @@ import numpy as np
 import pytest
 import torch
 
-from mechinterp.analysis.circuits.null import N_PROMPTS, Null, null_of, x_blocks
+from mechinterp.analysis.circuits.null import (
+    N_PROMPTS,
+    Null,
+    is_bare,
+    null_of,
+    stripped,
+    x_blocks,
+)
 from mechinterp.analysis.circuits.structure import common_matrix
 from mechinterp.analysis.circuits.substitution import evaluation, faithfulness, idealised
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig
@@ -97,6 +104,44 @@ def test_there_are_enough_models_for_a_small_p_value(n_heads: int, n_models: int
     assert null.n_models == n_models
     assert len(null.values["zero_sum"]) == n_models
     assert len(null.values["qk_diagonal"]) == n_models * n_heads
+
+
+@pytest.mark.slow
+def test_the_task_is_solved_as_by_the_models_one_by_one():
+    prompts = evaluation(TASK, N_PROMPTS, 0, True).prompts
+    expected = [
+        1
+        - (predict(weights, prompts) - prompts.y_query).square().mean()
+        / prompts.y_query.square().mean()
+        for weights in random_models()
+    ]
+    found = found_in_null("task_r2")
+    assert found == pytest.approx(np.sort(expected), rel=1e-4, abs=1e-5)
+
+
+def test_bare_heads_compare_x_with_x_and_read_y():
+    whole = random_models()[0]
+    found = stripped(whole)
+    x, y = slice(3), slice(3, None)
+    torch.testing.assert_close(found.QK[:, x, x], whole.QK[:, x, x])
+    torch.testing.assert_close(found.OV[:, y], whole.OV[:, y])
+    for unused in (found.QK[:, y], found.QK[:, :, y], found.OV[:, x]):
+        assert not unused.any()
+    linear = replace(found, score="linear")
+    assert is_bare(linear)
+    assert not is_bare(found)  # softmax
+    assert not is_bare(replace(whole, score="linear"))
+
+
+def test_random_weights_of_bare_heads_are_bare():
+    task = TaskConfig(d_x=2, context_length=4)
+    model = ModelConfig(n_heads=2, score="linear/L")
+    found = null_of(task, model, form="matrix", bare=True).values
+    for name in ("ov_last_entry", "ov_last_entry_best", "substitution_r2"):
+        assert found[name] == pytest.approx(1, abs=1e-5), name
+    whole = null_of(task, model, form="matrix").values
+    assert whole["substitution_r2"].max() < 1 - 1e-5
+    assert found["qk_diagonal"] == pytest.approx(whole["qk_diagonal"])
 
 
 def test_x_blocks_are_those_of_the_form():

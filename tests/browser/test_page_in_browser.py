@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pytest
 
 from mechinterp.checkpoints.native import load
@@ -54,7 +55,8 @@ def browser() -> Iterator["playwright.Browser"]:
 
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Reports on a model in a folder with a name that tries to be a tag, on linear attention, on both, and on a deep one."""
+    """Reports on a model in a folder with a name that tries to be a tag, on linear attention, on both, on a deep one, and
+    on two responses."""
     folder = tmp_path_factory.mktemp("reports")
     shutil.copytree(CHECKPOINTS / "softmax-h2-s0", folder / EVIL)
     models = {"evil": load(folder / EVIL), "linear": load(CHECKPOINTS / "linear-separate-s0")}
@@ -65,7 +67,8 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     both = write_comparison(list(models.values()), folder / "both", n_prompts=128)
     deep = load(CHECKPOINTS / "sparse-h4-noise0.1-s0")
     several = write_report(deep, folder / "deep", n_prompts=256)
-    return files | {"both": both.page, "deep": several.page}
+    tasks = write_report(load(CHECKPOINTS / "two-tasks-h4-s0"), folder / "tasks", n_prompts=128)
+    return files | {"both": both.page, "deep": several.page, "tasks": tasks.page}
 
 
 def opened(
@@ -90,13 +93,13 @@ def opened(
 
 @pytest.mark.parametrize("width", [1200, 400])
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("name", ["evil", "linear", "both", "deep"])
+@pytest.mark.parametrize("name", ["evil", "linear", "both", "deep", "tasks"])
 def test_every_figure_is_drawn_and_nothing_is_wider_than_the_window(
     browser: "playwright.Browser", pages: dict[str, Path], name: str, scheme: str, width: int
 ):
     at = opened(browser, pages[name], width=width, scheme=scheme)
     figures = at.page.locator(".figure")
-    assert figures.count() == {"evil": 15, "linear": 17, "both": 2, "deep": 19}[name]
+    assert figures.count() == {"evil": 15, "linear": 17, "both": 2, "deep": 19, "tasks": 15}[name]
     for figure in figures.all():
         # A trace that plotly.js could not draw leaves no mark.
         assert figure.locator(".heatmaplayer image, .scatterlayer .trace, .barlayer .point").count()
@@ -234,8 +237,29 @@ def test_on_paper_everything_is_unfolded_and_nothing_is_cut(
     assert at.page.evaluate("document.documentElement.scrollWidth") <= 700
     wide = "found => found.filter(one => one.scrollWidth > one.clientWidth + 1).length"
     assert at.page.locator("figure, .table").evaluate_all(wide) == 0
+    # Columns stand below each other rather than that a number is broken.
+    heads = at.page.locator(".table[aria-label=heads] table")
+    assert heads.count() > 1
+    titles = heads.locator("th:visible").all_text_contents()
+    assert sorted(set(titles)) == sorted(pd.read_csv(pages["evil"].parent / "heads.csv").columns)
+    assert titles.count("head") == heads.count()
+    lines = "found => found.map(one => { const r = document.createRange(); r.selectNodeContents(one); return r.getClientRects().length; })"
+    assert set(heads.locator("td:visible").evaluate_all(lines)) == {1}
     at.page.evaluate("dispatchEvent(new Event('afterprint'))")
     assert at.page.locator("details[open]").count() == 0
+    assert heads.count() == 1
+    assert at.page.locator("[hidden]").count() == 0
+    at.page.context.close()
+
+
+def test_rows_of_text_are_not_tall_on_a_narrow_page(
+    browser: "playwright.Browser", pages: dict[str, Path]
+):
+    at = opened(browser, pages["evil"], width=390)
+    heights = at.page.locator(".table[aria-label=pattern] tr").evaluate_all(
+        "found => found.map(one => one.offsetHeight)"
+    )
+    assert max(heights) <= 60
     at.page.context.close()
 
 

@@ -181,6 +181,28 @@ OTHERS: dict[str, tuple[dict[str, Tensor], str]] = {
 }
 
 
+def test_the_names_that_a_refusal_offers_are_those_that_are_read(tmp_path: Path):
+    known = {
+        "q_proj": torch.randn(6, 6),
+        "k_proj": torch.randn(6, 6),
+        "v_proj": torch.randn(6, 6),
+        "o_proj": torch.randn(6, 6),
+        "read_in": torch.randn(6, 4),
+        "read_out": torch.randn(1, 6),
+    }
+    theirs = {name: f"mine{number}" for number, name in enumerate(known)}
+    torch.save({f"{theirs[n]}.weight": t for n, t in known.items()}, tmp_path / "x.pt")
+    with pytest.raises(CheckpointError, match=f"KNOWN being {', '.join(known)}, ..."):
+        load(tmp_path / "x.pt", n_heads=2)
+    rows = [f"{mine}={name}" for name, mine in theirs.items()]
+    found = load(tmp_path / "x.pt", n_heads=2, map=rows)
+    torch.save({f"{n}.weight": t for n, t in known.items()}, tmp_path / "y.pt")
+    same = load(tmp_path / "y.pt", n_heads=2)
+    assert found.weights.tensors.keys() == same.weights.tensors.keys()
+    for name, tensor in same.weights.tensors.items():
+        assert torch.equal(found.weights.tensors[name], tensor), name
+
+
 @pytest.mark.parametrize(("state", "words"), OTHERS.values(), ids=OTHERS)
 def test_models_of_another_kind_are_named(tmp_path: Path, state: State, words: str):
     torch.save(state, tmp_path / "x.pt")

@@ -42,6 +42,7 @@ def test_the_page_counts_patterns_by_setting(tmp_path: Path):
         assert set(columns) - set(meanings(columns)) == set()
     fields = pd.read_csv(written.tables[2]).set_index("setting")
     assert fields.loc["linear-merged-s0", "model.merged_qk"]
+    assert "linear/L" in fields["model.score"].tolist()  # without quotation marks
     assert written.page.stat().st_size < 6_000_000
 
 

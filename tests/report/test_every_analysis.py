@@ -32,8 +32,8 @@ SLOW = {"gates", "component-snapshots", "snapshots", "edges"}
 OF_ONE_LAYER = {"circuits", "attention", "snapshots", "training", "milestones"}
 REFUSED = {
     "deep-linear": OF_ONE_LAYER,
-    # Random weights follow no algorithm; and gpt2 has fewer positions than fit's lengths.
-    "gpt2": OF_ONE_LAYER | {"head-snapshots", "algorithm-steps", "fit"},
+    # Random weights follow no algorithm.
+    "gpt2": OF_ONE_LAYER | {"head-snapshots", "algorithm-steps"},
     "encoder": OF_ONE_LAYER | {"head-snapshots", "algorithm-steps"},
 }
 SOURCES = {"component-snapshots": "linear-merged", "edges": "gpt2"}

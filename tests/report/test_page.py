@@ -20,15 +20,17 @@ from mechinterp.checkpoints.native import Checkpoint, load, save
 from mechinterp.config import ExperimentConfig, override
 from mechinterp.models.constructions import debiased_gradient_step, kernel_head, zero_head
 from mechinterp.models.functional import AttentionWeights
+from mechinterp.report import html
 from mechinterp.report.glossary import PAPERS, WORDS, meanings
 from mechinterp.report.page import PAGE, write_figure, write_report
 from mechinterp.report.parts import Band, Section
+from mechinterp.report.sections import number
 from mechinterp.training.sweep import train_models
 
 N_PROMPTS = 128
 EVIL = "<img src=x onerror=alert(1)>"
 BALANCE = "the mu no longer sum to zero"
-VOID = {"meta", "link", "img", "br", "hr", "input", "base"}
+VOID = {"meta", "link", "img", "br", "hr", "input", "base", "wbr"}
 
 
 @dataclass
@@ -60,7 +62,7 @@ class Page(HTMLParser):
         if self.open and self.open[-1] == "script":
             self.scripts[-1] += data
         elif self.open and self.open[-1] != "style":
-            self.text += data
+            self.text += data.replace("\N{NO-BREAK SPACE}", " ")
 
     def attributes(self, name: str) -> list[str]:
         return [value for _, given in self.tags if (value := given.get(name)) is not None]
@@ -86,7 +88,7 @@ class Page(HTMLParser):
     def rows(self, caption: str) -> list[dict[str, str]]:
         """Cells of the table with this caption, by column."""
         table = self.source.partition(f"<caption>{caption}</caption>")[2].partition("</table>")[0]
-        columns = re.findall(r'<button type="button">(.*?)</button>', table)
+        columns = re.findall(r'<button type="button">(.*?)</button>', table.replace("<wbr>", ""))
         cells = re.findall(r"<td.*?>(.*?)</td>", table)
         starts = range(0, len(cells), len(columns))
         return [dict(zip(columns, cells[i : i + len(columns)], strict=True)) for i in starts]
@@ -378,9 +380,22 @@ def test_numbers_stand_beside_those_of_random_weights(page: Page, trained: tuple
     assert evidence["eta"] == ""
     table = pd.read_csv(trained[1] / "pattern.csv").set_index("evidence")["random_weights"]
     assert table["R² with idealised heads"] == said
-    # Five numbers on each card, and three in the table of evidence.
-    assert page.source.count('<svg class="band"') == 5 * len(found.labels) + 3
+    # Five numbers on each card, and four in the table of evidence.
+    assert page.source.count('<svg class="band"') == 5 * len(found.labels) + 4
     assert "<title>random weights: " in page.source
+
+
+def test_p_values_at_their_floor_are_below_it(page: Page, trained: tuple[Checkpoint, Path]):
+    found = classify(trained[0], n_prompts=N_PROMPTS)
+    said = {row["evidence"]: row["value"] for row in page.rows("pattern")}
+    for name, p in found.p_values.items():
+        least = 1 / found.n_random
+        assert said[f"p of {name}"] == (f"&lt; {least:.2g}" if p <= least else number(p))
+    frame = pd.DataFrame({"p_value": [0.0, 1e-13, 0.25], "rise": [0.0, 1e-13, 0.25]})
+    table = Section("p", "R² = 1 ± 0", "", tables={"table": frame})
+    rows = Page(html.page("name", "", "", [table], files=())).rows("table")
+    assert [row["p_value"] for row in rows] == ["&lt; 1e-12", "&lt; 1e-12", "0.25"]
+    assert [row["rise"] for row in rows] == ["0", "0", "0.25"]
 
 
 def test_a_band_lies_on_a_scale_that_holds_0_and_the_number():

@@ -18,12 +18,13 @@ from mechinterp.analysis.heads.ablation import ablate_heads
 from mechinterp.analysis.heads.masking import Ablations
 from mechinterp.analysis.heads.subsets import ablate_subsets
 from mechinterp.analysis.learners.fits import fit_learners
-from mechinterp.analysis.verdict import digits, with_error
+from mechinterp.analysis.verdict import digits, explained, with_error
 from mechinterp.config import TaskConfig
 from mechinterp.models.constructions import debiased_gradient_step, zero_head
 from mechinterp.models.constructions_algorithms import gradient_descent_model
 from mechinterp.models.transformer import ICLTransformer
 from mechinterp.report import bars, terminal
+from mechinterp.report.classification import brief_text
 from mechinterp.report.text import ROWS, frame_text, wrapped
 from mechinterp.training.run import Progress
 from tests.conftest import CHECKPOINTS, sampled
@@ -94,6 +95,11 @@ def test_lines_break_between_words_only(narrow, monkeypatch):
     lines = wrapped(text, "  ").splitlines()
     assert " ".join(text.split()) == " ".join(line.strip() for line in lines)
     assert sorted(map(len, lines))[-2] <= 80
+    # A number and its error, a name and its value stay together.
+    for start in range(1, 30):
+        said = wrapped("a " * start + "R² = 0.9989 ± 0.0001 of it with p < 0.0025 " * 3)
+        assert sum(line.count("R² = 0.9989 ± 0.0001") for line in said.splitlines()) == 3
+        assert sum(line.count("p < 0.0025") for line in said.splitlines()) == 3
     monkeypatch.setattr("sys.stdout", io.TextIOWrapper(io.BytesIO(), encoding="ascii"))
     assert wrapped("ŷ = 0.887 Σ_l y_l (x_l − x̄)·x") == "y_hat = 0.887 sum_l y_l (x_l - x_mean)*x"
 
@@ -105,10 +111,11 @@ def test_a_classification_is_five_columns_below_the_verdict(pair, narrow, n_head
     assert said.splitlines()[0] == found.pattern
     assert str(found.verdict).split() == said.split()[1 : 1 + len(str(found.verdict).split())]
     assert f"Loss on its task: {found.loss}." in " ".join(said.split())
-    heads, *rows = table.splitlines()
+    words, heads, *rows = table.splitlines()
+    assert words == "Heads: share of the output; omega and mu are what one multiplies x·x and y by"
     assert heads.split() == ["head", "label", "share", "omega", "(1/x²)", "mu"]
     assert len(rows) == n_heads
-    assert max(map(len, [heads, *rows, *said.splitlines()])) <= 80
+    assert max(map(len, [words, heads, *rows, *said.splitlines()])) <= 80
     if n_heads == 2:
         share = digits(found.share[0])
         assert rows[0].split() == ["0", "positive", share, "0.100", "4.40"]
@@ -120,9 +127,27 @@ def test_of_many_heads_of_layers_those_that_count_are_shown(narrow):
     found = classify(model, n_prompts=16)
     many = replace(found, increase=np.arange(30.0)[None], increase_sem=np.ones((1, 30)))
     lines = terminal.classification_text(many).split("\n\n")[1].splitlines()
-    assert lines[1].split()[:4] == ["L0H29", "29", "±", "1"]
-    assert (len(lines), lines[-1]) == (2 + ROWS, "  ... and 10 more heads, of less: --wide")
+    assert lines[0] == "Heads: what the excess risk rises by when one is masked"
+    assert lines[2].split()[:4] == ["L0H29", "29", "±", "1"]
+    assert (len(lines), lines[-1]) == (3 + ROWS, "  ... and 10 more heads, of less: --wide")
     assert terminal.classification_text(many, wide=True).count("L0H") == 30
+
+
+@pytest.mark.parametrize("several_layers", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_of_many_models_each_has_its_loss_and_r2_on_one_line(pair, narrow, several_layers):
+    model = gradient_descent_model([0.5, 0.3], d_x=4) if several_layers else pair
+    found = classify(model, n_prompts=128)
+    label, line, *heads = brief_text(found).splitlines()
+    if several_layers:
+        best = found.algorithm.best
+        r2 = explained(found.algorithm.r2[best, 0], found.algorithm.r2_sem[best, 0])
+    else:
+        r2 = explained(found.learner.r2, found.learner.r2_sem)
+    loss, ridge, zero = (digits(getattr(found.loss, name)) for name in ("model", "ridge", "zero"))
+    assert label == found.pattern
+    assert line == f"  loss {loss} y² (ridge {ridge}, predicting 0 {zero}), {r2}"
+    assert len(line) <= 80
+    assert len(heads) == (found.increase.size if several_layers else len(found.labels))
 
 
 def test_a_p_value_at_its_floor_is_below_it(pair, narrow):

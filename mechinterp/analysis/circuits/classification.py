@@ -86,7 +86,7 @@ class Classification(Result):
             kernel=self.kernel,
             learner=self.learner,
             near=self.near,
-            p_value=self.p_values["substitution_r2"],
+            p_value=self.p_values["task_r2"],
             n_random=self.n_random,
             calibrated=self.calibrated,
             caveat=self.caveat,

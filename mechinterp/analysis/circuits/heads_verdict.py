@@ -70,9 +70,9 @@ def heads_verdict(
         near: What simple learners explain.
         calibrated: Whether the calibration speaks of this label.
         caveat: What the numbers are of, if not of the model's own predictions.
-        p_value: Of heads that keep omega and mu only, against n_random models of random weights.
+        p_value: Of the loss, against n_random models of random weights.
     """
-    chance = f"random weights get as far with {p_text(p_value, n_random)}"
+    chance = f"random weights do the task as well with {p_text(p_value, n_random)}"
     known = NESTED.get(pattern, ())
     other = next(n for n, name in enumerate(near.learners) if name not in known)
     if pattern in ("undetermined", "unstructured"):

@@ -34,6 +34,8 @@ class Evidence:
     """Fraction of randomly initialised models that are as structured, by the name of the number."""
     components: Components | None = None
     """Of a step of linear attention, where there is one."""
+    bare: bool = False
+    """Whether heads are linear, compare x with x and read y by construction, as random weights of their kind do."""
 
 
 def head_labels(heads: Heads, form: Form, limits: Thresholds) -> list[tuple[str, str]]:
@@ -55,7 +57,8 @@ def model_label(
     if np.isnan(evidence.substitution.r2):
         return "undetermined", "the predictions are all 0, or not finite"
     chance = {name: evidence.p_values[name] for name in STRUCTURE}
-    if not any(p <= limits.p_value for p in chance.values()):
+    # Bare heads are a step whatever their weights; what its matrix has learned decides below.
+    if not evidence.bare and not any(p <= limits.p_value for p in chance.values()):
         numbers = ", ".join(f"{name} p = {p:.2g}" for name, p in chance.items())
         return "unstructured", f"random weights reach as far: {numbers}"
     if evidence.scales.unserved:

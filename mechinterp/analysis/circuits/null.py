@@ -17,6 +17,7 @@ from mechinterp.analysis.circuits.thresholds import Thresholds
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig
 from mechinterp.memory import CHUNK_BYTES, chunks
 from mechinterp.models.functional import AttentionWeights, head_outputs, stack
+from mechinterp.models.scores import is_normalised
 from mechinterp.training.step import initial_weights
 
 SMALL_IS_STRUCTURE = ("omega_spread", "zero_sum")
@@ -54,11 +55,12 @@ def _middle(values: Float[np.ndarray, " sorted"]) -> tuple[float, float]:
 
 
 @lru_cache(maxsize=64)
-def null_of(task: TaskConfig, model: ModelConfig, *, form: str) -> Null:
+def null_of(task: TaskConfig, model: ModelConfig, *, form: str, bare: bool = False) -> Null:
     """The null of models of this shape, initialised as they are for training.
 
     Args:
         form: How heads are idealised: "scalar", "common", "diagonal" or "matrix".
+        bare: Whether heads compare x with x and read y by construction, their other weights being 0.
     """
     config = ExperimentConfig(task=task, model=replace(model, attend_to_self=False, biases=False))
     n_heads = model.n_heads
@@ -66,18 +68,20 @@ def null_of(task: TaskConfig, model: ModelConfig, *, form: str) -> Null:
     # W_Q, W_K, W_V, the QK circuit and what is made of it, in float64.
     per_model = 8 * n_heads * (4 * config.d_model * config.d_head + 4 * config.d_model**2)
     groups = chunks(n_models, max(1, CHUNK_BYTES // per_model))
-    parts = [_statistics(config, range(n_models)[rows], model, form) for rows in groups]
+    parts = [_statistics(config, range(n_models)[rows], model, form, bare) for rows in groups]
     values = {name: torch.cat([part[name].flatten() for part in parts]) for name in parts[0]}
     return Null(n_models, {name: np.sort(v.numpy()) for name, v in values.items()})
 
 
 def _statistics(
-    config: ExperimentConfig, seeds: Sequence[int], model: ModelConfig, form: str
+    config: ExperimentConfig, seeds: Sequence[int], model: ModelConfig, form: str, bare: bool
 ) -> dict[str, Tensor]:
     """The statistics of the models of these seeds, unsorted."""
     task, n_heads, n_models = config.task, model.n_heads, len(seeds)
     models = [initial_weights(replace(config, seed=seed)) for seed in seeds]
     weights = replace(stack(models).to(torch.float64), attend_to_self=model.attend_to_self)
+    if bare:
+        weights = stripped(weights)
     blocks = weights.QK[:, : task.d_x, : task.d_x].unflatten(0, (n_models, n_heads))
     common = common_matrix(blocks, torch.ones(n_models, n_heads, dtype=torch.float64))
     sizes = {"common": common.scale.abs(), "diagonal": weights.omega.norm(dim=1)}.get(
@@ -87,7 +91,7 @@ def _statistics(
     mu = weights.mu.view(n_models, n_heads, task.d_y)
     diagonal = weights.qk_diagonal.view(n_models, n_heads)
     last_entry = weights.ov_last_entry.view(n_models, n_heads)
-    r2, share = _faithfulness(weights, task, n_heads, form)
+    r2, task_r2, share = _outputs(weights, task, n_heads, form)
     return {
         "share": share,
         "omega_mean": weights.omega.mean(1),
@@ -99,7 +103,26 @@ def _statistics(
         "omega_spread": spread_over_heads(sizes, mu, serving=Thresholds().task_leak),
         "zero_sum": (mu.sum(1).abs() / mu.abs().sum(1)).amax(1),
         "substitution_r2": r2,
+        "task_r2": task_r2,
     }
+
+
+def is_bare(weights: AttentionWeights) -> bool:
+    """Whether linear heads compare x with x and read y, and nothing else, as those trained on moments do."""
+    d_x = weights.d_x
+    other = weights.OV[:, :d_x].any() or weights.QK[:, :d_x, d_x:].any()
+    return not is_normalised(weights.score) and not other
+
+
+def stripped(weights: AttentionWeights) -> AttentionWeights:
+    """Heads without the weights by which a query is compared with y, or x is read."""
+    d_x = weights.d_x
+    tensors = weights.tensors
+    rows = {"W_Q": slice(d_x, None), "W_K": slice(d_x, None), "W_V": slice(d_x)}
+    for name, unused in rows.items():
+        tensors[name] = tensors[name].clone()
+        tensors[name][:, unused] = 0
+    return weights.with_tensors(tensors)
 
 
 def x_blocks(weights: AttentionWeights, n_heads: int, form: str) -> Tensor:
@@ -114,15 +137,16 @@ def x_blocks(weights: AttentionWeights, n_heads: int, form: str) -> Tensor:
     return (common.scale[..., None, None] * common.matrix[:, None]).flatten(0, 1)
 
 
-def _faithfulness(
+def _outputs(
     weights: AttentionWeights, task: TaskConfig, n_heads: int, form: str
-) -> tuple[Tensor, Tensor]:
-    """R^2 of the idealised models and shares of the heads, a few models at a time, in float32."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """R^2 of the idealised models and of the task, and shares of the heads, a few models at a time, in float32."""
     prompts = evaluation(task, N_PROMPTS, 0, weights.attend_to_self).prompts.to(torch.float32)
     ideal = idealised(weights, x_blocks(weights, n_heads, form), weights.mu).to(torch.float32)
     weights = weights.to(torch.float32)
     size = max(HEADS_AT_ONCE // n_heads, 1) * n_heads
-    found, shares = [], []
+    target = prompts.y_query[:, None]
+    found, solved, shares = [], [], []
     for start in range(0, weights.n_heads, size):
         heads, substitutes = (
             head_outputs(w[slice(start, start + size)], prompts).unflatten(1, (-1, n_heads))
@@ -131,5 +155,8 @@ def _faithfulness(
         whole, substitute = heads.sum(2), substitutes.sum(2)
         gap = (whole - substitute).square().mean((0, 2))
         found.append(1 - gap / whole.square().mean((0, 2)))
+        missed = (whole - target).square().mean((0, 2))
+        solved.append(1 - missed / target.square().mean())
         shares.append(share_of(heads))
-    return torch.cat(found).to(torch.float64), torch.cat(shares).to(torch.float64)
+    r2, task_r2, share = (torch.cat(parts).to(torch.float64) for parts in (found, solved, shares))
+    return r2, task_r2, share

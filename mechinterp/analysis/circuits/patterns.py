@@ -17,7 +17,7 @@ from mechinterp.analysis.circuits.circuits import circuits, weights_of
 from mechinterp.analysis.circuits.classification import Classification
 from mechinterp.analysis.circuits.components import Components, components
 from mechinterp.analysis.circuits.labels import Evidence, agreed_label, head_labels, model_label
-from mechinterp.analysis.circuits.null import Null, null_of
+from mechinterp.analysis.circuits.null import Null, is_bare, null_of
 from mechinterp.analysis.circuits.reading import Form, Heads, form_of, read_groups, read_heads
 from mechinterp.analysis.circuits.scales import Scales, scales_of
 from mechinterp.analysis.circuits.substitution import (
@@ -28,7 +28,7 @@ from mechinterp.analysis.circuits.substitution import (
 )
 from mechinterp.analysis.circuits.thresholds import Thresholds
 from mechinterp.analysis.learners.layered import LayeredClassification, classify_layers
-from mechinterp.analysis.learners.standing import nearby, task_loss
+from mechinterp.analysis.learners.standing import TaskLoss, nearby, task_loss
 from mechinterp.checkpoints.readings import Reading
 from mechinterp.config import ModelConfig, TaskConfig
 from mechinterp.models.constructions import from_circuits
@@ -183,11 +183,13 @@ def _classified(
     if not (centred and one_sign):
         learned = prompts.gradient_step(scales.step, centred=centred)
     learner = faithfulness(prediction, learned)
-    null = null_of(task, _shape(weights), form=form.kind)
-    p_values = _p_values(null, groups, scales, substitution)
+    loss = task_loss(prediction, prompts.ridge, prompts.prompts)
+    bare = is_bare(weights)
+    null = null_of(task, _shape(weights), form=form.kind, bare=bare)
+    p_values = _p_values(null, groups, scales, substitution, loss)
     alignment = form.alignment(groups.blocks)[groups.share > limits.share].min(initial=1)
     used = _components(form, scales, task, limits)
-    evidence = Evidence(form, scales, substitution, learner, float(alignment), p_values, used)
+    evidence = Evidence(form, scales, substitution, learner, float(alignment), p_values, used, bare)
     pattern, reason = model_label(groups, group_labels, evidence, limits)
     return Classification(
         pattern=pattern,
@@ -211,7 +213,7 @@ def _classified(
         calibrated=limits == Thresholds(),
         caveat="",
         near=nearby(prediction, learned, prompts.families),
-        loss=task_loss(prediction, prompts.ridge, prompts.prompts),
+        loss=loss,
         n_prompts=n_prompts,
     )
 
@@ -313,7 +315,7 @@ def _shape(weights: AttentionWeights) -> ModelConfig:
 
 
 def _p_values(
-    null: Null, groups: Heads, scales: Scales, substitution: Faithfulness
+    null: Null, groups: Heads, scales: Scales, substitution: Faithfulness, loss: TaskLoss
 ) -> dict[str, float]:
     best = {
         f"{name}_best": float(getattr(groups, name).max())
@@ -323,5 +325,6 @@ def _p_values(
         "omega_spread": scales.omega_spread,
         "zero_sum": scales.zero_sum,
         "substitution_r2": substitution.r2,
+        "task_r2": loss.r2,
     }
     return {name: null.p_value(name, value) for name, value in values.items()}

@@ -22,7 +22,7 @@ from mechinterp.icl.predictors import (
     zero_prediction,
 )
 from mechinterp.icl.prompts import Prompts, prompt_chunks
-from mechinterp.models.predictor import Source, learner_of, task_for
+from mechinterp.models.predictor import Source, learner_of, predictor_of, task_for
 from mechinterp.progress import ProgressCallback, no_progress
 
 FITTED = {"vanilla_gd": "eta", "debiased_gd": "eta", "kernel_head": "mu"}
@@ -174,7 +174,8 @@ def fit_learners(
     Args:
         source: Weights, a checkpoint, a hooked model, or a function from prompts to predictions (which
             needs a task).
-        context_lengths: Numbers of pairs; the task's own is added.
+        context_lengths: Numbers of pairs; the task's own is added. Of those that stand for none given, a model
+            with positions takes as many as it has room for.
         n_prompts: Prompts per context length.
         progress: Optional progress callback.
     Raises:
@@ -191,6 +192,8 @@ def fit_learners(
     if task is None and model is source:
         raise ValueError("fit_learners needs a task when the model is a function of prompts.")
     task = task_for(source, task, "fit_learners")
+    if context_lengths is CONTEXT_LENGTHS and model is not source:
+        context_lengths = _with_room(source)
     lengths = sorted({*context_lengths, task.context_length})
     rows = [
         _fit_at(model, task, length, n_prompts, seed)
@@ -211,6 +214,13 @@ def fit_learners(
         lead_sem=float(lead_sem),
         **columns,
     )
+
+
+def _with_room(source: Source) -> list[int]:
+    """The usual context lengths, as far as the model has positions for them."""
+    weights = predictor_of(source).weights
+    most = None if weights is None else weights.model.longest_context
+    return [length for length in CONTEXT_LENGTHS if most is None or length <= most]
 
 
 def _fit_at(

@@ -107,9 +107,13 @@ class LayeredClassification(Result):
         return pd.DataFrame(columns)
 
     def plot(self) -> go.Figure:
-        """Rise of the excess risk, layers by heads."""
+        """Rise of the excess risk, layers by heads; colours end where a model is no better than one that predicts 0."""
         title = "Rise of the excess risk when a head is masked"
-        return figures.layers_by_heads(self.increase, title=title, unit="y²")
+        limit, largest = self.loss.zero - self.loss.model, float(np.abs(self.increase).max())
+        if not 0 < limit < largest:
+            return figures.layers_by_heads(self.increase, title=title, unit="y²")
+        title = f"{title} (full colour: no better than predicting 0)"
+        return figures.layers_by_heads(self.increase, title=title, unit="y²", limit=limit)
 
     def plot_importance(self) -> go.Figure:
         """Importance within the layer, layers by heads."""

@@ -1,5 +1,6 @@
 """A model's loss beside that of simple learners, and how near each of them comes to its predictions."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -28,6 +29,11 @@ class TaskLoss:
     ridge: float
     """Of ridge regression at the task's own penalty."""
     ridge_sem: float
+
+    @property
+    def r2(self) -> float:
+        """1 - loss / loss of predicting 0; NaN where all responses are 0."""
+        return 1 - self.model / self.zero if self.zero else math.nan
 
     def __str__(self) -> str:
         return (
