@@ -190,6 +190,18 @@ def small(found: Results) -> list[str]:
     ]
 
 
+def blocks(found: Results) -> list[str]:
+    """What norm and MLP change, one seed."""
+    table = several(table_of(found.folder)).query("mlp")
+    (softmax,) = table[table.score == "softmax"].itertuples()
+    return [
+        f"layer 1 has {softmax.n_eff_1:.1f} of {softmax.n_heads} heads at work",
+        f"costs {softmax.first:.2f} times the risk, and one head in each later layer {softmax.later_refit:.2f}",
+        f"(layer 3 has {softmax.n_eff_3:.1f} at work)",
+        f"{some(table.to_ridge, 1)} times ridge's risk and {some(table.to_single_2d, 1)} times a single head's",
+    ]
+
+
 def longer(found: Results) -> list[str]:
     """What twice as many steps change."""
     table = several(table_of(found.folder)).dropna(subset=["to_fewer_steps"])
@@ -274,6 +286,7 @@ def phrases(results: Path) -> dict[str, list[str]]:
             *widths(found),
             *scores(found),
             *small(found),
+            *blocks(found),
             *longer(found),
         ],
     }
