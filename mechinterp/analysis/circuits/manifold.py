@@ -46,19 +46,19 @@ def nearest_on_manifold(
         noise_var=task.noise_var / task.signal_var,
     )
 
-    def distance(gamma: float) -> float:
-        target = mu_at(gamma)
-        off_omega = np.sum((np.abs(omega) - gamma) ** 2) / np.sum(omega**2)
+    def distances(gammas: Float[np.ndarray, " point"]) -> Float[np.ndarray, " point"]:
+        targets = np.array([mu_at(gamma) for gamma in gammas])
+        off_omega = np.square(np.abs(omega) - gammas[:, None]).sum(1) / np.sum(omega**2)
         off_mu = sum(
-            (np.abs(mu[group]).sum() - target) ** 2 / group.sum()
+            np.square(np.abs(mu[group]).sum() - targets) / group.sum()
             for group in (omega > 0, omega < 0)
         ) / np.sum(mu**2)
-        return float(np.sqrt(off_omega + off_mu))
+        return np.sqrt(off_omega + off_mu)
 
     low, high = np.abs(omega).min() / 4, np.abs(omega).max() * 4
     for _ in range(ROUNDS):
         gammas = np.linspace(low, high, POINTS)
-        distances = [distance(gamma) for gamma in gammas]
-        nearest = int(np.argmin(distances))
+        away = distances(gammas)
+        nearest = int(np.argmin(away))
         low, high = gammas[max(nearest - 1, 0)], gammas[min(nearest + 1, POINTS - 1)]
-    return float(gammas[nearest]), distances[nearest]
+    return float(gammas[nearest]), float(away[nearest])
