@@ -13,6 +13,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from mechinterp.checkpoints.errors import one_line
 from mechinterp.checkpoints.hints import HEAD_KEYS
 from mechinterp.checkpoints.names import INNER, piece_of
 from mechinterp.config import TaskConfig
@@ -86,7 +87,8 @@ def hook_module(
         task: Law of the prompts; None: the softmax paper's setting.
     Raises:
         ValueError: If no layer is found, heads are not stated, do not divide a width or differ between layers, a layer does
-            not run, runs twice or is not in a module of its own, or the prediction has another shape.
+            not run, runs twice or is not in a module of its own, the module does not run on its input, or the prediction has
+            another shape.
     Example:
         >>> layer = nn.TransformerEncoderLayer(6, 2, 8, batch_first=True)
         >>> hook_module(layer)
@@ -100,6 +102,10 @@ def hook_module(
 
     def enter(prompts: Prompts) -> Tensor:
         tokens = _pairs(prompts, task) if embed is None else embed(prompts)
+        if not isinstance(tokens, Tensor):
+            raise ValueError(
+                f"embed must give one tensor, got {type(tokens).__name__}; a module of several inputs goes into one that splits them."
+            )
         return tokens.to(parameter.device, parameter.dtype)
 
     # As many as no axis of positions is long.
@@ -108,6 +114,7 @@ def hook_module(
         trial = sample_prompts(task, 3, dtype=parameter.dtype)
     with torch.no_grad():
         tokens = enter(trial)
+        _require_run(own, tokens)
         names = _as_they_run(own, tuple(outputs) or _outputs(own), tokens)
         places = _places(own, names, heads, tokens)
         model = ModuleHooks(own, places)
@@ -154,6 +161,17 @@ def _outputs(module: nn.Module) -> tuple[str, ...]:
             "MultiheadAttention, and no module such as o_proj beside q_proj, k_proj and v_proj."
         )
     return tuple(found)
+
+
+def _require_run(module: nn.Module, inputs: Tensor) -> None:
+    """Refuse a module that does not run on what it is given, in its own words."""
+    try:
+        module(inputs)
+    except (TypeError, RuntimeError, IndexError) as error:
+        raise ValueError(
+            f"module must run on the input {list(inputs.shape)} of {len(inputs)} prompts, got: {one_line(error)}; "
+            "embed= makes the input from prompts, and task= says d_x and d_y."
+        ) from None
 
 
 def _as_they_run(module: nn.Module, names: Sequence[str], inputs: Tensor) -> list[str]:

@@ -256,8 +256,9 @@ def hooked_predictor(model: "HookedPredictor | ICLTransformer | Predicts") -> Ho
     from mechinterp.models.transformer import ICLTransformer
 
     if not isinstance(model, ICLTransformer):
+        hint = "; hook_module makes one of it" if isinstance(model, nn.Module) else ""
         raise ValueError(
-            f"model must be a checkpoint, an ICLTransformer or a HookedPredictor, got {type(model).__name__}."
+            f"model must be a checkpoint, an ICLTransformer or a HookedPredictor, got {type(model).__name__}{hint}."
         )
     own = model
     return HookedPredictor(

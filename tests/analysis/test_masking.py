@@ -163,7 +163,7 @@ def test_prompts_that_swap_must_be_even_in_number(few):
 
 
 def test_something_else_than_a_hooked_model_is_refused(few):
-    rule = "model must be a checkpoint, an ICLTransformer or a HookedPredictor, got Linear"
+    rule = "model must be a checkpoint, an ICLTransformer or a HookedPredictor, got Linear; hook_module"
     with pytest.raises(ValueError, match=rule):
         masked_errors(torch.nn.Linear(2, 2), few, [[]])
 

@@ -11,6 +11,7 @@ from mechinterp import (
     TaskConfig,
     ablate_heads,
     check_compatible,
+    classify,
     hook_module,
     predictor_of,
     probe_layers,
@@ -217,6 +218,42 @@ class SideBySide(nn.Module):
         return self.two(self.one(x))
 
 
+class Pairs(nn.Module):
+    """Called with x and y, as Garg et al. call theirs."""
+
+    def __init__(self):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True)
+
+    def forward(self, x, y):
+        tokens = torch.cat([x, y], dim=-1)
+        return self.attention(tokens, tokens, tokens)[0]
+
+
+class Split(nn.Module):
+    def __init__(self, module: nn.Module):
+        super().__init__()
+        self.module = module
+
+    def forward(self, tokens):
+        return self.module(tokens[..., : TASK.d_x], tokens[..., TASK.d_x :])
+
+
+def test_a_module_of_two_inputs_goes_into_one_that_splits_them(prompts):
+    pairs = Pairs().to(prompts.x)
+    hooked = hook_module(Split(pairs), task=TASK)
+    tokens = prompts.tokens
+    expected = pairs(tokens[..., : TASK.d_x], tokens[..., TASK.d_x :])[:, -1, -1:]
+    torch.testing.assert_close(hooked.predict(prompts), expected)
+    assert hooked.outputs == ("module.attention",)
+
+
+def test_what_is_not_known_by_name_is_not_called_a_norm():
+    found = classify(hook_module(Split(Pairs()), task=TASK), n_prompts=16)
+    assert found.pattern == "undetermined"
+    assert found.reason.startswith("what is not known by name lies between the heads and the")
+
+
 @pytest.mark.parametrize(
     ("module", "settings", "message"),
     [
@@ -231,6 +268,21 @@ class SideBySide(nn.Module):
             "one must lie in a module of its own",
         ),
         (Bare(), {"heads": 2, "read": lambda output: output}, r"read must give \[batch, d_y\]"),
+        (
+            Pairs(),
+            {},
+            r"module must run on the input \[2, 6, 4\] of 2 prompts, got: .*missing 1 required positional argument: 'y'; embed=",
+        ),
+        (
+            Pairs(),
+            {"embed": lambda prompts: (prompts.x, prompts.y)},
+            "embed must give one tensor, got tuple; a module of several inputs goes into one that splits them",
+        ),
+        (
+            nn.TransformerEncoderLayer(6, 2, 8, batch_first=True),
+            {},
+            r"module must run on the input \[2, 6, 4\] of 2 prompts, got: .*; embed= makes .* task= says d_x",
+        ),
     ],
 )
 def test_what_cannot_be_hooked_is_refused_in_one_line(module, settings, message):

@@ -165,7 +165,9 @@ def classify_layers(
     algorithm = None
     if predictor.n_layers > 1:
         algorithm = name_algorithm(predictor, prompts, task=task, seed=seed)
-    pattern, reason = _verdict(algorithm, r2, constant=constant)
+    pattern, reason = _verdict(
+        algorithm, r2, constant=constant, by_name=predictor.weights is not None
+    )
     return LayeredClassification(
         pattern=pattern,
         reason=reason,
@@ -212,7 +214,11 @@ def _learner_r2(
 
 
 def _verdict(
-    algorithm: AlgorithmEvidence | None, r2: dict[str, tuple[float, float]], *, constant: bool
+    algorithm: AlgorithmEvidence | None,
+    r2: dict[str, tuple[float, float]],
+    *,
+    constant: bool,
+    by_name: bool,
 ) -> tuple[str, str]:
     best = max(r2, key=lambda name: r2[name][0])
     value, sem = r2[best]
@@ -224,5 +230,5 @@ def _verdict(
         learner = "the model predicts the same number on every prompt: its heads do nothing"
     if algorithm is not None:
         return algorithm.label, f"{algorithm.reason}; {learner}"
-    between = "LayerNorm and MLP lie between the heads and the prediction"
-    return "undetermined", f"{between}; {learner}"
+    between = "LayerNorm and MLP lie" if by_name else "what is not known by name lies"
+    return "undetermined", f"{between} between the heads and the prediction; {learner}"
