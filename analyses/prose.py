@@ -270,7 +270,7 @@ def phrases(results: Path) -> dict[str, list[str]]:
     count = len(list(checkpoints.glob("*/config.json")))
     trained = f"measured again on {count} trained models that are shipped"
     return {
-        "../README.md": [trained, *calibration(found), *settings(found), *widths(found)[:3]],
+        "../README.md": [trained, *calibration(found), *settings(found), widths(found)[0]],
         "README.md": [*emergence(found), *foretold(found), *misses(found)],
         "../docs/how/weights.md": [*classified(found), *calibration(found)],
         "../docs/papers/softmax_attention.md": [
