@@ -469,9 +469,10 @@ LONG = {
     "name": "n{task.noise_var}-h{model.n_heads}",
 }
 KILLS = 16
-# Processes are forked from one that has imported everything, so that their time goes into training.
+# Processes are forked from one that has imported everything, so that their time goes into training. Every other one is
+# killed a while after it has saved something, however long that took, so that the work goes on between the kills.
 DRIVER = """
-import json, os, random, signal, sys, time
+import json, os, pathlib, random, signal, sys, time
 import mechinterp.analysis.results, mechinterp.cli.main, mechinterp.cli.training, mechinterp.report.bars
 import mechinterp.report.documents, mechinterp.training.cluster, mechinterp.training.kernel, mechinterp.training.sweep
 from mechinterp import cli
@@ -487,13 +488,24 @@ def start(out, *options):
         cli.main()
     return child
 
+def saved():
+    states = pathlib.Path(folder, "killed").glob("training-*.safetensors")
+    try:
+        return {file.name: file.stat().st_mtime_ns for file in states}
+    except FileNotFoundError:  # deleted since it was listed: its models are finished
+        return {}
+
 begun = time.monotonic()
 ends = [os.waitstatus_to_exitcode(os.waitpid(start(f"{folder}/straight"), 0)[1])]
 whole = time.monotonic() - begun
 moment, options = random.Random(0), []
-for _ in range(kills):
+for kill in range(kills):
+    before = saved()
     child = start(f"{folder}/killed", *options)
-    time.sleep(whole * moment.uniform(0, 1.2 / kills))
+    latest = time.monotonic() + whole
+    while kill % 2 and saved() == before and time.monotonic() < latest:
+        time.sleep(0.001)
+    time.sleep(whole * moment.uniform(0, 1.5 / kills))
     os.kill(child, signal.SIGKILL)
     ends.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
     options = ["--resume"]
