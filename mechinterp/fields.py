@@ -80,19 +80,24 @@ def _hints(cls: Any) -> dict[str, Any]:
     return get_type_hints(cls)
 
 
+@cache
+def _options(hint: Any) -> tuple[Any, ...]:
+    return get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+
+
 def _checked(value: object, hint: object, name: str) -> object:
     """The value, lists made tuples and whole numbers made floats where the field is a float."""
-    options = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    options = _options(hint)
     for option in options:
-        if get_origin(option) is tuple and isinstance(value, list | tuple):
-            inner = get_args(option)[0]
-            return tuple(_checked(v, inner, f"{name}[{i}]") for i, v in enumerate(value))
         if option is float and isinstance(value, Real) and not isinstance(value, bool):
             return _finite(value, name)
         if option is int and isinstance(value, Integral) and not isinstance(value, bool):
             return int(value)
         if type(value) is option:
             return value
+        if isinstance(value, list | tuple) and get_origin(option) is tuple:
+            inner = get_args(option)[0]
+            return tuple(_checked(v, inner, f"{name}[{i}]") for i, v in enumerate(value))
     words = {int: "an integer", float: "a number", bool: "true or false", str: "text"}
     expected = " or ".join(words.get(o, "null" if o is NoneType else "a list") for o in options)
     raise ValueError(f"{name} must be {expected}, got {value!r}.")

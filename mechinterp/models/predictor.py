@@ -329,12 +329,12 @@ def predictor_of(source: Source) -> Predictor:
     """
     if isinstance(source, Predictor):
         return source
+    if isinstance(source, AnyWeights):
+        return _of_weights(as_weights(source))
     if isinstance(source, HasPredictor):
         return source.predictor
     if isinstance(source, HookedPredictor):
         return Predictor(source.n_layers, source.n_heads, lambda: source)
-    if isinstance(source, AnyWeights):
-        return _of_weights(as_weights(source))
     return _of_hooked_model(source)
 
 

@@ -4,7 +4,11 @@ Numbers in, numbers out. All assume x ~ N(0, I), signal variance 1 (beta ~ N(0, 
 `noise_var` for the noise variance in units of the signal variance.
 """
 
+from typing import TypeVar
+
 import numpy as np
+
+Gamma = TypeVar("Gamma", float, np.ndarray)
 
 
 def vanilla_step_size(*, d_x: int, context_length: int, noise_var: float) -> float:
@@ -61,25 +65,25 @@ def debiased_risk(eta: float, *, d_x: int, context_length: int, noise_var: float
     return 1 + noise_var - 2 * eta * (1 - 1 / length) + eta**2 * quadratic
 
 
-def manifold_mu(gamma: float, *, d_x: int, context_length: int, noise_var: float) -> float:
+def manifold_mu(gamma: Gamma, *, d_x: int, context_length: int, noise_var: float) -> Gamma:
     """Sum of mu over the positive heads of the solution manifold whose |omega| is gamma.
 
     gamma / (2 (gamma^2 + (1 + s^2) sinh(d gamma^2) / L)); the negative heads sum to minus that.
 
     Args:
-        gamma: Common |omega| of the active heads, > 0; unit 1/x^2.
+        gamma: Common |omega| of the active heads, > 0, or an array of them; unit 1/x^2.
     Raises:
-        ValueError: If gamma is not positive.
+        ValueError: If a gamma is not positive.
     Source:
         He et al. 2025, arXiv 2503.12734, eq. (4.6)-(4.7).
     Example:
-        >>> round(manifold_mu(0.13, d_x=5, context_length=40, noise_var=0.1), 3)
+        >>> round(float(manifold_mu(0.13, d_x=5, context_length=40, noise_var=0.1)), 3)
         3.381
     """
-    if gamma <= 0:
-        raise ValueError(f"gamma must be > 0, got {gamma}.")
+    if not np.min(gamma) > 0:
+        raise ValueError(f"gamma must be > 0, got {np.min(gamma)}.")
     curvature = (1 + noise_var) * np.sinh(d_x * gamma**2) / context_length
-    return float(gamma / (2 * (gamma**2 + curvature)))
+    return gamma / (2 * (gamma**2 + curvature))
 
 
 def linear_attention_risk(

@@ -148,8 +148,5 @@ def manifold_gap(flow: TwoHeadFlow, *, d_x: int, context_length: int, noise_var:
         >>> round(float(manifold_gap(flow, **setting)[1]), 3)
         -0.023
     """
-    settled = [
-        manifold_mu(omega, d_x=d_x, context_length=context_length, noise_var=noise_var)
-        for omega in flow.omega
-    ]
-    return flow.mu / np.array(settled) - 1
+    settled = manifold_mu(flow.omega, d_x=d_x, context_length=context_length, noise_var=noise_var)
+    return flow.mu / settled - 1

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from mechinterp.analysis.circuits.circuits import circuits
 from mechinterp.analysis.circuits.classification import Classification
 from mechinterp.analysis.circuits.null import null_of
 from mechinterp.analysis.circuits.patterns import classify, classify_circuits
@@ -282,7 +283,7 @@ def test_no_step_is_the_best_for_all_where_responses_have_supports():
 
 def test_task_leak_is_the_second_largest_of_many_responses():
     weights = diagonal_heads([0.13, -0.13], [[3.0, 1.0, 0.5], [-3.0, -1.0, -0.5]], d_x=5, d_y=3)
-    found = read_heads(weights, torch.zeros(2, 2, 3).double())
+    found = read_heads(circuits(weights), torch.zeros(2, 2, 3).double())
     assert found.task_leak == pytest.approx([1 / 3, 1 / 3])
 
 
@@ -294,17 +295,17 @@ def test_nearly_equal_heads_take_the_step_of_their_sum():
 def test_a_share_is_the_root_of_the_variance_of_all_responses():
     outputs = torch.tensor([[[3.0, 4.0], [5.0, 0.0]], [[-3.0, -4.0], [-5.0, 0.0]]]).double()
     weights = diagonal_heads([0.1, 0.1], [[1.0, 1.0], [1.0, 0.0]], d_x=5, d_y=2)
-    assert read_heads(weights, outputs).share == pytest.approx([0.5, 0.5])
+    assert read_heads(circuits(weights), outputs).share == pytest.approx([0.5, 0.5])
 
 
 def test_heads_that_read_other_keys_are_not_equal():
     weights = diagonal_heads([0.13, 0.13, -0.13], [1.7, 1.7, -3.4], d_x=5)
     outputs = torch.zeros(2, 3, 1).double()
-    assert read_groups(weights, outputs, 0.05).names == ("0+1", "2")
+    assert read_groups(circuits(weights), outputs, 0.05).names == ("0+1", "2")
     QK = weights.QK.clone()
     QK[1, 0, 5] = 0.1  # a y among the keys
     apart = from_circuits(QK, weights.OV)
-    assert read_groups(apart, outputs, 0.05).names == ("0", "1", "2")
+    assert read_groups(circuits(apart), outputs, 0.05).names == ("0", "1", "2")
 
 
 @pytest.mark.slow

@@ -99,7 +99,11 @@ def circuits(source: Source) -> Circuits:
         >>> circuits(diagonal_heads([0.1, -0.1], [3.0, -3.0], d_x=5))
         Circuits(H0 omega +0.100 mu +3.000; H1 omega -0.100 mu -3.000)
     """
-    weights = weights_of(source, "circuits")
+    return circuits_of(weights_of(source, "circuits"))
+
+
+def circuits_of(weights: AttentionWeights) -> Circuits:
+    """QK and OV circuits of these heads."""
     d_x = weights.d_x
     QK, OV = weights.QK.numpy(force=True), weights.OV.numpy(force=True)
     off_diagonal = np.abs(QK[:, :d_x, :d_x]) * (1 - np.eye(d_x))

@@ -8,8 +8,8 @@ from jaxtyping import Float
 from mechinterp.config import TaskConfig
 from mechinterp.theory.softmax import manifold_mu
 
-ROUNDS, POINTS = 6, 51
-"""Grids of so many points, each between the neighbours of the last one's best: (2/50)^6 of the range. To import scipy's
+ROUNDS, POINTS = 3, 1251
+"""Grids of so many points, each between the neighbours of the last one's best: (2/1250)^3 of the range. To import scipy's
 search takes longer than a whole reading of a model."""
 
 
@@ -47,7 +47,7 @@ def nearest_on_manifold(
     )
 
     def distances(gammas: Float[np.ndarray, " point"]) -> Float[np.ndarray, " point"]:
-        targets = np.array([mu_at(gamma) for gamma in gammas])
+        targets = mu_at(gammas)
         off_omega = np.square(np.abs(omega) - gammas[:, None]).sum(1) / np.sum(omega**2)
         off_mu = sum(
             np.square(np.abs(mu[group]).sum() - targets) / group.sum()

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import numpy as np
 import torch
@@ -41,7 +41,7 @@ class Null:
         extreme = below if name in SMALL_IS_STRUCTURE else above
         return float("nan") if np.isnan(value) else float((extreme + 1) / (len(values) + 1))
 
-    @property
+    @cached_property
     def ranges(self) -> dict[str, tuple[float, float]]:
         """Where the middle nine tenths of the random models (or heads) lie, by the name of the number."""
         return {name: _middle(values[~np.isnan(values)]) for name, values in self.values.items()}

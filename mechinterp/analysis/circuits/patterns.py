@@ -13,7 +13,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from mechinterp.analysis.circuits.behind import has_linear_way_in, read_through
-from mechinterp.analysis.circuits.circuits import circuits, weights_of
+from mechinterp.analysis.circuits.circuits import circuits_of, weights_of
 from mechinterp.analysis.circuits.classification import Classification
 from mechinterp.analysis.circuits.components import Components, components
 from mechinterp.analysis.circuits.labels import Evidence, agreed_label, head_labels, model_label
@@ -169,7 +169,8 @@ def _classified(
 ) -> Classification:
     prompts = evaluation(task, n_prompts, seed, weights.attend_to_self)
     outputs = head_outputs(weights, prompts.prompts)
-    heads, groups = read_heads(weights, outputs), read_groups(weights, outputs, limits.equal)
+    own = circuits_of(weights)
+    heads, groups = read_heads(own, outputs), read_groups(own, outputs, limits.equal)
     form = form_of(groups, weights.score, limits)
     labels = tuple(label for label, _ in head_labels(heads, form, limits))
     group_labels = head_labels(groups, form, limits)
@@ -196,7 +197,7 @@ def _classified(
         reason=reason,
         labels=labels,
         share=heads.share,
-        circuits=circuits(weights),
+        circuits=own,
         sign_matching={"dummy"} < {"dummy", *labels} <= {"positive", "negative", "dummy"},
         omega_form=form.omega(heads.blocks).mean(1).numpy(),
         task_leak=heads.task_leak,

@@ -7,6 +7,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from mechinterp.analysis.circuits.circuits import Circuits
 from mechinterp.analysis.circuits.structure import (
     CommonMatrix,
     common_matrix,
@@ -15,7 +16,6 @@ from mechinterp.analysis.circuits.structure import (
     rotation_angle,
 )
 from mechinterp.analysis.circuits.thresholds import Thresholds
-from mechinterp.models.functional import AttentionWeights
 from mechinterp.models.scores import is_normalised
 
 
@@ -88,31 +88,32 @@ class Form:
         return (fitted / whole.masked_fill(whole == 0, 1)).numpy()
 
 
-def read_heads(weights: AttentionWeights, outputs: Float[Tensor, "batch head d_y"]) -> Heads:
+def read_heads(heads: Circuits, outputs: Float[Tensor, "batch head d_y"]) -> Heads:
     """The numbers of every head."""
-    d_x = weights.d_x
+    d_x = heads.omega.shape[1]
     return Heads(
-        names=tuple(str(head) for head in range(weights.n_heads)),
-        blocks=weights.QK[:, :d_x, :d_x],
-        mu=weights.mu.numpy(),
-        qk_diagonal=weights.qk_diagonal.numpy(),
-        ov_last_entry=weights.ov_last_entry.numpy(),
+        names=tuple(str(head) for head in range(len(heads.QK))),
+        blocks=torch.from_numpy(heads.QK)[:, :d_x, :d_x],
+        mu=heads.mu,
+        qk_diagonal=heads.qk_diagonal,
+        ov_last_entry=heads.ov_last_entry,
         share=share_of(outputs).numpy(),
     )
 
 
 def read_groups(
-    weights: AttentionWeights, outputs: Float[Tensor, "batch head d_y"], tolerance: float
+    heads: Circuits, outputs: Float[Tensor, "batch head d_y"], tolerance: float
 ) -> Heads:
     """The numbers of groups of equal heads, whose OV circuits and outputs are added up."""
-    d_x = weights.d_x
-    groups = equal_heads(weights.QK[:, :d_x], tolerance=tolerance)
+    d_x = heads.omega.shape[1]
+    QK, each_OV = torch.from_numpy(heads.QK)[:, :d_x], torch.from_numpy(heads.OV)
+    groups = equal_heads(QK, tolerance=tolerance)
     member = torch.from_numpy(groups[None] == np.unique(groups)[:, None]).to(torch.float64)
-    size = weights.OV.flatten(1).norm(dim=1).clamp_min(1e-300)
+    size = each_OV.flatten(1).norm(dim=1).clamp_min(1e-300)
     average = member * size / (member @ size)[:, None]
-    OV = torch.einsum("gh,hmn->gmn", member, weights.OV)
+    OV = torch.einsum("gh,hmn->gmn", member, each_OV)
     mu = OV[:, d_x:].diagonal(dim1=1, dim2=2)
-    blocks = torch.einsum("gh,hij->gij", average, weights.QK[:, :d_x, :d_x])
+    blocks = torch.einsum("gh,hij->gij", average, QK[:, :, :d_x])
     diagonal = blocks.diagonal(dim1=1, dim2=2)
     return Heads(
         names=tuple("+".join(map(str, np.flatnonzero(row))) for row in member.numpy()),

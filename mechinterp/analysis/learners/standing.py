@@ -103,15 +103,15 @@ def nearby(
     """
     size = prediction.square().mean(1).numpy()
     own = _nearest(prediction, formula[None])
-    rows = {}
-    for name, members in families.items():
-        gap = _nearest(prediction, members, scaled=name != "ridge")
-        unexplained, sem = ratio_and_sem(gap, size)
-        lead, lead_sem = ratio_and_sem(gap - own, size)
-        rows[name] = [float(1 - unexplained), float(sem), float(lead), float(lead_sem)]
-    order = sorted(rows, key=lambda name: -np.nan_to_num(rows[name][0], nan=-np.inf))
-    columns = np.array([rows[name] for name in order]).T
-    return Nearby(tuple(order), *columns)
+    each = [
+        _nearest(prediction, members, scaled=name != "ridge") for name, members in families.items()
+    ]
+    gaps = np.stack(each, axis=1)
+    unexplained, sem = ratio_and_sem(gaps, size)
+    lead, lead_sem = ratio_and_sem(gaps - own[:, None], size)
+    order = np.argsort(np.nan_to_num(unexplained, nan=np.inf), kind="stable")
+    columns = (column[order] for column in (1 - unexplained, sem, lead, lead_sem))
+    return Nearby(tuple(list(families)[n] for n in order), *columns)
 
 
 def _nearest(
