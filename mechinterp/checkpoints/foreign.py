@@ -27,9 +27,9 @@ from mechinterp.checkpoints.outside import checkpoint_of, settle
 from mechinterp.checkpoints.readings import Said, compare_readings
 
 LAYERED = (ENCODER, GPT2)
-NAMED = "names"
 PARTS = ("q_proj", "k_proj", "v_proj", "o_proj", "read_in", "read_out")
 """Known names to which a user may have others of their own."""
+NAMED = "names"
 """A layer whose names are in the table of names; what is read becomes torch-attention or linear-paper."""
 
 
