@@ -111,6 +111,7 @@ ORDER = [
     "training.run",
     "training.deep_kernel",
     "training.deep_step",
+    "training.deep_attention",
     "training.deep",
     "training.batches",
     "training.trainer",

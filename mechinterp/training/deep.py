@@ -4,26 +4,23 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pandas as pd
 import torch
 from torch import Tensor
-from torch.func import functional_call
 
 from mechinterp.config import ExperimentConfig
 from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
 from mechinterp.memory import layers_bytes, require_memory
+from mechinterp.models.backends.weights_alone import predictions
 from mechinterp.models.deep import DeepWeights, deep_bytes, predict_deep
 from mechinterp.models.shapes import tensor_shapes
 from mechinterp.models.weights import Weights, as_weights
+from mechinterp.training.deep_attention import attend
 from mechinterp.training.deep_step import loss_and_gradients
 from mechinterp.training.run import Run, TrainedModel, own, require_like, views
 from mechinterp.training.state import read_state, resumable
-
-if TYPE_CHECKING:
-    from mechinterp.models.transformer import ICLTransformer
 
 ADAM = ("exp_avg", "exp_avg_sq", "step")
 
@@ -75,7 +72,7 @@ def initial_deep_weights(config: ExperimentConfig) -> Weights:
 
 
 class DeepRun(Run[DeepWeights | Weights]):
-    """A model in training with PyTorch's Adam: attention alone as a stack of layers, others as hooked models."""
+    """A model in training with PyTorch's Adam: attention alone by a step that is written out, others by automatic gradients."""
 
     def __init__(
         self,
@@ -95,7 +92,7 @@ class DeepRun(Run[DeepWeights | Weights]):
         flat = flat.to(device).requires_grad_()
         self.adam = torch.optim.Adam([flat], lr=config.train.learning_rate, fused=True)
         loss_sum = torch.zeros((), dtype=torch.float64, device=device)
-        self.module = None if named.has_stack else _module(named, config, device)
+        self.is_stack = named.has_stack
         super().__init__(models, like, flat, loss_sum)
 
     @property
@@ -139,15 +136,14 @@ class DeepRun(Run[DeepWeights | Weights]):
     def _predict(self, prompts: Prompts) -> Tensor:
         """Predictions with the weights as they are now."""
         weights = self.weights
-        if self.module is None:
+        if self.is_stack:
             return predict_deep(weights, prompts)  # type: ignore[arg-type]
-        tokens = self.module.tokens(prompts)
-        return functional_call(self.module, dict(weights.tensors), (tokens,))[:, -1]
+        return predictions(weights, prompts, attend=attend)  # type: ignore[arg-type]
 
     def _gradient(self, prompts: Prompts) -> tuple[Tensor, Tensor]:
         """The loss, and its gradient in the flat tensor."""
         weights = self.weights
-        if self.module is None:
+        if self.is_stack:
             loss, gradients = loss_and_gradients(weights, prompts)  # type: ignore[arg-type]
             return loss, torch.cat([tensor.flatten() for tensor in gradients.tensors.values()])
         loss = (self._predict(prompts) - prompts.y_query).square().mean()
@@ -222,12 +218,6 @@ def _require_memory(config: ExperimentConfig, named: Weights) -> None:
             width=4,
         )
     require_memory(n_prompts * per_prompt, f"a step on {n_prompts} prompts of {length} pairs")
-
-
-def _module(weights: Weights, config: ExperimentConfig, device: str) -> "ICLTransformer":
-    from mechinterp.models.transformer import ICLTransformer
-
-    return ICLTransformer.from_weights(weights, task=config.task).to(device)
 
 
 def _history(rows: Mapping[str, Tensor]) -> pd.DataFrame:

@@ -69,7 +69,7 @@ class Attention:
     def forward(self, q: Heads, k: Keys, v: Keys) -> Attended:
         """What heads read."""
         k = k if self.moment is None else self._mixed(k)
-        if _compiled(self.score, q):
+        if is_compiled(self.score, q):
             return self._by_kernel(q, k, v)
         scores = _rows(q) @ _rows(k, self.n_keys).mT
         pattern, slope = pattern_and_slope(scores, score=self.score, slope=self.slope)
@@ -78,7 +78,7 @@ class Attention:
 
     def backward(self, of: Attended, d_z: Heads, d_q: Heads, d_k: Keys, d_v: Keys) -> None:
         """Set the gradients in queries, keys and values, from that in what was read."""
-        if _compiled(self.score, d_z):
+        if is_compiled(self.score, d_z):
             self._back_by_kernel(of, d_z, d_q, d_k, d_v)
         else:
             assert of.slope is not None
@@ -96,7 +96,7 @@ class Attention:
     def _mixed(self, rows: Keys) -> Keys:
         """M times the rows; M is symmetric."""
         assert self.moment is not None
-        if not _compiled(self.score, rows):
+        if not is_compiled(self.score, rows):
             return torch.einsum("abp,hfbp->hfap", self.moment, rows)
         from mechinterp.training.deep_kernel import mix
 
@@ -125,8 +125,11 @@ class Attention:
         """How the kernel is told."""
         from mechinterp.training.deep_kernel import KINDS
 
-        factor = self.slope / self.n_keys if self.score == "relu/L" else 1.0
-        return self.n_keys, KINDS.index(self.score), factor
+        kind = "linear" if self.score in LINEAR else self.score
+        factor = 1.0 if kind == "softmax" else self.slope
+        if self.score.endswith("/L"):
+            factor /= self.n_keys
+        return self.n_keys, KINDS.index(kind), factor
 
 
 class _Forward:
@@ -234,7 +237,7 @@ def _inputs(weights: DeepWeights, prompts: Prompts) -> tuple[Tensor, Tensor, Att
     Prompts that fill up the last block of lanes are zero.
     """
     score, slope, length = weights.score, weights.score_slope, prompts.x.shape[1]
-    fill = (0, -len(prompts) % _block(score, prompts.x))
+    fill = (0, -len(prompts) % block_of(score, prompts.x))
     if score not in LINEAR:
         tokens = pad(prompts.tokens.permute(2, 1, 0), fill).contiguous()
         at_query = torch.zeros_like(tokens[0])
@@ -250,15 +253,15 @@ def _inputs(weights: DeepWeights, prompts: Prompts) -> tuple[Tensor, Tensor, Att
     return rows, at_query, Attention("linear", 1.0, d_token, moment)
 
 
-def _compiled(score: str, like: Tensor) -> bool:
+def is_compiled(score: str, like: Tensor) -> bool:
     """Whether the kernel computes these scores."""
     known = score in (*LINEAR, "relu/L", "softmax")
     return known and like.device.type == "cpu" and like.dtype == torch.float32
 
 
-def _block(score: str, like: Tensor) -> int:
+def block_of(score: str, like: Tensor) -> int:
     """The prompts come in blocks of so many."""
-    if not _compiled(score, like):
+    if not is_compiled(score, like):
         return 1
     from mechinterp.training.kernel import LANES
 

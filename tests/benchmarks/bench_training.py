@@ -49,9 +49,14 @@ def test_step_by_tensor_operations(versus, monkeypatch: pytest.MonkeyPatch, n_mo
     versus(name, pack_of([2] * n_models), lambda: loop(STEPS), work=n_models)
 
 
+BLOCKS = ("norm=before", "final_norm=true", "d_mlp=256", "activation=gelu", "biases=true")
+
+
+@pytest.mark.parametrize("more", [(), BLOCKS], ids=["attention", "norm and MLP"])
 @pytest.mark.parametrize("score", ["linear/L", "relu/L", "softmax"])
-def test_step_of_a_stack(versus, score: str):
-    config = override(preset("sparse-h8"), f"model.score={score}")
+def test_step_of_a_stack(versus, score: str, more: tuple[str, ...]):
+    settings = [f"model.{setting}" for setting in (f"score={score}", *more)]
+    config = override(preset("sparse-h8"), *settings)
     run, model, task = DeepRun({"": config}), config.model, config.task
     seeded = [generator_for(config.train.data_seed, "train", step) for step in range(STEPS)]
     loop = plain.deep_training(
@@ -62,6 +67,7 @@ def test_step_of_a_stack(versus, score: str):
         n_heads=model.n_heads,
         n_layers=model.n_layers,
         n_prompts=config.train.batch_size,
+        d_mlp=model.d_mlp,
     )
 
     def ours() -> None:
@@ -69,6 +75,7 @@ def test_step_of_a_stack(versus, score: str):
             run._update(step)
 
     name = f"{STEPS} steps, {model.n_layers} layers of {model.n_heads} heads, {score} scores"
+    name += ", norm and MLP" if more else ""
     versus(name, ours, loop, rounds=5)
 
 

@@ -75,30 +75,45 @@ PATTERNS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 class Layer(nn.Module):
-    """Attention of all tokens over those before the last, added to the stream."""
+    """Attention of all tokens over those before the last, added to the stream; with d_mlp as in GPT-2: with an MLP,
+    norms before both and biases."""
 
-    def __init__(self, d_model: int, n_heads: int, score: str):
+    def __init__(self, d_model: int, n_heads: int, score: str, d_mlp: int | None):
         super().__init__()
         self.n_heads, self.pattern = n_heads, PATTERNS[score]
-        self.q, self.k, self.v, self.o = (nn.Linear(d_model, d_model, bias=False) for _ in range(4))
+        biases = d_mlp is not None
+        self.q, self.k, self.v, self.o = (
+            nn.Linear(d_model, d_model, bias=biases) for _ in range(4)
+        )
+        self.norm, self.mlp = nn.Identity(), None
+        if d_mlp is not None:
+            self.norm = nn.LayerNorm(d_model)
+            hidden = nn.Linear(d_model, d_mlp), nn.GELU(), nn.Linear(d_mlp, d_model)
+            self.mlp = nn.Sequential(nn.LayerNorm(d_model), *hidden)
 
     def forward(self, stream: torch.Tensor) -> torch.Tensor:
         def split(z: torch.Tensor) -> torch.Tensor:
             return z.unflatten(2, (self.n_heads, -1)).transpose(1, 2)
 
-        context = stream[:, :-1]
-        q, k, v = split(self.q(stream)), split(self.k(context)), split(self.v(context))
+        read = self.norm(stream)
+        context = read[:, :-1]
+        q, k, v = split(self.q(read)), split(self.k(context)), split(self.v(context))
         pattern = self.pattern(q @ k.mT / q.shape[-1] ** 0.5)
-        return stream + self.o((pattern @ v).transpose(1, 2).flatten(2))
+        stream = stream + self.o((pattern @ v).transpose(1, 2).flatten(2))
+        return stream if self.mlp is None else stream + self.mlp(stream)
 
 
 def deep_training(
-    score: str, lengths: list[int], *, d_x: int, d_model: int, n_heads: int, n_layers: int, n_prompts: int
+    score: str, lengths: list[int], *, d_x: int, d_model: int, n_heads: int, n_layers: int, n_prompts: int, d_mlp: int | None
 ) -> Callable[[], None]:  # fmt: skip
     """Runs a step of Adam of a model of several layers at each of these lengths of the context."""
-    layers = [Layer(d_model, n_heads, score) for _ in range(n_layers)]
-    read_in, read_out = nn.Linear(d_x + 1, d_model, bias=False), nn.Linear(d_model, 1, bias=False)
-    model = nn.Sequential(read_in, *layers, read_out)
+    layers = [Layer(d_model, n_heads, score, d_mlp) for _ in range(n_layers)]
+    biases = d_mlp is not None
+    read_in, read_out = (
+        nn.Linear(width, to, bias=biases) for width, to in ((d_x + 1, d_model), (d_model, 1))
+    )
+    last = nn.LayerNorm(d_model) if biases else nn.Identity()
+    model = nn.Sequential(read_in, *layers, last, read_out)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
 
     def run() -> None:

@@ -111,9 +111,11 @@ def test_training_is_adam_on_the_plain_module(config: ExperimentConfig):
     for step in range(5):
         run._update(step)
     assert (run.flat - before).abs().max() > 1e-3
-    expected = torch.cat([model.state_dict()[name].flatten() for name in named(run.flat, run)])
-    found = torch.cat([tensor.flatten() for tensor in named(run.flat, run).values()])
-    assert_close_to_rounding(found, expected)
+    expected = model.state_dict()
+    for name, found in named(run.flat, run).items():
+        if config.model.score == "softmax" and name.endswith("b_K"):
+            continue  # adds the same to all scores of a query: its gradient is rounding, which Adam blows up
+        assert_close_to_rounding(found, expected[name])
 
 
 @pytest.mark.slow

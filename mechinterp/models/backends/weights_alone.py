@@ -1,10 +1,10 @@
-"""Masks and streams of any model from its weights, without hooks: attention, norms, MLPs and positions written out.
+"""Predictions, masks and streams of any model from its weights, without hooks: attention, norms, MLPs, positions.
 
 What comes before a masked head does not depend on it: its part of the stream is taken away and the layers after run
 again, the last one at the query only. TransformerLens is not loaded.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +12,7 @@ from einops import einsum
 from jaxtyping import Float
 from torch import Tensor
 
+from mechinterp.config import ModelConfig
 from mechinterp.icl.prompts import Prompts
 from mechinterp.memory import chunks, layers_bytes, together
 from mechinterp.models.masks import Head, by_layers, mask_z
@@ -22,6 +23,43 @@ from mechinterp.models.weights import Weights
 from mechinterp.progress import ProgressCallback, no_progress
 
 CHUNK = 256  # small enough for a processor's cache
+
+Queries = Float[Tensor, "batch row head d"]
+Keys = Float[Tensor, "batch key head d"]
+Attend = Callable[[Queries, Keys, Keys, ModelConfig], Queries]
+"""From queries, with the scale, keys and values to what each head reads; the rows are the last positions."""
+
+
+def attend(q: Queries, k: Keys, v: Keys, model: ModelConfig) -> Queries:
+    """What each head reads."""
+    scores = einsum(q, k, "batch row head d, batch key head d -> batch head row key")
+    reads = readable_keys(
+        k.shape[1], context_only=model.context_only, attend_to_self=model.attend_to_self
+    )
+    scores = scores.masked_fill(~reads[-q.shape[1] :].to(scores.device), -torch.inf)
+    pattern = attention_pattern(scores, score=model.score, slope=model.score_slope)
+    return einsum(pattern, v, "batch head row key, batch key head d -> batch row head d")
+
+
+def predictions(
+    weights: Weights, prompts: Prompts, *, attend: Attend = attend
+) -> Float[Tensor, "batch d_y"]:
+    """Predictions, in units of y, with the gradient in the weights where they take one.
+
+    Example:
+        >>> from mechinterp.config import TaskConfig
+        >>> from mechinterp.icl.prompts import sample_prompts
+        >>> from mechinterp.models.constructions import zero_head
+        >>> from mechinterp.models.weights import as_weights
+        >>> prompts = sample_prompts(TaskConfig(), 8, seed=0, dtype=torch.float64)
+        >>> predictions(as_weights(zero_head(d_x=5)), prompts).any()
+        tensor(False)
+    """
+    stream = _embedded(weights, prompts)
+    for number in range(weights.n_layers):
+        layer = _Layer(weights, number, attend)
+        stream = layer.after(stream, layer.written(layer.z(stream)))
+    return _read_out(weights, stream)[:, -1]
 
 
 def masked_predictions(
@@ -62,6 +100,7 @@ def streams(
 class _Layer:
     weights: Weights
     number: int
+    attend: Attend = attend
 
     def named(self, name: str) -> Tensor | None:
         """A weight of this layer, if the model has it."""
@@ -77,16 +116,8 @@ class _Layer:
         model, scale = self.weights.model, self.weights.scale
         assert scale is not None
         read = self._normed("ln1", stream) if model.norm == "before" else stream
-        q, k, v = (self._projected(read, name) for name in "QKV")
-        scores = scale * einsum(
-            q[:, self.rows], k, "batch row head d, batch key head d -> batch head row key"
-        )
-        reads = readable_keys(
-            stream.shape[1], context_only=model.context_only, attend_to_self=model.attend_to_self
-        )
-        scores = scores.masked_fill(~reads[self.rows].to(scores.device), -torch.inf)
-        pattern = attention_pattern(scores, score=model.score, slope=model.score_slope)
-        return einsum(pattern, v, "batch head row key, batch key head d -> batch row head d")
+        q = scale * self._projected(read[:, self.rows], "Q")
+        return self.attend(q, self._projected(read, "K"), self._projected(read, "V"), model)
 
     def written(
         self, z: Float[Tensor, "batch row head d"], heads: Sequence[int] | None = None
@@ -95,7 +126,7 @@ class _Layer:
         W_O = self.weights.layers("W_O")[self.number]
         if heads is not None:
             z, W_O = z[:, :, heads], W_O[heads]
-        return einsum(z, W_O, "batch row head d, head d d_model -> batch row d_model")
+        return z.flatten(2) @ W_O.flatten(0, 1)
 
     def after(
         self,
@@ -117,7 +148,8 @@ class _Layer:
 
     def _projected(self, read: Tensor, name: str) -> Float[Tensor, "batch pos head d"]:
         matrix = self.weights.layers(f"W_{name}")[self.number]
-        projected = einsum(read, matrix, "batch pos d_model, head d_model d -> batch pos head d")
+        wide = matrix.transpose(0, 1).flatten(1)  # [d_model, head * d]
+        projected = (read @ wide).unflatten(-1, (len(matrix), -1))
         return plus(projected, self.named(f"attn.b_{name}"))
 
     def _normed(self, norm: str, stream: Tensor) -> Tensor:
