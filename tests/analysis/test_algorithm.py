@@ -21,7 +21,7 @@ from mechinterp.models.constructions_algorithms import (
 )
 from mechinterp.models.constructions_sparse import preprocess_then_optimise_model
 from mechinterp.models.deep import DeepWeights
-from mechinterp.models.weights import Weights
+from mechinterp.models.weights import Weights, as_weights
 from mechinterp.training.deep import initial_deep_weights
 from tests.conftest import sampled
 
@@ -196,3 +196,11 @@ def test_refusals():
         name_algorithm(FALLING, n_prompts=4)
     with pytest.raises(ValueError, match=r"the model's, \(8, 1\), got \(16, 1\)"):
         name_algorithm(FALLING, task=SPARSE, n_prompts=8)
+
+
+def test_random_weights_do_not_depend_on_the_order_of_tensors_in_a_file():
+    weights = as_weights(FALLING)
+    other = replace(weights, tensors=dict(reversed(weights.tensors.items())))
+    one, same = (name_algorithm(each, task=DENSE, n_prompts=128) for each in (weights, other))
+    assert np.array_equal(one.null_risk, same.null_risk)
+    assert len(set(one.null_risk)) > 1

@@ -19,7 +19,7 @@ from mechinterp.config.task import CovarianceConfig
 from mechinterp.icl.prompts import generator_for, sample_prompts
 from mechinterp.models.predictor import predictor_of
 from mechinterp.models.weights import Weights
-from mechinterp.training import deep_step, trainer
+from mechinterp.training import deep_attention, deep_step, trainer
 from mechinterp.training.deep import DeepRun, initial_deep_weights
 from mechinterp.training.run import Run
 from mechinterp.training.step import by_tensors
@@ -33,6 +33,7 @@ DEEP = {
     "linear": {"score": "linear/L", "context_only": True},
     "softmax": {"context_only": True, "d_model": 8, "d_head": 4},
     "norms and MLPs": {"norm": "before", "d_mlp": 16, "biases": True},
+    "norms and MLPs, context alone": {"norm": "before", "d_mlp": 16, "context_only": True},
 }
 TASKS = {
     "default": SMALL,
@@ -178,7 +179,8 @@ def test_automatic_gradients_stay_on_the_device(kind: str, monkeypatch: pytest.M
 def test_a_deep_step_waits_for_nothing_and_gives_the_numbers_of_the_processor(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(deep_step, "_compiled", lambda *_: False)
+    for module in (deep_step, deep_attention):
+        monkeypatch.setattr(module, "is_compiled", lambda *_: False)
     models = {"model": deep_experiment(kind)}
     expected = DeepRun(models)
     with pretended() as seen:

@@ -141,7 +141,7 @@ def _measured(
 
 def _null_risk(predictor: Predictor, prompts: Prompts, seed: int) -> Float[np.ndarray, " model"]:
     """Relative risks of models with the entries of each tensor in random order; none of a model
-    whose weights are not known."""
+    whose weights are not known. Tensors go by name, since files have them in orders of their own."""
     weights = predictor.weights
     if weights is None:
         return np.empty(0)
@@ -151,7 +151,7 @@ def _null_risk(predictor: Predictor, prompts: Prompts, seed: int) -> Float[np.nd
             name: tensor.flatten()[torch.randperm(tensor.numel(), generator=generator)].reshape(
                 tensor.shape
             )
-            for name, tensor in weights.tensors.items()
+            for name, tensor in sorted(weights.tensors.items())
         }
         random = predictor_of(replace(weights, tensors=shuffled))
         found.append(relative_risk(predicted(random, prompts), prompts.y_query_clean))
