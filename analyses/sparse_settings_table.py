@@ -61,7 +61,7 @@ def setting(row: pd.Series) -> str:
     if row.nonzeros != "signs":
         parts.append("Gaussian entries")
     if row.mlp:
-        parts.append("norm and MLP")
+        parts.append(f"norm and MLP, rate {row.learning_rate:g}")
     heads = f"{row.n_heads} head{'s' * (row.n_heads > 1)} of width {row.d_head}"
     return "; ".join([*parts, heads])
 
