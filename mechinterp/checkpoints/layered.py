@@ -13,6 +13,7 @@ from torch import Tensor
 
 from mechinterp.checkpoints.errors import CheckpointError, one_line
 from mechinterp.checkpoints.hints import HEAD_KEYS, Hints
+from mechinterp.checkpoints.layered_parts import layered_parts
 from mechinterp.checkpoints.layered_tensors import (
     ENCODER,
     GPT2,
@@ -24,7 +25,7 @@ from mechinterp.checkpoints.layered_tensors import (
     require_numbers,
     shown_name,
 )
-from mechinterp.checkpoints.layered_weights import encoder_weights, gpt2_weights
+from mechinterp.checkpoints.named_weights import joined
 from mechinterp.checkpoints.native import Checkpoint
 from mechinterp.checkpoints.outside import settle
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig
@@ -104,12 +105,19 @@ def read_layered(
         d_x, d_y = encoder_sizes(checks, hints)
     model = _architecture(file, format, found, hints, settings)
     task = _task(file, defaults | {"d_x": d_x, "d_y": d_y}, hints, model)
-    convert = gpt2_weights if format == GPT2 else encoder_weights
+    weights = joined(
+        layered_parts(found, format, model.n_heads),
+        model,
+        (d_x, d_y),
+        positions=found.get("wpe.weight"),
+        sign=1,
+        apart=False,
+    )
     return Checkpoint(
         path=file,
         config=ExperimentConfig(task=task, model=model),
         step=0,
-        weights=Weights(model, d_x, d_y, convert(found, model)),
+        weights=Weights(model, d_x, d_y, weights),
         format=format,
         assumed=_assumed(task, model, format, _said(hints, settings, found)),
     )
