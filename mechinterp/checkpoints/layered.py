@@ -12,7 +12,7 @@ from pathlib import Path
 from torch import Tensor
 
 from mechinterp.checkpoints.errors import CheckpointError, one_line
-from mechinterp.checkpoints.hints import HEAD_KEYS, Hints
+from mechinterp.checkpoints.hints import Hints
 from mechinterp.checkpoints.layered_parts import layered_parts
 from mechinterp.checkpoints.layered_tensors import (
     ENCODER,
@@ -27,7 +27,7 @@ from mechinterp.checkpoints.layered_tensors import (
 )
 from mechinterp.checkpoints.named_weights import joined
 from mechinterp.checkpoints.native import Checkpoint
-from mechinterp.checkpoints.outside import settle
+from mechinterp.checkpoints.outside import settle, stated_heads
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig
 from mechinterp.fields import build, flatten
 from mechinterp.models.weights import Weights
@@ -165,7 +165,7 @@ def _architecture(
     first = "h.0.mlp.c_fc.weight" if format == GPT2 else "layers.0.linear1.weight"
     # GPT-2 stores what multiplies from the right, torch.nn.Linear its transpose.
     width, inner = found[first].shape if format == GPT2 else found[first].shape[::-1]
-    n_heads = _n_heads(file, width, hints, settings)
+    n_heads = stated_heads(file, hints, settings, width=width, shown=None)
     values = _stated(file, format, width // n_heads, hints, settings)
     try:
         values |= {"n_layers": n_layers(found), "n_heads": n_heads, "d_head": width // n_heads}
@@ -226,25 +226,6 @@ def _stated(
         stated = stated if isinstance(stated, bool) else None
         values["attend_to_self"] = settle(file, "attend_to_self", stated, hints.attend_to_self)
     return values
-
-
-def _n_heads(file: Path, width: int, hints: Hints, settings: Mapping[str, object]) -> int:
-    stated = {key: settings[key] for key in HEAD_KEYS if settings.get(key) is not None}
-    if hints.n_heads is not None:
-        stated = {"hint": hints.n_heads} | stated
-    if not stated:
-        raise CheckpointError(f"{file}: n_heads is not in the file; give --n-heads (n_heads=).")
-    n_heads = next(iter(stated.values()))
-    for key, value in stated.items():
-        if value != n_heads:
-            raise CheckpointError(
-                f"{file}: n_heads must be {key} = {value!r}, as stated beside the file, got {n_heads!r}."
-            )
-    if type(n_heads) is not int or n_heads < 1 or width % n_heads:
-        raise CheckpointError(
-            f"{file}: n_heads must be a divisor of the width {width}, got {n_heads!r}."
-        )
-    return n_heads
 
 
 def _said(hints: Hints, settings: Mapping[str, object], tensors: Mapping[str, Tensor]) -> set[str]:

@@ -111,7 +111,7 @@ def stated_heads(
             continue
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise CheckpointError(
-                f"{file}: {name} of config.json must be an integer >= 1, got {value!r}."
+                f"{file}: {name}, stated beside it, must be an integer >= 1, got {value!r}."
             )
         n_heads = settle(file, name, n_heads, value)
     n_heads = settle(file, "n_heads", n_heads, hints.n_heads)

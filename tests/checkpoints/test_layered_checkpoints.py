@@ -334,7 +334,7 @@ def test_formats_by_names_alone():
 NAN = torch.full((16,), torch.nan)
 GPT2_FAULTS = [
     ({}, {"n_heads": None}, "n_heads is not in the file; give --n-heads (n_heads=)."),
-    ({}, {"n_heads": 3}, "n_heads must be a divisor of the width 16, got 3."),
+    ({}, {"n_heads": 3}, "n_heads must divide the width 16, got 3."),
     ({}, {"d_x": 4}, "d_x must be the weights' 3, got 4."),
     ({}, {"task": {"d_y": 2}}, "d_y must be the weights' 1, got 2."),
     ({}, {"task": {"noise": 2}}, "Unknown field 'task.noise'; known: "),
@@ -408,7 +408,7 @@ def test_a_gpt2_that_cannot_be_is_refused(changes: dict, hints: dict, words: str
 
 ENCODER_FAULTS = [
     ({}, {"n_heads": None}, "n_heads is not in the file; give --n-heads (n_heads=)."),
-    ({}, {"n_heads": 3}, "n_heads must be a divisor of the width 4, got 3."),
+    ({}, {"n_heads": 3}, "n_heads must divide the width 4, got 3."),
     ({}, {"d_x": 2, "d_y": 1}, "d_x must be the weights' 3, got 2."),
     ({}, {"d_y": 4}, "d_y must lie in 1 to 3, as tokens are d_x + d_y = 4 wide, got 4."),
     ({}, {"scale": 1.0}, "scale must be 1/sqrt(d_head) = 0.707107, as such layers have, got 1.0."),
@@ -446,7 +446,7 @@ def test_what_a_single_encoder_layer_lacks_is_named_as_its_neighbours():
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"n_head": 8}, "n_heads must be n_head = 8, as stated beside the file, got 4."),
+        ({"n_head": 8}, "n_heads must be the file's 8, got 4."),
         (
             {"activation_function": "sine"},
             "must be one of gelu_new, gelu, relu, silu, tanh, got 'sine'.",
@@ -471,7 +471,9 @@ def test_whether_the_query_is_a_key_must_be_true_or_false():
 
 @pytest.mark.parametrize("value", ["4", 4.0, True, [4], 0, -2])
 def test_heads_must_be_a_whole_number(value: object):
-    with pytest.raises(CheckpointError, match="n_heads must be a divisor of the width 16, got"):
+    with pytest.raises(
+        CheckpointError, match="n_head, stated beside it, must be an integer >= 1, got"
+    ):
         read(garg().state_dict(), settings={"n_head": value})
 
 
@@ -500,7 +502,7 @@ def test_the_number_of_heads_is_in_a_config_beside_the_weights(tmp_path: Path, n
     config = f"inherit: [base.yaml]\nmodel:\n  family: gpt2\n  n_head: {n_head}\n  n_layer: 2\n"
     (tmp_path / "config.yaml").write_text(config)
     assert load(tmp_path / "state.pt").config.model.n_heads == n_head
-    with pytest.raises(CheckpointError, match="n_heads must be n_head = "):
+    with pytest.raises(CheckpointError, match="n_heads must be the file's "):
         load(tmp_path / "state.pt", n_heads=1)
 
 
