@@ -58,34 +58,41 @@ def scatter(source, block, n_rows, target):
 @compiled()
 @no_type_check
 def products(left, i, n_left, right, n_right, n_features, sums):
-    """sums_j = sum_f left[f, i] right[f, j]; two at a time, so that what they share is loaded once."""
-    for j in range(0, n_right, 2):
-        other = min(j + 1, n_right - 1)
-        first, second = fill(0.0), fill(0.0)
+    """sums_j = sum_f left[f, i] right[f, j]; three at a time, so that what they share is loaded once."""
+    last = n_right - 1
+    for j in range(0, n_right, 3):
+        j1, j2 = min(j + 1, last), min(j + 2, last)
+        s0, s1, s2 = fill(0.0), fill(0.0), fill(0.0)
         for f in range(n_features):
-            factor = load(left, f * n_left + i)
-            first = first + factor * load(right, f * n_right + j)
-            second = second + factor * load(right, f * n_right + other)
-        store(sums, j, first)
-        store(sums, other, second)
+            factor, row = load(left, f * n_left + i), f * n_right
+            s0 = s0 + factor * load(right, row + j)
+            s1 = s1 + factor * load(right, row + j1)
+            s2 = s2 + factor * load(right, row + j2)
+        store(sums, j, s0)
+        store(sums, j1, s1)
+        store(sums, j2, s2)
 
 
 @compiled()
 @no_type_check
 def combine(weights, start, stride, n, rows, n_features, i, n_out, out, add):
-    """Set out[f, i] to sum_j weights[start + j * stride] rows[f, j], or add that; two features at a time."""
-    for f in range(0, n_features, 2):
-        other = min(f + 1, n_features - 1)
-        first, second = fill(0.0), fill(0.0)
+    """Set out[f, i] to sum_j weights[start + j * stride] rows[f, j], or add that; three features at a time."""
+    last = n_features - 1
+    for f in range(0, n_features, 3):
+        f1, f2 = min(f + 1, last), min(f + 2, last)
+        s0, s1, s2 = fill(0.0), fill(0.0), fill(0.0)
         for j in range(n):
             weight = load(weights, start + j * stride)
-            first = first + weight * load(rows, f * n + j)
-            second = second + weight * load(rows, other * n + j)
+            s0 = s0 + weight * load(rows, f * n + j)
+            s1 = s1 + weight * load(rows, f1 * n + j)
+            s2 = s2 + weight * load(rows, f2 * n + j)
         if add:
-            first = first + load(out, f * n_out + i)
-            second = second + load(out, other * n_out + i)
-        store(out, f * n_out + i, first)
-        store(out, other * n_out + i, second)
+            s0 = s0 + load(out, f * n_out + i)
+            s1 = s1 + load(out, f1 * n_out + i)
+            s2 = s2 + load(out, f2 * n_out + i)
+        store(out, f * n_out + i, s0)
+        store(out, f1 * n_out + i, s1)
+        store(out, f2 * n_out + i, s2)
 
 
 @compiled()
