@@ -191,20 +191,40 @@ def small(found: Results) -> list[str]:
 
 
 def blocks(found: Results) -> list[str]:
-    """What norm and MLP change, one seed."""
+    """What norm and MLP change, at the learning rate of attention alone and at their own, with that in all seeds."""
     table = several(table_of(found.folder)).query("mlp")
-    (softmax,) = table[table.score == "softmax"].itertuples()
+    rates = sorted(table.learning_rate.unique())
+    own, other = (table[table.learning_rate == rate] for rate in rates)
+    longer = own.dropna(subset=["to_fewer_steps"])
+    own = own[own.steps == table.steps.min()]
+    (softmax,) = other[other.score == "softmax"].itertuples()
+    seeds = own.groupby("score").seed.nunique()
     return [
-        f"layer 1 has {softmax.n_eff_1:.1f} of {softmax.n_heads} heads at work",
-        f"costs {softmax.first:.2f} times the risk, and one head in each later layer {softmax.later_refit:.2f}",
-        f"(layer 3 has {softmax.n_eff_3:.1f} at work)",
-        f"{some(table.to_ridge, 1)} times ridge's risk and {some(table.to_single_2d, 1)} times a single head's",
+        f"({rates[1]:g}) they end at {some(other.to_ridge, 1)} times ridge's risk",
+        f"with softmax {softmax.later_refit:.2f} for one head in each later layer and {softmax.first:.2f} for one in the first",
+        f"At their own ({rates[0]:g}, {seeds.min()} seeds of each score) it is {some(own.to_ridge, 2)} times",
+        f"{some(own.to_single_2d, 2)} of a single head's",
+        f"layer 1 has {some(own.n_eff_1, 1)} of {softmax.n_heads} heads at work, the later ones {some(pd.concat([own.n_eff_2, own.n_eff_3]), 1)}",
+        f"one head in each of these costs {some(own.later_refit, 1)} times the risk with a new read-out",
+        f"Twice as many steps lower their risk to {some(longer.to_fewer_steps, 2)} of what it was",
+    ]
+
+
+def sixteen(found: Results) -> list[str]:
+    """What models of d_x 16 do, one seed."""
+    table = screened(several(table_of(found.folder))).query("d_x == 16").set_index("sparsity")
+    one, four = table.loc[1], table.loc[4]
+    return [
+        f"{four.n_eff_1:.1f} of 16 heads at work in layer 1 with four entries and {one.n_eff_1:.1f} with one",
+        f"one head in each later layer costs {four.later_refit:.1f} and {one.later_refit:.1f} times the risk",
+        f"lower the risk to {one.to_single_2d:.2f} of a single head's and {one.to_ridge:.2f} of ridge's",
+        f"(R² {one['r2_R x']:.2f})",
     ]
 
 
 def longer(found: Results) -> list[str]:
     """What twice as many steps change."""
-    table = several(table_of(found.folder)).dropna(subset=["to_fewer_steps"])
+    table = several(table_of(found.folder)).dropna(subset=["to_fewer_steps"]).query("not mlp")
     large, small = (table[table.d_x == d_x].to_fewer_steps for d_x in (8, 4))
     return [
         f"at d_x 8 it falls to {some(large, 2)} of what it was",
@@ -287,6 +307,7 @@ def phrases(results: Path) -> dict[str, list[str]]:
             *scores(found),
             *small(found),
             *blocks(found),
+            *sixteen(found),
             *longer(found),
         ],
     }
