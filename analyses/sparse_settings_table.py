@@ -30,6 +30,7 @@ SHOWN = (
     "d8s2-linear-h8x4-l3-noise0.1-s0",
     "d8s2-linear-h8x9-l3-noise0.1-s0",
     "d8s2-softmax-h8x9-l3-noise0.1-s0",
+    "d8s2-softmax-block-h8x9-l3-noise0.1-lr0.001-s0",
 )
 """Models of the figure."""
 
@@ -200,15 +201,16 @@ def figure(results: Path, shown: list[str]) -> go.Figure:
         drawn.add_trace(heatmap, row=1, col=column)
     drawn.update_xaxes(title_text="head")
     drawn.update_yaxes(autorange="reversed")
-    drawn.update_yaxes(showticklabels=False, col=2).update_yaxes(showticklabels=False, col=3)
+    for column in range(2, len(rows) + 1):
+        drawn.update_yaxes(showticklabels=False, col=column)
     return drawn.update_layout(
         title={"text": "Share of each head in what masking a head of its layer costs", "y": 0.96},
         coloraxis={"colorscale": "Blues", "cmin": 0, "cmax": 1, "showscale": False},
         template="plotly_white",
-        margin={"t": 130},
+        margin={"t": 150},
     )
 
 
 if __name__ == "__main__":
     picture = RESULTS / "sparse_settings-importance.png"
-    figure(RESULTS, list(SHOWN)).write_image(picture, width=1100, height=380)
+    figure(RESULTS, list(SHOWN)).write_image(picture, width=1400, height=400)
