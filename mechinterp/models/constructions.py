@@ -13,10 +13,13 @@ from torch import Tensor
 from mechinterp.models.functional import AttentionWeights, identity_keys
 from mechinterp.theory.linear_heads import Heads, MergedHeads
 
+PerHead = Sequence[float] | Sequence[Sequence[float]] | np.ndarray
+"""A number per head, or a row of them."""
+
 
 def diagonal_heads(
-    omega: Sequence[float] | Sequence[Sequence[float]],
-    mu: Sequence[float] | Sequence[Sequence[float]],
+    omega: PerHead,
+    mu: PerHead,
     *,
     d_x: int,
     d_y: int = 1,
@@ -52,9 +55,7 @@ def diagonal_heads(
     )
 
 
-def _rows(
-    name: str, values: Sequence[float] | Sequence[Sequence[float]], width: int
-) -> Float[Tensor, "head width"]:
+def _rows(name: str, values: PerHead, width: int) -> Float[Tensor, "head width"]:
     rows = torch.tensor(values, dtype=torch.float64)
     if rows.ndim == 1:
         return rows[:, None].expand(-1, width)
