@@ -92,23 +92,16 @@ def read_layered(
     for name, tensor in found.items():
         require_numbers(tensor, f"{file}: {shown_name(names[name])}")
     checks = Checks(file, found, names)
-    defaults: dict[str, object] = {}
-    if format == GPT2:
-        d_x, d_y = gpt2_sizes(checks)
-        noise = settings.get("noise_std", 0.0)
-        noise_var = noise**2 if isinstance(noise, float) else 0.0
-        defaults = {"beta_var": 1.0, "noise_var": noise_var, "query_noise": False}
-        points = settings.get("n_points")
-        length = points - 1 if isinstance(points, int) and points > 1 else 2 * d_x
-        defaults["context_length"] = min(length, (len(found["wpe.weight"]) - 1) // 2)
-    else:
-        d_x, d_y = encoder_sizes(checks, hints)
+    sizes = gpt2_sizes(checks) if format == GPT2 else encoder_sizes(checks, hints)
     model = _architecture(file, format, found, hints, settings)
-    task = _task(file, defaults | {"d_x": d_x, "d_y": d_y}, hints, model)
+    defaults: dict[str, object] = {"d_x": sizes[0], "d_y": sizes[1]}
+    if format == GPT2:
+        defaults |= _gpt2_task(settings, model, sizes[0])
+    task = _task(file, defaults, hints, model)
     weights = joined(
         layered_parts(found, format, model.n_heads),
         model,
-        (d_x, d_y),
+        sizes,
         positions=found.get("wpe.weight"),
         sign=1,
         apart=False,
@@ -117,7 +110,7 @@ def read_layered(
         path=file,
         config=ExperimentConfig(task=task, model=model),
         step=0,
-        weights=Weights(model, d_x, d_y, weights),
+        weights=Weights(model, *sizes, weights),
         format=format,
         assumed=_assumed(task, model, format, _said(hints, settings, found)),
     )
@@ -133,6 +126,19 @@ def _joined(file: Path, format: str, hints: Hints) -> dict[str, object]:
             )
         found[STATED[format][name][0][0]] = value == "before" if name == "norm" else value
     return found
+
+
+def _gpt2_task(settings: Mapping[str, object], model: ModelConfig, d_x: int) -> dict[str, object]:
+    """The task of the code of Garg et al., with the noise and the number of points that the settings state."""
+    noise, points = settings.get("noise_std"), settings.get("n_points")
+    length = points - 1 if isinstance(points, int) and points > 1 else 2 * d_x
+    assert model.longest_context is not None
+    return {
+        "beta_var": 1.0,
+        "noise_var": noise**2 if isinstance(noise, float) else 0.0,
+        "query_noise": False,
+        "context_length": min(length, model.longest_context),
+    }
 
 
 def _task(
