@@ -69,8 +69,9 @@ class Attention(nn.Module):
             scores.shape[-1],
             context_only=self.cfg.context_only,
             attend_to_self=self.cfg.attend_to_self,
+            device=scores.device,
         )
-        scores = self.hook_attn_scores(scores.masked_fill(~reads.to(scores.device), -torch.inf))
+        scores = self.hook_attn_scores(scores.masked_fill(~reads, -torch.inf))
         pattern = self.hook_pattern(
             attention_pattern(scores, score=self.cfg.score, slope=self.cfg.score_slope)
         )

@@ -105,7 +105,11 @@ def score_derivative_at_zero(score: str, slope: float, *, context_length: int) -
 
 
 def readable_keys(
-    n_pos: int, *, context_only: bool, attend_to_self: bool
+    n_pos: int,
+    *,
+    context_only: bool,
+    attend_to_self: bool,
+    device: torch.device | None = None,
 ) -> Bool[Tensor, "query key"]:
     """Which keys a position reads: those before it and with attend_to_self itself, or with context_only all but
     the last and with attend_to_self all.
@@ -114,7 +118,7 @@ def readable_keys(
         >>> readable_keys(2, context_only=True, attend_to_self=False).tolist()
         [[True, False], [True, False]]
     """
-    reads = torch.ones(n_pos, n_pos, dtype=torch.bool)
+    reads = torch.ones(n_pos, n_pos, dtype=torch.bool, device=device)
     if not context_only:
         return reads.tril(0 if attend_to_self else -1)
     if not attend_to_self:

@@ -38,12 +38,9 @@ def initial_weights(config: ExperimentConfig) -> AttentionWeights:
     d_model, d_head = config.d_model, config.d_head
     generator = generator_for(config.seed, "init", 0)
 
-    def uniform(fan_in: int, *shape: int) -> Tensor:
-        return (2 * torch.rand(*shape, generator=generator) - 1) / fan_in**0.5
-
     # The order of the draws is part of what a seed means: W_O first, then W_Q, W_K, W_V.
-    W_O = uniform(heads * d_head, heads, d_head, d_y)
-    W_Q, W_K, W_V = (uniform(d_model, heads, d_model, d_head) for _ in range(3))
+    W_O = _uniform(generator, heads * d_head, heads, d_head, d_y)
+    W_Q, W_K, W_V = (_uniform(generator, d_model, heads, d_model, d_head) for _ in range(3))
     return AttentionWeights(
         W_Q=W_Q,
         W_K=W_K,
@@ -165,3 +162,7 @@ def _by_kernel(
     )
     tensors = {name: torch.from_numpy(gradient) for name, gradient in gradients.items()}
     return torch.from_numpy(loss), weights.with_tensors(tensors)
+
+
+def _uniform(generator: torch.Generator, fan_in: int, *shape: int) -> Tensor:
+    return (2 * torch.rand(*shape, generator=generator) - 1) / fan_in**0.5

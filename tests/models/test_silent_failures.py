@@ -6,6 +6,7 @@ import pickle
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from mechinterp.config import ModelConfig
 from mechinterp.icl.prompts import generator_for
@@ -127,3 +128,22 @@ def test_hook_map_is_what_a_cache_holds():
         assert expected == list(cache[name].shape)
     assert frame.loc["blocks.1.attn.hook_v_input", "switch"] == "set_use_split_qkv_input"
     assert model.cfg.device == "cpu"
+
+
+class LargestInMemory(TorchDispatchMode):
+    """The elements of the largest tensor that an operation makes, those without memory aside."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        if isinstance(made, Tensor) and not made.is_meta:
+            self.elements = max(self.elements, made.numel())
+        return made
+
+
+def test_hook_map_needs_no_memory_for_its_large_sizes():
+    model = random_model()
+    with LargestInMemory() as largest:
+        hook_map(model)
+    assert 0 < largest.elements < 1000  # what stands for batch and positions is ten times as large

@@ -34,9 +34,12 @@ def attend(q: Queries, k: Keys, v: Keys, model: ModelConfig) -> Queries:
     """What each head reads."""
     scores = einsum(q, k, "batch row head d, batch key head d -> batch head row key")
     reads = readable_keys(
-        k.shape[1], context_only=model.context_only, attend_to_self=model.attend_to_self
+        k.shape[1],
+        context_only=model.context_only,
+        attend_to_self=model.attend_to_self,
+        device=scores.device,
     )
-    scores = scores.masked_fill(~reads[-q.shape[1] :].to(scores.device), -torch.inf)
+    scores = scores.masked_fill(~reads[-q.shape[1] :], -torch.inf)
     pattern = attention_pattern(scores, score=model.score, slope=model.score_slope)
     return einsum(pattern, v, "batch head row key, batch key head d -> batch row head d")
 
