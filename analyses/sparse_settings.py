@@ -30,6 +30,7 @@ from mechinterp.checkpoints.native import Checkpoint
 from mechinterp.config import ExperimentConfig, TaskConfig
 from mechinterp.icl.prompts import Prompts
 from mechinterp.icl.sparse_predictors import gradient_descent, preprocess_then_optimise
+from mechinterp.models.transformer import ICLTransformer
 
 PROMPTS, LASSO_PROMPTS, OVER_TRAINING = 4096, 512, 1024
 MODEL = ("score", "n_heads", "d_head", "d_model", "n_layers")
@@ -152,14 +153,27 @@ def one_model(
         shorter: The same model trained for fewer steps, if there is one.
     """
     config, model = checkpoint.config, checkpoint.model
-    scored, measured = halves(ask.prompts_of(config.task, n_prompts))
-    full = ask.risks(model, measured)
+    _, measured = halves(ask.prompts_of(config.task, n_prompts))
     row: Row = {"model": checkpoint.name} | described(config)
     if shorter is not None:
-        row |= told("to_fewer_steps", ratio(full, ask.risks(shorter.model, measured)))
-    row |= against(full, learners(config.task, config.model.n_layers, n_prompts))
-    row["algorithm_to_gd"] = row["to_gd_fixed"] / row["to_algorithm_fixed"]
+        errors = (ask.risks(one.model, measured) for one in (checkpoint, shorter))
+        row |= told("to_fewer_steps", ratio(*errors))
+    row |= claims_of(model, single and single.model, config, n_prompts)
     history = pd.DataFrame(ask.over_training(checkpoint, measured[:OVER_TRAINING]))
+    return row, history.assign(model=checkpoint.name)
+
+
+def claims_of(
+    model: ICLTransformer,
+    single: ICLTransformer | None,
+    config: ExperimentConfig,
+    n_prompts: int,
+) -> Row:
+    """Risks, C9 to C15 and what they rest on; C9, C13 and C15 need the partner of one head."""
+    scored, measured = halves(ask.prompts_of(config.task, n_prompts))
+    full = ask.risks(model, measured)
+    row = against(full, learners(config.task, config.model.n_layers, n_prompts))
+    row["algorithm_to_gd"] = row["to_gd_fixed"] / row["to_algorithm_fixed"]
     if config.model.n_heads > 1:
         rise = ask.rises(model, scored)
         gone = {
@@ -172,12 +186,12 @@ def one_model(
         gone = {"later": []}
     row |= probes(model, gone["later"], measured)
     if config.model.n_heads > 1 and single is not None:
-        row |= several_help(model, single.model, config.task, n_prompts)
-        theirs = ask.risks(single.model, measured)
+        row |= several_help(model, single, config.task, n_prompts)
+        theirs = ask.risks(single, measured)
         kept = ratio(ask.risks(model, measured, gone["later"]), theirs)
         row |= told("to_single", ratio(full, theirs)) | told("later_to_single", kept)
-        row |= {"C13": kept[0] <= 0.95} | descends(model, single.model, measured)
-    return row, history.assign(model=checkpoint.name)
+        row |= {"C13": kept[0] <= 0.95} | descends(model, single, measured)
+    return row
 
 
 def over_noise(table: pd.DataFrame) -> list[object]:

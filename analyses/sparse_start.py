@@ -10,6 +10,7 @@ minute).
 """
 
 import argparse
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -43,13 +44,13 @@ RIVALS = {
 HEADS = ("W_Q", "W_K", "W_V", "W_O")
 
 
-def start_of(arm: str, config: ExperimentConfig) -> DeepWeights:
-    """The construction, its zero heads as they are or smaller than PyTorch would start them; or
-    nothing of it."""
+def start_of(arm: str, config: ExperimentConfig, etas: Sequence[float]) -> DeepWeights:
+    """The construction with these steps, its zero heads as they are or smaller than PyTorch would
+    start them; or nothing of it."""
     drawn = initial_deep_weights(config).stack
     if arm == "at random":
         return drawn
-    built = preprocess_then_optimise_model([ETA] * 3, d_x=config.task.d_x).to(torch.float32)
+    built = preprocess_then_optimise_model(etas, d_x=config.task.d_x).to(torch.float32)
     if arm == "built, alone":
         return built
     live = (built.W_V @ built.W_O).flatten(2).any(-1)[..., None, None]
@@ -95,7 +96,7 @@ def errors(weights: DeepWeights, prompts: Prompts):
 def follow(arm: str, steps: int, prompts: Prompts) -> tuple[pd.DataFrame, DeepWeights]:
     """What becomes of it, at 21 steps of training, and its last weights."""
     config = config_of(steps)
-    run, rows = DeepRun({arm: config}, start=start_of(arm, config)), []
+    run, rows = DeepRun({arm: config}, start=start_of(arm, config, [ETA] * 3)), []
     while True:
         rows.append({"arm": arm, "step": run.step} | told(run.weights, prompts))
         if run.finished:
