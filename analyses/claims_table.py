@@ -1,5 +1,5 @@
 """The tables that are made from the results of all scripts: those of analyses/README.md, of README.md and
-of the papers' pages in docs/papers.
+of the papers' pages in docs/papers; and of speeds, from what `make bench` wrote.
 
 python analyses/claims_table.py  (at once; every script of a figure or table must have run)
 """
@@ -11,12 +11,14 @@ from pathlib import Path
 import result_tables
 import sparse_settings_table
 import sparse_table
+import speeds
 from main_claims import PAPERS, leads, rows
 from records import Record, all_records
 from result_tables import markdown
 
 HERE = Path(__file__).parent
-PAGES = HERE.parent / "docs" / "papers"
+DOCS = HERE.parent / "docs"
+PAGES = DOCS / "papers"
 HEADER = ("id", "claim", "script", "models", "asked", "measured", "verdict", "by")
 
 
@@ -48,6 +50,7 @@ TABLES: dict[Path, dict[str, Callable[[Path], str]]] = {
         "calibration errors": result_tables.calibration_errors,
     },
     HERE.parent / "README.md": {"claims": main_table},
+    DOCS / "how" / "train.md": {"speeds": speeds.packs},
     **{PAGES / f"{paper}.md": {"claims": partial(main_table, paper=paper)} for paper in PAPERS},
 }
 """The tables of each page, by the name of their marks."""

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import pandas as pd
+import speeds
 from records import Record, all_records
 from result_tables import span
 from sparse_settings_table import pattern, screened, several, table_of
@@ -292,6 +293,8 @@ def phrases(results: Path) -> dict[str, list[str]]:
     return {
         "../README.md": [trained, *calibration(found), *settings(found), widths(found)[0]],
         "README.md": [*emergence(found), *foretold(found), *misses(found)],
+        "../docs/how/train.md": speeds.training(results),
+        "../docs/linear_attention.md": speeds.flow(results),
         "../docs/how/weights.md": [*classified(found), *calibration(found)],
         "../docs/papers/softmax_attention.md": [
             *foretold(found),
