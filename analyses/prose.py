@@ -193,7 +193,7 @@ def small(found: Results) -> list[str]:
 
 def blocks(found: Results) -> list[str]:
     """What norm and MLP change, at the learning rate of attention alone and at their own, with that in all seeds."""
-    table = several(table_of(found.folder)).query("mlp")
+    table = several(table_of(found.folder)).query("mlp and d_x == 8")
     rates = sorted(table.learning_rate.unique())
     own, other = (table[table.learning_rate == rate] for rate in rates)
     longer = own.dropna(subset=["to_fewer_steps"])
@@ -221,6 +221,34 @@ def sixteen(found: Results) -> list[str]:
         f"lower the risk to {one.to_single_2d:.2f} of a single head's and {one.to_ridge:.2f} of ridge's",
         f"(R² {one['r2_R x']:.2f})",
     ]
+
+
+TASK = ["d_x", "sparsity", "context_length", "nonzeros", "noise_var", "n_layers"]
+
+
+def expected(found: Results) -> list[str]:
+    """What models do where a few steps of Algorithm 1 have less risk than gradient descent."""
+    table = several(table_of(found.folder))
+    fairness = found.table("sparse_fairness").set_index(TASK)
+    trained = table.set_index(TASK).index.unique()
+    small = fairness.loc[trained[trained.get_level_values("d_x") < 24]].algorithm_to_gd
+    ratios = fairness.query("n_layers == 3").groupby("d_x").last()
+    table = screened(table).query("d_x >= 24 and score == 'linear/L' and n_layers == 3")
+    models = table.set_index(["d_x", "n_heads"])
+    at_24, at_32 = models.loc[(24, 24)], models.loc[(32, 32)]
+    return [
+        f"{some(small, 1)} times the risk of gradient descent",
+        *(f"{told_ratio(ratios.loc[d_x], 'algorithm_to_gd')} at d_x {d_x}" for d_x in (24, 32)),
+        f"{told_ratio(at_24, 'to_single_2d')} of a single head's risk with 24 heads at d_x 24",
+        f"{told_ratio(at_32, 'to_single_2d')} with 32 at d_x 32",
+        f"{some(table.to_ridge, 2)} of ridge's and {some(table.to_algorithm, 1)} times that of Algorithm 1 at its best step",
+        f"{some(table.n_eff_1, 1)} heads at work in layer 1",
+        f"of R x one can read at most {table['r2_R x'].max():.2f} behind it",
+    ]
+
+
+def told_ratio(row: pd.Series, name: str) -> str:
+    return f"{row[name]:.2f} ± {row[f'{name}_sem']:.2f}"
 
 
 def longer(found: Results) -> list[str]:
@@ -311,6 +339,7 @@ def phrases(results: Path) -> dict[str, list[str]]:
             *small(found),
             *blocks(found),
             *sixteen(found),
+            *expected(found),
             *longer(found),
         ],
     }
