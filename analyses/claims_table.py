@@ -50,6 +50,7 @@ TABLES: dict[Path, dict[str, Callable[[Path], str]]] = {
         "calibration errors": result_tables.calibration_errors,
     },
     HERE.parent / "README.md": {"claims": main_table},
+    DOCS / "heads.md": {"speeds": speeds.masking},
     DOCS / "how" / "train.md": {"speeds": speeds.packs},
     **{PAGES / f"{paper}.md": {"claims": partial(main_table, paper=paper)} for paper in PAPERS},
 }

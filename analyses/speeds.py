@@ -31,6 +31,22 @@ def packs(results: Path) -> str:
     return markdown(("in one run", "against the plain loop"), list(found.items()))
 
 
+def masking(results: Path) -> str:
+    """The table of docs/heads.md."""
+    found = ratios(results)
+    (subsets,) = (value for name, value in found.items() if "by run_with_hooks" in name)
+    heads = {score: found[MASKING.format(score)] for score in ("linear", "softmax")}
+    rows = [
+        (
+            "every head of 4 layers of 8 masked alone, width 64, linear scores",
+            f"{heads['linear']:.0f} times",
+        ),
+        ("the same with softmax scores", f"{heads['softmax']:.1f} times"),
+        ("all 256 subsets of a layer of 8 heads", f"{subsets:,.0f} times"),
+    ]
+    return markdown(("4,096 prompts", "as fast as the plain loop"), rows)
+
+
 def training(results: Path) -> list[str]:
     """What docs/how/train.md says beside that."""
     found = ratios(results)
