@@ -223,6 +223,7 @@ def sixteen(found: Results) -> list[str]:
     ]
 
 
+RANDOM = "d24s1-linear-h24x25-l3-noise0.4-s0"
 TASK = ["d_x", "sparsity", "context_length", "nonzeros", "noise_var", "n_layers"]
 
 
@@ -233,7 +234,7 @@ def expected(found: Results) -> list[str]:
     trained = table.set_index(TASK).index.unique()
     small = fairness.loc[trained[trained.get_level_values("d_x") < 24]].algorithm_to_gd
     ratios = fairness.query("n_layers == 3").groupby("d_x").last()
-    table = screened(table).query("d_x >= 24 and score == 'linear/L' and n_layers == 3")
+    table = from_random(found)
     models = table.set_index(["d_x", "n_heads"])
     at_24, at_32 = models.loc[(24, 24)], models.loc[(32, 32)]
     return [
@@ -245,6 +246,41 @@ def expected(found: Results) -> list[str]:
         f"{some(table.n_eff_1, 1)} heads at work in layer 1",
         f"of R x one can read at most {table['r2_R x'].max():.2f} behind it",
     ]
+
+
+def kept(found: Results) -> list[str]:
+    """What training makes of the construction in such a task."""
+    table = found.table("sparse_start_expected")
+    last = table[table.step == table.step.max()].set_index("arm")
+    alone, others = last.loc["built, alone"], last.loc["built, with other heads"]
+    random = screened(table_of(found.folder)).set_index("model").loc[RANDOM]
+    r2 = sorted(last["r2_R x"])
+    return [
+        f"(risk {told_ratio(table[table.step == 0].iloc[0], 'to_ridge')} of ridge's)",
+        f"brings it to {told_ratio(alone, 'to_ridge')} where the later layers have no other heads",
+        f"({alone.n_eff_1:.1f} heads at work; one of them alone costs {alone['first']:.1f} times the risk)",
+        f"to {told_ratio(others, 'to_ridge')} where they have, {told_ratio(others, 'to_lasso')} of lasso's",
+        f"(one head in each costs {others.later_refit:.1f} times the risk with a new read-out)",
+        f"(R² {r2[0]:.2f} and {r2[1]:.2f})",
+        f"at random weights ends at {told_ratio(random, 'to_ridge')}",
+        f"by a factor of {some(random.to_ridge / last.to_ridge, 1)}",
+    ]
+
+
+def in_short(found: Results) -> list[str]:
+    """The same for README.md, in a sentence."""
+    table = found.table("sparse_start_expected")
+    last = table[table.step == table.step.max()]
+    return [
+        f"ends at {some(from_random(found).to_ridge, 2)} of ridge's risk without it",
+        f"ends at {some(last.to_ridge, 2)}",
+    ]
+
+
+def from_random(found: Results) -> pd.DataFrame:
+    """The models of linear attention with several heads in such tasks, trained from random weights."""
+    table = screened(several(table_of(found.folder)))
+    return table.query("d_x >= 24 and score == 'linear/L' and n_layers == 3")
 
 
 def told_ratio(row: pd.Series, name: str) -> str:
@@ -319,7 +355,13 @@ def phrases(results: Path) -> dict[str, list[str]]:
     count = len(list(checkpoints.glob("*/config.json")))
     trained = f"measured again on {count} trained models that are shipped"
     return {
-        "../README.md": [trained, *calibration(found), *settings(found), widths(found)[0]],
+        "../README.md": [
+            trained,
+            *calibration(found),
+            *settings(found),
+            widths(found)[0],
+            *in_short(found),
+        ],
         "README.md": [*emergence(found), *foretold(found), *misses(found)],
         "../docs/how/train.md": speeds.training(results),
         "../docs/linear_attention.md": speeds.flow(results),
@@ -340,6 +382,7 @@ def phrases(results: Path) -> dict[str, list[str]]:
             *blocks(found),
             *sixteen(found),
             *expected(found),
+            *kept(found),
             *longer(found),
         ],
     }

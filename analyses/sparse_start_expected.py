@@ -25,6 +25,7 @@ from sparse_fairness import PLAN, algorithm_1, fitted
 from sparse_settings import PROMPTS, claims_of
 from sparse_start import ARMS, start_of
 
+from mechinterp import figures
 from mechinterp.analysis.estimates import mean_and_sem
 from mechinterp.analysis.heads.pairs import halves
 from mechinterp.config import ExperimentConfig
@@ -89,7 +90,7 @@ def records(ends: pd.DataFrame) -> list[Record]:
             quantity="R²",
             relation="at least",
             bound=0.9,
-            **with_errors({name: (row["r2_R x"], 0.0) for name, row in found.items()}),
+            values={name: row["r2_R x"] for name, row in found.items()},
             **common,
         )
     ]
@@ -136,8 +137,19 @@ def main() -> None:
     file = RESULTS / "sparse_start_expected.csv"
     data = train(arguments.quick) if arguments.train else pd.read_csv(file)
     found = records(data.groupby("arm", sort=False).tail(1))
+    page = figures.lines(
+        data.step.unique(),
+        {arm: one.followed_risk.to_numpy() for arm, one in data.groupby("arm", sort=False)},
+        errors={
+            arm: one.followed_risk_sem.to_numpy() for arm, one in data.groupby("arm", sort=False)
+        },
+        title="Excess risk from the construction on, d_x 24, one entry, noise variance 0.4",
+        x_title="step",
+        y_title="excess risk (y²)",
+        log_y=True,
+    )
     note = "" if arguments.train else "records of a table measured earlier"
-    write(Measured(data, {}, found), "sparse_start_expected", arguments.out, note=note)
+    write(Measured(data, {"risk": page}, found), "sparse_start_expected", arguments.out, note=note)
 
 
 if __name__ == "__main__":
