@@ -4,14 +4,17 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
+from mechinterp.analysis.heads.pairs import halves
 from mechinterp.checkpoints.native import load, save
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig, TrainConfig
 from mechinterp.icl.prompts import generator_for, sample_prompts
 from mechinterp.icl.sparse_predictors import gradient_descent, preprocess_then_optimise
 from mechinterp.models.constructions_sparse import preprocess_then_optimise_model
+from mechinterp.models.transformer import ICLTransformer
 from mechinterp.training.sweep import load_sweep
 
 ANALYSES = Path(__file__).parents[1] / "analyses"
@@ -117,3 +120,20 @@ def test_the_figure_has_the_shares_of_each_layer(scripts):
     assert len(drawn.data) == len(SHOWN)
     for heatmap in drawn.data:
         assert [sum(layer) for layer in heatmap.z] == pytest.approx([1] * len(heatmap.z), abs=0.05)
+
+
+def test_training_from_the_construction_starts_with_the_risk_of_its_fitted_steps(scripts):
+    import sparse_measured as ask
+    from sparse_settings import learners
+    from sparse_start import start_of
+    from sparse_start_expected import config_of, step_sizes
+
+    config = config_of(1)
+    etas = step_sizes(config, 64)
+    assert len(etas) == config.model.n_layers - 1
+    _, measured = halves(ask.prompts_of(config.task, 64))
+    expected = learners(config.task, config.model.n_layers, 64)["algorithm_fixed"]
+    for arm, exact in (("built, alone", True), ("built, with other heads", False)):
+        model = ICLTransformer.from_weights(start_of(arm, config, etas), task=config.task)
+        found = ask.risks(model, measured)
+        assert np.allclose(found, expected, rtol=1e-3, atol=1e-4) == exact
