@@ -237,6 +237,7 @@ def expected(found: Results) -> list[str]:
     table = from_random(found)
     models = table.set_index(["d_x", "n_heads"])
     at_24, at_32 = models.loc[(24, 24)], models.loc[(32, 32)]
+    longer = from_random(found, every=True).dropna(subset=["to_fewer_steps"]).set_index("steps")
     return [
         f"{some(small, 1)} times the risk of gradient descent",
         *(f"{told_ratio(ratios.loc[d_x], 'algorithm_to_gd')} at d_x {d_x}" for d_x in (24, 32)),
@@ -245,6 +246,11 @@ def expected(found: Results) -> list[str]:
         f"{some(table.to_ridge, 2)} of ridge's and {some(table.to_algorithm, 1)} times that of Algorithm 1 at its best step",
         f"{some(table.n_eff_1, 1)} heads at work in layer 1",
         f"of R x one can read at most {table['r2_R x'].max():.2f} behind it",
+        *(
+            f"{told_ratio(row, 'to_ridge')} after {steps:,}"
+            for steps, row in longer.sort_index().iterrows()
+        ),
+        f"{some(longer.n_eff_1, 1)} heads at work in layer 1, and R x as little (R² {some(longer['r2_R x'], 2)})",
     ]
 
 
@@ -272,14 +278,16 @@ def in_short(found: Results) -> list[str]:
     table = found.table("sparse_start_expected")
     last = table[table.step == table.step.max()]
     return [
-        f"ends at {some(from_random(found).to_ridge, 2)} of ridge's risk without it",
+        f"ends at {some(from_random(found, every=True).to_ridge, 2)} of ridge's risk without it",
         f"ends at {some(last.to_ridge, 2)}",
     ]
 
 
-def from_random(found: Results) -> pd.DataFrame:
-    """The models of linear attention with several heads in such tasks, trained from random weights."""
-    table = screened(several(table_of(found.folder)))
+def from_random(found: Results, *, every: bool = False) -> pd.DataFrame:
+    """The models of linear attention with several heads in such tasks, trained from random weights
+    for as long as all, or for any number of steps."""
+    table = several(table_of(found.folder))
+    table = table if every else screened(table)
     return table.query("d_x >= 24 and score == 'linear/L' and n_layers == 3")
 
 

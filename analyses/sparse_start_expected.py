@@ -4,11 +4,11 @@ d_x 24, one entry of +-1, 48 pairs, noise variance 0.4: two steps of Algorithm 1
 three of gradient descent there (sparse_fairness.py), yet models trained from random weights descend
 on x (sparse_settings.py). Does training keep what it does not find? The first layer's 24 heads
 write r_j x_j and one head in each later layer takes a step of its best fixed size; then 20,000
-steps by the plan of sparse_settings.md, alone and with the other heads of later layers at half of
-the size they would start with. One seed each. The last row of each is measured as the models of
-the plan are, C10 to C12 among it.
+steps by the plan of sparse_settings.md: alone; with the other heads of later layers at half of the
+size they would start with; and, as a control, the same shape with nothing of it. One seed each. The
+last row of each is measured as the models of the plan are, C10 to C12 among it.
 Run: python analyses/sparse_start_expected.py (at once: the records of the results that are there),
-and with --train to train again (an hour on one core; with --quick two minutes).
+and with --train to train again (an hour and a quarter on one core; with --quick two minutes).
 """
 
 import argparse
@@ -33,14 +33,14 @@ from mechinterp.models.transformer import ICLTransformer
 from mechinterp.training.deep import DeepRun
 from mechinterp.training.sweep import load_sweep
 
-TRAINED = "d24s1-linear-h24x25-l3-noise0.4-s0"
-"""The model of the plan that starts at random."""
+PLANNED = "d24s1-linear-h24x25-l3-noise0.4-s0"
+"""The model of the plan whose task and training these have."""
 FOLLOWED = 512
 
 
 def config_of(steps: int) -> ExperimentConfig:
     """That of the plan, with the shape of the construction."""
-    plan = load_sweep(PLAN)[TRAINED]
+    plan = load_sweep(PLAN)[PLANNED]
     d_x = plan.task.d_x
     train = replace(plan.train, steps=steps, log_every=max(1, steps // 20), snapshot_every=steps)
     model = replace(plan.model, n_heads=d_x, d_head=d_x, d_model=2 * d_x + 1)
@@ -75,8 +75,7 @@ def follow(
 def train(quick: bool) -> pd.DataFrame:
     config, n_prompts = config_of(200 if quick else 20_000), 128 if quick else PROMPTS
     etas = step_sizes(config, n_prompts)
-    arms = [arm for arm in ARMS if arm != "at random"]
-    return pd.concat([follow(arm, config, etas, n_prompts) for arm in reversed(arms)])
+    return pd.concat([follow(arm, config, etas, n_prompts) for arm in ARMS])
 
 
 def records(ends: pd.DataFrame) -> list[Record]:
