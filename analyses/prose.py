@@ -237,6 +237,7 @@ def expected(found: Results) -> list[str]:
     table = from_random(found)
     models = table.set_index(["d_x", "n_heads"])
     at_24, at_32 = models.loc[(24, 24)], models.loc[(32, 32)]
+    (block,) = several(table_of(found.folder)).query("d_x == 24 and mlp").itertuples()
     longer = from_random(found, every=True).dropna(subset=["to_fewer_steps"]).set_index("steps")
     return [
         f"{some(small, 1)} times the risk of gradient descent",
@@ -250,6 +251,9 @@ def expected(found: Results) -> list[str]:
             f"{told_ratio(row, 'to_ridge')} after {steps:,}"
             for steps, row in longer.sort_index().iterrows()
         ),
+        f"{block.to_ridge:.2f} ± {block.to_ridge_sem:.2f} of ridge's risk after {block.steps:,} steps",
+        f"{block.n_eff_1:.1f} of {block.n_heads} heads at work in layer 1 and {some([block.n_eff_2, block.n_eff_3], 1)} in the later ones",
+        f"one in each of these costs {block.later_refit:.2f} times the risk with a new read-out, one in the first {block.first:.2f} times",
         f"{some(longer.n_eff_1, 1)} heads at work in layer 1, and R x as little (R² {some(longer['r2_R x'], 2)})",
     ]
 
