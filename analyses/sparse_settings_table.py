@@ -152,10 +152,12 @@ def steps(results: Path) -> str:
     rows = []
     for _, row in longer.iterrows():
         same = (found.setting == row.setting) & (found.seed == row.seed)
-        shorter = found[same & (found.steps < row.steps)].iloc[-1]
-        cells = (row.setting, told(row.to_fewer_steps, row.to_fewer_steps_sem, 3))
+        shorter = found[same & (found.steps < row.steps)].nlargest(1, "steps").iloc[0]
+        cells = (row.setting, f"{row.steps:,}", told(row.to_fewer_steps, row.to_fewer_steps_sem, 3))
         rows.append((*cells, held(shorter), held(row)))
-    return markdown(("setting", "risk / after half the steps", "held then", "holds now"), rows)
+    return markdown(
+        ("setting", "steps", "risk / after half of them", "held then", "holds now"), rows
+    )
 
 
 def between(values: pd.Series) -> str:
