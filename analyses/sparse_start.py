@@ -134,22 +134,24 @@ def records(ends: pd.DataFrame) -> list[Record]:
             **common,
         )
     ]
-    made += [
-        Record(
-            id=f"sparse-start-{name}",
-            statement=f"and its risk is below that of {what}",
-            quantity="ratio of excess risks, same prompts",
-            relation="below",
-            bound=1,
-            margin=2,
-            **with_errors(
-                {arm: (row[f"to {name}"], row[f"to {name} sem"]) for arm, row in found.items()}
-            ),
-            **common,
-        )
-        for name, what in RIVALS.items()
-    ]
+    for name, what in RIVALS.items():
+        ratios = {arm: (row[f"to {name}"], row[f"to {name} sem"]) for arm, row in found.items()}
+        made.append(below(f"sparse-start-{name}", what, ratios, **common))
     return made
+
+
+def below(id: str, what: str, ratios: dict[str, tuple[float, float]], **common: str) -> Record:
+    """Whether the risk of each arm is below that of a rival, from their ratios with errors."""
+    return Record(
+        id=id,
+        statement=f"and its risk is below that of {what}",
+        quantity="ratio of excess risks, same prompts",
+        relation="below",
+        bound=1,
+        margin=2,
+        **with_errors(ratios),
+        **common,
+    )
 
 
 def train(quick: bool) -> pd.DataFrame:

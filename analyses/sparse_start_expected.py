@@ -20,10 +20,10 @@ import pandas as pd
 import sparse_measured as ask
 import torch
 from measured import RESULTS, Measured, write
-from records import Record, with_errors
+from records import Record
 from sparse_fairness import PLAN, algorithm_1, fitted
 from sparse_settings import PROMPTS, claims_of
-from sparse_start import ARMS, start_of
+from sparse_start import ARMS, below, start_of
 
 from mechinterp import figures
 from mechinterp.analysis.estimates import mean_and_sem
@@ -94,21 +94,9 @@ def records(ends: pd.DataFrame) -> list[Record]:
         )
     ]
     asked = {"ridge": "ridge at its best penalty", "gd": "gradient descent at its best step"}
-    made += [
-        Record(
-            id=f"sparse-start-expected-{name}",
-            statement=f"and its risk is below that of {what}",
-            quantity="ratio of excess risks, same prompts",
-            relation="below",
-            bound=1,
-            margin=2,
-            **with_errors(
-                {arm: (row[f"to_{name}"], row[f"to_{name}_sem"]) for arm, row in found.items()}
-            ),
-            **common,
-        )
-        for name, what in asked.items()
-    ]
+    for name, what in asked.items():
+        ratios = {arm: (row[f"to_{name}"], row[f"to_{name}_sem"]) for arm, row in found.items()}
+        made.append(below(f"sparse-start-expected-{name}", what, ratios, **common))
     pattern = {
         arm: float(row[["C10", "C11", "C12"]].astype(bool).sum()) for arm, row in found.items()
     }
