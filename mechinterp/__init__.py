@@ -15,6 +15,7 @@ _HOMES = {
     "generator_for": "mechinterp.icl.prompts",
     "Prompts": "mechinterp.icl.prompts",
     "sample_prompts": "mechinterp.icl.prompts",
+    "task_pool": "mechinterp.icl.prompts",
     "ModelConfig": "mechinterp.config",
     "predictor_of": "mechinterp.models.predictor",
     "circuits": "mechinterp.analysis.circuits.circuits",

@@ -17,7 +17,7 @@ from mechinterp.fields import (
 
 # Fields that the first version did not have: they must not change the ids it gave.
 LATER_FIELDS = {
-    "task": ("shared_beta", "nonzeros"),
+    "task": ("shared_beta", "nonzeros", "n_tasks", "task_seed"),
     "model": (
         *("attend_to_self", "biases", "merged_qk", "context_only", "d_model"),
         *("norm", "final_norm", "norm_eps", "d_mlp", "activation", "layout", "n_positions"),
