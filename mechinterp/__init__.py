@@ -25,6 +25,8 @@ _HOMES = {
     "name_algorithm": "mechinterp.analysis.learners.algorithm",
     "intervene_on_steps": "mechinterp.analysis.learners.algorithm_steps",
     "fit_learners": "mechinterp.analysis.learners.fits",
+    "dmmse": "mechinterp.icl.pools",
+    "compare_priors": "mechinterp.analysis.learners.priors",
     "ablate_heads": "mechinterp.analysis.heads.ablation",
     "ablate_subsets": "mechinterp.analysis.heads.subsets",
     "mask_heads": "mechinterp.models.masks",

@@ -31,6 +31,7 @@ from mechinterp.analysis.learners.algorithm import name_algorithm
 from mechinterp.analysis.learners.algorithm_steps import intervene_on_steps
 from mechinterp.analysis.learners.baselines import baselines
 from mechinterp.analysis.learners.fits import fit_learners
+from mechinterp.analysis.learners.priors import compare_priors
 from mechinterp.analysis.probing.p_probing import p_probe
 from mechinterp.analysis.probing.probing import probe
 from mechinterp.checkpoints.native import Checkpoint
@@ -67,6 +68,7 @@ ANALYSES: dict[str, Analysis] = {
     "p-probe": p_probe,
     "edges": attribute_edges,
     "fit": fit_learners,
+    "priors": compare_priors,
     "snapshots": training_snapshots,
     "head-snapshots": deep_snapshots,
     "component-snapshots": linear_snapshots,

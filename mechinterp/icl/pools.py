@@ -50,9 +50,7 @@ def dmmse(prompts: Prompts, *, pool: Pool, noise_var: float) -> Float[Tensor, "b
     return found.to(prompts.y.dtype)
 
 
-def log_posterior(
-    prompts: Prompts, *, pool: Pool, noise_var: float
-) -> Float[Tensor, "batch task"]:
+def log_posterior(prompts: Prompts, *, pool: Pool, noise_var: float) -> Float[Tensor, "batch task"]:
     """log p_i of every task of a pool given the pairs of each prompt, in float64.
 
     Raises:
