@@ -27,6 +27,8 @@ _HOMES = {
     "fit_learners": "mechinterp.analysis.learners.fits",
     "dmmse": "mechinterp.icl.pools",
     "compare_priors": "mechinterp.analysis.learners.priors",
+    "prior_heads": "mechinterp.analysis.heads.prior_heads",
+    "prior_snapshots": "mechinterp.analysis.dynamics.prior_snapshots",
     "ablate_heads": "mechinterp.analysis.heads.ablation",
     "ablate_subsets": "mechinterp.analysis.heads.subsets",
     "mask_heads": "mechinterp.models.masks",

@@ -20,12 +20,14 @@ from mechinterp.analysis.circuits.patterns import classify
 from mechinterp.analysis.dynamics.deep_snapshots import deep_snapshots
 from mechinterp.analysis.dynamics.linear_snapshots import linear_snapshots
 from mechinterp.analysis.dynamics.milestones import milestones
+from mechinterp.analysis.dynamics.prior_snapshots import prior_snapshots
 from mechinterp.analysis.dynamics.snapshots import training_snapshots
 from mechinterp.analysis.dynamics.training import training_dynamics
 from mechinterp.analysis.heads.edges import attribute_edges
 from mechinterp.analysis.heads.gates import learn_gates
 from mechinterp.analysis.heads.masking import ablate
 from mechinterp.analysis.heads.pairs import ablate_pairs, greedy_order
+from mechinterp.analysis.heads.prior_heads import prior_heads
 from mechinterp.analysis.heads.pruning import prune
 from mechinterp.analysis.learners.algorithm import name_algorithm
 from mechinterp.analysis.learners.algorithm_steps import intervene_on_steps
@@ -69,6 +71,8 @@ ANALYSES: dict[str, Analysis] = {
     "edges": attribute_edges,
     "fit": fit_learners,
     "priors": compare_priors,
+    "prior-heads": prior_heads,
+    "prior-snapshots": prior_snapshots,
     "snapshots": training_snapshots,
     "head-snapshots": deep_snapshots,
     "component-snapshots": linear_snapshots,

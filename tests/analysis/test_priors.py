@@ -51,7 +51,7 @@ def test_the_numbers_are_those_of_the_definition():
     prompts = sample_prompts(TASK, 300, seed=3, new_tasks=True, dtype=torch.float64)
     short = replace(prompts, x=prompts.x[:, :2], y=prompts.y[:, :2])
     f, D, R = (mixture(a)(short) if a is not None else model(short) for a in (None, 1.0, 0.0))
-    row = found.query("prompts == 'new' and context_length == 2").iloc[0]
+    row = found.query("tasks == 'new' and context_length == 2").iloc[0]
     far = ((f - D).square().mean(1) / 3).numpy()
     assert row.distance_dmmse == pytest.approx(far.mean())
     assert row.distance_dmmse_sem == pytest.approx(far.std(ddof=1) / 300**0.5)
@@ -95,12 +95,14 @@ def test_strategies():
     assert compare_priors(mixture(0.0), TASK, n_prompts=500).strategy == "generalises"
     assert compare_priors(mixture(0.5), TASK, n_prompts=500).strategy == "neither"
     zero = compare_priors(lambda prompts: 0 * prompts.y_query, TASK, n_prompts=500)
-    assert zero.overall.unexplained[0] > 0.5 and zero.strategy == "neither"
+    assert zero.overall.unexplained[0] > 0.5
+    assert zero.strategy == "neither"
 
 
 def test_dmmse_is_best_on_the_pool_and_ridge_on_new_tasks():
     found = compare_priors(mixture(0.5), TASK, n_prompts=2000).overall
-    assert found.risk_dmmse[0] < found.risk_ridge[0] and found.risk_ridge[1] < found.risk_dmmse[1]
+    assert found.risk_dmmse[0] < found.risk_ridge[0]
+    assert found.risk_ridge[1] < found.risk_dmmse[1]
 
 
 def test_a_model_of_the_package_frame_and_figures():
@@ -108,19 +110,22 @@ def test_a_model_of_the_package_frame_and_figures():
     task = replace(TASK, d_y=1)
     found = compare_priors(linear_attention(heads), task, n_prompts=64, context_lengths=[4, 1])
     frame = found.to_frame()
-    assert frame[["prompts", "context_length"]].to_numpy().tolist() == [
+    assert frame[["tasks", "context_length"]].to_numpy().tolist() == [
         [kind, length] for kind in KINDS for length in (1, 4)
     ]
     names = list(Closeness.__dataclass_fields__)
-    assert list(frame.columns) == ["prompts", "context_length", *names]
-    assert isinstance(found.summary_frame(), pd.DataFrame) and len(found.summary_frame()) == 2
+    assert list(frame.columns) == ["tasks", "context_length", *names]
+    assert isinstance(found.summary_frame(), pd.DataFrame)
+    assert len(found.summary_frame()) == 2
     assert np.isfinite(frame[names].to_numpy()).all()
-    assert isinstance(found.plot(), go.Figure) and len(found.plot().data) == 2
+    assert isinstance(found.plot(), go.Figure)
+    assert len(found.plot().data) == 2
     assert len(found.plot_risks().data) == 6
     assert repr(found).startswith("PriorComparison(neither, pool of 6; pool: relative ")
     # The lengths, as long as they are few, are all from 1 on.
     default = compare_priors(mixture(0.0), replace(TASK, context_length=40), n_prompts=8)
-    assert len(default.context_length) == 16 and default.context_length[[0, -1]].tolist() == [1, 40]
+    assert len(default.context_length) == 16
+    assert default.context_length[[0, -1]].tolist() == [1, 40]
 
 
 @pytest.mark.parametrize(

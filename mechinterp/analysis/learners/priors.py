@@ -104,16 +104,14 @@ class PriorComparison(Result):
         return f"PriorComparison({self.strategy}, pool of {self.n_tasks}; {'; '.join(told)})"
 
     def to_frame(self) -> pd.DataFrame:
-        """One row per kind of prompts and context length."""
+        """One row per kind of tasks and context length."""
         kinds = np.repeat(KINDS, len(self.context_length))
         lengths = np.tile(self.context_length, len(KINDS))
-        return pd.DataFrame(
-            {"prompts": kinds, "context_length": lengths, **self.at_length.columns()}
-        )
+        return pd.DataFrame({"tasks": kinds, "context_length": lengths, **self.at_length.columns()})
 
     def summary_frame(self) -> pd.DataFrame:
-        """One row per kind of prompts, means over the context lengths."""
-        return pd.DataFrame({"prompts": KINDS, **self.overall.columns()})
+        """One row per kind of tasks, means over the context lengths."""
+        return pd.DataFrame({"tasks": KINDS, **self.overall.columns()})
 
     def plot(self) -> go.Figure:
         """Relative distance over the context length, on prompts of the pool and on new ones."""
@@ -242,7 +240,11 @@ class Sample:
         """With the predictions of a model."""
         found = [model(prompts).double() for prompts in self.prompts]
         require_moderate(torch.cat(found))
-        return replace(self, model=found)
+        return self.given(found)
+
+    def given(self, predictions: list[Tensor]) -> "Sample":
+        """With predictions, one tensor for each context length."""
+        return replace(self, model=predictions)
 
     def squares(self) -> Float[np.ndarray, "prompt length square"]:
         """Per prompt and length: |f - dMMSE|^2 / d_x, |f - ridge|^2 / d_x, <f - ridge, dMMSE - ridge>, |dMMSE - ridge|^2, |f - ridge|^2,
@@ -278,10 +280,8 @@ def closeness(squares: Float[np.ndarray, "prompt *axes square"]) -> Closeness:
     return Closeness(**found)
 
 
-def _ratios(
-    numerator: Float[np.ndarray, "prompt *axes"], denominator: Float[np.ndarray, "prompt *axes"]
-) -> tuple[Float[np.ndarray, "*axes"], Float[np.ndarray, "*axes"]]:
-    """Ratios of means with their standard errors, each axis by itself."""
+def _ratios(numerator: np.ndarray, denominator: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Ratios of means over the first axis with their standard errors, each of the other axes by itself."""
     shape = numerator.shape[1:]
     columns = [each.reshape(len(each), -1).T for each in (numerator, denominator)]
     pairs = [ratio_and_sem(top, bottom) for top, bottom in zip(*columns, strict=True)]
