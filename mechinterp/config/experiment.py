@@ -101,6 +101,9 @@ class ExperimentConfig:
         needed["task.sparsity"] = None
         if optimizer == "gradient_flow":
             needed["task.n_sequences"] = None
+        if self.task.n_tasks is not None:
+            # The second moment of a pool shares no eigenvectors with another covariance.
+            needed["task.covariance.kind"] = "identity"
         for name, value in needed.items():
             found = value_of(self, name)
             if found != value:

@@ -11,12 +11,17 @@ import pytest
 import torch
 from torch import Tensor
 
+from mechinterp.analysis.learners.baselines import baselines
+from mechinterp.analysis.learners.fits import fit_learners
 from mechinterp.analysis.learners.priors import KINDS, Closeness, compare_priors
 from mechinterp.config import TaskConfig
 from mechinterp.icl.pools import dmmse
 from mechinterp.icl.predictors import ridge
 from mechinterp.icl.prompts import Prompts, sample_prompts, task_pool
 from mechinterp.models.constructions import linear_attention
+from mechinterp.models.predictor import predictor_of
+from mechinterp.models.transformer import ICLTransformer
+from mechinterp.models.weights import weights_of_layer
 from mechinterp.theory.linear_heads import merged_heads
 
 TASK = TaskConfig(d_x=3, d_y=2, context_length=4, n_tasks=6, beta_var=1.0, noise_var=0.25)
@@ -149,3 +154,32 @@ def test_lengths_and_predictions_are_checked():
         compare_priors(mixture(0.0), TASK, context_lengths=[0])
     with pytest.raises(ValueError, match="The model's predictions overflow"):
         compare_priors(partial(ridge, penalty=float("nan")), TASK, n_prompts=8)
+
+
+def test_dmmse_is_a_learner_of_a_task_with_a_pool():
+    task = replace(TASK, d_y=1)
+    memory = partial(dmmse, pool=task_pool(task), noise_var=task.noise_var)
+    fits = fit_learners(memory, task, context_lengths=[4], n_prompts=500)
+    assert fits.best == "dmmse"
+    assert fits.r2[0, -1] == pytest.approx(1)
+    assert fits.to_frame()["learner"].iloc[-1] == "dmmse"
+    assert len(fits.plot().data) == len(fits.plot_distance().data) + 1 == 7
+    plain = fit_learners(memory, replace(task, n_tasks=None), context_lengths=[4], n_prompts=500)
+    assert len(plain.learners) == 5
+    assert plain.best != "dmmse"
+
+
+def test_dmmse_is_a_baseline_of_a_model_whose_task_has_a_pool():
+    task = replace(TASK, d_y=1)
+    weights = weights_of_layer(linear_attention(merged_heads(2, 3, std=0.1, seed=0)))
+    model = ICLTransformer.from_weights(weights, task=task)
+    prompts = sample_prompts(task, 300, dtype=torch.float64)
+    given = replace(predictor_of(model), task=task)
+    found = baselines(given, prompts)
+    risk = (dmmse(prompts, pool=task_pool(task), noise_var=0.25) - prompts.y_query_clean).square()
+    assert found.learners[-1] == "dMMSE"
+    assert found.risk[-1] == pytest.approx(risk.mean().item())
+    assert found.risk[-1] < found.risk[:-1].min()
+    assert (
+        "dMMSE" not in baselines(replace(given, task=replace(task, n_tasks=None)), prompts).learners
+    )

@@ -160,3 +160,8 @@ def test_a_singular_law_of_tasks_is_taken_and_a_negative_one_not():
     assert len(modes(found).rates) == 1
     with pytest.raises(ValueError, match="must be positive numbers or 0, not all 0"):
         population_moments(np.ones(2), context_length=5, task_covariance=np.zeros(2))
+
+
+def test_training_on_moments_takes_pools_of_uncorrelated_covariates_only():
+    with pytest.raises(ValueError, match=r'task\.covariance\.kind must be "identity" for train'):
+        override(preset("linear-merged"), "task.n_tasks=2")
