@@ -2,7 +2,7 @@
 
     python analyses/pool_map.py RUNS [--out DIR] [--n-prompts N] [--models DIR]
 
-RUNS holds gpt2-m16, gpt2-none, ... of pool_train.py and linear/linear-l3-m16-s0, ... of sweeps/pool_linear.json; what is not there is not
+RUNS holds gpt2-m16, gpt2-mnone, ... of pool_train.py and linear/linear-l3-m16-s0, ... of sweeps/pool_linear.json; what is not there is not
 measured. It writes results/pool_map.csv (the last step), pool_steps.csv (every kept step), pool_heads.csv (each head masked)
 and, with --models, the GPT-2s as checkpoints of this package, with their snapshots.
 """
@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pandas as pd
 import torch
-from pool_train import pool_task
+from pool_train import STEPS, pool_task
 
 from mechinterp import load
 from mechinterp.analysis.dynamics.prior_snapshots import prior_snapshots
@@ -34,8 +34,8 @@ ORIGIN = {"trained by": "analyses/pool_train.py", "loss": "all prefixes, 0 to 8 
 
 def as_checkpoint(run: Path, out: Path) -> Checkpoint:
     """A run of pool_train.py as a checkpoint of this package, with the weights of every kept step."""
-    pool = run.name.split("-m")[-1] if "-m" in run.name else None
-    task = pool_task(None if pool is None else int(pool))
+    pool = run.name.removeprefix("gpt2-m")
+    task = pool_task(None if pool == "none" else int(pool))
     with tempfile.TemporaryDirectory() as folder:
         kept = {}
         for file in sorted((run / "steps").glob("*.pt"), key=lambda file: int(file.stem)):
@@ -54,7 +54,10 @@ def as_checkpoint(run: Path, out: Path) -> Checkpoint:
 def models(runs: Path, out: Path) -> dict[str, Checkpoint]:
     """Every model that is there, by name: size of the pool and kind."""
     found = {}
-    for run in sorted(runs.glob("gpt2-*")):
+    for run in sorted(runs.glob("gpt2-m*")):
+        if not (run / "steps" / f"{STEPS}.pt").exists():
+            print(f"{run.name} is not trained to the end, and left out.")
+            continue
         target = out / run.name
         found[run.name] = load(target) if target.exists() else as_checkpoint(run, target)
     for folder in sorted((runs / "linear").glob("linear-*")):
@@ -65,7 +68,7 @@ def models(runs: Path, out: Path) -> dict[str, Checkpoint]:
 
 def about(name: str, checkpoint: Checkpoint) -> dict[str, object]:
     """What a row says of its model."""
-    kind = re.split(r"-m\d|-none", name)[0]
+    kind = re.split(r"-m(?:\d|none)|-none", name)[0]
     config = checkpoint.config
     return {
         "model": name,

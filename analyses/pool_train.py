@@ -21,6 +21,7 @@ from mechinterp.icl.prompts import generator_for, sample_prompts
 
 NOISE_VAR = 0.25
 RATE = 1e-3
+STEPS = 20_000
 EVERY = 500
 """Steps between two states."""
 KEPT = (0, 250, 500, 1000, 1500)
@@ -97,7 +98,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("pool", help='number of tasks, or "none"')
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--steps", type=int, default=20_000)
+    parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--until", type=int, help="stop there; the rates stay those of --steps")
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()

@@ -25,6 +25,9 @@ from mechinterp.icl.pools import Pool
 from mechinterp.models.predictor import Source, learner_of
 from mechinterp.progress import ProgressCallback, no_progress
 
+EARLIEST = 1000
+"""Step from which a stretch near to ridge counts."""
+
 
 @dataclass(frozen=True, eq=False, repr=False)
 class PriorSnapshots(Result):
@@ -40,10 +43,11 @@ class PriorSnapshots(Result):
     def transient(self) -> int | None:
         """The first step clearly nearer to ridge on new tasks, of a model that ends clearly nearer to dMMSE there; else None.
 
-        "Clearly" is by two standard errors from 0.5.
+        "Clearly" is by two standard errors from 0.5. Steps before `EARLIEST` do not count: what predicts nearly 0 is nearer to
+        ridge, which shrinks too.
         """
         relative, sem = self.closeness.relative[1], self.closeness.relative_sem[1]
-        above = relative - CLEAR * sem > 0.5
+        above = (relative - CLEAR * sem > 0.5) & (self.step >= EARLIEST)
         if not above.any() or not relative[-1] + CLEAR * sem[-1] < 0.5:
             return None
         return int(self.step[above.argmax()])
