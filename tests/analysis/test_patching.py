@@ -8,7 +8,12 @@ import pytest
 import torch
 from transformer_lens.utilities import get_act_name
 
-from mechinterp.analysis.heads.patching import HEAD_PARTS, STREAMS, patch_positions
+from mechinterp.analysis.heads.patching import (
+    HEAD_PARTS,
+    STREAMS,
+    first_prediction,
+    patch_positions,
+)
 from mechinterp.config import ModelConfig, TaskConfig
 from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
 from mechinterp.models.constructions import diagonal_heads
@@ -38,7 +43,9 @@ def random_model() -> ICLTransformer:
 def test_columns_are_positions_and_values_those_by_hand(activation: str, length: int):
     model, clean, corrupted = random_model(), random_prompts(length, 1), random_prompts(length, 2)
     before = corrupted.tokens.clone()
-    found = patch_positions(model, clean, corrupted, activation=activation)
+    found = patch_positions(
+        model, clean, corrupted, activation=activation, metric=first_prediction
+    )
     heads = (3,) if activation in HEAD_PARTS else ()
     assert found.effect.shape == found.effect_sem.shape == (2, length + 1, *heads)
     _, cache = model.run_with_cache(clean.tokens)
