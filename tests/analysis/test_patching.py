@@ -43,9 +43,7 @@ def random_model() -> ICLTransformer:
 def test_columns_are_positions_and_values_those_by_hand(activation: str, length: int):
     model, clean, corrupted = random_model(), random_prompts(length, 1), random_prompts(length, 2)
     before = corrupted.tokens.clone()
-    found = patch_positions(
-        model, clean, corrupted, activation=activation, metric=first_prediction
-    )
+    found = patch_positions(model, clean, corrupted, activation=activation, metric=first_prediction)
     heads = (3,) if activation in HEAD_PARTS else ()
     assert found.effect.shape == found.effect_sem.shape == (2, length + 1, *heads)
     _, cache = model.run_with_cache(clean.tokens)
