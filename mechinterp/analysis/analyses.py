@@ -131,7 +131,12 @@ def at_length(
     task = replace(checkpoint.task, context_length=context_length)
     if isinstance(checkpoint, HookedModule):
         return replace(checkpoint, task=task)
-    return replace(checkpoint, config=replace(checkpoint.config, task=task))
+    train = checkpoint.config.train
+    if (
+        train.shortest_context is not None
+    ):  # of training's prompts, which are no longer than the task's
+        train = replace(train, shortest_context=min(train.shortest_context, context_length))
+    return replace(checkpoint, config=replace(checkpoint.config, task=task, train=train))
 
 
 def analysis_named(name: str) -> Analysis:
