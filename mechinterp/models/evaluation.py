@@ -40,16 +40,20 @@ def evaluation_prompts(
     """
     if prompts is not None:
         return prompts
-    predictor = None if isinstance(source, TaskConfig) else predictor_of(source)
-    task = source if isinstance(source, TaskConfig) else predictor and predictor.task
-    if task is None:
-        raise ValueError("prompts must be given for a model that comes without a task, got none.")
-    if n_prompts is None:
-        n_prompts = N_PROMPTS if predictor is None else usual_number(predictor)
+    if isinstance(source, TaskConfig):
+        task, dtype, usual = source, torch.float64, N_PROMPTS
+    else:
+        predictor = predictor_of(source)
+        if predictor.task is None:
+            raise ValueError(
+                "prompts must be given for a model that comes without a task, got none."
+            )
+        task, dtype, usual = predictor.task, _dtype(predictor), usual_number(predictor)
+    size = usual if n_prompts is None else n_prompts
     drawn = sample_prompts(
-        task, n_prompts, seed=seed, context_length=context_length, dtype=torch.float64
+        task, size, seed=seed, context_length=context_length, dtype=torch.float64
     )
-    return drawn if predictor is None else drawn.to(_dtype(predictor))
+    return drawn.to(dtype)
 
 
 def usual_number(source: Source) -> int:
@@ -86,6 +90,7 @@ def _dtype(predictor: Predictor) -> torch.dtype:
     if predictor.weights is not None:
         own = predictor.weights.dtype
     else:
-        parameters = getattr(predictor.model, "parameters", list)()
+        model = predictor.model
+        parameters = model.parameters() if isinstance(model, torch.nn.Module) else iter(())
         own = next((p.dtype for p in parameters if p.is_floating_point()), torch.float32)
     return torch.promote_types(own, torch.float32)

@@ -86,17 +86,20 @@ def sections_of(name: str, subject: Subject) -> list[Section]:
     """What an analysis says of a model: its own sections where it has them, else sentence, figure and table."""
     if name in BESPOKE:
         return BESPOKE[name](subject)
-    found = run_analysis(
-        name, subject.checkpoint, **_told(name, subject), progress=subject.progress
-    )
+    found = _run(name, subject)
     return [plain_section(name, found)]
 
 
-def _told(name: str, subject: Subject) -> dict[str, int | None]:
-    """What an analysis that draws prompts is told of them."""
-    if not draws_prompts(ANALYSES[name]):
-        return {}
-    return {"n_prompts": subject.n_prompts, "seed": subject.seed}
+def _run(name: str, subject: Subject) -> Finding:
+    """The result of an analysis, which is told of prompts if it draws some."""
+    draws = draws_prompts(ANALYSES[name])
+    return run_analysis(
+        name,
+        subject.checkpoint,
+        n_prompts=subject.n_prompts if draws else None,
+        seed=subject.seed if draws else None,
+        progress=subject.progress,
+    )
 
 
 def plain_section(
@@ -140,7 +143,7 @@ def _classify_sections(subject: Subject) -> list[Section]:
 
 
 def _algorithm_sections(subject: Subject) -> list[Section]:
-    found = run_analysis("algorithm", subject.checkpoint, **_told("algorithm", subject))
+    found = _run("algorithm", subject)
     assert isinstance(found, AlgorithmEvidence)
     return [algorithm_section(found)]
 
