@@ -15,7 +15,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from mechinterp.config import TaskConfig
-from mechinterp.icl.prompts import Prompts, sample_prompts
+from mechinterp.icl.prompts import Prompts
 from mechinterp.memory import chunks, together
 from mechinterp.models.adapter import HookedPredictor, hooked_predictor
 from mechinterp.models.backends import hooks, one_layer, token_map, weights_alone
@@ -252,26 +252,6 @@ class Predictor:
 
 Source = object
 """What an analysis takes: a checkpoint, a hooked model, weights or a `Predictor`; `predictor_of` refuses the rest."""
-
-
-def prompts_for(source: Source, prompts: Prompts | None, *, n_prompts: int, seed: int) -> Prompts:
-    """The prompts as they are, or evaluation prompts of the model's own task.
-
-    Raises:
-        ValueError: If there are none, and the model comes without a task.
-    Example:
-        >>> from mechinterp.models.constructions import zero_head
-        >>> prompts_for(zero_head(d_x=5), None, n_prompts=8, seed=0)
-        Prompts(8 of 40 pairs, d_x=5, d_y=1, torch.float64)
-    """
-    if prompts is not None:
-        return prompts
-    predictor = predictor_of(source)
-    if predictor.task is None:
-        raise ValueError("prompts must be given for a model that comes without a task, got none.")
-    weights = predictor.weights
-    dtype = torch.float32 if weights is None else weights.dtype
-    return sample_prompts(predictor.task, n_prompts, seed=seed, dtype=dtype)
 
 
 def task_for(source: Source, task: TaskConfig | None, analysis: str) -> TaskConfig:

@@ -43,7 +43,7 @@ def write_report(
     checkpoint: Checkpoint | HookedModule,
     out: str | Path,
     *,
-    n_prompts: int = 4096,
+    n_prompts: int | None = None,
     seed: int = 0,
     analyses: Sequence[str] | None = None,
     overwrite: bool = False,
@@ -56,9 +56,9 @@ def write_report(
 
     Args:
         analyses: Names in `ANALYSES` of those that get a section; None: those that suit the model.
-        n_prompts: Prompts behind the excess risk. For one layer of attention the fits take five times as many per
-            context length; for others what needs many runs takes a part of them, and the page says how many, and
-            a model with norms and MLPs, whose layers cannot be taken apart, is given an eighth.
+        n_prompts: Evaluation prompts; None: as many as each analysis takes by itself, so that the page's numbers are
+            those of the commands. Fits take five times as many per context length, what needs many runs no more than
+            it takes by itself, and models of several layers no fewer than probes need; the page says how many.
         progress: Optional progress callback.
     Raises:
         ValueError: If `out` is a file, or a folder that holds anything and `overwrite` is not set, or n_prompts is

@@ -233,7 +233,7 @@ def ablation_section(subject: Subject) -> Section:
         text,
         f"Excess risk is the mean of (ŷ − x·β)² over {len(subject.prompts)} prompts, the same for every mask; ± is one "
         "standard error, paired over prompts. Zero ablation sets a head's z to 0, mean ablation to its mean "
-        "over prompts. In one layer heads add up, so all subsets follow from one pass.",
+        "over prompts, resample ablation to that of another prompt. In one layer heads add up, so all subsets follow from one pass.",
         pictures,
         tables,
         toggles=_toggles(subject),

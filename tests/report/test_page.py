@@ -233,7 +233,9 @@ def test_every_linked_table_can_be_read(page: Page, trained: tuple[Checkpoint, P
     for link, table in tables.items():
         assert len(table) > 0
         assert f"{link} ({len(table)} rows)" in page.text
-    assert list(tables["ablation.csv"]["method"]) == ["zero", "zero", "mean", "mean"]
+    assert list(tables["ablation.csv"]["method"]) == [
+        *("zero", "zero", "mean", "mean", "resample", "resample")
+    ]
     assert list(tables["subsets.csv"]["kept"]) == ["none", "H0", "H1", "H0 H1"]
     assert tables["history.csv"]["step"].max() == 60
     assert len(tables["fits.csv"]) > Section("", "", "").longest_table

@@ -28,7 +28,7 @@ from mechinterp.progress import ProgressCallback, no_progress
 FITTED = {"vanilla_gd": "eta", "debiased_gd": "eta", "kernel_head": "mu"}
 LEARNERS = ("zero", "vanilla_gd", "debiased_gd", "kernel_head", "ridge")
 CONTEXT_LENGTHS = tuple(range(10, 101, 10))
-KERNEL_PROMPTS = 8192
+N_PROMPTS, KERNEL_PROMPTS = 20_000, 8192
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -162,7 +162,7 @@ def fit_learners(
     task: TaskConfig | None = None,
     *,
     context_lengths: Sequence[int] = CONTEXT_LENGTHS,
-    n_prompts: int = 20_000,
+    n_prompts: int = N_PROMPTS,
     seed: int = 0,
     progress: ProgressCallback = no_progress,
 ) -> LearnerFits:

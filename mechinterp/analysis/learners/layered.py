@@ -24,7 +24,8 @@ from mechinterp.analysis.verdict import Verdict, with_error
 from mechinterp.config import TaskConfig
 from mechinterp.display import Result
 from mechinterp.icl.predictors import debiased_gd, ridge, vanilla_gd
-from mechinterp.icl.prompts import Prompts, sample_prompts
+from mechinterp.icl.prompts import Prompts
+from mechinterp.models.evaluation import evaluation_prompts
 from mechinterp.models.predictor import Predictor, Source, predictor_of, task_for
 
 CONSTANT = 1e-8
@@ -155,7 +156,7 @@ def classify_layers(
     task = task_for(predictor, task, "classify")
     if n_prompts < 2:
         raise ValueError(f"n_prompts must be >= 2 for a standard error, got {n_prompts}.")
-    prompts = sample_prompts(task, n_prompts, seed=seed, dtype=torch.float64)
+    prompts = evaluation_prompts(task, n_prompts=n_prompts, seed=seed)
     prediction, full, rise = _masked_risks(predictor, prompts)
     excess_risk, excess_risk_sem = mean_and_sem(full.numpy())
     increase, increase_sem = mean_and_sem(rise.numpy())

@@ -14,8 +14,9 @@ from mechinterp import figures
 from mechinterp.analysis.estimates import mean_and_sem, ratio_and_sem
 from mechinterp.display import Result
 from mechinterp.icl.prompts import Prompts
+from mechinterp.models.evaluation import evaluation_prompts
 from mechinterp.models.masks import Head
-from mechinterp.models.predictor import Predictor, Source, predictor_of, prompts_for
+from mechinterp.models.predictor import Predictor, Source, predictor_of
 from mechinterp.progress import ProgressCallback, no_progress
 
 PENALTIES = (1e-8, 1e-6, 1e-4, 1e-2, 1e-1, 1.0)
@@ -106,7 +107,7 @@ def probe_layers(
     target: Target = responses,
     heads: Sequence[Head] = (),
     positions: Sequence[int] = (-1,),
-    n_prompts: int = 4096,
+    n_prompts: int | None = None,
     seed: int = 0,
     progress: ProgressCallback = no_progress,
 ) -> LayerProbes:
@@ -117,6 +118,7 @@ def probe_layers(
 
     Args:
         prompts: None: `n_prompts` of the model's own task are drawn, by `seed`.
+        n_prompts: None: 4096, of models with norms or MLPs 512, or as many as probes of a wide stream take.
         target: What is read; `responses`, or one of `STRUCTURES` for what a first layer may have written.
         heads: Heads that are masked throughout.
         positions: Positions of the target; -1 is the query's. For a model that reads x and y in turn, the query's only.
@@ -133,7 +135,7 @@ def probe_layers(
         >>> probes.r2[0, 0] < 0.1, probes.r2[1, 0] > 0.8
         (np.True_, np.True_)
     """
-    prompts = prompts_for(source, prompts, n_prompts=n_prompts, seed=seed)
+    prompts = evaluation_prompts(source, prompts, n_prompts=n_prompts, seed=seed)
     fitted, scored = (tensor.double().numpy(force=True) for tensor in target(prompts))
     n_pos = fitted.shape[1]
     places = _places(positions, n_pos)
