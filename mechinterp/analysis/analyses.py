@@ -140,7 +140,8 @@ def described(analysis: Analysis) -> str:
 def task_of(checkpoint: Checkpoint | HookedModule, context_length: int | None) -> TaskConfig:
     """The task of a checkpoint, at another context length if one is asked for."""
     task = checkpoint.task
-    return task if context_length is None else replace(task, context_length=context_length)
+    own = context_length in (None, task.context_length)
+    return task if own else replace(task, context_length=context_length)
 
 
 def evaluation_prompts(

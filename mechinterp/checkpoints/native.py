@@ -71,6 +71,12 @@ class Checkpoint:
         """The law of its prompts."""
         return self.config.task
 
+    @property
+    def assumed_of_task(self) -> tuple[str, ...]:
+        """Fields of the task that the file did not say."""
+        names = [name.split(".")[1] for name in self.assumed if name.startswith("task.")]
+        return tuple(dict.fromkeys(names))
+
     @cached_property
     def outline(self) -> Outline:
         """What it states, without the weights."""
@@ -132,6 +138,7 @@ class Checkpoint:
             own_weights=lambda: self.weights,
             is_hooked=is_hooked,
             task=self.task,
+            assumed=self.assumed_of_task,
         )
 
     @classmethod
