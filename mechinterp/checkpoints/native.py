@@ -5,7 +5,7 @@ TransformerLens) is built only when it is asked for.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -73,9 +73,9 @@ class Checkpoint:
 
     @property
     def assumed_of_task(self) -> tuple[str, ...]:
-        """Fields of the task that the file did not say."""
-        names = [name.split(".")[1] for name in self.assumed if name.startswith("task.")]
-        return tuple(dict.fromkeys(names))
+        """Fields of the task that neither the file nor the reader said; of the covariance its kind decides."""
+        unsaid = {name.removesuffix(".kind") for name in self.assumed}
+        return tuple(each.name for each in fields(TaskConfig) if f"task.{each.name}" in unsaid)
 
     @cached_property
     def outline(self) -> Outline:
