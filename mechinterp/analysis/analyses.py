@@ -106,7 +106,7 @@ def run_analysis(
         option, value = next(iter(asked.items()))
         raise ValueError(f"{name} draws no prompts and takes no {option}, got {value}.")
     length = asked.pop("context_length", None)
-    if length is not None:
+    if length not in (None, checkpoint.task.context_length):
         checkpoint = at_length(checkpoint, length)
     given = {**asked, **(settings or {})}
     if "progress" in takes:
@@ -130,13 +130,15 @@ def at_length(
     """The same model of a task with another context length, at which all of its prompts are then drawn."""
     task = replace(checkpoint.task, context_length=context_length)
     if isinstance(checkpoint, HookedModule):
-        return replace(checkpoint, task=task)
+        assumed = tuple(name for name in checkpoint.assumed if name != "context_length")
+        return replace(checkpoint, task=task, assumed=assumed)
     train = checkpoint.config.train
-    if (
-        train.shortest_context is not None
-    ):  # of training's prompts, which are no longer than the task's
+    # Training draws prompts no longer than the task's.
+    if train.shortest_context is not None:
         train = replace(train, shortest_context=min(train.shortest_context, context_length))
-    return replace(checkpoint, config=replace(checkpoint.config, task=task, train=train))
+    config = replace(checkpoint.config, task=task, train=train)
+    stated = {n: v for n, v in checkpoint.assumed.items() if n != "task.context_length"}
+    return replace(checkpoint, config=config, assumed=stated)
 
 
 def analysis_named(name: str) -> Analysis:

@@ -5,7 +5,7 @@ Its layers of attention are found by their names, in the order in which they run
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -38,13 +38,16 @@ class HookedModule:
     hooked: HookedPredictor
     outputs: tuple[str, ...]
     """Of each layer the name of the module that takes the heads' outputs side by side."""
+    assumed: tuple[str, ...] = ()
+    """Fields of the task that nobody stated."""
     history: None = field(default=None, init=False)
     snapshots: Mapping[int, object] = field(default_factory=dict, init=False)
 
     def __repr__(self) -> str:
         layers, heads = self.hooked.n_layers, self.hooked.n_heads
         return (
-            f"HookedModule({self.name}: {layers} x {heads} heads, before {', '.join(self.outputs)})"
+            f"HookedModule({self.name}: {layers} x {heads} heads, before {', '.join(self.outputs)}; "
+            f"task: {self.task.in_words(self.assumed)})"
         )
 
     @property
@@ -56,7 +59,9 @@ class HookedModule:
     def predictor(self) -> Predictor:
         """The model as the analyses take it."""
         hooked = self.hooked
-        return Predictor(hooked.n_layers, hooked.n_heads, lambda: hooked, task=self.task)
+        return Predictor(
+            hooked.n_layers, hooked.n_heads, lambda: hooked, task=self.task, assumed=self.assumed
+        )
 
     def predict(self, prompts: Prompts) -> Float[Tensor, "batch d_y"]:
         """Prediction of y_query."""
@@ -91,11 +96,12 @@ def hook_module(
             another shape.
     Example:
         >>> layer = nn.TransformerEncoderLayer(6, 2, 8, batch_first=True)
-        >>> hook_module(layer)
-        HookedModule(TransformerEncoderLayer: 1 x 2 heads, before self_attn)
+        >>> hook_module(layer, task=TaskConfig())
+        HookedModule(TransformerEncoderLayer: 1 x 2 heads, before self_attn; task: d_x 5, d_y 1, context_length 40, covariance identity, beta_var 0.2 (1/d_x), noise_var 0.1, query_noise yes)
     """
     from mechinterp.models.module_hooks import ModuleHooks
 
+    assumed = () if task is not None else tuple(each.name for each in fields(TaskConfig))
     task = TaskConfig() if task is None else task
     own = copy.deepcopy(module).eval()
     parameter = next(own.parameters(), torch.empty(0))
@@ -127,7 +133,7 @@ def hook_module(
             restarts=False,
         )
         _note_sizes(hooked, trial)
-    return HookedModule(type(module).__name__, task, hooked, tuple(names))
+    return HookedModule(type(module).__name__, task, hooked, tuple(names), assumed)
 
 
 def _pairs(prompts: Prompts, task: TaskConfig) -> Float[Tensor, "batch pos d_token"]:

@@ -135,12 +135,12 @@ def load_checkpoint(
         divisor = shown.pop("attn_scale", None)
         if isinstance(divisor, float):  # TransformerLens divides by it; --scale is the factor
             shown["scale"] = 1 / divisor
-        said = [
+        task = checkpoint.task.told
+        said = [f"task.{n} = {task[n]}" for n in checkpoint.assumed_of_task if n in task]
+        said += [
             f"{name} = {value:.4g}" if isinstance(value, float) else f"{name} = {value}"
             for name, value in shown.items()
-            if value not in (None, (), [])
-            and name.startswith(("task.", "model.", "scale"))
-            and (name, value) != ("task.covariance.rho", 0)
+            if value not in (None, (), []) and name.startswith(("model.", "scale"))
         ]
         tried = "; ".join(map(repr, getattr(checkpoint, "readings", ())[:2]))
         losses = f"; loss over that of predicting 0, best readings: {tried}" if tried else ""

@@ -6,7 +6,7 @@ with plain hooks; all give what plain hooks give. No analysis asks what kind of 
 
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
@@ -30,6 +30,10 @@ if TYPE_CHECKING:
     from mechinterp.models.hooked_config import HookedConfig
 
 
+BEYOND_SIZES = tuple(each.name for each in fields(TaskConfig) if each.name not in ("d_x", "d_y"))
+"""What weights do not show of a task."""
+
+
 @dataclass(frozen=True, eq=False)
 class Predictor:
     """A model as the analyses see it: prompts in, predictions out, heads and streams by number."""
@@ -45,6 +49,8 @@ class Predictor:
     """Whether somebody's hooks are on the model, which ways past its modules would miss."""
     task: TaskConfig | None = None
     """The law of its prompts, where it is known."""
+    assumed: tuple[str, ...] = ()
+    """Fields of the task that nobody stated."""
 
     @cached_property
     def hooked(self) -> HookedPredictor:
@@ -272,6 +278,18 @@ def task_for(source: Source, task: TaskConfig | None, analysis: str) -> TaskConf
     return task
 
 
+def assumed_of(source: Source, task: TaskConfig | None) -> tuple[str, ...]:
+    """Fields of the task that nobody stated: of the model's own task; none of one that is given in its place.
+
+    Example:
+        >>> from mechinterp.models.constructions import zero_head
+        >>> "noise_var" in assumed_of(zero_head(d_x=3), None), assumed_of(zero_head(d_x=3), TaskConfig(d_x=3))
+        (True, ())
+    """
+    predictor = predictor_of(source)
+    return predictor.assumed if task is None or task is predictor.task else ()
+
+
 def learner_of(source: Source) -> Callable[[Prompts], Tensor]:
     """A function from prompts to predictions: a learner as it is, a model as one that takes no gradients.
 
@@ -325,7 +343,14 @@ def _of_weights(weights: Weights) -> Predictor:
         return hooked_predictor(ICLTransformer.from_weights(weights, task=task))
 
     task = TaskConfig(d_x=weights.d_x, d_y=weights.d_y)
-    return Predictor(weights.n_layers, weights.n_heads, build, lambda: weights, task=task)
+    return Predictor(
+        n_layers=weights.n_layers,
+        n_heads=weights.n_heads,
+        build=build,
+        own_weights=lambda: weights,
+        task=task,
+        assumed=BEYOND_SIZES,
+    )
 
 
 def _of_hooked_model(model: object) -> Predictor:
@@ -338,6 +363,7 @@ def _of_hooked_model(model: object) -> Predictor:
         own_weights=lambda: hooked.model.weights,  # type: ignore[arg-type, return-value]
         is_hooked=lambda: hooked.is_hooked,
         task=_assumed_task(hooked.model.cfg),  # type: ignore[arg-type]
+        assumed=BEYOND_SIZES,
     )
 
 

@@ -13,7 +13,6 @@ from mechinterp.checkpoints.claims import claimed, entries, settle
 from mechinterp.checkpoints.files import write_new, writing
 from mechinterp.checkpoints.native import Checkpoint, checkpoint_of
 from mechinterp.checkpoints.plain_modules import HookedModule
-from mechinterp.config import TaskConfig
 from mechinterp.display import counted
 from mechinterp.progress import ProgressCallback, no_progress
 from mechinterp.report import html
@@ -153,7 +152,8 @@ def _about(checkpoint: Checkpoint | HookedModule) -> str:
     if isinstance(checkpoint, HookedModule):
         hooked = checkpoint.hooked
         sizes = f"{counted(hooked.n_layers, 'layer')} of {counted(hooked.n_heads, 'head')}"
-        return f"{sizes}, a PyTorch module with hooks, {_prompts(checkpoint.task)}"
+        told = checkpoint.task.in_words(checkpoint.assumed)
+        return f"{sizes}, a PyTorch module with hooks; task: {told}"
     config, task, model = checkpoint.config, checkpoint.task, checkpoint.config.model
     heads, kind = counted(model.n_heads, "head"), f"{model.score} attention"
     if not model.one_attention:
@@ -161,11 +161,7 @@ def _about(checkpoint: Checkpoint | HookedModule) -> str:
         kind += f", width {config.d_model}"
     if model.d_mlp is not None:
         kind += f", MLPs of {model.d_mlp}"
-    end = f", seed {config.seed}, step {checkpoint.step}, config {config.id}"
+    origin = f"seed {config.seed}, step {checkpoint.step}, config {config.id}"
     if "step" in checkpoint.assumed:
-        end = f", format {checkpoint.format}{assumed_text(checkpoint.assumed)}"
-    return f"{heads}, {kind}, {_prompts(task)}{end}"
-
-
-def _prompts(task: TaskConfig) -> str:
-    return f"d_x {task.d_x}, context length {task.context_length}, noise variance {task.noise_var}"
+        origin = f"format {checkpoint.format}{assumed_text(checkpoint.assumed)}"
+    return f"{heads}, {kind}, {origin}; task: {task.in_words(checkpoint.assumed_of_task)}"

@@ -200,10 +200,15 @@ def test_somebody_elses_model_has_the_same_page(tmp_path: Path):
     assert page.headings == [*SECTIONS, EDGES]
     assert page.figures == [*FIGURES, "figure-edges"]
     about = (
-        "3 layers of 4 heads, softmax attention, width 16, MLPs of 64, d_x 3, context length 6, "
-        "noise variance 0.0, format gpt2; assumed, as the file does not say it: "
+        "3 layers of 4 heads, softmax attention, width 16, MLPs of 64, "
+        "format gpt2; assumed, as the file does not say it: "
     )
     assert about in page.text
+    task = (
+        "task: d_x 3, d_y 1, context_length 6, covariance identity, beta_var 1, noise_var 0; "
+        "assumed: context_length, covariance, beta_var, noise_var"
+    )
+    assert task in page.text
     # Without noise and with more pairs than coordinates, least squares is exact.
     assert "times that of ridge" not in page.text
 
