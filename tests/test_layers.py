@@ -61,6 +61,7 @@ ORDER = [
     "models.hooked_names",
     "models.transformer",
     "models.adapter",
+    "models.query_position",
     "models.backends.one_layer",
     "models.backends.token_map",
     "models.backends.hooks",

@@ -20,6 +20,7 @@ from mechinterp.config import TaskConfig
 from mechinterp.icl.prompts import Prompts, sample_prompts
 from mechinterp.models.adapter import HookedPredictor
 from mechinterp.models.predictor import Predictor
+from mechinterp.models.query_position import query_positions
 from mechinterp.models.tokens import require_sizes
 
 if TYPE_CHECKING:
@@ -71,6 +72,7 @@ def hook_module(
     embed: Callable[[Prompts], Tensor] | None = None,
     outputs: Sequence[str] = (),
     task: TaskConfig | None = None,
+    position: int | None = None,
 ) -> HookedModule:
     """A copy of a module, in evaluation mode, with hooks on the heads and the stream of each layer of attention.
 
@@ -85,10 +87,13 @@ def hook_module(
         embed: From prompts to the module's input, [batch, pos, width]; None: tokens (x, y), the query last with y = 0.
         outputs: Names of the modules that take the heads' outputs side by side, where none are found, or the wrong ones.
         task: Law of the prompts; None: the softmax paper's setting.
+        position: Position of the stream at which the prediction is read, from 0 or, below 0, from the end; None: the one
+            that it depends on after the last layer or, where it depends on several, the last one of a stream that is as
+            long as the input. What looks into another stream refuses it.
     Raises:
-        ValueError: If no layer is found, heads are not stated, do not divide a width or differ between layers, a layer does
-            not run, runs twice or is not in a module of its own, the module does not run on its input, or the prediction has
-            another shape.
+        ValueError: If no layer is found, a name in `outputs` is of no module, heads are not stated, are no number of heads, do
+            not divide a width or differ between layers, a layer does not run, runs twice or is not in a module of its own,
+            the module does not run on its input, the prediction has another shape, or there is no such position.
     Example:
         >>> layer = nn.TransformerEncoderLayer(6, 2, 8, batch_first=True)
         >>> hook_module(layer)
@@ -97,7 +102,9 @@ def hook_module(
     from mechinterp.models.module_hooks import ModuleHooks
 
     task = TaskConfig() if task is None else task
-    own = copy.deepcopy(module).eval()
+    if heads is not None and (type(heads) is not int or heads < 1):
+        raise ValueError(f"heads must be an integer >= 1, got {heads!r}.")
+    own = _uncompiled(module).eval()
     parameter = next(own.parameters(), torch.empty(0))
 
     def enter(prompts: Prompts) -> Tensor:
@@ -115,7 +122,7 @@ def hook_module(
     with torch.no_grad():
         tokens = enter(trial)
         _require_run(own, tokens)
-        names = _as_they_run(own, tuple(outputs) or _outputs(own), tokens)
+        names = _as_they_run(own, _named(own, outputs) or _outputs(own), tokens)
         places = _places(own, names, heads, tokens)
         model = ModuleHooks(own, places)
         hooked = HookedPredictor(
@@ -125,9 +132,21 @@ def hook_module(
             embed=enter,
             read=partial(_last_entries, d_y=task.d_y) if read is None else read,
             restarts=False,
+            position=position,
         )
         _note_sizes(hooked, trial)
-    return HookedModule(type(module).__name__, task, hooked, tuple(names))
+        if position is not None:
+            query_positions(hooked, trial)
+    return HookedModule(type(own).__name__, task, hooked, tuple(names))
+
+
+def _uncompiled(module: nn.Module) -> nn.Module:
+    """A copy without torch.compile, which passes hooks by."""
+    own = copy.deepcopy(getattr(module, "_orig_mod", module))
+    for part in own.modules():
+        for name, child in part.named_children():
+            setattr(part, name, getattr(child, "_orig_mod", child))
+    return own
 
 
 def _pairs(prompts: Prompts, task: TaskConfig) -> Float[Tensor, "batch pos d_token"]:
@@ -138,7 +157,25 @@ def _pairs(prompts: Prompts, task: TaskConfig) -> Float[Tensor, "batch pos d_tok
 
 def _last_entries(output: Tensor, d_y: int) -> Tensor:
     """The output itself if it is a prediction, else the last entries at the last position."""
+    if not isinstance(output, Tensor):
+        raise ValueError(
+            f"read must be given for a module whose output is no tensor, got {type(output).__name__}."
+        )
     return output if output.ndim == 2 else output[:, -1, -d_y:]
+
+
+def _named(module: nn.Module, outputs: Sequence[str]) -> tuple[str, ...]:
+    """The given names, which must be of modules."""
+    given, known = (
+        (outputs,) if isinstance(outputs, str) else tuple(outputs),
+        dict(module.named_modules()),
+    )
+    for name in given:
+        if name not in known:
+            raise ValueError(
+                f"outputs must be names of modules, as {type(module).__name__}.named_modules() gives them, got {name!r}."
+            )
+    return given
 
 
 def _outputs(module: nn.Module) -> tuple[str, ...]:
@@ -167,7 +204,7 @@ def _require_run(module: nn.Module, inputs: Tensor) -> None:
     """Refuse a module that does not run on what it is given, in its own words."""
     try:
         module(inputs)
-    except (TypeError, RuntimeError, IndexError) as error:
+    except (TypeError, RuntimeError, IndexError, AssertionError) as error:
         raise ValueError(
             f"module must run on the input {list(inputs.shape)} of {len(inputs)} prompts, got: {one_line(error)}; "
             "embed= makes the input from prompts, and task= says d_x and d_y."
@@ -209,29 +246,34 @@ def _place(
     from mechinterp.models.module_hooks import Place
 
     block = _block(module, name, names)
+    heads_in, _ = _shapes(module, name, tokens)
+    stream_in, stream_out = _shapes(module, block, tokens)
     return Place(
         output=name,
         block=block,
-        n_heads=heads or _stated_heads(module, name),
-        heads_turned=_is_turned(module, name, tokens),
-        stream_turned=_is_turned(module, block, tokens),
+        n_heads=_stated_heads(module, name) if heads is None else heads,
+        # Positions may come before prompts.
+        heads_turned=heads_in[0] != len(tokens),
+        stream_turned=stream_in[0] != len(tokens),
+        one_number=stream_out == stream_in[:2],
     )
 
 
-def _is_turned(module: nn.Module, name: str, tokens: Tensor) -> bool:
-    """Whether positions come before prompts in what enters a part of the module."""
-    from mechinterp.models.module_hooks import first_tensor
+def _shapes(module: nn.Module, name: str, tokens: Tensor) -> tuple[torch.Size, torch.Size]:
+    """The shapes of what enters a part of the module and of what leaves it."""
+    from mechinterp.models.module_hooks import first_tensor, stream_of
 
     shapes: list[torch.Size] = []
 
-    def note(_: nn.Module, args: tuple, kwargs: dict) -> None:
+    def note(_: nn.Module, args: tuple, kwargs: dict, output: Tensor | tuple | dict) -> None:
         values = args[0] if args else kwargs[first_tensor(kwargs)]
-        shapes.append(values.shape)
+        shapes.extend((values.shape, stream_of(output).shape))
 
-    handle = module.get_submodule(name).register_forward_pre_hook(note, with_kwargs=True)
+    handle = module.get_submodule(name).register_forward_hook(note, with_kwargs=True)
     module(tokens)
     handle.remove()
-    return shapes[0][0] != len(tokens)
+    entered, left = shapes
+    return entered, left
 
 
 def _stated_heads(module: nn.Module, name: str) -> int:
