@@ -102,6 +102,7 @@ ORDER = [
     "checkpoints.one_layer",
     "checkpoints.foreign",
     "checkpoints.loading",
+    "checkpoints.module_places",
     "checkpoints.plain_modules",
     "training.flat",
     "training.flow",

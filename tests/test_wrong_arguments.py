@@ -202,6 +202,7 @@ def inside(module: nn.Sequential) -> nn.Module:
     return module
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method:DeprecationWarning")  # torch's own
 @pytest.mark.parametrize("compiled", [whole, in_place, inside])
 def test_a_compiled_module_is_hooked_without_it(compiled):
     prompts, expected = drawn(TASK), hooked()
