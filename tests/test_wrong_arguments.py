@@ -219,6 +219,12 @@ def test_no_number_of_heads_is_refused(heads):
     assert refusal(lambda: hooked(heads=heads)) == f"heads must be an integer >= 1, got {heads!r}."
 
 
+@pytest.mark.parametrize("position", [True, 1.0, "last"])
+def test_no_number_of_a_position_is_refused(position):
+    said = refusal(lambda: hooked(position=position))
+    assert said == f"position must be an integer, got {position!r}."
+
+
 @pytest.mark.parametrize("outputs", [["merge"], "merge", ["1.self_attn", "merge"]])
 def test_names_of_no_modules_are_refused(outputs):
     assert refusal(lambda: hooked(outputs=outputs)) == (

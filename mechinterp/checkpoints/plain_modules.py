@@ -102,6 +102,8 @@ def hook_module(
     task = TaskConfig() if task is None else task
     if heads is not None and (type(heads) is not int or heads < 1):
         raise ValueError(f"heads must be an integer >= 1, got {heads!r}.")
+    if position is not None and type(position) is not int:
+        raise ValueError(f"position must be an integer, got {position!r}.")
     own = _uncompiled(module).eval()
     parameter = next(own.parameters(), torch.empty(0))
 

@@ -54,8 +54,8 @@ def _read_position(
     """The one position after the last layer that the prediction depends on; None if there are several, or none."""
     groups = _groups(stream.shape[1]).to(stream.device)
     generator = torch.Generator().manual_seed(0)
-    noise = torch.randn(stream.shape[1:], generator=generator).to(stream)
-    noise *= stream.square().mean().sqrt().clamp(min=torch.finfo(stream.dtype).tiny)
+    size = stream.float().square().mean().sqrt().item() or 1.0
+    noise = (size * torch.randn(stream.shape[1:], generator=generator)).to(stream)
 
     def move(stream: Tensor, hook: object) -> Tensor:
         return stream + groups[..., None] * noise

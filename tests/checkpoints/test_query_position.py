@@ -17,6 +17,7 @@ from mechinterp import (
     probe_layers,
     prune,
     sample_prompts,
+    write_report,
 )
 from mechinterp.models.query_position import query_positions
 
@@ -328,6 +329,21 @@ def test_a_layer_that_ends_in_the_response_is_probed_and_pruned(prompts, module,
     assert found.r2[1, 0] > 1 - 1e-6 > found.r2[0, 0]
     assert prune(hooked, prompts).refit_risk > 0
     assert name_algorithm(hooked, prompts).n_prompts == len(prompts)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("module", [ToResponse, Split])
+def test_a_report_of_them_is_written(tmp_path, module):
+    hooked = split() if module is Split else hook_module(made(module), task=TASK)
+    report = write_report(hooked, tmp_path / "page", n_prompts=64)
+    assert {"probes.csv", "pruning.csv"} <= {file.name for file in report.tables}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_other_dtypes_are_read_at_the_same_position(prompts, dtype):
+    module = Split(made(Interleaved, 2)).to(dtype)
+    hooked = hook_module(module, read=last_prediction, task=TASK)
+    assert query_positions(hooked.hooked, prompts) == [2 * PAIRS - 2] * 3
 
 
 def test_a_module_of_hugging_face_of_one_layer_is_a_layer(prompts):
