@@ -22,6 +22,7 @@ from mechinterp.models.backends import hooks, one_layer, token_map, weights_alon
 from mechinterp.models.deep import LINEAR, deep_bytes, predict_deep
 from mechinterp.models.functional import AttentionWeights, predict
 from mechinterp.models.masks import Head, require_heads, require_method
+from mechinterp.models.query_position import query_positions
 from mechinterp.models.tokens import tokens_of
 from mechinterp.models.weights import AnyWeights, Weights, as_weights, why_no_circuits
 from mechinterp.progress import ProgressCallback, no_progress
@@ -193,9 +194,10 @@ class Predictor:
 
         Args:
             heads: Heads that are masked.
-            positions: Positions of the model's input, counted from its end.
+            positions: Positions of the stream, counted from its end; -1 is the query's, wherever that is.
         Raises:
-            ValueError: If there is no such head, or the model lacks the hook on the stream after its last layer.
+            ValueError: If there is no such head, the model lacks the hook on the stream after its last layer, it is not
+                known where the query is, or another position is meant and the query is not last.
         """
         require_heads(heads, self.n_layers, self.n_heads)
         weights = self._shortcut
@@ -215,6 +217,15 @@ class Predictor:
         self.require_layer(layer)
         with torch.no_grad():
             return hooks.stream(self.hooked, prompts, layer).to(prompts.x.device)
+
+    def query_position(self, prompts: Prompts, layer: int) -> int:
+        """Position of the query in the stream after some layers; -1 is the last.
+
+        Raises:
+            ValueError: If it is not known.
+        """
+        self.require_layer(layer)
+        return -1 if self.weights is not None else query_positions(self.hooked, prompts)[layer]
 
     def query_streams(
         self,
@@ -240,8 +251,9 @@ class Predictor:
             covariates = progress(
                 [*prompts.x.unbind(1), prompts.x_query], "every token as the query"
             )
+            place = self.query_position(prompts, layer)
             each = [
-                hooks.stream(self.hooked, replace(prompts, x_query=x), layer, heads=heads)[:, -1]
+                hooks.stream(self.hooked, replace(prompts, x_query=x), layer, heads=heads)[:, place]
                 for x in covariates
             ]
         return torch.stack(each, dim=1).to(prompts.x.device)
@@ -266,12 +278,13 @@ def task_for(source: Source, task: TaskConfig | None, analysis: str) -> TaskConf
     Args:
         analysis: What needs it, for the message.
     Raises:
-        ValueError: If there is none.
+        ValueError: If there is none, or what is given is no task.
     Example:
         >>> from mechinterp.models.constructions import zero_head
         >>> task_for(zero_head(d_x=3), None, "fit_learners").d_x
         3
     """
+    require_task(task, analysis)
     task = predictor_of(source).task if task is None else task
     if task is None:
         raise ValueError(f"{analysis} needs a task for a model that comes without one, got none.")
@@ -288,6 +301,21 @@ def assumed_of(source: Source, task: TaskConfig | None) -> tuple[str, ...]:
     """
     predictor = predictor_of(source)
     return predictor.assumed if task is None or task is predictor.task else ()
+
+
+def require_task(task: object, analysis: str) -> None:
+    """Refuse prompts, or anything else, in place of a task.
+
+    Args:
+        analysis: What needs it, for the message.
+    Raises:
+        ValueError: If it is neither a task nor None.
+    """
+    if not (task is None or isinstance(task, TaskConfig)):
+        raise ValueError(
+            f"task must be a TaskConfig, got {type(task).__name__}; {analysis} draws its own prompts, "
+            "as task=, n_prompts= and seed= say."
+        )
 
 
 def learner_of(source: Source) -> Callable[[Prompts], Tensor]:

@@ -34,7 +34,7 @@ from mechinterp.checkpoints.readings import Reading
 from mechinterp.config import ModelConfig, TaskConfig
 from mechinterp.models.constructions import from_circuits
 from mechinterp.models.functional import AttentionWeights, head_outputs, predict
-from mechinterp.models.predictor import Source, assumed_of, predictor_of
+from mechinterp.models.predictor import Source, assumed_of, predictor_of, require_task
 from mechinterp.models.scores import is_normalised, kernel_text
 
 if TYPE_CHECKING:
@@ -64,6 +64,7 @@ def classify(
         >>> classify(debiased_gradient_step(0.88, 0.05, d_x=5)).pattern
         'debiased_gd'
     """
+    require_task(task, "classify")
     predictor = predictor_of(source)
     one = predictor.is_one_attention
     if n_prompts is None:
@@ -152,6 +153,7 @@ def classify_attention(
         >>> classify_attention(debiased_gradient_step(0.88, 0.05, d_x=5)).labels
         ('positive', 'negative')
     """
+    require_task(task, "classify_attention")
     weights = weights_of(source, "classify_attention")
     assumed = assumed_of(source, task)
     task = task_of(source, weights) if task is None else task

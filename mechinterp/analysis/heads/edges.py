@@ -120,7 +120,8 @@ def attribute_edges(
         progress: Told of the progress.
     Raises:
         ValueError: If ig_steps is below 1, there are fewer than two prompts, the model has one layer, its stream is
-            normed after each layer, the prompts differ in shape, or the model is in training mode.
+            normed after each layer, it has no hooks on the inputs of queries, keys and values (a plain module), the
+            prompts differ in shape, or the model is in training mode.
     Source:
         Edges and patches are those of transformer_lens 4.3 (Syed et al. 2023, arXiv 2310.10348; Wang et al. 2022, arXiv
         2211.00593). Integrated gradients after Hanna et al. 2024, arXiv 2403.17806, who take k / K in place of
@@ -309,6 +310,11 @@ def _require_edges(hooked: HookedPredictor, ig_steps: int) -> None:
     if hooked.n_layers < 2:
         raise ValueError(
             f"model must have at least 2 layers to have edges between heads, got {hooked.n_layers}."
+        )
+    if not hasattr(hooked.model, "set_use_split_qkv_input"):
+        raise ValueError(
+            f"model must have hooks on the inputs of queries, keys and values, {_input_name(1, 'q')} and so on; "
+            f"a {type(hooked.model).__name__} has none."
         )
     blocks: Sequence[object] = hooked.model.blocks  # type: ignore[assignment]
     if not all(getattr(block, "hook_out_is_single_residual_stream", True) for block in blocks):

@@ -98,7 +98,8 @@ def patch_positions(
         metric: From the model's output [batch, pos, d_y] to one number per prompt, [batch]; None: minus the squared
             distance of the prediction from that of the clean prompts, unit y^2.
     Raises:
-        ValueError: If the activation is unknown, the prompts differ in shape, or the model is in training mode.
+        ValueError: If the activation is unknown or the model has no hook for it, the prompts differ in shape, or the model
+            is in training mode.
     Example:
         >>> from mechinterp import load
         >>> from mechinterp.icl.prompts import generator_for, sample_prompts
@@ -121,7 +122,8 @@ def patch_positions(
         raise ValueError(
             f"clean and corrupted tokens must have one shape, got {shapes[0]} and {shapes[1]}."
         )
-    axes = {"layer": hooked.n_layers, "pos": shapes[0][1], "head": hooked.n_heads}
+    n_pos = _positions(hooked, clean, activation)
+    axes = {"layer": hooked.n_layers, "pos": n_pos, "head": hooked.n_heads}
     if activation == "pattern":
         axes = {name: axes[name] for name in ("layer", "head", "pos")}
     elif activation not in HEAD_PARTS:
@@ -131,6 +133,20 @@ def patch_positions(
             metric = nearness(hooked, hooked.prediction(hooked.model(tokens), clean))
     effects, gained = _patched(hooked, tokens, other, activation, metric, axes)
     return _summary(activation, effects, gained, axes)
+
+
+def _positions(hooked: HookedPredictor, prompts: Prompts, activation: str) -> int:
+    """How many positions the activation has, which may be others than the input's."""
+    from transformer_lens.utilities import get_act_name
+
+    names = [get_act_name(activation, layer) for layer in range(hooked.n_layers)]
+    with torch.no_grad():
+        _, found = hooked.activations(prompts[:1], names)
+    lengths = {values.shape[2 if activation == "pattern" else 1] for values in found}
+    if len(lengths) > 1:
+        listed = ", ".join(map(str, sorted(lengths)))
+        raise ValueError(f"{activation} must have as many positions in every layer, got {listed}.")
+    return lengths.pop()
 
 
 def _patched(

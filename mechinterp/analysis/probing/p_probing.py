@@ -200,6 +200,8 @@ def _mapped(source: Source, prompts: Prompts, layer: int) -> Float[Tensor, "batc
         raise ValueError(
             f"variant 'map' needs one position for each pair, got {fitted.shape[1]} for {target.shape[1]}."
         )
+    if (place := predictor.query_position(prompts, layer)) != -1:
+        raise ValueError(f"variant 'map' needs the query at the last position, got it at {place}.")
     rows = fitted.reshape(-1, fitted.shape[2])
     if len(rows) <= rows.shape[1]:
         raise ValueError(

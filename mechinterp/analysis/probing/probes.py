@@ -121,7 +121,8 @@ def probe_layers(
         n_prompts: None: 4096, of models with norms or MLPs 512, or as many as probes of a wide stream take.
         target: What is read; `responses`, or one of `STRUCTURES` for what a first layer may have written.
         heads: Heads that are masked throughout.
-        positions: Positions of the target; -1 is the query's. For a model that reads x and y in turn, the query's only.
+        positions: Positions of the target; -1 is the query's. For a model whose stream has not one position for each pair,
+            such as one that reads x and y in turn, the query's only.
         progress: Optional progress callback.
     Raises:
         ValueError: If there are too few prompts for the features, a position is not among the target's or the
@@ -174,9 +175,9 @@ def streams(
 
     Args:
         heads: Heads that are masked.
-        positions: Positions of the model's input, counted from its end.
+        positions: Positions of the stream, counted from its end; -1 is the query's, wherever that is.
     Raises:
-        ValueError: If there is no such head, or the model lacks the hook on the stream after its last layer.
+        ValueError: As `Predictor.streams` does.
     """
     found = predictor_of(source).streams(prompts, heads=heads, positions=positions)
     return found.double().numpy(force=True)
@@ -249,8 +250,10 @@ def _places(positions: Sequence[int], n_pos: int) -> list[int]:
 
 
 def _require_own_positions(predictor: Predictor, prompts: Prompts, n_pos: int) -> None:
-    found = predictor.hooked.inputs(prompts[:1]).shape[1]
-    if found != n_pos:
+    layers = range(predictor.n_layers + 1)
+    lengths = {predictor.stream(prompts[:1], layer).shape[1] for layer in layers}
+    if lengths != {n_pos}:
+        found = ", ".join(map(str, sorted(lengths)))
         raise ValueError(
             f"positions before the query's need a model of one position for each of the target's {n_pos}, "
             f"got {found}; -1, the query's, can be probed."
