@@ -6,8 +6,9 @@ on x (sparse_settings.py). Does training keep what it does not find? The first l
 write r_j x_j and one head in each later layer takes a step of its best fixed size; then 20,000
 steps by the plan of sparse_settings.md: alone; with the other heads of later layers at half of the
 size they would start with; and, as a control, the same shape with nothing of it. One seed each. The
-last row of each is measured as the models of the plan are, C10 to C12 among it.
-Run: python analyses/sparse_start_expected.py (at once: the records of the results that are there),
+last row of each is measured as the models of the plan are, C10 to C12 among it. The table that is
+there was trained from two equal sizes, the best of those; --train starts from the best of all.
+Run: python analyses/sparse_start_expected.py (a minute: the records of the results that are there),
 and with --train to train again (an hour and a quarter on one core; with --quick two minutes).
 """
 
