@@ -10,7 +10,6 @@ those of `make analyses`.
 import argparse
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -22,8 +21,8 @@ from measured import RESULTS, provenance
 from records import save
 from sparse_fairness import PLAN
 from sparse_measured import Pair
-from sparse_setting import best, best_lasso, best_ridge, ratio
-from sparse_steps import LEARNERS, moments, of_task
+from sparse_rivals import fixed, learners
+from sparse_setting import ratio
 
 from mechinterp.analysis.estimates import mean_and_sem
 from mechinterp.analysis.heads.pairs import halves
@@ -32,15 +31,12 @@ from mechinterp.analysis.probing.p_probing import IDEAL, RAW
 from mechinterp.checkpoints.native import Checkpoint
 from mechinterp.config import ExperimentConfig, TaskConfig
 from mechinterp.icl.prompts import Prompts
-from mechinterp.icl.sparse_predictors import gradient_descent, preprocess_then_optimise
 from mechinterp.models.transformer import ICLTransformer
 from mechinterp.training.sweep import load_sweep
 
-PROMPTS, LASSO_PROMPTS, OVER_TRAINING = 4096, 512, 1024
+PROMPTS, OVER_TRAINING = 4096, 1024
 MODEL = ("score", "n_heads", "d_head", "d_model", "n_layers")
 TASK = ("d_x", "sparsity", "context_length", "nonzeros", "noise_var")
-FIXED = {"gd_fixed": "gd", "algorithm_fixed": "algorithm", "lista": "lista"}
-"""Learners of as few steps as layers allow, their sizes fitted on prompts of their own."""
 Row = dict[str, object]
 
 
@@ -65,20 +61,6 @@ def single_of(own: ExperimentConfig, models: list[Checkpoint]) -> Checkpoint | N
 
     found = sorted(filter(same, models), key=lambda one: (one.step == steps, one.step))
     return found[-1] if found else None
-
-
-@cache
-def learners(task: TaskConfig, layers: int, n_prompts: int) -> Mapping[str, np.ndarray]:
-    """Excess risk of each measured prompt, by learner; lasso has the last of them."""
-    _, prompts = halves(ask.prompts_of(task, n_prompts).to(torch.float64))
-    found = {"ridge": best_ridge(prompts), "lasso": best_lasso(prompts[-LASSO_PROMPTS:])}
-    found["gd"] = best(gradient_descent(prompts, steps=128), prompts)
-    found["algorithm"] = best(preprocess_then_optimise(prompts, steps=128), prompts)
-    gram, r, _ = moments(prompts)
-    for column, name in FIXED.items():
-        w = LEARNERS[name].path(gram, r, of_task(name, task, layers))
-        found[column] = best([(w * prompts.x_query).sum(1, keepdim=True)], prompts)
-    return found
 
 
 def against(own: np.ndarray, rivals: Mapping[str, np.ndarray]) -> Row:
@@ -199,9 +181,8 @@ def renewed(row: Row, task: TaskConfig, n_layers: int, n_prompts: int) -> Row:
     The ratio of means on the same prompts is as ever; of models that are not shipped the single
     errors are not known, so that its standard error is that of two unpaired means.
     """
-    found = learners(task, n_layers, n_prompts)
-    for column in FIXED:
-        risk, sem = map(float, mean_and_sem(found[column]))
+    for column, errors in fixed(task, n_layers, n_prompts).items():
+        risk, sem = map(float, mean_and_sem(errors))
         value = row["risk"] / risk
         error = value * float(np.hypot(row["risk_sem"] / row["risk"], sem / risk))
         row = row | told(f"to_{column}", (value, error))
