@@ -42,6 +42,7 @@ from mechinterp.icl.prompts import sample_prompts as sample_prompts
 from mechinterp.icl.prompts import task_pool as task_pool
 from mechinterp.models.adapter import masked as masked
 from mechinterp.models.conformance import check_compatible as check_compatible
+from mechinterp.models.evaluation import evaluation_prompts as evaluation_prompts
 from mechinterp.models.masks import mask_heads as mask_heads
 from mechinterp.models.predictor import predictor_of as predictor_of
 from mechinterp.models.transformer import ICLTransformer as ICLTransformer

@@ -16,7 +16,8 @@ from mechinterp.config import TaskConfig
 from mechinterp.display import Result
 from mechinterp.icl.pools import Pool, dmmse
 from mechinterp.icl.predictors import ridge
-from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts, task_pool
+from mechinterp.icl.prompts import Prompts, generator_for, task_pool
+from mechinterp.models.evaluation import evaluation_prompts
 from mechinterp.models.predictor import Source, learner_of, task_for
 from mechinterp.progress import ProgressCallback, no_progress
 
@@ -204,11 +205,11 @@ class Setting:
         progress: ProgressCallback,
     ) -> "Sample":
         """Prompts of one kind with dMMSE and ridge at each context length."""
-        full = sample_prompts(
-            replace(self.task, context_length=max(lengths)),
-            n_prompts,
+        full = evaluation_prompts(
+            self.task,
+            n_prompts=n_prompts,
             seed=seed,
-            dtype=torch.float64,
+            context_length=max(lengths),
             new_tasks=kind == "new" or not self.own,
         )
         if kind == "pool" and not self.own:
