@@ -37,11 +37,14 @@ KINDS = ("softmax", "linear-merged", "deep-linear", "gpt2", "encoder")
 SLOW = {"gates", "component-snapshots", "snapshots", "edges"}
 """Asked of one source only: that they answer elsewhere is the table of doors."""
 OF_ONE_LAYER = {"circuits", "attention", "snapshots", "training", "milestones"}
+OF_A_POOL = {"priors", "prior-heads", "prior-snapshots"}
 REFUSED = {
-    "deep-linear": OF_ONE_LAYER,
+    "softmax": OF_A_POOL,
+    "linear-merged": OF_A_POOL,
+    "deep-linear": OF_ONE_LAYER | OF_A_POOL,
     # Random weights follow no algorithm.
-    "gpt2": OF_ONE_LAYER | {"head-snapshots", "algorithm-steps"},
-    "encoder": OF_ONE_LAYER | {"head-snapshots", "algorithm-steps"},
+    "gpt2": OF_ONE_LAYER | OF_A_POOL | {"head-snapshots", "algorithm-steps"},
+    "encoder": OF_ONE_LAYER | OF_A_POOL | {"head-snapshots", "algorithm-steps"},
 }
 SOURCES = {"component-snapshots": "linear-merged", "edges": "gpt2"}
 PAIRS = sampled(
