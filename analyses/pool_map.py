@@ -3,8 +3,8 @@
     python analyses/pool_map.py RUNS [--out DIR] [--n-prompts N] [--models DIR]
 
 RUNS holds gpt2-m16, gpt2-mnone, ... of pool_train.py and linear/linear-l3-m16-s0, ... of sweeps/pool_linear.json; what is not there is not
-measured. It writes results/pool_map.csv (the last step), pool_steps.csv (every kept step), pool_heads.csv (each head masked)
-and, with --models, the GPT-2s as checkpoints of this package, with their snapshots.
+measured. It writes results/pool_map.csv (the last step), pool_steps.csv (every kept step), pool_heads.csv (each head masked),
+pool_probes.csv (linear probes for the posterior) and, with --models, the GPT-2s as checkpoints of this package, with their snapshots.
 """
 
 import argparse
@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pandas as pd
 import torch
+from pool_probes import probes
 from pool_train import STEPS, pool_task
 
 from mechinterp import load
@@ -27,6 +28,8 @@ from mechinterp.icl.prompts import task_pool
 ROOT = Path(__file__).parents[1]
 LARGEST = 1024
 """Tasks of the pool that models without one are compared with."""
+MOST_PROBED = 16
+"""Tasks of a pool whose posterior is probed for."""
 ONLY_FULL = 8
 """Pairs at which linear stacks are compared."""
 ORIGIN = {"trained by": "analyses/pool_train.py", "loss": "all prefixes, 0 to 8 pairs"}
@@ -91,10 +94,13 @@ def measured(name: str, checkpoint: Checkpoint, n_prompts: int) -> dict[str, pd.
     path = prior_snapshots(checkpoint, pool=pool, context_lengths=lengths, n_prompts=n_prompts // 4)
     heads = prior_heads(checkpoint, pool=pool, context_lengths=lengths, n_prompts=n_prompts // 4)
     print(name, last, path, heads, sep="\n  ", flush=True)
+    given = task_pool(task) if pool is None else pool
+    read = probes(checkpoint.predictor, given[:MOST_PROBED], n_prompts=n_prompts)
     extra = {"strategy": last.strategy, "transient": path.transient}
     return {
         "pool_map": last.summary_frame().assign(**told, **extra),
         "pool_steps": path.to_frame().assign(**told),
+        "pool_probes": read.assign(**told),
         "pool_heads": heads.to_frame().assign(
             **told,
             memorises=[
@@ -112,7 +118,7 @@ def measured(name: str, checkpoint: Checkpoint, n_prompts: int) -> dict[str, pd.
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("runs", type=Path)
-    parser.add_argument("--out", type=Path, default=ROOT / "analyses" / "results")
+    parser.add_argument("--out", type=Path, default=ROOT / "analyses" / "results" / "pools")
     parser.add_argument("--models", type=Path)
     parser.add_argument("--n-prompts", type=int, default=4096)
     given = parser.parse_args()
