@@ -12,6 +12,7 @@ import re
 import tempfile
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import torch
@@ -23,11 +24,12 @@ from mechinterp.analysis.dynamics.prior_snapshots import prior_snapshots
 from mechinterp.analysis.heads.prior_heads import prior_heads
 from mechinterp.analysis.learners.priors import compare_priors
 from mechinterp.checkpoints.native import Checkpoint, save
+from mechinterp.icl.pools import Pool
 from mechinterp.icl.prompts import task_pool
 
 ROOT = Path(__file__).parents[1]
-LARGEST = 1024
-"""Tasks of the pool that models without one are compared with."""
+OTHERS = (16, 1024)
+"""Tasks of the pools that models without one are compared with; the plan names the largest, which lies near to ridge."""
 MOST_PROBED = 16
 """Tasks of a pool whose posterior is probed for."""
 ONLY_FULL = 8
@@ -82,37 +84,43 @@ def about(name: str, checkpoint: Checkpoint) -> dict[str, object]:
     }
 
 
-def measured(name: str, checkpoint: Checkpoint, n_prompts: int) -> dict[str, pd.DataFrame]:
-    """Tables of one model."""
+def measured(name: str, checkpoint: Checkpoint, n_prompts: int) -> list[dict[str, pd.DataFrame]]:
+    """Tables of one model, one set for each pool that it is compared with."""
     task = checkpoint.task
-    pool = None
-    if task.n_tasks is None:
-        pool = task_pool(replace(task, n_tasks=LARGEST))
-    lengths = [ONLY_FULL] if name.startswith("linear") else None
-    told = about(name, checkpoint)
-    last = compare_priors(checkpoint, pool=pool, context_lengths=lengths, n_prompts=n_prompts)
-    path = prior_snapshots(checkpoint, pool=pool, context_lengths=lengths, n_prompts=n_prompts // 4)
-    heads = prior_heads(checkpoint, pool=pool, context_lengths=lengths, n_prompts=n_prompts // 4)
-    print(name, last, path, heads, sep="\n  ", flush=True)
-    given = task_pool(task) if pool is None else pool
-    read = probes(checkpoint.predictor, given[:MOST_PROBED], n_prompts=n_prompts)
-    extra = {"strategy": last.strategy, "transient": path.transient}
-    return {
-        "pool_map": last.summary_frame().assign(**told, **extra),
-        "pool_steps": path.to_frame().assign(**told),
-        "pool_probes": read.assign(**told),
-        "pool_heads": heads.to_frame().assign(
-            **told,
-            memorises=[
-                tuple(at) in heads.memorises
-                for at in heads.to_frame()[["layer", "head"]].to_numpy()
-            ],
-            generalises=[
-                tuple(at) in heads.generalises
-                for at in heads.to_frame()[["layer", "head"]].to_numpy()
-            ],
-        ),
+    if task.n_tasks is not None:
+        return [tables_of(name, checkpoint, task_pool(task), n_prompts, own=True)]
+    pools = [task_pool(replace(task, n_tasks=n_tasks)) for n_tasks in OTHERS]
+    return [tables_of(name, checkpoint, pool, n_prompts, own=False) for pool in pools]
+
+
+def tables_of(
+    name: str, checkpoint: Checkpoint, pool: Pool, n_prompts: int, *, own: bool
+) -> dict[str, pd.DataFrame]:
+    """Tables of one model and pool."""
+    given: dict[str, Any] = {
+        "pool": None if own else pool,
+        "context_lengths": [ONLY_FULL] if name.startswith("linear") else None,
     }
+    last = compare_priors(checkpoint, **given, n_prompts=n_prompts)
+    path = prior_snapshots(checkpoint, **given, n_prompts=n_prompts // 2)
+    heads = prior_heads(checkpoint, **given, n_prompts=n_prompts // 2)
+    print(name, last, path, heads, sep="\n  ", flush=True)
+    rows = heads.to_frame()
+    at = list(zip(rows["layer"], rows["head"], strict=True))
+    named = {
+        "memorises": [head in heads.memorises for head in at],
+        "generalises": [head in heads.generalises for head in at],
+    }
+    found = {
+        "pool_map": last.summary_frame().assign(strategy=last.strategy, transient=path.transient),
+        "pool_steps": path.to_frame(),
+        "pool_heads": rows.assign(**named),
+    }
+    if own:
+        predictor = checkpoint.predictor
+        found["pool_probes"] = probes(predictor, pool[:MOST_PROBED], n_prompts=n_prompts)
+    told = about(name, checkpoint) | {"compared_with": len(pool)}
+    return {table: frame.assign(**told) for table, frame in found.items()}
 
 
 def main() -> None:
@@ -125,10 +133,12 @@ def main() -> None:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         every = models(given.runs, given.models or Path(folder))
-        tables = [measured(name, model, given.n_prompts) for name, model in every.items()]
+        tables = [
+            each for name, model in every.items() for each in measured(name, model, given.n_prompts)
+        ]
     given.out.mkdir(parents=True, exist_ok=True)
-    for name in tables[0]:
-        frame = pd.concat([each[name] for each in tables], ignore_index=True)
+    for name in ("pool_map", "pool_steps", "pool_heads", "pool_probes"):
+        frame = pd.concat([each[name] for each in tables if name in each], ignore_index=True)
         frame.to_csv(given.out / f"{name}.csv", index=False, float_format="%.6g")
 
 

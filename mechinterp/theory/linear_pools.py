@@ -1,7 +1,9 @@
 r"""One layer of linear attention on a pool of tasks, in closed form.
 
-The loss of y_hat = b^T M x_query is quadratic in M and knows a pool through T = (1/M) sum_i beta_i beta_i^T alone: such a layer
-can memorise second moments and no more. What is the best M, what does it lose on tasks of the pool and on new ones?
+The loss of y_hat = b^T M x_query is quadratic in M and knows a pool through T = (1/M) sum_i beta_i beta_i^T alone: heads of this form,
+whose keys read x and whose values read y, can memorise second moments and no more. What is the best M, what does it lose on
+tasks of the pool and on new ones? Heads whose values read x too have x_query^T Q (X^T X / L) v beside it, a fixed vector
+in disguise, and can do better on a small pool.
 """
 
 from dataclasses import dataclass
@@ -19,7 +21,7 @@ from mechinterp.theory.linear import (
 
 @dataclass(frozen=True, eq=False, repr=False)
 class PoolOptimum:
-    """The best linear attention of one layer on a pool."""
+    """The best linear attention of one layer on a pool, of heads whose keys read x and whose values read y."""
 
     M: Float[np.ndarray, "d_x d_x"]
     """Of y_hat = b^T M x_query with b = (1/L) sum_l y_l x_l; the A of x_query^T A b is its transpose."""
