@@ -10,7 +10,8 @@ import torch
 
 from mechinterp.analysis.dynamics.prior_snapshots import PriorSnapshots, prior_snapshots
 from mechinterp.analysis.heads.prior_heads import prior_heads
-from mechinterp.analysis.learners.priors import closeness, compare_priors, stacked
+from mechinterp.analysis.learners.closeness import closeness, stacked
+from mechinterp.analysis.learners.priors import compare_priors
 from mechinterp.checkpoints.native import load, save
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig, TrainConfig
 from mechinterp.models.functional import AttentionWeights

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from mechinterp.analysis.learners.baselines import baselines
+from mechinterp.analysis.learners.closeness import KINDS, Closeness
 from mechinterp.analysis.learners.fits import fit_learners
-from mechinterp.analysis.learners.priors import KINDS, Closeness, compare_priors
+from mechinterp.analysis.learners.priors import compare_priors
 from mechinterp.config import TaskConfig
 from mechinterp.icl.pools import dmmse
 from mechinterp.icl.predictors import ridge

@@ -10,8 +10,7 @@ from jaxtyping import Int
 
 from mechinterp import figures
 from mechinterp.analysis.dynamics.histories import with_snapshots
-from mechinterp.analysis.learners.priors import (
-    CLEAR,
+from mechinterp.analysis.learners.closeness import (
     KINDS,
     Closeness,
     closeness,
@@ -19,6 +18,7 @@ from mechinterp.analysis.learners.priors import (
     setting_of,
     stacked,
 )
+from mechinterp.analysis.learners.priors import CLEAR
 from mechinterp.config import TaskConfig
 from mechinterp.display import Result
 from mechinterp.icl.pools import Pool

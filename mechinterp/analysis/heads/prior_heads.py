@@ -12,7 +12,7 @@ from scipy.special import ndtri
 
 from mechinterp import figures
 from mechinterp.analysis.estimates import mean_and_sem, ratio_and_sem, require_moderate
-from mechinterp.analysis.learners.priors import KINDS, lengths_of, setting_of
+from mechinterp.analysis.learners.closeness import KINDS, lengths_of, setting_of
 from mechinterp.config import TaskConfig
 from mechinterp.display import Result
 from mechinterp.icl.pools import Pool
