@@ -102,25 +102,32 @@ def tables_of(
         "context_lengths": [ONLY_FULL] if name.startswith("linear") else None,
     }
     last = compare_priors(checkpoint, **given, n_prompts=n_prompts)
-    path = prior_snapshots(checkpoint, **given, n_prompts=n_prompts // 2)
-    heads = prior_heads(checkpoint, **given, n_prompts=n_prompts // 2)
-    print(name, last, path, heads, sep="\n  ", flush=True)
+    path = prior_snapshots(checkpoint, **given, n_prompts=n_prompts // 4)
+    print(name, last, path, sep="\n  ", flush=True)
+    found = {
+        "pool_map": last.summary_frame().assign(strategy=last.strategy, transient=path.transient),
+        "pool_steps": path.to_frame(),
+    }
+    if own:
+        found |= inside(checkpoint, pool, given, n_prompts)
+    told = about(name, checkpoint) | {"compared_with": len(pool)}
+    return {table: frame.assign(**told) for table, frame in found.items()}
+
+
+def inside(
+    checkpoint: Checkpoint, pool: Pool, given: dict[str, Any], n_prompts: int
+) -> dict[str, pd.DataFrame]:
+    """What masking heads and probing say."""
+    heads = prior_heads(checkpoint, **given, n_prompts=n_prompts // 4)
+    print(f"  {heads}", flush=True)
     rows = heads.to_frame()
     at = list(zip(rows["layer"], rows["head"], strict=True))
     named = {
         "memorises": [head in heads.memorises for head in at],
         "generalises": [head in heads.generalises for head in at],
     }
-    found = {
-        "pool_map": last.summary_frame().assign(strategy=last.strategy, transient=path.transient),
-        "pool_steps": path.to_frame(),
-        "pool_heads": rows.assign(**named),
-    }
-    if own:
-        predictor = checkpoint.predictor
-        found["pool_probes"] = probes(predictor, pool[:MOST_PROBED], n_prompts=n_prompts)
-    told = about(name, checkpoint) | {"compared_with": len(pool)}
-    return {table: frame.assign(**told) for table, frame in found.items()}
+    read = probes(checkpoint.predictor, pool[:MOST_PROBED], n_prompts=n_prompts)
+    return {"pool_heads": rows.assign(**named), "pool_probes": read}
 
 
 def main() -> None:
