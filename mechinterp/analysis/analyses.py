@@ -140,8 +140,9 @@ def described(analysis: Analysis) -> str:
 def task_of(checkpoint: Checkpoint | HookedModule, context_length: int | None) -> TaskConfig:
     """The task of a checkpoint, at another context length if one is asked for."""
     task = checkpoint.task
-    own = context_length in (None, task.context_length)
-    return task if own else replace(task, context_length=context_length)
+    if context_length is None or context_length == task.context_length:
+        return task
+    return replace(task, context_length=context_length)
 
 
 def evaluation_prompts(
