@@ -172,6 +172,7 @@ ORDER = [
     "analysis.learners.losses",
     "analysis.dynamics.histories",
     "analysis.dynamics.training",
+    "analysis.dynamics.coefficient_snapshots",
     "analysis.circuits.attention",
     "analysis.dynamics.snapshots",
     "analysis.dynamics.linear_snapshots",

@@ -259,7 +259,7 @@ def coefficient_of_loss(
             raise ValueError(f"{name} must be > 0, got {value}.")
     moved = 0.0
     if settle:
-        settled, _ = descend(loss, n_beta, localisation)
+        settled, _ = descend(loss, n_beta, 0.0, most=20_000)
         moved = float(np.linalg.norm(settled - loss.at))
         loss = replace(loss, at=settled)
     chains = Chains() if chains is None else chains
@@ -272,9 +272,13 @@ def coefficient_of_loss(
 
 
 def descend(
-    loss: LocalLoss, n_beta: float, localisation: float
+    loss: LocalLoss, n_beta: float, localisation: float, *, most: int = 500
 ) -> tuple[Float[np.ndarray, " weight"], float]:
-    """The lowest weights that descent finds within the pull, and by how much n_beta L is lower there."""
+    """The lowest weights that descent finds within the pull, and by how much n_beta L is lower there.
+
+    Args:
+        most: Steps of L-BFGS.
+    """
     from scipy.optimize import minimize  # takes a good part of a start-up
 
     least = float(loss.function(loss.at[None])[0][0])
@@ -287,7 +291,7 @@ def descend(
         return energy, n_beta * gradient[0] + localisation * away
 
     # The weights are kept in float32: a fall of 1e-6 is rounding.
-    settings = {"maxiter": 3000, "maxfun": 6000, "ftol": 0.0, "gtol": 1e-4, "maxcor": 30}
+    settings = {"maxiter": most, "maxfun": 2 * most, "ftol": 0.0, "gtol": 1e-4, "maxcor": 30}
     found = minimize(pulled, loss.at, jac=True, method="L-BFGS-B", options=settings)
     fall = n_beta * (least - float(loss.function(found.x[None])[0][0]))
     return (found.x, fall) if fall > 0 else (loss.at, 0.0)
@@ -311,7 +315,7 @@ def _estimate(
         is_minimum=False,
         reason=(
             f"descent lowers n_beta L by {fall:.3g}, the loss by {fall / n_beta:.3g} "
-            f"(gradient {norm:.2g})."
+            f"(gradient {norm:.2g}){loss.remedy}."
         ),
         per_chain=nothing,
         excess=np.zeros((chains.n_chains, 0)),

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from mechinterp.analysis.dynamics.sampler import BatchLoss, Points
 from mechinterp.checkpoints.native import Checkpoint
+from mechinterp.display import counted
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.deep import DeepWeights
 from mechinterp.models.functional import AttentionWeights
@@ -43,6 +44,8 @@ class LocalLoss:
     """The learning coefficient at the minimum of this loss, where it is known."""
     unknown: str = ""
     """Why it is not."""
+    remedy: str = ""
+    """What to do where the weights are no minimum."""
 
 
 def heads_of_linear(weights: Weights) -> Heads:
@@ -88,7 +91,7 @@ def population_loss(
     return LocalLoss(
         _of_moments(part, moments, fixed),
         at,
-        f"{at.size} entries: v and {entries} of {len(chosen)} heads",
+        f"{at.size} entries: v and {entries} of {counted(len(chosen), 'head')}",
         "the population",
         exact,
         unknown,
@@ -163,7 +166,14 @@ def prompts_loss(checkpoint: Checkpoint, weights: Weights, prompts: Prompts) -> 
             "local_learning_coefficient needs one layer of attention, or layers of attention alone that read the context only."
         )
     unknown = "the loss on prompts is not a quadratic in one matrix"
-    return LocalLoss(function, at, sampled, f"{len(prompts)} prompts", None, unknown)
+    return LocalLoss(
+        function,
+        at,
+        sampled,
+        f"{len(prompts)} prompts",
+        unknown=unknown,
+        remedy="; settle=True goes to the nearest minimum on these prompts first",
+    )
 
 
 def _free_entries(heads: AttentionWeights) -> dict[str, Bool[np.ndarray, "head row column"]]:

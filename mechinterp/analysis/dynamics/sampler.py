@@ -16,8 +16,11 @@ from mechinterp.progress import ProgressCallback, no_progress
 Points = Float[np.ndarray, "chain weight"]
 BatchLoss = Callable[[Points], tuple[Float[np.ndarray, " chain"], Points]]
 """Loss and gradient at many points, a row each."""
-TARGET = 0.8
+TARGET = 0.9
 """Acceptance that the step size is adapted to."""
+SHORTEST = 0.4
+"""Each chain takes between this part of the step size and the whole, anew at every draw: where the loss is steeper
+than in warm-up a chain would stand still otherwise."""
 
 
 @dataclass(frozen=True)
@@ -138,7 +141,8 @@ class _State:
         n_steps = int(
             self.rng.integers(max(1, n_leapfrog // 2), n_leapfrog + (n_leapfrog + 1) // 2 + 1)
         )
-        chance, found = self._trial(step, n_steps)
+        steps = step * self.rng.uniform(SHORTEST, 1, (len(self.points), 1))
+        chance, found = self._trial(steps, n_steps)
         taken = self.rng.random(len(chance)) < chance
         points, excess, energy, force = found
         self.points = np.where(taken[:, None], points, self.points)
@@ -147,7 +151,9 @@ class _State:
         self.energy = np.where(taken, energy, self.energy)
         return chance, taken
 
-    def _trial(self, step: float, n_steps: int) -> tuple[np.ndarray, tuple[np.ndarray, ...]]:
+    def _trial(
+        self, step: float | np.ndarray, n_steps: int
+    ) -> tuple[np.ndarray, tuple[np.ndarray, ...]]:
         momentum = self.rng.standard_normal(self.points.shape)
         before = self.energy + np.square(momentum).sum(1) / 2
         points, force = self.points, self.force
