@@ -130,6 +130,7 @@ ORDER = [
     "analysis.dynamics.jumps",
     "analysis.dynamics.sampler",
     "analysis.dynamics.local_losses",
+    "analysis.dynamics.minima",
     "analysis.dynamics.learning_coefficient",
     "analysis.circuits.thresholds",
     "analysis.circuits.components",

@@ -5,10 +5,10 @@ import pytest
 import torch
 
 from mechinterp import local_learning_coefficient
+from mechinterp.analysis.dynamics.coefficient_snapshots import coefficient_snapshots, live_heads
 from mechinterp.analysis.dynamics.learning_coefficient import (
     PROMPT_CHAINS,
     coefficient_of_loss,
-    why_no_minimum,
 )
 from mechinterp.analysis.dynamics.local_losses import (
     LocalLoss,
@@ -16,12 +16,13 @@ from mechinterp.analysis.dynamics.local_losses import (
     population_loss,
     prompts_loss,
 )
+from mechinterp.analysis.dynamics.minima import why_no_minimum
 from mechinterp.analysis.dynamics.sampler import Chains
 from mechinterp.checkpoints.loading import load
 from mechinterp.icl.prompts import sample_prompts
 from mechinterp.theory.linear_heads import Heads, merged_heads, separate_heads
 from mechinterp.training.flat import unflatten
-from tests.conftest import CHECKPOINTS
+from tests.conftest import CHECKPOINTS, Run
 from tests.learning import SPECTRA, heads_at, merged_at, moments_of, saddle
 
 SHORT = Chains(n_chains=8, n_draws=150, n_warmup=100, n_leapfrog=20)
@@ -235,3 +236,36 @@ def test_heads_are_read_off_the_weights():
     found = checkpoint.predictor.run(prompts)[0].numpy()[:, 0]
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
     assert PROMPT_CHAINS.n_chains == 4
+
+
+def test_heads_that_have_learned_something_are_at_the_minimum_of_their_level():
+    checkpoint = load(CHECKPOINTS / "linear-separate-s2")
+    assert live_heads(checkpoint.snapshots[3600]) == live_heads(checkpoint.snapshots[1800])
+    found = coefficient_snapshots(checkpoint, steps=[0, 3600, 5400], chains=SHORT)
+    assert found.is_minimum.tolist() == [False] * 3
+    assert found.n_live.tolist() == [5, 2, 3]
+    assert found.n_learned.tolist() == [0, 2, 3]
+    np.testing.assert_allclose(found.coefficients, [0, 3.5, 6, 7.5, 8])
+    assert found.live[0] is None
+    for live, exact in zip(found.live[1:], (6, 7.5), strict=True):
+        assert live.exact == exact
+        assert abs(live.estimate - exact) < 4 * live.sem < 2
+    frame = found.to_frame()
+    assert frame["level_coefficient"].tolist() == [0, 6, 7.5]
+    assert frame["live_estimate"].notna().tolist() == [False, True, True]
+    drawn = found.plot().data
+    assert [trace.name for trace in drawn] == ["all heads", "live heads alone"]
+    np.testing.assert_allclose(drawn[1].y, frame["live_estimate"])
+    assert len(found.plot().layout.shapes) == 5
+    assert [len(trace.x) for trace in found.plot_loss().data[1:]] == [0, 3]
+    with pytest.raises(ValueError, match="needs linear attention that was trained on moments"):
+        coefficient_snapshots(load(CHECKPOINTS / "softmax-h2-s0"))
+
+
+def test_it_has_a_command(run: Run):
+    path = CHECKPOINTS / "linear-separate-s2"
+    ran = run("analyse", "learning-coefficient", path, "--json")
+    (row,) = ran.document["rows"]
+    assert row["is_minimum"] is False
+    assert row["estimate"] is None
+    assert "not a minimum: descent lowers" in ran.document["result"]

@@ -27,7 +27,7 @@ from mechinterp.models.weights import Weights
 from mechinterp.progress import ProgressCallback, no_progress
 from mechinterp.theory.learning_coefficient import level_coefficients
 from mechinterp.theory.linear import modes
-from mechinterp.theory.linear_heads import MergedHeads
+from mechinterp.theory.linear_heads import MergedHeads, SeparateHeads
 from mechinterp.training.linear import task_moments
 
 LIVE = 0.01
@@ -185,9 +185,9 @@ def live_heads(weights: Weights) -> list[int]:
         [0, 1, 3]
     """
     heads = heads_of_linear(weights)
-    merged = isinstance(heads, MergedHeads)
-    product = heads.U if merged else np.einsum("hri,hrj->hij", heads.K, heads.Q)
-    size = np.abs(heads.v) * np.linalg.norm(product, axis=(1, 2))
+    if isinstance(heads, SeparateHeads):
+        heads = MergedHeads(v=heads.v, U=np.einsum("hri,hrj->hij", heads.K, heads.Q))
+    size = np.abs(heads.v) * np.linalg.norm(heads.U, axis=(1, 2))
     return np.flatnonzero(size > LIVE * size.max()).tolist()
 
 

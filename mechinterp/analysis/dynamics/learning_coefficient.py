@@ -21,6 +21,7 @@ from mechinterp.analysis.dynamics.local_losses import (
     population_loss,
     prompts_loss,
 )
+from mechinterp.analysis.dynamics.minima import FALL, descend, why_no_minimum
 from mechinterp.analysis.dynamics.sampler import (
     Chains,
     effective_draws,
@@ -39,10 +40,6 @@ from mechinterp.training.linear import task_moments
 
 N_BETA = 30_000.0
 LOCALISATION = 1.0
-FALL = 0.05
-"""Largest n_beta (L - L_min) of weights that count as a minimum: the estimate is too low by as much."""
-GROWTH = (4.0, 0.1)
-"""An estimate grows if its last third differs from its first by more than so many standard errors and such a part."""
 PROMPT_CHAINS = Chains(n_chains=4, n_draws=200, n_warmup=100, n_leapfrog=20)
 """On prompts a gradient takes milliseconds."""
 
@@ -99,9 +96,11 @@ class LearningCoefficient(Result):
 
     def to_frame(self) -> pd.DataFrame:
         """One row per n_beta."""
-        names = ("n_beta", "localisation", "estimate", "sem", "exact", "is_minimum", "acceptance")
-        names += ("r_hat", "effective_draws", "loss", "gradient_norm", "fall", "moved")
-        names += ("sampled", "over", "reason", "unknown")
+        names = (
+            *("n_beta", "localisation", "estimate", "sem", "exact", "is_minimum", "acceptance"),
+            *("r_hat", "effective_draws", "loss", "gradient_norm", "fall", "moved"),
+            *("sampled", "over", "reason", "unknown"),
+        )
         each = [self, *self.curve]
         frame = pd.DataFrame({name: [getattr(one, name) for one in each] for name in names})
         return frame.astype({"exact": float})
@@ -271,32 +270,6 @@ def coefficient_of_loss(
     return replace(first, curve=tuple(curve))
 
 
-def descend(
-    loss: LocalLoss, n_beta: float, localisation: float, *, most: int = 500
-) -> tuple[Float[np.ndarray, " weight"], float]:
-    """The lowest weights that descent finds within the pull, and by how much n_beta L is lower there.
-
-    Args:
-        most: Steps of L-BFGS.
-    """
-    from scipy.optimize import minimize  # takes a good part of a start-up
-
-    least = float(loss.function(loss.at[None])[0][0])
-
-    def pulled(point: np.ndarray) -> tuple[float, np.ndarray]:
-        with np.errstate(over="ignore", invalid="ignore"):
-            value, gradient = loss.function(point[None])
-        away = point - loss.at
-        energy = n_beta * (float(value[0]) - least) + localisation / 2 * float(away @ away)
-        return energy, n_beta * gradient[0] + localisation * away
-
-    # The weights are kept in float32: a fall of 1e-6 is rounding.
-    settings = {"maxiter": most, "maxfun": 2 * most, "ftol": 0.0, "gtol": 1e-4, "maxcor": 30}
-    found = minimize(pulled, loss.at, jac=True, method="L-BFGS-B", options=settings)
-    fall = n_beta * (least - float(loss.function(found.x[None])[0][0]))
-    return (found.x, fall) if fall > 0 else (loss.at, 0.0)
-
-
 def _estimate(
     loss: LocalLoss,
     n_beta: float,
@@ -306,27 +279,8 @@ def _estimate(
     moved: float,
     progress: ProgressCallback,
 ) -> LearningCoefficient:
-    value, gradient = loss.function(loss.at[None])
-    _, fall = descend(loss, n_beta, localisation)
-    norm, nothing = float(np.linalg.norm(gradient)), np.full(chains.n_chains, np.nan)
-    found = LearningCoefficient(
-        **dict.fromkeys(("estimate", "sem", "acceptance", "r_hat", "effective_draws"), math.nan),
-        **{name: getattr(loss, name) for name in ("exact", "unknown", "sampled", "over")},
-        is_minimum=False,
-        reason=(
-            f"descent lowers n_beta L by {fall:.3g}, the loss by {fall / n_beta:.3g} "
-            f"(gradient {norm:.2g}){loss.remedy}."
-        ),
-        per_chain=nothing,
-        excess=np.zeros((chains.n_chains, 0)),
-        n_beta=n_beta,
-        localisation=localisation,
-        loss=float(value[0]),
-        gradient_norm=norm,
-        fall=fall,
-        moved=moved,
-    )
-    if fall > FALL:
+    found = _before_drawing(loss, n_beta, localisation, chains, moved)
+    if found.reason:
         return found
     draws = hamiltonian_draws(
         loss.function,
@@ -337,16 +291,16 @@ def _estimate(
         seed=seed,
         progress=progress,
     )
-    excess, reason = draws.excess, why_no_minimum(draws.excess)
+    excess = draws.excess
     found = replace(
         found,
         excess=excess,
-        reason=reason,
+        reason=why_no_minimum(excess),
         acceptance=float(draws.accepted.mean()),
         r_hat=r_hat(excess),
         effective_draws=effective_draws(excess),
     )
-    if reason:
+    if found.reason:
         return found
     return replace(
         found,
@@ -357,29 +311,35 @@ def _estimate(
     )
 
 
-def why_no_minimum(excess: Float[np.ndarray, "chain draw"]) -> str:
-    """What n_beta (L - L*) of draws says against a minimum at L*; empty if nothing.
-
-    Example:
-        >>> why_no_minimum(np.random.default_rng(0).gamma(3.0, size=(4, 300)))
-        ''
-        >>> why_no_minimum(-np.ones((4, 300)))
-        'draws lie below the weights: n_beta (L - L*) falls to -1, and is -1 in the mean.'
-    """
-    if not np.isfinite(excess).all():
-        return "draws overflow."
-    if excess.min() < -FALL:
-        return (
-            f"draws lie below the weights: n_beta (L - L*) falls to {excess.min():.3g}, "
-            f"and is {excess.mean():.3g} in the mean."
-        )
-    third = max(excess.shape[1] // 3, 2)
-    first, last = excess[:, :third], excess[:, -third:]
-    change = float(last.mean() - first.mean())
-    error = math.hypot(mean_error(first), mean_error(last))
-    if abs(change) > GROWTH[0] * error and abs(change) > GROWTH[1] * excess.mean():
-        return f"the estimate grows while it is drawn, by {change:.3g} ± {error:.2g}."
-    return ""
+def _before_drawing(
+    loss: LocalLoss, n_beta: float, localisation: float, chains: Chains, moved: float
+) -> LearningCoefficient:
+    """What is known without draws; with a reason if descent shows that the weights are no minimum."""
+    value, gradient = loss.function(loss.at[None])
+    _, fall = descend(loss, n_beta, localisation)
+    norm = float(np.linalg.norm(gradient))
+    lower = f"descent lowers n_beta L by {fall:.3g}, the loss by {fall / n_beta:.3g}"
+    return LearningCoefficient(
+        estimate=math.nan,
+        sem=math.nan,
+        exact=loss.exact,
+        is_minimum=False,
+        reason=f"{lower} (gradient {norm:.2g}){loss.remedy}." if fall > FALL else "",
+        unknown=loss.unknown,
+        per_chain=np.full(chains.n_chains, math.nan),
+        acceptance=math.nan,
+        r_hat=math.nan,
+        effective_draws=math.nan,
+        excess=np.zeros((chains.n_chains, 0)),
+        n_beta=n_beta,
+        localisation=localisation,
+        loss=float(value[0]),
+        gradient_norm=norm,
+        fall=fall,
+        sampled=loss.sampled,
+        over=loss.over,
+        moved=moved,
+    )
 
 
 def _weights_at(checkpoint: Checkpoint, step: int | None) -> Weights:
