@@ -131,6 +131,7 @@ ORDER = [
     "analysis.dynamics.sampler",
     "analysis.dynamics.local_losses",
     "analysis.dynamics.minima",
+    "analysis.dynamics.coefficient_result",
     "analysis.dynamics.learning_coefficient",
     "analysis.circuits.thresholds",
     "analysis.circuits.components",

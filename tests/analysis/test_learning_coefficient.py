@@ -25,7 +25,7 @@ from mechinterp.training.flat import unflatten
 from tests.conftest import CHECKPOINTS, Run
 from tests.learning import SPECTRA, heads_at, merged_at, moments_of, saddle
 
-SHORT = Chains(n_chains=8, n_draws=150, n_warmup=100, n_leapfrog=20)
+SHORT = Chains(n_chains=8, n_draws=120, n_warmup=80, n_leapfrog=16)
 MANY = Chains(n_chains=48, n_draws=500, n_warmup=250, n_leapfrog=40)
 EXACT = {
     "linear-separate-s0": 8,
@@ -92,13 +92,13 @@ def test_a_quadratic_gives_half_its_directions():
         return (curvatures * points**2).sum(1), 2 * curvatures * points
 
     loss = LocalLoss(quadratic, np.zeros(5), "5 entries", "a quadratic", exact=1.5)
-    found = coefficient_of_loss(loss, chains=Chains(16, 500, 200, 20))
+    found = coefficient_of_loss(loss, chains=Chains(16, 300, 150, 10))
     assert found.is_minimum
-    assert abs(found.estimate - 1.5) < 3 * found.sem < 0.15
+    assert abs(found.estimate - 1.5) < 3 * found.sem < 0.2
     assert found.per_chain.mean() == pytest.approx(found.estimate)
     # A temperature at which the softest direction is not resolved counts less of it: h n_beta / (h n_beta + pull).
     share = (2 * curvatures[:3] * 10 / (2 * curvatures[:3] * 10 + 1)).sum() / 2
-    other = coefficient_of_loss(loss, n_beta=10.0, chains=Chains(16, 500, 200, 20))
+    other = coefficient_of_loss(loss, n_beta=10.0, chains=Chains(16, 300, 150, 10))
     assert abs(other.estimate - share) < 4 * other.sem
 
 
@@ -198,7 +198,7 @@ def test_the_result_says_itself():
     frame = found.to_frame()
     assert frame["n_beta"].tolist() == [30_000, 1e3, 1e4]
     assert frame["exact"].tolist() == [2.5] * 3
-    assert len(found.chains_frame()) == 8 * 150
+    assert len(found.chains_frame()) == 8 * 120
     assert repr(found).startswith(f"LearningCoefficient({found.estimate:.4g} ± ")
     assert "7 entries: v and the x entries of q and k of 1 head; the population" in repr(found)
     density = found.plot_posterior().data
@@ -238,6 +238,7 @@ def test_heads_are_read_off_the_weights():
     assert PROMPT_CHAINS.n_chains == 4
 
 
+@pytest.mark.slow
 def test_heads_that_have_learned_something_are_at_the_minimum_of_their_level():
     checkpoint = load(CHECKPOINTS / "linear-separate-s2")
     assert live_heads(checkpoint.snapshots[3600]) == live_heads(checkpoint.snapshots[1800])

@@ -59,13 +59,13 @@ def test_a_gaussian_has_its_mean_and_variance():
         return (curvatures * points**2).sum(1) / 2, curvatures * points
 
     found = hamiltonian_draws(
-        quadratic, np.zeros(4), Chains(8, 1000, 200, 30), n_beta=1e3, localisation=1.0
+        quadratic, np.zeros(4), Chains(8, 500, 150, 20), n_beta=1e3, localisation=1.0
     )
     # n_beta L is a sum of c_i chi^2 / 2, c_i = n_beta h / (n_beta h + 1).
     share = 1e3 * curvatures / (1e3 * curvatures + 1)
     error = mean_error(found.excess)
     assert abs(found.excess.mean() - share.sum() / 2) < 4 * error
-    assert error < 0.03
+    assert error < 0.06
     square = found.excess**2
     second = (share.sum() ** 2 + 2 * (share**2).sum()) / 4
     assert abs(square.mean() - second) < 4 * mean_error(square)

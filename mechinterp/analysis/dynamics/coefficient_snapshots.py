@@ -13,9 +13,9 @@ import plotly.graph_objects as go
 from jaxtyping import Bool, Float, Int
 
 from mechinterp import figures
+from mechinterp.analysis.dynamics.coefficient_result import LearningCoefficient
 from mechinterp.analysis.dynamics.histories import loss_at, loss_curve, with_snapshots
 from mechinterp.analysis.dynamics.learning_coefficient import (
-    LearningCoefficient,
     is_trained_on_moments,
     local_learning_coefficient,
 )
