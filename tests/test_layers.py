@@ -1,8 +1,10 @@
-"""The order of the floors: a module imports only modules that stand before it in one list."""
+"""The floors: a module imports from its own floor and lower ones, and no imports go in a circle."""
 
 import ast
 import subprocess
 import sys
+from functools import cache
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -12,217 +14,11 @@ from tests.test_doors import deep_softmax, gpt2_file
 
 PACKAGE = Path(__file__).parents[1] / "mechinterp"
 
-# Every module, lowest first, without the leading "mechinterp.". A new module goes behind all it imports
-# and before all that import it.
-ORDER = [
-    "version",
-    "fields",
-    "progress",
-    "config.task",
-    "config.model",
-    "config.train",
-    "config.experiment",
-    "config",
-    "presets",
-    "memory",
-    "display",
-    "figures",
-    "theory.softmax",
-    "theory.approximate_loss",
-    "theory.preconditioning",
-    "theory.several_tasks",
-    "theory.two_heads",
-    "theory.linear",
-    "theory.linear_heads",
-    "theory.linear_dynamics",
-    "theory.linear_jumps",
-    "theory.learning_coefficient",
-    "theory.sparse",
-    "icl.prompts",
-    "icl.predictors",
-    "icl.sparse_predictors",
-    "icl.prompt_moments",
-    "icl.algorithms",
-    "icl.algorithm_fits",
-    "models.shapes",
-    "models.scores",
-    "models.functional",
-    "models.deep",
-    "models.weights",
-    "models.constructions",
-    "models.constructions_sparse",
-    "models.constructions_algorithms",
-    "models.tokens",
-    "models.units",
-    "models.masks",
-    "models.hooked_config",
-    "models.checked_hooks",
-    "models.attention",
-    "models.blocks",
-    "models.hooked_names",
-    "models.transformer",
-    "models.adapter",
-    "models.backends.one_layer",
-    "models.backends.token_map",
-    "models.backends.hooks",
-    "models.backends.weights_alone",
-    "models.predictor",
-    "models.module_hooks",
-    "models.hook_map",
-    "models.conformance_model",
-    "models.conformance_tools",
-    "models.conformance",
-    "checkpoints.errors",
-    "checkpoints.files",
-    "checkpoints.claims",
-    "checkpoints.tables",
-    "checkpoints.pickles",
-    "checkpoints.states",
-    "checkpoints.headers",
-    "checkpoints.archives",
-    "checkpoints.hints",
-    "checkpoints.names",
-    "checkpoints.named_matrices",
-    "checkpoints.folders",
-    "checkpoints.folder_tensors",
-    "checkpoints.outline",
-    "checkpoints.native_tensors",
-    "checkpoints.readings",
-    "checkpoints.native",
-    "checkpoints.recipe",
-    "checkpoints.outside",
-    "checkpoints.exchange",
-    "checkpoints.arrays",
-    "checkpoints.layered_tensors",
-    "checkpoints.named_parts",
-    "checkpoints.named_weights",
-    "checkpoints.layered_parts",
-    "checkpoints.layered",
-    "checkpoints.named_layers",
-    "checkpoints.one_layer",
-    "checkpoints.foreign",
-    "checkpoints.loading",
-    "checkpoints.plain_modules",
-    "training.flat",
-    "training.flow",
-    "training.descent",
-    "training.kernel",
-    "training.step",
-    "training.state",
-    "training.run",
-    "training.deep_kernel",
-    "training.deep_step",
-    "training.deep_attention",
-    "training.deep",
-    "training.batches",
-    "training.trainer",
-    "training.linear",
-    "training.packs",
-    "training.cluster",
-    "training.sweep",
-    "analysis.estimates",
-    "analysis.verdict",
-    "analysis.learners.standing",
-    "analysis.circuits.circuits",
-    "analysis.heads.errors",
-    "analysis.circuits.manifold",
-    "analysis.dynamics.plateaus",
-    "analysis.dynamics.jumps",
-    "analysis.dynamics.sampler",
-    "analysis.dynamics.local_losses",
-    "analysis.dynamics.minima",
-    "analysis.dynamics.coefficient_result",
-    "analysis.dynamics.learning_coefficient",
-    "analysis.circuits.thresholds",
-    "analysis.circuits.components",
-    "analysis.circuits.structure",
-    "analysis.circuits.substitution",
-    "analysis.circuits.reading",
-    "analysis.circuits.null",
-    "analysis.circuits.scales",
-    "analysis.circuits.labels",
-    "analysis.circuits.heads_verdict",
-    "analysis.learners.algorithm_tests",
-    "analysis.learners.algorithm_scores",
-    "analysis.learners.algorithm_paths",
-    "analysis.learners.algorithm_evidence",
-    "analysis.learners.algorithm_labels",
-    "analysis.learners.algorithm",
-    "analysis.learners.algorithm_steps",
-    "analysis.learners.layers_verdict",
-    "analysis.learners.layered",
-    "analysis.circuits.behind",
-    "analysis.circuits.classification",
-    "analysis.circuits.patterns",
-    "analysis.results",
-    "analysis.heads.ablation",
-    "analysis.heads.subsets",
-    "analysis.heads.masking",
-    "analysis.heads.pairs",
-    "analysis.probing.probes",
-    "analysis.probing.p_probing",
-    "analysis.probing.probing",
-    "analysis.heads.gates",
-    "analysis.heads.choices",
-    "analysis.heads.edges",
-    "analysis.heads.pruning",
-    "analysis.heads.fine_tuning",
-    "analysis.learners.baselines",
-    "analysis.heads.pruning_curves",
-    "analysis.heads.patching",
-    "analysis.learners.fits",
-    "analysis.learners.losses",
-    "analysis.dynamics.histories",
-    "analysis.dynamics.training",
-    "analysis.dynamics.coefficient_snapshots",
-    "analysis.circuits.attention",
-    "analysis.dynamics.snapshots",
-    "analysis.dynamics.linear_snapshots",
-    "analysis.dynamics.deep_snapshots",
-    "analysis.comparison",
-    "analysis.dynamics.milestones",
-    "analysis.analyses",
-    "report.glossary",
-    "report.text",
-    "report.header",
-    "report.info",
-    "report.classification",
-    "report.documents",
-    "report.table",
-    "report.bars",
-    "report.terminal",
-    "report.subject",
-    "report.parts",
-    "report.sections",
-    "report.training",
-    "report.html",
-    "report.deep_sections",
-    "report.probing",
-    "report.edges",
-    "report.algorithm_section",
-    "report.contents",
-    "report.page",
-    "report.comparison",
-    "cli.training",
-    "cli.hints",
-    "cli.options",
-    "cli.analyses",
-    "cli.checkpoints",
-    "cli.reports",
-    "cli.main",
-    "cli",
-]
-FLOORS = [
-    *("version", "fields", "progress"),
-    *("config", "presets", "memory", "display", "figures", "theory", "icl", "models"),
-    *(
-        "checkpoints",
-        "training",
-        "analysis",
-        "report",
-        "cli",
-    ),
-]
+FLOORS = (
+    *("version", "fields", "progress", "config", "presets", "memory", "display", "figures"),
+    *("theory", "icl", "models", "checkpoints", "training", "analysis", "report", "cli"),
+)
+"""Files and folders of the package, lowest first; imports go down, or stay on a floor."""
 
 
 def module_files() -> dict[str, Path]:
@@ -252,25 +48,26 @@ def imported_modules(source: str, package: str = "mechinterp") -> set[str]:
     return {name.removeprefix(f"{package}.") for name in inside} | relative
 
 
-def test_order_lists_every_module_once():
-    missing = sorted(set(module_files()) - set(ORDER))
-    gone = [name for name in ORDER if name not in module_files()]
-    assert not missing, f"Add {missing} to ORDER in tests/test_layers.py, behind what they import."
-    assert not gone, f"Take {gone} out of ORDER in tests/test_layers.py: there is no such file."
-    assert len(ORDER) == len(set(ORDER)), "ORDER in tests/test_layers.py names a module twice."
-
-
-def test_order_goes_up_the_floors():
-    heights = [FLOORS.index(name.partition(".")[0]) for name in ORDER]
-    assert heights == sorted(heights), f"ORDER must go up the floors {' < '.join(FLOORS)}."
+@cache
+def imports() -> dict[str, set[str]]:
+    """What each module imports."""
+    return {
+        name: imported_modules(file.read_text(encoding="utf-8"))
+        for name, file in module_files().items()
+    }
 
 
 @pytest.mark.parametrize("name", sorted(module_files()))
-def test_module_imports_only_earlier_ones(name: str):
-    assert name in ORDER, f"Add {name!r} to ORDER in tests/test_layers.py, behind what it imports."
-    imported = imported_modules(module_files()[name].read_text(encoding="utf-8"))
-    upward = sorted(imported - set(ORDER[: ORDER.index(name)]))
-    assert not upward, f"{name} imports {upward}, which do not stand before it in ORDER."
+def test_imports_go_down(name: str):
+    floor = name.partition(".")[0]
+    assert floor in FLOORS, f"{floor} must be one of the floors {' < '.join(FLOORS)}."
+    known = set(FLOORS[: FLOORS.index(floor) + 1])
+    upward = sorted(each for each in imports()[name] if each.partition(".")[0] not in known)
+    assert not upward, f"{name} imports {upward}, above the floor {floor}."
+
+
+def test_imports_make_no_circle():
+    TopologicalSorter(imports()).prepare()  # its error names the circle
 
 
 FOLDERS = {file.parent.name for file in PACKAGE.glob("*/*.py")} - {"config", "cli"}
