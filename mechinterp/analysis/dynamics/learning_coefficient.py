@@ -64,8 +64,8 @@ def local_learning_coefficient(
         localisation: Strength of the pull to the weights, unit 1 / weight^2.
         other_n_beta: Temperatures to estimate at besides, for `plot_curve`.
         chains: Number and length of chains; None: 8 of 1,000 draws, on prompts 4 of 200.
-        settle: Whether to go to the nearest minimum first, as no model is at the minimum of the loss on a set of
-            prompts that it was not trained on; how far is in `moved`.
+        settle: Whether to go to the minimum that descent finds first, as no model is at the minimum of the loss on a
+            set of prompts that it was not trained on. It may be far: how far is in `moved`.
         n_prompts: Of the loss on prompts.
     Raises:
         ValueError: If the gradient of such a model is not written out, there is no such step or head, or a number is
