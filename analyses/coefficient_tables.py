@@ -27,10 +27,11 @@ def coefficients(results: Path) -> str:
 def staircase(results: Path) -> str:
     """Learning coefficients on the plateaus of linear attention: all heads, and the live ones alone."""
     found = pd.read_csv(results / "learning_coefficient.csv")
-    whole = found[found.part == "all heads"].set_index(["model", "step"])
+    parts = found[found.part == "all heads"].itertuples()
+    whole = {(row.model, row.step): row for row in parts}
     rows = []
     for row in found[found.part == "live heads"].itertuples():
-        every = whole.loc[row.model, row.step]
+        every = whole[row.model, row.step]
         place = (row.model, f"{row.step:,}", f"{row.learned:.0f}", f"{row.live:.0f}")
         rows.append((*place, _estimate(every), _estimate(row), f"{row.exact:g}"))
     header = ("model", "step", "directions learned", "live heads", "λ̂ of all heads")
@@ -45,7 +46,7 @@ def softmax_coefficients(results: Path) -> str:
     rows = [
         (
             row.model,
-            "nearest minimum" if row.part == "softmax settled" else "as trained",
+            "minimum of the prompts" if row.part == "softmax settled" else "as trained",
             f"{row.entries}",
             _estimate(row),
             f"{row.fall:.2g}",
@@ -56,9 +57,9 @@ def softmax_coefficients(results: Path) -> str:
     return markdown(("model", "weights", "entries drawn", "λ̂", "nβ L can fall by", "moved"), rows)
 
 
-def _estimate(row: pd.Series) -> str:
+def _estimate(row) -> str:
     return f"{row.estimate:.2f} ± {row.sem:.2f}" if row.is_minimum else "no minimum"
 
 
-def _chains(row: pd.Series) -> str:
+def _chains(row) -> str:
     return f"{row.r_hat:.3f}, {row.effective_draws:,.0f}" if row.is_minimum else ""

@@ -27,8 +27,7 @@ from mechinterp.analysis.dynamics.sampler import (
     r_hat,
 )
 from mechinterp.checkpoints.native import Checkpoint, checkpoint_of
-from mechinterp.config import TaskConfig
-from mechinterp.icl.prompts import sample_prompts
+from mechinterp.models.evaluation import evaluation_prompts
 from mechinterp.models.predictor import Source
 from mechinterp.models.weights import Weights
 from mechinterp.progress import ProgressCallback, no_progress
@@ -43,7 +42,6 @@ PROMPT_CHAINS = Chains(n_chains=4, n_draws=200, n_warmup=100, n_leapfrog=20)
 def local_learning_coefficient(
     source: Source,
     *,
-    task: TaskConfig | None = None,
     step: int | None = None,
     sampled_heads: Sequence[int] | None = None,
     n_beta: float = N_BETA,
@@ -61,14 +59,13 @@ def local_learning_coefficient(
     `n_prompts` prompts.
 
     Args:
-        task: Law of the prompts; None: the checkpoint's own.
         step: A kept step of training; None: the last weights.
         sampled_heads: Heads of linear attention whose entries are drawn; None: all.
         localisation: Strength of the pull to the weights, unit 1 / weight^2.
         other_n_beta: Temperatures to estimate at besides, for `plot_curve`.
         chains: Number and length of chains; None: 8 of 1,000 draws, on prompts 4 of 200.
-        settle: Whether to go to the nearest minimum first, as no model is at the minimum of the loss on a set of
-            prompts that it was not trained on; how far is in `moved`.
+        settle: Whether to go to the minimum that descent finds first, as no model is at the minimum of the loss on a
+            set of prompts that it was not trained on. It may be far: how far is in `moved`.
         n_prompts: Of the loss on prompts.
     Raises:
         ValueError: If the gradient of such a model is not written out, there is no such step or head, or a number is
@@ -83,16 +80,15 @@ def local_learning_coefficient(
         (8.0, True)
     """
     checkpoint = checkpoint_of(source, "local_learning_coefficient")
-    law = checkpoint.task if task is None else task
     weights = _weights_at(checkpoint, step)
     if is_trained_on_moments(checkpoint):
         heads = heads_of_linear(weights)
         chosen = _heads(sampled_heads, heads.v.size)
-        loss = population_loss(heads, task_moments(law), sampled_heads=chosen)
+        loss = population_loss(heads, task_moments(checkpoint.task), sampled_heads=chosen)
     else:
         if sampled_heads is not None:
             raise ValueError("sampled_heads is of linear attention trained on moments only.")
-        drawn = sample_prompts(law, n_prompts, seed=seed, dtype=weights.dtype)
+        drawn = evaluation_prompts(checkpoint, n_prompts=n_prompts, seed=seed)
         loss = prompts_loss(checkpoint, weights, drawn)
         chains = PROMPT_CHAINS if chains is None else chains
     return coefficient_of_loss(

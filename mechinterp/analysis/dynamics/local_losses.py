@@ -172,7 +172,7 @@ def prompts_loss(checkpoint: Checkpoint, weights: Weights, prompts: Prompts) -> 
         sampled,
         f"{len(prompts)} prompts",
         unknown=unknown,
-        remedy="; settle=True goes to the nearest minimum on these prompts first",
+        remedy="; settle=True goes to a minimum on these prompts first",
     )
 
 
