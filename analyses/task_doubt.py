@@ -1,7 +1,7 @@
 """How often the assumed task is doubted: under a shipped model's own task, and under one that is off by two, and how often with
 random weights.
 
-    python analyses/task_doubt.py    (about eight minutes on one core)
+    python analyses/task_doubt.py    (about four minutes on one core)
 
 A model is asked on prompts whose noise, task vectors, length or covariates are not those it was trained on, as if they
 were assumed of its file: as many prompts as `classify` takes, with several seeds. Writes
@@ -70,7 +70,7 @@ def changed(
 def kind_of(checkpoint: Checkpoint) -> str:
     model = checkpoint.config.model
     if model.d_mlp is not None:
-        return "a GPT-2 (garg-gpt2)"
+        return "several layers with MLPs"
     if not model.one_attention:
         return "several layers"
     return f"one layer, {'scores that are averaged' if is_normalised(model.score) else 'linear scores'}"

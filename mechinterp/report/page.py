@@ -153,7 +153,7 @@ def _about(checkpoint: Checkpoint | HookedModule) -> str:
         hooked = checkpoint.hooked
         sizes = f"{counted(hooked.n_layers, 'layer')} of {counted(hooked.n_heads, 'head')}"
         told = checkpoint.task.in_words(checkpoint.assumed)
-        return f"{sizes}, a PyTorch module with hooks; task: {told}"
+        return f"{sizes}, a PyTorch module with hooks, {told}"
     config, task, model = checkpoint.config, checkpoint.task, checkpoint.config.model
     heads, kind = counted(model.n_heads, "head"), f"{model.score} attention"
     if not model.one_attention:
@@ -164,4 +164,4 @@ def _about(checkpoint: Checkpoint | HookedModule) -> str:
     origin = f"seed {config.seed}, step {checkpoint.step}, config {config.id}"
     if "step" in checkpoint.assumed:
         origin = f"format {checkpoint.format}{assumed_text(checkpoint.assumed)}"
-    return f"{heads}, {kind}, {origin}; task: {task.in_words(checkpoint.assumed_of_task)}"
+    return f"{heads}, {kind}, {task.in_words(checkpoint.assumed_of_task)}; {origin}"
