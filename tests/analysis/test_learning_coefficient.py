@@ -270,3 +270,13 @@ def test_it_has_a_command(run: Run):
     assert row["is_minimum"] is False
     assert row["estimate"] is None
     assert "not a minimum: descent lowers" in ran.document["result"]
+
+
+@pytest.mark.slow
+def test_snapshots_have_a_command(run: Run):
+    ran = run("analyse", "coefficient-snapshots", CHECKPOINTS / "linear-rank1-s2", "--json")
+    steps = [row["step"] for row in ran.document["rows"]]
+    assert len(steps) == 12
+    assert steps[0] == 0
+    assert [row["is_minimum"] for row in ran.document["rows"]] == [False] * 12
+    assert ran.document["rows"][-1]["live_exact"] == 30

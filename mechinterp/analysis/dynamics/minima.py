@@ -15,7 +15,7 @@ GROWTH = (4.0, 0.1)
 
 
 def descend(
-    loss: LocalLoss, n_beta: float, localisation: float, *, most: int = 500
+    loss: LocalLoss, n_beta: float, localisation: float, *, most: int = 200
 ) -> tuple[Float[np.ndarray, " weight"], float]:
     """The lowest weights that descent finds within the pull, and by how much n_beta L is lower there.
 
