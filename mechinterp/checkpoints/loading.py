@@ -20,14 +20,15 @@ from mechinterp.checkpoints.errors import CheckpointError, one_line
 from mechinterp.checkpoints.exchange import FORMAT, SIDE_CAR, read_exchange, write_exchange
 from mechinterp.checkpoints.files import read_json, read_yaml
 from mechinterp.checkpoints.folders import OWN, require_new
-from mechinterp.checkpoints.foreign import LAYERED, MARKS, read_foreign
-from mechinterp.checkpoints.hints import Hints
+from mechinterp.checkpoints.foreign.formats import NAMED
+from mechinterp.checkpoints.foreign.options import Hints
+from mechinterp.checkpoints.foreign.read import read_foreign
+from mechinterp.checkpoints.foreign.readings import Reading
 from mechinterp.checkpoints.native import Checkpoint, checkpoint_of
-from mechinterp.checkpoints.readings import Reading
 from mechinterp.config import ExperimentConfig, from_dict
 from mechinterp.presets import PRESETS, preset
 
-FORMATS = ("native", FORMAT, *MARKS, *LAYERED)
+FORMATS = ("native", *NAMED)
 """What `load` reads."""
 TARGETS = ("native", FORMAT, "npz")
 """What `convert` writes."""
@@ -50,6 +51,7 @@ def load(
     columns: str | None = None,
     orientation: str | None = None,
     sign: str | None = None,
+    output_column: int | None = None,
     output_scale: float | None = None,
     model: Mapping[str, object] | None = None,
     map: Sequence[str] | None = None,
@@ -72,8 +74,9 @@ def load(
         columns: "x,y" or "y,x", the order of a token's columns; tried in the same way if left out.
         orientation: "out,in" (torch.nn.Linear's) or "in,out", the axes of matrices whose names do not say it; tried too.
         sign: "plus" or "minus", for a prediction that is minus the output's y entry; tried too.
+        output_column: The first of the columns of what a token becomes that are the prediction, -1 for the last; tried too.
         output_scale: Factor on what attention adds, for code that has one beside its matrices; 1 if left out.
-        model: How norms, MLPs and tokens of layers are joined: fields of `JOINS` of mechinterp.checkpoints.hints, such
+        model: How norms, MLPs and tokens of layers are joined: fields of `JOINS` of mechinterp.checkpoints.foreign.options, such
             as {"norm": "before"}; tried in the same way if left out.
         map: Rows "theirs=known" for names that no format has, such as "my_queries=q_proj".
     Raises:

@@ -21,9 +21,9 @@ from mechinterp.checkpoints.folders import (
     document_of,
     read_document,
 )
+from mechinterp.checkpoints.foreign.readings import Reading
 from mechinterp.checkpoints.native_tensors import require_fit, state_dict, weights_from
 from mechinterp.checkpoints.outline import Outline
-from mechinterp.checkpoints.readings import Reading
 from mechinterp.config import ExperimentConfig, TaskConfig
 from mechinterp.display import counted
 from mechinterp.models.weights import AnyWeights, Weights, as_weights

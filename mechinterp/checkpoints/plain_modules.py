@@ -14,8 +14,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from mechinterp.checkpoints.errors import one_line
-from mechinterp.checkpoints.hints import HEAD_KEYS
-from mechinterp.checkpoints.names import INNER, piece_of
+from mechinterp.checkpoints.foreign.names import INNER, piece_of
+from mechinterp.checkpoints.foreign.options import HEAD_KEYS
 from mechinterp.config import TaskConfig
 from mechinterp.icl.prompts import Prompts, sample_prompts
 from mechinterp.models.adapter import HookedPredictor

@@ -25,7 +25,7 @@ from mechinterp.cli.training import JsonOption, QuietOption, WideOption, device_
 if TYPE_CHECKING:
     from mechinterp.analysis.heads.fine_tuning import FineTuning
     from mechinterp.analysis.heads.pruning import Pruning
-    from mechinterp.checkpoints.hints import Hints
+    from mechinterp.checkpoints.foreign.options import Hints
     from mechinterp.checkpoints.native import Checkpoint
     from mechinterp.icl.prompts import Prompts
     from mechinterp.progress import ProgressCallback

@@ -23,7 +23,7 @@ from mechinterp.cli.training import JsonOption, QuietOption, WideOption, say
 if TYPE_CHECKING:
     from mechinterp.analysis.circuits.classification import Classification
     from mechinterp.analysis.learners.layered import LayeredClassification
-    from mechinterp.checkpoints.hints import Hints
+    from mechinterp.checkpoints.foreign.options import Hints
     from mechinterp.checkpoints.native import Checkpoint
 
     Classified = Classification | LayeredClassification

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from mechinterp.checkpoints.hints import Hints
+    from mechinterp.checkpoints.foreign.options import Hints
 
 TaskOption = Annotated[
     Path | None,
@@ -58,6 +58,13 @@ SignOption = Annotated[
     str | None,
     typer.Option("--sign", metavar="plus|minus", help="Sign of the y entry in the prediction."),
 ]
+OutputColumnOption = Annotated[
+    int | None,
+    typer.Option(
+        "--output-column",
+        help="Which column is the prediction, from 0; -1 is the last; for tokens with more than x and y.",
+    ),
+]
 OutputOption = Annotated[
     float | None,
     typer.Option("--output-scale", help="Factor on what attention adds, for files without it."),
@@ -91,6 +98,7 @@ def hints_of(
     columns: ColumnsOption = None,
     orientation: OrientationOption = None,
     sign: SignOption = None,
+    output_column: OutputColumnOption = None,
     output_scale: OutputOption = None,
     model: ModelOption = None,
     map: MapOption = None,
@@ -98,7 +106,7 @@ def hints_of(
     """What the options say of files that do not say it."""
     given = dict(locals())
     from mechinterp.checkpoints.files import read_task
-    from mechinterp.checkpoints.hints import Hints
+    from mechinterp.checkpoints.foreign.options import Hints
 
     given["task"] = None if task is None else read_task(task)
     rows = [row.partition("=") for row in model or ()]

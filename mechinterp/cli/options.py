@@ -18,7 +18,7 @@ from mechinterp.cli.hints import hints_of
 from mechinterp.cli.training import JsonOption, QuietOption, WideOption, device_of, say
 
 if TYPE_CHECKING:
-    from mechinterp.checkpoints.hints import Hints
+    from mechinterp.checkpoints.foreign.options import Hints
     from mechinterp.checkpoints.native import Checkpoint
     from mechinterp.icl.prompts import Prompts
 

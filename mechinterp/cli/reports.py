@@ -18,7 +18,7 @@ from mechinterp.cli.options import (
 from mechinterp.cli.training import JsonOption, QuietOption, say
 
 if TYPE_CHECKING:
-    from mechinterp.checkpoints.hints import Hints
+    from mechinterp.checkpoints.foreign.options import Hints
     from mechinterp.checkpoints.native import Checkpoint
 
 

@@ -92,7 +92,7 @@ def test_a_task_is_for_files_that_do_not_state_theirs(native: Path, state: Path,
         ({"d_y": "x"}, "task.d_y must be an integer, got 'x'"),
         ({"d_x": "x"}, "task.d_x must be an integer, got 'x'"),
         ({"d_x": 4, "d_y": 1}, "task.d_x must be the weights' 5, got 4"),
-        ({"d_y": 6}, "task.d_x must be >= 1, got 0"),
+        ({"d_y": 6}, "d_y must lie in 1 to 5"),
     ):
         with pytest.raises(CheckpointError, match=rf"four\.pt: {words}"):
             load(tmp_path / "four.pt", task=task)

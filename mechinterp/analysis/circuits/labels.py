@@ -11,8 +11,8 @@ from mechinterp.analysis.circuits.reading import Form, Heads
 from mechinterp.analysis.circuits.scales import Scales
 from mechinterp.analysis.circuits.substitution import Faithfulness
 from mechinterp.analysis.circuits.thresholds import Thresholds
-from mechinterp.checkpoints.hints import option
-from mechinterp.checkpoints.readings import Reading
+from mechinterp.checkpoints.foreign.options import option
+from mechinterp.checkpoints.foreign.readings import Reading
 
 # Numbers of which one must lie beyond random weights for a model to be structured.
 STRUCTURE = ("qk_diagonal_best", "ov_last_entry_best", "substitution_r2")

@@ -29,7 +29,7 @@ from mechinterp.analysis.circuits.substitution import (
 from mechinterp.analysis.circuits.thresholds import Thresholds
 from mechinterp.analysis.learners.layered import LayeredClassification, classify_layers
 from mechinterp.analysis.learners.standing import TaskLoss, nearby, task_loss
-from mechinterp.checkpoints.readings import Reading
+from mechinterp.checkpoints.foreign.readings import Reading
 from mechinterp.config import ModelConfig, TaskConfig
 from mechinterp.models.constructions import from_circuits
 from mechinterp.models.functional import AttentionWeights, head_outputs, predict
