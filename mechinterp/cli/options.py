@@ -136,6 +136,7 @@ def load_checkpoint(
         ]
         tried = "; ".join(map(repr, getattr(checkpoint, "readings", ())[:2]))
         losses = f"; loss over that of predicting 0, best readings: {tried}" if tried else ""
+        losses += f"; {shown['doubt']}" if "doubt" in shown else ""
         complain(f"{path}: assumed {', '.join(said)}{losses}.")
     return checkpoint
 

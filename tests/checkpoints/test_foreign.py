@@ -349,8 +349,7 @@ def test_half_precision_is_widened_and_other_kinds_are_refused(tmp_path: Path):
         ):
             load(file)
     mixed = saved(tmp_path / "mixed.pt", weights.tensors | {"W_K": weights.W_K.double()})
-    with pytest.raises(CheckpointError, match=r"one dtype, got torch\.float32, torch\.float64"):
-        load(mixed)
+    assert load(mixed).weights.dtype == torch.float64
 
 
 # Folders with somebody else's config.json.

@@ -287,6 +287,6 @@ def _of_one_matrix(tensors: Mapping[str, Tensor], hints: Hints) -> dict[str, Ten
     """One square matrix as a merged head whose OV circuit is y; of x alone unless d_x leaves room for y."""
     (W,) = tensors.values()
     W = W if hints.d_x == len(W) - 1 else pad(W, (0, 1, 0, 1))
-    OV = W.new_zeros(1, len(W), 1)
-    OV[0, -1] = 1
+    OV = W.new_zeros(1, len(W), len(W))
+    OV[0, -1, -1] = 1
     return {"QK": W[None], "OV": OV}

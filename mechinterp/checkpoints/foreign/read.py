@@ -21,16 +21,16 @@ from mechinterp.checkpoints.foreign.interpret import (
 )
 from mechinterp.checkpoints.foreign.layout import mapped
 from mechinterp.checkpoints.foreign.names import is_harmless
-from mechinterp.checkpoints.foreign.options import ORIENTATIONS, Hints, stated_option
+from mechinterp.checkpoints.foreign.options import ORIENTATIONS, Hints
 from mechinterp.checkpoints.foreign.parsed import Parts, parts_of
-from mechinterp.checkpoints.foreign.readings import Reading, Said
+from mechinterp.checkpoints.foreign.readings import Reading, Said, advice
 from mechinterp.checkpoints.native import Checkpoint
 from mechinterp.config import ExperimentConfig, TaskConfig
 from mechinterp.fields import build, flatten
 
 TASK_KEY = "mechinterp_task"
 """Where a folder that an earlier version wrote has fields of the task."""
-MOST_SHOWN = 8
+MOST_SHOWN = 24
 """Readings that are listed under what was assumed; the checkpoint has all."""
 
 
@@ -239,16 +239,3 @@ def _left_out(case: Case) -> dict[str, object]:
         rest = [t[task.d_x + task.d_y :].norm() / t.norm().clamp(min=1e-30) for t in read]
         said["model.position_columns_share"] = max(each.item() for each in rest)
     return said
-
-
-def advice(readings: Sequence[Reading]) -> str:
-    """Which option makes a file predict that does not as its format has it."""
-    settled = readings[0].said
-    found = []
-    for reading in readings[1:]:
-        changed = {n: v for n, v in reading.said.items() if v != settled.get(n)}
-        named = ", ".join(f"{name} {value}" for name, value in changed.items())
-        found.append(
-            f"{named} predicts: {' '.join(stated_option(n, v) for n, v in changed.items())}"
-        )
-    return "; ".join(found)

@@ -12,6 +12,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from mechinterp.checkpoints.foreign.options import stated_option
 from mechinterp.models.functional import AttentionWeights
 from mechinterp.models.weights import Weights
 
@@ -95,6 +96,18 @@ def ranked(
     rows = range(len(found))
     order = sorted(rows, key=lambda i: (not alike[i], 0.0 if alike[i] else found[i].loss, i))
     return [found[i] for i in order]
+
+
+def advice(readings: Sequence[Reading]) -> str:
+    """Which options make a file predict that, as its format has it, the first reading, does not."""
+    settled = readings[0].said
+    found = []
+    for reading in readings[1:]:
+        changed = {n: v for n, v in reading.said.items() if v != settled.get(n)}
+        named = ", ".join(f"{name} {value}" for name, value in changed.items())
+        options = " ".join(stated_option(name, value) for name, value in changed.items())
+        found += [f"{named} predicts ({reading.loss:.3g}): {options}"] if reading.predicts else []
+    return "; ".join(found)
 
 
 def _below(error: Tensor, other: Tensor, margin: float = MARGIN) -> bool:
