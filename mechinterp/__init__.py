@@ -17,6 +17,7 @@ _HOMES = {
     "sample_prompts": "mechinterp.icl.prompts",
     "ModelConfig": "mechinterp.config",
     "predictor_of": "mechinterp.models.predictor",
+    "evaluation_prompts": "mechinterp.models.evaluation",
     "circuits": "mechinterp.analysis.circuits.circuits",
     "classify": "mechinterp.analysis.circuits.patterns",
     "classify_circuits": "mechinterp.analysis.circuits.patterns",

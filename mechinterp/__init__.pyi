@@ -37,6 +37,7 @@ from mechinterp.icl.prompts import generator_for as generator_for
 from mechinterp.icl.prompts import sample_prompts as sample_prompts
 from mechinterp.models.adapter import masked as masked
 from mechinterp.models.conformance import check_compatible as check_compatible
+from mechinterp.models.evaluation import evaluation_prompts as evaluation_prompts
 from mechinterp.models.masks import mask_heads as mask_heads
 from mechinterp.models.predictor import predictor_of as predictor_of
 from mechinterp.models.transformer import ICLTransformer as ICLTransformer

@@ -4,6 +4,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,8 +14,10 @@ from mechinterp import memory
 from mechinterp.analysis.circuits import null
 from mechinterp.checkpoints.native import save
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig
+from mechinterp.config.model import LAYOUTS
 from mechinterp.icl.prompts import prompt_chunks, sample_prompts
 from mechinterp.models.predictor import predictor_of
+from mechinterp.models.tokens import tokens_of
 from mechinterp.training.deep import DeepRun, initial_deep_weights
 from mechinterp.training.packs import PackJob, train_job
 from mechinterp.training.step import initial_weights
@@ -99,6 +102,25 @@ def test_what_does_not_fit_is_refused(words: str, asks: Callable[[], object]):
         asks()
     needed, there = map(int, re.search(REFUSED, str(error.value)).groups())
     assert needed > there == 1000
+
+
+@pytest.mark.usefixtures("little")
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_step_is_foreseen_with_as_many_tokens_as_a_prompt_has(layout: str):
+    config = experiment(replace(NORMED, layout=layout))
+    n_tokens = tokens_of(sample_prompts(TASK, 1), config.model, d_x=3, d_y=1).shape[1]
+    assert n_tokens == {"pairs": 6, "in_turn": 11}[layout]
+    needed = config.train.batch_size * memory.layers_bytes(
+        n_layers=config.model.n_layers,
+        n_heads=config.model.n_heads,
+        d_head=config.d_head,
+        d_model=config.d_model,
+        d_mlp=config.model.d_mlp or 0,
+        n_tokens=n_tokens,
+        width=4,
+    )
+    with pytest.raises(ValueError, match=f"a step on 256 prompts .*: {needed} bytes are needed"):
+        DeepRun({"x": config})
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import torch
 
 from mechinterp.checkpoints.errors import CheckpointError
 from mechinterp.checkpoints.loading import convert, load
-from mechinterp.models.constructions import diagonal_heads
+from mechinterp.models.constructions import debiased_gradient_step, diagonal_heads
 from mechinterp.report.table import classification_frame, write_table
 from tests.checkpoints.foreign_files import (
     arrays,
@@ -49,7 +49,34 @@ def test_classify_reads_somebody_elses_run(run: Run, tmp_path: Path):
         "debiased_gd",
     )
     assert ran.err.startswith(f"mechinterp: {file}: assumed task.context_length = 40, ")
+    assert "task.beta_var = 0.3333 (1/d_x), task.noise_var = 0.1, " in ran.err
+    assert document["assumed"]["task.beta_var"] == 1 / 3
+    assert document["evidence"]["task"] == (
+        "d_x 3, d_y 1, context_length 40, covariance identity, beta_var 0.3333 (1/d_x), noise_var 0.1, query_noise yes; "
+        "assumed: context_length, covariance, beta_var, noise_var, query_noise"
+    )
     assert ran.err.count("\n") == 1
+
+
+@pytest.mark.slow
+def test_an_assumed_task_is_doubted_and_a_stated_one_is_not(run: Run, tmp_path: Path):
+    """One step of gradient descent of the right size for covariates twice as large."""
+    file, told = tmp_path / "run.pth", tmp_path / "task.json"
+    weights = debiased_gradient_step(0.88 / 4, 0.02, d_x=5)
+    torch.save(softmax_paper_state(weights), file)
+    assumed = run("classify", file, "--json").document[0]
+    evidence = assumed["evidence"]
+    off = evidence["best_factor"] - 1
+    assert off > 4 * evidence["best_factor_sem"] > 0
+    assert evidence["best_factor"] == pytest.approx(4, abs=4 * evidence["best_factor_sem"])
+    assert assumed["verdict"]["doubt"].startswith("the task may be another one")
+    assert "What to doubt: the task may be another one" in run("classify", file).out
+    assert "the task may be another one" in " ".join(run("classify", file, file).out.split())
+    fields = {"context_length": 40, "covariance": {"kind": "identity"}, "beta_var": 0.2}
+    told.write_text(json.dumps(fields | {"noise_var": 0.1, "query_noise": True}))
+    stated = run("classify", file, "--json", "--task", told).document[0]
+    assert stated["verdict"]["doubt"] == ""
+    assert stated["evidence"]["best_factor"] == pytest.approx(evidence["best_factor"])
 
 
 @pytest.mark.slow

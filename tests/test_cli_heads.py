@@ -190,7 +190,7 @@ def test_probe_somebody_elses_layers(run: Run, gpt2: Path, stack: Path):
 
 def test_prompts_and_their_number_are_as_asked(gpt2: Path, deep: Path):
     layered, own = load(gpt2, n_heads=4), load(deep)
-    assert [len(Asked().prompts(one)) for one in (layered, own)] == [1024, 4096]
+    assert [len(Asked().prompts(one)) for one in (layered, own)] == [512, 4096]
     few = Asked(n_prompts=5, seed=2, context_length=4).prompts(layered)
     assert few.x.shape == (5, 4, 3)
     assert not torch.equal(few.x, Asked(n_prompts=5, context_length=4).prompts(layered).x)

@@ -138,6 +138,30 @@ def test_derived_numbers_follow_their_fields():
     assert kms.signal_var == 1
 
 
+def test_a_task_is_told_whole_with_the_numbers_of_its_defaults():
+    assert TaskConfig().in_words() == (
+        "d_x 5, d_y 1, context_length 40, covariance identity, beta_var 0.2 (1/d_x), noise_var 0.1, query_noise yes"
+    )
+    kms = TaskConfig(covariance=CovarianceConfig("kms", rho=0.5), noise_var=0, query_noise=False)
+    # Without noise it does not matter whether the query has some.
+    assert kms.in_words(["covariance", "query_noise"]).endswith(
+        "covariance kms with rho 0.5, beta_var 0.2 (1/d_x), noise_var 0; assumed: covariance"
+    )
+    signs = TaskConfig(d_x=16, sparsity=4, nonzeros="signs", query_noise=False)
+    assert signs.in_words().endswith(
+        "beta_var 0.25 (1/sparsity), noise_var 0.1, query_noise no, sparsity 4, nonzeros signs"
+    )
+    several = TaskConfig(d_x=3, d_y=2, beta_var=1, supports=((0, 1), (1, 2)), shared_beta=True)
+    assert several.in_words().endswith("supports (0, 1), (1, 2), shared_beta yes")
+    assert TaskConfig(d_y=2).told["supports"] == "all"
+    assert TaskConfig(n_sequences=7).told["n_sequences"] == "7"
+    eigenvalues = tuple(float(n) for n in range(1, 10))
+    many = CovarianceConfig("eigenvalues", eigenvalues=eigenvalues)
+    assert (
+        TaskConfig(d_x=9, covariance=many).told["covariance"] == "diagonal, 9 numbers from 1 to 9"
+    )
+
+
 def test_snapshot_steps():
     assert TrainConfig(steps=100).snapshot_steps == (0,)
     assert TrainConfig(steps=20_000).snapshot_steps == (0, 1000, 2000, 5000, 10_000, 20_000)

@@ -1,7 +1,7 @@
 """The analyses by name, which the command line, JSON documents and the page read.
 
-To add one: write a function `analysis(source, prompts=None, *, n_prompts=4096, seed=0)` in one of the rooms (leave out
-the arguments it has no use for), whose result has `to_frame` and `plot`, and add a line below. `mechinterp analyse NAME
+To add one: write a function `analysis(source, prompts=None, *, n_prompts=None, seed=0)` in one of the rooms (leave out
+the arguments it has no use for), which draws by `evaluation_prompts`, and whose result has `to_frame` and `plot`, and add a line below. `mechinterp analyse NAME
 PATH` then prints its table or JSON, and the report has a section on it.
 """
 
@@ -12,7 +12,6 @@ from typing import Protocol, runtime_checkable
 
 import pandas as pd
 import plotly.graph_objects as go
-import torch
 
 from mechinterp.analysis.circuits.attention import attention_patterns
 from mechinterp.analysis.circuits.circuits import circuits
@@ -35,8 +34,6 @@ from mechinterp.analysis.probing.p_probing import p_probe
 from mechinterp.analysis.probing.probing import probe
 from mechinterp.checkpoints.native import Checkpoint
 from mechinterp.checkpoints.plain_modules import HookedModule
-from mechinterp.config import TaskConfig
-from mechinterp.icl.prompts import Prompts, sample_prompts
 from mechinterp.progress import ProgressCallback, no_progress
 
 
@@ -73,8 +70,6 @@ ANALYSES: dict[str, Analysis] = {
     "training": training_dynamics,
     "milestones": milestones,
 }
-MOST_HOOKED = 1024
-"""Prompts that an analysis is given if it is not told how many, of a model that only hooks can run."""
 
 
 def run_analysis(
@@ -83,7 +78,7 @@ def run_analysis(
     *,
     context_length: int | None = None,
     n_prompts: int | None = None,
-    seed: int = 0,
+    seed: int | None = None,
     progress: ProgressCallback = no_progress,
     settings: Mapping[str, object] | None = None,
 ) -> Finding:
@@ -93,9 +88,11 @@ def run_analysis(
         name: One of `ANALYSES`.
         context_length: Pairs per prompt; None: the task's own.
         n_prompts: None: as many as the analysis takes by itself.
+        seed: Of the evaluation prompts; None: 0.
         settings: Further arguments of this analysis.
     Raises:
-        ValueError: If there is no such analysis, or it does not take this model.
+        ValueError: If there is no such analysis, it does not take this model, or it draws no prompts and is told
+            how many, how long or by which seed.
     Example:
         >>> from mechinterp import load
         >>> run_analysis("circuits", load("checkpoints/softmax-h1-s0")).to_frame().shape
@@ -103,17 +100,45 @@ def run_analysis(
     """
     analysis = analysis_named(name)
     takes = signature(analysis).parameters
-    task = task_of(checkpoint, context_length)
-    given: dict[str, object] = {"seed": seed, "task": task, "progress": progress}
-    if "prompts" in takes:
-        default = takes["n_prompts"].default
-        given["prompts"] = evaluation_prompts(
-            checkpoint, task, n_prompts, seed=seed, default=default
-        )
-    elif n_prompts is not None:
-        given["n_prompts"] = n_prompts
-    given = {argument: value for argument, value in given.items() if argument in takes}
-    return analysis(checkpoint, **given, **(settings or {}))
+    asked = {"n_prompts": n_prompts, "seed": seed, "context_length": context_length}
+    asked = {option: value for option, value in asked.items() if value is not None}
+    if asked and not draws_prompts(analysis):
+        option, value = next(iter(asked.items()))
+        raise ValueError(f"{name} draws no prompts and takes no {option}, got {value}.")
+    length = asked.pop("context_length", None)
+    if length not in (None, checkpoint.task.context_length):
+        checkpoint = at_length(checkpoint, length)
+    given = {**asked, **(settings or {})}
+    if "progress" in takes:
+        given["progress"] = progress
+    return analysis(checkpoint, **given)
+
+
+def draws_prompts(analysis: Analysis) -> bool:
+    """Whether an analysis draws prompts, so that it can be told how many, by which seed and how long.
+
+    Example:
+        >>> draws_prompts(ablate), draws_prompts(circuits)
+        (True, False)
+    """
+    return {"n_prompts", "seed"} <= signature(analysis).parameters.keys()
+
+
+def at_length(
+    checkpoint: Checkpoint | HookedModule, context_length: int
+) -> Checkpoint | HookedModule:
+    """The same model of a task with another context length, at which all of its prompts are then drawn."""
+    task = replace(checkpoint.task, context_length=context_length)
+    if isinstance(checkpoint, HookedModule):
+        assumed = tuple(name for name in checkpoint.assumed if name != "context_length")
+        return replace(checkpoint, task=task, assumed=assumed)
+    train = checkpoint.config.train
+    # Training draws prompts no longer than the task's.
+    if train.shortest_context is not None:
+        train = replace(train, shortest_context=min(train.shortest_context, context_length))
+    config = replace(checkpoint.config, task=task, train=train)
+    stated = {n: v for n, v in checkpoint.assumed.items() if n != "task.context_length"}
+    return replace(checkpoint, config=config, assumed=stated)
 
 
 def analysis_named(name: str) -> Analysis:
@@ -135,24 +160,3 @@ def described(analysis: Analysis) -> str:
         'QK and OV circuits of weights, a checkpoint or a one-layer hooked model, in float64.'
     """
     return " ".join((analysis.__doc__ or "").partition("\n\n")[0].split())
-
-
-def task_of(checkpoint: Checkpoint | HookedModule, context_length: int | None) -> TaskConfig:
-    """The task of a checkpoint, at another context length if one is asked for."""
-    task = checkpoint.task
-    return task if context_length is None else replace(task, context_length=context_length)
-
-
-def evaluation_prompts(
-    checkpoint: Checkpoint | HookedModule,
-    task: TaskConfig,
-    n_prompts: int | None,
-    *,
-    seed: int,
-    default: int = 4096,
-) -> Prompts:
-    """Evaluation prompts, of models of attention alone in the dtype of their weights."""
-    weights, alone = checkpoint.predictor.weights, checkpoint.predictor.attention_only
-    dtype = weights.dtype if weights is not None and alone else torch.float64
-    size = n_prompts or (default if alone else min(default, MOST_HOOKED))
-    return sample_prompts(task, size, seed=seed, dtype=dtype)

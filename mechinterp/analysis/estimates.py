@@ -72,6 +72,26 @@ def r2_and_sem(
     return 1 - float(unexplained), float(sem)
 
 
+def best_factor(
+    prediction: Float[Tensor, "prompt d_y"], target: Float[Tensor, "prompt d_y"]
+) -> tuple[float, float]:
+    """The factor c with the least mean (c prediction - target)^2, and its standard error over prompts.
+
+    It is 1 at the optimum of the task that a model was trained on, if training can change the size of its output:
+    c f is then a model too, and E (c f - y)^2 has its least value at c = 1. NaN where all predictions are 0.
+
+    Example:
+        >>> line = torch.tensor([[1.0], [2.0]])
+        >>> best_factor(line / 2, line)
+        (2.0, 0.0)
+    """
+    factor, sem = ratio_and_sem(
+        (prediction * target).mean(1).double().numpy(),
+        prediction.square().mean(1).double().numpy(),
+    )
+    return float(factor), float(sem)
+
+
 def resampled(n_units: int) -> list[Float[np.ndarray, " unit"]]:
     """The share of each unit in `RESAMPLES` samples of as many, drawn from them with replacement (bootstrap).
 

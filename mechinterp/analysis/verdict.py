@@ -1,7 +1,8 @@
-"""Three lines that say what a model computes, how sure that is, and what it is not."""
+"""A few lines that say what a model computes, how sure that is, and what it is not."""
 
+import math
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -57,28 +58,45 @@ WORDS = {
 """Names of numbers in a reason, spelled out; a name that begins with another stands before it."""
 NEAR = 0.5
 """R^2 below which what comes nearest is not called near."""
+FACTOR_OFF, ERRORS, LEAST_R2 = 0.1, 4.0, 0.05
+"""By how much the best factor on a prediction is off 1 where the task is doubted, by how many of its standard errors,
+and the R^2 on the task from which on a model does it at all."""
+DECIDING = {"context_length", "covariance", "beta_var", "noise_var"}
+"""Fields of the task of which one at least must be assumed for the task to be doubted."""
+HIGH = 0.1
+"""Upper limit of a share of wrong labels above which a group without one is too small to be told."""
+Z95 = 1.959964
+"""Of a two-sided interval of 95%."""
+NOTHING_EXCLUDED = "none of the others is clearly further from its predictions"
 FACTORS = "omega and mu are what a head multiplies x·x and y by"
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a model computes, in three lines."""
+    """What a model computes, in three to five lines."""
 
     computes: str
     """The formula, with its numbers."""
     sure: str
     """How much of the prediction it explains, how far random weights get, how often the label is wrong."""
     is_not: str
-    """What comes next, and by how much."""
+    """What comes next of all that explains the predictions clearly less, and by how much."""
+    alike: str = ""
+    """What explains the predictions as well, if anything does."""
+    doubt: str = ""
+    """Why the task may be another one than was assumed, if anything says so."""
 
     @property
     def lines(self) -> dict[str, str]:
-        """The three under their headings."""
-        return {
+        """All that is said, under headings."""
+        said = {
             "What it computes": self.computes,
             "How sure": self.sure,
+            "What predicts as well": self.alike,
             "What it is not": self.is_not,
+            "What to doubt": self.doubt,
         }
+        return {heading: text for heading, text in said.items() if text}
 
     def __str__(self) -> str:
         return "\n".join(f"{heading}: {text}." for heading, text in self.lines.items())
@@ -88,7 +106,7 @@ def none_of(known: str, pattern: str) -> str:
     """That a model is none of what is known, "formulas" or "algorithms"."""
     return {
         "undetermined": f"none of the known {known} clearly (undetermined)",
-        "unstructured": "nothing that random weights do not (unstructured)",
+        "unstructured": "nothing that random weights do not compute, too (unstructured)",
     }[pattern]
 
 
@@ -97,14 +115,27 @@ def nearest_learners(
     learners: Sequence[str],
     r2: Float[np.ndarray, " learner"],
     r2_sem: Float[np.ndarray, " learner"],
+    *,
     chance: str = "",
+    doubt: str = "",
 ) -> Verdict:
-    """The verdict on a model without a formula: the simple learner that comes nearest, and the next."""
-    order = np.argsort(-np.nan_to_num(r2, nan=-np.inf), kind="stable")[:2]
-    first, second = (f"{LEARNERS[learners[n]]}, {explained(r2[n], r2_sem[n])}" for n in order)
-    far = "" if r2[order[0]] >= NEAR else ", and not near"
+    """The verdict on a model without a formula: the simple learner that comes nearest, and those after it."""
+    first, *rest = np.argsort(-np.nan_to_num(r2, nan=-np.inf), kind="stable").tolist()
+    said = [
+        f"{LEARNERS[name]}, {explained(*pair)}"
+        for name, *pair in zip(learners, r2, r2_sem, strict=True)
+    ]
+    sure = f"the nearest simple learner is {said[first]}"
+    if not r2[first] >= NEAR:
+        sure += f", which is not near{chance}"
+        return Verdict(computes, sure, "near to a simple learner", doubt=doubt)
+    behind = [n for n in rest if is_behind(r2[first] - r2[n], math.hypot(r2_sem[first], r2_sem[n]))]
     return Verdict(
-        computes, f"the nearest simple learner is {first}{far}{chance}", f"the next is {second}"
+        computes,
+        f"{sure}{chance}",
+        is_not=f"{said[behind[0]]}, which is further off" if behind else NOTHING_EXCLUDED,
+        alike="; ".join(said[n] for n in rest if n not in behind),
+        doubt=doubt,
     )
 
 
@@ -152,18 +183,26 @@ def digits(value: float) -> str:
     return f"{value:#.3g}".replace(".e", "e").rstrip(".")
 
 
-def below(lead: float, sem: float) -> str:
-    """How far a runner-up is behind, and whether that is more than chance.
+def beside(lead: float, sem: float) -> str:
+    """How much less than the winner something explains, or how much more.
 
     Example:
-        >>> below(0.0027, 0.0004)
-        '0.0027 ± 0.0004 below'
-        >>> below(-0.0003, 0.0002)
-        '0.0003 ± 0.0002 above; by predictions alone the two cannot be told apart'
+        >>> beside(0.0027, 0.0004), beside(-0.0003, 0.0002)
+        ('0.0027 ± 0.0004 less', '0.0003 ± 0.0002 more')
     """
-    side = "below" if lead >= 0 else "above"
-    clear = "" if lead > 2 * sem else "; by predictions alone the two cannot be told apart"
-    return f"{with_error(abs(lead), sem)} {side}{clear}"
+    return f"{with_error(abs(lead), sem)} {'less' if lead >= 0 else 'more'}"
+
+
+def is_behind(lead: float, sem: float, least: float = 0.0) -> bool:
+    """Whether something explains less than the winner, by more than chance and by more than `least`.
+
+    One that is not defined is behind.
+
+    Example:
+        >>> is_behind(0.0027, 0.0004), is_behind(-0.0003, 0.0002)
+        (True, False)
+    """
+    return not lead <= max(2 * sem, least)
 
 
 def p_text(p: float, n_random: int) -> str:
@@ -178,12 +217,81 @@ def p_text(p: float, n_random: int) -> str:
     return f"p < {1 / n_random:.2g}" if p <= 1 / n_random else f"p = {p:.2g}"
 
 
+def chance_text(p: float, n_random: int, weights: str) -> str:
+    """How many models of random weights do the task as well, with the p-value that follows.
+
+    Args:
+        p: (k + 1) / (n_random + 1) for k of them.
+        weights: Which weights these have.
+    Example:
+        >>> chance_text(1 / 401, 400, "random weights")
+        'none of 400 models with random weights does the task as well (p < 0.0025)'
+        >>> chance_text(12 / 401, 400, "random weights")
+        '11 of 400 models with random weights do the task as well (p = 0.03)'
+    """
+    if np.isnan(p):
+        return f"models with {weights} were not held against it, the loss being not defined"
+    count = round(p * (n_random + 1)) - 1
+    many = f"{count or 'none'} of {n_random} models with {weights}"
+    verb = "does" if count < 2 else "do"
+    return f"{many} {verb} the task as well ({p_text(p, n_random)})"
+
+
+def upper_limit(wrong: int, named: int) -> float:
+    """Upper end of Wilson's interval of 95% for a share.
+
+    Example:
+        >>> round(upper_limit(0, 293), 4), round(upper_limit(3, 24), 4)
+        (0.0129, 0.31)
+    """
+    share, z2 = wrong / named, Z95**2
+    spread = Z95 * math.sqrt(share * (1 - share) / named + z2 / (4 * named**2))
+    return (share + z2 / (2 * named) + spread) / (1 + z2 / named)
+
+
 def calibration_text(label: str, known: dict[str, tuple[int, int]]) -> str:
-    """How often the label was wrong, of models whose kind is known; nothing for a label that was not tried."""
-    if label not in known:
+    """How often the label was wrong, of models whose kind is known; nothing for a label that was hardly tried.
+
+    A handful without an error tells nothing. Errors are told of any number.
+
+    Example:
+        >>> calibration_text("newton", {"newton": (0, 7)})
+        ''
+    """
+    wrong, named = known.get(label, (0, 1))
+    limit = upper_limit(wrong, named)
+    if not wrong and limit > HIGH:
         return ""
-    wrong, named = known[label]
-    return f"; the label was wrong for {wrong} of {named} test models"
+    return (
+        f"; of {named} models made here that got this label it was wrong for {wrong} "
+        f"(at most {limit:.1%}, 95% limit)"
+    )
+
+
+def task_doubt(
+    factor: tuple[float, float], r2: tuple[float, float], assumed: Collection[str]
+) -> str:
+    """That the task may be another one than was assumed; nothing where nothing says so.
+
+    Args:
+        factor: The best factor on the prediction, with its standard error.
+        r2: 1 - loss / loss of predicting 0, with its standard error.
+        assumed: Fields of the task that nobody stated.
+    Example:
+        >>> task_doubt((0.61, 0.02), (0.3, 0.03), ("noise_var",))
+        'the task may be another one: the best factor on its prediction is 0.61 ± 0.02, 1 for the task it was trained on; --task (task=)'
+        >>> task_doubt((1.05, 0.01), (0.8, 0.01), ("noise_var",)), task_doubt((0.61, 0.02), (0.3, 0.03), ())
+        ('', '')
+    """
+    value, sem = factor
+    off = abs(value - 1)
+    clear = off > max(FACTOR_OFF, ERRORS * sem) and r2[0] > max(LEAST_R2, ERRORS * r2[1])
+    if not (clear and DECIDING & set(assumed)):
+        return ""
+    return (
+        f"the task may be another one: the best factor on its prediction is {with_error(value, sem)}, "
+        "1 for the task it was trained on; --task (task=)"
+    )
 
 
 def spelled_out(reason: str) -> str:

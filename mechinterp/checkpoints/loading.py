@@ -3,7 +3,7 @@
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from torch import Tensor
@@ -25,7 +25,7 @@ from mechinterp.checkpoints.foreign.options import Hints
 from mechinterp.checkpoints.foreign.read import read_foreign
 from mechinterp.checkpoints.foreign.readings import Reading
 from mechinterp.checkpoints.native import Checkpoint, checkpoint_of
-from mechinterp.config import ExperimentConfig, from_dict
+from mechinterp.config import ExperimentConfig, TaskConfig, from_dict
 from mechinterp.presets import PRESETS, preset
 
 FORMATS = ("native", *NAMED)
@@ -39,7 +39,7 @@ MAX_SHARDS = 100
 def load(
     path: str | Path,
     *,
-    task: Mapping[str, object] | None = None,
+    task: Mapping[str, object] | TaskConfig | None = None,
     format: str | None = None,
     d_x: int | None = None,
     d_y: int | None = None,
@@ -62,8 +62,8 @@ def load(
     `assumed` holds it. `FORMATS` lists the formats, which are told by the names of the tensors.
 
     Args:
-        task: Fields of TaskConfig; the setting of the paper that the format belongs to stands for those
-            left out.
+        task: A TaskConfig, or some of its fields; the setting of the paper that the format belongs to stands for
+            those left out.
         format: One of `FORMATS`, where the names do not tell.
         n_heads: Needed for torch.nn.MultiheadAttention, whose file does not say it.
         scale: Factor on the scores, for weights that do not come with one; 1/sqrt(d_head) if left out.
@@ -86,6 +86,7 @@ def load(
         >>> load("checkpoints/softmax-h2-s0")
         Checkpoint(softmax-h2-s0: 2 heads, d_x=5, context_length=40, step 500001)
     """
+    task = asdict(task) if isinstance(task, TaskConfig) else task
     hints = Hints(**{name: value for name, value in locals().items() if name != "path"})
     if format is not None and format not in FORMATS:
         raise ValueError(f"format must be one of {', '.join(FORMATS)}, got {format!r}.")

@@ -5,7 +5,7 @@ TransformerLens) is built only when it is asked for.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -71,6 +71,12 @@ class Checkpoint:
         """The law of its prompts."""
         return self.config.task
 
+    @property
+    def assumed_of_task(self) -> tuple[str, ...]:
+        """Fields of the task that neither the file nor the reader said; of the covariance its kind decides."""
+        unsaid = {name.removesuffix(".kind") for name in self.assumed}
+        return tuple(each.name for each in fields(TaskConfig) if f"task.{each.name}" in unsaid)
+
     @cached_property
     def outline(self) -> Outline:
         """What it states, without the weights."""
@@ -132,6 +138,7 @@ class Checkpoint:
             own_weights=lambda: self.weights,
             is_hooked=is_hooked,
             task=self.task,
+            assumed=self.assumed_of_task,
         )
 
     @classmethod

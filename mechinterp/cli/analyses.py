@@ -177,7 +177,7 @@ def prune(
         tuned = None
         if fine_tune is not None:
             # The heads are chosen on all of the prompts.
-            others = replace(asked, seed=asked.seed + 1).prompts(checkpoint)
+            others = replace(asked, seed=(asked.seed or 0) + 1).prompts(checkpoint)
             tuned = _fine_tuned(checkpoint, found, others, steps=fine_tune, progress=progress)
         if out is not None and tuned is not None:
             tuned.save(out)

@@ -94,9 +94,9 @@ def _classified(
 ) -> "Classified":
     from mechinterp.analysis.circuits.patterns import classify as classified
 
-    task = checkpoint.task
-    if context_length is not None:
-        task = replace(task, context_length=context_length)
+    task = None  # the checkpoint's own, of which it is known what is assumed
+    if context_length not in (None, checkpoint.task.context_length):
+        task = replace(checkpoint.task, context_length=context_length)
     return classified(checkpoint, task, n_prompts=n_prompts, seed=seed)
 
 

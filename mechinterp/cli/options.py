@@ -33,7 +33,7 @@ CountOption = Annotated[
     typer.Option(
         "--n-prompts",
         min=2,
-        help="Number of evaluation prompts; 4096 if left out, 1024 for layers with MLPs.",
+        help="Number of evaluation prompts; what the analysis takes by itself if left out.",
     ),
 ]
 SeedOption = Annotated[int, typer.Option("--seed", min=0, help="Seed of the evaluation prompts.")]
@@ -45,6 +45,10 @@ LengthOption = Annotated[
     typer.Option("--context-length", min=1, help="Pairs per prompt; the task's own if left out."),
 ]
 
+SeedOrNoneOption = Annotated[
+    int | None,
+    typer.Option("--seed", min=0, help="Seed of the evaluation prompts; 0 if left out."),
+]
 LENGTH = "task.context_length"
 TOO_LARGE = "needs more memory than there is."
 
@@ -54,18 +58,22 @@ class Asked:
     """What the commands about heads are asked alike."""
 
     n_prompts: CountOption = None
-    seed: SeedOption = 0
+    seed: SeedOrNoneOption = None
     context_length: LengthOption = None
     quiet: QuietOption = False
     as_json: JsonOption = False
     wide: WideOption = False
 
     def prompts(self, checkpoint: "Checkpoint") -> "Prompts":
-        """Evaluation prompts, of models of attention alone in the dtype of their weights."""
-        from mechinterp.analysis.analyses import evaluation_prompts, task_of
+        """Evaluation prompts, those that an analysis draws if it is asked the same."""
+        from mechinterp.models.evaluation import evaluation_prompts
 
-        task = task_of(checkpoint, self.context_length)
-        return evaluation_prompts(checkpoint, task, self.n_prompts, seed=self.seed)
+        return evaluation_prompts(
+            checkpoint,
+            n_prompts=self.n_prompts,
+            seed=self.seed or 0,
+            context_length=self.context_length,
+        )
 
 
 def require_there(given: Mapping[str, object]) -> None:
@@ -127,12 +135,12 @@ def load_checkpoint(
         divisor = shown.pop("attn_scale", None)
         if isinstance(divisor, float):  # TransformerLens divides by it; --scale is the factor
             shown["scale"] = 1 / divisor
-        said = [
+        task = checkpoint.task.told
+        said = [f"task.{n} = {task[n]}" for n in checkpoint.assumed_of_task if n in task]
+        said += [
             f"{name} = {value:.4g}" if isinstance(value, float) else f"{name} = {value}"
             for name, value in shown.items()
-            if value not in (None, (), [])
-            and name.startswith(("task.", "model.", "scale"))
-            and (name, value) != ("task.covariance.rho", 0)
+            if value not in (None, (), []) and name.startswith(("model.", "scale"))
         ]
         tried = "; ".join(map(repr, getattr(checkpoint, "readings", ())[:2]))
         losses = f"; loss over that of predicting 0, best readings: {tried}" if tried else ""

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from mechinterp.cli.options import (
-    PromptsOption,
+    CountOption,
     SeedOption,
     about_paths,
     complain,
@@ -29,7 +29,7 @@ def report(
         typer.Argument(metavar="PATH...", help="A checkpoint; several, or a folder, are compared."),
     ],
     out: Annotated[Path, typer.Option("--out", help="Folder for the page and its CSV files.")],
-    n_prompts: PromptsOption = 4096,
+    n_prompts: CountOption = None,
     seed: SeedOption = 0,
     analyses: Annotated[
         list[str] | None,
@@ -61,7 +61,7 @@ def report(
         raise ValueError(f"--analysis is of one checkpoint, got {len(found)} of them.")
     with progress_bars(quiet=quiet) as progress:
         asked: dict[str, Any] = {
-            "n_prompts": n_prompts,
+            **({} if n_prompts is None else {"n_prompts": n_prompts}),
             "seed": seed,
             "overwrite": overwrite,
             "progress": progress,

@@ -105,6 +105,10 @@ class ModelConfig:
             return None
         return (self.n_positions - 1) // (2 if self.layout == "in_turn" else 1)
 
+    def n_tokens(self, context_length: int) -> int:
+        """Tokens of a prompt, the query among them."""
+        return context_length * (2 if self.layout == "in_turn" else 1) + 1
+
     def d_token(self, d_x: int, d_y: int) -> int:
         """Width of a token."""
         return d_x if self.layout == "in_turn" else d_x + d_y

@@ -1,11 +1,14 @@
 """The task: the law of the prompts."""
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from mechinterp.fields import MAX_SIZE, require_at_least, require_at_most, set_checked
 
 COVARIANCES = ("identity", "kms", "eigenvalues")
 NONZEROS = ("gaussian", "signs")
+MOST_NUMBERS = 8
+"""Eigenvalues that are told one by one."""
 
 
 @dataclass(frozen=True)
@@ -18,6 +21,23 @@ class CovarianceConfig:
     """Correlation of neighbouring coordinates, used by "kms"."""
     eigenvalues: tuple[float, ...] = ()
     """The d_x diagonal entries, used by "eigenvalues"."""
+
+    @property
+    def in_words(self) -> str:
+        """The kind and its numbers.
+
+        Example:
+            >>> CovarianceConfig("eigenvalues", eigenvalues=(1, 0.25)).in_words
+            'diagonal (1, 0.25)'
+        """
+        if self.kind == "kms":
+            return f"kms with rho {self.rho:.4g}"
+        if self.kind == "identity":
+            return self.kind
+        values = self.eigenvalues
+        if len(values) > MOST_NUMBERS:
+            return f"diagonal, {len(values)} numbers from {min(values):.4g} to {max(values):.4g}"
+        return f"diagonal ({', '.join(f'{value:.4g}' for value in values)})"
 
     def __post_init__(self) -> None:
         set_checked(self, "task.covariance")
@@ -125,6 +145,45 @@ class TaskConfig:
             raise ValueError(
                 f"task.beta_var is 1/sparsity where task.nonzeros is 'signs' and must be null, got {self.beta_var}."
             )
+
+    @property
+    def told(self) -> dict[str, str]:
+        """The fields that decide what prompts are drawn, in words, each default with its number."""
+        found = {name: str(getattr(self, name)) for name in ("d_x", "d_y", "context_length")}
+        default = "1/sparsity" if self.nonzeros == "signs" else "1/d_x"
+        found |= {
+            "covariance": self.covariance.in_words,
+            "beta_var": f"{self.beta_variance:.4g}"
+            + (f" ({default})" if self.beta_var is None else ""),
+            "noise_var": f"{self.noise_var:.4g}",
+        }
+        if self.noise_var:
+            found["query_noise"] = "yes" if self.query_noise else "no"
+        if self.supports is not None:
+            found["supports"] = ", ".join(f"({', '.join(map(str, s))})" for s in self.supports)
+        elif self.d_y > 1:
+            found["supports"] = "all"
+        if self.shared_beta and self.d_y > 1:
+            found["shared_beta"] = "yes"
+        if self.sparsity is not None:
+            found |= {"sparsity": str(self.sparsity), "nonzeros": self.nonzeros}
+        if self.n_sequences is not None:
+            found["n_sequences"] = str(self.n_sequences)
+        return found
+
+    def in_words(self, assumed: Collection[str] = ()) -> str:
+        """The whole task in one line.
+
+        Args:
+            assumed: Names of the fields that nobody stated.
+        Example:
+            >>> TaskConfig(noise_var=0).in_words(["noise_var"])
+            'd_x 5, d_y 1, context_length 40, covariance identity, beta_var 0.2 (1/d_x), noise_var 0; assumed: noise_var'
+        """
+        told = self.told
+        unstated = ", ".join(name for name in told if name in assumed)
+        line = ", ".join(f"{name} {value}" for name, value in told.items())
+        return f"{line}; assumed: {unstated}" if unstated else line
 
     @property
     def beta_variance(self) -> float:

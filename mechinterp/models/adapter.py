@@ -69,6 +69,8 @@ class HookedPredictor:
     """The model's output to the prediction at the query, [batch, d_y]."""
     restarts: bool = True
     """Whether the model can be started and stopped at a layer; if not, each mask takes a run of the whole."""
+    position: int | None = -1
+    """Position of the stream at which the prediction is read; None: it is found."""
 
     def __post_init__(self) -> None:
         kind = type(self.model).__name__
@@ -251,8 +253,9 @@ def hooked_predictor(model: "HookedPredictor | ICLTransformer | Predicts") -> Ho
     """
     if isinstance(model, HookedPredictor):
         return model
-    if isinstance(model, Predicts):
-        return model.hooked
+    for holder in (model, getattr(model, "predictor", None)):
+        if isinstance(holder, Predicts):
+            return holder.hooked
     from mechinterp.models.transformer import ICLTransformer
 
     if not isinstance(model, ICLTransformer):

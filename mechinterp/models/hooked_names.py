@@ -31,6 +31,16 @@ NO_WORDS = {
 """What HookedTransformer has for words, and here the way that works."""
 
 
+PROCESSING = (
+    "fold_ln",
+    "center_writing_weights",
+    "center_unembed",
+    "fold_value_biases",
+    "refactor_factored_attn_matrices",
+)
+"""What HookedTransformer does to weights as it loads them."""
+
+
 class HeadLabels(list[str]):
     """Names of the heads; called, as in TransformerLens 3, they give themselves."""
 
@@ -176,25 +186,42 @@ class HookedTransformerNames(CheckedHooks):
         self.cfg.use_hook_mlp_in = use_hook_mlp_in
 
     def load_and_process_state_dict(
-        self, state_dict: dict[str, Tensor], **_processing: bool
+        self, state_dict: dict[str, Tensor], **processing: bool
     ) -> None:
-        """Load the weights as they are; what HookedTransformer does to them besides is left out.
+        """Load the weights as they are; what HookedTransformer does to them besides is not done here.
 
         Folding norms and biases and centring weights rest on rows of attention that add up to 1, on a stream that
         a norm reads, or on a softmax over words, none of which is given here.
+
+        Raises:
+            ValueError: If some processing is asked for.
         """
+        _require_unprocessed(processing)
         self.load_state_dict(state_dict)
 
-    def process_weights_(self, **_processing: bool) -> None:
-        """The weights stay as they are: see `load_and_process_state_dict`."""
+    def process_weights_(self, **processing: bool) -> None:
+        """The weights stay as they are: see `load_and_process_state_dict`.
+
+        Raises:
+            ValueError: If some processing is asked for.
+        """
+        _require_unprocessed(processing)
 
     def fold_value_biases(self, state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The weights as they are: see `load_and_process_state_dict`."""
-        return state_dict
+        """Refused: see `load_and_process_state_dict`.
+
+        Raises:
+            ValueError: Always.
+        """
+        raise _not_done("fold_value_biases")
 
     def refactor_factored_attn_matrices(self, state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The weights as they are: see `load_and_process_state_dict`."""
-        return state_dict
+        """Refused: see `load_and_process_state_dict`.
+
+        Raises:
+            ValueError: Always.
+        """
+        raise _not_done("refactor_factored_attn_matrices")
 
     def __getattr__(self, name: str) -> Any:
         if name == "W_pos" and self.cfg.model.n_positions is not None:
@@ -202,3 +229,16 @@ class HookedTransformerNames(CheckedHooks):
         if name in NO_WORDS:
             raise AttributeError(f"There is no {name}: {NO_WORDS[name]}.")
         return super().__getattr__(name)
+
+
+def _require_unprocessed(asked: dict[str, bool]) -> None:
+    """Refuse the processing that is asked for, and what HookedTransformer has no name for."""
+    for name, wanted in asked.items():
+        if wanted or name not in PROCESSING:
+            raise _not_done(f"{name}={wanted}")
+
+
+def _not_done(asked: str) -> ValueError:
+    return ValueError(
+        f"weights are not processed: {', '.join(PROCESSING)} must be False or left out, got {asked}."
+    )

@@ -28,6 +28,8 @@ class Place:
     heads_turned: bool
     """Whether the heads' outputs are [pos, batch, ...]."""
     stream_turned: bool
+    one_number: bool
+    """Whether what leaves the layer is one number for each position, [batch, pos]."""
 
 
 @dataclass(eq=False)
@@ -53,11 +55,12 @@ class ModuleSizes:
 class ModuleHooks(CheckedHooks):
     """A module with `blocks.{l}.attn.hook_z`, `blocks.{l}.hook_resid_pre` and `hook_resid_post`.
 
-    z is [batch, pos, head, d_head]. The module is changed: of a torch.nn.MultiheadAttention the output projection is applied
+    z is [batch, pos, head, d_head], the stream [batch, pos, width], with one position where a layer is at the query only. The module is changed: of a torch.nn.MultiheadAttention the output projection is applied
     after it.
 
     Raises:
-        ValueError: When it runs, if heads cannot be told apart in the width of what enters an output projection.
+        ValueError: When it runs, if heads cannot be told apart in the width of what enters an output projection, or the
+            module does not run on an input of a length that it has not run on before.
     """
 
     module: nn.Module
@@ -65,6 +68,7 @@ class ModuleHooks(CheckedHooks):
     def __init__(self, module: nn.Module, places: Sequence[Place]) -> None:
         super().__init__()
         self.module = module
+        self._lengths: set[int] = set()
         blocks = [_Block() for _ in places]
         for place, points in zip(places, blocks, strict=True):
             _attach(module, place, points)
@@ -78,8 +82,19 @@ class ModuleHooks(CheckedHooks):
 
     def forward(self, inputs: Tensor) -> Tensor:
         """The module's own output."""
-        # Hooks that write in place leave the caller's input alone.
-        return self.module(inputs.clone())
+        length = inputs.shape[1]
+        try:
+            # Hooks that write in place leave the caller's input alone.
+            output = self.module(inputs.clone())
+        except (AssertionError, IndexError, RuntimeError) as error:
+            if isinstance(error, ValueError) or length in self._lengths:
+                raise
+            reason = " ".join(str(error).split())
+            raise ValueError(
+                f"module must run on the input {list(inputs.shape)}, got: {reason}."
+            ) from error
+        self._lengths.add(length)
+        return output
 
 
 class _Block(nn.Module):
@@ -109,8 +124,9 @@ def _attach(module: nn.Module, place: Place, points: _Block) -> None:
         output.register_forward_hook(partial(_project, heads, points.attn))
     else:
         output.register_forward_pre_hook(partial(_enter, heads))
-    before = partial(_through_stream, points.hook_resid_pre, place.stream_turned)
-    after = partial(_through_stream, points.hook_resid_post, place.stream_turned)
+    turned, one_number = place.stream_turned, place.one_number
+    before = partial(_through_stream, points.hook_resid_pre, turned, False)
+    after = partial(_through_stream, points.hook_resid_post, turned, one_number)
     block.register_forward_pre_hook(partial(_begin, before), with_kwargs=True)
     block.register_forward_hook(partial(_end, after))
 
@@ -147,7 +163,11 @@ def _enter(heads: partial, _: nn.Module, args: tuple) -> tuple:
     return heads(args[0]), *args[1:]
 
 
-def _through_stream(point: HookPoint, turned: bool, values: Tensor) -> Tensor:
+def _through_stream(point: HookPoint, turned: bool, one_number: bool, values: Tensor) -> Tensor:
+    """The values behind a hook point, where they are [batch, pos, width]."""
+    if values.ndim < 3:
+        axes = (len(values), -1, 1) if one_number else (len(values), 1, -1)
+        return point(values.reshape(axes)).reshape(values.shape)
     return point(values.transpose(0, 1)).transpose(0, 1) if turned else point(values)
 
 
@@ -158,8 +178,20 @@ def _begin(through: partial, _: nn.Module, args: tuple, kwargs: dict) -> tuple[t
     return args, {**kwargs, first: through(kwargs[first])}
 
 
-def _end(through: partial, _: nn.Module, args: tuple, output: Tensor | tuple) -> Tensor | tuple:
+def _end(
+    through: partial, _: nn.Module, args: tuple, output: Tensor | tuple | dict
+) -> Tensor | tuple | dict:
+    if isinstance(output, dict):  # of Hugging Face
+        first = first_tensor(output)
+        return type(output)(**{**output, first: through(output[first])})
     return (through(output[0]), *output[1:]) if isinstance(output, tuple) else through(output)
+
+
+def stream_of(output: Tensor | tuple | dict) -> Tensor:
+    """The tensor that a layer hands on, of what it returns."""
+    if isinstance(output, dict):
+        return output[first_tensor(output)]
+    return output[0] if isinstance(output, tuple) else output
 
 
 def first_tensor(arguments: dict) -> str:

@@ -6,7 +6,7 @@ with plain hooks; all give what plain hooks give. No analysis asks what kind of 
 
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
@@ -15,19 +15,24 @@ from jaxtyping import Float
 from torch import Tensor
 
 from mechinterp.config import TaskConfig
-from mechinterp.icl.prompts import Prompts, sample_prompts
+from mechinterp.icl.prompts import Prompts
 from mechinterp.memory import chunks, together
 from mechinterp.models.adapter import HookedPredictor, hooked_predictor
 from mechinterp.models.backends import hooks, one_layer, token_map, weights_alone
 from mechinterp.models.deep import LINEAR, deep_bytes, predict_deep
 from mechinterp.models.functional import AttentionWeights, predict
 from mechinterp.models.masks import Head, require_heads, require_method
+from mechinterp.models.query_position import query_positions
 from mechinterp.models.tokens import tokens_of
 from mechinterp.models.weights import AnyWeights, Weights, as_weights, why_no_circuits
 from mechinterp.progress import ProgressCallback, no_progress
 
 if TYPE_CHECKING:
     from mechinterp.models.hooked_config import HookedConfig
+
+
+BEYOND_SIZES = tuple(each.name for each in fields(TaskConfig) if each.name not in ("d_x", "d_y"))
+"""What weights do not show of a task."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,6 +50,8 @@ class Predictor:
     """Whether somebody's hooks are on the model, which ways past its modules would miss."""
     task: TaskConfig | None = None
     """The law of its prompts, where it is known."""
+    assumed: tuple[str, ...] = ()
+    """Fields of the task that nobody stated."""
 
     @cached_property
     def hooked(self) -> HookedPredictor:
@@ -187,9 +194,10 @@ class Predictor:
 
         Args:
             heads: Heads that are masked.
-            positions: Positions of the model's input, counted from its end.
+            positions: Positions of the stream, counted from its end; -1 is the query's, wherever that is.
         Raises:
-            ValueError: If there is no such head, or the model lacks the hook on the stream after its last layer.
+            ValueError: If there is no such head, the model lacks the hook on the stream after its last layer, it is not
+                known where the query is, or another position is meant and the query is not last.
         """
         require_heads(heads, self.n_layers, self.n_heads)
         weights = self._shortcut
@@ -209,6 +217,15 @@ class Predictor:
         self.require_layer(layer)
         with torch.no_grad():
             return hooks.stream(self.hooked, prompts, layer).to(prompts.x.device)
+
+    def query_position(self, prompts: Prompts, layer: int) -> int:
+        """Position of the query in the stream after some layers; -1 is the last.
+
+        Raises:
+            ValueError: If it is not known.
+        """
+        self.require_layer(layer)
+        return -1 if self.weights is not None else query_positions(self.hooked, prompts)[layer]
 
     def query_streams(
         self,
@@ -234,8 +251,9 @@ class Predictor:
             covariates = progress(
                 [*prompts.x.unbind(1), prompts.x_query], "every token as the query"
             )
+            place = self.query_position(prompts, layer)
             each = [
-                hooks.stream(self.hooked, replace(prompts, x_query=x), layer, heads=heads)[:, -1]
+                hooks.stream(self.hooked, replace(prompts, x_query=x), layer, heads=heads)[:, place]
                 for x in covariates
             ]
         return torch.stack(each, dim=1).to(prompts.x.device)
@@ -254,42 +272,50 @@ Source = object
 """What an analysis takes: a checkpoint, a hooked model, weights or a `Predictor`; `predictor_of` refuses the rest."""
 
 
-def prompts_for(source: Source, prompts: Prompts | None, *, n_prompts: int, seed: int) -> Prompts:
-    """The prompts as they are, or evaluation prompts of the model's own task.
-
-    Raises:
-        ValueError: If there are none, and the model comes without a task.
-    Example:
-        >>> from mechinterp.models.constructions import zero_head
-        >>> prompts_for(zero_head(d_x=5), None, n_prompts=8, seed=0)
-        Prompts(8 of 40 pairs, d_x=5, d_y=1, torch.float64)
-    """
-    if prompts is not None:
-        return prompts
-    predictor = predictor_of(source)
-    if predictor.task is None:
-        raise ValueError("prompts must be given for a model that comes without a task, got none.")
-    weights = predictor.weights
-    dtype = torch.float32 if weights is None else weights.dtype
-    return sample_prompts(predictor.task, n_prompts, seed=seed, dtype=dtype)
-
-
 def task_for(source: Source, task: TaskConfig | None, analysis: str) -> TaskConfig:
     """The task as it is given, or the model's own.
 
     Args:
         analysis: What needs it, for the message.
     Raises:
-        ValueError: If there is none.
+        ValueError: If there is none, or what is given is no task.
     Example:
         >>> from mechinterp.models.constructions import zero_head
         >>> task_for(zero_head(d_x=3), None, "fit_learners").d_x
         3
     """
+    require_task(task, analysis)
     task = predictor_of(source).task if task is None else task
     if task is None:
         raise ValueError(f"{analysis} needs a task for a model that comes without one, got none.")
     return task
+
+
+def assumed_of(source: Source, task: TaskConfig | None) -> tuple[str, ...]:
+    """Fields of the task that nobody stated: of the model's own task; none of one that is given in its place.
+
+    Example:
+        >>> from mechinterp.models.constructions import zero_head
+        >>> "noise_var" in assumed_of(zero_head(d_x=3), None), assumed_of(zero_head(d_x=3), TaskConfig(d_x=3))
+        (True, ())
+    """
+    predictor = predictor_of(source)
+    return predictor.assumed if task is None or task is predictor.task else ()
+
+
+def require_task(task: object, analysis: str) -> None:
+    """Refuse prompts, or anything else, in place of a task.
+
+    Args:
+        analysis: What needs it, for the message.
+    Raises:
+        ValueError: If it is neither a task nor None.
+    """
+    if not (task is None or isinstance(task, TaskConfig)):
+        raise ValueError(
+            f"task must be a TaskConfig, got {type(task).__name__}; {analysis} draws its own prompts, "
+            "as task=, n_prompts= and seed= say."
+        )
 
 
 def learner_of(source: Source) -> Callable[[Prompts], Tensor]:
@@ -345,7 +371,14 @@ def _of_weights(weights: Weights) -> Predictor:
         return hooked_predictor(ICLTransformer.from_weights(weights, task=task))
 
     task = TaskConfig(d_x=weights.d_x, d_y=weights.d_y)
-    return Predictor(weights.n_layers, weights.n_heads, build, lambda: weights, task=task)
+    return Predictor(
+        n_layers=weights.n_layers,
+        n_heads=weights.n_heads,
+        build=build,
+        own_weights=lambda: weights,
+        task=task,
+        assumed=BEYOND_SIZES,
+    )
 
 
 def _of_hooked_model(model: object) -> Predictor:
@@ -358,6 +391,7 @@ def _of_hooked_model(model: object) -> Predictor:
         own_weights=lambda: hooked.model.weights,  # type: ignore[arg-type, return-value]
         is_hooked=lambda: hooked.is_hooked,
         task=_assumed_task(hooked.model.cfg),  # type: ignore[arg-type]
+        assumed=BEYOND_SIZES,
     )
 
 

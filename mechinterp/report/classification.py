@@ -7,6 +7,7 @@ import numpy as np
 from mechinterp.analysis.circuits.classification import Classification
 from mechinterp.analysis.learners.algorithm_evidence import AlgorithmEvidence
 from mechinterp.analysis.learners.layered import LayeredClassification
+from mechinterp.analysis.learners.standing import standing_text
 from mechinterp.analysis.verdict import digits, explained, with_error
 from mechinterp.checkpoints.native import Checkpoint
 from mechinterp.report.header import header, records
@@ -78,9 +79,19 @@ def _standing(found: Classification) -> dict:
     ]
     return {
         "loss": asdict(found.loss),
+        **_task(found),
         "learners": learners,
         "n_random": found.n_random,
         "random_ranges": found.random_ranges,
+    }
+
+
+def _task(found: Classification | LayeredClassification) -> dict:
+    """The law of the prompts in one line, and the number by which it is doubted where it is assumed."""
+    return {
+        "task": found.task.in_words(found.assumed),
+        "best_factor": found.best_factor,
+        "best_factor_sem": found.best_factor_sem,
     }
 
 
@@ -101,6 +112,7 @@ def _layered_document(checkpoint: Checkpoint, found: LayeredClassification) -> d
             "learner_r2_sem": dict(zip(found.learners, found.learner_r2_sem.tolist(), strict=True)),
             **({} if found.algorithm is None else algorithm_evidence(found.algorithm)),
             "loss": asdict(found.loss),
+            **_task(found),
         },
         "verdict": asdict(found.verdict),
     }
@@ -135,7 +147,8 @@ def classification_text(
     found: Classification | LayeredClassification, *, wide: bool = False
 ) -> str:
     """The pattern, the verdict, the loss beside those of ridge regression and of 0, and the table of heads."""
-    lines = [found.pattern, *str(found.verdict).splitlines(), f"Loss on its task: {found.loss}."]
+    standing = standing_text(found.loss, found.task, found.assumed)
+    lines = [found.pattern, *str(found.verdict).splitlines(), *standing.splitlines()]
     if not wide:
         said = wrapped("\n".join(lines), "  ")
         return "\n".join((said, "", heads_header(found), *_head_lines(found)))
@@ -174,6 +187,8 @@ def brief_text(found: Classification | LayeredClassification) -> str:
     elif found.algorithm is not None and found.algorithm.best is not None:
         best = found.algorithm.best
         line += f", {explained(found.algorithm.r2[best, 0], found.algorithm.r2_sem[best, 0])}"
+    if found.task_doubt:
+        line += f"; {found.task_doubt}"
     return "\n".join([found.pattern, wrapped(line, "  "), *_head_lines(found)])
 
 

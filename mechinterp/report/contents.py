@@ -9,6 +9,7 @@ from mechinterp.analysis.analyses import (
     Finding,
     analysis_named,
     described,
+    draws_prompts,
     run_analysis,
 )
 from mechinterp.analysis.learners.algorithm_evidence import AlgorithmEvidence
@@ -54,7 +55,7 @@ class Contents:
 def contents_of(
     checkpoint: Checkpoint | HookedModule,
     *,
-    n_prompts: int,
+    n_prompts: int | None = None,
     seed: int = 0,
     analyses: Sequence[str] | None = None,
     progress: ProgressCallback = no_progress,
@@ -62,7 +63,7 @@ def contents_of(
     """The verdict and the sections.
 
     Args:
-        n_prompts: Prompts behind the excess risk; what needs many runs takes a part of them.
+        n_prompts: Evaluation prompts; None: as many as each analysis takes by itself.
         analyses: Names of those that get a section; None: those that suit the model.
     Raises:
         ValueError: If there is no such analysis, one that was asked for does not take the model, or n_prompts is too small.
@@ -85,11 +86,20 @@ def sections_of(name: str, subject: Subject) -> list[Section]:
     """What an analysis says of a model: its own sections where it has them, else sentence, figure and table."""
     if name in BESPOKE:
         return BESPOKE[name](subject)
-    n_prompts = subject.size
-    found = run_analysis(
-        name, subject.checkpoint, n_prompts=n_prompts, seed=subject.seed, progress=subject.progress
-    )
+    found = _run(name, subject)
     return [plain_section(name, found)]
+
+
+def _run(name: str, subject: Subject) -> Finding:
+    """The result of an analysis, which is told of prompts if it draws some."""
+    draws = draws_prompts(ANALYSES[name])
+    return run_analysis(
+        name,
+        subject.checkpoint,
+        n_prompts=subject.n_prompts if draws else None,
+        seed=subject.seed if draws else None,
+        progress=subject.progress,
+    )
 
 
 def plain_section(
@@ -133,7 +143,7 @@ def _classify_sections(subject: Subject) -> list[Section]:
 
 
 def _algorithm_sections(subject: Subject) -> list[Section]:
-    found = run_analysis("algorithm", subject.checkpoint, n_prompts=subject.size, seed=subject.seed)
+    found = _run("algorithm", subject)
     assert isinstance(found, AlgorithmEvidence)
     return [algorithm_section(found)]
 

@@ -20,7 +20,6 @@ from mechinterp.report.parts import Section
 from mechinterp.report.sections import number, plus_minus
 from mechinterp.report.subject import Subject, some
 
-OTHER_METHODS = ("mean", "resample")
 GREEDY_HEADS = 32
 """Most heads whose greedy order is searched: it takes n (n + 1) / 2 masks."""
 
@@ -47,19 +46,14 @@ def risk_section(subject: Subject) -> Section:
 
 def masking_section(subject: Subject) -> Section:
     """What masking each head costs, by three methods, and what masking whole layers does."""
-    zero, scored = subject.zero, subject.scored
-    few = some(scored, 8)
-    others = [
-        ablate_heads(subject.predictor, few, method=how, progress=subject.progress)
-        for how in OTHER_METHODS
-    ]
-    whole = _layer_rises(subject.predictor, scored)
+    zero, *others = subject.single
+    whole = _layer_rises(subject.predictor, subject.prompts)
     return Section(
         "Heads",
         " ".join([_effective(zero), *_carried(zero), *_broken(zero), _cautioned(zero, *whole)]),
         f"One head is masked at a time, nothing is retrained; excess risk is the mean of (ŷ − x·β)², ± one standard error, "
-        f"paired over prompts. Zero ablation sets a head's z to 0 ({len(scored)} prompts), mean ablation to its mean over "
-        f"prompts, resample ablation to that of another prompt ({len(few)} prompts each). Importance is a head's share of its "
+        f"paired over {len(subject.prompts)} prompts. Zero ablation sets a head's z to 0, mean ablation to its mean over "
+        f"prompts, resample ablation to that of another prompt. Importance is a head's share of its "
         "layer's rises, falls taken as 0; the effective number of heads is exp of the entropy of the importance. Colours of the "
         "first figure end where the model is as bad as predicting 0, if not before.",
         {
@@ -86,8 +80,8 @@ def pruning_section(subject: Subject) -> Section:
     return Section(
         "Pruning",
         " ".join([_enough(curves), _rules_told(rules), *_by_chance(rules)]),
-        f"{how}The other order goes by the rises of the single masks. Risks of the curves are those of {len(some(measured, 4))} other "
-        f"prompts; nothing is retrained. For the rules, all {len(subject.prompts)} prompts are halved at random {SPLITS} "
+        f"{how}The other order goes by the rises of the single masks on {len(subject.scored)} prompts. Risks of the curves are "
+        f"those of {len(some(measured, 4))} other prompts; nothing is retrained. For the rules, all {len(subject.prompts)} prompts are halved at random {SPLITS} "
         "times, heads chosen on each half and measured on the other; ± is over prompts and over which heads were chosen. best-later keeps all heads of the first "
         "layer and of each later one the head that is missed most; least-later keeps the one missed least, best-first the "
         "best of the first layer and all later heads: both are controls. A new read-out is a ridge regression on the "
@@ -100,7 +94,7 @@ def pruning_section(subject: Subject) -> Section:
 
 def _orders(subject: Subject) -> tuple[dict[str, list[Head]], str]:
     """Orders in which heads go, and how they were found."""
-    zero = subject.zero
+    zero = ablate_heads(subject.predictor, subject.scored, progress=subject.progress)
     heads = list(np.ndindex(zero.rise.shape))
     by_rise = {
         "least rise first": [heads[index] for index in zero.rise.ravel().argsort(kind="stable")]

@@ -1,12 +1,10 @@
 """The part of a page on how heads of one layer act through heads of later ones."""
 
-from mechinterp.analysis.heads.edges import HeadEdges, attribute_edges, edge_name
+from mechinterp.analysis.heads.edges import N_PAIRS, HeadEdges, attribute_edges, edge_name
 from mechinterp.report.parts import Section
 from mechinterp.report.sections import plus_minus
 from mechinterp.report.subject import Subject
 
-PAIRS = 8
-"""Pairs of prompts; every edge takes a run on them."""
 MOST_EDGES = 1_200
 NAMED = 3
 
@@ -16,16 +14,17 @@ def edges_sections(subject: Subject) -> list[Section]:
 
     That is with one layer, too many heads, a norm after each layer, or a module of somebody else's.
     """
-    predictor, prompts = subject.predictor, subject.measured
+    predictor = subject.predictor
     n_layers, n_heads = predictor.n_layers, predictor.n_heads
     n_edges = 3 * n_heads**2 * n_layers * (n_layers - 1) // 2
     weights = predictor.weights
     summed = weights is not None and weights.model.norm != "after"
-    if not 0 < n_edges <= MOST_EDGES or len(prompts) < 4 or not summed:
+    if not 0 < n_edges <= MOST_EDGES or not summed:
         return []
-    size = min(PAIRS, len(prompts) // 2)
-    clean, corrupted = prompts[:size], prompts[size : 2 * size]
-    found = attribute_edges(predictor, clean, corrupted, progress=subject.progress)
+    size = subject.at_most(N_PAIRS)
+    found = attribute_edges(
+        subject.checkpoint, n_prompts=size, seed=subject.seed, progress=subject.progress
+    )
     return [edges_section(found, size)]
 
 
@@ -38,12 +37,12 @@ def edges_section(found: HeadEdges, n_pairs: int) -> Section:
     ]
     return Section(
         "Edges between heads",
-        f"When prompts are exchanged for others the prediction moves by {plus_minus(found.total, found.total_sem)} y² (mean "
+        f"When prompts get other task vectors the prediction moves by {plus_minus(found.total, found.total_sem)} y² (mean "
         f"squared distance). The edges that bring it nearest or take it furthest, each patched alone: {', '.join(named)}. "
         f"Estimates from gradients rank the {len(frame)} edges as patching does with a rank correlation of "
         f"{plus_minus(found.rank_correlation, found.rank_correlation_sem)}.",
         "An edge goes from what a head writes to the query, key or value of a head in a later layer, which alone then reads "
-        f"what the head writes on the other prompts. {n_pairs} pairs of prompts; ± is over pairs. The estimate is to "
+        f"what the head writes on the other prompts. {n_pairs} pairs of prompts, of the same covariates and noise; ± is over pairs. The estimate is to "
         "first order, by the gradient on the corrupted prompts (EAP). A positive effect is one towards the clean prediction.",
         {"edges": found.plot()},
         {"edges": frame},

@@ -21,11 +21,12 @@ def dumps(document: object) -> str:
 def header(checkpoint: "Checkpoint | Outline") -> dict:
     """The fields every document about a checkpoint starts with."""
     shape, task = checkpoint.config.model, checkpoint.task
+    number = {"task.beta_var": task.beta_variance} if "task.beta_var" in checkpoint.assumed else {}
     return {
         "schema_version": SCHEMA_VERSION,
         "path": str(checkpoint.path),
         "format": checkpoint.format,
-        "assumed": dict(checkpoint.assumed),
+        "assumed": {**checkpoint.assumed, **number},
         "n_layers": shape.n_layers,
         "n_heads": shape.n_heads,
         "d_x": task.d_x,

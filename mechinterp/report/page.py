@@ -13,7 +13,6 @@ from mechinterp.checkpoints.claims import claimed, entries, settle
 from mechinterp.checkpoints.files import write_new, writing
 from mechinterp.checkpoints.native import Checkpoint, checkpoint_of
 from mechinterp.checkpoints.plain_modules import HookedModule
-from mechinterp.config import TaskConfig
 from mechinterp.display import counted
 from mechinterp.progress import ProgressCallback, no_progress
 from mechinterp.report import html
@@ -43,7 +42,7 @@ def write_report(
     checkpoint: Checkpoint | HookedModule,
     out: str | Path,
     *,
-    n_prompts: int = 4096,
+    n_prompts: int | None = None,
     seed: int = 0,
     analyses: Sequence[str] | None = None,
     overwrite: bool = False,
@@ -56,9 +55,9 @@ def write_report(
 
     Args:
         analyses: Names in `ANALYSES` of those that get a section; None: those that suit the model.
-        n_prompts: Prompts behind the excess risk. For one layer of attention the fits take five times as many per
-            context length; for others what needs many runs takes a part of them, and the page says how many, and
-            a model with norms and MLPs, whose layers cannot be taken apart, is given an eighth.
+        n_prompts: Evaluation prompts; None: as many as each analysis takes by itself, so that the page's numbers are
+            those of the commands. Fits take five times as many per context length, what needs many runs no more than
+            it takes by itself, and models of several layers no fewer than probes need; the page says how many.
         progress: Optional progress callback.
     Raises:
         ValueError: If `out` is a file, or a folder that holds anything and `overwrite` is not set, or n_prompts is
@@ -153,7 +152,8 @@ def _about(checkpoint: Checkpoint | HookedModule) -> str:
     if isinstance(checkpoint, HookedModule):
         hooked = checkpoint.hooked
         sizes = f"{counted(hooked.n_layers, 'layer')} of {counted(hooked.n_heads, 'head')}"
-        return f"{sizes}, a PyTorch module with hooks, {_prompts(checkpoint.task)}"
+        told = checkpoint.task.in_words(checkpoint.assumed)
+        return f"{sizes}, a PyTorch module with hooks; task: {told}"
     config, task, model = checkpoint.config, checkpoint.task, checkpoint.config.model
     heads, kind = counted(model.n_heads, "head"), f"{model.score} attention"
     if not model.one_attention:
@@ -161,11 +161,7 @@ def _about(checkpoint: Checkpoint | HookedModule) -> str:
         kind += f", width {config.d_model}"
     if model.d_mlp is not None:
         kind += f", MLPs of {model.d_mlp}"
-    end = f", seed {config.seed}, step {checkpoint.step}, config {config.id}"
+    origin = f"seed {config.seed}, step {checkpoint.step}, config {config.id}"
     if "step" in checkpoint.assumed:
-        end = f", format {checkpoint.format}{assumed_text(checkpoint.assumed)}"
-    return f"{heads}, {kind}, {_prompts(task)}{end}"
-
-
-def _prompts(task: TaskConfig) -> str:
-    return f"d_x {task.d_x}, context length {task.context_length}, noise variance {task.noise_var}"
+        origin = f"format {checkpoint.format}{assumed_text(checkpoint.assumed)}"
+    return f"{heads}, {kind}, {origin}; task: {task.in_words(checkpoint.assumed_of_task)}"

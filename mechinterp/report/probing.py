@@ -12,14 +12,14 @@ from mechinterp.analysis.probing.p_probing import IDEAL, RAW, p_probe
 from mechinterp.analysis.probing.probes import FOLDS, STRUCTURES, LayerProbes, probe_layers
 from mechinterp.report.parts import Section
 from mechinterp.report.sections import number, plus_minus
-from mechinterp.report.subject import Subject, some
+from mechinterp.report.subject import Subject
 
 AFTER = "stream after layer 0"
 
 
 def probes_section(subject: Subject) -> Section:
     """What a linear probe reads from the stream, layer by layer."""
-    predictor, prompts, progress = subject.predictor, subject.probed, subject.progress
+    predictor, prompts, progress = subject.predictor, subject.prompts, subject.progress
     response = probe_layers(predictor, prompts, progress=progress)
     found = {"response": response}
     for name, target in STRUCTURES.items():
@@ -45,7 +45,7 @@ def probes_section(subject: Subject) -> Section:
 
 def descent_section(subject: Subject) -> Section:
     """Whether the first layer has made the context easier to learn from."""
-    prompts = some(subject.measured, 4)
+    prompts = subject.prompts
     found = p_probe({AFTER: subject.predictor}, prompts, progress=subject.progress)
     table = found.area_frame().set_index("features")
     told = [

@@ -233,7 +233,7 @@ def ablation_section(subject: Subject) -> Section:
         text,
         f"Excess risk is the mean of (ŷ − x·β)² over {len(subject.prompts)} prompts, the same for every mask; ± is one "
         "standard error, paired over prompts. Zero ablation sets a head's z to 0, mean ablation to its mean "
-        "over prompts. In one layer heads add up, so all subsets follow from one pass.",
+        "over prompts, resample ablation to that of another prompt. In one layer heads add up, so all subsets follow from one pass.",
         pictures,
         tables,
         toggles=_toggles(subject),
@@ -272,16 +272,16 @@ def fits_section(subject: Subject) -> Section:
 
 
 def assumed_text(assumed: Mapping[str, object]) -> str:
-    """What a page says was filled in that the file did not say; nothing if it said all.
+    """What a page says was filled in of the architecture that the file did not say; the task has a line of its own.
 
     Example:
-        >>> assumed_text({"task.noise_var": 0.1, "task.supports": None, "train.steps": 5})
-        '; assumed, as the file does not say it: noise_var 0.1'
+        >>> assumed_text({"task.noise_var": 0.1, "model.score": "softmax", "train.steps": 5})
+        '; assumed, as the file does not say it: score softmax'
     """
     told = [
         f"{name.partition('.')[2]} {value}"
         for name, value in assumed.items()
-        if name.startswith(("task.", "model.")) and value not in (None, (), [])
+        if name.startswith("model.") and value not in (None, (), [])
     ]
     return f"; assumed, as the file does not say it: {', '.join(told)}" if told else ""
 

@@ -8,30 +8,29 @@ import torch
 
 from mechinterp.analysis.circuits.patterns import (
     N_LAYERED_PROMPTS,
+    N_PROMPTS,
     Classification,
     classify,
     classify_attention,
 )
-from mechinterp.analysis.heads.ablation import HeadAblation, ablate_heads
-from mechinterp.analysis.heads.masking import subsets_where_possible
+from mechinterp.analysis.heads.ablation import HeadAblation
+from mechinterp.analysis.heads.masking import Ablations, ablate
 from mechinterp.analysis.heads.pruning_curves import RulePruning, prune_by_rules
 from mechinterp.analysis.heads.subsets import SubsetAblation
 from mechinterp.analysis.learners.baselines import Baselines, baselines
+from mechinterp.analysis.learners.fits import N_PROMPTS as N_FITTED
 from mechinterp.analysis.learners.fits import LearnerFits, fit_learners
 from mechinterp.analysis.learners.layered import LayeredClassification
-from mechinterp.analysis.probing.probes import streams
 from mechinterp.checkpoints.native import Checkpoint
 from mechinterp.checkpoints.plain_modules import HookedModule
-from mechinterp.icl.prompts import Prompts, sample_prompts
+from mechinterp.icl.prompts import Prompts
+from mechinterp.models.evaluation import evaluation_prompts, least_number, usual_number
 from mechinterp.models.predictor import Predictor
 from mechinterp.progress import ProgressCallback, no_progress
 
-METHODS = ("zero", "mean")
 LEAST_PROMPTS = 8
 LEAST_PART = 64
 """Prompts that no part of them goes below, if there are as many."""
-PER_FEATURE = 2
-"""Prompts behind a probe, or a new read-out, for each feature of the stream, at least."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,13 +38,15 @@ class Subject:
     """The model a page is about; what its sections share is computed when the first of them asks for it."""
 
     checkpoint: Checkpoint | HookedModule
-    n_prompts: int
-    """Prompts behind the excess risk; what needs many runs takes a part of them."""
+    n_prompts: int | None
+    """Evaluation prompts; None: as many as each analysis takes by itself."""
     seed: int = 0
     progress: ProgressCallback = no_progress
 
     def __post_init__(self):
-        if not self.one_attention and self.n_prompts < LEAST_PROMPTS:
+        if self.n_prompts is None or self.one_attention:
+            return
+        if self.n_prompts < LEAST_PROMPTS:
             raise ValueError(
                 f"n_prompts must be >= {LEAST_PROMPTS} to choose heads on and to measure on, got {self.n_prompts}."
             )
@@ -66,71 +67,66 @@ class Subject:
 
     @cached_property
     def size(self) -> int:
-        """Number of prompts; fewer of a model with norms and MLPs, whose layers cannot be taken apart."""
-        if self.predictor.attention_only:
-            return self.n_prompts
-        return max(self.n_prompts // 8, min(self.n_prompts, 256))
+        """Number of evaluation prompts; those of several layers are enough for probes of the stream."""
+        if self.n_prompts is None:
+            return usual_number(self.checkpoint)
+        return max(self.n_prompts, 0 if self.one_attention else least_number(self.checkpoint))
+
+    def at_most(self, usual: int) -> int:
+        """Prompts of what takes many runs: as many as it takes by itself, if the page has them."""
+        return usual if self.n_prompts is None else min(usual, self.size)
 
     @cached_property
     def prompts(self) -> Prompts:
-        """Evaluation prompts of the model's own task, more in the second half where probes need them."""
-        if self.one_attention:
-            return self._drawn(self.size)
-        return self._drawn(self.size // 2 + max(self.size - self.size // 2, self._wide))
+        """Evaluation prompts of the model's own task, those that its analyses draw by themselves."""
+        return evaluation_prompts(self.checkpoint, n_prompts=self.size, seed=self.seed)
 
     @property
     def scored(self) -> Prompts:
-        """Those that heads are chosen on."""
+        """The half of them that orders of heads are chosen on."""
         return self.prompts[: self.size // 2]
 
     @property
     def measured(self) -> Prompts:
-        """Those that the choice is measured on."""
+        """The half that those orders are measured on."""
         return self.prompts[self.size // 2 :]
-
-    @property
-    def probed(self) -> Prompts:
-        """Those that probes are fitted to."""
-        return self.measured[: max(len(self.measured) // 2, self._wide)]
 
     @cached_property
     def classification(self) -> Classification | LayeredClassification:
-        """The pattern, of one layer of attention on as many prompts as the page has."""
+        """What the model computes."""
         if self.one_attention:
             return self.pattern
-        n_prompts = min(self.size, N_LAYERED_PROMPTS)
+        n_prompts = self.at_most(N_LAYERED_PROMPTS)
         return classify(self.checkpoint, n_prompts=n_prompts, seed=self.seed)
 
     @cached_property
     def pattern(self) -> Classification:
         """The pattern of one layer of attention."""
-        return classify_attention(self.checkpoint, n_prompts=self.n_prompts, seed=self.seed)
+        n_prompts = self.n_prompts or N_PROMPTS
+        return classify_attention(self.checkpoint, n_prompts=n_prompts, seed=self.seed)
 
     @cached_property
     def fits(self) -> LearnerFits:
-        """Closed-form learners fitted to the model, on five times as many prompts per context length."""
-        n_prompts = 5 * self.size
+        """Closed-form learners fitted to the model; of prompts that are counted five times as many per context length."""
+        n_prompts = N_FITTED if self.n_prompts is None else 5 * self.size
         return fit_learners(
             self.checkpoint, n_prompts=n_prompts, seed=self.seed, progress=self.progress
         )
 
     @cached_property
-    def single(self) -> list[HeadAblation]:
-        """Single heads masked, by each of `METHODS`."""
-        return [
-            ablate_heads(self.checkpoint, self.prompts, method=method, progress=self.progress)
-            for method in METHODS
-        ]
+    def ablations(self) -> Ablations:
+        """Single heads masked by every method, and subsets of heads."""
+        return ablate(self.checkpoint, self.prompts, progress=self.progress)
 
-    @cached_property
+    @property
+    def single(self) -> list[HeadAblation]:
+        """Single heads masked, by each method as `ablate` has them."""
+        return list(self.ablations.methods)
+
+    @property
     def subsets(self) -> SubsetAblation | None:
         """Subsets of heads of one layer of attention."""
-        return subsets_where_possible(self.checkpoint, self.prompts)
-
-    @cached_property
-    def zero(self) -> HeadAblation:
-        """Zero ablation on the prompts that heads are chosen on."""
-        return ablate_heads(self.predictor, self.scored, progress=self.progress)
+        return self.ablations.subsets
 
     @cached_property
     def baselines(self) -> Baselines:
@@ -147,15 +143,6 @@ class Subject:
         with torch.no_grad():
             error = self.predictor.predict(self.prompts) - self.prompts.y_query_clean
         return error.square().mean(1).numpy()
-
-    @cached_property
-    def _wide(self) -> int:
-        return PER_FEATURE * streams(self.predictor, self._drawn(1)).shape[3]
-
-    def _drawn(self, n_prompts: int) -> Prompts:
-        weights = self.predictor.weights
-        dtype = torch.float64 if weights is None else weights.dtype
-        return sample_prompts(self.checkpoint.task, n_prompts, seed=self.seed, dtype=dtype)
 
 
 def some(prompts: Prompts, part: int) -> Prompts:

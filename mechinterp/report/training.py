@@ -5,6 +5,7 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from mechinterp import figures
+from mechinterp.analysis.dynamics.deep_snapshots import N_PROMPTS as N_SNAPSHOTS
 from mechinterp.analysis.dynamics.deep_snapshots import deep_snapshots
 from mechinterp.analysis.dynamics.linear_snapshots import linear_snapshots
 from mechinterp.analysis.dynamics.snapshots import Snapshots, training_snapshots
@@ -12,7 +13,7 @@ from mechinterp.analysis.dynamics.training import training_dynamics
 from mechinterp.checkpoints.native import Checkpoint, checkpoint_of
 from mechinterp.config import TrainConfig
 from mechinterp.report.parts import Section
-from mechinterp.report.subject import Subject, some
+from mechinterp.report.subject import Subject
 
 STEPS = "Training, step by step"
 MOVE = "Move the slider, or use the arrow keys on it."
@@ -124,8 +125,10 @@ def _method(train: TrainConfig) -> str:
 
 
 def _deep_steps(subject: Subject) -> Section:
-    prompts = some(subject.measured, 8)
-    found = deep_snapshots(subject.checkpoint, prompts, progress=subject.progress)
+    n_prompts = subject.at_most(N_SNAPSHOTS)
+    found = deep_snapshots(
+        subject.checkpoint, n_prompts=n_prompts, seed=subject.seed, progress=subject.progress
+    )
     first = ", ".join(
         f"{number:.1f} at step {step:,}"
         for step, number in zip(found.step, found.effective_heads[:, 0], strict=True)
@@ -134,7 +137,7 @@ def _deep_steps(subject: Subject) -> Section:
     return Section(
         STEPS,
         f"{len(found.step)} kept steps. Effective heads of the first layer: {first}. {MOVE}",
-        f"Zero ablation of every head of the weights kept at each step, on the same {len(prompts)} prompts; importance is a "
+        f"Zero ablation of every head of the weights kept at each step, on the same {n_prompts} prompts; importance is a "
         "head's share of its layer's rises, falls taken as 0. The loss is the eval_loss of the last logged step up to there.",
         {"snapshot_loss": found.plot_loss(), "snapshot_importance": found.plot()},
         {"snapshots": found.to_frame()},

@@ -214,7 +214,7 @@ def _require_memory(config: ExperimentConfig, named: Weights) -> None:
             d_head=config.d_head,
             d_model=config.d_model,
             d_mlp=model.d_mlp or 0,
-            n_tokens=length + 1,
+            n_tokens=model.n_tokens(length),
             width=4,
         )
     require_memory(n_prompts * per_prompt, f"a step on {n_prompts} prompts of {length} pairs")

@@ -1,7 +1,11 @@
 import numpy as np
 import pytest
+import torch
 
-from mechinterp.analysis.estimates import carried_by_few, mean_and_sem, ratio_and_sem
+from mechinterp.analysis.estimates import best_factor, carried_by_few, mean_and_sem, ratio_and_sem
+from mechinterp.config import TaskConfig
+from mechinterp.icl.predictors import ridge
+from mechinterp.icl.prompts import sample_prompts
 
 
 @pytest.mark.slow
@@ -17,6 +21,40 @@ def test_standard_errors_are_the_spread_over_repetitions():
         values, sems = np.array(estimates).T
         assert values.mean() == pytest.approx(truth, abs=4 * values.std() / 4000**0.5)
         assert np.mean(sems) == pytest.approx(values.std(), rel=0.05)
+
+
+@pytest.mark.parametrize("d_y", [1, 2])
+def test_the_best_factor_undoes_a_factor_exactly(d_y: int):
+    clean = sample_prompts(TaskConfig(d_y=d_y), 32, seed=0, dtype=torch.float64).y_query_clean
+    for factor in (0.25, 1.0, -3.0):
+        found, sem = best_factor(clean / factor, clean)
+        assert found == pytest.approx(factor, rel=1e-12)
+        assert sem == pytest.approx(0, abs=1e-12)
+
+
+def test_the_best_factor_has_the_least_loss():
+    """Mean (c f - y)^2 is a parabola in c: its derivative is 0 at the factor."""
+    prompts = sample_prompts(TaskConfig(), 64, seed=0, dtype=torch.float64)
+    prediction = 0.3 * ridge(prompts, penalty=0.5)
+    factor, _ = best_factor(prediction, prompts.y_query)
+    slope = (prediction * (factor * prediction - prompts.y_query)).mean()
+    assert float(slope) == pytest.approx(0, abs=1e-12)
+    assert np.isnan(best_factor(torch.zeros(4, 1), torch.ones(4, 1))[0])
+
+
+@pytest.mark.slow
+def test_the_best_factor_of_the_posterior_mean_is_1_and_its_error_the_spread_over_repetitions():
+    task, repetitions = TaskConfig(), 1000
+    prompts = sample_prompts(task, 256 * repetitions, seed=0, dtype=torch.float64)
+    parts = [prompts[start : start + 256] for start in range(0, len(prompts), 256)]
+    found = [
+        best_factor(2 * ridge(part, penalty=task.posterior_penalty), part.y_query_clean)
+        for part in parts
+    ]
+    factors, sems = np.array(found).T
+    spread = factors.std()
+    assert factors.mean() == pytest.approx(0.5, abs=4 * spread / repetitions**0.5)
+    assert np.mean(sems) == pytest.approx(spread, rel=4 / (2 * repetitions) ** 0.5 + 0.02)
 
 
 def test_ratio_of_nothing_is_nan():

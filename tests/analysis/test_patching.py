@@ -8,10 +8,17 @@ import pytest
 import torch
 from transformer_lens.utilities import get_act_name
 
-from mechinterp.analysis.heads.patching import HEAD_PARTS, STREAMS, patch_positions
+from mechinterp.analysis.heads.pairing import clean_and_corrupted
+from mechinterp.analysis.heads.patching import (
+    HEAD_PARTS,
+    STREAMS,
+    first_prediction,
+    patch_positions,
+)
 from mechinterp.config import ModelConfig, TaskConfig
 from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
-from mechinterp.models.constructions import diagonal_heads
+from mechinterp.models.constructions import diagonal_heads, from_circuits
+from mechinterp.models.evaluation import evaluation_prompts
 from mechinterp.models.transformer import ICLTransformer
 
 TASK = TaskConfig(d_x=3, d_y=2)
@@ -38,7 +45,7 @@ def random_model() -> ICLTransformer:
 def test_columns_are_positions_and_values_those_by_hand(activation: str, length: int):
     model, clean, corrupted = random_model(), random_prompts(length, 1), random_prompts(length, 2)
     before = corrupted.tokens.clone()
-    found = patch_positions(model, clean, corrupted, activation=activation)
+    found = patch_positions(model, clean, corrupted, activation=activation, metric=first_prediction)
     heads = (3,) if activation in HEAD_PARTS else ()
     assert found.effect.shape == found.effect_sem.shape == (2, length + 1, *heads)
     _, cache = model.run_with_cache(clean.tokens)
@@ -128,3 +135,59 @@ def test_a_model_in_training_mode_is_refused():
 def test_nothing_is_printed(capfd):
     patch_positions(random_model(), random_prompts(3, 1), random_prompts(3, 2))
     assert capfd.readouterr() == ("", "")
+
+
+def gradient_step(eta: float, d_x: int) -> ICLTransformer:
+    """One head of linear attention: y_hat = (eta / L) sum_l y_l x_l . x_query."""
+    QK = torch.diag(torch.tensor([1.0] * d_x + [0.0], dtype=torch.float64))[None]
+    OV = torch.tensor([[0.0]] * d_x + [[eta]], dtype=torch.float64)[None]
+    weights = from_circuits(QK, OV, score="linear/L")
+    return ICLTransformer.from_weights(weights, task=TaskConfig(d_x=d_x, context_length=8))
+
+
+@pytest.mark.parametrize("activation", ["resid_pre", "v"])
+def test_by_default_pairs_differ_in_the_task_alone_and_effects_are_known(activation: str):
+    model = gradient_step(0.5, 3)
+    found = patch_positions(model, activation=activation, n_prompts=40, seed=7)
+    clean, corrupted = clean_and_corrupted(model, None, None, n_prompts=40, seed=7)
+    noise = [each.y - each.x @ each.beta for each in (clean, corrupted)]
+    assert torch.equal(clean.x, corrupted.x)
+    assert torch.equal(clean.x_query, corrupted.x_query)
+    assert torch.allclose(*noise, atol=1e-12)
+    assert torch.equal(corrupted.beta, evaluation_prompts(model, n_prompts=40, seed=8).beta)
+    # What a pair adds to the prediction, clean minus corrupted; patching it brings the prediction nearer by that.
+    similarity = torch.einsum("blx,bx->bl", clean.x, clean.x_query)
+    delta = 0.5 / 8 * similarity * (clean.y - corrupted.y)[..., 0]
+    gap = delta.sum(1, keepdim=True)
+    expected = (gap.square() - (gap - delta).square()).mean(0)
+    effect = found.effect[0, :, 0] if activation == "v" else found.effect[0]
+    # TransformerLens keeps what it measures in float32.
+    np.testing.assert_allclose(effect[:-1], expected, rtol=1e-5)
+    assert abs(effect[-1]) < 1e-12  # the query is the same on both
+    assert found.total == pytest.approx(gap.square().mean().item(), rel=1e-9)
+
+
+def test_the_stream_behind_the_last_layer_carries_all_at_the_query():
+    found = patch_positions(gradient_step(0.5, 3), activation="resid_post", n_prompts=20)
+    assert not found.effect[0, :-1].any()
+    assert found.effect[0, -1] == pytest.approx(found.total, rel=1e-5)
+
+
+def test_two_seeds_agree_within_their_errors():
+    model = gradient_step(0.5, 3)
+    one, other = (patch_positions(model, n_prompts=400, seed=seed) for seed in (0, 10))
+    error = np.hypot(one.effect_sem, other.effect_sem)[0, :-1]
+    assert (np.abs(one.effect - other.effect)[0, :-1] < 4 * error).all()
+    assert abs(one.total - other.total) < 4 * np.hypot(one.total_sem, other.total_sem)
+    # Every pair says something of the task: no sign is left to chance.
+    assert (one.effect[0, :-1] > 0).all()
+    assert (other.effect[0, :-1] > 0).all()
+
+
+def test_given_prompts_are_corrupted_by_other_task_vectors_of_the_model():
+    model = gradient_step(0.5, 3)
+    clean = evaluation_prompts(model, n_prompts=10, seed=3, context_length=5)
+    found = patch_positions(model, clean, seed=3)
+    assert found.effect.shape == (1, 6)
+    again = patch_positions(model, *clean_and_corrupted(model, clean, None, n_prompts=1, seed=3))
+    np.testing.assert_array_equal(found.effect, again.effect)

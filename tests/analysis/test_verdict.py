@@ -1,5 +1,6 @@
-"""The three lines on a model: formula, certainty and runner-up, with the numbers of the result."""
+"""The lines on a model: formula, certainty, what predicts as well and what does not, with the numbers of the result."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,13 +13,28 @@ from mechinterp.analysis.circuits.thresholds import Thresholds
 from mechinterp.analysis.learners.algorithm_labels import ALIKE, LARGER
 from mechinterp.analysis.learners.layers_verdict import FORMULAS, NAMES
 from mechinterp.analysis.learners.standing import nearby
-from mechinterp.analysis.verdict import KNOWN, KNOWN_ALGORITHMS, WORDS, explained, spelled_out
+from mechinterp.analysis.verdict import (
+    KNOWN,
+    KNOWN_ALGORITHMS,
+    NOTHING_EXCLUDED,
+    WORDS,
+    Z95,
+    calibration_text,
+    chance_text,
+    explained,
+    nearest_learners,
+    spelled_out,
+    task_doubt,
+    upper_limit,
+    with_error,
+)
 from mechinterp.checkpoints.loading import load
 from mechinterp.config import TaskConfig
 from mechinterp.icl.algorithms import ALGORITHMS
 from mechinterp.icl.prompts import sample_prompts
 from mechinterp.models.constructions import debiased_gradient_step
 from mechinterp.models.constructions_algorithms import gradient_descent_model
+from mechinterp.models.predictor import BEYOND_SIZES
 from tests.conftest import CHECKPOINTS
 
 RESULTS = Path(__file__).parents[2] / "analyses" / "results"
@@ -33,12 +49,14 @@ def test_a_step_is_told_with_its_size_and_the_best_one(step):
     assert "x minus its mean x̄ (debiased_gd): ŷ = 0.700 (1/L) Σ_l y_l (x_l − x̄)·x" in (
         step.verdict.computes
     )
-    assert step.verdict.computes.endswith("the best for its task is 0.879")
+    assert step.verdict.computes.endswith("the step size that is best for its task is 0.879")
     assert f"explains {explained(step.learner.r2, step.learner.r2_sem)} of" in step.verdict.sure
-    assert (
-        f"the label was wrong for 0 of {KNOWN['debiased_gd'][1]} test models" in step.verdict.sure
+    named = KNOWN["debiased_gd"][1]
+    assert f"of {named} models made here that got this label it was wrong for 0" in (
+        step.verdict.sure
     )
-    assert f"p < {1 / step.n_random:.2g}" in step.verdict.sure
+    chance = f"none of {step.n_random} models with random weights does the task as well"
+    assert f"{chance} (p < {1 / step.n_random:.2g})" in step.verdict.sure
 
 
 def test_with_other_limits_nothing_is_said_of_the_calibration():
@@ -49,9 +67,28 @@ def test_with_other_limits_nothing_is_said_of_the_calibration():
 
 def test_the_runner_up_is_no_case_of_the_pattern(step):
     assert step.near.learners[0] == "debiased_gd"
-    assert step.verdict.is_not.startswith("a plain gradient step, the runner-up: R² = ")
     assert step.near.lead[1] > 2 * step.near.lead_sem[1]
-    assert step.verdict.is_not.endswith(" below")
+    less = f"{with_error(step.near.lead[1], step.near.lead_sem[1])} less than the formula"
+    assert step.verdict.is_not.startswith("a plain gradient step, which times its best factor")
+    assert less in step.verdict.is_not
+    assert step.verdict.alike == ""
+
+
+def test_what_cannot_be_told_apart_is_not_called_what_the_model_is_not():
+    learners, r2 = ("vanilla_gd", "debiased_gd", "ridge"), np.array([0.95, 0.96, 0.7])
+    found = nearest_learners("none", learners, r2, np.full(3, 0.01))
+    assert found.sure.startswith(
+        "the nearest simple learner is a gradient step on x minus its mean"
+    )
+    assert found.alike.startswith("a plain gradient step, R² = 0.95")
+    assert found.is_not.startswith("ridge regression, R² = 0.70")
+    apart = nearest_learners("none", learners, r2, np.full(3, 0.001))
+    assert (apart.alike, apart.is_not[:21]) == ("", "a plain gradient step")
+    together = nearest_learners("none", learners, r2, np.full(3, 1.0))
+    assert together.is_not == NOTHING_EXCLUDED
+    far = nearest_learners("none", learners, r2 - 0.6, np.full(3, 0.01))
+    assert (far.alike, far.is_not) == ("", "near to a simple learner")
+    assert "which is not near" in far.sure
 
 
 def test_the_repr_and_the_lines_are_the_verdict(step):
@@ -59,8 +96,65 @@ def test_the_repr_and_the_lines_are_the_verdict(step):
         "Classification(debiased_gd)",
         *str(step.verdict).splitlines(),
         f"Loss on its task: {step.loss}.",
+        f"Task: {step.task.in_words(step.assumed)}.",
     ]
-    assert list(step.verdict.lines) == ["What it computes", "How sure", "What it is not"]
+    stated = classify(debiased_gradient_step(0.7, 0.05, d_x=5), TaskConfig())
+    assert list(stated.verdict.lines) == ["What it computes", "How sure", "What it is not"]
+    all_lines = replace(step.verdict, alike="a", doubt="b").lines
+    assert list(all_lines)[2:] == ["What predicts as well", "What it is not", "What to doubt"]
+
+
+def test_a_handful_of_models_without_an_error_is_no_evidence():
+    """Wilson's limit for 0 of n is z^2 / (n + z^2): 10% at 34.6 models."""
+    for wrong, named in ((0, 293), (0, 7), (3, 24)):
+        # The limit is the share p at which (p - wrong / n)^2 = z^2 p (1 - p) / n.
+        p = upper_limit(wrong, named)
+        assert (p - wrong / named) ** 2 == pytest.approx(Z95**2 * p * (1 - p) / named, rel=1e-12)
+    assert upper_limit(0, 293) == pytest.approx(Z95**2 / (293 + Z95**2))
+    assert calibration_text("a", {"a": (0, 34)}) == ""
+    assert "of 35 models made here" in calibration_text("a", {"a": (0, 35)})
+    assert "it was wrong for 3 (at most 31.0%, 95% limit)" in calibration_text("a", {"a": (3, 24)})
+    assert calibration_text("b", {"a": (0, 35)}) == ""
+
+
+def test_a_p_value_is_told_by_its_count():
+    assert chance_text(1 / 401, 400, "w").startswith("none of 400 models with w does")
+    assert chance_text(2 / 401, 400, "w").startswith("1 of 400 models with w does")
+    assert chance_text(105 / 401, 400, "w") == (
+        "104 of 400 models with w do the task as well (p = 0.26)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("factor", "sem", "r2", "assumed", "doubted"),
+    [
+        (0.61, 0.02, 0.5, True, True),
+        (1.61, 0.02, 0.5, True, True),
+        (0.61, 0.02, 0.5, False, False),  # what the user has stated is not doubted
+        (1.09, 0.001, 0.5, True, False),  # within a tenth
+        (0.61, 0.10, 0.5, True, False),  # within 4 standard errors
+        (0.61, 0.02, 0.03, True, False),  # the model does nothing there
+    ],
+)
+def test_the_assumed_task_is_doubted_by_the_best_factor(factor, sem, r2, assumed, doubted):
+    said = task_doubt((factor, sem), (r2, 0.01), ("noise_var",) if assumed else ())
+    assert bool(said) == doubted
+    if doubted:
+        assert f"the best factor on its prediction is {with_error(factor, sem)}, 1 for" in said
+
+
+def test_a_step_of_another_size_is_doubted_under_its_own_task_only_if_that_is_assumed():
+    weights = debiased_gradient_step(0.5, 0.05, d_x=5)
+    found = classify(weights)
+    # A step of 0.5 where that of the task is 0.879.
+    assert found.best_factor == pytest.approx(0.879 / 0.5, abs=4 * found.best_factor_sem)
+    assert found.assumed == BEYOND_SIZES
+    assert "the task may be another one" in found.verdict.doubt
+    assert found.verdict.doubt in repr(found)
+    stated = classify(weights, TaskConfig())
+    assert (stated.assumed, stated.verdict.doubt) == ((), "")
+    assert stated.best_factor == found.best_factor
+    assert classify(debiased_gradient_step(0.879, 0.05, d_x=5)).verdict.doubt == ""
 
 
 @pytest.mark.slow
@@ -71,7 +165,7 @@ def test_the_repr_and_the_lines_are_the_verdict(step):
             "softmax-h1-s0",
             [
                 "ŷ = -1.50 Σ_l w_l y_l, w_l ∝ exp(-0.519 x_l·x)",
-                "{} of {}".format(*KNOWN["kernel_regression"]),
+                f"of {KNOWN['kernel_regression'][1]} models made here",
             ],
         ),
         ("softmax-h2-s8", ["Σ_h μ_h", "μ = 0.643, ω = 0.560; μ = 0.824, ω = 0.532"]),
@@ -79,12 +173,12 @@ def test_the_repr_and_the_lines_are_the_verdict(step):
             "two-tasks-h3-s0",
             [
                 "Θ_0 = diag(0.89, 0.91, 0.90, 0.93, 0.03, 0.03)",
-                "{} of {}".format(*KNOWN["superposition"]),
+                "Θ_1 = diag(",
             ],
         ),
         (
             "linear-merged-s0",
-            ["singular values of Γ 2.23 to 7.31", "{} of {}".format(*KNOWN["linear_gd"])],
+            ["singular values of Γ 2.23 to 7.31", f"of {KNOWN['linear_gd'][1]} models made here"],
         ),
         ("kms-0.5-h2-s0", ["preconditioned", "(x_l − x̄), singular values of Γ 0.420 to 2.07"]),
         ("softmax-h8-s1", ["none of the known formulas clearly", "omega and mu are what a head"]),
@@ -104,7 +198,11 @@ def test_layers_are_told_with_the_numbers_fitted_to_them():
     assert found.verdict.computes.endswith("(gradient_descent); η = 0.500, 0.300")
     assert "w ← w + η (b − S w)" in found.verdict.computes
     assert f"p < {1 / len(found.algorithm.null_risk):.2g}" in found.verdict.sure
-    assert found.verdict.is_not.split(",")[0] in NAMES.values()
+    # GD++, preconditioned descent and ISTA contain gradient descent, and so predict as well.
+    alike = [each.split(",")[0] for each in found.verdict.alike.split("; ")]
+    assert {NAMES[label] for label in LARGER & set(found.algorithm.members)} <= set(alike)
+    assert found.verdict.is_not.split(",")[0] in set(NAMES.values()) - set(alike)
+    assert "models made here" not in found.verdict.sure or KNOWN_ALGORITHMS[found.pattern][0]
 
 
 def test_each_label_of_layers_has_a_formula_a_name_and_a_calibration():

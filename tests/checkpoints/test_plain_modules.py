@@ -303,3 +303,16 @@ def test_a_report_is_written_in_one_call(tmp_path):
     text = report.page.read_text(encoding="utf-8")
     assert "2 layers of 2 heads, a PyTorch module with hooks, d_x 3" in text
     assert {"heads.csv", "probes.csv", "pruning.csv"} <= {file.name for file in report.tables}
+
+
+def test_the_task_is_told_whole_and_called_assumed_only_where_it_is():
+    layer = nn.TransformerEncoderLayer(6, 2, 8, batch_first=True)
+    stated, assumed = hook_module(layer, task=TaskConfig()), hook_module(layer)
+    assert f"task: {TaskConfig().in_words()})" in repr(stated)
+    assert repr(assumed).endswith(
+        "beta_var 0.2 (1/d_x), noise_var 0.1, query_noise yes; assumed: d_x, d_y, context_length, covariance, "
+        "beta_var, noise_var, query_noise)"
+    )
+    found = classify(assumed, n_prompts=16), classify(stated, n_prompts=16)
+    assert [bool(each.assumed) for each in found] == [True, False]
+    assert f"Task: {TaskConfig().in_words(assumed.assumed)}." in repr(found[0])

@@ -18,6 +18,7 @@ from transformer_lens.hook_points import HookPoint
 from mechinterp import Prompts, generator_for, load, sample_prompts
 from mechinterp.models.checked_hooks import HookError
 from mechinterp.models.hooked_config import HookedConfig
+from mechinterp.models.hooked_names import PROCESSING
 from mechinterp.models.transformer import ICLTransformer
 
 MODELS = {
@@ -416,15 +417,31 @@ def test_processing_leaves_the_weights_as_they_are(shipped):
     model, prompts = shipped
     before = model.predict(prompts)
     weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    model.process_weights_(fold_ln=True, center_unembed=True)
-    model.load_and_process_state_dict(weights, fold_ln=False, center_writing_weights=True)
+    model.process_weights_(fold_ln=False, center_unembed=False)
+    model.load_and_process_state_dict(weights, fold_ln=False, center_writing_weights=False)
     assert torch.equal(model.predict(prompts), before)
-    assert model.fold_value_biases(weights) is weights
-    assert model.refactor_factored_attn_matrices(weights) is weights
     model.load_and_process_state_dict({name: 0 * tensor for name, tensor in weights.items()})
     assert not model.predict(prompts).any()
     model.load_and_process_state_dict(weights)
     assert torch.equal(model.predict(prompts), before)
+
+
+@pytest.mark.parametrize("name", PROCESSING)
+def test_processing_that_is_asked_for_is_refused_and_not_dropped(name: str, shipped):
+    model, prompts = shipped
+    before, weights = model.predict(prompts), model.state_dict()
+    refused = rf"^weights are not processed: fold_ln, .* left out, got {name}=True\.$"
+    with pytest.raises(ValueError, match=refused):
+        model.process_weights_(**{name: True})
+    nothing = {each: 0 * tensor for each, tensor in weights.items()}
+    with pytest.raises(ValueError, match=refused):
+        model.load_and_process_state_dict(nothing, **{name: True})
+    assert torch.equal(model.predict(prompts), before)
+    if hasattr(model, name):
+        with pytest.raises(ValueError, match=rf"got {name}\.$"):
+            getattr(model, name)(weights)
+    with pytest.raises(ValueError, match=r"got fold_norms=False\.$"):
+        model.process_weights_(fold_norms=False)
 
 
 # Tokens

@@ -48,7 +48,7 @@ def test_the_prediction_splits_into_heads_and_grows_layer_by_layer(shipped):
 def test_a_sweep_on_numbers_is_patch_positions(shipped):
     model, clean = shipped
     corrupted = turned(clean)
-    found = patch_positions(model, clean, corrupted)
+    found = patch_positions(model, clean, corrupted, metric=lambda logits: logits[:, -1, 0])
     with torch.no_grad(), model.numbered(clean, corrupted) as (ids, other):
         _, cache = model.run_with_cache(ids)
         swept = patching.get_act_patch_resid_pre(model, other, cache, first_of_query)

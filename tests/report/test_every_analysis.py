@@ -10,11 +10,18 @@ import pandas as pd
 import plotly.graph_objects as go
 import pytest
 
-from mechinterp.analysis.analyses import ANALYSES, analysis_named, described, run_analysis
+from mechinterp.analysis.analyses import (
+    ANALYSES,
+    analysis_named,
+    described,
+    draws_prompts,
+    run_analysis,
+)
 from mechinterp.analysis.heads.gates import learn_gates
 from mechinterp.checkpoints.native import Checkpoint, load
 from mechinterp.display import Result
-from mechinterp.models.predictor import Source, prompts_for
+from mechinterp.models.evaluation import evaluation_prompts
+from mechinterp.models.predictor import Source
 from mechinterp.report import contents
 from mechinterp.report.documents import result_document
 from mechinterp.report.header import dumps, header
@@ -59,12 +66,13 @@ def test_it_is_told_in_three_forms(name: str, kind: str, case, monkeypatch: pyte
     shorter = update_wrapper(partial(learn_gates, steps=2), learn_gates)
     monkeypatch.setitem(ANALYSES, "gates", shorter)
     checkpoint = case(kind).source
+    n_prompts = N_PROMPTS if draws_prompts(ANALYSES[name]) else None
     with as_for_users():
         if name in REFUSED.get(kind, ()):
             with pytest.raises(ValueError, match=r"^[^\n]*\.$"):
-                run_analysis(name, checkpoint, n_prompts=N_PROMPTS)
+                run_analysis(name, checkpoint, n_prompts=n_prompts)
             return
-        found = run_analysis(name, checkpoint, n_prompts=N_PROMPTS)
+        found = run_analysis(name, checkpoint, n_prompts=n_prompts)
         document = json.loads(dumps(result_document(name, checkpoint, found)))
         assert len(document) > len(header(checkpoint))
         assert result_text(found).count("\n") > 0
@@ -105,7 +113,7 @@ def size(source: Source, prompts=None, *, n_prompts: int = 16, seed: int = 0) ->
     Args:
         prompts: As elsewhere.
     """
-    prompts = prompts_for(source, prompts, n_prompts=n_prompts, seed=seed)
+    prompts = evaluation_prompts(source, prompts, n_prompts=n_prompts, seed=seed)
     return Size(prompts.y_query.square().mean().item())
 
 

@@ -233,7 +233,9 @@ def test_every_linked_table_can_be_read(page: Page, trained: tuple[Checkpoint, P
     for link, table in tables.items():
         assert len(table) > 0
         assert f"{link} ({len(table)} rows)" in page.text
-    assert list(tables["ablation.csv"]["method"]) == ["zero", "zero", "mean", "mean"]
+    assert list(tables["ablation.csv"]["method"]) == [
+        *("zero", "zero", "mean", "mean", "resample", "resample")
+    ]
     assert list(tables["subsets.csv"]["kept"]) == ["none", "H0", "H1", "H0 H1"]
     assert tables["history.csv"]["step"].max() == 60
     assert len(tables["fits.csv"]) > Section("", "", "").longest_table
@@ -444,7 +446,8 @@ def test_what_a_file_does_not_say_is_called_assumed_and_no_training_is_made_up(t
     text = written.page.read_text(encoding="utf-8")
     (about,) = re.findall(r'<p class="about">([^<]*)</p>\n<p class="verdict">', text)
     assert "assumed, as the file does not say it: " in about
-    for assumed in ("context_length 40", "noise_var 0.1", "score softmax", "columns x,y"):
+    told = ("context_length 40", "beta_var 0.2 (1/d_x)", "noise_var 0.1", "score softmax")
+    for assumed in (*told, "columns x,y", "assumed: context_length, covariance, beta_var"):
         assert assumed in about
     assert not re.search(r"\b(seed|step|config)\b", about)
 

@@ -12,8 +12,9 @@ from mechinterp import figures
 from mechinterp.analysis.circuits.circuits import weights_of
 from mechinterp.display import Result
 from mechinterp.icl.prompts import Prompts
+from mechinterp.models.evaluation import evaluation_prompts
 from mechinterp.models.functional import attend, predict
-from mechinterp.models.predictor import Source, prompts_for
+from mechinterp.models.predictor import Source
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -134,7 +135,7 @@ def attention_patterns(
         >>> attention_patterns(checkpoint, prompts)
         AttentionPatterns(3 prompts, 2 heads, 40 keys)
     """
-    prompts = prompts_for(source, prompts, n_prompts=n_prompts, seed=seed)
+    prompts = evaluation_prompts(source, prompts, n_prompts=n_prompts, seed=seed)
     weights, prompts = weights_of(source, "attention_patterns"), prompts.to("cpu").to(torch.float64)
     keys = prompts.tokens if weights.attend_to_self else prompts.context_tokens
     pattern, _, _ = attend(weights, keys, prompts.x_query)

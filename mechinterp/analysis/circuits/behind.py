@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mechinterp.config import TaskConfig
-from mechinterp.icl.prompts import sample_prompts
+from mechinterp.models.evaluation import evaluation_prompts
 from mechinterp.models.functional import AttentionWeights
 from mechinterp.models.weights import Weights, heads_of
 
@@ -47,7 +47,7 @@ def read_through(weights: Weights, task: TaskConfig, *, seed: int = 0) -> ReadTh
 
     weights = weights.to(torch.float64)
     model = ICLTransformer.from_weights(weights, task=task)
-    prompts = sample_prompts(task, N_PROMPTS, seed=seed, dtype=torch.float64)
+    prompts = evaluation_prompts(task, n_prompts=N_PROMPTS, seed=seed)
     with torch.no_grad():
         prediction = model.predict(prompts)
         _, cache = model.run_with_cache(prompts.tokens)

@@ -17,8 +17,9 @@ from mechinterp.analysis.circuits.scales import Scales
 from mechinterp.analysis.circuits.substitution import (
     Faithfulness,
 )
-from mechinterp.analysis.learners.standing import Nearby, TaskLoss
-from mechinterp.analysis.verdict import Verdict
+from mechinterp.analysis.learners.standing import Nearby, TaskLoss, standing_text
+from mechinterp.analysis.verdict import Verdict, task_doubt
+from mechinterp.config import TaskConfig
 from mechinterp.display import Result
 
 
@@ -69,7 +70,14 @@ class Classification(Result):
     near: Nearby
     """What simple learners explain of the prediction, nearest first."""
     loss: TaskLoss
+    best_factor: float
+    """The factor on the prediction with the least loss; 1 at the optimum of the task that a model was trained on."""
+    best_factor_sem: float
+    task: TaskConfig
+    """Law of the prompts."""
     n_prompts: int
+    assumed: tuple[str, ...] = ()
+    """Fields of the task that nobody stated."""
 
     @property
     def verdict(self) -> Verdict:
@@ -90,10 +98,18 @@ class Classification(Result):
             n_random=self.n_random,
             calibrated=self.calibrated,
             caveat=self.caveat,
+            doubt=self.task_doubt,
         )
 
+    @property
+    def task_doubt(self) -> str:
+        """Why the task may be another one than was assumed; empty where nothing says so."""
+        factor = (self.best_factor, self.best_factor_sem)
+        return task_doubt(factor, (self.loss.r2, self.loss.r2_sem), self.assumed)
+
     def __repr__(self) -> str:
-        return f"Classification({self.pattern})\n{self.verdict}\nLoss on its task: {self.loss}."
+        told = standing_text(self.loss, self.task, self.assumed)
+        return f"Classification({self.pattern})\n{self.verdict}\n{told}"
 
     def to_frame(self) -> pd.DataFrame:
         """One row per head: label, share and circuit scalars, with what random heads reach."""

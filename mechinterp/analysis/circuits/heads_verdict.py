@@ -12,14 +12,16 @@ from mechinterp.analysis.learners.standing import Nearby
 from mechinterp.analysis.verdict import (
     KNOWN,
     LEARNERS,
+    NOTHING_EXCLUDED,
     Verdict,
-    below,
+    beside,
     calibration_text,
+    chance_text,
     digits,
     explained,
+    is_behind,
     nearest_learners,
     none_of,
-    p_text,
     spelled_out,
 )
 
@@ -59,6 +61,7 @@ def heads_verdict(
     n_random: int,
     calibrated: bool,
     caveat: str,
+    doubt: str,
 ) -> Verdict:
     """The verdict on one layer of attention.
 
@@ -71,29 +74,43 @@ def heads_verdict(
         calibrated: Whether the calibration speaks of this label.
         caveat: What the numbers are of, if not of the model's own predictions.
         p_value: Of the loss, against n_random models of random weights.
+        doubt: Why the task may be another one.
     """
-    chance = f"random weights do the task as well with {p_text(p_value, n_random)}"
-    known = NESTED.get(pattern, ())
-    other = next(n for n, name in enumerate(near.learners) if name not in known)
+    chance = f"; {chance_text(p_value, n_random, 'random weights')}"
     if pattern in ("undetermined", "unstructured"):
         said = f"{none_of('formulas', pattern)}: {spelled_out(reason)}"
-        return nearest_learners(said, near.learners, near.r2, near.r2_sem, f"; {chance}")
+        return nearest_learners(
+            said, near.learners, near.r2, near.r2_sem, chance=chance, doubt=doubt
+        )
     if pattern == "kernel_regression":
         computes = _smoother(form, omega, mu, kernel)
     else:
-        used = "" if n_components is None else f"; along {n_components} principal directions of x"
+        d_x = scales.step.shape[1]
+        used = (
+            ""
+            if n_components is None
+            else f"; it uses {n_components} of {d_x} principal directions of x"
+        )
         computes = f"{STEPS[pattern]} ({pattern}): {_step(pattern, scales)}{used}"
     sure = (
-        f"this formula, with nothing fitted, explains {explained(learner.r2, learner.r2_sem)} of {caveat or 'its predictions'}; {chance}"
-        f"{calibration_text(pattern, KNOWN) if calibrated else ''}"
+        f"this formula, with nothing fitted, explains {explained(learner.r2, learner.r2_sem)} of "
+        f"{caveat or 'the predictions'}{chance}{calibration_text(pattern, KNOWN) if calibrated else ''}"
     )
-    return Verdict(computes, sure, _runner_up(near, other))
+    others = [n for n, name in enumerate(near.learners) if name not in NESTED.get(pattern, ())]
+    behind = [n for n in others if is_behind(near.lead[n], near.lead_sem[n])]
+    alike = "; ".join(_other(near, n) for n in others if n not in behind)
+    is_not = _other(near, behind[0]) if behind else NOTHING_EXCLUDED
+    return Verdict(computes, sure, is_not, alike, doubt)
 
 
-def _runner_up(near: Nearby, n: int) -> str:
-    behind = below(near.lead[n], near.lead_sem[n])
-    r2 = f"R² = {near.r2[n]:.4f} with its scale fitted"
-    return f"{LEARNERS[near.learners[n]]}, the runner-up: {r2}; the formula's scale fitted too, {behind}"
+def _other(near: Nearby, n: int) -> str:
+    """What another learner explains, and how much less than the formula, each at its best factor."""
+    name, lead = near.learners[n], beside(near.lead[n], near.lead_sem[n])
+    scaled = "" if name == "ridge" else "times its best factor "
+    return (
+        f"{LEARNERS[name]}, which {scaled}explains R² = {near.r2[n]:.4f}, {lead} than the formula "
+        "times its best factor"
+    )
 
 
 def _smoother(
@@ -128,7 +145,9 @@ def _step(pattern: str, scales: Scales) -> str:
     diagonal = not (step * (1 - np.eye(step.shape[1]))).any()
     if diagonal and np.allclose(diagonals, diagonals[:, :1], rtol=1e-9, atol=0):
         best = scales.eta_optimal
-        beside = "" if np.isnan(best) else f"; the best for its task is {digits(best)}"
+        beside = (
+            "" if np.isnan(best) else f"; the step size that is best for its task is {digits(best)}"
+        )
         eta = digits(diagonals[0, 0]) if one else "η_n"
         values = "" if one else f", η = {_list(diagonals[:, 0])}"
         return f"ŷ{mark} = {eta} {moment}·x{values}{beside}"

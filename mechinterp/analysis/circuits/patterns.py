@@ -27,13 +27,14 @@ from mechinterp.analysis.circuits.substitution import (
     idealised,
 )
 from mechinterp.analysis.circuits.thresholds import Thresholds
+from mechinterp.analysis.estimates import best_factor
 from mechinterp.analysis.learners.layered import LayeredClassification, classify_layers
 from mechinterp.analysis.learners.standing import TaskLoss, nearby, task_loss
 from mechinterp.checkpoints.foreign.readings import Reading
 from mechinterp.config import ModelConfig, TaskConfig
 from mechinterp.models.constructions import from_circuits
 from mechinterp.models.functional import AttentionWeights, head_outputs, predict
-from mechinterp.models.predictor import Source, predictor_of
+from mechinterp.models.predictor import Source, assumed_of, predictor_of, require_task
 from mechinterp.models.scores import is_normalised, kernel_text
 
 if TYPE_CHECKING:
@@ -63,6 +64,7 @@ def classify(
         >>> classify(debiased_gradient_step(0.88, 0.05, d_x=5)).pattern
         'debiased_gd'
     """
+    require_task(task, "classify")
     predictor = predictor_of(source)
     one = predictor.is_one_attention
     if n_prompts is None:
@@ -72,9 +74,10 @@ def classify(
             source, task, n_prompts=n_prompts, seed=seed, thresholds=thresholds
         )
     limits = Thresholds() if thresholds is None else thresholds
+    assumed = assumed_of(source, task)
     readings: tuple[Reading, ...] = getattr(source, "readings", ())
     if not readings:
-        return _classified_layers(source, task, n_prompts, seed, limits)
+        return replace(_classified_layers(source, task, n_prompts, seed, limits), assumed=assumed)
     checkpoint = cast("Checkpoint", source)
     standing = [each for each in readings if each.stands and _fits(each, task)]
     if not any(each.predicts for each in standing):
@@ -84,7 +87,7 @@ def classify(
         for each in standing
     ]
     pattern, reason = agreed_label([each.pattern for each in found], found[0].reason, standing)
-    return replace(found[0], pattern=pattern, reason=reason)
+    return replace(found[0], pattern=pattern, reason=reason, assumed=assumed)
 
 
 def _fits(reading: Reading, task: TaskConfig | None) -> bool:
@@ -107,8 +110,10 @@ def _classified_layers(
     heads = replace(
         _classified(through.weights, found.task, n_prompts, seed, limits),
         calibrated=False,
-        caveat=f"of a linear read-out of attention ({said})",
+        caveat=f"what a linear read-out of attention predicts ({said})",
         loss=found.loss,
+        best_factor=found.best_factor,
+        best_factor_sem=found.best_factor_sem,
     )
     if through.r2 >= limits.clear_r2:
         reason = f"{heads.reason}; read through what stands behind attention by a linear read-out, {said}"
@@ -148,20 +153,22 @@ def classify_attention(
         >>> classify_attention(debiased_gradient_step(0.88, 0.05, d_x=5)).labels
         ('positive', 'negative')
     """
+    require_task(task, "classify_attention")
     weights = weights_of(source, "classify_attention")
+    assumed = assumed_of(source, task)
     task = task_of(source, weights) if task is None else task
     _require_fit(weights, task, n_prompts)
     limits = Thresholds() if thresholds is None else thresholds
     readings: tuple[Reading, ...] = getattr(source, "readings", ())
     if not readings:
-        return _classified(weights, task, n_prompts, seed, limits)
+        return replace(_classified(weights, task, n_prompts, seed, limits), assumed=assumed)
     found = [
         _classified(weights_of(each.weights, "classify_attention"), task, n_prompts, seed, limits)
         for each in readings
         if each.stands
     ]
     pattern, reason = agreed_label([each.pattern for each in found], found[0].reason, readings)
-    return replace(found[0], pattern=pattern, reason=reason)
+    return replace(found[0], pattern=pattern, reason=reason, assumed=assumed)
 
 
 def _classified(
@@ -185,6 +192,7 @@ def _classified(
         learned = prompts.gradient_step(scales.step, centred=centred)
     learner = faithfulness(prediction, learned)
     loss = task_loss(prediction, prompts.ridge, prompts.prompts)
+    factor, factor_sem = best_factor(prediction, prompts.prompts.y_query_clean)
     bare = is_bare(weights)
     null = null_of(task, _shape(weights), form=form.kind, bare=bare)
     p_values = _p_values(null, groups, scales, substitution, loss)
@@ -215,6 +223,9 @@ def _classified(
         caveat="",
         near=nearby(prediction, learned, prompts.families),
         loss=loss,
+        best_factor=factor,
+        best_factor_sem=factor_sem,
+        task=task,
         n_prompts=n_prompts,
     )
 

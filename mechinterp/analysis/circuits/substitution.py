@@ -14,8 +14,9 @@ from mechinterp.analysis.estimates import mean_and_sem, r2_and_sem
 from mechinterp.analysis.learners.standing import kernel_omegas
 from mechinterp.config import TaskConfig
 from mechinterp.icl.predictors import ridge
-from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
+from mechinterp.icl.prompts import Prompts
 from mechinterp.models.constructions import from_circuits
+from mechinterp.models.evaluation import evaluation_prompts
 from mechinterp.models.functional import AttentionWeights
 
 
@@ -102,8 +103,7 @@ class Evaluation:
 @lru_cache(maxsize=16)
 def evaluation(task: TaskConfig, n_prompts: int, seed: int, attend_to_self: bool) -> Evaluation:
     """Prompts drawn once for all models of a task; with `attend_to_self` the token (x_query, 0) counts, too."""
-    generator = generator_for(seed, "eval", 0)
-    prompts = sample_prompts(task, n_prompts, generator=generator, dtype=torch.float64)
+    prompts = evaluation_prompts(task, n_prompts=n_prompts, seed=seed)
     keys = prompts.tokens if attend_to_self else prompts.context_tokens
     x, y = keys.split([task.d_x, task.d_y], dim=-1)
     # Linear attention divides by the length of the context, however many keys there are.

@@ -13,8 +13,12 @@ from mechinterp.analysis.dynamics.snapshots import loss_slider
 from mechinterp.analysis.heads.ablation import ablate_heads
 from mechinterp.display import Result
 from mechinterp.icl.prompts import Prompts
-from mechinterp.models.predictor import Source, prompts_for
+from mechinterp.models.evaluation import evaluation_prompts
+from mechinterp.models.predictor import Source
 from mechinterp.progress import ProgressCallback, no_progress
+
+N_PROMPTS = 512
+"""Prompts that every kept step is run on, if nobody says how many."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -77,7 +81,7 @@ def deep_snapshots(
     checkpoint: Source,
     prompts: Prompts | None = None,
     *,
-    n_prompts: int = 512,
+    n_prompts: int = N_PROMPTS,
     seed: int = 0,
     progress: ProgressCallback = no_progress,
 ) -> DeepSnapshots:
@@ -97,7 +101,7 @@ def deep_snapshots(
         (7, 4, 4)
     """
     trained = with_snapshots(checkpoint, "deep_snapshots")
-    prompts = prompts_for(trained, prompts, n_prompts=n_prompts, seed=seed)
+    prompts = evaluation_prompts(trained, prompts, n_prompts=n_prompts, seed=seed)
     found = [
         ablate_heads(weights, prompts)
         for weights in progress(list(trained.snapshots.values()), "masking heads of snapshots")

@@ -12,7 +12,8 @@ from mechinterp.analysis.estimates import carried_by_few, mean_and_sem, resample
 from mechinterp.analysis.heads.errors import layer_shares, masked_errors
 from mechinterp.display import Result
 from mechinterp.icl.prompts import Prompts
-from mechinterp.models.predictor import Source, predictor_of, prompts_for
+from mechinterp.models.evaluation import evaluation_prompts
+from mechinterp.models.predictor import Source, predictor_of
 from mechinterp.progress import ProgressCallback, no_progress
 
 
@@ -137,7 +138,7 @@ def ablate_heads(
     prompts: Prompts | None = None,
     *,
     method: str = "zero",
-    n_prompts: int = 4096,
+    n_prompts: int | None = None,
     seed: int = 0,
     progress: ProgressCallback = no_progress,
 ) -> HeadAblation:
@@ -145,6 +146,7 @@ def ablate_heads(
 
     Args:
         prompts: None: `n_prompts` of the model's own task are drawn, by `seed`.
+        n_prompts: None: 4096, of models with norms or MLPs 512, or as many as probes of a wide stream take.
         method: "zero"; "mean" over the given prompts at each position; or "resample", from another prompt.
         progress: Optional progress callback.
     Raises:
@@ -161,7 +163,7 @@ def ablate_heads(
         >>> ablate_heads(load("checkpoints/softmax-h2-s0").model, prompts).rise.shape
         (1, 2)
     """
-    prompts = prompts_for(source, prompts, n_prompts=n_prompts, seed=seed)
+    prompts = evaluation_prompts(source, prompts, n_prompts=n_prompts, seed=seed)
     predictor = predictor_of(source)
     shape = (predictor.n_layers, predictor.n_heads)
     masks = [[], *([head] for head in predictor.heads)]

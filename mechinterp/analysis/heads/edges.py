@@ -4,7 +4,7 @@ An edge goes from what a head writes to the query, key or value input of a head 
 a metric moves when the later head alone reads the clean prompt's write, while everything else reads the corrupted one's.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -19,17 +19,19 @@ from torch import Tensor
 
 from mechinterp import figures
 from mechinterp.analysis.estimates import mean_and_sem, resampled
+from mechinterp.analysis.heads.pairing import Metric, clean_and_corrupted, nearness
 from mechinterp.display import Result
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.adapter import HookedPredictor
 from mechinterp.models.masks import z_name
-from mechinterp.models.predictor import Source, predictor_of, prompts_for
+from mechinterp.models.predictor import Source, predictor_of
 from mechinterp.progress import ProgressCallback, no_progress
 
 Component = Literal["q", "k", "v"]
 COMPONENTS: tuple[Component, ...] = ("q", "k", "v")
-Metric = Callable[[Tensor], Tensor]
 LISTED = 12
+N_PAIRS = 32
+"""Pairs of prompts, if nobody says how many; every edge takes a run on them."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -94,7 +96,7 @@ def attribute_edges(
     *,
     ig_steps: int = 1,
     metric: Metric | None = None,
-    n_prompts: int = 32,
+    n_prompts: int = N_PAIRS,
     seed: int = 0,
     progress: ProgressCallback = no_progress,
 ) -> HeadEdges:
@@ -107,7 +109,9 @@ def attribute_edges(
     and m the metric.
 
     Args:
-        clean, corrupted: None: two sets of `n_prompts` of the model's own task, by `seed` and the one after it.
+        clean: None: `n_prompts` of the model's own task, by `seed`.
+        corrupted: None: the clean ones with other task vectors, by the seed after that: what depends on the
+            covariates alone is then the same on both, and edges that carry it have no effect.
         ig_steps: 1 for attribution patching (EAP); more for integrated gradients (EAP-IG), which weigh an edge on the whole
             way to the clean prompts. What one patch changes is nearer to EAP: a patch is a small step from the
             corrupted prompts.
@@ -116,7 +120,8 @@ def attribute_edges(
         progress: Told of the progress.
     Raises:
         ValueError: If ig_steps is below 1, there are fewer than two prompts, the model has one layer, its stream is
-            normed after each layer, the prompts differ in shape, or the model is in training mode.
+            normed after each layer, it has no hooks on the inputs of queries, keys and values (a plain module), the
+            prompts differ in shape, or the model is in training mode.
     Source:
         Edges and patches are those of transformer_lens 4.3 (Syed et al. 2023, arXiv 2310.10348; Wang et al. 2022, arXiv
         2211.00593). Integrated gradients after Hanna et al. 2024, arXiv 2403.17806, who take k / K in place of
@@ -129,8 +134,7 @@ def attribute_edges(
     """
     hooked = predictor_of(source).hooked
     _require_edges(hooked, ig_steps)
-    clean = prompts_for(source, clean, n_prompts=n_prompts, seed=seed)
-    corrupted = prompts_for(source, corrupted, n_prompts=n_prompts, seed=seed + 1)
+    clean, corrupted = clean_and_corrupted(source, clean, corrupted, n_prompts=n_prompts, seed=seed)
     pair = _Pair.of(hooked, clean, corrupted, metric)
     with _split_inputs(hooked.model):
         estimate = _estimates(pair, ig_steps)
@@ -178,11 +182,8 @@ class _Pair:
             runs = [hooked.model.run_with_cache(each, names_filter=names) for each in inputs]
             target = hooked.prediction(runs[0][0], clean)
         z = tuple({name: cache[name] for name in names} for _, cache in runs)
-
-        def nearness(output: Tensor) -> Float[Tensor, " batch"]:
-            return -(hooked.read(output) - target).square().sum(-1)
-
-        return cls(hooked, *inputs, z, nearness if metric is None else metric)  # type: ignore[arg-type]
+        metric = nearness(hooked, target) if metric is None else metric
+        return cls(hooked, *inputs, z, metric)  # type: ignore[arg-type]
 
     @torch.no_grad()
     def gained(self) -> Float[np.ndarray, " batch"]:
@@ -309,6 +310,11 @@ def _require_edges(hooked: HookedPredictor, ig_steps: int) -> None:
     if hooked.n_layers < 2:
         raise ValueError(
             f"model must have at least 2 layers to have edges between heads, got {hooked.n_layers}."
+        )
+    if not hasattr(hooked.model, "set_use_split_qkv_input"):
+        raise ValueError(
+            f"model must have hooks on the inputs of queries, keys and values, {_input_name(1, 'q')} and so on; "
+            f"a {type(hooked.model).__name__} has none."
         )
     blocks: Sequence[object] = hooked.model.blocks  # type: ignore[assignment]
     if not all(getattr(block, "hook_out_is_single_residual_stream", True) for block in blocks):

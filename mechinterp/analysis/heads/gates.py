@@ -21,8 +21,9 @@ from mechinterp.analysis.heads.pairs import halves
 from mechinterp.display import Result
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.backends.hooks import CHUNK
+from mechinterp.models.evaluation import evaluation_prompts
 from mechinterp.models.masks import Hooks, z_name
-from mechinterp.models.predictor import Predictor, Source, predictor_of, prompts_for
+from mechinterp.models.predictor import Predictor, Source, predictor_of
 from mechinterp.progress import ProgressCallback, no_progress
 
 ROLES = ("facilitating", "irrelevant", "interfering")
@@ -117,7 +118,7 @@ def learn_gates(
         >>> learn_gates(checkpoint.model, prompts, steps=20).roles
         ['facilitating', 'facilitating']
     """
-    prompts = prompts_for(source, prompts, n_prompts=n_prompts, seed=seed)
+    prompts = evaluation_prompts(source, prompts, n_prompts=n_prompts, seed=seed)
     if pressure <= 0:
         raise ValueError(f"pressure must be > 0, got {pressure}.")
     if steps < 1:

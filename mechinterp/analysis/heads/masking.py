@@ -9,8 +9,9 @@ from mechinterp.analysis.heads.ablation import HeadAblation, ablate_heads
 from mechinterp.analysis.heads.subsets import MAX_SUBSET_HEADS, SubsetAblation, ablate_subsets
 from mechinterp.display import Result
 from mechinterp.icl.prompts import Prompts
+from mechinterp.models.evaluation import evaluation_prompts
 from mechinterp.models.masks import METHODS
-from mechinterp.models.predictor import Source, predictor_of, prompts_for
+from mechinterp.models.predictor import Source, predictor_of
 from mechinterp.progress import ProgressCallback, no_progress
 
 
@@ -43,7 +44,7 @@ def ablate(
     source: Source,
     prompts: Prompts | None = None,
     *,
-    n_prompts: int = 4096,
+    n_prompts: int | None = None,
     seed: int = 0,
     progress: ProgressCallback = no_progress,
 ) -> Ablations:
@@ -51,6 +52,7 @@ def ablate(
 
     Args:
         prompts: None: `n_prompts` of the model's own task are drawn, by `seed`.
+        n_prompts: None: 4096, of models with norms or MLPs 512, or as many as probes of a wide stream take.
         progress: Optional progress callback.
     Raises:
         ValueError: If there are fewer than four prompts.
@@ -59,7 +61,7 @@ def ablate(
         >>> [one.method for one in ablate(load("checkpoints/softmax-h2-s0"), n_prompts=64).methods]
         ['zero', 'mean', 'resample']
     """
-    prompts = prompts_for(source, prompts, n_prompts=n_prompts, seed=seed)
+    prompts = evaluation_prompts(source, prompts, n_prompts=n_prompts, seed=seed)
     even = prompts[: len(prompts) - len(prompts) % 2]  # they swap in pairs
     methods = [
         ablate_heads(source, even if how == "resample" else prompts, method=how, progress=progress)

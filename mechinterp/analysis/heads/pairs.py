@@ -13,7 +13,8 @@ from mechinterp.analysis.estimates import mean_and_sem
 from mechinterp.analysis.heads.errors import masked_errors
 from mechinterp.display import Result
 from mechinterp.icl.prompts import Prompts
-from mechinterp.models.predictor import Source, predictor_of, prompts_for
+from mechinterp.models.evaluation import evaluation_prompts
+from mechinterp.models.predictor import Source, predictor_of
 from mechinterp.progress import ProgressCallback, no_progress
 
 
@@ -108,13 +109,14 @@ def ablate_pairs(
     prompts: Prompts | None = None,
     *,
     method: str = "zero",
-    n_prompts: int = 4096,
+    n_prompts: int | None = None,
     seed: int = 0,
 ) -> PairAblation:
     """Rise of the excess risk when every two heads of a model are masked together, and their interaction.
 
     Args:
         prompts: None: `n_prompts` of the model's own task are drawn, by `seed`.
+        n_prompts: None: 4096, of models with norms or MLPs 512, or as many as probes of a wide stream take.
         method: As in `ablate_heads`.
     Raises:
         ValueError: If the method is unknown, or prompts are to be swapped and odd in number.
@@ -126,7 +128,7 @@ def ablate_pairs(
         >>> ablate_pairs(load("checkpoints/softmax-h2-s0").model, prompts).names
         ('L0H0', 'L0H1')
     """
-    prompts = prompts_for(source, prompts, n_prompts=n_prompts, seed=seed)
+    prompts = evaluation_prompts(source, prompts, n_prompts=n_prompts, seed=seed)
     heads = predictor_of(source).heads
     pairs = [(one, other) for one in range(len(heads)) for other in range(one, len(heads))]
     masks = [[], *([heads[one], heads[other]] for one, other in pairs)]
@@ -147,7 +149,7 @@ def greedy_order(
     prompts: Prompts | None = None,
     *,
     method: str = "zero",
-    n_prompts: int = 4096,
+    n_prompts: int | None = None,
     seed: int = 0,
     progress: ProgressCallback = no_progress,
 ) -> GreedyOrder:
@@ -157,6 +159,7 @@ def greedy_order(
 
     Args:
         prompts: None: `n_prompts` of the model's own task are drawn, by `seed`.
+        n_prompts: None: 4096, of models with norms or MLPs 512, or as many as probes of a wide stream take.
         method: As in `ablate_heads`.
         progress: Optional progress callback.
     Raises:
@@ -170,7 +173,7 @@ def greedy_order(
         >>> len(greedy_order(load("checkpoints/softmax-h2-s0").model, prompts).risk)
         3
     """
-    prompts = prompts_for(source, prompts, n_prompts=n_prompts, seed=seed)
+    prompts = evaluation_prompts(source, prompts, n_prompts=n_prompts, seed=seed)
     chosen_on, measured_on = halves(prompts)
     gone: list[tuple[int, int]] = []
     left = predictor_of(source).heads

@@ -5,7 +5,7 @@ vectors is d_model; here the positions are counted as they are.
 """
 
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import redirect_stderr
 from dataclasses import dataclass
 
@@ -18,10 +18,11 @@ from torch import Tensor
 
 from mechinterp import figures
 from mechinterp.analysis.estimates import mean_and_sem
+from mechinterp.analysis.heads.pairing import Metric, clean_and_corrupted, nearness
 from mechinterp.display import Result
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.adapter import HookedPredictor
-from mechinterp.models.predictor import Source, predictor_of, prompts_for
+from mechinterp.models.predictor import Source, predictor_of
 
 STREAMS = ("resid_pre", "attn_out", "resid_post")
 HEAD_PARTS = ("q", "k", "v", "z", "pattern")
@@ -73,7 +74,7 @@ class PositionPatching(Result):
 
 
 def first_prediction(logits: Float[Tensor, "batch pos d_y"]) -> Float[Tensor, " batch"]:
-    """Prediction of the query's first response, in units of y."""
+    """A metric: prediction of the query's first response, in units of y."""
     return logits[:, -1, 0]
 
 
@@ -83,7 +84,7 @@ def patch_positions(
     corrupted: Prompts | None = None,
     *,
     activation: str = "resid_pre",
-    metric: Callable[[Tensor], Tensor] = first_prediction,
+    metric: Metric | None = None,
     n_prompts: int = 64,
     seed: int = 0,
 ) -> PositionPatching:
@@ -91,12 +92,14 @@ def patch_positions(
 
     Args:
         clean: Prompts that the activation is taken from; None: `n_prompts` of the model's own task, by `seed`.
-        corrupted: Prompts that the model runs on; None: as many, by the seed after that.
+        corrupted: Prompts that the model runs on; None: the clean ones with other task vectors, by the seed after that.
         activation: "resid_pre", "attn_out" or "resid_post"; or a head's "q", "k", "v", "z" or "pattern",
             of which one row, that of the query at this position, is patched.
-        metric: From the model's output [batch, pos, d_y] to one number per prompt, [batch].
+        metric: From the model's output [batch, pos, d_y] to one number per prompt, [batch]; None: minus the squared
+            distance of the prediction from that of the clean prompts, unit y^2.
     Raises:
-        ValueError: If the activation is unknown, the prompts differ in shape, or the model is in training mode.
+        ValueError: If the activation is unknown or the model has no hook for it, the prompts differ in shape, or the model
+            is in training mode.
     Example:
         >>> from mechinterp import load
         >>> from mechinterp.icl.prompts import generator_for, sample_prompts
@@ -111,8 +114,7 @@ def patch_positions(
     if activation not in STREAMS + HEAD_PARTS:
         known = ", ".join(STREAMS + HEAD_PARTS)
         raise ValueError(f"activation must be one of {known}, got {activation!r}.")
-    clean = prompts_for(source, clean, n_prompts=n_prompts, seed=seed)
-    corrupted = prompts_for(source, corrupted, n_prompts=n_prompts, seed=seed + 1)
+    clean, corrupted = clean_and_corrupted(source, clean, corrupted, n_prompts=n_prompts, seed=seed)
     hooked = predictor_of(source).hooked
     tokens, other = hooked.inputs(clean), hooked.inputs(corrupted)
     shapes = [list(inputs.shape) for inputs in (tokens, other)]
@@ -120,13 +122,31 @@ def patch_positions(
         raise ValueError(
             f"clean and corrupted tokens must have one shape, got {shapes[0]} and {shapes[1]}."
         )
-    axes = {"layer": hooked.n_layers, "pos": shapes[0][1], "head": hooked.n_heads}
+    n_pos = _positions(hooked, clean, activation)
+    axes = {"layer": hooked.n_layers, "pos": n_pos, "head": hooked.n_heads}
     if activation == "pattern":
         axes = {name: axes[name] for name in ("layer", "head", "pos")}
     elif activation not in HEAD_PARTS:
         del axes["head"]
+    if metric is None:
+        with torch.no_grad():
+            metric = nearness(hooked, hooked.prediction(hooked.model(tokens), clean))
     effects, gained = _patched(hooked, tokens, other, activation, metric, axes)
     return _summary(activation, effects, gained, axes)
+
+
+def _positions(hooked: HookedPredictor, prompts: Prompts, activation: str) -> int:
+    """How many positions the activation has, which may be others than the input's."""
+    from transformer_lens.utilities import get_act_name
+
+    names = [get_act_name(activation, layer) for layer in range(hooked.n_layers)]
+    with torch.no_grad():
+        _, found = hooked.activations(prompts[:1], names)
+    lengths = {values.shape[2 if activation == "pattern" else 1] for values in found}
+    if len(lengths) > 1:
+        listed = ", ".join(map(str, sorted(lengths)))
+        raise ValueError(f"{activation} must have as many positions in every layer, got {listed}.")
+    return lengths.pop()
 
 
 def _patched(
@@ -134,7 +154,7 @@ def _patched(
     clean: Tensor,
     corrupted: Tensor,
     activation: str,
-    metric: Callable[[Tensor], Tensor],
+    metric: Metric,
     axes: dict[str, int],
 ) -> tuple[Float[Tensor, "patch batch"], Float[Tensor, " batch"]]:
     """The metric's change by each patch in the order of `axes`, and between the clean and corrupted tokens."""

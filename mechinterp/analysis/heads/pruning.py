@@ -27,7 +27,8 @@ from mechinterp.checkpoints.native import Checkpoint, checkpoint_of, save
 from mechinterp.config import ExperimentConfig
 from mechinterp.display import Result
 from mechinterp.icl.prompts import Prompts
-from mechinterp.models.predictor import Source, predictor_of, prompts_for
+from mechinterp.models.evaluation import evaluation_prompts
+from mechinterp.models.predictor import Source, predictor_of
 from mechinterp.models.weights import Weights
 from mechinterp.progress import ProgressCallback, no_progress
 
@@ -121,7 +122,7 @@ def prune(
     rule: Rule = best_head_later,
     sequential: bool = False,
     splits: int = SPLITS,
-    n_prompts: int = 4096,
+    n_prompts: int | None = None,
     seed: int = 0,
     progress: ProgressCallback = no_progress,
 ) -> Pruning:
@@ -140,6 +141,7 @@ def prune(
 
     Args:
         prompts: None: `n_prompts` of the model's own task are drawn, by `seed`.
+        n_prompts: None: 4096, of models with norms or MLPs 512, or as many as probes of a wide stream take.
         rule: From the rises to what is kept; `best_head_later` or any other.
         sequential: Whether the layers are pruned one after another from the first, the heads of each scored with
             those of the layers before it gone; else all are scored on the full model.
@@ -155,7 +157,7 @@ def prune(
         >>> prune(preprocess_then_optimise_model([0.5], d_x=4), n_prompts=64).ratio
         1.0
     """
-    prompts = prompts_for(source, prompts, n_prompts=n_prompts, seed=seed)
+    prompts = evaluation_prompts(source, prompts, n_prompts=n_prompts, seed=seed)
     errors = MaskedErrors(predictor_of(source), prompts, progress)
     kept, rise = choose(errors, rule, np.ones(len(prompts), dtype=bool), sequential=sequential)
     choices = choices_on_halves(errors, rule, sequential=sequential, splits=splits)

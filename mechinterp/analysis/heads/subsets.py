@@ -14,8 +14,9 @@ from mechinterp.analysis.circuits.circuits import weights_of
 from mechinterp.analysis.estimates import mean_and_sem
 from mechinterp.display import Result
 from mechinterp.icl.prompts import Prompts
+from mechinterp.models.evaluation import evaluation_prompts
 from mechinterp.models.functional import head_outputs
-from mechinterp.models.predictor import Source, prompts_for
+from mechinterp.models.predictor import Source
 
 METHODS = ("zero", "mean")
 """What stands for an absent head."""
@@ -87,7 +88,7 @@ def ablate_subsets(
     prompts: Prompts | None = None,
     *,
     method: str = "zero",
-    n_prompts: int = 4096,
+    n_prompts: int | None = None,
     seed: int = 0,
 ) -> SubsetAblation:
     """Excess risk of all 2^H subsets of a one-layer model's heads, from one forward pass.
@@ -98,6 +99,7 @@ def ablate_subsets(
 
     Args:
         prompts: None: `n_prompts` of the model's own task are drawn, by `seed`.
+        n_prompts: None: 4096, of models with norms or MLPs 512, or as many as probes of a wide stream take.
         method: "zero", or "mean": an absent head adds the mean over the given prompts of its output.
     Raises:
         ValueError: If the method is unknown or there are more than 12 heads.
@@ -111,7 +113,7 @@ def ablate_subsets(
         >>> ablate_subsets(load("checkpoints/softmax-h2-s0"), prompts).to_frame()["kept"].tolist()
         ['none', 'H0', 'H1', 'H0 H1']
     """
-    prompts = prompts_for(source, prompts, n_prompts=n_prompts, seed=seed)
+    prompts = evaluation_prompts(source, prompts, n_prompts=n_prompts, seed=seed)
     if method not in METHODS:
         raise ValueError(f"method must be one of {', '.join(METHODS)}, got {method!r}.")
     weights = weights_of(source, "ablate_subsets")

@@ -32,7 +32,8 @@ from mechinterp.analysis.learners.algorithm_tests import (
 from mechinterp.config import TaskConfig
 from mechinterp.icl.algorithms import ALGORITHMS
 from mechinterp.icl.prompt_moments import PromptMoments
-from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
+from mechinterp.icl.prompts import Prompts, generator_for
+from mechinterp.models.evaluation import evaluation_prompts
 from mechinterp.models.predictor import Predictor, Source, predictor_of, task_for
 
 MOMENTUM = next(algorithm for algorithm in ALGORITHMS if algorithm.name == "momentum")
@@ -74,8 +75,7 @@ def name_algorithm(
     n_prompts = n_prompts if prompts is None else len(prompts)
     if n_prompts < LEAST_PROMPTS:
         raise ValueError(f"name_algorithm needs >= {LEAST_PROMPTS} prompts, got {n_prompts}.")
-    if prompts is None:
-        prompts = sample_prompts(task, n_prompts, seed=seed, dtype=torch.float64)
+    prompts = evaluation_prompts(task, prompts, n_prompts=n_prompts, seed=seed)
     found = _measured(predictor, prompts.to(torch.float64), task, seed)
     return labelled(found, AlgorithmLimits() if limits is None else limits)
 

@@ -25,6 +25,7 @@ from mechinterp.icl.prompt_moments import PromptMoments
 from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
 from mechinterp.models.adapter import HookedPredictor
 from mechinterp.models.predictor import Source, predictor_of, task_for
+from mechinterp.models.query_position import query_positions
 
 ALL = "all layers"
 PROMPTS = 16
@@ -123,7 +124,7 @@ def intervene_on_steps(
     prompts = sample_prompts(task, n_prompts, generator=generator, dtype=torch.float64)
     held = _held(algorithm, scalars, prompts, task, predictor.n_layers)
     streams = predictor.streams(prompts)[:, :, -1].cpu().double()
-    run = _Run(predictor.hooked, prompts[1::2])
+    run = _Run.of(predictor.hooked, prompts[1::2])
     full, layers = run.predictions([]), range(predictor.n_layers)
     steps = [_step(held, streams, layer) for layer in layers]
     chosen = [*([layer] for layer in layers), list(layers)]
@@ -224,6 +225,12 @@ class _Run:
 
     hooked: HookedPredictor
     prompts: Prompts
+    places: list[int]
+    """Where the query is in the stream before each layer and after the last."""
+
+    @classmethod
+    def of(cls, hooked: HookedPredictor, prompts: Prompts) -> "_Run":
+        return cls(hooked, prompts, query_positions(hooked, prompts))
 
     def predictions(self, hooks: Sequence[Hook]) -> Float[Tensor, "half d_y"]:
         weight = next(self.hooked.model.parameters())
@@ -242,15 +249,20 @@ class _Run:
 
         def recorded(layer: int) -> Callable[..., Tensor]:
             def record(stream: Tensor, hook: object) -> Tensor:
-                before[layer] = stream[:, -1].clone()
+                before[layer] = stream[:, self.places[layer]].clone()
                 return stream
 
             return record
 
         def put(layer: int) -> Callable[..., Tensor]:
             def replace(stream: Tensor, hook: object) -> Tensor:
+                if stream.shape[2] != steps[layer].shape[1]:
+                    raise ValueError(
+                        "intervene_on_steps needs a stream of one width, got "
+                        f"{steps[layer].shape[1]} and {stream.shape[2]}."
+                    )
                 stream = stream.clone()
-                stream[:, -1] = before[layer] + steps[layer].to(stream)
+                stream[:, self.places[layer + 1]] = before[layer] + steps[layer].to(stream)
                 return stream
 
             return replace
@@ -268,7 +280,7 @@ class _Run:
 
         def shift(stream: Tensor, hook: object) -> Tensor:
             stream = stream.clone()
-            stream[:, -1] += by.to(stream)
+            stream[:, self.places[layer]] += by.to(stream)
             return stream
 
         return [(self.hooked.stream_name(layer), shift)]

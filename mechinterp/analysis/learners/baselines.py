@@ -20,7 +20,8 @@ from mechinterp.icl.sparse_predictors import (
     ols,
     preprocess_then_optimise,
 )
-from mechinterp.models.predictor import Source, prompts_for
+from mechinterp.models.evaluation import evaluation_prompts
+from mechinterp.models.predictor import Source
 
 PENALTIES = (0.0, *np.geomspace(0.01, 1000, 31))
 STEPS = 128
@@ -75,7 +76,7 @@ def baselines(
     source: Source,
     prompts: Prompts | None = None,
     *,
-    n_prompts: int = 4096,
+    n_prompts: int | None = None,
     seed: int = 0,
 ) -> Baselines:
     """Zero, least squares, ridge at its best penalty, gradient descent and Algorithm 1 at their best step.
@@ -84,6 +85,7 @@ def baselines(
 
     Args:
         prompts: None: `n_prompts` of the model's own task are drawn, by `seed`.
+        n_prompts: None: 4096, of models with norms or MLPs 512, or as many as probes of a wide stream take.
     Source:
         Algorithm 1 is that of Chen, Zhao and Zou 2024, arXiv 2408.04532, in our reading.
     Example:
@@ -95,7 +97,7 @@ def baselines(
         >>> dict(zip(found.learners, found.ratio > 1))["ridge"]
         np.True_
     """
-    prompts = prompts_for(source, prompts, n_prompts=n_prompts, seed=seed)
+    prompts = evaluation_prompts(source, prompts, n_prompts=n_prompts, seed=seed)
     own = masked_errors(source, prompts, [[]])[:, 0]
     squares = {name: (tuned, risk) for name, tuned, risk in _learners(prompts.to(torch.float64))}
     zero = squares["zero"][1].mean()

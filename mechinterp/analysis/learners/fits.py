@@ -21,14 +21,14 @@ from mechinterp.icl.predictors import (
     vanilla_gd,
     zero_prediction,
 )
-from mechinterp.icl.prompts import Prompts, prompt_chunks
-from mechinterp.models.predictor import Source, learner_of, predictor_of, task_for
+from mechinterp.icl.prompts import Prompts, prompt_chunks, sample_prompts
+from mechinterp.models.predictor import Predictor, Source, learner_of, predictor_of, task_for
 from mechinterp.progress import ProgressCallback, no_progress
 
 FITTED = {"vanilla_gd": "eta", "debiased_gd": "eta", "kernel_head": "mu"}
 LEARNERS = ("zero", "vanilla_gd", "debiased_gd", "kernel_head", "ridge")
 CONTEXT_LENGTHS = tuple(range(10, 101, 10))
-KERNEL_PROMPTS = 8192
+N_PROMPTS, KERNEL_PROMPTS = 20_000, 8192
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -162,7 +162,7 @@ def fit_learners(
     task: TaskConfig | None = None,
     *,
     context_lengths: Sequence[int] = CONTEXT_LENGTHS,
-    n_prompts: int = 20_000,
+    n_prompts: int = N_PROMPTS,
     seed: int = 0,
     progress: ProgressCallback = no_progress,
 ) -> LearnerFits:
@@ -175,7 +175,7 @@ def fit_learners(
         source: Weights, a checkpoint, a hooked model, or a function from prompts to predictions (which
             needs a task).
         context_lengths: Numbers of pairs; the task's own is added. Of those that stand for none given, a model
-            with positions takes as many as it has room for.
+            takes as many as it has room for.
         n_prompts: Prompts per context length.
         progress: Optional progress callback.
     Raises:
@@ -193,7 +193,7 @@ def fit_learners(
         raise ValueError("fit_learners needs a task when the model is a function of prompts.")
     task = task_for(source, task, "fit_learners")
     if context_lengths is CONTEXT_LENGTHS and model is not source:
-        context_lengths = _with_room(source)
+        context_lengths = _with_room(predictor_of(source), task)
     lengths = sorted({*context_lengths, task.context_length})
     rows = [
         _fit_at(model, task, length, n_prompts, seed)
@@ -216,11 +216,22 @@ def fit_learners(
     )
 
 
-def _with_room(source: Source) -> list[int]:
+def _with_room(predictor: Predictor, task: TaskConfig) -> list[int]:
     """The usual context lengths, as far as the model has positions for them."""
-    weights = predictor_of(source).weights
-    most = None if weights is None else weights.model.longest_context
-    return [length for length in CONTEXT_LENGTHS if most is None or length <= most]
+    return [length for length in CONTEXT_LENGTHS if _has_room(predictor, task, length)]
+
+
+def _has_room(predictor: Predictor, task: TaskConfig, length: int) -> bool:
+    weights = predictor.weights
+    if weights is not None:
+        most = weights.model.longest_context
+        return most is None or length <= most
+    try:  # somebody's model says so when it runs
+        with torch.no_grad():
+            predictor.predict(sample_prompts(task, 2, context_length=length))
+    except ValueError:
+        return False
+    return True
 
 
 def _fit_at(

@@ -14,18 +14,19 @@ from jaxtyping import Float
 from torch import Tensor
 
 from mechinterp import figures
-from mechinterp.analysis.estimates import mean_and_sem, r2_and_sem
+from mechinterp.analysis.estimates import best_factor, mean_and_sem, r2_and_sem
 from mechinterp.analysis.heads.errors import layer_shares
 from mechinterp.analysis.learners.algorithm import name_algorithm
 from mechinterp.analysis.learners.algorithm_evidence import AlgorithmEvidence
 from mechinterp.analysis.learners.layers_verdict import layers_verdict
-from mechinterp.analysis.learners.standing import TaskLoss, task_loss
-from mechinterp.analysis.verdict import Verdict, with_error
+from mechinterp.analysis.learners.standing import TaskLoss, standing_text, task_loss
+from mechinterp.analysis.verdict import Verdict, task_doubt, with_error
 from mechinterp.config import TaskConfig
 from mechinterp.display import Result
 from mechinterp.icl.predictors import debiased_gd, ridge, vanilla_gd
-from mechinterp.icl.prompts import Prompts, sample_prompts
-from mechinterp.models.predictor import Predictor, Source, predictor_of, task_for
+from mechinterp.icl.prompts import Prompts
+from mechinterp.models.evaluation import evaluation_prompts
+from mechinterp.models.predictor import Predictor, Source, assumed_of, predictor_of, task_for
 
 CONSTANT = 1e-8
 """Variance over prompts, relative to the mean square, below which a prediction is one number."""
@@ -57,9 +58,14 @@ class LayeredClassification(Result):
     """1 - mean (model - learner)^2 / mean model^2."""
     learner_r2_sem: Float[np.ndarray, " learner"]
     loss: TaskLoss
+    best_factor: float
+    """The factor on the prediction with the least loss; 1 at the optimum of the task that a model was trained on."""
+    best_factor_sem: float
     task: TaskConfig
     """Law of the prompts."""
     n_prompts: int
+    assumed: tuple[str, ...] = ()
+    """Fields of the task that nobody stated."""
 
     @property
     def importance(self) -> Float[np.ndarray, "layer head"]:
@@ -76,7 +82,14 @@ class LayeredClassification(Result):
             learners=self.learners,
             r2=self.learner_r2,
             r2_sem=self.learner_r2_sem,
+            doubt=self.task_doubt,
         )
+
+    @property
+    def task_doubt(self) -> str:
+        """Why the task may be another one than was assumed; empty where nothing says so."""
+        factor = (self.best_factor, self.best_factor_sem)
+        return task_doubt(factor, (self.loss.r2, self.loss.r2_sem), self.assumed)
 
     @property
     def heaviest(self) -> str:
@@ -89,9 +102,8 @@ class LayeredClassification(Result):
         )
 
     def __repr__(self) -> str:
-        return (
-            f"LayeredClassification({self.pattern})\n{self.verdict}\nLoss on its task: {self.loss}."
-        )
+        told = standing_text(self.loss, self.task, self.assumed)
+        return f"LayeredClassification({self.pattern})\n{self.verdict}\n{told}"
 
     def to_frame(self) -> pd.DataFrame:
         """One row per head."""
@@ -152,14 +164,16 @@ def classify_layers(
         'undetermined'
     """
     predictor = predictor_of(source)
+    assumed = assumed_of(source, task)
     task = task_for(predictor, task, "classify")
     if n_prompts < 2:
         raise ValueError(f"n_prompts must be >= 2 for a standard error, got {n_prompts}.")
-    prompts = sample_prompts(task, n_prompts, seed=seed, dtype=torch.float64)
+    prompts = evaluation_prompts(task, n_prompts=n_prompts, seed=seed)
     prediction, full, rise = _masked_risks(predictor, prompts)
     excess_risk, excess_risk_sem = mean_and_sem(full.numpy())
     increase, increase_sem = mean_and_sem(rise.numpy())
     r2 = _learner_r2(prompts, prediction, task)
+    factor, factor_sem = best_factor(prediction, prompts.y_query_clean)
     size = float(prediction.square().mean())
     constant = size > 0 and float(prediction.var(0).max()) < CONSTANT * size
     algorithm = None
@@ -180,8 +194,11 @@ def classify_layers(
         learner_r2=np.array([value for value, _ in r2.values()]),
         learner_r2_sem=np.array([sem for _, sem in r2.values()]),
         loss=task_loss(prediction, ridge(prompts, penalty=task.posterior_penalty), prompts),
+        best_factor=factor,
+        best_factor_sem=factor_sem,
         task=task,
         n_prompts=n_prompts,
+        assumed=assumed,
     )
 
 

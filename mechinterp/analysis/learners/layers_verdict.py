@@ -7,16 +7,19 @@ import numpy as np
 from jaxtyping import Float
 
 from mechinterp.analysis.learners.algorithm_evidence import AlgorithmEvidence
+from mechinterp.analysis.learners.algorithm_labels import OWN, AlgorithmLimits
 from mechinterp.analysis.verdict import (
     KNOWN_ALGORITHMS,
+    NOTHING_EXCLUDED,
     Verdict,
-    below,
+    beside,
     calibration_text,
+    chance_text,
     digits,
     explained,
+    is_behind,
     nearest_learners,
     none_of,
-    p_text,
 )
 
 MOMENTS = "S = XᵀX/L, b = Xᵀy/L of the prompt's pairs"
@@ -71,28 +74,30 @@ def layers_verdict(
     learners: Sequence[str],
     r2: Float[np.ndarray, " learner"],
     r2_sem: Float[np.ndarray, " learner"],
+    doubt: str = "",
 ) -> Verdict:
     """The verdict on a model that its circuits do not describe.
 
     Args:
         algorithm: Evidence of several layers; None of a single one.
         learners: Simple learners, with what each explains.
+        doubt: Why the task may be another one.
     """
     if algorithm is None or algorithm.best is None:
-        return nearest_learners(_none(pattern, reason), learners, r2, r2_sem)
+        return nearest_learners(_none(pattern, reason), learners, r2, r2_sem, doubt=doubt)
     best = algorithm.best
-    number = explained(algorithm.r2[best, 0], algorithm.r2_sem[best, 0])
+    number = explained(algorithm.r2[best, OWN], algorithm.r2_sem[best, OWN])
     if pattern == algorithm.members[best]:
         text, letters = FORMULAS[pattern]
         walked = algorithm.has_path[best] and algorithm.path_answered
         values = (algorithm.path_scalars if walked else algorithm.scalars)[best]
         computes = f"{text} ({pattern}); {_numbers(letters, values, algorithm.path_r2.shape[1])}"
-        sure = f"this, its numbers fitted on other prompts, explains {number} of its predictions"
+        sure = f"this formula, its numbers fitted on other prompts, explains {number} of the predictions"
     else:
         computes = _none(pattern, reason)
         sure = f"the nearest is {NAMES[algorithm.members[best]]}, {number}"
     sure += f"{_chance(algorithm)}{calibration_text(pattern, KNOWN_ALGORITHMS)}"
-    return Verdict(computes, sure, _runner_up(algorithm, best))
+    return Verdict(computes, sure, *_others(algorithm, best), doubt)
 
 
 def _numbers(letters: Sequence[str], values: Float[np.ndarray, " _"], n_layers: int) -> str:
@@ -108,16 +113,24 @@ def _chance(found: AlgorithmEvidence) -> str:
     n = len(found.null_risk)
     if not n:
         return ""
-    p = (int((found.null_risk <= found.relative_risk[0]).sum()) + 1) / (n + 1)
-    return f"; its weights in random order do the task as well with {p_text(p, n)}"
+    p = (int((found.null_risk <= found.relative_risk[OWN]).sum()) + 1) / (n + 1)
+    return f"; {chance_text(p, n, 'its weights in random order')}"
 
 
-def _runner_up(found: AlgorithmEvidence, best: int) -> str:
-    other = found.runner_up
-    if other is None:
-        return "no other algorithm was fitted"
-    behind = below(found.difference[best, other, 0], found.difference_sem[best, other, 0])
-    return f"{NAMES[found.members[other]]}, the runner-up: R² = {found.r2[other, 0]:.4f}, {behind}"
+def _others(found: AlgorithmEvidence, best: int) -> tuple[str, str]:
+    """The nearest algorithm that explains clearly less, and those that do not, by the rule of the labels."""
+    order = np.argsort(-np.nan_to_num(found.r2[:, OWN], nan=-np.inf), kind="stable").tolist()
+    others, tie = [m for m in order if m != best], AlgorithmLimits().tie
+    leads = {
+        m: (found.difference[best, m, OWN], found.difference_sem[best, m, OWN]) for m in others
+    }
+    behind = [m for m in others if is_behind(*leads[m], tie)]
+    said = {
+        m: f"{NAMES[found.members[m]]}, R² = {found.r2[m, OWN]:.4f}, {beside(*leads[m])}"
+        for m in others
+    }
+    is_not = said[behind[0]] if behind else NOTHING_EXCLUDED
+    return is_not, "; ".join(said[m] for m in others if m not in behind)
 
 
 def _none(pattern: str, reason: str) -> str:

@@ -1,7 +1,7 @@
 """A model's loss beside that of simple learners, and how near each of them comes to its predictions."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from mechinterp.analysis.estimates import mean_and_sem, ratio_and_sem
 from mechinterp.analysis.verdict import with_error
+from mechinterp.config import TaskConfig
 from mechinterp.icl.prompts import Prompts
 
 OMEGAS = 2 * np.geomspace(1, 0.03, 12)
@@ -29,6 +30,8 @@ class TaskLoss:
     ridge: float
     """Of ridge regression at the task's own penalty."""
     ridge_sem: float
+    r2_sem: float
+    """Standard error of `r2`, paired over prompts."""
 
     @property
     def r2(self) -> float:
@@ -57,6 +60,11 @@ class Nearby:
     """Paired over prompts."""
 
 
+def standing_text(loss: TaskLoss, task: TaskConfig, assumed: Collection[str]) -> str:
+    """The loss, and the task that it and every other number are of."""
+    return f"Loss on its task: {loss}.\nTask: {task.in_words(assumed)}."
+
+
 def task_loss(
     prediction: Float[Tensor, "batch d_y"],
     ridge: Float[Tensor, "batch d_y"],
@@ -73,11 +81,13 @@ def task_loss(
         (True, 0.0)
     """
     target = prompts.y_query
-    each = [
-        mean_and_sem((learned - target).square().mean(1).double().numpy())
+    errors = [
+        (learned - target).square().mean(1).double().numpy()
         for learned in (prediction, torch.zeros_like(target), ridge)
     ]
-    return TaskLoss(*(float(number) for pair in each for number in pair))
+    _, r2_sem = ratio_and_sem(errors[0], errors[1])
+    pairs = map(mean_and_sem, errors)
+    return TaskLoss(*(float(number) for pair in pairs for number in pair), r2_sem=float(r2_sem))
 
 
 def kernel_omegas(x: Float[Tensor, "batch context d_x"]) -> list[float]:

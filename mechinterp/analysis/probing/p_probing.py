@@ -21,8 +21,9 @@ from mechinterp.analysis.probing.probes import PENALTIES, affine, fit_ridge, rew
 from mechinterp.display import Result
 from mechinterp.icl.prompts import Prompts
 from mechinterp.icl.sparse_predictors import descend, excess_risk
+from mechinterp.models.evaluation import evaluation_prompts
 from mechinterp.models.masks import Head
-from mechinterp.models.predictor import Source, predictor_of, prompts_for
+from mechinterp.models.predictor import Source, predictor_of
 from mechinterp.progress import ProgressCallback, no_progress
 
 VARIANTS = ("query", "map")
@@ -89,7 +90,7 @@ def p_probe(
     layer: int = 1,
     variant: str = "query",
     steps: int = 32,
-    n_prompts: int = 1024,
+    n_prompts: int | None = None,
     seed: int = 0,
     progress: ProgressCallback = no_progress,
 ) -> DescentCurves:
@@ -102,6 +103,7 @@ def p_probe(
     Args:
         models: By name; or a model alone, whose name is "model".
         prompts: None: `n_prompts` of the first model's own task are drawn, by `seed`.
+        n_prompts: None: 4096, of models with norms or MLPs 512, or as many as probes of a wide stream take.
         layer: Number of layers run; 0 takes the input.
         steps: Steps of descent on (1/2L) sum_l (y_l - <u, phi_l>)^2, from zero.
         progress: Optional progress callback.
@@ -130,7 +132,9 @@ def p_probe(
     if variant not in VARIANTS:
         raise ValueError(f"variant must be one of {', '.join(VARIANTS)}, got {variant!r}.")
     _require_steps(steps)
-    prompts = prompts_for(next(iter(models.values())), prompts, n_prompts=n_prompts, seed=seed)
+    prompts = evaluation_prompts(
+        next(iter(models.values())), prompts, n_prompts=n_prompts, seed=seed
+    )
     measured = prompts if variant == "query" else halves(prompts)[1]
     raw = torch.cat([measured.x, measured.x_query[:, None]], dim=1)
     phis = {RAW: raw, IDEAL: reweighted(measured)[0]}
@@ -196,6 +200,8 @@ def _mapped(source: Source, prompts: Prompts, layer: int) -> Float[Tensor, "batc
         raise ValueError(
             f"variant 'map' needs one position for each pair, got {fitted.shape[1]} for {target.shape[1]}."
         )
+    if (place := predictor.query_position(prompts, layer)) != -1:
+        raise ValueError(f"variant 'map' needs the query at the last position, got it at {place}.")
     rows = fitted.reshape(-1, fitted.shape[2])
     if len(rows) <= rows.shape[1]:
         raise ValueError(

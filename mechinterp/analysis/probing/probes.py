@@ -14,8 +14,9 @@ from mechinterp import figures
 from mechinterp.analysis.estimates import mean_and_sem, ratio_and_sem
 from mechinterp.display import Result
 from mechinterp.icl.prompts import Prompts
+from mechinterp.models.evaluation import evaluation_prompts
 from mechinterp.models.masks import Head
-from mechinterp.models.predictor import Predictor, Source, predictor_of, prompts_for
+from mechinterp.models.predictor import Predictor, Source, predictor_of
 from mechinterp.progress import ProgressCallback, no_progress
 
 PENALTIES = (1e-8, 1e-6, 1e-4, 1e-2, 1e-1, 1.0)
@@ -106,7 +107,7 @@ def probe_layers(
     target: Target = responses,
     heads: Sequence[Head] = (),
     positions: Sequence[int] = (-1,),
-    n_prompts: int = 4096,
+    n_prompts: int | None = None,
     seed: int = 0,
     progress: ProgressCallback = no_progress,
 ) -> LayerProbes:
@@ -117,9 +118,11 @@ def probe_layers(
 
     Args:
         prompts: None: `n_prompts` of the model's own task are drawn, by `seed`.
+        n_prompts: None: 4096, of models with norms or MLPs 512, or as many as probes of a wide stream take.
         target: What is read; `responses`, or one of `STRUCTURES` for what a first layer may have written.
         heads: Heads that are masked throughout.
-        positions: Positions of the target; -1 is the query's. For a model that reads x and y in turn, the query's only.
+        positions: Positions of the target; -1 is the query's. For a model whose stream has not one position for each pair,
+            such as one that reads x and y in turn, the query's only.
         progress: Optional progress callback.
     Raises:
         ValueError: If there are too few prompts for the features, a position is not among the target's or the
@@ -133,7 +136,7 @@ def probe_layers(
         >>> probes.r2[0, 0] < 0.1, probes.r2[1, 0] > 0.8
         (np.True_, np.True_)
     """
-    prompts = prompts_for(source, prompts, n_prompts=n_prompts, seed=seed)
+    prompts = evaluation_prompts(source, prompts, n_prompts=n_prompts, seed=seed)
     fitted, scored = (tensor.double().numpy(force=True) for tensor in target(prompts))
     n_pos = fitted.shape[1]
     places = _places(positions, n_pos)
@@ -172,9 +175,9 @@ def streams(
 
     Args:
         heads: Heads that are masked.
-        positions: Positions of the model's input, counted from its end.
+        positions: Positions of the stream, counted from its end; -1 is the query's, wherever that is.
     Raises:
-        ValueError: If there is no such head, or the model lacks the hook on the stream after its last layer.
+        ValueError: As `Predictor.streams` does.
     """
     found = predictor_of(source).streams(prompts, heads=heads, positions=positions)
     return found.double().numpy(force=True)
@@ -247,8 +250,10 @@ def _places(positions: Sequence[int], n_pos: int) -> list[int]:
 
 
 def _require_own_positions(predictor: Predictor, prompts: Prompts, n_pos: int) -> None:
-    found = predictor.hooked.inputs(prompts[:1]).shape[1]
-    if found != n_pos:
+    layers = range(predictor.n_layers + 1)
+    lengths = {predictor.stream(prompts[:1], layer).shape[1] for layer in layers}
+    if lengths != {n_pos}:
+        found = ", ".join(map(str, sorted(lengths)))
         raise ValueError(
             f"positions before the query's need a model of one position for each of the target's {n_pos}, "
             f"got {found}; -1, the query's, can be probed."

@@ -10,7 +10,8 @@ from mechinterp.analysis.probing.p_probing import DescentCurves, p_probe
 from mechinterp.analysis.probing.probes import STRUCTURES, LayerProbes, probe_layers
 from mechinterp.display import Result
 from mechinterp.icl.prompts import Prompts
-from mechinterp.models.predictor import Source, prompts_for
+from mechinterp.models.evaluation import evaluation_prompts
+from mechinterp.models.predictor import Source
 from mechinterp.progress import ProgressCallback, no_progress
 
 AFTER = "after layer 0"
@@ -47,7 +48,7 @@ def probe(
     source: Source,
     prompts: Prompts | None = None,
     *,
-    n_prompts: int = 4096,
+    n_prompts: int | None = None,
     seed: int = 0,
     progress: ProgressCallback = no_progress,
 ) -> Probing:
@@ -55,6 +56,7 @@ def probe(
 
     Args:
         prompts: None: `n_prompts` of the model's own task are drawn, by `seed`.
+        n_prompts: None: 4096, of models with norms or MLPs 512, or as many as probes of a wide stream take.
         progress: Optional progress callback.
     Raises:
         ValueError: If there are too few prompts for the features.
@@ -63,7 +65,7 @@ def probe(
         >>> list(probe(load("checkpoints/softmax-h2-s0"), n_prompts=64).structures)
         ['reweighted x', 'preconditioned x']
     """
-    prompts = prompts_for(source, prompts, n_prompts=n_prompts, seed=seed)
+    prompts = evaluation_prompts(source, prompts, n_prompts=n_prompts, seed=seed)
     response = probe_layers(source, prompts, progress=progress)
     structures = {
         name: probe_layers(source, prompts, target=target, progress=progress)

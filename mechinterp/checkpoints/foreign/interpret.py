@@ -20,7 +20,8 @@ from mechinterp.checkpoints.foreign.parsed import Parts, settle
 from mechinterp.checkpoints.foreign.readings import Errors, Reading, Said, ranked
 from mechinterp.config import TaskConfig
 from mechinterp.config.model import LAYOUTS, NORMS
-from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
+from mechinterp.icl.prompts import Prompts
+from mechinterp.models.evaluation import evaluation_prompts
 from mechinterp.models.functional import AttentionWeights
 from mechinterp.models.predictor import predictor_of
 from mechinterp.models.weights import Weights
@@ -315,10 +316,7 @@ def _apart(cases: Sequence[Case], count: int) -> tuple[list[Case], list[Errors]]
     errors: list[Errors] = []
     for case in cases:
         if case.task not in prompts:
-            generator = generator_for(0, "eval", 0)
-            prompts[case.task] = sample_prompts(
-                case.task, count, generator=generator, dtype=torch.float64
-            )
+            prompts[case.task] = evaluation_prompts(case.task, n_prompts=count)
         weights, there = case.weights(), prompts[case.task]
         if weights.model.one_attention:
             weights = weights.to(torch.float64)

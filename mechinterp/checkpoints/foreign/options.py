@@ -81,6 +81,10 @@ class Hints:
     """Rows "theirs=known": a part of a tensor's name, and the known name that it stands for."""
 
     def __post_init__(self) -> None:
+        for name, example in (("task", {"d_x": 5}), ("model", {"norm": "before"})):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, Mapping):
+                raise ValueError(f"{name} must be a mapping such as {example}, got {value!r}.")
         for name in ("d_x", "d_y", "n_heads"):
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < 1):
@@ -109,8 +113,6 @@ class Hints:
                 or "=" not in row
             ):
                 raise ValueError(f"map must hold rows THEIRS=KNOWN, got {row!r}.")
-        if self.task is not None and not isinstance(self.task, Mapping):
-            raise ValueError(f"task must be a mapping of TaskConfig's fields, got {self.task!r}.")
 
     @property
     def given(self) -> dict[str, object]:

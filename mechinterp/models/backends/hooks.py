@@ -11,11 +11,13 @@ import torch
 from einops import einsum
 from jaxtyping import Float
 from torch import Tensor
+from torch.nn.functional import pad
 
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.adapter import HookedPredictor, masked
 from mechinterp.models.functional import AttentionWeights, attend
 from mechinterp.models.masks import Head, Values, by_layers, mask_z, swapped, z_name
+from mechinterp.models.query_position import query_positions
 from mechinterp.models.shapes import BIASES, NAMES
 from mechinterp.models.weights import Weights, heads_of
 from mechinterp.progress import ProgressCallback, no_progress
@@ -54,14 +56,34 @@ def streams(
     heads: Sequence[Head],
     positions: Sequence[int],
 ) -> Float[Tensor, "layer batch pos d_model"]:
-    """The stream before each layer and after the last, with heads masked."""
+    """The stream before each layer and after the last, with heads masked; narrower ones are filled up with zeros."""
     names = [hooked.stream_name(layer) for layer in range(hooked.n_layers + 1)]
+    columns = _columns(query_positions(hooked, prompts), positions)
     parts = []
     with masked(hooked, heads):
         for rows in hooked.chunks(prompts, CHUNK):
             _, found = hooked.activations(prompts[rows], names)
-            parts.append(torch.stack([stream[:, list(positions)] for stream in found]))
+            parts.append(
+                _stacked([stream[:, at] for stream, at in zip(found, columns, strict=True)])
+            )
     return torch.cat(parts, dim=1)
+
+
+def _columns(places: Sequence[int], positions: Sequence[int]) -> list[list[int]]:
+    """Of each stream the positions that are meant, those of the query by where it is."""
+    if set(places) != {-1} and set(positions) != {-1}:
+        raise ValueError(
+            f"positions other than the query's, -1, need streams with the query last, got it at {max(places)}."
+        )
+    return [list(positions) if place == -1 else [place] * len(positions) for place in places]
+
+
+def _stacked(
+    streams: Sequence[Float[Tensor, "batch pos _width"]],
+) -> Float[Tensor, "layer batch pos d_model"]:
+    """Streams of all layers, zeros behind those that are narrower than the widest."""
+    widest = max(stream.shape[-1] for stream in streams)
+    return torch.stack([pad(stream, (0, widest - stream.shape[-1])) for stream in streams])
 
 
 def stream(

@@ -1,0 +1,351 @@
+"""The stream of a hooked module is read where its prediction is read, wherever that is."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from transformers import GPT2Config, GPT2Model
+
+from mechinterp import (
+    TaskConfig,
+    hook_module,
+    intervene_on_steps,
+    name_algorithm,
+    p_probe,
+    patch_positions,
+    predictor_of,
+    probe_layers,
+    prune,
+    sample_prompts,
+    write_report,
+)
+from mechinterp.models.query_position import query_positions
+
+TASK = TaskConfig(d_x=3, context_length=6)
+PAIRS = TASK.context_length + 1
+WIDTH, ROUNDING = 16, {"rtol": 1e-5, "atol": 1e-5}
+
+
+class Interleaved(nn.Module):
+    """Reads x_1, y_1, ..., x_query, 0 and predicts at every x, as Garg et al. do; called with x and y apart."""
+
+    def __init__(self, n_layers: int = 2, n_positions: int = 64):
+        super().__init__()
+        sizes = GPT2Config(
+            vocab_size=1, n_positions=n_positions, n_embd=WIDTH, n_layer=n_layers, n_head=2
+        )
+        self.read_in, self.backbone = nn.Linear(TASK.d_x, WIDTH), GPT2Model(sizes)
+        self.read_out = nn.Linear(WIDTH, 1)
+
+    def forward(self, xs, ys):
+        wide = torch.cat([ys, torch.zeros_like(xs[..., 1:])], dim=-1)
+        tokens = torch.stack([xs, wide], dim=2).flatten(1, 2)
+        output = self.backbone(inputs_embeds=self.read_in(tokens)).last_hidden_state
+        return self.read_out(output)[:, ::2, 0]
+
+
+class Split(nn.Module):
+    def __init__(self, module: nn.Module):
+        super().__init__()
+        self.module = module
+
+    def forward(self, tokens):
+        return self.module(tokens[..., : TASK.d_x], tokens[..., TASK.d_x :])
+
+
+class Encoder(nn.Module):
+    """Two of torch's layers, which look both ways, behind `before` copies of the first token and before `after` of them."""
+
+    def __init__(self, before: int = 0, after: int = 0):
+        super().__init__()
+        self.before, self.after, self.read_in = before, after, nn.Linear(TASK.d_x + 1, WIDTH)
+        self.layers = nn.Sequential(
+            *(nn.TransformerEncoderLayer(WIDTH, 2, 8, batch_first=True) for _ in "12")
+        )
+        self.read_out = nn.Linear(WIDTH, 1)
+
+    def forward(self, tokens):
+        first = tokens[:, :1]
+        padded = [first.repeat(1, self.before, 1), tokens, first.repeat(1, self.after, 1)]
+        return self.read_out(self.layers(self.read_in(torch.cat(padded, dim=1))))
+
+
+class Pooled(Encoder):
+    """The mean over positions."""
+
+    def forward(self, tokens):
+        return super().forward(tokens).mean(1)
+
+
+@pytest.fixture
+def prompts():
+    return sample_prompts(TASK, 128, seed=0)
+
+
+def made(module: type, *sizes: int) -> nn.Module:
+    torch.manual_seed(0)
+    return module(*sizes).eval().requires_grad_(False)
+
+
+def last_prediction(output):
+    return output[:, -1:]
+
+
+def split(n_layers: int = 2, **settings):
+    module = Split(made(Interleaved, n_layers))
+    return hook_module(module, read=last_prediction, task=TASK, **settings)
+
+
+def own_prediction(hooked):
+    """The target of a probe: at the query what the model itself predicts."""
+
+    def target(prompts):
+        rows = torch.cat([prompts.y, hooked.predict(prompts)[:, None]], dim=1)
+        return rows, rows
+
+    return target
+
+
+def noted(module: nn.Module, inside: nn.Module, tokens):
+    """What leaves a module inside another one."""
+    found = []
+    handle = inside.register_forward_hook(lambda _, args, output: found.append(output))
+    module(tokens)
+    handle.remove()
+    return found[0][0] if isinstance(found[0], tuple) else found[0]
+
+
+def test_a_module_that_interleaves_inside_is_read_at_its_last_x(prompts):
+    hooked = split()
+    # x_1, y_1, ..., x_query, 0: two positions for each pair, and the last but one is the query's.
+    assert query_positions(hooked.hooked, prompts) == [2 * PAIRS - 2] * 3
+    module = Split(made(Interleaved, 2))
+    streams = predictor_of(hooked).streams(prompts)
+    for layer, block in enumerate(module.module.backbone.h):
+        own = noted(module, block, prompts.tokens)
+        assert own.shape[1] == 2 * PAIRS
+        torch.testing.assert_close(streams[layer + 1, :, 0], own[:, -2], **ROUNDING)
+
+
+def test_probes_of_it_read_the_prediction_and_at_the_end_do_not(prompts):
+    hooked = split()
+    target = own_prediction(hooked)
+    found, wrong = (
+        probe_layers(each, prompts, target=target).r2[:, 0] for each in (hooked, split(position=-1))
+    )
+    # What is left is the last norm; at the end of the stream is the token of zeros.
+    assert found[-1] > 0.99
+    assert wrong[-1] < found[-1] - 10 * probe_layers(hooked, prompts, target=target).r2_sem[-1, 0]
+    stated = probe_layers(split(position=2 * PAIRS - 2), prompts, target=target)
+    np.testing.assert_array_equal(stated.r2[:, 0], found)
+
+
+def test_what_looks_into_its_stream_looks_there(prompts):
+    hooked, wrong = split(), split(position=-1)
+    run = predictor_of(hooked).query_streams(prompts, 1)
+    assert run.shape == (len(prompts), PAIRS, WIDTH)
+    torch.testing.assert_close(run[:, -1], predictor_of(hooked).streams(prompts)[1, :, 0])
+    assert p_probe(hooked, prompts).risk[2, 1] != p_probe(wrong, prompts).risk[2, 1]
+    refitted = [prune(each, prompts).refit_risk for each in (hooked, wrong)]
+    assert refitted[0] != refitted[1]
+
+
+def test_all_positions_of_its_stream_are_patched(prompts):
+    hooked = split()
+    metric = lambda output: output[:, -1]  # noqa: E731
+    found = patch_positions(hooked, prompts[:64], prompts[64:], metric=metric)
+    assert found.effect.shape == (2, 2 * PAIRS)
+    # GPT-2 looks back only: the token of zeros after the query's x changes nothing, the query's x does.
+    assert np.all(found.effect[:, -1] == 0)
+    assert np.all(found.effect_sem[:, -2] > 0)
+
+
+def test_positions_of_pairs_are_refused_where_the_stream_has_others(prompts):
+    with pytest.raises(ValueError, match=f"one position for each of the target's {PAIRS}, got 14"):
+        probe_layers(split(), prompts, positions=[0])
+    with pytest.raises(ValueError, match=f"needs one position for each pair, got 14 for {PAIRS}"):
+        p_probe(split(), prompts, variant="map")
+    with pytest.raises(ValueError, match=r"other than the query's, -1, .* got it at 12"):
+        predictor_of(split()).streams(prompts, positions=[-2])
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "place"),
+    [(0, 0, -1), (2, 0, -1), (0, 3, PAIRS - 1), (2, 3, PAIRS + 1), (1, 1, PAIRS)],
+)
+def test_an_encoder_is_read_where_its_output_is(prompts, before, after, place):
+    read_at = before + PAIRS - 1
+    hooked = hook_module(
+        made(Encoder, before, after), read=lambda output: output[:, read_at], task=TASK
+    )
+    assert query_positions(hooked.hooked, prompts) == [place] * 3
+    found = probe_layers(hooked, prompts, target=own_prediction(hooked))
+    assert found.r2[-1, 0] > 1 - 1e-6  # a linear function of the stream
+
+
+def test_a_module_read_at_the_end_keeps_its_bits(prompts):
+    module = made(Encoder)
+    hooked = hook_module(module, task=TASK)
+    streams = predictor_of(hooked).streams(prompts)
+    assert torch.equal(streams[1, :, 0], noted(module, module.layers[0], prompts.tokens)[:, -1])
+    stated = predictor_of(hook_module(module, task=TASK, position=-1)).streams(prompts)
+    assert torch.equal(streams, stated)
+    several = predictor_of(hooked).streams(prompts, positions=[-1, -3])
+    assert torch.equal(several[:, :, :1], streams)
+
+
+def test_a_pooling_module_is_read_at_the_last_token_of_as_many(prompts):
+    hooked = hook_module(made(Pooled), task=TASK)
+    assert query_positions(hooked.hooked, prompts) == [-1] * 3
+
+
+def test_a_pooling_module_of_other_positions_is_asked_for_one(prompts):
+    pooled = made(Pooled, 1, 2)
+    hooked = hook_module(pooled, task=TASK)
+    message = f"position must be given to hook_module: the stream has {PAIRS + 3} positions where the input has {PAIRS}, and"
+    for analysis in (probe_layers, p_probe, prune):
+        with pytest.raises(ValueError, match=message):
+            analysis(hooked, prompts)
+    stated = hook_module(pooled, task=TASK, position=-3)
+    assert query_positions(stated.hooked, prompts) == [PAIRS] * 3
+    with pytest.raises(ValueError, match=f"position must lie in 0 to {PAIRS + 2}, got 10"):
+        hook_module(pooled, task=TASK, position=PAIRS + 3)
+
+
+def test_where_the_query_comes_first_nothing_else_is_taken_for_it(prompts):
+    class First(Encoder):
+        def forward(self, tokens):
+            return super().forward(tokens.flip(1))[:, 0]
+
+    hooked = hook_module(made(First), task=TASK)
+    assert query_positions(hooked.hooked, prompts) == [0] * 3
+    with pytest.raises(ValueError, match="'map' needs the query at the last position, got it at 0"):
+        p_probe(hooked, prompts, variant="map")
+
+
+@pytest.mark.parametrize("n_pos", [2, 3, 7, 8, 9, 26])
+def test_every_position_is_found(n_pos):
+    task = TaskConfig(d_x=TASK.d_x, context_length=n_pos - 1)
+    few, module = sample_prompts(task, 2, seed=0), made(Encoder)
+    for place in range(n_pos):
+        hooked = hook_module(module, read=lambda output, at=place: output[:, at], task=task)
+        expected = -1 if place == n_pos - 1 else place
+        assert query_positions(hooked.hooked, few) == [expected] * 3
+    for pair in ((0, n_pos - 1), (n_pos - 2, n_pos - 1)):
+        hooked = hook_module(
+            made(Encoder, 1),
+            read=lambda output, at=pair: output[:, list(at)].mean(1),
+            task=task,
+        )
+        with pytest.raises(ValueError, match="not read at one of them alone"):
+            query_positions(hooked.hooked, few)
+
+
+class Step(nn.Module):
+    """One step of gradient descent: linear attention, in which tokens read the pairs only."""
+
+    def __init__(self, eta: float):
+        super().__init__()
+        d_model, self.n_heads = TASK.d_x + 1, 1
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (
+            nn.Linear(d_model, d_model, bias=False) for _ in "1234"
+        )
+        x, y = torch.diag(torch.ones(d_model)), torch.zeros(d_model, d_model)
+        x[-1, -1], y[-1, -1] = 0, -eta
+        weights = (x, x, y, torch.eye(d_model))
+        parts = (self.q_proj, self.k_proj, self.v_proj, self.o_proj)
+        for part, weight in zip(parts, weights, strict=True):
+            part.weight = nn.Parameter(weight)
+
+    def forward(self, tokens):
+        pairs = tokens[:, : TASK.context_length]
+        scores = self.q_proj(tokens) @ self.k_proj(pairs).mT / pairs.shape[1]
+        return tokens + self.o_proj(scores @ self.v_proj(pairs))
+
+
+class Descent(nn.Module):
+    """Two steps on tokens with others behind the query."""
+
+    def __init__(self, behind: int):
+        super().__init__()
+        self.behind, self.layers = behind, nn.Sequential(Step(0.3), Step(0.3))
+
+    def forward(self, tokens):
+        return -self.layers(nn.functional.pad(tokens, (0, 0, 0, self.behind)))[:, self.read_at, -1:]
+
+    @property
+    def read_at(self) -> int:
+        return -1 - self.behind
+
+
+@pytest.mark.parametrize("behind", [0, 3])
+def test_paths_and_steps_are_those_at_the_query(behind):
+    hooked = hook_module(made(Descent, behind), task=TASK)
+    evidence = name_algorithm(hooked)
+    assert evidence.path_answered
+    # The step of the algorithm is what each layer adds.
+    replaced = intervene_on_steps(hooked, evidence).replaced_r2
+    np.testing.assert_allclose(replaced, 1, atol=1e-5)
+
+
+class ToResponse(nn.Module):
+    """One layer of attention, its output projection to d_y."""
+
+    def __init__(self):
+        super().__init__()
+        d_model, self.n_heads = TASK.d_x + 1, 2
+        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(d_model, d_model) for _ in "123")
+        self.o_proj = nn.Linear(d_model, 1)
+
+    def forward(self, tokens):
+        q, k, v = (
+            part(tokens).unflatten(-1, (self.n_heads, -1)).transpose(1, 2)
+            for part in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        return self.o_proj((torch.softmax(q @ k.mT, -1) @ v).transpose(1, 2).flatten(-2))
+
+
+class PerPosition(ToResponse):
+    def forward(self, tokens):
+        return super().forward(tokens)[..., 0]
+
+
+class AtQuery(ToResponse):
+    def forward(self, tokens):
+        return super().forward(tokens)[:, -1]
+
+
+@pytest.mark.parametrize(
+    ("module", "read"), [(ToResponse, None), (PerPosition, last_prediction), (AtQuery, None)]
+)
+def test_a_layer_that_ends_in_the_response_is_probed_and_pruned(prompts, module, read):
+    hooked = hook_module(made(module), read=read, task=TASK)
+    streams = predictor_of(hooked).streams(prompts)
+    # Before the layer the token, after it the prediction and zeros behind it.
+    assert torch.equal(streams[0, :, 0], prompts.tokens[:, -1])
+    assert torch.equal(streams[1, :, 0, :1], hooked.predict(prompts))
+    assert not streams[1, :, 0, 1:].any()
+    found = probe_layers(hooked, prompts, target=own_prediction(hooked))
+    assert found.r2[1, 0] > 1 - 1e-6 > found.r2[0, 0]
+    assert prune(hooked, prompts).refit_risk > 0
+    assert name_algorithm(hooked, prompts).n_prompts == len(prompts)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("module", [ToResponse, Split])
+def test_a_report_of_them_is_written(tmp_path, module):
+    hooked = split() if module is Split else hook_module(made(module), task=TASK)
+    report = write_report(hooked, tmp_path / "page", n_prompts=64)
+    assert {"probes.csv", "pruning.csv"} <= {file.name for file in report.tables}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_other_dtypes_are_read_at_the_same_position(prompts, dtype):
+    module = Split(made(Interleaved, 2)).to(dtype)
+    hooked = hook_module(module, read=last_prediction, task=TASK)
+    assert query_positions(hooked.hooked, prompts) == [2 * PAIRS - 2] * 3
+
+
+def test_a_module_of_hugging_face_of_one_layer_is_a_layer(prompts):
+    hooked = split(n_layers=1)
+    assert probe_layers(hooked, prompts, target=own_prediction(hooked)).r2[1, 0] > 1 - 1e-6

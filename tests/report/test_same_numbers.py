@@ -1,0 +1,123 @@
+"""One seed and one number of prompts are one set of numbers: in Python, from a command, on a page."""
+
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+
+from mechinterp.analysis.heads.ablation import ablate_heads
+from mechinterp.analysis.heads.pruning import prune
+from mechinterp.analysis.probing.probes import probe_layers
+from mechinterp.checkpoints.loading import load
+from mechinterp.config import TaskConfig
+from mechinterp.icl.prompts import sample_prompts
+from mechinterp.models.evaluation import evaluation_prompts, usual_number
+from mechinterp.report.page import write_report
+from tests.conftest import CHECKPOINTS, Run
+from tests.golden.store import FILES
+
+N_PROMPTS, SEED = 256, 3
+MODELS = {
+    "one layer": (CHECKPOINTS / "softmax-h2-s0", {}),
+    "stack": (CHECKPOINTS / "sparse-h4-noise0.1-s0", {}),
+    "gpt2": (CHECKPOINTS / "garg-gpt2", {}),
+    "encoder": (Path(FILES) / "encoder.pt", {"n_heads": 2}),
+}
+SAME = {"rtol": 1e-4, "atol": 1e-9}
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def model(request: pytest.FixtureRequest) -> tuple[Path, dict]:
+    return MODELS[request.param]
+
+
+@pytest.fixture(scope="module")
+def page(model: tuple[Path, dict], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path, hints = model
+    folder = tmp_path_factory.mktemp("page")
+    names = ["ablate", "prune", "probe", "p-probe"]
+    write_report(
+        load(path, **hints), folder / "report", n_prompts=N_PROMPTS, seed=SEED, analyses=names
+    )
+    return folder / "report"
+
+
+def asked(command: tuple[object, ...], hints: dict) -> tuple[object, ...]:
+    given = [
+        part for name, value in hints.items() for part in (f"--{name.replace('_', '-')}", value)
+    ]
+    return (*command, *given, "--n-prompts", N_PROMPTS, "--seed", SEED, "--json", "--quiet")
+
+
+@pytest.mark.slow
+def test_ablation_is_one_set_of_numbers(model: tuple[Path, dict], page: Path, run: Run):
+    path, hints = model
+    document = run(*asked(("ablate", path), hints)).document
+    told = pd.DataFrame(document["heads"])
+    one_layer = (page / "ablation.csv").exists()
+    shown = pd.read_csv(page / ("ablation.csv" if one_layer else "heads.csv"))
+    for method in ("zero", "mean", "resample"):
+        found = ablate_heads(load(path, **hints), method=method, n_prompts=N_PROMPTS, seed=SEED)
+        rows = told[told["method"] == method]
+        prefix = "" if one_layer or method == "zero" else f"{method}_"
+        drawn = shown[shown["method"] == method] if one_layer else shown
+        for name in ("rise", "rise_sem"):
+            expected = getattr(found, name).ravel()
+            np.testing.assert_allclose(rows[name], expected, **SAME)
+            np.testing.assert_allclose(drawn[prefix + name], expected, **SAME)
+    zero = ablate_heads(load(path, **hints), n_prompts=N_PROMPTS, seed=SEED)
+    assert document["excess_risk"] == pytest.approx(zero.full_risk, rel=1e-4)
+
+
+@pytest.mark.slow
+def test_probes_are_one_set_of_numbers(model: tuple[Path, dict], page: Path, run: Run):
+    path, hints = model
+    document = run(*asked(("probe", path), hints)).document
+    shown = pd.read_csv(page / "probes.csv")
+    found = probe_layers(load(path, **hints), n_prompts=N_PROMPTS, seed=SEED)
+    for rows in (pd.DataFrame(document["response"]), shown[shown["target"] == "response"]):
+        np.testing.assert_allclose(rows["risk"], found.risk.ravel(), **SAME)
+    areas = pd.DataFrame(document["areas"])
+    np.testing.assert_allclose(
+        pd.read_csv(page / "areas.csv")["least_risk"], areas["least_risk"], **SAME
+    )
+
+
+@pytest.mark.slow
+def test_pruning_is_one_set_of_numbers(model: tuple[Path, dict], page: Path, run: Run):
+    path, hints = model
+    rules = pd.read_csv(page / "rules.csv").set_index("rule")
+    if "best-later" not in rules.index:
+        pytest.skip("one layer has no later heads")
+    document = run(*asked(("prune", path), hints)).document
+    found = prune(load(path, **hints), n_prompts=N_PROMPTS, seed=SEED)
+    for name in ("risk", "ratio", "refit_risk", "refit_ratio_sem"):
+        expected = pytest.approx(getattr(found, name), rel=1e-4)
+        assert document[name] == expected
+        assert rules.loc["best-later", name] == expected
+
+
+def test_without_a_number_all_take_the_same(model: tuple[Path, dict], run: Run):
+    path, hints = model
+    checkpoint = load(path, **hints)
+    expected = {"one layer": 4096, "stack": 4096, "gpt2": 512, "encoder": 512}
+    (kind,) = [kind for kind, each in MODELS.items() if each == model]
+    assert usual_number(checkpoint) == expected[kind]
+    assert len(evaluation_prompts(checkpoint)) == expected[kind]
+
+
+def test_a_seed_means_the_same_prompts_in_every_dtype():
+    checkpoint = load(CHECKPOINTS / "softmax-h2-s0")
+    single = evaluation_prompts(checkpoint, n_prompts=32, seed=5)
+    double = evaluation_prompts(checkpoint.weights.to(torch.float64), n_prompts=32, seed=5)
+    assert (single.x.dtype, double.x.dtype) == (torch.float32, torch.float64)
+    assert torch.equal(single.x, double.x.float())
+    assert torch.equal(single.y, double.y.float())
+    task = TaskConfig()
+    drawn = sample_prompts(task, 32, seed=5, dtype=torch.float64)
+    assert torch.equal(evaluation_prompts(task, n_prompts=32, seed=5).y, drawn.y)
+    assert evaluation_prompts(checkpoint, drawn) is drawn
+    longer = evaluation_prompts(checkpoint, n_prompts=4, context_length=50)
+    assert longer.x.shape == (4, 50, 5)

@@ -1,0 +1,252 @@
+"""Arguments that a user gets wrong in Python work, or are refused in one line that says what is meant."""
+
+import pytest
+import torch
+from torch import nn
+
+from mechinterp import (
+    TaskConfig,
+    ablate_heads,
+    attribute_edges,
+    classify,
+    classify_layers,
+    fit_learners,
+    generator_for,
+    hook_module,
+    load,
+    masked,
+    patch_positions,
+    predictor_of,
+    sample_prompts,
+)
+from mechinterp.analysis.circuits.patterns import classify_attention
+from mechinterp.checkpoints.plain_modules import HookedModule
+from tests.test_doors import as_for_users
+
+SHIPPED, DEEP = "checkpoints/softmax-h2-s0", "checkpoints/sparse-h4-noise0.1-s0"
+TASK = TaskConfig(d_x=3, context_length=6)
+
+
+def drawn(task: TaskConfig, n_prompts: int = 8):
+    return sample_prompts(task, n_prompts, generator=generator_for(0, "eval", 0))
+
+
+def encoder(width: int = 8) -> nn.Sequential:
+    torch.manual_seed(0)
+    layers = (nn.TransformerEncoderLayer(width, 2, 8, batch_first=True) for _ in "12")
+    return nn.Sequential(nn.Linear(TASK.d_x + 1, width), *layers, nn.Linear(width, 1)).eval()
+
+
+def hooked(module: nn.Module | None = None, **settings) -> HookedModule:
+    return hook_module(encoder() if module is None else module, task=TASK, **settings)
+
+
+def refusal(call) -> str:
+    """The one line in which a call is refused."""
+    with as_for_users(), pytest.raises(ValueError) as caught:  # noqa: PT011
+        call()
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("path", [SHIPPED, DEEP])
+@pytest.mark.parametrize("analysis", [classify, fit_learners, classify_layers])
+def test_prompts_in_place_of_a_task_are_refused(path, analysis):
+    checkpoint = load(path)
+    said = refusal(lambda: analysis(checkpoint, drawn(checkpoint.task)))
+    assert said.startswith("task must be a TaskConfig, got Prompts; ")
+    assert said.endswith(" draws its own prompts, as task=, n_prompts= and seed= say.")
+
+
+def test_prompts_in_place_of_a_task_are_refused_for_one_layer_and_functions():
+    checkpoint = load(SHIPPED)
+    prompts = drawn(checkpoint.task)
+    assert "got Prompts; classify_attention" in refusal(
+        lambda: classify_attention(checkpoint, prompts)
+    )
+    assert "got Prompts; fit_learners" in refusal(
+        lambda: fit_learners(lambda given: given.y_query, prompts)
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "example"),
+    [
+        ("model", ["norm=before"], "{'norm': 'before'}"),
+        ("model", "norm=before", "{'norm': 'before'}"),
+        ("task", "noise_var=0.1", "{'d_x': 5}"),
+    ],
+)
+def test_rows_in_place_of_fields_are_refused(name, value, example):
+    said = refusal(lambda: load(SHIPPED, **{name: value}))
+    assert said == f"{name} must be a mapping such as {example}, got {value!r}."
+
+
+def test_a_task_is_as_good_as_its_fields(tmp_path):
+    file = tmp_path / "layer.pt"
+    torch.save(nn.TransformerEncoderLayer(6, 2, 8).state_dict(), file)
+    task = TaskConfig(noise_var=0.3, context_length=12, beta_var=1.0)
+    checkpoint = load(file, n_heads=2, task=task)
+    assert checkpoint.task == task
+    assert not [name for name in checkpoint.assumed if name.startswith("task.")]
+    assert "d_x must be the weights' 5, got 4" in refusal(
+        lambda: load(file, n_heads=2, task=TaskConfig(d_x=4))
+    )
+    assert "task is only for files that do not state theirs" in refusal(
+        lambda: load(SHIPPED, task=task)
+    )
+
+
+@pytest.mark.parametrize("path", [SHIPPED, DEEP])
+def test_a_checkpoint_is_masked_as_its_model_is(path):
+    checkpoint = load(path)
+    prompts = drawn(checkpoint.task)
+    full, expected = predictor_of(checkpoint).run(prompts, [[], [(0, 1)]])
+    with masked(checkpoint, [(0, 1)]), torch.no_grad():
+        by_model = checkpoint.model.predict(prompts)
+        by_predictor = checkpoint.predictor.predict(prompts)
+    for found in (by_model, by_predictor):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    assert (expected - full).abs().max() > 1e-3
+    torch.testing.assert_close(checkpoint.predictor.predict(prompts), full, rtol=1e-5, atol=1e-6)
+
+
+def test_what_has_no_hooks_on_inputs_of_heads_is_refused():
+    model = hooked()
+    assert refusal(lambda: attribute_edges(model, n_prompts=4)) == (
+        "model must have hooks on the inputs of queries, keys and values, blocks.1.attn.hook_q_input and so on; "
+        "a ModuleHooks has none."
+    )
+    for activation in ("attn_out", "q", "pattern"):
+        said = refusal(lambda each=activation: patch_positions(model, activation=each, n_prompts=4))
+        assert said.startswith("This needs the hook blocks.0.")
+
+
+class PerPosition(nn.Module):
+    """A prediction for each position, [batch, pos]."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = encoder()
+
+    def forward(self, tokens):
+        return self.inner(tokens)[..., 0]
+
+
+def test_a_module_with_a_number_for_each_position_is_fitted_and_patched():
+    flat, usual = hooked(PerPosition(), read=lambda output: output[:, -1:]), hooked()
+    assert "read must give [batch, d_y]" in refusal(lambda: hooked(PerPosition()))
+    fits = [fit_learners(each, context_lengths=[6, 9], n_prompts=64) for each in (flat, usual)]
+    torch.testing.assert_close(*(torch.from_numpy(each.r2) for each in fits))
+    clean, corrupted = drawn(TASK)[:4], drawn(TASK)[4:]
+    effects = [
+        patch_positions(each, clean, corrupted, metric=lambda out: out.flatten(1)[:, -1]).effect
+        for each in (flat, usual)
+    ]
+    assert effects[0].shape == (2, TASK.context_length + 1)
+    torch.testing.assert_close(*map(torch.from_numpy, effects))
+
+
+class Learned(nn.Module):
+    """As many positions as were learned."""
+
+    def __init__(self, error: type[Exception]):
+        super().__init__()
+        self.inner, self.positions = encoder(), nn.Embedding(TASK.context_length + 1, 4)
+        self.error = error
+
+    def forward(self, tokens):
+        if tokens.shape[1] > len(self.positions.weight):
+            raise self.error(f"{tokens.shape[1]} are\ntoo many")
+        return self.inner(tokens + self.positions(torch.arange(tokens.shape[1])))
+
+
+@pytest.mark.parametrize("error", [IndexError, AssertionError, RuntimeError])
+def test_a_module_of_few_positions_is_fitted_and_named_on_those(error):
+    model = hooked(Learned(error))
+    assert fit_learners(model, n_prompts=64).context_length.tolist() == [6]
+    # Twice the length is left out of what an algorithm's name rests on.
+    assert classify(model, n_prompts=16).algorithm.test_frame().notna().any().any()
+    said = refusal(lambda: fit_learners(model, context_lengths=[9], n_prompts=64))
+    assert said == "module must run on the input [64, 10, 4], got: 10 are too many."
+
+
+def test_faults_of_a_module_that_has_run_keep_their_kind():
+    class Tired(Learned):
+        runs = 0
+
+        def forward(self, tokens):
+            if self.runs > 20:
+                raise RuntimeError("tired")
+            self.runs += 1
+            return super().forward(tokens)
+
+    model = hooked(Tired(IndexError))
+    model.predict(drawn(TASK))
+    model.model.module.runs = 21
+    with pytest.raises(RuntimeError, match="tired"):
+        model.predict(drawn(TASK))
+
+
+def whole(module: nn.Module) -> nn.Module:
+    return torch.compile(module)
+
+
+def in_place(module: nn.Module) -> nn.Module:
+    module.compile()
+    return module
+
+
+def inside(module: nn.Sequential) -> nn.Module:
+    module[1] = torch.compile(module[1])
+    return module
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method:DeprecationWarning")  # torch's own
+@pytest.mark.parametrize("compiled", [whole, in_place, inside])
+def test_a_compiled_module_is_hooked_without_it(compiled):
+    prompts, expected = drawn(TASK), hooked()
+    model = hooked(compiled(encoder()))
+    assert repr(model) == repr(expected)
+    torch.testing.assert_close(model.predict(prompts), expected.predict(prompts))
+    found, rises = (ablate_heads(each, prompts).rise for each in (model, expected))
+    torch.testing.assert_close(*map(torch.from_numpy, (found, rises)))
+    assert (abs(rises) > 0).all()
+
+
+@pytest.mark.parametrize("heads", [0, -1, True, 2.0, "2"])
+def test_no_number_of_heads_is_refused(heads):
+    assert refusal(lambda: hooked(heads=heads)) == f"heads must be an integer >= 1, got {heads!r}."
+
+
+@pytest.mark.parametrize("position", [True, 1.0, "last"])
+def test_no_number_of_a_position_is_refused(position):
+    said = refusal(lambda: hooked(position=position))
+    assert said == f"position must be an integer, got {position!r}."
+
+
+@pytest.mark.parametrize("outputs", [["merge"], "merge", ["1.self_attn", "merge"]])
+def test_names_of_no_modules_are_refused(outputs):
+    assert refusal(lambda: hooked(outputs=outputs)) == (
+        "outputs must be names of modules, as Sequential.named_modules() gives them, got 'merge'."
+    )
+
+
+def test_one_name_is_a_name():
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(TASK.d_x + 1, 2, 8, batch_first=True)
+    assert hooked(layer, outputs="self_attn").outputs == ("self_attn",)
+
+
+def test_an_output_that_is_no_tensor_needs_a_read():
+    class Tupled(PerPosition):
+        def forward(self, tokens):
+            return self.inner(tokens), tokens
+
+    assert refusal(lambda: hooked(Tupled())) == (
+        "read must be given for a module whose output is no tensor, got tuple."
+    )
+    prompts = drawn(TASK)
+    with as_for_users():
+        found = hooked(Tupled(), read=lambda output: output[0][:, -1]).predict(prompts)
+    torch.testing.assert_close(found, hooked().predict(prompts))
