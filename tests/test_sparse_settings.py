@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mechinterp.analysis.heads.pairs import halves
-from mechinterp.checkpoints.native import load, save
+from mechinterp.checkpoints.checkpoint import load, save
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig, TrainConfig
 from mechinterp.icl.prompts import generator_for, sample_prompts
 from mechinterp.icl.sparse_predictors import gradient_descent, preprocess_then_optimise

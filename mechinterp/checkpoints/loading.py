@@ -8,23 +8,24 @@ from pathlib import Path
 
 from torch import Tensor
 
-from mechinterp.checkpoints import arrays, native
-from mechinterp.checkpoints.archives import (
+from mechinterp.checkpoints import checkpoint as native
+from mechinterp.checkpoints.checkpoint import Checkpoint, checkpoint_of
+from mechinterp.checkpoints.foreign.formats import NAMED
+from mechinterp.checkpoints.foreign.options import Hints
+from mechinterp.checkpoints.foreign.read import read_foreign
+from mechinterp.checkpoints.foreign.readings import Reading
+from mechinterp.checkpoints.io.atomic import read_json, read_yaml
+from mechinterp.checkpoints.io.errors import CheckpointError, one_line
+from mechinterp.checkpoints.io.tensor_files import (
     MAX_NUMBERS,
     SUFFIXES,
     has_weights_ending,
     read_arrays,
     read_text,
 )
-from mechinterp.checkpoints.errors import CheckpointError, one_line
-from mechinterp.checkpoints.exchange import FORMAT, SIDE_CAR, read_exchange, write_exchange
-from mechinterp.checkpoints.files import read_json, read_yaml
-from mechinterp.checkpoints.folders import OWN, require_new
-from mechinterp.checkpoints.foreign.formats import NAMED
-from mechinterp.checkpoints.foreign.options import Hints
-from mechinterp.checkpoints.foreign.read import read_foreign
-from mechinterp.checkpoints.foreign.readings import Reading
-from mechinterp.checkpoints.native import Checkpoint, checkpoint_of
+from mechinterp.checkpoints.native import npz as arrays
+from mechinterp.checkpoints.native.exchange import FORMAT, SIDE_CAR, read_exchange, write_exchange
+from mechinterp.checkpoints.native.folder import OWN, require_new
 from mechinterp.config import ExperimentConfig, TaskConfig, from_dict
 from mechinterp.presets import PRESETS, preset
 

@@ -105,8 +105,8 @@ def hints_of(
 ) -> "Hints":
     """What the options say of files that do not say it."""
     given = dict(locals())
-    from mechinterp.checkpoints.files import read_task
     from mechinterp.checkpoints.foreign.options import Hints
+    from mechinterp.checkpoints.io.atomic import read_task
 
     given["task"] = None if task is None else read_task(task)
     rows = [row.partition("=") for row in model or ()]

@@ -11,9 +11,9 @@ from torch import nn
 
 from mechinterp.analysis.heads.pruning import save_pruned
 from mechinterp.analysis.learners.layered import LayeredClassification, classify_layers
+from mechinterp.checkpoints.checkpoint import Checkpoint
 from mechinterp.checkpoints.foreign.options import Hints
 from mechinterp.checkpoints.foreign.read import read_foreign
-from mechinterp.checkpoints.native import Checkpoint
 from mechinterp.config import TaskConfig
 from mechinterp.icl.prompts import generator_for, sample_prompts
 from mechinterp.models.adapter import masked

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from mechinterp.analysis.circuits.patterns import Thresholds, classify
+from mechinterp.checkpoints.checkpoint import Checkpoint, save
 from mechinterp.checkpoints.loading import load
-from mechinterp.checkpoints.native import Checkpoint, save
 from mechinterp.config import CovarianceConfig, ExperimentConfig, ModelConfig, TaskConfig
 from mechinterp.models.constructions import (
     debiased_gradient_step,

@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from mechinterp.checkpoints.archives import read_arrays
-from mechinterp.checkpoints.errors import CheckpointError
 from mechinterp.checkpoints.foreign.names import piece_of
+from mechinterp.checkpoints.io.errors import CheckpointError
+from mechinterp.checkpoints.io.state_dict import WRAPPERS
+from mechinterp.checkpoints.io.tensor_files import read_arrays
+from mechinterp.checkpoints.io.unpickler import MAX_BYTES
 from mechinterp.checkpoints.loading import load
-from mechinterp.checkpoints.pickles import MAX_BYTES
-from mechinterp.checkpoints.states import WRAPPERS
 from tests.checkpoints.foreign_files import random_heads
 from tests.checkpoints.wild_files import LAYOUTS, State, matrices
 

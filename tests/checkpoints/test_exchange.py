@@ -12,10 +12,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from mechinterp.checkpoints.errors import CheckpointError
-from mechinterp.checkpoints.exchange import hooked_state, positions_for
+from mechinterp.checkpoints.checkpoint import save
+from mechinterp.checkpoints.io.errors import CheckpointError
 from mechinterp.checkpoints.loading import convert, load
-from mechinterp.checkpoints.native import save
+from mechinterp.checkpoints.native.exchange import hooked_state, positions_for
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig
 from mechinterp.icl.prompts import generator_for, sample_prompts
 from mechinterp.models.functional import NAMES, predict

@@ -12,11 +12,11 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from mechinterp.checkpoints.errors import CheckpointError
+from mechinterp.checkpoints.checkpoint import Checkpoint
 from mechinterp.checkpoints.foreign.options import Hints
 from mechinterp.checkpoints.foreign.read import read_foreign
+from mechinterp.checkpoints.io.errors import CheckpointError
 from mechinterp.checkpoints.loading import convert, load
-from mechinterp.checkpoints.native import Checkpoint
 from mechinterp.config import TaskConfig
 from mechinterp.icl.prompts import generator_for, sample_prompts
 from mechinterp.models.predictor import predictor_of

@@ -8,12 +8,12 @@ import pandas as pd
 import pytest
 import torch
 
-from mechinterp.checkpoints.errors import CheckpointError
-from mechinterp.checkpoints.exchange import hooked_state
-from mechinterp.checkpoints.files import read_task
-from mechinterp.checkpoints.folders import COLUMNS
+from mechinterp.checkpoints.checkpoint import save
+from mechinterp.checkpoints.io.atomic import read_task
+from mechinterp.checkpoints.io.errors import CheckpointError
 from mechinterp.checkpoints.loading import checkpoint_paths, convert, load
-from mechinterp.checkpoints.native import save
+from mechinterp.checkpoints.native.exchange import hooked_state
+from mechinterp.checkpoints.native.folder import COLUMNS
 from mechinterp.config import ExperimentConfig, TaskConfig
 from mechinterp.training.step import initial_weights
 

@@ -11,14 +11,14 @@ from torch.nn.functional import pad
 
 from mechinterp.analysis.circuits.classification import Classification
 from mechinterp.analysis.circuits.patterns import classify
-from mechinterp.checkpoints.errors import CheckpointError
+from mechinterp.checkpoints.checkpoint import Checkpoint
 from mechinterp.checkpoints.foreign.layout import layout_of
 from mechinterp.checkpoints.foreign.names import ROWS, piece_of
 from mechinterp.checkpoints.foreign.options import Hints
 from mechinterp.checkpoints.foreign.parsed import parts_of
 from mechinterp.checkpoints.foreign.read import read_foreign
+from mechinterp.checkpoints.io.errors import CheckpointError
 from mechinterp.checkpoints.loading import load
-from mechinterp.checkpoints.native import Checkpoint
 from mechinterp.config import ModelConfig
 from mechinterp.icl.prompts import sample_prompts
 from mechinterp.models.constructions_algorithms import gradient_descent_model

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from mechinterp.analysis.circuits.patterns import classify
-from mechinterp.checkpoints.errors import CheckpointError
 from mechinterp.checkpoints.foreign.layout import layout_of
 from mechinterp.checkpoints.foreign.matrices import attention_matrices
+from mechinterp.checkpoints.io.errors import CheckpointError
 from mechinterp.checkpoints.loading import load
 from mechinterp.models.functional import AttentionWeights
 from tests.checkpoints.foreign_files import random_heads

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from transformers import GPT2Config, GPT2Model
 
+from mechinterp.checkpoints.checkpoint import Checkpoint
 from mechinterp.checkpoints.foreign.options import Hints
 from mechinterp.checkpoints.foreign.read import read_foreign
-from mechinterp.checkpoints.native import Checkpoint
 from mechinterp.config import TaskConfig
 from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
 from mechinterp.models.masks import Head

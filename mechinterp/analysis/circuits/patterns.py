@@ -39,7 +39,7 @@ from mechinterp.models.scores import is_normalised, kernel_text
 from mechinterp.models.weights import model_of_layer
 
 if TYPE_CHECKING:
-    from mechinterp.checkpoints.native import Checkpoint
+    from mechinterp.checkpoints.checkpoint import Checkpoint
 
 N_PROMPTS, N_LAYERED_PROMPTS = 512, 256
 

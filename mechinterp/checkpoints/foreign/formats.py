@@ -12,8 +12,6 @@ from pathlib import Path
 from torch import Tensor
 from torch.nn.functional import pad
 
-from mechinterp.checkpoints.errors import CheckpointError
-from mechinterp.checkpoints.exchange import WEIGHT, hooked_layer
 from mechinterp.checkpoints.foreign.layout import (
     MAPPING,
     Layout,
@@ -23,6 +21,8 @@ from mechinterp.checkpoints.foreign.layout import (
 )
 from mechinterp.checkpoints.foreign.names import ATTENTION, is_harmless
 from mechinterp.checkpoints.foreign.options import Hints
+from mechinterp.checkpoints.io.errors import CheckpointError
+from mechinterp.checkpoints.native.exchange import WEIGHT, hooked_layer
 from mechinterp.models.shapes import NAMES
 
 HEADS = tuple(f"attention_layer.{x}_proj.weight" for x in "qkvo")

@@ -12,12 +12,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from mechinterp.checkpoints.errors import CheckpointError, one_line
 from mechinterp.checkpoints.foreign.assemble import assembled
 from mechinterp.checkpoints.foreign.formats import BARE, Format
 from mechinterp.checkpoints.foreign.options import COLUMNS, SIGNS, Hints, option
 from mechinterp.checkpoints.foreign.parsed import Parts, settle
 from mechinterp.checkpoints.foreign.readings import Errors, Reading, Said, ranked
+from mechinterp.checkpoints.io.errors import CheckpointError, one_line
 from mechinterp.config import TaskConfig
 from mechinterp.config.model import LAYOUTS, NORMS
 from mechinterp.icl.prompts import Prompts

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from torch import Tensor
 
-from mechinterp.checkpoints.errors import CheckpointError
 from mechinterp.checkpoints.foreign.names import ATTENTION, ENDS, INNER, KNOWN, Piece, piece_of
+from mechinterp.checkpoints.io.errors import CheckpointError
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from mechinterp.checkpoints.errors import CheckpointError
 from mechinterp.checkpoints.foreign.layout import shown
 from mechinterp.checkpoints.foreign.names import ATTENTION, TORCH, TRANSPOSED, Piece
+from mechinterp.checkpoints.io.errors import CheckpointError
 
 FULL = {"q": "query", "k": "key", "v": "value", "o": "out"}
 HEADS = "heads"

@@ -13,12 +13,12 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from mechinterp.checkpoints.errors import CheckpointError
 from mechinterp.checkpoints.foreign.layout import Layout, shown
 from mechinterp.checkpoints.foreign.matrices import Matrix, attention_matrices
 from mechinterp.checkpoints.foreign.names import ATTENTION, TORCH, TRANSPOSED, Piece
 from mechinterp.checkpoints.foreign.options import HEAD_KEYS, Hints
-from mechinterp.checkpoints.headers import require_finite
+from mechinterp.checkpoints.io.errors import CheckpointError
+from mechinterp.checkpoints.io.headers import require_finite
 
 Value = TypeVar("Value", bool, int, float, str)
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)

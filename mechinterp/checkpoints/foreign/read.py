@@ -9,7 +9,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from mechinterp.checkpoints.errors import CheckpointError, one_line
+from mechinterp.checkpoints.checkpoint import Checkpoint
 from mechinterp.checkpoints.foreign.assemble import architecture
 from mechinterp.checkpoints.foreign.formats import BARE, LAYERED, OWN_LAYERS, Format, recognised
 from mechinterp.checkpoints.foreign.interpret import (
@@ -24,7 +24,7 @@ from mechinterp.checkpoints.foreign.names import is_harmless
 from mechinterp.checkpoints.foreign.options import ORIENTATIONS, Hints
 from mechinterp.checkpoints.foreign.parsed import Parts, parts_of
 from mechinterp.checkpoints.foreign.readings import Reading, Said, advice
-from mechinterp.checkpoints.native import Checkpoint
+from mechinterp.checkpoints.io.errors import CheckpointError, one_line
 from mechinterp.config import ExperimentConfig, TaskConfig
 from mechinterp.fields import build, flatten
 

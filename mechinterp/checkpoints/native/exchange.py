@@ -16,15 +16,15 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from mechinterp.checkpoints.archives import read_arrays
-from mechinterp.checkpoints.claims import claimed
-from mechinterp.checkpoints.errors import CheckpointError
-from mechinterp.checkpoints.files import writing
-from mechinterp.checkpoints.folder_tensors import fill_with_tensors, require_tensors
-from mechinterp.checkpoints.folders import document_of, read_document
-from mechinterp.checkpoints.native import Checkpoint
-from mechinterp.checkpoints.native_tensors import PREFIX, state_dict, weights_from
-from mechinterp.checkpoints.recipe import LOAD
+from mechinterp.checkpoints.checkpoint import Checkpoint
+from mechinterp.checkpoints.io.atomic import writing
+from mechinterp.checkpoints.io.errors import CheckpointError
+from mechinterp.checkpoints.io.locks import claimed
+from mechinterp.checkpoints.io.tensor_files import read_arrays
+from mechinterp.checkpoints.native.folder import document_of, read_document
+from mechinterp.checkpoints.native.folder_tensors import fill_with_tensors, require_tensors
+from mechinterp.checkpoints.native.recipe import LOAD
+from mechinterp.checkpoints.native.tensors import PREFIX, state_dict, weights_from
 from mechinterp.config import ExperimentConfig, TaskConfig
 from mechinterp.models.functional import AttentionWeights
 from mechinterp.models.shapes import BIASES, NAMES

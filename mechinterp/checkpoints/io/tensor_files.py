@@ -18,20 +18,20 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from mechinterp.checkpoints import pickles
-from mechinterp.checkpoints.errors import CheckpointError
-from mechinterp.checkpoints.headers import reading, require_header
-from mechinterp.checkpoints.pickles import (
+from mechinterp.checkpoints.io import unpickler as pickles
+from mechinterp.checkpoints.io.errors import CheckpointError
+from mechinterp.checkpoints.io.headers import reading, require_header
+from mechinterp.checkpoints.io.state_dict import Place, array_tensors, weights_among
+from mechinterp.checkpoints.io.unpickler import (
     ArrayType,
     Storage,
     StoredArray,
     StoredTensor,
     read_pickle,
 )
-from mechinterp.checkpoints.states import Place, array_tensors, weights_among
 
 SUFFIXES = (
-    *(".pt", ".pth", ".bin", ".npz", ".npy", ".safetensors"),
+    *(".pt", ".pth", ".bin", ".npz", ".safetensors", ".npy"),
     *(".ckpt", ".pth.tar", ".pt.tar", ".pkl", ".pickle", ".msgpack"),
 )
 MAX_UNPACKED = 2**26
