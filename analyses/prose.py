@@ -147,9 +147,10 @@ def widths(found: Results) -> list[str]:
     same = len(narrow) == len(wide) and set(narrow.seed) == set(wide.seed)
     return [
         f"{len(narrow)} {'paired' if same else 'unpaired'} seeds",
-        f"{some(narrow.n_eff_1, 1)} of {narrow.n_heads.iloc[0]} heads at work",
-        f"with heads of width 9 {some(wide.n_eff_1, 2)}",
-        f"one of them alone costs {some(narrow['first'], 0)} times the risk, against {some(wide['first'], 2)}",
+        f"{some(narrow.n_eff_1_median, 1)} of {narrow.n_heads.iloc[0]} heads at work",
+        f"with heads of width 9 {some(wide.n_eff_1_median, 2)}",
+        f"one of them alone costs {some(narrow.first_refit, 1)} times the risk with a new read-out, against {some(wide.first_refit, 2)}",
+        f"as it is {some(narrow.first_median, 0)} times by medians",
         f"{some(narrow.later_refit, 1)} times the risk against {some(wide.later_refit, 1)}",
     ]
 
@@ -186,7 +187,7 @@ def small(found: Results) -> list[str]:
         f"({one.to_single_2d:.2f} of a single head's risk at d_x 4 with one entry)",
         f"(R² {one['r2_R x']:.2f})",
         f"risk is {one.to_ridge:.2f} ± {one.to_ridge_sem:.2f} of ridge's",
-        f"one head of layer 1 alone costs {one['first']:.0f} times the risk, one per later layer {one.later:.0f} times",
+        f"one head of layer 1 alone costs {one.first_refit:.1f} times the risk with a new read-out, one per later layer {one.later_refit:.1f} times",
         f"{same['r2_R x']:.2f} of it at d_x 8 with one entry",
     ]
 
@@ -202,10 +203,11 @@ def blocks(found: Results) -> list[str]:
     seeds = own.groupby("score").seed.nunique()
     return [
         f"({rates[1]:g}) they end at {some(other.to_ridge, 1)} times ridge's risk",
-        f"with softmax {softmax.later_refit:.2f} for one head in each later layer and {softmax.first:.2f} for one in the first",
+        f"with softmax {softmax.later_refit:.2f} for one head in each later layer and {softmax.first_refit:.2f} for one in the first",
         f"At their own ({rates[0]:g}, {seeds.min()} seeds of each score) it is {some(own.to_ridge, 2)} times",
         f"{some(own.to_single_2d, 2)} of a single head's",
-        f"layer 1 has {some(own.n_eff_1, 1)} of {softmax.n_heads} heads at work, the later ones {some(pd.concat([own.n_eff_2, own.n_eff_3]), 1)}",
+        f"layer 1 has {some(own.n_eff_1_median, 1)} of {softmax.n_heads} heads at work, the later ones "
+        f"{some(pd.concat([own.n_eff_2_median, own.n_eff_3_median]), 1)}",
         f"one head in each of these costs {some(own.later_refit, 1)} times the risk with a new read-out",
         f"Twice as many steps lower their risk to {some(longer.to_fewer_steps, 2)} of what it was",
     ]
@@ -216,7 +218,7 @@ def sixteen(found: Results) -> list[str]:
     table = screened(several(table_of(found.folder))).query("d_x == 16").set_index("sparsity")
     one, four = table.loc[1], table.loc[4]
     return [
-        f"{four.n_eff_1:.1f} of 16 heads at work in layer 1 with four entries and {one.n_eff_1:.1f} with one",
+        f"{four.n_eff_1_median:.1f} of 16 heads at work in layer 1 with four entries and {one.n_eff_1_median:.1f} with one",
         f"one head in each later layer costs {four.later_refit:.1f} and {one.later_refit:.1f} times the risk",
         f"lower the risk to {one.to_single_2d:.2f} of a single head's and {one.to_ridge:.2f} of ridge's",
         f"(R² {one['r2_R x']:.2f})",
@@ -244,16 +246,16 @@ def expected(found: Results) -> list[str]:
         f"{told_ratio(at_24, 'to_single_2d')} of a single head's risk with 24 heads at d_x 24",
         f"{told_ratio(at_32, 'to_single_2d')} with 32 at d_x 32",
         f"{some(table.to_ridge, 2)} of ridge's and {some(table.to_algorithm, 1)} times that of Algorithm 1 at its best step",
-        f"{some(table.n_eff_1, 1)} heads at work in layer 1",
+        f"{some(table.n_eff_1_median, 1)} heads at work in layer 1",
         f"of R x one can read at most {table['r2_R x'].max():.2f} behind it",
         *(
             f"{told_ratio(row, 'to_ridge')} after {steps:,}"
             for steps, row in longer.sort_index().iterrows()
         ),
         f"{block.to_ridge:.2f} ± {block.to_ridge_sem:.2f} of ridge's risk after {block.steps:,} steps",
-        f"{block.n_eff_1:.1f} of {block.n_heads} heads at work in layer 1 and {some([block.n_eff_2, block.n_eff_3], 1)} in the later ones",
-        f"one in each of these costs {block.later_refit:.2f} times the risk with a new read-out, one in the first {block.first:.2f} times",
-        f"{some(longer.n_eff_1, 1)} heads at work in layer 1, and R x as little (R² {some(longer['r2_R x'], 2)})",
+        f"{block.n_eff_1_median:.1f} of {block.n_heads} heads at work in layer 1 and {some([block.n_eff_2_median, block.n_eff_3_median], 1)} in the later ones",
+        f"one in each of these costs {block.later_refit:.2f} times the risk with a new read-out, one in the first {block.first_refit:.2f} times",
+        f"{some(longer.n_eff_1_median, 1)} heads at work in layer 1, and R x as little (R² {some(longer['r2_R x'], 2)})",
     ]
 
 
@@ -269,9 +271,10 @@ def kept(found: Results) -> list[str]:
     return [
         f"risk {told_ratio(table[table.step == 0].iloc[0], 'to_ridge')} of ridge's)",
         f"bring the risk to {told_ratio(alone, 'to_ridge')} where the later layers have no other heads",
-        f"({alone.n_eff_1:.1f} heads at work; one of them alone costs {alone['first']:.1f} times the risk)",
+        f"({alone.n_eff_1_median:.1f} heads at work by medians; one of them alone costs {alone.first_refit:.1f} times the risk with a new read-out)",
         f"to {told_ratio(others, 'to_ridge')} where they have, {told_ratio(others, 'to_lasso')} of lasso's",
         f"(one head in each costs {others.later_refit:.1f} times the risk with a new read-out)",
+        f"layer 1 comes down to {others.n_eff_1_median:.1f} of them by medians",
         f"(R² {r2[0]:.2f} and {r2[1]:.2f})",
         f"at random weights ends at {told_ratio(random, 'to_ridge')}",
         f"by a factor of {some(random.to_ridge / built.to_ridge, 1)}",

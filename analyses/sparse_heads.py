@@ -2,7 +2,7 @@
 
 Heads are masked one at a time (zero ablation) and the rises of the excess risk normalised within
 each layer; N_eff is exp of the entropy of these shares. A few prompts carry the mean rise of a head
-without which the model breaks, so that the same is said by medians. "Layer 1" is the first, L0. A
+without which the model breaks, so that C10 is judged by medians. "Layer 1" is the first, L0. A
 head as wide as x can reach all of it, a narrower one not. Run: python analyses/sparse_heads.py (two
 minutes; --quick seconds)
 """
@@ -13,6 +13,7 @@ import numpy as np
 from measured import Measured, run
 from records import Record, with_errors
 from sparse_models import MODELS, NOTE, frames_of, groups, prompts_of, trained
+from sparse_rules import CLAUSES, Numbers
 
 from mechinterp.analysis.heads.ablation import HeadAblation, ablate_heads
 from mechinterp.analysis.heads.pairs import halves
@@ -32,18 +33,14 @@ class Spread:
     other."""
 
     @property
-    def first(self) -> tuple[float, float]:
-        """Effective heads of the first layer, with the standard error."""
+    def means(self) -> tuple[float, float]:
+        """Effective heads of the first layer by mean rises, with the standard error."""
         return float(self.found.effective_heads[0]), float(self.found.effective_heads_sem[0])
 
-    @property
-    def beside_later(self) -> tuple[float, float]:
-        """Those over the most of any later layer."""
-        numbers, sems = self.found.effective_heads, self.found.effective_heads_sem
-        most = 1 + numbers[1:].argmax()
-        value = numbers[0] / numbers[most]
-        relative = np.hypot(sems[0] / numbers[0], sems[most] / numbers[most])
-        return float(value), float(value * relative)
+    def by_clause(self) -> dict[str, float]:
+        """What C10 is judged by; of C11 and C12 nothing was measured here."""
+        numbers = Numbers(self.found.effective_heads_of_medians, self.tops, *[np.nan] * 3)
+        return {name: value for name, value in numbers.by_clause().items() if "C10" in name}
 
 
 def spread(name: str, prompts: Prompts) -> Spread:
@@ -54,79 +51,34 @@ def spread(name: str, prompts: Prompts) -> Spread:
 
 
 def records(found: dict[str, Spread], n_prompts: int, *, suffix: str = "", **more) -> list[Record]:
-    """C10, by model."""
+    """C10, by model, and the heads of layer 1 by mean rises."""
     chosen = {"prompts": n_prompts, "selection": "the best head chosen on half, measured on half"}
-    over = {"prompts": n_prompts}
-    return [
+    common = {"paper": "one head dominates later layers", **more}
+    by_model = {name: one.by_clause() for name, one in found.items()}
+    made = [
         Record(
-            id=f"sparse-C10-{name}{suffix}",
-            statement=statement,
-            quantity=quantity,
-            relation=relation,
-            bound=bound,
-            tag=tag,
-            paper="one head dominates later layers",
-            over=where,
-            **measured,
-            **more,
+            id=f"sparse-{clause}{suffix}",
+            tag="second hand",
+            values={name: values[clause] for name, values in by_model.items()},
+            over=chosen if "top" in clause else {"prompts": n_prompts},
+            **vars(CLAUSES[clause]),
+            **common,
         )
-        for name, statement, quantity, relation, bound, tag, where, measured in (
-            (
-                "several",
-                "layer 1 uses several heads",
-                "effective heads",
-                "at least",
-                2,
-                "second hand",
-                over,
-                with_errors({name: one.first for name, one in found.items()}),
-            ),
-            (
-                "several-medians",
-                "the same by median rises",
-                "effective heads",
-                "at least",
-                2,
-                "ours",
-                over,
-                {
-                    "values": {
-                        n: one.found.effective_heads_of_medians[0] for n, one in found.items()
-                    }
-                },
-            ),
-            (
-                "later",
-                "and more than any later layer",
-                "effective heads over the most of a later layer",
-                "at least",
-                1.5,
-                "second hand",
-                over,
-                with_errors({name: one.beside_later for name, one in found.items()}),
-            ),
-            (
-                "top-first",
-                "no head dominates layer 1",
-                "share of its best head",
-                "at most",
-                0.6,
-                "second hand",
-                chosen,
-                {"values": {name: one.tops[0] for name, one in found.items()}},
-            ),
-            (
-                "top-later",
-                "one dominates later layers",
-                "share of the best head, median over later layers",
-                "at least",
-                0.7,
-                "second hand",
-                chosen,
-                {"values": {name: np.median(one.tops[1:]) for name, one in found.items()}},
-            ),
-        )
+        for clause in next(iter(by_model.values()))
     ]
+    several = CLAUSES["C10-several"]
+    by_means = Record(
+        id=f"sparse-C10-several-means{suffix}",
+        statement="the same by mean rises, which few prompts may carry",
+        quantity="effective heads",
+        relation=several.relation,
+        bound=several.bound,
+        tag="ours",
+        over={"prompts": n_prompts},
+        **with_errors({name: one.means for name, one in found.items()}),
+        **common,
+    )
+    return [made[0], by_means, *made[1:]]
 
 
 def measure(quick: bool) -> Measured:

@@ -4,8 +4,8 @@ layer.
 Kept are all heads of layer 1 and the best of each later one, scored by masking on random halves of
 the prompts; risks are those of the other halves, and their errors are over prompts and over which
 heads are chosen. Nothing is retrained (sparse_fine_tuning.py trains further). New read-outs are
-cross-validated ridge probes; they stand first where one prompt in a hundred carries most of the
-risk as it is. Run: python analyses/sparse_pruning.py (two minutes; --quick half a minute)
+cross-validated ridge probes; C11 and C12 are judged by them and by medians (sparse_rules.py), since
+few prompts may carry the mean risk as it is. Run: python analyses/sparse_pruning.py (two minutes; --quick half a minute)
 """
 
 import numpy as np
@@ -21,6 +21,7 @@ from sparse_models import (
     single_of,
     trained,
 )
+from sparse_rules import AS_IS, CLAUSES, Clause
 from sparse_setting import ratio
 
 from mechinterp import figures
@@ -29,6 +30,7 @@ from mechinterp.analysis.heads.ablation import ablate_heads
 from mechinterp.analysis.heads.choices import (
     SPLITS,
     MaskedErrors,
+    Rule,
     choices_on_halves,
     masked_by,
 )
@@ -60,9 +62,10 @@ COSTS = (
     "refit_ratio_sem",
     "carried_by_few",
 )
+ASKED = ("best later", "best first")
+"""The rules of C11 and of C12."""
 KEPT = ("risk", "risk_sem", "ratio", "ratio_sem", "to_single", "to_single_sem")
 Pair = tuple[float, float]
-FEW = "a hundredth of the prompts carries more than half of the mean"
 
 
 def kept_curve(name: str, rise: np.ndarray, prompts: Prompts, single: np.ndarray) -> pd.DataFrame:
@@ -83,6 +86,14 @@ def to_single(name: str, prompts: Prompts) -> tuple[float, float]:
     return choices.ratio(kept, masked_errors(trained(single_of(name)).model, prompts, [[]])[:, 0])
 
 
+def median_ratio(name: str, prompts: Prompts, rule: Rule) -> float:
+    """Median over prompts of the cross-fitted error, over that of the full model."""
+    errors = MaskedErrors(predictor_of(trained(name).model), prompts)
+    choices = choices_on_halves(errors, rule, sequential=False, splits=SPLITS)
+    crossed = choices.crossed(errors.of([masked_by(kept) for kept in choices.kept]).T)
+    return float(np.median(crossed) / np.median(errors.of([[]])))
+
+
 def often(found: Pruning) -> str:
     """The heads of the layers that lose some, and how often each is chosen."""
     lost = ~found.kept.all(1)
@@ -90,18 +101,20 @@ def often(found: Pruning) -> str:
     return ", ".join(f"L{layer}H{head} {found.chosen[layer, head]:.2f}" for layer, head in heads)
 
 
-def one_model(name: str, prompts: Prompts) -> tuple[pd.DataFrame, dict[str, Pruning]]:
-    """Costs of the rules and of what is kept, and what the rules found."""
+def one_model(name: str, prompts: Prompts) -> pd.DataFrame:
+    """Costs of the rules and of what is kept."""
     model, (scored, measured) = trained(name).model, halves(prompts)
     single = masked_errors(trained(single_of(name)).model, measured, [[]])[:, 0]
     found = {rule: prune(model, prompts, rule=how) for rule, how in RULES.items()}
     rise = ablate_heads(model, scored).rise
     curve = kept_curve(name, rise, measured, single).assign(rule="best later, kept")
     costs = [
-        {"rule": rule} | {c: getattr(p, c) for c in COSTS} | {"chosen": often(p)}
+        {"rule": rule}
+        | {c: getattr(p, c) for c in COSTS}
+        | {"median_ratio": median_ratio(name, prompts, RULES[rule]), "chosen": often(p)}
         for rule, p in found.items()
     ]
-    return pd.concat([pd.DataFrame(costs), curve]), found
+    return pd.concat([pd.DataFrame(costs), curve])
 
 
 def over(one: Pair, other: Pair) -> Pair:
@@ -110,75 +123,39 @@ def over(one: Pair, other: Pair) -> Pair:
     return value, value * float(np.hypot(one[1] / one[0], other[1] / other[0]))
 
 
-def records(found: dict[str, dict[str, Pruning]], n_prompts: int, **more) -> list[Record]:
-    """C11 and C12, by model; new read-outs first where few prompts carry the risk as it is."""
-    later = {name: one["best later"] for name, one in found.items()}
-    first = {name: one["best first"] for name, one in found.items()}
-    made = []
-    for kind, at, what in (
-        ("refit", "refit_ratio", "with a new read-out"),
-        ("as-is", "ratio", "as it is"),
-    ):
-        c11, c12 = (
-            {name: (getattr(one, at), getattr(one, f"{at}_sem")) for name, one in rule.items()}
-            for rule in (later, first)
+def records(found: dict[str, pd.DataFrame], n_prompts: int, **more) -> list[Record]:
+    """C11 and C12, by model, and C12 by medians.
+
+    Args:
+        found: Of each model, the costs of RULES, a row per rule.
+    """
+    rows = {name: costs.set_index("rule") for name, costs in found.items()}
+    later, first = ({n: row.loc[rule] for n, row in rows.items()} for rule in ASKED)
+    c11, c12 = (
+        {name: (row.refit_ratio, row.refit_ratio_sem) for name, row in rule.items()}
+        for rule in (later, first)
+    )
+    measured = {
+        "C11-refit": with_errors(c11),
+        "C12-refit": with_errors(c12),
+        "C12-beside-refit": with_errors({name: over(c12[name], c11[name]) for name in c11}),
+        "C11-as-is": {"values": {name: row.median_ratio for name, row in later.items()}},
+        "C12-as-is": {"values": {name: row.median_ratio for name, row in first.items()}},
+    }
+    as_is = Clause("one head in layer 1 will not, as it is", AS_IS, "at least", 2)
+    return [
+        Record(
+            id=f"sparse-{clause}{more.get('suffix', '')}",
+            tag="second hand" if clause in CLAUSES else "ours",
+            paper="preserved" if "C11" in clause else "",
+            models=more["models"],
+            over={"prompts": n_prompts, "selection": "chosen on halves, measured on others"},
+            note=more["note"],
+            **vars(CLAUSES.get(clause, as_is)),
+            **values,
         )
-        beside = {name: over(c12[name], c11[name]) for name in c11}
-        refit = kind == "refit"
-        for id, statement, quantity, relation, bound, tag, pairs, rules in (
-            (
-                "C11",
-                "one head in each later layer will do",
-                "risk over the full model's",
-                "at most",
-                1.25 if refit else 2,
-                "second hand",
-                c11,
-                later,
-            ),
-            (
-                "C12",
-                "one head in layer 1 will not",
-                "risk over the full model's",
-                "at least",
-                2,
-                "ours" if refit else "second hand",
-                c12,
-                first,
-            ),
-            (
-                "C12-beside",
-                "and costs more than one in each later layer",
-                "ratio of C12 over that of C11",
-                "at least",
-                1.5,
-                "ours" if refit else "second hand",
-                beside,
-                first,
-            ),
-        ):
-            few = sum(one.carried_by_few for one in rules.values())
-            made.append(
-                Record(
-                    id=f"sparse-{id}-{kind}{more.get('suffix', '')}",
-                    statement=f"{statement}, {what}",
-                    quantity=quantity,
-                    relation=relation,
-                    bound=bound,
-                    tag=tag,
-                    paper="preserved" if id == "C11" else "",
-                    models=more["models"],
-                    over={
-                        "prompts": n_prompts,
-                        "selection": "chosen on halves, measured on others",
-                    },
-                    note="; ".join(
-                        filter(None, (more["note"], f"{FEW} in {few}" if few and not refit else ""))
-                    ),
-                    **with_errors(pairs),
-                )
-            )
-    return made
+        for clause, values in measured.items()
+    ]
 
 
 def noise_records(claims: list[Record]) -> list[Record]:
@@ -210,12 +187,12 @@ def noise_records(claims: list[Record]) -> list[Record]:
 
 
 def measure(quick: bool) -> Measured:
-    frames, found, singles, pages = {}, {}, {}, {}
+    frames, singles, pages = {}, {}, {}
     n_prompts = 256 if quick else 4096
     for _, noise, names in groups():
         prompts = prompts_of(noise, n_prompts)
         for name in names.values():
-            frames[name], found[name] = one_model(name, prompts)
+            frames[name] = one_model(name, prompts)
             singles[name] = to_single(name, prompts)
             curve = frames[name].query("rule == 'best later, kept'")
             pages[f"{name}-kept"] = figures.lines(
@@ -227,7 +204,8 @@ def measure(quick: bool) -> Measured:
                 y_title="excess risk (y²)",
                 log_y=True,
             )
-    claims = records(found, n_prompts, models=MODELS, note=NOTE)
+    costs = {name: frame[frame.rule.isin(RULES)] for name, frame in frames.items()}
+    claims = records(costs, n_prompts, models=MODELS, note=NOTE)
     claims.append(
         Record(
             id="sparse-C13-as-is",

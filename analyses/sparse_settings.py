@@ -2,25 +2,27 @@
 
 Each model's claims stand beside the numbers that they rest on; "Layer 1" is the first.
 Run: python analyses/sparse_settings.py FOLDER, a folder of checkpoints such as `mechinterp sweep
-analyses/sweeps/sparse_settings.json --out FOLDER` makes (a minute per model; --quick seconds). Not
-among those of `make analyses`.
+analyses/sweeps/sparse_settings.json --out FOLDER` makes (a minute per model; --quick seconds); without
+a folder what needs no models is measured again in the table that is there (ten minutes). Not among
+those of `make analyses`.
 """
 
 import argparse
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import sparse_measured as ask
+import sparse_rules
 import torch
 from measured import RESULTS, provenance
 from records import save
-from sparse_fairness import algorithm_1, descent, fitted, lista, moments
+from sparse_fairness import PLAN
 from sparse_measured import Pair
-from sparse_setting import best, best_lasso, best_ridge, ratio
+from sparse_rivals import fixed, learners
+from sparse_setting import ratio
 
 from mechinterp.analysis.estimates import mean_and_sem
 from mechinterp.analysis.heads.pairs import halves
@@ -29,10 +31,10 @@ from mechinterp.analysis.probing.p_probing import IDEAL, RAW
 from mechinterp.checkpoints.checkpoint import Checkpoint
 from mechinterp.config import ExperimentConfig, TaskConfig
 from mechinterp.icl.prompts import Prompts
-from mechinterp.icl.sparse_predictors import gradient_descent, preprocess_then_optimise
 from mechinterp.models.transformer import ICLTransformer
+from mechinterp.training.sweep import load_sweep
 
-PROMPTS, LASSO_PROMPTS, OVER_TRAINING = 4096, 512, 1024
+PROMPTS, OVER_TRAINING = 4096, 1024
 MODEL = ("score", "n_heads", "d_head", "d_model", "n_layers")
 TASK = ("d_x", "sparsity", "context_length", "nonzeros", "noise_var")
 Row = dict[str, object]
@@ -61,24 +63,6 @@ def single_of(own: ExperimentConfig, models: list[Checkpoint]) -> Checkpoint | N
     return found[-1] if found else None
 
 
-@cache
-def learners(task: TaskConfig, layers: int, n_prompts: int) -> Mapping[str, np.ndarray]:
-    """Excess risk of each measured prompt, by learner; lasso has the last of them."""
-    fit, prompts = halves(ask.prompts_of(task, n_prompts).to(torch.float64))
-    found = {"ridge": best_ridge(prompts), "lasso": best_lasso(prompts[-LASSO_PROMPTS:])}
-    found["gd"] = best(gradient_descent(prompts, steps=128), prompts)
-    found["algorithm"] = best(preprocess_then_optimise(prompts, steps=128), prompts)
-    gram, r, _ = moments(prompts)
-    for name, path, steps in (
-        ("gd_fixed", descent, layers),
-        ("algorithm_fixed", algorithm_1, layers - 1),
-        ("lista", lista, layers),
-    ):
-        w = path(gram, r, fitted(path, fit, steps, second=path is lista))
-        found[name] = best([(w * prompts.x_query).sum(1, keepdim=True)], prompts)
-    return found
-
-
 def against(own: np.ndarray, rivals: Mapping[str, np.ndarray]) -> Row:
     """Risk, and its ratio to that of each rival on the same prompts."""
     risk, sem = mean_and_sem(own)
@@ -96,7 +80,7 @@ def several_help(model, single, task: TaskConfig, n_prompts: int) -> Row:
 
 
 def spread(model, rise: np.ndarray, measured: Prompts) -> Row:
-    """C10: effective heads and the share of the best head, by layer."""
+    """Effective heads and the share of the best head, by layer."""
     found = ask.spread(model, rise, measured)
     row: Row = {}
     layers = zip(found.effective, found.of_medians, found.top_share, strict=True)
@@ -104,21 +88,17 @@ def spread(model, rise: np.ndarray, measured: Prompts) -> Row:
         row |= told(f"n_eff_{layer}", effective)
         row |= {f"n_eff_{layer}_median": median, f"top_share_{layer}": share}
         row |= {f"importance_{layer}": ask.as_text(found.importance[layer - 1])}
-    n, tops = [number for number, _ in found.effective], found.top_share
-    several = n[0] >= 2 and n[0] >= 1.5 * max(n[1:])
-    return row | {"C10": several and tops[0] <= 0.6 and bool(np.median(tops[1:]) >= 0.7)}
+    return row
 
 
 def pruned(model, gone: Mapping[str, list[ask.Head]], full: np.ndarray, measured: Prompts) -> Row:
-    """C11 and C12: what is left with one head or pair in each later layer, or one in the first."""
+    """What is left with one head or pair in each later layer, or one in the first."""
     row: Row = {}
     for name, heads in gone.items():
         errors, refit = ask.risks(model, measured, heads), ask.refit_risks(model, measured, heads)
         row |= told(f"{name}", ratio(errors, full)) | told(f"{name}_refit", ratio(refit, full))
         row |= {f"{name}_median": float(np.median(errors) / np.median(full))}
-    kept = {name: row[name] <= 2 and row[f"{name}_refit"] <= 1.25 for name in ("later", "pairs")}
-    needed = row["first"] >= max(2, 1.5 * row["later"])
-    return row | {"C11": kept["later"], "C11_pairs": kept["pairs"], "C12": needed}
+    return row
 
 
 def probes(model, gone: list[ask.Head], measured: Prompts) -> Row:
@@ -182,6 +162,7 @@ def claims_of(
             "first": ask.without(best_head_first, rise),
         }
         row |= spread(model, rise, measured) | pruned(model, gone, full, measured)
+        row |= sparse_rules.of_row(row | {"n_layers": config.model.n_layers})
     else:
         gone = {"later": []}
     row |= probes(model, gone["later"], measured)
@@ -192,6 +173,35 @@ def claims_of(
         row |= told("to_single", ratio(full, theirs)) | told("later_to_single", kept)
         row |= {"C13": kept[0] <= 0.95} | descends(model, single, measured)
     return row
+
+
+def renewed(row: Row, task: TaskConfig, n_layers: int, n_prompts: int) -> Row:
+    """A row with what needs no model measured again: the rivals of fitted steps, and C10 to C12.
+
+    The ratio of means on the same prompts is as ever; of models that are not shipped the single
+    errors are not known, so that its standard error is that of two unpaired means.
+    """
+    for column, errors in fixed(task, n_layers, n_prompts).items():
+        risk, sem = map(float, mean_and_sem(errors))
+        value = row["risk"] / risk
+        error = value * float(np.hypot(row["risk_sem"] / row["risk"], sem / risk))
+        row = row | told(f"to_{column}", (value, error))
+    row |= {"algorithm_to_gd": row["to_gd_fixed"] / row["to_algorithm_fixed"]}
+    several = not pd.isna(row["n_eff_1"])
+    return row | (sparse_rules.of_row(row | {"n_layers": n_layers}) if several else {})
+
+
+def again(file: Path, n_prompts: int) -> pd.DataFrame:
+    """The table that is there, renewed; no models are needed."""
+    tasks = [config.task for config in load_sweep(PLAN).values()]
+    by_fields = {tuple(getattr(task, name) for name in TASK): task for task in tasks}
+    rows = pd.read_csv(file).to_dict("records")
+    return pd.DataFrame(
+        [
+            renewed(row, by_fields[tuple(row[name] for name in TASK)], row["n_layers"], n_prompts)
+            for row in rows
+        ]
+    )
 
 
 def over_noise(table: pd.DataFrame) -> list[object]:
@@ -229,27 +239,36 @@ def told(name: str, pair: Pair) -> Row:
     return {name: pair[0], f"{name}_sem": pair[1]}
 
 
+def measured(folder: Path, n_prompts: int) -> dict[str, pd.DataFrame]:
+    """The tables of the models in a folder."""
+    checkpoints = ask.trained(sorted(folder.iterdir()))
+    rows, histories = [], []
+    for checkpoint in checkpoints:
+        partners = (of(checkpoint.config, checkpoints) for of in (single_of, shorter_of))
+        row, history = one_model(checkpoint, *partners, n_prompts)
+        rows.append(row)
+        histories.append(history)
+        print(row["model"], flush=True)
+    return {
+        "sparse_settings": pd.DataFrame(rows),
+        "sparse_settings_training": pd.concat(histories),
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("folder", type=Path, help="holds one folder per checkpoint")
+    parser.add_argument("folder", type=Path, nargs="?", help="holds one folder per checkpoint")
     parser.add_argument("--quick", action="store_true", help="fewer prompts")
     parser.add_argument("--add", action="store_true", help="to the tables in --out")
     parser.add_argument("--out", type=Path, default=RESULTS)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    checkpoints = ask.trained(sorted(arguments.folder.iterdir()))
-    rows, histories = [], []
-    for checkpoint in checkpoints:
-        partners = (of(checkpoint.config, checkpoints) for of in (single_of, shorter_of))
-        row, history = one_model(checkpoint, *partners, 512 if arguments.quick else PROMPTS)
-        rows.append(row)
-        histories.append(history)
-        print(row["model"], flush=True)
+    n_prompts = 512 if arguments.quick else PROMPTS
     arguments.out.mkdir(parents=True, exist_ok=True)
-    files = {
-        "sparse_settings": pd.DataFrame(rows),
-        "sparse_settings_training": pd.concat(histories),
-    }
+    if arguments.folder is None:
+        files = {"sparse_settings": again(RESULTS / "sparse_settings.csv", n_prompts)}
+    else:
+        files = measured(arguments.folder, n_prompts)
     if arguments.add:
         files = {name: joined(arguments.out / f"{name}.csv", new) for name, new in files.items()}
     table = files["sparse_settings"].sort_values("model", ignore_index=True)

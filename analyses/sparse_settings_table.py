@@ -16,10 +16,10 @@ from sparse_table import told
 RESULTS = Path(__file__).parent / "results"
 CLAIMS = {
     "C9": ("several heads lower the risk by a tenth", "risk / a single head's", "to_single_2d"),
-    "C10": ("layer 1 spreads over heads, later layers do not", "heads at work in layer 1", "n_eff_1"),
+    "C10": ("layer 1 spreads over heads, later layers do not", "heads at work in layer 1", "n_eff_1_median"),
     "C11": ("one head in each later layer will do", "risk / whole model's, refitted", "later_refit"),
     "C11_pairs": ("a pair in each later layer will do", "the same", "pairs_refit"),
-    "C12": ("one head in layer 1 will not", "risk / whole model's", "first"),
+    "C12": ("one head in layer 1 will not", "risk / whole model's, refitted", "first_refit"),
     "C13": ("pruned as in C11 it beats a single head", "risk / a single head's", "later_to_single"),
     "C14": ("probes improve from layer to layer", "", ""),
     "C15": ("descent is better on what layer 1 writes", "risk / that on x, step 16", "step_16_to_raw"),
@@ -82,15 +82,16 @@ def models(results: Path) -> str:
             continue
         layers = range(1, row.n_layers + 1)
         cells.append(told(row.to_single_2d, row.to_single_2d_sem, 2))
-        cells.append(", ".join(f"{row[f'n_eff_{layer}']:.1f}" for layer in layers))
-        pairs = ("later", "later_refit", "pairs_refit", "first")
-        cells += [f"{row[name]:.3g} ± {row[f'{name}_sem']:.1g}" for name in pairs]
+        cells.append(", ".join(f"{row[f'n_eff_{layer}_median']:.1f}" for layer in layers))
+        pairs = ("later_refit", "pairs_refit", "first_refit")
+        refitted = [f"{row[name]:.3g} ± {row[f'{name}_sem']:.1g}" for name in pairs]
+        cells += [f"{row.later_median:.3g}", *refitted]
         rows.append((*cells, held(row)))
     return markdown(
         (
             *("setting", "risk / ridge", "risk / a single head's, L = 2 d_x"),
-            *("heads at work, by layer", "one head per later layer: risk / whole model's"),
-            *("the same, refitted", "a pair, refitted", "one head in layer 1", "holds"),
+            *("heads at work, by layer", "one head per later layer: median risk / whole model's"),
+            *("risk, refitted", "a pair, refitted", "one head in layer 1, refitted", "holds"),
         ),
         rows,
     )
@@ -124,17 +125,17 @@ def seeds(results: Path) -> str:
     for name, group in found.groupby("setting", sort=False):
         if len(group) == 1:
             continue
-        layers = [f"n_eff_{layer}" for layer in range(1, group.n_layers.iloc[0] + 1)]
+        layers = [f"n_eff_{layer}_median" for layer in range(1, group.n_layers.iloc[0] + 1)]
         cells = [name, str(len(group))]
         cells += [over(group[column], 2) for column in ("to_single_2d", *layers, "later_refit")]
-        cells.append(span(group["first"], 2))
+        cells.append(span(group.first_refit, 2))
         counts = [f"{claim} {int(group[claim].sum())}" for claim in ("C9", *PATTERN, "C13")]
         rows.append((*cells, ", ".join(counts)))
     return markdown(
         (
             *("setting", "seeds", "risk / a single head's, L = 2 d_x"),
             *(f"heads at work, layer {layer}" for layer in (1, 2, 3)),
-            *("one head per later layer, refitted", "one head in layer 1", "holds in"),
+            *("one head per later layer, refitted", "one head in layer 1, refitted", "holds in"),
         ),
         rows,
     )
@@ -161,14 +162,13 @@ def steps(results: Path) -> str:
 
 
 def between(values: pd.Series) -> str:
-    """The least and the largest of them, however large that is.
+    """The least and the largest of them.
 
     Example:
-        >>> between(pd.Series([1.0, 2e12]))
-        '1.00 to 2e+12'
+        >>> between(pd.Series([1.0, 2.5]))
+        '1.00 to 2.50'
     """
-    ends = (values.min(), values.max())
-    return " to ".join(f"{end:.2f}" if end < 1e4 else f"{end:.0e}" for end in ends)
+    return f"{values.min():.2f} to {values.max():.2f}"
 
 
 def pattern(found: pd.DataFrame) -> pd.DataFrame:

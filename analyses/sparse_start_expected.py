@@ -6,8 +6,9 @@ on x (sparse_settings.py). Does training keep what it does not find? The first l
 write r_j x_j and one head in each later layer takes a step of its best fixed size; then 20,000
 steps by the plan of sparse_settings.md: alone; with the other heads of later layers at half of the
 size they would start with; and, as a control, the same shape with nothing of it. One seed each. The
-last row of each is measured as the models of the plan are, C10 to C12 among it.
-Run: python analyses/sparse_start_expected.py (at once: the records of the results that are there),
+last row of each is measured as the models of the plan are, C10 to C12 among it. The table that is
+there was trained from two equal sizes, the best of those; --train starts from the best of all.
+Run: python analyses/sparse_start_expected.py (a minute: the records of the results that are there),
 and with --train to train again (an hour and a quarter on one core; with --quick two minutes).
 """
 
@@ -21,13 +22,13 @@ import sparse_measured as ask
 import torch
 from measured import RESULTS, Measured, write
 from records import Record
-from sparse_fairness import PLAN, algorithm_1, fitted
-from sparse_settings import PROMPTS, claims_of
+from sparse_fairness import PLAN
+from sparse_settings import PROMPTS, claims_of, renewed
 from sparse_start import ARMS, below, start_of
+from sparse_steps import FIT, of_task
 
 from mechinterp import figures
 from mechinterp.analysis.estimates import mean_and_sem
-from mechinterp.analysis.heads.pairs import halves
 from mechinterp.config import ExperimentConfig
 from mechinterp.models.transformer import ICLTransformer
 from mechinterp.training.deep import DeepRun
@@ -47,10 +48,10 @@ def config_of(steps: int) -> ExperimentConfig:
     return replace(plan, model=model, train=train)
 
 
-def step_sizes(config: ExperimentConfig, n_prompts: int) -> list[float]:
+def step_sizes(config: ExperimentConfig, n_prompts: int = FIT) -> list[float]:
     """The fixed sizes of Algorithm 1's steps with the least mean risk, on prompts not measured on."""
-    scored, _ = halves(ask.prompts_of(config.task, n_prompts).to(torch.float64))
-    return fitted(algorithm_1, scored, config.model.n_layers - 1).flatten().tolist()
+    found = of_task("algorithm", config.task, config.model.n_layers, n_prompts)
+    return found.flatten().tolist()
 
 
 def follow(
@@ -74,7 +75,7 @@ def follow(
 
 def train(quick: bool) -> pd.DataFrame:
     config, n_prompts = config_of(200 if quick else 20_000), 128 if quick else PROMPTS
-    etas = step_sizes(config, n_prompts)
+    etas = step_sizes(config)
     return pd.concat([follow(arm, config, etas, n_prompts) for arm in ARMS])
 
 
@@ -114,6 +115,14 @@ def records(ends: pd.DataFrame) -> list[Record]:
     ]
 
 
+def again(file: Path, quick: bool) -> pd.DataFrame:
+    """The table that is there, with what needs no model measured again."""
+    config = config_of(1)
+    known = (config.task, config.model.n_layers, 128 if quick else PROMPTS)
+    rows = pd.read_csv(file).to_dict("records")
+    return pd.DataFrame([row if pd.isna(row["risk"]) else renewed(row, *known) for row in rows])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--train", action="store_true", help="train again")
@@ -122,7 +131,7 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     file = RESULTS / "sparse_start_expected.csv"
-    data = train(arguments.quick) if arguments.train else pd.read_csv(file)
+    data = train(arguments.quick) if arguments.train else again(file, arguments.quick)
     found = records(data.groupby("arm", sort=False).tail(1))
     page = figures.lines(
         data.step.unique(),

@@ -16,6 +16,7 @@ from sparse_heads import records as head_records
 from sparse_heads import spread
 from sparse_models import frames_of, trained
 from sparse_probes import written
+from sparse_pruning import median_ratio
 from sparse_pruning import records as pruning_records
 from sparse_setting import TARGETS, best, best_fixed_step, best_lasso, best_ridge, ratio
 
@@ -77,9 +78,15 @@ def pruned(prompts: Prompts) -> tuple[pd.DataFrame, list[Record]]:
     found = {name: prune(trained(NAME).model, prompts, rule=rule) for name, rule in rules.items()}
     names = ("ratio", "ratio_sem", "risk", "risk_sem")
     names += tuple(f"refit_{name}" for name in names)
-    rows = [{"rule": rule} | {n: getattr(one, n) for n in names} for rule, one in found.items()]
-    claims = pruning_records({NAME: found}, len(prompts), models=NAME, note=SEED, suffix="-wide")
-    return pd.DataFrame(rows), claims
+    rows = [
+        {"rule": rule}
+        | {n: getattr(one, n) for n in names}
+        | {"median_ratio": median_ratio(NAME, prompts, rules[rule])}
+        for rule, one in found.items()
+    ]
+    costs = pd.DataFrame(rows)
+    claims = pruning_records({NAME: costs}, len(prompts), models=NAME, note=SEED, suffix="-wide")
+    return costs, claims
 
 
 def first_layer(prompts: Prompts) -> tuple[pd.DataFrame, dict, list[Record]]:

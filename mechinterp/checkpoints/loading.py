@@ -10,6 +10,7 @@ from torch import Tensor
 
 from mechinterp.checkpoints import checkpoint as native
 from mechinterp.checkpoints.checkpoint import Checkpoint, checkpoint_of
+from mechinterp.checkpoints.checkpoint import npz as arrays
 from mechinterp.checkpoints.foreign.formats import NAMED
 from mechinterp.checkpoints.foreign.options import Hints
 from mechinterp.checkpoints.foreign.read import read_foreign
@@ -23,7 +24,6 @@ from mechinterp.checkpoints.io.tensor_files import (
     read_arrays,
     read_text,
 )
-from mechinterp.checkpoints.native import npz as arrays
 from mechinterp.checkpoints.native.exchange import FORMAT, SIDE_CAR, read_exchange, write_exchange
 from mechinterp.checkpoints.native.folder import OWN, require_new
 from mechinterp.config import ExperimentConfig, TaskConfig, from_dict

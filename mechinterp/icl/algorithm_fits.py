@@ -50,9 +50,9 @@ def fit_algorithm(
     Args:
         target: The prediction after the last layer [batch, d_y], or after every layer
             [layer, batch, d_y].
-        n_starts: How many starts: the natural scalars, and these times fixed random factors.
-            Gradient descent predicts the same after the last layer where step sizes change places,
-            so that from equal ones alone they would stay equal.
+        n_starts: How many starts: the natural scalars, and these times fixed random factors. Where
+            step sizes may change places and the last prediction alone is given, equal ones would
+            stay equal: beside more starts than one stands one whose step sizes are far apart.
         start: The first start in place of the natural scalars.
         tolerance: A minimum is where a step takes off less than this share of the mean square.
     Raises:
@@ -86,8 +86,10 @@ def fit_algorithm(
 
     lower, goal = algorithm.lower(n_layers), ROUNDING * wanted.square().mean().item()
     fits: list[tuple[float, Tensor]] = []
-    first = algorithm.start(moments, n_layers) if start is None else start
-    for scalars in _starts(first, n_starts):
+    starts = [algorithm.start(moments, n_layers) if start is None else start]
+    if n_starts > 1 and wanted.ndim == 2:
+        starts += _apart(algorithm, moments, len(starts[0]))
+    for scalars in (*starts, *_disturbed(starts[0], n_starts - 1)):
         fits.append(_minimise(difference, scalars, lower, goal, tolerance))
         if fits[-1][0] <= goal:
             break
@@ -96,9 +98,19 @@ def fit_algorithm(
     return AlgorithmFit(algorithm.name, n_layers, names, scalars.numpy(), error)
 
 
-def _starts(natural: Tensor, n_starts: int) -> Iterator[Tensor]:
-    yield natural
-    for start in range(1, n_starts if len(natural) else 1):
+def _apart(algorithm: Algorithm, moments: PromptMoments, steps: int) -> list[Tensor]:
+    """Step sizes far from each other, where steps may change places: those of Chebyshev's iteration,
+    the best for the interval where most eigenvalues lie."""
+    if algorithm.modes is None or steps < 2:
+        return []
+    modes = algorithm.modes(moments)
+    least, most = modes[..., 0].quantile(0.1), modes[..., -1].quantile(0.9)
+    angles = (2 * torch.arange(steps, dtype=torch.float64) + 1) * torch.pi / (2 * steps)
+    return [1 / ((most + least) / 2 + (most - least) / 2 * angles.cos())]
+
+
+def _disturbed(natural: Tensor, count: int) -> Iterator[Tensor]:
+    for start in range(1, count + 1 if len(natural) else 1):
         factors = torch.randn(len(natural), generator=generator_for(0, "init", start))
         yield natural * (0.5 * factors.double()).exp()
 
@@ -122,6 +134,8 @@ def _minimise(
         Q, R = torch.linalg.qr(J * free)
         before, growth = error, 2.0
         scale = J.norm(dim=0).clamp(min=1e-12).diag()
+        if not (R.isfinite().all() and scale.isfinite().all()):
+            break  # Predictions of a high degree are finite here, but not their derivatives.
         while error == before and damping < 1e12:
             # Least squares in place of normal equations, which would square the condition number.
             stacked = torch.cat([R, damping**0.5 * scale])

@@ -60,6 +60,9 @@ class Algorithm:
     """Whether the prediction is linear in the responses of the context."""
     equivariant: bool = True
     """Whether a rotation of x and x_query together leaves the prediction as it is."""
+    modes: Callable[[PromptMoments], Tensor] | None = None
+    """Eigenvalues [..., mode] of what every step descends on, smallest first, where all steps
+    descend on the same and may change places; None where each has its own."""
 
     def names(self, n_layers: int) -> tuple[str, ...]:
         """Names of the scalars in order, such as eta_0, eta_1, gamma_0."""
@@ -172,6 +175,12 @@ def _preprocess_then_optimise(moments: PromptMoments, n_layers: int, eta: Tensor
     return _iterated(moments, n_layers, update)
 
 
+def _preprocessed_modes(moments: PromptMoments) -> Tensor:
+    """Eigenvalues of the second moments of r x, [batch, d_y, d_x]."""
+    r = moments.b.mT
+    return torch.linalg.eigvalsh(r[..., None] * moments.S[:, None] * r[..., None, :])
+
+
 def _ista(moments: PromptMoments, n_layers: int, eta: Tensor, threshold: Tensor) -> Tensor:
     def update(layer: int, w: Tensor, gradient: Tensor) -> Tensor:
         stepped = w + eta[layer] * gradient
@@ -201,7 +210,13 @@ def _without_path(learner: Callable[[PromptMoments], Tensor]) -> Callable[..., T
 _ETA = Scalar("eta", lambda moments: 1 / moments.curvature)
 
 ALGORITHMS = (
-    Algorithm("gradient descent", "gradient_descent", (_ETA,), _gradient_descent),
+    Algorithm(
+        "gradient descent",
+        "gradient_descent",
+        (_ETA,),
+        _gradient_descent,
+        modes=lambda moments: moments.eigenvalues,
+    ),
     Algorithm(
         "GD++",
         "gd_plus_plus",
@@ -252,6 +267,7 @@ ALGORITHMS = (
         _preprocess_then_optimise,
         linear_in_y=False,
         equivariant=False,
+        modes=_preprocessed_modes,
     ),
     Algorithm(
         "ISTA",

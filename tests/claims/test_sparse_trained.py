@@ -134,12 +134,13 @@ def test_c10_does_not_hold_with_4_heads_layer_1_uses_one_and_a_later_layer_sever
     assert found.importance[0].max() > 0.6
     # A few prompts carry that mean; the medians say the same.
     assert found.effective_heads_of_medians[0] < 2
-    assert found.effective_heads[1:].max() > 2
+    assert found.effective_heads_of_medians[1:].max() > 2
 
 
 @pytest.mark.parametrize("name", models(H8))
 def test_c10_with_8_heads_layer_1_uses_several(name: str):
     found = masked(name)
+    assert found.effective_heads_of_medians[0] > 2
     assert found.effective_heads[0] - 4 * found.effective_heads_sem[0] > 2
     assert found.importance[0].max() < 0.6
 
@@ -179,14 +180,15 @@ def test_further_training_wins_back_most_of_what_pruning_costs():
 @pytest.mark.parametrize("name", models(H4))
 def test_c12_does_not_hold_with_4_heads_one_head_in_layer_1_will_do(name: str):
     found = prune(trained(name).model, draw(name, 2048), rule=best_head_first)
-    assert found.ratio + 4 * found.ratio_sem < 2
+    assert found.refit_ratio + 4 * found.refit_ratio_sem < 2
 
 
 @pytest.mark.parametrize("name", models(H8))
-def test_c12_holds_with_8_heads_in_all_but_one(name: str):
+def test_c12_does_not_hold_with_8_heads_one_in_each_later_layer_costs_as_much(name: str):
+    """At low noise one head in layer 1 costs more than twice the risk; as it is a few prompts carry
+    that (20,000 times), so that both are told with a new read-out."""
     found = prune(trained(name).model, draw(name, 4096), rule=best_head_first)
-    held = found.ratio >= max(2, 1.5 * pruned(name).ratio)
-    assert held == (name != "sparse-h8-noise0.4-s1")
+    assert found.refit_ratio + 3 * found.refit_ratio_sem < 1.5 * pruned(name).refit_ratio
     if name in LOW:
         assert found.refit_ratio - 4 * found.refit_ratio_sem > 2
 

@@ -69,6 +69,45 @@ def test_steps_that_change_places_are_recovered_in_some_order(moments: PromptMom
     np.testing.assert_allclose(sorted(fit.scalars), etas, rtol=1e-6)
 
 
+@pytest.mark.parametrize("seed", [0, 1])
+def test_the_steps_of_chebyshevs_iteration_are_found(seed: int):
+    """Six steps that reach from .5 to 7.6: a search from equal sizes never leaves them, and one from
+    sizes near to each other may end with several at 0."""
+    task = TaskConfig(d_x=4, context_length=32, noise_var=0)
+    prompts = sample_prompts(task, 128, generator=generator_for(seed, "eval", 0))
+    moments, descent = PromptMoments(prompts, task), BY_NAME["gradient descent"]
+    angles = (2 * np.arange(6) + 1) * np.pi / 12
+    etas = 1 / (1.05 + 0.95 * np.cos(angles))  # for eigenvalues from .1 to 2
+    target = descent.predictions(moments, etas.tolist(), 6)[-1]
+    equal = fit_algorithm(descent, moments, target, n_layers=6, n_starts=1)
+    np.testing.assert_allclose(equal.scalars, equal.scalars[0], rtol=1e-6)
+    assert equal.error > 1e-3 * target.square().mean()
+    fit = fit_algorithm(descent, moments, target, n_layers=6, n_starts=2)
+    np.testing.assert_allclose(np.sort(fit.scalars), np.sort(etas), rtol=1e-4)
+
+
+def test_unequal_steps_on_reweighted_x_are_found():
+    moments, algorithm = drawn(0), BY_NAME["preprocess then optimise"]
+    etas = algorithm.start(moments, 4) * torch.tensor([0.3, 1.0, 3.0]).double()
+    target = algorithm.predictions(moments, etas, 4)[-1]
+    fit = fit_algorithm(algorithm, moments, target, n_layers=4, n_starts=2)
+    np.testing.assert_allclose(np.sort(fit.scalars), etas.numpy(), rtol=1e-4)
+
+
+def test_a_search_ends_where_derivatives_are_not_finite():
+    """Six layers of GD++ are of degree 729 in their scalars: predictions are finite here, and not
+    their derivatives."""
+    task = TaskConfig(d_x=4, context_length=32, noise_var=0)
+    prompts = sample_prompts(task, 64, generator=generator_for(1, "eval", 0))
+    moments, algorithm = PromptMoments(prompts, task), BY_NAME["GD++"]
+    start, target = 30 * algorithm.start(moments, 6), moments.prompts.y_query
+    lost = fit_algorithm(algorithm, moments, target, n_layers=6, n_starts=1, start=start)
+    assert np.isfinite(lost.scalars).all()
+    assert lost.error > target.square().mean()
+    fit = fit_algorithm(algorithm, moments, target, n_layers=6, n_starts=2)
+    assert fit.error < 0.1 * target.square().mean()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["GD++", "ISTA", "momentum"])
 def test_an_algorithm_that_contains_another_falls_back_to_it(name: str, moments: PromptMoments):
