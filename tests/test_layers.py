@@ -95,6 +95,7 @@ ORDER = [
     "checkpoints.layered_tensors",
     "checkpoints.named_parts",
     "checkpoints.named_weights",
+    "checkpoints.layer_readings",
     "checkpoints.layered_parts",
     "checkpoints.layered",
     "checkpoints.named_layers",

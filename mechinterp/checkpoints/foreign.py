@@ -68,22 +68,11 @@ def _read(
     settings: Mapping[str, object],
 ) -> Checkpoint:
     if name in LAYERED:
-        for option in {"score", "score_slope", "columns", "sign", "output_scale"} & set(
-            hints.given
-        ):
-            raise CheckpointError(
-                f"{file}: {option} is known of format {name} and not to be given."
-            )
         from mechinterp.checkpoints.layered import read_layered
 
         return read_layered(tensors, file, format=name, hints=hints, settings=settings)
     if name == NAMED:
-        try:
-            return _read_named(tensors, file, hints, settings)
-        except RuntimeError as error:  # what torch says of shapes or kinds that no check has met
-            if "allocate memory" in str(error):
-                raise
-            raise CheckpointError(f"{file}: its matrices do not fit together.") from None
+        return _read_named(tensors, file, hints, settings)
     if name not in READERS:
         raise CheckpointError(f"{file}: format must be that of other people's files, got {name!r}.")
     layers: list[Layer] = [({}, name, without_prefix(tensors, name, file))]

@@ -59,6 +59,8 @@ class Hints:
     """One of `ORIENTATIONS`: the axes of matrices whose names do not say it; "out,in" is torch.nn.Linear's."""
     sign: str | None = None
     """One of `SIGNS`: whether the prediction is the output's y entry or minus it."""
+    output_column: int | None = None
+    """Entry of what the layer writes that is the prediction, from 0; of several responses the first."""
     output_scale: float | None = None
     """Factor on what attention adds, for code that has one beside its matrices."""
     model: Mapping[str, object] | None = None
@@ -71,6 +73,9 @@ class Hints:
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < 1):
                 raise ValueError(f"{name} must be an integer >= 1, got {value!r}.")
+        column = self.output_column
+        if column is not None and (type(column) is not int or column < 0):
+            raise ValueError(f"output_column must be an integer >= 0, got {column!r}.")
         for name in ("scale", "score_slope", "output_scale"):
             value = getattr(self, name)
             number = isinstance(value, int | float) and not isinstance(value, bool)

@@ -31,6 +31,13 @@ class Parts:
         return len(self.layers[0]["query.weight"])
 
     @property
+    def width_written(self) -> int:
+        """Entries of the stream that a prediction without a read-out is taken from."""
+        return (
+            self.layers[-1]["mlp_out.weight"].shape[1] if self.has("mlp_out.weight") else self.width
+        )
+
+    @property
     def d_head(self) -> int:
         """Width of a head."""
         return self.layers[0]["query.weight"].shape[1] // self.n_heads

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from mechinterp.checkpoints.named_parts import Parts
+from mechinterp.checkpoints.readings import Said
 from mechinterp.config import ModelConfig
 
 TOKEN, ATTENTION, MLP = range(3)
@@ -34,18 +35,17 @@ def joined(
     sizes: tuple[int, int],
     *,
     positions: Tensor | None,
-    sign: int,
-    apart: bool,
+    said: Said,
 ) -> dict[str, Tensor]:
     """The tensors by their names in HookedTransformer.
 
     Args:
         sizes: d_x and d_y.
-        sign: Of the entry that is the prediction.
-        apart: Whether nothing is added up.
+        said: Of the reading: whether anything is added up (residual), the order of a token's columns, the output's
+            entry that is the prediction, and its sign.
     """
     dtype = torch.promote_types(torch.float32, parts.layers[0]["query.weight"].dtype)
-    stream = Stream(parts.width, apart)
+    stream = Stream(parts.width, apart=not said["residual"])
     found: dict[str, Tensor] = {}
     for number, layer in enumerate(parts.layers):
         inside = _layer(layer, model, stream, parts.n_heads)
@@ -57,7 +57,7 @@ def joined(
     if positions is not None:
         found["pos_embed.W_pos"] = stream.placed(positions, 1, TOKEN)
     if model.d_model is not None:
-        found |= _ways(parts, model, sizes, stream, sign)
+        found |= _ways(parts, model, sizes, stream, said)
     return {name: tensor.to(dtype).contiguous().clone() for name, tensor in found.items()}
 
 
@@ -93,20 +93,26 @@ def _layer(
 
 
 def _ways(
-    parts: Parts, model: ModelConfig, sizes: tuple[int, int], stream: Stream, sign: int
+    parts: Parts, model: ModelConfig, sizes: tuple[int, int], stream: Stream, said: Said
 ) -> dict[str, Tensor]:
     """Read-in and read-out, of a file without them the entries of x and y, and that of y."""
     (d_x, d_y), width, ends = sizes, parts.width, parts.ends
     last = MLP if model.d_mlp is not None else ATTENTION
-    written = parts.layers[-1]["mlp_out.weight"].shape[1] if model.d_mlp is not None else width
-    # Of an MLP that writes fewer entries than a token has, the last are the prediction.
-    entry = d_x if written == width else written - d_y
+    written, y_first = parts.width_written, said["columns"] == "y,x"
+    entry = said["output_column"]
+    if entry is None:
+        # Of an MLP that writes fewer entries than a token has, the last are the prediction.
+        entry = written - d_y if written < width else 0 if y_first else d_x
     read_in = ends.get("read_in.weight", torch.eye(width)[: d_x + d_y])
-    read_out = ends.get("read_out.weight", torch.eye(written)[:, entry : entry + d_y])
+    read_out = ends.get("read_out.weight", torch.eye(written)[:, int(entry) :][:, :d_y])
+    sign = -1 if said["sign"] == "minus" else 1
     found = {"W_in": stream.placed(read_in, 1, TOKEN)}
     found["unembed.W_U"] = sign * stream.placed(read_out, 0, last)
     if model.d_read_in is not None:
         found["W_read"] = ends["read_mlp.weight"]
+    if y_first:  # the rows of the matrix that a token meets first
+        first = "W_in" if model.d_read_in is None else "W_read"
+        found[first] = found[first].roll(-d_y, 0)
     if model.biases:
         found["b_in"] = stream.placed(ends.get("read_in.bias", torch.zeros(width)), 0, TOKEN)
         found["unembed.b_U"] = sign * ends.get("read_out.bias", torch.zeros(d_y))

@@ -122,6 +122,24 @@ def stated_heads(
     return n_heads
 
 
+def stated_task(settings: Mapping[str, object], model: ModelConfig) -> dict[str, object]:
+    """Noise and context that a config file beside the weights states, by fields of TaskConfig.
+
+    A context longer than the model has positions for is none that it takes, and not among them.
+    """
+    noise, points, most = (
+        settings.get("noise_std"),
+        settings.get("n_points"),
+        model.longest_context,
+    )
+    found: dict[str, object] = {}
+    if isinstance(noise, float):
+        found["noise_var"] = noise**2
+    if isinstance(points, int) and (most is None or points - 1 <= most):
+        found["context_length"] = points - 1
+    return found
+
+
 def numbers(tensors: Mapping[str, Tensor], names: Collection[str], file: Path) -> list[Tensor]:
     """These tensors of a file.
 

@@ -4,12 +4,15 @@ Scale and columns are told by the loss, as training has settled them. The score 
 scores can predict better with linear ones. So of every score the best reading stands, unless it predicts nothing.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from mechinterp.checkpoints.errors import CheckpointError
+from mechinterp.checkpoints.hints import option
 from mechinterp.config import TaskConfig
 from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
 from mechinterp.models.functional import AttentionWeights, predict
@@ -57,15 +60,27 @@ class Reading:
         return f"{named}: {self.loss:.3g} ± {self.loss_sem:.1g}"
 
 
+def require_few(n_readings: int, open_ones: Iterable[str], file: Path) -> None:
+    """Refuse more readings than are tried.
+
+    Args:
+        open_ones: What they differ in, by the names of `Said`.
+    Raises:
+        CheckpointError: If there are more than `MAX_READINGS`.
+    """
+    if n_readings > MAX_READINGS:
+        raise CheckpointError(
+            f"{file}: at most {MAX_READINGS} readings are tried, got {n_readings}; say some of "
+            f"{', '.join(map(option, open_ones))}."
+        )
+
+
 def compare_readings(
     candidates: Sequence[tuple[Said, AttentionWeights]], task: TaskConfig
 ) -> tuple[Reading, ...]:
     """The readings, those that stand first, by their loss; those that tie in the order given.
 
     Readings that are one model, such as two scales where d_head is 1, count once.
-
-    Raises:
-        ValueError: If there are more than `MAX_READINGS`.
     """
     apart: list[tuple[Said, AttentionWeights]] = []
     for said, weights in candidates:
@@ -98,11 +113,7 @@ def ranked(
     Args:
         errors: Per candidate the squared errors per prompt of the model and of predicting 0, over the mean of the
             latter. Prompts of the same number in all; where they are the same, differences are paired.
-    Raises:
-        ValueError: If there are more than `MAX_READINGS`.
     """
-    if len(candidates) > MAX_READINGS:
-        raise ValueError(f"There must be at most {MAX_READINGS} readings, got {len(candidates)}.")
     best, zero = min(errors, key=lambda each: float(each[0].mean().nan_to_num(torch.inf)))
     any_predicts = _below(best, zero)
     rivals: dict[object, Tensor] = {}

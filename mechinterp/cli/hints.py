@@ -58,6 +58,12 @@ SignOption = Annotated[
     str | None,
     typer.Option("--sign", metavar="plus|minus", help="Sign of the y entry in the prediction."),
 ]
+ColumnOption = Annotated[
+    int | None,
+    typer.Option(
+        "--output-column", min=0, help="Entry of a layer's output that is the prediction, from 0."
+    ),
+]
 OutputOption = Annotated[
     float | None,
     typer.Option("--output-scale", help="Factor on what attention adds, for files without it."),
@@ -91,6 +97,7 @@ def hints_of(
     columns: ColumnsOption = None,
     orientation: OrientationOption = None,
     sign: SignOption = None,
+    output_column: ColumnOption = None,
     output_scale: OutputOption = None,
     model: ModelOption = None,
     map: MapOption = None,

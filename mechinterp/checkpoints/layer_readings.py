@@ -1,0 +1,334 @@
+"""The ways in which the parts of layers can be joined, tried on prompts of the task.
+
+Names and shapes do not say where norms stand, what a token reads and which entry is the prediction. Every way that they
+allow is a reading; the one that predicts best comes first.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
+from itertools import product
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from mechinterp.checkpoints.errors import CheckpointError, one_line
+from mechinterp.checkpoints.hints import COLUMNS, JOINS, SIGNS, Hints
+from mechinterp.checkpoints.named_parts import Parts
+from mechinterp.checkpoints.named_weights import joined
+from mechinterp.checkpoints.native import Checkpoint
+from mechinterp.checkpoints.outside import settle, stated_task
+from mechinterp.checkpoints.readings import (
+    Reading,
+    Said,
+    evaluation_prompts,
+    ranked,
+    require_few,
+)
+from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig
+from mechinterp.fields import build, flatten
+from mechinterp.models.weights import Weights
+
+N_PROMPTS, LEAST_PROMPTS, N_PRODUCTS = 256, 16, 2**34
+"""Prompts that readings are held against each other on, and about the products that all of them may take."""
+PER_WEIGHT = 16
+"""What an attention weight costs, in products."""
+TIE = 1e-6
+N_POSITIONS = 512
+"""Rows of a table of sinusoidal positions."""
+MOST_SHOWN = 8
+"""Readings that are listed under what was assumed; the checkpoint has all."""
+NORM_EPS = ("norm_eps", "layer_norm_eps", "layer_norm_epsilon")
+"""Settings that state what layer norms add to the variance."""
+HINTED = ("attend_to_self", "score", "scale", "sign", "columns", "output_column")
+"""What a reading says by an argument of `load` of its own; the rest is said by `model`."""
+Options = Mapping[str, tuple[str | float | bool | None, ...]]
+Candidate = tuple[Said, Checkpoint]
+Errors = tuple[Tensor, Tensor]
+
+
+def best_reading(
+    sources: Sequence[tuple[Said, Parts]],
+    file: Path,
+    *,
+    hints: Hints,
+    settings: Mapping[str, object],
+    usual: Options,
+    format: str,
+) -> Checkpoint:
+    """The model that the parts of a file make, of the readings the one that predicts best.
+
+    Args:
+        sources: The parts, and what is said of how they were taken from the file.
+        settings: What a config file beside the weights states: norm_first, norm_eps, and fields of `JOINS`.
+        usual: What the format settles or has in another order, the most usual first.
+    Raises:
+        CheckpointError: If shapes do not fit together, or too much is left open.
+    """
+    settings = {**settings, **(hints.model or {})}
+    candidates: list[Candidate] = []
+    faults: list[CheckpointError] = []
+    for source, parts in sources:
+        for choices in _choices(parts, file, hints, settings, usual):
+            said = {**source, **choices}
+            try:
+                found = _checkpoint(parts, file, said, hints, settings)
+                candidates.append((said, replace(found, format=format)))
+            except CheckpointError as error:
+                faults.append(error)
+    if not candidates:
+        raise faults[0]
+    return _best(candidates, file)
+
+
+def _choices(
+    parts: Parts, file: Path, hints: Hints, settings: Mapping[str, object], usual: Options
+) -> Iterator[Said]:
+    """What names and shapes leave open, every combination of it, the most usual first."""
+    normed, mlps = parts.has("norm1.weight"), parts.has("mlp_in.weight")
+    read_in, bare = parts.has("read_in.weight"), not parts.has("read_out.weight")
+    plain = not (normed or mlps)
+    open_positions = read_in and not plain and not parts.has("positions.weight")
+    scale = parts.d_head**-0.5
+    options: dict[str, tuple[str | float | bool | None, ...]] = {
+        "norm": ("before", "after") if normed else (None,),
+        "activation": ("relu", "gelu") if mlps or parts.has("read_mlp.weight") else ("relu",),
+        "layout": ("pairs", "in_turn") if read_in else ("pairs",),
+        "attend_to_self": (True, False),
+        "context_only": (False, True),
+        "score": ("softmax", "linear/L", "linear") if plain else ("softmax", "linear/L"),
+        "scale": (scale, 1.0) if plain and parts.d_head > 1 else (scale,),
+        "residual": (True, False) if len(parts.layers) == 1 and not normed else (True,),
+        "positions": ("none", "sinusoidal") if open_positions else ("none",),
+        "sign": SIGNS if bare else SIGNS[:1],
+        "columns": COLUMNS[:1],
+        "output_column": _output_columns(parts, hints, file),
+    }
+    options |= usual
+    first = settings.get("norm_first")
+    if isinstance(first, bool) and normed:
+        options["norm"] = ("before" if first else "after",)
+    given = {name: settings.get(name) for name in (*JOINS, "attend_to_self")}
+    given |= {name: hints.given[name] for name in HINTED if name in hints.given}
+    given = {name: value for name, value in given.items() if value is not None}
+    options |= {name: (value,) for name, value in given.items()}  # type: ignore[misc]
+    both_sides = usual.get("context_only", (False,))[0] is True
+    for values in product(*options.values()):
+        choices = dict(zip(options, values, strict=True))
+        if _is_usual(choices, given, both_sides=both_sides):
+            yield choices
+
+
+def _output_columns(parts: Parts, hints: Hints, file: Path) -> tuple[int | None, ...]:
+    """Entries of the output that can be the (first) prediction; None: that of y, or what the read-out writes.
+
+    Where columns of positions stand behind (x, y), code reads the entry of y or the last one.
+    """
+    if parts.has("read_out.weight"):
+        if hints.output_column is not None:
+            raise CheckpointError(
+                f"{file}: output_column is for layers without a read-out, got {hints.output_column}."
+            )
+        return (None,)
+    d_x, d_y = _asked(hints)
+    last = parts.width_written - (d_y or 1)
+    if hints.output_column is not None and hints.output_column > last:
+        raise CheckpointError(
+            f"{file}: output_column must lie in 0 to {last}, got {hints.output_column}."
+        )
+    wide = None not in (d_x, d_y) and (d_x or 0) + (d_y or 0) < parts.d_token
+    return (None, last) if wide and parts.width_written == parts.width else (None,)
+
+
+def _is_usual(choices: Said, given: Mapping[str, object], *, both_sides: bool) -> bool:
+    """Whether a way to join the parts is one that people use, or was said.
+
+    Args:
+        both_sides: Whether layers of this format read the tokens on both sides as a rule.
+    """
+    causal = {"attend_to_self": True, "context_only": False, "columns": COLUMNS[0]}
+    if choices["layout"] == "in_turn" and any(
+        choices[name] != value and name not in given for name, value in causal.items()
+    ):
+        return False
+    if both_sides:  # there a causal mask without the diagonal leaves the first token without a key
+        strict = not (choices["attend_to_self"] or choices["context_only"])
+        return not strict or {"attend_to_self", "context_only"} <= given.keys()
+    numbered = choices["positions"] == "sinusoidal" and choices["context_only"] is True
+    return not numbered or {"positions", "context_only"} <= given.keys()
+
+
+def _best(candidates: Sequence[Candidate], file: Path) -> Checkpoint:
+    """The checkpoint that predicts best, with all readings: the first of those that tie exactly, or if none predicts."""
+    said_of_all = [said for said, _ in candidates]
+    open_ones = [n for n in said_of_all[0] if len({said[n] for said in said_of_all}) > 1]
+    require_few(len(candidates), open_ones, file)
+    checkpoint = candidates[0][1]
+    readings: tuple[Reading, ...] = ()
+    if len(candidates) > 1:
+        candidates, errors = _apart(candidates)
+        pairs = [({n: said[n] for n in open_ones}, each.weights) for said, each in candidates]
+        found = ranked(pairs, errors)
+        losses = [each.loss for each in found]
+        least = min(losses)
+        best = next(i for i, loss in enumerate(losses) if not loss > least * (1 + TIE))
+        first = best if any(each.predicts for each in found) else 0
+        checkpoint = candidates[first][1]
+        order = sorted(range(len(found)), key=lambda i: (i != first, not found[i].ties, losses[i]))
+        readings = tuple(found[i] for i in order)
+    assumed: dict[str, object] = {}
+    if readings:
+        told = {name: readings[0].said[name] for name in sorted(open_ones) if name != "scale"}
+        assumed |= {f"model.{name}": value for name, value in told.items()}
+        assumed["readings"] = [each.to_document() for each in readings[:MOST_SHOWN]]
+    return replace(
+        checkpoint, assumed={**checkpoint.assumed, **assumed, "step": 0}, readings=readings
+    )
+
+
+def _checkpoint(
+    parts: Parts, file: Path, said: Said, hints: Hints, settings: Mapping[str, object]
+) -> Checkpoint:
+    """The model of one reading."""
+    d_x, d_y = _sizes(parts, file, said, hints)
+    if parts.has("positions.weight"):
+        positions = parts.ends["positions.weight"]
+    elif said["positions"] == "sinusoidal":
+        positions = _sinusoidal(N_POSITIONS, parts.width)
+    else:
+        positions = None
+    fields = _model_fields(parts, said, positions, d_x + d_y)
+    for name in set(NORM_EPS) & set(settings):
+        fields["norm_eps"] = settings[name]
+    try:
+        model = build(ModelConfig, fields, "model.")
+        stated = {**stated_task(settings, model), **dict(hints.task or {})}
+        task = build(TaskConfig, {"d_x": d_x, "d_y": d_y, **stated}, "task.")
+        most = model.longest_context
+        if most is not None and "context_length" not in stated:
+            task = replace(task, context_length=min(task.context_length, most))
+        config = ExperimentConfig(task=task, model=model)
+        found = joined(parts, model, (d_x, d_y), positions=positions, said=said)
+        weights = Weights(model, task.d_x, task.d_y, found)
+    except ValueError as error:
+        raise CheckpointError(f"{file}: {one_line(error)}") from None
+    scale = said["scale"]
+    assert isinstance(scale, float | int)
+    if scale != parts.d_head**-0.5:
+        weights = replace(weights, scale=float(scale))
+    beside = _assumed_task(parts, task, hints, stated)
+    left_out = parts.d_token - (d_x + d_y) if said["layout"] == "pairs" else 0
+    if left_out:
+        beside["model.position_columns_left_out"] = left_out
+    if hints.scale is None:
+        beside["attn_scale"] = 1 / scale
+    if hints.columns is None and said["layout"] == "pairs":
+        beside["model.columns"] = said["columns"]
+    return Checkpoint(file, config, 0, weights, assumed=beside)
+
+
+def _assumed_task(
+    parts: Parts, task: TaskConfig, hints: Hints, stated: Mapping[str, object]
+) -> dict[str, object]:
+    """Fields of the task that nobody said; d_x and d_y imply each other."""
+    said = {"task.d_x", *flatten(dict(stated), "task.")}
+    if parts.has("read_out.weight") or _asked(hints) != (None, None):
+        said.add("task.d_y")
+    return {n: v for n, v in flatten(asdict(task), "task.").items() if n not in said}
+
+
+def _asked(hints: Hints) -> tuple[int | None, int | None]:
+    """d_x and d_y as the reader says them."""
+    given = {**dict(hints.task or {}), **hints.given}
+    d_x, d_y = given.get("d_x"), given.get("d_y")
+    return d_x if isinstance(d_x, int) else None, d_y if isinstance(d_y, int) else None
+
+
+def _sizes(parts: Parts, file: Path, said: Said, hints: Hints) -> tuple[int, int]:
+    """d_x and d_y; entries of tokens behind (x, y), where the reader says both sizes, are positions."""
+    read, (asked, asked_d_y) = parts.ends.get("read_out.weight"), _asked(hints)
+    d_y = settle(file, "d_y", None if read is None else read.shape[1], asked_d_y)
+    in_turn = said["layout"] == "in_turn"
+    if d_y is None:
+        d_y = 1 if asked is None or in_turn else max(1, parts.d_token - asked)
+    d_x = parts.d_token - (0 if in_turn else d_y)
+    wide = read is None and None not in (asked, asked_d_y)
+    if wide and asked is not None and asked < d_x:
+        return asked, d_y
+    if asked not in (None, d_x):
+        raise CheckpointError(f"{file}: d_x must be the weights' {d_x}, got {asked}.")
+    return d_x, d_y
+
+
+def _model_fields(
+    parts: Parts, said: Said, positions: Tensor | None, d_token: int
+) -> dict[str, object]:
+    """The architecture of one reading."""
+    apart, width = not said["residual"], parts.width
+    around = parts.ends.keys() & {"read_in.weight", "read_out.weight"}
+    moved = said["columns"] != COLUMNS[0] or said["output_column"] is not None
+    ways = around or apart or said["sign"] == "minus" or d_token < parts.d_token or moved
+    names = ("norm", "activation", "layout", "score", "attend_to_self", "context_only")
+    fields: dict[str, object] = {
+        **{name: said[name] for name in names},
+        "n_layers": len(parts.layers),
+        "n_heads": parts.n_heads,
+        "d_head": parts.d_head,
+        "biases": parts.biases,
+        "d_model": (3 * width if apart else width) if ways else None,
+        "final_norm": parts.has("final_norm.weight"),
+    }
+    if parts.has("mlp_in.weight"):
+        fields["d_mlp"] = parts.layers[0]["mlp_in.weight"].shape[1]
+    if parts.has("read_mlp.weight"):
+        fields["d_read_in"] = parts.ends["read_mlp.weight"].shape[1]
+    if positions is not None:
+        fields["n_positions"] = len(positions)
+    return fields
+
+
+def _sinusoidal(n_positions: int, width: int) -> Tensor:
+    """sin(t / 10000^(2i/width)) and cos of it in turn, [pos, width].
+
+    Source:
+        Vaswani et al. 2017, arXiv 1706.03762, section 3.5.
+    """
+    angle = torch.arange(n_positions)[:, None] * 1e4 ** (-torch.arange(0, width, 2) / width)
+    return torch.stack([angle.sin(), angle.cos()], -1).flatten(1)[:, :width]
+
+
+def _apart(candidates: Sequence[Candidate]) -> tuple[list[Candidate], list[Errors]]:
+    """The candidates, of those that predict alike the first, with their errors over those of predicting 0."""
+    kept: list[Candidate] = []
+    predictions: list[Tensor] = []
+    errors: list[Errors] = []
+    n_prompts = _n_prompts([each for _, each in candidates])
+    for said, checkpoint in candidates:
+        prompts = evaluation_prompts(checkpoint.task, n_prompts)
+        prediction = checkpoint.predictor.run(prompts, [[]])[0].double()
+        alike = (
+            torch.allclose(prediction, other, rtol=TIE, atol=TIE, equal_nan=True)
+            for (_, each), other in zip(kept, predictions, strict=True)
+            if each.task == checkpoint.task
+        )
+        if any(alike):
+            continue
+        zero = prompts.y_query.square().mean(1)
+        error = (prediction - prompts.y_query).square().mean(1)
+        kept.append((said, checkpoint))
+        predictions.append(prediction)
+        errors.append((error / zero.mean(), zero / zero.mean()))
+    return kept, errors
+
+
+def _n_prompts(checkpoints: Sequence[Checkpoint]) -> int:
+    """As many prompts, the same for each, as all of them together take about `N_PRODUCTS` for."""
+    return max(LEAST_PROMPTS, min(N_PROMPTS, N_PRODUCTS // sum(map(_products, checkpoints))))
+
+
+def _products(checkpoint: Checkpoint) -> int:
+    """About the products that a prompt takes."""
+    task, model = checkpoint.task, checkpoint.config.model
+    n_pos = 2 * (task.context_length + 1)
+    size = sum(t.numel() for n, t in checkpoint.weights.tensors.items() if n.startswith("blocks"))
+    return n_pos * (size + PER_WEIGHT * n_pos * model.n_layers * model.n_heads)
