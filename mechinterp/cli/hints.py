@@ -61,8 +61,7 @@ SignOption = Annotated[
 OutputColumnOption = Annotated[
     int | None,
     typer.Option(
-        "--output-column",
-        help="Which column is the prediction, from 0; -1 is the last; for tokens with more than x and y.",
+        "--output-column", min=0, help="Entry of a layer's output that is the prediction, from 0."
     ),
 ]
 OutputOption = Annotated[

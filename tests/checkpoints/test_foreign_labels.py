@@ -155,7 +155,7 @@ def test_the_prediction_is_the_column_that_the_loss_tells(tmp_path: Path, behind
     }
     file = saved(tmp_path, wide)
     found = load(file, d_x=5, d_y=1, n_heads=2, score="softmax")
-    assert found.assumed["model.output_column"] == (-1 if behind else None)
+    assert found.assumed["model.output_column"] == (8 if behind else None)
     assert found.assumed["model.position_columns_left_out"] == 3
     torch.testing.assert_close(found.weights.circuits.OV, weights.OV)
     assert classify(found, **FEW).pattern == "debiased_gd"

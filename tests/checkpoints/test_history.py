@@ -12,8 +12,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from mechinterp.checkpoints.checkpoint import Checkpoint, load, save
-from mechinterp.checkpoints.checkpoint import history as tables
 from mechinterp.checkpoints.io.errors import CheckpointError
+from mechinterp.checkpoints.native import history as tables
 from mechinterp.config import ExperimentConfig
 from mechinterp.training.step import initial_weights
 

@@ -52,7 +52,7 @@ def columns(parts: Parts, said: Said, sizes: tuple[int, int]) -> tuple[list[int]
     ):  # what writes fewer entries than a token has ends with the prediction
         start = parts.written - d_y
     if isinstance(column, int):
-        start = column % parts.written
+        start = column
     return inputs, list(range(start, start + d_y))
 
 

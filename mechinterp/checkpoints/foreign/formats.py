@@ -78,7 +78,6 @@ class Format:
 
 X_FIRST = {"columns": "x,y", "sign": "plus", "output_column": None}
 SOFTMAX = {"score": "softmax", "scale": None}
-LAYERS = {**SOFTMAX, **X_FIRST, "residual": True, "positions": "none"}
 PUBLISHED = {"score": "linear", "scale": 1.0, "attend_to_self": True, **X_FIRST}
 FORMATS = (
     Format(
@@ -112,7 +111,10 @@ FORMATS = (
     Format(
         "gpt2",
         settled={
-            **LAYERS,
+            **SOFTMAX,
+            **X_FIRST,
+            "residual": True,
+            "positions": "none",
             "norm": "before",
             "layout": "in_turn",
             "attend_to_self": True,
@@ -126,7 +128,7 @@ FORMATS = (
     ),
     Format(
         "torch-encoder",
-        settled={**LAYERS, "layout": "pairs"},
+        settled={**SOFTMAX, **X_FIRST, "residual": True},
         usual={"norm_eps": 1e-5, "attend_to_self": True},
         tries={"norm": ("after", "before"), "context_only": (True, False)},
         beside={"model.tokens": "(x_1, y_1), ..., (x_L, y_L), (x_query, 0); predicted at the last"},

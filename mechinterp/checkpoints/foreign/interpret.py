@@ -27,9 +27,9 @@ from mechinterp.models.predictor import predictor_of
 from mechinterp.models.weights import Weights
 
 MAX_READINGS = 64
-N_PROMPTS, N_OF_LAYERS, LEAST_PROMPTS = 2048, 256, 16
+N_PROMPTS, N_OF_LAYERS, LEAST_PROMPTS = 2048, 512, 16
 """Prompts that readings are held against each other on: of one layer of attention, of others, and at least."""
-N_PRODUCTS, N_NUMBERS = 2**32, 2**24
+N_PRODUCTS, N_NUMBERS = 2**34, 2**24
 """About the products that all readings together may take, and the most numbers of the prompts."""
 PER_WEIGHT = 16
 """What an attention weight costs, in products."""
@@ -124,9 +124,13 @@ def choices_of(
         CheckpointError: If the reader contradicts what the format settles.
     """
     tries = _of_attention(parts, form) if parts.alone else _of_layers(parts, form)
-    positions = None not in (hints.d_x, hints.d_y) and hints.d_x + hints.d_y < parts.d_token  # type: ignore[operator]
-    if positions and not parts.has("read_out.weight"):
-        tries["output_column"] = (None, -(hints.d_y or 1))
+    if not parts.has("read_out.weight"):
+        tries["output_column"] = _output_columns(parts, hints, file)
+    elif hints.output_column is not None:
+        column = hints.output_column
+        raise CheckpointError(
+            f"{file}: output_column is for layers without a read-out, got {column}."
+        )
     tries |= {n: values for n, values in form.tries.items() if n in tries and len(tries[n]) > 1}
     tries |= {
         n: (value,)
@@ -134,9 +138,7 @@ def choices_of(
         if n in tries or n == "norm_eps"
     }
     for name, value in given.items():
-        if name not in (*tries, "norm_eps", "output_column") or (
-            name == "norm" and tries["norm"] == (None,)
-        ):
+        if name not in (*tries, "norm_eps") or (name == "norm" and tries[name] == (None,)):
             continue
         fixed = form.settled.get(name, value)
         if name == "scale" and fixed is None:
@@ -145,6 +147,21 @@ def choices_of(
             value = settle(file, name, fixed, value)  # type: ignore[type-var]
         tries[name] = (value,)
     return tries
+
+
+def _output_columns(parts: Parts, hints: Hints, file: Path) -> tuple[int | None, ...]:
+    """Entries of the output that can be the first of the prediction; None: that of y.
+
+    Where columns of positions stand behind (x, y), code reads the entry of y or the last one.
+    """
+    last = parts.written - (hints.d_y or 1)
+    if hints.output_column is not None and hints.output_column > last:
+        raise CheckpointError(
+            f"{file}: output_column must lie in 0 to {last}, got {hints.output_column}."
+        )
+    wide = None not in (hints.d_x, hints.d_y)
+    wide = wide and (hints.d_x or 0) + (hints.d_y or 0) < parts.d_token
+    return (None, last) if wide and parts.written == parts.width else (None,)
 
 
 def _of_attention(parts: Parts, form: Format) -> dict[str, tuple[object, ...]]:

@@ -70,7 +70,7 @@ class Hints:
     orientation: str | None = None
     """One of `ORIENTATIONS`: the axes of matrices whose names do not say it; "out,in" is torch.nn.Linear's."""
     output_column: int | None = None
-    """Which column of what a token becomes is the prediction, the first of d_y; negative ones count from the last."""
+    """Entry of what the layer writes that is the prediction, from 0; of several responses the first."""
     sign: str | None = None
     """One of `SIGNS`: whether the prediction is the output's y entry or minus it."""
     output_scale: float | None = None
@@ -89,8 +89,9 @@ class Hints:
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < 1):
                 raise ValueError(f"{name} must be an integer >= 1, got {value!r}.")
-        if self.output_column is not None and type(self.output_column) is not int:
-            raise ValueError(f"output_column must be an integer, got {self.output_column!r}.")
+        column = self.output_column
+        if column is not None and (type(column) is not int or column < 0):
+            raise ValueError(f"output_column must be an integer >= 0, got {column!r}.")
         for name in ("scale", "score_slope", "output_scale"):
             value = getattr(self, name)
             number = isinstance(value, int | float) and not isinstance(value, bool)

@@ -141,7 +141,7 @@ class _Source:
         """Fields of the task that the format or settings beside the weights state."""
         found = self.form.task(d_x, d_y, self.score)
         noise, points = self.settings.get("noise_std"), self.settings.get("n_points")
-        if isinstance(points, int) and points > 1:
+        if isinstance(points, int):
             found["context_length"] = points - 1
         if isinstance(noise, int | float):
             found["noise_var"] = float(noise) ** 2
