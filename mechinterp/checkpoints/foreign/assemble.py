@@ -155,7 +155,7 @@ def _heads(
         found |= {n: found[n][..., list(outputs)] for n in ("W_V", "b_V")}
         rows = torch.eye(written, dtype=found["W_V"].dtype)[list(outputs)]
         found["W_O"], found["b_O"] = rows.expand(n_heads, -1, -1), rows.new_zeros(written)
-    factor = (found["W_Q"].shape[2] ** -0.5 if scale is None else scale) * d_head**0.5  # type: ignore[operator]
+    factor = (found["W_Q"].shape[2] ** -0.5 if scale is None else scale) * d_head**0.5
     for name in ("W_Q", "W_K", "W_V", "b_Q", "b_K", "b_V"):
         found[name] = pad(found[name], (0, d_head - found[name].shape[-1]))
     found["W_O"] = pad(found["W_O"], (0, 0, 0, d_head - found["W_O"].shape[1]))

@@ -154,11 +154,14 @@ def _output_columns(parts: Parts, hints: Hints, file: Path) -> tuple[int | None,
 
     Where columns of positions stand behind (x, y), code reads the entry of y or the last one.
     """
-    last = parts.written - (hints.d_y or 1)
-    if hints.output_column is not None and hints.output_column > last:
+    last, column = parts.written - (hints.d_y or 1), hints.output_column
+    if column is not None and parts.written < parts.width:
+        got = f"one that writes {parts.written} of {parts.width} entries"
         raise CheckpointError(
-            f"{file}: output_column must lie in 0 to {last}, got {hints.output_column}."
+            f"{file}: output_column is for layers that write whole tokens, got {got}."
         )
+    if column is not None and column > last:
+        raise CheckpointError(f"{file}: output_column must lie in 0 to {last}, got {column}.")
     wide = None not in (hints.d_x, hints.d_y)
     wide = wide and (hints.d_x or 0) + (hints.d_y or 0) < parts.d_token
     return (None, last) if wide and parts.written == parts.width else (None,)

@@ -91,7 +91,8 @@ OTHER_MODELS = {
     r"lstm|gru\.|rnn\.|weight_[ih]h_l0": "recurrent layers",
     r"W_g\b|\bgates?\b|gate_proj": "gates",
     r"feature_map|kernel_proj|random_features|phi\.": "features of kernels",
-    r"E_block|\bE(?:_[kv])?$|\bF$|linformer|low_rank": "low-rank attention (Linformer, low-rank blocks)",
+    r"[EF]_block|\b[EF](?:_[kv])?(?:\.weight)?$|linformer|low_rank": "low-rank attention (Linformer, low-rank blocks)",
+    r"\blayers?\.\d+\.scale$": "learned factors of layers, as of attention by kernels,",
     r"bias_[kv]$": "learned extra keys and values",
 }
 """Parts of names that tell a model of another kind."""

@@ -125,11 +125,17 @@ class _Source:
         """
         d_x, d_y = self._sizes(parts, said)
         task = dict(self.hints.task or {})
-        fields = {**self._task(d_x, d_y), "d_x": d_x, "d_y": d_y, **task}
         try:
             model, *_ = architecture(parts, said, (d_x, d_y), self.hints)
-            filled = build(TaskConfig, fields, "task.")
             most = model.longest_context
+            fields = {
+                **self.form.task(d_x, d_y, self.score),
+                **self._stated(most),
+                "d_x": d_x,
+                "d_y": d_y,
+                **task,
+            }
+            filled = build(TaskConfig, fields, "task.")
             if most is not None and "context_length" not in task:
                 filled = replace(filled, context_length=max(1, min(filled.context_length, most)))
             ExperimentConfig(task=filled, model=model)
@@ -137,14 +143,14 @@ class _Source:
             raise CheckpointError(f"{self.file}: {one_line(error)}") from None
         return Case(parts, said, filled, self.hints, self.file)
 
-    def _task(self, d_x: int, d_y: int) -> dict[str, object]:
-        """Fields of the task that the format or settings beside the weights state."""
-        found = self.form.task(d_x, d_y, self.score)
+    def _stated(self, most: int | None) -> dict[str, object]:
+        """Fields of the task that settings beside the weights state, a context no longer than there are positions."""
         noise, points = self.settings.get("noise_std"), self.settings.get("n_points")
-        if isinstance(points, int):
+        found: dict[str, object] = {}
+        if isinstance(points, int) and (most is None or points - 1 <= most):
             found["context_length"] = points - 1
-        if isinstance(noise, int | float):
-            found["noise_var"] = float(noise) ** 2
+        if isinstance(noise, float):
+            found["noise_var"] = noise**2
         return found
 
     def _sizes(self, parts: Parts, said: Said) -> tuple[int, int]:
@@ -208,8 +214,7 @@ class _Source:
         said = {"task.d_x", *flatten(dict(self.hints.task or {}), "task.")}
         if shown_responses(case.parts) or any(self._asked(n) is not None for n in ("d_x", "d_y")):
             said.add("task.d_y")
-        stated = {"n_points": "task.context_length", "noise_std": "task.noise_var"}
-        said |= {name for setting, name in stated.items() if setting in self.settings}
+        said |= {f"task.{name}" for name in self._stated(config.model.longest_context)}
         kinds = ("task.", "train.", "seed") if case.parts.alone else ("task.",)
         return {n: v for n, v in values.items() if n.startswith(kinds) and n not in said}
 
