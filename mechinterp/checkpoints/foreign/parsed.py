@@ -103,6 +103,7 @@ def parts_of(
     if wide_heads:
         query = found[0]["query.weight"]
         shown_heads = _whole_tokens(query, len(query.tensor), file)
+    _require_full_keys(found[0], file)
     n_heads = _n_heads(found[0], file, hints, settings, shown_heads)
     layers: list[dict[str, Tensor]] = []
     width = len(found[0]["query.weight"].tensor)
@@ -203,6 +204,16 @@ def _whole_tokens(value: Matrix, width: int, file: Path) -> int | None:
     return rows // width
 
 
+def _require_full_keys(layer: Mapping[str, Matrix], file: Path) -> None:
+    """Refuse keys of fewer rows than the queries, which several heads share."""
+    inner, keys, values = (layer[f"{n}.weight"].tensor.shape[1] for n in ("query", "key", "value"))
+    if keys < inner and inner % keys == 0:
+        raise CheckpointError(
+            f"{file}: keys must be as wide as queries; grouped or multi-query attention is not read: got {inner} rows "
+            f"of queries, {keys} of keys, {values} of values."
+        )
+
+
 def _require_attention(found: Mapping[str, Matrix], n_heads: int, width: int, file: Path) -> None:
     """Hold the matrices of one layer against each other."""
     query, key, value = (found[f"{name}.weight"] for name in ("query", "key", "value"))
@@ -212,12 +223,7 @@ def _require_attention(found: Mapping[str, Matrix], n_heads: int, width: int, fi
                 f"{file}: {matrix.name} must have {n_heads} heads, got {matrix.n_heads}; grouped or multi-query "
                 "attention is not read."
             )
-    inner, keys, values = (each.tensor.shape[1] for each in (query, key, value))
-    if 0 < keys < inner and inner % keys == 0 and len(key.tensor) == width:
-        raise CheckpointError(
-            f"{file}: keys must be as wide as queries; grouped or multi-query attention is not read: got {inner} rows "
-            f"of queries, {keys} of keys, {values} of values."
-        )
+    inner, values = query.tensor.shape[1], value.tensor.shape[1]
     query.require(file, (width, inner))
     key.require(file, (width, inner))
     value.require(file, (width, values))
