@@ -23,8 +23,9 @@ from mechinterp.checkpoints.one_layer import (
     prefix_of,
     without_prefix,
 )
-from mechinterp.checkpoints.outside import checkpoint_of, settle
-from mechinterp.checkpoints.readings import Said, compare_readings
+from mechinterp.checkpoints.outside import checkpoint_of, settle, stated_task
+from mechinterp.checkpoints.readings import Said, compare_readings, require_few
+from mechinterp.config import ModelConfig
 
 LAYERED = (ENCODER, GPT2)
 PARTS = ("q_proj", "k_proj", "v_proj", "o_proj", "read_in", "read_out")
@@ -95,10 +96,12 @@ def _tried(
 ) -> Checkpoint:
     """The checkpoint that one layer's tensors are, of the readings that predict best."""
     _require_no_joins(file, hints)
+    if stated := stated_task(settings, ModelConfig()):
+        hints = replace(hints, task={**stated, **(hints.task or {})})
     candidates: list[tuple[Said, Checkpoint]] = []
     faults: list[CheckpointError] = []
     for first, name, tensors in layers:
-        unsaid = _unsaid(name, tensors, hints)
+        unsaid = {n: v for n, v in _unsaid(name, tensors, hints).items() if n not in first}
         for values in product(*unsaid.values()):
             said = {**first, **dict(zip(unsaid, values, strict=True))}
             # Only softmax has both; with other scores it is as the format has it.
@@ -114,6 +117,7 @@ def _tried(
         raise faults[0]
     if not any(said for said, _ in candidates):
         return candidates[0][1]
+    require_few(len(candidates), dict.fromkeys(n for said, _ in candidates for n in said), file)
     sizes = list(dict.fromkeys((each.task.d_x, each.task.d_y) for _, each in candidates))
     found = [
         _best([(s, each) for s, each in candidates if (each.task.d_x, each.task.d_y) == size])
@@ -156,7 +160,8 @@ def _read_named(
         beside |= left_out
         name = "torch-attention" if "out.weight" in found else "linear-paper"
         said: Said = {"orientation": axes} if len(tries) > 1 else {}
-        layers.append((said, name, found))
+        outputs = _outputs(found, hints) if left_out else [{}]
+        layers += [({**said, **output}, name, found) for output in outputs]
     if fault is not None and not layers:
         raise fault
     checkpoint = _tried(layers, file, replace(hints, n_heads=n_heads), settings)
@@ -177,10 +182,21 @@ def _without_positions(
     read = {f"{name}.weight": found[f"{name}.weight"] for name in ("query", "key", "value")}
     norms = [(t[:, size:].norm() / t.norm().clamp(min=1e-30)).item() for t in read.values()]
     kept = {name: t[:, :size].contiguous() for name, t in read.items()}
-    for name in {"out.weight", "out.bias"} & set(found):
-        kept[name] = found[name][:size] if len(found[name]) == width else found[name]
     said: dict[str, object] = {"model.position_columns_left_out": width - size}
     return {**found, **kept}, said | {"model.position_columns_share": max(norms)}
+
+
+def _outputs(found: Mapping[str, Tensor], hints: Hints) -> list[Said]:
+    """Which entry of whole tokens of x, y and positions is the prediction: that of y, or the last as in published code."""
+    d_x, d_y, written = hints.d_x or 1, hints.d_y or 1, len(found["out.weight"])
+    if hints.output_column is not None or written <= d_x + d_y:
+        return [{}]
+    orders = COLUMNS if hints.columns is None else (hints.columns,)
+    return [
+        {"output_column": entry} | ({} if hints.columns else {"columns": order})
+        for order in orders
+        for entry in (d_x if order == COLUMNS[0] else 0, written - d_y)
+    ]
 
 
 def _unsaid(

@@ -206,7 +206,10 @@ def _torch_attention(
             )
     names = next(marks for marks in MARKS["torch-attention"] if set(marks) <= set(tensors))
     own = names in LINEAR
-    matrices, biases = (_linear_layers if own else _attention_module)(tensors, names, file)
+    if own:
+        matrices, biases = _linear_layers(tensors, names, file, hints)
+    else:
+        matrices, biases = _attention_module(tensors, names, file)
     width = len(matrices[0])
     n_heads = stated_heads(file, hints, settings, width=width, shown=None)
     found = {f"W_{x}": _per_head(w, n_heads) for x, w in zip("QKV", matrices[:3], strict=True)}
@@ -242,9 +245,12 @@ def _attention_module(
 
 
 def _linear_layers(
-    tensors: Mapping[str, Tensor], names: tuple[str, ...], file: Path
+    tensors: Mapping[str, Tensor], names: tuple[str, ...], file: Path, hints: Hints
 ) -> tuple[list[Tensor], dict[str, Tensor]]:
-    """The weights of the linear layers q, k, v and o, and their biases by Q, K, V and O; o may write y alone."""
+    """The weights of the linear layers q, k, v and o, and their biases by Q, K, V and O.
+
+    o may write y alone, and more than a token has if the reader or a reading says which entry is the prediction.
+    """
     biases = {x: name.replace("weight", "bias") for x, name in zip("QKVO", names, strict=True)}
     biases = {x: name for x, name in biases.items() if name in tensors}
     _require_known(tensors, (*names, *biases.values()), "torch-attention", file)
@@ -252,7 +258,8 @@ def _linear_layers(
     matrices = _two_axes(tensors, names, file)
     queries, keys, values = (len(matrix) for matrix in matrices[:3])
     require_full_keys(queries, keys, values, file)
-    (width, d_model), n_out = matrices[0].shape, min(len(matrices[3]), matrices[0].shape[1])
+    (width, d_model), n_out = matrices[0].shape, len(matrices[3])
+    n_out = min(n_out, d_model) if hints.output_column is None else n_out
     shapes = ((width, d_model),) * 3 + ((n_out, width),)
     for name, tensor, shape in zip(names, matrices, shapes, strict=True):
         require_shape(file, name, tensor, shape)

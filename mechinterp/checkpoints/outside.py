@@ -6,7 +6,7 @@ holds it by name.
 
 import math
 from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -56,6 +56,8 @@ def checkpoint_of(file: Path, layer: OneLayer, hints: Hints) -> Checkpoint:
     Raises:
         CheckpointError: If shapes do not fit together, or a hint contradicts the file.
     """
+    if hints.output_column is not None:
+        layer = replace(layer, tensors=_at_column(file, layer, hints, hints.output_column))
     _require_shapes(file, layer.tensors)
     n_heads, _, d_head = layer.tensors["W_Q"].shape
     settle(file, "n_heads", n_heads, hints.n_heads)
@@ -78,6 +80,25 @@ def checkpoint_of(file: Path, layer: OneLayer, hints: Hints) -> Checkpoint:
     found = _weights(file, tensors, config, scale=scale)
     weights = weights_of_layer(found, model=config.model)
     return Checkpoint(file, config, 0, weights, layer.format, assumed)
+
+
+def _at_column(file: Path, layer: OneLayer, hints: Hints, column: int) -> dict[str, Tensor]:
+    """The tensors with those entries of the output alone that are the prediction."""
+    d_model, written = layer.tensors["W_Q"].shape[1], layer.tensors["W_O"].shape[-1]
+    given = {**dict(hints.task or {}), **hints.given}
+    d_x, d_y = given.get("d_x"), layer.d_y or given.get("d_y")
+    if not isinstance(d_y, int):
+        d_y = d_model - d_x if isinstance(d_x, int) else 1
+    if written < d_model:
+        raise CheckpointError(
+            f"{file}: output_column is for layers that write whole tokens, got one that writes {written} of {d_model} entries."
+        )
+    if column > written - d_y:
+        raise CheckpointError(
+            f"{file}: output_column must lie in 0 to {written - d_y}, got {column}."
+        )
+    ends = {name: layer.tensors[name] for name in ("W_O", "b_O") if name in layer.tensors}
+    return {**layer.tensors, **{n: t[..., column : column + d_y] for n, t in ends.items()}}
 
 
 def settle(file: Path, name: str, stated: Value | None, given: Value | None) -> Value | None:
