@@ -23,7 +23,7 @@ from mechinterp.checkpoints.one_layer import (
     prefix_of,
     without_prefix,
 )
-from mechinterp.checkpoints.outside import checkpoint_of, settle, stated_task
+from mechinterp.checkpoints.outside import checkpoint_of, numbers, settle, stated_task
 from mechinterp.checkpoints.readings import Said, compare_readings, require_few
 from mechinterp.config import ModelConfig
 
@@ -76,7 +76,10 @@ def _read(
         return _read_named(tensors, file, hints, settings)
     if name not in READERS:
         raise CheckpointError(f"{file}: format must be that of other people's files, got {name!r}.")
-    layers: list[Layer] = [({}, name, without_prefix(tensors, name, file))]
+    found = without_prefix(tensors, name, file)
+    if any(set(marks) <= set(found) for marks in LINEAR):  # tokens can have columns of positions
+        return _read_named(found, file, hints, settings)
+    layers: list[Layer] = [({}, name, found)]
     return _tried(layers, file, hints, settings)
 
 
@@ -156,7 +159,7 @@ def _read_named(
             fault = fault or error
             continue
         n_heads = settle(file, "n_heads", shown, hints.n_heads)
-        found, left_out = _without_positions(found, hints)
+        found, left_out = _without_positions(found, hints, file)
         beside |= left_out
         name = "torch-attention" if "out.weight" in found else "linear-paper"
         said: Said = {"orientation": axes} if len(tries) > 1 else {}
@@ -169,7 +172,7 @@ def _read_named(
 
 
 def _without_positions(
-    found: dict[str, Tensor], hints: Hints
+    found: dict[str, Tensor], hints: Hints, file: Path
 ) -> tuple[dict[str, Tensor], dict[str, object]]:
     """The layer on the columns (x, y) where the reader says both sizes and tokens are wider: the rest are positions.
 
@@ -179,7 +182,8 @@ def _without_positions(
     size = (hints.d_x or 0) + (hints.d_y or 0)
     if None in (hints.d_x, hints.d_y) or size >= width or "out.weight" not in found:
         return found, {}
-    read = {f"{name}.weight": found[f"{name}.weight"] for name in ("query", "key", "value")}
+    readers = ("query.weight", "key.weight", "value.weight")
+    read = dict(zip(readers, numbers(found, readers, file), strict=True))
     norms = [(t[:, size:].norm() / t.norm().clamp(min=1e-30)).item() for t in read.values()]
     kept = {name: t[:, :size].contiguous() for name, t in read.items()}
     said: dict[str, object] = {"model.position_columns_left_out": width - size}

@@ -98,16 +98,7 @@ def agreed_label(
     """
     standing = [reading for reading in readings if reading.stands]
     if not any(reading.predicts for reading in readings):
-        losses = "; ".join(map(repr, readings[:4])) + ("; ..." if readings[4:] else "")
-        unread = f"no reading predicts better than 0 on prompts of the task (loss over that of 0: {losses})"
-        same = set(patterns) == {"unstructured"}
-        options = ", ".join(map(option, readings[0].said))
-        return (
-            "unstructured" if same else "undetermined",
-            f"{reason}; {unread}"
-            if same
-            else f"{unread}; say {options}, --scale, --output-scale or --task",
-        )
+        return "undetermined", _not_understood(readings)
     if len(set(patterns)) == 1:
         return patterns[0], reason
     labelled = list(zip(patterns, standing, strict=True))
@@ -117,6 +108,17 @@ def agreed_label(
     return (
         "undetermined",
         f"the file does not say {options}, which decides: {named} (loss over that of predicting 0)",
+    )
+
+
+def _not_understood(readings: Sequence[Reading]) -> str:
+    """That a file was not understood: of its weights, a label under a wrong guess would say nothing."""
+    losses = "; ".join(map(repr, readings[:4])) + ("; ..." if readings[4:] else "")
+    named = [*map(option, readings[0].said), "--scale", "--output-scale", "--task"]
+    *first, last = dict.fromkeys(named)
+    return (
+        "nothing was understood of this file: no reading predicts better than 0 on prompts of the task "
+        f"(loss over that of 0: {losses}); say {', '.join(first)} or {last}"
     )
 
 
