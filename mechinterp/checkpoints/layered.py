@@ -165,7 +165,7 @@ def _joined(file: Path, hints: Hints) -> dict[str, object]:
 def _gpt2_task(model: ModelConfig, sizes: tuple[int, int]) -> dict[str, object]:
     """The task of the code of Garg et al., for the sizes that the shapes show."""
     assert model.longest_context is not None
-    usual = {"beta_var": 1.0, "noise_var": 0.0, "query_noise": False}
+    usual: dict[str, object] = {"beta_var": 1.0, "noise_var": 0.0, "query_noise": False}
     length = min(2 * sizes[0], model.longest_context)
     return usual | {"d_x": sizes[0], "d_y": sizes[1], "context_length": length}
 
