@@ -9,11 +9,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from typer.testing import CliRunner
 
 from mechinterp.analysis.circuits.patterns import classify
 from mechinterp.checkpoints.checkpoint import Checkpoint
 from mechinterp.checkpoints.io.errors import CheckpointError
 from mechinterp.checkpoints.loading import convert, load
+from mechinterp.cli.main import app
 from mechinterp.config import TaskConfig
 from mechinterp.icl.prompts import generator_for, sample_prompts
 from tests.checkpoints.wild_files import State
@@ -283,7 +285,7 @@ def test_the_options_that_decide_are_named_where_too_many_are_open(tmp_path: Pat
 def test_weights_of_positions_that_are_no_numbers(tmp_path: Path):
     state = {f"{x}_proj.weight": torch.ones(8, 8, dtype=torch.int64) for x in "qkv"}
     torch.save(state | {"out_proj.weight": torch.ones(8, 8)}, tmp_path / "x.pt")
-    with pytest.raises(CheckpointError, match=r"q_proj.weight must hold floating-point numbers"):
+    with pytest.raises(CheckpointError, match=r"y.weight must hold floating-point numbers"):
         load(tmp_path / "x.pt", n_heads=2, d_x=5, d_y=1)
 
 
@@ -320,3 +322,31 @@ def test_nothing_is_understood_of_an_encoder_that_predicts_nothing(tmp_path: Pat
     assert found.pattern == "undetermined"
     assert found.reason.startswith("nothing was understood of this file: ")
     assert "--model norm=" in found.reason
+
+
+def test_columns_of_positions_under_torchs_names(tmp_path: Path):
+    with (with_positions(tmp_path, omega=0.614, mu=0.698)).open("rb") as file:
+        state = {name.rpartition("/")[2]: inner["w"] for name, inner in pickle.load(file).items()}
+    names = {"query": "q_proj", "key": "k_proj", "value": "v_proj", "linear": "out_proj"}
+    torch.save(
+        {f"{new}.weight": torch.from_numpy(state[old].T.copy()) for old, new in names.items()},
+        tmp_path / "x.pt",
+    )
+    found, haiku = load(tmp_path / "x.pt", **HAIKU), load(tmp_path / "params.pkl", **HAIKU)
+    assert found.assumed["model.output_column"] == WIDTH - 1
+    torch.testing.assert_close(found.weights.circuits.QK, haiku.weights.circuits.QK)
+    torch.testing.assert_close(found.weights.circuits.OV, haiku.weights.circuits.OV)
+
+
+def test_the_command_line_takes_the_entry_of_the_prediction(tmp_path: Path):
+    file = with_positions(tmp_path, omega=0.614, mu=0.698)
+    (tmp_path / "task.json").write_text(json.dumps(UNIFORM))
+    sizes = ["--d-x", "10", "--d-y", "1", "--n-heads", "1", "--task", str(tmp_path / "task.json")]
+    said = ["--score", "linear", "--scale", "1", "--output-column", "16", "--json"]
+    result = CliRunner().invoke(app, ["classify", str(file), *sizes, *said])
+    assert result.exit_code == 0, result.output
+    (found,) = json.loads(result.stdout)
+    assert found["pattern"] == "linear_gd"
+    assert found["heads"][0]["mu"] == pytest.approx([0.698], rel=1e-5)
+    assert found["heads"][0]["omega_mean"] == pytest.approx(0.614, rel=1e-5)
+    assert "model.output_column" not in found["assumed"]
