@@ -284,10 +284,12 @@ def kept(found: Results) -> list[str]:
 def in_short(found: Results) -> list[str]:
     """The same for README.md, in a sentence."""
     table = found.table("sparse_start_expected")
-    last = table[(table.step == table.step.max()) & (table.arm != "at random")]
+    last = table[table.step == table.step.max()].set_index("arm")
+    alone, others = last.loc["built, alone"], last.loc["built, with other heads"]
     return [
         f"ends at {some(from_random(found, every=True).to_ridge, 2)} of ridge's risk without it",
-        f"ends at {some(last.to_ridge, 2)}",
+        f"ends at {alone.to_ridge:.2f} with one head held in each later layer, {alone.n_eff_1_median:.1f} of 24 heads at work",
+        f"at {others.to_ridge:.2f} with others to use, {others.n_eff_1_median:.1f} heads at work",
     ]
 
 

@@ -16,7 +16,9 @@ import plotly.graph_objects as go
 from mechinterp.analysis.circuits.attention import attention_patterns
 from mechinterp.analysis.circuits.circuits import circuits
 from mechinterp.analysis.circuits.patterns import classify
+from mechinterp.analysis.dynamics.coefficient_snapshots import coefficient_snapshots
 from mechinterp.analysis.dynamics.deep_snapshots import deep_snapshots
+from mechinterp.analysis.dynamics.learning_coefficient import local_learning_coefficient
 from mechinterp.analysis.dynamics.linear_snapshots import linear_snapshots
 from mechinterp.analysis.dynamics.milestones import milestones
 from mechinterp.analysis.dynamics.snapshots import training_snapshots
@@ -69,6 +71,8 @@ ANALYSES: dict[str, Analysis] = {
     "component-snapshots": linear_snapshots,
     "training": training_dynamics,
     "milestones": milestones,
+    "learning-coefficient": local_learning_coefficient,
+    "coefficient-snapshots": coefficient_snapshots,
 }
 
 

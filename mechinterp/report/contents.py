@@ -36,6 +36,8 @@ ON_REQUEST = {
     "head-snapshots",
     "component-snapshots",
     "milestones",
+    "learning-coefficient",
+    "coefficient-snapshots",
 }
 """These take long, or are shown within another section."""
 OF_SEVERAL_LAYERS = {"baselines", "prune", "probe", "p-probe", "edges"}

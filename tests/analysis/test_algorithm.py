@@ -74,6 +74,15 @@ def exact() -> AlgorithmEvidence:
     return name_algorithm(rotated(FALLING, seed=0), task=DENSE, n_prompts=128)
 
 
+@pytest.mark.parametrize("seed", [0, 1])
+def test_chebyshevs_iteration_is_gradient_descent(seed: int):
+    """Its six steps reach from .5 to 7.6, for eigenvalues from .1 to 2."""
+    task = TaskConfig(d_x=4, context_length=32, noise_var=0)
+    etas = 1 / (1.05 + 0.95 * np.cos((2 * np.arange(6) + 1) * np.pi / 12))
+    found = name_algorithm(gradient_descent_model(etas.tolist(), d_x=4), task=task, seed=seed)
+    assert found.label == "gradient_descent"
+
+
 @pytest.mark.slow
 def test_an_exact_model_is_explained_to_rounding_in_every_setting(exact: AlgorithmEvidence):
     own = row(exact, "gradient_descent")

@@ -34,16 +34,20 @@ from tests.test_doors import as_for_users, case_builder
 
 N_PROMPTS = 96
 KINDS = ("softmax", "linear-merged", "deep-linear", "gpt2", "encoder")
-SLOW = {"gates", "component-snapshots", "snapshots", "edges"}
+SLOW = {"gates", "component-snapshots", "coefficient-snapshots", "snapshots", "edges"}
 """Asked of one source only: that they answer elsewhere is the table of doors."""
 OF_ONE_LAYER = {"circuits", "attention", "snapshots", "training", "milestones"}
 REFUSED = {
     "deep-linear": OF_ONE_LAYER,
     # Random weights follow no algorithm.
-    "gpt2": OF_ONE_LAYER | {"head-snapshots", "algorithm-steps"},
-    "encoder": OF_ONE_LAYER | {"head-snapshots", "algorithm-steps"},
+    "gpt2": OF_ONE_LAYER | {"head-snapshots", "algorithm-steps", "learning-coefficient"},
+    "encoder": OF_ONE_LAYER | {"head-snapshots", "algorithm-steps", "learning-coefficient"},
 }
-SOURCES = {"component-snapshots": "linear-merged", "edges": "gpt2"}
+SOURCES = {
+    "component-snapshots": "linear-merged",
+    "coefficient-snapshots": "linear-merged",
+    "edges": "gpt2",
+}
 PAIRS = sampled(
     [
         (name, kind)

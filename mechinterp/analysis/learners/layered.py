@@ -89,7 +89,8 @@ class LayeredClassification(Result):
     def task_doubt(self) -> str:
         """Why the task may be another one than was assumed; empty where nothing says so."""
         factor = (self.best_factor, self.best_factor_sem)
-        return task_doubt(factor, (self.loss.r2, self.loss.r2_sem), self.assumed)
+        r2 = (self.loss.scaled_r2, self.loss.scaled_r2_sem)
+        return task_doubt(factor, r2, self.assumed)
 
     @property
     def heaviest(self) -> str:
