@@ -9,9 +9,9 @@ from pathlib import Path
 
 import plotly.graph_objects as go
 
-from mechinterp.checkpoints.claims import claimed, entries, settle
-from mechinterp.checkpoints.files import write_new, writing
-from mechinterp.checkpoints.native import Checkpoint, checkpoint_of
+from mechinterp.checkpoints.checkpoint import Checkpoint, checkpoint_of
+from mechinterp.checkpoints.io.atomic import write_new, writing
+from mechinterp.checkpoints.io.locks import claimed, entries, settle
 from mechinterp.checkpoints.plain_modules import HookedModule
 from mechinterp.display import counted
 from mechinterp.progress import ProgressCallback, no_progress
@@ -64,7 +64,7 @@ def write_report(
             too small for the model, or an analysis that was asked for is none or does not take the model.
     Example:
         >>> import tempfile
-        >>> from mechinterp.checkpoints.native import load
+        >>> from mechinterp.checkpoints.checkpoint import load
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     report = write_report(load("checkpoints/softmax-h1-s0"), folder, n_prompts=256)
         ...     report.page.name

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mechinterp.analysis.learners.algorithm import AlgorithmEvidence, name_algorithm
-from mechinterp.checkpoints.native import load, save
+from mechinterp.checkpoints.checkpoint import load, save
 from mechinterp.config import CovarianceConfig, ExperimentConfig, ModelConfig, TaskConfig
 from mechinterp.icl.prompts import covariance_matrix, generator_for, sample_prompts
 from mechinterp.models.constructions_algorithms import (

@@ -14,8 +14,8 @@ from mechinterp.analysis.heads.edges import attribute_edges
 from mechinterp.analysis.heads.errors import masked_errors
 from mechinterp.analysis.heads.pruning import prune
 from mechinterp.analysis.learners.baselines import baselines
+from mechinterp.checkpoints.checkpoint import Checkpoint, save
 from mechinterp.checkpoints.loading import load
-from mechinterp.checkpoints.native import Checkpoint, save
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig
 from mechinterp.icl.prompts import generator_for, sample_prompts
 from mechinterp.report.glossary import meanings

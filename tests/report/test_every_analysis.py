@@ -18,7 +18,7 @@ from mechinterp.analysis.analyses import (
     run_analysis,
 )
 from mechinterp.analysis.heads.gates import learn_gates
-from mechinterp.checkpoints.native import Checkpoint, load
+from mechinterp.checkpoints.checkpoint import Checkpoint, load
 from mechinterp.display import Result
 from mechinterp.models.evaluation import evaluation_prompts
 from mechinterp.models.predictor import Source

@@ -13,17 +13,17 @@ from typing import TYPE_CHECKING
 import pandas as pd
 import torch
 
-from mechinterp.checkpoints.archives import read_arrays
-from mechinterp.checkpoints.folder_tensors import read_snapshots, write_folder
-from mechinterp.checkpoints.folders import (
+from mechinterp.checkpoints.foreign.readings import Reading
+from mechinterp.checkpoints.io.tensor_files import read_arrays
+from mechinterp.checkpoints.native.folder import (
     WEIGHTS,
     document_file,
     document_of,
     read_document,
 )
-from mechinterp.checkpoints.native_tensors import require_fit, state_dict, weights_from
-from mechinterp.checkpoints.outline import Outline
-from mechinterp.checkpoints.readings import Reading
+from mechinterp.checkpoints.native.folder_tensors import read_snapshots, write_folder
+from mechinterp.checkpoints.native.outline import Outline
+from mechinterp.checkpoints.native.tensors import require_fit, state_dict, weights_from
 from mechinterp.config import ExperimentConfig, TaskConfig
 from mechinterp.display import counted
 from mechinterp.models.weights import AnyWeights, Weights, as_weights

@@ -11,12 +11,24 @@ from safetensors import SafetensorError
 from safetensors.torch import save as serialized
 from torch import Tensor
 
-from mechinterp.checkpoints.archives import read_arrays
-from mechinterp.checkpoints.claims import claimed
-from mechinterp.checkpoints.errors import CheckpointError
-from mechinterp.checkpoints.files import writing
-from mechinterp.checkpoints.folders import FILES, SNAPSHOTS, WEIGHTS, old_snapshots, require_new
-from mechinterp.checkpoints.headers import STEP, opened, read_steps, require_finite, require_shapes
+from mechinterp.checkpoints.io.atomic import writing
+from mechinterp.checkpoints.io.errors import CheckpointError
+from mechinterp.checkpoints.io.headers import (
+    STEP,
+    opened,
+    read_steps,
+    require_finite,
+    require_shapes,
+)
+from mechinterp.checkpoints.io.locks import claimed
+from mechinterp.checkpoints.io.tensor_files import read_arrays
+from mechinterp.checkpoints.native.folder import (
+    FILES,
+    SNAPSHOTS,
+    WEIGHTS,
+    old_snapshots,
+    require_new,
+)
 
 
 def fill_with_tensors(

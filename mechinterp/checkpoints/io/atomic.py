@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from mechinterp.checkpoints.errors import CheckpointError, one_line
+from mechinterp.checkpoints.io.errors import CheckpointError, one_line
 
 MAX_JSON, MAX_YAML = 2**22, 2**16
 KINDS = {"a folder": stat.S_ISDIR, "a pipe": stat.S_ISFIFO, "a socket": stat.S_ISSOCK}

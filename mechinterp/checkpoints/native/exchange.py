@@ -7,7 +7,7 @@ a script that loads them. In: such a folder, or a state dict alone, of a causal 
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,17 +16,15 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from mechinterp.checkpoints.archives import read_arrays
-from mechinterp.checkpoints.claims import claimed
-from mechinterp.checkpoints.errors import CheckpointError
-from mechinterp.checkpoints.files import writing
-from mechinterp.checkpoints.folder_tensors import fill_with_tensors
-from mechinterp.checkpoints.folders import document_of, read_document
-from mechinterp.checkpoints.hints import Hints
-from mechinterp.checkpoints.native import Checkpoint
-from mechinterp.checkpoints.native_tensors import PREFIX, state_dict, weights_from
-from mechinterp.checkpoints.outside import OneLayer, checkpoint_of, numbers
-from mechinterp.checkpoints.recipe import LOAD
+from mechinterp.checkpoints.checkpoint import Checkpoint
+from mechinterp.checkpoints.io.atomic import writing
+from mechinterp.checkpoints.io.errors import CheckpointError
+from mechinterp.checkpoints.io.locks import claimed
+from mechinterp.checkpoints.io.tensor_files import read_arrays
+from mechinterp.checkpoints.native.folder import document_of, read_document
+from mechinterp.checkpoints.native.folder_tensors import fill_with_tensors, require_tensors
+from mechinterp.checkpoints.native.recipe import LOAD
+from mechinterp.checkpoints.native.tensors import PREFIX, state_dict, weights_from
 from mechinterp.config import ExperimentConfig, TaskConfig
 from mechinterp.models.functional import AttentionWeights
 from mechinterp.models.shapes import BIASES, NAMES
@@ -133,30 +131,37 @@ def read_exchange(folder: Path) -> Checkpoint:
     )
 
 
-def read_state(tensors: Mapping[str, Tensor], file: Path, *, hints: Hints) -> Checkpoint:
-    """The checkpoint that the tensors of a HookedTransformer or a Bridge are, without a side-car.
+def hooked_layer(
+    tensors: Mapping[str, Tensor], file: Path
+) -> tuple[dict[str, Tensor], bool | None]:
+    """The attention of a HookedTransformer or a Bridge, without a side-car, and whether the query is among its keys.
+
+    Outputs are cut to the y entries where a read-out says how many there are.
 
     Raises:
-        CheckpointError: If they are not those of a causal one-layer model without positions, norms and
+        CheckpointError: If the tensors are not those of a causal one-layer model without positions, norms and
             an MLP, which reads out the y entries.
     """
     tensors = _require_plain(tensors, file)
-    biases = [name for name in BIASES if PREFIX + name in tensors]
-    names = (*NAMES, *biases)
+    names = [name for name in (*NAMES, *BIASES) if PREFIX + name in tensors]
     found = dict(zip(names, numbers(tensors, [PREFIX + n for n in names], file), strict=True))
     read_out = tensors.get(READ_OUT)
-    d_y = None
     if read_out is not None:
         d_y = read_out.shape[1] if read_out.ndim == 2 else 1
         _require_read_out(tensors, found["W_Q"].shape[1], d_y, file)
-    layer = OneLayer(
-        FORMAT,
-        found,
-        d_y=d_y,
-        attend_to_self=_attends_to_self(tensors, file),
-        unsaid={"normalization": None},
-    )
-    return checkpoint_of(file, layer, hints)
+        found |= {name: found[name][..., -d_y:] for name in {"W_O", "b_O"} & set(found)}
+    return found, _attends_to_self(tensors, file)
+
+
+def numbers(tensors: Mapping[str, Tensor], names: Collection[str], file: Path) -> list[Tensor]:
+    """These tensors of a file.
+
+    Raises:
+        CheckpointError: If one is missing, or they are not finite floating-point numbers of one dtype.
+    """
+    shapes = {name: tuple(tensors[name].shape) if name in tensors else () for name in names}
+    require_tensors(file, tensors, shapes)
+    return [tensors[name] for name in names]
 
 
 def _settings(config: ExperimentConfig) -> dict[str, object]:
@@ -233,7 +238,7 @@ def _require_read_out(tensors: Mapping[str, Tensor], d_model: int, d_y: int, fil
     if read_out is None:
         return
     expected = torch.eye(d_model)[:, d_model - d_y :]
-    if d_y > d_model or not torch.equal(read_out.to(expected), expected):
+    if d_y >= d_model or not torch.equal(read_out.to(expected), expected):
         raise CheckpointError(
             f"{file}: {READ_OUT} must read the y entries as they are, [d_model, d_y] = "
             f"{list(expected.shape)} with ones at y and zeros elsewhere, got another of shape {list(read_out.shape)}."

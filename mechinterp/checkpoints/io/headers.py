@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from mechinterp.checkpoints.errors import CheckpointError, one_line
-from mechinterp.checkpoints.files import size_of
+from mechinterp.checkpoints.io.atomic import size_of
+from mechinterp.checkpoints.io.errors import CheckpointError, one_line
 from mechinterp.config import ExperimentConfig
 from mechinterp.models.shapes import tensor_shapes
 
@@ -24,7 +24,7 @@ STEP = "step"
 @contextmanager
 def reading(file: Path) -> Iterator[None]:
     """Turns whatever a parser makes of a bad file into a CheckpointError, and keeps warnings quiet."""
-    plain = (".npz", ".safetensors", ".msgpack", ".pkl", ".pickle")
+    plain = (".npz", ".npy", ".safetensors", ".msgpack", ".pkl", ".pickle")
     kind = file.suffix.lstrip(".") if file.suffix in plain else "PyTorch"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -7,20 +7,20 @@ from pathlib import Path
 
 import pandas as pd
 
-from mechinterp.checkpoints.errors import printable
-from mechinterp.checkpoints.folders import (
+from mechinterp.checkpoints.io.errors import printable
+from mechinterp.checkpoints.io.headers import (
+    require_finite_in,
+    require_shapes,
+    shapes_in,
+    stated_shapes,
+)
+from mechinterp.checkpoints.native.folder import (
     WEIGHTS,
     document_file,
     is_native,
     read_document,
     read_history,
     snapshot_steps,
-)
-from mechinterp.checkpoints.headers import (
-    require_finite_in,
-    require_shapes,
-    shapes_in,
-    stated_shapes,
 )
 from mechinterp.config import ExperimentConfig, TaskConfig
 

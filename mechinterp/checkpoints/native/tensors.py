@@ -7,9 +7,9 @@ from pathlib import Path
 
 from torch import Tensor
 
-from mechinterp.checkpoints.errors import CheckpointError
-from mechinterp.checkpoints.folder_tensors import require_tensors
-from mechinterp.checkpoints.headers import stated_shapes
+from mechinterp.checkpoints.io.errors import CheckpointError
+from mechinterp.checkpoints.io.headers import stated_shapes
+from mechinterp.checkpoints.native.folder_tensors import require_tensors
 from mechinterp.config import ExperimentConfig
 from mechinterp.models.weights import Weights
 

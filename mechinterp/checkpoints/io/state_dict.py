@@ -12,8 +12,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mechinterp.checkpoints.errors import CheckpointError
-from mechinterp.checkpoints.pickles import ArrayType, Encoded, StoredArray, StoredTensor, Unread
+from mechinterp.checkpoints.io.errors import CheckpointError
+from mechinterp.checkpoints.io.unpickler import (
+    ArrayType,
+    Encoded,
+    StoredArray,
+    StoredTensor,
+    Unread,
+)
 
 WRAPPERS = (
     *("model", "model_state_dict", "state_dict", "model_state", "net", "network"),

@@ -14,8 +14,13 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from mechinterp.checkpoints.errors import CheckpointError, one_line
-from mechinterp.checkpoints.files import TEMPORARY, delete_leftovers, write_atomically, write_new
+from mechinterp.checkpoints.io.atomic import (
+    TEMPORARY,
+    delete_leftovers,
+    write_atomically,
+    write_new,
+)
+from mechinterp.checkpoints.io.errors import CheckpointError, one_line
 
 if sys.platform != "win32":
     import fcntl

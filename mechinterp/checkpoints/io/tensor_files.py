@@ -18,20 +18,20 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from mechinterp.checkpoints import pickles
-from mechinterp.checkpoints.errors import CheckpointError
-from mechinterp.checkpoints.headers import reading, require_header
-from mechinterp.checkpoints.pickles import (
+from mechinterp.checkpoints.io import unpickler as pickles
+from mechinterp.checkpoints.io.errors import CheckpointError
+from mechinterp.checkpoints.io.headers import reading, require_header
+from mechinterp.checkpoints.io.state_dict import Place, array_tensors, weights_among
+from mechinterp.checkpoints.io.unpickler import (
     ArrayType,
     Storage,
     StoredArray,
     StoredTensor,
     read_pickle,
 )
-from mechinterp.checkpoints.states import Place, array_tensors, weights_among
 
 SUFFIXES = (
-    *(".pt", ".pth", ".bin", ".npz", ".safetensors"),
+    *(".pt", ".pth", ".bin", ".npz", ".safetensors", ".npy"),
     *(".ckpt", ".pth.tar", ".pt.tar", ".pkl", ".pickle", ".msgpack"),
 )
 MAX_UNPACKED = 2**26
@@ -73,6 +73,7 @@ def read_arrays(file: Path) -> dict[str, Tensor]:
         (2, 6, 6)
     """
     readers = {".safetensors": _read_safetensors, ".npz": _read_npz, ".msgpack": _read_msgpack}
+    readers |= {".npy": lambda file: {"W": _tensor(file.read_bytes(), "W", file)}}
     with reading(file):
         return _plain(readers.get(file.suffix, _read_torch)(file), file)
 
@@ -297,14 +298,18 @@ def _read_npz(file: Path) -> dict[str, Tensor]:
             name = entry.filename.removesuffix(".npy")
             if name == entry.filename:
                 raise CheckpointError(f"{file}: must hold .npy arrays, got {entry.filename}.")
-            array = _array(archive.read(entry), name, file)
-            if array.dtype.kind == "U":
-                continue
-            if array.dtype.kind not in "fiubc":
-                raise CheckpointError(f"{file}: {name} must hold numbers, got {array.dtype}.")
-            native = array.astype(array.dtype.newbyteorder("="), order="C")
-            found[name] = torch.from_numpy(native)
+            data = archive.read(entry)
+            if _array(data, name, file).dtype.kind != "U":
+                found[name] = _tensor(data, name, file)
     return found
+
+
+def _tensor(data: bytes, name: str, file: Path) -> Tensor:
+    """An .npy file's numbers."""
+    array = _array(data, name, file)
+    if array.dtype.kind not in "fiubc":
+        raise CheckpointError(f"{file}: {name} must hold numbers, got {array.dtype}.")
+    return torch.from_numpy(array.astype(array.dtype.newbyteorder("="), order="C"))
 
 
 def _array(data: bytes, name: str, file: Path) -> np.ndarray:

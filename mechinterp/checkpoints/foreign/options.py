@@ -34,6 +34,18 @@ def option(name: str) -> str:
     return f"--model {name}=" if name in JOINS else f"--{name.replace('_', '-')}"
 
 
+def stated_option(name: str, value: object) -> str:
+    """The option with its value, as it is typed.
+
+    Example:
+        >>> stated_option("columns", "y,x"), stated_option("norm", "before")
+        ('--columns y,x', '--model norm=before')
+    """
+    if name == "attend_to_self":
+        return "--attend-to-self" if value else "--context-only"
+    return f"{option(name)}{value}" if name in JOINS else f"{option(name)} {value}"
+
+
 @dataclass(frozen=True)
 class Hints:
     """Arguments of `load`; None where the reader leaves it to the file, or to a stated assumption."""
@@ -57,6 +69,8 @@ class Hints:
     """One of `COLUMNS`: the order of x and y in a token."""
     orientation: str | None = None
     """One of `ORIENTATIONS`: the axes of matrices whose names do not say it; "out,in" is torch.nn.Linear's."""
+    output_column: int | None = None
+    """Entry of what the layer writes that is the prediction, from 0; of several responses the first."""
     sign: str | None = None
     """One of `SIGNS`: whether the prediction is the output's y entry or minus it."""
     output_scale: float | None = None
@@ -75,6 +89,9 @@ class Hints:
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < 1):
                 raise ValueError(f"{name} must be an integer >= 1, got {value!r}.")
+        column = self.output_column
+        if column is not None and (type(column) is not int or column < 0):
+            raise ValueError(f"output_column must be an integer >= 0, got {column!r}.")
         for name in ("scale", "score_slope", "output_scale"):
             value = getattr(self, name)
             number = isinstance(value, int | float) and not isinstance(value, bool)

@@ -8,8 +8,8 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from mechinterp.checkpoints.errors import CheckpointError, one_line
-from mechinterp.checkpoints.files import size_of, write_atomically, write_new, writing
+from mechinterp.checkpoints.io.atomic import size_of, write_atomically, write_new, writing
+from mechinterp.checkpoints.io.errors import CheckpointError, one_line
 
 MARK = {b"written_by": b"mechinterp"}
 MAX_BYTES = 2**27

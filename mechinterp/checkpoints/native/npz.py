@@ -9,11 +9,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mechinterp.checkpoints.errors import CheckpointError, one_line
-from mechinterp.checkpoints.files import write_new, writing
-from mechinterp.checkpoints.folders import document_of, document_parts
-from mechinterp.checkpoints.native import Checkpoint
-from mechinterp.checkpoints.native_tensors import PREFIX, state_dict, weights_from
+from mechinterp.checkpoints.checkpoint import Checkpoint
+from mechinterp.checkpoints.io.atomic import write_new, writing
+from mechinterp.checkpoints.io.errors import CheckpointError, one_line
+from mechinterp.checkpoints.native.folder import document_of, document_parts
+from mechinterp.checkpoints.native.tensors import PREFIX, state_dict, weights_from
 from mechinterp.models.shapes import tensor_shapes
 
 FORMAT = "arrays"

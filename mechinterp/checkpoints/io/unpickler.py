@@ -15,7 +15,7 @@ from typing import no_type_check
 
 import torch
 
-from mechinterp.checkpoints.errors import CheckpointError
+from mechinterp.checkpoints.io.errors import CheckpointError
 
 MAX_BYTES = 12_000_000
 """Size of a pickle; the losses of 500,000 steps take 4.5 million bytes."""

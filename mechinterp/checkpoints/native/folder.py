@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pandas as pd
 
-from mechinterp.checkpoints.claims import require_free, settle
-from mechinterp.checkpoints.errors import CheckpointError, nothing_at, one_line
-from mechinterp.checkpoints.files import read_json
-from mechinterp.checkpoints.headers import read_steps
-from mechinterp.checkpoints.tables import read_numbers
+from mechinterp.checkpoints.io.atomic import read_json
+from mechinterp.checkpoints.io.errors import CheckpointError, nothing_at, one_line
+from mechinterp.checkpoints.io.headers import read_steps
+from mechinterp.checkpoints.io.locks import require_free, settle
+from mechinterp.checkpoints.native.history import read_numbers
 from mechinterp.config import ExperimentConfig, from_dict
 from mechinterp.version import __version__
 
@@ -105,7 +105,7 @@ def document_parts(document: object, file: Path) -> tuple[dict, ExperimentConfig
 
 def git_commit() -> str | None:
     """The commit of the source tree this package runs from, None if it was installed from a file."""
-    root = Path(__file__).parents[2]
+    root = Path(__file__).parents[3]
     if not (root / ".git").exists():
         return None
     command = ["git", "-C", str(root), "rev-parse", "HEAD"]
