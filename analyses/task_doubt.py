@@ -22,8 +22,8 @@ from mechinterp.analysis.circuits.patterns import N_LAYERED_PROMPTS, N_PROMPTS
 from mechinterp.analysis.estimates import best_factor
 from mechinterp.analysis.learners.standing import task_loss
 from mechinterp.analysis.verdict import DECIDING, task_doubt
+from mechinterp.checkpoints.checkpoint import Checkpoint
 from mechinterp.checkpoints.loading import load
-from mechinterp.checkpoints.native import Checkpoint
 from mechinterp.config import TaskConfig
 from mechinterp.icl.prompts import Prompts, sample_prompts
 from mechinterp.models.predictor import predictor_of

@@ -12,7 +12,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from mechinterp.analysis.dynamics.sampler import BatchLoss, Points
-from mechinterp.checkpoints.native import Checkpoint
+from mechinterp.checkpoints.checkpoint import Checkpoint
 from mechinterp.display import counted
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.deep import DeepWeights
