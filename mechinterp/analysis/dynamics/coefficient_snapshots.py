@@ -132,7 +132,7 @@ def coefficient_snapshots(
     Raises:
         ValueError: If the checkpoint has no snapshots or was not trained on moments, or a step is not kept.
     Example:
-        >>> from mechinterp import load
+        >>> from mechinterp.checkpoints.checkpoint import load
         >>> short = Chains(n_chains=4, n_draws=60, n_warmup=40, n_leapfrog=20)
         >>> found = coefficient_snapshots(load("checkpoints/linear-separate-s0"), steps=[0, 20000], chains=short)
         >>> found.is_minimum.tolist(), found.n_learned.tolist()
@@ -180,7 +180,7 @@ def live_heads(weights: Weights) -> list[int]:
     """Heads of linear attention whose |v K^T Q| is above `LIVE` of the largest.
 
     Example:
-        >>> from mechinterp import load
+        >>> from mechinterp.checkpoints.checkpoint import load
         >>> live_heads(load("checkpoints/linear-separate-s2").weights)
         [0, 1, 3]
     """

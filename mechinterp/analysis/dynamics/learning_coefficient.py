@@ -73,7 +73,7 @@ def local_learning_coefficient(
     Source:
         Lau et al. 2023, arXiv 2308.12108; the exact values are derived in theory.learning_coefficient.
     Example:
-        >>> from mechinterp import load
+        >>> from mechinterp.checkpoints.checkpoint import load
         >>> chains = Chains(n_chains=4, n_draws=100, n_warmup=50)
         >>> found = local_learning_coefficient(load("checkpoints/linear-separate-s0"), chains=chains)
         >>> found.exact, abs(found.estimate - 8) < 4 * found.sem

@@ -182,10 +182,11 @@ def _of_layers(parts: Parts, form: Format) -> dict[str, tuple[object, ...]]:
     normed, mlps = parts.has("norm1.weight"), parts.has("mlp_in.weight")
     read_in, bare = parts.has("read_in.weight"), not parts.has("read_out.weight")
     plain, final = not (normed or mlps), parts.has("final_norm.weight")
+    bent = mlps and any(bool(layer["mlp_in.weight"].any()) for layer in parts.layers)
     open_positions = read_in and not plain and not parts.has("positions.weight")
     return {
         "norm": ("before", "after") if normed else (None,),
-        "activation": ("relu", "gelu") if mlps or parts.has("read_mlp.weight") else ("relu",),
+        "activation": ("relu", "gelu") if bent or parts.has("read_mlp.weight") else ("relu",),
         "layout": ("pairs", "in_turn") if read_in else ("pairs",),
         "attend_to_self": (True, False),
         # In one layer the query alone matters, which reads the whole context either way.

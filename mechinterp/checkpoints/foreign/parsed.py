@@ -124,6 +124,9 @@ def parts_of(
         n_heads,
         merged=any(p.part == "qk" and tensors[p.name].ndim == 2 for p in layout.layers[0]),
     )
+    if width < 2 and not parts.has("read_in.weight"):
+        name = found[0]["query.weight"].name
+        raise CheckpointError(f"{file}: {name} must read tokens of >= 2 entries, got {width}.")
     if not parts.alone and "out.weight" not in layers[0]:
         name = layout.layers[0][0].name
         raise CheckpointError(f"{file}: an output projection is needed beside {name}, got none.")
@@ -242,10 +245,6 @@ def _require_attention(found: Mapping[str, Matrix], n_heads: int, width: int, fi
         if name not in shapes:
             raise CheckpointError(f"{file}: {found[name].name} has no matrix beside it.")
         found[name].require(file, shapes[name])
-    if width < 2:
-        raise CheckpointError(
-            f"{file}: {query.name} must read tokens of >= 2 entries, got {width}."
-        )
 
 
 def _beside(
