@@ -108,8 +108,8 @@ def given_choices(
         for name, value in {**beside, **(hints.model or {})}.items()
         if value is not None
     }
-    names = ("score", "scale", "columns", "attend_to_self", "sign", "orientation", "output_column")
-    for name in names:
+    stated = ("score", "scale", "columns", "attend_to_self", "sign", "orientation", "output_column")
+    for name in stated:
         if (value := getattr(hints, name)) is not None:
             found[name] = settle(file, name, found.get(name), value)
     return found
@@ -308,7 +308,7 @@ def _require_one_size(cases: Sequence[Case], readings: Sequence[Reading], file: 
     if not all(case.parts.alone for case in cases):
         return
     tasks = {case.shown: case.task for case in cases}
-    sizes = {tasks[each.build].d_x for each in readings if each.predicts}  # type: ignore[index]
+    sizes = {tasks[each.build].d_x for each in readings if each.predicts}
     if len(sizes) > 1:
         listed = " or ".join(f"d_x = {d_x}" for d_x in sorted(sizes))
         raise CheckpointError(

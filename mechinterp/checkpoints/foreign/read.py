@@ -201,6 +201,7 @@ class _Source:
             assumed["model.score_slope"] = 1.0
         if "scale" not in {**self.form.settled, **given}:
             scale = case.said["scale"]
+            assert not isinstance(scale, str)
             assumed["attn_scale"] = 1 / (case.parts.d_head**-0.5 if scale is None else scale)
         assumed |= {**self.form.beside, **_left_out(case), "step": 0}
         if readings:
