@@ -182,7 +182,7 @@ def live_heads(weights: Weights) -> list[int]:
     Example:
         >>> from mechinterp.checkpoints.checkpoint import load
         >>> live_heads(load("checkpoints/linear-separate-s2").weights)
-        [0, 1, 3]
+        [2, 3, 4]
     """
     heads = heads_of_linear(weights)
     if isinstance(heads, SeparateHeads):
