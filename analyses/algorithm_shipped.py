@@ -15,7 +15,7 @@ import pandas as pd
 import torch
 
 from mechinterp.analysis.learners.algorithm import name_algorithm
-from mechinterp.checkpoints.native import load
+from mechinterp.checkpoints.checkpoint import load
 
 ROOT = Path(__file__).parents[1]
 FILE = "algorithm_shipped.csv"

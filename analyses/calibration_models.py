@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mechinterp.analysis.learners.fits import LEARNERS, fit_learners
-from mechinterp.checkpoints.native import load
+from mechinterp.checkpoints.checkpoint import load
 from mechinterp.config import CovarianceConfig, ExperimentConfig, ModelConfig, TaskConfig
 from mechinterp.icl.prompts import covariance_matrix
 from mechinterp.models.constructions import diagonal_heads, from_circuits

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+import coefficient_tables
 import result_tables
 import sparse_settings_table
 import sparse_table
@@ -55,6 +56,11 @@ TABLES: dict[Path, dict[str, Callable[[Path], str]]] = {
     **{PAGES / f"{paper}.md": {"claims": partial(main_table, paper=paper)} for paper in PAPERS},
 }
 """The tables of each page, by the name of their marks."""
+TABLES[DOCS / "learning_coefficient.md"] = {
+    "coefficients": coefficient_tables.coefficients,
+    "staircase": coefficient_tables.staircase,
+    "softmax": coefficient_tables.softmax_coefficients,
+}
 TABLES[PAGES / "softmax_attention.md"]["shipped"] = result_tables.shipped
 TABLES[PAGES / "sparse_regression.md"] |= {
     "trained": result_tables.trained,

@@ -25,7 +25,7 @@ from plotly.offline import get_plotlyjs
 from records import Record, save
 
 import mechinterp
-from mechinterp.checkpoints.native import Checkpoint, load
+from mechinterp.checkpoints.checkpoint import Checkpoint, load
 from mechinterp.config import ExperimentConfig
 from mechinterp.config.experiment import from_dict
 

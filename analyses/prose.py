@@ -235,6 +235,8 @@ def expected(found: Results) -> list[str]:
     trained = table.set_index(TASK).index.unique()
     small = fairness.loc[trained[trained.get_level_values("d_x") < 24]].algorithm_to_gd
     ratios = fairness.query("n_layers == 3").groupby("d_x").last()
+    noisy = fairness.reset_index().query("d_x == 16 and sparsity == 1")
+    noisy = noisy.set_index(["noise_var", "n_layers"])
     table = from_random(found)
     models = table.set_index(["d_x", "n_heads"])
     at_24, at_32 = models.loc[(24, 24)], models.loc[(32, 32)]
@@ -243,6 +245,9 @@ def expected(found: Results) -> list[str]:
     return [
         f"{some(small, 1)} times the risk of gradient descent",
         *(f"{told_ratio(ratios.loc[d_x], 'algorithm_to_gd')} at d_x {d_x}" for d_x in (24, 32)),
+        f"({told_ratio(noisy.loc[0.4, 4], 'algorithm_to_gd')} with four layers at noise variance 0.4; "
+        f"{told_ratio(noisy.loc[0.8, 3], 'algorithm_to_gd')} with three and "
+        f"{told_ratio(noisy.loc[0.8, 4], 'algorithm_to_gd')} with four at 0.8)",
         f"{told_ratio(at_24, 'to_single_2d')} of a single head's risk with 24 heads at d_x 24",
         f"{told_ratio(at_32, 'to_single_2d')} with 32 at d_x 32",
         f"{some(table.to_ridge, 2)} of ridge's and {some(table.to_algorithm, 1)} times that of Algorithm 1 at its best step",
@@ -266,10 +271,11 @@ def kept(found: Results) -> list[str]:
     alone, others, random = (
         last.loc[arm] for arm in ("built, alone", "built, with other heads", "at random")
     )
-    built = last.drop("at random")
+    built, start = last.drop("at random"), table[table.step == 0].iloc[0]
     r2 = sorted(built["r2_R x"])
     return [
-        f"risk {told_ratio(table[table.step == 0].iloc[0], 'to_ridge')} of ridge's)",
+        f"risk {told_ratio(start, 'to_ridge')} of ridge's; the best two sizes would have "
+        f"{start.to_ridge / start.to_algorithm_fixed:.2f})",
         f"bring the risk to {told_ratio(alone, 'to_ridge')} where the later layers have no other heads",
         f"({alone.n_eff_1_median:.1f} heads at work by medians; one of them alone costs {alone.first_refit:.1f} times the risk with a new read-out)",
         f"to {told_ratio(others, 'to_ridge')} where they have, {told_ratio(others, 'to_lasso')} of lasso's",
@@ -284,10 +290,12 @@ def kept(found: Results) -> list[str]:
 def in_short(found: Results) -> list[str]:
     """The same for README.md, in a sentence."""
     table = found.table("sparse_start_expected")
-    last = table[(table.step == table.step.max()) & (table.arm != "at random")]
+    last = table[table.step == table.step.max()].set_index("arm")
+    alone, others = last.loc["built, alone"], last.loc["built, with other heads"]
     return [
         f"ends at {some(from_random(found, every=True).to_ridge, 2)} of ridge's risk without it",
-        f"ends at {some(last.to_ridge, 2)}",
+        f"ends at {alone.to_ridge:.2f} with one head held in each later layer, {alone.n_eff_1_median:.1f} of 24 heads at work",
+        f"at {others.to_ridge:.2f} with others to use, {others.n_eff_1_median:.1f} heads at work",
     ]
 
 

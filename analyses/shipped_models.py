@@ -14,7 +14,7 @@ from softmax_setting import BOTH_SIGNS
 from mechinterp.analysis.circuits.patterns import classify
 from mechinterp.analysis.learners.fits import LEARNERS, fit_learners
 from mechinterp.analysis.learners.losses import shared_losses
-from mechinterp.checkpoints.native import Checkpoint
+from mechinterp.checkpoints.checkpoint import Checkpoint
 from mechinterp.config import TaskConfig
 
 

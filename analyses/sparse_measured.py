@@ -24,7 +24,7 @@ from mechinterp.analysis.probing.p_probing import (
     query_features,
 )
 from mechinterp.analysis.probing.probes import probe_layers, reweighted
-from mechinterp.checkpoints.native import Checkpoint, load
+from mechinterp.checkpoints.checkpoint import Checkpoint, load
 from mechinterp.config import TaskConfig
 from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
 from mechinterp.icl.sparse_predictors import descend, excess_risk

@@ -16,7 +16,7 @@ from measured import ROOT
 
 from mechinterp.analysis.heads.ablation import ablate_heads
 from mechinterp.analysis.heads.pruning import best_head_later
-from mechinterp.checkpoints.native import Checkpoint, load
+from mechinterp.checkpoints.checkpoint import Checkpoint, load
 from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
 
 SEVERAL = (4, 8)

@@ -28,7 +28,7 @@ from mechinterp.analysis.estimates import mean_and_sem
 from mechinterp.analysis.heads.pairs import halves
 from mechinterp.analysis.heads.pruning import best_head_first, best_head_later
 from mechinterp.analysis.probing.p_probing import IDEAL, RAW
-from mechinterp.checkpoints.native import Checkpoint
+from mechinterp.checkpoints.checkpoint import Checkpoint
 from mechinterp.config import ExperimentConfig, TaskConfig
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.transformer import ICLTransformer

@@ -47,6 +47,7 @@ _HOMES = {
     "check_compatible": "mechinterp.models.conformance",
     "write_report": "mechinterp.report.page",
     "attention_patterns": "mechinterp.analysis.circuits.attention",
+    "local_learning_coefficient": "mechinterp.analysis.dynamics.learning_coefficient",
     "milestones": "mechinterp.analysis.dynamics.milestones",
     "training_snapshots": "mechinterp.analysis.dynamics.snapshots",
     "training_dynamics": "mechinterp.analysis.dynamics.training",

@@ -5,6 +5,9 @@ from mechinterp.analysis.circuits.circuits import circuits as circuits
 from mechinterp.analysis.circuits.patterns import classify as classify
 from mechinterp.analysis.circuits.patterns import classify_circuits as classify_circuits
 from mechinterp.analysis.dynamics.jumps import jump_forecast as jump_forecast
+from mechinterp.analysis.dynamics.learning_coefficient import (
+    local_learning_coefficient as local_learning_coefficient,
+)
 from mechinterp.analysis.dynamics.linear_snapshots import linear_snapshots as linear_snapshots
 from mechinterp.analysis.dynamics.milestones import milestones as milestones
 from mechinterp.analysis.dynamics.plateaus import plateaus as plateaus

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mechinterp import memory
 from mechinterp.analysis.circuits import null
-from mechinterp.checkpoints.native import save
+from mechinterp.checkpoints.checkpoint import save
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig
 from mechinterp.config.model import LAYOUTS
 from mechinterp.icl.prompts import prompt_chunks, sample_prompts

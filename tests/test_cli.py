@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import mechinterp
-from mechinterp.checkpoints.native import load, save
+from mechinterp.checkpoints.checkpoint import load, save
 from mechinterp.config import ExperimentConfig, override
 from mechinterp.models.constructions import diagonal_heads
 from mechinterp.presets import PRESETS

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mechinterp.checkpoints.native import Checkpoint
+from mechinterp.checkpoints.checkpoint import Checkpoint
 from mechinterp.cli.options import about_paths
 from tests.conftest import CHECKPOINTS, Run, sampled
 from tests.pretended import DEVICE, pretended

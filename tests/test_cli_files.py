@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mechinterp.checkpoints.native import load, save
+from mechinterp.checkpoints.checkpoint import load, save
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig
 from mechinterp.report.page import PAGE, write_report
 from mechinterp.training.deep import initial_deep_weights

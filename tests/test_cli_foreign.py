@@ -10,7 +10,7 @@ import pandas as pd
 import pytest
 import torch
 
-from mechinterp.checkpoints.errors import CheckpointError
+from mechinterp.checkpoints.io.errors import CheckpointError
 from mechinterp.checkpoints.loading import convert, load
 from mechinterp.models.constructions import debiased_gradient_step, diagonal_heads
 from mechinterp.report.table import classification_frame, write_table

@@ -10,8 +10,8 @@ from mechinterp.analysis.heads.ablation import ablate_heads
 from mechinterp.analysis.heads.fine_tuning import fine_tune
 from mechinterp.analysis.heads.pruning import prune
 from mechinterp.analysis.learners.layered import classify_layers
+from mechinterp.checkpoints.checkpoint import save
 from mechinterp.checkpoints.loading import load
-from mechinterp.checkpoints.native import save
 from mechinterp.cli.options import Asked
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig
 from mechinterp.icl.prompts import generator_for, sample_prompts

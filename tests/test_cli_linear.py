@@ -8,10 +8,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from mechinterp.checkpoints.errors import CheckpointError
+from mechinterp.checkpoints.checkpoint import load, save
+from mechinterp.checkpoints.io.errors import CheckpointError
 from mechinterp.checkpoints.loading import convert
 from mechinterp.checkpoints.loading import load as load_any
-from mechinterp.checkpoints.native import load, save
 from mechinterp.config import override
 from mechinterp.models.conformance import check_compatible
 from mechinterp.models.functional import AttentionWeights

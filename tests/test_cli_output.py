@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from mechinterp.checkpoints.files import write_new
+from mechinterp.checkpoints.io.atomic import write_new
 from mechinterp.cli.training import BROKEN_PIPE, say
 from tests.conftest import CHECKPOINTS, Run
 

@@ -7,7 +7,7 @@ import pandas as pd
 import pytest
 import torch
 
-from mechinterp.checkpoints.native import load
+from mechinterp.checkpoints.checkpoint import load
 
 CONFIG = {"task": {"d_x": 2}, "train": {"steps": 30, "batch_size": 8, "n_eval_prompts": 64}}
 

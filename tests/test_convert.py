@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from mechinterp import cli
-from mechinterp.checkpoints.exchange import hooked_state
 from mechinterp.checkpoints.loading import load
+from mechinterp.checkpoints.native.exchange import hooked_state
 from mechinterp.config import TaskConfig
 
 CHECKPOINT = Path(__file__).parents[1] / "checkpoints" / "softmax-h2-s0"

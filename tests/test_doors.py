@@ -25,19 +25,21 @@ from safetensors.torch import save_file
 import mechinterp as mi
 from mechinterp.analysis.circuits.attention import attention_patterns
 from mechinterp.analysis.comparison import compare
+from mechinterp.analysis.dynamics.coefficient_snapshots import coefficient_snapshots
 from mechinterp.analysis.dynamics.deep_snapshots import deep_snapshots
 from mechinterp.analysis.dynamics.linear_snapshots import linear_snapshots
 from mechinterp.analysis.dynamics.milestones import milestones
+from mechinterp.analysis.dynamics.sampler import Chains
 from mechinterp.analysis.dynamics.snapshots import training_snapshots
 from mechinterp.analysis.dynamics.training import training_dynamics
 from mechinterp.analysis.heads.pruning import save_pruned
 from mechinterp.analysis.heads.pruning_curves import prune_by_rules, pruning_curves
 from mechinterp.analysis.learners.baselines import baselines
 from mechinterp.analysis.learners.losses import shared_losses
-from mechinterp.checkpoints.errors import CheckpointError
-from mechinterp.checkpoints.exchange import hooked_state
+from mechinterp.checkpoints.checkpoint import save
+from mechinterp.checkpoints.io.errors import CheckpointError
 from mechinterp.checkpoints.loading import convert
-from mechinterp.checkpoints.native import save
+from mechinterp.checkpoints.native.exchange import hooked_state
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig
 from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
 from mechinterp.models.transformer import ICLTransformer
@@ -54,6 +56,7 @@ HERE = Path(__file__).parent
 SHIPPED = HERE.parent / "checkpoints"
 PACKAGE = Path(mi.__file__).parent
 LONGEST = 200
+SHORTEST_CHAINS = Chains(n_chains=2, n_draws=8, n_warmup=8, n_leapfrog=2)
 SHARE = 0.6
 """Of all pairs, how many answer, at least."""
 
@@ -250,6 +253,10 @@ ANALYSES: dict[str, Callable[[Case], object]] = {
     "training_snapshots": lambda c: training_snapshots(c.source, n_prompts=64),
     "deep_snapshots": lambda c: deep_snapshots(c.source, c.prompts()),
     "linear_snapshots": lambda c: linear_snapshots(c.source),
+    "local_learning_coefficient": lambda c: mi.local_learning_coefficient(
+        c.source, chains=SHORTEST_CHAINS, n_prompts=16
+    ),
+    "coefficient_snapshots": lambda c: coefficient_snapshots(c.source, chains=SHORTEST_CHAINS),
     "training_dynamics": lambda c: training_dynamics(c.source),
     "milestones": lambda c: milestones(c.source),
     "check_compatible": lambda c: mi.check_compatible(c.source),

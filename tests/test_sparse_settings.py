@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from mechinterp.checkpoints.native import load, save
+from mechinterp.checkpoints.checkpoint import load, save
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig, TrainConfig
 from mechinterp.icl.prompts import generator_for, sample_prompts
 from mechinterp.icl.sparse_predictors import (

@@ -16,7 +16,9 @@ import plotly.graph_objects as go
 from mechinterp.analysis.circuits.attention import attention_patterns
 from mechinterp.analysis.circuits.circuits import circuits
 from mechinterp.analysis.circuits.patterns import classify
+from mechinterp.analysis.dynamics.coefficient_snapshots import coefficient_snapshots
 from mechinterp.analysis.dynamics.deep_snapshots import deep_snapshots
+from mechinterp.analysis.dynamics.learning_coefficient import local_learning_coefficient
 from mechinterp.analysis.dynamics.linear_snapshots import linear_snapshots
 from mechinterp.analysis.dynamics.milestones import milestones
 from mechinterp.analysis.dynamics.prior_snapshots import prior_snapshots
@@ -35,7 +37,7 @@ from mechinterp.analysis.learners.fits import fit_learners
 from mechinterp.analysis.learners.priors import compare_priors
 from mechinterp.analysis.probing.p_probing import p_probe
 from mechinterp.analysis.probing.probing import probe
-from mechinterp.checkpoints.native import Checkpoint
+from mechinterp.checkpoints.checkpoint import Checkpoint
 from mechinterp.checkpoints.plain_modules import HookedModule
 from mechinterp.progress import ProgressCallback, no_progress
 
@@ -75,6 +77,8 @@ ANALYSES: dict[str, Analysis] = {
     "component-snapshots": linear_snapshots,
     "training": training_dynamics,
     "milestones": milestones,
+    "learning-coefficient": local_learning_coefficient,
+    "coefficient-snapshots": coefficient_snapshots,
 }
 
 

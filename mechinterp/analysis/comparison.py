@@ -15,7 +15,7 @@ from mechinterp.analysis.circuits.classification import Classification
 from mechinterp.analysis.circuits.patterns import classify_attention
 from mechinterp.analysis.dynamics.histories import loss_curve
 from mechinterp.analysis.learners.losses import shared_losses
-from mechinterp.checkpoints.native import Checkpoint, checkpoint_of
+from mechinterp.checkpoints.checkpoint import Checkpoint, checkpoint_of
 from mechinterp.config import ExperimentConfig
 from mechinterp.display import Result
 from mechinterp.fields import flatten

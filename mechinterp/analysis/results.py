@@ -8,8 +8,8 @@ import pandas as pd
 
 from mechinterp.analysis.circuits.patterns import N_PROMPTS, classify
 from mechinterp.analysis.learners.layered import LayeredClassification
-from mechinterp.checkpoints.native import load
-from mechinterp.checkpoints.tables import write_own_table
+from mechinterp.checkpoints.checkpoint import load
+from mechinterp.checkpoints.native.history import write_own_table
 from mechinterp.config import ExperimentConfig
 from mechinterp.fields import flatten
 from mechinterp.training.sweep import RESULTS
@@ -36,7 +36,7 @@ def sweep_frame(
     Raises:
         CheckpointError: If a model that has not diverged is missing or broken.
     Example:
-        >>> from mechinterp.checkpoints.native import load
+        >>> from mechinterp.checkpoints.checkpoint import load
         >>> models = {name: load(f"checkpoints/{name}").config for name in ("softmax-h1-s0", "softmax-h2-s0")}
         >>> sweep_frame(models, "checkpoints")[["name", "model.n_heads", "pattern"]]
                     name  model.n_heads            pattern

@@ -60,7 +60,7 @@ NEAR = 0.5
 """R^2 below which what comes nearest is not called near."""
 FACTOR_OFF, ERRORS, LEAST_R2 = 0.1, 4.0, 0.05
 """By how much the best factor on a prediction is off 1 where the task is doubted, by how many of its standard errors,
-and the R^2 on the task from which on a model does it at all."""
+and the R^2 on the task, at that factor, from which on a model does it at all."""
 DECIDING = {"context_length", "covariance", "beta_var", "noise_var"}
 """Fields of the task of which one at least must be assumed for the task to be doubted."""
 HIGH = 0.1
@@ -275,7 +275,8 @@ def task_doubt(
 
     Args:
         factor: The best factor on the prediction, with its standard error.
-        r2: 1 - loss / loss of predicting 0, with its standard error.
+        r2: 1 - loss / loss of predicting 0 of the prediction times that factor, with its standard error. As it is, a
+            prediction twice too large is no better than predicting 0, whatever it says of the task.
         assumed: Fields of the task that nobody stated.
     Example:
         >>> task_doubt((0.61, 0.02), (0.3, 0.03), ("noise_var",))

@@ -8,30 +8,32 @@ from pathlib import Path
 
 from torch import Tensor
 
-from mechinterp.checkpoints import arrays, native
-from mechinterp.checkpoints.archives import (
+from mechinterp.checkpoints import checkpoint as native
+from mechinterp.checkpoints.checkpoint import Checkpoint, checkpoint_of
+from mechinterp.checkpoints.foreign.formats import NAMED
+from mechinterp.checkpoints.foreign.options import Hints
+from mechinterp.checkpoints.foreign.read import read_foreign
+from mechinterp.checkpoints.foreign.readings import Reading
+from mechinterp.checkpoints.io.atomic import read_json, read_yaml
+from mechinterp.checkpoints.io.errors import CheckpointError, one_line
+from mechinterp.checkpoints.io.tensor_files import (
     MAX_NUMBERS,
     SUFFIXES,
     has_weights_ending,
     read_arrays,
     read_text,
 )
-from mechinterp.checkpoints.errors import CheckpointError, one_line
-from mechinterp.checkpoints.exchange import FORMAT, SIDE_CAR, read_exchange, write_exchange
-from mechinterp.checkpoints.files import read_json, read_yaml
-from mechinterp.checkpoints.folders import OWN, require_new
-from mechinterp.checkpoints.foreign import LAYERED, MARKS, read_foreign
-from mechinterp.checkpoints.hints import Hints
-from mechinterp.checkpoints.native import Checkpoint, checkpoint_of
-from mechinterp.checkpoints.readings import Reading
+from mechinterp.checkpoints.native import npz as arrays
+from mechinterp.checkpoints.native.exchange import FORMAT, SIDE_CAR, read_exchange, write_exchange
+from mechinterp.checkpoints.native.folder import OWN, WEIGHTS, is_native, require_new
 from mechinterp.config import ExperimentConfig, TaskConfig, from_dict
 from mechinterp.presets import PRESETS, preset
 
-FORMATS = ("native", FORMAT, *MARKS, *LAYERED)
+FORMATS = ("native", *NAMED)
 """What `load` reads."""
 TARGETS = ("native", FORMAT, "npz")
 """What `convert` writes."""
-CONFIG, INDEX, WEIGHTS = "config.json", "model.safetensors.index.json", "model.safetensors"
+CONFIG, INDEX = "config.json", "model.safetensors.index.json"
 MAX_SHARDS = 100
 
 
@@ -50,6 +52,7 @@ def load(
     columns: str | None = None,
     orientation: str | None = None,
     sign: str | None = None,
+    output_column: int | None = None,
     output_scale: float | None = None,
     model: Mapping[str, object] | None = None,
     map: Sequence[str] | None = None,
@@ -72,8 +75,10 @@ def load(
         columns: "x,y" or "y,x", the order of a token's columns; tried in the same way if left out.
         orientation: "out,in" (torch.nn.Linear's) or "in,out", the axes of matrices whose names do not say it; tried too.
         sign: "plus" or "minus", for a prediction that is minus the output's y entry; tried too.
+        output_column: Entry of what the layer writes that is the prediction, from 0; where tokens have columns of
+            positions, that of y and the last are tried.
         output_scale: Factor on what attention adds, for code that has one beside its matrices; 1 if left out.
-        model: How norms, MLPs and tokens of layers are joined: fields of `JOINS` of mechinterp.checkpoints.hints, such
+        model: How norms, MLPs and tokens of layers are joined: fields of `JOINS` of mechinterp.checkpoints.foreign.options, such
             as {"norm": "before"}; tried in the same way if left out.
         map: Rows "theirs=known" for names that no format has, such as "my_queries=q_proj".
     Raises:
@@ -103,6 +108,8 @@ def _load_file(path: Path, hints: Hints) -> Checkpoint:
         raise CheckpointError(
             f"{path}: a checkpoint is a folder or a file that ends in {', '.join(SUFFIXES)}; this is another file."
         )
+    if path.name == WEIGHTS and _states_all(path.parent):
+        return _load_folder(path.parent, hints)
     text = read_text(path, arrays.CONFIG) if path.suffix == ".npz" else None
     tensors = read_arrays(path)
     if text is not None:
@@ -111,22 +118,32 @@ def _load_file(path: Path, hints: Hints) -> Checkpoint:
     return read_foreign(tensors, path, hints=hints, settings=_settings_beside(path))
 
 
+def _states_all(folder: Path) -> bool:
+    """Whether a folder is a checkpoint of this package, or one that it wrote for transformer-lens."""
+    return is_native(folder) or (folder / SIDE_CAR).is_file()
+
+
 def _settings_beside(path: Path) -> dict[str, object]:
-    """What the files beside weights state: Hugging Face's config.json, and config.yaml of the code of Garg et al."""
-    document = read_json(path.with_name(CONFIG)) if path.with_name(CONFIG).is_file() else None
-    settings = document if isinstance(document, dict) and not OWN & set(document) else {}
-    file = path.with_name("config.yaml")
-    garg = read_yaml(file) if file.exists() else None
-    if not isinstance(garg, dict):
-        return settings
-    model = garg.get("model")
-    numbers = {n: int(t) for n, t in model.items() if _counts(t)} if isinstance(model, dict) else {}
-    points = _within(garg, "training", "curriculum", "points", "end")
-    if _counts(points):
-        numbers["n_points"] = int(str(points))
-    noise = _within(garg, "training", "task_kwargs", "noise_std")
-    stated = {} if noise is None else {"noise_std": _noise(file, str(noise))}
-    return settings | numbers | stated
+    """What the files beside weights state: Hugging Face's config.json, and config.yaml of the code of Garg et al.
+
+    n_points, the pairs with the query, is an integer and noise_std a number, whatever they are written as.
+    """
+    file, garg = path.with_name(CONFIG), path.with_name("config.yaml")
+    found: dict[str, object] = {}
+    document = read_json(file) if file.is_file() else None
+    if isinstance(document, dict) and not OWN & set(document):
+        found |= _settled(file, document)
+    return found | _settled(garg, _garg_settings(read_yaml(garg))) if garg.exists() else found
+
+
+def _garg_settings(document: object) -> dict[str, object]:
+    """Heads and other counts, noise and number of points in a config.yaml of the code of Garg et al."""
+    model = _within(document, "model")
+    found = {n: t for n, t in model.items() if _counts(t)} if isinstance(model, dict) else {}
+    return found | {
+        "n_points": _within(document, "training", "curriculum", "points", "end"),
+        "noise_std": _within(document, "training", "task_kwargs", "noise_std"),
+    }
 
 
 def _within(document: object, *names: str) -> object:
@@ -136,13 +153,32 @@ def _within(document: object, *names: str) -> object:
     return document
 
 
-def _noise(file: Path, text: str) -> float:
+def _settled(file: Path, settings: dict[str, object]) -> dict[str, object]:
+    """The settings that say something, texts of digits as integers and noise_std as a number.
+
+    Raises:
+        CheckpointError: If noise_std is no number >= 0, or n_points no integer >= 2.
+    """
+    found = {
+        name: int(value) if isinstance(value, str) and _counts(value) else value
+        for name, value in settings.items()
+        if value is not None
+    }
+    if "noise_std" in found:
+        found["noise_std"] = _noise(file, found["noise_std"])
+    points = found.get("n_points", 2)
+    if type(points) is not int or points < 2:
+        raise CheckpointError(f"{file}: n_points must be an integer >= 2, got {points!r:.42}.")
+    return found
+
+
+def _noise(file: Path, value: object) -> float:
     try:
-        noise = float(text)
+        noise = math.nan if isinstance(value, bool) else float(str(value))
     except ValueError:
         noise = math.nan
     if not 0 <= noise < math.inf:
-        raise CheckpointError(f"{file}: noise_std must be a number >= 0, got {text[:40]!r}.")
+        raise CheckpointError(f"{file}: noise_std must be a number >= 0, got {value!r:.42}.")
     return noise
 
 
@@ -156,7 +192,8 @@ def _load_folder(path: Path, hints: Hints) -> Checkpoint:
         settings = read_json(path / CONFIG)
         if isinstance(settings, dict) and not OWN & set(settings):
             file, tensors = _folder_arrays(path)
-            return replace(read_foreign(tensors, file, hints=hints, settings=settings), path=path)
+            beside = _settings_beside(file)
+            return replace(read_foreign(tensors, file, hints=hints, settings=beside), path=path)
         stated = "native"
     if stated is None and (files := sorted(filter(_is_weights, _in(path)))):
         if len(files) > 1:

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from mechinterp.checkpoints.hints import HEAD_KEYS
-from mechinterp.checkpoints.names import INNER, piece_of
+from mechinterp.checkpoints.foreign.names import INNER, piece_of
+from mechinterp.checkpoints.foreign.options import HEAD_KEYS
 from mechinterp.models.module_hooks import Place, first_tensor, stream_of
 
 NOT_CALLED = (nn.ModuleList, nn.ModuleDict)

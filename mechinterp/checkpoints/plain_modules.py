@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from mechinterp.checkpoints.errors import one_line
+from mechinterp.checkpoints.io.errors import one_line
 from mechinterp.config import TaskConfig
 from mechinterp.icl.prompts import Prompts, sample_prompts
 from mechinterp.models.adapter import HookedPredictor

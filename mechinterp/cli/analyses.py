@@ -25,8 +25,8 @@ from mechinterp.cli.training import JsonOption, QuietOption, WideOption, device_
 if TYPE_CHECKING:
     from mechinterp.analysis.heads.fine_tuning import FineTuning
     from mechinterp.analysis.heads.pruning import Pruning
-    from mechinterp.checkpoints.hints import Hints
-    from mechinterp.checkpoints.native import Checkpoint
+    from mechinterp.checkpoints.checkpoint import Checkpoint
+    from mechinterp.checkpoints.foreign.options import Hints
     from mechinterp.icl.prompts import Prompts
     from mechinterp.progress import ProgressCallback
 
@@ -153,7 +153,7 @@ def prune(
 ) -> None:
     """Keep the first layer and the best head of later ones. Example: mechinterp prune MODEL --out pruned"""
     from mechinterp.analysis.heads import pruning
-    from mechinterp.checkpoints.folders import require_new
+    from mechinterp.checkpoints.native.folder import require_new
     from mechinterp.report.bars import progress_bars
     from mechinterp.report.documents import pruning_document
     from mechinterp.report.header import dumps

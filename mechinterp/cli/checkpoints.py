@@ -23,8 +23,8 @@ from mechinterp.cli.training import JsonOption, QuietOption, WideOption, say
 if TYPE_CHECKING:
     from mechinterp.analysis.circuits.classification import Classification
     from mechinterp.analysis.learners.layered import LayeredClassification
-    from mechinterp.checkpoints.hints import Hints
-    from mechinterp.checkpoints.native import Checkpoint
+    from mechinterp.checkpoints.checkpoint import Checkpoint
+    from mechinterp.checkpoints.foreign.options import Hints
 
     Classified = Classification | LayeredClassification
 
@@ -125,7 +125,7 @@ def info(
     hints: "Hints",
 ) -> None:
     """Show a checkpoint at a glance. Example: mechinterp info checkpoints/softmax-h2-s0"""
-    from mechinterp.checkpoints.outline import outline_of
+    from mechinterp.checkpoints.native.outline import outline_of
     from mechinterp.report.header import dumps
     from mechinterp.report.info import info_document, info_text
 

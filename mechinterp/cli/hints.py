@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from mechinterp.checkpoints.hints import Hints
+    from mechinterp.checkpoints.foreign.options import Hints
 
 TaskOption = Annotated[
     Path | None,
@@ -58,6 +58,12 @@ SignOption = Annotated[
     str | None,
     typer.Option("--sign", metavar="plus|minus", help="Sign of the y entry in the prediction."),
 ]
+OutputColumnOption = Annotated[
+    int | None,
+    typer.Option(
+        "--output-column", min=0, help="Entry of a layer's output that is the prediction, from 0."
+    ),
+]
 OutputOption = Annotated[
     float | None,
     typer.Option("--output-scale", help="Factor on what attention adds, for files without it."),
@@ -91,14 +97,15 @@ def hints_of(
     columns: ColumnsOption = None,
     orientation: OrientationOption = None,
     sign: SignOption = None,
+    output_column: OutputColumnOption = None,
     output_scale: OutputOption = None,
     model: ModelOption = None,
     map: MapOption = None,
 ) -> "Hints":
     """What the options say of files that do not say it."""
     given = dict(locals())
-    from mechinterp.checkpoints.files import read_task
-    from mechinterp.checkpoints.hints import Hints
+    from mechinterp.checkpoints.foreign.options import Hints
+    from mechinterp.checkpoints.io.atomic import read_task
 
     given["task"] = None if task is None else read_task(task)
     rows = [row.partition("=") for row in model or ()]

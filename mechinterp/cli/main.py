@@ -65,7 +65,7 @@ def main() -> None:
             trains = arguments[0] in ("train", "sweep")
             complain("interrupted" + ("; it goes on with --resume." if trains else "."))
     except (ValueError, OSError) as error:
-        from mechinterp.checkpoints.errors import one_line
+        from mechinterp.checkpoints.io.errors import one_line
 
         _fail(_with_next_step(one_line(error)))
     except Exception as error:

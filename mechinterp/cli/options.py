@@ -18,8 +18,8 @@ from mechinterp.cli.hints import hints_of
 from mechinterp.cli.training import JsonOption, QuietOption, WideOption, device_of, say
 
 if TYPE_CHECKING:
-    from mechinterp.checkpoints.hints import Hints
-    from mechinterp.checkpoints.native import Checkpoint
+    from mechinterp.checkpoints.checkpoint import Checkpoint
+    from mechinterp.checkpoints.foreign.options import Hints
     from mechinterp.icl.prompts import Prompts
 
 PathArgument = Annotated[
@@ -86,7 +86,7 @@ def require_there(given: Mapping[str, object]) -> None:
         table = Path(str(given.get("out"))).suffix in (".csv", ".parquet")
         path = None if given.get("as_json") or table else paths[0]
     if isinstance(path, Path) and not os.path.lexists(path):
-        from mechinterp.checkpoints.errors import nothing_at
+        from mechinterp.checkpoints.io.errors import nothing_at
 
         raise nothing_at(path)
 
@@ -144,6 +144,7 @@ def load_checkpoint(
         ]
         tried = "; ".join(map(repr, getattr(checkpoint, "readings", ())[:2]))
         losses = f"; loss over that of predicting 0, best readings: {tried}" if tried else ""
+        losses += f"; {shown['doubt']}" if "doubt" in shown else ""
         complain(f"{path}: assumed {', '.join(said)}{losses}.")
     return checkpoint
 
@@ -199,7 +200,7 @@ def say_of(path: Path, text: str) -> None:
 
 def shown_path(path: Path) -> str:
     """A path on one line, whatever its name."""
-    from mechinterp.checkpoints.errors import printable
+    from mechinterp.checkpoints.io.errors import printable
 
     return printable(str(path))
 

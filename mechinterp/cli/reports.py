@@ -18,8 +18,8 @@ from mechinterp.cli.options import (
 from mechinterp.cli.training import JsonOption, QuietOption, say
 
 if TYPE_CHECKING:
-    from mechinterp.checkpoints.hints import Hints
-    from mechinterp.checkpoints.native import Checkpoint
+    from mechinterp.checkpoints.checkpoint import Checkpoint
+    from mechinterp.checkpoints.foreign.options import Hints
 
 
 @runs_checkpoints

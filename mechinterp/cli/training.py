@@ -55,7 +55,7 @@ def train(
         return
     if what is None:
         raise ValueError(f"train needs a preset or a config file; presets: {', '.join(PRESETS)}.")
-    from mechinterp.checkpoints.errors import printable
+    from mechinterp.checkpoints.io.errors import printable
     from mechinterp.checkpoints.loading import named_config
     from mechinterp.config import override
     from mechinterp.report.bars import progress_bar
@@ -92,7 +92,7 @@ def sweep(
 ) -> None:
     """Train many models in one run. Example: mechinterp sweep analyses/sweeps/softmax.json --out runs/softmax"""
     from mechinterp.analysis.results import sweep_frame, write_results
-    from mechinterp.checkpoints.errors import printable
+    from mechinterp.checkpoints.io.errors import printable
     from mechinterp.report.bars import progress_bar
     from mechinterp.report.documents import training_document
     from mechinterp.report.header import dumps
@@ -120,7 +120,7 @@ def predict_jumps(
 ) -> None:
     """Predict the jumps of linear attention, without training. Example: mechinterp predict-jumps linear-separate"""
     from mechinterp.analysis.dynamics.jumps import jump_forecast
-    from mechinterp.checkpoints.errors import printable
+    from mechinterp.checkpoints.io.errors import printable
     from mechinterp.checkpoints.loading import named_config
     from mechinterp.config import override
     from mechinterp.report.documents import forecast_document
@@ -153,7 +153,7 @@ def say(text: str, *, error: bool = False) -> None:
     Raises:
         ValueError: If standard output is full; where its reader has left, the command ends as by SIGPIPE.
     """
-    from mechinterp.checkpoints.errors import one_line, spelled, visible
+    from mechinterp.checkpoints.io.errors import one_line, spelled, visible
 
     stream = sys.stderr if error else sys.stdout
     encoding = getattr(stream, "encoding", None) or "utf-8"

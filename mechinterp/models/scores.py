@@ -94,14 +94,16 @@ def kernel_text(score: str, slope: float) -> str:
 def score_derivative_at_zero(score: str, slope: float, *, context_length: int) -> float:
     """L dp/ds at zero scores: the C0 by which omega counts wherever it is small.
 
-    For weights f(s_i) / sum_j f(s_j) with f(0) = 1 it is f'(0); "linear" has C L, "linear/L" has C.
+    For weights f(s_i) / sum_j f(s_j) with f(0) = 1 it is f'(0); "linear" has C L, "linear/L" has C. "relu/L" has C/2,
+    the mean of its slopes on both sides: max(s, 0) = s/2 + |s|/2, and |s| adds nothing on average over x and -x.
 
     Example:
         >>> score_derivative_at_zero("(1+Cx)^2", 0.5, context_length=40)
         1.0
     """
     derivatives = {"softmax": 1.0, "1+tanh": 1.0, "1+Cx": slope, "(1+Cx)^2": 2 * slope}
-    return (derivatives | {"linear": slope * context_length, "linear/L": slope})[score]
+    over_length = {"linear": slope * context_length, "linear/L": slope, "relu/L": slope / 2}
+    return (derivatives | over_length)[score]
 
 
 def readable_keys(

@@ -12,7 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import pad
 
-from mechinterp.config import ModelConfig
+from mechinterp.config import SCORES, ModelConfig
 from mechinterp.models.deep import DeepWeights
 from mechinterp.models.functional import AttentionWeights, identity_keys, unmerged
 from mechinterp.models.shapes import BIASES, NAMES, tensor_shapes
@@ -219,6 +219,26 @@ def why_no_circuits(model: ModelConfig) -> str | None:
     return next((extra for extra, there in extras.items() if there), None)
 
 
+def model_of_layer(circuits: AttentionWeights) -> ModelConfig:
+    """The architecture of one layer of attention, as its heads say it.
+
+    Only models that read the context on both sides may have rectified scores; what a single layer predicts at the
+    query is the same.
+    """
+    _, d_model, d_head = circuits.W_Q.shape
+    both_sides = circuits.score not in SCORES
+    return ModelConfig(
+        n_heads=circuits.n_heads,
+        d_head=None if d_head == d_model and not both_sides else d_head,
+        score=circuits.score,
+        score_slope=circuits.score_slope,
+        attend_to_self=circuits.attend_to_self,
+        biases=circuits.b_O is not None,
+        merged_qk=circuits.merged_qk,
+        context_only=both_sides,
+    )
+
+
 def weights_of_layer(circuits: AttentionWeights, *, model: ModelConfig | None = None) -> Weights:
     """A model of one layer of attention from its heads: the inverse of `Weights.circuits`.
 
@@ -229,17 +249,7 @@ def weights_of_layer(circuits: AttentionWeights, *, model: ModelConfig | None = 
         >>> weights_of_layer(zero_head(d_x=5))
         Weights(1 x 1 heads, d_x=5, d_y=1, torch.float64)
     """
-    if model is None:
-        _, d_model, d_head = circuits.W_Q.shape
-        model = ModelConfig(
-            n_heads=circuits.n_heads,
-            d_head=None if d_head == d_model else d_head,
-            score=circuits.score,
-            score_slope=circuits.score_slope,
-            attend_to_self=circuits.attend_to_self,
-            biases=circuits.b_O is not None,
-            merged_qk=circuits.merged_qk,
-        )
+    model = model_of_layer(circuits) if model is None else model
     tensors = {f"blocks.0.attn.{name}": tensor for name, tensor in circuits.parameters.items()}
     for name in ("blocks.0.attn.W_O", "blocks.0.attn.b_O"):
         if name in tensors:

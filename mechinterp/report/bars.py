@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
-from mechinterp.checkpoints.errors import printable
+from mechinterp.checkpoints.io.errors import printable
 from mechinterp.display import counted
 from mechinterp.progress import Item, ProgressCallback
 from mechinterp.training.run import Progress

@@ -9,7 +9,7 @@ from mechinterp.analysis.learners.algorithm_evidence import AlgorithmEvidence
 from mechinterp.analysis.learners.layered import LayeredClassification
 from mechinterp.analysis.learners.standing import standing_text
 from mechinterp.analysis.verdict import digits, explained, with_error
-from mechinterp.checkpoints.native import Checkpoint
+from mechinterp.checkpoints.checkpoint import Checkpoint
 from mechinterp.report.header import header, records
 from mechinterp.report.text import ROWS, frame_text, wrapped
 

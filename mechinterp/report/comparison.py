@@ -8,8 +8,8 @@ from urllib.parse import quote
 import pandas as pd
 
 from mechinterp.analysis.comparison import Comparison, compare
-from mechinterp.checkpoints.errors import printable
-from mechinterp.checkpoints.native import Checkpoint
+from mechinterp.checkpoints.checkpoint import Checkpoint
+from mechinterp.checkpoints.io.errors import printable
 from mechinterp.display import counted
 from mechinterp.progress import ProgressCallback, no_progress
 from mechinterp.report import html
@@ -40,7 +40,7 @@ def write_comparison(
             `overwrite` is not set.
     Example:
         >>> import tempfile
-        >>> from mechinterp.checkpoints.native import load
+        >>> from mechinterp.checkpoints.checkpoint import load
         >>> models = [load(f"checkpoints/softmax-h1-s{seed}") for seed in (0, 1)]
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     write_comparison(models, folder, n_prompts=64).verdict

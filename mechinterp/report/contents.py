@@ -14,7 +14,7 @@ from mechinterp.analysis.analyses import (
 )
 from mechinterp.analysis.learners.algorithm_evidence import AlgorithmEvidence
 from mechinterp.analysis.learners.layered import LayeredClassification
-from mechinterp.checkpoints.native import Checkpoint
+from mechinterp.checkpoints.checkpoint import Checkpoint
 from mechinterp.checkpoints.plain_modules import HookedModule
 from mechinterp.progress import ProgressCallback, no_progress
 from mechinterp.report import deep_sections, sections
@@ -38,6 +38,8 @@ ON_REQUEST = {
     "milestones",
     "prior-heads",
     "prior-snapshots",
+    "learning-coefficient",
+    "coefficient-snapshots",
 }
 """These take long, or are shown within another section."""
 OF_SEVERAL_LAYERS = {"baselines", "prune", "probe", "p-probe", "edges"}

@@ -12,9 +12,9 @@ from mechinterp.analysis.heads.pruning import Pruning
 from mechinterp.analysis.learners.fits import LearnerFits
 from mechinterp.analysis.learners.layered import LayeredClassification
 from mechinterp.analysis.probing.probing import Probing
-from mechinterp.checkpoints.exchange import FORMAT as EXCHANGE
-from mechinterp.checkpoints.exchange import positions_for
-from mechinterp.checkpoints.native import Checkpoint
+from mechinterp.checkpoints.checkpoint import Checkpoint
+from mechinterp.checkpoints.native.exchange import FORMAT as EXCHANGE
+from mechinterp.checkpoints.native.exchange import positions_for
 from mechinterp.config import ExperimentConfig
 from mechinterp.report.classification import classification_document
 from mechinterp.report.header import SCHEMA_VERSION, header, records

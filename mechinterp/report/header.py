@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import pandas as pd
 
 if TYPE_CHECKING:
-    from mechinterp.checkpoints.native import Checkpoint
-    from mechinterp.checkpoints.outline import Outline
+    from mechinterp.checkpoints.checkpoint import Checkpoint
+    from mechinterp.checkpoints.native.outline import Outline
 
 SCHEMA_VERSION = 1
 

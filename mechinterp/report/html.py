@@ -13,7 +13,7 @@ from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
 from mechinterp import figures
-from mechinterp.checkpoints.errors import visible
+from mechinterp.checkpoints.io.errors import visible
 from mechinterp.report.glossary import PAPERS, WORDS, meanings
 from mechinterp.report.parts import Section
 from mechinterp.report.sections import number

@@ -6,13 +6,13 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from mechinterp.analysis.verdict import digits
-from mechinterp.checkpoints.outline import Outline
+from mechinterp.checkpoints.native.outline import Outline
 from mechinterp.config import ModelConfig, TaskConfig, TrainConfig
 from mechinterp.report.header import header, records
 from mechinterp.report.text import wrapped
 
 if TYPE_CHECKING:
-    from mechinterp.checkpoints.native import Checkpoint
+    from mechinterp.checkpoints.checkpoint import Checkpoint
 
 DEFAULT = "the default"
 
@@ -45,7 +45,7 @@ def info_document(source: "Checkpoint | Outline", *, hooks: bool = True) -> dict
 
 
 def _checkpoint(source: object) -> "Checkpoint":
-    from mechinterp.checkpoints.native import (
+    from mechinterp.checkpoints.checkpoint import (
         checkpoint_of,  # loads torch, which an outline needs not
     )
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import plotly.graph_objects as go
 
-from mechinterp.checkpoints.claims import claimed, entries, settle
-from mechinterp.checkpoints.files import write_new, writing
-from mechinterp.checkpoints.native import Checkpoint, checkpoint_of
+from mechinterp.checkpoints.checkpoint import Checkpoint, checkpoint_of
+from mechinterp.checkpoints.io.atomic import write_new, writing
+from mechinterp.checkpoints.io.locks import claimed, entries, settle
 from mechinterp.checkpoints.plain_modules import HookedModule
 from mechinterp.display import counted
 from mechinterp.progress import ProgressCallback, no_progress
@@ -64,7 +64,7 @@ def write_report(
             too small for the model, or an analysis that was asked for is none or does not take the model.
     Example:
         >>> import tempfile
-        >>> from mechinterp.checkpoints.native import load
+        >>> from mechinterp.checkpoints.checkpoint import load
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     report = write_report(load("checkpoints/softmax-h1-s0"), folder, n_prompts=256)
         ...     report.page.name
@@ -153,7 +153,7 @@ def _about(checkpoint: Checkpoint | HookedModule) -> str:
         hooked = checkpoint.hooked
         sizes = f"{counted(hooked.n_layers, 'layer')} of {counted(hooked.n_heads, 'head')}"
         told = checkpoint.task.in_words(checkpoint.assumed)
-        return f"{sizes}, a PyTorch module with hooks; task: {told}"
+        return f"{sizes}, a PyTorch module with hooks, {told}"
     config, task, model = checkpoint.config, checkpoint.task, checkpoint.config.model
     heads, kind = counted(model.n_heads, "head"), f"{model.score} attention"
     if not model.one_attention:
@@ -164,4 +164,4 @@ def _about(checkpoint: Checkpoint | HookedModule) -> str:
     origin = f"seed {config.seed}, step {checkpoint.step}, config {config.id}"
     if "step" in checkpoint.assumed:
         origin = f"format {checkpoint.format}{assumed_text(checkpoint.assumed)}"
-    return f"{heads}, {kind}, {origin}; task: {task.in_words(checkpoint.assumed_of_task)}"
+    return f"{heads}, {kind}, {task.in_words(checkpoint.assumed_of_task)}; {origin}"

@@ -21,7 +21,7 @@ from mechinterp.analysis.learners.baselines import Baselines, baselines
 from mechinterp.analysis.learners.fits import N_PROMPTS as N_FITTED
 from mechinterp.analysis.learners.fits import LearnerFits, fit_learners
 from mechinterp.analysis.learners.layered import LayeredClassification
-from mechinterp.checkpoints.native import Checkpoint
+from mechinterp.checkpoints.checkpoint import Checkpoint
 from mechinterp.checkpoints.plain_modules import HookedModule
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.evaluation import evaluation_prompts, least_number, usual_number

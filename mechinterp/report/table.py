@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from mechinterp.checkpoints.errors import CheckpointError
-from mechinterp.checkpoints.files import write_new, writing
+from mechinterp.checkpoints.io.atomic import write_new, writing
+from mechinterp.checkpoints.io.errors import CheckpointError
 
 HEADER = ("path", "format", "pattern", "reason", "n_layers", "n_heads", "d_x", "d_y")
 SUFFIXES = (".parquet", ".csv")

@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 
 from mechinterp.analysis.verdict import digits, with_error
-from mechinterp.checkpoints.errors import spelled
+from mechinterp.checkpoints.io.errors import spelled
 from mechinterp.report.glossary import unit_of
 
 ROWS = 20

@@ -10,7 +10,7 @@ from mechinterp.analysis.dynamics.deep_snapshots import deep_snapshots
 from mechinterp.analysis.dynamics.linear_snapshots import linear_snapshots
 from mechinterp.analysis.dynamics.snapshots import Snapshots, training_snapshots
 from mechinterp.analysis.dynamics.training import training_dynamics
-from mechinterp.checkpoints.native import Checkpoint, checkpoint_of
+from mechinterp.checkpoints.checkpoint import Checkpoint, checkpoint_of
 from mechinterp.config import TrainConfig
 from mechinterp.report.parts import Section
 from mechinterp.report.subject import Subject

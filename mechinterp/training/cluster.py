@@ -15,7 +15,7 @@ from types import ModuleType
 
 import torch
 
-from mechinterp.checkpoints.errors import CheckpointError, one_line
+from mechinterp.checkpoints.io.errors import CheckpointError, one_line
 from mechinterp.training.packs import OnLog, Outcome, PackJob, train_job
 from mechinterp.training.run import Progress
 

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import torch
 
-from mechinterp.checkpoints.claims import locked
-from mechinterp.checkpoints.errors import CheckpointError
-from mechinterp.checkpoints.files import delete_leftovers
+from mechinterp.checkpoints.io.atomic import delete_leftovers
+from mechinterp.checkpoints.io.errors import CheckpointError
+from mechinterp.checkpoints.io.locks import locked
 from mechinterp.config import ExperimentConfig, differences
 from mechinterp.memory import peak_memory, prompt_bytes, require_memory
 from mechinterp.training.batches import CHUNK_BYTES

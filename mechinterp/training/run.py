@@ -15,7 +15,7 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from mechinterp.checkpoints.native import save
+from mechinterp.checkpoints.checkpoint import save
 from mechinterp.config import ExperimentConfig
 from mechinterp.models.weights import Weights
 from mechinterp.training.state import State, write_state

@@ -14,13 +14,13 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from mechinterp.checkpoints.claims import entries, locked, require_free, settle
-from mechinterp.checkpoints.errors import CheckpointError
-from mechinterp.checkpoints.files import delete_leftovers, read_json
-from mechinterp.checkpoints.folders import FILES
+from mechinterp.checkpoints.checkpoint import Checkpoint, load
+from mechinterp.checkpoints.io.atomic import delete_leftovers, read_json
+from mechinterp.checkpoints.io.errors import CheckpointError
+from mechinterp.checkpoints.io.locks import entries, locked, require_free, settle
 from mechinterp.checkpoints.loading import named_config
-from mechinterp.checkpoints.native import Checkpoint, load
-from mechinterp.checkpoints.tables import require_own_table
+from mechinterp.checkpoints.native.folder import FILES
+from mechinterp.checkpoints.native.history import require_own_table
 from mechinterp.config import ExperimentConfig, from_dict, override, value_of
 from mechinterp.presets import preset
 from mechinterp.training.packs import (

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mechinterp.analysis.learners.algorithm import AlgorithmEvidence, name_algorithm
-from mechinterp.checkpoints.native import load, save
+from mechinterp.checkpoints.checkpoint import load, save
 from mechinterp.config import CovarianceConfig, ExperimentConfig, ModelConfig, TaskConfig
 from mechinterp.icl.prompts import covariance_matrix, generator_for, sample_prompts
 from mechinterp.models.constructions_algorithms import (
@@ -72,6 +72,15 @@ def row(found: AlgorithmEvidence, label: str) -> int:
 @pytest.fixture(scope="module")
 def exact() -> AlgorithmEvidence:
     return name_algorithm(rotated(FALLING, seed=0), task=DENSE, n_prompts=128)
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_chebyshevs_iteration_is_gradient_descent(seed: int):
+    """Its six steps reach from .5 to 7.6, for eigenvalues from .1 to 2."""
+    task = TaskConfig(d_x=4, context_length=32, noise_var=0)
+    etas = 1 / (1.05 + 0.95 * np.cos((2 * np.arange(6) + 1) * np.pi / 12))
+    found = name_algorithm(gradient_descent_model(etas.tolist(), d_x=4), task=task, seed=seed)
+    assert found.label == "gradient_descent"
 
 
 @pytest.mark.slow

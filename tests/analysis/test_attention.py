@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from mechinterp.analysis.circuits.attention import attention_patterns
-from mechinterp.checkpoints.native import load
+from mechinterp.checkpoints.checkpoint import load
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.constructions import kernel_head
 from tests.conftest import CHECKPOINTS

@@ -9,7 +9,7 @@ import pytest
 from mechinterp.analysis.circuits.circuits import circuits
 from mechinterp.analysis.comparison import MAX_POINTS, Comparison, compare
 from mechinterp.analysis.learners.losses import shared_losses
-from mechinterp.checkpoints.native import Checkpoint, load
+from mechinterp.checkpoints.checkpoint import Checkpoint, load
 from tests.conftest import CHECKPOINTS
 
 NAMES = ("softmax-h2-s0", "softmax-h2-s1", "softmax-h2-s8", "softmax-h1-s0", "softmax-h8-s1")

@@ -7,7 +7,7 @@ import pytest
 
 from mechinterp.analysis.dynamics.deep_snapshots import deep_snapshots
 from mechinterp.analysis.heads.ablation import ablate_heads
-from mechinterp.checkpoints.native import Checkpoint, load
+from mechinterp.checkpoints.checkpoint import Checkpoint, load
 from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
 from mechinterp.models.transformer import ICLTransformer
 from tests.conftest import CHECKPOINTS

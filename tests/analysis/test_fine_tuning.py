@@ -9,7 +9,7 @@ import torch
 from mechinterp.analysis.heads.errors import masked_errors
 from mechinterp.analysis.heads.fine_tuning import fine_tune
 from mechinterp.analysis.heads.pruning import pruned_weights
-from mechinterp.checkpoints.native import load, save
+from mechinterp.checkpoints.checkpoint import load, save
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig, TrainConfig
 from mechinterp.icl.prompts import generator_for, sample_prompts
 from mechinterp.models.deep import predict_deep

@@ -11,9 +11,9 @@ from torch import nn
 
 from mechinterp.analysis.heads.pruning import save_pruned
 from mechinterp.analysis.learners.layered import LayeredClassification, classify_layers
-from mechinterp.checkpoints.hints import Hints
-from mechinterp.checkpoints.layered import read_layered
-from mechinterp.checkpoints.native import Checkpoint
+from mechinterp.checkpoints.checkpoint import Checkpoint
+from mechinterp.checkpoints.foreign.options import Hints
+from mechinterp.checkpoints.foreign.read import read_foreign
 from mechinterp.config import TaskConfig
 from mechinterp.icl.prompts import generator_for, sample_prompts
 from mechinterp.models.adapter import masked
@@ -24,9 +24,8 @@ from tests.models.test_layered_models import GargModel, encoder, garg
 
 
 def checkpoint_of(model: nn.Module, *, n_heads: int, **task: object) -> Checkpoint:
-    format = "gpt2" if isinstance(model, GargModel) else "torch-encoder"
     hints = Hints(n_heads=n_heads, task=task)
-    return read_layered(model.state_dict(), Path("x.pt"), format=format, hints=hints, settings={})
+    return read_foreign(model.state_dict(), Path("x.pt"), hints=hints, settings={})
 
 
 @pytest.fixture(scope="module")

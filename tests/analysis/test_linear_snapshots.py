@@ -9,7 +9,7 @@ import torch
 
 from mechinterp.analysis.circuits.components import components
 from mechinterp.analysis.dynamics.linear_snapshots import LinearSnapshots, linear_snapshots
-from mechinterp.checkpoints.native import load
+from mechinterp.checkpoints.checkpoint import load
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.functional import AttentionWeights, predict
 from mechinterp.presets import preset

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from mechinterp.checkpoints.native import load, save
+from mechinterp.checkpoints.checkpoint import load, save
 from tests.conftest import Run
 
 

@@ -1,12 +1,15 @@
 """Labels of models whose pattern is known by construction, and what labels may not depend on."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 from mechinterp.analysis.circuits.patterns import Thresholds, classify
+from mechinterp.checkpoints.checkpoint import Checkpoint, save
+from mechinterp.checkpoints.loading import load
 from mechinterp.config import CovarianceConfig, ExperimentConfig, ModelConfig, TaskConfig
 from mechinterp.models.constructions import (
     debiased_gradient_step,
@@ -15,6 +18,7 @@ from mechinterp.models.constructions import (
     zero_head,
 )
 from mechinterp.models.functional import AttentionWeights, stack
+from mechinterp.models.weights import weights_of_layer
 from mechinterp.theory.softmax import debiased_step_size, manifold_mu
 from mechinterp.training.step import initial_weights
 
@@ -252,3 +256,25 @@ def test_frame_and_repr():
     assert list(found.to_frame().columns[:3]) == ["head", "label", "share"]
     assert repr(found).startswith("Classification(debiased_gd)\nWhat it computes: one step of")
     assert len(found.plot().data) == 2
+
+
+@pytest.mark.parametrize("context_only", [True, False])
+def test_two_rectified_heads_are_one_linear_step(tmp_path: Path, context_only: bool):
+    # max(s, 0) - max(-s, 0) = s: heads of opposite omega and mu make a step of mu * omega.
+    omega, mu = 0.4, 2.0
+    heads = replace(diagonal_heads([omega, -omega], [mu, -mu], d_x=5), score="relu/L")
+    source: AttentionWeights | Checkpoint = heads
+    if context_only:
+        model = ModelConfig(n_heads=2, d_head=6, score="relu/L", context_only=True)
+        weights = weights_of_layer(heads, model=model)
+        save(tmp_path / "relu", ExperimentConfig(model=model), weights, step=0)
+        source = load(tmp_path / "relu")
+    found = classify(source)
+    assert found.pattern == "linear_gd"
+    assert found.scales.eta[0] == pytest.approx(mu * omega, rel=1e-6)
+    assert found.learner.r2 == pytest.approx(1, abs=1e-9)
+    # One of them predicts s/2 + |s|/2, of which a step has the first half alone.
+    one = replace(diagonal_heads([omega], [mu], d_x=5), score="relu/L")
+    alone = classify(one)
+    assert alone.scales.eta[0] == pytest.approx(mu * omega / 2, rel=1e-12)
+    assert alone.learner.r2 < 0.95

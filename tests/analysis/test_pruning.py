@@ -18,8 +18,8 @@ from mechinterp.analysis.heads.pruning import (
     save_pruned,
 )
 from mechinterp.analysis.probing.probes import cross_validated, streams
-from mechinterp.checkpoints.errors import CheckpointError
-from mechinterp.checkpoints.native import load, save
+from mechinterp.checkpoints.checkpoint import load, save
+from mechinterp.checkpoints.io.errors import CheckpointError
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig
 from mechinterp.icl.prompts import generator_for, sample_prompts
 from mechinterp.models.predictor import predictor_of

@@ -7,9 +7,9 @@ import pandas as pd
 import pytest
 
 from mechinterp.analysis.results import sweep_frame, write_results
-from mechinterp.checkpoints.errors import CheckpointError
-from mechinterp.checkpoints.folders import COLUMNS
-from mechinterp.checkpoints.native import save
+from mechinterp.checkpoints.checkpoint import save
+from mechinterp.checkpoints.io.errors import CheckpointError
+from mechinterp.checkpoints.native.folder import COLUMNS
 from mechinterp.config import ExperimentConfig, TaskConfig, override, value_of
 from mechinterp.models.constructions import debiased_gradient_step, kernel_head, zero_head
 from mechinterp.models.functional import stack

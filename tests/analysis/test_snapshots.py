@@ -10,7 +10,7 @@ from mechinterp.analysis.circuits.patterns import classify
 from mechinterp.analysis.dynamics import histories
 from mechinterp.analysis.dynamics.histories import kept_steps, loss_at
 from mechinterp.analysis.dynamics.snapshots import training_snapshots
-from mechinterp.checkpoints.native import Checkpoint, load, save
+from mechinterp.checkpoints.checkpoint import Checkpoint, load, save
 from mechinterp.config import ExperimentConfig, override
 from mechinterp.models.constructions import debiased_gradient_step, kernel_head, zero_head
 from mechinterp.models.functional import stack

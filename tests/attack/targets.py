@@ -18,10 +18,10 @@ import torch
 from safetensors.torch import save_file
 
 from mechinterp.analysis.results import write_results
-from mechinterp.checkpoints import claims
+from mechinterp.checkpoints.checkpoint import Checkpoint
+from mechinterp.checkpoints.io import locks as claims
 from mechinterp.checkpoints.loading import TARGETS, convert, load
-from mechinterp.checkpoints.native import Checkpoint
-from mechinterp.checkpoints.tables import MARK
+from mechinterp.checkpoints.native.history import MARK
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig, TrainConfig
 from mechinterp.report.page import write_page
 from mechinterp.report.parts import Section

@@ -11,7 +11,7 @@ from random import Random
 
 import pytest
 
-from mechinterp.checkpoints.errors import CheckpointError
+from mechinterp.checkpoints.io.errors import CheckpointError
 from tests.attack import runner
 from tests.attack.__main__ import main
 from tests.attack.mutations import mutate_bytes

@@ -13,7 +13,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from mechinterp.checkpoints.native import load
+from mechinterp.checkpoints.checkpoint import load
 from mechinterp.report.comparison import write_comparison
 from mechinterp.report.page import write_report
 from tests.conftest import CHECKPOINTS

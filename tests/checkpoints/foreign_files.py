@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from mechinterp.checkpoints.exchange import hooked_state
+from mechinterp.checkpoints.native.exchange import hooked_state
 from mechinterp.models.functional import AttentionWeights
 from tests.checkpoints import wild_files
 

@@ -8,7 +8,7 @@ from pathlib import Path
 WRITE = """
 import os, signal, sys
 from pathlib import Path
-from mechinterp.checkpoints.claims import claimed
+from mechinterp.checkpoints.io.locks import claimed
 
 def half(file):
     file.write_bytes(b"half")

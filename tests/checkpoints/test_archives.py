@@ -18,12 +18,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from mechinterp.checkpoints import archives
-from mechinterp.checkpoints.archives import read_arrays, read_text
-from mechinterp.checkpoints.errors import CheckpointError, printable
-from mechinterp.checkpoints.files import read_json
+from mechinterp.checkpoints.io import tensor_files as archives
+from mechinterp.checkpoints.io.atomic import read_json
+from mechinterp.checkpoints.io.errors import CheckpointError, printable
+from mechinterp.checkpoints.io.state_dict import WRAPPERS
+from mechinterp.checkpoints.io.tensor_files import read_arrays, read_text
 from mechinterp.checkpoints.loading import load
-from mechinterp.checkpoints.states import WRAPPERS
 
 SECONDS, BYTES = 2, 500 * 2**20
 Write = Callable[[Path], object]
@@ -276,6 +276,8 @@ def test_noise_and_truncated_files(tmp_path: Path, suffix: str):
         file.write_bytes(msgpack.packb({n: msgpack.ExtType(1, a) for n, a in arrays.items()}))
     elif suffix == ".npz":
         np.savez(file, **{name: tensor.numpy() for name, tensor in tensors.items()})
+    elif suffix == ".npy":
+        np.save(file, tensors["W"].numpy())
     else:
         (save_file if suffix == ".safetensors" else torch.save)(tensors, file)
     whole = file.read_bytes()

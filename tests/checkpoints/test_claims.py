@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from mechinterp.checkpoints.claims import CLAIM, MARK, claimed, locked, settle
-from mechinterp.checkpoints.errors import CheckpointError
-from mechinterp.checkpoints.files import MACHINE, delete_leftovers, write_atomically, write_new
-from mechinterp.checkpoints.native import load
+from mechinterp.checkpoints.checkpoint import load
+from mechinterp.checkpoints.io.atomic import MACHINE, delete_leftovers, write_atomically, write_new
+from mechinterp.checkpoints.io.errors import CheckpointError
+from mechinterp.checkpoints.io.locks import CLAIM, MARK, claimed, locked, settle
 from mechinterp.memory import available_memory
 from tests.checkpoints.killed import killed_while_writing
 from tests.conftest import CHECKPOINTS

@@ -10,11 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from mechinterp.checkpoints.archives import read_arrays
-from mechinterp.checkpoints.errors import CheckpointError
+from mechinterp.checkpoints.foreign.names import piece_of
+from mechinterp.checkpoints.io.errors import CheckpointError
+from mechinterp.checkpoints.io.state_dict import WRAPPERS
+from mechinterp.checkpoints.io.tensor_files import read_arrays
+from mechinterp.checkpoints.io.unpickler import MAX_BYTES
 from mechinterp.checkpoints.loading import load
-from mechinterp.checkpoints.pickles import MAX_BYTES
-from mechinterp.checkpoints.states import WRAPPERS
 from tests.checkpoints.foreign_files import random_heads
 from tests.checkpoints.wild_files import LAYOUTS, State, matrices
 
@@ -171,8 +172,8 @@ OTHERS: dict[str, tuple[dict[str, Tensor], str]] = {
         "relative positions are not read, got attn.RPE",
     ),
     "an unknown part": (
-        STATE | {"gate.weight": torch.ones(3)},
-        r"recognised are keys, outputs of heads, queries, values; got gate\.weight; say which",
+        STATE | {"knob.weight": torch.ones(3)},
+        r"knob\.weight is not among the tensors of such a model; say what it is by --map",
     ),
     "a head that is missing": (
         {n: t for n, t in LAYOUTS["modules of heads"](HEADS).items() if ".0." not in n},
@@ -192,8 +193,11 @@ def test_the_names_that_a_refusal_offers_are_those_that_are_read(tmp_path: Path)
     }
     theirs = {name: f"mine{number}" for number, name in enumerate(known)}
     torch.save({f"{theirs[n]}.weight": t for n, t in known.items()}, tmp_path / "x.pt")
-    with pytest.raises(CheckpointError, match=f"KNOWN being {', '.join(known)}, ..."):
+    with pytest.raises(CheckpointError, match="--map THEIRS=KNOWN") as refused:
         load(tmp_path / "x.pt", n_heads=2)
+    listed = str(refused.value).partition("KNOWN being one of ")[2].partition(";")[0].split(", ")
+    assert set(known) <= set(listed)
+    assert all(name == "mask" or piece_of(name) for name in listed)
     rows = [f"{mine}={name}" for name, mine in theirs.items()]
     found = load(tmp_path / "x.pt", n_heads=2, map=rows)
     torch.save({f"{n}.weight": t for n, t in known.items()}, tmp_path / "y.pt")

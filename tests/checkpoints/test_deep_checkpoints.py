@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import mechinterp
-from mechinterp.checkpoints.errors import CheckpointError
-from mechinterp.checkpoints.native import Checkpoint, load, save
+from mechinterp.checkpoints.checkpoint import Checkpoint, load, save
+from mechinterp.checkpoints.io.errors import CheckpointError
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig
 from mechinterp.icl.prompts import generator_for, sample_prompts
 from mechinterp.icl.sparse_predictors import preprocess_then_optimise

@@ -12,10 +12,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from mechinterp.checkpoints.errors import CheckpointError
-from mechinterp.checkpoints.exchange import hooked_state, positions_for
+from mechinterp.checkpoints.checkpoint import save
+from mechinterp.checkpoints.io.errors import CheckpointError
 from mechinterp.checkpoints.loading import convert, load
-from mechinterp.checkpoints.native import save
+from mechinterp.checkpoints.native.exchange import hooked_state, positions_for
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig
 from mechinterp.icl.prompts import generator_for, sample_prompts
 from mechinterp.models.functional import NAMES, predict
@@ -207,7 +207,10 @@ BAD_STATES: dict[str, tuple[dict[str, Tensor | None], str]] = {
         "must be zero (tokens are vectors (x, y), to which no position is added), got entries up to 1",
     ),
     "flat read-out": ({"unembed.W_U": torch.ones(5)}, "W_U must read the y entries as they are"),
-    "too many responses": ({"unembed.W_U": torch.eye(5)}, "task.d_x must be >= 1, got 0"),
+    "too many responses": (
+        {"unembed.W_U": torch.eye(5)},
+        "unembed.W_U must read the y entries as they are",
+    ),
     "no W_K": ({ATTN + "W_K": None}, "W_K must have three axes, head first, got nothing"),
     "flat W_K": ({ATTN + "W_K": W_Q[0]}, "W_K must have three axes, head first, got shape (5, 4)"),
     "narrow W_K": ({ATTN + "W_K": W_Q[:, :, :3]}, "W_K must have shape (2, 5, 4), got (2, 5, 3)"),

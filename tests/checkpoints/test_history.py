@@ -11,9 +11,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from mechinterp.checkpoints import tables
-from mechinterp.checkpoints.errors import CheckpointError
-from mechinterp.checkpoints.native import Checkpoint, load, save
+from mechinterp.checkpoints.checkpoint import Checkpoint, load, save
+from mechinterp.checkpoints.io.errors import CheckpointError
+from mechinterp.checkpoints.native import history as tables
 from mechinterp.config import ExperimentConfig
 from mechinterp.training.step import initial_weights
 

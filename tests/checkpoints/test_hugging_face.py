@@ -7,8 +7,8 @@ import torch
 from huggingface_hub import PyTorchModelHubMixin
 from safetensors.torch import load_model
 
-from mechinterp.checkpoints.errors import CheckpointError
-from mechinterp.checkpoints.native import Checkpoint
+from mechinterp.checkpoints.checkpoint import Checkpoint
+from mechinterp.checkpoints.io.errors import CheckpointError
 from mechinterp.config import from_dict
 from mechinterp.icl.prompts import generator_for, sample_prompts
 from mechinterp.models.transformer import ICLTransformer

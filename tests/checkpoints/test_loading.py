@@ -8,12 +8,12 @@ import pandas as pd
 import pytest
 import torch
 
-from mechinterp.checkpoints.errors import CheckpointError
-from mechinterp.checkpoints.exchange import hooked_state
-from mechinterp.checkpoints.files import read_task
-from mechinterp.checkpoints.folders import COLUMNS
+from mechinterp.checkpoints.checkpoint import save
+from mechinterp.checkpoints.io.atomic import read_task
+from mechinterp.checkpoints.io.errors import CheckpointError
 from mechinterp.checkpoints.loading import checkpoint_paths, convert, load
-from mechinterp.checkpoints.native import save
+from mechinterp.checkpoints.native.exchange import hooked_state
+from mechinterp.checkpoints.native.folder import COLUMNS
 from mechinterp.config import ExperimentConfig, TaskConfig
 from mechinterp.training.step import initial_weights
 
@@ -92,7 +92,7 @@ def test_a_task_is_for_files_that_do_not_state_theirs(native: Path, state: Path,
         ({"d_y": "x"}, "task.d_y must be an integer, got 'x'"),
         ({"d_x": "x"}, "task.d_x must be an integer, got 'x'"),
         ({"d_x": 4, "d_y": 1}, "task.d_x must be the weights' 5, got 4"),
-        ({"d_y": 6}, "task.d_x must be >= 1, got 0"),
+        ({"d_y": 6}, "d_y must lie in 1 to 5"),
     ):
         with pytest.raises(CheckpointError, match=rf"four\.pt: {words}"):
             load(tmp_path / "four.pt", task=task)

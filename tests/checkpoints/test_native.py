@@ -14,12 +14,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from mechinterp.checkpoints.errors import CheckpointError
-from mechinterp.checkpoints.files import write_atomically
-from mechinterp.checkpoints.folders import git_commit
-from mechinterp.checkpoints.native import load, save
-from mechinterp.checkpoints.native_tensors import state_dict
-from mechinterp.checkpoints.outline import outline_of
+from mechinterp.checkpoints.checkpoint import load, save
+from mechinterp.checkpoints.io.atomic import write_atomically
+from mechinterp.checkpoints.io.errors import CheckpointError
+from mechinterp.checkpoints.native.folder import git_commit
+from mechinterp.checkpoints.native.outline import outline_of
+from mechinterp.checkpoints.native.tensors import state_dict
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig, TrainConfig
 from mechinterp.models.weights import weights_of_layer
 from mechinterp.training.step import initial_weights
@@ -363,7 +363,7 @@ def test_a_write_that_fails_half_way_leaves_the_old_file(tmp_path: Path):
 
 WRITE_FOR_EVER = """
 import itertools, pathlib, sys
-from mechinterp.checkpoints.files import write_atomically
+from mechinterp.checkpoints.io.atomic import write_atomically
 
 def write(target, value):
     with target.open("wb") as file:

@@ -16,10 +16,10 @@ import numpy as np
 import pytest
 import torch
 
-from mechinterp.checkpoints.archives import read_arrays
-from mechinterp.checkpoints.errors import CheckpointError
+from mechinterp.checkpoints.io.errors import CheckpointError
+from mechinterp.checkpoints.io.tensor_files import read_arrays
+from mechinterp.checkpoints.io.unpickler import Encoded, StoredTensor, read_pickle
 from mechinterp.checkpoints.loading import load
-from mechinterp.checkpoints.pickles import Encoded, StoredTensor, read_pickle
 from tests.checkpoints.foreign_files import random_heads, softmax_paper_state, whole_run
 from tests.checkpoints.test_archives import little, with_pickle
 
@@ -228,7 +228,7 @@ def test_a_long_run_is_read_in_seconds(tmp_path: Path):
     run = {"losses": [0.5] * 100_000, "logs": logs, "model": {"W": torch.eye(3)}}
     torch.save(run, tmp_path / "x.pth")
     code = (
-        "import sys, time; from pathlib import Path; from mechinterp.checkpoints.archives import "
+        "import sys, time; from pathlib import Path; from mechinterp.checkpoints.io.tensor_files import "
         "read_arrays; start = time.process_time(); found = read_arrays(Path(sys.argv[1])); "
         "print(*found, time.process_time() - start)"
     )

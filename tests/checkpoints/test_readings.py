@@ -10,10 +10,10 @@ import torch
 from safetensors.torch import save_file
 
 from mechinterp.analysis.circuits.patterns import classify
-from mechinterp.checkpoints.errors import CheckpointError
-from mechinterp.checkpoints.hints import COLUMNS
+from mechinterp.checkpoints.checkpoint import Checkpoint
+from mechinterp.checkpoints.foreign.options import COLUMNS
+from mechinterp.checkpoints.io.errors import CheckpointError
 from mechinterp.checkpoints.loading import convert, load
-from mechinterp.checkpoints.native import Checkpoint
 from mechinterp.config import SCORES
 from mechinterp.models.functional import AttentionWeights
 

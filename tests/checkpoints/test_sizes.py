@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from mechinterp.checkpoints.errors import CheckpointError
+from mechinterp.checkpoints.checkpoint import save
+from mechinterp.checkpoints.io.errors import CheckpointError
 from mechinterp.checkpoints.loading import load
-from mechinterp.checkpoints.native import save
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig
 from mechinterp.training.deep import initial_deep_weights
 from tests.checkpoints.test_archives import little

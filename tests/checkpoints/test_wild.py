@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from mechinterp.analysis.circuits.patterns import classify
-from mechinterp.checkpoints.errors import CheckpointError
+from mechinterp.checkpoints.foreign.layout import layout_of
+from mechinterp.checkpoints.foreign.matrices import attention_matrices
+from mechinterp.checkpoints.io.errors import CheckpointError
 from mechinterp.checkpoints.loading import load
-from mechinterp.checkpoints.named_matrices import attention_matrices
-from mechinterp.checkpoints.names import layout_of
 from mechinterp.models.functional import AttentionWeights
 from tests.checkpoints.foreign_files import random_heads
 from tests.checkpoints.wild_files import LAYOUTS, State, linear_layers, matrices
@@ -59,20 +59,22 @@ def test_every_spelling(layout: str):
     weights, _ = known("softmax-h2-s0")
     state = LAYOUTS[layout](weights)
     layout_found = layout_of(state)
-    assert layout_found.attention_alone
-    assert layout_found.has_attention
+    assert not layout_found.ends
+    assert not layout_found.unknown
+    assert not layout_found.lacking
     assert layout_found.open_axes is layout.startswith("parameters")
     axes = "in,out" if layout == "parameters [in, out]" else "out,in"
     (layer,) = layout_found.layers
-    found, n_heads = attention_matrices(layer, state, Path("x.pt"), axes=axes)
+    found = attention_matrices(layer, state, Path("x.pt"), axes)
     apart = layout == "flax" or layout.partition(",")[0].endswith("heads")
-    assert n_heads == (2 if apart and "output unify" not in layout else None)
+    shown = {matrix.n_heads for matrix in found.values()} - {None}
+    assert shown == ({2} if apart and "output unify" not in layout else set())
     names = {"query": "q", "key": "k", "value": "v", "out": "o"}
     true = matrices(weights)
     assert {n.removesuffix(".weight") for n in found} == set(names)
     for name, x in names.items():
         sign = -1 if layout == "haiku" and x == "o" else 1
-        assert torch.equal(found[f"{name}.weight"], sign * true[x]), name
+        assert torch.equal(found[f"{name}.weight"].tensor.T, sign * true[x]), name
 
 
 KINDS = (

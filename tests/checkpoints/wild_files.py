@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from mechinterp.checkpoints.names import PROJECTIONS, ROWS, WORDS
+from mechinterp.checkpoints.foreign.names import PROJECTIONS, ROWS, WORDS
 from mechinterp.models.functional import AttentionWeights
 
 State = dict[str, Tensor]

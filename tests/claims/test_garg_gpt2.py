@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from mechinterp.analysis.estimates import ratio_and_sem
+from mechinterp.checkpoints.checkpoint import Checkpoint
 from mechinterp.checkpoints.loading import load
-from mechinterp.checkpoints.native import Checkpoint
 from mechinterp.icl.predictors import ridge
 from mechinterp.icl.prompts import sample_prompts
 from tests.conftest import CHECKPOINTS, Run

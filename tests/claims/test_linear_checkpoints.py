@@ -7,7 +7,7 @@ import pytest
 from mechinterp.analysis.circuits.patterns import classify
 from mechinterp.analysis.dynamics.jumps import jump_forecast
 from mechinterp.analysis.dynamics.plateaus import crossings
-from mechinterp.checkpoints.native import load
+from mechinterp.checkpoints.checkpoint import load
 from mechinterp.config import override
 from mechinterp.theory.linear import modes
 from mechinterp.training.flow import flow

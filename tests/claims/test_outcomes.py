@@ -10,7 +10,7 @@ import pytest
 
 from mechinterp.analysis.heads.pruning import prune
 from mechinterp.analysis.learners.losses import shared_losses
-from mechinterp.checkpoints.native import load
+from mechinterp.checkpoints.checkpoint import load
 from mechinterp.config import TaskConfig
 from mechinterp.theory.linear import fixed_point
 from mechinterp.training.descent import sample_moments, training_set

@@ -15,7 +15,7 @@ from mechinterp.analysis.circuits.patterns import classify
 from mechinterp.analysis.dynamics.milestones import milestones
 from mechinterp.analysis.dynamics.training import training_dynamics
 from mechinterp.analysis.learners.losses import shared_losses
-from mechinterp.checkpoints.native import load
+from mechinterp.checkpoints.checkpoint import load
 from mechinterp.config import TaskConfig
 from mechinterp.icl.predictors import debiased_gd
 from mechinterp.models.scores import score_derivative_at_zero

@@ -13,7 +13,7 @@ import torch
 from mechinterp.analysis.circuits.patterns import classify
 from mechinterp.analysis.learners.fits import LEARNERS, fit_learners
 from mechinterp.analysis.learners.losses import shared_losses
-from mechinterp.checkpoints.native import load
+from mechinterp.checkpoints.checkpoint import load
 from mechinterp.config import TaskConfig, override
 from mechinterp.theory.softmax import debiased_step_size
 from mechinterp.training.step import initial_weights

@@ -12,7 +12,7 @@ import pytest
 from mechinterp.analysis.circuits.classification import Classification
 from mechinterp.analysis.circuits.patterns import classify
 from mechinterp.analysis.learners.losses import shared_losses
-from mechinterp.checkpoints.native import load
+from mechinterp.checkpoints.checkpoint import load
 from mechinterp.icl.prompts import covariance_matrix
 from mechinterp.theory.preconditioning import (
     debiased_preconditioner,

@@ -15,7 +15,7 @@ from mechinterp.analysis.circuits.circuits import circuits
 from mechinterp.analysis.circuits.patterns import classify
 from mechinterp.analysis.dynamics.training import TrainingDynamics, training_dynamics
 from mechinterp.analysis.learners.losses import shared_losses
-from mechinterp.checkpoints.native import Checkpoint, load
+from mechinterp.checkpoints.checkpoint import Checkpoint, load
 from mechinterp.config import TaskConfig
 from mechinterp.icl.predictors import debiased_gd, ridge
 from mechinterp.icl.prompts import prompt_chunks

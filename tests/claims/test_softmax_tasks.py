@@ -15,7 +15,7 @@ import pytest
 from mechinterp.analysis.circuits.classification import Classification
 from mechinterp.analysis.circuits.patterns import classify
 from mechinterp.analysis.learners.losses import shared_losses
-from mechinterp.checkpoints.native import load
+from mechinterp.checkpoints.checkpoint import load
 from mechinterp.icl.predictors import joint_debiased_gd
 from mechinterp.theory.several_tasks import (
     joint_step,

@@ -16,7 +16,7 @@ from mechinterp.analysis.heads.choices import SPLITS, random_halves
 from mechinterp.analysis.heads.pruning import best_head_first, least_head_later, prune, save_pruned
 from mechinterp.analysis.probing.p_probing import descent_curves, p_probe, query_features
 from mechinterp.analysis.probing.probes import probe_layers, reweighted
-from mechinterp.checkpoints.native import load, save
+from mechinterp.checkpoints.checkpoint import load, save
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig
 from mechinterp.icl.prompts import generator_for, sample_prompts
 from mechinterp.icl.sparse_predictors import descend, excess_risk, preprocess_then_optimise

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from mechinterp.analysis.probing.probes import preconditioned, probe_layers, reweighted
-from mechinterp.checkpoints.native import load
+from mechinterp.checkpoints.checkpoint import load
 from mechinterp.icl.prompts import generator_for, sample_prompts
 from mechinterp.icl.sparse_predictors import excess_risk
 from mechinterp.models.constructions_sparse import preprocess_then_optimise_model

@@ -23,7 +23,7 @@ from mechinterp.analysis.heads.pairs import halves
 from mechinterp.analysis.heads.pruning import Pruning, best_head_first, best_head_later, prune
 from mechinterp.analysis.probing.p_probing import RAW, descent_curves, query_features
 from mechinterp.analysis.probing.probes import LayerProbes, preconditioned, probe_layers, reweighted
-from mechinterp.checkpoints.native import Checkpoint, load
+from mechinterp.checkpoints.checkpoint import Checkpoint, load
 from mechinterp.icl.predictors import ridge
 from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
 from mechinterp.icl.sparse_predictors import excess_risk, lasso, preprocess_then_optimise, tuned

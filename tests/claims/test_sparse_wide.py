@@ -10,7 +10,7 @@ import pytest
 from mechinterp.analysis.estimates import ratio_and_sem
 from mechinterp.analysis.heads.errors import masked_errors
 from mechinterp.analysis.probing.probes import probe_layers, reweighted
-from mechinterp.checkpoints.native import Checkpoint, load
+from mechinterp.checkpoints.checkpoint import Checkpoint, load
 from mechinterp.icl.predictors import ridge
 from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
 from mechinterp.icl.sparse_predictors import excess_risk, preprocess_then_optimise

@@ -18,7 +18,7 @@ from mechinterp.analysis.heads.ablation import ablate_heads
 from mechinterp.analysis.learners.fits import fit_learners
 from mechinterp.analysis.probing.p_probing import p_probe
 from mechinterp.analysis.probing.probes import probe_layers
-from mechinterp.checkpoints.native import load
+from mechinterp.checkpoints.checkpoint import load
 from mechinterp.config import SCORES, ExperimentConfig, ModelConfig, TaskConfig, override
 from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
 from mechinterp.models.predictor import predictor_of

@@ -9,8 +9,8 @@ from transformer_lens.config import TransformerBridgeConfig
 from transformer_lens.model_bridge import TransformerBridge
 from transformer_lens.utilities.tl_checkpoint_conversion import convert_tl_checkpoint
 
-from mechinterp.checkpoints.exchange import hooked_state
 from mechinterp.checkpoints.loading import load
+from mechinterp.checkpoints.native.exchange import hooked_state
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig
 from mechinterp.icl.prompts import generator_for, sample_prompts
 from mechinterp.models.functional import NAMES, predict

@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from mechinterp.checkpoints.checkpoint import Checkpoint, save
 from mechinterp.checkpoints.loading import convert, load
-from mechinterp.checkpoints.native import Checkpoint, save
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig
 from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
 from mechinterp.models.functional import predict

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from mechinterp.checkpoints.checkpoint import save
 from mechinterp.checkpoints.loading import load
-from mechinterp.checkpoints.native import save
 from mechinterp.config import CovarianceConfig, ExperimentConfig, ModelConfig, TaskConfig
 from mechinterp.icl.algorithms import ALGORITHMS
 from mechinterp.icl.prompt_moments import PromptMoments

@@ -14,7 +14,7 @@ from transformer_lens import ActivationCache
 from mechinterp.analysis.heads.ablation import ablate_heads
 from mechinterp.analysis.heads.gates import learn_gates
 from mechinterp.analysis.probing.p_probing import query_features
-from mechinterp.checkpoints.native import Checkpoint
+from mechinterp.checkpoints.checkpoint import Checkpoint
 from mechinterp.config import ModelConfig
 from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
 from mechinterp.models.adapter import HookedPredictor, gpt2_predictor, hooked_predictor, masked

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from transformers import GPT2Config, GPT2Model
 
-from mechinterp.checkpoints.hints import Hints
-from mechinterp.checkpoints.layered import read_layered
-from mechinterp.checkpoints.native import Checkpoint
+from mechinterp.checkpoints.checkpoint import Checkpoint
+from mechinterp.checkpoints.foreign.options import Hints
+from mechinterp.checkpoints.foreign.read import read_foreign
 from mechinterp.config import TaskConfig
 from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
 from mechinterp.models.masks import Head
@@ -85,7 +85,7 @@ def encoder(width: int, **settings) -> nn.TransformerEncoder:
 def read_gpt2(state: dict[str, Tensor], **settings: object) -> Checkpoint:
     """The state dict of a Garg model of 4 heads, through the reader of such files."""
     hints = Hints(n_heads=4)
-    return read_layered(state, Path("x.pt"), format="gpt2", hints=hints, settings=settings)
+    return read_foreign(state, Path("x.pt"), hints=hints, settings=settings)
 
 
 def read_encoder(
@@ -93,7 +93,7 @@ def read_encoder(
 ) -> Checkpoint:
     """The state dict of encoder layers of 2 heads for d_x = 3, through the reader of such files."""
     hints = Hints(n_heads=2, attend_to_self=attend_to_self)
-    return read_layered(state, Path("x.pt"), format="torch-encoder", hints=hints, settings=settings)
+    return read_foreign(state, Path("x.pt"), hints=hints, settings=settings)
 
 
 def predicted(checkpoint: Checkpoint, prompts: Prompts) -> Tensor:
@@ -322,11 +322,11 @@ def test_hooks_and_transformers_are_not_imported_to_read_a_model():
     code = """
 import sys, torch, mechinterp.models.weights, mechinterp.models.predictor
 from pathlib import Path
-from mechinterp.checkpoints.hints import Hints
-from mechinterp.checkpoints.layered import read_layered
+from mechinterp.checkpoints.foreign.options import Hints
+from mechinterp.checkpoints.foreign.read import read_foreign
 state = torch.nn.TransformerEncoderLayer(6, 2, 8).state_dict()
 hints = Hints(n_heads=2)
-found = read_layered(state, Path("x.pt"), format="torch-encoder", hints=hints, settings={})
+found = read_foreign(state, Path("x.pt"), hints=hints, settings={})
 assert found.predictor.weights is found.weights
 print([n for n in ("transformers", "transformer_lens") if n in sys.modules])
 """

@@ -123,6 +123,15 @@ def test_derivative_at_zero(score: str):
     assert found == pytest.approx(8 * own.item(), abs=1e-12)
 
 
+def test_derivative_of_rectified_scores_is_that_of_their_odd_part():
+    # The slope of sum_i y_i max(s_i, 0) in y = x, s = omega x, over x of both signs: C omega x^2 / 2 for each pair.
+    x = torch.randn(4096, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    x = torch.cat([x, -x])
+    pattern = attention_pattern(0.3 * x, score="relu/L", slope=SLOPE)
+    slope = score_derivative_at_zero("relu/L", SLOPE, context_length=len(x))
+    torch.testing.assert_close((pattern * x).sum(), slope * 0.3 * x.square().mean())
+
+
 @pytest.mark.parametrize("function", [attention_pattern, pattern_and_slope])
 def test_an_unknown_score_is_refused(function):
     with pytest.raises(ValueError, match=r"score must be one of softmax, .*, got 'relu'"):

@@ -9,7 +9,7 @@ import pandas as pd
 import pytest
 import torch
 
-from mechinterp.checkpoints.native import load
+from mechinterp.checkpoints.checkpoint import load
 from mechinterp.report.comparison import write_comparison
 from mechinterp.report.glossary import meanings
 from mechinterp.report.page import PAGE, write_page

@@ -14,8 +14,8 @@ from mechinterp.analysis.heads.edges import attribute_edges
 from mechinterp.analysis.heads.errors import masked_errors
 from mechinterp.analysis.heads.pruning import prune
 from mechinterp.analysis.learners.baselines import baselines
+from mechinterp.checkpoints.checkpoint import Checkpoint, save
 from mechinterp.checkpoints.loading import load
-from mechinterp.checkpoints.native import Checkpoint, save
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig
 from mechinterp.icl.prompts import generator_for, sample_prompts
 from mechinterp.report.glossary import meanings
@@ -74,7 +74,10 @@ def test_the_page_is_whole_and_says_what_it_found(written: Report):
     assert EVIL not in page.source
     assert html.escape(EVIL) in page.source
     assert page.source.count("<summary>How this was computed</summary>") == 8
-    assert "3 layers of 4 heads, softmax attention, width 12, d_x 4, context length 9" in page.text
+    assert (
+        "3 layers of 4 heads, softmax attention, width 12, d_x 4, d_y 1, context_length 9, "
+        in page.text
+    )
 
 
 def test_the_numbers_are_those_of_the_analyses(deep: Path, written: Report):
@@ -200,15 +203,11 @@ def test_somebody_elses_model_has_the_same_page(tmp_path: Path):
     assert page.headings == [*SECTIONS, EDGES]
     assert page.figures == [*FIGURES, "figure-edges"]
     about = (
-        "3 layers of 4 heads, softmax attention, width 16, MLPs of 64, "
+        "3 layers of 4 heads, softmax attention, width 16, MLPs of 64, d_x 3, d_y 1, context_length 6, "
+        "covariance identity, beta_var 1, noise_var 0; assumed: context_length, covariance, beta_var, noise_var; "
         "format gpt2; assumed, as the file does not say it: "
     )
     assert about in page.text
-    task = (
-        "task: d_x 3, d_y 1, context_length 6, covariance identity, beta_var 1, noise_var 0; "
-        "assumed: context_length, covariance, beta_var, noise_var"
-    )
-    assert task in page.text
     # Without noise and with more pairs than coordinates, least squares is exact.
     assert "times that of ridge" not in page.text
 

@@ -12,8 +12,8 @@ from mechinterp.analysis.heads.ablation import ablate_heads
 from mechinterp.analysis.heads.masking import Ablations
 from mechinterp.analysis.heads.subsets import METHODS, ablate_subsets
 from mechinterp.analysis.learners.fits import LEARNERS, fit_learners
-from mechinterp.checkpoints.native import Checkpoint, load, save
-from mechinterp.checkpoints.outline import outline_of
+from mechinterp.checkpoints.checkpoint import Checkpoint, load, save
+from mechinterp.checkpoints.native.outline import outline_of
 from mechinterp.config import ExperimentConfig, override
 from mechinterp.icl.prompts import generator_for, sample_prompts
 from mechinterp.models.constructions import debiased_gradient_step, zero_head

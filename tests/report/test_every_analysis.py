@@ -18,7 +18,7 @@ from mechinterp.analysis.analyses import (
     run_analysis,
 )
 from mechinterp.analysis.heads.gates import learn_gates
-from mechinterp.checkpoints.native import Checkpoint, load
+from mechinterp.checkpoints.checkpoint import Checkpoint, load
 from mechinterp.display import Result
 from mechinterp.models.evaluation import evaluation_prompts
 from mechinterp.models.predictor import Source
@@ -34,19 +34,24 @@ from tests.test_doors import as_for_users, case_builder
 
 N_PROMPTS = 96
 KINDS = ("softmax", "linear-merged", "deep-linear", "gpt2", "encoder")
-SLOW = {"gates", "component-snapshots", "snapshots", "edges"}
+SLOW = {"gates", "component-snapshots", "coefficient-snapshots", "snapshots", "edges"}
 """Asked of one source only: that they answer elsewhere is the table of doors."""
 OF_ONE_LAYER = {"circuits", "attention", "snapshots", "training", "milestones"}
+RANDOM = {"head-snapshots", "algorithm-steps", "learning-coefficient"}
+"""Random weights follow no algorithm, and have no history."""
 OF_A_POOL = {"priors", "prior-heads", "prior-snapshots"}
 REFUSED = {
     "softmax": OF_A_POOL,
     "linear-merged": OF_A_POOL,
     "deep-linear": OF_ONE_LAYER | OF_A_POOL,
-    # Random weights follow no algorithm.
-    "gpt2": OF_ONE_LAYER | OF_A_POOL | {"head-snapshots", "algorithm-steps"},
-    "encoder": OF_ONE_LAYER | OF_A_POOL | {"head-snapshots", "algorithm-steps"},
+    "gpt2": OF_ONE_LAYER | OF_A_POOL | RANDOM,
+    "encoder": OF_ONE_LAYER | OF_A_POOL | RANDOM,
 }
-SOURCES = {"component-snapshots": "linear-merged", "edges": "gpt2"}
+SOURCES = {
+    "component-snapshots": "linear-merged",
+    "coefficient-snapshots": "linear-merged",
+    "edges": "gpt2",
+}
 PAIRS = sampled(
     [
         (name, kind)

@@ -15,8 +15,8 @@ import torch
 from mechinterp.analysis.circuits.patterns import classify
 from mechinterp.analysis.learners.fits import fit_learners
 from mechinterp.analysis.verdict import digits
+from mechinterp.checkpoints.checkpoint import Checkpoint, load, save
 from mechinterp.checkpoints.loading import load as read_any
-from mechinterp.checkpoints.native import Checkpoint, load, save
 from mechinterp.config import ExperimentConfig, override
 from mechinterp.models.constructions import debiased_gradient_step, kernel_head, zero_head
 from mechinterp.models.functional import AttentionWeights

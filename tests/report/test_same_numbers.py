@@ -11,7 +11,6 @@ from mechinterp.analysis.heads.ablation import ablate_heads
 from mechinterp.analysis.heads.pruning import prune
 from mechinterp.analysis.probing.probes import probe_layers
 from mechinterp.checkpoints.loading import load
-from mechinterp.checkpoints.readings import evaluation_prompts as prompts_of_readers
 from mechinterp.config import TaskConfig
 from mechinterp.icl.prompts import sample_prompts
 from mechinterp.models.evaluation import evaluation_prompts, usual_number
@@ -119,9 +118,6 @@ def test_a_seed_means_the_same_prompts_in_every_dtype():
     task = TaskConfig()
     drawn = sample_prompts(task, 32, seed=5, dtype=torch.float64)
     assert torch.equal(evaluation_prompts(task, n_prompts=32, seed=5).y, drawn.y)
-    assert torch.equal(
-        prompts_of_readers(task, 32).y, evaluation_prompts(task, n_prompts=32, seed=0).y
-    )
     assert evaluation_prompts(checkpoint, drawn) is drawn
     longer = evaluation_prompts(checkpoint, n_prompts=4, context_length=50)
     assert longer.x.shape == (4, 50, 5)

@@ -11,8 +11,8 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from mechinterp.checkpoints.claims import MARK, locked
-from mechinterp.checkpoints.errors import CheckpointError
+from mechinterp.checkpoints.io.errors import CheckpointError
+from mechinterp.checkpoints.io.locks import MARK, locked
 from mechinterp.config import ExperimentConfig, TaskConfig, TrainConfig, override
 from mechinterp.presets import preset
 from mechinterp.training.cluster import train_anywhere, train_on_ray

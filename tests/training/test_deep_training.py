@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from mechinterp.checkpoints.errors import CheckpointError
-from mechinterp.checkpoints.native import load
+from mechinterp.checkpoints.checkpoint import load
+from mechinterp.checkpoints.io.errors import CheckpointError
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig, TrainConfig
 from mechinterp.icl.prompts import generator_for, sample_prompts
 from mechinterp.icl.sparse_predictors import excess_risk

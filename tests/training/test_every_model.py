@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import mechinterp
-from mechinterp.checkpoints.errors import CheckpointError
-from mechinterp.checkpoints.native import Checkpoint, load
+from mechinterp.checkpoints.checkpoint import Checkpoint, load
+from mechinterp.checkpoints.io.errors import CheckpointError
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig, TrainConfig
 from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
 from mechinterp.models.transformer import ICLTransformer

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from mechinterp.analysis.dynamics.training import training_dynamics
-from mechinterp.checkpoints.errors import CheckpointError
-from mechinterp.checkpoints.native import load
+from mechinterp.checkpoints.checkpoint import load
+from mechinterp.checkpoints.io.errors import CheckpointError
 from mechinterp.config import ExperimentConfig, TaskConfig, override
 from mechinterp.icl.prompts import generator_for, sample_prompts
 from mechinterp.models.constructions import linear_attention

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from mechinterp.checkpoints.errors import CheckpointError
-from mechinterp.checkpoints.native import load
+from mechinterp.checkpoints.checkpoint import load
+from mechinterp.checkpoints.io.errors import CheckpointError
 from mechinterp.config import (
     ExperimentConfig,
     ModelConfig,

@@ -8,8 +8,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from mechinterp.checkpoints.errors import CheckpointError
-from mechinterp.checkpoints.native import Checkpoint, load
+from mechinterp.checkpoints.checkpoint import Checkpoint, load
+from mechinterp.checkpoints.io.errors import CheckpointError
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig, TrainConfig
 from mechinterp.training.sweep import train
 from tests.conftest import assert_same

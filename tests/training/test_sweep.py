@@ -13,10 +13,10 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from mechinterp.checkpoints.claims import locked
-from mechinterp.checkpoints.errors import CheckpointError
-from mechinterp.checkpoints.files import MACHINE
-from mechinterp.checkpoints.native import Checkpoint, load, save
+from mechinterp.checkpoints.checkpoint import Checkpoint, load, save
+from mechinterp.checkpoints.io.atomic import MACHINE
+from mechinterp.checkpoints.io.errors import CheckpointError
+from mechinterp.checkpoints.io.locks import locked
 from mechinterp.config import (
     ExperimentConfig,
     ModelConfig,
@@ -235,7 +235,7 @@ def test_a_second_process_on_a_run_folder_is_refused(tmp_path: Path):
     code = f"""
 import time
 from pathlib import Path
-from mechinterp.checkpoints.claims import locked
+from mechinterp.checkpoints.io.locks import locked
 with locked(Path({str(tmp_path / LOCK)!r})):
     print("held", flush=True)
     time.sleep(60)

@@ -14,7 +14,7 @@ from mechinterp.models.evaluation import evaluation_prompts
 from mechinterp.models.functional import AttentionWeights
 from mechinterp.models.weights import Weights, heads_of
 
-N_PROMPTS = 1024
+N_PROMPTS, CHUNK = 1024, 64
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,10 +48,14 @@ def read_through(weights: Weights, task: TaskConfig, *, seed: int = 0) -> ReadTh
     weights = weights.to(torch.float64)
     model = ICLTransformer.from_weights(weights, task=task)
     prompts = evaluation_prompts(task, n_prompts=N_PROMPTS, seed=seed)
+    name, predicted, outputs = "blocks.0.hook_attn_out", [], []
     with torch.no_grad():
-        prediction = model.predict(prompts)
-        _, cache = model.run_with_cache(prompts.tokens)
-    written = cache["blocks.0.hook_attn_out"][:, -1]
+        for start in range(0, N_PROMPTS, CHUNK):  # patterns of all prompts at once are gigabytes
+            some = prompts[start : start + CHUNK]
+            predicted.append(model.predict(some))
+            _, cache = model.run_with_cache(some.tokens, names_filter=name)
+            outputs.append(cache[name][:, -1])
+    prediction, written = torch.cat(predicted), torch.cat(outputs)
     half = N_PROMPTS // 2
     ones = written.new_ones(N_PROMPTS, 1)
     known = torch.cat([written, ones], 1)

@@ -105,7 +105,8 @@ class Classification(Result):
     def task_doubt(self) -> str:
         """Why the task may be another one than was assumed; empty where nothing says so."""
         factor = (self.best_factor, self.best_factor_sem)
-        return task_doubt(factor, (self.loss.r2, self.loss.r2_sem), self.assumed)
+        r2 = (self.loss.scaled_r2, self.loss.scaled_r2_sem)
+        return task_doubt(factor, r2, self.assumed)
 
     def __repr__(self) -> str:
         told = standing_text(self.loss, self.task, self.assumed)

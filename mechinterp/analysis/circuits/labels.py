@@ -5,14 +5,15 @@ from dataclasses import dataclass
 from itertools import combinations
 
 import numpy as np
+import torch
 
 from mechinterp.analysis.circuits.components import Components
 from mechinterp.analysis.circuits.reading import Form, Heads
 from mechinterp.analysis.circuits.scales import Scales
 from mechinterp.analysis.circuits.substitution import Faithfulness
 from mechinterp.analysis.circuits.thresholds import Thresholds
-from mechinterp.checkpoints.hints import option
-from mechinterp.checkpoints.readings import Reading
+from mechinterp.checkpoints.foreign.options import option
+from mechinterp.checkpoints.foreign.readings import Reading, advice
 
 # Numbers of which one must lie beyond random weights for a model to be structured.
 STRUCTURE = ("qk_diagonal_best", "ov_last_entry_best", "substitution_r2")
@@ -71,6 +72,8 @@ def model_label(
                 f"its step has learned {used.learned.max():.2g} of the component that it uses most"
             )
             return "undetermined", f"linear attention; {why}"
+        if evidence.bare and used is not None and used.n_components is None:
+            return "undetermined", f"{_linear_sentence(evidence)}; {_off_identity(evidence)}"
         return _if_explained("linear_gd", _linear_sentence(evidence), evidence, limits)
     if len(kinds) == 1 and kinds <= {"positive", "negative"}:
         sentence = f"all active heads are {next(iter(kinds))}; the kernel smoother explains R² = {evidence.substitution.r2:.4f}"
@@ -97,17 +100,13 @@ def agreed_label(
         reason: Of the first.
     """
     standing = [reading for reading in readings if reading.stands]
-    if not any(reading.predicts for reading in readings):
-        losses = "; ".join(map(repr, readings[:4])) + ("; ..." if readings[4:] else "")
-        unread = f"no reading predicts better than 0 on prompts of the task (loss over that of 0: {losses})"
-        same = set(patterns) == {"unstructured"}
-        options = ", ".join(map(option, readings[0].said))
+    if not readings[0].predicts and any(reading.predicts for reading in readings):
         return (
-            "unstructured" if same else "undetermined",
-            f"{reason}; {unread}"
-            if same
-            else f"{unread}; say {options}, --scale, --output-scale or --task",
+            "undetermined",
+            f"as its format has it the file predicts nothing ({readings[0]!r}); {advice(readings)}",
         )
+    if not any(reading.predicts for reading in readings):
+        return "undetermined", _not_understood(readings)
     if len(set(patterns)) == 1:
         return patterns[0], reason
     labelled = list(zip(patterns, standing, strict=True))
@@ -117,6 +116,17 @@ def agreed_label(
     return (
         "undetermined",
         f"the file does not say {options}, which decides: {named} (loss over that of predicting 0)",
+    )
+
+
+def _not_understood(readings: Sequence[Reading]) -> str:
+    """That a file was not understood: of its weights, a label under a wrong guess would say nothing."""
+    losses = "; ".join(map(repr, readings[:4])) + ("; ..." if readings[4:] else "")
+    named = [*map(option, readings[0].said), "--scale", "--output-scale", "--task"]
+    *first, last = dict.fromkeys(named)
+    return (
+        "nothing was understood of this file: no reading predicts better than 0 on prompts of the task "
+        f"(loss over that of 0: {losses}); say {', '.join(first)} or {last}"
     )
 
 
@@ -133,6 +143,13 @@ def _deciding(labelled: Sequence[tuple[str, Reading]]) -> list[str]:
     ]
     alone = [names for names in differing if len(names) == 1]
     return sorted(set.union(*(alone or differing)))
+
+
+def _off_identity(evidence: Evidence) -> str:
+    """How far the matrix of a step is from one step size for all directions."""
+    M = evidence.scales.step[0]
+    rest = M - M.diagonal().mean() * torch.eye(len(M), dtype=M.dtype)
+    return f"its directions are not principal ones, and {float(rest.norm() / M.norm()):.0%} of its matrix is no multiple of the identity"
 
 
 def _linear_sentence(evidence: Evidence) -> str:

@@ -30,15 +30,16 @@ from mechinterp.analysis.circuits.thresholds import Thresholds
 from mechinterp.analysis.estimates import best_factor
 from mechinterp.analysis.learners.layered import LayeredClassification, classify_layers
 from mechinterp.analysis.learners.standing import TaskLoss, nearby, task_loss
-from mechinterp.checkpoints.readings import Reading
+from mechinterp.checkpoints.foreign.readings import Reading
 from mechinterp.config import ModelConfig, TaskConfig
 from mechinterp.models.constructions import from_circuits
 from mechinterp.models.functional import AttentionWeights, head_outputs, predict
 from mechinterp.models.predictor import Source, assumed_of, predictor_of, require_task
 from mechinterp.models.scores import is_normalised, kernel_text
+from mechinterp.models.weights import model_of_layer
 
 if TYPE_CHECKING:
-    from mechinterp.checkpoints.native import Checkpoint
+    from mechinterp.checkpoints.checkpoint import Checkpoint
 
 N_PROMPTS, N_LAYERED_PROMPTS = 512, 256
 
@@ -317,13 +318,9 @@ def _head_p_values(null: Null, heads: Heads) -> dict[str, np.ndarray]:
 
 
 def _shape(weights: AttentionWeights) -> ModelConfig:
-    return ModelConfig(
-        n_heads=weights.n_heads,
-        d_head=weights.W_Q.shape[2],
-        score=weights.score,
-        score_slope=weights.score_slope,
-        attend_to_self=weights.attend_to_self,
-    )
+    """The architecture of the random models that the heads are held against."""
+    model = model_of_layer(weights)
+    return replace(model, d_head=weights.W_Q.shape[2], biases=False, merged_qk=False)
 
 
 def _p_values(

@@ -93,7 +93,7 @@ def deep_snapshots(
     Raises:
         ValueError: If the checkpoint has no snapshots.
     Example:
-        >>> from mechinterp.checkpoints.native import load
+        >>> from mechinterp.checkpoints.checkpoint import load
         >>> from mechinterp.icl.prompts import generator_for, sample_prompts
         >>> checkpoint = load("checkpoints/sparse-h4-noise0.1-s0")
         >>> prompts = sample_prompts(checkpoint.config.task, 64, generator=generator_for(0, "eval", 0))

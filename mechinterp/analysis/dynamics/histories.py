@@ -4,7 +4,7 @@ import numpy as np
 import pandas as pd
 from jaxtyping import Float
 
-from mechinterp.checkpoints.native import Checkpoint
+from mechinterp.checkpoints.checkpoint import Checkpoint
 from mechinterp.models.predictor import Source
 
 MAX_NUMBERS = 100_000  # entries of all circuits together: a page with them stays small

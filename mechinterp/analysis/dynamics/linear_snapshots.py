@@ -17,7 +17,7 @@ from mechinterp.analysis.circuits.components import components
 from mechinterp.analysis.dynamics.histories import kept_steps, loss_at, loss_curve, with_snapshots
 from mechinterp.analysis.dynamics.jumps import jump_forecast
 from mechinterp.analysis.dynamics.snapshots import loss_slider
-from mechinterp.checkpoints.native import Checkpoint
+from mechinterp.checkpoints.checkpoint import Checkpoint
 from mechinterp.display import Result
 from mechinterp.icl.prompts import covariance_matrix
 from mechinterp.models.predictor import Source

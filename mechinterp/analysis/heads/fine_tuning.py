@@ -12,7 +12,7 @@ from mechinterp import figures
 from mechinterp.analysis.estimates import mean_and_sem, ratio_and_sem
 from mechinterp.analysis.heads.errors import masked_errors
 from mechinterp.analysis.heads.pruning import pruned_config, pruned_origin, pruned_weights
-from mechinterp.checkpoints.native import Checkpoint, checkpoint_of, save
+from mechinterp.checkpoints.checkpoint import Checkpoint, checkpoint_of, save
 from mechinterp.config import ExperimentConfig
 from mechinterp.display import Result
 from mechinterp.icl.prompts import Prompts
@@ -107,7 +107,7 @@ def fine_tune(
         ValueError: If no head is kept, or steps, learning_rate or data_seed are out of range.
     Example:
         >>> from mechinterp.analysis.heads.pruning import prune
-        >>> from mechinterp.checkpoints.native import load
+        >>> from mechinterp.checkpoints.checkpoint import load
         >>> from mechinterp.icl.prompts import generator_for, sample_prompts
         >>> checkpoint = load("checkpoints/sparse-h4-noise0.1-s0")
         >>> prompts = sample_prompts(checkpoint.task, 400, generator=generator_for(0, "eval", 0))

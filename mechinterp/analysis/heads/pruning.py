@@ -22,8 +22,8 @@ from mechinterp.analysis.heads.choices import (
     cost,
     masked_by,
 )
+from mechinterp.checkpoints.checkpoint import Checkpoint, checkpoint_of, save
 from mechinterp.checkpoints.loading import load
-from mechinterp.checkpoints.native import Checkpoint, checkpoint_of, save
 from mechinterp.config import ExperimentConfig
 from mechinterp.display import Result
 from mechinterp.icl.prompts import Prompts

@@ -89,7 +89,8 @@ class LayeredClassification(Result):
     def task_doubt(self) -> str:
         """Why the task may be another one than was assumed; empty where nothing says so."""
         factor = (self.best_factor, self.best_factor_sem)
-        return task_doubt(factor, (self.loss.r2, self.loss.r2_sem), self.assumed)
+        r2 = (self.loss.scaled_r2, self.loss.scaled_r2_sem)
+        return task_doubt(factor, r2, self.assumed)
 
     @property
     def heaviest(self) -> str:
@@ -155,11 +156,11 @@ def classify_layers(
         and importances normalised within a layer is a choice made here.
     Example:
         >>> from pathlib import Path
-        >>> from mechinterp.checkpoints.hints import Hints
-        >>> from mechinterp.checkpoints.layered import read_layered
+        >>> from mechinterp.checkpoints.foreign.options import Hints
+        >>> from mechinterp.checkpoints.foreign.read import read_foreign
         >>> tensors = torch.nn.TransformerEncoderLayer(6, 2, 8).state_dict()
         >>> hints = Hints(n_heads=2)
-        >>> layer = read_layered(tensors, Path("x.pt"), format="torch-encoder", hints=hints, settings={})
+        >>> layer = read_foreign(tensors, Path("x.pt"), hints=hints, settings={})
         >>> classify_layers(layer, n_prompts=8).pattern
         'undetermined'
     """

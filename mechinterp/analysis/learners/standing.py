@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from mechinterp.analysis.estimates import mean_and_sem, ratio_and_sem
+from mechinterp.analysis.estimates import best_factor, mean_and_sem, ratio_and_sem
 from mechinterp.analysis.verdict import with_error
 from mechinterp.config import TaskConfig
 from mechinterp.icl.prompts import Prompts
@@ -30,8 +30,9 @@ class TaskLoss:
     ridge: float
     """Of ridge regression at the task's own penalty."""
     ridge_sem: float
-    r2_sem: float
-    """Standard error of `r2`, paired over prompts."""
+    scaled_r2: float
+    """1 - loss / loss of predicting 0 of the prediction times its best factor; NaN where all predictions are 0."""
+    scaled_r2_sem: float
 
     @property
     def r2(self) -> float:
@@ -85,9 +86,11 @@ def task_loss(
         (learned - target).square().mean(1).double().numpy()
         for learned in (prediction, torch.zeros_like(target), ridge)
     ]
-    _, r2_sem = ratio_and_sem(errors[0], errors[1])
-    pairs = map(mean_and_sem, errors)
-    return TaskLoss(*(float(number) for pair in pairs for number in pair), r2_sem=float(r2_sem))
+    factor, _ = best_factor(prediction, prompts.y_query_clean)
+    scaled = (factor * prediction - target).square().mean(1).double().numpy()
+    unexplained, sem = ratio_and_sem(scaled, errors[1])
+    numbers = [number for each in errors for number in mean_and_sem(each)]
+    return TaskLoss(*map(float, (*numbers, 1 - unexplained, sem)))
 
 
 def kernel_omegas(x: Float[Tensor, "batch context d_x"]) -> list[float]:

@@ -1,0 +1,127 @@
+"""What an estimate of the local learning coefficient says: number, error, chains and figures."""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+import plotly.graph_objects as go
+from jaxtyping import Float
+
+from mechinterp import figures
+from mechinterp.display import Result
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class LearningCoefficient(Result):
+    """An estimate of the local learning coefficient, with how it was drawn."""
+
+    estimate: float
+    """lambda_hat, no unit; NaN if the weights are no minimum."""
+    sem: float
+    """Standard error over chains, autocorrelation included; NaN if the weights are no minimum."""
+    exact: float | None
+    """The known value at a minimum of this loss; None where it is not known."""
+    is_minimum: bool
+    reason: str
+    """Why the weights are no minimum; empty if they are."""
+    unknown: str
+    """Why the exact value is not known; empty if it is."""
+    per_chain: Float[np.ndarray, " chain"]
+    """The estimate of each chain; NaN if the weights are no minimum."""
+    acceptance: float
+    """Part of the draws that were accepted."""
+    r_hat: float
+    """Spread of all half-chains over that within them; 1 where they agree."""
+    effective_draws: float
+    """Independent draws with the same error of the mean."""
+    excess: Float[np.ndarray, "chain draw"]
+    """n_beta (L - L*) at each draw; without draws if descent alone has shown that the weights are no minimum."""
+    n_beta: float
+    localisation: float
+    """Strength of the pull to the weights, unit 1 / weight^2."""
+    loss: float
+    """L* at the weights, unit y^2."""
+    gradient_norm: float
+    fall: float
+    """By how much descent from the weights lowers n_beta L within the pull."""
+    sampled: str
+    """Which entries are drawn; all others stay fixed."""
+    over: str
+    """What the loss is a mean over."""
+    moved: float
+    """Distance that the weights were moved to the minimum before, unit of the weights; 0 unless asked for."""
+    curve: tuple["LearningCoefficient", ...] = ()
+    """The same at other n_beta, as asked for."""
+
+    def __repr__(self) -> str:
+        where = f"{self.sampled}; {self.over}"
+        if not self.is_minimum:
+            return f"LearningCoefficient(not a minimum: {self.reason} {where})"
+        exact = "" if self.exact is None else f", exact {self.exact:g}"
+        agree = "" if self.r_hat < 1.05 else f", chains disagree: R-hat {self.r_hat:.3g}"
+        return f"LearningCoefficient({self.estimate:.4g} ± {self.sem:.2g}{exact}{agree}; {where})"
+
+    def to_frame(self) -> pd.DataFrame:
+        """One row per n_beta."""
+        names = (
+            *("n_beta", "localisation", "estimate", "sem", "exact", "is_minimum", "acceptance"),
+            *("r_hat", "effective_draws", "loss", "gradient_norm", "fall", "moved"),
+            *("sampled", "over", "reason", "unknown"),
+        )
+        each = [self, *self.curve]
+        frame = pd.DataFrame({name: [getattr(one, name) for one in each] for name in names})
+        return frame.astype({"exact": float})
+
+    def chains_frame(self) -> pd.DataFrame:
+        """One row per chain and draw."""
+        chain, draw = np.indices(self.excess.shape).reshape(2, -1)
+        return pd.DataFrame({"chain": chain, "draw": draw, "excess": self.excess.ravel()})
+
+    def plot(self) -> go.Figure:
+        """The trace of n_beta (L - L*), with the exact value dotted; empty without draws."""
+        n_chains, n_draws = self.excess.shape
+        title = "n_beta (L - L*) at each draw"
+        if not n_draws:
+            title = "No draws: descent alone shows that the weights are no minimum"
+        return figures.lines(
+            np.arange(n_draws, dtype=float),
+            {f"chain {chain}": self.excess[chain] for chain in range(n_chains)},
+            title=f"{title}; the exact mean is dotted" if self.exact and n_draws else title,
+            x_title="draw",
+            y_title="n_beta (L - L*)",
+            levels=[] if self.exact is None else [self.exact],
+            zero_line=True,
+        )
+
+    def plot_posterior(self) -> go.Figure:
+        """The density of n_beta (L - L*) over all draws, and of the Gamma law of shape lambda where it is known."""
+        edges = np.histogram_bin_edges(self.excess, 40) if self.excess.size else np.arange(2.0)
+        middle = (edges[1:] + edges[:-1]) / 2
+        found = np.histogram(self.excess, edges, density=True)[0] if self.excess.size else middle
+        curves = {"draws": found}
+        if self.exact:
+            shape, positive = self.exact, np.clip(middle, 1e-12, None)
+            log = (shape - 1) * np.log(positive) - positive - math.lgamma(shape)
+            curves[f"Gamma({shape:g})"] = np.where(middle > 0, np.exp(log), 0)
+        return figures.lines(
+            middle,
+            curves,
+            title="Density of n_beta (L - L*)",
+            x_title="n_beta (L - L*)",
+            y_title="density",
+        )
+
+    def plot_curve(self) -> go.Figure:
+        """The estimate over n_beta: flat where it has settled."""
+        each = sorted([self, *self.curve], key=lambda one: one.n_beta)
+        return figures.lines(
+            np.array([one.n_beta for one in each]),
+            {"estimate": np.array([one.estimate for one in each])},
+            errors={"estimate": np.array([one.sem for one in each])},
+            title="Learning coefficient over n_beta",
+            x_title="n_beta (1/y²)",
+            y_title="learning coefficient",
+            levels=[] if self.exact is None else [self.exact],
+            log_x=True,
+        )

@@ -1,0 +1,230 @@
+"""A checkpoint: a model with its task, its history and what was assumed; and the package's own folders.
+
+What a folder holds is in `folders`, how the weights are named in `native_tensors`. The hooked model (with it
+TransformerLens) is built only when it is asked for.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pandas as pd
+import torch
+
+from mechinterp.checkpoints.foreign.readings import Reading
+from mechinterp.checkpoints.io.tensor_files import read_arrays
+from mechinterp.checkpoints.native.folder import (
+    WEIGHTS,
+    document_file,
+    document_of,
+    read_document,
+)
+from mechinterp.checkpoints.native.folder_tensors import read_snapshots, write_folder
+from mechinterp.checkpoints.native.outline import Outline
+from mechinterp.checkpoints.native.tensors import require_fit, state_dict, weights_from
+from mechinterp.config import ExperimentConfig, TaskConfig
+from mechinterp.display import counted
+from mechinterp.models.weights import AnyWeights, Weights, as_weights
+
+if TYPE_CHECKING:
+    from mechinterp.models.predictor import Predictor
+    from mechinterp.models.transformer import ICLTransformer
+
+
+@dataclass(frozen=True, eq=False)
+class Checkpoint:
+    """A model as it lies on disk, whoever wrote it; history and snapshots are read when they are asked for."""
+
+    path: Path
+    config: ExperimentConfig
+    step: int
+    """Number of updates behind the weights."""
+    weights: Weights
+    format: str = "native"
+    """"native", or the format of somebody else's file."""
+    assumed: Mapping[str, object] = field(default_factory=dict)
+    """What the file did not say and was filled in, by dotted name."""
+    origin: Mapping[str, object] = field(default_factory=dict)
+    """Of a model that training by its config would not give: what it was pruned from, its heads, what came after."""
+    readings: tuple[Reading, ...] = ()
+    """What the file can mean where it does not say everything, `weights` first; empty if it says enough."""
+
+    def __repr__(self) -> str:
+        model, task = self.config.model, self.config.task
+        layers = "" if model.one_attention else f"{counted(model.n_layers, 'layer')} of "
+        mlps = "" if model.d_mlp is None else " with MLPs"
+        step = f", step {self.step}" if self.format == "native" else ""
+        return (
+            f"Checkpoint({self.name}: {layers}{counted(model.n_heads, 'head')}{mlps}, d_x={task.d_x}, "
+            f"context_length={task.context_length}{step})"
+        )
+
+    @property
+    def name(self) -> str:
+        """The folder's or file's name, printable."""
+        return self.outline.name
+
+    @property
+    def task(self) -> TaskConfig:
+        """The law of its prompts."""
+        return self.config.task
+
+    @property
+    def assumed_of_task(self) -> tuple[str, ...]:
+        """Fields of the task that neither the file nor the reader said; of the covariance its kind decides."""
+        unsaid = {name.removesuffix(".kind") for name in self.assumed}
+        return tuple(each.name for each in fields(TaskConfig) if f"task.{each.name}" in unsaid)
+
+    @cached_property
+    def outline(self) -> Outline:
+        """What it states, without the weights."""
+        shapes = {name: tuple(tensor.shape) for name, tensor in self.weights.tensors.items()}
+        return Outline(
+            self.path, self.config, self.step, shapes, self.format, self.assumed, self.origin
+        )
+
+    @property
+    def history(self) -> pd.DataFrame | None:
+        """One row per logged step, layer (of several) and head: loss, eval_loss, ...; or None."""
+        return self.outline.history
+
+    @cached_property
+    def snapshots(self) -> dict[int, Weights]:
+        """Weights during training, by step, on the device of `weights`."""
+        return {
+            step: weights_from(tensors, self.config, file).to(self.weights.device)
+            for step, (file, tensors) in read_snapshots(self.path).items()
+        }
+
+    def to(self, device: torch.device | str) -> "Checkpoint":
+        """The same checkpoint with its weights on another device, on which its model then runs.
+
+        Example:
+            >>> load("checkpoints/softmax-h2-s0").to("cpu").weights.device
+            device(type='cpu')
+        """
+        return replace(self, weights=self.weights.to(device))
+
+    def under(self, reading: Reading) -> "Checkpoint":
+        """The same file under one of its readings."""
+        weights = as_weights(reading.weights)
+        task = replace(self.config.task, d_x=weights.d_x, d_y=weights.d_y)
+        config = replace(self.config, model=weights.model, task=task)
+        return replace(self, config=config, weights=weights, readings=())
+
+    @cached_property
+    def model(self) -> "ICLTransformer":
+        """The hooked model, on the device of the weights."""
+        from mechinterp.models.transformer import ICLTransformer
+
+        return ICLTransformer.from_weights(self.weights, task=self.config.task)
+
+    @cached_property
+    def predictor(self) -> "Predictor":
+        """The model as the analyses take it."""
+        from mechinterp.models.adapter import hooked_predictor
+        from mechinterp.models.predictor import Predictor
+
+        def is_hooked() -> bool:
+            return "model" in self.__dict__ and hooked_predictor(self.model).is_hooked
+
+        model = self.config.model
+        return Predictor(
+            n_layers=model.n_layers,
+            n_heads=model.n_heads,
+            build=lambda: hooked_predictor(self.model),
+            own_weights=lambda: self.weights,
+            is_hooked=is_hooked,
+            task=self.task,
+            assumed=self.assumed_of_task,
+        )
+
+    @classmethod
+    def from_pretrained(cls, folder: str | Path) -> "Checkpoint":
+        """The checkpoint in a folder, by the name that Hugging Face's tools use.
+
+        Raises:
+            CheckpointError: As `load` does.
+        Example:
+            >>> Checkpoint.from_pretrained("checkpoints/softmax-h2-s0")
+            Checkpoint(softmax-h2-s0: 2 heads, d_x=5, context_length=40, step 500001)
+        """
+        return load(folder)
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Write a folder with config.json, model.safetensors and what goes with them, as `save` does.
+
+        Raises:
+            CheckpointError: If the folder is not empty or cannot be written.
+        """
+        save(
+            folder,
+            self.config,
+            self.weights,
+            step=self.step,
+            history=self.history,
+            snapshots=self.snapshots,
+            assumed=self.assumed,
+            origin=self.origin,
+        )
+
+
+def checkpoint_of(source: object, purpose: str) -> Checkpoint:
+    """The source, which must be a checkpoint.
+
+    Args:
+        purpose: What needs it, for the message.
+    Raises:
+        ValueError: If it is another model.
+    """
+    if not isinstance(source, Checkpoint):
+        raise ValueError(f"{purpose} needs a checkpoint, got a {type(source).__name__}.")
+    return source
+
+
+def load(path: str | Path) -> Checkpoint:
+    """The checkpoint of this package in a folder.
+
+    Raises:
+        CheckpointError: If the folder is no checkpoint, or its weights are missing, of the wrong shape or
+            not finite.
+    Example:
+        >>> load("checkpoints/softmax-h2-s0")
+        Checkpoint(softmax-h2-s0: 2 heads, d_x=5, context_length=40, step 500001)
+    """
+    path = Path(path)
+    document, config = read_document(document_file(path))
+    step, file = document["step"], path / WEIGHTS
+    said = {name: document.get(name, {}) for name in ("assumed", "origin")}
+    weights = weights_from(read_arrays(file), config, file)
+    return Checkpoint(path, config, step, weights, **said)
+
+
+def save(
+    path: str | Path,
+    config: ExperimentConfig,
+    weights: AnyWeights,
+    *,
+    step: int,
+    history: pd.DataFrame | None = None,
+    snapshots: Mapping[int, AnyWeights] | None = None,
+    assumed: Mapping[str, object] | None = None,
+    origin: Mapping[str, object] | None = None,
+    shared: bool = False,
+) -> None:
+    """Write a checkpoint folder; config.json comes last, so that a folder that has it is whole.
+
+    Args:
+        shared: Whether other files may be in the folder; else it must be empty.
+    Raises:
+        CheckpointError: If a file is in the way, the folder cannot be written, or the weights are not those
+            of such a model.
+    """
+    path, weights = Path(path), as_weights(weights)
+    require_fit(path, weights, config)
+    kept = {at: state_dict(as_weights(snapshot)) for at, snapshot in (snapshots or {}).items()}
+    document = document_of(config, step=step, assumed=assumed, origin=origin)
+    tensors = state_dict(weights)
+    write_folder(path, document, tensors, history=history, snapshots=kept, shared=shared)

@@ -1,0 +1,251 @@
+"""The parts of a file, joined in one of the ways that a reading says."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from mechinterp.checkpoints.foreign.options import Hints
+from mechinterp.checkpoints.foreign.parsed import Parts
+from mechinterp.checkpoints.foreign.readings import Said
+from mechinterp.config import ModelConfig
+from mechinterp.fields import build
+from mechinterp.models.weights import Weights
+
+TOKEN, ATTENTION, MLP = range(3)
+N_POSITIONS = 512
+"""Rows of a table of sinusoidal positions."""
+JOINED = ("norm", "activation", "layout", "score", "attend_to_self", "context_only", "norm_eps")
+"""Choices that are fields of ModelConfig."""
+
+
+@dataclass(frozen=True)
+class Stream:
+    """The residual stream, or where nothing is added up three of them side by side: token, attention and MLP."""
+
+    width: int
+    apart: bool
+
+    def placed(self, tensor: Tensor, axis: int, block: int) -> Tensor:
+        """A tensor whose axis of the stream's width lies in one of the blocks."""
+        if not self.apart:
+            return tensor
+        behind = (3 - block) * self.width - tensor.shape[axis]
+        return pad(tensor, [0, 0] * (tensor.ndim - 1 - axis) + [block * self.width, behind])
+
+
+def columns(parts: Parts, said: Said, sizes: tuple[int, int]) -> tuple[list[int], list[int]]:
+    """The columns of a token that are x and y, and those of what it becomes that are the prediction."""
+    d_x, d_y = sizes
+    if said.get("layout") == "in_turn":
+        inputs = list(range(d_x))
+    elif said["columns"] == "y,x":
+        inputs = [*range(d_y, d_y + d_x), *range(d_y)]
+    else:
+        inputs = list(range(d_x + d_y))
+    start, column = inputs[-1] - d_y + 1, said.get("output_column")
+    if (
+        parts.written < parts.width
+    ):  # what writes fewer entries than a token has ends with the prediction
+        start = parts.written - d_y
+    if isinstance(column, int):
+        start = column
+    return inputs, list(range(start, start + d_y))
+
+
+def assembled(parts: Parts, said: Said, sizes: tuple[int, int], hints: Hints) -> Weights:
+    """The model of one reading, its weights brought to the scale 1/sqrt(d_head).
+
+    Args:
+        sizes: d_x and d_y.
+    Raises:
+        ValueError: If there is no such model.
+    """
+    model, inputs, outputs = architecture(parts, said, sizes, hints)
+    sign = -1 if said["sign"] == "minus" else 1
+    d_head = model.head_width(*sizes)
+    stream = Stream(parts.width, said.get("residual") is False)
+    found: dict[str, Tensor] = {}
+    for number, layer in enumerate(parts.layers):
+        heads = _heads(parts, layer, said.get("scale"), d_head, outputs)
+        inside = (
+            _one_layer(heads, model, (inputs, outputs), sizes[0], sign)
+            if model.one_attention
+            else {}
+        )
+        inside = inside or _joined(layer, heads, model, stream)
+        found |= {f"blocks.{number}.{name}": tensor for name, tensor in inside.items()}
+    if model.final_norm:
+        scale = parts.ends["final_norm.weight"]
+        found["ln_final.w"] = scale
+        found["ln_final.b"] = parts.ends.get("final_norm.bias", torch.zeros_like(scale))
+    if model.n_positions is not None:
+        table = parts.ends.get("positions.weight", _sinusoidal(model.n_positions, parts.width))
+        found["pos_embed.W_pos"] = stream.placed(table, 1, TOKEN)
+    if model.d_model is not None:
+        found |= _ways(parts, model, (inputs, outputs), stream, sign)
+    dtype = parts.layers[0]["query.weight"].dtype
+    tensors = {name: tensor.to(dtype).contiguous().clone() for name, tensor in found.items()}
+    return Weights(model, *sizes, tensors)
+
+
+def architecture(
+    parts: Parts, said: Said, sizes: tuple[int, int], hints: Hints
+) -> tuple[ModelConfig, list[int], list[int]]:
+    """The architecture of one reading, and the columns that are read and that are the prediction.
+
+    Raises:
+        ValueError: If there is no such architecture.
+    """
+    d_token, width = sum(sizes), parts.width
+    inputs, outputs = columns(parts, said, sizes)
+    bare = "out.weight" not in parts.layers[0]
+    widths = [parts.layers[0]["query.weight"].shape[1] // parts.n_heads]
+    for layer in parts.layers:
+        widths += [layer["query.weight"].shape[1] // parts.n_heads]
+        widths += [sizes[1] if bare else layer["value.weight"].shape[1] // parts.n_heads]
+    d_head = len(inputs) if parts.merged else max(widths)
+    fields: dict[str, object] = {
+        **{name: said[name] for name in JOINED if name in said},
+        "n_layers": len(parts.layers),
+        "n_heads": parts.n_heads,
+        "d_head": None if parts.alone and d_head == d_token else d_head,
+        "biases": parts.biases,
+        "score_slope": hints.score_slope or 1.0,
+    }
+    if parts.alone:
+        fields["merged_qk"] = parts.merged
+        return build(ModelConfig, fields, "model."), inputs, outputs
+    apart = said["residual"] is False
+    around = parts.ends.keys() & {"read_in.weight", "read_out.weight"}
+    own = inputs == list(range(width)) and outputs == list(range(sizes[0], d_token))
+    if around or apart or said["sign"] == "minus" or not own:
+        fields["d_model"] = 3 * width if apart else width
+    fields["final_norm"] = parts.has("final_norm.weight")
+    if parts.has("mlp_in.weight"):
+        fields["d_mlp"] = max(layer["mlp_in.weight"].shape[1] for layer in parts.layers)
+    if parts.has("read_mlp.weight"):
+        fields["d_read_in"] = parts.ends["read_mlp.weight"].shape[1]
+    if parts.has("positions.weight"):
+        fields["n_positions"] = len(parts.ends["positions.weight"])
+    elif said["positions"] == "sinusoidal":
+        fields["n_positions"] = N_POSITIONS
+    return build(ModelConfig, fields, "model."), inputs, outputs
+
+
+def _heads(
+    parts: Parts, layer: Mapping[str, Tensor], scale: object, d_head: int, outputs: Sequence[int]
+) -> dict[str, Tensor]:
+    """W_Q, W_K, W_V, W_O and biases of a layer, heads filled up to one width, at the scale 1/sqrt(d_head)."""
+    n_heads = parts.n_heads
+    found: dict[str, Tensor] = {}
+    for x, name in (("Q", "query"), ("K", "key"), ("V", "value")):
+        W = layer[f"{name}.weight"]
+        found[f"W_{x}"] = W.unflatten(1, (n_heads, -1)).transpose(0, 1)
+        bias = layer.get(f"{name}.bias", W.new_zeros(W.shape[1]))
+        found[f"b_{x}"] = bias.unflatten(0, (n_heads, -1))
+    if "out.weight" in layer:
+        found["W_O"] = layer["out.weight"].unflatten(0, (n_heads, -1))
+        found["b_O"] = layer.get("out.bias", found["W_O"].new_zeros(found["W_O"].shape[2]))
+    else:  # values are what is written
+        written = found["W_V"].shape[2]
+        found |= {n: found[n][..., list(outputs)] for n in ("W_V", "b_V")}
+        rows = torch.eye(written, dtype=found["W_V"].dtype)[list(outputs)]
+        found["W_O"], found["b_O"] = rows.expand(n_heads, -1, -1), rows.new_zeros(written)
+    factor = (found["W_Q"].shape[2] ** -0.5 if scale is None else scale) * d_head**0.5
+    for name in ("W_Q", "W_K", "W_V", "b_Q", "b_K", "b_V"):
+        found[name] = pad(found[name], (0, d_head - found[name].shape[-1]))
+    found["W_O"] = pad(found["W_O"], (0, 0, 0, d_head - found["W_O"].shape[1]))
+    if not math.isclose(factor, 1, rel_tol=1e-6):
+        for name in ("W_Q", "b_Q"):
+            found[name] = found[name] * factor
+            if not torch.isfinite(found[name]).all():
+                given = factor * d_head**-0.5
+                raise ValueError(f"{name} must stay finite under the scale, got {given:.4g}.")
+    return found
+
+
+def _one_layer(
+    heads: Mapping[str, Tensor],
+    model: ModelConfig,
+    at: tuple[list[int], list[int]],
+    d_x: int,
+    sign: int,
+) -> dict[str, Tensor]:
+    """One layer of attention on tokens (x, y), of which only y is read."""
+    inputs, outputs = at
+    found = {f"attn.W_{x}": heads[f"W_{x}"][:, inputs] for x in "QKV"}
+    found["attn.W_O"] = pad(sign * heads["W_O"][..., outputs], (d_x, 0))
+    if model.merged_qk:
+        found["attn.W_QK"] = found.pop("attn.W_Q")[..., inputs]
+        del found["attn.W_K"]
+    if model.biases:
+        found |= {f"attn.b_{x}": heads[f"b_{x}"] for x in "QKV"}
+        found["attn.b_O"] = pad(sign * heads["b_O"][outputs], (d_x, 0))
+    return found
+
+
+def _joined(
+    layer: Mapping[str, Tensor], heads: Mapping[str, Tensor], model: ModelConfig, stream: Stream
+) -> dict[str, Tensor]:
+    """One layer of several, or with something around its attention."""
+    found = {f"attn.W_{x}": stream.placed(heads[f"W_{x}"], 1, TOKEN) for x in "QKV"}
+    found["attn.W_O"] = stream.placed(heads["W_O"], 2, ATTENTION)
+    if model.biases:
+        found |= {f"attn.b_{x}": heads[f"b_{x}"] for x in "QKV"}
+        found["attn.b_O"] = stream.placed(heads["b_O"], 0, ATTENTION)
+    for name, here in (("norm1", "ln1"), ("norm2", "ln2")):
+        if f"{name}.weight" in layer:
+            scale = layer[f"{name}.weight"]
+            found[f"{here}.w"] = scale
+            found[f"{here}.b"] = layer.get(f"{name}.bias", torch.zeros_like(scale))
+    if model.d_mlp is not None:
+        W_in, W_out = layer["mlp_in.weight"], layer["mlp_out.weight"]
+        more = model.d_mlp - W_in.shape[1]
+        found["mlp.W_in"] = stream.placed(pad(W_in, (0, more)), 0, ATTENTION)
+        found["mlp.W_out"] = stream.placed(pad(W_out, (0, 0, 0, more)), 1, MLP)
+        if model.biases:
+            found["mlp.b_in"] = pad(
+                layer.get("mlp_in.bias", W_in.new_zeros(W_in.shape[1])), (0, more)
+            )
+            out = layer.get("mlp_out.bias", W_out.new_zeros(W_out.shape[1]))
+            found["mlp.b_out"] = stream.placed(out, 0, MLP)
+    return found
+
+
+def _ways(
+    parts: Parts,
+    model: ModelConfig,
+    at: tuple[list[int], list[int]],
+    stream: Stream,
+    sign: int,
+) -> dict[str, Tensor]:
+    """Read-in and read-out, of a file without them the columns of x and y, and those of the prediction."""
+    (inputs, outputs), width, ends = at, parts.width, parts.ends
+    first = ends.get("read_mlp.weight", ends.get("read_in.weight", torch.eye(width)))[inputs]
+    read_in = ends["read_in.weight"] if model.d_read_in else first
+    read_out = ends.get("read_out.weight", torch.eye(parts.written)[:, outputs])
+    found = {"W_in": stream.placed(read_in, 1, TOKEN)}
+    last = MLP if model.d_mlp is not None else ATTENTION
+    found["unembed.W_U"] = sign * stream.placed(read_out, 0, last)
+    if model.d_read_in is not None:
+        found["W_read"] = first
+    if model.biases:
+        found["b_in"] = stream.placed(ends.get("read_in.bias", torch.zeros(width)), 0, TOKEN)
+        found["unembed.b_U"] = sign * ends.get("read_out.bias", torch.zeros(read_out.shape[1]))
+        if model.d_read_in is not None:
+            found["b_read"] = ends.get("read_mlp.bias", torch.zeros(model.d_read_in))
+    return found
+
+
+def _sinusoidal(n_positions: int, width: int) -> Tensor:
+    """sin(t / 10000^(2i/width)) and cos of it in turn, [pos, width].
+
+    Source:
+        Vaswani et al. 2017, arXiv 1706.03762, section 3.5.
+    """
+    angle = torch.arange(n_positions)[:, None] * 1e4 ** (-torch.arange(0, width, 2) / width)
+    return torch.stack([angle.sin(), angle.cos()], -1).flatten(1)[:, :width]

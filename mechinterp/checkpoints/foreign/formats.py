@@ -1,0 +1,294 @@
+"""Known formats as rows of data: the names that tell one, what its code settles, and what it trained on.
+
+The names of all formats are in the one table of names. A row adds what their code does with the tensors; a layer that
+fits no row settles nothing.
+"""
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from torch import Tensor
+from torch.nn.functional import pad
+
+from mechinterp.checkpoints.foreign.layout import (
+    MAPPING,
+    Layout,
+    layout_of,
+    require_known_kind,
+    shown,
+)
+from mechinterp.checkpoints.foreign.names import ATTENTION, is_harmless
+from mechinterp.checkpoints.foreign.options import Hints
+from mechinterp.checkpoints.io.errors import CheckpointError
+from mechinterp.checkpoints.native.exchange import WEIGHT, hooked_layer
+from mechinterp.models.shapes import NAMES
+
+HEADS = tuple(f"attention_layer.{x}_proj.weight" for x in "qkvo")
+PACKED = ("in_proj_weight", "out_proj.weight")
+UNPACKED = (*(f"{x}_proj_weight" for x in "qkv"), "out_proj.weight")
+SEPARATE = ("key.weight", "query.weight", "value.weight")
+LINEAR = (
+    (*SEPARATE, "out.weight"),
+    ("q_proj.weight", "k_proj.weight", "v_proj.weight", "out_proj.weight"),
+)
+TASK = {"beta_var": 1.0, "query_noise": False}
+
+
+def _several(d_x: int, d_y: int, score: str) -> dict[str, object]:
+    """Of the softmax paper, with several responses."""
+    return {"context_length": 8 * d_x, **TASK, "noise_var": 0.4} if d_y > 1 else {}
+
+
+def _eigenvalues(d_x: int, d_y: int, score: str) -> dict[str, object]:
+    """Of the linear-attention paper."""
+    law = {"kind": "eigenvalues", "eigenvalues": [1 / d_x] * d_x}
+    task = {"context_length": 31, **TASK, "noise_var": 0.0, "covariance": law}
+    return task if score in ("linear", "linear/L") else {}
+
+
+def _points(d_x: int, d_y: int, score: str) -> dict[str, object]:
+    """Of the code of Garg et al."""
+    return {"context_length": 2 * d_x, **TASK, "noise_var": 0.0}
+
+
+@dataclass(frozen=True)
+class Format:
+    """What is known of files whose tensors have these names."""
+
+    name: str
+    marks: tuple[tuple[str, ...], ...] = ()
+    """Each of these sets of names is enough, behind a prefix that ends in a dot."""
+    parts: tuple[str, ...] | None = None
+    """All parts that such a file may hold; None: any."""
+    settled: Mapping[str, object] = field(default_factory=dict)
+    """What its code does, by name of a choice; a scale of None is 1/sqrt(d_head)."""
+    usual: Mapping[str, object] = field(default_factory=dict)
+    """What is assumed of it and not tried."""
+    wide_heads: bool = False
+    """Whether queries of a head are as wide as a token, so that their number shows."""
+    tries: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
+    """What is tried in another order than of layers of nobody known."""
+    task: Callable[[int, int, str], dict[str, object]] = lambda d_x, d_y, score: {}
+    """The task to assume, by d_x, d_y and score, where it differs from the softmax paper's."""
+    beside: Mapping[str, object] = field(default_factory=dict)
+    """What else is assumed, by the name under which it is told."""
+
+
+X_FIRST = {"columns": "x,y", "sign": "plus", "output_column": None}
+SOFTMAX = {"score": "softmax", "scale": None}
+PUBLISHED = {"score": "linear", "scale": 1.0, "attend_to_self": True, **X_FIRST}
+FORMATS = (
+    Format(
+        "softmax-paper",
+        (HEADS,),
+        ATTENTION,
+        settled={**SOFTMAX, **X_FIRST, "attend_to_self": False},
+        wide_heads=True,
+        task=_several,
+    ),
+    Format(
+        "torch-attention",
+        (PACKED, UNPACKED),
+        settled={**SOFTMAX, "sign": "plus", "output_column": None},
+        usual={"attend_to_self": False},
+    ),
+    Format(
+        "linear-paper",
+        (("kq.weight", "value.weight"),),
+        ATTENTION,
+        settled=PUBLISHED,
+        task=_eigenvalues,
+    ),
+    Format("arrays", (NAMES,), ATTENTION, settled={"orientation": "in,out", "output_column": None}),
+    Format(
+        "arrays",
+        (("QK", "OV"),),
+        ATTENTION,
+        settled={"orientation": "in,out", "scale": 1.0, "output_column": None},
+    ),
+    Format(
+        "gpt2",
+        settled={
+            **SOFTMAX,
+            **X_FIRST,
+            "residual": True,
+            "positions": "none",
+            "norm": "before",
+            "layout": "in_turn",
+            "attend_to_self": True,
+            "context_only": False,
+        },
+        usual={"activation": "gelu_new", "norm_eps": 1e-5},
+        task=_points,
+        beside={
+            "model.tokens": "x_1, y_1, ..., x_L, y_L, x_query; y padded with zeros to d_x; predicted at x_query"
+        },
+    ),
+    Format(
+        "torch-encoder",
+        settled={**SOFTMAX, **X_FIRST, "residual": True},
+        usual={"norm_eps": 1e-5, "attend_to_self": True},
+        tries={"norm": ("after", "before"), "context_only": (True, False)},
+        beside={"model.tokens": "(x_1, y_1), ..., (x_L, y_L), (x_query, 0); predicted at the last"},
+    ),
+)
+HOOKED = Format(
+    "transformer-lens",
+    parts=ATTENTION,
+    settled={"orientation": "in,out", **X_FIRST},
+    usual={**SOFTMAX, "attend_to_self": False},
+    beside={"normalization": None},
+)
+PAPER = Format("linear-paper", (SEPARATE,), ATTENTION, settled=PUBLISHED, task=_eigenvalues)
+OWN_LAYERS = Format("torch-attention", LINEAR)
+BARE = Format("linear-paper", task=_eigenvalues)
+LAYERED = Format("named-layers")
+ONE_MATRIX = Format(
+    "one-matrix", settled={"score": "linear/L", "scale": 1.0, "attend_to_self": False, **X_FIRST}
+)
+"""A merged step y_l x_l W x: one square matrix and nothing else."""
+OTHERS = {
+    "gpt2": "h.0.attn.c_attn.weight",
+    "torch-encoder": "self_attn.in_proj_weight and linear1 or norm1 beside it",
+}
+"""What tells layers of the formats without marks."""
+NAMED = tuple(dict.fromkeys(row.name for row in (HOOKED, *FORMATS)))
+"""Formats of other people's files."""
+ARRAYS = "arrays W_Q, W_K, W_V [head, d_model, d_head] and W_O [head, d_head, d_y] in .npz are read for any layer"
+
+
+def recognised(
+    tensors: Mapping[str, Tensor], file: Path, hints: Hints
+) -> tuple[Format, Layout, dict[str, Tensor]]:
+    """The format that a file's tensors have, the parts that they are, and the tensors by the names that tell these.
+
+    Raises:
+        CheckpointError: If they are those of no layer of attention, or not of the format that the reader says.
+    """
+    found = {n: tensor for n, tensor in tensors.items() if not is_harmless(n, tensor.ndim)}
+    form = _row(found, hints, file)
+    if form is HOOKED:
+        found, attends = hooked_layer(tensors, file)
+        said = {} if attends is None else {"attend_to_self": attends}
+        form = replace(form, settled={**form.settled, **said})
+    elif form.name == "torch-encoder" and all(re.match(r"\d+\.", name) for name in found):
+        found = _of_sequential(found, file)
+    elif form is ONE_MATRIX:
+        found = _of_one_matrix(found, hints)
+    layout = layout_of(found)
+    allowed = form.parts or (*ATTENTION, *layout.parts)
+    strange = [*layout.unknown, *(p.name for p in layout.pieces if p.part not in allowed)]
+    if form.parts is None:
+        require_known_kind(found, layout, file)
+    if strange and (form.parts or layout.layers) and not layout.lacking:
+        what = "such a model" if form is LAYERED else f"format {form.name}"
+        listed = ", ".join(map(shown, strange[:12]))
+        verb = "is" if len(strange) == 1 else "are"
+        raise CheckpointError(f"{file}: {listed} {verb} not among the tensors of {what}{MAPPING}.")
+    if strange or layout.lacking or not layout.layers:
+        listed = ", ".join(map(shown, (strange or layout.lacking or sorted(tensors))[:12]))
+        raise CheckpointError(
+            f"{file}: must hold the tensors of a format known here ({', '.join(NAMED)}), or names that can be told; got "
+            f"{listed or 'none'}{MAPPING}; {ARRAYS}."
+        )
+    return form, layout, found
+
+
+def _row(tensors: Mapping[str, Tensor], hints: Hints, file: Path) -> Format:
+    """The row of a file: as the reader says, else as its names do."""
+    rows = {"transformer-lens": [HOOKED], "linear-paper": [PAPER], "torch-attention": [OWN_LAYERS]}
+    possible = [
+        *(row for row in FORMATS if row.name == hints.format),
+        *rows.get(hints.format or "", ()),
+    ]
+    if hints.format is None:
+        # A stack of encoder layers holds modules of attention: what is told by layers comes first.
+        possible = [HOOKED, *sorted(FORMATS, key=lambda row: bool(row.marks))]
+    found = next(
+        (row for row in possible if _tells(row, tensors, told=hints.format is not None)), None
+    )
+    if found is not None:
+        return LAYERED if found is OWN_LAYERS else found
+    if hints.format is not None:
+        if not possible:
+            raise CheckpointError(
+                f"{file}: format must be that of other people's files, got {hints.format!r}."
+            )
+        sets = [", ".join(marks) for row in possible for marks in row.marks] or [
+            OTHERS[hints.format]
+        ]
+        raise CheckpointError(
+            f"{file}: a file of format {hints.format} must hold {' or '.join(sets)}."
+        )
+    (first, *others) = tensors.values() or (None,)
+    lone = (
+        first is not None
+        and not others
+        and first.ndim == 2
+        and first.shape[0] == first.shape[1] > 1
+    )
+    return ONE_MATRIX if lone else LAYERED
+
+
+def _tells(row: Format, tensors: Mapping[str, Tensor], *, told: bool) -> bool:
+    """Whether names are those of a format.
+
+    Args:
+        told: Whether the reader says so; a GPT-2 then need not have all that Hugging Face's has.
+    """
+    if row is HOOKED:
+        return told or any(WEIGHT.fullmatch(name) for name in tensors)
+    if row.name == "torch-encoder":
+        inside = any(name.endswith("self_attn.in_proj_weight") for name in tensors)
+        return inside and any(re.search(r"(?:linear|norm)[12]\.weight$", name) for name in tensors)
+    if row.name == "gpt2":
+        shapes = [t.shape for name, t in tensors.items() if name.endswith("attn.c_attn.weight")]
+        by_columns = all(len(shape) == 2 and shape[1] == 3 * shape[0] for shape in shapes)
+        ends = (".ln_1.weight", ".c_attn.bias", "wpe.weight", "ln_f.weight", "read_in.weight")
+        whole = all(any(name.endswith(end) for name in tensors) for end in ends)
+        return bool(shapes) and (told or (by_columns and whole))
+    for marks in row.marks:
+        for name in tensors:
+            prefix = name.removesuffix(marks[0])
+            held = [prefix + mark for mark in marks]
+            dotted = name.endswith(marks[0]) and (prefix == "" or prefix.endswith("."))
+            if dotted and all(each in tensors for each in held):
+                return row.name != "arrays" or any(tensors[each].ndim == 3 for each in held)
+    return False
+
+
+def _of_sequential(tensors: Mapping[str, Tensor], file: Path) -> dict[str, Tensor]:
+    """The tensors of one nn.Sequential, a way in, encoder layers, a norm, a way out, by the names of these."""
+    numbers = {int(name.partition(".")[0]) for name in tensors}
+    missing = set(range(len(numbers))) - numbers
+    if missing:
+        raise CheckpointError(
+            f"{file}: module {min(missing)} of the nn.Sequential has no weights, and a file does not say what it does."
+        )
+    layers = sorted(n for n in numbers if f"{n}.self_attn.in_proj_weight" in tensors)
+    found: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        number, _, rest = name.partition(".")
+        weight = tensors.get(f"{number}.weight")
+        place = "norm" if weight is not None and weight.ndim == 1 else "read_out"
+        if int(number) in layers:
+            place = f"layers.{layers.index(int(number))}"
+        elif int(number) < layers[0]:
+            place = "read_in"
+        if f"{place}.{rest}" in found:
+            raise CheckpointError(
+                f"{file}: {shown(name)} is not among the tensors of such a model{MAPPING}."
+            )
+        found[f"{place}.{rest}"] = tensor
+    return found
+
+
+def _of_one_matrix(tensors: Mapping[str, Tensor], hints: Hints) -> dict[str, Tensor]:
+    """One square matrix as a merged head whose OV circuit is y; of x alone unless d_x leaves room for y."""
+    (W,) = tensors.values()
+    W = W if hints.d_x == len(W) - 1 else pad(W, (0, 1, 0, 1))
+    OV = W.new_zeros(1, len(W), len(W))
+    OV[0, -1, -1] = 1
+    return {"QK": W[None], "OV": OV}

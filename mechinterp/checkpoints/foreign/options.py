@@ -1,0 +1,122 @@
+"""What a reader knows of somebody else's checkpoint and its file cannot say."""
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+
+from mechinterp.config import SCORES
+from mechinterp.config.model import ACTIVATIONS, LAYOUTS, NORMS
+
+COLUMNS = ("x,y", "y,x")
+SIGNS = ("plus", "minus")
+ORIENTATIONS = ("out,in", "in,out")
+JOINS: dict[str, tuple[str | bool, ...]] = {
+    "norm": NORMS,
+    "activation": ACTIVATIONS,
+    "layout": LAYOUTS,
+    "residual": (True, False),
+    "context_only": (True, False),
+    "positions": ("none", "sinusoidal"),
+}
+"""How the parts of a layer are joined, which names and shapes do not say: the fields of `Hints.model`."""
+HEAD_KEYS = ("n_head", "num_heads", "num_attention_heads", "n_heads", "nhead")
+"""Settings beside weights that state the number of heads."""
+
+
+def option(name: str) -> str:
+    """The option of the command line that says what a reading says under this name.
+
+    Example:
+        >>> option("attend_to_self"), option("norm")
+        ('--attend-to-self', '--model norm=')
+    """
+    return f"--model {name}=" if name in JOINS else f"--{name.replace('_', '-')}"
+
+
+def stated_option(name: str, value: object) -> str:
+    """The option with its value, as it is typed.
+
+    Example:
+        >>> stated_option("columns", "y,x"), stated_option("norm", "before")
+        ('--columns y,x', '--model norm=before')
+    """
+    if name == "attend_to_self":
+        return "--attend-to-self" if value else "--context-only"
+    return f"{option(name)}{value}" if name in JOINS else f"{option(name)} {value}"
+
+
+@dataclass(frozen=True)
+class Hints:
+    """Arguments of `load`; None where the reader leaves it to the file, or to a stated assumption."""
+
+    task: Mapping[str, object] | None = None
+    """Fields of TaskConfig."""
+    format: str | None = None
+    """One of `FORMATS`, for a file that more than one of them fits."""
+    d_x: int | None = None
+    d_y: int | None = None
+    n_heads: int | None = None
+    scale: float | None = None
+    """Factor on the scores."""
+    attend_to_self: bool | None = None
+    """Whether the query is among its own keys."""
+    score: str | None = None
+    """One of `SCORES`."""
+    score_slope: float | None = None
+    """The constant C of the score."""
+    columns: str | None = None
+    """One of `COLUMNS`: the order of x and y in a token."""
+    orientation: str | None = None
+    """One of `ORIENTATIONS`: the axes of matrices whose names do not say it; "out,in" is torch.nn.Linear's."""
+    output_column: int | None = None
+    """Entry of what the layer writes that is the prediction, from 0; of several responses the first."""
+    sign: str | None = None
+    """One of `SIGNS`: whether the prediction is the output's y entry or minus it."""
+    output_scale: float | None = None
+    """Factor on what attention adds, for code that has one beside its matrices."""
+    model: Mapping[str, object] | None = None
+    """How norms, MLPs and tokens are joined: fields of `JOINS`."""
+    map: Sequence[str] | None = None
+    """Rows "theirs=known": a part of a tensor's name, and the known name that it stands for."""
+
+    def __post_init__(self) -> None:
+        for name, example in (("task", {"d_x": 5}), ("model", {"norm": "before"})):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, Mapping):
+                raise ValueError(f"{name} must be a mapping such as {example}, got {value!r}.")
+        for name in ("d_x", "d_y", "n_heads"):
+            value = getattr(self, name)
+            if value is not None and (type(value) is not int or value < 1):
+                raise ValueError(f"{name} must be an integer >= 1, got {value!r}.")
+        column = self.output_column
+        if column is not None and (type(column) is not int or column < 0):
+            raise ValueError(f"output_column must be an integer >= 0, got {column!r}.")
+        for name in ("scale", "score_slope", "output_scale"):
+            value = getattr(self, name)
+            number = isinstance(value, int | float) and not isinstance(value, bool)
+            if value is not None and not (number and 0 < value < math.inf):
+                raise ValueError(f"{name} must be a positive number, got {value!r}.")
+        closed = {"score": SCORES, "columns": COLUMNS, "orientation": ORIENTATIONS, "sign": SIGNS}
+        for name, known in closed.items():
+            value = getattr(self, name)
+            if value not in (None, *known):
+                raise ValueError(f"{name} must be one of {'; '.join(known)}, got {value!r}.")
+        for name, value in (self.model or {}).items():
+            if value not in JOINS.get(name, ()):
+                listed = "; ".join(f"{n}={v}" for n, values in JOINS.items() for v in values)
+                raise ValueError(f"model must hold some of {listed}, got {name}={value}.")
+        if self.attend_to_self not in (None, True, False):
+            raise ValueError(f"attend_to_self must be true or false, got {self.attend_to_self!r}.")
+        for row in self.map or ():
+            if (
+                not all(re.fullmatch(r"[^=]+", part) for part in row.split("=", 1))
+                or "=" not in row
+            ):
+                raise ValueError(f"map must hold rows THEIRS=KNOWN, got {row!r}.")
+
+    @property
+    def given(self) -> dict[str, object]:
+        """Those that are not None, by name."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: value for name, value in values.items() if value is not None}

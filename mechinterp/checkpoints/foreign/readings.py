@@ -1,0 +1,121 @@
+"""Readings of a file that does not say everything: which of them predict on prompts of the task.
+
+Scale, columns and how parts are joined are told by the loss, as training has settled them. The score is not: a model
+trained with softmax scores can predict better with linear ones. So of every score the best reading stands, unless it
+predicts nothing.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from mechinterp.checkpoints.foreign.options import stated_option
+from mechinterp.models.functional import AttentionWeights
+from mechinterp.models.weights import Weights
+
+MARGIN, ERRORS = 0.05, 3.0
+"""A loss is below another by more than this part of it and this many standard errors, else they tie."""
+
+Said = Mapping[str, str | float | bool | None]
+"""What a reading says, by the name of the argument of `load`."""
+Errors = tuple[Tensor, Tensor]
+"""Squared errors per prompt of a model and of predicting 0, over the mean of the latter."""
+
+
+@dataclass(frozen=True, eq=False)
+class Reading:
+    """One meaning of a file's tensors."""
+
+    said: Said
+    build: Callable[[], AttentionWeights | Weights]
+    """Makes the weights, when they are asked for: readings together are many times as large as the file."""
+    loss: float
+    """Mean squared error over that of predicting 0, on the same prompts of the assumed task."""
+    loss_sem: float
+    predicts: bool
+    """Whether the loss is clearly below that of predicting 0."""
+    ties: bool
+    """Whether no reading predicts clearly better."""
+    stands: bool
+    """False if another reading predicts clearly better, and has the same score or this one does not predict."""
+
+    @cached_property
+    def weights(self) -> AttentionWeights | Weights:
+        """The weights under this meaning."""
+        return self.build()
+
+    def to_document(self) -> dict[str, object]:
+        """What it says, its loss, and whether it stands."""
+        numbers = {"loss": self.loss, "loss_sem": self.loss_sem, "stands": self.stands}
+        return {**self.said, **numbers}
+
+    def __repr__(self) -> str:
+        named = ", ".join(
+            f"{name} {value:.3g}" if isinstance(value, float) else f"{name} {value}"
+            for name, value in self.said.items()
+        )
+        return f"{named}: {self.loss:.3g} ± {self.loss_sem:.1g}"
+
+
+def ranked(
+    candidates: Sequence[tuple[Said, Callable[[], AttentionWeights | Weights]]],
+    errors: Sequence[Errors],
+) -> list[Reading]:
+    """The readings, the best first; in the order given those that tie with it within errors, or that predict nothing.
+
+    Args:
+        errors: Of prompts of the same number in all; where they are the same, differences are paired.
+    """
+    best, zero = min(errors, key=lambda each: float(each[0].mean().nan_to_num(torch.inf)))
+    any_predicts = _below(best, zero)
+    rivals: dict[object, Tensor] = {}
+    for (said, _), (error, _) in zip(candidates, errors, strict=True):
+        score = said.get("score")
+        if score not in rivals or error.mean() < rivals[score].mean():
+            rivals[score] = error
+    found, alike = [], []
+    for (said, build), (error, zero) in zip(candidates, errors, strict=True):
+        loss, ties = float(error.mean()), not _below(best, error)
+        first_of_score = loss < 1 - MARGIN and not _below(rivals[said.get("score")], error)
+        reading = Reading(
+            said=said,
+            build=build,
+            loss=loss,
+            loss_sem=float((error - loss * zero).std() / len(zero) ** 0.5),
+            predicts=_below(error, zero),
+            ties=ties,
+            stands=not any_predicts or ties or first_of_score,
+        )
+        found.append(reading)
+        alike.append(ties and not _below(best, error, margin=0.0))
+    if not any(each.predicts for each in found):
+        return found
+    rows = range(len(found))
+    order = sorted(rows, key=lambda i: (not alike[i], 0.0 if alike[i] else found[i].loss, i))
+    return [found[i] for i in order]
+
+
+def advice(readings: Sequence[Reading]) -> str:
+    """Which options make a file predict that, as its format has it, the first reading, does not."""
+    settled = readings[0].said
+    found = []
+    for reading in readings[1:]:
+        changed = {n: v for n, v in reading.said.items() if v != settled.get(n)}
+        named = ", ".join(f"{name} {value}" for name, value in changed.items())
+        options = " ".join(stated_option(name, value) for name, value in changed.items())
+        found += [f"{named} predicts ({reading.loss:.3g}): {options}"] if reading.predicts else []
+    return "; ".join(found)
+
+
+def _below(error: Tensor, other: Tensor, margin: float = MARGIN) -> bool:
+    """Whether the mean of one is clearly below that of the other; not finite is below nothing."""
+    if not torch.isfinite(error).all():
+        return False
+    gap = (other - error).nan_to_num(torch.inf)
+    if not torch.isfinite(gap).all():
+        return True
+    clear = gap.mean() > ERRORS * gap.std() / len(gap) ** 0.5
+    return bool(clear and gap.mean() > margin * other.mean())

@@ -1,0 +1,188 @@
+"""Files written so that a kill at any moment leaves either the old or the new one, and JSON files read."""
+
+import hashlib
+import json
+import os
+import re
+import secrets
+import socket
+import stat
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from mechinterp.checkpoints.io.errors import CheckpointError, one_line
+
+MAX_JSON, MAX_YAML = 2**22, 2**16
+KINDS = {"a folder": stat.S_ISDIR, "a pipe": stat.S_ISFIFO, "a socket": stat.S_ISSOCK}
+MACHINE = hashlib.sha256(socket.gethostname().encode()).hexdigest()[:6]
+TEMPORARY = re.compile(r"\.(.+)\.([0-9a-f]{6})-(\d+)-[0-9a-f]{8}\.tmp")
+"""Name of a temporary file: that of the file it becomes, and the machine and process that write it."""
+
+
+def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
+    """Have `write` fill a temporary file beside `path`, flush it to disk and rename it to `path`.
+
+    What is at `path` is replaced: the caller knows that it is its own.
+    """
+    with _filled(path, write) as temporary:
+        os.replace(temporary, path)
+
+
+def write_new(path: Path, write: Callable[[Path], object]) -> None:
+    """As `write_atomically`, where nothing is yet, not even a link that leads nowhere.
+
+    Raises:
+        CheckpointError: If something is there, at whatever moment it came.
+    """
+    with _filled(path, write) as temporary:
+        try:
+            _link(temporary, path)
+        except FileExistsError:
+            raise CheckpointError(f"{path}: already exists; it is not overwritten.") from None
+
+
+def delete_leftovers(folder: Path, ours: Callable[[str], bool]) -> None:
+    """Delete temporary files whose process, of this machine, has ended, for the names that are ours."""
+    for file in folder.iterdir():
+        found = TEMPORARY.fullmatch(file.name)
+        if found and ours(found[1]) and found[2] == MACHINE and not _runs(int(found[3])):
+            file.unlink(missing_ok=True)
+
+
+def size_of(file: Path) -> int:
+    """The bytes of a regular file; whatever is read goes through here first, for a pipe would wait for its writer.
+
+    Raises:
+        CheckpointError: If it is a folder, a pipe, a socket or a device.
+        OSError: If it does not exist or may not be looked at.
+    """
+    found = file.stat()
+    if not stat.S_ISREG(found.st_mode):
+        kind = next((name for name, is_kind in KINDS.items() if is_kind(found.st_mode)), "a device")
+        raise CheckpointError(f"{file}: must be a regular file, got {kind}.")
+    return found.st_size
+
+
+def read_json(file: Path) -> object:
+    """What a JSON file holds.
+
+    Raises:
+        CheckpointError: If it cannot be read, is larger than 4 MB or nested too deeply.
+    """
+    with _readable(file, "JSON", MAX_JSON):
+        return json.loads(file.read_text(encoding="utf-8"))
+
+
+def read_task(file: Path) -> dict[str, object]:
+    """Fields of TaskConfig from a JSON file.
+
+    Raises:
+        CheckpointError: If the file is not readable or holds no JSON object.
+    """
+    task = read_json(file)
+    if not isinstance(task, dict):
+        raise CheckpointError(f"{file}: must hold a JSON object, got {type(task).__name__}.")
+    return task
+
+
+def read_yaml(file: Path) -> object:
+    """What a YAML file holds, every number of it as text.
+
+    Raises:
+        CheckpointError: If it cannot be read or is larger than 64 kB.
+    """
+    import yaml
+
+    with _readable(file, "YAML", MAX_YAML, yaml.YAMLError):
+        # This loader makes texts, lists and dictionaries only, and merges nothing.
+        return yaml.load(file.read_text(encoding="utf-8"), Loader=yaml.BaseLoader)
+
+
+@contextmanager
+def _readable(file: Path, kind: str, most: int, *faults: type[Exception]) -> Iterator[None]:
+    """Refuses a file of text that is too large, and turns what goes wrong while it is read into one line."""
+    known: tuple[type[Exception], ...] = (OSError, ValueError, *faults)
+    try:
+        size = size_of(file)
+        if size > most:
+            raise CheckpointError(f"{file}: must be at most {most} bytes, got {size}.")
+        yield
+    except CheckpointError:
+        raise
+    except RecursionError:
+        raise CheckpointError(f"{file}: not a readable {kind} file (nested too deeply).") from None
+    except known as error:
+        reason = one_line(error) if file.exists() else "does not exist"
+        raise CheckpointError(f"{file}: not a readable {kind} file ({reason}).") from None
+
+
+@contextmanager
+def writing(path: Path, *faults: type[Exception]) -> Iterator[None]:
+    """Turns what goes wrong while a file or a folder is written into one line.
+
+    Args:
+        faults: Errors of what writes, beside those of the system.
+    Raises:
+        CheckpointError: If it cannot be written.
+    """
+    known: tuple[type[Exception], ...] = (OSError, *faults)
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except known as error:
+        raise CheckpointError(f"{path}: cannot be written ({one_line(error)}).") from None
+
+
+@contextmanager
+def _filled(path: Path, write: Callable[[Path], object]) -> Iterator[Path]:
+    """A temporary file beside a path, filled and flushed to disk, then the folder flushed.
+
+    Raises:
+        OSError: If it cannot be written; it names the path.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    mark = f"{MACHINE}-{os.getpid()}-{secrets.token_hex(4)}"
+    temporary = path.with_name(f".{path.name}.{mark}.tmp")
+    try:
+        try:
+            write(temporary)
+            _flush(temporary)
+        except OSError as error:
+            if error.errno is None:
+                raise
+            raise OSError(error.errno, os.strerror(error.errno), str(path)) from None
+        yield temporary
+    finally:
+        temporary.unlink(missing_ok=True)
+    _flush(path.parent)
+
+
+def _link(temporary: Path, path: Path) -> None:
+    try:
+        os.link(temporary, path)
+    except FileExistsError:
+        raise
+    except OSError:
+        # A file system without hard links: take the name, which only one process can, then fill it.
+        os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
+        os.replace(temporary, path)
+
+
+def _runs(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except (OSError, OverflowError):
+        return True
+    return True
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

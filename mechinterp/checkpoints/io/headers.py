@@ -1,0 +1,163 @@
+"""What files of weights say before their numbers are read: sizes, names and shapes, without torch."""
+
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+from mechinterp.checkpoints.io.atomic import size_of
+from mechinterp.checkpoints.io.errors import CheckpointError, one_line
+from mechinterp.config import ExperimentConfig
+from mechinterp.models.shapes import tensor_shapes
+
+MAX_BYTES = 2**28
+"""Size of a file; a GPT-2 of 12 layers and width 256 has 2**25 numbers."""
+MAX_HEADER = 2**21
+POINTER = b"version https://git-lfs.github.com/spec/"
+STEP = "step"
+"""Name of the steps among the tensors of snapshots."""
+
+
+@contextmanager
+def reading(file: Path) -> Iterator[None]:
+    """Turns whatever a parser makes of a bad file into a CheckpointError, and keeps warnings quiet."""
+    plain = (".npz", ".npy", ".safetensors", ".msgpack", ".pkl", ".pickle")
+    kind = file.suffix.lstrip(".") if file.suffix in plain else "PyTorch"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            size = size_of(file)
+            if size > MAX_BYTES:
+                raise CheckpointError(f"{file}: must be at most {MAX_BYTES} bytes, got {size}.")
+            with file.open("rb") as stream:
+                if stream.read(len(POINTER)) == POINTER:
+                    raise CheckpointError(
+                        f"{file}: a Git LFS pointer of {size} bytes, not the weights; run git lfs pull."
+                    )
+            yield
+        except CheckpointError:
+            raise
+        except (OSError, SafetensorError) as error:
+            reason = one_line(error) if file.exists() else "does not exist"
+            raise CheckpointError(f"{file}: not a readable {kind} file ({reason}).") from None
+        except Exception as error:
+            # A parser fed with noise raises nearly anything: KeyError, OverflowError, RecursionError.
+            raise CheckpointError(
+                f"{file}: not a readable {kind} file ({type(error).__name__})."
+            ) from None
+
+
+def require_header(file: Path) -> None:
+    """Refuse a safetensors file whose header is longer than the file, or than any that is written."""
+    with file.open("rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+    most = min(MAX_HEADER, max(file.stat().st_size - 8, 0))
+    if not 0 < length <= most:
+        raise CheckpointError(
+            f"{file}: not a readable safetensors file (its header must have 1 to {most} bytes, "
+            f"it claims {length})."
+        )
+
+
+def shapes_in(file: Path) -> dict[str, tuple[int, ...]]:
+    """Shapes of the tensors of a safetensors file, by name.
+
+    Raises:
+        CheckpointError: If the file cannot be read.
+    Example:
+        >>> shapes_in(Path("checkpoints/softmax-h2-s0/model.safetensors"))["blocks.0.attn.W_Q"]
+        (2, 6, 6)
+    """
+    with reading(file):
+        require_header(file)
+        with safe_open(file, framework="np") as stored:
+            names = stored.keys()
+            return {name: tuple(stored.get_slice(name).get_shape()) for name in names}
+
+
+def require_shapes(
+    file: Path, found: Mapping[str, tuple[int, ...]], shapes: Mapping[str, tuple[int, ...]]
+) -> None:
+    """Refuse tensors that are not of these names and shapes.
+
+    Raises:
+        CheckpointError: If one is not; the message names it.
+    """
+    for name, shape in shapes.items():
+        if name not in found:
+            raise CheckpointError(f"{file}: {name} is missing.")
+        if found[name] != shape:
+            raise CheckpointError(f"{file}: {name} must have shape {shape}, got {found[name]}.")
+
+
+def require_finite(what: str, bad: int) -> None:
+    """Refuse a tensor, or whatever `what` is, with so many entries that are NaN or infinite.
+
+    Raises:
+        CheckpointError: If there are some.
+    """
+    if bad:
+        raise CheckpointError(f"{what} must hold finite numbers, got {bad} NaN or infinite.")
+
+
+def require_finite_in(file: Path, names: Iterable[str]) -> None:
+    """Refuse a safetensors file with numbers that are not finite among the tensors of these names.
+
+    Raises:
+        CheckpointError: If there are some; the message names the tensor.
+    """
+    with opened(file, "np") as stored:
+        for name in names:
+            if stored.get_slice(name).get_dtype() in ("F16", "F32", "F64"):
+                finite = np.isfinite(stored.get_tensor(name))
+                require_finite(f"{file}: {name}", finite.size - int(finite.sum()))
+
+
+def stated_shapes(
+    file: Path, names: Iterable[str], config: ExperimentConfig
+) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of the tensors of a model of this config.
+
+    Raises:
+        CheckpointError: If a file with tensors of these names has another number of layers.
+    """
+    there = len({name.split(".")[1] for name in names if name.startswith("blocks.")})
+    if config.model.n_layers != there:  # before a name is made for each
+        raise CheckpointError(
+            f"{file}: model.n_layers must be that of the weights, {there}, got {config.model.n_layers}."
+        )
+    return tensor_shapes(config.model, config.task.d_x, config.task.d_y)
+
+
+@contextmanager
+def opened(file: Path, framework: str) -> Iterator[safe_open]:
+    """A safetensors file of any size, whose faults are CheckpointErrors."""
+    size_of(file)  # a pipe would wait for its writer
+    try:
+        with safe_open(file, framework=framework) as stored:
+            yield stored
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(
+            f"{file}: not a readable safetensors file ({one_line(error)})."
+        ) from None
+
+
+def read_steps(file: Path) -> list[int]:
+    """The steps of a file of snapshots.
+
+    Raises:
+        CheckpointError: If the file cannot be read, or its steps do not rise from 0 or later.
+    """
+    with opened(file, "np") as stored:
+        there = STEP in stored.keys()  # noqa: SIM118 (it cannot be iterated over)
+        whole = there and stored.get_slice(STEP).get_dtype() == "I64"
+        steps = stored.get_tensor(STEP) if whole else np.zeros(())
+    if steps.ndim != 1:
+        raise CheckpointError(f"{file}: {STEP} must hold whole numbers, one for each snapshot.")
+    numbers = [int(step) for step in steps]
+    if numbers != sorted({number for number in numbers if number >= 0}):
+        raise CheckpointError(f"{file}: {STEP} must rise from 0 or later, got {numbers}.")
+    return numbers

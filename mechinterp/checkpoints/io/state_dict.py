@@ -1,0 +1,162 @@
+"""The weights among what else a pickled run or a dictionary of numpy's arrays holds.
+
+A run keeps its state dict under one of a few names, beside losses, settings and the optimiser's state; haiku and flax
+keep dictionaries of dictionaries.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mechinterp.checkpoints.io.errors import CheckpointError
+from mechinterp.checkpoints.io.unpickler import (
+    ArrayType,
+    Encoded,
+    StoredArray,
+    StoredTensor,
+    Unread,
+)
+
+WRAPPERS = (
+    *("model", "model_state_dict", "state_dict", "model_state", "net", "network"),
+    *("params", "weights", "state", "module"),
+)
+"""Under which names runs keep the weights."""
+BESIDE = re.compile(r"(?:optim|opt_|sched|lr_sched|scaler|rng|ema).*", re.IGNORECASE)
+SKIPPED = re.compile(
+    r"(?:argparse|pathlib|numpy|collections|datetime|omegaconf|ml_collections)[.].*"
+    r"|torch[.](?:device|dtype|Size|[a-z]+\d*)|builtins[.](?:set|frozenset|slice|complex|range)|_codecs[.]encode"
+)
+"""Classes whose values beside the weights are passed over; any other is named, and the file refused."""
+MAX_DEPTH, MAX_VISITS, MAX_AXES = 8, 300_000, 32
+MAX_ARRAY_BYTES = 24_000_000
+"""Bytes of all arrays together, twice what a pickle may have: one may stand under two names."""
+KIND = re.compile(r"[<>=|]?([fiubc])(1|2|4|8|16)|(float|int|uint|complex)(8|16|32|64|128)|(bool)")
+
+Place = StoredTensor | StoredArray
+
+
+def weights_among(root: object, file: Path) -> dict[str, Place]:
+    """Names and places of the weights; what is no tensor is passed over, and arrays beside torch's tensors too.
+
+    Raises:
+        CheckpointError: If there are none.
+    """
+    found = root
+    for _ in range(MAX_DEPTH):
+        inner = _wrapped(found, file)
+        if inner is None:
+            break
+        found = inner
+    places = dict(_places(found, file))
+    strangers = (
+        []
+        if not isinstance(found, dict)
+        else [value.name for value in found.values() if isinstance(value, Unread) and value.name]
+    )
+    if any(not SKIPPED.fullmatch(name) for name in strangers):
+        raise CheckpointError(_no_weights(found, file))
+    torches: dict[str, Place] = {
+        name: place for name, place in places.items() if isinstance(place, StoredTensor)
+    }
+    arrays = {name: place for name, place in places.items() if name not in torches and place.shape}
+    if torches or arrays:
+        return torches or arrays
+    raise CheckpointError(_no_weights(root, file))
+
+
+def _wrapped(found: object, file: Path) -> dict | None:
+    if not isinstance(found, dict):
+        return None
+    for name in WRAPPERS:
+        inner = found.get(name)
+        if isinstance(inner, dict) and inner is not found and any(_places(inner, file)):
+            return inner
+    return None
+
+
+def _places(root: object, file: Path) -> Iterator[tuple[str, Place]]:
+    """The tensors in dictionaries of dictionaries by their dotted names, without those of the optimiser."""
+    waiting: list[tuple[str, object, int]] = [("", root, 0)]
+    visits = 0
+    while waiting:
+        prefix, found, depth = waiting.pop()
+        if not isinstance(found, dict) or depth > MAX_DEPTH:
+            continue
+        inner = []
+        for name, value in found.items():
+            visits += 1
+            if visits > MAX_VISITS:
+                raise CheckpointError(f"{file}: must hold at most {MAX_VISITS} values.")
+            if not isinstance(name, str) or (depth == 0 and BESIDE.fullmatch(name)):
+                continue
+            if isinstance(value, Place):
+                yield prefix + name, value
+            elif isinstance(value, dict):
+                inner.append((f"{prefix}{name}.", value, depth + 1))
+        waiting += reversed(inner)
+
+
+def _no_weights(root: object, file: Path) -> str:
+    values = list(root.values()) if isinstance(root, dict) else [root]
+    asked = [value.name for value in values if isinstance(value, Unread) and value.name]
+    asked = [name for name in asked if not SKIPPED.fullmatch(name)] or asked
+    got = ""
+    if asked:
+        got = (
+            f"; it asks for {asked[0]}, and no code of a file is run: where that class is, write "
+            "torch.save(model.state_dict(), FILE)"
+        )
+    wrappers = ", ".join(WRAPPERS)
+    return (
+        f"{file}: must hold a state dict, names with a tensor each, or one under {wrappers}{got}."
+    )
+
+
+def array_tensors(places: Mapping[str, StoredArray], file: Path) -> dict[str, Tensor]:
+    """Arrays of numpy as tensors, what they claim held against the bytes that are there.
+
+    Raises:
+        CheckpointError: If one claims other bytes than it has, or holds no plain numbers.
+    """
+    found, left = {}, MAX_ARRAY_BYTES
+    for name, place in places.items():
+        kind = _kind(place, name, file)
+        shape = place.shape
+        if not isinstance(shape, tuple) or not all(type(n) is int and n >= 0 for n in shape):
+            raise CheckpointError(f"{file}: {name} must have a shape of numbers >= 0.")
+        if len(shape) > MAX_AXES:
+            raise CheckpointError(
+                f"{file}: {name} must have at most {MAX_AXES} axes, got {len(shape)}."
+            )
+        data = place.data.text if isinstance(place.data, Encoded) else place.data
+        claimed = kind.itemsize
+        for size in shape:
+            claimed *= size
+        held = len(data) if isinstance(data, str | bytes) else 0
+        left -= claimed
+        if claimed != held or left < 0:
+            raise CheckpointError(
+                f"{file}: {name} of shape {shape} must lie in {claimed} bytes, got {held}."
+            )
+        raw = data.encode("latin1") if isinstance(data, str) else data
+        raw = (
+            raw if isinstance(raw, bytes) else b""
+        )  # protocol 2 calls bytes for those that are empty
+        numbers = np.frombuffer(raw, kind) if raw else np.empty(0, kind)
+        array = numbers.reshape(shape, order="F" if place.by_columns is True else "C")
+        found[name] = torch.from_numpy(array.astype(kind.newbyteorder("="), order="C"))
+    return found
+
+
+def _kind(place: StoredArray, name: str, file: Path) -> np.dtype:
+    kind = place.kind
+    if isinstance(kind, ArrayType) and KIND.fullmatch(kind.code):
+        found = np.dtype(kind.code)
+        return found.newbyteorder(">") if kind.order == ">" else found
+    got = kind.code if isinstance(kind, ArrayType) else "no dtype"
+    raise CheckpointError(f"{file}: {name} must hold plain numbers, got {got}.")

@@ -1,0 +1,245 @@
+"""Exchange with HookedTransformer of transformer-lens 2.x and 3.x, by file.
+
+Out: a folder with a state dict that HookedTransformer takes as it is, a side-car that says the rest and
+a script that loads them. In: such a folder, or a state dict alone, of a causal one-layer model.
+"""
+
+import json
+import math
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+
+from mechinterp.checkpoints.checkpoint import Checkpoint
+from mechinterp.checkpoints.io.atomic import writing
+from mechinterp.checkpoints.io.errors import CheckpointError
+from mechinterp.checkpoints.io.locks import claimed
+from mechinterp.checkpoints.io.tensor_files import read_arrays
+from mechinterp.checkpoints.native.folder import document_of, read_document
+from mechinterp.checkpoints.native.folder_tensors import fill_with_tensors, require_tensors
+from mechinterp.checkpoints.native.recipe import LOAD
+from mechinterp.checkpoints.native.tensors import PREFIX, state_dict, weights_from
+from mechinterp.config import ExperimentConfig, TaskConfig
+from mechinterp.models.functional import AttentionWeights
+from mechinterp.models.shapes import BIASES, NAMES
+from mechinterp.models.weights import weights_of_layer, why_no_circuits
+
+FORMAT = "transformer-lens"
+SIDE_CAR = "transformer_lens.json"
+LEAST_N_CTX = 1024
+WEIGHT = re.compile(r"blocks\.\d+\.attn\.W_[QKVO]")
+# Tensors that our model has no place for; HookedTransformer or a Bridge has them all the same.
+ZERO = {
+    "embed.W_E": "tokens are vectors (x, y) and enter as they are, by start_at_layer=0",
+    "pos_embed.W_pos": "tokens are vectors (x, y), to which no position is added",
+    "unembed.b_U": "the model has no bias behind its read-out",
+    **{
+        f"blocks.0.mlp.{name}": "the model has no MLP"
+        for name in ("W_in", "b_in", "W_out", "b_out")
+    },
+}
+READ_OUT, MASK = "unembed.W_U", PREFIX + "mask"
+KNOWN = {*ZERO, READ_OUT, MASK, PREFIX + "IGNORE", *(PREFIX + name for name in (*NAMES, *BIASES))}
+
+
+def positions_for(task: TaskConfig) -> int:
+    """HookedTransformer's n_ctx: more than a prompt has, and enough for longer contexts than the task's."""
+    return max(LEAST_N_CTX, task.context_length + 2)
+
+
+def write_exchange(folder: Path, checkpoint: Checkpoint) -> None:
+    """Write the weights, the script that loads them and, last, the side-car.
+
+    Raises:
+        CheckpointError: If HookedTransformer has no such attention, or the folder cannot be written.
+    """
+    found = why_no_circuits(checkpoint.config.model)
+    if found is not None:
+        raise CheckpointError(
+            f"{checkpoint.path}: HookedTransformer takes one layer of attention from here, got {found}."
+        )
+    # HookedTransformer has no merged heads: it gets W_Q = W_QK and W_K = I, and so does the side-car.
+    config = replace(checkpoint.config, model=replace(checkpoint.config.model, merged_qk=False))
+    if config.model.score != "softmax":
+        raise CheckpointError(
+            f"{checkpoint.path}: HookedTransformer has softmax attention only, got score {config.model.score!r}."
+        )
+    if config.model.attend_to_self:
+        raise CheckpointError(
+            f"{checkpoint.path}: the script that loads the model makes its mask strict, "
+            "got a model whose query attends to itself."
+        )
+    document = document_of(config, step=checkpoint.step, assumed=checkpoint.assumed)
+    text = json.dumps(document | _settings(config), indent=2) + "\n"
+    circuits = replace(checkpoint.weights.circuits, merged_qk=False)
+    state = hooked_state(circuits, n_ctx=positions_for(config.task))
+    with writing(folder, SafetensorError), claimed(folder, last=SIDE_CAR) as claim:
+        claim.write("model.safetensors", partial(fill_with_tensors, tensors=state))
+        claim.write("load.py", lambda file: file.write_text(LOAD, encoding="utf-8"))
+        claim.write(SIDE_CAR, lambda file: file.write_text(text, encoding="utf-8"))
+
+
+def hooked_state(circuits: AttentionWeights, *, n_ctx: int) -> dict[str, Tensor]:
+    """HookedTransformer's whole state dict but for the mask, whose shape depends on the version."""
+    n_heads, d_model, d_head = circuits.W_Q.shape
+    per_head = circuits.W_Q.new_zeros(n_heads, d_head, device="cpu")
+    read_out = torch.eye(d_model, dtype=circuits.W_Q.dtype)[:, circuits.d_x :]
+    others = {
+        "embed.W_E": torch.zeros_like(read_out.mT).contiguous(),
+        "pos_embed.W_pos": per_head.new_zeros(n_ctx, d_model),
+        **{PREFIX + name: per_head.clone() for name in ("b_Q", "b_K", "b_V")},
+        PREFIX + "b_O": per_head.new_zeros(d_model),
+        READ_OUT: read_out.contiguous(),
+        "unembed.b_U": per_head.new_zeros(circuits.d_y),
+    }
+    return others | state_dict(weights_of_layer(circuits))
+
+
+def read_exchange(folder: Path) -> Checkpoint:
+    """The checkpoint in an exchange folder.
+
+    Raises:
+        CheckpointError: If the side-car or the weights cannot be read, or do not fit together.
+    """
+    document, config = read_document(folder / SIDE_CAR)
+    for name, expected in _settings(config).items():
+        found = document.get(name)
+        if name != "n_ctx" and not _same(found, expected):
+            raise CheckpointError(
+                f"{folder / SIDE_CAR}: {name} must be {expected!r}, got {found!r}."
+            )
+    file = folder / "model.safetensors"
+    tensors = _require_plain(read_arrays(file), file)
+    if _attends_to_self(tensors, file):
+        raise CheckpointError(f"{file}: {MASK} must be strict causal, as the side-car says.")
+    if not config.model.biases:
+        for name in BIASES:
+            _require_zero(
+                tensors, PREFIX + name, "the side-car says that there are no biases", file
+            )
+    numbers(tensors, [PREFIX + name for name in NAMES], file)
+    _require_read_out(tensors, config.d_model, config.task.d_y, file)
+    weights = weights_from(tensors, config, file)
+    return Checkpoint(
+        folder, config, document["step"], weights, FORMAT, document.get("assumed", {})
+    )
+
+
+def hooked_layer(
+    tensors: Mapping[str, Tensor], file: Path
+) -> tuple[dict[str, Tensor], bool | None]:
+    """The attention of a HookedTransformer or a Bridge, without a side-car, and whether the query is among its keys.
+
+    Outputs are cut to the y entries where a read-out says how many there are.
+
+    Raises:
+        CheckpointError: If the tensors are not those of a causal one-layer model without positions, norms and
+            an MLP, which reads out the y entries.
+    """
+    tensors = _require_plain(tensors, file)
+    names = [name for name in (*NAMES, *BIASES) if PREFIX + name in tensors]
+    found = dict(zip(names, numbers(tensors, [PREFIX + n for n in names], file), strict=True))
+    read_out = tensors.get(READ_OUT)
+    if read_out is not None:
+        d_y = read_out.shape[1] if read_out.ndim == 2 else 1
+        _require_read_out(tensors, found["W_Q"].shape[1], d_y, file)
+        found |= {name: found[name][..., -d_y:] for name in {"W_O", "b_O"} & set(found)}
+    return found, _attends_to_self(tensors, file)
+
+
+def numbers(tensors: Mapping[str, Tensor], names: Collection[str], file: Path) -> list[Tensor]:
+    """These tensors of a file.
+
+    Raises:
+        CheckpointError: If one is missing, or they are not finite floating-point numbers of one dtype.
+    """
+    shapes = {name: tuple(tensors[name].shape) if name in tensors else () for name in names}
+    require_tensors(file, tensors, shapes)
+    return [tensors[name] for name in names]
+
+
+def _settings(config: ExperimentConfig) -> dict[str, object]:
+    """What the side-car says besides the experiment, for those who do not have this package."""
+    return {
+        "n_layers": 1,
+        "n_heads": config.model.n_heads,
+        "d_model": config.d_model,
+        "d_head": config.d_head,
+        "d_vocab": config.task.d_y,
+        "n_ctx": positions_for(config.task),
+        "attn_scale": math.sqrt(config.d_head),
+        "strict_causal": True,
+        "attention": "softmax",
+        "readout": "y_entries",
+    }
+
+
+def _same(found: object, expected: object) -> bool:
+    if isinstance(expected, float) and isinstance(found, float):
+        return math.isclose(found, expected)
+    return type(found) is type(expected) and found == expected
+
+
+def _require_plain(tensors: Mapping[str, Tensor], file: Path) -> Mapping[str, Tensor]:
+    """Refuse what a one-layer model on vectors (x, y) has no place for."""
+    layers = {name.split(".")[1] for name in tensors if name.startswith("blocks.")}
+    if len(layers) > 1:
+        raise CheckpointError(f"{file}: the model must have one layer, got {len(layers)}.")
+    for name in sorted(tensors):
+        if any(part.startswith("ln") for part in name.split(".")):
+            raise CheckpointError(f"{file}: the model must have no LayerNorm, got {name}.")
+        if name not in KNOWN:
+            raise CheckpointError(
+                f"{file}: {name} is not among the tensors of an attention-only HookedTransformer of one layer."
+            )
+    for name, reason in ZERO.items():
+        _require_zero(tensors, name, reason, file)
+    for name in NAMES:
+        tensor = tensors.get(PREFIX + name)
+        if tensor is None or tensor.ndim != 3:
+            got = "nothing" if tensor is None else f"shape {tuple(tensor.shape)}"
+            raise CheckpointError(
+                f"{file}: {PREFIX}{name} must have three axes, head first, got {got}."
+            )
+    return tensors
+
+
+def _require_zero(tensors: Mapping[str, Tensor], name: str, reason: str, file: Path) -> None:
+    if name in tensors and tensors[name].any():
+        largest = tensors[name].to(torch.complex128).abs().max().item()
+        raise CheckpointError(
+            f"{file}: {name} must be zero ({reason}), got entries up to {largest:.3g}."
+        )
+
+
+def _attends_to_self(tensors: Mapping[str, Tensor], file: Path) -> bool | None:
+    """What a stored mask says; None without one, and from 3.5.0 on an empty one is stored."""
+    mask = tensors.get(MASK)
+    if mask is None or mask.numel() == 0:
+        return None
+    allowed = torch.ones(mask.shape, dtype=torch.bool)
+    if mask.ndim == 2:
+        for diagonal, attends in ((-1, False), (0, True)):
+            if torch.equal(mask.bool(), allowed.tril(diagonal)):
+                return attends
+    raise CheckpointError(
+        f"{file}: {MASK} must be causal, mask.tril(-1) or mask.tril(), got another of shape {list(mask.shape)}."
+    )
+
+
+def _require_read_out(tensors: Mapping[str, Tensor], d_model: int, d_y: int, file: Path) -> None:
+    read_out = tensors.get(READ_OUT)
+    if read_out is None:
+        return
+    expected = torch.eye(d_model)[:, d_model - d_y :]
+    if d_y >= d_model or not torch.equal(read_out.to(expected), expected):
+        raise CheckpointError(
+            f"{file}: {READ_OUT} must read the y entries as they are, [d_model, d_y] = "
+            f"{list(expected.shape)} with ones at y and zeros elsewhere, got another of shape {list(read_out.shape)}."
+        )

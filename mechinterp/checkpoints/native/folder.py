@@ -1,0 +1,180 @@
+"""The folder of a checkpoint: config.json, model.safetensors, history.parquet, snapshots.safetensors.
+
+Nothing in it is ever run as code.
+"""
+
+import os
+import subprocess
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+
+import pandas as pd
+
+from mechinterp.checkpoints.io.atomic import read_json
+from mechinterp.checkpoints.io.errors import CheckpointError, nothing_at, one_line
+from mechinterp.checkpoints.io.headers import read_steps
+from mechinterp.checkpoints.io.locks import require_free, settle
+from mechinterp.checkpoints.native.history import read_numbers
+from mechinterp.config import ExperimentConfig, from_dict
+from mechinterp.version import __version__
+
+FORMAT_VERSION = 1
+WEIGHTS = "model.safetensors"
+SNAPSHOTS = "snapshots.safetensors"
+OWN = {"format_version", "experiment"}
+"""What a config.json of this package has."""
+FILES = ("config.json", WEIGHTS, "history.parquet", SNAPSHOTS, "snapshots")
+"""What a checkpoint folder holds; "snapshots" is of versions before this one."""
+COLUMNS = ("loss", "eval_loss", "omega", "mu", "qk_diagonal", "ov_last_entry")
+DEEP_COLUMNS = ("loss", "eval_loss", "qk_norm", "ov_norm")
+"""What a history holds beside step, head and, in the latter, layer."""
+
+
+def document_file(path: Path) -> Path:
+    """The config.json of a checkpoint folder.
+
+    Raises:
+        CheckpointError: If there is none.
+    """
+    file = path / "config.json"
+    if not file.is_file():
+        if not path.exists():
+            raise nothing_at(path)
+        what = "has no config.json" if path.is_dir() else "is not a folder"
+        raise CheckpointError(
+            f"{path}: a checkpoint is a folder with config.json and model.safetensors; this {what}."
+        )
+    return file
+
+
+def document_of(
+    config: ExperimentConfig,
+    *,
+    step: int,
+    assumed: Mapping[str, object] | None = None,
+    origin: Mapping[str, object] | None = None,
+) -> dict:
+    """What config.json says: the experiment, how far it got and which code wrote it."""
+    document = {
+        "format_version": FORMAT_VERSION,
+        "package_version": __version__,
+        "git_commit": git_commit(),
+        "step": step,
+        "experiment": asdict(config),
+    }
+    said = {"assumed": assumed, "origin": origin}
+    return document | {name: dict(value) for name, value in said.items() if value}
+
+
+def read_document(file: Path) -> tuple[dict, ExperimentConfig]:
+    """A file written from `document_of`, with its experiment.
+
+    Raises:
+        CheckpointError: If the file cannot be read, or a field is missing or wrong.
+    """
+    return document_parts(read_json(file), file)
+
+
+def document_parts(document: object, file: Path) -> tuple[dict, ExperimentConfig]:
+    """What `document_of` makes, checked, with its experiment.
+
+    Raises:
+        CheckpointError: If a field is missing or wrong.
+    """
+    if not isinstance(document, dict):
+        raise CheckpointError(f"{file}: must hold a JSON object, got {type(document).__name__}.")
+    for name in ("format_version", "step", "experiment"):
+        if name not in document:
+            raise CheckpointError(f"{file}: field {name!r} is missing.")
+    if document["format_version"] != FORMAT_VERSION:
+        raise CheckpointError(
+            f"{file}: format_version must be {FORMAT_VERSION}, got {document['format_version']!r}."
+        )
+    step = document["step"]
+    if type(step) is not int or step < 0:
+        raise CheckpointError(f"{file}: step must be an integer >= 0, got {step!r}.")
+    for name in ("assumed", "origin"):
+        if not isinstance(document.get(name, {}), dict):
+            raise CheckpointError(f"{file}: {name} must be a JSON object, got {document[name]!r}.")
+    try:
+        return document, from_dict(document["experiment"])
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{file}: {one_line(error)}") from None
+
+
+def git_commit() -> str | None:
+    """The commit of the source tree this package runs from, None if it was installed from a file."""
+    root = Path(__file__).parents[3]
+    if not (root / ".git").exists():
+        return None
+    command = ["git", "-C", str(root), "rev-parse", "HEAD"]
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, check=False)
+    except OSError:
+        return None
+    return result.stdout.strip() or None
+
+
+def read_history(path: Path, config: ExperimentConfig, step: int) -> pd.DataFrame | None:
+    """The history of a checkpoint folder, or None.
+
+    Args:
+        step: That of the checkpoint, the last that a row may have.
+    Raises:
+        CheckpointError: If there is one that is not such a history, or larger than `tables` reads.
+    """
+    file = path / "history.parquet"
+    if not os.path.lexists(file):
+        return None
+    model = config.model
+    last = {"step": step, "head": model.n_heads - 1}
+    by_layers = not config.trains_compiled
+    if by_layers:
+        last["layer"] = model.n_layers - 1
+    measured = DEEP_COLUMNS if by_layers else COLUMNS
+    history = read_numbers(file, dict.fromkeys(last, "integer") | dict.fromkeys(measured, "float"))
+    for name, bound in last.items():
+        for found in (int(history[name].min()), int(history[name].max())):
+            if not 0 <= found <= bound:
+                raise CheckpointError(f"{file}: {name} must lie in 0 to {bound}, got {found}.")
+    if not history["step"].is_monotonic_increasing:
+        raise CheckpointError(f"{file}: step must not fall from row to row.")
+    return history
+
+
+def snapshot_steps(path: Path) -> list[int]:
+    """Steps of the snapshots in a folder, from the first.
+
+    Raises:
+        CheckpointError: If there are some that cannot be read.
+    """
+    file = path / SNAPSHOTS
+    return read_steps(file) if file.exists() else sorted(old_snapshots(path))
+
+
+def old_snapshots(path: Path) -> dict[int, Path]:
+    """The files of an older folder, which has one for each step."""
+    files = (path / "snapshots").glob("*.safetensors")
+    return {int(file.stem): file for file in files if file.stem.isdigit()}
+
+
+def is_native(path: Path) -> bool:
+    """Whether a folder has a config.json that is not somebody else's."""
+    file = path / "config.json"
+    if not file.is_file():
+        return False
+    settings = read_json(file)
+    return not isinstance(settings, dict) or bool(OWN & set(settings))
+
+
+def require_new(path: Path) -> None:
+    """Refuse a folder that is not empty, once what a killed process left half written there is deleted.
+
+    Raises:
+        CheckpointError: If it holds anything.
+    """
+    if (path / "config.json").exists():
+        raise CheckpointError(f"{path}: already holds a checkpoint; it is not overwritten.")
+    settle(path)
+    require_free(path)

@@ -1,0 +1,144 @@
+"""Parquet files: the table of a run with this package's mark, and histories read within bounds."""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from mechinterp.checkpoints.io.atomic import size_of, write_atomically, write_new, writing
+from mechinterp.checkpoints.io.errors import CheckpointError, one_line
+
+MARK = {b"written_by": b"mechinterp"}
+MAX_BYTES = 2**27
+MAX_FOOTER = 2**20
+MAX_COLUMNS = 64
+MAX_CELLS = 2**24
+"""Numbers of a history; each has 8 bytes at most."""
+MAX_GROUPS = 2**12
+CODECS = {"SNAPPY", "UNCOMPRESSED"}
+FAULTS = (OSError, ValueError, KeyError, RecursionError, MemoryError, pa.ArrowException)
+
+
+def write_own_table(file: Path, frame: pd.DataFrame) -> None:
+    """Write a table that carries our mark, in place of an earlier one that does.
+
+    Raises:
+        CheckpointError: If another table is there, or it cannot be written.
+    """
+    require_own_table(file)
+    write = write_atomically if os.path.lexists(file) else write_new
+    with writing(file, ValueError, pa.ArrowException):
+        table = pa.Table.from_pandas(frame, preserve_index=False)
+        table = table.replace_schema_metadata({**(table.schema.metadata or {}), **MARK})
+        write(file, lambda target: pq.write_table(table, target))
+
+
+def require_own_table(file: Path) -> None:
+    """Refuse a file that does not carry our mark; that there is none is fine.
+
+    Raises:
+        CheckpointError: If it is so.
+    """
+    if not os.path.lexists(file):
+        return
+    if not file.is_symlink():
+        try:
+            _require_bounds(file)
+            if MARK.items() <= (pq.read_metadata(file).metadata or {}).items():
+                return
+        except FAULTS:
+            pass
+    raise CheckpointError(
+        f"{file}: must be a table that a sweep of this version wrote; it is not overwritten."
+    )
+
+
+def read_numbers(file: Path, columns: Mapping[str, str]) -> pd.DataFrame:
+    """A table of numbers, at least one row, with these columns and perhaps others.
+
+    What it would take in memory is known from its size, rows and columns before any are read.
+
+    Args:
+        columns: "integer" or "float" for each column that must be there.
+    Raises:
+        CheckpointError: If it is larger than the bounds, or not such a table.
+    """
+    try:
+        _require_bounds(file)
+        with pq.ParquetFile(file) as stored:
+            _require_numbers(stored)
+            # What pandas' own metadata says (an index, other types) is left out.
+            frame = stored.read(use_threads=False).to_pandas(ignore_metadata=True)
+    except CheckpointError:
+        raise
+    except FAULTS as error:
+        reason = one_line(error).removesuffix(".")
+        raise CheckpointError(f"{file}: not a readable parquet file ({reason}).") from None
+    require_columns(file, frame, columns)
+    return frame
+
+
+def require_columns(file: Path, frame: pd.DataFrame, columns: Mapping[str, str]) -> None:
+    """Refuse a table without rows, or without these columns of numbers.
+
+    Raises:
+        CheckpointError: If it is so.
+    """
+    if frame.empty:
+        raise CheckpointError(f"{file}: must hold at least one row, got none.")
+    kinds = {"integer": "iu", "float": "f"}
+    for name, kind in columns.items():
+        if name not in frame:
+            raise CheckpointError(f"{file}: column {name!r} is missing.")
+        if frame[name].dtype.kind not in kinds[kind]:
+            raise CheckpointError(
+                f"{file}: column {name!r} must be of {kind}s, got {frame[name].dtype}."
+            )
+
+
+def _require_bounds(file: Path) -> None:
+    """Refuse what is no regular file, or large before it is even parsed."""
+    size = size_of(file)
+    if size > MAX_BYTES:
+        raise ValueError(f"must have at most {MAX_BYTES} bytes, got {size}")
+    with file.open("rb") as stream:
+        stream.seek(-min(8, size), os.SEEK_END)
+        end = stream.read(8)
+    if len(end) < 8 or end[4:] != b"PAR1":
+        raise ValueError("must be a parquet file, got other bytes at its end")
+    footer = int.from_bytes(end[:4], "little")
+    if footer > MAX_FOOTER:
+        raise ValueError(f"must have a footer of at most {MAX_FOOTER} bytes, got {footer}")
+
+
+def _require_numbers(stored: pq.ParquetFile) -> None:
+    """Refuse columns that are not plain numbers, and numbers of rows or bytes out of bounds."""
+    about, schema = stored.metadata, stored.schema_arrow
+    for value, bound, what in (
+        (about.num_columns, MAX_COLUMNS, "columns"),
+        (about.num_rows, MAX_CELLS // max(1, about.num_columns), "rows"),
+        (about.num_row_groups, MAX_GROUPS, "row groups"),
+    ):
+        if not 0 <= value <= bound:
+            raise ValueError(f"must hold at most {bound} {what}, got {value}")
+    if len(set(schema.names)) < len(schema.names):
+        raise ValueError("must hold each column once")
+    for field in schema:
+        if not (pa.types.is_integer(field.type) or pa.types.is_floating(field.type)):
+            raise ValueError(f"column {field.name!r} must hold numbers, got {field.type}")
+    groups = [about.row_group(index) for index in range(about.num_row_groups)]
+    rows = [group.num_rows for group in groups]
+    if min(rows, default=0) < 0 or sum(rows) != about.num_rows:
+        raise ValueError(f"must have row groups of {about.num_rows} rows, got {sum(rows)}")
+    chunks = [group.column(column) for group in groups for column in range(about.num_columns)]
+    if sum(abs(chunk.total_uncompressed_size) for chunk in chunks) > MAX_BYTES:
+        raise ValueError(f"must hold at most {MAX_BYTES} bytes uncompressed")
+    for chunk in chunks:
+        # Other codecs can make gigabytes of a few bytes; snappy makes 22 times as many at most.
+        if chunk.compression not in CODECS:
+            raise ValueError(
+                f"must be compressed by snappy or not at all, got {chunk.compression.lower()}"
+            )

@@ -1,0 +1,71 @@
+"""Weights as the tensors of our own files, which carry HookedTransformer's names and shapes."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from torch import Tensor
+
+from mechinterp.checkpoints.io.errors import CheckpointError
+from mechinterp.checkpoints.io.headers import stated_shapes
+from mechinterp.checkpoints.native.folder_tensors import require_tensors
+from mechinterp.config import ExperimentConfig
+from mechinterp.models.weights import Weights
+
+PREFIX = "blocks.0.attn."
+UNREAD = (PREFIX + "W_O", PREFIX + "b_O")
+
+
+def state_dict(weights: Weights) -> dict[str, Tensor]:
+    """The hooked model's tensors by name, as they are written."""
+    return {name: t.detach().cpu().contiguous() for name, t in weights.tensors.items()}
+
+
+def weights_from(tensors: Mapping[str, Tensor], config: ExperimentConfig, file: Path) -> Weights:
+    """The weights of a model of this config among a file's tensors.
+
+    Raises:
+        CheckpointError: If they are missing, not finite or not those of such a model.
+    """
+    shapes = _require_tensors(file, tensors, config)
+    found = {name: tensors[name] for name in shapes}
+    return Weights(config.model, config.task.d_x, config.task.d_y, found)
+
+
+def require_fit(path: Path, weights: Weights, config: ExperimentConfig) -> None:
+    """Refuse weights that would not be the same after a trip through a checkpoint of this config.
+
+    Raises:
+        CheckpointError: If they are; the message names what differs.
+    """
+    width = config.model.head_width(config.task.d_x, config.task.d_y)
+    own = replace(weights.model, d_head=weights.model.head_width(weights.d_x, weights.d_y))
+    there = asdict(replace(config.model, d_head=width))
+    for name, found in asdict(own).items():
+        if found != there[name]:
+            raise CheckpointError(
+                f"{path}: {name} must be the config's {there[name]!r}, got {found!r}."
+            )
+    _require_tensors(path, state_dict(weights), config)
+    assert weights.scale is not None
+    if not math.isclose(weights.scale, width**-0.5):
+        raise CheckpointError(
+            f"{path}: scale must be 1/sqrt(d_head) = {width**-0.5:.6g}, got {weights.scale:.6g}."
+        )
+
+
+def _require_tensors(
+    file: Path, tensors: Mapping[str, Tensor], config: ExperimentConfig
+) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of the tensors of such a model, all of which are there."""
+    shapes = stated_shapes(file, tensors, config)
+    require_tensors(file, tensors, shapes)
+    if config.model.trains_compiled or (config.model.one_attention and config.model.biases):
+        for name in set(UNREAD) & set(shapes):
+            unread = tensors[name][..., : config.task.d_x]
+            if unread.any():
+                raise CheckpointError(
+                    f"{file}: the x columns of {name} must be zero, got {unread.abs().max().item():.3g}."
+                )
+    return shapes

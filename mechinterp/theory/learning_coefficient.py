@@ -1,0 +1,151 @@
+r"""The learning coefficient of one layer of linear attention, where it is known exactly.
+
+The loss is a quadratic in M = sum_h v_h U_h alone, so that its minima over the weights are those over the matrices that
+heads can make. How many directions of the weights leave such a minimum, and how many of them matter where it is met?
+"""
+
+import numpy as np
+from jaxtyping import Float
+
+from mechinterp.theory.linear import REPEATED, ROUNDING, Moments
+from mechinterp.theory.linear_heads import Heads, MergedHeads
+
+RANK_TOLERANCE = 1e-5
+"""Singular values of a Jacobian below this part of the largest count as zero: weights are kept in float32."""
+
+
+def learning_coefficient(moments: Moments, *, n_heads: int, rank: int) -> float:
+    """lambda at the minimum over heads of rank R: m (2 d - m) / 2 with m = min(R H, d), less for a tie at m.
+
+    Merged heads have rank d. It holds over all v, keys and queries (or U), where their Jacobian has full rank on the
+    matrices of rank m, as at every minimum without heads that take from each other.
+
+    Args:
+        moments: Of a population, E z z^T = B (x) Lambda, unless m = d.
+    Raises:
+        ValueError: If n_heads or rank is below 1, E z z^T is singular, heads could make a matrix of higher rank than
+            the best one has, or m < d and the moments are not those of a population.
+    Source:
+        Derived here; for a quadratic minimum in D directions D / 2 is the textbook case.
+    Example:
+        >>> from mechinterp.theory.linear import population_moments
+        >>> moments = population_moments(np.array([0.4, 0.3, 0.2, 0.1]), context_length=31)
+        >>> [learning_coefficient(moments, n_heads=n, rank=1) for n in (1, 2, 3, 4, 5)]
+        [3.5, 6.0, 7.5, 8.0, 8.0]
+    """
+    for name, value in (("rank", rank), ("n_heads", n_heads)):
+        if value < 1:
+            raise ValueError(f"{name} must be >= 1, got {value}.")
+    d = len(moments.yz)
+    m = min(rank * n_heads, d)
+    # Loss: L(M) = const + <M - M*, zz (M - M*)>. With zz = B (x) Lambda it is const + |X - T|^2 in the whitened
+    # X = B^1/2 M Lambda^1/2 and T = B^1/2 M* Lambda^1/2, and X has the rank of M.
+    # Reachable matrices: those of rank <= m. Around a matrix of rank m they are a manifold whose tangents are
+    # A M + M C with A and C of size d x d; of the d^2 entries the (d - m)^2 that lead from the null space to the null
+    # space are missing, so that its dimension is d^2 - (d - m)^2 = m (2 d - m).
+    # Weights: where the derivative of weights -> M reaches all of these tangents (a submersion), the weights are,
+    # locally, that manifold times flat directions, and lambda of the loss over weights is that over the manifold.
+    # Rank one: a dq k^T + q dk^T spans them as soon as the m queries, and the m keys, are independent. A head more
+    # (v = k = q = 0, say) adds flat directions only.
+    # m = d: M is free and the quadratic has all d^2 directions: lambda = d^2 / 2.
+    # m < d: the minimum is T cut to its m largest singular values (Eckart, Young). In the coordinates of T's singular
+    # vectors the second derivative at it is s_i^2 - s_j^2 for a turn of direction i <= m into j > m (twice, left and
+    # right, with s_i +- s_j in place of it) and 1 for the rest: positive if s_m > s_{m+1}. Each of these directions
+    # counts 1/2. A tie leaves it open which m are taken: of g equal ones at the cut r are taken, every r-dimensional
+    # subspace is as good, and these r (g - r) turns are flat, too. All d equal: m (2 d - m) - m (d - m) = m d.
+    # QED
+    if np.linalg.matrix_rank(moments.zz.reshape(d * d, -1), hermitian=True) < d * d:
+        raise ValueError("E z z^T must not be singular: directions without loss would not count.")
+    if m == d:
+        return d * d / 2
+    values = whitened_singular_values(moments)
+    if values[m - 1] ** 2 <= ROUNDING * values[0] ** 2:
+        raise ValueError(
+            f"The best matrix must have rank {m} or more, as heads can make, got {int((values**2 > ROUNDING * values[0] ** 2).sum())}."
+        )
+    tied = np.abs(values - values[m - 1]) < REPEATED * values[m - 1]
+    taken = int(tied[:m].sum())
+    return (reachable_dimension(d, m) - taken * (int(tied.sum()) - taken)) / 2
+
+
+def reachable_dimension(d_x: int, rank: int) -> int:
+    """Dimension of the d x d matrices of rank <= m: m (2 d - m), and d^2 from m = d on.
+
+    Example:
+        >>> [reachable_dimension(4, rank) for rank in (1, 2, 3, 4, 5)]
+        [7, 12, 15, 16, 16]
+    """
+    m = min(rank, d_x)
+    return m * (2 * d_x - m)
+
+
+def whitened_singular_values(moments: Moments) -> Float[np.ndarray, " mode"]:
+    """Singular values of B^1/2 M* Lambda^1/2, descending, unit y: learning one lowers the loss by its square.
+
+    Raises:
+        ValueError: If E z z^T is no product B (x) Lambda, as that of a training set is not.
+    Example:
+        >>> from mechinterp.theory.linear import modes, population_moments
+        >>> moments = population_moments(np.array([0.4, 0.3]), context_length=31)
+        >>> np.allclose(whitened_singular_values(moments) ** 2, modes(moments).gains)
+        True
+    """
+    # The partial traces of B (x) Lambda are tr(Lambda) B and tr(B) Lambda.
+    left, right = np.einsum("ijkj->ik", moments.zz), np.einsum("ijil->jl", moments.zz)
+    left = left / np.trace(right)
+    product = np.einsum("ik,jl->ijkl", left, right)
+    off = np.abs(product - moments.zz).max() / np.abs(moments.zz).max()
+    if off > ROUNDING:
+        raise ValueError(
+            f"E z z^T must be a product B (x) Lambda, got one that is off by {off:.2g}."
+        )
+    whitened = _root(left) @ moments.minimiser() @ _root(right)
+    return np.linalg.svd(whitened, compute_uv=False)
+
+
+def level_coefficients(moments: Moments) -> Float[np.ndarray, " level"]:
+    """lambda of the minimum over matrices of rank <= m, m = 0 ... d: the staircase of the linear paper.
+
+    Raises:
+        ValueError: As in `learning_coefficient`.
+    Example:
+        >>> from mechinterp.theory.linear import population_moments
+        >>> level_coefficients(population_moments(np.ones(3), context_length=31)).tolist()
+        [0.0, 1.5, 3.0, 4.5]
+    """
+    counts = range(1, len(moments.yz) + 1)
+    found = [learning_coefficient(moments, n_heads=count, rank=1) for count in counts]
+    return np.array([0.0, *found])
+
+
+def jacobian(heads: Heads) -> Float[np.ndarray, "entry weight"]:
+    """dM/dw of heads without a time axis: a row per entry of M, weights in the order v, K, Q (or v, U)."""
+    d = heads.M.shape[-1]
+    eye = np.eye(d)
+    if isinstance(heads, MergedHeads):
+        by_v = heads.U
+        rest = [np.einsum("h,ia,jb->habij", heads.v, eye, eye)]
+    else:
+        by_v = np.einsum("hri,hrj->hij", heads.K, heads.Q)
+        rest = [
+            np.einsum("h,ai,hrj->hraij", heads.v, eye, heads.Q),
+            np.einsum("h,hri,aj->hraij", heads.v, heads.K, eye),
+        ]
+    return np.concatenate([part.reshape(-1, d * d) for part in (by_v, *rest)]).T
+
+
+def map_rank(heads: Heads) -> int:
+    """Numeric rank of dM/dw: the number of directions in which heads can move M.
+
+    Example:
+        >>> from mechinterp.theory.linear_heads import separate_heads
+        >>> [map_rank(separate_heads(n, 4, std=1.0, seed=0)) for n in (1, 2, 3, 4)]
+        [7, 12, 15, 16]
+    """
+    values = np.linalg.svd(jacobian(heads), compute_uv=False)
+    return int((values > RANK_TOLERANCE * values[0]).sum())
+
+
+def _root(matrix: Float[np.ndarray, "row row"]) -> Float[np.ndarray, "row row"]:
+    values, vectors = np.linalg.eigh((matrix + matrix.T) / 2)
+    return (vectors * np.sqrt(np.clip(values, 0, None))) @ vectors.T

@@ -1,0 +1,337 @@
+"""Files of odd layouts, from weights whose label is known: the true label, or the one option that decides."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import pad
+
+from mechinterp.analysis.circuits.patterns import classify
+from mechinterp.checkpoints.io.errors import CheckpointError
+from mechinterp.checkpoints.loading import load
+from mechinterp.config import TaskConfig
+from mechinterp.icl.prompts import sample_prompts
+from mechinterp.models.functional import AttentionWeights
+from tests.checkpoints.foreign_files import softmax_paper_state
+from tests.checkpoints.wild_files import LAYOUTS, State, matrices
+from tests.conftest import CHECKPOINTS
+
+pytestmark = pytest.mark.usefixtures("small_null")
+FEW = {"n_prompts": 64}
+
+
+def heads_of(name: str) -> AttentionWeights:
+    return load(CHECKPOINTS / name).weights.circuits
+
+
+def saved(folder: Path, state: State) -> Path:
+    torch.save({name: tensor.contiguous() for name, tensor in state.items()}, folder / "x.pt")
+    return folder / "x.pt"
+
+
+# What a known format settles is doubted where it predicts nothing.
+
+DOUBTS = {
+    "columns y,x": (lambda n, t: t if "o_proj" in n else t.roll(1, 1), {"columns": "y,x"}),
+    "sign minus": (lambda n, t: -t if "o_proj" in n else t, {"sign": "minus"}),
+}
+
+
+@pytest.mark.parametrize("named", DOUBTS)
+def test_a_settled_choice_that_predicts_nothing_is_doubted(tmp_path: Path, named: str):
+    change, said = DOUBTS[named]
+    state = softmax_paper_state(heads_of("softmax-h2-s0"))
+    file = saved(tmp_path, {name: change(name, t) for name, t in state.items()})
+    found = load(file)
+    assert found.format == "softmax-paper"
+    assert [each.predicts for each in found.readings] == [False, True]
+    option = f"--{named}"
+    assert f"{named} predicts" in found.assumed["doubt"]
+    result = classify(found, **FEW)
+    assert result.pattern == "undetermined"
+    assert result.reason.endswith(option)
+    told = load(file, **said)
+    assert not told.readings
+    assert classify(told, **FEW).pattern == "debiased_gd"
+
+
+def test_a_format_that_predicts_is_not_doubted(tmp_path: Path):
+    file = saved(tmp_path, softmax_paper_state(heads_of("softmax-h2-s0")))
+    assert not load(file).readings
+    assert "doubt" not in load(file).assumed
+
+
+def encoder_with_a_read_out(*, norm_first: bool, activation: str) -> tuple[nn.Module, TaskConfig]:
+    """torch's encoder with a read-out fitted by least squares: not trained, and predicting."""
+    task = TaskConfig(d_x=1, context_length=20, noise_var=0.0)
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        layer = nn.TransformerEncoderLayer(
+            32, 4, 64, batch_first=True, norm_first=norm_first, activation=activation
+        )
+        stack = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        for parameter in stack.parameters():
+            nn.init.normal_(parameter, 0.0, 0.3 if parameter.ndim > 1 else 1.0)
+        model = nn.ModuleDict({"read_in": nn.Linear(2, 32), "encoder": stack}).eval()
+        nn.init.normal_(model["read_in"].weight, 0.0, 1.0)
+    prompts = sample_prompts(task, 4096, seed=9, dtype=torch.float32)
+    with torch.no_grad():
+        features = model["encoder"](model["read_in"](prompts.tokens))[:, -1].double()
+        ones = torch.ones(len(features), 1, dtype=torch.float64)
+        fitted = torch.linalg.lstsq(
+            torch.cat([features, ones], 1), prompts.y_query.double()
+        ).solution
+        model["read_out"] = nn.Linear(32, 1)
+        model["read_out"].weight.copy_(fitted[:-1].T)
+        model["read_out"].bias.copy_(fitted[-1])
+    return model, task
+
+
+@pytest.mark.parametrize(
+    ("norm_first", "activation"), [(True, "gelu"), (False, "relu"), (True, "relu")]
+)
+def test_the_loss_tells_where_the_norms_of_an_encoder_are(
+    tmp_path: Path, norm_first: bool, activation: str
+):
+    model, task = encoder_with_a_read_out(norm_first=norm_first, activation=activation)
+    file = saved(tmp_path, model.state_dict())
+    found = load(file, n_heads=4, task={"context_length": 20, "noise_var": 0.0})
+    assert found.format == "torch-encoder"
+    assert found.assumed["model.norm"] == ("before" if norm_first else "after")
+    assert found.assumed["model.activation"] == activation
+    assert found.assumed["model.context_only"] is True
+    assert found.readings[0].predicts
+    prompts = sample_prompts(task, 16, seed=0, dtype=torch.float32)
+    with torch.no_grad():
+        output = model["read_out"](model["encoder"](model["read_in"](prompts.tokens))[:, -1])
+    torch.testing.assert_close(found.model.predict(prompts), output, rtol=1e-4, atol=1e-4)
+
+
+# Widths, columns and matrices that no format has.
+
+
+def values_of_one_column(weights: AttentionWeights) -> State:
+    """Queries and keys of width 6, values of width 1: OV of a head with one response has rank 1."""
+    found = matrices(weights)
+    found["v"] = weights.OV[..., 0]
+    found["o"] = pad(torch.ones(1, weights.n_heads), (0, 0, weights.d_x, 0))
+    return {
+        f"attn.to_{x}.weight" if x != "o" else "attn.to_out.weight": t for x, t in found.items()
+    }
+
+
+def test_values_narrower_than_queries(tmp_path: Path):
+    weights = heads_of("softmax-h2-s0")
+    file = saved(tmp_path, values_of_one_column(weights))
+    found = load(file, n_heads=2, score="softmax")
+    torch.testing.assert_close(found.weights.circuits.QK, weights.QK)
+    torch.testing.assert_close(found.weights.circuits.OV, weights.OV)
+    assert classify(found, **FEW).pattern == "debiased_gd"
+
+
+def test_one_head_of_two_widths_needs_no_number_of_heads(tmp_path: Path):
+    """Queries of 6 and values of 7 rows have no other common number of heads than one."""
+    weights = heads_of("softmax-h1-s0")
+    found = matrices(weights)
+    found["v"], found["o"] = pad(found["v"], (0, 0, 0, 1)), pad(found["o"], (0, 1))
+    state = {f"layers.0.W_{x}.weight": tensor for x, tensor in found.items()}
+    read = load(saved(tmp_path, state), score="softmax")
+    torch.testing.assert_close(read.weights.circuits.OV, weights.OV)
+    torch.testing.assert_close(read.weights.circuits.QK, weights.QK)
+
+
+@pytest.mark.parametrize("behind", [0, 3])
+def test_the_prediction_is_the_column_that_the_loss_tells(tmp_path: Path, behind: int):
+    """With three columns of positions the published code reads minus the last entry; others read the one behind x."""
+    weights = heads_of("softmax-h2-s0")
+    state = LAYOUTS["haiku"](weights)
+    wide = {
+        n: pad(t, (0, 0, 0, 3)) if "linear" not in n else pad(t, (behind, 3 - behind))
+        for n, t in state.items()
+    }
+    file = saved(tmp_path, wide)
+    found = load(file, d_x=5, d_y=1, n_heads=2, score="softmax")
+    assert found.assumed["model.output_column"] == (8 if behind else None)
+    assert found.assumed["model.position_columns_left_out"] == 3
+    torch.testing.assert_close(found.weights.circuits.OV, weights.OV)
+    assert classify(found, **FEW).pattern == "debiased_gd"
+    told = load(file, d_x=5, d_y=1, n_heads=2, score="softmax", output_column=5 + behind)
+    assert "model.output_column" not in told.assumed
+    torch.testing.assert_close(told.weights.circuits.OV, weights.OV)
+
+
+@pytest.mark.parametrize("room", [0, 1])
+def test_one_square_matrix_is_a_merged_step(tmp_path: Path, room: int):
+    np.save(tmp_path / "W.npy", pad(0.8 * torch.eye(5), (0, room, 0, room)).double().numpy())
+    hints = {"d_x": 5} if room else {}
+    found = load(tmp_path / "W.npy", task={"noise_var": 0.0}, **hints)
+    assert (found.format, found.task.d_x, found.config.model.score) == ("one-matrix", 5, "linear/L")
+    prompts = sample_prompts(found.task, 8, seed=0, dtype=torch.float64)
+    step = torch.einsum("blx,bly->bxy", prompts.x, prompts.y) / prompts.x.shape[1]
+    expected = 0.8 * torch.einsum("bx,bxy->by", prompts.x_query, step)
+    torch.testing.assert_close(found.predictor.predict(prompts), expected)
+    assert classify(found, **FEW).pattern == "linear_gd"
+
+
+def test_a_matrix_far_from_the_identity_is_no_gradient_step(tmp_path: Path):
+    turn = torch.linalg.qr(torch.randn(5, 5, generator=torch.Generator().manual_seed(0)))[0]
+    turn = 0.6 * turn + 0.5 * torch.eye(5)
+    np.save(tmp_path / "W.npy", turn.numpy())
+    result = classify(
+        load(tmp_path / "W.npy", orientation="in,out", task={"noise_var": 0.0}), **FEW
+    )
+    rest = turn - turn.diagonal().mean() * torch.eye(5)
+    assert result.pattern == "undetermined"
+    assert (
+        f"{float(rest.norm() / turn.norm()):.0%} of its matrix is no multiple of the identity"
+        in result.reason
+    )
+
+
+def test_objects_in_npy_are_refused(tmp_path: Path):
+    np.save(tmp_path / "W.npy", np.array([{"a": 1}], dtype=object), allow_pickle=True)
+    with pytest.raises(CheckpointError, match=r"W must hold plain numbers, got object"):
+        load(tmp_path / "W.npy")
+
+
+# Modules with names of their own.
+
+
+def test_a_module_with_own_names_and_positions(tmp_path: Path):
+    """Every part under a name that is in no table, as the reader says what they are."""
+    model, task = encoder_with_a_read_out(norm_first=True, activation="relu")
+    state = model.state_dict()
+    theirs = {
+        "read_in": "gather", "read_out": "answer", "self_attn": "mixer", "linear1": "widen",
+        "linear2": "narrow", "norm1": "calm_a", "norm2": "calm_b",
+    }  # fmt: skip
+    for known, own in theirs.items():
+        state = {name.replace(known, own): t for name, t in state.items()}
+    state = {
+        n.replace("in_proj_", "three.").replace("out_proj", "back"): t for n, t in state.items()
+    }
+    state["clock"] = torch.zeros(1, 30, 32)
+    file = saved(tmp_path, state)
+    with pytest.raises(CheckpointError, match="say what it is by --map THEIRS=KNOWN") as refused:
+        load(file, n_heads=4)
+    assert not str(refused.value).endswith("...")
+    rows = [
+        f"{own}={known}" for known, own in theirs.items() if own not in ("mixer", "narrow", "widen")
+    ]
+    rows += ["three=qkv", "back=o_proj", "widen=linear1", "narrow=linear2", "clock=pos_emb"]
+    said = {"context_length": 20, "noise_var": 0.0}
+    found = load(file, n_heads=4, map=rows, task=said, score="softmax")
+    assert (found.assumed["model.norm"], found.assumed["model.context_only"]) == ("before", True)
+    prompts = sample_prompts(task, 16, seed=0, dtype=torch.float32)
+    with torch.no_grad():
+        output = model["read_out"](model["encoder"](model["read_in"](prompts.tokens))[:, -1])
+    torch.testing.assert_close(found.model.predict(prompts), output, rtol=1e-4, atol=1e-4)
+
+
+def test_spellings_of_published_code(tmp_path: Path):
+    weights = heads_of("softmax-h2-s0")
+    found = matrices(weights)
+    words = {"q": "query_mat", "k": "key_mat", "v": "value_mat", "o": "out_mat"}
+    state = {f"attention.{words[x]}.weight": tensor for x, tensor in found.items()}
+    read = load(saved(tmp_path, state), n_heads=2, score="softmax")
+    torch.testing.assert_close(read.weights.circuits.QK, weights.QK)
+    mlp = {
+        "mlp.W": torch.ones(8, 6),
+        "mlp.b": torch.ones(8),
+        "mlp.Wp": torch.ones(6, 8),
+        "mlp.bp": torch.ones(6),
+    }
+    read = load(saved(tmp_path, state | mlp), n_heads=2, score="softmax", attend_to_self=False)
+    assert torch.equal(read.weights.tensors["blocks.0.mlp.b_in"], torch.ones(8))
+    assert read.weights.tensors["blocks.0.mlp.b_out"].sum() == 6
+    ends = {
+        "front_linear.weight": torch.ones(6, 4),
+        "front_linear.bias": torch.ones(6),
+        "output_layer.weight": torch.ones(1, 6),
+    }
+    ends |= {"pos_encoder.pe": torch.zeros(50, 1, 6)}
+    read = load(
+        saved(tmp_path, state | ends), n_heads=2, score="softmax", model={"layout": "pairs"}
+    )
+    assert read.config.model.n_positions == 50
+    assert torch.equal(read.weights.tensors["b_in"], torch.ones(6))
+    embedding = {
+        "embedding.weight": torch.ones(6, 4),
+        "embedding.bias": torch.ones(6),
+        "decoder.weight": torch.ones(1, 6),
+    }
+    read = load(
+        saved(tmp_path, state | embedding), n_heads=2, score="softmax", model={"layout": "pairs"}
+    )
+    assert torch.equal(read.weights.tensors["W_in"], torch.ones(4, 6))
+
+
+KINDS: dict[str, tuple[str, tuple[int, ...], str]] = {
+    "Mamba": ("layers.0.A_log", (4, 4), "state-space models"),
+    "Mamba's convolution": ("layers.0.conv1d.weight", (4, 1, 4), "state-space models"),
+    "gates": ("layers.0.W_g", (4, 4), "gates"),
+    "Linformer": ("layers.0.E", (8, 20), "low-rank attention"),
+    "low-rank blocks": ("layers.0.E_block", (8, 20), "low-rank attention"),
+    "kernel features": ("layers.0.feature_map.weight", (4, 4), "features of kernels"),
+    "LSTM": ("lstm.weight_ih_l0", (4, 4), "recurrent layers"),
+    "rotary": ("attn.rotary_emb.inv_freq", (4,), "rotary positions"),
+    "relative": ("attn.relative_bias", (4, 4), "relative positions"),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_other_architectures_are_refused_by_what_they_are(tmp_path: Path, kind: str):
+    name, shape, words = KINDS[kind]
+    state = {f"layers.0.W_{x}.weight": torch.ones(4, 4) for x in "qkvo"}
+    with pytest.raises(CheckpointError, match=f"{words}.* are not read, got {name}"):
+        load(saved(tmp_path, state | {name: torch.ones(shape)}), n_heads=1)
+
+
+def test_grouped_keys_are_refused_by_their_shapes(tmp_path: Path):
+    shapes = {"q": (20, 21), "k": (10, 21), "v": (10, 21), "o": (21, 20)}
+    state = {f"layers.0.W_{x}.weight": torch.ones(shape) for x, shape in shapes.items()}
+    with pytest.raises(
+        CheckpointError, match="grouped or multi-query attention is not read: got 20"
+    ):
+        load(saved(tmp_path, state), n_heads=2)
+
+
+# Bounds.
+
+MEASURED = """
+import resource, sys, time, torch
+from mechinterp import load
+start = time.process_time()
+found = load(sys.argv[1], n_heads=2)
+print(len(found.readings), time.process_time() - start, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+"""
+
+
+@pytest.mark.slow
+def test_64_choices_take_less_than_a_gigabyte_and_20_seconds(tmp_path: Path):
+    width, state = 64, {}
+    generator = torch.Generator().manual_seed(0)
+    for layer in range(4):
+        for x, shape in {"q": 1, "k": 1, "v": 1, "proj": 1, "mlp.0": 4, "mlp.2": 0.25}.items():
+            rows, columns = (
+                (width * 4, width) if shape == 4 else (width, width * 4 if shape < 1 else width)
+            )
+            state[f"blocks.{layer}.{x}.weight"] = (
+                torch.randn(rows, columns, generator=generator) / 8
+            )
+        for norm in ("ln1", "ln2"):
+            state[f"blocks.{layer}.{norm}.weight"] = torch.ones(width)
+    state |= {"read_in.weight": torch.randn(width, 6, generator=generator)}
+    state |= {"read_out.weight": torch.randn(1, width, generator=generator)}
+    file = saved(tmp_path, state)
+    ran = subprocess.run(
+        [sys.executable, "-c", MEASURED, file], capture_output=True, text=True, check=True
+    )
+    count, seconds, kilobytes = map(float, ran.stdout.split())
+    assert count == 64
+    assert seconds < 20
+    assert kilobytes < 1e6

@@ -1,0 +1,352 @@
+"""What files leave open or state beside their weights is read so, or tried: all through `load` and `classify`."""
+
+import json
+import pickle
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from typer.testing import CliRunner
+
+from mechinterp.analysis.circuits.patterns import classify
+from mechinterp.checkpoints.checkpoint import Checkpoint
+from mechinterp.checkpoints.io.errors import CheckpointError
+from mechinterp.checkpoints.loading import convert, load
+from mechinterp.cli.main import app
+from mechinterp.config import TaskConfig
+from mechinterp.icl.prompts import generator_for, sample_prompts
+from tests.checkpoints.wild_files import State
+from tests.models.test_layered_models import garg
+
+pytestmark = pytest.mark.usefixtures("small_null")
+SHIPPED = Path(__file__).parents[2] / "checkpoints"
+
+
+def require_same(found: Checkpoint, expected: Checkpoint) -> None:
+    assert (found.config, found.step, found.path) == (expected.config, expected.step, expected.path)
+    assert (found.format, found.assumed) == (expected.format, expected.assumed)
+    assert found.weights.tensors.keys() == expected.weights.tensors.keys()
+    for name, tensor in expected.weights.tensors.items():
+        assert torch.equal(found.weights.tensors[name], tensor), name
+
+
+@pytest.mark.parametrize("name", ["kms-0.5-h2-s0", "d4s1-linear-h1x5-l4-noise0.1-s0"])
+def test_a_weights_file_of_this_package_is_its_folder(name: str):
+    folder = load(SHIPPED / name)
+    file = load(SHIPPED / name / "model.safetensors")
+    require_same(file, folder)
+    assert list(file.snapshots) == list(folder.snapshots)
+    assert (file.history is None) == (folder.history is None)
+    with pytest.raises(CheckpointError, match="n_heads is only for files that do not state theirs"):
+        load(SHIPPED / name / "model.safetensors", n_heads=2)
+
+
+def test_a_weights_file_of_an_exchange_folder_is_its_folder(tmp_path: Path):
+    convert(load(SHIPPED / "softmax-h2-s0"), "transformer-lens", tmp_path / "lens")
+    require_same(load(tmp_path / "lens" / "model.safetensors"), load(tmp_path / "lens"))
+
+
+@pytest.mark.parametrize("layout", ["config.json", "config.yaml", "folder"])
+@pytest.mark.parametrize(("noise", "points"), [(1, "9"), ("1", 9), (1.0, "9")])
+def test_noise_and_points_in_any_spelling(
+    tmp_path: Path, layout: str, noise: object, points: object
+):
+    state = garg().state_dict()
+    document: dict[str, object] = {"n_head": 4, "noise_std": noise, "n_points": points}
+    if layout == "config.yaml":
+        training = {"curriculum": {"points": {"end": points}}, "task_kwargs": {"noise_std": noise}}
+        document = {"model": {"n_head": "4"}, "training": training}
+    (tmp_path / (layout if layout != "folder" else "config.json")).write_text(json.dumps(document))
+    file = tmp_path / "model.safetensors"
+    save_file(state, file)
+    found = load(tmp_path if layout == "folder" else file)
+    assert (found.task.noise_var, found.task.context_length) == (1.0, 8)
+    assert not {"task.noise_var", "task.context_length"} & found.assumed.keys()
+
+
+@pytest.mark.parametrize(
+    ("stated", "words"),
+    [
+        ({"noise_std": True}, "noise_std must be a number >= 0, got True"),
+        ({"noise_std": [1]}, "noise_std must be a number >= 0, got "),
+        ({"n_points": 1}, "n_points must be an integer >= 2, got 1"),
+        ({"n_points": "many"}, "n_points must be an integer >= 2, got 'many'"),
+    ],
+)
+def test_noise_and_points_that_are_none(tmp_path: Path, stated: dict, words: str):
+    save_file(garg().state_dict(), tmp_path / "x.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({"n_head": 4} | stated))
+    with pytest.raises(CheckpointError, match=words):
+        load(tmp_path / "x.safetensors")
+
+
+def test_a_context_longer_than_the_positions_is_assumed(tmp_path: Path):
+    save_file(garg().state_dict(), tmp_path / "x.safetensors")
+    (tmp_path / "config.json").write_text('{"n_head": 4, "n_points": 5000}')
+    found = load(tmp_path / "x.safetensors")
+    assert found.assumed["task.context_length"] == found.task.context_length == 6
+
+
+def test_noise_stated_beside_one_layer_of_attention(tmp_path: Path):
+    state = {"self_attn." + n: t for n, t in nn.MultiheadAttention(6, 2).state_dict().items()}
+    save_file(state, tmp_path / "x.safetensors")
+    (tmp_path / "config.json").write_text('{"n_heads": 2, "noise_std": 0.5, "n_points": 21}')
+    found = load(tmp_path / "x.safetensors")
+    assert (found.task.noise_var, found.task.context_length) == (0.25, 20)
+    assert not {"task.noise_var", "task.context_length"} & found.assumed.keys()
+
+
+class Encoder(nn.Module):
+    """Somebody's encoder in plain torch: tokens (x, y) in, the prediction out at the last."""
+
+    def __init__(self, *, norm_first: bool) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(
+            16, 2, 32, dropout=0.0, batch_first=True, norm_first=norm_first
+        )
+        self.read_in = nn.Linear(3, 16)
+        self.encoder = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
+        self.read_out = nn.Linear(16, 1)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.read_out(self.encoder(self.read_in(tokens)))[:, -1]
+
+
+TASK = {"context_length": 10, "noise_var": 0.0}
+
+
+def trained_encoder(*, norm_first: bool) -> Encoder:
+    torch.manual_seed(0)
+    model, task = Encoder(norm_first=norm_first), TaskConfig(d_x=2, **TASK)
+    optimiser = torch.optim.Adam(model.parameters(), 3e-3)
+    for step in range(400):
+        generator = generator_for(0, "train", step)
+        prompts = sample_prompts(task, 128, generator=generator, dtype=torch.float32)
+        loss = (model(prompts.tokens) - prompts.y_query).square().mean()
+        optimiser.zero_grad()
+        loss.backward()
+        optimiser.step()
+    return model.eval()
+
+
+@pytest.mark.parametrize("norm_first", [True, False])
+def test_the_loss_says_where_the_norms_of_an_encoder_stand(tmp_path: Path, norm_first: bool):
+    model = trained_encoder(norm_first=norm_first)
+    file = tmp_path / "encoder.pt"
+    torch.save(model.state_dict(), file)
+    found = load(file, n_heads=2, task=TASK)
+    norm = "before" if norm_first else "after"
+    assert found.config.model.norm == found.assumed["model.norm"] == norm
+    assert found.readings[0].predicts
+    assert {each.said["norm"] for each in found.readings} == {"before", "after"}
+    assert {each.said["norm"] for each in found.readings if each.stands} == {norm}
+    # What neighbouring readings leave open is said: then the file predicts as the module does.
+    joins = {"activation": "relu", "context_only": True}
+    said = load(file, n_heads=2, task=TASK, model=joins, attend_to_self=True)
+    prompts = sample_prompts(said.task, 64, seed=3, dtype=torch.float32)
+    with torch.no_grad():
+        expected = model(prompts.tokens)
+    assert said.config.model.norm == norm
+    torch.testing.assert_close(said.model.predict(prompts), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_readings_are_compared_on_as_many_prompts_each(tmp_path: Path):
+    # Without a residual the stream is three times as wide, and a prompt takes more of the budget.
+    generator = torch.Generator().manual_seed(0)
+    shapes = {
+        f"attn.heads.{h}.{x}.weight": (64, 3) for h in range(8) for x in ("key", "query", "value")
+    }
+    shapes |= {"attn.proj.weight": (3, 512), "attn.proj.bias": (3,), "fc1.weight": (128, 3)}
+    shapes |= {"fc1.bias": (128,), "fc2.weight": (3, 128), "fc2.bias": (3,)}
+    state = {n: torch.randn(s, generator=generator) / s[-1] ** 0.5 for n, s in shapes.items()}
+    torch.save(state, tmp_path / "x.pt")
+    found = load(tmp_path / "x.pt", score="softmax", task={"context_length": 60, "noise_var": 0})
+    assert {each.said["residual"] for each in found.readings} == {True, False}
+
+
+D_X, WIDTH = 10, 17
+UNIFORM = {
+    **{"context_length": 10, "noise_var": 0.0, "query_noise": False},
+    **{"covariance": {"kind": "eigenvalues", "eigenvalues": [1 / 12] * D_X}},
+}
+"""Covariates uniform on (-.5, .5), by their covariance."""
+
+
+def with_positions(
+    folder: Path, *, omega: float, mu: float, layers: int = 1, y_first: bool = False
+) -> Path:
+    """A file of dm-haiku as the code of von Oswald et al. writes it, x W with tokens of x, y and six entries of a position.
+
+    Its prediction is minus the last entry. In the entry of y it writes something else.
+    """
+    generator = torch.Generator().manual_seed(0)
+    x = slice(1, D_X + 1) if y_first else slice(0, D_X)
+    y, last = 0 if y_first else D_X, WIDTH - 1
+    state = {}
+    for layer in range(layers):
+        key, value = torch.zeros(WIDTH, D_X + 1), torch.zeros(WIDTH, D_X + 1)
+        query, linear = torch.zeros(WIDTH, D_X + 1), torch.zeros(D_X + 1, WIDTH)
+        key[x, :D_X], query[x, :D_X] = torch.eye(D_X), omega * torch.eye(D_X)
+        value[y, D_X] = linear[D_X, last] = 1
+        linear[D_X, last] = -mu
+        for read in (key, query, value):
+            read[D_X + 1 :] = (1e-3 if layers == 1 else 0) * torch.randn(
+                6, D_X + 1, generator=generator
+            )
+        linear[:, y] = 0.02 * torch.randn(D_X + 1, generator=generator) if layers == 1 else 0
+        path = (
+            "transformer/multi_head_attention"
+            if layers == 1
+            else f"transformer/~trans_block/layer_{layer}"
+        )
+        named = {"key": key, "query": query, "value": value, "linear": linear}
+        state |= {f"{path}/{name}": {"w": tensor.numpy()} for name, tensor in named.items()}
+    file = folder / "params.pkl"
+    file.write_bytes(pickle.dumps(state))
+    return file
+
+
+HAIKU = {"d_x": D_X, "d_y": 1, "n_heads": 1, "score": "linear", "scale": 1.0, "task": UNIFORM}
+
+
+@pytest.mark.parametrize("y_first", [False, True])
+def test_the_loss_says_which_entry_is_the_prediction(tmp_path: Path, y_first: bool):
+    omega, mu = 0.614, 0.698
+    file = with_positions(tmp_path, omega=omega, mu=mu, y_first=y_first)
+    found = load(file, **HAIKU)
+    assert found.assumed["model.output_column"] == WIDTH - 1
+    assert found.assumed["model.sign"] == "minus"
+    assert found.assumed["model.columns"] == ("y,x" if y_first else "x,y")
+    label = classify(found)
+    assert label.pattern == "linear_gd"
+    assert label.circuits.omega == pytest.approx(np.full((1, D_X), omega), rel=1e-6)
+    assert label.circuits.mu == pytest.approx(np.array([[mu]]), rel=1e-6)
+    said = load(file, **HAIKU, output_column=WIDTH - 1, sign="minus")
+    assert "model.output_column" not in said.assumed
+    torch.testing.assert_close(said.weights.circuits.OV, found.weights.circuits.OV)
+    behind_x = load(file, **HAIKU, output_column=0 if y_first else D_X)
+    assert not behind_x.readings[0].predicts
+
+
+def test_the_entry_of_the_prediction_of_several_layers(tmp_path: Path):
+    omega, mu = 0.614, 0.35
+    found = load(with_positions(tmp_path, omega=omega, mu=mu, layers=2), **HAIKU)
+    assert found.assumed["model.output_column"] == WIDTH - 1
+    assert found.assumed["model.sign"] == "minus"
+    prompts = sample_prompts(found.task, 64, seed=3, dtype=torch.float32)
+    moment = torch.einsum("blx,bln->bxn", prompts.x, prompts.y)
+    step = torch.einsum("bx,bxn->bn", prompts.x_query, moment)
+    found = load(found.path, **HAIKU, sign="minus", output_column=WIDTH - 1, attend_to_self=False)
+    # Both layers add the same step, as neither changes y.
+    torch.testing.assert_close(
+        found.model.predict(prompts), 2 * mu * omega * step, rtol=1e-4, atol=1e-5
+    )
+
+
+@pytest.mark.parametrize(
+    ("hints", "words"),
+    [
+        ({"output_column": 17}, "output_column must lie in 0 to 16, got 17"),
+        ({"output_column": 3, "format": "linear-paper"}, "must hold kq.weight"),
+    ],
+)
+def test_an_entry_that_is_none(tmp_path: Path, hints: dict, words: str):
+    file = with_positions(tmp_path, omega=0.6, mu=0.7)
+    with pytest.raises(CheckpointError, match=words):
+        load(file, **HAIKU | hints)
+    with pytest.raises(ValueError, match="output_column must be an integer >= 0, got -1"):
+        load(file, **HAIKU | {"output_column": -1})
+
+
+def test_a_layer_that_writes_y_alone_has_no_other_entry(tmp_path: Path):
+    state = {f"{x}_proj.weight": torch.eye(6) for x in "qkv"} | {
+        "out_proj.weight": torch.ones(1, 6)
+    }
+    torch.save(state, tmp_path / "x.pt")
+    words = (
+        "output_column is for layers that write whole tokens, got one that writes 1 of 6 entries"
+    )
+    with pytest.raises(CheckpointError, match=words):
+        load(tmp_path / "x.pt", n_heads=2, output_column=0)
+
+
+def test_the_options_that_decide_are_named_where_too_many_are_open(tmp_path: Path):
+    generator = torch.Generator().manual_seed(0)
+    state = {f"W{x}": torch.randn(17, 17, generator=generator) for x in "qkvo"}
+    torch.save(state, tmp_path / "x.pt")
+    words = r"at most 64 readings are tried, got \d+; say some of .*--orientation.*--output-column"
+    with pytest.raises(CheckpointError, match=words):
+        load(tmp_path / "x.pt", n_heads=1, d_x=10, d_y=1)
+
+
+def test_weights_of_positions_that_are_no_numbers(tmp_path: Path):
+    state = {f"{x}_proj.weight": torch.ones(8, 8, dtype=torch.int64) for x in "qkv"}
+    torch.save(state | {"out_proj.weight": torch.ones(8, 8)}, tmp_path / "x.pt")
+    with pytest.raises(CheckpointError, match=r"y.weight must hold floating-point numbers"):
+        load(tmp_path / "x.pt", n_heads=2, d_x=5, d_y=1)
+
+
+def random_layer() -> State:
+    generator = torch.Generator().manual_seed(0)
+    return {
+        f"{x}_proj.weight": torch.randn(6, 6, generator=generator) / 4
+        for x in ("q", "k", "v", "out")
+    }
+
+
+def test_nothing_is_understood_of_a_guessed_reading_that_predicts_nothing(tmp_path: Path):
+    torch.save(random_layer(), tmp_path / "x.pt")
+    guessed = load(tmp_path / "x.pt", n_heads=2)
+    assert not any(each.predicts for each in guessed.readings)
+    found = classify(guessed)
+    assert found.pattern == "undetermined"
+    assert found.reason.startswith("nothing was understood of this file: ")
+    # Said in full, the same weights are as random ones are: the statement is about them.
+    said = {"score": "softmax", "columns": "x,y", "sign": "plus", "attend_to_self": False}
+    stated = load(tmp_path / "x.pt", n_heads=2, scale=1.0, **said)
+    assert not stated.readings
+    assert classify(stated).pattern == "unstructured"
+    # And so they are as a checkpoint of this package, or a hooked model.
+    convert(stated, "native", tmp_path / "native")
+    assert classify(load(tmp_path / "native")).pattern == "unstructured"
+    assert classify(stated.model, stated.task).pattern == "unstructured"
+
+
+def test_nothing_is_understood_of_an_encoder_that_predicts_nothing(tmp_path: Path):
+    torch.manual_seed(0)
+    torch.save(Encoder(norm_first=False).state_dict(), tmp_path / "x.pt")
+    found = classify(load(tmp_path / "x.pt", n_heads=2, task=TASK))
+    assert found.pattern == "undetermined"
+    assert found.reason.startswith("nothing was understood of this file: ")
+    assert "--model norm=" in found.reason
+
+
+def test_columns_of_positions_under_torchs_names(tmp_path: Path):
+    with (with_positions(tmp_path, omega=0.614, mu=0.698)).open("rb") as file:
+        state = {name.rpartition("/")[2]: inner["w"] for name, inner in pickle.load(file).items()}
+    names = {"query": "q_proj", "key": "k_proj", "value": "v_proj", "linear": "out_proj"}
+    torch.save(
+        {f"{new}.weight": torch.from_numpy(state[old].T.copy()) for old, new in names.items()},
+        tmp_path / "x.pt",
+    )
+    found, haiku = load(tmp_path / "x.pt", **HAIKU), load(tmp_path / "params.pkl", **HAIKU)
+    assert found.assumed["model.output_column"] == WIDTH - 1
+    torch.testing.assert_close(found.weights.circuits.QK, haiku.weights.circuits.QK)
+    torch.testing.assert_close(found.weights.circuits.OV, haiku.weights.circuits.OV)
+
+
+def test_the_command_line_takes_the_entry_of_the_prediction(tmp_path: Path):
+    file = with_positions(tmp_path, omega=0.614, mu=0.698)
+    (tmp_path / "task.json").write_text(json.dumps(UNIFORM))
+    sizes = ["--d-x", "10", "--d-y", "1", "--n-heads", "1", "--task", str(tmp_path / "task.json")]
+    said = ["--score", "linear", "--scale", "1", "--output-column", "16", "--json"]
+    result = CliRunner().invoke(app, ["classify", str(file), *sizes, *said])
+    assert result.exit_code == 0, result.output
+    (found,) = json.loads(result.stdout)
+    assert found["pattern"] == "linear_gd"
+    assert found["heads"][0]["mu"] == pytest.approx([0.698], rel=1e-5)
+    assert found["heads"][0]["omega_mean"] == pytest.approx(0.614, rel=1e-5)
+    assert "model.output_column" not in found["assumed"]
