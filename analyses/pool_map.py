@@ -23,7 +23,7 @@ from mechinterp import load
 from mechinterp.analysis.dynamics.prior_snapshots import prior_snapshots
 from mechinterp.analysis.heads.prior_heads import prior_heads
 from mechinterp.analysis.learners.priors import compare_priors
-from mechinterp.checkpoints.native import Checkpoint, save
+from mechinterp.checkpoints.checkpoint import Checkpoint, save
 from mechinterp.icl.pools import Pool
 from mechinterp.icl.prompts import task_pool
 

@@ -12,7 +12,7 @@ from mechinterp.analysis.dynamics.prior_snapshots import PriorSnapshots, prior_s
 from mechinterp.analysis.heads.prior_heads import prior_heads
 from mechinterp.analysis.learners.closeness import closeness, stacked
 from mechinterp.analysis.learners.priors import compare_priors
-from mechinterp.checkpoints.native import load, save
+from mechinterp.checkpoints.checkpoint import load, save
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig, TrainConfig
 from mechinterp.models.functional import AttentionWeights
 from mechinterp.models.weights import weights_of_layer

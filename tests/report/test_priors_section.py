@@ -7,7 +7,7 @@ import pandas as pd
 import pytest
 
 from mechinterp.analysis.learners.priors import compare_priors
-from mechinterp.checkpoints.native import load, save
+from mechinterp.checkpoints.checkpoint import load, save
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig
 from mechinterp.models.weights import weights_of_layer
 from mechinterp.report.contents import default_names
