@@ -20,8 +20,7 @@ from torch import Tensor
 
 from mechinterp.analysis.circuits.patterns import N_LAYERED_PROMPTS, N_PROMPTS
 from mechinterp.analysis.estimates import best_factor
-from mechinterp.analysis.learners.standing import task_loss
-from mechinterp.analysis.verdict import DECIDING, task_doubt
+from mechinterp.analysis.learners.standing import DECIDING, task_doubt, task_loss
 from mechinterp.checkpoints.loading import load
 from mechinterp.checkpoints.native import Checkpoint
 from mechinterp.config import TaskConfig
