@@ -285,7 +285,7 @@ def test_the_options_that_decide_are_named_where_too_many_are_open(tmp_path: Pat
 def test_weights_of_positions_that_are_no_numbers(tmp_path: Path):
     state = {f"{x}_proj.weight": torch.ones(8, 8, dtype=torch.int64) for x in "qkv"}
     torch.save(state | {"out_proj.weight": torch.ones(8, 8)}, tmp_path / "x.pt")
-    with pytest.raises(CheckpointError, match=r"y.weight must hold floating-point numbers"):
+    with pytest.raises(CheckpointError, match=r"q_proj.weight must hold floating-point numbers"):
         load(tmp_path / "x.pt", n_heads=2, d_x=5, d_y=1)
 
 
