@@ -110,3 +110,30 @@ PRESETS["sparse-wide"] = ExperimentConfig(
     ),
     train=TrainConfig(steps=50_000, batch_size=64, shortest_context=32, cosine=True, clip_norm=1.0),
 )
+# A pool of tasks after Raventos et al. 2023 (arXiv 2306.15063), small: d_x 4, where they have 8; task.n_tasks says of how many.
+_POOL_TASK = TaskConfig(d_x=4, context_length=8, noise_var=0.25, beta_var=1.0, n_tasks=16)
+# The smallest GPT-2 of Garg et al. 2022; each step asks for the query alone, after 1 to 8 pairs.
+PRESETS["pool-gpt2"] = ExperimentConfig(
+    task=_POOL_TASK,
+    model=ModelConfig(
+        n_layers=3,
+        n_heads=2,
+        d_model=64,
+        d_head=32,
+        d_mlp=256,
+        activation="gelu_new",
+        norm="before",
+        final_norm=True,
+        biases=True,
+        attend_to_self=True,
+        layout="in_turn",
+        n_positions=18,
+    ),
+    train=TrainConfig(steps=50_000, batch_size=256, shortest_context=1, cosine=True, clip_norm=1.0),
+)
+# Attention alone, linear. Its predictions after a few pairs have heavy tails, so that every prompt has all 8.
+PRESETS["pool-linear"] = ExperimentConfig(
+    task=_POOL_TASK,
+    model=ModelConfig(n_layers=3, n_heads=4, d_model=32, score="linear/L", context_only=True),
+    train=TrainConfig(steps=5000, batch_size=256, log_every=250, cosine=True, clip_norm=1.0),
+)

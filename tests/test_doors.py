@@ -9,7 +9,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
 from pathlib import Path
@@ -79,6 +79,10 @@ class Case:
         return sample_prompts(
             self.task, 192, generator=generator, context_length=8, dtype=self.dtype
         )
+
+    @property
+    def pool(self) -> torch.Tensor:
+        return mi.task_pool(replace(self.task, n_tasks=3))
 
     @property
     def all_heads(self) -> np.ndarray:
@@ -242,6 +246,9 @@ ANALYSES: dict[str, Callable[[Case], object]] = {
         {"model": c.source}, c.task, context_lengths=(8,), n_prompts=200
     ),
     "baselines": lambda c: baselines(c.source, c.prompts()),
+    "compare_priors": lambda c: mi.compare_priors(c.source, c.task, c.pool, **FEW_PROMPTS),
+    "prior_heads": lambda c: mi.prior_heads(c.source, c.task, c.pool, **FEW_PROMPTS),
+    "prior_snapshots": lambda c: mi.prior_snapshots(c.source, c.task, c.pool, **FEW_PROMPTS),
     "compare": lambda c: compare([c.source, c.source], n_prompts=64),
     "training_snapshots": lambda c: training_snapshots(c.source, n_prompts=64),
     "deep_snapshots": lambda c: deep_snapshots(c.source, c.prompts()),
@@ -259,6 +266,7 @@ ANALYSES: dict[str, Callable[[Case], object]] = {
     "convert npz": lambda c: written(c, "npz"),
     "write_report": lambda c: page(c, write_report),
 }
+FEW_PROMPTS = {"context_lengths": [8], "n_prompts": 64}
 PAIRS = list(product(ANALYSES, SOURCES))
 LONG = {"write_report", "check_compatible", "info_document"}
 FEW = ("softmax", "deep-linear", "gpt2", "bare-model")

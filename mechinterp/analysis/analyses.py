@@ -21,17 +21,20 @@ from mechinterp.analysis.dynamics.deep_snapshots import deep_snapshots
 from mechinterp.analysis.dynamics.learning_coefficient import local_learning_coefficient
 from mechinterp.analysis.dynamics.linear_snapshots import linear_snapshots
 from mechinterp.analysis.dynamics.milestones import milestones
+from mechinterp.analysis.dynamics.prior_snapshots import prior_snapshots
 from mechinterp.analysis.dynamics.snapshots import training_snapshots
 from mechinterp.analysis.dynamics.training import training_dynamics
 from mechinterp.analysis.heads.edges import attribute_edges
 from mechinterp.analysis.heads.gates import learn_gates
 from mechinterp.analysis.heads.masking import ablate
 from mechinterp.analysis.heads.pairs import ablate_pairs, greedy_order
+from mechinterp.analysis.heads.prior_heads import prior_heads
 from mechinterp.analysis.heads.pruning import prune
 from mechinterp.analysis.learners.algorithm import name_algorithm
 from mechinterp.analysis.learners.algorithm_steps import intervene_on_steps
 from mechinterp.analysis.learners.baselines import baselines
 from mechinterp.analysis.learners.fits import fit_learners
+from mechinterp.analysis.learners.priors import compare_priors
 from mechinterp.analysis.probing.p_probing import p_probe
 from mechinterp.analysis.probing.probing import probe
 from mechinterp.checkpoints.checkpoint import Checkpoint
@@ -66,6 +69,9 @@ ANALYSES: dict[str, Analysis] = {
     "p-probe": p_probe,
     "edges": attribute_edges,
     "fit": fit_learners,
+    "priors": compare_priors,
+    "prior-heads": prior_heads,
+    "prior-snapshots": prior_snapshots,
     "snapshots": training_snapshots,
     "head-snapshots": deep_snapshots,
     "component-snapshots": linear_snapshots,

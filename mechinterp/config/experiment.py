@@ -17,7 +17,7 @@ from mechinterp.fields import (
 
 # Fields that the first version did not have: they must not change the ids it gave.
 LATER_FIELDS = {
-    "task": ("shared_beta", "nonzeros"),
+    "task": ("shared_beta", "nonzeros", "n_tasks", "task_seed"),
     "model": (
         *("attend_to_self", "biases", "merged_qk", "context_only", "d_model"),
         *("norm", "final_norm", "norm_eps", "d_mlp", "activation", "layout", "n_positions"),
@@ -101,6 +101,9 @@ class ExperimentConfig:
         needed["task.sparsity"] = None
         if optimizer == "gradient_flow":
             needed["task.n_sequences"] = None
+        if self.task.n_tasks is not None:
+            # The second moment of a pool shares no eigenvectors with another covariance.
+            needed["task.covariance.kind"] = "identity"
         for name, value in needed.items():
             found = value_of(self, name)
             if found != value:

@@ -87,6 +87,10 @@ class TaskConfig:
     """Law of the nonzero entries where there is a sparsity: "gaussian", N(0, beta_var), or "signs", +-1/sqrt(s)."""
     n_sequences: int | None = None
     """Size of a finite training set, for optimizer "gradient_descent"; None: the whole population."""
+    n_tasks: int | None = None
+    """Size M of a fixed pool that the task vectors of prompts are drawn from, uniformly; None: fresh ones."""
+    task_seed: int = 0
+    """Seed of the pool; of one seed a smaller pool is the beginning of a larger one."""
 
     def __post_init__(self) -> None:
         set_checked(self, "task")
@@ -102,8 +106,17 @@ class TaskConfig:
             )
         self._check_supports()
         self._check_sparsity()
-        if self.n_sequences is not None:
-            require_at_least("task", self, 1, "n_sequences")
+        for name in ("n_sequences", "n_tasks"):
+            if getattr(self, name) is not None:
+                require_at_least("task", self, 1, name)
+        self._check_pool()
+
+    def _check_pool(self) -> None:
+        require_at_least("task", self, 0, "task_seed")
+        if self.n_tasks is not None:
+            require_at_most("task", self, MAX_SIZE, "n_tasks")
+        elif self.task_seed:
+            raise ValueError(f"task.task_seed needs a task.n_tasks, got {self.task_seed} and null.")
 
     def _check_supports(self) -> None:
         if self.supports is None:

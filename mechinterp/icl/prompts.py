@@ -6,8 +6,8 @@ on the same prompts.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
-from functools import cached_property
+from dataclasses import dataclass, fields, replace
+from functools import cached_property, lru_cache
 
 import numpy as np
 import torch
@@ -17,7 +17,9 @@ from torch import Tensor
 from mechinterp.config import CovarianceConfig, TaskConfig
 from mechinterp.memory import CHUNK_BYTES, prompt_bytes, require_memory
 
-STREAMS = ("init", "train", "eval")
+STREAMS = ("init", "train", "eval", "pool")
+POOL_BLOCK = 1024
+"""Task vectors of a pool that are drawn at once."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,7 +74,7 @@ def generator_for(
     """A random generator whose state is a function of (seed, stream, step) alone.
 
     Raises:
-        ValueError: If the stream is not one of "init", "train", "eval".
+        ValueError: If the stream is not one of "init", "train", "eval", "pool".
     Example:
         >>> first, again = (torch.rand(1, generator=generator_for(0, "train", 7)) for _ in range(2))
         >>> torch.equal(first, again)
@@ -139,6 +141,7 @@ def sample_prompts(
     generator: torch.Generator | None = None,
     context_length: int | None = None,
     dtype: torch.dtype = torch.float32,
+    new_tasks: bool = False,
 ) -> Prompts:
     """Fresh prompts of a task, on the generator's device.
 
@@ -146,6 +149,8 @@ def sample_prompts(
         seed: Of evaluation prompts, (seed, "eval", 0); not used where a generator is given.
         generator: What the prompts are drawn from; `generator_for` makes one.
         context_length: Number of pairs; None stands for the task's.
+        new_tasks: Whether prompts of a task with a pool have fresh task vectors instead of the pool's; the
+            covariates and the noise are the same.
     Raises:
         ValueError: If n_prompts or context_length is below 1, or the prompts do not fit into memory.
     Source:
@@ -175,7 +180,13 @@ def sample_prompts(
     if task.covariance.kind != "identity":
         root = np.linalg.cholesky(covariance_matrix(task.covariance, task.d_x))
         x_all = x_all @ torch.as_tensor(root.T, dtype=dtype, device=normal.device)
-    beta = _task_vectors(task, beta_draw.view(n_prompts, task.d_x, n_vectors), generator)
+    if task.n_tasks is None or new_tasks:
+        beta = _task_vectors(task, beta_draw.view(n_prompts, task.d_x, n_vectors), generator)
+    else:
+        # Drawn behind everything else: covariates and noise are those of fresh task vectors.
+        shape, device = (n_prompts,), normal.device
+        rows = torch.randint(task.n_tasks, shape, generator=generator, device=device)
+        beta = _pool(_pool_key(task))[rows.cpu()].to(normal)
     noise = noise_draw.view(n_prompts, n_tokens, task.d_y) * task.noise_var**0.5
     clean = x_all @ beta
     y_all = clean + noise
@@ -205,6 +216,51 @@ def _task_vectors(
     return beta
 
 
+def task_pool(task: TaskConfig) -> Float[Tensor, "task d_x d_y"]:
+    """The pool of task vectors that the prompts of a task are drawn from, in float64.
+
+    It is a function of the law of the task vectors, n_tasks and task_seed alone.
+
+    Raises:
+        ValueError: If the task has no pool.
+    Source:
+        Raventos et al. 2023, arXiv 2306.15063: M task vectors, drawn once.
+    Example:
+        >>> pool = task_pool(TaskConfig(d_x=3, n_tasks=16))
+        >>> prompts = sample_prompts(TaskConfig(d_x=3, n_tasks=16), 8, dtype=torch.float64)
+        >>> bool((prompts.beta[:, None] == pool).all((2, 3)).any(1).all())
+        True
+    """
+    if task.n_tasks is None:
+        raise ValueError("task.n_tasks must be a number for a task with a pool, got null.")
+    return _pool(_pool_key(task)).clone()
+
+
+def _pool_key(task: TaskConfig) -> TaskConfig:
+    """The task with everything at its default that its pool does not depend on."""
+    return replace(
+        task,
+        context_length=1,
+        covariance=CovarianceConfig(),
+        noise_var=0.0,
+        query_noise=True,
+        n_sequences=None,
+    )
+
+
+@lru_cache(maxsize=8)
+def _pool(task: TaskConfig) -> Float[Tensor, "task d_x d_y"]:
+    assert task.n_tasks is not None
+    n_vectors = 1 if task.shared_beta else task.d_y
+    blocks = []
+    for block in range(-(-task.n_tasks // POOL_BLOCK)):
+        generator = generator_for(task.task_seed, "pool", block)
+        shape = (POOL_BLOCK, task.d_x, n_vectors)
+        normal = torch.empty(shape, dtype=torch.float64).normal_(generator=generator)
+        blocks.append(_task_vectors(task, normal, generator))
+    return torch.cat(blocks)[: task.n_tasks]
+
+
 def prompt_chunks(
     task: TaskConfig,
     n_prompts: int,
@@ -212,6 +268,7 @@ def prompt_chunks(
     seed: int,
     context_length: int | None = None,
     size: int = 8192,
+    new_tasks: bool = False,
 ) -> Iterator[Prompts]:
     """Evaluation prompts in chunks, so that a million of them fit into memory; of long prompts in smaller ones.
 
@@ -227,5 +284,9 @@ def prompt_chunks(
     for chunk in range(0, n_prompts, size):
         generator = generator_for(seed, "eval", chunk // size)
         yield sample_prompts(
-            task, min(size, n_prompts - chunk), generator=generator, context_length=context_length
+            task,
+            min(size, n_prompts - chunk),
+            generator=generator,
+            context_length=context_length,
+            new_tasks=new_tasks,
         )

@@ -23,6 +23,7 @@ def evaluation_prompts(
     n_prompts: int | None = None,
     seed: int = 0,
     context_length: int | None = None,
+    new_tasks: bool = False,
 ) -> Prompts:
     """The prompts as they are, or evaluation prompts of the model's own task in the model's dtype.
 
@@ -31,6 +32,7 @@ def evaluation_prompts(
         prompts: None: they are drawn.
         n_prompts: None: as `usual_number` has it.
         context_length: Pairs per prompt; None: the task's own.
+        new_tasks: Whether prompts of a task with a pool have fresh task vectors instead of the pool's.
     Raises:
         ValueError: If there are none, and the model comes without a task.
     Example:
@@ -51,7 +53,12 @@ def evaluation_prompts(
         task, dtype, usual = predictor.task, _dtype(predictor), usual_number(predictor)
     size = usual if n_prompts is None else n_prompts
     drawn = sample_prompts(
-        task, size, seed=seed, context_length=context_length, dtype=torch.float64
+        task,
+        size,
+        seed=seed,
+        context_length=context_length,
+        dtype=torch.float64,
+        new_tasks=new_tasks,
     )
     return drawn.to(dtype)
 

@@ -36,6 +36,8 @@ ON_REQUEST = {
     "head-snapshots",
     "component-snapshots",
     "milestones",
+    "prior-heads",
+    "prior-snapshots",
     "learning-coefficient",
     "coefficient-snapshots",
 }
@@ -43,6 +45,8 @@ ON_REQUEST = {
 OF_SEVERAL_LAYERS = {"baselines", "prune", "probe", "p-probe", "edges"}
 """What is asked of a model whose circuits do not tell what it computes."""
 OF_ONE_LAYER = {"circuits", "attention", "fit"}
+OF_A_POOL = {"priors"}
+"""What is asked of a model whose task has a pool of task vectors."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +85,8 @@ def contents_of(
 def default_names(subject: Subject) -> tuple[str, ...]:
     """The analyses that suit a model."""
     other = OF_SEVERAL_LAYERS if subject.one_attention else OF_ONE_LAYER
+    if subject.checkpoint.task.n_tasks is None:
+        other = other | OF_A_POOL
     return tuple(name for name in ANALYSES if name not in ON_REQUEST | other)
 
 

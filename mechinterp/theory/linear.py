@@ -70,7 +70,7 @@ def population_moments(
     Args:
         covariance: Lambda, or its eigenvalues in the basis of the eigenvectors.
         context_length: N; with several, r and B are averages over contexts of these lengths.
-        task_covariance: Omega or its diagonal; None stands for the identity.
+        task_covariance: Omega or its diagonal, E w w^T of any law of w; it may be singular. None stands for the identity.
         noise_var: Variance of the noise on the context's responses, unit y^2.
         count_query: Whether sums are divided by the N + 1 tokens, so that r = N / (N + 1).
     Raises:
@@ -86,7 +86,9 @@ def population_moments(
     # then w. N Lhat is Wishart: E[Lhat Omega Lhat] = (1 + 1/N) Lambda Omega Lambda + tr(Omega Lambda) Lambda / N.
     lam = _matrix("covariance", covariance)
     omega = (
-        np.eye(len(lam)) if task_covariance is None else _matrix("task_covariance", task_covariance)
+        np.eye(len(lam))
+        if task_covariance is None
+        else _matrix("task_covariance", task_covariance, singular=True)
     )
     if len(omega) != len(lam):
         raise ValueError(
@@ -164,6 +166,8 @@ class Modes:
 def modes(moments: Moments) -> Modes:
     """The directions in which the moments of a population fall apart.
 
+    Those in which no task lies are never learned and left out.
+
     Raises:
         ValueError: If the moments couple the eigenvectors of E y_query z, as those of a training set do, or of
             a task covariance that does not commute with the covariance of x.
@@ -186,8 +190,10 @@ def modes(moments: Moments) -> Modes:
         raise ValueError(
             f"The moments must share one eigenbasis; they couple directions by {coupling:.2g}."
         )
+    live = rates > ROUNDING * rates[0]
+    rates, bends = rates[live], np.diag(curvature)[live]
     return Modes(
-        variance=moments.yy, rates=rates, targets=rates / np.diag(curvature), vectors=vectors
+        variance=moments.yy, rates=rates, targets=rates / bends, vectors=vectors[:, live].copy()
     )
 
 
@@ -284,20 +290,30 @@ def _subset(found: Modes, subset: Collection[int]) -> list[int]:
     return rows
 
 
-def _eigenvalues(values: np.ndarray, name: str = "eigenvalues") -> np.ndarray:
+def _eigenvalues(
+    values: np.ndarray, name: str = "eigenvalues", *, singular: bool = False
+) -> np.ndarray:
     values = np.asarray(values, dtype=np.float64)
-    if not values.size or not np.all(np.isfinite(values)) or values.min() <= 0:
-        raise ValueError(f"{name} must be positive numbers, got {values.tolist()}.")
+    if not values.size or not np.all(np.isfinite(values)):
+        least = False
+    elif singular:
+        least = values.max() > 0 and values.min() >= -ROUNDING * values.max()
+    else:
+        least = values.min() > 0
+    if not least:
+        allowed = "positive numbers or 0, not all 0" if singular else "positive numbers"
+        raise ValueError(f"{name} must be {allowed}, got {values.tolist()}.")
     return values
 
 
-def _matrix(name: str, covariance: np.ndarray) -> np.ndarray:
+def _matrix(name: str, covariance: np.ndarray, *, singular: bool = False) -> np.ndarray:
     covariance = np.asarray(covariance, dtype=np.float64)
+    label = f"eigenvalues of {name}"
     if covariance.ndim == 1:
-        return np.diag(_eigenvalues(covariance, f"eigenvalues of {name}"))
+        return np.diag(_eigenvalues(covariance, label, singular=singular))
     if not np.allclose(covariance, covariance.T, rtol=0, atol=1e-12 * np.abs(covariance).max()):
         raise ValueError(f"{name} must be symmetric, got {covariance.tolist()}.")
-    _eigenvalues(np.linalg.eigvalsh(covariance), f"eigenvalues of {name}")
+    _eigenvalues(np.linalg.eigvalsh(covariance), label, singular=singular)
     return covariance
 
 

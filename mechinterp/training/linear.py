@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Int
 
 from mechinterp.config import ExperimentConfig, TaskConfig
-from mechinterp.icl.prompts import covariance_matrix
+from mechinterp.icl.prompts import covariance_matrix, task_pool
 from mechinterp.models.constructions import linear_attention
 from mechinterp.models.weights import Weights, weights_of_layer
 from mechinterp.theory.linear import Moments, modes, population_moments
@@ -21,6 +21,7 @@ from mechinterp.theory.linear_heads import (
     merged_heads,
     separate_heads,
 )
+from mechinterp.theory.linear_pools import second_moment
 from mechinterp.training.descent import full_batch_descent, sample_moments, training_set
 from mechinterp.training.flow import Flow, flow
 from mechinterp.training.run import TrainedModel
@@ -29,6 +30,8 @@ from mechinterp.training.step import initial_weights
 
 def task_moments(task: TaskConfig) -> Moments:
     """Moments of the population of a task with one response, in the coordinates of its prompts.
+
+    Of a pool of task vectors they hold its second moment and nothing else.
 
     Raises:
         ValueError: If the task has several responses or supports.
@@ -40,10 +43,13 @@ def task_moments(task: TaskConfig) -> Moments:
         raise ValueError(
             f"Moments need one response on all coordinates, got d_y {task.d_y}, supports {task.supports}."
         )
+    law = np.full(task.d_x, task.beta_variance)
+    if task.n_tasks is not None:
+        law = second_moment(task_pool(task)[..., 0].numpy())
     return population_moments(
         covariance_matrix(task.covariance, task.d_x),
         context_length=task.context_length,
-        task_covariance=np.full(task.d_x, task.beta_variance),
+        task_covariance=law,
         noise_var=task.noise_var,
     )
 

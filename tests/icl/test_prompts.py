@@ -59,7 +59,9 @@ def test_prompts_of_a_batch_differ_from_each_other():
 
 
 def test_an_unknown_stream_is_refused():
-    with pytest.raises(ValueError, match="stream must be one of init, train, eval, got 'test'"):
+    with pytest.raises(
+        ValueError, match="stream must be one of init, train, eval, pool, got 'test'"
+    ):
         generator_for(0, "test", 0)
 
 

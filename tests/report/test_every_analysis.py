@@ -37,11 +37,15 @@ KINDS = ("softmax", "linear-merged", "deep-linear", "gpt2", "encoder")
 SLOW = {"gates", "component-snapshots", "coefficient-snapshots", "snapshots", "edges"}
 """Asked of one source only: that they answer elsewhere is the table of doors."""
 OF_ONE_LAYER = {"circuits", "attention", "snapshots", "training", "milestones"}
+RANDOM = {"head-snapshots", "algorithm-steps", "learning-coefficient"}
+"""Random weights follow no algorithm, and have no history."""
+OF_A_POOL = {"priors", "prior-heads", "prior-snapshots"}
 REFUSED = {
-    "deep-linear": OF_ONE_LAYER,
-    # Random weights follow no algorithm.
-    "gpt2": OF_ONE_LAYER | {"head-snapshots", "algorithm-steps", "learning-coefficient"},
-    "encoder": OF_ONE_LAYER | {"head-snapshots", "algorithm-steps", "learning-coefficient"},
+    "softmax": OF_A_POOL,
+    "linear-merged": OF_A_POOL,
+    "deep-linear": OF_ONE_LAYER | OF_A_POOL,
+    "gpt2": OF_ONE_LAYER | OF_A_POOL | RANDOM,
+    "encoder": OF_ONE_LAYER | OF_A_POOL | RANDOM,
 }
 SOURCES = {
     "component-snapshots": "linear-merged",

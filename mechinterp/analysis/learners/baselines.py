@@ -11,9 +11,11 @@ from jaxtyping import Float
 from mechinterp import figures
 from mechinterp.analysis.estimates import mean_and_sem, ratio_and_sem
 from mechinterp.analysis.heads.errors import masked_errors
+from mechinterp.config import TaskConfig
 from mechinterp.display import Result
+from mechinterp.icl.pools import dmmse
 from mechinterp.icl.predictors import ridge, zero_prediction
-from mechinterp.icl.prompts import Prompts
+from mechinterp.icl.prompts import Prompts, task_pool
 from mechinterp.icl.sparse_predictors import (
     excess_risk,
     gradient_descent,
@@ -21,7 +23,7 @@ from mechinterp.icl.sparse_predictors import (
     preprocess_then_optimise,
 )
 from mechinterp.models.evaluation import evaluation_prompts
-from mechinterp.models.predictor import Source
+from mechinterp.models.predictor import Source, predictor_of
 
 PENALTIES = (0.0, *np.geomspace(0.01, 1000, 31))
 STEPS = 128
@@ -81,7 +83,7 @@ def baselines(
 ) -> Baselines:
     """Zero, least squares, ridge at its best penalty, gradient descent and Algorithm 1 at their best step.
 
-    What is chosen is chosen on the prompts themselves, in the learners' favour.
+    Where the model's task has a pool, the posterior mean under it (dMMSE) is one more. What is chosen is chosen on the prompts themselves, in the learners' favour.
 
     Args:
         prompts: None: `n_prompts` of the model's own task are drawn, by `seed`.
@@ -99,7 +101,8 @@ def baselines(
     """
     prompts = evaluation_prompts(source, prompts, n_prompts=n_prompts, seed=seed)
     own = masked_errors(source, prompts, [[]])[:, 0]
-    squares = {name: (tuned, risk) for name, tuned, risk in _learners(prompts.to(torch.float64))}
+    learners = _learners(prompts.to(torch.float64), predictor_of(source).task)
+    squares = {name: (tuned, risk) for name, tuned, risk in learners}
     zero = squares["zero"][1].mean()
     rows = []
     for setting, errors in squares.values():
@@ -123,7 +126,7 @@ def baselines(
 rivals, Rivals = baselines, Baselines  # their names before 0.2.0
 
 
-def _learners(prompts: Prompts) -> list[tuple[str, float, np.ndarray]]:
+def _learners(prompts: Prompts, task: TaskConfig | None) -> list[tuple[str, float, np.ndarray]]:
     """Of each learner its name, what was chosen, and its squared error on every prompt."""
     paths = {"GD": gradient_descent, "Algorithm 1": preprocess_then_optimise}
     penalised = torch.stack([ridge(prompts, penalty=penalty) for penalty in PENALTIES])
@@ -135,6 +138,9 @@ def _learners(prompts: Prompts) -> list[tuple[str, float, np.ndarray]]:
     for name, path in paths.items():
         steps = np.arange(STEPS + 1.0)
         found.append((name, *_best(path(prompts, steps=STEPS), steps, prompts)))
+    if task is not None and task.n_tasks is not None:
+        memory = dmmse(prompts, pool=task_pool(task), noise_var=task.noise_var)
+        found.append(("dMMSE", np.nan, _errors(memory, prompts)))
     return found
 
 

@@ -14,6 +14,7 @@ from mechinterp import figures
 from mechinterp.analysis.estimates import mean_and_sem, ratio_and_sem, require_moderate
 from mechinterp.config import TaskConfig
 from mechinterp.display import Result
+from mechinterp.icl.pools import dmmse
 from mechinterp.icl.predictors import (
     debiased_gd,
     nadaraya_watson,
@@ -21,12 +22,13 @@ from mechinterp.icl.predictors import (
     vanilla_gd,
     zero_prediction,
 )
-from mechinterp.icl.prompts import Prompts, prompt_chunks, sample_prompts
+from mechinterp.icl.prompts import Prompts, prompt_chunks, sample_prompts, task_pool
 from mechinterp.models.predictor import Predictor, Source, learner_of, predictor_of, task_for
 from mechinterp.progress import ProgressCallback, no_progress
 
 FITTED = {"vanilla_gd": "eta", "debiased_gd": "eta", "kernel_head": "mu"}
 LEARNERS = ("zero", "vanilla_gd", "debiased_gd", "kernel_head", "ridge")
+"""Of any task; where it has a pool, dmmse comes behind them."""
 CONTEXT_LENGTHS = tuple(range(10, 101, 10))
 N_PROMPTS, KERNEL_PROMPTS = 20_000, 8192
 
@@ -67,11 +69,12 @@ class LearnerFits(Result):
     """At the trained length: runner-up's minus the best learner's mean squared distance to the model."""
     lead_sem: float
     """Standard error of `lead`, paired over prompts."""
+    learners: tuple[str, ...] = LEARNERS
 
     @property
     def best(self) -> str:
         """The learner closest to the model at the trained context length."""
-        return LEARNERS[self.rms[self._trained].argmin()]
+        return self.learners[self.rms[self._trained].argmin()]
 
     @property
     def verdict(self) -> str:
@@ -80,7 +83,7 @@ class LearnerFits(Result):
         at = self._trained
         if np.isnan(self.r2[at, best]):
             return "The model predicts 0 on every prompt."
-        name = LEARNERS[best]
+        name = self.learners[best]
         fitted = (
             f", {FITTED[name]} = {self.factor[at, best]:.4f} ± {self.factor_sem[at, best]:.1g}"
             if name in FITTED
@@ -95,7 +98,7 @@ class LearnerFits(Result):
         return (
             f"{closest} {name}{fitted}: R² = {self.r2[at, best]:.4f} ± {self.r2_sem[at, best]:.1g}, "
             f"rms {self.rms[at, best]:.4f} ± {self.rms_sem[at, best]:.1g} at L = {self.trained_length}; "
-            f"next {LEARNERS[runner_up]}, R² = {self.r2[at, runner_up]:.4f}{clear}."
+            f"next {self.learners[runner_up]}, R² = {self.r2[at, runner_up]:.4f}{clear}."
         )
 
     @property
@@ -110,7 +113,7 @@ class LearnerFits(Result):
         n_lengths, n_learners = self.r2.shape
         columns = {
             "context_length": np.repeat(self.context_length, n_learners),
-            "learner": np.tile(LEARNERS, n_lengths),
+            "learner": np.tile(self.learners, n_lengths),
         }
         for name in (
             "factor",
@@ -131,9 +134,11 @@ class LearnerFits(Result):
 
     def plot(self) -> go.Figure:
         """Loss of the model and of the fitted learners over the context length."""
-        curves = {figures.MODEL: self.model_loss} | dict(zip(LEARNERS, self.loss.T, strict=True))
+        curves = {figures.MODEL: self.model_loss} | dict(
+            zip(self.learners, self.loss.T, strict=True)
+        )
         errors = {figures.MODEL: self.model_loss_sem} | dict(
-            zip(LEARNERS, self.loss_sem.T, strict=True)
+            zip(self.learners, self.loss_sem.T, strict=True)
         )
         return figures.lines(
             self.context_length,
@@ -148,8 +153,8 @@ class LearnerFits(Result):
         """Root mean square distance from the model to each fitted learner over the context length."""
         return figures.lines(
             self.context_length,
-            dict(zip(LEARNERS, self.rms.T, strict=True)),
-            errors=dict(zip(LEARNERS, self.rms_sem.T, strict=True)),
+            dict(zip(self.learners, self.rms.T, strict=True)),
+            errors=dict(zip(self.learners, self.rms_sem.T, strict=True)),
             title="Distance from the model to each learner",
             x_title="context length L",
             y_title="rms of model − learner (y)",
@@ -169,7 +174,7 @@ def fit_learners(
     """Fits of zero, vanilla GD, debiased GD, a kernel head and ridge to a model's predictions.
 
     Step sizes and mu are least squares on the model's predictions, omega of the kernel head a line search
-    over both signs; ridge is the task's Bayes predictor, with nothing fitted.
+    over both signs; ridge is the task's Bayes predictor, with nothing fitted. Of a task with a pool that is dmmse, a sixth learner.
 
     Args:
         source: Weights, a checkpoint, a hooked model, or a function from prompts to predictions (which
@@ -212,6 +217,7 @@ def fit_learners(
         n_prompts=n_prompts,
         lead=float(lead),
         lead_sem=float(lead_sem),
+        learners=LEARNERS if task.n_tasks is None else (*LEARNERS, "dmmse"),
         **columns,
     )
 
@@ -245,13 +251,15 @@ def _fit_at(
     omega = _kernel_omega(model, next(iter(chunks()))[: min(n_prompts, KERNEL_PROMPTS)])
     shapes, targets, predictions = [], [], []
     for prompts in chunks():
-        learners = (
+        learners = [
             zero_prediction(prompts),
             vanilla_gd(prompts, eta=1.0),
             debiased_gd(prompts, eta=1.0),
             nadaraya_watson(prompts, omega=omega, mu=1.0),
             ridge(prompts, penalty=task.posterior_penalty),
-        )
+        ]
+        if task.n_tasks is not None:
+            learners.append(dmmse(prompts, pool=task_pool(task), noise_var=task.noise_var))
         shapes.append(torch.stack(learners, 1).double())
         targets.append(prompts.y_query.double())
         predictions.append(model(prompts).double())
@@ -259,7 +267,7 @@ def _fit_at(
     require_moderate(torch.cat(predictions))
     prediction = torch.cat(predictions).numpy(force=True)  # [prompt, d_y]
 
-    factor, factor_sem = np.full(len(LEARNERS), np.nan), np.full(len(LEARNERS), np.nan)
+    factor, factor_sem = np.full((2, shape.shape[1]), np.nan)
     for index in map(LEARNERS.index, FITTED):
         factor[index], factor_sem[index] = _least_squares(shape[:, index], prediction)
     learned = shape * np.where(np.isnan(factor), 1, factor)[:, None]

@@ -1,0 +1,215 @@
+"""Prompts of pool tasks and of new ones with both ideal predictions, and how near other predictions are to these."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from mechinterp.analysis.estimates import mean_and_sem, ratio_and_sem, require_moderate
+from mechinterp.config import TaskConfig
+from mechinterp.icl.pools import Pool, dmmse
+from mechinterp.icl.predictors import ridge
+from mechinterp.icl.prompts import Prompts, generator_for, task_pool
+from mechinterp.models.evaluation import evaluation_prompts
+from mechinterp.models.predictor import Source, learner_of, task_for
+from mechinterp.progress import ProgressCallback
+
+KINDS = ("pool", "new")
+"""Prompts with tasks of the pool, and with fresh ones."""
+MOST_LENGTHS = 16
+
+
+@dataclass(frozen=True, eq=False)
+class Closeness:
+    """How near predictions f are to dMMSE and to ridge; of each kind of prompts, and of lengths or steps."""
+
+    distance_dmmse: Float[np.ndarray, "*axes"]
+    """Mean of |f - dMMSE|^2 / d_x, unit y^2."""
+    distance_dmmse_sem: Float[np.ndarray, "*axes"]
+    distance_ridge: Float[np.ndarray, "*axes"]
+    """Mean of |f - ridge|^2 / d_x, unit y^2."""
+    distance_ridge_sem: Float[np.ndarray, "*axes"]
+    relative: Float[np.ndarray, "*axes"]
+    """distance_dmmse / (distance_dmmse + distance_ridge): 0 at dMMSE, 1 at ridge."""
+    relative_sem: Float[np.ndarray, "*axes"]
+    weight_dmmse: Float[np.ndarray, "*axes"]
+    """a of the nearest mixture a dMMSE + (1 - a) ridge, by least squares."""
+    weight_dmmse_sem: Float[np.ndarray, "*axes"]
+    unexplained: Float[np.ndarray, "*axes"]
+    """Mean squared distance to that mixture, over that between dMMSE and ridge."""
+    unexplained_sem: Float[np.ndarray, "*axes"]
+    risk: Float[np.ndarray, "*axes"]
+    """Excess risk of the model, unit y^2; its loss is larger by the variance of the noise."""
+    risk_sem: Float[np.ndarray, "*axes"]
+    risk_dmmse: Float[np.ndarray, "*axes"]
+    risk_dmmse_sem: Float[np.ndarray, "*axes"]
+    risk_ridge: Float[np.ndarray, "*axes"]
+    risk_ridge_sem: Float[np.ndarray, "*axes"]
+
+    def columns(self) -> dict[str, np.ndarray]:
+        """Every number by name, as one column."""
+        return {field.name: getattr(self, field.name).ravel() for field in fields(self)}
+
+
+@dataclass(frozen=True, eq=False)
+class Setting:
+    """A task and the pool that models are compared with."""
+
+    task: TaskConfig
+    pool: Pool
+    own: bool
+    """Whether the pool is the task's."""
+
+    def sample(
+        self,
+        kind: str,
+        n_prompts: int,
+        lengths: Sequence[int],
+        seed: int,
+        progress: ProgressCallback,
+    ) -> "Sample":
+        """Prompts of one kind with dMMSE and ridge at each context length."""
+        full = evaluation_prompts(
+            self.task,
+            n_prompts=n_prompts,
+            seed=seed,
+            context_length=max(lengths),
+            new_tasks=kind == "new" or not self.own,
+        )
+        if kind == "pool" and not self.own:
+            rows = torch.randint(
+                len(self.pool), (n_prompts,), generator=generator_for(seed, "pool", 0)
+            )
+            full = with_tasks(full, self.pool[rows])
+        prompts = [replace(full, x=full.x[:, :length], y=full.y[:, :length]) for length in lengths]
+        return Sample(
+            prompts,
+            [
+                dmmse(each, pool=self.pool, noise_var=self.task.noise_var)
+                for each in progress(prompts, f"dMMSE on {kind} tasks")
+            ],
+            [ridge(each, penalty=self.task.posterior_penalty) for each in prompts],
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Sample:
+    """The same prompts at several context lengths, with dMMSE, ridge and perhaps a model's predictions."""
+
+    prompts: list[Prompts]
+    dmmse: list[Tensor]
+    ridge: list[Tensor]
+    model: list[Tensor] | None = None
+
+    def predicted(self, model: Callable[[Prompts], Tensor]) -> "Sample":
+        """With the predictions of a model."""
+        found = [model(prompts).double() for prompts in self.prompts]
+        require_moderate(torch.cat(found))
+        return self.given(found)
+
+    def given(self, predictions: list[Tensor]) -> "Sample":
+        """With predictions, one tensor for each context length."""
+        return replace(self, model=predictions)
+
+    def squares(self) -> Float[np.ndarray, "prompt length square"]:
+        """Per prompt and length: |f - dMMSE|^2 / d_x, |f - ridge|^2 / d_x, <f - ridge, dMMSE - ridge>, |dMMSE - ridge|^2, |f - ridge|^2,
+        and the squared errors of the model, dMMSE and ridge."""
+        assert self.model is not None
+        rows = []
+        for prompts, D, R, f in zip(self.prompts, self.dmmse, self.ridge, self.model, strict=True):
+            d_x, target = prompts.x.shape[2], prompts.y_query_clean
+            near = [(f - D).square() / d_x, (f - R).square() / d_x]
+            line = [(f - R) * (D - R), (D - R).square(), (f - R).square()]
+            errors = [(each - target).square() for each in (f, D, R)]
+            rows.append(torch.stack([each.mean(1) for each in (*near, *line, *errors)], 1))
+        return torch.stack(rows, 1).numpy(force=True)
+
+
+def closeness(squares: Float[np.ndarray, "prompt *axes square"]) -> Closeness:
+    """What `Sample.squares` say, as means over prompts."""
+    to_dmmse, to_ridge, inner, gap, norm, *errors = np.moveaxis(squares, -1, 0)
+    found: dict[str, np.ndarray] = {}
+
+    def keep(name: str, estimate: tuple[np.ndarray, np.ndarray]) -> None:
+        found[name], found[f"{name}_sem"] = estimate
+
+    keep("distance_dmmse", mean_and_sem(to_dmmse))
+    keep("distance_ridge", mean_and_sem(to_ridge))
+    keep("relative", _ratios(to_dmmse, to_dmmse + to_ridge))
+    keep("weight_dmmse", _ratios(inner, gap))
+    # By least squares the mean changes with the weight in second order only: its standard error needs no term for it.
+    weight = found["weight_dmmse"]
+    keep("unexplained", _ratios(norm - 2 * weight * inner + weight**2 * gap, gap))
+    for name, each in zip(("risk", "risk_dmmse", "risk_ridge"), errors, strict=True):
+        keep(name, mean_and_sem(each))
+    return Closeness(**found)
+
+
+def _ratios(numerator: np.ndarray, denominator: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Ratios of means over the first axis with their standard errors, each of the other axes by itself."""
+    shape = numerator.shape[1:]
+    columns = [each.reshape(len(each), -1).T for each in (numerator, denominator)]
+    pairs = [ratio_and_sem(top, bottom) for top, bottom in zip(*columns, strict=True)]
+    ratio, sem = (np.array(each, dtype=float).reshape(shape) for each in zip(*pairs, strict=True))
+    return ratio, sem
+
+
+def stacked(parts: Sequence[Closeness]) -> Closeness:
+    """Several as one, with a new first axis."""
+    names = [field.name for field in fields(Closeness)]
+    return Closeness(**{name: np.stack([getattr(part, name) for part in parts]) for name in names})
+
+
+def with_tasks(prompts: Prompts, beta: Float[Tensor, "batch d_x d_y"]) -> Prompts:
+    """The prompts with other task vectors, and the same covariates and noise."""
+    change = beta.to(prompts.x) - prompts.beta
+    at_query = (prompts.x_query[:, None] @ change)[:, 0]
+    return replace(
+        prompts,
+        y=prompts.y + prompts.x @ change,
+        y_query=prompts.y_query + at_query,
+        y_query_clean=prompts.y_query_clean + at_query,
+        beta=prompts.beta + change,
+    )
+
+
+def setting_of(
+    source: Source, task: TaskConfig | None, pool: Pool | None, analysis: str
+) -> Setting:
+    """The task and pool of a comparison.
+
+    Raises:
+        ValueError: If one is missing, or the pool is of other sizes than the task.
+    """
+    if task is None and learner_of(source) is source:
+        raise ValueError(f"{analysis} needs a task when the model is a function of prompts.")
+    task = task_for(source, task, analysis)
+    if pool is None:
+        if task.n_tasks is None:
+            raise ValueError(
+                f"{analysis} needs a pool: task.n_tasks must be a number where no pool is given, got null."
+            )
+        return Setting(task, task_pool(task), own=True)
+    if not len(pool) or tuple(pool.shape[1:]) != (task.d_x, task.d_y):
+        raise ValueError(
+            f"pool must be of shape [M, d_x, d_y] = [M, {task.d_x}, {task.d_y}], got {list(pool.shape)}."
+        )
+    return Setting(task, pool.to("cpu", torch.float64), own=False)
+
+
+def lengths_of(task: TaskConfig, context_lengths: Sequence[int] | None) -> list[int]:
+    """The context lengths of a comparison, rising.
+
+    Raises:
+        ValueError: If one is below 1, or there are none.
+    """
+    if context_lengths is None:
+        longest = task.context_length
+        found = np.linspace(1, longest, min(longest, MOST_LENGTHS)).round()
+        return sorted({int(length) for length in found})
+    if not context_lengths or min(context_lengths) < 1:
+        raise ValueError(f"context_lengths must be >= 1, got {list(context_lengths)}.")
+    return sorted(set(context_lengths))

@@ -1,0 +1,157 @@
+"""Does a model predict as the posterior mean under its pool of tasks (dMMSE), or as ridge, and does it know new tasks?"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+import plotly.graph_objects as go
+from jaxtyping import Int
+from torch import Tensor
+
+from mechinterp import figures
+from mechinterp.analysis.learners.closeness import (
+    KINDS,
+    Closeness,
+    closeness,
+    lengths_of,
+    setting_of,
+    stacked,
+)
+from mechinterp.config import TaskConfig
+from mechinterp.display import Result
+from mechinterp.icl.pools import Pool
+from mechinterp.icl.prompts import Prompts
+from mechinterp.models.predictor import Source, learner_of
+from mechinterp.progress import ProgressCallback, no_progress
+
+CLEAR = 2.0
+"""Standard errors from 0.5 at which a relative distance counts as nearer to one side."""
+OFF_THE_LINE = 0.5
+"""Unexplained part from which a model is nothing between the two."""
+FORGETS, KNOWS = 2.0, 1.5
+"""Excess risk on new tasks over that of ridge: at least, for a model that memorises; at most, for one that generalises."""
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class PriorComparison(Result):
+    """How near a model is to dMMSE and to ridge, at each context length and over all."""
+
+    n_tasks: int
+    """Size of the pool."""
+    context_length: Int[np.ndarray, " length"]
+    at_length: Closeness
+    """[kind, length], the kinds being pool and new."""
+    overall: Closeness
+    """[kind]; means over the lengths."""
+
+    @property
+    def strategy(self) -> str:
+        """ "memorises", "generalises" or "neither".
+
+        It memorises if it is nearer to dMMSE on prompts of the pool and loses at least twice what ridge loses on new tasks;
+        it generalises if it is nearer to ridge on new tasks and loses at most 1.5 times what ridge loses. "Nearer" is by two standard
+        errors. A model that is far off the line between the two on prompts of the pool does neither.
+        """
+        found = self.overall
+        if found.unexplained[0] > OFF_THE_LINE:
+            return "neither"
+        over_ridge = found.risk[1] / found.risk_ridge[1]
+        if found.relative[0] + CLEAR * found.relative_sem[0] < 0.5 and over_ridge >= FORGETS:
+            return "memorises"
+        if found.relative[1] - CLEAR * found.relative_sem[1] > 0.5 and over_ridge <= KNOWS:
+            return "generalises"
+        return "neither"
+
+    def __repr__(self) -> str:
+        found = self.overall
+        told = [
+            f"{kind}: relative {found.relative[i]:.3g} ± {found.relative_sem[i]:.1g}, "
+            f"weight {found.weight_dmmse[i]:.3g} ± {found.weight_dmmse_sem[i]:.1g}, "
+            f"risk {found.risk[i]:.3g} (dMMSE {found.risk_dmmse[i]:.3g}, ridge {found.risk_ridge[i]:.3g})"
+            for i, kind in enumerate(KINDS)
+        ]
+        return f"PriorComparison({self.strategy}, pool of {self.n_tasks}; {'; '.join(told)})"
+
+    def to_frame(self) -> pd.DataFrame:
+        """One row per kind of tasks and context length."""
+        kinds = np.repeat(KINDS, len(self.context_length))
+        lengths = np.tile(self.context_length, len(KINDS))
+        return pd.DataFrame({"tasks": kinds, "context_length": lengths, **self.at_length.columns()})
+
+    def summary_frame(self) -> pd.DataFrame:
+        """One row per kind of tasks, means over the context lengths."""
+        return pd.DataFrame({"tasks": KINDS, **self.overall.columns()})
+
+    def plot(self) -> go.Figure:
+        """Relative distance over the context length, on prompts of the pool and on new ones."""
+        found = self.at_length
+        return figures.lines(
+            self.context_length,
+            {f"{kind} tasks": found.relative[i] for i, kind in enumerate(KINDS)},
+            errors={f"{kind} tasks": found.relative_sem[i] for i, kind in enumerate(KINDS)},
+            levels=[0.5],
+            title="Nearer to the pool's posterior (0) or to ridge (1)",
+            x_title="context length L",
+            y_title="relative distance",
+        )
+
+    def plot_risks(self) -> go.Figure:
+        """Excess risk of the model, dMMSE and ridge over the context length, on both kinds of prompts."""
+        found = self.at_length
+        named = {"model": "risk", "dMMSE": "risk_dmmse", "ridge": "risk_ridge"}
+        keys = [(name, i) for i in range(len(KINDS)) for name in named]
+        return figures.lines(
+            self.context_length,
+            {f"{name}, {KINDS[i]} tasks": getattr(found, named[name])[i] for name, i in keys},
+            errors={
+                f"{name}, {KINDS[i]} tasks": getattr(found, f"{named[name]}_sem")[i]
+                for name, i in keys
+            },
+            title="Excess risk on tasks of the pool and on new ones",
+            x_title="context length L",
+            y_title="excess risk (y²)",
+        )
+
+
+def compare_priors(
+    source: Source | Callable[[Prompts], Tensor],
+    task: TaskConfig | None = None,
+    pool: Pool | None = None,
+    *,
+    context_lengths: Sequence[int] | None = None,
+    n_prompts: int = 4096,
+    seed: int = 0,
+    progress: ProgressCallback = no_progress,
+) -> PriorComparison:
+    """Distances of a model from the pool's posterior mean and from ridge, on tasks of the pool and on new ones.
+
+    Args:
+        source: Weights, a checkpoint, a hooked model, or a function from prompts (in float64) to predictions, which needs a task.
+        task: None: the model's own.
+        pool: Task vectors; None: those of the task.
+        context_lengths: None: up to 16 from 1 to the task's own. They share covariates, noise and query.
+        n_prompts: Of each kind.
+        progress: Optional progress callback.
+    Raises:
+        ValueError: If there is no task, it has no pool and none is given, a context length is below 1, or the predictions overflow.
+    Source:
+        Raventos et al. 2023, arXiv 2306.15063, for the two predictors and their distances; the regression is derived here.
+    Example:
+        >>> from functools import partial
+        >>> from mechinterp.icl.predictors import ridge
+        >>> task = TaskConfig(d_x=3, context_length=4, n_tasks=4)
+        >>> found = compare_priors(partial(ridge, penalty=task.posterior_penalty), task, n_prompts=64)
+        >>> found.overall.relative.round(6).tolist(), found.strategy
+        ([1.0, 1.0], 'generalises')
+    """
+    setting = setting_of(source, task, pool, "compare_priors")
+    model, lengths = learner_of(source), lengths_of(setting.task, context_lengths)
+    samples = [setting.sample(kind, n_prompts, lengths, seed, progress) for kind in KINDS]
+    parts = [each.predicted(model).squares() for each in samples]
+    return PriorComparison(
+        n_tasks=len(setting.pool),
+        context_length=np.array(lengths),
+        at_length=stacked([closeness(squares) for squares in parts]),
+        overall=stacked([closeness(squares.mean(1)) for squares in parts]),
+    )

@@ -1,0 +1,129 @@
+"""The posterior mean under a finite pool of tasks: what a model that memorises the pool predicts."""
+
+import torch
+from einops import einsum
+from jaxtyping import Float
+from torch import Tensor
+
+from mechinterp.icl.prompts import Prompts
+
+POOL_BYTES = 2**26
+"""Of the residuals of some prompts under some tasks that are held at once."""
+ROUNDING = 64
+"""Residuals of a task that fits without noise, in units of the rounding of the prompts."""
+
+Pool = Float[Tensor, "task d_x d_y"]
+
+
+def dmmse(prompts: Prompts, *, pool: Pool, noise_var: float) -> Float[Tensor, "batch d_y"]:
+    """The posterior mean under a pool: sum_i p_i beta_i^T x_query, p_i ~ exp(-sum_l |y_l - beta_i^T x_l|^2 / (2 noise_var)).
+
+    It is computed in float64 by a log-sum-exp, over parts of a large pool. Without noise the p_i are those of its limit: uniform
+    over the tasks that fit best, to rounding.
+
+    Args:
+        pool: Task vectors, each as likely as the others; `task_pool` gives those of a task.
+        noise_var: Of the responses, unit y^2.
+    Raises:
+        ValueError: If noise_var is negative, or the pool is empty, not finite or of another d_x or d_y.
+    Source:
+        Raventos et al. 2023, arXiv 2306.15063 (discrete minimum mean squared error estimator).
+    Example:
+        >>> from mechinterp.config import TaskConfig
+        >>> from mechinterp.icl.prompts import sample_prompts, task_pool
+        >>> task = TaskConfig(n_tasks=1)
+        >>> prompts = sample_prompts(task, 8, dtype=torch.float64)
+        >>> found = dmmse(prompts, pool=task_pool(task), noise_var=0.1)
+        >>> torch.allclose(found, prompts.y_query_clean)
+        True
+    """
+    pool = _checked(prompts, pool, noise_var)
+    given = prompts.to(torch.float64)
+    batch, length, d_y = len(prompts), max(1, prompts.x.shape[1]), prompts.y.shape[2]
+    size = max(1, POOL_BYTES // (8 * length * d_y * min(len(pool), 1024)))
+    tolerance = ROUNDING * torch.finfo(prompts.y.dtype).eps
+    means = [
+        _posterior_mean(given[start : start + size], pool, noise_var, tolerance)
+        for start in range(0, batch, size)
+    ]
+    found = einsum(torch.cat(means), given.x_query, "batch d_x d_y, batch d_x -> batch d_y")
+    return found.to(prompts.y.dtype)
+
+
+def log_posterior(prompts: Prompts, *, pool: Pool, noise_var: float) -> Float[Tensor, "batch task"]:
+    """log p_i of every task of a pool given the pairs of each prompt, in float64.
+
+    Raises:
+        ValueError: If noise_var is not positive, or the pool is empty, not finite or of another d_x or d_y.
+    Example:
+        >>> from mechinterp.config import TaskConfig
+        >>> from mechinterp.icl.prompts import sample_prompts, task_pool
+        >>> task = TaskConfig(n_tasks=4)
+        >>> found = log_posterior(sample_prompts(task, 8), pool=task_pool(task), noise_var=0.1)
+        >>> torch.allclose(found.exp().sum(1), torch.ones(8, dtype=torch.float64))
+        True
+    """
+    pool = _checked(prompts, pool, noise_var)
+    if noise_var == 0:
+        raise ValueError("noise_var must be > 0 for log_posterior, got 0.")
+    given = prompts.to(torch.float64)
+    return torch.log_softmax(-_squares(given, pool) / (2 * noise_var), dim=1)
+
+
+def _checked(prompts: Prompts, pool: Tensor, noise_var: float) -> Tensor:
+    """The pool in float64 on the device of the prompts."""
+    sizes = (prompts.x.shape[2], prompts.y.shape[2])
+    if noise_var < 0:
+        raise ValueError(f"noise_var must be >= 0, got {noise_var}.")
+    if not len(pool) or tuple(pool.shape[1:]) != sizes:
+        raise ValueError(
+            f"pool must be of shape [M, d_x, d_y] = [M, {sizes[0]}, {sizes[1]}], got {list(pool.shape)}."
+        )
+    if not pool.isfinite().all():
+        raise ValueError("pool must be finite, got a number that is not.")
+    return pool.to(prompts.x.device, torch.float64)
+
+
+def _squares(prompts: Prompts, pool: Tensor) -> Float[Tensor, "batch task"]:
+    """sum_l |y_l - beta_i^T x_l|^2. From the residuals: the expanded square would lose digits where noise is small."""
+    fitted = einsum(prompts.x, pool, "batch context d_x, task d_x d_y -> batch task context d_y")
+    return (prompts.y[:, None] - fitted).square().sum((2, 3))
+
+
+def _parts(prompts: Prompts, pool: Tensor) -> tuple[Tensor, ...]:
+    """The pool in parts whose residuals go into POOL_BYTES."""
+    numbers = len(prompts) * max(1, prompts.x.shape[1]) * prompts.y.shape[2]
+    return pool.split(max(1, POOL_BYTES // (8 * numbers)))
+
+
+def _posterior_mean(
+    prompts: Prompts, pool: Tensor, noise_var: float, tolerance: float
+) -> Float[Tensor, "batch d_x d_y"]:
+    if noise_var == 0:
+        return _best_fit(prompts, pool, tolerance)
+    batch, parts = len(prompts), _parts(prompts, pool)
+    largest = pool.new_full((batch, 1), -torch.inf)
+    total, weighted = pool.new_zeros(batch, 1), pool.new_zeros(batch, pool[0].numel())
+    for part in parts:
+        log_weights = -_squares(prompts, part) / (2 * noise_var)
+        new = torch.maximum(largest, log_weights.amax(1, keepdim=True))
+        shrink, weights = (largest - new).exp(), (log_weights - new).exp()
+        total = shrink * total + weights.sum(1, keepdim=True)
+        weighted = shrink * weighted + weights @ part.flatten(1)
+        largest = new
+    return (weighted / total).unflatten(1, pool.shape[1:])
+
+
+def _best_fit(prompts: Prompts, pool: Tensor, tolerance: float) -> Float[Tensor, "batch d_x d_y"]:
+    """The mean of the tasks of the least residual, to rounding."""
+    parts = _parts(prompts, pool)
+    least = torch.stack([_squares(prompts, part).amin(1) for part in parts]).amin(0)
+    # A fitted response is rounded by eps times its size, and its size is at most that of x times that of beta.
+    scale = prompts.x.square().sum((1, 2)) * pool.square().sum((1, 2)).amax()
+    scale = scale + prompts.y.square().sum((1, 2))
+    bound = (least.sqrt() + tolerance * scale.sqrt())[:, None]
+    total, weighted = pool.new_zeros(len(prompts), 1), pool.new_zeros(len(prompts), pool[0].numel())
+    for part in parts:
+        fits = (_squares(prompts, part).sqrt() <= bound).to(pool.dtype)
+        total, weighted = total + fits.sum(1, keepdim=True), weighted + fits @ part.flatten(1)
+    return (weighted / total).unflatten(1, pool.shape[1:])

@@ -1,0 +1,129 @@
+"""Heads and snapshots by how near they bring a model to the posterior mean of its pool and to ridge."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import plotly.graph_objects as go
+import pytest
+import torch
+
+from mechinterp.analysis.dynamics.prior_snapshots import PriorSnapshots, prior_snapshots
+from mechinterp.analysis.heads.prior_heads import prior_heads
+from mechinterp.analysis.learners.closeness import closeness, stacked
+from mechinterp.analysis.learners.priors import compare_priors
+from mechinterp.checkpoints.checkpoint import load, save
+from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig, TrainConfig
+from mechinterp.models.functional import AttentionWeights
+from mechinterp.models.weights import weights_of_layer
+from mechinterp.training.step import initial_weights
+
+TASK = TaskConfig(d_x=3, context_length=5, n_tasks=2, beta_var=1.0, noise_var=0.25)
+CONFIG = ExperimentConfig(
+    task=TASK, model=ModelConfig(n_heads=3, score="linear/L"), train=TrainConfig(steps=20)
+)
+
+
+def layer(seed: int = 0) -> AttentionWeights:
+    return initial_weights(replace(CONFIG, seed=seed)).to(torch.float64)
+
+
+def without(weights: AttentionWeights, head: int) -> AttentionWeights:
+    W_O = weights.W_O.clone()
+    W_O[head] = 0
+    return weights.with_tensors({**weights.tensors, "W_O": W_O})
+
+
+def test_a_mask_does_what_comparing_the_masked_model_says():
+    weights = layer()
+    found = prior_heads(weights, TASK, n_prompts=200, method="zero")
+    full = compare_priors(weights, TASK, n_prompts=200).overall
+    for head in range(3):
+        masked = compare_priors(without(weights, head), TASK, n_prompts=200).overall
+        change = masked.weight_dmmse - full.weight_dmmse
+        assert found.weight_change[0, head] == pytest.approx(change[0])
+        rise = masked.distance_dmmse - full.distance_dmmse
+        assert found.dmmse_rise[0, head] == pytest.approx(rise[0])
+        to_ridge = masked.distance_ridge - full.distance_ridge
+        assert found.ridge_rise[0, head] == pytest.approx(to_ridge[1])
+        assert found.memory_excess[0, head] == pytest.approx(rise[0] - to_ridge[0])
+
+
+def test_a_head_of_zeros_has_no_effect_and_no_error():
+    found = prior_heads(without(layer(), 1), TASK, n_prompts=100, method="zero")
+    for name in ("weight_change", "dmmse_rise", "ridge_rise", "memory_excess"):
+        assert getattr(found, name)[0, 1] == 0
+        assert getattr(found, f"{name}_sem")[0, 1] == 0
+        assert getattr(found, f"{name}_sem")[0, 0] > 0
+    assert (0, 1) not in found.memorises + found.generalises
+
+
+def test_standard_errors_of_heads_are_those_of_repeated_samples():
+    runs = [prior_heads(layer(), TASK, n_prompts=200, seed=seed) for seed in range(40)]
+    for name in ("weight_change", "dmmse_rise", "ridge_rise", "memory_excess"):
+        values = np.array([getattr(run, name) for run in runs])
+        sems = np.array([getattr(run, f"{name}_sem") for run in runs])
+        ratio = values.std(0, ddof=1) / np.sqrt((sems**2).mean(0))
+        # Known to 1 / sqrt(2 * 39) for normal values; twice that is allowed for heavy tails.
+        assert (np.abs(np.log(ratio)) < 4 * 2 / (2 * 39) ** 0.5).all(), name
+
+
+def test_which_heads_memorise_follows_from_both_effects():
+    found = prior_heads(layer(), TASK, n_prompts=50)
+    names = {"weight_change", "dmmse_rise", "ridge_rise", "memory_excess"}
+    ones = {f"{name}_sem": np.ones((2, 2)) for name in names}
+    far, near = 3.0, 1.0  # 5% over four heads are 2.5 standard errors
+    known = replace(
+        found,
+        **ones,
+        weight_change=np.array([[-far, -far], [-near, far]]),
+        memory_excess=np.array([[far, near], [far, far]]),
+        dmmse_rise=np.zeros((2, 2)),
+        ridge_rise=np.array([[near, far], [-far, 0.0]]),
+    )
+    assert known.memorises == [(0, 0)]
+    assert known.generalises == [(0, 1)]
+    assert "memorise: L0H0; needed for ridge on new tasks: L0H1" in repr(known)
+    assert list(known.to_frame().columns[:4]) == [
+        "layer",
+        "head",
+        "weight_change",
+        "weight_change_sem",
+    ]
+    assert isinstance(known.plot(), go.Figure)
+
+
+def test_snapshots_are_compared_like_models(tmp_path: Path):
+    kept = {step: weights_of_layer(layer(step), model=CONFIG.model) for step in (0, 10, 20)}
+    save(tmp_path / "model", CONFIG, kept[20], step=20, snapshots=kept)
+    found = prior_snapshots(load(tmp_path / "model"), n_prompts=64, context_lengths=[2, 5])
+    assert found.step.tolist() == [0, 10, 20]
+    for index, weights in enumerate(kept.values()):
+        one = compare_priors(weights, TASK, n_prompts=64, context_lengths=[5, 2]).overall
+        np.testing.assert_allclose(found.closeness.relative[:, index], one.relative)
+        np.testing.assert_allclose(found.closeness.risk_sem[:, index], one.risk_sem)
+    frame = found.to_frame()
+    assert frame.groupby("tasks")["step"].apply(list).to_dict() == {
+        "new": [0, 10, 20],
+        "pool": [0, 10, 20],
+    }
+    assert len(found.plot().data) == 2
+    assert len(found.plot_risks().data) == 4
+    with pytest.raises(ValueError, match="prior_snapshots needs a checkpoint with snapshots"):
+        prior_snapshots(layer(), TASK)
+
+
+def path_of(relative: list[float], sem: float) -> PriorSnapshots:
+    """Snapshots with these relative distances on new tasks."""
+    some = closeness(np.random.default_rng(0).random((10, len(relative), 8)))
+    new = replace(some, relative=np.array(relative), relative_sem=np.full(len(relative), sem))
+    return PriorSnapshots(4, np.arange(len(relative)) * 1000, stacked([some, new]))
+
+
+def test_transient_ridge_is_above_a_half_first_and_below_in_the_end():
+    assert path_of([0.5, 0.8, 0.9, 0.2], 0.01).transient == 1000
+    assert "nearer to ridge first, from step 1,000" in repr(path_of([0.5, 0.8, 0.9, 0.2], 0.01))
+    assert path_of([0.5, 0.52, 0.4, 0.2], 0.02).transient is None  # not clearly above
+    assert path_of([0.8, 0.4, 0.4, 0.2], 0.02).transient is None  # untrained
+    assert path_of([0.5, 0.8, 0.9, 0.48], 0.02).transient is None  # not clearly below
+    assert path_of([0.5, 0.8, 0.9, 0.95], 0.01).transient is None

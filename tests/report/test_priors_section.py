@@ -1,0 +1,54 @@
+"""The section of a page on a model whose task has a pool, and its command."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from mechinterp.analysis.learners.priors import compare_priors
+from mechinterp.checkpoints.checkpoint import load, save
+from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig
+from mechinterp.models.weights import weights_of_layer
+from mechinterp.report.contents import default_names
+from mechinterp.report.page import write_report
+from mechinterp.report.subject import Subject
+from mechinterp.training.step import initial_weights
+from tests.conftest import Run
+
+CONFIG = ExperimentConfig(
+    task=TaskConfig(d_x=3, context_length=5, n_tasks=4), model=ModelConfig(n_heads=2)
+)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    weights = weights_of_layer(initial_weights(CONFIG), model=CONFIG.model)
+    save(tmp_path / "pool", CONFIG, weights, step=0, snapshots={0: weights})
+    return tmp_path / "pool"
+
+
+def test_a_page_has_the_section_where_the_task_has_a_pool(folder: Path, tmp_path: Path):
+    checkpoint = load(folder)
+    assert "priors" in default_names(Subject(checkpoint, 64))
+    plain = replace(checkpoint, config=replace(CONFIG, task=replace(CONFIG.task, n_tasks=None)))
+    assert "priors" not in default_names(Subject(plain, 64))
+    names = ["priors", "prior-heads", "prior-snapshots"]
+    report = write_report(checkpoint, tmp_path / "page", n_prompts=64, analyses=names)
+    text = report.page.read_text(encoding="utf-8")
+    assert all(
+        f"<h2>{title}</h2>" in text for title in ("Priors", "Prior heads", "Prior snapshots")
+    )
+    frame = pd.read_csv(tmp_path / "page" / "priors.csv")
+    expected = compare_priors(checkpoint, n_prompts=64).to_frame()
+    assert frame.relative.to_numpy() == pytest.approx(expected.relative.to_numpy())
+
+
+def test_the_command_says_what_python_says(folder: Path, run: Run):
+    document = run("analyse", "priors", folder, "--n-prompts", 64, "--seed", 3, "--json").document
+    expected = compare_priors(load(folder), n_prompts=64, seed=3)
+    assert [row["risk"] for row in document["rows"]] == pytest.approx(
+        expected.to_frame().risk.to_list(), rel=1e-6
+    )
+    assert document["result"] == repr(expected)
+    assert "PriorComparison(" in run("analyse", "priors", folder, "--n-prompts", 64).out

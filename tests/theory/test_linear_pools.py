@@ -1,0 +1,167 @@
+"""One layer of linear attention on a pool of tasks: closed forms against Monte Carlo, training and a table of known risks."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from mechinterp.config import CovarianceConfig, TaskConfig, override
+from mechinterp.icl.pools import dmmse
+from mechinterp.icl.predictors import ridge
+from mechinterp.icl.prompts import covariance_matrix, sample_prompts, task_pool
+from mechinterp.presets import preset
+from mechinterp.theory.linear import modes, population_moments
+from mechinterp.theory.linear_heads import merged_heads
+from mechinterp.theory.linear_pools import pool_optimum, second_moment
+from mechinterp.training.flow import flow
+from mechinterp.training.linear import task_moments, train_linear
+
+TASK = TaskConfig(d_x=5, context_length=20, noise_var=0.25, beta_var=1.0, n_tasks=4)
+CORRELATED = replace(
+    TASK, d_x=3, context_length=6, covariance=CovarianceConfig(kind="kms", rho=0.5)
+)
+WIDE = replace(CORRELATED, n_tasks=64)
+
+
+def optimum_of(task: TaskConfig):
+    return pool_optimum(
+        task_pool(task)[..., 0].numpy(),
+        covariance_matrix(task.covariance, task.d_x),
+        context_length=task.context_length,
+        noise_var=task.noise_var,
+        new_tasks=np.full(task.d_x, task.beta_variance),
+    )
+
+
+def test_the_row_of_the_facts_for_one_task():
+    # facts/task_priors.md 3, M = 1: its pool is the first draw of numpy's generator of seed 0. The pools of the other
+    # rows are not known; they are met below by Monte Carlo and by the formulas of the page.
+    pool = np.random.default_rng(0).standard_normal((1, 5))
+    found = pool_optimum(pool, np.ones(5), context_length=20, noise_var=0.25)
+    assert found.pool_risk == pytest.approx(0.0776, abs=0.00005)
+    assert found.new_risk == pytest.approx(4.262, abs=0.001)
+
+
+@pytest.mark.parametrize("n_tasks", [1, 2, 4, 8, 64])
+def test_the_formulas_of_the_facts(n_tasks: int):
+    task = replace(TASK, n_tasks=n_tasks)
+    T, d, L, s2 = second_moment(task_pool(task)[..., 0].numpy()), 5, 20, 0.25
+    G = (1 + 1 / L) * T + (np.trace(T) + s2) / L * np.eye(d)
+    A = T @ np.linalg.inv(G)
+    found = optimum_of(task)
+    np.testing.assert_allclose(found.M.T, A, atol=1e-12)
+    assert found.pool_risk == pytest.approx(np.trace(T) - np.trace(A @ T), abs=1e-12)
+    on_new = d - 2 * np.trace(A) + np.trace(A @ ((1 + 1 / L + (d + s2) / L) * A.T))
+    assert found.new_risk == pytest.approx(on_new, abs=1e-12)
+    if n_tasks < 5:  # second moments tell a pool of fewer tasks than dimensions from new ones
+        assert found.pool_risk < found.new_risk
+
+
+@pytest.mark.parametrize("task", [TASK, CORRELATED, WIDE], ids=["plain", "correlated", "wide"])
+@pytest.mark.parametrize("new_tasks", [False, True])
+def test_risks_are_those_of_monte_carlo(task: TaskConfig, new_tasks: bool):
+    found, n_prompts = optimum_of(task), 100_000
+    prompts = sample_prompts(task, n_prompts, new_tasks=new_tasks, dtype=torch.float64)
+    b = (prompts.x * prompts.y).mean(1)
+    prediction = torch.einsum("bi,ij,bj->b", b, torch.from_numpy(found.M), prompts.x_query)
+    squares = (prediction - prompts.y_query_clean[:, 0]).square()
+    expected = found.new_risk if new_tasks else found.pool_risk
+    assert abs(squares.mean().item() - expected) < 4 * squares.std().item() / n_prompts**0.5
+
+
+@pytest.mark.parametrize("task", [TASK, CORRELATED, WIDE], ids=["plain", "correlated", "wide"])
+def test_no_other_matrix_is_better(task: TaskConfig):
+    moments, M = task_moments(task), optimum_of(task).M
+    np.testing.assert_allclose(moments.gradient(M), 0, atol=1e-12)
+    np.testing.assert_allclose(M, moments.minimiser(), atol=1e-10)
+
+
+def test_linear_attention_keeps_second_moments_only():
+    # Two pools of the same second moment, one of them with tasks and their negatives: the same optimum, other posteriors.
+    task = replace(TASK, n_tasks=4)
+    pool = task_pool(task)
+    mirrored = torch.cat([pool, -pool])
+    covariance = np.ones(5)
+    first, second = (
+        pool_optimum(each[..., 0].numpy(), covariance, context_length=20, noise_var=0.25)
+        for each in (pool, mirrored)
+    )
+    np.testing.assert_allclose(first.M, second.M, atol=1e-14)
+    prompts = sample_prompts(task, 100, context_length=1, dtype=torch.float64)
+    here, there = (dmmse(prompts, pool=each, noise_var=0.25) for each in (pool, mirrored))
+    assert (here - there).abs().mean() > 0.1
+
+
+def test_on_its_pool_dmmse_beats_ridge_and_linear_attention():
+    task = TASK
+    prompts = sample_prompts(task, 4000, dtype=torch.float64)
+    risks = [
+        (each - prompts.y_query_clean).square().mean().item()
+        for each in (
+            dmmse(prompts, pool=task_pool(task), noise_var=0.25),
+            ridge(prompts, penalty=task.posterior_penalty),
+        )
+    ]
+    assert risks[0] < risks[1] < optimum_of(task).pool_risk
+
+
+def noiseless(n_tasks: int) -> TaskConfig:
+    return TaskConfig(d_x=4, context_length=31, noise_var=0.0, beta_var=1.0, n_tasks=n_tasks)
+
+
+@pytest.mark.parametrize("n_tasks", [1, 2, 3, 4, 9])
+def test_as_many_directions_are_learned_as_the_pool_spans(n_tasks: int):
+    moments = task_moments(noiseless(n_tasks))
+    found, rank = modes(moments), min(n_tasks, 4)
+    assert len(found.rates) == rank
+    assert len(found.levels) == rank + 1
+    assert found.levels[-1] == pytest.approx(optimum_of(noiseless(n_tasks)).pool_risk)
+    run = flow(merged_heads(4, 4, std=1e-8, seed=0), moments, duration=2000.0)
+    assert run.loss[-1] == pytest.approx(found.levels[-1], rel=1e-6)
+    # From small weights it comes near every level on its way.
+    for level in found.levels[:-1]:
+        assert np.abs(run.loss - level).min() < 0.01 * (found.levels[0] - found.levels[1])
+
+
+@pytest.mark.parametrize("optimizer", ["gradient_flow", "gradient_descent"])
+def test_a_trained_layer_ends_at_the_optimum_of_its_pool(optimizer: str):
+    config = override(
+        replace(preset("linear-merged"), task=noiseless(2)),
+        f"train.optimizer={optimizer}",
+        "train.steps=20000",
+        "train.learning_rate=0.01",
+        "train.init_std=0.01",
+    )
+    trained = train_linear(config)
+    best = optimum_of(config.task)
+    assert trained.history["eval_loss"].iloc[-1] == pytest.approx(best.pool_risk, rel=1e-4)
+    sequences = override(config, "train.optimizer=gradient_descent", "task.n_sequences=4000")
+    found = train_linear(sequences).history["eval_loss"].iloc[-1]
+    assert best.pool_risk < found < 1.2 * best.pool_risk
+
+
+@pytest.mark.parametrize(
+    ("pool", "message"),
+    [
+        (np.zeros((3, 2)), "eigenvalues of task_covariance must be positive numbers or 0"),
+        (np.full((3, 2), np.nan), "pool must be finite"),
+    ],
+)
+def test_a_pool_without_tasks_is_refused(pool: np.ndarray, message: str):
+    with pytest.raises(ValueError, match=message):
+        pool_optimum(pool, np.ones(2), context_length=5)
+
+
+def test_a_singular_law_of_tasks_is_taken_and_a_negative_one_not():
+    found = population_moments(
+        np.ones(2), context_length=5, task_covariance=np.array([[1.0, 1.0], [1.0, 1.0]])
+    )
+    assert len(modes(found).rates) == 1
+    with pytest.raises(ValueError, match="must be positive numbers or 0, not all 0"):
+        population_moments(np.ones(2), context_length=5, task_covariance=np.zeros(2))
+
+
+def test_training_on_moments_takes_pools_of_uncorrelated_covariates_only():
+    with pytest.raises(ValueError, match=r'task\.covariance\.kind must be "identity" for train'):
+        override(preset("linear-merged"), "task.n_tasks=2")
