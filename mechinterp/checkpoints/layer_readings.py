@@ -137,7 +137,9 @@ def _output_columns(parts: Parts, hints: Hints, file: Path) -> tuple[int | None,
             f"{file}: output_column must lie in 0 to {last}, got {hints.output_column}."
         )
     wide = None not in (d_x, d_y) and (d_x or 0) + (d_y or 0) < parts.d_token
-    return (None, last) if wide and parts.width_written == parts.width else (None,)
+    if not wide or parts.width_written < parts.width:
+        return (None,)
+    return (0 if hints.columns == "y,x" else d_x, last)
 
 
 def _is_usual(choices: Said, given: Mapping[str, object], *, both_sides: bool) -> bool:
