@@ -118,9 +118,10 @@ def _tried(
                 faults.append(error)
     if not candidates:
         raise faults[0]
-    if not any(said for said, _ in candidates):
+    open_ones = dict.fromkeys(name for said, _ in candidates for name in said)
+    if not open_ones:
         return candidates[0][1]
-    require_few(len(candidates), dict.fromkeys(n for said, _ in candidates for n in said), file)
+    require_few(len(candidates), open_ones, file)
     sizes = list(dict.fromkeys((each.task.d_x, each.task.d_y) for _, each in candidates))
     found = [
         _best([(s, each) for s, each in candidates if (each.task.d_x, each.task.d_y) == size])

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from mechinterp.checkpoints.errors import CheckpointError, one_line
 from mechinterp.checkpoints.hints import COLUMNS, Hints
-from mechinterp.checkpoints.layer_readings import NORM_EPS, Options, best_reading
+from mechinterp.checkpoints.layer_models import NORM_EPS
+from mechinterp.checkpoints.layer_readings import Options, best_reading
 from mechinterp.checkpoints.layered_parts import layered_parts
 from mechinterp.checkpoints.layered_tensors import (
     ENCODER,

@@ -1,6 +1,5 @@
 """Checkpoints of any known format: which one lies at a path, and from one to the other."""
 
-import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -18,12 +17,13 @@ from mechinterp.checkpoints.archives import (
 )
 from mechinterp.checkpoints.errors import CheckpointError, one_line
 from mechinterp.checkpoints.exchange import FORMAT, SIDE_CAR, read_exchange, write_exchange
-from mechinterp.checkpoints.files import read_json, read_yaml
+from mechinterp.checkpoints.files import read_json
 from mechinterp.checkpoints.folders import OWN, WEIGHTS, is_native, require_new
 from mechinterp.checkpoints.foreign import LAYERED, MARKS, read_foreign
 from mechinterp.checkpoints.hints import Hints
 from mechinterp.checkpoints.native import Checkpoint, checkpoint_of
 from mechinterp.checkpoints.readings import Reading
+from mechinterp.checkpoints.settings import CONFIG, settings_beside
 from mechinterp.config import ExperimentConfig, from_dict
 from mechinterp.presets import PRESETS, preset
 
@@ -31,7 +31,7 @@ FORMATS = ("native", FORMAT, *MARKS, *LAYERED)
 """What `load` reads."""
 TARGETS = ("native", FORMAT, "npz")
 """What `convert` writes."""
-CONFIG, INDEX = "config.json", "model.safetensors.index.json"
+INDEX = "model.safetensors.index.json"
 MAX_SHARDS = 100
 
 
@@ -112,75 +112,12 @@ def _load_file(path: Path, hints: Hints) -> Checkpoint:
     if text is not None:
         _require_no_hints(path, hints, arrays.FORMAT)
         return arrays.read_stated(tensors, text, path)
-    return read_foreign(tensors, path, hints=hints, settings=_settings_beside(path))
+    return read_foreign(tensors, path, hints=hints, settings=settings_beside(path))
 
 
 def _states_all(folder: Path) -> bool:
     """Whether a folder is a checkpoint of this package, or one that it wrote for transformer-lens."""
     return is_native(folder) or (folder / SIDE_CAR).is_file()
-
-
-def _settings_beside(path: Path) -> dict[str, object]:
-    """What the files beside weights state: Hugging Face's config.json, and config.yaml of the code of Garg et al.
-
-    n_points, the pairs with the query, is an integer and noise_std a number, whatever they are written as.
-    """
-    file, garg = path.with_name(CONFIG), path.with_name("config.yaml")
-    found: dict[str, object] = {}
-    document = read_json(file) if file.is_file() else None
-    if isinstance(document, dict) and not OWN & set(document):
-        found |= _settled(file, document)
-    return found | _settled(garg, _garg_settings(read_yaml(garg))) if garg.exists() else found
-
-
-def _garg_settings(document: object) -> dict[str, object]:
-    """Heads and other counts, noise and number of points in a config.yaml of the code of Garg et al."""
-    model = _within(document, "model")
-    found = {n: t for n, t in model.items() if _counts(t)} if isinstance(model, dict) else {}
-    return found | {
-        "n_points": _within(document, "training", "curriculum", "points", "end"),
-        "noise_std": _within(document, "training", "task_kwargs", "noise_std"),
-    }
-
-
-def _within(document: object, *names: str) -> object:
-    """The entry of nested mappings; None where there is none."""
-    for name in names:
-        document = document.get(name) if isinstance(document, dict) else None
-    return document
-
-
-def _settled(file: Path, settings: dict[str, object]) -> dict[str, object]:
-    """The settings that say something, texts of digits as integers and noise_std as a number.
-
-    Raises:
-        CheckpointError: If noise_std is no number >= 0, or n_points no integer >= 2.
-    """
-    found = {
-        name: int(value) if isinstance(value, str) and _counts(value) else value
-        for name, value in settings.items()
-        if value is not None
-    }
-    if "noise_std" in found:
-        found["noise_std"] = _noise(file, found["noise_std"])
-    points = found.get("n_points", 2)
-    if type(points) is not int or points < 2:
-        raise CheckpointError(f"{file}: n_points must be an integer >= 2, got {points!r:.42}.")
-    return found
-
-
-def _noise(file: Path, value: object) -> float:
-    try:
-        noise = math.nan if isinstance(value, bool) else float(str(value))
-    except ValueError:
-        noise = math.nan
-    if not 0 <= noise < math.inf:
-        raise CheckpointError(f"{file}: noise_std must be a number >= 0, got {value!r:.42}.")
-    return noise
-
-
-def _counts(text: object) -> bool:
-    return str(text).isdecimal() and len(str(text)) < 10
 
 
 def _load_folder(path: Path, hints: Hints) -> Checkpoint:
@@ -189,7 +126,7 @@ def _load_folder(path: Path, hints: Hints) -> Checkpoint:
         settings = read_json(path / CONFIG)
         if isinstance(settings, dict) and not OWN & set(settings):
             file, tensors = _folder_arrays(path)
-            beside = _settings_beside(file)
+            beside = settings_beside(file)
             return replace(read_foreign(tensors, file, hints=hints, settings=beside), path=path)
         stated = "native"
     if stated is None and (files := sorted(filter(_is_weights, _in(path)))):
