@@ -50,7 +50,9 @@ def as_checkpoint(run: Path, out: Path) -> Checkpoint:
             found = load(folder)
             kept[int(file.stem)] = found.weights
     last = max(kept)
-    train = replace(found.config.train, steps=max(last, 1), batch_size=64, cosine=True)
+    train = replace(
+        found.config.train, steps=max(last, 1), batch_size=64, cosine=True, shortest_context=1
+    )
     config = replace(found.config, task=task, train=train)
     save(out, config, kept[last], step=last, snapshots=kept, origin=ORIGIN)
     return load(out)

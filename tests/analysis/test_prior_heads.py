@@ -109,6 +109,12 @@ def test_snapshots_are_compared_like_models(tmp_path: Path):
     }
     assert len(found.plot().data) == 2
     assert len(found.plot_risks().data) == 4
+    # This model was trained with five pairs in every prompt.
+    default = compare_priors(load(tmp_path / "model"), n_prompts=16)
+    assert default.context_length.tolist() == [5]
+    shorter = replace(TASK, context_length=3)
+    asked = compare_priors(load(tmp_path / "model"), shorter, n_prompts=16)
+    assert asked.context_length.tolist() == [3]
     with pytest.raises(ValueError, match="prior_snapshots needs a checkpoint with snapshots"):
         prior_snapshots(layer(), TASK)
 

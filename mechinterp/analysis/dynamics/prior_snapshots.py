@@ -111,7 +111,7 @@ def prior_snapshots(
     Args:
         task: None: the model's own.
         pool: Task vectors; None: those of the task.
-        context_lengths: None: up to 16 from 1 to the task's own.
+        context_lengths: None: up to 16, from 1 or the shortest of a checkpoint's training to the task's own.
         n_prompts: Of each kind.
         progress: Optional progress callback.
     Raises:
@@ -119,7 +119,7 @@ def prior_snapshots(
     """
     trained = with_snapshots(checkpoint, "prior_snapshots")
     setting = setting_of(trained, task, pool, "prior_snapshots")
-    lengths = lengths_of(setting.task, context_lengths)
+    lengths = lengths_of(trained, setting.task, context_lengths)
     samples = [setting.sample(kind, n_prompts, lengths, seed, no_progress) for kind in KINDS]
     kept = progress(list(trained.snapshots.values()), "comparing snapshots with dMMSE and ridge")
     found = [

@@ -112,7 +112,7 @@ def prior_heads(
     Args:
         task: None: the model's own.
         pool: Task vectors; None: those of the task.
-        context_lengths: None: up to 16 from 1 to the task's own; the effects are means over them.
+        context_lengths: None: up to 16, from 1 or the shortest of a checkpoint's training to the task's own; the effects are means over them.
         n_prompts: Of each kind.
         method: How a head is masked, "zero", "mean" or "resample".
         progress: Optional progress callback.
@@ -123,7 +123,7 @@ def prior_heads(
     """
     predictor = predictor_of(source)
     setting = setting_of(source, task, pool, "prior_heads")
-    lengths = lengths_of(setting.task, context_lengths)
+    lengths = lengths_of(source, setting.task, context_lengths)
     masks = [[], *([head] for head in predictor.heads)]
     found = {}
     for kind in KINDS:

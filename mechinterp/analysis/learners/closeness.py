@@ -9,6 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from mechinterp.analysis.estimates import mean_and_sem, ratio_and_sem, require_moderate
+from mechinterp.checkpoints.checkpoint import Checkpoint
 from mechinterp.config import TaskConfig
 from mechinterp.icl.pools import Pool, dmmse
 from mechinterp.icl.predictors import ridge
@@ -200,16 +201,21 @@ def setting_of(
     return Setting(task, pool.to("cpu", torch.float64), own=False)
 
 
-def lengths_of(task: TaskConfig, context_lengths: Sequence[int] | None) -> list[int]:
-    """The context lengths of a comparison, rising.
+def lengths_of(
+    source: Source, task: TaskConfig, context_lengths: Sequence[int] | None
+) -> list[int]:
+    """The context lengths of a comparison, rising: those of a checkpoint's training, else from 1 to the task's own.
 
     Raises:
         ValueError: If one is below 1, or there are none.
     """
-    if context_lengths is None:
-        longest = task.context_length
-        found = np.linspace(1, longest, min(longest, MOST_LENGTHS)).round()
-        return sorted({int(length) for length in found})
-    if not context_lengths or min(context_lengths) < 1:
-        raise ValueError(f"context_lengths must be >= 1, got {list(context_lengths)}.")
-    return sorted(set(context_lengths))
+    if context_lengths is not None:
+        if not context_lengths or min(context_lengths) < 1:
+            raise ValueError(f"context_lengths must be >= 1, got {list(context_lengths)}.")
+        return sorted(set(context_lengths))
+    shortest, longest = 1, task.context_length
+    if isinstance(source, Checkpoint) and source.format == "native":
+        # What a model has not been trained on may be anything; of linear attention it is often huge.
+        shortest = min(source.config.train.shortest_context or longest, longest)
+    count = min(longest - shortest + 1, MOST_LENGTHS)
+    return sorted({int(length) for length in np.linspace(shortest, longest, count).round()})

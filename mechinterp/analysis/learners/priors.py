@@ -130,7 +130,7 @@ def compare_priors(
         source: Weights, a checkpoint, a hooked model, or a function from prompts (in float64) to predictions, which needs a task.
         task: None: the model's own.
         pool: Task vectors; None: those of the task.
-        context_lengths: None: up to 16 from 1 to the task's own. They share covariates, noise and query.
+        context_lengths: None: up to 16, from 1 or the shortest of a checkpoint's training to the task's own. They share covariates, noise and query.
         n_prompts: Of each kind.
         progress: Optional progress callback.
     Raises:
@@ -146,7 +146,7 @@ def compare_priors(
         ([1.0, 1.0], 'generalises')
     """
     setting = setting_of(source, task, pool, "compare_priors")
-    model, lengths = learner_of(source), lengths_of(setting.task, context_lengths)
+    model, lengths = learner_of(source), lengths_of(source, setting.task, context_lengths)
     samples = [setting.sample(kind, n_prompts, lengths, seed, progress) for kind in KINDS]
     parts = [each.predicted(model).squares() for each in samples]
     return PriorComparison(
