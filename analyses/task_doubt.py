@@ -1,7 +1,7 @@
 """How often the assumed task is doubted: under a shipped model's own task, and under one that is off by two, and how often with
 random weights.
 
-    python analyses/task_doubt.py    (about eight minutes on one core)
+    python analyses/task_doubt.py    (about four minutes on one core)
 
 A model is asked on prompts whose noise, task vectors, length or covariates are not those it was trained on, as if they
 were assumed of its file: as many prompts as `classify` takes, with several seeds. Writes
@@ -20,8 +20,7 @@ from torch import Tensor
 
 from mechinterp.analysis.circuits.patterns import N_LAYERED_PROMPTS, N_PROMPTS
 from mechinterp.analysis.estimates import best_factor
-from mechinterp.analysis.learners.standing import task_loss
-from mechinterp.analysis.verdict import DECIDING, task_doubt
+from mechinterp.analysis.learners.standing import DECIDING, task_doubt, task_loss
 from mechinterp.checkpoints.checkpoint import Checkpoint
 from mechinterp.checkpoints.loading import load
 from mechinterp.config import TaskConfig
@@ -70,7 +69,7 @@ def changed(
 def kind_of(checkpoint: Checkpoint) -> str:
     model = checkpoint.config.model
     if model.d_mlp is not None:
-        return "a GPT-2 (garg-gpt2)"
+        return "several layers with MLPs"
     if not model.one_attention:
         return "several layers"
     return f"one layer, {'scores that are averaged' if is_normalised(model.score) else 'linear scores'}"

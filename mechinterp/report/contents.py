@@ -54,7 +54,7 @@ class Contents:
     """What a page says of a model."""
 
     verdict: str
-    """Three lines: what it computes, how sure, what it is not."""
+    """What it computes, how sure, what it is not, and what to doubt: a line each."""
     sections: tuple[Section, ...]
 
 

@@ -12,7 +12,7 @@ from mechinterp.analysis.circuits.patterns import classify
 from mechinterp.analysis.circuits.thresholds import Thresholds
 from mechinterp.analysis.learners.algorithm_labels import ALIKE, LARGER
 from mechinterp.analysis.learners.layers_verdict import FORMULAS, NAMES
-from mechinterp.analysis.learners.standing import nearby
+from mechinterp.analysis.learners.standing import nearby, task_doubt
 from mechinterp.analysis.verdict import (
     KNOWN,
     KNOWN_ALGORITHMS,
@@ -24,7 +24,6 @@ from mechinterp.analysis.verdict import (
     explained,
     nearest_learners,
     spelled_out,
-    task_doubt,
     upper_limit,
     with_error,
 )

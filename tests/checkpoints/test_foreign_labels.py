@@ -82,9 +82,9 @@ def encoder_with_a_read_out(*, norm_first: bool, activation: str) -> tuple[nn.Mo
     with torch.no_grad():
         features = model["encoder"](model["read_in"](prompts.tokens))[:, -1].double()
         ones = torch.ones(len(features), 1, dtype=torch.float64)
-        fitted = torch.linalg.lstsq(
-            torch.cat([features, ones], 1), prompts.y_query.double()
-        ).solution
+        known = torch.cat([features, ones], 1)
+        ridge = known.T @ known + torch.eye(33, dtype=torch.float64)
+        fitted = torch.linalg.solve(ridge, known.T @ prompts.y_query.double())
         model["read_out"] = nn.Linear(32, 1)
         model["read_out"].weight.copy_(fitted[:-1].T)
         model["read_out"].bias.copy_(fitted[-1])

@@ -13,11 +13,13 @@ from typer.testing import CliRunner
 
 from mechinterp.analysis.circuits.patterns import classify
 from mechinterp.checkpoints.checkpoint import Checkpoint
+from mechinterp.checkpoints.foreign.readings import ranked
 from mechinterp.checkpoints.io.errors import CheckpointError
 from mechinterp.checkpoints.loading import convert, load
 from mechinterp.cli.main import app
 from mechinterp.config import TaskConfig
 from mechinterp.icl.prompts import generator_for, sample_prompts
+from mechinterp.models.constructions import debiased_gradient_step
 from tests.checkpoints.wild_files import State
 from tests.models.test_layered_models import garg
 
@@ -285,7 +287,7 @@ def test_the_options_that_decide_are_named_where_too_many_are_open(tmp_path: Pat
 def test_weights_of_positions_that_are_no_numbers(tmp_path: Path):
     state = {f"{x}_proj.weight": torch.ones(8, 8, dtype=torch.int64) for x in "qkv"}
     torch.save(state | {"out_proj.weight": torch.ones(8, 8)}, tmp_path / "x.pt")
-    with pytest.raises(CheckpointError, match=r"y.weight must hold floating-point numbers"):
+    with pytest.raises(CheckpointError, match=r"q_proj.weight must hold floating-point numbers"):
         load(tmp_path / "x.pt", n_heads=2, d_x=5, d_y=1)
 
 
@@ -350,3 +352,15 @@ def test_the_command_line_takes_the_entry_of_the_prediction(tmp_path: Path):
     assert found["heads"][0]["mu"] == pytest.approx([0.698], rel=1e-5)
     assert found["heads"][0]["omega_mean"] == pytest.approx(0.614, rel=1e-5)
     assert "model.output_column" not in found["assumed"]
+
+
+def test_a_reading_that_explodes_now_and_then_does_not_stand_beside_one_that_predicts():
+    weights = debiased_gradient_step(0.88, 0.1, d_x=5)
+    zero, good, tail = torch.ones(200), torch.full((200,), 0.5), torch.full((200,), 0.4)
+    tail[0] = 2000.0
+    # The mean of its errors is 10.4, and 10 the standard error of that: no difference is clear.
+    said = [{"sign": "plus"}, {"sign": "minus"}]
+    errors = [(good, zero), (tail, zero)]
+    first, second = ranked([(each, lambda: weights) for each in said], errors)
+    assert (first.predicts, first.stands) == (True, True)
+    assert (second.predicts, second.ties, second.stands) == (False, False, False)

@@ -136,7 +136,8 @@ def test_of_many_heads_of_layers_those_that_count_are_shown(narrow):
 @pytest.mark.parametrize("several_layers", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_of_many_models_each_has_its_loss_and_r2_on_one_line(pair, narrow, several_layers):
     model = gradient_descent_model([0.5, 0.3], d_x=4) if several_layers else pair
-    found = classify(model, n_prompts=128)
+    task = TaskConfig(d_x=4 if several_layers else 5)
+    found = classify(model, task, n_prompts=128)
     label, line, *heads = brief_text(found).splitlines()
     if several_layers:
         best = found.algorithm.best
@@ -148,6 +149,11 @@ def test_of_many_models_each_has_its_loss_and_r2_on_one_line(pair, narrow, sever
     assert line == f"  loss {loss} y² (ridge {ridge}, predicting 0 {zero}), {r2}"
     assert len(line) <= 80
     assert len(heads) == (found.increase.size if several_layers else len(found.labels))
+    # Of a task that nobody stated it says on further lines that it may be another one.
+    doubted = replace(found, assumed=("beta_var",), best_factor=0.5, best_factor_sem=0.01)
+    said = " ".join(brief_text(doubted).split())
+    assert f"{r2}; {doubted.task_doubt}" in said
+    assert "the task may be another one" in said
 
 
 def test_a_p_value_at_its_floor_is_below_it(pair, narrow):

@@ -17,8 +17,8 @@ from mechinterp.analysis.circuits.scales import Scales
 from mechinterp.analysis.circuits.substitution import (
     Faithfulness,
 )
-from mechinterp.analysis.learners.standing import Nearby, TaskLoss, standing_text
-from mechinterp.analysis.verdict import Verdict, task_doubt
+from mechinterp.analysis.learners.standing import Nearby, TaskLoss, standing_text, task_doubt
+from mechinterp.analysis.verdict import Verdict
 from mechinterp.config import TaskConfig
 from mechinterp.display import Result
 

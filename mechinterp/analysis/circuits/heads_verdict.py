@@ -1,4 +1,4 @@
-"""What a layer of attention computes, how sure that is, and what it is not, in three lines."""
+"""What a layer of attention computes, how sure that is, and what it is not."""
 
 from collections.abc import Sequence
 

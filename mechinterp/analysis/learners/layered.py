@@ -19,8 +19,8 @@ from mechinterp.analysis.heads.errors import layer_shares
 from mechinterp.analysis.learners.algorithm import name_algorithm
 from mechinterp.analysis.learners.algorithm_evidence import AlgorithmEvidence
 from mechinterp.analysis.learners.layers_verdict import layers_verdict
-from mechinterp.analysis.learners.standing import TaskLoss, standing_text, task_loss
-from mechinterp.analysis.verdict import Verdict, task_doubt, with_error
+from mechinterp.analysis.learners.standing import TaskLoss, standing_text, task_doubt, task_loss
+from mechinterp.analysis.verdict import Verdict, with_error
 from mechinterp.config import TaskConfig
 from mechinterp.display import Result
 from mechinterp.icl.predictors import debiased_gd, ridge, vanilla_gd

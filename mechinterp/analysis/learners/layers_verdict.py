@@ -1,4 +1,4 @@
-"""What the layers of a model compute, how sure that is, and what it is not, in three lines."""
+"""What the layers of a model compute, how sure that is, and what it is not."""
 
 import re
 from collections.abc import Sequence

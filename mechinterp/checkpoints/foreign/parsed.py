@@ -3,24 +3,27 @@
 Shapes are held against each other here, in the file's own names and order of axes.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 from torch import Tensor
 
+from mechinterp.checkpoints.foreign.heads import (
+    number_of_heads,
+    require_attention,
+    require_full_keys,
+    whole_tokens,
+)
 from mechinterp.checkpoints.foreign.layout import Layout, shown
 from mechinterp.checkpoints.foreign.matrices import Matrix, attention_matrices
 from mechinterp.checkpoints.foreign.names import ATTENTION, TORCH, TRANSPOSED, Piece
-from mechinterp.checkpoints.foreign.options import HEAD_KEYS, Hints
+from mechinterp.checkpoints.foreign.options import Hints
 from mechinterp.checkpoints.io.errors import CheckpointError
 from mechinterp.checkpoints.io.headers import require_finite
 
-Value = TypeVar("Value", bool, int, float, str)
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -102,13 +105,13 @@ def parts_of(
     shown_heads = stated[0] if stated else None
     if wide_heads:
         query = found[0]["query.weight"]
-        shown_heads = _whole_tokens(query, len(query.tensor), file)
-    _require_full_keys(found[0], file)
-    n_heads = _n_heads(found[0], file, hints, settings, shown_heads)
+        shown_heads = whole_tokens(query, len(query.tensor), file)
+    require_full_keys(found[0], file)
+    n_heads = number_of_heads(found[0], file, hints, settings, shown_heads)
     layers: list[dict[str, Tensor]] = []
     width = len(found[0]["query.weight"].tensor)
     for pieces, matrices in zip(layout.layers, found, strict=True):
-        _require_attention(matrices, n_heads, width, file)
+        require_attention(matrices, n_heads, width, file)
         matrices |= _beside(pieces, tensors, file, width)
         factor = hints.output_scale or 1
         last = "out" if "out.weight" in matrices else "value"
@@ -150,101 +153,6 @@ def _require_all_layers(layout: Layout, file: Path) -> None:
     missing = set(range(first, first + len(layout.layers))) - there
     if there and missing:
         raise CheckpointError(f"{file}: layer {min(missing)} of {len(layout.layers)} is missing.")
-
-
-def settle(file: Path, name: str, stated: Value | None, given: Value | None) -> Value | None:
-    """What the file states or the reader gives.
-
-    Raises:
-        CheckpointError: If they differ.
-    """
-    if stated is None or given is None:
-        return given if stated is None else stated
-    close = name == "scale" and math.isclose(float(stated), float(given), rel_tol=1e-6)
-    if not close and stated != given:
-        raise CheckpointError(f"{file}: {name} must be the file's {stated}, got {given}.")
-    return stated
-
-
-def _n_heads(
-    layer: Mapping[str, Matrix],
-    file: Path,
-    hints: Hints,
-    settings: Mapping[str, object],
-    n_heads: int | None,
-) -> int:
-    """The number of heads that the tensors show, a config file beside them states or the reader gives."""
-    for name in HEAD_KEYS:
-        value = settings.get(name)
-        if value is None:
-            continue
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise CheckpointError(
-                f"{file}: {name}, stated beside it, must be an integer >= 1, got {value!r}."
-            )
-        n_heads = settle(file, name, n_heads, value)
-    query, value = layer["query.weight"].tensor, layer["value.weight"]
-    width, inner = query.shape
-    if n_heads is None and "out.weight" not in layer:  # each head writes a whole token, or y
-        n_heads = _whole_tokens(value, width, file)
-    elif n_heads is None and math.gcd(inner, value.tensor.shape[1]) == 1:
-        n_heads = 1
-    n_heads = settle(file, "n_heads", n_heads, hints.n_heads)
-    if n_heads is None:
-        raise CheckpointError(f"{file}: n_heads is not in the file; give --n-heads (n_heads=).")
-    return n_heads
-
-
-def _whole_tokens(value: Matrix, width: int, file: Path) -> int | None:
-    """Number of heads whose values are whole tokens; None where values are narrower."""
-    rows = value.tensor.shape[1]
-    if rows < width and value.of == 1:
-        return None
-    if rows % width:
-        raise CheckpointError(
-            f"{file}: {value.name} must have {width} rows for each head, got {rows}."
-        )
-    return rows // width
-
-
-def _require_full_keys(layer: Mapping[str, Matrix], file: Path) -> None:
-    """Refuse keys of fewer rows than the queries, which several heads share."""
-    inner, keys, values = (layer[f"{n}.weight"].tensor.shape[1] for n in ("query", "key", "value"))
-    if keys < inner and inner % keys == 0:
-        raise CheckpointError(
-            f"{file}: keys must be as wide as queries; grouped or multi-query attention is not read: got {inner} rows "
-            f"of queries, {keys} of keys, {values} of values."
-        )
-
-
-def _require_attention(found: Mapping[str, Matrix], n_heads: int, width: int, file: Path) -> None:
-    """Hold the matrices of one layer against each other."""
-    query, key, value = (found[f"{name}.weight"] for name in ("query", "key", "value"))
-    for matrix in found.values():
-        if matrix.n_heads not in (None, n_heads):
-            raise CheckpointError(
-                f"{file}: {matrix.name} must have {n_heads} heads, got {matrix.n_heads}; grouped or multi-query "
-                "attention is not read."
-            )
-    inner, values = query.tensor.shape[1], value.tensor.shape[1]
-    query.require(file, (width, inner))
-    key.require(file, (width, inner))
-    value.require(file, (width, values))
-    for size in (inner, values):
-        if size % n_heads:
-            raise CheckpointError(f"{file}: n_heads must divide the width {size}, got {n_heads}.")
-    shapes = {"query.bias": (inner,), "key.bias": (inner,), "value.bias": (values,)}
-    if "out.weight" in found:
-        out = found["out.weight"]
-        written = min(out.tensor.shape[1], width)
-        out.require(file, (values, written))
-        shapes["out.bias"] = (written,)
-    else:  # each head writes a whole token, or less
-        value.require(file, (width, min(values, n_heads * width)))
-    for name in found.keys() & {*shapes, "out.bias"}:
-        if name not in shapes:
-            raise CheckpointError(f"{file}: {found[name].name} has no matrix beside it.")
-        found[name].require(file, shapes[name])
 
 
 def _beside(

@@ -11,14 +11,9 @@ from torch import Tensor
 
 from mechinterp.checkpoints.checkpoint import Checkpoint
 from mechinterp.checkpoints.foreign.assemble import architecture
+from mechinterp.checkpoints.foreign.choices import choices_of, combinations, given_choices
 from mechinterp.checkpoints.foreign.formats import BARE, LAYERED, OWN_LAYERS, Format, recognised
-from mechinterp.checkpoints.foreign.interpret import (
-    Case,
-    choices_of,
-    combinations,
-    given_choices,
-    tried,
-)
+from mechinterp.checkpoints.foreign.interpret import Case, tried
 from mechinterp.checkpoints.foreign.layout import mapped
 from mechinterp.checkpoints.foreign.names import is_harmless
 from mechinterp.checkpoints.foreign.options import ORIENTATIONS, Hints

@@ -38,7 +38,7 @@ class Reading:
     predicts: bool
     """Whether the loss is clearly below that of predicting 0."""
     ties: bool
-    """Whether no reading predicts clearly better."""
+    """Whether no reading predicts clearly better, and this one no worse than 0 if any predicts."""
     stands: bool
     """False if another reading predicts clearly better, and has the same score or this one does not predict."""
 
@@ -78,7 +78,9 @@ def ranked(
             rivals[score] = error
     found, alike = [], []
     for (said, build), (error, zero) in zip(candidates, errors, strict=True):
-        loss, ties = float(error.mean()), not _below(best, error)
+        loss = float(error.mean())
+        # Of heavy tails the standard error is large: what is worse than 0 ties with nothing that predicts.
+        ties = not _below(best, error) and (loss < 1 or not any_predicts)
         first_of_score = loss < 1 - MARGIN and not _below(rivals[said.get("score")], error)
         reading = Reading(
             said=said,
