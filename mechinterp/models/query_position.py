@@ -10,6 +10,13 @@ from mechinterp.models.adapter import HookedPredictor
 SMALL = 1e-5
 """Of the largest change of a prediction, the share below which a change counts as none."""
 
+PASSED = 1e-3
+"""Of the change of a prediction by other inputs, the share below which nothing has passed the layers by."""
+
+
+class NoStreamError(ValueError):
+    """What a module's layers put out is not the stream, or it is not known where the query is in it."""
+
 
 @torch.no_grad()
 def query_positions(hooked: HookedPredictor, prompts: Prompts) -> list[int]:
@@ -19,14 +26,16 @@ def query_positions(hooked: HookedPredictor, prompts: Prompts) -> list[int]:
     as long as that one have it at the same place; one as long as the model's input has it last.
 
     Raises:
-        ValueError: If the prediction is read from several positions of a stream that is not as long as the input, the
-            streams differ in length, or a stated position lies outside.
+        NoStreamError: If something passes the layers by, so that their outputs are not the stream, the prediction is read from
+            several positions of a stream that is not as long as the input, the streams differ in length, or a stated
+            position lies outside.
     """
     names = [hooked.stream_name(layer) for layer in range(hooked.n_layers + 1)]
     if hooked.position == -1:
         return [-1] * len(names)
     inputs = hooked.inputs(prompts[:1])
     _, streams = hooked.activations(prompts[:1], names)
+    _require_whole(hooked, inputs, streams[-1])
     lengths, n_inputs = [stream.shape[1] for stream in streams], inputs.shape[1]
     longest = lengths[-1] if lengths[-1] > 1 else max(lengths)
     place = hooked.position
@@ -39,13 +48,37 @@ def query_positions(hooked: HookedPredictor, prompts: Prompts) -> list[int]:
         known[longest] = -1 if place % longest == longest - 1 else place % longest
     for length in lengths:
         if length not in known:
-            raise ValueError(
+            raise NoStreamError(
                 f"position must be given to hook_module: the stream has {length} positions where the input has {n_inputs}, "
                 "and the prediction is not read at one of them alone."
                 if length == longest
                 else f"The stream must have one length in all layers, or that of the input, {n_inputs}, got {length} and {longest}."
             )
     return [known[length] for length in lengths]
+
+
+def _require_whole(hooked: HookedPredictor, inputs: Tensor, stream: Tensor) -> None:
+    """Refuse a module whose prediction does not follow from what its last layer puts out.
+
+    With that held, other inputs must give the same prediction. Where a sum with the stream stands outside of the modules that
+    are taken for layers, they do not.
+
+    Raises:
+        NoStreamError: If the prediction moves.
+    """
+    generator = torch.Generator().manual_seed(0)
+    size = inputs.float().square().mean().sqrt().item() or 1.0
+    others = inputs + (size * torch.randn(inputs.shape, generator=generator)).to(inputs)
+    name = hooked.stream_name(hooked.n_layers)
+    held = [(name, lambda values, hook: stream)]
+    own = hooked.read(hooked.model(inputs))
+    kept = hooked.read(hooked.model.run_with_hooks(others, fwd_hooks=held))
+    moved = (hooked.read(hooked.model(others)) - own).abs().max()
+    if (kept - own).abs().max() > PASSED * moved:
+        raise NoStreamError(
+            "The stream must pass through the layers, but the prediction depends on more than the output of the last one: a "
+            "sum with the stream stands outside of it; make each layer, its sums included, a module of its own."
+        )
 
 
 def _read_position(

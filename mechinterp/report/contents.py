@@ -1,6 +1,6 @@
 """Verdict and sections of the page about one model."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -16,6 +16,7 @@ from mechinterp.analysis.learners.algorithm_evidence import AlgorithmEvidence
 from mechinterp.analysis.learners.layered import LayeredClassification
 from mechinterp.checkpoints.checkpoint import Checkpoint
 from mechinterp.checkpoints.plain_modules import HookedModule
+from mechinterp.models.query_position import NoStreamError
 from mechinterp.progress import ProgressCallback, no_progress
 from mechinterp.report import deep_sections, sections
 from mechinterp.report.algorithm_section import algorithm_section
@@ -78,8 +79,26 @@ def contents_of(
     names = default_names(subject) if analyses is None else tuple(analyses)
     for name in names:
         analysis_named(name)
-    found = [section for name in names for section in sections_of(name, subject)]
+    found, left_out = [], {}
+    for name in names:
+        try:
+            found += sections_of(name, subject)
+        except NoStreamError as error:
+            if analyses is not None:
+                raise
+            left_out[name] = str(error)
+    if left_out:
+        found.append(_left_out(left_out))
     return Contents(str(subject.classification.verdict), tuple(found))
+
+
+def _left_out(reasons: Mapping[str, str]) -> Section:
+    """The analyses that the model has no stream for, and why."""
+    return Section(
+        "Left out",
+        f"{', '.join(reasons)}: {next(iter(reasons.values()))}",
+        "These read the stream between layers.",
+    )
 
 
 def default_names(subject: Subject) -> tuple[str, ...]:

@@ -8,6 +8,8 @@ from transformers import GPT2Config, GPT2Model
 
 from mechinterp import (
     TaskConfig,
+    ablate_heads,
+    classify,
     hook_module,
     intervene_on_steps,
     name_algorithm,
@@ -349,3 +351,44 @@ def test_other_dtypes_are_read_at_the_same_position(prompts, dtype):
 def test_a_module_of_hugging_face_of_one_layer_is_a_layer(prompts):
     hooked = split(n_layers=1)
     assert probe_layers(hooked, prompts, target=own_prediction(hooked)).r2[1, 0] > 1 - 1e-6
+
+
+class SumsOutside(nn.Module):
+    """Attention whose sums with the stream stand in the loop over layers, so that no module puts out the stream."""
+
+    def __init__(self):
+        super().__init__()
+        self.read_in = nn.Linear(TASK.d_x + 1, WIDTH)
+        self.attention = nn.ModuleList(
+            nn.MultiheadAttention(WIDTH, 2, batch_first=True) for _ in "12"
+        )
+        self.read_out = nn.Linear(WIDTH, 1)
+
+    def forward(self, tokens):
+        stream = self.read_in(tokens)
+        for attention in self.attention:
+            stream = stream + attention(stream, stream, stream)[0]
+        return self.read_out(stream)
+
+
+def test_what_passes_the_layers_by_is_not_taken_for_their_stream(prompts, tmp_path):
+    hooked = hook_module(made(SumsOutside), task=TASK)
+    for analysis in (probe_layers, prune, p_probe_of, intervene_on_steps_of):
+        with pytest.raises(ValueError, match="a sum with the stream stands outside"):
+            analysis(hooked, prompts)
+    assert ablate_heads(hooked, prompts).rise.any()
+    assert not name_algorithm(hooked, prompts).path_answered
+    assert classify(hooked, n_prompts=64).pattern
+    report = write_report(hooked, tmp_path / "page", n_prompts=64)
+    assert "probes.csv" not in {file.name for file in report.tables}
+    assert "a sum with the stream stands outside" in report.page.read_text()
+    with pytest.raises(ValueError, match="a sum with the stream stands outside"):
+        write_report(hooked, tmp_path / "asked", n_prompts=64, analyses=["probe"])
+
+
+def p_probe_of(hooked, prompts):
+    return p_probe({"model": hooked}, prompts)
+
+
+def intervene_on_steps_of(hooked, prompts):
+    return intervene_on_steps(hooked, n_prompts=len(prompts))

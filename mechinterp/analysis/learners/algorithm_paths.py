@@ -21,6 +21,7 @@ from mechinterp.icl.algorithm_fits import fit_algorithm
 from mechinterp.icl.algorithms import Algorithm, Scalar
 from mechinterp.icl.prompt_moments import PromptMoments
 from mechinterp.models.predictor import Predictor
+from mechinterp.models.query_position import NoStreamError
 
 MISSED = 0.02
 """Share of the prediction that a linear read-out of the last stream may miss."""
@@ -85,7 +86,10 @@ def _read_streams(
 ) -> tuple[Float[Tensor, "layer prompt d_model"], Float[Tensor, "layer prompt d_y"] | None]:
     if not own.useful:
         return torch.empty(0, 0, 0), None
-    streams = predictor.streams(own.prompts)[1:, :, -1].cpu().double()
+    try:
+        streams = predictor.streams(own.prompts)[1:, :, -1].cpu().double()
+    except NoStreamError:
+        return torch.empty(0, 0, 0), None
     wanted = own.known
     solution = torch.linalg.lstsq(streams[-1, ::2], wanted[::2], driver="gelsd").solution
     read = streams @ solution
