@@ -21,9 +21,9 @@ import torch
 from algorithm_models import CONFIRMED_ONLY, Case, cases
 from scipy.stats import binomtest
 
-from mechinterp.analysis.learners.algorithm import labelled, name_algorithm
-from mechinterp.analysis.learners.algorithm_evidence import AlgorithmEvidence
-from mechinterp.analysis.learners.algorithm_labels import AlgorithmLimits
+from mechinterp.analysis.multi_layer.algorithm import labelled, name_algorithm
+from mechinterp.analysis.multi_layer.algorithm_evidence import AlgorithmEvidence
+from mechinterp.analysis.multi_layer.algorithm_labels import AlgorithmLimits
 
 ROOT = Path(__file__).parents[1]
 TUNED, CONFIRMED = range(5), range(5, 12)

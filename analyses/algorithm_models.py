@@ -20,17 +20,17 @@ from mechinterp.icl.algorithms import ALGORITHMS
 from mechinterp.icl.predictors import nearest_neighbours
 from mechinterp.icl.prompt_moments import PromptMoments
 from mechinterp.icl.prompts import Prompts, covariance_matrix, sample_prompts
-from mechinterp.models.constructions_algorithms import (
+from mechinterp.models.constructions.descent import (
     gd_plus_plus_model,
     gradient_descent_model,
     preconditioned_gd_model,
     rotated,
     with_noise,
 )
-from mechinterp.models.constructions_sparse import preprocess_then_optimise_model
-from mechinterp.models.deep import DeepWeights
-from mechinterp.models.predictor import Predictor
-from mechinterp.training.deep import initial_deep_weights
+from mechinterp.models.constructions.sparse import preprocess_then_optimise_model
+from mechinterp.models.run.predictor import Predictor
+from mechinterp.models.stacks import DeepWeights
+from mechinterp.training.general.trainer import initial_deep_weights
 
 BY_NAME = {algorithm.name: algorithm for algorithm in ALGORITHMS}
 NOISE = (0.0, 0.01, 0.03)

@@ -14,7 +14,7 @@ import numpy as np
 import pandas as pd
 import torch
 
-from mechinterp.analysis.learners.algorithm import name_algorithm
+from mechinterp.analysis.multi_layer.algorithm import name_algorithm
 from mechinterp.checkpoints.checkpoint import load
 
 ROOT = Path(__file__).parents[1]

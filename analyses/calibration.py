@@ -23,8 +23,8 @@ from measured import provenance
 from records import save
 from scipy.stats import binomtest
 
-from mechinterp.analysis.circuits.patterns import classify
-from mechinterp.analysis.circuits.thresholds import Thresholds
+from mechinterp.analysis.one_layer.classify import classify
+from mechinterp.analysis.one_layer.thresholds import Thresholds
 
 ROOT = Path(__file__).parents[1]
 MOVED = {

@@ -13,9 +13,9 @@ from mechinterp.analysis.learners.fits import LEARNERS, fit_learners
 from mechinterp.checkpoints.checkpoint import load
 from mechinterp.config import CovarianceConfig, ExperimentConfig, ModelConfig, TaskConfig
 from mechinterp.icl.prompts import covariance_matrix
-from mechinterp.models.constructions import diagonal_heads, from_circuits
-from mechinterp.models.functional import AttentionWeights
-from mechinterp.training.step import initial_weights
+from mechinterp.models.constructions.one_layer import diagonal_heads, from_circuits
+from mechinterp.models.heads import AttentionWeights
+from mechinterp.training.one_layer.step import initial_weights
 
 ONE = TaskConfig()
 TWO = TaskConfig(d_x=6, d_y=2, context_length=48, beta_var=1.0, noise_var=0.4, query_noise=False)

@@ -18,7 +18,7 @@ from sklearn.metrics import roc_auc_score
 
 from mechinterp.config import override
 from mechinterp.presets import preset
-from mechinterp.training.step import initial_weights
+from mechinterp.training.one_layer.step import initial_weights
 
 WEIGHTS = np.geomspace(0.1, 100, 61)
 

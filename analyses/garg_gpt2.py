@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import GPT2Config, GPT2Model
 
-from mechinterp.analysis.estimates import ratio_and_sem
+from mechinterp.analysis.stats import ratio_and_sem
 from mechinterp.config import TaskConfig
 from mechinterp.icl.predictors import ridge
 from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts

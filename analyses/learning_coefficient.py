@@ -9,10 +9,10 @@ Run: python analyses/learning_coefficient.py (a quarter of an hour; --quick: one
 import pandas as pd
 from measured import Measured, checkpoint, run, shipped
 
-from mechinterp.analysis.dynamics.coefficient_result import LearningCoefficient
-from mechinterp.analysis.dynamics.coefficient_snapshots import coefficient_snapshots
-from mechinterp.analysis.dynamics.learning_coefficient import local_learning_coefficient
-from mechinterp.analysis.dynamics.sampler import Chains
+from mechinterp.analysis.training.coefficient_result import LearningCoefficient
+from mechinterp.analysis.training.coefficient_snapshots import coefficient_snapshots
+from mechinterp.analysis.training.learning_coefficient import local_learning_coefficient
+from mechinterp.analysis.training.sampler import Chains
 
 LINEAR = ("linear-separate-*", "linear-merged-*", "linear-rank*")
 STAIRCASES = {

@@ -15,11 +15,11 @@ from measured import Measured, run
 from records import Record
 
 from mechinterp import figures
-from mechinterp.analysis.dynamics.plateaus import Plateaus, crossings
+from mechinterp.analysis.training.plateaus import Plateaus, crossings
 from mechinterp.theory.linear_dynamics import learning_rate_time
 from mechinterp.theory.linear_heads import separate_heads
 from mechinterp.theory.linear_jumps import growth_value
-from mechinterp.training.flow import Flow, flow
+from mechinterp.training.linear.flow import Flow, flow
 
 TAU, FACTOR = learning_rate_time(0.02, n_factors=3, context_length=LENGTH)
 READ = ((400, 600), (600, 1150), (1000, 1900))  # Steps of drops, off an image of six seeds.

@@ -14,7 +14,7 @@ from records import Record
 
 from mechinterp import figures
 from mechinterp.theory.linear_heads import merged_heads, separate_heads
-from mechinterp.training.flow import flow
+from mechinterp.training.linear.flow import flow
 
 # Heads and rank.
 SHAPES = (

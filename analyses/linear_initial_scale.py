@@ -10,9 +10,9 @@ from linear_setting import FOUND, MOMENTS, NORMS, losses, named, page, trained
 from measured import Measured, run
 from records import Record
 
-from mechinterp.analysis.dynamics.plateaus import crossings
+from mechinterp.analysis.training.plateaus import crossings
 from mechinterp.theory.linear_heads import SeparateHeads, separate_heads
-from mechinterp.training.flow import Flow, flow
+from mechinterp.training.linear.flow import Flow, flow
 
 SCALES = (1e-3, 1e-2, 5e-2, 0.1, 0.2, 0.5, 1.0)
 # Times to a loss of 0.9 of seed 0, from an integration of its own.

@@ -12,11 +12,11 @@ from linear_setting import FOUND, INITS, LENGTH, half_time, named, page, set_mom
 from measured import Measured, numbers, run
 from records import Record
 
-from mechinterp.analysis.dynamics.plateaus import drops
+from mechinterp.analysis.training.plateaus import drops
 from mechinterp.icl.prompts import Prompts
 from mechinterp.theory.linear_dynamics import learning_rate_time
 from mechinterp.theory.linear_heads import MergedHeads, merged_heads
-from mechinterp.training.descent import full_batch_descent, sample_moments, training_set
+from mechinterp.training.linear.descent import full_batch_descent, sample_moments, training_set
 
 TAU, FACTOR = learning_rate_time(1e-3, n_factors=2, context_length=LENGTH)
 STEPS, EVERY, SETS = 6000, 20, 10

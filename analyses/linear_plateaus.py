@@ -12,12 +12,12 @@ from linear_setting import EIGENVALUES, FOUND, INITS, NORMS, named, separate, ta
 from measured import Measured, run
 from records import Record
 
-from mechinterp.analysis.dynamics.plateaus import Plateaus
+from mechinterp.analysis.training.plateaus import Plateaus
 from mechinterp.icl.predictors import one_step_pcr
 from mechinterp.theory.linear_heads import separate_heads
 from mechinterp.theory.linear_jumps import first_jump_bound
-from mechinterp.training.descent import training_set
-from mechinterp.training.flow import Flow
+from mechinterp.training.linear.descent import training_set
+from mechinterp.training.linear.flow import Flow
 
 
 def held(found: Flow, rests: Plateaus) -> np.ndarray:

@@ -14,7 +14,7 @@ from measured import Measured, run
 from records import Record
 
 from mechinterp import figures
-from mechinterp.analysis.dynamics.plateaus import crossings
+from mechinterp.analysis.training.plateaus import crossings
 from mechinterp.theory.linear_heads import separate_heads
 from mechinterp.theory.linear_jumps import residence_in_head, settled_head
 

@@ -11,7 +11,7 @@ from linear_setting import INITS, LENGTH, losses, page, trained
 from measured import Measured, run
 from records import Record
 
-from mechinterp.analysis.dynamics.plateaus import crossings
+from mechinterp.analysis.training.plateaus import crossings
 from mechinterp.theory.linear import modes, population_moments
 from mechinterp.theory.linear_heads import separate_heads
 from mechinterp.theory.linear_jumps import long_levels

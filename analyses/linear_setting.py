@@ -13,12 +13,12 @@ import numpy as np
 import plotly.graph_objects as go
 
 from mechinterp import figures
-from mechinterp.analysis.dynamics.plateaus import Plateaus, plateaus
+from mechinterp.analysis.training.plateaus import Plateaus, plateaus
 from mechinterp.config import CovarianceConfig, TaskConfig
 from mechinterp.theory.linear import Moments, modes, population_moments
 from mechinterp.theory.linear_heads import Heads, separate_heads
-from mechinterp.training.descent import sample_moments, training_set
-from mechinterp.training.flow import Flow, flow
+from mechinterp.training.linear.descent import sample_moments, training_set
+from mechinterp.training.linear.flow import Flow, flow
 
 EIGENVALUES, LENGTH = (0.4, 0.3, 0.2, 0.1), 31
 MOMENTS = population_moments(np.array(EIGENVALUES), context_length=LENGTH)

@@ -17,7 +17,7 @@ from records import Record
 
 from mechinterp import figures
 from mechinterp.theory.linear_heads import Heads, MergedHeads, merged_heads, separate_heads
-from mechinterp.training.descent import training_set
+from mechinterp.training.linear.descent import training_set
 
 
 def descent(start: Heads, *, rate: float, steps: int) -> tuple[np.ndarray, np.ndarray]:

@@ -13,7 +13,7 @@ from measured import Measured, run
 from records import Record
 
 from mechinterp.theory.linear import moment_ratio
-from mechinterp.training.descent import training_set
+from mechinterp.training.linear.descent import training_set
 
 NAMES = ("E[y z]", "E[z z^T]", "E[Lhat^2]")
 

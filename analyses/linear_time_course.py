@@ -12,11 +12,11 @@ from linear_setting import FOUND, LENGTH, MOMENTS, half_time, named, page, train
 from measured import Measured, run
 from records import Record
 
-from mechinterp.analysis.dynamics.plateaus import drops
+from mechinterp.analysis.training.plateaus import drops
 from mechinterp.theory import linear_dynamics as dynamics
 from mechinterp.theory.linear import modes, population_moments
 from mechinterp.theory.linear_heads import MergedHeads, merged_heads
-from mechinterp.training.flow import Flow, flow
+from mechinterp.training.linear.flow import Flow, flow
 
 WHITE = population_moments(np.ones(4), context_length=LENGTH)
 MODES = modes(WHITE)

@@ -13,12 +13,12 @@ from linear_setting import FOUND, LENGTH, MOMENTS, losses, named, page, set_mome
 from measured import Measured, run
 from records import Record
 
-from mechinterp.analysis.dynamics.plateaus import plateaus
+from mechinterp.analysis.training.plateaus import plateaus
 from mechinterp.theory.linear import fixed_point
 from mechinterp.theory.linear_dynamics import learning_rate_time
 from mechinterp.theory.linear_heads import separate_heads
-from mechinterp.training.descent import full_batch_descent
-from mechinterp.training.flow import Flow
+from mechinterp.training.linear.descent import full_batch_descent
+from mechinterp.training.linear.flow import Flow
 
 TAU, FACTOR = learning_rate_time(0.02, n_factors=3, context_length=LENGTH)
 SIZES, STEPS, EVERY = (80_000, 5000), 60_000, 10

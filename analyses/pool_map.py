@@ -20,9 +20,9 @@ from pool_probes import probes
 from pool_train import STEPS, pool_task
 
 from mechinterp import load
-from mechinterp.analysis.dynamics.prior_snapshots import prior_snapshots
-from mechinterp.analysis.heads.prior_heads import prior_heads
+from mechinterp.analysis.ablation.prior_heads import prior_heads
 from mechinterp.analysis.learners.priors import compare_priors
+from mechinterp.analysis.training.prior_snapshots import prior_snapshots
 from mechinterp.checkpoints.checkpoint import Checkpoint, save
 from mechinterp.icl.pools import Pool
 from mechinterp.icl.prompts import task_pool

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mechinterp.icl.pools import Pool, log_posterior
 from mechinterp.icl.prompts import Prompts, sample_prompts
-from mechinterp.models.predictor import Predictor
+from mechinterp.models.run.predictor import Predictor
 
 PENALTY = 1e-3
 """Of the ridge regression behind a probe, per prompt and unit of variance."""

@@ -11,9 +11,9 @@ from measured import Measured, checkpoint, run, shipped
 from records import Record
 from softmax_setting import BOTH_SIGNS
 
-from mechinterp.analysis.circuits.patterns import classify
 from mechinterp.analysis.learners.fits import LEARNERS, fit_learners
 from mechinterp.analysis.learners.losses import shared_losses
+from mechinterp.analysis.one_layer.classify import classify
 from mechinterp.checkpoints.checkpoint import Checkpoint
 from mechinterp.config import TaskConfig
 

@@ -8,9 +8,9 @@ import numpy as np
 import pandas as pd
 from measured import checkpoint, shipped
 
-from mechinterp.analysis.circuits.circuits import circuits
-from mechinterp.analysis.circuits.patterns import classify
 from mechinterp.analysis.learners.losses import shared_losses
+from mechinterp.analysis.one_layer.circuits import circuits
+from mechinterp.analysis.one_layer.classify import classify
 from mechinterp.icl.prompts import covariance_matrix
 from mechinterp.theory.preconditioning import (
     debiased_preconditioner,

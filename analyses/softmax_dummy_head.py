@@ -7,7 +7,7 @@ from measured import Measured, checkpoint, run, shipped
 from records import Record
 from softmax_early_pattern import sequence
 
-from mechinterp.analysis.circuits.patterns import classify
+from mechinterp.analysis.one_layer.classify import classify
 
 
 def measure(quick: bool) -> Measured:

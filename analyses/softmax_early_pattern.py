@@ -8,7 +8,7 @@ import plotly.graph_objects as go
 from measured import Measured, checkpoint, run, shipped
 from records import Record
 
-from mechinterp.analysis.circuits.circuits import circuits
+from mechinterp.analysis.one_layer.circuits import circuits
 
 STEPS = (0, 1_000, 2_000, 10_000, 100_000, 500_000)
 

@@ -11,7 +11,7 @@ from measured import Measured, checkpoint, run
 from records import Record
 
 from mechinterp import figures
-from mechinterp.analysis.dynamics.training import training_dynamics
+from mechinterp.analysis.training.over_training import training_dynamics
 from mechinterp.theory.approximate_loss import loss_gradients
 from mechinterp.theory.softmax import debiased_step_size
 

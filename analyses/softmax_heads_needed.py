@@ -15,8 +15,8 @@ from records import Record
 from softmax_tasks import CONVENTIONS
 
 from mechinterp import figures
-from mechinterp.analysis.circuits.circuits import circuits
 from mechinterp.analysis.learners.losses import shared_losses
+from mechinterp.analysis.one_layer.circuits import circuits
 from mechinterp.config import TaskConfig
 from mechinterp.icl.predictors import joint_debiased_gd
 from mechinterp.theory.several_tasks import (

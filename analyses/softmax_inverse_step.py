@@ -10,7 +10,7 @@ from records import Record
 from softmax_covariance import RHOS, pairs
 
 from mechinterp import figures
-from mechinterp.analysis.circuits.circuits import circuits
+from mechinterp.analysis.one_layer.circuits import circuits
 from mechinterp.icl.prompts import covariance_matrix
 
 

@@ -14,7 +14,7 @@ from records import Record
 from mechinterp import figures
 from mechinterp.analysis.learners.losses import shared_losses
 from mechinterp.config import TaskConfig
-from mechinterp.models.constructions import diagonal_heads
+from mechinterp.models.constructions.one_layer import diagonal_heads
 from mechinterp.theory.approximate_loss import approximate_loss, corrected_loss
 
 

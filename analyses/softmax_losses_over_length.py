@@ -15,13 +15,13 @@ from measured import Measured, checkpoint, run
 from records import Record
 from softmax_setting import BOTH_SIGNS, label, paired, single
 
-from mechinterp.analysis.circuits.circuits import circuits
-from mechinterp.analysis.circuits.patterns import classify
 from mechinterp.analysis.learners.losses import SharedLosses, shared_losses
+from mechinterp.analysis.one_layer.circuits import circuits
+from mechinterp.analysis.one_layer.classify import classify
 from mechinterp.config import TaskConfig
 from mechinterp.icl.predictors import debiased_gd, nadaraya_watson, ridge, vanilla_gd
 from mechinterp.icl.prompts import Prompts, prompt_chunks
-from mechinterp.models.functional import predict
+from mechinterp.models.heads import predict
 
 LENGTHS = tuple(range(10, 101, 10))
 # Losses at L = 40 that the published notebooks print, on 20,000 prompts of their own (s.e. 0.003).

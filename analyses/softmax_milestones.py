@@ -10,7 +10,7 @@ from measured import Measured, run
 from records import Record
 from softmax_setting import BOTH_SIGNS, active, dynamics, ends, gamma, paired
 
-from mechinterp.analysis.dynamics.milestones import PATTERNS, milestones
+from mechinterp.analysis.training.milestones import PATTERNS, milestones
 
 TWO, FOUR, FEW = "softmax-h2-s*", "softmax-h4-s*", "softmax-h[234]-s*"
 LEAST, MOST = 1000, 300_000

@@ -7,7 +7,7 @@ import numpy as np
 from measured import Measured, run
 from softmax_tasks import CONVENTIONS, clause, is_pattern, labels, pages, table, theta_clauses
 
-from mechinterp.analysis.circuits.classification import Classification
+from mechinterp.analysis.one_layer.classification import Classification
 
 GROUPS = ([0, 1], [2, 3], [4, 5])
 

@@ -10,8 +10,8 @@ from measured import SETTING, Measured, checkpoint, run, shipped
 from records import Record
 from softmax_setting import label
 
-from mechinterp.analysis.circuits.circuits import circuits
-from mechinterp.analysis.dynamics.training import training_dynamics
+from mechinterp.analysis.one_layer.circuits import circuits
+from mechinterp.analysis.training.over_training import training_dynamics
 from mechinterp.theory.approximate_loss import single_head
 
 ONE, FOUR = "softmax-h1-s0", "softmax-h4-s0"

@@ -12,8 +12,8 @@ from measured import Measured, checkpoint, run
 from records import Record
 from softmax_setting import label, several, single
 
-from mechinterp.analysis.circuits.circuits import circuits
 from mechinterp.analysis.learners.losses import shared_losses
+from mechinterp.analysis.one_layer.circuits import circuits
 from mechinterp.config import TaskConfig
 
 

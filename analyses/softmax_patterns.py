@@ -14,10 +14,10 @@ from records import Record
 from softmax_setting import BOTH_SIGNS, active, ends, gamma, label, paired, several, single
 
 from mechinterp import figures
-from mechinterp.analysis.circuits.circuits import circuits
+from mechinterp.analysis.one_layer.circuits import circuits
 from mechinterp.config import TaskConfig
 from mechinterp.icl.prompts import prompt_chunks
-from mechinterp.models.functional import predict
+from mechinterp.models.heads import predict
 from mechinterp.theory.softmax import debiased_step_size, manifold_mu
 
 MODELS = "softmax-h1-s*, those of both signs"

@@ -12,7 +12,7 @@ from records import Record
 from softmax_covariance import SETTING, pairs
 
 from mechinterp import figures
-from mechinterp.analysis.circuits.circuits import circuits
+from mechinterp.analysis.one_layer.circuits import circuits
 from mechinterp.icl.prompts import covariance_matrix
 from mechinterp.theory.preconditioning import debiased_preconditioner
 

@@ -8,8 +8,8 @@ import pandas as pd
 from measured import Measured, checkpoint, run, shipped
 from records import Record
 
-from mechinterp.analysis.circuits.circuits import circuits
-from mechinterp.analysis.circuits.patterns import classify
+from mechinterp.analysis.one_layer.circuits import circuits
+from mechinterp.analysis.one_layer.classify import classify
 
 PATTERNS = ("tanh-h2-s*", "affine-*-h2-s*", "square-*-h2-s*")
 

@@ -8,10 +8,10 @@ import pandas as pd
 from measured import Measured, checkpoint, run, shipped
 from records import Record
 
-from mechinterp.analysis.circuits.patterns import classify
-from mechinterp.analysis.dynamics.milestones import PATTERNS as PARTS
-from mechinterp.analysis.dynamics.milestones import milestones
-from mechinterp.analysis.dynamics.training import training_dynamics
+from mechinterp.analysis.one_layer.classify import classify
+from mechinterp.analysis.training.milestones import PATTERNS as PARTS
+from mechinterp.analysis.training.milestones import milestones
+from mechinterp.analysis.training.over_training import training_dynamics
 
 FAMILIES = {
     "softmax": "softmax-h2-s[0-2]",

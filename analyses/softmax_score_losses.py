@@ -11,8 +11,8 @@ from functools import partial
 from measured import SETTING, Measured, checkpoint, run
 from records import Record
 
-from mechinterp.analysis.circuits.patterns import classify
 from mechinterp.analysis.learners.losses import shared_losses
+from mechinterp.analysis.one_layer.classify import classify
 from mechinterp.config import TaskConfig
 from mechinterp.icl.predictors import debiased_gd
 from mechinterp.theory.softmax import debiased_step_size

@@ -10,8 +10,8 @@ import pandas as pd
 from measured import SETTING, Measured, checkpoint, run, shipped
 from records import Record
 
-from mechinterp.analysis.circuits.patterns import classify
 from mechinterp.analysis.learners.losses import shared_losses
+from mechinterp.analysis.one_layer.classify import classify
 from mechinterp.config import TaskConfig
 from mechinterp.icl.predictors import debiased_gd
 from mechinterp.models.scores import score_derivative_at_zero

@@ -11,10 +11,10 @@ from functools import cache
 import numpy as np
 from measured import checkpoint, shipped
 
-from mechinterp.analysis.circuits.circuits import circuits
-from mechinterp.analysis.circuits.classification import Classification
-from mechinterp.analysis.circuits.patterns import classify
-from mechinterp.analysis.dynamics.training import TrainingDynamics, training_dynamics
+from mechinterp.analysis.one_layer.circuits import circuits
+from mechinterp.analysis.one_layer.classification import Classification
+from mechinterp.analysis.one_layer.classify import classify
+from mechinterp.analysis.training.over_training import TrainingDynamics, training_dynamics
 
 BOTH_SIGNS = {"selection": "models labelled debiased_gd"}
 

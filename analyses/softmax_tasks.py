@@ -13,9 +13,9 @@ import plotly.graph_objects as go
 from measured import checkpoint, shipped
 from records import Bound, Record
 
-from mechinterp.analysis.circuits.circuits import circuits
-from mechinterp.analysis.circuits.classification import Classification
-from mechinterp.analysis.circuits.patterns import classify
+from mechinterp.analysis.one_layer.circuits import circuits
+from mechinterp.analysis.one_layer.classification import Classification
+from mechinterp.analysis.one_layer.classify import classify
 
 CONVENTIONS = ("two-tasks", "shared-tasks")
 # The ids' suffixes, and what distinguishes the records' statements.

@@ -16,8 +16,8 @@ from mechinterp.analysis.learners.losses import shared_losses
 from mechinterp.config import TaskConfig
 from mechinterp.icl.predictors import debiased_gd
 from mechinterp.icl.prompts import prompt_chunks
-from mechinterp.models.constructions import debiased_gradient_step, diagonal_heads
-from mechinterp.models.functional import predict
+from mechinterp.models.constructions.one_layer import debiased_gradient_step, diagonal_heads
+from mechinterp.models.heads import predict
 from mechinterp.theory.approximate_loss import approximate_loss, loss_gradients, manifold_loss
 from mechinterp.theory.softmax import manifold_mu
 

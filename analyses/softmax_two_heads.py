@@ -7,9 +7,9 @@ import numpy as np
 from measured import Measured, checkpoint, run
 from records import Record
 
-from mechinterp.analysis.circuits.circuits import circuits
-from mechinterp.analysis.dynamics.milestones import milestones
-from mechinterp.analysis.dynamics.training import training_dynamics
+from mechinterp.analysis.one_layer.circuits import circuits
+from mechinterp.analysis.training.milestones import milestones
+from mechinterp.analysis.training.over_training import training_dynamics
 
 NAME = "softmax-h2-s0"
 

@@ -22,7 +22,7 @@ from sparse_setting import (
     ratio,
 )
 
-from mechinterp.analysis.estimates import mean_and_sem
+from mechinterp.analysis.stats import mean_and_sem
 from mechinterp.icl import sparse_predictors as learners
 from mechinterp.icl.prompts import Prompts
 from mechinterp.theory.sparse import best_ridge_risk, ols_risk

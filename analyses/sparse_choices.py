@@ -15,8 +15,8 @@ from records import Record, with_errors
 from sparse_models import MODELS, NOISES, NOTE, SEVERAL, named, prompts_of, seeds, trained
 from sparse_setting import ratio
 
-from mechinterp.analysis.heads.errors import masked_errors
-from mechinterp.analysis.heads.pairs import halves
+from mechinterp.analysis.ablation.masked_risk import masked_errors
+from mechinterp.analysis.ablation.pairs import halves
 from mechinterp.icl.prompts import Prompts
 
 LATER = 3  # layers after the first

@@ -13,12 +13,12 @@ import torch
 from measured import Measured, run
 from records import Record
 
-from mechinterp.analysis.probing.probes import reweighted
+from mechinterp.analysis.probing.linear import reweighted
 from mechinterp.config import TaskConfig
 from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
 from mechinterp.icl.sparse_predictors import excess_risk, ols, preprocess_then_optimise
-from mechinterp.models.constructions_sparse import preprocess_then_optimise_model
-from mechinterp.models.transformer import ICLTransformer
+from mechinterp.models.constructions.sparse import preprocess_then_optimise_model
+from mechinterp.models.hooked.transformer import ICLTransformer
 
 TASK = TaskConfig(d_x=16, context_length=40, sparsity=4, nonzeros="signs", noise_var=0.4)
 ETA, STEPS, TIMES = 0.8, 12, (0, 4, 16, 64, 256)

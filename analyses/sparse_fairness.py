@@ -29,7 +29,7 @@ from sparse_steps import (
     risk,
 )
 
-from mechinterp.analysis.estimates import mean_and_sem
+from mechinterp.analysis.stats import mean_and_sem
 from mechinterp.config import TaskConfig
 from mechinterp.training.sweep import load_sweep
 

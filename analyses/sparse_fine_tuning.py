@@ -22,13 +22,13 @@ from sparse_models import (
 )
 from sparse_setting import ratio
 
-from mechinterp.analysis.heads.errors import masked_errors
-from mechinterp.analysis.heads.fine_tuning import MODELS as MODELS_TUNED
-from mechinterp.analysis.heads.fine_tuning import FineTuning, fine_tune
-from mechinterp.analysis.heads.pairs import halves
+from mechinterp.analysis.ablation.fine_tuning import MODELS as MODELS_TUNED
+from mechinterp.analysis.ablation.fine_tuning import FineTuning, fine_tune
+from mechinterp.analysis.ablation.masked_risk import masked_errors
+from mechinterp.analysis.ablation.pairs import halves
 from mechinterp.icl.prompts import Prompts
 from mechinterp.icl.sparse_predictors import excess_risk
-from mechinterp.models.deep import predict_deep
+from mechinterp.models.stacks import predict_deep
 
 STEPS = 5000
 

@@ -16,11 +16,11 @@ from records import Record, with_errors
 from sparse_models import named, prompts_of, trained
 from sparse_setting import best_ridge, ratio
 
-from mechinterp.analysis.heads.gates import learn_gates
-from mechinterp.analysis.heads.pairs import halves
+from mechinterp.analysis.ablation.gates import learn_gates
+from mechinterp.analysis.ablation.pairs import halves
 from mechinterp.icl.prompts import Prompts
 from mechinterp.icl.sparse_predictors import excess_risk
-from mechinterp.models.masks import z_name
+from mechinterp.models.hooked.masks import z_name
 
 NOISE = 0.1
 NAME = named(4, NOISE, 0)

@@ -15,8 +15,8 @@ from records import Record, with_errors
 from sparse_models import MODELS, NOTE, frames_of, groups, prompts_of, trained
 from sparse_rules import CLAUSES, Numbers
 
-from mechinterp.analysis.heads.ablation import HeadAblation, ablate_heads
-from mechinterp.analysis.heads.pairs import halves
+from mechinterp.analysis.ablation.pairs import halves
+from mechinterp.analysis.ablation.single import HeadAblation, ablate_heads
 from mechinterp.icl.prompts import Prompts
 
 MEAN_PROMPTS = 1024

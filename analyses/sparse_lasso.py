@@ -14,7 +14,7 @@ from records import Record, with_errors
 from sparse_setting import SMALL, WIDE, best, best_lasso, best_ridge, draw, ratio
 
 from mechinterp import figures
-from mechinterp.analysis.estimates import mean_and_sem
+from mechinterp.analysis.stats import mean_and_sem
 from mechinterp.icl.sparse_predictors import preprocess_then_optimise
 
 PLACES = ((16, 40), (16, 64), (64, 64), (64, 128), (64, 256), (128, 128), (128, 256), (128, 512))

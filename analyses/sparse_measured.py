@@ -13,22 +13,22 @@ import numpy as np
 import torch
 from sparse_setting import TARGETS
 
-from mechinterp.analysis.heads.ablation import ablate_heads
-from mechinterp.analysis.heads.choices import masked_by, refit_errors
-from mechinterp.analysis.heads.errors import masked_errors
-from mechinterp.analysis.probing.p_probing import (
+from mechinterp.analysis.ablation.cross_fitting import masked_by, refit_errors
+from mechinterp.analysis.ablation.masked_risk import masked_errors
+from mechinterp.analysis.ablation.single import ablate_heads
+from mechinterp.analysis.probing.feature_descent import (
     IDEAL,
     RAW,
     DescentCurves,
     descent_curves,
     query_features,
 )
-from mechinterp.analysis.probing.probes import probe_layers, reweighted
+from mechinterp.analysis.probing.linear import probe_layers, reweighted
 from mechinterp.checkpoints.checkpoint import Checkpoint, load
 from mechinterp.config import TaskConfig
 from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
 from mechinterp.icl.sparse_predictors import descend, excess_risk
-from mechinterp.models.transformer import ICLTransformer
+from mechinterp.models.hooked.transformer import ICLTransformer
 
 AT, STEPS, PAIR_PROMPTS = 16, 32, 512
 Pair = tuple[float, float]

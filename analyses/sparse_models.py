@@ -14,8 +14,8 @@ import numpy as np
 import pandas as pd
 from measured import ROOT
 
-from mechinterp.analysis.heads.ablation import ablate_heads
-from mechinterp.analysis.heads.pruning import best_head_later
+from mechinterp.analysis.ablation.pruning import best_head_later
+from mechinterp.analysis.ablation.single import ablate_heads
 from mechinterp.checkpoints.checkpoint import Checkpoint, load
 from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
 

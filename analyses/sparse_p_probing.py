@@ -26,14 +26,14 @@ from sparse_models import (
 )
 from sparse_setting import ratio
 
-from mechinterp.analysis.probing.p_probing import (
+from mechinterp.analysis.probing.feature_descent import (
     IDEAL,
     RAW,
     DescentCurves,
     descent_curves,
     query_features,
 )
-from mechinterp.analysis.probing.probes import reweighted
+from mechinterp.analysis.probing.linear import reweighted
 from mechinterp.icl.prompts import Prompts
 from mechinterp.icl.sparse_predictors import descend, excess_risk
 

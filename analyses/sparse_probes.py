@@ -27,9 +27,9 @@ from sparse_models import (
 )
 from sparse_setting import TARGETS
 
-from mechinterp.analysis.heads.choices import masked_by
-from mechinterp.analysis.heads.pairs import halves
-from mechinterp.analysis.probing.probes import LayerProbes, probe_layers
+from mechinterp.analysis.ablation.cross_fitting import masked_by
+from mechinterp.analysis.ablation.pairs import halves
+from mechinterp.analysis.probing.linear import LayerProbes, probe_layers
 
 
 def largest_rise(probes: LayerProbes) -> float:

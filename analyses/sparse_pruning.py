@@ -25,26 +25,26 @@ from sparse_rules import AS_IS, CLAUSES, Clause
 from sparse_setting import ratio
 
 from mechinterp import figures
-from mechinterp.analysis.estimates import mean_and_sem
-from mechinterp.analysis.heads.ablation import ablate_heads
-from mechinterp.analysis.heads.choices import (
+from mechinterp.analysis.ablation.cross_fitting import (
     SPLITS,
     MaskedErrors,
     Rule,
     choices_on_halves,
     masked_by,
 )
-from mechinterp.analysis.heads.errors import masked_errors
-from mechinterp.analysis.heads.pairs import halves
-from mechinterp.analysis.heads.pruning import (
+from mechinterp.analysis.ablation.masked_risk import masked_errors
+from mechinterp.analysis.ablation.pairs import halves
+from mechinterp.analysis.ablation.pruning import (
     Pruning,
     best_head_first,
     best_head_later,
     least_head_later,
     prune,
 )
+from mechinterp.analysis.ablation.single import ablate_heads
+from mechinterp.analysis.stats import mean_and_sem
 from mechinterp.icl.prompts import Prompts
-from mechinterp.models.predictor import predictor_of
+from mechinterp.models.run.predictor import predictor_of
 
 RULES = {
     "best later": best_head_later,

@@ -16,8 +16,8 @@ from sparse_models import EVERY, MODELS, NOISES, NOTE, SEVERAL, named, prompts_o
 from sparse_setting import best, best_fixed_step, best_lasso, best_ridge, ratio
 
 from mechinterp import figures
-from mechinterp.analysis.estimates import mean_and_sem
-from mechinterp.analysis.heads.errors import masked_errors
+from mechinterp.analysis.ablation.masked_risk import masked_errors
+from mechinterp.analysis.stats import mean_and_sem
 from mechinterp.icl.sparse_predictors import gradient_descent, ols, preprocess_then_optimise
 
 LENGTHS = (8, 16, 24, 32, 40)

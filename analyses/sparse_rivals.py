@@ -9,7 +9,7 @@ import torch
 from sparse_setting import best, best_lasso, best_ridge
 from sparse_steps import LEARNERS, moments, of_task
 
-from mechinterp.analysis.heads.pairs import halves
+from mechinterp.analysis.ablation.pairs import halves
 from mechinterp.config import TaskConfig
 from mechinterp.icl.sparse_predictors import gradient_descent, preprocess_then_optimise
 

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable, Mapping
 import numpy as np
 import torch
 
-from mechinterp.analysis.estimates import ratio_and_sem
-from mechinterp.analysis.probing.probes import preconditioned, reweighted
+from mechinterp.analysis.probing.linear import preconditioned, reweighted
+from mechinterp.analysis.stats import ratio_and_sem
 from mechinterp.config import TaskConfig
 from mechinterp.icl.predictors import ridge
 from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts

@@ -24,14 +24,14 @@ from sparse_measured import Pair
 from sparse_rivals import fixed, learners
 from sparse_setting import ratio
 
-from mechinterp.analysis.estimates import mean_and_sem
-from mechinterp.analysis.heads.pairs import halves
-from mechinterp.analysis.heads.pruning import best_head_first, best_head_later
-from mechinterp.analysis.probing.p_probing import IDEAL, RAW
+from mechinterp.analysis.ablation.pairs import halves
+from mechinterp.analysis.ablation.pruning import best_head_first, best_head_later
+from mechinterp.analysis.probing.feature_descent import IDEAL, RAW
+from mechinterp.analysis.stats import mean_and_sem
 from mechinterp.checkpoints.checkpoint import Checkpoint
 from mechinterp.config import ExperimentConfig, TaskConfig
 from mechinterp.icl.prompts import Prompts
-from mechinterp.models.transformer import ICLTransformer
+from mechinterp.models.hooked.transformer import ICLTransformer
 from mechinterp.training.sweep import load_sweep
 
 PROMPTS, OVER_TRAINING = 4096, 1024

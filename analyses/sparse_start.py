@@ -22,15 +22,15 @@ from sparse_models import named, prompts_of, trained
 from sparse_setting import best, best_ridge, ratio
 
 from mechinterp import figures
-from mechinterp.analysis.estimates import mean_and_sem
-from mechinterp.analysis.probing.probes import STRUCTURES, probe_layers
+from mechinterp.analysis.probing.linear import STRUCTURES, probe_layers
+from mechinterp.analysis.stats import mean_and_sem
 from mechinterp.config import ExperimentConfig, ModelConfig
 from mechinterp.icl.prompts import Prompts
 from mechinterp.icl.sparse_predictors import excess_risk, preprocess_then_optimise
-from mechinterp.models.constructions_sparse import preprocess_then_optimise_model
-from mechinterp.models.deep import DeepWeights, predict_deep
-from mechinterp.models.transformer import ICLTransformer
-from mechinterp.training.deep import DeepRun, initial_deep_weights
+from mechinterp.models.constructions.sparse import preprocess_then_optimise_model
+from mechinterp.models.hooked.transformer import ICLTransformer
+from mechinterp.models.stacks import DeepWeights, predict_deep
+from mechinterp.training.general.trainer import DeepRun, initial_deep_weights
 
 NOISE, ETA, SIZE = 0.1, 0.5, 0.5
 STEPS = 50_000

@@ -28,10 +28,10 @@ from sparse_start import ARMS, below, start_of
 from sparse_steps import FIT, of_task
 
 from mechinterp import figures
-from mechinterp.analysis.estimates import mean_and_sem
+from mechinterp.analysis.stats import mean_and_sem
 from mechinterp.config import ExperimentConfig
-from mechinterp.models.transformer import ICLTransformer
-from mechinterp.training.deep import DeepRun
+from mechinterp.models.hooked.transformer import ICLTransformer
+from mechinterp.training.general.trainer import DeepRun
 from mechinterp.training.sweep import load_sweep
 
 PLANNED = "d24s1-linear-h24x25-l3-noise0.4-s0"

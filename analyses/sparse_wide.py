@@ -20,11 +20,11 @@ from sparse_pruning import median_ratio
 from sparse_pruning import records as pruning_records
 from sparse_setting import TARGETS, best, best_fixed_step, best_lasso, best_ridge, ratio
 
-from mechinterp.analysis.estimates import mean_and_sem
-from mechinterp.analysis.heads.errors import masked_errors
-from mechinterp.analysis.heads.pruning import best_head_first, best_head_later, prune
-from mechinterp.analysis.probing.p_probing import RAW, p_probe
-from mechinterp.analysis.probing.probes import probe_layers
+from mechinterp.analysis.ablation.masked_risk import masked_errors
+from mechinterp.analysis.ablation.pruning import best_head_first, best_head_later, prune
+from mechinterp.analysis.probing.feature_descent import RAW, p_probe
+from mechinterp.analysis.probing.linear import probe_layers
+from mechinterp.analysis.stats import mean_and_sem
 from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
 from mechinterp.icl.sparse_predictors import gradient_descent, preprocess_then_optimise
 

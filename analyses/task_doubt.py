@@ -18,16 +18,16 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from mechinterp.analysis.circuits.patterns import N_LAYERED_PROMPTS, N_PROMPTS
-from mechinterp.analysis.estimates import best_factor
-from mechinterp.analysis.learners.standing import DECIDING, task_doubt, task_loss
+from mechinterp.analysis.learners.baseline_comparison import DECIDING, task_doubt, task_loss
+from mechinterp.analysis.one_layer.classify import N_LAYERED_PROMPTS, N_PROMPTS
+from mechinterp.analysis.stats import best_factor
 from mechinterp.checkpoints.checkpoint import Checkpoint
-from mechinterp.checkpoints.loading import load
+from mechinterp.checkpoints.load import load
 from mechinterp.config import TaskConfig
 from mechinterp.icl.prompts import Prompts, sample_prompts
-from mechinterp.models.predictor import predictor_of
+from mechinterp.models.run.predictor import predictor_of
 from mechinterp.models.scores import is_normalised
-from mechinterp.training.step import initial_weights
+from mechinterp.training.one_layer.step import initial_weights
 
 ROOT = Path(__file__).parents[1]
 FILE = "task_doubt.csv"

@@ -33,7 +33,7 @@ ROOMS = {
 }
 SETUP = """
 from mechinterp import *
-from mechinterp.analysis.dynamics.training import training_dynamics
+from mechinterp.analysis.training.over_training import training_dynamics
 softmax = load("checkpoints/softmax-h2-s0")
 linear = load("checkpoints/linear-separate-s0")
 sparse = load("checkpoints/sparse-h4-noise0.1-s0")

@@ -4,8 +4,8 @@ import torch
 from torch import nn
 
 from mechinterp.config import ModelConfig
-from mechinterp.models.adapter import HookedPredictor, gpt2_predictor
-from mechinterp.models.transformer import ICLTransformer
+from mechinterp.models.hooked.runner import HookedPredictor, gpt2_predictor
+from mechinterp.models.hooked.transformer import ICLTransformer
 
 WIDE = {"context_only": True, "d_model": 12, "d_head": 3}
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from mechinterp.analysis.dynamics.local_losses import LocalLoss
+from mechinterp.analysis.training.local_losses import LocalLoss
 from mechinterp.theory.linear import Moments, fixed_point, modes, population_moments
 from mechinterp.theory.linear_heads import MergedHeads, SeparateHeads
 

@@ -8,8 +8,8 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from mechinterp.analysis.learners.algorithm import name_algorithm
-from mechinterp.analysis.learners.algorithm_labels import AlgorithmLimits
+from mechinterp.analysis.multi_layer.algorithm import name_algorithm
+from mechinterp.analysis.multi_layer.algorithm_labels import AlgorithmLimits
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "analyses" / "results" / "algorithms"

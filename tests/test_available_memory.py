@@ -11,16 +11,16 @@ import pytest
 from torch import Tensor
 
 from mechinterp import memory
-from mechinterp.analysis.circuits import null
+from mechinterp.analysis.one_layer import random_null as null
 from mechinterp.checkpoints.checkpoint import save
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig
 from mechinterp.config.model import LAYOUTS
 from mechinterp.icl.prompts import prompt_chunks, sample_prompts
-from mechinterp.models.predictor import predictor_of
+from mechinterp.models.run.predictor import predictor_of
 from mechinterp.models.tokens import tokens_of
-from mechinterp.training.deep import DeepRun, initial_deep_weights
+from mechinterp.training.general.trainer import DeepRun, initial_deep_weights
+from mechinterp.training.one_layer.step import initial_weights
 from mechinterp.training.packs import PackJob, train_job
-from mechinterp.training.step import initial_weights
 from tests.conftest import Run, assert_close_to_rounding
 
 HEADS = ModelConfig(n_heads=3)
@@ -158,10 +158,10 @@ import resource
 import torch
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig
 from mechinterp.icl.prompts import sample_prompts
-from mechinterp.models.predictor import predictor_of
-from mechinterp.models.transformer import ICLTransformer
-from mechinterp.training.deep import initial_deep_weights
-from mechinterp.training.step import initial_weights
+from mechinterp.models.run.predictor import predictor_of
+from mechinterp.models.hooked.transformer import ICLTransformer
+from mechinterp.training.general.trainer import initial_deep_weights
+from mechinterp.training.one_layer.step import initial_weights
 
 with open("/proc/self/statm") as used:
     limit = int(used.read().split()[0]) * resource.getpagesize() + 1_000_000_000
@@ -220,5 +220,5 @@ def test_memory_that_was_not_foreseen(run: Run, monkeypatch: pytest.MonkeyPatch,
         raise error
 
     monkeypatch.setattr("mechinterp.training.sweep.train_one", fails)
-    monkeypatch.setattr("mechinterp.checkpoints.loading.named_config", lambda _: ExperimentConfig())
+    monkeypatch.setattr("mechinterp.checkpoints.load.named_config", lambda _: ExperimentConfig())
     run("train", "softmax-h2").assert_refused("train needs more memory than there is.")

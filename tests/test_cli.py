@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 import mechinterp
 from mechinterp.checkpoints.checkpoint import load, save
 from mechinterp.config import ExperimentConfig, override
-from mechinterp.models.constructions import diagonal_heads
+from mechinterp.models.constructions.one_layer import diagonal_heads
 from mechinterp.presets import PRESETS
 from mechinterp.report.page import PAGE
 from tests.conftest import Ran, Run
@@ -437,7 +437,7 @@ def test_start_up_leaves_heavy_packages_out(trained: Path, arguments: list[str])
     assert ran.code == 0
     imported = {line.rpartition("|")[2].strip() for line in ran.err.splitlines()}
     assert "typer" in imported
-    assert ("mechinterp.analysis.circuits.patterns" in imported) == (arguments[0] == "classify")
+    assert ("mechinterp.analysis.one_layer.classify" in imported) == (arguments[0] == "classify")
     heavy = {"transformer_lens", "transformers", "sklearn", "ray", "jinja2"}
     if arguments == ["--help"]:
         heavy |= {"torch", "numpy", "pandas", "plotly", "rich.progress"}

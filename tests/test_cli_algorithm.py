@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig
-from mechinterp.models.constructions_algorithms import rotated
-from mechinterp.models.constructions_sparse import preprocess_then_optimise_model
-from mechinterp.models.deep import DeepWeights
+from mechinterp.models.constructions.descent import rotated
+from mechinterp.models.constructions.sparse import preprocess_then_optimise_model
+from mechinterp.models.stacks import DeepWeights
 from mechinterp.models.weights import Weights
-from mechinterp.training.deep import initial_deep_weights
+from mechinterp.training.general.trainer import initial_deep_weights
 from tests.analysis.test_algorithm import (
     DENSE,
     EQUAL,

@@ -6,9 +6,9 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from mechinterp.analysis.circuits.patterns import classify
 from mechinterp.analysis.learners.fits import fit_learners
-from mechinterp.checkpoints.loading import load
+from mechinterp.analysis.one_layer.classify import classify
+from mechinterp.checkpoints.load import load
 from mechinterp.config import override
 from mechinterp.presets import preset
 from tests.conftest import CHECKPOINTS, Run, assert_same

@@ -8,7 +8,7 @@ import torch
 from mechinterp.checkpoints.checkpoint import load, save
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig
 from mechinterp.report.page import PAGE, write_report
-from mechinterp.training.deep import initial_deep_weights
+from mechinterp.training.general.trainer import initial_deep_weights
 from tests.checkpoints.killed import killed_while_writing
 from tests.conftest import Run
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from mechinterp.checkpoints.io.errors import CheckpointError
-from mechinterp.checkpoints.loading import convert, load
-from mechinterp.models.constructions import debiased_gradient_step, diagonal_heads
+from mechinterp.checkpoints.load import convert, load
+from mechinterp.models.constructions.one_layer import debiased_gradient_step, diagonal_heads
 from mechinterp.report.table import classification_frame, write_table
 from tests.checkpoints.foreign_files import (
     arrays,

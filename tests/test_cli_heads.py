@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from mechinterp.analysis.heads.ablation import ablate_heads
-from mechinterp.analysis.heads.fine_tuning import fine_tune
-from mechinterp.analysis.heads.pruning import prune
-from mechinterp.analysis.learners.layered import classify_layers
+from mechinterp.analysis.ablation.fine_tuning import fine_tune
+from mechinterp.analysis.ablation.pruning import prune
+from mechinterp.analysis.ablation.single import ablate_heads
+from mechinterp.analysis.multi_layer.classify import classify_layers
 from mechinterp.checkpoints.checkpoint import save
-from mechinterp.checkpoints.loading import load
+from mechinterp.checkpoints.load import load
 from mechinterp.cli.options import Asked
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig
 from mechinterp.icl.prompts import generator_for, sample_prompts

@@ -10,12 +10,12 @@ from safetensors.torch import load_file
 
 from mechinterp.checkpoints.checkpoint import load, save
 from mechinterp.checkpoints.io.errors import CheckpointError
-from mechinterp.checkpoints.loading import convert
-from mechinterp.checkpoints.loading import load as load_any
+from mechinterp.checkpoints.load import convert
+from mechinterp.checkpoints.load import load as load_any
 from mechinterp.config import override
-from mechinterp.models.conformance import check_compatible
-from mechinterp.models.functional import AttentionWeights
-from mechinterp.models.transformer import ICLTransformer
+from mechinterp.models.compatibility.check import check_compatible
+from mechinterp.models.heads import AttentionWeights
+from mechinterp.models.hooked.transformer import ICLTransformer
 from mechinterp.presets import preset
 from mechinterp.report.page import PAGE
 from tests.conftest import Run, assert_close_to_rounding, assert_same

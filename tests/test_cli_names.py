@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from mechinterp.checkpoints.io.errors import visible
-from mechinterp.checkpoints.loading import convert, load
+from mechinterp.checkpoints.load import convert, load
 from mechinterp.report.bars import progress_bar
 from mechinterp.training.run import Progress
 from tests.checkpoints.foreign_files import random_heads, softmax_paper_state

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mechinterp import cli
-from mechinterp.checkpoints.loading import load
+from mechinterp.checkpoints.load import load
 from mechinterp.checkpoints.native.exchange import hooked_state
 from mechinterp.config import TaskConfig
 

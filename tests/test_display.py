@@ -7,9 +7,9 @@ from dataclasses import dataclass, is_dataclass
 import pandas as pd
 
 import mechinterp
-from mechinterp.analysis.circuits.patterns import classify
+from mechinterp.analysis.one_layer.classify import classify
 from mechinterp.display import ROWS, Result
-from mechinterp.models.constructions import debiased_gradient_step
+from mechinterp.models.constructions.one_layer import debiased_gradient_step
 
 
 @dataclass(frozen=True, eq=False, repr=False)

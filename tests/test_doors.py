@@ -23,30 +23,30 @@ import torch
 from safetensors.torch import save_file
 
 import mechinterp as mi
-from mechinterp.analysis.circuits.attention import attention_patterns
+from mechinterp.analysis.ablation.pruning import save_pruned
+from mechinterp.analysis.ablation.pruning_curves import prune_by_rules, pruning_curves
 from mechinterp.analysis.comparison import compare
-from mechinterp.analysis.dynamics.coefficient_snapshots import coefficient_snapshots
-from mechinterp.analysis.dynamics.deep_snapshots import deep_snapshots
-from mechinterp.analysis.dynamics.linear_snapshots import linear_snapshots
-from mechinterp.analysis.dynamics.milestones import milestones
-from mechinterp.analysis.dynamics.sampler import Chains
-from mechinterp.analysis.dynamics.snapshots import training_snapshots
-from mechinterp.analysis.dynamics.training import training_dynamics
-from mechinterp.analysis.heads.pruning import save_pruned
-from mechinterp.analysis.heads.pruning_curves import prune_by_rules, pruning_curves
 from mechinterp.analysis.learners.baselines import baselines
 from mechinterp.analysis.learners.losses import shared_losses
+from mechinterp.analysis.one_layer.attention import attention_patterns
+from mechinterp.analysis.training.coefficient_snapshots import coefficient_snapshots
+from mechinterp.analysis.training.deep_snapshots import deep_snapshots
+from mechinterp.analysis.training.linear_components import linear_snapshots
+from mechinterp.analysis.training.milestones import milestones
+from mechinterp.analysis.training.over_training import training_dynamics
+from mechinterp.analysis.training.sampler import Chains
+from mechinterp.analysis.training.snapshots import training_snapshots
 from mechinterp.checkpoints.checkpoint import save
 from mechinterp.checkpoints.io.errors import CheckpointError
-from mechinterp.checkpoints.loading import convert
+from mechinterp.checkpoints.load import convert
 from mechinterp.checkpoints.native.exchange import hooked_state
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig
 from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
-from mechinterp.models.transformer import ICLTransformer
+from mechinterp.models.hooked.transformer import ICLTransformer
 from mechinterp.report.header import dumps
 from mechinterp.report.info import info_document
 from mechinterp.report.page import write_report
-from mechinterp.training.deep import initial_deep_weights
+from mechinterp.training.general.trainer import initial_deep_weights
 from tests.checkpoints.foreign_files import attention_module, random_heads
 from tests.conftest import sampled
 from tests.deep_models import random_gpt2

@@ -5,17 +5,29 @@ import subprocess
 import sys
 from functools import cache
 from graphlib import TopologicalSorter
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 
 import mechinterp
+from mechinterp import moved
 from tests.test_doors import deep_softmax, gpt2_file
 
 PACKAGE = Path(__file__).parents[1] / "mechinterp"
 
 FLOORS = (
-    *("version", "fields", "progress", "config", "presets", "memory", "display", "figures"),
+    *(
+        "version",
+        "moved",
+        "fields",
+        "progress",
+        "config",
+        "presets",
+        "memory",
+        "display",
+        "figures",
+    ),
     *("theory", "icl", "models", "checkpoints", "training", "analysis", "report", "cli"),
 )
 """Files and folders of the package, lowest first; imports go down, or stay on a floor."""
@@ -87,7 +99,7 @@ if TYPE_CHECKING:
     from mechinterp.icl.prompts import Prompts
 def f():
     from mechinterp import load
-    from mechinterp.training.step import membership, initial_weights
+    from mechinterp.training.one_layer.step import membership, initial_weights
     from . import neighbour
     import numpy
 """
@@ -96,7 +108,7 @@ def f():
         "models.scores",
         "icl.prompts",
         "mechinterp",
-        "training.step",
+        "training.one_layer.step",
         ".",
     }
 
@@ -178,3 +190,11 @@ def test_start_up_is_light(module: str):
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     )
     assert result.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(("old", "new"), sorted(moved.MOVED.items()))
+def test_an_old_name_of_a_module_is_the_module_of_today(old, new):
+    sys.modules.pop(f"mechinterp.{old}", None)
+    with pytest.warns(DeprecationWarning, match=f"mechinterp.{new} now"):
+        module = import_module(f"mechinterp.{old}")
+    assert module is import_module(f"mechinterp.{new}")

@@ -16,8 +16,8 @@ from mechinterp.icl.sparse_predictors import (
     gradient_descent,
     preprocess_then_optimise,
 )
-from mechinterp.models.constructions_sparse import preprocess_then_optimise_model
-from mechinterp.models.transformer import ICLTransformer
+from mechinterp.models.constructions.sparse import preprocess_then_optimise_model
+from mechinterp.models.hooked.transformer import ICLTransformer
 from mechinterp.training.sweep import load_sweep
 
 ANALYSES = Path(__file__).parents[1] / "analyses"

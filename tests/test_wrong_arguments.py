@@ -19,7 +19,7 @@ from mechinterp import (
     predictor_of,
     sample_prompts,
 )
-from mechinterp.analysis.circuits.patterns import classify_attention
+from mechinterp.analysis.one_layer.classify import classify_attention
 from mechinterp.checkpoints.plain_modules import HookedModule
 from tests.test_doors import as_for_users
 

@@ -11,10 +11,10 @@ import plotly.graph_objects as go
 from jaxtyping import Float, Int
 
 from mechinterp import figures
-from mechinterp.analysis.circuits.classification import Classification
-from mechinterp.analysis.circuits.patterns import classify_attention
-from mechinterp.analysis.dynamics.histories import loss_curve
 from mechinterp.analysis.learners.losses import shared_losses
+from mechinterp.analysis.one_layer.classification import Classification
+from mechinterp.analysis.one_layer.classify import classify_attention
+from mechinterp.analysis.training.histories import loss_curve
 from mechinterp.checkpoints.checkpoint import Checkpoint, checkpoint_of
 from mechinterp.config import ExperimentConfig
 from mechinterp.display import Result

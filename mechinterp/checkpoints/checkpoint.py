@@ -29,8 +29,8 @@ from mechinterp.display import counted
 from mechinterp.models.weights import AnyWeights, Weights, as_weights
 
 if TYPE_CHECKING:
-    from mechinterp.models.predictor import Predictor
-    from mechinterp.models.transformer import ICLTransformer
+    from mechinterp.models.hooked.transformer import ICLTransformer
+    from mechinterp.models.run.predictor import Predictor
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,15 +117,15 @@ class Checkpoint:
     @cached_property
     def model(self) -> "ICLTransformer":
         """The hooked model, on the device of the weights."""
-        from mechinterp.models.transformer import ICLTransformer
+        from mechinterp.models.hooked.transformer import ICLTransformer
 
         return ICLTransformer.from_weights(self.weights, task=self.config.task)
 
     @cached_property
     def predictor(self) -> "Predictor":
         """The model as the analyses take it."""
-        from mechinterp.models.adapter import hooked_predictor
-        from mechinterp.models.predictor import Predictor
+        from mechinterp.models.hooked.runner import hooked_predictor
+        from mechinterp.models.run.predictor import Predictor
 
         def is_hooked() -> bool:
             return "model" in self.__dict__ and hooked_predictor(self.model).is_hooked

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from mechinterp.checkpoints.foreign.names import INNER, piece_of
 from mechinterp.checkpoints.foreign.options import HEAD_KEYS
-from mechinterp.models.module_hooks import Place, first_tensor, stream_of
+from mechinterp.models.hooked.module import Place, first_tensor, stream_of
 
 NOT_CALLED = (nn.ModuleList, nn.ModuleDict)
 

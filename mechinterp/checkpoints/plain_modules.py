@@ -16,13 +16,13 @@ from torch import Tensor, nn
 from mechinterp.checkpoints.io.errors import one_line
 from mechinterp.config import TaskConfig
 from mechinterp.icl.prompts import Prompts, sample_prompts
-from mechinterp.models.adapter import HookedPredictor
-from mechinterp.models.predictor import Predictor
-from mechinterp.models.query_position import query_positions
+from mechinterp.models.hooked.query_position import query_positions
+from mechinterp.models.hooked.runner import HookedPredictor
+from mechinterp.models.run.predictor import Predictor
 from mechinterp.models.tokens import require_sizes
 
 if TYPE_CHECKING:
-    from mechinterp.models.module_hooks import ModuleHooks
+    from mechinterp.models.hooked.module import ModuleHooks
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,7 +102,7 @@ def hook_module(
     """
     # Here and not above: they need TransformerLens.
     from mechinterp.checkpoints.module_places import layer_names, places_of
-    from mechinterp.models.module_hooks import ModuleHooks
+    from mechinterp.models.hooked.module import ModuleHooks
 
     assumed = () if task is not None else tuple(each.name for each in fields(TaskConfig))
     task = TaskConfig() if task is None else task

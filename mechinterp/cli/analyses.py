@@ -23,8 +23,8 @@ from mechinterp.cli.options import (
 from mechinterp.cli.training import JsonOption, QuietOption, WideOption, device_of, say
 
 if TYPE_CHECKING:
-    from mechinterp.analysis.heads.fine_tuning import FineTuning
-    from mechinterp.analysis.heads.pruning import Pruning
+    from mechinterp.analysis.ablation.fine_tuning import FineTuning
+    from mechinterp.analysis.ablation.pruning import Pruning
     from mechinterp.checkpoints.checkpoint import Checkpoint
     from mechinterp.checkpoints.foreign.options import Hints
     from mechinterp.icl.prompts import Prompts
@@ -55,7 +55,7 @@ def analyse(
     device: str,
 ) -> None:
     """Run any one analysis by its name. Example: mechinterp analyse pairs checkpoints/sparse-h4-noise0.1-s0"""
-    from mechinterp.analysis.analyses import analysis_named
+    from mechinterp.analysis.registry import analysis_named
 
     analysis_named(name)
     show(name, path, asked, hints, device)
@@ -102,7 +102,7 @@ def show(
     Args:
         settings: Further arguments of this analysis.
     """
-    from mechinterp.analysis.analyses import run_analysis
+    from mechinterp.analysis.registry import run_analysis
     from mechinterp.report.bars import progress_bars
     from mechinterp.report.documents import result_document
     from mechinterp.report.header import dumps
@@ -152,7 +152,7 @@ def prune(
     device: str,
 ) -> None:
     """Keep the first layer and the best head of later ones. Example: mechinterp prune MODEL --out pruned"""
-    from mechinterp.analysis.heads import pruning
+    from mechinterp.analysis.ablation import pruning
     from mechinterp.checkpoints.native.folder import require_new
     from mechinterp.report.bars import progress_bars
     from mechinterp.report.documents import pruning_document
@@ -199,7 +199,7 @@ def _fine_tuned(
     steps: int,
     progress: "ProgressCallback",
 ) -> "FineTuning":
-    from mechinterp.analysis.heads.fine_tuning import fine_tune
+    from mechinterp.analysis.ablation.fine_tuning import fine_tune
 
     if checkpoint.format != "native":
         raise ValueError(

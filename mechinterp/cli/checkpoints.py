@@ -21,8 +21,8 @@ from mechinterp.cli.options import (
 from mechinterp.cli.training import JsonOption, QuietOption, WideOption, say
 
 if TYPE_CHECKING:
-    from mechinterp.analysis.circuits.classification import Classification
-    from mechinterp.analysis.learners.layered import LayeredClassification
+    from mechinterp.analysis.multi_layer.classify import LayeredClassification
+    from mechinterp.analysis.one_layer.classification import Classification
     from mechinterp.checkpoints.checkpoint import Checkpoint
     from mechinterp.checkpoints.foreign.options import Hints
 
@@ -56,7 +56,7 @@ def classify(
     device: str,
 ) -> None:
     """Say what a model computes, and how sure that is. Example: mechinterp classify checkpoints/*"""
-    from mechinterp.checkpoints.loading import checkpoint_paths
+    from mechinterp.checkpoints.load import checkpoint_paths
     from mechinterp.report.bars import progress_bars
     from mechinterp.report.classification import classification_document
     from mechinterp.report.header import dumps
@@ -92,7 +92,7 @@ def classify(
 def _classified(
     checkpoint: "Checkpoint", context_length: int | None, n_prompts: int | None, seed: int
 ) -> "Classified":
-    from mechinterp.analysis.circuits.patterns import classify as classified
+    from mechinterp.analysis.one_layer.classify import classify as classified
 
     task = None  # the checkpoint's own, of which it is known what is assumed
     if context_length not in (None, checkpoint.task.context_length):
@@ -145,7 +145,7 @@ def convert(
     hints: "Hints",
 ) -> None:
     """Write a checkpoint in another format. Example: mechinterp convert checkpoints/softmax-h2-s0 --to transformer-lens --out h2"""
-    from mechinterp.checkpoints import loading
+    from mechinterp.checkpoints import load as loading
     from mechinterp.report.documents import conversion_document
     from mechinterp.report.header import dumps
 

@@ -66,7 +66,7 @@ class Asked:
 
     def prompts(self, checkpoint: "Checkpoint") -> "Prompts":
         """Evaluation prompts, those that an analysis draws if it is asked the same."""
-        from mechinterp.models.evaluation import evaluation_prompts
+        from mechinterp.models.run.evaluation import evaluation_prompts
 
         return evaluation_prompts(
             checkpoint,
@@ -123,7 +123,7 @@ def load_checkpoint(
     path: Path, hints: "Hints", context_length: int | None = None, *, device: str = "cpu"
 ) -> "Checkpoint":
     """The checkpoint; what neither it nor the options say and is assumed goes to standard error."""
-    from mechinterp.checkpoints.loading import load
+    from mechinterp.checkpoints.load import load
 
     checkpoint = load(path, **hints.given)  # type: ignore[arg-type]
     if device != "cpu":

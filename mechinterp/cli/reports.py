@@ -49,7 +49,7 @@ def report(
     device: str,
 ) -> None:
     """Write a report as one HTML page. Example: mechinterp report checkpoints/softmax-h2-s0 --out reports/h2"""
-    from mechinterp.checkpoints.loading import checkpoint_paths
+    from mechinterp.checkpoints.load import checkpoint_paths
     from mechinterp.report.bars import progress_bars
     from mechinterp.report.comparison import write_comparison
     from mechinterp.report.header import dumps

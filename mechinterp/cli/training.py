@@ -56,7 +56,7 @@ def train(
     if what is None:
         raise ValueError(f"train needs a preset or a config file; presets: {', '.join(PRESETS)}.")
     from mechinterp.checkpoints.io.errors import printable
-    from mechinterp.checkpoints.loading import named_config
+    from mechinterp.checkpoints.load import named_config
     from mechinterp.config import override
     from mechinterp.report.bars import progress_bar
     from mechinterp.report.documents import training_document
@@ -91,7 +91,7 @@ def sweep(
     as_json: JsonOption = False,
 ) -> None:
     """Train many models in one run. Example: mechinterp sweep analyses/sweeps/softmax.json --out runs/softmax"""
-    from mechinterp.analysis.results import sweep_frame, write_results
+    from mechinterp.analysis.sweep_table import sweep_frame, write_results
     from mechinterp.checkpoints.io.errors import printable
     from mechinterp.report.bars import progress_bar
     from mechinterp.report.documents import training_document
@@ -119,9 +119,9 @@ def predict_jumps(
     as_json: JsonOption = False,
 ) -> None:
     """Predict the jumps of linear attention, without training. Example: mechinterp predict-jumps linear-separate"""
-    from mechinterp.analysis.dynamics.jumps import jump_forecast
+    from mechinterp.analysis.training.jump_forecast import jump_forecast
     from mechinterp.checkpoints.io.errors import printable
-    from mechinterp.checkpoints.loading import named_config
+    from mechinterp.checkpoints.load import named_config
     from mechinterp.config import override
     from mechinterp.report.documents import forecast_document
     from mechinterp.report.header import dumps
@@ -178,7 +178,7 @@ def _engine(name: str, address: str | None, device: str, memory: str | None) -> 
         raise ValueError(f"--engine must be local or ray, got {name!r}.")
     limit = None if memory is None else _bytes(memory)
     if name == "ray":
-        from mechinterp.training.cluster import train_on_ray
+        from mechinterp.training.ray import train_on_ray
 
         require_device(device)
         return partial(train_on_ray, address=address, device=device, memory=limit)

@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from mechinterp.config import SCORES, ModelConfig
-from mechinterp.models.deep import DeepWeights
-from mechinterp.models.functional import AttentionWeights, identity_keys, unmerged
+from mechinterp.models.heads import AttentionWeights, identity_keys, unmerged
 from mechinterp.models.shapes import BIASES, NAMES, tensor_shapes
+from mechinterp.models.stacks import DeepWeights
 
 HEADS = ("W_Q", "W_K", "W_QK", "W_V", "W_O")
 """Weights with an axis of heads."""
@@ -245,7 +245,7 @@ def weights_of_layer(circuits: AttentionWeights, *, model: ModelConfig | None = 
     Args:
         model: The architecture, where it is known; else what the weights say.
     Example:
-        >>> from mechinterp.models.constructions import zero_head
+        >>> from mechinterp.models.constructions.one_layer import zero_head
         >>> weights_of_layer(zero_head(d_x=5))
         Weights(1 x 1 heads, d_x=5, d_y=1, torch.float64)
     """

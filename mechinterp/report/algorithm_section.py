@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from mechinterp.analysis.learners.algorithm_evidence import AlgorithmEvidence
+from mechinterp.analysis.multi_layer.algorithm_evidence import AlgorithmEvidence
 from mechinterp.report.parts import Section
 from mechinterp.report.sections import number, plus_minus
 

@@ -4,10 +4,10 @@ from dataclasses import asdict
 
 import numpy as np
 
-from mechinterp.analysis.circuits.classification import Classification
-from mechinterp.analysis.learners.algorithm_evidence import AlgorithmEvidence
-from mechinterp.analysis.learners.layered import LayeredClassification
-from mechinterp.analysis.learners.standing import standing_text
+from mechinterp.analysis.learners.baseline_comparison import standing_text
+from mechinterp.analysis.multi_layer.algorithm_evidence import AlgorithmEvidence
+from mechinterp.analysis.multi_layer.classify import LayeredClassification
+from mechinterp.analysis.one_layer.classification import Classification
 from mechinterp.analysis.verdict import digits, explained, with_error
 from mechinterp.checkpoints.checkpoint import Checkpoint
 from mechinterp.report.header import header, records

@@ -4,7 +4,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from mechinterp.analysis.analyses import (
+from mechinterp.analysis.multi_layer.algorithm_evidence import AlgorithmEvidence
+from mechinterp.analysis.multi_layer.classify import LayeredClassification
+from mechinterp.analysis.registry import (
     ANALYSES,
     Finding,
     analysis_named,
@@ -12,11 +14,9 @@ from mechinterp.analysis.analyses import (
     draws_prompts,
     run_analysis,
 )
-from mechinterp.analysis.learners.algorithm_evidence import AlgorithmEvidence
-from mechinterp.analysis.learners.layered import LayeredClassification
 from mechinterp.checkpoints.checkpoint import Checkpoint
 from mechinterp.checkpoints.plain_modules import HookedModule
-from mechinterp.models.query_position import NoStreamError
+from mechinterp.models.hooked.query_position import NoStreamError
 from mechinterp.progress import ProgressCallback, no_progress
 from mechinterp.report import deep_sections, sections
 from mechinterp.report.algorithm_section import algorithm_section
@@ -135,8 +135,8 @@ def plain_section(
     """Sentence, figure and table of a result; how it was computed is the first line of the analysis' docstring.
 
     Example:
-        >>> from mechinterp.analysis.circuits.circuits import circuits
-        >>> from mechinterp.models.constructions import zero_head
+        >>> from mechinterp.analysis.one_layer.circuits import circuits
+        >>> from mechinterp.models.constructions.one_layer import zero_head
         >>> plain_section("circuits", circuits(zero_head(d_x=5))).title
         'Circuits'
     """

@@ -7,15 +7,15 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from mechinterp import figures
-from mechinterp.analysis.estimates import mean_and_sem
-from mechinterp.analysis.heads.ablation import HeadAblation, ablate_heads
-from mechinterp.analysis.heads.choices import SPLITS
-from mechinterp.analysis.heads.errors import Head, masked_errors
-from mechinterp.analysis.heads.pairs import greedy_order
-from mechinterp.analysis.heads.pruning_curves import PruningCurves, RulePruning, pruning_curves
+from mechinterp.analysis.ablation.cross_fitting import SPLITS
+from mechinterp.analysis.ablation.masked_risk import Head, masked_errors
+from mechinterp.analysis.ablation.pairs import greedy_order
+from mechinterp.analysis.ablation.pruning_curves import PruningCurves, RulePruning, pruning_curves
+from mechinterp.analysis.ablation.single import HeadAblation, ablate_heads
 from mechinterp.analysis.learners.baselines import STEPS
+from mechinterp.analysis.stats import mean_and_sem
 from mechinterp.icl.prompts import Prompts
-from mechinterp.models.predictor import Predictor
+from mechinterp.models.run.predictor import Predictor
 from mechinterp.report.parts import Section
 from mechinterp.report.sections import number, plus_minus
 from mechinterp.report.subject import Subject, some

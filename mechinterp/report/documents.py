@@ -3,15 +3,15 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from mechinterp.analysis.analyses import Finding
-from mechinterp.analysis.circuits.classification import Classification
-from mechinterp.analysis.dynamics.jumps import JumpForecast
-from mechinterp.analysis.heads.fine_tuning import FineTuning
-from mechinterp.analysis.heads.masking import Ablations
-from mechinterp.analysis.heads.pruning import Pruning
+from mechinterp.analysis.ablation.fine_tuning import FineTuning
+from mechinterp.analysis.ablation.methods import Ablations
+from mechinterp.analysis.ablation.pruning import Pruning
 from mechinterp.analysis.learners.fits import LearnerFits
-from mechinterp.analysis.learners.layered import LayeredClassification
+from mechinterp.analysis.multi_layer.classify import LayeredClassification
+from mechinterp.analysis.one_layer.classification import Classification
 from mechinterp.analysis.probing.probing import Probing
+from mechinterp.analysis.registry import Finding
+from mechinterp.analysis.training.jump_forecast import JumpForecast
 from mechinterp.checkpoints.checkpoint import Checkpoint
 from mechinterp.checkpoints.native.exchange import FORMAT as EXCHANGE
 from mechinterp.checkpoints.native.exchange import positions_for

@@ -1,6 +1,6 @@
 """The part of a page on how heads of one layer act through heads of later ones."""
 
-from mechinterp.analysis.heads.edges import N_PAIRS, HeadEdges, attribute_edges, edge_name
+from mechinterp.analysis.patching.edges import N_PAIRS, HeadEdges, attribute_edges, edge_name
 from mechinterp.report.parts import Section
 from mechinterp.report.sections import plus_minus
 from mechinterp.report.subject import Subject

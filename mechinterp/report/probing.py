@@ -8,8 +8,8 @@ import plotly.graph_objects as go
 from jaxtyping import Float
 
 from mechinterp import figures
-from mechinterp.analysis.probing.p_probing import IDEAL, RAW, p_probe
-from mechinterp.analysis.probing.probes import FOLDS, STRUCTURES, LayerProbes, probe_layers
+from mechinterp.analysis.probing.feature_descent import IDEAL, RAW, p_probe
+from mechinterp.analysis.probing.linear import FOLDS, STRUCTURES, LayerProbes, probe_layers
 from mechinterp.report.parts import Section
 from mechinterp.report.sections import number, plus_minus
 from mechinterp.report.subject import Subject

@@ -8,14 +8,14 @@ import plotly.graph_objects as go
 import torch
 
 from mechinterp import figures
-from mechinterp.analysis.circuits.attention import attention_patterns
-from mechinterp.analysis.circuits.circuits import circuits, weights_of
-from mechinterp.analysis.circuits.classification import Classification
-from mechinterp.analysis.circuits.thresholds import Thresholds
-from mechinterp.analysis.heads.ablation import HeadAblation
+from mechinterp.analysis.ablation.single import HeadAblation
+from mechinterp.analysis.one_layer.attention import attention_patterns
+from mechinterp.analysis.one_layer.circuits import circuits, weights_of
+from mechinterp.analysis.one_layer.classification import Classification
+from mechinterp.analysis.one_layer.thresholds import Thresholds
 from mechinterp.display import counted
 from mechinterp.icl.prompts import Prompts
-from mechinterp.models.functional import head_outputs
+from mechinterp.models.heads import head_outputs
 from mechinterp.models.scores import is_normalised
 from mechinterp.report.parts import Band, Card, Section, Toggles
 from mechinterp.report.subject import Subject

@@ -6,26 +6,26 @@ from functools import cached_property
 import numpy as np
 import torch
 
-from mechinterp.analysis.circuits.patterns import (
+from mechinterp.analysis.ablation.methods import Ablations, ablate
+from mechinterp.analysis.ablation.pruning_curves import RulePruning, prune_by_rules
+from mechinterp.analysis.ablation.single import HeadAblation
+from mechinterp.analysis.ablation.subsets import SubsetAblation
+from mechinterp.analysis.learners.baselines import Baselines, baselines
+from mechinterp.analysis.learners.fits import N_PROMPTS as N_FITTED
+from mechinterp.analysis.learners.fits import LearnerFits, fit_learners
+from mechinterp.analysis.multi_layer.classify import LayeredClassification
+from mechinterp.analysis.one_layer.classify import (
     N_LAYERED_PROMPTS,
     N_PROMPTS,
     Classification,
     classify,
     classify_attention,
 )
-from mechinterp.analysis.heads.ablation import HeadAblation
-from mechinterp.analysis.heads.masking import Ablations, ablate
-from mechinterp.analysis.heads.pruning_curves import RulePruning, prune_by_rules
-from mechinterp.analysis.heads.subsets import SubsetAblation
-from mechinterp.analysis.learners.baselines import Baselines, baselines
-from mechinterp.analysis.learners.fits import N_PROMPTS as N_FITTED
-from mechinterp.analysis.learners.fits import LearnerFits, fit_learners
-from mechinterp.analysis.learners.layered import LayeredClassification
 from mechinterp.checkpoints.checkpoint import Checkpoint
 from mechinterp.checkpoints.plain_modules import HookedModule
 from mechinterp.icl.prompts import Prompts
-from mechinterp.models.evaluation import evaluation_prompts, least_number, usual_number
-from mechinterp.models.predictor import Predictor
+from mechinterp.models.run.evaluation import evaluation_prompts, least_number, usual_number
+from mechinterp.models.run.predictor import Predictor
 from mechinterp.progress import ProgressCallback, no_progress
 
 LEAST_PROMPTS = 8

@@ -2,15 +2,15 @@
 
 from collections.abc import Callable
 
-from mechinterp.analysis.analyses import Finding
-from mechinterp.analysis.circuits.classification import Classification
-from mechinterp.analysis.heads.fine_tuning import FineTuning
-from mechinterp.analysis.heads.masking import Ablations
-from mechinterp.analysis.heads.pruning import Pruning
-from mechinterp.analysis.heads.subsets import MAX_SUBSET_HEADS
+from mechinterp.analysis.ablation.fine_tuning import FineTuning
+from mechinterp.analysis.ablation.methods import Ablations
+from mechinterp.analysis.ablation.pruning import Pruning
+from mechinterp.analysis.ablation.subsets import MAX_SUBSET_HEADS
 from mechinterp.analysis.learners.fits import LearnerFits
-from mechinterp.analysis.learners.layered import LayeredClassification
+from mechinterp.analysis.multi_layer.classify import LayeredClassification
+from mechinterp.analysis.one_layer.classification import Classification
 from mechinterp.analysis.probing.probing import Probing
+from mechinterp.analysis.registry import Finding
 from mechinterp.analysis.verdict import digits, with_error
 from mechinterp.report.classification import classification_text
 from mechinterp.report.text import ROWS, frame_text, wrapped

@@ -5,11 +5,11 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from mechinterp import figures
-from mechinterp.analysis.dynamics.deep_snapshots import N_PROMPTS as N_SNAPSHOTS
-from mechinterp.analysis.dynamics.deep_snapshots import deep_snapshots
-from mechinterp.analysis.dynamics.linear_snapshots import linear_snapshots
-from mechinterp.analysis.dynamics.snapshots import Snapshots, training_snapshots
-from mechinterp.analysis.dynamics.training import training_dynamics
+from mechinterp.analysis.training.deep_snapshots import N_PROMPTS as N_SNAPSHOTS
+from mechinterp.analysis.training.deep_snapshots import deep_snapshots
+from mechinterp.analysis.training.linear_components import linear_snapshots
+from mechinterp.analysis.training.over_training import training_dynamics
+from mechinterp.analysis.training.snapshots import Snapshots, training_snapshots
 from mechinterp.checkpoints.checkpoint import Checkpoint, checkpoint_of
 from mechinterp.config import TrainConfig
 from mechinterp.report.parts import Section

@@ -18,12 +18,12 @@ from mechinterp.checkpoints.io.errors import CheckpointError
 from mechinterp.checkpoints.io.locks import locked
 from mechinterp.config import ExperimentConfig, differences
 from mechinterp.memory import peak_memory, prompt_bytes, require_memory
-from mechinterp.training.batches import CHUNK_BYTES
-from mechinterp.training.deep import DeepRun
-from mechinterp.training.linear import train_linear
+from mechinterp.training.general.trainer import DeepRun
+from mechinterp.training.linear.trainer import train_linear
+from mechinterp.training.one_layer.batches import CHUNK_BYTES
+from mechinterp.training.one_layer.trainer import Pack, pack_key
 from mechinterp.training.run import Progress, train_run
 from mechinterp.training.state import stored_models
-from mechinterp.training.trainer import Pack, pack_key
 
 LANES = 32
 """Sums that the compiled step keeps side by side; `kernel.LANES`, which is not imported before it is needed."""

@@ -18,7 +18,7 @@ from mechinterp.checkpoints.checkpoint import Checkpoint, load
 from mechinterp.checkpoints.io.atomic import delete_leftovers, read_json
 from mechinterp.checkpoints.io.errors import CheckpointError
 from mechinterp.checkpoints.io.locks import entries, locked, require_free, settle
-from mechinterp.checkpoints.loading import named_config
+from mechinterp.checkpoints.load import named_config
 from mechinterp.checkpoints.native.folder import FILES
 from mechinterp.checkpoints.native.history import require_own_table
 from mechinterp.config import ExperimentConfig, from_dict, override, value_of
@@ -102,7 +102,7 @@ def train_models(
     A model that diverges is not saved, and the others go on.
 
     Args:
-        engine: Where packs are trained: `train_here`, or `train_on_ray` of training/cluster.py; further
+        engine: Where packs are trained: `train_here`, or `train_on_ray` of training/ray.py; further
             arguments are given with functools.partial.
     Raises:
         CheckpointError: If the folder holds another run or another process trains there, what is resumed

@@ -8,21 +8,21 @@ import plotly.graph_objects as go
 import pytest
 import torch
 
-from mechinterp.analysis.learners.algorithm import AlgorithmEvidence, name_algorithm
+from mechinterp.analysis.multi_layer.algorithm import AlgorithmEvidence, name_algorithm
 from mechinterp.checkpoints.checkpoint import load, save
 from mechinterp.config import CovarianceConfig, ExperimentConfig, ModelConfig, TaskConfig
 from mechinterp.icl.prompts import covariance_matrix, generator_for, sample_prompts
-from mechinterp.models.constructions_algorithms import (
+from mechinterp.models.constructions.descent import (
     gd_plus_plus_model,
     gradient_descent_model,
     preconditioned_gd_model,
     rotated,
     with_noise,
 )
-from mechinterp.models.constructions_sparse import preprocess_then_optimise_model
-from mechinterp.models.deep import DeepWeights
+from mechinterp.models.constructions.sparse import preprocess_then_optimise_model
+from mechinterp.models.stacks import DeepWeights
 from mechinterp.models.weights import Weights, as_weights
-from mechinterp.training.deep import initial_deep_weights
+from mechinterp.training.general.trainer import initial_deep_weights
 from tests.conftest import sampled
 
 DENSE = TaskConfig(d_x=8)

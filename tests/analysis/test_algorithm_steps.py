@@ -12,14 +12,14 @@ from transformer_lens.tools.analysis.interchange import (
     random_basis,
 )
 
-from mechinterp.analysis.learners.algorithm_steps import StepInterventions, intervene_on_steps
+from mechinterp.analysis.multi_layer.step_interventions import StepInterventions, intervene_on_steps
 from mechinterp.config import ExperimentConfig, ModelConfig
 from mechinterp.icl.algorithms import ALGORITHMS
 from mechinterp.icl.prompt_moments import PromptMoments
 from mechinterp.icl.prompts import sample_prompts
-from mechinterp.models.constructions_algorithms import rotated
-from mechinterp.models.predictor import predictor_of
-from mechinterp.training.deep import initial_deep_weights
+from mechinterp.models.constructions.descent import rotated
+from mechinterp.models.run.predictor import predictor_of
+from mechinterp.training.general.trainer import initial_deep_weights
 from tests.analysis.test_algorithm import DENSE, FALLING, LABELS, SPARSE
 from tests.conftest import sampled
 

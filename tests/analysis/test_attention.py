@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 import torch
 
-from mechinterp.analysis.circuits.attention import attention_patterns
+from mechinterp.analysis.one_layer.attention import attention_patterns
 from mechinterp.checkpoints.checkpoint import load
 from mechinterp.icl.prompts import Prompts
-from mechinterp.models.constructions import kernel_head
+from mechinterp.models.constructions.one_layer import kernel_head
 from tests.conftest import CHECKPOINTS
 
 

@@ -9,8 +9,8 @@ from mechinterp.config import TaskConfig
 from mechinterp.icl.predictors import ridge
 from mechinterp.icl.prompts import generator_for, sample_prompts
 from mechinterp.icl.sparse_predictors import preprocess_then_optimise
-from mechinterp.models.constructions import zero_head
-from mechinterp.models.transformer import ICLTransformer
+from mechinterp.models.constructions.one_layer import zero_head
+from mechinterp.models.hooked.transformer import ICLTransformer
 
 SPARSE = TaskConfig(d_x=8, context_length=12, sparsity=2, nonzeros="signs", noise_var=0.3)
 

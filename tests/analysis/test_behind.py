@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from mechinterp.analysis.circuits.behind import read_through
+from mechinterp.analysis.one_layer.linear_readout import read_through
 from mechinterp.config import ModelConfig, TaskConfig
-from mechinterp.models.functional import identity_keys
+from mechinterp.models.heads import identity_keys
 from mechinterp.models.shapes import tensor_shapes
 from mechinterp.models.weights import Weights
 from tests.conftest import assert_close_to_rounding

@@ -7,16 +7,16 @@ import plotly.graph_objects as go
 import pytest
 import torch
 
-from mechinterp.analysis.estimates import ratio_and_sem
-from mechinterp.analysis.heads.ablation import ablate_heads
-from mechinterp.analysis.heads.choices import Choices, random_halves
-from mechinterp.analysis.heads.errors import masked_errors
-from mechinterp.analysis.heads.pruning import best_head_first, prune
-from mechinterp.analysis.heads.pruning_curves import prune_by_rules
+from mechinterp.analysis.ablation.cross_fitting import Choices, random_halves
+from mechinterp.analysis.ablation.masked_risk import masked_errors
+from mechinterp.analysis.ablation.pruning import best_head_first, prune
+from mechinterp.analysis.ablation.pruning_curves import prune_by_rules
+from mechinterp.analysis.ablation.single import ablate_heads
+from mechinterp.analysis.stats import ratio_and_sem
 from mechinterp.config import TaskConfig
 from mechinterp.icl.prompts import Prompts
-from mechinterp.models.constructions import diagonal_heads
-from mechinterp.models.transformer import ICLTransformer
+from mechinterp.models.constructions.one_layer import diagonal_heads
+from mechinterp.models.hooked.transformer import ICLTransformer
 
 TASK = TaskConfig(d_x=2, context_length=1)
 HALF = 13

@@ -5,9 +5,9 @@ import plotly.graph_objects as go
 import pytest
 import torch
 
-from mechinterp.analysis.circuits.circuits import circuits
-from mechinterp.models.constructions import diagonal_heads
-from mechinterp.models.functional import AttentionWeights
+from mechinterp.analysis.one_layer.circuits import circuits
+from mechinterp.models.constructions.one_layer import diagonal_heads
+from mechinterp.models.heads import AttentionWeights
 
 
 def weights_with_circuits(QK: np.ndarray, OV: np.ndarray, scale: float = 0.5) -> AttentionWeights:

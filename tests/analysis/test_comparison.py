@@ -6,9 +6,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mechinterp.analysis.circuits.circuits import circuits
 from mechinterp.analysis.comparison import MAX_POINTS, Comparison, compare
 from mechinterp.analysis.learners.losses import shared_losses
+from mechinterp.analysis.one_layer.circuits import circuits
 from mechinterp.checkpoints.checkpoint import Checkpoint, load
 from tests.conftest import CHECKPOINTS
 

@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from mechinterp import load
-from mechinterp.analysis.circuits.components import components
-from mechinterp.analysis.circuits.patterns import classify
+from mechinterp.analysis.one_layer.classify import classify
+from mechinterp.analysis.one_layer.pca_components import components
 from mechinterp.config import CovarianceConfig, TaskConfig
-from mechinterp.models.constructions import debiased_gradient_step, linear_attention
+from mechinterp.models.constructions.one_layer import debiased_gradient_step, linear_attention
 from mechinterp.report.classification import classification_document
 from mechinterp.theory.linear import fixed_point, modes
 from mechinterp.theory.linear_heads import MergedHeads
-from mechinterp.training.linear import task_moments
+from mechinterp.training.linear.trainer import task_moments
 
 CHECKPOINTS = Path(__file__).parents[2] / "checkpoints"
 LAWS = {

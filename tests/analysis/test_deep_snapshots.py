@@ -5,11 +5,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from mechinterp.analysis.dynamics.deep_snapshots import deep_snapshots
-from mechinterp.analysis.heads.ablation import ablate_heads
+from mechinterp.analysis.ablation.single import ablate_heads
+from mechinterp.analysis.training.deep_snapshots import deep_snapshots
 from mechinterp.checkpoints.checkpoint import Checkpoint, load
 from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
-from mechinterp.models.transformer import ICLTransformer
+from mechinterp.models.hooked.transformer import ICLTransformer
 from tests.conftest import CHECKPOINTS
 
 

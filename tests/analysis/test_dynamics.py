@@ -2,7 +2,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from mechinterp.analysis.dynamics.training import SCALARS, training_dynamics
+from mechinterp.analysis.training.over_training import SCALARS, training_dynamics
 
 
 @pytest.fixture

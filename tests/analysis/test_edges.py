@@ -11,11 +11,11 @@ from transformer_lens.tools.analysis.attribution_patching import (
     attribution_patch,
 )
 
-from mechinterp.analysis.heads.edges import COMPONENTS, HeadEdges, _spearman, attribute_edges
-from mechinterp.analysis.heads.patching import first_prediction
+from mechinterp.analysis.patching.edges import COMPONENTS, HeadEdges, _spearman, attribute_edges
+from mechinterp.analysis.patching.positions import first_prediction
 from mechinterp.config import TaskConfig
 from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
-from mechinterp.models.transformer import ICLTransformer
+from mechinterp.models.hooked.transformer import ICLTransformer
 from tests.deep_models import WIDE, random_gpt2, random_model
 
 TASK = TaskConfig(d_x=4)

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import torch
 
-from mechinterp.analysis.estimates import best_factor, carried_by_few, mean_and_sem, ratio_and_sem
+from mechinterp.analysis.stats import best_factor, carried_by_few, mean_and_sem, ratio_and_sem
 from mechinterp.config import TaskConfig
 from mechinterp.icl.predictors import ridge
 from mechinterp.icl.prompts import sample_prompts

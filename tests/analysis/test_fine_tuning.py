@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 import torch
 
-from mechinterp.analysis.heads.errors import masked_errors
-from mechinterp.analysis.heads.fine_tuning import fine_tune
-from mechinterp.analysis.heads.pruning import pruned_weights
+from mechinterp.analysis.ablation.fine_tuning import fine_tune
+from mechinterp.analysis.ablation.masked_risk import masked_errors
+from mechinterp.analysis.ablation.pruning import pruned_weights
 from mechinterp.checkpoints.checkpoint import load, save
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig, TrainConfig
 from mechinterp.icl.prompts import generator_for, sample_prompts
-from mechinterp.models.deep import predict_deep
+from mechinterp.models.stacks import predict_deep
 from tests.deep_models import WIDE, random_model
 
 CONFIG = ExperimentConfig(

@@ -8,10 +8,10 @@ import pytest
 from mechinterp.analysis.learners.fits import LEARNERS, fit_learners
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig
 from mechinterp.icl.predictors import debiased_gd, nadaraya_watson, ridge, vanilla_gd
-from mechinterp.models.constructions import debiased_gradient_step, kernel_head
-from mechinterp.models.transformer import ICLTransformer
+from mechinterp.models.constructions.one_layer import debiased_gradient_step, kernel_head
+from mechinterp.models.hooked.transformer import ICLTransformer
 from mechinterp.theory.softmax import debiased_risk, vanilla_risk
-from mechinterp.training.deep import initial_deep_weights
+from mechinterp.training.general.trainer import initial_deep_weights
 
 TASK = TaskConfig()
 BAYES = TASK.noise_var / TASK.beta_variance

@@ -4,14 +4,14 @@ import numpy as np
 import pytest
 import torch
 
-from mechinterp.analysis.heads import gates
-from mechinterp.analysis.heads.ablation import ablate_heads
-from mechinterp.analysis.heads.errors import masked_errors
-from mechinterp.analysis.heads.gates import HeadGates, learn_gates
+from mechinterp.analysis.ablation import gates
+from mechinterp.analysis.ablation.gates import HeadGates, learn_gates
+from mechinterp.analysis.ablation.masked_risk import masked_errors
+from mechinterp.analysis.ablation.single import ablate_heads
 from mechinterp.config import TaskConfig
-from mechinterp.models.constructions import diagonal_heads
-from mechinterp.models.predictor import predictor_of
-from mechinterp.models.transformer import ICLTransformer
+from mechinterp.models.constructions.one_layer import diagonal_heads
+from mechinterp.models.hooked.transformer import ICLTransformer
+from mechinterp.models.run.predictor import predictor_of
 from tests.deep_models import random_gpt2, random_model
 
 

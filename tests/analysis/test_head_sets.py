@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 
-from mechinterp.analysis.heads.errors import masked_errors
-from mechinterp.analysis.heads.pairs import ablate_pairs, greedy_order, halves
+from mechinterp.analysis.ablation.masked_risk import masked_errors
+from mechinterp.analysis.ablation.pairs import ablate_pairs, greedy_order, halves
 from mechinterp.config import TaskConfig
-from mechinterp.models.constructions import diagonal_heads
-from mechinterp.models.transformer import ICLTransformer
+from mechinterp.models.constructions.one_layer import diagonal_heads
+from mechinterp.models.hooked.transformer import ICLTransformer
 from tests.deep_models import random_model
 
 
@@ -39,7 +39,7 @@ def test_pairs_are_masks_of_two(few):
 
 def test_heads_of_one_layer_interact_by_the_product_of_their_outputs(prompts):
     # With y_hat = a + b + rest the interaction is (e - a - b)^2 - (e - a)^2 - (e - b)^2 + e^2 = 2 a b.
-    from mechinterp.models.functional import head_outputs
+    from mechinterp.models.heads import head_outputs
 
     weights = diagonal_heads([0.2, -0.1, 0.4], [3.4, -2.9, 0.3], d_x=5)
     found = ablate_pairs(ICLTransformer.from_weights(weights, task=TaskConfig()), prompts)

@@ -7,16 +7,16 @@ import numpy as np
 import pytest
 import torch
 
-from mechinterp.analysis.heads import ablation as heads
-from mechinterp.analysis.heads.ablation import ablate_heads
-from mechinterp.analysis.heads.errors import layer_shares
-from mechinterp.analysis.heads.subsets import ablate_subsets
+from mechinterp.analysis.ablation import single as heads
+from mechinterp.analysis.ablation.masked_risk import layer_shares
+from mechinterp.analysis.ablation.single import ablate_heads
+from mechinterp.analysis.ablation.subsets import ablate_subsets
 from mechinterp.config import ModelConfig, TaskConfig
 from mechinterp.icl.prompts import generator_for, sample_prompts
-from mechinterp.models.constructions import debiased_gradient_step, diagonal_heads
-from mechinterp.models.functional import head_outputs, predict, stack
-from mechinterp.models.masks import METHODS, mask_heads
-from mechinterp.models.transformer import ICLTransformer
+from mechinterp.models.constructions.one_layer import debiased_gradient_step, diagonal_heads
+from mechinterp.models.heads import head_outputs, predict, stack
+from mechinterp.models.hooked.masks import METHODS, mask_heads
+from mechinterp.models.hooked.transformer import ICLTransformer
 from tests.deep_models import random_model
 
 

@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mechinterp.analysis.circuits.classification import Classification
-from mechinterp.analysis.circuits.patterns import classify
-from mechinterp.models.constructions import diagonal_heads, from_circuits
-from mechinterp.models.functional import AttentionWeights, stack
+from mechinterp.analysis.one_layer.classification import Classification
+from mechinterp.analysis.one_layer.classify import classify
+from mechinterp.models.constructions.one_layer import diagonal_heads, from_circuits
+from mechinterp.models.heads import AttentionWeights, stack
 
 pytestmark = pytest.mark.slow
 

@@ -6,12 +6,12 @@ import numpy as np
 import plotly.graph_objects as go
 import pytest
 
-from mechinterp.analysis.dynamics.jumps import jump_forecast
+from mechinterp.analysis.training.jump_forecast import jump_forecast
 from mechinterp.config import ExperimentConfig, override
 from mechinterp.presets import preset
 from mechinterp.theory.linear import modes
 from mechinterp.theory.linear_jumps import Jumps, growth_value, predicted_loss
-from mechinterp.training.linear import initial_heads, task_moments, train_linear
+from mechinterp.training.linear.trainer import initial_heads, task_moments, train_linear
 from tests.conftest import sampled
 
 CONFIG = preset("linear-separate")

@@ -8,21 +8,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from mechinterp.analysis.circuits.circuits import circuits
-from mechinterp.analysis.circuits.classification import Classification
-from mechinterp.analysis.circuits.null import null_of
-from mechinterp.analysis.circuits.patterns import classify, classify_circuits
-from mechinterp.analysis.circuits.reading import read_groups, read_heads
-from mechinterp.analysis.circuits.structure import common_matrix
-from mechinterp.analysis.circuits.thresholds import Thresholds
+from mechinterp.analysis.one_layer.circuits import circuits
+from mechinterp.analysis.one_layer.classification import Classification
+from mechinterp.analysis.one_layer.classify import classify, classify_circuits
+from mechinterp.analysis.one_layer.head_statistics import read_groups, read_heads
+from mechinterp.analysis.one_layer.random_null import null_of
+from mechinterp.analysis.one_layer.shared_qk import common_matrix
+from mechinterp.analysis.one_layer.thresholds import Thresholds
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig
-from mechinterp.models.constructions import (
+from mechinterp.models.constructions.one_layer import (
     debiased_gradient_step,
     diagonal_heads,
     from_circuits,
 )
-from mechinterp.models.functional import AttentionWeights, stack
-from mechinterp.training.step import initial_weights
+from mechinterp.models.heads import AttentionWeights, stack
+from mechinterp.training.one_layer.step import initial_weights
 from tests.analysis.test_labels import MODE_2, MODE_3, TABLE_2, TWO, rotation, with_blocks
 
 FREE = replace(TWO, supports=None)

@@ -7,22 +7,22 @@ import pytest
 import torch
 from torch import Tensor
 
-from mechinterp.analysis.circuits.classification import Classification
-from mechinterp.analysis.circuits.patterns import classify, classify_circuits
-from mechinterp.analysis.circuits.thresholds import Thresholds
+from mechinterp.analysis.one_layer.classification import Classification
+from mechinterp.analysis.one_layer.classify import classify, classify_circuits
+from mechinterp.analysis.one_layer.thresholds import Thresholds
 from mechinterp.config import CovarianceConfig, ExperimentConfig, ModelConfig, TaskConfig
 from mechinterp.icl.prompts import covariance_matrix
-from mechinterp.models.constructions import (
+from mechinterp.models.constructions.one_layer import (
     debiased_gradient_step,
     diagonal_heads,
     from_circuits,
     kernel_head,
     linear_attention,
 )
-from mechinterp.models.functional import AttentionWeights, stack
+from mechinterp.models.heads import AttentionWeights, stack
 from mechinterp.presets import preset
-from mechinterp.training.linear import initial_heads
-from mechinterp.training.step import initial_weights
+from mechinterp.training.linear.trainer import initial_heads
+from mechinterp.training.one_layer.step import initial_weights
 
 KMS = TaskConfig(covariance=CovarianceConfig(kind="kms", rho=0.5))
 TWO = TaskConfig(

@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch import nn
 
-from mechinterp.analysis.heads.pruning import save_pruned
-from mechinterp.analysis.learners.layered import LayeredClassification, classify_layers
+from mechinterp.analysis.ablation.pruning import save_pruned
+from mechinterp.analysis.multi_layer.classify import LayeredClassification, classify_layers
 from mechinterp.checkpoints.checkpoint import Checkpoint
 from mechinterp.checkpoints.foreign.options import Hints
 from mechinterp.checkpoints.foreign.read import read_foreign
 from mechinterp.config import TaskConfig
 from mechinterp.icl.prompts import generator_for, sample_prompts
-from mechinterp.models.adapter import masked
+from mechinterp.models.hooked.runner import masked
 from mechinterp.models.tokens import interleaved
 from mechinterp.report.classification import classification_document
 from mechinterp.report.header import dumps

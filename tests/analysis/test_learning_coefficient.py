@@ -5,23 +5,23 @@ import pytest
 import torch
 
 from mechinterp import local_learning_coefficient
-from mechinterp.analysis.dynamics.coefficient_snapshots import coefficient_snapshots, live_heads
-from mechinterp.analysis.dynamics.learning_coefficient import (
+from mechinterp.analysis.training.coefficient_snapshots import coefficient_snapshots, live_heads
+from mechinterp.analysis.training.learning_coefficient import (
     PROMPT_CHAINS,
     coefficient_of_loss,
 )
-from mechinterp.analysis.dynamics.local_losses import (
+from mechinterp.analysis.training.local_losses import (
     LocalLoss,
     heads_of_linear,
     population_loss,
     prompts_loss,
 )
-from mechinterp.analysis.dynamics.minima import why_no_minimum
-from mechinterp.analysis.dynamics.sampler import Chains
-from mechinterp.checkpoints.loading import load
+from mechinterp.analysis.training.minima import why_no_minimum
+from mechinterp.analysis.training.sampler import Chains
+from mechinterp.checkpoints.load import load
 from mechinterp.icl.prompts import sample_prompts
 from mechinterp.theory.linear_heads import Heads, merged_heads, separate_heads
-from mechinterp.training.flat import unflatten
+from mechinterp.training.linear.flat import unflatten
 from tests.conftest import CHECKPOINTS, Run
 from tests.learning import SPECTRA, heads_at, merged_at, moments_of, saddle
 

@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 import torch
 
-from mechinterp.analysis.circuits.components import components
-from mechinterp.analysis.dynamics.linear_snapshots import LinearSnapshots, linear_snapshots
+from mechinterp.analysis.one_layer.pca_components import components
+from mechinterp.analysis.training.linear_components import LinearSnapshots, linear_snapshots
 from mechinterp.checkpoints.checkpoint import load
 from mechinterp.icl.prompts import Prompts
-from mechinterp.models.functional import AttentionWeights, predict
+from mechinterp.models.heads import AttentionWeights, predict
 from mechinterp.presets import preset
 from mechinterp.theory.linear import modes
-from mechinterp.training.linear import initial_heads, task_moments
+from mechinterp.training.linear.trainer import initial_heads, task_moments
 from tests.conftest import CHECKPOINTS
 
 KINDS = ("linear-separate-s0", "linear-merged-s0", "linear-rank4-s2")

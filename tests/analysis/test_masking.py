@@ -3,11 +3,12 @@
 import pytest
 import torch
 
-from mechinterp.analysis.heads.errors import masked_errors
-from mechinterp.models.adapter import HookedPredictor, hooked_predictor, masked
-from mechinterp.models.backends import hooks, one_layer, token_map
-from mechinterp.models.masks import METHODS, mask_heads, z_name
-from mechinterp.models.predictor import predictor_of
+from mechinterp.analysis.ablation.masked_risk import masked_errors
+from mechinterp.models.hooked.masks import METHODS, mask_heads, z_name
+from mechinterp.models.hooked.runner import HookedPredictor, hooked_predictor, masked
+from mechinterp.models.run import hooks, one_layer
+from mechinterp.models.run import linear as token_map
+from mechinterp.models.run.predictor import predictor_of
 from tests.deep_models import WIDE, random_gpt2, random_model
 
 MASKS = [

@@ -3,9 +3,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from mechinterp.analysis.circuits.thresholds import Thresholds
-from mechinterp.analysis.dynamics.milestones import PATTERNS, milestones
-from mechinterp.analysis.dynamics.training import TrainingDynamics
+from mechinterp.analysis.one_layer.thresholds import Thresholds
+from mechinterp.analysis.training.milestones import PATTERNS, milestones
+from mechinterp.analysis.training.over_training import TrainingDynamics
 
 # Two heads over five rows, and a third whose share of the step is below 1% from step 20 on.
 OMEGA = np.array(

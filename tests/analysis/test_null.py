@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from mechinterp.analysis.circuits.null import (
+from mechinterp.analysis.one_layer.random_null import (
     N_PROMPTS,
     Null,
     is_bare,
@@ -15,12 +15,12 @@ from mechinterp.analysis.circuits.null import (
     stripped,
     x_blocks,
 )
-from mechinterp.analysis.circuits.structure import common_matrix
-from mechinterp.analysis.circuits.substitution import evaluation, faithfulness, idealised
+from mechinterp.analysis.one_layer.shared_qk import common_matrix
+from mechinterp.analysis.one_layer.substitution import evaluation, faithfulness, idealised
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig
-from mechinterp.models.constructions import from_circuits
-from mechinterp.models.functional import AttentionWeights, head_outputs, predict
-from mechinterp.training.step import initial_weights
+from mechinterp.models.constructions.one_layer import from_circuits
+from mechinterp.models.heads import AttentionWeights, head_outputs, predict
+from mechinterp.training.one_layer.step import initial_weights
 
 TASK = TaskConfig(d_x=3, d_y=2)
 MODEL = ModelConfig(n_heads=2, d_head=5, attend_to_self=True)

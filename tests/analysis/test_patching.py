@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformer_lens.utilities import get_act_name
 
-from mechinterp.analysis.heads.pairing import clean_and_corrupted
-from mechinterp.analysis.heads.patching import (
+from mechinterp.analysis.patching.pairing import clean_and_corrupted
+from mechinterp.analysis.patching.positions import (
     HEAD_PARTS,
     STREAMS,
     first_prediction,
@@ -17,9 +17,9 @@ from mechinterp.analysis.heads.patching import (
 )
 from mechinterp.config import ModelConfig, TaskConfig
 from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
-from mechinterp.models.constructions import diagonal_heads, from_circuits
-from mechinterp.models.evaluation import evaluation_prompts
-from mechinterp.models.transformer import ICLTransformer
+from mechinterp.models.constructions.one_layer import diagonal_heads, from_circuits
+from mechinterp.models.hooked.transformer import ICLTransformer
+from mechinterp.models.run.evaluation import evaluation_prompts
 
 TASK = TaskConfig(d_x=3, d_y=2)
 

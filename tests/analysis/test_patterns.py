@@ -7,20 +7,20 @@ import numpy as np
 import pytest
 import torch
 
-from mechinterp.analysis.circuits.patterns import Thresholds, classify
+from mechinterp.analysis.one_layer.classify import Thresholds, classify
 from mechinterp.checkpoints.checkpoint import Checkpoint, save
-from mechinterp.checkpoints.loading import load
+from mechinterp.checkpoints.load import load
 from mechinterp.config import CovarianceConfig, ExperimentConfig, ModelConfig, TaskConfig
-from mechinterp.models.constructions import (
+from mechinterp.models.constructions.one_layer import (
     debiased_gradient_step,
     diagonal_heads,
     kernel_head,
     zero_head,
 )
-from mechinterp.models.functional import AttentionWeights, stack
+from mechinterp.models.heads import AttentionWeights, stack
 from mechinterp.models.weights import weights_of_layer
 from mechinterp.theory.softmax import debiased_step_size, manifold_mu
-from mechinterp.training.step import initial_weights
+from mechinterp.training.one_layer.step import initial_weights
 
 PAPER = {"d_x": 5, "context_length": 40, "noise_var": 0.1}
 

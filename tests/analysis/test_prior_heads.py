@@ -8,15 +8,15 @@ import plotly.graph_objects as go
 import pytest
 import torch
 
-from mechinterp.analysis.dynamics.prior_snapshots import PriorSnapshots, prior_snapshots
-from mechinterp.analysis.heads.prior_heads import prior_heads
+from mechinterp.analysis.ablation.prior_heads import prior_heads
 from mechinterp.analysis.learners.closeness import closeness, stacked
 from mechinterp.analysis.learners.priors import compare_priors
+from mechinterp.analysis.training.prior_snapshots import PriorSnapshots, prior_snapshots
 from mechinterp.checkpoints.checkpoint import load, save
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig, TrainConfig
-from mechinterp.models.functional import AttentionWeights
+from mechinterp.models.heads import AttentionWeights
 from mechinterp.models.weights import weights_of_layer
-from mechinterp.training.step import initial_weights
+from mechinterp.training.one_layer.step import initial_weights
 
 TASK = TaskConfig(d_x=3, context_length=5, n_tasks=2, beta_var=1.0, noise_var=0.25)
 CONFIG = ExperimentConfig(

@@ -19,9 +19,9 @@ from mechinterp.config import TaskConfig
 from mechinterp.icl.pools import dmmse
 from mechinterp.icl.predictors import ridge
 from mechinterp.icl.prompts import Prompts, sample_prompts, task_pool
-from mechinterp.models.constructions import linear_attention
-from mechinterp.models.predictor import predictor_of
-from mechinterp.models.transformer import ICLTransformer
+from mechinterp.models.constructions.one_layer import linear_attention
+from mechinterp.models.hooked.transformer import ICLTransformer
+from mechinterp.models.run.predictor import predictor_of
 from mechinterp.models.weights import weights_of_layer
 from mechinterp.theory.linear_heads import merged_heads
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 from sklearn.linear_model import Ridge
 
-from mechinterp.analysis.probing.p_probing import descent_curves, p_probe, query_features
-from mechinterp.analysis.probing.probes import (
+from mechinterp.analysis.probing.feature_descent import descent_curves, p_probe, query_features
+from mechinterp.analysis.probing.linear import (
     PENALTIES,
     cross_validated,
     fit_ridge,
@@ -21,11 +21,12 @@ from mechinterp.analysis.probing.probes import (
 from mechinterp.config import TaskConfig
 from mechinterp.icl.prompts import generator_for, sample_prompts
 from mechinterp.icl.sparse_predictors import excess_risk, gradient_descent
-from mechinterp.models.adapter import masked
-from mechinterp.models.backends import hooks, token_map
-from mechinterp.models.constructions import debiased_gradient_step
-from mechinterp.models.predictor import predictor_of
-from mechinterp.models.transformer import ICLTransformer
+from mechinterp.models.constructions.one_layer import debiased_gradient_step
+from mechinterp.models.hooked.runner import masked
+from mechinterp.models.hooked.transformer import ICLTransformer
+from mechinterp.models.run import hooks
+from mechinterp.models.run import linear as token_map
+from mechinterp.models.run.predictor import predictor_of
 from tests.conftest import assert_close_to_rounding
 from tests.deep_models import WIDE, random_gpt2, random_model
 

@@ -6,23 +6,23 @@ import numpy as np
 import pytest
 import torch
 
-from mechinterp.analysis.estimates import ratio_and_sem
-from mechinterp.analysis.heads import pruning
-from mechinterp.analysis.heads.choices import masked_by, random_halves
-from mechinterp.analysis.heads.errors import masked_errors
-from mechinterp.analysis.heads.pruning import (
+from mechinterp.analysis.ablation import pruning
+from mechinterp.analysis.ablation.cross_fitting import masked_by, random_halves
+from mechinterp.analysis.ablation.masked_risk import masked_errors
+from mechinterp.analysis.ablation.pruning import (
     RULES,
     best_head_later,
     prune,
     pruned_weights,
     save_pruned,
 )
-from mechinterp.analysis.probing.probes import cross_validated, streams
+from mechinterp.analysis.probing.linear import cross_validated, streams
+from mechinterp.analysis.stats import ratio_and_sem
 from mechinterp.checkpoints.checkpoint import load, save
 from mechinterp.checkpoints.io.errors import CheckpointError
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig
 from mechinterp.icl.prompts import generator_for, sample_prompts
-from mechinterp.models.predictor import predictor_of
+from mechinterp.models.run.predictor import predictor_of
 from tests.deep_models import WIDE, random_gpt2, random_model
 
 TASK = TaskConfig(d_x=4, context_length=9)

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from mechinterp.analysis.estimates import ratio_and_sem
-from mechinterp.analysis.heads.ablation import ablate_heads
-from mechinterp.analysis.heads.choices import masked_by
-from mechinterp.analysis.heads.errors import masked_errors
-from mechinterp.analysis.heads.pruning import RULES, prune
-from mechinterp.analysis.heads.pruning_curves import prune_by_rules, pruning_curves
+from mechinterp.analysis.ablation.cross_fitting import masked_by
+from mechinterp.analysis.ablation.masked_risk import masked_errors
+from mechinterp.analysis.ablation.pruning import RULES, prune
+from mechinterp.analysis.ablation.pruning_curves import prune_by_rules, pruning_curves
+from mechinterp.analysis.ablation.single import ablate_heads
+from mechinterp.analysis.stats import ratio_and_sem
 from mechinterp.config import TaskConfig
 from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
 from tests.deep_models import WIDE, random_gpt2, random_model

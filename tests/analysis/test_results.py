@@ -6,13 +6,13 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from mechinterp.analysis.results import sweep_frame, write_results
+from mechinterp.analysis.sweep_table import sweep_frame, write_results
 from mechinterp.checkpoints.checkpoint import save
 from mechinterp.checkpoints.io.errors import CheckpointError
 from mechinterp.checkpoints.native.folder import COLUMNS
 from mechinterp.config import ExperimentConfig, TaskConfig, override, value_of
-from mechinterp.models.constructions import debiased_gradient_step, kernel_head, zero_head
-from mechinterp.models.functional import stack
+from mechinterp.models.constructions.one_layer import debiased_gradient_step, kernel_head, zero_head
+from mechinterp.models.heads import stack
 
 BASE = ExperimentConfig(task=TaskConfig(noise_var=0.2))
 MODELS = {

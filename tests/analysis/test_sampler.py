@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from mechinterp.analysis.dynamics.sampler import (
+from mechinterp.analysis.training.sampler import (
     Chains,
     DualAveraging,
     effective_draws,

@@ -5,15 +5,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mechinterp.analysis.circuits.circuits import circuits
-from mechinterp.analysis.circuits.patterns import classify
-from mechinterp.analysis.dynamics import histories
-from mechinterp.analysis.dynamics.histories import kept_steps, loss_at
-from mechinterp.analysis.dynamics.snapshots import training_snapshots
+from mechinterp.analysis.one_layer.circuits import circuits
+from mechinterp.analysis.one_layer.classify import classify
+from mechinterp.analysis.training import histories
+from mechinterp.analysis.training.histories import kept_steps, loss_at
+from mechinterp.analysis.training.snapshots import training_snapshots
 from mechinterp.checkpoints.checkpoint import Checkpoint, load, save
 from mechinterp.config import ExperimentConfig, override
-from mechinterp.models.constructions import debiased_gradient_step, kernel_head, zero_head
-from mechinterp.models.functional import stack
+from mechinterp.models.constructions.one_layer import debiased_gradient_step, kernel_head, zero_head
+from mechinterp.models.heads import stack
 from tests.conftest import CHECKPOINTS
 
 

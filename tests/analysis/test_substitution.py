@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from mechinterp.analysis.circuits.substitution import evaluation, faithfulness, idealised
+from mechinterp.analysis.one_layer.substitution import evaluation, faithfulness, idealised
 from mechinterp.config import ExperimentConfig, TaskConfig
 from mechinterp.icl.predictors import debiased_gd, vanilla_gd
-from mechinterp.models.constructions import diagonal_heads
-from mechinterp.models.functional import predict
-from mechinterp.training.step import initial_weights
+from mechinterp.models.constructions.one_layer import diagonal_heads
+from mechinterp.models.heads import predict
+from mechinterp.training.one_layer.step import initial_weights
 
 
 def test_faithfulness_of_a_known_gap():

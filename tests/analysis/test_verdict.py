@@ -8,11 +8,11 @@ import pandas as pd
 import pytest
 import torch
 
-from mechinterp.analysis.circuits.patterns import classify
-from mechinterp.analysis.circuits.thresholds import Thresholds
-from mechinterp.analysis.learners.algorithm_labels import ALIKE, LARGER
-from mechinterp.analysis.learners.layers_verdict import FORMULAS, NAMES
-from mechinterp.analysis.learners.standing import nearby, task_doubt
+from mechinterp.analysis.learners.baseline_comparison import nearby, task_doubt
+from mechinterp.analysis.multi_layer.algorithm_labels import ALIKE, LARGER
+from mechinterp.analysis.multi_layer.verdict import FORMULAS, NAMES
+from mechinterp.analysis.one_layer.classify import classify
+from mechinterp.analysis.one_layer.thresholds import Thresholds
 from mechinterp.analysis.verdict import (
     KNOWN,
     KNOWN_ALGORITHMS,
@@ -27,13 +27,13 @@ from mechinterp.analysis.verdict import (
     upper_limit,
     with_error,
 )
-from mechinterp.checkpoints.loading import load
+from mechinterp.checkpoints.load import load
 from mechinterp.config import TaskConfig
 from mechinterp.icl.algorithms import ALGORITHMS
 from mechinterp.icl.prompts import sample_prompts
-from mechinterp.models.constructions import debiased_gradient_step
-from mechinterp.models.constructions_algorithms import gradient_descent_model
-from mechinterp.models.predictor import BEYOND_SIZES
+from mechinterp.models.constructions.descent import gradient_descent_model
+from mechinterp.models.constructions.one_layer import debiased_gradient_step
+from mechinterp.models.run.predictor import BEYOND_SIZES
 from tests.conftest import CHECKPOINTS
 
 RESULTS = Path(__file__).parents[2] / "analyses" / "results"

@@ -17,19 +17,19 @@ import pandas as pd
 import torch
 from safetensors.torch import save_file
 
-from mechinterp.analysis.results import write_results
+from mechinterp.analysis.sweep_table import write_results
 from mechinterp.checkpoints.checkpoint import Checkpoint
 from mechinterp.checkpoints.io import locks as claims
-from mechinterp.checkpoints.loading import TARGETS, convert, load
+from mechinterp.checkpoints.load import TARGETS, convert, load
 from mechinterp.checkpoints.native.history import MARK
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig, TrainConfig
 from mechinterp.report.page import write_page
 from mechinterp.report.parts import Section
 from mechinterp.report.table import write_table
+from mechinterp.training.one_layer.trainer import Pack
 from mechinterp.training.packs import pack_jobs
 from mechinterp.training.state import read_state
 from mechinterp.training.sweep import train_models
-from mechinterp.training.trainer import Pack
 from tests.attack.mutations import MUTATIONS
 from tests.checkpoints.foreign_files import attention_module, write_valid_files
 from tests.models.test_layered_models import encoder, garg

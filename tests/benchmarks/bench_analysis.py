@@ -5,11 +5,12 @@ from pathlib import Path
 import numpy as np
 import plain
 
-from mechinterp.analysis.circuits import null, substitution
-from mechinterp.analysis.circuits.patterns import classify
-from mechinterp.analysis.heads.subsets import ablate_subsets
+from mechinterp.analysis.ablation.subsets import ablate_subsets
 from mechinterp.analysis.learners.losses import shared_losses
-from mechinterp.checkpoints.loading import load
+from mechinterp.analysis.one_layer import random_null as null
+from mechinterp.analysis.one_layer import substitution
+from mechinterp.analysis.one_layer.classify import classify
+from mechinterp.checkpoints.load import load
 from mechinterp.icl.prompts import generator_for, sample_prompts
 from mechinterp.report.classification import classification_document
 

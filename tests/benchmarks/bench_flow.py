@@ -13,8 +13,8 @@ from mechinterp.config import CovarianceConfig, TaskConfig
 from mechinterp.theory.linear import modes, population_moments
 from mechinterp.theory.linear_dynamics import learning_rate_time
 from mechinterp.theory.linear_heads import SeparateHeads, separate_heads
-from mechinterp.training.descent import full_batch_descent, sample_moments, training_set
-from mechinterp.training.flow import flow
+from mechinterp.training.linear.descent import full_batch_descent, sample_moments, training_set
+from mechinterp.training.linear.flow import flow
 
 EIGENVALUES, LENGTH, SEQUENCES = (0.4, 0.3, 0.2, 0.1), 31, 5000
 LEARNING_RATE, STEPS, ROUNDS = 0.02, 40, 3

@@ -8,14 +8,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mechinterp.analysis.heads.subsets import ablate_subsets
+from mechinterp.analysis.ablation.subsets import ablate_subsets
 from mechinterp.config import ModelConfig, TaskConfig
 from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
-from mechinterp.models.backends.hooks import CHUNK
-from mechinterp.models.functional import AttentionWeights
-from mechinterp.models.masks import Head, mask_heads
-from mechinterp.models.predictor import predictor_of
-from mechinterp.models.transformer import ICLTransformer
+from mechinterp.models.heads import AttentionWeights
+from mechinterp.models.hooked.masks import Head, mask_heads
+from mechinterp.models.hooked.transformer import ICLTransformer
+from mechinterp.models.run.hooks import CHUNK
+from mechinterp.models.run.predictor import predictor_of
 
 N_PROMPTS, N_LAYERS, N_HEADS, TOLERANCE = 4096, 4, 8, 1e-5
 

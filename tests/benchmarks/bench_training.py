@@ -8,10 +8,10 @@ import pytest
 from mechinterp.config import override
 from mechinterp.icl.prompts import generator_for, sample_prompts
 from mechinterp.presets import preset
-from mechinterp.training import trainer
-from mechinterp.training.deep import DeepRun
-from mechinterp.training.step import by_tensors
-from mechinterp.training.trainer import Pack
+from mechinterp.training.general.trainer import DeepRun
+from mechinterp.training.one_layer import trainer
+from mechinterp.training.one_layer.step import by_tensors
+from mechinterp.training.one_layer.trainer import Pack
 
 STEPS = 100
 SHIPPED = [1] * 3 + [2] * 12 + [3] * 4 + [4] * 4 + [8] * 3

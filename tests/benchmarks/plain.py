@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from mechinterp.models.functional import AttentionWeights
+from mechinterp.models.heads import AttentionWeights
 from mechinterp.theory.linear_heads import SeparateHeads
 
 Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor]

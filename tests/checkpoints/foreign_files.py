@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from mechinterp.checkpoints.native.exchange import hooked_state
-from mechinterp.models.functional import AttentionWeights
+from mechinterp.models.heads import AttentionWeights
 from tests.checkpoints import wild_files
 
 State = dict[str, Tensor]

@@ -23,7 +23,7 @@ from mechinterp.checkpoints.io.atomic import read_json
 from mechinterp.checkpoints.io.errors import CheckpointError, printable
 from mechinterp.checkpoints.io.state_dict import WRAPPERS
 from mechinterp.checkpoints.io.tensor_files import read_arrays, read_text
-from mechinterp.checkpoints.loading import load
+from mechinterp.checkpoints.load import load
 
 SECONDS, BYTES = 2, 500 * 2**20
 Write = Callable[[Path], object]

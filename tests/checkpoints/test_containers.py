@@ -15,7 +15,7 @@ from mechinterp.checkpoints.io.errors import CheckpointError
 from mechinterp.checkpoints.io.state_dict import WRAPPERS
 from mechinterp.checkpoints.io.tensor_files import read_arrays
 from mechinterp.checkpoints.io.unpickler import MAX_BYTES
-from mechinterp.checkpoints.loading import load
+from mechinterp.checkpoints.load import load
 from tests.checkpoints.foreign_files import random_heads
 from tests.checkpoints.wild_files import LAYOUTS, State, matrices
 

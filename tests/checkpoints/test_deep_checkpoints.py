@@ -14,10 +14,10 @@ from mechinterp.checkpoints.io.errors import CheckpointError
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig
 from mechinterp.icl.prompts import generator_for, sample_prompts
 from mechinterp.icl.sparse_predictors import preprocess_then_optimise
-from mechinterp.models.constructions_sparse import preprocess_then_optimise_model
+from mechinterp.models.constructions.sparse import preprocess_then_optimise_model
 from mechinterp.models.shapes import tensor_shapes
 from mechinterp.models.weights import Weights
-from mechinterp.training.deep import initial_deep_weights
+from mechinterp.training.general.trainer import initial_deep_weights
 from tests.conftest import CHECKPOINTS, assert_same
 
 CONFIG = ExperimentConfig(

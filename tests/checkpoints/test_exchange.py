@@ -14,12 +14,12 @@ from torch import Tensor
 
 from mechinterp.checkpoints.checkpoint import save
 from mechinterp.checkpoints.io.errors import CheckpointError
-from mechinterp.checkpoints.loading import convert, load
+from mechinterp.checkpoints.load import convert, load
 from mechinterp.checkpoints.native.exchange import hooked_state, positions_for
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig
 from mechinterp.icl.prompts import generator_for, sample_prompts
-from mechinterp.models.functional import NAMES, predict
-from mechinterp.training.step import initial_weights
+from mechinterp.models.heads import NAMES, predict
+from mechinterp.training.one_layer.step import initial_weights
 from tests.conftest import assert_close_to_rounding, assert_same
 
 CONFIG = ExperimentConfig(

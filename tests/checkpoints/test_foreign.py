@@ -11,11 +11,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from mechinterp.checkpoints.io.errors import CheckpointError
-from mechinterp.checkpoints.loading import FORMATS, convert, load
+from mechinterp.checkpoints.load import FORMATS, convert, load
 from mechinterp.checkpoints.native.exchange import hooked_state
 from mechinterp.config import TaskConfig
 from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
-from mechinterp.models.functional import AttentionWeights, predict
+from mechinterp.models.heads import AttentionWeights, predict
 from tests.checkpoints.foreign_files import (
     LAYER_NAMES,
     arrays,

@@ -10,12 +10,12 @@ import torch
 from torch import nn
 from torch.nn.functional import pad
 
-from mechinterp.analysis.circuits.patterns import classify
+from mechinterp.analysis.one_layer.classify import classify
 from mechinterp.checkpoints.io.errors import CheckpointError
-from mechinterp.checkpoints.loading import load
+from mechinterp.checkpoints.load import load
 from mechinterp.config import TaskConfig
 from mechinterp.icl.prompts import sample_prompts
-from mechinterp.models.functional import AttentionWeights
+from mechinterp.models.heads import AttentionWeights
 from tests.checkpoints.foreign_files import softmax_paper_state
 from tests.checkpoints.wild_files import LAYOUTS, State, matrices
 from tests.conftest import CHECKPOINTS

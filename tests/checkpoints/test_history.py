@@ -15,7 +15,7 @@ from mechinterp.checkpoints.checkpoint import Checkpoint, load, save
 from mechinterp.checkpoints.io.errors import CheckpointError
 from mechinterp.checkpoints.native import history as tables
 from mechinterp.config import ExperimentConfig
-from mechinterp.training.step import initial_weights
+from mechinterp.training.one_layer.step import initial_weights
 
 CONFIG = ExperimentConfig()
 CHECKPOINTS = Path(__file__).parents[2] / "checkpoints"

@@ -11,7 +11,7 @@ from mechinterp.checkpoints.checkpoint import Checkpoint
 from mechinterp.checkpoints.io.errors import CheckpointError
 from mechinterp.config import from_dict
 from mechinterp.icl.prompts import generator_for, sample_prompts
-from mechinterp.models.transformer import ICLTransformer
+from mechinterp.models.hooked.transformer import ICLTransformer
 
 FOLDERS = ["checkpoints/softmax-h2-s0", "checkpoints/two-tasks-h3-s0", "checkpoints/tanh-h2-s0"]
 

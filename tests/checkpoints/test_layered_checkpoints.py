@@ -16,10 +16,10 @@ from mechinterp.checkpoints.checkpoint import Checkpoint
 from mechinterp.checkpoints.foreign.options import Hints
 from mechinterp.checkpoints.foreign.read import read_foreign
 from mechinterp.checkpoints.io.errors import CheckpointError
-from mechinterp.checkpoints.loading import convert, load
+from mechinterp.checkpoints.load import convert, load
 from mechinterp.config import TaskConfig
 from mechinterp.icl.prompts import generator_for, sample_prompts
-from mechinterp.models.predictor import predictor_of
+from mechinterp.models.run.predictor import predictor_of
 from mechinterp.report.header import dumps
 from mechinterp.report.info import info_document
 from tests.conftest import assert_same

@@ -11,11 +11,11 @@ import torch
 from mechinterp.checkpoints.checkpoint import save
 from mechinterp.checkpoints.io.atomic import read_task
 from mechinterp.checkpoints.io.errors import CheckpointError
-from mechinterp.checkpoints.loading import checkpoint_paths, convert, load
+from mechinterp.checkpoints.load import checkpoint_paths, convert, load
 from mechinterp.checkpoints.native.exchange import hooked_state
 from mechinterp.checkpoints.native.folder import COLUMNS
 from mechinterp.config import ExperimentConfig, TaskConfig
-from mechinterp.training.step import initial_weights
+from mechinterp.training.one_layer.step import initial_weights
 
 CONFIG = ExperimentConfig()
 HISTORY = pd.DataFrame({"step": [0], "head": [0], **{name: [0.5] for name in COLUMNS}})

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from mechinterp.analysis.circuits.classification import Classification
-from mechinterp.analysis.circuits.patterns import classify
+from mechinterp.analysis.one_layer.classification import Classification
+from mechinterp.analysis.one_layer.classify import classify
 from mechinterp.checkpoints.checkpoint import Checkpoint
 from mechinterp.checkpoints.foreign.layout import layout_of
 from mechinterp.checkpoints.foreign.names import ROWS, piece_of
@@ -18,10 +18,10 @@ from mechinterp.checkpoints.foreign.options import Hints
 from mechinterp.checkpoints.foreign.parsed import parts_of
 from mechinterp.checkpoints.foreign.read import read_foreign
 from mechinterp.checkpoints.io.errors import CheckpointError
-from mechinterp.checkpoints.loading import load
+from mechinterp.checkpoints.load import load
 from mechinterp.config import ModelConfig
 from mechinterp.icl.prompts import sample_prompts
-from mechinterp.models.constructions_algorithms import gradient_descent_model
+from mechinterp.models.constructions.descent import gradient_descent_model
 from mechinterp.models.shapes import tensor_shapes
 from mechinterp.models.weights import Weights
 from tests.checkpoints.wild_files import LAYOUTS, State

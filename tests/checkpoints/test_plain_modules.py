@@ -18,7 +18,7 @@ from mechinterp import (
     sample_prompts,
     write_report,
 )
-from mechinterp.models.adapter import masked
+from mechinterp.models.hooked.runner import masked
 
 TASK = TaskConfig(d_x=3, d_y=1, context_length=5)
 WIDTH, HEADS, LAYERS = 4, 2, 2

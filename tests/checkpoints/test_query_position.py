@@ -21,7 +21,7 @@ from mechinterp import (
     sample_prompts,
     write_report,
 )
-from mechinterp.models.query_position import query_positions
+from mechinterp.models.hooked.query_position import query_positions
 
 TASK = TaskConfig(d_x=3, context_length=6)
 PAIRS = TASK.context_length + 1

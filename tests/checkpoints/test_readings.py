@@ -9,13 +9,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from mechinterp.analysis.circuits.patterns import classify
+from mechinterp.analysis.one_layer.classify import classify
 from mechinterp.checkpoints.checkpoint import Checkpoint
 from mechinterp.checkpoints.foreign.options import COLUMNS
 from mechinterp.checkpoints.io.errors import CheckpointError
-from mechinterp.checkpoints.loading import convert, load
+from mechinterp.checkpoints.load import convert, load
 from mechinterp.config import SCORES
-from mechinterp.models.functional import AttentionWeights
+from mechinterp.models.heads import AttentionWeights
 
 pytestmark = pytest.mark.usefixtures("small_null")
 N_PROMPTS = 128

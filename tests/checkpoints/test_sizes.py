@@ -7,9 +7,9 @@ import pytest
 
 from mechinterp.checkpoints.checkpoint import save
 from mechinterp.checkpoints.io.errors import CheckpointError
-from mechinterp.checkpoints.loading import load
+from mechinterp.checkpoints.load import load
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig
-from mechinterp.training.deep import initial_deep_weights
+from mechinterp.training.general.trainer import initial_deep_weights
 from tests.checkpoints.test_archives import little
 from tests.conftest import Run
 

@@ -11,15 +11,15 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from typer.testing import CliRunner
 
-from mechinterp.analysis.circuits.patterns import classify
+from mechinterp.analysis.one_layer.classify import classify
 from mechinterp.checkpoints.checkpoint import Checkpoint
 from mechinterp.checkpoints.foreign.readings import ranked
 from mechinterp.checkpoints.io.errors import CheckpointError
-from mechinterp.checkpoints.loading import convert, load
+from mechinterp.checkpoints.load import convert, load
 from mechinterp.cli.main import app
 from mechinterp.config import TaskConfig
 from mechinterp.icl.prompts import generator_for, sample_prompts
-from mechinterp.models.constructions import debiased_gradient_step
+from mechinterp.models.constructions.one_layer import debiased_gradient_step
 from tests.checkpoints.wild_files import State
 from tests.models.test_layered_models import garg
 

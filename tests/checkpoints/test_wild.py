@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from mechinterp.analysis.circuits.patterns import classify
+from mechinterp.analysis.one_layer.classify import classify
 from mechinterp.checkpoints.foreign.layout import layout_of
 from mechinterp.checkpoints.foreign.matrices import attention_matrices
 from mechinterp.checkpoints.io.errors import CheckpointError
-from mechinterp.checkpoints.loading import load
-from mechinterp.models.functional import AttentionWeights
+from mechinterp.checkpoints.load import load
+from mechinterp.models.heads import AttentionWeights
 from tests.checkpoints.foreign_files import random_heads
 from tests.checkpoints.wild_files import LAYOUTS, State, linear_layers, matrices
 from tests.conftest import sampled

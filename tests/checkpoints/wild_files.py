@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from mechinterp.checkpoints.foreign.names import PROJECTIONS, ROWS, WORDS
-from mechinterp.models.functional import AttentionWeights
+from mechinterp.models.heads import AttentionWeights
 
 State = dict[str, Tensor]
 

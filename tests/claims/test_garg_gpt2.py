@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from mechinterp.analysis.estimates import ratio_and_sem
+from mechinterp.analysis.stats import ratio_and_sem
 from mechinterp.checkpoints.checkpoint import Checkpoint
-from mechinterp.checkpoints.loading import load
+from mechinterp.checkpoints.load import load
 from mechinterp.icl.predictors import ridge
 from mechinterp.icl.prompts import sample_prompts
 from tests.conftest import CHECKPOINTS, Run

@@ -4,14 +4,14 @@
 import numpy as np
 import pytest
 
-from mechinterp.analysis.circuits.patterns import classify
-from mechinterp.analysis.dynamics.jumps import jump_forecast
-from mechinterp.analysis.dynamics.plateaus import crossings
+from mechinterp.analysis.one_layer.classify import classify
+from mechinterp.analysis.training.jump_forecast import jump_forecast
+from mechinterp.analysis.training.plateaus import crossings
 from mechinterp.checkpoints.checkpoint import load
 from mechinterp.config import override
 from mechinterp.theory.linear import modes
-from mechinterp.training.flow import flow
-from mechinterp.training.linear import initial_heads, task_moments
+from mechinterp.training.linear.flow import flow
+from mechinterp.training.linear.trainer import initial_heads, task_moments
 from tests.conftest import CHECKPOINTS
 
 pytestmark = pytest.mark.slow

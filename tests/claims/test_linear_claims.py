@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from mechinterp.analysis.dynamics.plateaus import Plateaus, crossings, drops, plateaus
+from mechinterp.analysis.training.plateaus import Plateaus, crossings, drops, plateaus
 from mechinterp.config import CovarianceConfig, TaskConfig
 from mechinterp.icl.predictors import one_step_pcr, pcr
 from mechinterp.icl.prompts import Prompts
@@ -37,8 +37,8 @@ from mechinterp.theory.linear_heads import (
     merged_heads,
     separate_heads,
 )
-from mechinterp.training.descent import full_batch_descent, sample_moments, training_set
-from mechinterp.training.flow import Flow, flow
+from mechinterp.training.linear.descent import full_batch_descent, sample_moments, training_set
+from mechinterp.training.linear.flow import Flow, flow
 from tests.conftest import sampled
 
 pytestmark = pytest.mark.slow

@@ -8,12 +8,12 @@ tested beside this file; the records in analyses/results have every model's numb
 import numpy as np
 import pytest
 
-from mechinterp.analysis.heads.pruning import prune
+from mechinterp.analysis.ablation.pruning import prune
 from mechinterp.analysis.learners.losses import shared_losses
 from mechinterp.checkpoints.checkpoint import load
 from mechinterp.config import TaskConfig
 from mechinterp.theory.linear import fixed_point
-from mechinterp.training.descent import sample_moments, training_set
+from mechinterp.training.linear.descent import sample_moments, training_set
 from tests.claims import test_linear_claims as linear
 from tests.claims import test_softmax_activations as activations
 from tests.claims import test_softmax_covariance as covariance

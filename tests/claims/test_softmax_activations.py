@@ -10,11 +10,11 @@ from functools import cache, partial
 import numpy as np
 import pytest
 
-from mechinterp.analysis.circuits.classification import Classification
-from mechinterp.analysis.circuits.patterns import classify
-from mechinterp.analysis.dynamics.milestones import milestones
-from mechinterp.analysis.dynamics.training import training_dynamics
 from mechinterp.analysis.learners.losses import shared_losses
+from mechinterp.analysis.one_layer.classification import Classification
+from mechinterp.analysis.one_layer.classify import classify
+from mechinterp.analysis.training.milestones import milestones
+from mechinterp.analysis.training.over_training import training_dynamics
 from mechinterp.checkpoints.checkpoint import load
 from mechinterp.config import TaskConfig
 from mechinterp.icl.predictors import debiased_gd

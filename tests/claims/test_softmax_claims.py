@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 import torch
 
-from mechinterp.analysis.circuits.patterns import classify
 from mechinterp.analysis.learners.fits import LEARNERS, fit_learners
 from mechinterp.analysis.learners.losses import shared_losses
+from mechinterp.analysis.one_layer.classify import classify
 from mechinterp.checkpoints.checkpoint import load
 from mechinterp.config import TaskConfig, override
 from mechinterp.theory.softmax import debiased_step_size
-from mechinterp.training.step import initial_weights
+from mechinterp.training.one_layer.step import initial_weights
+from mechinterp.training.one_layer.trainer import Pack
 from mechinterp.training.sweep import load_sweep
-from mechinterp.training.trainer import Pack
 from tests.conftest import CHECKPOINTS, assert_close_to_rounding
 
 pytestmark = pytest.mark.slow

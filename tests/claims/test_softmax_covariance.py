@@ -9,9 +9,9 @@ from functools import cache
 import numpy as np
 import pytest
 
-from mechinterp.analysis.circuits.classification import Classification
-from mechinterp.analysis.circuits.patterns import classify
 from mechinterp.analysis.learners.losses import shared_losses
+from mechinterp.analysis.one_layer.classification import Classification
+from mechinterp.analysis.one_layer.classify import classify
 from mechinterp.checkpoints.checkpoint import load
 from mechinterp.icl.prompts import covariance_matrix
 from mechinterp.theory.preconditioning import (

@@ -11,15 +11,15 @@ import numpy as np
 import pytest
 import torch
 
-from mechinterp.analysis.circuits.circuits import circuits
-from mechinterp.analysis.circuits.patterns import classify
-from mechinterp.analysis.dynamics.training import TrainingDynamics, training_dynamics
 from mechinterp.analysis.learners.losses import shared_losses
+from mechinterp.analysis.one_layer.circuits import circuits
+from mechinterp.analysis.one_layer.classify import classify
+from mechinterp.analysis.training.over_training import TrainingDynamics, training_dynamics
 from mechinterp.checkpoints.checkpoint import Checkpoint, load
 from mechinterp.config import TaskConfig
 from mechinterp.icl.predictors import debiased_gd, ridge
 from mechinterp.icl.prompts import prompt_chunks
-from mechinterp.models.functional import predict
+from mechinterp.models.heads import predict
 from mechinterp.theory.softmax import debiased_step_size, linear_attention_risk, manifold_mu
 from tests.claims.test_softmax_claims import PAIRED, SINGLE
 from tests.conftest import CHECKPOINTS

@@ -12,9 +12,9 @@ from functools import cache, partial
 import numpy as np
 import pytest
 
-from mechinterp.analysis.circuits.classification import Classification
-from mechinterp.analysis.circuits.patterns import classify
 from mechinterp.analysis.learners.losses import shared_losses
+from mechinterp.analysis.one_layer.classification import Classification
+from mechinterp.analysis.one_layer.classify import classify
 from mechinterp.checkpoints.checkpoint import load
 from mechinterp.icl.predictors import joint_debiased_gd
 from mechinterp.theory.several_tasks import (

@@ -21,9 +21,9 @@ from mechinterp.icl.sparse_predictors import (
     preprocess_then_optimise,
     tuned,
 )
-from mechinterp.models.constructions_sparse import preprocess_then_optimise_model
-from mechinterp.models.deep import predict_deep
-from mechinterp.models.transformer import ICLTransformer
+from mechinterp.models.constructions.sparse import preprocess_then_optimise_model
+from mechinterp.models.hooked.transformer import ICLTransformer
+from mechinterp.models.stacks import predict_deep
 from mechinterp.theory.sparse import best_ridge_risk, ols_risk
 
 SMALL = TaskConfig(d_x=16, context_length=40, sparsity=4, nonzeros="signs", noise_var=0.4)

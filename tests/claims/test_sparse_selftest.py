@@ -11,16 +11,21 @@ import numpy as np
 import pytest
 import torch
 
-from mechinterp.analysis.heads.ablation import ablate_heads
-from mechinterp.analysis.heads.choices import SPLITS, random_halves
-from mechinterp.analysis.heads.pruning import best_head_first, least_head_later, prune, save_pruned
-from mechinterp.analysis.probing.p_probing import descent_curves, p_probe, query_features
-from mechinterp.analysis.probing.probes import probe_layers, reweighted
+from mechinterp.analysis.ablation.cross_fitting import SPLITS, random_halves
+from mechinterp.analysis.ablation.pruning import (
+    best_head_first,
+    least_head_later,
+    prune,
+    save_pruned,
+)
+from mechinterp.analysis.ablation.single import ablate_heads
+from mechinterp.analysis.probing.feature_descent import descent_curves, p_probe, query_features
+from mechinterp.analysis.probing.linear import probe_layers, reweighted
 from mechinterp.checkpoints.checkpoint import load, save
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig
 from mechinterp.icl.prompts import generator_for, sample_prompts
 from mechinterp.icl.sparse_predictors import descend, excess_risk, preprocess_then_optimise
-from mechinterp.models.constructions_sparse import preprocess_then_optimise_model
+from mechinterp.models.constructions.sparse import preprocess_then_optimise_model
 
 pytestmark = pytest.mark.slow
 

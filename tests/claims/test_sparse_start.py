@@ -10,14 +10,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from mechinterp.analysis.probing.probes import preconditioned, probe_layers, reweighted
+from mechinterp.analysis.probing.linear import preconditioned, probe_layers, reweighted
 from mechinterp.checkpoints.checkpoint import load
 from mechinterp.icl.prompts import generator_for, sample_prompts
 from mechinterp.icl.sparse_predictors import excess_risk
-from mechinterp.models.constructions_sparse import preprocess_then_optimise_model
-from mechinterp.models.deep import predict_deep
-from mechinterp.models.transformer import ICLTransformer
-from mechinterp.training.deep import DeepRun, initial_deep_weights
+from mechinterp.models.constructions.sparse import preprocess_then_optimise_model
+from mechinterp.models.hooked.transformer import ICLTransformer
+from mechinterp.models.stacks import predict_deep
+from mechinterp.training.general.trainer import DeepRun, initial_deep_weights
 from tests.conftest import CHECKPOINTS
 
 pytestmark = pytest.mark.slow

@@ -14,15 +14,15 @@ import numpy as np
 import pytest
 import torch
 
-from mechinterp.analysis.estimates import ratio_and_sem
-from mechinterp.analysis.heads.ablation import HeadAblation, ablate_heads
-from mechinterp.analysis.heads.choices import masked_by
-from mechinterp.analysis.heads.errors import masked_errors
-from mechinterp.analysis.heads.fine_tuning import fine_tune
-from mechinterp.analysis.heads.pairs import halves
-from mechinterp.analysis.heads.pruning import Pruning, best_head_first, best_head_later, prune
-from mechinterp.analysis.probing.p_probing import RAW, descent_curves, query_features
-from mechinterp.analysis.probing.probes import LayerProbes, preconditioned, probe_layers, reweighted
+from mechinterp.analysis.ablation.cross_fitting import masked_by
+from mechinterp.analysis.ablation.fine_tuning import fine_tune
+from mechinterp.analysis.ablation.masked_risk import masked_errors
+from mechinterp.analysis.ablation.pairs import halves
+from mechinterp.analysis.ablation.pruning import Pruning, best_head_first, best_head_later, prune
+from mechinterp.analysis.ablation.single import HeadAblation, ablate_heads
+from mechinterp.analysis.probing.feature_descent import RAW, descent_curves, query_features
+from mechinterp.analysis.probing.linear import LayerProbes, preconditioned, probe_layers, reweighted
+from mechinterp.analysis.stats import ratio_and_sem
 from mechinterp.checkpoints.checkpoint import Checkpoint, load
 from mechinterp.icl.predictors import ridge
 from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts

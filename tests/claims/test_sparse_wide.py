@@ -7,9 +7,9 @@ does not find it.
 import numpy as np
 import pytest
 
-from mechinterp.analysis.estimates import ratio_and_sem
-from mechinterp.analysis.heads.errors import masked_errors
-from mechinterp.analysis.probing.probes import probe_layers, reweighted
+from mechinterp.analysis.ablation.masked_risk import masked_errors
+from mechinterp.analysis.probing.linear import probe_layers, reweighted
+from mechinterp.analysis.stats import ratio_and_sem
 from mechinterp.checkpoints.checkpoint import Checkpoint, load
 from mechinterp.icl.predictors import ridge
 from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts

@@ -24,10 +24,10 @@ from torch import Tensor
 
 import mechinterp
 from mechinterp import cli
-from mechinterp.checkpoints.loading import load
+from mechinterp.checkpoints.load import load
 from mechinterp.config import ExperimentConfig, TaskConfig, override
 from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
-from mechinterp.models.predictor import predictor_of
+from mechinterp.models.run.predictor import predictor_of
 from mechinterp.presets import PRESETS
 from mechinterp.training import run as training_run
 from mechinterp.training.sweep import train_models

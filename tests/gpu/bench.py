@@ -18,14 +18,14 @@ import torch
 
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig, TrainConfig, override
 from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
-from mechinterp.models.masks import mask_heads
-from mechinterp.models.predictor import predictor_of
-from mechinterp.models.transformer import ICLTransformer
+from mechinterp.models.hooked.masks import mask_heads
+from mechinterp.models.hooked.transformer import ICLTransformer
+from mechinterp.models.run.predictor import predictor_of
 from mechinterp.presets import preset
-from mechinterp.training import trainer
-from mechinterp.training.deep import DeepRun, initial_deep_weights
-from mechinterp.training.step import by_tensors
-from mechinterp.training.trainer import Pack
+from mechinterp.training.general.trainer import DeepRun, initial_deep_weights
+from mechinterp.training.one_layer import trainer
+from mechinterp.training.one_layer.step import by_tensors
+from mechinterp.training.one_layer.trainer import Pack
 from tests.benchmarks import plain
 from tests.gpu.machine import described, gpus, state
 

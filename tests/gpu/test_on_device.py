@@ -14,20 +14,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from mechinterp.analysis.heads.ablation import ablate_heads
+from mechinterp.analysis.ablation.single import ablate_heads
 from mechinterp.analysis.learners.fits import fit_learners
-from mechinterp.analysis.probing.p_probing import p_probe
-from mechinterp.analysis.probing.probes import probe_layers
+from mechinterp.analysis.probing.feature_descent import p_probe
+from mechinterp.analysis.probing.linear import probe_layers
 from mechinterp.checkpoints.checkpoint import load
 from mechinterp.config import SCORES, ExperimentConfig, ModelConfig, TaskConfig, override
 from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
-from mechinterp.models.predictor import predictor_of
+from mechinterp.models.run.predictor import predictor_of
 from mechinterp.presets import preset
-from mechinterp.training import batches, deep
-from mechinterp.training.deep import DeepRun, initial_deep_weights
+from mechinterp.training.general import trainer as deep
+from mechinterp.training.general.trainer import DeepRun, initial_deep_weights
+from mechinterp.training.one_layer import batches
+from mechinterp.training.one_layer.step import initial_weights, loss_and_gradients, membership
+from mechinterp.training.one_layer.trainer import Pack
 from mechinterp.training.run import Run
-from mechinterp.training.step import initial_weights, loss_and_gradients, membership
-from mechinterp.training.trainer import Pack
 from tests.conftest import CHECKPOINTS, ROUNDING
 from tests.gpu.bench import replayed
 from tests.training.test_other_devices import DEEP, SMALL, TASKS, TRAIN

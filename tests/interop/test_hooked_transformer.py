@@ -14,11 +14,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from mechinterp.checkpoints.checkpoint import Checkpoint, save
-from mechinterp.checkpoints.loading import convert, load
+from mechinterp.checkpoints.load import convert, load
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig
 from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
-from mechinterp.models.functional import predict
-from mechinterp.training.step import initial_weights
+from mechinterp.models.heads import predict
+from mechinterp.training.one_layer.step import initial_weights
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = Path(__file__).with_name("hooked_transformer.py")

@@ -10,18 +10,23 @@ import pytest
 import torch
 from torch import nn
 
-from mechinterp.analysis.heads.errors import masked_errors
-from mechinterp.analysis.heads.gates import learn_gates
-from mechinterp.analysis.heads.pruning import prune
-from mechinterp.analysis.probing.p_probing import p_probe
-from mechinterp.analysis.probing.probes import probe_layers
+from mechinterp.analysis.ablation.gates import learn_gates
+from mechinterp.analysis.ablation.masked_risk import masked_errors
+from mechinterp.analysis.ablation.pruning import prune
+from mechinterp.analysis.probing.feature_descent import p_probe
+from mechinterp.analysis.probing.linear import probe_layers
 from mechinterp.config import ModelConfig, TaskConfig
 from mechinterp.icl.prompts import generator_for, sample_prompts
-from mechinterp.models.adapter import HookedPredictor, gpt2_predictor, hooked_predictor, masked
-from mechinterp.models.masks import z_name
-from mechinterp.models.predictor import predictor_of
+from mechinterp.models.hooked.masks import z_name
+from mechinterp.models.hooked.runner import (
+    HookedPredictor,
+    gpt2_predictor,
+    hooked_predictor,
+    masked,
+)
+from mechinterp.models.hooked.transformer import ICLTransformer
+from mechinterp.models.run.predictor import predictor_of
 from mechinterp.models.tokens import interleaved
-from mechinterp.models.transformer import ICLTransformer
 from tests.deep_models import WIDE, random_gpt2, random_model
 
 

@@ -15,11 +15,12 @@ from transformer_lens.config import TransformerBridgeConfig
 from mechinterp import load
 from mechinterp.config import SCORES, ModelConfig
 from mechinterp.icl.prompts import generator_for
-from mechinterp.models import attention, conformance_model
-from mechinterp.models.attention import Attention
-from mechinterp.models.conformance import CHECKS, Compatibility, check_compatible
-from mechinterp.models.conformance_model import require_close, sample_inputs
-from mechinterp.models.transformer import ICLTransformer
+from mechinterp.models.compatibility import model as conformance_model
+from mechinterp.models.compatibility.check import CHECKS, Compatibility, check_compatible
+from mechinterp.models.compatibility.model import require_close, sample_inputs
+from mechinterp.models.hooked import attention
+from mechinterp.models.hooked.attention import Attention
+from mechinterp.models.hooked.transformer import ICLTransformer
 from tests.conftest import sampled
 
 CHECKPOINTS = Path(__file__).parents[2] / "checkpoints"

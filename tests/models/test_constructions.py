@@ -4,13 +4,13 @@ import pytest
 import torch
 
 from mechinterp.icl.prompts import Prompts
-from mechinterp.models.constructions import (
+from mechinterp.models.constructions.one_layer import (
     debiased_gradient_step,
     diagonal_heads,
     kernel_head,
     zero_head,
 )
-from mechinterp.models.functional import head_outputs, predict
+from mechinterp.models.heads import head_outputs, predict
 
 
 def debiased_gd(prompts: Prompts, eta: float) -> torch.Tensor:

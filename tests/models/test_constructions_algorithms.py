@@ -7,22 +7,22 @@ import torch
 from torch import Tensor
 
 from mechinterp.checkpoints.checkpoint import save
-from mechinterp.checkpoints.loading import load
+from mechinterp.checkpoints.load import load
 from mechinterp.config import CovarianceConfig, ExperimentConfig, ModelConfig, TaskConfig
 from mechinterp.icl.algorithms import ALGORITHMS
 from mechinterp.icl.prompt_moments import PromptMoments
 from mechinterp.icl.prompts import Prompts, covariance_matrix, generator_for, sample_prompts
-from mechinterp.models.constructions_algorithms import (
+from mechinterp.models.constructions.descent import (
     gd_plus_plus_model,
     gradient_descent_model,
     preconditioned_gd_model,
     rotated,
     with_noise,
 )
-from mechinterp.models.constructions_sparse import preprocess_then_optimise_model
-from mechinterp.models.deep import DeepWeights, predict_deep
+from mechinterp.models.constructions.sparse import preprocess_then_optimise_model
+from mechinterp.models.hooked.transformer import ICLTransformer
 from mechinterp.models.shapes import NAMES
-from mechinterp.models.transformer import ICLTransformer
+from mechinterp.models.stacks import DeepWeights, predict_deep
 from tests.conftest import assert_close_to_rounding
 
 BY_NAME = {algorithm.name: algorithm for algorithm in ALGORITHMS}

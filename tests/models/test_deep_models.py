@@ -8,11 +8,11 @@ from torch import Tensor
 
 from mechinterp.config import CONTEXT_ONLY_SCORES, ModelConfig, TaskConfig
 from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
-from mechinterp.models.conformance import check_compatible
-from mechinterp.models.constructions_sparse import preprocess_then_optimise_model
-from mechinterp.models.deep import DeepWeights, predict_deep
-from mechinterp.models.hook_map import hook_map
-from mechinterp.models.transformer import ICLTransformer
+from mechinterp.models.compatibility.check import check_compatible
+from mechinterp.models.constructions.sparse import preprocess_then_optimise_model
+from mechinterp.models.hooked.hook_map import hook_map
+from mechinterp.models.hooked.transformer import ICLTransformer
+from mechinterp.models.stacks import DeepWeights, predict_deep
 from mechinterp.models.weights import as_weights
 from tests.conftest import assert_same
 

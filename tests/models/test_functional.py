@@ -7,8 +7,8 @@ import torch
 
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig
 from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
-from mechinterp.models.constructions import diagonal_heads, zero_head
-from mechinterp.models.functional import (
+from mechinterp.models.constructions.one_layer import diagonal_heads, zero_head
+from mechinterp.models.heads import (
     NAMES,
     AttentionWeights,
     attend,
@@ -16,7 +16,7 @@ from mechinterp.models.functional import (
     predict,
     stack,
 )
-from mechinterp.training.step import initial_weights
+from mechinterp.training.one_layer.step import initial_weights
 from tests.conftest import assert_close_to_rounding, predictions_of_each
 
 TASK = TaskConfig(d_x=3, d_y=2, context_length=6)

@@ -11,17 +11,22 @@ import torch
 from torch import Tensor, nn
 from transformer_lens import ActivationCache
 
-from mechinterp.analysis.heads.ablation import ablate_heads
-from mechinterp.analysis.heads.gates import learn_gates
-from mechinterp.analysis.probing.p_probing import query_features
+from mechinterp.analysis.ablation.gates import learn_gates
+from mechinterp.analysis.ablation.single import ablate_heads
+from mechinterp.analysis.probing.feature_descent import query_features
 from mechinterp.checkpoints.checkpoint import Checkpoint
 from mechinterp.config import ModelConfig
 from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
-from mechinterp.models.adapter import HookedPredictor, gpt2_predictor, hooked_predictor, masked
-from mechinterp.models.hook_map import SWITCHES, hook_map
-from mechinterp.models.predictor import predictor_of
+from mechinterp.models.hooked.hook_map import SWITCHES, hook_map
+from mechinterp.models.hooked.runner import (
+    HookedPredictor,
+    gpt2_predictor,
+    hooked_predictor,
+    masked,
+)
+from mechinterp.models.hooked.transformer import ICLTransformer
+from mechinterp.models.run.predictor import predictor_of
 from mechinterp.models.tokens import interleaved
-from mechinterp.models.transformer import ICLTransformer
 from tests.conftest import assert_close_to_rounding
 from tests.models.test_layered_models import (
     TASK,

@@ -14,7 +14,7 @@ from mechinterp.checkpoints.foreign.options import Hints
 from mechinterp.checkpoints.foreign.read import read_foreign
 from mechinterp.config import TaskConfig
 from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
-from mechinterp.models.masks import Head
+from mechinterp.models.hooked.masks import Head
 from tests.conftest import assert_close_to_rounding
 
 TASK = TaskConfig(d_x=3, context_length=6, beta_var=1.0, noise_var=0.0)
@@ -320,7 +320,7 @@ def test_prompts_that_do_not_fit_are_refused(gpt2: Checkpoint):
 @pytest.mark.slow
 def test_hooks_and_transformers_are_not_imported_to_read_a_model():
     code = """
-import sys, torch, mechinterp.models.weights, mechinterp.models.predictor
+import sys, torch, mechinterp.models.weights, mechinterp.models.run.predictor
 from pathlib import Path
 from mechinterp.checkpoints.foreign.options import Hints
 from mechinterp.checkpoints.foreign.read import read_foreign

@@ -8,9 +8,9 @@ import torch
 
 from mechinterp.config import CovarianceConfig, ModelConfig, TaskConfig
 from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
-from mechinterp.models.constructions import linear_attention
-from mechinterp.models.functional import AttentionWeights, identity_keys, predict, stack, unmerged
-from mechinterp.models.transformer import ICLTransformer
+from mechinterp.models.constructions.one_layer import linear_attention
+from mechinterp.models.heads import AttentionWeights, identity_keys, predict, stack, unmerged
+from mechinterp.models.hooked.transformer import ICLTransformer
 from mechinterp.theory.linear_heads import Heads, MergedHeads, merged_heads, separate_heads
 from tests.conftest import assert_close_to_rounding, assert_same
 

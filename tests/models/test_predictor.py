@@ -11,11 +11,13 @@ from torch import Tensor, nn
 
 from mechinterp.config import ModelConfig, TaskConfig
 from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
-from mechinterp.models.adapter import hooked_predictor
-from mechinterp.models.backends import hooks, one_layer, token_map, weights_alone
-from mechinterp.models.masks import METHODS, Head
-from mechinterp.models.predictor import Predictor, predictor_of
-from mechinterp.models.transformer import ICLTransformer
+from mechinterp.models.hooked.masks import METHODS, Head
+from mechinterp.models.hooked.runner import hooked_predictor
+from mechinterp.models.hooked.transformer import ICLTransformer
+from mechinterp.models.run import general as weights_alone
+from mechinterp.models.run import hooks, one_layer
+from mechinterp.models.run import linear as token_map
+from mechinterp.models.run.predictor import Predictor, predictor_of
 from mechinterp.models.weights import Weights
 from tests.conftest import assert_close_to_rounding, sampled
 

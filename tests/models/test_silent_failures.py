@@ -10,9 +10,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mechinterp.config import ModelConfig
 from mechinterp.icl.prompts import generator_for
-from mechinterp.models.conformance_model import replace_at, sample_inputs
-from mechinterp.models.hook_map import hook_map
-from mechinterp.models.transformer import ICLTransformer
+from mechinterp.models.compatibility.model import replace_at, sample_inputs
+from mechinterp.models.hooked.hook_map import hook_map
+from mechinterp.models.hooked.transformer import ICLTransformer
 
 
 def random_model(n_layers: int = 2) -> ICLTransformer:

@@ -10,11 +10,11 @@ from transformer_lens import ActivationCache, patching
 
 from mechinterp.config import SCORES, ModelConfig, TaskConfig
 from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
-from mechinterp.models import functional
-from mechinterp.models.constructions import diagonal_heads, kernel_head
-from mechinterp.models.functional import AttentionWeights
+from mechinterp.models import heads as functional
+from mechinterp.models.constructions.one_layer import diagonal_heads, kernel_head
+from mechinterp.models.heads import AttentionWeights
+from mechinterp.models.hooked.transformer import ICLTransformer
 from mechinterp.models.scores import is_normalised
-from mechinterp.models.transformer import ICLTransformer
 
 TASK = TaskConfig(d_x=3, d_y=2, context_length=8)
 D_HEAD = 4

@@ -16,10 +16,10 @@ from transformer_lens.head_detector import detect_head
 from transformer_lens.hook_points import HookPoint
 
 from mechinterp import Prompts, generator_for, load, sample_prompts
-from mechinterp.models.checked_hooks import HookError
-from mechinterp.models.hooked_config import HookedConfig
-from mechinterp.models.hooked_names import PROCESSING
-from mechinterp.models.transformer import ICLTransformer
+from mechinterp.models.hooked.config import HookedConfig
+from mechinterp.models.hooked.hooks import HookError
+from mechinterp.models.hooked.names import PROCESSING
+from mechinterp.models.hooked.transformer import ICLTransformer
 
 MODELS = {
     "one layer": "softmax-h2-s0",

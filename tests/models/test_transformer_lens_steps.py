@@ -13,7 +13,7 @@ from transformer_lens.tools.analysis.attribution_patching import attribution_pat
 
 from mechinterp import Prompts, circuits, load, patch_positions, sample_prompts
 from mechinterp.config import ModelConfig
-from mechinterp.models.transformer import ICLTransformer
+from mechinterp.models.hooked.transformer import ICLTransformer
 from tests.models.test_transformer_lens import MODELS, N_POS, loaded
 
 

@@ -11,9 +11,9 @@ import torch
 
 from mechinterp.config import ModelConfig
 from mechinterp.icl.prompts import generator_for
-from mechinterp.models.functional import predict
-from mechinterp.models.masks import mask_heads
-from mechinterp.models.transformer import ICLTransformer
+from mechinterp.models.heads import predict
+from mechinterp.models.hooked.masks import mask_heads
+from mechinterp.models.hooked.transformer import ICLTransformer
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "peers.md"

@@ -5,8 +5,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from mechinterp.models.masks import mask_heads
-from mechinterp.models.transformer import ICLTransformer
+from mechinterp.models.hooked.masks import mask_heads
+from mechinterp.models.hooked.transformer import ICLTransformer
 
 attr = pytest.importorskip("captum.attr", reason="`make test-peers` brings captum")
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from mechinterp.models.transformer import ICLTransformer
+from mechinterp.models.hooked.transformer import ICLTransformer
 
 pyvene = pytest.importorskip("pyvene", reason="`make test-peers` brings pyvene")
 

@@ -9,13 +9,13 @@ import pandas as pd
 import pytest
 import torch
 
-from mechinterp.analysis.heads.ablation import ablate_heads
-from mechinterp.analysis.heads.edges import attribute_edges
-from mechinterp.analysis.heads.errors import masked_errors
-from mechinterp.analysis.heads.pruning import prune
+from mechinterp.analysis.ablation.masked_risk import masked_errors
+from mechinterp.analysis.ablation.pruning import prune
+from mechinterp.analysis.ablation.single import ablate_heads
 from mechinterp.analysis.learners.baselines import baselines
+from mechinterp.analysis.patching.edges import attribute_edges
 from mechinterp.checkpoints.checkpoint import Checkpoint, save
-from mechinterp.checkpoints.loading import load
+from mechinterp.checkpoints.load import load
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig
 from mechinterp.icl.prompts import generator_for, sample_prompts
 from mechinterp.report.glossary import meanings

@@ -7,17 +7,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mechinterp.analysis.circuits.patterns import classify
-from mechinterp.analysis.heads.ablation import ablate_heads
-from mechinterp.analysis.heads.masking import Ablations
-from mechinterp.analysis.heads.subsets import METHODS, ablate_subsets
+from mechinterp.analysis.ablation.methods import Ablations
+from mechinterp.analysis.ablation.single import ablate_heads
+from mechinterp.analysis.ablation.subsets import METHODS, ablate_subsets
 from mechinterp.analysis.learners.fits import LEARNERS, fit_learners
+from mechinterp.analysis.one_layer.classify import classify
 from mechinterp.checkpoints.checkpoint import Checkpoint, load, save
 from mechinterp.checkpoints.native.outline import outline_of
 from mechinterp.config import ExperimentConfig, override
 from mechinterp.icl.prompts import generator_for, sample_prompts
-from mechinterp.models.constructions import debiased_gradient_step, zero_head
-from mechinterp.models.functional import stack
+from mechinterp.models.constructions.one_layer import debiased_gradient_step, zero_head
+from mechinterp.models.heads import stack
 from mechinterp.report.classification import classification_document
 from mechinterp.report.documents import ablation_document, fits_document, training_document
 from mechinterp.report.header import dumps

@@ -10,18 +10,18 @@ import pandas as pd
 import plotly.graph_objects as go
 import pytest
 
-from mechinterp.analysis.analyses import (
+from mechinterp.analysis.ablation.gates import learn_gates
+from mechinterp.analysis.registry import (
     ANALYSES,
     analysis_named,
     described,
     draws_prompts,
     run_analysis,
 )
-from mechinterp.analysis.heads.gates import learn_gates
 from mechinterp.checkpoints.checkpoint import Checkpoint, load
 from mechinterp.display import Result
-from mechinterp.models.evaluation import evaluation_prompts
-from mechinterp.models.predictor import Source
+from mechinterp.models.run.evaluation import evaluation_prompts
+from mechinterp.models.run.predictor import Source
 from mechinterp.report import contents
 from mechinterp.report.documents import result_document
 from mechinterp.report.header import dumps, header

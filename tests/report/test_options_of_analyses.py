@@ -5,9 +5,9 @@ from functools import partial, update_wrapper
 
 import pytest
 
-from mechinterp.analysis.analyses import ANALYSES, draws_prompts, run_analysis
-from mechinterp.analysis.heads.gates import learn_gates
-from mechinterp.checkpoints.loading import load
+from mechinterp.analysis.ablation.gates import learn_gates
+from mechinterp.analysis.registry import ANALYSES, draws_prompts, run_analysis
+from mechinterp.checkpoints.load import load
 from mechinterp.report.documents import result_document
 from mechinterp.report.header import dumps
 from tests.conftest import CHECKPOINTS, Run

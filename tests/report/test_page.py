@@ -12,14 +12,14 @@ import plotly.graph_objects as go
 import pytest
 import torch
 
-from mechinterp.analysis.circuits.patterns import classify
 from mechinterp.analysis.learners.fits import fit_learners
+from mechinterp.analysis.one_layer.classify import classify
 from mechinterp.analysis.verdict import digits
 from mechinterp.checkpoints.checkpoint import Checkpoint, load, save
-from mechinterp.checkpoints.loading import load as read_any
+from mechinterp.checkpoints.load import load as read_any
 from mechinterp.config import ExperimentConfig, override
-from mechinterp.models.constructions import debiased_gradient_step, kernel_head, zero_head
-from mechinterp.models.functional import AttentionWeights
+from mechinterp.models.constructions.one_layer import debiased_gradient_step, kernel_head, zero_head
+from mechinterp.models.heads import AttentionWeights
 from mechinterp.report import html
 from mechinterp.report.glossary import PAPERS, WORDS, meanings
 from mechinterp.report.page import PAGE, write_figure, write_report

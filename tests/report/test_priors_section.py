@@ -13,7 +13,7 @@ from mechinterp.models.weights import weights_of_layer
 from mechinterp.report.contents import default_names
 from mechinterp.report.page import write_report
 from mechinterp.report.subject import Subject
-from mechinterp.training.step import initial_weights
+from mechinterp.training.one_layer.step import initial_weights
 from tests.conftest import Run
 
 CONFIG = ExperimentConfig(

@@ -7,13 +7,13 @@ import pandas as pd
 import pytest
 import torch
 
-from mechinterp.analysis.heads.ablation import ablate_heads
-from mechinterp.analysis.heads.pruning import prune
-from mechinterp.analysis.probing.probes import probe_layers
-from mechinterp.checkpoints.loading import load
+from mechinterp.analysis.ablation.pruning import prune
+from mechinterp.analysis.ablation.single import ablate_heads
+from mechinterp.analysis.probing.linear import probe_layers
+from mechinterp.checkpoints.load import load
 from mechinterp.config import TaskConfig
 from mechinterp.icl.prompts import sample_prompts
-from mechinterp.models.evaluation import evaluation_prompts, usual_number
+from mechinterp.models.run.evaluation import evaluation_prompts, usual_number
 from mechinterp.report.page import write_report
 from tests.conftest import CHECKPOINTS, Run
 from tests.golden.store import FILES

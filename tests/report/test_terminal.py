@@ -13,16 +13,16 @@ import pandas as pd
 import pytest
 from rich.console import Console
 
-from mechinterp.analysis.circuits.patterns import classify
-from mechinterp.analysis.heads.ablation import ablate_heads
-from mechinterp.analysis.heads.masking import Ablations
-from mechinterp.analysis.heads.subsets import ablate_subsets
+from mechinterp.analysis.ablation.methods import Ablations
+from mechinterp.analysis.ablation.single import ablate_heads
+from mechinterp.analysis.ablation.subsets import ablate_subsets
 from mechinterp.analysis.learners.fits import fit_learners
+from mechinterp.analysis.one_layer.classify import classify
 from mechinterp.analysis.verdict import digits, explained, with_error
 from mechinterp.config import TaskConfig
-from mechinterp.models.constructions import debiased_gradient_step, zero_head
-from mechinterp.models.constructions_algorithms import gradient_descent_model
-from mechinterp.models.transformer import ICLTransformer
+from mechinterp.models.constructions.descent import gradient_descent_model
+from mechinterp.models.constructions.one_layer import debiased_gradient_step, zero_head
+from mechinterp.models.hooked.transformer import ICLTransformer
 from mechinterp.report import bars, terminal
 from mechinterp.report.classification import brief_text
 from mechinterp.report.text import ROWS, frame_text, wrapped

@@ -6,8 +6,8 @@ import torch
 
 from mechinterp.config import TaskConfig
 from mechinterp.icl.prompts import prompt_chunks
-from mechinterp.models.constructions import diagonal_heads
-from mechinterp.models.functional import predict
+from mechinterp.models.constructions.one_layer import diagonal_heads
+from mechinterp.models.heads import predict
 from mechinterp.theory.approximate_loss import (
     approximate_loss,
     corrected_loss,

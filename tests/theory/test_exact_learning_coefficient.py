@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from mechinterp.analysis.dynamics.local_losses import population_loss
+from mechinterp.analysis.training.local_losses import population_loss
 from mechinterp.theory.learning_coefficient import (
     learning_coefficient,
     level_coefficients,

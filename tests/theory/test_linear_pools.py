@@ -14,8 +14,8 @@ from mechinterp.presets import preset
 from mechinterp.theory.linear import modes, population_moments
 from mechinterp.theory.linear_heads import merged_heads
 from mechinterp.theory.linear_pools import pool_optimum, second_moment
-from mechinterp.training.flow import flow
-from mechinterp.training.linear import task_moments, train_linear
+from mechinterp.training.linear.flow import flow
+from mechinterp.training.linear.trainer import task_moments, train_linear
 
 TASK = TaskConfig(d_x=5, context_length=20, noise_var=0.25, beta_var=1.0, n_tasks=4)
 CORRELATED = replace(

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from mechinterp.analysis.estimates import mean_and_sem
+from mechinterp.analysis.stats import mean_and_sem
 from mechinterp.config import TaskConfig
 from mechinterp.icl.predictors import debiased_gd, vanilla_gd
 from mechinterp.icl.prompts import generator_for, sample_prompts

@@ -15,8 +15,8 @@ from mechinterp.checkpoints.io.errors import CheckpointError
 from mechinterp.checkpoints.io.locks import MARK, locked
 from mechinterp.config import ExperimentConfig, TaskConfig, TrainConfig, override
 from mechinterp.presets import preset
-from mechinterp.training.cluster import train_anywhere, train_on_ray
 from mechinterp.training.packs import PackJob
+from mechinterp.training.ray import train_anywhere, train_on_ray
 from mechinterp.training.sweep import train_models
 
 BASE = ExperimentConfig(

@@ -5,9 +5,9 @@ import torch
 
 from mechinterp.config import CONTEXT_ONLY_SCORES
 from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
-from mechinterp.models.deep import DeepWeights, predict_deep
-from mechinterp.training.deep_step import loss_and_gradients
-from mechinterp.training.kernel import LANES
+from mechinterp.models.stacks import DeepWeights, predict_deep
+from mechinterp.training.general.step import loss_and_gradients
+from mechinterp.training.one_layer.kernel import LANES
 from tests.models.test_deep_models import TASK, random_weights
 
 SCORES = ("linear", *CONTEXT_ONLY_SCORES)

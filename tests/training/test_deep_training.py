@@ -12,9 +12,9 @@ from mechinterp.checkpoints.io.errors import CheckpointError
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig, TrainConfig
 from mechinterp.icl.prompts import generator_for, sample_prompts
 from mechinterp.icl.sparse_predictors import excess_risk
-from mechinterp.models.deep import predict_deep
+from mechinterp.models.stacks import predict_deep
 from mechinterp.presets import preset
-from mechinterp.training.deep import DeepRun, initial_deep_weights
+from mechinterp.training.general.trainer import DeepRun, initial_deep_weights
 from mechinterp.training.state import stored_models
 from mechinterp.training.sweep import train_models
 from tests.conftest import assert_same
@@ -88,7 +88,7 @@ def test_contexts_of_all_lengths_are_seen_and_one_length_without_a_shortest(
         seen.append(context_length)
         return sample_prompts(*arguments, context_length=context_length, **rest)
 
-    monkeypatch.setattr("mechinterp.training.deep.sample_prompts", record)
+    monkeypatch.setattr("mechinterp.training.general.trainer.sample_prompts", record)
     run = DeepRun({"m": CONFIG})
     for step in range(200):
         run._update(step)

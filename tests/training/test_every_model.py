@@ -11,9 +11,9 @@ from mechinterp.checkpoints.checkpoint import Checkpoint, load
 from mechinterp.checkpoints.io.errors import CheckpointError
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig, TrainConfig
 from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
-from mechinterp.models.transformer import ICLTransformer
+from mechinterp.models.hooked.transformer import ICLTransformer
 from mechinterp.training import run as running
-from mechinterp.training.deep import DeepRun, initial_deep_weights
+from mechinterp.training.general.trainer import DeepRun, initial_deep_weights
 from mechinterp.training.packs import packs, shares_a_pack
 from mechinterp.training.run import Progress
 from mechinterp.training.sweep import train_models

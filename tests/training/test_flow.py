@@ -13,13 +13,13 @@ from mechinterp.theory import linear_dynamics as dynamics
 from mechinterp.theory import linear_jumps as jumping
 from mechinterp.theory.linear import modes, population_moments
 from mechinterp.theory.linear_heads import MergedHeads, SeparateHeads, merged_heads, separate_heads
-from mechinterp.training import flow as module
-from mechinterp.training.descent import (
+from mechinterp.training.linear import flow as module
+from mechinterp.training.linear.descent import (
     full_batch_descent,
     sample_moments,
     training_set,
 )
-from mechinterp.training.flow import flow
+from mechinterp.training.linear.flow import flow
 
 EIGENVALUES = (0.4, 0.3, 0.2, 0.1)
 MOMENTS = population_moments(np.array(EIGENVALUES), context_length=31)

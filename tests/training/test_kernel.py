@@ -9,11 +9,16 @@ from numba import njit, types
 
 from mechinterp.config import SCORES, ExperimentConfig, ModelConfig, TaskConfig, override
 from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
-from mechinterp.models.functional import NAMES, AttentionWeights, stack
-from mechinterp.training import kernel, trainer
-from mechinterp.training.kernel import LANES, exponential, load, store
-from mechinterp.training.step import by_tensors, initial_weights, loss_and_gradients, membership
-from mechinterp.training.trainer import Pack
+from mechinterp.models.heads import NAMES, AttentionWeights, stack
+from mechinterp.training.one_layer import kernel, trainer
+from mechinterp.training.one_layer.kernel import LANES, exponential, load, store
+from mechinterp.training.one_layer.step import (
+    by_tensors,
+    initial_weights,
+    loss_and_gradients,
+    membership,
+)
+from mechinterp.training.one_layer.trainer import Pack
 from tests.conftest import predictions_of_each
 
 HEADS = (1, 2, 3, 8)

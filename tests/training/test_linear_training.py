@@ -8,21 +8,21 @@ import numpy as np
 import pytest
 import torch
 
-from mechinterp.analysis.dynamics.training import training_dynamics
+from mechinterp.analysis.training.over_training import training_dynamics
 from mechinterp.checkpoints.checkpoint import load
 from mechinterp.checkpoints.io.errors import CheckpointError
 from mechinterp.config import ExperimentConfig, TaskConfig, override
 from mechinterp.icl.prompts import generator_for, sample_prompts
-from mechinterp.models.constructions import linear_attention
-from mechinterp.models.functional import AttentionWeights, predict
+from mechinterp.models.constructions.one_layer import linear_attention
+from mechinterp.models.heads import AttentionWeights, predict
 from mechinterp.models.weights import Weights
 from mechinterp.presets import preset
 from mechinterp.theory.linear import modes, population_moments
 from mechinterp.theory.linear_heads import MergedHeads, merged_heads, separate_heads
-from mechinterp.training.descent import full_batch_descent
-from mechinterp.training.flow import flow
-from mechinterp.training.linear import initial_heads, task_moments, train_linear
-from mechinterp.training.step import initial_weights
+from mechinterp.training.linear.descent import full_batch_descent
+from mechinterp.training.linear.flow import flow
+from mechinterp.training.linear.trainer import initial_heads, task_moments, train_linear
+from mechinterp.training.one_layer.step import initial_weights
 from mechinterp.training.sweep import load_sweep, require_finite, train_models
 from tests.conftest import assert_close_to_rounding
 

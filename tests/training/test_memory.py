@@ -12,12 +12,13 @@ import torch
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig, TrainConfig, override
 from mechinterp.icl.prompts import generator_for, sample_prompts
 from mechinterp.memory import prompt_bytes
-from mechinterp.models.functional import NAMES, predict
-from mechinterp.training import batches, kernel, packs
-from mechinterp.training.batches import batch_chunks
+from mechinterp.models.heads import NAMES, predict
+from mechinterp.training import packs
+from mechinterp.training.one_layer import batches, kernel
+from mechinterp.training.one_layer.batches import batch_chunks
+from mechinterp.training.one_layer.step import initial_weights, loss_and_gradients, membership
+from mechinterp.training.one_layer.trainer import Pack
 from mechinterp.training.packs import pack_bytes
-from mechinterp.training.step import initial_weights, loss_and_gradients, membership
-from mechinterp.training.trainer import Pack
 
 CONFIG = ExperimentConfig(
     task=TaskConfig(d_x=3, context_length=8),
@@ -72,7 +73,8 @@ PEAK = """
 import json, sys, torch
 from pathlib import Path
 from mechinterp.config import from_dict
-from mechinterp.training import kernel, packs
+from mechinterp.training import packs
+from mechinterp.training.one_layer import kernel
 from mechinterp.training.packs import peak_memory
 from mechinterp.training.sweep import train_models
 torch.set_num_threads(1)

@@ -17,13 +17,15 @@ from torch.overrides import TorchFunctionMode
 from mechinterp.config import SCORES, ExperimentConfig, ModelConfig, TaskConfig, TrainConfig
 from mechinterp.config.task import CovarianceConfig
 from mechinterp.icl.prompts import generator_for, sample_prompts
-from mechinterp.models.predictor import predictor_of
+from mechinterp.models.run.predictor import predictor_of
 from mechinterp.models.weights import Weights
-from mechinterp.training import deep_attention, deep_step, trainer
-from mechinterp.training.deep import DeepRun, initial_deep_weights
+from mechinterp.training.general import attention as deep_attention
+from mechinterp.training.general import step as deep_step
+from mechinterp.training.general.trainer import DeepRun, initial_deep_weights
+from mechinterp.training.one_layer import trainer
+from mechinterp.training.one_layer.step import by_tensors
+from mechinterp.training.one_layer.trainer import Pack
 from mechinterp.training.run import Run
-from mechinterp.training.step import by_tensors
-from mechinterp.training.trainer import Pack
 from tests.pretended import DEVICE, fused_adam, generators, pretended
 
 aten = torch.ops.aten

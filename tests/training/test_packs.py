@@ -16,9 +16,9 @@ from mechinterp.config import (
     override,
 )
 from mechinterp.presets import preset
+from mechinterp.training.one_layer.trainer import Pack
 from mechinterp.training.packs import PACK_HEADS, PackJob, pack_jobs, packs, train_here, train_job
 from mechinterp.training.sweep import train_models
-from mechinterp.training.trainer import Pack
 from tests.checkpoints.killed import killed_while_writing
 from tests.conftest import assert_same
 

@@ -7,8 +7,8 @@ import torch
 
 from mechinterp.config import SCORES, ExperimentConfig, ModelConfig, TaskConfig, override
 from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
-from mechinterp.models.functional import NAMES, AttentionWeights, stack
-from mechinterp.training.step import initial_weights, loss_and_gradients, membership
+from mechinterp.models.heads import NAMES, AttentionWeights, stack
+from mechinterp.training.one_layer.step import initial_weights, loss_and_gradients, membership
 from tests.conftest import assert_close_to_rounding, predictions_of_each
 
 HEADS = (1, 2, 3, 8)

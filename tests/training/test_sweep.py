@@ -26,9 +26,9 @@ from mechinterp.config import (
 )
 from mechinterp.presets import preset
 from mechinterp.training import run
+from mechinterp.training.one_layer.trainer import Pack
 from mechinterp.training.run import Progress
 from mechinterp.training.sweep import LOCK, RESULTS, load_sweep, require_finite, train_models
-from mechinterp.training.trainer import Pack
 from tests.checkpoints.killed import killed_while_writing
 from tests.conftest import assert_same
 
@@ -472,8 +472,8 @@ KILLS = 12
 # a run ends before its kill, the kills go on in another folder: what each folder holds in the end is compared.
 DRIVER = """
 import os, pathlib, random, signal, sys, time
-import mechinterp.analysis.results, mechinterp.cli.main, mechinterp.cli.training, mechinterp.report.bars
-import mechinterp.report.documents, mechinterp.training.cluster, mechinterp.training.kernel, mechinterp.training.sweep
+import mechinterp.analysis.sweep_table, mechinterp.cli.main, mechinterp.cli.training, mechinterp.report.bars
+import mechinterp.report.documents, mechinterp.training.ray, mechinterp.training.one_layer.kernel, mechinterp.training.sweep
 from mechinterp import cli
 from mechinterp.training import run
 

@@ -13,11 +13,11 @@ from safetensors.torch import save_file
 from mechinterp.checkpoints.io.errors import CheckpointError
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig, TrainConfig, override
 from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
-from mechinterp.models.functional import AttentionWeights, predict
+from mechinterp.models.heads import AttentionWeights, predict
 from mechinterp.training import run
+from mechinterp.training.one_layer.step import initial_weights
+from mechinterp.training.one_layer.trainer import Pack, pack_key
 from mechinterp.training.run import Progress, train_run
-from mechinterp.training.step import initial_weights
-from mechinterp.training.trainer import Pack, pack_key
 from tests.conftest import assert_same
 
 SMALL = ExperimentConfig(

@@ -9,8 +9,8 @@ import torch
 from jaxtyping import Float
 
 from mechinterp import figures
-from mechinterp.analysis.estimates import mean_and_sem, ratio_and_sem
-from mechinterp.analysis.heads.errors import masked_errors
+from mechinterp.analysis.ablation.masked_risk import masked_errors
+from mechinterp.analysis.stats import mean_and_sem, ratio_and_sem
 from mechinterp.config import TaskConfig
 from mechinterp.display import Result
 from mechinterp.icl.pools import dmmse
@@ -22,8 +22,8 @@ from mechinterp.icl.sparse_predictors import (
     ols,
     preprocess_then_optimise,
 )
-from mechinterp.models.evaluation import evaluation_prompts
-from mechinterp.models.predictor import Source, predictor_of
+from mechinterp.models.run.evaluation import evaluation_prompts
+from mechinterp.models.run.predictor import Source, predictor_of
 
 PENALTIES = (0.0, *np.geomspace(0.01, 1000, 31))
 STEPS = 128

@@ -8,14 +8,14 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from mechinterp.analysis.estimates import mean_and_sem, ratio_and_sem, require_moderate
+from mechinterp.analysis.stats import mean_and_sem, ratio_and_sem, require_moderate
 from mechinterp.checkpoints.checkpoint import Checkpoint
 from mechinterp.config import TaskConfig
 from mechinterp.icl.pools import Pool, dmmse
 from mechinterp.icl.predictors import ridge
 from mechinterp.icl.prompts import Prompts, generator_for, task_pool
-from mechinterp.models.evaluation import evaluation_prompts
-from mechinterp.models.predictor import Source, learner_of, task_for
+from mechinterp.models.run.evaluation import evaluation_prompts
+from mechinterp.models.run.predictor import Source, learner_of, task_for
 from mechinterp.progress import ProgressCallback
 
 KINDS = ("pool", "new")

@@ -11,7 +11,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from mechinterp import figures
-from mechinterp.analysis.estimates import mean_and_sem, ratio_and_sem, require_moderate
+from mechinterp.analysis.stats import mean_and_sem, ratio_and_sem, require_moderate
 from mechinterp.config import TaskConfig
 from mechinterp.display import Result
 from mechinterp.icl.pools import dmmse
@@ -23,7 +23,7 @@ from mechinterp.icl.predictors import (
     zero_prediction,
 )
 from mechinterp.icl.prompts import Prompts, prompt_chunks, sample_prompts, task_pool
-from mechinterp.models.predictor import Predictor, Source, learner_of, predictor_of, task_for
+from mechinterp.models.run.predictor import Predictor, Source, learner_of, predictor_of, task_for
 from mechinterp.progress import ProgressCallback, no_progress
 
 FITTED = {"vanilla_gd": "eta", "debiased_gd": "eta", "kernel_head": "mu"}
@@ -188,7 +188,7 @@ def fit_learners(
     Source:
         He et al. 2025, arXiv 2503.12734, section 4 (vanilla, debiased GD, Bayes) and eq. (4.12).
     Example:
-        >>> from mechinterp.models.constructions import debiased_gradient_step
+        >>> from mechinterp.models.constructions.one_layer import debiased_gradient_step
         >>> fits = fit_learners(debiased_gradient_step(0.88, 0.05, d_x=5), context_lengths=[40], n_prompts=4096)
         >>> fits.best, round(float(fits.factor[0, 2]), 2)
         ('debiased_gd', 0.88)

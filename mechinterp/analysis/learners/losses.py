@@ -11,11 +11,11 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from mechinterp import figures
-from mechinterp.analysis.estimates import mean_and_sem
+from mechinterp.analysis.stats import mean_and_sem
 from mechinterp.config import TaskConfig
 from mechinterp.display import Result
 from mechinterp.icl.prompts import Prompts, prompt_chunks
-from mechinterp.models.predictor import Source, learner_of
+from mechinterp.models.run.predictor import Source, learner_of
 
 Learner = Callable[[Prompts], Tensor]
 
@@ -78,7 +78,7 @@ def shared_losses(
     Raises:
         ValueError: If there is no model.
     Example:
-        >>> from mechinterp.models.constructions import zero_head
+        >>> from mechinterp.models.constructions.one_layer import zero_head
         >>> losses = shared_losses({"zero": zero_head(d_x=5)}, TaskConfig(noise_var=0.0), n_prompts=4096)
         >>> abs(losses.loss[0, 0] - 1.0) < 4 * losses.loss_sem[0, 0]
         np.True_

@@ -22,7 +22,7 @@ from mechinterp.config import TaskConfig
 from mechinterp.display import Result
 from mechinterp.icl.pools import Pool
 from mechinterp.icl.prompts import Prompts
-from mechinterp.models.predictor import Source, learner_of
+from mechinterp.models.run.predictor import Source, learner_of
 from mechinterp.progress import ProgressCallback, no_progress
 
 CLEAR = 2.0

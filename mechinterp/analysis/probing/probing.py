@@ -6,12 +6,12 @@ from dataclasses import dataclass
 import pandas as pd
 import plotly.graph_objects as go
 
-from mechinterp.analysis.probing.p_probing import DescentCurves, p_probe
-from mechinterp.analysis.probing.probes import STRUCTURES, LayerProbes, probe_layers
+from mechinterp.analysis.probing.feature_descent import DescentCurves, p_probe
+from mechinterp.analysis.probing.linear import STRUCTURES, LayerProbes, probe_layers
 from mechinterp.display import Result
 from mechinterp.icl.prompts import Prompts
-from mechinterp.models.evaluation import evaluation_prompts
-from mechinterp.models.predictor import Source
+from mechinterp.models.run.evaluation import evaluation_prompts
+from mechinterp.models.run.predictor import Source
 from mechinterp.progress import ProgressCallback, no_progress
 
 AFTER = "after layer 0"

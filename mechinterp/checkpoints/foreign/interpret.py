@@ -19,9 +19,9 @@ from mechinterp.checkpoints.foreign.readings import Errors, Reading, Said, ranke
 from mechinterp.checkpoints.io.errors import CheckpointError, one_line
 from mechinterp.config import TaskConfig
 from mechinterp.icl.prompts import Prompts
-from mechinterp.models.evaluation import evaluation_prompts
-from mechinterp.models.functional import AttentionWeights
-from mechinterp.models.predictor import predictor_of
+from mechinterp.models.heads import AttentionWeights
+from mechinterp.models.run.evaluation import evaluation_prompts
+from mechinterp.models.run.predictor import predictor_of
 from mechinterp.models.weights import Weights
 
 MAX_READINGS = 64

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from mechinterp.checkpoints.foreign.options import stated_option
-from mechinterp.models.functional import AttentionWeights
+from mechinterp.models.heads import AttentionWeights
 from mechinterp.models.weights import Weights
 
 MARGIN, ERRORS = 0.05, 3.0

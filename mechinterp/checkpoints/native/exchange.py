@@ -26,7 +26,7 @@ from mechinterp.checkpoints.native.folder_tensors import fill_with_tensors, requ
 from mechinterp.checkpoints.native.recipe import LOAD
 from mechinterp.checkpoints.native.tensors import PREFIX, state_dict, weights_from
 from mechinterp.config import ExperimentConfig, TaskConfig
-from mechinterp.models.functional import AttentionWeights
+from mechinterp.models.heads import AttentionWeights
 from mechinterp.models.shapes import BIASES, NAMES
 from mechinterp.models.weights import weights_of_layer, why_no_circuits
 

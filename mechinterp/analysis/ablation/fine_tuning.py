@@ -1,0 +1,155 @@
+"""Further training of a pruned model, beside the full one trained as long."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import plotly.graph_objects as go
+from jaxtyping import Bool, Float, Int
+
+from mechinterp import figures
+from mechinterp.analysis.ablation.masked_risk import masked_errors
+from mechinterp.analysis.ablation.pruning import pruned_config, pruned_origin, pruned_weights
+from mechinterp.analysis.stats import mean_and_sem, ratio_and_sem
+from mechinterp.checkpoints.checkpoint import Checkpoint, checkpoint_of, save
+from mechinterp.config import ExperimentConfig
+from mechinterp.display import Result
+from mechinterp.icl.prompts import Prompts
+from mechinterp.models.weights import Weights
+from mechinterp.progress import ProgressCallback, no_progress
+from mechinterp.training.general.trainer import DeepRun
+
+MODELS = ("pruned", "full")
+ROWS = 5
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class FineTuning(Result):
+    """Excess risk of the pruned and of the full model while both are trained further on the same prompts."""
+
+    step: Int[np.ndarray, " row"]
+    """Updates since the pruning."""
+    risk: Float[np.ndarray, "model row"]
+    """Excess risk, unit y^2; the models are `MODELS`."""
+    risk_sem: Float[np.ndarray, "model row"]
+    ratio: Float[np.ndarray, "model row"]
+    """Risk over that of the full model as it was."""
+    ratio_sem: Float[np.ndarray, "model row"]
+    """Standard error of `ratio`, paired over prompts."""
+    checkpoint: Checkpoint
+    """The full model as it was."""
+    kept: Bool[np.ndarray, "layer head"]
+    weights: Weights
+    """Of the pruned model after the last step."""
+
+    def __repr__(self) -> str:
+        pruned, full = (
+            f"{ratio:.3g} ± {sem:.2g}"
+            for ratio, sem in zip(self.ratio[:, -1], self.ratio_sem[:, -1], strict=True)
+        )
+        return (
+            f"FineTuning({self.step[-1]} steps: {self.ratio[0, 0]:.3g} to {pruned} times the full model's risk; "
+            f"the full model itself {full})"
+        )
+
+    def to_frame(self) -> pd.DataFrame:
+        """One row per model and step."""
+        n_models, n_rows = self.risk.shape
+        columns = {"model": np.repeat(MODELS, n_rows), "step": np.tile(self.step, n_models)}
+        names = ("risk", "risk_sem", "ratio", "ratio_sem")
+        return pd.DataFrame(columns | {name: getattr(self, name).ravel() for name in names})
+
+    def plot(self) -> go.Figure:
+        """The ratio over steps."""
+        return figures.lines(
+            self.step,
+            dict(zip(MODELS, self.ratio, strict=True)),
+            errors=dict(zip(MODELS, self.ratio_sem, strict=True)),
+            title="Excess risk while trained further, over the full model's",
+            x_title="steps since pruning",
+            y_title="ratio",
+        )
+
+    def save(self, path: str | Path) -> None:
+        """Write the pruned model after the last step as a checkpoint of its own.
+
+        Raises:
+            CheckpointError: If the folder is not empty or cannot be written.
+        """
+        steps = int(self.step[-1])
+        config = pruned_config(self.checkpoint.config, self.weights)
+        origin = pruned_origin(self.checkpoint, self.kept) | {"fine_tuned_steps": steps}
+        save(path, config, self.weights, step=self.checkpoint.step + steps, origin=origin)
+
+
+def fine_tune(
+    checkpoint: Checkpoint,
+    kept: Bool[np.ndarray, "layer head"],
+    prompts: Prompts,
+    *,
+    steps: int = 400,
+    learning_rate: float | None = None,
+    data_seed: int = 1000,
+    progress: ProgressCallback = no_progress,
+) -> FineTuning:
+    """Train a pruned model further as it had been trained: context lengths, clipping and the fall of the step size.
+
+    Pruned heads stay away: they are zero, and get no gradient. The full model is trained alike, as a control.
+
+    Args:
+        kept: As in `Pruning`.
+        prompts: On which risks are measured; none that heads were chosen on.
+        learning_rate: Of the first step; None: that of the training.
+        data_seed: Of the prompts of the steps; not the training's.
+        progress: Optional progress callback.
+    Raises:
+        ValueError: If no head is kept, or steps, learning_rate or data_seed are out of range.
+    Example:
+        >>> from mechinterp.analysis.ablation.pruning import prune
+        >>> from mechinterp.checkpoints.checkpoint import load
+        >>> from mechinterp.icl.prompts import generator_for, sample_prompts
+        >>> checkpoint = load("checkpoints/sparse-h4-noise0.1-s0")
+        >>> prompts = sample_prompts(checkpoint.task, 400, generator=generator_for(0, "eval", 0))
+        >>> found = fine_tune(checkpoint, prune(checkpoint.model, prompts[:200]).kept, prompts[200:], steps=5)
+        >>> bool(found.risk[0, -1] < found.risk[0, 0])
+        True
+    """
+    checkpoint = checkpoint_of(checkpoint, "fine_tune")
+    train = replace(
+        checkpoint.config.train,
+        steps=steps,
+        learning_rate=checkpoint.config.train.learning_rate
+        if learning_rate is None
+        else learning_rate,
+        data_seed=data_seed,
+        log_every=max(1, steps // (ROWS - 1)),
+        snapshot_every=max(1, steps // (ROWS - 1)),
+        n_eval_prompts=1,
+    )
+    config = replace(checkpoint.config, train=train)
+    starts = (pruned_weights(checkpoint.weights, kept), checkpoint.weights)
+    trained = [_trained(config, start, progress) for start in starts]
+    errors = np.array([[_errors(w, prompts) for w in run.values()] for run in trained])
+    before = errors[1, 0]  # the full model as it was
+    risk, risk_sem = mean_and_sem(np.moveaxis(errors, -1, 0))
+    ratio, ratio_sem = ratio_and_sem(np.moveaxis(errors, -1, 0), before)
+    step, last = np.array(list(trained[0])), list(trained[0].values())[-1]
+    return FineTuning(step, risk, risk_sem, ratio, ratio_sem, checkpoint, kept, last)
+
+
+def _trained(
+    config: ExperimentConfig, start: Weights, progress: ProgressCallback
+) -> dict[int, Weights]:
+    """The weights by step."""
+    run = DeepRun({"": pruned_config(config, start)}, start=start)
+    for _ in progress(
+        range(-(-run.config.train.steps // run.config.train.log_every)), "training on"
+    ):
+        run.advance()
+    (found,) = run.results().values()
+    return found.snapshots | {found.step: found.weights}
+
+
+def _errors(weights: Weights, prompts: Prompts) -> Float[np.ndarray, " prompt"]:
+    return masked_errors(weights, prompts, [[]])[:, 0]

@@ -1,0 +1,183 @@
+"""Learned gates of heads: a soft factor per head, fitted with pressure to stay open and to close.
+
+Masking asks what one head costs with all others there. Gates of all heads are fitted together, so that heads that
+stand in for each other, or stand in each other's way, show.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import pandas as pd
+import plotly.graph_objects as go
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from mechinterp import figures
+from mechinterp.analysis.ablation.pairs import halves
+from mechinterp.analysis.ablation.single import ablate_heads
+from mechinterp.display import Result
+from mechinterp.icl.prompts import Prompts
+from mechinterp.models.hooked.masks import Hooks, z_name
+from mechinterp.models.run.evaluation import evaluation_prompts
+from mechinterp.models.run.hooks import CHUNK
+from mechinterp.models.run.predictor import Predictor, Source, predictor_of
+from mechinterp.progress import ProgressCallback, no_progress
+
+ROLES = ("facilitating", "irrelevant", "interfering")
+LIMIT = 4.0
+"""Gates are sigmoids of numbers in [-LIMIT, LIMIT]: 0.018 to 0.982."""
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class HeadGates(Result):
+    """Gates of all heads: without pressure, pressed to stay open, and pressed to close."""
+
+    free: Float[np.ndarray, "layer head"]
+    """Gates that minimise the excess risk alone, between 0 and 1."""
+    opened: Float[np.ndarray, "layer head"]
+    """Gates fitted with a reward for being open, G+."""
+    closed: Float[np.ndarray, "layer head"]
+    """Gates fitted with a reward for being closed, G-."""
+    rise: Float[np.ndarray, "layer head"]
+    """Rise of the excess risk when the head alone is masked, unit y^2."""
+    rise_sem: Float[np.ndarray, "layer head"]
+    full_risk: float
+    """Excess risk of the model as it is, unit y^2."""
+    risks: Float[np.ndarray, "3"]
+    """Excess risk with the free, the opened and the closed gates, on prompts that had no part in the fit."""
+
+    @property
+    def scores(self) -> Float[np.ndarray, "role layer head"]:
+        """How facilitating (open although pressed to close), irrelevant (as it is pressed) and interfering (closed
+        although pressed to stay open) a head is; the three sum to 1."""
+        low, high = np.minimum(self.opened, self.closed), np.maximum(self.opened, self.closed)
+        return np.stack([low, high - low, 1 - high])
+
+    @property
+    def roles(self) -> list[str]:
+        """The largest score of each head, L0H0 first."""
+        return [ROLES[role] for role in self.scores.argmax(0).ravel()]
+
+    def __repr__(self) -> str:
+        counts = ", ".join(f"{self.roles.count(role)} {role}" for role in ROLES)
+        free, opened, closed = self.risks
+        return (
+            f"HeadGates({counts}; risk {self.full_risk:.3g}, gated {free:.3g}, "
+            f"{opened:.3g} opened, {closed:.3g} closed)"
+        )
+
+    def to_frame(self) -> pd.DataFrame:
+        """One row per head."""
+        layer, head = (index.ravel() for index in np.indices(self.free.shape))
+        columns = {"layer": layer, "head": head, "role": self.roles}
+        columns |= {role: score.ravel() for role, score in zip(ROLES, self.scores, strict=True)}
+        names = ("free", "opened", "closed", "rise", "rise_sem")
+        return pd.DataFrame(columns | {name: getattr(self, name).ravel() for name in names})
+
+    def plot(self) -> go.Figure:
+        """How facilitating, minus how interfering, each head is."""
+        title = "Gates: facilitating (1), irrelevant (0), interfering (-1)"
+        return figures.layers_by_heads(self.scores[0] - self.scores[2], title=title)
+
+
+def learn_gates(
+    source: Source,
+    prompts: Prompts | None = None,
+    *,
+    pressure: float = 0.01,
+    steps: int = 200,
+    learning_rate: float = 0.1,
+    n_prompts: int = 1024,
+    seed: int = 0,
+    progress: ProgressCallback = no_progress,
+) -> HeadGates:
+    """Gates on the heads' outputs that minimise risk / full risk -+ pressure times the sum of the gates' logits.
+
+    The gates without pressure start open; the other two start from them. A head whose closing raises the risk by less
+    than 2 LIMIT pressure of the full one, all other gates given, counts as irrelevant. Half of the prompts is fitted to.
+
+    Args:
+        prompts: None: `n_prompts` of the model's own task are drawn, by `seed`.
+        pressure: Weight of a gate's logit, in units of the full model's excess risk.
+        steps: Steps of Adam, for each of the three fits.
+        learning_rate: Of Adam, on the logits.
+        progress: Optional progress callback.
+    Raises:
+        ValueError: If pressure is not positive, steps is below 1, or there are fewer than four prompts.
+    Source:
+        Nam et al. 2025, arXiv 2505.13737, causal head gating, with the excess risk for their negative log-likelihood;
+        the scores, and their sizes of pressure and limit, are choices made here.
+    Example:
+        >>> from mechinterp import load
+        >>> from mechinterp.icl.prompts import generator_for, sample_prompts
+        >>> checkpoint = load("checkpoints/softmax-h2-s0")
+        >>> prompts = sample_prompts(checkpoint.config.task, 64, generator=generator_for(0, "eval", 0))
+        >>> learn_gates(checkpoint.model, prompts, steps=20).roles
+        ['facilitating', 'facilitating']
+    """
+    prompts = evaluation_prompts(source, prompts, n_prompts=n_prompts, seed=seed)
+    if pressure <= 0:
+        raise ValueError(f"pressure must be > 0, got {pressure}.")
+    if steps < 1:
+        raise ValueError(f"steps must be >= 1, got {steps}.")
+    predictor = predictor_of(source)
+    fitted, measured = halves(prompts)
+    alone = ablate_heads(predictor, measured, progress=progress)
+    start = torch.full((predictor.n_layers, predictor.n_heads), LIMIT, dtype=torch.float64)
+
+    def fit(start: Tensor, reward: float, kind: str) -> Tensor:
+        told = progress(range(steps), f"fitting gates ({kind})")
+        return _fit(predictor, fitted, start, reward, steps=told, learning_rate=learning_rate)
+
+    free = fit(start, 0.0, "free")
+    logits = [free, fit(free, pressure, "opened"), fit(free, -pressure, "closed")]
+    gates = [torch.sigmoid(one) for one in logits]
+    with torch.no_grad():
+        risks = [_risk(predictor, measured, gate).item() for gate in gates]
+    free_gates, opened, closed = (gate.numpy(force=True) for gate in gates)
+    return HeadGates(
+        free_gates, opened, closed, alone.rise, alone.rise_sem, alone.full_risk, np.array(risks)
+    )
+
+
+def _fit(
+    predictor: Predictor,
+    prompts: Prompts,
+    start: Tensor,
+    reward: float,
+    *,
+    steps: Iterable[int],
+    learning_rate: float,
+) -> Tensor:
+    """The logits of the gates with the least risk minus reward times their sum."""
+    with torch.no_grad():
+        full = _risk(predictor, prompts, torch.ones_like(start))
+    logits = start.clone().requires_grad_()
+    optimizer = torch.optim.Adam([logits], lr=learning_rate)
+    chunks = [prompts[begin : begin + CHUNK] for begin in range(0, len(prompts), CHUNK)]
+    for step in steps:
+        loss = _risk(predictor, chunks[step % len(chunks)], torch.sigmoid(logits)) / full
+        optimizer.zero_grad()
+        (gradient,) = torch.autograd.grad(loss - reward * logits.sum(), [logits])
+        logits.grad = gradient
+        optimizer.step()
+        with torch.no_grad():
+            logits.clamp_(-LIMIT, LIMIT)
+    return logits.detach()
+
+
+def _risk(
+    predictor: Predictor, prompts: Prompts, gates: Float[Tensor, "layer head"]
+) -> Float[Tensor, ""]:
+    """Excess risk with every head's z multiplied by its gate."""
+
+    def gate(z: Tensor, hook: object, *, factors: Tensor) -> Tensor:
+        return z * factors.to(z)[:, None]
+
+    hooks: Hooks = [(z_name(at), partial(gate, factors=row)) for at, row in enumerate(gates)]
+    with predictor.hooked.model.hooks(fwd_hooks=hooks):
+        prediction = predictor.hooked.predict(prompts)
+    return (prediction - prompts.y_query_clean).square().mean()

@@ -1,0 +1,43 @@
+"""Errors of a model with heads masked, and how a layer spreads their rises over its heads."""
+
+from collections.abc import Sequence
+
+import numpy as np
+from jaxtyping import Float
+
+from mechinterp.analysis.stats import require_moderate
+from mechinterp.icl.prompts import Prompts
+from mechinterp.models.hooked.masks import Head
+from mechinterp.models.run.predictor import predictor_of
+from mechinterp.progress import ProgressCallback, no_progress
+
+
+def masked_errors(
+    source: object,
+    prompts: Prompts,
+    masks: Sequence[Sequence[Head]],
+    *,
+    method: str = "zero",
+    progress: ProgressCallback = no_progress,
+) -> Float[np.ndarray, "unit mask"]:
+    """Squared error against the clean target under each mask, mean over responses, of independent units.
+
+    A unit is a prompt; where prompts swap in pairs it is the mean of a pair.
+    """
+    predictions = predictor_of(source).run(prompts, masks, method=method, progress=progress)
+    require_moderate(predictions)
+    errors = (predictions.double() - prompts.y_query_clean.to(predictions)).square().mean(2).T
+    errors = errors.unflatten(0, (-1, 2)).mean(1) if method == "resample" else errors
+    return errors.double().numpy(force=True)
+
+
+def layer_shares(rise: Float[np.ndarray, "layer head"]) -> Float[np.ndarray, "layer head"]:
+    """A head's share of its layer's rises, falls taken as 0; all 0 where no head of a layer counts.
+
+    Example:
+        >>> layer_shares(np.array([[1.0, 3.0], [-1.0, 0.0]])).tolist()
+        [[0.25, 0.75], [0.0, 0.0]]
+    """
+    positive = rise.clip(min=0)
+    total = positive.sum(1, keepdims=True)
+    return positive / np.where(total == 0, 1, total)

@@ -1,0 +1,151 @@
+"""Which heads memorise and which generalise: what masking a head does to the distance from the pool's posterior and from ridge."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+import plotly.graph_objects as go
+import torch
+from jaxtyping import Float
+from scipy.special import ndtri
+
+from mechinterp import figures
+from mechinterp.analysis.learners.closeness import KINDS, lengths_of, setting_of
+from mechinterp.analysis.stats import mean_and_sem, ratio_and_sem, require_moderate
+from mechinterp.config import TaskConfig
+from mechinterp.display import Result
+from mechinterp.icl.pools import Pool
+from mechinterp.models.run.predictor import Source, predictor_of
+from mechinterp.progress import ProgressCallback, no_progress
+
+LEVEL = 0.05
+"""Chance that any head of a model is called something when none is anything."""
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class PriorHeads(Result):
+    """Effects of masking each head on memory, on tasks of the pool, and on generalisation, on new ones."""
+
+    n_tasks: int
+    """Size of the pool."""
+    weight_change: Float[np.ndarray, "layer head"]
+    """Of the weight on dMMSE on tasks of the pool, masked minus full."""
+    weight_change_sem: Float[np.ndarray, "layer head"]
+    """Standard error of `weight_change`, paired: the same prompts for every mask."""
+    dmmse_rise: Float[np.ndarray, "layer head"]
+    """Rise of the distance to dMMSE on tasks of the pool, |f - dMMSE|^2 / d_x; unit y^2."""
+    dmmse_rise_sem: Float[np.ndarray, "layer head"]
+    ridge_rise: Float[np.ndarray, "layer head"]
+    """Rise of the distance to ridge on new tasks, |f - ridge|^2 / d_x; unit y^2."""
+    ridge_rise_sem: Float[np.ndarray, "layer head"]
+    memory_excess: Float[np.ndarray, "layer head"]
+    """On tasks of the pool, rise of the distance to dMMSE minus that to ridge; unit y^2."""
+    memory_excess_sem: Float[np.ndarray, "layer head"]
+
+    @property
+    def memorises(self) -> list[tuple[int, int]]:
+        """Heads without which the weight on dMMSE falls and the distance to dMMSE rises more than that to ridge.
+
+        Each by so many standard errors that at most one model in twenty without such a head has one called so.
+        """
+        bound = float(ndtri(1 - LEVEL / 2 / self.weight_change.size))
+        falls = self.weight_change + bound * self.weight_change_sem < 0
+        further = self.memory_excess - bound * self.memory_excess_sem > 0
+        return [(int(layer), int(head)) for layer, head in np.argwhere(falls & further)]
+
+    @property
+    def generalises(self) -> list[tuple[int, int]]:
+        """Heads without which the distance to ridge on new tasks rises, by as many standard errors."""
+        bound = float(ndtri(1 - LEVEL / 2 / self.ridge_rise.size))
+        rises = self.ridge_rise - bound * self.ridge_rise_sem > 0
+        return [(int(layer), int(head)) for layer, head in np.argwhere(rises)]
+
+    def __repr__(self) -> str:
+        layer, head = np.unravel_index(int(self.weight_change.argmin()), self.weight_change.shape)
+        change, sem = self.weight_change[layer, head], self.weight_change_sem[layer, head]
+        told = [", ".join(f"L{at}H{h}" for at, h in heads) or "none" for heads in self._named]
+        return (
+            f"PriorHeads(pool of {self.n_tasks}: without L{layer}H{head} the weight on dMMSE changes by "
+            f"{change:.3g} ± {sem:.1g}; memorise: {told[0]}; needed for ridge on new tasks: {told[1]})"
+        )
+
+    @property
+    def _named(self) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+        return self.memorises, self.generalises
+
+    def to_frame(self) -> pd.DataFrame:
+        """One row per head."""
+        layer, head = np.divmod(np.arange(self.dmmse_rise.size), self.dmmse_rise.shape[1])
+        columns: dict[str, np.ndarray] = {"layer": layer, "head": head}
+        for name in ("weight_change", "dmmse_rise", "ridge_rise", "memory_excess"):
+            columns[name] = getattr(self, name).ravel()
+            columns[f"{name}_sem"] = getattr(self, f"{name}_sem").ravel()
+        return pd.DataFrame(columns)
+
+    def plot(self) -> go.Figure:
+        """Rise of the distance to dMMSE on tasks of the pool beside that to ridge on new ones, head by head."""
+        names = [f"L{layer}H{head}" for layer, head in np.ndindex(self.dmmse_rise.shape)]
+        shown = {"dMMSE, pool tasks": "dmmse_rise", "ridge, new tasks": "ridge_rise"}
+        return figures.bars(
+            names,
+            {name: getattr(self, field).ravel() for name, field in shown.items()},
+            errors={name: getattr(self, f"{field}_sem").ravel() for name, field in shown.items()},
+            title="Rise of the distance to dMMSE and to ridge when a head is masked",
+            y_title="rise of distance (y²)",
+        )
+
+
+def prior_heads(
+    source: Source,
+    task: TaskConfig | None = None,
+    pool: Pool | None = None,
+    *,
+    context_lengths: Sequence[int] | None = None,
+    n_prompts: int = 1024,
+    seed: int = 0,
+    method: str = "mean",
+    progress: ProgressCallback = no_progress,
+) -> PriorHeads:
+    """Effects of masking each head on memory (tasks of the pool) and on generalisation (new tasks).
+
+    Args:
+        task: None: the model's own.
+        pool: Task vectors; None: those of the task.
+        context_lengths: None: up to 16, from 1 or the shortest of a checkpoint's training to the task's own; the effects are means over them.
+        n_prompts: Of each kind.
+        method: How a head is masked, "zero", "mean" or "resample".
+        progress: Optional progress callback.
+    Raises:
+        ValueError: If the source is no model, or as `compare_priors` does.
+    Source:
+        Derived here: the regression and the distances of `compare_priors`, under masks.
+    """
+    predictor = predictor_of(source)
+    setting = setting_of(source, task, pool, "prior_heads")
+    lengths = lengths_of(source, setting.task, context_lengths)
+    masks = [[], *([head] for head in predictor.heads)]
+    found = {}
+    for kind in KINDS:
+        sample = setting.sample(kind, n_prompts, lengths, seed, no_progress)
+        runs = [
+            predictor.run(prompts, masks, method=method).double()
+            for prompts in progress(sample.prompts, f"masking heads on {kind} tasks")
+        ]
+        require_moderate(torch.cat(runs, 1))
+        by_mask = [sample.given([run[mask] for run in runs]) for mask in range(len(masks))]
+        found[kind] = np.stack([each.squares().mean(1) for each in by_mask], 1)
+    pooled, new = ((each[:, 1:] - each[:, :1]) for each in found.values())  # [prompt, head, square]
+    gap = found["pool"][:, 0, 3]
+    measures = {
+        "weight_change": ratio_and_sem(pooled[..., 2], gap),
+        "dmmse_rise": mean_and_sem(pooled[..., 0]),
+        "ridge_rise": mean_and_sem(new[..., 1]),
+        "memory_excess": mean_and_sem(pooled[..., 0] - pooled[..., 1]),
+    }
+    shape = (predictor.n_layers, predictor.n_heads)
+    return PriorHeads(
+        n_tasks=len(setting.pool),
+        **{name: mean.reshape(shape) for name, (mean, _) in measures.items()},
+        **{f"{name}_sem": sem.reshape(shape) for name, (_, sem) in measures.items()},
+    )

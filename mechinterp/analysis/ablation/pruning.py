@@ -1,0 +1,238 @@
+"""Pruning of heads: rules of what stays, the risk without the rest, and the smaller model itself."""
+
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import plotly.graph_objects as go
+import torch
+from jaxtyping import Bool, Float
+
+from mechinterp import figures
+from mechinterp.analysis.ablation.cross_fitting import (
+    SPLITS,
+    Cost,
+    MaskedErrors,
+    Rule,
+    checked,
+    choices_on_halves,
+    choose,
+    cost,
+    masked_by,
+)
+from mechinterp.analysis.stats import mean_and_sem
+from mechinterp.checkpoints.checkpoint import Checkpoint, checkpoint_of, save
+from mechinterp.checkpoints.load import load
+from mechinterp.config import ExperimentConfig
+from mechinterp.display import Result
+from mechinterp.icl.prompts import Prompts
+from mechinterp.models.run.evaluation import evaluation_prompts
+from mechinterp.models.run.predictor import Source, predictor_of
+from mechinterp.models.weights import Weights
+from mechinterp.progress import ProgressCallback, no_progress
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Pruning(Cost, Result):
+    """What a model costs and keeps when a rule masks some of its heads for good, nothing retrained."""
+
+    kept: Bool[np.ndarray, "layer head"]
+    """The choice on all prompts; what the risks are of is chosen anew on each half of them."""
+    rise: Float[np.ndarray, "layer head"]
+    """What the rule saw on all prompts: the rise of the excess risk when a head is masked, unit y^2."""
+    chosen: Float[np.ndarray, "layer head"]
+    """In which share of the choices on halves of the prompts a head is kept."""
+    full_risk: float
+    """Excess risk of the full model."""
+    full_risk_sem: float
+    full_refit_risk: float
+    """Excess risk of the full model with a new read-out."""
+    full_refit_risk_sem: float
+
+    def __repr__(self) -> str:
+        per_layer = ", ".join(map(str, self.kept.sum(1)))
+        as_is = f"risk {self.full_risk:.3g} to {self.risk:.3g}, {self.ratio:.3g} ± {self.ratio_sem:.2g} times"
+        refit = f"{self.refit_risk:.3g} with a new read-out"
+        if self.carried_by_few:
+            as_is, refit = refit, f"{as_is}, which few prompts carry"
+        return f"Pruning({per_layer} heads kept: {as_is}; {refit})"
+
+    def to_frame(self) -> pd.DataFrame:
+        """One row per head."""
+        layer, head = (index.ravel() for index in np.indices(self.kept.shape))
+        columns = {"layer": layer, "head": head}
+        for name in ("kept", "chosen", "rise"):
+            columns[name] = getattr(self, name).ravel()
+        return pd.DataFrame(columns)
+
+    def plot(self) -> go.Figure:
+        """Excess risk of the full and of the pruned model, as they are and with a new read-out."""
+        risks = [self.full_risk, self.risk, self.full_refit_risk, self.refit_risk]
+        errors = [self.full_risk_sem, self.risk_sem, self.full_refit_risk_sem, self.refit_risk_sem]
+        return figures.bars(
+            ["full", "pruned", "full, new read-out", "pruned, new read-out"],
+            {"excess risk": np.array(risks)},
+            errors={"excess risk": np.array(errors)},
+            title=f"Excess risk with {self.kept.sum()} of {self.kept.size} heads",
+            y_title="excess risk (y²)",
+        )
+
+    def plot_chosen(self) -> go.Figure:
+        """How often each head is kept, layers by heads."""
+        title = "Share of the choices on halves of the prompts that keep a head"
+        return figures.layers_by_heads(self.chosen, title=title, unit="share", signed=False)
+
+
+def best_head_later(rise: Float[np.ndarray, "layer head"]) -> Bool[np.ndarray, "layer head"]:
+    """Every head of the first layer, and of each later one the head that is missed most.
+
+    Example:
+        >>> best_head_later(np.array([[1.0, 2.0], [1.0, 2.0], [0.0, -1.0]])).tolist()
+        [[True, True], [False, True], [True, False]]
+    """
+    kept = _only(rise.argmax(1), rise.shape[1])
+    kept[0] = True
+    return kept
+
+
+def least_head_later(rise: Float[np.ndarray, "layer head"]) -> Bool[np.ndarray, "layer head"]:
+    """Every head of the first layer, and of each later one the head that is missed least: a control."""
+    return best_head_later(-rise)
+
+
+def best_head_first(rise: Float[np.ndarray, "layer head"]) -> Bool[np.ndarray, "layer head"]:
+    """Of the first layer the head that is missed most, and every head of the later ones: a control."""
+    kept = _only(rise.argmax(1), rise.shape[1])
+    kept[1:] = True
+    return kept
+
+
+RULES: dict[str, Rule] = {
+    "best-later": best_head_later,
+    "least-later": least_head_later,
+    "best-first": best_head_first,
+}
+
+
+def prune(
+    source: Source,
+    prompts: Prompts | None = None,
+    *,
+    rule: Rule = best_head_later,
+    sequential: bool = False,
+    splits: int = SPLITS,
+    n_prompts: int | None = None,
+    seed: int = 0,
+    progress: ProgressCallback = no_progress,
+) -> Pruning:
+    """The model without the heads that a rule lets go, its risk and that with a new read-out.
+
+    Heads are scored by zero ablation. `kept` is chosen on all prompts: measure it on others. The risks are
+    cross-fitted: the prompts are halved at random `splits` times, heads are chosen on each half, and a prompt's
+    error is its mean over the choices that it had no part in. Their standard error is
+
+    sqrt(SEM^2 + V),
+
+    with SEM that of the mean of these errors over prompts (paired, by the delta method, for ratios) and V the
+    variance over the 2 splits choices of the risk, or ratio, of what is chosen. V is 0 where the choice is clear.
+    As halves of the same prompts overlap, it is not divided by their number; between heads that nothing tells apart
+    it is twice the variance of the mean over choices, so that the error is too large there rather than too small.
+
+    Args:
+        prompts: None: `n_prompts` of the model's own task are drawn, by `seed`.
+        n_prompts: None: 4096, of models with norms or MLPs 512, or as many as probes of a wide stream take.
+        rule: From the rises to what is kept; `best_head_later` or any other.
+        sequential: Whether the layers are pruned one after another from the first, the heads of each scored with
+            those of the layers before it gone; else all are scored on the full model.
+        splits: Number of random halvings.
+        progress: Optional progress callback.
+    Raises:
+        ValueError: If the rule keeps no head or its answer has another shape, or there are too few prompts or splits.
+    Source:
+        After Chen, Zhao and Zou 2024, arXiv 2408.04532: all heads of the first layer and the best of each later
+        one. What is scored how, and the read-out, are choices made here.
+    Example:
+        >>> from mechinterp.models.constructions.sparse import preprocess_then_optimise_model
+        >>> prune(preprocess_then_optimise_model([0.5], d_x=4), n_prompts=64).ratio
+        1.0
+    """
+    prompts = evaluation_prompts(source, prompts, n_prompts=n_prompts, seed=seed)
+    errors = MaskedErrors(predictor_of(source), prompts, progress)
+    kept, rise = choose(errors, rule, np.ones(len(prompts), dtype=bool), sequential=sequential)
+    choices = choices_on_halves(errors, rule, sequential=sequential, splits=splits)
+    full_risk, full_risk_sem = mean_and_sem(errors.of([[]])[:, 0])
+    full_refit_risk, full_refit_risk_sem = mean_and_sem(errors.refitted([[]])[:, 0])
+    return Pruning(
+        kept=kept,
+        rise=rise,
+        chosen=choices.chosen,
+        full_risk=float(full_risk),
+        full_risk_sem=float(full_risk_sem),
+        full_refit_risk=float(full_refit_risk),
+        full_refit_risk_sem=float(full_refit_risk_sem),
+        **asdict(cost(errors, choices)),
+    )
+
+
+def pruned_weights(weights: Weights, kept: Bool[np.ndarray, "layer head"]) -> Weights:
+    """The weights of the model without the other heads, with as few heads per layer as the fullest one needs.
+
+    Raises:
+        ValueError: If `kept` is not of the model's shape or keeps no head.
+    """
+    kept = checked(kept, (weights.n_layers, weights.n_heads))
+    return weights.without(masked_by(kept)).compact()
+
+
+def pruned_config(config: ExperimentConfig, weights: Weights) -> ExperimentConfig:
+    """The config of a pruned model."""
+    return replace(config, model=weights.model)
+
+
+def pruned_origin(
+    checkpoint: Checkpoint, kept: Bool[np.ndarray, "layer head"]
+) -> dict[str, object]:
+    """What the checkpoint of a pruned model says of where it comes from; its heads are numbered anew, in this order."""
+    heads = [[int(head) for head in np.flatnonzero(layer)] for layer in kept]
+    return {"pruned_from": checkpoint.name, "kept_heads": heads}
+
+
+def save_pruned(
+    checkpoint: Checkpoint,
+    kept: Bool[np.ndarray, "layer head"],
+    path: str | Path,
+    *,
+    prompts: Prompts,
+    tolerance: float = 1e-5,
+) -> Checkpoint:
+    """The pruned model as a checkpoint of its own; read back, it predicts as the masked one.
+
+    Args:
+        kept: As in `Pruning`.
+        prompts: On which both are compared.
+        tolerance: Of the largest difference, relative to the largest prediction.
+    Raises:
+        CheckpointError: If the folder is not empty or cannot be written.
+        ValueError: If no head is kept, or the saved model does not predict as the masked one.
+    """
+    predictor = checkpoint_of(checkpoint, "save_pruned").predictor
+    gone = masked_by(checked(kept, (predictor.n_layers, predictor.n_heads)))
+    weights = pruned_weights(checkpoint.weights, kept)
+    config, origin = pruned_config(checkpoint.config, weights), pruned_origin(checkpoint, kept)
+    assumed = checkpoint.assumed
+    save(path, config, weights, step=checkpoint.step, assumed=assumed, origin=origin)
+    saved = load(path)
+    found, expected = saved.predictor.run(prompts)[0], predictor.run(prompts, [gone])[0]
+    size = expected.abs().max().clamp_min(torch.finfo(expected.dtype).tiny)
+    error = ((found - expected).abs().max() / size).item()
+    if not error <= tolerance:
+        raise ValueError(
+            f"{path}: the saved model must predict as the masked one to {tolerance}, got {error:.2g}."
+        )
+    return saved
+
+
+def _only(heads: np.ndarray, n_heads: int) -> np.ndarray:
+    """One head per layer."""
+    return heads[:, None] == np.arange(n_heads)

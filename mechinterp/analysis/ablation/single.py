@@ -1,0 +1,218 @@
+"""Rise of the excess risk when single heads are masked."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+import plotly.graph_objects as go
+from jaxtyping import Bool, Float
+
+from mechinterp import figures
+from mechinterp.analysis.ablation.masked_risk import layer_shares, masked_errors
+from mechinterp.analysis.stats import carried_by_few, mean_and_sem, resampled
+from mechinterp.display import Result
+from mechinterp.icl.prompts import Prompts
+from mechinterp.models.run.evaluation import evaluation_prompts
+from mechinterp.models.run.predictor import Source, predictor_of
+from mechinterp.progress import ProgressCallback, no_progress
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class HeadAblation(Result):
+    """How much the excess risk rises when one head is masked, and how the layers spread it over their heads."""
+
+    method: str
+    """"zero": the head's output is 0; "mean": its z is the mean over prompts at that position;
+    "resample": its z is that of another prompt."""
+    rise: Float[np.ndarray, "layer head"]
+    """Excess risk of the masked minus that of the full model, unit y^2."""
+    rise_sem: Float[np.ndarray, "layer head"]
+    """Standard error of `rise`, paired: the same prompts for every mask. A few prompts carry the rise of a head
+    without which the layers after break; then it is too small, as often as not."""
+    median_rise: Float[np.ndarray, "layer head"]
+    """Median over prompts of the rise, unit y^2; a few prompts do not move it."""
+    carried_by_few: Bool[np.ndarray, "layer head"]
+    """Whether a hundredth of the prompts carries more than half of the mean size of the rise; then the median says
+    more."""
+    p_value: Float[np.ndarray, "layer head"]
+    """Of errors that rise as often and as far as they fall, by Wilcoxon's signed ranks; corrected for all heads by
+    Benjamini and Hochberg: among the heads with p_value < q, a share of q at most is expected to be of no effect."""
+    effective_heads: Float[np.ndarray, " layer"]
+    """exp of the entropy of `importance`: 1 if one head counts, n_heads if all count alike, 0 if none does."""
+    effective_heads_sem: Float[np.ndarray, " layer"]
+    """Standard error of `effective_heads`, from resampled prompts (bootstrap); too small where `rise_sem` is."""
+    full_risk: float
+    """Excess risk of the full model: mean (y_hat - y_query_clean)^2, unit y^2."""
+    full_risk_sem: float
+    null_risk: float
+    """Excess risk of predicting 0, unit y^2."""
+
+    def __repr__(self) -> str:
+        layer, head = np.unravel_index(int(self.rise.argmax()), self.rise.shape)
+        rise = f"+{self.rise.max():.3g} ± {self.rise_sem[layer, head]:.2g}"
+        if self.carried_by_few[layer, head]:
+            rise = f"median {self.median_rise[layer, head]:+.3g}, mean {rise}, which few prompts carry,"
+        return f"HeadAblation({self.method}: L{layer}H{head} {rise} on {self.full_risk:.3g})"
+
+    @property
+    def importance(self) -> Float[np.ndarray, "layer head"]:
+        """A head's share of its layer's rises, falls taken as 0; all 0 where no head of a layer counts."""
+        return layer_shares(self.rise)
+
+    @property
+    def effective_heads_of_medians(self) -> Float[np.ndarray, " layer"]:
+        """`effective_heads` with `median_rise` in place of `rise`."""
+        return _effective_number(self.median_rise)
+
+    @property
+    def typical_effective_heads(self) -> Float[np.ndarray, " layer"]:
+        """`effective_heads_of_medians` of the layers where few prompts carry a rise, `effective_heads` of the others."""
+        few = self.carried_by_few.any(1)
+        return np.where(few, self.effective_heads_of_medians, self.effective_heads)
+
+    @property
+    def carried(self) -> list[str]:
+        """The heads whose mean rise few prompts carry."""
+        flags = self.carried_by_few.ravel()
+        return [name for name, few in zip(self.head_names, flags, strict=True) if few]
+
+    @property
+    def breaking(self) -> list[str]:
+        """Heads without which a model that beats predicting 0 is worse than that; how much worse says little."""
+        risks = self.full_risk + self.rise.ravel()
+        worse = (risks > self.null_risk) & (self.full_risk <= self.null_risk)
+        return [name for name, broken in zip(self.head_names, worse, strict=True) if broken]
+
+    @property
+    def head_names(self) -> list[str]:
+        """L0H0, L0H1, ... in the order of the raveled arrays."""
+        return [f"L{layer}H{head}" for layer, head in np.ndindex(self.rise.shape)]
+
+    def to_frame(self) -> pd.DataFrame:
+        """One row per head; the median first where few prompts carry a rise."""
+        layer, head = np.divmod(np.arange(self.rise.size), self.rise.shape[1])
+        columns = {"layer": layer, "head": head}
+        mean, median = ("rise", "rise_sem"), ("median_rise",)
+        order = (*median, *mean) if self.carried_by_few.any() else (*mean, *median)
+        for name in (*order, "carried_by_few", "p_value", "importance"):
+            columns[name] = getattr(self, name).ravel()
+        return pd.DataFrame({"method": self.method, **columns})
+
+    def layer_frame(self) -> pd.DataFrame:
+        """One row per layer: its effective heads, the share of its first head and its largest rise.
+
+        Those of medians come first where few prompts carry a rise.
+        """
+        means = ("effective_heads", "effective_heads_sem")
+        medians = ("effective_heads_of_medians",)
+        order = (*medians, *means) if self.carried_by_few.any() else (*means, *medians)
+        columns = {"layer": np.arange(len(self.rise))} | {n: getattr(self, n) for n in order}
+        columns |= {
+            "top_share": self.importance.max(1),
+            "top_head": self.rise.argmax(1),
+            "top_rise": self.rise.max(1),
+        }
+        return pd.DataFrame({"method": self.method, **columns})
+
+    def plot(self) -> go.Figure:
+        """Rise of the excess risk: layers by heads, or with one layer a bar per head."""
+        title = f"Rise of the excess risk when a head is masked ({self.method} ablation)"
+        if len(self.rise) > 1:
+            return figures.layers_by_heads(self.rise, title=title, unit="y²")
+        return figures.bars(
+            self.head_names,
+            {f"{self.method} ablation": self.rise.ravel()},
+            errors={f"{self.method} ablation": self.rise_sem.ravel()},
+            title=title,
+            y_title="rise of excess risk (y²)",
+        )
+
+    def plot_importance(self) -> go.Figure:
+        """Importance within the layer, layers by heads."""
+        title = f"Importance: share of the layer's rise ({self.method} ablation)"
+        return figures.layers_by_heads(self.importance, title=title, unit="share", signed=False)
+
+
+def ablate_heads(
+    source: Source,
+    prompts: Prompts | None = None,
+    *,
+    method: str = "zero",
+    n_prompts: int | None = None,
+    seed: int = 0,
+    progress: ProgressCallback = no_progress,
+) -> HeadAblation:
+    """Rise of the excess risk when each head of a hooked model is masked, one at a time.
+
+    Args:
+        prompts: None: `n_prompts` of the model's own task are drawn, by `seed`.
+        n_prompts: None: 4096, of models with norms or MLPs 512, or as many as probes of a wide stream take.
+        method: "zero"; "mean" over the given prompts at each position; or "resample", from another prompt.
+        progress: Optional progress callback.
+    Raises:
+        ValueError: If the method is unknown, there are fewer than two prompts (four to swap), or they are to be
+            swapped and odd in number.
+    Source:
+        After Chen, Zhao and Zou 2024, arXiv 2408.04532, who mask heads one at a time; that the importance is
+        normalised within a layer, and how it is estimated, is a choice made here.
+    Example:
+        >>> from mechinterp import load
+        >>> from mechinterp.config import TaskConfig
+        >>> from mechinterp.icl.prompts import generator_for, sample_prompts
+        >>> prompts = sample_prompts(TaskConfig(), 512, generator=generator_for(0, "eval", 0))
+        >>> ablate_heads(load("checkpoints/softmax-h2-s0").model, prompts).rise.shape
+        (1, 2)
+    """
+    prompts = evaluation_prompts(source, prompts, n_prompts=n_prompts, seed=seed)
+    predictor = predictor_of(source)
+    shape = (predictor.n_layers, predictor.n_heads)
+    masks = [[], *([head] for head in predictor.heads)]
+    errors = masked_errors(predictor, prompts, masks, method=method, progress=progress)
+    if len(errors) < 2:
+        raise ValueError(f"There must be at least 2 prompts or pairs of them, got {len(errors)}.")
+    full, rises = errors[:, 0], (errors[:, 1:] - errors[:, :1]).reshape(-1, *shape)
+    full_risk, full_risk_sem = mean_and_sem(full)
+    rise, rise_sem = mean_and_sem(rises)
+    effective_heads, effective_heads_sem = _effective_heads(rises)
+    return HeadAblation(
+        method=method,
+        rise=rise,
+        rise_sem=rise_sem,
+        median_rise=np.median(rises, axis=0),
+        carried_by_few=carried_by_few(rises),
+        p_value=_corrected_p_values(rises),
+        effective_heads=effective_heads,
+        effective_heads_sem=effective_heads_sem,
+        full_risk=float(full_risk),
+        full_risk_sem=float(full_risk_sem),
+        null_risk=prompts.y_query_clean.double().square().mean().item(),
+    )
+
+
+def _effective_number(rise: Float[np.ndarray, "layer head"]) -> Float[np.ndarray, " layer"]:
+    """exp(H) with H = -sum_j w_j log w_j and w_j the shares of the rises; 0 if there are none."""
+    shares = layer_shares(rise)
+    logs = np.log(np.where(shares > 0, shares, 1))
+    return np.where(shares.any(1), np.exp(-(shares * logs).sum(1)), 0.0)
+
+
+def _effective_heads(
+    rises: Float[np.ndarray, "unit layer head"],
+) -> tuple[Float[np.ndarray, " layer"], Float[np.ndarray, " layer"]]:
+    """The effective number and its standard deviation over samples of as many units, drawn from these."""
+    means = (np.tensordot(shares, rises, axes=1) for shares in resampled(len(rises)))
+    again = np.array([_effective_number(mean) for mean in means])
+    return _effective_number(rises.mean(0)), again.std(axis=0, ddof=1)
+
+
+def _corrected_p_values(
+    rises: Float[np.ndarray, "unit layer head"],
+) -> Float[np.ndarray, "layer head"]:
+    # Here and not above: `classify` reads this file and need not wait for it.
+    import scipy.stats
+
+    p_values = np.ones(rises.shape[1:])
+    live = rises.any(0)  # a head that changes no prediction is no evidence
+    if live.any():
+        p_values[live] = scipy.stats.wilcoxon(rises[:, live]).pvalue
+    return scipy.stats.false_discovery_control(p_values.ravel()).reshape(p_values.shape)

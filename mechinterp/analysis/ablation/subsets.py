@@ -1,0 +1,153 @@
+"""Excess risk with every subset of the heads of one layer, and the Shapley value of each head."""
+
+import itertools
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+import plotly.graph_objects as go
+import torch
+from jaxtyping import Bool, Float
+
+from mechinterp import figures
+from mechinterp.analysis.one_layer.circuits import weights_of
+from mechinterp.analysis.stats import mean_and_sem
+from mechinterp.display import Result
+from mechinterp.icl.prompts import Prompts
+from mechinterp.models.heads import head_outputs
+from mechinterp.models.run.evaluation import evaluation_prompts
+from mechinterp.models.run.predictor import Source
+
+METHODS = ("zero", "mean")
+"""What stands for an absent head."""
+MAX_SUBSET_HEADS = 12
+CHUNK = 8192
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class SubsetAblation(Result):
+    """Excess risk with every subset of a layer's heads kept, and the Shapley value of each head."""
+
+    method: str
+    """"zero": an absent head adds 0; "mean": it adds the mean over prompts of its output."""
+    kept: Bool[np.ndarray, "subset head"]
+    """Which heads are kept; first none, last all."""
+    risk: Float[np.ndarray, " subset"]
+    """Excess risk, mean (y_hat - y_query_clean)^2, unit y^2."""
+    risk_sem: Float[np.ndarray, " subset"]
+    rise: Float[np.ndarray, " subset"]
+    """Risk minus that of the full model."""
+    rise_sem: Float[np.ndarray, " subset"]
+    """Standard error of `rise`, paired over prompts."""
+    shapley: Float[np.ndarray, " head"]
+    """Fall of the excess risk a head brings, averaged over all orders of adding heads; unit y^2.
+
+    They sum to the risk with no head minus the risk with all."""
+    shapley_sem: Float[np.ndarray, " head"]
+
+    def __repr__(self) -> str:
+        values = " ".join(f"H{head} {value:.3g}" for head, value in enumerate(self.shapley))
+        return f"SubsetAblation({self.method}: risk {self.risk[-1]:.3g}; Shapley {values})"
+
+    def to_frame(self) -> pd.DataFrame:
+        """One row per subset."""
+        names = [
+            " ".join(f"H{head}" for head in np.flatnonzero(kept)) or "none" for kept in self.kept
+        ]
+        columns = {
+            "kept": names,
+            "n_kept": self.kept.sum(1),
+            "risk": self.risk,
+            "risk_sem": self.risk_sem,
+        }
+        columns |= {"rise": self.rise, "rise_sem": self.rise_sem}
+        return pd.DataFrame(columns)
+
+    def shapley_frame(self) -> pd.DataFrame:
+        """One row per head."""
+        columns = {
+            "head": np.arange(len(self.shapley)),
+            "shapley": self.shapley,
+            "shapley_sem": self.shapley_sem,
+        }
+        return pd.DataFrame(columns)
+
+    def plot(self) -> go.Figure:
+        """Shapley value of each head."""
+        return figures.bars(
+            [f"L0H{head}" for head in range(len(self.shapley))],
+            {"Shapley value": self.shapley},
+            errors={"Shapley value": self.shapley_sem},
+            title=f"Shapley value: fall of the excess risk a head brings ({self.method} ablation)",
+            y_title="fall of excess risk (y²)",
+        )
+
+
+def ablate_subsets(
+    source: Source,
+    prompts: Prompts | None = None,
+    *,
+    method: str = "zero",
+    n_prompts: int | None = None,
+    seed: int = 0,
+) -> SubsetAblation:
+    """Excess risk of all 2^H subsets of a one-layer model's heads, from one forward pass.
+
+    In one layer the heads' outputs o_h add up, so a subset's prediction is a partial sum. With
+    v(S) = -(sum_S o - y)^2, a head's Shapley value is o_h (2 y - sum of all o): v is quadratic, and each
+    pair's interaction is shared equally.
+
+    Args:
+        prompts: None: `n_prompts` of the model's own task are drawn, by `seed`.
+        n_prompts: None: 4096, of models with norms or MLPs 512, or as many as probes of a wide stream take.
+        method: "zero", or "mean": an absent head adds the mean over the given prompts of its output.
+    Raises:
+        ValueError: If the method is unknown or there are more than 12 heads.
+    Source:
+        Shapley value of a quadratic game; derived here.
+    Example:
+        >>> from mechinterp import load
+        >>> from mechinterp.config import TaskConfig
+        >>> from mechinterp.icl.prompts import generator_for, sample_prompts
+        >>> prompts = sample_prompts(TaskConfig(), 512, generator=generator_for(0, "eval", 0))
+        >>> ablate_subsets(load("checkpoints/softmax-h2-s0"), prompts).to_frame()["kept"].tolist()
+        ['none', 'H0', 'H1', 'H0 H1']
+    """
+    prompts = evaluation_prompts(source, prompts, n_prompts=n_prompts, seed=seed)
+    if method not in METHODS:
+        raise ValueError(f"method must be one of {', '.join(METHODS)}, got {method!r}.")
+    weights = weights_of(source, "ablate_subsets")
+    if weights.n_heads > MAX_SUBSET_HEADS:
+        raise ValueError(
+            f"n_heads must be <= {MAX_SUBSET_HEADS} for all subsets, got {weights.n_heads}."
+        )
+    prompts = prompts.to("cpu").to(torch.float64)
+    chunks = [prompts[i : i + CHUNK] for i in range(0, len(prompts), CHUNK)]
+    outputs = torch.cat(
+        [head_outputs(weights, chunk) for chunk in chunks]
+    ).numpy()  # [prompt, head, d_y]
+    target = prompts.y_query_clean.numpy()
+    if weights.b_O is not None:  # no head's own: every subset predicts it
+        target = target - weights.b_O.numpy(force=True)
+    if method == "mean":
+        # Absent heads add their mean: move those means to the target and count deviations.
+        means = outputs.mean(0)
+        outputs, target = outputs - means, target - means.sum(0)
+    kept = _every_subset(weights.n_heads)
+    full = np.square(outputs.sum(1) - target).mean(1)
+    risks = np.array([_risk_and_rise(outputs, target, subset, full) for subset in kept])
+    contributions = (outputs * (2 * target - outputs.sum(1))[:, None]).mean(2)
+    shapley, shapley_sem = mean_and_sem(contributions)
+    risk, risk_sem, rise, rise_sem = risks.T
+    return SubsetAblation(method, kept, risk, risk_sem, rise, rise_sem, shapley, shapley_sem)
+
+
+def _every_subset(n_heads: int) -> Bool[np.ndarray, "subset head"]:
+    """Small ones first, of one size those with the first heads."""
+    subsets = itertools.product([False, True], repeat=n_heads)
+    return np.array(sorted(subsets, key=lambda s: (sum(s), [not k for k in s])))
+
+
+def _risk_and_rise(outputs: np.ndarray, target: np.ndarray, subset: np.ndarray, full: np.ndarray):
+    squares = np.square(outputs[:, subset].sum(1) - target).mean(1)
+    return *mean_and_sem(squares), *mean_and_sem(squares - full)

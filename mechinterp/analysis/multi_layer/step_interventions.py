@@ -1,0 +1,286 @@
+"""Interventions on what the stream holds at the query, by what the fitted algorithm says of it.
+
+A layer's whole addition at the query is replaced by the algorithm's step, or what the algorithm says is
+held there is exchanged between prompts; if the model carries out the algorithm, its predictions follow.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+import plotly.graph_objects as go
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from mechinterp import figures
+from mechinterp.analysis.multi_layer.algorithm import name_algorithm
+from mechinterp.analysis.multi_layer.algorithm_evidence import AlgorithmEvidence
+from mechinterp.analysis.stats import r2_and_sem
+from mechinterp.config import TaskConfig
+from mechinterp.display import Result
+from mechinterp.icl.algorithms import ALGORITHMS
+from mechinterp.icl.prompt_moments import PromptMoments
+from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
+from mechinterp.models.hooked.query_position import query_positions
+from mechinterp.models.hooked.runner import HookedPredictor
+from mechinterp.models.run.predictor import Source, predictor_of, task_for
+
+ALL = "all layers"
+PROMPTS = 16
+"""Place of the prompts among those of a seed, behind all that `name_algorithm` draws."""
+Hook = tuple[str, Callable[..., Tensor]]
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class StepInterventions(Result):
+    """How much of the prediction follows the fitted algorithm when what is held at the query is set."""
+
+    algorithm: str
+    """Label of the algorithm whose steps are put in."""
+    layers: tuple[str, ...]
+    """Each layer, from 0, and "all layers"."""
+    replaced_r2: Float[np.ndarray, " intervention"]
+    """R^2 of the prediction on that of the untouched model, with what the layer adds at the query
+    replaced by a linear image of the algorithm's step, fitted on other prompts."""
+    replaced_r2_sem: Float[np.ndarray, " intervention"]
+    control_r2: Float[np.ndarray, " intervention"]
+    """The same with the step of another prompt."""
+    control_r2_sem: Float[np.ndarray, " intervention"]
+    exchanged_r2: Float[np.ndarray, " layer"]
+    """R^2 of the change of the prediction on the one expected, where the prediction so far, as the
+    algorithm has it after the layer, is exchanged with that of another prompt."""
+    exchanged_r2_sem: Float[np.ndarray, " layer"]
+    n_prompts: int
+
+    def __repr__(self) -> str:
+        last, sem = self.replaced_r2[-1], self.replaced_r2_sem[-1]
+        return (
+            f"StepInterventions(steps of {self.algorithm} in place of all layers: R² {last:.3f} ± "
+            f"{sem:.1g}, of another prompt's {self.control_r2[-1]:.3f})"
+        )
+
+    def to_frame(self) -> pd.DataFrame:
+        """One row per layer, and one for all."""
+        nothing = [np.nan]
+        return pd.DataFrame(
+            {
+                "layer": self.layers,
+                "replaced_r2": self.replaced_r2,
+                "replaced_r2_sem": self.replaced_r2_sem,
+                "control_r2": self.control_r2,
+                "control_r2_sem": self.control_r2_sem,
+                "exchanged_r2": [*self.exchanged_r2, *nothing],
+                "exchanged_r2_sem": [*self.exchanged_r2_sem, *nothing],
+            }
+        )
+
+    def plot(self) -> go.Figure:
+        """R^2 after replacing each layer, and all."""
+        return figures.bars(
+            list(self.layers),
+            {"the algorithm's step": self.replaced_r2, "another prompt's": self.control_r2},
+            errors={
+                "the algorithm's step": self.replaced_r2_sem,
+                "another prompt's": self.control_r2_sem,
+            },
+            title=f"The prediction with steps of {self.algorithm} in place of what layers add",
+            y_title="R² on the untouched model",
+        )
+
+
+def intervene_on_steps(
+    source: Source,
+    evidence: AlgorithmEvidence | None = None,
+    *,
+    task: TaskConfig | None = None,
+    n_prompts: int = 256,
+    seed: int = 0,
+) -> StepInterventions:
+    """What the predictions become when steps of the algorithm stand in for layers.
+
+    Only the stream at the query is set; a query is no key of later layers, so that all it changes is
+    its own prediction. Linear images are fitted on the even prompts, effects measured on the odd ones.
+
+    Args:
+        evidence: What `name_algorithm` says of the model; None: it is asked, with the same task,
+            number of prompts and seed.
+        seed: Of the prompts, which are others than those of the evidence with the same seed.
+    Raises:
+        ValueError: If there is no task, or no algorithm with a path comes near.
+    Example:
+        >>> from mechinterp.models.constructions.descent import gradient_descent_model
+        >>> found = intervene_on_steps(gradient_descent_model([0.5, 0.3], d_x=4), n_prompts=128)
+        >>> found.replaced_r2.round(6).tolist()
+        [1.0, 1.0, 1.0]
+    """
+    predictor = predictor_of(source)
+    task = task_for(predictor, task, "intervene_on_steps")
+    if evidence is None:
+        evidence = name_algorithm(predictor, task=task, n_prompts=n_prompts, seed=seed)
+    algorithm, scalars = _path_of(evidence)
+    generator = generator_for(seed, "eval", PROMPTS)
+    prompts = sample_prompts(task, n_prompts, generator=generator, dtype=torch.float64)
+    held = _held(algorithm, scalars, prompts, task, predictor.n_layers)
+    streams = predictor.streams(prompts)[:, :, -1].cpu().double()
+    run = _Run.of(predictor.hooked, prompts[1::2])
+    full, layers = run.predictions([]), range(predictor.n_layers)
+    steps = [_step(held, streams, layer) for layer in layers]
+    chosen = [*([layer] for layer in layers), list(layers)]
+    own = [r2_and_sem(run.replaced(each, steps), full) for each in chosen]
+    others = [step.roll(1, 0) for step in steps]
+    control = [r2_and_sem(run.replaced(each, others), full) for each in chosen]
+    swapped = [_exchange_r2(run, held, streams, prompts.x_query, layer, full) for layer in layers]
+    return StepInterventions(
+        algorithm=algorithm,
+        layers=(*map(str, layers), ALL),
+        replaced_r2=np.array([r2 for r2, _ in own]),
+        replaced_r2_sem=np.array([sem for _, sem in own]),
+        control_r2=np.array([r2 for r2, _ in control]),
+        control_r2_sem=np.array([sem for _, sem in control]),
+        exchanged_r2=np.array([r2 for r2, _ in swapped]),
+        exchanged_r2_sem=np.array([sem for _, sem in swapped]),
+        n_prompts=n_prompts,
+    )
+
+
+def _path_of(evidence: AlgorithmEvidence) -> tuple[str, Float[np.ndarray, " scalar"]]:
+    """The label of the nearest algorithm, and the scalars of its path.
+
+    Raises:
+        ValueError: If none comes near, or it has no path.
+    """
+    best = evidence.best
+    if best is None or not evidence.has_path[best] or not evidence.path_answered:
+        raise ValueError(
+            "intervene_on_steps needs a model near to an algorithm with a path, got "
+            f"{evidence.label}."
+        )
+    return evidence.members[best], evidence.path_scalars[best]
+
+
+def _held(
+    label: str,
+    scalars: Float[np.ndarray, " scalar"],
+    prompts: Prompts,
+    task: TaskConfig,
+    n_layers: int,
+) -> list[Float[Tensor, "prompt held"]]:
+    """What the algorithm says the query holds before the first layer and after each: its prediction,
+    and x as the layers have changed it."""
+    algorithm = next(each for each in ALGORITHMS if each.label == label)
+    moments = PromptMoments(prompts, task)
+    path = algorithm.predictions(moments, scalars.tolist(), n_layers)
+    path = torch.cat([torch.zeros_like(path[:1]), path])
+    x = prompts.x_query.double()
+    if label == "preprocess_then_optimise":
+        changed = [torch.zeros_like(x), *[moments.b[..., 0] * x] * n_layers]
+        return [torch.cat(both, 1) for both in zip(path, changed, strict=True)]
+    if label != "gd_plus_plus":
+        return list(path)
+    S, changed = moments.S, [x]
+    for gamma in scalars[n_layers:]:
+        x = x - gamma * (x[:, None] @ S)[:, 0]
+        shrink = torch.eye(S.shape[1]).to(S) - gamma * S
+        S = shrink @ S @ shrink
+        changed.append(x)
+    # What the last layer does to x no one reads.
+    return [torch.cat(both, 1) for both in zip(path, [*changed, changed[-1]], strict=True)]
+
+
+def _step(
+    held: Sequence[Tensor], streams: Float[Tensor, "layer prompt d_model"], layer: int
+) -> Float[Tensor, "half d_model"]:
+    """The linear image of the algorithm's step that is nearest to what the layer adds."""
+    step, added = held[layer + 1] - held[layer], streams[layer + 1] - streams[layer]
+    image = torch.linalg.lstsq(step[::2], added[::2], driver="gelsd").solution
+    return step[1::2] @ image
+
+
+def _exchange_r2(
+    run: "_Run",
+    held: Sequence[Tensor],
+    streams: Float[Tensor, "layer prompt d_model"],
+    x: Float[Tensor, "prompt d_x"],
+    layer: int,
+    full: Float[Tensor, "half d_y"],
+) -> tuple[float, float]:
+    """Of the change where the prediction so far is that of the prompt before."""
+    after, d_y = held[layer + 1], full.shape[1]
+    so_far = after[1::2, :d_y]
+    if so_far.abs().max() == 0:  # The algorithm has predicted nothing yet.
+        return float("nan"), float("nan")
+    # With x beside it, as the stream holds that too.
+    features = torch.cat([after, x], dim=1)[::2]
+    image = torch.linalg.lstsq(features, streams[layer + 1, ::2], driver="gelsd").solution
+    expected = so_far.roll(1, 0) - so_far
+    found = run.predictions(run.shifted(layer + 1, expected @ image[:d_y])) - full
+    return r2_and_sem(found, expected)
+
+
+@dataclass(frozen=True, eq=False)
+class _Run:
+    """A hooked model on prompts, with the stream at the query set on the way."""
+
+    hooked: HookedPredictor
+    prompts: Prompts
+    places: list[int]
+    """Where the query is in the stream before each layer and after the last."""
+
+    @classmethod
+    def of(cls, hooked: HookedPredictor, prompts: Prompts) -> "_Run":
+        return cls(hooked, prompts, query_positions(hooked, prompts))
+
+    def predictions(self, hooks: Sequence[Hook]) -> Float[Tensor, "half d_y"]:
+        weight = next(self.hooked.model.parameters())
+        given = self.prompts.to(weight.device).to(weight.dtype)
+        with torch.no_grad():
+            output = self.hooked.model.run_with_hooks(
+                self.hooked.inputs(given), fwd_hooks=list(hooks)
+            )
+            return self.hooked.prediction(output, given).cpu().double()
+
+    def replaced(
+        self, layers: Sequence[int], steps: Sequence[Float[Tensor, "half d_model"]]
+    ) -> Float[Tensor, "half d_y"]:
+        """Predictions with the additions of some layers replaced by given steps."""
+        before: dict[int, Tensor] = {}
+
+        def recorded(layer: int) -> Callable[..., Tensor]:
+            def record(stream: Tensor, hook: object) -> Tensor:
+                before[layer] = stream[:, self.places[layer]].clone()
+                return stream
+
+            return record
+
+        def put(layer: int) -> Callable[..., Tensor]:
+            def replace(stream: Tensor, hook: object) -> Tensor:
+                if stream.shape[2] != steps[layer].shape[1]:
+                    raise ValueError(
+                        "intervene_on_steps needs a stream of one width, got "
+                        f"{steps[layer].shape[1]} and {stream.shape[2]}."
+                    )
+                stream = stream.clone()
+                stream[:, self.places[layer + 1]] = before[layer] + steps[layer].to(stream)
+                return stream
+
+            return replace
+
+        hooks: list[Hook] = []
+        for layer in layers:
+            hooks.append((self.hooked.stream_name(layer), recorded(layer)))
+            hooks.append((self.hooked.stream_name(layer + 1), put(layer)))
+        # The stream after one layer is set before it is recorded for the next.
+        hooks.sort(key=lambda hook: hook[1].__name__ == "record")
+        return self.predictions(hooks)
+
+    def shifted(self, layer: int, by: Float[Tensor, "half d_model"]) -> list[Hook]:
+        """Hooks that add to the stream at the query after some layers."""
+
+        def shift(stream: Tensor, hook: object) -> Tensor:
+            stream = stream.clone()
+            stream[:, self.places[layer]] += by.to(stream)
+            return stream
+
+        return [(self.hooked.stream_name(layer), shift)]

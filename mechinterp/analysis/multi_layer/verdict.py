@@ -1,0 +1,140 @@
+"""What the layers of a model compute, how sure that is, and what it is not."""
+
+import re
+from collections.abc import Sequence
+
+import numpy as np
+from jaxtyping import Float
+
+from mechinterp.analysis.multi_layer.algorithm_evidence import AlgorithmEvidence
+from mechinterp.analysis.multi_layer.algorithm_labels import OWN, AlgorithmLimits
+from mechinterp.analysis.verdict import (
+    KNOWN_ALGORITHMS,
+    NOTHING_EXCLUDED,
+    Verdict,
+    beside,
+    calibration_text,
+    chance_text,
+    digits,
+    explained,
+    is_behind,
+    nearest_learners,
+    none_of,
+)
+
+MOMENTS = "S = XᵀX/L, b = Xᵀy/L of the prompt's pairs"
+STEP = "ŷ = w·x, w ← w + η (b − S w) from w = 0 in each layer"
+FORMULAS = {
+    "gradient_descent": (f"gradient descent on the prompt's pairs: {STEP}; {MOMENTS}", ("η",)),
+    "gd_plus_plus": (
+        f"gradient descent on x that each layer also turns into (1 − γ S) x: {STEP}; {MOMENTS}",
+        ("η", "γ"),
+    ),
+    "preconditioned_gd": (
+        "gradient descent with the covariance Σ of x as preconditioner: ŷ = w·x, "
+        f"w ← w + η (Σ + c)⁻¹ (b − S w) from w = 0 in each layer; {MOMENTS}",
+        ("η", "c"),
+    ),
+    "newton": (
+        f"Newton's iteration for S⁻¹: ŷ = x·M b, M = α S, then M ← 2M − M S M in each layer; {MOMENTS}",
+        ("α",),
+    ),
+    "preprocess_then_optimise": (
+        "gradient descent on x times b, entry by entry: ŷ = w·x, w ← w + η b² (b − S w) from w = 0 in each layer "
+        f"but the first; {MOMENTS}",
+        ("η",),
+    ),
+    "sparse_shrinkage": (
+        "gradient descent that shrinks small weights to 0 (ISTA): ŷ = w·x, w ← soft(w + η (b − S w), t) from w = 0 "
+        f"in each layer; {MOMENTS}",
+        ("η", "t"),
+    ),
+    "ridge_like": (
+        f"what ridge regression predicts, by whatever steps: ŷ = x·(S + λ/L)⁻¹ b; {MOMENTS}",
+        ("λ",),
+    ),
+}
+"""Formula of each label of several layers, and the letters of its numbers in their order."""
+NAMES = {
+    "gradient_descent": "gradient descent",
+    "gd_plus_plus": "gradient descent on x that layers rescale (GD++)",
+    "preconditioned_gd": "preconditioned gradient descent",
+    "newton": "Newton's iteration",
+    "preprocess_then_optimise": "gradient descent on x times Xᵀy",
+    "sparse_shrinkage": "gradient descent with shrinkage (ISTA)",
+    "ridge_like": "ridge regression",
+}
+
+
+def layers_verdict(
+    pattern: str,
+    reason: str,
+    algorithm: AlgorithmEvidence | None,
+    *,
+    learners: Sequence[str],
+    r2: Float[np.ndarray, " learner"],
+    r2_sem: Float[np.ndarray, " learner"],
+    doubt: str = "",
+) -> Verdict:
+    """The verdict on a model that its circuits do not describe.
+
+    Args:
+        algorithm: Evidence of several layers; None of a single one.
+        learners: Simple learners, with what each explains.
+        doubt: Why the task may be another one.
+    """
+    if algorithm is None or algorithm.best is None:
+        return nearest_learners(_none(pattern, reason), learners, r2, r2_sem, doubt=doubt)
+    best = algorithm.best
+    number = explained(algorithm.r2[best, OWN], algorithm.r2_sem[best, OWN])
+    if pattern == algorithm.members[best]:
+        text, letters = FORMULAS[pattern]
+        walked = algorithm.has_path[best] and algorithm.path_answered
+        values = (algorithm.path_scalars if walked else algorithm.scalars)[best]
+        computes = f"{text} ({pattern}); {_numbers(letters, values, algorithm.path_r2.shape[1])}"
+        sure = f"this formula, its numbers fitted on other prompts, explains {number} of the predictions"
+    else:
+        computes = _none(pattern, reason)
+        sure = f"the nearest is {NAMES[algorithm.members[best]]}, {number}"
+    sure += f"{_chance(algorithm)}{calibration_text(pattern, KNOWN_ALGORITHMS)}"
+    return Verdict(computes, sure, *_others(algorithm, best), doubt)
+
+
+def _numbers(letters: Sequence[str], values: Float[np.ndarray, " _"], n_layers: int) -> str:
+    """The fitted numbers, layer by layer."""
+    counts = [n_layers] + [len(values) - n_layers] * (len(letters) - 1)
+    parts = np.split(values, np.cumsum(counts)[:-1]) if len(letters) > 1 else [values]
+    named = zip(letters, parts, strict=True)
+    return ", ".join(f"{letter} = {', '.join(map(digits, part))}" for letter, part in named)
+
+
+def _chance(found: AlgorithmEvidence) -> str:
+    """How often the same weights in random order are as good at the task."""
+    n = len(found.null_risk)
+    if not n:
+        return ""
+    p = (int((found.null_risk <= found.relative_risk[OWN]).sum()) + 1) / (n + 1)
+    return f"; {chance_text(p, n, 'its weights in random order')}"
+
+
+def _others(found: AlgorithmEvidence, best: int) -> tuple[str, str]:
+    """The nearest algorithm that explains clearly less, and those that do not, by the rule of the labels."""
+    order = np.argsort(-np.nan_to_num(found.r2[:, OWN], nan=-np.inf), kind="stable").tolist()
+    others, tie = [m for m in order if m != best], AlgorithmLimits().tie
+    leads = {
+        m: (found.difference[best, m, OWN], found.difference_sem[best, m, OWN]) for m in others
+    }
+    behind = [m for m in others if is_behind(*leads[m], tie)]
+    said = {
+        m: f"{NAMES[found.members[m]]}, R² = {found.r2[m, OWN]:.4f}, {beside(*leads[m])}"
+        for m in others
+    }
+    is_not = said[behind[0]] if behind else NOTHING_EXCLUDED
+    return is_not, "; ".join(said[m] for m in others if m not in behind)
+
+
+def _none(pattern: str, reason: str) -> str:
+    """That it is no known algorithm, and why; what comes nearest has a line of its own."""
+    said = re.sub(", nearest (left|of all): [^;]*", "", reason)
+    why = said.partition("; closest learner")[0].partition("; no learner known")[0]
+    return f"{none_of('algorithms', pattern)}: {why}"

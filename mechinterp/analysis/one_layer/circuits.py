@@ -1,0 +1,139 @@
+"""QK and OV circuits of each head, and how far they are from diagonal."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+import plotly.graph_objects as go
+import torch
+from jaxtyping import Float
+
+from mechinterp import figures
+from mechinterp.display import Result
+from mechinterp.models.heads import AttentionWeights
+from mechinterp.models.run.predictor import Source, predictor_of
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Circuits(Result):
+    """QK and OV circuits of a one-layer model; the QK scale is included."""
+
+    QK: Float[np.ndarray, "head d_model d_model"]
+    """scale * W_Q W_K^T, [query coordinate, key coordinate]. Rows of the query's y slot never act: it is 0."""
+    OV: Float[np.ndarray, "head d_model d_y"]
+    """W_V W_O, [token coordinate, response]."""
+    omega: Float[np.ndarray, "head d_x"]
+    """Diagonal of QK's x block, unit 1/x^2."""
+    mu: Float[np.ndarray, "head d_y"]
+    """Diagonal of OV's y block."""
+    qk_diagonal: Float[np.ndarray, " head"]
+    """Norm of the QK x block's diagonal over that of the whole block; 1 for a diagonal block."""
+    qk_off_diagonal: Float[np.ndarray, " head"]
+    """Largest |entry| of the QK x block off the diagonal, unit 1/x^2."""
+    qk_y_leak: Float[np.ndarray, " head"]
+    """Largest |entry| between a query's x and a key's y (the last row of the papers' KQ), unit 1/(x y)."""
+    ov_last_entry: Float[np.ndarray, " head"]
+    """Norm of mu over that of the whole OV circuit; 1 if only y is read."""
+    ov_x_leak: Float[np.ndarray, " head"]
+    """Largest |entry| of OV that reads from x, unit y/x."""
+
+    @property
+    def omega_mean(self) -> Float[np.ndarray, " head"]:
+        """Mean of omega over coordinates, unit 1/x^2."""
+        return self.omega.mean(1)
+
+    def __repr__(self) -> str:
+        pairs = zip(self.omega_mean, self.mu.mean(1), strict=True)
+        return (
+            "Circuits("
+            + "; ".join(f"H{h} omega {o:+.3f} mu {m:+.3f}" for h, (o, m) in enumerate(pairs))
+            + ")"
+        )
+
+    def to_frame(self) -> pd.DataFrame:
+        """One row per head."""
+        columns: dict[str, np.ndarray] = {
+            "head": np.arange(len(self.QK)),
+            "omega_mean": self.omega_mean,
+        }
+        columns |= {f"omega_{i}": self.omega[:, i] for i in range(self.omega.shape[1])}
+        columns |= {f"mu_{n}": self.mu[:, n] for n in range(self.mu.shape[1])}
+        for name in ("qk_diagonal", "qk_off_diagonal", "qk_y_leak", "ov_last_entry", "ov_x_leak"):
+            columns[name] = getattr(self, name)
+        return pd.DataFrame(columns)
+
+    def plot(self) -> go.Figure:
+        """The part of every QK circuit that acts: rows are the query's x, columns a key's x and y."""
+        d_x = self.omega.shape[1]
+        names = _coordinates(d_x, self.mu.shape[1])
+        return figures.head_heatmaps(
+            self.QK[:, :d_x],
+            title="QK circuits",
+            rows=names[:d_x],
+            columns=names,
+            row_title="query",
+            column_title="key",
+            unit="1/x²",
+        )
+
+    def plot_ov(self) -> go.Figure:
+        """Every OV circuit as a strip: rows are the predicted responses, columns a token's coordinates."""
+        d_x, d_y = self.omega.shape[1], self.mu.shape[1]
+        return figures.head_heatmaps(
+            self.OV.swapaxes(1, 2),
+            title="OV circuits",
+            rows=[f"ŷ{n}" for n in range(d_y)] if d_y > 1 else ["ŷ"],
+            columns=_coordinates(d_x, d_y),
+            column_title="token",
+            strips=True,
+        )
+
+
+def circuits(source: Source) -> Circuits:
+    """QK and OV circuits of weights, a checkpoint or a one-layer hooked model, in float64.
+
+    Source:
+        He et al. 2025, arXiv 2503.12734, eq. (3.1); the papers' KQ is the transpose of QK.
+    Example:
+        >>> from mechinterp.models.constructions.one_layer import diagonal_heads
+        >>> circuits(diagonal_heads([0.1, -0.1], [3.0, -3.0], d_x=5))
+        Circuits(H0 omega +0.100 mu +3.000; H1 omega -0.100 mu -3.000)
+    """
+    return circuits_of(weights_of(source, "circuits"))
+
+
+def circuits_of(weights: AttentionWeights) -> Circuits:
+    """QK and OV circuits of these heads."""
+    d_x = weights.d_x
+    QK, OV = weights.QK.numpy(force=True), weights.OV.numpy(force=True)
+    off_diagonal = np.abs(QK[:, :d_x, :d_x]) * (1 - np.eye(d_x))
+    return Circuits(
+        QK=QK,
+        OV=OV,
+        omega=weights.omega.numpy(force=True),
+        mu=weights.mu.numpy(force=True),
+        qk_diagonal=weights.qk_diagonal.numpy(force=True),
+        qk_off_diagonal=off_diagonal.max((1, 2)),
+        qk_y_leak=np.abs(QK[:, :d_x, d_x:]).max((1, 2)),
+        ov_last_entry=weights.ov_last_entry.numpy(force=True),
+        ov_x_leak=np.abs(OV[:, :d_x]).max((1, 2)),
+    )
+
+
+def weights_of(source: Source, analysis: str) -> AttentionWeights:
+    """The heads of a model of one attention layer, in float64 on the CPU.
+
+    Args:
+        analysis: What needs them, for the message.
+    Raises:
+        ValueError: If the model is another.
+    """
+    try:
+        found = predictor_of(source).circuits
+    except ValueError as error:
+        raise ValueError(f"{analysis} {error}") from None
+    return found.to("cpu").to(torch.float64)
+
+
+def _coordinates(d_x: int, d_y: int) -> list[str]:
+    return [f"x{i}" for i in range(d_x)] + ([f"y{n}" for n in range(d_y)] if d_y > 1 else ["y"])

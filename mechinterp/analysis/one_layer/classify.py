@@ -1,0 +1,350 @@
+"""Which pattern the heads of a one-layer model form, and with it which learner the model implements.
+
+Every label comes with the numbers that earned it, each beside what random weights reach, and a model
+that is not clearly one thing is `undetermined`, with the number that is in between.
+"""
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, cast
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from mechinterp.analysis.learners.baseline_comparison import TaskLoss, nearby, task_loss
+from mechinterp.analysis.multi_layer.classify import LayeredClassification, classify_layers
+from mechinterp.analysis.one_layer.circuits import circuits_of, weights_of
+from mechinterp.analysis.one_layer.classification import Classification
+from mechinterp.analysis.one_layer.effective_step import Scales, scales_of
+from mechinterp.analysis.one_layer.head_statistics import (
+    Form,
+    Heads,
+    form_of,
+    read_groups,
+    read_heads,
+)
+from mechinterp.analysis.one_layer.label_rules import (
+    Evidence,
+    agreed_label,
+    head_labels,
+    model_label,
+)
+from mechinterp.analysis.one_layer.linear_readout import has_linear_way_in, read_through
+from mechinterp.analysis.one_layer.pca_components import Components, components
+from mechinterp.analysis.one_layer.random_null import Null, is_bare, null_of
+from mechinterp.analysis.one_layer.substitution import (
+    Faithfulness,
+    evaluation,
+    faithfulness,
+    idealised,
+)
+from mechinterp.analysis.one_layer.thresholds import Thresholds
+from mechinterp.analysis.stats import best_factor
+from mechinterp.checkpoints.foreign.readings import Reading
+from mechinterp.config import ModelConfig, TaskConfig
+from mechinterp.models.constructions.one_layer import from_circuits
+from mechinterp.models.heads import AttentionWeights, head_outputs, predict
+from mechinterp.models.run.predictor import Source, assumed_of, predictor_of, require_task
+from mechinterp.models.scores import is_normalised, kernel_text
+from mechinterp.models.weights import model_of_layer
+
+if TYPE_CHECKING:
+    from mechinterp.checkpoints.checkpoint import Checkpoint
+
+N_PROMPTS, N_LAYERED_PROMPTS = 512, 256
+
+
+def classify(
+    source: Source,
+    task: TaskConfig | None = None,
+    *,
+    n_prompts: int | None = None,
+    seed: int = 0,
+    thresholds: Thresholds | None = None,
+) -> Classification | LayeredClassification:
+    """What a model computes: the pattern of one layer of attention, or what the heads of any other are worth.
+
+    Args:
+        source: A checkpoint, a hooked model, weights or a predictor.
+        task: Law of the prompts; None: a checkpoint's own, else the softmax paper's setting for the model's sizes.
+        n_prompts: Prompts behind the evidence; None: 512, and 256 for models of several layers.
+    Raises:
+        ValueError: If the model has another d_x or d_y than the task, or n_prompts is below 2.
+    Example:
+        >>> from mechinterp.models.constructions.one_layer import debiased_gradient_step
+        >>> classify(debiased_gradient_step(0.88, 0.05, d_x=5)).pattern
+        'debiased_gd'
+    """
+    require_task(task, "classify")
+    predictor = predictor_of(source)
+    one = predictor.is_one_attention
+    if n_prompts is None:
+        n_prompts = N_PROMPTS if one else N_LAYERED_PROMPTS
+    if one:
+        return classify_attention(
+            source, task, n_prompts=n_prompts, seed=seed, thresholds=thresholds
+        )
+    limits = Thresholds() if thresholds is None else thresholds
+    assumed = assumed_of(source, task)
+    readings: tuple[Reading, ...] = getattr(source, "readings", ())
+    if not readings:
+        return replace(_classified_layers(source, task, n_prompts, seed, limits), assumed=assumed)
+    checkpoint = cast("Checkpoint", source)
+    standing = [each for each in readings if each.stands and _fits(each, task)]
+    if not any(each.predicts for each in standing):
+        standing = [*readings[:1]]  # one verdict says it all
+    found = [
+        _classified_layers(checkpoint.under(each), task, n_prompts, seed, limits)
+        for each in standing
+    ]
+    pattern, reason = agreed_label([each.pattern for each in found], found[0].reason, standing)
+    return replace(found[0], pattern=pattern, reason=reason, assumed=assumed)
+
+
+def _fits(reading: Reading, task: TaskConfig | None) -> bool:
+    sizes = (reading.weights.d_x, reading.weights.d_y)
+    return task is None or sizes == (task.d_x, task.d_y)
+
+
+def _classified_layers(
+    source: Source, task: TaskConfig | None, n_prompts: int, seed: int, limits: Thresholds
+) -> Classification | LayeredClassification:
+    """What the heads of several layers, or of one with something around it, are worth."""
+    found = classify_layers(source, task, n_prompts=n_prompts, seed=seed)
+    weights = predictor_of(source).weights
+    if weights is None or not has_linear_way_in(weights):
+        return found
+    through = read_through(weights, found.task, seed=seed)
+    if not through.r2 >= limits.substitution_r2:
+        return found
+    said = f"R² = {through.r2:.3f} of the prediction on held-out prompts"
+    heads = replace(
+        _classified(through.weights, found.task, n_prompts, seed, limits),
+        calibrated=False,
+        caveat=f"what a linear read-out of attention predicts ({said})",
+        loss=found.loss,
+        best_factor=found.best_factor,
+        best_factor_sem=found.best_factor_sem,
+    )
+    if through.r2 >= limits.clear_r2:
+        reason = f"{heads.reason}; read through what stands behind attention by a linear read-out, {said}"
+        return replace(heads, reason=reason)
+    labels = ", ".join(f"H{head} {label}" for head, label in enumerate(heads.labels))
+    return replace(
+        found,
+        reason=f"{found.reason}; a linear read-out of attention has {said}, through it heads are {labels}",
+    )
+
+
+def classify_attention(
+    source: Source,
+    task: TaskConfig | None = None,
+    *,
+    n_prompts: int = N_PROMPTS,
+    seed: int = 0,
+    thresholds: Thresholds | None = None,
+) -> Classification:
+    """The pattern of a model that is one layer of attention.
+
+    Of a file that does not say everything, all readings that its loss leaves are labelled: where their labels
+    differ, the model is `undetermined`. The label depends on QK and OV only: not on the order of heads, nor on how a circuit is split into
+    W_Q and W_K, or W_V and W_O; a head split into two with half of mu each counts as before.
+
+    Args:
+        source: Weights, a checkpoint, or a hooked model.
+        task: Law of the prompts used to weigh the heads; None: a checkpoint's own, else the softmax
+            paper's setting for the model's d_x and d_y.
+        n_prompts: Prompts behind `share`, `substitution` and `learner`.
+    Raises:
+        ValueError: If the model has another d_x or d_y than the task, more than one layer, or n_prompts is below 2.
+    Source:
+        He et al. 2025, arXiv 2503.12734, sections 3 to 5: observations 1-2, eq. (4.6)-(4.11), (5.1)-(5.7).
+    Example:
+        >>> from mechinterp.models.constructions.one_layer import debiased_gradient_step
+        >>> classify_attention(debiased_gradient_step(0.88, 0.05, d_x=5)).labels
+        ('positive', 'negative')
+    """
+    require_task(task, "classify_attention")
+    weights = weights_of(source, "classify_attention")
+    assumed = assumed_of(source, task)
+    task = task_of(source, weights) if task is None else task
+    _require_fit(weights, task, n_prompts)
+    limits = Thresholds() if thresholds is None else thresholds
+    readings: tuple[Reading, ...] = getattr(source, "readings", ())
+    if not readings:
+        return replace(_classified(weights, task, n_prompts, seed, limits), assumed=assumed)
+    found = [
+        _classified(weights_of(each.weights, "classify_attention"), task, n_prompts, seed, limits)
+        for each in readings
+        if each.stands
+    ]
+    pattern, reason = agreed_label([each.pattern for each in found], found[0].reason, readings)
+    return replace(found[0], pattern=pattern, reason=reason, assumed=assumed)
+
+
+def _classified(
+    weights: AttentionWeights, task: TaskConfig, n_prompts: int, seed: int, limits: Thresholds
+) -> Classification:
+    prompts = evaluation(task, n_prompts, seed, weights.attend_to_self)
+    outputs = head_outputs(weights, prompts.prompts)
+    own = circuits_of(weights)
+    heads, groups = read_heads(own, outputs), read_groups(own, outputs, limits.equal)
+    form = form_of(groups, weights.score, limits)
+    labels = tuple(label for label, _ in head_labels(heads, form, limits))
+    group_labels = head_labels(groups, form, limits)
+    one_sign = len({label for label, _ in group_labels} - {"dummy"}) <= 1
+    scales = scales_of(groups.where(groups.share > limits.share), form, weights, task, limits)
+    prediction = outputs.sum(1) if weights.b_O is None else outputs.sum(1) + weights.b_O
+    ideal = idealised(weights, form.fitted(heads.blocks), torch.from_numpy(heads.mu))
+    learned = predict(ideal, prompts.prompts)
+    substitution = faithfulness(prediction, learned)
+    centred = is_normalised(weights.score)
+    if not (centred and one_sign):
+        learned = prompts.gradient_step(scales.step, centred=centred)
+    learner = faithfulness(prediction, learned)
+    loss = task_loss(prediction, prompts.ridge, prompts.prompts)
+    factor, factor_sem = best_factor(prediction, prompts.prompts.y_query_clean)
+    bare = is_bare(weights)
+    null = null_of(task, _shape(weights), form=form.kind, bare=bare)
+    p_values = _p_values(null, groups, scales, substitution, loss)
+    alignment = form.alignment(groups.blocks)[groups.share > limits.share].min(initial=1)
+    used = _components(form, scales, task, limits)
+    evidence = Evidence(form, scales, substitution, learner, float(alignment), p_values, used, bare)
+    pattern, reason = model_label(groups, group_labels, evidence, limits)
+    return Classification(
+        pattern=pattern,
+        reason=reason,
+        labels=labels,
+        share=heads.share,
+        circuits=own,
+        sign_matching={"dummy"} < {"dummy", *labels} <= {"positive", "negative", "dummy"},
+        omega_form=form.omega(heads.blocks).mean(1).numpy(),
+        task_leak=heads.task_leak,
+        form=form,
+        scales=scales,
+        substitution=substitution,
+        learner=learner,
+        components=used,
+        p_values=p_values,
+        head_p_values=_head_p_values(null, heads),
+        random_ranges=null.ranges,
+        n_random=null.n_models,
+        kernel=kernel_text(weights.score, weights.score_slope),
+        calibrated=limits == Thresholds(),
+        caveat="",
+        near=nearby(prediction, learned, prompts.families),
+        loss=loss,
+        best_factor=factor,
+        best_factor_sem=factor_sem,
+        task=task,
+        n_prompts=n_prompts,
+    )
+
+
+def classify_circuits(
+    QK: Float[np.ndarray | Tensor, "..."],
+    OV: Float[np.ndarray | Tensor, "..."],
+    d_y: int = 1,
+    *,
+    task: TaskConfig | None = None,
+    score: str = "softmax",
+    score_slope: float = 1.0,
+    attend_to_self: bool = False,
+    n_prompts: int = N_PROMPTS,
+    seed: int = 0,
+    thresholds: Thresholds | None = None,
+) -> Classification:
+    """The pattern of a one-layer model that is known by its circuits alone.
+
+    Args:
+        QK: Scores per pair of coordinates (x, then y), scale included, [head, query d_model, key d_model].
+        OV: What a token's coordinates add to the predictions, [head, d_model, d_y], or to all coordinates,
+            [head, d_model, d_model], of which the last d_y count.
+    Raises:
+        ValueError: If the circuits do not fit each other or the task, or hold NaN or infinities.
+    Example:
+        >>> QK = np.stack([np.diag([0.1, 0.1, 0.0]), np.diag([-0.1, -0.1, 0.0])])
+        >>> OV = np.array([[0.0, 0.0, 4.0], [0.0, 0.0, -4.0]])[:, :, None]
+        >>> classify_circuits(QK, OV).labels
+        ('positive', 'negative')
+    """
+    tensors = [_circuit(name, circuit) for name, circuit in (("QK", QK), ("OV", OV))]
+    if d_y < 1:
+        raise ValueError(f"d_y must be >= 1, got {d_y}.")
+    if tensors[1].shape[2] not in (d_y, tensors[1].shape[1]):
+        raise ValueError(f"OV must have d_y = {d_y} or d_model columns, got {tensors[1].shape[2]}.")
+    weights = from_circuits(
+        tensors[0],
+        tensors[1][:, :, -d_y:],
+        score=score,
+        score_slope=score_slope,
+        attend_to_self=attend_to_self,
+    )
+    return classify_attention(weights, task, n_prompts=n_prompts, seed=seed, thresholds=thresholds)
+
+
+def _circuit(name: str, circuit: np.ndarray | Tensor) -> Float[Tensor, "head d_model d_out"]:
+    found = circuit.detach() if isinstance(circuit, Tensor) else np.ascontiguousarray(circuit)
+    if found.ndim != 3:
+        raise ValueError(f"{name} must have three axes, head first, got shape {list(found.shape)}.")
+    if isinstance(found, np.ndarray) and found.dtype.kind not in "fiu":
+        raise ValueError(f"{name} must hold real numbers, got {found.dtype}.")
+    if isinstance(found, Tensor) and found.is_complex():
+        raise ValueError(f"{name} must hold real numbers, got {found.dtype}.")
+    tensor = torch.as_tensor(found, dtype=torch.float64)
+    if not torch.isfinite(tensor).all():
+        raise ValueError(f"{name} must hold finite numbers, got NaN or infinite ones.")
+    return tensor
+
+
+def task_of(source: Source, weights: AttentionWeights) -> TaskConfig:
+    """The task a checkpoint was trained on, else the softmax paper's setting for the model's d_x and d_y."""
+    known = predictor_of(source).task
+    return TaskConfig(d_x=weights.d_x, d_y=weights.d_y) if known is None else known
+
+
+def _components(
+    form: Form, scales: Scales, task: TaskConfig, limits: Thresholds
+) -> Components | None:
+    if form.kind != "matrix" or task.d_y > 1 or task.supports is not None:
+        return None
+    return components(scales.step[0].mT.numpy(), task, limit=limits.off_diagonal)
+
+
+def _require_fit(weights: AttentionWeights, task: TaskConfig, n_prompts: int) -> None:
+    for name in ("d_x", "d_y"):
+        own, other = getattr(weights, name), getattr(task, name)
+        if own != other:
+            raise ValueError(f"The task's {name} must be the model's, {own}, got {other}.")
+    if n_prompts < 2:
+        raise ValueError(f"n_prompts must be >= 2, got {n_prompts}.")
+
+
+def _head_p_values(null: Null, heads: Heads) -> dict[str, np.ndarray]:
+    return {
+        name: np.array([null.p_value(name, value) for value in getattr(heads, name)])
+        for name in ("qk_diagonal", "ov_last_entry")
+    }
+
+
+def _shape(weights: AttentionWeights) -> ModelConfig:
+    """The architecture of the random models that the heads are held against."""
+    model = model_of_layer(weights)
+    return replace(model, d_head=weights.W_Q.shape[2], biases=False, merged_qk=False)
+
+
+def _p_values(
+    null: Null, groups: Heads, scales: Scales, substitution: Faithfulness, loss: TaskLoss
+) -> dict[str, float]:
+    best = {
+        f"{name}_best": float(getattr(groups, name).max())
+        for name in ("qk_diagonal", "ov_last_entry")
+    }
+    values = best | {
+        "omega_spread": scales.omega_spread,
+        "zero_sum": scales.zero_sum,
+        "substitution_r2": substitution.r2,
+        "task_r2": loss.r2,
+    }
+    return {name: null.p_value(name, value) for name, value in values.items()}

@@ -1,0 +1,126 @@
+"""Sums of omega and mu over the heads of a model, and the step size they amount to."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from mechinterp.analysis.one_layer.head_statistics import Form, Heads
+from mechinterp.analysis.one_layer.manifold import nearest_on_manifold
+from mechinterp.analysis.one_layer.shared_qk import spread_over_heads
+from mechinterp.analysis.one_layer.thresholds import Thresholds
+from mechinterp.config import TaskConfig
+from mechinterp.models.heads import AttentionWeights
+from mechinterp.models.scores import score_derivative_at_zero
+from mechinterp.theory.softmax import debiased_step_size
+
+ON_SUPPORT = 0.5  # theta is on its support where it is above this part of its largest entry
+
+
+@dataclass(frozen=True, eq=False)
+class Scales:
+    """Numbers over the active groups of equal heads; omega is a head's factor of its form."""
+
+    omega_spread: float
+    """max/min minus 1 over heads: of |omega_mean|, with several responses of the norm of omega, over the heads
+    that serve one response."""
+    zero_sum: float
+    """|sum mu| / sum |mu|, the largest over responses."""
+    unserved: tuple[int, ...]
+    """Responses for which the sum of |mu| is below the share of an active head, relative to the largest."""
+    eta: Float[np.ndarray, " d_y"]
+    """f'(0) sum mu * omega_mean: the step size the model takes; unit 1/x^2."""
+    eta_optimal: float
+    """Best debiased step size for the task, 1/(1 + (1 + s^2) d/L); NaN unless x is isotropic."""
+    gamma: float
+    """|omega| of the nearest point of the solution manifold, unit 1/x^2; NaN without omega of both signs."""
+    manifold_distance: float
+    """Distance of (omega, mu) to the solution manifold, each relative to its norm; NaN as for gamma."""
+    theta: Float[np.ndarray, "d_y d_x"]
+    """f'(0) sum mu_n diag(QK): how strongly response n is regressed on each coordinate; unit 1/x^2."""
+    supports: tuple[tuple[int, ...], ...]
+    """The task's supports where it states them, else the coordinates with theta_n above half its largest."""
+    support_leak: float
+    """Largest |theta_n| off its support over the mean on it; 0 where supports are full."""
+    theta_spread: float
+    """max/min of theta_n on its support minus 1, the largest over responses."""
+    step: Float[Tensor, "d_y d_x d_x"]
+    """The step's matrix, f'(0) sum mu_n times the idealised QK x blocks; unit 1/x^2."""
+
+
+def scales_of(
+    groups: Heads, form: Form, weights: AttentionWeights, task: TaskConfig, limits: Thresholds
+) -> Scales:
+    """The numbers of active groups of equal heads.
+
+    Source:
+        He et al. 2025, arXiv 2503.12734, eq. (4.2)-(4.8) and (5.7) (theta).
+    """
+    slope = score_derivative_at_zero(
+        weights.score, weights.score_slope, context_length=task.context_length
+    )
+    mu, fitted = groups.mu, form.fitted(groups.blocks)
+    omega = form.omega(groups.blocks).numpy()
+    means = omega.mean(1)
+    sizes = np.abs(means) if task.d_y == 1 else np.linalg.norm(omega, axis=1)
+    on_manifold = np.nan, np.nan
+    if form.kind == "scalar" and task.d_y == 1:
+        on_manifold = nearest_on_manifold(means, mu[:, 0], task)
+    theta = slope * mu.T @ groups.blocks.diagonal(dim1=1, dim2=2).numpy()
+    supports = task.supports or tuple(_support(row) for row in theta)
+    leak, spread = _on_supports(theta, supports)
+    return Scales(
+        omega_spread=_spread(sizes, mu, limits.task_leak) if len(sizes) else float("nan"),
+        zero_sum=float(np.max([_ratio(abs(m.sum()), np.abs(m).sum()) for m in mu.T])),
+        unserved=_unserved(mu, limits.share),
+        eta=slope * means @ mu,
+        eta_optimal=_optimal_step(task),
+        gamma=on_manifold[0],
+        manifold_distance=on_manifold[1],
+        theta=theta,
+        supports=supports,
+        support_leak=leak,
+        theta_spread=spread,
+        step=slope * torch.einsum("gn,gij->nij", torch.from_numpy(mu), fitted),
+    )
+
+
+def _spread(sizes: np.ndarray, mu: np.ndarray, serving: float) -> float:
+    return float(spread_over_heads(torch.from_numpy(sizes), torch.from_numpy(mu), serving=serving))
+
+
+def _unserved(mu: np.ndarray, share: float) -> tuple[int, ...]:
+    total = np.abs(mu).sum(0)
+    return tuple(int(n) for n in np.flatnonzero(total <= share * total.max())) if len(mu) else ()
+
+
+def _ratio(part: float, whole: float) -> float:
+    """part / whole, infinite if only the whole is 0, NaN if both are."""
+    if whole == 0:
+        return float("inf") if part else float("nan")
+    return float(part / whole)
+
+
+def _support(theta: np.ndarray) -> tuple[int, ...]:
+    return tuple(int(i) for i in np.flatnonzero(theta > ON_SUPPORT * np.abs(theta).max()))
+
+
+def _on_supports(theta: np.ndarray, supports: tuple[tuple[int, ...], ...]) -> tuple[float, float]:
+    """How much of theta is off its supports, and how much it varies on them; NaN for an empty one."""
+    leak, spread = 0.0, 0.0
+    for row, support in zip(theta, supports, strict=True):
+        on, off = row[list(support)], np.delete(row, list(support))
+        if not len(on) or on.min() <= 0:
+            return float("nan"), float("nan")
+        leak = max(leak, float(np.abs(off).max(initial=0) / on.mean()))
+        spread = max(spread, float(np.ptp(on) / on.min()))
+    return leak, spread
+
+
+def _optimal_step(task: TaskConfig) -> float:
+    if task.covariance.kind != "identity" or task.supports is not None:
+        return float("nan")
+    ratio = task.noise_var / task.signal_var
+    return debiased_step_size(d_x=task.d_x, context_length=task.context_length, noise_var=ratio)

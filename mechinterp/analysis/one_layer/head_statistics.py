@@ -1,0 +1,174 @@
+"""Numbers behind the pattern of a one-layer model, from its circuits and head outputs."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from mechinterp.analysis.one_layer.circuits import Circuits
+from mechinterp.analysis.one_layer.shared_qk import (
+    CommonMatrix,
+    common_matrix,
+    equal_heads,
+    is_definite,
+    rotation_angle,
+)
+from mechinterp.analysis.one_layer.thresholds import Thresholds
+from mechinterp.models.scores import is_normalised
+
+
+@dataclass(frozen=True, eq=False)
+class Heads:
+    """Numbers of the heads of one layer, or of its groups of equal heads."""
+
+    names: tuple[str, ...]
+    """Numbers of the heads, those of a group joined by "+"."""
+    blocks: Float[Tensor, "head d_x d_x"]
+    """QK x blocks."""
+    mu: Float[np.ndarray, "head d_y"]
+    qk_diagonal: Float[np.ndarray, " head"]
+    ov_last_entry: Float[np.ndarray, " head"]
+    share: Float[np.ndarray, " head"]
+    """Standard deviation of a head's output over prompts, over the sum of that over heads."""
+
+    @property
+    def task_leak(self) -> Float[np.ndarray, " head"]:
+        """Second largest |mu_n| of each head over the largest; 0 for one response."""
+        if self.mu.shape[1] == 1:
+            return np.zeros(len(self.mu))
+        second, first = np.sort(np.abs(self.mu), axis=1)[:, -2:].T
+        return second / np.where(first == 0, 1, first)
+
+    def where(self, mask: np.ndarray) -> "Heads":
+        """Some of the heads."""
+        arrays = ("mu", "qk_diagonal", "ov_last_entry", "share")
+        return Heads(
+            names=tuple(name for name, chosen in zip(self.names, mask, strict=True) if chosen),
+            blocks=self.blocks[torch.from_numpy(mask)],
+            **{name: getattr(self, name)[mask] for name in arrays},
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Form:
+    """What QK x blocks are held against."""
+
+    kind: str
+    """"scalar": omega_h I; "common": omega_h Omega; "diagonal": diag(omega_h); "matrix": as they are."""
+    matrix: Float[Tensor, "d_x d_x"]
+    """Omega, of norm sqrt(d_x); I unless the kind is "common"."""
+    isotropy: float
+    """Cosine between the matrix nearest to all active blocks and I."""
+    shared: float
+    """Part of the active blocks' squared deviation from multiples of I that one matrix explains."""
+    rotation: float
+    """Largest angle in degrees where Omega is a multiple of a rotation other than I, else NaN."""
+
+    def omega(self, blocks: Float[Tensor, "head d_x d_x"]) -> Float[Tensor, "head d_x"]:
+        """Factors of blocks, per coordinate."""
+        d_x = blocks.shape[-1]
+        if self.kind == "common":
+            return ((blocks * self.matrix).sum((1, 2)) / d_x)[:, None].expand(-1, d_x)
+        return blocks.diagonal(dim1=1, dim2=2)
+
+    def fitted(self, blocks: Float[Tensor, "head d_x d_x"]) -> Float[Tensor, "head d_x d_x"]:
+        """The blocks' idealised selves."""
+        if self.kind == "matrix":
+            return blocks
+        omega = self.omega(blocks)
+        if self.kind == "diagonal":
+            return torch.diag_embed(omega)
+        return omega.mean(1)[:, None, None] * self.matrix
+
+    def alignment(self, blocks: Float[Tensor, "head d_x d_x"]) -> np.ndarray:
+        """|Cosine| between blocks and their idealised selves."""
+        whole, fitted = blocks.flatten(1).norm(dim=1), self.fitted(blocks).flatten(1).norm(dim=1)
+        return (fitted / whole.masked_fill(whole == 0, 1)).numpy()
+
+
+def read_heads(heads: Circuits, outputs: Float[Tensor, "batch head d_y"]) -> Heads:
+    """The numbers of every head."""
+    d_x = heads.omega.shape[1]
+    return Heads(
+        names=tuple(str(head) for head in range(len(heads.QK))),
+        blocks=torch.from_numpy(heads.QK)[:, :d_x, :d_x],
+        mu=heads.mu,
+        qk_diagonal=heads.qk_diagonal,
+        ov_last_entry=heads.ov_last_entry,
+        share=share_of(outputs).numpy(),
+    )
+
+
+def read_groups(
+    heads: Circuits, outputs: Float[Tensor, "batch head d_y"], tolerance: float
+) -> Heads:
+    """The numbers of groups of equal heads, whose OV circuits and outputs are added up."""
+    d_x = heads.omega.shape[1]
+    QK, each_OV = torch.from_numpy(heads.QK)[:, :d_x], torch.from_numpy(heads.OV)
+    groups = equal_heads(QK, tolerance=tolerance)
+    member = torch.from_numpy(groups[None] == np.unique(groups)[:, None]).to(torch.float64)
+    size = each_OV.flatten(1).norm(dim=1).clamp_min(1e-300)
+    average = member * size / (member @ size)[:, None]
+    OV = torch.einsum("gh,hmn->gmn", member, each_OV)
+    mu = OV[:, d_x:].diagonal(dim1=1, dim2=2)
+    blocks = torch.einsum("gh,hij->gij", average, QK[:, :, :d_x])
+    diagonal = blocks.diagonal(dim1=1, dim2=2)
+    return Heads(
+        names=tuple("+".join(map(str, np.flatnonzero(row))) for row in member.numpy()),
+        blocks=blocks,
+        mu=mu.numpy(),
+        qk_diagonal=_part(diagonal, blocks),
+        ov_last_entry=_part(mu, OV),
+        share=share_of(torch.einsum("gh,bhn->bgn", member, outputs)).numpy(),
+    )
+
+
+def form_of(groups: Heads, score: str, limits: Thresholds) -> Form:
+    """The form that the active groups of equal heads have, if any."""
+    active = torch.from_numpy(groups.share > limits.share)
+    blocks, share = groups.blocks[active], torch.from_numpy(groups.share)[active]
+    d_x, d_y = groups.blocks.shape[-1], groups.mu.shape[1]
+    identity = torch.eye(d_x, dtype=groups.blocks.dtype)
+    if not blocks.any():
+        return Form("scalar", identity, float("nan"), float("nan"), float("nan"))
+    common = common_matrix(blocks, share)
+    isotropy, shared = float(common.isotropy), _shared(blocks, common)
+    if not is_normalised(score):
+        return Form("matrix", identity, isotropy, shared, float("nan"))
+    if d_y > 1:
+        return Form("diagonal", identity, isotropy, shared, float("nan"))
+    metric = is_definite(common.matrix)
+    matrix = common.matrix if metric else _signed(common, groups.mu[active.numpy(), 0])
+    angle = float("nan") if metric else rotation_angle(matrix.numpy())
+    alone = len(blocks) == 1 and (metric or not np.isnan(angle))
+    if isotropy < limits.isotropy and (alone or (len(blocks) > 1 and shared >= limits.shared)):
+        return Form("common", matrix, isotropy, shared, angle)
+    return Form("scalar", identity, isotropy, shared, float("nan"))
+
+
+def _signed(common: CommonMatrix, mu: np.ndarray) -> Tensor:
+    """The matrix with the sign that makes sum mu * omega positive: without a metric's, either is as good."""
+    total = float(common.scale.numpy() @ mu)
+    return common.matrix if total >= 0 else -common.matrix
+
+
+def _shared(blocks: Tensor, common: CommonMatrix) -> float:
+    cosine = blocks.diagonal(dim1=1, dim2=2).sum(1).abs() / (
+        blocks.shape[-1] ** 0.5 * blocks.flatten(1).norm(dim=1)
+    ).clamp_min(1e-300)
+    off_identity = (1 - cosine**2).sum()
+    off_common = (1 - common.alignment**2).sum()
+    return float(1 - off_common / off_identity) if off_identity > 1e-12 else 0.0
+
+
+def share_of(outputs: Float[Tensor, "batch *models head d_y"]) -> Float[Tensor, "*models head"]:
+    """Standard deviation of each head's output over prompts, divided by the sum of that over heads."""
+    spread = outputs.var(0).sum(-1).sqrt()
+    return spread / spread.sum(-1, keepdim=True).clamp_min(1e-300)
+
+
+def _part(part: Tensor, whole: Tensor) -> np.ndarray:
+    norm = whole.flatten(1).norm(dim=1)
+    return (part.norm(dim=1) / norm.masked_fill(norm == 0, 1)).numpy()

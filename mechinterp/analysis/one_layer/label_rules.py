@@ -1,0 +1,274 @@
+"""From numbers to labels: of heads, and of the model they form. Each label comes with what decided."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import combinations
+
+import numpy as np
+import torch
+
+from mechinterp.analysis.one_layer.effective_step import Scales
+from mechinterp.analysis.one_layer.head_statistics import Form, Heads
+from mechinterp.analysis.one_layer.pca_components import Components
+from mechinterp.analysis.one_layer.substitution import Faithfulness
+from mechinterp.analysis.one_layer.thresholds import Thresholds
+from mechinterp.checkpoints.foreign.options import option
+from mechinterp.checkpoints.foreign.readings import Reading, advice
+
+# Numbers of which one must lie beyond random weights for a model to be structured.
+STRUCTURE = ("qk_diagonal_best", "ov_last_entry_best", "substitution_r2")
+
+
+@dataclass(frozen=True, eq=False)
+class Evidence:
+    """What the label of a model rests on."""
+
+    form: Form
+    scales: Scales
+    substitution: Faithfulness
+    """What survives of the prediction with every head replaced by its idealised circuit (omega, mu)."""
+    learner: Faithfulness
+    """What the closed-form learner built from omega and mu alone explains of the prediction."""
+    alignment: float
+    """Least cosine of an active head's QK x block with its form."""
+    p_values: dict[str, float]
+    """Fraction of randomly initialised models that are as structured, by the name of the number."""
+    components: Components | None = None
+    """Of a step of linear attention, where there is one."""
+    bare: bool = False
+    """Whether heads are linear, compare x with x and read y by construction, as random weights of their kind do."""
+
+
+def head_labels(heads: Heads, form: Form, limits: Thresholds) -> list[tuple[str, str]]:
+    """Each head's label and, for one that fits no pattern, the number that says why."""
+    return [_head_label(heads, form, head, limits) for head in range(len(heads.share))]
+
+
+def model_label(
+    heads: Heads, labelled: list[tuple[str, str]], evidence: Evidence, limits: Thresholds
+) -> tuple[str, str]:
+    """The pattern and a sentence with the number that decided.
+
+    Args:
+        heads: Groups of equal heads, and `labelled` their labels.
+    """
+    kinds = {label for label, _ in labelled} - {"dummy"}
+    if not kinds:
+        return "undetermined", "no head is active, or those that are cancel each other"
+    if np.isnan(evidence.substitution.r2):
+        return "undetermined", "the predictions are all 0, or not finite"
+    chance = {name: evidence.p_values[name] for name in STRUCTURE}
+    # Bare heads are a step whatever their weights; what its matrix has learned decides below.
+    if not evidence.bare and not any(p <= limits.p_value for p in chance.values()):
+        numbers = ", ".join(f"{name} p = {p:.2g}" for name, p in chance.items())
+        return "unstructured", f"random weights reach as far: {numbers}"
+    if evidence.scales.unserved:
+        missing = ", ".join(map(str, evidence.scales.unserved))
+        return "undetermined", f"no head serves response {missing}"
+    if evidence.form.kind == "matrix":
+        used = evidence.components
+        if used is not None and used.n_components == 0:
+            why = (
+                f"its step has learned {used.learned.max():.2g} of the component that it uses most"
+            )
+            return "undetermined", f"linear attention; {why}"
+        if evidence.bare and used is not None and used.n_components is None:
+            return "undetermined", f"{_linear_sentence(evidence)}; {_off_identity(evidence)}"
+        return _if_explained("linear_gd", _linear_sentence(evidence), evidence, limits)
+    if len(kinds) == 1 and kinds <= {"positive", "negative"}:
+        sentence = f"all active heads are {next(iter(kinds))}; the kernel smoother explains R² = {evidence.substitution.r2:.4f}"
+        return _if_explained("kernel_regression", sentence, evidence, limits)
+    if heads.mu.shape[1] > 1:
+        return _several_tasks(heads, labelled, evidence, limits)
+    for name, (label, why) in zip(heads.names, labelled, strict=True):
+        if why:
+            explained = f"idealised heads explain R² = {evidence.substitution.r2:.4f}"
+            return "undetermined", f"head {name} is {label}: {why}; {explained}"
+    too_large = _above(evidence, limits, "omega_spread", "zero_sum")
+    if too_large:
+        return "undetermined", too_large
+    return _if_explained(*_one_task(evidence), evidence, limits)
+
+
+def agreed_label(
+    patterns: Sequence[str], reason: str, readings: Sequence[Reading]
+) -> tuple[str, str]:
+    """The label on which the readings of a file agree, else `undetermined` with the option that decides.
+
+    Args:
+        patterns: Label of every reading that stands, in their order.
+        reason: Of the first.
+    """
+    standing = [reading for reading in readings if reading.stands]
+    if not readings[0].predicts and any(reading.predicts for reading in readings):
+        return (
+            "undetermined",
+            f"as its format has it the file predicts nothing ({readings[0]!r}); {advice(readings)}",
+        )
+    if not any(reading.predicts for reading in readings):
+        return "undetermined", _not_understood(readings)
+    if len(set(patterns)) == 1:
+        return patterns[0], reason
+    labelled = list(zip(patterns, standing, strict=True))
+    best = {pattern: reading for pattern, reading in reversed(labelled)}
+    named = "; ".join(f"{pattern} for {reading!r}" for pattern, reading in reversed(best.items()))
+    options = " and ".join(map(option, _deciding(labelled)))
+    return (
+        "undetermined",
+        f"the file does not say {options}, which decides: {named} (loss over that of predicting 0)",
+    )
+
+
+def _not_understood(readings: Sequence[Reading]) -> str:
+    """That a file was not understood: of its weights, a label under a wrong guess would say nothing."""
+    losses = "; ".join(map(repr, readings[:4])) + ("; ..." if readings[4:] else "")
+    named = [*map(option, readings[0].said), "--scale", "--output-scale", "--task"]
+    *first, last = dict.fromkeys(named)
+    return (
+        "nothing was understood of this file: no reading predicts better than 0 on prompts of the task "
+        f"(loss over that of 0: {losses}); say {', '.join(first)} or {last}"
+    )
+
+
+def _deciding(labelled: Sequence[tuple[str, Reading]]) -> list[str]:
+    """What readings of different labels differ in, alone if there are such; else all in which they differ."""
+    differing = [
+        {
+            name
+            for name in one.said.keys() | other.said.keys()
+            if one.said.get(name) != other.said.get(name)
+        }
+        for (label, one), (another, other) in combinations(labelled, 2)
+        if label != another
+    ]
+    alone = [names for names in differing if len(names) == 1]
+    return sorted(set.union(*(alone or differing)))
+
+
+def _off_identity(evidence: Evidence) -> str:
+    """How far the matrix of a step is from one step size for all directions."""
+    M = evidence.scales.step[0]
+    rest = M - M.diagonal().mean() * torch.eye(len(M), dtype=M.dtype)
+    return f"its directions are not principal ones, and {float(rest.norm() / M.norm()):.0%} of its matrix is no multiple of the identity"
+
+
+def _linear_sentence(evidence: Evidence) -> str:
+    found, explained = evidence.components, f"explains R² = {evidence.learner.r2:.4f}"
+    if found is None:
+        return f"linear attention; one preconditioned step {explained}"
+    if found.n_components is None:
+        off = f"off the components it predicts {found.off_diagonal:.2g} of E y²"
+        return f"linear attention; one preconditioned step {explained}; {off}"
+    used = f"{found.n_components} of {len(found.learned)} components"
+    return f"linear attention; one preconditioned step on {used} {explained}"
+
+
+def _one_task(evidence: Evidence) -> tuple[str, str]:
+    """Heads of both signs whose mu cancel: a debiased step, with or without a preconditioner."""
+    numbers = f"heads of both signs, zero_sum {evidence.scales.zero_sum:.3f}, omega_spread {evidence.scales.omega_spread:.3f}"
+    explained = f"debiased step explains R² = {evidence.learner.r2:.4f}"
+    form = evidence.form
+    if form.kind == "scalar":
+        return "debiased_gd", f"{numbers}; one {explained}"
+    shape = f"one matrix with isotropy {form.isotropy:.3f} for all heads"
+    if not np.isnan(form.rotation):
+        shape = f"omega times one rotation by up to {form.rotation:.0f} degrees for all heads"
+    return "preconditioned_gd", f"{numbers}; QK is {shape}; one such {explained}"
+
+
+def _several_tasks(
+    heads: Heads, labelled: list[tuple[str, str]], evidence: Evidence, limits: Thresholds
+) -> tuple[str, str]:
+    """Heads of both signs, or of mixed ones, and more than one response."""
+    active = heads.where(np.array([label != "dummy" for label, _ in labelled]))
+    sizes, leak = np.abs(active.mu), active.task_leak.max()
+    smallest = (sizes.min(1) / sizes.max(1)).min()
+    too_large = _above(evidence, limits, "zero_sum")
+    if too_large:
+        return "undetermined", too_large
+    uneven = _above(evidence, limits, "omega_spread")
+    clean = all(label in ("positive", "negative") for label, _ in labelled if label != "dummy")
+    explained = f"one debiased step per response explains R² = {evidence.learner.r2:.4f}"
+    if clean and leak <= limits.task_leak and not uneven:
+        sentence = f"each active head serves one response, leak up to {leak:.3f}; {explained}"
+        return _if_explained("task_heads", sentence, evidence, limits)
+    if clean and smallest >= 0.5 and not uneven:
+        full = all(len(s) == heads.blocks.shape[1] for s in evidence.scales.supports)
+        even = full and evidence.scales.theta_spread <= limits.theta_even
+        pattern = "debiased_gd" if even else "weighted_preconditioned_gd"
+        sentence = f"opposite heads serve all responses, mu within {1 - smallest:.0%}; {explained}"
+        return _if_explained(pattern, sentence, evidence, limits)
+    if clean and uneven and (leak <= limits.task_leak or smallest >= 0.5):
+        return "undetermined", uneven
+    too_large = _above(evidence, limits, "support_leak", "theta_spread")
+    if too_large:
+        return "undetermined", f"heads serve several responses and {too_large}"
+    odd = [
+        f"; head {name} is {label}"
+        for name, (label, _) in zip(heads.names, labelled, strict=True)
+        if label == "unstructured"
+    ]
+    sentence = f"heads serve several responses{''.join(odd)}; theta off its supports up to {evidence.scales.support_leak:.3f}; {explained}"
+    return _if_explained("superposition", sentence, evidence, limits)
+
+
+def _above(evidence: Evidence, limits: Thresholds, *names: str) -> str:
+    """The first of these numbers that is above its limit, in words."""
+    for name in names:
+        value, limit = getattr(evidence.scales, name), getattr(limits, name)
+        if np.isnan(value):
+            return f"{name} is not defined"
+        if value > limit:
+            return f"{name} {value:.3f} is above {limit:g}"
+    return ""
+
+
+def _if_explained(
+    pattern: str, sentence: str, evidence: Evidence, limits: Thresholds
+) -> tuple[str, str]:
+    """The pattern, unless idealised heads or the closed form leave too much of the prediction unexplained."""
+    for name, found in (
+        ("substitution_r2", evidence.substitution),
+        ("learner_r2", evidence.learner),
+    ):
+        if not found.r2 >= limits.substitution_r2:
+            why = f"{name} of {pattern} {_short(found.r2)} is below {limits.substitution_r2:g}"
+            return "undetermined", why
+    if evidence.alignment < limits.qk_clear and not evidence.substitution.r2 >= limits.clear_r2:
+        why = f"a QK x block has cosine {evidence.alignment:.3f} with its form, below {limits.qk_clear:g}"
+        explained = f"idealised heads explain R² = {evidence.substitution.r2:.3f}"
+        return "undetermined", f"{why}, and {explained}, below {limits.clear_r2:g}"
+    return pattern, sentence
+
+
+def _head_label(heads: Heads, form: Form, head: int, limits: Thresholds) -> tuple[str, str]:
+    if heads.share[head] <= limits.share:
+        return "dummy", ""
+    blocks = heads.blocks[head : head + 1]
+    name = "qk_diagonal" if form.kind in ("scalar", "diagonal", "matrix") else "alignment"
+    aligned = heads.qk_diagonal[head] if name == "qk_diagonal" else form.alignment(blocks)[0]
+    last_entry = heads.ov_last_entry[head]
+    for label, value, limit in (
+        (name, aligned, limits.qk_diagonal),
+        ("ov_last_entry", last_entry, limits.ov_last_entry),
+    ):
+        if value < limit:
+            return "unstructured", f"{label} {value:.3f} is below {limit:g}"
+    omega, mu = form.omega(blocks)[0].numpy(), heads.mu[head]
+    least = limits.sign_entry if len(mu) == 1 else limits.task_leak
+    for label, values in (("omega", omega), ("mu", mu)):
+        if len(_signs(values, least)) > 1:
+            return "mixed", f"{label} runs from {values.min():.3g} to {values.max():.3g}"
+    signs = _signs(omega, least)
+    if signs != _signs(mu, least):
+        return "mismatched", f"omega is {omega.mean():.3g} and mu is {mu.mean():.3g}"
+    return ("positive" if signs == {1} else "negative"), ""
+
+
+def _signs(values: np.ndarray, fraction: float) -> set[int]:
+    return {int(sign) for sign in np.sign(values[np.abs(values) > fraction * np.abs(values).max()])}
+
+
+def _short(value: float) -> str:
+    """A ratio with three decimals; a large one, of predictions that overflow, by its power of ten."""
+    return f"{value:.3f}" if abs(value) < 1e6 else f"{value:.1e} (the predictions overflow)"

@@ -1,0 +1,84 @@
+"""One layer of attention with an MLP behind it, as the layer of attention that a linear read-out makes of it.
+
+Where the prediction is nearly linear in what attention writes at the query, its heads have circuits to the prediction:
+W_O times the read-out's direction. The read-out is fitted on one half of the prompts and measured on the other.
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from mechinterp.config import TaskConfig
+from mechinterp.models.heads import AttentionWeights
+from mechinterp.models.run.evaluation import evaluation_prompts
+from mechinterp.models.weights import Weights, heads_of
+
+N_PROMPTS, CHUNK = 1024, 64
+
+
+@dataclass(frozen=True, eq=False)
+class ReadThrough:
+    """The heads of a layer, read through what stands behind it."""
+
+    weights: AttentionWeights
+    """The layer of attention whose output is the linear read-out's."""
+    r2: float
+    """1 - mean (prediction - read-out)^2 / variance of the prediction, on prompts that the fit has not seen."""
+
+
+def has_linear_way_in(weights: Weights) -> bool:
+    """Whether a model is one layer whose attention reads the tokens through linear maps alone."""
+    model = weights.model
+    around = (model.norm, model.n_positions, model.d_read_in)
+    plain = (around, model.layout) == ((None, None, None), "pairs")
+    return model.n_layers == 1 and plain and not model.final_norm and not model.context_only
+
+
+def read_through(weights: Weights, task: TaskConfig, *, seed: int = 0) -> ReadThrough:
+    """The heads as a linear read-out of the layer's attention sees them.
+
+    Args:
+        weights: Of a model that `has_linear_way_in`.
+        task: Law of the prompts.
+    """
+    # Here and not above: what does not run a model need not wait for TransformerLens.
+    from mechinterp.models.hooked.transformer import ICLTransformer
+
+    weights = weights.to(torch.float64)
+    model = ICLTransformer.from_weights(weights, task=task)
+    prompts = evaluation_prompts(task, n_prompts=N_PROMPTS, seed=seed)
+    name, predicted, outputs = "blocks.0.hook_attn_out", [], []
+    with torch.no_grad():
+        for start in range(0, N_PROMPTS, CHUNK):  # patterns of all prompts at once are gigabytes
+            some = prompts[start : start + CHUNK]
+            predicted.append(model.predict(some))
+            _, cache = model.run_with_cache(some.tokens, names_filter=name)
+            outputs.append(cache[name][:, -1])
+    prediction, written = torch.cat(predicted), torch.cat(outputs)
+    half = N_PROMPTS // 2
+    ones = written.new_ones(N_PROMPTS, 1)
+    known = torch.cat([written, ones], 1)
+    solved = torch.linalg.pinv(known[:half], rtol=1e-8) @ prediction[:half]
+    error = prediction[half:] - known[half:] @ solved
+    spread = (prediction[half:] - prediction[half:].mean(0)).square().mean()
+    r2 = float(1 - error.square().mean() / spread) if spread > 0 else float("nan")
+    return ReadThrough(_seen_through(weights, solved[:-1], solved[-1]), r2)
+
+
+def _seen_through(weights: Weights, direction: Tensor, constant: Tensor) -> AttentionWeights:
+    """The layer on tokens (x, y) whose output is that of attention in the read-out's direction."""
+    tensors = {n.removeprefix("blocks.0.attn."): t for n, t in weights.tensors.items()}
+    into = tensors.get("W_in")
+    found = {"W_O": tensors["W_O"] @ direction}
+    for x in "QKV":
+        (matrix,) = weights.layers(f"W_{x}")
+        found[f"W_{x}"] = matrix if into is None else into @ matrix
+        if weights.model.biases:
+            moved = tensors["b_in"] @ matrix if into is not None else 0
+            found[f"b_{x}"] = tensors[f"b_{x}"] + moved
+    if weights.model.biases:
+        found["b_O"] = tensors["b_O"] @ direction + constant
+    assert weights.scale is not None
+    # Behind a read-in the keys of merged heads are no longer the tokens themselves.
+    return heads_of(replace(weights.model, merged_qk=False), found, weights.scale)

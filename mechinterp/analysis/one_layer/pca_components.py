@@ -1,0 +1,67 @@
+"""Number of principal components that a step of linear attention uses, from its matrix.
+
+The step y_hat = b^T M x_query with M = sum_d f_d m_d e_d e_d^T over the eigenvectors e_d of the covariance is
+principal component regression in context on the directions whose f_d is 1.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from jaxtyping import Float
+
+from mechinterp.analysis.one_layer.thresholds import Thresholds
+from mechinterp.config import TaskConfig
+from mechinterp.theory.linear import Modes, modes
+from mechinterp.training.linear.trainer import task_moments
+
+REPEATED = 1e-6  # growth rates nearer than this, relative to the largest, share an eigenspace
+
+
+@dataclass(frozen=True, eq=False)
+class Components:
+    """A step of linear attention in the eigenbasis of its task."""
+
+    learned: Float[np.ndarray, " mode"]
+    """f_d, the part of every direction that is learned, fastest direction first: 0 before, 1 after."""
+    off_diagonal: float
+    """E y_off^2 / E y^2, y_off being the part of the prediction due to entries of M between two directions."""
+    n_components: int | None
+    """Number of directions that are more than half learned; None where off_diagonal is above its limit."""
+
+
+def components(
+    M: Float[np.ndarray, "d_x d_x"], task: TaskConfig, *, limit: float = Thresholds().off_diagonal
+) -> Components:
+    """The components of y_hat = b^T M x_query, b = (1/L) sum_l y_l x_l.
+
+    Where eigenvalues repeat, the directions of their space are those of M itself.
+
+    Args:
+        limit: Most `off_diagonal` of a step that has components.
+    Raises:
+        ValueError: If the task has several responses or supports.
+    Source:
+        Zhang et al. 2025, arXiv 2501.16265, eq. (22).
+    Example:
+        >>> task = TaskConfig(d_x=2, noise_var=0.0)
+        >>> components(np.diag([0.9, 0.0]), task).n_components
+        1
+    """
+    moments = task_moments(task)
+    found = _aligned(modes(moments), M)
+    learned = found.learned(M)
+    along = (found.vectors * learned * found.targets) @ found.vectors.T
+    off = float(moments.squared_norm(M - along)) / moments.yy
+    count = int((learned > 0.5).sum()) if off <= limit else None
+    return Components(learned=learned, off_diagonal=off, n_components=count)
+
+
+def _aligned(found: Modes, M: np.ndarray) -> Modes:
+    """The modes with eigenvectors that diagonalise the symmetric part of M within each eigenspace."""
+    vectors = found.vectors.copy()
+    gaps = -np.diff(found.rates) > REPEATED * found.rates[0]
+    for space in np.split(np.arange(len(found.rates)), 1 + np.flatnonzero(gaps)):
+        basis = vectors[:, space]
+        block = basis.T @ M @ basis
+        vectors[:, space] = basis @ np.linalg.eigh((block + block.T) / 2)[1][:, ::-1]
+    return Modes(found.variance, found.rates, found.targets, vectors)

@@ -1,0 +1,162 @@
+"""Null distribution of each statistic of the classifier under random initialisation."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from mechinterp.analysis.one_layer.head_statistics import Form, share_of
+from mechinterp.analysis.one_layer.shared_qk import common_matrix, spread_over_heads
+from mechinterp.analysis.one_layer.substitution import evaluation, idealised
+from mechinterp.analysis.one_layer.thresholds import Thresholds
+from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig
+from mechinterp.memory import CHUNK_BYTES, chunks
+from mechinterp.models.heads import AttentionWeights, head_outputs, stack
+from mechinterp.models.scores import is_normalised
+from mechinterp.training.one_layer.step import initial_weights
+
+SMALL_IS_STRUCTURE = ("omega_spread", "zero_sum")
+MIDDLE = (0.05, 0.95)
+N_PROMPTS, HEADS_AT_ONCE = 512, 128
+MODELS, MODEL_HEADS = (100, 400), 6400  # at least 100, so that a p-value can be below 0.01
+
+
+@dataclass(frozen=True, eq=False)
+class Null:
+    """Statistics of models with random initial weights, sorted, by name."""
+
+    n_models: int
+    values: dict[str, np.ndarray]
+
+    def p_value(self, name: str, value: float) -> float:
+        """Fraction of random models (or heads) at least as structured as this value, itself counted among them."""
+        values = self.values[name]
+        below = np.searchsorted(values, value, side="right")
+        above = len(values) - np.searchsorted(values, value, side="left")
+        extreme = below if name in SMALL_IS_STRUCTURE else above
+        return float("nan") if np.isnan(value) else float((extreme + 1) / (len(values) + 1))
+
+    @cached_property
+    def ranges(self) -> dict[str, tuple[float, float]]:
+        """Where the middle nine tenths of the random models (or heads) lie, by the name of the number."""
+        return {name: _middle(values[~np.isnan(values)]) for name, values in self.values.items()}
+
+
+def _middle(values: Float[np.ndarray, " sorted"]) -> tuple[float, float]:
+    if not len(values):
+        return float("nan"), float("nan")
+    low, high = (float(values[round(part * (len(values) - 1))]) for part in MIDDLE)
+    return low, high
+
+
+@lru_cache(maxsize=64)
+def null_of(task: TaskConfig, model: ModelConfig, *, form: str, bare: bool = False) -> Null:
+    """The null of models of this shape, initialised as they are for training.
+
+    Args:
+        form: How heads are idealised: "scalar", "common", "diagonal" or "matrix".
+        bare: Whether heads compare x with x and read y by construction, their other weights being 0.
+    """
+    config = ExperimentConfig(task=task, model=replace(model, attend_to_self=False, biases=False))
+    n_heads = model.n_heads
+    n_models = int(np.clip(MODEL_HEADS // n_heads, *MODELS))
+    # W_Q, W_K, W_V, the QK circuit and what is made of it, in float64.
+    per_model = 8 * n_heads * (4 * config.d_model * config.d_head + 4 * config.d_model**2)
+    groups = chunks(n_models, max(1, CHUNK_BYTES // per_model))
+    parts = [_statistics(config, range(n_models)[rows], model, form, bare) for rows in groups]
+    values = {name: torch.cat([part[name].flatten() for part in parts]) for name in parts[0]}
+    return Null(n_models, {name: np.sort(v.numpy()) for name, v in values.items()})
+
+
+def _statistics(
+    config: ExperimentConfig, seeds: Sequence[int], model: ModelConfig, form: str, bare: bool
+) -> dict[str, Tensor]:
+    """The statistics of the models of these seeds, unsorted."""
+    task, n_heads, n_models = config.task, model.n_heads, len(seeds)
+    models = [initial_weights(replace(config, seed=seed)) for seed in seeds]
+    weights = replace(stack(models).to(torch.float64), attend_to_self=model.attend_to_self)
+    if bare:
+        weights = stripped(weights)
+    blocks = weights.QK[:, : task.d_x, : task.d_x].unflatten(0, (n_models, n_heads))
+    common = common_matrix(blocks, torch.ones(n_models, n_heads, dtype=torch.float64))
+    sizes = {"common": common.scale.abs(), "diagonal": weights.omega.norm(dim=1)}.get(
+        form, weights.omega.mean(1).abs()
+    )
+    sizes = sizes.view(n_models, n_heads)
+    mu = weights.mu.view(n_models, n_heads, task.d_y)
+    diagonal = weights.qk_diagonal.view(n_models, n_heads)
+    last_entry = weights.ov_last_entry.view(n_models, n_heads)
+    r2, task_r2, share = _outputs(weights, task, n_heads, form)
+    return {
+        "share": share,
+        "omega_mean": weights.omega.mean(1),
+        "mu": mu,
+        "qk_diagonal": diagonal,
+        "ov_last_entry": last_entry,
+        "qk_diagonal_best": diagonal.amax(1),
+        "ov_last_entry_best": last_entry.amax(1),
+        "omega_spread": spread_over_heads(sizes, mu, serving=Thresholds().task_leak),
+        "zero_sum": (mu.sum(1).abs() / mu.abs().sum(1)).amax(1),
+        "substitution_r2": r2,
+        "task_r2": task_r2,
+    }
+
+
+def is_bare(weights: AttentionWeights) -> bool:
+    """Whether linear heads compare x with x and read y, and nothing else, as those trained on moments do."""
+    d_x = weights.d_x
+    other = weights.OV[:, :d_x].any() or weights.QK[:, :d_x, d_x:].any()
+    return not is_normalised(weights.score) and not other
+
+
+def stripped(weights: AttentionWeights) -> AttentionWeights:
+    """Heads without the weights by which a query is compared with y, or x is read."""
+    d_x = weights.d_x
+    tensors = weights.tensors
+    rows = {"W_Q": slice(d_x, None), "W_K": slice(d_x, None), "W_V": slice(d_x)}
+    for name, unused in rows.items():
+        tensors[name] = tensors[name].clone()
+        tensors[name][:, unused] = 0
+    return weights.with_tensors(tensors)
+
+
+def x_blocks(weights: AttentionWeights, n_heads: int, form: str) -> Tensor:
+    """The idealised QK x blocks of models of n_heads heads each, [head, d_x, d_x]."""
+    d_x = weights.d_x
+    blocks = weights.QK[:, :d_x, :d_x]
+    if form != "common":
+        identity = torch.eye(d_x, dtype=blocks.dtype)
+        return Form(form, identity, math.nan, math.nan, math.nan).fitted(blocks)
+    grouped = blocks.unflatten(0, (-1, n_heads))
+    common = common_matrix(grouped, torch.ones(grouped.shape[:2], dtype=grouped.dtype))
+    return (common.scale[..., None, None] * common.matrix[:, None]).flatten(0, 1)
+
+
+def _outputs(
+    weights: AttentionWeights, task: TaskConfig, n_heads: int, form: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """R^2 of the idealised models and of the task, and shares of the heads, a few models at a time, in float32."""
+    prompts = evaluation(task, N_PROMPTS, 0, weights.attend_to_self).prompts.to(torch.float32)
+    ideal = idealised(weights, x_blocks(weights, n_heads, form), weights.mu).to(torch.float32)
+    weights = weights.to(torch.float32)
+    size = max(HEADS_AT_ONCE // n_heads, 1) * n_heads
+    target = prompts.y_query[:, None]
+    found, solved, shares = [], [], []
+    for start in range(0, weights.n_heads, size):
+        heads, substitutes = (
+            head_outputs(w[slice(start, start + size)], prompts).unflatten(1, (-1, n_heads))
+            for w in (weights, ideal)
+        )
+        whole, substitute = heads.sum(2), substitutes.sum(2)
+        gap = (whole - substitute).square().mean((0, 2))
+        found.append(1 - gap / whole.square().mean((0, 2)))
+        missed = (whole - target).square().mean((0, 2))
+        solved.append(1 - missed / target.square().mean())
+        shares.append(share_of(heads))
+    r2, task_r2, share = (torch.cat(parts).to(torch.float64) for parts in (found, solved, shares))
+    return r2, task_r2, share

@@ -1,0 +1,171 @@
+"""What a layer of attention computes, how sure that is, and what it is not."""
+
+from collections.abc import Sequence
+
+import numpy as np
+from jaxtyping import Float
+
+from mechinterp.analysis.learners.baseline_comparison import Nearby
+from mechinterp.analysis.one_layer.effective_step import Scales
+from mechinterp.analysis.one_layer.head_statistics import Form
+from mechinterp.analysis.one_layer.substitution import Faithfulness
+from mechinterp.analysis.verdict import (
+    KNOWN,
+    LEARNERS,
+    NOTHING_EXCLUDED,
+    Verdict,
+    beside,
+    calibration_text,
+    chance_text,
+    digits,
+    explained,
+    is_behind,
+    nearest_learners,
+    none_of,
+    spelled_out,
+)
+
+PAIRS = "the prompt's pairs (x_l, y_l)"
+CENTRED = f"{PAIRS}, x minus its mean x̄"
+STEPS = {
+    "debiased_gd": f"one step of gradient descent on {CENTRED}",
+    "preconditioned_gd": f"one step of preconditioned gradient descent on {CENTRED}",
+    "weighted_preconditioned_gd": f"one step of gradient descent for each response on {CENTRED}, with the same weights "
+    "of coordinates for all",
+    "task_heads": f"one step of gradient descent for each response, by heads of its own, on {CENTRED}",
+    "superposition": f"one step of gradient descent for each response, by heads that several share, on {CENTRED}",
+    "linear_gd": f"one step of preconditioned gradient descent on {PAIRS}",
+}
+NESTED = {
+    "debiased_gd": ("debiased_gd",),
+    "kernel_regression": ("kernel_head",),
+    "linear_gd": ("vanilla_gd",),
+}
+"""Simple learners that are no alternative to a pattern, being cases of it."""
+MOST_NUMBERS = 8
+
+
+def heads_verdict(
+    pattern: str,
+    reason: str,
+    *,
+    form: Form,
+    scales: Scales,
+    n_components: int | None,
+    omega: Float[np.ndarray, " head"],
+    mu: Float[np.ndarray, "head d_y"],
+    kernel: str,
+    learner: Faithfulness,
+    near: Nearby,
+    p_value: float,
+    n_random: int,
+    calibrated: bool,
+    caveat: str,
+    doubt: str,
+) -> Verdict:
+    """The verdict on one layer of attention.
+
+    Args:
+        n_components: Principal components of x that the step uses, if that is known.
+        omega: Of the active heads, as is `mu`.
+        kernel: Weight of a pair by its score s.
+        learner: What the formula explains.
+        near: What simple learners explain.
+        calibrated: Whether the calibration speaks of this label.
+        caveat: What the numbers are of, if not of the model's own predictions.
+        p_value: Of the loss, against n_random models of random weights.
+        doubt: Why the task may be another one.
+    """
+    chance = f"; {chance_text(p_value, n_random, 'random weights')}"
+    if pattern in ("undetermined", "unstructured"):
+        said = f"{none_of('formulas', pattern)}: {spelled_out(reason)}"
+        return nearest_learners(
+            said, near.learners, near.r2, near.r2_sem, chance=chance, doubt=doubt
+        )
+    if pattern == "kernel_regression":
+        computes = _smoother(form, omega, mu, kernel)
+    else:
+        d_x = scales.step.shape[1]
+        used = (
+            ""
+            if n_components is None
+            else f"; it uses {n_components} of {d_x} principal directions of x"
+        )
+        computes = f"{STEPS[pattern]} ({pattern}): {_step(pattern, scales)}{used}"
+    sure = (
+        f"this formula, with nothing fitted, explains {explained(learner.r2, learner.r2_sem)} of "
+        f"{caveat or 'the predictions'}{chance}{calibration_text(pattern, KNOWN) if calibrated else ''}"
+    )
+    others = [n for n, name in enumerate(near.learners) if name not in NESTED.get(pattern, ())]
+    behind = [n for n in others if is_behind(near.lead[n], near.lead_sem[n])]
+    alike = "; ".join(_other(near, n) for n in others if n not in behind)
+    is_not = _other(near, behind[0]) if behind else NOTHING_EXCLUDED
+    return Verdict(computes, sure, is_not, alike, doubt)
+
+
+def _other(near: Nearby, n: int) -> str:
+    """What another learner explains, and how much less than the formula, each at its best factor."""
+    name, lead = near.learners[n], beside(near.lead[n], near.lead_sem[n])
+    scaled = "" if name == "ridge" else "times its best factor "
+    return (
+        f"{LEARNERS[name]}, which {scaled}explains R² = {near.r2[n]:.4f}, {lead} than the formula "
+        "times its best factor"
+    )
+
+
+def _smoother(
+    form: Form,
+    omega: Float[np.ndarray, " head"],
+    mu: Float[np.ndarray, "head d_y"],
+    kernel: str,
+) -> str:
+    similar = "x_lᵀΩx" if form.kind == "common" else "x_l·x"
+    if len(omega) == 1:
+        weight = kernel.format(s=f"{digits(omega[0])} {similar}")
+        return (
+            f"an average of y_l over {PAIRS} (kernel_regression): ŷ = {_vector(mu[0])} Σ_l w_l y_l, "
+            f"w_l ∝ {weight}, Σ_l w_l = 1"
+        )
+    pairs = zip(omega[:MOST_NUMBERS], mu, strict=False)
+    scales = "; ".join(f"μ = {_vector(m)}, ω = {digits(o)}" for o, m in pairs)
+    more = "; ..." if len(omega) > MOST_NUMBERS else ""
+    return (
+        f"a sum over heads h of averages of y_l over {PAIRS} (kernel_regression): ŷ = Σ_h μ_h Σ_l w_hl y_l, "
+        f"w_hl ∝ {kernel.format(s=f'ω_h {similar}')}, Σ_l w_hl = 1; {scales}{more}"
+    )
+
+
+def _step(pattern: str, scales: Scales) -> str:
+    """One gradient step, by the matrix of each response: a multiple of I, diagonal or neither."""
+    step = scales.step.numpy()
+    one = len(step) == 1
+    y, mark = ("y_l", "") if one else ("y_ln", "_n")
+    moment = f"(1/L) Σ_l {y} " + ("x_l" if pattern == "linear_gd" else "(x_l − x̄)")
+    diagonals = np.diagonal(step, axis1=1, axis2=2)
+    diagonal = not (step * (1 - np.eye(step.shape[1]))).any()
+    if diagonal and np.allclose(diagonals, diagonals[:, :1], rtol=1e-9, atol=0):
+        best = scales.eta_optimal
+        beside = (
+            "" if np.isnan(best) else f"; the step size that is best for its task is {digits(best)}"
+        )
+        eta = digits(diagonals[0, 0]) if one else "η_n"
+        values = "" if one else f", η = {_list(diagonals[:, 0])}"
+        return f"ŷ{mark} = {eta} {moment}·x{values}{beside}"
+    if diagonal:
+        names = ["Θ"] if one else [f"Θ_{n}" for n in range(len(step))]
+        rows = ", ".join(f"{n} = diag{_list(row)}" for n, row in zip(names, diagonals, strict=True))
+        return f"ŷ{mark} = xᵀΘ{mark} {moment}, {rows}"
+    sizes = np.linalg.svd(step)[1]
+    span = "; ".join(f"{digits(row.min())} to {digits(row.max())}" for row in sizes)
+    return f"ŷ{mark} = xᵀΓ{mark} {moment}, singular values of Γ{mark} {span}"
+
+
+def _vector(values: Sequence[float] | np.ndarray) -> str:
+    return digits(values[0]) if len(values) == 1 else _list(values)
+
+
+def _list(values: Sequence[float] | np.ndarray) -> str:
+    """Few numbers one by one, more by their range."""
+    if len(values) > MOST_NUMBERS:
+        return f"{len(values)} numbers from {digits(min(values))} to {digits(max(values))}"
+    return f"({', '.join(f'{value:.2f}' for value in values)})"

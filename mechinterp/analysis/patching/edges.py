@@ -1,0 +1,347 @@
+"""Which head acts through which later head: attribution patching of edges, checked by patching each.
+
+An edge goes from what a head writes to the query, key or value input of a head in a later layer. Its effect is how far
+a metric moves when the later head alone reads the clean prompt's write, while everything else reads the corrupted one's.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import pandas as pd
+import plotly.graph_objects as go
+import torch
+from einops import einsum
+from jaxtyping import Float
+from torch import Tensor
+
+from mechinterp import figures
+from mechinterp.analysis.patching.pairing import Metric, clean_and_corrupted, nearness
+from mechinterp.analysis.stats import mean_and_sem, resampled
+from mechinterp.display import Result
+from mechinterp.icl.prompts import Prompts
+from mechinterp.models.hooked.masks import z_name
+from mechinterp.models.hooked.runner import HookedPredictor
+from mechinterp.models.run.predictor import Source, predictor_of
+from mechinterp.progress import ProgressCallback, no_progress
+
+Component = Literal["q", "k", "v"]
+COMPONENTS: tuple[Component, ...] = ("q", "k", "v")
+LISTED = 12
+N_PAIRS = 32
+"""Pairs of prompts, if nobody says how many; every edge takes a run on them."""
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class HeadEdges(Result):
+    """How much of what clean prompts change reaches the prediction from one head through another."""
+
+    ig_steps: int
+    """Points between the corrupted and the clean prompts at which gradients are taken."""
+    estimate: Float[np.ndarray, "input layer head later_layer later_head"]
+    """First-order effect of each edge, mean over prompts, in units of the metric; inputs are q, k, v. NaN where
+    the second head is in no later layer."""
+    estimate_sem: Float[np.ndarray, "input layer head later_layer later_head"]
+    """Standard error of `estimate` over prompts."""
+    patched: Float[np.ndarray, "input layer head later_layer later_head"]
+    """Effect of each edge when it is patched, mean over prompts, in units of the metric."""
+    patched_sem: Float[np.ndarray, "input layer head later_layer later_head"]
+    """Standard error of `patched` over prompts."""
+    rank_correlation: float
+    """Spearman's, of `estimate` and `patched` over the edges; NaN if no edge has an effect."""
+    rank_correlation_sem: float
+    """Standard error of `rank_correlation`, from resampled prompts (bootstrap)."""
+    total: float
+    """Metric of the clean minus that of the corrupted prompts."""
+    total_sem: float
+
+    def __repr__(self) -> str:
+        top: Any = next(self.to_frame().itertuples())
+        return (
+            f"HeadEdges({edge_name(top)} {top.patched:+.3g} ± {top.patched_sem:.2g} of {self.total:+.3g}; rank correlation of "
+            f"estimates (ig_steps={self.ig_steps}) and patches {self.rank_correlation:.3f} ± {self.rank_correlation_sem:.2g})"
+        )
+
+    def to_frame(self) -> pd.DataFrame:
+        """One row per edge, the largest effect first."""
+        found = np.nonzero(np.isfinite(self.patched))
+        names = ("input", "layer", "head", "later_layer", "later_head")
+        frame = pd.DataFrame(dict(zip(names, found, strict=True)))
+        frame["input"] = np.array(COMPONENTS)[frame["input"]]
+        for name in ("estimate", "estimate_sem", "patched", "patched_sem"):
+            frame[name] = getattr(self, name)[found]
+        return frame.sort_values("patched", key=np.abs, ascending=False, ignore_index=True)
+
+    def plot(self) -> go.Figure:
+        """The edges of the largest effects, as estimated and as patched."""
+        top = self.to_frame().head(LISTED)
+        return figures.bars(
+            [edge_name(row) for row in top.itertuples()],
+            {"estimated": top["estimate"].to_numpy(), "patched": top["patched"].to_numpy()},
+            errors={
+                "estimated": top["estimate_sem"].to_numpy(),
+                "patched": top["patched_sem"].to_numpy(),
+            },
+            title="Effect of edges between heads",
+            y_title="change of the metric",
+        )
+
+
+def attribute_edges(
+    source: Source,
+    clean: Prompts | None = None,
+    corrupted: Prompts | None = None,
+    *,
+    ig_steps: int = 1,
+    metric: Metric | None = None,
+    n_prompts: int = N_PAIRS,
+    seed: int = 0,
+    progress: ProgressCallback = no_progress,
+) -> HeadEdges:
+    r"""Effects of all edges between heads, estimated by gradients and found by patching one at a time.
+
+    estimate(u -> v) = sum over positions of (w_u(clean) - w_u(corrupted)) . mean_k dm/dr_v(x_k),
+    x_k = corrupted + (k - 1/2) / K (clean - corrupted), k = 1..K = ig_steps; for K = 1, x_1 = corrupted
+
+    with w_u what head u writes, z_u W_O, r_v the stream as the query, key or value of head v reads it, before any norm,
+    and m the metric.
+
+    Args:
+        clean: None: `n_prompts` of the model's own task, by `seed`.
+        corrupted: None: the clean ones with other task vectors, by the seed after that: what depends on the
+            covariates alone is then the same on both, and edges that carry it have no effect.
+        ig_steps: 1 for attribution patching (EAP); more for integrated gradients (EAP-IG), which weigh an edge on the whole
+            way to the clean prompts. What one patch changes is nearer to EAP: a patch is a small step from the
+            corrupted prompts.
+        metric: From the model's output to one number per prompt; None: minus the squared distance of the prediction
+            from that of the clean prompts, unit y^2.
+        progress: Told of the progress.
+    Raises:
+        ValueError: If ig_steps is below 1, there are fewer than two prompts, the model has one layer, its stream is
+            normed after each layer, it has no hooks on the inputs of queries, keys and values (a plain module), the
+            prompts differ in shape, or the model is in training mode.
+    Source:
+        Edges and patches are those of transformer_lens 4.3 (Syed et al. 2023, arXiv 2310.10348; Wang et al. 2022, arXiv
+        2211.00593). Integrated gradients after Hanna et al. 2024, arXiv 2403.17806, who take k / K in place of
+        (k - 1/2) / K: the midpoint rule errs by 1 / K^2, theirs by 1 / K.
+    Example:
+        >>> from mechinterp import load
+        >>> found = attribute_edges(load("checkpoints/sparse-h4-noise0.1-s0"), n_prompts=4)
+        >>> found.patched.shape
+        (3, 4, 4, 4, 4)
+    """
+    hooked = predictor_of(source).hooked
+    _require_edges(hooked, ig_steps)
+    clean, corrupted = clean_and_corrupted(source, clean, corrupted, n_prompts=n_prompts, seed=seed)
+    pair = _Pair.of(hooked, clean, corrupted, metric)
+    with _split_inputs(hooked.model):
+        estimate = _estimates(pair, ig_steps)
+        patched = _patches(pair, progress)
+    total, total_sem = mean_and_sem(pair.gained())
+    correlation, correlation_sem = _rank_correlation(estimate, patched)
+    estimate_mean, estimate_sem = mean_and_sem(estimate)
+    patched_mean, patched_sem = mean_and_sem(patched)
+    return HeadEdges(
+        ig_steps=ig_steps,
+        estimate=estimate_mean,
+        estimate_sem=estimate_sem,
+        patched=patched_mean,
+        patched_sem=patched_sem,
+        rank_correlation=correlation,
+        rank_correlation_sem=correlation_sem,
+        total=float(total),
+        total_sem=float(total_sem),
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class _Pair:
+    """The two sets of prompts as the model reads them, with what its heads do on each."""
+
+    hooked: HookedPredictor
+    clean: Tensor
+    corrupted: Tensor
+    z: tuple[dict[str, Tensor], dict[str, Tensor]]
+    """z of all layers by hook name, clean and corrupted."""
+    metric: Metric
+
+    @classmethod
+    def of(
+        cls, hooked: HookedPredictor, clean: Prompts, corrupted: Prompts, metric: Metric | None
+    ) -> "_Pair":
+        with torch.no_grad():
+            inputs = hooked.inputs(clean), hooked.inputs(corrupted)
+            shapes = [list(each.shape) for each in inputs]
+            if shapes[0] != shapes[1] or shapes[0][0] < 2:
+                raise ValueError(
+                    f"clean and corrupted tokens must have one shape, of at least 2 prompts, got {shapes[0]} and {shapes[1]}."
+                )
+            names = [z_name(layer) for layer in range(hooked.n_layers)]
+            runs = [hooked.model.run_with_cache(each, names_filter=names) for each in inputs]
+            target = hooked.prediction(runs[0][0], clean)
+        z = tuple({name: cache[name] for name in names} for _, cache in runs)
+        metric = nearness(hooked, target) if metric is None else metric
+        return cls(hooked, *inputs, z, metric)  # type: ignore[arg-type]
+
+    @torch.no_grad()
+    def gained(self) -> Float[np.ndarray, " batch"]:
+        """Metric of the clean minus that of the corrupted prompts."""
+        clean, corrupted = (self.metric(self.hooked.model(t)) for t in (self.clean, self.corrupted))
+        return (clean - corrupted).double().numpy(force=True)
+
+
+def _estimates(
+    pair: _Pair, ig_steps: int
+) -> Float[np.ndarray, "prompt input layer head later_layer later_head"]:
+    """For each prompt the effects to first order."""
+    hooked = pair.hooked
+    gradients = _mean_gradients(pair, ig_steps)
+    effects = _no_effects(pair)
+    for layer in range(hooked.n_layers):
+        before, after = (z[z_name(layer)] for z in (pair.z[1], pair.z[0]))
+        W_O = hooked.model.blocks[layer].attn.W_O.detach()  # type: ignore[union-attr, index]
+        moved = einsum(
+            after - before,
+            W_O,
+            "batch pos head d_head, head d_head d_model -> batch pos head d_model",
+        )
+        for later in range(layer + 1, hooked.n_layers):
+            for index, component in enumerate(COMPONENTS):
+                effect = einsum(
+                    moved,
+                    gradients[_input_name(later, component)],
+                    "batch pos head d_model, batch pos later d_model -> batch head later",
+                )
+                effects[:, index, layer, :, later] = effect.double().numpy(force=True)
+    return effects
+
+
+def _mean_gradients(pair: _Pair, ig_steps: int) -> dict[str, Tensor]:
+    """Gradient of each prompt's metric at every head's inputs, mean over points on the way to the clean prompts."""
+    from transformer_lens.tools.analysis.attribution_patching import cache_activation_and_gradient
+
+    names = [_input_name(i, c) for i in range(1, pair.hooked.n_layers) for c in COMPONENTS]
+    shares = [0.0] if ig_steps == 1 else [(k + 0.5) / ig_steps for k in range(ig_steps)]
+    totals: dict[str, Tensor] = {}
+    for share in shares:
+        tokens = torch.lerp(pair.corrupted, pair.clean, share).detach().requires_grad_()
+        with torch.enable_grad():
+            # Prompts do not meet in the model: the gradient of the sum is that of each prompt's own metric.
+            found = cache_activation_and_gradient(
+                pair.hooked.model, tokens, lambda output: pair.metric(output).sum(), names
+            ).gradients
+        for name in names:
+            gradient = found[name]
+            assert gradient is not None
+            totals[name] = totals.get(name, 0) + gradient / ig_steps
+    return totals
+
+
+def _patches(
+    pair: _Pair, progress: ProgressCallback
+) -> Float[np.ndarray, "prompt input layer head later_layer later_head"]:
+    """For each prompt what patching an edge changes."""
+    from transformer_lens.patching import get_act_patch_direct_path
+
+    hooked, effects = pair.hooked, _no_effects(pair)
+    sources = [
+        (layer, head) for layer in range(hooked.n_layers - 1) for head in range(hooked.n_heads)
+    ]
+    values: list[Tensor] = []
+
+    def noted(output: Tensor) -> Tensor:
+        # TransformerLens keeps one number of each run; the standard errors need one of each prompt.
+        values.append(pair.metric(output))
+        return values[-1].mean()
+
+    with torch.no_grad():
+        full = pair.metric(hooked.model(pair.corrupted))
+        for layer, head in progress(sources, "patching edges"):
+            for index, component in enumerate(COMPONENTS):
+                values.clear()
+                get_act_patch_direct_path(
+                    hooked.model,  # type: ignore[arg-type]
+                    pair.corrupted,
+                    *pair.z,  # type: ignore[arg-type]
+                    noted,
+                    layer,
+                    head,
+                    component,
+                    verbose=False,
+                )
+                found = (torch.stack(values, dim=1) - full[:, None]).double().numpy(force=True)
+                shape = (len(full), hooked.n_layers - 1 - layer, hooked.n_heads)
+                effects[:, index, layer, head, layer + 1 :] = found.reshape(shape)
+    return effects
+
+
+def _no_effects(
+    pair: _Pair,
+) -> Float[np.ndarray, "prompt input layer head later_layer later_head"]:
+    """NaN for all pairs of heads."""
+    shape = (pair.hooked.n_layers, pair.hooked.n_heads)
+    return np.full((len(pair.clean), len(COMPONENTS), *shape, *shape), np.nan)
+
+
+def _rank_correlation(estimate: np.ndarray, patched: np.ndarray) -> tuple[float, float]:
+    """Spearman's over edges of the means, and its standard deviation over samples of as many prompts."""
+    edges = np.isfinite(patched[0])
+    found = np.stack([estimate[:, edges], patched[:, edges]])
+    again = [
+        _spearman(*np.tensordot(shares, found, axes=(0, 1))) for shares in resampled(len(patched))
+    ]
+    return _spearman(*found.mean(1)), float(np.std(again, ddof=1))
+
+
+def _spearman(first: Float[np.ndarray, " edge"], second: Float[np.ndarray, " edge"]) -> float:
+    # Here and not above: who imports this file need not wait for it.
+    from scipy.stats import rankdata
+
+    ranks = rankdata(first), rankdata(second)
+    constant = any(np.ptp(rank) == 0 for rank in ranks)
+    return float("nan") if constant else float(np.corrcoef(*ranks)[0, 1])
+
+
+def _require_edges(hooked: HookedPredictor, ig_steps: int) -> None:
+    if ig_steps < 1:
+        raise ValueError(f"ig_steps must be >= 1, got {ig_steps}.")
+    if hooked.n_layers < 2:
+        raise ValueError(
+            f"model must have at least 2 layers to have edges between heads, got {hooked.n_layers}."
+        )
+    if not hasattr(hooked.model, "set_use_split_qkv_input"):
+        raise ValueError(
+            f"model must have hooks on the inputs of queries, keys and values, {_input_name(1, 'q')} and so on; "
+            f"a {type(hooked.model).__name__} has none."
+        )
+    blocks: Sequence[object] = hooked.model.blocks  # type: ignore[assignment]
+    if not all(getattr(block, "hook_out_is_single_residual_stream", True) for block in blocks):
+        raise ValueError(
+            "model must have a residual stream that is the sum of what is written to it, got one with a norm after each layer."
+        )
+
+
+@contextmanager
+def _split_inputs(model: Any) -> Iterator[None]:
+    """The inputs of queries, keys and values apart, and afterwards as they were."""
+    names = ("use_attn_in", "use_split_qkv_input")
+    shared, apart = (bool(getattr(model.cfg, name, False)) for name in names)
+    try:
+        # One shared copy and three of one's own exclude each other.
+        model.set_use_attn_in(False)
+        model.set_use_split_qkv_input(True)
+        yield
+    finally:
+        model.set_use_split_qkv_input(apart)
+        model.set_use_attn_in(shared)
+
+
+def _input_name(layer: int, component: str) -> str:
+    return f"blocks.{layer}.attn.hook_{component}_input"
+
+
+def edge_name(edge: Any) -> str:
+    """L0H1 to v of L2H3, from a row of the frame."""
+    return f"L{edge.layer}H{edge.head} to {edge.input} of L{edge.later_layer}H{edge.later_head}"

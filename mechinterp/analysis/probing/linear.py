@@ -1,0 +1,269 @@
+"""Linear probes of the stream after each layer, cross-validated, with random labels as a control."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+import plotly.graph_objects as go
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from mechinterp import figures
+from mechinterp.analysis.stats import mean_and_sem, ratio_and_sem
+from mechinterp.display import Result
+from mechinterp.icl.prompts import Prompts
+from mechinterp.models.hooked.masks import Head
+from mechinterp.models.run.evaluation import evaluation_prompts
+from mechinterp.models.run.predictor import Predictor, Source, predictor_of
+from mechinterp.progress import ProgressCallback, no_progress
+
+PENALTIES = (1e-8, 1e-6, 1e-4, 1e-2, 1e-1, 1.0)
+FOLDS = 5
+
+Target = Callable[[Prompts], tuple[Tensor, Tensor]]
+"""Prompts to what a probe is fitted to and what it is scored against, both [batch, pos, target]."""
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class LayerProbes(Result):
+    """How well a ridge regression on the stream reads a target, layer by layer; layer 0 is the input."""
+
+    positions: tuple[int, ...]
+    """Positions in the prompt, from 0; the last is the query's."""
+    risk: Float[np.ndarray, "layer pos"]
+    """Mean squared error of the probe on prompts it was not fitted to, against the target without noise."""
+    risk_sem: Float[np.ndarray, "layer pos"]
+    r2: Float[np.ndarray, "layer pos"]
+    """1 - risk over the mean square of the target without noise."""
+    r2_sem: Float[np.ndarray, "layer pos"]
+    control_r2: Float[np.ndarray, "layer pos"]
+    """The same for targets of other prompts, dealt out at random: what a probe finds where there is nothing."""
+    control_r2_sem: Float[np.ndarray, "layer pos"]
+    penalty: Float[np.ndarray, "layer pos"]
+    """The penalty with the least cross-validated error, in units of the features' mean square."""
+
+    def __repr__(self) -> str:
+        risks = " ".join(f"{risk:.3g}" for risk in self.risk[:, -1])
+        return f"LayerProbes(risk {risks} at position {self.positions[-1]})"
+
+    def to_frame(self) -> pd.DataFrame:
+        """One row per layer and position."""
+        layer, pos = (index.ravel() for index in np.indices(self.risk.shape))
+        columns = {"layer": layer, "pos": np.array(self.positions)[pos]}
+        names = ("risk", "risk_sem", "r2", "r2_sem", "control_r2", "control_r2_sem", "penalty")
+        return pd.DataFrame(columns | {name: getattr(self, name).ravel() for name in names})
+
+    def plot(self) -> go.Figure:
+        """Risk of the probe over layers, a curve per position."""
+        names = [f"position {pos}" for pos in self.positions]
+        return figures.lines(
+            np.arange(len(self.risk)),
+            dict(zip(names, self.risk.T, strict=True)),
+            errors=dict(zip(names, self.risk_sem.T, strict=True)),
+            title="What a linear probe of the stream gets wrong, before each layer and at the end",
+            x_title="layers run",
+            y_title="excess risk (y²)",
+            log_y=True,
+        )
+
+
+def responses(prompts: Prompts) -> tuple[Tensor, Tensor]:
+    """Each position's own response: with noise to fit to, without it to score against."""
+    noisy = torch.cat([prompts.y, prompts.y_query[:, None]], dim=1)
+    clean = torch.cat([prompts.x @ prompts.beta, prompts.y_query_clean[:, None]], dim=1)
+    return noisy, clean
+
+
+def reweighted(prompts: Prompts) -> tuple[Tensor, Tensor]:
+    """Each position's covariates times the context's correlations, r_j x_j with r = (1/L) sum_l y_l x_l.
+
+    With several responses, their mean's. What a first layer that preprocesses (Algorithm 1) writes.
+    """
+    correlations = (prompts.x.mT @ prompts.y / prompts.x.shape[1]).mean(2)
+    x = torch.cat([prompts.x, prompts.x_query[:, None]], dim=1)
+    return x * correlations[:, None], x * correlations[:, None]
+
+
+def preconditioned(prompts: Prompts) -> tuple[Tensor, Tensor]:
+    """Each position's (S - 1) x with the context's covariance S = (1/L) sum_l x_l x_l^T.
+
+    What a first layer writes that conditions the descent of those after it, and does not look at y.
+    """
+    x = torch.cat([prompts.x, prompts.x_query[:, None]], dim=1)
+    target = x @ (prompts.x.mT @ prompts.x / prompts.x.shape[1]) - x
+    return target, target
+
+
+STRUCTURES = {"reweighted x": reweighted, "preconditioned x": preconditioned}
+"""What a first layer may write, as targets of a probe."""
+
+
+def probe_layers(
+    source: Source,
+    prompts: Prompts | None = None,
+    *,
+    target: Target = responses,
+    heads: Sequence[Head] = (),
+    positions: Sequence[int] = (-1,),
+    n_prompts: int | None = None,
+    seed: int = 0,
+    progress: ProgressCallback = no_progress,
+) -> LayerProbes:
+    """Ridge probes of the stream before each layer and after the last.
+
+    Each is fitted to four fifths of the prompts and scored on the fifth left out, for every penalty; the one with
+    the least error against the target it was fitted to is taken.
+
+    Args:
+        prompts: None: `n_prompts` of the model's own task are drawn, by `seed`.
+        n_prompts: None: 4096, of models with norms or MLPs 512, or as many as probes of a wide stream take.
+        target: What is read; `responses`, or one of `STRUCTURES` for what a first layer may have written.
+        heads: Heads that are masked throughout.
+        positions: Positions of the target; -1 is the query's. For a model whose stream has not one position for each pair,
+            such as one that reads x and y in turn, the query's only.
+        progress: Optional progress callback.
+    Raises:
+        ValueError: If there are too few prompts for the features, a position is not among the target's or the
+            model's, or the model lacks the hook on its last stream.
+    Example:
+        >>> from mechinterp import load
+        >>> from mechinterp.icl.prompts import generator_for, sample_prompts
+        >>> checkpoint = load("checkpoints/softmax-h2-s0")
+        >>> prompts = sample_prompts(checkpoint.config.task, 512, generator=generator_for(0, "eval", 0))
+        >>> probes = probe_layers(checkpoint.model, prompts)
+        >>> probes.r2[0, 0] < 0.1, probes.r2[1, 0] > 0.8
+        (np.True_, np.True_)
+    """
+    prompts = evaluation_prompts(source, prompts, n_prompts=n_prompts, seed=seed)
+    fitted, scored = (tensor.double().numpy(force=True) for tensor in target(prompts))
+    n_pos = fitted.shape[1]
+    places = _places(positions, n_pos)
+    if set(places) != {n_pos - 1}:
+        _require_own_positions(predictor_of(source), prompts, n_pos)
+    found = streams(source, prompts, heads=heads, positions=[place - n_pos for place in places])
+    _require_prompts(len(prompts), found.shape[3])
+    dealt = np.random.default_rng(0).permutation(len(prompts))
+    columns = []
+    for layer in progress(range(len(found)), "probing layers"):
+        for column, place in enumerate(places):
+            features = found[layer, :, column]
+            noisy, clean = fitted[:, place], scored[:, place]
+            prediction, penalty = cross_validated(features, noisy)
+            control, _ = cross_validated(features, noisy[dealt])
+            columns.append(
+                [
+                    *_risk_and_r2(prediction, clean),
+                    *_risk_and_r2(control, clean[dealt])[2:],
+                    penalty,
+                ]
+            )
+    shape = (len(found), len(places))
+    arrays = [np.array(values).reshape(shape) for values in zip(*columns, strict=True)]
+    return LayerProbes(tuple(places), *arrays)
+
+
+def streams(
+    source: Source,
+    prompts: Prompts,
+    *,
+    heads: Sequence[Head] = (),
+    positions: Sequence[int] = (-1,),
+) -> Float[np.ndarray, "layer prompt pos d_model"]:
+    """The residual stream before each layer and after the last, in float64.
+
+    Args:
+        heads: Heads that are masked.
+        positions: Positions of the stream, counted from its end; -1 is the query's, wherever that is.
+    Raises:
+        ValueError: As `Predictor.streams` does.
+    """
+    found = predictor_of(source).streams(prompts, heads=heads, positions=positions)
+    return found.double().numpy(force=True)
+
+
+def cross_validated(
+    features: Float[np.ndarray, "prompt feature"], targets: Float[np.ndarray, "prompt target"]
+) -> tuple[Float[np.ndarray, "prompt target"], float]:
+    """Ridge predictions for each fifth of the prompts from the other four, and the penalty, the best of several.
+
+    Raises:
+        ValueError: If four fifths of the prompts are fewer than the features and one.
+    """
+    _require_prompts(len(features), features.shape[1])
+    held_out = np.arange(len(features)) % FOLDS
+    predictions = np.zeros((len(PENALTIES), *targets.shape))
+    for fold in range(FOLDS):
+        seen, unseen = held_out != fold, held_out == fold
+        for row, weights in enumerate(fit_ridge(features[seen], targets[seen])):
+            predictions[row, unseen] = affine(features[unseen], weights)
+    errors = np.square(predictions - targets).mean((1, 2))
+    best = int(errors.argmin())
+    return predictions[best], PENALTIES[best]
+
+
+def affine(
+    features: Float[np.ndarray, "*axes feature"],
+    weights: Float[np.ndarray, "feature_and_one target"],
+) -> Float[np.ndarray, "*axes target"]:
+    """features W + b, with b the last row of the weights."""
+    return features @ weights[:-1] + weights[-1]
+
+
+def fit_ridge(
+    features: Float[np.ndarray, "row feature"],
+    targets: Float[np.ndarray, "row target"],
+    penalties: Sequence[float] = PENALTIES,
+) -> list[Float[np.ndarray, "feature_and_one target"]]:
+    """Weights, and the constant below them, for each penalty, in units of the features' mean square.
+
+    Example:
+        >>> x = np.array([[0.0], [1.0], [2.0]])
+        >>> fit_ridge(x, 3 * x + 1, [1e-12])[0].round(6).tolist()
+        [[3.0], [1.0]]
+    """
+    centre, level = features.mean(0), targets.mean(0)
+    # One decomposition serves all penalties.
+    values, vectors = np.linalg.eigh((features - centre).T @ (features - centre))
+    moments = vectors.T @ ((features - centre).T @ (targets - level))
+    size = max(values.mean(), np.finfo(float).tiny)
+    found = []
+    for penalty in penalties:
+        weights = vectors @ (moments / (values.clip(min=0) + penalty * size)[:, None])
+        found.append(np.vstack([weights, level - centre @ weights]))
+    return found
+
+
+def _risk_and_r2(prediction: np.ndarray, target: np.ndarray) -> tuple[float, float, float, float]:
+    errors, squares = (np.square(v).mean(1) for v in (prediction - target, target))
+    risk, risk_sem = mean_and_sem(errors)
+    unexplained, sem = ratio_and_sem(errors, squares)
+    return float(risk), float(risk_sem), float(1 - unexplained), float(sem)
+
+
+def _places(positions: Sequence[int], n_pos: int) -> list[int]:
+    for position in positions:
+        if not -n_pos <= position < n_pos:
+            raise ValueError(f"positions must lie in 0 to {n_pos - 1}, got {position}.")
+    return [position % n_pos for position in positions]
+
+
+def _require_own_positions(predictor: Predictor, prompts: Prompts, n_pos: int) -> None:
+    layers = range(predictor.n_layers + 1)
+    lengths = {predictor.stream(prompts[:1], layer).shape[1] for layer in layers}
+    if lengths != {n_pos}:
+        found = ", ".join(map(str, sorted(lengths)))
+        raise ValueError(
+            f"positions before the query's need a model of one position for each of the target's {n_pos}, "
+            f"got {found}; -1, the query's, can be probed."
+        )
+
+
+def _require_prompts(n_prompts: int, n_features: int) -> None:
+    fitted = n_prompts - -(-n_prompts // FOLDS)
+    if fitted <= n_features:
+        raise ValueError(
+            f"A probe of {n_features} features needs more than as many prompts to fit; of {n_prompts} it "
+            f"is fitted to {fitted}."
+        )

@@ -1,0 +1,93 @@
+"""Results of a sweep as one table: a row per model with its config, its losses and its heads."""
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+
+import pandas as pd
+
+from mechinterp.analysis.multi_layer.classify import LayeredClassification
+from mechinterp.analysis.one_layer.classify import N_PROMPTS, classify
+from mechinterp.checkpoints.checkpoint import load
+from mechinterp.checkpoints.native.history import write_own_table
+from mechinterp.config import ExperimentConfig
+from mechinterp.fields import flatten
+from mechinterp.training.sweep import RESULTS
+
+MEASURED = ("steps", "diverged", "loss", "eval_loss", "pattern", "labels", "omega", "mu")
+
+
+def sweep_frame(
+    models: Mapping[str, ExperimentConfig],
+    run_folder: str | Path,
+    *,
+    diverged: Mapping[str, int | None] | None = None,
+    n_prompts: int = N_PROMPTS,
+) -> pd.DataFrame:
+    """One row per model of a finished run, in the order of `models`.
+
+    Columns are `name`, `id` and the config's fields by dotted name; then `steps` (updates made), `diverged`,
+    the last `loss` and `eval_loss` of the history (unit y^2), `pattern`, and one entry per head in `omega`, `mu`
+    (means over coordinates and responses) and `labels`.
+
+    Args:
+        diverged: Models without a checkpoint, with the step at which that was found.
+        n_prompts: Prompts behind each classification.
+    Raises:
+        CheckpointError: If a model that has not diverged is missing or broken.
+    Example:
+        >>> from mechinterp.checkpoints.checkpoint import load
+        >>> models = {name: load(f"checkpoints/{name}").config for name in ("softmax-h1-s0", "softmax-h2-s0")}
+        >>> sweep_frame(models, "checkpoints")[["name", "model.n_heads", "pattern"]]
+                    name  model.n_heads            pattern
+        0  softmax-h1-s0              1  kernel_regression
+        1  softmax-h2-s0              2        debiased_gd
+    """
+    lost = {} if diverged is None else diverged
+    rows = []
+    for name, config in models.items():
+        row = {"name": name, "id": config.id, **flatten(asdict(config)), "diverged": name in lost}
+        if name in lost:
+            rows.append(row | {"steps": lost[name]})
+        else:
+            rows.append(row | _found(Path(run_folder) / name, n_prompts))
+    names = [*(name for name in rows[0] if name not in MEASURED), *MEASURED]
+    return pd.DataFrame({name: _column([row.get(name) for row in rows]) for name in names})
+
+
+def write_results(frame: pd.DataFrame, run_folder: str | Path) -> Path:
+    """Write the table of a run into its folder, in place of an earlier one; its file.
+
+    Raises:
+        CheckpointError: If it cannot be written, or another table has its name.
+    """
+    file = Path(run_folder) / RESULTS
+    write_own_table(file, frame)
+    return file
+
+
+def _column(values: list[object]) -> pd.Series:
+    """Whole numbers stay whole where some are missing."""
+    whole = all(value is None or type(value) is int for value in values)
+    return pd.Series(
+        values, dtype="Int64" if whole and any(v is not None for v in values) else None
+    )
+
+
+def _found(folder: Path, n_prompts: int) -> dict[str, object]:
+    checkpoint = load(folder)
+    losses = {}
+    if checkpoint.history is not None:
+        last = checkpoint.history.iloc[-1]
+        losses = {name: float(last[name]) for name in ("loss", "eval_loss")}
+    found = classify(checkpoint, n_prompts=n_prompts)
+    if isinstance(found, LayeredClassification):
+        return {"steps": checkpoint.step, **losses, "pattern": found.pattern}
+    return {
+        "steps": checkpoint.step,
+        **losses,
+        "pattern": found.pattern,
+        "labels": list(found.labels),
+        "omega": found.circuits.omega.mean(1).tolist(),
+        "mu": found.circuits.mu.mean(1).tolist(),
+    }

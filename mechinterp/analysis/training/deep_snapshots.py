@@ -1,0 +1,120 @@
+"""Head ablation of a multilayer model at the kept steps of its training."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+import plotly.graph_objects as go
+from jaxtyping import Float, Int
+
+from mechinterp import figures
+from mechinterp.analysis.ablation.single import ablate_heads
+from mechinterp.analysis.training.histories import loss_at, loss_curve, with_snapshots
+from mechinterp.analysis.training.snapshots import loss_slider
+from mechinterp.display import Result
+from mechinterp.icl.prompts import Prompts
+from mechinterp.models.run.evaluation import evaluation_prompts
+from mechinterp.models.run.predictor import Source
+from mechinterp.progress import ProgressCallback, no_progress
+
+N_PROMPTS = 512
+"""Prompts that every kept step is run on, if nobody says how many."""
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class DeepSnapshots(Result):
+    """Excess risk, and how each layer spreads its work over its heads, at each kept step."""
+
+    step: Int[np.ndarray, " snapshot"]
+    risk: Float[np.ndarray, " snapshot"]
+    """Excess risk of the whole model, unit y^2."""
+    risk_sem: Float[np.ndarray, " snapshot"]
+    rise: Float[np.ndarray, "snapshot layer head"]
+    """Of the excess risk when one head is masked, unit y^2."""
+    importance: Float[np.ndarray, "snapshot layer head"]
+    """A head's share of its layer's rises, falls taken as 0."""
+    effective_heads: Float[np.ndarray, "snapshot layer"]
+    effective_heads_sem: Float[np.ndarray, "snapshot layer"]
+    eval_loss: Float[np.ndarray, " snapshot"]
+    """Of the last logged step up to here, unit y^2; NaN without a history."""
+    curve: Float[np.ndarray, "row 2"]
+    """Step and eval_loss of the whole history."""
+
+    def __repr__(self) -> str:
+        return f"DeepSnapshots({len(self.step)}, risk {self.risk[0]:.3g} to {self.risk[-1]:.3g})"
+
+    def to_frame(self) -> pd.DataFrame:
+        """One row per snapshot and layer."""
+        n_layers = self.rise.shape[1]
+        columns = {"step": np.repeat(self.step, n_layers)}
+        columns["layer"] = np.tile(np.arange(n_layers), len(self.step))
+        columns |= {name: np.repeat(getattr(self, name), n_layers) for name in ("risk", "risk_sem")}
+        columns |= {
+            name: getattr(self, name).ravel() for name in ("effective_heads", "effective_heads_sem")
+        }
+        columns |= {"top_head": self.rise.argmax(2).ravel(), "top_rise": self.rise.max(2).ravel()}
+        return pd.DataFrame(columns)
+
+    def plot(self) -> go.Figure:
+        """Importance, layers by heads, with a slider over the steps."""
+        title = "Importance: share of the layer's rise"
+        figure = figures.layers_by_heads(
+            self.importance[-1], title=title, unit="share", limit=1.0, signed=False
+        )
+        frames = {
+            f"{step:,}": [{"z": shares.astype(np.float32)}]
+            for step, shares in zip(self.step, self.importance, strict=True)
+        }
+        titles = [f"{title}, at step {name}" for name in frames]
+        return figures.with_slider(figure, frames, label="step", titles=titles)
+
+    def plot_loss(self) -> go.Figure:
+        """The loss over training with a mark at the step, with a slider over the steps."""
+        titles = [
+            f"Step {step:,}: excess risk {risk:.4f} ± {sem:.2g} y²"
+            for step, risk, sem in zip(self.step, self.risk, self.risk_sem, strict=True)
+        ]
+        return loss_slider(self.curve, self.step, self.eval_loss, titles=titles)
+
+
+def deep_snapshots(
+    checkpoint: Source,
+    prompts: Prompts | None = None,
+    *,
+    n_prompts: int = N_PROMPTS,
+    seed: int = 0,
+    progress: ProgressCallback = no_progress,
+) -> DeepSnapshots:
+    """Zero ablation of every head at each kept step, on the same prompts.
+
+    Args:
+        prompts: None: `n_prompts` of the model's own task are drawn, by `seed`.
+        progress: Optional progress callback.
+    Raises:
+        ValueError: If the checkpoint has no snapshots.
+    Example:
+        >>> from mechinterp.checkpoints.checkpoint import load
+        >>> from mechinterp.icl.prompts import generator_for, sample_prompts
+        >>> checkpoint = load("checkpoints/sparse-h4-noise0.1-s0")
+        >>> prompts = sample_prompts(checkpoint.config.task, 64, generator=generator_for(0, "eval", 0))
+        >>> deep_snapshots(checkpoint, prompts).rise.shape
+        (7, 4, 4)
+    """
+    trained = with_snapshots(checkpoint, "deep_snapshots")
+    prompts = evaluation_prompts(trained, prompts, n_prompts=n_prompts, seed=seed)
+    found = [
+        ablate_heads(weights, prompts)
+        for weights in progress(list(trained.snapshots.values()), "masking heads of snapshots")
+    ]
+    steps, curve = list(trained.snapshots), loss_curve(trained)
+    return DeepSnapshots(
+        step=np.array(steps),
+        risk=np.array([one.full_risk for one in found]),
+        risk_sem=np.array([one.full_risk_sem for one in found]),
+        rise=np.stack([one.rise for one in found]),
+        importance=np.stack([one.importance for one in found]),
+        effective_heads=np.stack([one.effective_heads for one in found]),
+        effective_heads_sem=np.stack([one.effective_heads_sem for one in found]),
+        eval_loss=loss_at(curve, steps),
+        curve=curve,
+    )

@@ -1,0 +1,215 @@
+"""Components held by the heads of linear attention at each kept step of training, and the algorithm they make.
+
+The prediction is b^T M x_query with M = sum_h v_h U_h, U_h = K_h^T Q_h for separate heads. In the eigenbasis of
+the covariance M says how far each principal component is learned, and each head what it adds to that.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+import plotly.graph_objects as go
+import torch
+from jaxtyping import Float, Int
+
+from mechinterp import figures
+from mechinterp.analysis.one_layer.pca_components import components
+from mechinterp.analysis.training.histories import kept_steps, loss_at, loss_curve, with_snapshots
+from mechinterp.analysis.training.jump_forecast import jump_forecast
+from mechinterp.analysis.training.snapshots import loss_slider
+from mechinterp.checkpoints.checkpoint import Checkpoint
+from mechinterp.display import Result
+from mechinterp.icl.prompts import covariance_matrix
+from mechinterp.models.run.predictor import Source
+from mechinterp.models.weights import Weights, why_no_circuits
+from mechinterp.theory.linear import Modes, modes
+from mechinterp.training.linear.trainer import task_moments
+
+UNDER_WAY = (0.1, 0.9)  # learned parts between which a component counts as being learned
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class LinearSnapshots(Result):
+    """Loss, heads and learned components at each kept step."""
+
+    step: Int[np.ndarray, " snapshot"]
+    eval_loss: Float[np.ndarray, " snapshot"]
+    """Of the last logged step up to here, unit y^2; NaN without a history."""
+    learned: Float[np.ndarray, "snapshot mode"]
+    """f_d, the part of each direction that is learned: 0 before, 1 after."""
+    held: Float[np.ndarray, "snapshot head mode"]
+    """What each head adds to f_d: v_h e_d^T U_h e_d / m_d; the sum over heads is f_d."""
+    value: Float[np.ndarray, "snapshot head"]
+    """Value weights v_h."""
+    key: Float[np.ndarray, "snapshot head mode"] | None
+    """K_h e_d; its norm over the rows of K_h for heads of rank 2 and more; None for merged heads."""
+    query: Float[np.ndarray, "snapshot head mode"] | None
+    """The same of Q_h."""
+    rank: int
+    """Rows of a head's key and query; those of U for merged heads."""
+    n_components: tuple[int | None, ...]
+    """Directions more than half learned; None where M is not diagonal in the eigenbasis."""
+    off_diagonal: Float[np.ndarray, " snapshot"]
+    """Share of E y^2 that M predicts off the diagonal."""
+    eigenvalues: Float[np.ndarray, " mode"]
+    """Of the covariance of x, in the order in which directions are learned; unit x^2."""
+    levels: Float[np.ndarray, " level"]
+    """Loss with 0, 1, ... directions learned; unit y^2."""
+    jumps: Float[np.ndarray, " jump"]
+    """Steps at which the loss is predicted to fall, from the initial weights alone."""
+    forecast: str
+    """What was predicted, or why nothing was."""
+    curve: Float[np.ndarray, "row 2"]
+    """Step and eval_loss of the whole history."""
+
+    def __repr__(self) -> str:
+        return f"LinearSnapshots({len(self.step)}; at the end {self.algorithm(-1)})"
+
+    def algorithm(self, row: int) -> str:
+        """What the model computes at a snapshot, in words."""
+        count, n_modes = self.n_components[row], self.learned.shape[1]
+        if count is None:
+            return f"no step on components ({self.off_diagonal[row]:.0%} of E y² off them)"
+        text = f"principal component regression on {count} of {n_modes} components"
+        if count == 0:
+            text = f"predicts nearly 0: none of {n_modes} components learned"
+        if count == n_modes:
+            text = f"a gradient step preconditioned on all {n_modes} components"
+        low, high = UNDER_WAY
+        going = [
+            f"{mode + 1} at {part:.0%}"
+            for mode, part in enumerate(self.learned[row])
+            if low < part < high
+        ]
+        return f"{text} (component {', '.join(going)})" if going else text
+
+    def to_frame(self) -> pd.DataFrame:
+        """One row per snapshot, head and direction."""
+        row, head, mode = np.indices(self.held.shape).reshape(3, -1)
+        columns = {"step": self.step[row], "eval_loss": self.eval_loss[row]}
+        columns["algorithm"] = np.array([self.algorithm(at) for at in range(len(self.step))])[row]
+        columns |= {"head": head, "component": mode + 1, "value": self.value[row, head]}
+        for name in ("key", "query"):
+            vectors = getattr(self, name)
+            if vectors is not None:
+                columns[name] = vectors.ravel()
+        columns |= {"held": self.held.ravel(), "learned": self.learned[row, mode]}
+        return pd.DataFrame(columns)
+
+    def plot(self) -> go.Figure:
+        """Loss, its levels (dotted), jumps predicted (dashed) and the algorithm at the step of a slider."""
+        titles = [
+            f"Step {name}: loss {self.eval_loss[row]:.4f}, {self.algorithm(row)}"
+            for row, name in enumerate(self._names)
+        ]
+        figure = loss_slider(
+            self.curve, self.step, self.eval_loss, titles=titles, levels=self.levels
+        )
+        for jump in self.jumps:
+            figure.add_vline(float(jump), line_dash="dash", line_width=1)
+        return figure
+
+    def plot_learned(self) -> go.Figure:
+        """The learned part of each direction, divided among the heads, at the step of a slider."""
+        return self._plot(self.held, "What each head adds to the learned part of each component")
+
+    def plot_heads(self) -> go.Figure:
+        """Value, key and query of each head in the eigenbasis, at the step of a slider."""
+        if self.key is None or self.query is None:
+            return self._plot(self.value[:, :, None], "Value weight of each head", names=["v"])
+        vectors = np.concatenate([self.value[:, :, None], self.key, self.query], 2)
+        numbers = range(1, self.learned.shape[1] + 1)
+        form = "{}·e{}" if self.rank == 1 else "|{}·e{}|"
+        names = ["v", *(form.format(kind, number) for kind in "kq" for number in numbers)]
+        return self._plot(vectors, "Value, key and query of each head", names=names)
+
+    @property
+    def _names(self) -> list[str]:
+        return [f"{step:,}" for step in self.step]
+
+    def _plot(self, values: np.ndarray, title: str, *, names: list[str] | None = None) -> go.Figure:
+        columns = names or [
+            f"e{number + 1} (λ {value:.3g})" for number, value in enumerate(self.eigenvalues)
+        ]
+        rows = [f"head {head}" for head in range(values.shape[1])]
+        limit = float(np.abs(values).max()) or 1.0
+        figure = figures.heatmap(values[-1], title=title, rows=rows, columns=columns, limit=limit)
+        frames = {
+            name: [{"z": matrix.astype(np.float32)}]
+            for name, matrix in zip(self._names, values, strict=True)
+        }
+        titles = [f"{title}, step {name}" for name in frames]
+        return figures.with_slider(figure, frames, label="step", titles=titles)
+
+
+def linear_snapshots(source: Source) -> LinearSnapshots:
+    """What the heads of a linear-attention checkpoint held at its kept steps.
+
+    Raises:
+        ValueError: If the checkpoint has no snapshots, another score, or several responses or supports.
+    Source:
+        Zhang et al. 2025, arXiv 2501.16265, eq. (19), (20) and (22).
+    Example:
+        >>> from mechinterp import load
+        >>> linear_snapshots(load("checkpoints/linear-separate-s2"))
+        LinearSnapshots(101; at the end principal component regression on 3 of 4 components)
+    """
+    checkpoint = with_snapshots(source, "linear_snapshots")
+    config, model = checkpoint.config, checkpoint.config.model
+    if model.score != "linear/L" or not model.one_attention:
+        got = why_no_circuits(model) or f"score {model.score}"
+        raise ValueError(f"linear_snapshots needs one layer of linear attention, got {got}.")
+    found, steps = modes(task_moments(config.task)), kept_steps(checkpoint)
+    turned = [_in_eigenbasis(checkpoint.snapshots[step], found) for step in steps]
+    value, U, key, query = (np.array(parts) for parts in zip(*turned, strict=True))
+    M = np.einsum("sh,shij->sij", value, U)
+    used = [components(found.vectors @ each @ found.vectors.T, config.task) for each in M]
+    covariance = covariance_matrix(config.task.covariance, config.task.d_x)
+    curve = loss_curve(checkpoint)
+    jumps, forecast = _forecast(checkpoint)
+    merged = config.model.merged_qk
+    return LinearSnapshots(
+        step=np.array(steps),
+        eval_loss=loss_at(curve, steps),
+        learned=np.einsum("sdd->sd", M) / found.targets,
+        held=np.einsum("sh,shdd->shd", value, U) / found.targets,
+        value=value,
+        key=None if merged else key,
+        query=None if merged else query,
+        rank=config.task.d_x if merged else config.d_head,
+        n_components=tuple(each.n_components for each in used),
+        off_diagonal=np.array([each.off_diagonal for each in used]),
+        eigenvalues=np.einsum("id,ij,jd->d", found.vectors, covariance, found.vectors),
+        levels=found.levels,
+        jumps=jumps,
+        forecast=forecast,
+        curve=curve,
+    )
+
+
+def _in_eigenbasis(
+    named: Weights, found: Modes
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """v, U, K and Q of every head, with the vectors of U, K and Q in the eigenbasis."""
+    weights, d_x, basis = named.circuits.to(torch.float64), named.d_x, found.vectors
+    factor = weights.scale * weights.score_slope
+    key = basis.T @ weights.W_K[:, :d_x].numpy(force=True)  # [head, mode, rank]
+    query = factor * basis.T @ weights.W_Q[:, :d_x].numpy(force=True)
+    return weights.mu[:, 0].numpy(force=True), key @ query.swapaxes(1, 2), _flat(key), _flat(query)
+
+
+def _flat(vectors: Float[np.ndarray, "head mode rank"]) -> Float[np.ndarray, "head mode"]:
+    """The vector of a head of rank one; of others, whose rows may be turned into each other, the norm."""
+    return vectors[:, :, 0] if vectors.shape[2] == 1 else np.linalg.norm(vectors, axis=2)
+
+
+def _forecast(checkpoint: Checkpoint) -> tuple[Float[np.ndarray, " jump"], str]:
+    try:
+        found = jump_forecast(checkpoint.config)
+    except ValueError as error:
+        return np.zeros(0), f"No jumps are predicted. {error}"
+    parts = [
+        f"component {direction + 1} at step {step:,.0f} (head {head})"
+        for step, direction, head in zip(found.step, found.direction, found.head, strict=True)
+    ]
+    return found.step, f"Predicted from the initial weights alone: {', '.join(parts)}."

@@ -1,0 +1,234 @@
+"""The loss of a model as a function of the entries that training moves, at many points at once.
+
+Of linear attention that was trained on moments it is the exact loss of the population; of other layers, and of stacks
+of layers, that on one fixed set of prompts. All other entries stay as they are.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from mechinterp.analysis.training.sampler import BatchLoss, Points
+from mechinterp.checkpoints.checkpoint import Checkpoint
+from mechinterp.display import counted
+from mechinterp.icl.prompts import Prompts
+from mechinterp.models.heads import AttentionWeights
+from mechinterp.models.stacks import DeepWeights
+from mechinterp.models.weights import Weights
+from mechinterp.theory.learning_coefficient import (
+    learning_coefficient,
+    map_rank,
+    reachable_dimension,
+)
+from mechinterp.theory.linear import Moments
+from mechinterp.theory.linear_heads import Heads, MergedHeads, SeparateHeads
+from mechinterp.training.general.step import loss_and_gradients as deep_loss
+from mechinterp.training.linear.flat import flatten
+from mechinterp.training.one_layer.step import by_tensors, membership
+
+
+@dataclass(frozen=True, eq=False)
+class LocalLoss:
+    """A loss around the weights of a model."""
+
+    function: BatchLoss
+    at: Float[np.ndarray, " weight"]
+    sampled: str
+    """Which entries these are."""
+    over: str
+    """What the loss is a mean over."""
+    exact: float | None = None
+    """The learning coefficient at the minimum of this loss, where it is known."""
+    unknown: str = ""
+    """Why it is not."""
+    remedy: str = ""
+    """What to do where the weights are no minimum."""
+
+
+def heads_of_linear(weights: Weights) -> Heads:
+    """v, K and Q (or U) of one layer of linear attention with one response, in float64."""
+    named = weights.circuits.to(torch.float64)
+    d_x, factor = weights.d_x, named.scale * named.score_slope
+    value, key = named.mu[:, 0].numpy(force=True), named.W_K[:, :d_x].mT.numpy(force=True)
+    query = factor * named.W_Q[:, :d_x].mT.numpy(force=True)
+    if named.merged_qk:
+        return MergedHeads(v=value, U=np.einsum("hri,hrj->hij", key, query))
+    return SeparateHeads(v=value, K=key, Q=query)
+
+
+def population_loss(
+    heads: Heads, moments: Moments, *, sampled_heads: list[int] | None = None
+) -> LocalLoss:
+    """The exact loss of linear attention on a population, from its moments alone.
+
+    Args:
+        sampled_heads: Heads whose entries are free; None: all.
+    Example:
+        >>> from mechinterp.theory.linear import population_moments
+        >>> from mechinterp.theory.linear_heads import separate_heads
+        >>> moments = population_moments(np.array([0.4, 0.3]), context_length=31)
+        >>> population_loss(separate_heads(2, 2, std=1.0, seed=0), moments).sampled
+        '10 entries: v and the x entries of q and k of 2 heads'
+    """
+    n_heads = heads.v.shape[-1]
+    chosen = list(range(n_heads)) if sampled_heads is None else sampled_heads
+    part, rest = taken(heads, chosen), taken(heads, [h for h in range(n_heads) if h not in chosen])
+    fixed = rest.M if rest.v.size else np.zeros_like(moments.yz)
+    at, merged = flatten(part), isinstance(part, MergedHeads)
+    rank = len(moments.yz) if merged else heads.K.shape[-2]  # type: ignore[union-attr]
+    exact, unknown = None, ""
+    try:
+        exact = learning_coefficient(moments, n_heads=len(chosen), rank=rank)
+        reach = reachable_dimension(len(moments.yz), len(chosen) * rank)
+        if map_rank(part) < reach:
+            exact, unknown = None, f"heads move M in {map_rank(part)} of {reach} directions here"
+    except ValueError as error:
+        unknown = str(error)
+    entries = "U" if merged else "the x entries of q and k"
+    return LocalLoss(
+        _of_moments(part, moments, fixed),
+        at,
+        f"{at.size} entries: v and {entries} of {counted(len(chosen), 'head')}",
+        "the population",
+        exact,
+        unknown,
+    )
+
+
+def taken(heads: Heads, chosen: list[int]) -> Heads:
+    """Some of the heads."""
+    if isinstance(heads, MergedHeads):
+        return MergedHeads(v=heads.v[chosen], U=heads.U[chosen])
+    return SeparateHeads(v=heads.v[chosen], K=heads.K[chosen], Q=heads.Q[chosen])
+
+
+def _of_moments(heads: Heads, moments: Moments, fixed: np.ndarray) -> BatchLoss:
+    size, n_heads = moments.yz.size, heads.v.shape[-1]
+    zz, yz = moments.zz.reshape(size, size), moments.yz.ravel()
+
+    def of_product(M: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        M = M + fixed.ravel()
+        bent = M @ zz
+        return moments.yy - 2 * M @ yz + (M * bent).sum(1), 2 * (bent - yz)
+
+    if isinstance(heads, MergedHeads):
+
+        def merged(points: Points) -> tuple[np.ndarray, Points]:
+            v, U = points[:, :n_heads], points[:, n_heads:].reshape(len(points), n_heads, size)
+            loss, force = of_product((v[:, None] @ U)[:, 0])
+            d_v, d_U = (U @ force[:, :, None])[:, :, 0], v[:, :, None] * force[:, None]
+            return loss, np.concatenate([d_v, d_U.reshape(len(points), -1)], axis=1)
+
+        return merged
+    (rank, d_x), last = heads.K.shape[-2:], n_heads + heads.K.size
+
+    def separate(points: Points) -> tuple[np.ndarray, Points]:
+        n_points = len(points)
+        v = np.repeat(points[:, :n_heads], rank, axis=1)[:, :, None]
+        K = points[:, n_heads:last].reshape(n_points, -1, d_x)
+        Q = points[:, last:].reshape(n_points, -1, d_x)
+        scaled = v * K
+        loss, force = of_product((scaled.swapaxes(1, 2) @ Q).reshape(n_points, -1))
+        force = force.reshape(n_points, d_x, d_x)
+        along = Q @ force.swapaxes(1, 2)
+        d_v = (K * along).reshape(n_points, n_heads, -1).sum(2)
+        parts = (d_v, v * along, scaled @ force)
+        return loss, np.concatenate([part.reshape(n_points, -1) for part in parts], axis=1)
+
+    return separate
+
+
+def prompts_loss(checkpoint: Checkpoint, weights: Weights, prompts: Prompts) -> LocalLoss:
+    """The loss of one layer of attention, or of a stack of layers of attention alone, on fixed prompts.
+
+    Raises:
+        ValueError: If the gradient of such a model is not written out.
+    """
+    prompts = prompts.to(torch.float64)
+    if checkpoint.config.model.one_attention:
+        heads = weights.circuits.to(torch.float64)
+        if heads.b_O is not None or heads.attend_to_self:
+            raise ValueError(
+                "local_learning_coefficient needs a model without biases whose query does not attend to itself."
+            )
+        free = _free_entries(heads)
+        function, at = _of_layer(heads, free, prompts)
+        names = " and ".join([", ".join(list(free)[:-1]), list(free)[-1]])
+        sampled = f"{at.size} entries: the x entries of W_Q, and {names.removeprefix('W_Q, ')}"
+    elif weights.has_stack:
+        function, at = _of_stack(weights.stack, prompts)
+        sampled = f"{at.size} entries: all"
+    else:
+        raise ValueError(
+            "local_learning_coefficient needs one layer of attention, or layers of attention alone that read the context only."
+        )
+    unknown = "the loss on prompts is not a quadratic in one matrix"
+    return LocalLoss(
+        function,
+        at,
+        sampled,
+        f"{len(prompts)} prompts",
+        unknown=unknown,
+        remedy="; settle=True goes to a minimum on these prompts first",
+    )
+
+
+def _free_entries(heads: AttentionWeights) -> dict[str, Bool[np.ndarray, "head row column"]]:
+    """By name which entries training moves: not the y rows of W_Q, nor the unit matrices of merged heads."""
+    free = {name: np.ones(tensor.shape, bool) for name, tensor in heads.tensors.items()}
+    free["W_Q"][:, heads.d_x :] = False
+    if heads.merged_qk:
+        del free["W_K"]
+    return free
+
+
+def _of_layer(
+    heads: AttentionWeights, free: dict[str, np.ndarray], prompts: Prompts
+) -> tuple[BatchLoss, np.ndarray]:
+    base = {name: tensor.detach().cpu().numpy() for name, tensor in heads.tensors.items()}
+    ends = np.cumsum([int(mask.sum()) for mask in free.values()])
+    at = np.concatenate([base[name][mask] for name, mask in free.items()])
+
+    def function(points: Points) -> tuple[np.ndarray, Points]:
+        n_points = len(points)
+        tensors = {}
+        parts = dict(zip(free, np.split(points, ends[:-1], axis=1), strict=True))
+        for name, values in base.items():
+            filled = np.repeat(values[None], n_points, axis=0)
+            if name in free:
+                filled[:, free[name]] = parts[name]
+            tensors[name] = torch.from_numpy(filled).flatten(0, 1)
+        members = membership([heads.n_heads] * n_points)
+        loss, found = by_tensors(heads.with_tensors(tensors), prompts, members)
+        gradients = [
+            found.tensors[name].numpy().reshape(n_points, *mask.shape)[:, mask]
+            for name, mask in free.items()
+        ]
+        return loss.numpy(), np.concatenate(gradients, axis=1)
+
+    return function, at
+
+
+def _of_stack(stack: DeepWeights, prompts: Prompts) -> tuple[BatchLoss, np.ndarray]:
+    stack = stack.to(torch.float64)
+    shapes = {name: tensor.shape for name, tensor in stack.tensors.items()}
+    ends = np.cumsum([shape.numel() for shape in shapes.values()])
+
+    def one(point: np.ndarray) -> tuple[float, np.ndarray]:
+        parts = zip(shapes.items(), np.split(point, ends[:-1]), strict=True)
+        tensors = {name: torch.from_numpy(part).view(shape) for (name, shape), part in parts}
+        loss, found = deep_loss(stack.with_tensors(tensors), prompts)
+        return loss.item(), _flat(found.tensors, list(shapes))
+
+    def function(points: Points) -> tuple[np.ndarray, Points]:
+        losses, gradients = zip(*(one(point) for point in points), strict=True)
+        return np.array(losses), np.array(gradients)
+
+    return function, _flat(stack.tensors, list(shapes))
+
+
+def _flat(tensors: dict[str, Tensor], names: list[str]) -> np.ndarray:
+    return np.concatenate([tensors[name].numpy(force=True).ravel() for name in names])

@@ -1,0 +1,137 @@
+"""Losses and head scales during training, from a checkpoint's history."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+import plotly.graph_objects as go
+from jaxtyping import Float, Int
+
+from mechinterp import figures
+from mechinterp.analysis.training.histories import with_history
+from mechinterp.display import Result
+from mechinterp.models.run.predictor import Source
+
+SCALARS = ("omega", "mu", "qk_diagonal", "ov_last_entry")
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class TrainingDynamics(Result):
+    """Logged steps of one model."""
+
+    step: Int[np.ndarray, " row"]
+    """Number of updates."""
+    loss: Float[np.ndarray, " row"]
+    """Mean training loss since the last row, NaN at step 0; unit y^2."""
+    eval_loss: Float[np.ndarray, " row"]
+    """Loss on a fixed set of prompts that training never sees, unit y^2."""
+    omega: Float[np.ndarray, "row head"]
+    """Mean of each head's omega, unit 1/x^2."""
+    mu: Float[np.ndarray, "row head"]
+    qk_diagonal: Float[np.ndarray, "row head"]
+    ov_last_entry: Float[np.ndarray, "row head"]
+
+    @property
+    def share(self) -> Float[np.ndarray, "row head"]:
+        """|mu omega| of a head over the sum of that over heads: what it adds to a gradient step; 0 if all are."""
+        step = np.abs(self.mu * self.omega)
+        total = step.sum(1, keepdims=True)
+        return np.divide(step, total, out=np.zeros_like(step), where=total > 0)
+
+    @property
+    def group_mu(self) -> Float[np.ndarray, "row sign"]:
+        """Sums of the positive and of the negative mu."""
+        return np.stack([self.mu.clip(min=0).sum(1), self.mu.clip(max=0).sum(1)], 1)
+
+    def __repr__(self) -> str:
+        return f"TrainingDynamics({self.step[-1]} steps, final eval_loss {self.eval_loss[-1]:.4f})"
+
+    def to_frame(self) -> pd.DataFrame:
+        """One row per logged step and head."""
+        n_rows, n_heads = self.omega.shape
+        columns = {
+            "step": np.repeat(self.step, n_heads),
+            "head": np.tile(np.arange(n_heads), n_rows),
+        }
+        columns |= {name: np.repeat(getattr(self, name), n_heads) for name in ("loss", "eval_loss")}
+        columns |= {name: getattr(self, name).ravel() for name in SCALARS}
+        return pd.DataFrame(columns)
+
+    def plot(self) -> go.Figure:
+        """omega of every head over training."""
+        return self._plot_heads("omega", "omega of each head during training", "omega (1/x²)")
+
+    def plot_mu(self) -> go.Figure:
+        """mu of every head over training."""
+        return self._plot_heads("mu", "mu of each head during training", "mu")
+
+    def plot_groups(self) -> go.Figure:
+        """Sums of the positive and of the negative mu over training, and of all."""
+        positive, negative = self.group_mu[1:].T
+        return figures.lines(
+            self.step[1:],
+            {"positive heads": positive, "negative heads": negative, "all": positive + negative},
+            title="Sums of mu during training",
+            x_title="step",
+            y_title="sum of mu",
+            log_x=True,
+            zero_line=True,
+        )
+
+    def plot_loss(self) -> go.Figure:
+        """Training and evaluation loss over training; a mean of less than half as many updates as the one before
+        it, as at the end of a training, is left out."""
+        updates = np.diff(self.step)
+        few = np.append(False, updates[1:] < updates[:-1] / 2)
+        return figures.lines(
+            self.step[1:],  # step 0 has no place on a logarithmic axis
+            {"eval_loss": self.eval_loss[1:], "loss": np.where(few, np.nan, self.loss[1:])},
+            title="Loss during training",
+            x_title="step",
+            y_title="loss (y²)",
+            log_x=True,
+            log_y=True,
+        )
+
+    def _plot_heads(self, name: str, title: str, y_title: str) -> go.Figure:
+        values = getattr(self, name)[1:]
+        return figures.lines(
+            self.step[1:],
+            {f"head {head}": values[:, head] for head in range(values.shape[1])},
+            title=title,
+            x_title="step",
+            y_title=y_title,
+            colors=[figures.head_color(head) for head in range(values.shape[1])],
+            log_x=True,
+            zero_line=True,
+        )
+
+
+def training_dynamics(source: Source | pd.DataFrame) -> TrainingDynamics:
+    """The dynamics in the history of a checkpoint with one layer of attention.
+
+    Args:
+        source: A checkpoint, or its history.
+
+    Raises:
+        ValueError: If the history lacks a column.
+    Example:
+        >>> from mechinterp import load
+        >>> training_dynamics(load("checkpoints/softmax-h1-s0")).omega.shape[1]
+        1
+    """
+    given = isinstance(source, pd.DataFrame)
+    history: pd.DataFrame = source if given else with_history(source, "training_dynamics")
+    missing = {"step", "head", "loss", "eval_loss", *SCALARS} - set(history.columns)
+    if missing:
+        raise ValueError(
+            f"training_dynamics needs a history with {', '.join(sorted(missing))}, got one without."
+        )
+    per_step = history.drop_duplicates("step")
+    tables = {name: history.pivot(index="step", columns="head", values=name) for name in SCALARS}
+    return TrainingDynamics(
+        step=per_step["step"].to_numpy(),
+        loss=per_step["loss"].to_numpy(),
+        eval_loss=per_step["eval_loss"].to_numpy(),
+        **{name: table.to_numpy() for name, table in tables.items()},
+    )

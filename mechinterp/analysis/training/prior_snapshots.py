@@ -1,0 +1,134 @@
+"""How near a model is to the posterior mean of its pool and to ridge, at the kept steps of its training."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+import plotly.graph_objects as go
+from jaxtyping import Int
+
+from mechinterp import figures
+from mechinterp.analysis.learners.closeness import (
+    KINDS,
+    Closeness,
+    closeness,
+    lengths_of,
+    setting_of,
+    stacked,
+)
+from mechinterp.analysis.learners.priors import CLEAR
+from mechinterp.analysis.training.histories import with_snapshots
+from mechinterp.config import TaskConfig
+from mechinterp.display import Result
+from mechinterp.icl.pools import Pool
+from mechinterp.models.run.predictor import Source, learner_of
+from mechinterp.progress import ProgressCallback, no_progress
+
+EARLIEST = 1000
+"""Step from which a stretch near to ridge counts."""
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class PriorSnapshots(Result):
+    """How near a model is to dMMSE and to ridge at each kept step, over all context lengths."""
+
+    n_tasks: int
+    """Size of the pool."""
+    step: Int[np.ndarray, " snapshot"]
+    closeness: Closeness
+    """[kind, snapshot], the kinds being pool and new."""
+
+    @property
+    def transient(self) -> int | None:
+        """The first step clearly nearer to ridge on new tasks, of a model that ends clearly nearer to dMMSE there; else None.
+
+        "Clearly" is by two standard errors from 0.5. Steps before `EARLIEST` do not count: what predicts nearly 0 is nearer to
+        ridge, which shrinks too.
+        """
+        relative, sem = self.closeness.relative[1], self.closeness.relative_sem[1]
+        above = (relative - CLEAR * sem > 0.5) & (self.step >= EARLIEST)
+        if not above.any() or not relative[-1] + CLEAR * sem[-1] < 0.5:
+            return None
+        return int(self.step[above.argmax()])
+
+    def __repr__(self) -> str:
+        ends = [
+            f"{kind} {rows[0]:.3g} to {rows[-1]:.3g}"
+            for kind, rows in zip(KINDS, self.closeness.relative, strict=True)
+        ]
+        first = self.transient
+        told = "" if first is None else f", nearer to ridge first, from step {first:,}"
+        return f"PriorSnapshots({len(self.step)}, pool of {self.n_tasks}: relative distance {', '.join(ends)}{told})"
+
+    def to_frame(self) -> pd.DataFrame:
+        """One row per kind of tasks and snapshot."""
+        kinds, steps = np.repeat(KINDS, len(self.step)), np.tile(self.step, len(KINDS))
+        return pd.DataFrame({"tasks": kinds, "step": steps, **self.closeness.columns()})
+
+    def plot(self) -> go.Figure:
+        """Relative distance over the step, on tasks of the pool and on new ones."""
+        found = self.closeness
+        return figures.lines(
+            self.step,
+            {f"{kind} tasks": found.relative[i] for i, kind in enumerate(KINDS)},
+            errors={f"{kind} tasks": found.relative_sem[i] for i, kind in enumerate(KINDS)},
+            levels=[0.5],
+            title="Nearer to the pool's posterior (0) or to ridge (1) during training",
+            x_title="step",
+            y_title="relative distance",
+        )
+
+    def plot_risks(self) -> go.Figure:
+        """Excess risk over the step on both kinds of tasks, with those of ridge."""
+        found = self.closeness
+        curves = {f"model, {kind} tasks": found.risk[i] for i, kind in enumerate(KINDS)}
+        curves |= {f"ridge, {kind} tasks": found.risk_ridge[i] for i, kind in enumerate(KINDS)}
+        errors = {f"model, {kind} tasks": found.risk_sem[i] for i, kind in enumerate(KINDS)}
+        return figures.lines(
+            self.step,
+            curves,
+            errors=errors,
+            title="Excess risk during training, on tasks of the pool and on new ones",
+            x_title="step",
+            y_title="excess risk (y²)",
+            log_y=True,
+        )
+
+
+def prior_snapshots(
+    checkpoint: Source,
+    task: TaskConfig | None = None,
+    pool: Pool | None = None,
+    *,
+    context_lengths: Sequence[int] | None = None,
+    n_prompts: int = 2048,
+    seed: int = 0,
+    progress: ProgressCallback = no_progress,
+) -> PriorSnapshots:
+    """`compare_priors` at each kept step, on the same prompts.
+
+    Args:
+        task: None: the model's own.
+        pool: Task vectors; None: those of the task.
+        context_lengths: None: up to 16, from 1 or the shortest of a checkpoint's training to the task's own.
+        n_prompts: Of each kind.
+        progress: Optional progress callback.
+    Raises:
+        ValueError: If the checkpoint has no snapshots, or as `compare_priors` does.
+    """
+    trained = with_snapshots(checkpoint, "prior_snapshots")
+    setting = setting_of(trained, task, pool, "prior_snapshots")
+    lengths = lengths_of(trained, setting.task, context_lengths)
+    samples = [setting.sample(kind, n_prompts, lengths, seed, no_progress) for kind in KINDS]
+    kept = progress(list(trained.snapshots.values()), "comparing snapshots with dMMSE and ridge")
+    found = [
+        [closeness(each.predicted(learner_of(weights)).squares().mean(1)) for each in samples]
+        for weights in kept
+    ]
+    by_kind = [stacked([row[kind] for row in found]) for kind in range(len(KINDS))]
+    return PriorSnapshots(
+        n_tasks=len(setting.pool),
+        step=np.array(list(trained.snapshots)),
+        closeness=stacked(by_kind),
+    )

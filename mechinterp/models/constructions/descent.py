@@ -1,0 +1,138 @@
+"""Linear attention built by hand to run a known algorithm, one head a layer, float64.
+
+The stream is [x | y]. The y slot of token k holds y_k - <w_l, x_k> before layer l; it is 0 for the
+query before the first layer, and the prediction after any layer is minus it. None reads the query.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from mechinterp.icl.prompts import generator_for
+from mechinterp.models.stacks import DeepWeights
+
+
+def gradient_descent_model(etas: Sequence[float], *, d_x: int) -> DeepWeights:
+    """One step of gradient descent per layer.
+
+    Args:
+        etas: The step size of each layer, unit 1/x^2.
+    Source:
+        von Oswald et al. 2023, arXiv 2212.07677, whose construction this is but for the sign of y.
+    Example:
+        >>> from mechinterp.config import TaskConfig
+        >>> from mechinterp.icl.prompts import generator_for, sample_prompts
+        >>> from mechinterp.icl.sparse_predictors import gradient_descent
+        >>> from mechinterp.models.stacks import predict_deep
+        >>> task, generator = TaskConfig(d_x=4), generator_for(0, "eval", 0)
+        >>> prompts = sample_prompts(task, 8, generator=generator, dtype=torch.float64)
+        >>> expected = gradient_descent(prompts, steps=2, eta=0.5)[-1]
+        >>> found = predict_deep(gradient_descent_model([0.5, 0.5], d_x=4), prompts)
+        >>> torch.allclose(found, expected)
+        True
+    """
+    return gd_plus_plus_model(etas, [0.0] * len(etas), d_x=d_x)
+
+
+def gd_plus_plus_model(etas: Sequence[float], gammas: Sequence[float], *, d_x: int) -> DeepWeights:
+    """A step of gradient descent and x <- (1 - gamma_l S_l) x in every layer (GD++).
+
+    Args:
+        etas: The step size of each layer, unit 1/x^2.
+        gammas: As many, unit 1/x^2; that of the last layer changes no prediction.
+    Raises:
+        ValueError: If there are not as many etas as gammas, or none.
+    Source:
+        von Oswald et al. 2023, arXiv 2212.07677.
+    """
+    if not etas or len(etas) != len(gammas):
+        raise ValueError(
+            f"etas and gammas must hold one number per layer, got {len(etas)} and {len(gammas)}."
+        )
+    identity = torch.eye(d_x, dtype=torch.float64)
+    return _descending([identity] * len(etas), etas, gammas)
+
+
+def preconditioned_gd_model(
+    etas: Sequence[float],
+    cs: Sequence[float],
+    *,
+    covariance: Float[Tensor, "d_x d_x"],
+) -> DeepWeights:
+    """A step with the preconditioner eta_l (Sigma + c_l I)^-1 in every layer.
+
+    Args:
+        etas: One per layer, no unit.
+        cs: As many, unit x^2.
+        covariance: Sigma, which the weights then know.
+    Raises:
+        ValueError: If there are not as many etas as cs, or none.
+    Source:
+        Ahn et al. 2023, arXiv 2306.00297, with this form of the matrices.
+    """
+    if not etas or len(etas) != len(cs):
+        raise ValueError(
+            f"etas and cs must hold one number per layer, got {len(etas)} and {len(cs)}."
+        )
+    Sigma, identity = covariance.double(), torch.eye(len(covariance), dtype=torch.float64)
+    inverses = [torch.linalg.inv(Sigma + c * identity) for c in cs]
+    return _descending(inverses, etas, [0.0] * len(etas))
+
+
+def rotated(weights: DeepWeights, *, seed: int) -> DeepWeights:
+    """The same model, with the same predictions, in a random basis of its stream."""
+    noise = torch.randn(
+        weights.d_model, weights.d_model, generator=generator_for(seed, "init", 0)
+    ).to(weights.W_Q)
+    R = torch.linalg.qr(noise).Q
+    W_in, W_U = weights.reading
+    sides = {name: R.mT @ getattr(weights, name) for name in ("W_Q", "W_K", "W_V")}
+    return weights.with_tensors(
+        sides | {"W_O": weights.W_O @ R, "W_in": W_in @ R, "W_U": R.mT @ W_U}
+    )
+
+
+def with_noise(weights: DeepWeights, relative: float, *, seed: int) -> DeepWeights:
+    """The same model with Gaussian noise on every matrix, of this share of its norm.
+
+    Zero heads stay zero.
+
+    Raises:
+        ValueError: If relative is negative.
+    """
+    if relative < 0:
+        raise ValueError(f"relative must be >= 0, got {relative}.")
+    generator, noisy = generator_for(seed, "init", 0), {}
+    for name, tensor in weights.tensors.items():
+        size = relative * tensor.square().mean((-2, -1), keepdim=True).sqrt()
+        noisy[name] = tensor + size * torch.randn(tensor.shape, generator=generator).to(tensor)
+    return weights.with_tensors(noisy)
+
+
+def _descending(
+    preconditioners: Sequence[Tensor], etas: Sequence[float], gammas: Sequence[float]
+) -> DeepWeights:
+    """Heads that score <x_k, A x_l>, read x and y, and write -gamma into x and -eta into y."""
+    n_layers, d_x = len(preconditioners), len(preconditioners[0])
+    width = d_x + 1
+    identity = torch.eye(width, dtype=torch.float64)
+    W_Q = torch.zeros(n_layers, 1, width, width, dtype=torch.float64)
+    W_K, W_O = W_Q.clone(), W_Q.clone()
+    # The scores are divided by sqrt(d_head).
+    W_Q[:, 0, :d_x, :d_x] = torch.stack(list(preconditioners)) * width**0.5
+    W_K[:, :, :d_x, :d_x] = identity[:d_x, :d_x]
+    for layer, (eta, gamma) in enumerate(zip(etas, gammas, strict=True)):
+        W_O[layer, 0] = -torch.tensor([gamma] * d_x + [eta], dtype=torch.float64).diag()
+    return DeepWeights(
+        W_Q=W_Q,
+        W_K=W_K,
+        W_V=identity.expand_as(W_Q).clone(),
+        W_O=W_O,
+        W_in=identity,
+        W_U=-identity[:, d_x:],
+        d_y=1,
+        scale=width**-0.5,
+        score="linear/L",
+    )

@@ -1,0 +1,211 @@
+"""Models built by hand whose circuits, labels and predictions are known: the fixtures of every test.
+
+All have d_head = d_model and float64 weights, and read the y axis of the tokens only.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from mechinterp.models.heads import AttentionWeights, identity_keys
+from mechinterp.theory.linear_heads import Heads, MergedHeads
+
+PerHead = Sequence[float] | Sequence[Sequence[float]] | np.ndarray
+"""A number per head, or a row of them."""
+
+
+def diagonal_heads(
+    omega: PerHead,
+    mu: PerHead,
+    *,
+    d_x: int,
+    d_y: int = 1,
+) -> AttentionWeights:
+    """Heads with QK = diag(omega_h) on the x block and OV = diag(mu_h) on the y block, zero elsewhere.
+
+    Args:
+        omega: Scale of each QK circuit, softmax scale included, or one per head and coordinate; unit 1/x^2.
+        mu: Scale of each OV circuit, or one per head and response.
+    Raises:
+        ValueError: If omega and mu do not have one entry, or one row of d_x or d_y entries, per head.
+    Source:
+        He et al. 2025, arXiv 2503.12734, eq. (3.1), and section 5.4 for several responses.
+    Example:
+        >>> diagonal_heads([0.1, -0.1], [3.0, -3.0], d_x=2).mu.flatten()
+        tensor([ 3., -3.], dtype=torch.float64)
+    """
+    if len(omega) != len(mu):
+        raise ValueError(
+            f"omega and mu must have one entry per head, got {len(omega)} and {len(mu)}."
+        )
+    omegas, mus = _rows("omega", omega, d_x), _rows("mu", mu, d_y)
+    d_model = d_x + d_y
+    on_x = torch.diag(torch.tensor([1.0] * d_x + [0.0] * d_y, dtype=torch.float64))
+    on_y = torch.eye(d_model, dtype=torch.float64) - on_x
+    scale = d_model**-0.5
+    return AttentionWeights(
+        W_Q=torch.diag_embed(torch.nn.functional.pad(omegas / scale, (0, d_y))),
+        W_K=on_x.expand(len(omega), -1, -1).clone(),
+        W_V=on_y.expand(len(omega), -1, -1).clone(),
+        W_O=torch.diag_embed(torch.nn.functional.pad(mus, (d_x, 0)))[:, :, d_x:].clone(),
+        scale=scale,
+    )
+
+
+def _rows(name: str, values: PerHead, width: int) -> Float[Tensor, "head width"]:
+    rows = torch.tensor(values, dtype=torch.float64)
+    if rows.ndim == 1:
+        return rows[:, None].expand(-1, width)
+    if rows.shape != (len(values), width):
+        raise ValueError(f"{name} must have {width} entries per head, got {list(rows.shape)}.")
+    return rows
+
+
+def debiased_gradient_step(eta: float, omega: float, *, d_x: int, d_y: int = 1) -> AttentionWeights:
+    """Two heads, (omega, mu) and (-omega, -mu) with mu = eta / (2 omega).
+
+    For omega -> 0 the prediction tends to one step of debiased gradient descent of size eta, with an
+    error of order omega^2.
+
+    Raises:
+        ValueError: If omega is not positive.
+    Source:
+        He et al. 2025, arXiv 2503.12734, eq. (4.9)-(4.10).
+    Example:
+        >>> debiased_gradient_step(0.88, 0.01, d_x=5).mu.flatten()
+        tensor([ 44., -44.], dtype=torch.float64)
+    """
+    if omega <= 0:
+        raise ValueError(f"omega must be > 0, got {omega}.")
+    mu = eta / (2 * omega)
+    return diagonal_heads([omega, -omega], [mu, -mu], d_x=d_x, d_y=d_y)
+
+
+def kernel_head(omega: float, mu: float, *, d_x: int, d_y: int = 1) -> AttentionWeights:
+    """One head: the Nadaraya-Watson estimate with kernel exp(omega x . x_query), times mu.
+
+    Source:
+        He et al. 2025, arXiv 2503.12734, eq. (4.12).
+    Example:
+        >>> kernel_head(0.5, 1.5, d_x=5).n_heads
+        1
+    """
+    return diagonal_heads([omega], [mu], d_x=d_x, d_y=d_y)
+
+
+def from_circuits(
+    QK: Float[Tensor, "_head _d_model _d_model"],
+    OV: Float[Tensor, "_head _d_model _d_y"],
+    *,
+    score: str = "softmax",
+    score_slope: float = 1.0,
+    attend_to_self: bool = False,
+) -> AttentionWeights:
+    """Heads with these circuits, in the dtype of QK.
+
+    Args:
+        QK: Scores per pair of coordinates, [query, key], scale included.
+        OV: What a token's coordinates add to the predictions.
+        score: Attention weights, as in `mechinterp.models.scores.attention_pattern`.
+    Raises:
+        ValueError: If the circuits are not of one number of heads and one width, or no x is left beside y.
+    Example:
+        >>> heads = diagonal_heads([0.1, -0.1], [3.0, -3.0], d_x=2)
+        >>> torch.allclose(from_circuits(heads.QK, heads.OV).QK, heads.QK)
+        True
+    """
+    n_heads, d_model, d_y = OV.shape
+    if QK.shape != (n_heads, d_model, d_model) or not n_heads or not 0 < d_y < d_model:
+        raise ValueError(
+            "QK and OV must be [head, d_model, d_model] and [head, d_model, d_y] with d_y < d_model, "
+            f"got {list(QK.shape)} and {list(OV.shape)}."
+        )
+    W_Q, W_K = factored_scores(QK)
+    W_V, W_O = factored_values(OV.to(QK), d_model)
+    return AttentionWeights(
+        W_Q=W_Q,
+        W_K=W_K,
+        W_V=W_V,
+        W_O=W_O,
+        scale=d_model**-0.5,
+        score=score,
+        score_slope=score_slope,
+        attend_to_self=attend_to_self,
+    )
+
+
+def factored_scores(QK: Float[Tensor, "head d_model d_model"]) -> tuple[Tensor, Tensor]:
+    """W_Q and W_K with W_Q W_K^T / sqrt(d_head) = QK, W_K the identity."""
+    return (QK * QK.shape[1] ** 0.5).contiguous(), identity_keys(QK)
+
+
+def factored_values(OV: Float[Tensor, "head d_model d_y"], d_head: int) -> tuple[Tensor, Tensor]:
+    """W_V and W_O with W_V W_O = OV, for d_y <= d_head: OV beside zeros, and the first rows of a unit matrix."""
+    n_heads, _, d_y = OV.shape
+    W_V = torch.nn.functional.pad(OV, (0, d_head - d_y)).contiguous()
+    W_O = (
+        torch.eye(d_head, d_y, dtype=OV.dtype, device=OV.device)
+        .expand(n_heads, -1, -1)
+        .contiguous()
+    )
+    return W_V, W_O
+
+
+def linear_attention(heads: Heads, *, score_slope: float = 1.0) -> AttentionWeights:
+    """Heads of linear attention as weights of one layer: y_hat = sum_h v_h b^T U_h x_query, b = (1/L) sum_l y_l x_l.
+
+    The x block of QK is U^T / score_slope, U = K^T Q for separate heads. W_V reads y times v into the first entry of
+    the head, which W_O passes on. All other entries are zero.
+
+    Args:
+        heads: With any leading axes, such as time, which become part of the head axis.
+        score_slope: The constant C of the score "linear/L".
+    Source:
+        Zhang et al. 2025, arXiv 2501.16265, sections 3.1 and 4.1, with the blocks that stay zero left at zero.
+    Example:
+        >>> from mechinterp.theory.linear_heads import merged_heads
+        >>> linear_attention(merged_heads(3, 2, std=0.1, seed=0)).merged_qk
+        True
+    """
+    d_x = heads.M.shape[-1]
+    merged = isinstance(heads, MergedHeads)
+    d_head = d_x + 1 if isinstance(heads, MergedHeads) else heads.K.shape[-2]
+    scale = d_head**-0.5
+    if isinstance(heads, MergedHeads):
+        queries = torch.nn.functional.pad(_flat(heads.U), (0, 1, 0, 1)).mT
+        W_K = identity_keys(queries)
+    else:
+        queries, W_K = (
+            torch.nn.functional.pad(_flat(rows), (0, 1)).mT.contiguous()
+            for rows in (heads.Q, heads.K)
+        )
+    v = torch.from_numpy(heads.v).double().reshape(-1, 1, 1)
+    W_V, W_O = factored_values(torch.nn.functional.pad(v, (0, 0, d_x, 0)), d_head)
+    return AttentionWeights(
+        W_Q=(queries / (scale * score_slope)).contiguous(),
+        W_K=W_K,
+        W_V=W_V,
+        W_O=W_O,
+        scale=scale,
+        score="linear/L",
+        score_slope=score_slope,
+        merged_qk=merged,
+    )
+
+
+def _flat(matrices: Float[np.ndarray, "*stack head row d_x"]) -> Float[Tensor, "heads row d_x"]:
+    """The leading axes as one."""
+    return torch.from_numpy(matrices).double().reshape(-1, *matrices.shape[-2:])
+
+
+def zero_head(*, d_x: int, d_y: int = 1) -> AttentionWeights:
+    """One head that attends uniformly and writes nothing.
+
+    Example:
+        >>> zero_head(d_x=5).OV.abs().max().item()
+        0.0
+    """
+    return diagonal_heads([0.0], [0.0], d_x=d_x, d_y=d_y)

@@ -1,0 +1,263 @@
+"""One-layer attention as functions of its weights, computed at the query only.
+
+Heads of any number of independent models lie along one axis, so that a thousand models cost one set
+of tensor operations. With A = W_Q W_K^T (scale included) and v = W_V W_O, a head's output is
+
+    out = sum_l p_l (x_l, y_l) v,   p = softmax_l( x_query A[:d_x] (x_l, y_l)^T ),
+
+because the query's y slot is 0 and, unless the weights say otherwise, the query never attends to itself.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from mechinterp.icl.prompts import Prompts
+from mechinterp.memory import chunks, one_layer_bytes, require_memory, together
+from mechinterp.models.scores import pattern_and_slope
+from mechinterp.models.shapes import BIASES, NAMES
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionWeights:
+    """Weights of the heads of one attention layer, or of several independent layers one after another."""
+
+    W_Q: Float[Tensor, "head d_model d_head"]
+    W_K: Float[Tensor, "head d_model d_head"]
+    W_V: Float[Tensor, "head d_model d_head"]
+    W_O: Float[Tensor, "head d_head d_y"]
+    """The y columns of TransformerLens' W_O; its x columns are zero."""
+    scale: float
+    """Factor on the scores, 1/sqrt(d_head) unless told otherwise."""
+    score: str = "softmax"
+    score_slope: float = 1.0
+    attend_to_self: bool = False
+    """Whether the query's own token (x_query, 0) is among the keys."""
+    b_Q: Float[Tensor, "head d_head"] | None = None  # noqa: N815
+    """The biases: all four of them, or None."""
+    b_K: Float[Tensor, "head d_head"] | None = None  # noqa: N815
+    b_V: Float[Tensor, "head d_head"] | None = None  # noqa: N815
+    b_O: Float[Tensor, " d_y"] | None = None  # noqa: N815
+    """The y entries of TransformerLens' b_O. No head's own: it is added to the prediction."""
+    merged_qk: bool = False
+    """Whether a head's W_Q and W_K are one matrix W_QK: W_K is then the identity."""
+
+    def __post_init__(self) -> None:
+        if self.merged_qk and self.W_K.shape[1] != self.W_K.shape[2]:
+            raise ValueError(
+                f"d_head must be d_model = {self.W_K.shape[1]} in merged heads, got {self.W_K.shape[2]}."
+            )
+
+    @property
+    def architecture(self) -> tuple[object, ...]:
+        """All but the numbers: models of one architecture can lie along one head axis."""
+        biased = self.b_Q is not None
+        shape = tuple(self.W_Q.shape[1:])
+        settings = (self.scale, self.score, self.score_slope, self.attend_to_self, self.merged_qk)
+        return (shape, self.d_y, *settings, biased)
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """Weights, and biases where there are any, by name."""
+        named = {name: getattr(self, name) for name in (*NAMES, *BIASES)}
+        return {name: tensor for name, tensor in named.items() if tensor is not None}
+
+    @property
+    def parameters(self) -> dict[str, Tensor]:
+        """The tensors by their names in the hooked model: with merged heads W_QK in place of W_Q and W_K."""
+        if not self.merged_qk:
+            return self.tensors
+        if not torch.equal(self.W_K, identity_keys(self.W_Q)):
+            raise ValueError("W_K of merged heads must be the identity, got another matrix.")
+        rest = {name: tensor for name, tensor in self.tensors.items() if name not in ("W_Q", "W_K")}
+        return {"W_QK": self.W_Q, **rest}
+
+    @property
+    def n_heads(self) -> int:
+        return self.W_Q.shape[0]
+
+    @property
+    def d_y(self) -> int:
+        return self.W_O.shape[2]
+
+    @property
+    def d_x(self) -> int:
+        return self.W_Q.shape[1] - self.d_y
+
+    @property
+    def QK(self) -> Float[Tensor, "head d_model d_model"]:
+        """scale * W_Q W_K^T, [query coordinate, key coordinate]. The papers' KQ is its transpose."""
+        n_heads, width = self.W_Q.shape[:2]
+        needed = 2 * n_heads * width**2 * self.W_Q.element_size()
+        require_memory(needed, f"QK circuits of {n_heads} heads of width {width}")
+        return self.scale * self.W_Q @ self.W_K.mT
+
+    @property
+    def OV(self) -> Float[Tensor, "head d_model d_y"]:
+        """W_V W_O, [token coordinate, response]."""
+        return self.W_V @ self.W_O
+
+    @property
+    def omega(self) -> Float[Tensor, "head d_x"]:
+        """Diagonal of each QK circuit's x block, unit 1/x^2."""
+        return self.QK[:, : self.d_x, : self.d_x].diagonal(dim1=1, dim2=2)
+
+    @property
+    def mu(self) -> Float[Tensor, "head d_y"]:
+        """Diagonal of each OV circuit's y block: what a head reads from y_n into prediction n."""
+        return self.OV[:, self.d_x :].diagonal(dim1=1, dim2=2)
+
+    @property
+    def qk_diagonal(self) -> Float[Tensor, " head"]:
+        """Norm of the QK x block's diagonal over that of the whole block, 1 for a diagonal block."""
+        block = self.QK[:, : self.d_x, : self.d_x]
+        return _share(self.omega.norm(dim=1), block.flatten(1).norm(dim=1))
+
+    @property
+    def ov_last_entry(self) -> Float[Tensor, " head"]:
+        """Norm of mu over that of the whole OV circuit, 1 if only y_n is read into prediction n."""
+        return _share(self.mu.norm(dim=1), self.OV.flatten(1).norm(dim=1))
+
+    def __getitem__(self, heads: slice) -> "AttentionWeights":
+        return self.with_tensors(
+            {name: tensor[heads] for name, tensor in self.tensors.items() if name != "b_O"}
+        )
+
+    def to(self, target: torch.device | str | torch.dtype) -> "AttentionWeights":
+        """The same weights on another device or in another dtype."""
+        return self.with_tensors({name: t.to(target) for name, t in self.tensors.items()})
+
+    def with_tensors(self, tensors: Mapping[str, Tensor]) -> "AttentionWeights":
+        """The same but for these tensors."""
+        return replace(self, **tensors)  # type: ignore[arg-type]
+
+
+def stack(models: Sequence[AttentionWeights]) -> AttentionWeights:
+    """The heads of several models without biases along one axis.
+
+    Raises:
+        ValueError: If the models differ in the shape of a head, in scale or in score, or have biases.
+    """
+    kinds = {model.architecture for model in models}
+    if len(kinds) != 1:
+        raise ValueError(
+            f"Stacked models must share head shape, scale and score, got {len(kinds)} kinds."
+        )
+    if models[0].b_O is not None:
+        raise ValueError("Stacked models must have no biases, got some that have.")
+    return models[0].with_tensors(
+        {name: torch.cat([getattr(model, name) for model in models]) for name in NAMES}
+    )
+
+
+def unmerged(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The inverse of `AttentionWeights.parameters`: W_QK, if there is one, as W_Q = W_QK and W_K = I."""
+    tensors = dict(parameters)
+    if "W_QK" in tensors:
+        tensors["W_Q"] = tensors.pop("W_QK")
+        tensors["W_K"] = identity_keys(tensors["W_Q"])
+    return tensors
+
+
+def identity_keys(
+    W_QK: Float[Tensor, "head d_model d_model"],
+) -> Float[Tensor, "head d_model d_model"]:
+    """W_K of merged heads: a unit matrix per head."""
+    n_heads, d_model, _ = W_QK.shape
+    identity = torch.eye(d_model, dtype=W_QK.dtype, device=W_QK.device)
+    return identity.repeat(n_heads, 1, 1)
+
+
+def _share(part: Tensor, whole: Tensor) -> Tensor:
+    """part / whole, and 0 for a head whose circuit is zero."""
+    return part / whole.masked_fill(whole == 0, 1)
+
+
+def attend(
+    weights: AttentionWeights,
+    context: Float[Tensor, "batch context d_model"],
+    x_query: Float[Tensor, "batch d_x"],
+) -> tuple[
+    Float[Tensor, "batch context head"],
+    Float[Tensor, "batch context head"],
+    Float[Tensor, "batch d_model head"],
+]:
+    """What each head's query reads: its pattern, the pattern's slope and the averaged context token."""
+    batch, d_x = x_query.shape
+    d_model = context.shape[-1]
+    query_key = weights.QK[:, :d_x].permute(1, 2, 0).reshape(d_x, -1)
+    key_side = (x_query @ query_key).view(batch, d_model, -1)
+    scores = context @ key_side
+    if weights.b_Q is not None and weights.b_K is not None:
+        by_key, by_query = _score_biases(weights, weights.b_Q, weights.b_K, x_query)
+        scores = scores + context @ by_key + by_query[:, None]
+    pattern, slope = pattern_and_slope(
+        scores, score=weights.score, slope=weights.score_slope, dim=1
+    )
+    return pattern, slope, context.mT @ pattern
+
+
+def _score_biases(
+    weights: AttentionWeights,
+    b_Q: Float[Tensor, "head d_head"],
+    b_K: Float[Tensor, "head d_head"],
+    x_query: Float[Tensor, "batch d_x"],
+) -> tuple[Float[Tensor, "d_model head"], Float[Tensor, "batch head"]]:
+    """What biases add to a score: by the key's token (b_Q W_K^T), and by the query (q b_K)."""
+    by_key = torch.einsum("he,hme->mh", b_Q, weights.W_K)
+    query = torch.einsum("bm,hme->bhe", x_query, weights.W_Q[:, : x_query.shape[1]]) + b_Q
+    return weights.scale * by_key, weights.scale * (query * b_K).sum(-1)
+
+
+def head_outputs(weights: AttentionWeights, prompts: Prompts) -> Float[Tensor, "batch head d_y"]:
+    """What each head adds to the prediction, in units of y.
+
+    Source:
+        He et al. 2025, arXiv 2503.12734, eq. (2.3): softmax over the context tokens only.
+    Example:
+        >>> from mechinterp.models.constructions.one_layer import kernel_head
+        >>> from mechinterp.config import TaskConfig
+        >>> from mechinterp.icl.prompts import generator_for, sample_prompts
+        >>> generator = generator_for(0, "eval", 0)
+        >>> prompts = sample_prompts(TaskConfig(), 8, generator=generator, dtype=torch.float64)
+        >>> tuple(head_outputs(kernel_head(omega=0.5, mu=1.5, d_x=5), prompts).shape)
+        (8, 1, 1)
+    """
+    n_heads, d_model, _ = weights.W_V.shape
+    length = prompts.x.shape[1]
+    per_prompt = one_layer_bytes(
+        n_heads=n_heads, d_model=d_model, n_tokens=length + 1, width=weights.W_V.element_size()
+    )
+    size = together(per_prompt, f"outputs of {n_heads} heads on prompts of {length} pairs")
+    if len(prompts) <= size:
+        return _head_outputs(weights, prompts)
+    return torch.cat([_head_outputs(weights, prompts[rows]) for rows in chunks(len(prompts), size)])
+
+
+def _head_outputs(weights: AttentionWeights, prompts: Prompts) -> Float[Tensor, "batch head d_y"]:
+    keys = prompts.tokens if weights.attend_to_self else prompts.context_tokens
+    pattern, _, averaged = attend(weights, keys, prompts.x_query)
+    outputs = torch.einsum("bmh,hmn->bhn", averaged, weights.OV)
+    if weights.b_V is None:
+        return outputs
+    constant = torch.einsum("he,hen->hn", weights.b_V, weights.W_O)
+    return outputs + pattern.sum(1)[..., None] * constant
+
+
+def predict(weights: AttentionWeights, prompts: Prompts) -> Float[Tensor, "batch d_y"]:
+    """Prediction of one model: the sum of its heads' outputs and b_O, in units of y.
+
+    Example:
+        >>> from mechinterp.config import TaskConfig
+        >>> from mechinterp.icl.prompts import generator_for, sample_prompts
+        >>> from mechinterp.models.constructions.one_layer import zero_head
+        >>> generator = generator_for(0, "eval", 0)
+        >>> prompts = sample_prompts(TaskConfig(), 8, generator=generator, dtype=torch.float64)
+        >>> predict(zero_head(d_x=5), prompts).any()
+        tensor(False)
+    """
+    prediction = head_outputs(weights, prompts).sum(1)
+    return prediction if weights.b_O is None else prediction + weights.b_O

@@ -1,0 +1,130 @@
+"""Blocks of a hooked model: norm, MLP, what adds them to the stream, and the read-out.
+
+Names, shapes and hook points are those of HookedTransformer; of norms that come after, those of its encoder.
+"""
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from transformer_lens.hook_points import HookPoint
+
+from mechinterp.models.hooked.attention import Attention, MergedAttention
+from mechinterp.models.hooked.config import HookedConfig
+from mechinterp.models.layers import ACTIVATIONS, plus
+
+
+class LayerNorm(nn.Module):
+    """(x - mean) / sqrt(variance + eps) * w + b, over the stream's entries."""
+
+    def __init__(self, cfg: HookedConfig) -> None:
+        super().__init__()
+        self.eps = cfg.model.norm_eps
+        self.w = nn.Parameter(torch.ones(cfg.d_model))
+        self.b = nn.Parameter(torch.zeros(cfg.d_model))
+        self.hook_scale = HookPoint()  # [batch, pos, 1]
+        self.hook_normalized = HookPoint()  # [batch, pos, d_model]
+
+    def forward(self, resid: Float[Tensor, "*axes d_model"]) -> Float[Tensor, "*axes d_model"]:
+        centred = resid - resid.mean(-1, keepdim=True)
+        scale = self.hook_scale((centred.square().mean(-1, keepdim=True) + self.eps).sqrt())
+        return self.hook_normalized(centred / scale * self.w + self.b)
+
+
+class MLP(nn.Module):
+    """activation(x W_in + b_in) W_out + b_out; weights start at zero."""
+
+    def __init__(self, cfg: HookedConfig, d_mlp: int) -> None:
+        super().__init__()
+        self.activation = ACTIVATIONS[cfg.model.activation]
+        self.W_in = nn.Parameter(torch.zeros(cfg.d_model, d_mlp))
+        self.W_out = nn.Parameter(torch.zeros(d_mlp, cfg.d_model))
+        self.b_in = nn.Parameter(torch.zeros(d_mlp)) if cfg.biases else None
+        self.b_out = nn.Parameter(torch.zeros(cfg.d_model)) if cfg.biases else None
+        self.hook_pre = HookPoint()  # [batch, pos, d_mlp]
+        self.hook_post = HookPoint()  # [batch, pos, d_mlp]
+
+    def forward(self, resid: Float[Tensor, "*axes d_model"]) -> Float[Tensor, "*axes d_model"]:
+        pre = self.hook_pre(plus(resid @ self.W_in, self.b_in))
+        return plus(self.hook_post(self.activation(pre)) @ self.W_out, self.b_out)
+
+
+class Block(nn.Module):
+    """Attention that adds to the residual stream, then an MLP if there is one, with norms before or after each.
+
+    A model of attention alone has, on request, the hooks of an MLP that adds zeros: tools that walk through
+    attention and MLP alike (attribution patching) then find what they ask for.
+    """
+
+    def __init__(self, cfg: HookedConfig) -> None:
+        super().__init__()
+        self.cfg = cfg
+        self.attn = MergedAttention(cfg) if cfg.merged_qk else Attention(cfg)
+        # HookedTransformer had these here; their names are those they have in the attention.
+        self.hook_attn_in = self.attn.hook_attn_in
+        self.hook_q_input, self.hook_k_input = self.attn.hook_q_input, self.attn.hook_k_input
+        self.hook_v_input = self.attn.hook_v_input
+        if cfg.model.norm is not None:
+            self.ln1 = LayerNorm(cfg)
+        if cfg.d_mlp is not None:
+            self.mlp = MLP(cfg, cfg.d_mlp)
+            if cfg.model.norm is not None:
+                self.ln2 = LayerNorm(cfg)
+        self.hook_resid_pre = HookPoint()  # [batch, pos, d_model]
+        self.hook_attn_out = HookPoint()
+        self.hook_resid_mid = HookPoint()
+        self.hook_mlp_in = HookPoint()
+        self.hook_mlp_out = HookPoint()
+        self.hook_resid_post = HookPoint()
+        if cfg.model.norm == "after":
+            self.hook_normalized_resid_post = HookPoint()
+
+    @property
+    def hook_out_is_single_residual_stream(self) -> bool:
+        """Whether `hook_resid_post` is the sum of what came before it, which tools of TransformerLens ask."""
+        return self.cfg.model.norm != "after"
+
+    def forward(
+        self, resid: Float[Tensor, "batch pos d_model"]
+    ) -> Float[Tensor, "batch pos d_model"]:
+        """The stream after the layer."""
+        before, after = self.cfg.model.norm == "before", self.cfg.model.norm == "after"
+        resid = self.hook_resid_pre(resid)
+        resid = resid + self.hook_attn_out(self.attn(resid, self.ln1 if before else None))
+        if self.cfg.d_mlp is None and not self.cfg.use_zero_mlp:
+            resid = self.hook_resid_post(resid)
+            return self.hook_normalized_resid_post(self.ln1(resid)) if after else resid
+        resid = self.hook_resid_mid(resid)
+        resid = self.ln1(resid) if after else resid
+        # A copy, so that a hook may edit what the MLP reads in place and leave the stream alone.
+        mlp_in = self.hook_mlp_in(resid.clone()) if self.cfg.use_hook_mlp_in else resid
+        resid = self.hook_resid_post(resid + self.hook_mlp_out(self._mlp(mlp_in)))
+        if not after:
+            return resid
+        return self.hook_normalized_resid_post(resid if self.cfg.d_mlp is None else self.ln2(resid))
+
+    def _mlp(self, mlp_in: Tensor) -> Tensor:
+        if self.cfg.d_mlp is None:
+            return 0.0 * mlp_in
+        return self.mlp(self.ln2(mlp_in) if self.cfg.model.norm == "before" else mlp_in)
+
+
+class Unembed(nn.Module):
+    """The read-out: y entries of the residual stream, fixed and not in the state_dict, or weights of a width."""
+
+    W_U: Float[Tensor, "d_model d_y"]
+    b_U: Float[Tensor, " d_y"]  # noqa: N815
+
+    def __init__(self, cfg: HookedConfig) -> None:
+        super().__init__()
+        if cfg.model.d_model is None:
+            W_U = torch.eye(cfg.d_model)[:, cfg.d_x :].clone()
+            self.register_buffer("W_U", W_U, persistent=False)
+        else:
+            self.W_U = nn.Parameter(torch.zeros(cfg.d_model, cfg.d_y))
+        if cfg.model.d_model is not None and cfg.biases:
+            self.b_U = nn.Parameter(torch.zeros(cfg.d_y))
+        else:
+            self.register_buffer("b_U", torch.zeros(cfg.d_y), persistent=False)
+
+    def forward(self, resid: Float[Tensor, "*axes d_model"]) -> Float[Tensor, "*axes d_y"]:
+        return resid @ self.W_U + self.b_U

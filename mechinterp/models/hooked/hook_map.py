@@ -1,0 +1,50 @@
+"""The hook points of a hooked model with their shapes, and the switch that makes each of them fire."""
+
+import copy
+from dataclasses import replace
+
+import pandas as pd
+import torch
+
+from mechinterp.models.hooked.config import SWITCHES
+from mechinterp.models.hooked.transformer import ICLTransformer
+
+
+def hook_map(model: ICLTransformer) -> pd.DataFrame:
+    """One row per hook point: its name, its shape, and the setter that turns it on ("" if it always fires).
+
+    Example:
+        >>> from mechinterp.config import ModelConfig
+        >>> frame = hook_map(ICLTransformer(ModelConfig(n_heads=2), d_x=5, d_y=1))
+        >>> frame.loc[frame["name"] == "blocks.0.attn.hook_pattern", "shape"].item()
+        ['batch', 2, 'pos', 'pos']
+    """
+    # Sizes that no model has, on a device without memory, tell batch and pos from the other axes.
+    names = {10_007: "batch", 10_009: "pos"}
+    twin = copy.deepcopy(model).to("meta")
+    twin.reset_hooks(including_permanent=True)
+    if twin.cfg.model.n_positions is not None:
+        _make_room(twin, max(names))
+    inputs = torch.empty(*names, twin.cfg.d_token, dtype=twin.cfg.dtype, device="meta")
+    for switch in SWITCHES:
+        getattr(twin, f"set_{switch}")(False)
+    rows: dict[str, dict[str, object]] = {}
+    for switch in ("", *SWITCHES):
+        setter = switch and f"set_{switch}"
+        if setter:
+            # hook_mlp_in may need the zero MLP; the copies of the heads' input go one without the other.
+            twin.set_use_attn_in(False)
+            getattr(twin, setter)(True)
+        _, cache = twin.run_with_cache(inputs)
+        for name in twin.hook_dict.keys() & cache.keys():
+            values = cache[name]
+            shape = [names.get(size, size) for size in values.shape]
+            rows.setdefault(name, {"name": name, "shape": shape, "switch": setter})
+    return pd.DataFrame([rows[name] for name in twin.hook_dict])
+
+
+def _make_room(model: ICLTransformer, n_positions: int) -> None:
+    """Give a model without memory another number of positions."""
+    model.cfg.model = replace(model.cfg.model, n_positions=n_positions)
+    W_pos = torch.empty(n_positions, model.cfg.d_model, dtype=model.cfg.dtype, device="meta")
+    model.pos_embed["W_pos"] = torch.nn.Parameter(W_pos)

@@ -1,0 +1,204 @@
+"""Hooks that say so where they cannot fire, and caches of what passes them.
+
+HookedRootModule takes a hook on a point that is switched off and never calls it. Here names are checked first, and
+those of HookedTransformer stand for the points that have moved since.
+"""
+
+import re
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformer_lens import ActivationCache, HookedRootModule
+from transformer_lens.hook_points import HookPoint
+from transformer_lens.utilities import Slice
+
+from mechinterp.models.hooked.config import HookedConfig
+
+FORKS = ("hook_q_input", "hook_k_input", "hook_v_input", "hook_attn_in")
+"""Points that TransformerLens 4 has in a layer's attention, and HookedTransformer in the layer itself."""
+
+Hooks = Sequence[tuple[str | Callable[[str], bool], Callable]]
+
+
+class HookError(ValueError, AssertionError, KeyError):
+    """A hook on a point that is switched off or does not exist.
+
+    It is all that TransformerLens raises then: a ValueError or a KeyError in 4.x, an AssertionError before.
+    """
+
+    __str__ = Exception.__str__  # KeyError's puts the text in quotes
+
+
+class CheckedHooks(HookedRootModule):
+    """A hooked model that refuses hooks on points that do not exist or are switched off.
+
+    A function of names is a sweep, not a request: of the points it picks, those that are off are left out with a
+    warning, as in TransformerLens 4.
+    """
+
+    cfg: HookedConfig
+
+    @contextmanager
+    def hooks(
+        self,
+        fwd_hooks: Hooks = (),
+        bwd_hooks: Hooks = (),
+        reset_hooks_end: bool = True,
+        clear_contexts: bool = False,
+    ) -> Iterator["CheckedHooks"]:
+        """A context with these hooks on the model.
+
+        Raises:
+            HookError: If a name is not of a hook point, or of one that is switched off.
+        """
+        forward, backward = self._on_points(fwd_hooks), self._on_points(bwd_hooks)
+        with super().hooks(forward, backward, reset_hooks_end, clear_contexts):
+            yield self
+
+    def _on_points(self, hooks: Hooks) -> list[tuple[str | Callable[..., Any], Callable[..., Any]]]:
+        return [(name, hook) for pick, hook in hooks for name in self._points(pick)]
+
+    def add_hook(
+        self, name: str | Callable[[str], bool], hook: Callable, *args: Any, **kwargs: Any
+    ) -> None:
+        """Put a hook on a point, or on all that a function of names picks; arguments are TransformerLens'.
+
+        Raises:
+            HookError: If the name is not of a hook point, or of one that is switched off.
+        """
+        for point in self._points(name):
+            super().add_hook(point, hook, *args, **kwargs)
+
+    def check_hooks_to_add(
+        self, hook_point: HookPoint, hook_point_name: str, *args: Any, **kwargs: Any
+    ) -> None:
+        """TransformerLens calls this before it adds a hook.
+
+        Raises:
+            HookError: If the point is switched off.
+        """
+        self._require(hook_point_name)
+
+    def get_caching_hooks(
+        self,
+        names_filter: object = None,
+        incl_bwd: bool = False,
+        device: torch.device | str | None = None,
+        remove_batch_dim: bool = False,
+        cache: dict[str, Tensor] | None = None,
+        pos_slice: Any = None,
+    ) -> tuple[dict[str, Tensor], list, list]:
+        """An empty cache, and the forward and backward hooks that fill it.
+
+        Raises:
+            HookError: If a name is not of a hook point, or of one that is switched off.
+        """
+        values: dict[str, Tensor] = {} if cache is None else cache
+        positions = Slice.unwrap(pos_slice)
+
+        def save(tensor: Tensor, hook: HookPoint, *, keys: list[str]) -> None:
+            # Positions stand behind the batch, but the queries of a pattern behind its heads.
+            axis = 2 if str(hook.name).endswith(("hook_pattern", "hook_attn_scores")) else 1
+            kept = positions.apply(tensor.detach().to(device), dim=axis)
+            for key in keys:
+                values[key] = kept[0] if remove_batch_dim and len(kept) == 1 else kept
+
+        points = self._points(names_filter)
+        forward = [(name, partial(save, keys=keys)) for name, keys in points.items()]
+        if not incl_bwd:
+            return values, forward, []
+        backward = [
+            (name, partial(save, keys=[f"{key}_grad" for key in keys]))
+            for name, keys in points.items()
+        ]
+        return values, forward, backward
+
+    def run_with_cache(
+        self,
+        *model_args: Any,
+        return_cache_object: bool = True,
+        remove_batch_dim: bool = False,
+        incl_bwd: bool = False,
+        **kwargs: Any,
+    ) -> tuple[Any, ActivationCache | dict[str, Tensor]]:
+        """The output, and the activations by hook name; arguments are those of HookedTransformer.
+
+        Raises:
+            HookError: If a name in `names_filter` is not of a hook point, or of one that is switched off.
+            ValueError: If gradients are asked for where none are computed, or of what is no loss.
+        """
+        if incl_bwd and not torch.is_grad_enabled():
+            raise ValueError("incl_bwd needs gradients, which are off here (torch.no_grad).")
+        returned = (*model_args[1:2], kwargs.get("return_type"))
+        if incl_bwd and ("loss" not in returned or kwargs.get("stop_at_layer") is not None):
+            raise ValueError(
+                "incl_bwd needs return_type='loss' and no stop_at_layer: gradients are those of one number."
+            )
+        output, cache = super().run_with_cache(
+            *model_args, remove_batch_dim=remove_batch_dim, incl_bwd=incl_bwd, **kwargs
+        )
+        if return_cache_object:
+            cache = ActivationCache(cache, self, has_batch_dim=not remove_batch_dim)
+        return output, cache
+
+    def _points(self, pick: object) -> dict[str, list[str]]:
+        """The hook points that are meant, each with the names by which it was asked for."""
+        if isinstance(pick, str):
+            pick = [pick]
+        points: dict[str, list[str]] = {}
+        if isinstance(pick, list):
+            for asked in pick:
+                points.setdefault(self._require(asked), []).append(asked)
+            return points
+        if not (pick is None or callable(pick)):
+            raise ValueError(
+                f"names_filter must be a name, a list of names or a function, got {pick!r}."
+            )
+        asleep = []
+        for name in self.hook_dict:
+            names = [name, *_older_names(name)]
+            names = names if pick is None else [each for each in names if pick(each)]
+            if names and self.cfg.switch_of(name) is None:
+                points[name] = names
+            elif names and not self._excluded(name):
+                asleep.append(name)
+        if asleep and pick is not None:
+            setters = sorted({f"set_{self.cfg.switch_of(name)}(True)" for name in asleep})
+            warnings.warn(
+                f"{len(asleep)} of the hook points picked are switched off and left out, {asleep[0]} first; "
+                f"{', '.join(setters)} turns them on.",
+                stacklevel=4,
+            )
+        return points
+
+    def _excluded(self, name: str) -> bool:
+        """Whether the point cannot be on, since one of its kind is that excludes it."""
+        is_fork = name.endswith(FORKS)
+        return is_fork and (self.cfg.use_attn_in or self.cfg.use_split_qkv_input)
+
+    def _require(self, asked: str) -> str:
+        """The hook point of this name, which must exist and be on."""
+        name = asked if asked in self.hook_dict else _newer_name(asked)
+        if name not in self.hook_dict:
+            raise HookError(
+                f"There is no hook point {asked!r}; model.hook_dict lists those of the model."
+            )
+        switch = self.cfg.switch_of(name)
+        if switch is not None:
+            raise HookError(f"The hook point {asked} is off; call model.set_{switch}(True) first.")
+        return name
+
+
+def _older_names(name: str) -> list[str]:
+    """HookedTransformer's name of a point that has moved."""
+    older = re.sub(rf"^(blocks\.\d+)\.attn\.({'|'.join(FORKS)})$", r"\1.\2", name)
+    return [older] if older != name else []
+
+
+def _newer_name(name: str) -> str:
+    return re.sub(rf"^(blocks\.\d+)\.({'|'.join(FORKS)})$", r"\1.attn.\2", name)

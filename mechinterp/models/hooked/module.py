@@ -1,0 +1,199 @@
+"""TransformerLens' hook points on the heads and the stream of a plain module.
+
+Nothing of its forward is replaced: torch's own hooks stand where the heads' outputs enter the output projection, and where
+a layer begins and ends, and hand what passes to the hook points.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+from transformer_lens.hook_points import HookPoint
+
+from mechinterp.models.hooked.hooks import CheckedHooks
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a layer of attention is in a module."""
+
+    output: str
+    """Name of what takes the heads' outputs side by side: a module, or a torch.nn.MultiheadAttention."""
+    block: str
+    """Name of the layer around it; "" is the whole module."""
+    n_heads: int
+    heads_turned: bool
+    """Whether the heads' outputs are [pos, batch, ...]."""
+    stream_turned: bool
+    one_number: bool
+    """Whether what leaves the layer is one number for each position, [batch, pos]."""
+
+
+@dataclass(eq=False)
+class ModuleSizes:
+    """What TransformerLens' tools look for in `cfg`, as far as a plain module has it."""
+
+    n_layers: int
+    n_heads: int
+    device: str
+    dtype: torch.dtype
+    d_model: int = 0
+    d_head: int = 0
+    d_token: int = 0
+    n_ctx: int = 0
+    n_key_value_heads: None = None
+    use_attn_in: bool = False
+    use_split_qkv_input: bool = False
+
+    def switch_of(self, name: str) -> None:
+        """All hook points are on."""
+
+
+class ModuleHooks(CheckedHooks):
+    """A module with `blocks.{l}.attn.hook_z`, `blocks.{l}.hook_resid_pre` and `hook_resid_post`.
+
+    z is [batch, pos, head, d_head], the stream [batch, pos, width], with one position where a layer is at the query only. The module is changed: of a torch.nn.MultiheadAttention the output projection is applied
+    after it.
+
+    Raises:
+        ValueError: When it runs, if heads cannot be told apart in the width of what enters an output projection, or the
+            module does not run on an input of a length that it has not run on before.
+    """
+
+    module: nn.Module
+
+    def __init__(self, module: nn.Module, places: Sequence[Place]) -> None:
+        super().__init__()
+        self.module = module
+        self._lengths: set[int] = set()
+        blocks = [_Block() for _ in places]
+        for place, points in zip(places, blocks, strict=True):
+            _attach(module, place, points)
+        self.blocks = nn.ModuleList(blocks)
+        parameter = next(module.parameters(), torch.empty(0))
+        self.cfg = ModuleSizes(  # type: ignore[assignment]
+            len(places), places[0].n_heads, str(parameter.device), parameter.dtype
+        )
+        self.eval()
+        self.setup()
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """The module's own output."""
+        length = inputs.shape[1]
+        try:
+            # Hooks that write in place leave the caller's input alone.
+            output = self.module(inputs.clone())
+        except (AssertionError, IndexError, RuntimeError) as error:
+            if isinstance(error, ValueError) or length in self._lengths:
+                raise
+            reason = " ".join(str(error).split())
+            raise ValueError(
+                f"module must run on the input {list(inputs.shape)}, got: {reason}."
+            ) from error
+        self._lengths.add(length)
+        return output
+
+
+class _Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attn = _Heads()
+        self.hook_resid_pre, self.hook_resid_post = HookPoint(), HookPoint()
+
+
+class _Heads(nn.Module):
+    projection: nn.Module
+    """Of a torch.nn.MultiheadAttention, in its place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hook_z = HookPoint()
+
+
+# Partial functions rather than closures, so that a copy of the model runs through its own hook points.
+def _attach(module: nn.Module, place: Place, points: _Block) -> None:
+    output, block = module.get_submodule(place.output), module.get_submodule(place.block)
+    heads = partial(_through_heads, points.attn.hook_z, place.n_heads, place.heads_turned)
+    if isinstance(output, nn.MultiheadAttention):
+        # A hook on it also keeps torch from the fused layer, which passes it by.
+        points.attn.projection = output.out_proj
+        output.out_proj = _identity(output.out_proj)
+        output.register_forward_hook(partial(_project, heads, points.attn))
+    else:
+        output.register_forward_pre_hook(partial(_enter, heads))
+    turned, one_number = place.stream_turned, place.one_number
+    before = partial(_through_stream, points.hook_resid_pre, turned, False)
+    after = partial(_through_stream, points.hook_resid_post, turned, one_number)
+    block.register_forward_pre_hook(partial(_begin, before), with_kwargs=True)
+    block.register_forward_hook(partial(_end, after))
+
+
+def _identity(projection: nn.Linear) -> NonDynamicallyQuantizableLinear:
+    """A projection that changes nothing."""
+    biased, width = projection.bias is not None, len(projection.weight)
+    same = NonDynamicallyQuantizableLinear(width, width, biased, dtype=projection.weight.dtype)
+    with torch.no_grad():
+        same.weight.copy_(torch.eye(width))
+        if biased:
+            same.bias.zero_()
+    return same.to(projection.weight.device).requires_grad_(False).eval()
+
+
+def _through_heads(point: HookPoint, n_heads: int, turned: bool, values: Tensor) -> Tensor:
+    if values.shape[-1] % n_heads:
+        raise ValueError(
+            f"heads must divide the width of the heads' outputs, {values.shape[-1]}, got {n_heads}."
+        )
+    if values.ndim == 2:  # at the query only
+        return _through_heads(point, n_heads, turned, values[:, None])[:, 0]
+    z = values.unflatten(-1, (n_heads, -1))
+    z = point(z.transpose(0, 1)).transpose(0, 1) if turned else point(z)
+    return z.flatten(-2)
+
+
+def _project(heads: partial, attn: _Heads, _: nn.Module, args: tuple, output: tuple) -> tuple:
+    values, pattern = output
+    return attn.projection(heads(values)), pattern
+
+
+def _enter(heads: partial, _: nn.Module, args: tuple) -> tuple:
+    return heads(args[0]), *args[1:]
+
+
+def _through_stream(point: HookPoint, turned: bool, one_number: bool, values: Tensor) -> Tensor:
+    """The values behind a hook point, where they are [batch, pos, width]."""
+    if values.ndim < 3:
+        axes = (len(values), -1, 1) if one_number else (len(values), 1, -1)
+        return point(values.reshape(axes)).reshape(values.shape)
+    return point(values.transpose(0, 1)).transpose(0, 1) if turned else point(values)
+
+
+def _begin(through: partial, _: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    if args:
+        return (through(args[0]), *args[1:]), kwargs
+    first = first_tensor(kwargs)
+    return args, {**kwargs, first: through(kwargs[first])}
+
+
+def _end(
+    through: partial, _: nn.Module, args: tuple, output: Tensor | tuple | dict
+) -> Tensor | tuple | dict:
+    if isinstance(output, dict):  # of Hugging Face
+        first = first_tensor(output)
+        return type(output)(**{**output, first: through(output[first])})
+    return (through(output[0]), *output[1:]) if isinstance(output, tuple) else through(output)
+
+
+def stream_of(output: Tensor | tuple | dict) -> Tensor:
+    """The tensor that a layer hands on, of what it returns."""
+    if isinstance(output, dict):
+        return output[first_tensor(output)]
+    return output[0] if isinstance(output, tuple) else output
+
+
+def first_tensor(arguments: dict) -> str:
+    """Name of the first argument that is a tensor."""
+    return next(name for name, value in arguments.items() if isinstance(value, Tensor))

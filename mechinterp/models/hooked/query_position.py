@@ -1,0 +1,114 @@
+"""The position of the stream at which a model's prediction is read."""
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from mechinterp.icl.prompts import Prompts
+from mechinterp.models.hooked.masks import Hooks
+from mechinterp.models.hooked.runner import HookedPredictor
+
+SMALL = 1e-5
+"""Of the largest change of a prediction, the share below which a change counts as none."""
+
+PASSED = 1e-3
+"""Of the change of a prediction by other inputs, the share below which nothing has passed the layers by."""
+
+
+class NoStreamError(ValueError):
+    """What a module's layers put out is not the stream, or it is not known where the query is in it."""
+
+
+@torch.no_grad()
+def query_positions(hooked: HookedPredictor, prompts: Prompts) -> list[int]:
+    """Position of the query in the stream before each layer and after the last; -1 is the last position.
+
+    It is where the prediction is read from the stream after the last layer, or where `hooked.position` says. Earlier streams
+    as long as that one have it at the same place; one as long as the model's input has it last.
+
+    Raises:
+        NoStreamError: If something passes the layers by, so that their outputs are not the stream, the prediction is read from
+            several positions of a stream that is not as long as the input, the streams differ in length, or a stated
+            position lies outside.
+    """
+    names = [hooked.stream_name(layer) for layer in range(hooked.n_layers + 1)]
+    if hooked.position == -1:
+        return [-1] * len(names)
+    inputs = hooked.inputs(prompts[:1])
+    _, streams = hooked.activations(prompts[:1], names)
+    _require_whole(hooked, inputs, streams[-1])
+    lengths, n_inputs = [stream.shape[1] for stream in streams], inputs.shape[1]
+    longest = lengths[-1] if lengths[-1] > 1 else max(lengths)
+    place = hooked.position
+    if place is None and lengths[-1] > 1:
+        place = _read_position(hooked, inputs, streams[-1])
+    if place is not None and not -longest <= place < longest:
+        raise ValueError(f"position must lie in 0 to {longest - 1}, got {place}.")
+    known = {n_inputs: -1, 1: -1}  # a stream of one position is at the query only
+    if place is not None:
+        known[longest] = -1 if place % longest == longest - 1 else place % longest
+    for length in lengths:
+        if length not in known:
+            raise NoStreamError(
+                f"position must be given to hook_module: the stream has {length} positions where the input has {n_inputs}, "
+                "and the prediction is not read at one of them alone."
+                if length == longest
+                else f"The stream must have one length in all layers, or that of the input, {n_inputs}, got {length} and {longest}."
+            )
+    return [known[length] for length in lengths]
+
+
+def _require_whole(hooked: HookedPredictor, inputs: Tensor, stream: Tensor) -> None:
+    """Refuse a module whose prediction does not follow from what its last layer puts out.
+
+    With that held, other inputs must give the same prediction. Where a sum with the stream stands outside of the modules that
+    are taken for layers, they do not.
+
+    Raises:
+        NoStreamError: If the prediction moves.
+    """
+    generator = torch.Generator().manual_seed(0)
+    size = inputs.float().square().mean().sqrt().item() or 1.0
+    others = inputs + (size * torch.randn(inputs.shape, generator=generator)).to(inputs)
+    name = hooked.stream_name(hooked.n_layers)
+    held: Hooks = [(name, lambda values, hook: stream)]
+    own = hooked.read(hooked.model(inputs))
+    kept = hooked.read(hooked.model.run_with_hooks(others, fwd_hooks=held))
+    moved = (hooked.read(hooked.model(others)) - own).abs().max()
+    if (kept - own).abs().max() > PASSED * moved:
+        raise NoStreamError(
+            "The stream must pass through the layers, but the prediction depends on more than the output of the last one: a "
+            "sum with the stream stands outside of it; make each layer, its sums included, a module of its own."
+        )
+
+
+def _read_position(
+    hooked: HookedPredictor, inputs: Float[Tensor, "1 pos width"], stream: Tensor
+) -> int | None:
+    """The one position after the last layer that the prediction depends on; None if there are several, or none."""
+    groups = _groups(stream.shape[1]).to(stream.device)
+    generator = torch.Generator().manual_seed(0)
+    size = stream.float().square().mean().sqrt().item() or 1.0
+    noise = (size * torch.randn(stream.shape[1:], generator=generator)).to(stream)
+
+    def move(stream: Tensor, hook: object) -> Tensor:
+        return stream + groups[..., None] * noise
+
+    name = hooked.stream_name(hooked.n_layers)
+    copies = inputs.repeat(len(groups), *[1] * (inputs.ndim - 1))
+    moved = hooked.read(hooked.model.run_with_hooks(copies, fwd_hooks=[(name, move)]))
+    changes = (moved - hooked.read(hooked.model(copies))).abs().amax(1)
+    ones, zeros = (changes > SMALL * changes.max()).unflatten(0, (-1, 2)).T.tolist()
+    if any(one == zero for one, zero in zip(ones, zeros, strict=True)):
+        return None
+    return sum(2**digit for digit, one in enumerate(ones) if one)
+
+
+def _groups(n_pos: int) -> Bool[Tensor, "group pos"]:
+    """Groups of positions: for each binary digit of their numbers those where it is 1, then those where it is 0.
+
+    One position is in one group of each two. Of two positions, some digit puts one into either group.
+    """
+    digits = torch.arange((n_pos - 1).bit_length())
+    ones = (torch.arange(n_pos) >> digits[:, None]) % 2 == 1
+    return torch.stack([ones, ~ones], dim=1).flatten(0, 1)

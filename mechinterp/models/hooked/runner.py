@@ -1,0 +1,335 @@
+"""One interface to hooked models of any make: prompts in, predictions out, heads by number.
+
+Ours fit as they are. A TransformerLens Bridge around somebody else's layers needs to be told how prompts
+become its input and which part of its output is the prediction; that is all there is to an adapter.
+"""
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
+
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from mechinterp.config import ModelConfig
+from mechinterp.icl.prompts import Prompts
+from mechinterp.memory import chunks, layers_bytes, require_memory, together
+from mechinterp.models.hooked.masks import (
+    Head,
+    Values,
+    by_layers,
+    mask_heads,
+    require_heads,
+    resid_name,
+    z_name,
+)
+from mechinterp.models.tokens import tokens_of
+
+if TYPE_CHECKING:
+    from transformer_lens import HookedRootModule
+    from transformer_lens.model_bridge import TransformerBridge
+    from transformers import GPT2Model
+
+    from mechinterp.models.hooked.transformer import ICLTransformer
+
+
+# Where torch's MultiheadAttention and Hugging Face's attention keep the rate of a functional dropout.
+DROPOUT_RATES = ("dropout", "attention_dropout")
+
+
+@runtime_checkable
+class Predicts(Protocol):
+    """What holds a hooked model: a checkpoint or a predictor."""
+
+    @property
+    def hooked(self) -> "HookedPredictor": ...
+
+
+@dataclass(frozen=True, eq=False)
+class HookedPredictor:
+    """A model with TransformerLens' hooks, how prompts go into it and where its prediction comes out.
+
+    Raises:
+        ValueError: If the model has no hooks, lacks those of a layer's heads or of its input, has more layers, or
+            cannot be started and stopped at a layer. When it runs: if it drops at random, has another number of
+            heads, or `read` gives something else than [batch, d_y].
+    """
+
+    model: "HookedRootModule | TransformerBridge"
+    """Takes `start_at_layer` and `stop_at_layer` as HookedTransformer does, if it `restarts`."""
+    n_layers: int
+    n_heads: int
+    """Heads of every layer."""
+    embed: Callable[[Prompts], Tensor]
+    """Prompts to the model's input, [batch, pos, width]; the query is at the last position."""
+    read: Callable[[Tensor], Tensor]
+    """The model's output to the prediction at the query, [batch, d_y]."""
+    restarts: bool = True
+    """Whether the model can be started and stopped at a layer; if not, each mask takes a run of the whole."""
+    position: int | None = -1
+    """Position of the stream at which the prediction is read; None: it is found."""
+
+    def __post_init__(self) -> None:
+        kind = type(self.model).__name__
+        if not hasattr(self.model, "hook_dict"):
+            raise ValueError(f"model must have TransformerLens' hooks (hook_dict), got a {kind}.")
+        hooks = self.model.hook_dict
+        for layer in range(self.n_layers):
+            for name in (z_name(layer), resid_name(layer)):
+                if name not in hooks:
+                    raise ValueError(
+                        f"A model of {self.n_layers} layers must have the hook {name}, got a {kind} without it."
+                    )
+        if self.n_layers < 1 or z_name(self.n_layers) in hooks:
+            raise ValueError(
+                f"n_layers must be the number of all layers of the {kind}, got {self.n_layers}."
+            )
+        for name in ("start_at_layer", "stop_at_layer"):
+            if self.restarts and not _takes(self.model.forward, name):
+                raise ValueError(
+                    f"The model's forward must take {name}, got a {kind}'s without it."
+                )
+
+    def predict(self, prompts: Prompts) -> Float[Tensor, "batch d_y"]:
+        """Prediction of y_query, in units of y, on the device of the prompts."""
+        found = self.prediction(self.model(self.inputs(prompts)), prompts)
+        return found.to(prompts.x.device)
+
+    def inputs(self, prompts: Prompts) -> Float[Tensor, "batch pos width"]:
+        """What goes into the model, which must not drop at random.
+
+        Raises:
+            ValueError: If some dropout is in training mode.
+        """
+        # A Bridge lists the parts it wraps; what lies between them is in the model it was made of.
+        for part in (self.model, getattr(self.model, "original_model", None)):
+            if isinstance(part, nn.Module) and any(map(_drops, part.modules())):
+                raise ValueError(
+                    f"The model must be in evaluation mode, call .eval(); got a {type(self.model).__name__} "
+                    f"with dropout in training mode."
+                )
+        needed = len(prompts) * self.prompt_bytes(prompts)
+        require_memory(needed, f"{len(prompts)} prompts of {prompts.x.shape[1]} pairs at once")
+        return self.embed(prompts)
+
+    def prompt_bytes(self, prompts: Prompts) -> int:
+        """What one of the prompts takes while it runs through the layers."""
+        tokens = self.embed(prompts[:1])
+        sizes = {
+            name: getattr(self.model.cfg, name, None) or 0
+            for name in ("d_model", "d_head", "d_mlp")
+        }
+        return layers_bytes(
+            n_layers=self.n_layers,
+            n_heads=self.n_heads,
+            n_tokens=tokens.shape[1],
+            width=tokens.element_size(),
+            **sizes,
+        )
+
+    def chunks(self, prompts: Prompts, most: int) -> list[slice]:
+        """The prompts by as many as run together, an even number.
+
+        Raises:
+            ValueError: If not even two fit into memory.
+        """
+        what = f"{self.n_layers} layers on prompts of {prompts.x.shape[1]} pairs"
+        return chunks(len(prompts), together(self.prompt_bytes(prompts), what, most=most))
+
+    def prediction(self, output: Tensor, prompts: Prompts) -> Float[Tensor, "batch d_y"]:
+        """What `read` makes of the output for these prompts.
+
+        Raises:
+            ValueError: If it is not of the shape of their y_query; broadcast, it would give numbers all the same.
+        """
+        found = self.read(output)
+        if found.shape != prompts.y_query.shape:
+            raise ValueError(
+                f"read must give [batch, d_y], {list(prompts.y_query.shape)} for these prompts, "
+                f"got {list(found.shape)}."
+            )
+        return found
+
+    def activations(self, prompts: Prompts, names: Sequence[str]) -> tuple[Tensor, list[Tensor]]:
+        """The model's output, and what passes these hooks.
+
+        Raises:
+            ValueError: If the model has no such hook or does not run through it, or has another number of heads.
+        """
+        known = [name for name in names if name in self.model.hook_dict]
+        output, cache = self.model.run_with_cache(self.inputs(prompts), names_filter=known)
+        for name in names:
+            if name not in cache:
+                raise ValueError(
+                    f"This needs the hook {name}, got a {type(self.model).__name__} that does not run through it."
+                )
+        for layer in range(self.n_layers):
+            if z_name(layer) in names:
+                self.require_z(layer, cache[z_name(layer)])
+        return output, [cache[name] for name in names]
+
+    def stream_name(self, layer: int) -> str:
+        """Name of the hook on the stream after this number of layers."""
+        last = self.n_layers - 1
+        if layer <= last:
+            return resid_name(layer)
+        normed = f"blocks.{last}.hook_normalized_resid_post"
+        return normed if normed in self.model.hook_dict else f"blocks.{last}.hook_resid_post"
+
+    def require_z(self, layer: int, z: Tensor) -> None:
+        """Refuse a layer with another number of heads.
+
+        Raises:
+            ValueError: If there are not `n_heads` along the third axis.
+        """
+        if z.ndim != 4 or z.shape[2] != self.n_heads:
+            raise ValueError(
+                f"n_heads must be that of {z_name(layer)}, [batch, pos, head, d_head], "
+                f"got {self.n_heads} for {list(z.shape)}."
+            )
+
+    @property
+    def is_hooked(self) -> bool:
+        """Whether somebody's forward hooks are on the model, which shortcuts past its modules would miss."""
+        return any(point.fwd_hooks for point in self.model.hook_dict.values())
+
+
+@contextmanager
+def masked(
+    model: "HookedPredictor | ICLTransformer | Predicts",
+    heads: Sequence[Head],
+    *,
+    values: Values | None = None,
+) -> Iterator[None]:
+    """A context in which the model runs with these heads masked, and which says so if it did not.
+
+    Args:
+        values: As in `mask_heads`.
+    Raises:
+        ValueError: If there is no such head; when it runs, if a layer has another number of heads; at the end,
+            if a layer with masked heads never ran.
+    Example:
+        >>> from mechinterp import load
+        >>> from mechinterp.icl.prompts import generator_for, sample_prompts
+        >>> checkpoint = load("checkpoints/softmax-h2-s0")
+        >>> prompts = sample_prompts(checkpoint.task, 4, generator=generator_for(0, "eval", 0))
+        >>> with masked(checkpoint.model, [(0, 0), (0, 1)]):
+        ...     checkpoint.model.predict(prompts).any()
+        tensor(False)
+    """
+    predictor = hooked_predictor(model)
+    require_heads(heads, predictor.n_layers, predictor.n_heads)
+    by_layer = by_layers(heads)
+    fired: set[int] = set()
+
+    def note(layer: int, z: Tensor, hook: object) -> None:
+        predictor.require_z(layer, z)
+        fired.add(layer)
+
+    notes = [(z_name(layer), partial(note, layer)) for layer in by_layer]
+    with predictor.model.hooks(fwd_hooks=[*notes, *mask_heads(heads, values=values)]):
+        yield
+    idle = [(layer, head) for layer, head in heads if layer not in fired]
+    if idle:
+        names = ", ".join(f"L{layer}H{head}" for layer, head in idle)
+        raise ValueError(
+            f"Masking {names} changed nothing: the hook {z_name(idle[0][0])} never fired."
+        )
+
+
+def hooked_predictor(model: "HookedPredictor | ICLTransformer | Predicts") -> HookedPredictor:
+    """One of our hooked models, or anything that holds one, as a model to run with hooks.
+
+    Raises:
+        ValueError: If it is none.
+    Example:
+        >>> from mechinterp.config import ModelConfig
+        >>> from mechinterp.models.hooked.transformer import ICLTransformer
+        >>> hooked_predictor(ICLTransformer(ModelConfig(n_layers=3), d_x=5, d_y=1)).n_layers
+        3
+    """
+    if isinstance(model, HookedPredictor):
+        return model
+    for holder in (model, getattr(model, "predictor", None)):
+        if isinstance(holder, Predicts):
+            return holder.hooked
+    from mechinterp.models.hooked.transformer import ICLTransformer
+
+    if not isinstance(model, ICLTransformer):
+        hint = "; hook_module makes one of it" if isinstance(model, nn.Module) else ""
+        raise ValueError(
+            f"model must be a checkpoint, an ICLTransformer or a HookedPredictor, got {type(model).__name__}{hint}."
+        )
+    own = model
+    return HookedPredictor(
+        model=own,
+        n_layers=own.cfg.n_layers,
+        n_heads=own.cfg.n_heads,
+        embed=lambda prompts: own.tokens(prompts).to(own.cfg.device, own.cfg.dtype),
+        read=lambda output: output[:, -1],
+    )
+
+
+def gpt2_predictor(
+    backbone: "GPT2Model", read_in: nn.Module, read_out: nn.Linear
+) -> HookedPredictor:
+    """A regression GPT-2 in a TransformerLens Bridge; it reads x_1, y_1, ..., x_query and predicts at the last.
+
+    The layers are wrapped where they are: the given backbone runs through the hooks from then on, and its
+    state_dict has other names. Save it before. All parts are put into evaluation mode.
+
+    Args:
+        backbone: Hugging Face's model, fed with vectors in place of words.
+        read_in: From [.., d_x] to the backbone's width; of a Linear, prompts of another d_x are refused.
+        read_out: From the backbone's width to [.., d_y].
+    Source:
+        Garg et al. 2022, arXiv 2208.01066.
+    Example:
+        >>> from transformers import GPT2Config, GPT2Model
+        >>> backbone = GPT2Model(GPT2Config(vocab_size=1, n_positions=101, n_embd=8, n_layer=2, n_head=2))
+        >>> gpt2_predictor(backbone, nn.Linear(5, 8), nn.Linear(8, 1)).n_heads
+        2
+    """
+    from transformer_lens.model_bridge.sources import build_bridge_from_module
+    from transformers import GPT2LMHeadModel
+
+    with_head = GPT2LMHeadModel(backbone.config)
+    with_head.transformer, with_head.lm_head = backbone, read_out
+    with_head.config.tie_word_embeddings = False
+    with_head.set_attn_implementation("eager")
+    with_head.eval()
+    read_in.eval()
+    bridge = build_bridge_from_module(with_head, "GPT2LMHeadModel", hf_config=with_head.config)
+    sizes = backbone.config
+    model = ModelConfig(layout="in_turn", d_model=sizes.n_embd, n_positions=sizes.n_positions)
+
+    def embed(prompts: Prompts) -> Tensor:
+        d_x = read_in.in_features if isinstance(read_in, nn.Linear) else prompts.x.shape[2]
+        tokens = tokens_of(prompts, model, d_x=d_x, d_y=read_out.out_features)
+        return read_in(tokens.to(next(read_in.parameters(), prompts.x)))
+
+    return HookedPredictor(
+        model=bridge,
+        n_layers=bridge.cfg.n_layers,
+        n_heads=bridge.cfg.n_heads,
+        embed=embed,
+        read=lambda output: output[:, -1],
+    )
+
+
+def _takes(function: Callable, name: str) -> bool:
+    """Whether there is such an argument, or any name is taken."""
+    parameters = inspect.signature(function).parameters
+    return name in parameters or any(p.kind == p.VAR_KEYWORD for p in parameters.values())
+
+
+def _drops(module: nn.Module) -> bool:
+    """Whether it is dropout, or attention that holds its rate, in training mode."""
+    if not module.training:
+        return False
+    names = ("p",) if isinstance(module, nn.modules.dropout._DropoutNd) else DROPOUT_RATES
+    rates = [getattr(module, name, None) for name in names]
+    return any(isinstance(rate, int | float) and rate > 0 for rate in rates)

@@ -1,0 +1,274 @@
+"""The attention model with TransformerLens' hooks, for looking inside.
+
+Weights, hooks and `run_with_cache` carry the names and shapes of HookedTransformer. Tokens are vectors, and the
+read-out is the y entries of the residual stream unless the model has weights for it.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from transformer_lens.hook_points import HookPoint
+
+from mechinterp.config import ModelConfig, TaskConfig
+from mechinterp.icl.prompts import Prompts
+from mechinterp.models.hooked.blocks import Block, LayerNorm, Unembed
+from mechinterp.models.hooked.config import HookedConfig
+from mechinterp.models.hooked.names import HookedTransformerNames
+from mechinterp.models.layers import ACTIVATIONS, plus
+from mechinterp.models.tokens import tokens_of
+from mechinterp.models.weights import AnyWeights, Weights, as_weights
+
+
+class ICLTransformer(HookedTransformerNames):
+    """Transformer on tokens that are vectors: by default attention alone, without norm, position or embedding.
+
+    The weights start at zero, those of norms at one: load them, or fill them with `torch.nn.init`. With one layer
+    of attention on tokens (x, y) the x columns of W_O stay zero in training, since only y is read.
+
+    Args:
+        model: The architecture: layers, heads, scores, masks, norms, MLPs.
+        scale: Factor on the scores; None stands for 1/sqrt(d_head).
+        n_ctx: Number of positions that tools of TransformerLens may count on; no limit for the model.
+    Raises:
+        ValueError: If a size is below 1, or merged heads have another d_head than d_model.
+    Example:
+        >>> from mechinterp.icl.prompts import generator_for, sample_prompts
+        >>> from mechinterp.models.constructions.one_layer import debiased_gradient_step
+        >>> task = TaskConfig(context_length=40)
+        >>> model = ICLTransformer.from_weights(debiased_gradient_step(0.88, 0.02, d_x=5), task=task)
+        >>> prompts = sample_prompts(task, 8, generator=generator_for(0, "eval", 0), dtype=torch.float64)
+        >>> y_hat, cache = model.run_with_cache(prompts.tokens)
+        >>> tuple(cache["pattern", 0].shape)
+        (8, 2, 41, 41)
+        >>> torch.allclose(y_hat[:, -1], model.predict(prompts))
+        True
+    """
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        *,
+        d_x: int,
+        d_y: int,
+        scale: float | None = None,
+        n_ctx: int = 1024,
+    ) -> None:
+        super().__init__()
+        width = model.head_width(d_x, d_y)
+        self.cfg = HookedConfig(
+            model, d_x, d_y, scale=max(width, 1) ** -0.5 if scale is None else scale, n_ctx=n_ctx
+        )
+        cfg = self.cfg
+        if model.d_model is not None:
+            self.W_in = nn.Parameter(torch.zeros(model.d_read_in or cfg.d_token, cfg.d_model))
+            self.b_in = nn.Parameter(torch.zeros(cfg.d_model)) if model.biases else None
+        if model.d_read_in is not None:
+            self.W_read = nn.Parameter(torch.zeros(cfg.d_token, model.d_read_in))
+            self.b_read = nn.Parameter(torch.zeros(model.d_read_in)) if model.biases else None
+        self.hook_embed = HookPoint()  # [batch, pos, d_model]
+        if model.n_positions is not None:
+            self.pos_embed = nn.ParameterDict(
+                {"W_pos": nn.Parameter(torch.zeros(model.n_positions, cfg.d_model))}
+            )
+            self.hook_pos_embed = HookPoint()  # [batch, pos, d_model]
+        self.blocks = nn.ModuleList([Block(cfg) for _ in range(model.n_layers)])
+        self.ln_final = LayerNorm(cfg) if model.final_norm else nn.Identity()
+        self.unembed = Unembed(cfg)
+        self._table = torch.zeros(0, self.cfg.d_token)
+        self._follow_weights()
+        self.setup()
+
+    @classmethod
+    def from_weights(cls, weights: AnyWeights, *, task: TaskConfig) -> "ICLTransformer":
+        """A model with a copy of these weights, in their dtype, in evaluation mode.
+
+        Raises:
+            ValueError: If weights and task differ in d_x or d_y.
+        """
+        weights = as_weights(weights)
+        for name in ("d_x", "d_y"):
+            one, other = getattr(weights, name), getattr(task, name)
+            if one != other:
+                raise ValueError(f"weights and task must have one {name}, got {one} and {other}.")
+        # Tools of TransformerLens ask for fewer than n_ctx positions; a prompt has context_length + 1 pairs.
+        n_pos = (task.context_length + 1) * (2 if weights.model.layout == "in_turn" else 1)
+        model = cls(weights.model, d_x=task.d_x, d_y=task.d_y, scale=weights.scale, n_ctx=n_pos + 1)
+        model.to(weights.tensors["blocks.0.attn.W_V"])
+        model.load_state_dict(dict(weights.tensors))
+        return model.eval()
+
+    @property
+    def weights(self) -> Weights:
+        """A copy of the weights."""
+        cfg = self.cfg
+        tensors = {name: tensor.detach().clone() for name, tensor in self.state_dict().items()}
+        return Weights(cfg.model, cfg.d_x, cfg.d_y, tensors, cfg.scale)
+
+    def forward(
+        self,
+        input: object,
+        return_type: str | None = "logits",
+        *,
+        labels: Float[Tensor, "batch d_y"] | None = None,
+        attention_mask: Tensor | None = None,
+        start_at_layer: int | None = None,
+        stop_at_layer: int | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor] | None:
+        """The read-out at every position, in units of y; it predicts y_query at the last one.
+
+        Args:
+            input: Prompts, or their tokens [batch, pos, d_token], or the residual stream before `start_at_layer`,
+                [batch, pos, d_model]; or the tokens' numbers from `numbered` or `to_tokens`, [batch, pos].
+            return_type: "logits" [batch, pos, d_y], the "loss", "both", or None to return nothing.
+            labels: What the loss is of, in units of y; None: the prompts' y_query, which tokens do not hold.
+            attention_mask: For calls that give one: ones, since prompts have no padding.
+            start_at_layer: First layer to run; tokens are read in, and `hook_embed` fires, only when it is None.
+            stop_at_layer: Return the residual stream before this layer instead, [batch, pos, d_model].
+        Raises:
+            ValueError: If the input has another shape or dtype than the model's, the return type is unknown, a loss
+                is asked for without labels, or something is to be masked.
+        """
+        if isinstance(input, Prompts):
+            labels = input.y_query if labels is None else labels
+            input = self.tokens(input)
+        input = self._vectors(input)
+        width = self.cfg.d_token if start_at_layer is None else self.cfg.d_model
+        if input.ndim != 3 or input.shape[-1] != width or input.dtype != self.cfg.dtype:
+            raise ValueError(
+                f"input must be {self.cfg.dtype} of shape [batch, pos, {width}], "
+                f"got {input.dtype} of shape {list(input.shape)}."
+            )
+        _require_asked(return_type, labels, attention_mask)
+        if self.hook_embed.bwd_hooks and torch.is_grad_enabled() and not input.requires_grad:
+            # Whoever asks for the gradient at hook_embed gets one, though prompts carry none.
+            input = input.detach().requires_grad_()
+        # A hook may write in place: into this copy, not into the caller's prompts.
+        resid = input.clone()
+        if start_at_layer is None:
+            resid = self._embed(resid)
+        for block in self.blocks[start_at_layer:stop_at_layer]:
+            resid = block(resid)
+        if stop_at_layer is not None:
+            return resid
+        if return_type is None:
+            return None
+        logits = self.unembed(self.ln_final(resid))
+        if labels is None or return_type == "logits":
+            return logits
+        loss = self.loss_fn(logits, labels)
+        return loss if return_type == "loss" else (logits, loss)
+
+    def loss_fn(
+        self, logits: Float[Tensor, "batch pos d_y"], labels: Float[Tensor, "batch d_y"]
+    ) -> Float[Tensor, ""]:
+        """Mean squared error of the query's prediction, summed over responses, unit y^2."""
+        return (logits[:, -1] - labels).square().sum(-1).mean()
+
+    def predict(self, prompts: Prompts) -> Float[Tensor, "batch d_y"]:
+        """Prediction of y_query, in units of y."""
+        return self(self.tokens(prompts))[:, -1]
+
+    def tokens(self, prompts: Prompts) -> Float[Tensor, "batch pos d_token"]:
+        """The prompts as the model reads them: pairs (x, y), or x and y in turn.
+
+        Raises:
+            ValueError: If the prompts are of another d_x or d_y, or longer than the model has positions for.
+        """
+        return tokens_of(prompts, self.cfg.model, d_x=self.cfg.d_x, d_y=self.cfg.d_y)
+
+    def _embed(self, tokens: Tensor) -> Tensor:
+        model = self.cfg.model
+        if model.d_read_in is not None:
+            tokens = ACTIVATIONS[model.activation](plus(tokens @ self.W_read, self.b_read))
+        resid = self.hook_embed(
+            tokens if model.d_model is None else plus(tokens @ self.W_in, self.b_in)
+        )
+        if model.n_positions is None:
+            return resid
+        n_pos = resid.shape[1]
+        if n_pos > model.n_positions:
+            raise ValueError(
+                f"input must have at most n_positions = {model.n_positions}, got {n_pos}."
+            )
+        # A copy, so that a hook that writes in place does not reach the weights.
+        positions = self.pos_embed["W_pos"][:n_pos].repeat(len(resid), 1, 1)
+        return resid + self.hook_pos_embed(positions)
+
+    def to_tokens(self, prompts: object) -> Int[Tensor, "batch pos"]:
+        """Numbers that stand for the tokens of prompts, for tools that want [batch, pos]; numbers as they are.
+
+        The model keeps the tokens as long as it lives, within `numbered` as long as the block.
+
+        Raises:
+            ValueError: If there are no tokens: of text, say.
+        """
+        tokens = self.tokens(prompts) if isinstance(prompts, Prompts) else prompts
+        if isinstance(tokens, Tensor) and not tokens.is_floating_point():
+            return tokens
+        if not (isinstance(tokens, Tensor) and tokens.ndim == 3):
+            found = type(prompts).__name__
+            raise ValueError(
+                f"There is no text to read: to_tokens and numbered take prompts or vectors [batch, pos, d_token], got {found}."
+            )
+        start, added = len(self._table), tokens.detach().flatten(0, 1)
+        self._table = torch.cat([self._table, added]) if start else added.clone()
+        return torch.arange(start, len(self._table), device=added.device).view(tokens.shape[:2])
+
+    @contextmanager
+    def numbered(
+        self, *prompts: Prompts | Float[Tensor, "_batch _pos d_token"]
+    ) -> Iterator[tuple[Int[Tensor, "_batch _pos"], ...]]:
+        """Stand-ins for prompts of vectors, for tools that read the number of positions off the last axis.
+
+        Within the block the model takes these whole numbers, one for each token, in place of the tokens.
+        """
+        before = len(self._table)
+        try:
+            yield tuple(self.to_tokens(each) for each in prompts)
+        finally:
+            self._table = self._table[:before]
+
+    def _vectors(self, input: object) -> Tensor:
+        """The tokens, of which some are given by number."""
+        if not isinstance(input, Tensor):
+            raise ValueError(
+                f"There is no text to read: input must be prompts, vectors or numbers of `numbered`, got {type(input).__name__}."
+            )
+        if input.is_floating_point() or not len(self._table):
+            return input
+        if input.min() < 0 or input.max() >= len(self._table):
+            raise ValueError(
+                f"numbers must be those of to_tokens or `with model.numbered(tokens)`, up to {len(self._table) - 1} now, "
+                f"got {input.min()} to {input.max()}."
+            )
+        return self._table[input]
+
+    def _apply(self, fn: Callable, recurse: bool = True) -> "ICLTransformer":
+        super()._apply(fn, recurse)._follow_weights()
+        self._table = fn(self._table)
+        return self
+
+    def _follow_weights(self) -> None:
+        weights = self._layers[0].W_Q
+        self.cfg.device, self.cfg.dtype = str(weights.device), weights.dtype
+
+
+def _require_asked(
+    return_type: str | None, labels: Tensor | None, attention_mask: Tensor | None
+) -> None:
+    """Refuse what no model of vectors without padding can give."""
+    if return_type not in ("logits", "loss", "both", None):
+        raise ValueError(
+            f"return_type must be 'logits', 'loss', 'both' or None, got {return_type!r}."
+        )
+    if return_type in ("loss", "both") and labels is None:
+        raise ValueError(
+            f"return_type={return_type!r} needs labels=prompts.y_query, which tokens do not hold, or prompts as input."
+        )
+    if attention_mask is not None and not attention_mask.all():
+        raise ValueError(
+            "attention_mask must be 1 everywhere, prompts have no padding; a hook on hook_attn_scores masks keys."
+        )

@@ -1,0 +1,103 @@
+"""Evaluation prompts: the one rule by which an analysis, a command and the page draw them.
+
+They are drawn in float64 and then brought to the model's dtype, so that a seed and a number of prompts mean
+the same prompts for every model and wherever they are asked for.
+"""
+
+import torch
+
+from mechinterp.config import TaskConfig
+from mechinterp.icl.prompts import Prompts, sample_prompts
+from mechinterp.models.run.predictor import Predictor, Source, predictor_of
+
+N_PROMPTS, N_HOOKED = 4096, 512
+"""Evaluation prompts if nobody says how many: of models of attention alone, and of others, which take longer."""
+PER_FEATURE = 2
+"""Prompts behind a probe, or a new read-out, for each feature of the stream, at least."""
+
+
+def evaluation_prompts(
+    source: Source | TaskConfig,
+    prompts: Prompts | None = None,
+    *,
+    n_prompts: int | None = None,
+    seed: int = 0,
+    context_length: int | None = None,
+    new_tasks: bool = False,
+) -> Prompts:
+    """The prompts as they are, or evaluation prompts of the model's own task in the model's dtype.
+
+    Args:
+        source: A model; or a task, whose prompts are in float64.
+        prompts: None: they are drawn.
+        n_prompts: None: as `usual_number` has it.
+        context_length: Pairs per prompt; None: the task's own.
+        new_tasks: Whether prompts of a task with a pool have fresh task vectors instead of the pool's.
+    Raises:
+        ValueError: If there are none, and the model comes without a task.
+    Example:
+        >>> from mechinterp.models.constructions.one_layer import zero_head
+        >>> evaluation_prompts(zero_head(d_x=5), n_prompts=8)
+        Prompts(8 of 40 pairs, d_x=5, d_y=1, torch.float64)
+    """
+    if prompts is not None:
+        return prompts
+    if isinstance(source, TaskConfig):
+        task, dtype, usual = source, torch.float64, N_PROMPTS
+    else:
+        predictor = predictor_of(source)
+        if predictor.task is None:
+            raise ValueError(
+                "prompts must be given for a model that comes without a task, got none."
+            )
+        task, dtype, usual = predictor.task, _dtype(predictor), usual_number(predictor)
+    size = usual if n_prompts is None else n_prompts
+    drawn = sample_prompts(
+        task,
+        size,
+        seed=seed,
+        context_length=context_length,
+        dtype=torch.float64,
+        new_tasks=new_tasks,
+    )
+    return drawn.to(dtype)
+
+
+def usual_number(source: Source) -> int:
+    """How many evaluation prompts a model is given if nobody says it, enough for probes of its stream.
+
+    Example:
+        >>> from mechinterp.models.constructions.one_layer import zero_head
+        >>> usual_number(zero_head(d_x=5))
+        4096
+    """
+    predictor = predictor_of(source)
+    usual = N_PROMPTS if predictor.attention_only else N_HOOKED
+    return max(usual, least_number(predictor))
+
+
+def least_number(source: Source) -> int:
+    """How many prompts a probe of the model's stream takes; 0 if its width is not known.
+
+    Example:
+        >>> from mechinterp.models.constructions.one_layer import zero_head
+        >>> least_number(zero_head(d_x=5))
+        12
+    """
+    predictor = predictor_of(source)
+    weights = predictor.weights
+    if weights is not None:
+        return PER_FEATURE * weights.model.stream_width(weights.d_x, weights.d_y)
+    width = getattr(getattr(predictor.model, "cfg", None), "d_model", None)
+    return PER_FEATURE * (width or 0)
+
+
+def _dtype(predictor: Predictor) -> torch.dtype:
+    """That of the model's weights, and no less than float32, in which targets are told apart."""
+    if predictor.weights is not None:
+        own = predictor.weights.dtype
+    else:
+        model = predictor.model
+        parameters = model.parameters() if isinstance(model, torch.nn.Module) else iter(())
+        own = next((p.dtype for p in parameters if p.is_floating_point()), torch.float32)
+    return torch.promote_types(own, torch.float32)

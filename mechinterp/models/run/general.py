@@ -1,0 +1,242 @@
+"""Predictions, masks and streams of any model from its weights, without hooks: attention, norms, MLPs, positions.
+
+What comes before a masked head does not depend on it: its part of the stream is taken away and the layers after run
+again, the last one at the query only. TransformerLens is not loaded.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from einops import einsum
+from jaxtyping import Float
+from torch import Tensor
+
+from mechinterp.config import ModelConfig
+from mechinterp.icl.prompts import Prompts
+from mechinterp.memory import chunks, layers_bytes, together
+from mechinterp.models.hooked.masks import Head, by_layers, mask_z
+from mechinterp.models.layers import ACTIVATIONS, layer_norm, plus
+from mechinterp.models.scores import attention_pattern, readable_keys
+from mechinterp.models.tokens import tokens_of
+from mechinterp.models.weights import Weights
+from mechinterp.progress import ProgressCallback, no_progress
+
+CHUNK = 256  # small enough for a processor's cache
+
+Queries = Float[Tensor, "batch row head d"]
+Keys = Float[Tensor, "batch key head d"]
+Attend = Callable[[Queries, Keys, Keys, ModelConfig], Queries]
+"""From queries, with the scale, keys and values to what each head reads; the rows are the last positions."""
+
+
+def attend(q: Queries, k: Keys, v: Keys, model: ModelConfig) -> Queries:
+    """What each head reads."""
+    scores = einsum(q, k, "batch row head d, batch key head d -> batch head row key")
+    reads = readable_keys(
+        k.shape[1],
+        context_only=model.context_only,
+        attend_to_self=model.attend_to_self,
+        device=scores.device,
+    )
+    scores = scores.masked_fill(~reads[-q.shape[1] :], -torch.inf)
+    pattern = attention_pattern(scores, score=model.score, slope=model.score_slope)
+    return einsum(pattern, v, "batch head row key, batch key head d -> batch row head d")
+
+
+def predictions(
+    weights: Weights, prompts: Prompts, *, attend: Attend = attend
+) -> Float[Tensor, "batch d_y"]:
+    """Predictions, in units of y, with the gradient in the weights where they take one.
+
+    Example:
+        >>> from mechinterp.config import TaskConfig
+        >>> from mechinterp.icl.prompts import sample_prompts
+        >>> from mechinterp.models.constructions.one_layer import zero_head
+        >>> from mechinterp.models.weights import as_weights
+        >>> prompts = sample_prompts(TaskConfig(), 8, seed=0, dtype=torch.float64)
+        >>> predictions(as_weights(zero_head(d_x=5)), prompts).any()
+        tensor(False)
+    """
+    stream = _embedded(weights, prompts)
+    for number in range(weights.n_layers):
+        layer = _Layer(weights, number, attend)
+        stream = layer.after(stream, layer.written(layer.z(stream)))
+    return _read_out(weights, stream)[:, -1]
+
+
+def masked_predictions(
+    weights: Weights,
+    prompts: Prompts,
+    masks: Sequence[Sequence[Head]],
+    *,
+    progress: ProgressCallback = no_progress,
+) -> Float[Tensor, "mask batch d_y"]:
+    """Predictions under each mask, a masked head's output being zero."""
+    by_layer, parts = [by_layers(heads) for heads in masks], []
+    layers = [_Layer(weights, layer) for layer in range(weights.n_layers)]
+    for rows in progress(_chunks(weights, prompts), "masking heads (zero)"):
+        run = _run(layers, _embedded(weights, prompts[rows]))
+        streams = [run.masked(heads) for heads in by_layer]
+        parts.append(torch.stack([_read_out(weights, stream)[:, -1] for stream in streams]))
+    return torch.cat(parts, dim=1)
+
+
+def streams(
+    weights: Weights, prompts: Prompts, *, heads: Sequence[Head] = ()
+) -> Float[Tensor, "layer batch 1 d_model"]:
+    """The stream at the query before each layer and after the last, with heads masked."""
+    by_layer, parts = by_layers(heads), []
+    layers = [_Layer(weights, layer) for layer in range(weights.n_layers)]
+    for rows in _chunks(weights, prompts):
+        found = [_embedded(weights, prompts[rows])]
+        for layer in layers:
+            z = layer.z(found[-1])
+            if layer.number in by_layer:
+                z = mask_z(z, heads=by_layer[layer.number], value=None)
+            found.append(layer.after(found[-1], layer.written(z)))
+        parts.append(torch.stack([stream[:, -1:] for stream in found]))
+    return torch.cat(parts, dim=1)
+
+
+@dataclass(frozen=True, eq=False)
+class _Layer:
+    weights: Weights
+    number: int
+    attend: Attend = attend
+
+    def named(self, name: str) -> Tensor | None:
+        """A weight of this layer, if the model has it."""
+        return self.weights.tensors.get(f"blocks.{self.number}.{name}")
+
+    @property
+    def rows(self) -> slice:
+        """The positions that what comes after reads."""
+        return slice(-1 if self.number == self.weights.n_layers - 1 else 0, None)
+
+    def z(self, stream: Float[Tensor, "batch pos d_model"]) -> Float[Tensor, "batch row head d"]:
+        """What each head has averaged, at the rows."""
+        model, scale = self.weights.model, self.weights.scale
+        assert scale is not None
+        read = self._normed("ln1", stream) if model.norm == "before" else stream
+        q = scale * self._projected(read[:, self.rows], "Q")
+        return self.attend(q, self._projected(read, "K"), self._projected(read, "V"), model)
+
+    def written(
+        self, z: Float[Tensor, "batch row head d"], heads: Sequence[int] | None = None
+    ) -> Float[Tensor, "batch row d_model"]:
+        """What heads add to the stream; None: all of them."""
+        W_O = self.weights.layers("W_O")[self.number]
+        if heads is not None:
+            z, W_O = z[:, :, heads], W_O[heads]
+        return z.flatten(2) @ W_O.flatten(0, 1)
+
+    def after(
+        self,
+        stream: Float[Tensor, "batch pos d_model"],
+        added: Float[Tensor, "batch row d_model"],
+    ) -> Float[Tensor, "batch row d_model"]:
+        """The stream after the layer, from the one before and what its heads add."""
+        model = self.weights.model
+        stream = stream[:, self.rows] + plus(added, self.named("attn.b_O"))
+        if model.norm == "after":
+            stream = self._normed("ln1", stream)
+        W_in, W_out = self.named("mlp.W_in"), self.named("mlp.W_out")
+        if W_in is None or W_out is None:
+            return stream
+        read = self._normed("ln2", stream) if model.norm == "before" else stream
+        hidden = ACTIVATIONS[model.activation](plus(read @ W_in, self.named("mlp.b_in")))
+        stream = stream + plus(hidden @ W_out, self.named("mlp.b_out"))
+        return self._normed("ln2", stream) if model.norm == "after" else stream
+
+    def _projected(self, read: Tensor, name: str) -> Float[Tensor, "batch pos head d"]:
+        matrix = self.weights.layers(f"W_{name}")[self.number]
+        wide = matrix.transpose(0, 1).flatten(1)  # [d_model, head * d]
+        projected = (read @ wide).unflatten(-1, (len(matrix), -1))
+        return plus(projected, self.named(f"attn.b_{name}"))
+
+    def _normed(self, norm: str, stream: Tensor) -> Tensor:
+        return layer_norm(
+            stream,
+            self.weights.tensors[f"blocks.{self.number}.{norm}.w"],
+            self.weights.tensors[f"blocks.{self.number}.{norm}.b"],
+            eps=self.weights.model.norm_eps,
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class _Run:
+    """One pass over a chunk of prompts, at each layer of which a masked one can set in."""
+
+    layers: list[_Layer]
+    streams: list[Tensor]
+    """Before each layer."""
+    z: list[Tensor]
+    added: list[Tensor]
+    """What the heads of each layer add."""
+
+    def masked(self, by_layer: dict[int, list[int]]) -> Float[Tensor, "batch row d_model"]:
+        """The stream after the last layer, with heads masked."""
+        end = len(self.layers) - 1
+        first = min(by_layer, default=end)
+        stream = self.streams[first]
+        for layer in self.layers[first:]:
+            number = layer.number
+            if number == first != end:
+                gone = layer.written(self.z[first], by_layer[first])
+                stream = layer.after(stream, self.added[first] - gone)
+                continue
+            z = self.z[end] if first == end else layer.z(stream)
+            if number in by_layer:
+                z = mask_z(z, heads=by_layer[number], value=None)
+            stream = layer.after(stream, layer.written(z))
+        return stream
+
+
+def _chunks(weights: Weights, prompts: Prompts) -> list[slice]:
+    """The prompts by as many as run together."""
+    model, d_x, d_y = weights.model, weights.d_x, weights.d_y
+    per_prompt = layers_bytes(
+        n_layers=weights.n_layers,
+        n_heads=weights.n_heads,
+        d_head=model.head_width(d_x, d_y),
+        d_model=model.stream_width(d_x, d_y),
+        d_mlp=model.d_mlp or 0,
+        n_tokens=tokens_of(prompts[:1], model, d_x=d_x, d_y=d_y).shape[1],
+        width=prompts.x.element_size(),
+    )
+    what = f"{weights.n_layers} layers on prompts of {prompts.x.shape[1]} pairs"
+    return chunks(len(prompts), together(per_prompt, what, most=CHUNK))
+
+
+def _run(layers: list[_Layer], stream: Float[Tensor, "batch pos d_model"]) -> _Run:
+    streams, every_z, added = [stream], [], []
+    for layer in layers:
+        every_z.append(layer.z(streams[-1]))
+        added.append(layer.written(every_z[-1]))
+        streams.append(layer.after(streams[-1], added[-1]))
+    return _Run(layers, streams[:-1], every_z, added)
+
+
+def _embedded(weights: Weights, prompts: Prompts) -> Float[Tensor, "batch pos d_model"]:
+    tensors = weights.tensors
+    stream = tokens_of(prompts, weights.model, d_x=weights.d_x, d_y=weights.d_y)
+    if "W_read" in tensors:
+        hidden = plus(stream @ tensors["W_read"], tensors.get("b_read"))
+        stream = ACTIVATIONS[weights.model.activation](hidden)
+    if "W_in" in tensors:
+        stream = plus(stream @ tensors["W_in"], tensors.get("b_in"))
+    positions = tensors.get("pos_embed.W_pos")
+    return stream if positions is None else stream + positions[: stream.shape[1]]
+
+
+def _read_out(
+    weights: Weights, stream: Float[Tensor, "batch row d_model"]
+) -> Float[Tensor, "batch row d_y"]:
+    tensors, model = weights.tensors, weights.model
+    if model.final_norm:
+        w, b = tensors["ln_final.w"], tensors["ln_final.b"]
+        stream = layer_norm(stream, w, b, eps=model.norm_eps)
+    if "unembed.W_U" not in tensors:
+        return stream[..., weights.d_x :]
+    return plus(stream @ tensors["unembed.W_U"], tensors.get("unembed.b_U"))

@@ -1,0 +1,49 @@
+"""Masks of one layer of attention in closed form: the heads' outputs add up, so every mask is a partial sum."""
+
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from mechinterp.icl.prompts import Prompts
+from mechinterp.models.heads import AttentionWeights, head_outputs
+from mechinterp.models.hooked.masks import Head, swapped
+from mechinterp.progress import ProgressCallback, no_progress
+
+CHUNK = 4096
+
+
+def masked_predictions(
+    circuits: AttentionWeights,
+    prompts: Prompts,
+    masks: Sequence[Sequence[Head]],
+    *,
+    method: str,
+    progress: ProgressCallback = no_progress,
+) -> Float[Tensor, "mask batch d_y"]:
+    """Predictions under each mask; a masked head adds 0, its mean over the prompts, or another prompt's output."""
+    starts = range(0, len(prompts), CHUNK)
+    told = progress(starts, f"masking heads ({method})")
+    outputs = torch.cat(
+        [head_outputs(circuits, prompts[start : start + CHUNK]) for start in told]
+    )  # [batch, head, d_y]
+    instead = {
+        "zero": lambda: torch.zeros_like(outputs[:1]),
+        "mean": lambda: outputs.double().mean(0, keepdim=True).to(outputs),
+        "resample": lambda: swapped(outputs),
+    }[method]()
+    full, changed = outputs.sum(1), outputs - instead
+    found = torch.stack([_without(full, outputs, instead, changed, heads) for heads in masks])
+    return found if circuits.b_O is None else found + circuits.b_O
+
+
+def _without(
+    full: Tensor, outputs: Tensor, instead: Tensor, changed: Tensor, heads: Sequence[Head]
+) -> Float[Tensor, "batch d_y"]:
+    """The sum of the outputs with some replaced; exact for heads that write nothing, and where none is left."""
+    masked = sorted({head for _, head in heads})
+    if 2 * len(masked) <= outputs.shape[1]:
+        return full - changed[:, masked].sum(1)
+    kept = [head for head in range(outputs.shape[1]) if head not in masked]
+    return outputs[:, kept].sum(1) + instead[:, masked].sum(1)

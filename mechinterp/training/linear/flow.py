@@ -1,0 +1,184 @@
+"""Exact gradient flow of linear attention on the moments of its prompts: no sampling, no step size."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pandas as pd
+import plotly.graph_objects as go
+from jaxtyping import Float
+
+from mechinterp import figures
+from mechinterp.display import Result
+from mechinterp.theory.linear import Modes, Moments, modes
+from mechinterp.theory.linear_heads import Heads
+from mechinterp.training.linear.flat import (
+    check_heads,
+    flatten,
+    force_of,
+    loss_of,
+    unflatten,
+    velocity_of,
+)
+
+if TYPE_CHECKING:
+    from scipy.integrate import OdeSolver
+
+LARGEST_IMPLICIT = 160
+"""Weights up to which an implicit step, with its Jacobian by differences, pays."""
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Flow(Result):
+    """Heads of linear attention while they train."""
+
+    time: Float[np.ndarray, " time"]
+    """Unit of tau; a step of descent at rate eta is 2 eta of it."""
+    loss: Float[np.ndarray, " time"]
+    """Squared error on the moments trained on, unit y^2."""
+    descent: Float[np.ndarray, " time"]
+    """-dL/dt of the flow, from the gradient and not from differences; unit y^2 / time."""
+    heads: Heads
+    """Weights, with time as the leading axis."""
+    M: Float[np.ndarray, "time d_x d_x"]
+    """sum_i v_i U_i or sum_i v_i K_i^T Q_i."""
+    learned: Float[np.ndarray, "time mode"]
+    """f_d, the part of every direction that is learned: 0 before, 1 after."""
+
+    def __repr__(self) -> str:
+        return (
+            f"Flow({len(self.time)} times to {self.time[-1]:.4g}, loss {self.loss[0]:.4g} to "
+            f"{self.loss[-1]:.4g}, {int((self.learned[-1] > 0.5).sum())} directions learned)"
+        )
+
+    def to_frame(self) -> pd.DataFrame:
+        """One row per time and direction."""
+        n_times, n_modes = self.learned.shape
+        columns = {
+            name: np.repeat(getattr(self, name), n_modes) for name in ("time", "loss", "descent")
+        }
+        columns["mode"] = np.tile(np.arange(n_modes), n_times)
+        return pd.DataFrame(columns | {"learned": self.learned.ravel()})
+
+    def plot(self) -> go.Figure:
+        """Loss over time."""
+        return figures.lines(
+            self.time,
+            {"loss": self.loss},
+            title="Loss of linear attention during training",
+            x_title="time (tau)",
+            y_title="loss (y²)",
+        )
+
+    def plot_learned(self) -> go.Figure:
+        """Learned fraction of every direction over time."""
+        return figures.lines(
+            self.time,
+            {f"direction {mode}": self.learned[:, mode] for mode in range(self.learned.shape[1])},
+            title="Part of each direction that is learned",
+            x_title="time (tau)",
+            y_title="learned fraction",
+            zero_line=True,
+        )
+
+
+def flow(
+    heads: Heads,
+    moments: Moments,
+    *,
+    duration: float,
+    tau: float = 1.0,
+    until_loss: float = -math.inf,
+    times: Float[np.ndarray, " time"] | None = None,
+) -> Flow:
+    """Gradient flow tau dW/dt = -(1/2) dL/dW on the loss of a population.
+
+    Args:
+        heads: Initial weights, without a time axis.
+        moments: Of a population, whose directions `modes` can tell apart.
+        duration: Length in the unit of tau.
+        until_loss: Loss at which to stop earlier, leaving out later `times`.
+        times: Times to report, rising; None stands for the solver's own steps, dense where weights move.
+    Raises:
+        ValueError: If duration or tau is not positive, all weights are zero, sizes differ or times do not rise
+            from 0 to at most duration.
+        RuntimeError: If the solver cannot go on.
+    Source:
+        Zhang et al. 2025, arXiv 2501.16265, eq. (8) and (14), with the expected loss in closed form.
+    Example:
+        >>> from mechinterp.theory.linear import population_moments
+        >>> from mechinterp.theory.linear_heads import separate_heads
+        >>> moments = population_moments(np.array([0.4, 0.2]), context_length=31)
+        >>> run = flow(separate_heads(3, 2, std=0.1, seed=0), moments, duration=1e4)
+        >>> run.loss[[0, -1]].round(4).tolist(), run.learned[-1].round(4).tolist()
+        ([0.6, 0.0527], [1.0, 1.0])
+    """
+    check_heads(heads, moments)
+    if not (duration > 0 and tau > 0):
+        raise ValueError(f"duration and tau must be > 0, got {duration} and {tau}.")
+    if times is not None and not (
+        times[0] >= 0 and times[-1] <= duration and np.all(np.diff(times) > 0)
+    ):
+        raise ValueError(f"times must rise from 0 or later to at most duration {duration}.")
+    from scipy.integrate import DOP853, LSODA  # takes a good part of a start-up
+
+    start, found = flatten(heads), modes(moments)
+    solver_class = LSODA if start.size <= LARGEST_IMPLICIT else DOP853
+    velocity, force = velocity_of(heads), force_of(moments)
+    solver = solver_class(
+        lambda _, y: velocity(y, force), 0.0, start, duration / tau, rtol=1e-9, atol=1e-13
+    )
+    wanted = None if times is None else times / tau
+    time, states = _follow(solver, loss_of(heads, moments), until_loss, wanted)
+    return record(time * tau, states, heads, moments, found, tau)
+
+
+def record(
+    time: np.ndarray, states: np.ndarray, heads: Heads, moments: Moments, found: Modes, tau: float
+) -> Flow:
+    """States along a way as a Flow, with -dL/dt and the learned fractions."""
+    path = unflatten(heads, states)
+    M = path.M
+    # Along the flow dL/dt = <dL/dW, dW/dt> = -(2 / tau) |tau dW/dt|^2.
+    velocity = flatten(path.velocity(moments.gradient(M)))
+    return Flow(
+        time=time,
+        loss=moments.loss(M),
+        descent=2 / tau * np.square(velocity).sum(1),
+        heads=path,
+        M=M,
+        learned=found.learned(M),
+    )
+
+
+def _follow(
+    solver: "OdeSolver",
+    loss_of: Callable[[np.ndarray], float],
+    until_loss: float,
+    wanted: np.ndarray | None,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Times and states along a solver's way, at its own steps or at the wanted times."""
+    time, states = [np.zeros(1)], [solver.y[None].copy()]
+    if wanted is not None and wanted[0] > 0:
+        time, states = [], []
+    while solver.status == "running":
+        message = solver.step()
+        loss = loss_of(solver.y)
+        if solver.status == "failed" or not math.isfinite(loss):
+            reason = message or "the weights overflow."
+            raise RuntimeError(
+                f"The flow cannot be followed past time {solver.t:.6g} tau: {reason}"
+            )
+        if wanted is None:
+            time.append(np.array([solver.t]))
+            states.append(solver.y[None].copy())
+        else:
+            inside = wanted[(wanted > solver.t_old) & (wanted <= solver.t)]
+            if inside.size:
+                time.append(inside)
+                states.append(solver.dense_output()(inside).T)
+        if loss <= until_loss:
+            break
+    return np.concatenate(time), np.concatenate(states)

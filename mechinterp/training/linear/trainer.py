@@ -1,0 +1,170 @@
+"""Training of linear attention from a config, as its paper does it: on moments, without minibatches.
+
+Heads are drawn, follow the gradient flow or full-batch descent, and come back as weights of a layer with
+their history and snapshots, as those of any other model.
+"""
+
+import numpy as np
+import pandas as pd
+import torch
+from jaxtyping import Int
+
+from mechinterp.config import ExperimentConfig, TaskConfig
+from mechinterp.icl.prompts import covariance_matrix, task_pool
+from mechinterp.models.constructions.one_layer import linear_attention
+from mechinterp.models.weights import Weights, weights_of_layer
+from mechinterp.theory.linear import Moments, modes, population_moments
+from mechinterp.theory.linear_heads import (
+    Heads,
+    MergedHeads,
+    SeparateHeads,
+    merged_heads,
+    separate_heads,
+)
+from mechinterp.theory.linear_pools import second_moment
+from mechinterp.training.linear.descent import full_batch_descent, sample_moments, training_set
+from mechinterp.training.linear.flow import Flow, flow
+from mechinterp.training.one_layer.step import initial_weights
+from mechinterp.training.run import TrainedModel
+
+
+def task_moments(task: TaskConfig) -> Moments:
+    """Moments of the population of a task with one response, in the coordinates of its prompts.
+
+    Of a pool of task vectors they hold its second moment and nothing else.
+
+    Raises:
+        ValueError: If the task has several responses or supports.
+    Example:
+        >>> task_moments(TaskConfig(noise_var=0.0))
+        Moments(d_x=5, yy=1)
+    """
+    if task.d_y != 1 or task.supports is not None:
+        raise ValueError(
+            f"Moments need one response on all coordinates, got d_y {task.d_y}, supports {task.supports}."
+        )
+    law = np.full(task.d_x, task.beta_variance)
+    if task.n_tasks is not None:
+        law = second_moment(task_pool(task)[..., 0].numpy())
+    return population_moments(
+        covariance_matrix(task.covariance, task.d_x),
+        context_length=task.context_length,
+        task_covariance=law,
+        noise_var=task.noise_var,
+    )
+
+
+def initial_heads(config: ExperimentConfig) -> Heads:
+    """Initial v, K and Q (or U) of a config's heads, a function of it alone: entries from N(0, init_std^2).
+
+    With init_std null they are those in PyTorch's default initial weights.
+
+    Raises:
+        ValueError: If the config is not of linear attention that is trained on moments.
+    Example:
+        >>> from mechinterp.presets import preset
+        >>> initial_heads(preset("linear-separate"))
+        SeparateHeads(n_heads=5, rank=1, d_x=4)
+    """
+    model, d_x = config.model, config.task.d_x
+    if config.train.optimizer == "adam":
+        raise ValueError(
+            "train.optimizer must be gradient_descent or gradient_flow for heads of linear attention, got 'adam'."
+        )
+    std = config.train.init_std
+    if std is None:
+        return _default_heads(config)
+    if model.merged_qk:
+        return merged_heads(model.n_heads, d_x, std=std, seed=config.seed)
+    return separate_heads(model.n_heads, d_x, std=std, seed=config.seed, rank=config.d_head)
+
+
+def train_linear(config: ExperimentConfig) -> TrainedModel:
+    """A model of linear attention, trained by gradient flow or full-batch descent; weights in float32.
+
+    In its history, `loss` is that of the training set (or population) at the step itself, and `eval_loss` is
+    that of the population; both are exact.
+
+    Raises:
+        ValueError: If the config is not of linear attention that is trained on moments.
+        FloatingPointError: If the weights diverge.
+        RuntimeError: If the flow cannot be followed.
+    Example:
+        >>> from mechinterp.config import override
+        >>> from mechinterp.presets import preset
+        >>> trained = train_linear(override(preset("linear-merged"), "train.steps=1000"))
+        >>> trained.step, list(trained.snapshots)
+        (1000, [0, 500, 1000])
+    """
+    train, heads = config.train, initial_heads(config)
+    kept = {0, train.steps, *range(0, train.steps, train.log_every)}
+    steps = np.array(sorted(kept | set(train.snapshot_steps)))
+    run = _run(config, heads, steps)
+    snapshots = {
+        int(step): _weights(config, run.heads, row)
+        for row, step in enumerate(steps)
+        if int(step) in train.snapshot_steps
+    }
+    last = _weights(config, run.heads, len(steps) - 1)
+    logged = np.flatnonzero(np.isin(steps, sorted(kept)))
+    history = _history(config, run, steps, logged)
+    return TrainedModel(config, last, train.steps, history, snapshots)
+
+
+def _weights(config: ExperimentConfig, path: Heads, row: int) -> Weights:
+    """The weights at one row of a path, in float32."""
+    found = linear_attention(_at(path, row), score_slope=config.model.score_slope)
+    return weights_of_layer(found.to(torch.float32), model=config.model)
+
+
+def _default_heads(config: ExperimentConfig) -> Heads:
+    weights, d_x = initial_weights(config).to(torch.float64), config.task.d_x
+    v, slope = weights.mu[:, 0].numpy(), weights.scale * weights.score_slope
+    queries, keys = (W[:, :d_x].mT.numpy() for W in (slope * weights.W_Q, weights.W_K))
+    if config.model.merged_qk:
+        return MergedHeads(v=v, U=np.einsum("hri,hrj->hij", keys, queries))
+    return SeparateHeads(v=v, K=keys, Q=queries)
+
+
+def _run(config: ExperimentConfig, heads: Heads, steps: Int[np.ndarray, " row"]) -> Flow:
+    train, population = config.train, task_moments(config.task)
+    if train.optimizer == "gradient_flow":
+        # A step of descent at rate eta is 2 eta of tau.
+        time = 2 * train.learning_rate * steps
+        return flow(heads, population, duration=float(time[-1]), times=time)
+    moments, n_sequences = population, config.task.n_sequences
+    if n_sequences is not None:
+        chunks = training_set(config.task, n_sequences, seed=train.data_seed)
+        moments = sample_moments(chunks, basis=np.eye(config.task.d_x))
+    return full_batch_descent(
+        heads,
+        moments,
+        modes(population),
+        learning_rate=train.learning_rate,
+        steps=train.steps,
+        at=steps,
+    )
+
+
+def _at(path: Heads, rows: int | np.ndarray) -> Heads:
+    if isinstance(path, MergedHeads):
+        return MergedHeads(v=path.v[rows], U=path.U[rows])
+    return SeparateHeads(v=path.v[rows], K=path.K[rows], Q=path.Q[rows])
+
+
+def _history(
+    config: ExperimentConfig, run: Flow, steps: np.ndarray, rows: np.ndarray
+) -> pd.DataFrame:
+    """One row per logged step and head."""
+    n_heads = config.model.n_heads
+    weights = linear_attention(_at(run.heads, rows), score_slope=config.model.score_slope)
+    evaluated = task_moments(config.task).loss(run.M[rows])
+    columns = {
+        "step": steps[rows].repeat(n_heads),
+        "head": np.tile(np.arange(n_heads), len(rows)),
+        "loss": run.loss[rows].repeat(n_heads),
+        "eval_loss": evaluated.repeat(n_heads),
+    }
+    scalars = {"omega": weights.omega.mean(1), "mu": weights.mu.mean(1)}
+    scalars |= {name: getattr(weights, name) for name in ("qk_diagonal", "ov_last_entry")}
+    return pd.DataFrame(columns | {name: value.float().numpy() for name, value in scalars.items()})
