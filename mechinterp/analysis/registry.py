@@ -22,8 +22,10 @@ from mechinterp.analysis.learners.baselines import baselines
 from mechinterp.analysis.learners.fits import fit_learners
 from mechinterp.analysis.learners.priors import compare_priors
 from mechinterp.analysis.multi_layer.algorithm import name_algorithm
+from mechinterp.analysis.multi_layer.composition import composition_scores
 from mechinterp.analysis.multi_layer.step_interventions import intervene_on_steps
 from mechinterp.analysis.one_layer.attention import attention_patterns
+from mechinterp.analysis.one_layer.attention_entropy import attention_entropy
 from mechinterp.analysis.one_layer.circuits import circuits
 from mechinterp.analysis.one_layer.classify import classify
 from mechinterp.analysis.patching.edges import attribute_edges
@@ -57,6 +59,8 @@ ANALYSES: dict[str, Analysis] = {
     "classify": classify,
     "circuits": circuits,
     "attention": attention_patterns,
+    "attention-entropy": attention_entropy,
+    "composition": composition_scores,
     "algorithm": name_algorithm,
     "algorithm-steps": intervene_on_steps,
     "baselines": baselines,

@@ -29,6 +29,8 @@ from mechinterp.report.training import history_sections, snapshot_sections
 HEIGHT = 420
 """Of a figure that does not say how high it is."""
 ON_REQUEST = {
+    "composition",
+    "attention-entropy",
     "algorithm",
     "algorithm-steps",
     "pairs",

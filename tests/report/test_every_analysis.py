@@ -36,14 +36,17 @@ N_PROMPTS = 96
 KINDS = ("softmax", "linear-merged", "deep-linear", "gpt2", "encoder")
 SLOW = {"gates", "component-snapshots", "coefficient-snapshots", "snapshots", "edges"}
 """Asked of one source only: that they answer elsewhere is the table of doors."""
-OF_ONE_LAYER = {"circuits", "attention", "snapshots", "training", "milestones"}
+OF_ONE_LAYER = {"snapshots", "training", "milestones"}
 RANDOM = {"head-snapshots", "algorithm-steps", "learning-coefficient"}
 """Random weights follow no algorithm, and have no history."""
 OF_A_POOL = {"priors", "prior-heads", "prior-snapshots"}
+NO_DISTRIBUTION = {"attention-entropy"}
+"""Weights of linear attention may be negative."""
+OF_SEVERAL_LAYERS = {"composition"}
 REFUSED = {
-    "softmax": OF_A_POOL,
-    "linear-merged": OF_A_POOL,
-    "deep-linear": OF_ONE_LAYER | OF_A_POOL,
+    "softmax": OF_A_POOL | OF_SEVERAL_LAYERS,
+    "linear-merged": OF_A_POOL | OF_SEVERAL_LAYERS | NO_DISTRIBUTION,
+    "deep-linear": OF_ONE_LAYER | OF_A_POOL | NO_DISTRIBUTION,
     "gpt2": OF_ONE_LAYER | OF_A_POOL | RANDOM,
     "encoder": OF_ONE_LAYER | OF_A_POOL | RANDOM,
 }
@@ -154,5 +157,5 @@ def test_what_is_no_analysis_is_refused(run: Run, tmp_path: Path):
     run("report", path, *out, "sise").assert_refused("An analysis must be one of ", "'sise'")
     run("report", path, path, *out, "fit").assert_refused("--analysis is of one checkpoint, got 2")
     deep = CHECKPOINTS / "sparse-h1-noise0.1-s0"
-    run("report", deep, *out, "circuits").assert_refused("needs one layer of attention")
+    run("report", deep, *out, "snapshots").assert_refused("needs one layer of attention")
     assert not (tmp_path / "page").exists()

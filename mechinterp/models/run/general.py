@@ -32,6 +32,12 @@ Attend = Callable[[Queries, Keys, Keys, ModelConfig], Queries]
 
 def attend(q: Queries, k: Keys, v: Keys, model: ModelConfig) -> Queries:
     """What each head reads."""
+    pattern = pattern_of(q, k, model)
+    return einsum(pattern, v, "batch head row key, batch key head d -> batch row head d")
+
+
+def pattern_of(q: Queries, k: Keys, model: ModelConfig) -> Float[Tensor, "batch head row key"]:
+    """Attention weights of queries, with the scale, on keys."""
     scores = einsum(q, k, "batch row head d, batch key head d -> batch head row key")
     reads = readable_keys(
         k.shape[1],
@@ -40,8 +46,7 @@ def attend(q: Queries, k: Keys, v: Keys, model: ModelConfig) -> Queries:
         device=scores.device,
     )
     scores = scores.masked_fill(~reads[-q.shape[1] :], -torch.inf)
-    pattern = attention_pattern(scores, score=model.score, slope=model.score_slope)
-    return einsum(pattern, v, "batch head row key, batch key head d -> batch row head d")
+    return attention_pattern(scores, score=model.score, slope=model.score_slope)
 
 
 def predictions(
@@ -96,6 +101,23 @@ def streams(
                 z = mask_z(z, heads=by_layer[layer.number], value=None)
             found.append(layer.after(found[-1], layer.written(z)))
         parts.append(torch.stack([stream[:, -1:] for stream in found]))
+    return torch.cat(parts, dim=1)
+
+
+def query_patterns(weights: Weights, prompts: Prompts) -> Float[Tensor, "layer batch head key"]:
+    """Attention weights of the query in every layer."""
+    parts = []
+    for rows in _chunks(weights, prompts):
+        patterns: list[Tensor] = []
+
+        def noting(
+            q: Queries, k: Keys, v: Keys, model: ModelConfig, to: list = patterns
+        ) -> Queries:
+            to.append(pattern_of(q, k, model)[:, :, -1])
+            return attend(q, k, v, model)
+
+        predictions(weights, prompts[rows], attend=noting)
+        parts.append(torch.stack(patterns))
     return torch.cat(parts, dim=1)
 
 

@@ -260,6 +260,20 @@ class Predictor:
             ]
         return torch.stack(each, dim=1).to(prompts.x.device)
 
+    def query_patterns(self, prompts: Prompts) -> Float[Tensor, "layer batch head key"]:
+        """Attention weights that the query gives to every position, without gradients; 0 for those that it cannot read.
+
+        Raises:
+            ValueError: If the model lacks the hook on its patterns, or it is not known where the query is.
+        """
+        weights = self._shortcut
+        with torch.no_grad():
+            if weights is not None:
+                found = weights_alone.query_patterns(weights, _fitting(weights, prompts))
+            else:
+                found = hooks.query_patterns(self.hooked, prompts)
+        return found.to(prompts.x.device)
+
     def require_layer(self, layer: int) -> None:
         """Refuse a number of layers that the model does not have.
 
