@@ -31,6 +31,7 @@ from mechinterp.analysis.learners.losses import shared_losses
 from mechinterp.analysis.multi_layer.composition import composition_scores
 from mechinterp.analysis.one_layer.attention import attention_patterns
 from mechinterp.analysis.one_layer.attention_entropy import attention_entropy
+from mechinterp.analysis.probing.read_out_by_layer import read_out_by_layer
 from mechinterp.analysis.training.coefficient_snapshots import coefficient_snapshots
 from mechinterp.analysis.training.deep_snapshots import deep_snapshots
 from mechinterp.analysis.training.linear_components import linear_snapshots
@@ -241,6 +242,7 @@ ANALYSES: dict[str, Callable[[Case], object]] = {
     "save_pruned": pruned,
     "fine_tune": lambda c: mi.fine_tune(c.source, c.all_heads, c.prompts(), steps=2),
     "probe_layers": lambda c: mi.probe_layers(c.source, c.prompts()),
+    "read_out_by_layer": lambda c: read_out_by_layer(c.source, c.prompts()),
     "p_probe": lambda c: mi.p_probe({"model": c.source}, c.prompts(), steps=4),
     "patch_positions": lambda c: mi.patch_positions(c.source, c.prompts(), c.prompts(seed=1)),
     "attribute_edges": lambda c: mi.attribute_edges(

@@ -31,6 +31,7 @@ from mechinterp.analysis.one_layer.classify import classify
 from mechinterp.analysis.patching.edges import attribute_edges
 from mechinterp.analysis.probing.feature_descent import p_probe
 from mechinterp.analysis.probing.probing import probe
+from mechinterp.analysis.probing.read_out_by_layer import read_out_by_layer
 from mechinterp.analysis.training.coefficient_snapshots import coefficient_snapshots
 from mechinterp.analysis.training.deep_snapshots import deep_snapshots
 from mechinterp.analysis.training.learning_coefficient import local_learning_coefficient
@@ -71,6 +72,7 @@ ANALYSES: dict[str, Analysis] = {
     "prune": prune,
     "probe": probe,
     "p-probe": p_probe,
+    "read-out-by-layer": read_out_by_layer,
     "edges": attribute_edges,
     "fit": fit_learners,
     "priors": compare_priors,

@@ -45,7 +45,7 @@ ON_REQUEST = {
     "coefficient-snapshots",
 }
 """These take long, or are shown within another section."""
-OF_SEVERAL_LAYERS = {"baselines", "prune", "probe", "p-probe", "edges"}
+OF_SEVERAL_LAYERS = {"baselines", "prune", "probe", "p-probe", "read-out-by-layer", "edges"}
 """What is asked of a model whose circuits do not tell what it computes."""
 OF_ONE_LAYER = {"circuits", "attention", "fit"}
 OF_A_POOL = {"priors"}

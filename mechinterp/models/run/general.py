@@ -67,7 +67,7 @@ def predictions(
     for number in range(weights.n_layers):
         layer = _Layer(weights, number, attend)
         stream = layer.after(stream, layer.written(layer.z(stream)))
-    return _read_out(weights, stream)[:, -1]
+    return read_out(weights, stream)[:, -1]
 
 
 def masked_predictions(
@@ -83,7 +83,7 @@ def masked_predictions(
     for rows in progress(_chunks(weights, prompts), "masking heads (zero)"):
         run = _run(layers, _embedded(weights, prompts[rows]))
         streams = [run.masked(heads) for heads in by_layer]
-        parts.append(torch.stack([_read_out(weights, stream)[:, -1] for stream in streams]))
+        parts.append(torch.stack([read_out(weights, stream)[:, -1] for stream in streams]))
     return torch.cat(parts, dim=1)
 
 
@@ -252,9 +252,10 @@ def _embedded(weights: Weights, prompts: Prompts) -> Float[Tensor, "batch pos d_
     return stream if positions is None else stream + positions[: stream.shape[1]]
 
 
-def _read_out(
+def read_out(
     weights: Weights, stream: Float[Tensor, "batch row d_model"]
 ) -> Float[Tensor, "batch row d_y"]:
+    """What the model's own read-out, its last norm included, makes of a stream."""
     tensors, model = weights.tensors, weights.model
     if model.final_norm:
         w, b = tensors["ln_final.w"], tensors["ln_final.b"]

@@ -121,6 +121,45 @@ def query_patterns(
     return torch.cat(parts, dim=1)
 
 
+def query_writes(
+    hooked: HookedPredictor, prompts: Prompts
+) -> Float[Tensor, "layer batch head d_model"] | None:
+    """What each head adds to the stream at the query; None where W_O is not known by that name."""
+    attentions = [getattr(block, "attn", None) for block in hooked.model.blocks]  # type: ignore[union-attr]
+    matrices = [getattr(attn, "W_O", None) for attn in attentions]
+    if any(W_O is None for W_O in matrices):
+        return None
+    names = [z_name(layer) for layer in range(hooked.n_layers)]
+    places, parts = query_positions(hooked, prompts), []
+    for rows in hooked.chunks(prompts, CHUNK):
+        _, every_z = hooked.activations(prompts[rows], names)
+        written = [
+            einsum(z[:, at], W_O, "batch head d_head, head d_head d_model -> batch head d_model")
+            for z, at, W_O in zip(every_z, places[:-1], matrices, strict=True)
+        ]
+        parts.append(torch.stack(written))
+    return torch.cat(parts, dim=1)
+
+
+def read_out(
+    hooked: HookedPredictor, prompts: Prompts, stream: Float[Tensor, "batch d_model"]
+) -> Float[Tensor, "batch d_y"]:
+    """What comes after the last layer makes of a stream at the query; other positions hold those of other prompts."""
+    name, place = hooked.stream_name(hooked.n_layers), query_positions(hooked, prompts)[-1]
+    parts = []
+    for rows in hooked.chunks(prompts, CHUNK):
+
+        def put(values: Tensor, hook: object, own: Tensor = stream[rows]) -> Tensor:
+            held = values.flip(0)
+            held[:, place] = own.to(values)
+            return held
+
+        inputs = hooked.inputs(prompts[rows])
+        output = hooked.model.run_with_hooks(inputs, fwd_hooks=[(name, put)])
+        parts.append(hooked.prediction(output, prompts[rows]))
+    return torch.cat(parts)
+
+
 @dataclass(frozen=True, eq=False)
 class _Run:
     """One pass over a chunk of prompts, at each layer of which a masked one can set in."""

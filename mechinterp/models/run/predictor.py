@@ -274,6 +274,24 @@ class Predictor:
                 found = hooks.query_patterns(self.hooked, prompts)
         return found.to(prompts.x.device)
 
+    def query_writes(self, prompts: Prompts) -> Float[Tensor, "layer batch head d_model"] | None:
+        """What each head adds to the stream at the query, without gradients; None where its W_O is not known."""
+        with torch.no_grad():
+            written = hooks.query_writes(self.hooked, prompts)
+        return None if written is None else written.to(prompts.x.device)
+
+    def own_read_out(
+        self, stream: Float[Tensor, "batch d_model"], prompts: Prompts
+    ) -> Float[Tensor, "batch d_y"]:
+        """What the model's own read-out, its last norm included, makes of a stream at the query, without gradients."""
+        weights = self._shortcut
+        with torch.no_grad():
+            if weights is not None:
+                found = weights_alone.read_out(weights, stream[:, None].to(weights.device))[:, 0]
+            else:
+                found = hooks.read_out(self.hooked, prompts, stream)
+        return found.to(prompts.x.device)
+
     def require_layer(self, layer: int) -> None:
         """Refuse a number of layers that the model does not have.
 
