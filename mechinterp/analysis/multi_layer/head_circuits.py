@@ -93,12 +93,13 @@ def layered_circuits(weights: Weights) -> LayeredCircuits:
     """
     weights = weights.to("cpu").to(torch.float64)
     reason, tensors = why_not_in_tokens(weights), weights.tensors
-    scale, d_x, d_y = weights.scale, weights.d_x, weights.d_y
+    d_x, d_y = weights.d_x, weights.d_y
     width = weights.model.stream_width(d_x, d_y)
     n_matrices = 4 * weights.n_layers * weights.n_heads
     require_memory(8 * n_matrices * width**2, f"circuits of {n_matrices // 4} heads, width {width}")
     W_U = tensors.get("unembed.W_U", torch.eye(d_x + d_y, dtype=torch.float64)[:, d_x:])
-    QK, OV = scale * weights.W_Q @ weights.W_K.mT, weights.W_V @ weights.W_O
+    assert weights.scale is not None
+    QK, OV = weights.scale * weights.W_Q @ weights.W_K.mT, weights.W_V @ weights.W_O
     read = _norm(OV @ W_U) / _norm(OV).clamp_min(torch.finfo(torch.float64).tiny)
     if not reason and "W_in" in tensors:
         QK = tensors["W_in"] @ QK @ tensors["W_in"].mT
