@@ -38,8 +38,6 @@ PLAN = ROOT / "analyses" / "sweeps" / "sparse_settings.json"
 OTHERS = (
     TaskConfig(d_x=16, context_length=40, sparsity=4, nonzeros="signs", noise_var=0.4),
     TaskConfig(d_x=16, context_length=40, sparsity=2, nonzeros="signs", noise_var=0.1),
-    TaskConfig(d_x=16, context_length=40, sparsity=1, nonzeros="signs", noise_var=0.4),
-    TaskConfig(d_x=16, context_length=40, sparsity=1, nonzeros="signs", noise_var=0.8),
     TaskConfig(d_x=64, context_length=128, sparsity=4, nonzeros="signs", noise_var=0.1),
     TaskConfig(d_x=64, context_length=128, sparsity=4, nonzeros="signs", noise_var=0.4),
 )
