@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 
 import coefficient_tables
+import pool_tables
 import result_tables
 import sparse_settings_table
 import sparse_table
@@ -61,6 +62,7 @@ TABLES[DOCS / "learning_coefficient.md"] = {
     "staircase": coefficient_tables.staircase,
     "softmax": coefficient_tables.softmax_coefficients,
 }
+TABLES[DOCS / "pools.md"] = {"one layer": pool_tables.one_layer, "map": pool_tables.pool_map}
 TABLES[PAGES / "softmax_attention.md"]["shipped"] = result_tables.shipped
 TABLES[PAGES / "sparse_regression.md"] |= {
     "trained": result_tables.trained,
