@@ -8,6 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+from analyses import pool_tables
 from analyses.lib import coefficient_tables, result_tables, speeds
 from analyses.lib.main_claims import PAPERS, leads, rows
 from analyses.lib.records import Record, all_records
@@ -59,6 +60,7 @@ TABLES[DOCS / "learning_coefficient.md"] = {
     "staircase": coefficient_tables.staircase,
     "softmax": coefficient_tables.softmax_coefficients,
 }
+TABLES[DOCS / "pools.md"] = {"one layer": pool_tables.one_layer, "map": pool_tables.pool_map}
 TABLES[PAGES / "softmax_attention.md"]["shipped"] = result_tables.shipped
 TABLES[PAGES / "sparse_regression.md"] |= {
     "trained": result_tables.trained,
