@@ -21,7 +21,7 @@ KNOWN = {
 }
 """Of one layer: models of known kind that got a label under the default limits, and how many wrongly.
 
-The confirming half of analyses/calibration.py, as analyses/results/calibration_labels.csv counts it.
+The confirming half of analyses/calibration/errors.py, as analyses/results/calibration_labels.csv counts it.
 """
 KNOWN_ALGORITHMS = {
     "gd_plus_plus": (0, 7),
