@@ -96,8 +96,8 @@ class Analysis:
         """What its docstring says before any heading.
 
         Example:
-            >>> ANALYSES["circuits"].described
-            'QK and OV circuits of all heads of weights, a checkpoint or a hooked model, in float64.'
+            >>> ANALYSES["milestones"].described == ANALYSES["milestones"].first_line
+            True
         """
         paragraphs = cleandoc(self.function.__doc__ or "").split("\n\n")
         headings = ("Args:", "Returns:", "Raises:", "Source:", "Example:")

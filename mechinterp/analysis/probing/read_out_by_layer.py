@@ -11,7 +11,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from mechinterp import figures
-from mechinterp.analysis.probing.linear import affine, cross_validated, fit_ridge
+from mechinterp.analysis.probing.linear import affine, best_by_folds, fit_ridge
 from mechinterp.analysis.stats import mean_and_sem, ratio_and_sem
 from mechinterp.display import Result
 from mechinterp.icl.predictors import ridge
@@ -21,6 +21,7 @@ from mechinterp.models.run.predictor import Predictor, Source, predictor_of
 from mechinterp.progress import ProgressCallback, no_progress
 
 TARGETS = ("y", "model", "ridge")
+LEAST_PROMPTS = 20
 PER_READ_OUT = 4
 """Times the prompts that a probe takes at least: half of them choose the read-out, half measure it."""
 
@@ -122,10 +123,11 @@ def read_out_by_layer(
 
     Args:
         prompts: None: `n_prompts` of the model's own task are drawn, by `seed`.
-        n_prompts: None: 4096, of models with norms or MLPs 512, or eight for each entry of a wide stream.
+        n_prompts: None: 4096, of models with norms or MLPs 512, or eight for each entry of a wide stream. With
+            fewer than two for each entry the fitted read-out finds less than is there.
         progress: Optional progress callback.
     Raises:
-        ValueError: If there are too few prompts for the stream's width, the model comes without a task, or it lacks the
+        ValueError: If there are fewer than 20 prompts, the model comes without a task, or it lacks the
             hooks on its streams.
     Source:
         nostalgebraist 2020, interpreting GPT: the logit lens; Belrose et al. 2023, arXiv 2303.08112, the tuned lens.
@@ -141,6 +143,10 @@ def read_out_by_layer(
     if n_prompts is None:
         n_prompts = max(usual_number(predictor), PER_READ_OUT * least_number(predictor))
     prompts = evaluation_prompts(predictor, prompts, n_prompts=n_prompts, seed=seed)
+    if len(prompts) < LEAST_PROMPTS:
+        raise ValueError(
+            f"read_out_by_layer needs at least {LEAST_PROMPTS} prompts, got {len(prompts)}."
+        )
     targets = _targets(predictor, prompts)
     places = _places(predictor, prompts)
     read_outs = own_read_outs(predictor, prompts, places)
@@ -206,7 +212,7 @@ def _fitted(
     features: Float[np.ndarray, "prompt feature"], target: Float[np.ndarray, "prompt d_y"]
 ) -> list[float]:
     """Loss and R2 on the odd prompts of the read-out that is chosen on the even ones, and its penalty."""
-    _, penalty = cross_validated(features[::2], target[::2])
+    _, penalty = best_by_folds(features[::2], target[::2])
     (weights,) = fit_ridge(features[::2], target[::2], [penalty])
     return [*_loss_and_r2(affine(features[1::2], weights), target[1::2]), penalty]
 
