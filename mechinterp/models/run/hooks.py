@@ -126,7 +126,8 @@ def query_writes(
 ) -> Float[Tensor, "layer batch head d_model"] | None:
     """What each head adds to the stream at the query; None where W_O is not known by that name."""
     attentions = [getattr(block, "attn", None) for block in hooked.model.blocks]  # type: ignore[union-attr]
-    matrices = [attn.W_O for attn in attentions if isinstance(getattr(attn, "W_O", None), Tensor)]
+    known = [getattr(attention, "W_O", None) for attention in attentions]
+    matrices = [W_O for W_O in known if isinstance(W_O, Tensor)]
     if len(matrices) < hooked.n_layers:
         return None
     names = [z_name(layer) for layer in range(hooked.n_layers)]
