@@ -25,10 +25,10 @@ class Result:
         """The result as a table."""
         raise NotImplementedError
 
-    def save(
+    def save_figure(
         self, path: str | Path, *, width: float = 3.3, height: float | None = None, title: str = ""
     ) -> Path:
-        """Write the figure for print, .pdf, .svg or .png; arguments and errors are those of `save_figure`."""
+        """Write the figure for print, .pdf, .svg or .png; arguments and errors are those of `mechinterp.save_figure`."""
         from mechinterp.paper import save_figure
 
         return save_figure(self, path, width=width, height=height, title=title)

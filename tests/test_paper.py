@@ -52,7 +52,7 @@ def test_what_cannot_be_written_is_refused_in_one_line(tmp_path: Path, monkeypat
     with pytest.raises(
         ValueError, match=r"need kaleido; pip install 'mechinterp-icl\[figures\]'\.$"
     ):
-        Found().save(tmp_path / "figure.pdf")
+        Found().save_figure(tmp_path / "figure.pdf")
     monkeypatch.setattr(paper, "find_spec", lambda name: object())
     with pytest.raises(ValueError, match=r"^width must be > 0 inches, got 0\.$"):
         save_figure(LINES, tmp_path / "figure.pdf", width=0)
@@ -65,7 +65,7 @@ def test_what_cannot_be_written_is_refused_in_one_line(tmp_path: Path, monkeypat
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_files_have_the_size_that_was_asked_for_and_embed_their_fonts(tmp_path: Path):
-    written = Found().save(tmp_path / "figure.pdf", width=3.3, height=2)
+    written = Found().save_figure(tmp_path / "figure.pdf", width=3.3, height=2)
     content = written.read_bytes()
     assert content.startswith(b"%PDF")
     assert b"/FontFile" in content

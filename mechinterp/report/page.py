@@ -144,9 +144,13 @@ def write_page(
         for file, frame in frames.items():
             claim.write(file, partial(frame.to_csv, index=False))
         for file, picture in pictures.items():
-            claim.write(file, lambda target, picture=picture: target.write_bytes(picture))
+            claim.write(file, partial(_write_bytes, picture))
         claim.write(PAGE, lambda file: file.write_text(text, encoding="utf-8"))
     return Report(out / PAGE, tuple(out / file for file in frames), verdict)
+
+
+def _write_bytes(content: bytes, file: Path) -> None:
+    file.write_bytes(content)
 
 
 def write_figure(file: Path, figure: go.Figure) -> None:
