@@ -53,6 +53,6 @@ from mechinterp.models.run.evaluation import evaluation_prompts as evaluation_pr
 from mechinterp.models.run.predictor import predictor_of as predictor_of
 from mechinterp.presets import preset as preset
 from mechinterp.report.page import write_report as write_report
-from mechinterp.training.sweep import train as train
-from mechinterp.training.sweep import train_models as train_models
+from mechinterp.training.train import train as train
+from mechinterp.training.train import train_models as train_models
 from mechinterp.version import __version__ as __version__
