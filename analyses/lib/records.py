@@ -181,7 +181,9 @@ def record(
         errors: Standard errors of values that are numbers alone.
     """
     pairs = {name: one for name, one in values.items() if isinstance(one, tuple)}
-    found = {name: error for name, (_, error) in pairs.items()} | dict({} if errors is None else errors)
+    found = {name: error for name, (_, error) in pairs.items()} | dict(
+        {} if errors is None else errors
+    )
     plain = {name: pairs.get(name, (one,))[0] for name, one in values.items()}
     return Record(
         **vars(claims()[id]),
