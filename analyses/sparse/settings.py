@@ -15,12 +15,12 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import torch
-from analyses.sparse.measured import Pair
 
 from analyses.lib.measured import RESULTS, provenance
 from analyses.lib.records import claims, save
 from analyses.sparse import questions as ask
 from analyses.sparse.fairness import PLAN
+from analyses.sparse.questions import Pair
 from analyses.sparse.rivals import fixed, learners
 from analyses.sparse.setting import ratio
 from mechinterp.analysis.ablation.pairs import halves
