@@ -1,9 +1,9 @@
 """The map of pool_plan.md: which models memorise a pool of M tasks, which learn ridge, on what path, and by which heads.
 
-    python analyses/pool_map.py RUNS [--out DIR] [--n-prompts N] [--models DIR]
+    python -m analyses.pool_map RUNS [--out DIR] [--n-prompts N] [--models DIR]
 
-RUNS holds gpt2-m16, gpt2-mnone, ... of pool_train.py and linear/linear-l3-m16-s0, ... of sweeps/pool_linear.json; what is not there is not
-measured. It writes results/pool_map.csv (the last step), pool_steps.csv (every kept step), pool_heads.csv (each head masked),
+RUNS holds gpt2-m16, gpt2-mnone, gpt2-m16-s1, ... of pool_train.py and linear/linear-l3-m16-s0, ... of sweeps/pool_linear.json. Rows of
+models that are not there stay as they are. It writes results/pool_map.csv (the last step), pool_steps.csv (every kept step), pool_heads.csv (each head masked),
 pool_probes.csv (linear probes for the posterior) and, with --models, the GPT-2s as checkpoints of this package, with their snapshots.
 """
 
@@ -16,9 +16,9 @@ from typing import Any
 
 import pandas as pd
 import torch
-from pool_probes import probes
-from pool_train import STEPS, pool_task
 
+from analyses.pool_probes import probes
+from analyses.pool_train import STEPS, pool_task
 from mechinterp import load
 from mechinterp.analysis.ablation.prior_heads import prior_heads
 from mechinterp.analysis.learners.priors import compare_priors
@@ -39,7 +39,7 @@ ORIGIN = {"trained by": "analyses/pool_train.py", "loss": "all prefixes, 0 to 8 
 
 def as_checkpoint(run: Path, out: Path) -> Checkpoint:
     """A run of pool_train.py as a checkpoint of this package, with the weights of every kept step."""
-    pool = run.name.removeprefix("gpt2-m")
+    pool, _, seed = run.name.removeprefix("gpt2-m").partition("-s")
     task = pool_task(None if pool == "none" else int(pool))
     with tempfile.TemporaryDirectory() as folder:
         kept = {}
@@ -53,7 +53,7 @@ def as_checkpoint(run: Path, out: Path) -> Checkpoint:
     train = replace(
         found.config.train, steps=max(last, 1), batch_size=64, cosine=True, shortest_context=1
     )
-    config = replace(found.config, task=task, train=train)
+    config = replace(found.config, task=task, train=train, seed=int(seed or 0))
     save(out, config, kept[last], step=last, snapshots=kept, origin=ORIGIN)
     return load(out)
 
@@ -147,8 +147,13 @@ def main() -> None:
         ]
     given.out.mkdir(parents=True, exist_ok=True)
     for name in ("pool_map", "pool_steps", "pool_heads", "pool_probes"):
-        frame = pd.concat([each[name] for each in tables if name in each], ignore_index=True)
-        frame.to_csv(given.out / f"{name}.csv", index=False, float_format="%.6g")
+        found = pd.concat([each[name] for each in tables if name in each], ignore_index=True)
+        file = given.out / f"{name}.csv"
+        if file.exists():
+            stored = pd.read_csv(file)
+            found = pd.concat([stored[~stored.model.isin(found.model)], found])
+        found = found.sort_values(["model", "compared_with"], kind="stable")
+        found.to_csv(file, index=False, float_format="%.6g")
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ from mechinterp.checkpoints.io.tensor_files import (
 from mechinterp.checkpoints.native import npz as arrays
 from mechinterp.checkpoints.native.exchange import FORMAT, SIDE_CAR, read_exchange, write_exchange
 from mechinterp.checkpoints.native.folder import OWN, WEIGHTS, is_native, require_new
+from mechinterp.checkpoints.shipped import shipped_path
 from mechinterp.config import ExperimentConfig, TaskConfig, from_dict
 from mechinterp.presets import PRESETS, preset
 
@@ -57,12 +58,13 @@ def load(
     model: Mapping[str, object] | None = None,
     map: Sequence[str] | None = None,
 ) -> Checkpoint:
-    """The checkpoint at a path: a folder of this package, or what other people's code has written.
+    """The checkpoint at a path, or the trained model of a name: a folder of this package, or what other people's code has written.
 
     The arguments say what a file of other people's cannot say; what they leave open is assumed, and
     `assumed` holds it. `FORMATS` lists the formats, which are told by the names of the tensors.
 
     Args:
+        path: A local path; if nothing lies there, the name of a shipped model, such as "softmax-h2-s0".
         task: A TaskConfig, or some of its fields; the setting of the paper that the format belongs to stands for
             those left out.
         format: One of `FORMATS`, where the names do not tell.
@@ -92,7 +94,7 @@ def load(
     hints = Hints(**{name: value for name, value in locals().items() if name != "path"})
     if format is not None and format not in FORMATS:
         raise ValueError(f"format must be one of {', '.join(FORMATS)}, got {format!r}.")
-    path = Path(path)
+    path = shipped_path(path)
     try:
         return _load_folder(path, hints) if path.is_dir() else _load_file(path, hints)
     except OSError as error:

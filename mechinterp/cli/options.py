@@ -76,6 +76,17 @@ class Asked:
         )
 
 
+def by_name(given: dict[str, object]) -> None:
+    """Put the path of a shipped model where its name was given."""
+    from mechinterp.checkpoints.shipped import shipped_path
+
+    path, paths = given.get("path"), given.get("paths")
+    if isinstance(path, Path):
+        given["path"] = shipped_path(path)
+    if isinstance(paths, list):
+        given["paths"] = [shipped_path(each) for each in paths]
+
+
 def require_there(given: Mapping[str, object]) -> None:
     """Refuse the one path of a command that does not exist, before anything is loaded.
 
@@ -100,6 +111,7 @@ def takes(**bundles: Callable) -> Callable[[Callable[..., None]], Callable[..., 
 
         @wraps(command)
         def run(**given: object) -> None:
+            by_name(given)
             require_there(given)
             said = {name: {o: given.pop(o) for o in options} for name, options in shared.items()}
             command(**given, **{name: bundles[name](**options) for name, options in said.items()})
