@@ -131,6 +131,7 @@ def hook_module(
         names = layer_names(own, outputs, tokens)
         places = places_of(own, names, heads, tokens)
         model = ModuleHooks(own, places)
+        model.follow(tokens)
         hooked = HookedPredictor(
             model=model,
             n_layers=len(places),
