@@ -10,6 +10,7 @@ from mechinterp.version import __version__
 
 _HOMES = {
     "load": "mechinterp.checkpoints.load",
+    "load_run": "mechinterp.checkpoints.load",
     "hook_module": "mechinterp.checkpoints.plain_modules",
     "ExperimentConfig": "mechinterp.config",
     "TaskConfig": "mechinterp.config",

@@ -35,6 +35,7 @@ from mechinterp.analysis.training.plateaus import plateaus as plateaus
 from mechinterp.analysis.training.prior_snapshots import prior_snapshots as prior_snapshots
 from mechinterp.analysis.training.snapshots import training_snapshots as training_snapshots
 from mechinterp.checkpoints.load import load as load
+from mechinterp.checkpoints.load import load_run as load_run
 from mechinterp.checkpoints.plain_modules import hook_module as hook_module
 from mechinterp.config import ExperimentConfig as ExperimentConfig
 from mechinterp.config import ModelConfig as ModelConfig

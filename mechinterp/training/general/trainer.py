@@ -16,7 +16,7 @@ from mechinterp.memory import layers_bytes, require_memory
 from mechinterp.models.run.general import predictions
 from mechinterp.models.shapes import tensor_shapes
 from mechinterp.models.stacks import DeepWeights, deep_bytes, predict_deep
-from mechinterp.models.weights import Weights, as_weights
+from mechinterp.models.weights import Weights, as_weights, circuit_norms
 from mechinterp.training.general.attention import attend
 from mechinterp.training.general.step import loss_and_gradients
 from mechinterp.training.run import Run, TrainedModel, own, require_like, views
@@ -180,12 +180,7 @@ class DeepRun(Run[DeepWeights | Weights]):
         return int(torch.randint(train.shortest_context, longest + 1, (), generator=generator))
 
     def _row(self) -> dict[str, Tensor]:
-        weights = as_weights(self.weights)
-        return {
-            "eval_loss": self._eval_loss(),
-            "qk_norm": weights.scale * (weights.W_Q @ weights.W_K.mT).norm(dim=(2, 3)),
-            "ov_norm": (weights.W_V @ weights.W_O).norm(dim=(2, 3)),
-        }
+        return {"eval_loss": self._eval_loss(), **circuit_norms(as_weights(self.weights))}
 
     def _eval_loss(self) -> Tensor:
         train = self.config.train
