@@ -1,7 +1,7 @@
 """How often the label of a model of several layers is wrong: on models whose right label is known.
 
-    python analyses/algorithm_calibration.py          (about ten minutes on one core)
-    python analyses/algorithm_calibration.py --quick  (two models of each family)
+    python -m analyses.algorithm_calibration          (about ten minutes on one core)
+    python -m analyses.algorithm_calibration --quick  (two models of each family)
 
 The models are those of analyses/algorithm_models.py. On some seeds every limit is moved, the others at
 their defaults, and its cost is counted: five for a wrong label, one for a model that must get its
@@ -18,9 +18,9 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import torch
-from algorithm_models import CONFIRMED_ONLY, Case, cases
 from scipy.stats import binomtest
 
+from analyses.algorithm_models import CONFIRMED_ONLY, Case, cases
 from mechinterp.analysis.multi_layer.algorithm import labelled, name_algorithm
 from mechinterp.analysis.multi_layer.algorithm_evidence import AlgorithmEvidence
 from mechinterp.analysis.multi_layer.algorithm_labels import AlgorithmLimits

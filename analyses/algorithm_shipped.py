@@ -1,6 +1,6 @@
 """Which algorithm the shipped models of several layers carry out.
 
-    python analyses/algorithm_shipped.py    (about two minutes on one core)
+    python -m analyses.algorithm_shipped    (about two minutes on one core)
 
 Writes analyses/results/algorithms/algorithm_shipped.csv, a row per model: its label, what the evidence leaves, the
 nearest algorithm with R² ± one standard error at the model's own length, the runner-up, and of the

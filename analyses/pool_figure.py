@@ -1,6 +1,6 @@
 """The figure of the map: relative distance and risk over the size of the pool, and the path of the GPT-2s; an SVG file.
 
-python analyses/pool_figure.py [--out FILE]    (from results/pools/*.csv)
+python -m analyses.pool_figure [--out FILE]    (from results/pools/*.csv)
 """
 
 import argparse

@@ -1,6 +1,6 @@
 """The map of pool_plan.md: which models memorise a pool of M tasks, which learn ridge, on what path, and by which heads.
 
-    python analyses/pool_map.py RUNS [--out DIR] [--n-prompts N] [--models DIR]
+    python -m analyses.pool_map RUNS [--out DIR] [--n-prompts N] [--models DIR]
 
 RUNS holds gpt2-m16, gpt2-mnone, gpt2-m16-s1, ... of pool_train.py and linear/linear-l3-m16-s0, ... of sweeps/pool_linear.json. Rows of
 models that are not there stay as they are. It writes results/pool_map.csv (the last step), pool_steps.csv (every kept step), pool_heads.csv (each head masked),
@@ -16,9 +16,9 @@ from typing import Any
 
 import pandas as pd
 import torch
-from pool_probes import probes
-from pool_train import STEPS, pool_task
 
+from analyses.pool_probes import probes
+from analyses.pool_train import STEPS, pool_task
 from mechinterp import load
 from mechinterp.analysis.ablation.prior_heads import prior_heads
 from mechinterp.analysis.learners.priors import compare_priors

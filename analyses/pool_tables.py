@@ -3,7 +3,8 @@
 from pathlib import Path
 
 import pandas as pd
-from result_tables import markdown
+
+from analyses.lib.result_tables import markdown
 
 KINDS = {
     "gpt2": "GPT-2",

@@ -1,7 +1,7 @@
 """How often the assumed task is doubted: under a shipped model's own task, and under one that is off by two, and how often with
 random weights.
 
-    python analyses/task_doubt.py    (about four minutes on one core)
+    python -m analyses.task_doubt    (about four minutes on one core)
 
 A model is asked on prompts whose noise, task vectors, length or covariates are not those it was trained on, as if they
 were assumed of its file: as many prompts as `classify` takes, with several seeds. Writes

@@ -11,6 +11,9 @@ from mechinterp.version import __version__
 _HOMES = {
     "load": "mechinterp.checkpoints.load",
     "load_run": "mechinterp.checkpoints.load",
+    "from_pretrained": "mechinterp.checkpoints.hub",
+    "push_to_hub": "mechinterp.report.hub",
+    "model_card": "mechinterp.report.hub",
     "hook_module": "mechinterp.checkpoints.plain_modules",
     "ExperimentConfig": "mechinterp.config",
     "TaskConfig": "mechinterp.config",

@@ -34,6 +34,7 @@ from mechinterp.analysis.training.over_training import training_dynamics as trai
 from mechinterp.analysis.training.plateaus import plateaus as plateaus
 from mechinterp.analysis.training.prior_snapshots import prior_snapshots as prior_snapshots
 from mechinterp.analysis.training.snapshots import training_snapshots as training_snapshots
+from mechinterp.checkpoints.hub import from_pretrained as from_pretrained
 from mechinterp.checkpoints.load import load as load
 from mechinterp.checkpoints.load import load_run as load_run
 from mechinterp.checkpoints.plain_modules import hook_module as hook_module
@@ -53,6 +54,8 @@ from mechinterp.models.hooked.transformer import ICLTransformer as ICLTransforme
 from mechinterp.models.run.evaluation import evaluation_prompts as evaluation_prompts
 from mechinterp.models.run.predictor import predictor_of as predictor_of
 from mechinterp.presets import preset as preset
+from mechinterp.report.hub import model_card as model_card
+from mechinterp.report.hub import push_to_hub as push_to_hub
 from mechinterp.report.page import write_report as write_report
 from mechinterp.training.sweep import train as train
 from mechinterp.training.sweep import train_models as train_models

@@ -1,26 +1,20 @@
 """What docs/algorithms.md says of the label's errors, and of the shipped models, is what was measured."""
 
 import re
-import sys
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import pytest
 
+from analyses import algorithm_calibration as calibration
+from analyses import algorithm_models
+from analyses import algorithm_shipped as shipped
 from mechinterp.analysis.multi_layer.algorithm import name_algorithm
 from mechinterp.analysis.multi_layer.algorithm_labels import AlgorithmLimits
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "analyses" / "results" / "algorithms"
-sys.path.insert(0, str(ROOT / "analyses"))
-try:
-    import algorithm_calibration as calibration
-    import algorithm_models
-    import algorithm_shipped as shipped
-finally:
-    sys.path.remove(str(ROOT / "analyses"))
-
 DOCS = " ".join((ROOT / "docs" / "algorithms.md").read_text(encoding="utf-8").split())
 MODELS, RATES = (
     pd.read_csv(RESULTS / f"algorithm_calibration_{name}.csv") for name in ("models", "rates")

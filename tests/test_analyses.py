@@ -8,25 +8,18 @@ from pathlib import Path
 
 import pytest
 
+from analyses.lib import check, pages, prose
+from analyses.lib.measured import name_of, near, numbers, shipped, shipped_config
+from analyses.lib.records import Record, agree, all_records, digest, load, seal, written_by
+from analyses.sparse import models_table
 from tests.conftest import sampled
 
 ANALYSES = Path(__file__).parents[1] / "analyses"
 RESULTS = ANALYSES / "results"
 CHECKPOINTS = ANALYSES.parent / "checkpoints"
-sys.path.insert(0, str(ANALYSES))
-try:
-    import check
-    import claims_table
-    import prose
-    import sparse_table
-    from measured import near, numbers, shipped, shipped_config
-    from records import Record, agree, all_records, digest, load, seal, written_by
-finally:
-    sys.path.remove(str(ANALYSES))
-
 SCRIPTS = sorted(
-    file.stem
-    for file in ANALYSES.glob("*.py")
+    ".".join(file.relative_to(ANALYSES.parent).with_suffix("").parts)
+    for file in ANALYSES.rglob("*.py")
     if "\n    run(measure" in file.read_text(encoding="utf-8")
 )
 FILES = sorted(RESULTS.glob("*.records.json"))
@@ -59,7 +52,7 @@ def test_every_csv_file_is_the_one_that_its_script_wrote():
     assert {f"{written_by(file.name)}.records.json" for file in files} == {f.name for f in FILES}
 
 
-PAGES = [(page, name) for page, tables in claims_table.TABLES.items() for name in tables]
+PAGES = [(page, name) for page, tables in pages.TABLES.items() for name in tables]
 
 
 @pytest.mark.parametrize(
@@ -69,7 +62,7 @@ PAGES = [(page, name) for page, tables in claims_table.TABLES.items() for name i
 )
 def test_the_tables_of_all_pages_are_those_of_the_results(page: Path, name: str):
     text = page.read_text(encoding="utf-8")
-    assert claims_table.replaced(text, name, claims_table.TABLES[page][name](RESULTS)) == text
+    assert pages.replaced(text, name, pages.TABLES[page][name](RESULTS)) == text
 
 
 @pytest.mark.parametrize("page", prose.phrases(RESULTS))
@@ -80,7 +73,7 @@ def test_numbers_in_prose_are_those_of_the_results(page: str):
 
 
 def test_the_table_of_trained_models_has_all_of_them():
-    table = sparse_table.markdown(RESULTS)
+    table = models_table.markdown(RESULTS)
     models = sorted(file.parent.name for file in CHECKPOINTS.glob("sparse-h*/config.json"))
     rows = [line.split(" ")[1] for line in table.splitlines() if line.startswith("| sparse-")]
     assert sorted(rows) == models
@@ -88,30 +81,30 @@ def test_the_table_of_trained_models_has_all_of_them():
 
 # Their quick runs take longer than a few seconds.
 LONG = (
-    "linear_drops",
-    "linear_ends",
-    "linear_initial_scale",
-    "linear_one_drop",
-    "linear_rank_structure",
-    "softmax_losses_over_length",
-    "sparse_construction",
-    "sparse_p_probing",
-    "sparse_probes",
-    "linear_fixed_points",
-    "linear_other_ranks",
-    "linear_ranks",
-    "linear_softmax",
-    "linear_training_set",
-    "softmax_heads_needed",
-    "sparse_choices",
-    "sparse_fairness",
-    "sparse_fine_tuning",
-    "sparse_gates",
-    "sparse_heads",
-    "sparse_lasso",
-    "sparse_pruning",
-    "sparse_risk",
-    "sparse_wide",
+    "analyses.linear.figure_3_drops",
+    "analyses.linear.ends",
+    "analyses.linear.figure_6_initial_scale",
+    "analyses.linear.figure_1_one_drop",
+    "analyses.linear.figure_11_rank_structure",
+    "analyses.softmax.figure_4_losses",
+    "analyses.sparse.construction",
+    "analyses.sparse.p_probing",
+    "analyses.sparse.probes",
+    "analyses.linear.fixed_points",
+    "analyses.linear.figure_12_other_ranks",
+    "analyses.linear.figure_4_ranks",
+    "analyses.linear.figure_5_softmax",
+    "analyses.linear.training_set",
+    "analyses.softmax.heads_needed",
+    "analyses.sparse.choices",
+    "analyses.sparse.fairness",
+    "analyses.sparse.fine_tuning",
+    "analyses.sparse.gates",
+    "analyses.sparse.heads",
+    "analyses.sparse.lasso",
+    "analyses.sparse.pruning",
+    "analyses.sparse.risk",
+    "analyses.sparse.wide",
 )
 
 
@@ -120,12 +113,12 @@ LONG = (
 def test_scripts_run_and_measure_the_claims_they_have_shipped(
     script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.syspath_prepend(ANALYSES)
     monkeypatch.setattr(sys, "argv", [script, "--quick", "--out", str(tmp_path)])
-    runpy.run_path(str(ANALYSES / f"{script}.py"), run_name="__main__")
-    assert (tmp_path / f"{script}.csv").stat().st_size > 0
+    runpy.run_module(script, run_name="__main__")
+    name = name_of(f"{script.replace('.', '/')}.py")
+    assert (tmp_path / f"{name}.csv").stat().st_size > 0
     # A quick run may have fewer models.
-    again, first = (load(folder / f"{script}.records.json") for folder in (tmp_path, RESULTS))
+    again, first = (load(folder / f"{name}.records.json") for folder in (tmp_path, RESULTS))
     assert [(one.id, one.statement) for one in again] == [(one.id, one.statement) for one in first]
 
 
@@ -176,7 +169,8 @@ def test_measurements_agree_within_their_standard_errors():
 def test_a_check_draws_a_tenth_of_all_records_by_the_commit():
     drawn = {commit: check.drawn(commit, RESULTS) for commit in ("a", "b", "c")}
     for scripts in drawn.values():
-        counts = [len(load(RESULTS / f"{script}.records.json")) for script in scripts]
+        files = [RESULTS / f"{script.replace('/', '_')}.records.json" for script in scripts]
+        counts = [len(load(file)) for file in files]
         assert sum(counts) >= len(RECORDS) / 10
     assert drawn["a"] == check.drawn("a", RESULTS)
     assert len(set(map(tuple, drawn.values()))) > 1

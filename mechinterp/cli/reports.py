@@ -37,7 +37,7 @@ def report(
         typer.Option(
             "--analysis",
             metavar="NAME",
-            help="An analysis to show, of one checkpoint; may be repeated; those that suit it if left out.",
+            help="An analysis to show, or my_module:my_function, of one checkpoint; may be repeated; those that suit it if left out.",
         ),
     ] = None,
     overwrite: Annotated[

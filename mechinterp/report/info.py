@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from mechinterp.analysis.verdict import digits
+from mechinterp.analysis.number_format import digits
 from mechinterp.checkpoints.native.outline import Outline
 from mechinterp.config import ModelConfig, TaskConfig, TrainConfig
 from mechinterp.report.header import header, records

@@ -1,7 +1,7 @@
 """A report on one checkpoint: one HTML page that opens offline, and the CSV files behind it."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from html import escape
@@ -9,6 +9,7 @@ from pathlib import Path
 
 import plotly.graph_objects as go
 
+from mechinterp.analysis.result import Finding
 from mechinterp.checkpoints.checkpoint import Checkpoint, checkpoint_of
 from mechinterp.checkpoints.io.atomic import write_new, writing
 from mechinterp.checkpoints.io.locks import claimed, entries, settle
@@ -44,7 +45,7 @@ def write_report(
     *,
     n_prompts: int | None = None,
     seed: int = 0,
-    analyses: Sequence[str] | None = None,
+    analyses: Sequence[str | Callable[..., Finding]] | None = None,
     overwrite: bool = False,
     progress: ProgressCallback = no_progress,
 ) -> Report:
@@ -54,7 +55,8 @@ def write_report(
     model what masking, pruning and probing say.
 
     Args:
-        analyses: Names in `ANALYSES` of those that get a section; None: those that suit the model.
+        analyses: Those that get a section, each a name in `ANALYSES`, `module:function`, or a function of your own;
+            None: those that suit the model.
         n_prompts: Evaluation prompts; None: as many as each analysis takes by itself, so that the page's numbers are
             those of the commands. Fits take five times as many per context length, what needs many runs no more than
             it takes by itself, and models of several layers no fewer than probes need; the page says how many.

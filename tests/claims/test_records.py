@@ -6,18 +6,14 @@ a claim hold fails.
 """
 
 import math
-import sys
 from functools import cache
 from pathlib import Path
 
 import pytest
 
+from analyses.lib.records import CLAIMS, PREFIXES, Record, all_records
+
 ANALYSES = Path(__file__).parents[2] / "analyses"
-sys.path.insert(0, str(ANALYSES))
-try:
-    from records import CLAIMS, PREFIXES, Record, all_records
-finally:
-    sys.path.remove(str(ANALYSES))
 
 # He et al., table 1: omega, mu and 2 C0 omega mu of each score function; within 8%, 8% and 2%.
 TABLE_1 = (

@@ -238,7 +238,7 @@ def test_layer_1_writes_the_covariance_times_x_and_not_the_correlations(name: st
     model, prompts = trained(name).model, draw(name, 2048)
     covariance = probe_layers(model, prompts, target=preconditioned)
     correlations = probe_layers(model, prompts, target=reweighted)
-    # 0.9 is the claim of analyses/sparse_probes.py.
+    # 0.9 is the claim of analyses/sparse/probes.py.
     assert (covariance.r2[1, -1] >= 0.9) == (name not in H8)
     assert correlations.r2[1, -1] < covariance.r2[1, -1]
     assert correlations.r2[1, -1] < 0.9

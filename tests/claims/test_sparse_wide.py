@@ -1,7 +1,7 @@
 """One trained model of sparse regression where the construction can win: in our budget of steps it
 does not find it.
 
-`analyses/sparse_wide.py` measures the same on more prompts, and more of it.
+`analyses/sparse/wide.py` measures the same on more prompts, and more of it.
 """
 
 import numpy as np

@@ -6,7 +6,7 @@ from functools import partial, update_wrapper
 import pytest
 
 from mechinterp.analysis.ablation.gates import learn_gates
-from mechinterp.analysis.registry import ANALYSES, draws_prompts, run_analysis
+from mechinterp.analysis.registry import ANALYSES, Analysis, run_analysis
 from mechinterp.checkpoints.load import load
 from mechinterp.report.documents import result_document
 from mechinterp.report.header import dumps
@@ -32,12 +32,12 @@ def test_an_option_changes_the_answer_or_is_refused(
     name: str, option: str, case, monkeypatch: pytest.MonkeyPatch
 ):
     shorter = update_wrapper(partial(learn_gates, steps=2), learn_gates)
-    monkeypatch.setitem(ANALYSES, "gates", shorter)
+    monkeypatch.setitem(ANALYSES, "gates", Analysis(shorter))
     kind = "deep-linear" if name in OF_SEVERAL_LAYERS else "softmax"
     kind = "linear-merged" if name == "component-snapshots" else kind
     checkpoint = load(CHECKPOINTS / "linear-h2-s0") if name == "snapshots" else case(kind).source
     value = OPTIONS[option]
-    if not draws_prompts(ANALYSES[name]):
+    if not ANALYSES[name].draws_prompts:
         with pytest.raises(
             ValueError, match=rf"^{name} draws no prompts and takes no {option}, got {value}\.$"
         ):
