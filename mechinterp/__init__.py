@@ -54,6 +54,7 @@ _HOMES = {
     "attention_patterns": "mechinterp.analysis.one_layer.attention",
     "local_learning_coefficient": "mechinterp.analysis.training.learning_coefficient",
     "milestones": "mechinterp.analysis.training.milestones",
+    "Monitor": "mechinterp.analysis.training.monitor",
     "training_snapshots": "mechinterp.analysis.training.snapshots",
     "training_dynamics": "mechinterp.analysis.training.over_training",
     "plateaus": "mechinterp.analysis.training.plateaus",

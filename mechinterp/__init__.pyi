@@ -30,6 +30,7 @@ from mechinterp.analysis.training.learning_coefficient import (
 )
 from mechinterp.analysis.training.linear_components import linear_snapshots as linear_snapshots
 from mechinterp.analysis.training.milestones import milestones as milestones
+from mechinterp.analysis.training.monitor import Monitor as Monitor
 from mechinterp.analysis.training.over_training import training_dynamics as training_dynamics
 from mechinterp.analysis.training.plateaus import plateaus as plateaus
 from mechinterp.analysis.training.prior_snapshots import prior_snapshots as prior_snapshots

@@ -160,15 +160,16 @@ def _require_steps(paths: Sequence[Path]) -> dict[int, Path]:
 
 def _run(steps: Mapping[int, Path], hints: Hints) -> Checkpoint:
     """The last of these checkpoints with the weights of all."""
-    stored = [_stored(path, hints) for path in steps.values()]
-    folder, last = next(iter(steps.values())).parent, stored[-1]
-    for path, each in zip(steps.values(), stored, strict=True):
-        _require_alike(path, each, last)
+    stored = {step: _stored(path, hints) for step, path in steps.items()}
+    folder, last = next(iter(steps.values())).parent, stored[max(steps)]
+    for step, path in steps.items():
+        _require_alike(path, stored[step], last)
+    whole = {n: each for n, each in stored.items() if isinstance(each, Checkpoint)}
     if isinstance(last, Checkpoint):
-        kept = {n: each.weights for n, each in zip(steps, stored, strict=True)}  # type: ignore[union-attr]
+        kept = {step: each.weights for step, each in whole.items()}
         return replace(last, path=folder, step=max(steps), kept=kept)
-    found = _read([replace(each, step=n) for n, each in zip(steps, stored, strict=True)], hints)  # type: ignore[type-var]
-    return replace(found, path=folder)
+    files = [replace(each, step=n) for n, each in stored.items() if isinstance(each, Stored)]
+    return replace(_read(files, hints), path=folder)
 
 
 def _require_alike(path: Path, each: Checkpoint | Stored, last: Checkpoint | Stored) -> None:

@@ -94,7 +94,7 @@ def read_foreign(
     closed = {*given, *({"attend_to_self"} & form.settled.keys())}
     first, readings = tried(cases, closed, source.case, file)
     found = source.checkpoint(first, given, readings, _open(cases))
-    found = replace(found, step=step, assumed=found.assumed | {"step": step})
+    found = replace(found, step=step, assumed={**found.assumed, "step": step})
     if others:
         every = _parts_of_run(run, str(first.said["orientation"]), hints)
         kept = zip(run, every, strict=True)
