@@ -41,13 +41,6 @@ LOSSES = {
 }
 
 
-def snapshot_sections(subject: Subject) -> list[Section]:
-    """The kept steps of training, if there are any."""
-    if not subject.checkpoint.snapshots:
-        return []
-    return [_steps(subject) if subject.one_attention else _deep_steps(subject)]
-
-
 def history_sections(subject: Subject) -> list[Section]:
     """The curves of the history, if there is one."""
     history = subject.checkpoint.history
@@ -59,7 +52,8 @@ def history_sections(subject: Subject) -> list[Section]:
     return [curves(checkpoint_of(subject.checkpoint, "training"), history)]
 
 
-def _steps(subject: Subject) -> Section:
+def steps_section(subject: Subject) -> Section:
+    """The kept steps of training of one layer of attention."""
     checkpoint = checkpoint_of(subject.checkpoint, "snapshots")
     config = checkpoint.config
     found = training_snapshots(checkpoint, seed=subject.seed, progress=subject.progress)
@@ -179,7 +173,8 @@ def _method(train: TrainConfig) -> str:
     )
 
 
-def _deep_steps(subject: Subject) -> Section:
+def deep_steps_section(subject: Subject) -> Section:
+    """The kept steps of training, by the heads that each layer needs."""
     n_prompts = subject.at_most(N_SNAPSHOTS)
     found = deep_snapshots(
         subject.checkpoint, n_prompts=n_prompts, seed=subject.seed, progress=subject.progress

@@ -132,13 +132,15 @@ def coefficient_snapshots(
     Raises:
         ValueError: If the checkpoint has no snapshots or was not trained on moments, or a step is not kept.
     Example:
-        >>> from mechinterp.checkpoints.checkpoint import load
+        >>> from mechinterp.checkpoints.checkpoint import load, checkpoint_of
         >>> short = Chains(n_chains=4, n_draws=60, n_warmup=40, n_leapfrog=20)
         >>> found = coefficient_snapshots(load("checkpoints/linear-separate-s0"), steps=[0, 20000], chains=short)
         >>> found.is_minimum.tolist(), found.n_learned.tolist()
         ([False, True], [0, 4])
     """
-    checkpoint = with_snapshots(source, "coefficient_snapshots")
+    checkpoint = checkpoint_of(
+        with_snapshots(source, "coefficient_snapshots"), "coefficient_snapshots"
+    )
     if not is_trained_on_moments(checkpoint):
         raise ValueError(
             "coefficient_snapshots needs linear attention that was trained on moments."
@@ -180,7 +182,7 @@ def live_heads(weights: Weights) -> list[int]:
     """Heads of linear attention whose |v K^T Q| is above `LIVE` of the largest.
 
     Example:
-        >>> from mechinterp.checkpoints.checkpoint import load
+        >>> from mechinterp.checkpoints.checkpoint import load, checkpoint_of
         >>> live_heads(load("checkpoints/linear-separate-s2").weights)
         [2, 3, 4]
     """
