@@ -21,6 +21,7 @@ from mechinterp.analysis.training.learning_coefficient import (
 )
 from mechinterp.analysis.training.local_losses import heads_of_linear
 from mechinterp.analysis.training.sampler import Chains
+from mechinterp.checkpoints.checkpoint import checkpoint_of
 from mechinterp.display import Result, counted
 from mechinterp.models.run.predictor import Source
 from mechinterp.models.weights import Weights
@@ -132,7 +133,7 @@ def coefficient_snapshots(
     Raises:
         ValueError: If the checkpoint has no snapshots or was not trained on moments, or a step is not kept.
     Example:
-        >>> from mechinterp.checkpoints.checkpoint import load, checkpoint_of
+        >>> from mechinterp.checkpoints.checkpoint import load
         >>> short = Chains(n_chains=4, n_draws=60, n_warmup=40, n_leapfrog=20)
         >>> found = coefficient_snapshots(load("checkpoints/linear-separate-s0"), steps=[0, 20000], chains=short)
         >>> found.is_minimum.tolist(), found.n_learned.tolist()
@@ -182,7 +183,7 @@ def live_heads(weights: Weights) -> list[int]:
     """Heads of linear attention whose |v K^T Q| is above `LIVE` of the largest.
 
     Example:
-        >>> from mechinterp.checkpoints.checkpoint import load, checkpoint_of
+        >>> from mechinterp.checkpoints.checkpoint import load
         >>> live_heads(load("checkpoints/linear-separate-s2").weights)
         [2, 3, 4]
     """
