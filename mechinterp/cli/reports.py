@@ -43,6 +43,10 @@ def report(
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace a report that is there.")
     ] = False,
+    figures: Annotated[
+        str,
+        typer.Option("--figures", help="pdf, svg or png: each figure also as a file for print."),
+    ] = "",
     quiet: QuietOption = False,
     as_json: JsonOption = False,
     *,
@@ -67,6 +71,7 @@ def report(
             **({} if n_prompts is None else {"n_prompts": n_prompts}),
             "seed": seed,
             "overwrite": overwrite,
+            "figures": figures,
             "progress": progress,
         }
         if run is not None or len(found) == 1:
