@@ -175,9 +175,11 @@ def _attach(module: nn.Module, place: Place, points: _Block) -> None:
 
 
 def _identity(projection: nn.Linear) -> NonDynamicallyQuantizableLinear:
-    """A projection that changes nothing."""
+    """A projection that changes nothing, made without random numbers: somebody's training may go on."""
     biased, width = projection.bias is not None, len(projection.weight)
-    same = NonDynamicallyQuantizableLinear(width, width, biased, dtype=projection.weight.dtype)
+    same = nn.utils.skip_init(
+        NonDynamicallyQuantizableLinear, width, width, bias=biased, dtype=projection.weight.dtype
+    )
     with torch.no_grad():
         same.weight.copy_(torch.eye(width))
         if biased:
