@@ -56,6 +56,6 @@ from mechinterp.presets import preset as preset
 from mechinterp.report.hub import model_card as model_card
 from mechinterp.report.hub import push_to_hub as push_to_hub
 from mechinterp.report.page import write_report as write_report
-from mechinterp.training.sweep import train as train
-from mechinterp.training.sweep import train_models as train_models
+from mechinterp.training.train import train as train
+from mechinterp.training.train import train_models as train_models
 from mechinterp.version import __version__ as __version__

@@ -17,7 +17,7 @@ from mechinterp.icl.sparse_predictors import (
 )
 from mechinterp.models.constructions.sparse import preprocess_then_optimise_model
 from mechinterp.models.hooked.transformer import ICLTransformer
-from mechinterp.training.sweep import load_sweep
+from mechinterp.training.sweep_file import load_sweep
 
 ANALYSES = Path(__file__).parents[1] / "analyses"
 TASK = TaskConfig(d_x=4, context_length=64, sparsity=1, nonzeros="signs", noise_var=0.1)

@@ -26,7 +26,7 @@ from mechinterp.analysis.one_layer.classify import classify
 from mechinterp.config import ExperimentConfig, override
 from mechinterp.models.heads import AttentionWeights
 from mechinterp.presets import preset
-from mechinterp.training.one_layer.trainer import Pack
+from mechinterp.training.one_layer.pack import Pack
 
 AT, LATE, HEADS = (2_500, 5_000, 10_000, 20_000, 30_000), (30_000, 100_000, 200_000, 500_000), 128
 SGD_RATE = 0.1

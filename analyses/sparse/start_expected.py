@@ -32,7 +32,7 @@ from mechinterp.analysis.stats import mean_and_sem
 from mechinterp.config import ExperimentConfig
 from mechinterp.models.hooked.transformer import ICLTransformer
 from mechinterp.training.general.trainer import DeepRun
-from mechinterp.training.sweep import load_sweep
+from mechinterp.training.sweep_file import load_sweep
 
 PLANNED = "d24s1-linear-h24x25-l3-noise0.4-s0"
 """The model of the plan whose task and training these have."""

@@ -125,8 +125,8 @@ def query_writes(
     hooked: HookedPredictor, prompts: Prompts
 ) -> Float[Tensor, "layer batch head d_model"] | None:
     """What each head adds to the stream at the query; None where W_O is not known by that name."""
-    attentions = [getattr(block, "attn", None) for block in hooked.model.blocks]  # type: ignore[union-attr]
-    matrices = [attn.W_O for attn in attentions if isinstance(getattr(attn, "W_O", None), Tensor)]
+    outputs = [getattr(getattr(block, "attn", None), "W_O", None) for block in hooked.model.blocks]  # type: ignore[union-attr]
+    matrices = [W_O for W_O in outputs if isinstance(W_O, Tensor)]
     if len(matrices) < hooked.n_layers:
         return None
     names = [z_name(layer) for layer in range(hooked.n_layers)]
