@@ -235,6 +235,7 @@ def written_by(file: str) -> str:
     several = {
         "softmax_emergence_seeds": "softmax_emergence",
         "sparse_settings_training": "sparse_settings",
+        "sparse_start_expected": "sparse_start",
         "calibration_labels": "calibration_errors",
         "calibration_thresholds": "calibration_errors",
     }
