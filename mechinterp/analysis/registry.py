@@ -96,7 +96,7 @@ class Analysis:
         """What its docstring says before any heading.
 
         Example:
-            >>> ANALYSES["milestones"].described == ANALYSES["milestones"].first_line
+            >>> ANALYSES["ablate"].described.endswith(".")
             True
         """
         paragraphs = cleandoc(self.function.__doc__ or "").split("\n\n")
