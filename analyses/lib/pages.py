@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pandas as pd
 
-from analyses import pool_tables
 from analyses.lib import coefficient_tables, main_claims, numbers, result_tables, speeds
 from analyses.lib.records import Record, all_records
 from analyses.lib.result_tables import markdown
+from analyses.pools import tables as pool_tables
 from analyses.sparse import settings_table
 
 HERE = Path(__file__).parents[1]

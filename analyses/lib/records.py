@@ -226,7 +226,8 @@ def script_of(name: str) -> str:
         >>> script_of("softmax_figure_1_two_heads")
         'softmax/figure_1_two_heads'
     """
-    return name if name == "learning_coefficient" else name.replace("_", "/", 1)
+    in_folder = (CLAIMS.parent / name.partition("_")[0]).is_dir()
+    return name.replace("_", "/", 1) if in_folder else name
 
 
 def written_by(file: str) -> str:
