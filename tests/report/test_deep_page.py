@@ -30,19 +30,21 @@ N_PROMPTS = 160
 TASK = TaskConfig(d_x=4, context_length=9)
 MODEL = ModelConfig(n_layers=3, n_heads=4, context_only=True, d_model=12, d_head=3)
 SECTIONS = [
-    *("What it computes", "Algorithm", "Excess risk", "Heads", "Pruning", "Probes", "P-probing"),
+    *("What it computes", "Algorithm", "Circuits", "Attention on prompts", "Excess risk", "Heads"),
+    *("Pruning", "Probes", "P-probing", "Read out by layer"),
 ]
 EDGES = "Edges between heads"
 FIGURES = [
     *(
         "figure-classify",
+        *("figure-qk", "figure-ov", "figure-attention", "figure-similarity"),
         "figure-baselines",
         "figure-head_risk",
         "figure-head_importance",
         "figure-effective_heads",
     ),
     *("figure-pruning", "figure-rules", "figure-chosen", "figure-probe_risk", "figure-probe_r2"),
-    "figure-descent",
+    *("figure-descent", "figure-read_out_by_layer"),
 ]
 
 
@@ -74,7 +76,7 @@ def test_the_page_is_whole_and_says_what_it_found(written: Report):
     assert written.verdict.replace("\n", "") in page.text
     assert EVIL not in page.source
     assert html.escape(EVIL) in page.source
-    assert page.source.count("<summary>How this was computed</summary>") == 8
+    assert page.source.count("<summary>How this was computed</summary>") == 11
     assert (
         "3 layers of 4 heads, softmax attention, width 12, d_x 4, d_y 1, context_length 9, "
         in page.text
