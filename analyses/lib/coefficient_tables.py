@@ -60,7 +60,7 @@ def softmax_coefficients(results: Path) -> str:
 
 def pairs(results: Path) -> str:
     """Curved directions of softmax heads in their circuits."""
-    found = pd.read_csv(results / "pair_coefficient.csv").query("part == 'circuits'")
+    found = pd.read_csv(results / "softmax_pair_coefficient.csv").query("part == 'circuits'")
     rows = [
         (
             row.model,

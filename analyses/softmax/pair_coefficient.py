@@ -3,7 +3,7 @@
 A head without biases is its two circuits: the x rows of QK and the y column of OV, d (d + 1) + d + 1 numbers. Half the number of
 directions in which the loss is curved there is the learning coefficient of a minimum. In the paper's approximate loss
 two heads are four numbers, omega_1, omega_2, mu_1, mu_2, and it can be drawn from.
-Run: python -m analyses.pair_coefficient (a minute; --quick: one step, few prompts)
+Run: python -m analyses.softmax.pair_coefficient (a minute; --quick: one step, few prompts)
 """
 
 import numpy as np
