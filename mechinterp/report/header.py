@@ -4,8 +4,6 @@ import json
 import math
 from typing import TYPE_CHECKING
 
-import pandas as pd
-
 if TYPE_CHECKING:
     from mechinterp.checkpoints.checkpoint import Checkpoint
     from mechinterp.checkpoints.native.outline import Outline
@@ -32,11 +30,6 @@ def header(checkpoint: "Checkpoint | Outline") -> dict:
         "d_x": task.d_x,
         "d_y": task.d_y,
     }
-
-
-def records(frame: pd.DataFrame) -> list[dict]:
-    """The rows of a table, one dict each."""
-    return frame.to_dict(orient="records")
 
 
 def _plain(value: object) -> object:

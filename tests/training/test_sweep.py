@@ -473,7 +473,7 @@ KILLS = 12
 DRIVER = """
 import os, pathlib, random, signal, sys, time
 import mechinterp.analysis.sweep_table, mechinterp.cli.main, mechinterp.cli.training, mechinterp.report.bars
-import mechinterp.report.documents, mechinterp.training.ray, mechinterp.training.one_layer.kernel, mechinterp.training.sweep
+import mechinterp.report.to_json, mechinterp.training.ray, mechinterp.training.one_layer.kernel, mechinterp.training.sweep
 from mechinterp import cli
 from mechinterp.training import run
 

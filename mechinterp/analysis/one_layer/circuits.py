@@ -76,6 +76,10 @@ class Circuits(Result):
             unit="1/x²",
         )
 
+    def figures(self) -> dict[str, go.Figure]:
+        """QK, then OV."""
+        return {"qk": self.plot(), "ov": self.plot_ov()}
+
     def plot_ov(self) -> go.Figure:
         """Every OV circuit as a strip: rows are the predicted responses, columns a token's coordinates."""
         d_x, d_y = self.omega.shape[1], self.mu.shape[1]
@@ -91,6 +95,10 @@ class Circuits(Result):
 
 def circuits(source: Source) -> Circuits:
     """QK and OV circuits of weights, a checkpoint or a one-layer hooked model, in float64.
+
+    QK says how strongly a query's x looks at a key's x and y: W_Q W_K^T times the scale of the scores. OV says what
+    is read from the tokens a head looks at: W_V W_O. In the published pattern QK is omega times the identity on x,
+    and OV is mu on y. Rows of QK that belong to the query's empty y slot never act and are not drawn.
 
     Source:
         He et al. 2025, arXiv 2503.12734, eq. (3.1); the papers' KQ is the transpose of QK.
