@@ -8,7 +8,8 @@ if TYPE_CHECKING:
     from mechinterp.checkpoints.checkpoint import Checkpoint
     from mechinterp.checkpoints.native.outline import Outline
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
+"""2 has, beside what 1 has, layer_rise of ablate, and every table of an analysis that `analyse` prints."""
 
 
 def dumps(document: object) -> str:

@@ -39,7 +39,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
 def assert_header(document: dict, checkpoint: Checkpoint):
     assert list(document)[:8] == HEADER
     assert [document[name] for name in HEADER] == [
-        1,
+        2,
         str(checkpoint.path),
         "native",
         {},
