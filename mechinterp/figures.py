@@ -46,20 +46,23 @@ def head_heatmaps(
     column_title: str = "",
     unit: str = "",
     strips: bool = False,
+    names: Sequence[str] = (),
 ) -> go.Figure:
     """One signed heatmap per head side by side, on one colour scale with white at 0.
 
     Args:
+        names: What stands above each; head 0, head 1, ... if left out.
         strips: Whether rows are as low as they can be, of matrices with few.
     """
     n_heads = len(matrices)
-    limit = float(np.abs(matrices).max()) or 1.0
+    limit = float(np.nanmax(np.abs(matrices))) or 1.0
+    names = names or [f"head {head}" for head in range(n_heads)]
     per_row = min(n_heads, 4)
     n_rows = -(-n_heads // per_row)
     figure = make_subplots(
         rows=n_rows,
         cols=per_row,
-        subplot_titles=[f"head {head}" for head in range(n_heads)],
+        subplot_titles=list(names),
         horizontal_spacing=0.06,
         vertical_spacing=(0.5 if strips else 0.32) / n_rows,
     )
@@ -69,7 +72,7 @@ def head_heatmaps(
             x=list(columns),
             y=list(rows),
             coloraxis="coloraxis",
-            hovertemplate=f"head {head}<br>{row_title} %{{y}}<br>{column_title} %{{x}}<br>%{{z:.4f}}<extra></extra>",
+            hovertemplate=f"{names[head]}<br>{row_title} %{{y}}<br>{column_title} %{{x}}<br>%{{z:.4f}}<extra></extra>",
         )
         figure.add_trace(heatmap, row=head // per_row + 1, col=head % per_row + 1)
     figure.update_yaxes(autorange="reversed", showticklabels=False)

@@ -17,11 +17,10 @@ import pandas as pd
 import torch
 
 from analyses.lib.measured import RESULTS, provenance
-from analyses.lib.records import save
-from analyses.sparse import measured as ask
-from analyses.sparse import rules as sparse_rules
+from analyses.lib.records import claims, save
+from analyses.sparse import questions as ask
 from analyses.sparse.fairness import PLAN
-from analyses.sparse.measured import Pair
+from analyses.sparse.questions import Pair
 from analyses.sparse.rivals import fixed, learners
 from analyses.sparse.setting import ratio
 from mechinterp.analysis.ablation.pairs import halves
@@ -32,7 +31,7 @@ from mechinterp.checkpoints.checkpoint import Checkpoint
 from mechinterp.config import ExperimentConfig, TaskConfig
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.hooked.transformer import ICLTransformer
-from mechinterp.training.sweep import load_sweep
+from mechinterp.training.sweep_file import load_sweep
 
 PROMPTS, OVER_TRAINING = 4096, 1024
 MODEL = ("score", "n_heads", "d_head", "d_model", "n_layers")
@@ -76,7 +75,9 @@ def several_help(model, single, task: TaskConfig, n_prompts: int) -> Row:
     """C9: risk over that of a single head where the context has 2 d_x pairs."""
     prompts = ask.prompts_of(task, n_prompts, length=2 * task.d_x)
     value, sem = ratio(ask.risks(model, prompts), ask.risks(single, prompts))
-    return told("to_single_2d", (value, sem)) | {"C9": value + 1.96 * sem <= 0.9}
+    return told("to_single_2d", (value, sem)) | {
+        "C9": claims()["sparse-C9-twice"].holds(value, sem)
+    }
 
 
 def spread(model, rise: np.ndarray, measured: Prompts) -> Row:
@@ -104,10 +105,11 @@ def pruned(model, gone: Mapping[str, list[ask.Head]], full: np.ndarray, measured
 def probes(model, gone: list[ask.Head], measured: Prompts) -> Row:
     """C14, and what the first layer writes."""
     full, less = (ask.probe_risks(model, measured, heads) for heads in ([], gone))
-    falls = all((one[1:] <= 1.05 * one[:-1]).all() for one in (full, less))
+    rise = max(float((one[1:] / one[:-1]).max()) for one in (full, less))
+    same = claims()["sparse-C14-first-layer"].holds(abs(full[1] - less[1]))
     row: Row = {f"probe_{layer}": float(risk) for layer, risk in enumerate(full)}
     r2 = {f"r2_{name}": value for name, value in ask.first_layer(model, measured).items()}
-    return row | r2 | {"C14": falls and bool(abs(full[1] - less[1]) <= 1e-6)}
+    return row | r2 | {"C14": same and claims()["sparse-C14-full"].holds(rise)}
 
 
 def descends(model, single, measured: Prompts) -> Row:
@@ -119,8 +121,10 @@ def descends(model, single, measured: Prompts) -> Row:
     at, base = ask.risk_at(phis["own"], measured), ask.risk_at(phis[RAW], measured)
     row |= told("step_16_to_raw", ratio(at, base))
     row |= told("step_16_to_ideal", ratio(at, ask.risk_at(phis[IDEAL], measured)))
-    ahead = all(value + 2 * sem < 0 for value, sem in (raw, alone))
-    return row | {"C15": ahead and row["step_16_to_raw"] <= 0.8}
+    asked = {"raw": raw, "single": alone, "end": (row["step_16_to_raw"], 0.0)}
+    return row | {
+        "C15": all(claims()[f"sparse-C15-{name}"].holds(*one) for name, one in asked.items())
+    }
 
 
 def one_model(
@@ -162,7 +166,7 @@ def claims_of(
             "first": ask.without(best_head_first, rise),
         }
         row |= spread(model, rise, measured) | pruned(model, gone, full, measured)
-        row |= sparse_rules.of_row(row | {"n_layers": config.model.n_layers})
+        row |= ask.of_row(row | {"n_layers": config.model.n_layers})
     else:
         gone = {"later": []}
     row |= probes(model, gone["later"], measured)
@@ -171,7 +175,9 @@ def claims_of(
         theirs = ask.risks(single, measured)
         kept = ratio(ask.risks(model, measured, gone["later"]), theirs)
         row |= told("to_single", ratio(full, theirs)) | told("later_to_single", kept)
-        row |= {"C13": kept[0] <= 0.95} | descends(model, single, measured)
+        row |= {"C13": claims()["sparse-C13-as-is"].holds(kept[0])} | descends(
+            model, single, measured
+        )
     return row
 
 
@@ -188,7 +194,7 @@ def renewed(row: Row, task: TaskConfig, n_layers: int, n_prompts: int) -> Row:
         row = row | told(f"to_{column}", (value, error))
     row |= {"algorithm_to_gd": row["to_gd_fixed"] / row["to_algorithm_fixed"]}
     several = not pd.isna(row["n_eff_1"])
-    return row | (sparse_rules.of_row(row | {"n_layers": n_layers}) if several else {})
+    return row | (ask.of_row(row | {"n_layers": n_layers}) if several else {})
 
 
 def again(file: Path, n_prompts: int) -> pd.DataFrame:

@@ -18,7 +18,7 @@ import pandas as pd
 import torch
 
 from analyses.lib.measured import RESULTS, Measured, name_of, write
-from analyses.lib.records import Record, with_errors
+from analyses.lib.records import Record, record
 from analyses.sparse.models import named, prompts_of, trained
 from analyses.sparse.setting import best, best_ridge, ratio
 from mechinterp import figures
@@ -36,11 +36,8 @@ NOISE, ETA, SIZE = 0.1, 0.5, 0.5
 STEPS = 50_000
 ARMS = ("built, alone", "built, with other heads", "at random")
 TRAINED = named(8, NOISE, 0)
-RIVALS = {
-    "trained": f"the trained model {TRAINED}",
-    "ridge": "ridge at its best penalty",
-    "algorithm": "Algorithm 1 at its best step",
-}
+RIVALS = ("trained", "ridge", "algorithm")
+"""The shipped model of 8 heads; ridge and Algorithm 1 at their best."""
 HEADS = ("W_Q", "W_K", "W_V", "W_O")
 
 
@@ -122,36 +119,16 @@ def records(ends: pd.DataFrame) -> list[Record]:
     """What the last rows of all arms say."""
     found = {f"{row.arm}, {row.step:,} steps": row for _, row in ends.iterrows()}
     first, _ = (f"r2 {name}" for name in STRUCTURES)
-    common = {"tag": "ours", "models": "16 heads, noise variance 0.1, one seed"}
     made = [
-        Record(
-            id="sparse-start-writes",
-            statement="in the end layer 1 writes R x: a linear map of it explains it",
-            quantity="R²",
-            relation="at least",
-            bound=0.9,
-            **with_errors({name: (row[first], row[f"{first} sem"]) for name, row in found.items()}),
-            **common,
+        record(
+            "sparse-start-writes",
+            {name: (row[first], row[f"{first} sem"]) for name, row in found.items()},
         )
     ]
-    for name, what in RIVALS.items():
+    for name in RIVALS:
         ratios = {arm: (row[f"to {name}"], row[f"to {name} sem"]) for arm, row in found.items()}
-        made.append(below(f"sparse-start-{name}", what, ratios, **common))
+        made.append(record(f"sparse-start-{name}", ratios))
     return made
-
-
-def below(id: str, what: str, ratios: dict[str, tuple[float, float]], **common: str) -> Record:
-    """Whether the risk of each arm is below that of a rival, from their ratios with errors."""
-    return Record(
-        id=id,
-        statement=f"and its risk is below that of {what}",
-        quantity="ratio of excess risks, same prompts",
-        relation="below",
-        bound=1,
-        margin=2,
-        **with_errors(ratios),
-        **common,
-    )
 
 
 def train(quick: bool) -> pd.DataFrame:

@@ -21,18 +21,18 @@ import pandas as pd
 import torch
 
 from analyses.lib.measured import RESULTS, Measured, name_of, write
-from analyses.lib.records import Record
-from analyses.sparse import measured as ask
+from analyses.lib.records import Record, record
+from analyses.sparse import questions as ask
 from analyses.sparse.fairness import PLAN
 from analyses.sparse.settings import PROMPTS, claims_of, renewed
-from analyses.sparse.start import ARMS, below, start_of
+from analyses.sparse.start import ARMS, start_of
 from analyses.sparse.steps import FIT, of_task
 from mechinterp import figures
 from mechinterp.analysis.stats import mean_and_sem
 from mechinterp.config import ExperimentConfig
 from mechinterp.models.hooked.transformer import ICLTransformer
 from mechinterp.training.general.trainer import DeepRun
-from mechinterp.training.sweep import load_sweep
+from mechinterp.training.sweep_file import load_sweep
 
 PLANNED = "d24s1-linear-h24x25-l3-noise0.4-s0"
 """The model of the plan whose task and training these have."""
@@ -81,38 +81,18 @@ def train(quick: bool) -> pd.DataFrame:
 
 def records(ends: pd.DataFrame) -> list[Record]:
     """What the last rows of all arms say."""
-    found = {f"{row.arm}, {row.step:,} steps": row for _, row in ends.iterrows()}
-    common = {"tag": "ours", "models": "24 heads, d_x 24, noise variance 0.4, one seed"}
-    made = [
-        Record(
-            id="sparse-start-expected-writes",
-            statement="where the mechanism is expected, training from it keeps R x in layer 1",
-            quantity="R²",
-            relation="at least",
-            bound=0.9,
-            values={name: row["r2_R x"] for name, row in found.items()},
-            **common,
-        )
-    ]
-    asked = {"ridge": "ridge at its best penalty", "gd": "gradient descent at its best step"}
-    for name, what in asked.items():
-        ratios = {arm: (row[f"to_{name}"], row[f"to_{name}_sem"]) for arm, row in found.items()}
-        made.append(below(f"sparse-start-expected-{name}", what, ratios, **common))
-    pattern = {
-        arm: float(row[["C10", "C11", "C12"]].astype(bool).sum()) for arm, row in found.items()
+    rows = {row.arm: row for _, row in ends.iterrows()}
+    values = {"writes": {f"{arm}, {row.step:,} steps": row["r2_R x"] for arm, row in rows.items()}}
+    for name in ("ridge", "gd"):
+        values[name] = {
+            f"{arm}, {row.step:,} steps": (row[f"to_{name}"], row[f"to_{name}_sem"])
+            for arm, row in rows.items()
+        }
+    values["pattern"] = {
+        f"{arm}, {row.step:,} steps": float(row[["C10", "C11", "C12"]].astype(bool).sum())
+        for arm, row in rows.items()
     }
-    return [
-        *made,
-        Record(
-            id="sparse-start-expected-pattern",
-            statement="and it ends with the pattern of heads, C10, C11 and C12",
-            quantity="claims of three",
-            relation="at least",
-            bound=3,
-            values=pattern,
-            **common,
-        ),
-    ]
+    return [record(f"sparse-start-expected-{name}", one) for name, one in values.items()]
 
 
 def again(file: Path, quick: bool) -> pd.DataFrame:

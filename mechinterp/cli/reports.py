@@ -42,6 +42,10 @@ def report(
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace a report that is there.")
     ] = False,
+    figures: Annotated[
+        str,
+        typer.Option("--figures", help="pdf, svg or png: each figure also as a file for print."),
+    ] = "",
     quiet: QuietOption = False,
     as_json: JsonOption = False,
     *,
@@ -64,6 +68,7 @@ def report(
             **({} if n_prompts is None else {"n_prompts": n_prompts}),
             "seed": seed,
             "overwrite": overwrite,
+            "figures": figures,
             "progress": progress,
         }
         if len(found) == 1:

@@ -29,6 +29,7 @@ def write_comparison(
     n_prompts: int = 4096,
     seed: int = 0,
     overwrite: bool = False,
+    figures: str = "",
     progress: ProgressCallback = no_progress,
 ) -> Report:
     """Write `out/index.html` about all of the checkpoints, and the CSV files behind it.
@@ -36,6 +37,7 @@ def write_comparison(
     Args:
         left_out: What could not be compared, and why, to be named on the page: reasons by path.
         n_prompts: Prompts behind each classification; losses take five times as many.
+        figures: As for `write_report`.
         progress: Optional progress callback.
     Raises:
         ValueError: If there is no checkpoint, `out` is a file, or a folder that holds anything and
@@ -63,7 +65,7 @@ def write_comparison(
     verdict = _verdict(found)
     if left_out:
         verdict += f" Left out: {len(left_out)} of {len(left_out) + len(checkpoints)}."
-    return write_page(Path(out), title, about, verdict, parts, overwrite=overwrite)
+    return write_page(Path(out), title, about, verdict, parts, overwrite=overwrite, figures=figures)
 
 
 def natural(name: str) -> list[tuple[int, str]]:

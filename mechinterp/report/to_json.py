@@ -9,7 +9,7 @@ from mechinterp.checkpoints.native.exchange import FORMAT as EXCHANGE
 from mechinterp.checkpoints.native.exchange import positions_for
 from mechinterp.config import ExperimentConfig
 from mechinterp.report.header import SCHEMA_VERSION, header
-from mechinterp.training.sweep import TrainingSummary
+from mechinterp.training.train import TrainingSummary
 
 
 def to_json(name: str, checkpoint: Checkpoint, result: Finding) -> dict:

@@ -20,7 +20,7 @@ from mechinterp.config import TaskConfig
 from mechinterp.icl.predictors import debiased_gd
 from mechinterp.models.scores import score_derivative_at_zero
 from mechinterp.theory.softmax import debiased_risk, debiased_step_size, vanilla_risk
-from mechinterp.training.sweep import load_sweep
+from mechinterp.training.sweep_file import load_sweep
 from tests.conftest import CHECKPOINTS
 
 pytestmark = pytest.mark.slow

@@ -16,9 +16,9 @@ from mechinterp.analysis.one_layer.classify import classify
 from mechinterp.checkpoints.checkpoint import load
 from mechinterp.config import TaskConfig, override
 from mechinterp.theory.softmax import debiased_step_size
+from mechinterp.training.one_layer.pack import Pack
 from mechinterp.training.one_layer.step import initial_weights
-from mechinterp.training.one_layer.trainer import Pack
-from mechinterp.training.sweep import load_sweep
+from mechinterp.training.sweep_file import load_sweep
 from tests.conftest import CHECKPOINTS, assert_close_to_rounding
 
 pytestmark = pytest.mark.slow

@@ -19,7 +19,7 @@ from mechinterp.theory.preconditioning import (
     debiased_step_risk,
     vanilla_preconditioner,
 )
-from mechinterp.training.sweep import load_sweep
+from mechinterp.training.sweep_file import load_sweep
 from tests.conftest import CHECKPOINTS
 
 pytestmark = pytest.mark.slow

@@ -23,7 +23,7 @@ from mechinterp.theory.several_tasks import (
     joint_step_risk,
     step_moments,
 )
-from mechinterp.training.sweep import load_sweep
+from mechinterp.training.sweep_file import load_sweep
 from tests.conftest import CHECKPOINTS, sampled
 
 pytestmark = pytest.mark.slow

@@ -27,7 +27,7 @@ from mechinterp.checkpoints.checkpoint import Checkpoint, load
 from mechinterp.icl.predictors import ridge
 from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
 from mechinterp.icl.sparse_predictors import excess_risk, lasso, preprocess_then_optimise, tuned
-from mechinterp.training.sweep import load_sweep
+from mechinterp.training.sweep_file import load_sweep
 from tests.conftest import CHECKPOINTS, sampled
 
 pytestmark = pytest.mark.slow

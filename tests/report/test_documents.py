@@ -21,7 +21,7 @@ from mechinterp.models.heads import stack
 from mechinterp.report.header import dumps
 from mechinterp.report.info import info_document
 from mechinterp.report.to_json import to_json, training_document
-from mechinterp.training.sweep import TrainingSummary, train_models
+from mechinterp.training.train import TrainingSummary, train_models
 
 CONFIG = override(ExperimentConfig(), "model.n_heads=3", "seed=2")
 HEADER = ["schema_version", "path", "format", "assumed", "n_layers", "n_heads", "d_x", "d_y"]

@@ -27,7 +27,7 @@ from mechinterp.report import to_html
 from mechinterp.report.glossary import PAPERS, WORDS
 from mechinterp.report.page import PAGE, write_figure, write_report
 from mechinterp.report.parts import Section
-from mechinterp.training.sweep import train_models
+from mechinterp.training.train import train_models
 
 N_PROMPTS = 128
 EVIL = "<img src=x onerror=alert(1)>"

@@ -6,42 +6,63 @@ import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 
 from mechinterp import figures
 from mechinterp.analysis.number_format import digits
-from mechinterp.analysis.one_layer.circuits import weights_of
 from mechinterp.analysis.result import Table
-from mechinterp.display import Result
+from mechinterp.display import Result, counted
 from mechinterp.icl.prompts import Prompts
-from mechinterp.models.heads import AttentionWeights, attend, head_outputs, predict
+from mechinterp.models.heads import head_outputs
 from mechinterp.models.run.evaluation import evaluation_prompts
-from mechinterp.models.run.predictor import Source
+from mechinterp.models.run.predictor import Predictor, Source, predictor_of
+
+MOST_TOLD = 4
+"""Heads up to which a sentence says something of each."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class AttentionPatterns(Result):
-    """Attention of the query on each of a few prompts."""
+    """Attention of the query on each of a few prompts, by all heads of all layers."""
 
     pattern: Float[np.ndarray, "prompt head key"]
-    """Weights of the keys; where the query is among its keys it is the last."""
+    """Weights of the keys, heads layer by layer; where the query is among its keys it is the last."""
+    layer: Int[np.ndarray, " head"]
+    """Layer of each head, from 0."""
     similarity: Float[np.ndarray, "prompt key"]
-    """Scalar product of a key's x and the query's, unit x^2."""
+    """Scalar product of a key's x and the query's, unit x^2; of a key that holds y, of the x of its pair."""
     x: Float[np.ndarray, "prompt key d_x"]
-    """Covariates of the keys."""
+    """Covariates of the keys, or of their pairs."""
     y: Float[np.ndarray, "prompt key d_y"]
-    """Responses of the keys."""
+    """Responses of the keys, or of their pairs; 0 for the query."""
     prediction: Float[np.ndarray, "prompt d_y"]
     target: Float[np.ndarray, "prompt d_y"]
     """The query's response without noise."""
-    outputs: Float[np.ndarray, "prompt head d_y"]
-    """What each head adds to the prediction; a bias is what is left of it."""
     n_prompts: int
     """Prompts that these were taken from, by how far the prediction is off."""
+    outputs: Float[np.ndarray, "prompt head d_y"] | None
+    """Of one layer of attention: what each head adds to the prediction; a bias is what is left of it."""
+
+    @property
+    def head(self) -> Int[np.ndarray, " head"]:
+        """Number of each head in its layer, from 0."""
+        return np.arange(len(self.layer)) % (len(self.layer) // self.n_layers)
+
+    @property
+    def n_layers(self) -> int:
+        return int(self.layer[-1]) + 1
+
+    @property
+    def head_names(self) -> list[str]:
+        """head 0, ... of one layer, L0H0, ... of several."""
+        if self.n_layers == 1:
+            return [f"head {head}" for head in self.head]
+        return [f"L{layer}H{head}" for layer, head in zip(self.layer, self.head, strict=True)]
 
     def __repr__(self) -> str:
         n_prompts, n_heads, n_keys = self.pattern.shape
-        return f"AttentionPatterns({n_prompts} prompts, {n_heads} heads, {n_keys} keys)"
+        layers = "" if self.n_layers == 1 else f"{counted(self.n_layers, 'layer')}, "
+        return f"AttentionPatterns({n_prompts} prompts, {layers}{n_heads} heads, {n_keys} keys)"
 
     def sentences(self) -> list[str]:
         """Which prompts these are, and how much of the weights their likeness to the query explains."""
@@ -52,7 +73,15 @@ class AttentionPatterns(Result):
                 f" of {self.n_prompts}, from the one whose prediction is nearest to its target to the one "
                 f"that is furthest off; it opens on the typical one"
             )
-        told = ", ".join(f"{digits(self._rank(head))} of head {head}" for head in range(n_heads))
+        ranks = [self._rank(head) for head in range(n_heads)]
+        told = ", ".join(
+            f"{digits(rank)} of {name}" for rank, name in zip(ranks, self.head_names, strict=True)
+        )
+        if n_heads > MOST_TOLD:
+            best = int(np.argmax(np.abs(ranks)))
+            told = (
+                f"{digits(ranks[best])} of {self.head_names[best]}, the largest of {n_heads} heads"
+            )
         return [
             f"Attention on {chosen}.",
             f"Tokens are sorted by likeness to the query, ⟨x token, x query⟩; its rank correlation with the weights is "
@@ -78,8 +107,11 @@ class AttentionPatterns(Result):
     def to_frame(self) -> pd.DataFrame:
         """One row per prompt, head and key."""
         prompt, head, key = np.indices(self.pattern.shape).reshape(3, -1)
-        columns = {"prompt": prompt, "head": head, "key": key, "attention": self.pattern.ravel()}
-        columns["similarity"] = self.similarity[prompt, key]
+        columns = {"prompt": prompt, "layer": self.layer[head], "head": self.head[head], "key": key}
+        columns |= {
+            "attention": self.pattern.ravel(),
+            "similarity": self.similarity[prompt, key],
+        }
         n_responses = self.y.shape[2]
         for response in range(n_responses):
             name = "y" if n_responses == 1 else f"y_{response}"
@@ -92,7 +124,7 @@ class AttentionPatterns(Result):
         figure = figures.heatmap(
             self.pattern[0],
             title="",
-            rows=[f"head {head}" for head in range(n_heads)],
+            rows=self.head_names,
             columns=[str(rank) for rank in range(n_keys)],
             unit="weight",
             limit=float(np.abs(self.pattern).max()) or 1.0,
@@ -114,9 +146,8 @@ class AttentionPatterns(Result):
     def plot_similarity(self) -> go.Figure:
         """Attention against how alike token and query are, with a slider over the prompts."""
         n_prompts, n_heads, _ = self.pattern.shape
-        last = {
-            f"head {head}": (self.similarity[-1], self.pattern[-1, head]) for head in range(n_heads)
-        }
+        names = enumerate(self.head_names)
+        last = {name: (self.similarity[-1], self.pattern[-1, head]) for head, name in names}
         figure = figures.points(
             last, title="", x_title="⟨x token, x query⟩ (x²)", y_title="attention weight"
         )
@@ -172,50 +203,74 @@ def attention_patterns(
     n_prompts: int | None = None,
     seed: int = 0,
 ) -> AttentionPatterns:
-    """The attention of a one-layer model's heads on a few prompts, from the one it does best on to the one it does worst on.
+    """The attention of every head of every layer on a few prompts, from the query.
 
-    Weights are those the query gives to the tokens of its context. Of more prompts than are shown those at even
-    quantiles of (ŷ − x·β)² are taken; prompts that are no more than that stay in their order.
+    Of more prompts than are shown those at even quantiles of (ŷ − x·β)² are taken, from the one that the model does
+    best on to the one it does worst on; prompts that are no more than that stay in their order.
 
     Args:
         prompts: None: `n_prompts` of the model's own task are drawn, by `seed`.
         shown: Most prompts whose attention is kept.
-        n_prompts: None: 4096.
+        n_prompts: None: 4096, of models with norms or MLPs 512.
     Raises:
-        ValueError: If the model is not one layer of attention, or `shown` is below 1.
+        ValueError: If `shown` is below 1, the model lacks the hooks on its patterns, or has neither one nor two positions for each pair.
     Example:
         >>> from mechinterp import load
         >>> attention_patterns(load("checkpoints/softmax-h2-s0"), n_prompts=64)
         AttentionPatterns(5 prompts, 2 heads, 40 keys)
+        >>> attention_patterns(load("checkpoints/sparse-h4-noise0.1-s0"), n_prompts=64)
+        AttentionPatterns(5 prompts, 4 layers, 16 heads, 40 keys)
     """
     if shown < 1:
         raise ValueError(f"shown must be >= 1, got {shown}.")
-    weights = weights_of(source, "attention_patterns")
     prompts = evaluation_prompts(source, prompts, n_prompts=n_prompts, seed=seed)
-    n_drawn, prompts = (
-        len(prompts),
-        _spread_out(weights, prompts.to("cpu").to(torch.float64), shown),
-    )
-    keys = prompts.tokens if weights.attend_to_self else prompts.context_tokens
-    pattern, _, _ = attend(weights, keys, prompts.x_query)
-    d_x = weights.d_x
-    similarity = torch.einsum("bkx,bx->bk", keys[:, :, :d_x], prompts.x_query)
+    predictor = predictor_of(source)
+    n_drawn, prompts = len(prompts), _spread_out(predictor, prompts, shown)
+    patterns = predictor.query_patterns(prompts).double()
+    if not patterns[..., -1].any():
+        patterns = patterns[..., :-1]  # the query is not among its keys
+    tokens = _pairs_of_keys(prompts, patterns.shape[-1]).double()
+    x, y = tokens.split([prompts.x.shape[2], prompts.y.shape[2]], dim=2)
+    with torch.no_grad():
+        prediction = predictor.predict(prompts)
+    outputs = None
+    if predictor.is_one_attention:
+        heads = predictor.circuits.to("cpu").to(torch.float64)
+        outputs = head_outputs(heads, prompts.to("cpu").to(torch.float64)).numpy(force=True)
     return AttentionPatterns(
-        pattern=pattern.mT.numpy(force=True),
-        similarity=similarity.numpy(force=True),
-        x=keys[:, :, :d_x].numpy(force=True),
-        y=keys[:, :, d_x:].numpy(force=True),
-        prediction=predict(weights, prompts).numpy(force=True),
-        target=prompts.y_query_clean.numpy(force=True),
-        outputs=head_outputs(weights, prompts).numpy(force=True),
+        pattern=patterns.transpose(0, 1).flatten(1, 2).numpy(force=True),
+        layer=np.repeat(np.arange(predictor.n_layers), predictor.n_heads),
+        similarity=torch.einsum("bkx,bx->bk", x, prompts.x_query.double()).numpy(force=True),
+        x=x.numpy(force=True),
+        y=y.numpy(force=True),
+        prediction=prediction.double().numpy(force=True),
+        target=prompts.y_query_clean.double().numpy(force=True),
         n_prompts=n_drawn,
+        outputs=outputs,
     )
 
 
-def _spread_out(weights: AttentionWeights, prompts: Prompts, shown: int) -> Prompts:
+def _spread_out(predictor: Predictor, prompts: Prompts, shown: int) -> Prompts:
     """At most so many of the prompts, from the one with the least error on."""
     if len(prompts) <= shown:
         return prompts
-    error = (predict(weights, prompts) - prompts.y_query_clean).square().mean(1)
+    with torch.no_grad():
+        error = (predictor.predict(prompts) - prompts.y_query_clean).square().mean(1)
     places = torch.linspace(0, len(prompts) - 1, shown, dtype=torch.float64).round().long()
-    return prompts[error.argsort(stable=True)[places]]
+    return prompts[error.argsort(stable=True).cpu()[places]]
+
+
+def _pairs_of_keys(prompts: Prompts, n_keys: int) -> Float[torch.Tensor, "prompt key d_token"]:
+    """The pair (x, y) behind each key: a key each, or one for x and one for y in turn; the query last.
+
+    Raises:
+        ValueError: If there are neither as many keys.
+    """
+    length = prompts.x.shape[1]
+    if n_keys in (length, length + 1):
+        return prompts.tokens[:, :n_keys]
+    if n_keys in (2 * length, 2 * length + 1):
+        return prompts.tokens.repeat_interleave(2, dim=1)[:, :n_keys]
+    raise ValueError(
+        f"attention_patterns needs one or two positions for each of {length} pairs, got {n_keys}."
+    )

@@ -8,7 +8,7 @@ import plotly.graph_objects as go
 from jaxtyping import Float, Int
 
 from mechinterp import figures
-from mechinterp.analysis.one_layer.circuits import Circuits, circuits
+from mechinterp.analysis.one_layer.circuits import Circuits, circuits_of, weights_of
 from mechinterp.analysis.one_layer.classify import classify_attention
 from mechinterp.analysis.result import Table
 from mechinterp.analysis.training.histories import kept_steps, loss_at, loss_curve, with_snapshots
@@ -125,7 +125,7 @@ def training_snapshots(
     curve = loss_curve(trained)
     return Snapshots(
         step=np.array(steps),
-        circuits=tuple(circuits(each) for each in weights),
+        circuits=tuple(circuits_of(weights_of(each, "training_snapshots")) for each in weights),
         pattern=tuple(each.pattern for each in found),
         labels=tuple(each.labels for each in found),
         eval_loss=loss_at(curve, steps),

@@ -16,15 +16,33 @@ CHUNK_BYTES = 2**24
 
 
 def batch_chunks(
-    task: TaskConfig, n_prompts: int, *, generator: torch.Generator
+    task: TaskConfig,
+    n_prompts: int,
+    *,
+    generator: torch.Generator,
+    context_length: int | None = None,
+    dtype: torch.dtype = torch.float32,
 ) -> Iterator[Prompts]:
     """A batch of fresh prompts, in chunks of as many as go into CHUNK_BYTES.
 
+    Args:
+        context_length: Pairs per prompt; None: the task's own.
     Example:
         >>> from mechinterp.icl.prompts import generator_for
         >>> [len(c) for c in batch_chunks(TaskConfig(), 20_000, generator=generator_for(0, "train", 0))]
         [16710, 3290]
     """
-    size = max(1, CHUNK_BYTES // prompt_bytes(task))
+    size = largest_chunk(task)
     for start in range(0, n_prompts, size):
-        yield sample_prompts(task, min(size, n_prompts - start), generator=generator)
+        yield sample_prompts(
+            task,
+            min(size, n_prompts - start),
+            generator=generator,
+            context_length=context_length,
+            dtype=dtype,
+        )
+
+
+def largest_chunk(task: TaskConfig) -> int:
+    """How many prompts of a batch are drawn at once, at most."""
+    return max(1, CHUNK_BYTES // prompt_bytes(task))

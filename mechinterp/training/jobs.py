@@ -1,7 +1,6 @@
-"""Packs of models that are trained together, decided by their configs and one constant alone.
+"""Jobs of a run: the models of one are trained together, from their state file, where there is one, to checkpoints.
 
-A pack is trained from its state file, where there is one, to the checkpoints of its models; it can be begun
-again at any time, in any process that sees the run folder.
+A job can be begun again at any time, in any process that sees the run folder.
 """
 
 import re
@@ -17,20 +16,15 @@ from mechinterp.checkpoints.io.atomic import delete_leftovers
 from mechinterp.checkpoints.io.errors import CheckpointError
 from mechinterp.checkpoints.io.locks import locked
 from mechinterp.config import ExperimentConfig, differences
-from mechinterp.memory import peak_memory, prompt_bytes, require_memory
+from mechinterp.memory import peak_memory, require_memory
 from mechinterp.training.general.trainer import DeepRun
-from mechinterp.training.linear.trainer import train_linear
-from mechinterp.training.one_layer.batches import CHUNK_BYTES
-from mechinterp.training.one_layer.trainer import Pack, pack_key
+from mechinterp.training.linear.trainer import moments_bytes, train_linear
+from mechinterp.training.one_layer.pack import Pack, pack_bytes, packs, shares_a_pack
 from mechinterp.training.run import Progress, train_run
 from mechinterp.training.state import stored_models
 
-LANES = 32
-"""Sums that the compiled step keeps side by side; `kernel.LANES`, which is not imported before it is needed."""
 STATE_NAME = re.compile(r"training-[0-9]{1,9}\.safetensors")
 LOCK_NAME = re.compile(r"\.training-[0-9]{1,9}\.lock")
-PACK_HEADS = 512
-"""Heads of a pack, unless one model has more."""
 FIRST_USE_BYTES = 96_000_000
 """What libraries take when they are first called."""
 
@@ -59,40 +53,6 @@ class Outcome:
 
 OnLog = Callable[[Progress], None]
 Engine = Callable[[Sequence[PackJob], OnLog | None], Iterator[Outcome]]
-
-
-def shares_a_pack(config: ExperimentConfig) -> bool:
-    """Whether the compiled step trains such a model, with others beside it.
-
-    Example:
-        >>> shares_a_pack(ExperimentConfig())
-        True
-    """
-    return config.train.optimizer == "adam" and config.trains_compiled
-
-
-def packs(models: Mapping[str, ExperimentConfig]) -> list[dict[str, ExperimentConfig]]:
-    """Models that train together, in the order in which they are named.
-
-    Linear attention that is trained on moments is alone: it samples no prompts that could be shared. So is a
-    model that the compiled step does not train, whose layers are no axis that models could lie along.
-
-    Example:
-        >>> models = {f"{seed}": ExperimentConfig(seed=seed) for seed in range(300)}
-        >>> [len(pack) for pack in packs(models)]
-        [256, 44]
-    """
-    full: list[dict[str, ExperimentConfig]] = []
-    filling: dict[object, tuple[int, dict[str, ExperimentConfig]]] = {}
-    for name, config in models.items():
-        key: object = pack_key(config) if shares_a_pack(config) else name
-        n_heads, pack = filling.get(key, (PACK_HEADS, {}))
-        if n_heads + config.model.n_heads > PACK_HEADS:
-            n_heads, pack = 0, {}
-            full.append(pack)
-        pack[name] = config
-        filling[key] = n_heads + config.model.n_heads, pack
-    return full
 
 
 def pack_jobs(models: Mapping[str, ExperimentConfig], run_folder: Path) -> list[PackJob]:
@@ -156,6 +116,7 @@ def train_here(
     """Train packs in this process, one after another.
 
     Args:
+        device: "cpu", "cuda" or "auto".
         memory: Bytes that the process may come to use; None: as many as it takes.
     Raises:
         CheckpointError: If a pack would need more memory, or a file cannot be read or written.
@@ -206,60 +167,50 @@ def _train_job(job: PackJob, on_log: OnLog | None, *, device: str, memory: int |
     if not left:
         job.file.unlink(missing_ok=True)
         return Outcome(0, 0.0, float("nan"), {})
-    name, config = next(iter(left.items()))
-    if config.train.optimizer != "adam":
-        return _train_on_moments(run_folder, name, config, on_log)
+    config = next(iter(left.values()))
+    device = _device(job, config, device)
     if memory is not None:
-        _require_memory(job, memory)
+        _require_memory(job, config, memory)
+    if config.train.optimizer != "adam":
+        return _train_on_moments(run_folder, left, on_log)
     if shares_a_pack(config):
         require_memory(pack_bytes(job.models), f"{job.file}: training {len(job.models)} models")
     kind: type[Pack | DeepRun] = Pack if shares_a_pack(config) else DeepRun
     if job.file.exists():
-        pack = kind.restore(job.file, device=device)
+        run = kind.restore(job.file, device=device)
     else:
-        pack = kind(left, device=device)
-        pack.save(job.file)
-    first_step = pack.step
-    seconds = train_run(pack, job.file, on_log=on_log)
-    for name, trained in pack.results().items():
-        if name in left and name not in pack.diverged:
-            trained.save(run_folder / name, shared=True)
+        run = kind(left, device=device)
+        run.save(job.file)
+    first_step = run.step
+    seconds = train_run(run, job.file, on_log=on_log)
+    for name, trained in run.results().items():
+        if name in left and name not in run.diverged:
+            trained.save(run_folder / name)
     job.file.unlink()
-    losses = pack.rows["eval_loss"][-1]
+    losses = run.rows["eval_loss"][-1]
     loss = losses[torch.isfinite(losses)].mean().item()
-    return Outcome(pack.step - first_step, seconds, loss, pack.diverged)
+    return Outcome(run.step - first_step, seconds, loss, run.diverged)
 
 
-def pack_bytes(models: Mapping[str, ExperimentConfig]) -> int:
-    """Memory that training a pack of one-layer models adds to a process on the CPU, at most.
-
-    Example:
-        >>> models = {f"{seed}": ExperimentConfig(seed=seed) for seed in range(256)}
-        >>> f"{pack_bytes(models) / 2**20:.0f} MiB"
-        '35 MiB'
-    """
-    config, n_models = next(iter(models.values())), len(models)
-    task, train = config.task, config.train
-    n_heads = sum(config.model.n_heads for config in models.values())
-    head = config.d_model * 3 * config.d_head + config.d_head * task.d_y
-    n_rows = 2 + train.steps // train.log_every
-    # Weights, gradients and Adam's moments, and the sums of the compiled step.
-    floats = n_heads * (8 * head + LANES * config.d_model * (task.d_x + task.d_y))
-    # Snapshots are there as they were trained and as they are named, W_O in full width, and those of one model, while
-    # it is written, as one tensor and as the bytes of its file. Rows of the history are there twice.
-    named, most = 4 * config.d_model * config.d_head, max(c.model.n_heads for c in models.values())
-    floats += len(train.snapshot_steps) * (n_heads * (head + named) + 2 * most * named)
-    floats += 2 * n_rows * (2 * n_models + 4 * n_heads)
-    # A chunk of prompts, with what it is made from.
-    batch = max(train.batch_size, train.n_eval_prompts) * prompt_bytes(task)
-    return 4 * floats + 4 * min(batch, CHUNK_BYTES)
+def _device(job: PackJob, config: ExperimentConfig, device: str) -> str:
+    """The device itself, of "auto" a GPU where PyTorch can use one; training on moments is for the processor."""
+    if config.train.optimizer == "adam":
+        return ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+    if device not in ("auto", "cpu"):
+        raise CheckpointError(
+            f"{job.file}: --device must be auto or cpu where train.optimizer is {config.train.optimizer}, got {device}."
+        )
+    return "cpu"
 
 
-def _require_memory(job: PackJob, memory: int) -> None:
-    config = next(iter(job.models.values()))
-    if not shares_a_pack(config):
-        raise CheckpointError(f"{job.file}: --memory is for packs of one-layer models.")
-    needed = peak_memory() + FIRST_USE_BYTES + pack_bytes(job.models)
+def _require_memory(job: PackJob, config: ExperimentConfig, memory: int) -> None:
+    if config.train.optimizer != "adam":
+        needed = moments_bytes(config)
+    elif shares_a_pack(config):
+        needed = pack_bytes(job.models)
+    else:
+        raise CheckpointError(f"{job.file}: --memory is not for models of several layers.")
+    needed += peak_memory() + FIRST_USE_BYTES
     if needed > memory:
         raise CheckpointError(
             f"{job.file}: may need {needed / 1e9:.2f} GB with {len(job.models)} models and "
@@ -268,9 +219,10 @@ def _require_memory(job: PackJob, memory: int) -> None:
 
 
 def _train_on_moments(
-    run_folder: Path, name: str, config: ExperimentConfig, on_log: OnLog | None
+    run_folder: Path, models: Mapping[str, ExperimentConfig], on_log: OnLog | None
 ) -> Outcome:
     """Train a model of linear attention; it takes seconds and needs no state."""
+    ((name, config),) = models.items()
     start, steps = time.monotonic(), config.train.steps
     try:
         trained = train_linear(config)
@@ -278,7 +230,7 @@ def _train_on_moments(
         return Outcome(0, 0.0, float("nan"), {name: None})
     except RuntimeError as error:
         raise CheckpointError(f"{run_folder / name}: {error}") from None
-    trained.save(run_folder / name, shared=True)
+    trained.save(run_folder / name)
     seconds = time.monotonic() - start
     final = trained.history.iloc[-1]
     if on_log is not None:

@@ -4,7 +4,7 @@ A function per question, from a model and prompts to numbers. Heads are always c
 and measured on `measured`, prompts that share nothing.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from analyses.lib.records import claims
 from analyses.sparse.setting import TARGETS
 from mechinterp.analysis.ablation.cross_fitting import masked_by, refit_errors
 from mechinterp.analysis.ablation.masked_risk import masked_errors
@@ -151,3 +152,74 @@ def over_training(checkpoint: Checkpoint, prompts: Prompts) -> list[dict[str, ob
             row |= {f"n_eff_{layer}": float(number), f"n_eff_{layer}_sem": float(sem)}
         rows.append(row)
     return rows
+
+
+CLAUSES = (
+    "C10-several",
+    "C10-later",
+    "C10-top-first",
+    "C10-top-later",
+    "C11-refit",
+    "C11-as-is",
+    "C12-refit",
+    "C12-beside-refit",
+)
+"""What C10 to C12 rest on, by the rest of the claim's id."""
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """What was measured of a model."""
+
+    effective: Sequence[float]
+    """Effective heads of each layer, by median rises."""
+    shares: Sequence[float]
+    """Share of the head of each layer that was the best on other prompts."""
+    later: float
+    """Risk over the whole model's with one head in each later layer and a new read-out."""
+    later_median: float
+    """Median risk over the whole model's with one head in each later layer, as it is."""
+    first: float
+    """Risk over the whole model's with one head in layer 1 and a new read-out."""
+
+    def by_clause(self) -> dict[str, float]:
+        return {
+            "C10-several": self.effective[0],
+            "C10-later": self.effective[0] / max(self.effective[1:]),
+            "C10-top-first": self.shares[0],
+            "C10-top-later": float(np.median(self.shares[1:])),
+            "C11-refit": self.later,
+            "C11-as-is": self.later_median,
+            "C12-refit": self.first,
+            "C12-beside-refit": self.first / self.later,
+        }
+
+
+def verdicts(found: Numbers) -> dict[str, bool]:
+    """C10 to C12: a claim holds where all of its clauses do."""
+    values = found.by_clause()
+    held = {name: claims()[f"sparse-{name}"].holds(values[name]) for name in CLAUSES}
+    return {
+        claim: all(holds for name, holds in held.items() if name.startswith(claim))
+        for claim in ("C10", "C11", "C12")
+    }
+
+
+def of_row(row: Mapping[str, object]) -> dict[str, bool]:
+    """C10 to C12 of a row of results/sparse_settings.csv, and C11 with a pair in place of one head."""
+    layers = range(1, int(row["n_layers"]) + 1)
+    effective = [float(row[f"n_eff_{layer}_median"]) for layer in layers]
+    shares = [float(row[f"top_share_{layer}"]) for layer in layers]
+    one, pair = (
+        verdicts(
+            Numbers(
+                effective,
+                shares,
+                later=float(row[f"{name}_refit"]),
+                later_median=float(row[f"{name}_median"]),
+                first=float(row["first_refit"]),
+            )
+        )
+        for name in ("later", "pairs")
+    )
+    return one | {"C11_pairs": pair["C11"]}

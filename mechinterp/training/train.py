@@ -5,25 +5,21 @@ model when it is done. Nothing in it is overwritten: without `resume` it must be
 configs must equal those asked for. One process at a time trains there.
 """
 
-import itertools
-import json
 import os
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
 from mechinterp.checkpoints.checkpoint import Checkpoint, load
-from mechinterp.checkpoints.io.atomic import delete_leftovers, read_json
+from mechinterp.checkpoints.io.atomic import delete_leftovers
 from mechinterp.checkpoints.io.errors import CheckpointError
 from mechinterp.checkpoints.io.locks import entries, locked, require_free, settle
 from mechinterp.checkpoints.load import named_config
-from mechinterp.checkpoints.native.folder import FILES
+from mechinterp.checkpoints.native.folder import FILES, document_file, read_document, read_history
 from mechinterp.checkpoints.native.history import require_own_table
-from mechinterp.config import ExperimentConfig, from_dict, override, value_of
-from mechinterp.presets import preset
-from mechinterp.training.packs import (
+from mechinterp.config import ExperimentConfig
+from mechinterp.training.jobs import (
     LOCK_NAME,
     STATE_NAME,
     Engine,
@@ -37,7 +33,6 @@ from mechinterp.training.packs import (
 from mechinterp.training.run import Progress
 from mechinterp.training.state import stored_models
 
-ENTRY_FIELDS = ("preset", "config", "set", "grid", "name")
 LOCK = ".lock"
 RESULTS = "results.parquet"
 """The table of a sweep, which `analysis.results` makes; it lies in the run folder."""
@@ -58,35 +53,6 @@ class TrainingSummary:
     diverged: Mapping[str, int | None] = field(default_factory=dict)
     """Models that were not saved, with the logged step at which their weights were found not to be finite;
     None where training is no sequence of steps."""
-
-
-def load_sweep(file: str | Path) -> dict[str, ExperimentConfig]:
-    """The models of a sweep file, by name, in the order of the file.
-
-    The file is JSON: one entry or a list of them. An entry starts from a "preset" or a "config", changes
-    the fields in "set", takes every combination of the values in "grid", and is named by the pattern
-    "name", in which {model.n_heads} stands for that field's value.
-
-    Raises:
-        ValueError: If the file is no sweep file; the message names the file and the rule.
-    Example:
-        >>> len(load_sweep("analyses/sweeps/softmax.json"))
-        26
-    """
-    file = Path(file)
-    document = read_json(file)
-    models: dict[str, ExperimentConfig] = {}
-    try:
-        for entry in document if isinstance(document, list) else [document]:
-            for name, config in _entry_models(entry):
-                if name in models:
-                    raise ValueError(f"names must differ, got {name!r} twice.")
-                models[name] = config
-    except ValueError as error:
-        raise ValueError(f"{file}: {' '.join(str(error).split())}") from None
-    if not models:
-        raise ValueError(f"{file}: a sweep file must hold at least one entry, got none.")
-    return models
 
 
 def train_models(
@@ -124,7 +90,8 @@ def train_models(
         delete_leftovers(run_folder, _is_of_run)
         for name, config in models.items():
             if is_finished(run_folder / name):
-                require_same(run_folder / name, load(run_folder / name).config, config)
+                _, trained = read_document(document_file(run_folder / name))
+                require_same(run_folder / name, trained, config)
         steps, seconds = 0, 0.0
         diverged: dict[str, int | None] = {}
         for outcome in engine(pack_jobs(models, run_folder), on_log):
@@ -231,9 +198,9 @@ def _require_resumable(models: Mapping[str, ExperimentConfig], run_folder: Path)
         if name in started:
             require_free(target, FILES)
         elif _is_occupied(target):
-            there = [entry for entry in entries(target) if entry != LOCK]
-            found = f"already holds {there[0]}, which is" if there else "is a file and"
-            raise CheckpointError(f"{target}: {found} not of this run; it is not overwritten.")
+            others = [entry for entry in entries(target) if entry != LOCK]
+            reason = f"already holds {others[0]}, which is" if others else "is a file and"
+            raise CheckpointError(f"{target}: {reason} not of this run; it is not overwritten.")
 
 
 def _is_of_run(name: str) -> bool:
@@ -247,40 +214,6 @@ def _is_occupied(target: Path) -> bool:
 
 
 def _final_loss(folder: Path) -> float:
-    history = load(folder).history
+    document, config = read_document(document_file(folder))
+    history = read_history(folder, config, document["step"])
     return float("nan") if history is None else float(history["eval_loss"].iloc[-1])
-
-
-def _entry_models(entry: object):
-    if not isinstance(entry, dict) or not set(entry) <= set(ENTRY_FIELDS):
-        raise ValueError(
-            f"an entry must be an object with fields among {', '.join(ENTRY_FIELDS)}, got {entry!r}."
-        )
-    if ("preset" in entry) == ("config" in entry):
-        found = "both" if "preset" in entry else "neither"
-        raise ValueError(f"an entry must have either a preset or a config, got {found}: {entry!r}.")
-    for part in ("preset", "name"):
-        if not isinstance(entry.get(part, ""), str):
-            raise ValueError(f"{part} must be text, got {entry[part]!r}.")
-    base = preset(entry["preset"]) if "preset" in entry else from_dict(entry["config"])
-    base = override(base, *_assignments(entry.get("set", {}), "set"))
-    grid = entry.get("grid", {})
-    if not isinstance(grid, dict) or not all(isinstance(values, list) for values in grid.values()):
-        raise ValueError(f"grid must give a list of values for each field, got {grid!r}.")
-    default_name = "-".join([entry.get("preset", "model"), *(f"{key}{{{key}}}" for key in grid)])
-    for values in itertools.product(*grid.values()):
-        config = override(base, *_assignments(dict(zip(grid, values, strict=True)), "grid"))
-        yield _name(entry.get("name", default_name), config), config
-
-
-def _assignments(values: object, field: str) -> list[str]:
-    if not isinstance(values, dict):
-        raise ValueError(f"{field} must be an object of field names and values, got {values!r}.")
-    return [f"{name}={json.dumps(value)}" for name, value in values.items()]
-
-
-def _name(pattern: str, config: ExperimentConfig) -> str:
-    name = re.sub(r"\{([\w.]+)\}", lambda match: str(value_of(config, match[1])), pattern)
-    if not re.fullmatch(r"\w[\w.=+-]*", name):
-        raise ValueError(f"a name must consist of letters, digits and . _ - = +, got {name!r}.")
-    return name
