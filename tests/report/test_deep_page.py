@@ -28,12 +28,16 @@ from tests.report.test_page import EVIL, Page, explained_columns
 N_PROMPTS = 160
 TASK = TaskConfig(d_x=4, context_length=9)
 MODEL = ModelConfig(n_layers=3, n_heads=4, context_only=True, d_model=12, d_head=3)
-SECTIONS = ["What it computes", "Excess risk", "Head ablation", "Pruning", "Probes"]
+SECTIONS = [
+    *("What it computes", "Circuits", "Attention on prompts", "Excess risk", "Head ablation"),
+    *("Pruning", "Probes", "Read out by layer"),
+]
 EDGES = "Edges between heads"
 FIGURES = [
-    *("figure-classify", "figure-baselines", "figure-head_risk", "figure-head_importance"),
+    *("figure-classify", "figure-qk", "figure-ov", "figure-attention", "figure-similarity"),
+    *("figure-baselines", "figure-head_risk", "figure-head_importance"),
     *("figure-effective_heads", "figure-pruning", "figure-rules", "figure-chosen"),
-    *("figure-probe_r2", "figure-probe_risk", "figure-descent"),
+    *("figure-probe_r2", "figure-probe_risk", "figure-descent", "figure-read_out_by_layer"),
 ]
 
 
@@ -65,7 +69,7 @@ def test_the_page_is_whole_and_says_what_it_found(written: Report):
     assert written.verdict.replace("\n", "") in page.text
     assert EVIL not in page.source
     assert html.escape(EVIL) in page.source
-    assert page.source.count("<summary>How this was computed</summary>") == 6
+    assert page.source.count("<summary>How this was computed</summary>") == len(page.headings)
     assert (
         "3 layers of 4 heads, softmax attention, width 12, d_x 4, d_y 1, context_length 9, "
         in page.text
@@ -120,7 +124,7 @@ def test_edges_are_those_of_the_analysis(deep: Path, written: Report):
 
 def test_the_page_says_how_many_prompts_each_part_had(written: Report):
     text = opened(written).text
-    assert text.count("160 prompts, seed 0.") == 5
+    assert text.count("160 prompts, seed 0.") == 7
     assert "a quarter of the second half" in text
     # Edges take no more than they take by themselves.
     assert "32 prompts, seed 0." in text
