@@ -42,6 +42,7 @@ from mechinterp.analysis.needs import (
     snapshots,
     snapshots_of_attention,
     snapshots_of_components,
+    snapshots_of_layers,
     weights_of_layers,
 )
 from mechinterp.analysis.one_layer.attention import attention_patterns
@@ -154,7 +155,7 @@ ANALYSES: dict[str, Analysis] = {
     "head-snapshots": Analysis(
         deep_snapshots,
         snapshots,
-        on_page=more_than_attention,
+        on_page=snapshots_of_layers,
         many_runs=True,
         title="Training, step by step",
     ),

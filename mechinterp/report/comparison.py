@@ -111,6 +111,7 @@ def _settings(found: Comparison, n_prompts: int, pages: Mapping[str, str]) -> Se
         "A model's name leads to its own report where that lies beside this one, in a folder of that name.",
         f"Losses are mean squared errors on {5 * n_prompts} prompts of the model's own task and context length, the same "
         "prompts for all models of one task. omega and mu are as in the report on one model.",
+        figures={"means": found.plot_means()} if len(found.names) > len(found.fields) else {},
         tables={name: Table(frame) for name, frame in tables.items()},
         meanings=meanings(found, columns),
         longest_table=LONGEST_TABLE,
@@ -150,7 +151,9 @@ def _training(found: Comparison) -> list[Section]:
         Section(
             "Training",
             "Loss on prompts that training never sees. Models without a history are left out.",
-            "From each model's history, at most 200 steps of it; settings may have different evaluation prompts.",
-            {"curves": found.plot_curves()},
+            "From each model's history, at most 200 steps of it; settings may have different evaluation prompts. Means are of "
+            "settings whose models share their steps, error bars standard errors over the models.",
+            {"curves": found.plot_curves()}
+            | ({"mean_curves": found.plot_mean_curves()} if found.mean_curves() else {}),
         )
     ]

@@ -12,6 +12,7 @@ from mechinterp.analysis.number_format import digits
 from mechinterp.analysis.result import Table
 from mechinterp.analysis.training.histories import with_history
 from mechinterp.analysis.training.over_training import TrainingDynamics, training_dynamics
+from mechinterp.analysis.training.run_over_training import RunOverTraining
 from mechinterp.display import Result
 from mechinterp.models.run.predictor import Source
 
@@ -136,7 +137,9 @@ class NormsOverTraining(Result):
         )
 
 
-def history_of(source: Source | pd.DataFrame) -> TrainingDynamics | NormsOverTraining:
+def history_of(
+    source: Source | pd.DataFrame,
+) -> TrainingDynamics | NormsOverTraining | RunOverTraining:
     """Losses during training, with the scales of the heads of one layer of attention or the norms of any others.
 
     A logged row has the mean training loss since the row before, and eval_loss on prompts that training never sees, or
@@ -154,6 +157,8 @@ def history_of(source: Source | pd.DataFrame) -> TrainingDynamics | NormsOverTra
     """
     given = isinstance(source, pd.DataFrame)
     history: pd.DataFrame = source if given else with_history(source, "training")
+    if "eval_loss_sem" in history:
+        return RunOverTraining(history)
     if "omega" in history:
         return training_dynamics(history)
     per_step = history.drop_duplicates("step")

@@ -12,6 +12,7 @@ from mechinterp.analysis.one_layer.circuits import Circuits, circuits_of, weight
 from mechinterp.analysis.one_layer.classify import classify_attention
 from mechinterp.analysis.result import Table
 from mechinterp.analysis.training.histories import kept_steps, loss_at, loss_curve, with_snapshots
+from mechinterp.checkpoints.checkpoint import checkpoint_of
 from mechinterp.display import Result
 from mechinterp.models.run.predictor import Source
 from mechinterp.progress import ProgressCallback, no_progress
@@ -110,7 +111,7 @@ def training_snapshots(
         >>> training_snapshots(load("checkpoints/softmax-h2-s0"))
         Snapshots(10, unstructured to debiased_gd)
     """
-    trained = with_snapshots(checkpoint, "training_snapshots")
+    trained = checkpoint_of(with_snapshots(checkpoint, "training_snapshots"), "training_snapshots")
     if not trained.predictor.is_one_attention:
         raise ValueError(
             "training_snapshots needs one layer of attention; deep_snapshots takes the others."
