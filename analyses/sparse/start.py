@@ -29,7 +29,8 @@ from mechinterp.icl.prompts import Prompts
 from mechinterp.icl.sparse_predictors import excess_risk, preprocess_then_optimise
 from mechinterp.models.constructions.sparse import preprocess_then_optimise_model
 from mechinterp.models.hooked.transformer import ICLTransformer
-from mechinterp.models.stacks import DeepWeights, predict_deep
+from mechinterp.models.run.general import predict_deep
+from mechinterp.models.stacks import DeepWeights
 from mechinterp.training.general.trainer import DeepRun, initial_deep_weights
 
 NOISE, ETA, SIZE = 0.1, 0.5, 0.5
