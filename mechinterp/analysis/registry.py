@@ -42,6 +42,7 @@ from mechinterp.analysis.needs import (
     snapshots,
     snapshots_of_attention,
     snapshots_of_components,
+    snapshots_of_layers,
     weights_of_layers,
 )
 from mechinterp.analysis.one_layer.attention import attention_patterns
@@ -96,7 +97,7 @@ class Analysis:
         """What its docstring says before any heading.
 
         Example:
-            >>> ANALYSES["milestones"].described == ANALYSES["milestones"].first_line
+            >>> ANALYSES["ablate"].described.endswith(".")
             True
         """
         paragraphs = cleandoc(self.function.__doc__ or "").split("\n\n")
@@ -133,7 +134,7 @@ ANALYSES: dict[str, Analysis] = {
     "prior-heads": Analysis(prior_heads, a_pool),
     "prior-snapshots": Analysis(prior_snapshots, a_pool),
     "snapshots": Analysis(training_snapshots, snapshots_of_attention, on_page=nothing),
-    "head-snapshots": Analysis(deep_snapshots, snapshots),
+    "head-snapshots": Analysis(deep_snapshots, snapshots, on_page=snapshots_of_layers),
     "component-snapshots": Analysis(linear_snapshots, snapshots_of_components),
     "training": Analysis(training_dynamics, a_history, on_page=nothing),
     "milestones": Analysis(milestones, a_history),

@@ -57,21 +57,23 @@ class AttentionEntropy(Result):
         return pd.DataFrame(columns | {"random_entropy_sd": self.random_sd[layer]})
 
     def plot(self) -> go.Figure:
-        """Entropy of every head beside that of random weights and of uniform attention."""
+        """Entropy of every head beside that of random weights; a dotted line is uniform attention."""
         frame = self.to_frame()
-        names = {"entropy": "model", "random_entropy": "random weights", "uniform_entropy": "log L"}
-        errors = {"model": "entropy_sem", "random weights": "random_entropy_sd"}
-        shown = {name: frame[column].to_numpy() for column, name in names.items()}
-        return figures.bars(
+        groups = {"model": frame["entropy"].to_numpy()}
+        errors = {"model": frame["entropy_sem"].to_numpy()}
+        if np.isfinite(self.random).all():
+            groups["random weights"] = frame["random_entropy"].to_numpy()
+            errors["random weights"] = frame["random_entropy_sd"].to_numpy()
+        figure = figures.bars(
             [f"L{layer}H{head}" for layer, head in zip(frame["layer"], frame["head"], strict=True)],
-            shown,
-            errors={
-                name: frame[errors[name]].to_numpy() if name in errors else 0 * values
-                for name, values in shown.items()
-            },
-            title="Entropy of the query's attention",
+            groups,
+            errors=errors,
+            title="Entropy of the query's attention; dotted: uniform attention",
             y_title="entropy (nats)",
         )
+        for level in np.unique(self.uniform):
+            figure.add_hline(float(level), line_dash="dot", line_width=1)
+        return figure
 
 
 def attention_entropy(

@@ -15,7 +15,7 @@ from mechinterp.models.run.general import predictions, prompt_bytes
 from mechinterp.models.run.linear import stack_bytes
 from mechinterp.models.shapes import tensor_shapes
 from mechinterp.models.stacks import LINEAR, DeepWeights
-from mechinterp.models.weights import Weights, as_weights
+from mechinterp.models.weights import Weights, as_weights, circuit_norms
 from mechinterp.training.batches import largest_chunk
 from mechinterp.training.general.attention import attend
 from mechinterp.training.general.step import loss_and_gradients, loss_of
@@ -106,11 +106,7 @@ class DeepRun(Run[DeepWeights | Weights]):
         return loss.detach(), gradient
 
     def _measured(self) -> dict[str, Tensor]:
-        weights = as_weights(self.weights)
-        return {
-            "qk_norm": weights.scale * (weights.W_Q @ weights.W_K.mT).norm(dim=(2, 3)),
-            "ov_norm": (weights.W_V @ weights.W_O).norm(dim=(2, 3)),
-        }
+        return circuit_norms(as_weights(self.weights))
 
     def _model(self, index: int, weights: DeepWeights | Weights) -> Weights:
         return replace(as_weights(own(weights)), model=self.config.model)

@@ -1,9 +1,9 @@
 """How often the label of a model of several layers is wrong: on models whose right label is known.
 
-    python -m analyses.algorithm_calibration          (about ten minutes on one core)
-    python -m analyses.algorithm_calibration --quick  (two models of each family)
+    python -m analyses.algorithms.calibration          (about ten minutes on one core)
+    python -m analyses.algorithms.calibration --quick  (two models of each family)
 
-The models are those of analyses/algorithm_models.py. On some seeds every limit is moved, the others at
+The models are those of analyses/algorithms/models.py. On some seeds every limit is moved, the others at
 their defaults, and its cost is counted: five for a wrong label, one for a model that must get its
 label and is left undetermined. On other seeds, and on five more families, the labels at the defaults
 are counted. No trained model is among them. Writes
@@ -20,12 +20,12 @@ import pandas as pd
 import torch
 from scipy.stats import binomtest
 
-from analyses.algorithm_models import CONFIRMED_ONLY, Case, cases
+from analyses.algorithms.models import CONFIRMED_ONLY, Case, cases
 from mechinterp.analysis.multi_layer.algorithm import labelled, name_algorithm
 from mechinterp.analysis.multi_layer.algorithm_evidence import AlgorithmEvidence
 from mechinterp.analysis.multi_layer.algorithm_labels import AlgorithmLimits
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 TUNED, CONFIRMED = range(5), range(5, 12)
 MOVED = {
     "fails": (0.8, 0.95),

@@ -1,6 +1,6 @@
 """The figure of the map: relative distance and risk over the size of the pool, and the path of the GPT-2s; an SVG file.
 
-python -m analyses.pool_figure [--out FILE]    (from results/pools/*.csv)
+python -m analyses.pools.figure [--out FILE]    (from results/pools/*.csv)
 """
 
 import argparse
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pandas as pd
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "analyses" / "results" / "pools"
 POOLS = ("1", "4", "16", "64", "256", "1024", "none")
 WIDTH, HEIGHT, LEFT, TOP, GAP = 270, 210, 62, 46, 78

@@ -1,6 +1,6 @@
 """One layer of attention on a pool of M tasks: closed form of linear attention, trained layers, softmax beside it.
 
-    python -m analyses.pool_one_layer RUNS [--out DIR] [--n-prompts N]
+    python -m analyses.pools.one_layer RUNS [--out DIR] [--n-prompts N]
 
 RUNS holds one-linear-m1, one-softmax-m1, ... of sweeps/pool_one_layer.json (d_x 5, 20 pairs, noise variance 0.25, four heads, 20,000 steps
 of Adam). Excess risks on tasks of the pool and on new ones go to results/pools/pool_one_layer.csv.
@@ -18,7 +18,7 @@ from mechinterp.analysis.learners.priors import compare_priors
 from mechinterp.icl.prompts import task_pool
 from mechinterp.theory.linear_pools import pool_optimum
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 POOLS = (1, 2, 4, 8, 64)
 
 

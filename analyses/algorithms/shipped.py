@@ -1,6 +1,6 @@
 """Which algorithm the shipped models of several layers carry out.
 
-    python -m analyses.algorithm_shipped    (about two minutes on one core)
+    python -m analyses.algorithms.shipped    (about two minutes on one core)
 
 Writes analyses/results/algorithms/algorithm_shipped.csv, a row per model: its label, what the evidence leaves, the
 nearest algorithm with R² ± one standard error at the model's own length, the runner-up, and of the
@@ -17,7 +17,7 @@ import torch
 from mechinterp.analysis.multi_layer.algorithm import name_algorithm
 from mechinterp.checkpoints.checkpoint import load
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 FILE = "algorithm_shipped.csv"
 N_PROMPTS = 256
 

@@ -1,4 +1,4 @@
-"""Tables of the page on pools of tasks, from the CSV files of pool_map.py and pool_one_layer.py."""
+"""Tables of the page on pools of tasks, from the CSV files of pools/map.py and pools/one_layer.py."""
 
 from pathlib import Path
 

@@ -1,8 +1,8 @@
-"""The map of pool_plan.md: which models memorise a pool of M tasks, which learn ridge, on what path, and by which heads.
+"""The map of plan.md: which models memorise a pool of M tasks, which learn ridge, on what path, and by which heads.
 
-    python -m analyses.pool_map RUNS [--out DIR] [--n-prompts N] [--models DIR]
+    python -m analyses.pools.map RUNS [--out DIR] [--n-prompts N] [--models DIR]
 
-RUNS holds gpt2-m16, gpt2-mnone, gpt2-m16-s1, ... of pool_train.py and linear/linear-l3-m16-s0, ... of sweeps/pool_linear.json. Rows of
+RUNS holds gpt2-m16, gpt2-mnone, gpt2-m16-s1, ... of pools/train.py and linear/linear-l3-m16-s0, ... of sweeps/pool_linear.json. Rows of
 models that are not there stay as they are. It writes results/pool_map.csv (the last step), pool_steps.csv (every kept step), pool_heads.csv (each head masked),
 pool_probes.csv (linear probes for the posterior) and, with --models, the GPT-2s as checkpoints of this package, with their snapshots.
 """
@@ -17,8 +17,8 @@ from typing import Any
 import pandas as pd
 import torch
 
-from analyses.pool_probes import probes
-from analyses.pool_train import STEPS, pool_task
+from analyses.pools.probes import probes
+from analyses.pools.train import STEPS, pool_task
 from mechinterp import load
 from mechinterp.analysis.ablation.prior_heads import prior_heads
 from mechinterp.analysis.learners.priors import compare_priors
@@ -27,18 +27,18 @@ from mechinterp.checkpoints.checkpoint import Checkpoint, save
 from mechinterp.icl.pools import Pool
 from mechinterp.icl.prompts import task_pool
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 OTHERS = (16, 1024)
 """Tasks of the pools that models without one are compared with; the plan names the largest, which lies near to ridge."""
 MOST_PROBED = 16
 """Tasks of a pool whose posterior is probed for."""
 ONLY_FULL = 8
 """Pairs at which linear stacks are compared."""
-ORIGIN = {"trained by": "analyses/pool_train.py", "loss": "all prefixes, 0 to 8 pairs"}
+ORIGIN = {"trained by": "analyses/pools/train.py", "loss": "all prefixes, 0 to 8 pairs"}
 
 
 def as_checkpoint(run: Path, out: Path) -> Checkpoint:
-    """A run of pool_train.py as a checkpoint of this package, with the weights of every kept step."""
+    """A run of pools/train.py as a checkpoint of this package, with the weights of every kept step."""
     pool, _, seed = run.name.removeprefix("gpt2-m").partition("-s")
     task = pool_task(None if pool == "none" else int(pool))
     with tempfile.TemporaryDirectory() as folder:

@@ -1,4 +1,4 @@
-"""Models of several layers whose right label is known, for analyses/algorithm_calibration.py.
+"""Models of several layers whose right label is known, for analyses/algorithms/calibration.py.
 
 Weights built by hand in rotated streams, with noise on every matrix; algorithms without such weights
 as functions of prompts whose stream holds the prediction after each layer, with noise on each step;

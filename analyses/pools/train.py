@@ -1,9 +1,9 @@
 """A GPT-2 of the kind of Garg et al. 2022, trained on a pool of M tasks as Raventos et al. 2023 do (arXiv 2306.15063).
 
-    python -m analyses.pool_train 16 --out FOLDER --steps 20000 [--until 5000]    (goes on where it was stopped)
+    python -m analyses.pools.train 16 --out FOLDER --steps 20000 [--until 5000]    (goes on where it was stopped)
 
-The smallest size of Garg's code, as in garg_gpt2.py: d_x 4, 64 wide, 3 layers, 2 heads, 8 pairs and a query, 64 prompts in a
-step, the loss over all prefixes. The noise has variance 0.25. `pool_plan.md` says which pools, how long and what is asked. The
+The smallest size of Garg's code, as in algorithms/garg_gpt2.py: d_x 4, 64 wide, 3 layers, 2 heads, 8 pairs and a query, 64 prompts in a
+step, the loss over all prefixes. The noise has variance 0.25. `plan.md` says which pools, how long and what is asked. The
 step size rises over 500 steps and falls to 0 along half a cosine. FOLDER holds state.pt and config.yaml, by the names of their
 code, and steps/<step>.pt, the weights on the way.
 """
@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from analyses.garg_gpt2 import BATCH, CONFIG, D_X, STATE, WARM_UP, GargModel
+from analyses.algorithms.garg_gpt2 import BATCH, CONFIG, D_X, STATE, WARM_UP, GargModel
 from mechinterp.config import TaskConfig
 from mechinterp.icl.prompts import generator_for, sample_prompts
 

@@ -1,7 +1,7 @@
 """How often the assumed task is doubted: under a shipped model's own task, and under one that is off by two, and how often with
 random weights.
 
-    python -m analyses.task_doubt    (about four minutes on one core)
+    python -m analyses.algorithms.task_doubt    (about four minutes on one core)
 
 A model is asked on prompts whose noise, task vectors, length or covariates are not those it was trained on, as if they
 were assumed of its file: as many prompts as `classify` takes, with several seeds. Writes
@@ -29,7 +29,7 @@ from mechinterp.models.run.predictor import predictor_of
 from mechinterp.models.scores import is_normalised
 from mechinterp.training.one_layer.step import initial_weights
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 FILE = "task_doubt.csv"
 SEEDS, N_RANDOM = range(4), 20
 CHANGES = {"own task": {}} | {
