@@ -18,7 +18,8 @@ from mechinterp.icl.pools import Pool, dmmse, require_pool
 from mechinterp.icl.predictors import ridge
 from mechinterp.icl.prompts import Prompts, generator_for, task_pool
 from mechinterp.models.run.evaluation import evaluation_prompts
-from mechinterp.models.run.predictor import Source, learner_of, task_for
+from mechinterp.models.run.predictor import Source, learner_of
+from mechinterp.models.run.task import task_for
 from mechinterp.progress import ProgressCallback
 
 KINDS = ("pool", "new")

@@ -25,7 +25,8 @@ from mechinterp.icl.predictors import (
     zero_prediction,
 )
 from mechinterp.icl.prompts import Prompts, prompt_chunks, sample_prompts, task_pool
-from mechinterp.models.run.predictor import Predictor, Source, learner_of, predictor_of, task_for
+from mechinterp.models.run.predictor import Predictor, Source, learner_of, predictor_of
+from mechinterp.models.run.task import task_for
 from mechinterp.progress import ProgressCallback, no_progress
 
 FITTED = {"vanilla_gd": "eta", "debiased_gd": "eta", "kernel_head": "mu"}

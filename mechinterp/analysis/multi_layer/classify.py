@@ -34,7 +34,8 @@ from mechinterp.display import Result
 from mechinterp.icl.predictors import debiased_gd, ridge, vanilla_gd
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.run.evaluation import evaluation_prompts
-from mechinterp.models.run.predictor import Predictor, Source, assumed_of, predictor_of, task_for
+from mechinterp.models.run.predictor import Predictor, Source, predictor_of
+from mechinterp.models.run.task import assumed_of, task_for
 
 CONSTANT = 1e-8
 """Variance over prompts, relative to the mean square, below which a prediction is one number."""
