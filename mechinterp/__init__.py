@@ -10,6 +10,7 @@ from mechinterp.version import __version__
 
 _HOMES = {
     "load": "mechinterp.checkpoints.load",
+    "load_run": "mechinterp.checkpoints.load",
     "from_pretrained": "mechinterp.checkpoints.hub",
     "push_to_hub": "mechinterp.report.hub",
     "model_card": "mechinterp.report.hub",
@@ -57,6 +58,7 @@ _HOMES = {
     "save_figure": "mechinterp.paper",
     "local_learning_coefficient": "mechinterp.analysis.training.learning_coefficient",
     "milestones": "mechinterp.analysis.training.milestones",
+    "Monitor": "mechinterp.analysis.training.monitor",
     "training_snapshots": "mechinterp.analysis.training.snapshots",
     "training_dynamics": "mechinterp.analysis.training.over_training",
     "plateaus": "mechinterp.analysis.training.plateaus",

@@ -33,12 +33,14 @@ from mechinterp.analysis.training.learning_coefficient import (
 )
 from mechinterp.analysis.training.linear_components import linear_snapshots as linear_snapshots
 from mechinterp.analysis.training.milestones import milestones as milestones
+from mechinterp.analysis.training.monitor import Monitor as Monitor
 from mechinterp.analysis.training.over_training import training_dynamics as training_dynamics
 from mechinterp.analysis.training.plateaus import plateaus as plateaus
 from mechinterp.analysis.training.prior_snapshots import prior_snapshots as prior_snapshots
 from mechinterp.analysis.training.snapshots import training_snapshots as training_snapshots
 from mechinterp.checkpoints.hub import from_pretrained as from_pretrained
 from mechinterp.checkpoints.load import load as load
+from mechinterp.checkpoints.load import load_run as load_run
 from mechinterp.checkpoints.plain_modules import hook_module as hook_module
 from mechinterp.config import ExperimentConfig as ExperimentConfig
 from mechinterp.config import ModelConfig as ModelConfig

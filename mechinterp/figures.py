@@ -314,7 +314,7 @@ def points(
 
 
 def runs(
-    groups: Mapping[str, Mapping[str, tuple[np.ndarray, np.ndarray]]],
+    groups: Mapping[str, Mapping[str, tuple[np.ndarray, ...]]],
     *,
     title: str,
     x_title: str,
@@ -325,15 +325,16 @@ def runs(
     """Curves, or clouds of points, of several models by group; a group has one colour and one entry in the legend.
 
     Args:
-        groups: x and y by model, by group; the names are shown as they are.
+        groups: x, y and where there are some standard errors of y by model, by group; the names are shown as they are.
         log: Whether both axes are logarithmic.
     """
     figure = go.Figure()
     for index, (group, models) in enumerate(groups.items()):
-        for place, (model, (x, y)) in enumerate(models.items()):
+        for place, (model, (x, y, *error)) in enumerate(models.items()):
             figure.add_scatter(
                 x=x,
                 y=y,
+                error_y={"type": "data", "array": error[0], "thickness": 1} if error else None,
                 mode="markers" if markers else "lines",
                 name=_plain(group),
                 legendgroup=str(index),
@@ -347,8 +348,8 @@ def runs(
     figure.update_yaxes(title_text=y_title, type=kind, zeroline=markers)
     if log:
         every = [curve for models in groups.values() for curve in models.values()]
-        figure.update_xaxes(log_ticks(x for x, _ in every))
-        figure.update_yaxes(log_ticks(y for _, y in every))
+        figure.update_xaxes(log_ticks(curve[0] for curve in every))
+        figure.update_yaxes(log_ticks(curve[1] for curve in every))
     return _finish(figure, title, height=HEIGHT + 80)
 
 
@@ -364,14 +365,17 @@ def with_slider(
     label: str,
     titles: Sequence[str],
     traces: Sequence[int] | None = None,
+    start: int = -1,
 ) -> go.Figure:
-    """The figure with a slider that replaces its data and title; it begins at the last frame.
+    """The figure with a slider that replaces its data and title.
 
     Args:
         frames: By the name that the slider shows: what each trace is to have instead, such as {"z": matrix}.
         label: What the names are of, "step".
         traces: The traces that change; all, if left out.
+        start: The frame that it begins at; the last, if left out.
     """
+    start %= len(frames)
     places = list(range(len(figure.data))) if traces is None else list(traces)
     kinds = [figure.data[place].type for place in places]
     figure.frames = [
@@ -391,12 +395,12 @@ def with_slider(
     steps = [{"label": name, "method": "animate", "args": [[name], at_once]} for name in frames]
     slider = {
         "steps": steps,
-        "active": len(frames) - 1,
+        "active": start,
         "currentvalue": {"prefix": f"{label} "},
         "pad": {"t": 70},
     }
-    figure.update_layout(sliders=[slider], title_text=titles[-1])
-    for place, change in zip(places, list(frames.values())[-1], strict=True):
+    figure.update_layout(sliders=[slider], title_text=titles[start])
+    for place, change in zip(places, list(frames.values())[start], strict=True):
         figure.data[place].update(change)
     return figure
 

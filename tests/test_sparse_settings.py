@@ -196,8 +196,7 @@ def test_the_figure_has_the_shares_of_each_layer():
 
 def test_training_from_the_construction_starts_with_the_risk_of_its_fitted_steps():
     from analyses.sparse import questions as ask
-    from analyses.sparse.start import start_of
-    from analyses.sparse.start_expected import config_of, step_sizes
+    from analyses.sparse.start import config_of, start_of, step_sizes
     from analyses.sparse.steps import algorithm_1, moments
 
     config = config_of(1)

@@ -226,7 +226,8 @@ def script_of(name: str) -> str:
         >>> script_of("softmax_figure_1_two_heads")
         'softmax/figure_1_two_heads'
     """
-    return name if name == "learning_coefficient" else name.replace("_", "/", 1)
+    in_folder = (CLAIMS.parent / name.partition("_")[0]).is_dir()
+    return name.replace("_", "/", 1) if in_folder else name
 
 
 def written_by(file: str) -> str:
@@ -235,6 +236,7 @@ def written_by(file: str) -> str:
     several = {
         "softmax_emergence_seeds": "softmax_emergence",
         "sparse_settings_training": "sparse_settings",
+        "sparse_start_expected": "sparse_start",
         "calibration_labels": "calibration_errors",
         "calibration_thresholds": "calibration_errors",
     }

@@ -2,9 +2,8 @@
 
 Each model's claims stand beside the numbers that they rest on; "Layer 1" is the first.
 Run: python -m analyses.sparse.settings FOLDER, a folder of checkpoints such as `mechinterp sweep
-analyses/sweeps/sparse_settings.json --out FOLDER` makes (a minute per model; --quick seconds); without
-a folder what needs no models is measured again in the table that is there (ten minutes). Not among
-those of `make analyses`.
+analyses/sweeps/sparse_settings.json --out FOLDER` makes (a minute per model; --quick seconds). Not
+among those of `make analyses`.
 """
 
 import argparse
@@ -19,9 +18,8 @@ import torch
 from analyses.lib.measured import RESULTS, provenance
 from analyses.lib.records import claims, save
 from analyses.sparse import questions as ask
-from analyses.sparse.fairness import PLAN
 from analyses.sparse.questions import Pair
-from analyses.sparse.rivals import fixed, learners
+from analyses.sparse.rivals import learners
 from analyses.sparse.setting import ratio
 from mechinterp.analysis.ablation.pairs import halves
 from mechinterp.analysis.ablation.pruning import best_head_first, best_head_later
@@ -31,7 +29,6 @@ from mechinterp.checkpoints.checkpoint import Checkpoint
 from mechinterp.config import ExperimentConfig, TaskConfig
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.hooked.transformer import ICLTransformer
-from mechinterp.training.sweep_file import load_sweep
 
 PROMPTS, OVER_TRAINING = 4096, 1024
 MODEL = ("score", "n_heads", "d_head", "d_model", "n_layers")
@@ -148,10 +145,7 @@ def one_model(
 
 
 def claims_of(
-    model: ICLTransformer,
-    single: ICLTransformer | None,
-    config: ExperimentConfig,
-    n_prompts: int,
+    model: ICLTransformer, single: ICLTransformer | None, config: ExperimentConfig, n_prompts: int
 ) -> Row:
     """Risks, C9 to C15 and what they rest on; C9, C13 and C15 need the partner of one head."""
     scored, measured = halves(ask.prompts_of(config.task, n_prompts))
@@ -179,35 +173,6 @@ def claims_of(
             model, single, measured
         )
     return row
-
-
-def renewed(row: Row, task: TaskConfig, n_layers: int, n_prompts: int) -> Row:
-    """A row with what needs no model measured again: the rivals of fitted steps, and C10 to C12.
-
-    The ratio of means on the same prompts is as ever; of models that are not shipped the single
-    errors are not known, so that its standard error is that of two unpaired means.
-    """
-    for column, errors in fixed(task, n_layers, n_prompts).items():
-        risk, sem = map(float, mean_and_sem(errors))
-        value = row["risk"] / risk
-        error = value * float(np.hypot(row["risk_sem"] / row["risk"], sem / risk))
-        row = row | told(f"to_{column}", (value, error))
-    row |= {"algorithm_to_gd": row["to_gd_fixed"] / row["to_algorithm_fixed"]}
-    several = not pd.isna(row["n_eff_1"])
-    return row | (ask.of_row(row | {"n_layers": n_layers}) if several else {})
-
-
-def again(file: Path, n_prompts: int) -> pd.DataFrame:
-    """The table that is there, renewed; no models are needed."""
-    tasks = [config.task for config in load_sweep(PLAN).values()]
-    by_fields = {tuple(getattr(task, name) for name in TASK): task for task in tasks}
-    rows = pd.read_csv(file).to_dict("records")
-    return pd.DataFrame(
-        [
-            renewed(row, by_fields[tuple(row[name] for name in TASK)], row["n_layers"], n_prompts)
-            for row in rows
-        ]
-    )
 
 
 def over_noise(table: pd.DataFrame) -> list[object]:
@@ -255,15 +220,12 @@ def measured(folder: Path, n_prompts: int) -> dict[str, pd.DataFrame]:
         rows.append(row)
         histories.append(history)
         print(row["model"], flush=True)
-    return {
-        "sparse_settings": pd.DataFrame(rows),
-        "sparse_settings_training": pd.concat(histories),
-    }
+    return {"sparse_settings": pd.DataFrame(rows), "sparse_settings_training": pd.concat(histories)}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("folder", type=Path, nargs="?", help="holds one folder per checkpoint")
+    parser.add_argument("folder", type=Path, help="holds one folder per checkpoint")
     parser.add_argument("--quick", action="store_true", help="fewer prompts")
     parser.add_argument("--add", action="store_true", help="to the tables in --out")
     parser.add_argument("--out", type=Path, default=RESULTS)
@@ -271,10 +233,7 @@ def main() -> None:
     torch.set_num_threads(1)
     n_prompts = 512 if arguments.quick else PROMPTS
     arguments.out.mkdir(parents=True, exist_ok=True)
-    if arguments.folder is None:
-        files = {"sparse_settings": again(RESULTS / "sparse_settings.csv", n_prompts)}
-    else:
-        files = measured(arguments.folder, n_prompts)
+    files = measured(arguments.folder, n_prompts)
     if arguments.add:
         files = {name: joined(arguments.out / f"{name}.csv", new) for name, new in files.items()}
     table = files["sparse_settings"].sort_values("model", ignore_index=True)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from mechinterp.analysis.number_format import digits
 from mechinterp.checkpoints.native.outline import Outline
 from mechinterp.config import ModelConfig, TaskConfig, TrainConfig
-from mechinterp.report.header import header, records
+from mechinterp.report.header import header
 from mechinterp.report.text import wrapped
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ def info_document(source: "Checkpoint | Outline", *, hooks: bool = True) -> dict
         hooks: Whether hook points are listed, for which the hooked model of a checkpoint is built.
     """
     outline = source if isinstance(source, Outline) else _checkpoint(source).outline
-    history, steps = outline.history, outline.snapshot_steps
+    history, steps = source.history, source.steps
     document = {
         **header(outline),
         "name": outline.name,
@@ -40,7 +40,7 @@ def info_document(source: "Checkpoint | Outline", *, hooks: bool = True) -> dict
     if hooks:
         from mechinterp.models.hooked.hook_map import hook_map
 
-        document["hooks"] = records(hook_map(_checkpoint(source).model))
+        document["hooks"] = hook_map(_checkpoint(source).model).to_dict(orient="records")
     return document
 
 

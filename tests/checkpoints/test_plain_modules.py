@@ -200,7 +200,8 @@ def test_torchs_encoder_is_hooked_under_its_fused_layer(prompts):
 
 def test_what_a_module_lacks_is_named():
     found = check_compatible(hook_module(random_stack(Packed), task=TASK))
-    assert {"blocks.1.attn.hook_q", "blocks.0.attn.hook_pattern"} <= set(found.lacking)
+    assert {"blocks.0.hook_attn_out", "_Heads.W_O"} <= set(found.lacking)
+    assert not any("hook_pattern" in name for name in found.lacking)
     assert not {"hooks left", "caller's input untouched", "evaluation mode"} & found.failures.keys()
     assert "hook_module" in check_compatible(nn.Linear(2, 2)).lacking[0]
 
@@ -324,7 +325,7 @@ def test_a_report_is_written_in_one_call(tmp_path):
     report = write_report(hooked, tmp_path / "page", n_prompts=64)
     text = report.page.read_text(encoding="utf-8")
     assert "2 layers of 2 heads, a PyTorch module with hooks, d_x 3" in text
-    assert {"heads.csv", "probes.csv", "pruning.csv"} <= {file.name for file in report.tables}
+    assert {"ablation.csv", "probes.csv", "pruning.csv"} <= {file.name for file in report.tables}
 
 
 def test_the_task_is_told_whole_and_called_assumed_only_where_it_is():

@@ -13,7 +13,7 @@ from analyses.lib.records import CLAIMS, PAPERS, Claim, Record, all_records, cla
 
 RESULTS = Path(__file__).parents[2] / "analyses" / "results"
 HASHES = {
-    "softmax": "2c675653eef1dc8e6bf78387480f8017fbba003d6adfba94158b7ab62c0d1c3b",
+    "softmax": "92348726b03e26552e1e6bb527d520486c4865d90e20683fc1ac64fea307d42e",
     "linear": "818e3a7613db074e53873335e5b78ef41135468418771a72042d67a7ef7783a9",
     "sparse": "bce8c41c6104e40e4ab5702c4493e4e231f3a20482d7162397c42244878f9d95",
 }

@@ -17,6 +17,7 @@ from mechinterp.analysis.learners.closeness import (
 )
 from mechinterp.analysis.learners.priors import CLEAR
 from mechinterp.analysis.training.histories import with_snapshots
+from mechinterp.checkpoints.checkpoint import checkpoint_of
 from mechinterp.config import TaskConfig
 from mechinterp.display import Result
 from mechinterp.icl.pools import Pool
@@ -95,7 +96,7 @@ def prior_snapshots(
     Raises:
         ValueError: If the checkpoint has no snapshots, or as `compare_priors` does.
     """
-    trained = with_snapshots(checkpoint, "prior_snapshots")
+    trained = checkpoint_of(with_snapshots(checkpoint, "prior_snapshots"), "prior_snapshots")
     setting = setting_of(trained, task, pool, "prior_snapshots")
     lengths = lengths_of(trained, setting.task, context_lengths)
     samples = [setting.sample(kind, n_prompts, lengths, seed, no_progress) for kind in KINDS]

@@ -24,7 +24,7 @@ from mechinterp.models.hooked.masks import (
     swapped,
     z_name,
 )
-from mechinterp.models.hooked.query_position import query_positions
+from mechinterp.models.hooked.query_position import NoStreamError, query_positions
 from mechinterp.models.hooked.runner import HookedPredictor, masked
 from mechinterp.models.shapes import BIASES, NAMES
 from mechinterp.models.weights import Weights, heads_of
@@ -113,12 +113,22 @@ def query_patterns(
 ) -> Float[Tensor, "layer batch head key"]:
     """Attention weights of the query in every layer, zeros behind those of fewer keys than the most."""
     names = [pattern_name(layer) for layer in range(hooked.n_layers)]
-    places, parts = query_positions(hooked, prompts), []
+    places, parts = _query_rows(hooked, prompts[:1], names), []
     for rows in hooked.chunks(prompts, CHUNK):
         _, patterns = hooked.activations(prompts[rows], names)
-        at_query = [each[:, :, at] for each, at in zip(patterns, places[:-1], strict=True)]
-        parts.append(_stacked(at_query))
+        parts.append(_stacked([each[:, :, at] for each, at in zip(patterns, places, strict=True)]))
     return torch.cat(parts, dim=1)
+
+
+def _query_rows(hooked: HookedPredictor, prompts: Prompts, names: Sequence[str]) -> list[int]:
+    """Row of the query in the patterns; where no stream is known, the last of as many rows as the input has positions."""
+    _, patterns = hooked.activations(prompts, names)
+    try:
+        return query_positions(hooked, prompts)[:-1]
+    except NoStreamError:
+        if {each.shape[2] for each in patterns} != {hooked.inputs(prompts).shape[1]}:
+            raise
+        return [-1] * len(names)
 
 
 def query_writes(
@@ -151,7 +161,9 @@ def read_out(
 
         def put(values: Tensor, hook: object, own: Tensor = stream[rows]) -> Tensor:
             held = values.flip(0)
-            held[:, place] = own.to(values)
+            held[:, place] = own[:, : values.shape[-1]].to(
+                values
+            )  # streams are filled up to one width
             return held
 
         inputs = hooked.inputs(prompts[rows])

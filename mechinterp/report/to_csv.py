@@ -1,0 +1,88 @@
+"""Tables as CSV files: those of a page, and the documents of `classify` as one table with a row for each checkpoint."""
+
+import os
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+
+from mechinterp.checkpoints.io.atomic import write_new, writing
+from mechinterp.checkpoints.io.errors import CheckpointError
+from mechinterp.report.parts import Section
+
+OF_RUNS = ("step", "loss", "loss_sem")
+"""Of checkpoints that are steps of a run, loss with its standard error."""
+HEADER = ("path", "format", "pattern", "reason", "n_layers", "n_heads", "d_x", "d_y")
+SUFFIXES = (".parquet", ".csv")
+
+
+def csv_files(sections: Sequence[Section]) -> dict[str, pd.DataFrame]:
+    """The tables of a page by their files' names."""
+    return {f"{n}.csv": t.frame for section in sections for n, t in section.tables.items()}
+
+
+def classification_frame(documents: Sequence[dict]) -> pd.DataFrame:
+    """Path, format, pattern, reason, sizes, the evidence that is one number or word, and the error.
+
+    Example:
+        >>> classification_frame([{"path": "x", "error": "gone"}]).columns.tolist()
+        ['path', 'format', 'pattern', 'reason', 'n_layers', 'n_heads', 'd_x', 'd_y', 'error']
+    """
+    rows = [
+        {name: _encodable(document.get(name)) for name in HEADER}
+        | {name: _scalar(value) for name, value in document.get("evidence", {}).items()}
+        | {name: document[name] for name in OF_RUNS if name in document}
+        | {"error": _encodable(document.get("error"))}
+        for document in documents
+    ]
+    frame = pd.DataFrame(rows, columns=_columns(rows))
+    plain = [name for name in frame.columns if name in HEADER or frame[name].notna().any()]
+    return frame[[*(name for name in plain if name != "error"), "error"]].convert_dtypes()
+
+
+def require_writable(file: Path) -> None:
+    """Refuse a table that exists, or whose name ends in neither .parquet nor .csv.
+
+    Raises:
+        CheckpointError: If it is so.
+    """
+    if file.suffix not in SUFFIXES:
+        raise CheckpointError(f"{file}: must end in {' or '.join(SUFFIXES)}.")
+    if os.path.lexists(file):
+        raise CheckpointError(f"{file}: already exists; it is not overwritten.")
+
+
+def write_table(file: Path, documents: Sequence[dict]) -> None:
+    """Write the table of these documents.
+
+    Raises:
+        CheckpointError: If the file exists, has another ending or cannot be written.
+    """
+    require_writable(file)
+    frame = classification_frame(documents)
+    write = frame.to_csv if file.suffix == ".csv" else frame.to_parquet
+    with writing(file, ValueError):
+        write_new(file, partial(write, index=False))
+
+
+def _encodable(value: object) -> object:
+    """Text that UTF-8 can hold: a file's name may be bytes that are none."""
+    if not isinstance(value, str):
+        return value
+    return value.encode("utf-8", "backslashreplace").decode()
+
+
+def _scalar(value: object) -> object:
+    """A single number, word or truth value; of one response's list its one entry; None for the rest."""
+    if isinstance(value, np.ndarray | np.generic):
+        value = value.tolist()
+    if isinstance(value, list) and len(value) == 1:
+        value = value[0]
+    return value if isinstance(value, bool | int | float | str) else None
+
+
+def _columns(rows: Sequence[dict]) -> list[str]:
+    names = dict.fromkeys(name for row in rows for name in row if name != "error")
+    return [*(names or dict.fromkeys(HEADER)), "error"]

@@ -1,0 +1,125 @@
+"""HTML page of sections, which opens offline; style.css and page.js go into it, and plotly.js once."""
+
+import html
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import jinja2
+import pandas as pd
+import plotly.graph_objects as go
+from markupsafe import Markup
+from plotly.offline import get_plotlyjs
+
+from mechinterp import figures
+from mechinterp.analysis.number_format import cell
+from mechinterp.checkpoints.io.errors import visible
+from mechinterp.report.glossary import PAPERS, WORDS
+from mechinterp.report.parts import Section
+from mechinterp.report.text import joined, narrow
+
+HERE = Path(__file__).parent
+LONGEST_WORD = 24  # longer entries make a column of text
+TITLE_HEIGHT = 26
+SHOWN_ROWS = 12
+"""Rows up to which the first table of a section is shown; others unfold."""
+
+
+MARK = re.compile(r'<meta name="generator" content="mechinterp" data-files="([^"]*)">')
+"""In the head of a page: that it is ours, and the files of the report."""
+HEAD = 2**16
+
+
+def page(
+    name: str,
+    about: str,
+    verdict: str,
+    sections: Sequence[Section],
+    *,
+    files: Sequence[str],
+    loss: str = "",
+) -> str:
+    """The page of a model or of several.
+
+    Args:
+        name: Its title.
+        about: One line on what it is about.
+        verdict: What was found.
+        files: Names of the page and of its tables.
+        loss: A line below the verdict.
+    """
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(HERE), autoescape=True, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.filters |= {
+        "figure": _drawn,
+        "least_width": _least_width,
+        "narrow": narrow,
+        "texts": _texts,
+        "joined": joined,
+        "breakable": _breakable,
+        "cell": cell,
+    }
+    return environment.get_template("page.html.jinja").render(
+        name=visible(name),
+        about=visible(about),
+        verdict=visible(verdict),
+        loss=visible(loss),
+        shown_rows=SHOWN_ROWS,
+        sections=sections,
+        words=WORDS,
+        papers=PAPERS,
+        files="/".join(files),
+        title_height=TITLE_HEIGHT,
+        looks={"templates": figures.templates(), "scales": figures.scales()},
+        style=_text("style.css"),
+        script=_text("page.js"),
+        plotly_js=Markup(get_plotlyjs()),
+    )
+
+
+def files_of(page: Path) -> frozenset[str]:
+    """The files of the report whose page this is; none if it is missing or not a page of ours."""
+    if page.is_symlink() or not page.is_file():
+        return frozenset()
+    with page.open("rb") as stream:
+        found = MARK.search(stream.read(HEAD).decode(errors="replace"))
+    return frozenset(html.unescape(found[1]).split("/")) if found else frozenset()
+
+
+def _drawn(figure: go.Figure) -> dict:
+    """What plotly.js draws: look, slider and titles are the page's."""
+    drawn = json.loads(figure.to_json())
+    layout = drawn["layout"]
+    for name in ("template", "sliders", "title"):
+        layout.pop(name, None)
+    layout["height"] -= TITLE_HEIGHT
+    layout["margin"]["t"] -= TITLE_HEIGHT
+    frames = drawn.get("frames", [])
+    titles = {frame["name"]: frame.pop("layout")["title"]["text"] for frame in frames}
+    return {**drawn, "titles": titles}
+
+
+def _least_width(figure: go.Figure) -> int:
+    """Pixels below which figures side by side could not be read; the reader scrolls to see them all."""
+    columns = len({axis.domain for axis in figure.select_xaxes()})
+    return 90 + 110 * columns if columns > 2 else 0
+
+
+def _breakable(name: str) -> Markup:
+    """The name of a column, with places where a line may be broken."""
+    return Markup(re.sub(r"([_.])(?=[a-z])", r"\1<wbr>", html.escape(name)))
+
+
+def _texts(table: pd.DataFrame) -> set[str]:
+    """Columns with long entries, which are set as text."""
+    return {
+        name
+        for name in table.columns
+        if any(isinstance(value, str) and len(value) > LONGEST_WORD for value in table[name])
+    }
+
+
+def _text(file: str) -> Markup:
+    return Markup((HERE / file).read_text(encoding="utf-8"))
