@@ -160,7 +160,7 @@ analyses: install ## measure the papers' claims again from the shipped checkpoin
 	  | OMP_NUM_THREADS=1 xargs -n 1 -P 2 $(BIN)/python -m
 	$(BIN)/python -m analyses.lib.pages
 
-analyses-check: install ## measure a tenth of the papers' claims again, and compare (a minute)
+analyses-check: install ## measure again what takes seconds of the papers' claims, and compare (a minute)
 	OMP_NUM_THREADS=1 $(BIN)/python -m analyses.lib.check
 
 dist: .venv/.dist ## build the wheel and the source archive into dist/, and check them

@@ -7,9 +7,8 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from analyses import algorithm_calibration as calibration
-from analyses import algorithm_models
-from analyses import algorithm_shipped as shipped
+from analyses.algorithms import calibration, shipped
+from analyses.algorithms import models as algorithm_models
 from mechinterp.analysis.multi_layer.algorithm import name_algorithm
 from mechinterp.analysis.multi_layer.algorithm_labels import AlgorithmLimits
 

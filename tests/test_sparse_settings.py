@@ -17,7 +17,7 @@ from mechinterp.icl.sparse_predictors import (
 )
 from mechinterp.models.constructions.sparse import preprocess_then_optimise_model
 from mechinterp.models.hooked.transformer import ICLTransformer
-from mechinterp.training.sweep import load_sweep
+from mechinterp.training.sweep_file import load_sweep
 
 ANALYSES = Path(__file__).parents[1] / "analyses"
 TASK = TaskConfig(d_x=4, context_length=64, sparsity=1, nonzeros="signs", noise_var=0.1)
@@ -102,7 +102,7 @@ def test_a_jackknife_of_means_is_their_standard_error():
 
 def test_claims_are_judged_by_medians_and_new_read_outs():
     """What few prompts carry, the mean rise or risk, has no part in it."""
-    from analyses.sparse.rules import Numbers, of_row, verdicts
+    from analyses.sparse.questions import Numbers, of_row, verdicts
 
     held = Numbers([4.0, 2.0, 1.5], [0.4, 0.8, 0.9], later=1.2, later_median=1.9, first=2.5)
     assert verdicts(held) == {"C10": True, "C11": True, "C12": True}
@@ -195,9 +195,8 @@ def test_the_figure_has_the_shares_of_each_layer():
 
 
 def test_training_from_the_construction_starts_with_the_risk_of_its_fitted_steps():
-    from analyses.sparse import measured as ask
-    from analyses.sparse.start import start_of
-    from analyses.sparse.start_expected import config_of, step_sizes
+    from analyses.sparse import questions as ask
+    from analyses.sparse.start import config_of, start_of, step_sizes
     from analyses.sparse.steps import algorithm_1, moments
 
     config = config_of(1)

@@ -6,7 +6,7 @@ import pandas as pd
 import pytest
 import torch
 
-from analyses import task_doubt
+from analyses.algorithms import task_doubt
 from mechinterp.config import TaskConfig
 from mechinterp.icl.prompts import sample_prompts
 from tests.conftest import CHECKPOINTS

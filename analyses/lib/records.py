@@ -1,21 +1,25 @@
-"""The record of a claim: what a paper says, what was measured, and the verdict that follows from
-the two.
+"""Claims, which analyses/claims/*.toml hold, and their records: what was measured, and the verdict
+that follows from the two.
 
-The script F/S.py writes its records into results/F_S.records.json, with where they come from: the script,
-the package's version and commit, the checkpoints' ids and seeds, and the sha256 of the script's CSV
-files and of the records themselves. The tables of the pages are made from these files
-(`lib/pages.py`).
+The script F/S.py writes its records into results/F_S.records.json, with where they come from: the
+script, the package's version and commit, the checkpoints' ids and seeds, and the sha256 of the
+script's CSV files and of the records themselves. The tables of the pages are made from these files
+(`pages.py`).
 """
 
 import hashlib
 import json
 import math
 import operator
+import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from pathlib import Path
 
-Bound = float | tuple[float, float] | None
+Bound = float | tuple[float, float]
+Values = Mapping[str, float | tuple[float, float]]
+"""What was measured, by model; with its standard error where it has one."""
 
 # A value holds if `RELATIONS[relation](value, bound)`.
 RELATIONS = {
@@ -26,21 +30,9 @@ RELATIONS = {
     "equal to": operator.eq,
     "between": lambda value, bound: bound[0] <= value <= bound[1],
 }
-PREFIXES = ("softmax-", "linear-", "sparse-")
 TAGS = ("paper", "second hand", "ours")
-# Every claim of the three papers has one record or more: its id, or its id and a suffix.
-CLAIMS = (
-    *(f"softmax-{name}" for name in ("O1a", "O1b", "O1c", "O1d", "O1e", "O2a", "O2b", "O2c")),
-    *(
-        f"softmax-{name}"
-        for name in ("O3a", "O3b", "O3c", "O3d", "O3e", "O4a", "O4b", "O4c", "O4d")
-    ),
-    *(f"softmax-{name}" for name in ("S1", "L1", "A1", "A2", "N1", "N2", "N3")),
-    *(f"softmax-{name}" for name in ("M-I", "M-II", "M-III", "M-IV", "M-loss")),
-    *(f"softmax-T{number}" for number in range(1, 8)),
-    *(f"linear-{number}" for number in range(1, 21)),
-    *(f"sparse-C{number}" for number in range(1, 17)),
-)
+CLAIMS = Path(__file__).parents[1] / "claims"
+PAPERS = ("softmax", "linear", "sparse")
 
 
 def rounded(value: float) -> float:
@@ -49,30 +41,58 @@ def rounded(value: float) -> float:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Record:
-    """One claim, or one clause of a claim, with what was measured."""
+class Claim:
+    """One claim, or one clause of a claim."""
 
     id: str
     """The claim's id and, for a clause, a suffix: softmax-O1a-diagonal."""
     statement: str
     quantity: str = ""
-    """What `values` are, with their unit."""
+    """What is measured, with its unit."""
     relation: str
     """A key of RELATIONS."""
-    bound: Bound = None
+    bound: Bound
     """What each value is compared with; two numbers for "between"."""
-    tag: str = "paper"
+    margin: float = 0
+    """By how many of its standard errors a value must hold."""
+    tag: str
     """Who says so: the paper, a second hand's account of it, or ours."""
     paper: str = ""
     """The paper's own number, where it has one."""
     models: str = ""
     """Checkpoints, or "closed form"."""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.bound, list | tuple):
+            object.__setattr__(self, "bound", tuple(map(rounded, self.bound)))
+        if self.relation not in RELATIONS:
+            raise ValueError(
+                f"relation must be one of {', '.join(RELATIONS)}, got {self.relation}."
+            )
+        if self.tag not in TAGS:
+            raise ValueError(f"by must be one of {', '.join(TAGS)}, got {self.tag}.")
+
+    def holds(self, value: float, error: float = 0.0) -> bool:
+        """Whether a value is what is asked, by the margin. What is not a number never is."""
+        compare = RELATIONS[self.relation]
+        return all(compare(value + side * self.margin * error, self.bound) for side in (-1, 1))
+
+    @property
+    def asked(self) -> str:
+        """The relation and its bound, as text."""
+        ends = self.bound if isinstance(self.bound, tuple) else (self.bound,)
+        asked = f"{self.relation} {' and '.join(f'{end:g}' for end in ends)}"
+        return f"{asked} by {self.margin:g} s.e." if self.margin else asked
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record(Claim):
+    """A claim with what was measured."""
+
     values: Mapping[str, float] = field(default_factory=dict)
     """What was measured, by model. Empty if the claim was not tested."""
     errors: Mapping[str, float] = field(default_factory=dict)
     """Standard errors of those values that have one."""
-    margin: float = 0
-    """By how many of its standard errors a value must hold."""
     over: Mapping[str, int | str] = field(default_factory=dict)
     """What the standard errors are over: prompts, seeds, and how models or heads were selected."""
     text: str = ""
@@ -81,19 +101,10 @@ class Record:
     """What the verdict has to be read with, such as fewer seeds than asked."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         for name in ("values", "errors"):
             pairs = getattr(self, name).items()
             object.__setattr__(self, name, {key: rounded(value) for key, value in pairs})
-        if isinstance(self.bound, list | tuple):
-            object.__setattr__(self, "bound", tuple(map(rounded, self.bound)))
-        if not self.id.startswith(PREFIXES):
-            raise ValueError(f"id must start with one of {', '.join(PREFIXES)}, got {self.id}.")
-        if self.relation not in RELATIONS:
-            raise ValueError(
-                f"relation must be one of {', '.join(RELATIONS)}, got {self.relation}."
-            )
-        if self.tag not in TAGS:
-            raise ValueError(f"tag must be one of {', '.join(TAGS)}, got {self.tag}.")
         if not set(self.errors) <= set(self.values):
             raise ValueError(f"errors of {self.id} must belong to its values.")
 
@@ -104,16 +115,9 @@ class Record:
 
     @property
     def holding(self) -> list[str]:
-        """Models that the claim holds for, by its margin. What is not a number holds for none."""
-        holds = RELATIONS[self.relation]
-        return [
-            name
-            for name, value in self.values.items()
-            if all(
-                holds(value + side * self.margin * self.errors.get(name, 0.0), self.bound)
-                for side in (-1, 1)
-            )
-        ]
+        """Models that the claim holds for."""
+        errors = self.errors
+        return [name for name, one in self.values.items() if self.holds(one, errors.get(name, 0.0))]
 
     @property
     def verdict(self) -> str:
@@ -124,13 +128,6 @@ class Record:
         if count == self.n:
             return "holds"
         return f"holds for {count} of {self.n}" if count else "does not hold"
-
-    @property
-    def asked(self) -> str:
-        """The relation and its bound, as text."""
-        ends = self.bound if isinstance(self.bound, tuple) else (self.bound,)
-        asked = f"{self.relation} {' and '.join(f'{end:g}' for end in ends)}"
-        return f"{asked} by {self.margin:g} s.e." if self.margin else asked
 
     @property
     def judged(self) -> str:
@@ -154,15 +151,48 @@ class Record:
         return asdict(self) | derived
 
 
-def with_errors(pairs: Mapping[str, tuple[float, float]]) -> dict[str, dict[str, float]]:
-    """Values and standard errors of a record.
+@cache
+def claims() -> dict[str, Claim]:
+    """Every claim by its id, those of a paper together."""
+    found = {}
+    for paper in PAPERS:
+        rows = tomllib.loads((CLAIMS / f"{paper}.toml").read_text(encoding="utf-8"))
+        for id, row in rows.items():
+            if not id.startswith(f"{paper}-"):
+                raise ValueError(f"ids of {paper}.toml must start with {paper}-, got {id}.")
+            tag, models = row.pop("by"), row.pop("setting", "")
+            found[id] = Claim(id=id, tag=tag, models=models, **row)
+    return found
 
-    Example:
-        >>> with_errors({"s0": (0.5, 0.01)})
-        {'values': {'s0': 0.5}, 'errors': {'s0': 0.01}}
+
+def record(
+    id: str,
+    values: Values,
+    *,
+    errors: Mapping[str, float] | None = None,
+    over: Mapping[str, int | str] | None = None,
+    text: str = "",
+    note: str = "",
+) -> Record:
+    """What was measured of a claim.
+
+    Args:
+        values: By model, a number or a number and its standard error.
+        errors: Standard errors of values that are numbers alone.
     """
-    values = {name: float(value) for name, (value, _) in pairs.items()}
-    return {"values": values, "errors": {name: float(error) for name, (_, error) in pairs.items()}}
+    pairs = {name: one for name, one in values.items() if isinstance(one, tuple)}
+    found = {name: error for name, (_, error) in pairs.items()} | dict(
+        {} if errors is None else errors
+    )
+    plain = {name: pairs.get(name, (one,))[0] for name, one in values.items()}
+    return Record(
+        **vars(claims()[id]),
+        values={name: float(value) for name, value in plain.items()},
+        errors={name: float(error) for name, error in found.items()},
+        over=over or {},
+        text=text,
+        note=note,
+    )
 
 
 def digest(data: bytes) -> str:
@@ -196,7 +226,8 @@ def script_of(name: str) -> str:
         >>> script_of("softmax_figure_1_two_heads")
         'softmax/figure_1_two_heads'
     """
-    return name if name == "learning_coefficient" else name.replace("_", "/", 1)
+    in_folder = (CLAIMS.parent / name.partition("_")[0]).is_dir()
+    return name.replace("_", "/", 1) if in_folder else name
 
 
 def written_by(file: str) -> str:
@@ -205,6 +236,7 @@ def written_by(file: str) -> str:
     several = {
         "softmax_emergence_seeds": "softmax_emergence",
         "sparse_settings_training": "sparse_settings",
+        "sparse_start_expected": "sparse_start",
         "calibration_labels": "calibration_errors",
         "calibration_thresholds": "calibration_errors",
     }

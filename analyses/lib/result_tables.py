@@ -128,6 +128,19 @@ def calibration_errors(results: Path) -> str:
     return markdown((*header, "wrong, of those with a pattern's name"), rows)
 
 
+def two_by_two(results: Path) -> str:
+    """Models with a plain pattern and others, by whether they got a pattern's name."""
+    found = pd.read_csv(results / "calibration_errors.csv")
+    total = found[["models", "must", "right", "missed", "wrong"]].sum()
+    plain, others = total.must - total.missed, total.right + total.wrong - total.must + total.missed
+    rows = [
+        ("whose pattern is plain", f"{plain}", f"{total.missed}"),
+        ("disturbed more, or without one", f"{others}", f"{total.models - total.must - others}"),
+    ]
+    header = (f"{total.models:,} models", f"named ({total.wrong} of them wrong)", "not named")
+    return markdown(header, rows)
+
+
 def trained(results: Path) -> str:
     """The trained models of sparse regression, a column per number of heads and noise variance."""
     tables = {part: pd.read_csv(results / f"sparse_{part}.csv") for part in PARTS}

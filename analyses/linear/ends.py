@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 
 from analyses.lib.measured import Measured, run
-from analyses.lib.records import Record
+from analyses.lib.records import record
 from analyses.linear.setting import FOUND, MOMENTS, named, separate, trained
 from mechinterp import figures
 from mechinterp.theory.linear_heads import merged_heads, separate_heads
@@ -71,40 +71,12 @@ def measure(quick: bool) -> Measured:
     }
     data = pd.DataFrame([row for seed in seeds for row in ends(seed)])
     data["off"] = (data.loss - data.level).abs()
-    claims = [
-        Record(
-            id=f"linear-6-{kind}",
-            statement=f"{quantities} are conserved",
-            quantity="drift",
-            relation="below",
-            bound=1e-8,
-            models=f"{heads} {kind} heads, {len(seeds)} seeds",
-            values=named(np.array(drifts[kind]), "seed"),
-        )
-        for kind, heads, quantities in (
-            ("merged", 8, "v v^T - U U^T of merged heads"),
-            ("separate", 5, "K K^T - Q Q^T and v^2 - tr K K^T of every separate head"),
-        )
-    ]
+    claims = [record(f"linear-6-{kind}", named(np.array(drifts[kind]), "seed")) for kind in drifts]
     claims += [
-        Record(
-            id=f"linear-17-{name}",
-            statement=statement,
-            quantity="largest distance of the last loss over seeds",
-            relation="below",
-            bound=1e-5,
-            tag=tag,
-            models=f"{len(seeds)} seeds",
-            values=dict(part.groupby("heads").off.max()),
-        )
-        for name, tag, statement, part in (
-            (
-                "whole",
-                "paper",
-                "merged and separate heads of every rank end at L(M_D) if R H >= D",
-                data[data.learned == 4],
-            ),
-            ("part", "ours", "and at L(M_RH) if R H < D", data[data.learned < 4]),
+        record(f"linear-17-{name}", dict(part.groupby("heads").off.max()))
+        for name, part in (
+            ("whole", data[data.learned == 4]),
+            ("part", data[data.learned < 4]),
         )
     ]
     first = data[data.seed == 0]

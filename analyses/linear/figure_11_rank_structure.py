@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 
 from analyses.lib.measured import Measured, run
-from analyses.lib.records import Record
+from analyses.lib.records import record
 from analyses.linear.figure_4_ranks import EIGHT, MODES
 from analyses.linear.setting import FOUND, INITS, named, trained
 from mechinterp import figures
@@ -55,34 +55,13 @@ def measure(quick: bool) -> Measured:
     seeds, claims, frames = range(1 if quick else 5), [], []
     pages, names = {}, [f"direction {m}" for m in range(1, 9)]
     for rank in RANKS:
-        every, models = (
-            [weights(rank, seed) for seed in seeds],
-            f"9 heads of rank {rank}, {len(seeds)} seeds, init {INIT:g}",
-        )
+        every = [weights(rank, seed) for seed in seeds]
         shares = np.array([share for _, share in every])
         off = np.array([share[:, 8:].max() for share in shares])
         blocks = np.array([float(neighbours(share[:, :8], rank)) for share in shares])
         claims += [
-            Record(
-                id=f"linear-rank{rank}-neighbours",
-                statement=f"directions 1 to {rank}, and so on, are held by one head each",
-                quantity="more than 0.9 of each",
-                relation="equal to",
-                bound=1,
-                models=models,
-                values=named(blocks, "seed"),
-            ),
-            Record(
-                id=f"linear-rank{rank}-norms",
-                statement="a head's |v| is (sum of its m_d)^(1/3), "
-                "its |K e_d| and |Q e_d| (m_d / |v|)^(1/2)",
-                quantity="largest relative difference",
-                relation="at most",
-                bound=3e-3,
-                tag="ours",
-                models=models,
-                values=named(off, "seed"),
-            ),
+            record(f"linear-rank{rank}-neighbours", named(blocks, "seed")),
+            record(f"linear-rank{rank}-norms", named(off, "seed")),
         ]
         frames += [
             pd.DataFrame(share[:, :8], columns=names).assign(rank=rank, seed=seed, head=range(9))
@@ -109,27 +88,9 @@ def measure(quick: bool) -> Measured:
         for a in (0, 2)
     ]
     miss = np.abs(rise[:, [1, 3]] / expected - 1)
-    common = {"models": f"D = 4, 3 heads of rank 2, {len(seeds)} seeds"}
     claims += [
-        Record(
-            id="linear-16-ten-four-dimensions",
-            statement="init / 10 multiplies stays at levels 0 and 2 by 10 within 10%",
-            quantity="ratio of a stay at init 1e-3 to that at 1e-2",
-            relation="between",
-            bound=(9, 11),
-            values=named(ratio[:, [0, 2]], "seed", "level"),
-            **common,
-        ),
-        Record(
-            id="linear-16-constant",
-            statement="and adds (1 - g_2 / g_1) ln 10 / (v g_2) tau at levels 1 and 3",
-            quantity="relative difference",
-            relation="at most",
-            bound=0.03,
-            paper=", ".join(f"{one:.2f}" for one in expected),
-            values=named(miss, "seed", "level"),
-            **common,
-        ),
+        record("linear-16-ten-four-dimensions", named(ratio[:, [0, 2]], "seed", "level")),
+        record("linear-16-constant", named(miss, "seed", "level")),
     ]
     return Measured(pd.concat(frames), pages, claims)
 

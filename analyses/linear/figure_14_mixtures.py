@@ -11,7 +11,7 @@ import numpy as np
 import pandas as pd
 
 from analyses.lib.measured import Measured, numbers, run
-from analyses.lib.records import Record
+from analyses.lib.records import record
 from mechinterp import figures
 
 FRACTIONS = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
@@ -78,15 +78,9 @@ def measure(quick: bool) -> Measured:
             for part, value in read.items()
         }
         claims.append(
-            Record(
-                id=f"linear-mixture-{'-'.join(name.split())}",
-                statement=f"one published run lies among ours, by part in context: {name}",
-                quantity="distance of the published number from our range",
-                relation="at most",
-                bound=error,
-                paper=", ".join(f"{one:g}" for one in read.values()),
-                models=f"{len(sets)} training sets",
-                values=away,
+            record(
+                f"linear-mixture-{'-'.join(name.split())}",
+                away,
                 text="; ".join(
                     f"{read[part]:g} beside {numbers(one, 0 if error > 1 else 2)}"
                     for part, one in ours.items()

@@ -10,7 +10,7 @@ import pandas as pd
 import torch
 
 from analyses.lib.measured import Measured, numbers, run
-from analyses.lib.records import Record
+from analyses.lib.records import Record, record
 from analyses.linear.setting import (
     FOUND,
     INITS,
@@ -61,17 +61,11 @@ def network(prompts: Prompts, heads: MergedHeads) -> np.ndarray:
     return np.array(losses)[::EVERY]
 
 
-def published(name: str, what: str, paper: float, ours: list[float], digits: int) -> Record:
+def published(name: str, paper: float, ours: list[float], digits: int) -> Record:
     """Whether a number that was read off a figure lies among those of our training sets."""
-    return Record(
-        id=f"linear-merged-{name}",
-        statement=f"one published run lies among our training sets: {what}",
-        quantity="part of our sets below the published number",
-        relation="between",
-        bound=(0.025, 0.975),
-        paper=f"{paper}",
-        models=f"{len(ours)} training sets",
-        values={"part": float(np.mean(np.array(ours) < paper))},
+    return record(
+        f"linear-merged-{name}",
+        {"part": float(np.mean(np.array(ours) < paper))},
         text=f"{paper} among {numbers(ours, digits)}",
     )
 
@@ -94,52 +88,16 @@ def measure(quick: bool) -> Measured:
     counts = [[len(drops(one)) for one in row] for row in flows]
     ends = [[abs(one.loss[-1] - FOUND.levels[-1]) for one in row] for row in flows]
     steps = runs[0].time * TAU
-    common = {"relation": "below", "models": "8 heads"}
-    merged = {"models": f"8 heads, {len(starts)} seeds, init 1e-2 and 1e-3"}
     claims = [
-        Record(
-            id="linear-1-explicit",
-            statement="merged heads are attention on whole token matrices X X^T",
-            quantity="largest difference of outputs, part of the largest",
-            bound=1e-10,
-            values={"500 prompts": off},
-            **common,
-        ),
-        Record(
-            id="linear-1-network",
-            statement="they descend as the two-layer network on z",
-            quantity="largest relative difference of losses",
-            bound=1e-8,
-            values={f"{STEPS} steps": same},
-            **common,
-        ),
-        Record(
-            id="linear-5-merged-drops",
-            statement="merged heads drop once",
-            quantity="drops",
-            relation="equal to",
-            bound=1,
-            values=named(np.array(counts), "seed", "init"),
-            **merged,
-        ),
-        Record(
-            id="linear-5-merged-end",
-            statement="and end at L(M*)",
-            quantity="distance of the last loss",
-            relation="below",
-            bound=1e-6,
-            paper=f"{FOUND.levels[-1]:.4f}",
-            values=named(np.array(ends), "seed", "init"),
-            **merged,
-        ),
-        published(
-            "middle", "middle of the drop, step", 990, [half_time(one) * TAU for one in runs], 0
-        ),
+        record("linear-1-explicit", {"500 prompts": off}),
+        record("linear-1-network", {f"{STEPS} steps": same}),
+        record("linear-5-merged-drops", named(np.array(counts), "seed", "init")),
+        record("linear-5-merged-end", named(np.array(ends), "seed", "init")),
+        published("middle", 990, [half_time(one) * TAU for one in runs], 0),
     ]
     claims += [
         published(
             f"loss{at}",
-            f"loss at step {at}",
             paper,
             [np.interp(at, steps, one.loss) for one in runs],
             3,

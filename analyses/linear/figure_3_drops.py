@@ -12,7 +12,7 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from analyses.lib.measured import Measured, run
-from analyses.lib.records import Record
+from analyses.lib.records import Record, record
 from analyses.linear.setting import (
     FOUND,
     INITS,
@@ -56,14 +56,14 @@ def growth(found: Flow, mode: int) -> tuple[np.ndarray, np.ndarray]:
 
 def measure(quick: bool) -> Measured:
     seeds, claims = range(2 if quick else 10), []
-    for init, level, single in zip(INITS, (1e-3, 1e-5), (1e-2, 1e-3), strict=True):
+    for init in INITS:
         every = [separate(init, seed) for seed in seeds]
         errors = [
             [np.nanmax(np.abs(np.subtract(*growth(one, mode)))) for mode in range(4)]
             for one, _ in every
         ]
-        claims += drop_records(init, level, [one for _, one in every])
-        claims += growth_records(init, single, np.array(errors))
+        claims += drop_records(init, [one for _, one in every])
+        claims += growth_records(init, np.array(errors))
     runs = [
         flow(
             separate_heads(5, 4, std=1e-2 * FACTOR, seed=i, constant_v=True),
@@ -76,15 +76,9 @@ def measure(quick: bool) -> Measured:
     jumps = np.median([crossings(one, FOUND.levels)[:3] for one in runs], axis=0)
     places = [(step - low) / (high - low) for step, (low, high) in zip(jumps, READ, strict=True)]
     claims.append(
-        Record(
-            id="linear-separate-steps",
-            statement="the first three drops come as in six published runs",
-            quantity="place of the median step in their range, from 0 to 1",
-            relation="between",
-            bound=(0, 1),
-            paper="; ".join(f"{a} to {b}" for a, b in READ),
-            models=f"{len(runs)} seeds",
-            values=named(np.array(places), "drop"),
+        record(
+            "linear-separate-steps",
+            named(np.array(places), "drop"),
             text="steps " + ", ".join(f"{step:.0f}" for step in jumps),
         )
     )
@@ -133,65 +127,27 @@ def heads_pages(found: Flow) -> dict[str, go.Figure]:
     }
 
 
-def drop_records(init: float, level: float, found: list[Plateaus]) -> list[Record]:
+def drop_records(init: float, found: list[Plateaus]) -> list[Record]:
     """Claims 5 and 10, from weights of one size."""
     gaps = [
         np.abs(one.loss - FOUND.levels).max() if len(one.loss) == 5 else np.inf for one in found
     ]
     order = [np.array_equal(one.learned > 0.5, np.tri(5, 4, -1) > 0) for one in found]
-    common = {"models": f"5 heads, {len(found)} seeds, init {init:g}"}
     return [
-        Record(
-            id=f"linear-5-separate-init{init:g}",
-            statement="separate heads drop D times",
-            quantity="drops",
-            relation="equal to",
-            bound=4,
-            values=named(np.array([len(one.drop_time) for one in found]), "seed"),
-            **common,
+        record(
+            f"linear-5-separate-init{init:g}",
+            named(np.array([len(one.drop_time) for one in found]), "seed"),
         ),
-        Record(
-            id=f"linear-10-levels-init{init:g}",
-            statement="rests lie on L(M_m), eq. (19)",
-            quantity="largest difference",
-            relation="below",
-            bound=level,
-            paper=", ".join(f"{one:.4f}" for one in FOUND.levels),
-            values=named(np.array(gaps), "seed"),
-            **common,
-        ),
-        Record(
-            id=f"linear-10-order-init{init:g}",
-            statement="directions are learned one by one, by falling eigenvalue",
-            relation="equal to",
-            bound=1,
-            values=named(np.array(order, dtype=float), "seed"),
-            **common,
-        ),
+        record(f"linear-10-levels-init{init:g}", named(np.array(gaps), "seed")),
+        record(f"linear-10-order-init{init:g}", named(np.array(order, dtype=float), "seed")),
     ]
 
 
-def growth_records(init: float, median: float, errors: np.ndarray) -> list[Record]:
+def growth_records(init: float, errors: np.ndarray) -> list[Record]:
     """Claim 12, from weights of one size: errors by seed and direction."""
-    common = {"relation": "below", "models": f"5 heads, {len(errors)} seeds, init {init:g}"}
     return [
-        Record(
-            id=f"linear-12-median-init{init:g}",
-            statement="value weights follow eq. (21)",
-            quantity="median over drops of the largest error, part of v_inf",
-            bound=median,
-            values={"median": float(np.median(errors))},
-            **common,
-        ),
-        Record(
-            id=f"linear-12-single-init{init:g}",
-            statement="so does every single drop",
-            quantity="largest error, part of v_inf",
-            bound=1e-2,
-            tag="paper" if init == min(INITS) else "ours",
-            values=named(errors, "seed", "direction"),
-            **common,
-        ),
+        record(f"linear-12-median-init{init:g}", {"median": float(np.median(errors))}),
+        record(f"linear-12-single-init{init:g}", named(errors, "seed", "direction")),
     ]
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 
 from analyses.lib.measured import Measured, run
-from analyses.lib.records import Record
+from analyses.lib.records import Record, record
 from analyses.linear.setting import INITS, LENGTH, losses, page, trained
 from mechinterp.analysis.training.plateaus import crossings
 from mechinterp.theory.linear import modes, population_moments
@@ -36,7 +36,7 @@ def ranks(chosen: tuple[int, ...], n_seeds: int) -> Measured:
                 stay = np.diff(crossings(found, MODES.levels), prepend=0.0)
                 row = {"rank": rank, "init": init, "seed": seed, "level": np.arange(8)}
                 stays.append(pd.DataFrame(row | {"loss": MODES.levels[:8], "residence": stay}))
-        claims += rank_claims(rank, pd.concat(stays).query("rank == @rank"), n_seeds)
+        claims += rank_claims(rank, pd.concat(stays).query("rank == @rank"))
     time = np.geomspace(100, max(found.time[-1] for found in shown.values()), 400)
     curves, title = (
         losses(time, shown),
@@ -47,43 +47,20 @@ def ranks(chosen: tuple[int, ...], n_seeds: int) -> Measured:
     return Measured(pd.concat(stays), {"loss": figure}, claims)
 
 
-def rank_claims(rank: int, stays: pd.DataFrame, n_seeds: int) -> list[Record]:
+def rank_claims(rank: int, stays: pd.DataFrame) -> list[Record]:
     wide = stays.pivot(index="level", columns=["init", "seed"], values="residence")
     ratio = (wide[min(INITS)] / wide[max(INITS)]).median(axis=1).to_numpy()
     long = long_levels(MODES, rank=rank)[:-1]
-    short = [level for level in range(8) if level not in long]
-    common = {"models": f"9 heads of rank {rank}, {n_seeds} seeds"}
-    found = [
-        Record(
-            id=f"linear-16-long-rank{rank}",
-            statement=f"rank {rank}: stays are long at levels that R divides, conspicuously",
-            quantity="median stay at init 1e-3 over that at 1e-2",
-            relation="above",
-            bound=5,
-            values={f"level {level}": ratio[level] for level in long},
-            **common,
-        ),
-        Record(
-            id=f"linear-16-short-rank{rank}",
-            statement=f"rank {rank}: stays are short at the others",
-            quantity="median stay at init 1e-3 over that at 1e-2",
-            relation="below",
-            bound=2,
-            values={f"level {level}": ratio[level] for level in short},
-            **common,
-        ),
-        Record(
-            id=f"linear-16-ten-rank{rank}",
-            statement=f"rank {rank}: init / 10 multiplies long stays by 10 within 10%",
-            quantity="median stay at init 1e-3 over that at 1e-2",
-            relation="between",
-            bound=(9, 11),
-            tag="ours",
-            values={f"level {level}": ratio[level] for level in long},
-            **common,
-        ),
+    levels = {
+        "long": long,
+        "short": [level for level in range(8) if level not in long],
+        "ten": long,
+    }
+    return [
+        record(f"linear-16-{name}-rank{rank}", {f"level {level}": ratio[level] for level in chosen})
+        for name, chosen in levels.items()
+        if len(chosen)
     ]
-    return [record for record in found if record.n]
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import pandas as pd
 import torch
 
 from analyses.lib.measured import Measured, run
-from analyses.lib.records import Record
+from analyses.lib.records import record
 from analyses.linear.setting import named, task
 from mechinterp import figures
 from mechinterp.theory.linear_heads import Heads, MergedHeads, merged_heads, separate_heads
@@ -65,45 +65,15 @@ def measure(quick: bool) -> Measured:
     counts = [[len(drops(losses)[0]) for losses, _ in runs] for runs in (merged, separate)]
     rests = [drops(losses)[1] for losses, _ in separate]
     sums = [float(abs(v.sum()) / np.abs(v).sum()) for _, v in merged]
-    models = [f"{heads} softmax heads, {len(seeds)} seeds" for heads in ("8 merged", "5 separate")]
-    rows = [
-        ("merged-drops", "merged softmax heads drop once", "drops", "equal to", 1, counts[0]),
-        (
-            "merged-sum",
-            "and their value weights cancel",
-            "|sum of v| / sum of |v|",
-            "below",
-            0.1,
-            sums,
-        ),
-        (
-            "separate-drops",
-            "separate softmax heads drop several times",
-            "drops",
-            "at least",
-            2,
-            counts[1],
-        ),
-        (
-            "separate-rest",
-            "with a rest between the first two drops",
-            "least fall of the loss there, part of that of the second drop",
-            "below",
-            0.2,
-            rests,
-        ),
-    ]
+    found = {
+        "merged-drops": counts[0],
+        "merged-sum": sums,
+        "separate-drops": counts[1],
+        "separate-rest": rests,
+    }
     claims = [
-        Record(
-            id=f"linear-20-{name}",
-            statement=statement,
-            quantity=quantity,
-            relation=relation,
-            bound=bound,
-            models=models[name.startswith("separate")],
-            values=named(np.array(values, dtype=float), "seed"),
-        )
-        for name, statement, quantity, relation, bound, values in rows
+        record(f"linear-20-{name}", named(np.array(values, dtype=float), "seed"))
+        for name, values in found.items()
     ]
     steps = np.arange(2500)
     curves = {

@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 
 from analyses.lib.measured import Measured, run
-from analyses.lib.records import Record
+from analyses.lib.records import record
 from analyses.linear.setting import FOUND, MOMENTS, NORMS, losses, named, page, trained
 from mechinterp.analysis.training.plateaus import crossings
 from mechinterp.theory.linear_heads import SeparateHeads, separate_heads
@@ -55,64 +55,16 @@ def measure(quick: bool) -> Measured:
     times = np.array([[start_time(found) for found in row] for row in runs])
     jumps = np.array([[first_jump(init, seed) for init in (1e-2, 3e-3, 1e-3)] for seed in seeds])
     scaled = growth_times()
-    common = {"models": f"5 heads, {len(seeds)} seeds"}
     claims = [
-        Record(
-            id="linear-18-times",
-            statement="time to a loss of 0.9, over that of an integration of its own",
-            quantity="ratio",
-            relation="between",
-            bound=(0.995, 1.005),
-            tag="ours",
-            paper=", ".join(f"{time:g}" for time in TIMES),
-            models="5 heads, seed 0",
-            values={f"init {s:g}": t for s, t in zip(SCALES, times[0] / TIMES, strict=True)},
+        record(
+            "linear-18-times",
+            {f"init {s:g}": t for s, t in zip(SCALES, times[0] / TIMES, strict=True)},
         ),
-        Record(
-            id="linear-18-shorter",
-            statement="larger weights shorten the first plateau, at every step up to init 0.5",
-            quantity="largest ratio of its length to that at the next smaller init",
-            relation="below",
-            bound=1,
-            values=named((times[:, 1:-1] / times[:, :-2]).max(1), "seed"),
-            **common,
-        ),
-        Record(
-            id="linear-18-gone",
-            statement="at init 1 there is none",
-            quantity="time to a loss of 0.9, tau",
-            relation="below",
-            bound=5,
-            values=named(times[:, -1], "seed"),
-            **common,
-        ),
-        Record(
-            id="linear-14-decade",
-            statement="init times the first jump is the same for 1e-2 and 1e-3",
-            quantity="ratio",
-            relation="between",
-            bound=(0.96, 1.04),
-            values=named(jumps[:, 0] / jumps[:, 2], "seed"),
-            **common,
-        ),
-        Record(
-            id="linear-14-half-decade",
-            statement="and for 3e-3 and 1e-3",
-            quantity="ratio",
-            relation="between",
-            bound=(0.98, 1.02),
-            values=named(jumps[:, 1] / jumps[:, 2], "seed"),
-            **common,
-        ),
-        Record(
-            id="linear-14-eigenvalue",
-            statement="learning e_m takes a time in proportion to lambda_m^-2",
-            quantity="lambda_m^2 times it, over that of m = 1",
-            relation="between",
-            bound=(0.95, 1.05),
-            models="one head on e_m",
-            values=named(scaled / scaled[0], "direction"),
-        ),
+        record("linear-18-shorter", named((times[:, 1:-1] / times[:, :-2]).max(1), "seed")),
+        record("linear-18-gone", named(times[:, -1], "seed")),
+        record("linear-14-decade", named(jumps[:, 0] / jumps[:, 2], "seed")),
+        record("linear-14-half-decade", named(jumps[:, 1] / jumps[:, 2], "seed")),
+        record("linear-14-eigenvalue", named(scaled / scaled[0], "direction")),
     ]
     grid = np.geomspace(0.1, max(found.time[-1] for found in runs[0]), 400)
     curves = losses(

@@ -12,7 +12,7 @@ import pandas as pd
 from scipy.optimize import least_squares
 
 from analyses.lib.measured import Measured, run
-from analyses.lib.records import Record
+from analyses.lib.records import record
 from analyses.linear.setting import LENGTH, NORMS, TURNED
 from mechinterp import figures
 from mechinterp.theory.linear import fixed_point, fixed_point_loss, modes, population_moments
@@ -80,29 +80,8 @@ def measure(quick: bool) -> Measured:
     )
     off = (data.loss - data.formula).abs()
     claims = [
-        Record(
-            id=f"linear-4-{name}",
-            statement=statement,
-            quantity=quantity,
-            relation="below",
-            bound=1e-12,
-            models="closed form, D = 4, in other axes",
-            values=dict(zip(data.learned, values, strict=True)),
-        )
-        for name, statement, quantity, values in (
-            (
-                "levels",
-                "the loss at all 2^D subsets is tr minus the sum of lambda / a",
-                "difference",
-                off,
-            ),
-            (
-                "force",
-                "no weight of heads that hold a subset is under force",
-                "largest force",
-                data.force,
-            ),
-        )
+        record(f"linear-4-{name}", dict(zip(data.learned, values, strict=True)))
+        for name, values in (("levels", off), ("force", data.force))
     ]
     found = {
         f"D = {d}, {h} heads of rank {r}": (d, search(d, h, r, n_starts)) for d, h, r in SHAPES
@@ -112,26 +91,10 @@ def measure(quick: bool) -> Measured:
         for name, (d, ends) in found.items()
     }
     misses = {name: miss(ends) for name, (_, ends) in found.items()}
-    common = {"models": f"{n_starts} starts of each shape", "over": {"starts": n_starts}}
+    over = {"starts": n_starts}
     claims += [
-        Record(
-            id="linear-4-functions",
-            statement="a search for rest finds all 2^D functions",
-            quantity="number found over 2^D",
-            relation="equal to",
-            bound=1,
-            values=functions,
-            **common,
-        ),
-        Record(
-            id="linear-4-others",
-            statement="and no other",
-            quantity="largest distance of f_d from 0 and 1, and of M from a diagonal",
-            relation="below",
-            bound=1e-2,
-            values=misses,
-            **common,
-        ),
+        record("linear-4-functions", functions, over=over),
+        record("linear-4-others", misses, over=over),
     ]
     curves = {"formula": data.formula.to_numpy(), "loss": data.loss.to_numpy()}
     page = figures.bars(

@@ -10,7 +10,7 @@ import pandas as pd
 import torch
 
 from analyses.lib.measured import Measured, run
-from analyses.lib.records import Record
+from analyses.lib.records import Record, record
 from analyses.linear.setting import EIGENVALUES, FOUND, INITS, NORMS, named, separate, task
 from mechinterp.analysis.training.plateaus import Plateaus
 from mechinterp.icl.predictors import one_step_pcr
@@ -51,67 +51,40 @@ def long_context(n_prompts: int) -> float:
 
 def measure(quick: bool) -> Measured:
     seeds, claims, rows = range(2 if quick else 10), [], []
-    for init, norm, jump, pcr in zip(INITS, (3e-2, 1e-3), (2e-2, 5e-3), (1e-2, 1e-6), strict=True):
+    for init in INITS:
         every = [separate(init, seed) for seed in seeds]
         heads = np.array([held(*one) for one in every])
-        claims += head_records(init, norm, heads)
-        claims += jump_records(init, jump, [rest for _, rest in every])
-        claims += regression_records(init, pcr, np.array([rest.pcr_distance for _, rest in every]))
+        claims += head_records(init, heads)
+        claims += jump_records(init, [rest for _, rest in every])
+        claims += regression_records(init, np.array([rest.pcr_distance for _, rest in every]))
         rows += [
             rest.to_frame().assign(init=init, seed=seed)
             for seed, (_, rest) in zip(seeds, every, strict=True)
         ]
     far = long_context(500 if quick else 2000)
-    claims.append(
-        Record(
-            id="linear-15-long",
-            statement="eq. (22) tends to w^T P_m x, at N = 1,000",
-            quantity="largest mean squared distance over m",
-            relation="below",
-            bound=0.006,
-            models="closed form, on prompts",
-            values={"closed form": far},
-        )
-    )
+    claims.append(record("linear-15-long", {"closed form": far}))
     shown = separate(INITS[0], 0)[1]
     return Measured(
         pd.concat(rows), {"jumps": shown.plot(), "learned": shown.plot_learned()}, claims
     )
 
 
-def head_records(init: float, norm: float, heads: np.ndarray) -> list[Record]:
+def head_records(init: float, heads: np.ndarray) -> list[Record]:
     """Claim 11: rows of `held` by seed and direction."""
-    common = {"relation": "below", "models": f"5 heads, {len(heads)} seeds, init {init:g}"}
     return [
-        Record(
-            id=f"linear-11-aligned-init{init:g}",
-            statement="key and query of a direction's head align with it",
-            quantity="median of 1 - |cos|",
-            bound=1e-3,
-            values={"median": float(np.median(heads[..., :2]))},
-            **common,
+        record(
+            f"linear-11-aligned-init{init:g}",
+            {"median": float(np.median(heads[..., :2]))},
         ),
-        Record(
-            id=f"linear-11-equal-init{init:g}",
-            statement="and have the norm of v",
-            quantity="largest relative difference",
-            bound=norm,
-            values=named(heads[..., 2:4].max(-1), "seed", "direction"),
-            **common,
+        record(
+            f"linear-11-equal-init{init:g}",
+            named(heads[..., 2:4].max(-1), "seed", "direction"),
         ),
-        Record(
-            id=f"linear-11-value-init{init:g}",
-            statement="|v| is m_d^(1/3)",
-            quantity="relative difference",
-            bound=0.03,
-            paper=", ".join(f"{one:.4f}" for one in NORMS),
-            values=named(heads[..., 4], "seed", "direction"),
-            **common,
-        ),
+        record(f"linear-11-value-init{init:g}", named(heads[..., 4], "seed", "direction")),
     ]
 
 
-def jump_records(init: float, bound: float, found: list[Plateaus]) -> list[Record]:
+def jump_records(init: float, found: list[Plateaus]) -> list[Record]:
     """Claim 13: when the initial weights say that jumps come, and when they do."""
     errors = np.abs([rest.predicted.time / rest.crossing_time - 1 for rest in found])
     order = [rest.predicted.mode.tolist() == [0, 1, 2, 3] for rest in found]
@@ -119,66 +92,19 @@ def jump_records(init: float, bound: float, found: list[Plateaus]) -> list[Recor
         rest.crossing_time[0] / first_jump_bound(separate_heads(5, 4, std=init, seed=seed), FOUND)
         for seed, rest in enumerate(found)
     ]
-    common = {"models": f"5 heads, {len(found)} seeds, init {init:g}", "tag": "ours"}
     return [
-        Record(
-            id=f"linear-13-median-init{init:g}",
-            statement="jumps are predicted from the initial weights",
-            quantity="median relative error of each",
-            relation="below",
-            bound=bound,
-            values=named(np.median(errors, 0), "jump"),
-            **common,
-        ),
-        Record(
-            id=f"linear-13-order-init{init:g}",
-            statement="and so is their order",
-            relation="equal to",
-            bound=1,
-            values=named(np.array(order, dtype=float), "seed"),
-            **common,
-        ),
-        Record(
-            id=f"linear-13-single-init{init:g}",
-            statement="the same for every single jump",
-            quantity="relative error",
-            relation="below",
-            bound=bound,
-            values=named(errors, "seed", "jump"),
-            **common,
-        ),
-        Record(
-            id=f"linear-13-bound-init{init:g}",
-            statement="no first jump comes before tau sqrt(3) / (lambda_1^2 max |theta|)",
-            quantity="its time over that bound",
-            relation="above",
-            bound=1,
-            values=named(np.array(firsts), "seed"),
-            **common,
-        ),
+        record(f"linear-13-median-init{init:g}", named(np.median(errors, 0), "jump")),
+        record(f"linear-13-order-init{init:g}", named(np.array(order, dtype=float), "seed")),
+        record(f"linear-13-single-init{init:g}", named(errors, "seed", "jump")),
+        record(f"linear-13-bound-init{init:g}", named(np.array(firsts), "seed")),
     ]
 
 
-def regression_records(init: float, worst: float, distance: np.ndarray) -> list[Record]:
+def regression_records(init: float, distance: np.ndarray) -> list[Record]:
     """Claim 15: relative squared distance of rests from eq. (22), by seed and level."""
-    common = {"relation": "below", "models": f"5 heads, {len(distance)} seeds, init {init:g}"}
     return [
-        Record(
-            id=f"linear-15-median-init{init:g}",
-            statement="rests are principal component regression, eq. (22)",
-            quantity="median relative squared distance",
-            bound=1e-6,
-            values={"median": float(np.median(distance))},
-            **common,
-        ),
-        Record(
-            id=f"linear-15-largest-init{init:g}",
-            statement="so is every single rest",
-            quantity="relative squared distance",
-            bound=worst,
-            values=named(distance, "seed", "level"),
-            **common,
-        ),
+        record(f"linear-15-median-init{init:g}", {"median": float(np.median(distance))}),
+        record(f"linear-15-largest-init{init:g}", named(distance, "seed", "level")),
     ]
 
 

@@ -10,7 +10,7 @@ import pandas as pd
 import torch
 
 from analyses.lib.measured import Measured, run
-from analyses.lib.records import Record
+from analyses.lib.records import record
 from analyses.linear.setting import EIGENVALUES, LENGTH, MOMENTS, TURNED, named, set_moments, task
 from mechinterp.theory.linear import moment_ratio
 from mechinterp.training.linear.descent import training_set
@@ -55,35 +55,9 @@ def measure(quick: bool) -> Measured:
     moments = dict(zip(NAMES, moment_errors(n_sequences), strict=True))
     sampled, exact = loss_errors(M, n_sequences // 4), autograd_error(M)
     claims = [
-        Record(
-            id="linear-2-moments",
-            statement="E[y z], E[z z^T] and E[Lhat^2], eq. (15), are those of sequences",
-            quantity="relative distance",
-            relation="below",
-            bound=0.01,
-            models="closed form",
-            values=moments,
-            over={"sequences": n_sequences},
-        ),
-        Record(
-            id="linear-3-sampled",
-            statement="so are the loss at a random M and every entry of its force",
-            quantity="distance in standard errors",
-            relation="at most",
-            bound=3,
-            models="closed form",
-            values=sampled,
-            over={"sequences": n_sequences // 4},
-        ),
-        Record(
-            id="linear-3-derivative",
-            statement="the force is minus half of the derivative of the loss",
-            quantity="largest difference from automatic differentiation",
-            relation="below",
-            bound=1e-12,
-            models="closed form",
-            values={"M": exact},
-        ),
+        record("linear-2-moments", moments, over={"sequences": n_sequences}),
+        record("linear-3-sampled", sampled, over={"sequences": n_sequences // 4}),
+        record("linear-3-derivative", {"M": exact}),
     ]
     values = [*moments.values(), *sampled.values(), exact]
     units = ["relative"] * 3 + ["standard errors"] * len(sampled) + ["absolute"]

@@ -11,7 +11,7 @@ import numpy as np
 import pandas as pd
 
 from analyses.lib.measured import Measured, run
-from analyses.lib.records import Record
+from analyses.lib.records import record
 from analyses.linear.setting import FOUND, LENGTH, MOMENTS, losses, named, page, set_moments
 from mechinterp.analysis.training.plateaus import plateaus
 from mechinterp.theory.linear import fixed_point
@@ -55,54 +55,13 @@ def measure(quick: bool) -> Measured:
         for level, one in (off[size].mean() / off[size].sem()).items()
     }
     large, small = (off[size].abs().to_numpy() for size in SIZES)
-    common = {"models": f"5 heads, {len(sets)} sets", "over": {"sets": len(sets)}}
+    over = {"sets": len(sets)}
     claims = [
-        Record(
-            id="linear-19-first",
-            statement="80,000 sequences: the first rest lies on L(M_0)",
-            quantity="difference",
-            relation="at most",
-            bound=0.015,
-            values=named(large[:, 0], "set"),
-            **common,
-        ),
-        Record(
-            id="linear-19-later",
-            statement="80,000 sequences: later rests lie on L(M_m)",
-            quantity="difference",
-            relation="below",
-            bound=3e-3,
-            values=named(large[:, 1:], "set", "rest"),
-            **common,
-        ),
-        Record(
-            id="linear-19-bias",
-            statement="over sets, rests are off by nothing on average",
-            quantity="|mean difference| in standard errors",
-            relation="at most",
-            bound=3,
-            values=bias,
-            **common,
-        ),
-        Record(
-            id="linear-19-end",
-            statement="5,000 sequences: the last loss is L(M_D)",
-            quantity="difference",
-            relation="at most",
-            bound=0.01,
-            values=named(small[:, 4], "set"),
-            **common,
-        ),
-        Record(
-            id="linear-19-own",
-            statement="rests are nearer to the set's own level, its loss at M_m",
-            quantity="mean distance over that from the population's",
-            relation="below",
-            bound=1,
-            tag="ours",
-            values=nearer,
-            **common,
-        ),
+        record("linear-19-first", named(large[:, 0], "set"), over=over),
+        record("linear-19-later", named(large[:, 1:], "set", "rest"), over=over),
+        record("linear-19-bias", bias, over=over),
+        record("linear-19-end", named(small[:, 4], "set"), over=over),
+        record("linear-19-own", nearer, over=over),
     ]
     steps = np.geomspace(100, STEPS, 400)
     curves = losses(

@@ -21,12 +21,12 @@ import torch
 from scipy.stats import binomtest
 
 from analyses.lib.measured import RESULTS, Measured, name_of, write
-from analyses.lib.records import Record
+from analyses.lib.records import Record, record
 from mechinterp.analysis.one_layer.classify import classify
 from mechinterp.config import ExperimentConfig, override
 from mechinterp.models.heads import AttentionWeights
 from mechinterp.presets import preset
-from mechinterp.training.one_layer.trainer import Pack
+from mechinterp.training.one_layer.pack import Pack
 
 AT, LATE, HEADS = (2_500, 5_000, 10_000, 20_000, 30_000), (30_000, 100_000, 200_000, 500_000), 128
 SGD_RATE = 0.1
@@ -135,18 +135,10 @@ def records(table: pd.DataFrame) -> list[Record]:
         seeds, step = last.loc[arm, n_heads, "one sign"][["seeds", "step"]].astype(int)
         over = {"seeds": int(seeds), "steps": int(step)}
         one = last.loc[arm, n_heads, "one sign"]
-        stuck = arm == "stuck"
-        text = "those of one sign find the other later" if stuck else "both signs for every seed"
         found.append(
-            Record(
-                id=f"softmax-emergence-signs-{name}",
-                statement=f"{arm}, {n_heads} heads: {text}",
-                quantity="share of seeds of one sign",
-                relation="below" if stuck else "equal to",
-                bound=1 if stuck else 0,
-                tag="ours" if stuck else "paper",
-                models="trained",
-                values={"share": one.fraction},
+            record(
+                f"softmax-emergence-signs-{name}",
+                {"share": one.fraction},
                 text=share(one),
                 over=over,
             )
@@ -154,14 +146,9 @@ def records(table: pd.DataFrame) -> list[Record]:
         if n_heads > 2:
             dummy = last.loc[arm, n_heads, "a dummy head"]
             found.append(
-                Record(
-                    id=f"softmax-emergence-dummy-{name}",
-                    statement=f"{arm}, {n_heads} heads: a dummy head for some seeds",
-                    quantity="share of seeds with one",
-                    relation="above",
-                    bound=0,
-                    models="trained",
-                    values={"share": dummy.fraction},
+                record(
+                    f"softmax-emergence-dummy-{name}",
+                    {"share": dummy.fraction},
                     text=share(dummy),
                     over=over,
                 )

@@ -15,7 +15,7 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import roc_auc_score
 
 from analyses.lib.measured import RESULTS, Measured, run
-from analyses.lib.records import Record
+from analyses.lib.records import record
 from mechinterp.config import override
 from mechinterp.presets import preset
 from mechinterp.training.one_layer.step import initial_weights
@@ -54,16 +54,9 @@ def measure(quick: bool) -> Measured:
         interval = binomtest(int(there.sum()), len(there)).proportion_ci(method="wilson")
         found |= {f"{name}_seeds": len(there), f"{name}_stuck": int(there.sum())}
         found |= {f"{name}_low": interval.low, f"{name}_high": interval.high}
-    foretold = Record(
-        id="softmax-emergence-foretold",
-        statement="two initial heads foretell whether they keep one sign, "
-        "by the product of their g",
-        quantity="area under the curve",
-        relation="above",
-        bound=0.5,
-        tag="ours",
-        models="two heads",
-        values={"odd seeds": found["auc"]},
+    foretold = record(
+        "softmax-emergence-foretold",
+        {"odd seeds": found["auc"]},
         over={"seeds": int(tried.sum()), "selection": "weight chosen on the even seeds"},
     )
     table = pd.DataFrame(found.items(), columns=["number", "value"])

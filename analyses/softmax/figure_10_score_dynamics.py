@@ -7,7 +7,7 @@ He et al. 2025, arXiv 2503.12734, figure 10. Run: python -m analyses.softmax.fig
 import pandas as pd
 
 from analyses.lib.measured import Measured, checkpoint, run, shipped
-from analyses.lib.records import Record
+from analyses.lib.records import record
 from mechinterp.analysis.one_layer.classify import classify
 from mechinterp.analysis.training.milestones import PATTERNS as PARTS
 from mechinterp.analysis.training.milestones import milestones
@@ -42,15 +42,7 @@ def measure(quick: bool) -> Measured:
     data = pd.DataFrame(rows)
     for family, group in data.groupby("family", sort=False):
         texts.append(f"{family} {group.overshoot.min():.1f} to {group.overshoot.max():.1f}")
-    claim = Record(
-        id="softmax-A2",
-        statement="one family goes up and down as softmax does, the others are more complicated",
-        quantity="peak of |omega| over its end; too vague for a verdict",
-        relation="above",
-        bound=1,
-        models=", ".join(FAMILIES.values()),
-        text="; ".join(texts),
-    )
+    claim = record("softmax-A2", {}, text="; ".join(texts))
     return Measured(data, pages, [claim])
 
 

@@ -9,7 +9,7 @@ or the best one. All share 20,000 prompts per length. Run: python -m analyses.so
 from functools import partial
 
 from analyses.lib.measured import SETTING, Measured, checkpoint, run
-from analyses.lib.records import Record
+from analyses.lib.records import record
 from mechinterp.analysis.learners.losses import shared_losses
 from mechinterp.analysis.one_layer.classify import classify
 from mechinterp.config import TaskConfig
@@ -38,32 +38,21 @@ def measure(quick: bool) -> Measured:
     own = {name: loss[name] / loss[f"debiased GD, step of {name}"] - 1 for name in steps}
     exact = ("softmax-", "affine-")
     claims = [
-        Record(
-            id=f"softmax-A1-nominal-{family}",
-            statement=f"{text} has the loss of debiased GD with its own step, 2 C0 omega mu",
-            quantity="|difference| of the losses at L = 40, part of that of GD",
-            relation="at most",
-            bound=0.01,
-            models=", ".join(kept),
-            values={name: abs(own[name]) for name in kept},
+        record(
+            f"softmax-A1-nominal-{family}",
+            {name: abs(own[name]) for name in kept},
             over={"prompts": 1000 if quick else 20_000},
         )
-        for family, text, kept in (
-            ("first-order", "softmax or 1 + Cx", [n for n in NAMES if n.startswith(exact)]),
-            ("others", "1 + tanh or (1 + Cx)^2", [n for n in NAMES if not n.startswith(exact)]),
+        for family, kept in (
+            ("first-order", [n for n in NAMES if n.startswith(exact)]),
+            ("others", [n for n in NAMES if not n.startswith(exact)]),
         )
     ]
     others = [name for name in NAMES if not name.startswith(exact)]
     claims.append(
-        Record(
-            id="softmax-A1-nominal-below",
-            statement="1 + tanh and (1 + Cx)^2 are below the step that their weights name",
-            quantity="difference of the losses at L = 40, part of that of GD",
-            relation="between",
-            bound=(-0.11, -0.06),
-            tag="ours",
-            models=", ".join(others),
-            values={name: own[name] for name in others},
+        record(
+            "softmax-A1-nominal-below",
+            {name: own[name] for name in others},
             over={"prompts": 1000 if quick else 20_000},
         )
     )

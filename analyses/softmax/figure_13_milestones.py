@@ -8,11 +8,10 @@ import numpy as np
 import pandas as pd
 
 from analyses.lib.measured import Measured, run
-from analyses.lib.records import Record
+from analyses.lib.records import Record, record
 from analyses.softmax.setting import BOTH_SIGNS, active, dynamics, ends, gamma, paired
 from mechinterp.analysis.training.milestones import PATTERNS, milestones
 
-TWO, FOUR, FEW = "softmax-h2-s*", "softmax-h4-s*", "softmax-h[234]-s*"
 LEAST, MOST = 1000, 300_000
 
 
@@ -88,87 +87,27 @@ def by_model(rows: pd.DataFrame, column: str) -> dict[str, float]:
 
 def sign_records(data: pd.DataFrame) -> list[Record]:
     few, eight = data[data.n_heads < 8], data[data.n_heads == 8]
-    common = {"relation": "at most", "bound": LEAST, "over": BOTH_SIGNS}
-    statement = "omega and mu of active heads have one sign at every logged step from 1,000 on"
+    over = BOTH_SIGNS
     return [
-        Record(
-            id="softmax-O1d-early",
-            statement=f"{statement}, two to four heads",
-            quantity="first such step",
-            models=f"those of both signs of {FEW}",
-            values=by_model(few, "signs_from"),
-            **common,
-        ),
-        Record(
-            id="softmax-O1d-early-eight",
-            statement=f"{statement}, eight heads",
-            quantity="first such step",
-            tag="ours",
-            models="those of both signs of softmax-h8-s*",
-            values=by_model(eight, "signs_from"),
-            **common,
-        ),
-        Record(
-            id="softmax-O2b-early",
-            statement="mu sums to zero at every logged step from 5,000 on",
-            quantity="largest |sum mu|",
-            relation="below",
-            bound=0.15,
-            models="those of both signs",
-            values=by_model(data, "largest_sum"),
-            over=BOTH_SIGNS,
-        ),
+        record("softmax-O1d-early", by_model(few, "signs_from"), over=over),
+        record("softmax-O1d-early-eight", by_model(eight, "signs_from"), over=over),
+        record("softmax-O2b-early", by_model(data, "largest_sum"), over=BOTH_SIGNS),
     ]
 
 
 def early_records(data: pd.DataFrame) -> list[Record]:
     found = []
-    for n_heads, step, models in ((2, "2,000", TWO), (4, "10,000", FOUR)):
+    for n_heads in (2, 4):
         rows = data[data.n_heads == n_heads]
-        common = {"models": f"those of both signs of {models}", "over": BOTH_SIGNS}
+        over = BOTH_SIGNS
         found += [
-            Record(
-                id=f"softmax-O4a-diagonal-h{n_heads}",
-                statement=f"the diagonal is clear at step {step}, {n_heads} heads",
-                quantity="least cosine of an active head",
-                relation="above",
-                bound=0.9,
-                values=by_model(rows, "diagonal_early"),
-                **common,
-            ),
-            Record(
-                id=f"softmax-O4a-signs-h{n_heads}",
-                statement=f"signs are final at step {step}, {n_heads} heads",
-                relation="equal to",
-                bound=1,
-                values=by_model(rows, "signs_early"),
-                **common,
-            ),
+            record(f"softmax-O4a-diagonal-h{n_heads}", by_model(rows, "diagonal_early"), over=over),
+            record(f"softmax-O4a-signs-h{n_heads}", by_model(rows, "signs_early"), over=over),
         ]
-    common = {"models": "those of both signs", "over": BOTH_SIGNS}
-    clauses = (
-        ("step", "peaks by step 3,000", "later peak of the two", "peak_step", "at most", 3000),
-        (
-            "height",
-            "peaks above 1.5 times its end",
-            "lower peak over end",
-            "overshoot",
-            "above",
-            1.5,
-        ),
-        ("fall", "falls by more than 30% from its peak", "smaller fall", "fall", "above", 0.3),
-    )
+    over = BOTH_SIGNS
     return found + [
-        Record(
-            id=f"softmax-O4b-{name}",
-            statement=f"|omega| of the two strongest heads {text}",
-            quantity=quantity,
-            relation=relation,
-            bound=bound,
-            values=by_model(data, column),
-            **common,
-        )
-        for name, text, quantity, column, relation, bound in clauses
+        record(f"softmax-O4b-{name}", by_model(data, column), over=over)
+        for name, column in {"step": "peak_step", "height": "overshoot", "fall": "fall"}.items()
     ]
 
 
@@ -180,43 +119,11 @@ def late_records(data: pd.DataFrame) -> list[Record]:
         }
         for column in ("positive", "negative", "gamma")
     }
-    common = {"models": "those of both signs", "over": BOTH_SIGNS}
+    over = BOTH_SIGNS
     return [
-        Record(
-            id="softmax-O4c",
-            statement="group sums of |mu| do not fall by more than 2% from step 1,000 to 300,000",
-            quantity="largest fall below what was reached, of either sign",
-            relation="at most",
-            bound=0.02,
-            values=by_model(data, "dip"),
-            **common,
-        ),
-        *(
-            Record(
-                id=f"softmax-O4d-{column}",
-                statement=f"seeds end alike: {text} within {bound:.0%}",
-                quantity="largest over least, less 1",
-                relation="at most",
-                bound=bound,
-                values=spreads[column],
-                **common,
-            )
-            for column, text, bound in (
-                ("positive", "sum of positive mu", 0.05),
-                ("negative", "sum of negative mu", 0.05),
-                ("gamma", "gamma", 0.08),
-            )
-        ),
-        Record(
-            id="softmax-zero-sum",
-            statement="zero sum holds from some step on, two to four heads",
-            quantity="that step",
-            relation="at most",
-            bound=500_000,
-            tag="ours",
-            values=by_model(data[data.n_heads < 8], "zero_sum"),
-            **common,
-        ),
+        record("softmax-O4c", by_model(data, "dip"), over=over),
+        *(record(f"softmax-O4d-{column}", spreads[column], over=over) for column in spreads),
+        record("softmax-zero-sum", by_model(data[data.n_heads < 8], "zero_sum"), over=over),
     ]
 
 

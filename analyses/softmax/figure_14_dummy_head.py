@@ -4,7 +4,7 @@ He et al. 2025, arXiv 2503.12734, figure 14. Run: python -m analyses.softmax.fig
 """
 
 from analyses.lib.measured import Measured, checkpoint, run, shipped
-from analyses.lib.records import Record
+from analyses.lib.records import record
 from analyses.softmax.figure_5_early_pattern import sequence
 from mechinterp.analysis.one_layer.classify import classify
 
@@ -13,16 +13,7 @@ def measure(quick: bool) -> Measured:
     labels = {name: classify(checkpoint(name)).labels for name in shipped("softmax-h[348]-s*")}
     with_dummy = [name for name, heads in labels.items() if "dummy" in heads]
     data, pages = sequence(with_dummy[0])
-    claim = Record(
-        id="softmax-O1e-some",
-        statement="a head becomes a dummy for some seeds",
-        quantity=f"models with one, of {len(labels)}",
-        relation="above",
-        bound=0,
-        paper="seed 1029 of four heads",
-        models="softmax-h[348]-s*",
-        values={"models": len(with_dummy)},
-    )
+    claim = record("softmax-O1e-some", {"models": len(with_dummy)})
     return Measured(data, pages, [claim])
 
 

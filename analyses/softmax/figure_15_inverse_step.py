@@ -7,7 +7,7 @@ minute)
 import numpy as np
 
 from analyses.lib.measured import Measured, checkpoint, run
-from analyses.lib.records import Record
+from analyses.lib.records import record
 from analyses.softmax.covariance import RHOS, pairs
 from mechinterp import figures
 from mechinterp.analysis.one_layer.circuits import circuits
@@ -18,14 +18,9 @@ def measure(quick: bool) -> Measured:
     data = pairs(quick)[["model", "pattern", "rho", "inverse_gap"]]
     stepped = data[data.pattern == "preconditioned_gd"]
     records = [
-        Record(
-            id=f"softmax-N3-rho{rho}",
-            statement=f"rho {rho}: the inverse of the step is Sigma + (tr Sigma + d s^2)/L I",
-            quantity="relative distance",
-            relation="at most",
-            bound=0.06,
-            models=f"kms-{rho}-h2-*",
-            values=group.set_index("model").inverse_gap,
+        record(
+            f"softmax-N3-rho{rho}",
+            group.set_index("model").inverse_gap,
             over={"selection": "pairs labelled preconditioned_gd"},
         )
         for rho, group in stepped.groupby("rho")

@@ -6,7 +6,7 @@ He et al. 2025, arXiv 2503.12734, figure 1. Run: python -m analyses.softmax.figu
 import numpy as np
 
 from analyses.lib.measured import Measured, checkpoint, run
-from analyses.lib.records import Record
+from analyses.lib.records import record
 from mechinterp.analysis.one_layer.circuits import circuits
 from mechinterp.analysis.training.milestones import milestones
 from mechinterp.analysis.training.over_training import training_dynamics
@@ -24,40 +24,10 @@ def measure(quick: bool) -> Measured:
     peaks = milestones(dynamics)
     sums = abs(dynamics.mu[dynamics.step >= 5000].sum(1)).max()
     scales = {"omega": abs(found.omega_mean), "mu": abs(found.mu[:, 0])}
-    published = {"omega": (0.126, 0.130), "mu": (3.40, 3.53)}
-    claims = [
-        Record(
-            id=f"softmax-two-heads-{name}",
-            statement=f"two heads end at |{name}| of the published ones",
-            quantity=f"|{name}|",
-            relation="between",
-            bound=bound,
-            models=NAME,
-            values=of_heads(scales[name]),
-        )
-        for name, bound in published.items()
-    ]
+    claims = [record(f"softmax-two-heads-{name}", of_heads(scales[name])) for name in scales]
     claims += [
-        Record(
-            id="softmax-two-heads-peak",
-            statement="|omega| peaks early",
-            quantity="step of the peak",
-            relation="between",
-            bound=(1000, 2000),
-            paper="0.31 and 0.23 high",
-            models=NAME,
-            values=of_heads(peaks.peak_step),
-        ),
-        Record(
-            id="softmax-two-heads-sum",
-            statement="mu sums to zero from step 5,000 on",
-            quantity="largest |sum of mu|",
-            relation="at most",
-            bound=0.15,
-            paper="0.1",
-            models=NAME,
-            values={NAME: sums},
-        ),
+        record("softmax-two-heads-peak", of_heads(peaks.peak_step)),
+        record("softmax-two-heads-sum", {NAME: sums}),
     ]
     figures = {
         "qk": found.plot(),

@@ -10,7 +10,7 @@ import pandas as pd
 import torch
 
 from analyses.lib.measured import Measured, run
-from analyses.lib.records import Record
+from analyses.lib.records import record
 from mechinterp import figures
 from mechinterp.config import TaskConfig
 from mechinterp.icl.prompts import prompt_chunks
@@ -65,25 +65,13 @@ def measure(quick: bool) -> Measured:
     concentrated = {scale: modes[scale, 800, 100][1] for scale in (0.5, 0.35)}
     sems = {scale: (part * (1 - part) / n_prompts) ** 0.5 for scale, part in concentrated.items()}
     claims = [
-        Record(
-            id="softmax-norm-falls",
-            statement="the norm of the attention pattern falls with the number of pairs, d = 5",
-            quantity="mode of the norm over that with fewer pairs",
-            relation="below",
-            bound=1,
-            paper="modes 0.21, 0.14, 0.07",
-            models="draws",
-            values={"100 of 40 pairs": first[1] / first[0], "500 of 100": first[2] / first[1]},
+        record(
+            "softmax-norm-falls",
+            {"100 of 40 pairs": first[1] / first[0], "500 of 100": first[2] / first[1]},
         ),
-        Record(
-            id="softmax-norm-concentrates",
-            statement="with L = 8 d, attention at d = 100 is on few pairs less often at scale 0.35",
-            quantity="part of prompts with a norm above 0.8 at scale 0.35, minus that at 0.5",
-            relation="below",
-            bound=0,
-            margin=2,
-            models="draws",
-            values={"d = 100": concentrated[0.35] - concentrated[0.5]},
+        record(
+            "softmax-norm-concentrates",
+            {"d = 100": concentrated[0.35] - concentrated[0.5]},
             errors={"d = 100": float(np.hypot(*sems.values()))},
             over={"prompts": n_prompts},
         ),

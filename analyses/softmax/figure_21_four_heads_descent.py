@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 
 from analyses.lib.measured import Measured, checkpoint, run
-from analyses.lib.records import Record
+from analyses.lib.records import record
 from mechinterp import figures
 from mechinterp.analysis.training.over_training import training_dynamics
 from mechinterp.theory.approximate_loss import loss_gradients
@@ -43,39 +43,25 @@ def measure(quick: bool) -> Measured:
     sums["negative"] = -groups.apply(lambda mu: mu.clip(upper=0).sum())
     used = last[abs(last.mu) > 0.02]
     eta, best = (last.omega * last.mu).groupby(last.seed).sum(), debiased_step_size(**SETTING)
-    common = {"relation": "between", "models": "closed form"}
     claims = [
-        Record(
-            id="softmax-four-heads-omega",
-            statement="four heads on the approximate loss end at the published |omega|, within 8%",
-            quantity="|omega| of a head in use over 0.125",
-            bound=(0.92, 1.08),
-            values={
+        record(
+            "softmax-four-heads-omega",
+            {
                 f"seed {one.seed}, head {one.head}": abs(one.omega) / 0.125
                 for one in used.itertuples()
             },
-            **common,
         ),
-        Record(
-            id="softmax-four-heads-mu",
-            statement="and at the published sums of mu of either sign, within 5%",
-            quantity="|sum of mu| over 3.5",
-            bound=(0.95, 1.05),
-            values={
+        record(
+            "softmax-four-heads-mu",
+            {
                 f"seed {seed}, {sign}": value / 3.5
                 for sign, one in sums.items()
                 for seed, value in one.items()
             },
-            **common,
         ),
-        Record(
-            id="softmax-four-heads-step",
-            statement="and at the best step, within 2%",
-            quantity="<mu, omega> over it",
-            bound=(0.98, 1.02),
-            paper=f"{best:.4f} (exact)",
-            values={f"seed {seed}": value / best for seed, value in eta.items()},
-            **common,
+        record(
+            "softmax-four-heads-step",
+            {f"seed {seed}": value / best for seed, value in eta.items()},
         ),
     ]
     first = data[data.seed == SEEDS[0]]

@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 
 from analyses.lib.measured import SETTING, Measured, run
-from analyses.lib.records import Record
+from analyses.lib.records import Record, record
 from mechinterp import figures
 from mechinterp.theory.approximate_loss import loss_gradients
 from mechinterp.theory.two_heads import late_mu, two_head_flow
@@ -61,25 +61,7 @@ def trajectory_records() -> list[Record]:
     }
     off["growth"] = {"t = 6": off["omega"].pop("t = 6")}
     off["peak"] = {"peak": at.peak_omega / 0.5766 - 1}
-    texts = {
-        "omega": "omega after the growth",
-        "half_loss": "half the loss after the growth",
-        "growth": "omega in the growth",
-        "peak": "the peak of omega",
-    }
-    return [
-        Record(
-            id=f"softmax-T5-{name.replace('_', '-')}",
-            statement=f"{texts[name]} of the exact flow is the published one within 1%",
-            quantity="relative difference",
-            relation="between",
-            bound=(-0.01, 0.01),
-            paper="0.5766 at t = 7.71" if name == "peak" else "",
-            models="closed form",
-            values=values,
-        )
-        for name, values in off.items()
-    ]
+    return [record(f"softmax-T5-{name.replace('_', '-')}", values) for name, values in off.items()]
 
 
 def late_records() -> list[Record]:
@@ -89,33 +71,12 @@ def late_records() -> list[Record]:
         name: float(np.log10(getattr(ends, name)[1] / getattr(ends, name)[0]))
         for name in ("mu", "omega")
     }
-    clauses = (
-        ("half", "drift late as t^(1/2) and t^(-1/2)", {"mu": 0.5, "omega": -0.5}, 0.05, "paper"),
-        ("sixth", "drift late as t^(1/6) and t^(-1/6)", {"mu": 0.17, "omega": -0.17}, 0.02, "ours"),
-    )
     found = [
-        Record(
-            id=f"softmax-T6-{name}-{scale}",
-            statement=f"mu and omega {text}: {scale}",
-            quantity="power between t = 10^3 and 10^4",
-            relation="between",
-            bound=(powers[scale] - within, powers[scale] + within),
-            tag=tag,
-            models="closed form",
-            values={"flow": power[scale]},
-        )
-        for name, text, powers, within, tag in clauses
+        record(f"softmax-T6-{name}-{scale}", {"flow": power[scale]})
+        for name in ("half", "sixth")
         for scale in ("mu", "omega")
     ]
-    opposite = Record(
-        id="softmax-T7",
-        statement="opposite heads stay opposite over 2,000 steps",
-        quantity="largest |sum| of omega and of mu",
-        relation="below",
-        bound=1e-9,
-        models="closed form",
-        values={"descent": asymmetry()},
-    )
+    opposite = record("softmax-T7", {"descent": asymmetry()})
     return [*found, opposite]
 
 

@@ -8,12 +8,11 @@ Run: python -m analyses.softmax.figure_4_losses (five minutes; --quick 1,000 pro
 from collections.abc import Callable
 from functools import partial
 
-import numpy as np
 import pandas as pd
 import torch
 
 from analyses.lib.measured import Measured, checkpoint, run
-from analyses.lib.records import Record
+from analyses.lib.records import Record, record
 from analyses.softmax.setting import BOTH_SIGNS, label, paired, single
 from mechinterp.analysis.learners.losses import SharedLosses, shared_losses
 from mechinterp.analysis.one_layer.circuits import circuits
@@ -24,9 +23,7 @@ from mechinterp.icl.prompts import Prompts, prompt_chunks
 from mechinterp.models.heads import predict
 
 LENGTHS = tuple(range(10, 101, 10))
-# Losses at L = 40 that the published notebooks print, on 20,000 prompts of their own (s.e. 0.003).
-HEADS = {1: 0.4048, 2: 0.2409, 4: 0.2449, 8: 0.2438}
-NAMES = {n_heads: f"softmax-h{n_heads}-s0" for n_heads in HEADS}
+NAMES = {n_heads: f"softmax-h{n_heads}-s0" for n_heads in (1, 2, 4, 8)}
 
 
 def measure(quick: bool) -> Measured:
@@ -101,19 +98,13 @@ def number_records(found: SharedLosses) -> list[Record]:
     loss = dict(zip(found.models, found.loss[6], strict=True))
     sem = dict(zip(found.models, found.loss_sem[6], strict=True))
     return [
-        Record(
-            id=f"softmax-loss-h{n_heads}",
-            statement=f"the published loss of {n_heads} heads: within three standard errors",
-            quantity="loss at L = 40 (y²)",
-            relation="between",
-            bound=tuple(paper + sign * 3 * np.hypot(sem[name], 0.003) for sign in (-1, 1)),
-            paper=f"{paper} ± 0.003",
-            models=name,
-            values={name: loss[name]},
+        record(
+            f"softmax-loss-h{n_heads}",
+            {name: loss[name]},
             errors={name: sem[name]},
             over={"prompts": found.n_prompts},
         )
-        for (n_heads, paper), name in zip(HEADS.items(), NAMES.values(), strict=True)
+        for n_heads, name in NAMES.items()
     ]
 
 
@@ -124,111 +115,25 @@ def loss_records(found: SharedLosses) -> list[Record]:
     better = several.rsub(loss[single()].min(axis=1), axis=0)
     ratio = several.max(axis=1) / several.min(axis=1) - 1
     bayes = loss[names].div(loss["ridge (Bayes)"], axis=0)
-    common = {"over": {"prompts": found.n_prompts, "prompts' seed": 3} | BOTH_SIGNS}
-    both, all_models = "those of both signs", "softmax-h1-s*, those of both signs"
+    over = {"prompts": found.n_prompts, "prompts' seed": 3} | BOTH_SIGNS
     return [
-        Record(
-            id="softmax-O3a-40",
-            statement="several heads beat the best of one by 0.16 +- 0.02 at L = 40",
-            quantity="difference of losses (y²)",
-            relation="between",
-            bound=(0.14, 0.18),
-            models=both,
-            values=better.loc[40],
-            **common,
+        record("softmax-O3a-40", better.loc[40], over=over),
+        record("softmax-O3a-lengths", better.min(), over=over),
+        record(
+            "softmax-O3b", {f"L = {length}": value for length, value in ratio.items()}, over=over
         ),
-        Record(
-            id="softmax-O3a-lengths",
-            statement="several heads beat one at every length from 10 to 100",
-            quantity="least difference of losses (y²)",
-            relation="above",
-            bound=0,
-            models=both,
-            values=better.min(),
-            **common,
-        ),
-        Record(
-            id="softmax-O3b",
-            statement="the loss does not depend on the number of heads from 2 on: within 2%",
-            quantity="largest loss over least, less 1, same prompts",
-            relation="at most",
-            bound=0.02,
-            models=both,
-            values={f"L = {length}": value for length, value in ratio.items()},
-            **common,
-        ),
-        Record(
-            id="softmax-O3d",
-            statement="losses fall with the length, from 10 to 100",
-            quantity="largest change over 10 pairs (y²)",
-            relation="below",
-            bound=0,
-            models=all_models,
-            values=loss[names].diff().max(),
-            **common,
-        ),
-        Record(
-            id="softmax-O3e",
-            statement="losses stay above the Bayes predictor's at every length",
-            quantity="least ratio",
-            relation="above",
-            bound=1,
-            models=all_models,
-            values=bayes.min(),
-            **common,
-        ),
+        record("softmax-O3d", loss[names].diff().max(), over=over),
+        record("softmax-O3e", bayes.min(), over=over),
     ]
 
 
 def step_records(gaps: pd.DataFrame, n_prompts: int) -> list[Record]:
     """O3c, with the step that a pair's own omega and mu name."""
     rows = gaps.set_index("model")
-    common = {
-        "models": "those of both signs of softmax-h2-s*",
-        "over": {"prompts": n_prompts, "prompts' seed": 4} | BOTH_SIGNS,
-    }
-    clauses = (
-        (
-            "debiased",
-            "has the losses of debiased GD at L = 30 to 100",
-            "largest difference (y²)",
-            "at most",
-            0.002,
-        ),
-        (
-            "rms",
-            "predicts what debiased GD predicts at L = 40",
-            "rms difference (y)",
-            "at most",
-            0.025,
-        ),
-        (
-            "vanilla",
-            "has the losses of vanilla GD at L = 30 to 100",
-            "largest difference (y²)",
-            "at most",
-            0.003,
-        ),
-        (
-            "short",
-            "is better than vanilla GD by 0.04 at L = 10",
-            "difference (y²)",
-            "between",
-            (0.035, 0.045),
-        ),
-    )
+    over = {"prompts": n_prompts, "prompts' seed": 4} | BOTH_SIGNS
     return [
-        Record(
-            id=f"softmax-O3c-{name}",
-            statement=f"a pair {text}",
-            quantity=quantity,
-            relation=relation,
-            bound=bound,
-            values=rows[name],
-            errors=rows.get(f"{name}_sem", {}),
-            **common,
-        )
-        for name, text, quantity, relation, bound in clauses
+        record(f"softmax-O3c-{name}", rows[name], errors=rows.get(f"{name}_sem"), over=over)
+        for name in ("debiased", "rms", "vanilla", "short")
     ]
 
 

@@ -7,7 +7,7 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from analyses.lib.measured import Measured, checkpoint, run, shipped
-from analyses.lib.records import Record
+from analyses.lib.records import record
 from mechinterp.analysis.one_layer.circuits import circuits
 
 STEPS = (0, 1_000, 2_000, 10_000, 100_000, 500_000)
@@ -29,14 +29,8 @@ def sequence(name: str) -> tuple[pd.DataFrame, dict[str, go.Figure]]:
 def measure(quick: bool) -> Measured:
     data, pages = sequence("softmax-h2-s0")
     early = {name: circuits(checkpoint(name).snapshots[2000]) for name in shipped("softmax-h2-s*")}
-    clear = Record(
-        id="softmax-early-pattern",
-        statement="two heads: the diagonal pattern is clear at step 2,000, of either label",
-        quantity="least cosine of a head with its diagonal",
-        relation="above",
-        bound=0.9,
-        models="softmax-h2-s*",
-        values={name: found.qk_diagonal.min() for name, found in early.items()},
+    clear = record(
+        "softmax-early-pattern", {name: found.qk_diagonal.min() for name, found in early.items()}
     )
     return Measured(data, pages, [clear])
 

@@ -10,7 +10,7 @@ import pandas as pd
 import torch
 
 from analyses.lib.measured import SETTING, Measured, run
-from analyses.lib.records import Record
+from analyses.lib.records import Record, record
 from mechinterp import figures
 from mechinterp.analysis.learners.losses import shared_losses
 from mechinterp.config import TaskConfig
@@ -51,24 +51,15 @@ def loss_records(n_prompts: int) -> list[Record]:
     found = shared_losses(models, TaskConfig(), n_prompts=n_prompts, seed=6)
     loss = dict(zip(models, zero + found.gap[0], strict=True))
     sem = dict(zip(models, found.gap_sem[0], strict=True))
-    forms = (
-        ("term", " and (2p - kappa p^2)/L together", corrected_loss, "paper"),
-        ("plain", " alone", approximate_loss, "ours"),
-    )
+    forms = {"term": corrected_loss, "plain": approximate_loss}
     return [
-        Record(
-            id=f"softmax-T1-{name}",
-            statement=f"the approximate loss{text} are the true one within 0.01",
-            quantity="true loss less it, omega <= 0.15, mu <= 4 (y²)",
-            relation="between",
-            bound=(-0.01, 0.01),
-            tag=tag,
-            models="constructed pairs",
-            values={key: loss[key] - form(*pair, **SETTING) for key, pair in pairs.items()},
+        record(
+            f"softmax-T1-{name}",
+            {key: loss[key] - form(*pair, **SETTING) for key, pair in pairs.items()},
             errors={key: sem[key] for key in pairs},
             over={"prompts": n_prompts, "prompts' seed": 6},
         )
-        for name, text, form, tag in forms
+        for name, form in forms.items()
     ]
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 
 from analyses.lib.measured import SETTING, Measured, run
-from analyses.lib.records import Record
+from analyses.lib.records import record
 from mechinterp import figures
 from mechinterp.theory.approximate_loss import approximate_loss, loss_gradients
 from mechinterp.theory.softmax import debiased_step_size
@@ -35,25 +35,8 @@ def measure(quick: bool) -> Measured:
     eta = debiased_step_size(**SETTING)
     ends = {f"{n} heads": run.iloc[-1] for n, run in runs.items()}
     claims = [
-        Record(
-            id="softmax-descent-step",
-            statement="descent on the approximate loss settles at 1/(1 + (1 + s^2) d/L), eq. (4.3)",
-            quantity="<mu, omega> over it",
-            relation="between",
-            bound=(0.98, 1.02),
-            paper=f"{eta:.4f}",
-            models="closed form",
-            values={name: end["product"] / eta for name, end in ends.items()},
-        ),
-        Record(
-            id="softmax-descent-sum",
-            statement="and at mu that sum to zero, eq. (4.2)",
-            quantity="|sum of mu|",
-            relation="below",
-            bound=0.05,
-            models="closed form",
-            values={name: abs(end["sum_mu"]) for name, end in ends.items()},
-        ),
+        record("softmax-descent-step", {name: end["product"] / eta for name, end in ends.items()}),
+        record("softmax-descent-sum", {name: abs(end["sum_mu"]) for name, end in ends.items()}),
     ]
     first = next(iter(runs.values()))
     curves = {f"{n} heads": run["product"].to_numpy()[1:] for n, run in runs.items()}

@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 
 from analyses.lib.measured import Measured, checkpoint, run
-from analyses.lib.records import Record
+from analyses.lib.records import Record, record
 from mechinterp.analysis.learners.losses import SharedLosses, shared_losses
 from mechinterp.config import TaskConfig
 from mechinterp.theory.softmax import linear_attention_risk
@@ -34,25 +34,8 @@ def exact_records() -> list[Record]:
     risk = {n: linear_attention_risk(context_length=n, **RISK) for n in range(10, 101)}
     best = min(risk, key=lambda length: risk[length])
     return [
-        Record(
-            id="softmax-L1-exact",
-            statement="linear attention of length 40 fails at 100",
-            quantity="loss at 100 over that at 40",
-            relation="above",
-            bound=5,
-            paper="1.72 and .240",
-            models="closed form",
-            values={"closed form": risk[100] / risk[40]},
-        ),
-        Record(
-            id="softmax-L1-exact-best",
-            statement="linear attention of length 40 is best at 40 to 45",
-            quantity="length of the least loss",
-            relation="between",
-            bound=(40, 45),
-            models="closed form",
-            values={"closed form": best},
-        ),
+        record("softmax-L1-exact", {"closed form": risk[100] / risk[40]}),
+        record("softmax-L1-exact-best", {"closed form": best}),
     ]
 
 
@@ -66,47 +49,12 @@ def records(found: SharedLosses) -> list[Record]:
     exact = linear_attention_risk(context_length=40, **RISK)
     over = {"prompts": found.n_prompts}
     return [
-        Record(
-            id="softmax-L1-linear",
-            statement="trained linear attention fails at 100",
-            quantity="loss at 100 over that at 40",
-            relation="above",
-            bound=5,
-            models="linear-h1-s0, linear-h2-s0",
-            values=ratio[linear],
-            errors=error[linear],
-            over=over,
-        ),
-        Record(
-            id="softmax-L1-linear-best",
-            statement="trained linear attention is best at 40 to 45",
-            quantity="length of the least loss",
-            relation="between",
-            bound=(40, 45),
-            models="linear-h1-s0, linear-h2-s0",
-            values=loss[linear].idxmin(),
-            over=over,
-        ),
-        Record(
-            id="softmax-L1-softmax",
-            statement="softmax attention improves beyond its length",
-            quantity="loss at 100 over that at 40",
-            relation="below",
-            bound=0.75,
-            models="softmax-h2-s0, softmax-h4-s0",
-            values=ratio[softmax],
-            errors=error[softmax],
-            over=over,
-        ),
-        Record(
-            id="softmax-linear-loss",
-            statement="trained linear attention is one vanilla step: its loss within 3 s.e.",
-            quantity="loss at L = 40 less the exact one, in standard errors",
-            relation="between",
-            bound=(-3, 3),
-            paper=f"{exact:.4f} (exact)",
-            models="linear-h1-s0, linear-h2-s0",
-            values=(loss.loc[40, linear] - exact) / sem.loc[40, linear],
+        record("softmax-L1-linear", ratio[linear], errors=error[linear], over=over),
+        record("softmax-L1-linear-best", loss[linear].idxmin(), over=over),
+        record("softmax-L1-softmax", ratio[softmax], errors=error[softmax], over=over),
+        record(
+            "softmax-linear-loss",
+            (loss.loc[40, linear] - exact) / sem.loc[40, linear],
             errors=dict.fromkeys(linear, 1.0),
             over=over,
         ),

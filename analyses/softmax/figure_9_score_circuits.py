@@ -7,7 +7,7 @@ Run: python -m analyses.softmax.figure_9_score_circuits (seconds)
 import pandas as pd
 
 from analyses.lib.measured import Measured, checkpoint, run, shipped
-from analyses.lib.records import Record
+from analyses.lib.records import record
 from mechinterp.analysis.one_layer.circuits import circuits
 from mechinterp.analysis.one_layer.classify import classify
 
@@ -18,25 +18,11 @@ def measure(quick: bool) -> Measured:
     names = [name for pattern in PATTERNS for name in shipped(pattern)]
     labels = {name: classify(checkpoint(name)) for name in names}
     paired = {name: one for name, one in labels.items() if one.pattern == "debiased_gd"}
-    models = ", ".join(PATTERNS)
     claims = [
-        Record(
-            id="softmax-scores-signs",
-            statement="a positive and a negative head for every score function",
-            quantity="labelled debiased_gd",
-            relation="equal to",
-            bound=1,
-            models=models,
-            values={name: float(name in paired) for name in names},
-        ),
-        Record(
-            id="softmax-scores-diagonal",
-            statement="QK is diagonal for every score function",
-            quantity="least cosine of a head with its diagonal",
-            relation="at least",
-            bound=0.99,
-            models=models,
-            values={name: one.circuits.qk_diagonal.min() for name, one in paired.items()},
+        record("softmax-scores-signs", {name: float(name in paired) for name in names}),
+        record(
+            "softmax-scores-diagonal",
+            {name: one.circuits.qk_diagonal.min() for name, one in paired.items()},
             over={"selection": "models of both signs"},
         ),
     ]

@@ -12,7 +12,7 @@ import numpy as np
 import pandas as pd
 
 from analyses.lib.measured import Measured, checkpoint, run, shipped
-from analyses.lib.records import Record
+from analyses.lib.records import record
 from analyses.softmax.tasks import CONVENTIONS
 from mechinterp import figures
 from mechinterp.analysis.learners.losses import shared_losses
@@ -72,16 +72,9 @@ def measure(quick: bool) -> Measured:
         named = group.set_index("model")
         kind = "own" if convention == "two-tasks" else "shared"
         claims.append(
-            Record(
-                id=f"softmax-heads-needed-{kind}-h{n_heads}",
-                statement=f"{n_heads} heads lose what the best step of rank {n_heads - 1} loses",
-                quantity="loss over that of the best step, minus 1, same prompts",
-                relation="between",
-                bound=(-0.03, 0.03),
-                tag="ours",
-                paper=f"{group.risk.iloc[0]:.4f} (exact)",
-                models=f"{convention}-h{n_heads}-*",
-                values=dict(named.gap / named.risk),
+            record(
+                f"softmax-heads-needed-{kind}-h{n_heads}",
+                dict(named.gap / named.risk),
                 errors=dict(named.gap_sem / named.risk),
                 over={"prompts": n_prompts},
             )
@@ -90,16 +83,7 @@ def measure(quick: bool) -> Measured:
         full = data[(data.convention == convention) & (data.n_heads >= 4)]
         kind = "own" if convention == "two-tasks" else "shared"
         claims.append(
-            Record(
-                id=f"softmax-heads-needed-{kind}-theta",
-                statement="four and five heads take the best joint step of every response",
-                quantity="largest difference in theta",
-                relation="below",
-                bound=0.03,
-                tag="ours",
-                models=f"{convention}-h[45]-*",
-                values=dict(full.set_index("model").theta_gap),
-            )
+            record(f"softmax-heads-needed-{kind}-theta", dict(full.set_index("model").theta_gap))
         )
     name = "shared-tasks-h4-s0"
     heads = circuits(checkpoint(name))

@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 
 from analyses.lib.measured import Measured, checkpoint, run
-from analyses.lib.records import Record
+from analyses.lib.records import record
 from analyses.softmax.setting import label, several, single
 from mechinterp.analysis.learners.losses import shared_losses
 from mechinterp.analysis.one_layer.circuits import circuits
@@ -49,29 +49,13 @@ def measure(quick: bool) -> Measured:
         )
     data = pd.DataFrame(rows)
     values = data.set_index("model")
-    common = {"tag": "ours", "models": "pairs of one sign"}
     claims = [
-        Record(
-            id="softmax-one-sign-opposite",
-            statement="pairs of one sign: the two QK are turned against each other",
-            quantity="cosine of the two turns",
-            relation="below",
-            bound=-0.9,
-            values=values.cosine,
-            **common,
-        ),
-        Record(
-            id="softmax-one-sign-loss",
-            statement="pairs of one sign: not one head split in two, "
-            "a single head of their sign is worse",
-            quantity="loss less that of a single head, same prompts (y²)",
-            relation="below",
-            bound=0,
-            margin=2,
-            values=values.gap,
+        record("softmax-one-sign-opposite", values.cosine),
+        record(
+            "softmax-one-sign-loss",
+            values.gap,
             errors=values.gap_sem,
             over={"prompts": n_prompts},
-            **common,
         ),
     ]
     return Measured(data, claims=claims)

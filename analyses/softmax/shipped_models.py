@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 
 from analyses.lib.measured import Measured, checkpoint, run, shipped
-from analyses.lib.records import Record
+from analyses.lib.records import Record, record
 from analyses.softmax.setting import BOTH_SIGNS
 from mechinterp.analysis.learners.fits import LEARNERS, fit_learners
 from mechinterp.analysis.learners.losses import shared_losses
@@ -62,84 +62,20 @@ def loss_records(data: pd.DataFrame, n_prompts: dict[str, int]) -> list[Record]:
     paired, one = found[found.pattern == "debiased_gd"], found[found.index.str.contains("-h1-")]
     least = paired.loss.min()
     return [
-        Record(
-            id=f"softmax-million-{name}",
-            statement=f"{text}: the loss is {paper} to its last digit",
-            quantity="loss at L = 40 (y²)",
-            relation="between",
-            bound=(paper - 0.001, paper + 0.001),
-            paper=f"{paper}",
-            models=models,
-            values=rows.loss,
-            errors=rows.loss_sem,
-            over=n_prompts | over,
-        )
-        for name, text, paper, models, rows, over in (
-            ("one-head", "one head", 0.404, "softmax-h1-*", one, {}),
-            ("both-signs", "both signs", 0.243, "those of both signs", paired, BOTH_SIGNS),
-        )
-    ] + [
-        Record(
-            id="softmax-million-heads",
-            statement="both signs: the loss does not depend on the number of heads, within 0.001",
-            quantity="loss above the least, same prompts (y²)",
-            relation="below",
-            bound=0.001,
-            models="those of both signs",
-            values=paired.loss - least,
-            over=n_prompts | BOTH_SIGNS,
-        )
-    ]
+        record(f"softmax-million-{name}", rows.loss, errors=rows.loss_sem, over=n_prompts | over)
+        for name, rows, over in (("one-head", one, {}), ("both-signs", paired, BOTH_SIGNS))
+    ] + [record("softmax-million-heads", paired.loss - least, over=n_prompts | BOTH_SIGNS)]
 
 
 def step_records(data: pd.DataFrame, scale: int) -> list[Record]:
     """The step that models of both signs take."""
     paired = data[data.pattern == "debiased_gd"].set_index("model")
-    eta = paired.eta_optimal.iloc[0]
-    common = {
-        "models": "those of both signs",
-        "over": {"prompts": 100_000 // scale} | BOTH_SIGNS,
-    }
+    over = {"prompts": 100_000 // scale} | BOTH_SIGNS
     return [
-        Record(
-            id="softmax-step-size",
-            statement="both signs: sum mu omega is the best debiased step within 2%",
-            quantity="sum mu omega",
-            relation="between",
-            bound=(0.98 * eta, 1.02 * eta),
-            paper=f"{eta:.4f}",
-            values=paired.eta,
-            **common,
-        ),
-        Record(
-            id="softmax-step-closest",
-            statement="both signs: a debiased step is the closest of the learners",
-            relation="equal to",
-            bound=1,
-            values=(paired.closest == "debiased_gd").astype(float),
-            **common,
-        ),
-        Record(
-            id="softmax-step-r2",
-            statement="both signs: a debiased step has the model's predictions",
-            quantity="R²",
-            relation="above",
-            bound=0.99,
-            tag="ours",
-            values=paired.r2_debiased_gd,
-            errors=paired.r2_sem,
-            **common,
-        ),
-        Record(
-            id="softmax-step-vanilla",
-            statement="both signs: nearer than a vanilla step",
-            quantity="R² of the debiased step less that of a vanilla one, same prompts",
-            relation="above",
-            bound=0,
-            tag="ours",
-            values=paired.lead,
-            **common,
-        ),
+        record("softmax-step-size", paired.eta, over=over),
+        record("softmax-step-closest", (paired.closest == "debiased_gd").astype(float), over=over),
+        record("softmax-step-r2", paired.r2_debiased_gd, errors=paired.r2_sem, over=over),
+        record("softmax-step-vanilla", paired.lead, over=over),
     ]
 
 

@@ -7,8 +7,8 @@ He et al. 2025, arXiv 2503.12734, table 2. Run: python -m analyses.softmax.table
 import numpy as np
 import pandas as pd
 
-from analyses.lib.measured import Measured, numbers, run
-from analyses.lib.records import Record
+from analyses.lib.measured import Measured, run
+from analyses.lib.records import record
 from analyses.softmax.tasks import labels
 
 GROUPS = {"omega_first": [0, 1], "omega_second": [4, 5], "omega_shared": [2, 3]}
@@ -38,27 +38,13 @@ def measure(quick: bool) -> Measured:
     data = pd.concat(frames)
     data.columns = [*GROUPS, "mu_0", "mu_1", "model"]
     own = ([0, 0, 1, 1], [0, 2, 1, 2])
-    paper = conditions(PAPER)
     records = [
-        Record(
-            id="softmax-table-2-on",
-            statement="sum_h mu_n omega_g is the step on a task's own groups: 0.915 +- 0.03",
-            quantity="largest difference",
-            relation="below",
-            bound=0.03,
-            paper=numbers(paper[own]),
-            models="two-tasks-h3-*",
-            values={name: abs(one[own] - 0.915).max() for name, one in ours.items()},
+        record(
+            "softmax-table-2-on", {name: abs(one[own] - 0.915).max() for name, one in ours.items()}
         ),
-        Record(
-            id="softmax-table-2-off",
-            statement="and 0 on the other task's",
-            quantity="largest",
-            relation="below",
-            bound=0.08,
-            paper=numbers(paper[[0, 1], [1, 0]]),
-            models="two-tasks-h3-*",
-            values={name: max(abs(one[0, 1]), abs(one[1, 0])) for name, one in ours.items()},
+        record(
+            "softmax-table-2-off",
+            {name: max(abs(one[0, 1]), abs(one[1, 0])) for name, one in ours.items()},
         ),
     ]
     return Measured(data, {}, records)

@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 
 from analyses.lib.measured import SETTING, Measured, run
-from analyses.lib.records import Record
+from analyses.lib.records import record
 from mechinterp import figures
 from mechinterp.analysis.learners.losses import shared_losses
 from mechinterp.config import TaskConfig
@@ -60,45 +60,19 @@ def measure(quick: bool) -> Measured:
     columns = {"gamma": GAMMAS, "approximate": approximate, "loss": found.loss[0]}
     data = pd.DataFrame(columns | {"rise": found.gap[0], "rise_sem": found.gap_sem[0]})
     steps = [f"{low:g} to {high:g}" for low, high in pairwise(GAMMAS)]
-    common = {"quantity": "rise from one gamma to the next (y²)", "relation": "above", "bound": 0}
     true = {f"{GAMMAS[0]:g} to {row.gamma:g}": row for row in data.iloc[1:].itertuples()}
     records = [
-        Record(
-            id="softmax-T2-approximate",
-            statement="the approximate loss rises along the solution manifold",
-            models="closed form",
-            values=dict(zip(steps, np.diff(approximate), strict=True)),
-            **common,
-        ),
-        Record(
-            id="softmax-T2-true",
-            statement="so does the true loss, from gamma 0.02 to each other by two standard errors",
-            quantity="rise in standard errors",
-            relation="above",
-            bound=2,
-            tag="ours",
-            models="constructed pairs",
-            values={name: row.rise / row.rise_sem for name, row in true.items()},
+        record("softmax-T2-approximate", dict(zip(steps, np.diff(approximate), strict=True))),
+        record(
+            "softmax-T2-true",
+            {name: row.rise / row.rise_sem for name, row in true.items()},
             errors=dict.fromkeys(true, 1.0),
             over={"prompts": n_prompts, "prompts' seed": 7},
         ),
-        Record(
-            id="softmax-T3",
-            statement="gradients of the approximate loss are its central differences",
-            quantity="largest difference",
-            relation="below",
-            bound=1e-8,
-            models="closed form",
-            values={"closed form": gradient_error()},
-        ),
-        Record(
-            id="softmax-T4",
-            statement="a pair tends to debiased GD as the square of omega",
-            quantity="power",
-            relation="between",
-            bound=(1.9, 2.1),
-            models="constructed pairs",
-            values={"pair": slope_towards_descent()},
+        record("softmax-T3", {"closed form": gradient_error()}),
+        record(
+            "softmax-T4",
+            {"pair": slope_towards_descent()},
             over={"prompts": 8192, "prompts' seed": 8},
         ),
     ]

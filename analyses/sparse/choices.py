@@ -12,8 +12,8 @@ import numpy as np
 import pandas as pd
 
 from analyses.lib.measured import Measured, run
-from analyses.lib.records import Record, with_errors
-from analyses.sparse.models import MODELS, NOISES, NOTE, SEVERAL, named, prompts_of, seeds, trained
+from analyses.lib.records import record
+from analyses.sparse.models import NOISES, NOTE, SEVERAL, named, prompts_of, seeds, trained
 from analyses.sparse.setting import ratio
 from mechinterp.analysis.ablation.masked_risk import masked_errors
 from mechinterp.analysis.ablation.pairs import halves
@@ -52,18 +52,11 @@ def measure(quick: bool) -> Measured:
             few = scored[: 64 if quick else 256]
             frame, pairs[named(heads, noise, seed)] = best_choice(heads, noise, seed, few, measured)
             frames.append(frame)
-    claim = Record(
-        id="sparse-C11-every-choice",
-        statement="the best of all choices of one head in each later layer will do",
-        quantity="risk over the full model's",
-        relation="at most",
-        bound=2,
-        tag="second hand",
-        paper="preserved",
-        models=MODELS,
+    claim = record(
+        "sparse-C11-every-choice",
+        pairs,
         over={"prompts": len(measured), "selection": "chosen on other prompts, one split"},
         note=NOTE,
-        **with_errors(pairs),
     )
     return Measured(pd.concat(frames), claims=[claim])
 

@@ -12,7 +12,7 @@ import pandas as pd
 import torch
 
 from analyses.lib.measured import Measured, run
-from analyses.lib.records import Record
+from analyses.lib.records import record
 from mechinterp.analysis.probing.linear import reweighted
 from mechinterp.config import TaskConfig
 from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
@@ -68,62 +68,15 @@ def measure(quick: bool) -> Measured:
         preprocess_then_optimise(prompts, steps=TIMES[-1])[list(TIMES)], squares
     ).mean(1)
     falls = away[1:] / away[:-1]
-    rows = [
-        (
-            "C1-first-layer",
-            "the first layer of the built model writes R x",
-            "largest difference",
-            "at most",
-            1e-12,
-            {"d 16": largest["first layer"]},
-        ),
-        (
-            "C2-steps",
-            "one head per later layer is a step of GD on R x",
-            "largest difference of predictions",
-            "at most",
-            1e-12,
-            {f"step {t}": largest[f"step {t}"] for t in range(STEPS + 1)},
-        ),
-        (
-            "C2-query",
-            "with the query as a key, too, steps after the first err",
-            "largest difference of predictions",
-            "above",
-            0.01,
-            {f"step {t}": largest[f"step {t}, query a key"] for t in (2, 3, 4)},
-        ),
-        (
-            "C3-preconditioned",
-            "Algorithm 1 is GD preconditioned by r^2",
-            "largest difference of predictions",
-            "at most",
-            1e-12,
-            {f"{STEPS} steps": largest["preconditioned"]},
-        ),
-        (
-            "C3-limit",
-            "it approaches least squares step by step",
-            "squared distance over that at the step before, t = 0, 4, 16, 64, 256",
-            "below",
-            1,
-            {f"step {t}": fall.item() for t, fall in zip(TIMES[1:], falls, strict=True)},
-        ),
-    ]
-    claims = [
-        Record(
-            id=f"sparse-{name}",
-            statement=statement,
-            quantity=quantity,
-            relation=relation,
-            bound=bound,
-            tag="ours",
-            models="built, d 16, L 40",
-            values=values,
-            over={"prompts": n_prompts},
-        )
-        for name, statement, quantity, relation, bound, values in rows
-    ]
+    asked = {
+        "C1-first-layer": {"d 16": largest["first layer"]},
+        "C2-steps": {f"step {t}": largest[f"step {t}"] for t in range(STEPS + 1)},
+        "C2-query": {f"step {t}": largest[f"step {t}, query a key"] for t in (2, 3, 4)},
+        "C3-preconditioned": {f"{STEPS} steps": largest["preconditioned"]},
+        "C3-limit": {f"step {t}": fall.item() for t, fall in zip(TIMES[1:], falls, strict=True)},
+    }
+    over = {"prompts": n_prompts}
+    claims = [record(f"sparse-{name}", values, over=over) for name, values in asked.items()]
     distances = {
         f"squared distance from least squares, step {t}": a.item()
         for t, a in zip(TIMES, away, strict=True)

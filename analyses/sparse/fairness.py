@@ -31,7 +31,7 @@ from analyses.sparse.steps import (
 )
 from mechinterp.analysis.stats import mean_and_sem
 from mechinterp.config import TaskConfig
-from mechinterp.training.sweep import load_sweep
+from mechinterp.training.sweep_file import load_sweep
 
 LIMIT = 0.9
 PLAN = ROOT / "analyses" / "sweeps" / "sparse_settings.json"

@@ -10,9 +10,8 @@ an hour; --quick one minute)
 import pandas as pd
 
 from analyses.lib.measured import Measured, run
-from analyses.lib.records import Record, with_errors
+from analyses.lib.records import Record, record
 from analyses.sparse.models import (
-    MODELS,
     NOTE,
     best_later_on,
     frames_of,
@@ -48,41 +47,11 @@ def records(data: pd.DataFrame) -> list[Record]:
     """What the last rows of all models say."""
     last = data[data.step == data.step.max()]
     pruned, full = (last[last.heads == which] for which in MODELS_TUNED)
-    common = {"relation": "at most", "models": MODELS}
     over = {"selection": "heads chosen on other prompts, one split"}
     return [
-        Record(
-            id="sparse-fine-tuning-pruned",
-            statement="one head in each later layer will do, trained for a tenth longer",
-            quantity="risk over the full model's as it was",
-            bound=1.25,
-            tag="ours",
-            over=over,
-            **with_errors(pairs(pruned, "ratio")),
-            **common,
-        ),
-        Record(
-            id="sparse-fine-tuning-full",
-            statement="the full model, trained for a tenth longer, is as it was",
-            quantity="risk over the full model's as it was",
-            relation="at most",
-            bound=1.05,
-            tag="ours",
-            models=MODELS,
-            **with_errors(pairs(full, "ratio")),
-        ),
-        Record(
-            id="sparse-C13-fine-tuning",
-            statement="pruned and trained for a tenth longer it beats the single head of its seed",
-            quantity="ratio of risks",
-            bound=0.95,
-            tag="second hand",
-            paper="shown",
-            over=over,
-            note=NOTE,
-            **with_errors(pairs(pruned, "to_single")),
-            **common,
-        ),
+        record("sparse-fine-tuning-pruned", pairs(pruned, "ratio"), over=over),
+        record("sparse-fine-tuning-full", pairs(full, "ratio")),
+        record("sparse-C13-fine-tuning", pairs(pruned, "to_single"), over=over, note=NOTE),
     ]
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from analyses.lib.measured import Measured, run
-from analyses.lib.records import Record, with_errors
+from analyses.lib.records import record
 from analyses.sparse.models import named, prompts_of, trained
 from analyses.sparse.setting import best_ridge, ratio
 from mechinterp.analysis.ablation.gates import learn_gates
@@ -52,27 +52,15 @@ def measure(quick: bool) -> Measured:
     values = {what: ratio(risk, full) for what, risk in risks.items()}
     open_heads = (found.closed > 0.5).sum(1)
     claims = [
-        Record(
-            id="sparse-gates-open",
-            statement="gates pressed to close leave a head of layer 1 open, as masking it suggests",
-            quantity="open gates of layer 1",
-            relation="at least",
-            bound=1,
-            tag="ours",
-            models=NAME,
-            values={NAME: open_heads[0]},
+        record(
+            "sparse-gates-open",
+            {NAME: open_heads[0]},
             text="open gates: " + ", ".join(f"L{layer} {n}" for layer, n in enumerate(open_heads)),
         ),
-        Record(
-            id="sparse-gates-risk",
-            statement="with these gates the model does nearly as well, with layer 1 at zero too",
-            quantity="risk over the full model's",
-            relation="at most",
-            bound=1.25,
-            tag="ours",
-            models=NAME,
+        record(
+            "sparse-gates-risk",
+            {what: pair for what, pair in values.items() if what != "ridge"},
             over={"prompts": len(measured), "selection": "gates fitted to other prompts"},
-            **with_errors({what: pair for what, pair in values.items() if what != "ridge"}),
         ),
     ]
     return Measured(found.to_frame(), {"gates": found.plot()}, claims)

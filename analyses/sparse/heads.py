@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from analyses.lib.measured import Measured, run
-from analyses.lib.records import Record, with_errors
-from analyses.sparse.models import MODELS, NOTE, frames_of, groups, prompts_of, trained
-from analyses.sparse.rules import CLAUSES, Numbers
+from analyses.lib.records import Record, record
+from analyses.sparse.models import NOTE, frames_of, groups, prompts_of, trained
+from analyses.sparse.questions import Numbers
 from mechinterp.analysis.ablation.pairs import halves
 from mechinterp.analysis.ablation.single import HeadAblation, ablate_heads
 from mechinterp.icl.prompts import Prompts
@@ -50,34 +50,24 @@ def spread(name: str, prompts: Prompts) -> Spread:
     return Spread(ablate_heads(trained(name).model, prompts), tops)
 
 
-def records(found: dict[str, Spread], n_prompts: int, *, suffix: str = "", **more) -> list[Record]:
+def records(
+    found: dict[str, Spread], n_prompts: int, *, note: str, suffix: str = ""
+) -> list[Record]:
     """C10, by model, and the heads of layer 1 by mean rises."""
     chosen = {"prompts": n_prompts, "selection": "the best head chosen on half, measured on half"}
-    common = {"paper": "one head dominates later layers", **more}
+    over = {"prompts": n_prompts}
     by_model = {name: one.by_clause() for name, one in found.items()}
     made = [
-        Record(
-            id=f"sparse-{clause}{suffix}",
-            tag="second hand",
-            values={name: values[clause] for name, values in by_model.items()},
-            over=chosen if "top" in clause else {"prompts": n_prompts},
-            **vars(CLAUSES[clause]),
-            **common,
+        record(
+            f"sparse-{clause}{suffix}",
+            {name: values[clause] for name, values in by_model.items()},
+            over=chosen if "top" in clause else over,
+            note=note,
         )
         for clause in next(iter(by_model.values()))
     ]
-    several = CLAUSES["C10-several"]
-    by_means = Record(
-        id=f"sparse-C10-several-means{suffix}",
-        statement="the same by mean rises, which few prompts may carry",
-        quantity="effective heads",
-        relation=several.relation,
-        bound=several.bound,
-        tag="ours",
-        over={"prompts": n_prompts},
-        **with_errors({name: one.means for name, one in found.items()}),
-        **common,
-    )
+    means = {name: one.means for name, one in found.items()}
+    by_means = record(f"sparse-C10-several-means{suffix}", means, over=over, note=note)
     return [made[0], by_means, *made[1:]]
 
 
@@ -92,7 +82,7 @@ def measure(quick: bool) -> Measured:
             both = {one.method: one.to_frame().merge(one.layer_frame()) for one in (zero, mean)}
             frames[name] = frames_of(both, "method")
             pages |= {f"{name}-rise": zero.plot(), f"{name}-importance": zero.plot_importance()}
-    claims = records(found, n_prompts, models=MODELS, note=NOTE)
+    claims = records(found, n_prompts, note=NOTE)
     return Measured(frames_of(frames), pages, claims)
 
 

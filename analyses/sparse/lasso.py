@@ -11,7 +11,7 @@ import numpy as np
 import pandas as pd
 
 from analyses.lib.measured import Measured, run
-from analyses.lib.records import Record, with_errors
+from analyses.lib.records import record
 from analyses.sparse.setting import SMALL, WIDE, best, best_lasso, best_ridge, draw, ratio
 from mechinterp import figures
 from mechinterp.analysis.stats import mean_and_sem
@@ -47,53 +47,12 @@ def measure(quick: bool) -> Measured:
             large / small,
             large / small * np.hypot(small_sem / small, large_sem / large),
         )
-    rows = [
-        (
-            "C5-lasso",
-            "comparable to lasso for d <= L <= 4 d",
-            "ratio of risks",
-            "between",
-            (0.25, 2),
-            likeness,
-        ),
-        (
-            "C5-slope",
-            "its risk falls faster than 1 / L from L = d to 4 d",
-            "log-log slope",
-            "at most",
-            -1.5,
-            {"d 64": (slope, slope_sem)},
-        ),
-        (
-            "C6-algorithm",
-            "twice d at L = 256 hardly raises its risk",
-            "ratio of risks, d 128 over d 64",
-            "at most",
-            2.5,
-            {"L 256": growth["ours"]},
-        ),
-        (
-            "C6-ridge",
-            "but that of ridge",
-            "ratio of risks, d 128 over d 64",
-            "at least",
-            1.8,
-            {"L 256": growth["ridge"]},
-        ),
-    ]
+    over = {"prompts": 32 if quick else 256}
     claims = [
-        Record(
-            id=f"sparse-{name}",
-            statement=statement,
-            quantity=quantity,
-            relation=relation,
-            bound=bound,
-            tag="second hand" if name == "C5-lasso" else "ours",
-            models="closed form",
-            over={"prompts": 32 if quick else 256},
-            **with_errors(pairs),
-        )
-        for name, statement, quantity, relation, bound, pairs in rows
+        record("sparse-C5-lasso", likeness, over=over),
+        record("sparse-C5-slope", {"d 64": (slope, slope_sem)}, over=over),
+        record("sparse-C6-algorithm", {"L 256": growth["ours"]}, over=over),
+        record("sparse-C6-ridge", {"L 256": growth["ridge"]}, over=over),
     ]
     rows = [
         {

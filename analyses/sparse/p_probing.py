@@ -7,57 +7,40 @@ prompts, paired standard errors. Run: python -m analyses.sparse.p_probing (three
 half a minute)
 """
 
-import numpy as np
 import torch
 
 from analyses.lib.measured import Measured, run
-from analyses.lib.records import Record, with_errors
+from analyses.lib.records import Record, record
+from analyses.sparse import questions as ask
 from analyses.sparse.models import (
-    EVERY,
-    MODELS,
     NOISES,
     NOTE,
     SEVERAL,
-    SINGLES,
     frames_of,
     named,
     prompts_of,
     seeds,
     trained,
 )
-from analyses.sparse.setting import ratio
+from analyses.sparse.setting import Pair, over, ratio
 from mechinterp.analysis.probing.feature_descent import (
     IDEAL,
     RAW,
     DescentCurves,
     descent_curves,
-    query_features,
 )
-from mechinterp.analysis.probing.linear import reweighted
 from mechinterp.icl.prompts import Prompts
-from mechinterp.icl.sparse_predictors import descend, excess_risk
 
-AT, STEPS = 16, 32
-Pair = tuple[float, float]
+Found = dict[str, dict[str, Pair]]
+"""What is asked of a model, by model."""
 
 
 def features(noise: float, prompts: Prompts) -> dict[str, torch.Tensor]:
     """Of every token and the query, by what they are."""
-    found = {RAW: torch.cat([prompts.x, prompts.x_query[:, None]], dim=1)}
-    found[IDEAL] = reweighted(prompts)[0]
     models = {
         f"h{h} s{s}": trained(named(h, noise, s)).model for h in (1, *SEVERAL) for s in seeds(noise)
     }
-    return found | {
-        short: query_features(model, prompts, layer=1) for short, model in models.items()
-    }
-
-
-def risk_at(phi: torch.Tensor, prompts: Prompts) -> np.ndarray:
-    """Excess risk of each prompt after 16 steps."""
-    columns, target = phi.double()[..., None], prompts.to(torch.float64)
-    path = descend(columns[:, :-1], target.y, columns[:, -1], steps=AT)
-    return excess_risk(path[-1], target).numpy()
+    return ask.features(models, prompts)
 
 
 def areas(curves: DescentCurves) -> dict[str, Pair]:
@@ -76,22 +59,12 @@ def least(curves: DescentCurves) -> dict[str, Pair]:
     return found
 
 
-def over(one: Pair, other: Pair) -> Pair:
-    """Ratio of two risks, their errors taken as independent."""
-    value = one[0] / other[0]
-    return value, value * float(np.hypot(one[1] / one[0], other[1] / other[0]))
-
-
-Found = dict[str, dict[str, Pair]]
-"""What is asked of a model, by model."""
-
-
 def one_noise(
     noise: float, phis: dict[str, torch.Tensor], prompts: Prompts
 ) -> tuple[DescentCurves, dict[str, Found]]:
     """Curves of all features, and the numbers of the claims by their names."""
-    curves = descent_curves(phis, prompts, steps=STEPS)
-    to_raw, ends, raw = areas(curves), least(curves), risk_at(phis[RAW], prompts)
+    curves = descent_curves(phis, prompts, steps=ask.STEPS)
+    to_raw, ends, raw = areas(curves), least(curves), ask.risk_at(phis[RAW], prompts)
     found: dict[str, Found] = {name: {} for name in QUESTIONS}
     for heads in (1, *SEVERAL):
         for s in seeds(noise):
@@ -102,88 +75,24 @@ def one_noise(
                 continue
             pair = {n: phis[n] for n in (f"h1 s{s}", own)}
             found["C15-raw"][model] = to_raw[own]
-            found["C15-single"][model] = areas(descent_curves(pair, prompts, steps=STEPS))[own]
-            found["C15-end"][model] = ratio(risk_at(phis[own], prompts), raw)
+            found["C15-single"][model] = areas(descent_curves(pair, prompts, steps=ask.STEPS))[own]
+            found["C15-end"][model] = ratio(ask.risk_at(phis[own], prompts), raw)
             found["C15-ideal"][model] = over(ends[IDEAL], ends[own])
     return curves, found
 
 
-AREA = f"difference of the mean log risk of {STEPS} steps"
-QUESTIONS = {
-    "C15-raw": (
-        "GD on layer 1 is ahead of GD on raw x",
-        AREA,
-        "below",
-        0,
-        2,
-        "second hand",
-        MODELS,
-    ),
-    "C15-single": (
-        "and of GD on a single head's layer 1",
-        AREA,
-        "below",
-        0,
-        2,
-        "second hand",
-        MODELS,
-    ),
-    "C15-end": (
-        f"after {AT} steps it is well below raw x",
-        "ratio of risks",
-        "at most",
-        0.8,
-        0,
-        "second hand",
-        MODELS,
-    ),
-    "C15-ideal": (
-        "GD on R x, the ideal, is comparable to GD on layer 1 or better",
-        "ratio of the least risks of any step",
-        "at most",
-        1,
-        0,
-        "second hand",
-        MODELS,
-    ),
-    "lower": (
-        "layer 1 lets GD end lower than on raw x",
-        "ratio of the least risks of any step",
-        "below",
-        1,
-        2,
-        "ours",
-        EVERY,
-    ),
-    "single": (
-        "a single head's layer 1 lets GD be ahead of raw x, too",
-        AREA,
-        "below",
-        0,
-        2,
-        "ours",
-        SINGLES,
-    ),
-}
-"""Statement, quantity, relation, bound, margin, tag and models of each record."""
+QUESTIONS = ("C15-raw", "C15-single", "C15-end", "C15-ideal", "lower", "single")
 
 
 def records(found: dict[str, Found], n_prompts: int) -> list[Record]:
     return [
-        Record(
-            id=f"sparse-{name}" if name.startswith("C15") else f"sparse-descent-{name}",
-            statement=statement,
-            quantity=quantity,
-            relation=relation,
-            bound=bound,
-            margin=margin,
-            tag=tag,
-            models=models,
+        record(
+            f"sparse-{name}" if name.startswith("C15") else f"sparse-descent-{name}",
+            found[name],
             over={"prompts": n_prompts},
             note=NOTE if name.startswith("C15") else "",
-            **with_errors(found[name]),
         )
-        for name, (statement, quantity, relation, bound, margin, tag, models) in QUESTIONS.items()
+        for name in QUESTIONS
     ]
 
 

@@ -12,10 +12,8 @@ from itertools import product
 import numpy as np
 
 from analyses.lib.measured import Measured, run
-from analyses.lib.records import Record, with_errors
+from analyses.lib.records import Record, record
 from analyses.sparse.models import (
-    EVERY,
-    MODELS,
     NOISES,
     NOTE,
     SEVERAL,
@@ -43,48 +41,26 @@ def explained(probes: LayerProbes, layer: int) -> tuple[float, float]:
     return float(probes.r2[layer, -1]), float(probes.r2_sem[layer, -1])
 
 
-def written(
-    found: dict[str, dict[str, LayerProbes]], *, suffix: str = "", models: str
-) -> list[Record]:
+def written(found: dict[str, dict[str, LayerProbes]], *, suffix: str = "") -> list[Record]:
     """Whether a linear map of what layer 1 writes explains its supposed targets, by model."""
-    made = []
-    for what, name in (("R x", "correlations"), ("(S - 1) x", "covariance")):
-        for when, layer, relation, bound in (
-            ("after", 1, "at least", 0.9),
-            ("before", 0, "below", 0.05),
-        ):
-            made.append(
-                Record(
-                    id=f"sparse-writes-{name}-{when}{suffix}",
-                    statement=f"layer 1 writes {what}: a linear map explains it {when} the layer",
-                    quantity="R²",
-                    relation=relation,
-                    bound=bound,
-                    tag="second hand" if what == "R x" and when == "after" else "ours",
-                    models=models,
-                    **with_errors(
-                        {model: explained(one[what], layer) for model, one in found.items()}
-                    ),
-                )
-            )
-    return made
+    return [
+        record(
+            f"sparse-writes-{name}-{when}{suffix}",
+            {model: explained(one[what], layer) for model, one in found.items()},
+        )
+        for what, name in (("R x", "correlations"), ("(S - 1) x", "covariance"))
+        for when, layer in (("after", 1), ("before", 0))
+    ]
 
 
 def records(found: dict[str, dict[str, LayerProbes]], n_prompts: int) -> list[Record]:
     """C14 and what layer 1 writes, by model; `found` is by model, and by what is probed."""
     made, chosen = [], {"prompts": n_prompts // 2, "selection": "heads chosen on other prompts"}
-    for what, name, models in (("response", "full", EVERY), ("pruned", "pruned", MODELS)):
+    for what, name in (("response", "full"), ("pruned", "pruned")):
         made.append(
-            Record(
-                id=f"sparse-C14-{name}",
-                statement=f"{name} models: probes get better from layer to layer",
-                quantity="most that the risk is multiplied by from one layer to the next",
-                relation="at most",
-                bound=1.05,
-                tag="second hand",
-                paper="shown",
-                models=models,
-                values={m: largest_rise(one[what]) for m, one in found.items() if what in one},
+            record(
+                f"sparse-C14-{name}",
+                {m: largest_rise(one[what]) for m, one in found.items() if what in one},
                 over=chosen,
                 note=NOTE,
             )
@@ -94,22 +70,8 @@ def records(found: dict[str, dict[str, LayerProbes]], n_prompts: int) -> list[Re
         for model, one in found.items()
         if "pruned" in one
     }
-    made.append(
-        Record(
-            id="sparse-C14-first-layer",
-            statement="after layer 1, which is not pruned, both read the same",
-            quantity="difference of risks",
-            relation="at most",
-            bound=1e-6,
-            tag="ours",
-            paper="by construction",
-            models=MODELS,
-            values=apart,
-            over=chosen,
-            note=NOTE,
-        )
-    )
-    return made + written(found, models=EVERY)
+    made.append(record("sparse-C14-first-layer", apart, over=chosen, note=NOTE))
+    return made + written(found)
 
 
 def measure(quick: bool) -> Measured:

@@ -4,7 +4,7 @@ layer.
 Kept are all heads of layer 1 and the best of each later one, scored by masking on random halves of
 the prompts; risks are those of the other halves, and their errors are over prompts and over which
 heads are chosen. Nothing is retrained (sparse/fine_tuning.py trains further). New read-outs are
-cross-validated ridge probes; C11 and C12 are judged by them and by medians (sparse/rules.py), since
+cross-validated ridge probes; C11 and C12 are judged by them and by medians (questions.py), since
 few prompts may carry the mean risk as it is. Run: python -m analyses.sparse.pruning (two minutes; --quick half a minute)
 """
 
@@ -12,9 +12,8 @@ import numpy as np
 import pandas as pd
 
 from analyses.lib.measured import Measured, run
-from analyses.lib.records import Record, with_errors
+from analyses.lib.records import Record, record
 from analyses.sparse.models import (
-    MODELS,
     NOTE,
     frames_of,
     groups,
@@ -22,8 +21,7 @@ from analyses.sparse.models import (
     single_of,
     trained,
 )
-from analyses.sparse.rules import AS_IS, CLAUSES, Clause
-from analyses.sparse.setting import ratio
+from analyses.sparse.setting import over, ratio
 from mechinterp import figures
 from mechinterp.analysis.ablation.cross_fitting import (
     SPLITS,
@@ -65,7 +63,6 @@ COSTS = (
 ASKED = ("best later", "best first")
 """The rules of C11 and of C12."""
 KEPT = ("risk", "risk_sem", "ratio", "ratio_sem", "to_single", "to_single_sem")
-Pair = tuple[float, float]
 
 
 def kept_curve(name: str, rise: np.ndarray, prompts: Prompts, single: np.ndarray) -> pd.DataFrame:
@@ -117,13 +114,9 @@ def one_model(name: str, prompts: Prompts) -> pd.DataFrame:
     return pd.concat([pd.DataFrame(costs), curve])
 
 
-def over(one: Pair, other: Pair) -> Pair:
-    """Ratio of two numbers, their errors taken as independent."""
-    value = one[0] / other[0]
-    return value, value * float(np.hypot(one[1] / one[0], other[1] / other[0]))
-
-
-def records(found: dict[str, pd.DataFrame], n_prompts: int, **more) -> list[Record]:
+def records(
+    found: dict[str, pd.DataFrame], n_prompts: int, *, note: str, suffix: str = ""
+) -> list[Record]:
     """C11 and C12, by model, and C12 by medians.
 
     Args:
@@ -136,24 +129,15 @@ def records(found: dict[str, pd.DataFrame], n_prompts: int, **more) -> list[Reco
         for rule in (later, first)
     )
     measured = {
-        "C11-refit": with_errors(c11),
-        "C12-refit": with_errors(c12),
-        "C12-beside-refit": with_errors({name: over(c12[name], c11[name]) for name in c11}),
-        "C11-as-is": {"values": {name: row.median_ratio for name, row in later.items()}},
-        "C12-as-is": {"values": {name: row.median_ratio for name, row in first.items()}},
+        "C11-refit": c11,
+        "C12-refit": c12,
+        "C12-beside-refit": {name: over(c12[name], c11[name]) for name in c11},
+        "C11-as-is": {name: row.median_ratio for name, row in later.items()},
+        "C12-as-is": {name: row.median_ratio for name, row in first.items()},
     }
-    as_is = Clause("one head in layer 1 will not, as it is", AS_IS, "at least", 2)
+    chosen = {"prompts": n_prompts, "selection": "chosen on halves, measured on others"}
     return [
-        Record(
-            id=f"sparse-{clause}{more.get('suffix', '')}",
-            tag="second hand" if clause in CLAUSES else "ours",
-            paper="preserved" if "C11" in clause else "",
-            models=more["models"],
-            over={"prompts": n_prompts, "selection": "chosen on halves, measured on others"},
-            note=more["note"],
-            **vars(CLAUSES.get(clause, as_is)),
-            **values,
-        )
+        record(f"sparse-{clause}{suffix}", values, over=chosen, note=note)
         for clause, values in measured.items()
     ]
 
@@ -161,26 +145,16 @@ def records(found: dict[str, pd.DataFrame], n_prompts: int, **more) -> list[Reco
 def noise_records(claims: list[Record]) -> list[Record]:
     """C16: whether C11 to C13 hold at each noise variance."""
     asked = [one for one in claims if one.tag == "second hand"]
-    common = {
-        "statement": "C11 to C13 hold at every noise variance",
-        "quantity": "models and clauses that fail",
-        "relation": "equal to",
-        "bound": 0,
-        "tag": "second hand",
-        "paper": "several noise levels",
-    }
     made = []
     for noise in (0.1, 0.4, 0.8):
         names = [(one, name) for one in asked for name in one.values if f"noise{noise}-" in name]
         failed = sum(name not in one.holding for one, name in names)
         made.append(
-            Record(
-                id=f"sparse-C16-noise{noise}",
-                models=f"sparse-h[48]-noise{noise}-*",
-                values={f"noise {noise}": failed} if names else {},
+            record(
+                f"sparse-C16-noise{noise}",
+                {f"noise {noise}": failed} if names else {},
                 text=f"{failed} of {len(names)}" if names else "not trained",
                 note=NOTE if names else "",
-                **common,
             )
         )
     return made
@@ -205,20 +179,13 @@ def measure(quick: bool) -> Measured:
                 log_y=True,
             )
     costs = {name: frame[frame.rule.isin(RULES)] for name, frame in frames.items()}
-    claims = records(costs, n_prompts, models=MODELS, note=NOTE)
+    claims = records(costs, n_prompts, note=NOTE)
     claims.append(
-        Record(
-            id="sparse-C13-as-is",
-            statement="pruned as in C11 it still beats the single head of the same seed",
-            quantity="ratio of risks",
-            relation="at most",
-            bound=0.95,
-            tag="second hand",
-            paper="shown",
-            models=MODELS,
+        record(
+            "sparse-C13-as-is",
+            singles,
             over={"prompts": n_prompts, "selection": "chosen on halves, measured on others"},
             note=NOTE,
-            **with_errors(singles),
         )
     )
     return Measured(frames_of(frames), pages, [*claims, *noise_records(claims)])

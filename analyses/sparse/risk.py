@@ -9,13 +9,10 @@ half a minute)
 
 import numpy as np
 import pandas as pd
-import torch
 
 from analyses.lib.measured import Measured, run
-from analyses.lib.records import Record, with_errors
+from analyses.lib.records import Record, record
 from analyses.sparse.models import (
-    EVERY,
-    MODELS,
     NOISES,
     NOTE,
     SEVERAL,
@@ -24,24 +21,16 @@ from analyses.sparse.models import (
     seeds,
     trained,
 )
-from analyses.sparse.setting import best, best_fixed_step, best_lasso, best_ridge, ratio
+from analyses.sparse.setting import against, ratio, rivals
 from mechinterp import figures
 from mechinterp.analysis.ablation.masked_risk import masked_errors
 from mechinterp.analysis.stats import mean_and_sem
-from mechinterp.icl.sparse_predictors import gradient_descent, ols, preprocess_then_optimise
 
 LENGTHS = (8, 16, 24, 32, 40)
 TWICE, FULL = 32, 40  # 2 d, and the longest of training
 LASSO_PROMPTS = 1024
 LEARNERS = ("ridge", "lasso", "GD", "Algorithm 1")
-RIVALS = {
-    "ridge": "at L = 40 trained models beat ridge at its best penalty",
-    "OLS": "and least squares",
-    "GD": "and GD at its best step",
-    "Algorithm 1": "and Algorithm 1 at its best step",
-    "lasso": "and lasso at its best penalty",
-    "Algorithm 1, 3 steps of one size": "and Algorithm 1 with three steps of one size",
-}
+RIVALS = ("ridge", "OLS", "GD", "Algorithm 1", "lasso", "Algorithm 1, 3 steps of one size")
 
 
 def models(noise: float) -> dict[str, str]:
@@ -57,16 +46,10 @@ def risks(noise: float, length: int, n_prompts: int) -> dict[str, np.ndarray]:
         short: masked_errors(trained(name).model, prompts, [[]])[:, 0]
         for short, name in models(noise).items()
     }
-    prompts = prompts.to(torch.float64)
-    found |= {"ridge": best_ridge(prompts), "OLS": best([ols(prompts)], prompts)}
-    found["lasso"] = best_lasso(prompts[-LASSO_PROMPTS:])
-    for name, learner in {"GD": gradient_descent, "Algorithm 1": preprocess_then_optimise}.items():
-        found[name] = best(learner(prompts, steps=128), prompts)
-        found[f"{name}, 3 steps of one size"] = best_fixed_step(learner, prompts, 3)
-    return found
+    return found | rivals(prompts, steps=128, n_lasso=LASSO_PROMPTS)
 
 
-def against(
+def beside(
     found: dict[str, np.ndarray], names: list[str], rival: str
 ) -> dict[str, tuple[float, float]]:
     """Risk of each model over that of a rival."""
@@ -106,43 +89,16 @@ def records(found: dict[float, dict[int, dict[str, np.ndarray]]], n_prompts: int
             for h in SEVERAL
             for s in seeds(noise)
         }
-        made.append(
-            Record(
-                id=f"sparse-C9-{name}",
-                statement=f"several heads help, at L = {length}",
-                quantity="risk over that of the single head of the same seed",
-                relation="at most",
-                bound=0.9,
-                margin=1.96,
-                tag="second hand" if length == TWICE else "ours",
-                paper="lower, curves only",
-                models=MODELS,
-                over={"prompts": n_prompts},
-                note=NOTE,
-                **with_errors(pairs),
-            )
-        )
-    for rival, text in RIVALS.items():
-        pairs = {
+        made.append(record(f"sparse-C9-{name}", pairs, over={"prompts": n_prompts}, note=NOTE))
+    pairs: dict[str, dict[str, tuple[float, float]]] = {
+        rival: {
             models(noise)[short]: pair
             for noise, one in found.items()
-            for short, pair in against(one[FULL], list(models(noise)), rival).items()
+            for short, pair in beside(one[FULL], list(models(noise)), rival).items()
         }
-        made.append(
-            Record(
-                id=f"sparse-risk-{'-'.join(rival.lower().replace(',', '').split())}",
-                statement=text,
-                quantity="ratio of excess risks, same prompts",
-                relation="below",
-                bound=1,
-                margin=2,
-                tag="second hand" if rival in ("ridge", "GD") else "ours",
-                models=EVERY,
-                over={"prompts": n_prompts},
-                **with_errors(pairs),
-            )
-        )
-    return made
+        for rival in RIVALS
+    }
+    return made + against("sparse-risk", pairs, n_prompts)
 
 
 def measure(quick: bool) -> Measured:

@@ -6,7 +6,7 @@ from functools import cache
 import numpy as np
 import torch
 
-from analyses.sparse import measured as ask
+from analyses.sparse import questions as ask
 from analyses.sparse.setting import best, best_lasso, best_ridge
 from analyses.sparse.steps import LEARNERS, moments, of_task
 from mechinterp.analysis.ablation.pairs import halves

@@ -10,13 +10,22 @@ from collections.abc import Callable, Iterable, Mapping
 import numpy as np
 import torch
 
+from analyses.lib.records import Record, record
 from mechinterp.analysis.probing.linear import preconditioned, reweighted
 from mechinterp.analysis.stats import ratio_and_sem
 from mechinterp.config import TaskConfig
 from mechinterp.icl.predictors import ridge
 from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
-from mechinterp.icl.sparse_predictors import descend, excess_risk, lasso
+from mechinterp.icl.sparse_predictors import (
+    descend,
+    excess_risk,
+    gradient_descent,
+    lasso,
+    ols,
+    preprocess_then_optimise,
+)
 
+Pair = tuple[float, float]
 SMALL = TaskConfig(d_x=16, context_length=40, sparsity=4, nonzeros="signs", noise_var=0.4)
 WIDE = TaskConfig(d_x=64, context_length=128, sparsity=4, nonzeros="signs", noise_var=0.25)
 ALPHAS, PENALTIES = np.geomspace(0.01, 0.5, 10), np.geomspace(0.3, 300, 31)
@@ -67,14 +76,34 @@ def ratio(numerator: np.ndarray, denominator: np.ndarray) -> tuple[float, float]
     return float(found), float(sem)
 
 
-def each(values: Mapping[str, tuple[float, float]], digits: int = 3) -> str:
-    """Numbers with their standard errors, by name.
+def over(one: Pair, other: Pair) -> Pair:
+    """Ratio of two numbers, their errors taken as independent."""
+    value = one[0] / other[0]
+    return value, value * float(np.hypot(one[1] / one[0], other[1] / other[0]))
 
-    Example:
-        >>> each({"s0": (0.5, 0.01)})
-        's0 0.500 ± 0.010'
-    """
-    return "; ".join(f"{n} {v:.{digits}f} ± {sem:.{digits}f}" for n, (v, sem) in values.items())
+
+def rivals(prompts: Prompts, *, steps: int, n_lasso: int) -> dict[str, np.ndarray]:
+    """Excess risk of each prompt, by learner at its best; lasso and steps of one size have the last
+    of the prompts."""
+    double = prompts.to(torch.float64)
+    found = {"ridge": best_ridge(double), "OLS": best([ols(double)], double)}
+    found["lasso"] = best_lasso(double[-n_lasso:])
+    for name, learner in {"GD": gradient_descent, "Algorithm 1": preprocess_then_optimise}.items():
+        found[name] = best(learner(double, steps=steps), double)
+        found[f"{name}, 3 steps of one size"] = best_fixed_step(learner, double, 3)
+    return found
+
+
+def against(prefix: str, pairs: Mapping[str, Mapping[str, Pair]], n_prompts: int) -> list[Record]:
+    """Whether models beat each rival, from ratios of risks by rival and model."""
+    return [
+        record(
+            f"{prefix}-{'-'.join(rival.lower().replace(',', '').split())}",
+            one,
+            over={"prompts": n_prompts},
+        )
+        for rival, one in pairs.items()
+    ]
 
 
 TARGETS = {"R x": reweighted, "(S - 1) x": preconditioned}

@@ -2,9 +2,8 @@
 
 Each model's claims stand beside the numbers that they rest on; "Layer 1" is the first.
 Run: python -m analyses.sparse.settings FOLDER, a folder of checkpoints such as `mechinterp sweep
-analyses/sweeps/sparse_settings.json --out FOLDER` makes (a minute per model; --quick seconds); without
-a folder what needs no models is measured again in the table that is there (ten minutes). Not among
-those of `make analyses`.
+analyses/sweeps/sparse_settings.json --out FOLDER` makes (a minute per model; --quick seconds). Not
+among those of `make analyses`.
 """
 
 import argparse
@@ -17,12 +16,10 @@ import pandas as pd
 import torch
 
 from analyses.lib.measured import RESULTS, provenance
-from analyses.lib.records import save
-from analyses.sparse import measured as ask
-from analyses.sparse import rules as sparse_rules
-from analyses.sparse.fairness import PLAN
-from analyses.sparse.measured import Pair
-from analyses.sparse.rivals import fixed, learners
+from analyses.lib.records import claims, save
+from analyses.sparse import questions as ask
+from analyses.sparse.questions import Pair
+from analyses.sparse.rivals import learners
 from analyses.sparse.setting import ratio
 from mechinterp.analysis.ablation.pairs import halves
 from mechinterp.analysis.ablation.pruning import best_head_first, best_head_later
@@ -32,7 +29,6 @@ from mechinterp.checkpoints.checkpoint import Checkpoint
 from mechinterp.config import ExperimentConfig, TaskConfig
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.hooked.transformer import ICLTransformer
-from mechinterp.training.sweep import load_sweep
 
 PROMPTS, OVER_TRAINING = 4096, 1024
 MODEL = ("score", "n_heads", "d_head", "d_model", "n_layers")
@@ -76,7 +72,9 @@ def several_help(model, single, task: TaskConfig, n_prompts: int) -> Row:
     """C9: risk over that of a single head where the context has 2 d_x pairs."""
     prompts = ask.prompts_of(task, n_prompts, length=2 * task.d_x)
     value, sem = ratio(ask.risks(model, prompts), ask.risks(single, prompts))
-    return told("to_single_2d", (value, sem)) | {"C9": value + 1.96 * sem <= 0.9}
+    return told("to_single_2d", (value, sem)) | {
+        "C9": claims()["sparse-C9-twice"].holds(value, sem)
+    }
 
 
 def spread(model, rise: np.ndarray, measured: Prompts) -> Row:
@@ -104,10 +102,11 @@ def pruned(model, gone: Mapping[str, list[ask.Head]], full: np.ndarray, measured
 def probes(model, gone: list[ask.Head], measured: Prompts) -> Row:
     """C14, and what the first layer writes."""
     full, less = (ask.probe_risks(model, measured, heads) for heads in ([], gone))
-    falls = all((one[1:] <= 1.05 * one[:-1]).all() for one in (full, less))
+    rise = max(float((one[1:] / one[:-1]).max()) for one in (full, less))
+    same = claims()["sparse-C14-first-layer"].holds(abs(full[1] - less[1]))
     row: Row = {f"probe_{layer}": float(risk) for layer, risk in enumerate(full)}
     r2 = {f"r2_{name}": value for name, value in ask.first_layer(model, measured).items()}
-    return row | r2 | {"C14": falls and bool(abs(full[1] - less[1]) <= 1e-6)}
+    return row | r2 | {"C14": same and claims()["sparse-C14-full"].holds(rise)}
 
 
 def descends(model, single, measured: Prompts) -> Row:
@@ -119,8 +118,10 @@ def descends(model, single, measured: Prompts) -> Row:
     at, base = ask.risk_at(phis["own"], measured), ask.risk_at(phis[RAW], measured)
     row |= told("step_16_to_raw", ratio(at, base))
     row |= told("step_16_to_ideal", ratio(at, ask.risk_at(phis[IDEAL], measured)))
-    ahead = all(value + 2 * sem < 0 for value, sem in (raw, alone))
-    return row | {"C15": ahead and row["step_16_to_raw"] <= 0.8}
+    asked = {"raw": raw, "single": alone, "end": (row["step_16_to_raw"], 0.0)}
+    return row | {
+        "C15": all(claims()[f"sparse-C15-{name}"].holds(*one) for name, one in asked.items())
+    }
 
 
 def one_model(
@@ -162,7 +163,7 @@ def claims_of(
             "first": ask.without(best_head_first, rise),
         }
         row |= spread(model, rise, measured) | pruned(model, gone, full, measured)
-        row |= sparse_rules.of_row(row | {"n_layers": config.model.n_layers})
+        row |= ask.of_row(row | {"n_layers": config.model.n_layers})
     else:
         gone = {"later": []}
     row |= probes(model, gone["later"], measured)
@@ -171,37 +172,10 @@ def claims_of(
         theirs = ask.risks(single, measured)
         kept = ratio(ask.risks(model, measured, gone["later"]), theirs)
         row |= told("to_single", ratio(full, theirs)) | told("later_to_single", kept)
-        row |= {"C13": kept[0] <= 0.95} | descends(model, single, measured)
+        row |= {"C13": claims()["sparse-C13-as-is"].holds(kept[0])} | descends(
+            model, single, measured
+        )
     return row
-
-
-def renewed(row: Row, task: TaskConfig, n_layers: int, n_prompts: int) -> Row:
-    """A row with what needs no model measured again: the rivals of fitted steps, and C10 to C12.
-
-    The ratio of means on the same prompts is as ever; of models that are not shipped the single
-    errors are not known, so that its standard error is that of two unpaired means.
-    """
-    for column, errors in fixed(task, n_layers, n_prompts).items():
-        risk, sem = map(float, mean_and_sem(errors))
-        value = row["risk"] / risk
-        error = value * float(np.hypot(row["risk_sem"] / row["risk"], sem / risk))
-        row = row | told(f"to_{column}", (value, error))
-    row |= {"algorithm_to_gd": row["to_gd_fixed"] / row["to_algorithm_fixed"]}
-    several = not pd.isna(row["n_eff_1"])
-    return row | (sparse_rules.of_row(row | {"n_layers": n_layers}) if several else {})
-
-
-def again(file: Path, n_prompts: int) -> pd.DataFrame:
-    """The table that is there, renewed; no models are needed."""
-    tasks = [config.task for config in load_sweep(PLAN).values()]
-    by_fields = {tuple(getattr(task, name) for name in TASK): task for task in tasks}
-    rows = pd.read_csv(file).to_dict("records")
-    return pd.DataFrame(
-        [
-            renewed(row, by_fields[tuple(row[name] for name in TASK)], row["n_layers"], n_prompts)
-            for row in rows
-        ]
-    )
 
 
 def over_noise(table: pd.DataFrame) -> list[object]:
@@ -257,7 +231,7 @@ def measured(folder: Path, n_prompts: int) -> dict[str, pd.DataFrame]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("folder", type=Path, nargs="?", help="holds one folder per checkpoint")
+    parser.add_argument("folder", type=Path, help="holds one folder per checkpoint")
     parser.add_argument("--quick", action="store_true", help="fewer prompts")
     parser.add_argument("--add", action="store_true", help="to the tables in --out")
     parser.add_argument("--out", type=Path, default=RESULTS)
@@ -265,10 +239,7 @@ def main() -> None:
     torch.set_num_threads(1)
     n_prompts = 512 if arguments.quick else PROMPTS
     arguments.out.mkdir(parents=True, exist_ok=True)
-    if arguments.folder is None:
-        files = {"sparse_settings": again(RESULTS / "sparse_settings.csv", n_prompts)}
-    else:
-        files = measured(arguments.folder, n_prompts)
+    files = measured(arguments.folder, n_prompts)
     if arguments.add:
         files = {name: joined(arguments.out / f"{name}.csv", new) for name, new in files.items()}
     table = files["sparse_settings"].sort_values("model", ignore_index=True)

@@ -12,7 +12,6 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from analyses.lib.result_tables import markdown, span
-from analyses.sparse.models_table import told
 
 RESULTS = Path(__file__).parents[1] / "results"
 CLAIMS = {
@@ -34,6 +33,16 @@ SHOWN = (
     "d8s2-softmax-block-h8x9-l3-noise0.1-lr0.001-s0",
 )
 """Models of the figure."""
+
+
+def told(value: float, sem: float, digits: int = 3) -> str:
+    """A number with its standard error, or that there is none.
+
+    Example:
+        >>> told(0.5, 0.01)
+        '0.500 ± 0.010'
+    """
+    return "no partner" if pd.isna(value) else f"{value:.{digits}f} ± {sem:.{digits}f}"
 
 
 def table_of(results: Path) -> pd.DataFrame:

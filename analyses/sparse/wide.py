@@ -9,68 +9,45 @@ Same prompts for the model and its rivals. Run: python -m analyses.sparse.wide (
 
 import numpy as np
 import pandas as pd
-import torch
 
 from analyses.lib.measured import Measured, run
-from analyses.lib.records import Record, with_errors
+from analyses.lib.records import Record, record
 from analyses.sparse.heads import records as head_records
 from analyses.sparse.heads import spread
 from analyses.sparse.models import frames_of, trained
 from analyses.sparse.probes import written
 from analyses.sparse.pruning import median_ratio
 from analyses.sparse.pruning import records as pruning_records
-from analyses.sparse.setting import TARGETS, best, best_fixed_step, best_lasso, best_ridge, ratio
+from analyses.sparse.setting import TARGETS, against, ratio, rivals
 from mechinterp.analysis.ablation.masked_risk import masked_errors
 from mechinterp.analysis.ablation.pruning import best_head_first, best_head_later, prune
 from mechinterp.analysis.probing.feature_descent import RAW, p_probe
 from mechinterp.analysis.probing.linear import probe_layers
 from mechinterp.analysis.stats import mean_and_sem
 from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
-from mechinterp.icl.sparse_predictors import gradient_descent, preprocess_then_optimise
 
 NAME = "sparse-wide-s0"
-RIVALS = {
-    "ridge": "the model beats ridge at its best penalty",
-    "GD": "and GD at its best step",
-    "GD, 3 steps of one size": "and GD with three steps of one size",
-    "Algorithm 1, 3 steps of one size": "and Algorithm 1 with three steps of one size",
-    "Algorithm 1": "and Algorithm 1 at its best step",
-    "lasso": "and lasso at its best penalty",
-}
+RIVALS = (
+    "ridge",
+    "GD",
+    "GD, 3 steps of one size",
+    "Algorithm 1, 3 steps of one size",
+    "Algorithm 1",
+    "lasso",
+)
 SEED = "one seed, three asked"
 
 
 def risks(prompts: Prompts) -> dict[str, np.ndarray]:
-    """Excess risk of each prompt, by learner; those of one step size have the last half of the
-    prompts."""
-    found, double = (
-        {NAME: masked_errors(trained(NAME).model, prompts, [[]])[:, 0]},
-        prompts.to(torch.float64),
-    )
-    found |= {"ridge": best_ridge(double), "lasso": best_lasso(double[-len(double) // 4 :])}
-    for name, learner in {"GD": gradient_descent, "Algorithm 1": preprocess_then_optimise}.items():
-        found[name] = best(learner(double, steps=64), double)
-        found[f"{name}, 3 steps of one size"] = best_fixed_step(learner, double, 3)
-    return found
+    """Excess risk of each prompt, by learner."""
+    own = masked_errors(trained(NAME).model, prompts, [[]])[:, 0]
+    found = rivals(prompts, steps=64, n_lasso=len(prompts) // 4)
+    return {NAME: own} | {name: found[name] for name in ("ridge", "lasso", *found)}
 
 
 def beaten(found: dict[str, np.ndarray], n_prompts: int) -> list[Record]:
-    pairs = {rival: ratio(found[NAME][-len(found[rival]) :], found[rival]) for rival in RIVALS}
-    return [
-        Record(
-            id=f"sparse-wide-{'-'.join(rival.lower().replace(',', '').split())}",
-            statement=text,
-            quantity="ratio of excess risks, same prompts",
-            relation="below",
-            bound=1,
-            margin=2,
-            tag="second hand" if rival in ("ridge", "GD") else "ours",
-            models=NAME,
-            over={"prompts": n_prompts},
-            **with_errors({NAME: pairs[rival]}),
-        )
-        for rival, text in RIVALS.items()
-    ]
+    pairs = {r: {NAME: ratio(found[NAME][-len(found[r]) :], found[r])} for r in RIVALS}
+    return against("sparse-wide", pairs, n_prompts)
 
 
 def pruned(prompts: Prompts) -> tuple[pd.DataFrame, list[Record]]:
@@ -85,7 +62,7 @@ def pruned(prompts: Prompts) -> tuple[pd.DataFrame, list[Record]]:
         for rule, one in found.items()
     ]
     costs = pd.DataFrame(rows)
-    claims = pruning_records({NAME: costs}, len(prompts), models=NAME, note=SEED, suffix="-wide")
+    claims = pruning_records({NAME: costs}, len(prompts), note=SEED, suffix="-wide")
     return costs, claims
 
 
@@ -95,27 +72,12 @@ def first_layer(prompts: Prompts) -> tuple[pd.DataFrame, dict, list[Record]]:
     curves = p_probe({NAME: model}, prompts)
     area = float(curves.log_area[-1]), float(curves.log_area_sem[-1])
     raw = curves.features.index(RAW)
-    common = {"tag": "second hand", "models": NAME, "note": SEED}
+    note = SEED
     claims = [
-        *written({NAME: probes}, suffix="-wide", models=NAME),
-        Record(
-            id="sparse-C15-raw-wide",
-            statement="GD on layer 1 is ahead of GD on raw x",
-            quantity="difference of the mean log risk of 32 steps",
-            relation="below",
-            bound=0,
-            margin=2,
-            **with_errors({NAME: area}),
-            **common,
-        ),
-        Record(
-            id="sparse-C15-end-wide",
-            statement="after 16 steps it is well below raw x",
-            quantity="ratio of risks",
-            relation="at most",
-            bound=0.8,
-            values={NAME: curves.risk[-1, 16] / curves.risk[raw, 16]},
-            **common,
+        *written({NAME: probes}, suffix="-wide"),
+        record("sparse-C15-raw-wide", {NAME: area}, note=note),
+        record(
+            "sparse-C15-end-wide", {NAME: curves.risk[-1, 16] / curves.risk[raw, 16]}, note=note
         ),
     ]
     frames = {what: probe.to_frame() for what, probe in probes.items()}
@@ -134,7 +96,7 @@ def measure(quick: bool) -> Measured:
         "rise": spread_found.found.plot(),
         "importance": spread_found.found.plot_importance(),
     }
-    more = head_records({NAME: spread_found}, n_heads, suffix="-wide", models=NAME, note=SEED)
+    more = head_records({NAME: spread_found}, n_heads, suffix="-wide", note=SEED)
     costs, pruning = pruned(prompts)
     probes, descent, layer = first_layer(prompts)
     frames = {

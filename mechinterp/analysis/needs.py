@@ -4,10 +4,13 @@ from collections.abc import Callable
 
 from mechinterp.checkpoints.checkpoint import Checkpoint
 from mechinterp.checkpoints.plain_modules import HookedModule
+from mechinterp.models.hooked.masks import pattern_name
 from mechinterp.models.run.predictor import predictor_of
 
 MOST_EDGES = 1_200
 """Edges between heads up to which the page has them unasked."""
+DISTRIBUTIONS = ("softmax", "1+tanh", "(1+Cx)^2")
+"""Scores whose attention weights are none below 0 and add up to 1."""
 Model = Checkpoint | HookedModule
 Needs = Callable[[Model], bool]
 """What an analysis asks of a model."""
@@ -31,6 +34,28 @@ def more_than_attention(source: Model) -> bool:
 def several_layers(source: Model) -> bool:
     """Two layers or more."""
     return predictor_of(source).n_layers > 1
+
+
+def own_weights(source: Model) -> bool:
+    """Weights of this package, by name."""
+    return predictor_of(source).weights is not None
+
+
+def weights_of_layers(source: Model) -> bool:
+    """Weights of this package, of two layers or more."""
+    return own_weights(source) and several_layers(source)
+
+
+def patterns(source: Model) -> bool:
+    """Attention weights that are known."""
+    predictor = predictor_of(source)
+    return own_weights(source) or pattern_name(0) in predictor.hooked.model.hook_dict
+
+
+def a_distribution(source: Model) -> bool:
+    """Attention weights that are known, none below 0, and add up to 1."""
+    weights = predictor_of(source).weights
+    return patterns(source) and (weights is None or weights.model.score in DISTRIBUTIONS)
 
 
 def edges_to_patch(source: Model) -> bool:

@@ -22,10 +22,12 @@ from mechinterp.analysis.learners.baselines import baselines
 from mechinterp.analysis.learners.fits import fit_learners
 from mechinterp.analysis.learners.priors import compare_priors
 from mechinterp.analysis.multi_layer.algorithm import name_algorithm
+from mechinterp.analysis.multi_layer.composition import composition_scores
 from mechinterp.analysis.multi_layer.step_interventions import intervene_on_steps
 from mechinterp.analysis.needs import (
     Model,
     Needs,
+    a_distribution,
     a_history,
     a_pool,
     edges_to_patch,
@@ -34,17 +36,23 @@ from mechinterp.analysis.needs import (
     never,
     nothing,
     one_attention,
+    own_weights,
+    patterns,
     several_layers,
     snapshots,
     snapshots_of_attention,
     snapshots_of_components,
+    snapshots_of_layers,
+    weights_of_layers,
 )
 from mechinterp.analysis.one_layer.attention import attention_patterns
+from mechinterp.analysis.one_layer.attention_entropy import attention_entropy
 from mechinterp.analysis.one_layer.circuits import circuits
 from mechinterp.analysis.one_layer.classify import classify
 from mechinterp.analysis.patching.edges import attribute_edges
 from mechinterp.analysis.probing.feature_descent import p_probe
 from mechinterp.analysis.probing.probing import probe
+from mechinterp.analysis.probing.read_out_by_layer import read_out_by_layer
 from mechinterp.analysis.result import Finding
 from mechinterp.analysis.training.coefficient_snapshots import coefficient_snapshots
 from mechinterp.analysis.training.deep_snapshots import deep_snapshots
@@ -89,8 +97,8 @@ class Analysis:
         """What its docstring says before any heading.
 
         Example:
-            >>> ANALYSES["circuits"].described
-            'QK and OV circuits of weights, a checkpoint or a one-layer hooked model, in float64.'
+            >>> ANALYSES["ablate"].described.endswith(".")
+            True
         """
         paragraphs = cleandoc(self.function.__doc__ or "").split("\n\n")
         headings = ("Args:", "Returns:", "Raises:", "Source:", "Example:")
@@ -105,8 +113,10 @@ class Analysis:
 
 ANALYSES: dict[str, Analysis] = {
     "classify": Analysis(classify, on_page=nothing),
-    "circuits": Analysis(circuits, one_attention, on_page=nothing),
-    "attention": Analysis(attention_patterns, one_attention, on_page=nothing),
+    "circuits": Analysis(circuits, own_weights, on_page=nothing),
+    "attention": Analysis(attention_patterns, patterns, on_page=nothing),
+    "attention-entropy": Analysis(attention_entropy, a_distribution),
+    "composition": Analysis(composition_scores, weights_of_layers),
     "algorithm": Analysis(name_algorithm, several_layers),
     "algorithm-steps": Analysis(intervene_on_steps, several_layers),
     "baselines": Analysis(baselines, on_page=more_than_attention),
@@ -117,13 +127,14 @@ ANALYSES: dict[str, Analysis] = {
     "prune": Analysis(prune, on_page=more_than_attention),
     "probe": Analysis(probe, on_page=more_than_attention),
     "p-probe": Analysis(p_probe, on_page=more_than_attention),
+    "read-out-by-layer": Analysis(read_out_by_layer, on_page=more_than_attention),
     "edges": Analysis(attribute_edges, edges_to_patch, on_page=few_edges),
     "fit": Analysis(fit_learners, on_page=one_attention),
     "priors": Analysis(compare_priors, a_pool, on_page=nothing),
     "prior-heads": Analysis(prior_heads, a_pool),
     "prior-snapshots": Analysis(prior_snapshots, a_pool),
     "snapshots": Analysis(training_snapshots, snapshots_of_attention, on_page=nothing),
-    "head-snapshots": Analysis(deep_snapshots, snapshots),
+    "head-snapshots": Analysis(deep_snapshots, snapshots, on_page=snapshots_of_layers),
     "component-snapshots": Analysis(linear_snapshots, snapshots_of_components),
     "training": Analysis(training_dynamics, a_history, on_page=nothing),
     "milestones": Analysis(milestones, a_history),

@@ -32,7 +32,7 @@ KNOWN_ALGORITHMS = {
     "ridge_like": (0, 7),
     "sparse_shrinkage": (0, 14),
 }
-"""The same of several layers, by analyses/algorithm_calibration.py."""
+"""The same of several layers, by analyses/algorithms/calibration.py."""
 LEARNERS = {
     "vanilla_gd": "a plain gradient step",
     "debiased_gd": "a gradient step on x minus its mean",

@@ -24,7 +24,7 @@ from mechinterp.report.edges import edges_sections
 from mechinterp.report.parts import Section
 from mechinterp.report.probing import descent_section, probes_section
 from mechinterp.report.subject import Subject
-from mechinterp.report.training import history_sections, snapshot_sections
+from mechinterp.report.training import deep_steps_section, history_sections, steps_section
 
 HEIGHT = 420
 """Of a figure that does not say how high it is."""
@@ -176,7 +176,8 @@ BESPOKE: dict[str, Callable[[Subject], list[Section]]] = {
     "p-probe": partial(_listed, descent_section),
     "edges": edges_sections,
     "fit": partial(_listed, sections.fits_section),
-    "snapshots": snapshot_sections,
+    "snapshots": partial(_listed, steps_section),
+    "head-snapshots": partial(_listed, deep_steps_section),
     "training": history_sections,
 }
 """Analyses whose sections say more than a sentence, or show several results together."""

@@ -18,7 +18,7 @@ from mechinterp.checkpoints.native.exchange import positions_for
 from mechinterp.config import ExperimentConfig
 from mechinterp.report.classification import classification_document
 from mechinterp.report.header import SCHEMA_VERSION, header, records
-from mechinterp.training.sweep import TrainingSummary
+from mechinterp.training.train import TrainingSummary
 
 
 def ablation_document(checkpoint: Checkpoint, found: Ablations) -> dict:

@@ -24,7 +24,7 @@ def info_document(source: "Checkpoint | Outline", *, hooks: bool = True) -> dict
         hooks: Whether hook points are listed, for which the hooked model of a checkpoint is built.
     """
     outline = source if isinstance(source, Outline) else _checkpoint(source).outline
-    history, steps = outline.history, outline.snapshot_steps
+    history, steps = source.history, source.steps
     document = {
         **header(outline),
         "name": outline.name,

@@ -9,6 +9,7 @@ import torch
 
 from mechinterp import figures
 from mechinterp.analysis.ablation.single import HeadAblation
+from mechinterp.analysis.multi_layer.head_circuits import LayeredCircuits
 from mechinterp.analysis.number_format import cell, with_error
 from mechinterp.analysis.one_layer.attention import attention_patterns
 from mechinterp.analysis.one_layer.circuits import circuits, weights_of
@@ -153,6 +154,8 @@ def _cards(subject: Subject) -> tuple[Card, ...]:
 def circuits_section(subject: Subject) -> Section:
     """QK and OV heatmaps."""
     found = circuits(subject.checkpoint)
+    if isinstance(found, LayeredCircuits):
+        return _layered_circuits_section(found)
     return Section(
         "Circuits",
         "QK says how strongly a query's x looks at a key's x and y; OV says what is read from the tokens "
@@ -160,6 +163,24 @@ def circuits_section(subject: Subject) -> Section:
         "QK = W_Q W_K^T times the softmax scale, OV = W_V W_O, from the weights alone. Rows of QK that belong "
         "to the query's empty y slot never act and are not drawn.",
         {"qk": found.plot(), "ov": found.plot_ov()},
+    )
+
+
+def _layered_circuits_section(found: LayeredCircuits) -> Section:
+    """Circuits of every layer, with a slider over them."""
+    if found.of_weights_alone:
+        text = f"The model has {found.of_weights_alone}, so that the circuits are of the weights alone, in coordinates of the stream."
+        method = "QK = W_Q W_K^T times the scale of the scores, OV = W_V W_O."
+    else:
+        text = "These are direct paths: how a query's token looks at a key's, and what of it a head writes into the prediction."
+        method = "QK = W_in W_Q W_K^T W_inᵀ times the scale of the scores, OV = W_in W_V W_O W_U; what other layers do in between is left out."
+    return Section(
+        "Circuits",
+        f"{text} Move the slider to see each layer.",
+        method,
+        {"qk": found.plot(), "ov": found.plot_ov()},
+        {"circuits": found.to_frame()},
+        slider="layer",
     )
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from analyses import garg_gpt2
+from analyses.algorithms import garg_gpt2
 from mechinterp.analysis.stats import ratio_and_sem
 from mechinterp.checkpoints.checkpoint import Checkpoint
 from mechinterp.checkpoints.load import load

@@ -21,7 +21,7 @@ from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig
 from mechinterp.icl.prompts import generator_for, sample_prompts
 from mechinterp.report.glossary import meanings
 from mechinterp.report.page import PAGE, Report, write_report
-from mechinterp.training.sweep import train_models
+from mechinterp.training.train import train_models
 from tests.deep_models import WIDE, random_model
 from tests.models.test_layered_models import garg
 from tests.report.test_page import EVIL, Page

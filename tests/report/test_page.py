@@ -24,7 +24,7 @@ from mechinterp.report import html
 from mechinterp.report.glossary import PAPERS, WORDS, meanings
 from mechinterp.report.page import PAGE, write_figure, write_report
 from mechinterp.report.parts import Band, Section
-from mechinterp.training.sweep import train_models
+from mechinterp.training.train import train_models
 
 N_PROMPTS = 128
 EVIL = "<img src=x onerror=alert(1)>"

@@ -22,7 +22,7 @@ OWN = 0
 class AlgorithmLimits:
     """Limits between labels.
 
-    analyses/algorithm_calibration.py moves each of them, and counts wrong labels of built models.
+    analyses/algorithms/calibration.py moves each of them, and counts wrong labels of built models.
     """
 
     holds: float = 0.98

@@ -60,7 +60,7 @@ class Outline:
         return read_history(self.path, self.config, self.step)
 
     @property
-    def snapshot_steps(self) -> list[int]:
+    def steps(self) -> list[int]:
         """Steps of the snapshots during training."""
         return snapshot_steps(self.path)
 
