@@ -34,7 +34,8 @@ from mechinterp.icl.algorithms import ALGORITHMS
 from mechinterp.icl.prompt_moments import PromptMoments
 from mechinterp.icl.prompts import Prompts, generator_for
 from mechinterp.models.run.evaluation import evaluation_prompts
-from mechinterp.models.run.predictor import Predictor, Source, predictor_of, task_for
+from mechinterp.models.run.predictor import Predictor, Source, predictor_of
+from mechinterp.models.run.task import task_for
 
 MOMENTUM = next(algorithm for algorithm in ALGORITHMS if algorithm.name == "momentum")
 LEAST_PROMPTS = 8

@@ -25,7 +25,8 @@ from mechinterp.icl.prompt_moments import PromptMoments
 from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
 from mechinterp.models.hooked.query_position import query_positions
 from mechinterp.models.hooked.runner import HookedPredictor
-from mechinterp.models.run.predictor import Source, predictor_of, task_for
+from mechinterp.models.run.predictor import Source, predictor_of
+from mechinterp.models.run.task import task_for
 
 ALL = "all layers"
 PROMPTS = 16
