@@ -25,7 +25,7 @@ KNOWN_ALGORITHMS = {
     "gd_plus_plus": (0, 7),
     "gradient_descent": (3, 24),
     "newton": (0, 7),
-    "preconditioned_gd": (0, 7),
+    "preconditioned_descent": (0, 7),
     "preprocess_then_optimise": (0, 14),
     "ridge_like": (0, 7),
     "sparse_shrinkage": (0, 14),

@@ -122,7 +122,10 @@ def algorithm_evidence(found: AlgorithmEvidence) -> dict:
     """What earned the label of several layers: of the best algorithm, of the runner-up, and of all."""
     best, other = found.best, found.runner_up
     evidence: dict[str, object] = {
+        "function": found.function,
+        "mechanism": found.mechanism,
         "candidates": list(found.candidates),
+        "frequency": dict(zip(found.resampled, found.frequency.tolist(), strict=True)),
         "relative_risk": found.relative_risk[0],
         "null_risk": found.null_risk,
     }
@@ -135,11 +138,10 @@ def algorithm_evidence(found: AlgorithmEvidence) -> dict:
         evidence |= {
             "runner_up": found.members[other],
             "runner_up_r2": found.r2[other, 0],
-            "lead": found.difference[best, other, 0],
-            "lead_sem": found.difference_sem[best, other, 0],
+            **dict(zip(("lead", "lead_sem"), found.lead(best, other), strict=True)),
         }
     tables = {"algorithms": found.to_frame(), "path": found.path_frame()}
-    tables["tests"] = found.test_frame()
+    tables |= {"controls": found.control_frame(), "tests": found.test_frame()}
     return evidence | {name: records(frame) for name, frame in tables.items()}
 
 
