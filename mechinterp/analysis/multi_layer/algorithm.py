@@ -58,6 +58,10 @@ GROWTH = (1, 4, 16)
 """Prompts in turn, in units of those asked for, until the label stands."""
 CLEAR = 0.99
 """Share of resamples of one label from which on no more prompts are drawn."""
+MARGIN = 0.25
+"""Share by which the limits are moved for the same."""
+REFERENCE = 0
+"""Seed of the prompts that decide where fewer do not: the same for every seed, so that the label is, too."""
 RESAMPLES = 200
 N_RANDOM = 19
 """Models of random weights; one that none of them reaches has a p-value of .05."""
@@ -85,7 +89,8 @@ def name_algorithm(
         prompts: Of the model's own length, and no more than these are used; None: those of its task. All others are
             drawn from the task, by `seed`.
         task: Law of the prompts; None: the model's own.
-        n_prompts: Prompts to begin with; four and sixteen times as many where these do not decide.
+        n_prompts: Prompts to begin with; four and sixteen times as many where these do not decide. The last are the
+            same for every seed, and so is what they say of a model at the edge of a limit.
     Raises:
         ValueError: If there is no task, there are fewer than 8 prompts, they do not fit the model, or a function
             gives something else than predictions.
@@ -103,11 +108,18 @@ def name_algorithm(
     if first < LEAST_PROMPTS:
         raise ValueError(f"name_algorithm needs >= {LEAST_PROMPTS} prompts, got {first}.")
     for growth in GROWTH if prompts is None else (1,):
-        drawn = evaluation_prompts(model.task, prompts, n_prompts=growth * first, seed=seed)
-        evidence = _evidence(model, drawn.to(torch.float64), seed, limits)
-        if evidence.frequency[0] >= CLEAR:
+        drawn_by = REFERENCE if growth == GROWTH[-1] else seed
+        drawn = evaluation_prompts(model.task, prompts, n_prompts=growth * first, seed=drawn_by)
+        evidence = _evidence(model, drawn.to(torch.float64), drawn_by, limits)
+        if _is_clear(evidence, limits):
             break
     return evidence
+
+
+def _is_clear(evidence: AlgorithmEvidence, limits: AlgorithmLimits) -> bool:
+    """Whether nearly all resamples have one label, and other limits would give it, too."""
+    moved = {decide(evidence.measured, limits.moved(by)).label for by in (-MARGIN, MARGIN)}
+    return bool(evidence.frequency[0] >= CLEAR) and moved == {evidence.label}
 
 
 def labelled(

@@ -46,6 +46,17 @@ class AlgorithmLimits:
     frequency: float = 0.9
     """Least share of resamples that a label is found in."""
 
+    def moved(self, by: float) -> "AlgorithmLimits":
+        """With the limits of single numbers moved together by a share, towards more labels if it is positive."""
+        return replace(
+            self,
+            explained=self.explained - by * (1 - self.explained),
+            tie=self.tie * (1 + by),
+            rest=self.rest + by * (1 - self.rest),
+            held=self.held * (1 - by),
+            followed=self.followed - by * (1 - self.followed),
+        )
+
 
 @dataclass(frozen=True, eq=False)
 class Measured:
@@ -357,7 +368,7 @@ def _nearer(
         nearer[:, :own] |= by_form & (n <= n[m] + allowance)[:, None]
         by_form = (-lead[:, :own] > limits.rest * rest) & (rest > RESOLVED)
         further[:, :own] |= by_form & (n[m] <= n + allowance[m])[:, None]
-    # What fits the noise of weights at one length has nothing to say at others.
+    # What fits the noise of weights at one length has nothing to say at others, nor have others of it.
     nearer[(n > n[m]) & (rows >= members), own:] = False
-    further[(n[m] > n) & (m >= members), own:] = False
+    further[(n > n[m]) & (rows >= members), own:] = False
     return nearer, further

@@ -18,7 +18,7 @@ from mechinterp.icl.prompt_moments import PromptMoments
 
 FINE = 1e-4
 """A fit ends where a step takes off less than this share of what is left."""
-FIT_PROMPTS, MIXED_PROMPTS = 512, 128
+FIT_PROMPTS, MIXED_PROMPTS = 512, 256
 """Prompts of a fit, at most; of a mixture the second."""
 SMALLER = "gradient_descent"
 LARGER = {"gd_plus_plus", "preconditioned_descent", "sparse_shrinkage"}
