@@ -156,11 +156,12 @@ bench-gpu: install ## time training and masking on a CUDA GPU against the plain 
 	@$(GPU) $(BIN)/python -m tests.gpu.bench --out tests/gpu/speed.json
 
 analyses: install ## measure the papers' claims again from the shipped checkpoints
-	grep -l '^    run(measure' analyses/*.py | OMP_NUM_THREADS=1 xargs -n 1 -P 2 $(BIN)/python
-	$(BIN)/python analyses/claims_table.py
+	grep -rl '^    run(measure' analyses --include='*.py' | sed 's|/|.|g; s|\.py$$||' \
+	  | OMP_NUM_THREADS=1 xargs -n 1 -P 2 $(BIN)/python -m
+	$(BIN)/python -m analyses.lib.pages
 
-analyses-check: install ## measure a tenth of the papers' claims again, and compare (a minute)
-	OMP_NUM_THREADS=1 $(BIN)/python analyses/check.py
+analyses-check: install ## measure again what takes seconds of the papers' claims, and compare (a minute)
+	OMP_NUM_THREADS=1 $(BIN)/python -m analyses.lib.check
 
 dist: .venv/.dist ## build the wheel and the source archive into dist/, and check them
 	rm -rf dist

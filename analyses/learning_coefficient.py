@@ -3,12 +3,12 @@ and of softmax heads.
 
 Lau et al. 2023, arXiv 2308.12108, by Hamiltonian Monte Carlo at n_beta 30,000. Linear attention has the exact loss of
 its population; softmax models the loss on 512 prompts, at the minimum of that loss next to the weights.
-Run: python analyses/learning_coefficient.py (a quarter of an hour; --quick: one model, short chains)
+Run: python -m analyses.learning_coefficient (a quarter of an hour; --quick: one model, short chains)
 """
 
 import pandas as pd
-from measured import Measured, checkpoint, run, shipped
 
+from analyses.lib.measured import Measured, checkpoint, run, shipped
 from mechinterp.analysis.training.coefficient_result import LearningCoefficient
 from mechinterp.analysis.training.coefficient_snapshots import coefficient_snapshots
 from mechinterp.analysis.training.learning_coefficient import local_learning_coefficient

@@ -65,7 +65,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 def on_page_markdown(markdown: str, **kwargs: object) -> str:
     """Pictures of results lie beside the page, and links to other files of the repository become their names."""
-    markdown = re.sub(r"\]\(\.\./\.\./analyses/results/([a-z_-]+\.png)\)", r"](\1)", markdown)
+    markdown = re.sub(r"\]\(\.\./\.\./analyses/results/([a-z0-9_-]+\.png)\)", r"](\1)", markdown)
     return re.sub(
         r"\[([^\]]+)\]\((?:\.\./)+((?!papers|how)[a-z_]+/[^)]*)\)", r"\1 (`\2`)", markdown
     )

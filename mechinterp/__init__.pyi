@@ -12,10 +12,12 @@ from mechinterp.analysis.learners.fits import fit_learners as fit_learners
 from mechinterp.analysis.learners.priors import compare_priors as compare_priors
 from mechinterp.analysis.multi_layer.algorithm import name_algorithm as name_algorithm
 from mechinterp.analysis.multi_layer.classify import classify_layers as classify_layers
+from mechinterp.analysis.multi_layer.composition import composition_scores as composition_scores
 from mechinterp.analysis.multi_layer.step_interventions import (
     intervene_on_steps as intervene_on_steps,
 )
 from mechinterp.analysis.one_layer.attention import attention_patterns as attention_patterns
+from mechinterp.analysis.one_layer.attention_entropy import attention_entropy as attention_entropy
 from mechinterp.analysis.one_layer.circuits import circuits as circuits
 from mechinterp.analysis.one_layer.classify import classify as classify
 from mechinterp.analysis.one_layer.classify import classify_circuits as classify_circuits
@@ -23,6 +25,7 @@ from mechinterp.analysis.patching.edges import attribute_edges as attribute_edge
 from mechinterp.analysis.patching.positions import patch_positions as patch_positions
 from mechinterp.analysis.probing.feature_descent import p_probe as p_probe
 from mechinterp.analysis.probing.linear import probe_layers as probe_layers
+from mechinterp.analysis.probing.read_out_by_layer import read_out_by_layer as read_out_by_layer
 from mechinterp.analysis.sweep_table import sweep_frame as sweep_frame
 from mechinterp.analysis.training.jump_forecast import jump_forecast as jump_forecast
 from mechinterp.analysis.training.learning_coefficient import (
@@ -30,11 +33,14 @@ from mechinterp.analysis.training.learning_coefficient import (
 )
 from mechinterp.analysis.training.linear_components import linear_snapshots as linear_snapshots
 from mechinterp.analysis.training.milestones import milestones as milestones
+from mechinterp.analysis.training.monitor import Monitor as Monitor
 from mechinterp.analysis.training.over_training import training_dynamics as training_dynamics
 from mechinterp.analysis.training.plateaus import plateaus as plateaus
 from mechinterp.analysis.training.prior_snapshots import prior_snapshots as prior_snapshots
 from mechinterp.analysis.training.snapshots import training_snapshots as training_snapshots
+from mechinterp.checkpoints.hub import from_pretrained as from_pretrained
 from mechinterp.checkpoints.load import load as load
+from mechinterp.checkpoints.load import load_run as load_run
 from mechinterp.checkpoints.plain_modules import hook_module as hook_module
 from mechinterp.config import ExperimentConfig as ExperimentConfig
 from mechinterp.config import ModelConfig as ModelConfig
@@ -51,8 +57,11 @@ from mechinterp.models.hooked.runner import masked as masked
 from mechinterp.models.hooked.transformer import ICLTransformer as ICLTransformer
 from mechinterp.models.run.evaluation import evaluation_prompts as evaluation_prompts
 from mechinterp.models.run.predictor import predictor_of as predictor_of
+from mechinterp.paper import save_figure as save_figure
 from mechinterp.presets import preset as preset
+from mechinterp.report.hub import model_card as model_card
+from mechinterp.report.hub import push_to_hub as push_to_hub
 from mechinterp.report.page import write_report as write_report
-from mechinterp.training.sweep import train as train
-from mechinterp.training.sweep import train_models as train_models
+from mechinterp.training.train import train as train
+from mechinterp.training.train import train_models as train_models
 from mechinterp.version import __version__ as __version__

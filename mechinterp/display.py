@@ -1,6 +1,7 @@
 """Display of a result in a notebook, its sentence above its table, and numbers of things in words."""
 
 import html
+from pathlib import Path
 
 import pandas as pd
 
@@ -23,6 +24,14 @@ class Result:
     def to_frame(self) -> pd.DataFrame:
         """The result as a table."""
         raise NotImplementedError
+
+    def save_figure(
+        self, path: str | Path, *, width: float = 3.3, height: float | None = None, title: str = ""
+    ) -> Path:
+        """Write the figure for print, .pdf, .svg or .png; arguments and errors are those of `mechinterp.save_figure`."""
+        from mechinterp.paper import save_figure
+
+        return save_figure(self, path, width=width, height=height, title=title)
 
     def _repr_html_(self) -> str:
         frame = self.to_frame()

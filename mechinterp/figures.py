@@ -46,20 +46,23 @@ def head_heatmaps(
     column_title: str = "",
     unit: str = "",
     strips: bool = False,
+    names: Sequence[str] = (),
 ) -> go.Figure:
     """One signed heatmap per head side by side, on one colour scale with white at 0.
 
     Args:
+        names: What stands above each; head 0, head 1, ... if left out.
         strips: Whether rows are as low as they can be, of matrices with few.
     """
     n_heads = len(matrices)
-    limit = float(np.abs(matrices).max()) or 1.0
+    limit = float(np.nanmax(np.abs(matrices))) or 1.0
+    names = names or [f"head {head}" for head in range(n_heads)]
     per_row = min(n_heads, 4)
     n_rows = -(-n_heads // per_row)
     figure = make_subplots(
         rows=n_rows,
         cols=per_row,
-        subplot_titles=[f"head {head}" for head in range(n_heads)],
+        subplot_titles=list(names),
         horizontal_spacing=0.06,
         vertical_spacing=(0.5 if strips else 0.32) / n_rows,
     )
@@ -69,7 +72,7 @@ def head_heatmaps(
             x=list(columns),
             y=list(rows),
             coloraxis="coloraxis",
-            hovertemplate=f"head {head}<br>{row_title} %{{y}}<br>{column_title} %{{x}}<br>%{{z:.4f}}<extra></extra>",
+            hovertemplate=f"{names[head]}<br>{row_title} %{{y}}<br>{column_title} %{{x}}<br>%{{z:.4f}}<extra></extra>",
         )
         figure.add_trace(heatmap, row=head // per_row + 1, col=head % per_row + 1)
     figure.update_yaxes(autorange="reversed", showticklabels=False)
@@ -311,7 +314,7 @@ def points(
 
 
 def runs(
-    groups: Mapping[str, Mapping[str, tuple[np.ndarray, np.ndarray]]],
+    groups: Mapping[str, Mapping[str, tuple[np.ndarray, ...]]],
     *,
     title: str,
     x_title: str,
@@ -322,15 +325,16 @@ def runs(
     """Curves, or clouds of points, of several models by group; a group has one colour and one entry in the legend.
 
     Args:
-        groups: x and y by model, by group; the names are shown as they are.
+        groups: x, y and where there are some standard errors of y by model, by group; the names are shown as they are.
         log: Whether both axes are logarithmic.
     """
     figure = go.Figure()
     for index, (group, models) in enumerate(groups.items()):
-        for place, (model, (x, y)) in enumerate(models.items()):
+        for place, (model, (x, y, *error)) in enumerate(models.items()):
             figure.add_scatter(
                 x=x,
                 y=y,
+                error_y={"type": "data", "array": error[0], "thickness": 1} if error else None,
                 mode="markers" if markers else "lines",
                 name=_plain(group),
                 legendgroup=str(index),
@@ -344,8 +348,8 @@ def runs(
     figure.update_yaxes(title_text=y_title, type=kind, zeroline=markers)
     if log:
         every = [curve for models in groups.values() for curve in models.values()]
-        figure.update_xaxes(log_ticks(x for x, _ in every))
-        figure.update_yaxes(log_ticks(y for _, y in every))
+        figure.update_xaxes(log_ticks(curve[0] for curve in every))
+        figure.update_yaxes(log_ticks(curve[1] for curve in every))
     return _finish(figure, title, height=HEIGHT + 80)
 
 

@@ -25,7 +25,9 @@ MOVED = {
     "models.deep": "models.stacks",
     "training.deep": "training.general.trainer",
     "training.flow": "training.linear.flow",
+    "training.packs": "training.jobs",
     "training.step": "training.one_layer.step",
+    "training.sweep": "training.train",
 }
 """Old and new names, within `mechinterp`."""
 

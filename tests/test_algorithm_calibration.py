@@ -1,24 +1,17 @@
 """What docs/algorithms.md says of the label's errors, and of the shipped models, is what was measured."""
 
 import re
-import sys
 from pathlib import Path
 
 import pandas as pd
 import pytest
 
+from analyses.algorithms import calibration, shipped
+from analyses.algorithms import models as algorithm_models
 from mechinterp.analysis.multi_layer.algorithm import name_algorithm
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "analyses" / "results" / "algorithms"
-sys.path.insert(0, str(ROOT / "analyses"))
-try:
-    import algorithm_calibration as calibration
-    import algorithm_models
-    import algorithm_shipped as shipped
-finally:
-    sys.path.remove(str(ROOT / "analyses"))
-
 DOCS = " ".join((ROOT / "docs" / "algorithms.md").read_text(encoding="utf-8").split())
 MODELS, RATES = (
     pd.read_csv(RESULTS / f"algorithm_calibration_{name}.csv") for name in ("models", "rates")

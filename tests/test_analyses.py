@@ -4,29 +4,23 @@ records."""
 import json
 import runpy
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from analyses.lib import check, numbers, pages
+from analyses.lib.measured import name_of, near, shipped, shipped_config
+from analyses.lib.measured import numbers as span
+from analyses.lib.records import Record, agree, all_records, digest, load, seal, written_by
 from tests.conftest import sampled
 
 ANALYSES = Path(__file__).parents[1] / "analyses"
 RESULTS = ANALYSES / "results"
 CHECKPOINTS = ANALYSES.parent / "checkpoints"
-sys.path.insert(0, str(ANALYSES))
-try:
-    import check
-    import claims_table
-    import prose
-    import sparse_table
-    from measured import near, numbers, shipped, shipped_config
-    from records import Record, agree, all_records, digest, load, seal, written_by
-finally:
-    sys.path.remove(str(ANALYSES))
-
 SCRIPTS = sorted(
-    file.stem
-    for file in ANALYSES.glob("*.py")
+    ".".join(file.relative_to(ANALYSES.parent).with_suffix("").parts)
+    for file in ANALYSES.rglob("*.py")
     if "\n    run(measure" in file.read_text(encoding="utf-8")
 )
 FILES = sorted(RESULTS.glob("*.records.json"))
@@ -59,7 +53,7 @@ def test_every_csv_file_is_the_one_that_its_script_wrote():
     assert {f"{written_by(file.name)}.records.json" for file in files} == {f.name for f in FILES}
 
 
-PAGES = [(page, name) for page, tables in claims_table.TABLES.items() for name in tables]
+PAGES = [(page, name) for page, tables in pages.TABLES.items() for name in tables]
 
 
 @pytest.mark.parametrize(
@@ -69,49 +63,67 @@ PAGES = [(page, name) for page, tables in claims_table.TABLES.items() for name i
 )
 def test_the_tables_of_all_pages_are_those_of_the_results(page: Path, name: str):
     text = page.read_text(encoding="utf-8")
-    assert claims_table.replaced(text, name, claims_table.TABLES[page][name](RESULTS)) == text
+    assert pages.replaced(text, name, pages.TABLES[page][name](RESULTS)) == text
 
 
-@pytest.mark.parametrize("page", prose.phrases(RESULTS))
-def test_numbers_in_prose_are_those_of_the_results(page: str):
-    text = " ".join((ANALYSES / page).read_text(encoding="utf-8").split())
-    for phrase in prose.phrases(RESULTS)[page]:
-        assert phrase in text
+def named(page: Path) -> str:
+    return str(page.relative_to(ANALYSES.parent))
 
 
-def test_the_table_of_trained_models_has_all_of_them():
-    table = sparse_table.markdown(RESULTS)
-    models = sorted(file.parent.name for file in CHECKPOINTS.glob("sparse-h*/config.json"))
-    rows = [line.split(" ")[1] for line in table.splitlines() if line.startswith("| sparse-")]
-    assert sorted(rows) == models
+@pytest.mark.parametrize("page", numbers.pages(), ids=named)
+def test_marked_numbers_are_those_of_the_results(page: Path):
+    text = page.read_text(encoding="utf-8")
+    assert numbers.filled(text).split() == text.split()
+
+
+def test_a_changed_digit_is_seen():
+    text = "ends at <!-- v: start.ridge_random -->0.942 ± 0.009<!-- /v --> of ridge's"
+    assert numbers.filled(text) == text.replace("0.009", "0.008")
+
+
+def test_every_number_has_its_place_in_a_page():
+    marks = {name for page in numbers.pages() for name, _ in numbers.MARK.findall(page.read_text())}
+    groups = {group: rows for group, rows in numbers.sources().items() if group != "filters"}
+    assert marks == {f"{group}.{name}" for group, rows in groups.items() for name in rows}
+
+
+@pytest.mark.parametrize("file", pages.FILES, ids=lambda file: file.name)
+def test_the_files_of_all_claims_are_those_of_the_results(file: Path):
+    assert pages.FILES[file](RESULTS) == file.read_text(encoding="utf-8")
+
+
+def test_cells_of_the_main_tables_are_short():
+    for line in pages.main_table(RESULTS).splitlines()[2:]:
+        for cell in line.strip("| ").split(" | "):
+            assert len(cell.split()) <= 12, cell
 
 
 # Their quick runs take longer than a few seconds.
 LONG = (
-    "linear_drops",
-    "linear_ends",
-    "linear_initial_scale",
-    "linear_one_drop",
-    "linear_rank_structure",
-    "softmax_losses_over_length",
-    "sparse_construction",
-    "sparse_p_probing",
-    "sparse_probes",
-    "linear_fixed_points",
-    "linear_other_ranks",
-    "linear_ranks",
-    "linear_softmax",
-    "linear_training_set",
-    "softmax_heads_needed",
-    "sparse_choices",
-    "sparse_fairness",
-    "sparse_fine_tuning",
-    "sparse_gates",
-    "sparse_heads",
-    "sparse_lasso",
-    "sparse_pruning",
-    "sparse_risk",
-    "sparse_wide",
+    "analyses.linear.figure_3_drops",
+    "analyses.linear.ends",
+    "analyses.linear.figure_6_initial_scale",
+    "analyses.linear.figure_1_one_drop",
+    "analyses.linear.figure_11_rank_structure",
+    "analyses.softmax.figure_4_losses",
+    "analyses.sparse.construction",
+    "analyses.sparse.p_probing",
+    "analyses.sparse.probes",
+    "analyses.linear.fixed_points",
+    "analyses.linear.figure_12_other_ranks",
+    "analyses.linear.figure_4_ranks",
+    "analyses.linear.figure_5_softmax",
+    "analyses.linear.training_set",
+    "analyses.softmax.heads_needed",
+    "analyses.sparse.choices",
+    "analyses.sparse.fairness",
+    "analyses.sparse.fine_tuning",
+    "analyses.sparse.gates",
+    "analyses.sparse.heads",
+    "analyses.sparse.lasso",
+    "analyses.sparse.pruning",
+    "analyses.sparse.risk",
+    "analyses.sparse.wide",
 )
 
 
@@ -120,18 +132,22 @@ LONG = (
 def test_scripts_run_and_measure_the_claims_they_have_shipped(
     script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.syspath_prepend(ANALYSES)
-    monkeypatch.setattr(sys, "argv", [script, "--quick", "--out", str(tmp_path)])
-    runpy.run_path(str(ANALYSES / f"{script}.py"), run_name="__main__")
-    assert (tmp_path / f"{script}.csv").stat().st_size > 0
-    # A quick run may have fewer models.
-    again, first = (load(folder / f"{script}.records.json") for folder in (tmp_path, RESULTS))
-    assert [(one.id, one.statement) for one in again] == [(one.id, one.statement) for one in first]
+    name = name_of(f"{script.replace('.', '/')}.py")
+    whole = script.removeprefix("analyses.").replace(".", "/") in check.fast(RESULTS)
+    options = [] if whole else ["--quick"]
+    monkeypatch.setattr(sys, "argv", [script, *options, "--out", str(tmp_path)])
+    runpy.run_module(script, run_name="__main__")
+    assert (tmp_path / f"{name}.csv").stat().st_size > 0
+    again, first = (load(folder / f"{name}.records.json") for folder in (tmp_path, RESULTS))
+    assert [one.id for one in again] == [one.id for one in first]
+    if whole:  # A quick run may have fewer models and other numbers.
+        assert check.differences(first, again) == []
 
 
 def record(relation: str, bound: float | tuple[float, float], *values: float) -> Record:
     named = {f"s{seed}": value for seed, value in enumerate(values)}
-    return Record(id="softmax-O1a", statement="", relation=relation, bound=bound, values=named)
+    asked = {"relation": relation, "bound": bound, "tag": "paper"}
+    return Record(id="softmax-O1a", statement="", values=named, **asked)
 
 
 @pytest.mark.parametrize(
@@ -158,14 +174,7 @@ def test_a_verdict_follows_from_the_relation_the_bound_and_the_values(
 def test_measurements_agree_within_their_standard_errors():
     def measured(value: float, error: float | None = None) -> Record:
         errors = {} if error is None else {"s0": error}
-        return Record(
-            id="softmax-O1a",
-            statement="",
-            relation="below",
-            bound=1,
-            values={"s0": value},
-            errors=errors,
-        )
+        return replace(record("below", 1, value), errors=errors)
 
     assert agree(measured(0.5, 0.1), measured(0.9, 0.1))
     assert not agree(measured(0.5, 0.01), measured(0.6, 0.01))
@@ -173,13 +182,15 @@ def test_measurements_agree_within_their_standard_errors():
     assert not agree(measured(0.158), measured(0.021))
 
 
-def test_a_check_draws_a_tenth_of_all_records_by_the_commit():
-    drawn = {commit: check.drawn(commit, RESULTS) for commit in ("a", "b", "c")}
-    for scripts in drawn.values():
-        counts = [len(load(RESULTS / f"{script}.records.json")) for script in scripts]
-        assert sum(counts) >= len(RECORDS) / 10
-    assert drawn["a"] == check.drawn("a", RESULTS)
-    assert len(set(map(tuple, drawn.values()))) > 1
+def test_a_check_measures_the_records_of_all_fast_scripts():
+    seconds = {
+        content["script"]: content["seconds"]
+        for content in (json.loads(file.read_text(encoding="utf-8")) for file in FILES)
+        if content["records"]
+    }
+    fast = check.fast(RESULTS)
+    assert set(fast) == {one for one, time in seconds.items() if time and time <= check.SLOWEST}
+    assert sum(script in fast for script, _ in all_records(RESULTS)) > len(RECORDS) / 4
 
 
 def test_a_check_names_the_records_that_differ():
@@ -190,11 +201,10 @@ def test_a_check_names_the_records_that_differ():
 
 
 def test_records_say_what_is_wrong_with_them():
-    good = {"id": "softmax-O1a", "statement": "", "relation": "below"}
+    good = {"id": "softmax-O1a", "statement": "", "relation": "below", "bound": 1, "tag": "ours"}
     for bad, message in (
-        ({"id": "O1a"}, "id must start with one of"),
         ({"relation": "about"}, "relation must be one of"),
-        ({"tag": "third hand"}, "tag must be one of"),
+        ({"tag": "third hand"}, "by must be one of"),
         ({"errors": {"s0": 1.0}}, "must belong to its values"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -202,8 +212,8 @@ def test_records_say_what_is_wrong_with_them():
 
 
 def test_the_library_of_the_scripts():
-    assert numbers([0.1302, 0.1291]) == "0.129 to 0.130"
-    assert numbers([0.13, 0.1301]) == "0.130"
+    assert span([0.1302, 0.1291]) == "0.129 to 0.130"
+    assert span([0.13, 0.1301]) == "0.130"
     assert near([0.126, 0.131], 0.128, within=0.03)
     assert not near([0.126, 0.133], 0.128, within=0.03)
     assert shipped("softmax-h2-s1*") == ["softmax-h2-s1", "softmax-h2-s10", "softmax-h2-s11"]

@@ -19,8 +19,8 @@ from mechinterp.icl.prompts import prompt_chunks, sample_prompts
 from mechinterp.models.run.predictor import predictor_of
 from mechinterp.models.tokens import tokens_of
 from mechinterp.training.general.trainer import DeepRun, initial_deep_weights
+from mechinterp.training.jobs import PackJob, train_job
 from mechinterp.training.one_layer.step import initial_weights
-from mechinterp.training.packs import PackJob, train_job
 from tests.conftest import Run, assert_close_to_rounding
 
 HEADS = ModelConfig(n_heads=3)
@@ -219,6 +219,6 @@ def test_memory_that_was_not_foreseen(run: Run, monkeypatch: pytest.MonkeyPatch,
     def fails(*_: object, **__: object) -> None:
         raise error
 
-    monkeypatch.setattr("mechinterp.training.sweep.train_one", fails)
+    monkeypatch.setattr("mechinterp.training.train.train_one", fails)
     monkeypatch.setattr("mechinterp.checkpoints.load.named_config", lambda _: ExperimentConfig())
     run("train", "softmax-h2").assert_refused("train needs more memory than there is.")

@@ -113,7 +113,7 @@ def test_commands_take_linear_models(run: Run, name: str, tmp_path: Path):
     assert (document["pattern"], document["evidence"]["n_components"]) == ("linear_gd", count)
     table = tmp_path / "table.csv"
     said = " ".join(run("classify", path, "--out", table).out.split())
-    assert f"along {count} principal directions of x" in said
+    assert f"it uses {count} of {document['d_x']} principal directions of x" in said
     assert ",n_components," in table.read_text().splitlines()[0]
     assert len(run("ablate", path, "--n-prompts", 256, "--json").document["heads"]) == 3 * (
         8 if count == 4 else 5

@@ -28,7 +28,10 @@ from mechinterp.analysis.ablation.pruning_curves import prune_by_rules, pruning_
 from mechinterp.analysis.comparison import compare
 from mechinterp.analysis.learners.baselines import baselines
 from mechinterp.analysis.learners.losses import shared_losses
+from mechinterp.analysis.multi_layer.composition import composition_scores
 from mechinterp.analysis.one_layer.attention import attention_patterns
+from mechinterp.analysis.one_layer.attention_entropy import attention_entropy
+from mechinterp.analysis.probing.read_out_by_layer import read_out_by_layer
 from mechinterp.analysis.training.coefficient_snapshots import coefficient_snapshots
 from mechinterp.analysis.training.deep_snapshots import deep_snapshots
 from mechinterp.analysis.training.linear_components import linear_snapshots
@@ -226,6 +229,8 @@ ANALYSES: dict[str, Callable[[Case], object]] = {
     "intervene_on_steps": lambda c: mi.intervene_on_steps(c.source, n_prompts=64),
     "fit_learners": lambda c: mi.fit_learners(c.source, context_lengths=(6, 8), n_prompts=200),
     "attention_patterns": lambda c: attention_patterns(c.source, c.prompts()[:8]),
+    "composition_scores": lambda c: composition_scores(c.source),
+    "attention_entropy": lambda c: attention_entropy(c.source, c.prompts()[:32]),
     "ablate_heads": lambda c: mi.ablate_heads(c.source, c.prompts()),
     "ablate_subsets": lambda c: mi.ablate_subsets(c.source, c.prompts()),
     "ablate_pairs": lambda c: mi.ablate_pairs(c.source, c.prompts()),
@@ -237,6 +242,7 @@ ANALYSES: dict[str, Callable[[Case], object]] = {
     "save_pruned": pruned,
     "fine_tune": lambda c: mi.fine_tune(c.source, c.all_heads, c.prompts(), steps=2),
     "probe_layers": lambda c: mi.probe_layers(c.source, c.prompts()),
+    "read_out_by_layer": lambda c: read_out_by_layer(c.source, c.prompts()),
     "p_probe": lambda c: mi.p_probe({"model": c.source}, c.prompts(), steps=4),
     "patch_positions": lambda c: mi.patch_positions(c.source, c.prompts(), c.prompts(seed=1)),
     "attribute_edges": lambda c: mi.attribute_edges(

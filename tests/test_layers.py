@@ -25,6 +25,7 @@ FLOORS = (
         "config",
         "presets",
         "memory",
+        "paper",
         "display",
         "figures",
     ),

@@ -34,7 +34,7 @@ def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
         shutil.copy(ROOT / name, folder)
     unwanted = shutil.ignore_patterns("__pycache__")
     for name in ("mechinterp", "tests"):
-        shutil.copytree(ROOT / name, folder / name, ignore=unwanted)
+        shutil.copytree(ROOT / name, folder / name, ignore=unwanted)  # links become files
     return build("sdist", folder)
 
 
@@ -56,6 +56,10 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         [sys.executable, "-m", "pip", "install", "--quiet", *options, str(wheel)], check=True
     )
     return target
+
+
+def bundled() -> list[str]:
+    return sorted(folder.name for folder in (ROOT / "mechinterp" / "shipped").iterdir())
 
 
 def run(installed: Path, cwd: Path, *arguments: str) -> str:
@@ -87,6 +91,27 @@ def test_wheel_holds_every_file_of_the_package_and_no_other(wheel: Path):
     wanted = {str(file.relative_to(ROOT)) for file in files if "__pycache__" not in file.parts}
     assert found == wanted
     assert "mechinterp/py.typed" in found
+
+
+def test_bundled_models_are_those_of_the_clone_and_small(wheel: Path):
+    with zipfile.ZipFile(wheel) as archive:
+        inside = [i for i in archive.infolist() if i.filename.startswith("mechinterp/shipped/")]
+        for file in inside:
+            name = file.filename.removeprefix("mechinterp/shipped/")
+            assert archive.read(file) == (ROOT / "checkpoints" / name).read_bytes()
+    assert {file.filename.split("/")[2] for file in inside} == set(bundled())
+    assert sum(file.compress_size for file in inside) < 3e6
+
+
+def test_every_bundled_model_is_loaded_by_its_name(installed: Path, tmp_path: Path):
+    code = "import sys; from mechinterp import load; print(*(load(n).name for n in sys.argv[1:]))"
+    assert run(installed, tmp_path, "-c", code, *bundled()).split() == bundled()
+
+
+def test_commands_take_a_name(installed: Path, tmp_path: Path):
+    arguments = ("-m", "mechinterp", "classify", "softmax-h2-s0", "linear-merged-s0", "--json")
+    documents = json.loads(run(installed, tmp_path, *arguments))
+    assert [document["pattern"] for document in documents] == ["debiased_gd", "linear_gd"]
 
 
 def test_installed_package_is_the_one_that_runs(installed: Path, tmp_path: Path):

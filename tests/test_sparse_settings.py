@@ -1,6 +1,5 @@
 """The plan of sparse settings, its learners, and its measures on a model with known answers."""
 
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,16 +17,10 @@ from mechinterp.icl.sparse_predictors import (
 )
 from mechinterp.models.constructions.sparse import preprocess_then_optimise_model
 from mechinterp.models.hooked.transformer import ICLTransformer
-from mechinterp.training.sweep import load_sweep
+from mechinterp.training.sweep_file import load_sweep
 
 ANALYSES = Path(__file__).parents[1] / "analyses"
 TASK = TaskConfig(d_x=4, context_length=64, sparsity=1, nonzeros="signs", noise_var=0.1)
-
-
-@pytest.fixture
-def scripts(monkeypatch: pytest.MonkeyPatch):
-    """The scripts in analyses/ can be imported."""
-    monkeypatch.setattr(sys, "path", [str(ANALYSES), *sys.path])
 
 
 @pytest.fixture
@@ -35,8 +28,8 @@ def sparse_prompts():
     return sample_prompts(TASK, 64, generator=generator_for(0, "eval", 0), dtype=torch.float64)
 
 
-def test_paths_with_one_size_are_the_learners_of_the_package(scripts, sparse_prompts):
-    from sparse_steps import algorithm_1, both, descent, lista, moments
+def test_paths_with_one_size_are_the_learners_of_the_package(sparse_prompts):
+    from analyses.sparse.steps import algorithm_1, both, descent, lista, moments
 
     gram, r, _ = moments(sparse_prompts)
     sizes, alone = torch.full((3, 1), 0.3, dtype=torch.float64), torch.zeros(3, 1)
@@ -59,10 +52,10 @@ def of_modes(values: list[float]) -> tuple[torch.Tensor, ...]:
     return gram, (gram @ signs[..., None])[..., 0], signs
 
 
-def test_the_best_steps_of_descent_are_found_where_they_are_known(scripts):
+def test_the_best_steps_of_descent_are_found_where_they_are_known():
     """Two eigenvalues, two steps: 1 / l1 and 1 / l2 end at the solution. From equal steps a search
     ends at the equal ones that are best, whose risk is far from 0."""
-    from sparse_steps import LEARNERS, fitted, refined, risk
+    from analyses.sparse.steps import LEARNERS, fitted, refined, risk
 
     descent, target = LEARNERS["gd"], of_modes([1.0, 0.2])
     found = fitted(descent, target, 2)
@@ -72,9 +65,9 @@ def test_the_best_steps_of_descent_are_found_where_they_are_known(scripts):
     assert risk(descent, equal, target) > 0.1 > 1e-6 > risk(descent, found, target)
 
 
-def test_the_best_steps_of_algorithm_1_are_found_where_they_are_known(scripts):
+def test_the_best_steps_of_algorithm_1_are_found_where_they_are_known():
     """G = 1 and task vectors (1, 1/2): r^2 has the eigenvalues 1 and 1/4."""
-    from sparse_steps import LEARNERS, fitted, risk
+    from analyses.sparse.steps import LEARNERS, fitted, risk
 
     gram, _, signs = of_modes([1.0, 1.0])
     beta = signs * torch.tensor([1.0, 0.5], dtype=torch.float64)
@@ -84,8 +77,8 @@ def test_the_best_steps_of_algorithm_1_are_found_where_they_are_known(scripts):
 
 
 @pytest.mark.slow
-def test_fitted_numbers_are_a_minimum_and_more_steps_are_no_worse(scripts, sparse_prompts):
-    from sparse_steps import LEARNERS, fitted, moments, risk
+def test_fitted_numbers_are_a_minimum_and_more_steps_are_no_worse(sparse_prompts):
+    from analyses.sparse.steps import LEARNERS, fitted, moments, risk
 
     target = moments(sparse_prompts)
     for learner in LEARNERS.values():
@@ -99,17 +92,17 @@ def test_fitted_numbers_are_a_minimum_and_more_steps_are_no_worse(scripts, spars
                 assert risk(learner, moved, target) >= least * (1 - 1e-6)
 
 
-def test_a_jackknife_of_means_is_their_standard_error(scripts):
-    from sparse_steps import jackknife
+def test_a_jackknife_of_means_is_their_standard_error():
+    from analyses.sparse.steps import jackknife
 
     blocks = np.random.default_rng(0).normal(size=8)
     without = [np.delete(blocks, b).mean() for b in range(8)]
     assert jackknife(without) == pytest.approx(blocks.std(ddof=1) / 8**0.5)
 
 
-def test_claims_are_judged_by_medians_and_new_read_outs(scripts):
+def test_claims_are_judged_by_medians_and_new_read_outs():
     """What few prompts carry, the mean rise or risk, has no part in it."""
-    from sparse_rules import Numbers, of_row, verdicts
+    from analyses.sparse.questions import Numbers, of_row, verdicts
 
     held = Numbers([4.0, 2.0, 1.5], [0.4, 0.8, 0.9], later=1.2, later_median=1.9, first=2.5)
     assert verdicts(held) == {"C10": True, "C11": True, "C12": True}
@@ -133,7 +126,7 @@ def test_claims_are_judged_by_medians_and_new_read_outs(scripts):
     assert of_row(row) == {"C10": True, "C11": True, "C12": False, "C11_pairs": False}
 
 
-def test_every_model_of_the_plan_with_several_heads_has_a_partner(scripts):
+def test_every_model_of_the_plan_with_several_heads_has_a_partner():
     models = load_sweep(ANALYSES / "sweeps" / "sparse_settings.json")
     configs = list(models.values())
     assert len({config.id for config in configs}) == len(configs)
@@ -143,8 +136,8 @@ def test_every_model_of_the_plan_with_several_heads_has_a_partner(scripts):
 
 
 @pytest.mark.slow
-def test_the_measures_of_a_model_that_is_algorithm_1(scripts, tmp_path: Path):
-    from sparse_settings import one_model, shorter_of
+def test_the_measures_of_a_model_that_is_algorithm_1(tmp_path: Path):
+    from analyses.sparse.settings import one_model, shorter_of
 
     model = ModelConfig(
         n_layers=4, n_heads=4, d_head=4, d_model=9, score="linear/L", context_only=True
@@ -170,8 +163,8 @@ def test_the_measures_of_a_model_that_is_algorithm_1(scripts, tmp_path: Path):
     assert row["to_algorithm_fixed"] >= 1 - 2 * row["to_algorithm_fixed_sem"]
 
 
-def test_committed_verdicts_follow_from_the_numbers_beside_them(scripts):
-    from sparse_settings_table import RESULTS, several, table_of
+def test_committed_verdicts_follow_from_the_numbers_beside_them():
+    from analyses.sparse.settings_table import RESULTS, several, table_of
 
     table = several(table_of(RESULTS))
     judged = table.dropna(subset=["C9"])
@@ -192,8 +185,8 @@ def test_committed_verdicts_follow_from_the_numbers_beside_them(scripts):
         assert row.top_share_1 <= 0.6
 
 
-def test_the_figure_has_the_shares_of_each_layer(scripts):
-    from sparse_settings_table import RESULTS, SHOWN, figure
+def test_the_figure_has_the_shares_of_each_layer():
+    from analyses.sparse.settings_table import RESULTS, SHOWN, figure
 
     drawn = figure(RESULTS, list(SHOWN))
     assert len(drawn.data) == len(SHOWN)
@@ -201,11 +194,10 @@ def test_the_figure_has_the_shares_of_each_layer(scripts):
         assert [sum(layer) for layer in heatmap.z] == pytest.approx([1] * len(heatmap.z), abs=0.05)
 
 
-def test_training_from_the_construction_starts_with_the_risk_of_its_fitted_steps(scripts):
-    import sparse_measured as ask
-    from sparse_start import start_of
-    from sparse_start_expected import config_of, step_sizes
-    from sparse_steps import algorithm_1, moments
+def test_training_from_the_construction_starts_with_the_risk_of_its_fitted_steps():
+    from analyses.sparse import questions as ask
+    from analyses.sparse.start import config_of, start_of, step_sizes
+    from analyses.sparse.steps import algorithm_1, moments
 
     config = config_of(1)
     etas = step_sizes(config, 64)

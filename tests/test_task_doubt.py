@@ -1,23 +1,17 @@
 """How often the assumed task is doubted: the script's prompts, and the numbers that docs/words.md tells."""
 
-import sys
 from pathlib import Path
 
 import pandas as pd
 import pytest
 import torch
 
+from analyses.algorithms import task_doubt
 from mechinterp.config import TaskConfig
 from mechinterp.icl.prompts import sample_prompts
 from tests.conftest import CHECKPOINTS
 
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "analyses"))
-try:
-    import task_doubt
-finally:
-    sys.path.remove(str(ROOT / "analyses"))
-
 TABLE = pd.read_csv(ROOT / "analyses" / "results" / "algorithms" / task_doubt.FILE)
 DOCS = " ".join((ROOT / "docs" / "words.md").read_text(encoding="utf-8").split())
 

@@ -97,6 +97,43 @@ class Comparison(Result):
             log=True,
         )
 
+    def plot_means(self) -> go.Figure:
+        """Mean loss of each setting, with its standard error over the models."""
+        losses = self.to_frame().groupby("setting", sort=False)["loss"]
+        return figures.bars(
+            list(losses.groups),
+            {"loss": losses.mean().to_numpy()},
+            errors={"loss": losses.sem().fillna(0.0).to_numpy()},
+            title="Mean loss of each setting, with its standard error over models",
+            y_title="loss (y²)",
+        )
+
+    def mean_curves(self) -> dict[str, Float[np.ndarray, "3 step"]]:
+        """Step, mean loss and its standard error over the models, of settings whose models share their steps."""
+        found = {}
+        for setting in self.fields["setting"]:
+            chosen = np.array(self.settings) == setting
+            curves = [curve for curve, own in zip(self.curves, chosen, strict=True) if own]
+            steps = curves[0][:, 0]
+            if (
+                len(curves) > 1
+                and len(steps)
+                and all(np.array_equal(curve[:, 0], steps) for curve in curves)
+            ):
+                losses = np.stack([curve[:, 1] for curve in curves])
+                sem = losses.std(0, ddof=1) / len(curves) ** 0.5
+                found[setting] = _thinned(np.stack([steps, losses.mean(0), sem], 1)).T
+        return found
+
+    def plot_mean_curves(self) -> go.Figure:
+        """Mean loss over training of each setting whose models share their steps, with error bars over the models."""
+        return figures.runs(
+            {name: {name: tuple(curve)} for name, curve in self.mean_curves().items()},
+            title="Mean loss during training, with its standard error over models",
+            x_title="step",
+            y_title="eval_loss (y²)",
+        )
+
     def _grouped(self, drawn: Sequence[tuple]) -> Mapping[str, Mapping[str, tuple]]:
         groups: dict[str, dict[str, tuple]] = {name: {} for name in self.fields["setting"]}
         for row, (name, setting) in enumerate(zip(self.names, self.settings, strict=True)):
@@ -196,7 +233,7 @@ def _active_mean(values: np.ndarray, labels: Sequence[str]) -> float:
     return float(np.mean(chosen)) if chosen else float("nan")
 
 
-def _thinned(curve: Float[np.ndarray, "row 2"]) -> Float[np.ndarray, "point 2"]:
+def _thinned(curve: Float[np.ndarray, "row column"]) -> Float[np.ndarray, "point column"]:
     """At most MAX_POINTS rows, evenly spaced on a logarithmic axis, the last among them."""
     if len(curve) <= MAX_POINTS:
         return curve

@@ -1,17 +1,17 @@
-"""The analyses by name, which the command line, JSON documents and the page read.
+"""The analyses by name, which the command line, JSON documents, the page and its order, and the contract tests read.
 
 To add one: write a function `analysis(source, prompts=None, *, n_prompts=None, seed=0)` in one of the rooms (leave out
-the arguments it has no use for), which draws by `evaluation_prompts`, and whose result has `to_frame` and `plot`, and add a line below. `mechinterp analyse NAME
-PATH` then prints its table or JSON, and the report has a section on it.
+the arguments it has no use for), which draws by `evaluation_prompts`, and whose result has `to_frame` and `plot`, and
+add a line below. A user's own function needs no line: `write_report(model, out, analyses=["classify", mine])`,
+`mechinterp analyse my_module:mine MODEL`.
 """
 
+import sys
 from collections.abc import Callable, Mapping
-from dataclasses import replace
-from inspect import signature
-from typing import Protocol, runtime_checkable
-
-import pandas as pd
-import plotly.graph_objects as go
+from dataclasses import dataclass, replace
+from importlib import import_module
+from inspect import Parameter, cleandoc, signature
+from pathlib import Path
 
 from mechinterp.analysis.ablation.gates import learn_gates
 from mechinterp.analysis.ablation.methods import ablate
@@ -22,13 +22,38 @@ from mechinterp.analysis.learners.baselines import baselines
 from mechinterp.analysis.learners.fits import fit_learners
 from mechinterp.analysis.learners.priors import compare_priors
 from mechinterp.analysis.multi_layer.algorithm import name_algorithm
+from mechinterp.analysis.multi_layer.composition import composition_scores
 from mechinterp.analysis.multi_layer.step_interventions import intervene_on_steps
+from mechinterp.analysis.needs import (
+    Model,
+    Needs,
+    a_distribution,
+    a_history,
+    a_pool,
+    edges_to_patch,
+    few_edges,
+    more_than_attention,
+    never,
+    nothing,
+    one_attention,
+    own_weights,
+    patterns,
+    several_layers,
+    snapshots,
+    snapshots_of_attention,
+    snapshots_of_components,
+    snapshots_of_layers,
+    weights_of_layers,
+)
 from mechinterp.analysis.one_layer.attention import attention_patterns
+from mechinterp.analysis.one_layer.attention_entropy import attention_entropy
 from mechinterp.analysis.one_layer.circuits import circuits
 from mechinterp.analysis.one_layer.classify import classify
 from mechinterp.analysis.patching.edges import attribute_edges
 from mechinterp.analysis.probing.feature_descent import p_probe
 from mechinterp.analysis.probing.probing import probe
+from mechinterp.analysis.probing.read_out_by_layer import read_out_by_layer
+from mechinterp.analysis.result import Finding
 from mechinterp.analysis.training.coefficient_snapshots import coefficient_snapshots
 from mechinterp.analysis.training.deep_snapshots import deep_snapshots
 from mechinterp.analysis.training.learning_coefficient import local_learning_coefficient
@@ -39,52 +64,128 @@ from mechinterp.analysis.training.prior_snapshots import prior_snapshots
 from mechinterp.analysis.training.snapshots import training_snapshots
 from mechinterp.checkpoints.checkpoint import Checkpoint
 from mechinterp.checkpoints.plain_modules import HookedModule
+from mechinterp.models.run.evaluation import usual_number
 from mechinterp.progress import ProgressCallback, no_progress
 
 
-@runtime_checkable
-class Finding(Protocol):
-    """What an analysis returns."""
+@dataclass(frozen=True)
+class Analysis:
+    """An analysis: its function, the models that it takes, and those whose page has it unasked."""
 
-    def to_frame(self) -> pd.DataFrame: ...
+    function: Callable[..., Finding]
+    needs: Needs = nothing
+    on_page: Needs = never
 
-    def plot(self) -> go.Figure: ...
+    @property
+    def options(self) -> dict[str, Parameter]:
+        """Its arguments after the model and the prompts, by name."""
+        parameters = list(signature(self.function).parameters.values())[1:]
+        return {p.name: p for p in parameters if p.name not in ("prompts", "progress")}
 
+    @property
+    def draws_prompts(self) -> bool:
+        """Whether it draws prompts, so that it can be told how many, by which seed and how long.
 
-Analysis = Callable[..., Finding]
+        Example:
+            >>> ANALYSES["ablate"].draws_prompts, ANALYSES["circuits"].draws_prompts
+            (True, False)
+        """
+        return {"n_prompts", "seed"} <= self.options.keys()
+
+    @property
+    def described(self) -> str:
+        """What its docstring says before any heading.
+
+        Example:
+            >>> ANALYSES["ablate"].described.endswith(".")
+            True
+        """
+        paragraphs = cleandoc(self.function.__doc__ or "").split("\n\n")
+        headings = ("Args:", "Returns:", "Raises:", "Source:", "Example:")
+        ends = [n for n, text in enumerate(paragraphs) if text.startswith(headings)]
+        return " ".join(" ".join(paragraphs[: ends[0] if ends else None]).split())
+
+    @property
+    def first_line(self) -> str:
+        """The first paragraph of its docstring."""
+        return " ".join(cleandoc(self.function.__doc__ or "").partition("\n\n")[0].split())
+
 
 ANALYSES: dict[str, Analysis] = {
-    "classify": classify,
-    "circuits": circuits,
-    "attention": attention_patterns,
-    "algorithm": name_algorithm,
-    "algorithm-steps": intervene_on_steps,
-    "baselines": baselines,
-    "ablate": ablate,
-    "pairs": ablate_pairs,
-    "order": greedy_order,
-    "gates": learn_gates,
-    "prune": prune,
-    "probe": probe,
-    "p-probe": p_probe,
-    "edges": attribute_edges,
-    "fit": fit_learners,
-    "priors": compare_priors,
-    "prior-heads": prior_heads,
-    "prior-snapshots": prior_snapshots,
-    "snapshots": training_snapshots,
-    "head-snapshots": deep_snapshots,
-    "component-snapshots": linear_snapshots,
-    "training": training_dynamics,
-    "milestones": milestones,
-    "learning-coefficient": local_learning_coefficient,
-    "coefficient-snapshots": coefficient_snapshots,
+    "classify": Analysis(classify, on_page=nothing),
+    "circuits": Analysis(circuits, own_weights, on_page=nothing),
+    "attention": Analysis(attention_patterns, patterns, on_page=nothing),
+    "attention-entropy": Analysis(attention_entropy, a_distribution),
+    "composition": Analysis(composition_scores, weights_of_layers),
+    "algorithm": Analysis(name_algorithm, several_layers),
+    "algorithm-steps": Analysis(intervene_on_steps, several_layers),
+    "baselines": Analysis(baselines, on_page=more_than_attention),
+    "ablate": Analysis(ablate, on_page=nothing),
+    "pairs": Analysis(ablate_pairs),
+    "order": Analysis(greedy_order),
+    "gates": Analysis(learn_gates),
+    "prune": Analysis(prune, on_page=more_than_attention),
+    "probe": Analysis(probe, on_page=more_than_attention),
+    "p-probe": Analysis(p_probe, on_page=more_than_attention),
+    "read-out-by-layer": Analysis(read_out_by_layer, on_page=more_than_attention),
+    "edges": Analysis(attribute_edges, edges_to_patch, on_page=few_edges),
+    "fit": Analysis(fit_learners, on_page=one_attention),
+    "priors": Analysis(compare_priors, a_pool, on_page=nothing),
+    "prior-heads": Analysis(prior_heads, a_pool),
+    "prior-snapshots": Analysis(prior_snapshots, a_pool),
+    "snapshots": Analysis(training_snapshots, snapshots_of_attention, on_page=nothing),
+    "head-snapshots": Analysis(deep_snapshots, snapshots, on_page=snapshots_of_layers),
+    "component-snapshots": Analysis(linear_snapshots, snapshots_of_components),
+    "training": Analysis(training_dynamics, a_history, on_page=nothing),
+    "milestones": Analysis(milestones, a_history),
+    "learning-coefficient": Analysis(local_learning_coefficient),
+    "coefficient-snapshots": Analysis(coefficient_snapshots, snapshots),
 }
+"""In this order they stand on the page."""
+
+
+def suits(analysis: Analysis, source: Model) -> bool:
+    """Whether the page of a model has an analysis unasked."""
+    return analysis.needs(source) and analysis.on_page(source)
+
+
+def analysis_of(named: str | Callable[..., Finding]) -> tuple[str, Analysis]:
+    """Name and analysis of a name, of `module:function`, or of a function itself.
+
+    Modules of the current folder are found, too.
+
+    Raises:
+        ValueError: If there is none.
+    """
+    if callable(named):
+        return named.__name__.replace("_", "-"), Analysis(named)
+    module, colon, function = named.partition(":")
+    if not colon:
+        if named not in ANALYSES:
+            raise ValueError(
+                f"An analysis must be one of {', '.join(ANALYSES)}, or module:function, got {named!r}."
+            )
+        return named, ANALYSES[named]
+    return analysis_of(_imported(named, module, function))
+
+
+def _imported(named: str, module: str, function: str) -> Callable[..., Finding]:
+    if str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
+    try:
+        own = getattr(import_module(module), function, None)
+    except ModuleNotFoundError as error:
+        raise ValueError(f"{named}: there is no module {error.name}.") from None
+    except ValueError:
+        own = None  # an empty name
+    if not callable(own):
+        raise ValueError(f"{named}: {module} has no function {function!r}.")
+    return own
 
 
 def run_analysis(
-    name: str,
-    checkpoint: Checkpoint | HookedModule,
+    named: str | Callable[..., Finding],
+    checkpoint: Model,
     *,
     context_length: int | None = None,
     n_prompts: int | None = None,
@@ -95,43 +196,49 @@ def run_analysis(
     """The result of one analysis of a checkpoint.
 
     Args:
-        name: One of `ANALYSES`.
+        named: One of `ANALYSES`, `module:function`, or a function.
         context_length: Pairs per prompt; None: the task's own.
         n_prompts: None: as many as the analysis takes by itself.
         seed: Of the evaluation prompts; None: 0.
         settings: Further arguments of this analysis.
     Raises:
-        ValueError: If there is no such analysis, it does not take this model, or it draws no prompts and is told
-            how many, how long or by which seed.
+        ValueError: If there is no such analysis, it does not take this model or such an argument, it draws no prompts
+            and is told how many, how long or by which seed, or what it gives is no result.
     Example:
         >>> from mechinterp import load
         >>> run_analysis("circuits", load("checkpoints/softmax-h1-s0")).to_frame().shape
         (1, 13)
     """
-    analysis = analysis_named(name)
-    takes = signature(analysis).parameters
-    asked = {"n_prompts": n_prompts, "seed": seed, "context_length": context_length}
-    asked = {option: value for option, value in asked.items() if value is not None}
-    if asked and not draws_prompts(analysis):
-        option, value = next(iter(asked.items()))
+    name, analysis = analysis_of(named)
+    told = {"n_prompts": n_prompts, "seed": seed, "context_length": context_length}
+    told = {option: value for option, value in told.items() if value is not None}
+    if told and not analysis.draws_prompts:
+        option, value = next(iter(told.items()))
         raise ValueError(f"{name} draws no prompts and takes no {option}, got {value}.")
-    length = asked.pop("context_length", None)
+    length = told.pop("context_length", None)
     if length not in (None, checkpoint.task.context_length):
         checkpoint = at_length(checkpoint, length)
-    given = {**asked, **(settings or {})}
-    if "progress" in takes:
+    given = {**told, **(settings or {})}
+    for option in given.keys() - analysis.options.keys():
+        known = ", ".join(analysis.options) or "nothing"
+        raise ValueError(f"{name} takes {known}, got {option}.")
+    if "progress" in signature(analysis.function).parameters:
         given["progress"] = progress
-    return analysis(checkpoint, **given)
+    result = analysis.function(checkpoint, **{**_required(analysis, checkpoint), **given})
+    if not isinstance(result, Finding):
+        raise ValueError(
+            f"{name} must give a result with to_frame and plot, got {type(result).__name__}."
+        )
+    return result
 
 
-def draws_prompts(analysis: Analysis) -> bool:
-    """Whether an analysis draws prompts, so that it can be told how many, by which seed and how long.
-
-    Example:
-        >>> draws_prompts(ablate), draws_prompts(circuits)
-        (True, False)
-    """
-    return {"n_prompts", "seed"} <= signature(analysis).parameters.keys()
+def _required(analysis: Analysis, source: Model) -> dict[str, int]:
+    """Number and seed of the prompts of a function that has no default for them."""
+    usual = {"n_prompts": usual_number(source), "seed": 0}
+    options = analysis.options
+    return {
+        n: v for n, v in usual.items() if n in options and options[n].default is Parameter.empty
+    }
 
 
 def at_length(
@@ -149,24 +256,3 @@ def at_length(
     config = replace(checkpoint.config, task=task, train=train)
     stated = {n: v for n, v in checkpoint.assumed.items() if n != "task.context_length"}
     return replace(checkpoint, config=config, assumed=stated)
-
-
-def analysis_named(name: str) -> Analysis:
-    """The analysis of this name.
-
-    Raises:
-        ValueError: If there is none.
-    """
-    if name not in ANALYSES:
-        raise ValueError(f"An analysis must be one of {', '.join(ANALYSES)}, got {name!r}.")
-    return ANALYSES[name]
-
-
-def described(analysis: Analysis) -> str:
-    """The first sentence of its docstring.
-
-    Example:
-        >>> described(circuits)
-        'QK and OV circuits of weights, a checkpoint or a one-layer hooked model, in float64.'
-    """
-    return " ".join((analysis.__doc__ or "").partition("\n\n")[0].split())

@@ -12,7 +12,7 @@ from mechinterp.checkpoints.checkpoint import load
 from mechinterp.checkpoints.native.history import write_own_table
 from mechinterp.config import ExperimentConfig
 from mechinterp.fields import flatten
-from mechinterp.training.sweep import RESULTS
+from mechinterp.training.train import RESULTS
 
 MEASURED = ("steps", "diverged", "loss", "eval_loss", "pattern", "labels", "omega", "mu")
 

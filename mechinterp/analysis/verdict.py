@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Float
 
+from mechinterp.analysis.number_format import explained, p_text
+
 KNOWN = {
     "debiased_gd": (0, 293),
     "kernel_regression": (0, 64),
@@ -19,7 +21,7 @@ KNOWN = {
 }
 """Of one layer: models of known kind that got a label under the default limits, and how many wrongly.
 
-The confirming half of analyses/calibration.py, as analyses/results/calibration_labels.csv counts it.
+The confirming half of analyses/calibration/errors.py, as analyses/results/calibration_labels.csv counts it.
 """
 KNOWN_ALGORITHMS = {
     "gd_plus_plus": (0, 7),
@@ -30,7 +32,7 @@ KNOWN_ALGORITHMS = {
     "ridge_like": (0, 7),
     "sparse_shrinkage": (0, 14),
 }
-"""The same of several layers, by analyses/algorithm_calibration.py."""
+"""The same of several layers, by analyses/algorithms/calibration.py."""
 LEARNERS = {
     "vanilla_gd": "a plain gradient step",
     "debiased_gd": "a gradient step on x minus its mean",
@@ -134,60 +136,6 @@ def nearest_learners(
     )
 
 
-def explained(r2: float, sem: float) -> str:
-    """R^2 with its standard error, to the digit that the error is of.
-
-    Example:
-        >>> explained(0.99894, 0.00012), explained(1.0, 0.0)
-        ('R² = 0.9989 ± 0.0001', 'R² = 1')
-    """
-    return f"R² = {with_error(r2, sem)}"
-
-
-def with_error(value: float, sem: float) -> str:
-    """A number to the first digit of its standard error, at most six decimals.
-
-    Example:
-        >>> with_error(0.24321, 0.0123), with_error(152.3, 12.0), with_error(float("nan"), 1.0)
-        ('0.24 ± 0.01', '152 ± 12', 'not defined')
-    """
-    if not np.isfinite(value):
-        return "not defined"
-    if abs(value) < 1e-12:
-        return "0"
-    if not sem > 5e-7:
-        error = f" ± {sem:.0e}" if sem > 0 else ""
-        return f"{value:.6f}".rstrip("0").rstrip(".") + error
-    if sem >= 1000:
-        return f"{digits(value)} ± {digits(sem)}"
-    decimals = int(np.clip(-np.floor(np.log10(sem)), 0, 6))
-    return f"{value:.{decimals}f} ± {sem:.{decimals}f}"
-
-
-def digits(value: float) -> str:
-    """Three significant digits; 0 for what is 0 but for rounding.
-
-    Example:
-        >>> [digits(value) for value in (1.0026, 0.88664, 152.4, 20640.0, 1e-23)]
-        ['1.00', '0.887', '152', '20640', '0']
-    """
-    if abs(value) < 1e-12:
-        return "0"
-    if 1000 <= abs(value) < 100_000:
-        return f"{value:.0f}"
-    return f"{value:#.3g}".replace(".e", "e").rstrip(".")
-
-
-def beside(lead: float, sem: float) -> str:
-    """How much less than the winner something explains, or how much more.
-
-    Example:
-        >>> beside(0.0027, 0.0004), beside(-0.0003, 0.0002)
-        ('0.0027 ± 0.0004 less', '0.0003 ± 0.0002 more')
-    """
-    return f"{with_error(abs(lead), sem)} {'less' if lead >= 0 else 'more'}"
-
-
 def is_behind(lead: float, sem: float, least: float = 0.0) -> bool:
     """Whether something explains less than the winner, by more than chance and by more than `least`.
 
@@ -198,18 +146,6 @@ def is_behind(lead: float, sem: float, least: float = 0.0) -> bool:
         (True, False)
     """
     return not lead <= max(2 * sem, least)
-
-
-def p_text(p: float, n_random: int) -> str:
-    """A p-value from n_random random draws; at its floor, that none of them reaches so far.
-
-    Example:
-        >>> p_text(1 / 401, 400), p_text(0.2594, 400)
-        ('p < 0.0025', 'p = 0.26')
-    """
-    if np.isnan(p):
-        return "p is not defined"
-    return f"p < {1 / n_random:.2g}" if p <= 1 / n_random else f"p = {p:.2g}"
 
 
 def chance_text(p: float, n_random: int, weights: str) -> str:

@@ -50,12 +50,15 @@ class Checkpoint:
     """Of a model that training by its config would not give: what it was pruned from, its heads, what came after."""
     readings: tuple[Reading, ...] = ()
     """What the file can mean where it does not say everything, `weights` first; empty if it says enough."""
+    kept: Mapping[int, Weights] = field(default_factory=dict)
+    """Of a run of files the weights of each, by step."""
 
     def __repr__(self) -> str:
         model, task = self.config.model, self.config.task
         layers = "" if model.one_attention else f"{counted(model.n_layers, 'layer')} of "
         mlps = "" if model.d_mlp is None else " with MLPs"
-        step = f", step {self.step}" if self.format == "native" else ""
+        known = self.format == "native" or self.kept
+        step = f", step {self.step}" if known else ""
         return (
             f"Checkpoint({self.name}: {layers}{counted(model.n_heads, 'head')}{mlps}, d_x={task.d_x}, "
             f"context_length={task.context_length}{step})"
@@ -87,16 +90,44 @@ class Checkpoint:
 
     @property
     def history(self) -> pd.DataFrame | None:
-        """One row per logged step, layer (of several) and head: loss, eval_loss, ...; or None."""
-        return self.outline.history
+        """One row per logged step, layer (of several) and head: loss, eval_loss, ...; or None.
+
+        That of a run of files is measured: `run_history`.
+        """
+        return self._measured if self.kept else self.outline.history
+
+    @cached_property
+    def _measured(self) -> pd.DataFrame:
+        from mechinterp.checkpoints.runs import run_history
+
+        return run_history(self, self.snapshots)
 
     @cached_property
     def snapshots(self) -> dict[int, Weights]:
         """Weights during training, by step, on the device of `weights`."""
-        return {
-            step: weights_from(tensors, self.config, file).to(self.weights.device)
+        kept = self.kept or {
+            step: weights_from(tensors, self.config, file)
             for step, (file, tensors) in read_snapshots(self.path).items()
         }
+        return {step: weights.to(self.weights.device) for step, weights in kept.items()}
+
+    @property
+    def steps(self) -> list[int]:
+        """Steps of the snapshots during training."""
+        return list(self.kept) or self.outline.steps
+
+    def at(self, step: int) -> "Checkpoint":
+        """The model as it was after so many updates.
+
+        Raises:
+            ValueError: If its weights of that step were not kept.
+        Example:
+            >>> load("checkpoints/softmax-h2-s0").at(1000).step
+            1000
+        """
+        if step not in self.steps:
+            raise ValueError(f"step must be one of {', '.join(map(str, self.steps))}, got {step}.")
+        return replace(self, step=step, weights=self.snapshots[step], readings=(), kept={})
 
     def to(self, device: torch.device | str) -> "Checkpoint":
         """The same checkpoint with its weights on another device, on which its model then runs.
@@ -112,7 +143,7 @@ class Checkpoint:
         weights = as_weights(reading.weights)
         task = replace(self.config.task, d_x=weights.d_x, d_y=weights.d_y)
         config = replace(self.config, model=weights.model, task=task)
-        return replace(self, config=config, weights=weights, readings=())
+        return replace(self, config=config, weights=weights, readings=(), kept={})
 
     @cached_property
     def model(self) -> "ICLTransformer":
@@ -142,16 +173,16 @@ class Checkpoint:
         )
 
     @classmethod
-    def from_pretrained(cls, folder: str | Path) -> "Checkpoint":
-        """The checkpoint in a folder, by the name that Hugging Face's tools use.
+    def from_pretrained(cls, name: str | Path, **options: str | bool | None) -> "Checkpoint":
+        """The same as `mechinterp.from_pretrained`.
 
-        Raises:
-            CheckpointError: As `load` does.
         Example:
             >>> Checkpoint.from_pretrained("checkpoints/softmax-h2-s0")
             Checkpoint(softmax-h2-s0: 2 heads, d_x=5, context_length=40, step 500001)
         """
-        return load(folder)
+        from mechinterp.checkpoints.hub import from_pretrained
+
+        return from_pretrained(name, **options)  # type: ignore[arg-type]
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Write a folder with config.json, model.safetensors and what goes with them, as `save` does.

@@ -1,9 +1,10 @@
 """Checkpoints of any known format: which one lies at a path, and from one to the other."""
 
-import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, replace
+from glob import glob
 from pathlib import Path
 
 from torch import Tensor
@@ -12,9 +13,10 @@ from mechinterp.checkpoints import checkpoint as native
 from mechinterp.checkpoints.checkpoint import Checkpoint, checkpoint_of
 from mechinterp.checkpoints.foreign.formats import NAMED
 from mechinterp.checkpoints.foreign.options import Hints
-from mechinterp.checkpoints.foreign.read import read_foreign
+from mechinterp.checkpoints.foreign.read import Stored, read_foreign
 from mechinterp.checkpoints.foreign.readings import Reading
-from mechinterp.checkpoints.io.atomic import read_json, read_yaml
+from mechinterp.checkpoints.foreign.settings import settings_beside
+from mechinterp.checkpoints.io.atomic import read_json
 from mechinterp.checkpoints.io.errors import CheckpointError, one_line
 from mechinterp.checkpoints.io.tensor_files import (
     MAX_NUMBERS,
@@ -26,6 +28,8 @@ from mechinterp.checkpoints.io.tensor_files import (
 from mechinterp.checkpoints.native import npz as arrays
 from mechinterp.checkpoints.native.exchange import FORMAT, SIDE_CAR, read_exchange, write_exchange
 from mechinterp.checkpoints.native.folder import OWN, WEIGHTS, is_native, require_new
+from mechinterp.checkpoints.paths import CONFIG, checkpoints_in, is_marked, is_weights, steps_of
+from mechinterp.checkpoints.shipped import shipped_path
 from mechinterp.config import ExperimentConfig, TaskConfig, from_dict
 from mechinterp.presets import PRESETS, preset
 
@@ -33,7 +37,7 @@ FORMATS = ("native", *NAMED)
 """What `load` reads."""
 TARGETS = ("native", FORMAT, "npz")
 """What `convert` writes."""
-CONFIG, INDEX = "config.json", "model.safetensors.index.json"
+INDEX = "model.safetensors.index.json"
 MAX_SHARDS = 100
 
 
@@ -57,12 +61,13 @@ def load(
     model: Mapping[str, object] | None = None,
     map: Sequence[str] | None = None,
 ) -> Checkpoint:
-    """The checkpoint at a path: a folder of this package, or what other people's code has written.
+    """The checkpoint at a path, or the trained model of a name: a folder of this package, or what other people's code has written.
 
     The arguments say what a file of other people's cannot say; what they leave open is assumed, and
     `assumed` holds it. `FORMATS` lists the formats, which are told by the names of the tensors.
 
     Args:
+        path: A local path; if nothing lies there, the name of a shipped model, such as "softmax-h2-s0".
         task: A TaskConfig, or some of its fields; the setting of the paper that the format belongs to stands for
             those left out.
         format: One of `FORMATS`, where the names do not tell.
@@ -88,20 +93,147 @@ def load(
         >>> load("checkpoints/softmax-h2-s0")
         Checkpoint(softmax-h2-s0: 2 heads, d_x=5, context_length=40, step 500001)
     """
-    task = asdict(task) if isinstance(task, TaskConfig) else task
-    hints = Hints(**{name: value for name, value in locals().items() if name != "path"})
-    if format is not None and format not in FORMATS:
-        raise ValueError(f"format must be one of {', '.join(FORMATS)}, got {format!r}.")
-    path = Path(path)
+    hints = _hints({name: value for name, value in locals().items() if name != "path"})
+    path = shipped_path(path)
+    with _readable(path):
+        if path.is_dir() and not is_marked(path) and (steps := steps_of(checkpoints_in(path))):
+            return _run(steps, hints)
+        found = _stored(path, hints)
+        return found if isinstance(found, Checkpoint) else _read([found], hints)
+
+
+def load_run(path: str | Path | Sequence[str | Path], **said: object) -> Checkpoint:
+    """The run whose checkpoints, of whatever code, lie at a path: the last one, with the weights of all as `snapshots`.
+
+    What the files leave open is settled once, on the last one, and is the same for all of them. `history` has the loss
+    of each on the same evaluation prompts. `load` does the same for a folder whose names tell that they are steps.
+
+    Args:
+        path: A folder, a pattern such as "runs/mine/step_*.pt", or the files; their names differ in the number of the
+            step alone (step_1000.pt, checkpoint-2000/, epoch=3.ckpt).
+        said: Arguments of `load`.
+    Raises:
+        CheckpointError: If the names do not tell the steps, the shapes differ, or a file is not readable.
+        ValueError: If an argument is out of range.
+    Example:
+        >>> import tempfile
+        >>> model = load("softmax-h2-s0")
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     for step in (1000, 2000):
+        ...         files = convert(model.at(step), "npz", f"{folder}/step_{step}.npz")
+        ...     load_run(folder).steps
+        [1000, 2000]
+    """
+    paths = _paths_at(path)
+    with _readable(paths[0].parent):
+        return _run(_require_steps(paths), _hints(said))
+
+
+def _paths_at(path: str | Path | Sequence[str | Path]) -> list[Path]:
+    """The checkpoints in a folder, those that a pattern fits, or those that are listed."""
+    if not isinstance(path, str | Path):
+        paths = [Path(each) for each in path]
+    elif Path(path).is_dir():
+        paths = checkpoints_in(Path(path))
+    else:
+        paths = sorted(Path(each) for each in glob(str(path)))
+    if not paths:
+        raise CheckpointError(f"{path}: must hold or fit checkpoints, got none.")
+    return paths
+
+
+def _require_steps(paths: Sequence[Path]) -> dict[int, Path]:
+    """The paths by step.
+
+    Raises:
+        CheckpointError: If their names do not tell it.
+    """
+    steps = steps_of(paths, told=True)
+    if not steps:
+        listed = ", ".join(path.name for path in paths[:6]) + (", ..." if paths[6:] else "")
+        raise CheckpointError(
+            f"{paths[0].parent}: names of a run must differ in the number of the step alone, got {listed}; a pattern "
+            "such as step_*.pt takes some of them."
+        )
+    return steps
+
+
+def _run(steps: Mapping[int, Path], hints: Hints) -> Checkpoint:
+    """The last of these checkpoints with the weights of all."""
+    stored = {step: _stored(path, hints) for step, path in steps.items()}
+    folder, last = next(iter(steps.values())).parent, stored[max(steps)]
+    for step, path in steps.items():
+        _require_alike(path, stored[step], last)
+    whole = {n: each for n, each in stored.items() if isinstance(each, Checkpoint)}
+    if isinstance(last, Checkpoint):
+        kept = {step: each.weights for step, each in whole.items()}
+        return replace(last, path=folder, step=max(steps), kept=kept)
+    files = [replace(each, step=n) for n, each in stored.items() if isinstance(each, Stored)]
+    return replace(_read(files, hints), path=folder)
+
+
+def _require_alike(path: Path, each: Checkpoint | Stored, last: Checkpoint | Stored) -> None:
+    """Refuse a file of a run that is of another model than its last one."""
+    if isinstance(each, Checkpoint) and isinstance(last, Checkpoint):
+        if each.config.model != last.config.model:
+            raise CheckpointError(f"{path}: must be of the architecture of the last step.")
+    elif isinstance(each, Checkpoint) or isinstance(last, Checkpoint):
+        raise CheckpointError(f"{path}: must be of the format of the last step.")
+    else:
+        shapes, others = ({n: list(t.shape) for n, t in x.tensors.items()} for x in (each, last))
+        for name in sorted(shapes.keys() | others.keys()):
+            if shapes.get(name) != others.get(name):
+                raise CheckpointError(
+                    f"{path}: {name} must have the shape {others.get(name)} of the last step, got {shapes.get(name)}."
+                )
+
+
+def _read(stored: Sequence[Stored], hints: Hints) -> Checkpoint:
+    """The last of these files, with the others as its run."""
+    *others, last = stored
+    return replace(
+        read_foreign(
+            last.tensors,
+            last.file,
+            hints=hints,
+            settings=last.settings,
+            others=others,
+            step=last.step,
+        ),
+        path=last.path,
+    )
+
+
+def _hints(said: Mapping[str, object]) -> Hints:
+    """What the reader says.
+
+    Raises:
+        ValueError: If it is out of range.
+    """
+    task = said.get("task")
+    hints = Hints(**{**said, "task": asdict(task) if isinstance(task, TaskConfig) else task})  # type: ignore[arg-type]
+    if hints.format is not None and hints.format not in FORMATS:
+        raise ValueError(f"format must be one of {', '.join(FORMATS)}, got {hints.format!r}.")
+    return hints
+
+
+@contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    """What goes wrong while files are read, in one line."""
     try:
-        return _load_folder(path, hints) if path.is_dir() else _load_file(path, hints)
+        yield
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read ({one_line(error)}).") from None
     except RecursionError:
         raise CheckpointError(f"{path}: cannot be read (nested too deeply).") from None
 
 
-def _load_file(path: Path, hints: Hints) -> Checkpoint:
+def _stored(path: Path, hints: Hints) -> Checkpoint | Stored:
+    """What lies at a path: a checkpoint that says everything, or the tensors of one that does not."""
+    return _in_folder(path, hints) if path.is_dir() else _in_file(path, hints)
+
+
+def _in_file(path: Path, hints: Hints) -> Checkpoint | Stored:
     if not path.exists():
         return native.load(path)
     if not has_weights_ending(path) or not path.is_file():
@@ -109,13 +241,13 @@ def _load_file(path: Path, hints: Hints) -> Checkpoint:
             f"{path}: a checkpoint is a folder or a file that ends in {', '.join(SUFFIXES)}; this is another file."
         )
     if path.name == WEIGHTS and _states_all(path.parent):
-        return _load_folder(path.parent, hints)
+        return _in_folder(path.parent, hints)
     text = read_text(path, arrays.CONFIG) if path.suffix == ".npz" else None
     tensors = read_arrays(path)
     if text is not None:
         _require_no_hints(path, hints, arrays.FORMAT)
         return arrays.read_stated(tensors, text, path)
-    return read_foreign(tensors, path, hints=hints, settings=_settings_beside(path))
+    return Stored(path, path, tensors, settings_beside(path))
 
 
 def _states_all(folder: Path) -> bool:
@@ -123,83 +255,19 @@ def _states_all(folder: Path) -> bool:
     return is_native(folder) or (folder / SIDE_CAR).is_file()
 
 
-def _settings_beside(path: Path) -> dict[str, object]:
-    """What the files beside weights state: Hugging Face's config.json, and config.yaml of the code of Garg et al.
-
-    n_points, the pairs with the query, is an integer and noise_std a number, whatever they are written as.
-    """
-    file, garg = path.with_name(CONFIG), path.with_name("config.yaml")
-    found: dict[str, object] = {}
-    document = read_json(file) if file.is_file() else None
-    if isinstance(document, dict) and not OWN & set(document):
-        found |= _settled(file, document)
-    return found | _settled(garg, _garg_settings(read_yaml(garg))) if garg.exists() else found
-
-
-def _garg_settings(document: object) -> dict[str, object]:
-    """Heads and other counts, noise and number of points in a config.yaml of the code of Garg et al."""
-    model = _within(document, "model")
-    found = {n: t for n, t in model.items() if _counts(t)} if isinstance(model, dict) else {}
-    return found | {
-        "n_points": _within(document, "training", "curriculum", "points", "end"),
-        "noise_std": _within(document, "training", "task_kwargs", "noise_std"),
-    }
-
-
-def _within(document: object, *names: str) -> object:
-    """The entry of nested mappings; None where there is none."""
-    for name in names:
-        document = document.get(name) if isinstance(document, dict) else None
-    return document
-
-
-def _settled(file: Path, settings: dict[str, object]) -> dict[str, object]:
-    """The settings that say something, texts of digits as integers and noise_std as a number.
-
-    Raises:
-        CheckpointError: If noise_std is no number >= 0, or n_points no integer >= 2.
-    """
-    found = {
-        name: int(value) if isinstance(value, str) and _counts(value) else value
-        for name, value in settings.items()
-        if value is not None
-    }
-    if "noise_std" in found:
-        found["noise_std"] = _noise(file, found["noise_std"])
-    points = found.get("n_points", 2)
-    if type(points) is not int or points < 2:
-        raise CheckpointError(f"{file}: n_points must be an integer >= 2, got {points!r:.42}.")
-    return found
-
-
-def _noise(file: Path, value: object) -> float:
-    try:
-        noise = math.nan if isinstance(value, bool) else float(str(value))
-    except ValueError:
-        noise = math.nan
-    if not 0 <= noise < math.inf:
-        raise CheckpointError(f"{file}: noise_std must be a number >= 0, got {value!r:.42}.")
-    return noise
-
-
-def _counts(text: object) -> bool:
-    return str(text).isdecimal() and len(str(text)) < 10
-
-
-def _load_folder(path: Path, hints: Hints) -> Checkpoint:
+def _in_folder(path: Path, hints: Hints) -> Checkpoint | Stored:
     stated = FORMAT if (path / SIDE_CAR).is_file() else None
     if (path / CONFIG).is_file():
         settings = read_json(path / CONFIG)
         if isinstance(settings, dict) and not OWN & set(settings):
             file, tensors = _folder_arrays(path)
-            beside = _settings_beside(file)
-            return replace(read_foreign(tensors, file, hints=hints, settings=beside), path=path)
+            return Stored(path, file, tensors, settings_beside(file))
         stated = "native"
-    if stated is None and (files := sorted(filter(_is_weights, _in(path)))):
+    if stated is None and (files := sorted(filter(is_weights, path.iterdir()))):
         if len(files) > 1:
             listed = ", ".join(file.name for file in files[:6]) + (", ..." if files[6:] else "")
             raise CheckpointError(f"{path}: holds several files of weights; name one of {listed}.")
-        return replace(_load_file(files[0], hints), path=path)
+        return replace(_in_file(files[0], hints), path=path)
     _require_no_hints(path, hints, stated)
     return read_exchange(path) if stated == FORMAT else native.load(path)
 
@@ -279,48 +347,6 @@ def convert(checkpoint: Checkpoint, target: str, out: str | Path) -> list[Path]:
 
 def _rivals(reading: Reading) -> bool:
     return reading.predicts and reading.stands and "score" in reading.said
-
-
-def checkpoint_paths(paths: Iterable[Path]) -> list[Path]:
-    """The paths, a folder that is no checkpoint replaced by the checkpoints in it, one level down.
-
-    Those are folders with a config.json or a side-car, files that end as those of other people do, and folders with
-    one such file.
-    """
-    found: list[Path] = []
-    for path in paths:
-        inner = [] if _is_marked(path) else _checkpoints_in(path)
-        found += [path] if not inner or _is_one_file(inner) else inner
-    return found
-
-
-def _is_marked(folder: Path) -> bool:
-    return any((folder / mark).exists() for mark in (CONFIG, SIDE_CAR))
-
-
-def _is_one_file(found: list[Path]) -> bool:
-    return len(found) == 1 and found[0].is_file()
-
-
-def _checkpoints_in(folder: Path) -> list[Path]:
-    return sorted(
-        path
-        for path in _in(folder)
-        if _is_weights(path)
-        or _is_marked(path)
-        or _is_one_file(list(filter(_is_weights, _in(path))))
-    )
-
-
-def _is_weights(path: Path) -> bool:
-    return has_weights_ending(path) and path.is_file()
-
-
-def _in(folder: Path) -> list[Path]:
-    try:
-        return list(folder.iterdir())
-    except OSError:
-        return []
 
 
 def named_config(what: str) -> ExperimentConfig:

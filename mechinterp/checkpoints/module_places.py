@@ -1,12 +1,14 @@
 """Where the layers of attention are in a plain torch module, found by names and by running it."""
 
 from collections.abc import Sequence
+from itertools import takewhile
 
 import torch
 from torch import Tensor, nn
 
 from mechinterp.checkpoints.foreign.names import INNER, piece_of
 from mechinterp.checkpoints.foreign.options import HEAD_KEYS
+from mechinterp.models.hooked.followed import Inner
 from mechinterp.models.hooked.module import Place, first_tensor, stream_of
 
 NOT_CALLED = (nn.ModuleList, nn.ModuleDict)
@@ -99,7 +101,34 @@ def _place(
         heads_turned=heads_in[0] != len(tokens),
         stream_turned=stream_in[0] != len(tokens),
         one_number=stream_out == stream_in[:2],
+        inner=_inner(module, name),
     )
+
+
+def _inner(module: nn.Module, output: str) -> Inner | None:
+    """What makes queries, keys and values before an output, and the smallest module around them all."""
+    if isinstance(module.get_submodule(output), nn.MultiheadAttention):
+        return Inner(output, {})
+    end = piece_of(f"{output}.weight")
+    if end is None:
+        return None
+    projections: dict[str, str] = {}
+    for name, _ in module.named_parameters():
+        piece = piece_of(name) if name.endswith(".weight") else None
+        if piece is None or piece.part not in ("q", "k", "v", "qkv"):
+            continue
+        before = name.removesuffix(".weight")
+        near = (piece.path, piece.layer) == (end.path, end.layer)
+        near = near or before.rpartition(".")[0] == output.rpartition(".")[0]
+        if near and piece.part in projections:
+            return None  # heads by themselves
+        if near:
+            projections[piece.part] = before
+    if set(projections) not in ({"q", "k", "v"}, {"qkv"}):
+        return None
+    paths = zip(*(name.split(".")[:-1] for name in (output, *projections.values())), strict=False)
+    shared = takewhile(lambda words: len(set(words)) == 1, paths)
+    return Inner(".".join(words[0] for words in shared), projections)
 
 
 def _shapes(module: nn.Module, name: str, tokens: Tensor) -> tuple[torch.Size, torch.Size]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import TYPE_CHECKING
 
+import pandas as pd
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
@@ -37,8 +38,10 @@ class HookedModule:
     """Of each layer the name of the module that takes the heads' outputs side by side."""
     assumed: tuple[str, ...] = ()
     """Fields of the task that nobody stated."""
-    history: None = field(default=None, init=False)
-    snapshots: Mapping[int, object] = field(default_factory=dict, init=False)
+    history: pd.DataFrame | None = None
+    """Of a module that a `Monitor` watched: a row per kept step, layer and head."""
+    snapshots: Mapping[int, "HookedModule"] = field(default_factory=dict)
+    """Of such a module as it was, by step."""
 
     def __repr__(self) -> str:
         layers, heads = self.hooked.n_layers, self.hooked.n_heads
@@ -46,6 +49,11 @@ class HookedModule:
             f"HookedModule({self.name}: {layers} x {heads} heads, before {', '.join(self.outputs)}; "
             f"task: {self.task.in_words(self.assumed)})"
         )
+
+    @property
+    def steps(self) -> list[int]:
+        """Steps of the snapshots."""
+        return list(self.snapshots)
 
     @property
     def model(self) -> "ModuleHooks":
@@ -131,6 +139,7 @@ def hook_module(
         names = layer_names(own, outputs, tokens)
         places = places_of(own, names, heads, tokens)
         model = ModuleHooks(own, places)
+        model.follow(tokens)
         hooked = HookedPredictor(
             model=model,
             n_layers=len(places),

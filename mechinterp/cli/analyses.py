@@ -46,19 +46,28 @@ def probe(path: PathArgument, *, asked: Asked, hints: "Hints", device: str) -> N
 @takes(asked=Asked, hints=hints_of, device=device_of)
 def analyse(
     name: Annotated[
-        str, typer.Argument(metavar="NAME", help="An analysis; a wrong one lists all.")
+        str,
+        typer.Argument(
+            metavar="NAME",
+            help="An analysis, or my_module:my_function; a wrong one lists all, a wrong option its options.",
+        ),
     ],
     path: PathArgument,
+    further: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[--OPTION VALUE]...", help="Further options of this analysis."),
+    ] = None,
     *,
     asked: Asked,
     hints: "Hints",
     device: str,
 ) -> None:
-    """Run any one analysis by its name. Example: mechinterp analyse pairs checkpoints/sparse-h4-noise0.1-s0"""
-    from mechinterp.analysis.registry import analysis_named
+    """Run any one analysis by its name. Example: mechinterp analyse p-probe checkpoints/sparse-h4-noise0.1-s0 --steps 20"""
+    from mechinterp.analysis.registry import analysis_of
+    from mechinterp.cli.settings import settings_of
 
-    analysis_named(name)
-    show(name, path, asked, hints, device)
+    settings = settings_of(*analysis_of(name), further or ())
+    show(name, path, asked, hints, device, settings)
 
 
 @runs_checkpoints
@@ -102,7 +111,7 @@ def show(
     Args:
         settings: Further arguments of this analysis.
     """
-    from mechinterp.analysis.registry import run_analysis
+    from mechinterp.analysis.registry import analysis_of, run_analysis
     from mechinterp.report.bars import progress_bars
     from mechinterp.report.documents import result_document
     from mechinterp.report.header import dumps
@@ -120,7 +129,7 @@ def show(
             settings=settings,
         )
     if asked.as_json:
-        say(dumps(result_document(name, checkpoint, found)))
+        say(dumps(result_document(analysis_of(name)[0], checkpoint, found)))
     else:
         say_of(path, result_text(found, wide=asked.wide))
 

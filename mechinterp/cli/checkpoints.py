@@ -1,5 +1,6 @@
 """Commands that say what a checkpoint is: argument parsing only."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -14,6 +15,7 @@ from mechinterp.cli.options import (
     complain,
     load_checkpoint,
     reads_checkpoints,
+    run_of,
     runs_checkpoints,
     say_of,
     shown_path,
@@ -56,7 +58,7 @@ def classify(
     device: str,
 ) -> None:
     """Say what a model computes, and how sure that is. Example: mechinterp classify checkpoints/*"""
-    from mechinterp.checkpoints.load import checkpoint_paths
+    from mechinterp.checkpoints.paths import checkpoint_paths, runs_among
     from mechinterp.report.bars import progress_bars
     from mechinterp.report.classification import classification_document
     from mechinterp.report.header import dumps
@@ -65,15 +67,20 @@ def classify(
     if out is not None:
         require_writable(out)
     documents: list[dict] = []
-    found_paths = checkpoint_paths(paths)
+    groups = runs_among(checkpoint_paths(paths))
+    found_paths = [path for group in groups for path in group]
+    steps = _steps(groups, hints, context_length, device)
     headers: set[str] = set()
     with progress_bars(quiet=quiet) as progress:
         for path in progress(found_paths, "classifying"):
             try:
                 with about_paths(path):
-                    checkpoint = load_checkpoint(path, hints, context_length, device=device)
+                    checkpoint, numbers = steps.get(path) or (
+                        load_checkpoint(path, hints, context_length, device=device),
+                        {},
+                    )
                     found = _classified(checkpoint, context_length, n_prompts, seed)
-                    documents.append(classification_document(checkpoint, found))
+                    documents.append(classification_document(checkpoint, found) | numbers)
             except (ValueError, OSError) as error:
                 documents.append({"path": str(path), "error": str(error)})
                 complain(str(error))
@@ -87,6 +94,25 @@ def classify(
         write_table(out, documents)
     if any("error" in document for document in documents):
         raise typer.Exit(2)
+
+
+def _steps(
+    groups: Sequence[Sequence[Path]], hints: "Hints", context_length: int | None, device: str
+) -> dict[Path, tuple["Checkpoint", dict[str, float]]]:
+    """Of those paths that are steps of a run the model at the step, and the step with its loss."""
+    from mechinterp.checkpoints.paths import steps_of
+
+    found = {}
+    for group in groups:
+        run = run_of(group, hints, context_length, device=device)
+        if run is None or run.history is None:
+            continue
+        losses = run.history.drop_duplicates("step").set_index("step")
+        for step, path in steps_of(group, told=True).items():
+            numbers = {"step": step, "loss": losses["eval_loss"][step]}
+            numbers["loss_sem"] = losses["eval_loss_sem"][step]
+            found[path] = replace(run.at(step), path=path), numbers
+    return found
 
 
 def _classified(

@@ -80,11 +80,18 @@ def main() -> None:
     sys.exit(code if isinstance(code, int) else 0)
 
 
+FURTHER = {"ignore_unknown_options": True}
+"""Of a command that reads options itself."""
+
+
 def command(run: Callable[..., None]) -> Callable[..., None]:
     """Adds a command; what its docstring says after "Example:" stands below its options, and not in the list of all."""
     text, _, example = (run.__doc__ or "").partition(" Example: ")
     name = run.__name__.replace("_", "-")
-    return app.command(name=name, help=text, epilog=f"Example: {example}")(run)
+    settings = FURTHER if name == "analyse" else None
+    return app.command(
+        name=name, help=text, epilog=f"Example: {example}", context_settings=settings
+    )(run)
 
 
 # In this order they are listed.

@@ -4,13 +4,13 @@ import os
 import shutil
 import sys
 import textwrap
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import wraps
 from inspect import Signature, signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -76,6 +76,17 @@ class Asked:
         )
 
 
+def by_name(given: dict[str, object]) -> None:
+    """Put the path of a shipped model where its name was given."""
+    from mechinterp.checkpoints.shipped import shipped_path
+
+    path, paths = given.get("path"), given.get("paths")
+    if isinstance(path, Path):
+        given["path"] = shipped_path(path)
+    if isinstance(paths, list):
+        given["paths"] = [shipped_path(each) for each in paths]
+
+
 def require_there(given: Mapping[str, object]) -> None:
     """Refuse the one path of a command that does not exist, before anything is loaded.
 
@@ -100,6 +111,7 @@ def takes(**bundles: Callable) -> Callable[[Callable[..., None]], Callable[..., 
 
         @wraps(command)
         def run(**given: object) -> None:
+            by_name(given)
             require_there(given)
             said = {name: {o: given.pop(o) for o in options} for name, options in shared.items()}
             command(**given, **{name: bundles[name](**options) for name, options in said.items()})
@@ -120,33 +132,58 @@ runs_checkpoints = takes(hints=hints_of, device=device_of)
 
 
 def load_checkpoint(
-    path: Path, hints: "Hints", context_length: int | None = None, *, device: str = "cpu"
+    path: Path | Sequence[Path],
+    hints: "Hints",
+    context_length: int | None = None,
+    *,
+    device: str = "cpu",
 ) -> "Checkpoint":
-    """The checkpoint; what neither it nor the options say and is assumed goes to standard error."""
-    from mechinterp.checkpoints.load import load
+    """The checkpoint, or that of the run whose steps several are; what is assumed of it goes to standard error."""
+    from mechinterp.checkpoints.load import load, load_run
 
-    checkpoint = load(path, **hints.given)  # type: ignore[arg-type]
+    given: dict[str, Any] = dict(hints.given)
+    checkpoint = load(path, **given) if isinstance(path, Path) else load_run(path, **given)
     if device != "cpu":
         checkpoint = checkpoint.to(device)
     if context_length is not None and LENGTH in checkpoint.assumed:
         checkpoint = _told(checkpoint, context_length)
+    if checkpoint.kept:
+        steps = f"steps {checkpoint.steps[0]} to {checkpoint.steps[-1]}"
+        complain(f"{checkpoint.path}: {len(checkpoint.kept)} files are one run, {steps}.")
     if checkpoint.assumed:
-        shown = dict(checkpoint.assumed)
-        divisor = shown.pop("attn_scale", None)
-        if isinstance(divisor, float):  # TransformerLens divides by it; --scale is the factor
-            shown["scale"] = 1 / divisor
-        task = checkpoint.task.told
-        said = [f"task.{n} = {task[n]}" for n in checkpoint.assumed_of_task if n in task]
-        said += [
-            f"{name} = {value:.4g}" if isinstance(value, float) else f"{name} = {value}"
-            for name, value in shown.items()
-            if value not in (None, (), []) and name.startswith(("model.", "scale"))
-        ]
-        tried = "; ".join(map(repr, getattr(checkpoint, "readings", ())[:2]))
-        losses = f"; loss over that of predicting 0, best readings: {tried}" if tried else ""
-        losses += f"; {shown['doubt']}" if "doubt" in shown else ""
-        complain(f"{path}: assumed {', '.join(said)}{losses}.")
+        complain(f"{checkpoint.path}: assumed {_assumptions(checkpoint)}.")
     return checkpoint
+
+
+def run_of(
+    paths: Sequence[Path], hints: "Hints", context_length: int | None = None, *, device: str = "cpu"
+) -> "Checkpoint | None":
+    """The run whose steps these are; None if they are separate models."""
+    from mechinterp.checkpoints.io.errors import CheckpointError
+
+    if len(paths) == 1:
+        return None
+    with suppress(CheckpointError):  # each of them says by itself what is wrong with it
+        return load_checkpoint(paths, hints, context_length, device=device)
+    return None
+
+
+def _assumptions(checkpoint: "Checkpoint") -> str:
+    """What neither the file nor the options say, and the best readings of what was left open."""
+    shown = dict(checkpoint.assumed)
+    divisor = shown.pop("attn_scale", None)
+    if isinstance(divisor, float):  # TransformerLens divides by it; --scale is the factor
+        shown["scale"] = 1 / divisor
+    task = checkpoint.task.told
+    said = [f"task.{n} = {task[n]}" for n in checkpoint.assumed_of_task if n in task]
+    said += [
+        f"{name} = {value:.4g}" if isinstance(value, float) else f"{name} = {value}"
+        for name, value in shown.items()
+        if value not in (None, (), []) and name.startswith(("model.", "scale"))
+    ]
+    tried = "; ".join(map(repr, checkpoint.readings[:2]))
+    losses = f"; loss over that of predicting 0, best readings: {tried}" if tried else ""
+    return ", ".join(said) + losses + (f"; {shown['doubt']}" if "doubt" in shown else "")
 
 
 def _told(checkpoint: "Checkpoint", context_length: int) -> "Checkpoint":
@@ -156,18 +193,16 @@ def _told(checkpoint: "Checkpoint", context_length: int) -> "Checkpoint":
     return replace(checkpoint, config=replace(checkpoint.config, task=task), assumed=assumed)
 
 
-def one_layer(path: Path, hints: "Hints", device: str) -> "Checkpoint":
-    """The checkpoint of a model of one layer of attention."""
+def require_one_layer(checkpoint: "Checkpoint") -> None:
+    """Refuse a model that is not one layer of attention."""
     from mechinterp.models.weights import why_no_circuits
 
-    checkpoint = load_checkpoint(path, hints, device=device)
     found = why_no_circuits(checkpoint.config.model)
     if found is not None:
         raise ValueError(
-            f"{path}: a comparison takes models of one layer of attention with nothing around it, got {found}; "
+            f"{checkpoint.path}: a comparison takes models of one layer of attention with nothing around it, got {found}; "
             "the report on one model takes it."
         )
-    return checkpoint
 
 
 @contextmanager

@@ -11,7 +11,8 @@ from mechinterp.cli.options import (
     about_paths,
     complain,
     load_checkpoint,
-    one_layer,
+    require_one_layer,
+    run_of,
     runs_checkpoints,
     shown_path,
 )
@@ -36,12 +37,16 @@ def report(
         typer.Option(
             "--analysis",
             metavar="NAME",
-            help="An analysis to show, of one checkpoint; may be repeated; those that suit it if left out.",
+            help="An analysis to show, or my_module:my_function, of one checkpoint; may be repeated; those that suit it if left out.",
         ),
     ] = None,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace a report that is there.")
     ] = False,
+    figures: Annotated[
+        str,
+        typer.Option("--figures", help="pdf, svg or png: each figure also as a file for print."),
+    ] = "",
     quiet: QuietOption = False,
     as_json: JsonOption = False,
     *,
@@ -49,7 +54,7 @@ def report(
     device: str,
 ) -> None:
     """Write a report as one HTML page. Example: mechinterp report checkpoints/softmax-h2-s0 --out reports/h2"""
-    from mechinterp.checkpoints.load import checkpoint_paths
+    from mechinterp.checkpoints.paths import checkpoint_paths, runs_among
     from mechinterp.report.bars import progress_bars
     from mechinterp.report.comparison import write_comparison
     from mechinterp.report.header import dumps
@@ -57,23 +62,26 @@ def report(
     from mechinterp.report.text import wrapped
 
     found = checkpoint_paths(paths)
-    if len(found) > 1 and analyses is not None:
+    groups = runs_among(found)
+    run = run_of(groups[0], hints, device=device) if len(groups) == 1 else None
+    if run is None and len(found) > 1 and analyses is not None:
         raise ValueError(f"--analysis is of one checkpoint, got {len(found)} of them.")
     with progress_bars(quiet=quiet) as progress:
         asked: dict[str, Any] = {
             **({} if n_prompts is None else {"n_prompts": n_prompts}),
             "seed": seed,
             "overwrite": overwrite,
+            "figures": figures,
             "progress": progress,
         }
-        if len(found) == 1:
-            about: list[dict] = [{"path": str(found[0])}]
-            with about_paths(found[0], out):
-                checkpoint = load_checkpoint(found[0], hints, device=device)
+        if run is not None or len(found) == 1:
+            about: list[dict] = [{"path": str(found[0] if run is None else run.path)}]
+            with about_paths(Path(about[0]["path"]), out):
+                checkpoint = run or load_checkpoint(found[0], hints, device=device)
                 written = write_report(checkpoint, out, analyses=analyses, **asked)
             document = about[0] | written.to_document()
         else:
-            loaded, about = _those_that_load(found, hints, device)
+            loaded, about = _those_that_load(groups, hints, device)
             left_out = {each["path"]: each["error"] for each in about if "error" in each}
             with about_paths(out):
                 written = write_comparison(loaded, out, left_out=left_out, **asked)
@@ -85,16 +93,20 @@ def report(
 
 
 def _those_that_load(
-    paths: list[Path], hints: "Hints", device: str
+    groups: list[list[Path]], hints: "Hints", device: str
 ) -> tuple[list["Checkpoint"], list[dict[str, str]]]:
-    """The checkpoints that can be read, and of every path what JSON says: its error if there is one."""
+    """The checkpoints that can be read, a run being one, and of every path what JSON says: its error if there is one."""
     loaded, about = [], []
-    for path in paths:
-        try:
-            with about_paths(path):
-                loaded.append(one_layer(path, hints, device))
-            about.append({"path": str(path)})
-        except (ValueError, OSError) as error:
-            about.append({"path": str(path), "error": str(error)})
-            complain(str(error))
+    for group in groups:
+        run = run_of(group, hints, device=device)
+        for path in group if run is None else [run.path]:
+            try:
+                with about_paths(path):
+                    checkpoint = run or load_checkpoint(path, hints, device=device)
+                    require_one_layer(checkpoint)
+                loaded.append(checkpoint)
+                about.append({"path": str(path)})
+            except (ValueError, OSError) as error:
+                about.append({"path": str(path), "error": str(error)})
+                complain(str(error))
     return loaded, about

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from mechinterp.training.packs import Engine
+    from mechinterp.training.jobs import Engine
 
 BROKEN_PIPE = 141  # what a shell makes of SIGPIPE
 JsonOption = Annotated[bool, typer.Option("--json", help="One JSON document on standard output.")]
@@ -61,7 +61,7 @@ def train(
     from mechinterp.report.bars import progress_bar
     from mechinterp.report.documents import training_document
     from mechinterp.report.header import dumps
-    from mechinterp.training.sweep import train_one
+    from mechinterp.training.train import train_one
 
     config = override(named_config(what), *(assignments or []))
     file = Path(what)
@@ -96,7 +96,8 @@ def sweep(
     from mechinterp.report.bars import progress_bar
     from mechinterp.report.documents import training_document
     from mechinterp.report.header import dumps
-    from mechinterp.training.sweep import load_sweep, require_finite, train_models
+    from mechinterp.training.sweep_file import load_sweep
+    from mechinterp.training.train import require_finite, train_models
 
     models, chosen = load_sweep(file), _engine(engine, address, device, memory)
     with progress_bar(quiet=quiet) as on_log:
@@ -186,11 +187,13 @@ def _engine(name: str, address: str | None, device: str, memory: str | None) -> 
         raise ValueError(f"--address is used by --engine ray only, got {address!r}.")
     import torch
 
-    from mechinterp.training.packs import train_here
+    from mechinterp.training.jobs import train_here
 
     # The tensors of a step are small: a second thread gains nothing, and waits where cores are shared.
     torch.set_num_threads(1)
-    return partial(train_here, device=device_of(device), memory=limit)
+    # "auto" is left to each model: some train on the processor alone.
+    found = device_of(device)
+    return partial(train_here, device=device if device == "auto" else found, memory=limit)
 
 
 def _bytes(text: str) -> int:

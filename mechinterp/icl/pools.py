@@ -70,17 +70,25 @@ def log_posterior(prompts: Prompts, *, pool: Pool, noise_var: float) -> Float[Te
     return torch.log_softmax(-_squares(given, pool) / (2 * noise_var), dim=1)
 
 
-def _checked(prompts: Prompts, pool: Tensor, noise_var: float) -> Tensor:
-    """The pool in float64 on the device of the prompts."""
-    sizes = (prompts.x.shape[2], prompts.y.shape[2])
-    if noise_var < 0:
-        raise ValueError(f"noise_var must be >= 0, got {noise_var}.")
-    if not len(pool) or tuple(pool.shape[1:]) != sizes:
+def require_pool(pool: Tensor, d_x: int, d_y: int) -> None:
+    """Refuse what is no pool of such tasks.
+
+    Raises:
+        ValueError: If the pool is empty, not finite or of another d_x or d_y.
+    """
+    if not len(pool) or tuple(pool.shape[1:]) != (d_x, d_y):
         raise ValueError(
-            f"pool must be of shape [M, d_x, d_y] = [M, {sizes[0]}, {sizes[1]}], got {list(pool.shape)}."
+            f"pool must be of shape [M, d_x, d_y] = [M, {d_x}, {d_y}], got {list(pool.shape)}."
         )
     if not pool.isfinite().all():
         raise ValueError("pool must be finite, got a number that is not.")
+
+
+def _checked(prompts: Prompts, pool: Tensor, noise_var: float) -> Tensor:
+    """The pool in float64 on the device of the prompts."""
+    if noise_var < 0:
+        raise ValueError(f"noise_var must be >= 0, got {noise_var}.")
+    require_pool(pool, prompts.x.shape[2], prompts.y.shape[2])
     return pool.to(prompts.x.device, torch.float64)
 
 

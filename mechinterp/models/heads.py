@@ -247,6 +247,12 @@ def _head_outputs(weights: AttentionWeights, prompts: Prompts) -> Float[Tensor, 
     return outputs + pattern.sum(1)[..., None] * constant
 
 
+def share_of(outputs: Float[Tensor, "batch *models head d_y"]) -> Float[Tensor, "*models head"]:
+    """Standard deviation of each head's output over prompts, divided by the sum of that over heads."""
+    spread = outputs.var(0).sum(-1).sqrt()
+    return spread / spread.sum(-1, keepdim=True).clamp_min(1e-300)
+
+
 def predict(weights: AttentionWeights, prompts: Prompts) -> Float[Tensor, "batch d_y"]:
     """Prediction of one model: the sum of its heads' outputs and b_O, in units of y.
 

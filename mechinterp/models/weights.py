@@ -186,6 +186,14 @@ class Weights:
         return torch.stack(self.layers("W_O"))
 
 
+def circuit_norms(weights: Weights) -> dict[str, Float[Tensor, "layer head"]]:
+    """Frobenius norms of every head's QK circuit, with the scale in it, and OV circuit, by their names in a history."""
+    return {
+        "qk_norm": weights.scale * (weights.W_Q @ weights.W_K.mT).norm(dim=(2, 3)),
+        "ov_norm": (weights.W_V @ weights.W_O).norm(dim=(2, 3)),
+    }
+
+
 def heads_of(model: ModelConfig, tensors: Mapping[str, Tensor], scale: float) -> AttentionWeights:
     """Heads with the scores of an architecture.
 

@@ -3,8 +3,8 @@
 import numpy as np
 
 from mechinterp.analysis.multi_layer.algorithm_evidence import AlgorithmEvidence
+from mechinterp.analysis.number_format import cell, with_error
 from mechinterp.report.parts import Section
-from mechinterp.report.sections import number, plus_minus
 
 
 def algorithm_section(found: AlgorithmEvidence) -> Section:
@@ -36,7 +36,7 @@ def _lead(found: AlgorithmEvidence) -> list[str]:
     best, other = found.best, found.runner_up
     if best is None or other is None:
         return []
-    lead = plus_minus(*found.lead(best, other))
+    lead = with_error(*found.lead(best, other))
     return [f"R² of {found.members[best]} minus that of {found.members[other]} is {lead}."]
 
 
@@ -46,6 +46,6 @@ def _path(found: AlgorithmEvidence) -> list[str]:
         return [f"What is predicted after each layer is not known: {found.measured.path_how}."]
     paths = np.nan_to_num(found.path_r2, nan=-np.inf)
     nearest = [
-        f"{found.members[int(column.argmax())]} (R² {number(column.max())})" for column in paths.T
+        f"{found.members[int(column.argmax())]} (R² {cell(column.max())})" for column in paths.T
     ]
     return [f"Layer by layer the nearest path is that of {', '.join(nearest)}."]

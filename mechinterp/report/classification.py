@@ -7,8 +7,8 @@ import numpy as np
 from mechinterp.analysis.learners.baseline_comparison import standing_text
 from mechinterp.analysis.multi_layer.algorithm_evidence import AlgorithmEvidence
 from mechinterp.analysis.multi_layer.classify import LayeredClassification
+from mechinterp.analysis.number_format import digits, explained, with_error
 from mechinterp.analysis.one_layer.classification import Classification
-from mechinterp.analysis.verdict import digits, explained, with_error
 from mechinterp.checkpoints.checkpoint import Checkpoint
 from mechinterp.report.header import header, records
 from mechinterp.report.text import ROWS, frame_text, wrapped

@@ -27,6 +27,7 @@ def write_comparison(
     n_prompts: int = 4096,
     seed: int = 0,
     overwrite: bool = False,
+    figures: str = "",
     progress: ProgressCallback = no_progress,
 ) -> Report:
     """Write `out/index.html` about all of the checkpoints, and the CSV files behind it.
@@ -34,6 +35,7 @@ def write_comparison(
     Args:
         left_out: What could not be compared, and why, to be named on the page: reasons by path.
         n_prompts: Prompts behind each classification; losses take five times as many.
+        figures: As for `write_report`.
         progress: Optional progress callback.
     Raises:
         ValueError: If there is no checkpoint, `out` is a file, or a folder that holds anything and
@@ -61,7 +63,7 @@ def write_comparison(
     verdict = _verdict(found)
     if left_out:
         verdict += f" Left out: {len(left_out)} of {len(left_out) + len(checkpoints)}."
-    return write_page(Path(out), title, about, verdict, parts, overwrite=overwrite)
+    return write_page(Path(out), title, about, verdict, parts, overwrite=overwrite, figures=figures)
 
 
 def natural(name: str) -> list[tuple[int, str]]:
@@ -106,7 +108,8 @@ def _settings(found: Comparison, n_prompts: int, pages: Mapping[str, str]) -> Se
         "A model's name leads to its own report where that lies beside this one, in a folder of that name.",
         f"Losses are mean squared errors on {5 * n_prompts} prompts of the model's own task and context length, the same "
         "prompts for all models of one task. omega and mu are as in the report on one model.",
-        tables=tables,
+        {"means": found.plot_means()} if len(found.names) > len(found.fields) else {},
+        tables,
         longest_table=LONGEST_TABLE,
         links=pages,
     )
@@ -142,7 +145,9 @@ def _training(found: Comparison) -> list[Section]:
         Section(
             "Training",
             "Loss on prompts that training never sees. Models without a history are left out.",
-            "From each model's history, at most 200 steps of it; settings may have different evaluation prompts.",
-            {"curves": found.plot_curves()},
+            "From each model's history, at most 200 steps of it; settings may have different evaluation prompts. Means are of "
+            "settings whose models share their steps, error bars standard errors over the models.",
+            {"curves": found.plot_curves()}
+            | ({"mean_curves": found.plot_mean_curves()} if found.mean_curves() else {}),
         )
     ]

@@ -8,12 +8,12 @@ from mechinterp.analysis.multi_layer.algorithm_evidence import AlgorithmEvidence
 from mechinterp.analysis.multi_layer.classify import LayeredClassification
 from mechinterp.analysis.registry import (
     ANALYSES,
-    Finding,
-    analysis_named,
-    described,
-    draws_prompts,
+    Analysis,
+    analysis_of,
     run_analysis,
+    suits,
 )
+from mechinterp.analysis.result import Finding
 from mechinterp.checkpoints.checkpoint import Checkpoint
 from mechinterp.checkpoints.plain_modules import HookedModule
 from mechinterp.models.hooked.query_position import NoStreamError
@@ -24,30 +24,10 @@ from mechinterp.report.edges import edges_sections
 from mechinterp.report.parts import Section
 from mechinterp.report.probing import descent_section, probes_section
 from mechinterp.report.subject import Subject
-from mechinterp.report.training import history_sections, snapshot_sections
+from mechinterp.report.training import deep_steps_section, history_sections, steps_section
 
 HEIGHT = 420
 """Of a figure that does not say how high it is."""
-ON_REQUEST = {
-    "algorithm",
-    "algorithm-steps",
-    "pairs",
-    "order",
-    "gates",
-    "head-snapshots",
-    "component-snapshots",
-    "milestones",
-    "prior-heads",
-    "prior-snapshots",
-    "learning-coefficient",
-    "coefficient-snapshots",
-}
-"""These take long, or are shown within another section."""
-OF_SEVERAL_LAYERS = {"baselines", "prune", "probe", "p-probe", "edges"}
-"""What is asked of a model whose circuits do not tell what it computes."""
-OF_ONE_LAYER = {"circuits", "attention", "fit"}
-OF_A_POOL = {"priors"}
-"""What is asked of a model whose task has a pool of task vectors."""
 
 
 @dataclass(frozen=True)
@@ -64,27 +44,28 @@ def contents_of(
     *,
     n_prompts: int | None = None,
     seed: int = 0,
-    analyses: Sequence[str] | None = None,
+    analyses: Sequence[str | Callable[..., Finding]] | None = None,
     progress: ProgressCallback = no_progress,
 ) -> Contents:
     """The verdict and the sections.
 
     Args:
         n_prompts: Evaluation prompts; None: as many as each analysis takes by itself.
-        analyses: Names of those that get a section; None: those that suit the model.
+        analyses: Names of those that get a section, or functions; None: those that suit the model.
     Raises:
         ValueError: If there is no such analysis, one that was asked for does not take the model, or n_prompts is too small.
     """
     subject = Subject(checkpoint, n_prompts, seed, progress)
-    names = default_names(subject) if analyses is None else tuple(analyses)
-    for name in names:
-        analysis_named(name)
+    if analyses is None:
+        analyses, chosen = default_names(subject), False
+    else:
+        chosen = True
     found, left_out = [], {}
-    for name in names:
+    for name, analysis in [analysis_of(each) for each in analyses]:
         try:
-            found += sections_of(name, subject)
+            found += sections_of(name, analysis, subject)
         except NoStreamError as error:
-            if analyses is not None:
+            if chosen:
                 raise
             left_out[name] = str(error)
     if left_out:
@@ -103,25 +84,21 @@ def _left_out(reasons: Mapping[str, str]) -> Section:
 
 def default_names(subject: Subject) -> tuple[str, ...]:
     """The analyses that suit a model."""
-    other = OF_SEVERAL_LAYERS if subject.one_attention else OF_ONE_LAYER
-    if subject.checkpoint.task.n_tasks is None:
-        other = other | OF_A_POOL
-    return tuple(name for name in ANALYSES if name not in ON_REQUEST | other)
+    return tuple(name for name, each in ANALYSES.items() if suits(each, subject.checkpoint))
 
 
-def sections_of(name: str, subject: Subject) -> list[Section]:
+def sections_of(name: str, analysis: Analysis, subject: Subject) -> list[Section]:
     """What an analysis says of a model: its own sections where it has them, else sentence, figure and table."""
     if name in BESPOKE:
         return BESPOKE[name](subject)
-    found = _run(name, subject)
-    return [plain_section(name, found)]
+    return [plain_section(name, _run(analysis, subject), analysis.first_line)]
 
 
-def _run(name: str, subject: Subject) -> Finding:
+def _run(analysis: Analysis, subject: Subject) -> Finding:
     """The result of an analysis, which is told of prompts if it draws some."""
-    draws = draws_prompts(ANALYSES[name])
+    draws = analysis.draws_prompts
     return run_analysis(
-        name,
+        analysis.function,
         subject.checkpoint,
         n_prompts=subject.n_prompts if draws else None,
         seed=subject.seed if draws else None,
@@ -130,14 +107,14 @@ def _run(name: str, subject: Subject) -> Finding:
 
 
 def plain_section(
-    name: str, found: Finding, *, title: str | None = None, text: str | None = None
+    name: str, found: Finding, method: str, *, title: str | None = None, text: str | None = None
 ) -> Section:
-    """Sentence, figure and table of a result; how it was computed is the first line of the analysis' docstring.
+    """Sentence, figure and table of a result; and how it was computed.
 
     Example:
         >>> from mechinterp.analysis.one_layer.circuits import circuits
         >>> from mechinterp.models.constructions.one_layer import zero_head
-        >>> plain_section("circuits", circuits(zero_head(d_x=5))).title
+        >>> plain_section("circuits", circuits(zero_head(d_x=5)), "From the weights.").title
         'Circuits'
     """
     key = name.replace("-", "_")
@@ -151,7 +128,7 @@ def plain_section(
     return Section(
         title or name.replace("-", " ").capitalize(),
         text or f"{found!r}.",
-        described(ANALYSES[name]),
+        method,
         {key: figure},
         {key: found.to_frame()},
     )
@@ -165,12 +142,14 @@ def _classify_sections(subject: Subject) -> list[Section]:
     if isinstance(found, LayeredClassification):
         text, algorithm = found.heaviest, found.algorithm
     text = f"{text[0].upper()}{text[1:]}."
-    computes = plain_section("classify", found, title="What it computes", text=text)
+    computes = plain_section(
+        "classify", found, ANALYSES["classify"].first_line, title="What it computes", text=text
+    )
     return [computes] if algorithm is None else [computes, algorithm_section(algorithm)]
 
 
 def _algorithm_sections(subject: Subject) -> list[Section]:
-    found = _run("algorithm", subject)
+    found = _run(ANALYSES["algorithm"], subject)
     assert isinstance(found, AlgorithmEvidence)
     return [algorithm_section(found)]
 
@@ -197,7 +176,8 @@ BESPOKE: dict[str, Callable[[Subject], list[Section]]] = {
     "p-probe": partial(_listed, descent_section),
     "edges": edges_sections,
     "fit": partial(_listed, sections.fits_section),
-    "snapshots": snapshot_sections,
+    "snapshots": partial(_listed, steps_section),
+    "head-snapshots": partial(_listed, deep_steps_section),
     "training": history_sections,
 }
 """Analyses whose sections say more than a sentence, or show several results together."""

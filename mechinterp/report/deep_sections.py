@@ -13,11 +13,11 @@ from mechinterp.analysis.ablation.pairs import greedy_order
 from mechinterp.analysis.ablation.pruning_curves import PruningCurves, RulePruning, pruning_curves
 from mechinterp.analysis.ablation.single import HeadAblation, ablate_heads
 from mechinterp.analysis.learners.baselines import STEPS
+from mechinterp.analysis.number_format import cell, with_error
 from mechinterp.analysis.stats import mean_and_sem
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.run.predictor import Predictor
 from mechinterp.report.parts import Section
-from mechinterp.report.sections import number, plus_minus
 from mechinterp.report.subject import Subject, some
 
 GREEDY_HEADS = 32
@@ -28,13 +28,13 @@ def risk_section(subject: Subject) -> Section:
     """How large the excess risk is, held against learners at their best."""
     found = subject.baselines
     ratios = [
-        f"{plus_minus(ratio, sem)} times that of {'predicting 0' if name == 'zero' else name}"
+        f"{with_error(ratio, sem)} times that of {'predicting 0' if name == 'zero' else name}"
         for name, ratio, sem in zip(found.learners, found.ratio, found.ratio_sem, strict=True)
         if not np.isnan(ratio)
     ]
     return Section(
         "Excess risk",
-        f"The model's excess risk is {plus_minus(found.model_risk, found.model_risk_sem)} y²: {'; '.join(ratios)}.",
+        f"The model's excess risk is {with_error(found.model_risk, found.model_risk_sem)} y²: {'; '.join(ratios)}.",
         f"Mean of (ŷ − x·β)² over {len(subject.prompts)} prompts, the same for all. Each learner has the penalty, or the number "
         f"of steps up to {STEPS}, that is best on these very prompts, which favours it. GD descends from zero with the "
         "step 1/λ_max of each prompt; Algorithm 1 does so on x reweighted by its correlations with y. Ratios "
@@ -129,7 +129,7 @@ def _carried(zero: HeadAblation) -> list[str]:
         return []
     medians = zero.median_rise[zero.carried_by_few]
     listed = ", ".join(
-        f"{name} {number(rise)}" for name, rise in zip(zero.carried, medians, strict=True)
+        f"{name} {cell(rise)}" for name, rise in zip(zero.carried, medians, strict=True)
     )
     return [
         f"One prompt in a hundred carries most of the mean rise of some heads; their median rises (y²): {listed}."
@@ -153,8 +153,8 @@ def _cautioned(zero: HeadAblation, rise: np.ndarray, rise_sem: np.ndarray) -> st
         one, sem = zero.rise[layer, head], zero.rise_sem[layer, head]
         if zero.rise.shape[1] > 1 and one - rise[layer] > 2 * np.hypot(sem, rise_sem[layer]):
             found.append(
-                f"all of layer {layer} costs {plus_minus(rise[layer], rise_sem[layer])} y², less than L{layer}H{head} "
-                f"alone ({plus_minus(one, sem)})"
+                f"all of layer {layer} costs {with_error(rise[layer], rise_sem[layer])} y², less than L{layer}H{head} "
+                f"alone ({with_error(one, sem)})"
             )
     said = (
         f"Here {'; '.join(found)}."
@@ -228,7 +228,7 @@ def _enough(curves: PruningCurves) -> str:
 
 def _rules_told(rules: RulePruning) -> str:
     told = [
-        f"{name} keeps {kept.sum()} and has {plus_minus(ratio, sem)} times the risk{how}"
+        f"{name} keeps {kept.sum()} and has {with_error(ratio, sem)} times the risk{how}"
         for (name, ratio, sem, how), kept in zip(
             rules.ratios_to_read(), rules.kept[1:], strict=True
         )

@@ -10,7 +10,7 @@ from mechinterp.analysis.learners.fits import LearnerFits
 from mechinterp.analysis.multi_layer.classify import LayeredClassification
 from mechinterp.analysis.one_layer.classification import Classification
 from mechinterp.analysis.probing.probing import Probing
-from mechinterp.analysis.registry import Finding
+from mechinterp.analysis.result import Finding
 from mechinterp.analysis.training.jump_forecast import JumpForecast
 from mechinterp.checkpoints.checkpoint import Checkpoint
 from mechinterp.checkpoints.native.exchange import FORMAT as EXCHANGE
@@ -18,7 +18,7 @@ from mechinterp.checkpoints.native.exchange import positions_for
 from mechinterp.config import ExperimentConfig
 from mechinterp.report.classification import classification_document
 from mechinterp.report.header import SCHEMA_VERSION, header, records
-from mechinterp.training.sweep import TrainingSummary
+from mechinterp.training.train import TrainingSummary
 
 
 def ablation_document(checkpoint: Checkpoint, found: Ablations) -> dict:

@@ -1,8 +1,8 @@
 """The part of a page on how heads of one layer act through heads of later ones."""
 
+from mechinterp.analysis.number_format import with_error
 from mechinterp.analysis.patching.edges import N_PAIRS, HeadEdges, attribute_edges, edge_name
 from mechinterp.report.parts import Section
-from mechinterp.report.sections import plus_minus
 from mechinterp.report.subject import Subject
 
 MOST_EDGES = 1_200
@@ -32,15 +32,15 @@ def edges_section(found: HeadEdges, n_pairs: int) -> Section:
     """The largest effects, and how well gradients foretell them."""
     frame = found.to_frame()
     named = [
-        f"{edge_name(e)} ({plus_minus(e.patched, e.patched_sem)})"
+        f"{edge_name(e)} ({with_error(e.patched, e.patched_sem)})"
         for e in frame.head(NAMED).itertuples()
     ]
     return Section(
         "Edges between heads",
-        f"When prompts get other task vectors the prediction moves by {plus_minus(found.total, found.total_sem)} y² (mean "
+        f"When prompts get other task vectors the prediction moves by {with_error(found.total, found.total_sem)} y² (mean "
         f"squared distance). The edges that bring it nearest or take it furthest, each patched alone: {', '.join(named)}. "
         f"Estimates from gradients rank the {len(frame)} edges as patching does with a rank correlation of "
-        f"{plus_minus(found.rank_correlation, found.rank_correlation_sem)}.",
+        f"{with_error(found.rank_correlation, found.rank_correlation_sem)}.",
         "An edge goes from what a head writes to the query, key or value of a head in a later layer, which alone then reads "
         f"what the head writes on the other prompts. {n_pairs} pairs of prompts, of the same covariates and noise; ± is over pairs. The estimate is to "
         "first order, by the gradient on the corrupted prompts (EAP). A positive effect is one towards the clean prediction.",

@@ -13,16 +13,15 @@ from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
 from mechinterp import figures
+from mechinterp.analysis.number_format import cell
 from mechinterp.checkpoints.io.errors import visible
 from mechinterp.report.glossary import PAPERS, WORDS, meanings
 from mechinterp.report.parts import Section
-from mechinterp.report.sections import number
 from mechinterp.report.text import joined
 
 HERE = Path(__file__).parent
 LONGEST_WORD = 24  # longer entries make a column of text
 TITLE_HEIGHT = 26
-LEAST_P = 1e-12
 
 
 MARK = re.compile(r'<meta name="generator" content="mechinterp" data-files="([^"]*)">')
@@ -48,11 +47,10 @@ def page(
         "figure": _drawn,
         "least_width": _least_width,
         "meanings": meanings,
-        "number": number,
         "texts": _texts,
         "joined": joined,
         "breakable": _breakable,
-        "cell": _cell,
+        "cell": cell,
     }
     return environment.get_template("page.html.jinja").render(
         name=visible(name),
@@ -101,13 +99,6 @@ def _least_width(figure: go.Figure) -> int:
 def _breakable(name: str) -> Markup:
     """The name of a column, with places where a line may be broken."""
     return Markup(re.sub(r"([_.])(?=[a-z])", r"\1<wbr>", html.escape(name)))
-
-
-def _cell(value: object, column: str) -> str:
-    """A number of a table; a p-value that is 0 but for rounding as one below what can be told."""
-    if column == "p_value" and isinstance(value, float) and value < LEAST_P:
-        return f"< {LEAST_P:.0e}"
-    return number(value)
 
 
 def _texts(table: pd.DataFrame) -> set[str]:

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from mechinterp.analysis.verdict import digits
+from mechinterp.analysis.number_format import digits
 from mechinterp.checkpoints.native.outline import Outline
 from mechinterp.config import ModelConfig, TaskConfig, TrainConfig
 from mechinterp.report.header import header, records
@@ -24,7 +24,7 @@ def info_document(source: "Checkpoint | Outline", *, hooks: bool = True) -> dict
         hooks: Whether hook points are listed, for which the hooked model of a checkpoint is built.
     """
     outline = source if isinstance(source, Outline) else _checkpoint(source).outline
-    history, steps = outline.history, outline.snapshot_steps
+    history, steps = source.history, source.steps
     document = {
         **header(outline),
         "name": outline.name,

@@ -1,7 +1,7 @@
 """A report on one checkpoint: one HTML page that opens offline, and the CSV files behind it."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from html import escape
@@ -9,11 +9,13 @@ from pathlib import Path
 
 import plotly.graph_objects as go
 
+from mechinterp.analysis.result import Finding
 from mechinterp.checkpoints.checkpoint import Checkpoint, checkpoint_of
 from mechinterp.checkpoints.io.atomic import write_new, writing
 from mechinterp.checkpoints.io.locks import claimed, entries, settle
 from mechinterp.checkpoints.plain_modules import HookedModule
 from mechinterp.display import counted
+from mechinterp.paper import all_drawn, require_format
 from mechinterp.progress import ProgressCallback, no_progress
 from mechinterp.report import html
 from mechinterp.report.contents import contents_of
@@ -44,8 +46,9 @@ def write_report(
     *,
     n_prompts: int | None = None,
     seed: int = 0,
-    analyses: Sequence[str] | None = None,
+    analyses: Sequence[str | Callable[..., Finding]] | None = None,
     overwrite: bool = False,
+    figures: str = "",
     progress: ProgressCallback = no_progress,
 ) -> Report:
     """Write `out/index.html` and the CSV files behind it, of a checkpoint or of what `hook_module` gives.
@@ -54,10 +57,12 @@ def write_report(
     model what masking, pruning and probing say.
 
     Args:
-        analyses: Names in `ANALYSES` of those that get a section; None: those that suit the model.
+        analyses: Those that get a section, each a name in `ANALYSES`, `module:function`, or a function of your own;
+            None: those that suit the model.
         n_prompts: Evaluation prompts; None: as many as each analysis takes by itself, so that the page's numbers are
             those of the commands. Fits take five times as many per context length, what needs many runs no more than
             it takes by itself, and models of several layers no fewer than probes need; the page says how many.
+        figures: "pdf", "svg" or "png": every figure is also a file for print beside the page, as `save_figure` writes it.
         progress: Optional progress callback.
     Raises:
         ValueError: If `out` is a file, or a folder that holds anything and `overwrite` is not set, or n_prompts is
@@ -73,12 +78,20 @@ def write_report(
     if not isinstance(checkpoint, HookedModule):
         checkpoint = checkpoint_of(checkpoint, "write_report")
     require_free(Path(out), overwrite)
+    if figures:
+        require_format(Path(f"figure.{figures}"))
     found = contents_of(
         checkpoint, n_prompts=n_prompts, seed=seed, analyses=analyses, progress=progress
     )
     about = _about(checkpoint)
     return write_page(
-        Path(out), checkpoint.name, about, found.verdict, found.sections, overwrite=overwrite
+        Path(out),
+        checkpoint.name,
+        about,
+        found.verdict,
+        found.sections,
+        overwrite=overwrite,
+        figures=figures,
     )
 
 
@@ -110,24 +123,34 @@ def write_page(
     parts: Sequence[Section],
     *,
     overwrite: bool = False,
+    figures: str = "",
 ) -> Report:
     """Write the sections as a page, and their tables.
 
     Args:
+        figures: Ending of files with the figures; none are written if left out.
         overwrite: Whether a report that is there is replaced.
     Raises:
         CheckpointError: If another file is in the way, or the folder cannot be written.
     """
     frames = {f"{table}.csv": frame for section in parts for table, frame in section.tables.items()}
+    shown = {name: figure for section in parts for name, figure in section.figures.items()}
+    pictures = all_drawn(shown, figures) if figures else {}
     replaced = html.files_of(out / PAGE) if overwrite else frozenset()
-    names = {*frames, PAGE} if replaced else None
-    files = sorted({*frames, *replaced, PAGE})
+    names = {*frames, *pictures, PAGE} if replaced else None
+    files = sorted({*frames, *pictures, *replaced, PAGE})
     text = html.page(name, about, verdict, parts, files=files)
     with writing(out), claimed(out, last=PAGE, names=names, replaced=replaced) as claim:
         for file, frame in frames.items():
             claim.write(file, partial(frame.to_csv, index=False))
+        for file, picture in pictures.items():
+            claim.write(file, partial(_write_bytes, picture))
         claim.write(PAGE, lambda file: file.write_text(text, encoding="utf-8"))
     return Report(out / PAGE, tuple(out / file for file in frames), verdict)
+
+
+def _write_bytes(content: bytes, file: Path) -> None:
+    file.write_bytes(content)
 
 
 def write_figure(file: Path, figure: go.Figure) -> None:

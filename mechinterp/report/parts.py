@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import pandas as pd
 import plotly.graph_objects as go
 
-from mechinterp.analysis.verdict import digits
+from mechinterp.analysis.number_format import digits
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,10 @@ import plotly.graph_objects as go
 from jaxtyping import Float
 
 from mechinterp import figures
+from mechinterp.analysis.number_format import cell, with_error
 from mechinterp.analysis.probing.feature_descent import IDEAL, RAW, p_probe
 from mechinterp.analysis.probing.linear import FOLDS, STRUCTURES, LayerProbes, probe_layers
 from mechinterp.report.parts import Section
-from mechinterp.report.sections import number, plus_minus
 from mechinterp.report.subject import Subject
 
 AFTER = "stream after layer 0"
@@ -27,7 +27,7 @@ def probes_section(subject: Subject) -> Section:
     table = pd.concat([one.to_frame().assign(target=name) for name, one in found.items()])
     table.insert(0, "target", table.pop("target"))
     r2 = {name: _listed(one.r2[:, -1]) for name, one in found.items()}
-    risks = ", ".join(number(risk) for risk in response.risk[:, -1])
+    risks = ", ".join(cell(risk) for risk in response.risk[:, -1])
     return Section(
         "Probes",
         f"A linear probe of the stream at the query predicts the response with an excess risk of {risks} y² after "
@@ -49,11 +49,11 @@ def descent_section(subject: Subject) -> Section:
     found = p_probe({AFTER: subject.predictor}, prompts, progress=subject.progress)
     table = found.area_frame().set_index("features")
     told = [
-        f"{plus_minus(table.log_area[name], table.log_area_sem[name])} for {name}"
+        f"{with_error(table.log_area[name], table.log_area_sem[name])} for {name}"
         for name in (AFTER, IDEAL)
     ]
     least = ", ".join(
-        f"{number(table.least_risk[name])} at step {table.at_step[name]} on {name}"
+        f"{cell(table.least_risk[name])} at step {table.at_step[name]} on {name}"
         for name in (RAW, AFTER, IDEAL)
     )
     return Section(
@@ -88,4 +88,4 @@ def _probe_lines(probes: Mapping[str, LayerProbes]) -> go.Figure:
 
 
 def _listed(values: np.ndarray) -> str:
-    return ", ".join(number(value) for value in values)
+    return ", ".join(cell(value) for value in values)

@@ -9,6 +9,8 @@ import torch
 
 from mechinterp import figures
 from mechinterp.analysis.ablation.single import HeadAblation
+from mechinterp.analysis.multi_layer.head_circuits import LayeredCircuits
+from mechinterp.analysis.number_format import cell, with_error
 from mechinterp.analysis.one_layer.attention import attention_patterns
 from mechinterp.analysis.one_layer.circuits import circuits, weights_of
 from mechinterp.analysis.one_layer.classification import Classification
@@ -81,21 +83,21 @@ def _evidence(found: Classification) -> pd.DataFrame:
     values = {
         "pattern": found.pattern,
         "sign_matching": str(found.sign_matching).lower(),
-        "omega_spread": number(scales.omega_spread),
-        "zero_sum": number(scales.zero_sum),
-        "eta": ", ".join(number(eta) for eta in scales.eta),
-        "optimal eta for the task": number(scales.eta_optimal),
-        "gamma": number(scales.gamma),
-        "distance to the solution manifold": number(scales.manifold_distance),
-        "R² with idealised heads": plus_minus(found.substitution.r2, found.substitution.r2_sem),
-        "R² of the closed form": plus_minus(found.learner.r2, found.learner.r2_sem),
-        "R² on its task": number(found.loss.r2),
+        "omega_spread": cell(scales.omega_spread),
+        "zero_sum": cell(scales.zero_sum),
+        "eta": ", ".join(cell(eta) for eta in scales.eta),
+        "optimal eta for the task": cell(scales.eta_optimal),
+        "gamma": cell(scales.gamma),
+        "distance to the solution manifold": cell(scales.manifold_distance),
+        "R² with idealised heads": with_error(found.substitution.r2, found.substitution.r2_sem),
+        "R² of the closed form": with_error(found.learner.r2, found.learner.r2_sem),
+        "R² on its task": cell(found.loss.r2),
     }
     if used is not None:
         count = "–" if used.n_components is None else f"{used.n_components} of {len(used.learned)}"
         values["principal components used"] = count
-        values["learned part of each component"] = ", ".join(map(number, used.learned))
-        values["share of E y² predicted off the components"] = number(used.off_diagonal)
+        values["learned part of each component"] = ", ".join(map(cell, used.learned))
+        values["share of E y² predicted off the components"] = cell(used.off_diagonal)
     drawn = {
         "omega_spread": _band(found, "omega_spread", scales.omega_spread),
         "zero_sum": _band(found, "zero_sum", scales.zero_sum),
@@ -107,7 +109,7 @@ def _evidence(found: Classification) -> pd.DataFrame:
     rows += [
         (
             f"p of {name}",
-            f"< {1 / found.n_random:.2g}" if p <= 1 / found.n_random else number(p),
+            f"< {1 / found.n_random:.2g}" if p <= 1 / found.n_random else cell(p),
             "",
             "fraction of random models that reach it",
         )
@@ -124,15 +126,15 @@ def _cards(subject: Subject) -> tuple[Card, ...]:
             "share of output": f"{found.share[head]:.1%}",
             "omega (1/x²)": f"{scales.omega_mean[head]:+.4g}",
             "mu": ", ".join(f"{mu:+.4g}" for mu in scales.mu[head]),
-            "QK diagonal": number(scales.qk_diagonal[head]),
-            "OV reads y only": number(scales.ov_last_entry[head]),
+            "QK diagonal": cell(scales.qk_diagonal[head]),
+            "OV reads y only": cell(scales.ov_last_entry[head]),
         }
         facts |= {
-            f"{one.method} ablation (y²)": plus_minus(one.rise[0, head], one.rise_sem[0, head])
+            f"{one.method} ablation (y²)": with_error(one.rise[0, head], one.rise_sem[0, head])
             for one in subject.single
         }
         if subsets is not None:
-            value = plus_minus(subsets.shapley[head], subsets.shapley_sem[head])
+            value = with_error(subsets.shapley[head], subsets.shapley_sem[head])
             facts["Shapley value (y²)"] = value
         bands = {
             "share of output": _band(found, "share", found.share[head]),
@@ -152,6 +154,8 @@ def _cards(subject: Subject) -> tuple[Card, ...]:
 def circuits_section(subject: Subject) -> Section:
     """QK and OV heatmaps."""
     found = circuits(subject.checkpoint)
+    if isinstance(found, LayeredCircuits):
+        return _layered_circuits_section(found)
     return Section(
         "Circuits",
         "QK says how strongly a query's x looks at a key's x and y; OV says what is read from the tokens "
@@ -159,6 +163,24 @@ def circuits_section(subject: Subject) -> Section:
         "QK = W_Q W_K^T times the softmax scale, OV = W_V W_O, from the weights alone. Rows of QK that belong "
         "to the query's empty y slot never act and are not drawn.",
         {"qk": found.plot(), "ov": found.plot_ov()},
+    )
+
+
+def _layered_circuits_section(found: LayeredCircuits) -> Section:
+    """Circuits of every layer, with a slider over them."""
+    if found.of_weights_alone:
+        text = f"The model has {found.of_weights_alone}, so that the circuits are of the weights alone, in coordinates of the stream."
+        method = "QK = W_Q W_K^T times the scale of the scores, OV = W_V W_O."
+    else:
+        text = "These are direct paths: how a query's token looks at a key's, and what of it a head writes into the prediction."
+        method = "QK = W_in W_Q W_K^T W_inᵀ times the scale of the scores, OV = W_in W_V W_O W_U; what other layers do in between is left out."
+    return Section(
+        "Circuits",
+        f"{text} Move the slider to see each layer.",
+        method,
+        {"qk": found.plot(), "ov": found.plot_ov()},
+        {"circuits": found.to_frame()},
+        slider="layer",
     )
 
 
@@ -284,18 +306,3 @@ def assumed_text(assumed: Mapping[str, object]) -> str:
         if name.startswith("model.") and value not in (None, (), [])
     ]
     return f"; assumed, as the file does not say it: {', '.join(told)}" if told else ""
-
-
-def plus_minus(value: float, sem: float) -> str:
-    """A number with its standard error."""
-    return f"{number(value)} ± " + ("–" if np.isnan(sem) else f"{sem:.2g}")
-
-
-def number(value: object) -> str:
-    """Four digits; a dash for NaN, and 0 for what is 0 but for rounding."""
-    if not isinstance(value, float | np.floating):
-        return str(value)
-    value = float(value)
-    if np.isnan(value):
-        return "–"
-    return "0" if abs(value) < 1e-12 else f"{value:.4g}"

@@ -11,6 +11,8 @@ import pandas as pd
 from mechinterp.checkpoints.io.atomic import write_new, writing
 from mechinterp.checkpoints.io.errors import CheckpointError
 
+OF_RUNS = ("step", "loss", "loss_sem")
+"""Of checkpoints that are steps of a run, loss with its standard error."""
 HEADER = ("path", "format", "pattern", "reason", "n_layers", "n_heads", "d_x", "d_y")
 SUFFIXES = (".parquet", ".csv")
 
@@ -25,6 +27,7 @@ def classification_frame(documents: Sequence[dict]) -> pd.DataFrame:
     rows = [
         {name: _encodable(document.get(name)) for name in HEADER}
         | {name: _scalar(value) for name, value in document.get("evidence", {}).items()}
+        | {name: document[name] for name in OF_RUNS if name in document}
         | {"error": _encodable(document.get("error"))}
         for document in documents
     ]

@@ -8,10 +8,10 @@ from mechinterp.analysis.ablation.pruning import Pruning
 from mechinterp.analysis.ablation.subsets import MAX_SUBSET_HEADS
 from mechinterp.analysis.learners.fits import LearnerFits
 from mechinterp.analysis.multi_layer.classify import LayeredClassification
+from mechinterp.analysis.number_format import digits, with_error
 from mechinterp.analysis.one_layer.classification import Classification
 from mechinterp.analysis.probing.probing import Probing
-from mechinterp.analysis.registry import Finding
-from mechinterp.analysis.verdict import digits, with_error
+from mechinterp.analysis.result import Finding
 from mechinterp.report.classification import classification_text
 from mechinterp.report.text import ROWS, frame_text, wrapped
 

@@ -6,10 +6,9 @@ import sys
 import textwrap
 from collections.abc import Mapping, Sequence
 
-import numpy as np
 import pandas as pd
 
-from mechinterp.analysis.verdict import digits, with_error
+from mechinterp.analysis.number_format import cell, narrow_cell
 from mechinterp.checkpoints.io.errors import spelled
 from mechinterp.report.glossary import unit_of
 
@@ -62,7 +61,7 @@ def frame_text(frame: pd.DataFrame, *, wide: bool = False) -> str:
     """
     shown = frame if wide else _narrow(frame.head(ROWS))
     cells = {
-        _signs(_heading(name)): [_signs(_cell(name, value)) for value in shown[name]]
+        _signs(_heading(name)): [_signs(cell(value, str(name))) for value in shown[name]]
         for name in shown.columns
     }
     left = len(frame) - len(shown)
@@ -78,7 +77,7 @@ def _narrow(frame: pd.DataFrame) -> pd.DataFrame:
         frame = frame.assign(head=names).drop(columns=["layer"])
     for name in [name for name in frame.columns if f"{name}_sem" in frame.columns]:
         pairs = zip(frame[name], frame[f"{name}_sem"], strict=True)
-        frame[name] = [with_error(*pair) if np.isfinite(pair[0]) else "–" for pair in pairs]
+        frame[name] = [narrow_cell(*pair) for pair in pairs]
         frame = frame.drop(columns=[f"{name}_sem"])
     return frame
 
@@ -90,14 +89,6 @@ def _signs(text: str) -> str:
 def _heading(name: object) -> str:
     unit = unit_of(str(name))
     return f"{name} ({unit})" if unit else str(name)
-
-
-def _cell(name: object, value: object) -> str:
-    if not isinstance(value, float | np.floating):
-        return str(value)
-    if str(name) == "p_value" or str(name).endswith("_p"):
-        return "< 1e-12" if value < 1e-12 else f"{value:.2g}"
-    return "–" if np.isnan(value) else digits(float(value))
 
 
 def _columns(cells: Mapping[str, Sequence[str]]) -> list[str]:

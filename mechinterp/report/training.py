@@ -27,6 +27,13 @@ LINEAR_METHOD = (
     "over its value at the optimum, and counts above one half; a head adds v (K e)^T (Q e) to that. Of heads of rank "
     "two and more the norms of K e and Q e are shown."
 )
+OF_HEADS = {
+    "share": "Share of each head",
+    "rise": "Rise of the excess risk without the head (y²)",
+    "omega": "omega of each head (1/x²)",
+    "mu": "mu of each head",
+}
+"""Columns of the history of a run of files."""
 NORMS = {"qk_norm": "QK", "ov_norm": "OV"}
 LOSSES = {
     "eval_loss": "Loss during training, on prompts that training never sees",
@@ -34,30 +41,27 @@ LOSSES = {
 }
 
 
-def snapshot_sections(subject: Subject) -> list[Section]:
-    """The kept steps of training, if there are any."""
-    if not subject.checkpoint.snapshots:
-        return []
-    return [_steps(subject) if subject.one_attention else _deep_steps(subject)]
-
-
 def history_sections(subject: Subject) -> list[Section]:
     """The curves of the history, if there is one."""
     history = subject.checkpoint.history
     if history is None:
         return []
+    if "eval_loss_sem" in history:
+        return [_curves_of_run(history)]
     curves = _curves if "omega" in history else _curves_of_norms
     return [curves(checkpoint_of(subject.checkpoint, "training"), history)]
 
 
-def _steps(subject: Subject) -> Section:
+def steps_section(subject: Subject) -> Section:
+    """The kept steps of training of one layer of attention."""
     checkpoint = checkpoint_of(subject.checkpoint, "snapshots")
     config = checkpoint.config
     found = training_snapshots(checkpoint, seed=subject.seed, progress=subject.progress)
     circuits = {"snapshot_qk": found.plot(), "snapshot_ov": found.plot_ov()}
     tables = {"snapshots": found.to_frame()}
     kept = f"{len(found.step)} kept steps"
-    if config.model.score != "linear/L" or config.task.d_y > 1 or config.task.supports is not None:
+    several = config.task.d_y > 1 or config.task.supports is not None
+    if config.model.score != "linear/L" or several or checkpoint.kept:
         return Section(
             STEPS,
             f"{kept}: {_told(found)}. {MOVE}",
@@ -92,6 +96,51 @@ def _told(found: Snapshots) -> str:
     return ", ".join(changes)
 
 
+def _curves_of_run(history: pd.DataFrame) -> Section:
+    """Of a run of files of weights, or of a module that was watched: nobody knows how it was trained."""
+    per_step = history.drop_duplicates("step")
+    last = per_step.iloc[-1]
+    loss = figures.lines(
+        per_step["step"].to_numpy(),
+        {"eval_loss": per_step["eval_loss"].to_numpy()},
+        errors={"eval_loss": per_step["eval_loss_sem"].to_numpy()},
+        title="Loss during training, on the same prompts at every step",
+        x_title="step",
+        y_title="loss (y²)",
+    )
+    pictures = {"loss": loss} | {
+        name: _head_curves(history, name, title)
+        for name, title in OF_HEADS.items()
+        if name in history
+    }
+    return Section(
+        "Training",
+        f"{len(per_step)} kept steps, {per_step['step'].iloc[0]:,} to {last['step']:,}; loss at the end "
+        f"{last['eval_loss']:.4f} ± {last['eval_loss_sem']:.2g} y².",
+        "From the weights kept at each step, read in one way, on the same prompts; the numbers of the steps are those of "
+        "the files' names or of the training loop. A head's share is the standard deviation of what it adds to the "
+        "prediction over the sum of that over its layer's heads; the rise is that of the excess risk without it.",
+        pictures,
+        {"history": history},
+    )
+
+
+def _head_curves(history: pd.DataFrame, name: str, title: str) -> go.Figure:
+    """A curve per head."""
+    heads = {
+        f"L{layer}H{head}" if history["layer"].any() else f"head {head}": rows[name].to_numpy()
+        for (layer, head), rows in history.groupby(["layer", "head"])
+    }
+    return figures.lines(
+        history["step"].unique(),
+        heads,
+        title=f"{title} during training",
+        x_title="step",
+        y_title=title,
+        zero_line=True,
+    )
+
+
 def _curves(checkpoint: Checkpoint, history: pd.DataFrame) -> Section:
     dynamics = training_dynamics(history)
     train = checkpoint.config.train
@@ -124,7 +173,8 @@ def _method(train: TrainConfig) -> str:
     )
 
 
-def _deep_steps(subject: Subject) -> Section:
+def deep_steps_section(subject: Subject) -> Section:
+    """The kept steps of training, by the heads that each layer needs."""
     n_prompts = subject.at_most(N_SNAPSHOTS)
     found = deep_snapshots(
         subject.checkpoint, n_prompts=n_prompts, seed=subject.seed, progress=subject.progress

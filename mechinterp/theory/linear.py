@@ -35,23 +35,27 @@ class Moments:
 
     def loss(self, M: Float[np.ndarray, "*stack d_x d_x"]) -> Float[np.ndarray, "*stack"]:
         """Squared error of y_hat = b^T M x_query, unit y^2: yy - 2 <yz, M> + <M, zz M>."""
-        linear = np.einsum("ij,...ij->...", self.yz, M)
-        return np.asarray(self.yy - 2 * linear + self.squared_norm(M))
+        return np.asarray(self.yy + _inner(M, self._zz(M) - 2 * self.yz))
 
     def gradient(
         self, M: Float[np.ndarray, "*stack d_x d_x"]
     ) -> Float[np.ndarray, "*stack d_x d_x"]:
         """G = -(1/2) dL/dM = yz - zz M, the force that training exerts on M."""
-        return self.yz - np.einsum("ijkl,...kl->...ij", self.zz, M, optimize=True)
+        return self.yz - self._zz(M)
 
     def squared_norm(self, M: Float[np.ndarray, "*stack d_x d_x"]) -> Float[np.ndarray, "*stack"]:
         """E (b^T M x_query)^2; of a difference, how far two predictors are apart."""
-        return np.asarray(np.einsum("...ij,ijkl,...kl->...", M, self.zz, M, optimize=True))
+        return _inner(M, self._zz(M))
 
     def minimiser(self) -> Float[np.ndarray, "d_x d_x"]:
         """The M of least loss: zz^-1 yz."""
         size = self.yz.size
         return np.linalg.solve(self.zz.reshape(size, size), self.yz.ravel()).reshape(self.yz.shape)
+
+    def _zz(self, M: np.ndarray) -> Float[np.ndarray, "*stack d_x d_x"]:
+        """zz M; zz is symmetric."""
+        size = self.yz.size
+        return (M.reshape(*M.shape[:-2], size) @ self.zz.reshape(size, size)).reshape(M.shape)
 
 
 def population_moments(
@@ -279,6 +283,12 @@ def require_positive(**values: float) -> None:
     for name, value in values.items():
         if not value > 0:
             raise ValueError(f"{name} must be > 0, got {value}: nothing would ever move.")
+
+
+def _inner(one: np.ndarray, other: np.ndarray) -> np.ndarray:
+    """<A, B> over the last two axes."""
+    flat = (each.reshape(*each.shape[:-2], -1) for each in (one, other))
+    return np.asarray(np.vecdot(*flat))
 
 
 def _subset(found: Modes, subset: Collection[int]) -> list[int]:

@@ -4,10 +4,14 @@ A head adds v_i b^T U_i x_query to the prediction, with U_i a matrix of its own 
 How do heads make up M, how do they move under a force on M, and what stays constant while they do?
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 from jaxtyping import Float
+
+Force = Callable[[np.ndarray], np.ndarray]
+"""From M to the force G on it, -(1/2) dL/dM."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -25,7 +29,8 @@ class MergedHeads:
     @property
     def M(self) -> Float[np.ndarray, "*stack d_x d_x"]:
         """sum_i v_i U_i."""
-        return np.einsum("...h,...hij->...ij", self.v, self.U)
+        M = self.v[..., None, :] @ self.U.reshape(*self.v.shape, -1)
+        return M.reshape(*self.v.shape[:-1], *self.U.shape[-2:])
 
     def velocity(self, force: Float[np.ndarray, "*stack d_x d_x"]) -> "MergedHeads":
         """tau d/dt of the weights under G: v_i' = tr(U_i^T G), U_i' = v_i G.
@@ -33,10 +38,9 @@ class MergedHeads:
         Source:
             Zhang et al. 2025, arXiv 2501.16265, eq. (8), with G in place of its sums.
         """
-        return MergedHeads(
-            v=np.einsum("...hij,...ij->...h", self.U, force),
-            U=np.einsum("...h,...ij->...hij", self.v, force),
-        )
+        d_x, U = self.U.shape[-1], self.U.reshape(*self.v.shape, -1)
+        v, U = merged_motion(self.v, U, lambda M: force.reshape(*self.v.shape[:-1], -1))
+        return MergedHeads(v=v, U=U.reshape(*self.v.shape, d_x, d_x))
 
     def conserved(self) -> Float[np.ndarray, "*stack head head"]:
         """v_i v_j - tr(U_i^T U_j), constant under gradient flow.
@@ -66,7 +70,9 @@ class SeparateHeads:
     @property
     def M(self) -> Float[np.ndarray, "*stack d_x d_x"]:
         """sum_i v_i K_i^T Q_i."""
-        return np.einsum("...h,...hri,...hrj->...ij", self.v, self.K, self.Q, optimize=True)
+        pairs = (*self.v.shape[:-1], -1, self.K.shape[-1])
+        weighted = (self.v[..., None, None] * self.K).reshape(pairs)
+        return weighted.mT @ self.Q.reshape(pairs)
 
     def velocity(self, force: Float[np.ndarray, "*stack d_x d_x"]) -> "SeparateHeads":
         """tau d/dt of the weights under G: v_i' = sum_r k_r^T G q_r, k_r' = v_i G q_r, q_r' = v_i G^T k_r.
@@ -74,10 +80,14 @@ class SeparateHeads:
         Source:
             Zhang et al. 2025, arXiv 2501.16265, eq. (14) for rank one.
         """
-        key = np.einsum("...ij,...hrj->...hri", force, self.Q)
-        query = np.einsum("...ij,...hri->...hrj", force, self.K)
-        v = self.v[..., None, None]
-        return SeparateHeads(v=(self.K * key).sum((-2, -1)), K=v * key, Q=v * query)
+        pairs = (*self.v.shape[:-1], -1, self.K.shape[-1])
+        K, Q = (rows.reshape(pairs) for rows in (self.K, self.Q))
+        v = np.repeat(self.v, self.K.shape[-2], axis=-1)[..., None]
+        read, K, Q = separate_motion(v, K, Q, lambda M: force)
+        by_head = (*self.v.shape, -1)
+        return SeparateHeads(
+            v=read.reshape(by_head).sum(-1), K=K.reshape(self.K.shape), Q=Q.reshape(self.K.shape)
+        )
 
     def conserved(
         self,
@@ -93,6 +103,27 @@ class SeparateHeads:
 
 
 Heads = MergedHeads | SeparateHeads
+
+
+def merged_motion(
+    v: Float[np.ndarray, "*stack head"], U: Float[np.ndarray, "*stack head entry"], force: Force
+) -> tuple[np.ndarray, np.ndarray]:
+    """tau d/dt of v and U: `MergedHeads.velocity`, with the force as a function of M, matrices as rows of entries."""
+    G = force((v[..., None, :] @ U)[..., 0, :])
+    return np.vecdot(U, G[..., None, :]), v[..., None] * G[..., None, :]
+
+
+def separate_motion(
+    v: Float[np.ndarray, "*stack pair 1"],
+    K: Float[np.ndarray, "*stack pair d_x"],
+    Q: Float[np.ndarray, "*stack pair d_x"],
+    force: Force,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Of every pair k_r, q_r of a head k_r^T G q_r, and tau d/dt of k_r and q_r: `SeparateHeads.velocity`."""
+    weighted = v * K
+    G = force(weighted.mT @ Q)
+    key = Q @ G.mT
+    return np.vecdot(K, key), v * key, weighted @ G
 
 
 def merged_heads(

@@ -16,7 +16,7 @@ from types import ModuleType
 import torch
 
 from mechinterp.checkpoints.io.errors import CheckpointError, one_line
-from mechinterp.training.packs import OnLog, Outcome, PackJob, train_job
+from mechinterp.training.jobs import OnLog, Outcome, PackJob, train_job
 from mechinterp.training.run import Progress
 
 # Ray takes these names for the machine's own address on its network, but not others of the loopback.
@@ -53,9 +53,10 @@ def train_on_ray(
         gpus = 1 if kind == "cuda" else 0
         options = {"num_cpus": 1, "num_gpus": gpus, "memory": memory, "max_retries": RETRIES}
         task = ray.remote(**options)(train_anywhere)
+        given = device if kind == "cuda" else kind
         # Absolute, and not resolved: a link may lead elsewhere on another machine.
         tasks = {
-            task.remote(replace(job, file=job.file.absolute()), kind, memory): job for job in jobs
+            task.remote(replace(job, file=job.file.absolute()), given, memory): job for job in jobs
         }
         start, done = time.monotonic(), 0
         for job, outcome in _as_they_come(ray, tasks):

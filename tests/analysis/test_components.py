@@ -95,13 +95,13 @@ def test_the_classifier_says_how_many(law: CovarianceConfig, n_components: int):
 
 
 @pytest.mark.slow
-def test_a_step_across_the_eigenvectors_is_labelled_without_a_number():
+def test_a_step_across_the_eigenvectors_has_no_number_and_is_undetermined():
     task = task_of(LAWS["diagonal"])
     heads = MergedHeads(v=np.ones(1), U=1.5 * ACROSS[None])
     found = classify(linear_attention(heads), task)
-    assert found.pattern == "linear_gd"
+    assert found.pattern == "undetermined"
     assert found.components.n_components is None
-    assert "off the components it predicts" in found.reason
+    assert "between two principal directions of x predict" in found.reason
     assert "n_components" not in found.to_frame()
 
 

@@ -125,12 +125,17 @@ def test_linear_attention_is_one_step_with_its_matrix():
     mu = [0.5, -0.2, 0.1]
     weights = replace(with_blocks(blocks, mu), score="linear", score_slope=1 / 40)
     found = classify(weights)
-    assert found.pattern == "linear_gd"
+    # Left and right directions of the step differ, so that it is none on principal directions of x.
+    assert found.pattern == "undetermined"
     step = torch.einsum("h,hij->ij", torch.tensor(mu).double(), blocks)
     assert torch.allclose(found.scales.step[0], step)
     assert found.learner.r2 == pytest.approx(1, abs=1e-12)
     by_length = replace(weights, score="linear/L", score_slope=1.0)
     assert torch.allclose(classify(by_length).scales.step[0], step)
+    symmetric = with_blocks(blocks + blocks.mT, mu)
+    along = classify(replace(symmetric, score="linear", score_slope=1 / 40))
+    assert (along.pattern, along.learner.r2) == ("linear_gd", pytest.approx(1, abs=1e-12))
+    assert torch.allclose(along.scales.step[0], step + step.mT)
 
 
 @pytest.mark.slow

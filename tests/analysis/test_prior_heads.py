@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mechinterp.analysis.ablation.prior_heads import prior_heads
-from mechinterp.analysis.learners.closeness import closeness, stacked
+from mechinterp.analysis.learners.closeness import closeness
 from mechinterp.analysis.learners.priors import compare_priors
 from mechinterp.analysis.training.prior_snapshots import PriorSnapshots, prior_snapshots
 from mechinterp.checkpoints.checkpoint import load, save
@@ -108,7 +108,7 @@ def test_snapshots_are_compared_like_models(tmp_path: Path):
         "pool": [0, 10, 20],
     }
     assert len(found.plot().data) == 2
-    assert len(found.plot_risks().data) == 4
+    assert len(found.plot_risks().data) == 6
     # This model was trained with five pairs in every prompt.
     default = compare_priors(load(tmp_path / "model"), n_prompts=16)
     assert default.context_length.tolist() == [5]
@@ -121,9 +121,10 @@ def test_snapshots_are_compared_like_models(tmp_path: Path):
 
 def path_of(relative: list[float], sem: float) -> PriorSnapshots:
     """Snapshots with these relative distances on new tasks."""
-    some = closeness(np.random.default_rng(0).random((10, len(relative), 8)))
-    new = replace(some, relative=np.array(relative), relative_sem=np.full(len(relative), sem))
-    return PriorSnapshots(4, np.arange(len(relative)) * 1000, stacked([some, new]))
+    some = closeness(np.random.default_rng(0).random((10, 2, len(relative), 8)))
+    both = np.array([some.relative[0], relative])
+    known = replace(some, relative=both, relative_sem=np.full_like(both, sem))
+    return PriorSnapshots(4, np.arange(len(relative)) * 1000, known)
 
 
 def test_transient_ridge_is_above_a_half_first_and_below_in_the_end():

@@ -11,6 +11,7 @@ import torch
 from mechinterp.analysis.learners.baseline_comparison import nearby, task_doubt
 from mechinterp.analysis.multi_layer.algorithm_labels import ALIKE, LARGER
 from mechinterp.analysis.multi_layer.verdict import FORMULAS, NAMES
+from mechinterp.analysis.number_format import explained, with_error
 from mechinterp.analysis.one_layer.classify import classify
 from mechinterp.analysis.one_layer.thresholds import Thresholds
 from mechinterp.analysis.verdict import (
@@ -21,11 +22,9 @@ from mechinterp.analysis.verdict import (
     Z95,
     calibration_text,
     chance_text,
-    explained,
     nearest_learners,
     spelled_out,
     upper_limit,
-    with_error,
 )
 from mechinterp.checkpoints.load import load
 from mechinterp.config import TaskConfig

@@ -26,10 +26,10 @@ from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig, TrainCo
 from mechinterp.report.page import write_page
 from mechinterp.report.parts import Section
 from mechinterp.report.table import write_table
-from mechinterp.training.one_layer.trainer import Pack
-from mechinterp.training.packs import pack_jobs
+from mechinterp.training.jobs import pack_jobs
+from mechinterp.training.one_layer.pack import Pack
 from mechinterp.training.state import read_state
-from mechinterp.training.sweep import train_models
+from mechinterp.training.train import train_models
 from tests.attack.mutations import MUTATIONS
 from tests.checkpoints.foreign_files import attention_module, write_valid_files
 from tests.models.test_layered_models import encoder, garg

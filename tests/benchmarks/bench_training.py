@@ -4,14 +4,16 @@ from collections.abc import Callable
 
 import plain
 import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from mechinterp.config import override
 from mechinterp.icl.prompts import generator_for, sample_prompts
 from mechinterp.presets import preset
 from mechinterp.training.general.trainer import DeepRun
-from mechinterp.training.one_layer import trainer
+from mechinterp.training.one_layer import pack as pack_module
+from mechinterp.training.one_layer.pack import Pack
 from mechinterp.training.one_layer.step import by_tensors
-from mechinterp.training.one_layer.trainer import Pack
 
 STEPS = 100
 SHIPPED = [1] * 3 + [2] * 12 + [3] * 4 + [4] * 4 + [8] * 3
@@ -43,7 +45,7 @@ def test_step_of_the_shipped_models(versus):
 
 @pytest.mark.parametrize("n_models", [1, 64])
 def test_step_by_tensor_operations(versus, monkeypatch: pytest.MonkeyPatch, n_models: int):
-    monkeypatch.setattr(trainer, "loss_and_gradients", by_tensors)
+    monkeypatch.setattr(pack_module, "loss_and_gradients", by_tensors)
     loop = plain.training(2)
     name = f"the same without the compiled step, {n_models} model{'s' * (n_models > 1)} of 2 heads"
     versus(name, pack_of([2] * n_models), lambda: loop(STEPS), work=n_models)
@@ -59,9 +61,10 @@ def test_step_of_a_stack(versus, score: str, more: tuple[str, ...]):
     config = override(preset("sparse-h8"), *settings)
     run, model, task = DeepRun({"": config}), config.model, config.task
     seeded = [generator_for(config.train.data_seed, "train", step) for step in range(STEPS)]
+    lengths = [run._length(step, generator) for step, generator in enumerate(seeded)]
     loop = plain.deep_training(
         score,
-        [run._length(step, generator) for step, generator in enumerate(seeded)],
+        lengths,
         d_x=task.d_x,
         d_model=config.d_model,
         n_heads=model.n_heads,
@@ -72,11 +75,26 @@ def test_step_of_a_stack(versus, score: str, more: tuple[str, ...]):
 
     def ours() -> None:
         for step in range(STEPS):
-            run._update(step)
+            run.update(step)
 
     name = f"{STEPS} steps, {model.n_layers} layers of {model.n_heads} heads, {score} scores"
     name += ", norm and MLP" if more else ""
-    versus(name, ours, loop, rounds=5)
+    n_rows = config.train.batch_size * (1 + sum(lengths) // STEPS)
+    versus(name, ours, loop, rounds=5, machine=bare_products(loop, n_rows, config.d_model))
+
+
+def bare_products(loop: Callable[[], None], n_rows: int, width: int) -> Callable[[], None]:
+    """As many operations as the matrix products of a loop have, all of them products of [n_rows, width, width]."""
+    with FlopCounterMode(display=False) as counter:
+        loop()
+    tokens, matrix = torch.randn(n_rows, width), torch.randn(width, width)
+    out = torch.empty(n_rows, width)
+
+    def multiply() -> None:
+        for _ in range(round(counter.get_total_flops() / (2 * n_rows * width**2))):
+            torch.mm(tokens, matrix, out=out)
+
+    return multiply
 
 
 def draw() -> None:

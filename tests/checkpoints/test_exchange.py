@@ -136,6 +136,8 @@ def test_a_state_dict_alone_is_read_and_what_it_does_not_say_is_assumed(
             "task.sparsity",
             "task.nonzeros",
             "task.n_sequences",
+            "task.n_tasks",
+            "task.task_seed",
             "model.score",
             "model.score_slope",
         ),

@@ -11,9 +11,10 @@ import torch
 from mechinterp.checkpoints.checkpoint import save
 from mechinterp.checkpoints.io.atomic import read_task
 from mechinterp.checkpoints.io.errors import CheckpointError
-from mechinterp.checkpoints.load import checkpoint_paths, convert, load
+from mechinterp.checkpoints.load import convert, load
 from mechinterp.checkpoints.native.exchange import hooked_state
 from mechinterp.checkpoints.native.folder import COLUMNS
+from mechinterp.checkpoints.paths import checkpoint_paths
 from mechinterp.config import ExperimentConfig, TaskConfig
 from mechinterp.training.one_layer.step import initial_weights
 

@@ -22,8 +22,8 @@ from mechinterp.checkpoints.native.outline import outline_of
 from mechinterp.checkpoints.native.tensors import state_dict
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig, TrainConfig
 from mechinterp.models.weights import weights_of_layer
+from mechinterp.training.one_layer.pack import Pack
 from mechinterp.training.one_layer.step import initial_weights
-from mechinterp.training.one_layer.trainer import Pack
 from tests.conftest import assert_same
 
 CONFIG = ExperimentConfig(

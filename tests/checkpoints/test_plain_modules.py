@@ -142,12 +142,34 @@ def test_predictions_and_masks_are_those_computed_by_hand(attention, prompts):
     assert all(torch.equal(stack.state_dict()[name], tensor) for name, tensor in before.items())
 
 
+class Layer(nn.Module):
+    """One layer of a stack, its sums with the stream included."""
+
+    def __init__(self, attention, mlp):
+        super().__init__()
+        self.attention, self.mlp = attention, mlp
+
+    def forward(self, x):
+        x = x + self.attention(x)
+        return x + torch.relu(self.mlp(x))
+
+
+def whole_layers(stack) -> nn.Module:
+    """A stack with a module for each layer."""
+    return nn.Sequential(*map(Layer, stack.layer, stack.after), stack.answer)
+
+
 @pytest.mark.parametrize("attention", [Separate, PositionFirst])
 def test_streams_are_those_before_and_after_the_layers(attention, prompts):
-    stack = random_stack(attention)
-    streams = predictor_of(hook_module(stack, heads=HEADS, task=TASK)).streams(prompts)
+    whole = whole_layers(random_stack(attention))
+    hooked = hook_module(whole, heads=HEADS, task=TASK)
+    streams = predictor_of(hooked).streams(prompts)
     assert streams.shape == (LAYERS + 1, len(prompts), 1, WIDTH)
-    torch.testing.assert_close(streams[0, :, 0], prompts.tokens[:, -1])
+    x = prompts.tokens
+    for layer, stream in enumerate(streams):
+        torch.testing.assert_close(stream[:, 0], x[:, -1])
+        x = whole[layer](x)
+    torch.testing.assert_close(hooked.predict(prompts), x[:, -1])
 
 
 def test_layers_are_taken_in_the_order_in_which_they_run(prompts):
@@ -178,7 +200,8 @@ def test_torchs_encoder_is_hooked_under_its_fused_layer(prompts):
 
 def test_what_a_module_lacks_is_named():
     found = check_compatible(hook_module(random_stack(Packed), task=TASK))
-    assert {"blocks.1.attn.hook_q", "blocks.0.attn.hook_pattern"} <= set(found.lacking)
+    assert {"blocks.0.hook_attn_out", "_Heads.W_O"} <= set(found.lacking)
+    assert not any("hook_pattern" in name for name in found.lacking)
     assert not {"hooks left", "caller's input untouched", "evaluation mode"} & found.failures.keys()
     assert "hook_module" in check_compatible(nn.Linear(2, 2)).lacking[0]
 
@@ -298,7 +321,7 @@ def test_layers_of_different_numbers_of_heads_are_refused():
 
 @pytest.mark.slow
 def test_a_report_is_written_in_one_call(tmp_path):
-    hooked = hook_module(random_stack(Torchs), task=TASK)
+    hooked = hook_module(whole_layers(random_stack(Torchs)).float(), task=TASK)
     report = write_report(hooked, tmp_path / "page", n_prompts=64)
     text = report.page.read_text(encoding="utf-8")
     assert "2 layers of 2 heads, a PyTorch module with hooks, d_x 3" in text

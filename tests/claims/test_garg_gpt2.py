@@ -1,6 +1,5 @@
 """The shipped GPT-2 of the kind of Garg et al., in the form of their files: it regresses nearly as ridge does."""
 
-import sys
 from dataclasses import replace
 from functools import cache
 
@@ -9,19 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from analyses.algorithms import garg_gpt2
 from mechinterp.analysis.stats import ratio_and_sem
 from mechinterp.checkpoints.checkpoint import Checkpoint
 from mechinterp.checkpoints.load import load
 from mechinterp.icl.predictors import ridge
 from mechinterp.icl.prompts import sample_prompts
 from tests.conftest import CHECKPOINTS, Run
-
-ANALYSES = CHECKPOINTS.parent / "analyses"
-sys.path.insert(0, str(ANALYSES))
-try:
-    import garg_gpt2
-finally:
-    sys.path.remove(str(ANALYSES))
 
 FOLDER = CHECKPOINTS / "garg-gpt2"
 N_PROMPTS = 16_384

@@ -1,7 +1,7 @@
 """Training that starts from the published construction keeps it and gets better, if later layers
 have other heads to use.
 
-`analyses/sparse_start.py` trains to the end, and a model of the same shape that starts at random
+`analyses/sparse/start.py` trains to the end, and a model of the same shape that starts at random
 beside it.
 """
 

@@ -30,7 +30,7 @@ from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
 from mechinterp.models.run.predictor import predictor_of
 from mechinterp.presets import PRESETS
 from mechinterp.training import run as training_run
-from mechinterp.training.sweep import train_models
+from mechinterp.training.train import train_models
 
 ROOT = Path(__file__).parents[2]
 FILES = Path(__file__).parent / "files"

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig, TrainConfig
-from mechinterp.training.sweep import train_models
+from mechinterp.training.train import train_models
 from tests.attack.targets import write_originals
 from tests.checkpoints.foreign_files import (
     LAYER_NAMES,

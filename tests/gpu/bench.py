@@ -23,9 +23,9 @@ from mechinterp.models.hooked.transformer import ICLTransformer
 from mechinterp.models.run.predictor import predictor_of
 from mechinterp.presets import preset
 from mechinterp.training.general.trainer import DeepRun, initial_deep_weights
-from mechinterp.training.one_layer import trainer
+from mechinterp.training.one_layer import pack as pack_module
+from mechinterp.training.one_layer.pack import Pack
 from mechinterp.training.one_layer.step import by_tensors
-from mechinterp.training.one_layer.trainer import Pack
 from tests.benchmarks import plain
 from tests.gpu.machine import described, gpus, state
 
@@ -90,11 +90,11 @@ def wait(device: str) -> None:
 @contextmanager
 def tensor_operations() -> Iterator[None]:
     """A context in which packs train by tensor operations, on the processor too, as they do on a GPU."""
-    before, trainer.loss_and_gradients = trainer.loss_and_gradients, by_tensors
+    before, pack_module.loss_and_gradients = pack_module.loss_and_gradients, by_tensors
     try:
         yield
     finally:
-        trainer.loss_and_gradients = before
+        pack_module.loss_and_gradients = before
 
 
 def packs(sizes: Sizes, device: str) -> Iterator[Row]:
@@ -111,7 +111,7 @@ def packs(sizes: Sizes, device: str) -> Iterator[Row]:
 
         def ours(pack: Pack = pack) -> None:
             for step in range(sizes.steps):
-                pack._update(step)
+                pack.update(step)
 
         graphs = replayed(pack, sizes.steps)[0] if device == "cuda" else None
         speeds = per_second(sizes.steps, device, sizes.rounds, by_hand, ours, graphs)
@@ -138,12 +138,12 @@ def replayed(pack: Pack, steps: int) -> tuple[Callable[[], None], Pack]:
     aside.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(aside):  # what PyTorch asks for before it records
         for _ in range(3):
-            recorded._update(0)
+            recorded.update(0)
     torch.cuda.current_stream().wait_stream(aside)
     graph = torch.cuda.CUDAGraph()
     graph.register_generator_state(generator)
     with torch.cuda.graph(graph):
-        recorded._update(0)
+        recorded.update(0)
     own, given = ((*one.adam_rows, one.n_updates, one.loss_sum) for one in (recorded, pack))
     for mine, start in zip(own, given, strict=True):
         mine.copy_(start)
@@ -174,7 +174,7 @@ def deep_models(sizes: Sizes, device: str) -> Iterator[Row]:
 
         def ours(run: DeepRun = run) -> None:
             for step in range(sizes.steps):
-                run._update(step)
+                run.update(step)
 
         def other(by_hand: Callable[[int], None] = by_hand) -> None:
             by_hand(sizes.steps)

@@ -23,11 +23,11 @@ from mechinterp.config import SCORES, ExperimentConfig, ModelConfig, TaskConfig,
 from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
 from mechinterp.models.run.predictor import predictor_of
 from mechinterp.presets import preset
+from mechinterp.training import batches
 from mechinterp.training.general import trainer as deep
 from mechinterp.training.general.trainer import DeepRun, initial_deep_weights
-from mechinterp.training.one_layer import batches
+from mechinterp.training.one_layer.pack import Pack
 from mechinterp.training.one_layer.step import initial_weights, loss_and_gradients, membership
-from mechinterp.training.one_layer.trainer import Pack
 from mechinterp.training.run import Run
 from tests.conftest import CHECKPOINTS, ROUNDING
 from tests.gpu.bench import replayed
@@ -287,5 +287,5 @@ def test_a_recorded_step_replayed_trains_as_the_step_itself(device: str, record:
     run, recorded = replayed(pack, STEPS)
     run()
     for step in range(STEPS):
-        pack._update(step)
+        pack.update(step)
     record("weights", distance(recorded.flat, pack.flat.cpu()), AFTER_STEPS)

@@ -13,6 +13,7 @@ from mechinterp.analysis.ablation.masked_risk import masked_errors
 from mechinterp.analysis.ablation.pruning import prune
 from mechinterp.analysis.ablation.single import ablate_heads
 from mechinterp.analysis.learners.baselines import baselines
+from mechinterp.analysis.number_format import with_error
 from mechinterp.analysis.patching.edges import attribute_edges
 from mechinterp.checkpoints.checkpoint import Checkpoint, save
 from mechinterp.checkpoints.load import load
@@ -20,7 +21,7 @@ from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig
 from mechinterp.icl.prompts import generator_for, sample_prompts
 from mechinterp.report.glossary import meanings
 from mechinterp.report.page import PAGE, Report, write_report
-from mechinterp.training.sweep import train_models
+from mechinterp.training.train import train_models
 from tests.deep_models import WIDE, random_model
 from tests.models.test_layered_models import garg
 from tests.report.test_page import EVIL, Page
@@ -100,9 +101,9 @@ def test_the_numbers_are_those_of_the_analyses(deep: Path, written: Report):
     assert chosen["chosen"].tolist() == pruned.chosen.ravel().tolist()
     found = baselines(checkpoint.model, prompts)
     text = opened(written).text
-    assert f"excess risk is {found.model_risk:.4g} ± {found.model_risk_sem:.2g} y²" in text
-    assert f"{found.ratio[0]:.4g} ± {found.ratio_sem[0]:.2g} times that of predicting 0" in text
-    assert f"{pruned.ratio:.4g} ± {pruned.ratio_sem:.2g} times the risk" in text
+    assert f"excess risk is {with_error(found.model_risk, found.model_risk_sem)} y²" in text
+    assert f"{with_error(found.ratio[0], found.ratio_sem[0])} times that of predicting 0" in text
+    assert f"{with_error(pruned.ratio, pruned.ratio_sem)} times the risk" in text
     curves = pd.read_csv(folder / "pruning.csv")
     assert curves["order"].unique().tolist() == ["greedy", "least rise first"]
     assert len(curves) == 2 * 13
@@ -121,8 +122,9 @@ def test_edges_are_those_of_the_analysis(deep: Path, written: Report):
     top = edges.iloc[0]
     name = f"L{top['layer']}H{top['head']} to {top['input']} of L{top.later_layer}H{top.later_head}"
     text = opened(written).text
-    assert f"each patched alone: {name} ({top.patched:.4g} ± {top.patched_sem:.2g})" in text
-    assert f"a rank correlation of {found.rank_correlation:.4g} ± " in text
+    assert f"each patched alone: {name} ({with_error(top.patched, top.patched_sem)})" in text
+    correlation = with_error(found.rank_correlation, found.rank_correlation_sem)
+    assert f"a rank correlation of {correlation}" in text
     assert "32 pairs of prompts" in text
 
 

@@ -22,7 +22,7 @@ from mechinterp.report.classification import classification_document
 from mechinterp.report.documents import ablation_document, fits_document, training_document
 from mechinterp.report.header import dumps
 from mechinterp.report.info import info_document
-from mechinterp.training.sweep import TrainingSummary, train_models
+from mechinterp.training.train import TrainingSummary, train_models
 
 CONFIG = override(ExperimentConfig(), "model.n_heads=3", "seed=2")
 HEADER = ["schema_version", "path", "format", "assumed", "n_layers", "n_heads", "d_x", "d_y"]

@@ -11,11 +11,11 @@ import plotly.graph_objects as go
 import pytest
 
 from mechinterp.analysis.ablation.gates import learn_gates
+from mechinterp.analysis.needs import nothing
 from mechinterp.analysis.registry import (
     ANALYSES,
-    analysis_named,
-    described,
-    draws_prompts,
+    Analysis,
+    analysis_of,
     run_analysis,
 )
 from mechinterp.checkpoints.checkpoint import Checkpoint, load
@@ -36,17 +36,11 @@ N_PROMPTS = 96
 KINDS = ("softmax", "linear-merged", "deep-linear", "gpt2", "encoder")
 SLOW = {"gates", "component-snapshots", "coefficient-snapshots", "snapshots", "edges"}
 """Asked of one source only: that they answer elsewhere is the table of doors."""
-OF_ONE_LAYER = {"circuits", "attention", "snapshots", "training", "milestones"}
-RANDOM = {"head-snapshots", "algorithm-steps", "learning-coefficient"}
-"""Random weights follow no algorithm, and have no history."""
-OF_A_POOL = {"priors", "prior-heads", "prior-snapshots"}
-REFUSED = {
-    "softmax": OF_A_POOL,
-    "linear-merged": OF_A_POOL,
-    "deep-linear": OF_ONE_LAYER | OF_A_POOL,
-    "gpt2": OF_ONE_LAYER | OF_A_POOL | RANDOM,
-    "encoder": OF_ONE_LAYER | OF_A_POOL | RANDOM,
+RANDOM = {
+    kind: {"algorithm-steps", "learning-coefficient", "head-snapshots"}
+    for kind in ("gpt2", "encoder")
 }
+"""Random weights follow no algorithm, and are no minimum."""
 SOURCES = {
     "component-snapshots": "linear-merged",
     "coefficient-snapshots": "linear-merged",
@@ -72,11 +66,11 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> Callable:
 @pytest.mark.parametrize(("name", "kind"), PAIRS)
 def test_it_is_told_in_three_forms(name: str, kind: str, case, monkeypatch: pytest.MonkeyPatch):
     shorter = update_wrapper(partial(learn_gates, steps=2), learn_gates)
-    monkeypatch.setitem(ANALYSES, "gates", shorter)
-    checkpoint = case(kind).source
-    n_prompts = N_PROMPTS if draws_prompts(ANALYSES[name]) else None
+    monkeypatch.setitem(ANALYSES, "gates", Analysis(shorter))
+    analysis, checkpoint = ANALYSES[name], case(kind).source
+    n_prompts = N_PROMPTS if analysis.draws_prompts else None
     with as_for_users():
-        if name in REFUSED.get(kind, ()):
+        if not analysis.needs(checkpoint) or name in RANDOM.get(kind, ()):
             with pytest.raises(ValueError, match=r"^[^\n]*\.$"):
                 run_analysis(name, checkpoint, n_prompts=n_prompts)
             return
@@ -84,7 +78,7 @@ def test_it_is_told_in_three_forms(name: str, kind: str, case, monkeypatch: pyte
         document = json.loads(dumps(result_document(name, checkpoint, found)))
         assert len(document) > len(header(checkpoint))
         assert result_text(found).count("\n") > 0
-        sections = contents.sections_of(name, Subject(checkpoint, N_PROMPTS))
+        sections = contents.sections_of(name, analysis, Subject(checkpoint, N_PROMPTS))
         assert all(section.text and section.method for section in sections)
         assert page("name", "about", "verdict", sections, files=[]).count("<h2>") == len(sections)
         # A model without a history has no section on its training; all else has one.
@@ -93,10 +87,11 @@ def test_it_is_told_in_three_forms(name: str, kind: str, case, monkeypatch: pyte
 
 def test_an_analysis_has_a_first_line_that_says_what_it_is():
     for name, analysis in ANALYSES.items():
-        assert described(analysis).endswith("."), name
-        assert analysis_named(name) is analysis
+        assert analysis.first_line.endswith("."), name
+        assert analysis.described.startswith(analysis.first_line), name
+        assert analysis_of(name) == (name, analysis)
     with pytest.raises(ValueError, match=r"must be one of classify, circuits, .*, got 'nothing'"):
-        analysis_named("nothing")
+        analysis_of("nothing")
 
 
 @dataclass(frozen=True)
@@ -128,7 +123,7 @@ def size(source: Source, prompts=None, *, n_prompts: int = 16, seed: int = 0) ->
 def test_a_new_analysis_is_one_function_and_one_line(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setitem(ANALYSES, "size", size)
+    monkeypatch.setitem(ANALYSES, "size", Analysis(size, on_page=nothing))
     path = CHECKPOINTS / "softmax-h1-s0"
     checkpoint: Checkpoint = load(path)
     expected = size(checkpoint, n_prompts=40, seed=1).mean_square
@@ -154,5 +149,5 @@ def test_what_is_no_analysis_is_refused(run: Run, tmp_path: Path):
     run("report", path, *out, "sise").assert_refused("An analysis must be one of ", "'sise'")
     run("report", path, path, *out, "fit").assert_refused("--analysis is of one checkpoint, got 2")
     deep = CHECKPOINTS / "sparse-h1-noise0.1-s0"
-    run("report", deep, *out, "circuits").assert_refused("needs one layer of attention")
+    run("report", deep, *out, "attention-entropy").assert_refused("that add up to 1")
     assert not (tmp_path / "page").exists()

@@ -6,7 +6,7 @@ from functools import partial, update_wrapper
 import pytest
 
 from mechinterp.analysis.ablation.gates import learn_gates
-from mechinterp.analysis.registry import ANALYSES, draws_prompts, run_analysis
+from mechinterp.analysis.registry import ANALYSES, Analysis, run_analysis
 from mechinterp.checkpoints.load import load
 from mechinterp.report.documents import result_document
 from mechinterp.report.header import dumps
@@ -18,6 +18,10 @@ USUAL = {"n_prompts": 64, "seed": 0}
 FEW = {"edges": 4, "snapshots": 2}
 """Edges take long; of snapshots only labels hang on prompts, which few of them turn."""
 OF_SEVERAL_LAYERS = {"algorithm", "algorithm-steps", "edges", "head-snapshots"}
+SHIPPED = {"snapshots": "linear-h2-s0"} | dict.fromkeys(
+    ("priors", "prior-heads", "prior-snapshots"), "pool-linear-m16-s0"
+)
+"""Models that these need: one that has learned, those of a pool of tasks."""
 
 
 @pytest.fixture(scope="module")
@@ -32,12 +36,13 @@ def test_an_option_changes_the_answer_or_is_refused(
     name: str, option: str, case, monkeypatch: pytest.MonkeyPatch
 ):
     shorter = update_wrapper(partial(learn_gates, steps=2), learn_gates)
-    monkeypatch.setitem(ANALYSES, "gates", shorter)
+    monkeypatch.setitem(ANALYSES, "gates", Analysis(shorter))
     kind = "deep-linear" if name in OF_SEVERAL_LAYERS else "softmax"
     kind = "linear-merged" if name == "component-snapshots" else kind
-    checkpoint = load(CHECKPOINTS / "linear-h2-s0") if name == "snapshots" else case(kind).source
+    shipped = SHIPPED.get(name)
+    checkpoint = load(CHECKPOINTS / shipped) if shipped else case(kind).source
     value = OPTIONS[option]
-    if not draws_prompts(ANALYSES[name]):
+    if not ANALYSES[name].draws_prompts:
         with pytest.raises(
             ValueError, match=rf"^{name} draws no prompts and takes no {option}, got {value}\.$"
         ):

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from mechinterp.analysis.learners.fits import fit_learners
+from mechinterp.analysis.number_format import cell, digits, with_error
 from mechinterp.analysis.one_layer.classify import classify
-from mechinterp.analysis.verdict import digits
 from mechinterp.checkpoints.checkpoint import Checkpoint, load, save
 from mechinterp.checkpoints.load import load as read_any
 from mechinterp.config import ExperimentConfig, override
@@ -24,8 +24,7 @@ from mechinterp.report import html
 from mechinterp.report.glossary import PAPERS, WORDS, meanings
 from mechinterp.report.page import PAGE, write_figure, write_report
 from mechinterp.report.parts import Band, Section
-from mechinterp.report.sections import number
-from mechinterp.training.sweep import train_models
+from mechinterp.training.train import train_models
 
 N_PROMPTS = 128
 EVIL = "<img src=x onerror=alert(1)>"
@@ -168,7 +167,7 @@ def test_switches_have_the_risk_of_every_subset_and_what_heads_add(pair: tuple[C
     subsets = {row["kept"]: float(row["risk"]) for row in pair[1].rows("subsets")}
     risks = {key: risk for key, (risk, _) in box["risks"].items()}
     names = {"00": "none", "10": "H0", "01": "H1", "11": "H0 H1"}
-    assert {names[key]: pytest.approx(risk, rel=1e-3) for key, risk in risks.items()} == subsets
+    assert {names[key]: pytest.approx(risk, rel=5e-3) for key, risk in risks.items()} == subsets
     titles = [title for drawn in pair[1].drawn for title in drawn["titles"].values()]
     for prompt, heads in enumerate(box["outputs"]):
         predicted = sum(output[0] for output in heads) + box["rest"][0]
@@ -313,7 +312,7 @@ def test_a_number_that_is_none_is_a_dash(tmp_path: Path):
     ).all()
     evidence = {row["evidence"]: row["value"] for row in page.rows("pattern")}
     assert evidence["omega_spread"] == "–"
-    assert evidence["R² of the closed form"] == "– ± –"
+    assert evidence["R² of the closed form"] == "not defined"
     assert "nan" not in page.text.lower().split()
     assert "no head is active" in page.text
 
@@ -365,12 +364,12 @@ def test_a_head_has_a_card_with_its_numbers(page: Page, trained: tuple[Checkpoin
     titles = re.findall(r"<h3>(.*?)</h3>", page.source)
     assert titles == [f"head {head}: {label}" for head, label in enumerate(found.labels)]
     cards = page.source.split('<article class="card"')[1:]
-    rises = pd.read_csv(trained[1] / "ablation.csv")["rise"]
+    rows = pd.read_csv(trained[1] / "ablation.csv")
     for head, card in enumerate(cards):
         facts = dict(re.findall(r"<dt>(.*?)</dt><dd>([^<]*)", card))
         assert facts["omega (1/x²)"] == f"{found.circuits.omega_mean[head]:+.4g}"
         assert facts["share of output"] == f"{found.share[head]:.1%}"
-        assert facts["zero ablation (y²)"].startswith(f"{rises[head]:.4g} ± ")
+        assert facts["zero ablation (y²)"] == with_error(rows["rise"][head], rows["rise_sem"][head])
 
 
 def test_numbers_stand_beside_those_of_random_weights(page: Page, trained: tuple[Checkpoint, Path]):
@@ -392,12 +391,12 @@ def test_p_values_at_their_floor_are_below_it(page: Page, trained: tuple[Checkpo
     said = {row["evidence"]: row["value"] for row in page.rows("pattern")}
     for name, p in found.p_values.items():
         least = 1 / found.n_random
-        assert said[f"p of {name}"] == (f"&lt; {least:.2g}" if p <= least else number(p))
+        assert said[f"p of {name}"] == (f"&lt; {least:.2g}" if p <= least else cell(p))
     frame = pd.DataFrame({"p_value": [0.0, 1e-13, 0.25], "rise": [0.0, 1e-13, 0.25]})
     table = Section("p", "R² = 1 ± 0", "", tables={"table": frame})
     rows = Page(html.page("name", "", "", [table], files=())).rows("table")
     assert [row["p_value"] for row in rows] == ["&lt; 1e-12", "&lt; 1e-12", "0.25"]
-    assert [row["rise"] for row in rows] == ["0", "0", "0.25"]
+    assert [row["rise"] for row in rows] == ["0", "0", "0.250"]
 
 
 def test_a_band_lies_on_a_scale_that_holds_0_and_the_number():

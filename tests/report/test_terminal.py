@@ -17,8 +17,8 @@ from mechinterp.analysis.ablation.methods import Ablations
 from mechinterp.analysis.ablation.single import ablate_heads
 from mechinterp.analysis.ablation.subsets import ablate_subsets
 from mechinterp.analysis.learners.fits import fit_learners
+from mechinterp.analysis.number_format import digits, explained, with_error
 from mechinterp.analysis.one_layer.classify import classify
-from mechinterp.analysis.verdict import digits, explained, with_error
 from mechinterp.config import TaskConfig
 from mechinterp.models.constructions.descent import gradient_descent_model
 from mechinterp.models.constructions.one_layer import debiased_gradient_step, zero_head

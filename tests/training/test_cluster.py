@@ -15,9 +15,9 @@ from mechinterp.checkpoints.io.errors import CheckpointError
 from mechinterp.checkpoints.io.locks import MARK, locked
 from mechinterp.config import ExperimentConfig, TaskConfig, TrainConfig, override
 from mechinterp.presets import preset
-from mechinterp.training.packs import PackJob
+from mechinterp.training.jobs import PackJob
 from mechinterp.training.ray import train_anywhere, train_on_ray
-from mechinterp.training.sweep import train_models
+from mechinterp.training.train import train_models
 
 BASE = ExperimentConfig(
     task=TaskConfig(d_x=2, context_length=8),

@@ -16,7 +16,7 @@ from mechinterp.models.stacks import predict_deep
 from mechinterp.presets import preset
 from mechinterp.training.general.trainer import DeepRun, initial_deep_weights
 from mechinterp.training.state import stored_models
-from mechinterp.training.sweep import train_models
+from mechinterp.training.train import train_models
 from tests.conftest import assert_same
 
 CONFIG = ExperimentConfig(
@@ -60,7 +60,7 @@ def test_initial_weights_are_a_function_of_config_and_seed():
 def test_one_update_is_adam_on_the_clipped_gradient_at_the_step_size_of_the_cosine():
     run, before = DeepRun({"m": CONFIG}), initial_deep_weights(CONFIG).stack
     for step in range(3):
-        run._update(step)
+        run.update(step)
     flat = torch.cat([t.flatten() for t in before.tensors.values()]).requires_grad_()
     adam = torch.optim.Adam([flat], lr=1e-3)
     for step in range(3):
@@ -88,16 +88,16 @@ def test_contexts_of_all_lengths_are_seen_and_one_length_without_a_shortest(
         seen.append(context_length)
         return sample_prompts(*arguments, context_length=context_length, **rest)
 
-    monkeypatch.setattr("mechinterp.training.general.trainer.sample_prompts", record)
+    monkeypatch.setattr("mechinterp.training.batches.sample_prompts", record)
     run = DeepRun({"m": CONFIG})
     for step in range(200):
-        run._update(step)
+        run.update(step)
     assert set(seen) - {None} == set(range(2, 9))
     run, first = (
         DeepRun({"m": replace(CONFIG, train=replace(CONFIG.train, shortest_context=None))}),
         len(seen),
     )
-    run._update(0)
+    run.update(0)
     assert set(seen[first:]) - {None} == {8}
 
 

@@ -14,9 +14,9 @@ from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
 from mechinterp.models.hooked.transformer import ICLTransformer
 from mechinterp.training import run as running
 from mechinterp.training.general.trainer import DeepRun, initial_deep_weights
-from mechinterp.training.packs import packs, shares_a_pack
-from mechinterp.training.run import Progress
-from mechinterp.training.sweep import train_models
+from mechinterp.training.one_layer.pack import packs, shares_a_pack
+from mechinterp.training.run import Progress, views
+from mechinterp.training.train import train_models
 from tests.conftest import assert_close_to_rounding, assert_same
 
 WIDE = ModelConfig(n_layers=2, n_heads=2, d_model=8)
@@ -73,7 +73,7 @@ def run_in_float64(config: ExperimentConfig) -> DeepRun:
 
 def named(flat: torch.Tensor, run: DeepRun) -> dict[str, torch.Tensor]:
     """Numbers that lie as the weights of a run do, by the names of the weights."""
-    return dict(run._own(flat).tensors)
+    return dict(run._model(0, views(flat, run.weights)).tensors)
 
 
 def step_by_step(model: ICLTransformer, config: ExperimentConfig, steps: int) -> ICLTransformer:
@@ -92,9 +92,8 @@ def test_a_step_goes_along_the_gradient_of_the_hooked_model(config: ExperimentCo
     run = run_in_float64(config)
     model, prompts = plain_module(run), train_prompts(config, 0)
     torch.nn.functional.mse_loss(model.predict(prompts), prompts.y_query).backward()
-    run._update(0)
-    assert run.flat.grad is not None
-    found = named(run.flat.grad, run)
+    run.update(0)
+    found = named(run.gradient, run)
     expected = {name: parameter.grad for name, parameter in model.named_parameters()}
     assert found.keys() == expected.keys()
     largest = max(gradient.abs().max() for gradient in expected.values())
@@ -109,7 +108,7 @@ def test_training_is_adam_on_the_plain_module(config: ExperimentConfig):
     model = step_by_step(plain_module(run), config, 5)
     before = run.flat.detach().clone()
     for step in range(5):
-        run._update(step)
+        run.update(step)
     assert (run.flat - before).abs().max() > 1e-3
     expected = model.state_dict()
     for name, found in named(run.flat, run).items():

@@ -10,15 +10,16 @@ from numba import njit, types
 from mechinterp.config import SCORES, ExperimentConfig, ModelConfig, TaskConfig, override
 from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
 from mechinterp.models.heads import NAMES, AttentionWeights, stack
-from mechinterp.training.one_layer import kernel, trainer
+from mechinterp.training.one_layer import kernel
+from mechinterp.training.one_layer import pack as pack_module
 from mechinterp.training.one_layer.kernel import LANES, exponential, load, store
+from mechinterp.training.one_layer.pack import Pack
 from mechinterp.training.one_layer.step import (
     by_tensors,
     initial_weights,
     loss_and_gradients,
     membership,
 )
-from mechinterp.training.one_layer.trainer import Pack
 from tests.conftest import predictions_of_each
 
 HEADS = (1, 2, 3, 8)
@@ -198,7 +199,7 @@ def test_a_hundred_updates_equal_those_of_the_tensor_operations(monkeypatch: pyt
     compiled, reference = Pack(models), Pack(models)
     start = compiled.flat.clone()
     compiled.advance()
-    monkeypatch.setattr(trainer, "loss_and_gradients", by_tensors)
+    monkeypatch.setattr(pack_module, "loss_and_gradients", by_tensors)
     reference.advance()
     assert compiled.finished
     assert reference.finished

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -19,11 +20,13 @@ from mechinterp.models.weights import Weights
 from mechinterp.presets import preset
 from mechinterp.theory.linear import modes, population_moments
 from mechinterp.theory.linear_heads import MergedHeads, merged_heads, separate_heads
+from mechinterp.training.jobs import train_here
 from mechinterp.training.linear.descent import full_batch_descent
 from mechinterp.training.linear.flow import flow
 from mechinterp.training.linear.trainer import initial_heads, task_moments, train_linear
 from mechinterp.training.one_layer.step import initial_weights
-from mechinterp.training.sweep import load_sweep, require_finite, train_models
+from mechinterp.training.sweep_file import load_sweep
+from mechinterp.training.train import require_finite, train_models
 from tests.conftest import assert_close_to_rounding
 
 SHORT = ("train.steps=400", "train.log_every=100", "train.snapshot_every=150", "train.init_std=0.1")
@@ -212,7 +215,7 @@ def test_a_flow_that_cannot_be_followed_is_named(tmp_path: Path, monkeypatch: py
     def stuck(config: ExperimentConfig):
         raise RuntimeError("The flow cannot be followed past time 3 tau: why.")
 
-    monkeypatch.setattr("mechinterp.training.packs.train_linear", stuck)
+    monkeypatch.setattr("mechinterp.training.jobs.train_linear", stuck)
     with pytest.raises(CheckpointError, match=r"/one: The flow cannot be followed past time 3 tau"):
         train_models({"one": SEPARATE}, tmp_path)
 
@@ -227,3 +230,15 @@ def test_the_shipped_sweep_is_that_of_the_shipped_models():
     for name, config in models.items():
         document = json.loads((root / "checkpoints" / name / "config.json").read_text())
         assert ExperimentConfig.from_json(json.dumps(document["experiment"])) == config
+
+
+def test_training_on_moments_is_for_the_processor_and_counts_its_memory(tmp_path: Path):
+    models = {"m": override(preset("linear-separate"), "train.steps=10")}
+    for asked, words in (
+        ({"device": "cuda"}, "--device must be auto or cpu where train.optimizer is"),
+        ({"memory": 10**6}, "--memory allows 0.00 GB"),
+    ):
+        with pytest.raises(CheckpointError, match=words):
+            train_models(models, tmp_path / "run", engine=partial(train_here, **asked))
+    engine = partial(train_here, device="auto", memory=10**12)
+    assert train_models(models, tmp_path / "run", engine=engine).steps == 10

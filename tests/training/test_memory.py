@@ -13,12 +13,12 @@ from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig, TrainCo
 from mechinterp.icl.prompts import generator_for, sample_prompts
 from mechinterp.memory import prompt_bytes
 from mechinterp.models.heads import NAMES, predict
-from mechinterp.training import packs
-from mechinterp.training.one_layer import batches, kernel
-from mechinterp.training.one_layer.batches import batch_chunks
+from mechinterp.training import batches, jobs
+from mechinterp.training.batches import batch_chunks
+from mechinterp.training.one_layer import kernel
+from mechinterp.training.one_layer import pack as pack_module
+from mechinterp.training.one_layer.pack import Pack, pack_bytes
 from mechinterp.training.one_layer.step import initial_weights, loss_and_gradients, membership
-from mechinterp.training.one_layer.trainer import Pack
-from mechinterp.training.packs import pack_bytes
 
 CONFIG = ExperimentConfig(
     task=TaskConfig(d_x=3, context_length=8),
@@ -73,10 +73,11 @@ PEAK = """
 import json, sys, torch
 from pathlib import Path
 from mechinterp.config import from_dict
-from mechinterp.training import packs
+from mechinterp.training import jobs
 from mechinterp.training.one_layer import kernel
-from mechinterp.training.packs import peak_memory
-from mechinterp.training.sweep import train_models
+from mechinterp.training.one_layer import pack as pack_module
+from mechinterp.memory import peak_memory
+from mechinterp.training.train import train_models
 torch.set_num_threads(1)
 models = {name: from_dict(d) for name, d in json.loads(Path(sys.argv[1]).read_text()).items()}
 seen = [peak_memory()]
@@ -105,12 +106,12 @@ def test_a_batch_of_half_a_million_prompts_needs_little_memory(peaks):
     batch = 500_000 * prompt_bytes(many.task)
     assert batch > 300e6
     before, *_, after = peaks({"many": many})
-    assert after - before < packs.FIRST_USE_BYTES + pack_bytes({"many": many})
+    assert after - before < jobs.FIRST_USE_BYTES + pack_bytes({"many": many})
     assert pack_bytes({"many": many}) < 0.25 * batch
 
 
 def test_the_lanes_counted_are_those_of_the_kernel():
-    assert packs.LANES == kernel.LANES
+    assert pack_module.LANES == kernel.LANES
 
 
 WIDE = override(CONFIG, "task.d_x=10", "model.n_heads=120", "train.batch_size=8")
@@ -126,7 +127,7 @@ def test_a_pack_of_many_snapshots_stays_under_what_is_said(peaks):
     models = {f"{seed}": override(long, f"seed={seed}") for seed in range(4)}
     before, *_, after = peaks(models)
     grown = after - before
-    assert 4 * 101 * snapshot_bytes(WIDE) < grown < packs.FIRST_USE_BYTES + pack_bytes(models)
+    assert 4 * 101 * snapshot_bytes(WIDE) < grown < jobs.FIRST_USE_BYTES + pack_bytes(models)
 
 
 @pytest.mark.slow

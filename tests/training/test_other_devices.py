@@ -22,9 +22,9 @@ from mechinterp.models.weights import Weights
 from mechinterp.training.general import attention as deep_attention
 from mechinterp.training.general import step as deep_step
 from mechinterp.training.general.trainer import DeepRun, initial_deep_weights
-from mechinterp.training.one_layer import trainer
+from mechinterp.training.one_layer import pack as pack_module
+from mechinterp.training.one_layer.pack import Pack
 from mechinterp.training.one_layer.step import by_tensors
-from mechinterp.training.one_layer.trainer import Pack
 from mechinterp.training.run import Run
 from tests.pretended import DEVICE, fused_adam, generators, pretended
 
@@ -136,8 +136,8 @@ def test_the_fake_device_refuses_what_a_gpu_would(cuda: str):
 @pytest.mark.parametrize("score", SCORES)
 def test_a_step_of_a_pack_stays_on_the_gpu(score: str, cuda: str):
     pack = Pack(two_models(score), device=cuda)
-    pack._update(0)
-    held = [pack.flat, pack.gradient, pack.loss_sum, pack.n_updates, *pack.moments.values()]
+    pack.update(0)
+    held = [pack.flat, pack.gradient, pack.loss_sum, pack._n_updates, *pack.moments.values()]
     assert {tensor.device.type for tensor in held} == {"cuda"}
 
 
@@ -171,8 +171,8 @@ def test_automatic_gradients_stay_on_the_device(kind: str, monkeypatch: pytest.M
     monkeypatch.setattr(Run, "_record", lambda *_: 0.0)
     with generators(Counter()), fused_adam():
         run = DeepRun({"model": deep_experiment(kind)}, device="meta")
-        run._update(0)
-    held = [run.flat, run.flat.grad, run.loss_sum, *run.moments.values()]
+        run.update(0)
+    held = [run.flat, run.gradient, run.loss_sum, *run.moments.values()]
     assert {tensor.device.type for tensor in held} == {"meta"}
 
 
@@ -188,11 +188,11 @@ def test_a_deep_step_waits_for_nothing_and_gives_the_numbers_of_the_processor(
     with pretended() as seen:
         run = DeepRun(models, device=DEVICE)
         seen.clear()
-        run._update(0)
+        run.update(0)
         assert seen == {"generator": 1}
         loss = run.advance()
         weights = run.results()["model"].weights
-    expected._update(0)
+    expected.update(0)
     assert loss == expected.advance()
     _require_equal(weights, expected.results()["model"].weights)
 
@@ -205,13 +205,13 @@ def test_a_step_of_a_pack_waits_for_nothing_and_gives_the_numbers_of_the_process
     with pretended() as seen:
         pack = Pack(models, device=DEVICE)
         seen.clear()
-        pack._update(0)
+        pack.update(0)
         assert seen == {"generator": 1}
         loss = pack.advance()
         found = pack.results()
-    monkeypatch.setattr(trainer, "loss_and_gradients", by_tensors)
+    monkeypatch.setattr(pack_module, "loss_and_gradients", by_tensors)
     expected = Pack(models)
-    expected._update(0)
+    expected.update(0)
     assert loss == expected.advance()
     for name, model in expected.results().items():
         _require_equal(found[name].weights, model.weights)
@@ -225,7 +225,7 @@ def test_a_step_of_drawn_length_waits_for_nothing_and_has_the_processors_length(
     with pretended() as seen:
         run = DeepRun(models, device=DEVICE)
         seen.clear()
-        run._update(0)
+        run.update(0)
         assert seen == {"generator": 1}
         drawn = [
             run._length(step, generator_for(0, "train", step, device=DEVICE)) for step in range(8)

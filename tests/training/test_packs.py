@@ -16,9 +16,9 @@ from mechinterp.config import (
     override,
 )
 from mechinterp.presets import preset
-from mechinterp.training.one_layer.trainer import Pack
-from mechinterp.training.packs import PACK_HEADS, PackJob, pack_jobs, packs, train_here, train_job
-from mechinterp.training.sweep import train_models
+from mechinterp.training.jobs import PackJob, pack_jobs, train_here, train_job
+from mechinterp.training.one_layer.pack import PACK_HEADS, Pack, packs
+from mechinterp.training.train import train_models
 from tests.checkpoints.killed import killed_while_writing
 from tests.conftest import assert_same
 
@@ -67,7 +67,7 @@ def test_a_run_in_several_packs_has_the_bits_of_one_pack(
     whole = Pack(MODELS)
     while not whole.finished:
         whole.advance()
-    monkeypatch.setattr("mechinterp.training.packs.PACK_HEADS", 4)
+    monkeypatch.setattr("mechinterp.training.one_layer.pack.PACK_HEADS", 4)
     assert names_of(packs(MODELS)) == [["s0", "s1"], ["s2"]]
     assert train_models(MODELS, tmp_path).steps == 40
     for name, trained in whole.results().items():

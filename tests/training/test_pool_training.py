@@ -8,8 +8,8 @@ import torch
 
 from mechinterp.checkpoints.checkpoint import load
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig, TrainConfig
-from mechinterp.training.packs import packs
-from mechinterp.training.sweep import train_models
+from mechinterp.training.one_layer.pack import packs
+from mechinterp.training.train import train_models
 
 TASK = TaskConfig(d_x=2, context_length=4, beta_var=1.0, noise_var=0.1)
 TRAIN = TrainConfig(steps=40, batch_size=32, n_eval_prompts=64, log_every=20, learning_rate=0.02)

@@ -11,7 +11,7 @@ from torch import Tensor
 from mechinterp.checkpoints.checkpoint import Checkpoint, load
 from mechinterp.checkpoints.io.errors import CheckpointError
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig, TrainConfig
-from mechinterp.training.sweep import train
+from mechinterp.training.train import train
 from tests.conftest import assert_same
 
 CONFIG = ExperimentConfig(

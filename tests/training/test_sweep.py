@@ -26,9 +26,10 @@ from mechinterp.config import (
 )
 from mechinterp.presets import preset
 from mechinterp.training import run
-from mechinterp.training.one_layer.trainer import Pack
+from mechinterp.training.one_layer.pack import Pack
 from mechinterp.training.run import Progress
-from mechinterp.training.sweep import LOCK, RESULTS, load_sweep, require_finite, train_models
+from mechinterp.training.sweep_file import load_sweep
+from mechinterp.training.train import LOCK, RESULTS, require_finite, train_models
 from tests.checkpoints.killed import killed_while_writing
 from tests.conftest import assert_same
 
@@ -228,6 +229,13 @@ def test_resume_skips_finished_models_and_trains_added_ones(tmp_path: Path):
     assert {name: after[name] for name in before} == before
     assert {Path(name).parts[0] for name in after} == set(MODELS)
     assert load(tmp_path / "one").config == MODELS["one"]
+
+
+def test_of_a_finished_model_only_config_and_history_are_read(tmp_path: Path):
+    models = {"two": SMALL}
+    first = train_models(models, tmp_path)
+    (tmp_path / "two" / "model.safetensors").unlink()
+    assert train_models(models, tmp_path, resume=True).loss == first.loss
 
 
 @pytest.mark.slow
@@ -473,7 +481,7 @@ KILLS = 12
 DRIVER = """
 import os, pathlib, random, signal, sys, time
 import mechinterp.analysis.sweep_table, mechinterp.cli.main, mechinterp.cli.training, mechinterp.report.bars
-import mechinterp.report.documents, mechinterp.training.ray, mechinterp.training.one_layer.kernel, mechinterp.training.sweep
+import mechinterp.report.documents, mechinterp.training.ray, mechinterp.training.one_layer.kernel, mechinterp.training.train
 from mechinterp import cli
 from mechinterp.training import run
 

@@ -15,8 +15,8 @@ from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig, TrainCo
 from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
 from mechinterp.models.heads import AttentionWeights, predict
 from mechinterp.training import run
+from mechinterp.training.one_layer.pack import Pack, pack_key
 from mechinterp.training.one_layer.step import initial_weights
-from mechinterp.training.one_layer.trainer import Pack, pack_key
 from mechinterp.training.run import Progress, train_run
 from tests.conftest import assert_same
 
@@ -370,7 +370,7 @@ def one_weight_for_all(pack: Pack):
 
 
 def one_moment_for_all(pack: Pack):
-    pack._moments["exp_avg"] = torch.zeros(1)
+    pack.moments["exp_avg"] = torch.zeros(1)
 
 
 def late_snapshot(pack: Pack):

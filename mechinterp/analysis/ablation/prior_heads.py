@@ -6,13 +6,12 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
-import torch
 from jaxtyping import Float
 from scipy.special import ndtri
 
 from mechinterp import figures
 from mechinterp.analysis.learners.closeness import KINDS, lengths_of, setting_of
-from mechinterp.analysis.stats import mean_and_sem, ratio_and_sem, require_moderate
+from mechinterp.analysis.stats import mean_and_sem, ratio_and_sem
 from mechinterp.config import TaskConfig
 from mechinterp.display import Result
 from mechinterp.icl.pools import Pool
@@ -49,30 +48,32 @@ class PriorHeads(Result):
 
         Each by so many standard errors that at most one model in twenty without such a head has one called so.
         """
-        bound = float(ndtri(1 - LEVEL / 2 / self.weight_change.size))
-        falls = self.weight_change + bound * self.weight_change_sem < 0
-        further = self.memory_excess - bound * self.memory_excess_sem > 0
-        return [(int(layer), int(head)) for layer, head in np.argwhere(falls & further)]
+        falls = self.weight_change + self._bound * self.weight_change_sem < 0
+        further = self.memory_excess - self._bound * self.memory_excess_sem > 0
+        return [(layer, head) for layer, head in np.argwhere(falls & further).tolist()]
 
     @property
     def generalises(self) -> list[tuple[int, int]]:
         """Heads without which the distance to ridge on new tasks rises, by as many standard errors."""
-        bound = float(ndtri(1 - LEVEL / 2 / self.ridge_rise.size))
-        rises = self.ridge_rise - bound * self.ridge_rise_sem > 0
-        return [(int(layer), int(head)) for layer, head in np.argwhere(rises)]
+        rises = self.ridge_rise - self._bound * self.ridge_rise_sem > 0
+        return [(layer, head) for layer, head in np.argwhere(rises).tolist()]
+
+    @property
+    def _bound(self) -> float:
+        """Standard errors that one of all heads passes by chance in `LEVEL` of all models."""
+        return float(ndtri(1 - LEVEL / 2 / self.weight_change.size))
 
     def __repr__(self) -> str:
         layer, head = np.unravel_index(int(self.weight_change.argmin()), self.weight_change.shape)
         change, sem = self.weight_change[layer, head], self.weight_change_sem[layer, head]
-        told = [", ".join(f"L{at}H{h}" for at, h in heads) or "none" for heads in self._named]
+        told = [
+            ", ".join(f"L{at}H{h}" for at, h in heads) or "none"
+            for heads in (self.memorises, self.generalises)
+        ]
         return (
             f"PriorHeads(pool of {self.n_tasks}: without L{layer}H{head} the weight on dMMSE changes by "
             f"{change:.3g} ± {sem:.1g}; memorise: {told[0]}; needed for ridge on new tasks: {told[1]})"
         )
-
-    @property
-    def _named(self) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-        return self.memorises, self.generalises
 
     def to_frame(self) -> pd.DataFrame:
         """One row per head."""
@@ -129,12 +130,11 @@ def prior_heads(
     for kind in KINDS:
         sample = setting.sample(kind, n_prompts, lengths, seed, no_progress)
         runs = [
-            predictor.run(prompts, masks, method=method).double()
+            predictor.run(prompts, masks, method=method)
             for prompts in progress(sample.prompts, f"masking heads on {kind} tasks")
         ]
-        require_moderate(torch.cat(runs, 1))
-        by_mask = [sample.given([run[mask] for run in runs]) for mask in range(len(masks))]
-        found[kind] = np.stack([each.squares().mean(1) for each in by_mask], 1)
+        by_mask = [sample.squares([run[mask] for run in runs]) for mask in range(len(masks))]
+        found[kind] = np.stack(by_mask, 1).mean(2)
     pooled, new = ((each[:, 1:] - each[:, :1]) for each in found.values())  # [prompt, head, square]
     gap = found["pool"][:, 0, 3]
     measures = {

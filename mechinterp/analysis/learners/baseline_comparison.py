@@ -9,8 +9,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from mechinterp.analysis.number_format import with_error
 from mechinterp.analysis.stats import best_factor, mean_and_sem, ratio_and_sem
-from mechinterp.analysis.verdict import with_error
 from mechinterp.config import TaskConfig
 from mechinterp.icl.prompts import Prompts
 

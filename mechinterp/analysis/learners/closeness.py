@@ -1,17 +1,20 @@
 """Prompts of pool tasks and of new ones with both ideal predictions, and how near other predictions are to these."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
 import numpy as np
+import pandas as pd
+import plotly.graph_objects as go
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
+from mechinterp import figures
 from mechinterp.analysis.stats import mean_and_sem, ratio_and_sem, require_moderate
 from mechinterp.checkpoints.checkpoint import Checkpoint
 from mechinterp.config import TaskConfig
-from mechinterp.icl.pools import Pool, dmmse
+from mechinterp.icl.pools import Pool, dmmse, require_pool
 from mechinterp.icl.predictors import ridge
 from mechinterp.icl.prompts import Prompts, generator_for, task_pool
 from mechinterp.models.run.evaluation import evaluation_prompts
@@ -53,6 +56,41 @@ class Closeness:
     def columns(self) -> dict[str, np.ndarray]:
         """Every number by name, as one column."""
         return {field.name: getattr(self, field.name).ravel() for field in fields(self)}
+
+    def frame(self, name: str, values: Int[np.ndarray, " value"]) -> pd.DataFrame:
+        """One row per kind of prompts and value of the second axis."""
+        index = {"tasks": np.repeat(KINDS, len(values)), name: np.tile(values, len(KINDS))}
+        return pd.DataFrame(index | self.columns())
+
+    def plot(self, values: Int[np.ndarray, " value"], title: str, x_title: str) -> go.Figure:
+        """Relative distance over the second axis, on prompts of the pool and on new ones."""
+        return figures.lines(
+            values,
+            {f"{kind} tasks": self.relative[i] for i, kind in enumerate(KINDS)},
+            errors={f"{kind} tasks": self.relative_sem[i] for i, kind in enumerate(KINDS)},
+            levels=[0.5],
+            title=title,
+            x_title=x_title,
+            y_title="relative distance",
+        )
+
+    def plot_risks(self, values: Int[np.ndarray, " value"], title: str, x_title: str) -> go.Figure:
+        """Excess risks of the model, dMMSE and ridge over the second axis, on both kinds of prompts."""
+        named = {"model": "risk", "dMMSE": "risk_dmmse", "ridge": "risk_ridge"}
+        each = {
+            f"{who}, {kind} tasks": (getattr(self, name)[i], getattr(self, f"{name}_sem")[i])
+            for i, kind in enumerate(KINDS)
+            for who, name in named.items()
+        }
+        return figures.lines(
+            values,
+            {name: risk for name, (risk, _) in each.items()},
+            errors={name: sem for name, (_, sem) in each.items()},
+            title=title,
+            x_title=x_title,
+            y_title="excess risk (y²)",
+            log_y=x_title == "step",
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,30 +136,23 @@ class Setting:
 
 @dataclass(frozen=True, eq=False)
 class Sample:
-    """The same prompts at several context lengths, with dMMSE, ridge and perhaps a model's predictions."""
+    """The same prompts at several context lengths, with dMMSE and ridge."""
 
     prompts: list[Prompts]
     dmmse: list[Tensor]
     ridge: list[Tensor]
-    model: list[Tensor] | None = None
 
-    def predicted(self, model: Callable[[Prompts], Tensor]) -> "Sample":
-        """With the predictions of a model."""
-        found = [model(prompts).double() for prompts in self.prompts]
-        require_moderate(torch.cat(found))
-        return self.given(found)
+    def squares(self, predictions: list[Tensor]) -> Float[np.ndarray, "prompt length square"]:
+        """Per prompt and length, of predictions f: |f - dMMSE|^2 / d_x, |f - ridge|^2 / d_x, <f - ridge, dMMSE - ridge>,
+        |dMMSE - ridge|^2, |f - ridge|^2, and the squared errors of f, dMMSE and ridge.
 
-    def given(self, predictions: list[Tensor]) -> "Sample":
-        """With predictions, one tensor for each context length."""
-        return replace(self, model=predictions)
-
-    def squares(self) -> Float[np.ndarray, "prompt length square"]:
-        """Per prompt and length: |f - dMMSE|^2 / d_x, |f - ridge|^2 / d_x, <f - ridge, dMMSE - ridge>, |dMMSE - ridge|^2, |f - ridge|^2,
-        and the squared errors of the model, dMMSE and ridge."""
-        assert self.model is not None
+        Raises:
+            ValueError: If predictions overflow.
+        """
+        require_moderate(torch.cat(predictions))
         rows = []
-        for prompts, D, R, f in zip(self.prompts, self.dmmse, self.ridge, self.model, strict=True):
-            d_x, target = prompts.x.shape[2], prompts.y_query_clean
+        for prompts, D, R, f in zip(self.prompts, self.dmmse, self.ridge, predictions, strict=True):
+            d_x, target, f = prompts.x.shape[2], prompts.y_query_clean, f.double()
             near = [(f - D).square() / d_x, (f - R).square() / d_x]
             line = [(f - R) * (D - R), (D - R).square(), (f - R).square()]
             errors = [(each - target).square() for each in (f, D, R)]
@@ -130,7 +161,7 @@ class Sample:
 
 
 def closeness(squares: Float[np.ndarray, "prompt *axes square"]) -> Closeness:
-    """What `Sample.squares` say, as means over prompts."""
+    """What the `squares` of a sample say, as means over prompts."""
     to_dmmse, to_ridge, inner, gap, norm, *errors = np.moveaxis(squares, -1, 0)
     found: dict[str, np.ndarray] = {}
 
@@ -156,12 +187,6 @@ def _ratios(numerator: np.ndarray, denominator: np.ndarray) -> tuple[np.ndarray,
     pairs = [ratio_and_sem(top, bottom) for top, bottom in zip(*columns, strict=True)]
     ratio, sem = (np.array(each, dtype=float).reshape(shape) for each in zip(*pairs, strict=True))
     return ratio, sem
-
-
-def stacked(parts: Sequence[Closeness]) -> Closeness:
-    """Several as one, with a new first axis."""
-    names = [field.name for field in fields(Closeness)]
-    return Closeness(**{name: np.stack([getattr(part, name) for part in parts]) for name in names})
 
 
 def with_tasks(prompts: Prompts, beta: Float[Tensor, "batch d_x d_y"]) -> Prompts:
@@ -194,10 +219,7 @@ def setting_of(
                 f"{analysis} needs a pool: task.n_tasks must be a number where no pool is given, got null."
             )
         return Setting(task, task_pool(task), own=True)
-    if not len(pool) or tuple(pool.shape[1:]) != (task.d_x, task.d_y):
-        raise ValueError(
-            f"pool must be of shape [M, d_x, d_y] = [M, {task.d_x}, {task.d_y}], got {list(pool.shape)}."
-        )
+    require_pool(pool, task.d_x, task.d_y)
     return Setting(task, pool.to("cpu", torch.float64), own=False)
 
 

@@ -9,14 +9,12 @@ import plotly.graph_objects as go
 from jaxtyping import Int
 from torch import Tensor
 
-from mechinterp import figures
 from mechinterp.analysis.learners.closeness import (
     KINDS,
     Closeness,
     closeness,
     lengths_of,
     setting_of,
-    stacked,
 )
 from mechinterp.config import TaskConfig
 from mechinterp.display import Result
@@ -75,9 +73,7 @@ class PriorComparison(Result):
 
     def to_frame(self) -> pd.DataFrame:
         """One row per kind of tasks and context length."""
-        kinds = np.repeat(KINDS, len(self.context_length))
-        lengths = np.tile(self.context_length, len(KINDS))
-        return pd.DataFrame({"tasks": kinds, "context_length": lengths, **self.at_length.columns()})
+        return self.at_length.frame("context_length", self.context_length)
 
     def summary_frame(self) -> pd.DataFrame:
         """One row per kind of tasks, means over the context lengths."""
@@ -85,33 +81,13 @@ class PriorComparison(Result):
 
     def plot(self) -> go.Figure:
         """Relative distance over the context length, on prompts of the pool and on new ones."""
-        found = self.at_length
-        return figures.lines(
-            self.context_length,
-            {f"{kind} tasks": found.relative[i] for i, kind in enumerate(KINDS)},
-            errors={f"{kind} tasks": found.relative_sem[i] for i, kind in enumerate(KINDS)},
-            levels=[0.5],
-            title="Nearer to the pool's posterior (0) or to ridge (1)",
-            x_title="context length L",
-            y_title="relative distance",
-        )
+        title = "Nearer to the pool's posterior (0) or to ridge (1)"
+        return self.at_length.plot(self.context_length, title, "context length L")
 
     def plot_risks(self) -> go.Figure:
         """Excess risk of the model, dMMSE and ridge over the context length, on both kinds of prompts."""
-        found = self.at_length
-        named = {"model": "risk", "dMMSE": "risk_dmmse", "ridge": "risk_ridge"}
-        keys = [(name, i) for i in range(len(KINDS)) for name in named]
-        return figures.lines(
-            self.context_length,
-            {f"{name}, {KINDS[i]} tasks": getattr(found, named[name])[i] for name, i in keys},
-            errors={
-                f"{name}, {KINDS[i]} tasks": getattr(found, f"{named[name]}_sem")[i]
-                for name, i in keys
-            },
-            title="Excess risk on tasks of the pool and on new ones",
-            x_title="context length L",
-            y_title="excess risk (y²)",
-        )
+        title = "Excess risk on tasks of the pool and on new ones"
+        return self.at_length.plot_risks(self.context_length, title, "context length L")
 
 
 def compare_priors(
@@ -148,10 +124,11 @@ def compare_priors(
     setting = setting_of(source, task, pool, "compare_priors")
     model, lengths = learner_of(source), lengths_of(source, setting.task, context_lengths)
     samples = [setting.sample(kind, n_prompts, lengths, seed, progress) for kind in KINDS]
-    parts = [each.predicted(model).squares() for each in samples]
+    by_kind = [each.squares([model(prompts) for prompts in each.prompts]) for each in samples]
+    squares = np.stack(by_kind, 1)  # [prompt, kind, length, square]
     return PriorComparison(
         n_tasks=len(setting.pool),
         context_length=np.array(lengths),
-        at_length=stacked([closeness(squares) for squares in parts]),
-        overall=stacked([closeness(squares.mean(1)) for squares in parts]),
+        at_length=closeness(squares),
+        overall=closeness(squares.mean(2)),
     )

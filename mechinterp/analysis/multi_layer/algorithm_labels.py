@@ -28,7 +28,7 @@ UNDETERMINED, UNSTRUCTURED = "undetermined", "unstructured"
 class AlgorithmLimits:
     """Limits between labels.
 
-    analyses/algorithm_calibration.py moves each of them, and counts wrong labels of known learners.
+    analyses/algorithms/calibration.py moves each of them, and counts wrong labels of known learners.
     """
 
     explained: float = 0.98

@@ -8,7 +8,7 @@ from mechinterp.analysis.multi_layer.algorithm_labels import (
     Decision,
     Measured,
 )
-from mechinterp.analysis.verdict import with_error
+from mechinterp.analysis.number_format import with_error
 
 NEXT = {
     "useless": "",

@@ -24,8 +24,9 @@ from mechinterp.analysis.learners.baseline_comparison import (
 from mechinterp.analysis.multi_layer.algorithm import name_algorithm
 from mechinterp.analysis.multi_layer.algorithm_evidence import AlgorithmEvidence
 from mechinterp.analysis.multi_layer.verdict import layers_verdict
+from mechinterp.analysis.number_format import with_error
 from mechinterp.analysis.stats import best_factor, mean_and_sem, r2_and_sem
-from mechinterp.analysis.verdict import Verdict, with_error
+from mechinterp.analysis.verdict import Verdict
 from mechinterp.config import TaskConfig
 from mechinterp.display import Result
 from mechinterp.icl.predictors import debiased_gd, ridge, vanilla_gd

@@ -107,7 +107,7 @@ def intervene_on_steps(
             number of prompts and seed.
         seed: Of the prompts, which are others than those of the evidence with the same seed.
     Raises:
-        ValueError: If there is no task, or no algorithm with a path comes near.
+        ValueError: If there is no task, what the layers put out is not the stream, or no algorithm with a path comes near.
     Example:
         >>> from mechinterp.models.constructions.descent import gradient_descent_model
         >>> found = intervene_on_steps(gradient_descent_model([0.5, 0.3], d_x=4), n_prompts=128)
@@ -116,13 +116,13 @@ def intervene_on_steps(
     """
     predictor = predictor_of(source)
     task = task_for(predictor, task, "intervene_on_steps")
+    generator = generator_for(seed, "eval", PROMPTS)
+    prompts = sample_prompts(task, n_prompts, generator=generator, dtype=torch.float64)
+    streams = predictor.streams(prompts)[:, :, -1].cpu().double()
     if evidence is None:
         evidence = name_algorithm(predictor, task=task, n_prompts=n_prompts, seed=seed)
     algorithm, scalars = _path_of(evidence)
-    generator = generator_for(seed, "eval", PROMPTS)
-    prompts = sample_prompts(task, n_prompts, generator=generator, dtype=torch.float64)
     states = held(algorithm, scalars, prompts, task, predictor.n_layers)
-    streams = predictor.streams(prompts)[:, :, -1].cpu().double()
     run = QueryRun.of(predictor.hooked, prompts[1::2])
     full, layers = run.predictions([]), range(predictor.n_layers)
     steps = [step_image(states, streams, layer) for layer in layers]

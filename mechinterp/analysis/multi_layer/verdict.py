@@ -7,15 +7,13 @@ from jaxtyping import Float
 
 from mechinterp.analysis.multi_layer.algorithm_evidence import AlgorithmEvidence
 from mechinterp.analysis.multi_layer.algorithm_labels import OWN, AlgorithmLimits
+from mechinterp.analysis.number_format import beside, digits, explained
 from mechinterp.analysis.verdict import (
     KNOWN_ALGORITHMS,
     NOTHING_EXCLUDED,
     Verdict,
-    beside,
     calibration_text,
     chance_text,
-    digits,
-    explained,
     is_behind,
     nearest_learners,
     none_of,

@@ -6,42 +6,62 @@ import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 
 from mechinterp import figures
-from mechinterp.analysis.one_layer.circuits import weights_of
-from mechinterp.display import Result
+from mechinterp.display import Result, counted
 from mechinterp.icl.prompts import Prompts
-from mechinterp.models.heads import attend, predict
 from mechinterp.models.run.evaluation import evaluation_prompts
-from mechinterp.models.run.predictor import Source
+from mechinterp.models.run.predictor import Source, predictor_of
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class AttentionPatterns(Result):
-    """Attention of the query on each of a few prompts."""
+    """Attention of the query on each of a few prompts, by all heads of all layers."""
 
     pattern: Float[np.ndarray, "prompt head key"]
-    """Weights of the keys; where the query is among its keys it is the last."""
+    """Weights of the keys, heads layer by layer; where the query is among its keys it is the last."""
+    layer: Int[np.ndarray, " head"]
+    """Layer of each head, from 0."""
     similarity: Float[np.ndarray, "prompt key"]
-    """Scalar product of a key's x and the query's, unit x^2."""
+    """Scalar product of a key's x and the query's, unit x^2; of a key that holds y, of the x of its pair."""
     x: Float[np.ndarray, "prompt key d_x"]
-    """Covariates of the keys."""
+    """Covariates of the keys, or of their pairs."""
     y: Float[np.ndarray, "prompt key d_y"]
-    """Responses of the keys."""
+    """Responses of the keys, or of their pairs; 0 for the query."""
     prediction: Float[np.ndarray, "prompt d_y"]
     target: Float[np.ndarray, "prompt d_y"]
     """The query's response without noise."""
 
+    @property
+    def head(self) -> Int[np.ndarray, " head"]:
+        """Number of each head in its layer, from 0."""
+        return np.arange(len(self.layer)) % (len(self.layer) // self.n_layers)
+
+    @property
+    def n_layers(self) -> int:
+        return int(self.layer[-1]) + 1
+
+    @property
+    def head_names(self) -> list[str]:
+        """head 0, ... of one layer, L0H0, ... of several."""
+        if self.n_layers == 1:
+            return [f"head {head}" for head in self.head]
+        return [f"L{layer}H{head}" for layer, head in zip(self.layer, self.head, strict=True)]
+
     def __repr__(self) -> str:
         n_prompts, n_heads, n_keys = self.pattern.shape
-        return f"AttentionPatterns({n_prompts} prompts, {n_heads} heads, {n_keys} keys)"
+        layers = "" if self.n_layers == 1 else f"{counted(self.n_layers, 'layer')}, "
+        return f"AttentionPatterns({n_prompts} prompts, {layers}{n_heads} heads, {n_keys} keys)"
 
     def to_frame(self) -> pd.DataFrame:
         """One row per prompt, head and key."""
         prompt, head, key = np.indices(self.pattern.shape).reshape(3, -1)
-        columns = {"prompt": prompt, "head": head, "key": key, "attention": self.pattern.ravel()}
-        columns["similarity"] = self.similarity[prompt, key]
+        columns = {"prompt": prompt, "layer": self.layer[head], "head": self.head[head], "key": key}
+        columns |= {
+            "attention": self.pattern.ravel(),
+            "similarity": self.similarity[prompt, key],
+        }
         n_responses = self.y.shape[2]
         for response in range(n_responses):
             name = "y" if n_responses == 1 else f"y_{response}"
@@ -54,7 +74,7 @@ class AttentionPatterns(Result):
         figure = figures.heatmap(
             self.pattern[-1],
             title="",
-            rows=[f"head {head}" for head in range(n_heads)],
+            rows=self.head_names,
             columns=[str(key) for key in range(n_keys)],
             unit="weight",
             limit=float(np.abs(self.pattern).max()) or 1.0,
@@ -77,9 +97,8 @@ class AttentionPatterns(Result):
     def plot_similarity(self) -> go.Figure:
         """Attention against how alike token and query are, with a slider over the prompts."""
         n_prompts, n_heads, _ = self.pattern.shape
-        last = {
-            f"head {head}": (self.similarity[-1], self.pattern[-1, head]) for head in range(n_heads)
-        }
+        names = enumerate(self.head_names)
+        last = {name: (self.similarity[-1], self.pattern[-1, head]) for head, name in names}
         figure = figures.points(
             last, title="", x_title="⟨x token, x query⟩ (x²)", y_title="attention weight"
         )
@@ -123,29 +142,50 @@ def attention_patterns(
     n_prompts: int = 3,
     seed: int = 0,
 ) -> AttentionPatterns:
-    """The attention of a one-layer model's heads on a few prompts.
+    """The attention of every head of every layer on a few prompts, from the query.
 
     Args:
         prompts: None: `n_prompts` of the model's own task are drawn, by `seed`.
+    Raises:
+        ValueError: If the model lacks the hooks on its patterns, or has neither one nor two positions for each pair.
     Example:
         >>> from mechinterp import load
-        >>> from mechinterp.icl.prompts import generator_for, sample_prompts
-        >>> checkpoint = load("checkpoints/softmax-h2-s0")
-        >>> prompts = sample_prompts(checkpoint.config.task, 3, generator=generator_for(0, "eval", 0))
-        >>> attention_patterns(checkpoint, prompts)
+        >>> attention_patterns(load("checkpoints/softmax-h2-s0"))
         AttentionPatterns(3 prompts, 2 heads, 40 keys)
+        >>> attention_patterns(load("checkpoints/sparse-h4-noise0.1-s0"))
+        AttentionPatterns(3 prompts, 4 layers, 16 heads, 40 keys)
     """
     prompts = evaluation_prompts(source, prompts, n_prompts=n_prompts, seed=seed)
-    weights, prompts = weights_of(source, "attention_patterns"), prompts.to("cpu").to(torch.float64)
-    keys = prompts.tokens if weights.attend_to_self else prompts.context_tokens
-    pattern, _, _ = attend(weights, keys, prompts.x_query)
-    d_x = weights.d_x
-    similarity = torch.einsum("bkx,bx->bk", keys[:, :, :d_x], prompts.x_query)
+    predictor = predictor_of(source)
+    patterns = predictor.query_patterns(prompts).double()
+    if not patterns[..., -1].any():
+        patterns = patterns[..., :-1]  # the query is not among its keys
+    tokens = _pairs_of_keys(prompts, patterns.shape[-1]).double()
+    x, y = tokens.split([prompts.x.shape[2], prompts.y.shape[2]], dim=2)
+    with torch.no_grad():
+        prediction = predictor.predict(prompts)
     return AttentionPatterns(
-        pattern=pattern.mT.numpy(force=True),
-        similarity=similarity.numpy(force=True),
-        x=keys[:, :, :d_x].numpy(force=True),
-        y=keys[:, :, d_x:].numpy(force=True),
-        prediction=predict(weights, prompts).numpy(force=True),
-        target=prompts.y_query_clean.numpy(force=True),
+        pattern=patterns.transpose(0, 1).flatten(1, 2).numpy(force=True),
+        layer=np.repeat(np.arange(predictor.n_layers), predictor.n_heads),
+        similarity=torch.einsum("bkx,bx->bk", x, prompts.x_query.double()).numpy(force=True),
+        x=x.numpy(force=True),
+        y=y.numpy(force=True),
+        prediction=prediction.double().numpy(force=True),
+        target=prompts.y_query_clean.double().numpy(force=True),
+    )
+
+
+def _pairs_of_keys(prompts: Prompts, n_keys: int) -> Float[torch.Tensor, "prompt key d_token"]:
+    """The pair (x, y) behind each key: a key each, or one for x and one for y in turn; the query last.
+
+    Raises:
+        ValueError: If there are neither as many keys.
+    """
+    length = prompts.x.shape[1]
+    if n_keys in (length, length + 1):
+        return prompts.tokens[:, :n_keys]
+    if n_keys in (2 * length, 2 * length + 1):
+        return prompts.tokens.repeat_interleave(2, dim=1)[:, :n_keys]
+    raise ValueError(
+        f"attention_patterns needs one or two positions for each of {length} pairs, got {n_keys}."
     )

@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Float
 
 from mechinterp import figures
+from mechinterp.analysis.multi_layer.head_circuits import LayeredCircuits, layered_circuits
 from mechinterp.display import Result
 from mechinterp.models.heads import AttentionWeights
 from mechinterp.models.run.predictor import Source, predictor_of
@@ -89,9 +90,14 @@ class Circuits(Result):
         )
 
 
-def circuits(source: Source) -> Circuits:
-    """QK and OV circuits of weights, a checkpoint or a one-layer hooked model, in float64.
+def circuits(source: Source) -> Circuits | LayeredCircuits:
+    """QK and OV circuits of all heads of weights, a checkpoint or a hooked model, in float64.
 
+    Of several layers, or a layer with more around it, they are in coordinates of tokens where only sums lie between tokens,
+    heads and read-out, else of the weights alone, and the result says why.
+
+    Raises:
+        ValueError: If the model comes without weights of this package.
     Source:
         He et al. 2025, arXiv 2503.12734, eq. (3.1); the papers' KQ is the transpose of QK.
     Example:
@@ -99,6 +105,9 @@ def circuits(source: Source) -> Circuits:
         >>> circuits(diagonal_heads([0.1, -0.1], [3.0, -3.0], d_x=5))
         Circuits(H0 omega +0.100 mu +3.000; H1 omega -0.100 mu -3.000)
     """
+    predictor = predictor_of(source)
+    if predictor.weights is not None and not predictor.is_one_attention:
+        return layered_circuits(predictor.weights)
     return circuits_of(weights_of(source, "circuits"))
 
 

@@ -16,6 +16,7 @@ from mechinterp.analysis.one_layer.shared_qk import (
     rotation_angle,
 )
 from mechinterp.analysis.one_layer.thresholds import Thresholds
+from mechinterp.models.heads import share_of
 from mechinterp.models.scores import is_normalised
 
 
@@ -161,12 +162,6 @@ def _shared(blocks: Tensor, common: CommonMatrix) -> float:
     off_identity = (1 - cosine**2).sum()
     off_common = (1 - common.alignment**2).sum()
     return float(1 - off_common / off_identity) if off_identity > 1e-12 else 0.0
-
-
-def share_of(outputs: Float[Tensor, "batch *models head d_y"]) -> Float[Tensor, "*models head"]:
-    """Standard deviation of each head's output over prompts, divided by the sum of that over heads."""
-    spread = outputs.var(0).sum(-1).sqrt()
-    return spread / spread.sum(-1, keepdim=True).clamp_min(1e-300)
 
 
 def _part(part: Tensor, whole: Tensor) -> np.ndarray:

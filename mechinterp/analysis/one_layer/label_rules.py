@@ -157,7 +157,7 @@ def _linear_sentence(evidence: Evidence) -> str:
     if found is None:
         return f"linear attention; one preconditioned step {explained}"
     if found.n_components is None:
-        off = f"off the components it predicts {found.off_diagonal:.2g} of E y²"
+        off = f"entries of its matrix between two principal directions of x predict {found.off_diagonal:.2g} of E y²"
         return f"linear attention; one preconditioned step {explained}; {off}"
     used = f"{found.n_components} of {len(found.learned)} components"
     return f"linear attention; one preconditioned step on {used} {explained}"

@@ -10,13 +10,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from mechinterp.analysis.one_layer.head_statistics import Form, share_of
+from mechinterp.analysis.one_layer.head_statistics import Form
 from mechinterp.analysis.one_layer.shared_qk import common_matrix, spread_over_heads
 from mechinterp.analysis.one_layer.substitution import evaluation, idealised
 from mechinterp.analysis.one_layer.thresholds import Thresholds
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig
 from mechinterp.memory import CHUNK_BYTES, chunks
-from mechinterp.models.heads import AttentionWeights, head_outputs, stack
+from mechinterp.models.heads import AttentionWeights, head_outputs, share_of, stack
 from mechinterp.models.scores import is_normalised
 from mechinterp.training.one_layer.step import initial_weights
 

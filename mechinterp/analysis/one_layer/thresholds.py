@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Thresholds:
-    """Limits of the classifier; analyses/calibration.py says how often each leads astray."""
+    """Limits of the classifier; analyses/calibration/errors.py says how often each leads astray."""
 
     share: float = 0.01
     """A head is active if its share of the heads' output is above this."""

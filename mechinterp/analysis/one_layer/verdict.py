@@ -6,6 +6,7 @@ import numpy as np
 from jaxtyping import Float
 
 from mechinterp.analysis.learners.baseline_comparison import Nearby
+from mechinterp.analysis.number_format import beside, digits, explained
 from mechinterp.analysis.one_layer.effective_step import Scales
 from mechinterp.analysis.one_layer.head_statistics import Form
 from mechinterp.analysis.one_layer.substitution import Faithfulness
@@ -14,11 +15,8 @@ from mechinterp.analysis.verdict import (
     LEARNERS,
     NOTHING_EXCLUDED,
     Verdict,
-    beside,
     calibration_text,
     chance_text,
-    digits,
-    explained,
     is_behind,
     nearest_learners,
     none_of,

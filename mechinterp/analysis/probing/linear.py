@@ -192,6 +192,13 @@ def cross_validated(
         ValueError: If four fifths of the prompts are fewer than the features and one.
     """
     _require_prompts(len(features), features.shape[1])
+    return best_by_folds(features, targets)
+
+
+def best_by_folds(
+    features: Float[np.ndarray, "prompt feature"], targets: Float[np.ndarray, "prompt target"]
+) -> tuple[Float[np.ndarray, "prompt target"], float]:
+    """The same of any number of prompts; of fewer than the features, a large penalty is the best."""
     held_out = np.arange(len(features)) % FOLDS
     predictions = np.zeros((len(PENALTIES), *targets.shape))
     for fold in range(FOLDS):

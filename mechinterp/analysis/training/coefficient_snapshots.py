@@ -21,6 +21,7 @@ from mechinterp.analysis.training.learning_coefficient import (
 )
 from mechinterp.analysis.training.local_losses import heads_of_linear
 from mechinterp.analysis.training.sampler import Chains
+from mechinterp.checkpoints.checkpoint import checkpoint_of
 from mechinterp.display import Result, counted
 from mechinterp.models.run.predictor import Source
 from mechinterp.models.weights import Weights
@@ -138,7 +139,9 @@ def coefficient_snapshots(
         >>> found.is_minimum.tolist(), found.n_learned.tolist()
         ([False, True], [0, 4])
     """
-    checkpoint = with_snapshots(source, "coefficient_snapshots")
+    checkpoint = checkpoint_of(
+        with_snapshots(source, "coefficient_snapshots"), "coefficient_snapshots"
+    )
     if not is_trained_on_moments(checkpoint):
         raise ValueError(
             "coefficient_snapshots needs linear attention that was trained on moments."

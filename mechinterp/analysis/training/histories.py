@@ -5,13 +5,14 @@ import pandas as pd
 from jaxtyping import Float
 
 from mechinterp.checkpoints.checkpoint import Checkpoint
+from mechinterp.checkpoints.plain_modules import HookedModule
 from mechinterp.models.run.predictor import Source
 
 MAX_NUMBERS = 100_000  # entries of all circuits together: a page with them stays small
 
 
-def with_snapshots(source: Source, analysis: str) -> Checkpoint:
-    """A checkpoint that has weights of earlier steps.
+def with_snapshots(source: Source, analysis: str) -> Checkpoint | HookedModule:
+    """A checkpoint, or a module that a monitor watched, that has weights of earlier steps.
 
     Raises:
         ValueError: If it has none, or is another model.
@@ -45,7 +46,7 @@ def kept_steps(checkpoint: Checkpoint) -> list[int]:
     return steps[::-stride][::-1]
 
 
-def loss_curve(checkpoint: Checkpoint) -> Float[np.ndarray, "row 2"]:
+def loss_curve(checkpoint: Checkpoint | HookedModule) -> Float[np.ndarray, "row 2"]:
     """Step and eval_loss of a checkpoint's history; no rows if there is none."""
     if checkpoint.history is None:
         return np.zeros((0, 2))

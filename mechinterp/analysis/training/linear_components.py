@@ -17,7 +17,7 @@ from mechinterp.analysis.one_layer.pca_components import components
 from mechinterp.analysis.training.histories import kept_steps, loss_at, loss_curve, with_snapshots
 from mechinterp.analysis.training.jump_forecast import jump_forecast
 from mechinterp.analysis.training.snapshots import loss_slider
-from mechinterp.checkpoints.checkpoint import Checkpoint
+from mechinterp.checkpoints.checkpoint import Checkpoint, checkpoint_of
 from mechinterp.display import Result
 from mechinterp.icl.prompts import covariance_matrix
 from mechinterp.models.run.predictor import Source
@@ -154,7 +154,7 @@ def linear_snapshots(source: Source) -> LinearSnapshots:
         >>> linear_snapshots(load("checkpoints/linear-separate-s2"))
         LinearSnapshots(101; at the end principal component regression on 3 of 4 components)
     """
-    checkpoint = with_snapshots(source, "linear_snapshots")
+    checkpoint = checkpoint_of(with_snapshots(source, "linear_snapshots"), "linear_snapshots")
     config, model = checkpoint.config, checkpoint.config.model
     if model.score != "linear/L" or not model.one_attention:
         got = why_no_circuits(model) or f"score {model.score}"

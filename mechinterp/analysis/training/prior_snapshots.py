@@ -8,17 +8,16 @@ import pandas as pd
 import plotly.graph_objects as go
 from jaxtyping import Int
 
-from mechinterp import figures
 from mechinterp.analysis.learners.closeness import (
     KINDS,
     Closeness,
     closeness,
     lengths_of,
     setting_of,
-    stacked,
 )
 from mechinterp.analysis.learners.priors import CLEAR
 from mechinterp.analysis.training.histories import with_snapshots
+from mechinterp.checkpoints.checkpoint import checkpoint_of
 from mechinterp.config import TaskConfig
 from mechinterp.display import Result
 from mechinterp.icl.pools import Pool
@@ -63,37 +62,17 @@ class PriorSnapshots(Result):
 
     def to_frame(self) -> pd.DataFrame:
         """One row per kind of tasks and snapshot."""
-        kinds, steps = np.repeat(KINDS, len(self.step)), np.tile(self.step, len(KINDS))
-        return pd.DataFrame({"tasks": kinds, "step": steps, **self.closeness.columns()})
+        return self.closeness.frame("step", self.step)
 
     def plot(self) -> go.Figure:
         """Relative distance over the step, on tasks of the pool and on new ones."""
-        found = self.closeness
-        return figures.lines(
-            self.step,
-            {f"{kind} tasks": found.relative[i] for i, kind in enumerate(KINDS)},
-            errors={f"{kind} tasks": found.relative_sem[i] for i, kind in enumerate(KINDS)},
-            levels=[0.5],
-            title="Nearer to the pool's posterior (0) or to ridge (1) during training",
-            x_title="step",
-            y_title="relative distance",
-        )
+        title = "Nearer to the pool's posterior (0) or to ridge (1) during training"
+        return self.closeness.plot(self.step, title, "step")
 
     def plot_risks(self) -> go.Figure:
-        """Excess risk over the step on both kinds of tasks, with those of ridge."""
-        found = self.closeness
-        curves = {f"model, {kind} tasks": found.risk[i] for i, kind in enumerate(KINDS)}
-        curves |= {f"ridge, {kind} tasks": found.risk_ridge[i] for i, kind in enumerate(KINDS)}
-        errors = {f"model, {kind} tasks": found.risk_sem[i] for i, kind in enumerate(KINDS)}
-        return figures.lines(
-            self.step,
-            curves,
-            errors=errors,
-            title="Excess risk during training, on tasks of the pool and on new ones",
-            x_title="step",
-            y_title="excess risk (y²)",
-            log_y=True,
-        )
+        """Excess risks over the step on both kinds of tasks, with those of dMMSE and ridge."""
+        title = "Excess risk during training, on tasks of the pool and on new ones"
+        return self.closeness.plot_risks(self.step, title, "step")
 
 
 def prior_snapshots(
@@ -117,18 +96,17 @@ def prior_snapshots(
     Raises:
         ValueError: If the checkpoint has no snapshots, or as `compare_priors` does.
     """
-    trained = with_snapshots(checkpoint, "prior_snapshots")
+    trained = checkpoint_of(with_snapshots(checkpoint, "prior_snapshots"), "prior_snapshots")
     setting = setting_of(trained, task, pool, "prior_snapshots")
     lengths = lengths_of(trained, setting.task, context_lengths)
     samples = [setting.sample(kind, n_prompts, lengths, seed, no_progress) for kind in KINDS]
     kept = progress(list(trained.snapshots.values()), "comparing snapshots with dMMSE and ridge")
-    found = [
-        [closeness(each.predicted(learner_of(weights)).squares().mean(1)) for each in samples]
-        for weights in kept
-    ]
-    by_kind = [stacked([row[kind] for row in found]) for kind in range(len(KINDS))]
+    squares = [
+        np.stack([each.squares([model(prompts) for prompts in each.prompts]) for each in samples])
+        for model in map(learner_of, kept)
+    ]  # [kind, prompt, length, square] of each step
     return PriorSnapshots(
         n_tasks=len(setting.pool),
         step=np.array(list(trained.snapshots)),
-        closeness=stacked(by_kind),
+        closeness=closeness(np.stack([each.mean(2).swapaxes(0, 1) for each in squares], 2)),
     )

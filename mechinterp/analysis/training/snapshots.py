@@ -8,9 +8,10 @@ import plotly.graph_objects as go
 from jaxtyping import Float, Int
 
 from mechinterp import figures
-from mechinterp.analysis.one_layer.circuits import Circuits, circuits
+from mechinterp.analysis.one_layer.circuits import Circuits, circuits_of, weights_of
 from mechinterp.analysis.one_layer.classify import classify_attention
 from mechinterp.analysis.training.histories import kept_steps, loss_at, loss_curve, with_snapshots
+from mechinterp.checkpoints.checkpoint import checkpoint_of
 from mechinterp.display import Result
 from mechinterp.models.run.predictor import Source
 from mechinterp.progress import ProgressCallback, no_progress
@@ -90,7 +91,7 @@ def training_snapshots(
         >>> training_snapshots(load("checkpoints/softmax-h2-s0"))
         Snapshots(10, unstructured to debiased_gd)
     """
-    trained = with_snapshots(checkpoint, "training_snapshots")
+    trained = checkpoint_of(with_snapshots(checkpoint, "training_snapshots"), "training_snapshots")
     if not trained.predictor.is_one_attention:
         raise ValueError(
             "training_snapshots needs one layer of attention; deep_snapshots takes the others."
@@ -105,7 +106,7 @@ def training_snapshots(
     curve = loss_curve(trained)
     return Snapshots(
         step=np.array(steps),
-        circuits=tuple(circuits(each) for each in weights),
+        circuits=tuple(circuits_of(weights_of(each, "training_snapshots")) for each in weights),
         pattern=tuple(each.pattern for each in found),
         labels=tuple(each.labels for each in found),
         eval_loss=loss_at(curve, steps),

@@ -4,7 +4,7 @@ Shapes are held against each other here, in the file's own names and order of ax
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 from pathlib import Path
 
@@ -37,6 +37,8 @@ class Parts:
     n_heads: int
     merged: bool = False
     """Whether a head has one matrix in place of queries and keys."""
+    biases: bool = False
+    """Whether there are biases besides those of norms, in attention alone such that are not zero."""
 
     @property
     def width(self) -> int:
@@ -70,13 +72,6 @@ class Parts:
         """Whether there is nothing but one layer of attention."""
         around = self.has("norm1.weight") or self.has("mlp_in.weight") or self.ends
         return len(self.layers) == 1 and not around
-
-    @property
-    def biases(self) -> bool:
-        """Whether there are biases besides those of norms."""
-        named = [*self.ends.items(), *(item for layer in self.layers for item in layer.items())]
-        found = [t for name, t in named if name.endswith(".bias") and "norm" not in name]
-        return any(bool(t.any()) for t in found) if self.alone else bool(found)
 
 
 def parts_of(
@@ -133,7 +128,9 @@ def parts_of(
     if not parts.alone and "out.weight" not in layers[0]:
         name = layout.layers[0][0].name
         raise CheckpointError(f"{file}: an output projection is needed beside {name}, got none.")
-    return parts
+    named = [*parts.ends.items(), *(item for layer in parts.layers for item in layer.items())]
+    biases = [t for name, t in named if name.endswith(".bias") and "norm" not in name]
+    return replace(parts, biases=any(bool(t.any()) or not parts.alone for t in biases))
 
 
 def _alike(layers: Sequence[dict[str, Tensor]]) -> tuple[dict[str, Tensor], ...]:

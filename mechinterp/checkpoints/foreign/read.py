@@ -29,13 +29,34 @@ MOST_SHOWN = 24
 """Readings that are listed under what was assumed; the checkpoint has all."""
 
 
+@dataclass(frozen=True, eq=False)
+class Stored:
+    """The tensors of a file that does not say what they are, and what stands beside it."""
+
+    path: Path
+    """What the reader names: the file or its folder."""
+    file: Path
+    tensors: Mapping[str, Tensor]
+    settings: Mapping[str, object]
+    """What a config.json beside the file says, {} without one."""
+    step: int = 0
+
+
 def read_foreign(
-    tensors: Mapping[str, Tensor], file: Path, *, hints: Hints, settings: Mapping[str, object]
+    tensors: Mapping[str, Tensor],
+    file: Path,
+    *,
+    hints: Hints,
+    settings: Mapping[str, object],
+    others: Sequence[Stored] = (),
+    step: int = 0,
 ) -> Checkpoint:
     """The checkpoint that the tensors of a file are.
 
     Args:
         settings: What a config.json beside the file says, {} without one.
+        others: Files of earlier steps of a run, whose tensors are read in the same way.
+        step: Number of updates behind the file, where its name tells it.
     Raises:
         CheckpointError: If they fit no format, are not those of such a model, or leave too much open.
     Example:
@@ -44,30 +65,19 @@ def read_foreign(
         >>> read_foreign(state, Path("x.pt"), hints=Hints(n_heads=2), settings={})
         Checkpoint(x.pt: 1 layer of 2 heads with MLPs, d_x=5, context_length=40)
     """
-    tensors = mapped(tensors, hints.map or (), file)
     stated = settings.get(TASK_KEY)
     if isinstance(stated, Mapping):
         hints = replace(hints, task={**stated, **(hints.task or {})})
-    form, layout, useful = recognised(tensors, file, hints)
+    run = [*others, Stored(file, file, tensors, settings, step)]
+    form, layout, _ = recognised(mapped(tensors, hints.map or (), file), file, hints)
     given = given_choices(form, hints, settings, file)
-    axes = form.settled.get("orientation")
-    tries = ORIENTATIONS if layout.open_axes else ORIENTATIONS[:1]
-    tries = (
-        (axes,) if isinstance(axes, str) else (hints.orientation,) if hints.orientation else tries
-    )
+    stated_axes = form.settled.get("orientation", hints.orientation)
+    usual_axes = ORIENTATIONS if layout.open_axes else ORIENTATIONS[:1]
     cases: list[Case] = []
     faults: list[CheckpointError] = []
-    for axes in tries:
+    for axes in usual_axes if stated_axes is None else (stated_axes,):
         try:
-            parts = parts_of(
-                useful,
-                layout,
-                file,
-                axes=axes,
-                hints=hints,
-                settings=settings,
-                wide_heads=form.wide_heads,
-            )
+            parts = _parts_of_run(run, str(axes), hints)[-1]
             form = _own(form, parts, file, hints)
             choices = choices_of(parts, form, given, hints, file)
         except CheckpointError as error:
@@ -76,7 +86,7 @@ def read_foreign(
         source = _Source(file, form, hints, settings, str(choices["score"][0]))
         for said in combinations(choices, given):
             try:
-                cases.append(source.case(parts, {"orientation": axes, **said}))
+                cases.append(source.case(parts, {"orientation": str(axes), **said}))
             except CheckpointError as error:
                 faults.append(error)
     if not cases:
@@ -84,10 +94,37 @@ def read_foreign(
     closed = {*given, *({"attend_to_self"} & form.settled.keys())}
     first, readings = tried(cases, closed, source.case, file)
     found = source.checkpoint(first, given, readings, _open(cases))
+    found = replace(found, step=step, assumed={**found.assumed, "step": step})
+    if others:
+        every = _parts_of_run(run, str(first.said["orientation"]), hints)
+        kept = zip(run, every, strict=True)
+        found = replace(
+            found, kept={e.step: replace(first, parts=p, file=e.file).weights() for e, p in kept}
+        )
     ignored = [name for name, tensor in tensors.items() if is_harmless(name, tensor.ndim)]
     if not ignored or form.name == "transformer-lens":
         return found
     return replace(found, assumed={**found.assumed, "ignored": ignored})
+
+
+def _parts_of_run(run: Sequence[Stored], axes: str, hints: Hints) -> list[Parts]:
+    """The parts of every file of a run, with biases if any of them has such that are not zero."""
+    found = []
+    for each in run:
+        tensors = mapped(each.tensors, hints.map or (), each.file)
+        form, layout, useful = recognised(tensors, each.file, hints)
+        parts = parts_of(
+            useful,
+            layout,
+            each.file,
+            axes=axes,
+            hints=hints,
+            settings=each.settings,
+            wide_heads=form.wide_heads,
+        )
+        found.append(parts)
+    biases = any(parts.biases for parts in found)
+    return [replace(parts, biases=biases) for parts in found]
 
 
 def _own(form: Format, parts: Parts, file: Path, hints: Hints) -> Format:

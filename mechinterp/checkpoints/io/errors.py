@@ -13,9 +13,16 @@ class CheckpointError(ValueError):
 
 
 def nothing_at(path: Path) -> CheckpointError:
-    """The error for a checkpoint that is not there."""
+    """The error for a path at which nothing lies, or a name that no model has."""
+    from mechinterp.checkpoints.shipped import bundled_names
+
+    if path.name != str(path):
+        return CheckpointError(
+            f"{path}: a checkpoint is a folder with config.json and model.safetensors; this does not exist."
+        )
     return CheckpointError(
-        f"{path}: a checkpoint is a folder with config.json and model.safetensors; this does not exist."
+        f"{path}: a model is a folder or file that exists or a name; the package comes with "
+        f"{', '.join(bundled_names())}, and a clone has all trained models in checkpoints/."
     )
 
 

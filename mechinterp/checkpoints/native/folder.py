@@ -7,6 +7,7 @@ import os
 import subprocess
 from collections.abc import Mapping
 from dataclasses import asdict
+from functools import cache
 from pathlib import Path
 
 import pandas as pd
@@ -103,6 +104,7 @@ def document_parts(document: object, file: Path) -> tuple[dict, ExperimentConfig
         raise CheckpointError(f"{file}: {one_line(error)}") from None
 
 
+@cache
 def git_commit() -> str | None:
     """The commit of the source tree this package runs from, None if it was installed from a file."""
     root = Path(__file__).parents[3]

@@ -42,8 +42,11 @@ class Outline:
 
     @property
     def name(self) -> str:
-        """The folder's or file's name, printable."""
-        return printable(self.path.resolve().name)
+        """The folder's or file's name, printable; of a download from the hub that of its repository."""
+        path = self.path.resolve()
+        repository = path.parents[1].name if path.parent.name == "snapshots" else ""
+        named = repository.rpartition("--")[2] if repository.startswith("models--") else path.name
+        return printable(named)
 
     @property
     def task(self) -> TaskConfig:
@@ -57,7 +60,7 @@ class Outline:
         return read_history(self.path, self.config, self.step)
 
     @property
-    def snapshot_steps(self) -> list[int]:
+    def steps(self) -> list[int]:
         """Steps of the snapshots during training."""
         return snapshot_steps(self.path)
 

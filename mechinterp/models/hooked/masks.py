@@ -101,3 +101,8 @@ def z_name(layer: int) -> str:
 def resid_name(layer: int) -> str:
     """Name of the hook on the stream before a layer, [batch, pos, d_model]."""
     return f"blocks.{layer}.hook_resid_pre"
+
+
+def pattern_name(layer: int) -> str:
+    """Name of the hook on a layer's attention weights, [batch, head, query, key]."""
+    return f"blocks.{layer}.attn.hook_pattern"

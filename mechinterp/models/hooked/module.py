@@ -5,14 +5,25 @@ a layer begins and ends, and hand what passes to the hook points.
 """
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from transformer_lens.hook_points import HookPoint
 
+from mechinterp.models.hooked.followed import (
+    POINTS,
+    Following,
+    Inner,
+    Running,
+    attach,
+    caught,
+    why_not_followed,
+)
 from mechinterp.models.hooked.hooks import CheckedHooks
 
 
@@ -30,6 +41,8 @@ class Place:
     stream_turned: bool
     one_number: bool
     """Whether what leaves the layer is one number for each position, [batch, pos]."""
+    inner: Inner | None = None
+    """What is in front of the output; None where it is not known."""
 
 
 @dataclass(eq=False)
@@ -53,7 +66,8 @@ class ModuleSizes:
 
 
 class ModuleHooks(CheckedHooks):
-    """A module with `blocks.{l}.attn.hook_z`, `blocks.{l}.hook_resid_pre` and `hook_resid_post`.
+    """A module with `blocks.{l}.attn.hook_z`, `blocks.{l}.hook_resid_pre` and `hook_resid_post`, and where its attention can be
+    followed `blocks.{l}.attn.hook_q`, `hook_k`, `hook_v`, `hook_attn_scores` and `hook_pattern`; `unfollowed` says why not.
 
     z is [batch, pos, head, d_head], the stream [batch, pos, width], with one position where a layer is at the query only. The module is changed: of a torch.nn.MultiheadAttention the output projection is applied
     after it.
@@ -70,8 +84,14 @@ class ModuleHooks(CheckedHooks):
         self.module = module
         self._lengths: set[int] = set()
         blocks = [_Block() for _ in places]
+        self._running = Running()
+        self.unfollowed: dict[int, str] = {}
+        """Why points of a layer are left out, by its number."""
         for place, points in zip(places, blocks, strict=True):
             _attach(module, place, points)
+            points.attn.n_heads = place.n_heads
+            if place.inner is not None:
+                attach(module, place.inner, points.attn, place.heads_turned, self._running)
         self.blocks = nn.ModuleList(blocks)
         parameter = next(module.parameters(), torch.empty(0))
         self.cfg = ModuleSizes(  # type: ignore[assignment]
@@ -84,8 +104,9 @@ class ModuleHooks(CheckedHooks):
         """The module's own output."""
         length = inputs.shape[1]
         try:
-            # Hooks that write in place leave the caller's input alone.
-            output = self.module(inputs.clone())
+            with Following(self._running) if self._followed() else nullcontext():
+                # Hooks that write in place leave the caller's input alone.
+                output = self.module(inputs.clone())
         except (AssertionError, IndexError, RuntimeError) as error:
             if isinstance(error, ValueError) or length in self._lengths:
                 raise
@@ -95,6 +116,24 @@ class ModuleHooks(CheckedHooks):
             ) from error
         self._lengths.add(length)
         return output
+
+    def _followed(self) -> bool:
+        """Whether a hook is on a point within attention, so that it is computed step by step."""
+        points = [getattr(b.attn, name, None) for b in self.blocks for name in POINTS]
+        return any(point is not None and (point.fwd_hooks or point.bwd_hooks) for point in points)
+
+    def follow(self, inputs: Tensor) -> None:
+        """Leave out the points within attention that do not explain what the heads put out on these inputs."""
+        for layer, block in enumerate(self.blocks):
+            heads: Any = block.attn
+            with caught(heads, (*POINTS, "hook_z")) as passed:
+                self(inputs)
+            gone, reason = why_not_followed(passed)
+            for name in gone:
+                delattr(heads, name)
+            if reason:
+                self.unfollowed[layer] = reason
+        self.setup()
 
 
 class _Block(nn.Module):
@@ -108,9 +147,13 @@ class _Heads(nn.Module):
     projection: nn.Module
     """Of a torch.nn.MultiheadAttention, in its place."""
 
+    n_heads: int
+    hook_z: HookPoint
+
     def __init__(self) -> None:
         super().__init__()
-        self.hook_z = HookPoint()
+        for name in (*POINTS, "hook_z"):
+            self.add_module(name, HookPoint())
 
 
 # Partial functions rather than closures, so that a copy of the model runs through its own hook points.
@@ -132,9 +175,11 @@ def _attach(module: nn.Module, place: Place, points: _Block) -> None:
 
 
 def _identity(projection: nn.Linear) -> NonDynamicallyQuantizableLinear:
-    """A projection that changes nothing."""
+    """A projection that changes nothing, made without random numbers: somebody's training may go on."""
     biased, width = projection.bias is not None, len(projection.weight)
-    same = NonDynamicallyQuantizableLinear(width, width, biased, dtype=projection.weight.dtype)
+    same = nn.utils.skip_init(
+        NonDynamicallyQuantizableLinear, width, width, bias=biased, dtype=projection.weight.dtype
+    )
     with torch.no_grad():
         same.weight.copy_(torch.eye(width))
         if biased:

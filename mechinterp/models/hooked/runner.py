@@ -163,8 +163,10 @@ class HookedPredictor:
         output, cache = self.model.run_with_cache(self.inputs(prompts), names_filter=known)
         for name in names:
             if name not in cache:
+                reasons = getattr(self.model, "unfollowed", {})
+                why = f": {next(iter(reasons.values()))}" if reasons else ""
                 raise ValueError(
-                    f"This needs the hook {name}, got a {type(self.model).__name__} that does not run through it."
+                    f"This needs the hook {name}, got a {type(self.model).__name__} that does not run through it{why}."
                 )
         for layer in range(self.n_layers):
             if z_name(layer) in names:

@@ -32,6 +32,12 @@ Attend = Callable[[Queries, Keys, Keys, ModelConfig], Queries]
 
 def attend(q: Queries, k: Keys, v: Keys, model: ModelConfig) -> Queries:
     """What each head reads."""
+    pattern = pattern_of(q, k, model)
+    return einsum(pattern, v, "batch head row key, batch key head d -> batch row head d")
+
+
+def pattern_of(q: Queries, k: Keys, model: ModelConfig) -> Float[Tensor, "batch head row key"]:
+    """Attention weights of queries, with the scale, on keys."""
     scores = einsum(q, k, "batch row head d, batch key head d -> batch head row key")
     reads = readable_keys(
         k.shape[1],
@@ -40,8 +46,7 @@ def attend(q: Queries, k: Keys, v: Keys, model: ModelConfig) -> Queries:
         device=scores.device,
     )
     scores = scores.masked_fill(~reads[-q.shape[1] :], -torch.inf)
-    pattern = attention_pattern(scores, score=model.score, slope=model.score_slope)
-    return einsum(pattern, v, "batch head row key, batch key head d -> batch row head d")
+    return attention_pattern(scores, score=model.score, slope=model.score_slope)
 
 
 def predictions(
@@ -62,7 +67,7 @@ def predictions(
     for number in range(weights.n_layers):
         layer = _Layer(weights, number, attend)
         stream = layer.after(stream, layer.written(layer.z(stream)))
-    return _read_out(weights, stream)[:, -1]
+    return read_out(weights, stream)[:, -1]
 
 
 def masked_predictions(
@@ -78,7 +83,7 @@ def masked_predictions(
     for rows in progress(_chunks(weights, prompts), "masking heads (zero)"):
         run = _run(layers, _embedded(weights, prompts[rows]))
         streams = [run.masked(heads) for heads in by_layer]
-        parts.append(torch.stack([_read_out(weights, stream)[:, -1] for stream in streams]))
+        parts.append(torch.stack([read_out(weights, stream)[:, -1] for stream in streams]))
     return torch.cat(parts, dim=1)
 
 
@@ -96,6 +101,23 @@ def streams(
                 z = mask_z(z, heads=by_layer[layer.number], value=None)
             found.append(layer.after(found[-1], layer.written(z)))
         parts.append(torch.stack([stream[:, -1:] for stream in found]))
+    return torch.cat(parts, dim=1)
+
+
+def query_patterns(weights: Weights, prompts: Prompts) -> Float[Tensor, "layer batch head key"]:
+    """Attention weights of the query in every layer."""
+    parts = []
+    for rows in _chunks(weights, prompts):
+        patterns: list[Tensor] = []
+
+        def noting(
+            q: Queries, k: Keys, v: Keys, model: ModelConfig, to: list = patterns
+        ) -> Queries:
+            to.append(pattern_of(q, k, model)[:, :, -1])
+            return attend(q, k, v, model)
+
+        predictions(weights, prompts[rows], attend=noting)
+        parts.append(torch.stack(patterns))
     return torch.cat(parts, dim=1)
 
 
@@ -230,9 +252,10 @@ def _embedded(weights: Weights, prompts: Prompts) -> Float[Tensor, "batch pos d_
     return stream if positions is None else stream + positions[: stream.shape[1]]
 
 
-def _read_out(
+def read_out(
     weights: Weights, stream: Float[Tensor, "batch row d_model"]
 ) -> Float[Tensor, "batch row d_y"]:
+    """What the model's own read-out, its last norm included, makes of a stream."""
     tensors, model = weights.tensors, weights.model
     if model.final_norm:
         w, b = tensors["ln_final.w"], tensors["ln_final.b"]

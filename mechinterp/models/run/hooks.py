@@ -15,8 +15,16 @@ from torch.nn.functional import pad
 
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.heads import AttentionWeights, attend
-from mechinterp.models.hooked.masks import Head, Values, by_layers, mask_z, swapped, z_name
-from mechinterp.models.hooked.query_position import query_positions
+from mechinterp.models.hooked.masks import (
+    Head,
+    Values,
+    by_layers,
+    mask_z,
+    pattern_name,
+    swapped,
+    z_name,
+)
+from mechinterp.models.hooked.query_position import NoStreamError, query_positions
 from mechinterp.models.hooked.runner import HookedPredictor, masked
 from mechinterp.models.shapes import BIASES, NAMES
 from mechinterp.models.weights import Weights, heads_of
@@ -79,9 +87,9 @@ def _columns(places: Sequence[int], positions: Sequence[int]) -> list[list[int]]
 
 
 def _stacked(
-    streams: Sequence[Float[Tensor, "batch pos _width"]],
-) -> Float[Tensor, "layer batch pos d_model"]:
-    """Streams of all layers, zeros behind those that are narrower than the widest."""
+    streams: Sequence[Float[Tensor, "batch axis _width"]],
+) -> Float[Tensor, "layer batch axis width"]:
+    """Streams, or patterns, of all layers, zeros behind those that are narrower than the widest."""
     widest = max(stream.shape[-1] for stream in streams)
     return torch.stack([pad(stream, (0, widest - stream.shape[-1])) for stream in streams])
 
@@ -98,6 +106,70 @@ def stream(
         # Past the last layer a Bridge does not stop: it would give its prediction.
         name = hooked.stream_name(layer)
         return torch.cat([hooked.activations(chunk, [name])[1][0] for chunk in chunks])
+
+
+def query_patterns(
+    hooked: HookedPredictor, prompts: Prompts
+) -> Float[Tensor, "layer batch head key"]:
+    """Attention weights of the query in every layer, zeros behind those of fewer keys than the most."""
+    names = [pattern_name(layer) for layer in range(hooked.n_layers)]
+    places, parts = _query_rows(hooked, prompts[:1], names), []
+    for rows in hooked.chunks(prompts, CHUNK):
+        _, patterns = hooked.activations(prompts[rows], names)
+        parts.append(_stacked([each[:, :, at] for each, at in zip(patterns, places, strict=True)]))
+    return torch.cat(parts, dim=1)
+
+
+def _query_rows(hooked: HookedPredictor, prompts: Prompts, names: Sequence[str]) -> list[int]:
+    """Row of the query in the patterns; where no stream is known, the last of as many rows as the input has positions."""
+    _, patterns = hooked.activations(prompts, names)
+    try:
+        return query_positions(hooked, prompts)[:-1]
+    except NoStreamError:
+        if {each.shape[2] for each in patterns} != {hooked.inputs(prompts).shape[1]}:
+            raise
+        return [-1] * len(names)
+
+
+def query_writes(
+    hooked: HookedPredictor, prompts: Prompts
+) -> Float[Tensor, "layer batch head d_model"] | None:
+    """What each head adds to the stream at the query; None where W_O is not known by that name."""
+    outputs = [getattr(getattr(block, "attn", None), "W_O", None) for block in hooked.model.blocks]  # type: ignore[union-attr]
+    matrices = [W_O for W_O in outputs if isinstance(W_O, Tensor)]
+    if len(matrices) < hooked.n_layers:
+        return None
+    names = [z_name(layer) for layer in range(hooked.n_layers)]
+    places, parts = query_positions(hooked, prompts), []
+    for rows in hooked.chunks(prompts, CHUNK):
+        _, every_z = hooked.activations(prompts[rows], names)
+        written = [
+            einsum(z[:, at], W_O, "batch head d_head, head d_head d_model -> batch head d_model")
+            for z, at, W_O in zip(every_z, places[:-1], matrices, strict=True)
+        ]
+        parts.append(torch.stack(written))
+    return torch.cat(parts, dim=1)
+
+
+def read_out(
+    hooked: HookedPredictor, prompts: Prompts, stream: Float[Tensor, "batch d_model"]
+) -> Float[Tensor, "batch d_y"]:
+    """What comes after the last layer makes of a stream at the query; other positions hold those of other prompts."""
+    name, place = hooked.stream_name(hooked.n_layers), query_positions(hooked, prompts)[-1]
+    parts = []
+    for rows in hooked.chunks(prompts, CHUNK):
+
+        def put(values: Tensor, hook: object, own: Tensor = stream[rows]) -> Tensor:
+            held = values.flip(0)
+            held[:, place] = own[:, : values.shape[-1]].to(
+                values
+            )  # streams are filled up to one width
+            return held
+
+        inputs = hooked.inputs(prompts[rows])
+        output = hooked.model.run_with_hooks(inputs, fwd_hooks=[(name, put)])
+        parts.append(hooked.prediction(output, prompts[rows]))
+    return torch.cat(parts)
 
 
 @dataclass(frozen=True, eq=False)

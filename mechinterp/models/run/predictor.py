@@ -260,6 +260,38 @@ class Predictor:
             ]
         return torch.stack(each, dim=1).to(prompts.x.device)
 
+    def query_patterns(self, prompts: Prompts) -> Float[Tensor, "layer batch head key"]:
+        """Attention weights that the query gives to every position, without gradients; 0 for those that it cannot read.
+
+        Raises:
+            ValueError: If the model lacks the hook on its patterns, or it is not known where the query is.
+        """
+        weights = self._shortcut
+        with torch.no_grad():
+            if weights is not None:
+                found = weights_alone.query_patterns(weights, _fitting(weights, prompts))
+            else:
+                found = hooks.query_patterns(self.hooked, prompts)
+        return found.to(prompts.x.device)
+
+    def query_writes(self, prompts: Prompts) -> Float[Tensor, "layer batch head d_model"] | None:
+        """What each head adds to the stream at the query, without gradients; None where its W_O is not known."""
+        with torch.no_grad():
+            written = hooks.query_writes(self.hooked, prompts)
+        return None if written is None else written.to(prompts.x.device)
+
+    def own_read_out(
+        self, stream: Float[Tensor, "batch d_model"], prompts: Prompts
+    ) -> Float[Tensor, "batch d_y"]:
+        """What the model's own read-out, its last norm included, makes of a stream at the query, without gradients."""
+        weights = self._shortcut
+        with torch.no_grad():
+            if weights is not None:
+                found = weights_alone.read_out(weights, stream[:, None].to(weights.device))[:, 0]
+            else:
+                found = hooks.read_out(self.hooked, prompts, stream)
+        return found.to(prompts.x.device)
+
     def require_layer(self, layer: int) -> None:
         """Refuse a number of layers that the model does not have.
 

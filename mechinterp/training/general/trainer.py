@@ -1,28 +1,24 @@
 """Training of one model of any architecture, by Adam and automatic gradients."""
 
-import math
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
+from functools import partial
 
-import numpy as np
-import pandas as pd
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from mechinterp.config import ExperimentConfig
-from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
+from mechinterp.icl.prompts import Prompts, generator_for
 from mechinterp.memory import layers_bytes, require_memory
 from mechinterp.models.run.general import predictions
 from mechinterp.models.shapes import tensor_shapes
 from mechinterp.models.stacks import DeepWeights, deep_bytes, predict_deep
-from mechinterp.models.weights import Weights, as_weights
+from mechinterp.models.weights import Weights, as_weights, circuit_norms
+from mechinterp.training.batches import largest_chunk
 from mechinterp.training.general.attention import attend
 from mechinterp.training.general.step import loss_and_gradients
-from mechinterp.training.run import Run, TrainedModel, own, require_like, views
-from mechinterp.training.state import read_state, resumable
-
-ADAM = ("exp_avg", "exp_avg_sq", "step")
+from mechinterp.training.run import Run, flattened, own, views
 
 
 def initial_deep_weights(config: ExperimentConfig) -> Weights:
@@ -72,7 +68,7 @@ def initial_deep_weights(config: ExperimentConfig) -> Weights:
 
 
 class DeepRun(Run[DeepWeights | Weights]):
-    """A model in training with PyTorch's Adam: attention alone by a step that is written out, others by automatic gradients."""
+    """A model in training: attention alone by a step that is written out, others by automatic gradients."""
 
     def __init__(
         self,
@@ -84,126 +80,46 @@ class DeepRun(Run[DeepWeights | Weights]):
         """A run at its start: with the initial weights of the config, or others of their shapes."""
         if len(models) != 1:
             raise ValueError(f"Such a model trains alone, got {len(models)} models.")
-        ((self.name, config),) = models.items()
+        (config,) = models.values()
         named = initial_deep_weights(config) if start is None else as_weights(start)
-        like = named.stack if named.has_stack else named
         _require_memory(config, named)
-        flat = torch.cat([tensor.flatten() for tensor in like.tensors.values()])
-        flat = flat.to(device).requires_grad_()
-        self.adam = torch.optim.Adam([flat], lr=config.train.learning_rate, fused=True)
-        loss_sum = torch.zeros((), dtype=torch.float64, device=device)
-        self.is_stack = named.has_stack
-        super().__init__(models, like, flat, loss_sum)
+        form = named.stack if named.has_stack else named
+        zero = torch.zeros((), dtype=torch.float64)
+        super().__init__(models, form, zero, device=device, rounded_up=False)
 
-    @property
-    def moments(self) -> Mapping[str, Tensor]:
-        return self.adam.state[self.flat]
+    def _loss(self, prompts: Prompts) -> Float[Tensor, ""]:
+        if isinstance(self.weights, DeepWeights):
+            found = predict_deep(self.weights, prompts)
+        else:
+            found = _predictions(self.weights, prompts)
+        return (found - prompts.y_query).square().mean()
 
-    @property
-    def diverged(self) -> dict[str, int]:
-        """The logged step at which the loss was first found not to be finite, by name; empty as long as it is."""
-        lost = ~torch.isfinite(self.rows["eval_loss"])
-        return {self.name: int(self.rows["step"][lost.byte().argmax()])} if lost.any() else {}
-
-    @classmethod
-    def restore(cls, file: Path, *, device: str = "cpu") -> "DeepRun":
-        """The run whose state lies in a file.
-
-        Raises:
-            CheckpointError: If the file is cut short or was not written by `save`.
-        """
-        state = read_state(file)
-        with resumable(file), torch.no_grad():
-            run = cls(state.models, device=device)
-            run._resume(state)
-            if run.step:
-                for name in ("exp_avg", "exp_avg_sq"):
-                    require_like(name, state.moments[name], run.flat)
-                if state.moments["step"].tolist() != run.step:
-                    raise ValueError(f"Adam must have made {run.step} steps")
-                run.adam.state[run.flat] = {n: state.moments[n].to(run.device) for n in ADAM}
-        return run
-
-    def results(self) -> dict[str, TrainedModel]:
-        cut = {step: self._own(flat) for step, flat in sorted(self.snapshots.items())}
-        weights, history = self._own(self.flat), _history(self.rows)
-        return {self.name: TrainedModel(self.config, weights, self.step, history, cut)}
-
-    def _own(self, flat: Tensor) -> Weights:
-        found = as_weights(own(views(flat, self.like)))
-        return replace(found, model=self.config.model)
-
-    def _predict(self, prompts: Prompts) -> Tensor:
-        """Predictions with the weights as they are now."""
-        weights = self.weights
-        if self.is_stack:
-            return predict_deep(weights, prompts)  # type: ignore[arg-type]
-        return predictions(weights, prompts, attend=attend)  # type: ignore[arg-type]
-
-    def _gradient(self, prompts: Prompts) -> tuple[Tensor, Tensor]:
-        """The loss, and its gradient in the flat tensor."""
-        weights = self.weights
-        if self.is_stack:
-            loss, gradients = loss_and_gradients(weights, prompts)  # type: ignore[arg-type]
-            return loss, torch.cat([tensor.flatten() for tensor in gradients.tensors.values()])
-        loss = (self._predict(prompts) - prompts.y_query).square().mean()
-        (gradient,) = torch.autograd.grad(loss, [self.flat])
+    def _loss_and_gradient(
+        self, prompts: Prompts
+    ) -> tuple[Float[Tensor, ""], Float[Tensor, " weight"]]:
+        if isinstance(self.weights, DeepWeights):
+            loss, gradients = loss_and_gradients(self.weights, prompts)
+            return loss, flattened(gradients)
+        flat = self.flat.detach().requires_grad_()
+        error = _predictions(views(flat, self.weights), prompts) - prompts.y_query
+        loss = error.square().mean()
+        (gradient,) = torch.autograd.grad(loss, [flat])
         return loss.detach(), gradient
 
-    def _update(self, step: int) -> None:
-        """One step of Adam on fresh prompts, which are a function of (data seed, step)."""
-        task, train = self.config.task, self.config.train
-        generator = generator_for(train.data_seed, "train", step, device=self.device)
-        prompts = sample_prompts(
-            task,
-            train.batch_size,
-            generator=generator,
-            context_length=self._length(step, generator),
-            dtype=self.flat.dtype,
-        )
-        loss, self.flat.grad = self._gradient(prompts)
-        if train.clip_norm is not None:
-            torch.nn.utils.clip_grad_norm_([self.flat], train.clip_norm)
-        if train.cosine:
-            part = 0.5 * (1 + math.cos(math.pi * step / train.steps))
-            self.adam.param_groups[0]["lr"] = part * train.learning_rate
-        self.adam.step()
-        self.loss_sum += loss
+    def _measured(self) -> dict[str, Tensor]:
+        return circuit_norms(as_weights(self.weights))
 
-    def _length(self, step: int, generator: torch.Generator) -> int:
-        """Pairs per prompt in a step, the same on any device; drawn on the processor, so that no step waits."""
-        train, longest = self.config.train, self.config.task.context_length
-        if train.shortest_context is None:
-            return longest
-        if self.device.type != "cpu":
-            generator = generator_for(train.data_seed, "train", step)
-        return int(torch.randint(train.shortest_context, longest + 1, (), generator=generator))
+    def _model(self, index: int, weights: DeepWeights | Weights) -> Weights:
+        return replace(as_weights(own(weights)), model=self.config.model)
 
-    def _row(self) -> dict[str, Tensor]:
-        weights = as_weights(self.weights)
-        return {
-            "eval_loss": self._eval_loss(),
-            "qk_norm": weights.scale * (weights.W_Q @ weights.W_K.mT).norm(dim=(2, 3)),
-            "ov_norm": (weights.W_V @ weights.W_O).norm(dim=(2, 3)),
-        }
 
-    def _eval_loss(self) -> Tensor:
-        train = self.config.train
-        generator = generator_for(train.data_seed, "eval", 0, device=self.device)
-        prompts = sample_prompts(
-            self.config.task, train.n_eval_prompts, generator=generator, dtype=self.flat.dtype
-        )
-        squares = []
-        for start in range(0, len(prompts), train.batch_size):
-            part = prompts[start : start + train.batch_size]
-            error = self._predict(part) - part.y_query
-            squares.append(error.square().mean(1))
-        return torch.cat(squares).double().mean()
+_predictions = partial(predictions, attend=attend)
 
 
 def _require_memory(config: ExperimentConfig, named: Weights) -> None:
     """Refuse steps that do not fit into memory, whatever else a step keeps for its gradient."""
-    n_prompts, length = config.train.batch_size, config.task.context_length
+    length = config.task.context_length
+    n_prompts = min(config.train.batch_size, largest_chunk(config.task))
     if named.has_stack:
         per_prompt = deep_bytes(named.stack, length + 1)
     else:
@@ -218,16 +134,3 @@ def _require_memory(config: ExperimentConfig, named: Weights) -> None:
             width=4,
         )
     require_memory(n_prompts * per_prompt, f"a step on {n_prompts} prompts of {length} pairs")
-
-
-def _history(rows: Mapping[str, Tensor]) -> pd.DataFrame:
-    """One row per logged step, layer and head."""
-    n_rows, n_layers, n_heads = rows["qk_norm"].shape
-    _, layer, head = np.indices((n_rows, n_layers, n_heads))
-    columns = {"step": rows["step"].repeat_interleave(n_layers * n_heads).numpy()}
-    columns |= {"layer": layer.ravel(), "head": head.ravel()}
-    for name in ("loss", "eval_loss"):
-        columns[name] = rows[name].repeat_interleave(n_layers * n_heads).numpy()
-    return pd.DataFrame(
-        columns | {name: rows[name].flatten().numpy() for name in ("qk_norm", "ov_norm")}
-    )

@@ -13,8 +13,11 @@ from mechinterp.config import TaskConfig
 from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
 from mechinterp.theory.linear import Modes, Moments
 from mechinterp.theory.linear_heads import Heads
-from mechinterp.training.linear.flat import check_heads, flatten, force_of, velocity_of
+from mechinterp.training.linear.flat import check_heads, flatten, velocity_of
 from mechinterp.training.linear.flow import Flow, record
+
+CHUNK = 8192
+"""Sequences of a training set that are drawn at once."""
 
 
 def sample_moments(batches: Iterable[Prompts], *, basis: Float[np.ndarray, "d_x d_x"]) -> Moments:
@@ -47,7 +50,7 @@ def sample_moments(batches: Iterable[Prompts], *, basis: Float[np.ndarray, "d_x 
 
 
 def training_set(
-    task: TaskConfig, n_sequences: int, *, seed: int, chunk: int = 8192
+    task: TaskConfig, n_sequences: int, *, seed: int, chunk: int = CHUNK
 ) -> Iterable[Prompts]:
     """A training set in chunks, a pure function of its size and seed.
 
@@ -112,14 +115,14 @@ def _states(
     heads: Heads, moments: Moments, learning_rate: float, rows: Int[np.ndarray, " row"]
 ) -> Float[np.ndarray, "row weight"]:
     """Flat weights at given steps of descent on the moments."""
-    velocity, force = velocity_of(heads), force_of(moments)
+    velocity = velocity_of(heads, moments)
     state, rate = flatten(heads), 2 * learning_rate
     states, done = [], 0
     for row in rows.tolist():
         # Weights that overflow on the way are found at its end.
         with np.errstate(over="ignore", invalid="ignore"):
             for _ in range(done, row):
-                state = state + rate * velocity(state, force)
+                state = state + rate * velocity(state)
         if not np.abs(state).max() < 1e6:
             raise FloatingPointError(
                 f"Weights diverged by step {row} at learning_rate {learning_rate}."

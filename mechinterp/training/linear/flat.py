@@ -1,4 +1,4 @@
-"""Weights of linear attention as one flat array: their product, loss and velocity without making heads."""
+"""Weights of linear attention as one flat array, as solvers want them."""
 
 from collections.abc import Callable
 
@@ -6,9 +6,13 @@ import numpy as np
 from jaxtyping import Float
 
 from mechinterp.theory.linear import Moments
-from mechinterp.theory.linear_heads import Heads, MergedHeads, SeparateHeads
-
-Force = Callable[[np.ndarray], np.ndarray]  # [d_x, d_x] to [d_x, d_x]: M to G
+from mechinterp.theory.linear_heads import (
+    Heads,
+    MergedHeads,
+    SeparateHeads,
+    merged_motion,
+    separate_motion,
+)
 
 
 def check_heads(heads: Heads, moments: Moments) -> None:
@@ -40,72 +44,30 @@ def unflatten(heads: Heads, flat: Float[np.ndarray, "*stack weight"]) -> Heads:
     v, rest = flat[..., :n_heads], flat[..., n_heads:]
     if isinstance(heads, MergedHeads):
         return MergedHeads(v=v, U=rest.reshape(*stack, *heads.U.shape))
-    K, Q = np.split(rest, 2, axis=-1)
-    return SeparateHeads(
-        v=v, K=K.reshape(*stack, *heads.K.shape), Q=Q.reshape(*stack, *heads.K.shape)
-    )
+    both = rest.reshape(*stack, 2, *heads.K.shape)
+    return SeparateHeads(v=v, K=both[..., 0, :, :, :], Q=both[..., 1, :, :, :])
 
 
-def force_of(moments: Moments) -> Force:
-    """G as a function of M."""
-    yz, size = moments.yz, moments.yz.size
-    zz = moments.zz.reshape(size, size)
-    return lambda M: yz - (zz @ M.ravel()).reshape(yz.shape)
-
-
-def velocity_of(heads: Heads) -> Callable[[np.ndarray, Force], np.ndarray]:
-    """tau dW/dt of flat weights under a force: `heads.velocity` without making heads."""
-    n_heads = heads.v.shape[-1]
+def velocity_of(heads: Heads, moments: Moments) -> Callable[[np.ndarray], np.ndarray]:
+    """tau dW/dt of flat weights on the loss of moments, without making heads of them."""
+    n_heads, d_x = heads.v.shape[-1], len(moments.yz)
     if isinstance(heads, MergedHeads):
-        d_x = heads.U.shape[-1]
 
-        def merged(flat: np.ndarray, force: Force) -> np.ndarray:
-            v, U = flat[:n_heads], flat[n_heads:].reshape(n_heads, -1)
-            G = force((v @ U).reshape(d_x, d_x)).ravel()
-            return np.concatenate([U @ G, np.outer(v, G).ravel()])
+        def force(M: np.ndarray) -> np.ndarray:
+            return moments.gradient(M.reshape(d_x, d_x)).ravel()
+
+        def merged(flat: np.ndarray) -> np.ndarray:
+            v, U = merged_motion(flat[:n_heads], flat[n_heads:].reshape(n_heads, -1), force)
+            return np.concatenate([v, U.ravel()])
 
         return merged
 
-    rank, d_x = heads.K.shape[-2:]
-    last = n_heads + heads.K.size
-
-    def separate(flat: np.ndarray, force: Force) -> np.ndarray:
-        K, Q = flat[n_heads:].reshape(2, n_heads * rank, d_x)
-        v = np.repeat(flat[:n_heads], rank)[:, None]
-        scaled = v * K
-        G = force(scaled.T @ Q)
-        key = Q @ G.T
-        out = np.empty_like(flat)
-        out[:n_heads] = (K * key).reshape(n_heads, -1).sum(1)
-        out[n_heads:last] = (v * key).ravel()
-        out[last:] = (scaled @ G).ravel()
-        return out
-
-    return separate
-
-
-def loss_of(heads: Heads, moments: Moments) -> Callable[[np.ndarray], float]:
-    """The loss of flat weights."""
-    product, linear = _product(heads), 2 * moments.yz.ravel()
-    zz = moments.zz.reshape(moments.yz.size, -1)
-
-    def loss(flat: np.ndarray) -> float:
-        M = product(flat).ravel()
-        return float(moments.yy + M @ (zz @ M - linear))
-
-    return loss
-
-
-def _product(heads: Heads) -> Callable[[np.ndarray], np.ndarray]:
-    """M of flat weights."""
-    n_heads = heads.v.shape[-1]
-    if isinstance(heads, MergedHeads):
-        d_x = heads.U.shape[-1]
-        return lambda flat: (flat[:n_heads] @ flat[n_heads:].reshape(n_heads, -1)).reshape(d_x, d_x)
-    rank, d_x = heads.K.shape[-2:]
+    rank = heads.K.shape[-2]
 
     def separate(flat: np.ndarray) -> np.ndarray:
         K, Q = flat[n_heads:].reshape(2, n_heads * rank, d_x)
-        return (np.repeat(flat[:n_heads], rank)[:, None] * K).T @ Q
+        v = np.repeat(flat[:n_heads], rank)[:, None]
+        read, K, Q = separate_motion(v, K, Q, moments.gradient)
+        return np.concatenate([read.reshape(n_heads, rank).sum(1), K.ravel(), Q.ravel()])
 
     return separate

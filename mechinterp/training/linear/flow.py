@@ -14,14 +14,7 @@ from mechinterp import figures
 from mechinterp.display import Result
 from mechinterp.theory.linear import Modes, Moments, modes
 from mechinterp.theory.linear_heads import Heads
-from mechinterp.training.linear.flat import (
-    check_heads,
-    flatten,
-    force_of,
-    loss_of,
-    unflatten,
-    velocity_of,
-)
+from mechinterp.training.linear.flat import check_heads, flatten, unflatten, velocity_of
 
 if TYPE_CHECKING:
     from scipy.integrate import OdeSolver
@@ -126,12 +119,14 @@ def flow(
 
     start, found = flatten(heads), modes(moments)
     solver_class = LSODA if start.size <= LARGEST_IMPLICIT else DOP853
-    velocity, force = velocity_of(heads), force_of(moments)
+    velocity = velocity_of(heads, moments)
     solver = solver_class(
-        lambda _, y: velocity(y, force), 0.0, start, duration / tau, rtol=1e-9, atol=1e-13
+        lambda _, y: velocity(y), 0.0, start, duration / tau, rtol=1e-9, atol=1e-13
     )
     wanted = None if times is None else times / tau
-    time, states = _follow(solver, loss_of(heads, moments), until_loss, wanted)
+    time, states = _follow(
+        solver, lambda y: float(moments.loss(unflatten(heads, y).M)), until_loss, wanted
+    )
     return record(time * tau, states, heads, moments, found, tau)
 
 
@@ -141,11 +136,11 @@ def record(
     """States along a way as a Flow, with -dL/dt and the learned fractions."""
     path = unflatten(heads, states)
     M = path.M
-    # Along the flow dL/dt = <dL/dW, dW/dt> = -(2 / tau) |tau dW/dt|^2.
     velocity = flatten(path.velocity(moments.gradient(M)))
     return Flow(
         time=time,
         loss=moments.loss(M),
+        # Along the flow dL/dt = <dL/dW, dW/dt> = -(2 / tau) |tau dW/dt|^2.
         descent=2 / tau * np.square(velocity).sum(1),
         heads=path,
         M=M,

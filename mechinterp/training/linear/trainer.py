@@ -11,6 +11,7 @@ from jaxtyping import Int
 
 from mechinterp.config import ExperimentConfig, TaskConfig
 from mechinterp.icl.prompts import covariance_matrix, task_pool
+from mechinterp.memory import prompt_bytes
 from mechinterp.models.constructions.one_layer import linear_attention
 from mechinterp.models.weights import Weights, weights_of_layer
 from mechinterp.theory.linear import Moments, modes, population_moments
@@ -22,10 +23,16 @@ from mechinterp.theory.linear_heads import (
     separate_heads,
 )
 from mechinterp.theory.linear_pools import second_moment
-from mechinterp.training.linear.descent import full_batch_descent, sample_moments, training_set
+from mechinterp.training.linear.descent import (
+    CHUNK,
+    full_batch_descent,
+    sample_moments,
+    training_set,
+)
+from mechinterp.training.linear.flat import flatten
 from mechinterp.training.linear.flow import Flow, flow
 from mechinterp.training.one_layer.step import initial_weights
-from mechinterp.training.run import TrainedModel
+from mechinterp.training.run import TrainedModel, history_of
 
 
 def task_moments(task: TaskConfig) -> Moments:
@@ -156,15 +163,31 @@ def _history(
     config: ExperimentConfig, run: Flow, steps: np.ndarray, rows: np.ndarray
 ) -> pd.DataFrame:
     """One row per logged step and head."""
-    n_heads = config.model.n_heads
     weights = linear_attention(_at(run.heads, rows), score_slope=config.model.score_slope)
-    evaluated = task_moments(config.task).loss(run.M[rows])
-    columns = {
-        "step": steps[rows].repeat(n_heads),
-        "head": np.tile(np.arange(n_heads), len(rows)),
-        "loss": run.loss[rows].repeat(n_heads),
-        "eval_loss": evaluated.repeat(n_heads),
-    }
-    scalars = {"omega": weights.omega.mean(1), "mu": weights.mu.mean(1)}
-    scalars |= {name: getattr(weights, name) for name in ("qk_diagonal", "ov_last_entry")}
-    return pd.DataFrame(columns | {name: value.float().numpy() for name, value in scalars.items()})
+    measured = {"omega": weights.omega.mean(1), "mu": weights.mu.mean(1)}
+    measured |= {name: getattr(weights, name) for name in ("qk_diagonal", "ov_last_entry")}
+    losses = {"loss": run.loss[rows], "eval_loss": task_moments(config.task).loss(run.M[rows])}
+    return history_of(
+        torch.from_numpy(steps[rows]),
+        {name: torch.from_numpy(values) for name, values in losses.items()},
+        {name: values.float().view(len(rows), -1) for name, values in measured.items()},
+    )
+
+
+def moments_bytes(config: ExperimentConfig) -> int:
+    """Memory that such training adds to a process, at most.
+
+    Example:
+        >>> from mechinterp.presets import preset
+        >>> f"{moments_bytes(preset('linear-separate')) / 2**20:.1f} MiB"
+        '5.6 MiB'
+    """
+    task, train = config.task, config.train
+    n_rows = 2 + train.steps // train.log_every + len(train.snapshot_steps)
+    # Fourth moments and what is made of them; for every row weights, velocity and M, and as weights of a layer.
+    layer = config.model.n_heads * config.d_model * (4 * config.d_model)
+    floats = 8 * task.d_x**4 + n_rows * (
+        8 * flatten(initial_heads(config)).size + 4 * task.d_x**2 + 4 * layer
+    )
+    chunk = min(task.n_sequences or 0, CHUNK)
+    return 8 * (floats + 4 * chunk * (prompt_bytes(task, width=1) + task.d_x**2))

@@ -1,0 +1,172 @@
+"""A GPT-2 of the kind of Garg et al. 2022 (arXiv 2208.01066), trained on linear regression until it is near to ridge.
+
+    python -m analyses.algorithms.garg_gpt2 --out FOLDER    (three quarters of an hour on one core; goes on where it was stopped)
+
+x and y are tokens in turn; GPT-2 with learned positions, norms and MLPs stands between two linear maps, and predicts y at each x.
+The smallest size of their code (64 wide, 3 layers, 2 heads), their batch of 64 prompts and their loss, over all prefixes; d_x is
+4, responses have noise of standard deviation 1, as theirs, prompts have 2 d_x pairs and a query. The file has the names of their code:
+state.pt with the state dict of the model, and config.yaml beside it. checkpoints/garg-gpt2 holds what came out.
+"""
+
+import argparse
+import math
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from transformers import GPT2Config, GPT2Model
+
+from mechinterp.analysis.stats import ratio_and_sem
+from mechinterp.config import TaskConfig
+from mechinterp.icl.predictors import ridge
+from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
+
+D_X = 4
+NOISE_STD = 1.0
+TASK = TaskConfig(d_x=D_X, context_length=2 * D_X, noise_var=NOISE_STD**2, beta_var=1.0)
+LENGTHS = (D_X // 2, D_X, 2 * D_X)
+BATCH, WARM_UP = 64, 500
+DESCENTS = (
+    (14_000, 10_000, 1e-3),
+    (18_500, 4_500, 4e-4),
+    (38_500, 20_000, 1e-3),
+    (50_500, 12_000, 8e-4),
+)
+"""Last step, length and rate at its start of each time that the rate falls to 0 along a cosine. It rises linearly during
+the warm-up, and is constant until the first of them begins."""
+STEPS = DESCENTS[-1][0]
+LOG_EVERY = 500
+N_PROMPTS = 8192
+STATE = "state.pt"
+CONFIG = f"""\
+model:
+  family: gpt2
+  n_dims: {D_X}
+  n_positions: {TASK.context_length + 1}
+  n_embd: 64
+  n_layer: 3
+  n_head: 2
+training:
+  task: noisy_linear_regression
+  task_kwargs: {{"noise_std": {NOISE_STD}}}
+  data: gaussian
+  batch_size: {BATCH}
+  learning_rate: {DESCENTS[0][2]}
+  train_steps: {STEPS}
+  curriculum:
+    dims: {{start: {D_X}, end: {D_X}}}
+    points: {{start: {TASK.context_length + 1}, end: {TASK.context_length + 1}}}
+"""
+
+
+class GargModel(nn.Module):
+    """Their `TransformerModel`, by its names; y stands in the first entry of its token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._read_in = nn.Linear(D_X, 64)
+        config = GPT2Config(
+            n_positions=2 * (TASK.context_length + 1),
+            n_embd=64,
+            n_layer=3,
+            n_head=2,
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
+            vocab_size=1,
+            bos_token_id=0,
+            eos_token_id=0,
+            use_cache=False,
+            activation_function="gelu_pytorch_tanh",  # gelu_new in one kernel
+        )
+        self._backbone = GPT2Model(config)
+        self._read_out = nn.Linear(64, 1)
+
+    def forward(self, prompts: Prompts) -> Tensor:
+        """Predictions [batch, pair] at each x, the query's last."""
+        y = nn.functional.pad(prompts.y, (0, D_X - 1))
+        pairs = torch.stack([prompts.x, y], 2).flatten(1, 2)
+        tokens = torch.cat([pairs, prompts.x_query[:, None]], 1)
+        stream = self._backbone(inputs_embeds=self._read_in(tokens)).last_hidden_state
+        return self._read_out(stream[:, ::2])[..., 0]
+
+
+def rate(step: int) -> float:
+    """The learning rate of a step."""
+    end, length, start = next(descent for descent in DESCENTS if step < descent[0])
+    left = min(1.0, (end - step) / length)
+    return start * min(1.0, (step + 1) / WARM_UP) * (1 - math.cos(math.pi * left)) / 2
+
+
+def train(folder: Path) -> GargModel:
+    """A model after all steps; what is in the folder is trained on."""
+    torch.manual_seed(0)
+    model = GargModel()
+    optimizer = torch.optim.Adam(model.parameters(), lr=DESCENTS[0][2], fused=True)
+    start = 0
+    if (folder / STATE).exists():
+        state = torch.load(folder / STATE)
+        model.load_state_dict(state["model_state_dict"])
+        optimizer.load_state_dict(state["optimizer_state_dict"])
+        start = state["train_step"]
+    for step in range(start, STEPS):
+        prompts = sample_prompts(TASK, BATCH, generator=generator_for(0, "train", step))
+        y = torch.cat([prompts.y, prompts.y_query[:, None]], 1)[..., 0]
+        loss = (model(prompts) - y).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        for group in optimizer.param_groups:
+            group["lr"] = rate(step)
+        optimizer.step()
+        if (step + 1) % LOG_EVERY == 0:
+            state = {
+                "model_state_dict": model.state_dict(),
+                "optimizer_state_dict": optimizer.state_dict(),
+                "train_step": step + 1,
+            }
+            torch.save(state, folder / STATE)
+            print(step + 1, told(over_ridge(model)), flush=True)
+    return model
+
+
+def told(found: dict[int, tuple[float, float]]) -> str:
+    """The ratios in one line."""
+    return ", ".join(f"{n} pairs: {ratio:.3f} ± {sem:.3f}" for n, (ratio, sem) in found.items())
+
+
+def over_ridge(model: GargModel, seed: int = 0) -> dict[int, tuple[float, float]]:
+    """Excess risk over that of the best ridge on the same prompts ± one standard error, by number of pairs."""
+    prompts = sample_prompts(TASK, N_PROMPTS, seed=seed)
+    with torch.no_grad():
+        predictions = model(prompts)
+    found = {}
+    for length in LENGTHS:
+        x = torch.cat([prompts.x, prompts.x_query[:, None]], 1)[:, length]
+        given = Prompts(
+            x=prompts.x[:, :length],
+            y=prompts.y[:, :length],
+            x_query=x,
+            y_query=prompts.y_query,
+            y_query_clean=(x[:, None] @ prompts.beta)[:, 0],
+            beta=prompts.beta,
+        )
+        best = ridge(given, penalty=TASK.noise_var / TASK.beta_variance)
+        target = given.y_query_clean
+        error, least = ((p - target).square().mean(1) for p in (predictions[:, length, None], best))
+        ratio, sem = ratio_and_sem(error.double().numpy(), least.double().numpy())
+        found[length] = float(ratio), float(sem)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, required=True)
+    folder = parser.parse_args().out
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.yaml").write_text(CONFIG)
+    torch.set_num_threads(1)
+    print(told(over_ridge(train(folder), seed=1)))
+
+
+if __name__ == "__main__":
+    main()

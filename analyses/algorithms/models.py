@@ -1,0 +1,317 @@
+"""Models of several layers whose right label is known, for analyses/algorithms/calibration.py.
+
+Weights built by hand in rotated streams, with noise on every matrix; algorithms as functions of prompts that
+predict after every layer, with noise on each step; and near misses that carry out no algorithm of the list: half of
+one and half of another, steps that are half of one and half of another, one algorithm after another, and the
+learners of analyses/algorithms/near_misses.py.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from analyses.algorithms.learners import (
+    ALG1,
+    GD,
+    GDPP,
+    ISTA,
+    NEWTON,
+    PRE,
+    RIDGE,
+    Law,
+    Random,
+    correlated,
+    dense,
+    law_of,
+    natural,
+    pooled,
+    sparse,
+)
+from analyses.algorithms.near_misses import CONFIRMED, TUNED
+from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig
+from mechinterp.icl.pools import dmmse
+from mechinterp.icl.predictors import ridge
+from mechinterp.icl.prompt_moments import PromptMoments
+from mechinterp.icl.prompts import Prompts, covariance_matrix, task_pool
+from mechinterp.models.constructions.descent import (
+    gd_plus_plus_model,
+    gradient_descent_model,
+    preconditioned_gd_model,
+    rotated,
+    with_noise,
+)
+from mechinterp.models.constructions.sparse import preprocess_then_optimise_model
+from mechinterp.models.stacks import DeepWeights
+from mechinterp.training.general.trainer import initial_deep_weights
+
+NOISE = (0.0, 0.01, 0.03)
+NONE = "no algorithm"
+
+
+@dataclass(frozen=True, eq=False)
+class Case:
+    """A model and the label it should get."""
+
+    family: str
+    seed: int
+    truth: str
+    demand: str
+    """"must" get its label, "may" get it, or must get "none"."""
+    source: object
+    task: TaskConfig
+    size: float
+    """Noise, as a share of the weights or of a step."""
+
+
+def half_and_half(first: Law, second: Law) -> Law:
+    return lambda prompts: 0.5 * first(prompts) + 0.5 * second(prompts)
+
+
+Update = Callable[[PromptMoments, int, Tensor], Tensor]
+
+
+def update_of(name: str, task: TaskConfig, n_layers: int, random: Random) -> Update:
+    """One layer of an algorithm that starts each step from w."""
+    scalars, descent = natural(name, task, n_layers, random), name == "gradient descent"
+
+    def update(moments: PromptMoments, layer: int, w: Tensor) -> Tensor:
+        gradient = moments.b - moments.S @ w
+        if name == "preprocess then optimise":
+            return w + (scalars[layer - 1] * moments.b.square() * gradient if layer else 0 * w)
+        if name == "preconditioned gradient descent":
+            values, vectors = moments.covariance
+            A = (vectors * (scalars[layer] / (values + scalars[n_layers + layer]))) @ vectors.mT
+            return w + A @ gradient
+        stepped = w + scalars[layer] * gradient
+        threshold = 0.0 if descent else scalars[n_layers + layer]
+        return stepped.sign() * torch.relu(stepped.abs() - threshold)
+
+    return update
+
+
+def iterated(updates: Sequence[Sequence[Update]], task: TaskConfig) -> Law:
+    """Each layer goes to the mean of what its updates say."""
+
+    def law(prompts: Prompts) -> Tensor:
+        moments = PromptMoments(prompts, task)
+        w, path = torch.zeros_like(moments.b), []
+        for layer, each in enumerate(updates):
+            w = torch.stack([update(moments, layer, w) for update in each]).mean(0)
+            path.append((prompts.x_query[:, None] @ w)[:, 0])
+        return torch.stack(path)
+
+    return law
+
+
+Built = tuple[object, TaskConfig, float]
+
+
+def disturbed(weights: DeepWeights, random: Random) -> tuple[DeepWeights, float]:
+    size, seed = float(random.choice(NOISE)), int(random.integers(1000))
+    return with_noise(rotated(weights, seed=seed), size, seed=seed), size
+
+
+def equal_steps(random: Random) -> Built:
+    task, n_layers = dense(random), int(random.integers(2, 5))
+    weights = gradient_descent_model([float(random.uniform(0.25, 0.6))] * n_layers, d_x=task.d_x)
+    weights, size = disturbed(weights, random)
+    return weights, task, size
+
+
+def falling_steps(random: Random) -> Built:
+    task, n_layers = dense(random), int(random.integers(2, 5))
+    etas = np.sort(random.uniform(0.15, 0.75, n_layers))[::-1].tolist()
+    weights, size = disturbed(gradient_descent_model(etas, d_x=task.d_x), random)
+    return weights, task, size
+
+
+def correlated_steps(random: Random) -> Built:
+    task, n_layers = correlated(random), int(random.integers(2, 5))
+    etas = random.uniform(0.15, 0.3, n_layers).tolist()
+    weights, size = disturbed(gradient_descent_model(etas, d_x=task.d_x), random)
+    return weights, task, size
+
+
+def plus_plus(random: Random) -> Built:
+    task, n_layers = dense(random), int(random.integers(3, 5))
+    etas = random.uniform(0.35, 0.6, n_layers).tolist()
+    gammas = [*random.uniform(0.12, 0.25, n_layers - 1).tolist(), 0.0]
+    weights, size = disturbed(gd_plus_plus_model(etas, gammas, d_x=task.d_x), random)
+    return weights, task, size
+
+
+def preconditioned(random: Random) -> Built:
+    task, n_layers = correlated(random), int(random.integers(2, 5))
+    Sigma = torch.from_numpy(covariance_matrix(task.covariance, task.d_x))
+    etas, cs = random.uniform(0.3, 0.55, n_layers), random.uniform(0.1, 0.4, n_layers)
+    weights = preconditioned_gd_model(etas.tolist(), cs.tolist(), covariance=Sigma)
+    weights, size = disturbed(weights, random)
+    return weights, task, size
+
+
+def algorithm_1(random: Random) -> Built:
+    task, n_steps = sparse(random), int(random.integers(2, 4))
+    etas = random.uniform(0.5, 1.0, n_steps).tolist()
+    weights, size = disturbed(preprocess_then_optimise_model(etas, d_x=task.d_x), random)
+    return weights, task, size
+
+
+def random_weights(random: Random) -> Built:
+    score = str(random.choice(["linear/L", "softmax"]))
+    task = dense(random) if random.integers(2) else sparse(random)
+    model = ModelConfig(
+        n_layers=int(random.integers(2, 5)),
+        n_heads=4,
+        score=score,
+        context_only=True,
+        d_model=32,
+        d_head=8,
+    )
+    config = ExperimentConfig(task=task, model=model, seed=int(random.integers(1000)))
+    return initial_deep_weights(config), task, 0.0
+
+
+def random_preconditioners(random: Random) -> Built:
+    task, n_layers = dense(random), int(random.integers(2, 5))
+    noise = random.normal(size=(task.d_x, task.d_x))
+    Sigma = torch.from_numpy(noise @ noise.T / task.d_x + 0.2 * np.eye(task.d_x))
+    etas = random.uniform(0.2, 0.4, n_layers).tolist()
+    weights = preconditioned_gd_model(etas, [0.3] * n_layers, covariance=Sigma)
+    weights, size = disturbed(weights, random)
+    return weights, task, size
+
+
+def as_function(name: str, draw: Callable[[Random], TaskConfig]) -> Callable[[Random], Built]:
+    def build(random: Random) -> Built:
+        task, n_layers, size = draw(random), int(random.integers(3, 5)), float(random.choice(NOISE))
+        return law_of(name, task, n_layers, random, size), task, size
+
+    return build
+
+
+def mixture(
+    first: str, second: str, draw: Callable[[Random], TaskConfig]
+) -> Callable[[Random], Built]:
+    def build(random: Random) -> Built:
+        task, n_layers, size = draw(random), int(random.integers(3, 5)), float(random.choice(NOISE))
+        laws = [law_of(name, task, n_layers, random, size) for name in (first, second)]
+        return half_and_half(*laws), task, size
+
+    return build
+
+
+def mixed_steps(
+    first: str, second: str, draw: Callable[[Random], TaskConfig]
+) -> Callable[[Random], Built]:
+    def build(random: Random) -> Built:
+        task, n_layers = draw(random), int(random.integers(3, 5))
+        both = [update_of(name, task, n_layers, random) for name in (first, second)]
+        return iterated([both] * n_layers, task), task, 0.0
+
+    return build
+
+
+def one_after_the_other(
+    first: str, second: str, draw: Callable[[Random], TaskConfig]
+) -> Callable[[Random], Built]:
+    def build(random: Random) -> Built:
+        task, n_layers = draw(random), 4
+        a, b = (update_of(name, task, n_layers, random) for name in (first, second))
+        return iterated([[a], [a], [b], [b]], task), task, 0.0
+
+    return build
+
+
+def summed_scores(random: Random) -> Built:
+    """Linear scores that are summed over the pairs, with the step size over the length in the weights."""
+    task, n_layers = dense(random), int(random.integers(2, 5))
+    etas = random.uniform(0.2, 0.6, n_layers).tolist()
+    weights = gradient_descent_model(etas, d_x=task.d_x)
+    weights = replace(weights, score="linear", W_O=weights.W_O / task.context_length)
+    weights, size = disturbed(weights, random)
+    return weights, task, size
+
+
+def softmax_pairs(random: Random) -> Built:
+    """Two softmax heads of opposite scales in each layer, which read residuals and write into y."""
+    task, n_layers, omega = dense(random), 3, float(random.uniform(0.05, 0.6))
+    plain = gradient_descent_model(random.uniform(0.3, 0.6, n_layers).tolist(), d_x=task.d_x)
+    W_Q = torch.cat([plain.W_Q, -plain.W_Q], dim=1) / plain.d_model**0.5 * omega
+    W_K, W_V = (torch.cat([w, w], dim=1) for w in (plain.W_K, plain.W_V))
+    W_O = torch.cat([plain.W_O, -plain.W_O], dim=1) / (2 * omega)
+    weights = replace(plain, W_Q=W_Q, W_K=W_K, W_V=W_V, W_O=W_O, scale=1.0, score="softmax")
+    return rotated(weights, seed=int(random.integers(1000))), task, 0.0
+
+
+def ridge_alone(random: Random) -> Built:
+    task, penalty = dense(random), float(random.uniform(0.1, 3))
+    return lambda prompts: ridge(prompts, penalty=penalty), task, 0.0
+
+
+def memory(random: Random) -> Built:
+    task = pooled(random)
+    return lambda p: dmmse(p, pool=task_pool(task), noise_var=task.noise_var), task, 0.0
+
+
+def near_miss(family: Callable[[Random], tuple[Law, TaskConfig]]) -> Callable[[Random], Built]:
+    return lambda random: (*family(random), 0.0)
+
+
+FAMILIES: dict[str, tuple[str, str, Callable[[Random], Built]]] = {
+    "weights: equal steps": ("gradient_descent", "must", equal_steps),
+    "weights: falling steps": ("gradient_descent", "must", falling_steps),
+    "weights: steps, correlated x": ("gradient_descent", "must", correlated_steps),
+    "weights: GD++": ("gd_plus_plus", "must", plus_plus),
+    "weights: preconditioned": ("preconditioned_descent", "must", preconditioned),
+    "weights: Algorithm 1": ("preprocess_then_optimise", "must", algorithm_1),
+    "weights: summed scores": ("gradient_descent", "must", summed_scores),
+    "weights: softmax pairs": (NONE, "none", softmax_pairs),
+    "weights: random": (NONE, "none", random_weights),
+    "weights: random preconditioners": (NONE, "none", random_preconditioners),
+    "function: gradient descent": ("gradient_descent", "may", as_function(GD, dense)),
+    "function: GD++": ("gd_plus_plus", "may", as_function(GDPP, dense)),
+    "function: preconditioned": ("preconditioned_descent", "may", as_function(PRE, correlated)),
+    "function: posterior mean": ("posterior_mean", "may", memory),
+    "function: ridge, last": ("ridge_like", "may", ridge_alone),
+    "function: Newton": ("newton", "may", as_function(NEWTON, dense)),
+    "function: ridge": ("ridge_like", "may", as_function(RIDGE, dense)),
+    "function: ISTA": ("sparse_shrinkage", "may", as_function(ISTA, sparse)),
+    "function: ISTA, dense": ("sparse_shrinkage", "may", as_function(ISTA, dense)),
+    "function: Algorithm 1, dense": ("preprocess_then_optimise", "may", as_function(ALG1, dense)),
+    "half GD, half Newton": (NONE, "none", mixture(GD, NEWTON, dense)),
+    "half GD, half ISTA": (NONE, "none", mixture(GD, ISTA, sparse)),
+    "half GD, half Algorithm 1": (NONE, "none", mixture(GD, ALG1, sparse)),
+    "half GD, half ridge": (NONE, "none", mixture(GD, RIDGE, dense)),
+    "half Newton, half Algorithm 1": (NONE, "none", mixture(NEWTON, ALG1, dense)),
+    "half ISTA, half Algorithm 1": (NONE, "none", mixture(ISTA, ALG1, sparse)),
+    "half Newton, half preconditioned": (NONE, "none", mixture(NEWTON, PRE, correlated)),
+    "half Newton, half ISTA": (NONE, "none", mixture(NEWTON, ISTA, sparse)),
+    "half GD++, half Algorithm 1": (NONE, "none", mixture(GDPP, ALG1, sparse)),
+    "steps half GD, half ISTA": (NONE, "none", mixed_steps(GD, ISTA, sparse)),
+    "steps half GD, half Algorithm 1": (NONE, "none", mixed_steps(GD, ALG1, sparse)),
+    "steps half preconditioned, half ISTA": (NONE, "none", mixed_steps(PRE, ISTA, correlated)),
+    "GD, then Algorithm 1": (NONE, "none", one_after_the_other(GD, ALG1, sparse)),
+    **{name: (NONE, "none", near_miss(family)) for name, family in {**TUNED, **CONFIRMED}.items()},
+}
+CONFIRMED_ONLY = (
+    "half Newton, half ISTA",
+    "half GD++, half Algorithm 1",
+    "half Newton, half preconditioned",
+    "steps half preconditioned, half ISTA",
+    "GD, then Algorithm 1",
+    *CONFIRMED,
+)
+"""Families that no limit was set on."""
+
+
+def cases(seeds: Sequence[int]) -> list[Case]:
+    """One of every family for each seed, seed by seed."""
+    found = []
+    for seed in seeds:
+        for index, (family, (truth, demand, build)) in enumerate(FAMILIES.items()):
+            source, task, size = build(np.random.default_rng([index, seed]))
+            found.append(Case(family, seed, truth, demand, source, task, size))
+    return found

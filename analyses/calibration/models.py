@@ -1,0 +1,269 @@
+"""Models whose right label is known, for analyses/calibration/errors.py: built, disturbed by a known
+amount, random or trained."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mechinterp.analysis.learners.fits import LEARNERS, fit_learners
+from mechinterp.checkpoints.checkpoint import load
+from mechinterp.config import CovarianceConfig, ExperimentConfig, ModelConfig, TaskConfig
+from mechinterp.icl.prompts import covariance_matrix
+from mechinterp.models.constructions.one_layer import diagonal_heads, from_circuits
+from mechinterp.models.heads import AttentionWeights
+from mechinterp.training.one_layer.step import initial_weights
+
+ONE = TaskConfig()
+TWO = TaskConfig(d_x=6, d_y=2, context_length=48, beta_var=1.0, noise_var=0.4, query_noise=False)
+SUPPORTS = ((0, 1, 2, 3), (2, 3, 4, 5))
+NOISE = (0.0, 0.05, 0.1, 0.2, 0.4, 0.8, 1.6)
+LEAKS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5)
+NONE = "no pattern"
+
+
+@dataclass(frozen=True, eq=False)
+class Case:
+    """A model and the label it should get."""
+
+    source: str
+    truth: str
+    weights: AttentionWeights
+    task: TaskConfig
+    size: float
+    """Size of the disturbance, relative to what is disturbed; NaN where there is none."""
+    demand: str
+    """"must" get its label, "may" get it, or must get "none"; undetermined is never wrong but a
+    miss."""
+    run: str = ""
+    """Of a snapshot: whose it is."""
+
+
+def split(total: float, parts: int, random: np.random.Generator) -> np.ndarray:
+    """A total in random positive parts, none below a tenth of the even one."""
+    shares = random.dirichlet(np.full(parts, 2.0)) + 0.1 / parts
+    return total * shares / shares.sum()
+
+
+def kernel(random: np.random.Generator) -> tuple[AttentionWeights, TaskConfig]:
+    heads, sign = int(random.integers(1, 4)), random.choice([-1.0, 1.0])
+    omega = sign * random.uniform(0.3, 0.6) * random.uniform(0.9, 1.1, heads)
+    return diagonal_heads(omega.tolist(), (sign * split(1.5, heads, random)).tolist(), d_x=5), ONE
+
+
+def debiased(random: np.random.Generator) -> tuple[AttentionWeights, TaskConfig]:
+    sizes = [int(n) for n in random.integers(1, 4, 2)]
+    gamma = random.uniform(0.03, 0.16)
+    mu = [
+        sign * m
+        for n, sign in zip(sizes, (1, -1), strict=True)
+        for m in split(0.44 / gamma, n, random)
+    ]
+    omega = [gamma] * sizes[0] + [-gamma] * sizes[1]
+    return diagonal_heads(omega, mu, d_x=5), ONE
+
+
+def preconditioned(random: np.random.Generator) -> tuple[AttentionWeights, TaskConfig]:
+    covariance = CovarianceConfig(kind="kms", rho=float(random.choice([0.3, 0.5, 0.8])))
+    sigma = covariance_matrix(covariance, 5)
+    gamma = torch.from_numpy(np.linalg.inv(sigma + 5.5 / 40 * np.eye(5)))
+    omega = random.uniform(0.03, 0.12)
+    blocks = torch.stack([omega * gamma, -omega * gamma])
+    return with_blocks(blocks, [0.5 / omega, -0.5 / omega]), replace(ONE, covariance=covariance)
+
+
+def weighted(random: np.random.Generator) -> tuple[AttentionWeights, TaskConfig]:
+    row = np.full(6, random.uniform(0.1, 0.2))
+    row[2:4] *= random.uniform(1.1, 1.3)
+    mu = 0.9 / (2 * row.mean())
+    return diagonal_heads(
+        [row.tolist(), (-row).tolist()], [[mu, mu], [-mu, -mu]], d_x=6, d_y=2
+    ), TWO
+
+
+def task_heads(random: np.random.Generator) -> tuple[AttentionWeights, TaskConfig]:
+    omega, mu = [], []
+    for response, support in enumerate(SUPPORTS):
+        gamma = random.uniform(0.08, 0.15)
+        for sign in (1.0, -1.0):
+            row, read = np.zeros(6), np.zeros(2)
+            row[list(support)], read[response] = sign * gamma, sign * 0.45 / gamma
+            omega.append(row.tolist())
+            mu.append(read.tolist())
+    return diagonal_heads(omega, mu, d_x=6, d_y=2), TWO
+
+
+def superposition(random: np.random.Generator) -> tuple[AttentionWeights, TaskConfig]:
+    """Three heads with sum mu = 0 and theta_n = 0.91 on the supports, otherwise at random."""
+    theta = np.zeros((2, 6))
+    for response, support in enumerate(SUPPORTS):
+        theta[response, list(support)] = 0.91
+    while True:
+        basis, _ = np.linalg.qr(np.column_stack([np.ones(3), random.normal(size=(3, 2))]))
+        mu = basis[:, 1:] @ random.uniform(-7, 7, (2, 2))
+        leaks = np.sort(np.abs(mu), axis=1)
+        if np.linalg.cond(mu) < 3 and (leaks[:, 0] / leaks[:, 1]).max() > 0.35 and np.ptp(mu) > 6:
+            omega = np.linalg.pinv(mu.T) @ theta
+            return diagonal_heads(omega.tolist(), mu.tolist(), d_x=6, d_y=2), TWO
+
+
+def linear(random: np.random.Generator) -> tuple[AttentionWeights, TaskConfig]:
+    heads = int(random.integers(1, 5))
+    blocks = torch.from_numpy(random.normal(size=(heads, 5, 5)) * 0.3 + np.eye(5))
+    weights = with_blocks(blocks, split(0.9, heads, random).tolist())
+    return replace(weights, score="linear", score_slope=1 / 40), ONE
+
+
+BUILDERS: dict[str, Callable[[np.random.Generator], tuple[AttentionWeights, TaskConfig]]] = {
+    "kernel_regression": kernel,
+    "debiased_gd": debiased,
+    "preconditioned_gd": preconditioned,
+    "weighted_preconditioned_gd": weighted,
+    "task_heads": task_heads,
+    "superposition": superposition,
+    "linear_gd": linear,
+}
+
+
+def with_blocks(blocks: Tensor, mu: list[float]) -> AttentionWeights:
+    """One-response heads with these QK x blocks."""
+    d_x = blocks.shape[-1]
+    OV = torch.nn.functional.pad(torch.tensor(mu, dtype=torch.float64)[:, None], (d_x, 0))
+    return from_circuits(torch.nn.functional.pad(blocks, (0, 1, 0, 1)), OV[:, :, None])
+
+
+def disturbed(
+    weights: AttentionWeights, size: float, random: np.random.Generator
+) -> AttentionWeights:
+    """QK and OV with Gaussian noise of this size, relative to the norm of each head's circuit."""
+
+    def noisy(circuit: Tensor) -> Tensor:
+        noise = torch.from_numpy(random.normal(size=tuple(circuit.shape)))
+        norms = [tensor.flatten(1).norm(dim=1)[:, None, None] for tensor in (circuit, noise)]
+        return circuit + size * noise * norms[0] / norms[1]
+
+    laws = {name: getattr(weights, name) for name in ("score", "score_slope", "attend_to_self")}
+    return from_circuits(noisy(weights.QK), noisy(weights.OV), **laws)
+
+
+def built(per_cell: int, random: np.random.Generator) -> Iterator[Case]:
+    """Every pattern with noise on its circuits: up to a tenth must be seen through, more than all
+    is no pattern."""
+    for truth, builder in BUILDERS.items():
+        for size in NOISE:
+            demand = "must" if size <= 0.1 else "none" if size > 1 else "may"
+            for _ in range(per_cell):
+                weights, task = builder(random)
+                yield Case(
+                    "built + noise", truth, disturbed(weights, size, random), task, size, demand
+                )
+
+
+def leaking(per_cell: int, random: np.random.Generator) -> Iterator[Case]:
+    """Debiased pairs with one fault of known size."""
+    for size in LEAKS:
+        demand = "must" if size <= 0.02 else "none" if size >= 0.5 else "may"
+        for _ in range(per_cell):
+            gamma = random.uniform(0.05, 0.15)
+            omega, mu = np.array([gamma, -gamma]), np.array([0.44, -0.44]) / gamma
+            pair = diagonal_heads(omega.tolist(), mu.tolist(), d_x=5)
+            reads_x, reads_y = pair.OV.clone(), pair.QK.clone()
+            reads_x[0, :5, 0] = torch.from_numpy(random.normal(size=5))
+            reads_x[0, :5] *= size * abs(mu[0]) / reads_x[0, :5].norm()
+            off = torch.from_numpy(random.normal(size=(5, 5)) * (1 - np.eye(5)))
+            reads_y[0, :5, :5] += size * gamma * 5**0.5 * off / off.norm()
+            faults = {
+                "x read": from_circuits(pair.QK, reads_x),
+                "off-diagonal QK": from_circuits(reads_y, pair.OV),
+                "sum of mu": diagonal_heads(
+                    omega.tolist(), (mu * [1, 1 - 2 * size / (1 + size)]).tolist(), d_x=5
+                ),
+                "unequal omega": diagonal_heads(
+                    (omega * [1, 1 + size]).tolist(), mu.tolist(), d_x=5
+                ),
+                "mismatched head": diagonal_heads(
+                    [*omega, 1.5 * gamma], [*mu, -mu[0] * size], d_x=5
+                ),
+            }
+            for fault, weights in faults.items():
+                yield Case(f"fault: {fault}", "debiased_gd", weights, ONE, size, demand)
+
+
+def untrained(count: int, random: np.random.Generator) -> Iterator[Case]:
+    """Random initial weights of many shapes, the default law and a normal one."""
+    for seed in range(count):
+        d_y = int(random.choice([1, 1, 2]))
+        task = TaskConfig(d_x=int(random.choice([2, 5, 10])) if d_y == 1 else 6, d_y=d_y)
+        score = str(random.choice(["softmax", "softmax", "linear/L"]))
+        model = ModelConfig(n_heads=int(random.choice([1, 2, 4, 8])), score=score)
+        weights = initial_weights(ExperimentConfig(task=task, model=model, seed=100_000 + seed)).to(
+            torch.float64
+        )
+        if seed % 2:
+            weights = weights.with_tensors(
+                {
+                    name: torch.from_numpy(random.normal(size=tuple(t.shape)) * 0.3)
+                    for name, t in weights.tensors.items()
+                }
+            )
+        yield Case("random weights", NONE, weights, task, float("nan"), "none")
+
+
+def one_sign_of_mu(random: np.random.Generator) -> AttentionWeights:
+    gamma = random.uniform(0.08, 0.15)
+    return diagonal_heads([gamma, -gamma], [3.4, 3.4], d_x=5)
+
+
+def lopsided(random: np.random.Generator) -> AttentionWeights:
+    gamma = random.uniform(0.08, 0.15)
+    return diagonal_heads([gamma, -gamma], [3.4, -0.4 * 3.4], d_x=5)
+
+
+def unequal(random: np.random.Generator) -> AttentionWeights:
+    gamma = random.uniform(0.08, 0.15)
+    return diagonal_heads([gamma, -2.5 * gamma], [3.4, -3.4], d_x=5)
+
+
+def mixed_signs(random: np.random.Generator) -> AttentionWeights:
+    gamma, signs = random.uniform(0.08, 0.15), random.permutation([1, 1, 1, -1, -1])
+    return diagonal_heads([(gamma * signs).tolist(), [-gamma] * 5], [3.4, -3.4], d_x=5)
+
+
+def turned_apart(random: np.random.Generator) -> AttentionWeights:
+    turns, _ = np.linalg.qr(random.normal(size=(2, 5, 5)))
+    blocks = random.uniform(0.08, 0.15) * torch.from_numpy(turns)
+    return with_blocks(blocks * torch.tensor([1.0, -1.0])[:, None, None], [3.4, -3.4])
+
+
+MISSES = (one_sign_of_mu, lopsided, unequal, mixed_signs, turned_apart)
+
+
+def near_misses(count: int, random: np.random.Generator) -> Iterator[Case]:
+    """Structured circuits that are none of the patterns."""
+    for number in range(count):
+        weights = MISSES[number % len(MISSES)](random)
+        yield Case("near miss", NONE, weights, ONE, float("nan"), "none")
+
+
+def snapshots(folder: Path, n_prompts: int) -> Iterator[Case]:
+    """Snapshots of the shipped models, judged by their predictions alone: a fit with R^2 of 0.98 is
+    the truth."""
+    learners = {"debiased_gd": "debiased_gd", "kernel_head": "kernel_regression"}
+    for path in sorted(file.parent for file in folder.glob("softmax-*/config.json")):
+        checkpoint = load(path)
+        for step, weights in checkpoint.snapshots.items():
+            fits = fit_learners(weights, context_lengths=[40], n_prompts=n_prompts)
+            found = {
+                pattern: fits.r2[0, LEARNERS.index(name)] for name, pattern in learners.items()
+            }
+            best = max(found, key=lambda pattern: found[pattern])
+            clear = bool(found[best] >= 0.98)
+            demand = "may" if clear else "none"
+            task = checkpoint.config.task
+            truth = best if clear else NONE
+            yield Case(
+                "snapshot", truth, weights.circuits, task, float(step), demand, run=path.name
+            )

@@ -1,0 +1,57 @@
+"""All records that take few seconds, measured again from the shipped checkpoints and compared with
+what is stored.
+
+python -m analyses.lib.check  (a minute)
+
+The numbers must agree within their standard errors. Fails with a line for each record that does not.
+"""
+
+import importlib
+import json
+import sys
+from pathlib import Path
+
+import torch
+
+from analyses.lib.measured import RESULTS
+from analyses.lib.records import Record, agree, load
+
+SLOWEST = 8  # seconds of processor time
+
+
+def fast(results: Path) -> list[str]:
+    """Scripts with records that take few seconds, the fastest first."""
+    files = [json.loads(file.read_text("utf-8")) for file in results.glob("*.records.json")]
+    timed = [one for one in files if one["records"] and one["seconds"]]
+    timed.sort(key=lambda one: (one["seconds"], one["script"]))
+    return [one["script"] for one in timed if one["seconds"] <= SLOWEST]
+
+
+def differences(stored: list[Record], again: list[Record]) -> list[str]:
+    """A line for each record that was not measured again, or not as it is stored."""
+    new = {record.id: record for record in again}
+    lines = []
+    for record in stored:
+        if record.id not in new:
+            lines.append(f"{record.id} was not measured again.")
+        elif not agree(record, new[record.id]):
+            lines.append(f"{record.id} is {new[record.id].measured}, stored: {record.measured}.")
+    return lines
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    lines, count = [], 0
+    for script in fast(RESULTS):
+        stored = load(RESULTS / f"{script.replace('/', '_')}.records.json")
+        module = importlib.import_module(f"analyses.{script.replace('/', '.')}")
+        claims = module.measure(False).claims
+        lines += differences(stored, list(claims))
+        count += len(stored)
+        print(f"{script}: {len(stored)} records")
+    print("\n".join([*lines, f"{count - len(lines)} of {count} records agree"]))
+    sys.exit(bool(lines))
+
+
+if __name__ == "__main__":
+    main()

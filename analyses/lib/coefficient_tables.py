@@ -1,0 +1,66 @@
+"""Tables of the page on the local learning coefficient, from the CSV file of its script."""
+
+from pathlib import Path
+
+import pandas as pd
+
+from analyses.lib.result_tables import markdown
+
+
+def coefficients(results: Path) -> str:
+    """Learning coefficients of linear attention at the end of training."""
+    found = pd.read_csv(results / "learning_coefficient.csv").query("part == 'end'")
+    rows = [
+        (
+            row.model,
+            f"{row.entries}",
+            _estimate(row),
+            f"{row.exact:g}",
+            _chains(row),
+            f"{row.fall:.2g}",
+        )
+        for row in found.itertuples()
+    ]
+    header = ("model", "entries drawn", "λ̂", "λ at a minimum", "R-hat, effective draws")
+    return markdown((*header, "nβ L can fall by"), rows)
+
+
+def staircase(results: Path) -> str:
+    """Learning coefficients on the plateaus of linear attention: all heads, and the live ones alone."""
+    found = pd.read_csv(results / "learning_coefficient.csv")
+    parts = found[found.part == "all heads"].itertuples()
+    whole = {(row.model, row.step): row for row in parts}
+    rows = []
+    for row in found[found.part == "live heads"].itertuples():
+        every = whole[row.model, row.step]
+        place = (row.model, f"{row.step:,}", f"{row.learned:.0f}", f"{row.live:.0f}")
+        rows.append((*place, _estimate(every), _estimate(row), f"{row.exact:g}"))
+    header = ("model", "step", "directions learned", "live heads", "λ̂ of all heads")
+    return markdown((*header, "λ̂ of live heads alone", "λ of so many heads"), rows)
+
+
+def softmax_coefficients(results: Path) -> str:
+    """Learning coefficients of softmax models on prompts."""
+    found = pd.read_csv(results / "learning_coefficient.csv").query(
+        "part.str.startswith('softmax')"
+    )
+    rows = [
+        (
+            row.model,
+            "minimum of the prompts" if row.part == "softmax settled" else "as trained",
+            f"{row.entries}",
+            _estimate(row),
+            f"{row.fall:.2g}",
+            f"{row.moved:.2g}",
+        )
+        for row in found.itertuples()
+    ]
+    return markdown(("model", "weights", "entries drawn", "λ̂", "nβ L can fall by", "moved"), rows)
+
+
+def _estimate(row) -> str:
+    return f"{row.estimate:.2f} ± {row.sem:.2f}" if row.is_minimum else "no minimum"
+
+
+def _chains(row) -> str:
+    return f"{row.r_hat:.3f}, {row.effective_draws:,.0f}" if row.is_minimum else ""

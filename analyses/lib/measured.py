@@ -1,0 +1,159 @@
+"""What the scripts of figures and tables share: the shipped checkpoints, and writing what was
+measured.
+
+A script F/S.py defines `measure(quick)` and ends with `run(measure, __file__)`. It writes F_S.csv
+(the figure's data), F_S.records.json (claims and what was measured, see records.py) and F_S.html
+(figures, needing the plotly.min.js written beside it) into results/. `--quick` makes it
+a minute's run or less; `--png` draws PNGs too and needs a browser.
+"""
+
+import argparse
+import json
+import re
+import subprocess
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatch
+from functools import cache
+from pathlib import Path
+
+import pandas as pd
+import plotly.graph_objects as go
+import torch
+from plotly.offline import get_plotlyjs
+
+import mechinterp
+from analyses.lib.records import Record, save
+from mechinterp.checkpoints.checkpoint import Checkpoint, load
+from mechinterp.config import ExperimentConfig
+from mechinterp.config.experiment import from_dict
+
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "analyses" / "results"
+SETTING = {"d_x": 5, "context_length": 40, "noise_var": 0.1}
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a script found."""
+
+    data: pd.DataFrame
+    figures: Mapping[str, go.Figure] = field(default_factory=dict)
+    claims: Iterable[Record] = ()
+
+
+@cache
+def checkpoint(name: str) -> Checkpoint:
+    """A shipped checkpoint."""
+    return load(ROOT / "checkpoints" / name)
+
+
+def shipped(pattern: str) -> list[str]:
+    """Names of shipped checkpoints that match, those of fewer heads and smaller seeds first."""
+    found = (file.parent.name for file in (ROOT / "checkpoints").glob(f"{pattern}/config.json"))
+    return sorted(found, key=lambda name: (checkpoint(name).config.model.n_heads, len(name), name))
+
+
+def numbers(values: Iterable[float], digits: int = 3) -> str:
+    """A range of numbers as text.
+
+    Example:
+        >>> numbers([0.1302, 0.1291])
+        '0.129 to 0.130'
+    """
+    ordered = sorted(values)
+    low, high = (f"{value:.{digits}f}" for value in (ordered[0], ordered[-1]))
+    return low if low == high else f"{low} to {high}"
+
+
+def near(values: Iterable[float], target: float, *, within: float) -> bool:
+    """Whether all values are within a relative distance of a target.
+
+    Example:
+        >>> near([0.126, 0.131], 0.128, within=0.03)
+        True
+    """
+    return all(abs(value / target - 1) <= within for value in values)
+
+
+def run(measure: Callable[[bool], Measured], script: str) -> None:
+    """Measure, write and print the claims."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--quick", action="store_true", help="fewer prompts or steps")
+    parser.add_argument("--png", action="store_true", help="draw PNGs too; needs a browser")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder to write into")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    start = time.process_time()
+    found = measure(arguments.quick)
+    seconds = time.process_time() - start
+    write(found, name_of(script), arguments.out, png=arguments.png, seconds=seconds)
+
+
+def name_of(script: str) -> str:
+    """The name of the results of a script in a folder of analyses.
+
+    Example:
+        >>> name_of("analyses/softmax/patterns.py")
+        'softmax_patterns'
+    """
+    folder, stem = Path(script).parent.name, Path(script).stem
+    return stem if folder == "analyses" else f"{folder}_{stem}"
+
+
+def write(
+    measured: Measured,
+    name: str,
+    out: Path,
+    *,
+    png: bool = False,
+    seconds: float | None = None,
+    note: str = "",
+) -> None:
+    """The files of one script; a note says if its results are those of an earlier run."""
+    out.mkdir(parents=True, exist_ok=True)
+    measured.data.to_csv(out / f"{name}.csv", index=False, float_format="%.6g")
+    records = list(measured.claims)
+    save(out, name, records, provenance(measured.data, records, seconds) | {"note": note})
+    for record in records:
+        print(f"{record.id}: {record.statement}: {record.measured}: {record.verdict}")
+    if measured.figures:
+        page = [f"<!doctype html><meta charset='utf-8'><title>{name}</title>"]
+        page += ['<script src="plotly.min.js"></script>']
+        for figure in measured.figures.values():
+            page.append(figure.to_html(full_html=False, include_plotlyjs=False))
+        (out / f"{name}.html").write_text("\n".join(page), encoding="utf-8")
+        (out / "plotly.min.js").write_text(get_plotlyjs(), encoding="utf-8")
+    for title, figure in measured.figures.items() if png else ():
+        figure.write_image(out / f"{name}-{title}.png", width=800)
+
+
+def provenance(data: pd.DataFrame, records: Iterable[Record], seconds: float | None) -> dict:
+    """Where results come from: version, commit, ids and seeds of the checkpoints named in them, and
+    the processor time they took."""
+    commit = ["git", "-C", str(ROOT), "rev-parse", "HEAD"]
+    return {
+        "version": mechinterp.__version__,
+        "commit": subprocess.run(commit, capture_output=True, text=True).stdout.strip(),
+        "seconds": seconds and round(seconds, 1),
+        "checkpoints": checkpoint_ids(data, records),
+    }
+
+
+def checkpoint_ids(data: pd.DataFrame, records: Iterable[Record]) -> dict[str, dict]:
+    """Id and seed of every shipped checkpoint that is named in the data or among the records'
+    values."""
+    texts = data.select_dtypes(exclude="number")
+    words = {str(value) for _, column in texts.items() for value in column}
+    words |= set(map(str, data.columns)) | {name for record in records for name in record.values}
+    patterns = {word for record in records for word in re.split(r",? ", record.models)}
+    folders = {file.parent.name: file for file in (ROOT / "checkpoints").glob("*/config.json")}
+    named = [n for n in sorted(folders) if n in words or any(fnmatch(n, p) for p in patterns)]
+    configs = {name: shipped_config(folders[name]) for name in named}
+    return {name: {"id": config.id, "seed": config.seed} for name, config in configs.items()}
+
+
+def shipped_config(file: Path) -> ExperimentConfig:
+    """The config of a checkpoint, its weights left alone."""
+    return from_dict(json.loads(file.read_text(encoding="utf-8"))["experiment"])

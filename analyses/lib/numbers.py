@@ -1,0 +1,138 @@
+"""Numbers in prose: a page marks each, `<!-- v: start.ridge_helped -->0.667 ± 0.014<!-- /v -->`, and
+what stands in between comes from the results.
+
+analyses/numbers.toml says by group and name where a number is found: a `record` and one of its
+models, the `value` of a `table` of results (a column, or a formula of columns) in the rows that pass
+all of `where`, the ratio of a row of what `make bench` wrote, or how many `files` there are; and how
+it is to `show`. A fast test fills every page anew, so that a changed digit is seen.
+"""
+
+import re
+import tomllib
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+
+from analyses.lib.records import all_records
+from analyses.sparse.settings_table import table_of
+
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "analyses" / "results"
+BENCH = ROOT / "tests" / "benchmarks" / "README.md"
+MARK = re.compile(r"<!-- v: ([\w.-]+) -->(.*?)<!-- /v -->", re.DOTALL)
+
+
+@cache
+def sources() -> dict:
+    """The groups of analyses/numbers.toml."""
+    return tomllib.loads((ROOT / "analyses" / "numbers.toml").read_text(encoding="utf-8"))
+
+
+@cache
+def table(name: str) -> pd.DataFrame:
+    if name == "sparse_settings":
+        return table_of(RESULTS)
+    return pd.read_csv(RESULTS / f"{name}.csv")
+
+
+@cache
+def records() -> dict:
+    return {record.id: record for _, record in all_records(RESULTS)}
+
+
+@cache
+def ratios() -> dict[str, float]:
+    """How much faster than plain counterparts the package is, by the first column of the page."""
+    text = BENCH.read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (.+?) \|.*\| ([0-9.]+) \|$", text, re.MULTILINE)
+    return {what: float(ratio) for what, ratio in rows}
+
+
+def chosen(source: dict) -> pd.DataFrame:
+    """The rows of a table that pass; the name of a filter stands for its condition."""
+    rows, filters = table(source["table"]), sources()["filters"]
+    for condition in source.get("where", ()):
+        rows = rows.query(filters.get(condition, condition))
+    return rows
+
+
+def measured(source: dict) -> tuple[np.ndarray, np.ndarray | None]:
+    """The values of a number's source, and their standard errors where they are asked for."""
+    if "record" in source:
+        record = records()[source["record"]]
+        names = [source["model"]] if "model" in source else list(record.values)
+        errors = np.array([record.errors.get(name, np.nan) for name in names])
+        values = errors if source.get("errors") else np.array([record.values[n] for n in names])
+        return values, errors
+    if "bench" in source:
+        return np.array(
+            [v for what, v in ratios().items() if re.fullmatch(source["bench"], what)]
+        ), None
+    if "files" in source:
+        found = [f for f in ROOT.glob(source["files"]) if f.parent.name[:5] != "pool-"]
+        return np.array([len(found)]), None
+    rows, value = chosen(source), source.get("value")
+    if value is None:
+        return np.arange(len(rows)), None
+    wanted = "±" in source["show"]
+    errors = rows[source.get("error", f"{value}_sem")].to_numpy() if wanted else None
+    return rows.eval(value).to_numpy(dtype=float), errors
+
+
+def number(name: str) -> str:
+    """A number as text, with a minus sign where it is negative."""
+    return re.sub(r"(?<!\w)-(?=\d)", "−", _number(name))
+
+
+def _number(name: str) -> str:
+    """A number as Python formats it.
+
+    `show` is a format for the one value there is; "range" before it is from the least to the most,
+    "each" and "list" all of them, "sorted" in order, "most", "least", "sum" and "mean" one of these, "count" how many; "±" before
+    it adds the standard error, with a format of its own if there is a second one.
+    """
+    group, _, key = name.partition(".")
+    source = sources()[group][key]
+    values, errors = measured(source)
+    values = values * source.get("times", 1)
+    how, *formats = source["show"].split()
+    if how == "count":
+        return f"{len(values):,}"
+    if how == "range":
+        low, high = (f"{end:{formats[0]}}" for end in (values.min(), values.max()))
+        return low if low == high else f"{low} to {high}"
+    if how in ("each", "list", "sorted"):
+        texts = [f"{one:{formats[0]}}" for one in (sorted(values) if how == "sorted" else values)]
+        return ", ".join(texts) if how == "list" else f"{', '.join(texts[:-1])} and {texts[-1]}"
+    reduce = {"most": np.max, "least": np.min, "sum": np.sum, "mean": np.mean, "median": np.median}
+    if how in reduce:
+        return f"{reduce[how](values):{formats[0]}}"
+    if len(values) != 1:
+        raise ValueError(f"{name} must be one number, got {len(values)}.")
+    if how == "±":
+        assert errors is not None
+        return f"{values[0]:{formats[0]}} ± {errors[0]:{formats[-1]}}"
+    return f"{values[0]:{how}}"
+
+
+def filled(text: str) -> str:
+    """A page with every marked number as it is in the results."""
+    return MARK.sub(lambda mark: f"<!-- v: {mark[1]} -->{number(mark[1])}<!-- /v -->", text)
+
+
+def pages() -> list[Path]:
+    """The pages that hold marks."""
+    every = [ROOT / "README.md", *ROOT.glob("docs/**/*.md"), *ROOT.glob("analyses/**/*.md")]
+    return [page for page in sorted(every) if MARK.search(page.read_text(encoding="utf-8"))]
+
+
+def main() -> None:
+    for page in pages():
+        text = page.read_text(encoding="utf-8")
+        page.write_text(filled(text), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

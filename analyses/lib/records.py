@@ -1,0 +1,279 @@
+"""Claims, which analyses/claims/*.toml hold, and their records: what was measured, and the verdict
+that follows from the two.
+
+The script F/S.py writes its records into results/F_S.records.json, with where they come from: the
+script, the package's version and commit, the checkpoints' ids and seeds, and the sha256 of the
+script's CSV files and of the records themselves. The tables of the pages are made from these files
+(`pages.py`).
+"""
+
+import hashlib
+import json
+import math
+import operator
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from functools import cache
+from pathlib import Path
+
+Bound = float | tuple[float, float]
+Values = Mapping[str, float | tuple[float, float]]
+"""What was measured, by model; with its standard error where it has one."""
+
+# A value holds if `RELATIONS[relation](value, bound)`.
+RELATIONS = {
+    "at most": operator.le,
+    "below": operator.lt,
+    "at least": operator.ge,
+    "above": operator.gt,
+    "equal to": operator.eq,
+    "between": lambda value, bound: bound[0] <= value <= bound[1],
+}
+TAGS = ("paper", "second hand", "ours")
+CLAIMS = Path(__file__).parents[1] / "claims"
+PAPERS = ("softmax", "linear", "sparse")
+
+
+def rounded(value: float) -> float:
+    """Six digits, as in the CSV files."""
+    return float(f"{value:.6g}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Claim:
+    """One claim, or one clause of a claim."""
+
+    id: str
+    """The claim's id and, for a clause, a suffix: softmax-O1a-diagonal."""
+    statement: str
+    quantity: str = ""
+    """What is measured, with its unit."""
+    relation: str
+    """A key of RELATIONS."""
+    bound: Bound
+    """What each value is compared with; two numbers for "between"."""
+    margin: float = 0
+    """By how many of its standard errors a value must hold."""
+    tag: str
+    """Who says so: the paper, a second hand's account of it, or ours."""
+    paper: str = ""
+    """The paper's own number, where it has one."""
+    models: str = ""
+    """Checkpoints, or "closed form"."""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.bound, list | tuple):
+            object.__setattr__(self, "bound", tuple(map(rounded, self.bound)))
+        if self.relation not in RELATIONS:
+            raise ValueError(
+                f"relation must be one of {', '.join(RELATIONS)}, got {self.relation}."
+            )
+        if self.tag not in TAGS:
+            raise ValueError(f"by must be one of {', '.join(TAGS)}, got {self.tag}.")
+
+    def holds(self, value: float, error: float = 0.0) -> bool:
+        """Whether a value is what is asked, by the margin. What is not a number never is."""
+        compare = RELATIONS[self.relation]
+        return all(compare(value + side * self.margin * error, self.bound) for side in (-1, 1))
+
+    @property
+    def asked(self) -> str:
+        """The relation and its bound, as text."""
+        ends = self.bound if isinstance(self.bound, tuple) else (self.bound,)
+        asked = f"{self.relation} {' and '.join(f'{end:g}' for end in ends)}"
+        return f"{asked} by {self.margin:g} s.e." if self.margin else asked
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record(Claim):
+    """A claim with what was measured."""
+
+    values: Mapping[str, float] = field(default_factory=dict)
+    """What was measured, by model. Empty if the claim was not tested."""
+    errors: Mapping[str, float] = field(default_factory=dict)
+    """Standard errors of those values that have one."""
+    over: Mapping[str, int | str] = field(default_factory=dict)
+    """What the standard errors are over: prompts, seeds, and how models or heads were selected."""
+    text: str = ""
+    """What was measured in words, where `values` do not say it."""
+    note: str = ""
+    """What the verdict has to be read with, such as fewer seeds than asked."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("values", "errors"):
+            pairs = getattr(self, name).items()
+            object.__setattr__(self, name, {key: rounded(value) for key, value in pairs})
+        if not set(self.errors) <= set(self.values):
+            raise ValueError(f"errors of {self.id} must belong to its values.")
+
+    @property
+    def n(self) -> int:
+        """Number of models measured."""
+        return len(self.values)
+
+    @property
+    def holding(self) -> list[str]:
+        """Models that the claim holds for."""
+        errors = self.errors
+        return [name for name, one in self.values.items() if self.holds(one, errors.get(name, 0.0))]
+
+    @property
+    def verdict(self) -> str:
+        """ "holds", "holds for k of n", "does not hold" or "not tested"."""
+        count = len(self.holding)
+        if not self.n:
+            return "not tested"
+        if count == self.n:
+            return "holds"
+        return f"holds for {count} of {self.n}" if count else "does not hold"
+
+    @property
+    def judged(self) -> str:
+        """The verdict with its note."""
+        return f"{self.verdict} ({self.note})" if self.note else self.verdict
+
+    @property
+    def measured(self) -> str:
+        """The range of the values with their largest standard error, as text."""
+        if self.text or not self.n:
+            return self.text
+        if set(self.values.values()) <= {0.0, 1.0} and self.relation == "equal to":
+            return f"{len(self.holding)} of {self.n}"
+        low, high = (f"{end(self.values.values()):.4g}" for end in (min, max))
+        span = low if low == high else f"{low} to {high}"
+        return f"{span} ± {max(self.errors.values()):.1g}" if self.errors else span
+
+    def to_json(self) -> dict:
+        """The fields, and what follows from them."""
+        derived = {"n": self.n, "n_hold": len(self.holding), "verdict": self.verdict}
+        return asdict(self) | derived
+
+
+@cache
+def claims() -> dict[str, Claim]:
+    """Every claim by its id, those of a paper together."""
+    found = {}
+    for paper in PAPERS:
+        rows = tomllib.loads((CLAIMS / f"{paper}.toml").read_text(encoding="utf-8"))
+        for id, row in rows.items():
+            if not id.startswith(f"{paper}-"):
+                raise ValueError(f"ids of {paper}.toml must start with {paper}-, got {id}.")
+            tag, models = row.pop("by"), row.pop("setting", "")
+            found[id] = Claim(id=id, tag=tag, models=models, **row)
+    return found
+
+
+def record(
+    id: str,
+    values: Values,
+    *,
+    errors: Mapping[str, float] | None = None,
+    over: Mapping[str, int | str] | None = None,
+    text: str = "",
+    note: str = "",
+) -> Record:
+    """What was measured of a claim.
+
+    Args:
+        values: By model, a number or a number and its standard error.
+        errors: Standard errors of values that are numbers alone.
+    """
+    pairs = {name: one for name, one in values.items() if isinstance(one, tuple)}
+    found = {name: error for name, (_, error) in pairs.items()} | dict(
+        {} if errors is None else errors
+    )
+    plain = {name: pairs.get(name, (one,))[0] for name, one in values.items()}
+    return Record(
+        **vars(claims()[id]),
+        values={name: float(value) for name, value in plain.items()},
+        errors={name: float(error) for name, error in found.items()},
+        over=over or {},
+        text=text,
+        note=note,
+    )
+
+
+def digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def seal(records: Iterable[dict]) -> str:
+    """The sha256 of records, so that a digit changed by hand is seen."""
+    return digest(json.dumps(list(records), sort_keys=True).encode())
+
+
+def save(folder: Path, name: str, records: Iterable[Record], provenance: Mapping) -> None:
+    """Write the records of a script beside its CSV files, whose digests go with them.
+
+    Args:
+        name: Of the results: softmax_patterns for softmax/patterns.py.
+    """
+    found = [record.to_json() for record in records]
+    files = sorted(file for file in folder.glob("*.csv") if written_by(file.name) == name)
+    sums = {file.name: digest(file.read_bytes()) for file in files}
+    script = {"script": script_of(name)}
+    content = script | {**provenance, "files": sums, "seal": seal(found), "records": found}
+    text = json.dumps(content, indent=1, ensure_ascii=False) + "\n"
+    (folder / f"{name}.records.json").write_text(text, encoding="utf-8")
+
+
+def script_of(name: str) -> str:
+    """The script whose results have a name, without its ending.
+
+    Example:
+        >>> script_of("softmax_figure_1_two_heads")
+        'softmax/figure_1_two_heads'
+    """
+    in_folder = (CLAIMS.parent / name.partition("_")[0]).is_dir()
+    return name.replace("_", "/", 1) if in_folder else name
+
+
+def written_by(file: str) -> str:
+    """The name of the results that a CSV file is of: its own, but where a script writes several."""
+    name = file.removesuffix(".csv")
+    several = {
+        "softmax_emergence_seeds": "softmax_emergence",
+        "sparse_settings_training": "sparse_settings",
+        "sparse_start_expected": "sparse_start",
+        "calibration_labels": "calibration_errors",
+        "calibration_thresholds": "calibration_errors",
+    }
+    return several.get(name, name)
+
+
+def load(file: Path) -> list[Record]:
+    """The records of a file."""
+    names = Record.__dataclass_fields__
+    content = json.loads(file.read_text(encoding="utf-8"))
+    return [Record(**{name: row[name] for name in names}) for row in content["records"]]
+
+
+def all_records(folder: Path) -> list[tuple[str, Record]]:
+    """Every script, without its ending, with its records, in the order of the scripts' names."""
+    suffix = ".records.json"
+    files = sorted(folder.glob(f"*{suffix}"))
+    return [
+        (script_of(file.name.removesuffix(suffix)), one) for file in files for one in load(file)
+    ]
+
+
+def agree(stored: Record, again: Record, *, z: float = 4) -> bool:
+    """Whether two measurements of a record agree within their standard errors.
+
+    Numbers without a standard error are determined by the weights: they agree to the rounding of
+    float32 sums and of integration, or to a thousandth of what they are asked to be within.
+    """
+    if not stored.n:
+        return stored.verdict == again.verdict
+    if stored.values.keys() != again.values.keys():
+        return False
+    ends = stored.bound if isinstance(stored.bound, tuple) else (stored.bound,)
+    slack = 1e-3 * max(abs(end) for end in ends)
+    for name, value in stored.values.items():
+        error = math.hypot(stored.errors.get(name, 0), again.errors.get(name, 0))
+        allowed = max(z * error + 1e-4 * max(abs(value), 1e-3), slack)
+        if abs(again.values[name] - value) > allowed:
+            return False
+    return True

@@ -1,0 +1,196 @@
+"""Tables of the pages that are made from the CSV files of results: the shipped models, emergence
+and calibration.
+
+`lib/pages.py` writes them; a fast test compares them with the files.
+"""
+
+from pathlib import Path
+
+import pandas as pd
+
+Row = tuple[str, ...]
+
+
+def markdown(header: Row, rows: list[Row]) -> str:
+    """A Markdown table."""
+    lines = [header, ("---",) * len(header)]
+    lines += [tuple(cell.replace("|", "\\|") for cell in cells) for cells in rows]
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
+
+
+def span(values: pd.Series, digits: int) -> str:
+    """A range of numbers.
+
+    Example:
+        >>> span(pd.Series([0.1302, 0.1291]), 3)
+        '0.129 to 0.130'
+    """
+    low, high = (f"{end:.{digits}f}" for end in (values.min(), values.max()))
+    return low if low == high else f"{low} to {high}"
+
+
+def shipped(results: Path) -> str:
+    """The softmax models at the paper's setting, by number of heads and pattern."""
+    found = pd.read_csv(results / "softmax_shipped_models.csv")
+    found["heads"] = found.model.str.extract(r"-h(\d+)-")[0].astype(int)
+    found["mu"] = found[["positive_mu", "negative_mu"]].abs().max(axis=1)
+    count = found.groupby("heads").size()
+    rows = []
+    for (heads, pattern), one in found.groupby(["heads", "pattern"]):
+        seeds = f"{len(one)} of {count[heads]}" if len(one) < count[heads] else f"{len(one)}"
+        zero_sum = "" if pattern == "kernel_regression" else span(one.zero_sum, 3)
+        rows.append(
+            (
+                f"{heads}",
+                seeds,
+                pattern,
+                span(one.omega, 3),
+                span(one.mu, 2),
+                zero_sum,
+                span(one.eta, 3),
+                f"{one.loss.mean():.4f} ± {one.loss_sem.max():.4f}",
+            )
+        )
+    header = (
+        "heads",
+        "seeds",
+        "pattern",
+        "\\|omega\\|",
+        "mu of one sign",
+        "\\|Σ mu\\| / Σ \\|mu\\|",
+    )
+    return markdown((*header, "Σ mu·omega", "loss at L = 40"), rows)
+
+
+ARMS = {
+    "adam": "Adam, as the paper",
+    "small init": "Adam, a tenth of the initial weights",
+    "sgd": "plain SGD, rate 0.1",
+    "stuck": "Adam, 16 of one sign trained on",
+}
+
+
+def emergence(results: Path) -> str:
+    """How many seeds end as what, by training and number of heads."""
+    last = (
+        pd.read_csv(results / "softmax_emergence.csv")
+        .groupby(["arm", "n_heads", "what"], sort=False)
+        .last()
+    )
+    rows = []
+    for arm, text in ARMS.items():
+        for heads in last.loc[arm].index.unique("n_heads"):
+            one = last.loc[arm, heads]
+            sign = one.loc["one sign"]
+            rows.append(
+                (
+                    text,
+                    f"{heads}",
+                    f"{int(sign.step):,}",
+                    f"{int(sign.seeds)}",
+                    f"{sign.fraction:.1%} ({100 * sign.low:.1f} to {100 * sign.high:.1f})",
+                    f"{one.loc['debiased_gd'].fraction:.1%}",
+                    f"{one.loc['a dummy head'].fraction:.1%}",
+                )
+            )
+    header = ("training", "heads", "steps", "seeds", "one sign only", "debiased_gd", "a dummy head")
+    return markdown(header, rows)
+
+
+def calibration_labels(results: Path) -> str:
+    """Truth by label, on the half that thresholds were not moved on."""
+    found = pd.read_csv(results / "calibration_labels.csv").set_index("truth")
+    rows = [(truth, *(f"{count}" for count in row)) for truth, row in found.iterrows()]
+    return markdown(("truth", *found.columns), rows)
+
+
+SOURCES = {
+    "built + noise": "built + noise",
+    "fault": "debiased pairs with a fault",
+    "near miss": "near misses",
+    "random weights": "random weights",
+    "snapshot": "snapshots of trained models",
+}
+
+
+def calibration_errors(results: Path) -> str:
+    """What became of the models of each source, and of those that got a pattern's name."""
+    found = pd.read_csv(results / "calibration_errors.csv")
+    found["source"] = found.source.str.split(":").str[0].map(SOURCES)
+    columns = ["models", "right", "undetermined", "missed", "wrong"]
+    counts = found.groupby("source", sort=False)[columns].sum()
+    counts.loc["all"] = counts.sum()
+    rows = [
+        (source, *(f"{row[name]}" for name in columns), f"{row.wrong} of {row.right + row.wrong}")
+        for source, row in counts.iterrows()
+    ]
+    header = ("source", "models", "right", "undetermined, as it may be", "missed", "wrong")
+    return markdown((*header, "wrong, of those with a pattern's name"), rows)
+
+
+def two_by_two(results: Path) -> str:
+    """Models with a plain pattern and others, by whether they got a pattern's name."""
+    found = pd.read_csv(results / "calibration_errors.csv")
+    total = found[["models", "must", "right", "missed", "wrong"]].sum()
+    plain, others = total.must - total.missed, total.right + total.wrong - total.must + total.missed
+    rows = [
+        ("whose pattern is plain", f"{plain}", f"{total.missed}"),
+        ("disturbed more, or without one", f"{others}", f"{total.models - total.must - others}"),
+    ]
+    header = (f"{total.models:,} models", f"named ({total.wrong} of them wrong)", "not named")
+    return markdown(header, rows)
+
+
+def trained(results: Path) -> str:
+    """The trained models of sparse regression, a column per number of heads and noise variance."""
+    tables = {part: pd.read_csv(results / f"sparse_{part}.csv") for part in PARTS}
+    settings = [(heads, noise) for noise in (0.1, 0.4) for heads in (1, 4, 8)]
+    rows = [
+        ("risk / ridge at its best", "risk", "to_ridge", 3),
+        ("risk / Algorithm 1 at its best step", "risk", "to_algorithm", 2),
+        ("risk / a single head's", "risk", "to_single", 3),
+        ("effective heads by medians, first layer", "heads", "first", 1),
+        ("effective heads by medians, later layers", "heads", "later", 1),
+        ("one head per later layer: risk / the whole model's", "pruning", "ratio", 2),
+        ("the same with a new read-out", "pruning", "refit_ratio", 2),
+        ("the same trained for 5,000 more steps", "fine_tuning", "ratio", 2),
+        ("R² of what the first layer writes, (S − 1) x", "probes", "(S - 1) x", 3),
+        ("R² of what the first layer writes, R x", "probes", "R x", 3),
+    ]
+    header = ("", *(f"{heads} head{'s' * (heads > 1)}, noise {noise}" for heads, noise in settings))
+    cells = [
+        (text, *(cell(tables[part], part, column, digits, *one) for one in settings))
+        for text, part, column, digits in rows
+    ]
+    return markdown(header, cells)
+
+
+PARTS = ("risk", "heads", "pruning", "fine_tuning", "probes")
+
+
+def cell(table: pd.DataFrame, part: str, column: str, digits: int, heads: int, noise: float) -> str:
+    """A number of the models of all seeds with its largest standard error."""
+    if heads == 1 and (part in PARTS[1:4] or column == "to_single"):
+        return ""
+    if part == "risk":
+        chosen = (table.noise_var == noise) & (table.context_length == 40)
+        rows = table[chosen & table.learner.str.startswith(f"h{heads} ")]
+        return told(rows[column], rows[f"{column}_sem"], digits)
+    rows = table[table.model.str.startswith(f"sparse-h{heads}-noise{noise}-")]
+    if part == "heads":
+        layers = rows[rows.method == "zero"].drop_duplicates(["model", "layer"])
+        numbers = layers[(layers.layer == 0) == (column == "first")].effective_heads_of_medians
+        return span(numbers, digits)
+    if part == "probes":
+        rows = rows[(rows.target == column) & (rows.layer == 1)]
+        return told(rows.r2, rows.r2_sem, digits)
+    if part == "pruning":
+        rows = rows[rows.rule == "best later"]
+    else:
+        rows = rows[(rows.heads == "pruned") & (rows.step == rows.step.max())]
+    return told(rows[column], rows[f"{column}_sem"], digits)
+
+
+def told(values: pd.Series, errors: pd.Series, digits: int) -> str:
+    """Numbers by seed with their largest standard error."""
+    return f"{', '.join(f'{v:.{digits}f}' for v in values)} ± {errors.max():.{digits}f}"

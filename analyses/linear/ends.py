@@ -1,0 +1,95 @@
+"""What training conserves, and the losses at which merged heads and separate ones of any rank end.
+
+Zhang et al. 2025, arXiv 2501.16265, section 4 and appendix E.8: heads and ranks on four directions,
+N(0, 0.01^2). Run: python -m analyses.linear.ends (half a minute; --quick 1 seed)
+"""
+
+from collections.abc import Iterable
+
+import numpy as np
+import pandas as pd
+
+from analyses.lib.measured import Measured, run
+from analyses.lib.records import record
+from analyses.linear.setting import FOUND, MOMENTS, named, separate, trained
+from mechinterp import figures
+from mechinterp.theory.linear_heads import merged_heads, separate_heads
+from mechinterp.training.linear.flow import flow
+
+# Heads and rank.
+SHAPES = (
+    (1, 1),
+    (2, 1),
+    (3, 1),
+    (4, 1),
+    (5, 1),
+    (1, 2),
+    (2, 2),
+    (3, 2),
+    (1, 3),
+    (3, 3),
+    (1, 4),
+    (2, 4),
+)
+
+
+def ends(seed: int) -> list[dict[str, float | str]]:
+    """Where heads of all shapes end, and the level of their number."""
+    made = {
+        f"{n} of rank {rank}": (
+            separate_heads(n, 4, std=1e-2, seed=seed, rank=rank),
+            min(n * rank, 4),
+        )
+        for n, rank in SHAPES
+    }
+    made["8 merged"] = (merged_heads(8, 4, std=1e-2, seed=seed), 4)
+    return [
+        {
+            "heads": name,
+            "seed": seed,
+            "learned": number,
+            "loss": flow(heads, MOMENTS, duration=1e6).loss[-1],
+            "level": FOUND.levels[number],
+        }
+        for name, (heads, number) in made.items()
+    ]
+
+
+def drift(kept: Iterable[np.ndarray]) -> float:
+    """Largest change of conserved quantities."""
+    return max(np.abs(quantity - quantity[0]).max() for quantity in kept)
+
+
+def measure(quick: bool) -> Measured:
+    seeds = range(1 if quick else 5)
+    drifts = {
+        "merged": [
+            drift([trained(merged_heads(8, 4, std=1e-2, seed=seed)).heads.conserved()])
+            for seed in seeds
+        ],
+        "separate": [drift(separate(1e-2, seed)[0].heads.conserved()) for seed in seeds],
+    }
+    data = pd.DataFrame([row for seed in seeds for row in ends(seed)])
+    data["off"] = (data.loss - data.level).abs()
+    claims = [record(f"linear-6-{kind}", named(np.array(drifts[kind]), "seed")) for kind in drifts]
+    claims += [
+        record(f"linear-17-{name}", dict(part.groupby("heads").off.max()))
+        for name, part in (
+            ("whole", data[data.learned == 4]),
+            ("part", data[data.learned < 4]),
+        )
+    ]
+    first = data[data.seed == 0]
+    curves = {"loss": first.loss.to_numpy(), "level": first.level.to_numpy()}
+    page = figures.bars(
+        list(first.heads),
+        curves,
+        errors={name: np.zeros(len(first)) for name in curves},
+        title="Loss at the end of training, and the level of R H directions",
+        y_title="loss (y²)",
+    )
+    return Measured(data, {"ends": page}, claims)
+
+
+if __name__ == "__main__":
+    run(measure, __file__)

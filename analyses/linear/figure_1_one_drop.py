@@ -1,0 +1,121 @@
+"""Figure 1: merged heads drop once, as the two-layer network on z = vec(b x_query^T) that they are.
+
+Zhang et al. 2025, arXiv 2501.16265, figure 1, in the published code's setting: 8 heads, 5,000
+sequences, full-batch descent at rate 0.001 without 1/N, weights from N(0, 1e-6^2). Its numbers are
+read off an image. Run: python -m analyses.linear.figure_1_one_drop (seconds; --quick 4 flows instead of 40)
+"""
+
+import numpy as np
+import pandas as pd
+import torch
+
+from analyses.lib.measured import Measured, numbers, run
+from analyses.lib.records import Record, record
+from analyses.linear.setting import (
+    FOUND,
+    INITS,
+    LENGTH,
+    half_time,
+    named,
+    page,
+    set_moments,
+    task,
+    trained,
+)
+from mechinterp.analysis.training.plateaus import drops
+from mechinterp.icl.prompts import Prompts
+from mechinterp.theory.linear_dynamics import learning_rate_time
+from mechinterp.theory.linear_heads import MergedHeads, merged_heads
+from mechinterp.training.linear.descent import full_batch_descent, sample_moments, training_set
+
+TAU, FACTOR = learning_rate_time(1e-3, n_factors=2, context_length=LENGTH)
+STEPS, EVERY, SETS = 6000, 20, 10
+
+
+def products(prompts: Prompts) -> torch.Tensor:
+    """z = vec(b x_query^T), [prompt, 16]."""
+    b = torch.einsum("bnd,bn->bd", prompts.x, prompts.y[..., 0]) / LENGTH
+    return torch.einsum("bi,bj->bij", b, prompts.x_query).flatten(1)
+
+
+def explicit(prompts: Prompts, heads: MergedHeads) -> torch.Tensor:
+    """Last entry of sum_i W_V X X^T W_KQ X / N, from whole token matrices."""
+    X, y_hat = prompts.tokens.mT, torch.zeros(len(prompts), dtype=torch.float64)
+    for v, U in zip(heads.v, heads.U, strict=True):
+        W_V, W_KQ = torch.zeros(2, 5, 5, dtype=torch.float64)
+        W_V[4, 4], W_KQ[:4, :4] = v, torch.from_numpy(U)
+        y_hat = y_hat + (W_V @ X @ X.mT @ W_KQ @ X)[:, 4, -1] / LENGTH
+    return y_hat
+
+
+def network(prompts: Prompts, heads: MergedHeads) -> np.ndarray:
+    """Losses of the network w_2^T W_1 z, trained on the prompts by automatic differentiation."""
+    z, y, losses = products(prompts), prompts.y_query, []
+    layers = [torch.from_numpy(part).reshape(8, -1).clone() for part in (heads.U, heads.v)]
+    for _ in range(STEPS + 1):
+        w_1, w_2 = (layer.requires_grad_() for layer in layers)
+        loss = (y - z @ w_1.T @ w_2).square().mean()
+        losses.append(loss.item())
+        slopes = zip(layers, torch.autograd.grad(loss, layers), strict=True)
+        layers = [(weight - slope / (2 * TAU)).detach() for weight, slope in slopes]
+    return np.array(losses)[::EVERY]
+
+
+def published(name: str, paper: float, ours: list[float], digits: int) -> Record:
+    """Whether a number that was read off a figure lies among those of our training sets."""
+    return record(
+        f"linear-merged-{name}",
+        {"part": float(np.mean(np.array(ours) < paper))},
+        text=f"{paper} among {numbers(ours, digits)}",
+    )
+
+
+def measure(quick: bool) -> Measured:
+    options = {"learning_rate": 1 / (2 * TAU), "steps": STEPS, "every": EVERY}
+    start = [merged_heads(8, 4, std=1e-6 * FACTOR, seed=seed) for seed in range(SETS)]
+    runs = [
+        full_batch_descent(heads, set_moments(5000, i), FOUND, **options)
+        for i, heads in enumerate(start)
+    ]
+    (few,), large = training_set(task(), 500, seed=1), merged_heads(8, 4, std=1.0, seed=0)
+    alone = full_batch_descent(start[0], sample_moments([few], basis=np.eye(4)), FOUND, **options)
+    beside, y_hat = network(few, start[0]), explicit(few, large)
+    same = abs(beside / alone.loss - 1).max()
+    reduced = products(few).numpy() @ large.U.reshape(8, -1).T @ large.v
+    off = np.abs(reduced - y_hat.numpy()).max() / float(y_hat.abs().max())
+    starts = range(2 if quick else 20)
+    flows = [[trained(merged_heads(8, 4, std=s, seed=i)) for s in INITS] for i in starts]
+    counts = [[len(drops(one)) for one in row] for row in flows]
+    ends = [[abs(one.loss[-1] - FOUND.levels[-1]) for one in row] for row in flows]
+    steps = runs[0].time * TAU
+    claims = [
+        record("linear-1-explicit", {"500 prompts": off}),
+        record("linear-1-network", {f"{STEPS} steps": same}),
+        record("linear-5-merged-drops", named(np.array(counts), "seed", "init")),
+        record("linear-5-merged-end", named(np.array(ends), "seed", "init")),
+        published("middle", 990, [half_time(one) * TAU for one in runs], 0),
+    ]
+    claims += [
+        published(
+            f"loss{at}",
+            paper,
+            [np.interp(at, steps, one.loss) for one in runs],
+            3,
+        )
+        for at, paper in ((2000, 0.165), (4000, 0.136))
+    ]
+    curves = {"merged heads": alone.loss, "network on z": beside} | {
+        f"training set {i}": one.loss for i, one in enumerate(runs[:4])
+    }
+    figure = page(
+        steps,
+        curves,
+        "Merged heads and the network on z (500 sequences); sets of 5,000; L(M*) dotted",
+        x_title="step",
+        levels=FOUND.levels[-1:],
+    )
+    return Measured(pd.DataFrame({"step": steps} | curves), {"loss": figure}, claims)
+
+
+if __name__ == "__main__":
+    run(measure, __file__)

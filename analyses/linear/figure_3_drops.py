@@ -1,0 +1,155 @@
+"""Figure 3: separate rank-one heads learn one eigenvector per drop; value weights beside eq. (21);
+alignment.
+
+Zhang et al. 2025, arXiv 2501.16265, figure 3: 5 heads. Its losses are in the published code's
+setting, rate 0.02 without 1/N and value weights of 0.01; claims by number are on flows from N(0,
+init^2), as are the other two pages. Run: python -m analyses.linear.figure_3_drops (seconds; --quick 2
+seeds)
+"""
+
+import numpy as np
+import pandas as pd
+import plotly.graph_objects as go
+
+from analyses.lib.measured import Measured, run
+from analyses.lib.records import Record, record
+from analyses.linear.setting import (
+    FOUND,
+    INITS,
+    LENGTH,
+    MOMENTS,
+    NORMS,
+    losses,
+    named,
+    page,
+    separate,
+)
+from mechinterp import figures
+from mechinterp.analysis.training.plateaus import Plateaus, crossings
+from mechinterp.theory.linear_dynamics import learning_rate_time
+from mechinterp.theory.linear_heads import separate_heads
+from mechinterp.theory.linear_jumps import growth_value
+from mechinterp.training.linear.flow import Flow, flow
+
+TAU, FACTOR = learning_rate_time(0.02, n_factors=3, context_length=LENGTH)
+READ = ((400, 600), (600, 1150), (1000, 1900))  # Steps of drops, off an image of six seeds.
+
+
+def holder(found: Flow, mode: int) -> tuple[int, int]:
+    """The row at which a direction is learned, and the head that holds it then."""
+    row, heads = int(np.flatnonzero(found.learned[:, mode] > 0.999)[0]), found.heads
+    return row, int(np.abs(heads.v[row] * heads.K[row, :, 0, mode]).argmax())
+
+
+def growth(found: Flow, mode: int) -> tuple[np.ndarray, np.ndarray]:
+    """|v| / v_inf of a direction's head until it is learned, and eq. (21) matched at 0.3; NaN
+    before and after."""
+    row, head = holder(found, mode)
+    v = np.abs(found.heads.v[:, head]) / NORMS[mode]
+    last = int(np.flatnonzero(v[: row + 1] < 0.3)[-1])
+    since = found.time - np.interp(0.3, v[last : last + 2], found.time[last : last + 2])
+    law = {"rate": FOUND.rates[mode], "target": FOUND.targets[mode]}
+    rows, value = slice(last + 1, row + 1), np.full(len(v), np.nan)
+    value[rows] = growth_value(since[rows], 0.3 * NORMS[mode], **law) / NORMS[mode]
+    return v, value
+
+
+def measure(quick: bool) -> Measured:
+    seeds, claims = range(2 if quick else 10), []
+    for init in INITS:
+        every = [separate(init, seed) for seed in seeds]
+        errors = [
+            [np.nanmax(np.abs(np.subtract(*growth(one, mode)))) for mode in range(4)]
+            for one, _ in every
+        ]
+        claims += drop_records(init, [one for _, one in every])
+        claims += growth_records(init, np.array(errors))
+    runs = [
+        flow(
+            separate_heads(5, 4, std=1e-2 * FACTOR, seed=i, constant_v=True),
+            MOMENTS,
+            duration=20_000.0,
+            tau=TAU,
+        )
+        for i in range(2 * len(seeds))
+    ]
+    jumps = np.median([crossings(one, FOUND.levels)[:3] for one in runs], axis=0)
+    places = [(step - low) / (high - low) for step, (low, high) in zip(jumps, READ, strict=True)]
+    claims.append(
+        record(
+            "linear-separate-steps",
+            named(np.array(places), "drop"),
+            text="steps " + ", ".join(f"{step:.0f}" for step in jumps),
+        )
+    )
+    steps = np.linspace(0, 10_000, 401)
+    curves = losses(steps, {f"seed {i}": one for i, one in enumerate(runs[:6])})
+    loss = page(steps, curves, "Separate heads of rank one; levels L(M_m) dotted", x_title="step")
+    return Measured(
+        pd.DataFrame({"step": steps} | curves),
+        {"loss": loss} | heads_pages(separate(1e-2, 0)[0]),
+        claims,
+    )
+
+
+def heads_pages(found: Flow) -> dict[str, go.Figure]:
+    heads, both = (
+        [holder(found, m)[1] for m in range(4)],
+        {"key": found.heads.K, "query": found.heads.Q},
+    )
+    grown = [growth(found, mode) for mode in range(4)]
+    curves = {
+        f"direction {m}{end}": grown[m][i]
+        for i, end in enumerate(("", ", eq. (21)"))
+        for m in range(4)
+    }
+    cosines = {
+        f"{name} {m}": np.abs(part[:, head, 0, m]) / np.linalg.norm(part[:, head, 0], axis=1)
+        for name, part in both.items()
+        for m, head in enumerate(heads)
+    }
+    options = {"x_title": "time (tau)", "colors": figures.COLORS[:4]}
+    return {
+        "value": figures.lines(
+            found.time,
+            curves,
+            title="|v| of the head that learns a direction, relative to its end; eq. (21) dotted",
+            y_title="|v| / v_inf",
+            **options,
+        ),
+        "alignment": figures.lines(
+            found.time,
+            cosines,
+            title="The same heads' keys (solid) and queries (dotted) turn to their eigenvector",
+            y_title="|cos|",
+            **options,
+        ),
+    }
+
+
+def drop_records(init: float, found: list[Plateaus]) -> list[Record]:
+    """Claims 5 and 10, from weights of one size."""
+    gaps = [
+        np.abs(one.loss - FOUND.levels).max() if len(one.loss) == 5 else np.inf for one in found
+    ]
+    order = [np.array_equal(one.learned > 0.5, np.tri(5, 4, -1) > 0) for one in found]
+    return [
+        record(
+            f"linear-5-separate-init{init:g}",
+            named(np.array([len(one.drop_time) for one in found]), "seed"),
+        ),
+        record(f"linear-10-levels-init{init:g}", named(np.array(gaps), "seed")),
+        record(f"linear-10-order-init{init:g}", named(np.array(order, dtype=float), "seed")),
+    ]
+
+
+def growth_records(init: float, errors: np.ndarray) -> list[Record]:
+    """Claim 12, from weights of one size: errors by seed and direction."""
+    return [
+        record(f"linear-12-median-init{init:g}", {"median": float(np.median(errors))}),
+        record(f"linear-12-single-init{init:g}", named(errors, "seed", "direction")),
+    ]
+
+
+if __name__ == "__main__":
+    run(measure, __file__)

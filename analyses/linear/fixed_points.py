@@ -1,0 +1,111 @@
+"""The 2^D functions at which training can rest: their losses, the force on heads there, and a
+search for others.
+
+Zhang et al. 2025, arXiv 2501.16265, section 4.2 and eq. (19). The search solves for no force on any
+weight, from random ones. Run: python -m analyses.linear.fixed_points (a minute; --quick 40 starts)
+"""
+
+from itertools import combinations
+
+import numpy as np
+import pandas as pd
+from scipy.optimize import least_squares
+
+from analyses.lib.measured import Measured, run
+from analyses.lib.records import record
+from analyses.linear.setting import LENGTH, NORMS, TURNED
+from mechinterp import figures
+from mechinterp.theory.linear import fixed_point, fixed_point_loss, modes, population_moments
+from mechinterp.theory.linear_heads import SeparateHeads
+
+SHAPES = ((2, 3, 1), (2, 2, 2), (3, 4, 1))  # D, with eigenvalues D/5 to 1/5, heads, rank
+TIGHT = {"method": "lm", "max_nfev": 100, "xtol": 1e-15, "ftol": 1e-15, "gtol": 1e-15}
+
+
+def subset_row(subset: tuple[int, ...]) -> dict[str, float | str]:
+    """The loss at M(S), its formula, and the largest force on heads that hold S, one direction
+    each."""
+    found, rows = modes(TURNED), list(subset)
+    M, keys = fixed_point(found, subset), (NORMS[rows, None] * found.vectors[:, rows].T)[:, None]
+    pull = SeparateHeads(v=NORMS[rows], K=keys, Q=keys).velocity(TURNED.gradient(M))
+    force = max(np.abs(part).max(initial=0) for part in (pull.v, pull.K, pull.Q))
+    name = "{" + ", ".join(str(mode + 1) for mode in subset) + "}"
+    return {
+        "learned": name,
+        "n_learned": len(rows),
+        "loss": float(TURNED.loss(M)),
+        "formula": fixed_point_loss(found, subset),
+        "force": float(force),
+    }
+
+
+def search(d_x: int, n_heads: int, rank: int, n_starts: int) -> np.ndarray:
+    """f_d and the largest entry off the diagonal of M wherever a search ends, [end, D + 1]."""
+    moments = population_moments(np.arange(d_x, 0, -1) / 5, context_length=LENGTH)
+    found, rng, ends = modes(moments), np.random.default_rng(0), []
+    zz, cuts = moments.zz.reshape(d_x**2, -1), n_heads * np.array([1, 1 + rank * d_x])
+
+    def parts(flat: np.ndarray) -> tuple[np.ndarray, ...]:
+        v, K, Q = np.split(flat, cuts)
+        v, K, Q = v.repeat(rank)[:, None], K.reshape(-1, d_x), Q.reshape(-1, d_x)
+        return v, K, Q, (v * K).T @ Q
+
+    def pull(flat: np.ndarray) -> np.ndarray:
+        v, K, Q, M = parts(flat)
+        force = moments.yz - (zz @ M.ravel()).reshape(d_x, d_x)
+        key, query = Q @ force.T, K @ force
+        slopes = ((K * key).reshape(n_heads, -1).sum(1), v * key, v * query)
+        return np.concatenate([one.ravel() for one in slopes])
+
+    for _ in range(n_starts):
+        start = rng.uniform(0.1, 2) * rng.standard_normal(n_heads * (1 + 2 * rank * d_x))
+        end = least_squares(pull, start, **TIGHT)
+        if np.abs(end.fun).max() < 1e-9:
+            M = parts(end.x)[3]
+            ends.append([*found.learned(M), np.abs(M - np.diag(np.diag(M))).max()])
+    return np.array(ends)
+
+
+def miss(ends: np.ndarray) -> float:
+    """Largest distance of the ends of a search from a function that holds a subset."""
+    learned = ends[:, :-1]
+    off = np.minimum(np.abs(learned), np.abs(learned - 1))
+    return float(max(off.max(), ends[:, -1].max()))
+
+
+def measure(quick: bool) -> Measured:
+    n_starts = 40 if quick else 300
+    data = pd.DataFrame(
+        [subset_row(subset) for count in range(5) for subset in combinations(range(4), count)]
+    )
+    off = (data.loss - data.formula).abs()
+    claims = [
+        record(f"linear-4-{name}", dict(zip(data.learned, values, strict=True)))
+        for name, values in (("levels", off), ("force", data.force))
+    ]
+    found = {
+        f"D = {d}, {h} heads of rank {r}": (d, search(d, h, r, n_starts)) for d, h, r in SHAPES
+    }
+    functions = {
+        name: len(np.unique(ends[:, :-1].round(), axis=0)) / 2**d
+        for name, (d, ends) in found.items()
+    }
+    misses = {name: miss(ends) for name, (_, ends) in found.items()}
+    over = {"starts": n_starts}
+    claims += [
+        record("linear-4-functions", functions, over=over),
+        record("linear-4-others", misses, over=over),
+    ]
+    curves = {"formula": data.formula.to_numpy(), "loss": data.loss.to_numpy()}
+    page = figures.bars(
+        list(data.learned),
+        curves,
+        errors={name: np.zeros(16) for name in curves},
+        title="Loss at all 16 functions that hold a subset of four directions",
+        y_title="loss (y²)",
+    )
+    return Measured(data, {"subsets": page}, claims)
+
+
+if __name__ == "__main__":
+    run(measure, __file__)

@@ -1,0 +1,112 @@
+"""At the rests of separate heads: alignment, principal component regression, and the jumps foretold
+before training.
+
+Zhang et al. 2025, arXiv 2501.16265, eq. (20) and (22); jump times from the initial weights are
+derived here. Run: python -m analyses.linear.plateaus (seconds; --quick 2 seeds)
+"""
+
+import numpy as np
+import pandas as pd
+import torch
+
+from analyses.lib.measured import Measured, run
+from analyses.lib.records import Record, record
+from analyses.linear.setting import EIGENVALUES, FOUND, INITS, NORMS, named, separate, task
+from mechinterp.analysis.training.plateaus import Plateaus
+from mechinterp.icl.predictors import one_step_pcr
+from mechinterp.theory.linear_heads import separate_heads
+from mechinterp.theory.linear_jumps import first_jump_bound
+from mechinterp.training.linear.descent import training_set
+from mechinterp.training.linear.flow import Flow
+
+
+def held(found: Flow, rests: Plateaus) -> np.ndarray:
+    """Of the head that holds the newest direction at each rest: alignment and norms.
+
+    Columns: 1 - |cos| of key and of query with the eigenvector, | |k| / |v| - 1 | of both, | |v| /
+    v_inf - 1 |.
+    """
+    rows = []
+    for mode, place in enumerate(np.searchsorted(found.time, rests.time[1:])):
+        v, K, Q = found.heads.v[place], found.heads.K[place, :, 0], found.heads.Q[place, :, 0]
+        head = np.abs(v * K[:, mode] * Q[:, mode]).argmax()
+        norms = np.linalg.norm([K[head], Q[head]], axis=1)
+        cosines = np.abs([K[head, mode], Q[head, mode]]) / norms
+        size = abs(v[head])
+        rows.append([*(1 - cosines), *np.abs(norms / size - 1), abs(size / NORMS[mode] - 1)])
+    return np.array(rows)
+
+
+def long_context(n_prompts: int) -> float:
+    """Largest mean squared distance, over m, of eq. (22) from w^T P_m x_query at N = 1,000."""
+    (prompts,) = training_set(task(1000), n_prompts, seed=1)
+    distances = []
+    for components in range(5):
+        kept = prompts.x_query * (torch.arange(4) < components)
+        exact = torch.einsum("bdk,bd->bk", prompts.beta, kept)
+        ours = one_step_pcr(prompts, components=components, covariance=np.diag(EIGENVALUES))
+        distances.append(float((ours - exact).square().mean()))
+    return max(distances)
+
+
+def measure(quick: bool) -> Measured:
+    seeds, claims, rows = range(2 if quick else 10), [], []
+    for init in INITS:
+        every = [separate(init, seed) for seed in seeds]
+        heads = np.array([held(*one) for one in every])
+        claims += head_records(init, heads)
+        claims += jump_records(init, [rest for _, rest in every])
+        claims += regression_records(init, np.array([rest.pcr_distance for _, rest in every]))
+        rows += [
+            rest.to_frame().assign(init=init, seed=seed)
+            for seed, (_, rest) in zip(seeds, every, strict=True)
+        ]
+    far = long_context(500 if quick else 2000)
+    claims.append(record("linear-15-long", {"closed form": far}))
+    shown = separate(INITS[0], 0)[1]
+    return Measured(
+        pd.concat(rows), {"jumps": shown.plot(), "learned": shown.plot_learned()}, claims
+    )
+
+
+def head_records(init: float, heads: np.ndarray) -> list[Record]:
+    """Claim 11: rows of `held` by seed and direction."""
+    return [
+        record(
+            f"linear-11-aligned-init{init:g}",
+            {"median": float(np.median(heads[..., :2]))},
+        ),
+        record(
+            f"linear-11-equal-init{init:g}",
+            named(heads[..., 2:4].max(-1), "seed", "direction"),
+        ),
+        record(f"linear-11-value-init{init:g}", named(heads[..., 4], "seed", "direction")),
+    ]
+
+
+def jump_records(init: float, found: list[Plateaus]) -> list[Record]:
+    """Claim 13: when the initial weights say that jumps come, and when they do."""
+    errors = np.abs([rest.predicted.time / rest.crossing_time - 1 for rest in found])
+    order = [rest.predicted.mode.tolist() == [0, 1, 2, 3] for rest in found]
+    firsts = [
+        rest.crossing_time[0] / first_jump_bound(separate_heads(5, 4, std=init, seed=seed), FOUND)
+        for seed, rest in enumerate(found)
+    ]
+    return [
+        record(f"linear-13-median-init{init:g}", named(np.median(errors, 0), "jump")),
+        record(f"linear-13-order-init{init:g}", named(np.array(order, dtype=float), "seed")),
+        record(f"linear-13-single-init{init:g}", named(errors, "seed", "jump")),
+        record(f"linear-13-bound-init{init:g}", named(np.array(firsts), "seed")),
+    ]
+
+
+def regression_records(init: float, distance: np.ndarray) -> list[Record]:
+    """Claim 15: relative squared distance of rests from eq. (22), by seed and level."""
+    return [
+        record(f"linear-15-median-init{init:g}", {"median": float(np.median(distance))}),
+        record(f"linear-15-largest-init{init:g}", named(distance, "seed", "level")),
+    ]
+
+
+if __name__ == "__main__":
+    run(measure, __file__)

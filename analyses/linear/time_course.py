@@ -1,0 +1,112 @@
+"""Merged heads in time: eq. (10) for a white covariance, the escape time, and D + 1 numbers for any
+covariance.
+
+Zhang et al. 2025, arXiv 2501.16265, eq. (10) and section 3. The white covariance is the identity of
+four dimensions; w_eff is |W_1 e + w_2| / 2, the growing part of random initial weights. Run: python -m
+analyses.linear.time_course (seconds; --quick 1 seed)
+"""
+
+import numpy as np
+import pandas as pd
+
+from analyses.lib.measured import Measured, run
+from analyses.lib.records import Record, record
+from analyses.linear.setting import FOUND, LENGTH, MOMENTS, half_time, named, page, trained
+from mechinterp.analysis.training.plateaus import drops
+from mechinterp.theory import linear_dynamics as dynamics
+from mechinterp.theory.linear import modes, population_moments
+from mechinterp.theory.linear_heads import MergedHeads, merged_heads
+from mechinterp.training.linear.flow import Flow, flow
+
+WHITE = population_moments(np.ones(4), context_length=LENGTH)
+MODES = modes(WHITE)
+SCALES = (1e-6, 1e-5, 1e-4, 1e-3, 1e-2)
+
+
+def aligned() -> MergedHeads:
+    r = np.random.default_rng(0).standard_normal(8)
+    r /= np.linalg.norm(r)
+    return MergedHeads(v=1e-2 * r, U=1e-2 * r[:, None, None] * np.eye(4) / 2)
+
+
+def white(heads: MergedHeads) -> tuple[Flow, np.ndarray, float, float]:
+    """A run, eq. (10), its largest error in loss over the first loss, and in the half-time."""
+    scale = dynamics.effective_scale(heads, MODES)
+    half = dynamics.white_half_time(MODES, scale=scale)
+    found = flow(heads, WHITE, duration=4 * half, times=np.linspace(0, 4 * half, 2001))
+    _, loss = dynamics.white_time_course(found.time, MODES, scale=scale)
+    sigma = np.trace(found.M, axis1=1, axis2=2) / 4
+    late = np.interp(MODES.targets[0] / 2, sigma, found.time) / half - 1
+    return found, loss, float(np.abs(found.loss - loss).max() / loss[0]), abs(late)
+
+
+def reduced(seed: int) -> float:
+    """Largest difference in loss between eight heads and D + 1 numbers, init 1e-3."""
+    heads, times = merged_heads(8, 4, std=1e-3, seed=seed), np.linspace(0, 400, 2001)
+    found = flow(heads, MOMENTS, duration=400.0, times=times)
+    scale = dynamics.effective_scale(heads, FOUND)
+    loss = dynamics.merged_time_course(times, FOUND, scale=scale)[2]
+    return float(np.abs(found.loss - loss).max())
+
+
+def random_starts(init: float, n_seeds: int) -> list[Record]:
+    """Eq. (10) from random weights: with w_eff, and with the norm of a layer in its place."""
+    drawn = [merged_heads(8, 4, std=init, seed=seed) for seed in range(n_seeds)]
+    errors = np.array([white(heads)[2:] for heads in drawn])
+    halves = [
+        [
+            dynamics.white_half_time(MODES, scale=scale)
+            for scale in (np.linalg.norm(heads.v), dynamics.effective_scale(heads, MODES))
+        ]
+        for heads in drawn
+    ]
+    naive = np.array([abs(layer / effective - 1) for layer, effective in halves])
+    return [
+        record(f"linear-7-loss-init{init:g}", named(errors[:, 0], "seed")),
+        record(f"linear-7-half-init{init:g}", named(errors[:, 1], "seed")),
+        record(f"linear-7-layer-init{init:g}", named(naive, "seed")),
+    ]
+
+
+def measure(quick: bool) -> Measured:
+    seeds = range(1 if quick else 5)
+    claims = [record("linear-7-aligned", {"aligned": white(aligned())[2]})]
+    for init in (1e-2, 1e-3):
+        claims += random_starts(init, len(seeds))
+    runs = [
+        [trained(merged_heads(8, 4, std=scale, seed=seed)) for scale in SCALES] for seed in seeds
+    ]
+    slopes = np.diff([[half_time(one) for one in row] for row in runs]) / -np.log(10)
+    claims += [
+        record(
+            "linear-8-slope",
+            named(slopes * np.linalg.norm(FOUND.rates), "seed", "decade"),
+        ),
+        record(
+            "linear-8-drops",
+            named(np.array([[len(drops(one)) for one in row] for row in runs]), "seed", "init"),
+        ),
+        record(
+            "linear-9-reduction",
+            named(np.array([reduced(seed) for seed in seeds]), "seed"),
+        ),
+    ]
+    drawn = {f"init {init:g}": merged_heads(8, 4, std=init, seed=0) for init in (0.1, 1e-3)}
+    found = {name: white(heads) for name, heads in drawn.items()}
+    time = np.linspace(0, 8, 201)
+    curves = {name: np.interp(time, one.time, one.loss) for name, (one, *_) in found.items()}
+    curves |= {
+        f"{name}, eq. (10)": np.interp(time, one.time, loss)
+        for name, (one, loss, *_) in found.items()
+    }
+    figure = page(
+        time,
+        curves,
+        "White covariance: exact flow and eq. (10) with w_eff",
+        levels=MODES.levels[-1:],
+    )
+    return Measured(pd.DataFrame({"time": time} | curves), {"white": figure}, claims)
+
+
+if __name__ == "__main__":
+    run(measure, __file__)

@@ -1,0 +1,86 @@
+"""Finite training sets: descent on them rests near the levels of the population, nearer to the
+set's own.
+
+Zhang et al. 2025, arXiv 2501.16265, section 4, in the published code's setting of figure 3: 5
+separate heads of rank one from N(0, 0.01^2), full-batch descent at rate 0.02 without 1/N on 80,000
+sequences; then on 5,000. A set's own levels are its losses at the rests M_m of the population. Run:
+python -m analyses.linear.training_set (a minute; --quick 2 sets of each size)
+"""
+
+import numpy as np
+import pandas as pd
+
+from analyses.lib.measured import Measured, run
+from analyses.lib.records import record
+from analyses.linear.setting import FOUND, LENGTH, MOMENTS, losses, named, page, set_moments
+from mechinterp.analysis.training.plateaus import plateaus
+from mechinterp.theory.linear import fixed_point
+from mechinterp.theory.linear_dynamics import learning_rate_time
+from mechinterp.theory.linear_heads import separate_heads
+from mechinterp.training.linear.descent import full_batch_descent
+from mechinterp.training.linear.flow import Flow
+
+TAU, FACTOR = learning_rate_time(0.02, n_factors=3, context_length=LENGTH)
+SIZES, STEPS, EVERY = (80_000, 5000), 60_000, 10
+
+
+def descent(size: int, seed: int) -> Flow:
+    heads = separate_heads(5, 4, std=1e-2 * FACTOR, seed=seed)
+    options = {"learning_rate": 1 / (2 * TAU), "steps": STEPS, "every": EVERY}
+    return full_batch_descent(heads, set_moments(size, seed), FOUND, **options)
+
+
+def rests(found: Flow, size: int, seed: int) -> pd.DataFrame:
+    """Where the loss rests, its distance from the population's levels and from the set's."""
+    own = [set_moments(size, seed).loss(fixed_point(FOUND, range(count))) for count in range(5)]
+    loss = plateaus(found, MOMENTS).loss
+    columns = {"level": range(5), "loss": loss, "off": loss - FOUND.levels, "off_own": loss - own}
+    return pd.DataFrame(columns | {"size": size, "set": seed})
+
+
+def measure(quick: bool) -> Measured:
+    sets = range(2 if quick else 10)
+    runs = {(size, seed): descent(size, seed) for size in SIZES for seed in sets}
+    data = pd.concat([rests(found, *key) for key, found in runs.items()])
+    wide = data.pivot(index=["size", "set"], columns="level", values=["off", "off_own"])
+    off, own = ({size: wide.loc[size][name] for size in SIZES} for name in ("off", "off_own"))
+    nearer = {
+        f"{size:,}, set {place}": value
+        for size in SIZES
+        for place, value in (own[size].abs().mean(axis=1) / off[size].abs().mean(axis=1)).items()
+    }
+    bias = {
+        f"{size:,}, level {level}": abs(one)
+        for size in SIZES
+        for level, one in (off[size].mean() / off[size].sem()).items()
+    }
+    large, small = (off[size].abs().to_numpy() for size in SIZES)
+    over = {"sets": len(sets)}
+    claims = [
+        record("linear-19-first", named(large[:, 0], "set"), over=over),
+        record("linear-19-later", named(large[:, 1:], "set", "rest"), over=over),
+        record("linear-19-bias", bias, over=over),
+        record("linear-19-end", named(small[:, 4], "set"), over=over),
+        record("linear-19-own", nearer, over=over),
+    ]
+    steps = np.geomspace(100, STEPS, 400)
+    curves = losses(
+        steps / TAU,
+        {
+            f"{size:,} sequences, set {seed}": found
+            for (size, seed), found in runs.items()
+            if seed < 2
+        },
+    )
+    figure = page(
+        steps,
+        curves,
+        "Descent on training sets; levels L(M_m) of the population dotted",
+        x_title="step",
+        log_x=True,
+    )
+    return Measured(data, {"loss": figure}, claims)
+
+
+if __name__ == "__main__":
+    run(measure, __file__)

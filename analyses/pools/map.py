@@ -1,0 +1,160 @@
+"""The map of plan.md: which models memorise a pool of M tasks, which learn ridge, on what path, and by which heads.
+
+    python -m analyses.pools.map RUNS [--out DIR] [--n-prompts N] [--models DIR]
+
+RUNS holds gpt2-m16, gpt2-mnone, gpt2-m16-s1, ... of pools/train.py and linear/linear-l3-m16-s0, ... of sweeps/pool_linear.json. Rows of
+models that are not there stay as they are. It writes results/pool_map.csv (the last step), pool_steps.csv (every kept step), pool_heads.csv (each head masked),
+pool_probes.csv (linear probes for the posterior) and, with --models, the GPT-2s as checkpoints of this package, with their snapshots.
+"""
+
+import argparse
+import re
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import torch
+
+from analyses.pools.probes import probes
+from analyses.pools.train import STEPS, pool_task
+from mechinterp import load
+from mechinterp.analysis.ablation.prior_heads import prior_heads
+from mechinterp.analysis.learners.priors import compare_priors
+from mechinterp.analysis.training.prior_snapshots import prior_snapshots
+from mechinterp.checkpoints.checkpoint import Checkpoint, save
+from mechinterp.icl.pools import Pool
+from mechinterp.icl.prompts import task_pool
+
+ROOT = Path(__file__).parents[2]
+OTHERS = (16, 1024)
+"""Tasks of the pools that models without one are compared with; the plan names the largest, which lies near to ridge."""
+MOST_PROBED = 16
+"""Tasks of a pool whose posterior is probed for."""
+ONLY_FULL = 8
+"""Pairs at which linear stacks are compared."""
+ORIGIN = {"trained by": "analyses/pools/train.py", "loss": "all prefixes, 0 to 8 pairs"}
+
+
+def as_checkpoint(run: Path, out: Path) -> Checkpoint:
+    """A run of pools/train.py as a checkpoint of this package, with the weights of every kept step."""
+    pool, _, seed = run.name.removeprefix("gpt2-m").partition("-s")
+    task = pool_task(None if pool == "none" else int(pool))
+    with tempfile.TemporaryDirectory() as folder:
+        kept = {}
+        for file in sorted((run / "steps").glob("*.pt"), key=lambda file: int(file.stem)):
+            state = {"model_state_dict": torch.load(file), "train_step": int(file.stem)}
+            torch.save(state, Path(folder) / "state.pt")
+            (Path(folder) / "config.yaml").write_text((run / "config.yaml").read_text())
+            found = load(folder)
+            kept[int(file.stem)] = found.weights
+    last = max(kept)
+    train = replace(
+        found.config.train, steps=max(last, 1), batch_size=64, cosine=True, shortest_context=1
+    )
+    config = replace(found.config, task=task, train=train, seed=int(seed or 0))
+    save(out, config, kept[last], step=last, snapshots=kept, origin=ORIGIN)
+    return load(out)
+
+
+def models(runs: Path, out: Path) -> dict[str, Checkpoint]:
+    """Every model that is there, by name: size of the pool and kind."""
+    found = {}
+    for run in sorted(runs.glob("gpt2-m*")):
+        if not (run / "steps" / f"{STEPS}.pt").exists():
+            print(f"{run.name} is not trained to the end, and left out.")
+            continue
+        target = out / run.name
+        found[run.name] = load(target) if target.exists() else as_checkpoint(run, target)
+    for folder in sorted((runs / "linear").glob("linear-*")):
+        if (folder / "config.json").exists():
+            found[folder.name] = load(folder)
+    return found
+
+
+def about(name: str, checkpoint: Checkpoint) -> dict[str, object]:
+    """What a row says of its model."""
+    kind = re.split(r"-m(?:\d|none)|-none", name)[0]
+    config = checkpoint.config
+    return {
+        "model": name,
+        "kind": kind,
+        "n_tasks": config.task.n_tasks,
+        "seed": config.seed,
+        "steps": checkpoint.step,
+    }
+
+
+def measured(name: str, checkpoint: Checkpoint, n_prompts: int) -> list[dict[str, pd.DataFrame]]:
+    """Tables of one model, one set for each pool that it is compared with."""
+    task = checkpoint.task
+    if task.n_tasks is not None:
+        return [tables_of(name, checkpoint, task_pool(task), n_prompts, own=True)]
+    pools = [task_pool(replace(task, n_tasks=n_tasks)) for n_tasks in OTHERS]
+    return [tables_of(name, checkpoint, pool, n_prompts, own=False) for pool in pools]
+
+
+def tables_of(
+    name: str, checkpoint: Checkpoint, pool: Pool, n_prompts: int, *, own: bool
+) -> dict[str, pd.DataFrame]:
+    """Tables of one model and pool."""
+    given: dict[str, Any] = {
+        "pool": None if own else pool,
+        "context_lengths": [ONLY_FULL] if name.startswith("linear") else None,
+    }
+    last = compare_priors(checkpoint, **given, n_prompts=n_prompts)
+    path = prior_snapshots(checkpoint, **given, n_prompts=n_prompts // 4)
+    print(name, last, path, sep="\n  ", flush=True)
+    found = {
+        "pool_map": last.summary_frame().assign(strategy=last.strategy, transient=path.transient),
+        "pool_steps": path.to_frame(),
+    }
+    if own:
+        found |= inside(checkpoint, pool, given, n_prompts)
+    told = about(name, checkpoint) | {"compared_with": len(pool)}
+    return {table: frame.assign(**told) for table, frame in found.items()}
+
+
+def inside(
+    checkpoint: Checkpoint, pool: Pool, given: dict[str, Any], n_prompts: int
+) -> dict[str, pd.DataFrame]:
+    """What masking heads and probing say."""
+    heads = prior_heads(checkpoint, **given, n_prompts=n_prompts // 4)
+    print(f"  {heads}", flush=True)
+    rows = heads.to_frame()
+    at = list(zip(rows["layer"], rows["head"], strict=True))
+    named = {
+        "memorises": [head in heads.memorises for head in at],
+        "generalises": [head in heads.generalises for head in at],
+    }
+    read = probes(checkpoint.predictor, pool[:MOST_PROBED], n_prompts=n_prompts)
+    return {"pool_heads": rows.assign(**named), "pool_probes": read}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("runs", type=Path)
+    parser.add_argument("--out", type=Path, default=ROOT / "analyses" / "results" / "pools")
+    parser.add_argument("--models", type=Path)
+    parser.add_argument("--n-prompts", type=int, default=4096)
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        every = models(given.runs, given.models or Path(folder))
+        tables = [
+            each for name, model in every.items() for each in measured(name, model, given.n_prompts)
+        ]
+    given.out.mkdir(parents=True, exist_ok=True)
+    for name in ("pool_map", "pool_steps", "pool_heads", "pool_probes"):
+        found = pd.concat([each[name] for each in tables if name in each], ignore_index=True)
+        file = given.out / f"{name}.csv"
+        if file.exists():
+            stored = pd.read_csv(file)
+            found = pd.concat([stored[~stored.model.isin(found.model)], found])
+        found = found.sort_values(["model", "compared_with"], kind="stable")
+        found.to_csv(file, index=False, float_format="%.6g")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,62 @@
+"""Tables of the page on pools of tasks, from the CSV files of pools/map.py and pools/one_layer.py."""
+
+from pathlib import Path
+
+import pandas as pd
+
+from analyses.lib.result_tables import markdown
+
+KINDS = {
+    "gpt2": "GPT-2",
+    "linear-l3": "linear, 3 layers",
+    "linear-l2": "linear, 2 layers",
+}
+PREDICTORS = ("linear, trained", "softmax, trained", "dMMSE", "ridge")
+
+
+def pool_map(results: Path) -> str:
+    """Every model of the map and what it is by the rules of the plan, a line for each pool that it is compared with."""
+    found = pd.read_csv(results / "pools" / "pool_map.csv")
+    order = found.kind.map(list(KINDS).index)
+    found = found.assign(order=order).sort_values(["order", "n_tasks", "seed", "compared_with"])
+    chosen = [columns for columns in found.groupby(["model", "compared_with"], sort=False)]
+    header = ("model", "M", "compared with", "relative, pool", "relative, new")
+    header += ("weight on dMMSE, pool", "risk, pool (dMMSE; ridge)", "risk, new (ridge)")
+    return markdown((*header, "by the rules"), [_row(rows) for _, rows in chosen])
+
+
+def _row(rows: pd.DataFrame) -> tuple[str, ...]:
+    pool, new = (rows[rows.tasks == kind].iloc[0] for kind in ("pool", "new"))
+    own = pool.n_tasks == pool.compared_with
+    return (
+        KINDS[pool.kind] + (f", seed {pool.seed}" if pool.seed else ""),
+        "none" if pd.isna(pool.n_tasks) else f"{pool.n_tasks:,.0f}",
+        "its pool" if own else f"the first {pool.compared_with:,}",
+        _told(pool.relative, pool.relative_sem),
+        _told(new.relative, new.relative_sem),
+        _told(pool.weight_dmmse, pool.weight_dmmse_sem),
+        f"{pool.risk:.3g} ({pool.risk_dmmse:.3g}; {pool.risk_ridge:.3g})",
+        f"{new.risk:.3g} ({new.risk_ridge:.3g})",
+        pool.strategy,
+    )
+
+
+def one_layer(results: Path) -> str:
+    """Excess risks of one layer of attention on a pool."""
+    found = pd.read_csv(results / "pools" / "pool_one_layer.csv")
+    found = found.set_index(["n_tasks", "predictor", "tasks"]).sort_index()
+    rows = []
+    for n_tasks in found.index.unique("n_tasks"):
+        closed = [found.loc[n_tasks, "linear, closed form", kind].risk for kind in ("pool", "new")]
+        cells = [f"{closed[0]:.4g}; {closed[1]:.4g}"]
+        for name in PREDICTORS:
+            both = [found.loc[n_tasks, name, kind] for kind in ("pool", "new")]
+            cells.append("; ".join(f"{one.risk:.3g} ± {one.risk_sem:.1g}" for one in both))
+        rows.append((f"{n_tasks}", *cells))
+    header = ("M", "closed form: pool, new", *(f"{name}: pool, new" for name in PREDICTORS))
+    return markdown(header, rows)
+
+
+def _told(value: float, sem: float) -> str:
+    digits = 4 if sem < 5e-4 else 3
+    return f"{value:.{digits}f} ± {sem:.{digits}f}"

@@ -1,0 +1,195 @@
+"""What random seeds end as: the probability of each pattern at the end of training, with its 95%
+interval.
+
+    python -m analyses.softmax.emergence          (two hours on one core; goes on where it was stopped)
+    python -m analyses.softmax.emergence --quick  (about a minute, 16 seeds, a tenth of the steps)
+
+Trains the softmax paper's setting from many seeds, in packs of 128 heads, classifies each model at
+several steps and writes results/softmax_emergence_seeds.csv (a row per arm, seed and step, added
+pack by pack) and softmax_emergence.csv (the fractions). Arms: "adam" is the paper's training, 30,000 steps
+of it; "small init" starts from a tenth of the initial weights, "sgd" takes plain gradient steps;
+"stuck" trains the first 16 two-head seeds that have one sign after 30,000 steps to 500,000. The
+paper (He et al. 2025, arXiv 2503.12734) says its pattern consistently appears.
+"""
+
+import argparse
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import torch
+from scipy.stats import binomtest
+
+from analyses.lib.measured import RESULTS, Measured, name_of, write
+from analyses.lib.records import Record, record
+from mechinterp.analysis.one_layer.classify import classify
+from mechinterp.config import ExperimentConfig, override
+from mechinterp.models.heads import AttentionWeights
+from mechinterp.presets import preset
+from mechinterp.training.one_layer.pack import Pack
+
+AT, LATE, HEADS = (2_500, 5_000, 10_000, 20_000, 30_000), (30_000, 100_000, 200_000, 500_000), 128
+SGD_RATE = 0.1
+# Arm, number of heads, number of seeds.
+JOBS = [
+    ("adam", 2, 512),
+    ("adam", 3, 256),
+    ("adam", 4, 256),
+    ("adam", 8, 128),
+    ("small init", 2, 128),
+    ("sgd", 2, 128),
+    ("stuck", 2, 16),
+]
+QUICK = [("adam", 2, 16)]
+
+
+class PlainDescent(Pack):
+    """A pack that takes plain gradient steps instead of Adam's."""
+
+    def update(self) -> None:
+        self.flat -= SGD_RATE * self.gradient
+
+
+def pack_rows(pack: Pack, arm: str) -> list[dict]:
+    """One row per model: what it is at this step."""
+    task, n_heads = pack.config.task, pack.config.model.n_heads
+    rows = []
+    for index, (name, config) in enumerate(pack.models.items()):
+        weights = pack.weights[slice(index * n_heads, (index + 1) * n_heads)]
+        found = classify(weights, task)
+        active = [label for label in found.labels if label != "dummy"]
+        rows.append(
+            {
+                "arm": arm,
+                "n_heads": n_heads,
+                "seed": config.seed,
+                "step": pack.step,
+                "pattern": found.pattern,
+                "one_sign": one_sign(weights, found.labels),
+                "active": len(active),
+                "dummies": n_heads - len(active),
+                "eval_loss": pack.rows["eval_loss"][-1][index].item(),
+                "substitution_r2": found.substitution.r2,
+            }
+        )
+        assert name == str(config.seed)
+    return rows
+
+
+def one_sign(weights: AttentionWeights, labels: tuple[str, ...]) -> bool:
+    """Whether omega and mu of all heads in use have one sign, whatever else the heads look like."""
+    used = torch.tensor([label != "dummy" for label in labels])
+    omega, mu = weights.omega.mean(1)[used], weights.mu[used, 0]
+    return bool(used.any()) and len({*omega.sign().tolist(), *mu.sign().tolist()}) == 1
+
+
+def fractions(rows: pd.DataFrame) -> pd.DataFrame:
+    """Fraction of seeds that are each pattern, have one sign, or have a dummy, with Wilson
+    intervals."""
+    kinds = {
+        "debiased_gd": rows.pattern == "debiased_gd",
+        "kernel_regression": rows.pattern == "kernel_regression",
+        "undetermined": rows.pattern == "undetermined",
+        "unstructured": rows.pattern == "unstructured",
+        "one sign": rows.one_sign,
+        "a dummy head": rows.dummies > 0,
+    }
+    found = []
+    for (arm, n_heads, step), group in rows.groupby(["arm", "n_heads", "step"]):
+        for kind, chosen in kinds.items():
+            count, n = int(chosen[group.index].sum()), len(group)
+            interval = binomtest(count, n).proportion_ci(method="wilson")
+            row = {"arm": arm, "n_heads": n_heads, "step": step, "what": kind}
+            row |= {"seeds": n, "count": count}
+            found.append(row | {"fraction": count / n, "low": interval.low, "high": interval.high})
+    return pd.DataFrame(found)
+
+
+def train(configs: list[ExperimentConfig], arm: str, at: list[int]) -> pd.DataFrame:
+    """The rows of one pack."""
+    pack = (PlainDescent if arm == "sgd" else Pack)({str(c.seed): c for c in configs})
+    if arm == "small init":
+        pack.flat.mul_(0.1)
+    rows = []
+    while not pack.finished:
+        pack.advance()
+        if pack.step in at:
+            rows += pack_rows(pack, arm)
+    return pd.DataFrame(rows)
+
+
+def seeds_of(arm: str, count: int, rows: pd.DataFrame) -> list[int]:
+    """The seeds of an arm: from 0 on, or the first that had one sign after 30,000 steps."""
+    if arm != "stuck":
+        return list(range(count))
+    ended = rows[(rows.arm == "adam") & (rows.n_heads == 2) & (rows.step == AT[-1])]
+    return sorted(ended.seed[ended.one_sign.astype(bool)])[:count]
+
+
+def records(table: pd.DataFrame) -> list[Record]:
+    """How often seeds end as the paper says, in every arm that has run."""
+    last = table.groupby(["arm", "n_heads", "what"], sort=False).last()
+    found = []
+    for arm, n_heads in last.index.droplevel("what").unique():
+        name = f"{arm.replace(' ', '-')}-h{n_heads}"
+        seeds, step = last.loc[arm, n_heads, "one sign"][["seeds", "step"]].astype(int)
+        over = {"seeds": int(seeds), "steps": int(step)}
+        one = last.loc[arm, n_heads, "one sign"]
+        found.append(
+            record(
+                f"softmax-emergence-signs-{name}",
+                {"share": one.fraction},
+                text=share(one),
+                over=over,
+            )
+        )
+        if n_heads > 2:
+            dummy = last.loc[arm, n_heads, "a dummy head"]
+            found.append(
+                record(
+                    f"softmax-emergence-dummy-{name}",
+                    {"share": dummy.fraction},
+                    text=share(dummy),
+                    over=over,
+                )
+            )
+    return found
+
+
+def share(row: pd.Series) -> str:
+    """A count with its share and 95% interval."""
+    interval = f"{row.low:.1%} to {row.high:.1%}"
+    return f"{int(row['count'])} of {int(row.seeds)} seeds: {row.fraction:.1%} ({interval})"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="16 seeds of two heads, 3,000 steps")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    arguments = parser.parse_args()
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    torch.set_num_threads(1)
+    scale = 10 if arguments.quick else 1
+    file = arguments.out / "softmax_emergence_seeds.csv"
+    rows = pd.read_csv(file) if file.exists() else pd.DataFrame(columns=["arm", "n_heads", "seed"])
+    for arm, n_heads, count in QUICK if arguments.quick else JOBS:
+        at = [step // scale for step in (LATE if arm == "stuck" else AT)]
+        every = np.gcd.reduce(at)
+        base = override(
+            preset(f"softmax-h{n_heads}"), f"train.steps={at[-1]}", f"train.log_every={every}"
+        )
+        done = set(rows.seed[(rows.arm == arm) & (rows.n_heads == n_heads)])
+        left = [seed for seed in seeds_of(arm, count, rows) if seed not in done]
+        size = HEADS // n_heads
+        for start in range(0, len(left), size):
+            seeds = left[start : start + size]
+            found = train([override(base, f"seed={seed}") for seed in seeds], arm, at)
+            rows = pd.concat([rows, found]) if len(rows) else found
+            rows.to_csv(file, index=False, float_format="%.6g")
+            print(f"{arm}, {n_heads} heads: {start + len(seeds)} of {len(left)} seeds", flush=True)
+    table = fractions(rows.reset_index(drop=True))
+    write(Measured(table, claims=records(table)), name_of(__file__), arguments.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,131 @@
+"""Figure 13: omega and mu during training for two, three and four heads; when each part of the
+pattern holds.
+
+He et al. 2025, arXiv 2503.12734, figure 13. Run: python -m analyses.softmax.figure_13_milestones (seconds)
+"""
+
+import numpy as np
+import pandas as pd
+
+from analyses.lib.measured import Measured, run
+from analyses.lib.records import Record, record
+from analyses.softmax.setting import BOTH_SIGNS, active, dynamics, ends, gamma, paired
+from mechinterp.analysis.training.milestones import PATTERNS, milestones
+
+LEAST, MOST = 1000, 300_000
+
+
+def row(name: str) -> dict:
+    """Milestones of a model, the overshoot of its two strongest heads, and the dips of its group
+    sums."""
+    found, logged = milestones(dynamics(name)), dynamics(name)
+    strong = np.argsort(-abs(logged.mu[-1]))[:2]
+    late = abs(logged.mu[logged.step >= 5000].sum(1))
+    _, mu = ends(name)
+    return {
+        "model": name,
+        "n_heads": len(mu),
+        **{part: getattr(found, part) for part in PATTERNS},
+        "signs_from": signs_from(name),
+        "largest_sum": late.max(),
+        "diagonal_early": diagonal_at(name, 10_000 if len(mu) == 4 else 2000),
+        "signs_early": signs_at(name, 10_000 if len(mu) == 4 else 2000),
+        "peak_step": found.peak_step[strong].max(),
+        "overshoot": found.overshoot[strong].min(),
+        "fall": (1 - 1 / found.overshoot[strong]).min(),
+        "dip": max(dip(name, sign) for sign in (0, 1)),
+        "positive": mu.clip(min=0).sum(),
+        "negative": -mu.clip(max=0).sum(),
+        "gamma": gamma(name),
+    }
+
+
+def signs_from(name: str) -> float:
+    """The first logged step from which omega and mu of every active head have one sign."""
+    logged = dynamics(name)
+    matches = (logged.omega * logged.mu > 0)[:, active(name)].all(1)
+    broken = np.flatnonzero(~matches)
+    return float(logged.step[broken[-1] + 1]) if len(broken) else 0.0
+
+
+def signs_at(name: str, step: int) -> float:
+    """Whether the active heads' signs of omega at a step are those of the end."""
+    logged, heads = dynamics(name), active(name)
+    early = logged.omega[logged.step == step][0]
+    return float((early * logged.omega[-1] > 0)[heads].all())
+
+
+def diagonal_at(name: str, step: int) -> float:
+    """Least cosine of an active head with its diagonal at a step."""
+    logged = dynamics(name)
+    return logged.qk_diagonal[logged.step == step][0, active(name)].min()
+
+
+def dip(name: str, sign: int) -> float:
+    """How far the sum of mu of one sign fell below what it had reached between LEAST and MOST
+    steps."""
+    logged = dynamics(name)
+    sums = abs(logged.group_mu[(logged.step >= LEAST) & (logged.step <= MOST), sign])
+    highest = np.maximum.accumulate(sums).clip(min=1e-9)
+    return float((1 - sums / highest).max())
+
+
+def measure(quick: bool) -> Measured:
+    data = pd.DataFrame([row(name) for name in paired()])
+    records = [*sign_records(data), *early_records(data), *late_records(data)]
+    pages = {}
+    for name in ("softmax-h2-s0", "softmax-h3-s0", "softmax-h4-s0"):
+        logged = dynamics(name)
+        pages[f"{name}-omega"] = logged.plot().update_layout(title_text=f"omega, {name}")
+        pages[f"{name}-mu"] = logged.plot_mu().update_layout(title_text=f"mu, {name}")
+    return Measured(data, pages, records)
+
+
+def by_model(rows: pd.DataFrame, column: str) -> dict[str, float]:
+    return dict(zip(rows.model, rows[column], strict=True))
+
+
+def sign_records(data: pd.DataFrame) -> list[Record]:
+    few, eight = data[data.n_heads < 8], data[data.n_heads == 8]
+    over = BOTH_SIGNS
+    return [
+        record("softmax-O1d-early", by_model(few, "signs_from"), over=over),
+        record("softmax-O1d-early-eight", by_model(eight, "signs_from"), over=over),
+        record("softmax-O2b-early", by_model(data, "largest_sum"), over=BOTH_SIGNS),
+    ]
+
+
+def early_records(data: pd.DataFrame) -> list[Record]:
+    found = []
+    for n_heads in (2, 4):
+        rows = data[data.n_heads == n_heads]
+        over = BOTH_SIGNS
+        found += [
+            record(f"softmax-O4a-diagonal-h{n_heads}", by_model(rows, "diagonal_early"), over=over),
+            record(f"softmax-O4a-signs-h{n_heads}", by_model(rows, "signs_early"), over=over),
+        ]
+    over = BOTH_SIGNS
+    return found + [
+        record(f"softmax-O4b-{name}", by_model(data, column), over=over)
+        for name, column in {"step": "peak_step", "height": "overshoot", "fall": "fall"}.items()
+    ]
+
+
+def late_records(data: pd.DataFrame) -> list[Record]:
+    spreads = {
+        column: {
+            f"{n_heads} heads": max(values) / min(values) - 1
+            for n_heads, values in data.groupby("n_heads")[column]
+        }
+        for column in ("positive", "negative", "gamma")
+    }
+    over = BOTH_SIGNS
+    return [
+        record("softmax-O4c", by_model(data, "dip"), over=over),
+        *(record(f"softmax-O4d-{column}", spreads[column], over=over) for column in spreads),
+        record("softmax-zero-sum", by_model(data[data.n_heads < 8], "zero_sum"), over=over),
+    ]
+
+
+if __name__ == "__main__":
+    run(measure, __file__)

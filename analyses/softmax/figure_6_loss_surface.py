@@ -1,0 +1,90 @@
+"""Figure 6: the loss of two opposite heads over omega and mu, its approximation, and the
+difference.
+
+He et al. 2025, arXiv 2503.12734, figure 6. The grid's cells share 10,000 prompts.
+Run: python -m analyses.softmax.figure_6_loss_surface (half a minute; --quick a coarser grid, 1,000 prompts)
+"""
+
+import numpy as np
+import pandas as pd
+import torch
+
+from analyses.lib.measured import SETTING, Measured, run
+from analyses.lib.records import Record, record
+from mechinterp import figures
+from mechinterp.analysis.learners.losses import shared_losses
+from mechinterp.config import TaskConfig
+from mechinterp.models.constructions.one_layer import diagonal_heads
+from mechinterp.theory.approximate_loss import approximate_loss, corrected_loss
+
+
+def measure(quick: bool) -> Measured:
+    n = 5 if quick else 20
+    omegas, mus = np.linspace(0, 0.2, n), np.linspace(0, 6, n)
+    grid = [(omega, mu) for omega in omegas for mu in mus]
+    heads = {pair: (np.array([pair[0], -pair[0]]), np.array([pair[1], -pair[1]])) for pair in grid}
+    models = {
+        f"{omega:.4f} {mu:.4f}": diagonal_heads([omega, -omega], [mu, -mu], d_x=5)
+        for omega, mu in grid
+    }
+    n_prompts = 1000 if quick else 10_000
+    found = shared_losses(models, TaskConfig(), n_prompts=n_prompts)
+    data = pd.DataFrame(grid, columns=["omega", "mu"])
+    data["loss"], data["loss_sem"] = found.loss[0], found.loss_sem[0]
+    data["approximate"] = [approximate_loss(*heads[pair], **SETTING) for pair in grid]
+    data["corrected"] = [corrected_loss(*heads[pair], **SETTING) for pair in grid]
+    records = loss_records(4000 if quick else 400_000)
+    return Measured(data, _heatmaps(data, omegas, mus), records)
+
+
+def loss_records(n_prompts: int) -> list[Record]:
+    """T1: the true loss, by its difference from the zero predictor's on the same prompts, and
+    L~."""
+    zero = 1 + SETTING["noise_var"]
+    pairs = {
+        f"omega {omega}, mu {mu}": (np.array([omega, -omega]), np.array([mu, -mu]))
+        for omega in (0.03, 0.08, 0.15)
+        for mu in (1.0, 2.5, 4.0)
+    }
+    models = {"zero": lambda prompts: torch.zeros_like(prompts.y_query)}
+    models |= {name: diagonal_heads(*pair, d_x=5) for name, pair in pairs.items()}
+    found = shared_losses(models, TaskConfig(), n_prompts=n_prompts, seed=6)
+    loss = dict(zip(models, zero + found.gap[0], strict=True))
+    sem = dict(zip(models, found.gap_sem[0], strict=True))
+    forms = {"term": corrected_loss, "plain": approximate_loss}
+    return [
+        record(
+            f"softmax-T1-{name}",
+            {key: loss[key] - form(*pair, **SETTING) for key, pair in pairs.items()},
+            errors={key: sem[key] for key in pairs},
+            over={"prompts": n_prompts, "prompts' seed": 6},
+        )
+        for name, form in forms.items()
+    ]
+
+
+def _heatmaps(data: pd.DataFrame, omegas: np.ndarray, mus: np.ndarray) -> dict:
+    surfaces = {
+        "loss": data.loss,
+        "approximate": data.approximate,
+        "difference": data.loss - data.approximate,
+    }
+    titles = {
+        "loss": "Loss, Monte Carlo",
+        "approximate": "Approximate loss (4.1)",
+        "difference": "Loss minus approximate loss",
+    }
+    return {
+        name: figures.heatmap(
+            values.to_numpy().reshape(len(omegas), len(mus)),
+            title=titles[name],
+            rows=[f"omega {omega:.3f}" for omega in omegas],
+            columns=[f" mu {mu:.2f}" for mu in mus],
+            unit="y²",
+        )
+        for name, values in surfaces.items()
+    }
+
+
+if __name__ == "__main__":
+    run(measure, __file__)

@@ -1,0 +1,65 @@
+"""Figure 8: softmax and linear attention, trained at 40 pairs, tested at 10 to 400.
+
+He et al. 2025, arXiv 2503.12734, figure 8. Linear attention has the fixed factor 1/40 in its
+scores. All curves share 20,000 prompts per length. Run: python -m
+analyses.softmax.figure_8_beyond_its_length (a minute; --quick 1,000 prompts)
+"""
+
+import numpy as np
+import pandas as pd
+
+from analyses.lib.measured import Measured, checkpoint, run
+from analyses.lib.records import Record, record
+from mechinterp.analysis.learners.losses import SharedLosses, shared_losses
+from mechinterp.config import TaskConfig
+from mechinterp.theory.softmax import linear_attention_risk
+
+# Near 40 in single steps, so that the least loss is found.
+NEAR = (*range(36, 40), *range(41, 50))
+LENGTHS = tuple(sorted({*range(10, 101, 10), *NEAR, 150, 200, 300, 400}))
+NAMES = ("softmax-h1-s0", "softmax-h2-s0", "softmax-h4-s0", "linear-h1-s0", "linear-h2-s0")
+RISK = {"trained_length": 40, "d_x": 5, "noise_var": 0.1}
+
+
+def measure(quick: bool) -> Measured:
+    models = {name: checkpoint(name) for name in NAMES}
+    n_prompts = 1000 if quick else 20_000
+    found = shared_losses(models, TaskConfig(), context_lengths=LENGTHS, n_prompts=n_prompts)
+    shown = found.plot().update_yaxes(type="log")
+    return Measured(found.to_frame(), {"losses": shown}, [*exact_records(), *records(found)])
+
+
+def exact_records() -> list[Record]:
+    """L1 for linear attention at its optimum, in closed form."""
+    risk = {n: linear_attention_risk(context_length=n, **RISK) for n in range(10, 101)}
+    best = min(risk, key=lambda length: risk[length])
+    return [
+        record("softmax-L1-exact", {"closed form": risk[100] / risk[40]}),
+        record("softmax-L1-exact-best", {"closed form": best}),
+    ]
+
+
+def records(found: SharedLosses) -> list[Record]:
+    """L1 for trained models."""
+    loss = pd.DataFrame(found.loss, index=LENGTHS, columns=NAMES)
+    sem = pd.DataFrame(found.loss_sem, index=LENGTHS, columns=NAMES)
+    linear, softmax = ["linear-h1-s0", "linear-h2-s0"], ["softmax-h2-s0", "softmax-h4-s0"]
+    ratio = loss.loc[100] / loss.loc[40]
+    error = ratio * np.hypot(sem.loc[100] / loss.loc[100], sem.loc[40] / loss.loc[40])
+    exact = linear_attention_risk(context_length=40, **RISK)
+    over = {"prompts": found.n_prompts}
+    return [
+        record("softmax-L1-linear", ratio[linear], errors=error[linear], over=over),
+        record("softmax-L1-linear-best", loss[linear].idxmin(), over=over),
+        record("softmax-L1-softmax", ratio[softmax], errors=error[softmax], over=over),
+        record(
+            "softmax-linear-loss",
+            (loss.loc[40, linear] - exact) / sem.loc[40, linear],
+            errors=dict.fromkeys(linear, 1.0),
+            over=over,
+        ),
+    ]
+
+
+if __name__ == "__main__":
+    run(measure, __file__)

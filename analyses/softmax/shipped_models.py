@@ -1,0 +1,83 @@
+"""What the shipped softmax models are: labels, scales, fits, and losses on a million shared
+prompts.
+
+He et al. 2025, arXiv 2503.12734, section 3 and theorem 4.2. Run: python -m analyses.softmax.shipped_models
+(five minutes; --quick a hundredth of the prompts)
+"""
+
+import numpy as np
+import pandas as pd
+
+from analyses.lib.measured import Measured, checkpoint, run, shipped
+from analyses.lib.records import Record, record
+from analyses.softmax.setting import BOTH_SIGNS
+from mechinterp.analysis.learners.fits import LEARNERS, fit_learners
+from mechinterp.analysis.learners.losses import shared_losses
+from mechinterp.analysis.one_layer.classify import classify
+from mechinterp.checkpoints.checkpoint import Checkpoint
+from mechinterp.config import TaskConfig
+
+
+def row(checkpoint: Checkpoint, *, n_prompts: int) -> dict:
+    """One model: its label, its scales and its distance from debiased gradient descent."""
+    found = classify(checkpoint)
+    omega, mu = found.circuits.omega_mean, found.circuits.mu[:, 0]
+    fits = fit_learners(checkpoint, context_lengths=[40], n_prompts=n_prompts)
+    debiased = LEARNERS.index("debiased_gd")
+    return {
+        "model": checkpoint.name,
+        "pattern": found.pattern,
+        "active_heads": sum(label != "dummy" for label in found.labels),
+        "omega": np.average(np.abs(omega), weights=np.abs(mu)),
+        "positive_mu": mu[mu > 0].sum(),
+        "negative_mu": mu[mu < 0].sum(),
+        "zero_sum": found.scales.zero_sum,
+        "omega_spread": found.scales.omega_spread,
+        "eta": found.scales.eta[0],
+        "eta_optimal": found.scales.eta_optimal,
+        "manifold_distance": found.scales.manifold_distance,
+        "closest": fits.best,
+        "fitted_eta": fits.factor[0, debiased],
+        "fitted_eta_sem": fits.factor_sem[0, debiased],
+        "r2_debiased_gd": fits.r2[0, debiased],
+        "r2_sem": fits.r2_sem[0, debiased],
+        "r2_vanilla_gd": fits.r2[0, LEARNERS.index("vanilla_gd")],
+    }
+
+
+def measure(quick: bool) -> Measured:
+    scale = 100 if quick else 1
+    models = {name: checkpoint(name) for name in shipped("softmax-h*-s*")}
+    losses = shared_losses(models, TaskConfig(), n_prompts=1_000_000 // scale, seed=1)
+    rows = [row(model, n_prompts=100_000 // scale) for model in models.values()]
+    data = pd.DataFrame(rows).assign(loss=losses.loss[0], loss_sem=losses.loss_sem[0])
+    data["lead"] = data.r2_debiased_gd - data.r2_vanilla_gd
+    n_prompts = {"prompts": 1_000_000 // scale, "prompts' seed": 1}
+    return Measured(data, {}, [*loss_records(data, n_prompts), *step_records(data, scale)])
+
+
+def loss_records(data: pd.DataFrame, n_prompts: dict[str, int]) -> list[Record]:
+    """Losses at L = 40 beside the paper's."""
+    found = data.set_index("model")
+    paired, one = found[found.pattern == "debiased_gd"], found[found.index.str.contains("-h1-")]
+    least = paired.loss.min()
+    return [
+        record(f"softmax-million-{name}", rows.loss, errors=rows.loss_sem, over=n_prompts | over)
+        for name, rows, over in (("one-head", one, {}), ("both-signs", paired, BOTH_SIGNS))
+    ] + [record("softmax-million-heads", paired.loss - least, over=n_prompts | BOTH_SIGNS)]
+
+
+def step_records(data: pd.DataFrame, scale: int) -> list[Record]:
+    """The step that models of both signs take."""
+    paired = data[data.pattern == "debiased_gd"].set_index("model")
+    over = {"prompts": 100_000 // scale} | BOTH_SIGNS
+    return [
+        record("softmax-step-size", paired.eta, over=over),
+        record("softmax-step-closest", (paired.closest == "debiased_gd").astype(float), over=over),
+        record("softmax-step-r2", paired.r2_debiased_gd, errors=paired.r2_sem, over=over),
+        record("softmax-step-vanilla", paired.lead, over=over),
+    ]
+
+
+if __name__ == "__main__":
+    run(measure, __file__)

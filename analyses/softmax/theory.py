@@ -1,0 +1,91 @@
+"""Claims of the theory that no figure shows: T2, T3 and T4.
+
+He et al. 2025, arXiv 2503.12734, section 4 and theorem 4.2. Run: python -m analyses.softmax.theory
+(a minute)
+"""
+
+from itertools import pairwise
+
+import numpy as np
+import pandas as pd
+
+from analyses.lib.measured import SETTING, Measured, run
+from analyses.lib.records import record
+from mechinterp import figures
+from mechinterp.analysis.learners.losses import shared_losses
+from mechinterp.config import TaskConfig
+from mechinterp.icl.predictors import debiased_gd
+from mechinterp.icl.prompts import prompt_chunks
+from mechinterp.models.constructions.one_layer import debiased_gradient_step, diagonal_heads
+from mechinterp.models.heads import predict
+from mechinterp.theory.approximate_loss import approximate_loss, loss_gradients, manifold_loss
+from mechinterp.theory.softmax import manifold_mu
+
+GAMMAS = (0.02, 0.04, 0.07, 0.1, 0.13, 0.16, 0.2, 0.25)
+
+
+def gradient_error() -> float:
+    """Largest difference of the closed gradients from central differences."""
+    start = np.random.default_rng(0).normal(size=(2, 4)) * [[0.3], [1.0]]
+    closed, worst = loss_gradients(*start, **SETTING), 0.0
+    for index in np.ndindex(2, 4):
+        ends = [start.copy(), start.copy()]
+        ends[0][index], ends[1][index] = start[index] + 1e-5, start[index] - 1e-5
+        slope = (
+            approximate_loss(*ends[0], **SETTING) - approximate_loss(*ends[1], **SETTING)
+        ) / 2e-5
+        worst = max(worst, abs(slope - closed[index[0]][index[1]]))
+    return worst
+
+
+def slope_towards_descent() -> float:
+    """Power of gamma with which a pair's predictions tend to those of debiased GD."""
+    prompts = next(iter(prompt_chunks(TaskConfig(), 8192, seed=8)))
+    gammas, gaps = np.array([0.1, 0.05, 0.025]), []
+    for gamma in gammas:
+        pair = debiased_gradient_step(0.88, gamma, d_x=5)
+        double = predict(pair, prompts.to(pair.W_Q.dtype))
+        gaps.append(
+            float((double - debiased_gd(prompts.to(double.dtype), eta=0.88)).square().mean().sqrt())
+        )
+    return float(np.polyfit(np.log(gammas), np.log(gaps), 1)[0])
+
+
+def measure(quick: bool) -> Measured:
+    mus = {gamma: manifold_mu(gamma, **SETTING) for gamma in GAMMAS}
+    models = {f"{g}": diagonal_heads([g, -g], [m, -m], d_x=5) for g, m in mus.items()}
+    n_prompts = 20_000 if quick else 400_000
+    found = shared_losses(models, TaskConfig(), n_prompts=n_prompts, seed=7)
+    approximate = np.array([manifold_loss(gamma, **SETTING) for gamma in GAMMAS])
+    columns = {"gamma": GAMMAS, "approximate": approximate, "loss": found.loss[0]}
+    data = pd.DataFrame(columns | {"rise": found.gap[0], "rise_sem": found.gap_sem[0]})
+    steps = [f"{low:g} to {high:g}" for low, high in pairwise(GAMMAS)]
+    true = {f"{GAMMAS[0]:g} to {row.gamma:g}": row for row in data.iloc[1:].itertuples()}
+    records = [
+        record("softmax-T2-approximate", dict(zip(steps, np.diff(approximate), strict=True))),
+        record(
+            "softmax-T2-true",
+            {name: row.rise / row.rise_sem for name, row in true.items()},
+            errors=dict.fromkeys(true, 1.0),
+            over={"prompts": n_prompts, "prompts' seed": 7},
+        ),
+        record("softmax-T3", {"closed form": gradient_error()}),
+        record(
+            "softmax-T4",
+            {"pair": slope_towards_descent()},
+            over={"prompts": 8192, "prompts' seed": 8},
+        ),
+    ]
+    page = figures.lines(
+        np.array(GAMMAS),
+        {"approximate loss": approximate - approximate[0], "loss": found.gap[0]},
+        errors={"loss": found.gap_sem[0]},
+        title="Rise of the loss along the solution manifold",
+        x_title="gamma (1/x²)",
+        y_title="loss minus that at gamma 0.02 (y²)",
+    )
+    return Measured(data, {"manifold": page}, records)
+
+
+if __name__ == "__main__":
+    run(measure, __file__)

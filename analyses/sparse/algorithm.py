@@ -1,0 +1,114 @@
+"""C4, C7 and C8 of sparse regression: where Algorithm 1, preprocess then optimise, wins and where
+it loses.
+
+No trained model. Excess risks at the best step or penalty, one for all prompts; ratios are of the
+same prompts. Run: python -m analyses.sparse.algorithm (a minute; --quick seconds)
+"""
+
+from dataclasses import replace
+
+import numpy as np
+import pandas as pd
+
+from analyses.lib.measured import Measured, run
+from analyses.lib.records import record
+from analyses.sparse.setting import (
+    SMALL,
+    WIDE,
+    best,
+    best_fixed_step,
+    best_ridge,
+    draw,
+    permuted,
+    ratio,
+)
+from mechinterp.analysis.stats import mean_and_sem
+from mechinterp.icl import sparse_predictors as learners
+from mechinterp.icl.prompts import Prompts
+from mechinterp.theory.sparse import best_ridge_risk, ols_risk
+
+TASKS = {"wide": WIDE, "wide, L 64": replace(WIDE, context_length=64), "small": SMALL}
+TASKS |= {
+    "dense": replace(SMALL, sparsity=16),
+    "gauss": replace(SMALL, nonzeros="gaussian", beta_var=1.0, noise_var=0.0),
+}
+
+
+def risks(prompts: Prompts) -> dict[str, np.ndarray]:
+    """Excess risk of each prompt, by learner."""
+    ours = learners.preprocess_then_optimise(prompts, steps=256)
+    plain = learners.gradient_descent(prompts, steps=128)
+    found = {"ours": best(ours[:129], prompts), "ours, 256 steps": best(ours, prompts)}
+    found |= {"descent": best(plain, prompts), "ols": best([learners.ols(prompts)], prompts)}
+    found |= {
+        "ours, step 8": best(ours[8:9], prompts),
+        "descent, step 8": best(plain[8:9], prompts),
+    }
+    found |= {"ridge": best_ridge(prompts), "permuted": permuted(prompts)}
+    for steps in (2, 3):
+        for name, learner in {
+            "ours": learners.preprocess_then_optimise,
+            "descent": learners.gradient_descent,
+        }.items():
+            found[f"{name}, {steps} steps of one size"] = best_fixed_step(learner, prompts, steps)
+    return found
+
+
+def ratios(found: dict[str, dict[str, np.ndarray]]) -> dict[str, dict[str, tuple[float, float]]]:
+    """What C4, C7 and C8 ask, by the rest of their ids."""
+    wide, few, small = found["wide"], found["wide, L 64"], found["small"]
+    dense, gauss = found["dense"], found["gauss"]
+    asked = {
+        "C4-ridge": {"L 128": ratio(wide["ours"], wide["ridge"])},
+        "C4-least-squares": {"L 128": ratio(wide["ours"], wide["ols"])},
+        "C4-descent": {"L 128": ratio(wide["ours"], wide["descent"])},
+        "C4-step-8": {"L 128": ratio(wide["ours, step 8"], wide["descent, step 8"])},
+        "C4-few": {"L 64": ratio(few["ours"], few["ridge"])},
+    }
+    for name, one in (("wide", wide), ("small", small)):
+        asked[f"C4-one-size-{name}"] = {
+            f"{t} steps": ratio(
+                one[f"ours, {t} steps of one size"], one[f"descent, {t} steps of one size"]
+            )
+            for t in (2, 3)
+        }
+    asked |= {
+        "C7-dense": {"d 16": ratio(dense["ours"], dense["ridge"])},
+        "C7-permuted": {
+            "d 16": ratio(small["permuted"], small["ours"]),
+            "d 64": ratio(wide["permuted"], wide["ours"]),
+        },
+        "C7-gaussian": {"d 16": mean_and_sem(gauss["ours, 256 steps"])},
+        "C7-gaussian-exact": {"d 16": mean_and_sem(gauss["ols"])},
+    }
+    sizes = {"d_x": 64, "context_length": 128, "noise_var": 0.25}
+    formulas = {"ols": ols_risk(**sizes), "ridge": best_ridge_risk(signal_var=1.0, **sizes)}
+    for name, expected in formulas.items():
+        risk, sem = mean_and_sem(wide[name])
+        asked[f"C8-{name}"] = {"d 64": (risk / expected, sem / expected)}
+    return asked
+
+
+def measure(quick: bool) -> Measured:
+    found = {name: risks(draw(task, 64 if quick else 512)) for name, task in TASKS.items()}
+    over = {"prompts": 64 if quick else 512}
+    half = {"selection": "step size chosen on the other half"}
+    claims = [
+        record(f"sparse-{name}", pairs, over=over | (half if "one-size" in name else {}))
+        for name, pairs in ratios(found).items()
+    ]
+    rows = [
+        {
+            "task": task,
+            "learner": name,
+            "risk": values.mean(),
+            "risk_sem": float(mean_and_sem(values)[1]),
+        }
+        for task, learners in found.items()
+        for name, values in learners.items()
+    ]
+    return Measured(pd.DataFrame(rows), claims=claims)
+
+
+if __name__ == "__main__":
+    run(measure, __file__)

@@ -1,0 +1,73 @@
+"""What trained models of sparse regression win back when they are trained further with one head in
+each later layer.
+
+Kept are all heads of layer 1 and the best of each later one, as in sparse/pruning.py. They and the
+full model, as a control, are trained for another tenth of their training, with its step size,
+prompts of its lengths and its half cosine. Run: python -m analyses.sparse.fine_tuning (a quarter of
+an hour; --quick one minute)
+"""
+
+import pandas as pd
+
+from analyses.lib.measured import Measured, run
+from analyses.lib.records import Record, record
+from analyses.sparse.models import (
+    NOTE,
+    best_later_on,
+    frames_of,
+    groups,
+    prompts_of,
+    single_of,
+    trained,
+)
+from analyses.sparse.setting import ratio
+from mechinterp.analysis.ablation.fine_tuning import MODELS as MODELS_TUNED
+from mechinterp.analysis.ablation.fine_tuning import FineTuning, fine_tune
+from mechinterp.analysis.ablation.masked_risk import masked_errors
+from mechinterp.analysis.ablation.pairs import halves
+from mechinterp.icl.prompts import Prompts
+from mechinterp.icl.sparse_predictors import excess_risk
+from mechinterp.models.stacks import predict_deep
+
+STEPS = 5000
+
+
+def to_single(name: str, tuned: FineTuning, measured: Prompts) -> tuple[float, float]:
+    """Risk of the pruned model in the end, over that of the single head of the same seed."""
+    pruned = excess_risk(predict_deep(tuned.weights.stack, measured), measured).double().numpy()
+    single = masked_errors(trained(single_of(name)).model, measured, [[]])[:, 0]
+    return ratio(pruned, single)
+
+
+def pairs(rows: pd.DataFrame, column: str) -> dict[str, tuple[float, float]]:
+    return {row.model: (row[column], row[f"{column}_sem"]) for _, row in rows.iterrows()}
+
+
+def records(data: pd.DataFrame) -> list[Record]:
+    """What the last rows of all models say."""
+    last = data[data.step == data.step.max()]
+    pruned, full = (last[last.heads == which] for which in MODELS_TUNED)
+    over = {"selection": "heads chosen on other prompts, one split"}
+    return [
+        record("sparse-fine-tuning-pruned", pairs(pruned, "ratio"), over=over),
+        record("sparse-fine-tuning-full", pairs(full, "ratio")),
+        record("sparse-C13-fine-tuning", pairs(pruned, "to_single"), over=over, note=NOTE),
+    ]
+
+
+def measure(quick: bool) -> Measured:
+    frames, pages, steps = {}, {}, 40 if quick else STEPS
+    for _, noise, names in groups():
+        scored, measured = halves(prompts_of(noise, 256 if quick else 4096))
+        for name in names.values():
+            found = fine_tune(trained(name), best_later_on(name, scored), measured, steps=steps)
+            frame = found.to_frame().rename(columns={"model": "heads"})
+            end = (frame.heads == MODELS_TUNED[0]) & (frame.step == frame.step.max())
+            frame.loc[end, ["to_single", "to_single_sem"]] = to_single(name, found, measured)
+            frames[name], pages[name] = frame, found.plot()
+    data = frames_of(frames)
+    return Measured(data, pages, records(data))
+
+
+if __name__ == "__main__":
+    run(measure, __file__)

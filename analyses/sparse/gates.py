@@ -1,0 +1,70 @@
+"""Learned gates on the heads of a trained model of sparse regression: a second look at what masking
+says. Not a claim of C1 to C16.
+
+Masking the one live head of layer 1 leaves later layers with input they were not trained for. Gates
+of all heads are fitted together, so that later layers can be turned down as layer 1 closes. Risks
+are of prompts not fitted to. Run: python -m analyses.sparse.gates (three minutes; --quick half a
+minute)
+"""
+
+from functools import partial
+
+import numpy as np
+import torch
+
+from analyses.lib.measured import Measured, run
+from analyses.lib.records import record
+from analyses.sparse.models import named, prompts_of, trained
+from analyses.sparse.setting import best_ridge, ratio
+from mechinterp.analysis.ablation.gates import learn_gates
+from mechinterp.analysis.ablation.pairs import halves
+from mechinterp.icl.prompts import Prompts
+from mechinterp.icl.sparse_predictors import excess_risk
+from mechinterp.models.hooked.masks import z_name
+
+NOISE = 0.1
+NAME = named(4, NOISE, 0)
+
+
+def gated(gates: np.ndarray, prompts: Prompts) -> np.ndarray:
+    """Excess risk of each prompt with every head's output multiplied by its gate."""
+
+    def gate(z, hook, *, row):
+        return z * row.to(z)[:, None]
+
+    model, rows = trained(NAME).model, prompts.x.new_tensor(gates)
+    hooks = [(z_name(layer), partial(gate, row=row)) for layer, row in enumerate(rows)]
+    with torch.no_grad(), model.hooks(fwd_hooks=hooks):
+        return excess_risk(model.predict(prompts), prompts).double().numpy()
+
+
+def measure(quick: bool) -> Measured:
+    prompts = prompts_of(NOISE, 512 if quick else 2048)
+    found = learn_gates(trained(NAME).model, prompts, steps=20 if quick else 150)
+    measured = halves(prompts)[1]
+    full, ridge = gated(np.ones_like(found.free), measured), best_ridge(measured.to(torch.float64))
+    without = found.closed * (np.arange(len(found.closed)) > 0)[:, None]
+    risks = {
+        "gates": gated(found.closed, measured),
+        "gates, layer 1 at zero": gated(without, measured),
+        "ridge": ridge,
+    }
+    values = {what: ratio(risk, full) for what, risk in risks.items()}
+    open_heads = (found.closed > 0.5).sum(1)
+    claims = [
+        record(
+            "sparse-gates-open",
+            {NAME: open_heads[0]},
+            text="open gates: " + ", ".join(f"L{layer} {n}" for layer, n in enumerate(open_heads)),
+        ),
+        record(
+            "sparse-gates-risk",
+            {what: pair for what, pair in values.items() if what != "ridge"},
+            over={"prompts": len(measured), "selection": "gates fitted to other prompts"},
+        ),
+    ]
+    return Measured(found.to_frame(), {"gates": found.plot()}, claims)
+
+
+if __name__ == "__main__":
+    run(measure, __file__)

@@ -1,0 +1,87 @@
+"""C5 and C6 of sparse regression: Algorithm 1 is like lasso where L >= d, and its risk hardly grows
+with d.
+
+No trained model. Excess risks at the best step, penalty or alpha, one for all prompts; ratios are
+of the same prompts. Run: python -m analyses.sparse.lasso (two minutes; --quick half a minute)
+"""
+
+from dataclasses import replace
+
+import numpy as np
+import pandas as pd
+
+from analyses.lib.measured import Measured, run
+from analyses.lib.records import record
+from analyses.sparse.setting import SMALL, WIDE, best, best_lasso, best_ridge, draw, ratio
+from mechinterp import figures
+from mechinterp.analysis.stats import mean_and_sem
+from mechinterp.icl.sparse_predictors import preprocess_then_optimise
+
+PLACES = ((16, 40), (16, 64), (64, 64), (64, 128), (64, 256), (128, 128), (128, 256), (128, 512))
+GROWTH = (64, 128, 256)
+
+
+def risks(d_x: int, length: int, n_prompts: int) -> dict[str, np.ndarray]:
+    """Excess risk of each prompt, by learner."""
+    task = replace(SMALL if d_x == 16 else WIDE, d_x=d_x, context_length=length)
+    prompts = draw(task, n_prompts)
+    ours = best(preprocess_then_optimise(prompts, steps=128), prompts)
+    return {"ours": ours, "lasso": best_lasso(prompts), "ridge": best_ridge(prompts)}
+
+
+def measure(quick: bool) -> Measured:
+    found = {place: risks(*place, 32 if quick else 256) for place in PLACES}
+    means = {place: {n: mean_and_sem(v) for n, v in one.items()} for place, one in found.items()}
+    likeness = {
+        f"d {d}, L {length}": ratio(one["ours"], one["lasso"]) for (d, length), one in found.items()
+    }
+    falling = [means[64, length]["ours"] for length in GROWTH]
+    level, sem = (np.array(column, dtype=float) for column in zip(*falling, strict=True))
+    steps = np.log(GROWTH) - np.log(GROWTH).mean()
+    slope = steps @ np.log(level) / (steps @ steps)
+    slope_sem = np.sqrt(np.square(steps / (steps @ steps) * sem / level).sum())
+    growth = {}
+    for name in ("ours", "ridge"):
+        (small, small_sem), (large, large_sem) = (means[d, 256][name] for d in (64, 128))
+        growth[name] = (
+            large / small,
+            large / small * np.hypot(small_sem / small, large_sem / large),
+        )
+    over = {"prompts": 32 if quick else 256}
+    claims = [
+        record("sparse-C5-lasso", likeness, over=over),
+        record("sparse-C5-slope", {"d 64": (slope, slope_sem)}, over=over),
+        record("sparse-C6-algorithm", {"L 256": growth["ours"]}, over=over),
+        record("sparse-C6-ridge", {"L 256": growth["ridge"]}, over=over),
+    ]
+    rows = [
+        {
+            "d_x": d,
+            "context_length": length,
+            "learner": name,
+            "risk": float(mean),
+            "risk_sem": float(sem),
+        }
+        for (d, length), one in means.items()
+        for name, (mean, sem) in one.items()
+    ]
+    curves = {
+        name: np.array([means[64, length][name][0] for length in GROWTH])
+        for name in ("ours", "lasso", "ridge")
+    }
+    errors = {name: np.array([means[64, length][name][1] for length in GROWTH]) for name in curves}
+    figure = figures.lines(
+        np.array(GROWTH),
+        curves,
+        errors=errors,
+        title="Excess risk at d = 64, noise variance 0.25",
+        x_title="context length L",
+        y_title="excess risk (y²)",
+        log_x=True,
+        log_y=True,
+    )
+    return Measured(pd.DataFrame(rows), {"risk": figure}, claims)
+
+
+if __name__ == "__main__":
+    run(measure, __file__)

@@ -1,0 +1,111 @@
+"""C15 of sparse regression: whether the first layer of trained models preprocesses, by GD on what
+it writes.
+
+Every token is run as a query, so that it holds no response of its own; GD on what layer 1 wrote is
+compared with GD on raw x and on R x, the step 1 / lambda_max of each prompt for all of them. Same
+prompts, paired standard errors. Run: python -m analyses.sparse.p_probing (three minutes; --quick
+half a minute)
+"""
+
+import torch
+
+from analyses.lib.measured import Measured, run
+from analyses.lib.records import Record, record
+from analyses.sparse import questions as ask
+from analyses.sparse.models import (
+    NOISES,
+    NOTE,
+    SEVERAL,
+    frames_of,
+    named,
+    prompts_of,
+    seeds,
+    trained,
+)
+from analyses.sparse.setting import Pair, over, ratio
+from mechinterp.analysis.probing.feature_descent import (
+    IDEAL,
+    RAW,
+    DescentCurves,
+    descent_curves,
+)
+from mechinterp.icl.prompts import Prompts
+
+Found = dict[str, dict[str, Pair]]
+"""What is asked of a model, by model."""
+
+
+def features(noise: float, prompts: Prompts) -> dict[str, torch.Tensor]:
+    """Of every token and the query, by what they are."""
+    models = {
+        f"h{h} s{s}": trained(named(h, noise, s)).model for h in (1, *SEVERAL) for s in seeds(noise)
+    }
+    return ask.features(models, prompts)
+
+
+def areas(curves: DescentCurves) -> dict[str, Pair]:
+    """Mean log risk over the steps minus that of the first features, by features."""
+    values = zip(curves.log_area, curves.log_area_sem, strict=True)
+    return {
+        name: (float(v), float(s)) for name, (v, s) in zip(curves.features, values, strict=True)
+    }
+
+
+def least(curves: DescentCurves) -> dict[str, Pair]:
+    """The least risk of any step, by features."""
+    found = {}
+    for name, risk, sem in zip(curves.features, curves.risk, curves.risk_sem, strict=True):
+        found[name] = (float(risk.min()), float(sem[risk.argmin()]))
+    return found
+
+
+def one_noise(
+    noise: float, phis: dict[str, torch.Tensor], prompts: Prompts
+) -> tuple[DescentCurves, dict[str, Found]]:
+    """Curves of all features, and the numbers of the claims by their names."""
+    curves = descent_curves(phis, prompts, steps=ask.STEPS)
+    to_raw, ends, raw = areas(curves), least(curves), ask.risk_at(phis[RAW], prompts)
+    found: dict[str, Found] = {name: {} for name in QUESTIONS}
+    for heads in (1, *SEVERAL):
+        for s in seeds(noise):
+            own, model = f"h{heads} s{s}", named(heads, noise, s)
+            found["lower"][model] = over(ends[own], ends[RAW])
+            if heads == 1:
+                found["single"][model] = to_raw[own]
+                continue
+            pair = {n: phis[n] for n in (f"h1 s{s}", own)}
+            found["C15-raw"][model] = to_raw[own]
+            found["C15-single"][model] = areas(descent_curves(pair, prompts, steps=ask.STEPS))[own]
+            found["C15-end"][model] = ratio(ask.risk_at(phis[own], prompts), raw)
+            found["C15-ideal"][model] = over(ends[IDEAL], ends[own])
+    return curves, found
+
+
+QUESTIONS = ("C15-raw", "C15-single", "C15-end", "C15-ideal", "lower", "single")
+
+
+def records(found: dict[str, Found], n_prompts: int) -> list[Record]:
+    return [
+        record(
+            f"sparse-{name}" if name.startswith("C15") else f"sparse-descent-{name}",
+            found[name],
+            over={"prompts": n_prompts},
+            note=NOTE if name.startswith("C15") else "",
+        )
+        for name in QUESTIONS
+    ]
+
+
+def measure(quick: bool) -> Measured:
+    frames, found, pages = {}, {name: {} for name in QUESTIONS}, {}
+    n_prompts = 256 if quick else 4096
+    for noise in NOISES:
+        prompts = prompts_of(noise, n_prompts)
+        curves, more = one_noise(noise, features(noise, prompts), prompts)
+        frames[f"{noise}"], pages[f"descent-noise{noise}"] = curves.to_frame(), curves.plot()
+        found = {name: one | more[name] for name, one in found.items()}
+    return Measured(frames_of(frames, "noise_var"), pages, records(found, n_prompts))
+
+
+if __name__ == "__main__":
+    run(measure, __file__)

@@ -1,0 +1,97 @@
+"""C14 of sparse regression: what a linear probe reads from each layer of trained models, and what
+the first one writes.
+
+Of the first layer two things are asked: R x with the correlations r, as Algorithm 1 has it, and (S
+- 1) x with the context's covariance S, as descent with a better condition would have it. Pruned
+models keep one head per later layer. Run: python -m analyses.sparse.probes (two minutes; --quick
+seconds)
+"""
+
+from itertools import product
+
+import numpy as np
+
+from analyses.lib.measured import Measured, run
+from analyses.lib.records import Record, record
+from analyses.sparse.models import (
+    NOISES,
+    NOTE,
+    SEVERAL,
+    best_later_on,
+    frames_of,
+    named,
+    prompts_of,
+    seeds,
+    trained,
+)
+from analyses.sparse.setting import TARGETS
+from mechinterp.analysis.ablation.cross_fitting import masked_by
+from mechinterp.analysis.ablation.pairs import halves
+from mechinterp.analysis.probing.linear import LayerProbes, probe_layers
+
+
+def largest_rise(probes: LayerProbes) -> float:
+    """The most that the probe's risk is multiplied by from one layer to the next."""
+    risk = probes.risk[:, -1]
+    return float((risk[1:] / risk[:-1]).max())
+
+
+def explained(probes: LayerProbes, layer: int) -> tuple[float, float]:
+    """R^2 after some layers, with its standard error."""
+    return float(probes.r2[layer, -1]), float(probes.r2_sem[layer, -1])
+
+
+def written(found: dict[str, dict[str, LayerProbes]], *, suffix: str = "") -> list[Record]:
+    """Whether a linear map of what layer 1 writes explains its supposed targets, by model."""
+    return [
+        record(
+            f"sparse-writes-{name}-{when}{suffix}",
+            {model: explained(one[what], layer) for model, one in found.items()},
+        )
+        for what, name in (("R x", "correlations"), ("(S - 1) x", "covariance"))
+        for when, layer in (("after", 1), ("before", 0))
+    ]
+
+
+def records(found: dict[str, dict[str, LayerProbes]], n_prompts: int) -> list[Record]:
+    """C14 and what layer 1 writes, by model; `found` is by model, and by what is probed."""
+    made, chosen = [], {"prompts": n_prompts // 2, "selection": "heads chosen on other prompts"}
+    for what, name in (("response", "full"), ("pruned", "pruned")):
+        made.append(
+            record(
+                f"sparse-C14-{name}",
+                {m: largest_rise(one[what]) for m, one in found.items() if what in one},
+                over=chosen,
+                note=NOTE,
+            )
+        )
+    apart = {
+        model: np.abs(one["response"].risk[1, -1] - one["pruned"].risk[1, -1])
+        for model, one in found.items()
+        if "pruned" in one
+    }
+    made.append(record("sparse-C14-first-layer", apart, over=chosen, note=NOTE))
+    return made + written(found)
+
+
+def measure(quick: bool) -> Measured:
+    frames, found, pages, n_prompts = {}, {}, {}, 256 if quick else 4096
+    for noise, heads in product(NOISES, (1, *SEVERAL)):
+        prompts = prompts_of(noise, n_prompts)
+        scored, measured = halves(prompts)
+        for seed in seeds(noise):
+            name = named(heads, noise, seed)
+            model = trained(name).model
+            one = {"response": probe_layers(model, measured)}
+            if heads > 1:
+                gone = masked_by(best_later_on(name, scored))
+                one["pruned"] = probe_layers(model, measured, heads=gone)
+            one |= {what: probe_layers(model, prompts, target=how) for what, how in TARGETS.items()}
+            found[name] = one
+            frames[name] = frames_of({what: p.to_frame() for what, p in one.items()}, "target")
+            pages[name] = one["response"].plot()
+    return Measured(frames_of(frames), pages, records(found, n_prompts))
+
+
+if __name__ == "__main__":
+    run(measure, __file__)

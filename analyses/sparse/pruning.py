@@ -1,0 +1,195 @@
+"""C11 to C13 and C16 of sparse regression: what trained models lose with one head in each later
+layer.
+
+Kept are all heads of layer 1 and the best of each later one, scored by masking on random halves of
+the prompts; risks are those of the other halves, and their errors are over prompts and over which
+heads are chosen. Nothing is retrained (sparse/fine_tuning.py trains further). New read-outs are
+cross-validated ridge probes; C11 and C12 are judged by them and by medians (questions.py), since
+few prompts may carry the mean risk as it is. Run: python -m analyses.sparse.pruning (two minutes; --quick half a minute)
+"""
+
+import numpy as np
+import pandas as pd
+
+from analyses.lib.measured import Measured, run
+from analyses.lib.records import Record, record
+from analyses.sparse.models import (
+    NOTE,
+    frames_of,
+    groups,
+    prompts_of,
+    single_of,
+    trained,
+)
+from analyses.sparse.setting import over, ratio
+from mechinterp import figures
+from mechinterp.analysis.ablation.cross_fitting import (
+    SPLITS,
+    MaskedErrors,
+    Rule,
+    choices_on_halves,
+    masked_by,
+)
+from mechinterp.analysis.ablation.masked_risk import masked_errors
+from mechinterp.analysis.ablation.pairs import halves
+from mechinterp.analysis.ablation.pruning import (
+    Pruning,
+    best_head_first,
+    best_head_later,
+    least_head_later,
+    prune,
+)
+from mechinterp.analysis.ablation.single import ablate_heads
+from mechinterp.analysis.stats import mean_and_sem
+from mechinterp.icl.prompts import Prompts
+from mechinterp.models.run.predictor import predictor_of
+
+RULES = {
+    "best later": best_head_later,
+    "least later": least_head_later,
+    "best first": best_head_first,
+}
+COSTS = (
+    "risk",
+    "risk_sem",
+    "ratio",
+    "ratio_sem",
+    "refit_risk",
+    "refit_risk_sem",
+    "refit_ratio",
+    "refit_ratio_sem",
+    "carried_by_few",
+)
+ASKED = ("best later", "best first")
+"""The rules of C11 and of C12."""
+KEPT = ("risk", "risk_sem", "ratio", "ratio_sem", "to_single", "to_single_sem")
+
+
+def kept_curve(name: str, rise: np.ndarray, prompts: Prompts, single: np.ndarray) -> pd.DataFrame:
+    """Risk with all heads of layer 1 and the best 1, 2, ... of each later one."""
+    order, later, sizes = rise.argsort(1)[:, ::-1], range(1, len(rise)), range(1, len(rise[0]) + 1)
+    masks = [[(layer, int(h)) for layer in later for h in order[layer, k:]] for k in sizes]
+    errors = masked_errors(trained(name).model, prompts, masks)
+    rows = [(*mean_and_sem(e), *ratio(e, errors[:, -1]), *ratio(e, single)) for e in errors.T]
+    return pd.DataFrame(rows, columns=KEPT, dtype=float).assign(kept_later=sizes)
+
+
+def to_single(name: str, prompts: Prompts) -> tuple[float, float]:
+    """Risk with the best head of each later layer over that of the model of one head,
+    cross-fitted."""
+    errors = MaskedErrors(predictor_of(trained(name).model), prompts)
+    choices = choices_on_halves(errors, best_head_later, sequential=False, splits=SPLITS)
+    kept = errors.of([masked_by(kept) for kept in choices.kept]).T
+    return choices.ratio(kept, masked_errors(trained(single_of(name)).model, prompts, [[]])[:, 0])
+
+
+def median_ratio(name: str, prompts: Prompts, rule: Rule) -> float:
+    """Median over prompts of the cross-fitted error, over that of the full model."""
+    errors = MaskedErrors(predictor_of(trained(name).model), prompts)
+    choices = choices_on_halves(errors, rule, sequential=False, splits=SPLITS)
+    crossed = choices.crossed(errors.of([masked_by(kept) for kept in choices.kept]).T)
+    return float(np.median(crossed) / np.median(errors.of([[]])))
+
+
+def often(found: Pruning) -> str:
+    """The heads of the layers that lose some, and how often each is chosen."""
+    lost = ~found.kept.all(1)
+    heads = [(layer, head) for layer, head in np.argwhere(found.chosen > 0) if lost[layer]]
+    return ", ".join(f"L{layer}H{head} {found.chosen[layer, head]:.2f}" for layer, head in heads)
+
+
+def one_model(name: str, prompts: Prompts) -> pd.DataFrame:
+    """Costs of the rules and of what is kept."""
+    model, (scored, measured) = trained(name).model, halves(prompts)
+    single = masked_errors(trained(single_of(name)).model, measured, [[]])[:, 0]
+    found = {rule: prune(model, prompts, rule=how) for rule, how in RULES.items()}
+    rise = ablate_heads(model, scored).rise
+    curve = kept_curve(name, rise, measured, single).assign(rule="best later, kept")
+    costs = [
+        {"rule": rule}
+        | {c: getattr(p, c) for c in COSTS}
+        | {"median_ratio": median_ratio(name, prompts, RULES[rule]), "chosen": often(p)}
+        for rule, p in found.items()
+    ]
+    return pd.concat([pd.DataFrame(costs), curve])
+
+
+def records(
+    found: dict[str, pd.DataFrame], n_prompts: int, *, note: str, suffix: str = ""
+) -> list[Record]:
+    """C11 and C12, by model, and C12 by medians.
+
+    Args:
+        found: Of each model, the costs of RULES, a row per rule.
+    """
+    rows = {name: costs.set_index("rule") for name, costs in found.items()}
+    later, first = ({n: row.loc[rule] for n, row in rows.items()} for rule in ASKED)
+    c11, c12 = (
+        {name: (row.refit_ratio, row.refit_ratio_sem) for name, row in rule.items()}
+        for rule in (later, first)
+    )
+    measured = {
+        "C11-refit": c11,
+        "C12-refit": c12,
+        "C12-beside-refit": {name: over(c12[name], c11[name]) for name in c11},
+        "C11-as-is": {name: row.median_ratio for name, row in later.items()},
+        "C12-as-is": {name: row.median_ratio for name, row in first.items()},
+    }
+    chosen = {"prompts": n_prompts, "selection": "chosen on halves, measured on others"}
+    return [
+        record(f"sparse-{clause}{suffix}", values, over=chosen, note=note)
+        for clause, values in measured.items()
+    ]
+
+
+def noise_records(claims: list[Record]) -> list[Record]:
+    """C16: whether C11 to C13 hold at each noise variance."""
+    asked = [one for one in claims if one.tag == "second hand"]
+    made = []
+    for noise in (0.1, 0.4, 0.8):
+        names = [(one, name) for one in asked for name in one.values if f"noise{noise}-" in name]
+        failed = sum(name not in one.holding for one, name in names)
+        made.append(
+            record(
+                f"sparse-C16-noise{noise}",
+                {f"noise {noise}": failed} if names else {},
+                text=f"{failed} of {len(names)}" if names else "not trained",
+                note=NOTE if names else "",
+            )
+        )
+    return made
+
+
+def measure(quick: bool) -> Measured:
+    frames, singles, pages = {}, {}, {}
+    n_prompts = 256 if quick else 4096
+    for _, noise, names in groups():
+        prompts = prompts_of(noise, n_prompts)
+        for name in names.values():
+            frames[name] = one_model(name, prompts)
+            singles[name] = to_single(name, prompts)
+            curve = frames[name].query("rule == 'best later, kept'")
+            pages[f"{name}-kept"] = figures.lines(
+                curve.kept_later.to_numpy(),
+                {name: curve.risk.to_numpy()},
+                errors={name: curve.risk_sem.to_numpy()},
+                title="Excess risk with the best heads of each later layer",
+                x_title="heads kept in each later layer",
+                y_title="excess risk (y²)",
+                log_y=True,
+            )
+    costs = {name: frame[frame.rule.isin(RULES)] for name, frame in frames.items()}
+    claims = records(costs, n_prompts, note=NOTE)
+    claims.append(
+        record(
+            "sparse-C13-as-is",
+            singles,
+            over={"prompts": n_prompts, "selection": "chosen on halves, measured on others"},
+            note=NOTE,
+        )
+    )
+    return Measured(frames_of(frames), pages, [*claims, *noise_records(claims)])
+
+
+if __name__ == "__main__":
+    run(measure, __file__)

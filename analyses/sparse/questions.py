@@ -1,0 +1,225 @@
+"""What sparse/settings.py asks of one trained model: the only file of it that runs models.
+
+A function per question, from a model and prompts to numbers. Heads are always chosen on `scored`
+and measured on `measured`, prompts that share nothing.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from analyses.lib.records import claims
+from analyses.sparse.setting import TARGETS
+from mechinterp.analysis.ablation.cross_fitting import masked_by, refit_errors
+from mechinterp.analysis.ablation.masked_risk import masked_errors
+from mechinterp.analysis.ablation.single import ablate_heads
+from mechinterp.analysis.probing.feature_descent import (
+    IDEAL,
+    RAW,
+    DescentCurves,
+    descent_curves,
+    query_features,
+)
+from mechinterp.analysis.probing.linear import probe_layers, reweighted
+from mechinterp.checkpoints.checkpoint import Checkpoint, load
+from mechinterp.config import TaskConfig
+from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
+from mechinterp.icl.sparse_predictors import descend, excess_risk
+from mechinterp.models.hooked.transformer import ICLTransformer
+
+AT, STEPS, PAIR_PROMPTS = 16, 32, 512
+Pair = tuple[float, float]
+Head = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Spread:
+    """How the layers spread their work over their heads."""
+
+    effective: list[Pair]
+    """Effective number of heads of each layer, with its standard error."""
+    of_medians: list[float]
+    """The same by median rises, which a few prompts do not move."""
+    top_share: list[float]
+    """Share of the head that was the best on other prompts."""
+    importance: np.ndarray
+    """Shares of the heads in what masking one of a layer costs, [layer, head]."""
+
+
+def trained(folders: Iterable[Path]) -> list[Checkpoint]:
+    """The models in these folders, those that are still in training left out."""
+    return [load(folder) for folder in folders if (folder / "config.json").exists()]
+
+
+def prompts_of(task: TaskConfig, n_prompts: int, *, length: int | None = None) -> Prompts:
+    """Prompts that no model was trained or followed on."""
+    generator = generator_for(1, "eval", 0)
+    return sample_prompts(task, n_prompts, generator=generator, context_length=length)
+
+
+def risks(model: ICLTransformer, prompts: Prompts, gone: list[Head] | None = None) -> np.ndarray:
+    """Excess risk of each prompt, with heads masked."""
+    return masked_errors(model, prompts, [gone or []])[:, 0]
+
+
+def refit_risks(model: ICLTransformer, prompts: Prompts, gone: list[Head]) -> np.ndarray:
+    """The same with a new read-out."""
+    return refit_errors(model, prompts, gone)
+
+
+def rises(model: ICLTransformer, scored: Prompts) -> np.ndarray:
+    """Rise of the excess risk when a head is masked, [layer, head]."""
+    return ablate_heads(model, scored).rise
+
+
+def spread(model: ICLTransformer, rise: np.ndarray, measured: Prompts) -> Spread:
+    found = ablate_heads(model, measured)
+    pairs = zip(found.effective_heads, found.effective_heads_sem, strict=True)
+    shares = np.take_along_axis(found.importance, rise.argmax(1)[:, None], 1)[:, 0]
+    medians = found.effective_heads_of_medians.tolist()
+    effective = [(float(n), float(sem)) for n, sem in pairs]
+    return Spread(effective, medians, shares.tolist(), found.importance)
+
+
+def as_text(shares: Iterable[float]) -> str:
+    return " ".join(f"{share:.2f}" for share in shares)
+
+
+def without(rule, rise: np.ndarray) -> list[Head]:
+    """The heads that a rule of pruning lets go."""
+    return masked_by(rule(rise))
+
+
+def best_pairs(model: ICLTransformer, shape: tuple[int, int], scored: Prompts) -> list[Head]:
+    """The heads that go when of each later layer the best pair stays, layer by layer."""
+    layers, heads = shape
+    gone: list[Head] = []
+    for layer in range(1, layers) if heads > 2 else []:
+        masks = [
+            [(layer, head) for head in range(heads) if head not in pair]
+            for pair in combinations(range(heads), 2)
+        ]
+        errors = masked_errors(model, scored[:PAIR_PROMPTS], masks)
+        gone += masks[int(np.median(errors, axis=0).argmin())]
+    return gone
+
+
+def probe_risks(model: ICLTransformer, prompts: Prompts, gone: list[Head]) -> np.ndarray:
+    """Risk of a linear probe of the response at the query, before each layer and at the end."""
+    return probe_layers(model, prompts, heads=gone).risk[:, -1]
+
+
+def first_layer(model: ICLTransformer, prompts: Prompts) -> dict[str, float]:
+    """R^2 of what the first layer may have written."""
+    found = {name: probe_layers(model, prompts, target=how) for name, how in TARGETS.items()}
+    return {name: float(probes.r2[1, -1]) for name, probes in found.items()}
+
+
+def features(models: dict[str, ICLTransformer], prompts: Prompts) -> dict[str, torch.Tensor]:
+    """What descent is run on: raw x, R x and what the first layer of models writes."""
+    found = {RAW: torch.cat([prompts.x, prompts.x_query[:, None]], dim=1)}
+    found[IDEAL] = reweighted(prompts)[0]
+    own = {name: query_features(model, prompts, layer=1) for name, model in models.items()}
+    return found | own
+
+
+def area(phis: dict[str, torch.Tensor], prompts: Prompts, *, of: str, over: str) -> Pair:
+    """Mean log risk of descent on some features minus that on others."""
+    curves: DescentCurves = descent_curves({n: phis[n] for n in (over, of)}, prompts, steps=STEPS)
+    return float(curves.log_area[1]), float(curves.log_area_sem[1])
+
+
+def risk_at(phi: torch.Tensor, prompts: Prompts) -> np.ndarray:
+    """Excess risk of each prompt after 16 steps of descent on features."""
+    columns, target = phi.double()[..., None], prompts.to(torch.float64)
+    path = descend(columns[:, :-1], target.y, columns[:, -1], steps=AT)
+    return excess_risk(path[-1], target).numpy()
+
+
+def over_training(checkpoint: Checkpoint, prompts: Prompts) -> list[dict[str, object]]:
+    """Effective heads and the shares of the first layer's heads at each kept step."""
+    rows: list[dict[str, object]] = []
+    for step, weights in sorted(checkpoint.snapshots.items()):
+        model = ICLTransformer.from_weights(weights, task=checkpoint.task)
+        found = ablate_heads(model, prompts)
+        row = {"step": step, "risk": found.full_risk, "shares_1": as_text(found.importance[0])}
+        effective = zip(found.effective_heads, found.effective_heads_sem, strict=True)
+        for layer, (number, sem) in enumerate(effective, 1):
+            row |= {f"n_eff_{layer}": float(number), f"n_eff_{layer}_sem": float(sem)}
+        rows.append(row)
+    return rows
+
+
+CLAUSES = (
+    "C10-several",
+    "C10-later",
+    "C10-top-first",
+    "C10-top-later",
+    "C11-refit",
+    "C11-as-is",
+    "C12-refit",
+    "C12-beside-refit",
+)
+"""What C10 to C12 rest on, by the rest of the claim's id."""
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """What was measured of a model."""
+
+    effective: Sequence[float]
+    """Effective heads of each layer, by median rises."""
+    shares: Sequence[float]
+    """Share of the head of each layer that was the best on other prompts."""
+    later: float
+    """Risk over the whole model's with one head in each later layer and a new read-out."""
+    later_median: float
+    """Median risk over the whole model's with one head in each later layer, as it is."""
+    first: float
+    """Risk over the whole model's with one head in layer 1 and a new read-out."""
+
+    def by_clause(self) -> dict[str, float]:
+        return {
+            "C10-several": self.effective[0],
+            "C10-later": self.effective[0] / max(self.effective[1:]),
+            "C10-top-first": self.shares[0],
+            "C10-top-later": float(np.median(self.shares[1:])),
+            "C11-refit": self.later,
+            "C11-as-is": self.later_median,
+            "C12-refit": self.first,
+            "C12-beside-refit": self.first / self.later,
+        }
+
+
+def verdicts(found: Numbers) -> dict[str, bool]:
+    """C10 to C12: a claim holds where all of its clauses do."""
+    values = found.by_clause()
+    held = {name: claims()[f"sparse-{name}"].holds(values[name]) for name in CLAUSES}
+    return {
+        claim: all(holds for name, holds in held.items() if name.startswith(claim))
+        for claim in ("C10", "C11", "C12")
+    }
+
+
+def of_row(row: Mapping[str, object]) -> dict[str, bool]:
+    """C10 to C12 of a row of results/sparse_settings.csv, and C11 with a pair in place of one head."""
+    layers = range(1, int(row["n_layers"]) + 1)
+    effective = [float(row[f"n_eff_{layer}_median"]) for layer in layers]
+    shares = [float(row[f"top_share_{layer}"]) for layer in layers]
+    one, pair = (
+        verdicts(
+            Numbers(
+                effective,
+                shares,
+                later=float(row[f"{name}_refit"]),
+                later_median=float(row[f"{name}_median"]),
+                first=float(row["first_refit"]),
+            )
+        )
+        for name in ("later", "pairs")
+    )
+    return one | {"C11_pairs": pair["C11"]}

@@ -1,0 +1,131 @@
+"""C9 of sparse regression: excess risk of trained models over the context length, by their number
+of heads.
+
+Beside them, on the same prompts: ridge, lasso, gradient descent and Algorithm 1 at their best
+penalty, step or alpha of each length, least squares, and both algorithms with the three steps of
+one size that four layers have room for. Run: python -m analyses.sparse.risk (four minutes; --quick
+half a minute)
+"""
+
+import numpy as np
+import pandas as pd
+
+from analyses.lib.measured import Measured, run
+from analyses.lib.records import Record, record
+from analyses.sparse.models import (
+    NOISES,
+    NOTE,
+    SEVERAL,
+    named,
+    prompts_of,
+    seeds,
+    trained,
+)
+from analyses.sparse.setting import against, ratio, rivals
+from mechinterp import figures
+from mechinterp.analysis.ablation.masked_risk import masked_errors
+from mechinterp.analysis.stats import mean_and_sem
+
+LENGTHS = (8, 16, 24, 32, 40)
+TWICE, FULL = 32, 40  # 2 d, and the longest of training
+LASSO_PROMPTS = 1024
+LEARNERS = ("ridge", "lasso", "GD", "Algorithm 1")
+RIVALS = ("ridge", "OLS", "GD", "Algorithm 1", "lasso", "Algorithm 1, 3 steps of one size")
+
+
+def models(noise: float) -> dict[str, str]:
+    """Names of all models of a noise variance, by number of heads and seed."""
+    return {f"h{h} s{s}": named(h, noise, s) for h in (1, *SEVERAL) for s in seeds(noise)}
+
+
+def risks(noise: float, length: int, n_prompts: int) -> dict[str, np.ndarray]:
+    """Excess risk of each prompt, by model and learner; lasso and steps of one size have the last
+    of the prompts."""
+    prompts = prompts_of(noise, n_prompts, context_length=length)
+    found = {
+        short: masked_errors(trained(name).model, prompts, [[]])[:, 0]
+        for short, name in models(noise).items()
+    }
+    return found | rivals(prompts, steps=128, n_lasso=LASSO_PROMPTS)
+
+
+def beside(
+    found: dict[str, np.ndarray], names: list[str], rival: str
+) -> dict[str, tuple[float, float]]:
+    """Risk of each model over that of a rival."""
+    n = len(found[rival])
+    return {name: ratio(found[name][-n:], found[rival]) for name in names}
+
+
+def rows(noise: float, length: int, found: dict[str, np.ndarray]) -> list[dict]:
+    """One row per model and learner; ratios to ridge, to Algorithm 1 and, of models, to the single
+    head of the seed."""
+    table = []
+    for name, values in found.items():
+        risk, sem = mean_and_sem(values)
+        row = {
+            "noise_var": noise,
+            "context_length": length,
+            "learner": name,
+            "risk": float(risk),
+            "risk_sem": float(sem),
+        }
+        rivals = {"ridge": "ridge", "algorithm": "Algorithm 1"}
+        if name in models(noise):
+            rivals["single"] = f"h1 {name.split()[1]}"
+        for key, rival in rivals.items():
+            row[f"to_{key}"], row[f"to_{key}_sem"] = ratio(values, found[rival][-len(values) :])
+        table.append(row)
+    return table
+
+
+def records(found: dict[float, dict[int, dict[str, np.ndarray]]], n_prompts: int) -> list[Record]:
+    """C9, and trained models beside every rival."""
+    made = []
+    for name, length in (("twice", TWICE), ("full", FULL)):
+        pairs = {
+            named(h, noise, s): ratio(one[length][f"h{h} s{s}"], one[length][f"h1 s{s}"])
+            for noise, one in found.items()
+            for h in SEVERAL
+            for s in seeds(noise)
+        }
+        made.append(record(f"sparse-C9-{name}", pairs, over={"prompts": n_prompts}, note=NOTE))
+    pairs: dict[str, dict[str, tuple[float, float]]] = {
+        rival: {
+            models(noise)[short]: pair
+            for noise, one in found.items()
+            for short, pair in beside(one[FULL], list(models(noise)), rival).items()
+        }
+        for rival in RIVALS
+    }
+    return made + against("sparse-risk", pairs, n_prompts)
+
+
+def measure(quick: bool) -> Measured:
+    table, found, pages, n_prompts = [], {}, {}, 256 if quick else 4096
+    for noise in NOISES:
+        found[noise] = {length: risks(noise, length, n_prompts) for length in LENGTHS}
+        for length, one in found[noise].items():
+            table += rows(noise, length, one)
+        drawn = [f"h{h} s{seeds(noise)[0]}" for h in (1, *SEVERAL)] + list(LEARNERS)
+        means = {
+            name: np.array([mean_and_sem(found[noise][length][name]) for length in LENGTHS])
+            for name in drawn
+        }
+        curves, errors = (
+            {name: values[:, column] for name, values in means.items()} for column in (0, 1)
+        )
+        pages[f"risk-noise{noise}"] = figures.lines(
+            np.array(LENGTHS),
+            curves,
+            errors=errors,
+            title=f"Excess risk over context length at noise variance {noise}, same prompts",
+            x_title="context length L",
+            y_title="excess risk (y²)",
+            log_y=True,
+        )
+    return Measured(pd.DataFrame(table), pages, records(found, n_prompts))
+
+
+if __name__ == "__main__":
+    run(measure, __file__)

@@ -1,0 +1,254 @@
+"""C9 to C16 of sparse regression in every setting of the plan, sparse/plan.md: a row per model.
+
+Each model's claims stand beside the numbers that they rest on; "Layer 1" is the first.
+Run: python -m analyses.sparse.settings FOLDER, a folder of checkpoints such as `mechinterp sweep
+analyses/sweeps/sparse_settings.json --out FOLDER` makes (a minute per model; --quick seconds). Not
+among those of `make analyses`.
+"""
+
+import argparse
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import torch
+
+from analyses.lib.measured import RESULTS, provenance
+from analyses.lib.records import claims, save
+from analyses.sparse import questions as ask
+from analyses.sparse.questions import Pair
+from analyses.sparse.rivals import learners
+from analyses.sparse.setting import ratio
+from mechinterp.analysis.ablation.pairs import halves
+from mechinterp.analysis.ablation.pruning import best_head_first, best_head_later
+from mechinterp.analysis.probing.feature_descent import IDEAL, RAW
+from mechinterp.analysis.stats import mean_and_sem
+from mechinterp.checkpoints.checkpoint import Checkpoint
+from mechinterp.config import ExperimentConfig, TaskConfig
+from mechinterp.icl.prompts import Prompts
+from mechinterp.models.hooked.transformer import ICLTransformer
+
+PROMPTS, OVER_TRAINING = 4096, 1024
+MODEL = ("score", "n_heads", "d_head", "d_model", "n_layers")
+TASK = ("d_x", "sparsity", "context_length", "nonzeros", "noise_var")
+Row = dict[str, object]
+
+
+def shorter_of(own: ExperimentConfig, models: list[Checkpoint]) -> Checkpoint | None:
+    """The model of the same setting and seed, trained for fewer steps: the longest such run."""
+    fewer = [one for one in models if one.config.train.steps < own.train.steps]
+
+    def same(one: Checkpoint) -> bool:
+        return replace(one.config, train=replace(one.config.train, steps=own.train.steps)) == own
+
+    return max(filter(same, fewer), key=lambda one: one.step, default=None)
+
+
+def single_of(own: ExperimentConfig, models: list[Checkpoint]) -> Checkpoint | None:
+    """The model of one head of width d_x + 1, all else equal: of as many steps, or of the most."""
+    model = replace(own.model, n_heads=1, d_head=own.task.d_x + 1)
+    steps = own.train.steps
+
+    def same(one: Checkpoint) -> bool:
+        train = replace(one.config.train, steps=steps)
+        return replace(one.config, train=train) == replace(own, model=model)
+
+    found = sorted(filter(same, models), key=lambda one: (one.step == steps, one.step))
+    return found[-1] if found else None
+
+
+def against(own: np.ndarray, rivals: Mapping[str, np.ndarray]) -> Row:
+    """Risk, and its ratio to that of each rival on the same prompts."""
+    risk, sem = mean_and_sem(own)
+    row: Row = {"risk": float(risk), "risk_sem": float(sem)}
+    for name, theirs in rivals.items():
+        row |= told(f"to_{name}", ratio(own[-len(theirs) :], theirs))
+    return row
+
+
+def several_help(model, single, task: TaskConfig, n_prompts: int) -> Row:
+    """C9: risk over that of a single head where the context has 2 d_x pairs."""
+    prompts = ask.prompts_of(task, n_prompts, length=2 * task.d_x)
+    value, sem = ratio(ask.risks(model, prompts), ask.risks(single, prompts))
+    return told("to_single_2d", (value, sem)) | {
+        "C9": claims()["sparse-C9-twice"].holds(value, sem)
+    }
+
+
+def spread(model, rise: np.ndarray, measured: Prompts) -> Row:
+    """Effective heads and the share of the best head, by layer."""
+    found = ask.spread(model, rise, measured)
+    row: Row = {}
+    layers = zip(found.effective, found.of_medians, found.top_share, strict=True)
+    for layer, (effective, median, share) in enumerate(layers, 1):
+        row |= told(f"n_eff_{layer}", effective)
+        row |= {f"n_eff_{layer}_median": median, f"top_share_{layer}": share}
+        row |= {f"importance_{layer}": ask.as_text(found.importance[layer - 1])}
+    return row
+
+
+def pruned(model, gone: Mapping[str, list[ask.Head]], full: np.ndarray, measured: Prompts) -> Row:
+    """What is left with one head or pair in each later layer, or one in the first."""
+    row: Row = {}
+    for name, heads in gone.items():
+        errors, refit = ask.risks(model, measured, heads), ask.refit_risks(model, measured, heads)
+        row |= told(f"{name}", ratio(errors, full)) | told(f"{name}_refit", ratio(refit, full))
+        row |= {f"{name}_median": float(np.median(errors) / np.median(full))}
+    return row
+
+
+def probes(model, gone: list[ask.Head], measured: Prompts) -> Row:
+    """C14, and what the first layer writes."""
+    full, less = (ask.probe_risks(model, measured, heads) for heads in ([], gone))
+    rise = max(float((one[1:] / one[:-1]).max()) for one in (full, less))
+    same = claims()["sparse-C14-first-layer"].holds(abs(full[1] - less[1]))
+    row: Row = {f"probe_{layer}": float(risk) for layer, risk in enumerate(full)}
+    r2 = {f"r2_{name}": value for name, value in ask.first_layer(model, measured).items()}
+    return row | r2 | {"C14": same and claims()["sparse-C14-full"].holds(rise)}
+
+
+def descends(model, single, measured: Prompts) -> Row:
+    """C15: descent on what the first layer writes."""
+    phis = ask.features({"own": model, "single": single}, measured)
+    row: Row = {}
+    raw, alone = (ask.area(phis, measured, of="own", over=over) for over in (RAW, "single"))
+    row |= told("area_to_raw", raw) | told("area_to_single", alone)
+    at, base = ask.risk_at(phis["own"], measured), ask.risk_at(phis[RAW], measured)
+    row |= told("step_16_to_raw", ratio(at, base))
+    row |= told("step_16_to_ideal", ratio(at, ask.risk_at(phis[IDEAL], measured)))
+    asked = {"raw": raw, "single": alone, "end": (row["step_16_to_raw"], 0.0)}
+    return row | {
+        "C15": all(claims()[f"sparse-C15-{name}"].holds(*one) for name, one in asked.items())
+    }
+
+
+def one_model(
+    checkpoint: Checkpoint, single: Checkpoint | None, shorter: Checkpoint | None, n_prompts: int
+) -> tuple[Row, pd.DataFrame]:
+    """The row of a model, and its first layer over training.
+
+    Args:
+        single: Its partner of one head, if it has one.
+        shorter: The same model trained for fewer steps, if there is one.
+    """
+    config, model = checkpoint.config, checkpoint.model
+    _, measured = halves(ask.prompts_of(config.task, n_prompts))
+    row: Row = {"model": checkpoint.name} | described(config)
+    if shorter is not None:
+        errors = (ask.risks(one.model, measured) for one in (checkpoint, shorter))
+        row |= told("to_fewer_steps", ratio(*errors))
+    row |= claims_of(model, single and single.model, config, n_prompts)
+    history = pd.DataFrame(ask.over_training(checkpoint, measured[:OVER_TRAINING]))
+    return row, history.assign(model=checkpoint.name)
+
+
+def claims_of(
+    model: ICLTransformer,
+    single: ICLTransformer | None,
+    config: ExperimentConfig,
+    n_prompts: int,
+) -> Row:
+    """Risks, C9 to C15 and what they rest on; C9, C13 and C15 need the partner of one head."""
+    scored, measured = halves(ask.prompts_of(config.task, n_prompts))
+    full = ask.risks(model, measured)
+    row = against(full, learners(config.task, config.model.n_layers, n_prompts))
+    row["algorithm_to_gd"] = row["to_gd_fixed"] / row["to_algorithm_fixed"]
+    if config.model.n_heads > 1:
+        rise = ask.rises(model, scored)
+        gone = {
+            "later": ask.without(best_head_later, rise),
+            "pairs": ask.best_pairs(model, rise.shape, scored),
+            "first": ask.without(best_head_first, rise),
+        }
+        row |= spread(model, rise, measured) | pruned(model, gone, full, measured)
+        row |= ask.of_row(row | {"n_layers": config.model.n_layers})
+    else:
+        gone = {"later": []}
+    row |= probes(model, gone["later"], measured)
+    if config.model.n_heads > 1 and single is not None:
+        row |= several_help(model, single, config.task, n_prompts)
+        theirs = ask.risks(single, measured)
+        kept = ratio(ask.risks(model, measured, gone["later"]), theirs)
+        row |= told("to_single", ratio(full, theirs)) | told("later_to_single", kept)
+        row |= {"C13": claims()["sparse-C13-as-is"].holds(kept[0])} | descends(
+            model, single, measured
+        )
+    return row
+
+
+def over_noise(table: pd.DataFrame) -> list[object]:
+    """C16: whether C11 to C13 hold at noise variances 0.1, 0.4 and 0.8, or where they fail."""
+    same = [name for name in (*MODEL, *TASK) if name != "noise_var"]
+    same += ["norm", "mlp", "seed", "steps"]
+    found: dict[object, object] = {}
+    for _, group in table[table.noise_var > 0].groupby(same):
+        judged = group.dropna(subset=["C11", "C12", "C13"])
+        held = judged[["C11", "C12", "C13"]].astype(bool).all(axis=1)
+        missing = {0.1, 0.4, 0.8} - set(judged.noise_var)
+        verdict: object = False if not held.all() else "not tested" if missing else True
+        found |= dict.fromkeys(judged.index, verdict)
+    return [found.get(index) for index in table.index]
+
+
+def described(config: ExperimentConfig) -> Row:
+    """What was trained."""
+    row: Row = {name: getattr(config.model, name) for name in MODEL}
+    row |= {"d_head": config.d_head, "d_model": config.d_model}
+    row |= {name: getattr(config.task, name) for name in TASK}
+    row |= {"norm": config.model.norm is not None, "mlp": config.model.d_mlp is not None}
+    train = config.train
+    return row | {"seed": config.seed, "steps": train.steps, "learning_rate": train.learning_rate}
+
+
+def joined(file: Path, new: pd.DataFrame) -> pd.DataFrame:
+    """A table with these rows in place of those of the same models."""
+    old = pd.read_csv(file)
+    return pd.concat([old[~old.model.isin(new.model)], new], ignore_index=True)
+
+
+def told(name: str, pair: Pair) -> Row:
+    """A number and its standard error as two columns."""
+    return {name: pair[0], f"{name}_sem": pair[1]}
+
+
+def measured(folder: Path, n_prompts: int) -> dict[str, pd.DataFrame]:
+    """The tables of the models in a folder."""
+    checkpoints = ask.trained(sorted(folder.iterdir()))
+    rows, histories = [], []
+    for checkpoint in checkpoints:
+        partners = (of(checkpoint.config, checkpoints) for of in (single_of, shorter_of))
+        row, history = one_model(checkpoint, *partners, n_prompts)
+        rows.append(row)
+        histories.append(history)
+        print(row["model"], flush=True)
+    return {
+        "sparse_settings": pd.DataFrame(rows),
+        "sparse_settings_training": pd.concat(histories),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=Path, help="holds one folder per checkpoint")
+    parser.add_argument("--quick", action="store_true", help="fewer prompts")
+    parser.add_argument("--add", action="store_true", help="to the tables in --out")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    n_prompts = 512 if arguments.quick else PROMPTS
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    files = measured(arguments.folder, n_prompts)
+    if arguments.add:
+        files = {name: joined(arguments.out / f"{name}.csv", new) for name, new in files.items()}
+    table = files["sparse_settings"].sort_values("model", ignore_index=True)
+    if "C13" in table:
+        table["C16"] = over_noise(table)
+    for name, frame in (files | {"sparse_settings": table}).items():
+        frame.to_csv(arguments.out / f"{name}.csv", index=False, float_format="%.6g")
+    save(arguments.out, "sparse_settings", [], provenance(table, [], None))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,228 @@
+"""The tables and the figure of sparse settings, from `results/sparse_settings.csv`.
+
+python -m analyses.sparse.settings_table  (at once; draws the figure and needs a browser; the tables
+are written by lib/pages.py)
+"""
+
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import plotly.graph_objects as go
+from plotly.subplots import make_subplots
+
+from analyses.lib.result_tables import markdown, span
+
+RESULTS = Path(__file__).parents[1] / "results"
+CLAIMS = {
+    "C9": ("several heads lower the risk by a tenth", "risk / a single head's", "to_single_2d"),
+    "C10": ("layer 1 spreads over heads, later layers do not", "heads at work in layer 1", "n_eff_1_median"),
+    "C11": ("one head in each later layer will do", "risk / whole model's, refitted", "later_refit"),
+    "C11_pairs": ("a pair in each later layer will do", "the same", "pairs_refit"),
+    "C12": ("one head in layer 1 will not", "risk / whole model's, refitted", "first_refit"),
+    "C13": ("pruned as in C11 it beats a single head", "risk / a single head's", "later_to_single"),
+    "C14": ("probes improve from layer to layer", "", ""),
+    "C15": ("descent is better on what layer 1 writes", "risk / that on x, step 16", "step_16_to_raw"),
+}  # fmt: skip
+"""What is asked, the number that says most of it, and its column."""
+PATTERN = ("C10", "C11", "C12")
+SHOWN = (
+    "d8s2-linear-h8x4-l3-noise0.1-s0",
+    "d8s2-linear-h8x9-l3-noise0.1-s0",
+    "d8s2-softmax-h8x9-l3-noise0.1-s0",
+    "d8s2-softmax-block-h8x9-l3-noise0.1-lr0.001-s0",
+)
+"""Models of the figure."""
+
+
+def told(value: float, sem: float, digits: int = 3) -> str:
+    """A number with its standard error, or that there is none.
+
+    Example:
+        >>> told(0.5, 0.01)
+        '0.500 ± 0.010'
+    """
+    return "no partner" if pd.isna(value) else f"{value:.{digits}f} ± {sem:.{digits}f}"
+
+
+def table_of(results: Path) -> pd.DataFrame:
+    """A row per model, those of one setting side by side."""
+    found = pd.read_csv(results / "sparse_settings.csv")
+    found["setting"] = [setting(row) for _, row in found.iterrows()]
+    for claim in CLAIMS:
+        found[claim] = found[claim].map({True: True, False: False, "True": True, "False": False})
+    # Of two heads the best pair is the whole layer.
+    found["C11_pairs"] = found.C11_pairs.where(found.n_heads > 2, np.nan)
+    order = ["d_x", "score", "n_layers", "sparsity", "d_head", "n_heads"]
+    return found.sort_values(order, ascending=[False, True, True, True, True, True])
+
+
+def screened(found: pd.DataFrame) -> pd.DataFrame:
+    """The first seed of every setting, trained for as long as all."""
+    return found[(found.seed == found.seed.min()) & (found.steps == found.steps.min())]
+
+
+def setting(row: pd.Series) -> str:
+    """A setting in a few words: what differs from the centre, but for its heads."""
+    parts = [f"d_x {row.d_x}, s {row.sparsity}", row.score]
+    if row.n_layers != 3:
+        parts.append(f"{row.n_layers} layers")
+    if row.noise_var != 0.1:
+        parts.append(f"noise {row.noise_var:g}")
+    if row.nonzeros != "signs":
+        parts.append("Gaussian entries")
+    if row.mlp:
+        parts.append(f"norm and MLP, rate {row.learning_rate:g}")
+    heads = f"{row.n_heads} head{'s' * (row.n_heads > 1)} of width {row.d_head}"
+    return "; ".join([*parts, heads])
+
+
+def several(found: pd.DataFrame) -> pd.DataFrame:
+    """The models of several heads."""
+    return found[found.n_heads > 1]
+
+
+def models(results: Path) -> str:
+    """A row per model."""
+    rows = []
+    for _, row in screened(table_of(results)).iterrows():
+        cells = [row.setting, told(row.to_ridge, row.to_ridge_sem, 2)]
+        if row.n_heads == 1:
+            rows.append((*cells, *[""] * 6, held(row)))
+            continue
+        layers = range(1, row.n_layers + 1)
+        cells.append(told(row.to_single_2d, row.to_single_2d_sem, 2))
+        cells.append(", ".join(f"{row[f'n_eff_{layer}_median']:.1f}" for layer in layers))
+        pairs = ("later_refit", "pairs_refit", "first_refit")
+        refitted = [f"{row[name]:.3g} ± {row[f'{name}_sem']:.1g}" for name in pairs]
+        cells += [f"{row.later_median:.3g}", *refitted]
+        rows.append((*cells, held(row)))
+    return markdown(
+        (
+            *("setting", "risk / ridge", "risk / a single head's, L = 2 d_x"),
+            *("heads at work, by layer", "one head per later layer: median risk / whole model's"),
+            *("risk, refitted", "a pair, refitted", "one head in layer 1, refitted", "holds"),
+        ),
+        rows,
+    )
+
+
+def held(row: pd.Series) -> str:
+    """The claims that hold for a model."""
+    found = [claim.replace("_pairs", " (pairs)") for claim in CLAIMS if row[claim] in (True,)]
+    return ", ".join(found) or "none"
+
+
+def claims(results: Path) -> str:
+    """A row per claim: in how many settings it holds, and in which."""
+    found = several(screened(table_of(results)))
+    rows = []
+    for claim, (asked, what, column) in CLAIMS.items():
+        judged = found.dropna(subset=[claim])
+        where = judged[judged[claim].astype(bool)].setting
+        measured = f"{what}: {between(judged[column])}" if column else ""
+        names = "all" if len(where) == len(judged) else " · ".join(where)
+        count = f"{len(where)} of {len(judged)}"
+        rows.append((claim.replace("_pairs", " (pairs)"), asked, measured, count, names))
+    return markdown(("claim", "what it says", "measured", "holds", "where"), rows)
+
+
+def seeds(results: Path) -> str:
+    """The settings with several seeds: means over seeds with their standard errors, and how often claims hold."""
+    found = several(table_of(results))
+    found = found[found.steps == found.steps.min()]
+    rows = []
+    for name, group in found.groupby("setting", sort=False):
+        if len(group) == 1:
+            continue
+        layers = [f"n_eff_{layer}_median" for layer in range(1, group.n_layers.iloc[0] + 1)]
+        cells = [name, str(len(group))]
+        cells += [over(group[column], 2) for column in ("to_single_2d", *layers, "later_refit")]
+        cells.append(span(group.first_refit, 2))
+        counts = [f"{claim} {int(group[claim].sum())}" for claim in ("C9", *PATTERN, "C13")]
+        rows.append((*cells, ", ".join(counts)))
+    return markdown(
+        (
+            *("setting", "seeds", "risk / a single head's, L = 2 d_x"),
+            *(f"heads at work, layer {layer}" for layer in (1, 2, 3)),
+            *("one head per later layer, refitted", "one head in layer 1, refitted", "holds in"),
+        ),
+        rows,
+    )
+
+
+def over(values: pd.Series, digits: int) -> str:
+    """Their mean and its standard error."""
+    return told(values.mean(), values.sem(), digits)
+
+
+def steps(results: Path) -> str:
+    """What twice as many steps change, a row per model."""
+    found = table_of(results)
+    longer = found.dropna(subset=["to_fewer_steps"])
+    rows = []
+    for _, row in longer.iterrows():
+        same = (found.setting == row.setting) & (found.seed == row.seed)
+        shorter = found[same & (found.steps < row.steps)].nlargest(1, "steps").iloc[0]
+        cells = (row.setting, f"{row.steps:,}", told(row.to_fewer_steps, row.to_fewer_steps_sem, 3))
+        rows.append((*cells, held(shorter), held(row)))
+    return markdown(
+        ("setting", "steps", "risk / after half of them", "held then", "holds now"), rows
+    )
+
+
+def between(values: pd.Series) -> str:
+    """The least and the largest of them.
+
+    Example:
+        >>> between(pd.Series([1.0, 2.5]))
+        '1.00 to 2.50'
+    """
+    return f"{values.min():.2f} to {values.max():.2f}"
+
+
+def pattern(found: pd.DataFrame) -> pd.DataFrame:
+    """The models that show the pattern: C10, C11 and C12."""
+    return found[found[list(PATTERN)].all(axis=1)]
+
+
+def importance(row: pd.Series) -> np.ndarray:
+    """Shares of the heads of each layer, [layer, head]."""
+    layers = [row[f"importance_{layer}"] for layer in range(1, row.n_layers + 1)]
+    return np.array([[float(share) for share in shares.split()] for shares in layers])
+
+
+def figure(results: Path, shown: list[str]) -> go.Figure:
+    """Importance of heads, layers by heads, of these models side by side."""
+    found = table_of(results).set_index("model")
+    rows = [found.loc[name] for name in shown]
+    titles = [row.setting.replace("; ", "<br>") for row in rows]
+    drawn = make_subplots(1, len(rows), subplot_titles=titles)
+    for column, row in enumerate(rows, 1):
+        shares = importance(row)
+        heatmap = go.Heatmap(
+            z=shares,
+            x=[str(head) for head in range(shares.shape[1])],
+            y=[f"layer {layer}" for layer in range(1, len(shares) + 1)],
+            text=[[f"{share:.2f}" if share >= 0.01 else "" for share in line] for line in shares],
+            texttemplate="%{text}",
+            coloraxis="coloraxis",
+            xgap=2,
+            ygap=2,
+        )
+        drawn.add_trace(heatmap, row=1, col=column)
+    drawn.update_xaxes(title_text="head")
+    drawn.update_yaxes(autorange="reversed")
+    for column in range(2, len(rows) + 1):
+        drawn.update_yaxes(showticklabels=False, col=column)
+    return drawn.update_layout(
+        title={"text": "Share of each head in what masking a head of its layer costs", "y": 0.96},
+        coloraxis={"colorscale": "Blues", "cmin": 0, "cmax": 1, "showscale": False},
+        template="plotly_white",
+        margin={"t": 150},
+    )
+
+
+if __name__ == "__main__":
+    picture = RESULTS / "sparse_settings-importance.png"
+    figure(RESULTS, list(SHOWN)).write_image(picture, width=1400, height=400)

@@ -1,0 +1,204 @@
+"""What training makes of the published construction of sparse regression, when it starts from it.
+
+Trained models do not find it; would they keep it? In the first layer as many heads as coordinates
+write r_j x_j, and one head in each later layer descends on that. Trained on: alone, where the zero
+heads stay zero; with the other heads of later layers at half of the size they would start with;
+and, as a control, the same shape with nothing of it. One seed each. Twice: in the task of the
+shipped models (noise variance 0.1, steps of 0.5, 50,000 steps of training), and where the mechanism
+is expected to win (fairness.py: d_x 24, one entry of +-1, 48 pairs, noise variance 0.4; 20,000 steps
+by plan.md), where the ends are measured as the models of the plan are. The table of the second was
+trained from two equal sizes, the best of those; --train starts from the best of all.
+Run: python -m analyses.sparse.start (seconds: the records of the tables that are there), and with
+--train to train again (two hours on one core; with --quick a few minutes).
+"""
+
+import argparse
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pandas as pd
+import torch
+
+from analyses.lib.measured import RESULTS, Measured, name_of, write
+from analyses.lib.records import Record, record
+from analyses.sparse import questions as ask
+from analyses.sparse.fairness import PLAN
+from analyses.sparse.models import named, prompts_of, trained
+from analyses.sparse.setting import best, best_ridge, ratio
+from analyses.sparse.settings import PROMPTS, claims_of
+from analyses.sparse.steps import FIT, of_task
+from mechinterp import figures
+from mechinterp.analysis.probing.linear import STRUCTURES, probe_layers
+from mechinterp.analysis.stats import mean_and_sem
+from mechinterp.config import ExperimentConfig, ModelConfig
+from mechinterp.icl.sparse_predictors import preprocess_then_optimise
+from mechinterp.models.constructions.sparse import preprocess_then_optimise_model
+from mechinterp.models.hooked.transformer import ICLTransformer
+from mechinterp.models.stacks import DeepWeights
+from mechinterp.training.general.trainer import DeepRun, initial_deep_weights
+from mechinterp.training.sweep_file import load_sweep
+
+NOISE, ETA, SIZE = 0.1, 0.5, 0.5
+ARMS = ("built, alone", "built, with other heads", "at random")
+TRAINED = named(8, NOISE, 0)
+RIVALS = ("trained", "ridge", "algorithm")
+"""The shipped model of 8 heads; ridge and Algorithm 1 at their best."""
+PLANNED = "d24s1-linear-h24x25-l3-noise0.4-s0"
+"""The model of the plan whose task and training the second time has."""
+FOLLOWED = 512
+HEADS = ("W_Q", "W_K", "W_V", "W_O")
+FILES = {"shipped": "sparse_start.csv", "expected": "sparse_start_expected.csv"}
+Told = Callable[[ICLTransformer, bool], dict[str, object]]
+"""The numbers of a model; more of them at the first and last step."""
+
+
+def start_of(arm: str, config: ExperimentConfig, etas: Sequence[float]) -> DeepWeights:
+    """The construction with these steps, its zero heads as they are or smaller than PyTorch would
+    start them; or nothing of it."""
+    drawn = initial_deep_weights(config).stack
+    if arm == "at random":
+        return drawn
+    built = preprocess_then_optimise_model(etas, d_x=config.task.d_x).to(torch.float32)
+    if arm == "built, alone":
+        return built
+    live = (built.W_V @ built.W_O).flatten(2).any(-1)[..., None, None]
+    return built.with_tensors(
+        {
+            name: torch.where(live, getattr(built, name), SIZE * getattr(drawn, name))
+            for name in HEADS
+        }
+    )
+
+
+def shipped_config(steps: int) -> ExperimentConfig:
+    base = trained(TRAINED).config
+    model = ModelConfig(
+        n_layers=4, n_heads=16, d_head=16, d_model=33, score=base.model.score, context_only=True
+    )
+    train = replace(
+        base.train, steps=steps, log_every=max(1, steps // 20), snapshot_every=steps, data_seed=1000
+    )
+    return replace(base, model=model, train=train)
+
+
+def config_of(steps: int) -> ExperimentConfig:
+    """That of the plan, with the shape of the construction."""
+    plan = load_sweep(PLAN)[PLANNED]
+    d_x = plan.task.d_x
+    train = replace(plan.train, steps=steps, log_every=max(1, steps // 20), snapshot_every=steps)
+    model = replace(plan.model, n_heads=d_x, d_head=d_x, d_model=2 * d_x + 1)
+    return replace(plan, model=model, train=train)
+
+
+def step_sizes(config: ExperimentConfig, n_prompts: int = FIT) -> list[float]:
+    """The fixed sizes of Algorithm 1's steps with the least mean risk, on prompts not measured on."""
+    found = of_task("algorithm", config.task, config.model.n_layers, n_prompts)
+    return found.flatten().tolist()
+
+
+def follow(config: ExperimentConfig, etas: Sequence[float], told: Told) -> pd.DataFrame:
+    """What becomes of each arm, at 21 steps of training."""
+    rows: list[dict[str, object]] = []
+    for arm in ARMS:
+        run = DeepRun({arm: config}, start=start_of(arm, config, etas))
+        while True:
+            model = ICLTransformer.from_weights(run.weights, task=config.task)
+            at_end = run.finished or not run.step
+            rows.append({"arm": arm, "step": run.step} | told(model, at_end))
+            if run.finished:
+                break
+            run.advance()
+            print(f"{arm}: {run.step} of {config.train.steps} steps", flush=True)
+    return pd.DataFrame(rows)
+
+
+def train_shipped(quick: bool) -> pd.DataFrame:
+    prompts = prompts_of(NOISE, 512 if quick else 4096)
+    path = preprocess_then_optimise(prompts, steps=128)
+    risks = (ask.risks(trained(TRAINED).model, prompts), best_ridge(prompts), best(path, prompts))
+
+    def told(model: ICLTransformer, at_end: bool) -> dict[str, object]:
+        errors = ask.risks(model, prompts)
+        risk, sem = map(float, mean_and_sem(errors))
+        row: dict[str, object] = {"risk": risk, "risk_sem": sem}
+        for name, target in STRUCTURES.items():
+            found = probe_layers(model, prompts, target=target)
+            row[f"r2 {name}"] = float(found.r2[1, -1])
+            row[f"r2 {name} sem"] = float(found.r2_sem[1, -1])
+        for name, theirs in zip(RIVALS, risks, strict=True) if at_end else ():
+            row[f"to {name}"], row[f"to {name} sem"] = ratio(errors, theirs)
+        return row
+
+    return follow(shipped_config(500 if quick else 50_000), [ETA] * 3, told)
+
+
+def train_expected(quick: bool) -> pd.DataFrame:
+    config, n_prompts = config_of(200 if quick else 20_000), 128 if quick else PROMPTS
+    prompts = ask.prompts_of(config.task, FOLLOWED)
+
+    def told(model: ICLTransformer, at_end: bool) -> dict[str, object]:
+        risk, sem = map(float, mean_and_sem(ask.risks(model, prompts)))
+        row: dict[str, object] = {"followed_risk": risk, "followed_risk_sem": sem}
+        return row | (claims_of(model, None, config, n_prompts) if at_end else {})
+
+    return follow(config, step_sizes(config), told)
+
+
+def records(shipped: pd.DataFrame, expected: pd.DataFrame) -> list[Record]:
+    """What the last rows of all arms say."""
+    first, _ = (f"r2 {name}" for name in STRUCTURES)
+    ends = ends_of(shipped)
+    asked = {"writes": paired(ends, first, f"{first} sem")}
+    asked |= {name: paired(ends, f"to {name}", f"to {name} sem") for name in RIVALS}
+    ends = ends_of(expected)
+    asked["expected-writes"] = {name: row["r2_R x"] for name, row in ends.items()}
+    for name in ("ridge", "gd"):
+        asked[f"expected-{name}"] = paired(ends, f"to_{name}", f"to_{name}_sem")
+    asked["expected-pattern"] = {
+        name: float(row[["C10", "C11", "C12"]].astype(bool).sum()) for name, row in ends.items()
+    }
+    return [record(f"sparse-start-{name}", values) for name, values in asked.items()]
+
+
+def ends_of(data: pd.DataFrame) -> dict[str, pd.Series]:
+    last = data.groupby("arm", sort=False).tail(1)
+    return {f"{row.arm}, {row.step:,} steps": row for _, row in last.iterrows()}
+
+
+def paired(ends: dict[str, pd.Series], value: str, error: str) -> dict[str, ask.Pair]:
+    return {name: (row[value], row[error]) for name, row in ends.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--train", action="store_true", help="train again")
+    parser.add_argument("--quick", action="store_true", help="a hundredth of the steps")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    if arguments.train:
+        tables = [train_shipped(arguments.quick), train_expected(arguments.quick)]
+    else:
+        tables = [pd.read_csv(RESULTS / file) for file in FILES.values()]
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    tables[1].to_csv(arguments.out / FILES["expected"], index=False, float_format="%.6g")
+    pages = {}
+    for task, column, data in zip(FILES, ("risk", "followed_risk"), tables, strict=True):
+        arms = {arm: one for arm, one in data.groupby("arm", sort=False)}
+        pages[task] = figures.lines(
+            data.step.unique(),
+            {arm: one[column].to_numpy() for arm, one in arms.items()},
+            errors={arm: one[f"{column}_sem"].to_numpy() for arm, one in arms.items()},
+            title=f"Excess risk from the construction on, task: {task}",
+            x_title="step",
+            y_title="excess risk (y²)",
+            log_y=True,
+        )
+    note = "" if arguments.train else "records of tables measured earlier"
+    found = Measured(tables[0], pages, records(*tables))
+    write(found, name_of(__file__), arguments.out, note=note)
+
+
+if __name__ == "__main__":
+    main()

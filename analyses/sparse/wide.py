@@ -1,0 +1,116 @@
+"""One trained model of sparse regression where the published construction can win: d_x 64, 4
+entries +-1/2, 64 heads.
+
+Linear scores, 4 layers, width 144, heads of width 2, prompts of 32 to 128 pairs, noise variance
+0.25, one seed: as many heads as coordinates, d_x / s = 16 and room for x and R x beside each other.
+Same prompts for the model and its rivals. Run: python -m analyses.sparse.wide (three minutes;
+--quick half a minute)
+"""
+
+import numpy as np
+import pandas as pd
+
+from analyses.lib.measured import Measured, run
+from analyses.lib.records import Record, record
+from analyses.sparse.heads import records as head_records
+from analyses.sparse.heads import spread
+from analyses.sparse.models import frames_of, trained
+from analyses.sparse.probes import written
+from analyses.sparse.pruning import median_ratio
+from analyses.sparse.pruning import records as pruning_records
+from analyses.sparse.setting import TARGETS, against, ratio, rivals
+from mechinterp.analysis.ablation.masked_risk import masked_errors
+from mechinterp.analysis.ablation.pruning import best_head_first, best_head_later, prune
+from mechinterp.analysis.probing.feature_descent import RAW, p_probe
+from mechinterp.analysis.probing.linear import probe_layers
+from mechinterp.analysis.stats import mean_and_sem
+from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
+
+NAME = "sparse-wide-s0"
+RIVALS = (
+    "ridge",
+    "GD",
+    "GD, 3 steps of one size",
+    "Algorithm 1, 3 steps of one size",
+    "Algorithm 1",
+    "lasso",
+)
+SEED = "one seed, three asked"
+
+
+def risks(prompts: Prompts) -> dict[str, np.ndarray]:
+    """Excess risk of each prompt, by learner."""
+    own = masked_errors(trained(NAME).model, prompts, [[]])[:, 0]
+    found = rivals(prompts, steps=64, n_lasso=len(prompts) // 4)
+    return {NAME: own} | {name: found[name] for name in ("ridge", "lasso", *found)}
+
+
+def beaten(found: dict[str, np.ndarray], n_prompts: int) -> list[Record]:
+    pairs = {r: {NAME: ratio(found[NAME][-len(found[r]) :], found[r])} for r in RIVALS}
+    return against("sparse-wide", pairs, n_prompts)
+
+
+def pruned(prompts: Prompts) -> tuple[pd.DataFrame, list[Record]]:
+    rules = {"best later": best_head_later, "best first": best_head_first}
+    found = {name: prune(trained(NAME).model, prompts, rule=rule) for name, rule in rules.items()}
+    names = ("ratio", "ratio_sem", "risk", "risk_sem")
+    names += tuple(f"refit_{name}" for name in names)
+    rows = [
+        {"rule": rule}
+        | {n: getattr(one, n) for n in names}
+        | {"median_ratio": median_ratio(NAME, prompts, rules[rule])}
+        for rule, one in found.items()
+    ]
+    costs = pd.DataFrame(rows)
+    claims = pruning_records({NAME: costs}, len(prompts), note=SEED, suffix="-wide")
+    return costs, claims
+
+
+def first_layer(prompts: Prompts) -> tuple[pd.DataFrame, dict, list[Record]]:
+    model = trained(NAME).model
+    probes = {what: probe_layers(model, prompts, target=how) for what, how in TARGETS.items()}
+    curves = p_probe({NAME: model}, prompts)
+    area = float(curves.log_area[-1]), float(curves.log_area_sem[-1])
+    raw = curves.features.index(RAW)
+    note = SEED
+    claims = [
+        *written({NAME: probes}, suffix="-wide"),
+        record("sparse-C15-raw-wide", {NAME: area}, note=note),
+        record(
+            "sparse-C15-end-wide", {NAME: curves.risk[-1, 16] / curves.risk[raw, 16]}, note=note
+        ),
+    ]
+    frames = {what: probe.to_frame() for what, probe in probes.items()}
+    return frames_of(frames, "target"), {"descent": curves.plot()}, claims
+
+
+def measure(quick: bool) -> Measured:
+    task, generator = trained(NAME).config.task, generator_for(1, "eval", 0)
+    prompts = sample_prompts(task, 400 if quick else 2048, generator=generator)
+    found = risks(prompts)
+    rows = [(name, *map(float, mean_and_sem(values))) for name, values in found.items()]
+    n_heads = 32 if quick else 512
+    spread_found = spread(NAME, prompts[:n_heads])
+    heads = spread_found.found.to_frame().merge(spread_found.found.layer_frame())
+    pages = {
+        "rise": spread_found.found.plot(),
+        "importance": spread_found.found.plot_importance(),
+    }
+    more = head_records({NAME: spread_found}, n_heads, suffix="-wide", note=SEED)
+    costs, pruning = pruned(prompts)
+    probes, descent, layer = first_layer(prompts)
+    frames = {
+        "risk": pd.DataFrame(rows, columns=["learner", "risk", "risk_sem"]),
+        "heads": heads,
+        "pruning": costs,
+        "probes": probes,
+    }
+    return Measured(
+        frames_of(frames, "part"),
+        pages | descent,
+        [*beaten(found, len(prompts)), *more, *pruning, *layer],
+    )
+
+
+if __name__ == "__main__":
+    run(measure, __file__)

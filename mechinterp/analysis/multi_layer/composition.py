@@ -1,0 +1,149 @@
+"""Which heads write what later heads read: composition scores of the weights, beside those of random weights."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import plotly.graph_objects as go
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from mechinterp import figures
+from mechinterp.analysis.random_models import random_models
+from mechinterp.display import Result, counted
+from mechinterp.memory import require_memory
+from mechinterp.models.run.predictor import Source, predictor_of
+from mechinterp.models.weights import Weights
+
+INPUTS = ("q", "k", "v")
+RANDOM_MODELS = 8
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class CompositionScores(Result):
+    """How much of what a head writes the query, key or value of a later head reads, by their weights."""
+
+    score: Float[np.ndarray, "input layer head later_layer later_head"]
+    """|OV M| / (|OV| |M|), Frobenius norms, between 0 and 1; inputs are q, k, v. NaN where the second head is in no later
+    layer, or one of the two writes or reads nothing."""
+    random: Float[np.ndarray, " input"]
+    """Mean over pairs of heads of `RANDOM_MODELS` models with random initial weights."""
+    random_sd: Float[np.ndarray, " input"]
+    """Standard deviation of these over pairs of heads."""
+    passed_over: str
+    """What lies between the heads and is passed over; empty if nothing does."""
+
+    def __repr__(self) -> str:
+        top: Any = next(self.to_frame().itertuples())
+        over = f"; of the weights alone, {self.passed_over} passed over" if self.passed_over else ""
+        return (
+            f"CompositionScores({counted(int(np.isfinite(self.score).sum()), 'pair')}; furthest above random weights L{top.layer}H{top.head} to "
+            f"{top.input} of L{top.later_layer}H{top.later_head} {top.score:.3f} against {top.random_score:.3f} ± "
+            f"{top.random_score_sd:.3f}{over})"
+        )
+
+    def to_frame(self) -> pd.DataFrame:
+        """One row per pair of heads and input, the furthest above random weights first."""
+        found = np.nonzero(np.isfinite(self.score))
+        names = ("input", "layer", "head", "later_layer", "later_head")
+        frame = pd.DataFrame(dict(zip(names, found, strict=True)))
+        frame["score"] = self.score[found]
+        frame["random_score"] = self.random[found[0]]
+        frame["random_score_sd"] = self.random_sd[found[0]]
+        above = (frame["score"] - frame["random_score"]) / frame["random_score_sd"]
+        order = above.sort_values(ascending=False, kind="stable").index
+        frame["input"] = np.array(INPUTS)[frame["input"]]
+        return frame.loc[order].reset_index(drop=True)
+
+    def plot(self) -> go.Figure:
+        """A heatmap for each input: rows are heads that write, columns later heads that read; 0 is random weights."""
+        n_layers, n_heads = self.score.shape[1:3]
+        names = [f"L{layer}H{head}" for layer in range(n_layers) for head in range(n_heads)]
+        above = self.score - self.random[:, None, None, None, None]
+        return figures.head_heatmaps(
+            above.reshape(3, len(names), len(names))[:, :-n_heads, n_heads:],
+            title="Composition scores above those of random weights",
+            rows=names[:-n_heads],
+            columns=names[n_heads:],
+            row_title="writes",
+            column_title="reads",
+            names=[f"into {each}" for each in INPUTS],
+        )
+
+
+def composition_scores(source: Source) -> CompositionScores:
+    """How strongly each head writes into what the queries, keys and values of later heads read, by their weights.
+
+    |OV M| / (|OV| |M|) with Frobenius norms, M the later head's QK (q), QK^T (k) or OV (v). A norm before the layers is
+    taken into all of them as far as it is linear, its gain and the mean that it takes away.
+
+    Raises:
+        ValueError: If the model has one layer, or comes without weights of this package.
+    Source:
+        Elhage et al. 2021, A Mathematical Framework for Transformer Circuits; TransformerLens' all_composition_scores.
+    Example:
+        >>> from mechinterp.models.constructions.descent import gradient_descent_model
+        >>> composition_scores(gradient_descent_model([0.5, 0.5], d_x=4)).score.shape
+        (3, 2, 1, 2, 1)
+    """
+    weights = predictor_of(source).weights
+    if weights is None:
+        raise ValueError("composition_scores needs the weights by name, got a model without them.")
+    if weights.n_layers < 2:
+        raise ValueError(f"composition_scores needs at least 2 layers, got {weights.n_layers}.")
+    random = np.stack([_scores(each) for each in random_models(weights, RANDOM_MODELS)], axis=1)
+    axes = tuple(range(1, random.ndim))
+    return CompositionScores(
+        score=_scores(weights),
+        random=np.nanmean(random, axis=axes),
+        random_sd=np.nanstd(random, axis=axes, ddof=1),
+        passed_over=_passed_over(weights),
+    )
+
+
+def _scores(weights: Weights) -> Float[np.ndarray, "input layer head later_layer later_head"]:
+    weights = weights.to("cpu").to(torch.float64)
+    n_heads, width = weights.n_layers * weights.n_heads, weights.W_V.shape[2]
+    require_memory(8 * 5 * n_heads * width**2, f"circuits of {n_heads} heads of width {width}")
+    OV, reads = _write_and_read(weights)
+    scores = torch.stack([_overlap(OV, M) for M in reads])
+    layer = torch.arange(weights.n_layers)
+    later = layer[:, None, None, None] < layer[:, None]
+    return scores.where(later, torch.nan).numpy()
+
+
+def _write_and_read(weights: Weights) -> tuple[Tensor, list[Tensor]]:
+    """OV of the heads as the stream takes it, and what their queries, keys and values read of the stream."""
+    W_Q, W_K, W_V = (_read_through_norm(weights, name) for name in ("W_Q", "W_K", "W_V"))
+    QK, OV = W_Q @ W_K.mT, W_V @ weights.W_O
+    return OV, [QK, QK.mT, OV]
+
+
+def _read_through_norm(weights: Weights, name: str) -> Float[Tensor, "layer head d_model d_head"]:
+    """A weight that reads the stream, with the linear part of a norm before it multiplied in."""
+    read = getattr(weights, name)
+    if weights.model.norm != "before":
+        return read
+    gain = torch.stack([weights.tensors[f"blocks.{n}.ln1.w"] for n in range(weights.n_layers)])
+    scaled = gain[:, None, :, None] * read
+    return scaled - scaled.mean(2, keepdim=True)
+
+
+def _overlap(
+    OV: Float[Tensor, "layer head d_model d_model"], M: Float[Tensor, "later head d_model d_model"]
+) -> Float[Tensor, "layer head later head"]:
+    norms = torch.linalg.matrix_norm(OV), torch.linalg.matrix_norm(M)
+    layers = [
+        torch.stack([torch.linalg.matrix_norm(head[None, None] @ M) for head in layer])
+        for layer in OV
+    ]
+    return torch.stack(layers) / (norms[0][:, :, None, None] * norms[1])
+
+
+def _passed_over(weights: Weights) -> str:
+    model = weights.model
+    if model.norm is not None:
+        return "layer norms" if model.d_mlp is None else "layer norms and MLPs"
+    return "" if model.d_mlp is None else "MLPs"

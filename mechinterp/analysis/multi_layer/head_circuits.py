@@ -1,0 +1,190 @@
+"""QK and OV circuits of every head of a model of several layers, in coordinates of tokens where the stream allows it."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+import plotly.graph_objects as go
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from mechinterp import figures
+from mechinterp.display import Result
+from mechinterp.memory import require_memory
+from mechinterp.models.weights import Weights
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class LayeredCircuits(Result):
+    """QK and OV circuits of all heads; the scale of the scores is included.
+
+    In coordinates of tokens they are the direct paths: how a query's token looks at a key's, and what of a key's token a head
+    writes into the prediction, with nothing of other layers in between. `composition_scores` says which heads read others.
+    """
+
+    QK: Float[np.ndarray, "layer head query key"]
+    """scale * W_in W_Q W_K^T W_in^T, or without W_in where that is not possible."""
+    OV: Float[np.ndarray, "layer head token out"]
+    """W_in W_V W_O W_U, [token coordinate, response], or W_V W_O, [stream, stream]."""
+    OV_read: Float[np.ndarray, "layer head"]
+    """Frobenius norm of W_V W_O W_U over that of W_V W_O: how much of what a head writes is read out directly."""
+    omega: Float[np.ndarray, "layer head d_x"]
+    """Diagonal of QK's x block, unit 1/x^2; NaN in coordinates of the stream."""
+    mu: Float[np.ndarray, "layer head d_y"]
+    """Diagonal of OV's y block; NaN in coordinates of the stream."""
+    coordinates: tuple[str, ...]
+    """Names of the coordinates that circuits read."""
+    of_weights_alone: str
+    """Why the circuits are of the weights alone, in coordinates of the stream; empty where they are of tokens."""
+
+    def __repr__(self) -> str:
+        n_layers, n_heads = self.QK.shape[:2]
+        if self.of_weights_alone:
+            how = f"of the weights alone, the model has {self.of_weights_alone}"
+        else:
+            layer, head = np.unravel_index(np.abs(self.mu).mean(2).argmax(), (n_layers, n_heads))
+            omega, mu = self.omega[layer, head].mean(), self.mu[layer, head].mean()
+            how = f"direct paths; largest |mu| L{layer}H{head} omega {omega:+.3f} mu {mu:+.3f}"
+        return f"LayeredCircuits({n_layers} layers of {n_heads} heads, {how})"
+
+    def to_frame(self) -> pd.DataFrame:
+        """One row per head."""
+        layer, head = (index.ravel() for index in np.indices(self.QK.shape[:2]))
+        columns: dict[str, np.ndarray] = {"layer": layer, "head": head}
+        columns["qk_norm"] = np.linalg.norm(self.QK, axis=(2, 3)).ravel()
+        columns["qk_rank"] = _rank(self.QK).ravel()
+        columns["ov_norm"] = np.linalg.norm(self.OV, axis=(2, 3)).ravel()
+        columns["ov_rank"] = _rank(self.OV).ravel()
+        columns["ov_read"] = self.OV_read.ravel()
+        if not self.of_weights_alone:
+            columns["omega_mean"] = self.omega.mean(2).ravel()
+            mu = self.mu.reshape(len(layer), -1)
+            columns |= {f"mu_{n}": mu[:, n] for n in range(mu.shape[1])}
+        return pd.DataFrame(columns)
+
+    def plot(self) -> go.Figure:
+        """The QK circuits of a layer's heads side by side, with a slider over the layers."""
+        names = list(self.coordinates)
+        unit = "" if self.of_weights_alone else "1/x²"
+        titles = [f"QK circuits of layer {layer}" for layer in range(len(self.QK))]
+        return _by_layer(
+            self.QK, rows=names, columns=names, axes=("query", "key"), unit=unit, titles=titles
+        )
+
+    def plot_ov(self) -> go.Figure:
+        """The OV circuits of a layer's heads, with a slider over the layers: rows are what is written."""
+        n_out, titles = self.OV.shape[3], [f"OV circuits of layer {n}" for n in range(len(self.OV))]
+        rows = [f"ŷ{n}" if n_out > 1 else "ŷ" for n in range(n_out)]
+        return _by_layer(
+            self.OV.swapaxes(2, 3),
+            rows=list(self.coordinates) if self.of_weights_alone else rows,
+            columns=list(self.coordinates),
+            axes=("written", "read"),
+            titles=titles,
+            strips=not self.of_weights_alone,
+        )
+
+
+def layered_circuits(weights: Weights) -> LayeredCircuits:
+    """Circuits of all heads of a model.
+
+    Where nothing but sums lies between tokens, heads and the read-out, the read-in and read-out are multiplied into them.
+    """
+    weights = weights.to("cpu").to(torch.float64)
+    reason, tensors = why_not_in_tokens(weights), weights.tensors
+    d_x, d_y = weights.d_x, weights.d_y
+    width = weights.model.stream_width(d_x, d_y)
+    n_matrices = 4 * weights.n_layers * weights.n_heads
+    require_memory(8 * n_matrices * width**2, f"circuits of {n_matrices // 4} heads, width {width}")
+    W_U = tensors.get("unembed.W_U", torch.eye(d_x + d_y, dtype=torch.float64)[:, d_x:])
+    assert weights.scale is not None
+    QK, OV = weights.scale * weights.W_Q @ weights.W_K.mT, weights.W_V @ weights.W_O
+    read = _norm(OV @ W_U) / _norm(OV).clamp_min(torch.finfo(torch.float64).tiny)
+    if not reason and "W_in" in tensors:
+        QK = tensors["W_in"] @ QK @ tensors["W_in"].mT
+        OV = tensors["W_in"] @ OV
+    if not reason:
+        OV = OV @ W_U
+    omega, mu = _scales(QK, OV, d_x, d_y, unknown=bool(reason))
+    return LayeredCircuits(
+        QK=QK.numpy(),
+        OV=OV.numpy(),
+        OV_read=read.numpy(),
+        omega=omega.numpy(),
+        mu=mu.numpy(),
+        coordinates=_coordinates(weights, QK.shape[-1], bool(reason)),
+        of_weights_alone=reason,
+    )
+
+
+def why_not_in_tokens(weights: Weights) -> str:
+    """What keeps circuits from being written in coordinates of tokens; empty if nothing does.
+
+    Example:
+        >>> from mechinterp.models.constructions.descent import gradient_descent_model
+        >>> from mechinterp.models.weights import as_weights
+        >>> why_not_in_tokens(as_weights(gradient_descent_model([0.5, 0.5], d_x=4)))
+        ''
+    """
+    model = weights.model
+    reasons = {
+        "layer norms": model.norm is not None or model.final_norm,
+        "a read-in that is not linear": model.d_read_in is not None,
+        "x and y in turn": model.layout == "in_turn",
+    }
+    return next((reason for reason, there in reasons.items() if there), "")
+
+
+def _scales(
+    QK: Tensor, OV: Tensor, d_x: int, d_y: int, *, unknown: bool
+) -> tuple[Float[Tensor, "layer head d_x"], Float[Tensor, "layer head d_y"]]:
+    if unknown:
+        nothing = torch.full((*QK.shape[:2], 1), torch.nan, dtype=QK.dtype)
+        return nothing.repeat(1, 1, d_x), nothing.repeat(1, 1, d_y)
+    omega = QK[..., :d_x, :d_x].diagonal(dim1=2, dim2=3)
+    return omega, OV[..., d_x:, :].diagonal(dim1=2, dim2=3)
+
+
+def _coordinates(weights: Weights, width: int, of_stream: bool) -> tuple[str, ...]:
+    if of_stream:
+        return tuple(map(str, range(width)))
+    d_x, d_y = weights.d_x, weights.d_y
+    return (*(f"x{i}" for i in range(d_x)), *(f"y{n}" if d_y > 1 else "y" for n in range(d_y)))
+
+
+def _norm(matrices: Tensor) -> Tensor:
+    return torch.linalg.matrix_norm(matrices)
+
+
+def _rank(matrices: Float[np.ndarray, "layer head row column"]) -> Float[np.ndarray, "layer head"]:
+    """Participation ratio of the squared singular values, (sum s^2)^2 / sum s^4; NaN of a zero matrix."""
+    squares = np.square(np.linalg.svd(matrices, compute_uv=False))
+    with np.errstate(invalid="ignore"):
+        return np.square(squares.sum(-1)) / np.square(squares).sum(-1)
+
+
+def _by_layer(
+    matrices: Float[np.ndarray, "layer head row column"],
+    *,
+    rows: list[str],
+    columns: list[str],
+    axes: tuple[str, str],
+    titles: list[str],
+    unit: str = "",
+    strips: bool = False,
+) -> go.Figure:
+    figure = figures.head_heatmaps(
+        matrices[0],
+        title=titles[0],
+        rows=rows,
+        columns=columns,
+        row_title=axes[0],
+        column_title=axes[1],
+        unit=unit,
+        strips=strips,
+    )
+    limit = float(np.abs(matrices).max()) or 1.0
+    figure.update_layout(coloraxis={"cmin": -limit, "cmax": limit})
+    frames = {str(layer): [{"z": each} for each in row] for layer, row in enumerate(matrices)}
+    return figures.with_slider(figure, frames, label="layer", titles=titles)

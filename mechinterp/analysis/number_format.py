@@ -1,0 +1,98 @@
+"""Numbers as text: the one place that says how many digits a number has."""
+
+import numpy as np
+
+LEAST_P = 1e-12
+
+
+def digits(value: float) -> str:
+    """Three significant digits; 0 for what is 0 but for rounding.
+
+    Example:
+        >>> [digits(value) for value in (1.0026, 0.88664, 152.4, 20640.0, 1e-23)]
+        ['1.00', '0.887', '152', '20640', '0']
+    """
+    if abs(value) < 1e-12:
+        return "0"
+    if 1000 <= abs(value) < 100_000:
+        return f"{value:.0f}"
+    return f"{value:#.3g}".replace(".e", "e").rstrip(".")
+
+
+def with_error(value: float, sem: float) -> str:
+    """A number to the first digit of its standard error, at most six decimals; large ones in powers of ten.
+
+    Example:
+        >>> with_error(0.24321, 0.0123), with_error(152.3, 12.0), with_error(float("nan"), 1.0)
+        ('0.24 ± 0.01', '152 ± 12', 'not defined')
+        >>> with_error(6.4e6, 4.7e6)
+        '(6 ± 5)·10^6'
+    """
+    if not np.isfinite(value):
+        return "not defined"
+    if abs(value) < 1e-12:
+        return "0"
+    if not sem > 5e-7:
+        error = f" ± {sem:.0e}" if sem > 0 else ""
+        return f"{value:.6f}".rstrip("0").rstrip(".") + error
+    power = int(np.floor(np.log10(max(abs(value), sem)))) if sem >= 1000 else 0
+    value, sem = value / 10.0**power, sem / 10.0**power
+    decimals = int(np.clip(-np.floor(np.log10(sem)), 0, 6))
+    text = f"{value:.{decimals}f} ± {sem:.{decimals}f}"
+    return f"({text})·10^{power}" if power else text
+
+
+def explained(r2: float, sem: float) -> str:
+    """R^2 with its standard error, to the digit that the error is of.
+
+    Example:
+        >>> explained(0.99894, 0.00012), explained(1.0, 0.0)
+        ('R² = 0.9989 ± 0.0001', 'R² = 1')
+    """
+    return f"R² = {with_error(r2, sem)}"
+
+
+def beside(lead: float, sem: float) -> str:
+    """How much less than the winner something explains, or how much more.
+
+    Example:
+        >>> beside(0.0027, 0.0004), beside(-0.0003, 0.0002)
+        ('0.0027 ± 0.0004 less', '0.0003 ± 0.0002 more')
+    """
+    return f"{with_error(abs(lead), sem)} {'less' if lead >= 0 else 'more'}"
+
+
+def p_text(p: float, n_random: int) -> str:
+    """A p-value from n_random random draws; at its floor, that none of them reaches so far.
+
+    Example:
+        >>> p_text(1 / 401, 400), p_text(0.2594, 400)
+        ('p < 0.0025', 'p = 0.26')
+    """
+    if np.isnan(p):
+        return "p is not defined"
+    return f"p < {1 / n_random:.2g}" if p <= 1 / n_random else f"p = {p:.2g}"
+
+
+def cell(value: object, column: str = "") -> str:
+    """An entry of a table: three digits, a dash for NaN, a p-value no lower than can be told.
+
+    Example:
+        >>> cell(0.12345), cell(float("nan")), cell(1e-30, "p_value"), cell("ridge"), cell(True)
+        ('0.123', '–', '< 1e-12', 'ridge', 'True')
+    """
+    if not isinstance(value, float | np.floating):
+        return str(value)
+    if column == "p_value" or column.endswith("_p"):
+        return f"< {LEAST_P:.0e}" if value < LEAST_P else f"{value:.2g}"
+    return "–" if np.isnan(value) else digits(float(value))
+
+
+def narrow_cell(value: float, sem: float) -> str:
+    """An entry of a table with its standard error beside it; a dash for NaN.
+
+    Example:
+        >>> narrow_cell(0.1234, 0.01), narrow_cell(float("nan"), 0.1)
+        ('0.12 ± 0.01', '–')
+    """
+    return with_error(value, sem) if np.isfinite(value) else "–"

@@ -1,0 +1,140 @@
+"""How spread out the attention of each head is: the entropy of its weights over the tokens that the query reads."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+import plotly.graph_objects as go
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from mechinterp import figures
+from mechinterp.analysis.random_models import random_models
+from mechinterp.analysis.stats import mean_and_sem
+from mechinterp.display import Result
+from mechinterp.icl.prompts import Prompts
+from mechinterp.models.run.evaluation import evaluation_prompts
+from mechinterp.models.run.predictor import Predictor, Source, predictor_of
+
+RANDOM_MODELS, RANDOM_PROMPTS = 8, 64
+ROUNDING = 1e-3
+"""How far weights of half precision may add up to something else than 1."""
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class AttentionEntropy(Result):
+    """Entropy of the query's attention, by head."""
+
+    entropy: Float[np.ndarray, "layer head"]
+    """Mean over prompts of -sum_l p_l log p_l, in nats."""
+    entropy_sem: Float[np.ndarray, "layer head"]
+    """Standard error of `entropy` over prompts."""
+    uniform: Float[np.ndarray, " layer"]
+    """log of the number of keys, the entropy of uniform attention, in nats."""
+    random: Float[np.ndarray, " layer"]
+    """Mean over heads and `RANDOM_MODELS` models with random initial weights, in nats; NaN for weights of unknown form."""
+    random_sd: Float[np.ndarray, " layer"]
+    """Standard deviation of these over heads and models."""
+
+    def __repr__(self) -> str:
+        layer, head = np.unravel_index(self.entropy.argmin(), self.entropy.shape)
+        least = f"{self.entropy[layer, head]:.3g} ± {self.entropy_sem[layer, head]:.2g} nats"
+        return (
+            f"AttentionEntropy({self.entropy.size} heads; least L{layer}H{head} {least}, "
+            f"uniform attention {self.uniform[layer]:.3g})"
+        )
+
+    def to_frame(self) -> pd.DataFrame:
+        """One row per head."""
+        layer, head = (index.ravel() for index in np.indices(self.entropy.shape))
+        columns = {"layer": layer, "head": head, "entropy": self.entropy.ravel()}
+        columns["entropy_sem"] = self.entropy_sem.ravel()
+        columns |= {
+            f"{name}_entropy": values[layer]
+            for name, values in (("uniform", self.uniform), ("random", self.random))
+        }
+        return pd.DataFrame(columns | {"random_entropy_sd": self.random_sd[layer]})
+
+    def plot(self) -> go.Figure:
+        """Entropy of every head beside that of random weights; a dotted line is uniform attention."""
+        frame = self.to_frame()
+        groups = {"model": frame["entropy"].to_numpy()}
+        errors = {"model": frame["entropy_sem"].to_numpy()}
+        if np.isfinite(self.random).all():
+            groups["random weights"] = frame["random_entropy"].to_numpy()
+            errors["random weights"] = frame["random_entropy_sd"].to_numpy()
+        figure = figures.bars(
+            [f"L{layer}H{head}" for layer, head in zip(frame["layer"], frame["head"], strict=True)],
+            groups,
+            errors=errors,
+            title="Entropy of the query's attention; dotted: uniform attention",
+            y_title="entropy (nats)",
+        )
+        for level in np.unique(self.uniform):
+            figure.add_hline(float(level), line_dash="dot", line_width=1)
+        return figure
+
+
+def attention_entropy(
+    source: Source,
+    prompts: Prompts | None = None,
+    *,
+    n_prompts: int | None = None,
+    seed: int = 0,
+) -> AttentionEntropy:
+    """Entropy of each head's attention from the query, beside uniform attention and random initial weights.
+
+    H = -sum_l p_l log p_l, at most log L over L keys, and 0 where one key has all of the weight.
+
+    Args:
+        prompts: None: `n_prompts` of the model's own task are drawn, by `seed`.
+        n_prompts: None: 4096, of models with norms or MLPs 512.
+    Raises:
+        ValueError: If the weights are no distribution, as those of linear attention, or the model lacks the hooks on its
+            patterns.
+    Example:
+        >>> from mechinterp.models.constructions.one_layer import kernel_head
+        >>> attention_entropy(kernel_head(omega=0.0, mu=1.0, d_x=5), n_prompts=8)
+        AttentionEntropy(1 heads; least L0H0 3.69 ± 0 nats, uniform attention 3.69)
+    """
+    prompts = evaluation_prompts(source, prompts, n_prompts=n_prompts, seed=seed)
+    predictor = predictor_of(source)
+    patterns = predictor.query_patterns(prompts).double()
+    _require_distribution(patterns)
+    entropy, entropy_sem = mean_and_sem(_entropy(patterns).transpose(0, 1).numpy(force=True))
+    n_keys = patterns.any(2).any(1).sum(1)
+    random = _at_random(predictor, prompts[:RANDOM_PROMPTS])
+    return AttentionEntropy(
+        entropy=entropy,
+        entropy_sem=entropy_sem,
+        uniform=n_keys.double().log().numpy(force=True),
+        random=random.mean((0, 2)),
+        random_sd=random.std((0, 2), ddof=1),
+    )
+
+
+def _entropy(
+    patterns: Float[Tensor, "layer prompt head key"],
+) -> Float[Tensor, "layer prompt head"]:
+    return -torch.xlogy(patterns, patterns).sum(-1)
+
+
+def _require_distribution(patterns: Float[Tensor, "layer prompt head key"]) -> None:
+    least, totals = patterns.min().item(), patterns.sum(-1)
+    furthest = (totals - 1).abs().max().item()
+    if not (least >= 0 and furthest <= ROUNDING):
+        got = f"a weight of {least:.3g}" if least < 0 else f"a sum 1 ± {furthest:.3g}"
+        raise ValueError(
+            f"attention_entropy needs attention weights >= 0 that add up to 1, got {got}."
+        )
+
+
+def _at_random(predictor: Predictor, prompts: Prompts) -> Float[np.ndarray, "model layer head"]:
+    """Mean entropies of models of the same shape with random initial weights; NaN where the shape is not known."""
+    if predictor.weights is None:
+        return np.full((2, predictor.n_layers, predictor.n_heads), np.nan)
+    drawn = prompts.to("cpu").to(torch.float32)
+    models = random_models(predictor.weights, RANDOM_MODELS)
+    patterns = [predictor_of(model).query_patterns(drawn) for model in models]
+    return torch.stack([_entropy(each).mean(1) for each in patterns]).double().numpy(force=True)

@@ -1,0 +1,224 @@
+"""What a linear read-out of the stream at the query finds after each layer and each head: the lens for regression."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+import plotly.graph_objects as go
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from mechinterp import figures
+from mechinterp.analysis.probing.linear import affine, best_by_folds, fit_ridge
+from mechinterp.analysis.stats import mean_and_sem, ratio_and_sem
+from mechinterp.display import Result
+from mechinterp.icl.predictors import ridge
+from mechinterp.icl.prompts import Prompts
+from mechinterp.models.run.evaluation import evaluation_prompts, least_number, usual_number
+from mechinterp.models.run.predictor import Predictor, Source, predictor_of
+from mechinterp.progress import ProgressCallback, no_progress
+
+TARGETS = ("y", "model", "ridge")
+LEAST_PROMPTS = 20
+PER_READ_OUT = 4
+"""Times the prompts that a probe takes at least: half of them choose the read-out, half measure it."""
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class ReadOutByLayer(Result):
+    """What the model's own read-out and a fitted one find in the stream at the query, place by place.
+
+    Places are the stream before the first layer, before each layer plus what one of its heads adds alone, and after each layer.
+    Targets are y, its noise included, the model's prediction, and that of ridge regression at the task's penalty.
+    """
+
+    layers_run: Int[np.ndarray, " place"]
+    """Layers that have run in full."""
+    head: Int[np.ndarray, " place"]
+    """The head of the next layer whose output is added; -1 where none is."""
+    own_loss: Float[np.ndarray, "target place"]
+    """Mean squared distance from the target of the model's own read-out (its last norm and W_U), unit y^2; NaN where
+    it reads other positions too."""
+    own_loss_sem: Float[np.ndarray, "target place"]
+    own_r2: Float[np.ndarray, "target place"]
+    """1 - own_loss over the mean square of the target."""
+    own_r2_sem: Float[np.ndarray, "target place"]
+    fitted_loss: Float[np.ndarray, "target place"]
+    """The same of a ridge read-out that is fitted to one half of the prompts, on the other half."""
+    fitted_loss_sem: Float[np.ndarray, "target place"]
+    fitted_r2: Float[np.ndarray, "target place"]
+    fitted_r2_sem: Float[np.ndarray, "target place"]
+    penalty: Float[np.ndarray, "target place"]
+    """Penalty of the fitted read-out, chosen on the first half, in units of the features' mean square."""
+
+    @property
+    def places(self) -> list[str]:
+        """input, L0H0, ..., after L0, ..."""
+        pairs = zip(self.layers_run, self.head, strict=True)
+        return [
+            f"L{layers}H{head}" if head >= 0 else f"after L{layers - 1}" if layers else "input"
+            for layers, head in pairs
+        ]
+
+    def __repr__(self) -> str:
+        whole = self.head < 0
+        fitted = " ".join(f"{r2:.3g}" for r2 in self.fitted_r2[0, whole])
+        own = " ".join(f"{r2:.3g}" for r2 in self.own_r2[0, whole])
+        return f"ReadOutByLayer(R2 of y before the first and after each layer: fitted {fitted}; own {own})"
+
+    def to_frame(self) -> pd.DataFrame:
+        """One row per target and place."""
+        target, place = (index.ravel() for index in np.indices(self.own_loss.shape))
+        columns: dict[str, object] = {"target": np.array(TARGETS)[target]}
+        columns["place"] = np.array(self.places)[place]
+        columns |= {"layers_run": self.layers_run[place]}
+        names = [f"{of}_{what}" for of in ("own", "fitted") for what in ("r2", "loss")]
+        for name in names:
+            columns[name] = getattr(self, name).ravel()
+            columns[f"{name}_sem"] = getattr(self, f"{name}_sem").ravel()
+        return pd.DataFrame(columns | {"penalty": self.penalty.ravel()})
+
+    def plot(self) -> go.Figure:
+        """R2 after each whole layer, of both read-outs, a pair of curves for each target."""
+        whole = self.head < 0
+        titles = {"y": "y", "model": "its prediction", "ridge": "ridge's"}
+        curves: dict[str, np.ndarray] = {}
+        errors: dict[str, np.ndarray] = {}
+        for of, how in (("fitted", "fitted"), ("own", "own")):
+            for row, target in enumerate(TARGETS):
+                name = f"{titles[target]}, {how}"
+                curves[name] = getattr(self, f"{of}_r2")[row, whole]
+                errors[name] = getattr(self, f"{of}_r2_sem")[row, whole]
+        kept = {name: values for name, values in curves.items() if np.isfinite(values).any()}
+        figure = figures.lines(
+            self.layers_run[whole],
+            kept,
+            errors=errors,
+            title="What a linear read-out of the stream at the query finds",
+            x_title="layers run",
+            y_title="R²",
+            zero_line=True,
+        )
+        for index, trace in enumerate(figure.data):
+            trace.line.color = figures.COLORS[index % len(TARGETS)]
+            trace.line.dash = "solid" if index < len(TARGETS) else "dot"
+        figure.update_yaxes(range=[-0.55, 1.05])
+        return figure
+
+
+def read_out_by_layer(
+    source: Source,
+    prompts: Prompts | None = None,
+    *,
+    n_prompts: int | None = None,
+    seed: int = 0,
+    progress: ProgressCallback = no_progress,
+) -> ReadOutByLayer:
+    """What a linear read-out of the stream at the query finds after each layer, and after each head's output is added.
+
+    The model's own read-out (the logit lens) is as it is; the fitted one is a ridge regression whose penalty and weights are
+    chosen on the even prompts and which is measured on the odd ones.
+
+    Args:
+        prompts: None: `n_prompts` of the model's own task are drawn, by `seed`.
+        n_prompts: None: 4096, of models with norms or MLPs 512, or eight for each entry of a wide stream. With
+            fewer than two for each entry the fitted read-out finds less than is there.
+        progress: Optional progress callback.
+    Raises:
+        ValueError: If there are fewer than 20 prompts, the model comes without a task, or it lacks the
+            hooks on its streams.
+    Source:
+        nostalgebraist 2020, interpreting GPT: the logit lens; Belrose et al. 2023, arXiv 2303.08112, the tuned lens.
+    Example:
+        >>> from mechinterp.models.constructions.descent import gradient_descent_model
+        >>> found = read_out_by_layer(gradient_descent_model([0.5, 0.5], d_x=4), n_prompts=256)
+        >>> found.places
+        ['input', 'L0H0', 'after L0', 'L1H0', 'after L1']
+    """
+    predictor = predictor_of(source)
+    if predictor.task is None:
+        raise ValueError("read_out_by_layer needs a model that comes with a task, got none.")
+    if n_prompts is None:
+        n_prompts = max(usual_number(predictor), PER_READ_OUT * least_number(predictor))
+    prompts = evaluation_prompts(predictor, prompts, n_prompts=n_prompts, seed=seed)
+    if len(prompts) < LEAST_PROMPTS:
+        raise ValueError(
+            f"read_out_by_layer needs at least {LEAST_PROMPTS} prompts, got {len(prompts)}."
+        )
+    targets = _targets(predictor, prompts)
+    places = _places(predictor, prompts)
+    read_outs = own_read_outs(predictor, prompts, places)
+    rows: dict[str, list[list[float]]] = {"own": [], "fitted": []}
+    for index, stream in enumerate(progress(list(places.values()), "reading out")):
+        own = None if read_outs is None else read_outs[index].double().numpy(force=True)
+        features = stream.double().numpy(force=True)
+        for target in targets.values():
+            rows["own"].append([np.nan] * 4 if own is None else _loss_and_r2(own, target))
+            rows["fitted"].append(_fitted(features, target))
+    shape = (len(places), len(TARGETS))
+    names = ("loss", "loss_sem", "r2", "r2_sem", "penalty")
+    columns = {
+        f"{of}_{name}" if name != "penalty" else name: np.array(values).reshape(shape).T
+        for of, table in rows.items()
+        for name, values in zip(names, zip(*table, strict=True), strict=False)
+    }
+    layers_run, head = (np.array(each) for each in zip(*places, strict=True))
+    return ReadOutByLayer(layers_run=layers_run, head=head, **columns)
+
+
+def own_read_outs(
+    predictor: Predictor,
+    prompts: Prompts,
+    places: Mapping[tuple[int, int], Float[Tensor, "batch d_model"]],
+) -> Float[Tensor, "place batch d_y"] | None:
+    """The model's own read-out of these streams, the last of which is that after the last layer.
+
+    None where it does not make the prediction of the last stream, as where it reads several positions.
+    """
+    read = torch.stack([predictor.own_read_out(stream, prompts) for stream in places.values()])
+    with torch.no_grad():
+        predicted = predictor.predict(prompts).to(read)
+    same = torch.allclose(read[-1], predicted, rtol=1e-3, atol=1e-4 * predicted.abs().max().item())
+    return read if same else None
+
+
+def _targets(predictor: Predictor, prompts: Prompts) -> dict[str, np.ndarray]:
+    assert predictor.task is not None
+    with torch.no_grad():
+        predicted = predictor.predict(prompts)
+    best = ridge(prompts.to(torch.float64), penalty=predictor.task.posterior_penalty)
+    values = (prompts.y_query, predicted, best)
+    return {n: v.double().numpy(force=True) for n, v in zip(TARGETS, values, strict=True)}
+
+
+def _places(
+    predictor: Predictor, prompts: Prompts
+) -> dict[tuple[int, int], Float[Tensor, "batch d_model"]]:
+    """Streams at the query by (layers run, head whose output is added, or -1), in order."""
+    streams = predictor.streams(prompts)[:, :, 0]
+    written = predictor.query_writes(prompts)
+    places = {(0, -1): streams[0]}
+    for layer in range(predictor.n_layers):
+        if written is not None:
+            for head in range(predictor.n_heads):
+                places[layer, head] = streams[layer] + written[layer][:, head]
+        places[layer + 1, -1] = streams[layer + 1]
+    return places
+
+
+def _fitted(
+    features: Float[np.ndarray, "prompt feature"], target: Float[np.ndarray, "prompt d_y"]
+) -> list[float]:
+    """Loss and R2 on the odd prompts of the read-out that is chosen on the even ones, and its penalty."""
+    _, penalty = best_by_folds(features[::2], target[::2])
+    (weights,) = fit_ridge(features[::2], target[::2], [penalty])
+    return [*_loss_and_r2(affine(features[1::2], weights), target[1::2]), penalty]
+
+
+def _loss_and_r2(prediction: np.ndarray, target: np.ndarray) -> list[float]:
+    errors, squares = (np.square(each).mean(1) for each in (prediction - target, target))
+    loss, loss_sem = mean_and_sem(errors)
+    unexplained, sem = ratio_and_sem(errors, squares)
+    return [float(loss), float(loss_sem), 1 - float(unexplained), float(sem)]

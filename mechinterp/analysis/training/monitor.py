@@ -1,0 +1,89 @@
+"""What the heads of a module do while somebody's own loop trains it, every so many steps and on the same prompts."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+import pandas as pd
+from torch import Tensor, nn
+
+from mechinterp.analysis.one_layer.classify import classify
+from mechinterp.checkpoints.plain_modules import HookedModule, hook_module
+from mechinterp.checkpoints.runs import head_rows
+from mechinterp.config import TaskConfig
+from mechinterp.icl.prompts import Prompts
+from mechinterp.models.run.evaluation import evaluation_prompts
+
+
+@dataclass(kw_only=True)
+class Monitor:
+    """Called as `monitor(step, module)` inside a training loop: keeps loss, heads and a copy of the module.
+
+    It measures a copy in evaluation mode and draws from no shared random numbers, so that training goes on as without it.
+
+    Raises:
+        ValueError: If `every` is below 1; when called, as `hook_module` does.
+    Example:
+        >>> layer = nn.TransformerEncoderLayer(6, 2, 8, batch_first=True)
+        >>> monitor = Monitor(task=TaskConfig(), every=10)
+        >>> for step in range(21):
+        ...     monitor(step, layer)  # and an update of your own
+        >>> monitor.run().steps
+        [0, 10, 20]
+    """
+
+    task: TaskConfig | None = None
+    """Law of the prompts; None: the softmax paper's setting."""
+    every: int = 1000
+    """Steps between two measurements; a call at another step returns at once."""
+    read: Callable[[Tensor], Tensor] | None = None
+    """From the module's output to the prediction, as `hook_module` has it; so are the next three."""
+    embed: Callable[[Prompts], Tensor] | None = None
+    heads: int | None = None
+    outputs: Sequence[str] = ()
+    ablation: bool = True
+    """Whether every head is masked, for its share and the rise of the risk without it: a run of the module for each."""
+    labels: bool = False
+    """Whether the module is classified at each kept step, which takes some dozen runs."""
+    n_prompts: int = 256
+    seed: int = 0
+    snapshots: dict[int, HookedModule] = field(default_factory=dict, init=False, repr=False)
+    """The module as it was, by step."""
+    rows: list[pd.DataFrame] = field(default_factory=list, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if type(self.every) is not int or self.every < 1:
+            raise ValueError(f"every must be an integer >= 1, got {self.every!r}.")
+
+    def __call__(self, step: int, module: nn.Module) -> None:
+        """Measure the module, if the number of updates so far is a multiple of `every`."""
+        if step % self.every or step in self.snapshots:
+            return
+        hooked = hook_module(
+            module,
+            heads=self.heads,
+            read=self.read,
+            embed=self.embed,
+            outputs=self.outputs,
+            task=self.task,
+        )
+        prompts = evaluation_prompts(hooked, n_prompts=self.n_prompts, seed=self.seed)
+        rows = head_rows(hooked, prompts, masks=self.ablation).assign(step=step)
+        if self.labels:
+            rows["pattern"] = classify(hooked, n_prompts=self.n_prompts, seed=self.seed).pattern
+        self.rows.append(rows)
+        self.snapshots[step] = hooked
+
+    def run(self) -> HookedModule:
+        """The module as it was last, with `history`, `snapshots` and `steps` as those of `load_run`.
+
+        `history` has a row per step, layer and head: eval_loss, and share and rise, or pattern, where they are kept.
+
+        Raises:
+            ValueError: If nothing was measured yet.
+        """
+        if not self.rows:
+            raise ValueError(f"Monitor must be called at a multiple of {self.every} steps first.")
+        history = pd.concat(self.rows, ignore_index=True)
+        history = history[["step", *(name for name in history if name != "step")]]
+        last = list(self.snapshots.values())[-1]
+        return replace(last, history=history, snapshots=dict(self.snapshots))

@@ -1,0 +1,72 @@
+"""Checkpoints from the Hugging Face hub, by its own library: revisions, cache and offline mode are as there."""
+
+import re
+from pathlib import Path
+from types import ModuleType
+
+from mechinterp.checkpoints.checkpoint import Checkpoint
+from mechinterp.checkpoints.io.errors import CheckpointError, one_line
+from mechinterp.checkpoints.load import load
+from mechinterp.checkpoints.native.folder import SNAPSHOTS, WEIGHTS
+from mechinterp.checkpoints.shipped import shipped_path
+
+WANTED = ("config.json", "config.yaml", WEIGHTS, SNAPSHOTS, "history.parquet", "state.pt", "*.bin")
+"""Files of a repository that say what a model is; no others are downloaded."""
+REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+def from_pretrained(
+    name: str | Path,
+    *,
+    revision: str | None = None,
+    cache_dir: str | Path | None = None,
+    local_files_only: bool = False,
+    token: str | bool | None = None,
+) -> Checkpoint:
+    """The checkpoint in a folder, of a shipped model's name, or in a repository of the hub.
+
+    Args:
+        name: A folder or file that exists comes first, then a shipped model, then "owner/repository".
+        revision: Branch, tag or commit of the repository.
+        cache_dir: Where downloads are kept; None: where the hub's library keeps them.
+        local_files_only: Take what is in the cache and ask no network, as HF_HUB_OFFLINE=1 does.
+        token: Of an account, for private repositories; None: the one that was logged in.
+    Raises:
+        CheckpointError: If there is no such model, it cannot be downloaded, or it cannot be read.
+    Example:
+        >>> from_pretrained("softmax-h2-s0")
+        Checkpoint(softmax-h2-s0: 2 heads, d_x=5, context_length=40, step 500001)
+    """
+    path = shipped_path(name)
+    if path.exists() or not REPOSITORY.fullmatch(str(name)):
+        if revision is not None:
+            raise CheckpointError(f"{path}: a revision is of a repository, got {revision!r}.")
+        return load(path)
+    hub = hub_library()
+    try:
+        folder = hub.snapshot_download(
+            str(name),
+            revision=revision,
+            cache_dir=cache_dir,
+            local_files_only=local_files_only,
+            token=token,
+            allow_patterns=list(WANTED),
+        )
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{name}: cannot be had from the hub ({one_line(error)}).") from None
+    return load(folder)
+
+
+def hub_library() -> ModuleType:
+    """huggingface_hub, which the extra `hub` brings.
+
+    Raises:
+        CheckpointError: If it is not installed.
+    """
+    try:
+        import huggingface_hub
+    except ImportError:
+        raise CheckpointError(
+            "Repositories of the hub need huggingface_hub: pip install 'mechinterp-icl[hub]'."
+        ) from None
+    return huggingface_hub

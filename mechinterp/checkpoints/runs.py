@@ -1,0 +1,64 @@
+"""The history of a run whose files hold weights alone: losses and heads at its steps, on the same prompts."""
+
+from collections.abc import Mapping
+
+import numpy as np
+import pandas as pd
+
+from mechinterp.icl.prompts import Prompts
+from mechinterp.models.heads import share_of
+from mechinterp.models.run.evaluation import evaluation_prompts
+from mechinterp.models.run.predictor import Source, predictor_of
+from mechinterp.models.weights import Weights, circuit_norms
+
+N_PROMPTS = 1024
+"""Evaluation prompts behind the loss of each step."""
+
+
+def run_history(source: Source, snapshots: Mapping[int, Weights]) -> pd.DataFrame:
+    """One row per step, layer and head: eval_loss with its standard error, and numbers of the head.
+
+    Those are, for one layer of attention, omega, mu (means), qk_diagonal and ov_last_entry, what masking the head does
+    (`head_rows`), and for all models the Frobenius norms of the QK and OV circuits. loss, that of training, is NaN.
+    """
+    prompts = evaluation_prompts(source, n_prompts=N_PROMPTS)
+    frames = []
+    for step, weights in snapshots.items():
+        scalars = circuit_norms(weights)
+        if weights.model.one_attention:
+            heads = weights.circuits
+            scalars |= {"omega": heads.omega.mean(1), "mu": heads.mu.mean(1)}
+            scalars |= {name: getattr(heads, name) for name in ("qk_diagonal", "ov_last_entry")}
+        numbers = {name: t.flatten().double().numpy(force=True) for name, t in scalars.items()}
+        rows = head_rows(weights, prompts, masks=weights.model.one_attention)
+        frames.append(rows.assign(step=step, loss=np.nan, **numbers))
+    found = pd.concat(frames, ignore_index=True)
+    first = ["step", "layer", "head", "loss", "eval_loss"]
+    return found[[*first, *(name for name in found if name not in first)]]
+
+
+def head_rows(source: Source, prompts: Prompts, *, masks: bool = True) -> pd.DataFrame:
+    """One row per layer and head: the model's loss, and what masking the head changes.
+
+    eval_loss is the mean squared error against y_query; share the standard deviation over prompts of what the head adds
+    to the prediction, as masking takes it away, over the sum of that over the layer's heads; rise that of the excess
+    risk. Losses have unit y^2, and _sem names standard errors over prompts, of rise paired.
+
+    Args:
+        masks: Whether heads are masked, which takes a run for each unless the model is one layer of attention.
+    """
+    predictor = predictor_of(source)
+    asked = [[head] for head in predictor.heads] if masks else []
+    predictions = predictor.run(prompts, [[], *asked]).double()
+    error = (predictions[0] - prompts.y_query.to(predictions)).square().mean(1)
+    layer, head = np.divmod(np.arange(len(predictor.heads)), predictor.n_heads)
+    columns = {"layer": layer, "head": head, "eval_loss": float(error.mean())}
+    columns["eval_loss_sem"] = float(error.std() / len(prompts) ** 0.5)
+    if masks:
+        outputs = (predictions[0] - predictions[1:]).unflatten(0, (predictor.n_layers, -1))
+        columns["share"] = share_of(outputs.permute(2, 0, 1, 3)).flatten().numpy(force=True)
+        risk = (predictions - prompts.y_query_clean.to(predictions)).square().mean(2)
+        rise = risk[1:] - risk[0]
+        columns["rise"] = rise.mean(1).numpy(force=True)
+        columns["rise_sem"] = (rise.std(1) / len(prompts) ** 0.5).numpy(force=True)
+    return pd.DataFrame(columns)

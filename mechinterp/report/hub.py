@@ -1,0 +1,134 @@
+"""A model for the Hugging Face hub: its card, and the upload of folder and card."""
+
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from mechinterp.analysis.one_layer.classify import classify
+from mechinterp.checkpoints.checkpoint import Checkpoint
+from mechinterp.checkpoints.hub import hub_library
+from mechinterp.checkpoints.io.errors import CheckpointError, one_line
+from mechinterp.display import counted
+from mechinterp.version import __version__
+
+CARD = "README.md"
+CARD_TEXT = """---
+license: {licence}
+library_name: mechinterp
+tags: [mechanistic-interpretability, in-context-learning, linear-regression, attention]
+---
+# {name}
+
+An attention model that does linear regression in context: {architecture}. What `mechinterp` {version} says of it:
+**{pattern}**.
+
+{verdict}
+
+| | |
+|---|---|
+| task | {task} |
+| loss | {loss} |
+| trained | {trained} |
+
+```python
+from mechinterp import classify, from_pretrained
+
+checkpoint = from_pretrained("{source}")
+classify(checkpoint)
+checkpoint.model  # hooked, with TransformerLens' names and shapes
+```
+"""
+
+
+def model_card(
+    checkpoint: Checkpoint, *, source: str | None = None, licence: str = "mit", seed: int = 0
+) -> str:
+    """The model card: task, architecture, what `classify` says with its numbers, loss and how to load it.
+
+    Args:
+        source: What `from_pretrained` is to be given; the checkpoint's name if left out.
+        licence: Of the weights, by the hub's short name.
+        seed: Of the evaluation prompts.
+    Example:
+        >>> from mechinterp import load
+        >>> card = model_card(load("softmax-h2-s0"))
+        >>> print(card.splitlines()[-9])
+        | trained | 500,001 steps of 256 prompts at learning rate 0.001, seed 0 |
+    """
+    answer = classify(checkpoint, seed=seed)
+    verdict = answer.verdict
+    lines = [line for line in str(verdict).splitlines() if line.strip()]
+    return CARD_TEXT.format(
+        licence=licence,
+        name=checkpoint.name,
+        architecture=_architecture(checkpoint),
+        version=__version__,
+        pattern=answer.pattern,
+        verdict="\n\n".join(lines),
+        task=checkpoint.task.in_words(checkpoint.assumed_of_task),
+        loss=answer.loss,
+        trained=_trained(checkpoint),
+        source=source or checkpoint.name,
+    )
+
+
+def _architecture(checkpoint: Checkpoint) -> str:
+    model = checkpoint.config.model
+    parts = [
+        f"{counted(model.n_layers, 'layer')} of {counted(model.n_heads, 'head')}",
+        f"{model.score} scores",
+    ]
+    if model.d_mlp is not None:
+        parts.append(f"MLPs of width {model.d_mlp}")
+    return ", ".join(parts)
+
+
+def _trained(checkpoint: Checkpoint) -> str:
+    """Steps, batch and step size where this package trained it."""
+    train, seed = checkpoint.config.train, checkpoint.config.seed
+    if checkpoint.format != "native" or checkpoint.origin or not checkpoint.step:
+        return "by other code, or from other weights than random ones"
+    return (
+        f"{checkpoint.step:,} steps of {train.batch_size:,} prompts at learning rate "
+        f"{train.learning_rate:g}, seed {seed}"
+    )
+
+
+def push_to_hub(
+    checkpoint: Checkpoint,
+    repository: str,
+    *,
+    revision: str | None = None,
+    private: bool = False,
+    licence: str = "mit",
+    token: str | bool | None = None,
+) -> str:
+    """Upload a checkpoint with its card to a repository of the hub, which is made if there is none.
+
+    Args:
+        repository: "owner/repository".
+        revision: Branch to write to; None: the main one.
+        private: Whether a repository that is made is private.
+        licence: Of the weights, by the hub's short name.
+        token: Of an account that may write there; None: the one that was logged in.
+    Returns:
+        Address of the commit.
+    Raises:
+        CheckpointError: If the hub refuses, or the extra `hub` is not installed.
+    """
+    hub = hub_library()
+    api = hub.HfApi(token=token)
+    with TemporaryDirectory() as folder:
+        checkpoint.save_pretrained(folder)
+        card = model_card(checkpoint, source=repository, licence=licence)
+        Path(folder, CARD).write_text(card, encoding="utf-8")
+        try:
+            api.create_repo(repository, private=private, exist_ok=True)
+            commit = api.upload_folder(
+                repo_id=repository,
+                folder_path=folder,
+                revision=revision,
+                commit_message=f"{checkpoint.name}, by mechinterp {__version__}",
+            )
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{repository}: not uploaded ({one_line(error)}).") from None
+    return str(commit.commit_url)

@@ -1,0 +1,123 @@
+"""Packs: models of one layer that share task, batches and step size, trained as one set of tensors."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from itertools import accumulate
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig, TrainConfig
+from mechinterp.icl.prompts import Prompts
+from mechinterp.memory import prompt_bytes
+from mechinterp.models.heads import AttentionWeights, stack
+from mechinterp.models.weights import Weights, weights_of_layer
+from mechinterp.training.batches import CHUNK_BYTES
+from mechinterp.training.one_layer.step import initial_weights, loss_and_gradients, membership
+from mechinterp.training.run import Run, flattened, own
+
+LANES = 32
+"""Sums that the compiled step keeps side by side; `kernel.LANES`, which is not imported before it is needed."""
+LOGGED = ("omega", "mu", "qk_diagonal", "ov_last_entry")
+PACK_HEADS = 512
+"""Heads of a pack, unless one model has more."""
+
+
+class Pack(Run[AttentionWeights]):
+    """Models of one layer in training."""
+
+    def __init__(self, models: Mapping[str, ExperimentConfig], *, device: str = "cpu"):
+        configs = list(models.values())
+        if len({pack_key(config) for config in configs}) != 1:
+            raise ValueError("Models of one pack must differ in seed and model.n_heads only.")
+        self._sizes = [config.model.n_heads for config in configs]
+        self.members = membership(self._sizes).to(device)
+        start = stack([initial_weights(config) for config in configs])
+        super().__init__(models, start, torch.zeros(len(configs)), device=device, rounded_up=True)
+
+    def _loss(self, prompts: Prompts) -> Float[Tensor, " model"]:
+        # The step's own arithmetic, though its gradient is not needed: the same in any pack.
+        return loss_and_gradients(self.weights, prompts, self.members)[0]
+
+    def _loss_and_gradient(
+        self, prompts: Prompts
+    ) -> tuple[Float[Tensor, " model"], Float[Tensor, " weight"]]:
+        loss, gradients = loss_and_gradients(self.weights, prompts, self.members)
+        return loss, flattened(gradients)
+
+    def _measured(self) -> dict[str, Tensor]:
+        row = {name: getattr(self.weights, name) for name in LOGGED}
+        return row | {name: row[name].mean(1) for name in ("omega", "mu")}
+
+    def _model(self, index: int, weights: AttentionWeights) -> Weights:
+        model = list(self.models.values())[index].model
+        return weights_of_layer(own(weights[self._heads(index)]), model=model)
+
+    def _heads(self, index: int) -> slice:
+        end = list(accumulate(self._sizes))[index]
+        return slice(end - self._sizes[index], end)
+
+
+def shares_a_pack(config: ExperimentConfig) -> bool:
+    """Whether the compiled step trains such a model, with others beside it.
+
+    Example:
+        >>> shares_a_pack(ExperimentConfig())
+        True
+    """
+    return config.train.optimizer == "adam" and config.trains_compiled
+
+
+def pack_key(config: ExperimentConfig) -> tuple[TaskConfig, ModelConfig, TrainConfig]:
+    """What must be equal in models that train in one pack: all but the seed and n_heads."""
+    return config.task, replace(config.model, n_heads=1), config.train
+
+
+def packs(models: Mapping[str, ExperimentConfig]) -> list[dict[str, ExperimentConfig]]:
+    """Models that train together, in the order in which they are named.
+
+    Linear attention that is trained on moments is alone: it samples no prompts that could be shared. So is a
+    model that the compiled step does not train, whose layers are no axis that models could lie along.
+
+    Example:
+        >>> models = {f"{seed}": ExperimentConfig(seed=seed) for seed in range(300)}
+        >>> [len(pack) for pack in packs(models)]
+        [256, 44]
+    """
+    full: list[dict[str, ExperimentConfig]] = []
+    filling: dict[object, tuple[int, dict[str, ExperimentConfig]]] = {}
+    for name, config in models.items():
+        key: object = pack_key(config) if shares_a_pack(config) else name
+        n_heads, pack = filling.get(key, (PACK_HEADS, {}))
+        if n_heads + config.model.n_heads > PACK_HEADS:
+            n_heads, pack = 0, {}
+            full.append(pack)
+        pack[name] = config
+        filling[key] = n_heads + config.model.n_heads, pack
+    return full
+
+
+def pack_bytes(models: Mapping[str, ExperimentConfig]) -> int:
+    """Memory that training a pack of one-layer models adds to a process on the CPU, at most.
+
+    Example:
+        >>> models = {f"{seed}": ExperimentConfig(seed=seed) for seed in range(256)}
+        >>> f"{pack_bytes(models) / 2**20:.0f} MiB"
+        '35 MiB'
+    """
+    config, n_models = next(iter(models.values())), len(models)
+    task, train = config.task, config.train
+    n_heads = sum(config.model.n_heads for config in models.values())
+    head = config.d_model * 3 * config.d_head + config.d_head * task.d_y
+    n_rows = 2 + train.steps // train.log_every
+    # Weights, gradients and Adam's moments, and the sums of the compiled step.
+    floats = n_heads * (8 * head + LANES * config.d_model * (task.d_x + task.d_y))
+    # Snapshots are there as they were trained and as they are named, W_O in full width, and those of one model, while
+    # it is written, as one tensor and as the bytes of its file. Rows of the history are there twice.
+    named, most = 4 * config.d_model * config.d_head, max(c.model.n_heads for c in models.values())
+    floats += len(train.snapshot_steps) * (n_heads * (head + named) + 2 * most * named)
+    floats += 2 * n_rows * (2 * n_models + 4 * n_heads)
+    # A chunk of prompts, with what it is made from.
+    batch = max(train.batch_size, train.n_eval_prompts) * prompt_bytes(task)
+    return 4 * floats + 4 * min(batch, CHUNK_BYTES)

@@ -1,0 +1,100 @@
+"""Entropy of attention: exact for uniform, one-hot and kernel heads, and refused where weights are no distribution."""
+
+import numpy as np
+import pytest
+import torch
+
+from mechinterp.analysis.one_layer.attention_entropy import attention_entropy
+from mechinterp.checkpoints.load import load
+from mechinterp.icl.prompts import Prompts
+from mechinterp.models.constructions.one_layer import kernel_head
+from tests.conftest import CHECKPOINTS
+from tests.deep_models import random_gpt2, random_model
+
+
+def entropy_of(p: np.ndarray) -> np.ndarray:
+    return -(p * np.log(np.where(p > 0, p, 1))).sum(-1)
+
+
+def test_uniform_attention_has_the_log_of_its_keys(prompts: Prompts):
+    found = attention_entropy(kernel_head(0.0, 1.5, d_x=5), prompts)
+    np.testing.assert_allclose(found.entropy, np.log(40), rtol=1e-14)
+    np.testing.assert_allclose(found.uniform, np.log(40), rtol=1e-14)
+    np.testing.assert_allclose(found.entropy_sem, 0, atol=1e-15)
+
+
+def test_attention_to_one_key_has_none(prompts: Prompts):
+    # The gap between the two most similar keys is multiplied by 1e6: all others underflow.
+    found = attention_entropy(kernel_head(1e6, 1.5, d_x=5), prompts)
+    assert found.entropy.item() < 1e-12
+
+
+def test_a_kernel_head_has_the_closed_form(prompts: Prompts):
+    found = attention_entropy(kernel_head(0.5, 1.5, d_x=5), prompts)
+    scores = 0.5 * np.einsum("blx,bx->bl", prompts.x.numpy(), prompts.x_query.numpy())
+    weights = np.exp(scores) / np.exp(scores).sum(1, keepdims=True)
+    each = np.log(np.exp(scores).sum(1)) - (weights * scores).sum(1)  # log Z - <s>
+    np.testing.assert_allclose(found.entropy.item(), each.mean(), rtol=1e-12)
+    sem = each.std(ddof=1) / len(each) ** 0.5
+    np.testing.assert_allclose(found.entropy_sem.item(), sem, rtol=1e-9)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        {"context_only": True},
+        {"norm": "before", "d_mlp": 8, "d_model": 8, "d_head": 4, "biases": True},
+        {"layout": "in_turn", "d_model": 8, "d_head": 4, "attend_to_self": True},
+    ],
+)
+def test_heads_of_several_layers_are_those_of_the_hooks(kind: dict):
+    model = random_model(**kind)
+    prompts = short_prompts()
+    _, cache = model.run_with_cache(model.tokens(prompts))
+    found = attention_entropy(model, prompts)
+    for layer in range(3):
+        expected = entropy_of(cache["pattern", layer][:, :, -1].numpy(force=True)).mean(0)
+        np.testing.assert_allclose(found.entropy[layer], expected, rtol=1e-10)
+    n_keys = {"context_only": 9, "norm": 9, "layout": 19}[next(iter(kind))]
+    np.testing.assert_allclose(found.uniform, np.log(n_keys))
+    assert np.all(found.random < np.log(n_keys))
+    assert np.all(found.random_sd > 0)
+
+
+def test_a_bridge_has_entropies_and_no_random_weights():
+    gpt2, prompts = random_gpt2(), short_prompts()
+    found = attention_entropy(gpt2, prompts)
+    _, cache = gpt2.model.run_with_cache(gpt2.embed(prompts))
+    pattern = cache["blocks.2.attn.hook_pattern"][:, :, -1].numpy(force=True)
+    np.testing.assert_allclose(found.entropy[2], entropy_of(pattern).mean(0), rtol=1e-10)
+    assert np.isnan(found.random).all()
+    assert len(found.to_frame()) == 6
+
+
+def test_a_hook_of_the_user_counts(prompts: Prompts):
+    checkpoint = load(CHECKPOINTS / "softmax-h2-s0")
+    model, few = checkpoint.model, prompts[:4].to(torch.float32)
+    even = [
+        ("blocks.0.attn.hook_attn_scores", lambda scores, hook: 0 * scores.nan_to_num(neginf=0))
+    ]
+    with model.hooks(fwd_hooks=even):
+        found = attention_entropy(model, few)
+    np.testing.assert_allclose(found.entropy, np.log(41), rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "name", ["linear-separate-s0", "sparse-h1-noise0.1-s0", "affine-0.8-h2-s0"]
+)
+def test_weights_that_are_no_distribution_are_refused(name: str):
+    checkpoint = load(CHECKPOINTS / name)
+    with pytest.raises(
+        ValueError, match=r"^attention_entropy needs attention weights >= 0 [^\n]*\.$"
+    ):
+        attention_entropy(checkpoint, n_prompts=64)
+
+
+def short_prompts() -> Prompts:
+    from mechinterp.config import TaskConfig
+    from mechinterp.icl.prompts import sample_prompts
+
+    return sample_prompts(TaskConfig(d_x=4, context_length=9), 16, seed=0, dtype=torch.float64)

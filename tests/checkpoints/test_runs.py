@@ -1,0 +1,231 @@
+"""Runs of somebody else's: files whose names hold a step, read in one way, with their losses."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+
+from mechinterp import load, load_run
+from mechinterp.analysis.training.deep_snapshots import deep_snapshots
+from mechinterp.analysis.training.snapshots import training_snapshots
+from mechinterp.checkpoints.checkpoint import Checkpoint
+from mechinterp.checkpoints.io.errors import CheckpointError
+from mechinterp.checkpoints.load import convert
+from mechinterp.checkpoints.paths import runs_among, steps_of
+from mechinterp.checkpoints.runs import N_PROMPTS
+from mechinterp.models.heads import head_outputs, predict
+from mechinterp.models.run.evaluation import evaluation_prompts
+from tests.checkpoints.wild_files import LAYOUTS
+from tests.conftest import CHECKPOINTS
+
+pytestmark = pytest.mark.usefixtures("small_null")
+STEPS = (0, 2000, 10_000)
+HINTS = {"n_heads": 2, "score": "softmax", "attend_to_self": False}
+OPTIONS = ("--n-heads", "2", "--score", "softmax", "--context-only")
+
+
+def true_run() -> Checkpoint:
+    return load(CHECKPOINTS / "softmax-h2-s0")
+
+
+def write_run(folder: Path, layout: str = "haiku", name: str = "step_{}.pt") -> Path:
+    """A file for each of some steps of a shipped model, in names whose reading leaves columns and sign open."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for step in STEPS:
+        file = folder / name.format(step)
+        file.parent.mkdir(exist_ok=True)
+        torch.save(LAYOUTS[layout](true_run().snapshots[step].circuits), file)
+    return folder
+
+
+@pytest.mark.parametrize("layout", ["haiku", "modules {x}_proj"])
+def test_a_head_stays_the_same_head_and_is_read_in_one_way(tmp_path: Path, layout: str):
+    found = load_run(write_run(tmp_path / "mine", layout), **HINTS)
+    assert found.steps == list(STEPS)
+    assert found.step == STEPS[-1]
+    assert found.assumed["step"] == STEPS[-1]
+    for step in STEPS:
+        true, read = true_run().snapshots[step].circuits, found.snapshots[step].circuits
+        torch.testing.assert_close(read.QK, true.QK, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(read.OV, true.OV, rtol=1e-5, atol=1e-6)
+    assert [each.loss < 0.6 for each in found.readings[:1]] == [True]
+
+
+def test_a_file_alone_may_be_read_in_another_way(tmp_path: Path):
+    """Which is why the last one decides: at step 0 nothing predicts, so that columns and sign stay open."""
+    folder = write_run(tmp_path / "mine")
+    first = load(folder / "step_0.pt", **HINTS)
+    assert not any(each.predicts for each in first.readings)
+    assert load(folder / "step_10000.pt", **HINTS).readings[0].predicts
+
+
+def test_losses_are_on_the_same_prompts(tmp_path: Path):
+    found = load_run(write_run(tmp_path / "mine"), **HINTS)
+    prompts = evaluation_prompts(found, n_prompts=N_PROMPTS)
+    history = found.history
+    assert history["step"].tolist() == [step for step in STEPS for _ in range(2)]
+    for step, rows in history.groupby("step"):
+        heads = true_run().snapshots[step].circuits
+        error = (predict(heads, prompts) - prompts.y_query).square().mean(1).double()
+        np.testing.assert_allclose(rows["eval_loss"], float(error.mean()), rtol=1e-5)
+        np.testing.assert_allclose(
+            rows["eval_loss_sem"], float(error.std()) / N_PROMPTS**0.5, rtol=1e-5
+        )
+        np.testing.assert_allclose(rows["omega"], heads.omega.mean(1), rtol=1e-4, atol=1e-7)
+        outputs = head_outputs(heads, prompts).double()[..., 0]
+        spread = outputs.std(0)
+        np.testing.assert_allclose(rows["share"], spread / spread.sum(), rtol=1e-4)
+        clean = prompts.y_query_clean[:, 0].double()
+        rise = (outputs.sum(1)[:, None] - outputs - clean[:, None]) ** 2
+        rise = (rise - (outputs.sum(1) - clean)[:, None] ** 2).mean(0)
+        np.testing.assert_allclose(rows["rise"], rise, rtol=1e-3, atol=1e-6)
+    assert history["loss"].isna().all()
+
+
+def test_a_bias_that_training_leaves_at_zero_at_first(tmp_path: Path):
+    """The architecture is one for all steps: step 0 of torch's attention has biases of zeros."""
+    for step in (0, 100):
+        module = torch.nn.MultiheadAttention(6, 2)
+        if step:
+            torch.nn.init.normal_(module.in_proj_bias)
+        torch.save(module.state_dict(), tmp_path / f"model_{step}.pt")
+    found = load_run(tmp_path, n_heads=2)
+    assert found.snapshots[0].model == found.snapshots[100].model
+    assert found.config.model.biases
+
+
+@pytest.mark.parametrize(
+    ("names", "steps"),
+    [
+        (("step_1000.pt", "step_200.pt"), [200, 1000]),
+        (("model_400.pt", "model_0.pt"), [0, 400]),
+        (("checkpoint-2000", "checkpoint-500"), [500, 2000]),
+        (("epoch=3.ckpt", "epoch=0.ckpt"), [0, 3]),
+        (("epoch=0-step=6.ckpt", "epoch=1-step=12.ckpt"), [6, 12]),
+        (("net_h2_iter0050.pth", "net_h2_iter0100.pth"), [50, 100]),
+        (("1000.npz", "2000.npz"), [1000, 2000]),
+        (("seed0.pt", "seed1.pt"), []),
+        (("softmax-h1", "softmax-h2"), []),
+        (("model_0.pt", "model_1.pt"), []),
+        (("step_1_s0.pt", "step_2_s1.pt"), []),
+        (("step_1.pt", "best.pt"), []),
+        (("step_01.pt", "step_1.pt"), []),
+        (("step_1.pt",), []),
+    ],
+)
+def test_names_that_hold_a_step(names: tuple[str, ...], steps: list[int]):
+    found = steps_of([Path("runs") / name for name in names])
+    assert list(found) == steps
+
+
+def test_whoever_says_that_it_is_a_run_is_believed():
+    files = [Path("model_0.pt"), Path("model_1.pt")]
+    assert steps_of(files) == {}
+    assert list(steps_of(files, told=True)) == [0, 1]
+    others = [Path("a/step_1.pt"), Path("b/step_2.pt")]
+    assert runs_among(others) == [[path] for path in others]
+
+
+def test_a_pattern_a_list_and_a_folder_are_one_run(tmp_path: Path):
+    folder = write_run(tmp_path / "mine")
+    torch.save({}, folder / "optimizer.pt")
+    expected = load(folder, **HINTS)
+    for path in (str(folder / "step_*.pt"), list(folder.glob("step_*")), folder):
+        found = load_run(path, **HINTS)
+        assert found.steps == expected.steps
+        assert found.path == folder
+
+
+def test_folders_of_steps(tmp_path: Path):
+    folder = write_run(tmp_path / "mine", name="checkpoint-{}/pytorch_model.bin")
+    for step in STEPS:
+        torch.save({}, folder / f"checkpoint-{step}" / "optimizer.pt")
+    assert load(folder, **HINTS).steps == list(STEPS)
+
+
+def test_files_that_say_everything(tmp_path: Path):
+    for step in STEPS:
+        convert(true_run().at(step), "npz", tmp_path / f"step_{step}.npz")
+    found = load_run(tmp_path)
+    assert found.steps == list(STEPS)
+    assert not found.assumed
+    np.testing.assert_array_equal(
+        found.snapshots[2000].circuits.W_Q, true_run().snapshots[2000].circuits.W_Q
+    )
+
+
+def test_what_is_no_run(tmp_path: Path):
+    folder = write_run(tmp_path / "mine")
+    torch.save(LAYOUTS["haiku"](true_run().weights.circuits), folder / "best.pt")
+    with pytest.raises(CheckpointError, match=r"number of the step alone, got best.pt, step_0.pt"):
+        load_run(folder)
+    with pytest.raises(CheckpointError, match="several files of weights"):
+        load(folder)
+    with pytest.raises(CheckpointError, match="must hold or fit checkpoints"):
+        load_run(tmp_path / "none_*.pt")
+    wider = load(CHECKPOINTS / "softmax-h4-s0").weights.circuits
+    (folder / "best.pt").unlink()
+    torch.save(LAYOUTS["haiku"](wider), folder / "step_0.pt")
+    with pytest.raises(CheckpointError, match=r"step_0.pt: .* must have the shape .* of the last"):
+        load_run(folder)
+
+
+def test_analyses_and_formats_take_a_run(tmp_path: Path):
+    found = load_run(write_run(tmp_path / "mine"), **HINTS)
+    patterns = training_snapshots(found, n_prompts=64)
+    assert patterns.step.tolist() == list(STEPS)
+    assert patterns.pattern[-1] == "debiased_gd"
+    np.testing.assert_array_equal(
+        patterns.eval_loss, found.history.drop_duplicates("step")["eval_loss"]
+    )
+    assert deep_snapshots(found, n_prompts=64).rise.shape == (3, 1, 2)
+    found.save_pretrained(tmp_path / "native")
+    again = load(tmp_path / "native")
+    assert again.steps == list(STEPS)
+    assert again.history["eval_loss"].tolist() == found.history["eval_loss"].tolist()
+    assert found.at(2000).step == 2000
+    with pytest.raises(ValueError, match="step must be one of 0, 2000, 10000, got 7"):
+        found.at(7)
+
+
+def test_classify_writes_steps_and_losses(tmp_path: Path, run):
+    folder = write_run(tmp_path / "mine")
+    table = tmp_path / "table.csv"
+    done = run("classify", folder, *OPTIONS, "--n-prompts", "64", "--out", table, "--json")
+    documents = json.loads(done.out)
+    assert [each["step"] for each in documents] == list(STEPS)
+    assert [Path(each["path"]).name for each in documents] == [f"step_{n}.pt" for n in STEPS]
+    assert "3 files are one run, steps 0 to 10000" in done.err
+    frame = pd.read_csv(table)
+    losses = load_run(folder, **HINTS).history.drop_duplicates("step")["eval_loss"]
+    np.testing.assert_allclose(frame.sort_values("step")["loss"], losses, rtol=1e-6)
+    assert frame.sort_values("step")["pattern"].iloc[-1] == "debiased_gd"
+
+
+def test_the_page_of_a_run_has_its_slider_and_curves(tmp_path: Path, run):
+    folder = write_run(tmp_path / "mine")
+    done = run(
+        *("report", folder, "--out", tmp_path / "page", *OPTIONS, "--n-prompts", "64", "--json")
+    )
+    tables = {Path(each).name for each in json.loads(done.out)["tables"]}
+    assert {"snapshots.csv", "history.csv"} <= tables
+    page = (tmp_path / "page" / "index.html").read_text(encoding="utf-8")
+    assert "Training, step by step" in page
+    assert "3 kept steps, 0 to 10,000" in page
+    assert "Adam, step size" not in page  # nobody knows how it was trained
+
+
+def test_seeds_of_one_setting_are_compared(tmp_path: Path, run):
+    for seed in (0, 1):
+        write_run(tmp_path / f"run_s{seed}")
+    folders = [tmp_path / f"run_s{seed}" for seed in (0, 1)]
+    done = run(
+        *("report", *folders, "--out", tmp_path / "page", *OPTIONS, "--n-prompts", "64", "--json")
+    )
+    about = json.loads(done.out)
+    assert [each["path"] for each in about["checkpoints"]] == [str(each) for each in folders]
+    models = pd.read_csv(tmp_path / "page" / "models.csv")
+    assert models["checkpoint"].tolist() == ["run_s0", "run_s1"]

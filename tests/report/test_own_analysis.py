@@ -1,0 +1,138 @@
+"""An analysis of the user's own, in a module outside of the package: JSON, terminal, page and CSV."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from mechinterp.analysis.registry import ANALYSES, analysis_of, run_analysis
+from mechinterp.checkpoints.load import load
+from mechinterp.cli.settings import settings_of
+from mechinterp.report.page import write_report
+from tests.conftest import CHECKPOINTS, Run
+
+MODULE = '''
+from dataclasses import dataclass
+
+import pandas as pd
+import plotly.graph_objects as go
+
+import mechinterp as mi
+
+
+@dataclass
+class Power:
+    mean: float
+
+    def to_frame(self):
+        return pd.DataFrame({"mean": [self.mean]})
+
+    def plot(self):
+        return go.Figure(go.Bar(y=[self.mean]))
+
+
+def mean_power(source, prompts=None, *, n_prompts, seed, power: float = 2.0, clip: bool = False):
+    """Mean power of the responses."""
+    prompts = mi.evaluation_prompts(source, prompts, n_prompts=n_prompts, seed=seed)
+    return Power(prompts.y_query.abs().pow(power).mean().item())
+
+
+def no_result(source):
+    return 1
+
+
+number = 1
+'''
+PATH = CHECKPOINTS / "softmax-h1-s0"
+NAME = "own_analyses:mean_power"
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "own_analyses.py").write_text(MODULE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delitem(sys.modules, "own_analyses", raising=False)
+    return tmp_path
+
+
+def test_it_is_told_in_all_forms(folder: Path, run: Run):
+    import mechinterp as mi
+
+    drawn = mi.evaluation_prompts(load(PATH), n_prompts=40, seed=1)
+    expected = drawn.y_query.abs().pow(3.0).mean().item()
+    asked = ("analyse", NAME, PATH, "--n-prompts", 40, "--seed", 1, "--power", 3)
+    document = run(*asked, "--json").document
+    assert (document["analysis"], document["rows"]) == ("mean-power", [{"mean": expected}])
+    assert f"Power(mean={expected})" in run(*asked).out
+    out = ("--out", folder / "page", "--n-prompts", 40, "--seed", 1)
+    run("report", PATH, *out, "--analysis", "circuits", "--analysis", NAME)
+    text = (folder / "page" / "index.html").read_text(encoding="utf-8")
+    assert text.index("<h2>Circuits</h2>") < text.index("<h2>Mean power</h2>")
+    squares = drawn.y_query.square().mean().item()
+    assert pd.read_csv(folder / "page" / "mean_power.csv")["mean"].item() == pytest.approx(squares)
+
+
+def test_a_function_is_as_good_as_its_name(folder: Path):
+    _, analysis = analysis_of(NAME)
+    written = write_report(load(PATH), folder / "page", n_prompts=8, analyses=[analysis.function])
+    assert [table.name for table in written.tables] == ["mean_power.csv"]
+    # Without a default for them, it is given the usual prompts.
+    usual = run_analysis(analysis.function, load(PATH)).to_frame()
+    assert usual.equals(run_analysis(NAME, load(PATH), n_prompts=4096, seed=0).to_frame())
+
+
+def test_it_runs_in_a_process_of_its_own(folder: Path):
+    command = [sys.executable, "-m", "mechinterp", "analyse", NAME, str(PATH), "--n-prompts", "8"]
+    ran = subprocess.run([*command, "--json"], capture_output=True, text=True, check=True)
+    assert json.loads(ran.stdout)["analysis"] == "mean-power"
+
+
+@pytest.mark.parametrize(
+    ("named", "words"),
+    [
+        ("own_analyses:nothing", "own_analyses has no function 'nothing'."),
+        ("own_analyses:number", "own_analyses has no function 'number'."),
+        ("no_such_module:mine", "no_such_module:mine: there is no module no_such_module."),
+        (":mine", "has no function"),
+        ("own_analyses:no_result", "must give a result with to_frame and plot, got int."),
+    ],
+)
+def test_what_is_no_analysis_is_refused(folder: Path, run: Run, named: str, words: str):
+    run("analyse", named, PATH).assert_refused(words)
+
+
+def test_options_come_from_the_signature(run: Run):
+    p_probe = ANALYSES["p-probe"]
+    words = ["--layer", "2", "--variant=map"]
+    assert settings_of("p-probe", p_probe, words) == {"layer": 2, "variant": "map"}
+
+    def mine(source, sizes: Sequence[int] = (1, 2), *, on: bool = False): ...
+
+    order = analysis_of(mine)[1]
+    words = ["--sizes", "3", "--sizes", "4", "--on"]
+    assert settings_of("mine", order, words) == {"sizes": [3, 4], "on": True}
+    deep = CHECKPOINTS / "sparse-h4-noise0.1-s0"
+    few = ("--n-prompts", 64, "--steps", 3, "--json")
+    one, two = (
+        run("analyse", "p-probe", deep, "--layer", layer, *few).document["rows"] for layer in (1, 2)
+    )
+    assert len(one) == len(two) == 3 * 4
+    assert one != two
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--lyer", "1"], "p-probe takes --layer, --variant, --steps, got --lyer."),
+        (["--layer", "one"], "--layer must be an integer, got 'one'."),
+        (["--layer"], "--layer needs a value."),
+        (["1"], "got 1."),
+    ],
+)
+def test_an_option_that_is_none_is_refused(run: Run, words: list[str], message: str):
+    run("analyse", "p-probe", PATH, *words).assert_refused(message)
