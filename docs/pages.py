@@ -1,6 +1,7 @@
 """Pages of the documentation that are made from the code: the reference by room, and the gallery of figures."""
 
 import ast
+import json
 import re
 from pathlib import Path
 
@@ -13,14 +14,19 @@ import mechinterp
 
 ROOT = Path(__file__).parents[1]
 ROOMS = {
-    "circuits": (
-        "analysis/circuits",
+    "one layer": (
+        "analysis/one_layer",
         "What the weights of each head say, and the label of a model.",
     ),
-    "heads": ("analysis/heads", "What breaks when heads are masked, pruned or patched."),
+    "several layers": (
+        "analysis/multi_layer",
+        "Circuits of all layers, and the algorithm they run.",
+    ),
+    "ablation": ("analysis/ablation", "What breaks when heads are masked or pruned."),
+    "patching": ("analysis/patching", "Which position and which edge between heads carries what."),
     "probing": ("analysis/probing", "What each layer has already computed."),
     "learners": ("analysis/learners", "Which closed-form learner or algorithm a model implements."),
-    "dynamics": ("analysis/dynamics", "What happens during training."),
+    "dynamics": ("analysis/training", "What happens during training."),
     "icl": ("icl", "Prompts of in-context linear regression, and learners that answer them."),
     "models": ("models", "The hooked model, its weights, and models built by hand."),
     "checkpoints": (
@@ -47,15 +53,60 @@ FIGURES = {
     "Effective number of heads per layer": "ablate_heads(sparse).plot_importance()",
     "Pruning to the best head of each later layer": "prune(sparse).plot()",
     "What each layer has computed": "probe_layers(sparse).plot()",
+    "What a read-out of each layer finds": "read_out_by_layer(sparse).plot()",
+    "QK circuits of every layer": "circuits(sparse).plot()",
+    "Which heads read what others write": "composition_scores(sparse).plot()",
+    "Attention of the query": "attention_patterns(softmax).plot()",
+    "How spread out attention is": "attention_entropy(softmax).plot()",
 }
+
+
+WORKER = """
+// Search runs in a worker, which a browser refuses a page that was opened from a folder: there it runs in a hidden frame.
+if (location.protocol === "file:") {
+  window.Worker = class extends EventTarget {
+    constructor(url) {
+      super();
+      const frame = document.createElement("iframe");
+      frame.hidden = true;
+      document.body.append(frame);
+      this.inside = frame.contentWindow;
+      this.ready = new Promise((resolve) => {
+        const page = this.inside.document;
+        this.inside.postMessage = (data) => this.dispatchEvent(new MessageEvent("message", { data }));
+        this.inside.importScripts = (...urls) => Promise.all(urls.map((each) => new Promise((done) => {
+          const script = page.createElement("script");
+          script.src = each;
+          script.onload = done;
+          page.body.append(script);
+        })));
+        const script = page.createElement("script");
+        script.src = url;
+        script.onload = resolve;
+        page.body.append(script);
+      });
+    }
+    set onmessage(listener) { this.addEventListener("message", listener); }
+    postMessage(data) {
+      this.ready.then(() => this.inside.dispatchEvent(new MessageEvent("message", { data })));
+    }
+    terminate() {}
+  };
+}
+"""
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Adds the pages to those of the folder."""
-    pages = {f"reference/{room}.md": reference(room, *ROOMS[room]) for room in ROOMS}
+    pages: dict[str, str | bytes] = {
+        f"reference/{room.replace(' ', '_')}.md": reference(room, *ROOMS[room]) for room in ROOMS
+    }
     pages["reference/top.md"] = top_level()
     pages["gallery.md"] = gallery()
     pages["plotly.min.js"] = get_plotlyjs()
+    pages["iframe-worker.js"] = WORKER
+    for file in sorted((ROOT / "notebooks").glob("*.ipynb")):
+        pages[f"notebooks/{file.stem}.md"] = notebook(file)
     for file in (ROOT / "analyses" / "results").glob("*.png"):
         pages[f"papers/{file.name}"] = file.read_bytes()
     for path, content in pages.items():
@@ -85,6 +136,32 @@ def reference(title: str, folder: str, about: str) -> str:
     return "\n".join(lines)
 
 
+def notebook(file: Path) -> str:
+    """A notebook as it was run: text, code, tables, pictures and what was printed."""
+    cells = json.loads(file.read_text(encoding="utf-8"))["cells"]
+    lines = [f"*As it was run; `make lab` opens it: notebooks/{file.name}.*", ""]
+    for cell in cells:
+        text = "".join(cell["source"])
+        if cell["cell_type"] == "markdown":
+            lines += [re.sub(r"\]\(([0-9a-z_]+)\.ipynb\)", r"](\1.md)", text), ""]
+            continue
+        lines += ["```python", text, "```", ""]
+        for output in cell.get("outputs", []):
+            lines += [_shown(output), ""]
+    return "\n".join(lines)
+
+
+def _shown(output: dict) -> str:
+    data = {
+        kind: "".join(value) for kind, value in output.get("data", {}).items() if "json" not in kind
+    }
+    if "image/png" in data:
+        return f'<img alt="figure" src="data:image/png;base64,{data["image/png"].strip()}">'
+    if "text/html" in data:
+        return f"<div>{' '.join(data['text/html'].split())}</div>"
+    return f"```text\n{data.get('text/plain', ''.join(output.get('text', [])))}\n```"
+
+
 def public(tree: ast.Module) -> list[str]:
     """Names of the functions and classes of a module that do not start with an underscore."""
     kinds = (ast.FunctionDef, ast.ClassDef)
@@ -94,8 +171,12 @@ def public(tree: ast.Module) -> list[str]:
 def top_level() -> str:
     """What `from mechinterp import ...` offers, with links to where it is described."""
     lines = ["# Top level", "", "Names that `from mechinterp import ...` offers.", ""]
+    rooms = tuple(f"mechinterp.{folder.replace('/', '.')}" for folder, _ in ROOMS.values())
     for name, home in mechinterp._HOMES.items():
         lines.append(f"- [`{name}`][{home}.{name}]")
+    for name, home in mechinterp._HOMES.items():
+        if not home.startswith(rooms):
+            lines += ["", f"::: {home}.{name}"]
     return "\n".join(lines)
 
 

@@ -22,7 +22,7 @@ MOVED = {
     "models.adapter": "models.hooked.runner",
     "models.constructions_algorithms": "models.constructions.descent",
     "models.constructions_sparse": "models.constructions.sparse",
-    "models.deep": "models.stacks",
+    "models.deep": "models.run.general",
     "training.deep": "training.general.trainer",
     "training.flow": "training.linear.flow",
     "training.packs": "training.jobs",

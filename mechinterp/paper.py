@@ -1,5 +1,6 @@
 """Figures for a paper: a result's plot as PDF, SVG or PNG in the width of a column or a page."""
 
+import warnings
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
@@ -91,9 +92,13 @@ def all_drawn(shown: Mapping[str, go.Figure], ending: str) -> dict[str, bytes]:
 
     kaleido.start_sync_server(silence_warnings=True)
     try:
-        return {
-            str(paths[name]): drawn(each, paths[name], width=PAGE) for name, each in shown.items()
-        }
+        with warnings.catch_warnings():
+            # Plotly's own settings for a browser of its own.
+            warnings.filterwarnings("ignore", message="The kopts argument is ignored")
+            return {
+                str(paths[name]): drawn(each, paths[name], width=PAGE)
+                for name, each in shown.items()
+            }
     finally:
         kaleido.stop_sync_server(silence_warnings=True)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from analyses.lib import check, numbers, pages
-from analyses.lib.measured import name_of, near, shipped, shipped_config
+from analyses.lib.measured import name_of, shipped, shipped_config
 from analyses.lib.measured import numbers as span
 from analyses.lib.records import Record, agree, all_records, digest, load, seal, written_by
 from tests.conftest import sampled
@@ -214,6 +214,4 @@ def test_records_say_what_is_wrong_with_them():
 def test_the_library_of_the_scripts():
     assert span([0.1302, 0.1291]) == "0.129 to 0.130"
     assert span([0.13, 0.1301]) == "0.130"
-    assert near([0.126, 0.131], 0.128, within=0.03)
-    assert not near([0.126, 0.133], 0.128, within=0.03)
     assert shipped("softmax-h2-s1*") == ["softmax-h2-s1", "softmax-h2-s10", "softmax-h2-s11"]

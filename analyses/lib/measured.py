@@ -67,16 +67,6 @@ def numbers(values: Iterable[float], digits: int = 3) -> str:
     return low if low == high else f"{low} to {high}"
 
 
-def near(values: Iterable[float], target: float, *, within: float) -> bool:
-    """Whether all values are within a relative distance of a target.
-
-    Example:
-        >>> near([0.126, 0.131], 0.128, within=0.03)
-        True
-    """
-    return all(abs(value / target - 1) <= within for value in values)
-
-
 def run(measure: Callable[[bool], Measured], script: str) -> None:
     """Measure, write and print the claims."""
     parser = argparse.ArgumentParser()

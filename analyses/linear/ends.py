@@ -74,10 +74,7 @@ def measure(quick: bool) -> Measured:
     claims = [record(f"linear-6-{kind}", named(np.array(drifts[kind]), "seed")) for kind in drifts]
     claims += [
         record(f"linear-17-{name}", dict(part.groupby("heads").off.max()))
-        for name, part in (
-            ("whole", data[data.learned == 4]),
-            ("part", data[data.learned < 4]),
-        )
+        for name, part in (("whole", data[data.learned == 4]), ("part", data[data.learned < 4]))
     ]
     first = data[data.seed == 0]
     curves = {"loss": first.loss.to_numpy(), "level": first.level.to_numpy()}

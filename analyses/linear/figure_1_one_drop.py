@@ -96,12 +96,7 @@ def measure(quick: bool) -> Measured:
         published("middle", 990, [half_time(one) * TAU for one in runs], 0),
     ]
     claims += [
-        published(
-            f"loss{at}",
-            paper,
-            [np.interp(at, steps, one.loss) for one in runs],
-            3,
-        )
+        published(f"loss{at}", paper, [np.interp(at, steps, one.loss) for one in runs], 3)
         for at, paper in ((2000, 0.165), (4000, 0.136))
     ]
     curves = {"merged heads": alone.loss, "network on z": beside} | {

@@ -72,13 +72,9 @@ def measure(quick: bool) -> Measured:
 def head_records(init: float, heads: np.ndarray) -> list[Record]:
     """Claim 11: rows of `held` by seed and direction."""
     return [
+        record(f"linear-11-aligned-init{init:g}", {"median": float(np.median(heads[..., :2]))}),
         record(
-            f"linear-11-aligned-init{init:g}",
-            {"median": float(np.median(heads[..., :2]))},
-        ),
-        record(
-            f"linear-11-equal-init{init:g}",
-            named(heads[..., 2:4].max(-1), "seed", "direction"),
+            f"linear-11-equal-init{init:g}", named(heads[..., 2:4].max(-1), "seed", "direction")
         ),
         record(f"linear-11-value-init{init:g}", named(heads[..., 4], "seed", "direction")),
     ]

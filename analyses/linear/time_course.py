@@ -78,18 +78,12 @@ def measure(quick: bool) -> Measured:
     ]
     slopes = np.diff([[half_time(one) for one in row] for row in runs]) / -np.log(10)
     claims += [
-        record(
-            "linear-8-slope",
-            named(slopes * np.linalg.norm(FOUND.rates), "seed", "decade"),
-        ),
+        record("linear-8-slope", named(slopes * np.linalg.norm(FOUND.rates), "seed", "decade")),
         record(
             "linear-8-drops",
             named(np.array([[len(drops(one)) for one in row] for row in runs]), "seed", "init"),
         ),
-        record(
-            "linear-9-reduction",
-            named(np.array([reduced(seed) for seed in seeds]), "seed"),
-        ),
+        record("linear-9-reduction", named(np.array([reduced(seed) for seed in seeds]), "seed")),
     ]
     drawn = {f"init {init:g}": merged_heads(8, 4, std=init, seed=0) for init in (0.1, 1e-3)}
     found = {name: white(heads) for name, heads in drawn.items()}

@@ -59,10 +59,7 @@ def pair_records(rho: float, pairs: pd.DataFrame) -> list[Record]:
         for name, column in columns.items()
     ]
     loss = record(
-        f"softmax-N2-rho{rho}",
-        pairs.loss,
-        errors=pairs.loss_sem,
-        over={"prompts": 200_000} | over,
+        f"softmax-N2-rho{rho}", pairs.loss, errors=pairs.loss_sem, over={"prompts": 200_000} | over
     )
     return [*found, loss]
 

@@ -60,8 +60,7 @@ def measure(quick: bool) -> Measured:
             },
         ),
         record(
-            "softmax-four-heads-step",
-            {f"seed {seed}": value / best for seed, value in eta.items()},
+            "softmax-four-heads-step", {f"seed {seed}": value / best for seed, value in eta.items()}
         ),
     ]
     first = data[data.seed == SEEDS[0]]

@@ -52,10 +52,7 @@ def measure(quick: bool) -> Measured:
     claims = [
         record("softmax-one-sign-opposite", values.cosine),
         record(
-            "softmax-one-sign-loss",
-            values.gap,
-            errors=values.gap_sem,
-            over={"prompts": n_prompts},
+            "softmax-one-sign-loss", values.gap, errors=values.gap_sem, over={"prompts": n_prompts}
         ),
     ]
     return Measured(data, claims=claims)

@@ -94,10 +94,7 @@ def order_records(data: pd.DataFrame) -> list[Record]:
         scaled = rows.omega * slope[family == name].astype(float)
         inside |= {f"{name}, C omega": scaled.max() / scaled.min() - 1}
         inside |= {f"{name}, mu": rows.mu.max() / rows.mu.min() - 1}
-    return [
-        record("softmax-A1-order", order),
-        record("softmax-A1-slope", inside),
-    ]
+    return [record("softmax-A1-order", order), record("softmax-A1-slope", inside)]
 
 
 if __name__ == "__main__":

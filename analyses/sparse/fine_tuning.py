@@ -27,7 +27,7 @@ from mechinterp.analysis.ablation.masked_risk import masked_errors
 from mechinterp.analysis.ablation.pairs import halves
 from mechinterp.icl.prompts import Prompts
 from mechinterp.icl.sparse_predictors import excess_risk
-from mechinterp.models.stacks import predict_deep
+from mechinterp.models.run.general import predict_deep
 
 STEPS = 5000
 

@@ -58,8 +58,6 @@ def groups() -> Iterator[tuple[int, float, dict[str, str]]]:
         yield heads, noise, {f"s{seed}": named(heads, noise, seed) for seed in seeds(noise)}
 
 
-MODELS, SINGLES, EVERY = "sparse-h[48]-noise*", "sparse-h1-noise*", "sparse-h*-noise*"
-"""What the models of several heads, of one and all are called in a record."""
 NOTE = "two seeds, three asked"
 """What the verdicts of C9 to C16 have to be read with."""
 

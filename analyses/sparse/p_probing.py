@@ -23,12 +23,7 @@ from analyses.sparse.models import (
     trained,
 )
 from analyses.sparse.setting import Pair, over, ratio
-from mechinterp.analysis.probing.feature_descent import (
-    IDEAL,
-    RAW,
-    DescentCurves,
-    descent_curves,
-)
+from mechinterp.analysis.probing.feature_descent import IDEAL, RAW, DescentCurves, descent_curves
 from mechinterp.icl.prompts import Prompts
 
 Found = dict[str, dict[str, Pair]]

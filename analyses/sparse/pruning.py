@@ -13,14 +13,7 @@ import pandas as pd
 
 from analyses.lib.measured import Measured, run
 from analyses.lib.records import Record, record
-from analyses.sparse.models import (
-    NOTE,
-    frames_of,
-    groups,
-    prompts_of,
-    single_of,
-    trained,
-)
+from analyses.sparse.models import NOTE, frames_of, groups, prompts_of, single_of, trained
 from analyses.sparse.setting import over, ratio
 from mechinterp import figures
 from mechinterp.analysis.ablation.cross_fitting import (

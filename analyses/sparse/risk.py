@@ -12,15 +12,7 @@ import pandas as pd
 
 from analyses.lib.measured import Measured, run
 from analyses.lib.records import Record, record
-from analyses.sparse.models import (
-    NOISES,
-    NOTE,
-    SEVERAL,
-    named,
-    prompts_of,
-    seeds,
-    trained,
-)
+from analyses.sparse.models import NOISES, NOTE, SEVERAL, named, prompts_of, seeds, trained
 from analyses.sparse.setting import against, ratio, rivals
 from mechinterp import figures
 from mechinterp.analysis.ablation.masked_risk import masked_errors

@@ -145,10 +145,7 @@ def one_model(
 
 
 def claims_of(
-    model: ICLTransformer,
-    single: ICLTransformer | None,
-    config: ExperimentConfig,
-    n_prompts: int,
+    model: ICLTransformer, single: ICLTransformer | None, config: ExperimentConfig, n_prompts: int
 ) -> Row:
     """Risks, C9 to C15 and what they rest on; C9, C13 and C15 need the partner of one head."""
     scored, measured = halves(ask.prompts_of(config.task, n_prompts))
@@ -223,10 +220,7 @@ def measured(folder: Path, n_prompts: int) -> dict[str, pd.DataFrame]:
         rows.append(row)
         histories.append(history)
         print(row["model"], flush=True)
-    return {
-        "sparse_settings": pd.DataFrame(rows),
-        "sparse_settings_training": pd.concat(histories),
-    }
+    return {"sparse_settings": pd.DataFrame(rows), "sparse_settings_training": pd.concat(histories)}
 
 
 def main() -> None:

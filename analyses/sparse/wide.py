@@ -92,10 +92,7 @@ def measure(quick: bool) -> Measured:
     n_heads = 32 if quick else 512
     spread_found = spread(NAME, prompts[:n_heads])
     heads = spread_found.found.to_frame().merge(spread_found.found.layer_frame())
-    pages = {
-        "rise": spread_found.found.plot(),
-        "importance": spread_found.found.plot_importance(),
-    }
+    pages = {"rise": spread_found.found.plot(), "importance": spread_found.found.plot_importance()}
     more = head_records({NAME: spread_found}, n_heads, suffix="-wide", note=SEED)
     costs, pruning = pruned(prompts)
     probes, descent, layer = first_layer(prompts)

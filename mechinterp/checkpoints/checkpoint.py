@@ -173,16 +173,16 @@ class Checkpoint:
         )
 
     @classmethod
-    def from_pretrained(cls, name: str | Path, **options: str | bool | None) -> "Checkpoint":
-        """The same as `mechinterp.from_pretrained`.
+    def from_pretrained(cls, folder: str | Path) -> "Checkpoint":
+        """The checkpoint in a folder; `mechinterp.from_pretrained` takes names and repositories, too.
 
+        Raises:
+            CheckpointError: As `load` does.
         Example:
             >>> Checkpoint.from_pretrained("checkpoints/softmax-h2-s0")
             Checkpoint(softmax-h2-s0: 2 heads, d_x=5, context_length=40, step 500001)
         """
-        from mechinterp.checkpoints.hub import from_pretrained
-
-        return from_pretrained(name, **options)  # type: ignore[arg-type]
+        return load(folder)
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Write a folder with config.json, model.safetensors and what goes with them, as `save` does.

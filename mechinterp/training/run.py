@@ -282,11 +282,11 @@ class Run(ABC, Generic[Form]):
             dtype=self.flat.dtype,
         )
 
-    def _length(self, step: int, generator: torch.Generator) -> int | None:
+    def _length(self, step: int, generator: torch.Generator) -> int:
         """Pairs per prompt in a step, the same on any device; drawn on the processor, so that no step waits."""
         train, longest = self.config.train, self.config.task.context_length
         if train.shortest_context is None:
-            return None
+            return longest
         if self.device.type != "cpu":
             generator = generator_for(train.data_seed, "train", step)
         return int(torch.randint(train.shortest_context, longest + 1, (), generator=generator))

@@ -12,7 +12,7 @@ from mechinterp.analysis.ablation.pruning import pruned_weights
 from mechinterp.checkpoints.checkpoint import load, save
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig, TrainConfig
 from mechinterp.icl.prompts import generator_for, sample_prompts
-from mechinterp.models.stacks import predict_deep
+from mechinterp.models.run.general import predict_deep
 from tests.deep_models import WIDE, random_model
 
 CONFIG = ExperimentConfig(

@@ -36,7 +36,8 @@ def test_a_name_that_nothing_has_is_refused_with_those_there_are(
 ):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(
-        CheckpointError, match=r"^softmax-h9: .* garg-gpt2, .*two-tasks-h4-s0, and a clone"
+        CheckpointError,
+        match=r"^softmax-h9: .* does not exist, .*garg-gpt2, .*two-tasks-h4-s0; a clone",
     ):
         load("softmax-h9")
 

@@ -23,7 +23,7 @@ from mechinterp.icl.sparse_predictors import (
 )
 from mechinterp.models.constructions.sparse import preprocess_then_optimise_model
 from mechinterp.models.hooked.transformer import ICLTransformer
-from mechinterp.models.stacks import predict_deep
+from mechinterp.models.run.general import predict_deep
 from mechinterp.theory.sparse import best_ridge_risk, ols_risk
 
 SMALL = TaskConfig(d_x=16, context_length=40, sparsity=4, nonzeros="signs", noise_var=0.4)

@@ -16,7 +16,7 @@ from mechinterp.icl.prompts import generator_for, sample_prompts
 from mechinterp.icl.sparse_predictors import excess_risk
 from mechinterp.models.constructions.sparse import preprocess_then_optimise_model
 from mechinterp.models.hooked.transformer import ICLTransformer
-from mechinterp.models.stacks import predict_deep
+from mechinterp.models.run.general import predict_deep
 from mechinterp.training.general.trainer import DeepRun, initial_deep_weights
 from tests.conftest import CHECKPOINTS
 

@@ -21,8 +21,9 @@ from mechinterp.models.constructions.descent import (
 )
 from mechinterp.models.constructions.sparse import preprocess_then_optimise_model
 from mechinterp.models.hooked.transformer import ICLTransformer
+from mechinterp.models.run.general import predict_deep
 from mechinterp.models.shapes import NAMES
-from mechinterp.models.stacks import DeepWeights, predict_deep
+from mechinterp.models.stacks import DeepWeights
 from tests.conftest import assert_close_to_rounding
 
 BY_NAME = {algorithm.name: algorithm for algorithm in ALGORITHMS}

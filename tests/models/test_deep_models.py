@@ -12,7 +12,8 @@ from mechinterp.models.compatibility.check import check_compatible
 from mechinterp.models.constructions.sparse import preprocess_then_optimise_model
 from mechinterp.models.hooked.hook_map import hook_map
 from mechinterp.models.hooked.transformer import ICLTransformer
-from mechinterp.models.stacks import DeepWeights, predict_deep
+from mechinterp.models.run.general import predict_deep
+from mechinterp.models.stacks import DeepWeights
 from mechinterp.models.weights import as_weights
 from tests.conftest import assert_same
 

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from mechinterp import from_pretrained, load, model_card
+from mechinterp import classify, from_pretrained, load, model_card
 from mechinterp.checkpoints.io.errors import CheckpointError
+from tests.conftest import CHECKPOINTS
 from tests.report.hub_stand_in import TOKEN, Hub, stand_in
 
 NAME = "someone/two-heads"
@@ -109,10 +110,21 @@ def test_folders_and_names_come_before_repositories(tmp_path: Path, monkeypatch)
 
 
 def test_the_card_has_the_verdict_and_its_numbers():
-    from mechinterp import classify
-
     checkpoint = load("softmax-h2-s0")
     card, answer = model_card(checkpoint), classify(checkpoint)
     assert card.startswith("---\nlicense: mit\n")
     for text in (answer.pattern, str(answer.loss), answer.verdict.computes, "500,001 steps"):
         assert text in card
+
+
+@pytest.mark.parametrize("folder", sorted(CHECKPOINTS.iterdir()), ids=lambda folder: folder.name)
+def test_every_shipped_model_has_its_card(folder: Path):
+    card = (folder / "README.md").read_text(encoding="utf-8")
+    assert f"# {folder.name}\n" in card
+    assert f'from_pretrained("{folder.name}")' in card
+
+
+@pytest.mark.parametrize("name", ["softmax-h2-s0", "two-tasks-h4-s0", "linear-separate-s0"])
+def test_cards_of_shipped_models_are_today_s(name: str):
+    card = (CHECKPOINTS / name / "README.md").read_text(encoding="utf-8")
+    assert f"**{classify(load(name)).pattern}**" in card

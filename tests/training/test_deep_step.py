@@ -5,7 +5,8 @@ import torch
 
 from mechinterp.config import CONTEXT_ONLY_SCORES
 from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
-from mechinterp.models.stacks import DeepWeights, predict_deep
+from mechinterp.models.run.general import predict_deep
+from mechinterp.models.stacks import DeepWeights
 from mechinterp.training.general.step import loss_and_gradients
 from mechinterp.training.one_layer.kernel import LANES
 from tests.models.test_deep_models import TASK, random_weights

@@ -7,15 +7,11 @@ import numpy as np
 import pytest
 import torch
 
-from mechinterp.checkpoints.checkpoint import load
-from mechinterp.checkpoints.io.errors import CheckpointError
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig, TrainConfig
 from mechinterp.icl.prompts import generator_for, sample_prompts
-from mechinterp.icl.sparse_predictors import excess_risk
-from mechinterp.models.stacks import predict_deep
+from mechinterp.models.run.general import predict_deep
 from mechinterp.presets import preset
 from mechinterp.training.general.trainer import DeepRun, initial_deep_weights
-from mechinterp.training.state import stored_models
 from mechinterp.training.train import train_models
 from tests.conftest import assert_same
 
@@ -101,23 +97,6 @@ def test_contexts_of_all_lengths_are_seen_and_one_length_without_a_shortest(
     assert set(seen[first:]) - {None} == {8}
 
 
-@pytest.mark.slow
-def test_a_resumed_run_ends_with_the_same_bits(tmp_path: Path):
-    whole = finished(DeepRun({"m": CONFIG})).results()["m"]
-    run, file = DeepRun({"m": CONFIG}), tmp_path / "training-0.safetensors"
-    run.save(file)
-    run = DeepRun.restore(file)
-    run.advance()
-    run.save(file)
-    assert stored_models(file) == {"m": CONFIG}
-    resumed = finished(DeepRun.restore(file)).results()["m"]
-    assert_same(resumed.weights, whole.weights)
-    assert list(resumed.snapshots) == [0, 5, 10, 15, 20]
-    for step, weights in whole.snapshots.items():
-        assert_same(resumed.snapshots[step], weights)
-    assert resumed.history.equals(whole.history)
-
-
 def test_history_has_a_row_per_logged_step_layer_and_head():
     trained = finished(DeepRun({"m": CONFIG})).results()["m"]
     history = trained.history
@@ -135,58 +114,11 @@ def test_history_has_a_row_per_logged_step_layer_and_head():
     assert last["eval_loss"] == pytest.approx(error.square().mean().item(), rel=1e-5)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("score", ["linear/L", "relu/L", "softmax"])
-def test_training_learns(score: str):
-    task = TaskConfig(d_x=2, context_length=16, noise_var=0.0, beta_var=0.5)
-    model = replace(CONFIG.model, score=score, d_model=12)
-    train = replace(CONFIG.train, steps=400, batch_size=64, log_every=400, learning_rate=1e-2)
-    config = replace(CONFIG, task=task, model=model, train=train)
-    run = finished(DeepRun({"m": config}))
-    prompts = sample_prompts(task, 2000, generator=generator_for(9, "eval", 0))
-    with torch.no_grad():
-        risk = excess_risk(predict_deep(run.weights, prompts), prompts).mean().item()
-    assert risk < 0.3  # predicting zero has risk 1
-
-
-@pytest.mark.slow
-def test_a_run_through_a_run_folder_with_a_stop_in_between(tmp_path: Path):
-    plain = ExperimentConfig(train=TrainConfig(steps=10, batch_size=8, n_eval_prompts=8))
-    models = {"deep": CONFIG, "plain": plain, "other": replace(CONFIG, seed=5)}
-
-    def stop(progress: object) -> None:
-        raise InterruptedError
-
-    with pytest.raises(InterruptedError):
-        train_models(models, tmp_path / "run", on_log=stop)
-    assert (tmp_path / "run" / "training-0.safetensors").exists()
-    summary = train_models(models, tmp_path / "run", resume=True)
-    assert [path.name for path in summary.checkpoints] == ["deep", "plain", "other"]
-    assert not list((tmp_path / "run").glob("training-*"))
-    checkpoint = load(tmp_path / "run" / "deep")
-    whole = finished(DeepRun({"m": CONFIG})).results()["m"]
-    assert_same(checkpoint.weights, whole.weights)
-    assert checkpoint.config == CONFIG
-    assert list(checkpoint.snapshots) == [0, 5, 10, 15, 20]
-    assert_same(checkpoint.snapshots[5], whole.snapshots[5])
-    assert checkpoint.history is not None
-    assert checkpoint.history.equals(whole.history)
-
-
 def test_a_model_that_diverges_is_reported_and_not_saved(tmp_path: Path):
     train = replace(CONFIG.train, learning_rate=1e30, clip_norm=None)
     summary = train_models({"m": replace(CONFIG, train=train)}, tmp_path / "run")
     assert summary.diverged == {"m": 10}
     assert not (tmp_path / "run" / "m" / "config.json").exists()
-
-
-def test_a_broken_state_is_refused(tmp_path: Path):
-    file = tmp_path / "training-0.safetensors"
-    with pytest.raises(CheckpointError, match=r"not a training state .* \(does not exist\)"):
-        DeepRun.restore(file)
-    file.write_bytes(b"no state")
-    with pytest.raises(CheckpointError, match="not a training state that can be resumed"):
-        DeepRun.restore(file)
 
 
 def test_models_train_alone():

@@ -23,6 +23,7 @@ WIDE = ModelConfig(n_layers=2, n_heads=2, d_model=8)
 MODELS = {
     "causal": WIDE,
     "context-only": replace(WIDE, context_only=True, score="relu/L"),
+    "linear-stack": replace(WIDE, context_only=True, score="linear/L"),
     "all-read-all": replace(WIDE, context_only=True, attend_to_self=True),
     "norm-before": replace(WIDE, norm="before", final_norm=True),
     "norm-after": replace(WIDE, norm="after", attend_to_self=True),

@@ -18,7 +18,8 @@ from mechinterp.icl.pools import Pool, dmmse, require_pool
 from mechinterp.icl.predictors import ridge
 from mechinterp.icl.prompts import Prompts, generator_for, task_pool
 from mechinterp.models.run.evaluation import evaluation_prompts
-from mechinterp.models.run.predictor import Source, is_learner, task_for
+from mechinterp.models.run.predictor import Source, is_learner
+from mechinterp.models.run.task import task_for
 from mechinterp.progress import ProgressCallback
 
 KINDS = ("pool", "new")
@@ -49,8 +50,10 @@ class Closeness:
     """Excess risk of the model, unit y^2; its loss is larger by the variance of the noise."""
     risk_sem: Float[np.ndarray, "*axes"]
     risk_dmmse: Float[np.ndarray, "*axes"]
+    """Excess risk of dMMSE, unit y^2."""
     risk_dmmse_sem: Float[np.ndarray, "*axes"]
     risk_ridge: Float[np.ndarray, "*axes"]
+    """Excess risk of ridge, unit y^2."""
     risk_ridge_sem: Float[np.ndarray, "*axes"]
 
     def columns(self) -> dict[str, np.ndarray]:

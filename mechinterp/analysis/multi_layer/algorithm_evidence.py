@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import pandas as pd
@@ -11,6 +12,8 @@ from jaxtyping import Bool, Float, Int
 from mechinterp import figures
 from mechinterp.analysis.multi_layer.algorithm_labels import OWN, Measured, identity_r2
 from mechinterp.analysis.multi_layer.algorithm_tests import IdentityTest
+from mechinterp.analysis.number_format import digits, with_error
+from mechinterp.analysis.result import Table, records
 from mechinterp.analysis.stats import ratio_and_sem
 from mechinterp.display import Result
 
@@ -19,6 +22,19 @@ from mechinterp.display import Result
 class AlgorithmEvidence(Result):
     """The label of a model's algorithm, and how well each candidate explains the model."""
 
+    COLUMNS: ClassVar = {
+        "candidate": "Algorithm that is fitted to the model.",
+        "n_scalars": "Numbers of the algorithm that are fitted.",
+        "prompts": "Those of the row: of the model's own length, of half and of twice that, or with a wide spread of x.",
+        "r2": "1 - mean (model - learner)^2 / mean model^2, on prompts that nothing was fitted to.",
+        "path_r2": "The same after the layer, against what is read there; over the mean square of the last prediction.",
+        "control": "Learner that gives no label, or mixture of two members.",
+        "least_path_r2": "The least path_r2 over layers.",
+        "test": "Identity that some algorithms satisfy.",
+        "answer": "Whether the two sides of the identity agree; not answered where the model leaves its task.",
+        "label": "Label of resamples of the scored prompts.",
+        "frequency": "Share of the resamples with the label.",
+    }
     label: str
     """The mechanism where it is shown, else the function where it is a learner without a path; a label of
     `icl.algorithms`, "undetermined" or "unstructured"."""
@@ -163,6 +179,67 @@ class AlgorithmEvidence(Result):
             return None
         r2 = self.r2[:, OWN]
         return max(members, key=lambda m: r2[m], default=None)
+
+    def sentences(self) -> list[str]:
+        """The label, how far the nearest algorithm is before the next, and the nearest path layer by layer."""
+        told = [f"The label is {self.label}: {self.reason}."]
+        best, other = self.best, self.runner_up
+        if best is not None and other is not None:
+            lead = with_error(*self.lead(best, other))
+            told.append(
+                f"R² of {self.members[best]} minus that of {self.members[other]} is {lead}."
+            )
+        if not self.path_answered:
+            return [
+                *told,
+                f"What is predicted after each layer is not known: {self.measured.path_how}.",
+            ]
+        paths = np.nan_to_num(self.path_r2, nan=-np.inf)
+        nearest = [
+            f"{self.members[int(column.argmax())]} (R² {digits(column.max())})"
+            for column in paths.T
+        ]
+        return [*told, f"Layer by layer the nearest path is that of {', '.join(nearest)}."]
+
+    def tables(self) -> dict[str, Table]:
+        """Fits, identities, and paths if there are any."""
+        path = self.path_frame()
+        return {
+            "algorithms": Table(self.to_frame(), "How near each algorithm comes"),
+            "algorithm_controls": Table(self.control_frame(), "Controls and mixtures"),
+            "identities": Table(self.test_frame(), "Identities"),
+            "label_frequencies": Table(self.frequency_frame(), "Labels of resampled prompts"),
+        } | ({"path": Table(path, "After each layer", per="candidate")} if len(path) else {})
+
+    def figures(self) -> dict[str, go.Figure]:
+        """Paths, if there are any."""
+        return {"algorithm_path": self.plot()} if self.drawn else {}
+
+    def evidence(self) -> dict:
+        """What earned the label: of the best algorithm, of the runner-up, and of all."""
+        best, other = self.best, self.runner_up
+        evidence: dict[str, object] = {
+            "function": self.function,
+            "mechanism": self.mechanism,
+            "candidates": list(self.candidates),
+            "frequency": dict(zip(self.resampled, self.frequency.tolist(), strict=True)),
+            "relative_risk": self.relative_risk[0],
+            "null_risk": self.null_risk,
+        }
+        if best is not None:
+            walked = self.has_path[best] and self.path_answered
+            evidence |= {"algorithm": self.members[best]}
+            evidence |= {"r2": self.r2[best, 0], "r2_sem": self.r2_sem[best, 0]}
+            evidence["scalars"] = (self.path_scalars if walked else self.scalars)[best]
+        if best is not None and other is not None:
+            evidence |= {
+                "runner_up": self.members[other],
+                "runner_up_r2": self.r2[other, 0],
+                **dict(zip(("lead", "lead_sem"), self.lead(best, other), strict=True)),
+            }
+        tables = {"algorithms": self.to_frame(), "path": self.path_frame()}
+        tables |= {"controls": self.control_frame(), "tests": self.test_frame()}
+        return evidence | {name: records(frame) for name, frame in tables.items()}
 
     def to_frame(self) -> pd.DataFrame:
         """One row per algorithm and setting."""

@@ -14,9 +14,8 @@ from mechinterp.models.run.predictor import (
     Source,
     is_learner,
     predictor_of,
-    require_task,
-    task_for,
 )
+from mechinterp.models.run.task import require_task, task_for
 
 DEPTH = 4
 """Layers of the algorithms that are held against a function without a path."""

@@ -23,7 +23,8 @@ from mechinterp.config import TaskConfig
 from mechinterp.display import Result
 from mechinterp.icl.algorithm import Algorithm
 from mechinterp.icl.prompts import generator_for, sample_prompts
-from mechinterp.models.run.predictor import Source, predictor_of, task_for
+from mechinterp.models.run.predictor import Source, predictor_of
+from mechinterp.models.run.task import task_for
 
 ALL = "all layers"
 PROMPTS = 16

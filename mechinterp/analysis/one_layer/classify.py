@@ -45,7 +45,8 @@ from mechinterp.checkpoints.foreign.readings import Reading
 from mechinterp.config import ModelConfig, TaskConfig
 from mechinterp.models.constructions.one_layer import from_circuits
 from mechinterp.models.heads import AttentionWeights, head_outputs, predict
-from mechinterp.models.run.predictor import Source, assumed_of, predictor_of, require_task
+from mechinterp.models.run.predictor import Source, predictor_of
+from mechinterp.models.run.task import assumed_of, require_task
 from mechinterp.models.scores import is_normalised, kernel_text
 from mechinterp.models.weights import model_of_layer
 

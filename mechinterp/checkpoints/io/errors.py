@@ -16,13 +16,12 @@ def nothing_at(path: Path) -> CheckpointError:
     """The error for a path at which nothing lies, or a name that no model has."""
     from mechinterp.checkpoints.shipped import bundled_names
 
+    rule = f"{path}: a checkpoint is a folder with config.json and model.safetensors"
     if path.name != str(path):
-        return CheckpointError(
-            f"{path}: a checkpoint is a folder with config.json and model.safetensors; this does not exist."
-        )
+        return CheckpointError(f"{rule}; this does not exist.")
     return CheckpointError(
-        f"{path}: a model is a folder or file that exists or a name; the package comes with "
-        f"{', '.join(bundled_names())}, and a clone has all trained models in checkpoints/."
+        f"{rule}, or a file; this does not exist, and is not the name of a model that comes with the package "
+        f"({', '.join(bundled_names())}; a clone has all trained ones)."
     )
 
 

@@ -25,7 +25,7 @@ def gradient_descent_model(etas: Sequence[float], *, d_x: int) -> DeepWeights:
         >>> from mechinterp.config import TaskConfig
         >>> from mechinterp.icl.prompts import generator_for, sample_prompts
         >>> from mechinterp.icl.sparse_predictors import gradient_descent
-        >>> from mechinterp.models.stacks import predict_deep
+        >>> from mechinterp.models.run.general import predict_deep
         >>> task, generator = TaskConfig(d_x=4), generator_for(0, "eval", 0)
         >>> prompts = sample_prompts(task, 8, generator=generator, dtype=torch.float64)
         >>> expected = gradient_descent(prompts, steps=2, eta=0.5)[-1]

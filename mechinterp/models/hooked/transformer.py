@@ -103,9 +103,14 @@ class ICLTransformer(HookedTransformerNames):
     @property
     def weights(self) -> Weights:
         """A copy of the weights."""
+        own = self.own_weights
+        return own.with_tensors({name: tensor.clone() for name, tensor in own.tensors.items()})
+
+    @property
+    def own_weights(self) -> Weights:
+        """The weights themselves, which change with the model."""
         cfg = self.cfg
-        tensors = {name: tensor.detach().clone() for name, tensor in self.state_dict().items()}
-        return Weights(cfg.model, cfg.d_x, cfg.d_y, tensors, cfg.scale)
+        return Weights(cfg.model, cfg.d_x, cfg.d_y, dict(self.state_dict()), cfg.scale)
 
     def forward(
         self,

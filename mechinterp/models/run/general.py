@@ -17,9 +17,11 @@ from mechinterp.icl.prompts import Prompts
 from mechinterp.memory import chunks, layers_bytes, together
 from mechinterp.models.hooked.masks import Head, by_layers, mask_z
 from mechinterp.models.layers import ACTIVATIONS, layer_norm, plus
+from mechinterp.models.run.linear import linear_pass
 from mechinterp.models.scores import attention_pattern, readable_keys
+from mechinterp.models.stacks import LINEAR, DeepWeights
 from mechinterp.models.tokens import tokens_of
-from mechinterp.models.weights import Weights
+from mechinterp.models.weights import Weights, weights_of_stack
 from mechinterp.progress import ProgressCallback, no_progress
 
 CHUNK = 256  # small enough for a processor's cache
@@ -68,6 +70,22 @@ def predictions(
         layer = _Layer(weights, number, attend)
         stream = layer.after(stream, layer.written(layer.z(stream)))
     return read_out(weights, stream)[:, -1]
+
+
+def predict_deep(weights: DeepWeights, prompts: Prompts) -> Float[Tensor, "batch d_y"]:
+    """Predictions of layers whose weights are stacked, as `predictions`.
+
+    Example:
+        >>> from mechinterp.config import TaskConfig
+        >>> from mechinterp.icl.prompts import sample_prompts
+        >>> prompts, nothing = sample_prompts(TaskConfig(), 8), torch.zeros(2, 1, 6, 3)
+        >>> weights = DeepWeights(nothing, nothing, nothing, nothing.mT, d_y=1, scale=1.0)
+        >>> predict_deep(weights, prompts).any()
+        tensor(False)
+    """
+    if weights.score in LINEAR:
+        return linear_pass(weights, prompts).prediction()
+    return predictions(weights_of_stack(weights), prompts)
 
 
 def masked_predictions(
@@ -215,20 +233,25 @@ class _Run:
         return stream
 
 
-def _chunks(weights: Weights, prompts: Prompts) -> list[slice]:
-    """The prompts by as many as run together."""
-    model, d_x, d_y = weights.model, weights.d_x, weights.d_y
-    per_prompt = layers_bytes(
+def prompt_bytes(weights: Weights, length: int) -> int:
+    """What a prompt of this many pairs takes while it runs through the layers."""
+    model, sizes = weights.model, (weights.d_x, weights.d_y)
+    return layers_bytes(
         n_layers=weights.n_layers,
         n_heads=weights.n_heads,
-        d_head=model.head_width(d_x, d_y),
-        d_model=model.stream_width(d_x, d_y),
+        d_head=model.head_width(*sizes),
+        d_model=model.stream_width(*sizes),
         d_mlp=model.d_mlp or 0,
-        n_tokens=tokens_of(prompts[:1], model, d_x=d_x, d_y=d_y).shape[1],
-        width=prompts.x.element_size(),
+        n_tokens=model.n_tokens(length),
+        width=weights.dtype.itemsize,
     )
-    what = f"{weights.n_layers} layers on prompts of {prompts.x.shape[1]} pairs"
-    return chunks(len(prompts), together(per_prompt, what, most=CHUNK))
+
+
+def _chunks(weights: Weights, prompts: Prompts) -> list[slice]:
+    """The prompts by as many as run together."""
+    length = prompts.x.shape[1]
+    what = f"{weights.n_layers} layers on prompts of {length} pairs"
+    return chunks(len(prompts), together(prompt_bytes(weights, length), what, most=CHUNK))
 
 
 def _run(layers: list[_Layer], stream: Float[Tensor, "batch pos d_model"]) -> _Run:

@@ -1,7 +1,7 @@
 """The one way to run any model: predictions under masks of heads, and the streams inside.
 
-How it is computed is chosen by what the model is: in closed form, as a map of the tokens, from the weights alone, or
-with plain hooks; all give what plain hooks give. No analysis asks what kind of model it has.
+Whether a model is run from its weights or by its hooks is chosen in one place, and both give the same. No analysis asks
+what kind of model it has.
 """
 
 import inspect
@@ -14,18 +14,14 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from mechinterp.config import TaskConfig
+from mechinterp.config import ModelConfig, TaskConfig
 from mechinterp.icl.prompts import Prompts
-from mechinterp.memory import chunks, together
-from mechinterp.models.heads import AttentionWeights, predict
+from mechinterp.models.heads import AttentionWeights
 from mechinterp.models.hooked.masks import Head, require_heads, require_method
 from mechinterp.models.hooked.query_position import query_positions
 from mechinterp.models.hooked.runner import HookedPredictor, hooked_predictor
-from mechinterp.models.run import general as weights_alone
-from mechinterp.models.run import hooks, one_layer
-from mechinterp.models.run import linear as token_map
-from mechinterp.models.stacks import LINEAR, deep_bytes, predict_deep
-from mechinterp.models.tokens import tokens_of
+from mechinterp.models.run import hooks
+from mechinterp.models.run.ways import ByHooks, ByWeights, Way
 from mechinterp.models.weights import AnyWeights, Weights, as_weights, why_no_circuits
 from mechinterp.progress import ProgressCallback, no_progress
 
@@ -47,7 +43,7 @@ class Predictor:
     build: Callable[[], HookedPredictor]
     """The model with hooks, built when it is asked for."""
     own_weights: Callable[[], Weights | None] = lambda: None
-    """Those of a model of this package; None of any other."""
+    """Those of a model of this package, which may change with it; None of any other."""
     is_hooked: Callable[[], bool] = lambda: False
     """Whether somebody's hooks are on the model, which ways past its modules would miss."""
     task: TaskConfig | None = None
@@ -76,20 +72,21 @@ class Predictor:
         return self.own_weights()
 
     @property
-    def _shortcut(self) -> Weights | None:
-        """The weights, if they alone decide what the model predicts."""
-        return None if self.is_hooked() else self.own_weights()
+    def _architecture(self) -> ModelConfig | None:
+        weights = self.own_weights()
+        return None if weights is None else weights.model
 
     @property
     def is_one_attention(self) -> bool:
         """Whether the model is one layer of attention with nothing around it, which has `circuits`."""
-        weights = self.weights
-        return weights is not None and why_no_circuits(weights.model) is None
+        model = self._architecture
+        return model is not None and why_no_circuits(model) is None
 
     @property
     def attention_only(self) -> bool:
         """Whether it is known that nothing but the heads adds to the stream or changes it."""
-        return self.weights is not None and self.weights.model.attention_only
+        model = self._architecture
+        return model is not None and model.attention_only
 
     @property
     def circuits(self) -> AttentionWeights:
@@ -98,35 +95,27 @@ class Predictor:
         Raises:
             ValueError: If the model is another, saying why.
         """
-        weights = self.weights
-        found = (
-            "a model without weights of this package"
-            if weights is None
-            else why_no_circuits(weights.model)
-        )
-        if weights is None or found is not None:
-            raise ValueError(f"needs one layer of attention with nothing around it, got {found}.")
-        return weights.circuits
+        weights, reason = self.weights, "a model without weights of this package"
+        if weights is not None and self.is_one_attention:
+            return weights.circuits
+        if weights is not None:
+            reason = str(why_no_circuits(weights.model))
+        raise ValueError(f"needs one layer of attention with nothing around it, got {reason}.")
+
+    @property
+    def _way(self) -> Way:
+        """The one place that chooses: from the weights, if they alone decide what the model predicts, or by hooks."""
+        weights = None if self.is_hooked() else self.own_weights()
+        if weights is None:
+            return ByHooks(lambda: self.hooked)
+        apart = weights if weights.model.attention_only else None
+        return ByWeights(weights, ByHooks(lambda: self.hooked, apart))
 
     def predict(self, prompts: Prompts) -> Float[Tensor, "batch d_y"]:
         """Prediction of y_query, in units of y, on the device of the prompts."""
-        return self._predicted(prompts).to(prompts.x.device)
+        return self._way.predict(prompts).to(prompts.x.device)
 
-    def _predicted(self, prompts: Prompts) -> Float[Tensor, "batch d_y"]:
-        weights = self._shortcut
-        if weights is None:  # somebody's hooks may depend on all prompts
-            return self.hooked.predict(prompts)
-        prompts = _fitting(weights, prompts)
-        if why_no_circuits(weights.model) is None:
-            return predict(weights.circuits, prompts)
-        if weights.has_stack:
-            stack = weights.stack
-            per_prompt = deep_bytes(stack, prompts.x.shape[1] + 1)
-            what = f"{weights.n_layers} layers on prompts of {prompts.x.shape[1]} pairs"
-            parts = chunks(len(prompts), together(per_prompt, what))
-            return torch.cat([predict_deep(stack, prompts[rows]) for rows in parts])
-        return weights_alone.masked_predictions(weights, prompts, [[]])[0]
-
+    @torch.no_grad()
     def run(
         self,
         prompts: Prompts,
@@ -156,35 +145,10 @@ class Predictor:
         """
         require_heads([head for heads in masks for head in heads], self.n_layers, self.n_heads)
         require_method(method, prompts)
-        with torch.no_grad():
-            found = self._masked(prompts, masks, method=method, progress=progress)
+        found = self._way.run(prompts, masks, method=method, progress=progress)
         return found.to(prompts.x.device)
 
-    def _masked(
-        self,
-        prompts: Prompts,
-        masks: Sequence[Sequence[Head]],
-        *,
-        method: str,
-        progress: ProgressCallback,
-    ) -> Float[Tensor, "mask batch d_y"]:
-        weights = self._shortcut
-        if weights is not None and why_no_circuits(weights.model) is None:
-            fitting = _fitting(weights, prompts)
-            return one_layer.masked_predictions(
-                weights.circuits, fitting, masks, method=method, progress=progress
-            )
-        if weights is not None and method == "zero" and _is_linear(weights):
-            fitting = _fitting(weights, prompts)
-            return token_map.masked_predictions(weights.stack, fitting, masks, progress=progress)
-        if weights is not None and method == "zero":
-            fitting = _fitting(weights, prompts)
-            return weights_alone.masked_predictions(weights, fitting, masks, progress=progress)
-        apart = weights if weights is not None and weights.model.attention_only else None
-        return hooks.masked_predictions(
-            self.hooked, apart, prompts, masks, method=method, progress=progress
-        )
-
+    @torch.no_grad()
     def streams(
         self,
         prompts: Prompts,
@@ -202,23 +166,13 @@ class Predictor:
                 known where the query is, or another position is meant and the query is not last.
         """
         require_heads(heads, self.n_layers, self.n_heads)
-        weights = self._shortcut
-        with torch.no_grad():
-            if weights is not None and _is_linear(weights):
-                found = token_map.streams(
-                    weights.stack, _fitting(weights, prompts), heads=heads, positions=positions
-                )
-            elif weights is not None and tuple(positions) == (-1,):
-                found = weights_alone.streams(weights, _fitting(weights, prompts), heads=heads)
-            else:
-                found = hooks.streams(self.hooked, prompts, heads=heads, positions=positions)
-        return found.to(prompts.x.device)
+        return self._way.streams(prompts, heads, positions).to(prompts.x.device)
 
+    @torch.no_grad()
     def stream(self, prompts: Prompts, layer: int) -> Float[Tensor, "batch pos d_model"]:
         """The stream at every position after some layers, without gradients."""
         self.require_layer(layer)
-        with torch.no_grad():
-            return hooks.stream(self.hooked, prompts, layer).to(prompts.x.device)
+        return hooks.stream(self.hooked, prompts, layer).to(prompts.x.device)
 
     def query_position(self, prompts: Prompts, layer: int) -> int:
         """Position of the query in the stream after some layers; -1 is the last.
@@ -227,8 +181,9 @@ class Predictor:
             ValueError: If it is not known.
         """
         self.require_layer(layer)
-        return -1 if self.weights is not None else query_positions(self.hooked, prompts)[layer]
+        return -1 if self._architecture else query_positions(self.hooked, prompts)[layer]
 
+    @torch.no_grad()
     def query_streams(
         self,
         prompts: Prompts,
@@ -244,53 +199,30 @@ class Predictor:
         """
         self.require_layer(layer)
         require_heads(heads, self.n_layers, self.n_heads)
-        weights = self._shortcut
-        with torch.no_grad():
-            if weights is not None and _is_linear(weights):
-                fitting = _fitting(weights, prompts)
-                found = token_map.query_streams(weights.stack, fitting, layer, heads=heads)
-                return found.to(prompts.x.device)
-            covariates = progress(
-                [*prompts.x.unbind(1), prompts.x_query], "every token as the query"
-            )
-            place = self.query_position(prompts, layer)
-            each = [
-                hooks.stream(self.hooked, replace(prompts, x_query=x), layer, heads=heads)[:, place]
-                for x in covariates
-            ]
-        return torch.stack(each, dim=1).to(prompts.x.device)
+        found = self._way.query_streams(prompts, layer, heads, progress)
+        return found.to(prompts.x.device)
 
+    @torch.no_grad()
     def query_patterns(self, prompts: Prompts) -> Float[Tensor, "layer batch head key"]:
         """Attention weights that the query gives to every position, without gradients; 0 for those that it cannot read.
 
         Raises:
             ValueError: If the model lacks the hook on its patterns, or it is not known where the query is.
         """
-        weights = self._shortcut
-        with torch.no_grad():
-            if weights is not None:
-                found = weights_alone.query_patterns(weights, _fitting(weights, prompts))
-            else:
-                found = hooks.query_patterns(self.hooked, prompts)
-        return found.to(prompts.x.device)
+        return self._way.query_patterns(prompts).to(prompts.x.device)
 
+    @torch.no_grad()
     def query_writes(self, prompts: Prompts) -> Float[Tensor, "layer batch head d_model"] | None:
         """What each head adds to the stream at the query, without gradients; None where its W_O is not known."""
-        with torch.no_grad():
-            written = hooks.query_writes(self.hooked, prompts)
+        written = hooks.query_writes(self.hooked, prompts)
         return None if written is None else written.to(prompts.x.device)
 
+    @torch.no_grad()
     def own_read_out(
         self, stream: Float[Tensor, "batch d_model"], prompts: Prompts
     ) -> Float[Tensor, "batch d_y"]:
         """What the model's own read-out, its last norm included, makes of a stream at the query, without gradients."""
-        weights = self._shortcut
-        with torch.no_grad():
-            if weights is not None:
-                found = weights_alone.read_out(weights, stream[:, None].to(weights.device))[:, 0]
-            else:
-                found = hooks.read_out(self.hooked, prompts, stream)
-        return found.to(prompts.x.device)
+        return self._way.read_out(stream, prompts).to(prompts.x.device)
 
     def require_layer(self, layer: int) -> None:
         """Refuse a number of layers that the model does not have.
@@ -304,52 +236,6 @@ class Predictor:
 
 Source = object
 """What an analysis takes: a checkpoint, a hooked model, weights or a `Predictor`; `predictor_of` refuses the rest."""
-
-
-def task_for(source: Source, task: TaskConfig | None, analysis: str) -> TaskConfig:
-    """The task as it is given, or the model's own.
-
-    Args:
-        analysis: What needs it, for the message.
-    Raises:
-        ValueError: If there is none, or what is given is no task.
-    Example:
-        >>> from mechinterp.models.constructions.one_layer import zero_head
-        >>> task_for(zero_head(d_x=3), None, "fit_learners").d_x
-        3
-    """
-    require_task(task, analysis)
-    task = predictor_of(source).task if task is None else task
-    if task is None:
-        raise ValueError(f"{analysis} needs a task for a model that comes without one, got none.")
-    return task
-
-
-def assumed_of(source: Source, task: TaskConfig | None) -> tuple[str, ...]:
-    """Fields of the task that nobody stated: of the model's own task; none of one that is given in its place.
-
-    Example:
-        >>> from mechinterp.models.constructions.one_layer import zero_head
-        >>> "noise_var" in assumed_of(zero_head(d_x=3), None), assumed_of(zero_head(d_x=3), TaskConfig(d_x=3))
-        (True, ())
-    """
-    predictor = predictor_of(source)
-    return predictor.assumed if task is None or task is predictor.task else ()
-
-
-def require_task(task: object, analysis: str) -> None:
-    """Refuse prompts, or anything else, in place of a task.
-
-    Args:
-        analysis: What needs it, for the message.
-    Raises:
-        ValueError: If it is neither a task nor None.
-    """
-    if not (task is None or isinstance(task, TaskConfig)):
-        raise ValueError(
-            f"task must be a TaskConfig, got {type(task).__name__}; {analysis} draws its own prompts, "
-            "as task=, n_prompts= and seed= say."
-        )
 
 
 Learner = Callable[[Prompts], Tensor]
@@ -442,7 +328,7 @@ def _of_hooked_model(model: object) -> Predictor:
         n_layers=hooked.n_layers,
         n_heads=hooked.n_heads,
         build=lambda: hooked,
-        own_weights=lambda: hooked.model.weights,  # type: ignore[arg-type, return-value]
+        own_weights=lambda: hooked.model.own_weights,  # type: ignore[arg-type, return-value]
         is_hooked=lambda: hooked.is_hooked,
         task=_assumed_task(hooked.model.cfg),  # type: ignore[arg-type]
         assumed=BEYOND_SIZES,
@@ -455,17 +341,3 @@ def _assumed_task(cfg: "HookedConfig") -> TaskConfig:
     if cfg.model.layout == "in_turn":
         most //= 2
     return replace(task, context_length=max(1, min(task.context_length, most)))
-
-
-def _is_linear(weights: Weights) -> bool:
-    return weights.has_stack and weights.model.score in LINEAR
-
-
-def _fitting(weights: Weights, prompts: Prompts) -> Prompts:
-    """The prompts in the dtype and on the device of the weights.
-
-    Raises:
-        ValueError: If they are of another d_x or d_y, or too long.
-    """
-    tokens_of(prompts[:1], weights.model, d_x=weights.d_x, d_y=weights.d_y)
-    return prompts.to(weights.device).to(weights.dtype)

@@ -2,7 +2,7 @@
 
 The last axis is that of prompts: the stream is [d_model, row, prompt], so that a product with weights is one matrix
 product for all rows of all prompts. Rows are tokens, the query as the last of them. Linear attention works on the rows
-of the token map in their place (`LinearPass` of models.deep) and attends to them through the second moment of the
+of the token map in their place (`LinearPass` of models.run.linear) and attends to them through the second moment of the
 context: its scores are q_i^T (sum_j M_ij k_j). Of the last layer only what the query reads is formed.
 """
 
@@ -40,6 +40,12 @@ def loss_and_gradients(weights: DeepWeights, prompts: Prompts) -> tuple[Tensor, 
         forward = _Forward(weights, prompts)
         error = forward.prediction - prompts.y_query.T
         return error.square().mean(), forward.gradients(error * (2 / error.numel()))
+
+
+@torch.no_grad()
+def loss_of(weights: DeepWeights, prompts: Prompts) -> Float[Tensor, ""]:
+    """The loss alone."""
+    return (_Forward(weights, prompts).prediction - prompts.y_query.T).square().mean()
 
 
 @dataclass(frozen=True, eq=False)

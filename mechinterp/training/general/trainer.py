@@ -10,14 +10,15 @@ from torch import Tensor
 
 from mechinterp.config import ExperimentConfig
 from mechinterp.icl.prompts import Prompts, generator_for
-from mechinterp.memory import layers_bytes, require_memory
-from mechinterp.models.run.general import predictions
+from mechinterp.memory import require_memory
+from mechinterp.models.run.general import predictions, prompt_bytes
+from mechinterp.models.run.linear import stack_bytes
 from mechinterp.models.shapes import tensor_shapes
-from mechinterp.models.stacks import DeepWeights, deep_bytes, predict_deep
+from mechinterp.models.stacks import LINEAR, DeepWeights
 from mechinterp.models.weights import Weights, as_weights, circuit_norms
 from mechinterp.training.batches import largest_chunk
 from mechinterp.training.general.attention import attend
-from mechinterp.training.general.step import loss_and_gradients
+from mechinterp.training.general.step import loss_and_gradients, loss_of
 from mechinterp.training.run import Run, flattened, own, views
 
 
@@ -89,10 +90,8 @@ class DeepRun(Run[DeepWeights | Weights]):
 
     def _loss(self, prompts: Prompts) -> Float[Tensor, ""]:
         if isinstance(self.weights, DeepWeights):
-            found = predict_deep(self.weights, prompts)
-        else:
-            found = _predictions(self.weights, prompts)
-        return (found - prompts.y_query).square().mean()
+            return loss_of(self.weights, prompts)
+        return (_predictions(self.weights, prompts) - prompts.y_query).square().mean()
 
     def _loss_and_gradient(
         self, prompts: Prompts
@@ -116,21 +115,10 @@ class DeepRun(Run[DeepWeights | Weights]):
 _predictions = partial(predictions, attend=attend)
 
 
-def _require_memory(config: ExperimentConfig, named: Weights) -> None:
+def _require_memory(config: ExperimentConfig, weights: Weights) -> None:
     """Refuse steps that do not fit into memory, whatever else a step keeps for its gradient."""
     length = config.task.context_length
     n_prompts = min(config.train.batch_size, largest_chunk(config.task))
-    if named.has_stack:
-        per_prompt = deep_bytes(named.stack, length + 1)
-    else:
-        model = config.model
-        per_prompt = layers_bytes(
-            n_layers=model.n_layers,
-            n_heads=model.n_heads,
-            d_head=config.d_head,
-            d_model=config.d_model,
-            d_mlp=model.d_mlp or 0,
-            n_tokens=model.n_tokens(length),
-            width=4,
-        )
+    is_linear = weights.has_stack and config.model.score in LINEAR
+    per_prompt = stack_bytes(weights.stack, length) if is_linear else prompt_bytes(weights, length)
     require_memory(n_prompts * per_prompt, f"a step on {n_prompts} prompts of {length} pairs")

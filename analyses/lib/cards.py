@@ -1,0 +1,16 @@
+"""The model cards of the shipped models: `python -m analyses.lib.cards` writes README.md into every folder of checkpoints/."""
+
+from pathlib import Path
+
+from mechinterp import load, model_card
+
+CHECKPOINTS = Path(__file__).parents[2] / "checkpoints"
+
+
+def main() -> None:
+    for folder in sorted(CHECKPOINTS.iterdir()):
+        (folder / "README.md").write_text(model_card(load(folder)), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

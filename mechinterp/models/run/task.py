@@ -1,0 +1,50 @@
+"""The task that an analysis draws its prompts from: as it is given, or the model's own."""
+
+from mechinterp.config import TaskConfig
+from mechinterp.models.run.predictor import Source, predictor_of
+
+
+def task_for(source: Source, task: TaskConfig | None, analysis: str) -> TaskConfig:
+    """The task as it is given, or the model's own.
+
+    Args:
+        analysis: What needs it, for the message.
+    Raises:
+        ValueError: If there is none, or what is given is no task.
+    Example:
+        >>> from mechinterp.models.constructions.one_layer import zero_head
+        >>> task_for(zero_head(d_x=3), None, "fit_learners").d_x
+        3
+    """
+    require_task(task, analysis)
+    task = predictor_of(source).task if task is None else task
+    if task is None:
+        raise ValueError(f"{analysis} needs a task for a model that comes without one, got none.")
+    return task
+
+
+def assumed_of(source: Source, task: TaskConfig | None) -> tuple[str, ...]:
+    """Fields of the task that nobody stated: of the model's own task; none of one that is given in its place.
+
+    Example:
+        >>> from mechinterp.models.constructions.one_layer import zero_head
+        >>> "noise_var" in assumed_of(zero_head(d_x=3), None), assumed_of(zero_head(d_x=3), TaskConfig(d_x=3))
+        (True, ())
+    """
+    predictor = predictor_of(source)
+    return predictor.assumed if task is None or task is predictor.task else ()
+
+
+def require_task(task: object, analysis: str) -> None:
+    """Refuse prompts, or anything else, in place of a task.
+
+    Args:
+        analysis: What needs it, for the message.
+    Raises:
+        ValueError: If it is neither a task nor None.
+    """
+    if not (task is None or isinstance(task, TaskConfig)):
+        raise ValueError(
+            f"task must be a TaskConfig, got {type(task).__name__}; {analysis} draws its own prompts, "
+            "as task=, n_prompts= and seed= say."
+        )
