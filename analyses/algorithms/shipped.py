@@ -67,17 +67,14 @@ def row_of(name: str, checkpoint: Checkpoint, seeds: int) -> dict[str, object]:
 def markdown(table: pd.DataFrame) -> str:
     """The table as docs/algorithms.md has it."""
     lines = [
-        "| checkpoint | label | seeds | least share of resamples | as a function | nearest, R² | least R² over layers | x in the stream |"
+        "| checkpoint | label | seeds | other labels | what decided, of the first seed |",
+        "|---|---|---|---|---|",
     ]
-    lines.append("|---|---|---|---|---|---|---|---|")
     for row in table.itertuples():
-        nearest = f"{row.nearest}, {row.r2:.3f} ± {row.r2_sem:.1g}"
-        path, x = (
-            "none" if pd.isna(value) else f"{value:.2f}" for value in (row.path, row.covariates)
-        )
+        others = "none" if pd.isna(row.other_labels) or not row.other_labels else row.other_labels
+        reason = row.reason.partition("; next")[0]
         lines.append(
-            f"| {row.checkpoint} | `{row.label}` | {row.seeds_with_label} of {row.seeds} | {row.least_frequency:.0%} | "
-            f"{row.function} | {nearest} | {path} | {x} |"
+            f"| {row.checkpoint} | `{row.label}` | {row.seeds_with_label} of {row.seeds} | {others} | {reason} |"
         )
     return "\n".join(lines)
 
