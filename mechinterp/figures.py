@@ -365,14 +365,17 @@ def with_slider(
     label: str,
     titles: Sequence[str],
     traces: Sequence[int] | None = None,
+    start: int = -1,
 ) -> go.Figure:
-    """The figure with a slider that replaces its data and title; it begins at the last frame.
+    """The figure with a slider that replaces its data and title.
 
     Args:
         frames: By the name that the slider shows: what each trace is to have instead, such as {"z": matrix}.
         label: What the names are of, "step".
         traces: The traces that change; all, if left out.
+        start: The frame that it begins at; the last, if left out.
     """
+    start %= len(frames)
     places = list(range(len(figure.data))) if traces is None else list(traces)
     kinds = [figure.data[place].type for place in places]
     figure.frames = [
@@ -392,12 +395,12 @@ def with_slider(
     steps = [{"label": name, "method": "animate", "args": [[name], at_once]} for name in frames]
     slider = {
         "steps": steps,
-        "active": len(frames) - 1,
+        "active": start,
         "currentvalue": {"prefix": f"{label} "},
         "pad": {"t": 70},
     }
-    figure.update_layout(sliders=[slider], title_text=titles[-1])
-    for place, change in zip(places, list(frames.values())[-1], strict=True):
+    figure.update_layout(sliders=[slider], title_text=titles[start])
+    for place, change in zip(places, list(frames.values())[start], strict=True):
         figure.data[place].update(change)
     return figure
 

@@ -13,7 +13,7 @@ import torch
 from mechinterp.checkpoints.io.errors import CheckpointError
 from mechinterp.checkpoints.load import convert, load
 from mechinterp.models.constructions.one_layer import debiased_gradient_step, diagonal_heads
-from mechinterp.report.table import classification_frame, write_table
+from mechinterp.report.to_csv import classification_frame, write_table
 from tests.checkpoints.foreign_files import (
     arrays,
     attention_module,

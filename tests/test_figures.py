@@ -7,7 +7,7 @@ import plotly.graph_objects as go
 import pytest
 
 from mechinterp import figures
-from mechinterp.report.html import TITLE_HEIGHT
+from mechinterp.report.to_html import TITLE_HEIGHT
 
 BUTTONS = 30  # pixels from the top down to the lower edge of plotly's buttons
 

@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from typing import ClassVar
 
 import numpy as np
 import pandas as pd
@@ -43,6 +44,11 @@ class Comparison(Result):
     """Standard error of `loss` over prompts."""
     curves: tuple[Float[np.ndarray, "_ 2"], ...]
     """Step and eval_loss of each model's history; no rows without one."""
+    COLUMNS: ClassVar = {
+        "eta": "Step size of the model, Σ mu·omega times f'(0), unit 1/x^2.",
+        "mu_abs": "Sum of |mu| over heads; it does not change when a head is split in two.",
+        "omega_abs": "Mean |omega| of heads that are no dummies, unit 1/x^2.",
+    }
 
     def __repr__(self) -> str:
         patterns = pd.Series([each.pattern for each in self.found]).value_counts()

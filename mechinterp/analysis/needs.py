@@ -96,7 +96,7 @@ def snapshots_of_components(source: Model) -> bool:
     if not isinstance(source, Checkpoint) or not snapshots_of_attention(source):
         return False
     linear = source.config.model.score == "linear/L"
-    return linear and source.task.d_y == 1 and source.task.supports is None
+    return linear and source.task.d_y == 1 and source.task.supports is None and not source.kept
 
 
 def a_pool(source: Model) -> bool:

@@ -3,15 +3,17 @@
 import numpy as np
 
 LEAST_P = 1e-12
+Number = float | np.floating
 
 
-def digits(value: float) -> str:
+def digits(value: Number) -> str:
     """Three significant digits; 0 for what is 0 but for rounding.
 
     Example:
         >>> [digits(value) for value in (1.0026, 0.88664, 152.4, 20640.0, 1e-23)]
         ['1.00', '0.887', '152', '20640', '0']
     """
+    value = float(value)
     if abs(value) < 1e-12:
         return "0"
     if 1000 <= abs(value) < 100_000:
@@ -19,7 +21,7 @@ def digits(value: float) -> str:
     return f"{value:#.3g}".replace(".e", "e").rstrip(".")
 
 
-def with_error(value: float, sem: float) -> str:
+def with_error(value: Number, sem: Number) -> str:
     """A number to the first digit of its standard error, at most six decimals; large ones in powers of ten.
 
     Example:
@@ -28,6 +30,7 @@ def with_error(value: float, sem: float) -> str:
         >>> with_error(6.4e6, 4.7e6)
         '(6 ± 5)·10^6'
     """
+    value, sem = float(value), float(sem)
     if not np.isfinite(value):
         return "not defined"
     if abs(value) < 1e-12:
@@ -42,7 +45,7 @@ def with_error(value: float, sem: float) -> str:
     return f"({text})·10^{power}" if power else text
 
 
-def explained(r2: float, sem: float) -> str:
+def explained(r2: Number, sem: Number) -> str:
     """R^2 with its standard error, to the digit that the error is of.
 
     Example:
@@ -52,17 +55,17 @@ def explained(r2: float, sem: float) -> str:
     return f"R² = {with_error(r2, sem)}"
 
 
-def beside(lead: float, sem: float) -> str:
+def beside(lead: Number, sem: Number) -> str:
     """How much less than the winner something explains, or how much more.
 
     Example:
         >>> beside(0.0027, 0.0004), beside(-0.0003, 0.0002)
         ('0.0027 ± 0.0004 less', '0.0003 ± 0.0002 more')
     """
-    return f"{with_error(abs(lead), sem)} {'less' if lead >= 0 else 'more'}"
+    return f"{with_error(abs(float(lead)), sem)} {'less' if lead >= 0 else 'more'}"
 
 
-def p_text(p: float, n_random: int) -> str:
+def p_text(p: Number, n_random: int) -> str:
     """A p-value from n_random random draws; at its floor, that none of them reaches so far.
 
     Example:
@@ -88,7 +91,7 @@ def cell(value: object, column: str = "") -> str:
     return "–" if np.isnan(value) else digits(float(value))
 
 
-def narrow_cell(value: float, sem: float) -> str:
+def narrow_cell(value: Number, sem: Number) -> str:
     """An entry of a table with its standard error beside it; a dash for NaN.
 
     Example:

@@ -17,7 +17,7 @@ from mechinterp.analysis.ablation.gates import learn_gates
 from mechinterp.analysis.ablation.methods import ablate
 from mechinterp.analysis.ablation.pairs import ablate_pairs, greedy_order
 from mechinterp.analysis.ablation.prior_heads import prior_heads
-from mechinterp.analysis.ablation.pruning import prune
+from mechinterp.analysis.ablation.pruning_curves import prune_by_rules_and_orders
 from mechinterp.analysis.learners.baselines import baselines
 from mechinterp.analysis.learners.fits import fit_learners
 from mechinterp.analysis.learners.priors import compare_priors
@@ -59,7 +59,7 @@ from mechinterp.analysis.training.deep_snapshots import deep_snapshots
 from mechinterp.analysis.training.learning_coefficient import local_learning_coefficient
 from mechinterp.analysis.training.linear_components import linear_snapshots
 from mechinterp.analysis.training.milestones import milestones
-from mechinterp.analysis.training.over_training import training_dynamics
+from mechinterp.analysis.training.norms_over_training import history_of
 from mechinterp.analysis.training.prior_snapshots import prior_snapshots
 from mechinterp.analysis.training.snapshots import training_snapshots
 from mechinterp.checkpoints.checkpoint import Checkpoint
@@ -75,6 +75,10 @@ class Analysis:
     function: Callable[..., Finding]
     needs: Needs = nothing
     on_page: Needs = never
+    many_runs: bool = False
+    """Whether each prompt costs many runs, so that a page that is told a number takes no more than its own."""
+    title: str = ""
+    """Of its section; else its name."""
 
     @property
     def options(self) -> dict[str, Parameter]:
@@ -112,31 +116,53 @@ class Analysis:
 
 
 ANALYSES: dict[str, Analysis] = {
-    "classify": Analysis(classify, on_page=nothing),
+    "classify": Analysis(classify, on_page=nothing, title="What it computes"),
     "circuits": Analysis(circuits, own_weights, on_page=nothing),
-    "attention": Analysis(attention_patterns, patterns, on_page=nothing),
+    "attention": Analysis(
+        attention_patterns, patterns, on_page=nothing, title="Attention on prompts"
+    ),
     "attention-entropy": Analysis(attention_entropy, a_distribution),
     "composition": Analysis(composition_scores, weights_of_layers),
     "algorithm": Analysis(name_algorithm, several_layers),
     "algorithm-steps": Analysis(intervene_on_steps, several_layers),
-    "baselines": Analysis(baselines, on_page=more_than_attention),
-    "ablate": Analysis(ablate, on_page=nothing),
+    "baselines": Analysis(baselines, on_page=more_than_attention, title="Excess risk"),
+    "ablate": Analysis(ablate, on_page=nothing, title="Head ablation"),
     "pairs": Analysis(ablate_pairs),
     "order": Analysis(greedy_order),
     "gates": Analysis(learn_gates),
-    "prune": Analysis(prune, on_page=more_than_attention),
-    "probe": Analysis(probe, on_page=more_than_attention),
-    "p-probe": Analysis(p_probe, on_page=more_than_attention),
+    "prune": Analysis(prune_by_rules_and_orders, on_page=more_than_attention, title="Pruning"),
+    "probe": Analysis(probe, on_page=more_than_attention, title="Probes"),
+    "p-probe": Analysis(p_probe),
     "read-out-by-layer": Analysis(read_out_by_layer, on_page=more_than_attention),
-    "edges": Analysis(attribute_edges, edges_to_patch, on_page=few_edges),
-    "fit": Analysis(fit_learners, on_page=one_attention),
+    "edges": Analysis(
+        attribute_edges,
+        edges_to_patch,
+        on_page=few_edges,
+        many_runs=True,
+        title="Edges between heads",
+    ),
+    "fit": Analysis(fit_learners, on_page=one_attention, title="Which learner"),
     "priors": Analysis(compare_priors, a_pool, on_page=nothing),
     "prior-heads": Analysis(prior_heads, a_pool),
     "prior-snapshots": Analysis(prior_snapshots, a_pool),
-    "snapshots": Analysis(training_snapshots, snapshots_of_attention, on_page=nothing),
-    "head-snapshots": Analysis(deep_snapshots, snapshots, on_page=snapshots_of_layers),
-    "component-snapshots": Analysis(linear_snapshots, snapshots_of_components),
-    "training": Analysis(training_dynamics, a_history, on_page=nothing),
+    "snapshots": Analysis(
+        training_snapshots,
+        snapshots_of_attention,
+        on_page=nothing,
+        many_runs=True,
+        title="Training, step by step",
+    ),
+    "head-snapshots": Analysis(
+        deep_snapshots,
+        snapshots,
+        on_page=snapshots_of_layers,
+        many_runs=True,
+        title="Training, step by step",
+    ),
+    "component-snapshots": Analysis(
+        linear_snapshots, snapshots_of_components, on_page=nothing, title="Components, step by step"
+    ),
+    "training": Analysis(history_of, a_history, on_page=nothing),
     "milestones": Analysis(milestones, a_history),
     "learning-coefficient": Analysis(local_learning_coefficient),
     "coefficient-snapshots": Analysis(coefficient_snapshots, snapshots),

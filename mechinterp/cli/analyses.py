@@ -113,9 +113,9 @@ def show(
     """
     from mechinterp.analysis.registry import analysis_of, run_analysis
     from mechinterp.report.bars import progress_bars
-    from mechinterp.report.documents import result_document
     from mechinterp.report.header import dumps
-    from mechinterp.report.terminal import result_text
+    from mechinterp.report.to_json import to_json
+    from mechinterp.report.to_text import to_text
 
     with about_paths(path), progress_bars(quiet=asked.quiet) as progress:
         checkpoint = load_checkpoint(path, hints, asked.context_length, device=device)
@@ -129,9 +129,9 @@ def show(
             settings=settings,
         )
     if asked.as_json:
-        say(dumps(result_document(analysis_of(name)[0], checkpoint, found)))
+        say(dumps(to_json(analysis_of(name)[0], checkpoint, found)))
     else:
-        say_of(path, result_text(found, wide=asked.wide))
+        say_of(path, to_text(analysis_of(name)[0], found, wide=asked.wide))
 
 
 @takes(asked=Asked, hints=hints_of, device=device_of)
@@ -162,11 +162,13 @@ def prune(
 ) -> None:
     """Keep the first layer and the best head of later ones. Example: mechinterp prune MODEL --out pruned"""
     from mechinterp.analysis.ablation import pruning
+    from mechinterp.analysis.result import records
     from mechinterp.checkpoints.native.folder import require_new
     from mechinterp.report.bars import progress_bars
-    from mechinterp.report.documents import pruning_document
     from mechinterp.report.header import dumps
-    from mechinterp.report.terminal import pruning_text
+    from mechinterp.report.text import wrapped
+    from mechinterp.report.to_json import to_json
+    from mechinterp.report.to_text import to_text
 
     if rule not in pruning.RULES:
         raise ValueError(f"--rule must be one of {', '.join(pruning.RULES)}, got {rule!r}.")
@@ -193,9 +195,14 @@ def prune(
         elif out is not None:
             pruning.save_pruned(checkpoint, found.kept, out, prompts=prompts)
     if asked.as_json:
-        say(dumps(pruning_document(checkpoint, found, tuned, out)))
+        document = to_json("prune", checkpoint, found)
+        document["fine_tuning"] = None if tuned is None else records(tuned.to_frame())
+        document["checkpoint"] = None if out is None else str(out)
+        say(dumps(document))
         return
-    say_of(path, pruning_text(found, tuned, wide=asked.wide))
+    say_of(path, to_text("prune", found, wide=asked.wide))
+    if tuned is not None:
+        say(wrapped(*tuned.sentences()))
     if out is not None:
         say(f"Pruned model: {shown_path(out)}")
 

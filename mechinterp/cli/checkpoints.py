@@ -60,9 +60,9 @@ def classify(
     """Say what a model computes, and how sure that is. Example: mechinterp classify checkpoints/*"""
     from mechinterp.checkpoints.paths import checkpoint_paths, runs_among
     from mechinterp.report.bars import progress_bars
-    from mechinterp.report.classification import classification_document
     from mechinterp.report.header import dumps
-    from mechinterp.report.table import require_writable, write_table
+    from mechinterp.report.to_csv import require_writable, write_table
+    from mechinterp.report.to_json import to_json
 
     if out is not None:
         require_writable(out)
@@ -80,7 +80,7 @@ def classify(
                         {},
                     )
                     found = _classified(checkpoint, context_length, n_prompts, seed)
-                    documents.append(classification_document(checkpoint, found) | numbers)
+                    documents.append(to_json("classify", checkpoint, found) | numbers)
             except (ValueError, OSError) as error:
                 documents.append({"path": str(path), "error": str(error)})
                 complain(str(error))
@@ -172,8 +172,8 @@ def convert(
 ) -> None:
     """Write a checkpoint in another format. Example: mechinterp convert checkpoints/softmax-h2-s0 --to transformer-lens --out h2"""
     from mechinterp.checkpoints import load as loading
-    from mechinterp.report.documents import conversion_document
     from mechinterp.report.header import dumps
+    from mechinterp.report.to_json import conversion_document
 
     with about_paths(path, out):
         checkpoint = load_checkpoint(path, hints)

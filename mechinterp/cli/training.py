@@ -59,8 +59,8 @@ def train(
     from mechinterp.checkpoints.load import named_config
     from mechinterp.config import override
     from mechinterp.report.bars import progress_bar
-    from mechinterp.report.documents import training_document
     from mechinterp.report.header import dumps
+    from mechinterp.report.to_json import training_document
     from mechinterp.training.train import train_one
 
     config = override(named_config(what), *(assignments or []))
@@ -94,8 +94,8 @@ def sweep(
     from mechinterp.analysis.sweep_table import sweep_frame, write_results
     from mechinterp.checkpoints.io.errors import printable
     from mechinterp.report.bars import progress_bar
-    from mechinterp.report.documents import training_document
     from mechinterp.report.header import dumps
+    from mechinterp.report.to_json import training_document
     from mechinterp.training.sweep_file import load_sweep
     from mechinterp.training.train import require_finite, train_models
 
@@ -124,9 +124,9 @@ def predict_jumps(
     from mechinterp.checkpoints.io.errors import printable
     from mechinterp.checkpoints.load import named_config
     from mechinterp.config import override
-    from mechinterp.report.documents import forecast_document
     from mechinterp.report.header import dumps
     from mechinterp.report.text import frame_text, wrapped
+    from mechinterp.report.to_json import forecast_document
 
     config = override(named_config(what), *(assignments or []))
     forecast = jump_forecast(config)

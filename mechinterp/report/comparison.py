@@ -7,12 +7,14 @@ from urllib.parse import quote
 
 import pandas as pd
 
+from mechinterp.analysis.columns import meanings
 from mechinterp.analysis.comparison import Comparison, compare
+from mechinterp.analysis.result import Table
 from mechinterp.checkpoints.checkpoint import Checkpoint
 from mechinterp.checkpoints.io.errors import printable
 from mechinterp.display import counted
 from mechinterp.progress import ProgressCallback, no_progress
-from mechinterp.report import html
+from mechinterp.report import to_html
 from mechinterp.report.page import PAGE, Report, require_free, write_page
 from mechinterp.report.parts import Section
 
@@ -84,7 +86,7 @@ def _pages(found: Comparison, out: Path) -> dict[str, str]:
     return {
         name: f"../{quote(name)}/{PAGE}"
         for name in found.names
-        if html.files_of(beside / name / PAGE)
+        if to_html.files_of(beside / name / PAGE)
     }
 
 
@@ -101,6 +103,7 @@ def _settings(found: Comparison, n_prompts: int, pages: Mapping[str, str]) -> Se
     tables = {"settings": found.settings_frame(), "models": found.to_frame()}
     if len(found.fields.columns) > 1:
         tables["fields"] = found.fields
+    columns = [column for frame in tables.values() for column in frame.columns]
     return Section(
         "Settings and models",
         "Models that differ in nothing but seeds share a setting; a row holds those of its models that form one pattern. "
@@ -108,9 +111,11 @@ def _settings(found: Comparison, n_prompts: int, pages: Mapping[str, str]) -> Se
         "A model's name leads to its own report where that lies beside this one, in a folder of that name.",
         f"Losses are mean squared errors on {5 * n_prompts} prompts of the model's own task and context length, the same "
         "prompts for all models of one task. omega and mu are as in the report on one model.",
-        {"means": found.plot_means()} if len(found.names) > len(found.fields) else {},
-        tables,
+        figures={"means": found.plot_means()} if len(found.names) > len(found.fields) else {},
+        tables={name: Table(frame) for name, frame in tables.items()},
+        meanings=meanings(found, columns),
         longest_table=LONGEST_TABLE,
+        unfolded=True,
         links=pages,
     )
 
@@ -124,8 +129,9 @@ def _left_out(reasons: Mapping[str, str]) -> Section:
         "Left out",
         "Asked for, and not in this comparison.",
         "Each file is read by itself; one that fails leaves the others as they are.",
-        tables={"left_out": pd.DataFrame(rows, columns=["checkpoint", "error"])},
+        tables={"left_out": Table(pd.DataFrame(rows, columns=["checkpoint", "error"]))},
         longest_table=LONGEST_TABLE,
+        unfolded=True,
     )
 
 

@@ -1,33 +1,22 @@
-"""Verdict and sections of the page about one model."""
+"""Verdict and sections of the page about one model: what `run_analysis` gives of each of its analyses."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
-from mechinterp.analysis.multi_layer.algorithm_evidence import AlgorithmEvidence
-from mechinterp.analysis.multi_layer.classify import LayeredClassification
-from mechinterp.analysis.registry import (
-    ANALYSES,
-    Analysis,
-    analysis_of,
-    run_analysis,
-    suits,
-)
-from mechinterp.analysis.result import Finding
+from mechinterp.analysis.needs import one_attention
+from mechinterp.analysis.registry import ANALYSES, Analysis, analysis_of, run_analysis, suits
+from mechinterp.analysis.result import Finding, sentences_of
 from mechinterp.checkpoints.checkpoint import Checkpoint
 from mechinterp.checkpoints.plain_modules import HookedModule
 from mechinterp.models.hooked.query_position import NoStreamError
+from mechinterp.models.run.evaluation import least_number
 from mechinterp.progress import ProgressCallback, no_progress
-from mechinterp.report import deep_sections, sections
-from mechinterp.report.algorithm_section import algorithm_section
-from mechinterp.report.edges import edges_sections
 from mechinterp.report.parts import Section
-from mechinterp.report.probing import descent_section, probes_section
-from mechinterp.report.subject import Subject
-from mechinterp.report.training import deep_steps_section, history_sections, steps_section
+from mechinterp.report.sections import section_of, with_heads
 
-HEIGHT = 420
-"""Of a figure that does not say how high it is."""
+LEAST_PROMPTS = 8
+TOP = ("What ", "How ", "Loss on ")
+"""How the sentences begin that stand at the top of the page."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +25,8 @@ class Contents:
 
     verdict: str
     """What it computes, how sure, what it is not, and what to doubt: a line each."""
+    loss: str
+    """Its loss beside those of ridge regression and of predicting 0."""
     sections: tuple[Section, ...]
 
 
@@ -55,22 +46,78 @@ def contents_of(
     Raises:
         ValueError: If there is no such analysis, one that was asked for does not take the model, or n_prompts is too small.
     """
-    subject = Subject(checkpoint, n_prompts, seed, progress)
-    if analyses is None:
-        analyses, chosen = default_names(subject), False
-    else:
-        chosen = True
-    found, left_out = [], {}
-    for name, analysis in [analysis_of(each) for each in analyses]:
+    if n_prompts is not None and not one_attention(checkpoint):
+        if n_prompts < LEAST_PROMPTS:
+            raise ValueError(
+                f"n_prompts must be >= {LEAST_PROMPTS} to choose heads on and to measure on, got {n_prompts}."
+            )
+        n_prompts = max(n_prompts, least_number(checkpoint))
+
+    def run(analysis: Analysis) -> Finding:
+        told = prompts_of(analysis, n_prompts, seed)
+        return run_analysis(
+            analysis.function,
+            checkpoint,
+            n_prompts=told.get("n_prompts"),
+            seed=told.get("seed"),
+            progress=progress,
+        )
+
+    chosen = default_names(checkpoint) if analyses is None else analyses
+    results: dict[str, Finding] = {}
+    sections: dict[str, Section] = {}
+    left_out: dict[str, str] = {}
+    classified = run(ANALYSES["classify"])
+    top = [text for text in sentences_of(classified) if text.startswith(TOP)]
+    for name, analysis in [analysis_of(each) for each in chosen]:
         try:
-            found += sections_of(name, analysis, subject)
+            results[name] = (
+                classified if analysis.function is ANALYSES["classify"].function else run(analysis)
+            )
         except NoStreamError as error:
-            if chosen:
+            if analyses is not None:
                 raise
             left_out[name] = str(error)
+            continue
+        prompts = _prompts_text(prompts_of(analysis, n_prompts, seed))
+        section = section_of(name, analysis, results[name], said=top, prompts=prompts)
+        sections[name] = _named_apart(name, section, sections.values())
+    listed = list(with_heads(sections, results).values())
     if left_out:
-        found.append(_left_out(left_out))
-    return Contents(str(subject.classification.verdict), tuple(found))
+        listed.append(_left_out(left_out))
+    loss = next((text for text in top if text.startswith("Loss on ")), "")
+    return Contents(str(classified.verdict), loss, tuple(listed))  # type: ignore[attr-defined]
+
+
+def _named_apart(name: str, section: Section, others: Iterable[Section]) -> Section:
+    """The section with tables and figures whose names no other section has."""
+    taken = {key for each in others for key in (*each.tables, *each.figures)}
+    own = name.replace("-", "_")
+    apart = {
+        key: f"{own}_{key}" if key in taken else key for key in (*section.tables, *section.figures)
+    }
+    return replace(
+        section,
+        tables={apart[key]: table for key, table in section.tables.items()},
+        figures={apart[key]: figure for key, figure in section.figures.items()},
+    )
+
+
+def prompts_of(analysis: Analysis, n_prompts: int | None, seed: int) -> dict[str, int]:
+    """Number and seed of an analysis' prompts: what is asked for, of many runs no more than its own."""
+    if not analysis.draws_prompts:
+        return {}
+    if n_prompts is None:
+        return {"seed": seed}
+    usual = analysis.options["n_prompts"].default
+    return {"seed": seed, "n_prompts": min(n_prompts, usual) if analysis.many_runs else n_prompts}
+
+
+def _prompts_text(told: Mapping[str, int]) -> str:
+    if not told:
+        return ""
+    many = f"{told['n_prompts']} prompts" if "n_prompts" in told else "The usual number of prompts"
+    return f"{many}, seed {told['seed']}."
 
 
 def _left_out(reasons: Mapping[str, str]) -> Section:
@@ -82,102 +129,6 @@ def _left_out(reasons: Mapping[str, str]) -> Section:
     )
 
 
-def default_names(subject: Subject) -> tuple[str, ...]:
+def default_names(checkpoint: Checkpoint | HookedModule) -> tuple[str, ...]:
     """The analyses that suit a model."""
-    return tuple(name for name, each in ANALYSES.items() if suits(each, subject.checkpoint))
-
-
-def sections_of(name: str, analysis: Analysis, subject: Subject) -> list[Section]:
-    """What an analysis says of a model: its own sections where it has them, else sentence, figure and table."""
-    if name in BESPOKE:
-        return BESPOKE[name](subject)
-    return [plain_section(name, _run(analysis, subject), analysis.first_line)]
-
-
-def _run(analysis: Analysis, subject: Subject) -> Finding:
-    """The result of an analysis, which is told of prompts if it draws some."""
-    draws = analysis.draws_prompts
-    return run_analysis(
-        analysis.function,
-        subject.checkpoint,
-        n_prompts=subject.n_prompts if draws else None,
-        seed=subject.seed if draws else None,
-        progress=subject.progress,
-    )
-
-
-def plain_section(
-    name: str, found: Finding, method: str, *, title: str | None = None, text: str | None = None
-) -> Section:
-    """Sentence, figure and table of a result; and how it was computed.
-
-    Example:
-        >>> from mechinterp.analysis.one_layer.circuits import circuits
-        >>> from mechinterp.models.constructions.one_layer import zero_head
-        >>> plain_section("circuits", circuits(zero_head(d_x=5)), "From the weights.").title
-        'Circuits'
-    """
-    key = name.replace("-", "_")
-    figure = found.plot()
-    layout = figure.layout
-    figure.update_layout(
-        height=layout.height or HEIGHT,
-        margin_t=60 if layout.margin.t is None else layout.margin.t,
-        title_text=layout.title.text or name,
-    )
-    return Section(
-        title or name.replace("-", " ").capitalize(),
-        text or f"{found!r}.",
-        method,
-        {key: figure},
-        {key: found.to_frame()},
-    )
-
-
-def _classify_sections(subject: Subject) -> list[Section]:
-    if subject.one_attention:
-        return [sections.heads_section(subject)]
-    found = subject.classification
-    text, algorithm = found.reason, None
-    if isinstance(found, LayeredClassification):
-        text, algorithm = found.heaviest, found.algorithm
-    text = f"{text[0].upper()}{text[1:]}."
-    computes = plain_section(
-        "classify", found, ANALYSES["classify"].first_line, title="What it computes", text=text
-    )
-    return [computes] if algorithm is None else [computes, algorithm_section(algorithm)]
-
-
-def _algorithm_sections(subject: Subject) -> list[Section]:
-    found = _run(ANALYSES["algorithm"], subject)
-    assert isinstance(found, AlgorithmEvidence)
-    return [algorithm_section(found)]
-
-
-def _ablate_sections(subject: Subject) -> list[Section]:
-    if subject.one_attention:
-        return [sections.ablation_section(subject)]
-    return [deep_sections.masking_section(subject)]
-
-
-def _listed(section: Callable[[Subject], Section], subject: Subject) -> list[Section]:
-    return [section(subject)]
-
-
-BESPOKE: dict[str, Callable[[Subject], list[Section]]] = {
-    "classify": _classify_sections,
-    "circuits": partial(_listed, sections.circuits_section),
-    "attention": partial(_listed, sections.attention_section),
-    "algorithm": _algorithm_sections,
-    "baselines": partial(_listed, deep_sections.risk_section),
-    "ablate": _ablate_sections,
-    "prune": partial(_listed, deep_sections.pruning_section),
-    "probe": partial(_listed, probes_section),
-    "p-probe": partial(_listed, descent_section),
-    "edges": edges_sections,
-    "fit": partial(_listed, sections.fits_section),
-    "snapshots": partial(_listed, steps_section),
-    "head-snapshots": partial(_listed, deep_steps_section),
-    "training": history_sections,
-}
-"""Analyses whose sections say more than a sentence, or show several results together."""
+    return tuple(name for name, each in ANALYSES.items() if suits(each, checkpoint))

@@ -4,13 +4,12 @@ import json
 import math
 from typing import TYPE_CHECKING
 
-import pandas as pd
-
 if TYPE_CHECKING:
     from mechinterp.checkpoints.checkpoint import Checkpoint
     from mechinterp.checkpoints.native.outline import Outline
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
+"""2 has, beside what 1 has, layer_rise of ablate, and every table of an analysis that `analyse` prints."""
 
 
 def dumps(document: object) -> str:
@@ -32,11 +31,6 @@ def header(checkpoint: "Checkpoint | Outline") -> dict:
         "d_x": task.d_x,
         "d_y": task.d_y,
     }
-
-
-def records(frame: pd.DataFrame) -> list[dict]:
-    """The rows of a table, one dict each."""
-    return frame.to_dict(orient="records")
 
 
 def _plain(value: object) -> object:

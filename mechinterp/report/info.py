@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from mechinterp.analysis.number_format import digits
 from mechinterp.checkpoints.native.outline import Outline
 from mechinterp.config import ModelConfig, TaskConfig, TrainConfig
-from mechinterp.report.header import header, records
+from mechinterp.report.header import header
 from mechinterp.report.text import wrapped
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def info_document(source: "Checkpoint | Outline", *, hooks: bool = True) -> dict
     if hooks:
         from mechinterp.models.hooked.hook_map import hook_map
 
-        document["hooks"] = records(hook_map(_checkpoint(source).model))
+        document["hooks"] = hook_map(_checkpoint(source).model).to_dict(orient="records")
     return document
 
 

@@ -156,6 +156,14 @@ addEventListener("afterprint", () => {
   }
 });
 
+// A figure that was drawn while it was folded away takes its width when it is unfolded.
+for (const details of document.querySelectorAll("details.more")) {
+  details.addEventListener("toggle", () => {
+    for (const div of details.querySelectorAll(".figure")) if (div.dataset.drawn) Plotly.Plots.resize(div);
+    tell();
+  });
+}
+
 // A table that is wider than the page says so.
 function tell() {
   for (const box of document.querySelectorAll(".table")) {

@@ -1,7 +1,7 @@
 """A report on one checkpoint: one HTML page that opens offline, and the CSV files behind it."""
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from html import escape
@@ -17,10 +17,10 @@ from mechinterp.checkpoints.plain_modules import HookedModule
 from mechinterp.display import counted
 from mechinterp.paper import all_drawn, require_format
 from mechinterp.progress import ProgressCallback, no_progress
-from mechinterp.report import html
+from mechinterp.report import to_html
 from mechinterp.report.contents import contents_of
 from mechinterp.report.parts import Section
-from mechinterp.report.sections import assumed_text
+from mechinterp.report.to_csv import csv_files
 
 PAGE = "index.html"
 FIGURE_OPTIONS = {"responsive": True, "displaylogo": False}
@@ -53,15 +53,15 @@ def write_report(
 ) -> Report:
     """Write `out/index.html` and the CSV files behind it, of a checkpoint or of what `hook_module` gives.
 
-    Of one layer of attention it tells the circuits, the pattern and the learner it comes closest to; of any other
-    model what masking, pruning and probing say.
+    It renders what `run_analysis` gives of each analysis: of one layer of attention the pattern, circuits and the learner
+    it comes closest to, of any other model what masking, pruning and probing say.
 
     Args:
         analyses: Those that get a section, each a name in `ANALYSES`, `module:function`, or a function of your own;
             None: those that suit the model.
-        n_prompts: Evaluation prompts; None: as many as each analysis takes by itself, so that the page's numbers are
-            those of the commands. Fits take five times as many per context length, what needs many runs no more than
-            it takes by itself, and models of several layers no fewer than probes need; the page says how many.
+        n_prompts: Evaluation prompts; None: as many as each analysis takes by itself. Either way the page's numbers are
+            those of the commands. What takes fewer by itself, since it needs many runs, takes no more, and models
+            of several layers take no fewer than probes need; the page says how many.
         figures: "pdf", "svg" or "png": every figure is also a file for print beside the page, as `save_figure` writes it.
         progress: Optional progress callback.
     Raises:
@@ -80,16 +80,16 @@ def write_report(
     require_free(Path(out), overwrite)
     if figures:
         require_format(Path(f"figure.{figures}"))
-    found = contents_of(
+    contents = contents_of(
         checkpoint, n_prompts=n_prompts, seed=seed, analyses=analyses, progress=progress
     )
-    about = _about(checkpoint)
     return write_page(
         Path(out),
         checkpoint.name,
-        about,
-        found.verdict,
-        found.sections,
+        _about(checkpoint),
+        contents.verdict,
+        contents.sections,
+        loss=contents.loss,
         overwrite=overwrite,
         figures=figures,
     )
@@ -107,7 +107,7 @@ def require_free(out: Path, overwrite: bool) -> None:
         raise ValueError(
             f"{out}: already exists and is not overwritten; choose another --out, or --overwrite."
         )
-    if found and not html.files_of(out / PAGE):
+    if found and not to_html.files_of(out / PAGE):
         raise ValueError(
             f"{out}: already holds {found[0]} and no report of this version; it is not overwritten."
         )
@@ -122,24 +122,26 @@ def write_page(
     verdict: str,
     parts: Sequence[Section],
     *,
+    loss: str = "",
     overwrite: bool = False,
     figures: str = "",
 ) -> Report:
     """Write the sections as a page, and their tables.
 
     Args:
+        loss: A line below the verdict.
         figures: Ending of files with the figures; none are written if left out.
         overwrite: Whether a report that is there is replaced.
     Raises:
         CheckpointError: If another file is in the way, or the folder cannot be written.
     """
-    frames = {f"{table}.csv": frame for section in parts for table, frame in section.tables.items()}
+    frames = csv_files(parts)
     shown = {name: figure for section in parts for name, figure in section.figures.items()}
     pictures = all_drawn(shown, figures) if figures else {}
-    replaced = html.files_of(out / PAGE) if overwrite else frozenset()
+    replaced = to_html.files_of(out / PAGE) if overwrite else frozenset()
     names = {*frames, *pictures, PAGE} if replaced else None
     files = sorted({*frames, *pictures, *replaced, PAGE})
-    text = html.page(name, about, verdict, parts, files=files)
+    text = to_html.page(name, about, verdict, parts, files=files, loss=loss)
     with writing(out), claimed(out, last=PAGE, names=names, replaced=replaced) as claim:
         for file, frame in frames.items():
             claim.write(file, partial(frame.to_csv, index=False))
@@ -188,3 +190,18 @@ def _about(checkpoint: Checkpoint | HookedModule) -> str:
     if "step" in checkpoint.assumed:
         origin = f"format {checkpoint.format}{assumed_text(checkpoint.assumed)}"
     return f"{heads}, {kind}, {task.in_words(checkpoint.assumed_of_task)}; {origin}"
+
+
+def assumed_text(assumed: Mapping[str, object]) -> str:
+    """What a page says was filled in of the architecture that the file did not say; the task has a line of its own.
+
+    Example:
+        >>> assumed_text({"task.noise_var": 0.1, "model.score": "softmax", "train.steps": 5})
+        '; assumed, as the file does not say it: score softmax'
+    """
+    told = [
+        f"{name.partition('.')[2]} {value}"
+        for name, value in assumed.items()
+        if name.startswith("model.") and value not in (None, (), [])
+    ]
+    return f"; assumed, as the file does not say it: {', '.join(told)}" if told else ""

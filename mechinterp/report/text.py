@@ -10,7 +10,6 @@ import pandas as pd
 
 from mechinterp.analysis.number_format import cell, narrow_cell
 from mechinterp.checkpoints.io.errors import spelled
-from mechinterp.report.glossary import unit_of
 
 ROWS = 20
 """Rows of a table that are shown unless all are asked for."""
@@ -53,15 +52,20 @@ def joined(text: str) -> str:
     return re.sub(JOINED, NO_BREAK, text)
 
 
-def frame_text(frame: pd.DataFrame, *, wide: bool = False) -> str:
-    """A table in columns of three digits, with units, within the terminal's width.
+def frame_text(
+    frame: pd.DataFrame, units: Mapping[str, str] | None = None, *, wide: bool = False
+) -> str:
+    """A table in columns of three digits, within the terminal's width.
 
     Args:
+        units: Of some columns, by name.
         wide: Whether all rows are shown and standard errors have columns of their own.
     """
-    shown = frame if wide else _narrow(frame.head(ROWS))
+    shown = frame if wide else narrow(frame.head(ROWS))
     cells = {
-        _signs(_heading(name)): [_signs(cell(value, str(name))) for value in shown[name]]
+        _signs(_heading(str(name), units or {})): [
+            _signs(cell(value, str(name))) for value in shown[name]
+        ]
         for name in shown.columns
     }
     left = len(frame) - len(shown)
@@ -69,7 +73,7 @@ def frame_text(frame: pd.DataFrame, *, wide: bool = False) -> str:
     return "\n".join([*_columns(cells), *more])
 
 
-def _narrow(frame: pd.DataFrame) -> pd.DataFrame:
+def narrow(frame: pd.DataFrame) -> pd.DataFrame:
     """The table with a head's layer in its name, and standard errors beside what they are of."""
     frame = frame.copy()
     if {"layer", "head"} <= set(frame.columns):
@@ -86,9 +90,8 @@ def _signs(text: str) -> str:
     return spelled(text, sys.stdout.encoding)
 
 
-def _heading(name: object) -> str:
-    unit = unit_of(str(name))
-    return f"{name} ({unit})" if unit else str(name)
+def _heading(name: str, units: Mapping[str, str]) -> str:
+    return f"{name} ({units[name]})" if units.get(name) else name
 
 
 def _columns(cells: Mapping[str, Sequence[str]]) -> list[str]:

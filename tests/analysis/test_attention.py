@@ -40,8 +40,26 @@ def test_figures_move_from_prompt_to_prompt(prompts: Prompts):
     for figure in (found.plot(), found.plot_similarity()):
         assert [frame.name for frame in figure.frames] == ["0", "1", "2"]
         assert [step.label for step in figure.layout.sliders[0].steps] == ["0", "1", "2"]
-    np.testing.assert_allclose(found.plot().frames[1].data[0].z, found.pattern[1], atol=1e-7)
+        assert figure.layout.sliders[0].active == found.typical
+    # A kernel head looks at a token the more, the more alike it is: sorted by likeness, weights rise.
+    drawn = np.asarray(found.plot().frames[1].data[0].z)
+    np.testing.assert_allclose(drawn, np.sort(found.pattern[1], axis=1), atol=1e-7)
     np.testing.assert_array_equal(found.plot_similarity().frames[1].data[0].x, found.similarity[1])
+
+
+def test_of_many_prompts_those_at_even_quantiles_of_the_error_are_kept(prompts: Prompts):
+    weights = kernel_head(0.5, 1.5, d_x=5)
+    every = attention_patterns(weights, prompts, shown=len(prompts))
+    error = np.square(every.prediction - every.target).mean(1)
+    found = attention_patterns(weights, prompts, shown=3)
+    order = error.argsort(kind="stable")
+    places = [0, round((len(prompts) - 1) / 2), len(prompts) - 1]
+    np.testing.assert_array_equal(found.pattern, every.pattern[order[places]])
+    assert (found.typical, found.n_prompts) == (1, len(prompts))
+    np.testing.assert_allclose(found.outputs.sum(1), found.prediction)
+    assert "rank correlation with the weights is 1.00 of head 0" in found.sentences()[1]
+    with pytest.raises(ValueError, match=r"shown must be >= 1, got 0"):
+        attention_patterns(weights, prompts, shown=0)
 
 
 def test_chosen_prompts_come_in_the_order_asked_for(prompts: Prompts):

@@ -12,7 +12,7 @@ from mechinterp.analysis.one_layer.classify import classify
 from mechinterp.analysis.one_layer.pca_components import components
 from mechinterp.config import CovarianceConfig, TaskConfig
 from mechinterp.models.constructions.one_layer import debiased_gradient_step, linear_attention
-from mechinterp.report.classification import classification_document
+from mechinterp.report.to_json import to_json
 from mechinterp.theory.linear import fixed_point, modes
 from mechinterp.theory.linear_heads import MergedHeads
 from mechinterp.training.linear.trainer import task_moments
@@ -116,12 +116,12 @@ def test_other_models_have_no_components():
 @pytest.mark.slow
 def test_the_document_has_the_number():
     checkpoint = load(CHECKPOINTS / "linear-separate-s0")
-    evidence = classification_document(checkpoint, classify(checkpoint))["evidence"]
+    evidence = to_json("classify", checkpoint, classify(checkpoint))["evidence"]
     assert evidence["n_components"] == 4
     assert evidence["learned"] == pytest.approx([1, 1, 1, 1], abs=1e-3)
     assert evidence["off_diagonal"] < 1e-6
     softmax = load(CHECKPOINTS / "softmax-h2-s0")
-    document = classification_document(softmax, classify(softmax))
+    document = to_json("classify", softmax, classify(softmax))
     assert document["evidence"]["n_components"] is None
 
 

@@ -18,8 +18,8 @@ from mechinterp.config import TaskConfig
 from mechinterp.icl.prompts import generator_for, sample_prompts
 from mechinterp.models.hooked.runner import masked
 from mechinterp.models.tokens import interleaved
-from mechinterp.report.classification import classification_document
 from mechinterp.report.header import dumps
+from mechinterp.report.to_json import to_json
 from tests.models.test_layered_models import GargModel, encoder, garg
 
 
@@ -101,7 +101,7 @@ def test_a_layer_of_idle_heads_has_importance_zero():
 
 def test_the_document_and_the_pictures(found: LayeredClassification):
     checkpoint = checkpoint_of(garg(), n_heads=4)
-    document = classification_document(checkpoint, found)
+    document = to_json("classify", checkpoint, found)
     assert (document["pattern"], document["format"], document["d_x"]) == ("unstructured", "gpt2", 3)
     head = document["heads"][7]
     assert (head["layer"], head["head"], head["label"]) == (1, 3, "L1H3")

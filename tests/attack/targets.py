@@ -17,6 +17,7 @@ import pandas as pd
 import torch
 from safetensors.torch import save_file
 
+from mechinterp.analysis.result import Table
 from mechinterp.analysis.sweep_table import write_results
 from mechinterp.checkpoints.checkpoint import Checkpoint
 from mechinterp.checkpoints.io import locks as claims
@@ -25,7 +26,7 @@ from mechinterp.checkpoints.native.history import MARK
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig, TrainConfig
 from mechinterp.report.page import write_page
 from mechinterp.report.parts import Section
-from mechinterp.report.table import write_table
+from mechinterp.report.to_csv import write_table
 from mechinterp.training.jobs import pack_jobs
 from mechinterp.training.one_layer.pack import Pack
 from mechinterp.training.state import read_state
@@ -162,7 +163,9 @@ CONTENTS = (b"mine", b"", b"{}", claims.MARK.encode()[:-3], b"PAR1", b"\x80\x02}
 
 def _writers(folder: Path, checkpoint: Checkpoint) -> dict[str, Subject]:
     folder.mkdir()
-    section = Section("Circuits", "text", "method", tables={"circuits": pd.DataFrame({"a": [1]})})
+    section = Section(
+        "Circuits", "text", "method", tables={"circuits": Table(pd.DataFrame({"a": [1]}))}
+    )
     frame, document = pd.DataFrame({"name": ["model"]}), {"path": "x", "error": "y"}
     page = partial(write_page, name="n", about="a", verdict="v", parts=[section])
     writers: Mapping[str, Callable[[Path], object]] = {

@@ -12,7 +12,7 @@ from mechinterp.analysis.one_layer import substitution
 from mechinterp.analysis.one_layer.classify import classify
 from mechinterp.checkpoints.load import load
 from mechinterp.icl.prompts import generator_for, sample_prompts
-from mechinterp.report.classification import classification_document
+from mechinterp.report.to_json import to_json
 
 CHECKPOINTS = Path(__file__).parents[2] / "checkpoints"
 
@@ -58,14 +58,14 @@ def test_classification(versus):
     def ours() -> None:
         for folder in folders:
             checkpoint = load(folder)
-            classification_document(checkpoint, classify(checkpoint))
+            to_json("classify", checkpoint, classify(checkpoint))
 
     def without_caches() -> None:
         for folder in folders:
             substitution.evaluation.cache_clear()
             null.null_of.cache_clear()
             checkpoint = load(folder)
-            classification_document(checkpoint, classify(checkpoint))
+            to_json("classify", checkpoint, classify(checkpoint))
 
     name = f"classification of {len(folders)} checkpoint folders"
     versus(name, ours, without_caches, prepare=ours)

@@ -325,7 +325,7 @@ def test_a_report_is_written_in_one_call(tmp_path):
     report = write_report(hooked, tmp_path / "page", n_prompts=64)
     text = report.page.read_text(encoding="utf-8")
     assert "2 layers of 2 heads, a PyTorch module with hooks, d_x 3" in text
-    assert {"heads.csv", "probes.csv", "pruning.csv"} <= {file.name for file in report.tables}
+    assert {"ablation.csv", "probes.csv", "pruning.csv"} <= {file.name for file in report.tables}
 
 
 def test_the_task_is_told_whole_and_called_assumed_only_where_it_is():

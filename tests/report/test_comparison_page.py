@@ -11,9 +11,9 @@ import torch
 
 from mechinterp.checkpoints.checkpoint import load
 from mechinterp.report.comparison import write_comparison
-from mechinterp.report.glossary import meanings
 from mechinterp.report.page import PAGE, write_page
 from tests.conftest import CHECKPOINTS, Run
+from tests.report.test_page import explained_columns
 
 EVIL = "<img src=x onerror=alert(1)>"
 NAMES = ("softmax-h2-s0", "softmax-h2-s8", "linear-merged-s0")
@@ -39,7 +39,7 @@ def test_the_page_counts_patterns_by_setting(tmp_path: Path):
     assert frame["checkpoint"].tolist() == sorted(NAMES)
     for table in written.tables[:2]:
         columns = pd.read_csv(table).columns
-        assert set(columns) - set(meanings(columns)) == set()
+        assert set(columns) - explained_columns(text) == set()
     fields = pd.read_csv(written.tables[2]).set_index("setting")
     assert fields.loc["linear-merged-s0", "model.merged_qk"]
     assert "linear/L" in fields["model.score"].tolist()  # without quotation marks

@@ -18,10 +18,9 @@ from mechinterp.config import ExperimentConfig, override
 from mechinterp.icl.prompts import generator_for, sample_prompts
 from mechinterp.models.constructions.one_layer import debiased_gradient_step, zero_head
 from mechinterp.models.heads import stack
-from mechinterp.report.classification import classification_document
-from mechinterp.report.documents import ablation_document, fits_document, training_document
 from mechinterp.report.header import dumps
 from mechinterp.report.info import info_document
+from mechinterp.report.to_json import to_json, training_document
 from mechinterp.training.train import TrainingSummary, train_models
 
 CONFIG = override(ExperimentConfig(), "model.n_heads=3", "seed=2")
@@ -40,7 +39,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
 def assert_header(document: dict, checkpoint: Checkpoint):
     assert list(document)[:8] == HEADER
     assert [document[name] for name in HEADER] == [
-        1,
+        2,
         str(checkpoint.path),
         "native",
         {},
@@ -124,7 +123,7 @@ def test_info_document_of_a_trained_model(tmp_path: Path):
 @pytest.mark.slow
 def test_classification_document(checkpoint: Checkpoint):
     found = classify(checkpoint, n_prompts=256)
-    document = json.loads(dumps(classification_document(checkpoint, found)))
+    document = json.loads(dumps(to_json("classify", checkpoint, found)))
     assert_header(document, checkpoint)
     assert list(document)[8:] == ["pattern", "reason", "heads", "evidence", "verdict"]
     assert (document["pattern"], document["reason"]) == ("debiased_gd", found.reason)
@@ -185,7 +184,7 @@ def test_ablation_document(checkpoint: Checkpoint):
     )
     single = [ablate_heads(checkpoint.model, prompts, method=method) for method in METHODS]
     subsets = ablate_subsets(checkpoint, prompts)
-    document = json.loads(dumps(ablation_document(checkpoint, Ablations(tuple(single), subsets))))
+    document = json.loads(dumps(to_json("ablate", checkpoint, Ablations(tuple(single), subsets))))
     assert_header(document, checkpoint)
     assert list(document)[8:] == [
         *("excess_risk", "excess_risk_sem", "null_risk", "breaking", "heads", "layers"),
@@ -208,13 +207,13 @@ def test_ablation_document(checkpoint: Checkpoint):
         *("none", "H0", "H1", "H2", "H0 H1", "H0 H2", "H1 H2", "H0 H1 H2"),
     ]
     assert (
-        list(ablation_document(checkpoint, Ablations(tuple(single), None))) == list(document)[:14]
+        list(to_json("ablate", checkpoint, Ablations(tuple(single), None))) == list(document)[:14]
     )
 
 
 def test_fits_document(checkpoint: Checkpoint):
     fits = fit_learners(checkpoint, context_lengths=[20], n_prompts=512)
-    document = json.loads(dumps(fits_document(checkpoint, fits)))
+    document = json.loads(dumps(to_json("fit", checkpoint, fits)))
     assert_header(document, checkpoint)
     assert list(document)[8:] == [
         *("best", "verdict", "trained_length", "n_prompts", "lead", "lead_sem", "fits"),

@@ -22,13 +22,13 @@ from mechinterp.checkpoints.checkpoint import Checkpoint, load
 from mechinterp.display import Result
 from mechinterp.models.run.evaluation import evaluation_prompts
 from mechinterp.models.run.predictor import Source
-from mechinterp.report import contents
-from mechinterp.report.documents import result_document
+from mechinterp.report.contents import default_names
 from mechinterp.report.header import dumps, header
-from mechinterp.report.html import page
 from mechinterp.report.page import write_report
-from mechinterp.report.subject import Subject
-from mechinterp.report.terminal import result_text
+from mechinterp.report.sections import section_of
+from mechinterp.report.to_html import page
+from mechinterp.report.to_json import to_json
+from mechinterp.report.to_text import to_text
 from tests.conftest import CHECKPOINTS, Run, sampled
 from tests.test_doors import as_for_users, case_builder
 
@@ -75,14 +75,17 @@ def test_it_is_told_in_three_forms(name: str, kind: str, case, monkeypatch: pyte
                 run_analysis(name, checkpoint, n_prompts=n_prompts)
             return
         found = run_analysis(name, checkpoint, n_prompts=n_prompts)
-        document = json.loads(dumps(result_document(name, checkpoint, found)))
+        document = json.loads(dumps(to_json(name, checkpoint, found)))
         assert len(document) > len(header(checkpoint))
-        assert result_text(found).count("\n") > 0
-        sections = contents.sections_of(name, analysis, Subject(checkpoint, N_PROMPTS))
-        assert all(section.text and section.method for section in sections)
-        assert page("name", "about", "verdict", sections, files=[]).count("<h2>") == len(sections)
-        # A model without a history has no section on its training; all else has one.
-        assert sections or checkpoint.history is None
+        assert to_text(name, found).count("\n") > 0
+        section = section_of(name, analysis, found)
+        assert section.text
+        assert section.method
+        assert section.figures
+        assert page("name", "about", "verdict", [section], files=[]).count("<h2>") == 1
+        for key, table in section.tables.items():
+            columns = set(map(str, table.frame.columns))
+            assert columns - set(section.meanings) == set(), key
 
 
 def test_an_analysis_has_a_first_line_that_says_what_it_is():
@@ -139,7 +142,7 @@ def test_a_new_analysis_is_one_function_and_one_line(
     assert "Mean square of the responses." in text
     assert pd.read_csv(tmp_path / "page" / "size.csv")["size"].item() == pytest.approx(expected)
     # It suits every model, so that the page has it unasked.
-    assert "size" in contents.default_names(Subject(checkpoint, 40))
+    assert "size" in default_names(checkpoint)
 
 
 def test_what_is_no_analysis_is_refused(run: Run, tmp_path: Path):

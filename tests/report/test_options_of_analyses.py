@@ -8,8 +8,8 @@ import pytest
 from mechinterp.analysis.ablation.gates import learn_gates
 from mechinterp.analysis.registry import ANALYSES, Analysis, run_analysis
 from mechinterp.checkpoints.load import load
-from mechinterp.report.documents import result_document
 from mechinterp.report.header import dumps
+from mechinterp.report.to_json import to_json
 from tests.conftest import CHECKPOINTS, Run
 from tests.test_doors import case_builder
 
@@ -51,7 +51,7 @@ def test_an_option_changes_the_answer_or_is_refused(
     usual = USUAL | {"n_prompts": FEW.get(name, USUAL["n_prompts"])}
     other = usual | {option: 6 if (name, option) == ("edges", "n_prompts") else value}
     found = [
-        dumps(result_document(name, checkpoint, run_analysis(name, checkpoint, **each)))
+        dumps(to_json(name, checkpoint, run_analysis(name, checkpoint, **each)))
         for each in (usual, other)
     ]
     assert found[0] != found[1]

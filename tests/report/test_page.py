@@ -12,23 +12,26 @@ import plotly.graph_objects as go
 import pytest
 import torch
 
+from mechinterp.analysis.columns import meanings
 from mechinterp.analysis.learners.fits import fit_learners
 from mechinterp.analysis.number_format import cell, digits, with_error
+from mechinterp.analysis.one_layer.circuits import Circuits
 from mechinterp.analysis.one_layer.classify import classify
+from mechinterp.analysis.result import Band, Table
 from mechinterp.checkpoints.checkpoint import Checkpoint, load, save
 from mechinterp.checkpoints.load import load as read_any
 from mechinterp.config import ExperimentConfig, override
 from mechinterp.models.constructions.one_layer import debiased_gradient_step, kernel_head, zero_head
 from mechinterp.models.heads import AttentionWeights
-from mechinterp.report import html
-from mechinterp.report.glossary import PAPERS, WORDS, meanings
+from mechinterp.report import to_html
+from mechinterp.report.glossary import PAPERS, WORDS
 from mechinterp.report.page import PAGE, write_figure, write_report
-from mechinterp.report.parts import Band, Section
+from mechinterp.report.parts import Section
 from mechinterp.training.train import train_models
 
 N_PROMPTS = 128
 EVIL = "<img src=x onerror=alert(1)>"
-BALANCE = "the mu no longer sum to zero"
+BALANCE = "heads that held each other in balance no longer cancel"
 VOID = {"meta", "link", "img", "br", "hr", "input", "base", "wbr"}
 
 
@@ -104,6 +107,13 @@ def write(folder: Path, name: str, weights: AttentionWeights) -> tuple[Checkpoin
     checkpoint = load(folder / name)
     written = write_report(checkpoint, folder / "report", n_prompts=N_PROMPTS)
     return checkpoint, Page(written.page.read_text(encoding="utf-8"))
+
+
+def explained_columns(page: str) -> set[str]:
+    """Columns with a meaning on a page."""
+    parts = page.split(": what its columns mean</summary>")[1:]
+    listed = (part.partition("</details>")[0] for part in parts)
+    return {name for part in listed for name in re.findall(r"<dt>(.*?)</dt>", part)}
 
 
 @pytest.fixture(scope="module")
@@ -212,9 +222,9 @@ def test_a_figure_by_itself_has_a_title(tmp_path: Path):
 def test_every_figure_is_drawn(page: Page):
     assert page.figures == [
         *("figure-heads", "figure-qk", "figure-ov", "figure-attention", "figure-similarity"),
-        *("figure-ablation", "figure-shapley", "figure-fit_loss", "figure-fit_distance"),
+        *("figure-ablation", "figure-shapley", "figure-fit_distance", "figure-fit_loss"),
         *("figure-snapshot_loss", "figure-snapshot_qk", "figure-snapshot_ov"),
-        *("figure-omega", "figure-mu", "figure-loss"),
+        *("figure-loss", "figure-omega", "figure-mu"),
     ]
     assert len(page.drawn) == len(page.figures)
     assert all(figure["data"] for figure in page.drawn)
@@ -237,8 +247,11 @@ def test_every_linked_table_can_be_read(page: Page, trained: tuple[Checkpoint, P
     ]
     assert list(tables["subsets.csv"]["kept"]) == ["none", "H0", "H1", "H0 H1"]
     assert tables["history.csv"]["step"].max() == 60
-    assert len(tables["fits.csv"]) > Section("", "", "").longest_table
-    assert "<caption>fits</caption>" not in page.source
+    longest = Section("", "", "").longest_table
+    for name in ("attention", "fits"):
+        assert (len(tables[f"{name}.csv"]) <= longest) == (
+            f"<caption>{name}</caption>" in page.source
+        )
     assert "<caption>fits_at_trained_length</caption>" in page.source
 
 
@@ -247,20 +260,20 @@ def test_tables_hold_the_numbers_of_the_analyses(trained: tuple[Checkpoint, Path
     checkpoint, folder = trained
     found = classify(checkpoint, n_prompts=N_PROMPTS).to_frame()
     pd.testing.assert_frame_equal(pd.read_csv(folder / "heads.csv"), found)
-    fits = fit_learners(checkpoint, n_prompts=5 * N_PROMPTS).to_frame()
+    fits = fit_learners(checkpoint, n_prompts=N_PROMPTS).to_frame()
     pd.testing.assert_frame_equal(pd.read_csv(folder / "fits.csv"), fits)
 
 
 @pytest.mark.slow
 def test_sections_and_their_links(page: Page, single: tuple[Checkpoint, Page]):
-    names = ["Heads and pattern", "Circuits", "Attention on prompts", "Head ablation"]
+    names = ["What it computes", "Circuits", "Attention on prompts", "Head ablation"]
     names += ["Which learner", "Training, step by step", "Training"]
     assert page.headings == names
     anchors = [link for link in page.attributes("href") if link.startswith("#")]
     assert anchors == ["#content", *(f"#section-{i}" for i in range(1, 8))]
     assert set(anchors) <= {f"#{name}" for name in page.attributes("id")}
     assert page.source.count("<summary>How this was computed</summary>") == 7
-    assert "60 steps; final loss on 512 fixed prompts" in page.text
+    assert "60 steps; final loss on fixed prompts" in page.text
     # A checkpoint without history and snapshots has no section about its training.
     assert single[1].headings == names[:-2]
     assert "Training" not in single[1].text
@@ -276,8 +289,10 @@ def test_the_verdict_is_on_the_page_and_names_model_pattern_and_learner(tmp_path
     assert written.verdict == str(classify(checkpoint, n_prompts=N_PROMPTS).verdict)
     assert "one step of gradient descent" in written.verdict
     assert "(debiased_gd): ŷ = 0.880 (1/L)" in written.verdict
-    # The best step for this task, 1 / (1 + 1.1 * 5 / 40).
-    assert "The best debiased step size for this task is 0.8791." in page.text
+    # The best step for this task, 1 / (1 + 1.1 * 5 / 40), and the loss, stand at the top.
+    assert "the step size that is best for its task is 0.879" in page.text
+    loss = str(classify(checkpoint, n_prompts=N_PROMPTS).loss)
+    assert page.text.index(f"Loss on its task: {loss}") < page.text.index("Circuits")
 
 
 def test_the_balance_of_a_pair_is_explained_where_there_is_a_pair(
@@ -354,9 +369,11 @@ def test_a_folder_with_other_things_and_a_file_are_no_place_for_a_report(
 
 def test_every_column_is_explained(trained: tuple[Checkpoint, Path]):
     columns = {name for file in trained[1].glob("*.csv") for name in pd.read_csv(file).columns}
-    assert columns - set(meanings(columns)) == set()
-    assert meanings(["mu_1"]) == {"mu_1": "mu of one response."}
-    assert meanings(["unheard_of"]) == {}
+    page = (trained[1] / PAGE).read_text(encoding="utf-8")
+    assert columns - explained_columns(page) == set()
+    assert meanings(Circuits, ["mu_1", "unheard_of"]) == {
+        "mu_1": "One entry. Diagonal of OV's y block."
+    }
 
 
 def test_a_head_has_a_card_with_its_numbers(page: Page, trained: tuple[Checkpoint, Path]):
@@ -367,7 +384,7 @@ def test_a_head_has_a_card_with_its_numbers(page: Page, trained: tuple[Checkpoin
     rows = pd.read_csv(trained[1] / "ablation.csv")
     for head, card in enumerate(cards):
         facts = dict(re.findall(r"<dt>(.*?)</dt><dd>([^<]*)", card))
-        assert facts["omega (1/x²)"] == f"{found.circuits.omega_mean[head]:+.4g}"
+        assert facts["omega (1/x²)"] == f"{found.circuits.omega_mean[head]:+.3g}"
         assert facts["share of output"] == f"{found.share[head]:.1%}"
         assert facts["zero ablation (y²)"] == with_error(rows["rise"][head], rows["rise_sem"][head])
 
@@ -393,8 +410,8 @@ def test_p_values_at_their_floor_are_below_it(page: Page, trained: tuple[Checkpo
         least = 1 / found.n_random
         assert said[f"p of {name}"] == (f"&lt; {least:.2g}" if p <= least else cell(p))
     frame = pd.DataFrame({"p_value": [0.0, 1e-13, 0.25], "rise": [0.0, 1e-13, 0.25]})
-    table = Section("p", "R² = 1 ± 0", "", tables={"table": frame})
-    rows = Page(html.page("name", "", "", [table], files=())).rows("table")
+    table = Section("p", "R² = 1 ± 0", "", tables={"table": Table(frame)})
+    rows = Page(to_html.page("name", "", "", [table], files=())).rows("table")
     assert [row["p_value"] for row in rows] == ["&lt; 1e-12", "&lt; 1e-12", "0.25"]
     assert [row["rise"] for row in rows] == ["0", "0", "0.250"]
 

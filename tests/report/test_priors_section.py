@@ -12,7 +12,6 @@ from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig
 from mechinterp.models.weights import weights_of_layer
 from mechinterp.report.contents import default_names
 from mechinterp.report.page import write_report
-from mechinterp.report.subject import Subject
 from mechinterp.training.one_layer.step import initial_weights
 from tests.conftest import Run
 
@@ -30,9 +29,9 @@ def folder(tmp_path: Path) -> Path:
 
 def test_a_page_has_the_section_where_the_task_has_a_pool(folder: Path, tmp_path: Path):
     checkpoint = load(folder)
-    assert "priors" in default_names(Subject(checkpoint, 64))
+    assert "priors" in default_names(checkpoint)
     plain = replace(checkpoint, config=replace(CONFIG, task=replace(CONFIG.task, n_tasks=None)))
-    assert "priors" not in default_names(Subject(plain, 64))
+    assert "priors" not in default_names(plain)
     names = ["priors", "prior-heads", "prior-snapshots"]
     report = write_report(checkpoint, tmp_path / "page", n_prompts=64, analyses=names)
     text = report.page.read_text(encoding="utf-8")

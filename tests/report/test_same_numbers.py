@@ -37,7 +37,7 @@ def model(request: pytest.FixtureRequest) -> tuple[Path, dict]:
 def page(model: tuple[Path, dict], tmp_path_factory: pytest.TempPathFactory) -> Path:
     path, hints = model
     folder = tmp_path_factory.mktemp("page")
-    names = ["ablate", "prune", "probe", "p-probe"]
+    names = ["ablate", "prune", "probe"]
     write_report(
         load(path, **hints), folder / "report", n_prompts=N_PROMPTS, seed=SEED, analyses=names
     )
@@ -56,17 +56,15 @@ def test_ablation_is_one_set_of_numbers(model: tuple[Path, dict], page: Path, ru
     path, hints = model
     document = run(*asked(("ablate", path), hints)).document
     told = pd.DataFrame(document["heads"])
-    one_layer = (page / "ablation.csv").exists()
-    shown = pd.read_csv(page / ("ablation.csv" if one_layer else "heads.csv"))
+    shown = pd.read_csv(page / "ablation.csv")
     for method in ("zero", "mean", "resample"):
         found = ablate_heads(load(path, **hints), method=method, n_prompts=N_PROMPTS, seed=SEED)
         rows = told[told["method"] == method]
-        prefix = "" if one_layer or method == "zero" else f"{method}_"
-        drawn = shown[shown["method"] == method] if one_layer else shown
+        drawn = shown[shown["method"] == method]
         for name in ("rise", "rise_sem"):
             expected = getattr(found, name).ravel()
             np.testing.assert_allclose(rows[name], expected, **SAME)
-            np.testing.assert_allclose(drawn[prefix + name], expected, **SAME)
+            np.testing.assert_allclose(drawn[name], expected, **SAME)
     zero = ablate_heads(load(path, **hints), n_prompts=N_PROMPTS, seed=SEED)
     assert document["excess_risk"] == pytest.approx(zero.full_risk, rel=1e-4)
 

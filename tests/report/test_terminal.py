@@ -23,9 +23,10 @@ from mechinterp.config import TaskConfig
 from mechinterp.models.constructions.descent import gradient_descent_model
 from mechinterp.models.constructions.one_layer import debiased_gradient_step, zero_head
 from mechinterp.models.hooked.transformer import ICLTransformer
-from mechinterp.report import bars, terminal
-from mechinterp.report.classification import brief_text
+from mechinterp.report import bars
+from mechinterp.report.classification import brief_text, classification_text
 from mechinterp.report.text import ROWS, frame_text, wrapped
+from mechinterp.report.to_text import to_text
 from mechinterp.training.run import Progress
 from tests.conftest import CHECKPOINTS, sampled
 
@@ -42,7 +43,7 @@ def narrow(monkeypatch):
 
 def test_fits_are_shown_at_the_trained_length_and_r2_over_all(pair, narrow):
     fits = fit_learners(pair, context_lengths=[10, 20], n_prompts=512)
-    text = terminal.fits_text(fits)
+    text = to_text("fit", fits)
     assert " ".join(text.split()).startswith(fits.verdict)
     rest = text.splitlines()
     assert max(map(len, rest)) <= 80
@@ -58,25 +59,25 @@ def test_fits_are_shown_at_the_trained_length_and_r2_over_all(pair, narrow):
 
 def test_ablations_say_when_subsets_are_left_out(pair, prompts):
     single = (ablate_heads(ICLTransformer.from_weights(pair, task=TaskConfig()), prompts),)
-    text = terminal.ablation_text(Ablations(single, None))
+    text = to_text("ablate", Ablations(single, None))
     risk = with_error(single[0].full_risk, single[0].full_risk_sem)
-    assert text.splitlines()[0] == f"excess risk {risk} y²"
-    assert text.endswith(
-        "Subsets are left out: they are of one layer of attention with at most 12 heads."
-    )
+    assert text.splitlines()[0] == f"excess risk {risk} y²."
+    words = "Subsets are left out: they are of one layer of attention with at most 12 heads."
+    assert words in " ".join(text.split())
     subsets = ablate_subsets(pair, prompts)
-    last = terminal.ablation_text(Ablations(single, subsets)).splitlines()[-1].split()
+    last = to_text("ablate", Ablations(single, subsets)).splitlines()[-1].split()
     assert last[:3] == ["H0", "H1", "2"]
     assert last[3:6] == with_error(subsets.risk[-1], subsets.risk_sem[-1]).split()
 
 
 def test_a_table_has_at_most_twenty_rows_unless_all_are_asked_for(narrow):
     frame = pd.DataFrame({"head": range(30), "rise": np.linspace(0, 1, 30), "rise_sem": 0.1})
-    *rows, more = frame_text(frame).splitlines()
+    units = {"rise": "y²"}
+    *rows, more = frame_text(frame, units).splitlines()
     assert (len(rows), more) == (1 + ROWS, f"... and {30 - ROWS} more rows: --wide")
     assert rows[0].split() == ["head", "rise", "(y²)"]
     assert rows[2].split() == ["1", "0.0", "±", "0.1"]
-    wide = frame_text(frame, wide=True).splitlines()
+    wide = frame_text(frame, units, wide=True).splitlines()
     assert len(wide) == 32
     assert wide[0].split() == ["rise", "rise"]
     assert wide[1].split() == ["head", "(y²)", "sem"]
@@ -107,7 +108,7 @@ def test_lines_break_between_words_only(narrow, monkeypatch):
 @pytest.mark.parametrize("n_heads", [1, 2])
 def test_a_classification_is_five_columns_below_the_verdict(pair, narrow, n_heads):
     found = classify(pair if n_heads == 2 else zero_head(d_x=5), n_prompts=64)
-    said, table = terminal.classification_text(found).split("\n\n")
+    said, table = classification_text(found).split("\n\n")
     assert said.splitlines()[0] == found.pattern
     assert str(found.verdict).split() == said.split()[1 : 1 + len(str(found.verdict).split())]
     assert f"Loss on its task: {found.loss}." in " ".join(said.split())
@@ -126,11 +127,11 @@ def test_of_many_heads_of_layers_those_that_count_are_shown(narrow):
     model = gradient_descent_model([0.5, 0.3], d_x=4)
     found = classify(model, n_prompts=16)
     many = replace(found, increase=np.arange(30.0)[None], increase_sem=np.ones((1, 30)))
-    lines = terminal.classification_text(many).split("\n\n")[1].splitlines()
+    lines = classification_text(many).split("\n\n")[1].splitlines()
     assert lines[0] == "Heads: what the excess risk rises by when one is masked"
     assert lines[2].split()[:4] == ["L0H29", "29", "±", "1"]
     assert (len(lines), lines[-1]) == (3 + ROWS, "  ... and 10 more heads, of less: --wide")
-    assert terminal.classification_text(many, wide=True).count("L0H") == 30
+    assert classification_text(many, wide=True).count("L0H") == 30
 
 
 @pytest.mark.parametrize("several_layers", [False, pytest.param(True, marks=pytest.mark.slow)])
@@ -158,7 +159,7 @@ def test_of_many_models_each_has_its_loss_and_r2_on_one_line(pair, narrow, sever
 
 def test_a_p_value_at_its_floor_is_below_it(pair, narrow):
     found = classify(pair, n_prompts=64)
-    wide = terminal.classification_text(found, wide=True)
+    wide = classification_text(found, wide=True)
     assert f"< {1 / (2 * found.n_random):.2g}" in wide
     assert found.reason in " ".join(wide.split())
 

@@ -481,7 +481,7 @@ KILLS = 12
 DRIVER = """
 import os, pathlib, random, signal, sys, time
 import mechinterp.analysis.sweep_table, mechinterp.cli.main, mechinterp.cli.training, mechinterp.report.bars
-import mechinterp.report.documents, mechinterp.training.ray, mechinterp.training.one_layer.kernel, mechinterp.training.train
+import mechinterp.report.to_json, mechinterp.training.ray, mechinterp.training.one_layer.kernel, mechinterp.training.train
 from mechinterp import cli
 from mechinterp.training import run
 

@@ -11,6 +11,7 @@ from jaxtyping import Bool, Float, Int
 from mechinterp import figures
 from mechinterp.analysis.ablation.masked_risk import masked_errors
 from mechinterp.analysis.ablation.pruning import pruned_config, pruned_origin, pruned_weights
+from mechinterp.analysis.number_format import with_error
 from mechinterp.analysis.stats import mean_and_sem, ratio_and_sem
 from mechinterp.checkpoints.checkpoint import Checkpoint, checkpoint_of, save
 from mechinterp.config import ExperimentConfig
@@ -52,6 +53,15 @@ class FineTuning(Result):
             f"FineTuning({self.step[-1]} steps: {self.ratio[0, 0]:.3g} to {pruned} times the full model's risk; "
             f"the full model itself {full})"
         )
+
+    def sentences(self) -> list[str]:
+        """What further training wins back, beside the full model trained as long."""
+        few, full = (
+            with_error(*pair) for pair in zip(self.ratio[:, -1], self.ratio_sem[:, -1], strict=True)
+        )
+        return [
+            f"After {self.step[-1]} steps of further training {few} times (all heads, trained as long: {full})."
+        ]
 
     def to_frame(self) -> pd.DataFrame:
         """One row per model and step."""

@@ -1,12 +1,19 @@
-"""Head ablation by every method, and every subset of heads where the model is one layer of attention."""
+"""Head ablation by every method, of whole layers, and every subset of heads where the model is one layer of attention."""
 
 from dataclasses import dataclass
 
+import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
+from jaxtyping import Float
 
+from mechinterp import figures
+from mechinterp.analysis.ablation.masked_risk import masked_errors
 from mechinterp.analysis.ablation.single import HeadAblation, ablate_heads
 from mechinterp.analysis.ablation.subsets import MAX_SUBSET_HEADS, SubsetAblation, ablate_subsets
+from mechinterp.analysis.number_format import digits, with_error
+from mechinterp.analysis.result import Table, records
+from mechinterp.analysis.stats import mean_and_sem
 from mechinterp.display import Result
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.hooked.masks import METHODS
@@ -16,16 +23,47 @@ from mechinterp.progress import ProgressCallback, no_progress
 
 
 @dataclass(frozen=True, eq=False, repr=False)
+class LayerAblation:
+    """Rise of the excess risk when all heads of a layer are masked."""
+
+    layer_rise: Float[np.ndarray, " layer"]
+    """Excess risk with all heads of the layer masked minus that of the full model, unit y^2."""
+    layer_rise_sem: Float[np.ndarray, " layer"]
+    """Standard error of layer_rise, paired over prompts."""
+
+
+@dataclass(frozen=True, eq=False, repr=False)
 class Ablations(Result):
-    """Single heads masked by each method, and subsets of heads."""
+    """Single heads masked by each method, whole layers, and subsets of heads."""
 
     methods: tuple[HeadAblation, ...]
     """One for each way to mask a head, zero ablation first."""
     subsets: SubsetAblation | None
     """None of a model of several layers, or of too many heads."""
+    layers: LayerAblation | None = None
+    """None of a model of one layer."""
 
     def __repr__(self) -> str:
         return f"Ablations({', '.join(map(repr, self.methods))})"
+
+    def sentences(self) -> list[str]:
+        """Excess risk, the head that is missed most, and what such rises do not say."""
+        zero = self.methods[0]
+        layer, head = np.unravel_index(int(zero.rise.argmax()), zero.rise.shape)
+        told = [
+            f"excess risk {with_error(zero.full_risk, zero.full_risk_sem)} y².",
+            f"Masking L{layer}H{head} raises it most, by {with_error(zero.rise[layer, head], zero.rise_sem[layer, head])} y² "
+            f"in the mean over prompts and {digits(zero.median_rise[layer, head])} in the median.",
+            *self._spread(),
+            *self._carried(),
+            *self._broken(),
+            *self._cautioned(),
+        ]
+        if self.subsets is None and self.layers is None:
+            told.append(
+                f"Subsets are left out: they are of one layer of attention with at most {MAX_SUBSET_HEADS} heads."
+            )
+        return told
 
     def to_frame(self) -> pd.DataFrame:
         """One row per method and head."""
@@ -33,11 +71,167 @@ class Ablations(Result):
 
     def layer_frame(self) -> pd.DataFrame:
         """One row per method and layer."""
-        return pd.concat([one.layer_frame() for one in self.methods], ignore_index=True)
+        frames = [one.layer_frame() for one in self.methods]
+        if self.layers is not None:
+            whole = vars(self.layers)
+            frames = [frame.assign(**whole) for frame in frames[:1]] + frames[1:]
+        return pd.concat(frames, ignore_index=True)
+
+    def tables(self) -> dict[str, Table]:
+        """Heads, layers, and of one layer Shapley values and subsets."""
+        tables = {
+            "ablation": Table(
+                self.to_frame(),
+                "Rise when one head is masked",
+                by="median_rise",
+                per="method",
+                quiet=("carried_by_few",),
+            ),
+            "layers": Table(
+                self.layer_frame(),
+                "How a layer spreads it over its heads",
+                per="method",
+                quiet=("top_share",),
+            ),
+        }
+        if self.subsets is not None:
+            title = "Shapley values: fall of the excess risk a head brings"
+            tables["shapley"] = Table(self.subsets.shapley_frame(), title)
+            tables["subsets"] = Table(self.subsets.to_frame(), "Every subset of heads kept")
+        return tables
+
+    def to_document(self) -> dict:
+        """Excess risk, heads, layers and, if there are any, subsets of heads."""
+        zero = self.methods[0]
+        names = {"ablation": "heads"}
+        tables = {names.get(key, key): records(t.frame) for key, t in self.tables().items()}
+        return {
+            "excess_risk": zero.full_risk,
+            "excess_risk_sem": zero.full_risk_sem,
+            "null_risk": zero.null_risk,
+            "breaking": zero.breaking,
+            **tables,
+        }
+
+    def head_facts(self) -> list[dict[str, str]]:
+        """Of each head its rise under each method, and its Shapley value."""
+        facts = [
+            {
+                f"{one.method} ablation (y²)": with_error(rise, sem)
+                for one, rise, sem in zip(self.methods, rises, sems, strict=True)
+            }
+            for rises, sems in zip(
+                zip(*(one.rise.ravel() for one in self.methods), strict=True),
+                zip(*(one.rise_sem.ravel() for one in self.methods), strict=True),
+                strict=True,
+            )
+        ]
+        if self.subsets is not None:
+            pairs = zip(facts, self.subsets.shapley, self.subsets.shapley_sem, strict=True)
+            for fact, value, sem in pairs:
+                fact["Shapley value (y²)"] = with_error(value, sem)
+        return facts
 
     def plot(self) -> go.Figure:
-        """Rise of the excess risk under zero ablation."""
-        return self.methods[0].plot()
+        """Rise of the excess risk: of one layer by every method, of several layers under zero ablation."""
+        zero = self.methods[0]
+        if len(zero.rise) > 1:
+            return zero.plot()
+        return figures.bars(
+            zero.head_names,
+            {f"{one.method} ablation": one.rise.ravel() for one in self.methods},
+            errors={f"{one.method} ablation": one.rise_sem.ravel() for one in self.methods},
+            title="Rise of the excess risk when a head is masked",
+            y_title="rise of excess risk (y²)",
+        )
+
+    def plot_effective_heads(self) -> go.Figure:
+        """Effective number of heads of each layer, by every method."""
+        return figures.bars(
+            [f"layer {layer}" for layer in range(len(self.methods[0].rise))],
+            {f"{one.method} ablation": one.effective_heads for one in self.methods},
+            errors={f"{one.method} ablation": one.effective_heads_sem for one in self.methods},
+            title="Effective number of heads of each layer",
+            y_title="effective heads",
+        )
+
+    def figures(self) -> dict[str, go.Figure]:
+        """Rises, then Shapley values of one layer; relative risk, importance and effective heads of several."""
+        if self.subsets is not None:
+            return {"ablation": self.plot(), "shapley": self.subsets.plot()}
+        zero = self.methods[0]
+        return {
+            "head_risk": zero.plot_factor(),
+            "head_importance": zero.plot_importance(),
+            "effective_heads": self.plot_effective_heads(),
+        }
+
+    def _spread(self) -> list[str]:
+        zero = self.methods[0]
+        if self.layers is None:
+            return []
+        few = np.asarray(zero.carried_by_few.any(1))
+        counts = [
+            f"{number:.2f} by medians in layer {layer}"
+            if few[layer]
+            else f"{with_error(number, zero.effective_heads_sem[layer])} in layer {layer}"
+            for layer, number in enumerate(zero.typical_effective_heads)
+        ]
+        n_heads = zero.rise.shape[1]
+        return [f"Of {n_heads} heads per layer the rises are spread over {', '.join(counts)}."]
+
+    def _carried(self) -> list[str]:
+        """The heads whose mean rise few prompts carry, if there are any."""
+        heads: dict[str, list[str]] = {}
+        for one in self.methods:
+            if one.carried:
+                heads.setdefault(", ".join(one.carried), []).append(one.method)
+        if not heads:
+            return []
+        told = "; ".join(f"{names} ({', '.join(by)} ablation)" for names, by in heads.items())
+        return [
+            f"One prompt in a hundred carries most of the mean rise of {told}: read the median."
+        ]
+
+    def _broken(self) -> list[str]:
+        """The heads without which the model is worse than no model, if there are any, and why."""
+        zero = self.methods[0]
+        if not zero.breaking:
+            return []
+        worse = f"Without {_any_of(zero.breaking)} it is worse than predicting 0 ({digits(zero.null_risk)} y²)"
+        if self.layers is not None:
+            return [
+                f"{worse}: the layers after meet inputs they have never seen, and the size of such a rise says that "
+                "something breaks, not how much the head computes."
+            ]
+        return [
+            f"{worse}: heads that held each other in balance no longer cancel, so that a large rise does not mean that a "
+            "head could do the task alone."
+        ]
+
+    def _cautioned(self) -> list[str]:
+        """What masks of single heads do not say, with the layers that can go more easily than one of their heads."""
+        if self.layers is None:
+            return []
+        zero, heavier = self.methods[0], []
+        rows = zip(self.layers.layer_rise, self.layers.layer_rise_sem, strict=True)
+        for layer, (rise, rise_sem) in enumerate(rows):
+            head = int(zero.rise[layer].argmax())
+            one, sem = zero.rise[layer, head], zero.rise_sem[layer, head]
+            if zero.rise.shape[1] > 1 and one - rise > 2 * np.hypot(sem, rise_sem):
+                heavier.append(
+                    f"all of layer {layer} costs {with_error(rise, rise_sem)} y², less than L{layer}H{head} "
+                    f"alone ({with_error(one, sem)})"
+                )
+        here = f"Here {'; '.join(heavier)}" if heavier else "Here no head costs more than its layer"
+        return [
+            "A mask asks what one head costs while all others stay: heads that stand in for each other cost little one by "
+            f"one and much together. {here}."
+        ]
+
+
+def _any_of(names: list[str]) -> str:
+    return names[0] if len(names) == 1 else f"any of {', '.join(names)}"
 
 
 def ablate(
@@ -49,6 +243,13 @@ def ablate(
     progress: ProgressCallback = no_progress,
 ) -> Ablations:
     """Rise of the excess risk when heads are masked: each alone by every method, and every subset in one layer.
+
+    Excess risk is the mean of (ŷ − x·β)², the same prompts for every mask; ± is one standard error, paired over
+    prompts. Zero ablation sets a head's z to 0, mean ablation to its mean over prompts, resample ablation to that of
+    another prompt; nothing is retrained. Importance is a head's share of its layer's rises, falls taken as 0; the
+    effective number of heads is exp of the entropy of the importance. In one layer heads add up, so all subsets
+    follow from one pass; a Shapley value is the mean over all orders of adding heads. In several layers whole layers
+    are masked, too.
 
     Args:
         prompts: None: `n_prompts` of the model's own task are drawn, by `seed`.
@@ -67,12 +268,25 @@ def ablate(
         ablate_heads(source, even if how == "resample" else prompts, method=how, progress=progress)
         for how in METHODS
     ]
-    return Ablations(tuple(methods), subsets_where_possible(source, prompts))
-
-
-def subsets_where_possible(source: Source, prompts: Prompts) -> SubsetAblation | None:
-    """Every subset of the heads of one layer of attention; None of more layers, or of too many heads."""
     predictor = predictor_of(source)
-    if not predictor.is_one_attention or predictor.n_heads > MAX_SUBSET_HEADS:
-        return None
-    return ablate_subsets(source, prompts)
+    few = predictor.is_one_attention and predictor.n_heads <= MAX_SUBSET_HEADS
+    subsets = ablate_subsets(source, prompts) if few else None
+    layers = ablate_layers(source, prompts) if predictor.n_layers > 1 else None
+    return Ablations(tuple(methods), subsets, layers)
+
+
+def ablate_layers(source: Source, prompts: Prompts) -> LayerAblation:
+    """Rise of the excess risk when all heads of each layer are masked.
+
+    Example:
+        >>> from mechinterp.models.constructions.descent import gradient_descent_model
+        >>> from mechinterp.models.run.evaluation import evaluation_prompts
+        >>> model = gradient_descent_model([0.5, 0.5], d_x=4)
+        >>> bool((ablate_layers(model, evaluation_prompts(model, n_prompts=64)).layer_rise > 0).all())
+        True
+    """
+    predictor = predictor_of(source)
+    heads = range(predictor.n_heads)
+    masks = [[], *([(layer, head) for head in heads] for layer in range(predictor.n_layers))]
+    errors = masked_errors(predictor, prompts, masks)
+    return LayerAblation(*mean_and_sem(errors[:, 1:] - errors[:, :1]))

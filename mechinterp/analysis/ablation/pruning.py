@@ -21,6 +21,8 @@ from mechinterp.analysis.ablation.cross_fitting import (
     cost,
     masked_by,
 )
+from mechinterp.analysis.number_format import with_error
+from mechinterp.analysis.result import Table, records
 from mechinterp.analysis.stats import mean_and_sem
 from mechinterp.checkpoints.checkpoint import Checkpoint, checkpoint_of, save
 from mechinterp.checkpoints.load import load
@@ -57,6 +59,41 @@ class Pruning(Cost, Result):
         if self.carried_by_few:
             as_is, refit = refit, f"{as_is}, which few prompts carry"
         return f"Pruning({per_layer} heads kept: {as_is}; {refit})"
+
+    def sentences(self) -> list[str]:
+        """What is kept, and what it costs."""
+        n_layers, n_heads = self.kept.shape
+        full, risk = (
+            with_error(self.full_risk, self.full_risk_sem),
+            with_error(self.risk, self.risk_sem),
+        )
+        as_is = f"Excess risk {full} y² with all heads, {risk} with these: {with_error(self.ratio, self.ratio_sem)} times."
+        refit = f"With a new read-out {with_error(self.refit_ratio, self.refit_ratio_sem)} times."
+        few = "One prompt in a hundred carries most of this risk: read the number with a new read-out."
+        counts = ", ".join(map(str, self.kept.sum(1)))
+        return [
+            f"heads kept in layers 0 to {n_layers - 1}: {counts} of {n_heads}.",
+            *((refit, as_is, few) if self.carried_by_few else (as_is, refit)),
+            "Heads are chosen on random halves of the prompts, risks measured on the other halves; ± is over prompts and "
+            "choices.",
+        ]
+
+    def tables(self) -> dict[str, Table]:
+        """What is kept of each layer."""
+        title = "kept: chosen on all prompts; chosen: in which share of the halves"
+        return {"heads": Table(self.to_frame(), title)}
+
+    def to_document(self) -> dict:
+        """Risks and heads; where few prompts carry the risk, what is measured with a new read-out comes first."""
+        full = ("full_risk", "full_risk_sem", "full_refit_risk", "full_refit_risk_sem")
+        as_is = ("risk", "risk_sem", "ratio", "ratio_sem")
+        refit = tuple(f"refit_{name}" for name in as_is)
+        order = (*refit, *as_is) if self.carried_by_few else (*as_is, *refit)
+        return {
+            **{name: getattr(self, name) for name in (*full, *order, "carried_by_few")},
+            "heads_per_layer": self.kept.sum(1),
+            "heads": records(self.to_frame()),
+        }
 
     def to_frame(self) -> pd.DataFrame:
         """One row per head."""

@@ -1,12 +1,12 @@
 """Excess risk against the number of heads kept, and the cost of rules that name them."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 
 from mechinterp import figures
 from mechinterp.analysis.ablation.cross_fitting import (
@@ -19,11 +19,15 @@ from mechinterp.analysis.ablation.cross_fitting import (
     one_choice,
 )
 from mechinterp.analysis.ablation.masked_risk import masked_errors
+from mechinterp.analysis.ablation.pairs import greedy_order, halves
 from mechinterp.analysis.ablation.pruning import RULES
+from mechinterp.analysis.number_format import with_error
+from mechinterp.analysis.result import Table
 from mechinterp.analysis.stats import mean_and_sem, ratio_and_sem
 from mechinterp.display import Result
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.hooked.masks import Head
+from mechinterp.models.run.evaluation import evaluation_prompts
 from mechinterp.models.run.predictor import Source, predictor_of
 from mechinterp.progress import ProgressCallback, no_progress
 
@@ -47,6 +51,16 @@ class PruningCurves(Result):
     ratio_sem: Float[np.ndarray, "order size"]
     """Standard error of `ratio`, paired over prompts."""
 
+    @property
+    def n_kept(self) -> Int[np.ndarray, " size"]:
+        """Number of heads kept."""
+        return np.arange(self.risk.shape[1])[::-1]
+
+    @property
+    def masked_next(self) -> list[str]:
+        """The head that the order masks next."""
+        return [name for names in self.heads for name in (*names, "")]
+
     def __repr__(self) -> str:
         needed = ", ".join(f"{name} {self.needed(name)}" for name in self.orders)
         return f"PruningCurves(heads for twice the risk at most: {needed} of {len(self.heads[0])})"
@@ -61,8 +75,8 @@ class PruningCurves(Result):
         n_orders, n_sizes = self.risk.shape
         columns: dict[str, object] = {
             "order": np.repeat(self.orders, n_sizes),
-            "n_kept": np.tile(np.arange(n_sizes)[::-1], n_orders),
-            "masked_next": [name for names in self.heads for name in (*names, "")],
+            "n_kept": np.tile(self.n_kept, n_orders),
+            "masked_next": self.masked_next,
         }
         for name in ("risk", "risk_sem", "ratio", "ratio_sem"):
             columns[name] = getattr(self, name).ravel()
@@ -71,7 +85,7 @@ class PruningCurves(Result):
     def plot(self) -> go.Figure:
         """Excess risk over the number of heads that are kept, a curve per order."""
         return figures.lines(
-            np.arange(self.risk.shape[1])[::-1],
+            self.n_kept,
             dict(zip(self.orders, self.risk, strict=True)),
             errors=dict(zip(self.orders, self.risk_sem, strict=True)),
             title="Excess risk against the number of heads that are kept",
@@ -106,6 +120,73 @@ class RulePruning(Result):
     refit_ratio_sem: Float[np.ndarray, " rule"]
     carried_by_few: Bool[np.ndarray, " rule"]
     """Whether a hundredth of the prompts carries more than half of `risk`; then `refit_risk` says more."""
+    curves: PruningCurves | None = None
+    """Head after head in orders that were chosen on other prompts; None if they were not measured."""
+
+    @property
+    def heads_per_layer(self) -> list[str]:
+        """Heads kept in each layer, from the first on."""
+        return [", ".join(map(str, kept.sum(1))) for kept in self.kept]
+
+    @property
+    def rule(self) -> tuple[str, ...]:
+        """Rule that says which heads are kept: best-later keeps all heads of the first layer and of each later one
+        the head that is missed most; least-later the one missed least, best-first the best of the first layer and all
+        later heads: both are controls."""
+        return self.rules
+
+    def sentences(self) -> list[str]:
+        """How many heads each order needs, what each rule costs, and where the choice hangs on the prompts."""
+        told = []
+        if self.curves is not None:
+            counts = [f"{self.curves.needed(n)} in the order {n!r}" for n in self.curves.orders]
+            told.append(
+                f"Of {len(self.curves.heads[0])} heads, the excess risk stays within twice the full model's with "
+                f"{' and '.join(counts)}."
+            )
+        costs = [
+            f"{name} keeps {kept.sum()} and has {with_error(ratio, sem)} times the risk{how}"
+            for (name, ratio, sem, how), kept in zip(
+                self.ratios_to_read(), self.kept[1:], strict=True
+            )
+        ]
+        few = [name for name, few in zip(self.rules, self.carried_by_few, strict=True) if few]
+        told.append(
+            f"By rule, {'; '.join(costs)}." if costs else "With one head, no rule prunes anything."
+        )
+        if few:
+            told.append(
+                f"Of {' and '.join(few)} one prompt in a hundred carries most of the risk as it is."
+            )
+        return told + self._by_chance()
+
+    def _by_chance(self) -> list[str]:
+        if "best-later" not in self.rules:
+            return []
+        often = self.chosen[self.rules.index("best-later")].max(1)
+        layers = [f"{share:.0%} in layer {layer}" for layer, share in enumerate(often) if share < 1]
+        if not layers:
+            return []
+        return [
+            "Which head best-later keeps depends on the prompts: the one that is chosen most often is so in "
+            f"{', '.join(layers)} of the choices on halves of them."
+        ]
+
+    def tables(self) -> dict[str, Table]:
+        """Rules, curves, and how often each head is chosen."""
+        tables = {"rules": Table(self.to_frame(), "Heads kept by rules")}
+        if self.curves is not None:
+            title = "Head after head, in orders chosen on other prompts"
+            tables["pruning"] = Table(self.curves.to_frame(), title, per="order")
+        if len(self.rules) > 1:
+            tables["chosen"] = Table(self.chosen_frame(), "How often each head is kept", per="rule")
+        return tables
+
+    def figures(self) -> dict[str, go.Figure]:
+        """Curves, rules, and how often each head is chosen."""
+        drawn = {} if self.curves is None else {"pruning": self.curves.plot()}
+        chosen = {"chosen": self.plot_chosen()} if len(self.rules) > 1 else {}
+        return drawn | {"rules": self.plot()} | chosen
 
     def __repr__(self) -> str:
         ratios = ", ".join(
@@ -126,8 +207,7 @@ class RulePruning(Result):
 
     def to_frame(self) -> pd.DataFrame:
         """One row per rule, numbers with a new read-out first where few prompts carry a risk."""
-        per_layer = [", ".join(map(str, kept.sum(1))) for kept in self.kept]
-        columns: dict[str, object] = {"rule": self.rules, "heads_per_layer": per_layer}
+        columns: dict[str, object] = {"rule": self.rules, "heads_per_layer": self.heads_per_layer}
         as_is = ("risk", "risk_sem", "ratio", "ratio_sem")
         refit = tuple(f"refit_{name}" for name in as_is)
         order = (*refit, *as_is) if self.carried_by_few.any() else (*as_is, *refit)
@@ -205,6 +285,61 @@ def pruning_curves(
     risks = (*mean_and_sem(errors), *ratio_and_sem(errors, errors[:, 0]))
     names = tuple(tuple(f"L{layer}H{head}" for layer, head in heads) for heads in orders.values())
     return PruningCurves(tuple(orders), names, *(values.reshape(shape) for values in risks))
+
+
+GREEDY_HEADS = 32
+"""Most heads whose greedy order is searched: it takes n (n + 1) / 2 masks."""
+LEAST_PART = 64
+"""Prompts that no part of them goes below, if there are as many."""
+
+
+def prune_by_rules_and_orders(
+    source: Source,
+    prompts: Prompts | None = None,
+    *,
+    n_prompts: int | None = None,
+    seed: int = 0,
+    progress: ProgressCallback = no_progress,
+) -> RulePruning:
+    """What is left of a model as heads are masked for good: by rules that name what stays, and head after head.
+
+    For the rules the prompts are halved at random 8 times, heads chosen on each half and measured on the other; ± is
+    over prompts and over which heads were chosen. A new read-out is a ridge regression on the stream at the query,
+    cross-validated: it tells what is lost from what has only moved. One order goes by the rises of the single masks
+    on the first half of the prompts; the greedy one, searched for up to 32 heads, masks at each step the head that is
+    missed least with those before it gone. The risks of the curves are those of other prompts, a quarter of the second
+    half. Nothing is retrained.
+
+    Args:
+        prompts: None: `n_prompts` of the model's own task are drawn, by `seed`.
+        n_prompts: None: 4096, of models with norms or MLPs 512, or as many as probes of a wide stream take.
+        progress: Optional progress callback.
+    Raises:
+        ValueError: If there are fewer than 8 prompts, or too few for a read-out.
+    Example:
+        >>> from mechinterp.models.constructions.descent import gradient_descent_model
+        >>> found = prune_by_rules_and_orders(gradient_descent_model([0.5, 0.3], d_x=4), n_prompts=64)
+        >>> found.curves.orders
+        ('greedy', 'least rise first')
+    """
+    prompts = evaluation_prompts(source, prompts, n_prompts=n_prompts, seed=seed)
+    predictor = predictor_of(source)
+    scored, measured = halves(prompts)
+    heads = predictor.heads
+    errors = masked_errors(predictor, scored, [[], *([head] for head in heads)], progress=progress)
+    rises = (errors[:, 1:] - errors[:, :1]).mean(0)
+    orders = {"least rise first": [heads[i] for i in rises.argsort(kind="stable")]}
+    if len(heads) <= GREEDY_HEADS:
+        greedy = greedy_order(predictor, _part(scored, 8), progress=progress)
+        orders = {"greedy": [(int(layer), int(head)) for layer, head in greedy.heads], **orders}
+    curves = pruning_curves(predictor, _part(measured, 4), orders, progress=progress)
+    return replace(prune_by_rules(predictor, prompts, progress=progress), curves=curves)
+
+
+def _part(prompts: Prompts, part: int) -> Prompts:
+    """The first of the prompts, one in `part` but no fewer than LEAST_PART; an even number, as they may swap."""
+    size = min(max(len(prompts) // part, LEAST_PART), len(prompts))
+    return prompts[: size // 2 * 2]
 
 
 def prune_by_rules(

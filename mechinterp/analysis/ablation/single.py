@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 
 from mechinterp import figures
 from mechinterp.analysis.ablation.masked_risk import layer_shares, masked_errors
@@ -60,6 +60,21 @@ class HeadAblation(Result):
         return layer_shares(self.rise)
 
     @property
+    def top_share(self) -> Float[np.ndarray, " layer"]:
+        """Largest importance of a head in the layer."""
+        return self.importance.max(1)
+
+    @property
+    def top_head(self) -> Int[np.ndarray, " layer"]:
+        """Head of the layer that is missed most."""
+        return self.rise.argmax(1)
+
+    @property
+    def top_rise(self) -> Float[np.ndarray, " layer"]:
+        """Rise when that head is masked, unit y^2."""
+        return self.rise.max(1)
+
+    @property
     def effective_heads_of_medians(self) -> Float[np.ndarray, " layer"]:
         """`effective_heads` with `median_rise` in place of `rise`."""
         return _effective_number(self.median_rise)
@@ -106,12 +121,8 @@ class HeadAblation(Result):
         means = ("effective_heads", "effective_heads_sem")
         medians = ("effective_heads_of_medians",)
         order = (*medians, *means) if self.carried_by_few.any() else (*means, *medians)
-        columns = {"layer": np.arange(len(self.rise))} | {n: getattr(self, n) for n in order}
-        columns |= {
-            "top_share": self.importance.max(1),
-            "top_head": self.rise.argmax(1),
-            "top_rise": self.rise.max(1),
-        }
+        names = (*order, "top_share", "top_head", "top_rise")
+        columns = {"layer": np.arange(len(self.rise))} | {n: getattr(self, n) for n in names}
         return pd.DataFrame({"method": self.method, **columns})
 
     def plot(self) -> go.Figure:
@@ -126,6 +137,18 @@ class HeadAblation(Result):
             title=title,
             y_title="rise of excess risk (y²)",
         )
+
+    def plot_factor(self) -> go.Figure:
+        """How many times the full model's excess risk is left with a head masked, on a logarithmic scale.
+
+        Colours end where the model is as bad as predicting 0, if not before."""
+        if not 0 < self.full_risk < self.null_risk:
+            return self.plot()
+        factor = np.log10(np.maximum(1 + self.rise / self.full_risk, 1e-6))
+        title = "Excess risk with a head masked, over the full model's, log₁₀"
+        bound = np.log10(self.null_risk / self.full_risk)
+        limit = float(min(np.abs(factor).max(), bound)) or float(bound)
+        return figures.layers_by_heads(factor, title=title, unit="log₁₀", limit=limit)
 
     def plot_importance(self) -> go.Figure:
         """Importance within the layer, layers by heads."""

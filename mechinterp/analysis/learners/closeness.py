@@ -50,8 +50,10 @@ class Closeness:
     """Excess risk of the model, unit y^2; its loss is larger by the variance of the noise."""
     risk_sem: Float[np.ndarray, "*axes"]
     risk_dmmse: Float[np.ndarray, "*axes"]
+    """Excess risk of dMMSE, unit y^2."""
     risk_dmmse_sem: Float[np.ndarray, "*axes"]
     risk_ridge: Float[np.ndarray, "*axes"]
+    """Excess risk of ridge, unit y^2."""
     risk_ridge_sem: Float[np.ndarray, "*axes"]
 
     def columns(self) -> dict[str, np.ndarray]:

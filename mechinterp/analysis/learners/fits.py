@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import pandas as pd
@@ -11,6 +12,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from mechinterp import figures
+from mechinterp.analysis.result import Table, records
 from mechinterp.analysis.stats import mean_and_sem, ratio_and_sem, require_moderate
 from mechinterp.config import TaskConfig
 from mechinterp.display import Result
@@ -65,12 +67,14 @@ class LearnerFits(Result):
     loss_gap_sem: Float[np.ndarray, "length learner"]
     """Standard error of `loss_gap`, paired over prompts."""
     model_loss: Float[np.ndarray, " length"]
+    """The model's own loss, unit y^2."""
     model_loss_sem: Float[np.ndarray, " length"]
     lead: float
     """At the trained length: runner-up's minus the best learner's mean squared distance to the model."""
     lead_sem: float
     """Standard error of `lead`, paired over prompts."""
     learners: tuple[str, ...] = LEARNERS
+    COLUMNS: ClassVar = dict.fromkeys((*LEARNERS, "dmmse"), "R² of the learner on the predictions.")
 
     @property
     def best(self) -> str:
@@ -132,6 +136,38 @@ class LearnerFits(Result):
         for name in ("kernel_omega", "model_loss", "model_loss_sem"):
             columns[name] = np.repeat(getattr(self, name), n_learners)
         return pd.DataFrame(columns)
+
+    def sentences(self) -> list[str]:
+        """The verdict."""
+        return [self.verdict]
+
+    def tables(self) -> dict[str, Table]:
+        """The fits at the trained context length, R^2 over all lengths, and every number of all lengths."""
+        frame = self.to_frame()
+        trained = frame[frame["context_length"] == self.trained_length]
+        over_length = frame.pivot(index="context_length", columns="learner", values="r2")
+        over_length = over_length[list(self.learners)].rename_axis(None, axis=1).reset_index()
+        title = (
+            f"Fits at L = {self.trained_length}; loss gap is the model's loss minus the learner's"
+        )
+        quiet = (
+            *("context_length", "rms", "rms_sem", "loss_sem", "kernel_omega"),
+            *("model_loss", "model_loss_sem"),
+        )
+        return {
+            "fits_at_trained_length": Table(trained, title, quiet=quiet),
+            "r2_over_length": Table(over_length, "R² over context length"),
+            "fits": Table(frame, "Every number", brief=False),
+        }
+
+    def to_document(self) -> dict:
+        """What scripts read of the fits."""
+        names = ("best", "verdict", "trained_length", "n_prompts", "lead", "lead_sem")
+        return {name: getattr(self, name) for name in names} | {"fits": records(self.to_frame())}
+
+    def figures(self) -> dict[str, go.Figure]:
+        """Distance and loss over the context length."""
+        return {"fit_distance": self.plot_distance(), "fit_loss": self.plot()}
 
     def plot(self) -> go.Figure:
         """Loss of the model and of the fitted learners over the context length."""

@@ -16,6 +16,7 @@ from mechinterp.analysis.learners.closeness import (
     lengths_of,
     setting_of,
 )
+from mechinterp.analysis.result import Table
 from mechinterp.config import TaskConfig
 from mechinterp.display import Result
 from mechinterp.icl.pools import Pool
@@ -70,6 +71,15 @@ class PriorComparison(Result):
             for i, kind in enumerate(KINDS)
         ]
         return f"PriorComparison({self.strategy}, pool of {self.n_tasks}; {'; '.join(told)})"
+
+    def tables(self) -> dict[str, Table]:
+        """Means over the context lengths, and every length."""
+        summary = Table(self.summary_frame(), "Means over the context lengths")
+        return {"priors": Table(self.to_frame(), "By context length"), "prior_means": summary}
+
+    def figures(self) -> dict[str, go.Figure]:
+        """Relative distance, then risks."""
+        return {"priors": self.plot(), "prior_risks": self.plot_risks()}
 
     def to_frame(self) -> pd.DataFrame:
         """One row per kind of tasks and context length."""

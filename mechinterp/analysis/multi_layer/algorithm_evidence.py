@@ -9,6 +9,8 @@ import plotly.graph_objects as go
 from jaxtyping import Bool, Float, Int
 
 from mechinterp import figures
+from mechinterp.analysis.number_format import digits, with_error
+from mechinterp.analysis.result import Table, records
 from mechinterp.display import Result
 
 
@@ -97,6 +99,63 @@ class AlgorithmEvidence(Result):
         if not self.answered[0]:
             return None
         return max(members, key=lambda m: self.r2[m, 0], default=None)
+
+    def sentences(self) -> list[str]:
+        """The label, how far the nearest algorithm is before the next, and the nearest path layer by layer."""
+        told = [f"The label is {self.label}: {self.reason}."]
+        best, other = self.best, self.runner_up
+        if best is not None and other is not None:
+            lead = with_error(self.difference[best, other, 0], self.difference_sem[best, other, 0])
+            told.append(
+                f"R² of {self.members[best]} minus that of {self.members[other]} is {lead}."
+            )
+        if not self.path_answered:
+            return [
+                *told,
+                "What a linear read-out finds after the layers comes near to no algorithm's path.",
+            ]
+        paths = np.nan_to_num(self.path_r2, nan=-np.inf)
+        nearest = [
+            f"{self.members[int(column.argmax())]} (R² {digits(column.max())})"
+            for column in paths.T
+        ]
+        return [*told, f"Layer by layer the nearest path is that of {', '.join(nearest)}."]
+
+    def tables(self) -> dict[str, Table]:
+        """Fits, identities, and paths if there are any."""
+        path = self.path_frame()
+        return {
+            "algorithms": Table(self.to_frame(), "How near each algorithm comes"),
+            "identities": Table(self.test_frame(), "Identities"),
+        } | ({"path": Table(path, "After each layer", per="candidate")} if len(path) else {})
+
+    def figures(self) -> dict[str, go.Figure]:
+        """Paths, if there are any."""
+        return {"algorithm_path": self.plot()} if self.drawn else {}
+
+    def evidence(self) -> dict:
+        """What earned the label: of the best algorithm, of the runner-up, and of all."""
+        best, other = self.best, self.runner_up
+        evidence: dict[str, object] = {
+            "candidates": list(self.candidates),
+            "relative_risk": self.relative_risk[0],
+            "null_risk": self.null_risk,
+        }
+        if best is not None:
+            walked = self.has_path[best] and self.path_answered
+            evidence |= {"algorithm": self.members[best]}
+            evidence |= {"r2": self.r2[best, 0], "r2_sem": self.r2_sem[best, 0]}
+            evidence["scalars"] = (self.path_scalars if walked else self.scalars)[best]
+        if best is not None and other is not None:
+            evidence |= {
+                "runner_up": self.members[other],
+                "runner_up_r2": self.r2[other, 0],
+                "lead": self.difference[best, other, 0],
+                "lead_sem": self.difference_sem[best, other, 0],
+            }
+        tables = {"algorithms": self.to_frame(), "path": self.path_frame()}
+        tables["tests"] = self.test_frame()
+        return evidence | {name: records(frame) for name, frame in tables.items()}
 
     def to_frame(self) -> pd.DataFrame:
         """One row per algorithm and setting."""

@@ -4,7 +4,8 @@ Between such heads and the prediction lie further layers, norms and MLPs, so tha
 what breaks when they are masked and not by their circuits.
 """
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import ClassVar
 
 import numpy as np
 import pandas as pd
@@ -25,6 +26,7 @@ from mechinterp.analysis.multi_layer.algorithm import name_algorithm
 from mechinterp.analysis.multi_layer.algorithm_evidence import AlgorithmEvidence
 from mechinterp.analysis.multi_layer.verdict import layers_verdict
 from mechinterp.analysis.number_format import with_error
+from mechinterp.analysis.result import Table, figures_of, records, sentences_of, tables_of
 from mechinterp.analysis.stats import best_factor, mean_and_sem, r2_and_sem
 from mechinterp.analysis.verdict import Verdict
 from mechinterp.config import TaskConfig
@@ -73,6 +75,10 @@ class LayeredClassification(Result):
     n_prompts: int
     assumed: tuple[str, ...] = ()
     """Fields of the task that nobody stated."""
+    COLUMNS: ClassVar = {
+        "excess_risk_increase": "Excess risk with the head masked minus that of the full model, unit y^2.",
+        "sem": "Standard error of excess_risk_increase, paired over prompts.",
+    }
 
     @property
     def importance(self) -> Float[np.ndarray, "layer head"]:
@@ -112,6 +118,49 @@ class LayeredClassification(Result):
     def __repr__(self) -> str:
         told = standing_text(self.loss, self.task, self.assumed)
         return f"LayeredClassification({self.pattern})\n{self.verdict}\n{told}"
+
+    def sentences(self) -> list[str]:
+        """The verdict, the loss, the heaviest head, and what the layers carry out."""
+        told = [
+            *str(self.verdict).splitlines(),
+            *standing_text(self.loss, self.task, self.assumed).splitlines(),
+            f"{self.heaviest[0].upper()}{self.heaviest[1:]}.",
+        ]
+        return told if self.algorithm is None else told + sentences_of(self.algorithm)
+
+    def tables(self) -> dict[str, Table]:
+        """Heads, and the tables of the algorithm."""
+        heads = Table(self.to_frame(), "What the excess risk rises by", by="excess_risk_increase")
+        own = {} if self.algorithm is None else tables_of("algorithms", self.algorithm)
+        return {"classify": heads, **own}
+
+    def figures(self) -> dict[str, go.Figure]:
+        """The path between algorithms, and the rises."""
+        own = {} if self.algorithm is None else figures_of("algorithm_path", self.algorithm)
+        return own | {"classify": self.plot()}
+
+    def to_document(self) -> dict:
+        """Pattern, heads by their ablation, evidence and verdict."""
+        evidence = {
+            "excess_risk": self.excess_risk,
+            "excess_risk_sem": self.excess_risk_sem,
+            "n_prompts": self.n_prompts,
+            "context_length": self.task.context_length,
+            "learner_r2": dict(zip(self.learners, self.learner_r2.tolist(), strict=True)),
+            "learner_r2_sem": dict(zip(self.learners, self.learner_r2_sem.tolist(), strict=True)),
+            **({} if self.algorithm is None else self.algorithm.evidence()),
+            "loss": asdict(self.loss),
+            "task": self.task.in_words(self.assumed),
+            "best_factor": self.best_factor,
+            "best_factor_sem": self.best_factor_sem,
+        }
+        return {
+            "pattern": self.pattern,
+            "reason": self.reason,
+            "heads": records(self.to_frame()),
+            "evidence": evidence,
+            "verdict": asdict(self.verdict),
+        }
 
     def to_frame(self) -> pd.DataFrame:
         """One row per head."""

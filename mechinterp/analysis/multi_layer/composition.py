@@ -1,7 +1,7 @@
 """Which heads write what later heads read: composition scores of the weights, beside those of random weights."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pandas as pd
@@ -34,6 +34,10 @@ class CompositionScores(Result):
     """Standard deviation of these over pairs of heads."""
     passed_over: str
     """What lies between the heads and is passed over; empty if nothing does."""
+    COLUMNS: ClassVar = {
+        "random_score": "The same of random initial weights, mean over pairs of heads.",
+        "random_score_sd": "Standard deviation of random_score over pairs of heads.",
+    }
 
     def __repr__(self) -> str:
         top: Any = next(self.to_frame().itertuples())

@@ -1,6 +1,7 @@
 """QK and OV circuits of every head of a model of several layers, in coordinates of tokens where the stream allows it."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import pandas as pd
@@ -37,6 +38,14 @@ class LayeredCircuits(Result):
     """Names of the coordinates that circuits read."""
     of_weights_alone: str
     """Why the circuits are of the weights alone, in coordinates of the stream; empty where they are of tokens."""
+    COLUMNS: ClassVar = {
+        "ov_rank": "Participation ratio of OV's squared singular values: how many directions a head moves.",
+        "ov_read": "Norm of what of OV is read out directly, over that of all of OV.",
+        "qk_rank": "Participation ratio of QK's squared singular values: how many directions a head compares.",
+        "qk_norm": "Frobenius norm of the head's QK, the scale in it.",
+        "ov_norm": "Frobenius norm of the head's OV.",
+        "omega_mean": "Mean of omega over coordinates, unit 1/x^2.",
+    }
 
     def __repr__(self) -> str:
         n_layers, n_heads = self.QK.shape[:2]
@@ -47,6 +56,23 @@ class LayeredCircuits(Result):
             omega, mu = self.omega[layer, head].mean(), self.mu[layer, head].mean()
             how = f"direct paths; largest |mu| L{layer}H{head} omega {omega:+.3f} mu {mu:+.3f}"
         return f"LayeredCircuits({n_layers} layers of {n_heads} heads, {how})"
+
+    def sentences(self) -> list[str]:
+        """What these circuits are of."""
+        if self.of_weights_alone:
+            return [
+                f"The model has {self.of_weights_alone}, so that the circuits are of the weights alone, in coordinates of "
+                "the stream: QK = W_Q W_K^T times the scale of the scores, OV = W_V W_O."
+            ]
+        return [
+            "These are direct paths: how a query's token looks at a key's, and what of it a head writes into the "
+            "prediction. QK = W_in W_Q W_K^T W_inᵀ times the scale of the scores, OV = W_in W_V W_O W_U; what other layers "
+            "do in between is left out."
+        ]
+
+    def figures(self) -> dict[str, go.Figure]:
+        """QK, then OV, which share a slider over the layers."""
+        return {"qk": self.plot(), "ov": self.plot_ov()}
 
     def to_frame(self) -> pd.DataFrame:
         """One row per head."""

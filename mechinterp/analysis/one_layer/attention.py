@@ -9,10 +9,16 @@ import torch
 from jaxtyping import Float, Int
 
 from mechinterp import figures
+from mechinterp.analysis.number_format import digits
+from mechinterp.analysis.result import Table
 from mechinterp.display import Result, counted
 from mechinterp.icl.prompts import Prompts
+from mechinterp.models.heads import head_outputs
 from mechinterp.models.run.evaluation import evaluation_prompts
-from mechinterp.models.run.predictor import Source, predictor_of
+from mechinterp.models.run.predictor import Predictor, Source, predictor_of
+
+MOST_TOLD = 4
+"""Heads up to which a sentence says something of each."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -32,6 +38,10 @@ class AttentionPatterns(Result):
     prediction: Float[np.ndarray, "prompt d_y"]
     target: Float[np.ndarray, "prompt d_y"]
     """The query's response without noise."""
+    n_prompts: int
+    """Prompts that these were taken from, by how far the prediction is off."""
+    outputs: Float[np.ndarray, "prompt head d_y"] | None
+    """Of one layer of attention: what each head adds to the prediction; a bias is what is left of it."""
 
     @property
     def head(self) -> Int[np.ndarray, " head"]:
@@ -54,6 +64,46 @@ class AttentionPatterns(Result):
         layers = "" if self.n_layers == 1 else f"{counted(self.n_layers, 'layer')}, "
         return f"AttentionPatterns({n_prompts} prompts, {layers}{n_heads} heads, {n_keys} keys)"
 
+    def sentences(self) -> list[str]:
+        """Which prompts these are, and how much of the weights their likeness to the query explains."""
+        n_prompts, n_heads, _ = self.pattern.shape
+        chosen = f"{n_prompts} prompts"
+        if n_prompts < self.n_prompts:
+            chosen += (
+                f" of {self.n_prompts}, from the one whose prediction is nearest to its target to the one "
+                f"that is furthest off; it opens on the typical one"
+            )
+        ranks = [self._rank(head) for head in range(n_heads)]
+        told = ", ".join(
+            f"{digits(rank)} of {name}" for rank, name in zip(ranks, self.head_names, strict=True)
+        )
+        if n_heads > MOST_TOLD:
+            best = int(np.argmax(np.abs(ranks)))
+            told = (
+                f"{digits(ranks[best])} of {self.head_names[best]}, the largest of {n_heads} heads"
+            )
+        return [
+            f"Attention on {chosen}.",
+            f"Tokens are sorted by likeness to the query, ⟨x token, x query⟩; its rank correlation with the weights is "
+            f"{told}.",
+        ]
+
+    def _rank(self, head: int) -> float:
+        """Mean over prompts of the rank correlation of weights and likeness."""
+        both = (self.pattern[:, head], self.similarity)
+        ranks = [pd.DataFrame(values.T).rank().to_numpy() for values in both]
+        with np.errstate(invalid="ignore", divide="ignore"):
+            each = [np.corrcoef(a, b)[0, 1] for a, b in zip(*(r.T for r in ranks), strict=True)]
+        return float(np.mean(each))
+
+    def tables(self) -> dict[str, Table]:
+        """Every weight."""
+        return {"attention": Table(self.to_frame(), "Weight of every token", brief=False)}
+
+    def figures(self) -> dict[str, go.Figure]:
+        """Weights over tokens, and over likeness."""
+        return {"attention": self.plot(), "similarity": self.plot_similarity()}
+
     def to_frame(self) -> pd.DataFrame:
         """One row per prompt, head and key."""
         prompt, head, key = np.indices(self.pattern.shape).reshape(3, -1)
@@ -69,30 +119,29 @@ class AttentionPatterns(Result):
         return pd.DataFrame(columns)
 
     def plot(self) -> go.Figure:
-        """Attention of each head to each token, with a slider over the prompts."""
+        """Attention of each head to each token, the most alike to the query last, with a slider over the prompts."""
         n_prompts, n_heads, n_keys = self.pattern.shape
         figure = figures.heatmap(
-            self.pattern[-1],
+            self.pattern[0],
             title="",
             rows=self.head_names,
-            columns=[str(key) for key in range(n_keys)],
+            columns=[str(rank) for rank in range(n_keys)],
             unit="weight",
             limit=float(np.abs(self.pattern).max()) or 1.0,
             signed=bool(self.pattern.min() < 0),
         )
-        hover = "%{y}, token %{x}<br>weight %{z:.4f}<br>%{text}<extra></extra>"
+        hover = "%{y}, %{text}<br>weight %{z:.4f}<extra></extra>"
         figure.update_traces(hovertemplate=hover)
-        figure.update_xaxes(title_text="token of the prompt", type="category")
-        frames = {
-            str(prompt): [
-                {
-                    "z": self.pattern[prompt].astype(np.float32),
-                    "text": [self._tokens(prompt)] * n_heads,
-                }
-            ]
-            for prompt in range(n_prompts)
-        }
-        return figures.with_slider(figure, frames, label="prompt", titles=self._titles())
+        figure.update_xaxes(title_text="tokens, the most alike to the query last", type="category")
+        frames = {}
+        for prompt in range(n_prompts):
+            order = self.similarity[prompt].argsort(kind="stable")
+            tokens = self._tokens(prompt)
+            weights = self.pattern[prompt][:, order].astype(np.float32)
+            frames[str(prompt)] = [{"z": weights, "text": [[tokens[i] for i in order]] * n_heads}]
+        return figures.with_slider(
+            figure, frames, label="prompt", titles=self._titles(), start=self.typical
+        )
 
     def plot_similarity(self) -> go.Figure:
         """Attention against how alike token and query are, with a slider over the prompts."""
@@ -117,12 +166,23 @@ class AttentionPatterns(Result):
             for prompt in range(n_prompts)
         }
         titles = [f"Weight against likeness to the query, prompt {name}" for name in frames]
-        return figures.with_slider(figure, frames, label="prompt", titles=titles)
+        return figures.with_slider(
+            figure, frames, label="prompt", titles=titles, start=self.typical
+        )
+
+    @property
+    def typical(self) -> int:
+        """The prompt in the middle by how far the prediction is off."""
+        off = np.square(self.prediction - self.target).mean(1)
+        return int(off.argsort(kind="stable")[len(off) // 2])
 
     def _tokens(self, prompt: int) -> list[str]:
         """What the tokens of a prompt are, and how like the query."""
         rows = zip(self.x[prompt], self.y[prompt], self.similarity[prompt], strict=True)
-        return [f"x {_told(x, 2)}<br>y {_told(y)}<br>similarity {s:.3f}" for x, y, s in rows]
+        return [
+            f"token {key}<br>x {_told(x, 2)}<br>y {_told(y)}<br>similarity {s:.3f}"
+            for key, (x, y, s) in enumerate(rows)
+        ]
 
     def _titles(self) -> list[str]:
         return [
@@ -139,24 +199,33 @@ def attention_patterns(
     source: Source,
     prompts: Prompts | None = None,
     *,
-    n_prompts: int = 3,
+    shown: int = 5,
+    n_prompts: int | None = None,
     seed: int = 0,
 ) -> AttentionPatterns:
     """The attention of every head of every layer on a few prompts, from the query.
 
+    Of more prompts than are shown those at even quantiles of (ŷ − x·β)² are taken, from the one that the model does
+    best on to the one it does worst on; prompts that are no more than that stay in their order.
+
     Args:
         prompts: None: `n_prompts` of the model's own task are drawn, by `seed`.
+        shown: Most prompts whose attention is kept.
+        n_prompts: None: 4096, of models with norms or MLPs 512.
     Raises:
-        ValueError: If the model lacks the hooks on its patterns, or has neither one nor two positions for each pair.
+        ValueError: If `shown` is below 1, the model lacks the hooks on its patterns, or has neither one nor two positions for each pair.
     Example:
         >>> from mechinterp import load
-        >>> attention_patterns(load("checkpoints/softmax-h2-s0"))
-        AttentionPatterns(3 prompts, 2 heads, 40 keys)
-        >>> attention_patterns(load("checkpoints/sparse-h4-noise0.1-s0"))
-        AttentionPatterns(3 prompts, 4 layers, 16 heads, 40 keys)
+        >>> attention_patterns(load("checkpoints/softmax-h2-s0"), n_prompts=64)
+        AttentionPatterns(5 prompts, 2 heads, 40 keys)
+        >>> attention_patterns(load("checkpoints/sparse-h4-noise0.1-s0"), n_prompts=64)
+        AttentionPatterns(5 prompts, 4 layers, 16 heads, 40 keys)
     """
+    if shown < 1:
+        raise ValueError(f"shown must be >= 1, got {shown}.")
     prompts = evaluation_prompts(source, prompts, n_prompts=n_prompts, seed=seed)
     predictor = predictor_of(source)
+    n_drawn, prompts = len(prompts), _spread_out(predictor, prompts, shown)
     patterns = predictor.query_patterns(prompts).double()
     if not patterns[..., -1].any():
         patterns = patterns[..., :-1]  # the query is not among its keys
@@ -164,6 +233,10 @@ def attention_patterns(
     x, y = tokens.split([prompts.x.shape[2], prompts.y.shape[2]], dim=2)
     with torch.no_grad():
         prediction = predictor.predict(prompts)
+    outputs = None
+    if predictor.is_one_attention:
+        heads = predictor.circuits.to("cpu").to(torch.float64)
+        outputs = head_outputs(heads, prompts.to("cpu").to(torch.float64)).numpy(force=True)
     return AttentionPatterns(
         pattern=patterns.transpose(0, 1).flatten(1, 2).numpy(force=True),
         layer=np.repeat(np.arange(predictor.n_layers), predictor.n_heads),
@@ -172,7 +245,19 @@ def attention_patterns(
         y=y.numpy(force=True),
         prediction=prediction.double().numpy(force=True),
         target=prompts.y_query_clean.double().numpy(force=True),
+        n_prompts=n_drawn,
+        outputs=outputs,
     )
+
+
+def _spread_out(predictor: Predictor, prompts: Prompts, shown: int) -> Prompts:
+    """At most so many of the prompts, from the one with the least error on."""
+    if len(prompts) <= shown:
+        return prompts
+    with torch.no_grad():
+        error = (predictor.predict(prompts) - prompts.y_query_clean).square().mean(1)
+    places = torch.linspace(0, len(prompts) - 1, shown, dtype=torch.float64).round().long()
+    return prompts[error.argsort(stable=True).cpu()[places]]
 
 
 def _pairs_of_keys(prompts: Prompts, n_keys: int) -> Float[torch.Tensor, "prompt key d_token"]:

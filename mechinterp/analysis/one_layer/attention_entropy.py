@@ -1,6 +1,7 @@
 """How spread out the attention of each head is: the entropy of its weights over the tokens that the query reads."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import pandas as pd
@@ -36,6 +37,11 @@ class AttentionEntropy(Result):
     """Mean over heads and `RANDOM_MODELS` models with random initial weights, in nats; NaN for weights of unknown form."""
     random_sd: Float[np.ndarray, " layer"]
     """Standard deviation of these over heads and models."""
+    COLUMNS: ClassVar = {
+        "uniform_entropy": "Entropy of uniform attention, the log of the number of keys; nats.",
+        "random_entropy": "Mean over heads and models with random initial weights of the layer's shape; nats.",
+        "random_entropy_sd": "Standard deviation of random_entropy over heads and models.",
+    }
 
     def __repr__(self) -> str:
         layer, head = np.unravel_index(self.entropy.argmin(), self.entropy.shape)

@@ -77,6 +77,10 @@ class Circuits(Result):
             unit="1/x²",
         )
 
+    def figures(self) -> dict[str, go.Figure]:
+        """QK, then OV."""
+        return {"qk": self.plot(), "ov": self.plot_ov()}
+
     def plot_ov(self) -> go.Figure:
         """Every OV circuit as a strip: rows are the predicted responses, columns a token's coordinates."""
         d_x, d_y = self.omega.shape[1], self.mu.shape[1]
@@ -93,11 +97,14 @@ class Circuits(Result):
 def circuits(source: Source) -> Circuits | LayeredCircuits:
     """QK and OV circuits of all heads of weights, a checkpoint or a hooked model, in float64.
 
-    Of several layers, or a layer with more around it, they are in coordinates of tokens where only sums lie between tokens,
-    heads and read-out, else of the weights alone, and the result says why.
+    QK says how strongly a query's x looks at a key's x and y: W_Q W_K^T times the scale of the scores. OV says what
+    is read from the tokens a head looks at: W_V W_O. In the published pattern QK is omega times the identity on x,
+    and OV is mu on y. Rows of QK that belong to the query's empty y slot never act and are not drawn. Of several layers, or a layer with more around it, circuits are in coordinates of tokens where only
+    sums lie between tokens, heads and read-out, else of the weights alone, and the result says why.
 
     Raises:
         ValueError: If the model comes without weights of this package.
+
     Source:
         He et al. 2025, arXiv 2503.12734, eq. (3.1); the papers' KQ is the transpose of QK.
     Example:

@@ -1,7 +1,7 @@
 """What is found of a model that is one layer of attention: its label and those of its heads, with the evidence."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import numpy as np
 import pandas as pd
@@ -15,6 +15,7 @@ from mechinterp.analysis.learners.baseline_comparison import (
     standing_text,
     task_doubt,
 )
+from mechinterp.analysis.number_format import cell, with_error
 from mechinterp.analysis.one_layer.circuits import Circuits
 from mechinterp.analysis.one_layer.effective_step import Scales
 from mechinterp.analysis.one_layer.head_statistics import Form
@@ -23,9 +24,41 @@ from mechinterp.analysis.one_layer.substitution import (
     Faithfulness,
 )
 from mechinterp.analysis.one_layer.verdict import heads_verdict
+from mechinterp.analysis.result import Band, Card, Table
 from mechinterp.analysis.verdict import Verdict
 from mechinterp.config import TaskConfig
-from mechinterp.display import Result
+from mechinterp.display import Result, counted
+
+MEANINGS = {
+    "positive": "looks at tokens whose x is like the query's and adds their y",
+    "negative": "looks at tokens whose x is unlike the query's and takes their y away",
+    "mismatched": "omega and mu differ in sign: what it looks at and what it adds pull apart",
+    "mixed": "entries of its omega, or of its mu, have both signs",
+    "unstructured": "its circuits are not of the form that omega and mu describe",
+    "dummy": "adds next to nothing to the prediction",
+}
+ADDS = "adds y weighted by how alike token and query are"
+NO_AVERAGE = ("{s}", "max({s}, 0)")
+SCALES = (
+    *("omega_spread", "zero_sum", "eta", "eta_optimal", "gamma", "manifold_distance"),
+    *("theta", "supports", "support_leak", "theta_spread"),
+)
+HOW = {
+    "pattern": "the first definition that all numbers below allow",
+    "sign_matching": "omega and mu of every active head have the same sign",
+    "omega_spread": "max/min |omega| over active heads, minus 1",
+    "zero_sum": "|Σ mu| / Σ |mu|",
+    "eta": "Σ mu·omega, times f'(0): the step",
+    "optimal eta for the task": "1 / (1 + (1 + s²) d_x / L), s² the noise variance over the signal's",
+    "gamma": "|omega| of the nearest point of the solution manifold",
+    "distance to the solution manifold": "of (omega, mu), each relative to its norm",
+    "R² with idealised heads": "of the model's predictions, by heads that keep omega and mu only",
+    "R² of the closed form": "of the model's predictions, by the learner built from omega and mu",
+    "R² on its task": "1 − loss / loss of predicting 0",
+    "principal components used": "directions that are more than half learned",
+    "learned part of each component": "eᵀ M e over its value at the optimum",
+    "share of E y² predicted off the components": "by the entries of M between two directions",
+}
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -131,6 +164,155 @@ class Classification(Result):
         if self.components is not None and self.components.n_components is not None:
             frame["n_components"] = self.components.n_components
         return frame
+
+    def sentences(self) -> list[str]:
+        """The pattern and why, the verdict, the loss, and the kinds of heads."""
+        labels = list(dict.fromkeys(self.labels))
+        kinds = ", ".join(f"{self.labels.count(label)} {label}" for label in labels)
+        return [
+            *str(self.verdict).splitlines(),
+            *standing_text(self.loss, self.task, self.assumed).splitlines(),
+            f"The pattern is {self.pattern}: {self.reason}.",
+            f"{counted(len(self.labels), 'head')}: {kinds}.",
+        ]
+
+    def tables(self) -> dict[str, Table]:
+        """The evidence, and every number of the heads."""
+        return {
+            "pattern": Table(self.evidence_frame(), "Evidence"),
+            "heads": Table(self.to_frame(), "Heads"),
+        }
+
+    def figures(self) -> dict[str, go.Figure]:
+        """Heads in the plane of omega and mu."""
+        return {"heads": self.plot()}
+
+    def evidence_frame(self) -> pd.DataFrame:
+        """One row per number behind the pattern, beside that of random weights."""
+        scales, used = self.scales, self.components
+        values = {
+            "pattern": self.pattern,
+            "sign_matching": str(self.sign_matching).lower(),
+            "omega_spread": cell(scales.omega_spread),
+            "zero_sum": cell(scales.zero_sum),
+            "eta": ", ".join(cell(eta) for eta in scales.eta),
+            "optimal eta for the task": cell(scales.eta_optimal),
+            "gamma": cell(scales.gamma),
+            "distance to the solution manifold": cell(scales.manifold_distance),
+            "R² with idealised heads": with_error(self.substitution.r2, self.substitution.r2_sem),
+            "R² of the closed form": with_error(self.learner.r2, self.learner.r2_sem),
+            "R² on its task": cell(self.loss.r2),
+        }
+        if used is not None:
+            n = used.n_components
+            many = "–" if n is None else f"{n} of {len(used.learned)}"
+            values["principal components used"] = many
+            values["learned part of each component"] = ", ".join(map(cell, used.learned))
+            values["share of E y² predicted off the components"] = cell(used.off_diagonal)
+        bands = {
+            "omega_spread": self._band("omega_spread", scales.omega_spread),
+            "zero_sum": self._band("zero_sum", scales.zero_sum),
+            "R² with idealised heads": self._band("substitution_r2", self.substitution.r2),
+            "R² on its task": self._band("task_r2", self.loss.r2),
+        }
+        rows = [(n, v, next(iter(bands.get(n, ())), ""), HOW[n]) for n, v in values.items()]
+        least = 1 / self.n_random
+        rows += [
+            (
+                f"p of {name}",
+                f"< {least:.2g}" if p <= least else cell(p),
+                "",
+                "fraction of random models that reach it",
+            )
+            for name, p in self.p_values.items()
+        ]
+        return pd.DataFrame(rows, columns=["evidence", "value", "random_weights", "how"])
+
+    def cards(self) -> list[Card]:
+        """What is known of each head, beside where heads with random weights lie."""
+        scales, cards = self.circuits, []
+        # A score that is no average looks at unlike tokens with weights below 0: omega and mu flip together.
+        averages = self.kernel not in NO_AVERAGE
+        for head, label in enumerate(self.labels):
+            facts = {
+                "share of output": f"{self.share[head]:.1%}",
+                "omega (1/x²)": f"{scales.omega_mean[head]:+.3g}",
+                "mu": ", ".join(f"{mu:+.3g}" for mu in scales.mu[head]),
+                "QK diagonal": cell(scales.qk_diagonal[head]),
+                "OV reads y only": cell(scales.ov_last_entry[head]),
+            }
+            bands = {
+                "share of output": self._band("share", self.share[head]),
+                "omega (1/x²)": self._band("omega_mean", scales.omega_mean[head]),
+                "mu": tuple(band for mu in scales.mu[head] for band in self._band("mu", mu)),
+                "QK diagonal": self._band("qk_diagonal", scales.qk_diagonal[head]),
+                "OV reads y only": self._band("ov_last_entry", scales.ov_last_entry[head]),
+            }
+            told = averages or label not in ("positive", "negative")
+            meaning = MEANINGS[label] if told else ADDS
+            color = figures.head_color(head)
+            cards.append(Card(f"head {head}", label, meaning, color, facts, bands))
+        return cards
+
+    def _band(self, name: str, value: float) -> tuple[Band, ...]:
+        """The range of random weights beside a number; none where there is no number or no range."""
+        low, high = self.random_ranges[name]
+        return (Band(float(value), low, high),) if np.isfinite([value, low, high]).all() else ()
+
+    def to_document(self) -> dict:
+        """Pattern, heads, evidence and verdict."""
+        scales, near = self.circuits, self.near
+        heads = [
+            {
+                "layer": 0,
+                "head": head,
+                "label": label,
+                "share": self.share[head],
+                "omega": scales.omega[head].tolist(),
+                "omega_mean": scales.omega_mean[head],
+                "omega_form": self.omega_form[head],
+                "mu": scales.mu[head].tolist(),
+                "qk_diagonal": scales.qk_diagonal[head],
+                "qk_diagonal_p": self.head_p_values["qk_diagonal"][head],
+                "qk_off_diagonal": scales.qk_off_diagonal[head],
+                "qk_y_leak": scales.qk_y_leak[head],
+                "ov_last_entry": scales.ov_last_entry[head],
+                "ov_last_entry_p": self.head_p_values["ov_last_entry"][head],
+                "ov_x_leak": scales.ov_x_leak[head],
+                "task_leak": self.task_leak[head],
+            }
+            for head, label in enumerate(self.labels)
+        ]
+        evidence: dict[str, object] = {"sign_matching": self.sign_matching}
+        evidence |= {name: getattr(self.scales, name) for name in SCALES}
+        for kind in ("substitution", "learner"):
+            explained = asdict(getattr(self, kind))
+            evidence |= {f"{kind}_{name}": value for name, value in explained.items()}
+        for name in ("n_components", "learned", "off_diagonal"):
+            evidence[name] = None if self.components is None else getattr(self.components, name)
+        evidence |= {"form": self.form.kind}
+        evidence |= {name: getattr(self.form, name) for name in ("isotropy", "shared", "rotation")}
+        columns = ("r2", "r2_sem", "lead", "lead_sem")
+        evidence |= {
+            "p_values": self.p_values,
+            "loss": asdict(self.loss),
+            "task": self.task.in_words(self.assumed),
+            "best_factor": self.best_factor,
+            "best_factor_sem": self.best_factor_sem,
+            "learners": [
+                {"learner": learner} | {name: float(getattr(near, name)[n]) for name in columns}
+                for n, learner in enumerate(near.learners)
+            ],
+            "n_random": self.n_random,
+            "random_ranges": self.random_ranges,
+        }
+        return {
+            "pattern": self.pattern,
+            "reason": self.reason,
+            "heads": heads,
+            "evidence": evidence,
+            "verdict": asdict(self.verdict),
+        }
 
     def plot(self) -> go.Figure:
         """Heads in the plane of omega and mu."""

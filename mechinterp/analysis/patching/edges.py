@@ -18,6 +18,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from mechinterp import figures
+from mechinterp.analysis.number_format import with_error
 from mechinterp.analysis.patching.pairing import Metric, clean_and_corrupted, nearness
 from mechinterp.analysis.stats import mean_and_sem, resampled
 from mechinterp.display import Result
@@ -63,6 +64,20 @@ class HeadEdges(Result):
             f"HeadEdges({edge_name(top)} {top.patched:+.3g} ± {top.patched_sem:.2g} of {self.total:+.3g}; rank correlation of "
             f"estimates (ig_steps={self.ig_steps}) and patches {self.rank_correlation:.3f} ± {self.rank_correlation_sem:.2g})"
         )
+
+    def sentences(self) -> list[str]:
+        """The largest effects, and how well gradients predict them."""
+        frame = self.to_frame()
+        named = ", ".join(
+            f"{edge_name(e)} ({with_error(e.patched, e.patched_sem)})"
+            for e in frame.head(3).itertuples()
+        )
+        return [
+            f"When prompts get other task vectors the prediction moves by {with_error(self.total, self.total_sem)} y² (mean "
+            f"squared distance). The edges that bring it nearest or take it furthest, each patched alone: {named}.",
+            f"Estimates from gradients rank the {len(frame)} edges as patching does with a rank correlation of "
+            f"{with_error(self.rank_correlation, self.rank_correlation_sem)}.",
+        ]
 
     def to_frame(self) -> pd.DataFrame:
         """One row per edge, the largest effect first."""

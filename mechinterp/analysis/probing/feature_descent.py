@@ -11,12 +11,14 @@ import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from mechinterp import figures
 from mechinterp.analysis.ablation.pairs import halves
+from mechinterp.analysis.number_format import digits, with_error
 from mechinterp.analysis.probing.linear import PENALTIES, affine, fit_ridge, reweighted
+from mechinterp.analysis.result import Table, records
 from mechinterp.analysis.stats import mean_and_sem
 from mechinterp.display import Result
 from mechinterp.icl.prompts import Prompts
@@ -35,19 +37,60 @@ class DescentCurves(Result):
     """Excess risk of gradient descent on several features of the same prompts, step by step."""
 
     features: tuple[str, ...]
+    """What gradient descent is run on."""
     risk: Float[np.ndarray, "features step"]
     """Mean squared distance from the noise-free target after 0, 1, ... steps, unit y^2."""
     risk_sem: Float[np.ndarray, "features step"]
     log_area: Float[np.ndarray, " features"]
-    """Mean over steps 1, 2, ... of log risk minus that of the first features."""
+    """Mean over steps 1, 2, ... of log risk minus that of the first features; below 0 is faster."""
     log_area_sem: Float[np.ndarray, " features"]
     """Standard error of `log_area`, paired over prompts, by the delta method."""
+
+    @property
+    def least_risk(self) -> Float[np.ndarray, " features"]:
+        """Least excess risk of the descent, unit y^2."""
+        return self.risk.min(1)
+
+    @property
+    def at_step(self) -> Int[np.ndarray, " features"]:
+        """Step of descent with the least risk."""
+        return self.risk.argmin(1)
 
     def __repr__(self) -> str:
         least = [
             f"{n} {r.min():.3g}@{r.argmin()}" for n, r in zip(self.features, self.risk, strict=True)
         ]
         return f"DescentCurves(least risk: {', '.join(least)})"
+
+    def sentences(self) -> list[str]:
+        """The least risk, and how much faster than on the first features."""
+        rows = zip(self.features, self.least_risk, self.at_step, strict=True)
+        least = ", ".join(f"{digits(risk)} at step {step} on {name}" for name, risk, step in rows)
+        areas = zip(self.features, self.log_area, self.log_area_sem, strict=True)
+        faster = " and ".join(f"{with_error(*area)} for {name}" for name, *area in list(areas)[1:])
+        return [
+            f"Gradient descent on features of the context has its least excess risk (y²) of {least}.",
+            f"Log area, the mean over steps of log risk minus that of {self.features[0]}, is {faster}: below 0 is faster.",
+        ]
+
+    def tables(self) -> dict[str, Table]:
+        """What descent reaches on each kind of features; the risk of every step."""
+        title = (
+            "Gradient descent on the features; log area: mean log risk minus that of the first row"
+        )
+        return {
+            "areas": Table(self.area_frame(), title),
+            "descent": Table(self.to_frame(), "Excess risk of every step", brief=False),
+        }
+
+    def figures(self) -> dict[str, go.Figure]:
+        """Descent step by step."""
+        return {"descent": self.plot()}
+
+    def to_document(self) -> dict:
+        """Every step as rows, and what descent reaches."""
+        rows = {"rows": records(self.to_frame()), "areas": records(self.area_frame())}
+        return {"analysis": "p-probe", "result": repr(self), **rows}
 
     def to_frame(self) -> pd.DataFrame:
         """One row per kind of features and step."""
@@ -63,8 +106,8 @@ class DescentCurves(Result):
         """One row per kind of features: the least risk and the area."""
         columns = {
             "features": self.features,
-            "least_risk": self.risk.min(1),
-            "at_step": self.risk.argmin(1),
+            "least_risk": self.least_risk,
+            "at_step": self.at_step,
             "log_area": self.log_area,
             "log_area_sem": self.log_area_sem,
         }

@@ -3,11 +3,15 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
+from mechinterp import figures
+from mechinterp.analysis.number_format import cell, digits
 from mechinterp.analysis.probing.feature_descent import DescentCurves, p_probe
 from mechinterp.analysis.probing.linear import STRUCTURES, LayerProbes, probe_layers
+from mechinterp.analysis.result import Table, records
 from mechinterp.display import Result
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.run.evaluation import evaluation_prompts
@@ -29,11 +33,58 @@ class Probing(Result):
     def __repr__(self) -> str:
         return f"Probing({self.response!r}, {self.descent!r})"
 
+    @property
+    def target(self) -> tuple[str, ...]:
+        """What a probe reads: the response; x reweighted, that is times the context's correlations with y
+        (Algorithm 1); x preconditioned, that is (S - 1) x with the context's covariance S."""
+        return ("response", *self.structures)
+
+    def sentences(self) -> list[str]:
+        """What is read of the response and of each structure, and whether the first layer makes descent faster."""
+        risks = ", ".join(map(digits, self.response.risk[:, -1]))
+        last = len(self.response.risk) - 1
+        read = [
+            f"{name} with R² {', '.join(map(cell, probes.r2[:, -1]))} (targets of other prompts: at most "
+            f"{digits(max(0.0, float(probes.control_r2[:, -1].max())))})"
+            for name, probes in self.structures.items()
+        ]
+        return [
+            f"A linear probe of the stream at the query predicts the response with an excess risk of {risks} y² after 0 "
+            f"to {last} layers.",
+            f"What a first layer may write is read there, too: {'; '.join(read)}.",
+            *self.descent.sentences(),
+        ]
+
     def to_frame(self) -> pd.DataFrame:
         """One row per target, layer and position."""
         frames = {"response": self.response.to_frame(), **self.structure_frames()}
-        rows = [frame.assign(target=name) for name, frame in frames.items()]
-        return pd.concat(rows, ignore_index=True)
+        rows = pd.concat([f.assign(target=name) for name, f in frames.items()], ignore_index=True)
+        rows.insert(0, "target", rows.pop("target"))
+        return rows
+
+    def tables(self) -> dict[str, Table]:
+        """Probes by target, then descent on the features."""
+        title = "Read from the stream at the query; control r2: fitted to targets of other prompts"
+        probes = Table(self.to_frame(), title, per="target", quiet=("pos", "penalty"))
+        return {"probes": probes, **self.descent.tables()}
+
+    def figures(self) -> dict[str, go.Figure]:
+        """R^2 and risk of the probes, then descent."""
+        return {
+            "probe_r2": self.plot_r2(),
+            "probe_risk": self.plot(),
+            "descent": self.descent.plot(),
+        }
+
+    def to_document(self) -> dict:
+        """What scripts read of the probes."""
+        structures = self.structure_frames().items()
+        return {
+            "response": records(self.response.to_frame()),
+            "structure": [{"target": n} | row for n, frame in structures for row in records(frame)],
+            "descent": records(self.descent.to_frame()),
+            "areas": records(self.descent.area_frame()),
+        }
 
     def structure_frames(self) -> dict[str, pd.DataFrame]:
         """The table of each structure, by its name."""
@@ -42,6 +93,21 @@ class Probing(Result):
     def plot(self) -> go.Figure:
         """Risk of the probe of the response after each layer."""
         return self.response.plot()
+
+    def plot_r2(self) -> go.Figure:
+        """R^2 of each probe after each layer, with its control."""
+        probes = {"response": self.response, **self.structures}
+        kinds = [(n, k) for n in probes for k in ("r2", "control_r2")]
+        labels = {kind: f"{kind[0]}{', control' if kind[1] != 'r2' else ''}" for kind in kinds}
+        return figures.lines(
+            np.arange(len(self.response.risk)),
+            {labels[name, k]: getattr(probes[name], k)[:, -1] for name, k in kinds},
+            errors={labels[name, k]: getattr(probes[name], f"{k}_sem")[:, -1] for name, k in kinds},
+            title="R² of linear probes of the stream at the query",
+            x_title="layers run",
+            y_title="R²",
+            zero_line=True,
+        )
 
 
 def probe(
@@ -53,6 +119,13 @@ def probe(
     progress: ProgressCallback = no_progress,
 ) -> Probing:
     """Linear probes of the response and of `STRUCTURES` after each layer, and descent on the first layer's features.
+
+    Probes are ridge regressions on the stream at the query, each fitted to four fifths of the prompts and scored on
+    the fifth left out, for several penalties of which the best is taken. R² is 1 minus the squared error over the
+    mean square of the target without noise; a control is fitted to the targets of other prompts: what a probe finds
+    where there is nothing. Features of a token are the stream after one layer with that token run as the query, so
+    that they hold no response of its own. Descent is on (1/2L) Σ (y − ⟨u, φ⟩)² from zero, with the step 1/λ_max of
+    each prompt for every curve.
 
     Args:
         prompts: None: `n_prompts` of the model's own task are drawn, by `seed`.

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import pandas as pd
@@ -52,6 +53,11 @@ class ReadOutByLayer(Result):
     fitted_r2_sem: Float[np.ndarray, "target place"]
     penalty: Float[np.ndarray, "target place"]
     """Penalty of the fitted read-out, chosen on the first half, in units of the features' mean square."""
+    COLUMNS: ClassVar = {
+        "target": "What is read: y, the model's prediction, or that of ridge regression.",
+        "place": "The stream at the query that is read: the input, before a layer plus what one head adds, or after a layer.",
+        "fitted_r2": "1 - fitted_loss over the mean square of the target.",
+    }
 
     @property
     def places(self) -> list[str]:

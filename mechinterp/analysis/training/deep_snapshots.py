@@ -9,6 +9,7 @@ from jaxtyping import Float, Int
 
 from mechinterp import figures
 from mechinterp.analysis.ablation.single import ablate_heads
+from mechinterp.analysis.result import Table
 from mechinterp.analysis.training.histories import loss_at, loss_curve, with_snapshots
 from mechinterp.analysis.training.snapshots import loss_slider
 from mechinterp.display import Result
@@ -42,6 +43,20 @@ class DeepSnapshots(Result):
 
     def __repr__(self) -> str:
         return f"DeepSnapshots({len(self.step)}, risk {self.risk[0]:.3g} to {self.risk[-1]:.3g})"
+
+    def sentences(self) -> list[str]:
+        """Effective heads of the first layer at each step."""
+        rows = zip(self.step, self.effective_heads[:, 0], strict=True)
+        first = ", ".join(f"{number:.1f} at step {step:,}" for step, number in rows if step)
+        return [f"{len(self.step)} kept steps. Effective heads of the first layer: {first}."]
+
+    def tables(self) -> dict[str, Table]:
+        """Every layer at every kept step."""
+        return {"snapshots": Table(self.to_frame(), "Layers at the kept steps")}
+
+    def figures(self) -> dict[str, go.Figure]:
+        """Loss and importance, which share a slider."""
+        return {"snapshot_loss": self.plot_loss(), "snapshot_importance": self.plot()}
 
     def to_frame(self) -> pd.DataFrame:
         """One row per snapshot and layer."""

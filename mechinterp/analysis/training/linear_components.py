@@ -5,6 +5,7 @@ the covariance M says how far each principal component is learned, and each head
 """
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import pandas as pd
@@ -14,6 +15,7 @@ from jaxtyping import Float, Int
 
 from mechinterp import figures
 from mechinterp.analysis.one_layer.pca_components import components
+from mechinterp.analysis.result import Table
 from mechinterp.analysis.training.histories import kept_steps, loss_at, loss_curve, with_snapshots
 from mechinterp.analysis.training.jump_forecast import jump_forecast
 from mechinterp.analysis.training.snapshots import loss_slider
@@ -61,6 +63,7 @@ class LinearSnapshots(Result):
     """What was predicted, or why nothing was."""
     curve: Float[np.ndarray, "row 2"]
     """Step and eval_loss of the whole history."""
+    COLUMNS: ClassVar = {"algorithm": "What the model computes at the step, in words."}
 
     def __repr__(self) -> str:
         return f"LinearSnapshots({len(self.step)}; at the end {self.algorithm(-1)})"
@@ -82,6 +85,22 @@ class LinearSnapshots(Result):
             if low < part < high
         ]
         return f"{text} (component {', '.join(going)})" if going else text
+
+    def sentences(self) -> list[str]:
+        """What is computed at the end, and the jumps that were predicted."""
+        return [f"{len(self.step)} kept steps; at the end {self.algorithm(-1)}.", self.forecast]
+
+    def tables(self) -> dict[str, Table]:
+        """Every component and head at every kept step."""
+        return {"components": Table(self.to_frame(), "Components at the kept steps", brief=False)}
+
+    def figures(self) -> dict[str, go.Figure]:
+        """Loss, learned parts and heads, which share a slider."""
+        return {
+            "component_loss": self.plot(),
+            "component_learned": self.plot_learned(),
+            "component_heads": self.plot_heads(),
+        }
 
     def to_frame(self) -> pd.DataFrame:
         """One row per snapshot, head and direction."""
@@ -144,6 +163,11 @@ class LinearSnapshots(Result):
 
 def linear_snapshots(source: Source) -> LinearSnapshots:
     """What the heads of a linear-attention checkpoint held at its kept steps.
+
+    Dotted: the loss with 0, 1, ... principal components learned, in closed form; dashed: jumps predicted from the
+    initial weights. With M = Σ v K^T Q over heads, a component e of the covariance is learned to f = e^T M e over its
+    value at the optimum, and counts above one half; a head adds v (K e)^T (Q e) to that. Of heads of rank two and more
+    the norms of K e and Q e are shown.
 
     Raises:
         ValueError: If the checkpoint has no snapshots, another score, or several responses or supports.

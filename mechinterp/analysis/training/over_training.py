@@ -8,6 +8,8 @@ import plotly.graph_objects as go
 from jaxtyping import Float, Int
 
 from mechinterp import figures
+from mechinterp.analysis.number_format import digits
+from mechinterp.analysis.result import Table
 from mechinterp.analysis.training.histories import with_history
 from mechinterp.display import Result
 from mechinterp.models.run.predictor import Source
@@ -28,8 +30,11 @@ class TrainingDynamics(Result):
     omega: Float[np.ndarray, "row head"]
     """Mean of each head's omega, unit 1/x^2."""
     mu: Float[np.ndarray, "row head"]
+    """What each head adds per unit of y, mean over responses."""
     qk_diagonal: Float[np.ndarray, "row head"]
+    """Norm of the diagonal of QK's x block over that of the block; 1 if diagonal."""
     ov_last_entry: Float[np.ndarray, "row head"]
+    """Norm of mu over that of OV; 1 if only y is read."""
 
     @property
     def share(self) -> Float[np.ndarray, "row head"]:
@@ -45,6 +50,20 @@ class TrainingDynamics(Result):
 
     def __repr__(self) -> str:
         return f"TrainingDynamics({self.step[-1]} steps, final eval_loss {self.eval_loss[-1]:.4f})"
+
+    def sentences(self) -> list[str]:
+        """How many steps, and where the loss ends."""
+        return [
+            f"{self.step[-1]} steps; final loss on fixed prompts {digits(self.eval_loss[-1])} y²."
+        ]
+
+    def tables(self) -> dict[str, Table]:
+        """Every logged step."""
+        return {"history": Table(self.to_frame(), "Logged steps")}
+
+    def figures(self) -> dict[str, go.Figure]:
+        """Loss, then the scales of the heads."""
+        return {"loss": self.plot_loss(), "omega": self.plot(), "mu": self.plot_mu()}
 
     def to_frame(self) -> pd.DataFrame:
         """One row per logged step and head."""

@@ -10,6 +10,7 @@ from jaxtyping import Float, Int
 from mechinterp import figures
 from mechinterp.analysis.one_layer.circuits import Circuits, circuits_of, weights_of
 from mechinterp.analysis.one_layer.classify import classify_attention
+from mechinterp.analysis.result import Table
 from mechinterp.analysis.training.histories import kept_steps, loss_at, loss_curve, with_snapshots
 from mechinterp.checkpoints.checkpoint import checkpoint_of
 from mechinterp.display import Result
@@ -33,6 +34,22 @@ class Snapshots(Result):
 
     def __repr__(self) -> str:
         return f"Snapshots({len(self.step)}, {self.pattern[0]} to {self.pattern[-1]})"
+
+    def sentences(self) -> list[str]:
+        """The patterns in the order in which they come, each with its first step."""
+        before = ("", *self.pattern)
+        rows = zip(before, self.pattern, self.step, strict=False)
+        changes = [f"{new} from step {step:,}" for old, new, step in rows if new != old]
+        return [f"{len(self.step)} kept steps: {', '.join(changes)}."]
+
+    def tables(self) -> dict[str, Table]:
+        """Every number of every kept step."""
+        return {"snapshots": Table(self.to_frame(), "Heads at the kept steps")}
+
+    def figures(self) -> dict[str, go.Figure]:
+        """Loss and circuits, which share a slider."""
+        circuits = {"snapshot_qk": self.plot(), "snapshot_ov": self.plot_ov()}
+        return {"snapshot_loss": self.plot_loss(), **circuits}
 
     def to_frame(self) -> pd.DataFrame:
         """One row per snapshot and head."""
@@ -80,6 +97,9 @@ def training_snapshots(
     progress: ProgressCallback = no_progress,
 ) -> Snapshots:
     """Circuits, pattern and loss of a checkpoint at its `kept_steps`.
+
+    Circuits are on one colour scale; each step is classified as the model is. The loss is the eval_loss of the last
+    logged step up to there.
 
     Args:
         n_prompts: Prompts behind each classification.

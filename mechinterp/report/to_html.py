@@ -15,13 +15,15 @@ from plotly.offline import get_plotlyjs
 from mechinterp import figures
 from mechinterp.analysis.number_format import cell
 from mechinterp.checkpoints.io.errors import visible
-from mechinterp.report.glossary import PAPERS, WORDS, meanings
+from mechinterp.report.glossary import PAPERS, WORDS
 from mechinterp.report.parts import Section
-from mechinterp.report.text import joined
+from mechinterp.report.text import joined, narrow
 
 HERE = Path(__file__).parent
 LONGEST_WORD = 24  # longer entries make a column of text
 TITLE_HEIGHT = 26
+SHOWN_ROWS = 12
+"""Rows up to which the first table of a section is shown; others unfold."""
 
 
 MARK = re.compile(r'<meta name="generator" content="mechinterp" data-files="([^"]*)">')
@@ -30,7 +32,13 @@ HEAD = 2**16
 
 
 def page(
-    name: str, about: str, verdict: str, sections: Sequence[Section], *, files: Sequence[str]
+    name: str,
+    about: str,
+    verdict: str,
+    sections: Sequence[Section],
+    *,
+    files: Sequence[str],
+    loss: str = "",
 ) -> str:
     """The page of a model or of several.
 
@@ -39,6 +47,7 @@ def page(
         about: One line on what it is about.
         verdict: What was found.
         files: Names of the page and of its tables.
+        loss: A line below the verdict.
     """
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(HERE), autoescape=True, trim_blocks=True, lstrip_blocks=True
@@ -46,7 +55,7 @@ def page(
     environment.filters |= {
         "figure": _drawn,
         "least_width": _least_width,
-        "meanings": meanings,
+        "narrow": narrow,
         "texts": _texts,
         "joined": joined,
         "breakable": _breakable,
@@ -56,6 +65,8 @@ def page(
         name=visible(name),
         about=visible(about),
         verdict=visible(verdict),
+        loss=visible(loss),
+        shown_rows=SHOWN_ROWS,
         sections=sections,
         words=WORDS,
         papers=PAPERS,

@@ -1,0 +1,45 @@
+"""Results as text for a terminal."""
+
+from collections.abc import Iterator
+
+import pandas as pd
+
+from mechinterp.analysis.columns import meanings, unit_of
+from mechinterp.analysis.result import Finding, Table, sentences_of, tables_of
+from mechinterp.report.text import ROWS, frame_text, wrapped
+
+
+def to_text(name: str, result: Finding, *, wide: bool = False) -> str:
+    """The sentences of a result, and its tables.
+
+    Args:
+        wide: Whether every row and column is shown, and every table.
+    """
+    blocks = [wrapped("\n".join(sentences_of(result)), "  ")]
+    tables = tables_of(name, result)
+    for table in tables.values():
+        if table.brief or wide:
+            blocks += _blocks(table, result, wide=wide, titled=len(tables) > 1 or bool(table.per))
+    return "\n".join(blocks)
+
+
+def _blocks(table: Table, result: Finding, *, wide: bool, titled: bool) -> Iterator[str]:
+    """The table, or one for each value of its column `per`, below titles where there are several."""
+    units = {name: unit_of(text) for name, text in meanings(result, table.frame.columns).items()}
+    for value, frame in _parts(table):
+        title, shown = table.title, frame.dropna(axis=1, how="all") if table.per else frame
+        if not wide:
+            shown = shown.drop(columns=[name for name in table.quiet if name in shown])
+        if len(frame) > ROWS and table.by and not wide:
+            shown = shown.sort_values(table.by, ascending=False, kind="stable")
+            title += f", largest {table.by.replace('_', ' ')} first"
+        if titled:
+            yield wrapped(f"\n{title}{f': {value}' if value else ''}")
+        yield frame_text(shown, units, wide=wide)
+
+
+def _parts(table: Table) -> list[tuple[str, pd.DataFrame]]:
+    if not table.per:
+        return [("", table.frame)]
+    groups = table.frame.groupby(table.per, sort=False)
+    return [(str(value), part.drop(columns=table.per)) for value, part in groups]
