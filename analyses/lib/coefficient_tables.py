@@ -58,6 +58,25 @@ def softmax_coefficients(results: Path) -> str:
     return markdown(("model", "weights", "entries drawn", "λ̂", "nβ L can fall by", "moved"), rows)
 
 
+def pairs(results: Path) -> str:
+    """Curved directions of softmax heads in their circuits."""
+    found = pd.read_csv(results / "softmax_pair_coefficient.csv").query("part == 'circuits'")
+    rows = [
+        (
+            row.model,
+            f"{row.step:,}",
+            f"{row.numbers}",
+            f"{row.curved:.0f}",
+            f"{row.negative:.0f}",
+            f"{row.second:.2g}",
+            f"{row.least:.2g} ± {row.least_sem:.1g}",
+        )
+        for row in found.itertuples()
+    ]
+    header = ("model", "step", "numbers of the circuits", "curved upwards", "downwards")
+    return markdown((*header, "second smallest curvature", "smallest"), rows)
+
+
 def _estimate(row) -> str:
     return f"{row.estimate:.2f} ± {row.sem:.2f}" if row.is_minimum else "no minimum"
 

@@ -94,6 +94,7 @@ TABLES[DOCS / "learning_coefficient.md"] = {
     "coefficients": coefficient_tables.coefficients,
     "staircase": coefficient_tables.staircase,
     "softmax": coefficient_tables.softmax_coefficients,
+    "pairs": coefficient_tables.pairs,
 }
 TABLES[DOCS / "pools.md"] = {"one layer": pool_tables.one_layer, "map": pool_tables.pool_map}
 TABLES[PAGES / "softmax_attention.md"]["shipped"] = result_tables.shipped

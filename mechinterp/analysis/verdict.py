@@ -139,13 +139,14 @@ def nearest_learners(
 def is_behind(lead: float, sem: float, least: float = 0.0) -> bool:
     """Whether something explains less than the winner, by more than chance and by more than `least`.
 
-    One that is not defined is behind.
+    One that is not defined is behind, and so is one that explains less by half of the predictions: where few prompts
+    explode, its standard error is as large.
 
     Example:
-        >>> is_behind(0.0027, 0.0004), is_behind(-0.0003, 0.0002)
-        (True, False)
+        >>> is_behind(0.0027, 0.0004), is_behind(-0.0003, 0.0002), is_behind(99.0, 97.0)
+        (True, False, True)
     """
-    return not lead <= max(2 * sem, least)
+    return not lead <= min(max(2 * sem, least), NEAR)
 
 
 def chance_text(p: float, n_random: int, weights: str) -> str:

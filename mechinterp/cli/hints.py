@@ -110,5 +110,5 @@ def hints_of(
     given["task"] = None if task is None else read_task(task)
     rows = [row.partition("=") for row in model or ()]
     flags = {"true": True, "false": False}
-    given["model"] = {name: flags.get(value, value) for name, _, value in rows} or None
+    given["model"] = {name: flags.get(value.lower(), value) for name, _, value in rows} or None
     return Hints(**given)

@@ -84,7 +84,7 @@ class SeparateHeads:
         K, Q = (rows.reshape(pairs) for rows in (self.K, self.Q))
         v = np.repeat(self.v, self.K.shape[-2], axis=-1)[..., None]
         read, K, Q = separate_motion(v, K, Q, lambda M: force)
-        by_head = (*self.v.shape, -1)
+        by_head = self.K.shape[:-1]
         return SeparateHeads(
             v=read.reshape(by_head).sum(-1), K=K.reshape(self.K.shape), Q=Q.reshape(self.K.shape)
         )

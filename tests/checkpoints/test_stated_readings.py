@@ -12,10 +12,12 @@ from torch import Tensor, nn
 from typer.testing import CliRunner
 
 from mechinterp.analysis.one_layer.classify import classify
+from mechinterp.analysis.one_layer.label_rules import agreed_label
 from mechinterp.checkpoints.checkpoint import Checkpoint
-from mechinterp.checkpoints.foreign.readings import ranked
+from mechinterp.checkpoints.foreign.readings import Reading, advice, ranked
 from mechinterp.checkpoints.io.errors import CheckpointError
 from mechinterp.checkpoints.load import convert, load
+from mechinterp.cli.hints import hints_of
 from mechinterp.cli.main import app
 from mechinterp.config import TaskConfig
 from mechinterp.icl.prompts import generator_for, sample_prompts
@@ -364,3 +366,45 @@ def test_a_reading_that_explodes_now_and_then_does_not_stand_beside_one_that_pre
     first, second = ranked([(each, lambda: weights) for each in said], errors)
     assert (first.predicts, first.stands) == (True, True)
     assert (second.predicts, second.ties, second.stands) == (False, False, False)
+
+
+def test_a_reading_that_may_be_no_better_than_0_does_not_come_before_one_that_predicts():
+    weights = debiased_gradient_step(0.88, 0.1, d_x=5)
+    zero, good, tail = torch.ones(200), torch.full((200,), 0.2), torch.full((200,), 0.1)
+    tail[:2] = 40.0
+    # The mean of its errors is .5, the standard error of that .28.
+    said = [{"norm": "before"}, {"norm": "after"}]
+    found = ranked([(each, lambda: weights) for each in said], [(tail, zero), (good, zero)])
+    assert [each.said["norm"] for each in found] == ["after", "before"]
+    assert [each.predicts for each in found] == [True, False]
+
+
+def test_of_many_readings_that_predict_the_best_is_advised():
+    weights = debiased_gradient_step(0.88, 0.1, d_x=5)
+    losses = {("plus", True): 1.0, ("plus", False): 0.4, ("minus", False): 0.3}
+    found = [
+        Reading({"sign": s, "residual": r}, lambda: weights, loss, 0.01, loss < 1, True, True)
+        for (s, r), loss in losses.items()
+    ]
+    assert advice(found) == (
+        "sign minus, residual False predicts (0.3): --sign minus --model residual=false; so does another reading"
+    )
+
+
+def test_flags_of_the_command_line_are_read_in_any_case():
+    for written in ("context_only=True", "context_only=true"):
+        assert hints_of(model=[written]).model == {"context_only": True}
+
+
+def test_a_reason_without_a_label_says_which_scores_the_file_leaves_open():
+    weights = debiased_gradient_step(0.88, 0.1, d_x=5)
+    readings = [
+        Reading({"score": s}, lambda: weights, 0.5, 0.01, True, True, True)
+        for s in ("linear/L", "softmax")
+    ]
+    label, reason = agreed_label(["undetermined"] * 2, "why", readings)
+    assert (label, reason) == (
+        "undetermined",
+        "why with score linear/L; undetermined with softmax too; say --score",
+    )
+    assert agreed_label(["undetermined"], "why", readings[:1])[1] == "why"

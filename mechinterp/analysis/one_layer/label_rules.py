@@ -103,12 +103,12 @@ def agreed_label(
     if not readings[0].predicts and any(reading.predicts for reading in readings):
         return (
             "undetermined",
-            f"as its format has it the file predicts nothing ({readings[0]!r}); {advice(readings)}",
+            f"read as its format has it, the file is not clearly better than predicting 0 ({readings[0]!r}); {advice(readings)}",
         )
     if not any(reading.predicts for reading in readings):
         return "undetermined", _not_understood(readings)
     if len(set(patterns)) == 1:
-        return patterns[0], reason
+        return patterns[0], reason + _of_one_score(patterns[0], standing)
     labelled = list(zip(patterns, standing, strict=True))
     best = {pattern: reading for pattern, reading in reversed(labelled)}
     named = "; ".join(f"{pattern} for {reading!r}" for pattern, reading in reversed(best.items()))
@@ -127,6 +127,16 @@ def _not_understood(readings: Sequence[Reading]) -> str:
     return (
         "nothing was understood of this file: no reading predicts better than 0 on prompts of the task "
         f"(loss over that of 0: {losses}); say {', '.join(first)} or {last}"
+    )
+
+
+def _of_one_score(pattern: str, standing: Sequence[Reading]) -> str:
+    """What a reason without a label is said of, where scores stand that the file does not say."""
+    first, *others = dict.fromkeys(each.said.get("score") for each in standing)
+    if pattern != "undetermined" or not others:
+        return ""
+    return (
+        f" with score {first}; undetermined with {' and '.join(map(str, others))} too; say --score"
     )
 
 

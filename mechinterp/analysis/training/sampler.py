@@ -18,7 +18,7 @@ BatchLoss = Callable[[Points], tuple[Float[np.ndarray, " chain"], Points]]
 """Loss and gradient at many points, a row each."""
 TARGET = 0.9
 """Acceptance that the step size is adapted to."""
-SHORTEST = 0.4
+SHORTEST = 0.15
 """Each chain takes between this part of the step size and the whole, anew at every draw: where the loss is steeper
 than in warm-up a chain would stand still otherwise."""
 

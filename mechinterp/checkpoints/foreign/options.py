@@ -38,12 +38,13 @@ def stated_option(name: str, value: object) -> str:
     """The option with its value, as it is typed.
 
     Example:
-        >>> stated_option("columns", "y,x"), stated_option("norm", "before")
-        ('--columns y,x', '--model norm=before')
+        >>> stated_option("columns", "y,x"), stated_option("residual", False)
+        ('--columns y,x', '--model residual=false')
     """
     if name == "attend_to_self":
         return "--attend-to-self" if value else "--context-only"
-    return f"{option(name)}{value}" if name in JOINS else f"{option(name)} {value}"
+    written = str(value).lower() if isinstance(value, bool) else value
+    return f"{option(name)}{written}" if name in JOINS else f"{option(name)} {written}"
 
 
 @dataclass(frozen=True)

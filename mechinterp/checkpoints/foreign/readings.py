@@ -38,7 +38,7 @@ class Reading:
     predicts: bool
     """Whether the loss is clearly below that of predicting 0."""
     ties: bool
-    """Whether no reading predicts clearly better, and this one no worse than 0 if any predicts."""
+    """Whether no reading predicts clearly better, and this one predicts if any does."""
     stands: bool
     """False if another reading predicts clearly better, and has the same score or this one does not predict."""
 
@@ -78,16 +78,16 @@ def ranked(
             rivals[score] = error
     found, alike = [], []
     for (said, build), (error, zero) in zip(candidates, errors, strict=True):
-        loss = float(error.mean())
-        # Of heavy tails the standard error is large: what is worse than 0 ties with nothing that predicts.
-        ties = not _below(best, error) and (loss < 1 or not any_predicts)
+        loss, predicts = float(error.mean()), _below(error, zero)
+        # Of heavy tails the standard error is large: what may be no better than 0 ties with nothing that predicts.
+        ties = not _below(best, error) and (predicts or not any_predicts)
         first_of_score = loss < 1 - MARGIN and not _below(rivals[said.get("score")], error)
         reading = Reading(
             said=said,
             build=build,
             loss=loss,
             loss_sem=float((error - loss * zero).std() / len(zero) ** 0.5),
-            predicts=_below(error, zero),
+            predicts=predicts,
             ties=ties,
             stands=not any_predicts or ties or first_of_score,
         )
@@ -102,14 +102,14 @@ def ranked(
 
 def advice(readings: Sequence[Reading]) -> str:
     """Which options make a file predict that, as its format has it, the first reading, does not."""
-    settled = readings[0].said
-    found = []
-    for reading in readings[1:]:
-        changed = {n: v for n, v in reading.said.items() if v != settled.get(n)}
-        named = ", ".join(f"{name} {value}" for name, value in changed.items())
-        options = " ".join(stated_option(name, value) for name, value in changed.items())
-        found += [f"{named} predicts ({reading.loss:.3g}): {options}"] if reading.predicts else []
-    return "; ".join(found)
+    settled, predicting = readings[0].said, [each for each in readings[1:] if each.predicts]
+    best = min(predicting, key=lambda each: each.loss)
+    changed = {n: v for n, v in best.said.items() if v != settled.get(n)}
+    named = ", ".join(f"{name} {value}" for name, value in changed.items())
+    options = " ".join(stated_option(name, value) for name, value in changed.items())
+    n_more = len(predicting) - 1
+    more = ["", "; so does another reading"][n_more] if n_more < 2 else f"; so do {n_more} others"
+    return f"{named} predicts ({best.loss:.3g}): {options}{more}"
 
 
 def _below(error: Tensor, other: Tensor, margin: float = MARGIN) -> bool:

@@ -3,7 +3,7 @@
 A head without biases is its two circuits: the x rows of QK and the y column of OV, d (d + 1) + d + 1 numbers. Half the number of
 directions in which the loss is curved there is the learning coefficient of a minimum. In the paper's approximate loss
 two heads are four numbers, omega_1, omega_2, mu_1, mu_2, and it can be drawn from.
-Run: python -m analyses.pair_coefficient (two minutes; --quick: one step, few prompts)
+Run: python -m analyses.softmax.pair_coefficient (a minute; --quick: one step, few prompts)
 """
 
 import numpy as np
@@ -20,10 +20,10 @@ from mechinterp.icl.prompts import Prompts, sample_prompts
 from mechinterp.models.weights import Weights
 from mechinterp.theory.approximate_loss import approximate_loss, loss_gradients, optimal_mu
 
-STEPS = {"softmax-h1-s0": (500_000,), "softmax-h2-s0": (0, 1000, 5000, 50_000, 500_000)}
-DRAWN = (1000, 500_000)
+STEPS = {"softmax-h1-s0": (500_000,), "softmax-h2-s0": (0, 1000, 500_000)}
+DRAWN = (500_000,)
 """Steps whose omega the approximate loss is drawn at."""
-N_PROMPTS, N_SETS = 2048, 4
+N_PROMPTS, N_SETS = 2048, 3
 """Prompts of a set, and sets that the curvatures are measured on."""
 RESOLVED = 100 / N_BETA
 """Curvature above which a direction counts 1/2 to within a percent, at n_beta 30,000 and a pull of 1."""
