@@ -45,8 +45,8 @@ KNOWN: dict[str, tuple[DeepWeights | Weights, TaskConfig, str]] = {
     "GD++, 3% noise": (noisy(GD_PLUS_PLUS, 2), DENSE, "gd_plus_plus"),
     "Algorithm 1": (SIXTEEN_HEADS, SPARSE, "preprocess_then_optimise"),
     "Algorithm 1, 3% noise": (noisy(SIXTEEN_HEADS, 2), SPARSE, "preprocess_then_optimise"),
-    "preconditioned": (rotated(PRECONDITIONED, seed=0), KMS, "preconditioned_gd"),
-    "preconditioned, 3% noise": (noisy(PRECONDITIONED, 2), KMS, "preconditioned_gd"),
+    "preconditioned": (rotated(PRECONDITIONED, seed=0), KMS, "preconditioned_descent"),
+    "preconditioned, 3% noise": (noisy(PRECONDITIONED, 2), KMS, "preconditioned_descent"),
     "random": (RANDOM, SPARSE, "unstructured"),
 }
 

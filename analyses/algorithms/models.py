@@ -1,25 +1,41 @@
 """Models of several layers whose right label is known, for analyses/algorithms/calibration.py.
 
-Weights built by hand in rotated streams, with noise on every matrix; algorithms without such weights
-as functions of prompts whose stream holds the prediction after each layer, with noise on each step;
-and near misses that carry out no algorithm of the list: half of one and half of another, steps that
-are half of one and half of another, one algorithm after another, momentum, random preconditioners.
+Weights built by hand in rotated streams, with noise on every matrix; algorithms as functions of prompts that
+predict after every layer, with noise on each step; and near misses that carry out no algorithm of the list: half of
+one and half of another, steps that are half of one and half of another, one algorithm after another, and the
+learners of analyses/algorithms/near_misses.py.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import cast
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
-from jaxtyping import Float
 from torch import Tensor
 
-from mechinterp.config import CovarianceConfig, ExperimentConfig, ModelConfig, TaskConfig
-from mechinterp.icl.algorithms import ALGORITHMS
-from mechinterp.icl.predictors import nearest_neighbours
+from analyses.algorithms.learners import (
+    ALG1,
+    GD,
+    GDPP,
+    ISTA,
+    NEWTON,
+    PRE,
+    RIDGE,
+    Law,
+    Random,
+    correlated,
+    dense,
+    law_of,
+    natural,
+    pooled,
+    sparse,
+)
+from analyses.algorithms.near_misses import CONFIRMED, TUNED
+from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig
+from mechinterp.icl.pools import dmmse
+from mechinterp.icl.predictors import ridge
 from mechinterp.icl.prompt_moments import PromptMoments
-from mechinterp.icl.prompts import Prompts, covariance_matrix, sample_prompts
+from mechinterp.icl.prompts import Prompts, covariance_matrix, task_pool
 from mechinterp.models.constructions.descent import (
     gd_plus_plus_model,
     gradient_descent_model,
@@ -28,22 +44,11 @@ from mechinterp.models.constructions.descent import (
     with_noise,
 )
 from mechinterp.models.constructions.sparse import preprocess_then_optimise_model
-from mechinterp.models.run.predictor import Predictor
 from mechinterp.models.stacks import DeepWeights
 from mechinterp.training.general.trainer import initial_deep_weights
 
-BY_NAME = {algorithm.name: algorithm for algorithm in ALGORITHMS}
 NOISE = (0.0, 0.01, 0.03)
 NONE = "no algorithm"
-GD, NEWTON, ALG1, ISTA = (
-    "gradient descent",
-    "iterative Newton",
-    "preprocess then optimise",
-    "ISTA",
-)
-PRE, RIDGE, GDPP = "preconditioned gradient descent", "ridge", "GD++"
-Law = Callable[[Prompts], Tensor]
-Random = np.random.Generator
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,90 +64,6 @@ class Case:
     task: TaskConfig
     size: float
     """Noise, as a share of the weights or of a step."""
-
-
-@dataclass(frozen=True, eq=False)
-class Computed(Predictor):
-    """A model that is given by its predictions after each layer, [layer, batch, d_y]."""
-
-    law: Law | None = None
-
-    def path(self, prompts: Prompts) -> Tensor:
-        return cast(Law, self.law)(prompts.to(torch.float64))
-
-    def predict(self, prompts: Prompts) -> Float[Tensor, "batch d_y"]:
-        return self.path(prompts)[-1]
-
-    def streams(
-        self,
-        prompts: Prompts,
-        *,
-        heads: Sequence[tuple[int, int]] = (),
-        positions: Sequence[int] = (-1,),
-    ) -> Float[Tensor, "layer batch pos d_model"]:
-        """x_query and the prediction, at the query."""
-        path = self.path(prompts)
-        path = torch.cat([torch.zeros_like(path[:1]), path])
-        x = prompts.x_query.double().expand(len(path), -1, -1)
-        return torch.cat([x, path], dim=2)[:, :, None]
-
-
-def computed(law: Law, n_layers: int, task: TaskConfig) -> Computed:
-    def none() -> object:
-        raise ValueError("A computed model has no hooks.")
-
-    return Computed(n_layers, 1, none, task=task, law=law)  # type: ignore[arg-type]
-
-
-def dense(random: Random) -> TaskConfig:
-    d_x = int(random.choice([4, 6, 8]))
-    return TaskConfig(
-        d_x=d_x,
-        context_length=d_x * int(random.integers(4, 7)),
-        noise_var=float(random.choice([0.0, 0.1, 0.25])),
-    )
-
-
-def correlated(random: Random) -> TaskConfig:
-    d_x, rho = int(random.choice([5, 8])), float(random.uniform(0.4, 0.7))
-    covariance = CovarianceConfig(kind="kms", rho=rho)
-    return TaskConfig(d_x=d_x, context_length=5 * d_x, covariance=covariance)
-
-
-def sparse(random: Random) -> TaskConfig:
-    return TaskConfig(
-        d_x=int(random.choice([8, 12])),
-        sparsity=int(random.integers(2, 5)),
-        nonzeros="signs",
-        noise_var=float(random.choice([0.1, 0.25])),
-    )
-
-
-def natural(name: str, task: TaskConfig, n_layers: int, random: Random) -> list[float]:
-    """Scalars that suit the task, each times a random factor."""
-    drawn = sample_prompts(task, 128, seed=1, dtype=torch.float64)
-    start = BY_NAME[name].start(PromptMoments(drawn, task), n_layers).numpy()
-    if name == ALG1 and task.sparsity is None:
-        start = 0.4 * start  # Where b has heavy tails, its natural step is too long.
-    return (start * random.uniform(0.7, 1.3, len(start))).tolist()
-
-
-def law_of(name: str, task: TaskConfig, n_layers: int, random: Random, noise: float = 0.0) -> Law:
-    """An algorithm whose step in each layer sees x_query through I + noise * G."""
-    algorithm, scalars = BY_NAME[name], natural(name, task, n_layers, random)
-    G = torch.from_numpy(random.normal(size=(n_layers, task.d_x, task.d_x))) / task.d_x**0.5
-
-    def law(prompts: Prompts) -> Tensor:
-        exact = algorithm.predictions(PromptMoments(prompts, task), scalars, n_layers)
-        if noise == 0:
-            return exact
-        rest = []
-        for matrix in G:
-            seen = Prompts(**{**vars(prompts), "x_query": prompts.x_query @ matrix.mT})
-            rest.append(algorithm.predictions(PromptMoments(seen, task), scalars, n_layers))
-        return exact + noise * torch.stack([each[layer] for layer, each in enumerate(rest)])
-
-    return law
 
 
 def half_and_half(first: Law, second: Law) -> Law:
@@ -266,7 +187,7 @@ def random_preconditioners(random: Random) -> Built:
 def as_function(name: str, draw: Callable[[Random], TaskConfig]) -> Callable[[Random], Built]:
     def build(random: Random) -> Built:
         task, n_layers, size = draw(random), int(random.integers(3, 5)), float(random.choice(NOISE))
-        return computed(law_of(name, task, n_layers, random, size), n_layers, task), task, size
+        return law_of(name, task, n_layers, random, size), task, size
 
     return build
 
@@ -277,7 +198,7 @@ def mixture(
     def build(random: Random) -> Built:
         task, n_layers, size = draw(random), int(random.integers(3, 5)), float(random.choice(NOISE))
         laws = [law_of(name, task, n_layers, random, size) for name in (first, second)]
-        return computed(half_and_half(*laws), n_layers, task), task, size
+        return half_and_half(*laws), task, size
 
     return build
 
@@ -288,7 +209,7 @@ def mixed_steps(
     def build(random: Random) -> Built:
         task, n_layers = draw(random), int(random.integers(3, 5))
         both = [update_of(name, task, n_layers, random) for name in (first, second)]
-        return computed(iterated([both] * n_layers, task), n_layers, task), task, 0.0
+        return iterated([both] * n_layers, task), task, 0.0
 
     return build
 
@@ -299,15 +220,44 @@ def one_after_the_other(
     def build(random: Random) -> Built:
         task, n_layers = draw(random), 4
         a, b = (update_of(name, task, n_layers, random) for name in (first, second))
-        return computed(iterated([[a], [a], [b], [b]], task), n_layers, task), task, 0.0
+        return iterated([[a], [a], [b], [b]], task), task, 0.0
 
     return build
 
 
-def neighbours(random: Random) -> Built:
-    task = dense(random)
-    law = lambda prompts: nearest_neighbours(prompts, count=3).expand(3, -1, -1)  # noqa: E731
-    return computed(law, 3, task), task, 0.0
+def summed_scores(random: Random) -> Built:
+    """Linear scores that are summed over the pairs, with the step size over the length in the weights."""
+    task, n_layers = dense(random), int(random.integers(2, 5))
+    etas = random.uniform(0.2, 0.6, n_layers).tolist()
+    weights = gradient_descent_model(etas, d_x=task.d_x)
+    weights = replace(weights, score="linear", W_O=weights.W_O / task.context_length)
+    weights, size = disturbed(weights, random)
+    return weights, task, size
+
+
+def softmax_pairs(random: Random) -> Built:
+    """Two softmax heads of opposite scales in each layer, which read residuals and write into y."""
+    task, n_layers, omega = dense(random), 3, float(random.uniform(0.05, 0.6))
+    plain = gradient_descent_model(random.uniform(0.3, 0.6, n_layers).tolist(), d_x=task.d_x)
+    W_Q = torch.cat([plain.W_Q, -plain.W_Q], dim=1) / plain.d_model**0.5 * omega
+    W_K, W_V = (torch.cat([w, w], dim=1) for w in (plain.W_K, plain.W_V))
+    W_O = torch.cat([plain.W_O, -plain.W_O], dim=1) / (2 * omega)
+    weights = replace(plain, W_Q=W_Q, W_K=W_K, W_V=W_V, W_O=W_O, scale=1.0, score="softmax")
+    return rotated(weights, seed=int(random.integers(1000))), task, 0.0
+
+
+def ridge_alone(random: Random) -> Built:
+    task, penalty = dense(random), float(random.uniform(0.1, 3))
+    return lambda prompts: ridge(prompts, penalty=penalty), task, 0.0
+
+
+def memory(random: Random) -> Built:
+    task = pooled(random)
+    return lambda p: dmmse(p, pool=task_pool(task), noise_var=task.noise_var), task, 0.0
+
+
+def near_miss(family: Callable[[Random], tuple[Law, TaskConfig]]) -> Callable[[Random], Built]:
+    return lambda random: (*family(random), 0.0)
 
 
 FAMILIES: dict[str, tuple[str, str, Callable[[Random], Built]]] = {
@@ -315,17 +265,22 @@ FAMILIES: dict[str, tuple[str, str, Callable[[Random], Built]]] = {
     "weights: falling steps": ("gradient_descent", "must", falling_steps),
     "weights: steps, correlated x": ("gradient_descent", "must", correlated_steps),
     "weights: GD++": ("gd_plus_plus", "must", plus_plus),
-    "weights: preconditioned": ("preconditioned_gd", "must", preconditioned),
+    "weights: preconditioned": ("preconditioned_descent", "must", preconditioned),
     "weights: Algorithm 1": ("preprocess_then_optimise", "must", algorithm_1),
+    "weights: summed scores": ("gradient_descent", "must", summed_scores),
+    "weights: softmax pairs": (NONE, "none", softmax_pairs),
     "weights: random": (NONE, "none", random_weights),
     "weights: random preconditioners": (NONE, "none", random_preconditioners),
+    "function: gradient descent": ("gradient_descent", "may", as_function(GD, dense)),
+    "function: GD++": ("gd_plus_plus", "may", as_function(GDPP, dense)),
+    "function: preconditioned": ("preconditioned_descent", "may", as_function(PRE, correlated)),
+    "function: posterior mean": ("posterior_mean", "may", memory),
+    "function: ridge, last": ("ridge_like", "may", ridge_alone),
     "function: Newton": ("newton", "may", as_function(NEWTON, dense)),
     "function: ridge": ("ridge_like", "may", as_function(RIDGE, dense)),
     "function: ISTA": ("sparse_shrinkage", "may", as_function(ISTA, sparse)),
     "function: ISTA, dense": ("sparse_shrinkage", "may", as_function(ISTA, dense)),
     "function: Algorithm 1, dense": ("preprocess_then_optimise", "may", as_function(ALG1, dense)),
-    "function: momentum": (NONE, "none", as_function("momentum", dense)),
-    "function: neighbours": (NONE, "none", neighbours),
     "half GD, half Newton": (NONE, "none", mixture(GD, NEWTON, dense)),
     "half GD, half ISTA": (NONE, "none", mixture(GD, ISTA, sparse)),
     "half GD, half Algorithm 1": (NONE, "none", mixture(GD, ALG1, sparse)),
@@ -339,6 +294,7 @@ FAMILIES: dict[str, tuple[str, str, Callable[[Random], Built]]] = {
     "steps half GD, half Algorithm 1": (NONE, "none", mixed_steps(GD, ALG1, sparse)),
     "steps half preconditioned, half ISTA": (NONE, "none", mixed_steps(PRE, ISTA, correlated)),
     "GD, then Algorithm 1": (NONE, "none", one_after_the_other(GD, ALG1, sparse)),
+    **{name: (NONE, "none", near_miss(family)) for name, family in {**TUNED, **CONFIRMED}.items()},
 }
 CONFIRMED_ONLY = (
     "half Newton, half ISTA",
@@ -346,6 +302,7 @@ CONFIRMED_ONLY = (
     "half Newton, half preconditioned",
     "steps half preconditioned, half ISTA",
     "GD, then Algorithm 1",
+    *CONFIRMED,
 )
 """Families that no limit was set on."""
 

@@ -24,13 +24,14 @@ KNOWN = {
 The confirming half of analyses/calibration/errors.py, as analyses/results/calibration_labels.csv counts it.
 """
 KNOWN_ALGORITHMS = {
-    "gd_plus_plus": (0, 7),
-    "gradient_descent": (3, 24),
-    "newton": (0, 7),
-    "preconditioned_gd": (0, 7),
-    "preprocess_then_optimise": (0, 14),
-    "ridge_like": (0, 7),
-    "sparse_shrinkage": (0, 14),
+    "gd_plus_plus": (0, 1),
+    "gradient_descent": (1, 6),
+    "newton": (0, 1),
+    "posterior_mean": (0, 1),
+    "preconditioned_descent": (0, 2),
+    "preprocess_then_optimise": (0, 1),
+    "ridge_like": (1, 3),
+    "sparse_shrinkage": (2, 4),
 }
 """The same of several layers, by analyses/algorithms/calibration.py."""
 LEARNERS = {

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from mechinterp.icl.algorithms import Algorithm
+from mechinterp.icl.algorithm import Algorithm
 from mechinterp.icl.prompt_moments import PromptMoments
 from mechinterp.icl.prompts import generator_for
 
@@ -16,6 +16,8 @@ TOLERANCE = 1e-8
 ROUNDING = 1e-26
 """Share of the target's mean square below which a difference is rounding."""
 MAX_STEPS = 100
+DAMPING, UNDAMPED = 1e-2, 1e-12
+"""Of the first step, in units of the squares of the derivatives."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -90,7 +92,8 @@ def fit_algorithm(
     if n_starts > 1 and wanted.ndim == 2:
         starts += _apart(algorithm, moments, len(starts[0]))
     for scalars in (*starts, *_disturbed(starts[0], n_starts - 1)):
-        fits.append(_minimise(difference, scalars, lower, goal, tolerance))
+        damping = UNDAMPED if algorithm.linear_in_scalars else DAMPING
+        fits.append(_minimise(difference, scalars, lower, goal, tolerance, damping))
         if fits[-1][0] <= goal:
             break
     error, scalars = min(fits, key=lambda fit: fit[0])
@@ -121,10 +124,11 @@ def _minimise(
     lower: Tensor,
     goal: float,
     tolerance: float,
+    damping: float,
 ) -> tuple[float, Tensor]:
     """The least mean square and the scalars there, by Levenberg-Marquardt steps; a scalar at its
     least value stays there while the mean square would fall only below it."""
-    rest, damping = difference(scalars), 1e-2
+    rest = difference(scalars)
     error = rest.square().mean().nan_to_num(nan=torch.inf).item()
     if not len(scalars) or not np.isfinite(error):
         return error, scalars

@@ -1,11 +1,9 @@
 """Second moments of the contexts of prompts: what algorithms of linear regression read of them."""
 
-from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import cached_property
 
 import torch
-import torch.nn.functional as F  # noqa: N812
 from jaxtyping import Float
 from torch import Tensor
 
@@ -19,11 +17,15 @@ class PromptMoments:
     The task is the one that a model was trained on, which the prompts need not be drawn from: of it
     come the covariance Sigma of preconditioned gradient descent and the penalty of the posterior
     mean.
+
+    Args:
+        scale: Factor on S and b: with L / L_0 they are sums over the pairs, divided by a fixed L_0.
     """
 
-    def __init__(self, prompts: Prompts, task: TaskConfig) -> None:
+    def __init__(self, prompts: Prompts, task: TaskConfig, scale: float = 1.0) -> None:
         self.prompts = prompts.to(torch.float64)
         self.task = task
+        self.scale = scale
 
     @property
     def context_length(self) -> int:
@@ -37,12 +39,18 @@ class PromptMoments:
     @cached_property
     def S(self) -> Float[Tensor, "batch d_x d_x"]:
         """X^T X / L, unit x^2."""
-        return self.prompts.x.mT @ self.prompts.x / self.context_length
+        return self.scale * self.prompts.x.mT @ self.prompts.x / self.context_length
 
     @cached_property
     def b(self) -> Float[Tensor, "batch d_x d_y"]:
         """X^T y / L, unit x y."""
-        return self.prompts.x.mT @ self.prompts.y / self.context_length
+        return self.scale * self.prompts.x.mT @ self.prompts.y / self.context_length
+
+    @property
+    def centred(self) -> "PromptMoments":
+        """Those of x and y minus their means over the context; the query is the same."""
+        x, y = (side - side.mean(1, keepdim=True) for side in (self.prompts.x, self.prompts.y))
+        return PromptMoments(replace(self.prompts, x=x, y=y), self.task, self.scale)
 
     @property
     def eigenvalues(self) -> Float[Tensor, "batch d_x"]:
@@ -80,27 +88,3 @@ class PromptMoments:
     def penalty(self) -> float:
         """Of the posterior mean."""
         return self.task.posterior_penalty
-
-
-class JoinedMoments(PromptMoments):
-    """Moments of several sets of prompts, one after another; contexts may differ in length."""
-
-    def __init__(self, parts: Sequence[PromptMoments]) -> None:
-        longest = max(part.context_length for part in parts)
-        each = [_padded(part.prompts, longest) for part in parts]
-        joined = {f.name: torch.cat([getattr(p, f.name) for p in each]) for f in fields(Prompts)}
-        super().__init__(Prompts(**joined), parts[0].task)
-        self.S = torch.cat([part.S for part in parts])
-        self.b = torch.cat([part.b for part in parts])
-        self._n_pairs = torch.cat([part.n_pairs for part in parts])
-
-    @property
-    def n_pairs(self) -> Float[Tensor, "batch 1"]:
-        return self._n_pairs
-
-
-def _padded(prompts: Prompts, length: int) -> Prompts:
-    """With pairs of zeros behind the context; nothing is read of them, as the moments are given."""
-    missing = length - prompts.x.shape[1]
-    x, y = (F.pad(side, (0, 0, 0, missing)) for side in (prompts.x, prompts.y))
-    return replace(prompts, x=x, y=y)

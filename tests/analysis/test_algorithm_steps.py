@@ -44,7 +44,7 @@ def test_an_exact_model_follows_its_algorithm(descent: StepInterventions):
 @pytest.mark.parametrize(
     "label",
     sampled(
-        ["gd_plus_plus", "preprocess_then_optimise", "preconditioned_gd"],
+        ["gd_plus_plus", "preprocess_then_optimise", "preconditioned_descent"],
         keep=lambda label: label == "gd_plus_plus",
     ),
 )

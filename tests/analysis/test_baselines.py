@@ -64,3 +64,19 @@ def test_no_ratio_is_formed_to_a_learner_that_makes_no_error():
     found = baselines(zero_model(exact), drawn(exact))
     assert np.isnan(found.ratio).tolist() == [False, True, True, False, False]
     assert found.tuned[2] == 0
+
+
+def test_a_function_of_prompts_is_a_source():
+    """The last of its predictions counts, where it gives one after every layer."""
+    task = TaskConfig(d_x=3)
+    prompts = sample_prompts(task, 64, seed=0, dtype=torch.float64)
+
+    def path(prompts):
+        return torch.stack([prompts.y_query_clean + 5, ridge(prompts, penalty=1.0)])
+
+    found = baselines(path, prompts)
+    error = (ridge(prompts, penalty=1.0) - prompts.y_query_clean).square().mean()
+    assert found.model_risk == pytest.approx(error.item(), rel=1e-12)
+    assert baselines(path, task=task, n_prompts=64).model_risk > 0
+    with pytest.raises(ValueError, match="baselines needs prompts or a task when the model is a"):
+        baselines(path)

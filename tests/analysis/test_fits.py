@@ -4,10 +4,17 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 
 from mechinterp.analysis.learners.fits import LEARNERS, fit_learners
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig
-from mechinterp.icl.predictors import debiased_gd, nadaraya_watson, ridge, vanilla_gd
+from mechinterp.icl.predictors import (
+    debiased_gd,
+    nadaraya_watson,
+    ridge,
+    vanilla_gd,
+    zero_prediction,
+)
 from mechinterp.models.constructions.one_layer import debiased_gradient_step, kernel_head
 from mechinterp.models.hooked.transformer import ICLTransformer
 from mechinterp.theory.softmax import debiased_risk, vanilla_risk
@@ -134,3 +141,12 @@ def test_frame_has_a_row_per_length_and_learner():
 def test_a_function_needs_a_task():
     with pytest.raises(ValueError, match="needs a task"):
         fit_learners(lambda prompts: prompts.y_query)
+
+
+def test_a_function_with_a_path_is_fitted_by_its_last_prediction():
+    def path(prompts):
+        return torch.stack([zero_prediction(prompts), ridge(prompts, penalty=0.5)])
+
+    found = fit_learners(path, TaskConfig(), context_lengths=[20], n_prompts=256)
+    assert found.best == "ridge"
+    np.testing.assert_allclose(found.rms[found.context_length == 40, 4], 0, atol=1e-6)

@@ -88,13 +88,12 @@ def pytest_terminal_summary(
     terminalreporter: pytest.TerminalReporter, config: pytest.Config
 ) -> None:
     table = [
-        "| what | plain (ms) | ours (ms) | ratio | share of the machine |",
+        "| what | plain (ms) | ours (ms) | share of the machine | ratio |",
         "|---|---:|---:|---:|---:|",
     ]
-    table += [
-        f"| {name} | {1000 * plain:.4g} | {1000 * own:.4g} | {ratio:.1f} | {'' if share is None else f'{share:.0%}'} |"
-        for name, plain, own, ratio, share in config.stash[ROWS]
-    ]
+    for name, plain, own, ratio, share in config.stash[ROWS]:
+        part = "" if share is None else f"{share:.0%}"
+        table.append(f"| {name} | {1000 * plain:.4g} | {1000 * own:.4g} | {part} | {ratio:.1f} |")
     machine = f"{_processor()}, Python {platform.python_version()}, PyTorch {torch.__version__}"
     terminalreporter.write_line("\n".join([*table, machine]))
     if config.option.table is not None:

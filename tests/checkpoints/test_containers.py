@@ -165,7 +165,7 @@ OTHERS: dict[str, tuple[dict[str, Tensor], str]] = {
     "grouped keys": (grouped(), "grouped or multi-query attention is not read: got 8 rows of qu"),
     "words": (
         {f"blocks.0.{n}": t for n, t in STATE.items()} | {"tok_emb.weight": torch.ones(99, 4)},
-        r"a model of word tokens \(tok_emb\.weight, 99 words\)",
+        r"a model of word tokens \(tok_emb\.weight \[99, 4\]\)",
     ),
     "relative positions": (
         STATE | {"attn.RPE.relative_embedding.weight": torch.ones(8, 1)},

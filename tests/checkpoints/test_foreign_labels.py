@@ -291,6 +291,14 @@ def test_other_architectures_are_refused_by_what_they_are(tmp_path: Path, kind: 
         load(saved(tmp_path, state | {name: torch.ones(shape)}), n_heads=1)
 
 
+def test_words_in_the_old_layout_of_transformer_lens(tmp_path: Path):
+    """W_Q [head, d_head, d_model] of modules called attn_blocks, and an embedding [d_model, word]."""
+    state = {f"attn_blocks.0.attn.W_{x}": torch.ones(2, 3, 6) for x in "QKV"}
+    state |= {"attn_blocks.0.attn.W_O": torch.ones(6, 6), "embed.W_E": torch.ones(6, 9)}
+    with pytest.raises(CheckpointError, match=r"a model of word tokens \(embed\.W_E \[6, 9\]\)"):
+        load(saved(tmp_path, state))
+
+
 def test_grouped_keys_are_refused_by_their_shapes(tmp_path: Path):
     shapes = {"q": (20, 21), "k": (10, 21), "v": (10, 21), "o": (21, 20)}
     state = {f"layers.0.W_{x}.weight": torch.ones(shape) for x, shape in shapes.items()}

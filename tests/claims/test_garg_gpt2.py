@@ -79,11 +79,17 @@ def test_outcome_its_excess_risk_over_that_of_the_best_ridge(n_pairs: int, outco
     assert ratio == pytest.approx(outcome, abs=0.005)
 
 
-def test_outcome_it_ends_as_ridge_does_and_as_near_to_gd_plus_plus(run: Run):
+def test_outcome_it_ends_near_to_ridge_but_is_not_linear_in_the_responses(run: Run):
+    """As near as any learner that is linear in y can come to it, but for .005 (docs/algorithms.md)."""
     (document,) = run("classify", FOLDER, "--json").document
-    assert document["pattern"] == "ridge_like"
+    assert document["pattern"] == "undetermined"
     evidence = document["evidence"]
-    assert evidence["candidates"] == ["ridge_like"]
-    assert (evidence["algorithm"], evidence["runner_up"]) == ("ridge_like", "gd_plus_plus")
-    assert evidence["r2"] == pytest.approx(0.980, abs=0.002)
-    assert abs(evidence["lead"]) < 2 * evidence["lead_sem"] or evidence["lead"] < 0.005
+    tests = {row["test"]: row for row in evidence["tests"]}
+    assert tests["linear in y: times 2"]["answer"] == "no"
+    ridges = {
+        row["prompts"]: row["r2"]
+        for row in evidence["algorithms"]
+        if row["candidate"] == "ridge_like"
+    }
+    assert ridges["own length"] == pytest.approx(0.980, abs=0.004)
+    assert evidence["frequency"]["undetermined"] >= 0.9

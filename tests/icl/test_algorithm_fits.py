@@ -5,14 +5,16 @@ import pytest
 import torch
 
 from mechinterp.config import CovarianceConfig, TaskConfig
+from mechinterp.icl.algorithm import Algorithm
+from mechinterp.icl.algorithm_controls import CONTROLS
 from mechinterp.icl.algorithm_fits import TOLERANCE, fit_algorithm
-from mechinterp.icl.algorithms import ALGORITHMS, Algorithm
+from mechinterp.icl.algorithms import ALGORITHMS
 from mechinterp.icl.predictors import ridge
 from mechinterp.icl.prompt_moments import PromptMoments
 from mechinterp.icl.prompts import generator_for, sample_prompts
 
-BY_NAME = {algorithm.name: algorithm for algorithm in ALGORITHMS}
-FITTED = [algorithm for algorithm in ALGORITHMS if algorithm.scalars]
+BY_NAME = {algorithm.name: algorithm for algorithm in (*ALGORITHMS, *CONTROLS)}
+FITTED = [algorithm for algorithm in (*ALGORITHMS, *CONTROLS) if algorithm.scalars]
 N_LAYERS = 3
 TASK = TaskConfig(
     d_x=5,
@@ -109,7 +111,7 @@ def test_a_search_ends_where_derivatives_are_not_finite():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["GD++", "ISTA", "momentum"])
+@pytest.mark.parametrize("name", ["GD++", "ISTA", "heavy ball"])
 def test_an_algorithm_that_contains_another_falls_back_to_it(name: str, moments: PromptMoments):
     """With scalars of 0, which for thresholds are the least that they may be."""
     etas = [0.5, 0.35, 0.2]
@@ -121,13 +123,12 @@ def test_an_algorithm_that_contains_another_falls_back_to_it(name: str, moments:
 
 @pytest.mark.slow
 def test_scalars_stop_at_their_least_value(moments: PromptMoments):
-    """Where inertia would have to be negative, heavy ball becomes the best gradient descent."""
-    target = BY_NAME["momentum"].run(
-        moments, 3, torch.full((3,), 0.4).double(), torch.full((2,), -0.4).double()
-    )
-    fit = fit_algorithm(BY_NAME["momentum"], moments, target, n_layers=3)
+    """Where thresholds would have to be negative, ISTA becomes the best gradient descent."""
+    etas = torch.full((3,), 0.4).double()
+    target = BY_NAME["gradient descent"].run(moments, 3, etas) * 1.1
+    fit = fit_algorithm(BY_NAME["ISTA"], moments, target, n_layers=3)
     best = fit_algorithm(BY_NAME["gradient descent"], moments, target, n_layers=3)
-    assert fit.scalars[3:].tolist() == [0, 0]
+    assert fit.scalars[3:].tolist() == [0, 0, 0]
     # Scalars are as exact as the root of what a last step may take off the error.
     np.testing.assert_allclose(fit.scalars[:3], best.scalars, rtol=10 * TOLERANCE**0.5)
     assert fit.error == pytest.approx(best.error, rel=1e-6)

@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 
 from mechinterp.config import CovarianceConfig, TaskConfig
-from mechinterp.icl.algorithms import ALGORITHMS, Algorithm
+from mechinterp.icl.algorithm import Algorithm, at_depth
+from mechinterp.icl.algorithm_controls import CONTROLS, ONLINE
+from mechinterp.icl.algorithms import ALGORITHMS
 from mechinterp.icl.predictors import nearest_neighbours, ridge, vanilla_gd
 from mechinterp.icl.prompt_moments import PromptMoments
 from mechinterp.icl.prompts import Prompts, covariance_matrix, generator_for, sample_prompts
@@ -20,7 +22,8 @@ from mechinterp.icl.sparse_predictors import (
 )
 from tests.conftest import assert_close_to_rounding
 
-BY_NAME = {algorithm.name: algorithm for algorithm in ALGORITHMS}
+ALL = (*ALGORITHMS, *CONTROLS, *ONLINE)
+BY_NAME = {algorithm.name: algorithm for algorithm in ALL}
 TASK = TaskConfig(
     d_x=5,
     d_y=2,
@@ -29,6 +32,7 @@ TASK = TaskConfig(
     nonzeros="signs",
     noise_var=0.2,
     covariance=CovarianceConfig(kind="kms", rho=0.6),
+    n_tasks=16,
 )
 ETA, GAMMA = [0.5, 0.3, 0.2, 0.1], [0.2, -0.1, 0.15]
 
@@ -144,21 +148,147 @@ def test_ista_rests_where_the_lasso_is_least(prompts: Prompts):
     assert (gradient[~live].abs() <= alpha).all()
 
 
-def test_momentum(prompts: Prompts, moments: PromptMoments):
-    beta = [0.4, 0.2, 0.3]
+@pytest.mark.parametrize("name", ["heavy ball", "Nesterov's descent"])
+def test_momentum(name: str, prompts: Prompts, moments: PromptMoments):
     before = w = torch.zeros_like(moments.b)
-    expected = []
-    for eta, inertia in zip(ETA, [0.0, *beta], strict=True):
-        before, w = w, w + eta * (moments.b - moments.S @ w) + inertia * (w - before)
-        expected.append((prompts.x_query[:, None] @ w)[:, 0])
-    assert_close_to_rounding(run("momentum", moments, [*ETA, *beta], 4), torch.stack(expected))
-    still = run("momentum", moments, [*ETA, 0, 0, 0], 4)
+    expected, beta = [], 0.4
+    for eta in ETA:
+        ahead = w + beta * (w - before)
+        at = ahead if name.startswith("Nesterov") else w
+        before, w = w, ahead + eta * (moments.b - moments.S @ at)
+        expected.append(read(prompts, w))
+    assert_close_to_rounding(run(name, moments, [*ETA, beta], 4), torch.stack(expected))
+    still = run(name, moments, [*ETA, 0], 4)
     assert_close_to_rounding(still, run("gradient descent", moments, ETA, 4))
+
+
+def read(prompts: Prompts, w: Tensor) -> Tensor:
+    return (prompts.x_query[:, None] @ w)[:, 0]
+
+
+def test_weight_decay(prompts: Prompts, moments: PromptMoments):
+    w, expected = torch.zeros_like(moments.b), []
+    for eta in ETA:
+        w = 0.9 * w + eta * (moments.b - moments.S @ w)
+        expected.append(read(prompts, w))
+    found = run("descent with weight decay", moments, [*ETA, 0.1], 4)
+    assert_close_to_rounding(found, torch.stack(expected))
+
+
+def test_centred_descent_is_descent_on_centred_pairs(prompts: Prompts, moments: PromptMoments):
+    """It is what pairs of softmax heads of opposite scales do where their slopes are small."""
+    x, y, f, path = prompts.x, prompts.y, torch.zeros_like(prompts.y_query), []
+    for eta in ETA:
+        centre = x - x.mean(1, keepdim=True)
+        step = [side @ centre.mT @ y / x.shape[1] for side in (x, prompts.x_query[:, None])]
+        y, f = y - eta * step[0], f + eta * step[1][:, 0]
+        path.append(f)
+    assert_close_to_rounding(run("centred descent", moments, ETA, 4), torch.stack(path))
+
+
+def test_conjugate_gradients_end_at_least_squares(prompts: Prompts, moments: PromptMoments):
+    path = run("conjugate gradients", moments, [], 5)
+    # Directions lose their conjugacy to rounding, times the condition number.
+    torch.testing.assert_close(path[-1], ols(prompts), rtol=0, atol=1e-7)
+    assert_close_to_rounding(path[0], run("line search", moments, [], 1)[0])
+    assert (path[2] - ols(prompts)).abs().max() > 1e-3
+
+
+def test_line_search_takes_the_best_step(prompts: Prompts, moments: PromptMoments):
+    """After it the gradient is orthogonal to the one before."""
+    w = torch.zeros_like(moments.b)
+    for layer in range(3):
+        gradient = moments.b - moments.S @ w
+        step = (gradient**2).sum(1, keepdim=True)
+        w = w + step / (gradient * (moments.S @ gradient)).sum(1, keepdim=True) * gradient
+        new = moments.b - moments.S @ w
+        assert ((gradient * new).sum(1).abs() < 1e-12 * step[:, 0]).all()
+        found = run("line search", moments, [], layer + 1)[-1]
+        assert_close_to_rounding(found, read(prompts, w))
+
+
+def test_hard_thresholding_keeps_as_many_as_the_task_has(moments: PromptMoments):
+    one = Prompts(**{k: v[:1].repeat_interleave(5, 0) for k, v in vars(moments.prompts).items()})
+    basis = PromptMoments(replace(one, x_query=torch.eye(5, dtype=torch.float64)), TASK)
+    w = run("hard thresholding", basis, ETA, 4)
+    assert ((w != 0).sum(1) == TASK.sparsity).all()
+
+
+def test_online_learners(prompts: Prompts, moments: PromptMoments):
+    w = torch.zeros_like(moments.b)
+    for k in range(30):
+        x, y = prompts.x[:, k, :, None], prompts.y[:, k, None]
+        w = w + 0.02 * x * (y - x.mT @ w)
+    assert_close_to_rounding(run("least mean squares", moments, [0.02], 1)[0], read(prompts, w))
+    forget = "recursive least squares with forgetting"
+    found = run(forget, moments, [0.0, 0.7], 2)
+    assert_close_to_rounding(found, ridge(prompts, penalty=0.7).expand(2, -1, -1))
+    # From the first pair on: P is the inverse of what has been seen, one pair at a time.
+    keep, P = float(np.exp(-0.05)), torch.eye(5, dtype=torch.float64).expand(32, 5, 5) / 0.7
+    w = torch.zeros_like(moments.b)
+    P = P * keep**29  # The penalty is not forgotten: it is given at the last pair.
+    for k in range(30):
+        x, y = prompts.x[:, k, :, None], prompts.y[:, k, None]
+        P = P / keep if k else P
+        gain = P @ x / (1 + x.mT @ P @ x)
+        w, P = w + gain * (y - x.mT @ w), P - gain @ x.mT @ P
+    found = run(forget, moments, [0.05, 0.7], 1)[0]
+    assert_close_to_rounding(found, read(prompts, w))
+
+
+def test_ridge_with_an_intercept(prompts: Prompts, moments: PromptMoments):
+    ones = torch.ones_like(prompts.x[..., :1])
+    wide, query = torch.cat([prompts.x, ones], 2), torch.cat([prompts.x_query, ones[:, 0]], 1)
+    penalty = torch.diag(torch.tensor([0.7] * 5 + [0], dtype=torch.float64))
+    w = torch.linalg.solve(wide.mT @ wide + penalty, wide.mT @ prompts.y)
+    found = run("ridge with an intercept", moments, [0.7], 1)[0]
+    assert_close_to_rounding(found, (query[:, None] @ w)[:, 0])
+
+
+def test_any_polynomial_contains_descent(moments: PromptMoments):
+    etas = [0.5, 0.3]
+    # 1 - s phi is (1 - .5 s)(1 - .3 s), so that phi is .8 - .15 s.
+    found = run("a polynomial of S in each layer", moments, [0.5, 0.8, -0.15, *[]], 2)
+    assert_close_to_rounding(found, run("gradient descent", moments, etas, 2))
+
+
+def test_a_function_of_any_number_of_steps(moments: PromptMoments):
+    found = at_depth(BY_NAME["conjugate gradients"], 3).predictions(moments, [], 2)
+    assert_close_to_rounding(found[0], run("conjugate gradients", moments, [], 3)[-1])
+    with pytest.raises(ValueError, match=r"^gradient descent must have scalars for all layers"):
+        at_depth(BY_NAME["gradient descent"], 3)
+
+
+def test_sums_in_place_of_means_are_larger_steps(prompts: Prompts):
+    twice = PromptMoments(prompts, TASK, scale=2.0)
+    found = run("gradient descent", twice, ETA, 4)
+    plain = run("gradient descent", PromptMoments(prompts, TASK), [2 * eta for eta in ETA], 4)
+    assert_close_to_rounding(found, plain)
+
+
+@pytest.mark.parametrize("name", ["GD++", "preprocess then optimise"])
+def test_covariates_are_what_layers_make_of_x(name: str, prompts: Prompts, moments: PromptMoments):
+    """Of every token alike: x of the context is changed as that of the query is."""
+    scalars = [*ETA, *GAMMA] if name == "GD++" else ETA[1:]
+    sides = ("y", "y_query", "y_query_clean", "beta")
+    single = replace(prompts, **{side: getattr(prompts, side)[..., :1] for side in sides})
+    one = PromptMoments(single, TASK)
+    found = BY_NAME[name].changed_covariates(one, scalars, 4)
+    if name == "GD++":
+        X, x = prompts.x, prompts.x_query
+        for gamma in GAMMA:
+            S = X.mT @ X / 30
+            X, x = X - gamma * X @ S, x - gamma * (x[:, None] @ S)[:, 0]
+        assert_close_to_rounding(found[2], x)
+        assert_close_to_rounding(found[3], x)
+    else:
+        assert_close_to_rounding(found[0], one.b[..., 0] * prompts.x_query)
+    assert BY_NAME["gradient descent"].changed_covariates(one, ETA, 4) is None
 
 
 def test_posterior_mean_is_the_best_ridge():
     """Of dense Gaussian tasks of the same variance per entry: other penalties have larger risks."""
-    dense = replace(TASK, sparsity=None, nonzeros="gaussian", beta_var=0.2)
+    dense = replace(TASK, n_tasks=None, sparsity=None, nonzeros="gaussian", beta_var=0.2)
     prompts = sample_prompts(dense, 4000, generator=generator_for(2, "eval", 0))
     moments = PromptMoments(prompts, dense)
     error = run("posterior mean of a dense prior", moments, [], 1)[0] - prompts.y_query_clean
@@ -186,7 +316,7 @@ def test_nearest_neighbours(prompts: Prompts, moments: PromptMoments):
         nearest_neighbours(prompts, count=0)
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS, ids=lambda algorithm: algorithm.name)
+@pytest.mark.parametrize("algorithm", ALL, ids=lambda algorithm: algorithm.name)
 class TestWhatTellsThemApart:
     def test_linearity_in_y(self, algorithm: Algorithm, prompts: Prompts):
         other = replace(prompts, y=prompts.y.flip(0))
@@ -226,8 +356,9 @@ class TestWhatTellsThemApart:
 
 def test_labels_and_scalars():
     labels = [algorithm.label for algorithm in ALGORITHMS if algorithm.label]
-    assert len(BY_NAME) == len(ALGORITHMS)
-    assert len(set(labels)) == len(labels) == 7
+    assert len(BY_NAME) == len(ALL)
+    assert len(set(labels)) == len(labels) == 8
+    assert not [each.name for each in (*CONTROLS, *ONLINE) if each.label]
     assert BY_NAME["GD++"].names(3) == ("eta_0", "eta_1", "eta_2", "gamma_0", "gamma_1")
     assert BY_NAME["preprocess then optimise"].names(3) == ("eta_1", "eta_2")
     assert BY_NAME["iterative Newton"].names(3) == ("alpha",)

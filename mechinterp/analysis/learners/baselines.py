@@ -9,9 +9,8 @@ import torch
 from jaxtyping import Float
 
 from mechinterp import figures
-from mechinterp.analysis.ablation.masked_risk import masked_errors
 from mechinterp.analysis.number_format import with_error
-from mechinterp.analysis.stats import mean_and_sem, ratio_and_sem
+from mechinterp.analysis.stats import mean_and_sem, ratio_and_sem, require_moderate
 from mechinterp.config import TaskConfig
 from mechinterp.display import Result
 from mechinterp.icl.pools import dmmse
@@ -24,7 +23,14 @@ from mechinterp.icl.sparse_predictors import (
     preprocess_then_optimise,
 )
 from mechinterp.models.run.evaluation import evaluation_prompts
-from mechinterp.models.run.predictor import Source, predictor_of
+from mechinterp.models.run.predictor import (
+    Learner,
+    Source,
+    is_learner,
+    learner_of,
+    predictor_of,
+)
+from mechinterp.models.run.task import require_task
 
 PENALTIES = (0.0, *np.geomspace(0.01, 1000, 31))
 STEPS = 128
@@ -86,9 +92,10 @@ class Baselines(Result):
 
 
 def baselines(
-    source: Source,
+    source: Source | Learner,
     prompts: Prompts | None = None,
     *,
+    task: TaskConfig | None = None,
     n_prompts: int | None = None,
     seed: int = 0,
 ) -> Baselines:
@@ -100,7 +107,9 @@ def baselines(
     prompts. Where the model's task has a pool, the posterior mean under it (dMMSE) is one more.
 
     Args:
-        prompts: None: `n_prompts` of the model's own task are drawn, by `seed`.
+        source: A model, or a function from prompts to predictions.
+        prompts: None: `n_prompts` of the task are drawn, by `seed`.
+        task: Law of the prompts; None: the model's own. A function has none.
         n_prompts: None: 4096, of models with norms or MLPs 512, or as many as probes of a wide stream take.
     Source:
         Algorithm 1 is that of Chen, Zhao and Zou 2024, arXiv 2408.04532, in our reading.
@@ -113,9 +122,19 @@ def baselines(
         >>> dict(zip(found.learners, found.ratio > 1))["ridge"]
         np.True_
     """
-    prompts = evaluation_prompts(source, prompts, n_prompts=n_prompts, seed=seed)
-    own = masked_errors(source, prompts, [[]])[:, 0]
-    learners = _learners(prompts.to(torch.float64), predictor_of(source).task)
+    require_task(task, "baselines")
+    if is_learner(source):
+        if task is None and prompts is None:
+            raise ValueError("baselines needs prompts or a task when the model is a function.")
+        law = task
+    else:
+        law = predictor_of(source).task if task is None else task
+    drawn_from = source if task is None else task
+    prompts = evaluation_prompts(drawn_from, prompts, n_prompts=n_prompts, seed=seed)
+    predictions = learner_of(source)(prompts).double()
+    require_moderate(predictions)
+    own = _errors(predictions, prompts)
+    learners = _learners(prompts.to(torch.float64), law)
     squares = {name: (tuned, risk) for name, tuned, risk in learners}
     zero = squares["zero"][1].mean()
     rows = []

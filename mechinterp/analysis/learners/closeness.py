@@ -18,7 +18,7 @@ from mechinterp.icl.pools import Pool, dmmse, require_pool
 from mechinterp.icl.predictors import ridge
 from mechinterp.icl.prompts import Prompts, generator_for, task_pool
 from mechinterp.models.run.evaluation import evaluation_prompts
-from mechinterp.models.run.predictor import Source, learner_of
+from mechinterp.models.run.predictor import Source, is_learner
 from mechinterp.models.run.task import task_for
 from mechinterp.progress import ProgressCallback
 
@@ -213,7 +213,7 @@ def setting_of(
     Raises:
         ValueError: If one is missing, or the pool is of other sizes than the task.
     """
-    if task is None and learner_of(source) is source:
+    if task is None and is_learner(source):
         raise ValueError(f"{analysis} needs a task when the model is a function of prompts.")
     task = task_for(source, task, analysis)
     if pool is None:

@@ -25,8 +25,15 @@ from mechinterp.icl.predictors import (
     zero_prediction,
 )
 from mechinterp.icl.prompts import Prompts, prompt_chunks, sample_prompts, task_pool
-from mechinterp.models.run.predictor import Predictor, Source, learner_of, predictor_of
-from mechinterp.models.run.task import task_for
+from mechinterp.models.run.predictor import (
+    Learner,
+    Predictor,
+    Source,
+    is_learner,
+    learner_of,
+    predictor_of,
+)
+from mechinterp.models.run.task import require_task, task_for
 from mechinterp.progress import ProgressCallback, no_progress
 
 FITTED = {"vanilla_gd": "eta", "debiased_gd": "eta", "kernel_head": "mu"}
@@ -200,7 +207,7 @@ class LearnerFits(Result):
 
 
 def fit_learners(
-    source: Source | Callable[[Prompts], Tensor],
+    source: Source | Learner,
     task: TaskConfig | None = None,
     *,
     context_lengths: Sequence[int] = CONTEXT_LENGTHS,
@@ -215,7 +222,7 @@ def fit_learners(
 
     Args:
         source: Weights, a checkpoint, a hooked model, or a function from prompts to predictions (which
-            needs a task).
+            needs a task), the last of those after every layer where it gives several.
         context_lengths: Numbers of pairs; the task's own is added. Of those that stand for none given, a model
             takes as many as it has room for.
         n_prompts: Prompts per context length.
@@ -230,11 +237,12 @@ def fit_learners(
         >>> fits.best, round(float(fits.factor[0, 2]), 2)
         ('debiased_gd', 0.88)
     """
-    model = learner_of(source)
-    if task is None and model is source:
+    model, given = learner_of(source), is_learner(source)
+    if task is None and given:
         raise ValueError("fit_learners needs a task when the model is a function of prompts.")
-    task = task_for(source, task, "fit_learners")
-    if context_lengths is CONTEXT_LENGTHS and model is not source:
+    require_task(task, "fit_learners")
+    task = task_for(source, None, "fit_learners") if task is None else task
+    if context_lengths is CONTEXT_LENGTHS and not given:
         context_lengths = _with_room(predictor_of(source), task)
     lengths = sorted({*context_lengths, task.context_length})
     rows = [

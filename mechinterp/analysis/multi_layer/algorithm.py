@@ -1,53 +1,79 @@
 """Which algorithm the layers of a model carry out, with the evidence.
 
-Each member of `icl.algorithms` with a label is fitted to the model's predictions on one half of the
-prompts and scored on the other half: at half, once and twice the length of the context, for a
-covariance with a wide spread, and after every layer. Before that come two questions that no scalar
-can change: is the prediction linear in the responses, and does a rotation of x leave it as it is?
+Each member of `icl.algorithms` is fitted to half of the prompts at the model's own length, to the last
+prediction and to the prediction after every layer, and scored on the other half; half and twice the
+length and a covariance with a wide spread only speak against members. Controls that come nearer keep a
+label away. The label is decided on resampled prompts too, and on more of them until it stands.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
+from torch import Tensor
 
 from mechinterp.analysis.multi_layer.algorithm_evidence import AlgorithmEvidence
 from mechinterp.analysis.multi_layer.algorithm_labels import (
-    LARGER,
-    SMALLER,
+    OWN,
+    RESOLVED,
+    UNDETERMINED,
     AlgorithmLimits,
-    answer,
-    verdict,
+    Decision,
+    Measured,
+    broken_by,
+    broken_share,
+    decide,
+    is_unstructured,
 )
-from mechinterp.analysis.multi_layer.algorithm_paths import Path, mixture_gain, path_of
-from mechinterp.analysis.multi_layer.algorithm_scores import candidates_of, scores_of
+from mechinterp.analysis.multi_layer.algorithm_paths import Path, claims_r2, path_of
+from mechinterp.analysis.multi_layer.algorithm_reasons import reason_of
+from mechinterp.analysis.multi_layer.algorithm_scores import (
+    Room,
+    Scores,
+    candidates_of,
+    free_preconditioner,
+    mixed_scores,
+)
+from mechinterp.analysis.multi_layer.algorithm_source import AlgorithmSource, algorithm_source
 from mechinterp.analysis.multi_layer.algorithm_tests import (
+    ORDER,
     Setting,
     identity_tests,
-    predicted,
+    other_settings,
     relative_risk,
-    settings_of,
 )
 from mechinterp.config import TaskConfig
-from mechinterp.icl.algorithms import ALGORITHMS
+from mechinterp.icl.algorithm import Algorithm, at_depth
+from mechinterp.icl.algorithm_controls import CONTROLS, OF_ANY_DEPTH, ONLINE
 from mechinterp.icl.prompt_moments import PromptMoments
 from mechinterp.icl.prompts import Prompts, generator_for
 from mechinterp.models.run.evaluation import evaluation_prompts
-from mechinterp.models.run.predictor import Predictor, Source, predictor_of
-from mechinterp.models.run.task import task_for
+from mechinterp.models.run.predictor import Learner, Predictor, Source, predictor_of
 
-MOMENTUM = next(algorithm for algorithm in ALGORITHMS if algorithm.name == "momentum")
 LEAST_PROMPTS = 8
+GROWTH = (1, 4, 16)
+"""Prompts in turn, in units of those asked for, until the label stands."""
+CLEAR = 0.99
+"""Share of resamples of one label from which on no more prompts are drawn."""
+MARGIN = 0.25
+"""Share by which the limits are moved for the same."""
+REFERENCE = 0
+"""Seed of the prompts that decide where fewer do not: the same for every seed, so that the label is, too."""
+RESAMPLES = 200
 N_RANDOM = 19
-"""Models with weights in random order; one that none of them reaches has a p-value of .05."""
+"""Models of random weights; one that none of them reaches has a p-value of .05."""
 NULL_PROMPTS = 64
-LOOSE = AlgorithmLimits(explained=0.95, path=0.95)
-"""Limits under which a member may get the label, so that it is held against mixtures."""
+DEPTHS = (1, 2, 3, 5, 6)
+"""Layers, beside those of the algorithms, that a function without a path may have."""
+LOOSE = 0.95
+"""R^2 from which on a member is held against mixtures, and what it says of x against the stream."""
 
 
 def name_algorithm(
-    source: Source,
+    source: Source | Learner,
     prompts: Prompts | None = None,
     *,
     task: TaskConfig | None = None,
@@ -55,131 +81,248 @@ def name_algorithm(
     seed: int = 0,
     limits: AlgorithmLimits | None = None,
 ) -> AlgorithmEvidence:
-    """The algorithm that the layers of a model carry out.
-
-    A setting in which the model's excess risk comes near to that of predicting 0, or in which no
-    member has an R^2 of .5, is not answered: the model may have left what it was trained for.
+    """The algorithm that the layers of a model carry out, and which learner its predictions are.
 
     Args:
-        prompts: Of the model's own length; None: `n_prompts` of its task. All others are drawn
-            from the task, by `seed`.
+        source: A model; or a function from prompts to predictions [batch, d_y], or [layer, batch, d_y] after every
+            layer, which needs a task.
+        prompts: Of the model's own length, and no more than these are used; None: those of its task. All others are
+            drawn from the task, by `seed`.
         task: Law of the prompts; None: the model's own.
+        n_prompts: Prompts to begin with; four and sixteen times as many where these do not decide. The last are the
+            same for every seed, and so is what they say of a model at the edge of a limit.
     Raises:
-        ValueError: If there is no task, there are fewer than 8 prompts, or they do not fit the model.
+        ValueError: If there is no task, there are fewer than 8 prompts, they do not fit the model, or a function
+            gives something else than predictions.
     Example:
         >>> from mechinterp.models.constructions.descent import gradient_descent_model
         >>> name_algorithm(gradient_descent_model([0.5, 0.3], d_x=4), n_prompts=128).label
         'gradient_descent'
+        >>> from mechinterp.icl.predictors import ridge
+        >>> name_algorithm(lambda prompts: ridge(prompts, penalty=0.5), task=TaskConfig(d_x=4)).label
+        'ridge_like'
     """
-    predictor = predictor_of(source)
-    task = task_for(predictor, task, "name_algorithm")
-    n_prompts = n_prompts if prompts is None else len(prompts)
-    if n_prompts < LEAST_PROMPTS:
-        raise ValueError(f"name_algorithm needs >= {LEAST_PROMPTS} prompts, got {n_prompts}.")
-    prompts = evaluation_prompts(task, prompts, n_prompts=n_prompts, seed=seed)
-    found = _measured(predictor, prompts.to(torch.float64), task, seed)
-    return labelled(found, AlgorithmLimits() if limits is None else limits)
+    limits = AlgorithmLimits() if limits is None else limits
+    model = algorithm_source(source, prompts, task)
+    first = n_prompts if prompts is None else len(prompts)
+    if first < LEAST_PROMPTS:
+        raise ValueError(f"name_algorithm needs >= {LEAST_PROMPTS} prompts, got {first}.")
+    for growth in GROWTH if prompts is None else (1,):
+        drawn_by = REFERENCE if growth == GROWTH[-1] else seed
+        drawn = evaluation_prompts(model.task, prompts, n_prompts=growth * first, seed=drawn_by)
+        evidence = _evidence(model, drawn.to(torch.float64), drawn_by, limits)
+        if _is_clear(evidence, limits):
+            break
+    return evidence
 
 
-def labelled(found: AlgorithmEvidence, limits: AlgorithmLimits) -> AlgorithmEvidence:
-    """The same evidence with the answers and the label that it earns under some limits."""
-    label, candidates, reason = verdict(found, limits)
-    return replace(
-        found,
-        label=label,
-        candidates=candidates,
-        reason=reason,
-        test_answer=tuple(answer(r2, limits) for r2 in found.test_r2),
+def _is_clear(evidence: AlgorithmEvidence, limits: AlgorithmLimits) -> bool:
+    """Whether nearly all resamples have one label, and other limits would give it, too."""
+    moved = {decide(evidence.measured, limits.moved(by)).label for by in (-MARGIN, MARGIN)}
+    return bool(evidence.frequency[0] >= CLEAR) and moved == {evidence.label}
+
+
+def labelled(
+    measured: Measured, limits: AlgorithmLimits
+) -> tuple[Decision, tuple[str, ...], Float[np.ndarray, " resampled"]]:
+    """The label that the numbers earn under some limits, and those of resamples with their shares."""
+    decision = decide(measured, limits)
+    n = measured.function.size.shape[1]
+    generator, even = np.random.default_rng(0), np.full(n, 1 / n)
+    labels = [
+        decide(measured, limits, generator.multinomial(n, even).astype(float)).label
+        for _ in range(RESAMPLES)
+    ]
+    counts = {label: labels.count(label) / RESAMPLES for label in dict.fromkeys(labels)}
+    names = tuple(sorted(counts, key=lambda label: -counts[label]))
+    frequency = np.array([counts[name] for name in names])
+    if counts.get(decision.label, 0.0) < limits.frequency:
+        candidates = tuple(name for name in names if name != UNDETERMINED)
+        decision = Decision(
+            UNDETERMINED, decision.function, UNDETERMINED, candidates, "frequency",
+            value=float(frequency[0]), limit=limits.frequency, member=decision.member,
+        )  # fmt: skip
+    return decision, names, frequency
+
+
+def _evidence(
+    model: AlgorithmSource, prompts: Prompts, seed: int, limits: AlgorithmLimits
+) -> AlgorithmEvidence:
+    own = Setting(prompts, model.predicted(prompts))
+    settings = {"own length": own}
+    settings |= other_settings(model.predicted, prompts, model.task, seed)
+    answered = np.array([own.useful and setting.useful for setting in settings.values()])
+    measured = _measured(model, settings, answered, seed, limits)
+    decision, labels, frequency = labelled(measured, limits)
+    broken = {test for test, _ in broken_by(measured, limits).values()}
+    return AlgorithmEvidence(
+        label=decision.label,
+        function=decision.function,
+        mechanism=decision.mechanism,
+        reason=reason_of(measured, decision, labels, frequency),
+        why=decision.why,
+        candidates=decision.candidates,
+        resampled=labels,
+        frequency=frequency,
+        measured=measured,
+        test_answer=tuple(
+            "not answered" if np.isnan(test.size).any() else "no" if name in broken else "yes"
+            for name, test in measured.tests.items()
+        ),
+        context_length=np.array([s.prompts.x.shape[1] for s in settings.values()]),
+        relative_risk=np.array([s.relative_risk for s in settings.values()]),
+        answered=answered,
+        n_layers=model.n_layers,
+        n_prompts=len(prompts),
     )
 
 
 def _measured(
-    predictor: Predictor, prompts: Prompts, task: TaskConfig, seed: int
-) -> AlgorithmEvidence:
+    model: AlgorithmSource,
+    settings: dict[str, Setting],
+    answered: Bool[np.ndarray, " setting"],
+    seed: int,
+    limits: AlgorithmLimits,
+) -> Measured:
     """The numbers, without a label."""
-    settings = settings_of(predictor, prompts, task, seed)
-    members, n_layers = candidates_of(task), predictor.n_layers
-    tests = identity_tests(predictor, prompts, task, seed)
-    scores = scores_of(members, settings, task, n_layers)
-    path = path_of(members, predictor, settings["own length"], task)
-    found = AlgorithmEvidence(
-        label="",
-        reason="",
-        candidates=(),
-        members=tuple(str(member.label) for member in members),
-        linear_in_y=np.array([member.linear_in_y for member in members]),
-        equivariant=np.array([member.equivariant for member in members]),
-        has_path=np.array([member.has_path for member in members]),
-        n_scalars=np.array([len(member.names(n_layers)) for member in members]),
-        scalars=scores.scalars,
-        path_scalars=path.scores.scalars,
-        settings=tuple(settings),
-        context_length=np.array([s.prompts.x.shape[1] for s in settings.values()]),
-        answered=scores.answered,
-        relative_risk=np.array([s.relative_risk for s in settings.values()]),
-        null_risk=_null_risk(predictor, prompts[:NULL_PROMPTS], seed),
-        r2=scores.r2,
-        r2_sem=scores.r2_sem,
-        difference=scores.difference,
-        difference_sem=scores.difference_sem,
-        path_answered=path.answered,
-        path_r2=path.scores.r2,
-        path_r2_sem=path.scores.r2_sem,
-        path_difference=path.scores.difference,
-        path_difference_sem=path.scores.difference_sem,
-        readout_r2=path.readout_r2,
-        others=(*(str(member.label) for member in members), MOMENTUM.name),
-        mixture_gain=np.full((len(members), len(members) + 1), np.nan),
-        tests=tuple(tests),
-        test_answer=(),
-        test_r2=np.array([test.r2 for test in tests.values()]),
-        test_r2_sem=np.array([test.r2_sem for test in tests.values()]),
-        n_prompts=len(prompts),
+    own, members = settings["own length"], candidates_of(model.task)
+    last = Room(settings, answered.tolist(), model.task, model.n_layers)
+    found = Measured(
+        members=members,
+        relative_risk=own.relative_risk,
+        null_risk=_null_risk(model.predictor, own.prompts[:NULL_PROMPTS], seed),
+        tests=identity_tests(model.predicted, own, model.task, seed),
+        function=last.unasked(members),
+        path=None,
+        path_how="not asked",
     )
-    gains = _mixture_gains(found, predictor, settings["own length"], path, task)
-    return replace(found, mixture_gain=gains)
+    if is_unstructured(found):
+        return found
+    path = path_of(model, own, seed)
+    steps = None if path.read is None else replace(last, path=path.read)
+    walks = None if steps is None else _path_scores(steps, found)
+    function = _function_scores(last, found, walks)
+    found = replace(found, function=function, path=walks, path_how=path.how)
+    found = _with_member_tests(model, found, own, seed)
+    found = _with_claims(model, found, own, path, seed)
+    return _with_mixtures(found, decide(found, limits).candidates, last, steps)
 
 
-def _null_risk(predictor: Predictor, prompts: Prompts, seed: int) -> Float[np.ndarray, " model"]:
-    """Relative risks of models with the entries of each tensor in random order; none of a model
-    whose weights are not known. Tensors go by name, since files have them in orders of their own."""
-    weights = predictor.weights
+def _controls(found: Measured) -> tuple[Algorithm, ...]:
+    """Those of all pairs; where the order of the pairs matters at all, online learners too."""
+    return (*CONTROLS, *ONLINE) if broken_share(found.tests[ORDER]) > RESOLVED else CONTROLS
+
+
+def _path_scores(room: Room, found: Measured) -> Scores:
+    """Members and controls that predict after every layer."""
+    walking = [each for each in (*found.members, *_controls(found)) if each.has_path]
+    descent = found.members[0]
+    free = free_preconditioner(room, descent)
+    return room.scores(walking if free is None else [*walking, free])
+
+
+def _function_scores(room: Room, found: Measured, walks: Scores | None) -> Scores:
+    """Members, and controls where there is no path or a learner without one comes near."""
+    starts = {}
+    if walks is not None:
+        starts = dict(zip(walks.names, walks.scalars, strict=True))
+    scores = room.scores(found.members, starts=starts, n_starts=2)
+    pathless = [not member.has_path for member in found.members]
+    if walks is None or (scores.r2()[pathless, OWN] >= LOOSE).any():
+        controls = list(_controls(found))
+        if walks is None:
+            controls += [at_depth(each, depth) for each in OF_ANY_DEPTH for depth in DEPTHS]
+        scores = scores.joined(room.scores(controls, starts=starts))
+    return scores
+
+
+def _with_member_tests(
+    model: AlgorithmSource, found: Measured, own: Setting, seed: int
+) -> Measured:
+    """With the identities of members that come near and are not linear, or not the same for rotated x."""
+    tests = {}
+    for row, member in enumerate(found.members):
+        if found.function.r2()[row, OWN] < LOOSE or (member.linear_in_y and member.equivariant):
+            continue
+        predict = partial(_prediction, member, found.function.scalars[row], model)
+        setting = Setting(own.prompts, predict(own.prompts))
+        tests[str(member.label)] = identity_tests(predict, setting, model.task, seed)
+    return replace(found, member_tests=tests)
+
+
+def _prediction(
+    member: Algorithm, scalars: Float[np.ndarray, " _"], model: AlgorithmSource, prompts: Prompts
+) -> Float[Tensor, "batch d_y"]:
+    moments = PromptMoments(prompts, model.task)
+    return member.predictions(moments, scalars.tolist(), model.n_layers)[-1]
+
+
+def _with_claims(
+    model: AlgorithmSource, found: Measured, own: Setting, path: Path, seed: int
+) -> Measured:
+    """With what the stream bears out of members that change x and come near to the path."""
+    if found.path is None:
+        return found
+    held, replaced = {}, {}
+    least = found.path.r2()[:, : model.n_layers].min(1)
+    for member in found.members:
+        label = str(member.label)
+        if member.covariates is None or least[found.path.names.index(label)] < LOOSE:
+            continue
+        scalars = found.path.scalars[found.path.names.index(label)]
+        held[label], replaced[label] = claims_r2(model, member, scalars, own, path, seed)
+    return replace(found, covariates_r2=held, replaced_r2=replaced)
+
+
+def _with_mixtures(
+    found: Measured, candidates: Sequence[str], last: Room, steps: Room | None
+) -> Measured:
+    """With mixtures of what a label may fall on with every other member, and with 0."""
+    others = [*found.members, *(each for each in CONTROLS if each.name == "zero")]
+    chosen = [member for member in found.members if member.label in candidates]
+    if found.path is not None and steps is not None:
+        walking = [each for each in others if each.has_path or each.name == "zero"]
+        more = mixed_scores(steps, found.path, [m for m in chosen if m.has_path], walking)
+        found = found if more is None else replace(found, path=found.path.joined(more))
+    pathless = [member for member in chosen if not member.has_path]
+    more = mixed_scores(last, found.function, pathless, others)
+    return found if more is None else replace(found, function=found.function.joined(more))
+
+
+def _null_risk(
+    predictor: Predictor | None, prompts: Prompts, seed: int
+) -> Float[np.ndarray, " model"]:
+    """Relative risks of models whose matrices have the same singular values in random directions, which no
+    basis of the stream is special to; none of a model whose weights are not known. Tensors go by name, since
+    files have them in orders of their own."""
+    weights = None if predictor is None else predictor.weights
     if weights is None:
         return np.empty(0)
-    generator, found = generator_for(seed, "init", 1), []
+    generator, risks = generator_for(seed, "init", 1), []
     for _ in range(N_RANDOM):
-        shuffled = {
-            name: tensor.flatten()[torch.randperm(tensor.numel(), generator=generator)].reshape(
-                tensor.shape
-            )
+        drawn = {
+            name: _random_directions(tensor, generator)
             for name, tensor in sorted(weights.tensors.items())
         }
-        random = predictor_of(replace(weights, tensors=shuffled))
-        found.append(relative_risk(predicted(random, prompts), prompts.y_query_clean))
-    return np.nan_to_num(np.array(found), nan=np.inf)
+        random = AlgorithmSource(
+            predictor_of(replace(weights, tensors=drawn)), TaskConfig(), weights.n_layers
+        )
+        risks.append(relative_risk(random.predicted(prompts), prompts.y_query_clean))
+    return np.nan_to_num(np.array(risks), nan=np.inf)
 
 
-def _mixture_gains(
-    found: AlgorithmEvidence, predictor: Predictor, own: Setting, path: Path, task: TaskConfig
-) -> Float[np.ndarray, "member other"]:
-    """Of the members that a label may fall on, each with members that do not contain it, and with
-    momentum."""
-    members, n_layers = candidates_of(task), predictor.n_layers
-    moments = (PromptMoments(own.prompts[::2], task), PromptMoments(own.prompts[1::2], task))
-    others = (*members, MOMENTUM)
-    gains = np.full((len(members), len(others)), np.nan)
-    chosen = {label for limits in (LOOSE, AlgorithmLimits()) for label in verdict(found, limits)[1]}
-    for m, member in enumerate(members):
-        walks = member.has_path and path.read is not None
-        if member.label not in chosen or (member.has_path and not walks):
-            continue
-        target = path.read if walks and path.read is not None else own.known
-        ours = found.path_scalars[m] if walks else found.scalars[m]
-        for o, other in enumerate(others):
-            if o == m or (member.label == SMALLER and other.label in LARGER):
-                continue
-            theirs = np.array([]) if o == len(members) else found.scalars[o]
-            gains[m, o] = mixture_gain(
-                member, other, (ours, theirs), target, moments, n_layers=n_layers
-            )
-    return gains
+def _random_directions(tensor: Tensor, generator: torch.Generator) -> Tensor:
+    """Matrices of the same singular values; of what is no matrix the entries in random order."""
+    if tensor.ndim < 2 or tensor.numel() == 0:
+        return tensor.flatten()[torch.randperm(tensor.numel(), generator=generator)].reshape(
+            tensor.shape
+        )
+    values = torch.linalg.svdvals(tensor.cpu().double())
+    k = values.shape[-1]
+    left, right = (
+        torch.linalg.qr(
+            torch.randn(*tensor.shape[:-2], n, k, generator=generator, dtype=torch.float64)
+        ).Q
+        for n in tensor.shape[-2:]
+    )
+    return (left * values[..., None, :] @ right.mT).to(tensor)

@@ -1,175 +1,374 @@
-"""From the evidence to a label: which numbers decide, and where the limits lie."""
+"""From the evidence to a label: which numbers decide, and where the limits lie.
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+There are two answers: the function (which learner the last prediction is) and the mechanism (which
+algorithm the layers carry out). The label is the mechanism where it is shown, else the function where
+it is a learner without a path.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
-from jaxtyping import Bool
+from jaxtyping import Float
 
-from mechinterp.analysis.multi_layer.algorithm_evidence import AlgorithmEvidence
-from mechinterp.analysis.multi_layer.algorithm_tests import USELESS
+from mechinterp.analysis.multi_layer.algorithm_scores import LARGER, SMALLER, Scores
+from mechinterp.analysis.multi_layer.algorithm_tests import USELESS, IdentityTest, satisfies
+from mechinterp.icl.algorithm import Algorithm
 
-SMALLER = "gradient_descent"
-LARGER = {"gd_plus_plus", "preconditioned_gd", "sparse_shrinkage"}
-"""Members that contain gradient descent."""
 ALIKE = {"gd_plus_plus", "newton", "ridge_like"}
-"""Members whose tie is called ridge_like."""
+"""Members whose tie as functions is called ridge_like."""
+RESOLVED = 1e-5
+"""Share of the model below which what an algorithm leaves unexplained is rounding."""
 OWN = 0
 """The setting of the model's own length."""
+UNDETERMINED, UNSTRUCTURED = "undetermined", "unstructured"
 
 
 @dataclass(frozen=True)
 class AlgorithmLimits:
     """Limits between labels.
 
-    analyses/algorithms/calibration.py moves each of them, and counts wrong labels of built models.
+    analyses/algorithms/calibration.py moves each of them, and counts wrong labels of known learners.
     """
 
-    holds: float = 0.98
-    """R^2 of an identity from which on it holds."""
-    fails: float = 0.9
-    """R^2 of an identity below which it fails, which rules out members that satisfy it."""
     explained: float = 0.98
-    """Least R^2 of the member that gives the label, at the model's own length."""
-    path: float = 0.98
-    """Least R^2 after every layer, of a member with a path."""
+    """Least R^2 of the member that gives the label: of the function at the model's own length, of the mechanism after
+    every layer. In other settings only what reaches it speaks against others."""
     tie: float = 0.005
-    """Two members tie if their R^2 differ by less than this, or by less than two standard errors."""
-    mixture: float = 0.5
-    """Share of what a member leaves unexplained from which on a mixture explains the model better."""
+    """R^2 by which something must lead to be better; what breaks an identity by as much is not linear in y, ..."""
+    rest: float = 0.9
+    """Share of what a member leaves unexplained from which on something with a form of its own and at most one more
+    fitted number is better, too."""
+    held: float = 0.5
+    """Least R^2 of x as an algorithm changes it, read from the stream."""
+    followed: float = 0.9
+    """Least R^2 of the prediction with the algorithm's steps in place of all layers, of algorithms that change x."""
+    frequency: float = 0.9
+    """Least share of resamples that a label is found in."""
 
-
-Verdict = tuple[str, tuple[str, ...], str]
-"""Label, candidates and reason."""
-
-
-def verdict(found: AlgorithmEvidence, limits: AlgorithmLimits) -> Verdict:
-    """The label that the numbers of the evidence earn."""
-    risk = found.relative_risk[OWN]
-    if not risk < USELESS:
-        return (
-            "unstructured",
-            (),
-            f"the model's excess risk is {risk:.3g} times that of predicting 0",
+    def moved(self, by: float) -> "AlgorithmLimits":
+        """With the limits of single numbers moved together by a share, towards more labels if it is positive."""
+        return replace(
+            self,
+            explained=self.explained - by * (1 - self.explained),
+            tie=self.tie * (1 + by),
+            rest=self.rest + by * (1 - self.rest),
+            held=self.held * (1 - by),
+            followed=self.followed - by * (1 - self.followed),
         )
-    if len(found.null_risk) and risk >= found.null_risk.min():
-        return (
-            "unstructured",
-            (),
-            f"of {len(found.null_risk)} models of the same weights in random order one has an excess "
-            f"risk of {found.null_risk.min():.3g} times that of predicting 0, the model {risk:.3g}",
-        )
-    left = not_ruled_out(found, limits)
-    near = [m for m in range(len(found.members)) if found.r2[m, OWN] >= limits.explained]
-    near = _undominated(near, _better(found, limits))
-    kept = [m for m in near if m in left]
-    if not kept:
-        return "undetermined", (), f"{_nearest(found, left)}; {_told(found, limits)}"
-    walked = [m for m in kept if found.has_path[m] and _walks(found, limits, m)]
-    walked = _undominated(walked, _better_path(found, limits))
-    return _decided(found, limits, walked, _smaller(walked or kept, found))
 
 
-def answer(r2: float, limits: AlgorithmLimits) -> str:
-    """What the R^2 of an identity says: "yes", "no", "unclear" or, if NaN, "not answered"."""
-    if np.isnan(r2):
-        return "not answered"
-    return "yes" if r2 >= limits.holds else "no" if r2 < limits.fails else "unclear"
+@dataclass(frozen=True, eq=False)
+class Measured:
+    """All numbers of a model that the label rests on."""
+
+    members: tuple[Algorithm, ...]
+    relative_risk: float
+    null_risk: Float[np.ndarray, " model"]
+    tests: Mapping[str, IdentityTest]
+    function: Scores
+    """Of the last prediction: members first, then controls and mixtures."""
+    path: Scores | None
+    """Of the prediction after each layer: members with a path first; None where it is not known."""
+    path_how: str
+    covariates_r2: Mapping[str, float] = field(default_factory=dict)
+    """Of the members that change x and come near to the path; NaN where there is no stream."""
+    member_tests: Mapping[str, Mapping[str, IdentityTest]] = field(default_factory=dict)
+    """The same identities of members that come near and do not satisfy all of them, with their fitted scalars."""
+    replaced_r2: Mapping[str, float] = field(default_factory=dict)
+    """Of the same: with their steps in place of all layers; NaN where the stream cannot be set."""
 
 
-def not_ruled_out(found: AlgorithmEvidence, limits: AlgorithmLimits) -> list[int]:
-    """Members that no test rules out.
+@dataclass(frozen=True)
+class Decision:
+    """A label, with the number that decided."""
 
-    A "yes" rules out none: with small thresholds, ISTA is as good as linear.
+    label: str
+    function: str
+    mechanism: str
+    candidates: tuple[str, ...]
+    why: str
+    """Which rule decided; a key of `algorithm_reasons.NEXT`."""
+    where: str = ""
+    """The setting, layer or identity that decided."""
+    value: float = float("nan")
+    limit: float = float("nan")
+    member: str = ""
+    """The member that it is about."""
+    rival: str = ""
+    """What explains more."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Blocked:
+    member: str
+    rival: str
+    where: str
+    r2: float
+    """Of the member there."""
+    rival_r2: float
+
+
+def decide(
+    found: Measured, limits: AlgorithmLimits, counts: Float[np.ndarray, " prompt"] | None = None
+) -> Decision:
+    """The label that the numbers earn.
+
+    Args:
+        counts: How often each scored prompt is drawn; None: once.
     """
-    fails = {
-        start: any(
-            answer(r2, limits) == "no"
-            for name, r2 in zip(found.tests, found.test_r2, strict=True)
-            if name.startswith(start)
+    if is_unstructured(found):
+        why = "null" if found.relative_risk < USELESS else "useless"
+        limit = float(found.null_risk.min()) if why == "null" else USELESS
+        nothing = (UNSTRUCTURED, UNDETERMINED, UNDETERMINED, ())
+        return Decision(*nothing, why, value=found.relative_risk, limit=limit)
+    broken = broken_by(found, limits, counts)
+    members = {member.label or "": member for member in found.members}
+    function, near, blocked = _function(found, limits, counts, broken)
+    if found.path is None:
+        return _by_function(found, function, near, blocked, broken, why="no path", limits=limits)
+    return _by_path(found, limits, counts, broken, members, (function, near, blocked))
+
+
+def is_unstructured(found: Measured) -> bool:
+    """Whether the model does its task no better than predicting 0, or than the best of random weights."""
+    risk, null = found.relative_risk, found.null_risk
+    return bool(not risk < USELESS or (len(null) and risk >= null.min()))
+
+
+def broken_by(
+    found: Measured, limits: AlgorithmLimits, counts: np.ndarray | None = None
+) -> dict[str, tuple[str, float]]:
+    """Of each member that an identity rules out: the identity, and the share of the model that speaks against it.
+
+    Whatever satisfies an identity misses about half of the mean square between its two sides: of a
+    function plus something that changes, both sides hold an independent part. So does what breaks
+    an identity more than the model does, or less.
+    """
+    broken: dict[str, tuple[str, float]] = {}
+    for member in found.members:
+        label = member.label or ""
+        for name, test in found.tests.items():
+            share = broken_share(test, counts)
+            if not satisfies(member, name):
+                own = found.member_tests.get(label, {}).get(name)
+                share = 0.0 if own is None else abs(broken_share(own, counts) - share)
+            if share > max(limits.tie, broken.get(label, ("", 0.0))[1]):
+                broken[label] = (name, share)
+    return broken
+
+
+def identity_r2(test: IdentityTest, counts: np.ndarray | None = None) -> float:
+    """R^2 between the two sides; NaN if it is not answered."""
+    counts = np.ones(len(test.size)) if counts is None else counts
+    with np.errstate(invalid="ignore", divide="ignore"):
+        return float(1 - (test.error @ counts) / (test.size @ counts))
+
+
+def broken_share(test: IdentityTest, counts: np.ndarray | None = None) -> float:
+    """The part of the model that breaks an identity, at least; NaN if it is not answered."""
+    return (1 - identity_r2(test, counts)) / 2
+
+
+def _function(
+    found: Measured,
+    limits: AlgorithmLimits,
+    counts: np.ndarray | None,
+    broken: Mapping[str, object],
+) -> tuple[str, list[str], list[_Blocked]]:
+    """Which learner the last prediction is, the members near to it, and those that something else explains better."""
+    scores, n = found.function, len(found.members)
+    r2 = scores.r2(counts)
+    near = [m for m in range(n) if r2[m, OWN] >= limits.explained]
+    near = [m for m in near if scores.names[m] not in broken]
+    kept, blocked = _undominated(near, scores, r2, limits, own=1, members=n)
+    names = [scores.names[m] for m in kept]
+    tied = {*names, *(b.member for b in blocked if b.rival in ALIKE)}
+    if "ridge_like" in names and tied <= ALIKE:
+        return "ridge_like", [scores.names[m] for m in near], blocked
+    smaller = _smaller(names)
+    answer = smaller[0] if len(smaller) == 1 else UNDETERMINED
+    return answer, smaller or [scores.names[m] for m in near], blocked
+
+
+def _by_path(
+    found: Measured,
+    limits: AlgorithmLimits,
+    counts: np.ndarray | None,
+    broken: Mapping[str, tuple[str, float]],
+    members: Mapping[str, Algorithm],
+    function: tuple[str, list[str], list[_Blocked]],
+) -> Decision:
+    scores = found.path
+    assert scores is not None
+    r2 = scores.r2(counts)
+    n_layers = sum(column.startswith("layer") for column in scores.columns)
+    rows = [m for m, name in enumerate(scores.names) if name in members]
+    least = r2[:, :n_layers].min(1)
+    walked = [m for m in rows if least[m] >= limits.explained and scores.names[m] not in broken]
+    kept, blocked = _undominated(walked, scores, r2, limits, own=n_layers, members=len(rows))
+    names = _smaller([scores.names[m] for m in kept])
+    shown = [name for name in names if _holds_covariates(found, limits, members[name])]
+    answer, near, blocked_function = function
+    if len(names) == 1 and shown:
+        return Decision(names[0], answer, names[0], (names[0],), why="mechanism", member=names[0])
+    if names and not shown:
+        name = names[0]
+        value = found.covariates_r2.get(name, np.nan)
+        why, limit = "covariates", limits.held
+        if value >= limits.held:
+            why, value, limit = "steps", found.replaced_r2.get(name, np.nan), limits.followed
+        if np.isnan(value):
+            why = "predictions only"
+        return Decision(
+            UNDETERMINED,
+            answer,
+            UNDETERMINED,
+            tuple(names),
+            why,
+            value=value,
+            limit=limit,
+            member=name,
         )
-        for start in ("linear", "same")
-    }
-    ruled_out = (found.linear_in_y & fails["linear"]) | (found.equivariant & fails["same"])
-    return np.flatnonzero(~ruled_out).tolist()
+    if len(names) > 1:
+        return Decision(UNDETERMINED, answer, UNDETERMINED, tuple(names), "tie", member=names[0])
+    if blocked:
+        return _because_of(blocked[0], answer, tuple(scores.names[m] for m in walked))
+    decision = _by_function(
+        found, answer, near, blocked_function, broken, why="path", limits=limits
+    )
+    if decision.why == "path":
+        name = decision.member
+        row = scores.names.index(name) if name in scores.names else int(least[rows].argmax())
+        layer = int(r2[row, :n_layers].argmin())
+        value, where = float(r2[row, layer]), f"layer {layer}"
+        return replace(decision, where=where, value=value, limit=limits.explained)
+    return decision
 
 
-def _decided(
-    found: AlgorithmEvidence, limits: AlgorithmLimits, walked: Sequence[int], kept: Sequence[int]
-) -> Verdict:
-    """What is said of the members that stay."""
-    gains = np.nan_to_num(found.mixture_gain)
-    unmixed = [m for m in kept if gains[m].max() <= limits.mixture]
-    best = max(unmixed or kept, key=lambda m: found.r2[m, OWN])
-    number = f"R² {found.r2[best, OWN]:.4f} ± {found.r2_sem[best, OWN]:.1g}"
-    candidates = tuple(found.members[m] for m in unmixed or kept)
-    told, tie = _told(found, limits), " and ".join(candidates)
-    if not unmixed:
-        other, gain = found.others[int(gains[best].argmax())], gains[best].max()
-        rest = f"a mixture with {other} explains {gain:.0%} of the rest"
-        return "undetermined", candidates, f"{tie} at {number}, but {rest}; {told}"
-    if len(candidates) > 1 and "ridge_like" in candidates and set(candidates) <= ALIKE:
-        return "ridge_like", candidates, f"{tie} tie at {number}, the path is open; {told}"
-    if not walked and found.has_path[best]:
-        return "undetermined", candidates, f"{tie} at {number}, but not layer by layer; {told}"
-    if len(candidates) > 1:
-        return "undetermined", candidates, f"{tie} tie at {number}; {told}"
-    return candidates[0], candidates, f"{tie} at {number}; {told}"
+def _by_function(
+    found: Measured,
+    answer: str,
+    near: Sequence[str],
+    blocked: Sequence[_Blocked],
+    broken: Mapping[str, tuple[str, float]],
+    *,
+    why: str,
+    limits: AlgorithmLimits,
+) -> Decision:
+    """The label where no mechanism is shown: that of a learner without a path, or none."""
+    pathless = {m.label for m in found.members if not m.has_path}
+    if answer in pathless:
+        return Decision(answer, answer, UNDETERMINED, (answer,), "function", member=answer)
+    if answer != UNDETERMINED:
+        return Decision(UNDETERMINED, answer, UNDETERMINED, (answer,), why, member=answer)
+    if blocked and not (set(near) - {b.member for b in blocked}):
+        return _because_of(blocked[0], answer, tuple(near))
+    if len(near) > 1:
+        return Decision(UNDETERMINED, answer, UNDETERMINED, tuple(near), "tie", member=near[0])
+    r2 = found.function.r2()[: len(found.members), OWN]
+    best = int(np.nan_to_num(r2, nan=-np.inf).argmax())
+    name = found.function.names[best]
+    if name in broken and r2[best] >= limits.explained:
+        test, share = broken[name]
+        return Decision(
+            UNDETERMINED, answer, UNDETERMINED, (), "identity", test, share, limits.tie, name
+        )
+    where = found.function.columns[OWN]
+    return Decision(
+        UNDETERMINED,
+        answer,
+        UNDETERMINED,
+        (),
+        "far",
+        where,
+        float(r2[best]),
+        limits.explained,
+        name,
+    )
 
 
-def _smaller(kept: Sequence[int], found: AlgorithmEvidence) -> list[int]:
+def _because_of(blocked: _Blocked, answer: str, candidates: tuple[str, ...]) -> Decision:
+    return Decision(
+        UNDETERMINED,
+        answer,
+        UNDETERMINED,
+        candidates,
+        "rival",
+        where=blocked.where,
+        value=blocked.rival_r2,
+        limit=blocked.r2,
+        member=blocked.member,
+        rival=blocked.rival,
+    )
+
+
+def _holds_covariates(found: Measured, limits: AlgorithmLimits, member: Algorithm) -> bool:
+    """Whether the stream holds x as the member changes it, and the prediction follows its steps."""
+    if member.covariates is None:
+        return True
+    label = member.label or ""
+    replaced = found.replaced_r2.get(label, np.nan)
+    held = found.covariates_r2.get(label, np.nan) >= limits.held
+    return bool(held and (np.isnan(replaced) or replaced >= limits.followed))
+
+
+def _smaller(names: Sequence[str]) -> list[str]:
     """Without those that contain another that ties with them."""
-    nested = SMALLER in [found.members[m] for m in kept]
-    return [m for m in kept if not (nested and found.members[m] in LARGER)]
+    return [name for name in names if not (SMALLER in names and name in LARGER)]
 
 
-def _walks(found: AlgorithmEvidence, limits: AlgorithmLimits, member: int) -> bool:
-    """Whether a member explains what is read after every layer."""
-    return found.path_answered and bool((found.path_r2[member] >= limits.path).all())
+def _undominated(
+    chosen: Sequence[int],
+    scores: Scores,
+    r2: Float[np.ndarray, "row column"],
+    limits: AlgorithmLimits,
+    *,
+    own: int,
+    members: int = 0,
+) -> tuple[list[int], list[_Blocked]]:
+    """Without those that another row is better than in some column, and worse in none; and by what.
+
+    Args:
+        own: Columns at the model's own length.
+        members: Rows that may speak at other lengths with more fitted numbers.
+    """
+    kept, blocked = [], []
+    for m in sorted(chosen, key=lambda m: -r2[m, :own].min()):
+        nearer, further = _nearer(m, scores, r2, limits, own, members)
+        rivals = np.flatnonzero(nearer.any(1) & ~further.any(1))
+        if not len(rivals):
+            kept.append(m)
+            continue
+        leads = np.where(nearer[rivals], r2[rivals] - r2[m], -np.inf)
+        near = leads.max(1) >= leads.max() - limits.tie
+        counts = np.array(scores.n_scalars)[rivals]
+        best = int(np.lexsort((-leads.max(1), np.where(near, counts, np.inf)))[0])
+        row, column = rivals[best], int(leads[best].argmax())
+        numbers = (float(r2[m, column]), float(r2[row, column]))
+        blocked.append(
+            _Blocked(scores.names[m], scores.names[row], scores.columns[column], *numbers)
+        )
+    return kept, blocked
 
 
-def _better(found: AlgorithmEvidence, limits: AlgorithmLimits) -> Bool[np.ndarray, "member member"]:
-    """Whether the first member is clearly nearer than the second, in some setting."""
-    limit = np.maximum(limits.tie, 2 * found.difference_sem)
-    return ((found.difference > limit) & found.answered).any(2)
-
-
-def _better_path(
-    found: AlgorithmEvidence, limits: AlgorithmLimits
-) -> Bool[np.ndarray, "member member"]:
-    """The same, after some layer."""
-    limit = np.maximum(limits.tie, 2 * found.path_difference_sem)
-    return (found.path_difference > limit).any(2)
-
-
-def _undominated(kept: Sequence[int], better: Bool[np.ndarray, "member member"]) -> list[int]:
-    """Without those that another is nearer than in some column, and further than in none."""
-    return [m for m in kept if not any(better[o, m] and not better[m, o] for o in kept)]
-
-
-def _told(found: AlgorithmEvidence, limits: AlgorithmLimits) -> str:
-    """The answers on the two properties, each with the least R^2 of its tests."""
-    told = []
-    for start, what in (("linear", "linear in y"), ("same", "the same for rotated x")):
-        each = [
-            r2
-            for name, r2 in zip(found.tests, found.test_r2, strict=True)
-            if name.startswith(start) and not np.isnan(r2)
-        ]
-        least = min(each, default=np.nan)
-        number = "" if np.isnan(least) else f" ({least:.3f})"
-        told.append(f"{what}: {answer(least, limits)}{number}")
-    return ", ".join(told)
-
-
-def _nearest(found: AlgorithmEvidence, left: Sequence[int]) -> str:
-    """Which member comes nearest, of those left and of all."""
-    if not np.isfinite(found.r2[:, OWN]).all():
-        return "none comes near"
-    said = []
-    for which, members in (("left", left), ("of all", range(len(found.members)))):
-        if members:
-            best = max(members, key=lambda m: found.r2[m, OWN])
-            r2, sem = found.r2[best, OWN], found.r2_sem[best, OWN]
-            said.append(f"nearest {which}: {found.members[best]} (R² {r2:.3f} ± {sem:.1g})")
-    return f"none explains the model, {', '.join(said)}"
+def _nearer(
+    m: int, scores: Scores, r2: np.ndarray, limits: AlgorithmLimits, own: int, members: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """In which columns each row is nearer to the model than row m, and m than each row [row, column]."""
+    n, rows = np.array(scores.n_scalars), np.arange(len(r2))
+    allowance = np.array(scores.allowance)
+    with np.errstate(invalid="ignore"):
+        lead = r2 - r2[m]
+        nearer, further = lead > limits.tie, -lead > limits.tie
+        nearer[:, own:] &= r2[:, own:] >= limits.explained
+        further[:, own:] &= r2[m, own:] >= limits.explained
+        rest = 1 - r2[:, :own]
+        by_form = (lead[:, :own] > limits.rest * rest[m]) & (rest[m] > RESOLVED)
+        nearer[:, :own] |= by_form & (n <= n[m] + allowance)[:, None]
+        by_form = (-lead[:, :own] > limits.rest * rest) & (rest > RESOLVED)
+        further[:, :own] |= by_form & (n[m] <= n + allowance[m])[:, None]
+    # What fits the noise of weights at one length has nothing to say at others, nor have others of it.
+    nearer[(n > n[m]) & (rows >= members), own:] = False
+    further[(n > n[m]) & (rows >= members), own:] = False
+    return nearer, further

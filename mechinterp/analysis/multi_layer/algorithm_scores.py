@@ -5,125 +5,299 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
+from torch import Tensor
 
 from mechinterp.analysis.multi_layer.algorithm_tests import Setting, isotropic
 from mechinterp.analysis.stats import ratio_and_sem
 from mechinterp.config import TaskConfig
+from mechinterp.icl.algorithm import Algorithm, Scalar
 from mechinterp.icl.algorithm_fits import fit_algorithm
-from mechinterp.icl.algorithms import ALGORITHMS, Algorithm
-from mechinterp.icl.prompt_moments import JoinedMoments, PromptMoments
+from mechinterp.icl.algorithms import ALGORITHMS
+from mechinterp.icl.prompt_moments import PromptMoments
 
-N_STARTS = 2
 FINE = 1e-4
 """A fit ends where a step takes off less than this share of what is left."""
-NEAR = 0.5
-"""R^2 to some member below which prompts are not answered."""
+FIT_PROMPTS, MIXED_PROMPTS = 512, 256
+"""Prompts of a fit, at most; of a mixture the second."""
+SMALLER = "gradient_descent"
+LARGER = {"gd_plus_plus", "preconditioned_descent", "sparse_shrinkage"}
+"""Members that contain gradient descent."""
+SHARE = 0.3
+"""Of the second algorithm of a mixture, where the search for its scalars starts."""
 
 
 @dataclass(frozen=True, eq=False)
 class Scores:
-    """R^2 of each member in each column, a setting or a layer; NaN where nothing is asked."""
+    """Squared errors of algorithms on prompts that nothing was fitted to.
 
+    A column is a layer or a setting. Scalars are fitted at the model's own length alone.
+    """
+
+    names: tuple[str, ...]
+    """Of the algorithms: members by their labels, then controls and mixtures."""
+    columns: tuple[str, ...]
+    n_scalars: tuple[int, ...]
+    allowance: tuple[float, ...]
+    """Of `Algorithm`."""
     scalars: tuple[Float[np.ndarray, " _"], ...]
-    """Fitted ones of each member; NaN where none are."""
-    answered: Bool[np.ndarray, " column"]
-    r2: Float[np.ndarray, "member column"]
-    """1 - mean (model - member)^2 / mean model^2, on prompts that nothing was fitted to."""
-    r2_sem: Float[np.ndarray, "member column"]
-    difference: Float[np.ndarray, "member member column"]
-    """R^2 of the first member minus that of the second."""
-    difference_sem: Float[np.ndarray, "member member column"]
-    """Paired: the same prompts for both."""
+    error: Float[np.ndarray, "row column prompt"]
+    """NaN where nothing is asked."""
+    size: Float[np.ndarray, "column prompt"]
+    """Mean squares of the predictions."""
+
+    def r2(self, counts: Float[np.ndarray, " prompt"] | None = None) -> np.ndarray:
+        """1 - mean (model - algorithm)^2 / mean model^2 [row, column], of prompts drawn so many times."""
+        counts = np.ones(self.size.shape[1]) if counts is None else counts
+        with np.errstate(invalid="ignore", divide="ignore"):
+            return 1 - (self.error @ counts) / (self.size @ counts)
+
+    def r2_sem(self) -> Float[np.ndarray, "row column"]:
+        """Standard errors of `r2`."""
+        return self._ratio(self.error)
+
+    def lead(self, first: int, second: int) -> tuple[np.ndarray, np.ndarray]:
+        """R^2 of a row minus that of another in each column, and its standard error, paired."""
+        gap = (self.error[second] - self.error[first])[None]
+        with np.errstate(invalid="ignore", divide="ignore"):
+            lead = gap.mean(2)[0] / self.size.mean(1)
+        return lead, self._ratio(gap)[0]
+
+    def _ratio(self, numerator: Float[np.ndarray, "row column prompt"]) -> np.ndarray:
+        sem = np.full(numerator.shape[:2], np.nan)
+        for column, size in enumerate(self.size):
+            if np.isfinite(size).all():
+                sem[:, column] = ratio_and_sem(numerator[:, column].T, size)[1]
+        return sem
+
+    def joined(self, other: "Scores") -> "Scores":
+        """With the rows of another."""
+        return Scores(
+            self.names + other.names,
+            self.columns,
+            self.n_scalars + other.n_scalars,
+            self.allowance + other.allowance,
+            self.scalars + other.scalars,
+            np.concatenate([self.error, other.error]),
+            self.size,
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Room:
+    """Where algorithms are held against a model: its last prediction, or what is predicted after each layer."""
+
+    settings: Mapping[str, Setting]
+    """The model's own first; others are asked where they are answered."""
+    answered: Sequence[bool]
+    task: TaskConfig
+    n_layers: int
+    path: Float[Tensor, "layer prompt d_y"] | None = None
+    """What is predicted after each layer, on the own prompts; None: the last prediction alone."""
+
+    @property
+    def own(self) -> Setting:
+        return next(iter(self.settings.values()))
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        if self.path is None:
+            return tuple(self.settings)
+        layers = (f"layer {layer}" for layer in range(self.n_layers))
+        return (*layers, *list(self.settings)[1:])
+
+    @property
+    def n_own(self) -> int:
+        """Columns at the own length, which come first."""
+        return 1 if self.path is None else self.n_layers
+
+    def target(self) -> Float[Tensor, "*layer prompt d_y"]:
+        return self.own.known if self.path is None else self.path
+
+    def unasked(self, algorithms: Sequence[Algorithm]) -> Scores:
+        """Of algorithms that are not fitted."""
+        nothing = np.full((len(algorithms), len(self.columns), len(self.own.prompts) // 2), np.nan)
+        scalars = tuple(np.full(len(each.names(self.n_layers)), np.nan) for each in algorithms)
+        names, counts = tuple(each.label or each.name for each in algorithms), map(len, scalars)
+        allowance = tuple(each.allowance for each in algorithms)
+        return Scores(names, self.columns, tuple(counts), allowance, scalars, nothing, nothing[0])
+
+    def scores(
+        self,
+        algorithms: Sequence[Algorithm],
+        *,
+        starts: Mapping[str, Float[np.ndarray, " _"]] | None = None,
+        n_starts: int = 1,
+        n_fit: int = FIT_PROMPTS,
+    ) -> Scores:
+        """Algorithms fitted on the even prompts of the own setting, and scored on the odd of all.
+
+        Args:
+            starts: Scalars by name, from which the search starts.
+        """
+        even = self.own.prompts[::2][:n_fit]
+        target = self.target()[..., ::2, :][..., :n_fit, :]
+        moments, fitted = PromptMoments(even, self.task), []
+        for algorithm in algorithms:
+            start = (starts or {}).get(algorithm.label or algorithm.name)
+            fit = fit_algorithm(
+                algorithm,
+                moments,
+                target,
+                n_layers=self.n_layers,
+                n_starts=n_starts if start is None else 1,
+                start=None if start is None else torch.from_numpy(start),
+                tolerance=FINE,
+            )
+            fitted.append(fit.scalars)
+        return self.scored(algorithms, fitted)
+
+    def scored(
+        self, algorithms: Sequence[Algorithm], scalars: Sequence[Float[np.ndarray, " _"]]
+    ) -> Scores:
+        """Algorithms with given scalars on the odd prompts."""
+        first = self.n_own
+        half, n_columns = len(self.own.prompts) // 2, len(self.columns)
+        error = np.full((len(algorithms), n_columns, half), np.nan)
+        size = np.full((n_columns, half), np.nan)
+        size[:first] = _squares(self.own.known[1::2])
+        moments = PromptMoments(self.own.prompts[1::2], self.task)
+        for row, (algorithm, values) in enumerate(zip(algorithms, scalars, strict=True)):
+            path = algorithm.predictions(moments, values.tolist(), self.n_layers)
+            found = path[-1:] if self.path is None else path
+            error[row, :first] = _squares(found - self.target()[..., 1::2, :])
+        others = [self.settings[name] for name in list(self.settings)[1:]]
+        for column, (setting, asked) in enumerate(
+            zip(others, list(self.answered)[1:], strict=True), start=first
+        ):
+            if asked:
+                size[column] = _squares(setting.known[1::2])
+        for row, (algorithm, values) in enumerate(zip(algorithms, scalars, strict=True)):
+            error[row, first:] = self._elsewhere(algorithm, values, others)
+        names = tuple(algorithm.label or algorithm.name for algorithm in algorithms)
+        counts = tuple(len(values) for values in scalars)
+        allowance = tuple(algorithm.allowance for algorithm in algorithms)
+        return Scores(names, self.columns, counts, allowance, tuple(scalars), error, size)
+
+    def _elsewhere(
+        self, algorithm: Algorithm, scalars: Float[np.ndarray, " _"], others: Sequence[Setting]
+    ) -> Float[np.ndarray, "setting prompt"]:
+        """Errors in the other settings, under the law of the length that fits better: moments are means over
+        the pairs, or sums over them, so that step sizes grow with L."""
+        half = len(self.own.prompts) // 2
+        laws = []
+        for summed in (False, True) if algorithm.has_path else (False,):
+            error = np.full((len(others), half), np.nan)
+            for s, (setting, asked) in enumerate(zip(others, list(self.answered)[1:], strict=True)):
+                if asked:
+                    scale = setting.scale if summed else 1.0
+                    moments = PromptMoments(setting.prompts[1::2], self.task, scale)
+                    last = algorithm.predictions(moments, scalars.tolist(), self.n_layers)[-1]
+                    error[s] = _squares(last - setting.known[1::2])
+            laws.append(error)
+        return min(laws, key=lambda error: np.nan_to_num(error).mean())
+
+
+def _squares(difference: Float[Tensor, "*axes prompt d_y"]) -> np.ndarray:
+    return difference.square().mean(-1).nan_to_num(nan=torch.inf).clamp(max=1e12).numpy()
 
 
 def candidates_of(task: TaskConfig) -> tuple[Algorithm, ...]:
-    """Algorithms with a label; where Sigma is a multiple of I, preconditioned gradient descent is
-    gradient descent and left out."""
-    labelled = [algorithm for algorithm in ALGORITHMS if algorithm.label is not None]
-    left_out = {"preconditioned_gd"} if isotropic(task) else set()
-    return tuple(member for member in labelled if member.label not in left_out)
+    """Algorithms with a label. Where Sigma is a multiple of I, preconditioned gradient descent is
+    gradient descent and left out; without a pool there is no posterior mean of one."""
+    left_out = {"preconditioned_descent"} if isotropic(task) else set()
+    left_out |= {"posterior_mean"} if task.n_tasks is None else set()
+    return tuple(member for member in ALGORITHMS if member.label not in left_out)
 
 
-def scores_of(
-    members: Sequence[Algorithm],
-    settings: Mapping[str, Setting],
-    task: TaskConfig,
-    n_layers: int,
-) -> Scores:
-    """Members fitted to the even prompts of every setting that is answered, scored on the odd."""
-    own = settings["own length"]
-    useful = np.array([own.useful and setting.useful for setting in settings.values()])
-    found = _fitted_and_scored(members, settings, task, n_layers, useful)
-    answered = useful & (np.nan_to_num(found.r2, nan=-np.inf).max(0) >= NEAR)
-    if (answered == useful).all():
-        return found
-    return _fitted_and_scored(members, settings, task, n_layers, answered)
+def mixed(first: Algorithm, second: Algorithm) -> Algorithm:
+    """(1 - share) of the first algorithm's prediction and a share of the second's, at every layer."""
 
+    def run(moments: PromptMoments, n_layers: int, *scalars: Tensor) -> Tensor:
+        n, share = len(first.scalars), scalars[-1]
+        ours = first.run(moments, n_layers, *scalars[:n])
+        theirs = second.run(moments, n_layers, *scalars[n:-1])
+        return (1 - share) * ours + share * theirs
 
-def fitted_to_settings(
-    member: Algorithm, chosen: Sequence[Setting], task: TaskConfig, n_layers: int
-) -> Float[np.ndarray, " scalar"]:
-    """Scalars of a member, from the even prompts of all settings together."""
-    joined = JoinedMoments([PromptMoments(s.prompts[::2], task) for s in chosen])
-    target = torch.cat([s.known[::2] for s in chosen])
-    found = fit_algorithm(
-        member, joined, target, n_layers=n_layers, n_starts=N_STARTS, tolerance=FINE
+    share = Scalar("share", lambda moments: SHARE, where="once", lower=-torch.inf)
+    names = [algorithm.label or algorithm.name for algorithm in (first, second)]
+    return Algorithm(
+        name=f"a mixture of {names[0]} and {names[1]}",
+        label=None,
+        scalars=(*first.scalars, *second.scalars, share),
+        run=run,
+        allowance=torch.inf if second.scalars else -torch.inf,
+        has_path=first.has_path and second.has_path,
+        linear_in_y=first.linear_in_y and second.linear_in_y,
+        equivariant=first.equivariant and second.equivariant,
     )
-    return found.scalars
 
 
-def squared_errors(
-    member: Algorithm,
-    scalars: Float[np.ndarray, " scalar"],
-    setting: Setting,
-    task: TaskConfig,
-    n_layers: int,
-) -> Float[np.ndarray, " prompt"]:
-    """Of the last prediction, on the odd prompts."""
-    moments = PromptMoments(setting.prompts[1::2], task)
-    last = member.predictions(moments, scalars.tolist(), n_layers)[-1]
-    return (last - setting.known[1::2]).square().mean(1).numpy()
+def mixed_scores(
+    room: Room, known: Scores, chosen: Sequence[Algorithm], others: Sequence[Algorithm]
+) -> Scores | None:
+    """Mixtures of each chosen algorithm with each other one, sought from the scalars of each alone; None: no pair."""
+    rows: list[Scores] = []
+    scalars_of = dict(zip(known.names, known.scalars, strict=True))
+    pairs = {
+        frozenset((a.name, b.name)): (a, b)
+        for a in chosen
+        for b in others
+        if a.name != b.name and not (a.label == SMALLER and b.label in LARGER)
+    }
+    moments = PromptMoments(room.own.prompts[:MIXED_PROMPTS], room.task)
+
+    def natural(algorithm: Algorithm) -> np.ndarray:
+        return algorithm.start(moments, room.n_layers).numpy()
+
+    for first, second in pairs.values():
+        both = mixed(first, second)
+        ours = scalars_of[first.label or first.name]
+        theirs = scalars_of.get(second.label or second.name, np.empty(0))
+        fits = [
+            room.scores(
+                [both],
+                starts={both.name: np.concatenate([ours, begin, [SHARE]])},
+                n_fit=MIXED_PROMPTS,
+            )
+            for begin in (theirs, natural(second))[: 2 if len(theirs) else 1]
+        ]
+        rows.append(min(fits, key=lambda fit: np.nanmean(fit.error[0, : room.n_own])))
+    if not rows:
+        return None
+    joined = rows[0]
+    for row in rows[1:]:
+        joined = joined.joined(row)
+    return joined
 
 
-def _fitted_and_scored(
-    members: Sequence[Algorithm],
-    settings: Mapping[str, Setting],
-    task: TaskConfig,
-    n_layers: int,
-    used: Bool[np.ndarray, " setting"],
-) -> Scores:
-    each = list(settings.values())
-    shape = (len(members), len(each), len(each[0].prompts) // 2)
-    error, size = np.full(shape, np.nan), np.full(shape[1:], np.nan)
-    scalars = [np.full(len(member.names(n_layers)), np.nan) for member in members]
-    chosen = [setting for setting, use in zip(each, used, strict=True) if use]
-    for s in np.flatnonzero(used):
-        size[s] = each[s].known[1::2].square().mean(1).numpy()
-    for m, member in enumerate(members if chosen else ()):
-        scalars[m] = fitted_to_settings(member, chosen, task, n_layers)
-        for s in np.flatnonzero(used):
-            error[m, s] = squared_errors(member, scalars[m], each[s], task, n_layers)
-    return compared(tuple(scalars), used, error, size)
+def free_preconditioner(room: Room, descent: Algorithm) -> Algorithm | None:
+    """Gradient descent with the preconditioner A that the first layer has, whose prediction is x^T A b; None with
+    too few prompts for its entries."""
+    assert room.path is not None
+    prompts, target = room.own.prompts[::2], room.path[0, ::2]
+    d_x = prompts.x.shape[2]
+    if len(prompts) < 2 * d_x**2:
+        return None
+    b = PromptMoments(prompts, room.task).b
+    entries = (prompts.x_query[:, :, None, None] * b[:, None]).flatten(1, 2)  # [prompt, entry, d_y]
+    stacked = entries.mT.flatten(0, 1)
+    A = torch.linalg.lstsq(stacked, target.flatten()[:, None], driver="gelsd").solution
+    A = A.reshape(d_x, d_x)
+    A = A / A.diagonal().mean()
 
+    def run(moments: PromptMoments, n_layers: int, eta: Tensor) -> Tensor:
+        w, path = torch.zeros_like(moments.b), []
+        for layer in range(n_layers):
+            w = w + eta[layer] * A @ (moments.b - moments.S @ w)
+            path.append((moments.prompts.x_query[:, None] @ w)[:, 0])
+        return torch.stack(path)
 
-def compared(
-    scalars: tuple[np.ndarray, ...],
-    answered: Bool[np.ndarray, " column"],
-    error: Float[np.ndarray, "member column prompt"],
-    size: Float[np.ndarray, "column prompt"],
-) -> Scores:
-    """R^2 of squared errors relative to squared sizes, and its differences between members."""
-    n_members, n_columns, _ = error.shape
-    r2, r2_sem = np.full((2, n_members, n_columns), np.nan)
-    difference, difference_sem = np.full((2, n_members, n_members, n_columns), np.nan)
-    for c in range(n_columns):
-        if not np.isfinite(size[c]).all():
-            continue
-        unexplained, r2_sem[:, c] = ratio_and_sem(error[:, c].T, size[c])
-        r2[:, c] = 1 - unexplained
-        pairs = error[None, :, c] - error[:, None, c]
-        difference[..., c], difference_sem[..., c] = ratio_and_sem(
-            np.moveaxis(pairs, 2, 0), size[c]
-        )
-    return Scores(scalars, answered, r2, r2_sem, difference, difference_sem)
+    return Algorithm(
+        "descent with a free preconditioner",
+        None,
+        descent.scalars,
+        run,
+        allowance=-torch.inf,
+        equivariant=False,
+    )

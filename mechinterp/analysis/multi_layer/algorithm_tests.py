@@ -5,22 +5,28 @@ x rotated. It is evidence only where the prompts so made are as likely under the
 those they are made of, and where the model still does its task.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
-from mechinterp.analysis.stats import r2_and_sem
 from mechinterp.config import CovarianceConfig, TaskConfig
+from mechinterp.icl.algorithm import Algorithm
 from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
-from mechinterp.models.run.predictor import Predictor
 
 CONDITION = 30.0
 """Largest over smallest eigenvalue of the covariance with a wide spread."""
 SCALES = (0.5, 2.0)
 USELESS = 0.95
 """A model whose excess risk is above this share of that of predicting 0 has left what it can do."""
+ROOT = 0.5**0.5
+"""Times the sum of two independent values, which leaves the variance as it was."""
+ORDER = "same when the pairs change places"
+"""The identity that online learners do not satisfy."""
+Predict = Callable[[Prompts], Tensor]
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,6 +35,8 @@ class Setting:
 
     prompts: Prompts
     predictions: Tensor | None
+    scale: float = 1.0
+    """Pairs over those of the model's own length."""
 
     @property
     def relative_risk(self) -> float:
@@ -49,26 +57,17 @@ class Setting:
         return self.predictions
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class IdentityTest:
-    """R^2 between the two sides of an identity; NaN: not answered."""
+    """Squared differences between the two sides of an identity, per prompt; NaN: not answered."""
 
-    r2: float
-    r2_sem: float
-
-
-NOT_ANSWERED = IdentityTest(float("nan"), float("nan"))
+    error: Float[np.ndarray, " prompt"]
+    size: Float[np.ndarray, " prompt"]
 
 
 def relative_risk(predictions: Tensor, target: Tensor) -> float:
     """Mean squared difference from the target over that of 0."""
     return ((predictions - target).square().mean() / target.square().mean()).item()
-
-
-def predicted(predictor: Predictor, prompts: Prompts) -> Tensor:
-    """The model's predictions in float64, without gradients."""
-    with torch.no_grad():
-        return predictor.predict(prompts).detach().cpu().double()
 
 
 def isotropic(task: TaskConfig) -> bool:
@@ -78,10 +77,10 @@ def isotropic(task: TaskConfig) -> bool:
     return not (spread or len(set(covariance.eigenvalues)) > 1)
 
 
-def settings_of(
-    predictor: Predictor, prompts: Prompts, task: TaskConfig, seed: int
+def other_settings(
+    predict: Predict, prompts: Prompts, task: TaskConfig, seed: int
 ) -> dict[str, Setting]:
-    """The prompts, others of half and of twice their length, and of a covariance with a wide spread."""
+    """Prompts of half and of twice the length, and of a covariance with a wide spread."""
     n = prompts.x.shape[1]
     laws = {"half length": (task, max(1, n // 2)), "double length": (task, 2 * n)}
     if task.d_x > 1:
@@ -89,7 +88,7 @@ def settings_of(
         mean_one = tuple((eigenvalues / eigenvalues.mean()).tolist())
         wide = CovarianceConfig(kind="eigenvalues", eigenvalues=mean_one)
         laws["wide spread"] = (replace(task, covariance=wide), n)
-    found = {"own length": Setting(prompts, predicted(predictor, prompts))}
+    settings = {}
     for step, (name, (law, length)) in enumerate(laws.items(), start=1):
         drawn = sample_prompts(
             law,
@@ -99,45 +98,64 @@ def settings_of(
             dtype=torch.float64,
         )
         try:
-            found[name] = Setting(drawn, predicted(predictor, drawn))
+            settings[name] = Setting(drawn, predict(drawn), length / n)
         except ValueError:  # The model has no room for them.
-            found[name] = Setting(drawn, None)
-    return found
+            settings[name] = Setting(drawn, None)
+    return settings
+
+
+def satisfies(member: Algorithm, test: str) -> bool:
+    """Whether an algorithm satisfies an identity: all are linear in x_query and take the pairs in any order."""
+    if test.startswith("linear in y"):
+        return member.linear_in_y
+    return member.equivariant if test == "same when x is rotated" else True
 
 
 def identity_tests(
-    predictor: Predictor, prompts: Prompts, task: TaskConfig, seed: int
+    predict: Predict, own: Setting, task: TaskConfig, seed: int
 ) -> dict[str, IdentityTest]:
-    """Whether the predictions satisfy what those of linear and of equivariant algorithms do."""
-    own = predicted(predictor, prompts)
-    dense = task.sparsity is None
-    found = {"linear in y: sum": _sum_test(predictor, prompts, own) if dense else NOT_ANSWERED}
+    """Whether the predictions satisfy what those of algorithms do, on the prompts that scores are taken on."""
+    prompts, known = own.prompts[1::2], own.known[1::2]
+    dense, clean = task.sparsity is None, prompts.y_query_clean
+    made: dict[str, tuple[Prompts, Tensor] | None] = {}
+    made["linear in y: sum"] = _summed(predict, prompts, known) if dense else None
     for scale in SCALES:
-        scaled = replace(prompts, y=scale * prompts.y, y_query_clean=scale * prompts.y_query_clean)
+        scaled = replace(prompts, y=scale * prompts.y, y_query_clean=scale * clean)
         # Entries of fixed size have no other scale.
-        found[f"linear in y: times {scale:g}"] = (
-            NOT_ANSWERED if task.nonzeros == "signs" else _test(predictor, scaled, scale * own)
-        )
-    same = dense and task.supports is None and isotropic(task)
-    found["same when x is rotated"] = (
-        _test(predictor, _rotated(prompts, seed), own) if same else NOT_ANSWERED
-    )
-    return found
+        fixed = task.nonzeros == "signs" or task.n_tasks is not None
+        made[f"linear in y: times {scale:g}"] = None if fixed else (scaled, scale * known)
+    same = dense and task.supports is None and task.n_tasks is None and isotropic(task)
+    made["same when x is rotated"] = (_rotated(prompts, seed), known) if same else None
+    order = torch.randperm(prompts.x.shape[1], generator=generator_for(seed, "init", 2))
+    shuffled = replace(prompts, x=prompts.x[:, order], y=prompts.y[:, order])
+    made[ORDER] = (shuffled, known)
+    made["linear in x_query"] = _query_summed(predict, prompts, known)
+    return {name: _test(predict, pair, len(prompts)) for name, pair in made.items()}
 
 
-def _sum_test(predictor: Predictor, prompts: Prompts, own: Tensor) -> IdentityTest:
+def _summed(predict: Predict, prompts: Prompts, known: Tensor) -> tuple[Prompts, Tensor]:
     noise = prompts.y - prompts.x @ prompts.beta
     beta = prompts.beta.roll(1, 0)
     clean = (prompts.x_query[:, None] @ beta)[:, 0]
     other = replace(prompts, y=prompts.x @ beta + noise.roll(1, 0), y_query_clean=clean, beta=beta)
-    # The sum is divided by the root of 2, which leaves the variance of y as it was.
-    root = 0.5**0.5
     added = replace(
         prompts,
-        y=root * (prompts.y + other.y),
-        y_query_clean=root * (prompts.y_query_clean + clean),
+        y=ROOT * (prompts.y + other.y),
+        y_query_clean=ROOT * (prompts.y_query_clean + clean),
     )
-    return _test(predictor, added, root * (own + predicted(predictor, other)))
+    return added, ROOT * (known + predict(other))
+
+
+def _query_summed(predict: Predict, prompts: Prompts, known: Tensor) -> tuple[Prompts, Tensor]:
+    x = prompts.x_query.roll(1, 0)
+    clean = (x[:, None] @ prompts.beta)[:, 0]
+    other = replace(prompts, x_query=x, y_query_clean=clean)
+    added = replace(
+        prompts,
+        x_query=ROOT * (prompts.x_query + x),
+        y_query_clean=ROOT * (prompts.y_query_clean + clean),
+    )
+    return added, ROOT * (known + predict(other))
 
 
 def _rotated(prompts: Prompts, seed: int) -> Prompts:
@@ -147,8 +165,13 @@ def _rotated(prompts: Prompts, seed: int) -> Prompts:
     return replace(prompts, x=prompts.x @ R, x_query=(prompts.x_query[:, None] @ R)[:, 0])
 
 
-def _test(predictor: Predictor, prompts: Prompts, expected: Tensor) -> IdentityTest:
-    predictions = predicted(predictor, prompts)
+def _test(predict: Predict, pair: tuple[Prompts, Tensor] | None, n_prompts: int) -> IdentityTest:
+    nothing = np.full(n_prompts, np.nan)
+    if pair is None:
+        return IdentityTest(nothing, nothing)
+    prompts, expected = pair
+    predictions = predict(prompts)
     if not relative_risk(predictions, prompts.y_query_clean) < USELESS:
-        return NOT_ANSWERED
-    return IdentityTest(*r2_and_sem(predictions, expected))
+        return IdentityTest(nothing, nothing)
+    sides = (predictions - expected, expected)
+    return IdentityTest(*(side.square().mean(1).numpy() for side in sides))

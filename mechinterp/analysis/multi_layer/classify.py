@@ -204,6 +204,7 @@ def classify_layers(
 
     Args:
         task: Law of the prompts; None: the checkpoint's.
+        n_prompts: For the heads; the algorithm takes four and sixteen times as many where these do not decide.
     Raises:
         ValueError: If there are fewer than two prompts, 8 for several layers, or the task's prompts
             are of other sizes than the model's.
@@ -235,7 +236,7 @@ def classify_layers(
     constant = size > 0 and float(prediction.var(0).max()) < CONSTANT * size
     algorithm = None
     if predictor.n_layers > 1:
-        algorithm = name_algorithm(predictor, prompts, task=task, seed=seed)
+        algorithm = name_algorithm(predictor, task=task, n_prompts=n_prompts, seed=seed)
     pattern, reason = _verdict(
         algorithm, r2, constant=constant, by_name=predictor.weights is not None
     )

@@ -4,7 +4,7 @@ A layer's whole addition at the query is replaced by the algorithm's step, or wh
 held there is exchanged between prompts; if the model carries out the algorithm, its predictions follow.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,21 +17,20 @@ from torch import Tensor
 from mechinterp import figures
 from mechinterp.analysis.multi_layer.algorithm import name_algorithm
 from mechinterp.analysis.multi_layer.algorithm_evidence import AlgorithmEvidence
+from mechinterp.analysis.multi_layer.step_effects import QueryRun, held, step_image
 from mechinterp.analysis.stats import r2_and_sem
 from mechinterp.config import TaskConfig
 from mechinterp.display import Result
-from mechinterp.icl.algorithms import ALGORITHMS
-from mechinterp.icl.prompt_moments import PromptMoments
-from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
-from mechinterp.models.hooked.query_position import query_positions
-from mechinterp.models.hooked.runner import HookedPredictor
+from mechinterp.icl.algorithm import Algorithm
+from mechinterp.icl.prompts import generator_for, sample_prompts
 from mechinterp.models.run.predictor import Source, predictor_of
 from mechinterp.models.run.task import task_for
 
 ALL = "all layers"
 PROMPTS = 16
 """Place of the prompts among those of a seed, behind all that `name_algorithm` draws."""
-Hook = tuple[str, Callable[..., Tensor]]
+NEAR = 0.5
+"""Least R^2 after every layer of an algorithm whose steps are put in."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -124,17 +123,17 @@ def intervene_on_steps(
     if evidence is None:
         evidence = name_algorithm(predictor, task=task, n_prompts=n_prompts, seed=seed)
     algorithm, scalars = _path_of(evidence)
-    held = _held(algorithm, scalars, prompts, task, predictor.n_layers)
-    run = _Run.of(predictor.hooked, prompts[1::2])
+    states = held(algorithm, scalars, prompts, task, predictor.n_layers)
+    run = QueryRun.of(predictor.hooked, prompts[1::2])
     full, layers = run.predictions([]), range(predictor.n_layers)
-    steps = [_step(held, streams, layer) for layer in layers]
+    steps = [step_image(states, streams, layer) for layer in layers]
     chosen = [*([layer] for layer in layers), list(layers)]
     own = [r2_and_sem(run.replaced(each, steps), full) for each in chosen]
     others = [step.roll(1, 0) for step in steps]
     control = [r2_and_sem(run.replaced(each, others), full) for each in chosen]
-    swapped = [_exchange_r2(run, held, streams, prompts.x_query, layer, full) for layer in layers]
+    swapped = [_exchange_r2(run, states, streams, prompts.x_query, layer, full) for layer in layers]
     return StepInterventions(
-        algorithm=algorithm,
+        algorithm=str(algorithm.label),
         layers=(*map(str, layers), ALL),
         replaced_r2=np.array([r2 for r2, _ in own]),
         replaced_r2_sem=np.array([sem for _, sem in own]),
@@ -146,69 +145,34 @@ def intervene_on_steps(
     )
 
 
-def _path_of(evidence: AlgorithmEvidence) -> tuple[str, Float[np.ndarray, " scalar"]]:
-    """The label of the nearest algorithm, and the scalars of its path.
+def _path_of(evidence: AlgorithmEvidence) -> tuple[Algorithm, Float[np.ndarray, " scalar"]]:
+    """The algorithm of the label, else the one whose path is nearest, and the scalars of its path.
 
     Raises:
-        ValueError: If none comes near, or it has no path.
+        ValueError: If none comes near, or the path is not known.
     """
-    best = evidence.best
-    if best is None or not evidence.has_path[best] or not evidence.path_answered:
+    least = np.nan_to_num(evidence.path_r2.min(1), nan=-np.inf)
+    best = int(least.argmax())
+    if evidence.mechanism in evidence.members:
+        best = evidence.members.index(evidence.mechanism)
+    if not least[best] >= NEAR:
         raise ValueError(
             "intervene_on_steps needs a model near to an algorithm with a path, got "
             f"{evidence.label}."
         )
-    return evidence.members[best], evidence.path_scalars[best]
-
-
-def _held(
-    label: str,
-    scalars: Float[np.ndarray, " scalar"],
-    prompts: Prompts,
-    task: TaskConfig,
-    n_layers: int,
-) -> list[Float[Tensor, "prompt held"]]:
-    """What the algorithm says the query holds before the first layer and after each: its prediction,
-    and x as the layers have changed it."""
-    algorithm = next(each for each in ALGORITHMS if each.label == label)
-    moments = PromptMoments(prompts, task)
-    path = algorithm.predictions(moments, scalars.tolist(), n_layers)
-    path = torch.cat([torch.zeros_like(path[:1]), path])
-    x = prompts.x_query.double()
-    if label == "preprocess_then_optimise":
-        changed = [torch.zeros_like(x), *[moments.b[..., 0] * x] * n_layers]
-        return [torch.cat(both, 1) for both in zip(path, changed, strict=True)]
-    if label != "gd_plus_plus":
-        return list(path)
-    S, changed = moments.S, [x]
-    for gamma in scalars[n_layers:]:
-        x = x - gamma * (x[:, None] @ S)[:, 0]
-        shrink = torch.eye(S.shape[1]).to(S) - gamma * S
-        S = shrink @ S @ shrink
-        changed.append(x)
-    # What the last layer does to x no one reads.
-    return [torch.cat(both, 1) for both in zip(path, [*changed, changed[-1]], strict=True)]
-
-
-def _step(
-    held: Sequence[Tensor], streams: Float[Tensor, "layer prompt d_model"], layer: int
-) -> Float[Tensor, "half d_model"]:
-    """The linear image of the algorithm's step that is nearest to what the layer adds."""
-    step, added = held[layer + 1] - held[layer], streams[layer + 1] - streams[layer]
-    image = torch.linalg.lstsq(step[::2], added[::2], driver="gelsd").solution
-    return step[1::2] @ image
+    return evidence.measured.members[best], evidence.path_scalars[best]
 
 
 def _exchange_r2(
-    run: "_Run",
-    held: Sequence[Tensor],
+    run: QueryRun,
+    states: Sequence[Tensor],
     streams: Float[Tensor, "layer prompt d_model"],
     x: Float[Tensor, "prompt d_x"],
     layer: int,
     full: Float[Tensor, "half d_y"],
 ) -> tuple[float, float]:
     """Of the change where the prediction so far is that of the prompt before."""
-    after, d_y = held[layer + 1], full.shape[1]
+    after, d_y = states[layer + 1], full.shape[1]
     so_far = after[1::2, :d_y]
     if so_far.abs().max() == 0:  # The algorithm has predicted nothing yet.
         return float("nan"), float("nan")
@@ -218,70 +182,3 @@ def _exchange_r2(
     expected = so_far.roll(1, 0) - so_far
     found = run.predictions(run.shifted(layer + 1, expected @ image[:d_y])) - full
     return r2_and_sem(found, expected)
-
-
-@dataclass(frozen=True, eq=False)
-class _Run:
-    """A hooked model on prompts, with the stream at the query set on the way."""
-
-    hooked: HookedPredictor
-    prompts: Prompts
-    places: list[int]
-    """Where the query is in the stream before each layer and after the last."""
-
-    @classmethod
-    def of(cls, hooked: HookedPredictor, prompts: Prompts) -> "_Run":
-        return cls(hooked, prompts, query_positions(hooked, prompts))
-
-    def predictions(self, hooks: Sequence[Hook]) -> Float[Tensor, "half d_y"]:
-        weight = next(self.hooked.model.parameters())
-        given = self.prompts.to(weight.device).to(weight.dtype)
-        with torch.no_grad():
-            output = self.hooked.model.run_with_hooks(
-                self.hooked.inputs(given), fwd_hooks=list(hooks)
-            )
-            return self.hooked.prediction(output, given).cpu().double()
-
-    def replaced(
-        self, layers: Sequence[int], steps: Sequence[Float[Tensor, "half d_model"]]
-    ) -> Float[Tensor, "half d_y"]:
-        """Predictions with the additions of some layers replaced by given steps."""
-        before: dict[int, Tensor] = {}
-
-        def recorded(layer: int) -> Callable[..., Tensor]:
-            def record(stream: Tensor, hook: object) -> Tensor:
-                before[layer] = stream[:, self.places[layer]].clone()
-                return stream
-
-            return record
-
-        def put(layer: int) -> Callable[..., Tensor]:
-            def replace(stream: Tensor, hook: object) -> Tensor:
-                if stream.shape[2] != steps[layer].shape[1]:
-                    raise ValueError(
-                        "intervene_on_steps needs a stream of one width, got "
-                        f"{steps[layer].shape[1]} and {stream.shape[2]}."
-                    )
-                stream = stream.clone()
-                stream[:, self.places[layer + 1]] = before[layer] + steps[layer].to(stream)
-                return stream
-
-            return replace
-
-        hooks: list[Hook] = []
-        for layer in layers:
-            hooks.append((self.hooked.stream_name(layer), recorded(layer)))
-            hooks.append((self.hooked.stream_name(layer + 1), put(layer)))
-        # The stream after one layer is set before it is recorded for the next.
-        hooks.sort(key=lambda hook: hook[1].__name__ == "record")
-        return self.predictions(hooks)
-
-    def shifted(self, layer: int, by: Float[Tensor, "half d_model"]) -> list[Hook]:
-        """Hooks that add to the stream at the query after some layers."""
-
-        def shift(stream: Tensor, hook: object) -> Tensor:
-            stream = stream.clone()
-            stream[:, self.places[layer]] += by.to(stream)
-            return stream
-
-        return [(self.hooked.stream_name(layer), shift)]

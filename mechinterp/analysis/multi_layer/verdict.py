@@ -1,6 +1,5 @@
 """What the layers of a model compute, how sure that is, and what it is not."""
 
-import re
 from collections.abc import Sequence
 
 import numpy as np
@@ -28,7 +27,7 @@ FORMULAS = {
         f"gradient descent on x that each layer also turns into (1 − γ S) x: {STEP}; {MOMENTS}",
         ("η", "γ"),
     ),
-    "preconditioned_gd": (
+    "preconditioned_descent": (
         "gradient descent with the covariance Σ of x as preconditioner: ŷ = w·x, "
         f"w ← w + η (Σ + c)⁻¹ (b − S w) from w = 0 in each layer; {MOMENTS}",
         ("η", "c"),
@@ -51,16 +50,22 @@ FORMULAS = {
         f"what ridge regression predicts, by whatever steps: ŷ = x·(S + λ/L)⁻¹ b; {MOMENTS}",
         ("λ",),
     ),
+    "posterior_mean": (
+        "the posterior mean under the pool of tasks, by whatever steps: ŷ = Σ_i p_i β_i·x, "
+        "p_i ∝ exp(−Σ_l (y_l − β_i·x_l)²/(2σ²))",
+        (),
+    ),
 }
 """Formula of each label of several layers, and the letters of its numbers in their order."""
 NAMES = {
     "gradient_descent": "gradient descent",
     "gd_plus_plus": "gradient descent on x that layers rescale (GD++)",
-    "preconditioned_gd": "preconditioned gradient descent",
+    "preconditioned_descent": "preconditioned gradient descent",
     "newton": "Newton's iteration",
     "preprocess_then_optimise": "gradient descent on x times Xᵀy",
     "sparse_shrinkage": "gradient descent with shrinkage (ISTA)",
     "ridge_like": "ridge regression",
+    "posterior_mean": "the posterior mean under the pool",
 }
 
 
@@ -89,12 +94,13 @@ def layers_verdict(
         text, letters = FORMULAS[pattern]
         walked = algorithm.has_path[best] and algorithm.path_answered
         values = (algorithm.path_scalars if walked else algorithm.scalars)[best]
-        computes = f"{text} ({pattern}); {_numbers(letters, values, algorithm.path_r2.shape[1])}"
+        numbers = _numbers(letters, values, algorithm.n_layers)
+        computes = f"{text} ({pattern})" + (f"; {numbers}" if numbers else "")
         sure = f"this formula, its numbers fitted on other prompts, explains {number} of the predictions"
     else:
         computes = _none(pattern, reason)
         sure = f"the nearest is {NAMES[algorithm.members[best]]}, {number}"
-    sure += f"{_chance(algorithm)}{calibration_text(pattern, KNOWN_ALGORITHMS)}"
+    sure += f"; {_share(algorithm, pattern)}{_chance(algorithm)}{calibration_text(pattern, KNOWN_ALGORITHMS)}"
     return Verdict(computes, sure, *_others(algorithm, best), doubt)
 
 
@@ -106,33 +112,37 @@ def _numbers(letters: Sequence[str], values: Float[np.ndarray, " _"], n_layers: 
     return ", ".join(f"{letter} = {', '.join(map(digits, part))}" for letter, part in named)
 
 
+def _share(found: AlgorithmEvidence, pattern: str) -> str:
+    """How often resampled prompts give the label."""
+    shares = dict(zip(found.resampled, found.frequency, strict=True))
+    if found.why == "frequency":
+        listed = [f"{label} in {share:.0%}" for label, share in shares.items()]
+        return f"{', '.join(listed)} of resamples"
+    return f"{pattern} in {shares.get(pattern, 0.0):.0%} of resamples"
+
+
 def _chance(found: AlgorithmEvidence) -> str:
     """How often the same weights in random order are as good at the task."""
     n = len(found.null_risk)
     if not n:
         return ""
     p = (int((found.null_risk <= found.relative_risk[OWN]).sum()) + 1) / (n + 1)
-    return f"; {chance_text(p, n, 'its weights in random order')}"
+    return f"; {chance_text(p, n, 'weights of the same singular values')}"
 
 
 def _others(found: AlgorithmEvidence, best: int) -> tuple[str, str]:
     """The nearest algorithm that explains clearly less, and those that do not, by the rule of the labels."""
-    order = np.argsort(-np.nan_to_num(found.r2[:, OWN], nan=-np.inf), kind="stable").tolist()
+    r2 = found.r2[:, OWN]
+    order = np.argsort(-np.nan_to_num(r2, nan=-np.inf), kind="stable").tolist()
     others, tie = [m for m in order if m != best], AlgorithmLimits().tie
-    leads = {
-        m: (found.difference[best, m, OWN], found.difference_sem[best, m, OWN]) for m in others
-    }
+    leads = {m: found.lead(best, m) for m in others}
     behind = [m for m in others if is_behind(*leads[m], tie)]
-    said = {
-        m: f"{NAMES[found.members[m]]}, R² = {found.r2[m, OWN]:.4f}, {beside(*leads[m])}"
-        for m in others
-    }
+    said = {m: f"{NAMES[found.members[m]]}, R² = {r2[m]:.4f}, {beside(*leads[m])}" for m in others}
     is_not = said[behind[0]] if behind else NOTHING_EXCLUDED
     return is_not, "; ".join(said[m] for m in others if m not in behind)
 
 
 def _none(pattern: str, reason: str) -> str:
     """That it is no known algorithm, and why; what comes nearest has a line of its own."""
-    said = re.sub(", nearest (left|of all): [^;]*", "", reason)
-    why = said.partition("; closest learner")[0].partition("; no learner known")[0]
+    why = reason.partition("; closest learner")[0].partition("; no learner known")[0]
     return f"{none_of('algorithms', pattern)}: {why}"

@@ -180,8 +180,7 @@ def recognised(
     layout = layout_of(found)
     allowed = form.parts or (*ATTENTION, *layout.parts)
     strange = [*layout.unknown, *(p.name for p in layout.pieces if p.part not in allowed)]
-    if form.parts is None:
-        require_known_kind(found, layout, file)
+    require_known_kind(found, layout, file)
     if strange and (form.parts or layout.layers) and not layout.lacking:
         what = "such a model" if form is LAYERED else f"format {form.name}"
         listed = ", ".join(map(shown, strange[:12]))

@@ -110,9 +110,9 @@ def require_known_kind(tensors: Mapping[str, Tensor], layout: Layout, file: Path
                 raise CheckpointError(f"{file}: {what} are not read, got {shown(name)}.")
     words = layout.ends.get(("words", "weight"))
     if words is not None and ("read_in", "weight") not in layout.ends:
-        size = tensors[words.name].shape[0] if tensors[words.name].ndim else 0
+        shape = list(tensors[words.name].shape)
         raise CheckpointError(
-            f"{file}: a model of word tokens ({words.name}, {size} words); numbers (x, y) are needed as tokens."
+            f"{file}: a model of word tokens ({words.name} {shape}); numbers (x, y) are needed as tokens."
         )
 
 

@@ -36,7 +36,7 @@ LEAST_N_CTX = 1024
 WEIGHT = re.compile(r"blocks\.\d+\.attn\.W_[QKVO]")
 # Tensors that our model has no place for; HookedTransformer or a Bridge has them all the same.
 ZERO = {
-    "embed.W_E": "tokens are vectors (x, y) and enter as they are, by start_at_layer=0",
+    "embed.W_E": "tokens are vectors (x, y) and enter as they are, by start_at_layer=0; else it is a model of word tokens",
     "pos_embed.W_pos": "tokens are vectors (x, y), to which no position is added",
     "unembed.b_U": "the model has no bias behind its read-out",
     **{

@@ -8,7 +8,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, cast, runtime_checkable
 
 import torch
 from jaxtyping import Float
@@ -238,14 +238,34 @@ Source = object
 """What an analysis takes: a checkpoint, a hooked model, weights or a `Predictor`; `predictor_of` refuses the rest."""
 
 
-def learner_of(source: Source) -> Callable[[Prompts], Tensor]:
-    """A function from prompts to predictions: a learner as it is, a model as one that takes no gradients.
+Learner = Callable[[Prompts], Tensor]
+"""A function from prompts to predictions [batch, d_y], or [layer, batch, d_y] after every layer."""
+
+
+def is_learner(source: Source) -> bool:
+    """Whether a source is a function of prompts, and no model.
+
+    Example:
+        >>> is_learner(lambda prompts: prompts.y_query), is_learner(TaskConfig())
+        (True, False)
+    """
+    return inspect.isroutine(source) or isinstance(source, partial)
+
+
+def learner_of(source: Source | Learner) -> Learner:
+    """A function from prompts to the last predictions: of a learner, or of a model without gradients.
 
     Raises:
         ValueError: If it is neither.
     """
-    if inspect.isfunction(source) or isinstance(source, partial):
-        return source
+    if is_learner(source):
+        learner = cast(Learner, source)
+
+        def last(prompts: Prompts) -> Tensor:
+            found = learner(prompts)
+            return found[-1] if found.ndim == 3 else found
+
+        return last
     predictor = predictor_of(source)
 
     def predictions(prompts: Prompts) -> Tensor:

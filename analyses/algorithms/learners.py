@@ -1,0 +1,85 @@
+"""Tasks at random, and algorithms with random scalars as functions of prompts."""
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mechinterp.config import CovarianceConfig, TaskConfig
+from mechinterp.icl.algorithm_controls import CONTROLS
+from mechinterp.icl.algorithms import ALGORITHMS
+from mechinterp.icl.prompt_moments import PromptMoments
+from mechinterp.icl.prompts import Prompts, sample_prompts
+
+BY_NAME = {algorithm.name: algorithm for algorithm in (*ALGORITHMS, *CONTROLS)}
+GD, NEWTON, ALG1, ISTA = (
+    "gradient descent",
+    "iterative Newton",
+    "preprocess then optimise",
+    "ISTA",
+)
+PRE, RIDGE, GDPP = "preconditioned gradient descent", "ridge", "GD++"
+Law = Callable[[Prompts], Tensor]
+Random = np.random.Generator
+
+
+def dense(random: Random) -> TaskConfig:
+    d_x = int(random.choice([4, 6, 8]))
+    return TaskConfig(
+        d_x=d_x,
+        context_length=d_x * int(random.integers(4, 7)),
+        noise_var=float(random.choice([0.0, 0.1, 0.25])),
+    )
+
+
+def correlated(random: Random) -> TaskConfig:
+    d_x, rho = int(random.choice([5, 8])), float(random.uniform(0.4, 0.7))
+    covariance = CovarianceConfig(kind="kms", rho=rho)
+    return TaskConfig(d_x=d_x, context_length=5 * d_x, covariance=covariance)
+
+
+def sparse(random: Random) -> TaskConfig:
+    return TaskConfig(
+        d_x=int(random.choice([8, 12])),
+        sparsity=int(random.integers(2, 5)),
+        nonzeros="signs",
+        noise_var=float(random.choice([0.1, 0.25])),
+    )
+
+
+def pooled(random: Random) -> TaskConfig:
+    return TaskConfig(
+        d_x=4,
+        context_length=int(random.integers(8, 17)),
+        noise_var=0.25,
+        n_tasks=int(random.choice([4, 16])),
+        task_seed=int(random.integers(100)),
+    )
+
+
+def natural(name: str, task: TaskConfig, n_layers: int, random: Random) -> list[float]:
+    """Scalars that suit the task, each times a random factor."""
+    drawn = sample_prompts(task, 128, seed=1, dtype=torch.float64)
+    start = BY_NAME[name].start(PromptMoments(drawn, task), n_layers).numpy()
+    if name == ALG1 and task.sparsity is None:
+        start = 0.4 * start  # Where b has heavy tails, its natural step is too long.
+    return (start * random.uniform(0.7, 1.3, len(start))).tolist()
+
+
+def law_of(name: str, task: TaskConfig, n_layers: int, random: Random, noise: float = 0.0) -> Law:
+    """An algorithm whose step in each layer sees x_query through I + noise * G."""
+    algorithm, scalars = BY_NAME[name], natural(name, task, n_layers, random)
+    G = torch.from_numpy(random.normal(size=(n_layers, task.d_x, task.d_x))) / task.d_x**0.5
+
+    def law(prompts: Prompts) -> Tensor:
+        exact = algorithm.predictions(PromptMoments(prompts, task), scalars, n_layers)
+        if noise == 0:
+            return exact
+        rest = []
+        for matrix in G:
+            seen = Prompts(**{**vars(prompts), "x_query": prompts.x_query @ matrix.mT})
+            rest.append(algorithm.predictions(PromptMoments(seen, task), scalars, n_layers))
+        return exact + noise * torch.stack([each[layer] for layer, each in enumerate(rest)])
+
+    return law

@@ -1,0 +1,132 @@
+"""Why a model has its label, in one sentence: what decided, its value, and what to run next."""
+
+import numpy as np
+
+from mechinterp.analysis.multi_layer.algorithm_labels import (
+    OWN,
+    UNDETERMINED,
+    Decision,
+    Measured,
+)
+from mechinterp.analysis.number_format import with_error
+
+NEXT = {
+    "useless": "",
+    "null": "",
+    "mechanism": "",
+    "function": "",
+    "predictions only": "pass the model itself, whose stream shows what becomes of x",
+    "covariates": "mechinterp probe shows what the stream holds after each layer",
+    "steps": "intervene_on_steps(model) shows the layer whose step is another",
+    "rival": "control_frame() has what each control explains",
+    "path": "mechinterp probe shows where the prediction is held after each layer",
+    "no path": "give a function of prompts that predicts after every layer, or probe the layers (mechinterp probe)",
+    "tie": "compare the settings in to_frame(), or ask at another length (--context-length)",
+    "identity": "mechinterp fit compares learners over the context length",
+    "far": "mechinterp fit compares learners over the context length",
+    "frequency": "ask on more prompts (n_prompts, --n-prompts)",
+}
+"""What to run next, by the rule that decided; nothing for labels that stand."""
+
+
+def reason_of(
+    found: Measured, decision: Decision, labels: tuple[str, ...], frequency: np.ndarray
+) -> str:
+    """The sentence."""
+    parts = [_decided(found, decision)]
+    if decision.why == "frequency":
+        listed = [f"{label} in {share:.0%}" for label, share in zip(labels, frequency, strict=True)]
+        parts = [f"the label changes with the prompts: {', '.join(listed)} of resamples"]
+    elif len(labels):
+        own = dict(zip(labels, frequency, strict=True)).get(decision.label, 0.0)
+        parts.append(f"{decision.label} in {own:.0%} of resamples")
+    parts.append(_function(found, decision))
+    if NEXT[decision.why]:
+        parts.append(f"next: {NEXT[decision.why]}")
+    return "; ".join(part for part in parts if part)
+
+
+def _decided(found: Measured, decision: Decision) -> str:
+    value, limit, member, where = (
+        decision.value,
+        decision.limit,
+        decision.member,
+        decision.where,
+    )
+    match decision.why:
+        case "useless":
+            return f"the model's excess risk is {value:.3g} times that of predicting 0"
+        case "null":
+            return (
+                f"of {len(found.null_risk)} models with the same singular values in random directions one has an "
+                f"excess risk of {limit:.3g} times that of predicting 0, the model {value:.3g}"
+            )
+        case "mechanism":
+            return f"{_member(found, member)}, {_path(found, member)}"
+        case "function":
+            return f"{_member(found, member)}, path not identified{_why_no_path(found)}"
+        case "predictions only":
+            return f"{member} by the path of predictions only ({_path(found, member)}): what becomes of x is not seen"
+        case "covariates":
+            return f"{member} by the path of predictions ({_path(found, member)}), but R² {value:.2f} (limit {limit:g}) of what it makes of x is in the stream"
+        case "steps":
+            return f"{member} by its path ({_path(found, member)}), but with its steps in place of all layers R² is {value:.2f} (limit {limit:g})"
+        case "rival":
+            return f"{member}, but {decision.rival} is nearer: R² {value:.4f} against {limit:.4f} ({where})"
+        case "path":
+            if np.isnan(value):
+                return f"{_member(found, member)}, but not layer by layer"
+            return f"{_member(found, member)}, but not layer by layer: R² {value:.3f} after {where} (limit {limit:g})"
+        case "no path":
+            return f"{_member(found, member)}, path not identified{_why_no_path(found)}"
+        case "tie":
+            return f"{' and '.join(decision.candidates)} tie at {_number(found, member)}"
+        case "identity":
+            return f"{member} would have R² {1 - value:.3f} at most, by the identity {where!r}: {value:.4f} of the prediction speaks against it (limit {limit:g})"
+        case "far":
+            return f"none explains the model, nearest: {_member(found, member)} ({where}, limit {limit:g}){_nearest_control(found)}"
+    return ""
+
+
+def _member(found: Measured, member: str) -> str:
+    return f"{member} at {_number(found, member)}"
+
+
+def _number(found: Measured, member: str) -> str:
+    row = found.function.names.index(member)
+    r2, sem = found.function.r2()[row, OWN], found.function.r2_sem()[row, OWN]
+    return f"R² {r2:.4f} ± {sem:.1g}"
+
+
+def _path(found: Measured, member: str) -> str:
+    assert found.path is not None
+    row = found.path.names.index(member)
+    layers = [c for c, name in enumerate(found.path.columns) if name.startswith("layer")]
+    r2, sem = found.path.r2()[row, layers], found.path.r2_sem()[row, layers]
+    at = int(r2.argmin())
+    text = f"after every layer {with_error(r2[at], sem[at])} or more"
+    held = found.covariates_r2.get(member, np.nan)
+    replaced = found.replaced_r2.get(member, np.nan)
+    text += "" if np.isnan(held) else f", x in the stream {held:.2f}"
+    return text + ("" if np.isnan(replaced) else f", with its steps put in {replaced:.2f}")
+
+
+def _why_no_path(found: Measured) -> str:
+    return f" ({found.path_how})" if found.path is None else ""
+
+
+def _function(found: Measured, decision: Decision) -> str:
+    if decision.why in ("useless", "null", "function", "no path", "path"):
+        return ""
+    if decision.function in (UNDETERMINED, decision.label):
+        return ""
+    return f"as a function {decision.function}"
+
+
+def _nearest_control(found: Measured) -> str:
+    """What comes nearer than every member."""
+    r2, n = found.function.r2()[:, OWN], len(found.members)
+    if len(r2) == n or not np.nanmax(r2[n:]) > np.nanmax(r2[:n]):
+        return ""
+    best = n + int(np.nanargmax(r2[n:]))
+    return f"; nearer: {found.function.names[best]} (R² {r2[best]:.3f})"

@@ -1,0 +1,169 @@
+"""What an algorithm of linear regression is: a prediction after every layer, given a few scalars."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from einops import einsum
+from jaxtyping import Float
+from torch import Tensor
+
+from mechinterp.icl.prompt_moments import PromptMoments
+
+WHERE = {
+    "every layer": slice(None),
+    "all but the last": slice(-1),
+    "once": slice(1),
+    **{f"from layer {first}": slice(first, None) for first in range(6)},
+}
+
+
+@dataclass(frozen=True)
+class Scalar:
+    """A scalar of an algorithm, in some layers or once."""
+
+    name: str
+    start: Callable[[PromptMoments], float]
+    """A natural value, positive."""
+    where: str = "every layer"
+    """Which layers have one; a key of `WHERE`."""
+    lower: float = 0.0
+    """The least value it may take."""
+
+    def layers(self, n_layers: int) -> range:
+        """The layers that have one, of n_layers."""
+        return range(n_layers)[WHERE[self.where]]
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """A learner with a prediction after every layer."""
+
+    name: str
+    label: str | None
+    """The label of a model that runs it; None for controls and reference curves."""
+    scalars: tuple[Scalar, ...]
+    run: Callable[..., Tensor]
+    """(moments, n_layers, one tensor per scalar) to predictions [layer, batch, d_y]."""
+    has_path: bool = True
+    """Whether layers differ; without a path the prediction is the same after every layer."""
+    linear_in_y: bool = True
+    """Whether the prediction is linear in the responses of the context."""
+    equivariant: bool = True
+    """Whether a rotation of x and x_query together leaves the prediction as it is."""
+    allowance: float = 1
+    """How many more scalars it may have than another algorithm that leaves nearly everything of a small rest to it:
+    infinitely many in a mixture of two algorithms, none in a family that contains many learners."""
+    linear_in_scalars: bool = False
+    """Whether the prediction is linear in the scalars."""
+    covariates: Callable[..., Tensor] | None = None
+    """What the query's x has become after each layer, [layer, batch, d_x], of the arguments of `run`; None where
+    the layers leave x as it is."""
+    modes: Callable[[PromptMoments], Tensor] | None = None
+    """Eigenvalues [..., mode] of what every step descends on, smallest first, where all steps
+    descend on the same and may change places; None where each has its own."""
+
+    def names(self, n_layers: int) -> tuple[str, ...]:
+        """Names of the scalars in order, such as eta_0, eta_1, gamma_0."""
+        return tuple(
+            scalar.name if scalar.where == "once" else f"{scalar.name}_{layer}"
+            for scalar in self.scalars
+            for layer in scalar.layers(n_layers)
+        )
+
+    def start(self, moments: PromptMoments, n_layers: int) -> Float[Tensor, " scalar"]:
+        """Natural values of the scalars."""
+        return self._per_scalar(n_layers, lambda scalar: scalar.start(moments))
+
+    def lower(self, n_layers: int) -> Float[Tensor, " scalar"]:
+        """The least values of the scalars."""
+        return self._per_scalar(n_layers, lambda scalar: scalar.lower)
+
+    def _per_scalar(self, n_layers: int, value: Callable[[Scalar], float]) -> Tensor:
+        values = [value(scalar) for scalar in self.scalars for _ in scalar.layers(n_layers)]
+        return torch.tensor(values, dtype=torch.float64)
+
+    def predictions(
+        self,
+        moments: PromptMoments,
+        scalars: Sequence[float] | Float[Tensor, " scalar"],
+        n_layers: int,
+    ) -> Float[Tensor, "layer batch d_y"]:
+        """The prediction after each of n_layers layers.
+
+        Args:
+            scalars: In the order of `names`.
+        Raises:
+            ValueError: If n_layers is below 1 or there are more or fewer scalars than names.
+        Example:
+            >>> from mechinterp.config import TaskConfig
+            >>> from mechinterp.icl.prompts import generator_for, sample_prompts
+            >>> prompts = sample_prompts(TaskConfig(), 8, generator=generator_for(0, "eval", 0))
+            >>> from mechinterp.icl.algorithms import ALGORITHMS
+            >>> moments = PromptMoments(prompts, TaskConfig())
+            >>> tuple(ALGORITHMS[0].predictions(moments, [0.8, 0.4, 0.2], 3).shape)
+            (3, 8, 1)
+        """
+        if n_layers < 1:
+            raise ValueError(f"n_layers must be >= 1, got {n_layers}.")
+        return self.run(moments, n_layers, *self._split(scalars, n_layers))
+
+    def changed_covariates(
+        self,
+        moments: PromptMoments,
+        scalars: Sequence[float] | Float[Tensor, " scalar"],
+        n_layers: int,
+    ) -> Float[Tensor, "layer batch d_x"] | None:
+        """What the query's x has become after each layer; None where the layers leave it as it is."""
+        if self.covariates is None:
+            return None
+        return self.covariates(moments, n_layers, *self._split(scalars, n_layers))
+
+    def _split(self, scalars: Sequence[float] | Tensor, n_layers: int) -> Sequence[Tensor]:
+        """One tensor per scalar."""
+        given = torch.as_tensor(scalars, dtype=torch.float64)
+        counts = [len(scalar.layers(n_layers)) for scalar in self.scalars]
+        if given.shape != (sum(counts),):
+            raise ValueError(
+                f"scalars of {self.name} must be {sum(counts)} numbers for n_layers = {n_layers}, "
+                f"got shape {list(given.shape)}."
+            )
+        return given.split(counts)
+
+
+def filtered(moments: PromptMoments, phi: Sequence[Tensor]) -> Tensor:
+    """Predictions of w = phi_l(S) b, one phi(s) of [batch, d_x] per layer."""
+    parts = "layer batch d_x, batch d_x d_y -> layer batch d_y"
+    return einsum(torch.stack(list(phi)), moments.mode_predictions, parts)
+
+
+def iterated(
+    moments: PromptMoments, n_layers: int, update: Callable[[int, Tensor, Tensor], Tensor]
+) -> Tensor:
+    """Predictions <w_l, x_query> of w_{l+1} = update(l, w_l, b - S w_l), from w_0 = 0."""
+    w, predictions = torch.zeros_like(moments.b), []
+    for layer in range(n_layers):
+        w = update(layer, w, moments.b - moments.S @ w)
+        predictions.append((moments.prompts.x_query[:, None] @ w)[:, 0])
+    return torch.stack(predictions)
+
+
+def without_path(learner: Callable[[PromptMoments], Tensor]) -> Callable[..., Tensor]:
+    """The same prediction after every layer."""
+    return lambda moments, n_layers: learner(moments).expand(n_layers, -1, -1)
+
+
+def at_depth(algorithm: Algorithm, depth: int) -> Algorithm:
+    """The last prediction of so many layers, without a path.
+
+    Raises:
+        ValueError: If the algorithm has scalars of layers.
+    """
+    if any(scalar.where != "once" for scalar in algorithm.scalars):
+        raise ValueError(f"{algorithm.name} must have scalars for all layers at once alone.")
+
+    def run(moments: PromptMoments, n_layers: int, *scalars: Tensor) -> Tensor:
+        return algorithm.run(moments, depth, *scalars)[-1].expand(n_layers, -1, -1)
+
+    name = f"{algorithm.name} of {depth} steps"
+    return replace(algorithm, name=name, label=None, run=run, has_path=False)

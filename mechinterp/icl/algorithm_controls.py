@@ -1,0 +1,252 @@
+"""Learners that are held against the algorithms of `icl.algorithms`, and give no label themselves.
+
+A control that explains a model better than an algorithm does keeps its label from the model.
+"""
+
+import torch
+from torch import Tensor
+
+from mechinterp.icl.algorithm import Algorithm, Scalar, filtered, iterated, without_path
+from mechinterp.icl.algorithms import ALGORITHMS, ETA
+from mechinterp.icl.predictors import nearest_neighbours, pcr, ridge, zero_prediction
+from mechinterp.icl.prompt_moments import PromptMoments
+from mechinterp.icl.sparse_predictors import averaging
+
+NEIGHBOURS = 3
+DEGREE = 6
+"""Coefficients of the largest polynomial."""
+LEAST_STEP = 1e-12
+"""Of a denominator, where the gradient is 0."""
+
+
+def _momentum(
+    moments: PromptMoments, n_layers: int, eta: Tensor, beta: Tensor, *, ahead: bool
+) -> Tensor:
+    """Heavy ball, or Nesterov's, whose gradient is taken after the inertia."""
+    s = moments.eigenvalues
+    phi = [torch.zeros_like(s), torch.zeros_like(s)]
+    for layer in range(n_layers):
+        moved = phi[-1]
+        if layer > 0:
+            moved = moved + beta * (phi[-1] - phi[-2])
+        phi.append(moved + eta[layer] * (1 - s * (moved if ahead else phi[-1])))
+    return filtered(moments, phi[2:])
+
+
+def _heavy_ball(moments: PromptMoments, n_layers: int, eta: Tensor, beta: Tensor) -> Tensor:
+    return _momentum(moments, n_layers, eta, beta, ahead=False)
+
+
+def _nesterov(moments: PromptMoments, n_layers: int, eta: Tensor, beta: Tensor) -> Tensor:
+    return _momentum(moments, n_layers, eta, beta, ahead=True)
+
+
+def _weight_decay(moments: PromptMoments, n_layers: int, eta: Tensor, decay: Tensor) -> Tensor:
+    s = moments.eigenvalues
+    phi = [torch.zeros_like(s)]
+    for layer in range(n_layers):
+        phi.append((1 - decay) * phi[-1] + eta[layer] * (1 - s * phi[-1]))
+    return filtered(moments, phi[1:])
+
+
+def _centred(moments: PromptMoments, n_layers: int, eta: Tensor) -> Tensor:
+    centred = moments.centred
+
+    def update(layer: int, w: Tensor, gradient: Tensor) -> Tensor:
+        return w + eta[layer] * gradient
+
+    return iterated(centred, n_layers, update)
+
+
+def _by_curvature(moments: PromptMoments, n_layers: int, eta: Tensor) -> Tensor:
+    largest = moments.eigenvalues[:, -1, None, None]
+
+    def update(layer: int, w: Tensor, gradient: Tensor) -> Tensor:
+        return w + eta[layer] / largest * gradient
+
+    return iterated(moments, n_layers, update)
+
+
+def _inner(a: Tensor, b: Tensor) -> Tensor:
+    return (a * b).sum(1, keepdim=True)
+
+
+def _line_search(moments: PromptMoments, n_layers: int) -> Tensor:
+    def update(layer: int, w: Tensor, gradient: Tensor) -> Tensor:
+        curvature = _inner(gradient, moments.S @ gradient).clamp(min=LEAST_STEP)
+        return w + _inner(gradient, gradient) / curvature * gradient
+
+    return iterated(moments, n_layers, update)
+
+
+def _conjugate_gradients(moments: PromptMoments, n_layers: int) -> Tensor:
+    directions: list[Tensor] = []
+
+    def update(layer: int, w: Tensor, gradient: Tensor) -> Tensor:
+        # Conjugate to the last direction, and so to all before it.
+        p = gradient
+        if directions:
+            last = directions[-1]
+            curvature = _inner(last, moments.S @ last).clamp(min=LEAST_STEP)
+            p = gradient - _inner(last, moments.S @ gradient) / curvature * last
+        directions.append(p)
+        return w + _inner(p, gradient) / _inner(p, moments.S @ p).clamp(min=LEAST_STEP) * p
+
+    return iterated(moments, n_layers, update)
+
+
+def _hard_thresholding(moments: PromptMoments, n_layers: int, eta: Tensor) -> Tensor:
+    kept = moments.task.sparsity or max(1, moments.task.d_x // 2)
+
+    def update(layer: int, w: Tensor, gradient: Tensor) -> Tensor:
+        stepped = w + eta[layer] * gradient
+        least = stepped.abs().topk(kept, dim=1).values[:, -1:]
+        return stepped * (stepped.abs() >= least)
+
+    return iterated(moments, n_layers, update)
+
+
+def _least_mean_squares(moments: PromptMoments, n_layers: int, eta: Tensor) -> Tensor:
+    x, y = moments.prompts.x, moments.prompts.y
+    w, path = torch.zeros_like(moments.b), []
+    for _ in range(n_layers):
+        for k in range(x.shape[1]):
+            rest = y[:, k, None] - x[:, k, None] @ w
+            w = w + eta * x[:, k, :, None] * rest
+        path.append((moments.prompts.x_query[:, None] @ w)[:, 0])
+    return torch.stack(path)
+
+
+def _forgetting(moments: PromptMoments, n_layers: int, rate: Tensor, penalty: Tensor) -> Tensor:
+    """Recursive least squares: a pair weighs exp(-rate) times as much as the one after it."""
+    x, y = moments.prompts.x, moments.prompts.y
+    age = torch.arange(x.shape[1] - 1, -1, -1).to(x)
+    weighted = x.mT * (-rate * age).exp()
+    identity = torch.eye(x.shape[2]).to(x)
+    w = torch.linalg.solve(weighted @ x + penalty * identity, weighted @ y)
+    return (moments.prompts.x_query[:, None] @ w)[:, 0].expand(n_layers, -1, -1)
+
+
+def _centred_ridge(moments: PromptMoments, n_layers: int, penalty: Tensor) -> Tensor:
+    """Ridge with an intercept that is not penalised."""
+    centred, prompts = moments.centred, moments.prompts
+    identity = torch.eye(centred.S.shape[1]).to(centred.S)
+    w = torch.linalg.solve(centred.S + penalty / moments.n_pairs[..., None] * identity, centred.b)
+    query = prompts.x_query[:, None] - prompts.x.mean(1, keepdim=True)
+    return (prompts.y.mean(1) + (query @ w)[:, 0]).expand(n_layers, -1, -1)
+
+
+def _components(moments: PromptMoments) -> Tensor:
+    return pcr(moments.prompts, components=moments.prompts.x.shape[2] - 1)
+
+
+def _polynomials(moments: PromptMoments, n_layers: int, *coefficients: Tensor) -> Tensor:
+    s, phi = moments.eigenvalues, []
+    for layer in range(n_layers):
+        powers = [c[layer - k] * s**k for k, c in enumerate(coefficients) if k <= layer]
+        phi.append(torch.stack(powers).sum(0))
+    return filtered(moments, phi)
+
+
+def _coefficient(power: int) -> Scalar:
+    return Scalar(
+        f"c{power}",
+        lambda moments: moments.curvature ** -(power + 1),
+        where=f"from layer {power}",
+        lower=-torch.inf,
+    )
+
+
+_BETA = Scalar("beta", lambda moments: 0.3, where="once", lower=-torch.inf)
+_PENALTY = Scalar("penalty", lambda moments: moments.penalty or 0.1, where="once", lower=1e-9)
+
+CONTROLS = (
+    Algorithm("heavy ball", None, (ETA, _BETA), _heavy_ball),
+    Algorithm("Nesterov's descent", None, (ETA, _BETA), _nesterov),
+    Algorithm(
+        "descent with weight decay",
+        None,
+        (ETA, Scalar("decay", lambda moments: 0.1, where="once", lower=-torch.inf)),
+        _weight_decay,
+    ),
+    Algorithm("centred descent", None, (ETA,), _centred),
+    Algorithm(
+        "descent by the largest eigenvalue",
+        None,
+        (Scalar("eta", lambda moments: 1.0),),
+        _by_curvature,
+    ),
+    Algorithm("line search", None, (), _line_search, linear_in_y=False),
+    Algorithm("conjugate gradients", None, (), _conjugate_gradients, linear_in_y=False),
+    Algorithm(
+        "hard thresholding",
+        None,
+        (ETA,),
+        _hard_thresholding,
+        linear_in_y=False,
+        equivariant=False,
+    ),
+    Algorithm(
+        "a polynomial of S in each layer",
+        None,
+        tuple(_coefficient(power) for power in range(DEGREE)),
+        _polynomials,
+        allowance=-torch.inf,
+        linear_in_scalars=True,
+    ),
+    Algorithm("ridge with an intercept", None, (_PENALTY,), _centred_ridge, has_path=False),
+    Algorithm(
+        "principal component regression", None, (), without_path(_components), has_path=False
+    ),
+    Algorithm(
+        "zero",
+        None,
+        (),
+        without_path(lambda moments: zero_prediction(moments.prompts)),
+        has_path=False,
+    ),
+    Algorithm(
+        "averaging",
+        None,
+        (),
+        without_path(lambda moments: averaging(moments.prompts)),
+        has_path=False,
+    ),
+    Algorithm(
+        "posterior mean of a dense prior",
+        None,
+        (),
+        without_path(lambda moments: ridge(moments.prompts, penalty=moments.penalty)),
+        has_path=False,
+    ),
+    Algorithm(
+        "nearest neighbours",
+        None,
+        (),
+        without_path(lambda moments: nearest_neighbours(moments.prompts, count=NEIGHBOURS)),
+        has_path=False,
+    ),
+)
+"""Learners of all pairs at once, and reference curves."""
+ONLINE = (
+    Algorithm(
+        "least mean squares",
+        None,
+        (Scalar("eta", lambda m: 0.5 / m.curvature / m.context_length, where="once"),),
+        _least_mean_squares,
+    ),
+    Algorithm(
+        "recursive least squares with forgetting",
+        None,
+        (Scalar("rate", lambda moments: 1 / moments.context_length, where="once"), _PENALTY),
+        _forgetting,
+        has_path=False,
+    ),
+)
+"""Learners that take one pair after another, so that the order of the pairs matters."""
+OF_ANY_DEPTH = tuple(
+    each
+    for each in (*ALGORITHMS, *CONTROLS)
+    if each.has_path and all(scalar.where == "once" for scalar in each.scalars)
+)
+"""Those whose scalars do not grow with the layers, so that a function may have any number of steps of them."""
