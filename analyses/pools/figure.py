@@ -19,7 +19,7 @@ KINDS = {
     "linear-l2": ("#56b4e9", "linear attention, 2 layers"),
     "gpt2": ("#d55e00", "GPT-2"),
 }
-PATHS = ("#d55e00", "#009e73", "#cc79a7", "#e69f00")
+PATHS = ("#d55e00", "#009e73", "#cc79a7", "#e69f00", "#0072b2", "#56b4e9")
 Point = tuple[float, float]
 
 

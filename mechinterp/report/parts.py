@@ -49,8 +49,3 @@ class Section:
     longest_table: int = 128
     unfolded: bool = False
     """Whether every table is shown, however long."""
-
-    def meanings_of(self, table: Table) -> dict[str, str]:
-        """What the columns of one of its tables mean."""
-        named = map(str, table.frame.columns)
-        return {name: self.meanings[name] for name in named if name in self.meanings}

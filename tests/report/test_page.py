@@ -111,7 +111,7 @@ def write(folder: Path, name: str, weights: AttentionWeights) -> tuple[Checkpoin
 
 def explained_columns(page: str) -> set[str]:
     """Columns with a meaning on a page."""
-    parts = page.split(": what its columns mean</summary>")[1:]
+    parts = page.split("<summary>What the columns mean</summary>")[1:]
     listed = (part.partition("</details>")[0] for part in parts)
     return {name for part in listed for name in re.findall(r"<dt>(.*?)</dt>", part)}
 
