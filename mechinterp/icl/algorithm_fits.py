@@ -144,7 +144,8 @@ def _minimise(
             # Least squares in place of normal equations, which would square the condition number.
             stacked = torch.cat([R, damping**0.5 * scale])
             wanted = torch.cat([-rest @ Q, torch.zeros_like(scalars)])
-            step = torch.linalg.lstsq(stacked, wanted[:, None]).solution[:, 0]
+            # The default driver answers 0 where the first column is 0.
+            step = torch.linalg.lstsq(stacked, wanted[:, None], driver="gelsd").solution[:, 0]
             tried = torch.maximum(scalars + step, lower)
             tried_rest = difference(tried)
             tried_error = tried_rest.square().mean().item()

@@ -75,6 +75,7 @@ def train_models(
             differs from what is asked for, or a file cannot be read or written.
     Example:
         >>> import tempfile
+        >>> from mechinterp import override, preset
         >>> config = override(preset("softmax-h2"), "train.steps=20", "train.n_eval_prompts=64")
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     train_models({"short": config}, folder).steps
@@ -143,6 +144,7 @@ def train(
             is resumed has another config.
     Example:
         >>> import tempfile
+        >>> from mechinterp import override, preset
         >>> config = override(preset("softmax-h2"), "train.steps=20", "train.n_eval_prompts=64")
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     train(config, out=f"{folder}/short")

@@ -79,7 +79,7 @@ def test_patterns_of_torchs_encoder_are_those_it_returns(mask, batch_first, prom
     _, expected = attention(x, x, x, **settings)
     torch.testing.assert_close(cache["blocks.0.attn.hook_pattern"], expected)
     assert not cache["blocks.0.attn.hook_pattern"][:, :, 0, 1:].any()
-    found = attention_patterns(hooked, prompts)
+    found = attention_patterns(hooked, prompts, shown=len(prompts))
     np.testing.assert_allclose(found.pattern[:, :HEADS], expected[:, :, -1].numpy(), rtol=1e-10)
     torch.testing.assert_close(hooked.predict(prompts), module(prompts.tokens)[:, -1, -1:])
 
