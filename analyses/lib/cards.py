@@ -9,7 +9,8 @@ CHECKPOINTS = Path(__file__).parents[2] / "checkpoints"
 
 def main() -> None:
     for folder in sorted(CHECKPOINTS.iterdir()):
-        (folder / "README.md").write_text(model_card(load(folder)), encoding="utf-8")
+        card = folder / "README.md"
+        card.write_text(model_card(load(folder)), encoding="utf-8")
 
 
 if __name__ == "__main__":

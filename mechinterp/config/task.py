@@ -182,6 +182,8 @@ class TaskConfig:
             found |= {"sparsity": str(self.sparsity), "nonzeros": self.nonzeros}
         if self.n_sequences is not None:
             found["n_sequences"] = str(self.n_sequences)
+        if self.n_tasks is not None:
+            found |= {"n_tasks": str(self.n_tasks), "task_seed": str(self.task_seed)}
         return found
 
     def in_words(self, assumed: Collection[str] = ()) -> str:

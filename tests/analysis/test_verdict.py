@@ -203,6 +203,15 @@ def test_layers_are_told_with_the_numbers_fitted_to_them():
     assert "models made here" not in found.verdict.sure or KNOWN_ALGORITHMS[found.pattern][0]
 
 
+@pytest.mark.slow
+def test_a_formula_without_numbers_is_told_without_them():
+    found = classify(load(CHECKPOINTS / "pool-linear-m4-s0"))
+    assert found.pattern == "posterior_mean"
+    assert found.verdict.computes.endswith("(posterior_mean)")
+    assert "this formula, with nothing fitted, explains" in found.verdict.sure
+    assert "n_tasks 4, task_seed 0" in found.task.in_words(())
+
+
 def test_each_label_of_layers_has_a_formula_a_name_and_a_calibration():
     labels = {a.label for a in ALGORITHMS} - {None}
     assert labels == FORMULAS.keys() == NAMES.keys() == KNOWN_ALGORITHMS.keys()

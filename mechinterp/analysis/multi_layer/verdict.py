@@ -96,7 +96,8 @@ def layers_verdict(
         values = (algorithm.path_scalars if walked else algorithm.scalars)[best]
         numbers = _numbers(letters, values, algorithm.n_layers)
         computes = f"{text} ({pattern})" + (f"; {numbers}" if numbers else "")
-        sure = f"this formula, its numbers fitted on other prompts, explains {number} of the predictions"
+        fitted = "its numbers fitted on other prompts" if numbers else "with nothing fitted"
+        sure = f"this formula, {fitted}, explains {number} of the predictions"
     else:
         computes = _none(pattern, reason)
         sure = f"the nearest is {NAMES[algorithm.members[best]]}, {number}"
@@ -106,6 +107,8 @@ def layers_verdict(
 
 def _numbers(letters: Sequence[str], values: Float[np.ndarray, " _"], n_layers: int) -> str:
     """The fitted numbers, layer by layer."""
+    if not letters:
+        return ""
     counts = [n_layers] + [len(values) - n_layers] * (len(letters) - 1)
     parts = np.split(values, np.cumsum(counts)[:-1]) if len(letters) > 1 else [values]
     named = zip(letters, parts, strict=True)
