@@ -62,8 +62,8 @@ class Held(Tensor):
         if device is not None:
             kwargs["device"] = torch.device("cpu")
         found = op(*_inside(args), **_inside(kwargs))
-        if op is aten._to_copy.default and device == torch.device("cpu"):
-            return found  # a copy: numbers of its own
+        if device is not None and torch.device(device).type == "cpu":
+            return found  # asked for there, a copy or a new tensor: numbers of its own
         if op is aten.copy_.default and not isinstance(args[0], Held):
             return args[0]
         found = tree_map_only(Tensor, Held, found)

@@ -136,6 +136,7 @@ def test_scripts_run_and_measure_the_claims_they_have_shipped(
     whole = script.removeprefix("analyses.").replace(".", "/") in check.fast(RESULTS)
     options = [] if whole else ["--quick"]
     monkeypatch.setattr(sys, "argv", [script, *options, "--out", str(tmp_path)])
+    monkeypatch.delitem(sys.modules, script, raising=False)  # another script may have imported it
     runpy.run_module(script, run_name="__main__")
     assert (tmp_path / f"{name}.csv").stat().st_size > 0
     again, first = (load(folder / f"{name}.records.json") for folder in (tmp_path, RESULTS))

@@ -95,8 +95,9 @@ def test_report_writes_a_page(folder: Path, tmp_path: Path, run: Run):
     assert (document["path"], document["page"]) == (str(folder), str(out / "index.html"))
     assert document["verdict"].startswith("What it computes: ")
     assert {Path(table).stem for table in document["tables"]} == {
-        *("classify", "algorithms", "identities", "baselines", "layers", "heads", "edges"),
-        *("rules", "pruning", "chosen", "probes", "areas", "descent"),
+        *("classify", "algorithms", "algorithm_controls", "identities", "label_frequencies"),
+        *("circuits", "attention", "baselines", "ablation", "layers", "edges"),
+        *("rules", "pruning", "chosen", "probes", "areas", "descent", "read_out_by_layer"),
         *("snapshots", "norms", "history"),
     }
     run("report", folder, *options).assert_refused(out, "already exists and is not overwritten")

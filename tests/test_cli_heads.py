@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -10,6 +11,7 @@ from mechinterp.analysis.ablation.fine_tuning import fine_tune
 from mechinterp.analysis.ablation.pruning import prune
 from mechinterp.analysis.ablation.single import ablate_heads
 from mechinterp.analysis.multi_layer.classify import classify_layers
+from mechinterp.analysis.number_format import with_error
 from mechinterp.checkpoints.checkpoint import save
 from mechinterp.checkpoints.load import load
 from mechinterp.cli.options import Asked
@@ -70,8 +72,12 @@ def test_prune(run: Run, deep: Path, tmp_path: Path):
     run("prune", deep, "--n-prompts", 80, "--out", out).assert_refused(out, "already holds")
     first = run("prune", deep, "--n-prompts", 80, "--rule", "best-first", "--sequential")
     assert "heads kept in layers 0 to 2: 1, 4, 4 of 4" in first.out
-    text = run("prune", deep, "--n-prompts", 80).out
-    assert f"{expected.refit_ratio:.3g} ± {expected.refit_ratio_sem:.2g} times" in text
+    text = " ".join(run("prune", deep, "--n-prompts", 80).out.split())
+    for ratio, sem in (
+        (expected.ratio, expected.ratio_sem),
+        (expected.refit_ratio, expected.refit_ratio_sem),
+    ):
+        assert f"{with_error(ratio, sem)} times" in text
     assert "chosen: in which share of the halves" in text
 
 
@@ -96,7 +102,11 @@ def test_prune_trains_further(run: Run, deep: Path, gpt2: Path, tmp_path: Path):
     assert "origin     pruned from deep, kept heads [[" in run("info", out).out
     run("train", out / "config.json").assert_refused("it was pruned from another")
     said = " ".join(run("prune", deep, *options).out.split())
-    assert "after 8 steps of further training" in said
+    few, full = (with_error(*pair[:, -1]) for pair in np.stack([found.ratio, found.ratio_sem], 1))
+    assert (
+        f"After 8 steps of further training {few} times (all heads, trained as long: {full})."
+        in said
+    )
     ran = run("prune", gpt2, "--n-heads", 4, *options)
     assert (ran.code, ran.out) == (2, "")
     assert "--fine-tune is for models that were trained by this package" in ran.err

@@ -76,6 +76,11 @@ def a_history(source: Model) -> bool:
     return source.history is not None
 
 
+def a_history_of_scales(source: Model) -> bool:
+    """A history of its training with the scales of the heads of one layer of attention."""
+    return source.history is not None and "omega" in source.history
+
+
 def snapshots(source: Model) -> bool:
     """Weights kept during training."""
     return bool(source.snapshots)

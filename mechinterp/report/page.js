@@ -68,16 +68,15 @@ for (const input of document.querySelectorAll(".slider input")) {
 
 // In one layer heads add up: a subset's prediction is the sum of what its heads add.
 for (const box of document.querySelectorAll(".toggles")) {
-  const { risks, outputs, rest, target } = JSON.parse(box.dataset.found);
+  const { said, outputs, rest, target } = JSON.parse(box.dataset.found);
   const switches = [...box.querySelectorAll("input")];
   const sum = (prompt, on) => rest.map((start, n) =>
     outputs[prompt].reduce((total, head, h) => total + (on[h] ? head[n] : 0), start));
   const told = (values) => values.map((value) => value.toFixed(3)).join(", ");
   const show = () => {
     const on = switches.map((each) => each.checked);
-    const [risk, sem] = risks[on.map(Number).join("")];
-    box.querySelector("output").textContent =
-      `Excess risk with these heads: ${risk.toPrecision(4)} ± ${sem.toPrecision(2)} y²`;
+    const risk = said[on.map(Number).join("")];
+    box.querySelector("output").textContent = `Excess risk with these heads: ${risk} y²`;
     [...box.querySelector("tbody").rows].forEach((row, prompt) => {
       row.cells[1].textContent = told(sum(prompt, on));
       row.cells[2].textContent = told(sum(prompt, on.map(() => true)));

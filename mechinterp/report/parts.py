@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 import plotly.graph_objects as go
 
+from mechinterp.analysis.number_format import with_error
 from mechinterp.analysis.result import Card, Table
 
 
@@ -24,7 +25,8 @@ class Toggles:
     def to_document(self) -> dict[str, object]:
         """What the script of the page reads."""
         names = ("risks", "outputs", "rest", "target")
-        return {name: getattr(self, name) for name in names}
+        said = {subset: with_error(*risk) for subset, risk in self.risks.items()}
+        return {name: getattr(self, name) for name in names} | {"said": said}
 
 
 @dataclass(frozen=True)

@@ -42,6 +42,14 @@ class Opened:
         slider.fill(str(position))
         self.page.wait_for_timeout(300)
 
+    def unfold(self, what: str) -> None:
+        """Open the folds around what a selector finds, as a reader does."""
+        for fold in self.page.locator(
+            "details.more:not([open])", has=self.page.locator(what)
+        ).all():
+            fold.evaluate("fold => fold.open = true")
+        self.page.wait_for_timeout(300)
+
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator["playwright.Browser"]:
@@ -99,11 +107,20 @@ def test_every_figure_is_drawn_and_nothing_is_wider_than_the_window(
 ):
     at = opened(browser, pages[name], width=width, scheme=scheme)
     figures = at.page.locator(".figure")
-    assert figures.count() == {"evil": 15, "linear": 17, "both": 2, "deep": 19, "tasks": 15}[name]
+    assert figures.count() == {"evil": 15, "linear": 18, "both": 2, "deep": 24, "tasks": 15}[name]
     for figure in figures.all():
         # A trace that plotly.js could not draw leaves no mark.
         assert figure.locator(".heatmaplayer image, .scatterlayer .trace, .barlayer .point").count()
     assert at.page.evaluate("document.documentElement.scrollWidth") <= width
+    at.page.evaluate("document.querySelectorAll('details').forEach(one => { one.open = true; })")
+    at.page.wait_for_timeout(500)
+    assert at.page.evaluate("document.documentElement.scrollWidth") <= width
+    # A figure that was drawn while it was folded away is as wide as its place.
+    sizes = (
+        "found => found.map(one => [one.clientWidth, one.querySelector('.main-svg').clientWidth])"
+    )
+    for place, drawn in figures.evaluate_all(sizes):
+        assert abs(place - drawn) <= 1
     assert at.complaints == []
     at.page.context.close()
 
@@ -136,6 +153,7 @@ def test_the_slider_moves_the_heatmaps_and_their_titles(
 ):
     checkpoint = load(CHECKPOINTS / "softmax-h2-s0")
     at = opened(browser, pages["evil"])
+    at.unfold("#figure-snapshot_qk")
     steps = list(checkpoint.snapshots)
     before = at.page.locator("#figure-snapshot_qk image").first.get_attribute("href")
     at.moved_to("step", 1)
@@ -158,7 +176,8 @@ def test_the_slider_of_linear_attention_tells_the_algorithm(
     browser: "playwright.Browser", pages: dict[str, Path]
 ):
     at = opened(browser, pages["linear"], width=400)
-    slider = at.page.locator("label.slider", has_text="step").locator("input")
+    section = at.page.locator("section", has=at.page.locator("#figure-component_loss"))
+    slider = section.locator("label.slider", has_text="step").locator("input")
     slider.focus()
     at.page.keyboard.press("Home")
     at.page.wait_for_timeout(300)
@@ -202,6 +221,7 @@ def test_heads_are_switched_off_by_the_reader(
     browser: "playwright.Browser", pages: dict[str, Path]
 ):
     at = opened(browser, pages["evil"])
+    at.unfold(".table[aria-label=subsets]")
     box = at.page.locator(".toggles")
     subsets = at.page.locator("table", has=at.page.locator("caption", has_text="subsets"))
     rows = [row.inner_text().split("\t") for row in subsets.locator("tbody tr").all()]

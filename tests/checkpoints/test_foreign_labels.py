@@ -311,11 +311,12 @@ def test_grouped_keys_are_refused_by_their_shapes(tmp_path: Path):
 # Bounds.
 
 MEASURED = """
-import resource, sys, time, torch
+import sys, time, torch
 from mechinterp import load
+from mechinterp.memory import peak_memory
 start = time.process_time()
 found = load(sys.argv[1], n_heads=2)
-print(len(found.readings), time.process_time() - start, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+print(len(found.readings), time.process_time() - start, peak_memory() / 1024)
 """
 
 

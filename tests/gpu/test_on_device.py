@@ -24,7 +24,6 @@ from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
 from mechinterp.models.run.predictor import predictor_of
 from mechinterp.presets import preset
 from mechinterp.training import batches
-from mechinterp.training.general import trainer as deep
 from mechinterp.training.general.trainer import DeepRun, initial_deep_weights
 from mechinterp.training.one_layer.pack import Pack
 from mechinterp.training.one_layer.step import initial_weights, loss_and_gradients, membership
@@ -117,8 +116,7 @@ def processors_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
         own = torch.Generator().manual_seed(generator.initial_seed())
         return sample_prompts(task, n_prompts, generator=own, **asked).to(generator.device)
 
-    for module in (batches, deep):
-        monkeypatch.setattr(module, "sample_prompts", drawn)
+    monkeypatch.setattr(batches, "sample_prompts", drawn)
 
 
 def trained(run: Run) -> Tensor:

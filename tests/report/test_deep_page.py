@@ -149,7 +149,7 @@ def test_a_head_that_costs_more_than_its_layer_is_named(tmp_path: Path):
     config = ExperimentConfig(task=TASK, model=MODEL)
     save(tmp_path / "pair", config, weights.with_tensors(tensors), step=0)
     page = opened(write_report(load(tmp_path / "pair"), tmp_path / "page", n_prompts=64))
-    assert re.search(r"all of layer 2 costs \S+ ± \S+ y², less than L2H[01] alone", page.text)
+    assert re.search(r"all of layer 2 costs 0 y², less than L2H[01] alone \(\d+ ± \d+\)", page.text)
     assert re.search(r"all of layer 1 costs", page.text) is None
     layers = pd.read_csv(tmp_path / "page" / "layers.csv")
     assert abs(layers["layer_rise"][2]) < 1e-9 < layers["top_rise"][2]

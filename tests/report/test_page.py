@@ -174,10 +174,13 @@ def test_the_page_needs_nothing_else(page: Page, trained: tuple[Checkpoint, Path
 @pytest.mark.slow
 def test_switches_have_the_risk_of_every_subset_and_what_heads_add(pair: tuple[Checkpoint, Page]):
     (box,) = [json.loads(found) for found in pair[1].attributes("data-found")]
-    subsets = {row["kept"]: float(row["risk"]) for row in pair[1].rows("subsets")}
-    risks = {key: risk for key, (risk, _) in box["risks"].items()}
     names = {"00": "none", "10": "H0", "01": "H1", "11": "H0 H1"}
-    assert {names[key]: pytest.approx(risk, rel=5e-3) for key, risk in risks.items()} == subsets
+    shown = {row["kept"]: row["risk"] for row in pair[1].rows("subsets")}
+    assert {names[key]: with_error(*risk) for key, risk in box["risks"].items()} == shown
+    subsets = pd.read_csv(pair[0].path.parent / "report" / "subsets.csv").set_index("kept")
+    for key, (risk, sem) in box["risks"].items():
+        row = subsets.loc[names[key]]
+        assert (row["risk"], row["risk_sem"]) == pytest.approx((risk, sem), rel=1e-9)
     titles = [title for drawn in pair[1].drawn for title in drawn["titles"].values()]
     for prompt, heads in enumerate(box["outputs"]):
         predicted = sum(output[0] for output in heads) + box["rest"][0]
@@ -328,7 +331,11 @@ def test_a_number_that_is_none_is_a_dash(tmp_path: Path):
     evidence = {row["evidence"]: row["value"] for row in page.rows("pattern")}
     assert evidence["omega_spread"] == "–"
     assert evidence["R² of the closed form"] == "not defined"
-    assert "nan" not in page.text.lower().split()
+    # Meanings of columns say where a number is NaN.
+    meant = r"<details><summary>What the columns mean</summary>.*?</details>"
+    text = Page(re.sub(meant, "", page.source, flags=re.DOTALL)).text
+    assert "nan" not in text.lower().split()
+    assert "its rank correlation with the weights is not defined of head 0" in text
     assert "no head is active" in page.text
 
 
@@ -446,9 +453,9 @@ def test_a_pair_is_not_explained_where_scores_are_no_average(tmp_path: Path):
     )
     assert BALANCE not in text.text
     assert "component 1 at step 851 (head 4)" in text.text
-    assert text.figures[-8:-3] == [
-        *("figure-snapshot_loss", "figure-snapshot_learned", "figure-snapshot_heads"),
-        *("figure-snapshot_qk", "figure-snapshot_ov"),
+    assert text.figures[-9:-3] == [
+        *("figure-snapshot_loss", "figure-snapshot_qk", "figure-snapshot_ov"),
+        *("figure-component_loss", "figure-component_learned", "figure-component_heads"),
     ]
     assert written.page.stat().st_size < 6_000_000
 

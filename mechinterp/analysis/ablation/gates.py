@@ -7,6 +7,7 @@ stand in for each other, or stand in each other's way, show.
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
+from typing import ClassVar
 
 import numpy as np
 import pandas as pd
@@ -35,6 +36,12 @@ LIMIT = 4.0
 class HeadGates(Result):
     """Gates of all heads: without pressure, pressed to stay open, and pressed to close."""
 
+    COLUMNS: ClassVar = {
+        "role": "The largest of the three scores of the head, which sum to 1.",
+        "facilitating": "How far the head stays open although it is pressed to close.",
+        "irrelevant": "How far the head does as it is pressed.",
+        "interfering": "How far the head stays closed although it is pressed to open.",
+    }
     free: Float[np.ndarray, "layer head"]
     """Gates that minimise the excess risk alone, between 0 and 1."""
     opened: Float[np.ndarray, "layer head"]

@@ -76,12 +76,12 @@ class Pruning(Cost, Result):
             *((refit, as_is, few) if self.carried_by_few else (as_is, refit)),
             "Heads are chosen on random halves of the prompts, risks measured on the other halves; ± is over prompts and "
             "choices.",
+            "kept: chosen on all prompts; chosen: in which share of the halves.",
         ]
 
     def tables(self) -> dict[str, Table]:
         """What is kept of each layer."""
-        title = "kept: chosen on all prompts; chosen: in which share of the halves"
-        return {"heads": Table(self.to_frame(), title)}
+        return {"heads": Table(self.to_frame(), "Heads")}
 
     def to_document(self) -> dict:
         """Risks and heads; where few prompts carry the risk, what is measured with a new read-out comes first."""

@@ -74,14 +74,14 @@ class AttentionPatterns(Result):
                 f"that is furthest off; it opens on the typical one"
             )
         ranks = [self._rank(head) for head in range(n_heads)]
+        # A head whose weights are all alike has no ranks.
+        said = ["not defined" if np.isnan(rank) else digits(rank) for rank in ranks]
         told = ", ".join(
-            f"{digits(rank)} of {name}" for rank, name in zip(ranks, self.head_names, strict=True)
+            f"{rank} of {name}" for rank, name in zip(said, self.head_names, strict=True)
         )
         if n_heads > MOST_TOLD:
-            best = int(np.argmax(np.abs(ranks)))
-            told = (
-                f"{digits(ranks[best])} of {self.head_names[best]}, the largest of {n_heads} heads"
-            )
+            best = int(np.nan_to_num(np.abs(ranks)).argmax())
+            told = f"{said[best]} of {self.head_names[best]}, the largest of {n_heads} heads"
         return [
             f"Attention on {chosen}.",
             f"Tokens are sorted by likeness to the query, ⟨x token, x query⟩; its rank correlation with the weights is "

@@ -23,6 +23,7 @@ class LearningCoefficient(Result):
     exact: float | None
     """The known value at a minimum of this loss; None where it is not known."""
     is_minimum: bool
+    """Whether neither descent nor the draws find a lower loss nearby."""
     reason: str
     """Why the weights are no minimum; empty if they are."""
     unknown: str
@@ -38,11 +39,13 @@ class LearningCoefficient(Result):
     excess: Float[np.ndarray, "chain draw"]
     """n_beta (L - L*) at each draw; without draws if descent alone has shown that the weights are no minimum."""
     n_beta: float
+    """Weight of the loss in the law that is drawn from, unit 1/y^2."""
     localisation: float
     """Strength of the pull to the weights, unit 1 / weight^2."""
     loss: float
     """L* at the weights, unit y^2."""
     gradient_norm: float
+    """Norm of the gradient of L at the weights, over the entries that are drawn."""
     fall: float
     """By how much descent from the weights lowers n_beta L within the pull."""
     sampled: str

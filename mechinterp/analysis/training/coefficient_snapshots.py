@@ -6,6 +6,7 @@ best matrix of their number: drawn alone, with the others fixed, they have that 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import pandas as pd
@@ -35,12 +36,22 @@ LIVE = 0.01
 """Heads whose |v K^T Q| is above this part of the largest have learned something."""
 MOST = 12
 """Snapshots that are drawn, spread over the kept ones, if none are named."""
+NAMES = ("estimate", "sem", "exact", "is_minimum", "fall", "r_hat")
+"""What the table has of all heads and of the live ones."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class CoefficientSnapshots(Result):
     """The learning coefficient at steps of training, of all heads and of those that have learned something."""
 
+    COLUMNS: ClassVar = {
+        "level": "Loss with as many directions learned as n_learned says, unit y^2.",
+        "level_coefficient": "Coefficient of the minimum over matrices of that rank.",
+        **{
+            f"live_{name}": f"The column {name} for the live heads alone; for all heads where all are live or none."
+            for name in (*NAMES, "reason")
+        },
+    }
     step: Int[np.ndarray, " snapshot"]
     eval_loss: Float[np.ndarray, " snapshot"]
     """Of the last logged step up to here, unit y^2; NaN without a history."""
@@ -199,10 +210,9 @@ def _spread(count: int) -> list[int]:
 
 
 def _columns(prefix: str, found: Sequence[LearningCoefficient]) -> dict[str, list[object]]:
-    names = ("estimate", "sem", "exact", "is_minimum", "fall", "r_hat")
     return {
         f"{prefix}{name}": [
             np.nan if getattr(one, name) is None else getattr(one, name) for one in found
         ]
-        for name in names
+        for name in NAMES
     }

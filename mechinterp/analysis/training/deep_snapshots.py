@@ -1,6 +1,7 @@
 """Head ablation of a multilayer model at the kept steps of its training."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import pandas as pd
@@ -26,6 +27,10 @@ N_PROMPTS = 512
 class DeepSnapshots(Result):
     """Excess risk, and how each layer spreads its work over its heads, at each kept step."""
 
+    COLUMNS: ClassVar = {
+        "top_head": "The head of the layer that raises the excess risk most when masked alone.",
+        "top_rise": "Rise of the excess risk when that head is masked, unit y^2.",
+    }
     step: Int[np.ndarray, " snapshot"]
     risk: Float[np.ndarray, " snapshot"]
     """Excess risk of the whole model, unit y^2."""
@@ -35,6 +40,7 @@ class DeepSnapshots(Result):
     importance: Float[np.ndarray, "snapshot layer head"]
     """A head's share of its layer's rises, falls taken as 0."""
     effective_heads: Float[np.ndarray, "snapshot layer"]
+    """exp(entropy of `importance`) of each layer."""
     effective_heads_sem: Float[np.ndarray, "snapshot layer"]
     eval_loss: Float[np.ndarray, " snapshot"]
     """Of the last logged step up to here, unit y^2; NaN without a history."""

@@ -1,5 +1,7 @@
 """Training history of a checkpoint: logged rows, and weights of earlier steps."""
 
+from dataclasses import dataclass
+
 import numpy as np
 import pandas as pd
 from jaxtyping import Float
@@ -32,6 +34,52 @@ def with_history(source: Source, analysis: str) -> pd.DataFrame:
     if history is None:
         raise ValueError(f"{analysis} needs a checkpoint with a history, got {_told(source)}.")
     return history
+
+
+@dataclass(frozen=True)
+class Training:
+    """How a model was trained, in words."""
+
+    eval_on: str = "fixed prompts"
+    """What eval_loss is the loss on."""
+    how: str = ""
+    """Optimiser, step size and rows of the history, a sentence; empty if that is not known."""
+
+    @property
+    def sentences(self) -> list[str]:
+        """The sentence, if there is one."""
+        return [self.how] if self.how else []
+
+
+NOT_KNOWN = Training()
+
+
+def training_of(source: Source | pd.DataFrame) -> Training:
+    """How a checkpoint was trained; of a history alone that is not known.
+
+    Example:
+        >>> from mechinterp import load
+        >>> training_of(load("checkpoints/linear-merged-s0")).how[:77]
+        'Exact gradient flow on the population, as long as descent of step size 0.031;'
+    """
+    if not isinstance(source, Checkpoint):
+        return NOT_KNOWN
+    train = source.config.train
+    rows = f"a row every {train.log_every} steps"
+    if train.optimizer == "adam":
+        return Training(
+            "fixed prompts",
+            f"Adam, step size {train.learning_rate:g}, {train.batch_size} fresh prompts a step; {rows}.",
+        )
+    how = {
+        "gradient_flow": "Exact gradient flow on the population, as long as descent of",
+        "gradient_descent": "Full-batch gradient descent of",
+    }[train.optimizer]
+    return Training(
+        "the population",
+        f"{how} step size {train.learning_rate:g}; {rows}. loss is that of the data trained on at the step itself, "
+        "eval_loss that of the population; both are exact.",
+    )
 
 
 def _told(source: Source) -> str:

@@ -10,7 +10,7 @@ from jaxtyping import Float, Int
 from mechinterp import figures
 from mechinterp.analysis.number_format import digits
 from mechinterp.analysis.result import Table
-from mechinterp.analysis.training.histories import with_history
+from mechinterp.analysis.training.histories import NOT_KNOWN, Training, training_of, with_history
 from mechinterp.analysis.training.over_training import TrainingDynamics, training_dynamics
 from mechinterp.analysis.training.run_over_training import RunOverTraining
 from mechinterp.display import Result
@@ -33,6 +33,8 @@ class NormsOverTraining(Result):
     """Frobenius norm of the head's QK, the scale in it."""
     ov_norm: Float[np.ndarray, "row layer head"]
     """Frobenius norm of the head's OV."""
+    training: Training = NOT_KNOWN
+    """How the model was trained."""
 
     @property
     def qk_norm_first(self) -> Float[np.ndarray, "layer head"]:
@@ -59,9 +61,9 @@ class NormsOverTraining(Result):
         return f"NormsOverTraining({last})"
 
     def sentences(self) -> list[str]:
-        """Where the loss ends, and in which layer norms have changed most."""
+        """Where the loss ends, in which layer norms have changed most, and how the model was trained."""
         told = [
-            f"{self.step[-1]} steps; final loss on fixed prompts {digits(self.eval_loss[-1])} y²."
+            f"{self.step[-1]} steps; final loss on {self.training.eval_on} {digits(self.eval_loss[-1])} y²."
         ]
         for name, what in NORMS.items():
             factors = np.median(getattr(self, f"{name}_factor"), axis=1)
@@ -70,7 +72,7 @@ class NormsOverTraining(Result):
                 f"The norm of {what} of the median head ends at {listed} times its first value, layer by layer: it has "
                 f"changed most in layer {int(np.abs(np.log(factors)).argmax())}."
             )
-        return told
+        return told + self.training.sentences
 
     def to_frame(self) -> pd.DataFrame:
         """One row per logged step, layer and head."""
@@ -160,7 +162,7 @@ def history_of(
     if "eval_loss_sem" in history:
         return RunOverTraining(history)
     if "omega" in history:
-        return training_dynamics(history)
+        return training_dynamics(source)
     per_step = history.drop_duplicates("step")
     shape = (len(per_step), int(history["layer"].max()) + 1, int(history["head"].max()) + 1)
     ordered = history.sort_values(["step", "layer", "head"], kind="stable")
@@ -168,5 +170,6 @@ def history_of(
         step=per_step["step"].to_numpy(),
         loss=per_step["loss"].to_numpy(),
         eval_loss=per_step["eval_loss"].to_numpy(),
+        training=training_of(source),
         **{name: ordered[name].to_numpy().reshape(shape) for name in NORMS},
     )

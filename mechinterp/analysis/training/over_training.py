@@ -10,7 +10,7 @@ from jaxtyping import Float, Int
 from mechinterp import figures
 from mechinterp.analysis.number_format import digits
 from mechinterp.analysis.result import Table
-from mechinterp.analysis.training.histories import with_history
+from mechinterp.analysis.training.histories import NOT_KNOWN, Training, training_of, with_history
 from mechinterp.display import Result
 from mechinterp.models.run.predictor import Source
 
@@ -26,7 +26,7 @@ class TrainingDynamics(Result):
     loss: Float[np.ndarray, " row"]
     """Mean training loss since the last row, NaN at step 0; unit y^2."""
     eval_loss: Float[np.ndarray, " row"]
-    """Loss on a fixed set of prompts that training never sees, unit y^2."""
+    """Loss on a fixed set of prompts that training never sees, or on the population where training is on that; unit y^2."""
     omega: Float[np.ndarray, "row head"]
     """Mean of each head's omega, unit 1/x^2."""
     mu: Float[np.ndarray, "row head"]
@@ -35,6 +35,8 @@ class TrainingDynamics(Result):
     """Norm of the diagonal of QK's x block over that of the block; 1 if diagonal."""
     ov_last_entry: Float[np.ndarray, "row head"]
     """Norm of mu over that of OV; 1 if only y is read."""
+    training: Training = NOT_KNOWN
+    """How the model was trained."""
 
     @property
     def share(self) -> Float[np.ndarray, "row head"]:
@@ -52,9 +54,10 @@ class TrainingDynamics(Result):
         return f"TrainingDynamics({self.step[-1]} steps, final eval_loss {self.eval_loss[-1]:.4f})"
 
     def sentences(self) -> list[str]:
-        """How many steps, and where the loss ends."""
+        """How many steps, where the loss ends, and how the model was trained."""
         return [
-            f"{self.step[-1]} steps; final loss on fixed prompts {digits(self.eval_loss[-1])} y²."
+            f"{self.step[-1]} steps; final loss on {self.training.eval_on} {digits(self.eval_loss[-1])} y².",
+            *self.training.sentences,
         ]
 
     def tables(self) -> dict[str, Table]:
@@ -152,5 +155,6 @@ def training_dynamics(source: Source | pd.DataFrame) -> TrainingDynamics:
         step=per_step["step"].to_numpy(),
         loss=per_step["loss"].to_numpy(),
         eval_loss=per_step["eval_loss"].to_numpy(),
+        training=training_of(source),
         **{name: table.to_numpy() for name, table in tables.items()},
     )
