@@ -276,6 +276,7 @@ def test_rows_of_text_are_not_tall_on_a_narrow_page(
     browser: "playwright.Browser", pages: dict[str, Path]
 ):
     at = opened(browser, pages["evil"], width=390)
+    at.unfold(".table[aria-label=pattern]")
     heights = at.page.locator(".table[aria-label=pattern] tr").evaluate_all(
         "found => found.map(one => one.offsetHeight)"
     )
@@ -285,6 +286,7 @@ def test_rows_of_text_are_not_tall_on_a_narrow_page(
 
 def test_wide_tables_say_that_they_scroll(browser: "playwright.Browser", pages: dict[str, Path]):
     at = opened(browser, pages["evil"], width=400)
+    at.unfold(".table[aria-label=pattern]")
     assert at.page.locator(".table.wide caption").first.inner_text().startswith("pattern")
     assert at.page.locator(".table:not(.wide) caption").count() > 0
     at.page.context.close()
@@ -319,6 +321,7 @@ def test_tables_are_sorted_by_a_click_or_by_the_keyboard(
     browser: "playwright.Browser", pages: dict[str, Path]
 ):
     at = opened(browser, pages["linear"])
+    at.unfold("table:has-text('omega_mean')")
     table = at.page.locator("table", has_text="omega_mean").first
     names = table.locator("th").all_inner_texts()
     column = names.index("omega_mean")
