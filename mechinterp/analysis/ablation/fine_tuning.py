@@ -15,7 +15,7 @@ from mechinterp.analysis.number_format import with_error
 from mechinterp.analysis.stats import mean_and_sem, ratio_and_sem
 from mechinterp.checkpoints.checkpoint import Checkpoint, checkpoint_of, save
 from mechinterp.config import ExperimentConfig
-from mechinterp.display import Result
+from mechinterp.display import Result, frame_of, with_sem
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.weights import Weights
 from mechinterp.progress import ProgressCallback, no_progress
@@ -65,10 +65,7 @@ class FineTuning(Result):
 
     def to_frame(self) -> pd.DataFrame:
         """One row per model and step."""
-        n_models, n_rows = self.risk.shape
-        columns = {"model": np.repeat(MODELS, n_rows), "step": np.tile(self.step, n_models)}
-        names = ("risk", "risk_sem", "ratio", "ratio_sem")
-        return pd.DataFrame(columns | {name: getattr(self, name).ravel() for name in names})
+        return frame_of(self, *with_sem("risk", "ratio"), model=MODELS, step=self.step)
 
     def plot(self) -> go.Figure:
         """The ratio over steps."""

@@ -12,7 +12,7 @@ from mechinterp import figures
 from mechinterp.analysis.number_format import with_error
 from mechinterp.analysis.stats import mean_and_sem, ratio_and_sem, require_moderate
 from mechinterp.config import TaskConfig
-from mechinterp.display import Result
+from mechinterp.display import Result, frame_of, with_sem
 from mechinterp.icl.pools import dmmse
 from mechinterp.icl.predictors import ridge, zero_prediction
 from mechinterp.icl.prompts import Prompts, task_pool
@@ -72,10 +72,7 @@ class Baselines(Result):
 
     def to_frame(self) -> pd.DataFrame:
         """One row per learner."""
-        columns: dict[str, object] = {"learner": self.learners}
-        for name in ("tuned", "risk", "risk_sem", "ratio", "ratio_sem"):
-            columns[name] = getattr(self, name)
-        return pd.DataFrame(columns)
+        return frame_of(self, "tuned", *with_sem("risk", "ratio"), learner=self.learners)
 
     def plot(self) -> go.Figure:
         """Excess risk of the model and of each learner but the prediction 0, beside which all others are small."""
