@@ -1,8 +1,11 @@
 """Display of a result in a notebook, its sentence above its table, and numbers of things in words."""
 
 import html
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Sequence
+from functools import wraps
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -13,6 +16,8 @@ ROWS = 20
 class Result:
     """What an analysis found: one sentence as its repr, a table, and in a notebook both.
 
+    Every method of a subclass whose name begins with `plot` takes `title=`, in place of the figure's own title.
+
     Example:
         >>> class Answer(Result):
         ...     def __repr__(self):
@@ -22,6 +27,12 @@ class Result:
         >>> Answer()._repr_html_()[:40]
         '<p><code>Answer(6 * 7 = 42)</code></p><d'
     """
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        for name, method in list(vars(cls).items()):
+            if name.startswith("plot") and inspect.isfunction(method):
+                setattr(cls, name, _titled(method))
 
     def to_frame(self) -> pd.DataFrame:
         """The result as a table."""
@@ -42,6 +53,20 @@ class Result:
         said = html.escape(repr(self)).replace("\n", "<br>")
         more = f"<p>and {left} more rows: .to_frame()</p>" if left > 0 else ""
         return f"<p><code>{said}</code></p><div style='overflow-x:auto'>{table}</div>{more}"
+
+
+def _titled(plot: Callable[..., Any]) -> Callable[..., Any]:
+    """The method with one more argument, the title."""
+
+    @wraps(plot)
+    def titled(self: Result, *args: object, title: str = "", **kwargs: object) -> Any:
+        figure = plot(self, *args, **kwargs)
+        return figure.update_layout(title_text=title) if title else figure
+
+    own = inspect.signature(plot)
+    argument = inspect.Parameter("title", inspect.Parameter.KEYWORD_ONLY, default="")
+    titled.__signature__ = own.replace(parameters=[*own.parameters.values(), argument])  # type: ignore[attr-defined]
+    return titled
 
 
 def counted(count: int, what: str) -> str:

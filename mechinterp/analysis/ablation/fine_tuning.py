@@ -46,8 +46,7 @@ class FineTuning(Result):
 
     def __repr__(self) -> str:
         pruned, full = (
-            f"{ratio:.3g} ± {sem:.2g}"
-            for ratio, sem in zip(self.ratio[:, -1], self.ratio_sem[:, -1], strict=True)
+            with_error(*pair) for pair in zip(self.ratio[:, -1], self.ratio_sem[:, -1], strict=True)
         )
         return (
             f"FineTuning({self.step[-1]} steps: {self.ratio[0, 0]:.3g} to {pruned} times the full model's risk; "

@@ -22,7 +22,7 @@ from mechinterp.analysis.ablation.cross_fitting import (
     cost,
     masked_by,
 )
-from mechinterp.analysis.number_format import with_error
+from mechinterp.analysis.number_format import digits, with_error
 from mechinterp.analysis.result import Table, records
 from mechinterp.analysis.stats import mean_and_sem
 from mechinterp.checkpoints.checkpoint import Checkpoint, checkpoint_of, save
@@ -66,8 +66,9 @@ class Pruning(Cost, Result):
         return self.ratio, self.ratio_sem, ""
 
     def __repr__(self) -> str:
-        as_is = f"risk {self.full_risk:.3g} to {self.risk:.3g}, {self.ratio:.3g} ± {self.ratio_sem:.2g} times"
-        refit = f"{self.refit_risk:.3g} with a new read-out"
+        times = with_error(self.ratio, self.ratio_sem)
+        as_is = f"risk {digits(self.full_risk)} to {digits(self.risk)}, {times} times"
+        refit = f"{digits(self.refit_risk)} with a new read-out"
         if self.carried_by_few:
             as_is, refit = refit, f"{as_is}, which few prompts carry"
         return f"Pruning({self.heads_per_layer} heads kept: {as_is}; {refit})"

@@ -165,9 +165,9 @@ class RulePruning(Result):
         return drawn | {"rules": self.plot()} | chosen
 
     def __repr__(self) -> str:
-        read = {name: each.to_read for name, each in self.pruned.items()}
         ratios = [
-            f"{n} {ratio:.3g} ± {sem:.2g} times{how}" for n, (ratio, sem, how) in read.items()
+            f"{name} {with_error(*each.to_read[:2])} times{each.to_read[2]}"
+            for name, each in self.pruned.items()
         ]
         return f"RulePruning({', '.join(ratios) or FULL})"
 

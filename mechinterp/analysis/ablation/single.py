@@ -9,6 +9,7 @@ from jaxtyping import Bool, Float, Int
 
 from mechinterp import figures
 from mechinterp.analysis.ablation.masked_risk import layer_shares, single_masks
+from mechinterp.analysis.number_format import with_error
 from mechinterp.analysis.stats import carried_by_few, mean_and_sem, resampled
 from mechinterp.display import Result, frame_of, head_axes, with_sem
 from mechinterp.icl.prompts import Prompts
@@ -49,7 +50,7 @@ class HeadAblation(Result):
 
     def __repr__(self) -> str:
         layer, head = np.unravel_index(int(self.rise.argmax()), self.rise.shape)
-        rise = f"+{self.rise.max():.3g} ± {self.rise_sem[layer, head]:.2g}"
+        rise = f"+{with_error(self.rise.max(), self.rise_sem[layer, head])}"
         if self.carried_by_few[layer, head]:
             rise = f"median {self.median_rise[layer, head]:+.3g}, mean {rise}, which few prompts carry,"
         return f"HeadAblation({self.method}: L{layer}H{head} {rise} on {self.full_risk:.3g})"

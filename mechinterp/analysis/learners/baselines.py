@@ -57,8 +57,9 @@ class Baselines(Result):
 
     def __repr__(self) -> str:
         values = zip(self.learners, self.ratio, self.ratio_sem, strict=True)
-        ratios = ", ".join(f"{name} {ratio:.3g} ± {sem:.2g}" for name, ratio, sem in values)
-        return f"Baselines(model {self.model_risk:.3g} ± {self.model_risk_sem:.2g}, over {ratios})"
+        ratios = ", ".join(f"{name} {with_error(*pair)}" for name, *pair in values)
+        risk = with_error(self.model_risk, self.model_risk_sem)
+        return f"Baselines(model {risk}, over {ratios})"
 
     def sentences(self) -> list[str]:
         """The model's excess risk, and its ratio to that of each learner that makes an error."""
