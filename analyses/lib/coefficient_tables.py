@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 
 from analyses.lib.result_tables import markdown
@@ -56,6 +57,69 @@ def softmax_coefficients(results: Path) -> str:
         for row in found.itertuples()
     ]
     return markdown(("model", "weights", "entries drawn", "λ̂", "nβ L can fall by", "moved"), rows)
+
+
+def grid(results: Path) -> str:
+    """Learning coefficients at minima that are made by hand, a line for each d_x and law of the tasks."""
+    every = _sampler(results, "grid")
+    rows = []
+    for (d_x, spectrum), found in every.groupby(["d_x", "spectrum"]):
+        off = found.estimate - found.exact
+        relative = off / found.exact
+        within = int(((abs(off) < 3 * found["sem"]) & (abs(relative) < 0.02)).sum())
+        largest = f"{abs(off / found['sem']).max():.1f} errors, {100 * abs(relative).max():.1f}%"
+        counts = f"{found.n_heads.min():.0f} to {found.n_heads.max():.0f}"
+        rows.append((f"{d_x:.0f}", spectrum, counts, f"{within} of {len(found)}", largest))
+    header = ("d", "variances of the tasks", "heads", "within 3 errors and 2%", "largest deviation")
+    return markdown(header, rows)
+
+
+def minibatches(results: Path) -> str:
+    """A learning coefficient by stochastic gradients without rejection."""
+    rows = [
+        (
+            f"{row.step_size:g}",
+            f"{row.batch_size:.0f}",
+            "none: " + row.reason
+            if np.isnan(row.estimate)
+            else f"{row.estimate:.2f} ± {row.sem:.2f}",
+            f"{row.exact:g}",
+        )
+        for row in _sampler(results, "mini-batches").itertuples()
+    ]
+    return markdown(("step size ε", "prompts of a mini-batch", "λ̂", "λ"), rows)
+
+
+def temperatures(results: Path) -> str:
+    """A learning coefficient over n_beta."""
+    rows = [
+        (f"{row.n_beta:,.0f}", f"{row.estimate:.2f} ± {row.sem:.2f}", f"{row.r_hat:.3f}")
+        for row in _sampler(results, "n_beta").itertuples()
+    ]
+    return markdown(("nβ", "λ̂", "R-hat"), rows)
+
+
+def early(results: Path) -> str:
+    """Curved directions of a softmax pair while its pattern forms."""
+    found = pd.read_csv(results / "softmax_pair_coefficient.csv").query("part == 'early'")
+    rows = [
+        (
+            f"{row.step:,}",
+            f"{row.eval_loss:.3f}",
+            f"{row.omega:.3f}",
+            f"{row.qk_diagonal:.2f}",
+            f"{row.curved:.0f}",
+            f"{row.negative:.0f}",
+        )
+        for row in found.itertuples()
+    ]
+    header = ("step", "loss", "mean of the |ω|", "smaller share of QK on the diagonal")
+    return markdown((*header, "curved upwards", "downwards"), rows)
+
+
+def _sampler(results: Path, part: str) -> pd.DataFrame:
+    found = pd.read_csv(results / "linear_coefficient_sampler.csv")
+    return found[found.part == part]
 
 
 def pairs(results: Path) -> str:

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from analyses.linear.coefficient_sampler import CHAINS, GRID, at_minimum, heads_at, moments_of
 from mechinterp import local_learning_coefficient
 from mechinterp.analysis.training.coefficient_snapshots import coefficient_snapshots, live_heads
 from mechinterp.analysis.training.langevin import Langevin
@@ -25,10 +26,9 @@ from mechinterp.theory.linear_heads import Heads, merged_heads, separate_heads
 from mechinterp.training.linear.flat import unflatten
 from mechinterp.training.linear.trainer import task_moments
 from tests.conftest import CHECKPOINTS, Run
-from tests.learning import SPECTRA, heads_at, merged_at, moments_of, saddle
+from tests.learning import merged_at, saddle
 
 SHORT = Chains(n_chains=8, n_draws=120, n_warmup=80, n_leapfrog=16)
-MANY = Chains(n_chains=48, n_draws=500, n_warmup=250, n_leapfrog=40)
 EXACT = {
     "linear-separate-s0": 8,
     "linear-separate-s1": 8,
@@ -184,22 +184,12 @@ def test_the_table_of_the_fact_sheet(n_heads: int):
     assert abs(found.estimate / found.exact - 1) < 0.02
 
 
-GRID = [
-    (d_x, n_heads, spectrum)
-    for d_x in (3, 4, 5, 6)
-    for n_heads in range(1, d_x + 2)
-    for spectrum in SPECTRA
-]
-
-
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(("d_x", "n_heads", "spectrum"), GRID)
 def test_all_numbers_of_heads_with_distinct_and_equal_eigenvalues(
     d_x: int, n_heads: int, spectrum: str
 ):
-    moments = moments_of(d_x, spectrum)
-    loss = population_loss(heads_at(moments, n_heads, 1), moments)
-    found = coefficient_of_loss(loss, chains=MANY)
+    found = at_minimum(d_x, n_heads, spectrum, CHAINS)
     assert found.exact is not None
     assert abs(found.estimate - found.exact) < 3 * found.sem
     assert abs(found.estimate / found.exact - 1) < 0.02
