@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from analyses.linear.coefficient_sampler import CHAINS, GRID, at_minimum, heads_at, moments_of
+from analyses.coefficients.sampler import CHAINS, GRID, at_minimum, heads_at, moments_of
 from mechinterp import local_learning_coefficient
 from mechinterp.analysis.training.coefficient_snapshots import coefficient_snapshots, live_heads
 from mechinterp.analysis.training.langevin import Langevin

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from analyses.linear.coefficient_sampler import SPECTRA, heads_at, moments_of
+from analyses.coefficients.sampler import SPECTRA, heads_at, moments_of
 from mechinterp.analysis.training.local_losses import population_loss
 from mechinterp.theory.learning_coefficient import (
     learning_coefficient,

@@ -2,13 +2,13 @@
 
 Minima made by hand, d 3 to 6, every number of heads, tasks of distinct and of equal variances; a shipped model by stochastic
 gradient Langevin dynamics; and that model over n_beta. Lau et al. 2023, arXiv 2308.12108.
-Run: python -m analyses.linear.coefficient_sampler (ten minutes; --quick: few of each, short chains)
+Run: python -m analyses.coefficients.sampler (ten minutes; --quick: few of each, short chains)
 """
 
 import numpy as np
 import pandas as pd
 
-from analyses.lib.measured import Measured, checkpoint, run
+from analyses.lib import Measured, checkpoint, run
 from mechinterp.analysis.training.coefficient_result import LearningCoefficient
 from mechinterp.analysis.training.langevin import Langevin
 from mechinterp.analysis.training.learning_coefficient import (
