@@ -160,11 +160,11 @@ class Run(ABC, Generic[Form]):
         return run
 
     @abstractmethod
-    def _loss(self, prompts: Batch) -> Tensor:
+    def _loss(self, batch: Batch) -> Tensor:
         """The mean squared error on prompts, or that of each model."""
 
     @abstractmethod
-    def _loss_and_gradient(self, prompts: Batch) -> tuple[Tensor, Tensor]:
+    def _loss_and_gradient(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """The same, and its gradient in the flat tensor."""
 
     @abstractmethod

@@ -88,16 +88,16 @@ class DeepRun(Run[DeepWeights | Weights]):
         zero = torch.zeros((), dtype=torch.float64)
         super().__init__(models, form, zero, device=device, rounded_up=False)
 
-    def _loss(self, prompts: Batch) -> Float[Tensor, ""]:
-        (prompts,) = prompts
+    def _loss(self, batch: Batch) -> Float[Tensor, ""]:
+        (prompts,) = batch
         if isinstance(self.weights, DeepWeights):
             return loss_of(self.weights, prompts)
         return (_predictions(self.weights, prompts) - prompts.y_query).square().mean()
 
     def _loss_and_gradient(
-        self, prompts: Batch
+        self, batch: Batch
     ) -> tuple[Float[Tensor, ""], Float[Tensor, " weight"]]:
-        (prompts,) = prompts
+        (prompts,) = batch
         if isinstance(self.weights, DeepWeights):
             loss, gradients = loss_and_gradients(self.weights, prompts)
             return loss, flattened(gradients)

@@ -44,21 +44,21 @@ class Pack(Run[AttentionWeights]):
         start = stack([initial_weights(config) for config in configs])
         super().__init__(models, start, torch.zeros(len(configs)), device=device, rounded_up=True)
 
-    def _loss(self, prompts: Batch) -> Float[Tensor, " model"]:
+    def _loss(self, batch: Batch) -> Float[Tensor, " model"]:
         # The step's own arithmetic, though its gradient is not needed: the same in any pack.
-        return torch.cat([loss for loss, _ in self._by_task(prompts)])
+        return torch.cat([loss for loss, _ in self._by_task(batch)])
 
     def _loss_and_gradient(
-        self, prompts: Batch
+        self, batch: Batch
     ) -> tuple[Float[Tensor, " model"], Float[Tensor, " weight"]]:
-        losses, gradients = zip(*self._by_task(prompts), strict=True)
+        losses, gradients = zip(*self._by_task(batch), strict=True)
         return torch.cat(losses), flattened(stack(gradients))
 
-    def _by_task(self, prompts: Batch) -> list[tuple[Tensor, AttentionWeights]]:
+    def _by_task(self, batch: Batch) -> list[tuple[Tensor, AttentionWeights]]:
         """Losses and gradients of the models of each task."""
         return [
             loss_and_gradients(self.weights[heads], of_task, members)
-            for (heads, members), of_task in zip(self._parts, prompts, strict=True)
+            for (heads, members), of_task in zip(self._parts, batch, strict=True)
         ]
 
     def _measured(self) -> dict[str, Tensor]:
