@@ -116,11 +116,10 @@ class LayeredClassification(Classified):
 
     def sentences(self) -> list[str]:
         """The verdict, the loss, the heaviest head, and what the layers carry out."""
-        told = [
-            *self.told_first,
-            f"{self.heaviest[0].upper()}{self.heaviest[1:]}.",
-            f"{self.near.sentence[0].upper()}{self.near.sentence[1:]}.",
-        ]
+        near = self.near.sentence
+        told = [*self.told_first, f"{self.heaviest[0].upper()}{self.heaviest[1:]}."]
+        if near not in self.verdict.sure:
+            told.append(f"{near[0].upper()}{near[1:]}.")
         return told if self.algorithm is None else told + sentences_of(self.algorithm)
 
     def tables(self) -> dict[str, Table]:
