@@ -252,9 +252,7 @@ def test_every_linked_table_can_be_read(page: Page, trained: tuple[Checkpoint, P
     assert tables["history.csv"]["step"].max() == 60
     longest = Section("", "", "").longest_table
     for name in ("attention", "fits"):
-        assert (len(tables[f"{name}.csv"]) <= longest) == (
-            f'aria-label="{name}"' in page.source
-        )
+        assert (len(tables[f"{name}.csv"]) <= longest) == (f'aria-label="{name}"' in page.source)
     assert "<caption>Fits at L = 40; loss gap is the model" in page.source
 
 
