@@ -3,6 +3,7 @@
 import ast
 import json
 import re
+from importlib import import_module
 from pathlib import Path
 
 import plotly.graph_objects as go
@@ -127,6 +128,11 @@ def on_page_markdown(markdown: str, **kwargs: object) -> str:
 def reference(title: str, folder: str, about: str) -> str:
     """The public functions and classes of one folder, module by module."""
     lines = [f"# {title}", "", about, ""]
+    if homes := getattr(import_module(f"mechinterp.{folder.replace('/', '.')}"), "HOMES", None):
+        lines += [
+            f"`from mechinterp.{folder} import ...` has {', '.join(f'`{n}`' for n in homes)}.",
+            "",
+        ]
     for file in sorted((ROOT / "mechinterp" / folder).rglob("*.py")):
         tree = ast.parse(file.read_text(encoding="utf-8"))
         if file.stem == "__init__" or not public(tree):
