@@ -97,6 +97,7 @@ TABLES[DOCS / "learning_coefficient.md"] = {
     "staircase": coefficient_tables.staircase,
     "softmax": coefficient_tables.softmax_coefficients,
     "pairs": coefficient_tables.pairs,
+    "early": coefficient_tables.early,
     "grid": coefficient_tables.grid,
     "mini-batches": coefficient_tables.minibatches,
     "temperatures": coefficient_tables.temperatures,
