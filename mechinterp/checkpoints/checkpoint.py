@@ -15,12 +15,7 @@ import torch
 
 from mechinterp.checkpoints.foreign.readings import Reading
 from mechinterp.checkpoints.io.tensor_files import read_arrays
-from mechinterp.checkpoints.native.folder import (
-    WEIGHTS,
-    document_file,
-    document_of,
-    read_document,
-)
+from mechinterp.checkpoints.native.folder import WEIGHTS, document_file, document_of, read_document
 from mechinterp.checkpoints.native.folder_tensors import read_snapshots, write_folder
 from mechinterp.checkpoints.native.outline import Outline
 from mechinterp.checkpoints.native.tensors import require_fit, state_dict, weights_from

@@ -99,7 +99,9 @@ def load(
         if path.is_dir() and not is_marked(path) and (steps := steps_of(checkpoints_in(path))):
             return _run(steps, hints)
         found = _stored(path, hints)
-        return found if isinstance(found, Checkpoint) else _read([found], hints)
+        if isinstance(found, Checkpoint):
+            return found
+        return replace(read_foreign([found], hints), path=path)
 
 
 def load_run(path: str | Path | Sequence[str | Path], **said: object) -> Checkpoint:
@@ -169,7 +171,7 @@ def _run(steps: Mapping[int, Path], hints: Hints) -> Checkpoint:
         kept = {step: each.weights for step, each in whole.items()}
         return replace(last, path=folder, step=max(steps), kept=kept)
     files = [replace(each, step=n) for n, each in stored.items() if isinstance(each, Stored)]
-    return replace(_read(files, hints), path=folder)
+    return replace(read_foreign(files, hints), path=folder)
 
 
 def _require_alike(path: Path, each: Checkpoint | Stored, last: Checkpoint | Stored) -> None:
@@ -186,22 +188,6 @@ def _require_alike(path: Path, each: Checkpoint | Stored, last: Checkpoint | Sto
                 raise CheckpointError(
                     f"{path}: {name} must have the shape {others.get(name)} of the last step, got {shapes.get(name)}."
                 )
-
-
-def _read(stored: Sequence[Stored], hints: Hints) -> Checkpoint:
-    """The last of these files, with the others as its run."""
-    *others, last = stored
-    return replace(
-        read_foreign(
-            last.tensors,
-            last.file,
-            hints=hints,
-            settings=last.settings,
-            others=others,
-            step=last.step,
-        ),
-        path=last.path,
-    )
 
 
 def _hints(said: Mapping[str, object]) -> Hints:
@@ -247,7 +233,7 @@ def _in_file(path: Path, hints: Hints) -> Checkpoint | Stored:
     if text is not None:
         _require_no_hints(path, hints, arrays.FORMAT)
         return arrays.read_stated(tensors, text, path)
-    return Stored(path, path, tensors, settings_beside(path))
+    return Stored(path, tensors, settings_beside(path))
 
 
 def _states_all(folder: Path) -> bool:
@@ -261,13 +247,14 @@ def _in_folder(path: Path, hints: Hints) -> Checkpoint | Stored:
         settings = read_json(path / CONFIG)
         if isinstance(settings, dict) and not OWN & set(settings):
             file, tensors = _folder_arrays(path)
-            return Stored(path, file, tensors, settings_beside(file))
+            return Stored(file, tensors, settings_beside(file))
         stated = "native"
     if stated is None and (files := sorted(filter(is_weights, path.iterdir()))):
         if len(files) > 1:
             listed = ", ".join(file.name for file in files[:6]) + (", ..." if files[6:] else "")
             raise CheckpointError(f"{path}: holds several files of weights; name one of {listed}.")
-        return replace(_in_file(files[0], hints), path=path)
+        found = _in_file(files[0], hints)
+        return replace(found, path=path) if isinstance(found, Checkpoint) else found
     _require_no_hints(path, hints, stated)
     return read_exchange(path) if stated == FORMAT else native.load(path)
 
