@@ -170,7 +170,7 @@ PARTS = {
 @pytest.mark.parametrize("part", PARTS)
 def test_every_spelling_of_what_lies_around(part: str):
     weights, names = random_weights(MODELS["GPT"]), SPELLINGS["nanoGPT"]
-    said = {"axes": "out,in", "hints": Hints(n_heads=2), "settings": {}, "file": Path("x.pt")}
+    said = {"axes": "out,in", "hints": Hints(n_heads=2), "settings": {}}
     state = written(weights, names)
     true = parts_of(state, layout_of(state), **said)
     for spelling in ROWS[part]:
