@@ -21,7 +21,7 @@ def naming(file: Path) -> Iterator[None]:
         yield
     except CheckpointError:
         raise
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{file}: {error}") from None
 
 
