@@ -206,10 +206,10 @@ def _row(tensors: Mapping[str, Tensor], hints: Hints) -> Format:
         if _tells(row, tensors, told=said is not None):
             return LAYERED if row is OWN_LAYERS else row
     if said is not None:
-        sets = [", ".join(marks) for row in rows for marks in row.marks] or [OTHERS.get(said)]
-        if sets == [None]:
+        if not rows:
             raise ValueError(f"format must be that of other people's files, got {said!r}.")
-        raise ValueError(f"a file of format {said} must hold {' or '.join(map(str, sets))}.")
+        sets = [", ".join(marks) for row in rows for marks in row.marks] or [OTHERS[said]]
+        raise ValueError(f"a file of format {said} must hold {' or '.join(sets)}.")
     shapes = [tuple(tensor.shape) for tensor in tensors.values()]
     lone = len(shapes) == 1 and len(shapes[0]) == 2 and shapes[0][0] == shapes[0][1] > 1
     return ONE_MATRIX if lone else LAYERED

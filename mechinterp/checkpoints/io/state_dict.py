@@ -132,7 +132,7 @@ def array_tensors(places: Mapping[str, StoredArray]) -> dict[str, Tensor]:
             )
         # Protocol 2 has texts for bytes, and calls bytes for those that are empty.
         raw = data.encode("latin1") if isinstance(data, str) else data
-        numbers = np.frombuffer(raw, kind) if held else np.empty(0, kind)  # type: ignore[arg-type]
+        numbers = np.frombuffer(raw, kind) if held else np.empty(0, kind)  # type: ignore[call-overload]
         array = numbers.reshape(shape, order="F" if place.by_columns is True else "C")
         found[name] = torch.from_numpy(array.astype(kind.newbyteorder("="), order="C"))
     return found
