@@ -49,12 +49,13 @@ def untrue_bounds(pinned: str) -> list[str]:
     """Lower bounds of pyproject.toml below the lowest versions that can be installed together."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
     bounds = project["dependencies"] + project["optional-dependencies"]["dev"]
+    lowest = dict(re.match(r"([\w.-]+)>=([\w.]+)", bound).groups() for bound in bounds)
     found = dict(re.findall(r"^([\w.-]+)==([\w.]+)", pinned, re.M))
-    untrue = []
-    for bound in bounds:
-        name, lowest = re.match(r"([\w.-]+)>=([\w.]+)", bound).groups()
-        if numbers(found[name]) != numbers(lowest):
-            untrue.append(f"{name}>={lowest} (reached: {found[name]})")
+    untrue = [
+        f"{name}>={least} (reached: {found[name]})"
+        for name, least in lowest.items()
+        if numbers(found[name]) != numbers(least)
+    ]
     return untrue
 
 
