@@ -18,15 +18,14 @@ import torch
 from torch import Tensor, nn
 from transformers import GPT2Config, GPT2Model
 
-from analyses.lib.measured import RESULTS, ROOT
-from mechinterp import load, name_algorithm
+from analyses.lib import RESULTS
+from analyses.lib.measured import ROOT
+from mechinterp import Prompts, TaskConfig, generator_for, load, name_algorithm, sample_prompts
 from mechinterp.analysis.stats import ratio_and_sem
-from mechinterp.config import TaskConfig
 from mechinterp.icl.algorithm_fits import fit_algorithm
 from mechinterp.icl.algorithms import ALGORITHMS
 from mechinterp.icl.predictors import ridge
 from mechinterp.icl.prompt_moments import PromptMoments
-from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
 
 D_X = 4
 NOISE_STD = 1.0
