@@ -201,10 +201,10 @@ def classify_layers(
     Example:
         >>> from pathlib import Path
         >>> from mechinterp.checkpoints.foreign.options import Hints
-        >>> from mechinterp.checkpoints.foreign.read import read_foreign
+        >>> from mechinterp.checkpoints.foreign.read import Stored, read_foreign
         >>> tensors = torch.nn.TransformerEncoderLayer(6, 2, 8).state_dict()
         >>> hints = Hints(n_heads=2)
-        >>> layer = read_foreign(tensors, Path("x.pt"), hints=hints, settings={})
+        >>> layer = read_foreign([Stored(Path("x.pt"), tensors, {})], hints)
         >>> classify_layers(layer, n_prompts=8).pattern
         'undetermined'
     """
