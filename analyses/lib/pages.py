@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pandas as pd
 
+from analyses.algorithms import calibration, shipped, trained
 from analyses.lib import coefficient_tables, main_claims, numbers, result_tables, speeds
 from analyses.lib.records import Record, all_records
 from analyses.lib.result_tables import markdown
@@ -97,6 +98,11 @@ TABLES[DOCS / "learning_coefficient.md"] = {
     "pairs": coefficient_tables.pairs,
 }
 TABLES[DOCS / "pools.md"] = {"one layer": pool_tables.one_layer, "map": pool_tables.pool_map}
+TABLES[DOCS / "algorithms.md"] = {
+    "rates": calibration.rates_table,
+    "shipped": shipped.shipped_table,
+    "trained": trained.trained_table,
+}
 TABLES[PAGES / "softmax_attention.md"]["shipped"] = result_tables.shipped
 TABLES[PAGES / "sparse_regression.md"] |= {
     "trained": result_tables.trained,

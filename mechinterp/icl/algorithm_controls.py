@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from mechinterp.icl.algorithm import Algorithm, Scalar, filtered, iterated, without_path
-from mechinterp.icl.algorithms import ALGORITHMS, ETA
+from mechinterp.icl.algorithms import ALGORITHMS, ETA, SHRINKING
 from mechinterp.icl.predictors import nearest_neighbours, pcr, ridge, zero_prediction
 from mechinterp.icl.prompt_moments import PromptMoments
 from mechinterp.icl.sparse_predictors import averaging
@@ -49,34 +49,21 @@ def _weight_decay(moments: PromptMoments, n_layers: int, eta: Tensor, decay: Ten
     return filtered(moments, phi[1:])
 
 
-def _centred(moments: PromptMoments, n_layers: int, eta: Tensor) -> Tensor:
-    centred = moments.centred
-
-    def update(layer: int, w: Tensor, gradient: Tensor) -> Tensor:
-        return w + eta[layer] * gradient
-
-    return iterated(centred, n_layers, update)
+def _centred_step(moments: PromptMoments, w: Tensor, gradient: Tensor, eta: Tensor) -> Tensor:
+    return w + eta * (moments.centred.b - moments.centred.S @ w)
 
 
-def _by_curvature(moments: PromptMoments, n_layers: int, eta: Tensor) -> Tensor:
-    largest = moments.eigenvalues[:, -1, None, None]
-
-    def update(layer: int, w: Tensor, gradient: Tensor) -> Tensor:
-        return w + eta[layer] / largest * gradient
-
-    return iterated(moments, n_layers, update)
+def _curvature_step(moments: PromptMoments, w: Tensor, gradient: Tensor, eta: Tensor) -> Tensor:
+    return w + eta / moments.eigenvalues[:, -1, None, None] * gradient
 
 
 def _inner(a: Tensor, b: Tensor) -> Tensor:
     return (a * b).sum(1, keepdim=True)
 
 
-def _line_search(moments: PromptMoments, n_layers: int) -> Tensor:
-    def update(layer: int, w: Tensor, gradient: Tensor) -> Tensor:
-        curvature = _inner(gradient, moments.S @ gradient).clamp(min=LEAST_STEP)
-        return w + _inner(gradient, gradient) / curvature * gradient
-
-    return iterated(moments, n_layers, update)
+def _searched_step(moments: PromptMoments, w: Tensor, gradient: Tensor) -> Tensor:
+    curvature = _inner(gradient, moments.S @ gradient).clamp(min=LEAST_STEP)
+    return w + _inner(gradient, gradient) / curvature * gradient
 
 
 def _conjugate_gradients(moments: PromptMoments, n_layers: int) -> Tensor:
@@ -95,15 +82,26 @@ def _conjugate_gradients(moments: PromptMoments, n_layers: int) -> Tensor:
     return iterated(moments, n_layers, update)
 
 
-def _hard_thresholding(moments: PromptMoments, n_layers: int, eta: Tensor) -> Tensor:
+def _hard_step(moments: PromptMoments, w: Tensor, gradient: Tensor, eta: Tensor) -> Tensor:
     kept = moments.task.sparsity or max(1, moments.task.d_x // 2)
+    stepped = w + eta * gradient
+    least = stepped.abs().topk(kept, dim=1).values[:, -1:]
+    return stepped * (stepped.abs() >= least)
 
-    def update(layer: int, w: Tensor, gradient: Tensor) -> Tensor:
-        stepped = w + eta[layer] * gradient
-        least = stepped.abs().topk(kept, dim=1).values[:, -1:]
-        return stepped * (stepped.abs() >= least)
 
-    return iterated(moments, n_layers, update)
+def _between_step(
+    moments: PromptMoments, w: Tensor, gradient: Tensor, eta: Tensor, t: Tensor, power: Tensor
+) -> Tensor:
+    """What is kept of an entry u: u (1 - (t / |u|)^power) above t; soft thresholding at 1, hard as it grows."""
+    stepped = w + eta * gradient
+    return stepped * (1 - (t / torch.maximum(stepped.abs(), t).clamp(min=LEAST_STEP)) ** power)
+
+
+def _elastic_step(
+    moments: PromptMoments, w: Tensor, gradient: Tensor, eta: Tensor, t: Tensor, decay: Tensor
+) -> Tensor:
+    stepped = w + eta * gradient
+    return stepped.sign() * torch.relu(stepped.abs() - t) / (1 + decay * t)
 
 
 def _least_mean_squares(moments: PromptMoments, n_layers: int, eta: Tensor) -> Tensor:
@@ -169,20 +167,36 @@ CONTROLS = (
         (ETA, Scalar("decay", lambda moments: 0.1, where="once", lower=-torch.inf)),
         _weight_decay,
     ),
-    Algorithm("centred descent", None, (ETA,), _centred),
+    Algorithm("centred descent", None, (ETA,), step=_centred_step),
     Algorithm(
         "descent by the largest eigenvalue",
         None,
         (Scalar("eta", lambda moments: 1.0),),
-        _by_curvature,
+        step=_curvature_step,
     ),
-    Algorithm("line search", None, (), _line_search, linear_in_y=False),
+    Algorithm("line search", None, (), step=_searched_step, linear_in_y=False),
     Algorithm("conjugate gradients", None, (), _conjugate_gradients, linear_in_y=False),
     Algorithm(
         "hard thresholding",
         None,
         (ETA,),
-        _hard_thresholding,
+        step=_hard_step,
+        linear_in_y=False,
+        equivariant=False,
+    ),
+    Algorithm(
+        "shrinkage between soft and hard",
+        None,
+        (*SHRINKING, Scalar("power", lambda moments: 2.0, where="once", lower=1.0)),
+        step=_between_step,
+        linear_in_y=False,
+        equivariant=False,
+    ),
+    Algorithm(
+        "proximal steps of the elastic net",
+        None,
+        (*SHRINKING, Scalar("decay", lambda moments: 0.5, where="once")),
+        step=_elastic_step,
         linear_in_y=False,
         equivariant=False,
     ),

@@ -35,6 +35,7 @@ from mechinterp.analysis.multi_layer.algorithm_scores import (
     Scores,
     candidates_of,
     free_preconditioner,
+    in_turn,
     mixed_scores,
 )
 from mechinterp.analysis.multi_layer.algorithm_source import AlgorithmSource, algorithm_source
@@ -58,8 +59,8 @@ GROWTH = (1, 4, 16)
 """Prompts in turn, in units of those asked for, until the label stands."""
 CLEAR = 0.99
 """Share of resamples of one label from which on no more prompts are drawn."""
-MARGIN = 0.25
-"""Share by which the limits are moved for the same."""
+MARGIN = 0.5
+"""Share by which the limits are moved for the same on the first prompts, and on more in proportion to their error."""
 REFERENCE = 0
 """Seed of the prompts that decide where fewer do not: the same for every seed, so that the label is, too."""
 RESAMPLES = 200
@@ -111,14 +112,14 @@ def name_algorithm(
         drawn_by = REFERENCE if growth == GROWTH[-1] else seed
         drawn = evaluation_prompts(model.task, prompts, n_prompts=growth * first, seed=drawn_by)
         evidence = _evidence(model, drawn.to(torch.float64), drawn_by, limits)
-        if _is_clear(evidence, limits):
+        if _is_clear(evidence, limits, MARGIN / growth**0.5):
             break
     return evidence
 
 
-def _is_clear(evidence: AlgorithmEvidence, limits: AlgorithmLimits) -> bool:
+def _is_clear(evidence: AlgorithmEvidence, limits: AlgorithmLimits, margin: float) -> bool:
     """Whether nearly all resamples have one label, and other limits would give it, too."""
-    moved = {decide(evidence.measured, limits.moved(by)).label for by in (-MARGIN, MARGIN)}
+    moved = {decide(evidence.measured, limits.moved(by)).label for by in (-margin, margin)}
     return bool(evidence.frequency[0] >= CLEAR) and moved == {evidence.label}
 
 
@@ -277,13 +278,17 @@ def _with_claims(
 def _with_mixtures(
     found: Measured, candidates: Sequence[str], last: Room, steps: Room | None
 ) -> Measured:
-    """With mixtures of what a label may fall on with every other member, and with 0."""
+    """With mixtures of what a label may fall on with every other member and with 0, and one after another of both."""
     others = [*found.members, *(each for each in CONTROLS if each.name == "zero")]
     chosen = [member for member in found.members if member.label in candidates]
     if found.path is not None and steps is not None:
         walking = [each for each in others if each.has_path or each.name == "zero"]
         more = mixed_scores(steps, found.path, [m for m in chosen if m.has_path], walking)
         found = found if more is None else replace(found, path=found.path.joined(more))
+        turns = in_turn([m for m in chosen if m.step], found.members, steps.n_layers)
+        if turns:
+            more = steps.scores(turns)
+            found = replace(found, path=found.path.joined(more))
     pathless = [member for member in chosen if not member.has_path]
     more = mixed_scores(last, found.function, pathless, others)
     return found if more is None else replace(found, function=found.function.joined(more))

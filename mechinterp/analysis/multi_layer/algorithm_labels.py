@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from jaxtyping import Float
 
-from mechinterp.analysis.multi_layer.algorithm_scores import LARGER, SMALLER, Scores
+from mechinterp.analysis.multi_layer.algorithm_scores import LARGER, SMALLER, Scores, mixed_name
 from mechinterp.analysis.multi_layer.algorithm_tests import USELESS, IdentityTest, satisfies
 from mechinterp.icl.algorithm import Algorithm
 
@@ -364,7 +364,10 @@ def _nearer(
         nearer[:, own:] &= r2[:, own:] >= limits.explained
         further[:, own:] &= r2[m, own:] >= limits.explained
         rest = 1 - r2[:, :own]
-        by_form = (lead[:, :own] > limits.rest * rest[m]) & (rest[m] > RESOLVED)
+        # What the scale of the read-out takes up is no sign of another form.
+        scaled = np.array(scores.names) == mixed_name(scores.names[m], "zero")
+        best = np.maximum(r2[m], r2[scaled].max(0, initial=-np.inf))[:own]
+        by_form = (r2[:, :own] - best > limits.rest * (1 - best)) & (1 - best > RESOLVED)
         nearer[:, :own] |= by_form & (n <= n[m] + allowance)[:, None]
         by_form = (-lead[:, :own] > limits.rest * rest) & (rest > RESOLVED)
         further[:, :own] |= by_form & (n[m] <= n + allowance[m])[:, None]
