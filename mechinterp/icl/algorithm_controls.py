@@ -3,6 +3,9 @@
 A control that explains a model better than an algorithm does keeps its label from the model.
 """
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -33,20 +36,10 @@ def _momentum(
     return filtered(moments, phi[2:])
 
 
-def _heavy_ball(moments: PromptMoments, n_layers: int, eta: Tensor, beta: Tensor) -> Tensor:
-    return _momentum(moments, n_layers, eta, beta, ahead=False)
-
-
-def _nesterov(moments: PromptMoments, n_layers: int, eta: Tensor, beta: Tensor) -> Tensor:
-    return _momentum(moments, n_layers, eta, beta, ahead=True)
-
-
-def _weight_decay(moments: PromptMoments, n_layers: int, eta: Tensor, decay: Tensor) -> Tensor:
-    s = moments.eigenvalues
-    phi = [torch.zeros_like(s)]
-    for layer in range(n_layers):
-        phi.append((1 - decay) * phi[-1] + eta[layer] * (1 - s * phi[-1]))
-    return filtered(moments, phi[1:])
+def _decay_step(
+    moments: PromptMoments, w: Tensor, gradient: Tensor, eta: Tensor, decay: Tensor
+) -> Tensor:
+    return (1 - decay) * w + eta * gradient
 
 
 def _centred_step(moments: PromptMoments, w: Tensor, gradient: Tensor, eta: Tensor) -> Tensor:
@@ -134,10 +127,6 @@ def _centred_ridge(moments: PromptMoments, n_layers: int, penalty: Tensor) -> Te
     return (prompts.y.mean(1) + (query @ w)[:, 0]).expand(n_layers, -1, -1)
 
 
-def _components(moments: PromptMoments) -> Tensor:
-    return pcr(moments.prompts, components=moments.prompts.x.shape[2] - 1)
-
-
 def _polynomials(moments: PromptMoments, n_layers: int, *coefficients: Tensor) -> Tensor:
     s, phi = moments.eigenvalues, []
     for layer in range(n_layers):
@@ -158,14 +147,26 @@ def _coefficient(power: int) -> Scalar:
 _BETA = Scalar("beta", lambda moments: 0.3, where="once", lower=-torch.inf)
 _PENALTY = Scalar("penalty", lambda moments: moments.penalty or 0.1, where="once", lower=1e-9)
 
+_PATHLESS: dict[str, Callable[[PromptMoments], Tensor]] = {
+    "principal component regression": lambda moments: pcr(
+        moments.prompts, components=moments.prompts.x.shape[2] - 1
+    ),
+    "zero": lambda moments: zero_prediction(moments.prompts),
+    "averaging": lambda moments: averaging(moments.prompts),
+    "posterior mean of a dense prior": lambda moments: ridge(
+        moments.prompts, penalty=moments.penalty
+    ),
+    "nearest neighbours": lambda moments: nearest_neighbours(moments.prompts, count=NEIGHBOURS),
+}
+
 CONTROLS = (
-    Algorithm("heavy ball", None, (ETA, _BETA), _heavy_ball),
-    Algorithm("Nesterov's descent", None, (ETA, _BETA), _nesterov),
+    Algorithm("heavy ball", None, (ETA, _BETA), partial(_momentum, ahead=False)),
+    Algorithm("Nesterov's descent", None, (ETA, _BETA), partial(_momentum, ahead=True)),
     Algorithm(
         "descent with weight decay",
         None,
         (ETA, Scalar("decay", lambda moments: 0.1, where="once", lower=-torch.inf)),
-        _weight_decay,
+        step=_decay_step,
     ),
     Algorithm("centred descent", None, (ETA,), step=_centred_step),
     Algorithm(
@@ -209,36 +210,9 @@ CONTROLS = (
         linear_in_scalars=True,
     ),
     Algorithm("ridge with an intercept", None, (_PENALTY,), _centred_ridge, has_path=False),
-    Algorithm(
-        "principal component regression", None, (), without_path(_components), has_path=False
-    ),
-    Algorithm(
-        "zero",
-        None,
-        (),
-        without_path(lambda moments: zero_prediction(moments.prompts)),
-        has_path=False,
-    ),
-    Algorithm(
-        "averaging",
-        None,
-        (),
-        without_path(lambda moments: averaging(moments.prompts)),
-        has_path=False,
-    ),
-    Algorithm(
-        "posterior mean of a dense prior",
-        None,
-        (),
-        without_path(lambda moments: ridge(moments.prompts, penalty=moments.penalty)),
-        has_path=False,
-    ),
-    Algorithm(
-        "nearest neighbours",
-        None,
-        (),
-        without_path(lambda moments: nearest_neighbours(moments.prompts, count=NEIGHBOURS)),
-        has_path=False,
+    *(
+        Algorithm(name, None, (), without_path(learner), has_path=False)
+        for name, learner in _PATHLESS.items()
     ),
 )
 """Learners of all pairs at once, and reference curves."""

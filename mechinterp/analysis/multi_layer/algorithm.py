@@ -139,10 +139,9 @@ def labelled(
     frequency = np.array([counts[name] for name in names])
     if counts.get(decision.label, 0.0) < limits.frequency:
         candidates = tuple(name for name in names if name != UNDETERMINED)
-        decision = Decision(
-            UNDETERMINED, decision.function, UNDETERMINED, candidates, "frequency",
-            value=float(frequency[0]), limit=limits.frequency, member=decision.member,
-        )  # fmt: skip
+        undecided = (UNDETERMINED, decision.function, UNDETERMINED, candidates, "frequency")
+        value, limit = float(frequency[0]), limits.frequency
+        decision = Decision(*undecided, value=value, limit=limit, member=decision.member)
     return decision, names, frequency
 
 
