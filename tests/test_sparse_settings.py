@@ -123,7 +123,27 @@ def test_claims_are_judged_by_medians_and_new_read_outs():
     row |= {f"n_eff_{n}_median": value for n, value in enumerate(held.effective, 1)}
     row |= {f"top_share_{n}": value for n, value in enumerate(held.shares, 1)}
     row |= {"later_refit": 1.2, "later_median": 1.5, "pairs_refit": 1.3, "pairs_median": 1.5}
-    assert of_row(row) == {"C10": True, "C11": True, "C12": False, "C11_pairs": False}
+    expected = {"C10": True, "C11": True, "C12": False, "C11_pairs": False}
+    assert of_row(row) == expected
+    kept = {"later_refit_to_single": 1.2 * 0.75, "C13": True}
+    assert of_row(row | {"to_single": 0.75, "later_to_single": 1e12}) == expected | kept
+    assert not of_row(row | {"to_single": 0.8})["C13"]
+
+
+def test_a_ratio_is_of_medians_where_few_prompts_carry_a_mean():
+    from analyses.sparse.setting import typical_ratio
+
+    own, theirs = np.random.default_rng(0).uniform(1, 3, size=(2, 1000))
+    pair, how = typical_ratio(own, theirs)
+    assert how == "mean"
+    assert pair[0] == pytest.approx(own.mean() / theirs.mean())
+    own[:5] = 1e6
+    (value, sem), how = typical_ratio(own, theirs)
+    assert how == "median"
+    assert value == pytest.approx(np.median(own) / np.median(theirs))
+    # A median of n values of density 1/2 has the standard error 1 / sqrt(n).
+    expected = value * (1 / np.median(own) ** 2 + 1 / np.median(theirs) ** 2) ** 0.5 / 1000**0.5
+    assert sem == pytest.approx(expected, rel=0.25)
 
 
 def test_every_model_of_the_plan_with_several_heads_has_a_partner():
@@ -178,7 +198,9 @@ def test_committed_verdicts_follow_from_the_numbers_beside_them():
     assert ((refitted & medians) == judged.C11).all()
     needed = (1.5 * judged.later_refit).clip(lower=2)
     assert ((judged.first_refit >= needed) == judged.C12).all()
-    assert ((judged.later_to_single <= 0.95) == judged.C13).all()
+    refitted = judged.later_refit * judged.to_single
+    assert refitted.tolist() == pytest.approx(judged.later_refit_to_single.tolist(), rel=1e-5)
+    assert ((refitted <= 0.95) == judged.C13).all()
     for _, row in judged[judged.C10].iterrows():
         later = [row[f"n_eff_{layer}_median"] for layer in range(2, row.n_layers + 1)]
         assert row.n_eff_1_median >= max(2, 1.5 * max(later))

@@ -23,7 +23,7 @@ from scipy.stats import binomtest
 from analyses.calibration.models import Case, built, leaking, near_misses, snapshots, untrained
 from analyses.lib.measured import provenance
 from analyses.lib.records import save
-from mechinterp.analysis.one_layer.classify import classify
+from mechinterp import classify
 from mechinterp.analysis.one_layer.thresholds import Thresholds
 
 ROOT = Path(__file__).parents[2]

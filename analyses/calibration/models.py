@@ -9,9 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mechinterp.analysis.learners.fits import LEARNERS, fit_learners
+from mechinterp import ExperimentConfig, ModelConfig, TaskConfig, fit_learners
+from mechinterp.analysis.learners.fits import LEARNERS
 from mechinterp.checkpoints.checkpoint import load
-from mechinterp.config import CovarianceConfig, ExperimentConfig, ModelConfig, TaskConfig
+from mechinterp.config import CovarianceConfig
 from mechinterp.icl.prompts import covariance_matrix
 from mechinterp.models.constructions.one_layer import diagonal_heads, from_circuits
 from mechinterp.models.heads import AttentionWeights

@@ -12,7 +12,8 @@ from pathlib import Path
 import pandas as pd
 
 from analyses.algorithms import calibration, shipped, trained
-from analyses.lib import coefficient_tables, main_claims, numbers, result_tables, speeds
+from analyses.coefficients import tables as coefficient_tables
+from analyses.lib import main_claims, numbers, result_tables, speeds
 from analyses.lib.records import Record, all_records
 from analyses.lib.result_tables import markdown
 from analyses.pools import tables as pool_tables
@@ -83,6 +84,7 @@ TABLES: dict[Path, dict[str, Callable[[Path], str]]] = {
         "calibration errors": result_tables.calibration_errors,
     },
     HERE.parent / "README.md": {"claims": main_table, "calibration": result_tables.two_by_two},
+    DOCS / "reliability.md": {"outcomes": result_tables.attack},
     DOCS / "heads.md": {"speeds": speeds.masking},
     DOCS / "how" / "train.md": {"speeds": speeds.packs},
     **{

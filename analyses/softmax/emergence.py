@@ -20,12 +20,10 @@ import pandas as pd
 import torch
 from scipy.stats import binomtest
 
-from analyses.lib.measured import RESULTS, Measured, name_of, write
-from analyses.lib.records import Record, record
-from mechinterp.analysis.one_layer.classify import classify
-from mechinterp.config import ExperimentConfig, override
+from analyses.lib import RESULTS, Measured, Record, record
+from analyses.lib.measured import name_of, write
+from mechinterp import ExperimentConfig, classify, override, preset
 from mechinterp.models.heads import AttentionWeights
-from mechinterp.presets import preset
 from mechinterp.training.one_layer.pack import Pack
 
 AT, LATE, HEADS = (2_500, 5_000, 10_000, 20_000, 30_000), (30_000, 100_000, 200_000, 500_000), 128

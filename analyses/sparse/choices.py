@@ -11,13 +11,12 @@ from itertools import product
 import numpy as np
 import pandas as pd
 
-from analyses.lib.measured import Measured, run
-from analyses.lib.records import record
+from analyses.lib import Measured, record, run
 from analyses.sparse.models import NOISES, NOTE, SEVERAL, named, prompts_of, seeds, trained
 from analyses.sparse.setting import ratio
+from mechinterp import Prompts
 from mechinterp.analysis.ablation.masked_risk import masked_errors
 from mechinterp.analysis.ablation.pairs import halves
-from mechinterp.icl.prompts import Prompts
 
 LATER = 3  # layers after the first
 

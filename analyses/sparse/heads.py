@@ -10,14 +10,14 @@ minutes; --quick seconds)
 from dataclasses import dataclass
 
 import numpy as np
+import pandas as pd
 
-from analyses.lib.measured import Measured, run
-from analyses.lib.records import Record, record
+from analyses.lib import Measured, Record, record, run
 from analyses.sparse.models import NOTE, frames_of, groups, prompts_of, trained
 from analyses.sparse.questions import Numbers
+from mechinterp import Prompts, ablate_heads
 from mechinterp.analysis.ablation.pairs import halves
-from mechinterp.analysis.ablation.single import HeadAblation, ablate_heads
-from mechinterp.icl.prompts import Prompts
+from mechinterp.analysis.ablation.single import HeadAblation
 
 MEAN_PROMPTS = 1024
 
@@ -56,19 +56,13 @@ def records(
     """C10, by model, and the heads of layer 1 by mean rises."""
     chosen = {"prompts": n_prompts, "selection": "the best head chosen on half, measured on half"}
     over = {"prompts": n_prompts}
-    by_model = {name: one.by_clause() for name, one in found.items()}
-    made = [
-        record(
-            f"sparse-{clause}{suffix}",
-            {name: values[clause] for name, values in by_model.items()},
-            over=chosen if "top" in clause else over,
-            note=note,
-        )
-        for clause in next(iter(by_model.values()))
+    clauses = pd.DataFrame({name: one.by_clause() for name, one in found.items()}).T
+    asked = {f"{clause}{suffix}": clauses[clause] for clause in clauses}
+    asked[f"C10-several-means{suffix}"] = {name: one.means for name, one in found.items()}
+    return [
+        record(f"sparse-{id}", values, over=chosen if "top" in id else over, note=note)
+        for id, values in asked.items()
     ]
-    means = {name: one.means for name, one in found.items()}
-    by_means = record(f"sparse-C10-several-means{suffix}", means, over=over, note=note)
-    return [made[0], by_means, *made[1:]]
 
 
 def measure(quick: bool) -> Measured:

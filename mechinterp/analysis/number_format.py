@@ -77,7 +77,7 @@ def p_text(p: Number, n_random: int) -> str:
     return f"p < {1 / n_random:.2g}" if p <= 1 / n_random else f"p = {p:.2g}"
 
 
-def cell(value: object, column: str = "") -> str:
+def cell(value: object, column: str = "", least_p: float = LEAST_P) -> str:
     """An entry of a table: three digits, a dash for NaN, a p-value no lower than can be told.
 
     Example:
@@ -87,7 +87,7 @@ def cell(value: object, column: str = "") -> str:
     if not isinstance(value, float | np.floating):
         return str(value)
     if column == "p_value" or column.endswith("_p"):
-        return f"< {LEAST_P:.0e}" if value < LEAST_P else f"{value:.2g}"
+        return f"< {least_p:.2g}" if value <= least_p else f"{value:.2g}"
     return "–" if np.isnan(value) else digits(float(value))
 
 

@@ -75,6 +75,13 @@ class Checkpoint:
         return self.config.task
 
     @property
+    def shortest_trained(self) -> int | None:
+        """Least context length that it was trained on; None where nobody says."""
+        if self.format != "native":
+            return None
+        return self.config.train.shortest_context or self.task.context_length
+
+    @property
     def assumed_of_task(self) -> tuple[str, ...]:
         """Fields of the task that neither the file nor the reader said; of the covariance its kind decides."""
         unsaid = {name.removesuffix(".kind") for name in self.assumed}

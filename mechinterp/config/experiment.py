@@ -105,10 +105,10 @@ class ExperimentConfig:
             # The second moment of a pool shares no eigenvectors with another covariance.
             needed["task.covariance.kind"] = "identity"
         for name, value in needed.items():
-            found = value_of(self, name)
-            if found != value:
+            value_here = value_of(self, name)
+            if value_here != value:
                 raise ValueError(
-                    f"{name} must be {json.dumps(value)} for train.optimizer {optimizer!r}, got {json.dumps(found)}."
+                    f"{name} must be {json.dumps(value)} for train.optimizer {optimizer!r}, got {json.dumps(value_here)}."
                 )
         if self.model.score_slope == 0:
             raise ValueError(

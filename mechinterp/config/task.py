@@ -162,29 +162,29 @@ class TaskConfig:
     @property
     def told(self) -> dict[str, str]:
         """The fields that decide what prompts are drawn, in words, each default with its number."""
-        found = {name: str(getattr(self, name)) for name in ("d_x", "d_y", "context_length")}
+        settings = {name: str(getattr(self, name)) for name in ("d_x", "d_y", "context_length")}
         default = "1/sparsity" if self.nonzeros == "signs" else "1/d_x"
-        found |= {
+        settings |= {
             "covariance": self.covariance.in_words,
             "beta_var": f"{self.beta_variance:.4g}"
             + (f" ({default})" if self.beta_var is None else ""),
             "noise_var": f"{self.noise_var:.4g}",
         }
         if self.noise_var:
-            found["query_noise"] = "yes" if self.query_noise else "no"
+            settings["query_noise"] = "yes" if self.query_noise else "no"
         if self.supports is not None:
-            found["supports"] = ", ".join(f"({', '.join(map(str, s))})" for s in self.supports)
+            settings["supports"] = ", ".join(f"({', '.join(map(str, s))})" for s in self.supports)
         elif self.d_y > 1:
-            found["supports"] = "all"
+            settings["supports"] = "all"
         if self.shared_beta and self.d_y > 1:
-            found["shared_beta"] = "yes"
+            settings["shared_beta"] = "yes"
         if self.sparsity is not None:
-            found |= {"sparsity": str(self.sparsity), "nonzeros": self.nonzeros}
+            settings |= {"sparsity": str(self.sparsity), "nonzeros": self.nonzeros}
         if self.n_sequences is not None:
-            found["n_sequences"] = str(self.n_sequences)
+            settings["n_sequences"] = str(self.n_sequences)
         if self.n_tasks is not None:
-            found |= {"n_tasks": str(self.n_tasks), "task_seed": str(self.task_seed)}
-        return found
+            settings |= {"n_tasks": str(self.n_tasks), "task_seed": str(self.task_seed)}
+        return settings
 
     def in_words(self, assumed: Collection[str] = ()) -> str:
         """The whole task in one line.

@@ -83,8 +83,8 @@ def fit_algorithm(
         raise ValueError("target must be finite, got a prediction that is not.")
 
     def difference(scalars: Tensor) -> Tensor:
-        found = algorithm.predictions(moments, scalars, n_layers)
-        return ((found if wanted.ndim == 3 else found[-1]) - wanted).flatten()
+        predictions = algorithm.predictions(moments, scalars, n_layers)
+        return ((predictions if wanted.ndim == 3 else predictions[-1]) - wanted).flatten()
 
     lower, goal = algorithm.lower(n_layers), ROUNDING * wanted.square().mean().item()
     fits: list[tuple[float, Tensor]] = []

@@ -33,8 +33,8 @@ def dmmse(prompts: Prompts, *, pool: Pool, noise_var: float) -> Float[Tensor, "b
         >>> from mechinterp.icl.prompts import sample_prompts, task_pool
         >>> task = TaskConfig(n_tasks=1)
         >>> prompts = sample_prompts(task, 8, dtype=torch.float64)
-        >>> found = dmmse(prompts, pool=task_pool(task), noise_var=0.1)
-        >>> torch.allclose(found, prompts.y_query_clean)
+        >>> predictions = dmmse(prompts, pool=task_pool(task), noise_var=0.1)
+        >>> torch.allclose(predictions, prompts.y_query_clean)
         True
     """
     pool = _checked(prompts, pool, noise_var)
@@ -46,8 +46,8 @@ def dmmse(prompts: Prompts, *, pool: Pool, noise_var: float) -> Float[Tensor, "b
         _posterior_mean(given[start : start + size], pool, noise_var, tolerance)
         for start in range(0, batch, size)
     ]
-    found = einsum(torch.cat(means), given.x_query, "batch d_x d_y, batch d_x -> batch d_y")
-    return found.to(prompts.y.dtype)
+    predictions = einsum(torch.cat(means), given.x_query, "batch d_x d_y, batch d_x -> batch d_y")
+    return predictions.to(prompts.y.dtype)
 
 
 def log_posterior(prompts: Prompts, *, pool: Pool, noise_var: float) -> Float[Tensor, "batch task"]:
@@ -59,8 +59,8 @@ def log_posterior(prompts: Prompts, *, pool: Pool, noise_var: float) -> Float[Te
         >>> from mechinterp.config import TaskConfig
         >>> from mechinterp.icl.prompts import sample_prompts, task_pool
         >>> task = TaskConfig(n_tasks=4)
-        >>> found = log_posterior(sample_prompts(task, 8), pool=task_pool(task), noise_var=0.1)
-        >>> torch.allclose(found.exp().sum(1), torch.ones(8, dtype=torch.float64))
+        >>> log_p = log_posterior(sample_prompts(task, 8), pool=task_pool(task), noise_var=0.1)
+        >>> torch.allclose(log_p.exp().sum(1), torch.ones(8, dtype=torch.float64))
         True
     """
     pool = _checked(prompts, pool, noise_var)

@@ -164,8 +164,8 @@ def lasso(prompts: Prompts, *, alpha: float) -> Float[Tensor, "batch d_y"]:
     learner = Lasso(alpha=alpha, fit_intercept=False, max_iter=100_000)
     for prompt, response in np.ndindex(len(x), y.shape[2]):
         beta[prompt, :, response] = learner.fit(x[prompt], y[prompt, :, response]).coef_
-    found = torch.from_numpy(beta).to(prompts.x)
-    return einsum(found, prompts.x_query, "batch d_x d_y, batch d_x -> batch d_y")
+    task_vectors = torch.from_numpy(beta).to(prompts.x)
+    return einsum(task_vectors, prompts.x_query, "batch d_x d_y, batch d_x -> batch d_y")
 
 
 @dataclass(frozen=True, eq=False, repr=False)

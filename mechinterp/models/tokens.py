@@ -44,9 +44,9 @@ def require_sizes(prompts: Prompts, *, d_x: int, d_y: int) -> None:
         >>> prompts = sample_prompts(TaskConfig(), 8, generator=generator_for(0, "eval", 0))
         >>> require_sizes(prompts, d_x=5, d_y=1)
     """
-    found = (prompts.x.shape[2], prompts.y.shape[2])
-    if found != (d_x, d_y):
-        raise ValueError(f"The prompts' (d_x, d_y) must be the model's, {(d_x, d_y)}, got {found}.")
+    sizes = (prompts.x.shape[2], prompts.y.shape[2])
+    if sizes != (d_x, d_y):
+        raise ValueError(f"The prompts' (d_x, d_y) must be the model's, {(d_x, d_y)}, got {sizes}.")
 
 
 def interleaved(prompts: Prompts) -> Float[Tensor, "batch pos d_x"]:

@@ -39,9 +39,9 @@ class Weights:
             state = "missing" if name in shapes else "of no use in such a model"
             raise ValueError(f"{name} is {state}.")
         for name, shape in shapes.items():
-            found = tuple(self.tensors[name].shape)
-            if found != shape:
-                raise ValueError(f"{name} must have shape {shape}, got {found}.")
+            shape_here = tuple(self.tensors[name].shape)
+            if shape_here != shape:
+                raise ValueError(f"{name} must have shape {shape}, got {shape_here}.")
         if self.scale is None:
             width = self.model.head_width(self.d_x, self.d_y)
             object.__setattr__(self, "scale", width**-0.5)
@@ -120,10 +120,10 @@ class Weights:
         Raises:
             ValueError: If there is more to the model, naming what.
         """
-        found = why_no_circuits(self.model)
-        if found is not None:
+        extra = why_no_circuits(self.model)
+        if extra is not None:
             raise ValueError(
-                f"The circuits of one layer of attention need a model without {found}."
+                f"The circuits of one layer of attention need a model without {extra}."
             )
         tensors = {
             name: self.tensors[f"blocks.0.attn.{name}"]

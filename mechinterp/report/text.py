@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 import pandas as pd
 
-from mechinterp.analysis.number_format import cell, narrow_cell
+from mechinterp.analysis.number_format import LEAST_P, cell, narrow_cell
 from mechinterp.checkpoints.io.errors import spelled
 
 ROWS = 20
@@ -53,18 +53,23 @@ def joined(text: str) -> str:
 
 
 def frame_text(
-    frame: pd.DataFrame, units: Mapping[str, str] | None = None, *, wide: bool = False
+    frame: pd.DataFrame,
+    units: Mapping[str, str] | None = None,
+    *,
+    wide: bool = False,
+    least_p: float = LEAST_P,
 ) -> str:
     """A table in columns of three digits, within the terminal's width.
 
     Args:
         units: Of some columns, by name.
         wide: Whether all rows are shown and standard errors have columns of their own.
+        least_p: The p-value below which none can be told.
     """
     shown = frame if wide else narrow(frame.head(ROWS))
     cells = {
         _signs(_heading(str(name), units or {})): [
-            _signs(cell(value, str(name))) for value in shown[name]
+            _signs(cell(value, str(name), least_p)) for value in shown[name]
         ]
         for name in shown.columns
     }

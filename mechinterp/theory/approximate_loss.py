@@ -129,8 +129,8 @@ def optimal_mu(omega: Heads, *, d_x: int, context_length: int, noise_var: float)
     Source:
         He et al. 2025, arXiv 2503.12734, section 4: the loss is quadratic in mu.
     Example:
-        >>> found = optimal_mu(np.array([0.13, -0.13]), d_x=5, context_length=40, noise_var=0.1)
-        >>> found.round(3).tolist()
+        >>> mu = optimal_mu(np.array([0.13, -0.13]), d_x=5, context_length=40, noise_var=0.1)
+        >>> mu.round(3).tolist()
         [3.381, -3.381]
     """
     quadratic = _quadratic(omega, d_x, context_length, noise_var)

@@ -114,8 +114,8 @@ def level_coefficients(moments: Moments) -> Float[np.ndarray, " level"]:
         [0.0, 1.5, 3.0, 4.5]
     """
     counts = range(1, len(moments.yz) + 1)
-    found = [learning_coefficient(moments, n_heads=count, rank=1) for count in counts]
-    return np.array([0.0, *found])
+    coefficients = [learning_coefficient(moments, n_heads=count, rank=1) for count in counts]
+    return np.array([0.0, *coefficients])
 
 
 def jacobian(heads: Heads) -> Float[np.ndarray, "entry weight"]:

@@ -178,8 +178,8 @@ def modes(moments: Moments) -> Modes:
     Source:
         Zhang et al. 2025, arXiv 2501.16265, section 4.2; with noise and task covariance derived here.
     Example:
-        >>> found = modes(population_moments(np.array([0.4, 0.3, 0.2, 0.1]), context_length=31))
-        >>> found.levels.round(10).tolist()
+        >>> directions = modes(population_moments(np.array([0.4, 0.3, 0.2, 0.1]), context_length=31))
+        >>> directions.levels.round(10).tolist()
         [1.0, 0.6405797101, 0.377372163, 0.2098045954, 0.1359950716]
     """
     rates, vectors = np.linalg.eigh((moments.yz + moments.yz.T) / 2)
@@ -201,7 +201,7 @@ def modes(moments: Moments) -> Modes:
     )
 
 
-def fixed_point(found: Modes, subset: Collection[int]) -> Float[np.ndarray, "d_x d_x"]:
+def fixed_point(directions: Modes, subset: Collection[int]) -> Float[np.ndarray, "d_x d_x"]:
     """M(S) = sum_{d in S} m_d e_d e_d^T, where the gradient on every head is zero.
 
     Raises:
@@ -209,16 +209,16 @@ def fixed_point(found: Modes, subset: Collection[int]) -> Float[np.ndarray, "d_x
     Source:
         Zhang et al. 2025, arXiv 2501.16265, section 4.2; all D directions give M* of eq. (11).
     Example:
-        >>> found = modes(population_moments(np.array([0.3, 0.2]), context_length=31))
-        >>> np.diag(fixed_point(found, [1])).round(3).tolist()
+        >>> directions = modes(population_moments(np.array([0.3, 0.2]), context_length=31))
+        >>> np.diag(fixed_point(directions, [1])).round(3).tolist()
         [0.0, 4.493]
     """
-    rows = _subset(found, subset)
-    vectors = found.vectors[:, rows]
-    return (vectors * found.targets[rows]) @ vectors.T
+    rows = _subset(directions, subset)
+    vectors = directions.vectors[:, rows]
+    return (vectors * directions.targets[rows]) @ vectors.T
 
 
-def fixed_point_loss(found: Modes, subset: Collection[int]) -> float:
+def fixed_point_loss(directions: Modes, subset: Collection[int]) -> float:
     """L(M(S)) = E y^2 - sum_{d in S} lambda_d / a_d, unit y^2.
 
     Raises:
@@ -226,11 +226,11 @@ def fixed_point_loss(found: Modes, subset: Collection[int]) -> float:
     Source:
         Zhang et al. 2025, arXiv 2501.16265, eq. (19) for the first m directions; for any subset derived here.
     Example:
-        >>> found = modes(population_moments(np.array([0.3, 0.2]), context_length=31))
-        >>> round(fixed_point_loss(found, [0, 1]), 4) == round(float(found.levels[-1]), 4)
+        >>> directions = modes(population_moments(np.array([0.3, 0.2]), context_length=31))
+        >>> round(fixed_point_loss(directions, [0, 1]), 4) == round(float(directions.levels[-1]), 4)
         True
     """
-    return float(found.variance - found.gains[_subset(found, subset)].sum())
+    return float(directions.variance - directions.gains[_subset(directions, subset)].sum())
 
 
 def claims_not_applying(
@@ -291,8 +291,8 @@ def _inner(one: np.ndarray, other: np.ndarray) -> np.ndarray:
     return np.asarray(np.vecdot(*flat))
 
 
-def _subset(found: Modes, subset: Collection[int]) -> list[int]:
-    rows, n_modes = sorted(subset), len(found.rates)
+def _subset(directions: Modes, subset: Collection[int]) -> list[int]:
+    rows, n_modes = sorted(subset), len(directions.rates)
     if len(set(rows)) < len(rows) or not set(rows) <= set(range(n_modes)):
         raise ValueError(
             f"subset must hold directions from 0 to {n_modes - 1}, each once, got {rows}."

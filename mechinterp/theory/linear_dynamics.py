@@ -33,7 +33,7 @@ def learning_rate_time(
     return 1 / (2 * learning_rate * factor**2), factor
 
 
-def effective_scale(heads: MergedHeads, found: Modes) -> float:
+def effective_scale(heads: MergedHeads, directions: Modes) -> float:
     """w_eff = |W_1 e + w_2| / 2, the part of random small weights that grows; e = vec(Lambda^2) normalised.
 
     w_2 holds the v_i and the rows of W_1 the vec(U_i).
@@ -42,17 +42,17 @@ def effective_scale(heads: MergedHeads, found: Modes) -> float:
         Derived here: near zero (W_1 e)' = |Lambda^2| w_2 and w_2' = |Lambda^2| W_1 e, so the sum grows.
     Example:
         >>> from mechinterp.theory.linear import modes, population_moments
-        >>> found = modes(population_moments(np.ones(1), context_length=31))
-        >>> effective_scale(MergedHeads(v=np.array([0.1]), U=np.array([[[0.1]]])), found)
+        >>> directions = modes(population_moments(np.ones(1), context_length=31))
+        >>> effective_scale(MergedHeads(v=np.array([0.1]), U=np.array([[[0.1]]])), directions)
         0.1
     """
-    force = (found.vectors * found.rates) @ found.vectors.T
-    along = np.einsum("hij,ij->h", heads.U, force / np.linalg.norm(found.rates))
+    force = (directions.vectors * directions.rates) @ directions.vectors.T
+    along = np.einsum("hij,ij->h", heads.U, force / np.linalg.norm(directions.rates))
     return float(np.linalg.norm(along + heads.v) / 2)
 
 
 def white_time_course(
-    time: Float[np.ndarray, " time"], found: Modes, *, scale: float, tau: float = 1.0
+    time: Float[np.ndarray, " time"], directions: Modes, *, scale: float, tau: float = 1.0
 ) -> tuple[Float[np.ndarray, " time"], Float[np.ndarray, " time"]]:
     """sigma(t), with M = sigma(t) I, and the loss of merged heads when x ~ N(0, c I).
 
@@ -67,18 +67,18 @@ def white_time_course(
         Zhang et al. 2025, arXiv 2501.16265, eq. (10), there for c = 1.
     Example:
         >>> from mechinterp.theory.linear import modes, population_moments
-        >>> found = modes(population_moments(np.ones(4), context_length=31))
-        >>> sigma, loss = white_time_course(np.array([0.0, 100.0]), found, scale=1e-3)
+        >>> directions = modes(population_moments(np.ones(4), context_length=31))
+        >>> sigma, loss = white_time_course(np.array([0.0, 100.0]), directions, scale=1e-3)
         >>> loss.round(4).tolist()
         [4.0, 0.5556]
     """
-    rate, initial = _white(found, scale, tau)
+    rate, initial = _white(directions, scale, tau)
     decay = np.exp(-rate * time)
-    sigma = 1 / ((1 - decay) / found.targets[0] + initial * decay)
-    return sigma, found.diagonal_loss(sigma[:, None] / found.targets)
+    sigma = 1 / ((1 - decay) / directions.targets[0] + initial * decay)
+    return sigma, directions.diagonal_loss(sigma[:, None] / directions.targets)
 
 
-def white_half_time(found: Modes, *, scale: float, tau: float = 1.0) -> float:
+def white_half_time(directions: Modes, *, scale: float, tau: float = 1.0) -> float:
     """Time at which sigma(t) is half of its last value: (1/A) ln(sqrt(D) / (c a w^2) - 1).
 
     Raises:
@@ -87,16 +87,16 @@ def white_half_time(found: Modes, *, scale: float, tau: float = 1.0) -> float:
         Derived here from Zhang et al. 2025, arXiv 2501.16265, eq. (10).
     Example:
         >>> from mechinterp.theory.linear import modes, population_moments
-        >>> found = modes(population_moments(np.ones(4), context_length=31))
-        >>> round(white_half_time(found, scale=1e-3), 3)
+        >>> directions = modes(population_moments(np.ones(4), context_length=31))
+        >>> round(white_half_time(directions, scale=1e-3), 3)
         3.59
     """
-    rate, initial = _white(found, scale, tau)
-    return float(np.log(initial * found.targets[0] - 1) / rate)
+    rate, initial = _white(directions, scale, tau)
+    return float(np.log(initial * directions.targets[0] - 1) / rate)
 
 
 def merged_time_course(
-    time: Float[np.ndarray, " time"], found: Modes, *, scale: float, tau: float = 1.0
+    time: Float[np.ndarray, " time"], directions: Modes, *, scale: float, tau: float = 1.0
 ) -> tuple[Float[np.ndarray, " time"], Float[np.ndarray, "time mode"], Float[np.ndarray, " time"]]:
     """v(t), u_d(t) and the loss of merged heads that grew together from small weights, any covariance.
 
@@ -111,35 +111,37 @@ def merged_time_course(
         Derived here: all heads share one direction, which leaves D + 1 numbers.
     Example:
         >>> from mechinterp.theory.linear import modes, population_moments
-        >>> found = modes(population_moments(np.array([0.3, 0.2]), context_length=31))
-        >>> v, u, loss = merged_time_course(np.array([0.0, 3000.0]), found, scale=1e-3)
-        >>> np.allclose(loss, found.levels[[0, -1]], atol=1e-5)
+        >>> directions = modes(population_moments(np.array([0.3, 0.2]), context_length=31))
+        >>> v, u, loss = merged_time_course(np.array([0.0, 3000.0]), directions, scale=1e-3)
+        >>> np.allclose(loss, directions.levels[[0, -1]], atol=1e-5)
         True
     """
     require_positive(scale=scale, tau=tau)
 
     def velocity(_: float, state: np.ndarray) -> np.ndarray:
         v, u = state[0], state[1:]
-        force = found.rates * (1 - v * u / found.targets) / tau
+        force = directions.rates * (1 - v * u / directions.targets) / tau
         return np.concatenate([[u @ force], v * force])
 
-    start = scale * np.concatenate([[1.0], found.rates / np.linalg.norm(found.rates)])
+    start = scale * np.concatenate([[1.0], directions.rates / np.linalg.norm(directions.rates)])
     state = _integrate(velocity, start, time)
     v, u = state[:, 0], state[:, 1:]
-    return v, u, found.diagonal_loss(v[:, None] * u / found.targets)
+    return v, u, directions.diagonal_loss(v[:, None] * u / directions.targets)
 
 
-def _white(found: Modes, scale: float, tau: float) -> tuple[float, float]:
+def _white(directions: Modes, scale: float, tau: float) -> tuple[float, float]:
     """A, and 1 / sigma(0)."""
     require_positive(scale=scale, tau=tau)
-    if np.ptp(found.rates) > 1e-9 * found.rates[0]:
-        raise ValueError(f"The covariance must be white, got growth rates {found.rates.tolist()}.")
-    root = float(len(found.rates) ** 0.5)
-    return float(2 * found.rates[0] * root / tau), root / scale**2
+    if np.ptp(directions.rates) > 1e-9 * directions.rates[0]:
+        raise ValueError(
+            f"The covariance must be white, got growth rates {directions.rates.tolist()}."
+        )
+    root = float(len(directions.rates) ** 0.5)
+    return float(2 * directions.rates[0] * root / tau), root / scale**2
 
 
 def _integrate(velocity, start: np.ndarray, time: np.ndarray) -> np.ndarray:
-    found = solve_ivp(
+    solution = solve_ivp(
         velocity, (0.0, float(time[-1])), start, "LSODA", t_eval=time, rtol=1e-10, atol=1e-13
     )
-    return found.y.T
+    return solution.y.T

@@ -94,7 +94,7 @@ class Jumps:
 
 
 def predict_jumps(
-    heads: SeparateHeads, found: Modes, *, tau: float = 1.0, threshold: float | None = None
+    heads: SeparateHeads, directions: Modes, *, tau: float = 1.0, threshold: float | None = None
 ) -> Jumps:
     """Times, directions and heads of all jumps of rank-one heads, from their initial weights alone.
 
@@ -111,8 +111,8 @@ def predict_jumps(
     Example:
         >>> from mechinterp.theory.linear import modes, population_moments
         >>> from mechinterp.theory.linear_heads import separate_heads
-        >>> found = modes(population_moments(np.array([0.4, 0.2]), context_length=31))
-        >>> jumps = predict_jumps(separate_heads(3, 2, std=1e-2, seed=0), found)
+        >>> directions = modes(population_moments(np.array([0.4, 0.2]), context_length=31))
+        >>> jumps = predict_jumps(separate_heads(3, 2, std=1e-2, seed=0), directions)
         >>> jumps.mode.tolist()
         [0, 1]
     """
@@ -120,11 +120,13 @@ def predict_jumps(
     require_positive(tau=tau, threshold=threshold)
     if heads.K.shape[1] != 1:
         raise ValueError(f"heads must have rank 1, got {heads.K.shape[1]}.")
-    state = np.column_stack([heads.v, heads.K[:, 0] @ found.vectors, heads.Q[:, 0] @ found.vectors])
-    alive, rates = np.arange(len(state)), found.rates.copy()
+    state = np.column_stack(
+        [heads.v, heads.K[:, 0] @ directions.vectors, heads.Q[:, 0] @ directions.vectors]
+    )
+    alive, rates = np.arange(len(state)), directions.rates.copy()
     now, rows = 0.0, []
     for _ in range(min(len(state), len(rates))):
-        wait, state, row, mode = _next_jump(state, rates, found.targets, threshold)
+        wait, state, row, mode = _next_jump(state, rates, directions.targets, threshold)
         now += wait * tau
         rows.append((now, mode, alive[row]))
         state, alive = np.delete(state, row, axis=0), np.delete(alive, row)
@@ -134,7 +136,7 @@ def predict_jumps(
 
 
 def predicted_loss(
-    time: Float[np.ndarray, " time"], jumps: Jumps, found: Modes, *, tau: float = 1.0
+    time: Float[np.ndarray, " time"], jumps: Jumps, directions: Modes, *, tau: float = 1.0
 ) -> Float[np.ndarray, " time"]:
     """Loss over time, unit y^2: each direction grows alone and is in the middle of its drop at its jump.
 
@@ -146,18 +148,18 @@ def predicted_loss(
         Zhang et al. 2025, arXiv 2501.16265, eq. (20) and (21), with the times of predict_jumps.
     Example:
         >>> from mechinterp.theory.linear import modes, population_moments
-        >>> found = modes(population_moments(np.array([0.4, 0.2]), context_length=31))
+        >>> directions = modes(population_moments(np.array([0.4, 0.2]), context_length=31))
         >>> jumps = Jumps(time=np.array([1e3, 1e4]), mode=np.array([0, 1]), head=np.array([1, 0]))
-        >>> predicted_loss(np.array([0.0, 5e3, 1e6]), jumps, found).round(3).tolist()
+        >>> predicted_loss(np.array([0.0, 5e3, 1e6]), jumps, directions).round(3).tolist()
         [0.6, 0.23, 0.053]
     """
-    learned = np.zeros((len(time), len(found.rates)))
+    learned = np.zeros((len(time), len(directions.rates)))
     for moment, mode in zip(jumps.time, jumps.mode, strict=True):
-        rate, target = float(found.rates[mode]), float(found.targets[mode])
+        rate, target = float(directions.rates[mode]), float(directions.targets[mode])
         start = MIDPOINT * target ** (1 / 3)
         v = growth_value(time - moment, start, rate=rate, target=target, tau=tau)
         learned[:, mode] = v**3 / target
-    return found.diagonal_loss(learned)
+    return directions.diagonal_loss(learned)
 
 
 def free_threshold() -> float:
@@ -173,7 +175,7 @@ def free_threshold() -> float:
     return float(-1 / (_clock(u, np.log1p(-u)) + np.pi / (6 * 3**0.5)))
 
 
-def first_jump_bound(heads: SeparateHeads, found: Modes, *, tau: float = 1.0) -> float:
+def first_jump_bound(heads: SeparateHeads, directions: Modes, *, tau: float = 1.0) -> float:
     """A time before which no head can have grown out: tau sqrt(3) / (g_1 max_i |theta_i|).
 
     theta_i = (v_i, K_i, Q_i) holds the initial weights of a head.
@@ -184,14 +186,14 @@ def first_jump_bound(heads: SeparateHeads, found: Modes, *, tau: float = 1.0) ->
         Derived here: v sum_r k_r^T G q_r <= g_1 |theta|^3 / (3 sqrt 3); the bound of alternating gradient flows.
     Example:
         >>> from mechinterp.theory.linear import modes, population_moments
-        >>> found = modes(population_moments(np.ones(1), context_length=31))
+        >>> directions = modes(population_moments(np.ones(1), context_length=31))
         >>> head = SeparateHeads(v=np.full(1, 0.1), K=np.full((1, 1, 1), 0.1), Q=np.full((1, 1, 1), 0.1))
-        >>> round(first_jump_bound(head, found), 6)
+        >>> round(first_jump_bound(head, directions), 6)
         10.0
     """
     squares = heads.v**2 + np.square(heads.K).sum((1, 2)) + np.square(heads.Q).sum((1, 2))
     require_positive(tau=tau, weights=float(squares.max()))
-    return float(tau * 3**0.5 / (found.rates[0] * np.sqrt(squares.max())))
+    return float(tau * 3**0.5 / (directions.rates[0] * np.sqrt(squares.max())))
 
 
 def settled_head(
@@ -213,7 +215,7 @@ def settled_head(
     return v, np.sqrt(targets / v)
 
 
-def long_levels(found: Modes, *, rank: int) -> list[int]:
+def long_levels(directions: Modes, *, rank: int) -> list[int]:
     """Numbers of learned directions at which heads of a rank rest long: 0, R, 2R, ... and D.
 
     Source:
@@ -223,12 +225,12 @@ def long_levels(found: Modes, *, rank: int) -> list[int]:
         >>> long_levels(modes(population_moments(np.arange(1.0, 6), context_length=31)), rank=2)
         [0, 2, 4, 5]
     """
-    n_modes = len(found.rates)
+    n_modes = len(directions.rates)
     return [*range(0, n_modes, rank), n_modes]
 
 
 def residence_in_head(
-    found: Modes, first: int, second: int, *, scale: float, tau: float = 1.0
+    directions: Modes, first: int, second: int, *, scale: float, tau: float = 1.0
 ) -> float:
     """Time that a head of rank 2 or more takes from one direction to its next, up to a constant.
 
@@ -240,14 +242,14 @@ def residence_in_head(
         Derived here: with v fixed the next pair grows at rate v g_2, from scale^(1 - g_2 / g_1).
     Example:
         >>> from mechinterp.theory.linear import modes, population_moments
-        >>> found = modes(population_moments(np.array([0.4, 0.3, 0.2, 0.1]), context_length=31))
-        >>> waits = [residence_in_head(found, 0, 1, scale=scale) for scale in (1e-3, 1e-2)]
+        >>> directions = modes(population_moments(np.array([0.4, 0.3, 0.2, 0.1]), context_length=31))
+        >>> waits = [residence_in_head(directions, 0, 1, scale=scale) for scale in (1e-3, 1e-2)]
         >>> round(waits[0] - waits[1], 2)
         8.55
     """
     require_positive(scale=scale, tau=tau)
-    slow, fast = found.rates[second], found.rates[first]
-    v = found.targets[first] ** (1 / 3)
+    slow, fast = directions.rates[second], directions.rates[first]
+    v = directions.targets[first] ** (1 / 3)
     return float(tau * (1 - slow / fast) * np.log(1 / scale) / (v * slow))
 
 
@@ -281,7 +283,7 @@ def _next_jump(
     require_positive(weights=float(squares))
     if distance(0.0, state.ravel()) < 0:
         horizon = 1e6 / (rates.max() * squares**0.5)
-        found = solve_ivp(
+        solution = solve_ivp(
             velocity,
             (0.0, horizon),
             state.ravel(),
@@ -290,11 +292,11 @@ def _next_jump(
             rtol=1e-9,
             atol=1e-13,
         )
-        if not found.t_events[0].size:
+        if not solution.t_events[0].size:
             raise ValueError(
                 f"heads must grow along a direction; none does within {horizon:.3g} tau."
             )
-        wait, state = float(found.t_events[0][0]), found.y_events[0][0].reshape(state.shape)
+        wait, state = float(solution.t_events[0][0]), solution.y_events[0][0].reshape(state.shape)
     else:
         wait = 0.0
     chosen = modes_of(state)

@@ -43,8 +43,8 @@ def step_moments(
     Source:
         Derived here from Wishart moments, for the tasks of He et al. 2025, arXiv 2503.12734, section 4.4.
     Example:
-        >>> found = step_moments([[0], [0, 1]], d_x=2, context_length=40, beta_var=1, noise_var=0.1, query_noise_var=0, shared_beta=True)
-        >>> found.variance.tolist()
+        >>> moments = step_moments([[0], [0, 1]], d_x=2, context_length=40, beta_var=1, noise_var=0.1, query_noise_var=0, shared_beta=True)
+        >>> moments.variance.tolist()
         [1.0, 2.0]
     """
     on = np.zeros((len(supports), d_x))
@@ -65,8 +65,8 @@ def joint_step(moments: StepMoments) -> Theta:
     Source:
         Derived here. With a vector for each, theta_nni = 1 / (1 + (|S_n| + s^2 / beta_var) / L) on the support, else 0.
     Example:
-        >>> found = step_moments([[0], [1]], d_x=2, context_length=40, beta_var=1, noise_var=1, query_noise_var=0, shared_beta=False)
-        >>> joint_step(found)[0].round(4).tolist()
+        >>> moments = step_moments([[0], [1]], d_x=2, context_length=40, beta_var=1, noise_var=1, query_noise_var=0, shared_beta=False)
+        >>> joint_step(moments)[0].round(4).tolist()
         [[0.9524, 0.0], [0.0, 0.0]]
     """
     return np.linalg.solve(moments.second, moments.first.transpose(2, 1, 0)).transpose(2, 1, 0)
@@ -78,8 +78,8 @@ def joint_step_risk(theta: Theta, moments: StepMoments) -> float:
     Source:
         Derived here from Wishart moments.
     Example:
-        >>> found = step_moments([[0], [1]], d_x=2, context_length=40, beta_var=1, noise_var=1, query_noise_var=0, shared_beta=False)
-        >>> round(joint_step_risk(joint_step(found), found), 4)
+        >>> moments = step_moments([[0], [1]], d_x=2, context_length=40, beta_var=1, noise_var=1, query_noise_var=0, shared_beta=False)
+        >>> round(joint_step_risk(joint_step(moments), moments), 4)
         0.0714
     """
     quadratic = np.einsum("nmi,imk,nki->n", theta, moments.second, theta)
@@ -95,8 +95,8 @@ def joint_step_of_rank(moments: StepMoments, rank: int) -> Theta:
     Source:
         Derived here.
     Example:
-        >>> found = step_moments([[0], [1]], d_x=2, context_length=40, beta_var=1, noise_var=1, query_noise_var=0, shared_beta=False)
-        >>> [round(joint_step_risk(joint_step_of_rank(found, rank), found), 4) for rank in (1, 2)]
+        >>> moments = step_moments([[0], [1]], d_x=2, context_length=40, beta_var=1, noise_var=1, query_noise_var=0, shared_beta=False)
+        >>> [round(joint_step_risk(joint_step_of_rank(moments, rank), moments), 4) for rank in (1, 2)]
         [0.1136, 0.0714]
     """
     if rank < 1:

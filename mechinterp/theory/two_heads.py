@@ -66,7 +66,7 @@ def two_head_flow(
 
     slope.direction = -1  # type: ignore[attr-defined]
     end = float(time[-1])
-    found = solve_ivp(
+    solution = solve_ivp(
         velocity,
         (0.0, end),
         [start, start],
@@ -76,8 +76,8 @@ def two_head_flow(
         rtol=1e-10,
         atol=1e-14,
     )
-    omega, mu = found.y
-    peaked = len(found.t_events[0]) > 0
+    omega, mu = solution.y
+    peaked = len(solution.t_events[0]) > 0
     return TwoHeadFlow(
         time=time,
         omega=omega,
@@ -85,8 +85,8 @@ def two_head_flow(
         half_loss=(1 + noise_var) / 2
         - 2 * mu * omega
         + 2 * mu**2 * (omega**2 + c * np.sinh(d_x * omega**2)),
-        peak_time=float(found.t_events[0][0]) if peaked else float("nan"),
-        peak_omega=float(found.y_events[0][0][0]) if peaked else float("nan"),
+        peak_time=float(solution.t_events[0][0]) if peaked else float("nan"),
+        peak_omega=float(solution.y_events[0][0][0]) if peaked else float("nan"),
     )
 
 

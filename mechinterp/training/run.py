@@ -348,12 +348,12 @@ def own(weights: Form) -> Form:
     )
 
 
-def require_like(what: str, found: Tensor, expected: Tensor) -> None:
+def require_like(what: str, tensor: Tensor, expected: Tensor) -> None:
     """Refuse a tensor of another dtype or shape."""
     for name in ("dtype", "shape"):
-        if getattr(found, name) != getattr(expected, name):
+        if getattr(tensor, name) != getattr(expected, name):
             raise ValueError(
-                f"{what} must have {name} {getattr(expected, name)}, got {getattr(found, name)}"
+                f"{what} must have {name} {getattr(expected, name)}, got {getattr(tensor, name)}"
             )
 
 

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from mechinterp.analysis.ablation.masked_risk import masked_errors
-from mechinterp.analysis.ablation.pairs import ablate_pairs, greedy_order, halves
+from mechinterp.analysis.ablation.pairs import ablate_pairs, greedy_order
+from mechinterp.analysis.stats import halves
 from mechinterp.config import TaskConfig
 from mechinterp.models.constructions.one_layer import diagonal_heads
 from mechinterp.models.hooked.transformer import ICLTransformer

@@ -10,8 +10,8 @@ from jaxtyping import Float, Int
 
 from mechinterp import figures
 from mechinterp.analysis.ablation.masked_risk import masked_errors
-from mechinterp.analysis.stats import mean_and_sem
-from mechinterp.display import Result
+from mechinterp.analysis.stats import halves, mean_and_sem
+from mechinterp.display import Result, frame_of, with_sem
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.run.evaluation import evaluation_prompts
 from mechinterp.models.run.predictor import Source, predictor_of
@@ -86,10 +86,9 @@ class GreedyOrder(Result):
 
     def to_frame(self) -> pd.DataFrame:
         """One row per number of masked heads."""
-        columns = {"n_masked": np.arange(len(self.risk)), "head": ["", *self.names]}
-        for name in ("risk", "risk_sem", "rise", "rise_sem"):
-            columns[name] = getattr(self, name)
-        return pd.DataFrame(columns)
+        frame = frame_of(self, *with_sem("risk", "rise"), n_masked=range(len(self.risk)))
+        frame.insert(1, "head", ["", *self.names])
+        return frame
 
     def plot(self) -> go.Figure:
         """Excess risk over the number of masked heads."""
@@ -184,17 +183,3 @@ def greedy_order(
     errors = masked_errors(source, measured_on, masks, method=method)
     risks, rises = mean_and_sem(errors), mean_and_sem(errors - errors[:, :1])
     return GreedyOrder(np.array(gone), *risks, *rises)
-
-
-def halves(prompts: Prompts) -> tuple[Prompts, Prompts]:
-    """The first half, to choose on, and the rest, to measure on.
-
-    Raises:
-        ValueError: If there are fewer than four prompts.
-    """
-    if len(prompts) < 4:
-        raise ValueError(
-            f"There must be at least 4 prompts to choose and to measure on, got {len(prompts)}."
-        )
-    middle = len(prompts) // 2
-    return prompts[:middle], prompts[middle:]

@@ -11,7 +11,7 @@ from mechinterp import figures
 from mechinterp.analysis.number_format import digits
 from mechinterp.analysis.result import Table
 from mechinterp.analysis.training.histories import NOT_KNOWN, Training, training_of, with_history
-from mechinterp.display import Result
+from mechinterp.display import Result, frame_of
 from mechinterp.models.run.predictor import Source
 
 SCALARS = ("omega", "mu", "qk_diagonal", "ov_last_entry")
@@ -70,14 +70,8 @@ class TrainingDynamics(Result):
 
     def to_frame(self) -> pd.DataFrame:
         """One row per logged step and head."""
-        n_rows, n_heads = self.omega.shape
-        columns = {
-            "step": np.repeat(self.step, n_heads),
-            "head": np.tile(np.arange(n_heads), n_rows),
-        }
-        columns |= {name: np.repeat(getattr(self, name), n_heads) for name in ("loss", "eval_loss")}
-        columns |= {name: getattr(self, name).ravel() for name in SCALARS}
-        return pd.DataFrame(columns)
+        names = ("loss", "eval_loss", *SCALARS)
+        return frame_of(self, *names, step=self.step, head=range(self.omega.shape[1]))
 
     def plot(self) -> go.Figure:
         """omega of every head over training."""

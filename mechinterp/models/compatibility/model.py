@@ -236,20 +236,24 @@ def has_finite_gradients(model: Module) -> None:
     inputs, _ = sample_inputs(model)
     names = [f"blocks.0.attn.hook_{name}" for name in ("attn_scores", "pattern")]
     parameters = dict(model.named_parameters())
-    found: dict[str, Tensor] = {}
+    gradients_by_name: dict[str, Tensor] = {}
 
     def keep(gradient: Tensor, hook: Module) -> None:
-        found[hook.name] = gradient.detach().clone()
+        gradients_by_name[hook.name] = gradient.detach().clone()
 
     inputs.requires_grad_()
     with model.hooks(bwd_hooks=[(name, keep) for name in names]):
         loss = model(inputs).square().sum()
         # Not loss.backward(), which would add to the parameters' own gradients.
         gradients = torch.autograd.grad(loss, [inputs, *parameters.values()], allow_unused=True)
-    found |= {n: g for n, g in zip(["input", *parameters], gradients, strict=True) if g is not None}
-    missing = [name for name in (*names, "input") if name not in found]
+    gradients_by_name |= {
+        n: g for n, g in zip(["input", *parameters], gradients, strict=True) if g is not None
+    }
+    missing = [name for name in (*names, "input") if name not in gradients_by_name]
     require(not missing, f"no gradient at {', '.join(missing)}")
-    broken = [name for name, gradient in found.items() if not torch.isfinite(gradient).all()]
+    broken = [
+        name for name, gradient in gradients_by_name.items() if not torch.isfinite(gradient).all()
+    ]
     require(not broken, f"the gradient is not finite at {', '.join(broken)}")
 
 

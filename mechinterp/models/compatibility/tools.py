@@ -153,10 +153,8 @@ def patches_direct_paths(model: Module) -> None:
                 moved[:, :, head] += (norm(resid + write) - norm(resid)) @ weights
                 hook = replace_at((slice(None), slice(None), head), moved)
                 by_hand = query_output(model.run_with_hooks(corrupted, fwd_hooks=[(name, hook)]))
-                found = paths[0, 0, -1, head]
-                require_close(
-                    found, by_hand, f"the path into {component} of the last head, by hand"
-                )
+                path = paths[0, 0, -1, head]
+                require_close(path, by_hand, f"the path into {component} of the last head, by hand")
         shape = [n_layers, model.cfg.n_heads] * 2
         require(list(paths.shape) == shape, f"shape {list(paths.shape)} instead of {shape}")
 
@@ -207,9 +205,9 @@ def measures_faithfulness(model: Module) -> None:
         scores = attribution_patching.attribution_patch(model, a, b, query_output, config)
         edges = list(scores.edge_scores)
         for circuit, recovered in ((edges, 1.0), ([], 0.0)):
-            found = run(circuit).recovered
-            reason = f"{len(circuit)} of {len(edges)} edges recover {found:.3g} of the metric"
-            require(abs(found - recovered) < 1e-3, reason)
+            recovery = run(circuit).recovered
+            reason = f"{len(circuit)} of {len(edges)} edges recover {recovery:.3g} of the metric"
+            require(abs(recovery - recovered) < 1e-3, reason)
 
 
 def has_factored_circuits(model: Module) -> None:

@@ -29,8 +29,8 @@ def gradient_descent_model(etas: Sequence[float], *, d_x: int) -> DeepWeights:
         >>> task, generator = TaskConfig(d_x=4), generator_for(0, "eval", 0)
         >>> prompts = sample_prompts(task, 8, generator=generator, dtype=torch.float64)
         >>> expected = gradient_descent(prompts, steps=2, eta=0.5)[-1]
-        >>> found = predict_deep(gradient_descent_model([0.5, 0.5], d_x=4), prompts)
-        >>> torch.allclose(found, expected)
+        >>> predicted = predict_deep(gradient_descent_model([0.5, 0.5], d_x=4), prompts)
+        >>> torch.allclose(predicted, expected)
         True
     """
     return gd_plus_plus_model(etas, [0.0] * len(etas), d_x=d_x)

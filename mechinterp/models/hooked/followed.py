@@ -59,8 +59,8 @@ class Following(TorchFunctionMode):
         if heads is not None and func is F.multi_head_attention_forward:
             bound = inspect.signature(func).bind(*args, **kwargs)
             bound.apply_defaults()
-            if (found := _multihead(heads, **bound.arguments)) is not None:
-                return found
+            if (output := _multihead(heads, **bound.arguments)) is not None:
+                return output
         if heads is not None and func is F.scaled_dot_product_attention:
             return _attention(heads, *args, **kwargs)
         if heads is not None and func in SOFTMAX:
@@ -120,10 +120,10 @@ def why_not_followed(passed: Mapping[str, Sequence[Tensor]]) -> tuple[tuple[str,
     return (), ""
 
 
-def _same(found: Tensor, expected: Tensor) -> bool:
+def _same(values: Tensor, expected: Tensor) -> bool:
     rounding = ROUNDING.get(expected.dtype, 1e-2)
     largest = expected.abs().max().item() if expected.numel() else 0.0
-    return bool(((found - expected).abs() <= rounding * largest).all())
+    return bool(((values - expected).abs() <= rounding * largest).all())
 
 
 def _enter(running: Running, heads: nn.Module, container: nn.Module, args: tuple) -> None:

@@ -95,8 +95,8 @@ class HookedPredictor:
 
     def predict(self, prompts: Prompts) -> Float[Tensor, "batch d_y"]:
         """Prediction of y_query, in units of y, on the device of the prompts."""
-        found = self.prediction(self.model(self.inputs(prompts)), prompts)
-        return found.to(prompts.x.device)
+        prediction = self.prediction(self.model(self.inputs(prompts)), prompts)
+        return prediction.to(prompts.x.device)
 
     def inputs(self, prompts: Prompts) -> Float[Tensor, "batch pos width"]:
         """What goes into the model, which must not drop at random.
@@ -145,13 +145,13 @@ class HookedPredictor:
         Raises:
             ValueError: If it is not of the shape of their y_query; broadcast, it would give numbers all the same.
         """
-        found = self.read(output)
-        if found.shape != prompts.y_query.shape:
+        prediction = self.read(output)
+        if prediction.shape != prompts.y_query.shape:
             raise ValueError(
                 f"read must give [batch, d_y], {list(prompts.y_query.shape)} for these prompts, "
-                f"got {list(found.shape)}."
+                f"got {list(prediction.shape)}."
             )
-        return found
+        return prediction
 
     def activations(self, prompts: Prompts, names: Sequence[str]) -> tuple[Tensor, list[Tensor]]:
         """The model's output, and what passes these hooks.

@@ -214,9 +214,9 @@ class ICLTransformer(HookedTransformerNames):
         if isinstance(tokens, Tensor) and not tokens.is_floating_point():
             return tokens
         if not (isinstance(tokens, Tensor) and tokens.ndim == 3):
-            found = type(prompts).__name__
+            kind = type(prompts).__name__
             raise ValueError(
-                f"There is no text to read: to_tokens and numbered take prompts or vectors [batch, pos, d_token], got {found}."
+                f"There is no text to read: to_tokens and numbered take prompts or vectors [batch, pos, d_token], got {kind}."
             )
         start, added = len(self._table), tokens.detach().flatten(0, 1)
         self._table = torch.cat([self._table, added]) if start else added.clone()

@@ -112,13 +112,13 @@ def streams(
     by_layer, parts = by_layers(heads), []
     layers = [_Layer(weights, layer) for layer in range(weights.n_layers)]
     for rows in _chunks(weights, prompts):
-        found = [_embedded(weights, prompts[rows])]
+        before = [_embedded(weights, prompts[rows])]
         for layer in layers:
-            z = layer.z(found[-1])
+            z = layer.z(before[-1])
             if layer.number in by_layer:
                 z = mask_z(z, heads=by_layer[layer.number], value=None)
-            found.append(layer.after(found[-1], layer.written(z)))
-        parts.append(torch.stack([stream[:, -1:] for stream in found]))
+            before.append(layer.after(before[-1], layer.written(z)))
+        parts.append(torch.stack([stream[:, -1:] for stream in before]))
     return torch.cat(parts, dim=1)
 
 

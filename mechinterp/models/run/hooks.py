@@ -70,9 +70,9 @@ def streams(
     parts = []
     with masked(hooked, heads):
         for rows in hooked.chunks(prompts, CHUNK):
-            _, found = hooked.activations(prompts[rows], names)
+            _, every_stream = hooked.activations(prompts[rows], names)
             parts.append(
-                _stacked([stream[:, at] for stream, at in zip(found, columns, strict=True)])
+                _stacked([stream[:, at] for stream, at in zip(every_stream, columns, strict=True)])
             )
     return torch.cat(parts, dim=1)
 
@@ -236,13 +236,13 @@ class _Run:
 def _run(hooked: HookedPredictor, prompts: Prompts, layers: list[AttentionWeights]) -> _Run:
     numbers = range(hooked.n_layers)
     names = [hooked.stream_name(layer) for layer in numbers]
-    output, found = hooked.activations(prompts, [*names, *map(z_name, numbers)])
+    output, activations = hooked.activations(prompts, [*names, *map(z_name, numbers)])
     return _Run(
         hooked=hooked,
         prompts=prompts,
         prediction=hooked.prediction(output, prompts),
-        resid=found[: len(numbers)],
-        z=found[len(numbers) :],
+        resid=activations[: len(numbers)],
+        z=activations[len(numbers) :],
         layers=layers,
     )
 
@@ -272,8 +272,8 @@ def _mean_z(hooked: HookedPredictor, prompts: Prompts) -> list[Tensor]:
     names = [z_name(layer) for layer in range(hooked.n_layers)]
     totals: list[Tensor] = []
     for rows in hooked.chunks(prompts, CHUNK):
-        _, found = hooked.activations(prompts[rows], names)
-        sums = [z.double().sum(0) for z in found]
+        _, every_z = hooked.activations(prompts[rows], names)
+        sums = [z.double().sum(0) for z in every_z]
         totals = [a + b for a, b in zip(totals, sums, strict=True)] if totals else sums
     return [total / len(prompts) for total in totals]
 

@@ -34,8 +34,8 @@ def masked_predictions(
         "resample": lambda: swapped(outputs),
     }[method]()
     full, changed = outputs.sum(1), outputs - instead
-    found = torch.stack([_without(full, outputs, instead, changed, heads) for heads in masks])
-    return found if circuits.b_O is None else found + circuits.b_O
+    predictions = torch.stack([_without(full, outputs, instead, changed, heads) for heads in masks])
+    return predictions if circuits.b_O is None else predictions + circuits.b_O
 
 
 def _without(

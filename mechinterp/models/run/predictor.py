@@ -145,8 +145,8 @@ class Predictor:
         """
         require_heads([head for heads in masks for head in heads], self.n_layers, self.n_heads)
         require_method(method, prompts)
-        found = self._way.run(prompts, masks, method=method, progress=progress)
-        return found.to(prompts.x.device)
+        predictions = self._way.run(prompts, masks, method=method, progress=progress)
+        return predictions.to(prompts.x.device)
 
     @torch.no_grad()
     def streams(
@@ -199,8 +199,8 @@ class Predictor:
         """
         self.require_layer(layer)
         require_heads(heads, self.n_layers, self.n_heads)
-        found = self._way.query_streams(prompts, layer, heads, progress)
-        return found.to(prompts.x.device)
+        streams = self._way.query_streams(prompts, layer, heads, progress)
+        return streams.to(prompts.x.device)
 
     @torch.no_grad()
     def query_patterns(self, prompts: Prompts) -> Float[Tensor, "layer batch head key"]:
@@ -262,8 +262,8 @@ def learner_of(source: Source | Learner) -> Learner:
         learner = cast(Learner, source)
 
         def last(prompts: Prompts) -> Tensor:
-            found = learner(prompts)
-            return found[-1] if found.ndim == 3 else found
+            predictions = learner(prompts)
+            return predictions[-1] if predictions.ndim == 3 else predictions
 
         return last
     predictor = predictor_of(source)

@@ -193,9 +193,9 @@ class _Forward:
             d_wide[layer] = d_start.view_as(d_wide[layer])
         d_W_in += _outer(self.tokens, d_stream)
         d_W_Q, d_W_K, d_W_V = d_wide.mT.unbind(1)
-        found = {"W_Q": weights.scale * d_W_Q, "W_K": d_W_K, "W_V": d_W_V}
-        found |= {"W_O": d_W_O, "W_in": d_W_in, "W_U": d_W_U}
-        return weights.with_tensors({name: found[name] for name in weights.tensors})
+        gradients = {"W_Q": weights.scale * d_W_Q, "W_K": d_W_K, "W_V": d_W_V}
+        gradients |= {"W_O": d_W_O, "W_in": d_W_in, "W_U": d_W_U}
+        return weights.with_tensors({name: gradients[name] for name in weights.tensors})
 
     def _written(self, layer: int) -> Float[Tensor, "columns position"]:
         """What a layer's heads read, all heads' features one below the other."""

@@ -73,7 +73,7 @@ def training_set(
 def full_batch_descent(
     heads: Heads,
     moments: Moments,
-    found: Modes,
+    directions: Modes,
     *,
     learning_rate: float,
     steps: int,
@@ -84,7 +84,7 @@ def full_batch_descent(
 
     Args:
         heads: Initial weights in the basis of the moments.
-        found: Directions of the population, in that basis, for the learned fractions.
+        directions: Directions of the population, in that basis, for the learned fractions.
         every: Steps between two rows of the result; the last step is one too.
         at: Steps that are the rows instead, rising.
     Raises:
@@ -108,7 +108,7 @@ def full_batch_descent(
         raise ValueError(f"learning_rate must be > 0, got {learning_rate}.")
     check_heads(heads, moments)
     states = _states(heads, moments, learning_rate, rows)
-    return record(2 * learning_rate * rows, states, heads, moments, found, 1.0)
+    return record(2 * learning_rate * rows, states, heads, moments, directions, 1.0)
 
 
 def _states(

@@ -117,7 +117,7 @@ def flow(
         raise ValueError(f"times must rise from 0 or later to at most duration {duration}.")
     from scipy.integrate import DOP853, LSODA  # takes a good part of a start-up
 
-    start, found = flatten(heads), modes(moments)
+    start, directions = flatten(heads), modes(moments)
     solver_class = LSODA if start.size <= LARGEST_IMPLICIT else DOP853
     velocity = velocity_of(heads, moments)
     solver = solver_class(
@@ -127,11 +127,16 @@ def flow(
     time, states = _follow(
         solver, lambda y: float(moments.loss(unflatten(heads, y).M)), until_loss, wanted
     )
-    return record(time * tau, states, heads, moments, found, tau)
+    return record(time * tau, states, heads, moments, directions, tau)
 
 
 def record(
-    time: np.ndarray, states: np.ndarray, heads: Heads, moments: Moments, found: Modes, tau: float
+    time: np.ndarray,
+    states: np.ndarray,
+    heads: Heads,
+    moments: Moments,
+    directions: Modes,
+    tau: float,
 ) -> Flow:
     """States along a way as a Flow, with -dL/dt and the learned fractions."""
     path = unflatten(heads, states)
@@ -144,7 +149,7 @@ def record(
         descent=2 / tau * np.square(velocity).sum(1),
         heads=path,
         M=M,
-        learned=found.learned(M),
+        learned=directions.learned(M),
     )
 
 

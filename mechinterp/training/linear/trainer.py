@@ -120,8 +120,8 @@ def train_linear(config: ExperimentConfig) -> TrainedModel:
 
 def _weights(config: ExperimentConfig, path: Heads, row: int) -> Weights:
     """The weights at one row of a path, in float32."""
-    found = linear_attention(_at(path, row), score_slope=config.model.score_slope)
-    return weights_of_layer(found.to(torch.float32), model=config.model)
+    layer = linear_attention(_at(path, row), score_slope=config.model.score_slope)
+    return weights_of_layer(layer.to(torch.float32), model=config.model)
 
 
 def _default_heads(config: ExperimentConfig) -> Heads:

@@ -12,7 +12,7 @@ from mechinterp.checkpoints.load import load
 from mechinterp.checkpoints.native.exchange import hooked_state
 from mechinterp.config import TaskConfig
 
-CHECKPOINT = Path(__file__).parents[1] / "checkpoints" / "softmax-h2-s0"
+CHECKPOINT = Path(__file__).parents[2] / "checkpoints" / "softmax-h2-s0"
 FEW = ("--n-prompts", "64")
 
 

@@ -3,15 +3,15 @@ and of softmax heads.
 
 Lau et al. 2023, arXiv 2308.12108, by Hamiltonian Monte Carlo at n_beta 30,000. Linear attention has the exact loss of
 its population; softmax models the loss on 512 prompts, at the minimum of that loss next to the weights.
-Run: python -m analyses.learning_coefficient (a quarter of an hour; --quick: one model, short chains)
+Run: python -m analyses.coefficients.learning (a quarter of an hour; --quick: one model, short chains)
 """
 
 import pandas as pd
 
-from analyses.lib.measured import Measured, checkpoint, run, shipped
+from analyses.lib import Measured, checkpoint, run, shipped
+from mechinterp import local_learning_coefficient
 from mechinterp.analysis.training.coefficient_result import LearningCoefficient
 from mechinterp.analysis.training.coefficient_snapshots import coefficient_snapshots
-from mechinterp.analysis.training.learning_coefficient import local_learning_coefficient
 from mechinterp.analysis.training.sampler import Chains
 
 LINEAR = ("linear-separate-*", "linear-merged-*", "linear-rank*")
@@ -35,15 +35,8 @@ def row(part: str, name: str, step: int, found: LearningCoefficient, **more: obj
 
 def ends(names: list[str], chains: Chains | None) -> list[dict]:
     """Linear models at the end of their training."""
-    return [
-        row(
-            "end",
-            name,
-            checkpoint(name).step,
-            local_learning_coefficient(checkpoint(name), chains=chains),
-        )
-        for name in names
-    ]
+    found = {name: local_learning_coefficient(checkpoint(name), chains=chains) for name in names}
+    return [row("end", name, checkpoint(name).step, one) for name, one in found.items()]
 
 
 def staircase(name: str, steps: tuple[int, ...], chains: Chains | None) -> list[dict]:
@@ -64,16 +57,11 @@ def staircase(name: str, steps: tuple[int, ...], chains: Chains | None) -> list[
 
 def softmax(name: str, chains: Chains | None, n_prompts: int) -> list[dict]:
     """A softmax model as it is, and at the nearest minimum of the loss on the prompts."""
-    model, step = checkpoint(name), checkpoint(name).step
-    return [
-        row(
-            part,
-            name,
-            step,
-            local_learning_coefficient(model, settle=settle, chains=chains, n_prompts=n_prompts),
-        )
-        for part, settle in (("softmax", False), ("softmax settled", True))
-    ]
+    model, rows, law = checkpoint(name), [], {"chains": chains, "n_prompts": n_prompts}
+    for part, settle in (("softmax", False), ("softmax settled", True)):
+        found = local_learning_coefficient(model, settle=settle, **law)
+        rows.append(row(part, name, model.step, found))
+    return rows
 
 
 def measure(quick: bool) -> Measured:
@@ -85,10 +73,9 @@ def measure(quick: bool) -> Measured:
     for name in () if quick else SOFTMAX:
         rows += softmax(name, chains, 512)
     data = pd.DataFrame(rows).astype({"exact": float})
-    first = coefficient_snapshots(
-        checkpoint("linear-separate-s0"), steps=[3600, 20000], chains=SHORT
-    )
-    found = local_learning_coefficient(checkpoint("linear-separate-s0"), chains=chains)
+    shown = checkpoint("linear-separate-s0")
+    first = coefficient_snapshots(shown, steps=[3600, 20000], chains=SHORT)
+    found = local_learning_coefficient(shown, chains=chains)
     pages = {"staircase": first.plot(), "trace": found.plot(), "posterior": found.plot_posterior()}
     return Measured(data, pages)
 

@@ -3,7 +3,7 @@
 A head without biases is its two circuits: the x rows of QK and the y column of OV, d (d + 1) + d + 1 numbers. Half the number of
 directions in which the loss is curved there is the learning coefficient of a minimum. In the paper's approximate loss
 two heads are four numbers, omega_1, omega_2, mu_1, mu_2, and it can be drawn from.
-Run: python -m analyses.softmax.pair_coefficient (a minute; --quick: one step, few prompts)
+Run: python -m analyses.coefficients.pairs (a minute; --quick: one step, few prompts)
 """
 
 import numpy as np
@@ -11,12 +11,12 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from analyses.lib.measured import SETTING, Measured, checkpoint, run
+from analyses.lib import SETTING, Measured, checkpoint, run
+from mechinterp import Prompts, sample_prompts
 from mechinterp.analysis.stats import mean_and_sem
 from mechinterp.analysis.training.learning_coefficient import N_BETA, coefficient_of_loss
 from mechinterp.analysis.training.local_losses import LocalLoss
 from mechinterp.analysis.training.sampler import Chains
-from mechinterp.icl.prompts import Prompts, sample_prompts
 from mechinterp.models.weights import Weights
 from mechinterp.theory.approximate_loss import approximate_loss, loss_gradients, optimal_mu
 
@@ -38,14 +38,11 @@ def curvatures(weights: Weights, prompts: Prompts) -> np.ndarray:
     tokens = torch.cat([prompts.x, prompts.y], 2)
 
     def loss(flat: Tensor) -> Tensor:
-        qk, ov = (
-            part.view_as(like) for part, like in zip(flat.split(sizes), (QK, OV), strict=True)
-        )
+        qk, ov = flat[: QK.numel()].view_as(QK), flat[QK.numel() :].view_as(OV)
         scores = torch.einsum("bi,hij,blj->bhl", prompts.x_query, qk, tokens)
         predicted = torch.einsum("bhl,hj,blj->b", scores.softmax(2), ov, tokens)
         return (predicted - prompts.y_query[:, 0]).square().mean()
 
-    sizes = [QK.numel(), OV.numel()]
     at = torch.cat([QK.flatten(), OV.flatten()]).requires_grad_()
     (gradient,) = torch.autograd.grad(loss(at), at, create_graph=True)
     rows = [torch.autograd.grad(entry, at, retain_graph=True)[0] for entry in gradient]
@@ -64,15 +61,10 @@ def circuits(name: str, step: int, n_sets: int, n_prompts: int) -> dict[str, obj
     values = np.array(sets)
     mean, sem = mean_and_sem(values)
     return {
-        "part": "circuits",
-        "model": name,
-        "step": step,
-        "numbers": values.shape[1],
+        **{"part": "circuits", "model": name, "step": step, "numbers": values.shape[1]},
         "curved": int(np.median((values > RESOLVED).sum(1))),
         "negative": int(np.median((values < -RESOLVED).sum(1))),
-        "second": mean[1],
-        "least": mean[0],
-        "least_sem": sem[0],
+        **{"second": mean[1], "least": mean[0], "least_sem": sem[0]},
     }
 
 
@@ -110,9 +102,8 @@ def measure(quick: bool) -> Measured:
     rows = []
     for name, steps in chosen.items():
         rows += [circuits(name, step, n_sets, n_prompts) for step in steps]
-        rows += [
-            row for step in steps if step in DRAWN and "h2" in name for row in pairs(name, step)
-        ]
+        for step in set(steps) & set(DRAWN) if "h2" in name else ():
+            rows += pairs(name, step)
     return Measured(pd.DataFrame(rows))
 
 

@@ -20,7 +20,7 @@ from mechinterp.presets import preset
 from mechinterp.report.page import PAGE
 from tests.conftest import Run, assert_close_to_rounding, assert_same
 
-CHECKPOINTS = Path(__file__).parents[1] / "checkpoints"
+CHECKPOINTS = Path(__file__).parents[2] / "checkpoints"
 MERGED = CHECKPOINTS / "linear-merged-s0"
 SHIPPED = sorted(file.parent for file in CHECKPOINTS.glob("linear-[mrs]*/config.json"))
 JUMPS = ("predict-jumps", "linear-separate")
