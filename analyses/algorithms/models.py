@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from analyses.algorithms.later_misses import LATER
 from analyses.algorithms.learners import (
     ALG1,
     GD,
@@ -315,7 +316,7 @@ FAMILIES: dict[str, tuple[str, str, Callable[[Random], Built]]] = {
     "GD, then Algorithm 1": (NONE, "none", one_after_the_other(GD, ALG1, sparse)),
     **{
         name: (NONE, "none", near_miss(family))
-        for name, family in {**TUNED, **CONFIRMED, **UNSEEN}.items()
+        for name, family in {**TUNED, **CONFIRMED, **LATER, **UNSEEN}.items()
     },
 }
 CONFIRMED_ONLY = (
@@ -324,6 +325,7 @@ CONFIRMED_ONLY = (
     "half Newton, half preconditioned",
     "steps half preconditioned, half ISTA",
     *CONFIRMED,
+    *LATER,
     *UNSEEN,
 )
 """Families that no limit was set on."""

@@ -105,6 +105,9 @@ def name_algorithm(
     """
     limits = AlgorithmLimits() if limits is None else limits
     model = algorithm_source(source, prompts, task)
+    if model.predictor is None:
+        # No noise of weights excuses what is left, and no stream tells more.
+        limits = replace(limits, explained=max(limits.explained, 1 - limits.tie))
     first = n_prompts if prompts is None else len(prompts)
     if first < LEAST_PROMPTS:
         raise ValueError(f"name_algorithm needs >= {LEAST_PROMPTS} prompts, got {first}.")

@@ -338,10 +338,11 @@ def _nearer(
         nearer[:, own:] &= r2[:, own:] >= limits.explained
         further[:, own:] &= r2[m, own:] >= limits.explained
         rest = 1 - r2[:, :own]
-        # What the scale of the read-out takes up is no sign of another form.
-        scaled = np.array(scores.names) == mixed_name(scores.names[m], "zero")
-        best = np.maximum(r2[m], r2[scaled].max(0, initial=-np.inf))[:own]
-        by_form = (r2[:, :own] - best > limits.rest * (1 - best)) & (1 - best > RESOLVED)
+        by_form = (lead[:, :own] > limits.rest * rest[m]) & (rest[m] > RESOLVED)
+        scaled = by_form[np.array(scores.names) == mixed_name(scores.names[m], "zero")]
+        if (scaled | (rest[m] <= RESOLVED)).all(1).any():
+            # What the scale of the read-out takes up is no sign of another form.
+            by_form[:] = False
         nearer[:, :own] |= by_form & (n <= n[m] + allowance)[:, None]
         by_form = (-lead[:, :own] > limits.rest * rest) & (rest > RESOLVED)
         further[:, :own] |= by_form & (n[m] <= n + allowance[m])[:, None]
