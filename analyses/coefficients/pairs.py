@@ -17,10 +17,14 @@ from mechinterp.analysis.stats import mean_and_sem
 from mechinterp.analysis.training.learning_coefficient import N_BETA, coefficient_of_loss
 from mechinterp.analysis.training.local_losses import LocalLoss
 from mechinterp.analysis.training.sampler import Chains
+from mechinterp.config import override
 from mechinterp.models.weights import Weights
 from mechinterp.theory.approximate_loss import approximate_loss, loss_gradients, optimal_mu
+from mechinterp.training.one_layer.pack import Pack
 
 STEPS = {"softmax-h1-s0": (500_000,), "softmax-h2-s0": (0, 1000, 500_000)}
+EARLY = range(0, 1001, 100)
+"""Steps before the first kept one, trained anew: batches are a function of (data seed, step)."""
 DRAWN = (500_000,)
 """Steps whose omega the approximate loss is drawn at."""
 N_PROMPTS, N_SETS = 2048, 3
@@ -50,12 +54,13 @@ def curvatures(weights: Weights, prompts: Prompts) -> np.ndarray:
     return torch.linalg.eigvalsh((second + second.T) / 2).numpy()
 
 
-def circuits(name: str, step: int, n_sets: int, n_prompts: int) -> dict[str, object]:
+def circuits(
+    name: str, step: int, weights: Weights, n_sets: int, n_prompts: int
+) -> dict[str, object]:
     """Curved directions of a model's circuits, over sets of prompts of their own."""
-    model = checkpoint(name)
-    weights = model.snapshots.get(step, model.weights)
+    task = checkpoint(name).task
     sets = [
-        curvatures(weights, sample_prompts(model.task, n_prompts, seed=seed, dtype=torch.float64))
+        curvatures(weights, sample_prompts(task, n_prompts, seed=seed, dtype=torch.float64))
         for seed in range(n_sets)
     ]
     values = np.array(sets)
@@ -66,6 +71,26 @@ def circuits(name: str, step: int, n_sets: int, n_prompts: int) -> dict[str, obj
         "negative": int(np.median((values < -RESOLVED).sum(1))),
         **{"second": mean[1], "least": mean[0], "least_sem": sem[0]},
     }
+
+
+def early(name: str, steps: range, n_sets: int, n_prompts: int) -> list[dict[str, object]]:
+    """Curved directions while the pattern forms, with how far it is formed."""
+    settings = ("steps", steps[-1]), ("snapshot_every", steps.step), ("log_every", steps.step)
+    config = override(checkpoint(name).config, *(f"train.{key}={value}" for key, value in settings))
+    pack = Pack({name: config})
+    while not pack.finished:
+        pack.advance()
+    trained = pack.results()[name]
+    rows = []
+    for step in steps:
+        heads = trained.history[trained.history.step == step]
+        rows.append(
+            circuits(name, step, trained.snapshots[step], n_sets, n_prompts)
+            | {"part": "early", "omega": heads.omega.abs().mean()}
+            | {"qk_diagonal": heads.qk_diagonal.min(), "eval_loss": heads.eval_loss.mean()}
+            | {"signs_differ": bool(np.prod(heads.omega) < 0)}
+        )
+    return rows
 
 
 def closed_form(omega: np.ndarray, *, held: bool) -> LocalLoss:
@@ -101,9 +126,13 @@ def measure(quick: bool) -> Measured:
     n_sets, n_prompts = (2, 128) if quick else (N_SETS, N_PROMPTS)
     rows = []
     for name, steps in chosen.items():
-        rows += [circuits(name, step, n_sets, n_prompts) for step in steps]
+        model = checkpoint(name)
+        for step in steps:
+            weights = model.snapshots.get(step, model.weights)
+            rows.append(circuits(name, step, weights, n_sets, n_prompts))
         for step in set(steps) & set(DRAWN) if "h2" in name else ():
             rows += pairs(name, step)
+    rows += early("softmax-h2-s0", EARLY[:2] if quick else EARLY, n_sets, n_prompts)
     return Measured(pd.DataFrame(rows))
 
 

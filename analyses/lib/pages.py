@@ -98,6 +98,9 @@ TABLES[DOCS / "learning_coefficient.md"] = {
     "staircase": coefficient_tables.staircase,
     "softmax": coefficient_tables.softmax_coefficients,
     "pairs": coefficient_tables.pairs,
+    "grid": coefficient_tables.grid,
+    "mini-batches": coefficient_tables.minibatches,
+    "temperatures": coefficient_tables.temperatures,
 }
 TABLES[DOCS / "pools.md"] = {"one layer": pool_tables.one_layer, "map": pool_tables.pool_map}
 TABLES[DOCS / "algorithms.md"] = {

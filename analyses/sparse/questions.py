@@ -215,5 +215,5 @@ def of_row(row: Mapping[str, object]) -> dict[str, object]:
         return judged
     # Both are ratios of means over the same prompts: the whole model's cancels.
     kept = float(row["later_refit"]) * float(row["to_single"])
-    holds = claims()["sparse-C13-as-is"].holds(kept)
+    holds = claims()["sparse-C13-refit"].holds(kept)
     return judged | {"later_refit_to_single": kept, "C13": holds}

@@ -11,8 +11,7 @@ import numpy as np
 import pandas as pd
 
 from analyses.lib import Measured, Record, records, run
-from analyses.sparse.heads import records as head_records
-from analyses.sparse.heads import spread
+from analyses.sparse.heads import spread, spread_records
 from analyses.sparse.models import frames_of, trained
 from analyses.sparse.probes import written
 from analyses.sparse.pruning import COSTS, cost_records, median_ratio
@@ -73,7 +72,7 @@ def measure(quick: bool) -> Measured:
     spread_found = spread(NAME, prompts[:n_heads])
     heads = spread_found.found.to_frame().merge(spread_found.found.layer_frame())
     pages = {"rise": spread_found.found.plot(), "importance": spread_found.found.plot_importance()}
-    more = head_records({NAME: spread_found}, n_heads, suffix="-wide", note=SEED)
+    more = spread_records({NAME: spread_found}, n_heads, suffix="-wide", note=SEED)
     costs, pruning = pruned(prompts)
     probes, descent, layer = first_layer(prompts)
     risk = pd.DataFrame(rows, columns=["learner", "risk", "risk_sem"])

@@ -84,6 +84,9 @@ def narrow(frame: pd.DataFrame) -> pd.DataFrame:
     if {"layer", "head"} <= set(frame.columns):
         names = [f"L{x}H{h}" for x, h in zip(frame["layer"], frame["head"], strict=True)]
         frame = frame.assign(head=names).drop(columns=["layer"])
+    if "sem" in frame:  # of the column before it
+        of = frame.columns[frame.columns.get_loc("sem") - 1]
+        frame = frame.rename(columns={"sem": f"{of}_sem"})
     for name in [name for name in frame.columns if f"{name}_sem" in frame.columns]:
         pairs = zip(frame[name], frame[f"{name}_sem"], strict=True)
         frame[name] = [narrow_cell(*pair) for pair in pairs]

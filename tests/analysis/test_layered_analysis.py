@@ -13,7 +13,7 @@ from mechinterp.analysis.ablation.pruning import save_pruned
 from mechinterp.analysis.multi_layer.classify import LayeredClassification, classify_layers
 from mechinterp.checkpoints.checkpoint import Checkpoint
 from mechinterp.checkpoints.foreign.options import Hints
-from mechinterp.checkpoints.foreign.read import read_foreign
+from mechinterp.checkpoints.foreign.read import Stored, read_foreign
 from mechinterp.config import TaskConfig
 from mechinterp.icl.prompts import generator_for, sample_prompts
 from mechinterp.models.hooked.runner import masked
@@ -25,7 +25,7 @@ from tests.models.test_layered_models import GargModel, encoder, garg
 
 def checkpoint_of(model: nn.Module, *, n_heads: int, **task: object) -> Checkpoint:
     hints = Hints(n_heads=n_heads, task=task)
-    return read_foreign(model.state_dict(), Path("x.pt"), hints=hints, settings={})
+    return read_foreign([Stored(Path("x.pt"), model.state_dict(), {})], hints)
 
 
 @pytest.fixture(scope="module")

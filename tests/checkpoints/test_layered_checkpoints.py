@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from mechinterp.checkpoints.checkpoint import Checkpoint
 from mechinterp.checkpoints.foreign.options import Hints
-from mechinterp.checkpoints.foreign.read import read_foreign
+from mechinterp.checkpoints.foreign.read import Stored, read_foreign
 from mechinterp.checkpoints.io.errors import CheckpointError
 from mechinterp.checkpoints.load import convert, load
 from mechinterp.config import TaskConfig
@@ -37,7 +37,7 @@ def read(
     **hints: object,
 ) -> Checkpoint:
     """The checkpoint of a state dict, as the loader asks for it."""
-    return read_foreign(state, file, hints=Hints(**hints), settings=settings or {})
+    return read_foreign([Stored(file, state, settings or {})], Hints(**hints))
 
 
 def changed(state: Mapping[str, Tensor], **changes: Tensor | None) -> dict[str, Tensor]:

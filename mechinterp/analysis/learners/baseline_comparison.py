@@ -10,7 +10,6 @@ from torch import Tensor
 
 from mechinterp.analysis.number_format import with_error
 from mechinterp.analysis.stats import best_factor, mean_and_sem, ratio_and_sem
-from mechinterp.config import TaskConfig
 from mechinterp.icl.prompts import Prompts
 
 FACTOR_OFF, ERRORS, LEAST_R2 = 0.1, 4.0, 0.05
@@ -46,11 +45,6 @@ class TaskLoss:
             f"{with_error(self.model, self.model_sem)} y² (ridge regression: "
             f"{with_error(self.ridge, self.ridge_sem)}; predicting 0: {with_error(self.zero, self.zero_sem)})"
         )
-
-
-def standing_text(loss: TaskLoss, task: TaskConfig, assumed: Collection[str]) -> str:
-    """The loss, and the task that it and every other number are of."""
-    return f"Loss on its task: {loss}.\nTask: {task.in_words(assumed)}."
 
 
 def task_doubt(

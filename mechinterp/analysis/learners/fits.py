@@ -13,6 +13,7 @@ from torch import Tensor
 
 from mechinterp import figures
 from mechinterp.analysis.learners.nearest import NEAR
+from mechinterp.analysis.number_format import explained, with_error
 from mechinterp.analysis.result import Table, records
 from mechinterp.analysis.stats import mean_and_sem, ratio_and_sem, require_moderate
 from mechinterp.config import TaskConfig
@@ -98,7 +99,7 @@ class LearnerFits(Result):
             return "The model predicts 0 on every prompt."
         name = self.learners[best]
         fitted = (
-            f", {FITTED[name]} = {self.factor[at, best]:.4f} ± {self.factor_sem[at, best]:.1g}"
+            f", {FITTED[name]} = {with_error(self.factor[at, best], self.factor_sem[at, best])}"
             if name in FITTED
             else ""
         )
@@ -109,8 +110,8 @@ class LearnerFits(Result):
             else "No learner fitted here is close, the nearest is"
         )
         return (
-            f"{closest} {name}{fitted}: R² = {self.r2[at, best]:.4f} ± {self.r2_sem[at, best]:.1g}, "
-            f"rms {self.rms[at, best]:.4f} ± {self.rms_sem[at, best]:.1g} at L = {self.trained_length}; "
+            f"{closest} {name}{fitted}: {explained(self.r2[at, best], self.r2_sem[at, best])}, "
+            f"rms {with_error(self.rms[at, best], self.rms_sem[at, best])} at L = {self.trained_length}; "
             f"next {self.learners[runner_up]}, R² = {self.r2[at, runner_up]:.4f}{clear}."
         )
 

@@ -116,16 +116,23 @@ class LayeredClassification(Classified):
 
     def sentences(self) -> list[str]:
         """The verdict, the loss, the heaviest head, and what the layers carry out."""
-        told = [
-            *self.told_first,
-            f"{self.heaviest[0].upper()}{self.heaviest[1:]}.",
-            f"{self.near.sentence[0].upper()}{self.near.sentence[1:]}.",
-        ]
-        return told if self.algorithm is None else told + sentences_of(self.algorithm)
+        near = self.near.sentence
+        told = [*self.told_first, f"{self.heaviest[0].upper()}{self.heaviest[1:]}."]
+        if near not in self.verdict.sure:
+            told.append(f"{near[0].upper()}{near[1:]}.")
+        if self.algorithm is None:
+            return told
+        # The first says why, as the verdict does where there is no label.
+        return told + sentences_of(self.algorithm)[self.pattern in NO_LABEL :]
 
     def tables(self) -> dict[str, Table]:
         """Heads, and the tables of the algorithm."""
-        heads = Table(self.to_frame(), "What the excess risk rises by", by="excess_risk_increase")
+        heads = Table(
+            self.to_frame(),
+            "What the excess risk rises by when a head is masked",
+            by="excess_risk_increase",
+            quiet=("label",),
+        )
         own = {} if self.algorithm is None else tables_of("algorithms", self.algorithm)
         return {"classify": heads, **own}
 
@@ -194,10 +201,10 @@ def classify_layers(
     Example:
         >>> from pathlib import Path
         >>> from mechinterp.checkpoints.foreign.options import Hints
-        >>> from mechinterp.checkpoints.foreign.read import read_foreign
+        >>> from mechinterp.checkpoints.foreign.read import Stored, read_foreign
         >>> tensors = torch.nn.TransformerEncoderLayer(6, 2, 8).state_dict()
         >>> hints = Hints(n_heads=2)
-        >>> layer = read_foreign(tensors, Path("x.pt"), hints=hints, settings={})
+        >>> layer = read_foreign([Stored(Path("x.pt"), tensors, {})], hints)
         >>> classify_layers(layer, n_prompts=8).pattern
         'undetermined'
     """

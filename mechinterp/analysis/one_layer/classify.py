@@ -180,7 +180,9 @@ def classify_attention(
         for each in readings
         if each.stands
     ]
-    pattern, reason = agreed_label([each.pattern for each in found], found[0].reason, readings)
+    step = found[0].scales.step[0] if found[0].form.kind == "matrix" else None
+    labels = [each.pattern for each in found]
+    pattern, reason = agreed_label(labels, found[0].reason, readings, step)
     return replace(found[0], pattern=pattern, reason=reason, assumed=assumed)
 
 

@@ -12,9 +12,10 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from mechinterp import figures
+from mechinterp.analysis.number_format import cell
 from mechinterp.analysis.probing.linear import affine, best_by_folds, fit_ridge
 from mechinterp.analysis.stats import mean_and_sem, ratio_and_sem
-from mechinterp.display import Result
+from mechinterp.display import Result, frame_of, with_sem
 from mechinterp.icl.predictors import ridge
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.run.evaluation import evaluation_prompts, least_number, usual_number
@@ -74,17 +75,24 @@ class ReadOutByLayer(Result):
         own = " ".join(f"{r2:.3g}" for r2 in self.own_r2[0, whole])
         return f"ReadOutByLayer(R2 of y before the first and after each layer: fitted {fitted}; own {own})"
 
+    def sentences(self) -> list[str]:
+        """What both read-outs find of y after each layer."""
+        whole = self.head < 0
+        told = [
+            f"A fitted linear read-out of the stream at the query finds y with R² {', '.join(map(cell, self.fitted_r2[0, whole]))} "
+            f"before the first and after each of {whole.sum() - 1} layers."
+        ]
+        own = self.own_r2[0, whole]
+        if np.isfinite(own).any():
+            told.append(f"The model's own read-out finds it with R² {', '.join(map(cell, own))}.")
+        return told
+
     def to_frame(self) -> pd.DataFrame:
         """One row per target and place."""
-        target, place = (index.ravel() for index in np.indices(self.own_loss.shape))
-        columns: dict[str, object] = {"target": np.array(TARGETS)[target]}
-        columns["place"] = np.array(self.places)[place]
-        columns |= {"layers_run": self.layers_run[place]}
-        names = [f"{of}_{what}" for of in ("own", "fitted") for what in ("r2", "loss")]
-        for name in names:
-            columns[name] = getattr(self, name).ravel()
-            columns[f"{name}_sem"] = getattr(self, f"{name}_sem").ravel()
-        return pd.DataFrame(columns | {"penalty": self.penalty.ravel()})
+        names = with_sem("own_r2", "own_loss", "fitted_r2", "fitted_loss")
+        frame = frame_of(self, *names, "penalty", target=TARGETS, place=self.places)
+        frame.insert(2, "layers_run", np.tile(self.layers_run, len(TARGETS)))
+        return frame
 
     def plot(self) -> go.Figure:
         """R2 after each whole layer, of both read-outs, a pair of curves for each target."""

@@ -9,6 +9,7 @@ from jaxtyping import Float, Int
 
 from mechinterp import figures
 from mechinterp.analysis.ablation.single import ablate_heads
+from mechinterp.analysis.number_format import with_error
 from mechinterp.analysis.result import Table
 from mechinterp.analysis.training.histories import loss_at, loss_curve, with_snapshots
 from mechinterp.analysis.training.snapshots import loss_slider
@@ -90,7 +91,7 @@ class DeepSnapshots(Result):
     def plot_loss(self) -> go.Figure:
         """The loss over training with a mark at the step, with a slider over the steps."""
         titles = [
-            f"Step {step:,}: excess risk {risk:.4f} ± {sem:.2g} y²"
+            f"Step {step:,}: excess risk {with_error(risk, sem)} y²"
             for step, risk, sem in zip(self.step, self.risk, self.risk_sem, strict=True)
         ]
         return loss_slider(self.curve, self.step, self.eval_loss, titles=titles)

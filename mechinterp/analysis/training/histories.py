@@ -55,14 +55,14 @@ NOT_KNOWN = Training()
 
 
 def training_of(source: Source | pd.DataFrame) -> Training:
-    """How a checkpoint was trained; of a history alone that is not known.
+    """How a checkpoint of this package was trained; of other files and of a history alone that is not known.
 
     Example:
         >>> from mechinterp import load
         >>> training_of(load("checkpoints/linear-merged-s0")).how[:77]
         'Exact gradient flow on the population, as long as descent of step size 0.031;'
     """
-    if not isinstance(source, Checkpoint):
+    if not isinstance(source, Checkpoint) or source.format != "native" or source.kept:
         return NOT_KNOWN
     train = source.config.train
     rows = f"a row every {train.log_every} steps"
