@@ -45,8 +45,8 @@ class Algorithm:
     label: str | None
     """The label of a model that runs it; None for controls and reference curves."""
     scalars: tuple[Scalar, ...]
-    run: Callable[..., Tensor] | None = None
-    """(moments, n_layers, one tensor per scalar) to predictions [layer, batch, d_y]; None: by `step`."""
+    run: Callable[..., Tensor] = None  # type: ignore[assignment]
+    """(moments, n_layers, one tensor per scalar) to predictions [layer, batch, d_y]; if it is not given, by `step`."""
     step: Step | None = None
     """(moments, w, b - S w, the layer's scalars) to the w after one layer, where it starts from w alone."""
     has_path: bool = True

@@ -56,7 +56,8 @@ from mechinterp.models.run.predictor import Learner, Predictor, Source, predicto
 
 LEAST_PROMPTS = 8
 GROWTH = (1, 4, 16)
-"""Prompts in turn, in units of those asked for, until the label stands."""
+"""Prompts in turn, in units of those asked for, until the label stands; the first for functions alone, since
+mixtures that are fitted to few prompts miss what is left by the noise of weights."""
 CLEAR = 0.99
 """Share of resamples of one label from which on no more prompts are drawn."""
 MARGIN = 0.5
@@ -90,8 +91,9 @@ def name_algorithm(
         prompts: Of the model's own length, and no more than these are used; None: those of its task. All others are
             drawn from the task, by `seed`.
         task: Law of the prompts; None: the model's own.
-        n_prompts: Prompts to begin with; four and sixteen times as many where these do not decide. The last are the
-            same for every seed, and so is what they say of a model at the edge of a limit.
+        n_prompts: A function is asked on as many to begin with; a model, and a function where these do not decide, on
+            four times as many, then on sixteen times. The last are the same for every seed, and so is what they say
+            of a model at the edge of a limit.
     Raises:
         ValueError: If there is no task, there are fewer than 8 prompts, they do not fit the model, or a function
             gives something else than predictions.
@@ -111,7 +113,8 @@ def name_algorithm(
     first = n_prompts if prompts is None else len(prompts)
     if first < LEAST_PROMPTS:
         raise ValueError(f"name_algorithm needs >= {LEAST_PROMPTS} prompts, got {first}.")
-    for growth in GROWTH if prompts is None else (1,):
+    stages = GROWTH if model.predictor is None else GROWTH[1:]
+    for growth in stages if prompts is None else (1,):
         drawn_by = REFERENCE if growth == GROWTH[-1] else seed
         drawn = evaluation_prompts(model.task, prompts, n_prompts=growth * first, seed=drawn_by)
         evidence = _evidence(model, drawn.to(torch.float64), drawn_by, limits)
