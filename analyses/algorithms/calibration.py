@@ -7,7 +7,7 @@ The models and functions are those of analyses/algorithms/models.py. On one seed
 their defaults, and its cost is counted: five for a wrong label, one for a model that must get its
 label and is left undetermined. On other seeds, and on as many families of near misses again, the labels at the
 defaults are counted. Models that the files in analyses/results/algorithms have already are not asked again: without
-algorithm_calibration_models.csv all begins anew. Writes algorithm_calibration_{models,rates,limits}.csv there.
+algorithm_calibration_models.csv all begins anew. Writes algorithm_calibration_{models,rates,limits}.csv there, the last once the tuning half has been asked in one run.
 """
 
 import argparse

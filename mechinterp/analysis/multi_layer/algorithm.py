@@ -61,7 +61,7 @@ mixtures that are fitted to few prompts miss what is left by the noise of weight
 CLEAR = 0.99
 """Share of resamples of one label from which on no more prompts are drawn."""
 MARGIN = 0.5
-"""Share by which the limits are moved for the same on the first prompts, and on more in proportion to their error."""
+"""Share by which the limits are moved for the same."""
 REFERENCE = 0
 """Seed of the prompts that decide where fewer do not: the same for every seed, so that the label is, too."""
 RESAMPLES = 200
@@ -118,14 +118,14 @@ def name_algorithm(
         drawn_by = REFERENCE if growth == GROWTH[-1] else seed
         drawn = evaluation_prompts(model.task, prompts, n_prompts=growth * first, seed=drawn_by)
         evidence = _evidence(model, drawn.to(torch.float64), drawn_by, limits)
-        if _is_clear(evidence, limits, MARGIN / growth**0.5):
+        if _is_clear(evidence, limits):
             break
     return evidence
 
 
-def _is_clear(evidence: AlgorithmEvidence, limits: AlgorithmLimits, margin: float) -> bool:
+def _is_clear(evidence: AlgorithmEvidence, limits: AlgorithmLimits) -> bool:
     """Whether nearly all resamples have one label, and other limits would give it, too."""
-    moved = {decide(evidence.measured, limits.moved(by)).label for by in (-margin, margin)}
+    moved = {decide(evidence.measured, limits.moved(by)).label for by in (-MARGIN, MARGIN)}
     return bool(evidence.frequency[0] >= CLEAR) and moved == {evidence.label}
 
 
