@@ -46,25 +46,8 @@ def claims_page(results: Path) -> str:
     cells = [[html.escape(cell) for cell in one] for one in all_claims(results).to_numpy()]
     body = "\n".join("<tr><td>" + "<td>".join(one) for one in cells)
     head = "<th>".join(HEADER)
-    return f"""<!doctype html><meta charset="utf-8"><title>All claims</title>
-<style>body{{font:14px sans-serif;margin:1em}}table{{border-collapse:collapse}}td,th{{border:1px solid #bbb;
-padding:3px 6px;text-align:left;vertical-align:top}}th{{position:sticky;top:0;background:#eee}}</style>
-<h1>All claims</h1>
-<p><input id="words" size="40" placeholder="words, such as: sparse-C11 does not hold" autofocus> <span id="count"></span></p>
-<table><thead><tr><th>{head}</thead><tbody>
-{body}
-</tbody></table>
-<script>
-const rows = [...document.querySelectorAll("tbody tr")], words = document.getElementById("words");
-const texts = rows.map(row => row.textContent.toLowerCase());
-words.oninput = () => {{
-  const asked = words.value.toLowerCase().split(/\\s+/);
-  rows.forEach((row, i) => row.hidden = !asked.every(word => texts[i].includes(word)));
-  document.getElementById("count").textContent = rows.filter(row => !row.hidden).length + " rows";
-}};
-words.oninput();
-</script>
-"""
+    page = (HERE / "lib" / "claims_page.html").read_text(encoding="utf-8")
+    return page.replace("HEAD", head).replace("BODY", body)
 
 
 def main_table(results: Path, *, paper: str = "") -> str:
