@@ -95,10 +95,11 @@ def exact() -> AlgorithmEvidence:
 
 @pytest.mark.parametrize("seed", [0, 1])
 def test_chebyshevs_iteration_is_gradient_descent(seed: int):
-    """Its six steps reach from .5 to 7.6, for eigenvalues from .1 to 2."""
+    """Its six steps reach from .5 to 7.6, for eigenvalues from .1 to 2; on rare prompts with larger ones it diverges."""
     task = TaskConfig(d_x=4, context_length=32, noise_var=0)
     etas = 1 / (1.05 + 0.95 * np.cos((2 * np.arange(6) + 1) * np.pi / 12))
-    found = name_algorithm(gradient_descent_model(etas.tolist(), d_x=4), task=task, seed=seed)
+    model = gradient_descent_model(etas.tolist(), d_x=4)
+    found = name_algorithm(model, task=task, seed=seed, n_prompts=64)
     assert found.label == "gradient_descent"
 
 
