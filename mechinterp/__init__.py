@@ -39,7 +39,7 @@ _HOMES = {
     "mask_heads": "mechinterp.models.hooked.masks",
     "masked": "mechinterp.models.hooked.runner",
     "ablate_pairs": "mechinterp.analysis.ablation.pairs",
-    "greedy_order": "mechinterp.analysis.ablation.pairs",
+    "greedy_order": "mechinterp.analysis.ablation.orders",
     "learn_gates": "mechinterp.analysis.ablation.gates",
     "prune": "mechinterp.analysis.ablation.pruning",
     "fine_tune": "mechinterp.analysis.ablation.fine_tuning",

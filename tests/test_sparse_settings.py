@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from mechinterp.analysis.ablation.masked_risk import masked_errors
 from mechinterp.checkpoints.checkpoint import load, save
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig, TrainConfig
 from mechinterp.icl.prompts import generator_for, sample_prompts
@@ -144,6 +145,21 @@ def test_a_ratio_is_of_medians_where_few_prompts_carry_a_mean():
     # A median of n values of density 1/2 has the standard error 1 / sqrt(n).
     expected = value * (1 / np.median(own) ** 2 + 1 / np.median(theirs) ** 2) ** 0.5 / 1000**0.5
     assert sem == pytest.approx(expected, rel=0.25)
+
+
+def test_heads_at_work_are_counted_by_median_rises():
+    from analyses.sparse.questions import rises, spread
+
+    folder = ANALYSES.parent / "checkpoints" / "d8s2-linear-h8x4-l3-noise0.1-s0"
+    checkpoint = load(folder)
+    prompts = sample_prompts(checkpoint.task, 512, seed=0)
+    found = spread(checkpoint.model, rises(checkpoint.model, prompts), prompts)
+    heads = [(layer, head) for layer in range(3) for head in range(8)]
+    errors = masked_errors(checkpoint.model, prompts, [[], *([head] for head in heads)])
+    median = np.median(errors[:, 1:] - errors[:, :1], axis=0).reshape(3, 8).clip(0)
+    shares = median / median.sum(1, keepdims=True)
+    entropy = -(shares * np.log(shares.clip(1e-300))).sum(1)
+    np.testing.assert_allclose(found.of_medians, np.exp(entropy), rtol=1e-6)
 
 
 def test_every_model_of_the_plan_with_several_heads_has_a_partner():

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pandas as pd
 
+from analyses.algorithms import calibration, shipped, trained
 from analyses.coefficients import tables as coefficient_tables
 from analyses.lib import main_claims, numbers, result_tables, speeds
 from analyses.lib.records import Record, all_records
@@ -45,25 +46,8 @@ def claims_page(results: Path) -> str:
     cells = [[html.escape(cell) for cell in one] for one in all_claims(results).to_numpy()]
     body = "\n".join("<tr><td>" + "<td>".join(one) for one in cells)
     head = "<th>".join(HEADER)
-    return f"""<!doctype html><meta charset="utf-8"><title>All claims</title>
-<style>body{{font:14px sans-serif;margin:1em}}table{{border-collapse:collapse}}td,th{{border:1px solid #bbb;
-padding:3px 6px;text-align:left;vertical-align:top}}th{{position:sticky;top:0;background:#eee}}</style>
-<h1>All claims</h1>
-<p><input id="words" size="40" placeholder="words, such as: sparse-C11 does not hold" autofocus> <span id="count"></span></p>
-<table><thead><tr><th>{head}</thead><tbody>
-{body}
-</tbody></table>
-<script>
-const rows = [...document.querySelectorAll("tbody tr")], words = document.getElementById("words");
-const texts = rows.map(row => row.textContent.toLowerCase());
-words.oninput = () => {{
-  const asked = words.value.toLowerCase().split(/\\s+/);
-  rows.forEach((row, i) => row.hidden = !asked.every(word => texts[i].includes(word)));
-  document.getElementById("count").textContent = rows.filter(row => !row.hidden).length + " rows";
-}};
-words.oninput();
-</script>
-"""
+    page = (HERE / "lib" / "claims_page.html").read_text(encoding="utf-8")
+    return page.replace("HEAD", head).replace("BODY", body)
 
 
 def main_table(results: Path, *, paper: str = "") -> str:
@@ -103,6 +87,11 @@ TABLES[DOCS / "learning_coefficient.md"] = {
     "temperatures": coefficient_tables.temperatures,
 }
 TABLES[DOCS / "pools.md"] = {"one layer": pool_tables.one_layer, "map": pool_tables.pool_map}
+TABLES[DOCS / "algorithms.md"] = {
+    "rates": calibration.rates_table,
+    "shipped": shipped.shipped_table,
+    "trained": trained.trained_table,
+}
 TABLES[PAGES / "softmax_attention.md"]["shipped"] = result_tables.shipped
 TABLES[PAGES / "sparse_regression.md"] |= {
     "trained": result_tables.trained,

@@ -13,6 +13,7 @@ import numpy as np
 from scipy.stats import entropy
 
 from analyses.lib import Measured, Record, record, run
+from analyses.sparse import questions as ask
 from analyses.sparse.models import NOTE, frames_of, groups, prompts_of, trained
 from analyses.sparse.questions import Numbers
 from analyses.sparse.setting import Pair
@@ -62,9 +63,8 @@ def drawn(model: ICLTransformer, prompts: Prompts, shape: tuple[int, int]) -> np
 
 def spread(name: str, prompts: Prompts) -> Spread:
     model = trained(name).model
-    scored, measured = (ablate_heads(model, half) for half in halves(prompts))
-    best = scored.importance.argmax(1)[:, None]
-    tops = np.take_along_axis(measured.importance, best, 1)[:, 0]
+    scored, measured = halves(prompts)
+    _, tops = ask.spread(model, ask.rises(model, scored), measured)
     found = ablate_heads(model, prompts)
     return Spread(found, tops, drawn(model, prompts, found.rise.shape))
 

@@ -25,6 +25,7 @@ from mechinterp import (
 )
 from mechinterp.analysis.ablation.cross_fitting import masked_by, refit_errors
 from mechinterp.analysis.ablation.masked_risk import masked_errors
+from mechinterp.analysis.ablation.single import HeadAblation
 from mechinterp.analysis.probing.feature_descent import IDEAL, RAW, descent_curves, query_features
 from mechinterp.analysis.probing.linear import reweighted
 from mechinterp.checkpoints.checkpoint import Checkpoint, load
@@ -33,20 +34,6 @@ from mechinterp.icl.sparse_predictors import descend, excess_risk
 AT, STEPS, PAIR_PROMPTS = 16, 32, 512
 Pair = tuple[float, float]
 Head = tuple[int, int]
-
-
-@dataclass(frozen=True)
-class Spread:
-    """How the layers spread their work over their heads."""
-
-    effective: list[Pair]
-    """Effective number of heads of each layer, with its standard error."""
-    of_medians: list[float]
-    """The same by median rises, which a few prompts do not move."""
-    top_share: list[float]
-    """Share of the head that was the best on other prompts."""
-    importance: np.ndarray
-    """Shares of the heads in what masking one of a layer costs, [layer, head]."""
 
 
 def trained(folders: Iterable[Path]) -> list[Checkpoint]:
@@ -75,13 +62,13 @@ def rises(model: ICLTransformer, scored: Prompts) -> np.ndarray:
     return ablate_heads(model, scored).rise
 
 
-def spread(model: ICLTransformer, rise: np.ndarray, measured: Prompts) -> Spread:
+def spread(
+    model: ICLTransformer, rise: np.ndarray, measured: Prompts
+) -> tuple[HeadAblation, np.ndarray]:
+    """What masking each head costs, and the share of the head of each layer that was the best on
+    other prompts."""
     found = ablate_heads(model, measured)
-    pairs = zip(found.effective_heads, found.effective_heads_sem, strict=True)
-    shares = np.take_along_axis(found.importance, rise.argmax(1)[:, None], 1)[:, 0]
-    medians = found.effective_heads_of_medians.tolist()
-    effective = [(float(n), float(sem)) for n, sem in pairs]
-    return Spread(effective, medians, shares.tolist(), found.importance)
+    return found, np.take_along_axis(found.importance, rise.argmax(1)[:, None], 1)[:, 0]
 
 
 def as_text(shares: Iterable[float]) -> str:

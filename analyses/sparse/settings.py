@@ -78,13 +78,14 @@ def several_help(model, single, task: TaskConfig, n_prompts: int) -> Row:
 
 def spread(model, rise: np.ndarray, measured: Prompts) -> Row:
     """Effective heads and the share of the best head, by layer."""
-    found = ask.spread(model, rise, measured)
+    found, shares = ask.spread(model, rise, measured)
     row: Row = {}
-    layers = zip(found.effective, found.of_medians, found.top_share, strict=True)
-    for layer, (effective, median, share) in enumerate(layers, 1):
-        row |= told(f"n_eff_{layer}", effective)
-        row |= {f"n_eff_{layer}_median": median, f"top_share_{layer}": share}
-        row |= {f"importance_{layer}": ask.as_text(found.importance[layer - 1])}
+    for at, share in enumerate(shares):
+        effective = found.effective_heads[at], found.effective_heads_sem[at]
+        row |= told(f"n_eff_{at + 1}", effective)
+        row[f"n_eff_{at + 1}_median"] = found.effective_heads_of_medians[at]
+        row |= {f"top_share_{at + 1}": share}
+        row[f"importance_{at + 1}"] = ask.as_text(found.importance[at])
     return row
 
 

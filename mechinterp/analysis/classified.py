@@ -3,6 +3,8 @@
 from dataclasses import asdict, dataclass
 from typing import ClassVar
 
+import plotly.graph_objects as go
+
 from mechinterp.analysis.learners.baseline_comparison import TaskLoss, task_doubt
 from mechinterp.analysis.learners.nearest import Nearby
 from mechinterp.analysis.verdict import Verdict
@@ -35,6 +37,10 @@ class Classified(Result):
     @property
     def verdict(self) -> Verdict:
         """What the model computes, how sure that is, and what it is not."""
+        raise NotImplementedError
+
+    def plot(self) -> go.Figure:
+        """The heads."""
         raise NotImplementedError
 
     @property

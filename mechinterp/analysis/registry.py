@@ -16,7 +16,8 @@ from pathlib import Path
 from mechinterp.analysis import needs as has
 from mechinterp.analysis.ablation.gates import learn_gates
 from mechinterp.analysis.ablation.methods import ablate
-from mechinterp.analysis.ablation.pairs import ablate_pairs, greedy_order
+from mechinterp.analysis.ablation.orders import greedy_order
+from mechinterp.analysis.ablation.pairs import ablate_pairs
 from mechinterp.analysis.ablation.prior_heads import prior_heads
 from mechinterp.analysis.ablation.pruning_curves import prune_by_rules_and_orders
 from mechinterp.analysis.learners.baselines import baselines

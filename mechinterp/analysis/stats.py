@@ -68,10 +68,23 @@ def r2_and_sem(
         >>> r2_and_sem(line / 2, line)
         (0.75, 0.0)
     """
-    unexplained, sem = ratio_and_sem(
-        (found - expected).square().mean(1).numpy(), expected.square().mean(1).numpy()
-    )
-    return 1 - float(unexplained), float(sem)
+    return loss_and_r2(found.numpy(), expected.numpy())[2:]
+
+
+def loss_and_r2(
+    found: Float[np.ndarray, "prompt d_y"], expected: Float[np.ndarray, "prompt d_y"]
+) -> tuple[float, float, float, float]:
+    """Mean (found - expected)^2 and 1 - that over mean expected^2, each with its standard error over prompts.
+
+    Example:
+        >>> line = np.array([[1.0], [2.0]])
+        >>> loss_and_r2(line / 2, line)[::2]
+        (0.625, 0.75)
+    """
+    errors, squares = (np.square(values).mean(1) for values in (found - expected, expected))
+    loss, loss_sem = mean_and_sem(errors)
+    unexplained, sem = ratio_and_sem(errors, squares)
+    return float(loss), float(loss_sem), 1 - float(unexplained), float(sem)
 
 
 def best_factor(

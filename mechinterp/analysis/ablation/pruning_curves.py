@@ -1,12 +1,12 @@
-"""Excess risk against the number of heads kept, and the cost of rules that name them."""
+"""The cost of rules that name the heads to keep, and of masking head after head."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
-from jaxtyping import Float, Int
+from jaxtyping import Float
 
 from mechinterp import figures
 from mechinterp.analysis.ablation.cross_fitting import (
@@ -16,15 +16,14 @@ from mechinterp.analysis.ablation.cross_fitting import (
     choose,
     one_choice,
 )
-from mechinterp.analysis.ablation.masked_risk import masked_errors, single_masks
-from mechinterp.analysis.ablation.pairs import greedy_order
+from mechinterp.analysis.ablation.masked_risk import single_masks
+from mechinterp.analysis.ablation.orders import PruningCurves, greedy_heads, pruning_curves
 from mechinterp.analysis.ablation.pruning import RULES, Pruning, cost_names, pruning_of
 from mechinterp.analysis.number_format import with_error
 from mechinterp.analysis.result import Table
-from mechinterp.analysis.stats import halves, mean_and_sem, ratio_and_sem
-from mechinterp.display import Result, frame_of, with_sem
+from mechinterp.analysis.stats import halves
+from mechinterp.display import Result
 from mechinterp.icl.prompts import Prompts
-from mechinterp.models.hooked.masks import Head
 from mechinterp.models.run.evaluation import evaluation_prompts
 from mechinterp.models.run.predictor import Source, predictor_of
 from mechinterp.progress import ProgressCallback, no_progress
@@ -32,59 +31,6 @@ from mechinterp.progress import ProgressCallback, no_progress
 FULL = "full model"
 WIDE = 100
 """Spread of the risks from which on bars stand on a logarithmic axis."""
-
-
-@dataclass(frozen=True, eq=False, repr=False)
-class PruningCurves(Result):
-    """The excess risk as head after head is masked, in several orders, on the same prompts."""
-
-    orders: tuple[str, ...]
-    heads: tuple[tuple[str, ...], ...]
-    """L0H0, ... as each order masks them."""
-    risk: Float[np.ndarray, "order size"]
-    """Excess risk with the first 0, 1, ..., all heads of the order masked, unit y^2."""
-    risk_sem: Float[np.ndarray, "order size"]
-    ratio: Float[np.ndarray, "order size"]
-    """Risk over that of the full model."""
-    ratio_sem: Float[np.ndarray, "order size"]
-    """Standard error of `ratio`, paired over prompts."""
-
-    @property
-    def n_kept(self) -> Int[np.ndarray, " size"]:
-        """Number of heads kept."""
-        return np.arange(self.risk.shape[1])[::-1]
-
-    @property
-    def masked_next(self) -> list[str]:
-        """The head that the order masks next."""
-        return [name for names in self.heads for name in (*names, "")]
-
-    def __repr__(self) -> str:
-        needed = ", ".join(f"{name} {self.needed(name)}" for name in self.orders)
-        return f"PruningCurves(heads for twice the risk at most: {needed} of {len(self.heads[0])})"
-
-    def needed(self, order: str, *, ratio: float = 2.0) -> int:
-        """The least number of heads of an order with which the risk is no more than this many times the full one."""
-        ratios = self.ratio[self.orders.index(order)]
-        return int(len(ratios) - 1 - np.flatnonzero(ratios <= ratio).max())
-
-    def to_frame(self) -> pd.DataFrame:
-        """One row per order and number of kept heads."""
-        frame = frame_of(self, *with_sem("risk", "ratio"), order=self.orders, n_kept=self.n_kept)
-        frame.insert(2, "masked_next", self.masked_next)
-        return frame
-
-    def plot(self) -> go.Figure:
-        """Excess risk over the number of heads that are kept, a curve per order."""
-        return figures.lines(
-            self.n_kept,
-            dict(zip(self.orders, self.risk, strict=True)),
-            errors=dict(zip(self.orders, self.risk_sem, strict=True)),
-            title="Excess risk against the number of heads that are kept",
-            x_title="heads kept",
-            y_title="excess risk (y²)",
-            log_y=True,
-        )
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -216,45 +162,6 @@ class RulePruning(Result):
         return figure.update_yaxes(type="log") if wide else figure
 
 
-def pruning_curves(
-    source: Source,
-    prompts: Prompts,
-    orders: Mapping[str, Sequence[Head]],
-    *,
-    progress: ProgressCallback = no_progress,
-) -> PruningCurves:
-    """The excess risk with the first 0, 1, ..., all heads of each order masked.
-
-    Args:
-        orders: All heads of the model in the order in which they go, by name; chosen on other prompts.
-        progress: Optional progress callback.
-    Raises:
-        ValueError: If there is no order, or one does not name every head once.
-    Example:
-        >>> from mechinterp import load
-        >>> from mechinterp.config import TaskConfig
-        >>> from mechinterp.icl.prompts import generator_for, sample_prompts
-        >>> prompts = sample_prompts(TaskConfig(), 64, generator=generator_for(0, "eval", 0))
-        >>> model = load("checkpoints/softmax-h2-s0").model
-        >>> pruning_curves(model, prompts, {"last first": [(0, 1), (0, 0)]}).ratio[0, 0]
-        np.float64(1.0)
-    """
-    if not orders:
-        raise ValueError("orders must name at least one order of heads, got none.")
-    every = predictor_of(source).heads
-    for name, heads in orders.items():
-        if sorted(heads) != every:
-            raise ValueError(
-                f"The order {name!r} must name each of {len(every)} heads once, got {len(heads)} heads."
-            )
-    masks = [list(heads[:size]) for heads in orders.values() for size in range(len(every) + 1)]
-    errors = masked_errors(source, prompts, masks, progress=progress)
-    shape = (len(orders), len(every) + 1)
-    risks = (*mean_and_sem(errors), *ratio_and_sem(errors, errors[:, 0]))
-    names = tuple(tuple(f"L{layer}H{head}" for layer, head in heads) for heads in orders.values())
-    return PruningCurves(tuple(orders), names, *(values.reshape(shape) for values in risks))
-
-
 GREEDY_HEADS = 32
 """Most heads whose greedy order is searched: it takes n (n + 1) / 2 masks."""
 LEAST_PART = 64
@@ -297,8 +204,8 @@ def prune_by_rules_and_orders(
     rises = single_masks(predictor, scored, progress=progress)[1].mean(0).ravel()
     orders = {"least rise first": [heads[i] for i in rises.argsort(kind="stable")]}
     if len(heads) <= GREEDY_HEADS:
-        greedy = greedy_order(predictor, _part(scored, 8), progress=progress)
-        orders = {"greedy": [(int(layer), int(head)) for layer, head in greedy.heads], **orders}
+        chosen_on, _ = halves(_part(scored, 8))
+        orders = {"greedy": greedy_heads(predictor, chosen_on, progress=progress), **orders}
     curves = pruning_curves(predictor, _part(measured, 4), orders, progress=progress)
     return replace(prune_by_rules(predictor, prompts, progress=progress), curves=curves)
 

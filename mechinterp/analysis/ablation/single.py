@@ -1,5 +1,6 @@
 """Rise of the excess risk when single heads are masked."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -132,13 +133,7 @@ class HeadAblation(Result):
         title = f"Rise of the excess risk when a head is masked ({self.method} ablation)"
         if len(self.rise) > 1:
             return figures.layers_by_heads(self.rise, title=title, unit="y²")
-        return figures.bars(
-            self.head_names,
-            {f"{self.method} ablation": self.rise.ravel()},
-            errors={f"{self.method} ablation": self.rise_sem.ravel()},
-            title=title,
-            y_title="rise of excess risk (y²)",
-        )
+        return rises_by_method([self], title)
 
     def plot_factor(self) -> go.Figure:
         """How many times the full model's excess risk is left with a head masked, on a logarithmic scale.
@@ -156,6 +151,17 @@ class HeadAblation(Result):
         """Importance within the layer, layers by heads."""
         title = f"Importance: share of the layer's rise ({self.method} ablation)"
         return figures.layers_by_heads(self.importance, title=title, unit="share", signed=False)
+
+
+def rises_by_method(methods: Sequence[HeadAblation], title: str) -> go.Figure:
+    """Rise of the excess risk when a head is masked, a group of bars per head."""
+    return figures.bars(
+        methods[0].head_names,
+        {f"{one.method} ablation": one.rise.ravel() for one in methods},
+        errors={f"{one.method} ablation": one.rise_sem.ravel() for one in methods},
+        title=title,
+        y_title="rise of excess risk (y²)",
+    )
 
 
 def ablate_heads(

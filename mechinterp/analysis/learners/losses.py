@@ -41,8 +41,8 @@ class SharedLosses(Result):
 
     def to_frame(self) -> pd.DataFrame:
         """One row per context length and model."""
-        axes = {"context_length": self.context_length, "model": self.models}
-        return frame_of(self, *with_sem("loss", "gap"), **axes)
+        names = with_sem("loss", "gap")
+        return frame_of(self, *names, context_length=self.context_length, model=self.models)
 
     def plot(self) -> go.Figure:
         """Loss of every model over the context length."""

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from mechinterp.analysis.stats import mean_and_sem, r2_and_sem
+from mechinterp.analysis.stats import loss_and_r2
 from mechinterp.models.constructions.one_layer import from_circuits
 from mechinterp.models.heads import AttentionWeights
 
@@ -35,10 +35,9 @@ def faithfulness(
         >>> faithfulness(torch.tensor([[1.0], [2.0]]), torch.tensor([[1.0], [2.0]])).r2
         1.0
     """
-    mean, sem = mean_and_sem((prediction - substitute).square().mean(1).numpy())
-    rms = float(mean) ** 0.5
-    rms_sem = float(sem) / (2 * rms) if rms else 0.0
-    return Faithfulness(*r2_and_sem(substitute, prediction), rms, rms_sem)
+    loss, sem, r2, r2_sem = loss_and_r2(substitute.numpy(), prediction.numpy())
+    rms = loss**0.5
+    return Faithfulness(r2, r2_sem, rms, sem / (2 * rms) if rms else 0.0)
 
 
 def idealised(

@@ -24,7 +24,8 @@ from mechinterp.analysis.patching.pairing import Metric, clean_and_corrupted, ne
 from mechinterp.analysis.stats import mean_and_sem, resampled
 from mechinterp.display import Result
 from mechinterp.icl.prompts import Prompts
-from mechinterp.models.hooked.masks import Hooks, resid_name, z_name
+from mechinterp.models.hooked.hooks import Hooks
+from mechinterp.models.hooked.masks import resid_name, z_name
 from mechinterp.models.hooked.module import ModuleHooks
 from mechinterp.models.hooked.query_position import query_positions
 from mechinterp.models.hooked.runner import HookedPredictor
@@ -257,7 +258,7 @@ def _mean_gradients(pair: _Pair, ig_steps: int) -> dict[str, Tensor]:
 
 
 def _run(
-    hooked: HookedPredictor, tokens: Tensor, names: Sequence[str], hooks: Hooks | None = None
+    hooked: HookedPredictor, tokens: Tensor, names: Sequence[str], hooks: Hooks = ()
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The model's output, and what passes some hook points, behind other hooks."""
     passed: dict[str, Tensor] = {}
@@ -267,7 +268,7 @@ def _run(
         return values  # a Bridge hands a view to its hooks: what is returned is used
 
     noted = [(name, partial(keep, name=name)) for name in names]
-    return hooked.model.run_with_hooks(tokens, fwd_hooks=[*(hooks or ()), *noted]), passed
+    return hooked.model.run_with_hooks(tokens, fwd_hooks=[*hooks, *noted]), passed
 
 
 @torch.no_grad()

@@ -1,6 +1,6 @@
 """What a linear read-out of the stream at the query finds after each layer and each head: the lens for regression."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from mechinterp import figures
 from mechinterp.analysis.number_format import cell
 from mechinterp.analysis.probing.linear import affine, best_by_folds, fit_ridge
-from mechinterp.analysis.stats import mean_and_sem, ratio_and_sem
+from mechinterp.analysis.stats import loss_and_r2
 from mechinterp.display import Result, frame_of, with_sem
 from mechinterp.icl.predictors import ridge
 from mechinterp.icl.prompts import Prompts
@@ -164,12 +164,12 @@ def read_out_by_layer(
     targets = _targets(predictor, prompts)
     places = _places(predictor, prompts)
     read_outs = own_read_outs(predictor, prompts, places)
-    rows: dict[str, list[list[float]]] = {"own": [], "fitted": []}
+    rows: dict[str, list[Sequence[float]]] = {"own": [], "fitted": []}
     for index, stream in enumerate(progress(list(places.values()), "reading out")):
         own = None if read_outs is None else read_outs[index].double().numpy(force=True)
         features = stream.double().numpy(force=True)
         for target in targets.values():
-            rows["own"].append([np.nan] * 4 if own is None else _loss_and_r2(own, target))
+            rows["own"].append([np.nan] * 4 if own is None else loss_and_r2(own, target))
             rows["fitted"].append(_fitted(features, target))
     shape = (len(places), len(TARGETS))
     names = ("loss", "loss_sem", "r2", "r2_sem", "penalty")
@@ -228,11 +228,4 @@ def _fitted(
     """Loss and R2 on the odd prompts of the read-out that is chosen on the even ones, and its penalty."""
     _, penalty = best_by_folds(features[::2], target[::2])
     (weights,) = fit_ridge(features[::2], target[::2], [penalty])
-    return [*_loss_and_r2(affine(features[1::2], weights), target[1::2]), penalty]
-
-
-def _loss_and_r2(prediction: np.ndarray, target: np.ndarray) -> list[float]:
-    errors, squares = (np.square(each).mean(1) for each in (prediction - target, target))
-    loss, loss_sem = mean_and_sem(errors)
-    unexplained, sem = ratio_and_sem(errors, squares)
-    return [float(loss), float(loss_sem), 1 - float(unexplained), float(sem)]
+    return [*loss_and_r2(affine(features[1::2], weights), target[1::2]), penalty]

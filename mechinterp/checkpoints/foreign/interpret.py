@@ -14,7 +14,7 @@ from mechinterp.checkpoints.foreign.assemble import assembled
 from mechinterp.checkpoints.foreign.choices import DOUBTED
 from mechinterp.checkpoints.foreign.options import Hints, option
 from mechinterp.checkpoints.foreign.parsed import Parts
-from mechinterp.checkpoints.foreign.readings import Errors, Reading, Said, ranked
+from mechinterp.checkpoints.foreign.readings import MARGIN, Errors, Reading, Said, ranked
 from mechinterp.config import TaskConfig
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.heads import AttentionWeights
@@ -25,6 +25,8 @@ from mechinterp.models.weights import Weights
 MAX_READINGS = 64
 N_PROMPTS, N_OF_LAYERS, LEAST_PROMPTS = 2048, 512, 16
 """Prompts that readings are held against each other on: of one layer of attention, of others, and at least."""
+AGAIN = 4
+"""How many times as many where the best reading may be better than predicting 0, but not clearly."""
 N_PRODUCTS, N_NUMBERS = 2**34, 2**24
 """About the products that all readings together may take, and the most numbers of the prompts."""
 PER_WEIGHT = 16
@@ -86,17 +88,21 @@ def tried(
     doubts = _doubts(cases, [*closed, *open_ones], make)
     if len(cases) == 1 and not doubts:
         return cases[0], ()
-    count = _n_prompts(cases)
-    kept, errors = _apart(cases, count)
-    readings = _ranked(kept, errors, open_ones)
+    for more in (1, AGAIN):
+        count = _n_prompts(cases, more)
+        kept, errors = _apart(cases, count)
+        readings = _ranked(kept, errors, open_ones)
+        predicts = any(each.predicts for each in readings)
+        if predicts or all(each.loss >= 1 - MARGIN for each in readings):
+            break
     first = next(case for case in kept if case.shown == readings[0].build)
-    if any(each.predicts for each in readings):
+    if predicts:
         _require_one_size(kept, readings)
     else:
-        more, more_errors = _apart(doubts, count)
-        names = open_choices([first, *more])
+        others, other_errors = _apart(doubts, count)
+        names = open_choices([first, *others])
         names = [*open_ones, *(n for n in DOUBTED if n in names and n not in open_ones)]
-        doubted = _ranked([*kept, *more], [*errors, *more_errors], names)
+        doubted = _ranked([*kept, *others], [*errors, *other_errors], names)
         if working := [each for each in doubted if each.predicts][:4]:
             said = {n: first.said.get(n) for n in names}
             return first, (replace(readings[0], stands=True, said=said), *working)
@@ -154,9 +160,9 @@ def _require_one_size(cases: Sequence[Case], readings: Sequence[Reading]) -> Non
         )
 
 
-def _n_prompts(cases: Sequence[Case]) -> int:
+def _n_prompts(cases: Sequence[Case], more: int) -> int:
     """One number of prompts for all, of as many products as all together may take."""
-    count = N_PROMPTS if cases[0].parts.alone else N_OF_LAYERS
+    count = more * (N_PROMPTS if cases[0].parts.alone else N_OF_LAYERS)
     for case in cases:
         task, parts = case.task, case.parts
         n_pos = (2 if case.said.get("layout") == "in_turn" else 1) * (task.context_length + 1)
