@@ -3,6 +3,7 @@
 import ast
 import json
 import re
+from importlib import import_module
 from pathlib import Path
 
 import plotly.graph_objects as go
@@ -44,21 +45,23 @@ softmax = load("checkpoints/softmax-h2-s0")
 linear = load("checkpoints/linear-separate-s0")
 sparse = load("checkpoints/sparse-h4-noise0.1-s0")
 """
-FIGURES = {
-    "QK and OV circuits of every head": "circuits(softmax).plot()",
-    "Loss of the model and of closed-form learners": "fit_learners(softmax).plot()",
-    "Excess risk of every subset of heads": "ablate_subsets(softmax).plot()",
-    "Training of a two-head model": "training_dynamics(softmax).plot()",
-    "What masking each head of a model of four layers costs": "ablate_heads(sparse).plot()",
-    "Effective number of heads per layer": "ablate_heads(sparse).plot_importance()",
-    "Pruning to the best head of each later layer": "prune(sparse).plot()",
-    "What each layer has computed": "probe_layers(sparse).plot()",
-    "What a read-out of each layer finds": "read_out_by_layer(sparse).plot()",
-    "QK circuits of every layer": "circuits(sparse).plot()",
-    "Which heads read what others write": "composition_scores(sparse).plot()",
-    "Attention of the query": "attention_patterns(softmax).plot()",
-    "How spread out attention is": "attention_entropy(softmax).plot()",
-}
+FIGURES = (
+    "circuits(softmax).plot()",
+    "circuits(softmax).plot_ov()",
+    "fit_learners(softmax).plot()",
+    "ablate_subsets(softmax).plot()",
+    "training_dynamics(softmax).plot()",
+    "ablate_heads(sparse).plot()",
+    "ablate_heads(sparse).plot_importance()",
+    "prune(sparse).plot()",
+    "probe_layers(sparse).plot()",
+    "read_out_by_layer(sparse).plot()",
+    "circuits(sparse).plot()",
+    "composition_scores(sparse).plot()",
+    "attention_patterns(softmax).plot()",
+    "attention_entropy(softmax).plot()",
+)
+"""Under headings that are the figures' own titles."""
 
 
 WORKER = """
@@ -125,6 +128,11 @@ def on_page_markdown(markdown: str, **kwargs: object) -> str:
 def reference(title: str, folder: str, about: str) -> str:
     """The public functions and classes of one folder, module by module."""
     lines = [f"# {title}", "", about, ""]
+    if homes := getattr(import_module(f"mechinterp.{folder.replace('/', '.')}"), "HOMES", None):
+        lines += [
+            f"`from mechinterp.{folder} import ...` has {', '.join(f'`{n}`' for n in homes)}.",
+            "",
+        ]
     for file in sorted((ROOT / "mechinterp" / folder).rglob("*.py")):
         tree = ast.parse(file.read_text(encoding="utf-8"))
         if file.stem == "__init__" or not public(tree):
@@ -186,10 +194,11 @@ def gallery() -> str:
     exec(SETUP, names)
     lines = ["# Gallery", "", "Each figure is made by the line above it, after", ""]
     lines += ["```python", SETUP.strip(), "```", "", '<script src="plotly.min.js"></script>']
-    for title, code in FIGURES.items():
+    for code in FIGURES:
         figure = eval(code, names)
         if not isinstance(figure, go.Figure):
             raise TypeError(f"{code} must give a figure, got {type(figure).__name__}.")
+        title = figure.layout.title.text
         drawn = figure.to_html(full_html=False, include_plotlyjs=False)
         lines += ["", f"## {title}", "", "```python", code, "```", "", drawn]
     return "\n".join(lines)

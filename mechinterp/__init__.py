@@ -3,9 +3,8 @@
 The names below are loaded when they are first used, so that `import mechinterp` stays light.
 """
 
-from importlib import import_module
-
 from mechinterp.moved import find_moved_modules
+from mechinterp.rooms import names_of
 from mechinterp.version import __version__
 
 _HOMES = {
@@ -40,7 +39,7 @@ _HOMES = {
     "mask_heads": "mechinterp.models.hooked.masks",
     "masked": "mechinterp.models.hooked.runner",
     "ablate_pairs": "mechinterp.analysis.ablation.pairs",
-    "greedy_order": "mechinterp.analysis.ablation.pairs",
+    "greedy_order": "mechinterp.analysis.ablation.orders",
     "learn_gates": "mechinterp.analysis.ablation.gates",
     "prune": "mechinterp.analysis.ablation.pruning",
     "fine_tune": "mechinterp.analysis.ablation.fine_tuning",
@@ -76,10 +75,7 @@ __all__ = ["__version__", *_HOMES]
 find_moved_modules()
 
 
-def __getattr__(name: str) -> object:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'mechinterp' has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
+__getattr__ = names_of(__name__, _HOMES)
 
 
 def __dir__() -> list[str]:

@@ -1,8 +1,13 @@
 """Display of a result in a notebook, its sentence above its table, and numbers of things in words."""
 
 import html
+import inspect
+from collections.abc import Callable, Sequence
+from functools import wraps
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pandas as pd
 
 ROWS = 20
@@ -10,6 +15,8 @@ ROWS = 20
 
 class Result:
     """What an analysis found: one sentence as its repr, a table, and in a notebook both.
+
+    Every method of a subclass whose name begins with `plot` takes `title=`, in place of the figure's own title.
 
     Example:
         >>> class Answer(Result):
@@ -20,6 +27,12 @@ class Result:
         >>> Answer()._repr_html_()[:40]
         '<p><code>Answer(6 * 7 = 42)</code></p><d'
     """
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        for name, method in list(vars(cls).items()):
+            if name.startswith("plot") and inspect.isfunction(method):
+                setattr(cls, name, _titled(method))
 
     def to_frame(self) -> pd.DataFrame:
         """The result as a table."""
@@ -42,6 +55,20 @@ class Result:
         return f"<p><code>{said}</code></p><div style='overflow-x:auto'>{table}</div>{more}"
 
 
+def _titled(plot: Callable[..., Any]) -> Callable[..., Any]:
+    """The method with one more argument, the title."""
+
+    @wraps(plot)
+    def titled(self: Result, *args: object, title: str = "", **kwargs: object) -> Any:
+        figure = plot(self, *args, **kwargs)
+        return figure.update_layout(title_text=title) if title else figure
+
+    own = inspect.signature(plot)
+    argument = inspect.Parameter("title", inspect.Parameter.KEYWORD_ONLY, default="")
+    titled.__signature__ = own.replace(parameters=[*own.parameters.values(), argument])  # type: ignore[attr-defined]
+    return titled
+
+
 def counted(count: int, what: str) -> str:
     """A number of things.
 
@@ -50,3 +77,48 @@ def counted(count: int, what: str) -> str:
         ('1 layer', '4 heads')
     """
     return f"{count} {what}{'' if count == 1 else 's'}"
+
+
+def frame_of(result: object, *names: str, **axes: Sequence | np.ndarray) -> pd.DataFrame:
+    """One row per place along some axes: its value on each, then what fields and properties of a result hold there.
+
+    Args:
+        names: Of arrays; one with fewer axes is the same along the last ones.
+        axes: Values along each axis, by the name of the column; at least one.
+    Example:
+        >>> from types import SimpleNamespace
+        >>> result = SimpleNamespace(loss=np.array([1.0, 2.0]), r2=np.array([[0.1, 0.2], [0.3, 0.4]]))
+        >>> frame_of(result, "loss", "r2", step=[10, 20], head=range(2)).values.tolist()
+        [[10.0, 0.0, 1.0, 0.1], [10.0, 1.0, 1.0, 0.2], [20.0, 0.0, 2.0, 0.3], [20.0, 1.0, 2.0, 0.4]]
+    """
+    shape = tuple(map(len, axes.values()))
+    places = np.indices(shape).reshape(len(shape), -1)
+    columns = {
+        name: np.asarray(values)[at]
+        for (name, values), at in zip(axes.items(), places, strict=True)
+    }
+    for name in names:
+        values = np.asarray(getattr(result, name))
+        values = values.reshape(values.shape + (1,) * (len(shape) - values.ndim))
+        columns[name] = np.broadcast_to(values, shape).ravel()
+    return pd.DataFrame(columns)
+
+
+def head_axes(values: np.ndarray) -> dict[str, range]:
+    """The axes of an array of [layer, head], by name.
+
+    Example:
+        >>> head_axes(np.zeros((2, 4)))
+        {'layer': range(0, 2), 'head': range(0, 4)}
+    """
+    return {"layer": range(values.shape[0]), "head": range(values.shape[1])}
+
+
+def with_sem(*names: str) -> tuple[str, ...]:
+    """Each name with that of its standard error behind it.
+
+    Example:
+        >>> with_sem("risk", "ratio")
+        ('risk', 'risk_sem', 'ratio', 'ratio_sem')
+    """
+    return tuple(each for name in names for each in (name, f"{name}_sem"))

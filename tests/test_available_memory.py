@@ -220,5 +220,7 @@ def test_memory_that_was_not_foreseen(run: Run, monkeypatch: pytest.MonkeyPatch,
         raise error
 
     monkeypatch.setattr("mechinterp.training.train.train_one", fails)
-    monkeypatch.setattr("mechinterp.checkpoints.load.named_config", lambda _: ExperimentConfig())
+    monkeypatch.setattr(
+        "mechinterp.checkpoints.native.folder.named_config", lambda _: ExperimentConfig()
+    )
     run("train", "softmax-h2").assert_refused("train needs more memory than there is.")

@@ -1,6 +1,7 @@
 """The floors: a module imports from its own floor and lower ones, and no imports go in a circle."""
 
 import ast
+import re
 import subprocess
 import sys
 from functools import cache
@@ -20,6 +21,7 @@ FLOORS = (
     *(
         "version",
         "moved",
+        "rooms",
         "fields",
         "progress",
         "config",
@@ -89,7 +91,8 @@ FOLDERS = {file.parent.name for file in PACKAGE.glob("*/*.py")} - {"config", "cl
 @pytest.mark.parametrize("folder", sorted(FOLDERS))
 def test_floors_import_nothing_by_themselves(folder: str):
     # An import in a floor's __init__ would run before each of its modules.
-    assert not imported_modules((PACKAGE / folder / "__init__.py").read_text(encoding="utf-8"))
+    text = (PACKAGE / folder / "__init__.py").read_text(encoding="utf-8")
+    assert imported_modules(text) <= {"rooms"}
 
 
 def test_imports_are_seen_wherever_they_stand():
@@ -114,6 +117,17 @@ def f():
     }
 
 
+ROOT = PACKAGE.parent
+DOCUMENTS = [ROOT / "README.md", *ROOT.glob("docs/**/*.md"), *ROOT.glob("notebooks/*.ipynb")]
+
+
+@pytest.mark.parametrize("file", DOCUMENTS, ids=lambda file: file.stem)
+def test_documents_need_no_deep_imports_and_draw_prompts_by_seed(file: Path):
+    text = file.read_text(encoding="utf-8")
+    assert not re.findall(r"(?:from|import) mechinterp\.\w+\.\w+", text)
+    assert "generator_for" not in text
+
+
 def test_editors_are_told_the_public_names():
     tree = ast.parse((PACKAGE / "__init__.pyi").read_text(encoding="utf-8"))
     told = {a.name: n.module for n in tree.body if isinstance(n, ast.ImportFrom) for a in n.names}
@@ -126,6 +140,15 @@ def test_names_of_the_package_are_where_it_says():
     assert set(mechinterp.__all__) <= set(dir(mechinterp))
     with pytest.raises(AttributeError, match="module 'mechinterp' has no attribute 'nothing'"):
         _ = mechinterp.nothing
+
+
+@pytest.mark.parametrize("room", ["theory", "icl", "models", "analysis"])
+def test_names_of_a_room_are_where_it_says(room: str):
+    module = import_module(f"mechinterp.{room}")
+    for name, home in module.HOMES.items():
+        assert getattr(module, name) is getattr(import_module(home), name)
+    with pytest.raises(AttributeError, match=f"module 'mechinterp.{room}' has no attribute 'no'"):
+        _ = module.no
 
 
 @pytest.mark.parametrize("kind", ["gpt2.pt", "model"])
@@ -184,7 +207,16 @@ print(loaded, file=sys.stderr)
 
 @pytest.mark.parametrize("module", ["mechinterp", "mechinterp.cli"])
 def test_start_up_is_light(module: str):
-    heavy = ["transformer_lens", "transformers", "sklearn", "ray", "numba"]
+    heavy = [
+        "torch",
+        "transformer_lens",
+        "transformers",
+        "sklearn",
+        "ray",
+        "numba",
+        "plotly",
+        "scipy",
+    ]
     code = f"import sys, {module}; print([name for name in {heavy} if name in sys.modules])"
     # Without the import hook of the tests, as a user starts it.
     result = subprocess.run(

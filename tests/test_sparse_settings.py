@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from mechinterp.analysis.ablation.masked_risk import masked_errors
 from mechinterp.checkpoints.checkpoint import load, save
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig, TrainConfig
 from mechinterp.icl.prompts import generator_for, sample_prompts
@@ -123,7 +124,42 @@ def test_claims_are_judged_by_medians_and_new_read_outs():
     row |= {f"n_eff_{n}_median": value for n, value in enumerate(held.effective, 1)}
     row |= {f"top_share_{n}": value for n, value in enumerate(held.shares, 1)}
     row |= {"later_refit": 1.2, "later_median": 1.5, "pairs_refit": 1.3, "pairs_median": 1.5}
-    assert of_row(row) == {"C10": True, "C11": True, "C12": False, "C11_pairs": False}
+    expected = {"C10": True, "C11": True, "C12": False, "C11_pairs": False}
+    assert of_row(row) == expected
+    kept = {"later_refit_to_single": 1.2 * 0.75, "C13": True}
+    assert of_row(row | {"to_single": 0.75, "later_to_single": 1e12}) == expected | kept
+    assert not of_row(row | {"to_single": 0.8})["C13"]
+
+
+def test_a_ratio_is_of_medians_where_few_prompts_carry_a_mean():
+    from analyses.sparse.setting import typical_ratio
+
+    own, theirs = np.random.default_rng(0).uniform(1, 3, size=(2, 1000))
+    pair, how = typical_ratio(own, theirs)
+    assert how == "mean"
+    assert pair[0] == pytest.approx(own.mean() / theirs.mean())
+    own[:5] = 1e6
+    (value, sem), how = typical_ratio(own, theirs)
+    assert how == "median"
+    assert value == pytest.approx(np.median(own) / np.median(theirs))
+    # A median of n values of density 1/2 has the standard error 1 / sqrt(n).
+    expected = value * (1 / np.median(own) ** 2 + 1 / np.median(theirs) ** 2) ** 0.5 / 1000**0.5
+    assert sem == pytest.approx(expected, rel=0.25)
+
+
+def test_heads_at_work_are_counted_by_median_rises():
+    from analyses.sparse.questions import rises, spread
+
+    folder = ANALYSES.parent / "checkpoints" / "d8s2-linear-h8x4-l3-noise0.1-s0"
+    checkpoint = load(folder)
+    prompts = sample_prompts(checkpoint.task, 512, seed=0)
+    found = spread(checkpoint.model, rises(checkpoint.model, prompts), prompts)
+    heads = [(layer, head) for layer in range(3) for head in range(8)]
+    errors = masked_errors(checkpoint.model, prompts, [[], *([head] for head in heads)])
+    median = np.median(errors[:, 1:] - errors[:, :1], axis=0).reshape(3, 8).clip(0)
+    shares = median / median.sum(1, keepdims=True)
+    entropy = -(shares * np.log(shares.clip(1e-300))).sum(1)
+    np.testing.assert_allclose(found.of_medians, np.exp(entropy), rtol=1e-6)
 
 
 def test_every_model_of_the_plan_with_several_heads_has_a_partner():
@@ -178,7 +214,9 @@ def test_committed_verdicts_follow_from_the_numbers_beside_them():
     assert ((refitted & medians) == judged.C11).all()
     needed = (1.5 * judged.later_refit).clip(lower=2)
     assert ((judged.first_refit >= needed) == judged.C12).all()
-    assert ((judged.later_to_single <= 0.95) == judged.C13).all()
+    refitted = judged.later_refit * judged.to_single
+    assert refitted.tolist() == pytest.approx(judged.later_refit_to_single.tolist(), rel=1e-5)
+    assert ((refitted <= 0.95) == judged.C13).all()
     for _, row in judged[judged.C10].iterrows():
         later = [row[f"n_eff_{layer}_median"] for layer in range(2, row.n_layers + 1)]
         assert row.n_eff_1_median >= max(2, 1.5 * max(later))

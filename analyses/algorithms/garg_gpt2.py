@@ -1,6 +1,7 @@
 """A GPT-2 of the kind of Garg et al. 2022 (arXiv 2208.01066), trained on linear regression until it is near to ridge.
 
     python -m analyses.algorithms.garg_gpt2 --out FOLDER    (three quarters of an hour on one core; goes on where it was stopped)
+    python -m analyses.algorithms.garg_gpt2                 (a minute: what docs/algorithms.md tells of the shipped one)
 
 x and y are tokens in turn; GPT-2 with learned positions, norms and MLPs stands between two linear maps, and predicts y at each x.
 The smallest size of their code (64 wide, 3 layers, 2 heads), their batch of 64 prompts and their loss, over all prefixes; d_x is
@@ -12,14 +13,19 @@ import argparse
 import math
 from pathlib import Path
 
+import pandas as pd
 import torch
 from torch import Tensor, nn
 from transformers import GPT2Config, GPT2Model
 
+from analyses.lib import RESULTS
+from analyses.lib.measured import ROOT
+from mechinterp import Prompts, TaskConfig, generator_for, load, name_algorithm, sample_prompts
 from mechinterp.analysis.stats import ratio_and_sem
-from mechinterp.config import TaskConfig
+from mechinterp.icl.algorithm_fits import fit_algorithm
+from mechinterp.icl.algorithms import ALGORITHMS
 from mechinterp.icl.predictors import ridge
-from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
+from mechinterp.icl.prompt_moments import PromptMoments
 
 D_X = 4
 NOISE_STD = 1.0
@@ -125,21 +131,16 @@ def train(folder: Path) -> GargModel:
                 "train_step": step + 1,
             }
             torch.save(state, folder / STATE)
-            print(step + 1, told(over_ridge(model)), flush=True)
+            print(step + 1, over_ridge(model, N_PROMPTS).to_string(index=False), flush=True)
     return model
 
 
-def told(found: dict[int, tuple[float, float]]) -> str:
-    """The ratios in one line."""
-    return ", ".join(f"{n} pairs: {ratio:.3f} ± {sem:.3f}" for n, (ratio, sem) in found.items())
-
-
-def over_ridge(model: GargModel, seed: int = 0) -> dict[int, tuple[float, float]]:
-    """Excess risk over that of the best ridge on the same prompts ± one standard error, by number of pairs."""
-    prompts = sample_prompts(TASK, N_PROMPTS, seed=seed)
+def over_ridge(model: GargModel, n_prompts: int, seed: int = 0) -> pd.DataFrame:
+    """Excess risk and risk over those of the best ridge on the same prompts with their standard errors, by number of pairs."""
+    prompts = sample_prompts(TASK, n_prompts, seed=seed)
     with torch.no_grad():
         predictions = model(prompts)
-    found = {}
+    rows = []
     for length in LENGTHS:
         x = torch.cat([prompts.x, prompts.x_query[:, None]], 1)[:, length]
         given = Prompts(
@@ -152,20 +153,41 @@ def over_ridge(model: GargModel, seed: int = 0) -> dict[int, tuple[float, float]
         )
         best = ridge(given, penalty=TASK.noise_var / TASK.beta_variance)
         target = given.y_query_clean
-        error, least = ((p - target).square().mean(1) for p in (predictions[:, length, None], best))
-        ratio, sem = ratio_and_sem(error.double().numpy(), least.double().numpy())
-        found[length] = float(ratio), float(sem)
-    return found
+        error, least = (
+            (p - target).square().mean(1).double().numpy()
+            for p in (predictions[:, length, None], best)
+        )
+        noisy = ratio_and_sem(error + TASK.noise_var, least + TASK.noise_var)
+        rows.append((length, *map(float, (*ratio_and_sem(error, least), *noisy))))
+    return pd.DataFrame(rows, columns=["pairs", "excess", "excess_sem", "risk", "risk_sem"])
+
+
+def near(folder: Path) -> pd.DataFrame:
+    """R² of each algorithm, fitted to the last prediction at the model's own length, and ridge's penalty."""
+    checkpoint = load(folder)
+    found = name_algorithm(checkpoint).to_frame().query("prompts == 'own length'")
+    moments = PromptMoments(sample_prompts(checkpoint.task, N_PROMPTS, seed=2), checkpoint.task)
+    (ridges,) = (one for one in ALGORITHMS if one.name == "ridge")
+    target = checkpoint.predictor.predict(moments.prompts)
+    fit = fit_algorithm(ridges, moments, target, n_layers=checkpoint.config.model.n_layers)
+    penalties = {"ridge_like": float(fit.scalars[0])}
+    return found[["candidate", "r2"]].assign(penalty=found.candidate.map(penalties))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--out", type=Path, help="train here; else measure the shipped model")
     folder = parser.parse_args().out
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.yaml").write_text(CONFIG)
     torch.set_num_threads(1)
-    print(told(over_ridge(train(folder), seed=1)))
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.yaml").write_text(CONFIG)
+        train(folder)
+        return
+    folder = ROOT / "checkpoints" / "garg-gpt2"
+    tables = [over_ridge(train(folder), 2 * N_PROMPTS, seed=1), near(folder)]
+    file = RESULTS / "algorithms" / "garg_gpt2.csv"
+    pd.concat(tables).to_csv(file, index=False, float_format="%.6g")
 
 
 if __name__ == "__main__":

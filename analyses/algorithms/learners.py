@@ -6,11 +6,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mechinterp.config import CovarianceConfig, TaskConfig
+from mechinterp import Prompts, TaskConfig, sample_prompts
+from mechinterp.config import CovarianceConfig
 from mechinterp.icl.algorithm_controls import CONTROLS
 from mechinterp.icl.algorithms import ALGORITHMS
 from mechinterp.icl.prompt_moments import PromptMoments
-from mechinterp.icl.prompts import Prompts, sample_prompts
 
 BY_NAME = {algorithm.name: algorithm for algorithm in (*ALGORITHMS, *CONTROLS)}
 GD, NEWTON, ALG1, ISTA = (

@@ -7,9 +7,8 @@ import torch
 from torch import Tensor
 
 from analyses.algorithms.learners import dense, sparse
-from mechinterp.config import TaskConfig
+from mechinterp import Prompts, TaskConfig
 from mechinterp.icl.predictors import ridge
-from mechinterp.icl.prompts import Prompts
 
 Random = np.random.Generator
 Learner = Callable[[Prompts], Tensor]

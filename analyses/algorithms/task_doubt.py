@@ -18,14 +18,11 @@ import pandas as pd
 import torch
 from torch import Tensor
 
+from mechinterp import Prompts, TaskConfig, load, predictor_of, sample_prompts
 from mechinterp.analysis.learners.baseline_comparison import DECIDING, task_doubt, task_loss
 from mechinterp.analysis.one_layer.classify import N_LAYERED_PROMPTS, N_PROMPTS
 from mechinterp.analysis.stats import best_factor
 from mechinterp.checkpoints.checkpoint import Checkpoint
-from mechinterp.checkpoints.load import load
-from mechinterp.config import TaskConfig
-from mechinterp.icl.prompts import Prompts, sample_prompts
-from mechinterp.models.run.predictor import predictor_of
 from mechinterp.models.scores import is_normalised
 from mechinterp.training.one_layer.step import initial_weights
 

@@ -23,7 +23,7 @@ from scipy.stats import binomtest
 from analyses.calibration.models import Case, built, leaking, near_misses, snapshots, untrained
 from analyses.lib.measured import provenance
 from analyses.lib.records import save
-from mechinterp.analysis.one_layer.classify import classify
+from mechinterp import classify
 from mechinterp.analysis.one_layer.thresholds import Thresholds
 
 ROOT = Path(__file__).parents[2]
@@ -73,10 +73,8 @@ def moved_thresholds(cases: list[Case]) -> pd.DataFrame:
     rows = [{"threshold": "defaults", "value": np.nan, **counts(cases, standard)}]
     for name, values in MOVED.items():
         for value in values:
-            found = counts(cases, replace(standard, **{name: value}))
-            rows.append(
-                {"threshold": name, "value": value, "default": asdict(standard)[name], **found}
-            )
+            row = {"threshold": name, "value": value, "default": asdict(standard)[name]}
+            rows.append(row | counts(cases, replace(standard, **{name: value})))
     return pd.DataFrame(rows)
 
 
@@ -122,12 +120,9 @@ def main() -> None:
     ]
     tuning, confirming = halves(cases, random)
     print(f"{len(cases)} models", flush=True)
-    frame = pd.DataFrame(
-        [
-            {name: getattr(case, name) for name in ("source", "truth", "size", "demand")}
-            for case in confirming
-        ]
-    )
+    columns = ("source", "truth", "size", "demand")
+    frame = pd.DataFrame([[getattr(case, name) for name in columns] for case in confirming])
+    frame.columns = columns
     frame["label"] = labels_of(confirming, Thresholds())
     frame["verdict"] = list(map(verdict, confirming, frame["label"]))
     labels = frame.groupby(["truth", "label"]).size().unstack(fill_value=0)

@@ -9,9 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mechinterp.analysis.learners.fits import LEARNERS, fit_learners
+from mechinterp import ExperimentConfig, ModelConfig, TaskConfig, fit_learners
+from mechinterp.analysis.learners.fits import LEARNERS
 from mechinterp.checkpoints.checkpoint import load
-from mechinterp.config import CovarianceConfig, ExperimentConfig, ModelConfig, TaskConfig
+from mechinterp.config import CovarianceConfig
 from mechinterp.icl.prompts import covariance_matrix
 from mechinterp.models.constructions.one_layer import diagonal_heads, from_circuits
 from mechinterp.models.heads import AttentionWeights
@@ -57,11 +58,8 @@ def kernel(random: np.random.Generator) -> tuple[AttentionWeights, TaskConfig]:
 def debiased(random: np.random.Generator) -> tuple[AttentionWeights, TaskConfig]:
     sizes = [int(n) for n in random.integers(1, 4, 2)]
     gamma = random.uniform(0.03, 0.16)
-    mu = [
-        sign * m
-        for n, sign in zip(sizes, (1, -1), strict=True)
-        for m in split(0.44 / gamma, n, random)
-    ]
+    up, down = (split(0.44 / gamma, n, random) for n in sizes)
+    mu = [*up, *-down]
     omega = [gamma] * sizes[0] + [-gamma] * sizes[1]
     return diagonal_heads(omega, mu, d_x=5), ONE
 
@@ -79,9 +77,8 @@ def weighted(random: np.random.Generator) -> tuple[AttentionWeights, TaskConfig]
     row = np.full(6, random.uniform(0.1, 0.2))
     row[2:4] *= random.uniform(1.1, 1.3)
     mu = 0.9 / (2 * row.mean())
-    return diagonal_heads(
-        [row.tolist(), (-row).tolist()], [[mu, mu], [-mu, -mu]], d_x=6, d_y=2
-    ), TWO
+    omega = [row.tolist(), (-row).tolist()]
+    return diagonal_heads(omega, [[mu, mu], [-mu, -mu]], d_x=6, d_y=2), TWO
 
 
 def task_heads(random: np.random.Generator) -> tuple[AttentionWeights, TaskConfig]:
@@ -157,9 +154,8 @@ def built(per_cell: int, random: np.random.Generator) -> Iterator[Case]:
             demand = "must" if size <= 0.1 else "none" if size > 1 else "may"
             for _ in range(per_cell):
                 weights, task = builder(random)
-                yield Case(
-                    "built + noise", truth, disturbed(weights, size, random), task, size, demand
-                )
+                weights = disturbed(weights, size, random)
+                yield Case("built + noise", truth, weights, task, size, demand)
 
 
 def leaking(per_cell: int, random: np.random.Generator) -> Iterator[Case]:
@@ -178,16 +174,14 @@ def leaking(per_cell: int, random: np.random.Generator) -> Iterator[Case]:
             faults = {
                 "x read": from_circuits(pair.QK, reads_x),
                 "off-diagonal QK": from_circuits(reads_y, pair.OV),
-                "sum of mu": diagonal_heads(
-                    omega.tolist(), (mu * [1, 1 - 2 * size / (1 + size)]).tolist(), d_x=5
-                ),
-                "unequal omega": diagonal_heads(
-                    (omega * [1, 1 + size]).tolist(), mu.tolist(), d_x=5
-                ),
-                "mismatched head": diagonal_heads(
-                    [*omega, 1.5 * gamma], [*mu, -mu[0] * size], d_x=5
-                ),
             }
+            scales = {
+                "sum of mu": (omega, mu * [1, 1 - 2 * size / (1 + size)]),
+                "unequal omega": (omega * [1, 1 + size], mu),
+                "mismatched head": ([*omega, 1.5 * gamma], [*mu, -mu[0] * size]),
+            }
+            for fault, (o, m) in scales.items():
+                faults[fault] = diagonal_heads(list(map(float, o)), list(map(float, m)), d_x=5)
             for fault, weights in faults.items():
                 yield Case(f"fault: {fault}", "debiased_gd", weights, ONE, size, demand)
 
@@ -199,32 +193,23 @@ def untrained(count: int, random: np.random.Generator) -> Iterator[Case]:
         task = TaskConfig(d_x=int(random.choice([2, 5, 10])) if d_y == 1 else 6, d_y=d_y)
         score = str(random.choice(["softmax", "softmax", "linear/L"]))
         model = ModelConfig(n_heads=int(random.choice([1, 2, 4, 8])), score=score)
-        weights = initial_weights(ExperimentConfig(task=task, model=model, seed=100_000 + seed)).to(
-            torch.float64
-        )
+        config = ExperimentConfig(task=task, model=model, seed=100_000 + seed)
+        weights = initial_weights(config).to(torch.float64)
         if seed % 2:
-            weights = weights.with_tensors(
-                {
-                    name: torch.from_numpy(random.normal(size=tuple(t.shape)) * 0.3)
-                    for name, t in weights.tensors.items()
-                }
-            )
+            shapes = {name: tuple(tensor.shape) for name, tensor in weights.tensors.items()}
+            drawn = {name: random.normal(size=shape) * 0.3 for name, shape in shapes.items()}
+            weights = weights.with_tensors({n: torch.from_numpy(one) for n, one in drawn.items()})
         yield Case("random weights", NONE, weights, task, float("nan"), "none")
 
 
-def one_sign_of_mu(random: np.random.Generator) -> AttentionWeights:
-    gamma = random.uniform(0.08, 0.15)
-    return diagonal_heads([gamma, -gamma], [3.4, 3.4], d_x=5)
+def pair_of(ratio: float, second_mu: float) -> Callable[[np.random.Generator], AttentionWeights]:
+    """A pair whose second omega is this often the negative first; the first mu is 3.4."""
 
+    def draw(random: np.random.Generator) -> AttentionWeights:
+        gamma = random.uniform(0.08, 0.15)
+        return diagonal_heads([gamma, -ratio * gamma], [3.4, second_mu], d_x=5)
 
-def lopsided(random: np.random.Generator) -> AttentionWeights:
-    gamma = random.uniform(0.08, 0.15)
-    return diagonal_heads([gamma, -gamma], [3.4, -0.4 * 3.4], d_x=5)
-
-
-def unequal(random: np.random.Generator) -> AttentionWeights:
-    gamma = random.uniform(0.08, 0.15)
-    return diagonal_heads([gamma, -2.5 * gamma], [3.4, -3.4], d_x=5)
+    return draw
 
 
 def mixed_signs(random: np.random.Generator) -> AttentionWeights:
@@ -238,7 +223,8 @@ def turned_apart(random: np.random.Generator) -> AttentionWeights:
     return with_blocks(blocks * torch.tensor([1.0, -1.0])[:, None, None], [3.4, -3.4])
 
 
-MISSES = (one_sign_of_mu, lopsided, unequal, mixed_signs, turned_apart)
+# One sign of mu, lopsided mu, unequal omega, and two more.
+MISSES = (pair_of(1, 3.4), pair_of(1, -0.4 * 3.4), pair_of(2.5, -3.4), mixed_signs, turned_apart)
 
 
 def near_misses(count: int, random: np.random.Generator) -> Iterator[Case]:
@@ -256,14 +242,8 @@ def snapshots(folder: Path, n_prompts: int) -> Iterator[Case]:
         checkpoint = load(path)
         for step, weights in checkpoint.snapshots.items():
             fits = fit_learners(weights, context_lengths=[40], n_prompts=n_prompts)
-            found = {
-                pattern: fits.r2[0, LEARNERS.index(name)] for name, pattern in learners.items()
-            }
-            best = max(found, key=lambda pattern: found[pattern])
-            clear = bool(found[best] >= 0.98)
-            demand = "may" if clear else "none"
-            task = checkpoint.config.task
-            truth = best if clear else NONE
-            yield Case(
-                "snapshot", truth, weights.circuits, task, float(step), demand, run=path.name
-            )
+            r2 = {label: fits.r2[0, LEARNERS.index(name)] for name, label in learners.items()}
+            best = max(r2, key=lambda label: r2[label])
+            truth, demand = (best, "may") if r2[best] >= 0.98 else (NONE, "none")
+            place = (weights.circuits, checkpoint.task, float(step), demand)
+            yield Case("snapshot", truth, *place, run=path.name)

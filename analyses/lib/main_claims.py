@@ -9,7 +9,7 @@ from pathlib import Path
 from analyses.lib.records import CLAIMS, Record, all_records
 
 SIGNS = {"at most": "≤", "below": "<", "at least": "≥", "above": ">", "equal to": "="}
-HEADER = ("claim", "holds in", "the number that matters (asked)", "")
+HEADER = ("claim", "holds in", "the number that matters (asked)", "more")
 
 
 @cache
@@ -30,7 +30,7 @@ def holds_in(record: Record, of: str) -> str:
 
 def asked(record: Record, show: str) -> str:
     """The relation and its bound, in the form of the number."""
-    form = show if "%" in show else "g"
+    form = show if "%" in show else ".4g"
     ends = record.bound if isinstance(record.bound, tuple) else (record.bound,)
     texts = [re.sub(r"\.0+%$", "%", f"{end:{form}}") for end in ends]
     return f"{SIGNS.get(record.relation, '')} {' to '.join(texts)}".strip()
@@ -52,9 +52,11 @@ def rows(results: Path, paper: str = "") -> list[tuple[str, ...]]:
             if not (row.get("lead") if not paper else page == paper):
                 continue
             (script, counted), (_, record) = found[row["models"]], found[row["number"]]
-            number = f"{row['what']} {measured(record, row['show'])}"
+            number = f"{row['what']}: {measured(record, row['show'])}"
             number += f" ({asked(record, row['show'])})"
             link = f"[script](../../analyses/{script}.py)"
-            link = link if paper else f"[more](docs/papers/{page}.md)"
-            made.append((row["claim"], holds_in(counted, row.get("of", "models")), number, link))
+            link = link if paper else f"[{page.partition('_')[0]}](docs/papers/{page}.md)"
+            code = f" ({row['code']})" if paper and "code" in row else ""
+            claim, holds = row["claim"] + code, holds_in(counted, row.get("of", "models"))
+            made.append((claim, holds, number, link))
     return made

@@ -11,7 +11,9 @@ from pathlib import Path
 
 import pandas as pd
 
-from analyses.lib import coefficient_tables, main_claims, numbers, result_tables, speeds
+from analyses.algorithms import calibration, shipped, trained
+from analyses.coefficients import tables as coefficient_tables
+from analyses.lib import main_claims, numbers, result_tables, speeds
 from analyses.lib.records import Record, all_records
 from analyses.lib.result_tables import markdown
 from analyses.pools import tables as pool_tables
@@ -44,25 +46,8 @@ def claims_page(results: Path) -> str:
     cells = [[html.escape(cell) for cell in one] for one in all_claims(results).to_numpy()]
     body = "\n".join("<tr><td>" + "<td>".join(one) for one in cells)
     head = "<th>".join(HEADER)
-    return f"""<!doctype html><meta charset="utf-8"><title>All claims</title>
-<style>body{{font:14px sans-serif;margin:1em}}table{{border-collapse:collapse}}td,th{{border:1px solid #bbb;
-padding:3px 6px;text-align:left;vertical-align:top}}th{{position:sticky;top:0;background:#eee}}</style>
-<h1>All claims</h1>
-<p><input id="words" size="40" placeholder="words, such as: sparse-C11 does not hold" autofocus> <span id="count"></span></p>
-<table><thead><tr><th>{head}</thead><tbody>
-{body}
-</tbody></table>
-<script>
-const rows = [...document.querySelectorAll("tbody tr")], words = document.getElementById("words");
-const texts = rows.map(row => row.textContent.toLowerCase());
-words.oninput = () => {{
-  const asked = words.value.toLowerCase().split(/\\s+/);
-  rows.forEach((row, i) => row.hidden = !asked.every(word => texts[i].includes(word)));
-  document.getElementById("count").textContent = rows.filter(row => !row.hidden).length + " rows";
-}};
-words.oninput();
-</script>
-"""
+    page = (HERE / "lib" / "claims_page.html").read_text(encoding="utf-8")
+    return page.replace("HEAD", head).replace("BODY", body)
 
 
 def main_table(results: Path, *, paper: str = "") -> str:
@@ -82,6 +67,7 @@ TABLES: dict[Path, dict[str, Callable[[Path], str]]] = {
         "calibration errors": result_tables.calibration_errors,
     },
     HERE.parent / "README.md": {"claims": main_table, "calibration": result_tables.two_by_two},
+    DOCS / "reliability.md": {"outcomes": result_tables.attack},
     DOCS / "heads.md": {"speeds": speeds.masking},
     DOCS / "how" / "train.md": {"speeds": speeds.packs},
     **{
@@ -95,8 +81,17 @@ TABLES[DOCS / "learning_coefficient.md"] = {
     "staircase": coefficient_tables.staircase,
     "softmax": coefficient_tables.softmax_coefficients,
     "pairs": coefficient_tables.pairs,
+    "early": coefficient_tables.early,
+    "grid": coefficient_tables.grid,
+    "mini-batches": coefficient_tables.minibatches,
+    "temperatures": coefficient_tables.temperatures,
 }
 TABLES[DOCS / "pools.md"] = {"one layer": pool_tables.one_layer, "map": pool_tables.pool_map}
+TABLES[DOCS / "algorithms.md"] = {
+    "rates": calibration.rates_table,
+    "shipped": shipped.shipped_table,
+    "trained": trained.trained_table,
+}
 TABLES[PAGES / "softmax_attention.md"]["shipped"] = result_tables.shipped
 TABLES[PAGES / "sparse_regression.md"] |= {
     "trained": result_tables.trained,

@@ -181,9 +181,8 @@ def record(
         errors: Standard errors of values that are numbers alone.
     """
     pairs = {name: one for name, one in values.items() if isinstance(one, tuple)}
-    found = {name: error for name, (_, error) in pairs.items()} | dict(
-        {} if errors is None else errors
-    )
+    found = {name: error for name, (_, error) in pairs.items()}
+    found |= {} if errors is None else dict(errors)
     plain = {name: pairs.get(name, (one,))[0] for name, one in values.items()}
     return Record(
         **vars(claims()[id]),
@@ -193,6 +192,11 @@ def record(
         text=text,
         note=note,
     )
+
+
+def records(prefix: str, measured: Mapping[str, Values], **about) -> list[Record]:
+    """Records of several claims, by the rest of their ids; `about` as in `record`."""
+    return [record(f"{prefix}{name}", values, **about) for name, values in measured.items()]
 
 
 def digest(data: bytes) -> str:
@@ -223,8 +227,8 @@ def script_of(name: str) -> str:
     """The script whose results have a name, without its ending.
 
     Example:
-        >>> script_of("softmax_figure_1_two_heads")
-        'softmax/figure_1_two_heads'
+        >>> script_of("softmax_patterns")
+        'softmax/patterns'
     """
     in_folder = (CLAIMS.parent / name.partition("_")[0]).is_dir()
     return name.replace("_", "/", 1) if in_folder else name

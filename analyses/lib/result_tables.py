@@ -4,11 +4,14 @@ and calibration.
 `lib/pages.py` writes them; a fast test compares them with the files.
 """
 
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pandas as pd
 
 Row = tuple[str, ...]
+Cell = str | Callable[[object], str]
+"""A format of a row, such as "{0.loss:.2f}", or a function of it."""
 
 
 def markdown(header: Row, rows: list[Row]) -> str:
@@ -16,6 +19,18 @@ def markdown(header: Row, rows: list[Row]) -> str:
     lines = [header, ("---",) * len(header)]
     lines += [tuple(cell.replace("|", "\\|") for cell in cells) for cells in rows]
     return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
+
+
+def table(found: pd.DataFrame, columns: Mapping[str, Cell]) -> str:
+    """A Markdown table with a line for each row of a frame; columns by their headers.
+
+    Example:
+        >>> table(pd.DataFrame({"x": [0.125]}), {"x": "{0.x:.2f}", "twice": lambda row: f"{2 * row.x}"})
+        '| x | twice |\\n| --- | --- |\\n| 0.12 | 0.25 |'
+    """
+    cells = [one.format if isinstance(one, str) else one for one in columns.values()]
+    rows = [tuple(cell(row) for cell in cells) for row in found.itertuples()]
+    return markdown(tuple(columns), rows)
 
 
 def span(values: pd.Series, digits: int) -> str:
@@ -34,32 +49,16 @@ def shipped(results: Path) -> str:
     found = pd.read_csv(results / "softmax_shipped_models.csv")
     found["heads"] = found.model.str.extract(r"-h(\d+)-")[0].astype(int)
     found["mu"] = found[["positive_mu", "negative_mu"]].abs().max(axis=1)
-    count = found.groupby("heads").size()
-    rows = []
+    count, rows = found.groupby("heads").size(), []
     for (heads, pattern), one in found.groupby(["heads", "pattern"]):
         seeds = f"{len(one)} of {count[heads]}" if len(one) < count[heads] else f"{len(one)}"
         zero_sum = "" if pattern == "kernel_regression" else span(one.zero_sum, 3)
-        rows.append(
-            (
-                f"{heads}",
-                seeds,
-                pattern,
-                span(one.omega, 3),
-                span(one.mu, 2),
-                zero_sum,
-                span(one.eta, 3),
-                f"{one.loss.mean():.4f} ± {one.loss_sem.max():.4f}",
-            )
-        )
-    header = (
-        "heads",
-        "seeds",
-        "pattern",
-        "\\|omega\\|",
-        "mu of one sign",
-        "\\|Σ mu\\| / Σ \\|mu\\|",
-    )
-    return markdown((*header, "Σ mu·omega", "loss at L = 40"), rows)
+        scales = (span(one.omega, 3), span(one.mu, 2), zero_sum, span(one.eta, 3))
+        loss = f"{one.loss.mean():.4f} ± {one.loss_sem.max():.4f}"
+        rows.append((f"{heads}", seeds, pattern, *scales, loss))
+    header = ("heads", "seeds", "pattern", "\\|omega\\|", "mu of one sign")
+    header += ("\\|Σ mu\\| / Σ \\|mu\\|", "Σ mu·omega", "loss at L = 40")
+    return markdown(header, rows)
 
 
 ARMS = {
@@ -72,27 +71,17 @@ ARMS = {
 
 def emergence(results: Path) -> str:
     """How many seeds end as what, by training and number of heads."""
-    last = (
-        pd.read_csv(results / "softmax_emergence.csv")
-        .groupby(["arm", "n_heads", "what"], sort=False)
-        .last()
-    )
+    last = pd.read_csv(results / "softmax_emergence.csv")
+    last = last.groupby(["arm", "n_heads", "what"], sort=False).last()
     rows = []
     for arm, text in ARMS.items():
         for heads in last.loc[arm].index.unique("n_heads"):
             one = last.loc[arm, heads]
             sign = one.loc["one sign"]
-            rows.append(
-                (
-                    text,
-                    f"{heads}",
-                    f"{int(sign.step):,}",
-                    f"{int(sign.seeds)}",
-                    f"{sign.fraction:.1%} ({100 * sign.low:.1f} to {100 * sign.high:.1f})",
-                    f"{one.loc['debiased_gd'].fraction:.1%}",
-                    f"{one.loc['a dummy head'].fraction:.1%}",
-                )
-            )
+            interval = f"({100 * sign.low:.1f} to {100 * sign.high:.1f})"
+            shares = [f"{one.loc[what].fraction:.1%}" for what in ("debiased_gd", "a dummy head")]
+            cells = (text, f"{heads}", f"{int(sign.step):,}", f"{int(sign.seeds)}")
+            rows.append((*cells, f"{sign.fraction:.1%} {interval}", *shares))
     header = ("training", "heads", "steps", "seeds", "one sign only", "debiased_gd", "a dummy head")
     return markdown(header, rows)
 
@@ -139,6 +128,14 @@ def two_by_two(results: Path) -> str:
     ]
     header = (f"{total.models:,} models", f"named ({total.wrong} of them wrong)", "not named")
     return markdown(header, rows)
+
+
+def attack(results: Path) -> str:
+    """What became of spoilt files, by seed, and the sums."""
+    found = pd.read_csv(results.parents[1] / "tests" / "attack" / "outcomes.csv", index_col="seed")
+    found.loc["all"] = found.sum()
+    rows = [(f"{seed}", *(f"{count:,}" for count in counts)) for seed, counts in found.iterrows()]
+    return markdown(("seed", *found.columns), rows)
 
 
 def trained(results: Path) -> str:

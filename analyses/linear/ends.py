@@ -9,50 +9,29 @@ from collections.abc import Iterable
 import numpy as np
 import pandas as pd
 
-from analyses.lib.measured import Measured, run
-from analyses.lib.records import record
+from analyses.lib import Measured, records, run
 from analyses.linear.setting import FOUND, MOMENTS, named, separate, trained
 from mechinterp import figures
 from mechinterp.theory.linear_heads import merged_heads, separate_heads
 from mechinterp.training.linear.flow import flow
 
 # Heads and rank.
-SHAPES = (
-    (1, 1),
-    (2, 1),
-    (3, 1),
-    (4, 1),
-    (5, 1),
-    (1, 2),
-    (2, 2),
-    (3, 2),
-    (1, 3),
-    (3, 3),
-    (1, 4),
-    (2, 4),
-)
+SHAPES = (*((n, 1) for n in range(1, 6)), *((n, 2) for n in range(1, 4)))
+SHAPES += ((1, 3), (3, 3), (1, 4), (2, 4))
 
 
 def ends(seed: int) -> list[dict[str, float | str]]:
     """Where heads of all shapes end, and the level of their number."""
-    made = {
-        f"{n} of rank {rank}": (
-            separate_heads(n, 4, std=1e-2, seed=seed, rank=rank),
-            min(n * rank, 4),
-        )
-        for n, rank in SHAPES
-    }
-    made["8 merged"] = (merged_heads(8, 4, std=1e-2, seed=seed), 4)
-    return [
-        {
-            "heads": name,
-            "seed": seed,
-            "learned": number,
-            "loss": flow(heads, MOMENTS, duration=1e6).loss[-1],
-            "level": FOUND.levels[number],
-        }
-        for name, (heads, number) in made.items()
-    ]
+    law, made = {"std": 1e-2, "seed": seed}, {}
+    for n, rank in SHAPES:
+        made[f"{n} of rank {rank}"] = separate_heads(n, 4, rank=rank, **law), min(n * rank, 4)
+    made["8 merged"] = merged_heads(8, 4, **law), 4
+    rows = []
+    for name, (heads, number) in made.items():
+        loss = flow(heads, MOMENTS, duration=1e6).loss[-1]
+        row = {"heads": name, "seed": seed, "learned": number}
+        rows.append(row | {"loss": loss, "level": FOUND.levels[number]})
+    return rows
 
 
 def drift(kept: Iterable[np.ndarray]) -> float:
@@ -62,20 +41,16 @@ def drift(kept: Iterable[np.ndarray]) -> float:
 
 def measure(quick: bool) -> Measured:
     seeds = range(1 if quick else 5)
+    merged = [trained(merged_heads(8, 4, std=1e-2, seed=seed)) for seed in seeds]
     drifts = {
-        "merged": [
-            drift([trained(merged_heads(8, 4, std=1e-2, seed=seed)).heads.conserved()])
-            for seed in seeds
-        ],
+        "merged": [drift([one.heads.conserved()]) for one in merged],
         "separate": [drift(separate(1e-2, seed)[0].heads.conserved()) for seed in seeds],
     }
     data = pd.DataFrame([row for seed in seeds for row in ends(seed)])
     data["off"] = (data.loss - data.level).abs()
-    claims = [record(f"linear-6-{kind}", named(np.array(drifts[kind]), "seed")) for kind in drifts]
-    claims += [
-        record(f"linear-17-{name}", dict(part.groupby("heads").off.max()))
-        for name, part in (("whole", data[data.learned == 4]), ("part", data[data.learned < 4]))
-    ]
+    asked = {f"6-{kind}": named(np.array(one), "seed") for kind, one in drifts.items()}
+    for name, part in (("whole", data[data.learned == 4]), ("part", data[data.learned < 4])):
+        asked[f"17-{name}"] = part.groupby("heads").off.max()
     first = data[data.seed == 0]
     curves = {"loss": first.loss.to_numpy(), "level": first.level.to_numpy()}
     page = figures.bars(
@@ -85,7 +60,7 @@ def measure(quick: bool) -> Measured:
         title="Loss at the end of training, and the level of R H directions",
         y_title="loss (y²)",
     )
-    return Measured(data, {"ends": page}, claims)
+    return Measured(data, {"ends": page}, records("linear-", asked))
 
 
 if __name__ == "__main__":

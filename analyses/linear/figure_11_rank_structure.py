@@ -9,8 +9,7 @@ in every direction. Run: python -m analyses.linear.figure_11_rank_structure (hal
 import numpy as np
 import pandas as pd
 
-from analyses.lib.measured import Measured, run
-from analyses.lib.records import record
+from analyses.lib import Measured, record, run
 from analyses.linear.figure_4_ranks import EIGHT, MODES
 from analyses.linear.setting import FOUND, INITS, named, trained
 from mechinterp import figures
@@ -69,24 +68,18 @@ def measure(quick: bool) -> Measured:
         ]
         active = np.flatnonzero((shares[0, :, :8] > 0.5).any(1))
         rows = [f"head {head}, row {row}" for head in active for row in range(1, rank + 1)]
-        pages[f"keys-{rank}"] = figures.heatmap(
-            every[0][0][active].reshape(-1, 8),
-            title=f"Keys of the rank-{rank} heads that hold a direction",
-            rows=rows,
-            columns=names,
+        keys, title = every[0][0][active], f"Keys of the rank-{rank} heads that hold a direction"
+        keys = keys.reshape(-1, 8)
+        pages[title] = figures.heatmap(keys, title=title, rows=rows, columns=names)
+        title, heads = (
+            f"Share of rank-{rank} heads in every direction",
+            [f"head {h}" for h in range(9)],
         )
-        pages[f"share-{rank}"] = figures.heatmap(
-            shares[0, :, :8],
-            title=f"Share of rank-{rank} heads in every direction",
-            rows=[f"head {h}" for h in range(9)],
-            columns=names,
-        )
+        pages[title] = figures.heatmap(shares[0, :, :8], title=title, rows=heads, columns=names)
     slow, fast = np.moveaxis(np.array([stays(seed) for seed in seeds]), 1, 0)[::-1]
     ratio, rise = slow / fast, slow - fast
-    expected = [
-        np.subtract(*(residence_in_head(FOUND, a, a + 1, scale=s) for s in INITS[::-1]))
-        for a in (0, 2)
-    ]
+    waits = [[residence_in_head(FOUND, a, a + 1, scale=s) for s in INITS] for a in (0, 2)]
+    expected = np.diff(waits)[:, 0]
     miss = np.abs(rise[:, [1, 3]] / expected - 1)
     claims += [
         record("linear-16-ten-four-dimensions", named(ratio[:, [0, 2]], "seed", "level")),

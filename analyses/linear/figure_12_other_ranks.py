@@ -4,7 +4,7 @@ Zhang et al. 2025, arXiv 2501.16265, figure 12; measured as figure 4.
 Run: python -m analyses.linear.figure_12_other_ranks (two minutes; --quick 1 seed)
 """
 
-from analyses.lib.measured import Measured, run
+from analyses.lib import Measured, run
 from analyses.linear.figure_4_ranks import ranks
 
 RANKS = (3, 5, 6, 7)

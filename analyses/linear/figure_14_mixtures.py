@@ -10,8 +10,8 @@ image. Run: python -m analyses.linear.figure_14_mixtures (half a minute; --quick
 import numpy as np
 import pandas as pd
 
-from analyses.lib.measured import Measured, numbers, run
-from analyses.lib.records import record
+from analyses.lib import Measured, record, run
+from analyses.lib.measured import numbers
 from mechinterp import figures
 
 FRACTIONS = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
@@ -77,16 +77,10 @@ def measure(quick: bool) -> Measured:
             f"{part:.0%}": max(0.0, ours[part].min() - value, value - ours[part].max())
             for part, value in read.items()
         }
-        claims.append(
-            record(
-                f"linear-mixture-{'-'.join(name.split())}",
-                away,
-                text="; ".join(
-                    f"{read[part]:g} beside {numbers(one, 0 if error > 1 else 2)}"
-                    for part, one in ours.items()
-                ),
-            )
-        )
+        digits = 0 if error > 1 else 2
+        texts = [f"{read[part]:g} beside {numbers(one, digits)}" for part, one in ours.items()]
+        id = f"linear-mixture-{'-'.join(name.split())}"
+        claims.append(record(id, away, text="; ".join(texts)))
     first = {part: runs[part, 0] for part in FRACTIONS}
     pages = {
         name: figures.lines(

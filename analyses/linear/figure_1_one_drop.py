@@ -9,8 +9,8 @@ import numpy as np
 import pandas as pd
 import torch
 
-from analyses.lib.measured import Measured, numbers, run
-from analyses.lib.records import Record, record
+from analyses.lib import Measured, Record, record, records, run
+from analyses.lib.measured import numbers
 from analyses.linear.setting import (
     FOUND,
     INITS,
@@ -22,8 +22,8 @@ from analyses.linear.setting import (
     task,
     trained,
 )
+from mechinterp import Prompts
 from mechinterp.analysis.training.plateaus import drops
-from mechinterp.icl.prompts import Prompts
 from mechinterp.theory.linear_dynamics import learning_rate_time
 from mechinterp.theory.linear_heads import MergedHeads, merged_heads
 from mechinterp.training.linear.descent import full_batch_descent, sample_moments, training_set
@@ -63,20 +63,15 @@ def network(prompts: Prompts, heads: MergedHeads) -> np.ndarray:
 
 def published(name: str, paper: float, ours: list[float], digits: int) -> Record:
     """Whether a number that was read off a figure lies among those of our training sets."""
-    return record(
-        f"linear-merged-{name}",
-        {"part": float(np.mean(np.array(ours) < paper))},
-        text=f"{paper} among {numbers(ours, digits)}",
-    )
+    part = {"part": float(np.mean(np.array(ours) < paper))}
+    return record(f"linear-merged-{name}", part, text=f"{paper} among {numbers(ours, digits)}")
 
 
 def measure(quick: bool) -> Measured:
     options = {"learning_rate": 1 / (2 * TAU), "steps": STEPS, "every": EVERY}
     start = [merged_heads(8, 4, std=1e-6 * FACTOR, seed=seed) for seed in range(SETS)]
-    runs = [
-        full_batch_descent(heads, set_moments(5000, i), FOUND, **options)
-        for i, heads in enumerate(start)
-    ]
+    sets = [set_moments(5000, seed) for seed in range(SETS)]
+    runs = [full_batch_descent(*one, FOUND, **options) for one in zip(start, sets, strict=True)]
     (few,), large = training_set(task(), 500, seed=1), merged_heads(8, 4, std=1.0, seed=0)
     alone = full_batch_descent(start[0], sample_moments([few], basis=np.eye(4)), FOUND, **options)
     beside, y_hat = network(few, start[0]), explicit(few, large)
@@ -88,27 +83,22 @@ def measure(quick: bool) -> Measured:
     counts = [[len(drops(one)) for one in row] for row in flows]
     ends = [[abs(one.loss[-1] - FOUND.levels[-1]) for one in row] for row in flows]
     steps = runs[0].time * TAU
-    claims = [
-        record("linear-1-explicit", {"500 prompts": off}),
-        record("linear-1-network", {f"{STEPS} steps": same}),
-        record("linear-5-merged-drops", named(np.array(counts), "seed", "init")),
-        record("linear-5-merged-end", named(np.array(ends), "seed", "init")),
-        published("middle", 990, [half_time(one) * TAU for one in runs], 0),
-    ]
+    asked = {
+        "1-explicit": {"500 prompts": off},
+        "1-network": {f"{STEPS} steps": same},
+        "5-merged-drops": named(np.array(counts), "seed", "init"),
+        "5-merged-end": named(np.array(ends), "seed", "init"),
+    }
+    middle = published("middle", 990, [half_time(one) * TAU for one in runs], 0)
+    claims = [*records("linear-", asked), middle]
     claims += [
         published(f"loss{at}", paper, [np.interp(at, steps, one.loss) for one in runs], 3)
         for at, paper in ((2000, 0.165), (4000, 0.136))
     ]
-    curves = {"merged heads": alone.loss, "network on z": beside} | {
-        f"training set {i}": one.loss for i, one in enumerate(runs[:4])
-    }
-    figure = page(
-        steps,
-        curves,
-        "Merged heads and the network on z (500 sequences); sets of 5,000; L(M*) dotted",
-        x_title="step",
-        levels=FOUND.levels[-1:],
-    )
+    curves = {"merged heads": alone.loss, "network on z": beside}
+    curves |= {f"training set {i}": one.loss for i, one in enumerate(runs[:4])}
+    title = "Merged heads and the network on z (500 sequences); sets of 5,000; L(M*) dotted"
+    figure = page(steps, curves, title, x_title="step", levels=FOUND.levels[-1:])
     return Measured(pd.DataFrame({"step": steps} | curves), {"loss": figure}, claims)
 
 

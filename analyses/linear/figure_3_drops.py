@@ -11,8 +11,7 @@ import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
-from analyses.lib.measured import Measured, run
-from analyses.lib.records import Record, record
+from analyses.lib import Measured, Record, record, records, run
 from analyses.linear.setting import (
     FOUND,
     INITS,
@@ -64,39 +63,23 @@ def measure(quick: bool) -> Measured:
         ]
         claims += drop_records(init, [one for _, one in every])
         claims += growth_records(init, np.array(errors))
-    runs = [
-        flow(
-            separate_heads(5, 4, std=1e-2 * FACTOR, seed=i, constant_v=True),
-            MOMENTS,
-            duration=20_000.0,
-            tau=TAU,
-        )
-        for i in range(2 * len(seeds))
-    ]
+    law = {"std": 1e-2 * FACTOR, "constant_v": True}
+    starts = [separate_heads(5, 4, seed=seed, **law) for seed in range(2 * len(seeds))]
+    runs = [flow(heads, MOMENTS, duration=20_000.0, tau=TAU) for heads in starts]
     jumps = np.median([crossings(one, FOUND.levels)[:3] for one in runs], axis=0)
     places = [(step - low) / (high - low) for step, (low, high) in zip(jumps, READ, strict=True)]
-    claims.append(
-        record(
-            "linear-separate-steps",
-            named(np.array(places), "drop"),
-            text="steps " + ", ".join(f"{step:.0f}" for step in jumps),
-        )
-    )
+    text = "steps " + ", ".join(f"{step:.0f}" for step in jumps)
+    claims.append(record("linear-separate-steps", named(np.array(places), "drop"), text=text))
     steps = np.linspace(0, 10_000, 401)
     curves = losses(steps, {f"seed {i}": one for i, one in enumerate(runs[:6])})
     loss = page(steps, curves, "Separate heads of rank one; levels L(M_m) dotted", x_title="step")
-    return Measured(
-        pd.DataFrame({"step": steps} | curves),
-        {"loss": loss} | heads_pages(separate(1e-2, 0)[0]),
-        claims,
-    )
+    pages = {"loss": loss} | heads_pages(separate(1e-2, 0)[0])
+    return Measured(pd.DataFrame({"step": steps} | curves), pages, claims)
 
 
 def heads_pages(found: Flow) -> dict[str, go.Figure]:
-    heads, both = (
-        [holder(found, m)[1] for m in range(4)],
-        {"key": found.heads.K, "query": found.heads.Q},
-    )
+    heads = [holder(found, mode)[1] for mode in range(4)]
+    both = {"key": found.heads.K, "query": found.heads.Q}
     grown = [growth(found, mode) for mode in range(4)]
     curves = {
         f"direction {m}{end}": grown[m][i]
@@ -109,22 +92,11 @@ def heads_pages(found: Flow) -> dict[str, go.Figure]:
         for m, head in enumerate(heads)
     }
     options = {"x_title": "time (tau)", "colors": figures.COLORS[:4]}
-    return {
-        "value": figures.lines(
-            found.time,
-            curves,
-            title="|v| of the head that learns a direction, relative to its end; eq. (21) dotted",
-            y_title="|v| / v_inf",
-            **options,
-        ),
-        "alignment": figures.lines(
-            found.time,
-            cosines,
-            title="The same heads' keys (solid) and queries (dotted) turn to their eigenvector",
-            y_title="|cos|",
-            **options,
-        ),
-    }
+    title = "|v| of the head that learns a direction, relative to its end; eq. (21) dotted"
+    value = figures.lines(found.time, curves, title=title, y_title="|v| / v_inf", **options)
+    title = "The same heads' keys (solid) and queries (dotted) turn to their eigenvector"
+    alignment = figures.lines(found.time, cosines, title=title, y_title="|cos|", **options)
+    return {"value": value, "alignment": alignment}
 
 
 def drop_records(init: float, found: list[Plateaus]) -> list[Record]:
@@ -133,22 +105,17 @@ def drop_records(init: float, found: list[Plateaus]) -> list[Record]:
         np.abs(one.loss - FOUND.levels).max() if len(one.loss) == 5 else np.inf for one in found
     ]
     order = [np.array_equal(one.learned > 0.5, np.tri(5, 4, -1) > 0) for one in found]
-    return [
-        record(
-            f"linear-5-separate-init{init:g}",
-            named(np.array([len(one.drop_time) for one in found]), "seed"),
-        ),
-        record(f"linear-10-levels-init{init:g}", named(np.array(gaps), "seed")),
-        record(f"linear-10-order-init{init:g}", named(np.array(order, dtype=float), "seed")),
-    ]
+    counts = [len(one.drop_time) for one in found]
+    asked = {"5-separate": counts, "10-levels": gaps, "10-order": np.array(order, dtype=float)}
+    named_by_seed = {f"{id}-init{init:g}": named(np.array(v), "seed") for id, v in asked.items()}
+    return records("linear-", named_by_seed)
 
 
 def growth_records(init: float, errors: np.ndarray) -> list[Record]:
     """Claim 12, from weights of one size: errors by seed and direction."""
-    return [
-        record(f"linear-12-median-init{init:g}", {"median": float(np.median(errors))}),
-        record(f"linear-12-single-init{init:g}", named(errors, "seed", "direction")),
-    ]
+    asked = {f"median-init{init:g}": {"median": float(np.median(errors))}}
+    asked[f"single-init{init:g}"] = named(errors, "seed", "direction")
+    return records("linear-12-", asked)
 
 
 if __name__ == "__main__":

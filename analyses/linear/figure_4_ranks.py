@@ -8,8 +8,7 @@ constant that few decades show. Run: python -m analyses.linear.figure_4_ranks (a
 import numpy as np
 import pandas as pd
 
-from analyses.lib.measured import Measured, run
-from analyses.lib.records import Record, record
+from analyses.lib import Measured, Record, record, run
 from analyses.linear.setting import INITS, LENGTH, losses, page, trained
 from mechinterp.analysis.training.plateaus import crossings
 from mechinterp.theory.linear import modes, population_moments

@@ -12,8 +12,7 @@ import numpy as np
 import pandas as pd
 import torch
 
-from analyses.lib.measured import Measured, run
-from analyses.lib.records import record
+from analyses.lib import Measured, records, run
 from analyses.linear.setting import named, task
 from mechinterp import figures
 from mechinterp.theory.linear_heads import Heads, MergedHeads, merged_heads, separate_heads
@@ -56,25 +55,16 @@ def drops(losses: np.ndarray) -> tuple[np.ndarray, float]:
 
 def measure(quick: bool) -> Measured:
     seeds = range(1 if quick else 5)
-    merged = [
-        descent(merged_heads(8, 4, std=1e-3, seed=seed), rate=0.1, steps=600) for seed in seeds
-    ]
-    separate = [
-        descent(separate_heads(5, 4, std=5e-2, seed=seed), rate=0.3, steps=2500) for seed in seeds
-    ]
+    starts = [merged_heads(8, 4, std=1e-3, seed=seed) for seed in seeds]
+    merged = [descent(heads, rate=0.1, steps=600) for heads in starts]
+    starts = [separate_heads(5, 4, std=5e-2, seed=seed) for seed in seeds]
+    separate = [descent(heads, rate=0.3, steps=2500) for heads in starts]
     counts = [[len(drops(losses)[0]) for losses, _ in runs] for runs in (merged, separate)]
     rests = [drops(losses)[1] for losses, _ in separate]
     sums = [float(abs(v.sum()) / np.abs(v).sum()) for _, v in merged]
-    found = {
-        "merged-drops": counts[0],
-        "merged-sum": sums,
-        "separate-drops": counts[1],
-        "separate-rest": rests,
-    }
-    claims = [
-        record(f"linear-20-{name}", named(np.array(values, dtype=float), "seed"))
-        for name, values in found.items()
-    ]
+    found = {"merged-drops": counts[0], "merged-sum": sums}
+    found |= {"separate-drops": counts[1], "separate-rest": rests}
+    asked = {name: named(np.array(one, dtype=float), "seed") for name, one in found.items()}
     steps = np.arange(2500)
     curves = {
         f"{name} heads, seed {seed}": np.pad(
@@ -91,7 +81,7 @@ def measure(quick: bool) -> Measured:
         x_title="step",
         y_title="loss (y²)",
     )
-    return Measured(data, {"loss": page}, claims)
+    return Measured(data, {"loss": page}, records("linear-20-", asked))
 
 
 if __name__ == "__main__":

@@ -7,8 +7,7 @@ from N(0, init^2). Run: python -m analyses.linear.figure_6_initial_scale (second
 import numpy as np
 import pandas as pd
 
-from analyses.lib.measured import Measured, run
-from analyses.lib.records import record
+from analyses.lib import Measured, records, run
 from analyses.linear.setting import FOUND, MOMENTS, NORMS, losses, named, page, trained
 from mechinterp.analysis.training.plateaus import crossings
 from mechinterp.theory.linear_heads import SeparateHeads, separate_heads
@@ -30,11 +29,8 @@ def growth_times() -> np.ndarray:
     scaled = []
     for mode in range(4):
         one = 0.02 * np.eye(4)[mode].reshape(1, 1, 4)
-        found = flow(
-            SeparateHeads(v=np.array([0.02]), K=one, Q=one),
-            MOMENTS,
-            duration=55 / FOUND.rates[mode],
-        )
+        heads = SeparateHeads(v=np.array([0.02]), K=one, Q=one)
+        found = flow(heads, MOMENTS, duration=55 / FOUND.rates[mode])
         half = np.interp(NORMS[mode] / 2, found.heads.v[:, 0], found.time)
         scaled.append(half * FOUND.rates[mode])
     return np.array(scaled)
@@ -55,25 +51,21 @@ def measure(quick: bool) -> Measured:
     times = np.array([[start_time(found) for found in row] for row in runs])
     jumps = np.array([[first_jump(init, seed) for init in (1e-2, 3e-3, 1e-3)] for seed in seeds])
     scaled = growth_times()
-    claims = [
-        record(
-            "linear-18-times",
-            {f"init {s:g}": t for s, t in zip(SCALES, times[0] / TIMES, strict=True)},
-        ),
-        record("linear-18-shorter", named((times[:, 1:-1] / times[:, :-2]).max(1), "seed")),
-        record("linear-18-gone", named(times[:, -1], "seed")),
-        record("linear-14-decade", named(jumps[:, 0] / jumps[:, 2], "seed")),
-        record("linear-14-half-decade", named(jumps[:, 1] / jumps[:, 2], "seed")),
-        record("linear-14-eigenvalue", named(scaled / scaled[0], "direction")),
-    ]
+    names = [f"init {scale:g}" for scale in SCALES]
+    asked = {
+        "18-times": dict(zip(names, times[0] / TIMES, strict=True)),
+        "18-shorter": named((times[:, 1:-1] / times[:, :-2]).max(1), "seed"),
+        "18-gone": named(times[:, -1], "seed"),
+        "14-decade": named(jumps[:, 0] / jumps[:, 2], "seed"),
+        "14-half-decade": named(jumps[:, 1] / jumps[:, 2], "seed"),
+        "14-eigenvalue": named(scaled / scaled[0], "direction"),
+    }
     grid = np.geomspace(0.1, max(found.time[-1] for found in runs[0]), 400)
-    curves = losses(
-        grid, {f"init {scale:g}": found for scale, found in zip(SCALES, runs[0], strict=True)}
-    )
-    figure = page(
-        grid, curves, "Separate heads from small to large weights; levels L(M_m) dotted", log_x=True
-    )
-    return Measured(pd.DataFrame({"time": grid} | curves), {"loss": figure}, claims)
+    curves = losses(grid, dict(zip(names, runs[0], strict=True)))
+    title = "Separate heads from small to large weights; levels L(M_m) dotted"
+    figure = page(grid, curves, title, log_x=True)
+    data = pd.DataFrame({"time": grid} | curves)
+    return Measured(data, {"loss": figure}, records("linear-", asked))
 
 
 if __name__ == "__main__":

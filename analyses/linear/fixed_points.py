@@ -11,8 +11,7 @@ import numpy as np
 import pandas as pd
 from scipy.optimize import least_squares
 
-from analyses.lib.measured import Measured, run
-from analyses.lib.records import record
+from analyses.lib import Measured, records, run
 from analyses.linear.setting import LENGTH, NORMS, TURNED
 from mechinterp import figures
 from mechinterp.theory.linear import fixed_point, fixed_point_loss, modes, population_moments
@@ -30,13 +29,8 @@ def subset_row(subset: tuple[int, ...]) -> dict[str, float | str]:
     pull = SeparateHeads(v=NORMS[rows], K=keys, Q=keys).velocity(TURNED.gradient(M))
     force = max(np.abs(part).max(initial=0) for part in (pull.v, pull.K, pull.Q))
     name = "{" + ", ".join(str(mode + 1) for mode in subset) + "}"
-    return {
-        "learned": name,
-        "n_learned": len(rows),
-        "loss": float(TURNED.loss(M)),
-        "formula": fixed_point_loss(found, subset),
-        "force": float(force),
-    }
+    row = {"learned": name, "n_learned": len(rows), "loss": float(TURNED.loss(M))}
+    return row | {"formula": fixed_point_loss(found, subset), "force": float(force)}
 
 
 def search(d_x: int, n_heads: int, rank: int, n_starts: int) -> np.ndarray:
@@ -75,27 +69,17 @@ def miss(ends: np.ndarray) -> float:
 
 def measure(quick: bool) -> Measured:
     n_starts = 40 if quick else 300
-    data = pd.DataFrame(
-        [subset_row(subset) for count in range(5) for subset in combinations(range(4), count)]
-    )
+    subsets = [subset for count in range(5) for subset in combinations(range(4), count)]
+    data = pd.DataFrame([subset_row(subset) for subset in subsets])
     off = (data.loss - data.formula).abs()
-    claims = [
-        record(f"linear-4-{name}", dict(zip(data.learned, values, strict=True)))
-        for name, values in (("levels", off), ("force", data.force))
-    ]
-    found = {
-        f"D = {d}, {h} heads of rank {r}": (d, search(d, h, r, n_starts)) for d, h, r in SHAPES
-    }
-    functions = {
-        name: len(np.unique(ends[:, :-1].round(), axis=0)) / 2**d
-        for name, (d, ends) in found.items()
-    }
-    misses = {name: miss(ends) for name, (_, ends) in found.items()}
-    over = {"starts": n_starts}
-    claims += [
-        record("linear-4-functions", functions, over=over),
-        record("linear-4-others", misses, over=over),
-    ]
+    asked = {"levels": dict(zip(data.learned, off, strict=True))}
+    asked["force"] = dict(zip(data.learned, data.force, strict=True))
+    searched = {"functions": {}, "others": {}}
+    for d, n_heads, rank in SHAPES:
+        ends, name = search(d, n_heads, rank, n_starts), f"D = {d}, {n_heads} heads of rank {rank}"
+        searched["functions"][name] = len(np.unique(ends[:, :-1].round(), axis=0)) / 2**d
+        searched["others"][name] = miss(ends)
+    claims = records("linear-4-", asked) + records("linear-4-", searched, over={"starts": n_starts})
     curves = {"formula": data.formula.to_numpy(), "loss": data.loss.to_numpy()}
     page = figures.bars(
         list(data.learned),

@@ -9,8 +9,7 @@ import numpy as np
 import pandas as pd
 import torch
 
-from analyses.lib.measured import Measured, run
-from analyses.lib.records import Record, record
+from analyses.lib import Measured, Record, record, records, run
 from analyses.linear.setting import EIGENVALUES, FOUND, INITS, NORMS, named, separate, task
 from mechinterp.analysis.training.plateaus import Plateaus
 from mechinterp.icl.predictors import one_step_pcr
@@ -64,20 +63,18 @@ def measure(quick: bool) -> Measured:
     far = long_context(500 if quick else 2000)
     claims.append(record("linear-15-long", {"closed form": far}))
     shown = separate(INITS[0], 0)[1]
-    return Measured(
-        pd.concat(rows), {"jumps": shown.plot(), "learned": shown.plot_learned()}, claims
-    )
+    pages = {"jumps": shown.plot(), "learned": shown.plot_learned()}
+    return Measured(pd.concat(rows), pages, claims)
 
 
 def head_records(init: float, heads: np.ndarray) -> list[Record]:
     """Claim 11: rows of `held` by seed and direction."""
-    return [
-        record(f"linear-11-aligned-init{init:g}", {"median": float(np.median(heads[..., :2]))}),
-        record(
-            f"linear-11-equal-init{init:g}", named(heads[..., 2:4].max(-1), "seed", "direction")
-        ),
-        record(f"linear-11-value-init{init:g}", named(heads[..., 4], "seed", "direction")),
-    ]
+    asked = {
+        f"aligned-init{init:g}": {"median": float(np.median(heads[..., :2]))},
+        f"equal-init{init:g}": named(heads[..., 2:4].max(-1), "seed", "direction"),
+        f"value-init{init:g}": named(heads[..., 4], "seed", "direction"),
+    }
+    return records("linear-11-", asked)
 
 
 def jump_records(init: float, found: list[Plateaus]) -> list[Record]:

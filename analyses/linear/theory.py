@@ -9,8 +9,7 @@ import numpy as np
 import pandas as pd
 import torch
 
-from analyses.lib.measured import Measured, run
-from analyses.lib.records import record
+from analyses.lib import Measured, record, run
 from analyses.linear.setting import EIGENVALUES, LENGTH, MOMENTS, TURNED, named, set_moments, task
 from mechinterp.theory.linear import moment_ratio
 from mechinterp.training.linear.descent import training_set

@@ -6,11 +6,12 @@ four dimensions; w_eff is |W_1 e + w_2| / 2, the growing part of random initial 
 analyses.linear.time_course (seconds; --quick 1 seed)
 """
 
+from functools import partial
+
 import numpy as np
 import pandas as pd
 
-from analyses.lib.measured import Measured, run
-from analyses.lib.records import Record, record
+from analyses.lib import Measured, Record, record, records, run
 from analyses.linear.setting import FOUND, LENGTH, MOMENTS, half_time, named, page, trained
 from mechinterp.analysis.training.plateaus import drops
 from mechinterp.theory import linear_dynamics as dynamics
@@ -53,19 +54,12 @@ def random_starts(init: float, n_seeds: int) -> list[Record]:
     """Eq. (10) from random weights: with w_eff, and with the norm of a layer in its place."""
     drawn = [merged_heads(8, 4, std=init, seed=seed) for seed in range(n_seeds)]
     errors = np.array([white(heads)[2:] for heads in drawn])
-    halves = [
-        [
-            dynamics.white_half_time(MODES, scale=scale)
-            for scale in (np.linalg.norm(heads.v), dynamics.effective_scale(heads, MODES))
-        ]
-        for heads in drawn
-    ]
-    naive = np.array([abs(layer / effective - 1) for layer, effective in halves])
-    return [
-        record(f"linear-7-loss-init{init:g}", named(errors[:, 0], "seed")),
-        record(f"linear-7-half-init{init:g}", named(errors[:, 1], "seed")),
-        record(f"linear-7-layer-init{init:g}", named(naive, "seed")),
-    ]
+    half = partial(dynamics.white_half_time, MODES)
+    layer = [half(scale=np.linalg.norm(heads.v)) for heads in drawn]
+    effective = [half(scale=dynamics.effective_scale(heads, MODES)) for heads in drawn]
+    naive = abs(np.array(layer) / effective - 1)
+    asked = {"loss": errors[:, 0], "half": errors[:, 1], "layer": naive}
+    return records("linear-7-", {f"{n}-init{init:g}": named(v, "seed") for n, v in asked.items()})
 
 
 def measure(quick: bool) -> Measured:
@@ -73,32 +67,23 @@ def measure(quick: bool) -> Measured:
     claims = [record("linear-7-aligned", {"aligned": white(aligned())[2]})]
     for init in (1e-2, 1e-3):
         claims += random_starts(init, len(seeds))
-    runs = [
-        [trained(merged_heads(8, 4, std=scale, seed=seed)) for scale in SCALES] for seed in seeds
-    ]
+    runs = [[trained(merged_heads(8, 4, std=s, seed=seed)) for s in SCALES] for seed in seeds]
     slopes = np.diff([[half_time(one) for one in row] for row in runs]) / -np.log(10)
-    claims += [
-        record("linear-8-slope", named(slopes * np.linalg.norm(FOUND.rates), "seed", "decade")),
-        record(
-            "linear-8-drops",
-            named(np.array([[len(drops(one)) for one in row] for row in runs]), "seed", "init"),
-        ),
-        record("linear-9-reduction", named(np.array([reduced(seed) for seed in seeds]), "seed")),
-    ]
+    counts = np.array([[len(drops(one)) for one in row] for row in runs])
+    asked = {
+        "8-slope": named(slopes * np.linalg.norm(FOUND.rates), "seed", "decade"),
+        "8-drops": named(counts, "seed", "init"),
+        "9-reduction": named(np.array([reduced(seed) for seed in seeds]), "seed"),
+    }
+    claims += records("linear-", asked)
     drawn = {f"init {init:g}": merged_heads(8, 4, std=init, seed=0) for init in (0.1, 1e-3)}
     found = {name: white(heads) for name, heads in drawn.items()}
     time = np.linspace(0, 8, 201)
     curves = {name: np.interp(time, one.time, one.loss) for name, (one, *_) in found.items()}
-    curves |= {
-        f"{name}, eq. (10)": np.interp(time, one.time, loss)
-        for name, (one, loss, *_) in found.items()
-    }
-    figure = page(
-        time,
-        curves,
-        "White covariance: exact flow and eq. (10) with w_eff",
-        levels=MODES.levels[-1:],
-    )
+    for name, (one, loss, *_) in found.items():
+        curves[f"{name}, eq. (10)"] = np.interp(time, one.time, loss)
+    title = "White covariance: exact flow and eq. (10) with w_eff"
+    figure = page(time, curves, title, levels=MODES.levels[-1:])
     return Measured(pd.DataFrame({"time": time} | curves), {"white": figure}, claims)
 
 

@@ -10,10 +10,9 @@ python -m analyses.linear.training_set (a minute; --quick 2 sets of each size)
 import numpy as np
 import pandas as pd
 
-from analyses.lib.measured import Measured, run
-from analyses.lib.records import record
+from analyses.lib import Measured, records, run
 from analyses.linear.setting import FOUND, LENGTH, MOMENTS, losses, named, page, set_moments
-from mechinterp.analysis.training.plateaus import plateaus
+from mechinterp import plateaus
 from mechinterp.theory.linear import fixed_point
 from mechinterp.theory.linear_dynamics import learning_rate_time
 from mechinterp.theory.linear_heads import separate_heads
@@ -55,30 +54,13 @@ def measure(quick: bool) -> Measured:
         for level, one in (off[size].mean() / off[size].sem()).items()
     }
     large, small = (off[size].abs().to_numpy() for size in SIZES)
-    over = {"sets": len(sets)}
-    claims = [
-        record("linear-19-first", named(large[:, 0], "set"), over=over),
-        record("linear-19-later", named(large[:, 1:], "set", "rest"), over=over),
-        record("linear-19-bias", bias, over=over),
-        record("linear-19-end", named(small[:, 4], "set"), over=over),
-        record("linear-19-own", nearer, over=over),
-    ]
+    asked = {"first": named(large[:, 0], "set"), "later": named(large[:, 1:], "set", "rest")}
+    asked |= {"bias": bias, "end": named(small[:, 4], "set"), "own": nearer}
     steps = np.geomspace(100, STEPS, 400)
-    curves = losses(
-        steps / TAU,
-        {
-            f"{size:,} sequences, set {seed}": found
-            for (size, seed), found in runs.items()
-            if seed < 2
-        },
-    )
-    figure = page(
-        steps,
-        curves,
-        "Descent on training sets; levels L(M_m) of the population dotted",
-        x_title="step",
-        log_x=True,
-    )
+    shown = {f"{n:,} sequences, set {seed}": one for (n, seed), one in runs.items() if seed < 2}
+    title = "Descent on training sets; levels L(M_m) of the population dotted"
+    figure = page(steps, losses(steps / TAU, shown), title, x_title="step", log_x=True)
+    claims = records("linear-19-", asked, over={"sets": len(sets)})
     return Measured(data, {"loss": figure}, claims)
 
 

@@ -19,13 +19,9 @@ import torch
 
 from analyses.pools.probes import probes
 from analyses.pools.train import STEPS, pool_task
-from mechinterp import load
-from mechinterp.analysis.ablation.prior_heads import prior_heads
-from mechinterp.analysis.learners.priors import compare_priors
-from mechinterp.analysis.training.prior_snapshots import prior_snapshots
+from mechinterp import compare_priors, load, prior_heads, prior_snapshots, task_pool
 from mechinterp.checkpoints.checkpoint import Checkpoint, save
 from mechinterp.icl.pools import Pool
-from mechinterp.icl.prompts import task_pool
 
 ROOT = Path(__file__).parents[2]
 OTHERS = (16, 1024)

@@ -13,9 +13,7 @@ from pathlib import Path
 import pandas as pd
 import torch
 
-from mechinterp import load
-from mechinterp.analysis.learners.priors import compare_priors
-from mechinterp.icl.prompts import task_pool
+from mechinterp import compare_priors, load, task_pool
 from mechinterp.theory.linear_pools import pool_optimum
 
 ROOT = Path(__file__).parents[2]

@@ -10,8 +10,8 @@ import pandas as pd
 import torch
 from torch import Tensor
 
+from mechinterp import Prompts, sample_prompts
 from mechinterp.icl.pools import Pool, log_posterior
-from mechinterp.icl.prompts import Prompts, sample_prompts
 from mechinterp.models.run.predictor import Predictor
 
 PENALTY = 1e-3

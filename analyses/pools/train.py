@@ -16,8 +16,7 @@ from pathlib import Path
 import torch
 
 from analyses.algorithms.garg_gpt2 import BATCH, CONFIG, D_X, STATE, WARM_UP, GargModel
-from mechinterp.config import TaskConfig
-from mechinterp.icl.prompts import generator_for, sample_prompts
+from mechinterp import TaskConfig, generator_for, sample_prompts
 
 NOISE_VAR = 0.25
 RATE = 1e-3

@@ -20,12 +20,10 @@ import pandas as pd
 import torch
 from scipy.stats import binomtest
 
-from analyses.lib.measured import RESULTS, Measured, name_of, write
-from analyses.lib.records import Record, record
-from mechinterp.analysis.one_layer.classify import classify
-from mechinterp.config import ExperimentConfig, override
+from analyses.lib import RESULTS, Measured, Record, record
+from analyses.lib.measured import name_of, write
+from mechinterp import ExperimentConfig, classify, override, preset
 from mechinterp.models.heads import AttentionWeights
-from mechinterp.presets import preset
 from mechinterp.training.one_layer.pack import Pack
 
 AT, LATE, HEADS = (2_500, 5_000, 10_000, 20_000, 30_000), (30_000, 100_000, 200_000, 500_000), 128
@@ -58,20 +56,11 @@ def pack_rows(pack: Pack, arm: str) -> list[dict]:
         weights = pack.weights[slice(index * n_heads, (index + 1) * n_heads)]
         found = classify(weights, task)
         active = [label for label in found.labels if label != "dummy"]
-        rows.append(
-            {
-                "arm": arm,
-                "n_heads": n_heads,
-                "seed": config.seed,
-                "step": pack.step,
-                "pattern": found.pattern,
-                "one_sign": one_sign(weights, found.labels),
-                "active": len(active),
-                "dummies": n_heads - len(active),
-                "eval_loss": pack.rows["eval_loss"][-1][index].item(),
-                "substitution_r2": found.substitution.r2,
-            }
-        )
+        row = {"arm": arm, "n_heads": n_heads, "seed": config.seed, "step": pack.step}
+        row |= {"pattern": found.pattern, "one_sign": one_sign(weights, found.labels)}
+        row |= {"active": len(active), "dummies": n_heads - len(active)}
+        row["eval_loss"] = pack.rows["eval_loss"][-1][index].item()
+        rows.append(row | {"substitution_r2": found.substitution.r2})
         assert name == str(config.seed)
     return rows
 
@@ -86,14 +75,9 @@ def one_sign(weights: AttentionWeights, labels: tuple[str, ...]) -> bool:
 def fractions(rows: pd.DataFrame) -> pd.DataFrame:
     """Fraction of seeds that are each pattern, have one sign, or have a dummy, with Wilson
     intervals."""
-    kinds = {
-        "debiased_gd": rows.pattern == "debiased_gd",
-        "kernel_regression": rows.pattern == "kernel_regression",
-        "undetermined": rows.pattern == "undetermined",
-        "unstructured": rows.pattern == "unstructured",
-        "one sign": rows.one_sign,
-        "a dummy head": rows.dummies > 0,
-    }
+    patterns = ("debiased_gd", "kernel_regression", "undetermined", "unstructured")
+    kinds = {name: rows.pattern == name for name in patterns}
+    kinds |= {"one sign": rows.one_sign, "a dummy head": rows.dummies > 0}
     found = []
     for (arm, n_heads, step), group in rows.groupby(["arm", "n_heads", "step"]):
         for kind, chosen in kinds.items():
@@ -134,25 +118,11 @@ def records(table: pd.DataFrame) -> list[Record]:
         name = f"{arm.replace(' ', '-')}-h{n_heads}"
         seeds, step = last.loc[arm, n_heads, "one sign"][["seeds", "step"]].astype(int)
         over = {"seeds": int(seeds), "steps": int(step)}
-        one = last.loc[arm, n_heads, "one sign"]
-        found.append(
-            record(
-                f"softmax-emergence-signs-{name}",
-                {"share": one.fraction},
-                text=share(one),
-                over=over,
-            )
-        )
-        if n_heads > 2:
-            dummy = last.loc[arm, n_heads, "a dummy head"]
-            found.append(
-                record(
-                    f"softmax-emergence-dummy-{name}",
-                    {"share": dummy.fraction},
-                    text=share(dummy),
-                    over=over,
-                )
-            )
+        kinds = {"signs": "one sign"} | ({"dummy": "a dummy head"} if n_heads > 2 else {})
+        for kind, what in kinds.items():
+            one = last.loc[arm, n_heads, what]
+            id, value = f"softmax-emergence-{kind}-{name}", {"share": one.fraction}
+            found.append(record(id, value, text=share(one), over=over))
     return found
 
 

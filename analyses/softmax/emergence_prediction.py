@@ -14,10 +14,8 @@ from scipy.stats import binomtest
 from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import roc_auc_score
 
-from analyses.lib.measured import RESULTS, Measured, run
-from analyses.lib.records import record
-from mechinterp.config import override
-from mechinterp.presets import preset
+from analyses.lib import RESULTS, Measured, record, run
+from mechinterp import override, preset
 from mechinterp.training.one_layer.step import initial_weights
 
 WEIGHTS = np.geomspace(0.1, 100, 61)

@@ -7,10 +7,10 @@ He et al. 2025, arXiv 2503.12734, figure 13. Run: python -m analyses.softmax.fig
 import numpy as np
 import pandas as pd
 
-from analyses.lib.measured import Measured, run
-from analyses.lib.records import Record, record
+from analyses.lib import Measured, Record, records, run
 from analyses.softmax.setting import BOTH_SIGNS, active, dynamics, ends, gamma, paired
-from mechinterp.analysis.training.milestones import PATTERNS, milestones
+from mechinterp import milestones
+from mechinterp.analysis.training.milestones import PATTERNS
 
 LEAST, MOST = 1000, 300_000
 
@@ -72,59 +72,30 @@ def dip(name: str, sign: int) -> float:
 
 def measure(quick: bool) -> Measured:
     data = pd.DataFrame([row(name) for name in paired()])
-    records = [*sign_records(data), *early_records(data), *late_records(data)]
     pages = {}
     for name in ("softmax-h2-s0", "softmax-h3-s0", "softmax-h4-s0"):
         logged = dynamics(name)
         pages[f"{name}-omega"] = logged.plot().update_layout(title_text=f"omega, {name}")
         pages[f"{name}-mu"] = logged.plot_mu().update_layout(title_text=f"mu, {name}")
-    return Measured(data, pages, records)
+    return Measured(data, pages, claims_of(data))
 
 
-def by_model(rows: pd.DataFrame, column: str) -> dict[str, float]:
-    return dict(zip(rows.model, rows[column], strict=True))
-
-
-def sign_records(data: pd.DataFrame) -> list[Record]:
-    few, eight = data[data.n_heads < 8], data[data.n_heads == 8]
-    over = BOTH_SIGNS
-    return [
-        record("softmax-O1d-early", by_model(few, "signs_from"), over=over),
-        record("softmax-O1d-early-eight", by_model(eight, "signs_from"), over=over),
-        record("softmax-O2b-early", by_model(data, "largest_sum"), over=BOTH_SIGNS),
-    ]
-
-
-def early_records(data: pd.DataFrame) -> list[Record]:
-    found = []
+def claims_of(data: pd.DataFrame) -> list[Record]:
+    rows = data.set_index("model")
+    few, eight = rows[rows.n_heads < 8], rows[rows.n_heads == 8]
+    asked = {"O1d-early": few.signs_from, "O1d-early-eight": eight.signs_from}
+    asked["O2b-early"] = rows.largest_sum
     for n_heads in (2, 4):
-        rows = data[data.n_heads == n_heads]
-        over = BOTH_SIGNS
-        found += [
-            record(f"softmax-O4a-diagonal-h{n_heads}", by_model(rows, "diagonal_early"), over=over),
-            record(f"softmax-O4a-signs-h{n_heads}", by_model(rows, "signs_early"), over=over),
-        ]
-    over = BOTH_SIGNS
-    return found + [
-        record(f"softmax-O4b-{name}", by_model(data, column), over=over)
-        for name, column in {"step": "peak_step", "height": "overshoot", "fall": "fall"}.items()
-    ]
-
-
-def late_records(data: pd.DataFrame) -> list[Record]:
-    spreads = {
-        column: {
-            f"{n_heads} heads": max(values) / min(values) - 1
-            for n_heads, values in data.groupby("n_heads")[column]
-        }
-        for column in ("positive", "negative", "gamma")
-    }
-    over = BOTH_SIGNS
-    return [
-        record("softmax-O4c", by_model(data, "dip"), over=over),
-        *(record(f"softmax-O4d-{column}", spreads[column], over=over) for column in spreads),
-        record("softmax-zero-sum", by_model(data[data.n_heads < 8], "zero_sum"), over=over),
-    ]
+        one = rows[rows.n_heads == n_heads]
+        asked[f"O4a-diagonal-h{n_heads}"] = one.diagonal_early
+        asked[f"O4a-signs-h{n_heads}"] = one.signs_early
+    asked |= {"O4b-step": rows.peak_step, "O4b-height": rows.overshoot, "O4b-fall": rows.fall}
+    asked["O4c"] = rows.dip
+    for column in ("positive", "negative", "gamma"):
+        groups = rows.groupby("n_heads")[column]
+        spreads = groups.max() / groups.min() - 1
+        asked[f"O4d-{column}"] = {f"{n} heads": spread for n, spread in spreads.items()}
+    return records("softmax-", asked | {"zero-sum": few.zero_sum}, over=BOTH_SIGNS)
 
 
 if __name__ == "__main__":

@@ -9,10 +9,8 @@ import numpy as np
 import pandas as pd
 import torch
 
-from analyses.lib.measured import Measured, run
-from analyses.lib.records import record
-from mechinterp import figures
-from mechinterp.config import TaskConfig
+from analyses.lib import Measured, record, run
+from mechinterp import TaskConfig, figures
 from mechinterp.icl.prompts import prompt_chunks
 
 PANELS = {

@@ -8,10 +8,8 @@ noise variance 0.01, 10^6 steps; three draws. Run: python -m analyses.softmax.fi
 import numpy as np
 import pandas as pd
 
-from analyses.lib.measured import Measured, checkpoint, run
-from analyses.lib.records import record
-from mechinterp import figures
-from mechinterp.analysis.training.over_training import training_dynamics
+from analyses.lib import Measured, checkpoint, records, run
+from mechinterp import figures, training_dynamics
 from mechinterp.theory.approximate_loss import loss_gradients
 from mechinterp.theory.softmax import debiased_step_size
 
@@ -28,11 +26,8 @@ def descent(seed: int, n_steps: int) -> pd.DataFrame:
         d_omega, d_mu = loss_gradients(omega, mu, **SETTING)
         omega, mu = omega - STEP_SIZE / 2 * d_omega, mu - STEP_SIZE / 2 * d_mu
         if step in kept:
-            rows += [
-                {"seed": seed, "step": step, "head": h, "omega": omega[h], "mu": mu[h]}
-                for h in range(4)
-            ]
-    return pd.DataFrame(rows)
+            rows.append(pd.DataFrame({"step": step, "head": range(4), "omega": omega, "mu": mu}))
+    return pd.concat(rows).assign(seed=seed)[["seed", *rows[0]]]
 
 
 def measure(quick: bool) -> Measured:
@@ -43,26 +38,14 @@ def measure(quick: bool) -> Measured:
     sums["negative"] = -groups.apply(lambda mu: mu.clip(upper=0).sum())
     used = last[abs(last.mu) > 0.02]
     eta, best = (last.omega * last.mu).groupby(last.seed).sum(), debiased_step_size(**SETTING)
-    claims = [
-        record(
-            "softmax-four-heads-omega",
-            {
-                f"seed {one.seed}, head {one.head}": abs(one.omega) / 0.125
-                for one in used.itertuples()
-            },
-        ),
-        record(
-            "softmax-four-heads-mu",
-            {
-                f"seed {seed}, {sign}": value / 3.5
-                for sign, one in sums.items()
-                for seed, value in one.items()
-            },
-        ),
-        record(
-            "softmax-four-heads-step", {f"seed {seed}": value / best for seed, value in eta.items()}
-        ),
-    ]
+    heads = {f"seed {row.seed}, head {row.head}": abs(row.omega) for row in used.itertuples()}
+    asked = {
+        "omega": {name: value / 0.125 for name, value in heads.items()},
+        "mu": {
+            f"seed {n}, {sign}": mu / 3.5 for sign, one in sums.items() for n, mu in one.items()
+        },
+        "step": {f"seed {seed}": value / best for seed, value in eta.items()},
+    }
     first = data[data.seed == SEEDS[0]]
     pages = {}
     for name in ("omega", "mu"):
@@ -78,7 +61,7 @@ def measure(quick: bool) -> Measured:
         )
     adam = training_dynamics(checkpoint("softmax-h4-s0").history)
     pages |= {"adam-omega": adam.plot(), "adam-mu": adam.plot_mu()}
-    return Measured(data, pages, claims)
+    return Measured(data, pages, records("softmax-four-heads-", asked))
 
 
 if __name__ == "__main__":

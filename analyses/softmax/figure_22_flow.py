@@ -7,13 +7,12 @@ parameters are not known. Run: python -m analyses.softmax.figure_22_flow (second
 import numpy as np
 import pandas as pd
 
-from analyses.lib.measured import SETTING, Measured, run
-from analyses.lib.records import Record, record
+from analyses.lib import SETTING, Measured, Record, records, run
 from mechinterp import figures
 from mechinterp.theory.approximate_loss import loss_gradients
 from mechinterp.theory.two_heads import late_mu, two_head_flow
 
-START, TIMES = 1e-3, (6.0, 8.0, 12.0, 30.0, 100.0)
+START, SCALES, TIMES = 1e-3, ("mu", "omega"), (6.0, 8.0, 12.0, 30.0, 100.0)
 # The published trajectory, Euler with step 0.01, at those times; the exact one grows 2% faster
 # up to t = 6.
 EULER = {
@@ -25,14 +24,9 @@ EULER = {
 def measure(quick: bool) -> Measured:
     time = np.geomspace(0.1, 1e4, 400)
     flow = two_head_flow(time, start=START, **SETTING)
-    records = [*trajectory_records(), *late_records()]
-    curves = {
-        "omega": flow.omega,
-        "mu": flow.mu,
-        "mu * omega": flow.mu * flow.omega,
-        "half the loss": flow.half_loss,
-    }
-    curves["mu, power 1/6"] = late_mu(time, **SETTING)
+    claims = [*trajectory_records(), *late_records()]
+    curves = {"omega": flow.omega, "mu": flow.mu, "mu * omega": flow.mu * flow.omega}
+    curves |= {"half the loss": flow.half_loss, "mu, power 1/6": late_mu(time, **SETTING)}
     page = figures.lines(
         time,
         curves,
@@ -42,10 +36,8 @@ def measure(quick: bool) -> Measured:
         log_x=True,
         log_y=True,
     )
-    frame = pd.DataFrame(
-        {"time": time, "omega": flow.omega, "mu": flow.mu, "half_loss": flow.half_loss}
-    )
-    return Measured(frame, {"flow": page}, records)
+    columns = {"time": time, "omega": flow.omega, "mu": flow.mu, "half_loss": flow.half_loss}
+    return Measured(pd.DataFrame(columns), {"flow": page}, claims)
 
 
 def trajectory_records() -> list[Record]:
@@ -61,23 +53,17 @@ def trajectory_records() -> list[Record]:
     }
     off["growth"] = {"t = 6": off["omega"].pop("t = 6")}
     off["peak"] = {"peak": at.peak_omega / 0.5766 - 1}
-    return [record(f"softmax-T5-{name.replace('_', '-')}", values) for name, values in off.items()]
+    return records("softmax-T5-", {name.replace("_", "-"): one for name, one in off.items()})
 
 
 def late_records() -> list[Record]:
     """T6 and T7."""
     ends = two_head_flow(np.array([1e3, 1e4]), start=START, **SETTING)
-    power = {
-        name: float(np.log10(getattr(ends, name)[1] / getattr(ends, name)[0]))
-        for name in ("mu", "omega")
+    power = {name: np.log10(one[1] / one[0]) for name, one in vars(ends).items() if name in SCALES}
+    asked = {
+        f"T6-{name}-{one}": {"flow": power[one]} for name in ("half", "sixth") for one in SCALES
     }
-    found = [
-        record(f"softmax-T6-{name}-{scale}", {"flow": power[scale]})
-        for name in ("half", "sixth")
-        for scale in ("mu", "omega")
-    ]
-    opposite = record("softmax-T7", {"descent": asymmetry()})
-    return [*found, opposite]
+    return records("softmax-", asked | {"T7": {"descent": asymmetry()}})
 
 
 def asymmetry() -> float:

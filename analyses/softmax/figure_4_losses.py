@@ -11,15 +11,12 @@ from functools import partial
 import pandas as pd
 import torch
 
-from analyses.lib.measured import Measured, checkpoint, run
-from analyses.lib.records import Record, record
+from analyses.lib import Measured, Record, checkpoint, record, records, run
 from analyses.softmax.setting import BOTH_SIGNS, label, paired, single
+from mechinterp import Prompts, TaskConfig, circuits, classify
 from mechinterp.analysis.learners.losses import SharedLosses, shared_losses
-from mechinterp.analysis.one_layer.circuits import circuits
-from mechinterp.analysis.one_layer.classify import classify
-from mechinterp.config import TaskConfig
 from mechinterp.icl.predictors import debiased_gd, nadaraya_watson, ridge, vanilla_gd
-from mechinterp.icl.prompts import Prompts, prompt_chunks
+from mechinterp.icl.prompts import prompt_chunks
 from mechinterp.models.heads import predict
 
 LENGTHS = tuple(range(10, 101, 10))
@@ -34,9 +31,9 @@ def measure(quick: bool) -> Measured:
         every.to_frame().assign(part="observation 3"),
     ]
     gaps = pd.DataFrame([step_gaps(name, 5 * n_prompts) for name in paired("softmax-h2-s*")])
-    records = [*number_records(curves), *loss_records(every), *step_records(gaps, 5 * n_prompts)]
+    claims = [*number_records(curves), *loss_records(every), *step_records(gaps, 5 * n_prompts)]
     frames.append(gaps.assign(part="pairs"))
-    return Measured(pd.concat(frames), {"losses": curves.plot()}, records)
+    return Measured(pd.concat(frames), {"losses": curves.plot()}, claims)
 
 
 def figure(n_prompts: int) -> SharedLosses:
@@ -51,19 +48,16 @@ def figure(n_prompts: int) -> SharedLosses:
         "kernel smoother": partial(nadaraya_watson, **kernel),
         "ridge (Bayes)": partial(ridge, penalty=0.5),
     }
-    lengths = tuple(range(10, 101, 5))
-    return shared_losses(
-        models | learners, TaskConfig(), context_lengths=lengths, n_prompts=n_prompts
-    )
+    models, lengths = models | learners, tuple(range(10, 101, 5))
+    return shared_losses(models, TaskConfig(), context_lengths=lengths, n_prompts=n_prompts)
 
 
 def observed(n_prompts: int) -> SharedLosses:
     """Losses of all models of one head and of both signs, and of the Bayes predictor."""
     models = {name: checkpoint(name) for name in single() + paired()}
-    bayes = {"ridge (Bayes)": partial(ridge, penalty=0.5)}
-    return shared_losses(
-        models | bayes, TaskConfig(), context_lengths=LENGTHS, n_prompts=n_prompts, seed=3
-    )
+    models["ridge (Bayes)"] = partial(ridge, penalty=0.5)
+    shared = {"context_lengths": LENGTHS, "n_prompts": n_prompts, "seed": 3}
+    return shared_losses(models, TaskConfig(), **shared)
 
 
 def step_gaps(name: str, n_prompts: int) -> dict[str, float | str]:
@@ -72,13 +66,9 @@ def step_gaps(name: str, n_prompts: int) -> dict[str, float | str]:
     steps = {"debiased": partial(debiased_gd, eta=eta), "vanilla": partial(vanilla_gd, eta=eta)}
     found = {"model": name, "rms": rms(name, steps["debiased"])}
     for kind, step in steps.items():
-        losses = shared_losses(
-            {kind: step, name: checkpoint(name)},
-            TaskConfig(),
-            context_lengths=LENGTHS,
-            n_prompts=n_prompts,
-            seed=4,
-        )
+        models = {kind: step, name: checkpoint(name)}
+        shared = {"context_lengths": LENGTHS, "n_prompts": n_prompts, "seed": 4}
+        losses = shared_losses(models, TaskConfig(), **shared)
         long = losses.context_length >= 30
         gap, sem = losses.gap[:, 1], losses.gap_sem[:, 1]
         worst = abs(gap[long]).argmax()
@@ -95,17 +85,9 @@ def rms(name: str, step: Callable[[Prompts], torch.Tensor]) -> float:
 
 def number_records(found: SharedLosses) -> list[Record]:
     """The published losses at L = 40."""
-    loss = dict(zip(found.models, found.loss[6], strict=True))
-    sem = dict(zip(found.models, found.loss_sem[6], strict=True))
-    return [
-        record(
-            f"softmax-loss-h{n_heads}",
-            {name: loss[name]},
-            errors={name: sem[name]},
-            over={"prompts": found.n_prompts},
-        )
-        for n_heads, name in NAMES.items()
-    ]
+    loss = dict(zip(found.models, zip(found.loss[6], found.loss_sem[6], strict=True), strict=True))
+    asked = {f"{n_heads}": {name: loss[name]} for n_heads, name in NAMES.items()}
+    return records("softmax-loss-h", asked, over={"prompts": found.n_prompts})
 
 
 def loss_records(found: SharedLosses) -> list[Record]:
@@ -116,15 +98,10 @@ def loss_records(found: SharedLosses) -> list[Record]:
     ratio = several.max(axis=1) / several.min(axis=1) - 1
     bayes = loss[names].div(loss["ridge (Bayes)"], axis=0)
     over = {"prompts": found.n_prompts, "prompts' seed": 3} | BOTH_SIGNS
-    return [
-        record("softmax-O3a-40", better.loc[40], over=over),
-        record("softmax-O3a-lengths", better.min(), over=over),
-        record(
-            "softmax-O3b", {f"L = {length}": value for length, value in ratio.items()}, over=over
-        ),
-        record("softmax-O3d", loss[names].diff().max(), over=over),
-        record("softmax-O3e", bayes.min(), over=over),
-    ]
+    asked = {"O3a-40": better.loc[40], "O3a-lengths": better.min()}
+    asked["O3b"] = {f"L = {length}": value for length, value in ratio.items()}
+    asked |= {"O3d": loss[names].diff().max(), "O3e": bayes.min()}
+    return records("softmax-", asked, over=over)
 
 
 def step_records(gaps: pd.DataFrame, n_prompts: int) -> list[Record]:

@@ -9,11 +9,9 @@ import numpy as np
 import pandas as pd
 import torch
 
-from analyses.lib.measured import SETTING, Measured, run
-from analyses.lib.records import Record, record
-from mechinterp import figures
+from analyses.lib import SETTING, Measured, Record, records, run
+from mechinterp import TaskConfig, figures
 from mechinterp.analysis.learners.losses import shared_losses
-from mechinterp.config import TaskConfig
 from mechinterp.models.constructions.one_layer import diagonal_heads
 from mechinterp.theory.approximate_loss import approximate_loss, corrected_loss
 
@@ -23,18 +21,15 @@ def measure(quick: bool) -> Measured:
     omegas, mus = np.linspace(0, 0.2, n), np.linspace(0, 6, n)
     grid = [(omega, mu) for omega in omegas for mu in mus]
     heads = {pair: (np.array([pair[0], -pair[0]]), np.array([pair[1], -pair[1]])) for pair in grid}
-    models = {
-        f"{omega:.4f} {mu:.4f}": diagonal_heads([omega, -omega], [mu, -mu], d_x=5)
-        for omega, mu in grid
-    }
+    models = {f"{o:.4f} {m:.4f}": diagonal_heads([o, -o], [m, -m], d_x=5) for o, m in grid}
     n_prompts = 1000 if quick else 10_000
     found = shared_losses(models, TaskConfig(), n_prompts=n_prompts)
     data = pd.DataFrame(grid, columns=["omega", "mu"])
     data["loss"], data["loss_sem"] = found.loss[0], found.loss_sem[0]
     data["approximate"] = [approximate_loss(*heads[pair], **SETTING) for pair in grid]
     data["corrected"] = [corrected_loss(*heads[pair], **SETTING) for pair in grid]
-    records = loss_records(4000 if quick else 400_000)
-    return Measured(data, _heatmaps(data, omegas, mus), records)
+    claims = loss_records(4000 if quick else 400_000)
+    return Measured(data, _heatmaps(data, omegas, mus), claims)
 
 
 def loss_records(n_prompts: int) -> list[Record]:
@@ -51,38 +46,25 @@ def loss_records(n_prompts: int) -> list[Record]:
     found = shared_losses(models, TaskConfig(), n_prompts=n_prompts, seed=6)
     loss = dict(zip(models, zero + found.gap[0], strict=True))
     sem = dict(zip(models, found.gap_sem[0], strict=True))
-    forms = {"term": corrected_loss, "plain": approximate_loss}
-    return [
-        record(
-            f"softmax-T1-{name}",
-            {key: loss[key] - form(*pair, **SETTING) for key, pair in pairs.items()},
-            errors={key: sem[key] for key in pairs},
-            over={"prompts": n_prompts, "prompts' seed": 6},
-        )
-        for name, form in forms.items()
-    ]
+    off = {
+        name: {key: (loss[key] - form(*pair, **SETTING), sem[key]) for key, pair in pairs.items()}
+        for name, form in {"term": corrected_loss, "plain": approximate_loss}.items()
+    }
+    return records("softmax-T1-", off, over={"prompts": n_prompts, "prompts' seed": 6})
 
 
 def _heatmaps(data: pd.DataFrame, omegas: np.ndarray, mus: np.ndarray) -> dict:
     surfaces = {
-        "loss": data.loss,
-        "approximate": data.approximate,
-        "difference": data.loss - data.approximate,
+        "Loss, Monte Carlo": data.loss,
+        "Approximate loss (4.1)": data.approximate,
+        "Loss minus approximate loss": data.loss - data.approximate,
     }
-    titles = {
-        "loss": "Loss, Monte Carlo",
-        "approximate": "Approximate loss (4.1)",
-        "difference": "Loss minus approximate loss",
-    }
+    names = {"rows": [f"omega {omega:.3f}" for omega in omegas]}
+    names["columns"] = [f" mu {mu:.2f}" for mu in mus]
+    shape = len(omegas), len(mus)
     return {
-        name: figures.heatmap(
-            values.to_numpy().reshape(len(omegas), len(mus)),
-            title=titles[name],
-            rows=[f"omega {omega:.3f}" for omega in omegas],
-            columns=[f" mu {mu:.2f}" for mu in mus],
-            unit="y²",
-        )
-        for name, values in surfaces.items()
+        title: figures.heatmap(values.to_numpy().reshape(shape), title=title, unit="y²", **names)
+        for title, values in surfaces.items()
     }
 
 

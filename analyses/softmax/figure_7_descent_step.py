@@ -8,8 +8,7 @@ Run: python -m analyses.softmax.figure_7_descent_step (seconds)
 import numpy as np
 import pandas as pd
 
-from analyses.lib.measured import SETTING, Measured, run
-from analyses.lib.records import record
+from analyses.lib import SETTING, Measured, records, run
 from mechinterp import figures
 from mechinterp.theory.approximate_loss import approximate_loss, loss_gradients
 from mechinterp.theory.softmax import debiased_step_size
@@ -34,10 +33,8 @@ def measure(quick: bool) -> Measured:
     runs = {n_heads: descent(n_heads, 3_000 if quick else 100_000) for n_heads in HEADS}
     eta = debiased_step_size(**SETTING)
     ends = {f"{n} heads": run.iloc[-1] for n, run in runs.items()}
-    claims = [
-        record("softmax-descent-step", {name: end["product"] / eta for name, end in ends.items()}),
-        record("softmax-descent-sum", {name: abs(end["sum_mu"]) for name, end in ends.items()}),
-    ]
+    asked = {"step": {name: end["product"] / eta for name, end in ends.items()}}
+    asked["sum"] = {name: abs(end["sum_mu"]) for name, end in ends.items()}
     first = next(iter(runs.values()))
     curves = {f"{n} heads": run["product"].to_numpy()[1:] for n, run in runs.items()}
     curves["1/(1 + (1 + s²) d/L)"] = np.full(len(first) - 1, eta)
@@ -49,7 +46,9 @@ def measure(quick: bool) -> Measured:
         y_title="<mu, omega> (1/x²)",
         log_x=True,
     )
-    return Measured(pd.concat(runs.values()), {"product": figure}, claims)
+    return Measured(
+        pd.concat(runs.values()), {"product": figure}, records("softmax-descent-", asked)
+    )
 
 
 if __name__ == "__main__":

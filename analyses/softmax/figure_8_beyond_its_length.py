@@ -8,10 +8,9 @@ analyses.softmax.figure_8_beyond_its_length (a minute; --quick 1,000 prompts)
 import numpy as np
 import pandas as pd
 
-from analyses.lib.measured import Measured, checkpoint, run
-from analyses.lib.records import Record, record
+from analyses.lib import Measured, Record, checkpoint, records, run
+from mechinterp import TaskConfig
 from mechinterp.analysis.learners.losses import SharedLosses, shared_losses
-from mechinterp.config import TaskConfig
 from mechinterp.theory.softmax import linear_attention_risk
 
 # Near 40 in single steps, so that the least loss is found.
@@ -26,39 +25,33 @@ def measure(quick: bool) -> Measured:
     n_prompts = 1000 if quick else 20_000
     found = shared_losses(models, TaskConfig(), context_lengths=LENGTHS, n_prompts=n_prompts)
     shown = found.plot().update_yaxes(type="log")
-    return Measured(found.to_frame(), {"losses": shown}, [*exact_records(), *records(found)])
+    return Measured(found.to_frame(), {"losses": shown}, [*exact(), *trained(found)])
 
 
-def exact_records() -> list[Record]:
+def exact() -> list[Record]:
     """L1 for linear attention at its optimum, in closed form."""
     risk = {n: linear_attention_risk(context_length=n, **RISK) for n in range(10, 101)}
     best = min(risk, key=lambda length: risk[length])
-    return [
-        record("softmax-L1-exact", {"closed form": risk[100] / risk[40]}),
-        record("softmax-L1-exact-best", {"closed form": best}),
-    ]
+    asked = {"": {"closed form": risk[100] / risk[40]}, "-best": {"closed form": best}}
+    return records("softmax-L1-exact", asked)
 
 
-def records(found: SharedLosses) -> list[Record]:
+def trained(found: SharedLosses) -> list[Record]:
     """L1 for trained models."""
     loss = pd.DataFrame(found.loss, index=LENGTHS, columns=NAMES)
     sem = pd.DataFrame(found.loss_sem, index=LENGTHS, columns=NAMES)
     linear, softmax = ["linear-h1-s0", "linear-h2-s0"], ["softmax-h2-s0", "softmax-h4-s0"]
     ratio = loss.loc[100] / loss.loc[40]
     error = ratio * np.hypot(sem.loc[100] / loss.loc[100], sem.loc[40] / loss.loc[40])
-    exact = linear_attention_risk(context_length=40, **RISK)
-    over = {"prompts": found.n_prompts}
-    return [
-        record("softmax-L1-linear", ratio[linear], errors=error[linear], over=over),
-        record("softmax-L1-linear-best", loss[linear].idxmin(), over=over),
-        record("softmax-L1-softmax", ratio[softmax], errors=error[softmax], over=over),
-        record(
-            "softmax-linear-loss",
-            (loss.loc[40, linear] - exact) / sem.loc[40, linear],
-            errors=dict.fromkeys(linear, 1.0),
-            over=over,
-        ),
-    ]
+    off = (loss.loc[40] - linear_attention_risk(context_length=40, **RISK)) / sem.loc[40]
+    pairs = {name: (ratio[name], error[name]) for name in NAMES}
+    asked = {
+        "L1-linear": {name: pairs[name] for name in linear},
+        "L1-linear-best": loss[linear].idxmin(),
+        "L1-softmax": {name: pairs[name] for name in softmax},
+        "linear-loss": {name: (off[name], 1.0) for name in linear},
+    }
+    return records("softmax-", asked, over={"prompts": found.n_prompts})
 
 
 if __name__ == "__main__":

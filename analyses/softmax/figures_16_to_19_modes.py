@@ -3,6 +3,10 @@
 He et al. 2025, arXiv 2503.12734, figures 16 to 19. Mode I is one head for both tasks, II a pair for
 both, III a pair for each, IV three heads in superposition. Run: python -m
 analyses.softmax.figures_16_to_19_modes (seconds)
+
+d_x 6, supports {0, 1, 2, 3} and {2, 3, 4, 5}, L 48. `two-tasks-*` have independent task vectors of
+unit variance per entry and a query without noise, as the published code; `shared-tasks-*` one task
+vector, as the paper's definition.
 """
 
 from collections.abc import Callable, Mapping
@@ -11,17 +15,33 @@ import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
-from analyses.lib.measured import Measured, checkpoint, run, shipped
-from analyses.lib.records import Record, record
-from analyses.softmax.tasks import CONVENTIONS, ON, eta, labels, overlap_ratio
-from mechinterp.analysis.one_layer.circuits import circuits
+from analyses.lib import Measured, Record, checkpoint, record, records, run, shipped
+from mechinterp import circuits, classify
 from mechinterp.analysis.one_layer.classification import Classification
 
+ON = np.array([[1, 1, 1, 1, 0, 0], [0, 0, 1, 1, 1, 1]], dtype=bool)
+OVERLAP = np.array([0, 0, 1, 1, 0, 0], dtype=bool)
 SUFFIX = {"two-tasks": "", "shared-tasks": "-shared"}
 """Of the ids of claims."""
 GROUPS = ([0, 1], [2, 3], [4, 5])
 Found = Mapping[str, Classification]
 Measure = Callable[[Classification], float]
+
+
+def labels(n_heads: int, convention: str) -> dict[str, Classification]:
+    """Labels of all seeds."""
+    return {name: classify(checkpoint(name)) for name in shipped(f"{convention}-h{n_heads}-s*")}
+
+
+def eta(name: str) -> float:
+    """Best debiased step on one support: 1 / (1 + (|S| + s^2 / beta_var) / L)."""
+    task = checkpoint(name).config.task
+    return 1 / (1 + (4 + task.noise_var / task.beta_variance) / task.context_length)
+
+
+def overlap_ratio(omega: np.ndarray) -> float:
+    """Mean |omega| where both supports lie over that elsewhere."""
+    return float(abs(omega)[OVERLAP].mean() / abs(omega)[~OVERLAP].mean())
 
 
 def both_signs(found: Classification) -> float:
@@ -74,7 +94,7 @@ def theta(found: Found) -> dict[str, dict[str, float]]:
     return {"on": steps, "off": others}
 
 
-def records(mode: str, n_heads: int, convention: str, found: Found) -> list[Record]:
+def of_mode(mode: str, n_heads: int, convention: str, found: Found) -> list[Record]:
     values = {
         name: {model: how(one) for model, one in found.items()}
         for name, how in ASKED[mode, n_heads].items()
@@ -87,11 +107,8 @@ def records(mode: str, n_heads: int, convention: str, found: Found) -> list[Reco
             for model, one in found.items()
             for head, omega in enumerate(one.circuits.omega)
         }
-    heads = "-h5" if n_heads == 5 else ""
-    return [
-        record(f"softmax-{mode}-{name}{heads}{SUFFIX[convention]}", one)
-        for name, one in values.items()
-    ]
+    end = ("-h5" if n_heads == 5 else "") + SUFFIX[convention]
+    return records(f"softmax-{mode}-", {f"{name}{end}": one for name, one in values.items()})
 
 
 def losses(convention: str) -> Record:
@@ -109,26 +126,23 @@ def losses(convention: str) -> Record:
 
 def pages(convention: str, n_heads: int) -> dict[str, go.Figure]:
     """Circuits of the first seed."""
-    name = f"{convention}-h{n_heads}-s0"
-    heads = circuits(checkpoint(name))
-    return {
-        f"{name}-qk": heads.plot().update_layout(title_text=f"QK, {name}"),
-        f"{name}-ov": heads.plot_ov().update_layout(title_text=f"OV, {name}"),
-    }
+    heads = circuits(checkpoint(name := f"{convention}-h{n_heads}-s0"))
+    plots = {"QK": heads.plot(), "OV": heads.plot_ov()}
+    return {f"{name}-{n}": p.update_layout(title_text=f"{n}, {name}") for n, p in plots.items()}
 
 
 def measure(quick: bool) -> Measured:
     made, frames, shown = [], [], {}
     for mode, n_heads in ASKED:
-        for convention in CONVENTIONS:
+        for convention in SUFFIX:
             found = labels(n_heads, convention)
-            made += records(mode, n_heads, convention, found)
+            made += of_mode(mode, n_heads, convention, found)
             shown |= pages(convention, n_heads)
             for name, one in found.items():
                 loss = checkpoint(name).history["eval_loss"].iloc[-1]
                 frame = one.to_frame().assign(model=name, pattern=one.pattern, eval_loss=loss)
                 frames.append(frame.assign(mode=mode))
-    made += [losses(convention) for convention in CONVENTIONS]
+    made += [losses(convention) for convention in SUFFIX]
     return Measured(pd.concat(frames), shown, made)
 
 

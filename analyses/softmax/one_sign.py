@@ -9,12 +9,10 @@ analyses.softmax.one_sign (a minute; --quick fewer prompts)
 import numpy as np
 import pandas as pd
 
-from analyses.lib.measured import Measured, checkpoint, run
-from analyses.lib.records import record
+from analyses.lib import Measured, checkpoint, record, run
 from analyses.softmax.setting import label, several, single
+from mechinterp import TaskConfig, circuits
 from mechinterp.analysis.learners.losses import shared_losses
-from mechinterp.analysis.one_layer.circuits import circuits
-from mechinterp.config import TaskConfig
 
 
 def twists(name: str) -> np.ndarray:
@@ -37,23 +35,14 @@ def measure(quick: bool) -> Measured:
         one = next(other for other in single() if label(other).labels == (sign,))
         models = {one: checkpoint(one), name: checkpoint(name)}
         losses = shared_losses(models, TaskConfig(), n_prompts=n_prompts, seed=1)
-        rows.append(
-            {
-                "model": name,
-                "cosine": (first * second).sum() / sizes.prod(),
-                "size_ratio": sizes.max() / sizes.min(),
-                "left": left / (abs(weight) * sizes).sum(),
-                "gap": losses.gap[0, 1],
-                "gap_sem": losses.gap_sem[0, 1],
-            }
-        )
+        row = {"model": name, "cosine": (first * second).sum() / sizes.prod()}
+        row |= {"size_ratio": sizes.max() / sizes.min(), "left": left / (abs(weight) * sizes).sum()}
+        rows.append(row | {"gap": losses.gap[0, 1], "gap_sem": losses.gap_sem[0, 1]})
     data = pd.DataFrame(rows)
-    values = data.set_index("model")
+    values, over = data.set_index("model"), {"prompts": n_prompts}
     claims = [
         record("softmax-one-sign-opposite", values.cosine),
-        record(
-            "softmax-one-sign-loss", values.gap, errors=values.gap_sem, over={"prompts": n_prompts}
-        ),
+        record("softmax-one-sign-loss", values.gap, errors=values.gap_sem, over=over),
     ]
     return Measured(data, claims=claims)
 

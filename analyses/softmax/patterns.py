@@ -10,12 +10,9 @@ import pandas as pd
 import plotly.graph_objects as go
 import torch
 
-from analyses.lib.measured import SETTING, Measured, checkpoint, run
-from analyses.lib.records import Record, record
+from analyses.lib import SETTING, Measured, checkpoint, record, records, run
 from analyses.softmax.setting import BOTH_SIGNS, active, ends, gamma, label, paired, several, single
-from mechinterp import figures
-from mechinterp.analysis.one_layer.circuits import circuits
-from mechinterp.config import TaskConfig
+from mechinterp import TaskConfig, circuits, figures
 from mechinterp.icl.prompts import prompt_chunks
 from mechinterp.models.heads import predict
 from mechinterp.theory.softmax import manifold_mu
@@ -62,76 +59,44 @@ def measure(quick: bool) -> Measured:
     names = single() + paired()
     heads = pd.concat([head_rows(name) for name in names])
     totals = pd.DataFrame([sums(name) for name in paired()]).set_index("model")
-    return Measured(
-        heads,
-        {"metrics": page(heads)},
-        [*circuit_records(heads, names), *dummy_records(heads), *sum_records(totals)],
-    )
+    over = {"selection": "seeds 8 to 11 of two heads were added to ship models that do not"}
+    both = {name: float(label(name).pattern == "debiased_gd") for name in several()}
+    dummies = heads[heads.dummy].groupby("model", sort=False)
+    removed = {name: without_dummies(name) for name in dummies.groups}
+    entry = heads[heads.strong].groupby("model", sort=False).ov_last_entry.min()
+    asked = circuit_numbers(heads) | {"O1d-end": {name: signs(name) for name in names}}
+    for id, scale in {"O1e-omega": "omega_mean", "O1e-mu": "mu_0"}.items():
+        asked[id] = dummies[scale].apply(lambda values: abs(values).max())
+    parts = {"homogeneous": "O2a", "zero_sum": "O2b-end", "eta": "O2c-step", "group": "O2c-group"}
+    asked |= {id: totals[column] for column, id in parts.items()}
+    claims = [
+        record("softmax-both-signs", both, over=over),
+        record("softmax-O1c-single", entry[single()]),
+        record("softmax-O1e-removed", removed, over={"prompts": 8192} | BOTH_SIGNS),
+        *records("softmax-", asked, over=BOTH_SIGNS),
+    ]
+    return Measured(heads, {"metrics": page(heads)}, claims)
 
 
-def circuit_records(heads: pd.DataFrame, names: list[str]) -> list[Record]:
+def circuit_numbers(heads: pd.DataFrame) -> dict[str, pd.Series]:
+    """O1a to O1c, for strong and for weak heads."""
     strong = heads[heads.strong].groupby("model", sort=False)
     weak = heads[heads.active & ~heads.strong].groupby("model", sort=False)
     leak = strong.qk_y_leak.max()
-    leak = {name: leak[name] / gamma(name) for name in leak.index}
-    entry = strong.ov_last_entry.min()
-    both = {name: float(label(name).pattern == "debiased_gd") for name in several()}
-    over = BOTH_SIGNS
-    return [
-        record(
-            "softmax-both-signs",
-            both,
-            over={"selection": "seeds 8 to 11 of two heads were added to ship models that do not"},
-        ),
-        record("softmax-O1a-strong", strong.qk_diagonal.min(), over=over),
-        record("softmax-O1a-weak", weak.qk_diagonal.min(), over=over),
-        record("softmax-O1a-spread", strong.spread.max(), over=over),
-        record("softmax-O1b", leak, over=over),
-        record(
-            "softmax-O1c-strong",
-            {name: value for name, value in entry.items() if name not in single()},
-            over=BOTH_SIGNS,
-        ),
-        record("softmax-O1c-weak", weak.ov_last_entry.min(), over=BOTH_SIGNS),
-        record(
-            "softmax-O1c-single", {name: value for name, value in entry.items() if name in single()}
-        ),
-        record("softmax-O1d-end", {name: signs(name) for name in names}, over=over),
-    ]
-
-
-def dummy_records(heads: pd.DataFrame) -> list[Record]:
-    dummies = heads[heads.dummy].groupby("model", sort=False)
-    scales = {"omega": dummies.omega_mean, "mu": dummies.mu_0}
-    over = BOTH_SIGNS
-    found = [
-        record(f"softmax-O1e-{name}", values.apply(lambda one: abs(one).max()), over=over)
-        for name, values in scales.items()
-    ]
-    removed = record(
-        "softmax-O1e-removed",
-        {name: without_dummies(name) for name in dummies.groups},
-        over={"prompts": 8192} | BOTH_SIGNS,
-    )
-    return [*found, removed]
-
-
-def sum_records(totals: pd.DataFrame) -> list[Record]:
-    over = BOTH_SIGNS
-    return [
-        record("softmax-O2a", totals.homogeneous, over=over),
-        record("softmax-O2b-end", totals.zero_sum, over=over),
-        record("softmax-O2c-step", totals.eta, over=over),
-        record("softmax-O2c-group", totals.group, over=over),
-    ]
+    return {
+        "O1a-strong": strong.qk_diagonal.min(),
+        "O1a-weak": weak.qk_diagonal.min(),
+        "O1a-spread": strong.spread.max(),
+        "O1b": leak / [gamma(name) for name in leak.index],
+        "O1c-strong": strong.ov_last_entry.min().drop(single()),
+        "O1c-weak": weak.ov_last_entry.min(),
+    }
 
 
 def page(heads: pd.DataFrame) -> go.Figure:
     means = heads[heads.active].groupby("model", sort=False)[["qk_diagonal", "ov_last_entry"]].min()
-    bars = {
-        "QK diagonal": means.qk_diagonal.to_numpy(),
-        "OV last entry": means.ov_last_entry.to_numpy(),
-    }
+    titles = {"QK diagonal": "qk_diagonal", "OV last entry": "ov_last_entry"}
+    bars = {title: means[column].to_numpy() for title, column in titles.items()}
     return figures.bars(
         list(means.index),
         bars,

@@ -10,11 +10,10 @@ from functools import cache
 
 import numpy as np
 
-from analyses.lib.measured import checkpoint, shipped
-from mechinterp.analysis.one_layer.circuits import circuits
+from analyses.lib import checkpoint, shipped
+from mechinterp import circuits, classify, training_dynamics
 from mechinterp.analysis.one_layer.classification import Classification
-from mechinterp.analysis.one_layer.classify import classify
-from mechinterp.analysis.training.over_training import TrainingDynamics, training_dynamics
+from mechinterp.analysis.training.over_training import TrainingDynamics
 
 BOTH_SIGNS = {"selection": "models labelled debiased_gd"}
 

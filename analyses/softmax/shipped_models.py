@@ -8,14 +8,12 @@ He et al. 2025, arXiv 2503.12734, section 3 and theorem 4.2. Run: python -m anal
 import numpy as np
 import pandas as pd
 
-from analyses.lib.measured import Measured, checkpoint, run, shipped
-from analyses.lib.records import Record, record
+from analyses.lib import Measured, Record, checkpoint, record, records, run, shipped
 from analyses.softmax.setting import BOTH_SIGNS
-from mechinterp.analysis.learners.fits import LEARNERS, fit_learners
+from mechinterp import TaskConfig, classify, fit_learners
+from mechinterp.analysis.learners.fits import LEARNERS
 from mechinterp.analysis.learners.losses import shared_losses
-from mechinterp.analysis.one_layer.classify import classify
 from mechinterp.checkpoints.checkpoint import Checkpoint
-from mechinterp.config import TaskConfig
 
 
 def row(checkpoint: Checkpoint, *, n_prompts: int) -> dict:
@@ -71,12 +69,10 @@ def step_records(data: pd.DataFrame, scale: int) -> list[Record]:
     """The step that models of both signs take."""
     paired = data[data.pattern == "debiased_gd"].set_index("model")
     over = {"prompts": 100_000 // scale} | BOTH_SIGNS
-    return [
-        record("softmax-step-size", paired.eta, over=over),
-        record("softmax-step-closest", (paired.closest == "debiased_gd").astype(float), over=over),
-        record("softmax-step-r2", paired.r2_debiased_gd, errors=paired.r2_sem, over=over),
-        record("softmax-step-vanilla", paired.lead, over=over),
-    ]
+    closest = (paired.closest == "debiased_gd").astype(float)
+    asked = {"size": paired.eta, "closest": closest, "vanilla": paired.lead}
+    r2 = record("softmax-step-r2", paired.r2_debiased_gd, errors=paired.r2_sem, over=over)
+    return [*records("softmax-step-", asked, over=over), r2]
 
 
 if __name__ == "__main__":

@@ -8,25 +8,15 @@ from functools import partial
 
 import pandas as pd
 
-from analyses.lib.measured import SETTING, Measured, checkpoint, run, shipped
-from analyses.lib.records import Record, record
+from analyses.lib import SETTING, Measured, Record, checkpoint, record, records, run, shipped
+from mechinterp import TaskConfig, classify
 from mechinterp.analysis.learners.losses import shared_losses
-from mechinterp.analysis.one_layer.classify import classify
-from mechinterp.config import TaskConfig
 from mechinterp.icl.predictors import debiased_gd
 from mechinterp.models.scores import score_derivative_at_zero
 from mechinterp.theory.softmax import debiased_risk, debiased_step_size
 
-SCORES = (
-    "softmax",
-    "tanh",
-    "affine-0.5",
-    "affine-0.8",
-    "affine-1.0",
-    "square-0.5",
-    "square-0.8",
-    "square-1.0",
-)
+FAMILIES, SLOPES = ("affine", "square"), (0.5, 0.8, 1.0)
+SCORES = ("softmax", "tanh", *(f"{family}-{C}" for family in FAMILIES for C in SLOPES))
 
 
 def row(name: str) -> dict:
@@ -35,15 +25,14 @@ def row(name: str) -> dict:
     model = checkpoint(name)
     last = model.history[model.history.step > model.history.step.max() - 20_000]
     omega, mu = (last.groupby("head")[column].mean().abs() for column in ("omega", "mu"))
-    slope = score_derivative_at_zero(
-        model.config.model.score, model.config.model.score_slope, context_length=40
-    )
+    score = model.config.model
+    slope = score_derivative_at_zero(score.score, score.score_slope, context_length=40)
     sums = {"omega": omega.mean(), "mu": mu.mean(), "product": slope * float((omega * mu).sum())}
     return {"model": name, "pattern": classify(model).pattern} | sums
 
 
 def measure(quick: bool) -> Measured:
-    frames, records, eta = [], [], debiased_step_size(**SETTING)
+    frames, made, eta = [], [], debiased_step_size(**SETTING)
     n_prompts = 10_000 if quick else 200_000
     best = debiased_risk(eta, **SETTING)
     for score in SCORES:
@@ -53,28 +42,21 @@ def measure(quick: bool) -> Measured:
         frame = pd.DataFrame([row(name) for name in names]).assign(score=score)
         gaps = {"gap": found.gap[0, 1:] / best, "gap_sem": found.gap_sem[0, 1:] / best}
         frames.append(frame.assign(**gaps))
-        records += score_records(score, frames[-1], n_prompts)
+        made += score_records(score, frames[-1], n_prompts)
     data = pd.concat(frames)
-    both = record(
-        "softmax-A1-signs",
-        {row.model: float(row.pattern == "debiased_gd") for row in data.itertuples()},
-    )
-    return Measured(data, {}, [both, *order_records(data), *records])
+    both = {row.model: float(row.pattern == "debiased_gd") for row in data.itertuples()}
+    return Measured(data, {}, [record("softmax-A1-signs", both), *order_records(data), *made])
 
 
 def score_records(score: str, rows: pd.DataFrame, n_prompts: int) -> list[Record]:
     """The clauses of A1 for one score function, for the models that ended with both signs."""
     found = rows[rows.pattern == "debiased_gd"].set_index("model")
     over = {"prompts": n_prompts, "selection": "models labelled debiased_gd"}
-    scales = [
-        record(f"softmax-A1-{name}-{score}", found[name], over=over)
-        for name in ("omega", "mu", "product")
-    ]
-    below = ["below"] if score.startswith(("tanh", "square")) else []
-    return scales + [
-        record(f"softmax-A1-{name}-{score}", found.gap, errors=found.gap_sem, over=over)
-        for name in ("loss", *below)
-    ]
+    gaps = {row.Index: (row.gap, row.gap_sem) for row in found.itertuples()}
+    asked = {name: found[name] for name in ("omega", "mu", "product")} | {"loss": gaps}
+    asked |= {"below": gaps} if score.startswith(("tanh", "square")) else {}
+    named = {f"{name}-{score}": values for name, values in asked.items()}
+    return records("softmax-A1-", named, over=over)
 
 
 def order_records(data: pd.DataFrame) -> list[Record]:
@@ -82,19 +64,16 @@ def order_records(data: pd.DataFrame) -> list[Record]:
     found = data[data.pattern == "debiased_gd"]
     family = found.score.str.partition("-")[0]
     low, high = found.groupby(family)["product"].min(), found.groupby(family)["product"].max()
-    order = {
-        "softmax to tanh": low["tanh"] - high["softmax"],
-        "affine to tanh": low["tanh"] - high["affine"],
-        "tanh to square": low["square"] - high["tanh"],
-    }
+    steps = (("softmax", "tanh"), ("affine", "tanh"), ("tanh", "square"))
+    order = {f"{small} to {large}": low[large] - high[small] for small, large in steps}
     slope = found.score.str.partition("-")[2]
     inside = {}
-    for name in ("affine", "square"):
+    for name in FAMILIES:
         rows = found[family == name]
         scaled = rows.omega * slope[family == name].astype(float)
         inside |= {f"{name}, C omega": scaled.max() / scaled.min() - 1}
         inside |= {f"{name}, mu": rows.mu.max() / rows.mu.min() - 1}
-    return [record("softmax-A1-order", order), record("softmax-A1-slope", inside)]
+    return records("softmax-A1-", {"order": order, "slope": inside})
 
 
 if __name__ == "__main__":

@@ -7,9 +7,8 @@ He et al. 2025, arXiv 2503.12734, table 2. Run: python -m analyses.softmax.table
 import numpy as np
 import pandas as pd
 
-from analyses.lib.measured import Measured, run
-from analyses.lib.records import record
-from analyses.softmax.tasks import labels
+from analyses.lib import Measured, records, run
+from analyses.softmax.figures_16_to_19_modes import labels
 
 GROUPS = {"omega_first": [0, 1], "omega_second": [4, 5], "omega_shared": [2, 3]}
 # The published table: omega on {0, 1}, {4, 5}, {2, 3}, then mu of both tasks, per head.
@@ -38,16 +37,9 @@ def measure(quick: bool) -> Measured:
     data = pd.concat(frames)
     data.columns = [*GROUPS, "mu_0", "mu_1", "model"]
     own = ([0, 0, 1, 1], [0, 2, 1, 2])
-    records = [
-        record(
-            "softmax-table-2-on", {name: abs(one[own] - 0.915).max() for name, one in ours.items()}
-        ),
-        record(
-            "softmax-table-2-off",
-            {name: max(abs(one[0, 1]), abs(one[1, 0])) for name, one in ours.items()},
-        ),
-    ]
-    return Measured(data, {}, records)
+    asked = {"on": {name: abs(one[own] - 0.915).max() for name, one in ours.items()}}
+    asked["off"] = {name: max(abs(one[0, 1]), abs(one[1, 0])) for name, one in ours.items()}
+    return Measured(data, {}, records("softmax-table-2-", asked))
 
 
 if __name__ == "__main__":

@@ -9,11 +9,9 @@ from itertools import pairwise
 import numpy as np
 import pandas as pd
 
-from analyses.lib.measured import SETTING, Measured, run
-from analyses.lib.records import record
-from mechinterp import figures
+from analyses.lib import SETTING, Measured, record, run
+from mechinterp import TaskConfig, figures
 from mechinterp.analysis.learners.losses import shared_losses
-from mechinterp.config import TaskConfig
 from mechinterp.icl.predictors import debiased_gd
 from mechinterp.icl.prompts import prompt_chunks
 from mechinterp.models.constructions.one_layer import debiased_gradient_step, diagonal_heads
@@ -31,10 +29,8 @@ def gradient_error() -> float:
     for index in np.ndindex(2, 4):
         ends = [start.copy(), start.copy()]
         ends[0][index], ends[1][index] = start[index] + 1e-5, start[index] - 1e-5
-        slope = (
-            approximate_loss(*ends[0], **SETTING) - approximate_loss(*ends[1], **SETTING)
-        ) / 2e-5
-        worst = max(worst, abs(slope - closed[index[0]][index[1]]))
+        above, below = (approximate_loss(*end, **SETTING) for end in ends)
+        worst = max(worst, abs((above - below) / 2e-5 - closed[index[0]][index[1]]))
     return worst
 
 
@@ -44,10 +40,9 @@ def slope_towards_descent() -> float:
     gammas, gaps = np.array([0.1, 0.05, 0.025]), []
     for gamma in gammas:
         pair = debiased_gradient_step(0.88, gamma, d_x=5)
-        double = predict(pair, prompts.to(pair.W_Q.dtype))
-        gaps.append(
-            float((double - debiased_gd(prompts.to(double.dtype), eta=0.88)).square().mean().sqrt())
-        )
+        double = prompts.to(pair.W_Q.dtype)
+        gap = predict(pair, double) - debiased_gd(double, eta=0.88)
+        gaps.append(float(gap.square().mean().sqrt()))
     return float(np.polyfit(np.log(gammas), np.log(gaps), 1)[0])
 
 
@@ -61,20 +56,13 @@ def measure(quick: bool) -> Measured:
     data = pd.DataFrame(columns | {"rise": found.gap[0], "rise_sem": found.gap_sem[0]})
     steps = [f"{low:g} to {high:g}" for low, high in pairwise(GAMMAS)]
     true = {f"{GAMMAS[0]:g} to {row.gamma:g}": row for row in data.iloc[1:].itertuples()}
-    records = [
+    rises = {name: (row.rise / row.rise_sem, 1.0) for name, row in true.items()}
+    over, drawn = ({"prompts": n, "prompts' seed": s} for n, s in ((n_prompts, 7), (8192, 8)))
+    claims = [
         record("softmax-T2-approximate", dict(zip(steps, np.diff(approximate), strict=True))),
-        record(
-            "softmax-T2-true",
-            {name: row.rise / row.rise_sem for name, row in true.items()},
-            errors=dict.fromkeys(true, 1.0),
-            over={"prompts": n_prompts, "prompts' seed": 7},
-        ),
+        record("softmax-T2-true", rises, over=over),
         record("softmax-T3", {"closed form": gradient_error()}),
-        record(
-            "softmax-T4",
-            {"pair": slope_towards_descent()},
-            over={"prompts": 8192, "prompts' seed": 8},
-        ),
+        record("softmax-T4", {"pair": slope_towards_descent()}, over=drawn),
     ]
     page = figures.lines(
         np.array(GAMMAS),
@@ -84,7 +72,7 @@ def measure(quick: bool) -> Measured:
         x_title="gamma (1/x²)",
         y_title="loss minus that at gamma 0.02 (y²)",
     )
-    return Measured(data, {"manifold": page}, records)
+    return Measured(data, {"manifold": page}, claims)
 
 
 if __name__ == "__main__":

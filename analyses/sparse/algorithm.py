@@ -10,8 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pandas as pd
 
-from analyses.lib.measured import Measured, run
-from analyses.lib.records import record
+from analyses.lib import Measured, record, run
 from analyses.sparse.setting import (
     SMALL,
     WIDE,
@@ -22,9 +21,9 @@ from analyses.sparse.setting import (
     permuted,
     ratio,
 )
+from mechinterp import Prompts
 from mechinterp.analysis.stats import mean_and_sem
 from mechinterp.icl import sparse_predictors as learners
-from mechinterp.icl.prompts import Prompts
 from mechinterp.theory.sparse import best_ridge_risk, ols_risk
 
 TASKS = {"wide": WIDE, "wide, L 64": replace(WIDE, context_length=64), "small": SMALL}
@@ -36,20 +35,18 @@ TASKS |= {
 
 def risks(prompts: Prompts) -> dict[str, np.ndarray]:
     """Excess risk of each prompt, by learner."""
-    ours = learners.preprocess_then_optimise(prompts, steps=256)
-    plain = learners.gradient_descent(prompts, steps=128)
-    found = {"ours": best(ours[:129], prompts), "ours, 256 steps": best(ours, prompts)}
-    found |= {"descent": best(plain, prompts), "ols": best([learners.ols(prompts)], prompts)}
-    found |= {
-        "ours, step 8": best(ours[8:9], prompts),
-        "descent, step 8": best(plain[8:9], prompts),
+    both = {"ours": learners.preprocess_then_optimise, "descent": learners.gradient_descent}
+    ours, plain = (learner(prompts, steps=256) for learner in both.values())
+    paths = {"ours": ours[:129], "ours, 256 steps": ours, "descent": plain[:129]}
+    paths |= {
+        "ols": [learners.ols(prompts)],
+        "ours, step 8": ours[8:9],
+        "descent, step 8": plain[8:9],
     }
+    found = {name: best(path, prompts) for name, path in paths.items()}
     found |= {"ridge": best_ridge(prompts), "permuted": permuted(prompts)}
     for steps in (2, 3):
-        for name, learner in {
-            "ours": learners.preprocess_then_optimise,
-            "descent": learners.gradient_descent,
-        }.items():
+        for name, learner in both.items():
             found[f"{name}, {steps} steps of one size"] = best_fixed_step(learner, prompts, steps)
     return found
 
@@ -66,12 +63,12 @@ def ratios(found: dict[str, dict[str, np.ndarray]]) -> dict[str, dict[str, tuple
         "C4-few": {"L 64": ratio(few["ours"], few["ridge"])},
     }
     for name, one in (("wide", wide), ("small", small)):
-        asked[f"C4-one-size-{name}"] = {
-            f"{t} steps": ratio(
-                one[f"ours, {t} steps of one size"], one[f"descent, {t} steps of one size"]
-            )
-            for t in (2, 3)
-        }
+        ours, plain = (
+            [one[f"{learner}, {steps} steps of one size"] for steps in (2, 3)]
+            for learner in ("ours", "descent")
+        )
+        pairs = map(ratio, ours, plain)
+        asked[f"C4-one-size-{name}"] = dict(zip(("2 steps", "3 steps"), pairs, strict=True))
     asked |= {
         "C7-dense": {"d 16": ratio(dense["ours"], dense["ridge"])},
         "C7-permuted": {
@@ -98,16 +95,12 @@ def measure(quick: bool) -> Measured:
         for name, pairs in ratios(found).items()
     ]
     rows = [
-        {
-            "task": task,
-            "learner": name,
-            "risk": values.mean(),
-            "risk_sem": float(mean_and_sem(values)[1]),
-        }
-        for task, learners in found.items()
-        for name, values in learners.items()
+        (task, name, *map(float, mean_and_sem(values)))
+        for task, one in found.items()
+        for name, values in one.items()
     ]
-    return Measured(pd.DataFrame(rows), claims=claims)
+    columns = ("task", "learner", "risk", "risk_sem")
+    return Measured(pd.DataFrame(rows, columns=columns), claims=claims)
 
 
 if __name__ == "__main__":

@@ -11,13 +11,12 @@ from itertools import product
 import numpy as np
 import pandas as pd
 
-from analyses.lib.measured import Measured, run
-from analyses.lib.records import record
+from analyses.lib import Measured, record, run
 from analyses.sparse.models import NOISES, NOTE, SEVERAL, named, prompts_of, seeds, trained
 from analyses.sparse.setting import ratio
+from mechinterp import Prompts
 from mechinterp.analysis.ablation.masked_risk import masked_errors
 from mechinterp.analysis.ablation.pairs import halves
-from mechinterp.icl.prompts import Prompts
 
 LATER = 3  # layers after the first
 
@@ -31,17 +30,14 @@ def best_choice(
     heads: int, noise: float, seed: int, scored: Prompts, measured: Prompts
 ) -> tuple[pd.DataFrame, tuple[float, float]]:
     """Risk of every choice, and that of the best over the full model's on other prompts."""
-    model, every = (
-        trained(named(heads, noise, seed)).model,
-        list(product(range(heads), repeat=LATER)),
-    )
+    name, every = named(heads, noise, seed), list(product(range(heads), repeat=LATER))
+    model = trained(name).model
     errors = masked_errors(model, scored, [masked(heads, choice) for choice in every])
     risk, sems = errors.mean(0), errors.std(0, ddof=1) / np.sqrt(len(errors))
     kept = masked_errors(model, measured, [[], masked(heads, every[int(risk.argmin())])])
     frame = pd.DataFrame(every, columns=["L1", "L2", "L3"])
-    return frame.assign(model=named(heads, noise, seed), risk=risk, risk_sem=sems), ratio(
-        kept[:, 1], kept[:, 0]
-    )
+    frame = frame.assign(model=name, risk=risk, risk_sem=sems)
+    return frame, ratio(kept[:, 1], kept[:, 0])
 
 
 def measure(quick: bool) -> Measured:
@@ -52,12 +48,8 @@ def measure(quick: bool) -> Measured:
             few = scored[: 64 if quick else 256]
             frame, pairs[named(heads, noise, seed)] = best_choice(heads, noise, seed, few, measured)
             frames.append(frame)
-    claim = record(
-        "sparse-C11-every-choice",
-        pairs,
-        over={"prompts": len(measured), "selection": "chosen on other prompts, one split"},
-        note=NOTE,
-    )
+    over = {"prompts": len(measured), "selection": "chosen on other prompts, one split"}
+    claim = record("sparse-C11-every-choice", pairs, over=over, note=NOTE)
     return Measured(pd.concat(frames), claims=[claim])
 
 

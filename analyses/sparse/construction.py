@@ -11,16 +11,14 @@ from functools import cache
 import pandas as pd
 import torch
 
-from analyses.lib.measured import Measured, run
-from analyses.lib.records import record
+from analyses.lib import Measured, records, run
+from analyses.sparse.setting import SMALL as TASK
+from analyses.sparse.setting import draw
+from mechinterp import ICLTransformer, Prompts
 from mechinterp.analysis.probing.linear import reweighted
-from mechinterp.config import TaskConfig
-from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
 from mechinterp.icl.sparse_predictors import excess_risk, ols, preprocess_then_optimise
 from mechinterp.models.constructions.sparse import preprocess_then_optimise_model
-from mechinterp.models.hooked.transformer import ICLTransformer
 
-TASK = TaskConfig(d_x=16, context_length=40, sparsity=4, nonzeros="signs", noise_var=0.4)
 ETA, STEPS, TIMES = 0.8, 12, (0, 4, 16, 64, 256)
 
 
@@ -52,9 +50,7 @@ def preconditioned(prompts: Prompts) -> torch.Tensor:
 @torch.no_grad()
 def measure(quick: bool) -> Measured:
     n_prompts = 32 if quick else 128
-    prompts = sample_prompts(
-        TASK, n_prompts, generator=generator_for(0, "eval", 0), dtype=torch.float64
-    )
+    prompts = draw(TASK, n_prompts)
     path = preprocess_then_optimise(prompts, steps=STEPS, eta=ETA)
     _, cache = built(1).run_with_cache(prompts.tokens)
     errors = {"first layer": cache["resid_post", 0][..., 17:] - reweighted(prompts)[0]}
@@ -64,9 +60,8 @@ def measure(quick: bool) -> Measured:
     errors["preconditioned"] = preconditioned(prompts) - path[STEPS]
     largest = {name: error.abs().max().item() for name, error in errors.items()}
     squares = replace(prompts, y_query_clean=ols(prompts))
-    away = excess_risk(
-        preprocess_then_optimise(prompts, steps=TIMES[-1])[list(TIMES)], squares
-    ).mean(1)
+    far = preprocess_then_optimise(prompts, steps=TIMES[-1])[list(TIMES)]
+    away = excess_risk(far, squares).mean(1)
     falls = away[1:] / away[:-1]
     asked = {
         "C1-first-layer": {"d 16": largest["first layer"]},
@@ -75,13 +70,12 @@ def measure(quick: bool) -> Measured:
         "C3-preconditioned": {f"{STEPS} steps": largest["preconditioned"]},
         "C3-limit": {f"step {t}": fall.item() for t, fall in zip(TIMES[1:], falls, strict=True)},
     }
-    over = {"prompts": n_prompts}
-    claims = [record(f"sparse-{name}", values, over=over) for name, values in asked.items()]
-    distances = {
-        f"squared distance from least squares, step {t}": a.item()
-        for t, a in zip(TIMES, away, strict=True)
-    }
-    rows = [*largest.items(), *distances.items()]
+    claims = records("sparse-", asked, over={"prompts": n_prompts})
+    what = "squared distance from least squares, step"
+    rows = [
+        *largest.items(),
+        *((f"{what} {t}", a.item()) for t, a in zip(TIMES, away, strict=True)),
+    ]
     return Measured(pd.DataFrame(rows, columns=["what", "value"]), claims=claims)
 
 

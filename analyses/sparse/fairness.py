@@ -10,13 +10,14 @@ Run: python -m analyses.sparse.fairness (an hour; --quick half a minute)
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pandas as pd
 
-from analyses.lib.measured import ROOT, Measured, run
-from analyses.sparse.setting import ratio
+from analyses.lib import Measured, run
+from analyses.lib.measured import ROOT
+from analyses.sparse.setting import SMALL, WIDE, ratio
 from analyses.sparse.steps import (
     FIT,
     LEARNERS,
@@ -29,20 +30,20 @@ from analyses.sparse.steps import (
     left_out,
     risk,
 )
+from mechinterp import TaskConfig
 from mechinterp.analysis.stats import mean_and_sem
-from mechinterp.config import TaskConfig
 from mechinterp.training.sweep_file import load_sweep
 
 LIMIT = 0.9
 PLAN = ROOT / "analyses" / "sweeps" / "sparse_settings.json"
 OTHERS = (
-    TaskConfig(d_x=16, context_length=40, sparsity=4, nonzeros="signs", noise_var=0.4),
-    TaskConfig(d_x=16, context_length=40, sparsity=2, nonzeros="signs", noise_var=0.1),
-    TaskConfig(d_x=64, context_length=128, sparsity=4, nonzeros="signs", noise_var=0.1),
-    TaskConfig(d_x=64, context_length=128, sparsity=4, nonzeros="signs", noise_var=0.4),
+    SMALL,
+    replace(SMALL, sparsity=2, noise_var=0.1),
+    *(replace(WIDE, noise_var=noise) for noise in (0.1, 0.4)),
 )
 """Tasks of which no model is trained now."""
 LAYERS = (3, 4)
+TASK = ("d_x", "sparsity", "context_length", "nonzeros", "noise_var")
 
 
 @dataclass(frozen=True)
@@ -84,9 +85,9 @@ def tasks() -> list[TaskConfig]:
 def rows(task: TaskConfig, n_fit: int, n_scored: int) -> Iterator[dict[str, object]]:
     """One row per number of layers."""
     fit, scored = (drawn(task, n, step=step) for step, n in enumerate((n_fit, n_scored)))
-    names = ("d_x", "sparsity", "context_length", "nonzeros", "noise_var")
+    law = {name: getattr(task, name) for name in TASK}
     for layers in LAYERS:
-        row = {name: getattr(task, name) for name in names} | {"n_layers": layers}
+        row = law | {"n_layers": layers}
         found = {name: fair(name, layers, fit, scored) for name in LEARNERS}
         for name, one in found.items():
             row[name], row[f"{name}_sem"] = one.risk

@@ -9,8 +9,7 @@ an hour; --quick one minute)
 
 import pandas as pd
 
-from analyses.lib.measured import Measured, run
-from analyses.lib.records import Record, record
+from analyses.lib import Measured, Record, record, run
 from analyses.sparse.models import (
     NOTE,
     best_later_on,
@@ -21,11 +20,11 @@ from analyses.sparse.models import (
     trained,
 )
 from analyses.sparse.setting import ratio
+from mechinterp import Prompts, fine_tune
 from mechinterp.analysis.ablation.fine_tuning import MODELS as MODELS_TUNED
-from mechinterp.analysis.ablation.fine_tuning import FineTuning, fine_tune
+from mechinterp.analysis.ablation.fine_tuning import FineTuning
 from mechinterp.analysis.ablation.masked_risk import masked_errors
 from mechinterp.analysis.ablation.pairs import halves
-from mechinterp.icl.prompts import Prompts
 from mechinterp.icl.sparse_predictors import excess_risk
 from mechinterp.models.run.general import predict_deep
 

@@ -12,13 +12,11 @@ from functools import partial
 import numpy as np
 import torch
 
-from analyses.lib.measured import Measured, run
-from analyses.lib.records import record
+from analyses.lib import Measured, record, run
 from analyses.sparse.models import named, prompts_of, trained
-from analyses.sparse.setting import best_ridge, ratio
-from mechinterp.analysis.ablation.gates import learn_gates
+from analyses.sparse.setting import ratio
+from mechinterp import Prompts, learn_gates
 from mechinterp.analysis.ablation.pairs import halves
-from mechinterp.icl.prompts import Prompts
 from mechinterp.icl.sparse_predictors import excess_risk
 from mechinterp.models.hooked.masks import z_name
 
@@ -42,26 +40,16 @@ def measure(quick: bool) -> Measured:
     prompts = prompts_of(NOISE, 512 if quick else 2048)
     found = learn_gates(trained(NAME).model, prompts, steps=20 if quick else 150)
     measured = halves(prompts)[1]
-    full, ridge = gated(np.ones_like(found.free), measured), best_ridge(measured.to(torch.float64))
+    full = gated(np.ones_like(found.free), measured)
     without = found.closed * (np.arange(len(found.closed)) > 0)[:, None]
-    risks = {
-        "gates": gated(found.closed, measured),
-        "gates, layer 1 at zero": gated(without, measured),
-        "ridge": ridge,
-    }
-    values = {what: ratio(risk, full) for what, risk in risks.items()}
+    gates = {"gates": found.closed, "gates, layer 1 at zero": without}
+    values = {what: ratio(gated(one, measured), full) for what, one in gates.items()}
     open_heads = (found.closed > 0.5).sum(1)
+    text = "open gates: " + ", ".join(f"L{layer} {n}" for layer, n in enumerate(open_heads))
+    over = {"prompts": len(measured), "selection": "gates fitted to other prompts"}
     claims = [
-        record(
-            "sparse-gates-open",
-            {NAME: open_heads[0]},
-            text="open gates: " + ", ".join(f"L{layer} {n}" for layer, n in enumerate(open_heads)),
-        ),
-        record(
-            "sparse-gates-risk",
-            {what: pair for what, pair in values.items() if what != "ridge"},
-            over={"prompts": len(measured), "selection": "gates fitted to other prompts"},
-        ),
+        record("sparse-gates-open", {NAME: open_heads[0]}, text=text),
+        record("sparse-gates-risk", values, over=over),
     ]
     return Measured(found.to_frame(), {"gates": found.plot()}, claims)
 

@@ -10,16 +10,19 @@ minutes; --quick seconds)
 from dataclasses import dataclass
 
 import numpy as np
+from scipy.stats import entropy
 
-from analyses.lib.measured import Measured, run
-from analyses.lib.records import Record, record
+from analyses.lib import Measured, Record, record, run
+from analyses.sparse import questions as ask
 from analyses.sparse.models import NOTE, frames_of, groups, prompts_of, trained
 from analyses.sparse.questions import Numbers
+from analyses.sparse.setting import Pair
+from mechinterp import ICLTransformer, Prompts, ablate_heads
+from mechinterp.analysis.ablation.masked_risk import masked_errors
 from mechinterp.analysis.ablation.pairs import halves
-from mechinterp.analysis.ablation.single import HeadAblation, ablate_heads
-from mechinterp.icl.prompts import Prompts
+from mechinterp.analysis.ablation.single import HeadAblation
 
-MEAN_PROMPTS = 1024
+MEAN_PROMPTS, SAMPLES = 1024, 100
 
 
 @dataclass(frozen=True)
@@ -31,44 +34,55 @@ class Spread:
     tops: np.ndarray
     """The importance, on one half of the prompts, of the head of each layer that is the best on the
     other."""
+    drawn: np.ndarray
+    """Effective heads by medians, [sample, layer], in samples of as many prompts drawn from these."""
 
     @property
-    def means(self) -> tuple[float, float]:
+    def means(self) -> Pair:
         """Effective heads of the first layer by mean rises, with the standard error."""
         return float(self.found.effective_heads[0]), float(self.found.effective_heads_sem[0])
 
-    def by_clause(self) -> dict[str, float]:
+    def by_clause(self) -> dict[str, float | Pair]:
         """What C10 is judged by; of C11 and C12 nothing was measured here."""
         numbers = Numbers(self.found.effective_heads_of_medians, self.tops, *[np.nan] * 3)
-        return {name: value for name, value in numbers.by_clause().items() if "C10" in name}
+        found = {name: one for name, one in numbers.by_clause().items() if "C10" in name}
+        samples = [Numbers(row, self.tops, *[np.nan] * 3).by_clause() for row in self.drawn]
+        for name in ("C10-several", "C10-later"):
+            found[name] = found[name], np.std([one[name] for one in samples], ddof=1)
+        return found
+
+
+def drawn(model: ICLTransformer, prompts: Prompts, shape: tuple[int, int]) -> np.ndarray:
+    """Effective heads by medians in samples of the prompts, [sample, layer]."""
+    errors = masked_errors(model, prompts, [[], *([head] for head in np.ndindex(shape))])
+    rises = (errors[:, 1:] - errors[:, :1]).reshape(-1, *shape)
+    rows = np.random.default_rng(0).integers(len(rises), size=(SAMPLES, len(rises)))
+    medians = np.array([np.median(rises[row], axis=0) for row in rows])
+    return np.exp(entropy(medians.clip(0), axis=-1))
 
 
 def spread(name: str, prompts: Prompts) -> Spread:
-    scored, measured = (ablate_heads(trained(name).model, half) for half in halves(prompts))
-    best = scored.importance.argmax(1)[:, None]
-    tops = np.take_along_axis(measured.importance, best, 1)[:, 0]
-    return Spread(ablate_heads(trained(name).model, prompts), tops)
+    model = trained(name).model
+    scored, measured = halves(prompts)
+    _, tops = ask.spread(model, ask.rises(model, scored), measured)
+    found = ablate_heads(model, prompts)
+    return Spread(found, tops, drawn(model, prompts, found.rise.shape))
 
 
-def records(
+def spread_records(
     found: dict[str, Spread], n_prompts: int, *, note: str, suffix: str = ""
 ) -> list[Record]:
     """C10, by model, and the heads of layer 1 by mean rises."""
     chosen = {"prompts": n_prompts, "selection": "the best head chosen on half, measured on half"}
     over = {"prompts": n_prompts}
-    by_model = {name: one.by_clause() for name, one in found.items()}
-    made = [
-        record(
-            f"sparse-{clause}{suffix}",
-            {name: values[clause] for name, values in by_model.items()},
-            over=chosen if "top" in clause else over,
-            note=note,
-        )
-        for clause in next(iter(by_model.values()))
+    asked = {"C10-several-means": {name: one.means for name, one in found.items()}}
+    for name, one in found.items():
+        for clause, value in one.by_clause().items():
+            asked.setdefault(clause, {})[name] = value
+    return [
+        record(f"sparse-{id}{suffix}", values, over=chosen if "top" in id else over, note=note)
+        for id, values in asked.items()
     ]
-    means = {name: one.means for name, one in found.items()}
-    by_means = record(f"sparse-C10-several-means{suffix}", means, over=over, note=note)
-    return [made[0], by_means, *made[1:]]
 
 
 def measure(quick: bool) -> Measured:
@@ -82,7 +96,7 @@ def measure(quick: bool) -> Measured:
             both = {one.method: one.to_frame().merge(one.layer_frame()) for one in (zero, mean)}
             frames[name] = frames_of(both, "method")
             pages |= {f"{name}-rise": zero.plot(), f"{name}-importance": zero.plot_importance()}
-    claims = records(found, n_prompts, note=NOTE)
+    claims = spread_records(found, n_prompts, note=NOTE)
     return Measured(frames_of(frames), pages, claims)
 
 

@@ -10,15 +10,14 @@ from dataclasses import replace
 import numpy as np
 import pandas as pd
 
-from analyses.lib.measured import Measured, run
-from analyses.lib.records import record
-from analyses.sparse.setting import SMALL, WIDE, best, best_lasso, best_ridge, draw, ratio
+from analyses.lib import Measured, records, run
+from analyses.sparse.setting import SMALL, WIDE, best, best_lasso, best_ridge, draw, over, ratio
 from mechinterp import figures
 from mechinterp.analysis.stats import mean_and_sem
 from mechinterp.icl.sparse_predictors import preprocess_then_optimise
 
 PLACES = ((16, 40), (16, 64), (64, 64), (64, 128), (64, 256), (128, 128), (128, 256), (128, 512))
-GROWTH = (64, 128, 256)
+GROWTH, LEARNERS = (64, 128, 256), ("ours", "lasso", "ridge")
 
 
 def risks(d_x: int, length: int, n_prompts: int) -> dict[str, np.ndarray]:
@@ -40,36 +39,16 @@ def measure(quick: bool) -> Measured:
     steps = np.log(GROWTH) - np.log(GROWTH).mean()
     slope = steps @ np.log(level) / (steps @ steps)
     slope_sem = np.sqrt(np.square(steps / (steps @ steps) * sem / level).sum())
-    growth = {}
-    for name in ("ours", "ridge"):
-        (small, small_sem), (large, large_sem) = (means[d, 256][name] for d in (64, 128))
-        growth[name] = (
-            large / small,
-            large / small * np.hypot(small_sem / small, large_sem / large),
-        )
-    over = {"prompts": 32 if quick else 256}
-    claims = [
-        record("sparse-C5-lasso", likeness, over=over),
-        record("sparse-C5-slope", {"d 64": (slope, slope_sem)}, over=over),
-        record("sparse-C6-algorithm", {"L 256": growth["ours"]}, over=over),
-        record("sparse-C6-ridge", {"L 256": growth["ridge"]}, over=over),
-    ]
+    asked = {"C5-lasso": likeness, "C5-slope": {"d 64": (slope, slope_sem)}}
+    for name, id in (("ours", "C6-algorithm"), ("ridge", "C6-ridge")):
+        asked[id] = {"L 256": over(means[128, 256][name], means[64, 256][name])}
+    claims = records("sparse-", asked, over={"prompts": 32 if quick else 256})
+    columns = ("d_x", "context_length", "learner", "risk", "risk_sem")
     rows = [
-        {
-            "d_x": d,
-            "context_length": length,
-            "learner": name,
-            "risk": float(mean),
-            "risk_sem": float(sem),
-        }
-        for (d, length), one in means.items()
-        for name, (mean, sem) in one.items()
+        (*place, n, *map(float, pair)) for place, one in means.items() for n, pair in one.items()
     ]
-    curves = {
-        name: np.array([means[64, length][name][0] for length in GROWTH])
-        for name in ("ours", "lasso", "ridge")
-    }
-    errors = {name: np.array([means[64, length][name][1] for length in GROWTH]) for name in curves}
+    drawn = np.array([[means[64, length][name] for length in GROWTH] for name in LEARNERS])
+    curves, errors = (dict(zip(LEARNERS, drawn[..., i], strict=True)) for i in (0, 1))
     figure = figures.lines(
         np.array(GROWTH),
         curves,
@@ -80,7 +59,7 @@ def measure(quick: bool) -> Measured:
         log_x=True,
         log_y=True,
     )
-    return Measured(pd.DataFrame(rows), {"risk": figure}, claims)
+    return Measured(pd.DataFrame(rows, columns=columns), {"risk": figure}, claims)
 
 
 if __name__ == "__main__":

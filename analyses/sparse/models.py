@@ -14,10 +14,9 @@ import numpy as np
 import pandas as pd
 
 from analyses.lib.measured import ROOT
+from mechinterp import Prompts, ablate_heads, generator_for, sample_prompts
 from mechinterp.analysis.ablation.pruning import best_head_later
-from mechinterp.analysis.ablation.single import ablate_heads
 from mechinterp.checkpoints.checkpoint import Checkpoint, load
-from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
 
 SEVERAL = (4, 8)
 

@@ -9,8 +9,7 @@ half a minute)
 
 import torch
 
-from analyses.lib.measured import Measured, run
-from analyses.lib.records import Record, record
+from analyses.lib import Measured, Record, records, run
 from analyses.sparse import questions as ask
 from analyses.sparse.models import (
     NOISES,
@@ -23,8 +22,8 @@ from analyses.sparse.models import (
     trained,
 )
 from analyses.sparse.setting import Pair, over, ratio
+from mechinterp import Prompts
 from mechinterp.analysis.probing.feature_descent import IDEAL, RAW, DescentCurves, descent_curves
-from mechinterp.icl.prompts import Prompts
 
 Found = dict[str, dict[str, Pair]]
 """What is asked of a model, by model."""
@@ -79,16 +78,11 @@ def one_noise(
 QUESTIONS = ("C15-raw", "C15-single", "C15-end", "C15-ideal", "lower", "single")
 
 
-def records(found: dict[str, Found], n_prompts: int) -> list[Record]:
-    return [
-        record(
-            f"sparse-{name}" if name.startswith("C15") else f"sparse-descent-{name}",
-            found[name],
-            over={"prompts": n_prompts},
-            note=NOTE if name.startswith("C15") else "",
-        )
-        for name in QUESTIONS
-    ]
+def claims_of(found: dict[str, Found], n_prompts: int) -> list[Record]:
+    over = {"prompts": n_prompts}
+    asked, ours = ({name: found[name] for name in part} for part in (QUESTIONS[:4], QUESTIONS[4:]))
+    claims = records("sparse-", asked, over=over, note=NOTE)
+    return claims + records("sparse-descent-", ours, over=over)
 
 
 def measure(quick: bool) -> Measured:
@@ -99,7 +93,7 @@ def measure(quick: bool) -> Measured:
         curves, more = one_noise(noise, features(noise, prompts), prompts)
         frames[f"{noise}"], pages[f"descent-noise{noise}"] = curves.to_frame(), curves.plot()
         found = {name: one | more[name] for name, one in found.items()}
-    return Measured(frames_of(frames, "noise_var"), pages, records(found, n_prompts))
+    return Measured(frames_of(frames, "noise_var"), pages, claims_of(found, n_prompts))
 
 
 if __name__ == "__main__":

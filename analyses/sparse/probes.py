@@ -11,8 +11,7 @@ from itertools import product
 
 import numpy as np
 
-from analyses.lib.measured import Measured, run
-from analyses.lib.records import Record, record
+from analyses.lib import Measured, Record, records, run
 from analyses.sparse.models import (
     NOISES,
     NOTE,
@@ -25,9 +24,10 @@ from analyses.sparse.models import (
     trained,
 )
 from analyses.sparse.setting import TARGETS
+from mechinterp import probe_layers
 from mechinterp.analysis.ablation.cross_fitting import masked_by
 from mechinterp.analysis.ablation.pairs import halves
-from mechinterp.analysis.probing.linear import LayerProbes, probe_layers
+from mechinterp.analysis.probing.linear import LayerProbes
 
 
 def largest_rise(probes: LayerProbes) -> float:
@@ -43,35 +43,25 @@ def explained(probes: LayerProbes, layer: int) -> tuple[float, float]:
 
 def written(found: dict[str, dict[str, LayerProbes]], *, suffix: str = "") -> list[Record]:
     """Whether a linear map of what layer 1 writes explains its supposed targets, by model."""
-    return [
-        record(
-            f"sparse-writes-{name}-{when}{suffix}",
-            {model: explained(one[what], layer) for model, one in found.items()},
-        )
+    asked = {
+        f"{name}-{when}{suffix}": {m: explained(one[what], layer) for m, one in found.items()}
         for what, name in (("R x", "correlations"), ("(S - 1) x", "covariance"))
         for when, layer in (("after", 1), ("before", 0))
-    ]
-
-
-def records(found: dict[str, dict[str, LayerProbes]], n_prompts: int) -> list[Record]:
-    """C14 and what layer 1 writes, by model; `found` is by model, and by what is probed."""
-    made, chosen = [], {"prompts": n_prompts // 2, "selection": "heads chosen on other prompts"}
-    for what, name in (("response", "full"), ("pruned", "pruned")):
-        made.append(
-            record(
-                f"sparse-C14-{name}",
-                {m: largest_rise(one[what]) for m, one in found.items() if what in one},
-                over=chosen,
-                note=NOTE,
-            )
-        )
-    apart = {
-        model: np.abs(one["response"].risk[1, -1] - one["pruned"].risk[1, -1])
-        for model, one in found.items()
-        if "pruned" in one
     }
-    made.append(record("sparse-C14-first-layer", apart, over=chosen, note=NOTE))
-    return made + written(found)
+    return records("sparse-writes-", asked)
+
+
+def claims_of(found: dict[str, dict[str, LayerProbes]], n_prompts: int) -> list[Record]:
+    """C14 and what layer 1 writes, by model; `found` is by model, and by what is probed."""
+    chosen = {"prompts": n_prompts // 2, "selection": "heads chosen on other prompts"}
+    several = {model: one for model, one in found.items() if "pruned" in one}
+    firsts = {m: [one[w].risk[1, -1] for w in ("response", "pruned")] for m, one in several.items()}
+    asked = {
+        "full": {model: largest_rise(one["response"]) for model, one in found.items()},
+        "pruned": {model: largest_rise(one["pruned"]) for model, one in several.items()},
+        "first-layer": {model: np.abs(full - pruned) for model, (full, pruned) in firsts.items()},
+    }
+    return records("sparse-C14-", asked, over=chosen, note=NOTE) + written(found)
 
 
 def measure(quick: bool) -> Measured:
@@ -90,7 +80,7 @@ def measure(quick: bool) -> Measured:
             found[name] = one
             frames[name] = frames_of({what: p.to_frame() for what, p in one.items()}, "target")
             pages[name] = one["response"].plot()
-    return Measured(frames_of(frames), pages, records(found, n_prompts))
+    return Measured(frames_of(frames), pages, claims_of(found, n_prompts))
 
 
 if __name__ == "__main__":

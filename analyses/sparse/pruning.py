@@ -4,20 +4,20 @@ layer.
 Kept are all heads of layer 1 and the best of each later one, scored by masking on random halves of
 the prompts; risks are those of the other halves, and their errors are over prompts and over which
 heads are chosen. Nothing is retrained (sparse/fine_tuning.py trains further). New read-outs are
-cross-validated ridge probes; C11 and C12 are judged by them and by medians (questions.py), since
+cross-validated ridge probes; C11 to C13 are judged by them and by medians (questions.py), since
 few prompts may carry the mean risk as it is. Run: python -m analyses.sparse.pruning (two minutes; --quick half a minute)
 """
 
 import numpy as np
 import pandas as pd
 
-from analyses.lib.measured import Measured, run
-from analyses.lib.records import Record, record
+from analyses.lib import Measured, Record, record, records, run
 from analyses.sparse.models import NOTE, frames_of, groups, prompts_of, single_of, trained
 from analyses.sparse.setting import over, ratio
-from mechinterp import figures
+from mechinterp import Prompts, ablate_heads, figures, predictor_of, prune
 from mechinterp.analysis.ablation.cross_fitting import (
     SPLITS,
+    Choices,
     MaskedErrors,
     Rule,
     choices_on_halves,
@@ -30,32 +30,20 @@ from mechinterp.analysis.ablation.pruning import (
     best_head_first,
     best_head_later,
     least_head_later,
-    prune,
 )
-from mechinterp.analysis.ablation.single import ablate_heads
 from mechinterp.analysis.stats import mean_and_sem
-from mechinterp.icl.prompts import Prompts
-from mechinterp.models.run.predictor import predictor_of
+from mechinterp.models.hooked.masks import Head
 
 RULES = {
     "best later": best_head_later,
     "least later": least_head_later,
     "best first": best_head_first,
 }
-COSTS = (
-    "risk",
-    "risk_sem",
-    "ratio",
-    "ratio_sem",
-    "refit_risk",
-    "refit_risk_sem",
-    "refit_ratio",
-    "refit_ratio_sem",
-    "carried_by_few",
-)
+AS_IS = ("risk", "risk_sem", "ratio", "ratio_sem")
+COSTS = (*AS_IS, *(f"refit_{name}" for name in AS_IS), "carried_by_few")
 ASKED = ("best later", "best first")
 """The rules of C11 and of C12."""
-KEPT = ("risk", "risk_sem", "ratio", "ratio_sem", "to_single", "to_single_sem")
+KEPT = (*AS_IS, "to_single", "to_single_sem")
 
 
 def kept_curve(name: str, rise: np.ndarray, prompts: Prompts, single: np.ndarray) -> pd.DataFrame:
@@ -67,21 +55,28 @@ def kept_curve(name: str, rise: np.ndarray, prompts: Prompts, single: np.ndarray
     return pd.DataFrame(rows, columns=KEPT, dtype=float).assign(kept_later=sizes)
 
 
-def to_single(name: str, prompts: Prompts) -> tuple[float, float]:
-    """Risk with the best head of each later layer over that of the model of one head,
-    cross-fitted."""
+def cross_fitted(
+    name: str, prompts: Prompts, rule: Rule
+) -> tuple[MaskedErrors, Choices, list[list[Head]]]:
+    """Errors of a model, what a rule keeps on halves of the prompts, and the heads that go each time."""
     errors = MaskedErrors(predictor_of(trained(name).model), prompts)
-    choices = choices_on_halves(errors, best_head_later, sequential=False, splits=SPLITS)
-    kept = errors.of([masked_by(kept) for kept in choices.kept]).T
-    return choices.ratio(kept, masked_errors(trained(single_of(name)).model, prompts, [[]])[:, 0])
+    choices = choices_on_halves(errors, rule, sequential=False, splits=SPLITS)
+    return errors, choices, [masked_by(kept) for kept in choices.kept]
+
+
+def to_single(name: str, prompts: Prompts) -> tuple[tuple[float, float], float]:
+    """Risk with the best head of each later layer and a new read-out over that of the model of one
+    head, and the ratio of medians as it is; cross-fitted."""
+    errors, choices, masks = cross_fitted(name, prompts, best_head_later)
+    single = masked_errors(trained(single_of(name)).model, prompts, [[]])[:, 0]
+    median = np.median(choices.crossed(errors.of(masks).T)) / np.median(single)
+    return choices.ratio(errors.refitted(masks).T, single), float(median)
 
 
 def median_ratio(name: str, prompts: Prompts, rule: Rule) -> float:
     """Median over prompts of the cross-fitted error, over that of the full model."""
-    errors = MaskedErrors(predictor_of(trained(name).model), prompts)
-    choices = choices_on_halves(errors, rule, sequential=False, splits=SPLITS)
-    crossed = choices.crossed(errors.of([masked_by(kept) for kept in choices.kept]).T)
-    return float(np.median(crossed) / np.median(errors.of([[]])))
+    errors, choices, masks = cross_fitted(name, prompts, rule)
+    return float(np.median(choices.crossed(errors.of(masks).T)) / np.median(errors.of([[]])))
 
 
 def often(found: Pruning) -> str:
@@ -107,7 +102,11 @@ def one_model(name: str, prompts: Prompts) -> pd.DataFrame:
     return pd.concat([pd.DataFrame(costs), curve])
 
 
-def records(
+def chosen(n_prompts: int) -> dict[str, int | str]:
+    return {"prompts": n_prompts, "selection": "chosen on halves, measured on others"}
+
+
+def cost_records(
     found: dict[str, pd.DataFrame], n_prompts: int, *, note: str, suffix: str = ""
 ) -> list[Record]:
     """C11 and C12, by model, and C12 by medians.
@@ -121,18 +120,12 @@ def records(
         {name: (row.refit_ratio, row.refit_ratio_sem) for name, row in rule.items()}
         for rule in (later, first)
     )
-    measured = {
-        "C11-refit": c11,
-        "C12-refit": c12,
-        "C12-beside-refit": {name: over(c12[name], c11[name]) for name in c11},
-        "C11-as-is": {name: row.median_ratio for name, row in later.items()},
-        "C12-as-is": {name: row.median_ratio for name, row in first.items()},
-    }
-    chosen = {"prompts": n_prompts, "selection": "chosen on halves, measured on others"}
-    return [
-        record(f"sparse-{clause}{suffix}", values, over=chosen, note=note)
-        for clause, values in measured.items()
-    ]
+    measured = {"C11-refit": c11, "C12-refit": c12}
+    measured["C12-beside-refit"] = {name: over(c12[name], c11[name]) for name in c11}
+    for clause, rule in (("C11-as-is", later), ("C12-as-is", first)):
+        measured[clause] = {name: row.median_ratio for name, row in rule.items()}
+    named = {f"{clause}{suffix}": values for clause, values in measured.items()}
+    return records("sparse-", named, over=chosen(n_prompts), note=note)
 
 
 def noise_records(claims: list[Record]) -> list[Record]:
@@ -142,14 +135,9 @@ def noise_records(claims: list[Record]) -> list[Record]:
     for noise in (0.1, 0.4, 0.8):
         names = [(one, name) for one in asked for name in one.values if f"noise{noise}-" in name]
         failed = sum(name not in one.holding for one, name in names)
-        made.append(
-            record(
-                f"sparse-C16-noise{noise}",
-                {f"noise {noise}": failed} if names else {},
-                text=f"{failed} of {len(names)}" if names else "not trained",
-                note=NOTE if names else "",
-            )
-        )
+        values, text, note = {f"noise {noise}": failed}, f"{failed} of {len(names)}", NOTE
+        values, text, note = (values, text, note) if names else ({}, "not trained", "")
+        made.append(record(f"sparse-C16-noise{noise}", values, text=text, note=note))
     return made
 
 
@@ -172,15 +160,11 @@ def measure(quick: bool) -> Measured:
                 log_y=True,
             )
     costs = {name: frame[frame.rule.isin(RULES)] for name, frame in frames.items()}
-    claims = records(costs, n_prompts, note=NOTE)
-    claims.append(
-        record(
-            "sparse-C13-as-is",
-            singles,
-            over={"prompts": n_prompts, "selection": "chosen on halves, measured on others"},
-            note=NOTE,
-        )
-    )
+    claims = cost_records(costs, n_prompts, note=NOTE)
+    kept = {
+        how: {n: one[i] for n, one in singles.items()} for i, how in enumerate(("refit", "as-is"))
+    }
+    claims += records("sparse-C13-", kept, over=chosen(n_prompts), note=NOTE)
     return Measured(frames_of(frames), pages, [*claims, *noise_records(claims)])
 
 

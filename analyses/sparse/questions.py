@@ -12,42 +12,28 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from analyses.lib.records import claims
+from analyses.lib import claims
 from analyses.sparse.setting import TARGETS
+from mechinterp import (
+    ICLTransformer,
+    Prompts,
+    TaskConfig,
+    ablate_heads,
+    generator_for,
+    probe_layers,
+    sample_prompts,
+)
 from mechinterp.analysis.ablation.cross_fitting import masked_by, refit_errors
 from mechinterp.analysis.ablation.masked_risk import masked_errors
-from mechinterp.analysis.ablation.single import ablate_heads
-from mechinterp.analysis.probing.feature_descent import (
-    IDEAL,
-    RAW,
-    DescentCurves,
-    descent_curves,
-    query_features,
-)
-from mechinterp.analysis.probing.linear import probe_layers, reweighted
+from mechinterp.analysis.ablation.single import HeadAblation
+from mechinterp.analysis.probing.feature_descent import IDEAL, RAW, descent_curves, query_features
+from mechinterp.analysis.probing.linear import reweighted
 from mechinterp.checkpoints.checkpoint import Checkpoint, load
-from mechinterp.config import TaskConfig
-from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
 from mechinterp.icl.sparse_predictors import descend, excess_risk
-from mechinterp.models.hooked.transformer import ICLTransformer
 
 AT, STEPS, PAIR_PROMPTS = 16, 32, 512
 Pair = tuple[float, float]
 Head = tuple[int, int]
-
-
-@dataclass(frozen=True)
-class Spread:
-    """How the layers spread their work over their heads."""
-
-    effective: list[Pair]
-    """Effective number of heads of each layer, with its standard error."""
-    of_medians: list[float]
-    """The same by median rises, which a few prompts do not move."""
-    top_share: list[float]
-    """Share of the head that was the best on other prompts."""
-    importance: np.ndarray
-    """Shares of the heads in what masking one of a layer costs, [layer, head]."""
 
 
 def trained(folders: Iterable[Path]) -> list[Checkpoint]:
@@ -76,13 +62,13 @@ def rises(model: ICLTransformer, scored: Prompts) -> np.ndarray:
     return ablate_heads(model, scored).rise
 
 
-def spread(model: ICLTransformer, rise: np.ndarray, measured: Prompts) -> Spread:
+def spread(
+    model: ICLTransformer, rise: np.ndarray, measured: Prompts
+) -> tuple[HeadAblation, np.ndarray]:
+    """What masking each head costs, and the share of the head of each layer that was the best on
+    other prompts."""
     found = ablate_heads(model, measured)
-    pairs = zip(found.effective_heads, found.effective_heads_sem, strict=True)
-    shares = np.take_along_axis(found.importance, rise.argmax(1)[:, None], 1)[:, 0]
-    medians = found.effective_heads_of_medians.tolist()
-    effective = [(float(n), float(sem)) for n, sem in pairs]
-    return Spread(effective, medians, shares.tolist(), found.importance)
+    return found, np.take_along_axis(found.importance, rise.argmax(1)[:, None], 1)[:, 0]
 
 
 def as_text(shares: Iterable[float]) -> str:
@@ -129,7 +115,7 @@ def features(models: dict[str, ICLTransformer], prompts: Prompts) -> dict[str, t
 
 def area(phis: dict[str, torch.Tensor], prompts: Prompts, *, of: str, over: str) -> Pair:
     """Mean log risk of descent on some features minus that on others."""
-    curves: DescentCurves = descent_curves({n: phis[n] for n in (over, of)}, prompts, steps=STEPS)
+    curves = descent_curves({n: phis[n] for n in (over, of)}, prompts, steps=STEPS)
     return float(curves.log_area[1]), float(curves.log_area_sem[1])
 
 
@@ -154,19 +140,6 @@ def over_training(checkpoint: Checkpoint, prompts: Prompts) -> list[dict[str, ob
     return rows
 
 
-CLAUSES = (
-    "C10-several",
-    "C10-later",
-    "C10-top-first",
-    "C10-top-later",
-    "C11-refit",
-    "C11-as-is",
-    "C12-refit",
-    "C12-beside-refit",
-)
-"""What C10 to C12 rest on, by the rest of the claim's id."""
-
-
 @dataclass(frozen=True)
 class Numbers:
     """What was measured of a model."""
@@ -183,6 +156,7 @@ class Numbers:
     """Risk over the whole model's with one head in layer 1 and a new read-out."""
 
     def by_clause(self) -> dict[str, float]:
+        """What C10 to C12 rest on, by the rest of the claim's id."""
         return {
             "C10-several": self.effective[0],
             "C10-later": self.effective[0] / max(self.effective[1:]),
@@ -198,15 +172,16 @@ class Numbers:
 def verdicts(found: Numbers) -> dict[str, bool]:
     """C10 to C12: a claim holds where all of its clauses do."""
     values = found.by_clause()
-    held = {name: claims()[f"sparse-{name}"].holds(values[name]) for name in CLAUSES}
+    held = {name: claims()[f"sparse-{name}"].holds(value) for name, value in values.items()}
     return {
         claim: all(holds for name, holds in held.items() if name.startswith(claim))
         for claim in ("C10", "C11", "C12")
     }
 
 
-def of_row(row: Mapping[str, object]) -> dict[str, bool]:
-    """C10 to C12 of a row of results/sparse_settings.csv, and C11 with a pair in place of one head."""
+def of_row(row: Mapping[str, object]) -> dict[str, object]:
+    """C10 to C12 of a row of results/sparse_settings.csv, C11 with a pair in place of one head, and
+    C13 with a new read-out, where there is a single head to compare with."""
     layers = range(1, int(row["n_layers"]) + 1)
     effective = [float(row[f"n_eff_{layer}_median"]) for layer in layers]
     shares = [float(row[f"top_share_{layer}"]) for layer in layers]
@@ -222,4 +197,10 @@ def of_row(row: Mapping[str, object]) -> dict[str, bool]:
         )
         for name in ("later", "pairs")
     )
-    return one | {"C11_pairs": pair["C11"]}
+    judged = one | {"C11_pairs": pair["C11"]}
+    if np.isnan(row.get("to_single", np.nan)):
+        return judged
+    # Both are ratios of means over the same prompts: the whole model's cancels.
+    kept = float(row["later_refit"]) * float(row["to_single"])
+    holds = claims()["sparse-C13-refit"].holds(kept)
+    return judged | {"later_refit_to_single": kept, "C13": holds}

@@ -10,8 +10,7 @@ half a minute)
 import numpy as np
 import pandas as pd
 
-from analyses.lib.measured import Measured, run
-from analyses.lib.records import Record, record
+from analyses.lib import Measured, Record, records, run
 from analyses.sparse.models import NOISES, NOTE, SEVERAL, named, prompts_of, seeds, trained
 from analyses.sparse.setting import against, ratio, rivals
 from mechinterp import figures
@@ -54,14 +53,9 @@ def rows(noise: float, length: int, found: dict[str, np.ndarray]) -> list[dict]:
     head of the seed."""
     table = []
     for name, values in found.items():
-        risk, sem = mean_and_sem(values)
-        row = {
-            "noise_var": noise,
-            "context_length": length,
-            "learner": name,
-            "risk": float(risk),
-            "risk_sem": float(sem),
-        }
+        risk, sem = map(float, mean_and_sem(values))
+        row = {"noise_var": noise, "context_length": length, "learner": name}
+        row |= {"risk": risk, "risk_sem": sem}
         rivals = {"ridge": "ridge", "algorithm": "Algorithm 1"}
         if name in models(noise):
             rivals["single"] = f"h1 {name.split()[1]}"
@@ -71,17 +65,18 @@ def rows(noise: float, length: int, found: dict[str, np.ndarray]) -> list[dict]:
     return table
 
 
-def records(found: dict[float, dict[int, dict[str, np.ndarray]]], n_prompts: int) -> list[Record]:
+def claims_of(found: dict[float, dict[int, dict[str, np.ndarray]]], n_prompts: int) -> list[Record]:
     """C9, and trained models beside every rival."""
-    made = []
-    for name, length in (("twice", TWICE), ("full", FULL)):
-        pairs = {
+    asked = {
+        name: {
             named(h, noise, s): ratio(one[length][f"h{h} s{s}"], one[length][f"h1 s{s}"])
             for noise, one in found.items()
             for h in SEVERAL
             for s in seeds(noise)
         }
-        made.append(record(f"sparse-C9-{name}", pairs, over={"prompts": n_prompts}, note=NOTE))
+        for name, length in (("twice", TWICE), ("full", FULL))
+    }
+    made = records("sparse-C9-", asked, over={"prompts": n_prompts}, note=NOTE)
     pairs: dict[str, dict[str, tuple[float, float]]] = {
         rival: {
             models(noise)[short]: pair
@@ -116,7 +111,7 @@ def measure(quick: bool) -> Measured:
             y_title="excess risk (y²)",
             log_y=True,
         )
-    return Measured(pd.DataFrame(table), pages, records(found, n_prompts))
+    return Measured(pd.DataFrame(table), pages, claims_of(found, n_prompts))
 
 
 if __name__ == "__main__":

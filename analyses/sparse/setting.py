@@ -10,12 +10,11 @@ from collections.abc import Callable, Iterable, Mapping
 import numpy as np
 import torch
 
-from analyses.lib.records import Record, record
+from analyses.lib import Record, records
+from mechinterp import Prompts, TaskConfig, generator_for, sample_prompts
 from mechinterp.analysis.probing.linear import preconditioned, reweighted
-from mechinterp.analysis.stats import ratio_and_sem
-from mechinterp.config import TaskConfig
+from mechinterp.analysis.stats import RESAMPLES, carried_by_few, ratio_and_sem
 from mechinterp.icl.predictors import ridge
-from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
 from mechinterp.icl.sparse_predictors import (
     descend,
     excess_risk,
@@ -76,6 +75,16 @@ def ratio(numerator: np.ndarray, denominator: np.ndarray) -> tuple[float, float]
     return float(found), float(sem)
 
 
+def typical_ratio(own: np.ndarray, theirs: np.ndarray) -> tuple[Pair, str]:
+    """Ratio of two mean risks on the same prompts, or of medians where a hundredth of the prompts
+    carries most of a mean, with its standard error; and which of the two it is."""
+    if not (carried_by_few(own) or carried_by_few(theirs)):
+        return ratio(own, theirs), "mean"
+    drawn = np.random.default_rng(0).integers(len(own), size=(RESAMPLES, len(own)))
+    medians = np.median(own[drawn], axis=1) / np.median(theirs[drawn], axis=1)
+    return (float(np.median(own) / np.median(theirs)), float(medians.std(ddof=1))), "median"
+
+
 def over(one: Pair, other: Pair) -> Pair:
     """Ratio of two numbers, their errors taken as independent."""
     value = one[0] / other[0]
@@ -96,14 +105,8 @@ def rivals(prompts: Prompts, *, steps: int, n_lasso: int) -> dict[str, np.ndarra
 
 def against(prefix: str, pairs: Mapping[str, Mapping[str, Pair]], n_prompts: int) -> list[Record]:
     """Whether models beat each rival, from ratios of risks by rival and model."""
-    return [
-        record(
-            f"{prefix}-{'-'.join(rival.lower().replace(',', '').split())}",
-            one,
-            over={"prompts": n_prompts},
-        )
-        for rival, one in pairs.items()
-    ]
+    named = {"-".join(rival.lower().replace(",", "").split()): one for rival, one in pairs.items()}
+    return records(f"{prefix}-", named, over={"prompts": n_prompts})
 
 
 TARGETS = {"R x": reweighted, "(S - 1) x": preconditioned}

@@ -15,24 +15,24 @@ import numpy as np
 import pandas as pd
 import torch
 
-from analyses.lib.measured import RESULTS, provenance
-from analyses.lib.records import claims, save
+from analyses.lib import RESULTS, claims
+from analyses.lib.measured import provenance
+from analyses.lib.records import save
 from analyses.sparse import questions as ask
+from analyses.sparse.fairness import TASK
 from analyses.sparse.questions import Pair
 from analyses.sparse.rivals import learners
-from analyses.sparse.setting import ratio
+from analyses.sparse.setting import ratio, typical_ratio
+from mechinterp import ExperimentConfig, ICLTransformer, Prompts, TaskConfig
 from mechinterp.analysis.ablation.pairs import halves
 from mechinterp.analysis.ablation.pruning import best_head_first, best_head_later
 from mechinterp.analysis.probing.feature_descent import IDEAL, RAW
 from mechinterp.analysis.stats import mean_and_sem
 from mechinterp.checkpoints.checkpoint import Checkpoint
-from mechinterp.config import ExperimentConfig, TaskConfig
-from mechinterp.icl.prompts import Prompts
-from mechinterp.models.hooked.transformer import ICLTransformer
 
-PROMPTS, OVER_TRAINING = 4096, 1024
+PROMPTS, OVER_TRAINING = 8192, 1024
+"""Heads are chosen on the first half and everything is measured on the second; rows of before have half as many."""
 MODEL = ("score", "n_heads", "d_head", "d_model", "n_layers")
-TASK = ("d_x", "sparsity", "context_length", "nonzeros", "noise_var")
 Row = dict[str, object]
 
 
@@ -71,21 +71,21 @@ def against(own: np.ndarray, rivals: Mapping[str, np.ndarray]) -> Row:
 def several_help(model, single, task: TaskConfig, n_prompts: int) -> Row:
     """C9: risk over that of a single head where the context has 2 d_x pairs."""
     prompts = ask.prompts_of(task, n_prompts, length=2 * task.d_x)
-    value, sem = ratio(ask.risks(model, prompts), ask.risks(single, prompts))
-    return told("to_single_2d", (value, sem)) | {
-        "C9": claims()["sparse-C9-twice"].holds(value, sem)
-    }
+    pair, how = typical_ratio(ask.risks(model, prompts), ask.risks(single, prompts))
+    row = told("to_single_2d", pair) | {"to_single_2d_by": how}
+    return row | {"C9": claims()["sparse-C9-twice"].holds(*pair)}
 
 
 def spread(model, rise: np.ndarray, measured: Prompts) -> Row:
     """Effective heads and the share of the best head, by layer."""
-    found = ask.spread(model, rise, measured)
+    found, shares = ask.spread(model, rise, measured)
     row: Row = {}
-    layers = zip(found.effective, found.of_medians, found.top_share, strict=True)
-    for layer, (effective, median, share) in enumerate(layers, 1):
-        row |= told(f"n_eff_{layer}", effective)
-        row |= {f"n_eff_{layer}_median": median, f"top_share_{layer}": share}
-        row |= {f"importance_{layer}": ask.as_text(found.importance[layer - 1])}
+    for at, share in enumerate(shares):
+        effective = found.effective_heads[at], found.effective_heads_sem[at]
+        row |= told(f"n_eff_{at + 1}", effective)
+        row[f"n_eff_{at + 1}_median"] = found.effective_heads_of_medians[at]
+        row |= {f"top_share_{at + 1}": share}
+        row[f"importance_{at + 1}"] = ask.as_text(found.importance[at])
     return row
 
 
@@ -135,7 +135,7 @@ def one_model(
     """
     config, model = checkpoint.config, checkpoint.model
     _, measured = halves(ask.prompts_of(config.task, n_prompts))
-    row: Row = {"model": checkpoint.name} | described(config)
+    row: Row = {"model": checkpoint.name, "prompts": len(measured)} | described(config)
     if shorter is not None:
         errors = (ask.risks(one.model, measured) for one in (checkpoint, shorter))
         row |= told("to_fewer_steps", ratio(*errors))
@@ -160,7 +160,6 @@ def claims_of(
             "first": ask.without(best_head_first, rise),
         }
         row |= spread(model, rise, measured) | pruned(model, gone, full, measured)
-        row |= ask.of_row(row | {"n_layers": config.model.n_layers})
     else:
         gone = {"later": []}
     row |= probes(model, gone["later"], measured)
@@ -169,10 +168,15 @@ def claims_of(
         theirs = ask.risks(single, measured)
         kept = ratio(ask.risks(model, measured, gone["later"]), theirs)
         row |= told("to_single", ratio(full, theirs)) | told("later_to_single", kept)
-        row |= {"C13": claims()["sparse-C13-as-is"].holds(kept[0])} | descends(
-            model, single, measured
-        )
+        row |= descends(model, single, measured)
+    if config.model.n_heads > 1:
+        row |= ask.of_row(row | {"n_layers": config.model.n_layers})
     return row
+
+
+def judged(row: Row) -> Row:
+    """A row with the verdicts that its numbers have."""
+    return row | ask.of_row(row) if row["n_heads"] > 1 else row
 
 
 def over_noise(table: pd.DataFrame) -> list[object]:
@@ -181,11 +185,11 @@ def over_noise(table: pd.DataFrame) -> list[object]:
     same += ["norm", "mlp", "seed", "steps"]
     found: dict[object, object] = {}
     for _, group in table[table.noise_var > 0].groupby(same):
-        judged = group.dropna(subset=["C11", "C12", "C13"])
-        held = judged[["C11", "C12", "C13"]].astype(bool).all(axis=1)
-        missing = {0.1, 0.4, 0.8} - set(judged.noise_var)
+        known = group.dropna(subset=["C11", "C12", "C13"])
+        held = known[["C11", "C12", "C13"]].astype(bool).all(axis=1)
+        missing = {0.1, 0.4, 0.8} - set(known.noise_var)
         verdict: object = False if not held.all() else "not tested" if missing else True
-        found |= dict.fromkeys(judged.index, verdict)
+        found |= dict.fromkeys(known.index, verdict)
     return [found.get(index) for index in table.index]
 
 
@@ -237,6 +241,7 @@ def main() -> None:
     if arguments.add:
         files = {name: joined(arguments.out / f"{name}.csv", new) for name, new in files.items()}
     table = files["sparse_settings"].sort_values("model", ignore_index=True)
+    table = pd.DataFrame([judged(row) for row in table.to_dict("records")])
     if "C13" in table:
         table["C16"] = over_noise(table)
     for name, frame in (files | {"sparse_settings": table}).items():

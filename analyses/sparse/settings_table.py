@@ -20,7 +20,7 @@ CLAIMS = {
     "C11": ("one head in each later layer will do", "risk / whole model's, refitted", "later_refit"),
     "C11_pairs": ("a pair in each later layer will do", "the same", "pairs_refit"),
     "C12": ("one head in layer 1 will not", "risk / whole model's, refitted", "first_refit"),
-    "C13": ("pruned as in C11 it beats a single head", "risk / a single head's", "later_to_single"),
+    "C13": ("pruned as in C11 it beats a single head", "risk, refitted / a single head's", "later_refit_to_single"),
     "C14": ("probes improve from layer to layer", "", ""),
     "C15": ("descent is better on what layer 1 writes", "risk / that on x, step 16", "step_16_to_raw"),
 }  # fmt: skip
@@ -90,21 +90,22 @@ def models(results: Path) -> str:
         if row.n_heads == 1:
             rows.append((*cells, *[""] * 6, held(row)))
             continue
+        medians = " (medians)" * (row.to_single_2d_by == "median")
+        cells.append(told(row.to_single_2d, row.to_single_2d_sem, 2) + medians)
         layers = range(1, row.n_layers + 1)
-        cells.append(told(row.to_single_2d, row.to_single_2d_sem, 2))
         cells.append(", ".join(f"{row[f'n_eff_{layer}_median']:.1f}" for layer in layers))
-        pairs = ("later_refit", "pairs_refit", "first_refit")
-        refitted = [f"{row[name]:.3g} ± {row[f'{name}_sem']:.1g}" for name in pairs]
-        cells += [f"{row.later_median:.3g}", *refitted]
+        refitted = [f"{name}_refit" for name in ("later", "pairs", "first")]
+        cells.append(f"{row.later_median:.3g}")
+        cells += [f"{row[name]:.3g} ± {row[f'{name}_sem']:.1g}" for name in refitted]
         rows.append((*cells, held(row)))
-    return markdown(
-        (
-            *("setting", "risk / ridge", "risk / a single head's, L = 2 d_x"),
-            *("heads at work, by layer", "one head per later layer: median risk / whole model's"),
-            *("risk, refitted", "a pair, refitted", "one head in layer 1, refitted", "holds"),
-        ),
-        rows,
+    header = (
+        "setting",
+        "risk / ridge",
+        "risk / a single head's, L = 2 d_x",
+        "heads at work, by layer",
     )
+    header += ("one head per later layer: median risk / whole model's", "risk, refitted")
+    return markdown((*header, "a pair, refitted", "one head in layer 1, refitted", "holds"), rows)
 
 
 def held(row: pd.Series) -> str:
@@ -141,14 +142,10 @@ def seeds(results: Path) -> str:
         cells.append(span(group.first_refit, 2))
         counts = [f"{claim} {int(group[claim].sum())}" for claim in ("C9", *PATTERN, "C13")]
         rows.append((*cells, ", ".join(counts)))
-    return markdown(
-        (
-            *("setting", "seeds", "risk / a single head's, L = 2 d_x"),
-            *(f"heads at work, layer {layer}" for layer in (1, 2, 3)),
-            *("one head per later layer, refitted", "one head in layer 1, refitted", "holds in"),
-        ),
-        rows,
-    )
+    header = ("setting", "seeds", "risk / a single head's, L = 2 d_x")
+    header += tuple(f"heads at work, layer {layer}" for layer in (1, 2, 3))
+    header += ("one head per later layer, refitted", "one head in layer 1, refitted", "holds in")
+    return markdown(header, rows)
 
 
 def over(values: pd.Series, digits: int) -> str:
@@ -166,9 +163,8 @@ def steps(results: Path) -> str:
         shorter = found[same & (found.steps < row.steps)].nlargest(1, "steps").iloc[0]
         cells = (row.setting, f"{row.steps:,}", told(row.to_fewer_steps, row.to_fewer_steps_sem, 3))
         rows.append((*cells, held(shorter), held(row)))
-    return markdown(
-        ("setting", "steps", "risk / after half of them", "held then", "holds now"), rows
-    )
+    header = ("setting", "steps", "risk / after half of them", "held then", "holds now")
+    return markdown(header, rows)
 
 
 def between(values: pd.Series) -> str:

@@ -20,21 +20,19 @@ from pathlib import Path
 import pandas as pd
 import torch
 
-from analyses.lib.measured import RESULTS, Measured, name_of, write
-from analyses.lib.records import Record, record
+from analyses.lib import RESULTS, Measured, Record, record
+from analyses.lib.measured import name_of, write
 from analyses.sparse import questions as ask
 from analyses.sparse.fairness import PLAN
 from analyses.sparse.models import named, prompts_of, trained
 from analyses.sparse.setting import best, best_ridge, ratio
 from analyses.sparse.settings import PROMPTS, claims_of
 from analyses.sparse.steps import FIT, of_task
-from mechinterp import figures
-from mechinterp.analysis.probing.linear import STRUCTURES, probe_layers
+from mechinterp import ExperimentConfig, ICLTransformer, ModelConfig, figures, probe_layers
+from mechinterp.analysis.probing.linear import STRUCTURES
 from mechinterp.analysis.stats import mean_and_sem
-from mechinterp.config import ExperimentConfig, ModelConfig
 from mechinterp.icl.sparse_predictors import preprocess_then_optimise
 from mechinterp.models.constructions.sparse import preprocess_then_optimise_model
-from mechinterp.models.hooked.transformer import ICLTransformer
 from mechinterp.models.stacks import DeepWeights
 from mechinterp.training.general.trainer import DeepRun, initial_deep_weights
 from mechinterp.training.sweep_file import load_sweep

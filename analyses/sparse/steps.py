@@ -15,8 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mechinterp.config import TaskConfig
-from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
+from mechinterp import Prompts, TaskConfig, generator_for, sample_prompts
 
 FIT, SCORED, BLOCKS = 8192, 20_000, 8
 SIZES, SPREADS, SECOND = np.geomspace(0.05, 20, 24), (0.5, 1.0, 1.5), 0.05

@@ -10,31 +10,21 @@ Same prompts for the model and its rivals. Run: python -m analyses.sparse.wide (
 import numpy as np
 import pandas as pd
 
-from analyses.lib.measured import Measured, run
-from analyses.lib.records import Record, record
-from analyses.sparse.heads import records as head_records
-from analyses.sparse.heads import spread
+from analyses.lib import Measured, Record, records, run
+from analyses.sparse.heads import spread, spread_records
 from analyses.sparse.models import frames_of, trained
 from analyses.sparse.probes import written
-from analyses.sparse.pruning import median_ratio
-from analyses.sparse.pruning import records as pruning_records
+from analyses.sparse.pruning import COSTS, cost_records, median_ratio
 from analyses.sparse.setting import TARGETS, against, ratio, rivals
+from mechinterp import Prompts, generator_for, p_probe, probe_layers, prune, sample_prompts
 from mechinterp.analysis.ablation.masked_risk import masked_errors
-from mechinterp.analysis.ablation.pruning import best_head_first, best_head_later, prune
-from mechinterp.analysis.probing.feature_descent import RAW, p_probe
-from mechinterp.analysis.probing.linear import probe_layers
+from mechinterp.analysis.ablation.pruning import best_head_first, best_head_later
+from mechinterp.analysis.probing.feature_descent import RAW
 from mechinterp.analysis.stats import mean_and_sem
-from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
 
 NAME = "sparse-wide-s0"
-RIVALS = (
-    "ridge",
-    "GD",
-    "GD, 3 steps of one size",
-    "Algorithm 1, 3 steps of one size",
-    "Algorithm 1",
-    "lasso",
-)
+ONE_SIZE = tuple(f"{name}, 3 steps of one size" for name in ("GD", "Algorithm 1"))
+RIVALS = ("ridge", "GD", *ONE_SIZE, "Algorithm 1", "lasso")
 SEED = "one seed, three asked"
 
 
@@ -53,17 +43,11 @@ def beaten(found: dict[str, np.ndarray], n_prompts: int) -> list[Record]:
 def pruned(prompts: Prompts) -> tuple[pd.DataFrame, list[Record]]:
     rules = {"best later": best_head_later, "best first": best_head_first}
     found = {name: prune(trained(NAME).model, prompts, rule=rule) for name, rule in rules.items()}
-    names = ("ratio", "ratio_sem", "risk", "risk_sem")
-    names += tuple(f"refit_{name}" for name in names)
-    rows = [
-        {"rule": rule}
-        | {n: getattr(one, n) for n in names}
-        | {"median_ratio": median_ratio(NAME, prompts, rules[rule])}
-        for rule, one in found.items()
-    ]
-    costs = pd.DataFrame(rows)
-    claims = pruning_records({NAME: costs}, len(prompts), note=SEED, suffix="-wide")
-    return costs, claims
+    rows = {rule: {name: getattr(one, name) for name in COSTS} for rule, one in found.items()}
+    for rule, how in rules.items():
+        rows[rule] |= {"rule": rule, "median_ratio": median_ratio(NAME, prompts, how)}
+    costs = pd.DataFrame(rows.values())
+    return costs, cost_records({NAME: costs}, len(prompts), note=SEED, suffix="-wide")
 
 
 def first_layer(prompts: Prompts) -> tuple[pd.DataFrame, dict, list[Record]]:
@@ -72,41 +56,29 @@ def first_layer(prompts: Prompts) -> tuple[pd.DataFrame, dict, list[Record]]:
     curves = p_probe({NAME: model}, prompts)
     area = float(curves.log_area[-1]), float(curves.log_area_sem[-1])
     raw = curves.features.index(RAW)
-    note = SEED
-    claims = [
-        *written({NAME: probes}, suffix="-wide"),
-        record("sparse-C15-raw-wide", {NAME: area}, note=note),
-        record(
-            "sparse-C15-end-wide", {NAME: curves.risk[-1, 16] / curves.risk[raw, 16]}, note=note
-        ),
-    ]
+    end = curves.risk[-1, 16] / curves.risk[raw, 16]
+    asked = {"raw-wide": {NAME: area}, "end-wide": {NAME: end}}
+    claims = [*written({NAME: probes}, suffix="-wide"), *records("sparse-C15-", asked, note=SEED)]
     frames = {what: probe.to_frame() for what, probe in probes.items()}
     return frames_of(frames, "target"), {"descent": curves.plot()}, claims
 
 
 def measure(quick: bool) -> Measured:
     task, generator = trained(NAME).config.task, generator_for(1, "eval", 0)
-    prompts = sample_prompts(task, 400 if quick else 2048, generator=generator)
+    prompts = sample_prompts(task, 400 if quick else 4096, generator=generator)
     found = risks(prompts)
     rows = [(name, *map(float, mean_and_sem(values))) for name, values in found.items()]
     n_heads = 32 if quick else 512
     spread_found = spread(NAME, prompts[:n_heads])
     heads = spread_found.found.to_frame().merge(spread_found.found.layer_frame())
     pages = {"rise": spread_found.found.plot(), "importance": spread_found.found.plot_importance()}
-    more = head_records({NAME: spread_found}, n_heads, suffix="-wide", note=SEED)
+    more = spread_records({NAME: spread_found}, n_heads, suffix="-wide", note=SEED)
     costs, pruning = pruned(prompts)
     probes, descent, layer = first_layer(prompts)
-    frames = {
-        "risk": pd.DataFrame(rows, columns=["learner", "risk", "risk_sem"]),
-        "heads": heads,
-        "pruning": costs,
-        "probes": probes,
-    }
-    return Measured(
-        frames_of(frames, "part"),
-        pages | descent,
-        [*beaten(found, len(prompts)), *more, *pruning, *layer],
-    )
+    risk = pd.DataFrame(rows, columns=["learner", "risk", "risk_sem"])
+    frames = {"risk": risk, "heads": heads, "pruning": costs, "probes": probes}
+    claims = [*beaten(found, len(prompts)), *more, *pruning, *layer]
+    return Measured(frames_of(frames, "part"), pages | descent, claims)
 
 
 if __name__ == "__main__":

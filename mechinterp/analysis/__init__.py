@@ -1,0 +1,15 @@
+"""Analyses beside those at the top level, and what some of them take as arguments."""
+
+from mechinterp.rooms import names_of
+
+HOMES = {
+    "Chains": "mechinterp.analysis.training.sampler",
+    "Langevin": "mechinterp.analysis.training.langevin",
+    "baselines": "mechinterp.analysis.learners.baselines",
+    "best_head_first": "mechinterp.analysis.ablation.pruning",
+    "coefficient_snapshots": "mechinterp.analysis.training.coefficient_snapshots",
+    "preconditioned": "mechinterp.analysis.probing.linear",
+    "reweighted": "mechinterp.analysis.probing.linear",
+}
+
+__getattr__ = names_of(__name__, HOMES)

@@ -98,10 +98,10 @@ def snapshots_of_layers(source: Model) -> bool:
 
 def snapshots_of_components(source: Model) -> bool:
     """Weights kept during the training of one layer of linear attention on a single response."""
-    if not isinstance(source, Checkpoint) or not snapshots_of_attention(source):
+    weights, task = predictor_of(source).weights, source.task
+    if weights is None or getattr(source, "kept", None) or not snapshots_of_attention(source):
         return False
-    linear = source.config.model.score == "linear/L"
-    return linear and source.task.d_y == 1 and source.task.supports is None and not source.kept
+    return weights.model.score == "linear/L" and task.d_y == 1 and task.supports is None
 
 
 def a_pool(source: Model) -> bool:

@@ -27,8 +27,8 @@ def with_error(value: Number, sem: Number) -> str:
     Example:
         >>> with_error(0.24321, 0.0123), with_error(152.3, 12.0), with_error(float("nan"), 1.0)
         ('0.24 ± 0.01', '152 ± 12', 'not defined')
-        >>> with_error(6.4e6, 4.7e6)
-        '(6 ± 5)·10^6'
+        >>> with_error(6.4e6, 4.7e6), with_error(-0.01, 0.1)
+        ('(6 ± 5)·10^6', '0.0 ± 0.1')
     """
     value, sem = float(value), float(sem)
     if not np.isfinite(value):
@@ -41,6 +41,7 @@ def with_error(value: Number, sem: Number) -> str:
     power = int(np.floor(np.log10(max(abs(value), sem)))) if sem >= 1000 else 0
     value, sem = value / 10.0**power, sem / 10.0**power
     decimals = int(np.clip(-np.floor(np.log10(sem)), 0, 6))
+    value = round(value, decimals) + 0.0  # no -0.0
     text = f"{value:.{decimals}f} ± {sem:.{decimals}f}"
     return f"({text})·10^{power}" if power else text
 
@@ -77,7 +78,7 @@ def p_text(p: Number, n_random: int) -> str:
     return f"p < {1 / n_random:.2g}" if p <= 1 / n_random else f"p = {p:.2g}"
 
 
-def cell(value: object, column: str = "") -> str:
+def cell(value: object, column: str = "", least_p: float = LEAST_P) -> str:
     """An entry of a table: three digits, a dash for NaN, a p-value no lower than can be told.
 
     Example:
@@ -87,7 +88,7 @@ def cell(value: object, column: str = "") -> str:
     if not isinstance(value, float | np.floating):
         return str(value)
     if column == "p_value" or column.endswith("_p"):
-        return f"< {LEAST_P:.0e}" if value < LEAST_P else f"{value:.2g}"
+        return f"< {least_p:.2g}" if value <= least_p else f"{value:.2g}"
     return "–" if np.isnan(value) else digits(float(value))
 
 

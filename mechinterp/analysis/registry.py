@@ -13,9 +13,11 @@ from importlib import import_module
 from inspect import Parameter, cleandoc, signature
 from pathlib import Path
 
+from mechinterp.analysis import needs as has
 from mechinterp.analysis.ablation.gates import learn_gates
 from mechinterp.analysis.ablation.methods import ablate
-from mechinterp.analysis.ablation.pairs import ablate_pairs, greedy_order
+from mechinterp.analysis.ablation.orders import greedy_order
+from mechinterp.analysis.ablation.pairs import ablate_pairs
 from mechinterp.analysis.ablation.prior_heads import prior_heads
 from mechinterp.analysis.ablation.pruning_curves import prune_by_rules_and_orders
 from mechinterp.analysis.learners.baselines import baselines
@@ -24,27 +26,7 @@ from mechinterp.analysis.learners.priors import compare_priors
 from mechinterp.analysis.multi_layer.algorithm import name_algorithm
 from mechinterp.analysis.multi_layer.composition import composition_scores
 from mechinterp.analysis.multi_layer.step_interventions import intervene_on_steps
-from mechinterp.analysis.needs import (
-    Model,
-    Needs,
-    a_distribution,
-    a_history,
-    a_history_of_scales,
-    a_pool,
-    edges_to_patch,
-    few_edges,
-    more_than_attention,
-    never,
-    nothing,
-    one_attention,
-    own_weights,
-    patterns,
-    snapshots,
-    snapshots_of_attention,
-    snapshots_of_components,
-    snapshots_of_layers,
-    weights_of_layers,
-)
+from mechinterp.analysis.needs import Model, Needs, never, nothing
 from mechinterp.analysis.one_layer.attention import attention_patterns
 from mechinterp.analysis.one_layer.attention_entropy import attention_entropy
 from mechinterp.analysis.one_layer.circuits import circuits
@@ -117,55 +99,58 @@ class Analysis:
 
 ANALYSES: dict[str, Analysis] = {
     "classify": Analysis(classify, on_page=nothing, title="What it computes"),
-    "circuits": Analysis(circuits, own_weights, on_page=nothing),
+    "circuits": Analysis(circuits, has.own_weights, on_page=nothing),
     "attention": Analysis(
-        attention_patterns, patterns, on_page=nothing, title="Attention on prompts"
+        attention_patterns, has.patterns, on_page=nothing, title="Attention on prompts"
     ),
-    "attention-entropy": Analysis(attention_entropy, a_distribution),
-    "composition": Analysis(composition_scores, weights_of_layers),
+    "attention-entropy": Analysis(attention_entropy, has.a_distribution),
+    "composition": Analysis(composition_scores, has.weights_of_layers),
     "algorithm": Analysis(name_algorithm),
     "algorithm-steps": Analysis(intervene_on_steps),
-    "baselines": Analysis(baselines, on_page=more_than_attention, title="Excess risk"),
+    "baselines": Analysis(baselines, on_page=has.more_than_attention, title="Excess risk"),
     "ablate": Analysis(ablate, on_page=nothing, title="Head ablation"),
     "pairs": Analysis(ablate_pairs),
     "order": Analysis(greedy_order),
     "gates": Analysis(learn_gates),
-    "prune": Analysis(prune_by_rules_and_orders, on_page=more_than_attention, title="Pruning"),
-    "probe": Analysis(probe, on_page=more_than_attention, title="Probes"),
+    "prune": Analysis(prune_by_rules_and_orders, on_page=has.more_than_attention, title="Pruning"),
+    "probe": Analysis(probe, on_page=has.more_than_attention, title="Probes"),
     "p-probe": Analysis(p_probe),
-    "read-out-by-layer": Analysis(read_out_by_layer, on_page=more_than_attention),
+    "read-out-by-layer": Analysis(read_out_by_layer, on_page=has.more_than_attention),
     "edges": Analysis(
         attribute_edges,
-        edges_to_patch,
-        on_page=few_edges,
+        has.edges_to_patch,
+        on_page=has.few_edges,
         many_runs=True,
         title="Edges between heads",
     ),
-    "fit": Analysis(fit_learners, on_page=one_attention, title="Which learner"),
-    "priors": Analysis(compare_priors, a_pool, on_page=nothing),
-    "prior-heads": Analysis(prior_heads, a_pool),
-    "prior-snapshots": Analysis(prior_snapshots, a_pool),
+    "fit": Analysis(fit_learners, on_page=has.one_attention, title="Which learner"),
+    "priors": Analysis(compare_priors, has.a_pool, on_page=nothing),
+    "prior-heads": Analysis(prior_heads, has.a_pool),
+    "prior-snapshots": Analysis(prior_snapshots, has.a_pool),
     "snapshots": Analysis(
         training_snapshots,
-        snapshots_of_attention,
+        has.snapshots_of_attention,
         on_page=nothing,
         many_runs=True,
         title="Training, step by step",
     ),
     "head-snapshots": Analysis(
         deep_snapshots,
-        snapshots,
-        on_page=snapshots_of_layers,
+        has.snapshots,
+        on_page=has.snapshots_of_layers,
         many_runs=True,
         title="Training, step by step",
     ),
     "component-snapshots": Analysis(
-        linear_snapshots, snapshots_of_components, on_page=nothing, title="Components, step by step"
+        linear_snapshots,
+        has.snapshots_of_components,
+        on_page=nothing,
+        title="Components, step by step",
     ),
-    "training": Analysis(history_of, a_history, on_page=nothing),
-    "milestones": Analysis(milestones, a_history_of_scales),
+    "training": Analysis(history_of, has.a_history, on_page=nothing),
+    "milestones": Analysis(milestones, has.a_history_of_scales),
     "learning-coefficient": Analysis(local_learning_coefficient),
-    "coefficient-snapshots": Analysis(coefficient_snapshots, snapshots),
+    "coefficient-snapshots": Analysis(coefficient_snapshots, has.snapshots),
 }
 """In this order they stand on the page."""
 

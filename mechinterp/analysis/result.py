@@ -12,7 +12,7 @@ from typing import Protocol, TypeVar, runtime_checkable
 import pandas as pd
 import plotly.graph_objects as go
 
-from mechinterp.analysis.number_format import digits
+from mechinterp.analysis.number_format import LEAST_P, digits
 
 T = TypeVar("T")
 
@@ -40,6 +40,8 @@ class Table:
     """Columns that are shown among all only."""
     brief: bool = True
     """Whether it is shown at all unless everything is; it is written as a file in any case."""
+    least_p: float = LEAST_P
+    """The p-value below which none can be told."""
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,8 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from mechinterp.icl.prompts import Prompts
+
 LARGEST = torch.finfo(torch.float32).max ** 0.5
 """Of a prediction: its square must lie in float32."""
 RESAMPLES = 200
@@ -66,10 +68,23 @@ def r2_and_sem(
         >>> r2_and_sem(line / 2, line)
         (0.75, 0.0)
     """
-    unexplained, sem = ratio_and_sem(
-        (found - expected).square().mean(1).numpy(), expected.square().mean(1).numpy()
-    )
-    return 1 - float(unexplained), float(sem)
+    return loss_and_r2(found.numpy(), expected.numpy())[2:]
+
+
+def loss_and_r2(
+    found: Float[np.ndarray, "prompt d_y"], expected: Float[np.ndarray, "prompt d_y"]
+) -> tuple[float, float, float, float]:
+    """Mean (found - expected)^2 and 1 - that over mean expected^2, each with its standard error over prompts.
+
+    Example:
+        >>> line = np.array([[1.0], [2.0]])
+        >>> loss_and_r2(line / 2, line)[::2]
+        (0.625, 0.75)
+    """
+    errors, squares = (np.square(values).mean(1) for values in (found - expected, expected))
+    loss, loss_sem = mean_and_sem(errors)
+    unexplained, sem = ratio_and_sem(errors, squares)
+    return float(loss), float(loss_sem), 1 - float(unexplained), float(sem)
 
 
 def best_factor(
@@ -116,3 +131,36 @@ def carried_by_few(values: Float[np.ndarray, " prompt *axes"]) -> Bool[np.ndarra
     sizes = np.sort(np.abs(values), axis=0)
     few = len(values) // 100
     return np.asarray(sizes[len(values) - few :].sum(0) > sizes.sum(0) / 2)
+
+
+def halves(prompts: Prompts) -> tuple[Prompts, Prompts]:
+    """The first half, to choose on, and the rest, to measure on: of prompts that are drawn one is as good as another.
+
+    Raises:
+        ValueError: If there are fewer than four prompts.
+    """
+    middle = _half_of(len(prompts))
+    return prompts[:middle], prompts[middle:]
+
+
+def random_halves(n_prompts: int, splits: int) -> Bool[np.ndarray, "half prompt"]:
+    """Each half of several random halvings: a row says which prompts are in it; the row after it is the other half.
+
+    Raises:
+        ValueError: If there are fewer than four prompts, or no halving.
+    """
+    middle = _half_of(n_prompts)
+    if splits < 1:
+        raise ValueError(f"splits must be >= 1, got {splits}.")
+    generator = np.random.default_rng(0)
+    ranks = np.array([generator.permutation(n_prompts) for _ in range(splits)])
+    first = ranks < middle
+    return np.stack([first, ~first], axis=1).reshape(2 * splits, n_prompts)
+
+
+def _half_of(n_prompts: int) -> int:
+    if n_prompts < 4:
+        raise ValueError(
+            f"There must be at least 4 prompts to choose and to measure on, got {n_prompts}."
+        )
+    return n_prompts // 2

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pandas as pd
 
-from mechinterp.analysis.multi_layer.classify import LayeredClassification
 from mechinterp.analysis.one_layer.classify import N_PROMPTS, classify
 from mechinterp.checkpoints.checkpoint import load
 from mechinterp.checkpoints.native.history import write_own_table
@@ -81,13 +80,5 @@ def _found(folder: Path, n_prompts: int) -> dict[str, object]:
         last = checkpoint.history.iloc[-1]
         losses = {name: float(last[name]) for name in ("loss", "eval_loss")}
     found = classify(checkpoint, n_prompts=n_prompts)
-    if isinstance(found, LayeredClassification):
-        return {"steps": checkpoint.step, **losses, "pattern": found.pattern}
-    return {
-        "steps": checkpoint.step,
-        **losses,
-        "pattern": found.pattern,
-        "labels": list(found.labels),
-        "omega": found.circuits.omega.mean(1).tolist(),
-        "mu": found.circuits.mu.mean(1).tolist(),
-    }
+    said = {"steps": checkpoint.step, **losses, "pattern": found.pattern}
+    return said | found.of_a_row

@@ -2,46 +2,14 @@
 
 import math
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from jaxtyping import Float
 
-from mechinterp.analysis.number_format import explained, p_text
+from mechinterp.analysis.labels import NO_LABEL, Label
+from mechinterp.analysis.learners.nearest import NEAR, Nearby
+from mechinterp.analysis.number_format import p_text
 
-KNOWN = {
-    "debiased_gd": (0, 293),
-    "kernel_regression": (0, 64),
-    "linear_gd": (0, 38),
-    "preconditioned_gd": (0, 27),
-    "superposition": (0, 23),
-    "task_heads": (0, 24),
-    "weighted_preconditioned_gd": (0, 28),
-}
-"""Of one layer: models of known kind that got a label under the default limits, and how many wrongly.
-
-The confirming half of analyses/calibration/errors.py, as analyses/results/calibration_labels.csv counts it.
-"""
-KNOWN_ALGORITHMS = {
-    "gd_plus_plus": (0, 1),
-    "gradient_descent": (1, 6),
-    "newton": (0, 1),
-    "posterior_mean": (0, 1),
-    "preconditioned_descent": (0, 2),
-    "preprocess_then_optimise": (0, 1),
-    "ridge_like": (1, 3),
-    "sparse_shrinkage": (2, 4),
-}
-"""The same of several layers, by analyses/algorithms/calibration.py."""
-LEARNERS = {
-    "vanilla_gd": "a plain gradient step",
-    "debiased_gd": "a gradient step on x minus its mean",
-    "kernel_head": "a kernel smoother",
-    "least_squares": "least squares",
-    "ridge": "ridge regression",
-}
-"""Simple learners by name, in words."""
 WORDS = {
     "zero_sum": "the sum of mu over the sum of |mu|",
     "omega_spread": "the spread of |omega| over heads, max/min minus 1,",
@@ -59,8 +27,6 @@ WORDS = {
     "idealised heads": "heads that keep omega and mu only",
 }
 """Names of numbers in a reason, spelled out; a name that begins with another stands before it."""
-NEAR = 0.5
-"""R^2 below which what comes nearest is not called near."""
 HIGH = 0.1
 """Upper limit of a share of wrong labels above which a group without one is too small to be told."""
 Z95 = 1.959964
@@ -100,39 +66,23 @@ class Verdict:
         return "\n".join(f"{heading}: {text}." for heading, text in self.lines.items())
 
 
-def none_of(known: str, pattern: str) -> str:
+def none_of(kind: str, pattern: str) -> str:
     """That a model is none of what is known, "formulas" or "algorithms"."""
-    return {
-        "undetermined": f"none of the known {known} clearly (undetermined)",
-        "unstructured": "nothing that random weights do not compute, too (unstructured)",
-    }[pattern]
+    return NO_LABEL[pattern].format(kind=kind)
 
 
-def nearest_learners(
-    computes: str,
-    learners: Sequence[str],
-    r2: Float[np.ndarray, " learner"],
-    r2_sem: Float[np.ndarray, " learner"],
-    *,
-    chance: str = "",
-    doubt: str = "",
-) -> Verdict:
+def nearest_learners(computes: str, near: Nearby, *, chance: str = "", doubt: str = "") -> Verdict:
     """The verdict on a model without a formula: the simple learner that comes nearest, and those after it."""
-    first, *rest = np.argsort(-np.nan_to_num(r2, nan=-np.inf), kind="stable").tolist()
-    said = [
-        f"{LEARNERS[name]}, {explained(*pair)}"
-        for name, *pair in zip(learners, r2, r2_sem, strict=True)
-    ]
-    sure = f"the nearest simple learner is {said[first]}"
-    if not r2[first] >= NEAR:
-        sure += f", which is not near{chance}"
+    sure = f"{near.sentence}{chance}"
+    if not near.is_near:
         return Verdict(computes, sure, "near to a simple learner", doubt=doubt)
-    behind = [n for n in rest if is_behind(r2[first] - r2[n], math.hypot(r2_sem[first], r2_sem[n]))]
+    r2, sem, rest = near.r2, near.r2_sem, range(1, len(near.learners))
+    behind = [n for n in rest if is_behind(r2[0] - r2[n], math.hypot(sem[0], sem[n]))]
     return Verdict(
         computes,
-        f"{sure}{chance}",
-        is_not=f"{said[behind[0]]}, which is further off" if behind else NOTHING_EXCLUDED,
-        alike="; ".join(said[n] for n in rest if n not in behind),
+        sure,
+        is_not=f"{near.told(behind[0])}, which is further off" if behind else NOTHING_EXCLUDED,
+        alike="; ".join(near.told(n) for n in rest if n not in behind),
         doubt=doubt,
     )
 
@@ -182,21 +132,21 @@ def upper_limit(wrong: int, named: int) -> float:
     return (share + z2 / (2 * named) + spread) / (1 + z2 / named)
 
 
-def calibration_text(label: str, known: dict[str, tuple[int, int]]) -> str:
+def calibration_text(label: Label) -> str:
     """How often the label was wrong, of models whose kind is known; nothing for a label that was hardly tried.
 
     A handful without an error tells nothing. Errors are told of any number.
 
     Example:
-        >>> calibration_text("newton", {"newton": (0, 7)})
+        >>> from mechinterp.analysis.labels import ALGORITHMS
+        >>> calibration_text(ALGORITHMS["newton"])
         ''
     """
-    wrong, named = known.get(label, (0, 1))
-    limit = upper_limit(wrong, named)
-    if not wrong and limit > HIGH:
+    limit = upper_limit(label.wrong, label.named)
+    if not label.wrong and limit > HIGH:
         return ""
     return (
-        f"; of {named} models made here that got this label it was wrong for {wrong} "
+        f"; of {label.named} models made here that got this label it was wrong for {label.wrong} "
         f"(at most {limit:.1%}, 95% limit)"
     )
 

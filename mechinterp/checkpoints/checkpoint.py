@@ -4,24 +4,31 @@ What a folder holds is in `folders`, how the weights are named in `native_tensor
 TransformerLens) is built only when it is asked for.
 """
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pandas as pd
 import torch
+from safetensors import SafetensorError
 
 from mechinterp.checkpoints.foreign.readings import Reading
+from mechinterp.checkpoints.io.atomic import writing
+from mechinterp.checkpoints.io.locks import claimed
 from mechinterp.checkpoints.io.tensor_files import read_arrays
 from mechinterp.checkpoints.native.folder import (
+    FILES,
+    SNAPSHOTS,
     WEIGHTS,
     document_file,
     document_of,
     read_document,
+    require_new,
 )
-from mechinterp.checkpoints.native.folder_tensors import read_snapshots, write_folder
+from mechinterp.checkpoints.native.folder_tensors import fill_with_tensors, read_snapshots, stacked
 from mechinterp.checkpoints.native.outline import Outline
 from mechinterp.checkpoints.native.tensors import require_fit, state_dict, weights_from
 from mechinterp.config import ExperimentConfig, TaskConfig
@@ -73,6 +80,13 @@ class Checkpoint:
     def task(self) -> TaskConfig:
         """The law of its prompts."""
         return self.config.task
+
+    @property
+    def shortest_trained(self) -> int | None:
+        """Least context length that it was trained on; None where nobody says."""
+        if self.format != "native":
+            return None
+        return self.config.train.shortest_context or self.task.context_length
 
     @property
     def assumed_of_task(self) -> tuple[str, ...]:
@@ -256,6 +270,14 @@ def save(
     path, weights = Path(path), as_weights(weights)
     require_fit(path, weights, config)
     kept = {at: state_dict(as_weights(snapshot)) for at, snapshot in (snapshots or {}).items()}
-    document = document_of(config, step=step, assumed=assumed, origin=origin)
-    tensors = state_dict(weights)
-    write_folder(path, document, tensors, history=history, snapshots=kept, shared=shared)
+    text = json.dumps(document_of(config, step=step, assumed=assumed, origin=origin), indent=2)
+    if not shared:
+        require_new(path)
+    names = FILES if shared else None
+    with writing(path, SafetensorError), claimed(path, last="config.json", names=names) as claim:
+        if kept:
+            claim.write(SNAPSHOTS, partial(fill_with_tensors, tensors=stacked(kept)))
+        claim.write(WEIGHTS, partial(fill_with_tensors, tensors=state_dict(weights)))
+        if history is not None:
+            claim.write("history.parquet", partial(history.to_parquet, index=False))
+        claim.write("config.json", lambda file: file.write_text(f"{text}\n"))

@@ -7,8 +7,6 @@ from dataclasses import asdict, replace
 from glob import glob
 from pathlib import Path
 
-from torch import Tensor
-
 from mechinterp.checkpoints import checkpoint as native
 from mechinterp.checkpoints.checkpoint import Checkpoint, checkpoint_of
 from mechinterp.checkpoints.foreign.formats import NAMED
@@ -16,10 +14,9 @@ from mechinterp.checkpoints.foreign.options import Hints
 from mechinterp.checkpoints.foreign.read import Stored, read_foreign
 from mechinterp.checkpoints.foreign.readings import Reading
 from mechinterp.checkpoints.foreign.settings import settings_beside
-from mechinterp.checkpoints.io.atomic import read_json
-from mechinterp.checkpoints.io.errors import CheckpointError, one_line
+from mechinterp.checkpoints.io.errors import CheckpointError, naming, one_line
+from mechinterp.checkpoints.io.shards import folder_arrays
 from mechinterp.checkpoints.io.tensor_files import (
-    MAX_NUMBERS,
     SUFFIXES,
     has_weights_ending,
     read_arrays,
@@ -27,18 +24,15 @@ from mechinterp.checkpoints.io.tensor_files import (
 )
 from mechinterp.checkpoints.native import npz as arrays
 from mechinterp.checkpoints.native.exchange import FORMAT, SIDE_CAR, read_exchange, write_exchange
-from mechinterp.checkpoints.native.folder import OWN, WEIGHTS, is_native, require_new
+from mechinterp.checkpoints.native.folder import WEIGHTS, is_native, require_new
 from mechinterp.checkpoints.paths import CONFIG, checkpoints_in, is_marked, is_weights, steps_of
 from mechinterp.checkpoints.shipped import shipped_path
-from mechinterp.config import ExperimentConfig, TaskConfig, from_dict
-from mechinterp.presets import PRESETS, preset
+from mechinterp.config import TaskConfig
 
 FORMATS = ("native", *NAMED)
 """What `load` reads."""
 TARGETS = ("native", FORMAT, "npz")
 """What `convert` writes."""
-INDEX = "model.safetensors.index.json"
-MAX_SHARDS = 100
 
 
 def load(
@@ -99,7 +93,9 @@ def load(
         if path.is_dir() and not is_marked(path) and (steps := steps_of(checkpoints_in(path))):
             return _run(steps, hints)
         found = _stored(path, hints)
-        return found if isinstance(found, Checkpoint) else _read([found], hints)
+        if isinstance(found, Checkpoint):
+            return found
+        return replace(read_foreign([found], hints), path=path)
 
 
 def load_run(path: str | Path | Sequence[str | Path], **said: object) -> Checkpoint:
@@ -124,13 +120,17 @@ def load_run(path: str | Path | Sequence[str | Path], **said: object) -> Checkpo
         ...     load_run(folder).steps
         [1000, 2000]
     """
-    paths = _paths_at(path)
-    with _readable(paths[0].parent):
-        return _run(_require_steps(paths), _hints(said))
+    steps = _steps_at(path)
+    with _readable(next(iter(steps.values())).parent):
+        return _run(steps, _hints(said))
 
 
-def _paths_at(path: str | Path | Sequence[str | Path]) -> list[Path]:
-    """The checkpoints in a folder, those that a pattern fits, or those that are listed."""
+def _steps_at(path: str | Path | Sequence[str | Path]) -> dict[int, Path]:
+    """The checkpoints in a folder, those that a pattern fits, or those that are listed, by step.
+
+    Raises:
+        CheckpointError: If there are none, or their names do not tell the step.
+    """
     if not isinstance(path, str | Path):
         paths = [Path(each) for each in path]
     elif Path(path).is_dir():
@@ -139,23 +139,17 @@ def _paths_at(path: str | Path | Sequence[str | Path]) -> list[Path]:
         paths = sorted(Path(each) for each in glob(str(path)))
     if not paths:
         raise CheckpointError(f"{path}: must hold or fit checkpoints, got none.")
-    return paths
-
-
-def _require_steps(paths: Sequence[Path]) -> dict[int, Path]:
-    """The paths by step.
-
-    Raises:
-        CheckpointError: If their names do not tell it.
-    """
     steps = steps_of(paths, told=True)
     if not steps:
-        listed = ", ".join(path.name for path in paths[:6]) + (", ..." if paths[6:] else "")
         raise CheckpointError(
-            f"{paths[0].parent}: names of a run must differ in the number of the step alone, got {listed}; a pattern "
+            f"{paths[0].parent}: names of a run must differ in the number of the step alone, got {_listed(paths)}; a pattern "
             "such as step_*.pt takes some of them."
         )
     return steps
+
+
+def _listed(paths: Sequence[Path]) -> str:
+    return ", ".join(path.name for path in paths[:6]) + (", ..." if paths[6:] else "")
 
 
 def _run(steps: Mapping[int, Path], hints: Hints) -> Checkpoint:
@@ -163,45 +157,30 @@ def _run(steps: Mapping[int, Path], hints: Hints) -> Checkpoint:
     stored = {step: _stored(path, hints) for step, path in steps.items()}
     folder, last = next(iter(steps.values())).parent, stored[max(steps)]
     for step, path in steps.items():
-        _require_alike(path, stored[step], last)
-    whole = {n: each for n, each in stored.items() if isinstance(each, Checkpoint)}
+        with naming(path):
+            _require_alike(stored[step], last)
     if isinstance(last, Checkpoint):
-        kept = {step: each.weights for step, each in whole.items()}
+        kept = {n: each.weights for n, each in stored.items() if isinstance(each, Checkpoint)}
         return replace(last, path=folder, step=max(steps), kept=kept)
     files = [replace(each, step=n) for n, each in stored.items() if isinstance(each, Stored)]
-    return replace(_read(files, hints), path=folder)
+    return replace(read_foreign(files, hints), path=folder)
 
 
-def _require_alike(path: Path, each: Checkpoint | Stored, last: Checkpoint | Stored) -> None:
+def _require_alike(each: Checkpoint | Stored, last: Checkpoint | Stored) -> None:
     """Refuse a file of a run that is of another model than its last one."""
     if isinstance(each, Checkpoint) and isinstance(last, Checkpoint):
         if each.config.model != last.config.model:
-            raise CheckpointError(f"{path}: must be of the architecture of the last step.")
+            raise ValueError("must be of the architecture of the last step.")
     elif isinstance(each, Checkpoint) or isinstance(last, Checkpoint):
-        raise CheckpointError(f"{path}: must be of the format of the last step.")
+        raise ValueError("must be of the format of the last step.")
     else:
         shapes, others = ({n: list(t.shape) for n, t in x.tensors.items()} for x in (each, last))
         for name in sorted(shapes.keys() | others.keys()):
-            if shapes.get(name) != others.get(name):
-                raise CheckpointError(
-                    f"{path}: {name} must have the shape {others.get(name)} of the last step, got {shapes.get(name)}."
+            wanted, got = others.get(name), shapes.get(name)
+            if got != wanted:
+                raise ValueError(
+                    f"{name} must have the shape {wanted} of the last step, got {got}."
                 )
-
-
-def _read(stored: Sequence[Stored], hints: Hints) -> Checkpoint:
-    """The last of these files, with the others as its run."""
-    *others, last = stored
-    return replace(
-        read_foreign(
-            last.tensors,
-            last.file,
-            hints=hints,
-            settings=last.settings,
-            others=others,
-            step=last.step,
-        ),
-        path=last.path,
-    )
 
 
 def _hints(said: Mapping[str, object]) -> Hints:
@@ -237,84 +216,46 @@ def _in_file(path: Path, hints: Hints) -> Checkpoint | Stored:
     if not path.exists():
         return native.load(path)
     if not has_weights_ending(path) or not path.is_file():
+        endings = ", ".join(SUFFIXES)
         raise CheckpointError(
-            f"{path}: a checkpoint is a folder or a file that ends in {', '.join(SUFFIXES)}; this is another file."
+            f"{path}: a checkpoint is a folder or a file that ends in {endings}; this is another file."
         )
-    if path.name == WEIGHTS and _states_all(path.parent):
+    states_all = is_native(path.parent) or (path.parent / SIDE_CAR).is_file()
+    if path.name == WEIGHTS and states_all:
         return _in_folder(path.parent, hints)
     text = read_text(path, arrays.CONFIG) if path.suffix == ".npz" else None
     tensors = read_arrays(path)
     if text is not None:
         _require_no_hints(path, hints, arrays.FORMAT)
         return arrays.read_stated(tensors, text, path)
-    return Stored(path, path, tensors, settings_beside(path))
-
-
-def _states_all(folder: Path) -> bool:
-    """Whether a folder is a checkpoint of this package, or one that it wrote for transformer-lens."""
-    return is_native(folder) or (folder / SIDE_CAR).is_file()
+    return Stored(path, tensors, settings_beside(path))
 
 
 def _in_folder(path: Path, hints: Hints) -> Checkpoint | Stored:
+    if (path / CONFIG).is_file() and not is_native(path):
+        file, tensors = folder_arrays(path)
+        return Stored(file, tensors, settings_beside(file))
     stated = FORMAT if (path / SIDE_CAR).is_file() else None
     if (path / CONFIG).is_file():
-        settings = read_json(path / CONFIG)
-        if isinstance(settings, dict) and not OWN & set(settings):
-            file, tensors = _folder_arrays(path)
-            return Stored(path, file, tensors, settings_beside(file))
         stated = "native"
     if stated is None and (files := sorted(filter(is_weights, path.iterdir()))):
         if len(files) > 1:
-            listed = ", ".join(file.name for file in files[:6]) + (", ..." if files[6:] else "")
-            raise CheckpointError(f"{path}: holds several files of weights; name one of {listed}.")
-        return replace(_in_file(files[0], hints), path=path)
+            raise CheckpointError(
+                f"{path}: holds several files of weights; name one of {_listed(files)}."
+            )
+        found = _in_file(files[0], hints)
+        return replace(found, path=path) if isinstance(found, Checkpoint) else found
     _require_no_hints(path, hints, stated)
     return read_exchange(path) if stated == FORMAT else native.load(path)
 
 
 def _require_no_hints(path: Path, hints: Hints, stated: str | None) -> None:
     """A checkpoint that says everything takes no hints, but for the right format."""
-    given = [name for name, value in hints.given.items() if (name, value) != ("format", stated)]
-    if given and stated is not None:
-        raise CheckpointError(
-            f"{path}: {given[0]} is only for files that do not state theirs, "
-            f"got {hints.given[given[0]]} for a checkpoint of format {stated}."
-        )
-
-
-def _folder_arrays(path: Path) -> tuple[Path, dict[str, Tensor]]:
-    """The tensors beside somebody else's config.json, in one file or in the shards that an index names."""
-    for name in (WEIGHTS, "pytorch_model.bin"):
-        if (path / name).is_file():
-            return path / name, read_arrays(path / name)
-    index = path / INDEX
-    if not index.is_file():
-        raise CheckpointError(
-            f"{path}: its config.json is not of this package, so that it must hold {WEIGHTS} or {INDEX}."
-        )
-    document = read_json(index)
-    named = document.get("weight_map") if isinstance(document, dict) else None
-    if not isinstance(named, dict) or not all(isinstance(name, str) for name in named.values()):
-        raise CheckpointError(f"{index}: weight_map must name a file for each tensor.")
-    shards = sorted(set(named.values()))
-    if len(shards) > MAX_SHARDS:
-        raise CheckpointError(f"{index}: must name at most {MAX_SHARDS} files, got {len(shards)}.")
-    tensors: dict[str, Tensor] = {}
-    for shard in shards:
-        if Path(shard).name != shard or "\\" in shard or Path(shard).suffix != ".safetensors":
+    for name, value in hints.given.items():
+        if stated is not None and (name, value) != ("format", stated):
             raise CheckpointError(
-                f"{index}: must name .safetensors files beside it, got {shard!r}."
+                f"{path}: {name} is only for files that do not state theirs, got {value} for a checkpoint of format {stated}."
             )
-        found = read_arrays(path / shard)
-        if found.keys() & tensors.keys():
-            raise CheckpointError(f"{path / shard}: holds tensors that another shard holds.")
-        tensors |= found
-        if sum(tensor.numel() for tensor in tensors.values()) > MAX_NUMBERS:
-            raise CheckpointError(f"{path}: must hold at most {MAX_NUMBERS} numbers.")
-    missing = sorted(named.keys() - tensors.keys())
-    if missing:
-        raise CheckpointError(f"{index}: {missing[0]} is in none of the files.")
-    return index, tensors
 
 
 def convert(checkpoint: Checkpoint, target: str, out: str | Path) -> list[Path]:
@@ -347,30 +288,3 @@ def convert(checkpoint: Checkpoint, target: str, out: str | Path) -> list[Path]:
 
 def _rivals(reading: Reading) -> bool:
     return reading.predicts and reading.stands and "score" in reading.said
-
-
-def named_config(what: str) -> ExperimentConfig:
-    """The preset of this name, or the config in a file: its own JSON or a checkpoint's config.json.
-
-    Raises:
-        ValueError: If it is neither, the file holds no config, or the model in it was pruned.
-    Example:
-        >>> named_config("checkpoints/softmax-h2-s0/config.json") == preset("softmax-h2")
-        True
-    """
-    file = Path(what)
-    if what in PRESETS:
-        return preset(what)
-    if not file.is_file():
-        found = "a folder" if file.is_dir() else "neither"
-        raise ValueError(
-            f"{what}: a preset ({', '.join(PRESETS)}) or a config file is needed, got {found}."
-        )
-    document = read_json(file)
-    if isinstance(document, dict) and document.get("origin"):
-        raise ValueError(f"{file}: training does not make this model: it was pruned from another.")
-    inner = document.get("experiment", document) if isinstance(document, dict) else document
-    try:
-        return from_dict(inner)
-    except ValueError as error:
-        raise ValueError(f"{file}: {error}") from None

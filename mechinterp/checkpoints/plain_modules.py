@@ -42,11 +42,14 @@ class HookedModule:
     """Of a module that a `Monitor` watched: a row per kept step, layer and head."""
     snapshots: Mapping[int, "HookedModule"] = field(default_factory=dict)
     """Of such a module as it was, by step."""
+    step: int | None = None
+    """Number of updates behind such a module."""
 
     def __repr__(self) -> str:
         layers, heads = self.hooked.n_layers, self.hooked.n_heads
+        step = "" if self.step is None else f", step {self.step}"
         return (
-            f"HookedModule({self.name}: {layers} x {heads} heads, before {', '.join(self.outputs)}; "
+            f"HookedModule({self.name}: {layers} x {heads} heads, before {', '.join(self.outputs)}{step}; "
             f"task: {self.task.in_words(self.assumed)})"
         )
 
@@ -54,6 +57,16 @@ class HookedModule:
     def steps(self) -> list[int]:
         """Steps of the snapshots."""
         return list(self.snapshots)
+
+    def at(self, step: int) -> "HookedModule":
+        """The module as it was after so many updates.
+
+        Raises:
+            ValueError: If it was not kept.
+        """
+        if step not in self.snapshots:
+            raise ValueError(f"step must be one of {', '.join(map(str, self.steps))}, got {step}.")
+        return self.snapshots[step]
 
     @property
     def model(self) -> "ModuleHooks":

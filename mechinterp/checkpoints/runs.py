@@ -22,7 +22,7 @@ def run_history(source: Source, snapshots: Mapping[int, Weights]) -> pd.DataFram
     (`head_rows`), and for all models the Frobenius norms of the QK and OV circuits. loss, that of training, is NaN.
     """
     prompts = evaluation_prompts(source, n_prompts=N_PROMPTS)
-    frames = []
+    frames = {}
     for step, weights in snapshots.items():
         scalars = circuit_norms(weights)
         if weights.model.one_attention:
@@ -31,10 +31,15 @@ def run_history(source: Source, snapshots: Mapping[int, Weights]) -> pd.DataFram
             scalars |= {name: getattr(heads, name) for name in ("qk_diagonal", "ov_last_entry")}
         numbers = {name: t.flatten().double().numpy(force=True) for name, t in scalars.items()}
         rows = head_rows(weights, prompts, masks=weights.model.one_attention)
-        frames.append(rows.assign(step=step, loss=np.nan, **numbers))
-    found = pd.concat(frames, ignore_index=True)
+        frames[step] = rows.assign(**numbers)
+    return joined(frames)
+
+
+def joined(frames: Mapping[int, pd.DataFrame]) -> pd.DataFrame:
+    """Rows of several steps as one history, in which the loss of training is not known."""
+    found = pd.concat(frames, names=["step", None]).reset_index("step").assign(loss=np.nan)
     first = ["step", "layer", "head", "loss", "eval_loss"]
-    return found[[*first, *(name for name in found if name not in first)]]
+    return found[[*first, *(name for name in found if name not in first)]].reset_index(drop=True)
 
 
 def head_rows(source: Source, prompts: Prompts, *, masks: bool = True) -> pd.DataFrame:

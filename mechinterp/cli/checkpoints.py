@@ -23,12 +23,9 @@ from mechinterp.cli.options import (
 from mechinterp.cli.training import JsonOption, QuietOption, WideOption, say
 
 if TYPE_CHECKING:
-    from mechinterp.analysis.multi_layer.classify import LayeredClassification
-    from mechinterp.analysis.one_layer.classification import Classification
+    from mechinterp.analysis.classified import Classified
     from mechinterp.checkpoints.checkpoint import Checkpoint
     from mechinterp.checkpoints.foreign.options import Hints
-
-    Classified = Classification | LayeredClassification
 
 
 @runs_checkpoints
@@ -130,15 +127,14 @@ def _show_classification(
     path: Path, found: "Classified", *, headers: set[str] | None, wide: bool
 ) -> None:
     """Print what was found: at length, or of one among many in few lines below headings that stand once."""
-    from mechinterp.report.classification import brief_text, classification_text, heads_header
+    from mechinterp.report.classification import brief_text, classification_text
 
     if headers is None:
         say_of(path, classification_text(found, wide=wide))
         return
-    header = heads_header(found)
-    if header not in headers:
-        headers.add(header)
-        say(header)
+    if found.heads_title not in headers:
+        headers.add(found.heads_title)
+        say(found.heads_title)
     say_of(path, brief_text(found))
 
 

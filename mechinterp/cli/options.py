@@ -234,10 +234,11 @@ def say_of(path: Path, text: str) -> None:
 
 
 def shown_path(path: Path) -> str:
-    """A path on one line, whatever its name."""
+    """A path on one line, whatever its name; of a model that came with the package its name."""
     from mechinterp.checkpoints.io.errors import printable
+    from mechinterp.checkpoints.shipped import BUNDLED
 
-    return printable(str(path))
+    return printable(path.name if path.parent == BUNDLED else str(path))
 
 
 def complain(message: str) -> None:

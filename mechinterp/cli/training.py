@@ -56,7 +56,7 @@ def train(
     if what is None:
         raise ValueError(f"train needs a preset or a config file; presets: {', '.join(PRESETS)}.")
     from mechinterp.checkpoints.io.errors import printable
-    from mechinterp.checkpoints.load import named_config
+    from mechinterp.checkpoints.native.folder import named_config
     from mechinterp.config import override
     from mechinterp.report.bars import progress_bar
     from mechinterp.report.header import dumps
@@ -122,7 +122,7 @@ def predict_jumps(
     """Predict the jumps of linear attention, without training. Example: mechinterp predict-jumps linear-separate"""
     from mechinterp.analysis.training.jump_forecast import jump_forecast
     from mechinterp.checkpoints.io.errors import printable
-    from mechinterp.checkpoints.load import named_config
+    from mechinterp.checkpoints.native.folder import named_config
     from mechinterp.config import override
     from mechinterp.report.header import dumps
     from mechinterp.report.text import frame_text, wrapped

@@ -1,0 +1,14 @@
+"""Prompts of in-context linear regression, the learners that answer them, and how their numbers are fitted."""
+
+from mechinterp.rooms import names_of
+
+HOMES = {
+    "ALGORITHMS": "mechinterp.icl.algorithms",
+    "CONTROLS": "mechinterp.icl.algorithm_controls",
+    "ONLINE": "mechinterp.icl.algorithm_controls",
+    "PromptMoments": "mechinterp.icl.prompt_moments",
+    "fit_algorithm": "mechinterp.icl.algorithm_fits",
+    "ridge": "mechinterp.icl.predictors",
+}
+
+__getattr__ = names_of(__name__, HOMES)

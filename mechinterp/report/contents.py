@@ -2,10 +2,12 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import cast
 
+from mechinterp.analysis.classified import Classified
 from mechinterp.analysis.needs import one_attention
 from mechinterp.analysis.registry import ANALYSES, Analysis, analysis_of, run_analysis, suits
-from mechinterp.analysis.result import Finding, sentences_of
+from mechinterp.analysis.result import Finding
 from mechinterp.checkpoints.checkpoint import Checkpoint
 from mechinterp.checkpoints.plain_modules import HookedModule
 from mechinterp.models.hooked.query_position import NoStreamError
@@ -15,8 +17,6 @@ from mechinterp.report.parts import Section
 from mechinterp.report.sections import section_of, with_heads
 
 LEAST_PROMPTS = 8
-TOP = ("What ", "How ", "Loss on ")
-"""How the sentences begin that stand at the top of the page."""
 
 
 @dataclass(frozen=True)
@@ -67,8 +67,8 @@ def contents_of(
     results: dict[str, Finding] = {}
     sections: dict[str, Section] = {}
     left_out: dict[str, str] = {}
-    classified = run(ANALYSES["classify"])
-    top = [text for text in sentences_of(classified) if text.startswith(TOP)]
+    classified = cast("Classified", run(ANALYSES["classify"]))
+    top = [*str(classified.verdict).splitlines(), classified.loss_text]
     for name, analysis in [analysis_of(each) for each in chosen]:
         try:
             results[name] = (
@@ -85,8 +85,7 @@ def contents_of(
     listed = list(with_heads(sections, results).values())
     if left_out:
         listed.append(_left_out(left_out))
-    loss = next((text for text in top if text.startswith("Loss on ")), "")
-    return Contents(str(classified.verdict), loss, tuple(listed))  # type: ignore[attr-defined]
+    return Contents(str(classified.verdict), classified.loss_text, tuple(listed))
 
 
 def _named_apart(name: str, section: Section, others: Iterable[Section]) -> Section:

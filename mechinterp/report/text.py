@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 import pandas as pd
 
-from mechinterp.analysis.number_format import cell, narrow_cell
+from mechinterp.analysis.number_format import LEAST_P, cell, narrow_cell
 from mechinterp.checkpoints.io.errors import spelled
 
 ROWS = 20
@@ -53,18 +53,23 @@ def joined(text: str) -> str:
 
 
 def frame_text(
-    frame: pd.DataFrame, units: Mapping[str, str] | None = None, *, wide: bool = False
+    frame: pd.DataFrame,
+    units: Mapping[str, str] | None = None,
+    *,
+    wide: bool = False,
+    least_p: float = LEAST_P,
 ) -> str:
     """A table in columns of three digits, within the terminal's width.
 
     Args:
         units: Of some columns, by name.
         wide: Whether all rows are shown and standard errors have columns of their own.
+        least_p: The p-value below which none can be told.
     """
     shown = frame if wide else narrow(frame.head(ROWS))
     cells = {
         _signs(_heading(str(name), units or {})): [
-            _signs(cell(value, str(name))) for value in shown[name]
+            _signs(cell(value, str(name), least_p)) for value in shown[name]
         ]
         for name in shown.columns
     }
@@ -79,6 +84,9 @@ def narrow(frame: pd.DataFrame) -> pd.DataFrame:
     if {"layer", "head"} <= set(frame.columns):
         names = [f"L{x}H{h}" for x, h in zip(frame["layer"], frame["head"], strict=True)]
         frame = frame.assign(head=names).drop(columns=["layer"])
+    if "sem" in frame:  # of the column before it
+        of = frame.columns[frame.columns.get_loc("sem") - 1]
+        frame = frame.rename(columns={"sem": f"{of}_sem"})
     for name in [name for name in frame.columns if f"{name}_sem" in frame.columns]:
         pairs = zip(frame[name], frame[f"{name}_sem"], strict=True)
         frame[name] = [narrow_cell(*pair) for pair in pairs]

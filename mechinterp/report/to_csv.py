@@ -32,7 +32,11 @@ def classification_frame(documents: Sequence[dict]) -> pd.DataFrame:
     """
     rows = [
         {name: _encodable(document.get(name)) for name in HEADER}
-        | {name: _scalar(value) for name, value in document.get("evidence", {}).items()}
+        | {
+            n: _scalar(value)
+            for n, value in document.get("evidence", {}).items()
+            if n not in HEADER
+        }
         | {name: document[name] for name in OF_RUNS if name in document}
         | {"error": _encodable(document.get("error"))}
         for document in documents

@@ -22,6 +22,8 @@ from mechinterp.report.text import joined, narrow
 HERE = Path(__file__).parent
 LONGEST_WORD = 24  # longer entries make a column of text
 TITLE_HEIGHT = 26
+SHOWN_SECTIONS = 7
+"""Sections whose first figure is shown, so that the page of a deep model is no longer than one can look through."""
 SHOWN_ROWS = 12
 """Rows up to which the first table of a section is shown; others unfold."""
 
@@ -67,6 +69,7 @@ def page(
         verdict=visible(verdict),
         loss=visible(loss),
         shown_rows=SHOWN_ROWS,
+        shown_sections=SHOWN_SECTIONS,
         sections=sections,
         words=WORDS,
         papers=PAPERS,

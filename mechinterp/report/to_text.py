@@ -35,7 +35,7 @@ def _blocks(table: Table, result: Finding, *, wide: bool, titled: bool) -> Itera
             title += f", largest {table.by.replace('_', ' ')} first"
         if titled:
             yield wrapped(f"\n{title}{f': {value}' if value else ''}")
-        yield frame_text(shown, units, wide=wide)
+        yield frame_text(shown, units, wide=wide, least_p=table.least_p)
 
 
 def _parts(table: Table) -> list[tuple[str, pd.DataFrame]]:

@@ -1,0 +1,15 @@
+"""Closed forms of the papers, and the exact training of linear attention."""
+
+from mechinterp.rooms import names_of
+
+HOMES = {
+    "flow": "mechinterp.training.linear.flow",
+    "merged_heads": "mechinterp.theory.linear_heads",
+    "modes": "mechinterp.theory.linear",
+    "population_moments": "mechinterp.theory.linear",
+    "predict_jumps": "mechinterp.theory.linear_jumps",
+    "separate_heads": "mechinterp.theory.linear_heads",
+    "two_head_flow": "mechinterp.theory.two_heads",
+}
+
+__getattr__ = names_of(__name__, HOMES)

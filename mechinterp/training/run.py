@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from mechinterp.checkpoints.checkpoint import save
-from mechinterp.config import ExperimentConfig
+from mechinterp.config import ExperimentConfig, TaskConfig
 from mechinterp.icl.prompts import Prompts, generator_for
 from mechinterp.models.weights import Weights
 from mechinterp.training.batches import batch_chunks
@@ -26,6 +26,8 @@ from mechinterp.training.state import State, read_state, resumable, write_state
 
 SAVE_SECONDS = 30.0
 ROUNDED_UP_TO = 64
+Batch = tuple[Prompts, ...]
+"""The same covariates and noise for every task of a run."""
 
 Form = TypeVar("Form", bound="Named")
 """The form in which weights are trained."""
@@ -93,6 +95,8 @@ class Run(ABC, Generic[Form]):
     models: dict[str, ExperimentConfig]
     config: ExperimentConfig
     """Of the first model, for what all share."""
+    tasks: tuple[TaskConfig, ...]
+    """Every task of these models."""
     weights: Form
     """Views of `flat`."""
     flat: Tensor
@@ -121,13 +125,14 @@ class Run(ABC, Generic[Form]):
         """A run at its start.
 
         Args:
-            models: Configs by name; all but seeds and heads are those of the first.
+            models: Configs by name; all but seeds, heads and pools of tasks are those of the first.
             start: Initial weights.
             loss_sum: Zero, or a zero for each of several models.
             rounded_up: Whether zeros fill the flat tensors up to a multiple of ROUNDED_UP_TO: PyTorch rounds the last
                 few entries of a tensor in another way, and a model's bits should not depend on what lies behind it.
         """
         self.models, self.config = dict(models), next(iter(models.values()))
+        self.tasks = tuple(dict.fromkeys(config.task for config in models.values()))
         self.loss_sum = loss_sum.to(device)
         flat = flattened(start)
         filled_up = len(flat) + (-len(flat) % ROUNDED_UP_TO if rounded_up else 0)
@@ -155,11 +160,11 @@ class Run(ABC, Generic[Form]):
         return run
 
     @abstractmethod
-    def _loss(self, prompts: Prompts) -> Tensor:
+    def _loss(self, batch: Batch) -> Tensor:
         """The mean squared error on prompts, or that of each model."""
 
     @abstractmethod
-    def _loss_and_gradient(self, prompts: Prompts) -> tuple[Tensor, Tensor]:
+    def _loss_and_gradient(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """The same, and its gradient in the flat tensor."""
 
     @abstractmethod
@@ -257,7 +262,7 @@ class Run(ABC, Generic[Form]):
         n_prompts = self.config.train.batch_size
         for prompts in self._prompts("train", step, n_prompts):
             loss, gradient = self._loss_and_gradient(prompts)
-            share = len(prompts) / n_prompts
+            share = len(prompts[0]) / n_prompts
             self.gradient.add_(gradient, alpha=share)
             self.loss_sum.add_(loss, alpha=share)
 
@@ -266,20 +271,23 @@ class Run(ABC, Generic[Form]):
         n_prompts, size = self.config.train.n_eval_prompts, self.config.train.batch_size
         total = torch.zeros_like(self.loss_sum)
         for prompts in self._prompts("eval", 0, n_prompts):
-            for part in (prompts[i : i + size] for i in range(0, len(prompts), size)):
-                total += self._loss(part) * len(part)
+            for start in range(0, len(prompts[0]), size):
+                part = tuple(each[start : start + size] for each in prompts)
+                total += self._loss(part) * len(part[0])
         return total / n_prompts
 
-    def _prompts(self, stream: str, step: int, n_prompts: int) -> Iterator[Prompts]:
-        """Fresh prompts, a function of (data seed, stream, step)."""
+    def _prompts(self, stream: str, step: int, n_prompts: int) -> Iterator[Batch]:
+        """Fresh prompts of every task, a function of (data seed, stream, step): pools differ in task vectors only."""
+        every = [self._prompts_of(task, stream, step, n_prompts) for task in self.tasks]
+        return zip(*every, strict=True)
+
+    def _prompts_of(
+        self, task: TaskConfig, stream: str, step: int, n_prompts: int
+    ) -> Iterator[Prompts]:
         generator = generator_for(self.config.train.data_seed, stream, step, device=self.device)
         length = self._length(step, generator) if stream == "train" else None
         return batch_chunks(
-            self.config.task,
-            n_prompts,
-            generator=generator,
-            context_length=length,
-            dtype=self.flat.dtype,
+            task, n_prompts, generator=generator, context_length=length, dtype=self.flat.dtype
         )
 
     def _length(self, step: int, generator: torch.Generator) -> int:

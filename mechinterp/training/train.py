@@ -15,8 +15,13 @@ from mechinterp.checkpoints.checkpoint import Checkpoint, load
 from mechinterp.checkpoints.io.atomic import delete_leftovers
 from mechinterp.checkpoints.io.errors import CheckpointError
 from mechinterp.checkpoints.io.locks import entries, locked, require_free, settle
-from mechinterp.checkpoints.load import named_config
-from mechinterp.checkpoints.native.folder import FILES, document_file, read_document, read_history
+from mechinterp.checkpoints.native.folder import (
+    FILES,
+    document_file,
+    named_config,
+    read_document,
+    read_history,
+)
 from mechinterp.checkpoints.native.history import require_own_table
 from mechinterp.config import ExperimentConfig
 from mechinterp.training.jobs import (

@@ -1,11 +1,13 @@
 """Edges between heads: estimates as TransformerLens makes them, patches as one makes them by hand."""
 
 import re
+from pathlib import Path
 
 import numpy as np
 import plotly.graph_objects as go
 import pytest
 import torch
+from torch import nn
 from transformer_lens.tools.analysis.attribution_patching import (
     EdgeAttributionConfig,
     attribution_patch,
@@ -13,10 +15,16 @@ from transformer_lens.tools.analysis.attribution_patching import (
 
 from mechinterp.analysis.patching.edges import COMPONENTS, HeadEdges, _spearman, attribute_edges
 from mechinterp.analysis.patching.positions import first_prediction
+from mechinterp.checkpoints.foreign.options import Hints
+from mechinterp.checkpoints.foreign.read import read_foreign
+from mechinterp.checkpoints.plain_modules import hook_module
 from mechinterp.config import TaskConfig
 from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
 from mechinterp.models.hooked.transformer import ICLTransformer
+from mechinterp.models.run.evaluation import evaluation_prompts
+from mechinterp.models.tokens import interleaved
 from tests.deep_models import WIDE, random_gpt2, random_model
+from tests.models.test_layered_models import GargModel, garg
 
 TASK = TaskConfig(d_x=4)
 KINDS = {
@@ -94,10 +102,7 @@ def patched_by_hand(model: ICLTransformer, clean, corrupted, edge) -> torch.Tens
 @pytest.mark.slow
 def test_patches_are_those_by_hand_and_leave_the_model_as_it_was(model: ICLTransformer):
     clean, corrupted = drawn(1), drawn(2)
-    model.set_use_attn_in(True)
     found = attribute_edges(model, clean, corrupted, ig_steps=2, metric=first_prediction)
-    assert (model.cfg.use_attn_in, model.cfg.use_split_qkv_input) == (True, False)
-    model.set_use_attn_in(False)
     before = model.predict(corrupted)[:, 0].detach()
     for edge in [(0, 0, 1, 1, 0), (1, 0, 0, 2, 1), (2, 1, 1, 2, 0), (2, 0, 1, 1, 1)]:
         change = patched_by_hand(model, clean, corrupted, edge) - before
@@ -165,6 +170,78 @@ def test_estimates_rank_edges_as_patches_do():
     assert 0 <= found.rank_correlation_sem < 0.5
 
 
+class Plain(nn.Module):
+    """A GPT-2 of prompts as a plain module."""
+
+    def __init__(self, model: GargModel) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        stream = self.model._backbone(inputs_embeds=self.model._read_in(tokens)).last_hidden_state
+        return self.model._read_out(stream)[:, -1]
+
+
+@pytest.mark.slow
+def test_edges_of_a_plain_module_are_those_of_its_weights():
+    module = garg().double()
+    hints = Hints(n_heads=4, task={"d_x": 3, "context_length": 6, "noise_var": 0.0})
+    weights = read_foreign(module.state_dict(), Path("x.pt"), hints=hints, settings={})
+    hooked = hook_module(Plain(module), heads=4, task=weights.task, embed=interleaved)
+    prompts = evaluation_prompts(weights, n_prompts=3)
+    expected, found = (attribute_edges(each, prompts) for each in (weights, hooked))
+    edges = np.isfinite(expected.patched)
+    assert edges.sum() == 3 * 3 * 16
+    for name in ("estimate", "patched", "patched_sem"):
+        values, own = getattr(expected, name)[edges], getattr(found, name)[edges]
+        np.testing.assert_allclose(own, values, atol=1e-9 * np.abs(values).max())
+
+
+class Layers(nn.Module):
+    """Layers of attention, with something behind each or with the sum outside."""
+
+    def __init__(self, behind: nn.Module, *, outside: bool = False) -> None:
+        super().__init__()
+        self.read_in, self.read_out = nn.Linear(5, 8), nn.Linear(8, 1)
+        self.layers = nn.ModuleList(_Layer(behind, outside=outside) for _ in range(2))
+        self.outside = outside
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        stream = self.read_in(tokens)
+        for layer in self.layers:
+            stream = layer(stream) + (stream if self.outside else 0)
+        return self.read_out(stream[:, -1])
+
+
+class _Layer(nn.Module):
+    def __init__(self, behind: nn.Module, *, outside: bool) -> None:
+        super().__init__()
+        self.attn = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.behind, self.outside = behind, outside
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.attn(x, x, x, need_weights=False)[0]
+        return y if self.outside else self.behind(x + y)
+
+
+@pytest.mark.parametrize(
+    ("module", "reason"),
+    [
+        (Layers(nn.LayerNorm(8)), "must have a residual stream that is the sum of what is written"),
+        (Layers(nn.Identity(), outside=True), "The stream must pass through the layers"),
+    ],
+    ids=["a norm after each layer", "a sum outside of the layers"],
+)
+def test_a_plain_module_whose_stream_is_no_sum_is_refused(module: nn.Module, reason: str):
+    with pytest.raises(ValueError, match=f"^(model )?{reason}"):
+        attribute_edges(hook_module(module, task=TASK), n_prompts=4)
+
+
+def test_a_layer_without_norms_is_a_sum():
+    found = attribute_edges(hook_module(Layers(nn.Identity()), task=TASK), n_prompts=4)
+    assert np.isfinite(found.patched).sum() == 3 * 2 * 2
+
+
 def test_rank_correlation():
     assert _spearman(np.array([1.0, 5, 2, 9]), np.array([0.1, 0.3, 0.2, 7])) == pytest.approx(1)
     assert _spearman(np.array([1.0, 2, 3]), np.array([3.0, 2, 1])) == pytest.approx(-1)
@@ -207,5 +284,3 @@ def test_what_has_no_edges_is_refused():
         attribute_edges(random_model(2, 2), drawn(1), drawn(2, 2))
     with pytest.raises(ValueError, match=r"of at least 2 prompts, got \[1"):
         attribute_edges(random_model(2, 2), drawn(1, 1), drawn(2, 1))
-    with pytest.raises(ValueError, match="training mode"):
-        attribute_edges(random_model(2, 2).train(), drawn(1), drawn(2))

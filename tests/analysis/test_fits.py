@@ -102,7 +102,7 @@ def test_a_pair_tends_to_debiased_gd_as_omega_falls():
 def test_the_trained_length_is_added_and_the_verdict_speaks_of_it():
     fits = fit_learners(kernel_head(0.5, 1.5, d_x=5), context_lengths=[20], n_prompts=512)
     assert fits.context_length.tolist() == [20, 40]
-    assert "Closest to kernel_head, mu = 1.5000" in fits.verdict
+    assert "Closest to kernel_head, mu = 1.5" in fits.verdict
     assert "at L = 40" in fits.verdict
     assert repr(fits) == f"LearnerFits({fits.verdict})"
     assert fits.lead > 5 * fits.lead_sem

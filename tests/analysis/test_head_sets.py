@@ -4,7 +4,9 @@ import numpy as np
 import pytest
 
 from mechinterp.analysis.ablation.masked_risk import masked_errors
-from mechinterp.analysis.ablation.pairs import ablate_pairs, greedy_order, halves
+from mechinterp.analysis.ablation.orders import greedy_heads, greedy_order
+from mechinterp.analysis.ablation.pairs import ablate_pairs
+from mechinterp.analysis.stats import halves
 from mechinterp.config import TaskConfig
 from mechinterp.models.constructions.one_layer import diagonal_heads
 from mechinterp.models.hooked.transformer import ICLTransformer
@@ -54,23 +56,26 @@ def test_the_greedy_order_takes_what_is_missed_least(prompts):
     model = ICLTransformer.from_weights(weights, task=TaskConfig())
     found = greedy_order(model, prompts)
     chosen_on, measured = halves(prompts)
-    assert sorted(found.names) == ["L0H0", "L0H1", "L0H2", "L0H3"]
-    order = [(int(layer), int(head)) for layer, head in found.heads]
+    (names,) = found.heads
+    assert sorted(names) == ["L0H0", "L0H1", "L0H2", "L0H3"]
+    order = greedy_heads(model, chosen_on)
+    assert [f"L{layer}H{head}" for layer, head in order] == list(names)
     for step, head in enumerate(order):
         baselines = [[*order[:step], rival] for rival in order[step:]]
         risks = masked_errors(model, chosen_on, baselines).mean(0)
         assert risks.min() == risks[0], head
     masks = [order[:size] for size in range(5)]
     errors = masked_errors(model, measured, masks)
-    np.testing.assert_allclose(found.risk, errors.mean(0), rtol=1e-12)
-    sem = (errors[:, 2] - errors[:, 0]).std(ddof=1) / 128**0.5
-    assert found.rise_sem[2] == pytest.approx(sem, rel=1e-9)
+    (risk,), (ratio_sem,) = found.risk, found.ratio_sem
+    np.testing.assert_allclose(risk, errors.mean(0), rtol=1e-12)
+    full = errors[:, 0].mean()
+    off = errors[:, 2] - errors[:, 2].mean() / full * errors[:, 0]  # the delta method
+    assert ratio_sem[2] == pytest.approx(off.std(ddof=1) / 128**0.5 / full, rel=1e-9)
     zero = measured.y_query_clean.square().mean().item()
-    assert found.risk[-1] == pytest.approx(zero, rel=1e-12)
-    assert found.risk[3] > 5 * zero
-    assert list(found.to_frame()["head"]) == ["", *found.names]
-    assert repr(found).startswith(f"GreedyOrder({' '.join(found.names)}; risk ")
-    np.testing.assert_array_equal(found.plot().data[0].y, found.risk)
+    assert risk[-1] == pytest.approx(zero, rel=1e-12)
+    assert risk[3] > 5 * zero
+    assert list(found.to_frame()["masked_next"]) == [*names, ""]
+    np.testing.assert_array_equal(found.plot().data[0].y, risk)
 
 
 def test_too_few_prompts_to_halve(few):

@@ -4,8 +4,10 @@ import numpy as np
 import pytest
 import torch
 
+from analyses.coefficients.sampler import CHAINS, GRID, at_minimum, heads_at, moments_of
 from mechinterp import local_learning_coefficient
 from mechinterp.analysis.training.coefficient_snapshots import coefficient_snapshots, live_heads
+from mechinterp.analysis.training.langevin import Langevin
 from mechinterp.analysis.training.learning_coefficient import (
     PROMPT_CHAINS,
     coefficient_of_loss,
@@ -19,14 +21,14 @@ from mechinterp.analysis.training.local_losses import (
 from mechinterp.analysis.training.minima import why_no_minimum
 from mechinterp.analysis.training.sampler import Chains
 from mechinterp.checkpoints.load import load
-from mechinterp.icl.prompts import sample_prompts
+from mechinterp.icl.prompts import generator_for, sample_prompts
 from mechinterp.theory.linear_heads import Heads, merged_heads, separate_heads
 from mechinterp.training.linear.flat import unflatten
+from mechinterp.training.linear.trainer import task_moments
 from tests.conftest import CHECKPOINTS, Run
-from tests.learning import SPECTRA, heads_at, merged_at, moments_of, saddle
+from tests.learning import merged_at, saddle
 
 SHORT = Chains(n_chains=8, n_draws=120, n_warmup=80, n_leapfrog=16)
-MANY = Chains(n_chains=48, n_draws=500, n_warmup=250, n_leapfrog=40)
 EXACT = {
     "linear-separate-s0": 8,
     "linear-separate-s1": 8,
@@ -102,6 +104,65 @@ def test_a_quadratic_gives_half_its_directions():
     assert abs(other.estimate - share) < 4 * other.sem
 
 
+def test_mini_batches_are_biased_by_as_much_as_their_noise_and_the_step_size_say():
+    curvatures, noise_var, n_beta, step = np.array([5.0, 1.0, 0.1]), 0.64, 1000.0, 1e-4
+
+    def quadratic(points: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        return (curvatures * points**2).sum(1) / 2, curvatures * points
+
+    def on_minibatch(points: np.ndarray, n_prompts: int, generator: torch.Generator) -> np.ndarray:
+        noise = torch.randn(points.shape, generator=generator).numpy()
+        return curvatures * points + (noise_var / n_prompts) ** 0.5 * noise
+
+    loss = LocalLoss(
+        quadratic, np.zeros(3), "3 entries", "a quadratic", 1.5, on_minibatch=on_minibatch
+    )
+    chains = Chains(n_chains=48, n_draws=150, n_warmup=15, n_leapfrog=100)
+    # A linear recursion: its variance, and so the mean of n_beta L, is known in every direction.
+    pull = n_beta * curvatures + 1
+    for batch_size in (16, 64):
+        noise = 1 + step * n_beta**2 * noise_var / batch_size / 4
+        law = n_beta * curvatures / 2 * noise / (pull * (1 - step * pull / 4))
+        found = coefficient_of_loss(
+            loss, n_beta=n_beta, chains=chains, langevin=Langevin(step, batch_size)
+        )
+        assert abs(found.estimate - law.sum()) < 4 * found.sem < 0.4
+        assert found.estimate - 1.5 > 5 * found.sem
+        assert f"biased: drawn on mini-batches of {batch_size} without rejection" in repr(found)
+        assert found.to_frame()["bias"].item().endswith("step size 0.0001")
+    exact = coefficient_of_loss(loss, n_beta=n_beta, chains=SHORT)
+    assert exact.bias == ""
+    assert abs(exact.estimate - 1.5) < 4 * exact.sem
+
+
+@pytest.mark.parametrize("name", ["linear-separate-s0", "linear-merged-s0", "softmax-h2-s0"])
+def test_the_gradient_on_mini_batches_is_that_of_the_loss_in_the_mean(name: str):
+    checkpoint = load(CHECKPOINTS / name)
+    if "linear" in name:
+        heads, task = heads_of_linear(checkpoint.snapshots[0]), checkpoint.task
+        loss = population_loss(heads, task_moments(task), task=task)
+    else:
+        prompts = sample_prompts(checkpoint.task, 64, seed=1)
+        loss = prompts_loss(checkpoint, checkpoint.weights, prompts)
+    points = np.repeat(loss.at[None], 200, axis=0)
+    rows = loss.on_minibatch(points, 8, generator_for(0, "eval", 1))
+    assert len(np.unique(rows, axis=0)) == 200
+    exact = loss.function(loss.at[None])[1][0]
+    error = rows.std(0) / 200**0.5
+    assert (abs(rows.mean(0) - exact) <= 5 * error + 1e-12).all()
+
+
+def test_mini_batches_need_prompts():
+    loss = population_loss(heads_at(moments_of(3, "distinct"), 3, 1), moments_of(3, "distinct"))
+    with pytest.raises(
+        ValueError, match="langevin needs a loss with mini-batches, got one without"
+    ):
+        coefficient_of_loss(loss, langevin=Langevin(1e-6))
+    for values in ((0.0, 64), (1e-6, 0)):
+        with pytest.raises(ValueError, match="must be > 0, got 0"):
+            Langevin(*values)
+
+
 @pytest.mark.parametrize("heads", ["separate", "merged"])
 def test_linear_attention_at_its_minimum(heads: str):
     moments = moments_of(3, "distinct")
@@ -123,22 +184,12 @@ def test_the_table_of_the_fact_sheet(n_heads: int):
     assert abs(found.estimate / found.exact - 1) < 0.02
 
 
-GRID = [
-    (d_x, n_heads, spectrum)
-    for d_x in (3, 4, 5, 6)
-    for n_heads in range(1, d_x + 2)
-    for spectrum in SPECTRA
-]
-
-
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(("d_x", "n_heads", "spectrum"), GRID)
 def test_all_numbers_of_heads_with_distinct_and_equal_eigenvalues(
     d_x: int, n_heads: int, spectrum: str
 ):
-    moments = moments_of(d_x, spectrum)
-    loss = population_loss(heads_at(moments, n_heads, 1), moments)
-    found = coefficient_of_loss(loss, chains=MANY)
+    found = at_minimum(d_x, n_heads, spectrum, CHAINS)
     assert found.exact is not None
     assert abs(found.estimate - found.exact) < 3 * found.sem
     assert abs(found.estimate / found.exact - 1) < 0.02
@@ -198,7 +249,6 @@ def test_the_result_says_itself():
     frame = found.to_frame()
     assert frame["n_beta"].tolist() == [30_000, 1e3, 1e4]
     assert frame["exact"].tolist() == [2.5] * 3
-    assert len(found.chains_frame()) == 8 * 120
     assert repr(found).startswith(f"LearningCoefficient({found.estimate:.4g} ± ")
     assert "7 entries: v and the x entries of q and k of 1 head; the population" in repr(found)
     density = found.plot_posterior().data

@@ -1,7 +1,5 @@
 """A monitor inside a training loop of somebody's own: it measures, and changes nothing."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
@@ -14,7 +12,6 @@ from mechinterp import (
     evaluation_prompts,
     hook_module,
     sample_prompts,
-    write_report,
 )
 from mechinterp.analysis.training.deep_snapshots import deep_snapshots
 
@@ -97,20 +94,8 @@ def test_labels_and_no_ablation():
     monitor = Monitor(task=TASK, read=last, n_prompts=64, ablation=False, labels=True)
     monitor(0, module())
     columns = monitor.run().history.columns.tolist()
-    assert columns == ["step", "layer", "head", "eval_loss", "eval_loss_sem", "pattern"]
+    assert columns == ["step", "layer", "head", "loss", "eval_loss", "eval_loss_sem", "pattern"]
     assert monitor.run().history["pattern"][0] in ("undetermined", "unstructured", "other")
-
-
-def test_the_page_has_slider_and_curves(tmp_path: Path):
-    monitor = Monitor(task=TASK, read=last, every=5, n_prompts=32)
-    trained(monitor)
-    page = write_report(
-        monitor.run(), tmp_path / "page", n_prompts=64, analyses=["head-snapshots", "training"]
-    )
-    text = page.page.read_text(encoding="utf-8")
-    assert "Training, step by step" in text
-    assert "3 kept steps, 0 to 10" in text
-    assert {table.name for table in page.tables} == {"snapshots.csv", "history.csv"}
 
 
 def test_what_it_refuses():

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from mechinterp.analysis.learners.nearest import evaluation
 from mechinterp.analysis.one_layer.random_null import (
     N_PROMPTS,
     Null,
@@ -16,7 +17,7 @@ from mechinterp.analysis.one_layer.random_null import (
     x_blocks,
 )
 from mechinterp.analysis.one_layer.shared_qk import common_matrix
-from mechinterp.analysis.one_layer.substitution import evaluation, faithfulness, idealised
+from mechinterp.analysis.one_layer.substitution import faithfulness, idealised
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig
 from mechinterp.models.constructions.one_layer import from_circuits
 from mechinterp.models.heads import AttentionWeights, head_outputs, predict

@@ -67,20 +67,24 @@ def test_rules_are_those_of_prune(many: Prompts):
     model = random_model(**WIDE)
     found = prune_by_rules(model, many)
     assert found.rules == ("full model", *RULES)
-    for row, rule in enumerate(RULES.values(), start=1):
-        expected = prune(model, many, rule=rule)
-        assert (found.kept[row] == expected.kept).all()
-        assert (found.chosen[row] == expected.chosen).all()
-        names = [f"{kind}{name}" for kind in ("", "refit_") for name in COSTS]
-        values = [getattr(found, name)[row] for name in names]
-        assert values == pytest.approx([getattr(expected, name) for name in names], rel=1e-9)
-    assert found.refit_risk[0] == pytest.approx(expected.full_refit_risk, rel=1e-9)
+    for name, rule in RULES.items():
+        expected, each = prune(model, many, rule=rule), found.by_rule[name]
+        assert (each.kept == expected.kept).all()
+        assert (each.chosen == expected.chosen).all()
+        costs = [f"{kind}{cost}" for kind in ("", "refit_") for cost in COSTS]
+        values = [getattr(each, cost) for cost in costs]
+        assert values == pytest.approx([getattr(expected, cost) for cost in costs], rel=1e-9)
+    full = found.by_rule["full model"]
+    assert full.refit_risk == pytest.approx(expected.full_refit_risk, rel=1e-9)
     assert found.to_frame()["heads_per_layer"].tolist() == [
         *("4, 4, 4", "4, 1, 1", "4, 1, 1", "1, 4, 4")
     ]
     assert found.plot().layout.yaxis.type is None
     # A rule may cost a thousand times another.
-    apart = replace(found, risk=found.risk * np.array([1, 1, 1, 1000]))
+    last = found.by_rule["best-first"]
+    apart = replace(
+        found, by_rule=found.by_rule | {"best-first": replace(last, risk=1000 * last.risk)}
+    )
     assert apart.plot().layout.yaxis.type == "log"
     assert repr(found).startswith("RulePruning(best-later ")
 
@@ -90,23 +94,25 @@ def test_rules_see_the_rises_of_other_prompts_if_they_are_given(many: Prompts):
     model = random_model(**WIDE)
     rise = ablate_heads(model, many[:40]).rise
     found = prune_by_rules(model, many[40:], rise)
-    for row, rule in enumerate(RULES.values(), start=1):
-        assert (found.kept[row] == rule(rise)).all()
-        assert (found.chosen[row] == rule(rise)).all()
+    for name, rule in RULES.items():
+        each = found.by_rule[name]
+        assert (each.kept == rule(rise)).all()
+        assert (each.chosen == rule(rise)).all()
         errors = masked_errors(model, many[40:], [[], masked_by(rule(rise))])
         ratio = [float(value) for value in ratio_and_sem(errors[:, 1], errors[:, 0])]
-        assert [found.ratio[row], found.ratio_sem[row]] == pytest.approx(ratio, rel=1e-9)
+        assert [each.ratio, each.ratio_sem] == pytest.approx(ratio, rel=1e-9)
 
 
 def test_a_risk_that_few_prompts_carry_is_read_with_a_new_read_out(many: Prompts):
     found = prune_by_rules(random_model(**WIDE), many)
     assert list(found.to_frame())[2:7:4] == ["risk", "refit_risk"]
-    few = replace(found, carried_by_few=np.array([False, True, False, False]))
+    best = replace(found.by_rule["best-later"], carried_by_few=True)
+    few = replace(found, by_rule=found.by_rule | {"best-later": best})
     assert list(few.to_frame())[2:7:4] == ["refit_risk", "risk"]
-    name, ratio, sem, how = few.ratios_to_read()[0]
-    assert (name, how) == ("best-later", " with a new read-out")
-    assert (ratio, sem) == (found.refit_ratio[1], found.refit_ratio_sem[1])
-    assert few.ratios_to_read()[1:] == found.ratios_to_read()[1:]
+    assert best.to_read == (best.refit_ratio, best.refit_ratio_sem, " with a new read-out")
+    assert "times with a new read-out" in repr(few)
+    other = found.by_rule["best-first"]
+    assert other.to_read == (other.ratio, other.ratio_sem, "")
 
 
 def test_rules_that_prune_nothing_are_left_out(many: Prompts):

@@ -8,15 +8,15 @@ import pandas as pd
 import pytest
 import torch
 
-from mechinterp.analysis.learners.baseline_comparison import nearby, task_doubt
+from mechinterp.analysis.labels import ALGORITHMS as LAYERED
+from mechinterp.analysis.labels import PATTERNS, Label
+from mechinterp.analysis.learners.baseline_comparison import task_doubt
+from mechinterp.analysis.learners.nearest import Nearby, nearby
 from mechinterp.analysis.multi_layer.algorithm_labels import ALIKE, LARGER
-from mechinterp.analysis.multi_layer.verdict import FORMULAS, NAMES
 from mechinterp.analysis.number_format import explained, with_error
 from mechinterp.analysis.one_layer.classify import classify
 from mechinterp.analysis.one_layer.thresholds import Thresholds
 from mechinterp.analysis.verdict import (
-    KNOWN,
-    KNOWN_ALGORITHMS,
     NOTHING_EXCLUDED,
     WORDS,
     Z95,
@@ -49,7 +49,7 @@ def test_a_step_is_told_with_its_size_and_the_best_one(step):
     )
     assert step.verdict.computes.endswith("the step size that is best for its task is 0.879")
     assert f"explains {explained(step.learner.r2, step.learner.r2_sem)} of" in step.verdict.sure
-    named = KNOWN["debiased_gd"][1]
+    named = PATTERNS["debiased_gd"].named
     assert f"of {named} models made here that got this label it was wrong for 0" in (
         step.verdict.sure
     )
@@ -73,18 +73,22 @@ def test_the_runner_up_is_no_case_of_the_pattern(step):
 
 
 def test_what_cannot_be_told_apart_is_not_called_what_the_model_is_not():
-    learners, r2 = ("vanilla_gd", "debiased_gd", "ridge"), np.array([0.95, 0.96, 0.7])
-    found = nearest_learners("none", learners, r2, np.full(3, 0.01))
+    def told(sem: float, less: float = 0.0):
+        learners, r2 = ("debiased_gd", "vanilla_gd", "ridge"), np.array([0.96, 0.95, 0.7]) - less
+        near = Nearby(learners, r2, np.full(3, sem), r2[0] - r2, np.zeros(3))
+        return nearest_learners("none", near)
+
+    found = told(0.01)
     assert found.sure.startswith(
         "the nearest simple learner is a gradient step on x minus its mean"
     )
     assert found.alike.startswith("a plain gradient step, R² = 0.95")
     assert found.is_not.startswith("ridge regression, R² = 0.70")
-    apart = nearest_learners("none", learners, r2, np.full(3, 0.001))
+    apart = told(0.001)
     assert (apart.alike, apart.is_not[:21]) == ("", "a plain gradient step")
-    together = nearest_learners("none", learners, r2, np.full(3, 1.0))
+    together = told(1.0)
     assert together.is_not == NOTHING_EXCLUDED
-    far = nearest_learners("none", learners, r2 - 0.6, np.full(3, 0.01))
+    far = told(0.01, less=0.6)
     assert (far.alike, far.is_not) == ("", "near to a simple learner")
     assert "which is not near" in far.sure
 
@@ -109,10 +113,9 @@ def test_a_handful_of_models_without_an_error_is_no_evidence():
         p = upper_limit(wrong, named)
         assert (p - wrong / named) ** 2 == pytest.approx(Z95**2 * p * (1 - p) / named, rel=1e-12)
     assert upper_limit(0, 293) == pytest.approx(Z95**2 / (293 + Z95**2))
-    assert calibration_text("a", {"a": (0, 34)}) == ""
-    assert "of 35 models made here" in calibration_text("a", {"a": (0, 35)})
-    assert "it was wrong for 3 (at most 31.0%, 95% limit)" in calibration_text("a", {"a": (3, 24)})
-    assert calibration_text("b", {"a": (0, 35)}) == ""
+    assert calibration_text(Label("", "", 0, 34)) == ""
+    assert "of 35 models made here" in calibration_text(Label("", "", 0, 35))
+    assert "it was wrong for 3 (at most 31.0%, 95% limit)" in calibration_text(Label("", "", 3, 24))
 
 
 def test_a_p_value_is_told_by_its_count():
@@ -163,7 +166,7 @@ def test_a_step_of_another_size_is_doubted_under_its_own_task_only_if_that_is_as
             "softmax-h1-s0",
             [
                 "ŷ = -1.50 Σ_l w_l y_l, w_l ∝ exp(-0.519 x_l·x)",
-                f"of {KNOWN['kernel_regression'][1]} models made here",
+                f"of {PATTERNS['kernel_regression'].named} models made here",
             ],
         ),
         ("softmax-h2-s8", ["Σ_h μ_h", "μ = 0.643, ω = 0.560; μ = 0.824, ω = 0.532"]),
@@ -176,7 +179,10 @@ def test_a_step_of_another_size_is_doubted_under_its_own_task_only_if_that_is_as
         ),
         (
             "linear-merged-s0",
-            ["singular values of Γ 2.23 to 7.31", f"of {KNOWN['linear_gd'][1]} models made here"],
+            [
+                "singular values of Γ 2.23 to 7.31",
+                f"of {PATTERNS['linear_gd'].named} models made here",
+            ],
         ),
         ("kms-0.5-h2-s0", ["preconditioned", "(x_l − x̄), singular values of Γ 0.420 to 2.07"]),
         ("softmax-h8-s1", ["none of the known formulas clearly", "omega and mu are what a head"]),
@@ -197,10 +203,11 @@ def test_layers_are_told_with_the_numbers_fitted_to_them():
     assert "w ← w + η (b − S w)" in found.verdict.computes
     assert f"p < {1 / len(found.algorithm.null_risk):.2g}" in found.verdict.sure
     # GD++, preconditioned descent and ISTA contain gradient descent, and so predict as well.
+    names = {label: each.name for label, each in LAYERED.items()}
     alike = [each.split(",")[0] for each in found.verdict.alike.split("; ")]
-    assert {NAMES[label] for label in LARGER & set(found.algorithm.members)} <= set(alike)
-    assert found.verdict.is_not.split(",")[0] in set(NAMES.values()) - set(alike)
-    assert "models made here" not in found.verdict.sure or KNOWN_ALGORITHMS[found.pattern][0]
+    assert {names[label] for label in LARGER & set(found.algorithm.members)} <= set(alike)
+    assert found.verdict.is_not.split(",")[0] in set(names.values()) - set(alike)
+    assert "models made here" not in found.verdict.sure or LAYERED[found.pattern].wrong
 
 
 @pytest.mark.slow
@@ -214,11 +221,12 @@ def test_a_formula_without_numbers_is_told_without_them():
 
 def test_each_label_of_layers_has_a_formula_a_name_and_a_calibration():
     labels = {a.label for a in ALGORITHMS} - {None}
-    assert labels == FORMULAS.keys() == NAMES.keys() == KNOWN_ALGORITHMS.keys()
+    assert labels == LAYERED.keys()
+    assert all(each.name for each in LAYERED.values())
     assert labels >= ALIKE | LARGER
     for algorithm in ALGORITHMS:
         if algorithm.label:
-            assert len(FORMULAS[algorithm.label][1]) == len(algorithm.scalars)
+            assert len(LAYERED[algorithm.label].numbers) == len(algorithm.scalars)
 
 
 def test_calibration_is_what_the_analyses_counted():
@@ -228,11 +236,13 @@ def test_calibration_is_what_the_analyses_counted():
         label: (int(column.sum() - column.get(label, 0)), int(column.sum()))
         for label, column in named.items()
     }
-    assert found == KNOWN
+    assert found == {name: (each.wrong, each.named) for name, each in PATTERNS.items()}
     models = pd.read_csv(RESULTS / "algorithms" / "algorithm_calibration_models.csv")
-    models = models[(models["half"] == "confirming") & models["label"].isin(KNOWN_ALGORITHMS)]
+    models = models[(models["half"] == "confirming") & models["label"].isin(LAYERED)]
     wrong = models["verdict"].eq("wrong").groupby(models["label"]).agg(["sum", "size"])
-    assert {k: (int(v["sum"]), int(v["size"])) for k, v in wrong.iterrows()} == KNOWN_ALGORITHMS
+    assert {k: (int(v["sum"]), int(v["size"])) for k, v in wrong.iterrows()} == {
+        name: (each.wrong, each.named) for name, each in LAYERED.items()
+    }
 
 
 def test_names_of_numbers_are_spelled_out():
@@ -252,8 +262,11 @@ def test_the_nearest_of_a_family_is_scaled_to_fit_and_ridge_is_not():
     prompts = sample_prompts(TaskConfig(), 64, seed=0, dtype=torch.float64)
     line, other = prompts.y_query, prompts.y_query.flip(0)
     found = nearby(
-        2 * line, 2 * line, {"kernel_head": torch.stack([other, line]), "ridge": line[None]}
+        2 * line, {"kernel_head": torch.stack([other, line]), "ridge": line[None]}, 2 * line
     )
     assert found.learners == ("kernel_head", "ridge")
     np.testing.assert_allclose(found.r2, [1, 0.75])
     np.testing.assert_allclose(found.lead, [0, 0.25])
+    alone = nearby(2 * line, {"ridge": line[None], "vanilla_gd": other[None]})
+    assert alone.learners[0] == "ridge"
+    np.testing.assert_allclose(alone.lead, [0, alone.r2[0] - alone.r2[1]])

@@ -217,7 +217,6 @@ BAD_STATES: dict[str, tuple[dict[str, Tensor | None], str]] = {
     "flat W_K": ({ATTN + "W_K": W_Q[0]}, "W_K must have three axes, head first, got shape (5, 4)"),
     "narrow W_K": ({ATTN + "W_K": W_Q[:, :, :3]}, "W_K must have shape (2, 5, 4), got (2, 5, 3)"),
     "NaN": ({ATTN + "W_Q": W_Q * torch.nan}, "W_Q must hold finite numbers, got 40 NaN"),
-    "mixed": ({ATTN + "W_Q": W_Q.double()}, "one dtype, got torch.float32, torch.float64"),
 }
 
 

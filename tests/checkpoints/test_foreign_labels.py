@@ -17,7 +17,7 @@ from mechinterp.config import TaskConfig
 from mechinterp.icl.prompts import sample_prompts
 from mechinterp.models.heads import AttentionWeights
 from tests.checkpoints.foreign_files import softmax_paper_state
-from tests.checkpoints.wild_files import LAYOUTS, State, matrices
+from tests.checkpoints.wild_files import State, matrices
 from tests.conftest import CHECKPOINTS
 
 pytestmark = pytest.mark.usefixtures("small_null")
@@ -142,26 +142,6 @@ def test_one_head_of_two_widths_needs_no_number_of_heads(tmp_path: Path):
     read = load(saved(tmp_path, state), score="softmax")
     torch.testing.assert_close(read.weights.circuits.OV, weights.OV)
     torch.testing.assert_close(read.weights.circuits.QK, weights.QK)
-
-
-@pytest.mark.parametrize("behind", [0, 3])
-def test_the_prediction_is_the_column_that_the_loss_tells(tmp_path: Path, behind: int):
-    """With three columns of positions the published code reads minus the last entry; others read the one behind x."""
-    weights = heads_of("softmax-h2-s0")
-    state = LAYOUTS["haiku"](weights)
-    wide = {
-        n: pad(t, (0, 0, 0, 3)) if "linear" not in n else pad(t, (behind, 3 - behind))
-        for n, t in state.items()
-    }
-    file = saved(tmp_path, wide)
-    found = load(file, d_x=5, d_y=1, n_heads=2, score="softmax")
-    assert found.assumed["model.output_column"] == (8 if behind else None)
-    assert found.assumed["model.position_columns_left_out"] == 3
-    torch.testing.assert_close(found.weights.circuits.OV, weights.OV)
-    assert classify(found, **FEW).pattern == "debiased_gd"
-    told = load(file, d_x=5, d_y=1, n_heads=2, score="softmax", output_column=5 + behind)
-    assert "model.output_column" not in told.assumed
-    torch.testing.assert_close(told.weights.circuits.OV, weights.OV)
 
 
 @pytest.mark.parametrize("room", [0, 1])

@@ -16,7 +16,7 @@ from mechinterp.checkpoints.foreign.layout import layout_of
 from mechinterp.checkpoints.foreign.names import ROWS, piece_of
 from mechinterp.checkpoints.foreign.options import Hints
 from mechinterp.checkpoints.foreign.parsed import parts_of
-from mechinterp.checkpoints.foreign.read import read_foreign
+from mechinterp.checkpoints.foreign.read import Stored, read_foreign
 from mechinterp.checkpoints.io.errors import CheckpointError
 from mechinterp.checkpoints.load import load
 from mechinterp.config import ModelConfig
@@ -153,7 +153,7 @@ def test_layers_predict_as_they_did(model: str, names: str, packed: bool):
     settings |= {"residual": True, "norm_first": config.norm == "before"}
     settings |= {"context_only": config.context_only, "positions": "none"}
     hints = Hints(score=config.score, attend_to_self=config.attend_to_self, scale=0.5)
-    found = read_foreign(state, Path("x.pt"), hints=hints, settings=settings)
+    found = read_foreign([Stored(Path("x.pt"), state, settings)], hints)
     assert found.format == "named-layers"
     assert not found.readings
     prompts = sample_prompts(found.task, 16, seed=0, dtype=torch.float32)
@@ -170,7 +170,7 @@ PARTS = {
 @pytest.mark.parametrize("part", PARTS)
 def test_every_spelling_of_what_lies_around(part: str):
     weights, names = random_weights(MODELS["GPT"]), SPELLINGS["nanoGPT"]
-    said = {"axes": "out,in", "hints": Hints(n_heads=2), "settings": {}, "file": Path("x.pt")}
+    said = {"axes": "out,in", "hints": Hints(n_heads=2), "settings": {}}
     state = written(weights, names)
     true = parts_of(state, layout_of(state), **said)
     for spelling in ROWS[part]:

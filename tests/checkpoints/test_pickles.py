@@ -23,7 +23,6 @@ from mechinterp.checkpoints.load import load
 from tests.checkpoints.foreign_files import random_heads, softmax_paper_state, whole_run
 from tests.checkpoints.test_archives import little, with_pickle
 
-HERE = Path("x.pth")
 # A tuple 60 deep, each one twice in the next: 2**60 leaves in 240 bytes.
 DOUBLED = b")" + b"".join(b"q" + bytes([i]) + b"h" + bytes([i]) + b"\x86" for i in range(60))
 DEEP = b")" + b"\x85" * 200_000
@@ -171,7 +170,7 @@ def test_plain_values_are_those_that_were_pickled(protocol: int):
         "g": b"x" * 3,
     }
     values |= {"h": (1, ("a", 300)), "i": 70_000, "j": {"k": {}}, "l": 255}
-    found = read_pickle(pickle.dumps(values, protocol), HERE)
+    found = read_pickle(pickle.dumps(values, protocol))
     if protocol == 2:  # which has no bytes
         assert found.pop("g") == Encoded("xxx")
         values.pop("g")
@@ -264,6 +263,6 @@ def test_bad_pickles_do_not_end_the_classification_of_a_folder(tmp_path: Path):
 def test_a_tensor_is_a_place():
     storage, shape, strides = WORD, b"K\2K\2\x86", b"K\1K\2\x86"
     pickled = called(TENSOR, storage + b"K\0" + shape + strides) + b"."
-    found = read_pickle(pickled, HERE)
+    found = read_pickle(pickled)
     assert isinstance(found, StoredTensor)
     assert (found.storage.key, found.shape, found.strides) == ("0", (2, 2), (1, 2))

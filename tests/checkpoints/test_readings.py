@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 
 from mechinterp.analysis.one_layer.classify import classify
 from mechinterp.checkpoints.checkpoint import Checkpoint
+from mechinterp.checkpoints.foreign import interpret
 from mechinterp.checkpoints.foreign.options import COLUMNS
 from mechinterp.checkpoints.io.errors import CheckpointError
 from mechinterp.checkpoints.load import convert, load
@@ -136,6 +137,20 @@ def test_scale_is_told_by_the_loss(tmp_path: Path):
     found = load(file, task=stated_task(checkpoint), score="linear/L")
     torch.testing.assert_close(found.weights.circuits.QK, checkpoint.weights.circuits.QK)
     assert found.assumed["attn_scale"] == 1
+
+
+def test_a_loss_that_is_not_clear_is_looked_at_on_more_prompts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Four prompts leave open what 256 tell."""
+    file = as_circuits(shipped("softmax-h1-s0").weights.circuits, tmp_path / "x.npz")
+    monkeypatch.setattr(interpret, "N_PROMPTS", 4)
+    monkeypatch.setattr(interpret, "LEAST_PROMPTS", 4)
+    for again, clear in ((1, False), (64, True)):
+        monkeypatch.setattr(interpret, "AGAIN", again)
+        readings = load(file, score="softmax").readings
+        assert min(each.loss for each in readings) < 0.95
+        assert any(each.predicts for each in readings) is clear
 
 
 def test_no_reading_predicts(tmp_path: Path):

@@ -8,6 +8,7 @@ import pytest
 from mechinterp import load
 from mechinterp.checkpoints import shipped
 from mechinterp.checkpoints.io.errors import CheckpointError
+from mechinterp.cli.options import shown_path
 
 ROOT = Path(__file__).parents[2]
 
@@ -47,3 +48,8 @@ def test_bundled_files_are_links_to_those_of_the_clone():
         for file in (shipped.BUNDLED / name).iterdir():
             assert file.is_symlink()
             assert os.path.samefile(file, ROOT / "checkpoints" / name / file.name)
+
+
+def test_a_model_of_the_package_is_shown_by_its_name():
+    assert shown_path(shipped.BUNDLED / "softmax-h2-s0") == "softmax-h2-s0"
+    assert shown_path(Path("runs/softmax-h2-s0")) == "runs/softmax-h2-s0"

@@ -65,7 +65,7 @@ def test_every_spelling(layout: str):
     assert layout_found.open_axes is layout.startswith("parameters")
     axes = "in,out" if layout == "parameters [in, out]" else "out,in"
     (layer,) = layout_found.layers
-    found = attention_matrices(layer, state, Path("x.pt"), axes)
+    found = attention_matrices(layer, state, axes)
     apart = layout == "flax" or layout.partition(",")[0].endswith("heads")
     shown = {matrix.n_heads for matrix in found.values()} - {None}
     assert shown == ({2} if apart and "output unify" not in layout else set())

@@ -212,6 +212,9 @@ def test_a_table_of_failures_and_of_nothing(tmp_path: Path):
     for name in ("a.csv", "a.parquet"):
         write_table(tmp_path / name, failed)
     assert pd.read_parquet(tmp_path / "a.parquet")["error"].tolist() == ["gone"]
+    # The evidence of several layers has a table called path, which is not the checkpoint's.
+    several = {"path": "x.pt", "evidence": {"path": [{"layer": 0}, {"layer": 1}], "r2": 0.5}}
+    assert classification_frame([several]).iloc[0][["path", "r2"]].tolist() == ["x.pt", 0.5]
     assert list(classification_frame([]).columns) == [
         *("path", "format", "pattern", "reason", "n_layers", "n_heads", "d_x", "d_y", "error")
     ]

@@ -11,7 +11,7 @@ from transformers import GPT2Config, GPT2Model
 
 from mechinterp.checkpoints.checkpoint import Checkpoint
 from mechinterp.checkpoints.foreign.options import Hints
-from mechinterp.checkpoints.foreign.read import read_foreign
+from mechinterp.checkpoints.foreign.read import Stored, read_foreign
 from mechinterp.config import TaskConfig
 from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
 from mechinterp.models.hooked.masks import Head
@@ -85,7 +85,7 @@ def encoder(width: int, **settings) -> nn.TransformerEncoder:
 def read_gpt2(state: dict[str, Tensor], **settings: object) -> Checkpoint:
     """The state dict of a Garg model of 4 heads, through the reader of such files."""
     hints = Hints(n_heads=4)
-    return read_foreign(state, Path("x.pt"), hints=hints, settings=settings)
+    return read_foreign([Stored(Path("x.pt"), state, settings)], hints)
 
 
 def read_encoder(
@@ -93,7 +93,7 @@ def read_encoder(
 ) -> Checkpoint:
     """The state dict of encoder layers of 2 heads for d_x = 3, through the reader of such files."""
     hints = Hints(n_heads=2, attend_to_self=attend_to_self)
-    return read_foreign(state, Path("x.pt"), hints=hints, settings=settings)
+    return read_foreign([Stored(Path("x.pt"), state, settings)], hints)
 
 
 def predicted(checkpoint: Checkpoint, prompts: Prompts) -> Tensor:
@@ -323,10 +323,10 @@ def test_hooks_and_transformers_are_not_imported_to_read_a_model():
 import sys, torch, mechinterp.models.weights, mechinterp.models.run.predictor
 from pathlib import Path
 from mechinterp.checkpoints.foreign.options import Hints
-from mechinterp.checkpoints.foreign.read import read_foreign
+from mechinterp.checkpoints.foreign.read import Stored, read_foreign
 state = torch.nn.TransformerEncoderLayer(6, 2, 8).state_dict()
 hints = Hints(n_heads=2)
-found = read_foreign(state, Path("x.pt"), hints=hints, settings={})
+found = read_foreign([Stored(Path("x.pt"), state, {})], hints)
 assert found.predictor.weights is found.weights
 print([n for n in ("transformers", "transformer_lens") if n in sys.modules])
 """

@@ -109,7 +109,7 @@ def test_what_is_left_out_is_named_with_its_reason_and_is_never_a_tag(run: Run, 
     assert " Left out: 1 of 3. " in " ".join(ran.out.split())
     text = (tmp_path / "page" / PAGE).read_text(encoding="utf-8")
     assert re.findall(r"<h2>(.*?)</h2>", text)[:2] == ["Settings and models", "Left out"]
-    row = text.partition("<caption>left_out</caption>")[2].partition("</table>")[0]
+    row = text.partition("<caption>Left out</caption>")[2].partition("</table>")[0]
     path, reason = (html.unescape(cell) for cell in re.findall(r"<td.*?>(.*?)</td>", row))
     assert path == str(bad)
     assert reason.startswith("must hold the tensors of a format known here (transformer-lens, ")

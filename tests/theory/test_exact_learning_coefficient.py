@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from analyses.coefficients.sampler import SPECTRA, heads_at, moments_of
 from mechinterp.analysis.training.local_losses import population_loss
 from mechinterp.theory.learning_coefficient import (
     learning_coefficient,
@@ -13,7 +14,7 @@ from mechinterp.theory.learning_coefficient import (
 )
 from mechinterp.theory.linear import Moments, fixed_point, modes, population_moments
 from mechinterp.theory.linear_heads import merged_heads, separate_heads
-from tests.learning import SPECTRA, curved_directions, heads_at, moments_of
+from tests.learning import curved_directions
 
 
 @pytest.mark.parametrize("d_x", [3, 4, 5, 6])

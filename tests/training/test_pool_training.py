@@ -3,13 +3,15 @@
 from dataclasses import replace
 from pathlib import Path
 
+import pandas as pd
 import pytest
 import torch
 
 from mechinterp.checkpoints.checkpoint import load
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig, TrainConfig
-from mechinterp.training.one_layer.pack import packs
+from mechinterp.training.one_layer.pack import Pack, packs
 from mechinterp.training.train import train_models
+from tests.conftest import assert_same
 
 TASK = TaskConfig(d_x=2, context_length=4, beta_var=1.0, noise_var=0.1)
 TRAIN = TrainConfig(steps=40, batch_size=32, n_eval_prompts=64, log_every=20, learning_rate=0.02)
@@ -45,17 +47,37 @@ def test_a_run_holds_several_pools_and_each_model_is_what_it_is_alone(model: str
     assert not torch.equal(weights[1], weights[2])
 
 
-def test_models_of_one_pool_share_a_pack():
-    configs = {
-        f"m{n_tasks}-s{seed}": replace(config, seed=seed)
+def test_models_of_several_pools_share_a_pack_and_have_the_bits_of_a_pack_of_their_own(
+    tmp_path: Path,
+):
+    mixed = {
+        f"m{n_tasks}-s{seed}": replace(
+            config, seed=seed, model=replace(config.model, n_heads=heads)
+        )
+        for seed, heads in ((0, 1), (1, 3))
         for n_tasks, config in of_pools("one layer").items()
-        for seed in (0, 1)
     }
-    assert sorted(sorted(pack) for pack in packs(configs)) == [
-        ["mm1-s0", "mm1-s1"],
-        ["mm3-s0", "mm3-s1"],
-        ["mmNone-s0", "mmNone-s1"],
-    ]
+    other = replace(TASK, n_tasks=3, task_seed=1)
+    mixed["other pool"] = replace(mixed["mm3-s0"], task=other)
+    assert packs(mixed) == [mixed]
+    together, file = Pack(mixed), tmp_path / "state.safetensors"
+    together.advance()
+    together.save(file)
+    together = Pack.restore(file)
+    together.advance()
+    results = together.results()
+    assert together.finished
+    assert results.keys() == mixed.keys()
+    for name, config in mixed.items():
+        alone = Pack({name: config})
+        while not alone.finished:
+            alone.advance()
+        expected = alone.results()[name]
+        assert results[name].config == config
+        assert_same(results[name].weights, expected.weights)
+        pd.testing.assert_frame_equal(results[name].history, expected.history, check_exact=True)
+    first, second = (results[name].history["eval_loss"] for name in ("mm3-s0", "other pool"))
+    assert (first != second).all()
 
 
 def test_one_task_is_learned_from_its_loss(tmp_path: Path):

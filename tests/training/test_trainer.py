@@ -233,11 +233,13 @@ def test_training_equals_plain_pytorch(d_y: int):
         assert difference.norm() < 1e-5 * values.norm(), name
 
 
-def test_models_that_differ_in_more_than_seed_and_heads_are_refused():
+def test_models_that_differ_in_more_than_seed_heads_and_pool_are_refused():
     other = override(SMALL, "train.data_seed=8")
     assert pack_key(other) != pack_key(SMALL)
     assert len({pack_key(config) for config in MODELS.values()}) == 1
-    with pytest.raises(ValueError, match=r"must differ in seed and model\.n_heads only"):
+    with pytest.raises(
+        ValueError, match=r"must differ in seed, model\.n_heads and pool of tasks only"
+    ):
         Pack({"two": SMALL, "other": other})
 
 

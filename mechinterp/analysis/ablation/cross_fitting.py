@@ -8,7 +8,7 @@ from jaxtyping import Bool, Float
 
 from mechinterp.analysis.ablation.masked_risk import masked_errors
 from mechinterp.analysis.probing.linear import cross_validated, streams
-from mechinterp.analysis.stats import carried_by_few, mean_and_sem, ratio_and_sem
+from mechinterp.analysis.stats import carried_by_few, mean_and_sem, random_halves, ratio_and_sem
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.hooked.masks import Head
 from mechinterp.models.run.predictor import Predictor, Source
@@ -171,24 +171,6 @@ def cost(errors: MaskedErrors, choices: Choices) -> Cost:
         *choices.ratio(refitted, full),
         carried_by_few=bool(carried_by_few(choices.crossed(kept))),
     )
-
-
-def random_halves(n_prompts: int, splits: int) -> Bool[np.ndarray, "half prompt"]:
-    """Each half of several random halvings: a row says which prompts are in it; the row after it is the other half.
-
-    Raises:
-        ValueError: If there are fewer than four prompts, or no halving.
-    """
-    if n_prompts < 4:
-        raise ValueError(
-            f"There must be at least 4 prompts to choose and to measure on, got {n_prompts}."
-        )
-    if splits < 1:
-        raise ValueError(f"splits must be >= 1, got {splits}.")
-    generator = np.random.default_rng(0)
-    ranks = np.array([generator.permutation(n_prompts) for _ in range(splits)])
-    first = ranks < n_prompts // 2
-    return np.stack([first, ~first], axis=1).reshape(2 * splits, n_prompts)
 
 
 def masked_by(kept: Bool[np.ndarray, "layer head"]) -> list[Head]:

@@ -15,7 +15,7 @@ from mechinterp.analysis.number_format import with_error
 from mechinterp.analysis.stats import mean_and_sem, ratio_and_sem
 from mechinterp.checkpoints.checkpoint import Checkpoint, checkpoint_of, save
 from mechinterp.config import ExperimentConfig
-from mechinterp.display import Result
+from mechinterp.display import Result, frame_of, with_sem
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.weights import Weights
 from mechinterp.progress import ProgressCallback, no_progress
@@ -46,8 +46,7 @@ class FineTuning(Result):
 
     def __repr__(self) -> str:
         pruned, full = (
-            f"{ratio:.3g} ± {sem:.2g}"
-            for ratio, sem in zip(self.ratio[:, -1], self.ratio_sem[:, -1], strict=True)
+            with_error(*pair) for pair in zip(self.ratio[:, -1], self.ratio_sem[:, -1], strict=True)
         )
         return (
             f"FineTuning({self.step[-1]} steps: {self.ratio[0, 0]:.3g} to {pruned} times the full model's risk; "
@@ -65,10 +64,7 @@ class FineTuning(Result):
 
     def to_frame(self) -> pd.DataFrame:
         """One row per model and step."""
-        n_models, n_rows = self.risk.shape
-        columns = {"model": np.repeat(MODELS, n_rows), "step": np.tile(self.step, n_models)}
-        names = ("risk", "risk_sem", "ratio", "ratio_sem")
-        return pd.DataFrame(columns | {name: getattr(self, name).ravel() for name in names})
+        return frame_of(self, *with_sem("risk", "ratio"), model=MODELS, step=self.step)
 
     def plot(self) -> go.Figure:
         """The ratio over steps."""

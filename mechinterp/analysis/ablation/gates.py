@@ -17,9 +17,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from mechinterp import figures
-from mechinterp.analysis.ablation.pairs import halves
 from mechinterp.analysis.ablation.single import ablate_heads
-from mechinterp.display import Result
+from mechinterp.analysis.stats import halves
+from mechinterp.display import Result, frame_of, head_axes
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.hooked.masks import Hooks, z_name
 from mechinterp.models.run.evaluation import evaluation_prompts
@@ -78,11 +78,10 @@ class HeadGates(Result):
 
     def to_frame(self) -> pd.DataFrame:
         """One row per head."""
-        layer, head = (index.ravel() for index in np.indices(self.free.shape))
-        columns = {"layer": layer, "head": head, "role": self.roles}
-        columns |= {role: score.ravel() for role, score in zip(ROLES, self.scores, strict=True)}
         names = ("free", "opened", "closed", "rise", "rise_sem")
-        return pd.DataFrame(columns | {name: getattr(self, name).ravel() for name in names})
+        frame = frame_of(self, *names, **head_axes(self.free)).assign(role=self.roles)
+        frame = frame.assign(**{r: s.ravel() for r, s in zip(ROLES, self.scores, strict=True)})
+        return frame[["layer", "head", "role", *ROLES, *names]]
 
     def plot(self) -> go.Figure:
         """How facilitating, minus how interfering, each head is."""

@@ -31,6 +31,27 @@ def masked_errors(
     return errors.double().numpy(force=True)
 
 
+def single_masks(
+    source: object,
+    prompts: Prompts,
+    *,
+    method: str = "zero",
+    progress: ProgressCallback = no_progress,
+) -> tuple[Float[np.ndarray, " unit"], Float[np.ndarray, "unit layer head"]]:
+    """Squared error of the full model on each unit, and what masking each head alone adds to it.
+
+    Raises:
+        ValueError: If there are fewer than two units.
+    """
+    predictor = predictor_of(source)
+    masks = [[], *([head] for head in predictor.heads)]
+    errors = masked_errors(predictor, prompts, masks, method=method, progress=progress)
+    if len(errors) < 2:
+        raise ValueError(f"There must be at least 2 prompts or pairs of them, got {len(errors)}.")
+    rises = errors[:, 1:] - errors[:, :1]
+    return errors[:, 0], rises.reshape(-1, predictor.n_layers, predictor.n_heads)
+
+
 def layer_shares(rise: Float[np.ndarray, "layer head"]) -> Float[np.ndarray, "layer head"]:
     """A head's share of its layer's rises, falls taken as 0; all 0 where no head of a layer counts.
 

@@ -9,7 +9,7 @@ from jaxtyping import Float
 
 from mechinterp import figures
 from mechinterp.analysis.ablation.masked_risk import masked_errors
-from mechinterp.analysis.ablation.single import HeadAblation, ablate_heads
+from mechinterp.analysis.ablation.single import HeadAblation, ablate_heads, rises_by_method
 from mechinterp.analysis.ablation.subsets import MAX_SUBSET_HEADS, SubsetAblation, ablate_subsets
 from mechinterp.analysis.number_format import digits, with_error
 from mechinterp.analysis.result import Table, records
@@ -117,14 +117,12 @@ class Ablations(Result):
         """Of each head its rise under each method, and its Shapley value."""
         facts = [
             {
-                f"{one.method} ablation (y²)": with_error(rise, sem)
-                for one, rise, sem in zip(self.methods, rises, sems, strict=True)
+                f"{one.method} ablation (y²)": with_error(
+                    float(one.rise[at]), float(one.rise_sem[at])
+                )
+                for one in self.methods
             }
-            for rises, sems in zip(
-                zip(*(one.rise.ravel() for one in self.methods), strict=True),
-                zip(*(one.rise_sem.ravel() for one in self.methods), strict=True),
-                strict=True,
-            )
+            for at in np.ndindex(self.methods[0].rise.shape)
         ]
         if self.subsets is not None:
             pairs = zip(facts, self.subsets.shapley, self.subsets.shapley_sem, strict=True)
@@ -137,13 +135,7 @@ class Ablations(Result):
         zero = self.methods[0]
         if len(zero.rise) > 1:
             return zero.plot()
-        return figures.bars(
-            zero.head_names,
-            {f"{one.method} ablation": one.rise.ravel() for one in self.methods},
-            errors={f"{one.method} ablation": one.rise_sem.ravel() for one in self.methods},
-            title="Rise of the excess risk when a head is masked",
-            y_title="rise of excess risk (y²)",
-        )
+        return rises_by_method(self.methods, "Rise of the excess risk when a head is masked")
 
     def plot_effective_heads(self) -> go.Figure:
         """Effective number of heads of each layer, by every method."""

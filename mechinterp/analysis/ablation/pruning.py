@@ -12,6 +12,7 @@ from jaxtyping import Bool, Float
 from mechinterp import figures
 from mechinterp.analysis.ablation.cross_fitting import (
     SPLITS,
+    Choices,
     Cost,
     MaskedErrors,
     Rule,
@@ -21,13 +22,13 @@ from mechinterp.analysis.ablation.cross_fitting import (
     cost,
     masked_by,
 )
-from mechinterp.analysis.number_format import with_error
+from mechinterp.analysis.number_format import digits, with_error
 from mechinterp.analysis.result import Table, records
 from mechinterp.analysis.stats import mean_and_sem
 from mechinterp.checkpoints.checkpoint import Checkpoint, checkpoint_of, save
 from mechinterp.checkpoints.load import load
 from mechinterp.config import ExperimentConfig
-from mechinterp.display import Result
+from mechinterp.display import Result, frame_of, head_axes
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.run.evaluation import evaluation_prompts
 from mechinterp.models.run.predictor import Source, predictor_of
@@ -52,13 +53,25 @@ class Pruning(Cost, Result):
     """Excess risk of the full model with a new read-out."""
     full_refit_risk_sem: float
 
+    @property
+    def heads_per_layer(self) -> str:
+        """Heads kept in each layer, from the first on."""
+        return ", ".join(map(str, self.kept.sum(1)))
+
+    @property
+    def to_read(self) -> tuple[float, float, str]:
+        """Ratio, its standard error and what it is of: with a new read-out where few prompts carry the risk as it is."""
+        if self.carried_by_few:
+            return self.refit_ratio, self.refit_ratio_sem, " with a new read-out"
+        return self.ratio, self.ratio_sem, ""
+
     def __repr__(self) -> str:
-        per_layer = ", ".join(map(str, self.kept.sum(1)))
-        as_is = f"risk {self.full_risk:.3g} to {self.risk:.3g}, {self.ratio:.3g} ± {self.ratio_sem:.2g} times"
-        refit = f"{self.refit_risk:.3g} with a new read-out"
+        times = with_error(self.ratio, self.ratio_sem)
+        as_is = f"risk {digits(self.full_risk)} to {digits(self.risk)}, {times} times"
+        refit = f"{digits(self.refit_risk)} with a new read-out"
         if self.carried_by_few:
             as_is, refit = refit, f"{as_is}, which few prompts carry"
-        return f"Pruning({per_layer} heads kept: {as_is}; {refit})"
+        return f"Pruning({self.heads_per_layer} heads kept: {as_is}; {refit})"
 
     def sentences(self) -> list[str]:
         """What is kept, and what it costs."""
@@ -70,9 +83,8 @@ class Pruning(Cost, Result):
         as_is = f"Excess risk {full} y² with all heads, {risk} with these: {with_error(self.ratio, self.ratio_sem)} times."
         refit = f"With a new read-out {with_error(self.refit_ratio, self.refit_ratio_sem)} times."
         few = "One prompt in a hundred carries most of this risk: read the number with a new read-out."
-        counts = ", ".join(map(str, self.kept.sum(1)))
         return [
-            f"heads kept in layers 0 to {n_layers - 1}: {counts} of {n_heads}.",
+            f"heads kept in layers 0 to {n_layers - 1}: {self.heads_per_layer} of {n_heads}.",
             *((refit, as_is, few) if self.carried_by_few else (as_is, refit)),
             "Heads are chosen on random halves of the prompts, risks measured on the other halves; ± is over prompts and "
             "choices.",
@@ -86,22 +98,16 @@ class Pruning(Cost, Result):
     def to_document(self) -> dict:
         """Risks and heads; where few prompts carry the risk, what is measured with a new read-out comes first."""
         full = ("full_risk", "full_risk_sem", "full_refit_risk", "full_refit_risk_sem")
-        as_is = ("risk", "risk_sem", "ratio", "ratio_sem")
-        refit = tuple(f"refit_{name}" for name in as_is)
-        order = (*refit, *as_is) if self.carried_by_few else (*as_is, *refit)
+        order = cost_names(self.carried_by_few)
         return {
-            **{name: getattr(self, name) for name in (*full, *order, "carried_by_few")},
+            **{name: getattr(self, name) for name in (*full, *order)},
             "heads_per_layer": self.kept.sum(1),
             "heads": records(self.to_frame()),
         }
 
     def to_frame(self) -> pd.DataFrame:
         """One row per head."""
-        layer, head = (index.ravel() for index in np.indices(self.kept.shape))
-        columns = {"layer": layer, "head": head}
-        for name in ("kept", "chosen", "rise"):
-            columns[name] = getattr(self, name).ravel()
-        return pd.DataFrame(columns)
+        return frame_of(self, "kept", "chosen", "rise", **head_axes(self.kept))
 
     def plot(self) -> go.Figure:
         """Excess risk of the full and of the pruned model, as they are and with a new read-out."""
@@ -119,6 +125,13 @@ class Pruning(Cost, Result):
         """How often each head is kept, layers by heads."""
         title = "Share of the choices on halves of the prompts that keep a head"
         return figures.layers_by_heads(self.chosen, title=title, unit="share", signed=False)
+
+
+def cost_names(few: bool) -> tuple[str, ...]:
+    """The fields of a cost, those with a new read-out first where few prompts carry the risk."""
+    as_is = ("risk", "risk_sem", "ratio", "ratio_sem")
+    refit = tuple(f"refit_{name}" for name in as_is)
+    return (*((*refit, *as_is) if few else (*as_is, *refit)), "carried_by_few")
 
 
 def best_head_later(rise: Float[np.ndarray, "layer head"]) -> Bool[np.ndarray, "layer head"]:
@@ -196,8 +209,19 @@ def prune(
     """
     prompts = evaluation_prompts(source, prompts, n_prompts=n_prompts, seed=seed)
     errors = MaskedErrors(predictor_of(source), prompts, progress)
-    kept, rise = choose(errors, rule, np.ones(len(prompts), dtype=bool), sequential=sequential)
+    every = np.ones(len(prompts), dtype=bool)
+    kept, rise = choose(errors, rule, every, sequential=sequential)
     choices = choices_on_halves(errors, rule, sequential=sequential, splits=splits)
+    return pruning_of(errors, kept, rise, choices)
+
+
+def pruning_of(
+    errors: MaskedErrors,
+    kept: Bool[np.ndarray, "layer head"],
+    rise: Float[np.ndarray, "layer head"],
+    choices: Choices,
+) -> Pruning:
+    """The result, from what was chosen on all prompts and on parts of them."""
     full_risk, full_risk_sem = mean_and_sem(errors.of([[]])[:, 0])
     full_refit_risk, full_refit_risk_sem = mean_and_sem(errors.refitted([[]])[:, 0])
     return Pruning(

@@ -1,5 +1,6 @@
 """Rise of the excess risk when single heads are masked."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -8,12 +9,13 @@ import plotly.graph_objects as go
 from jaxtyping import Bool, Float, Int
 
 from mechinterp import figures
-from mechinterp.analysis.ablation.masked_risk import layer_shares, masked_errors
+from mechinterp.analysis.ablation.masked_risk import layer_shares, single_masks
+from mechinterp.analysis.number_format import with_error
 from mechinterp.analysis.stats import carried_by_few, mean_and_sem, resampled
-from mechinterp.display import Result
+from mechinterp.display import Result, frame_of, head_axes, with_sem
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.run.evaluation import evaluation_prompts
-from mechinterp.models.run.predictor import Source, predictor_of
+from mechinterp.models.run.predictor import Source
 from mechinterp.progress import ProgressCallback, no_progress
 
 
@@ -49,7 +51,7 @@ class HeadAblation(Result):
 
     def __repr__(self) -> str:
         layer, head = np.unravel_index(int(self.rise.argmax()), self.rise.shape)
-        rise = f"+{self.rise.max():.3g} ± {self.rise_sem[layer, head]:.2g}"
+        rise = f"+{with_error(self.rise.max(), self.rise_sem[layer, head])}"
         if self.carried_by_few[layer, head]:
             rise = f"median {self.median_rise[layer, head]:+.3g}, mean {rise}, which few prompts carry,"
         return f"HeadAblation({self.method}: L{layer}H{head} {rise} on {self.full_risk:.3g})"
@@ -105,38 +107,33 @@ class HeadAblation(Result):
 
     def to_frame(self) -> pd.DataFrame:
         """One row per head; the median first where few prompts carry a rise."""
-        layer, head = np.divmod(np.arange(self.rise.size), self.rise.shape[1])
-        columns = {"layer": layer, "head": head}
-        mean, median = ("rise", "rise_sem"), ("median_rise",)
-        order = (*median, *mean) if self.carried_by_few.any() else (*mean, *median)
-        for name in (*order, "carried_by_few", "p_value", "importance"):
-            columns[name] = getattr(self, name).ravel()
-        return pd.DataFrame({"method": self.method, **columns})
+        names = (*self._first_of("rise", "median_rise"), "carried_by_few", "p_value", "importance")
+        frame = frame_of(self, *names, **head_axes(self.rise))
+        frame.insert(0, "method", self.method)
+        return frame
 
     def layer_frame(self) -> pd.DataFrame:
         """One row per layer: its effective heads, the share of its first head and its largest rise.
 
         Those of medians come first where few prompts carry a rise.
         """
-        means = ("effective_heads", "effective_heads_sem")
-        medians = ("effective_heads_of_medians",)
-        order = (*medians, *means) if self.carried_by_few.any() else (*means, *medians)
-        names = (*order, "top_share", "top_head", "top_rise")
-        columns = {"layer": np.arange(len(self.rise))} | {n: getattr(self, n) for n in names}
-        return pd.DataFrame({"method": self.method, **columns})
+        names = self._first_of("effective_heads", "effective_heads_of_medians")
+        names = (*names, "top_share", "top_head", "top_rise")
+        frame = frame_of(self, *names, layer=range(len(self.rise)))
+        frame.insert(0, "method", self.method)
+        return frame
+
+    def _first_of(self, mean: str, median: str) -> tuple[str, ...]:
+        """A mean, its error and the median, which comes first where few prompts carry a rise."""
+        means = with_sem(mean)
+        return (median, *means) if self.carried_by_few.any() else (*means, median)
 
     def plot(self) -> go.Figure:
         """Rise of the excess risk: layers by heads, or with one layer a bar per head."""
         title = f"Rise of the excess risk when a head is masked ({self.method} ablation)"
         if len(self.rise) > 1:
             return figures.layers_by_heads(self.rise, title=title, unit="y²")
-        return figures.bars(
-            self.head_names,
-            {f"{self.method} ablation": self.rise.ravel()},
-            errors={f"{self.method} ablation": self.rise_sem.ravel()},
-            title=title,
-            y_title="rise of excess risk (y²)",
-        )
+        return rises_by_method([self], title)
 
     def plot_factor(self) -> go.Figure:
         """How many times the full model's excess risk is left with a head masked, on a logarithmic scale.
@@ -154,6 +151,17 @@ class HeadAblation(Result):
         """Importance within the layer, layers by heads."""
         title = f"Importance: share of the layer's rise ({self.method} ablation)"
         return figures.layers_by_heads(self.importance, title=title, unit="share", signed=False)
+
+
+def rises_by_method(methods: Sequence[HeadAblation], title: str) -> go.Figure:
+    """Rise of the excess risk when a head is masked, a group of bars per head."""
+    return figures.bars(
+        methods[0].head_names,
+        {f"{one.method} ablation": one.rise.ravel() for one in methods},
+        errors={f"{one.method} ablation": one.rise_sem.ravel() for one in methods},
+        title=title,
+        y_title="rise of excess risk (y²)",
+    )
 
 
 def ablate_heads(
@@ -187,13 +195,7 @@ def ablate_heads(
         (1, 2)
     """
     prompts = evaluation_prompts(source, prompts, n_prompts=n_prompts, seed=seed)
-    predictor = predictor_of(source)
-    shape = (predictor.n_layers, predictor.n_heads)
-    masks = [[], *([head] for head in predictor.heads)]
-    errors = masked_errors(predictor, prompts, masks, method=method, progress=progress)
-    if len(errors) < 2:
-        raise ValueError(f"There must be at least 2 prompts or pairs of them, got {len(errors)}.")
-    full, rises = errors[:, 0], (errors[:, 1:] - errors[:, :1]).reshape(-1, *shape)
+    full, rises = single_masks(source, prompts, method=method, progress=progress)
     full_risk, full_risk_sem = mean_and_sem(full)
     rise, rise_sem = mean_and_sem(rises)
     effective_heads, effective_heads_sem = _effective_heads(rises)

@@ -12,7 +12,7 @@ from jaxtyping import Bool, Float
 from mechinterp import figures
 from mechinterp.analysis.one_layer.circuits import weights_of
 from mechinterp.analysis.stats import mean_and_sem
-from mechinterp.display import Result
+from mechinterp.display import Result, frame_of, with_sem
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.heads import head_outputs
 from mechinterp.models.run.evaluation import evaluation_prompts
@@ -54,23 +54,13 @@ class SubsetAblation(Result):
         names = [
             " ".join(f"H{head}" for head in np.flatnonzero(kept)) or "none" for kept in self.kept
         ]
-        columns = {
-            "kept": names,
-            "n_kept": self.kept.sum(1),
-            "risk": self.risk,
-            "risk_sem": self.risk_sem,
-        }
-        columns |= {"rise": self.rise, "rise_sem": self.rise_sem}
-        return pd.DataFrame(columns)
+        frame = frame_of(self, *with_sem("risk", "rise"), kept=names)
+        frame.insert(1, "n_kept", self.kept.sum(1))
+        return frame
 
     def shapley_frame(self) -> pd.DataFrame:
         """One row per head."""
-        columns = {
-            "head": np.arange(len(self.shapley)),
-            "shapley": self.shapley,
-            "shapley_sem": self.shapley_sem,
-        }
-        return pd.DataFrame(columns)
+        return frame_of(self, *with_sem("shapley"), head=range(len(self.shapley)))
 
     def plot(self) -> go.Figure:
         """Shapley value of each head."""

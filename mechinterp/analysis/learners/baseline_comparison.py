@@ -1,21 +1,16 @@
-"""A model's loss beside that of simple learners, and how near each of them comes to its predictions."""
+"""A model's loss on its task beside those of ridge regression and of predicting 0, and what it says of the task."""
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from mechinterp.analysis.number_format import with_error
 from mechinterp.analysis.stats import best_factor, mean_and_sem, ratio_and_sem
-from mechinterp.config import TaskConfig
 from mechinterp.icl.prompts import Prompts
-
-OMEGAS = 2 * np.geomspace(1, 0.03, 12)
-"""Scales of the kernel smoothers that a model is held against, either sign, times 1 / (E x_i^2 sqrt(d_x))."""
 
 FACTOR_OFF, ERRORS, LEAST_R2 = 0.1, 4.0, 0.05
 """By how much the best factor on a prediction is off 1 where the task is doubted, by how many of its standard errors,
@@ -50,26 +45,6 @@ class TaskLoss:
             f"{with_error(self.model, self.model_sem)} y² (ridge regression: "
             f"{with_error(self.ridge, self.ridge_sem)}; predicting 0: {with_error(self.zero, self.zero_sem)})"
         )
-
-
-@dataclass(frozen=True, eq=False)
-class Nearby:
-    """How much simple learners, fitted to a model, explain of its predictions."""
-
-    learners: tuple[str, ...]
-    """Nearest first."""
-    r2: Float[np.ndarray, " learner"]
-    """1 - mean (model - learner)^2 / mean model^2."""
-    r2_sem: Float[np.ndarray, " learner"]
-    lead: Float[np.ndarray, " learner"]
-    """R^2 of the model's own formula minus that of the learner, the formula scaled to fit as they are."""
-    lead_sem: Float[np.ndarray, " learner"]
-    """Paired over prompts."""
-
-
-def standing_text(loss: TaskLoss, task: TaskConfig, assumed: Collection[str]) -> str:
-    """The loss, and the task that it and every other number are of."""
-    return f"Loss on its task: {loss}.\nTask: {task.in_words(assumed)}."
 
 
 def task_doubt(
@@ -124,50 +99,3 @@ def task_loss(
     unexplained, sem = ratio_and_sem(scaled, errors[1])
     numbers = [number for each in errors for number in mean_and_sem(each)]
     return TaskLoss(*map(float, (*numbers, 1 - unexplained, sem)))
-
-
-def kernel_omegas(x: Float[Tensor, "batch context d_x"]) -> list[float]:
-    """Scales of kernel smoothers, from flat to sharp, of either sign."""
-    unit = 1 / (float(x.square().mean()) * x.shape[2] ** 0.5)
-    return [float(sign * omega * unit) for omega in OMEGAS for sign in (1, -1)]
-
-
-def nearby(
-    prediction: Float[Tensor, "batch d_y"],
-    formula: Float[Tensor, "batch d_y"],
-    families: Mapping[str, Float[Tensor, "member batch d_y"]],
-) -> Nearby:
-    """How near the learners of each family come, the best member with the factor that fits best.
-
-    Args:
-        formula: What the model's own formula predicts.
-        families: Predictions of the members, up to a factor; ridge regression has none.
-    Example:
-        >>> line = torch.tensor([[1.0], [2.0]])
-        >>> nearby(3 * line, 3 * line, {"vanilla_gd": line[None]}).r2.tolist()
-        [1.0]
-    """
-    size = prediction.square().mean(1).numpy()
-    own = _nearest(prediction, formula[None])
-    each = [
-        _nearest(prediction, members, scaled=name != "ridge") for name, members in families.items()
-    ]
-    gaps = np.stack(each, axis=1)
-    unexplained, sem = ratio_and_sem(gaps, size)
-    lead, lead_sem = ratio_and_sem(gaps - own[:, None], size)
-    order = np.argsort(np.nan_to_num(unexplained, nan=np.inf), kind="stable")
-    columns = (column[order] for column in (1 - unexplained, sem, lead, lead_sem))
-    return Nearby(tuple(list(families)[n] for n in order), *columns)
-
-
-def _nearest(
-    prediction: Float[Tensor, "batch d_y"],
-    members: Float[Tensor, "member batch d_y"],
-    *,
-    scaled: bool = True,
-) -> Float[np.ndarray, " batch"]:
-    """Squared distance of the nearest member, scaled to fit."""
-    inner, size = (members * prediction).sum((1, 2)), members.square().sum((1, 2))
-    factor = inner / size.clamp_min(1e-300) if scaled else torch.ones_like(inner)
-    best = int((2 * factor * inner - factor.square() * size).argmax())
-    return (prediction - factor[best] * members[best]).square().mean(1).numpy()

@@ -12,7 +12,7 @@ from mechinterp import figures
 from mechinterp.analysis.number_format import with_error
 from mechinterp.analysis.stats import mean_and_sem, ratio_and_sem, require_moderate
 from mechinterp.config import TaskConfig
-from mechinterp.display import Result
+from mechinterp.display import Result, frame_of, with_sem
 from mechinterp.icl.pools import dmmse
 from mechinterp.icl.predictors import ridge, zero_prediction
 from mechinterp.icl.prompts import Prompts, task_pool
@@ -57,8 +57,9 @@ class Baselines(Result):
 
     def __repr__(self) -> str:
         values = zip(self.learners, self.ratio, self.ratio_sem, strict=True)
-        ratios = ", ".join(f"{name} {ratio:.3g} ± {sem:.2g}" for name, ratio, sem in values)
-        return f"Baselines(model {self.model_risk:.3g} ± {self.model_risk_sem:.2g}, over {ratios})"
+        ratios = ", ".join(f"{name} {with_error(*pair)}" for name, *pair in values)
+        risk = with_error(self.model_risk, self.model_risk_sem)
+        return f"Baselines(model {risk}, over {ratios})"
 
     def sentences(self) -> list[str]:
         """The model's excess risk, and its ratio to that of each learner that makes an error."""
@@ -72,10 +73,7 @@ class Baselines(Result):
 
     def to_frame(self) -> pd.DataFrame:
         """One row per learner."""
-        columns: dict[str, object] = {"learner": self.learners}
-        for name in ("tuned", "risk", "risk_sem", "ratio", "ratio_sem"):
-            columns[name] = getattr(self, name)
-        return pd.DataFrame(columns)
+        return frame_of(self, "tuned", *with_sem("risk", "ratio"), learner=self.learners)
 
     def plot(self) -> go.Figure:
         """Excess risk of the model and of each learner but the prediction 0, beside which all others are small."""

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from mechinterp import figures
 from mechinterp.analysis.stats import mean_and_sem, ratio_and_sem, require_moderate
-from mechinterp.checkpoints.checkpoint import Checkpoint
 from mechinterp.config import TaskConfig
 from mechinterp.icl.pools import Pool, dmmse, require_pool
 from mechinterp.icl.predictors import ridge
@@ -238,9 +237,8 @@ def lengths_of(
         if not context_lengths or min(context_lengths) < 1:
             raise ValueError(f"context_lengths must be >= 1, got {list(context_lengths)}.")
         return sorted(set(context_lengths))
-    shortest, longest = 1, task.context_length
-    if isinstance(source, Checkpoint) and source.format == "native":
-        # What a model has not been trained on may be anything; of linear attention it is often huge.
-        shortest = min(source.config.train.shortest_context or longest, longest)
+    longest = task.context_length
+    # What a model has not been trained on may be anything; of linear attention it is often huge.
+    shortest = min(getattr(source, "shortest_trained", None) or 1, longest)
     count = min(longest - shortest + 1, MOST_LENGTHS)
     return sorted({int(length) for length in np.linspace(shortest, longest, count).round()})

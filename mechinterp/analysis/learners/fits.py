@@ -12,10 +12,12 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from mechinterp import figures
+from mechinterp.analysis.learners.nearest import NEAR
+from mechinterp.analysis.number_format import explained, with_error
 from mechinterp.analysis.result import Table, records
 from mechinterp.analysis.stats import mean_and_sem, ratio_and_sem, require_moderate
 from mechinterp.config import TaskConfig
-from mechinterp.display import Result
+from mechinterp.display import Result, frame_of, with_sem
 from mechinterp.icl.pools import dmmse
 from mechinterp.icl.predictors import (
     debiased_gd,
@@ -97,19 +99,19 @@ class LearnerFits(Result):
             return "The model predicts 0 on every prompt."
         name = self.learners[best]
         fitted = (
-            f", {FITTED[name]} = {self.factor[at, best]:.4f} ± {self.factor_sem[at, best]:.1g}"
+            f", {FITTED[name]} = {with_error(self.factor[at, best], self.factor_sem[at, best])}"
             if name in FITTED
             else ""
         )
         clear = "" if self.lead > 2 * self.lead_sem else "; the two cannot be told apart"
         closest = (
             "Closest to"
-            if self.r2[at, best] >= 0.5
+            if self.r2[at, best] >= NEAR
             else "No learner fitted here is close, the nearest is"
         )
         return (
-            f"{closest} {name}{fitted}: R² = {self.r2[at, best]:.4f} ± {self.r2_sem[at, best]:.1g}, "
-            f"rms {self.rms[at, best]:.4f} ± {self.rms_sem[at, best]:.1g} at L = {self.trained_length}; "
+            f"{closest} {name}{fitted}: {explained(self.r2[at, best], self.r2_sem[at, best])}, "
+            f"rms {with_error(self.rms[at, best], self.rms_sem[at, best])} at L = {self.trained_length}; "
             f"next {self.learners[runner_up]}, R² = {self.r2[at, runner_up]:.4f}{clear}."
         )
 
@@ -122,27 +124,9 @@ class LearnerFits(Result):
 
     def to_frame(self) -> pd.DataFrame:
         """One row per context length and learner."""
-        n_lengths, n_learners = self.r2.shape
-        columns = {
-            "context_length": np.repeat(self.context_length, n_learners),
-            "learner": np.tile(self.learners, n_lengths),
-        }
-        for name in (
-            "factor",
-            "factor_sem",
-            "r2",
-            "r2_sem",
-            "rms",
-            "rms_sem",
-            "loss",
-            "loss_sem",
-            "loss_gap",
-            "loss_gap_sem",
-        ):
-            columns[name] = getattr(self, name).ravel()
-        for name in ("kernel_omega", "model_loss", "model_loss_sem"):
-            columns[name] = np.repeat(getattr(self, name), n_learners)
-        return pd.DataFrame(columns)
+        names = with_sem("factor", "r2", "rms", "loss", "loss_gap")
+        names = (*names, "kernel_omega", *with_sem("model_loss"))
+        return frame_of(self, *names, context_length=self.context_length, learner=self.learners)
 
     def sentences(self) -> list[str]:
         """The verdict."""

@@ -13,7 +13,7 @@ from torch import Tensor
 from mechinterp import figures
 from mechinterp.analysis.stats import mean_and_sem
 from mechinterp.config import TaskConfig
-from mechinterp.display import Result
+from mechinterp.display import Result, frame_of, with_sem
 from mechinterp.icl.prompts import Prompts, prompt_chunks
 from mechinterp.models.run.predictor import Source, learner_of
 
@@ -41,13 +41,8 @@ class SharedLosses(Result):
 
     def to_frame(self) -> pd.DataFrame:
         """One row per context length and model."""
-        columns = {
-            "context_length": np.repeat(self.context_length, len(self.models)),
-            "model": np.tile(self.models, len(self.context_length)),
-        }
-        for name in ("loss", "loss_sem", "gap", "gap_sem"):
-            columns[name] = getattr(self, name).ravel()
-        return pd.DataFrame(columns)
+        names = with_sem("loss", "gap")
+        return frame_of(self, *names, context_length=self.context_length, model=self.models)
 
     def plot(self) -> go.Figure:
         """Loss of every model over the context length."""

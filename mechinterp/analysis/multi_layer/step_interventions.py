@@ -15,6 +15,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from mechinterp import figures
+from mechinterp.analysis.learners.nearest import NEAR
 from mechinterp.analysis.multi_layer.algorithm import name_algorithm
 from mechinterp.analysis.multi_layer.algorithm_evidence import AlgorithmEvidence
 from mechinterp.analysis.multi_layer.step_effects import QueryRun, held, step_image
@@ -29,8 +30,6 @@ from mechinterp.models.run.task import task_for
 ALL = "all layers"
 PROMPTS = 16
 """Place of the prompts among those of a seed, behind all that `name_algorithm` draws."""
-NEAR = 0.5
-"""Least R^2 after every layer of an algorithm whose steps are put in."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)

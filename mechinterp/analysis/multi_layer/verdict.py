@@ -5,11 +5,12 @@ from collections.abc import Sequence
 import numpy as np
 from jaxtyping import Float
 
+from mechinterp.analysis.labels import ALGORITHMS
+from mechinterp.analysis.learners.nearest import Nearby
 from mechinterp.analysis.multi_layer.algorithm_evidence import AlgorithmEvidence
 from mechinterp.analysis.multi_layer.algorithm_labels import OWN, AlgorithmLimits
 from mechinterp.analysis.number_format import beside, digits, explained
 from mechinterp.analysis.verdict import (
-    KNOWN_ALGORITHMS,
     NOTHING_EXCLUDED,
     Verdict,
     calibration_text,
@@ -19,89 +20,39 @@ from mechinterp.analysis.verdict import (
     none_of,
 )
 
-MOMENTS = "S = XᵀX/L, b = Xᵀy/L of the prompt's pairs"
-STEP = "ŷ = w·x, w ← w + η (b − S w) from w = 0 in each layer"
-FORMULAS = {
-    "gradient_descent": (f"gradient descent on the prompt's pairs: {STEP}; {MOMENTS}", ("η",)),
-    "gd_plus_plus": (
-        f"gradient descent on x that each layer also turns into (1 − γ S) x: {STEP}; {MOMENTS}",
-        ("η", "γ"),
-    ),
-    "preconditioned_descent": (
-        "gradient descent with the covariance Σ of x as preconditioner: ŷ = w·x, "
-        f"w ← w + η (Σ + c)⁻¹ (b − S w) from w = 0 in each layer; {MOMENTS}",
-        ("η", "c"),
-    ),
-    "newton": (
-        f"Newton's iteration for S⁻¹: ŷ = x·M b, M = α S, then M ← 2M − M S M in each layer; {MOMENTS}",
-        ("α",),
-    ),
-    "preprocess_then_optimise": (
-        "gradient descent on x times b, entry by entry: ŷ = w·x, w ← w + η b² (b − S w) from w = 0 in each layer "
-        f"but the first; {MOMENTS}",
-        ("η",),
-    ),
-    "sparse_shrinkage": (
-        "gradient descent that shrinks small weights to 0 (ISTA): ŷ = w·x, w ← soft(w + η (b − S w), t) from w = 0 "
-        f"in each layer; {MOMENTS}",
-        ("η", "t"),
-    ),
-    "ridge_like": (
-        f"what ridge regression predicts, by whatever steps: ŷ = x·(S + λ/L)⁻¹ b; {MOMENTS}",
-        ("λ",),
-    ),
-    "posterior_mean": (
-        "the posterior mean under the pool of tasks, by whatever steps: ŷ = Σ_i p_i β_i·x, "
-        "p_i ∝ exp(−Σ_l (y_l − β_i·x_l)²/(2σ²))",
-        (),
-    ),
-}
-"""Formula of each label of several layers, and the letters of its numbers in their order."""
-NAMES = {
-    "gradient_descent": "gradient descent",
-    "gd_plus_plus": "gradient descent on x that layers rescale (GD++)",
-    "preconditioned_descent": "preconditioned gradient descent",
-    "newton": "Newton's iteration",
-    "preprocess_then_optimise": "gradient descent on x times Xᵀy",
-    "sparse_shrinkage": "gradient descent with shrinkage (ISTA)",
-    "ridge_like": "ridge regression",
-    "posterior_mean": "the posterior mean under the pool",
-}
-
 
 def layers_verdict(
     pattern: str,
     reason: str,
     algorithm: AlgorithmEvidence | None,
-    *,
-    learners: Sequence[str],
-    r2: Float[np.ndarray, " learner"],
-    r2_sem: Float[np.ndarray, " learner"],
+    near: Nearby,
     doubt: str = "",
 ) -> Verdict:
     """The verdict on a model that its circuits do not describe.
 
     Args:
         algorithm: Evidence of several layers; None of a single one.
-        learners: Simple learners, with what each explains.
+        near: What simple learners explain.
         doubt: Why the task may be another one.
     """
     if algorithm is None or algorithm.best is None:
-        return nearest_learners(_none(pattern, reason), learners, r2, r2_sem, doubt=doubt)
+        return nearest_learners(_none(pattern, reason), near, doubt=doubt)
     best = algorithm.best
     number = explained(algorithm.r2[best, OWN], algorithm.r2_sem[best, OWN])
     if pattern == algorithm.members[best]:
-        text, letters = FORMULAS[pattern]
+        label = ALGORITHMS[pattern]
         walked = algorithm.has_path[best] and algorithm.path_answered
         values = (algorithm.path_scalars if walked else algorithm.scalars)[best]
-        numbers = _numbers(letters, values, algorithm.n_layers)
-        computes = f"{text} ({pattern})" + (f"; {numbers}" if numbers else "")
+        numbers = _numbers(label.numbers, values, algorithm.n_layers)
+        computes = f"{label.text} ({pattern})" + (f"; {numbers}" if numbers else "")
         fitted = "its numbers fitted on other prompts" if numbers else "with nothing fitted"
         sure = f"this formula, {fitted}, explains {number} of the predictions"
     else:
         computes = _none(pattern, reason)
-        sure = f"the nearest is {NAMES[algorithm.members[best]]}, {number}"
-    sure += f"; {_share(algorithm, pattern)}{_chance(algorithm)}{calibration_text(pattern, KNOWN_ALGORITHMS)}"
+        sure = f"the nearest is {ALGORITHMS[algorithm.members[best]].name}, {number}"
+    sure += f"; {_share(algorithm, pattern)}{_chance(algorithm)}"
+    if pattern in ALGORITHMS:
+        sure += calibration_text(ALGORITHMS[pattern])
     return Verdict(computes, sure, *_others(algorithm, best), doubt)
 
 
@@ -140,12 +91,14 @@ def _others(found: AlgorithmEvidence, best: int) -> tuple[str, str]:
     others, tie = [m for m in order if m != best], AlgorithmLimits().tie
     leads = {m: found.lead(best, m) for m in others}
     behind = [m for m in others if is_behind(*leads[m], tie)]
-    said = {m: f"{NAMES[found.members[m]]}, R² = {r2[m]:.4f}, {beside(*leads[m])}" for m in others}
+    said = {
+        m: f"{ALGORITHMS[found.members[m]].name}, R² = {r2[m]:.4f}, {beside(*leads[m])}"
+        for m in others
+    }
     is_not = said[behind[0]] if behind else NOTHING_EXCLUDED
     return is_not, "; ".join(said[m] for m in others if m not in behind)
 
 
 def _none(pattern: str, reason: str) -> str:
     """That it is no known algorithm, and why; what comes nearest has a line of its own."""
-    why = reason.partition("; closest learner")[0].partition("; no learner known")[0]
-    return f"{none_of('algorithms', pattern)}: {why}"
+    return f"{none_of('algorithms', pattern)}: {reason}"

@@ -11,9 +11,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from mechinterp import figures
+from mechinterp.analysis.number_format import cell, digits, with_error
 from mechinterp.analysis.random_models import random_models
 from mechinterp.analysis.stats import mean_and_sem
-from mechinterp.display import Result
+from mechinterp.display import Result, frame_of, head_axes, with_sem
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.run.evaluation import evaluation_prompts
 from mechinterp.models.run.predictor import Predictor, Source, predictor_of
@@ -51,16 +52,23 @@ class AttentionEntropy(Result):
             f"uniform attention {self.uniform[layer]:.3g})"
         )
 
+    def sentences(self) -> list[str]:
+        """The heads of the least and of the largest entropy, beside uniform attention."""
+        said = []
+        for which in (self.entropy.argmin(), self.entropy.argmax()):
+            at = np.unravel_index(int(which), self.entropy.shape)
+            said.append(
+                f"L{at[0]}H{at[1]}, {with_error(self.entropy[at], self.entropy_sem[at])} nats (uniform attention: "
+                f"{digits(self.uniform[at[0]])}; random weights: {cell(self.random[at[0]])})"
+            )
+        return [f"Attention is least spread out in {said[0]} and most in {said[1]}."]
+
     def to_frame(self) -> pd.DataFrame:
         """One row per head."""
-        layer, head = (index.ravel() for index in np.indices(self.entropy.shape))
-        columns = {"layer": layer, "head": head, "entropy": self.entropy.ravel()}
-        columns["entropy_sem"] = self.entropy_sem.ravel()
-        columns |= {
-            f"{name}_entropy": values[layer]
-            for name, values in (("uniform", self.uniform), ("random", self.random))
-        }
-        return pd.DataFrame(columns | {"random_entropy_sd": self.random_sd[layer]})
+        own, beside = with_sem("entropy"), ("uniform", "random", "random_sd")
+        named = dict(zip(beside, self.COLUMNS, strict=True))
+        frame = frame_of(self, *own, *beside, **head_axes(self.entropy))
+        return frame.rename(columns=named)
 
     def plot(self) -> go.Figure:
         """Entropy of every head beside that of random weights; a dotted line is uniform attention."""

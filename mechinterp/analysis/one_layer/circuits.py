@@ -10,6 +10,7 @@ from jaxtyping import Float
 
 from mechinterp import figures
 from mechinterp.analysis.multi_layer.head_circuits import LayeredCircuits, layered_circuits
+from mechinterp.analysis.number_format import digits
 from mechinterp.display import Result
 from mechinterp.models.heads import AttentionWeights
 from mechinterp.models.run.predictor import Source, predictor_of
@@ -50,6 +51,19 @@ class Circuits(Result):
             + "; ".join(f"H{h} omega {o:+.3f} mu {m:+.3f}" for h, (o, m) in enumerate(pairs))
             + ")"
         )
+
+    def sentences(self) -> list[str]:
+        """Scales of each head, and how far its circuits are of the published form."""
+        scales = zip(self.omega_mean, self.mu, strict=True)
+        heads = [
+            f"H{h} omega {digits(o)} and mu {', '.join(map(digits, m))}"
+            for h, (o, m) in enumerate(scales)
+        ]
+        return [
+            f"Mean omega (1/x²) and mu of each head: {'; '.join(heads)}.",
+            f"Of the norm of QK's x block at least {digits(self.qk_diagonal.min())} is on its diagonal, of that of OV at least "
+            f"{digits(self.ov_last_entry.min())} reads y.",
+        ]
 
     def to_frame(self) -> pd.DataFrame:
         """One row per head."""

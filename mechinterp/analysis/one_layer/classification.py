@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from typing import ClassVar
 
 import numpy as np
 import pandas as pd
@@ -9,13 +10,9 @@ import plotly.graph_objects as go
 from jaxtyping import Float
 
 from mechinterp import figures
-from mechinterp.analysis.learners.baseline_comparison import (
-    Nearby,
-    TaskLoss,
-    standing_text,
-    task_doubt,
-)
-from mechinterp.analysis.number_format import cell, with_error
+from mechinterp.analysis.classified import Classified
+from mechinterp.analysis.labels import NO_LABEL
+from mechinterp.analysis.number_format import cell, digits, explained, with_error
 from mechinterp.analysis.one_layer.circuits import Circuits
 from mechinterp.analysis.one_layer.effective_step import Scales
 from mechinterp.analysis.one_layer.head_statistics import Form
@@ -25,9 +22,8 @@ from mechinterp.analysis.one_layer.substitution import (
 )
 from mechinterp.analysis.one_layer.verdict import heads_verdict
 from mechinterp.analysis.result import Band, Card, Table
-from mechinterp.analysis.verdict import Verdict
-from mechinterp.config import TaskConfig
-from mechinterp.display import Result, counted
+from mechinterp.analysis.verdict import Verdict, spelled_out
+from mechinterp.display import counted
 
 MEANINGS = {
     "positive": "looks at tokens whose x is like the query's and adds their y",
@@ -39,6 +35,14 @@ MEANINGS = {
 }
 ADDS = "adds y weighted by how alike token and query are"
 NO_AVERAGE = ("{s}", "max({s}, 0)")
+HEAD_NUMBERS = (
+    "omega_mean",
+    "qk_diagonal",
+    "qk_off_diagonal",
+    "qk_y_leak",
+    "ov_last_entry",
+    "ov_x_leak",
+)
 SCALES = (
     *("omega_spread", "zero_sum", "eta", "eta_optimal", "gamma", "manifold_distance"),
     *("theta", "supports", "support_leak", "theta_spread"),
@@ -61,15 +65,17 @@ HOW = {
 }
 
 
-@dataclass(frozen=True, eq=False, repr=False)
-class Classification(Result):
-    """Label of a model and of its heads, with the evidence."""
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
+class Classification(Classified):
+    """Label of a model and of its heads, with the evidence.
 
-    pattern: str
-    """One of "kernel_regression", "debiased_gd", "preconditioned_gd", "weighted_preconditioned_gd",
-    "task_heads", "superposition", "linear_gd", "unstructured", "undetermined"."""
-    reason: str
-    """One sentence: what decided, with its number."""
+    `pattern` is one of "kernel_regression", "debiased_gd", "preconditioned_gd", "weighted_preconditioned_gd",
+    "task_heads", "superposition", "linear_gd", "unstructured", "undetermined".
+    """
+
+    heads_title: ClassVar = f"""Heads: share of the output; omega and mu are what one multiplies x·x and y by
+  head  label           share  omega (1/x²)  {"mu":>18}"""
+
     labels: tuple[str, ...]
     """Per head: "positive", "negative", "mismatched", "mixed", "unstructured" or "dummy"."""
     share: Float[np.ndarray, " head"]
@@ -105,17 +111,6 @@ class Classification(Result):
     """Whether the label was given as in the calibration: by the default limits, from attention alone."""
     caveat: str
     """What the numbers are of, where they are not of the model's own prediction."""
-    near: Nearby
-    """What simple learners explain of the prediction, nearest first."""
-    loss: TaskLoss
-    best_factor: float
-    """The factor on the prediction with the least loss; 1 at the optimum of the task that a model was trained on."""
-    best_factor_sem: float
-    task: TaskConfig
-    """Law of the prompts."""
-    n_prompts: int
-    assumed: tuple[str, ...] = ()
-    """Fields of the task that nobody stated."""
 
     @property
     def verdict(self) -> Verdict:
@@ -139,17 +134,6 @@ class Classification(Result):
             doubt=self.task_doubt,
         )
 
-    @property
-    def task_doubt(self) -> str:
-        """Why the task may be another one than was assumed; empty where nothing says so."""
-        factor = (self.best_factor, self.best_factor_sem)
-        r2 = (self.loss.scaled_r2, self.loss.scaled_r2_sem)
-        return task_doubt(factor, r2, self.assumed)
-
-    def __repr__(self) -> str:
-        told = standing_text(self.loss, self.task, self.assumed)
-        return f"Classification({self.pattern})\n{self.verdict}\n{told}"
-
     def to_frame(self) -> pd.DataFrame:
         """One row per head: label, share and circuit scalars, with what random heads reach."""
         frame = self.circuits.to_frame()
@@ -170,8 +154,7 @@ class Classification(Result):
         labels = list(dict.fromkeys(self.labels))
         kinds = ", ".join(f"{self.labels.count(label)} {label}" for label in labels)
         return [
-            *str(self.verdict).splitlines(),
-            *standing_text(self.loss, self.task, self.assumed).splitlines(),
+            *self.told_first,
             f"The pattern is {self.pattern}: {self.reason}.",
             f"{counted(len(self.labels), 'head')}: {kinds}.",
         ]
@@ -180,8 +163,47 @@ class Classification(Result):
         """The evidence, and every number of the heads."""
         return {
             "pattern": Table(self.evidence_frame(), "Evidence"),
-            "heads": Table(self.to_frame(), "Heads"),
+            "heads": Table(
+                self.to_frame(), "Heads", least_p=1 / (len(self.labels) * self.n_random)
+            ),
         }
+
+    @property
+    def brief(self) -> str:
+        """What earned the label, or why there is none."""
+        if self.pattern in NO_LABEL:
+            return f"; {spelled_out(self.reason)}"
+        return f", {explained(self.learner.r2, self.learner.r2_sem)}"
+
+    def head_lines(self, rows: int) -> list[str]:
+        """A line per head, in the columns of `heads_title`."""
+        values = zip(self.labels, self.share, self.omega_form, self.circuits.mu, strict=True)
+        return [
+            f"  {head:>4}  {label:<12}  {digits(share):>7}  {digits(omega):>12}  {_each_or_range(mu):>18}"
+            for head, (label, share, omega, mu) in enumerate(values)
+        ]
+
+    @property
+    def of_a_row(self) -> dict[str, object]:
+        """Labels and scales of the heads."""
+        scales = self.circuits
+        return {
+            "labels": list(self.labels),
+            "omega": scales.omega_mean.tolist(),
+            "mu": scales.mu.mean(1).tolist(),
+        }
+
+    @property
+    def notes(self) -> list[str]:
+        """Where random weights lie in the numbers of the table and of the evidence."""
+        ranges = [
+            f"{name} {digits(low)} to {digits(high)}"
+            for name, (low, high) in self.random_ranges.items()
+            if low < high
+        ]
+        return [
+            f"Of {self.n_random} models with random weights 90% lie within {', '.join(ranges)}."
+        ]
 
     def figures(self) -> dict[str, go.Figure]:
         """Heads in the plane of omega and mu."""
@@ -216,14 +238,9 @@ class Classification(Result):
             "R² on its task": self._band("task_r2", self.loss.r2),
         }
         rows = [(n, v, next(iter(bands.get(n, ())), ""), HOW[n]) for n, v in values.items()]
-        least = 1 / self.n_random
+        reach = "fraction of random models that reach it"
         rows += [
-            (
-                f"p of {name}",
-                f"< {least:.2g}" if p <= least else cell(p),
-                "",
-                "fraction of random models that reach it",
-            )
+            (f"p of {name}", cell(p, "p_value", 1 / self.n_random), "", reach)
             for name, p in self.p_values.items()
         ]
         return pd.DataFrame(rows, columns=["evidence", "value", "random_weights", "how"])
@@ -234,24 +251,25 @@ class Classification(Result):
         # A score that is no average looks at unlike tokens with weights below 0: omega and mu flip together.
         averages = self.kernel not in NO_AVERAGE
         for head, label in enumerate(self.labels):
+            omega, mu = scales.omega_mean[head], scales.mu[head]
+            diagonal, reads_y = scales.qk_diagonal[head], scales.ov_last_entry[head]
+            band, share = self._band, self.share[head]
             facts = {
-                "share of output": f"{self.share[head]:.1%}",
-                "omega (1/x²)": f"{scales.omega_mean[head]:+.3g}",
-                "mu": ", ".join(f"{mu:+.3g}" for mu in scales.mu[head]),
-                "QK diagonal": cell(scales.qk_diagonal[head]),
-                "OV reads y only": cell(scales.ov_last_entry[head]),
+                "share of output": (f"{share:.1%}", band("share", share)),
+                "omega (1/x²)": (f"{omega:+.3g}", band("omega_mean", omega)),
+                "mu": (
+                    ", ".join(f"{each:+.3g}" for each in mu),
+                    tuple(found for each in mu for found in band("mu", each)),
+                ),
+                "QK diagonal": (cell(diagonal), band("qk_diagonal", diagonal)),
+                "OV reads y only": (cell(reads_y), band("ov_last_entry", reads_y)),
             }
-            bands = {
-                "share of output": self._band("share", self.share[head]),
-                "omega (1/x²)": self._band("omega_mean", scales.omega_mean[head]),
-                "mu": tuple(band for mu in scales.mu[head] for band in self._band("mu", mu)),
-                "QK diagonal": self._band("qk_diagonal", scales.qk_diagonal[head]),
-                "OV reads y only": self._band("ov_last_entry", scales.ov_last_entry[head]),
-            }
+            texts = {name: text for name, (text, _) in facts.items()}
+            bands = {name: bands for name, (_, bands) in facts.items()}
             told = averages or label not in ("positive", "negative")
             meaning = MEANINGS[label] if told else ADDS
             color = figures.head_color(head)
-            cards.append(Card(f"head {head}", label, meaning, color, facts, bands))
+            cards.append(Card(f"head {head}", label, meaning, color, texts, bands))
         return cards
 
     def _band(self, name: str, value: float) -> tuple[Band, ...]:
@@ -261,7 +279,7 @@ class Classification(Result):
 
     def to_document(self) -> dict:
         """Pattern, heads, evidence and verdict."""
-        scales, near = self.circuits, self.near
+        scales = self.circuits
         heads = [
             {
                 "layer": 0,
@@ -269,18 +287,12 @@ class Classification(Result):
                 "label": label,
                 "share": self.share[head],
                 "omega": scales.omega[head].tolist(),
-                "omega_mean": scales.omega_mean[head],
                 "omega_form": self.omega_form[head],
                 "mu": scales.mu[head].tolist(),
-                "qk_diagonal": scales.qk_diagonal[head],
-                "qk_diagonal_p": self.head_p_values["qk_diagonal"][head],
-                "qk_off_diagonal": scales.qk_off_diagonal[head],
-                "qk_y_leak": scales.qk_y_leak[head],
-                "ov_last_entry": scales.ov_last_entry[head],
-                "ov_last_entry_p": self.head_p_values["ov_last_entry"][head],
-                "ov_x_leak": scales.ov_x_leak[head],
                 "task_leak": self.task_leak[head],
             }
+            | {name: getattr(scales, name)[head] for name in HEAD_NUMBERS}
+            | {f"{name}_p": values[head] for name, values in self.head_p_values.items()}
             for head, label in enumerate(self.labels)
         ]
         evidence: dict[str, object] = {"sign_matching": self.sign_matching}
@@ -292,27 +304,12 @@ class Classification(Result):
             evidence[name] = None if self.components is None else getattr(self.components, name)
         evidence |= {"form": self.form.kind}
         evidence |= {name: getattr(self.form, name) for name in ("isotropy", "shared", "rotation")}
-        columns = ("r2", "r2_sem", "lead", "lead_sem")
         evidence |= {
             "p_values": self.p_values,
-            "loss": asdict(self.loss),
-            "task": self.task.in_words(self.assumed),
-            "best_factor": self.best_factor,
-            "best_factor_sem": self.best_factor_sem,
-            "learners": [
-                {"learner": learner} | {name: float(getattr(near, name)[n]) for name in columns}
-                for n, learner in enumerate(near.learners)
-            ],
             "n_random": self.n_random,
             "random_ranges": self.random_ranges,
         }
-        return {
-            "pattern": self.pattern,
-            "reason": self.reason,
-            "heads": heads,
-            "evidence": evidence,
-            "verdict": asdict(self.verdict),
-        }
+        return self.document(heads, evidence)
 
     def plot(self) -> go.Figure:
         """Heads in the plane of omega and mu."""
@@ -322,3 +319,10 @@ class Classification(Result):
             labels=self.labels,
             title=f"Heads: {self.pattern}",
         )
+
+
+def _each_or_range(values: Float[np.ndarray, " d_y"]) -> str:
+    """One number per response, of more than three their range."""
+    if len(values) > 3:
+        return f"{digits(values.min())} to {digits(values.max())}"
+    return ", ".join(map(digits, values))

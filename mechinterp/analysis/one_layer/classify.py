@@ -12,7 +12,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from mechinterp.analysis.learners.baseline_comparison import TaskLoss, nearby, task_loss
+from mechinterp.analysis.learners.baseline_comparison import TaskLoss, task_loss
+from mechinterp.analysis.learners.nearest import evaluation, nearby
 from mechinterp.analysis.multi_layer.classify import LayeredClassification, classify_layers
 from mechinterp.analysis.one_layer.circuits import circuits_of, weights_of
 from mechinterp.analysis.one_layer.classification import Classification
@@ -35,7 +36,6 @@ from mechinterp.analysis.one_layer.pca_components import Components, components
 from mechinterp.analysis.one_layer.random_null import Null, is_bare, null_of
 from mechinterp.analysis.one_layer.substitution import (
     Faithfulness,
-    evaluation,
     faithfulness,
     idealised,
 )
@@ -180,7 +180,9 @@ def classify_attention(
         for each in readings
         if each.stands
     ]
-    pattern, reason = agreed_label([each.pattern for each in found], found[0].reason, readings)
+    step = found[0].scales.step[0] if found[0].form.kind == "matrix" else None
+    labels = [each.pattern for each in found]
+    pattern, reason = agreed_label(labels, found[0].reason, readings, step)
     return replace(found[0], pattern=pattern, reason=reason, assumed=assumed)
 
 
@@ -234,7 +236,7 @@ def _classified(
         kernel=kernel_text(weights.score, weights.score_slope),
         calibrated=limits == Thresholds(),
         caveat="",
-        near=nearby(prediction, learned, prompts.families),
+        near=nearby(prediction, prompts.families, learned),
         loss=loss,
         best_factor=factor,
         best_factor_sem=factor_sem,

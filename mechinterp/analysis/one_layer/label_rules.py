@@ -73,7 +73,8 @@ def model_label(
             )
             return "undetermined", f"linear attention; {why}"
         if evidence.bare and used is not None and used.n_components is None:
-            return "undetermined", f"{_linear_sentence(evidence)}; {_off_identity(evidence)}"
+            off = f"its directions are not principal ones, and {_off_identity(evidence.scales.step[0])}"
+            return "undetermined", f"{_linear_sentence(evidence)}; {off}"
         return _if_explained("linear_gd", _linear_sentence(evidence), evidence, limits)
     if len(kinds) == 1 and kinds <= {"positive", "negative"}:
         sentence = f"all active heads are {next(iter(kinds))}; the kernel smoother explains R² = {evidence.substitution.r2:.4f}"
@@ -91,13 +92,17 @@ def model_label(
 
 
 def agreed_label(
-    patterns: Sequence[str], reason: str, readings: Sequence[Reading]
+    patterns: Sequence[str],
+    reason: str,
+    readings: Sequence[Reading],
+    step: torch.Tensor | None = None,
 ) -> tuple[str, str]:
     """The label on which the readings of a file agree, else `undetermined` with the option that decides.
 
     Args:
         patterns: Label of every reading that stands, in their order.
         reason: Of the first.
+        step: Matrix of the step that linear heads are under the first.
     """
     standing = [reading for reading in readings if reading.stands]
     if not readings[0].predicts and any(reading.predicts for reading in readings):
@@ -106,7 +111,8 @@ def agreed_label(
             f"read as its format has it, the file is not clearly better than predicting 0 ({readings[0]!r}); {advice(readings)}",
         )
     if not any(reading.predicts for reading in readings):
-        return "undetermined", _not_understood(readings)
+        off = "" if step is None else f"; {_off_identity(step)}"
+        return "undetermined", _not_understood(readings) + off
     if len(set(patterns)) == 1:
         return patterns[0], reason + _of_one_score(patterns[0], standing)
     labelled = list(zip(patterns, standing, strict=True))
@@ -155,11 +161,10 @@ def _deciding(labelled: Sequence[tuple[str, Reading]]) -> list[str]:
     return sorted(set.union(*(alone or differing)))
 
 
-def _off_identity(evidence: Evidence) -> str:
+def _off_identity(M: torch.Tensor) -> str:
     """How far the matrix of a step is from one step size for all directions."""
-    M = evidence.scales.step[0]
     rest = M - M.diagonal().mean() * torch.eye(len(M), dtype=M.dtype)
-    return f"its directions are not principal ones, and {float(rest.norm() / M.norm()):.0%} of its matrix is no multiple of the identity"
+    return f"{float(rest.norm() / M.norm()):.0%} of its matrix is no multiple of the identity"
 
 
 def _linear_sentence(evidence: Evidence) -> str:

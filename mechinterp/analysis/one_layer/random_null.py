@@ -10,9 +10,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from mechinterp.analysis.learners.nearest import evaluation
 from mechinterp.analysis.one_layer.head_statistics import Form
 from mechinterp.analysis.one_layer.shared_qk import common_matrix, spread_over_heads
-from mechinterp.analysis.one_layer.substitution import evaluation, idealised
+from mechinterp.analysis.one_layer.substitution import idealised
 from mechinterp.analysis.one_layer.thresholds import Thresholds
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig
 from mechinterp.memory import CHUNK_BYTES, chunks

@@ -5,14 +5,13 @@ from collections.abc import Sequence
 import numpy as np
 from jaxtyping import Float
 
-from mechinterp.analysis.learners.baseline_comparison import Nearby
+from mechinterp.analysis.labels import LEARNERS, PAIRS, PATTERNS
+from mechinterp.analysis.learners.nearest import Nearby
 from mechinterp.analysis.number_format import beside, digits, explained
 from mechinterp.analysis.one_layer.effective_step import Scales
 from mechinterp.analysis.one_layer.head_statistics import Form
 from mechinterp.analysis.one_layer.substitution import Faithfulness
 from mechinterp.analysis.verdict import (
-    KNOWN,
-    LEARNERS,
     NOTHING_EXCLUDED,
     Verdict,
     calibration_text,
@@ -23,23 +22,6 @@ from mechinterp.analysis.verdict import (
     spelled_out,
 )
 
-PAIRS = "the prompt's pairs (x_l, y_l)"
-CENTRED = f"{PAIRS}, x minus its mean x̄"
-STEPS = {
-    "debiased_gd": f"one step of gradient descent on {CENTRED}",
-    "preconditioned_gd": f"one step of preconditioned gradient descent on {CENTRED}",
-    "weighted_preconditioned_gd": f"one step of gradient descent for each response on {CENTRED}, with the same weights "
-    "of coordinates for all",
-    "task_heads": f"one step of gradient descent for each response, by heads of its own, on {CENTRED}",
-    "superposition": f"one step of gradient descent for each response, by heads that several share, on {CENTRED}",
-    "linear_gd": f"one step of preconditioned gradient descent on {PAIRS}",
-}
-NESTED = {
-    "debiased_gd": ("debiased_gd",),
-    "kernel_regression": ("kernel_head",),
-    "linear_gd": ("vanilla_gd",),
-}
-"""Simple learners that are no alternative to a pattern, being cases of it."""
 MOST_NUMBERS = 8
 
 
@@ -77,9 +59,8 @@ def heads_verdict(
     chance = f"; {chance_text(p_value, n_random, 'random weights')}"
     if pattern in ("undetermined", "unstructured"):
         said = f"{none_of('formulas', pattern)}: {spelled_out(reason)}"
-        return nearest_learners(
-            said, near.learners, near.r2, near.r2_sem, chance=chance, doubt=doubt
-        )
+        return nearest_learners(said, near, chance=chance, doubt=doubt)
+    label = PATTERNS[pattern]
     if pattern == "kernel_regression":
         computes = _smoother(form, omega, mu, kernel)
     else:
@@ -89,12 +70,12 @@ def heads_verdict(
             if n_components is None
             else f"; it uses {n_components} of {d_x} principal directions of x"
         )
-        computes = f"{STEPS[pattern]} ({pattern}): {_step(pattern, scales)}{used}"
+        computes = f"{label.text} ({pattern}): {_step(pattern, scales)}{used}"
     sure = (
         f"this formula, with nothing fitted, explains {explained(learner.r2, learner.r2_sem)} of "
-        f"{caveat or 'the predictions'}{chance}{calibration_text(pattern, KNOWN) if calibrated else ''}"
+        f"{caveat or 'the predictions'}{chance}{calibration_text(label) if calibrated else ''}"
     )
-    others = [n for n, name in enumerate(near.learners) if name not in NESTED.get(pattern, ())]
+    others = [n for n, name in enumerate(near.learners) if name not in label.cases]
     behind = [n for n in others if is_behind(near.lead[n], near.lead_sem[n])]
     alike = "; ".join(_other(near, n) for n in others if n not in behind)
     is_not = _other(near, behind[0]) if behind else NOTHING_EXCLUDED

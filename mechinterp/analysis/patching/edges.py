@@ -4,9 +4,10 @@ An edge goes from what a head writes to the query, key or value input of a head 
 a metric moves when the later head alone reads the clean prompt's write, while everything else reads the corrupted one's.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import product
 from typing import Any, Literal
 
 import numpy as np
@@ -23,8 +24,12 @@ from mechinterp.analysis.patching.pairing import Metric, clean_and_corrupted, ne
 from mechinterp.analysis.stats import mean_and_sem, resampled
 from mechinterp.display import Result
 from mechinterp.icl.prompts import Prompts
-from mechinterp.models.hooked.masks import z_name
+from mechinterp.models.hooked.hooks import Hooks
+from mechinterp.models.hooked.masks import resid_name, z_name
+from mechinterp.models.hooked.module import ModuleHooks
+from mechinterp.models.hooked.query_position import query_positions
 from mechinterp.models.hooked.runner import HookedPredictor
+from mechinterp.models.hooked.written import require_sum, written
 from mechinterp.models.run.predictor import Source, predictor_of
 from mechinterp.progress import ProgressCallback, no_progress
 
@@ -134,11 +139,11 @@ def attribute_edges(
             from that of the clean prompts, unit y^2.
         progress: Told of the progress.
     Raises:
-        ValueError: If ig_steps is below 1, there are fewer than two prompts, the model has one layer, its stream is
-            normed after each layer, it has no hooks on the inputs of queries, keys and values (a plain module), the
-            prompts differ in shape, or the model is in training mode.
+        ValueError: If ig_steps is below 1, there are fewer than two prompts, the model has one layer, its stream is not
+            the sum of what heads write (a norm after each layer, layers that are not the stream), queries, keys and
+            values of a plain module cannot be followed, or the prompts differ in shape.
     Source:
-        Edges and patches are those of transformer_lens 4.3 (Syed et al. 2023, arXiv 2310.10348; Wang et al. 2022, arXiv
+        Edges and patches are those of transformer_lens 4.3, which a test compares with (Syed et al. 2023, arXiv 2310.10348; Wang et al. 2022, arXiv
         2211.00593). Integrated gradients after Hanna et al. 2024, arXiv 2403.17806, who take k / K in place of
         (k - 1/2) / K: the midpoint rule errs by 1 / K^2, theirs by 1 / K.
     Example:
@@ -150,10 +155,11 @@ def attribute_edges(
     hooked = predictor_of(source).hooked
     _require_edges(hooked, ig_steps)
     clean, corrupted = clean_and_corrupted(source, clean, corrupted, n_prompts=n_prompts, seed=seed)
+    if isinstance(hooked.model, ModuleHooks):
+        query_positions(hooked, clean)
+        require_sum(hooked.model, hooked.inputs(clean))
     pair = _Pair.of(hooked, clean, corrupted, metric)
-    with _split_inputs(hooked.model):
-        estimate = _estimates(pair, ig_steps)
-        patched = _patches(pair, progress)
+    estimate, patched = _estimates(pair, ig_steps), _patches(pair, progress)
     total, total_sem = mean_and_sem(pair.gained())
     correlation, correlation_sem = _rank_correlation(estimate, patched)
     estimate_mean, estimate_sem = mean_and_sem(estimate)
@@ -178,8 +184,8 @@ class _Pair:
     hooked: HookedPredictor
     clean: Tensor
     corrupted: Tensor
-    z: tuple[dict[str, Tensor], dict[str, Tensor]]
-    """z of all layers by hook name, clean and corrupted."""
+    moved: tuple[Float[Tensor, "batch pos head d_model"], ...]
+    """Of each layer what each head writes on the clean prompts minus that on the corrupted ones."""
     metric: Metric
 
     @classmethod
@@ -196,9 +202,12 @@ class _Pair:
             names = [z_name(layer) for layer in range(hooked.n_layers)]
             runs = [hooked.model.run_with_cache(each, names_filter=names) for each in inputs]
             target = hooked.prediction(runs[0][0], clean)
-        z = tuple({name: cache[name] for name in names} for _, cache in runs)
+            moved = tuple(
+                written(hooked.model, layer, runs[0][1][name] - runs[1][1][name])
+                for layer, name in enumerate(names)
+            )
         metric = nearness(hooked, target) if metric is None else metric
-        return cls(hooked, *inputs, z, metric)  # type: ignore[arg-type]
+        return cls(hooked, *inputs, moved, metric)
 
     @torch.no_grad()
     def gained(self) -> Float[np.ndarray, " batch"]:
@@ -214,19 +223,12 @@ def _estimates(
     hooked = pair.hooked
     gradients = _mean_gradients(pair, ig_steps)
     effects = _no_effects(pair)
-    for layer in range(hooked.n_layers):
-        before, after = (z[z_name(layer)] for z in (pair.z[1], pair.z[0]))
-        W_O = hooked.model.blocks[layer].attn.W_O.detach()  # type: ignore[union-attr, index]
-        moved = einsum(
-            after - before,
-            W_O,
-            "batch pos head d_head, head d_head d_model -> batch pos head d_model",
-        )
+    for layer, moved in enumerate(pair.moved):
         for later in range(layer + 1, hooked.n_layers):
             for index, component in enumerate(COMPONENTS):
                 effect = einsum(
                     moved,
-                    gradients[_input_name(later, component)],
+                    gradients[_read_name(later, component)],
                     "batch pos head d_model, batch pos later d_model -> batch head later",
                 )
                 effects[:, index, layer, :, later] = effect.double().numpy(force=True)
@@ -234,62 +236,75 @@ def _estimates(
 
 
 def _mean_gradients(pair: _Pair, ig_steps: int) -> dict[str, Tensor]:
-    """Gradient of each prompt's metric at every head's inputs, mean over points on the way to the clean prompts."""
-    from transformer_lens.tools.analysis.attribution_patching import cache_activation_and_gradient
-
-    names = [_input_name(i, c) for i in range(1, pair.hooked.n_layers) for c in COMPONENTS]
+    """Gradient of each prompt's metric at the stream as every head reads it, mean over points on the way to the clean
+    prompts: [batch, pos, head, d_model] by the name of what is read."""
+    later = range(1, pair.hooked.n_layers)
+    names = [_read_name(layer, component) for layer in later for component in COMPONENTS]
     shares = [0.0] if ig_steps == 1 else [(k + 0.5) / ig_steps for k in range(ig_steps)]
     totals: dict[str, Tensor] = {}
     for share in shares:
         tokens = torch.lerp(pair.corrupted, pair.clean, share).detach().requires_grad_()
         with torch.enable_grad():
+            output, passed = _run(pair.hooked, tokens, [*names, *map(resid_name, later)])
             # Prompts do not meet in the model: the gradient of the sum is that of each prompt's own metric.
-            found = cache_activation_and_gradient(
-                pair.hooked.model, tokens, lambda output: pair.metric(output).sum(), names
-            ).gradients
-        for name in names:
-            gradient = found[name]
-            assert gradient is not None
-            totals[name] = totals.get(name, 0) + gradient / ig_steps
+            read = [passed[name] for name in names]
+            outer = torch.autograd.grad(pair.metric(output).sum(), read, retain_graph=True)
+            for name, values, gradient in zip(names, read, outer, strict=True):
+                stream = passed[resid_name(int(name.split(".")[1]))]
+                through = (values * gradient).sum((0, 1, 3))
+                each = [torch.autograd.grad(t, stream, retain_graph=True)[0] for t in through]
+                totals[name] = totals.get(name, 0) + torch.stack(each, 2) / ig_steps
     return totals
 
 
+def _run(
+    hooked: HookedPredictor, tokens: Tensor, names: Sequence[str], hooks: Hooks = ()
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The model's output, and what passes some hook points, behind other hooks."""
+    passed: dict[str, Tensor] = {}
+
+    def keep(values: Tensor, hook: object, *, name: str) -> Tensor:
+        passed[name] = values
+        return values  # a Bridge hands a view to its hooks: what is returned is used
+
+    noted = [(name, partial(keep, name=name)) for name in names]
+    return hooked.model.run_with_hooks(tokens, fwd_hooks=[*hooks, *noted]), passed
+
+
+@torch.no_grad()
 def _patches(
     pair: _Pair, progress: ProgressCallback
 ) -> Float[np.ndarray, "prompt input layer head later_layer later_head"]:
-    """For each prompt what patching an edge changes."""
-    from transformer_lens.patching import get_act_patch_direct_path
+    """For each prompt what patching an edge changes.
 
+    What a later head reads with one head's write on the clean prompts is found by a run with that added to the stream
+    before the later layer; it is then put into a run in which nothing else is changed.
+    """
     hooked, effects = pair.hooked, _no_effects(pair)
-    sources = [
-        (layer, head) for layer in range(hooked.n_layers - 1) for head in range(hooked.n_heads)
-    ]
-    values: list[Tensor] = []
-
-    def noted(output: Tensor) -> Tensor:
-        # TransformerLens keeps one number of each run; the standard errors need one of each prompt.
-        values.append(pair.metric(output))
-        return values[-1].mean()
-
-    with torch.no_grad():
-        full = pair.metric(hooked.model(pair.corrupted))
-        for layer, head in progress(sources, "patching edges"):
-            for index, component in enumerate(COMPONENTS):
-                values.clear()
-                get_act_patch_direct_path(
-                    hooked.model,  # type: ignore[arg-type]
-                    pair.corrupted,
-                    *pair.z,  # type: ignore[arg-type]
-                    noted,
-                    layer,
-                    head,
-                    component,
-                    verbose=False,
-                )
-                found = (torch.stack(values, dim=1) - full[:, None]).double().numpy(force=True)
-                shape = (len(full), hooked.n_layers - 1 - layer, hooked.n_heads)
-                effects[:, index, layer, head, layer + 1 :] = found.reshape(shape)
+    full = pair.metric(hooked.model(pair.corrupted))
+    sources = [(x, head) for x in range(hooked.n_layers - 1) for head in range(hooked.n_heads)]
+    for layer, head in progress(sources, "patching edges"):
+        moved = pair.moved[layer][:, :, head]
+        for later in range(layer + 1, hooked.n_layers):
+            names = [_read_name(later, component) for component in COMPONENTS]
+            shift = [(resid_name(later), partial(_added, more=moved))]
+            _, read = _run(hooked, pair.corrupted, names, shift)
+            for index, reader in product(range(len(COMPONENTS)), range(hooked.n_heads)):
+                put = partial(_put, head=reader, values=read[names[index]])
+                output, _ = _run(hooked, pair.corrupted, (), [(names[index], put)])
+                change = (pair.metric(output) - full).double().numpy(force=True)
+                effects[:, index, layer, head, later, reader] = change
     return effects
+
+
+def _added(stream: Tensor, hook: object, *, more: Tensor) -> Tensor:
+    return stream + more
+
+
+def _put(own: Tensor, hook: object, *, head: int, values: Tensor) -> Tensor:
+    own = own.clone()
+    own[:, :, head] = values[:, :, head]
+    return own
 
 
 def _no_effects(
@@ -326,35 +341,25 @@ def _require_edges(hooked: HookedPredictor, ig_steps: int) -> None:
         raise ValueError(
             f"model must have at least 2 layers to have edges between heads, got {hooked.n_layers}."
         )
-    if not hasattr(hooked.model, "set_use_split_qkv_input"):
-        raise ValueError(
-            f"model must have hooks on the inputs of queries, keys and values, {_input_name(1, 'q')} and so on; "
-            f"a {type(hooked.model).__name__} has none."
-        )
-    blocks: Sequence[object] = hooked.model.blocks  # type: ignore[assignment]
+    model = hooked.model
+    blocks: Sequence[object] = model.blocks  # type: ignore[assignment]
     if not all(getattr(block, "hook_out_is_single_residual_stream", True) for block in blocks):
         raise ValueError(
             "model must have a residual stream that is the sum of what is written to it, got one with a norm after each layer."
         )
+    unfollowed = getattr(model, "unfollowed", {})
+    for layer, component in product(range(1, hooked.n_layers), COMPONENTS):
+        if _read_name(layer, component) not in model.hook_dict:
+            why = f", as {unfollowed[layer]}" if layer in unfollowed else ""
+            raise ValueError(
+                f"model must have hooks on its queries, keys and values, {_read_name(layer, component)} and so on; a "
+                f"{type(model).__name__} has none{why}."
+            )
 
 
-@contextmanager
-def _split_inputs(model: Any) -> Iterator[None]:
-    """The inputs of queries, keys and values apart, and afterwards as they were."""
-    names = ("use_attn_in", "use_split_qkv_input")
-    shared, apart = (bool(getattr(model.cfg, name, False)) for name in names)
-    try:
-        # One shared copy and three of one's own exclude each other.
-        model.set_use_attn_in(False)
-        model.set_use_split_qkv_input(True)
-        yield
-    finally:
-        model.set_use_split_qkv_input(apart)
-        model.set_use_attn_in(shared)
-
-
-def _input_name(layer: int, component: str) -> str:
-    return f"blocks.{layer}.attn.hook_{component}_input"
+def _read_name(layer: int, component: str) -> str:
+    """Name of the hook on what all heads of a layer make of the stream, [batch, pos, head, d_head]."""
+    return f"blocks.{layer}.attn.hook_{component}"
 
 
 def edge_name(edge: Any) -> str:

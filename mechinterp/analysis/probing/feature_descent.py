@@ -15,12 +15,11 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from mechinterp import figures
-from mechinterp.analysis.ablation.pairs import halves
 from mechinterp.analysis.number_format import digits, with_error
 from mechinterp.analysis.probing.linear import PENALTIES, affine, fit_ridge, reweighted
 from mechinterp.analysis.result import Table, records
-from mechinterp.analysis.stats import mean_and_sem
-from mechinterp.display import Result
+from mechinterp.analysis.stats import halves, mean_and_sem
+from mechinterp.display import Result, frame_of, with_sem
 from mechinterp.icl.prompts import Prompts
 from mechinterp.icl.sparse_predictors import descend, excess_risk
 from mechinterp.models.hooked.masks import Head
@@ -94,24 +93,14 @@ class DescentCurves(Result):
 
     def to_frame(self) -> pd.DataFrame:
         """One row per kind of features and step."""
-        n_kinds, n_steps = self.risk.shape
-        columns = {
-            "features": np.repeat(self.features, n_steps),
-            "step": np.tile(range(n_steps), n_kinds),
-        }
-        values = {"risk": self.risk.ravel(), "risk_sem": self.risk_sem.ravel()}
-        return pd.DataFrame({**columns, **values})
+        return frame_of(
+            self, *with_sem("risk"), features=self.features, step=range(self.risk.shape[1])
+        )
 
     def area_frame(self) -> pd.DataFrame:
         """One row per kind of features: the least risk and the area."""
-        columns = {
-            "features": self.features,
-            "least_risk": self.least_risk,
-            "at_step": self.at_step,
-            "log_area": self.log_area,
-            "log_area_sem": self.log_area_sem,
-        }
-        return pd.DataFrame(columns)
+        names = ("least_risk", "at_step", *with_sem("log_area"))
+        return frame_of(self, *names, features=self.features)
 
     def plot(self) -> go.Figure:
         """Excess risk over steps, a curve per kind of features."""

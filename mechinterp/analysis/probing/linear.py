@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from mechinterp import figures
-from mechinterp.analysis.stats import mean_and_sem, ratio_and_sem
+from mechinterp.analysis.stats import loss_and_r2
 from mechinterp.display import Result
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.hooked.masks import Head
@@ -154,8 +154,8 @@ def probe_layers(
             control, _ = cross_validated(features, noisy[dealt])
             columns.append(
                 [
-                    *_risk_and_r2(prediction, clean),
-                    *_risk_and_r2(control, clean[dealt])[2:],
+                    *loss_and_r2(prediction, clean),
+                    *loss_and_r2(control, clean[dealt])[2:],
                     penalty,
                 ]
             )
@@ -240,13 +240,6 @@ def fit_ridge(
         weights = vectors @ (moments / (values.clip(min=0) + penalty * size)[:, None])
         found.append(np.vstack([weights, level - centre @ weights]))
     return found
-
-
-def _risk_and_r2(prediction: np.ndarray, target: np.ndarray) -> tuple[float, float, float, float]:
-    errors, squares = (np.square(v).mean(1) for v in (prediction - target, target))
-    risk, risk_sem = mean_and_sem(errors)
-    unexplained, sem = ratio_and_sem(errors, squares)
-    return float(risk), float(risk_sem), float(1 - unexplained), float(sem)
 
 
 def _places(positions: Sequence[int], n_pos: int) -> list[int]:

@@ -1,6 +1,6 @@
 """What a linear read-out of the stream at the query finds after each layer and each head: the lens for regression."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -12,9 +12,10 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from mechinterp import figures
+from mechinterp.analysis.number_format import cell
 from mechinterp.analysis.probing.linear import affine, best_by_folds, fit_ridge
-from mechinterp.analysis.stats import mean_and_sem, ratio_and_sem
-from mechinterp.display import Result
+from mechinterp.analysis.stats import loss_and_r2
+from mechinterp.display import Result, frame_of, with_sem
 from mechinterp.icl.predictors import ridge
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.run.evaluation import evaluation_prompts, least_number, usual_number
@@ -74,17 +75,24 @@ class ReadOutByLayer(Result):
         own = " ".join(f"{r2:.3g}" for r2 in self.own_r2[0, whole])
         return f"ReadOutByLayer(R2 of y before the first and after each layer: fitted {fitted}; own {own})"
 
+    def sentences(self) -> list[str]:
+        """What both read-outs find of y after each layer."""
+        whole = self.head < 0
+        told = [
+            f"A fitted linear read-out of the stream at the query finds y with R² {', '.join(map(cell, self.fitted_r2[0, whole]))} "
+            f"before the first and after each of {whole.sum() - 1} layers."
+        ]
+        own = self.own_r2[0, whole]
+        if np.isfinite(own).any():
+            told.append(f"The model's own read-out finds it with R² {', '.join(map(cell, own))}.")
+        return told
+
     def to_frame(self) -> pd.DataFrame:
         """One row per target and place."""
-        target, place = (index.ravel() for index in np.indices(self.own_loss.shape))
-        columns: dict[str, object] = {"target": np.array(TARGETS)[target]}
-        columns["place"] = np.array(self.places)[place]
-        columns |= {"layers_run": self.layers_run[place]}
-        names = [f"{of}_{what}" for of in ("own", "fitted") for what in ("r2", "loss")]
-        for name in names:
-            columns[name] = getattr(self, name).ravel()
-            columns[f"{name}_sem"] = getattr(self, f"{name}_sem").ravel()
-        return pd.DataFrame(columns | {"penalty": self.penalty.ravel()})
+        names = with_sem("own_r2", "own_loss", "fitted_r2", "fitted_loss")
+        frame = frame_of(self, *names, "penalty", target=TARGETS, place=self.places)
+        frame.insert(2, "layers_run", np.tile(self.layers_run, len(TARGETS)))
+        return frame
 
     def plot(self) -> go.Figure:
         """R2 after each whole layer, of both read-outs, a pair of curves for each target."""
@@ -156,12 +164,12 @@ def read_out_by_layer(
     targets = _targets(predictor, prompts)
     places = _places(predictor, prompts)
     read_outs = own_read_outs(predictor, prompts, places)
-    rows: dict[str, list[list[float]]] = {"own": [], "fitted": []}
+    rows: dict[str, list[Sequence[float]]] = {"own": [], "fitted": []}
     for index, stream in enumerate(progress(list(places.values()), "reading out")):
         own = None if read_outs is None else read_outs[index].double().numpy(force=True)
         features = stream.double().numpy(force=True)
         for target in targets.values():
-            rows["own"].append([np.nan] * 4 if own is None else _loss_and_r2(own, target))
+            rows["own"].append([np.nan] * 4 if own is None else loss_and_r2(own, target))
             rows["fitted"].append(_fitted(features, target))
     shape = (len(places), len(TARGETS))
     names = ("loss", "loss_sem", "r2", "r2_sem", "penalty")
@@ -220,11 +228,4 @@ def _fitted(
     """Loss and R2 on the odd prompts of the read-out that is chosen on the even ones, and its penalty."""
     _, penalty = best_by_folds(features[::2], target[::2])
     (weights,) = fit_ridge(features[::2], target[::2], [penalty])
-    return [*_loss_and_r2(affine(features[1::2], weights), target[1::2]), penalty]
-
-
-def _loss_and_r2(prediction: np.ndarray, target: np.ndarray) -> list[float]:
-    errors, squares = (np.square(each).mean(1) for each in (prediction - target, target))
-    loss, loss_sem = mean_and_sem(errors)
-    unexplained, sem = ratio_and_sem(errors, squares)
-    return [float(loss), float(loss_sem), 1 - float(unexplained), float(sem)]
+    return [*loss_and_r2(affine(features[1::2], weights), target[1::2]), penalty]

@@ -56,6 +56,8 @@ class LearningCoefficient(Result):
     """Distance that the weights were moved to the minimum before, unit of the weights; 0 unless asked for."""
     curve: tuple["LearningCoefficient", ...] = ()
     """The same at other n_beta, as asked for."""
+    bias: str = ""
+    """Why the draws are biased; empty for Hamiltonian Monte Carlo, which has no bias."""
 
     def __repr__(self) -> str:
         where = f"{self.sampled}; {self.over}"
@@ -63,23 +65,19 @@ class LearningCoefficient(Result):
             return f"LearningCoefficient(not a minimum: {self.reason} {where})"
         exact = "" if self.exact is None else f", exact {self.exact:g}"
         agree = "" if self.r_hat < 1.05 else f", chains disagree: R-hat {self.r_hat:.3g}"
-        return f"LearningCoefficient({self.estimate:.4g} ± {self.sem:.2g}{exact}{agree}; {where})"
+        bias = f", biased: {self.bias}" if self.bias else ""
+        return f"LearningCoefficient({self.estimate:.4g} ± {self.sem:.2g}{exact}{agree}{bias}; {where})"
 
     def to_frame(self) -> pd.DataFrame:
         """One row per n_beta."""
         names = (
             *("n_beta", "localisation", "estimate", "sem", "exact", "is_minimum", "acceptance"),
             *("r_hat", "effective_draws", "loss", "gradient_norm", "fall", "moved"),
-            *("sampled", "over", "reason", "unknown"),
+            *("sampled", "over", "reason", "unknown", "bias"),
         )
         each = [self, *self.curve]
         frame = pd.DataFrame({name: [getattr(one, name) for one in each] for name in names})
         return frame.astype({"exact": float})
-
-    def chains_frame(self) -> pd.DataFrame:
-        """One row per chain and draw."""
-        chain, draw = np.indices(self.excess.shape).reshape(2, -1)
-        return pd.DataFrame({"chain": chain, "draw": draw, "excess": self.excess.ravel()})
 
     def plot(self) -> go.Figure:
         """The trace of n_beta (L - L*), with the exact value dotted; empty without draws."""

@@ -1,7 +1,6 @@
 """Head ablation of a multilayer model at the kept steps of its training."""
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import numpy as np
 import pandas as pd
@@ -10,10 +9,11 @@ from jaxtyping import Float, Int
 
 from mechinterp import figures
 from mechinterp.analysis.ablation.single import ablate_heads
+from mechinterp.analysis.number_format import with_error
 from mechinterp.analysis.result import Table
 from mechinterp.analysis.training.histories import loss_at, loss_curve, with_snapshots
 from mechinterp.analysis.training.snapshots import loss_slider
-from mechinterp.display import Result
+from mechinterp.display import Result, frame_of, with_sem
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.run.evaluation import evaluation_prompts
 from mechinterp.models.run.predictor import Source
@@ -27,10 +27,6 @@ N_PROMPTS = 512
 class DeepSnapshots(Result):
     """Excess risk, and how each layer spreads its work over its heads, at each kept step."""
 
-    COLUMNS: ClassVar = {
-        "top_head": "The head of the layer that raises the excess risk most when masked alone.",
-        "top_rise": "Rise of the excess risk when that head is masked, unit y^2.",
-    }
     step: Int[np.ndarray, " snapshot"]
     risk: Float[np.ndarray, " snapshot"]
     """Excess risk of the whole model, unit y^2."""
@@ -46,6 +42,16 @@ class DeepSnapshots(Result):
     """Of the last logged step up to here, unit y^2; NaN without a history."""
     curve: Float[np.ndarray, "row 2"]
     """Step and eval_loss of the whole history."""
+
+    @property
+    def top_head(self) -> Int[np.ndarray, "snapshot layer"]:
+        """The head of the layer that raises the excess risk most when masked alone."""
+        return self.rise.argmax(2)
+
+    @property
+    def top_rise(self) -> Float[np.ndarray, "snapshot layer"]:
+        """Rise of the excess risk when that head is masked, unit y^2."""
+        return self.rise.max(2)
 
     def __repr__(self) -> str:
         return f"DeepSnapshots({len(self.step)}, risk {self.risk[0]:.3g} to {self.risk[-1]:.3g})"
@@ -66,15 +72,8 @@ class DeepSnapshots(Result):
 
     def to_frame(self) -> pd.DataFrame:
         """One row per snapshot and layer."""
-        n_layers = self.rise.shape[1]
-        columns = {"step": np.repeat(self.step, n_layers)}
-        columns["layer"] = np.tile(np.arange(n_layers), len(self.step))
-        columns |= {name: np.repeat(getattr(self, name), n_layers) for name in ("risk", "risk_sem")}
-        columns |= {
-            name: getattr(self, name).ravel() for name in ("effective_heads", "effective_heads_sem")
-        }
-        columns |= {"top_head": self.rise.argmax(2).ravel(), "top_rise": self.rise.max(2).ravel()}
-        return pd.DataFrame(columns)
+        names = (*with_sem("risk", "effective_heads"), "top_head", "top_rise")
+        return frame_of(self, *names, step=self.step, layer=range(self.rise.shape[1]))
 
     def plot(self) -> go.Figure:
         """Importance, layers by heads, with a slider over the steps."""
@@ -92,7 +91,7 @@ class DeepSnapshots(Result):
     def plot_loss(self) -> go.Figure:
         """The loss over training with a mark at the step, with a slider over the steps."""
         titles = [
-            f"Step {step:,}: excess risk {risk:.4f} ± {sem:.2g} y²"
+            f"Step {step:,}: excess risk {with_error(risk, sem)} y²"
             for step, risk, sem in zip(self.step, self.risk, self.risk_sem, strict=True)
         ]
         return loss_slider(self.curve, self.step, self.eval_loss, titles=titles)

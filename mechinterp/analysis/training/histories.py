@@ -1,13 +1,16 @@
 """Training history of a checkpoint: logged rows, and weights of earlier steps."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pandas as pd
-from jaxtyping import Float
+from jaxtyping import Float, Int
 
+from mechinterp.analysis.number_format import digits
 from mechinterp.checkpoints.checkpoint import Checkpoint
 from mechinterp.checkpoints.plain_modules import HookedModule
+from mechinterp.display import Result
 from mechinterp.models.run.predictor import Source
 
 MAX_NUMBERS = 100_000  # entries of all circuits together: a page with them stays small
@@ -54,15 +57,45 @@ class Training:
 NOT_KNOWN = Training()
 
 
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
+class LoggedSteps(Result):
+    """Losses of one model at its logged steps."""
+
+    step: Int[np.ndarray, " row"]
+    """Number of updates."""
+    loss: Float[np.ndarray, " row"]
+    """Mean training loss since the last row, NaN at step 0; unit y^2."""
+    eval_loss: Float[np.ndarray, " row"]
+    """Loss on a fixed set of prompts that training never sees, or on the population where training is on that; unit y^2."""
+    training: Training = NOT_KNOWN
+    """How the model was trained."""
+
+    def __repr__(self) -> str:
+        last = f"{self.step[-1]} steps, final eval_loss {self.eval_loss[-1]:.4f}"
+        return f"{type(self).__name__}({last})"
+
+    @property
+    def ended(self) -> str:
+        """How many steps, and where the loss ends."""
+        return f"{self.step[-1]} steps; final loss on {self.training.eval_on} {digits(self.eval_loss[-1])} y²."
+
+
+def logged_steps(history: pd.DataFrame, source: Source | pd.DataFrame) -> dict[str, Any]:
+    """The fields of `LoggedSteps`, from a history and the checkpoint that it may be of."""
+    per_step = history.drop_duplicates("step")
+    losses = {name: per_step[name].to_numpy() for name in ("step", "loss", "eval_loss")}
+    return {**losses, "training": training_of(source)}
+
+
 def training_of(source: Source | pd.DataFrame) -> Training:
-    """How a checkpoint was trained; of a history alone that is not known.
+    """How a checkpoint of this package was trained; of other files and of a history alone that is not known.
 
     Example:
         >>> from mechinterp import load
         >>> training_of(load("checkpoints/linear-merged-s0")).how[:77]
         'Exact gradient flow on the population, as long as descent of step size 0.031;'
     """
-    if not isinstance(source, Checkpoint):
+    if not isinstance(source, Checkpoint) or source.format != "native" or source.kept:
         return NOT_KNOWN
     train = source.config.train
     rows = f"a row every {train.log_every} steps"

@@ -8,10 +8,12 @@ minimum the estimate means nothing, and none is given.
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
 from mechinterp.analysis.training.coefficient_result import LearningCoefficient
+from mechinterp.analysis.training.langevin import Langevin, langevin_draws
 from mechinterp.analysis.training.local_losses import (
     LocalLoss,
     heads_of_linear,
@@ -48,6 +50,7 @@ def local_learning_coefficient(
     localisation: float = LOCALISATION,
     other_n_beta: Sequence[float] = (),
     chains: Chains | None = None,
+    langevin: Langevin | None = None,
     settle: bool = False,
     n_prompts: int = 1024,
     seed: int = 0,
@@ -64,6 +67,8 @@ def local_learning_coefficient(
         localisation: Strength of the pull to the weights, unit 1 / weight^2.
         other_n_beta: Temperatures to estimate at besides, for `plot_curve`.
         chains: Number and length of chains; None: 8 of 1,000 draws, on prompts 4 of 200.
+        langevin: Draw by stochastic gradients on mini-batches, as is usual elsewhere, in the place of Hamiltonian Monte
+            Carlo: biased, by as much as step size and mini-batches make it, and `bias` says so.
         settle: Whether to go to the minimum that descent finds first, as no model is at the minimum of the loss on a
             set of prompts that it was not trained on. It may be far: how far is in `moved`.
         n_prompts: Of the loss on prompts.
@@ -84,7 +89,8 @@ def local_learning_coefficient(
     if is_trained_on_moments(checkpoint):
         heads = heads_of_linear(weights)
         chosen = _heads(sampled_heads, heads.v.size)
-        loss = population_loss(heads, task_moments(checkpoint.task), sampled_heads=chosen)
+        task = checkpoint.task
+        loss = population_loss(heads, task_moments(task), sampled_heads=chosen, task=task)
     else:
         if sampled_heads is not None:
             raise ValueError("sampled_heads is of linear attention trained on moments only.")
@@ -97,6 +103,7 @@ def local_learning_coefficient(
         localisation=localisation,
         other_n_beta=other_n_beta,
         chains=chains,
+        langevin=langevin,
         settle=settle,
         seed=seed,
         progress=progress,
@@ -116,6 +123,7 @@ def coefficient_of_loss(
     localisation: float = LOCALISATION,
     other_n_beta: Sequence[float] = (),
     chains: Chains | None = None,
+    langevin: Langevin | None = None,
     settle: bool = False,
     seed: int = 0,
     progress: ProgressCallback = no_progress,
@@ -139,12 +147,11 @@ def coefficient_of_loss(
         moved = float(np.linalg.norm(settled - loss.at))
         loss = replace(loss, at=settled)
     chains = Chains() if chains is None else chains
-    first = _estimate(loss, n_beta, localisation, chains, seed, moved, progress)
-    curve = [
-        _estimate(loss, other, localisation, chains, seed, moved, progress)
-        for other in other_n_beta
-    ]
-    return replace(first, curve=tuple(curve))
+    first, *curve = (
+        _estimate(loss, each, localisation, chains, langevin, seed, progress)
+        for each in (n_beta, *other_n_beta)
+    )
+    return replace(first, moved=moved, curve=tuple(replace(each, moved=moved) for each in curve))
 
 
 def _estimate(
@@ -152,22 +159,18 @@ def _estimate(
     n_beta: float,
     localisation: float,
     chains: Chains,
+    langevin: Langevin | None,
     seed: int,
-    moved: float,
     progress: ProgressCallback,
 ) -> LearningCoefficient:
-    found = _before_drawing(loss, n_beta, localisation, chains, moved)
+    found = _before_drawing(loss, n_beta, localisation, chains)
     if found.reason:
         return found
-    draws = hamiltonian_draws(
-        loss.function,
-        loss.at,
-        chains,
-        n_beta=n_beta,
-        localisation=localisation,
-        seed=seed,
-        progress=progress,
-    )
+    if langevin is None:
+        draw = partial(hamiltonian_draws, loss.function, loss.at, chains)
+    else:
+        draw = partial(langevin_draws, loss, chains, langevin)
+    draws = draw(n_beta=n_beta, localisation=localisation, seed=seed, progress=progress)
     excess = draws.excess
     found = replace(
         found,
@@ -176,6 +179,7 @@ def _estimate(
         acceptance=float(draws.accepted.mean()),
         r_hat=r_hat(excess),
         effective_draws=effective_draws(excess),
+        bias="" if langevin is None else langevin.bias,
     )
     if found.reason:
         return found
@@ -189,7 +193,7 @@ def _estimate(
 
 
 def _before_drawing(
-    loss: LocalLoss, n_beta: float, localisation: float, chains: Chains, moved: float
+    loss: LocalLoss, n_beta: float, localisation: float, chains: Chains
 ) -> LearningCoefficient:
     """What is known without draws; with a reason if descent shows that the weights are no minimum."""
     value, gradient = loss.function(loss.at[None])
@@ -215,7 +219,7 @@ def _before_drawing(
         fall=fall,
         sampled=loss.sampled,
         over=loss.over,
-        moved=moved,
+        moved=0.0,
     )
 
 

@@ -4,6 +4,7 @@ Of linear attention that was trained on moments it is the exact loss of the popu
 of layers, that on one fixed set of prompts. All other entries stay as they are.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,8 +14,9 @@ from torch import Tensor
 
 from mechinterp.analysis.training.sampler import BatchLoss, Points
 from mechinterp.checkpoints.checkpoint import Checkpoint
+from mechinterp.config import TaskConfig
 from mechinterp.display import counted
-from mechinterp.icl.prompts import Prompts
+from mechinterp.icl.prompts import Prompts, sample_prompts
 from mechinterp.models.heads import AttentionWeights
 from mechinterp.models.stacks import DeepWeights
 from mechinterp.models.weights import Weights
@@ -26,8 +28,13 @@ from mechinterp.theory.learning_coefficient import (
 from mechinterp.theory.linear import Moments
 from mechinterp.theory.linear_heads import Heads, MergedHeads, SeparateHeads
 from mechinterp.training.general.step import loss_and_gradients as deep_loss
+from mechinterp.training.linear.descent import sample_moments
 from mechinterp.training.linear.flat import flatten
 from mechinterp.training.one_layer.step import by_tensors, membership
+
+MinibatchGradient = Callable[[Points, int, torch.Generator], Points]
+"""Gradient at many points, each on a mini-batch of its own of so many prompts."""
+PromptsLoss = Callable[[Points, Prompts], tuple[Float[np.ndarray, " chain"], Points]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,6 +53,8 @@ class LocalLoss:
     """Why it is not."""
     remedy: str = ""
     """What to do where the weights are no minimum."""
+    on_minibatch: MinibatchGradient | None = None
+    """For stochastic gradients; None: there are no prompts to draw."""
 
 
 def heads_of_linear(weights: Weights) -> Heads:
@@ -60,12 +69,17 @@ def heads_of_linear(weights: Weights) -> Heads:
 
 
 def population_loss(
-    heads: Heads, moments: Moments, *, sampled_heads: list[int] | None = None
+    heads: Heads,
+    moments: Moments,
+    *,
+    sampled_heads: list[int] | None = None,
+    task: TaskConfig | None = None,
 ) -> LocalLoss:
     """The exact loss of linear attention on a population, from its moments alone.
 
     Args:
         sampled_heads: Heads whose entries are free; None: all.
+        task: That of the moments, for mini-batches of fresh prompts.
     Example:
         >>> from mechinterp.theory.linear import population_moments
         >>> from mechinterp.theory.linear_heads import separate_heads
@@ -88,6 +102,19 @@ def population_loss(
     except ValueError as error:
         unknown = str(error)
     entries = "U" if merged else "the x entries of q and k"
+
+    def of_fresh(points: Points, n_prompts: int, generator: torch.Generator) -> Points:
+        assert task is not None
+        drawn = sample_prompts(
+            task, len(points) * n_prompts, generator=generator, dtype=torch.float64
+        )
+        rows = []
+        for place, point in enumerate(points):
+            batch = drawn[place * n_prompts : (place + 1) * n_prompts]
+            sampled = sample_moments([batch], basis=np.eye(len(fixed)))
+            rows.append(_of_moments(part, sampled, fixed)(point[None])[1])
+        return np.concatenate(rows)
+
     return LocalLoss(
         _of_moments(part, moments, fixed),
         at,
@@ -95,6 +122,7 @@ def population_loss(
         "the population",
         exact,
         unknown,
+        on_minibatch=None if task is None else of_fresh,
     )
 
 
@@ -155,24 +183,33 @@ def prompts_loss(checkpoint: Checkpoint, weights: Weights, prompts: Prompts) -> 
                 "local_learning_coefficient needs a model without biases whose query does not attend to itself."
             )
         free = _free_entries(heads)
-        function, at = _of_layer(heads, free, prompts)
+        of, at = _of_layer(heads, free)
         names = " and ".join([", ".join(list(free)[:-1]), list(free)[-1]])
         sampled = f"{at.size} entries: the x entries of W_Q, and {names.removeprefix('W_Q, ')}"
     elif weights.has_stack:
-        function, at = _of_stack(weights.stack, prompts)
+        of, at = _of_stack(weights.stack)
         sampled = f"{at.size} entries: all"
     else:
         raise ValueError(
             "local_learning_coefficient needs one layer of attention, or layers of attention alone that read the context only."
         )
     unknown = "the loss on prompts is not a quadratic in one matrix"
+
+    def of_some(points: Points, n_prompts: int, generator: torch.Generator) -> Points:
+        rows = torch.randint(len(prompts), (len(points), n_prompts), generator=generator)
+        found = [
+            of(point[None], prompts[chosen])[1] for point, chosen in zip(points, rows, strict=True)
+        ]
+        return np.concatenate(found)
+
     return LocalLoss(
-        function,
+        lambda points: of(points, prompts),
         at,
         sampled,
         f"{len(prompts)} prompts",
         unknown=unknown,
         remedy="; settle=True goes to a minimum on these prompts first",
+        on_minibatch=of_some,
     )
 
 
@@ -186,13 +223,13 @@ def _free_entries(heads: AttentionWeights) -> dict[str, Bool[np.ndarray, "head r
 
 
 def _of_layer(
-    heads: AttentionWeights, free: dict[str, np.ndarray], prompts: Prompts
-) -> tuple[BatchLoss, np.ndarray]:
+    heads: AttentionWeights, free: dict[str, np.ndarray]
+) -> tuple[PromptsLoss, np.ndarray]:
     base = {name: tensor.detach().cpu().numpy() for name, tensor in heads.tensors.items()}
     ends = np.cumsum([int(mask.sum()) for mask in free.values()])
     at = np.concatenate([base[name][mask] for name, mask in free.items()])
 
-    def function(points: Points) -> tuple[np.ndarray, Points]:
+    def function(points: Points, prompts: Prompts) -> tuple[np.ndarray, Points]:
         n_points = len(points)
         tensors = {}
         parts = dict(zip(free, np.split(points, ends[:-1], axis=1), strict=True))
@@ -212,19 +249,19 @@ def _of_layer(
     return function, at
 
 
-def _of_stack(stack: DeepWeights, prompts: Prompts) -> tuple[BatchLoss, np.ndarray]:
+def _of_stack(stack: DeepWeights) -> tuple[PromptsLoss, np.ndarray]:
     stack = stack.to(torch.float64)
     shapes = {name: tensor.shape for name, tensor in stack.tensors.items()}
     ends = np.cumsum([shape.numel() for shape in shapes.values()])
 
-    def one(point: np.ndarray) -> tuple[float, np.ndarray]:
+    def one(point: np.ndarray, prompts: Prompts) -> tuple[float, np.ndarray]:
         parts = zip(shapes.items(), np.split(point, ends[:-1]), strict=True)
         tensors = {name: torch.from_numpy(part).view(shape) for (name, shape), part in parts}
         loss, found = deep_loss(stack.with_tensors(tensors), prompts)
         return loss.item(), _flat(found.tensors, list(shapes))
 
-    def function(points: Points) -> tuple[np.ndarray, Points]:
-        losses, gradients = zip(*(one(point) for point in points), strict=True)
+    def function(points: Points, prompts: Prompts) -> tuple[np.ndarray, Points]:
+        losses, gradients = zip(*(one(point, prompts) for point in points), strict=True)
         return np.array(losses), np.array(gradients)
 
     return function, _flat(stack.tensors, list(shapes))

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from mechinterp.analysis.one_layer.classify import classify
 from mechinterp.checkpoints.plain_modules import HookedModule, hook_module
-from mechinterp.checkpoints.runs import head_rows
+from mechinterp.checkpoints.runs import head_rows, joined
 from mechinterp.config import TaskConfig
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.run.evaluation import evaluation_prompts
@@ -48,7 +48,7 @@ class Monitor:
     seed: int = 0
     snapshots: dict[int, HookedModule] = field(default_factory=dict, init=False, repr=False)
     """The module as it was, by step."""
-    rows: list[pd.DataFrame] = field(default_factory=list, init=False, repr=False)
+    rows: dict[int, pd.DataFrame] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
         if type(self.every) is not int or self.every < 1:
@@ -67,23 +67,22 @@ class Monitor:
             task=self.task,
         )
         prompts = evaluation_prompts(hooked, n_prompts=self.n_prompts, seed=self.seed)
-        rows = head_rows(hooked, prompts, masks=self.ablation).assign(step=step)
+        rows = head_rows(hooked, prompts, masks=self.ablation)
         if self.labels:
             rows["pattern"] = classify(hooked, n_prompts=self.n_prompts, seed=self.seed).pattern
-        self.rows.append(rows)
-        self.snapshots[step] = hooked
+        self.rows[step] = rows
+        self.snapshots[step] = replace(hooked, step=step)
 
     def run(self) -> HookedModule:
-        """The module as it was last, with `history`, `snapshots` and `steps` as those of `load_run`.
+        """The module as it was last, with `history`, `snapshots`, `steps`, `step` and `at` as the run of `load_run` has them.
 
-        `history` has a row per step, layer and head: eval_loss, and share and rise, or pattern, where they are kept.
+        `history` has a row per step, layer and head: eval_loss, and share and rise, or pattern, where they are kept; loss,
+        that of training, is NaN.
 
         Raises:
             ValueError: If nothing was measured yet.
         """
         if not self.rows:
             raise ValueError(f"Monitor must be called at a multiple of {self.every} steps first.")
-        history = pd.concat(self.rows, ignore_index=True)
-        history = history[["step", *(name for name in history if name != "step")]]
-        last = list(self.snapshots.values())[-1]
-        return replace(last, history=history, snapshots=dict(self.snapshots))
+        last = self.snapshots[max(self.snapshots)]
+        return replace(last, history=joined(self.rows), snapshots=dict(self.snapshots))

@@ -5,36 +5,27 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
-from jaxtyping import Float, Int
+from jaxtyping import Float
 
 from mechinterp import figures
-from mechinterp.analysis.number_format import digits
 from mechinterp.analysis.result import Table
-from mechinterp.analysis.training.histories import NOT_KNOWN, Training, training_of, with_history
+from mechinterp.analysis.training.histories import LoggedSteps, logged_steps, with_history
 from mechinterp.analysis.training.over_training import TrainingDynamics, training_dynamics
 from mechinterp.analysis.training.run_over_training import RunOverTraining
-from mechinterp.display import Result
+from mechinterp.display import frame_of, head_axes
 from mechinterp.models.run.predictor import Source
 
 NORMS = {"qk_norm": "QK", "ov_norm": "OV"}
 
 
-@dataclass(frozen=True, eq=False, repr=False)
-class NormsOverTraining(Result):
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
+class NormsOverTraining(LoggedSteps):
     """Losses and norms of the heads of a model at its logged steps."""
 
-    step: Int[np.ndarray, " row"]
-    """Number of updates."""
-    loss: Float[np.ndarray, " row"]
-    """Mean training loss since the last row, NaN at step 0; unit y^2."""
-    eval_loss: Float[np.ndarray, " row"]
-    """Loss on a fixed set of prompts that training never sees, unit y^2."""
     qk_norm: Float[np.ndarray, "row layer head"]
     """Frobenius norm of the head's QK, the scale in it."""
     ov_norm: Float[np.ndarray, "row layer head"]
     """Frobenius norm of the head's OV."""
-    training: Training = NOT_KNOWN
-    """How the model was trained."""
 
     @property
     def qk_norm_first(self) -> Float[np.ndarray, "layer head"]:
@@ -56,15 +47,9 @@ class NormsOverTraining(Result):
         """ov_norm at the last logged step over that at the first."""
         return self.ov_norm[-1] / self.ov_norm[0]
 
-    def __repr__(self) -> str:
-        last = f"{self.step[-1]} steps, final eval_loss {self.eval_loss[-1]:.4f}"
-        return f"NormsOverTraining({last})"
-
     def sentences(self) -> list[str]:
         """Where the loss ends, in which layer norms have changed most, and how the model was trained."""
-        told = [
-            f"{self.step[-1]} steps; final loss on {self.training.eval_on} {digits(self.eval_loss[-1])} y²."
-        ]
+        told = [self.ended]
         for name, what in NORMS.items():
             factors = np.median(getattr(self, f"{name}_factor"), axis=1)
             listed = ", ".join(f"{factor:.3g}" for factor in factors)
@@ -76,10 +61,8 @@ class NormsOverTraining(Result):
 
     def to_frame(self) -> pd.DataFrame:
         """One row per logged step, layer and head."""
-        row, layer, head = (index.ravel() for index in np.indices(self.qk_norm.shape))
-        columns = {"step": self.step[row], "layer": layer, "head": head}
-        columns |= {name: getattr(self, name)[row] for name in ("loss", "eval_loss")}
-        return pd.DataFrame(columns | {name: getattr(self, name).ravel() for name in NORMS})
+        heads = head_axes(self.qk_norm[0])
+        return frame_of(self, "loss", "eval_loss", *NORMS, step=self.step, **heads)
 
     def norm_frame(self) -> pd.DataFrame:
         """One row per head: its norms at the first and the last logged step, and the factor between them."""
@@ -167,9 +150,6 @@ def history_of(
     shape = (len(per_step), int(history["layer"].max()) + 1, int(history["head"].max()) + 1)
     ordered = history.sort_values(["step", "layer", "head"], kind="stable")
     return NormsOverTraining(
-        step=per_step["step"].to_numpy(),
-        loss=per_step["loss"].to_numpy(),
-        eval_loss=per_step["eval_loss"].to_numpy(),
-        training=training_of(source),
+        **logged_steps(history, source),
         **{name: ordered[name].to_numpy().reshape(shape) for name in NORMS},
     )

@@ -5,28 +5,21 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
-from jaxtyping import Float, Int
+from jaxtyping import Float
 
 from mechinterp import figures
-from mechinterp.analysis.number_format import digits
 from mechinterp.analysis.result import Table
-from mechinterp.analysis.training.histories import NOT_KNOWN, Training, training_of, with_history
-from mechinterp.display import Result
+from mechinterp.analysis.training.histories import LoggedSteps, logged_steps, with_history
+from mechinterp.display import frame_of
 from mechinterp.models.run.predictor import Source
 
 SCALARS = ("omega", "mu", "qk_diagonal", "ov_last_entry")
 
 
-@dataclass(frozen=True, eq=False, repr=False)
-class TrainingDynamics(Result):
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
+class TrainingDynamics(LoggedSteps):
     """Logged steps of one model."""
 
-    step: Int[np.ndarray, " row"]
-    """Number of updates."""
-    loss: Float[np.ndarray, " row"]
-    """Mean training loss since the last row, NaN at step 0; unit y^2."""
-    eval_loss: Float[np.ndarray, " row"]
-    """Loss on a fixed set of prompts that training never sees, or on the population where training is on that; unit y^2."""
     omega: Float[np.ndarray, "row head"]
     """Mean of each head's omega, unit 1/x^2."""
     mu: Float[np.ndarray, "row head"]
@@ -35,8 +28,6 @@ class TrainingDynamics(Result):
     """Norm of the diagonal of QK's x block over that of the block; 1 if diagonal."""
     ov_last_entry: Float[np.ndarray, "row head"]
     """Norm of mu over that of OV; 1 if only y is read."""
-    training: Training = NOT_KNOWN
-    """How the model was trained."""
 
     @property
     def share(self) -> Float[np.ndarray, "row head"]:
@@ -50,13 +41,10 @@ class TrainingDynamics(Result):
         """Sums of the positive and of the negative mu."""
         return np.stack([self.mu.clip(min=0).sum(1), self.mu.clip(max=0).sum(1)], 1)
 
-    def __repr__(self) -> str:
-        return f"TrainingDynamics({self.step[-1]} steps, final eval_loss {self.eval_loss[-1]:.4f})"
-
     def sentences(self) -> list[str]:
         """How many steps, where the loss ends, and how the model was trained."""
         return [
-            f"{self.step[-1]} steps; final loss on {self.training.eval_on} {digits(self.eval_loss[-1])} y².",
+            self.ended,
             *self.training.sentences,
         ]
 
@@ -70,14 +58,8 @@ class TrainingDynamics(Result):
 
     def to_frame(self) -> pd.DataFrame:
         """One row per logged step and head."""
-        n_rows, n_heads = self.omega.shape
-        columns = {
-            "step": np.repeat(self.step, n_heads),
-            "head": np.tile(np.arange(n_heads), n_rows),
-        }
-        columns |= {name: np.repeat(getattr(self, name), n_heads) for name in ("loss", "eval_loss")}
-        columns |= {name: getattr(self, name).ravel() for name in SCALARS}
-        return pd.DataFrame(columns)
+        names = ("loss", "eval_loss", *SCALARS)
+        return frame_of(self, *names, step=self.step, head=range(self.omega.shape[1]))
 
     def plot(self) -> go.Figure:
         """omega of every head over training."""
@@ -149,12 +131,8 @@ def training_dynamics(source: Source | pd.DataFrame) -> TrainingDynamics:
         raise ValueError(
             f"training_dynamics needs a history with {', '.join(sorted(missing))}, got one without."
         )
-    per_step = history.drop_duplicates("step")
     tables = {name: history.pivot(index="step", columns="head", values=name) for name in SCALARS}
     return TrainingDynamics(
-        step=per_step["step"].to_numpy(),
-        loss=per_step["loss"].to_numpy(),
-        eval_loss=per_step["eval_loss"].to_numpy(),
-        training=training_of(source),
+        **logged_steps(history, source),
         **{name: table.to_numpy() for name, table in tables.items()},
     )

@@ -13,7 +13,7 @@ import plotly.graph_objects as go
 from jaxtyping import Float, Int
 
 from mechinterp import figures
-from mechinterp.display import Result
+from mechinterp.display import Result, frame_of
 from mechinterp.theory.linear import Modes, Moments, fixed_point, modes
 from mechinterp.theory.linear_heads import MergedHeads, SeparateHeads
 from mechinterp.theory.linear_jumps import Jumps, predict_jumps
@@ -64,20 +64,15 @@ class Plateaus(Result):
 
     def to_frame(self) -> pd.DataFrame:
         """One row per plateau and direction."""
-        n_plateaus, n_modes = self.learned.shape
-        columns = {"plateau": np.repeat(np.arange(n_plateaus), n_modes)}
-        for name in ("time", "loss", "level", "pcr_distance", "n_learned"):
-            columns[name] = np.repeat(getattr(self, name), n_modes)
-        columns["mode"] = np.tile(np.arange(n_modes), n_plateaus)
-        return pd.DataFrame(columns | {"learned": self.learned.ravel()})
+        names = ("time", "loss", "level", "pcr_distance", "n_learned", "learned")
+        plateau, mode = map(range, self.learned.shape)
+        return frame_of(self, *names, plateau=plateau, mode=mode)
 
     def heads_frame(self) -> pd.DataFrame:
         """One row per plateau, head, rank and direction: value weight and cosines."""
-        place = np.indices(self.key_cosine.shape).reshape(4, -1)
-        columns = dict(zip(("plateau", "head", "rank", "mode"), place, strict=True))
-        columns["value"] = self.value[place[0], place[1]]
-        columns["key_cosine"] = self.key_cosine.ravel()
-        return pd.DataFrame(columns | {"query_cosine": self.query_cosine.ravel()})
+        plateau, head, rank, mode = map(range, self.key_cosine.shape)
+        axes = {"plateau": plateau, "head": head, "rank": rank, "mode": mode}
+        return frame_of(self, "value", "key_cosine", "query_cosine", **axes)
 
     def plot(self) -> go.Figure:
         """Loss over time, with the predicted levels dotted and the predicted jumps as vertical lines."""

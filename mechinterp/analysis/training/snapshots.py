@@ -114,7 +114,7 @@ def training_snapshots(
     trained = checkpoint_of(with_snapshots(checkpoint, "training_snapshots"), "training_snapshots")
     if not trained.predictor.is_one_attention:
         raise ValueError(
-            "training_snapshots needs one layer of attention; deep_snapshots takes the others."
+            "training_snapshots needs one layer of attention; deep_snapshots (mechinterp analyse head-snapshots) takes the others."
         )
     steps = kept_steps(trained)
     weights = [trained.snapshots[step] for step in steps]

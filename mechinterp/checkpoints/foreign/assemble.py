@@ -217,11 +217,7 @@ def _joined(
 
 
 def _ways(
-    parts: Parts,
-    model: ModelConfig,
-    at: tuple[list[int], list[int]],
-    stream: Stream,
-    sign: int,
+    parts: Parts, model: ModelConfig, at: tuple[list[int], list[int]], stream: Stream, sign: int
 ) -> dict[str, Tensor]:
     """Read-in and read-out, of a file without them the columns of x and y, and those of the prediction."""
     (inputs, outputs), width, ends = at, parts.width, parts.ends

@@ -2,14 +2,12 @@
 
 from collections.abc import Iterator, Mapping
 from itertools import product
-from pathlib import Path
 
-from mechinterp.checkpoints.foreign.formats import BARE, Format
+from mechinterp.checkpoints.foreign.formats import BARE, CAUSAL, Format
 from mechinterp.checkpoints.foreign.heads import settle
-from mechinterp.checkpoints.foreign.options import COLUMNS, SIGNS, Hints
+from mechinterp.checkpoints.foreign.options import COLUMNS, JOINS, SIGNS, Hints
 from mechinterp.checkpoints.foreign.parsed import Parts
 from mechinterp.checkpoints.foreign.readings import Said
-from mechinterp.checkpoints.io.errors import CheckpointError
 from mechinterp.config.model import LAYOUTS, NORMS
 
 DOUBTED: dict[str, tuple[str | bool, ...]] = {
@@ -23,8 +21,9 @@ DOUBTED: dict[str, tuple[str | bool, ...]] = {
 SETTINGS = {
     "activation": ("activation_function", "activation"),
     "norm_eps": ("layer_norm_epsilon", "layer_norm_eps", "norm_eps"),
+    **{name: (name,) for name in (*JOINS, "attend_to_self") if name != "activation"},
 }
-"""Settings beside weights that state a choice under another name."""
+"""Settings beside weights that state a choice."""
 ONLY = {
     "scale_attn_weights": True,
     "scale_attn_by_inverse_layer_idx": False,
@@ -34,53 +33,42 @@ ONLY = {
 Choices = Mapping[str, tuple[object, ...]]
 
 
-def given_choices(
-    form: Format, hints: Hints, settings: Mapping[str, object], file: Path
-) -> dict[str, object]:
+def given_choices(hints: Hints, settings: Mapping[str, object]) -> dict[str, object]:
     """What the reader or a file beside the weights says of choices.
 
     Raises:
-        CheckpointError: If it contradicts what the format settles, or settings are those of another model.
+        ValueError: If it contradicts what the format settles, or settings are those of another model.
     """
     for key, value in ONLY.items():
         if settings.get(key, value) != value:
-            raise CheckpointError(f"{file}: {key} must be {value}, got {settings[key]!r}.")
+            raise ValueError(f"{key} must be {value}, got {settings[key]!r}.")
     beside = {
         name: next((settings[k] for k in keys if k in settings), None)
         for name, keys in SETTINGS.items()
     }
     if isinstance(first := settings.get("norm_first"), bool):
         beside["norm"] = "before" if first else "after"
-    names = ("norm", "layout", "residual", "context_only", "positions", "attend_to_self")
-    beside = {name: settings.get(name) for name in names} | beside
-    found = {
-        name: value
-        for name, value in {**beside, **(hints.model or {})}.items()
-        if value is not None
-    }
+    beside |= hints.model or {}
+    found = {name: value for name, value in beside.items() if value is not None}
     stated = ("score", "scale", "columns", "attend_to_self", "sign", "orientation", "output_column")
     for name in stated:
         if (value := getattr(hints, name)) is not None:
-            found[name] = settle(file, name, found.get(name), value)
+            found[name] = settle(name, found.get(name), value)
     return found
 
 
-def choices_of(
-    parts: Parts, form: Format, given: Mapping[str, object], hints: Hints, file: Path
-) -> Choices:
+def choices_of(parts: Parts, form: Format, given: Mapping[str, object], hints: Hints) -> Choices:
     """What names and shapes leave open, with what it can be, the most usual first; one value where it is settled.
 
     Raises:
-        CheckpointError: If the reader contradicts what the format settles.
+        ValueError: If the reader contradicts what the format settles.
     """
     tries = _of_attention(parts, form) if parts.alone else _of_layers(parts, form)
     if not parts.has("read_out.weight"):
-        tries["output_column"] = _output_columns(parts, hints, file)
+        tries["output_column"] = _output_columns(parts, hints)
     elif hints.output_column is not None:
         column = hints.output_column
-        raise CheckpointError(
-            f"{file}: output_column is for layers without a read-out, got {column}."
-        )
+        raise ValueError(f"output_column is for layers without a read-out, got {column}.")
     tries |= {n: values for n, values in form.tries.items() if n in tries and len(tries[n]) > 1}
     tries |= {
         n: (value,)
@@ -94,12 +82,12 @@ def choices_of(
         if name == "scale" and fixed is None:
             fixed = parts.d_head**-0.5
         if name not in DOUBTED or name == "attend_to_self":
-            value = settle(file, name, fixed, value)  # type: ignore[type-var]
+            value = settle(name, fixed, value)  # type: ignore[type-var]
         tries[name] = (value,)
     return tries
 
 
-def _output_columns(parts: Parts, hints: Hints, file: Path) -> tuple[int | None, ...]:
+def _output_columns(parts: Parts, hints: Hints) -> tuple[int | None, ...]:
     """Entries of the output that can be the first of the prediction; None: that of y.
 
     Where columns of positions stand behind (x, y), code reads the entry of y or the last one.
@@ -107,11 +95,9 @@ def _output_columns(parts: Parts, hints: Hints, file: Path) -> tuple[int | None,
     last, column = parts.written - (hints.d_y or 1), hints.output_column
     if column is not None and parts.written < parts.width:
         got = f"one that writes {parts.written} of {parts.width} entries"
-        raise CheckpointError(
-            f"{file}: output_column is for layers that write whole tokens, got {got}."
-        )
+        raise ValueError(f"output_column is for layers that write whole tokens, got {got}.")
     if column is not None and column > last:
-        raise CheckpointError(f"{file}: output_column must lie in 0 to {last}, got {column}.")
+        raise ValueError(f"output_column must lie in 0 to {last}, got {column}.")
     wide = None not in (hints.d_x, hints.d_y)
     wide = wide and (hints.d_x or 0) + (hints.d_y or 0) < parts.d_token
     return (None, last) if wide and parts.written == parts.width else (None,)
@@ -160,15 +146,12 @@ def combinations(choices: Choices, given: Mapping[str, object]) -> Iterator[Said
 
 def _is_usual(said: Mapping[str, object], choices: Choices, given: Mapping[str, object]) -> bool:
     """Whether a way to read and join the parts is one that people use, or was said."""
-    if (
-        "layout" not in said
-    ):  # only softmax is tried with the query among its keys; the published linear code has it
+    if "layout" not in said:
+        # Only softmax is tried with the query among its keys; the published linear code has it.
         own = said["score"] != "softmax" and len(choices["attend_to_self"]) > 1
         return not own or said["attend_to_self"] is (choices["score"][0] == "linear")
-    causal = {"attend_to_self": True, "context_only": False}
-    if said["layout"] == "in_turn" and any(
-        said[n] != value and n not in given and len(choices[n]) > 1 for n, value in causal.items()
-    ):
+    odd = [n for n, value in CAUSAL.items() if said[n] != value and n not in given]
+    if said["layout"] == "in_turn" and any(len(choices[n]) > 1 for n in odd):
         return False
     numbered = said["positions"] == "sinusoidal" and said["context_only"] is True
     return not numbered or {"positions", "context_only"} <= given.keys()

@@ -7,7 +7,6 @@ fits no row settles nothing.
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 from torch import Tensor
 from torch.nn.functional import pad
@@ -21,7 +20,6 @@ from mechinterp.checkpoints.foreign.layout import (
 )
 from mechinterp.checkpoints.foreign.names import ATTENTION, is_harmless
 from mechinterp.checkpoints.foreign.options import Hints
-from mechinterp.checkpoints.io.errors import CheckpointError
 from mechinterp.checkpoints.native.exchange import WEIGHT, hooked_layer
 from mechinterp.models.shapes import NAMES
 
@@ -62,6 +60,10 @@ class Format:
     """Each of these sets of names is enough, behind a prefix that ends in a dot."""
     parts: tuple[str, ...] | None = None
     """All parts that such a file may hold; None: any."""
+    tells: tuple[str, ...] = ()
+    """Patterns that names fit, each of them one, where there are no such sets."""
+    only_said: bool = False
+    """Whether other files have these names, too, so that the reader must say it."""
     settled: Mapping[str, object] = field(default_factory=dict)
     """What its code does, by name of a choice; a scale of None is 1/sqrt(d_head)."""
     usual: Mapping[str, object] = field(default_factory=dict)
@@ -76,6 +78,8 @@ class Format:
     """What else is assumed, by the name under which it is told."""
 
 
+CAUSAL = {"attend_to_self": True, "context_only": False}
+IN_TURN = {"layout": "in_turn", "norm": "before", "residual": True, "positions": "none"}
 X_FIRST = {"columns": "x,y", "sign": "plus", "output_column": None}
 SOFTMAX = {"score": "softmax", "scale": None}
 PUBLISHED = {"score": "linear", "scale": 1.0, "attend_to_self": True, **X_FIRST}
@@ -110,16 +114,11 @@ FORMATS = (
     ),
     Format(
         "gpt2",
-        settled={
-            **SOFTMAX,
-            **X_FIRST,
-            "residual": True,
-            "positions": "none",
-            "norm": "before",
-            "layout": "in_turn",
-            "attend_to_self": True,
-            "context_only": False,
-        },
+        tells=(
+            *(r"attn\.c_attn\.weight$", r"\.ln_1\.weight$", r"\.c_attn\.bias$"),
+            *(r"wpe\.weight$", r"ln_f\.weight$", r"read_in\.weight$"),
+        ),
+        settled={**SOFTMAX, **X_FIRST, **IN_TURN, **CAUSAL},
         usual={"activation": "gelu_new", "norm_eps": 1e-5},
         task=_points,
         beside={
@@ -128,21 +127,24 @@ FORMATS = (
     ),
     Format(
         "torch-encoder",
+        tells=(r"self_attn\.in_proj_weight$", r"(?:linear|norm)[12]\.weight$"),
         settled={**SOFTMAX, **X_FIRST, "residual": True},
         usual={"norm_eps": 1e-5, "attend_to_self": True},
         tries={"norm": ("after", "before"), "context_only": (True, False)},
         beside={"model.tokens": "(x_1, y_1), ..., (x_L, y_L), (x_query, 0); predicted at the last"},
     ),
+    Format("linear-paper", (SEPARATE,), ATTENTION, (), True, settled=PUBLISHED, task=_eigenvalues),
+    Format("torch-attention", LINEAR, only_said=True),
 )
+OWN_LAYERS = FORMATS[-1]
 HOOKED = Format(
     "transformer-lens",
     parts=ATTENTION,
+    tells=(WEIGHT,),
     settled={"orientation": "in,out", **X_FIRST},
     usual={**SOFTMAX, "attend_to_self": False},
     beside={"normalization": None},
 )
-PAPER = Format("linear-paper", (SEPARATE,), ATTENTION, settled=PUBLISHED, task=_eigenvalues)
-OWN_LAYERS = Format("torch-attention", LINEAR)
 BARE = Format("linear-paper", task=_eigenvalues)
 LAYERED = Format("named-layers")
 ONE_MATRIX = Format(
@@ -153,81 +155,63 @@ OTHERS = {
     "gpt2": "h.0.attn.c_attn.weight",
     "torch-encoder": "self_attn.in_proj_weight and linear1 or norm1 beside it",
 }
-"""What tells layers of the formats without marks."""
+"""What tells layers of the formats without marks, in words."""
 NAMED = tuple(dict.fromkeys(row.name for row in (HOOKED, *FORMATS)))
 """Formats of other people's files."""
 ARRAYS = "arrays W_Q, W_K, W_V [head, d_model, d_head] and W_O [head, d_head, d_y] in .npz are read for any layer"
 
 
 def recognised(
-    tensors: Mapping[str, Tensor], file: Path, hints: Hints
+    tensors: Mapping[str, Tensor], hints: Hints
 ) -> tuple[Format, Layout, dict[str, Tensor]]:
     """The format that a file's tensors have, the parts that they are, and the tensors by the names that tell these.
 
     Raises:
-        CheckpointError: If they are those of no layer of attention, or not of the format that the reader says.
+        ValueError: If they are those of no layer of attention, or not of the format that the reader says.
     """
     found = {n: tensor for n, tensor in tensors.items() if not is_harmless(n, tensor.ndim)}
-    form = _row(found, hints, file)
+    form = _row(found, hints)
     if form is HOOKED:
-        found, attends = hooked_layer(tensors, file)
-        said = {} if attends is None else {"attend_to_self": attends}
+        found, said = hooked_layer(tensors)
         form = replace(form, settled={**form.settled, **said})
     elif form.name == "torch-encoder" and all(re.match(r"\d+\.", name) for name in found):
-        found = _of_sequential(found, file)
+        found = _of_sequential(found)
     elif form is ONE_MATRIX:
         found = _of_one_matrix(found, hints)
     layout = layout_of(found)
     allowed = form.parts or (*ATTENTION, *layout.parts)
     strange = [*layout.unknown, *(p.name for p in layout.pieces if p.part not in allowed)]
-    require_known_kind(found, layout, file)
+    require_known_kind(found, layout)
     if strange and (form.parts or layout.layers) and not layout.lacking:
         what = "such a model" if form is LAYERED else f"format {form.name}"
         listed = ", ".join(map(shown, strange[:12]))
         verb = "is" if len(strange) == 1 else "are"
-        raise CheckpointError(f"{file}: {listed} {verb} not among the tensors of {what}{MAPPING}.")
+        raise ValueError(f"{listed} {verb} not among the tensors of {what}{MAPPING}.")
     if strange or layout.lacking or not layout.layers:
         listed = ", ".join(map(shown, (strange or layout.lacking or sorted(tensors))[:12]))
-        raise CheckpointError(
-            f"{file}: must hold the tensors of a format known here ({', '.join(NAMED)}), or names that can be told; got "
+        raise ValueError(
+            f"must hold the tensors of a format known here ({', '.join(NAMED)}), or names that can be told; got "
             f"{listed or 'none'}{MAPPING}; {ARRAYS}."
         )
     return form, layout, found
 
 
-def _row(tensors: Mapping[str, Tensor], hints: Hints, file: Path) -> Format:
+def _row(tensors: Mapping[str, Tensor], hints: Hints) -> Format:
     """The row of a file: as the reader says, else as its names do."""
-    rows = {"transformer-lens": [HOOKED], "linear-paper": [PAPER], "torch-attention": [OWN_LAYERS]}
-    possible = [
-        *(row for row in FORMATS if row.name == hints.format),
-        *rows.get(hints.format or "", ()),
-    ]
-    if hints.format is None:
-        # A stack of encoder layers holds modules of attention: what is told by layers comes first.
-        possible = [HOOKED, *sorted(FORMATS, key=lambda row: bool(row.marks))]
-    found = next(
-        (row for row in possible if _tells(row, tensors, told=hints.format is not None)), None
-    )
-    if found is not None:
-        return LAYERED if found is OWN_LAYERS else found
-    if hints.format is not None:
-        if not possible:
-            raise CheckpointError(
-                f"{file}: format must be that of other people's files, got {hints.format!r}."
-            )
-        sets = [", ".join(marks) for row in possible for marks in row.marks] or [
-            OTHERS[hints.format]
-        ]
-        raise CheckpointError(
-            f"{file}: a file of format {hints.format} must hold {' or '.join(sets)}."
-        )
-    (first, *others) = tensors.values() or (None,)
-    lone = (
-        first is not None
-        and not others
-        and first.ndim == 2
-        and first.shape[0] == first.shape[1] > 1
-    )
+    said = hints.format
+    # A stack of encoder layers holds modules of attention: what is told by layers comes first.
+    rows = [HOOKED, *sorted(FORMATS, key=lambda row: bool(row.marks))]
+    rows = [row for row in rows if (row.name == said if said else not row.only_said)]
+    for row in rows:
+        if _tells(row, tensors, told=said is not None):
+            return LAYERED if row is OWN_LAYERS else row
+    if said is not None:
+        if not rows:
+            raise ValueError(f"format must be that of other people's files, got {said!r}.")
+        sets = [", ".join(marks) for row in rows for marks in row.marks] or [OTHERS[said]]
+        raise ValueError(f"a file of format {said} must hold {' or '.join(sets)}.")
+    shapes = [tuple(tensor.shape) for tensor in tensors.values()]
+    lone = len(shapes) == 1 and len(shapes[0]) == 2 and shapes[0][0] == shapes[0][1] > 1
     return ONE_MATRIX if lone else LAYERED
 
 
@@ -237,17 +221,13 @@ def _tells(row: Format, tensors: Mapping[str, Tensor], *, told: bool) -> bool:
     Args:
         told: Whether the reader says so; a GPT-2 then need not have all that Hugging Face's has.
     """
-    if row is HOOKED:
-        return told or any(WEIGHT.fullmatch(name) for name in tensors)
-    if row.name == "torch-encoder":
-        inside = any(name.endswith("self_attn.in_proj_weight") for name in tensors)
-        return inside and any(re.search(r"(?:linear|norm)[12]\.weight$", name) for name in tensors)
-    if row.name == "gpt2":
+    if row.tells:
+        fits = [any(re.search(each, name) for name in tensors) for each in row.tells]
+        if row.name != "gpt2":
+            return all(fits) or (told and row is HOOKED)
         shapes = [t.shape for name, t in tensors.items() if name.endswith("attn.c_attn.weight")]
         by_columns = all(len(shape) == 2 and shape[1] == 3 * shape[0] for shape in shapes)
-        ends = (".ln_1.weight", ".c_attn.bias", "wpe.weight", "ln_f.weight", "read_in.weight")
-        whole = all(any(name.endswith(end) for name in tensors) for end in ends)
-        return bool(shapes) and (told or (by_columns and whole))
+        return fits[0] and (told or (by_columns and all(fits)))
     for marks in row.marks:
         for name in tensors:
             prefix = name.removesuffix(marks[0])
@@ -258,13 +238,13 @@ def _tells(row: Format, tensors: Mapping[str, Tensor], *, told: bool) -> bool:
     return False
 
 
-def _of_sequential(tensors: Mapping[str, Tensor], file: Path) -> dict[str, Tensor]:
+def _of_sequential(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The tensors of one nn.Sequential, a way in, encoder layers, a norm, a way out, by the names of these."""
     numbers = {int(name.partition(".")[0]) for name in tensors}
     missing = set(range(len(numbers))) - numbers
     if missing:
-        raise CheckpointError(
-            f"{file}: module {min(missing)} of the nn.Sequential has no weights, and a file does not say what it does."
+        raise ValueError(
+            f"module {min(missing)} of the nn.Sequential has no weights, and a file does not say what it does."
         )
     layers = sorted(n for n in numbers if f"{n}.self_attn.in_proj_weight" in tensors)
     found: dict[str, Tensor] = {}
@@ -277,9 +257,7 @@ def _of_sequential(tensors: Mapping[str, Tensor], file: Path) -> dict[str, Tenso
         elif int(number) < layers[0]:
             place = "read_in"
         if f"{place}.{rest}" in found:
-            raise CheckpointError(
-                f"{file}: {shown(name)} is not among the tensors of such a model{MAPPING}."
-            )
+            raise ValueError(f"{shown(name)} is not among the tensors of such a model{MAPPING}.")
         found[f"{place}.{rest}"] = tensor
     return found
 

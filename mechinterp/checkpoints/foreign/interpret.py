@@ -6,7 +6,6 @@ What a known format settles is tried too where, as its code has it, the file pre
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -15,8 +14,7 @@ from mechinterp.checkpoints.foreign.assemble import assembled
 from mechinterp.checkpoints.foreign.choices import DOUBTED
 from mechinterp.checkpoints.foreign.options import Hints, option
 from mechinterp.checkpoints.foreign.parsed import Parts
-from mechinterp.checkpoints.foreign.readings import Errors, Reading, Said, ranked
-from mechinterp.checkpoints.io.errors import CheckpointError, one_line
+from mechinterp.checkpoints.foreign.readings import MARGIN, Errors, Reading, Said, ranked
 from mechinterp.config import TaskConfig
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.heads import AttentionWeights
@@ -27,6 +25,8 @@ from mechinterp.models.weights import Weights
 MAX_READINGS = 64
 N_PROMPTS, N_OF_LAYERS, LEAST_PROMPTS = 2048, 512, 16
 """Prompts that readings are held against each other on: of one layer of attention, of others, and at least."""
+AGAIN = 4
+"""How many times as many where the best reading may be better than predicting 0, but not clearly."""
 N_PRODUCTS, N_NUMBERS = 2**34, 2**24
 """About the products that all readings together may take, and the most numbers of the prompts."""
 PER_WEIGHT = 16
@@ -43,18 +43,22 @@ class Case:
     said: Said
     task: TaskConfig
     hints: Hints
-    file: Path
+    known: frozenset[str]
+    """Fields of the task that the file, its shapes or the reader say, as task.d_x."""
 
     def weights(self) -> Weights:
         """The model of this reading.
 
         Raises:
-            CheckpointError: If its numbers do not stay finite.
+            ValueError: If its numbers do not stay finite.
         """
-        try:
-            return assembled(self.parts, self.said, (self.task.d_x, self.task.d_y), self.hints)
-        except ValueError as error:
-            raise CheckpointError(f"{self.file}: {one_line(error)}") from None
+        return assembled(self.parts, self.said, (self.task.d_x, self.task.d_y), self.hints)
+
+    @property
+    def scale(self) -> float:
+        """Factor on the scores."""
+        scale = self.said["scale"]
+        return self.parts.d_head**-0.5 if scale is None else float(scale)
 
     def shown(self) -> AttentionWeights | Weights:
         """Its weights; of one layer of attention the heads."""
@@ -63,10 +67,7 @@ class Case:
 
 
 def tried(
-    cases: Sequence[Case],
-    closed: Collection[str],
-    make: Callable[[Parts, Said], Case],
-    file: Path,
+    cases: Sequence[Case], closed: Collection[str], make: Callable[[Parts, Said], Case]
 ) -> tuple[Case, tuple[Reading, ...]]:
     """The case that predicts best, and the readings that were held against each other; none where one is said.
 
@@ -76,50 +77,54 @@ def tried(
         closed: Names of choices that are not doubted.
         make: The case of parts that are read in one way.
     Raises:
-        CheckpointError: If too much is left open, or both orientations predict for another d_x.
+        ValueError: If too much is left open, or both orientations predict for another d_x.
     """
-    open_ones = [n for n in cases[0].said if len({case.said.get(n) for case in cases}) > 1]
+    open_ones = open_choices(cases)
     if len(cases) > MAX_READINGS:
         listed = ", ".join(map(option, open_ones))
-        raise CheckpointError(
-            f"{file}: at most {MAX_READINGS} readings are tried, got {len(cases)}; say some of {listed}."
+        raise ValueError(
+            f"at most {MAX_READINGS} readings are tried, got {len(cases)}; say some of {listed}."
         )
     doubts = _doubts(cases, [*closed, *open_ones], make)
     if len(cases) == 1 and not doubts:
         return cases[0], ()
-    count = _n_prompts(cases)
-    kept, errors = _apart(cases, count)
-    found = _ranked(kept, errors, open_ones)
-    first = next(case for case in kept if case.shown == found[0].build)
-    if any(each.predicts for each in found):
-        _require_one_size(kept, found, file)
-        return first, tuple(found) if len(cases) > 1 else ()
-    more, more_errors = _apart(doubts, count)
-    changed = [n for n in DOUBTED if any(each.said.get(n) != first.said.get(n) for each in more)]
-    names = [*open_ones, *(n for n in changed if n not in open_ones)]
-    doubted = _ranked([*kept, *more], [*errors, *more_errors], names)
-    working = [each for each in doubted if each.predicts][:4]
-    if working:
-        said = {n: first.said.get(n) for n in names}
-        return first, (replace(found[0], stands=True, said=said), *working)
-    return first, tuple(found) if len(cases) > 1 else ()
+    for more in (1, AGAIN):
+        count = _n_prompts(cases, more)
+        kept, errors = _apart(cases, count)
+        readings = _ranked(kept, errors, open_ones)
+        predicts = any(each.predicts for each in readings)
+        if predicts or all(each.loss >= 1 - MARGIN for each in readings):
+            break
+    first = next(case for case in kept if case.shown == readings[0].build)
+    if predicts:
+        _require_one_size(kept, readings)
+    else:
+        others, other_errors = _apart(doubts, count)
+        names = open_choices([first, *others])
+        names = [*open_ones, *(n for n in DOUBTED if n in names and n not in open_ones)]
+        doubted = _ranked([*kept, *others], [*errors, *other_errors], names)
+        if working := [each for each in doubted if each.predicts][:4]:
+            said = {n: first.said.get(n) for n in names}
+            return first, (replace(readings[0], stands=True, said=said), *working)
+    return first, tuple(readings) if len(cases) > 1 else ()
+
+
+def open_choices(cases: Sequence[Case]) -> list[str]:
+    """The choices in which cases differ."""
+    return [n for n in cases[0].said if len({case.said.get(n) for case in cases}) > 1]
 
 
 def _ranked(cases: Sequence[Case], errors: Sequence[Errors], names: Sequence[str]) -> list[Reading]:
     """The readings by what they may differ in, a scale as the number that it is."""
-    told = []
-    for case in cases:
-        said = {n: case.said.get(n) for n in names}
-        if "scale" in said and said["scale"] is None:
-            said["scale"] = case.parts.d_head**-0.5
-        told.append((said, case.shown))
+    told = [
+        ({n: case.scale if n == "scale" else case.said.get(n) for n in names}, case.shown)
+        for case in cases
+    ]
     return ranked(told, errors)
 
 
 def _doubts(
-    cases: Sequence[Case],
-    closed: Collection[str],
-    make: Callable[[Parts, Said], Case],
+    cases: Sequence[Case], closed: Collection[str], make: Callable[[Parts, Said], Case]
 ) -> list[Case]:
     """Cases with one thing other than the format's code has it, of what neither is open nor closed."""
     found = []
@@ -129,7 +134,7 @@ def _doubts(
                 continue
             for value in values:
                 if value != case.said[name] and _is_possible(case, name):
-                    with suppress(CheckpointError):  # tokens of other sizes may not fit
+                    with suppress(ValueError):  # tokens of other sizes may not fit
                         found.append(make(case.parts, {**case.said, name: value}))
     return found if len(found) <= MAX_READINGS else found[: len(found) // len(cases)]
 
@@ -141,7 +146,7 @@ def _is_possible(case: Case, name: str) -> bool:
     return name != "layout" or case.parts.has("read_in.weight")
 
 
-def _require_one_size(cases: Sequence[Case], readings: Sequence[Reading], file: Path) -> None:
+def _require_one_size(cases: Sequence[Case], readings: Sequence[Reading]) -> None:
     """Refuse one layer of which both orientations predict, with other numbers of x."""
     if not all(case.parts.alone for case in cases):
         return
@@ -149,15 +154,15 @@ def _require_one_size(cases: Sequence[Case], readings: Sequence[Reading], file: 
     sizes = {tasks[each.build].d_x for each in readings if each.predicts}
     if len(sizes) > 1:
         listed = " or ".join(f"d_x = {d_x}" for d_x in sorted(sizes))
-        raise CheckpointError(
-            f"{file}: the orientation of its matrices is not in the file, {listed} predict both; give --d-x (d_x=) or "
+        raise ValueError(
+            f"the orientation of its matrices is not in the file, {listed} predict both; give --d-x (d_x=) or "
             "--orientation (orientation=)."
         )
 
 
-def _n_prompts(cases: Sequence[Case]) -> int:
+def _n_prompts(cases: Sequence[Case], more: int) -> int:
     """One number of prompts for all, of as many products as all together may take."""
-    count = N_PROMPTS if cases[0].parts.alone else N_OF_LAYERS
+    count = more * (N_PROMPTS if cases[0].parts.alone else N_OF_LAYERS)
     for case in cases:
         task, parts = case.task, case.parts
         n_pos = (2 if case.said.get("layout") == "in_turn" else 1) * (task.context_length + 1)

@@ -3,12 +3,10 @@
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 from torch import Tensor
 
 from mechinterp.checkpoints.foreign.names import ATTENTION, ENDS, INNER, KNOWN, Piece, piece_of
-from mechinterp.checkpoints.io.errors import CheckpointError
 
 
 @dataclass(frozen=True)
@@ -98,23 +96,23 @@ OTHER_MODELS = {
 """Parts of names that tell a model of another kind."""
 
 
-def require_known_kind(tensors: Mapping[str, Tensor], layout: Layout, file: Path) -> None:
+def require_known_kind(tensors: Mapping[str, Tensor], layout: Layout) -> None:
     """Refuse what names tell to be another kind of model, by what it is.
 
     Raises:
-        CheckpointError: If it is a model of words, has relative positions, gates, or the like.
+        ValueError: If it is a model of words, has relative positions, gates, or the like.
     """
     for mark, what in OTHER_MODELS.items():
         for name in tensors:
             if re.search(mark, name) or re.search(mark, name.lower()):
-                raise CheckpointError(f"{file}: {what} are not read, got {shown(name)}.")
+                raise ValueError(f"{what} are not read, got {shown(name)}.")
     words = layout.ends.get(("words", "weight"))
     if words is not None and ("read_in", "weight") not in layout.ends:
         shape = list(tensors[words.name].shape)
         if shape[0] == 1:  # the placeholder that files for HookedTransformer have
             return
-        raise CheckpointError(
-            f"{file}: a model of word tokens ({words.name} {shape}); numbers (x, y) are needed as tokens."
+        raise ValueError(
+            f"a model of word tokens ({words.name} {shape}); numbers (x, y) are needed as tokens."
         )
 
 
@@ -129,11 +127,11 @@ MAPPING = (
 )
 
 
-def mapped(tensors: Mapping[str, Tensor], rows: Iterable[str], file: Path) -> dict[str, Tensor]:
+def mapped(tensors: Mapping[str, Tensor], rows: Iterable[str]) -> dict[str, Tensor]:
     """The tensors with each row "theirs=known" applied to the parts of their names.
 
     Raises:
-        CheckpointError: If a row fits no name, or makes two names one.
+        ValueError: If a row fits no name, or makes two names one.
     """
     found = dict(tensors)
     for row in rows:
@@ -141,8 +139,8 @@ def mapped(tensors: Mapping[str, Tensor], rows: Iterable[str], file: Path) -> di
         pattern = re.compile(rf"(^|[./])({re.escape(theirs)})(?=$|[./])")
         renamed = {pattern.sub(rf"\g<1>{known}", name): tensor for name, tensor in found.items()}
         if list(renamed) == list(found):
-            raise CheckpointError(f"{file}: map must name a part of a tensor's name, got {row!r}.")
+            raise ValueError(f"map must name a part of a tensor's name, got {row!r}.")
         if len(renamed) < len(found):
-            raise CheckpointError(f"{file}: map must keep the names apart, got {row!r}.")
+            raise ValueError(f"map must keep the names apart, got {row!r}.")
         found = renamed
     return found

@@ -1,15 +1,13 @@
 """The matrices of one layer's attention from tensors under names of the table, [in, out]."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from mechinterp.checkpoints.foreign.layout import shown
 from mechinterp.checkpoints.foreign.names import ATTENTION, TORCH, TRANSPOSED, Piece
-from mechinterp.checkpoints.io.errors import CheckpointError
 
 FULL = {"q": "query", "k": "key", "v": "value", "o": "out"}
 HEADS = "heads"
@@ -30,11 +28,11 @@ class Matrix:
     of: int = 1
     """Of how many such matrices the file has one."""
 
-    def require(self, file: Path, shape: tuple[int, ...]) -> None:
+    def require(self, shape: tuple[int, ...]) -> None:
         """Refuse another shape, told as the file has it."""
         if tuple(self.tensor.shape) != shape:
             wanted, got = self._there(shape), self._there(tuple(self.tensor.shape))
-            raise CheckpointError(f"{file}: {self.name} must have shape {wanted}, got {got}.")
+            raise ValueError(f"{self.name} must have shape {wanted}, got {got}.")
 
     def _there(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         shape = (*shape[:-1], self.of * shape[-1])
@@ -46,115 +44,97 @@ class Matrix:
 
 
 def attention_matrices(
-    pieces: Iterable[Piece], tensors: Mapping[str, Tensor], file: Path, axes: str
+    pieces: Iterable[Piece], tensors: Mapping[str, Tensor], axes: str
 ) -> dict[str, Matrix]:
     """query, key, value and out .weight and .bias of one layer."""
     found: dict[tuple[str, str], dict[int | None, Piece]] = {}
     for piece in pieces:
         if piece.part in ATTENTION:
             heads = found.setdefault((piece.part, piece.kind), {})
-            if piece.head in heads:
-                names = f"{shown(heads[piece.head].name)} and {shown(piece.name)}"
-                raise CheckpointError(f"{file}: {names} stand for the same part.")
+            _require_first(heads.get(piece.head), piece)
             heads[piece.head] = piece
     order = _packed_axes(found, tensors)
     matrices: dict[str, Matrix] = {}
     for (part, kind), heads in found.items():
-        whole = _matrix(heads, tensors, file, order=order, axes=axes)
-        names = "qk" if part == "qk" else part
-        for x, matrix in zip(names, _unpacked(whole, part, kind, file), strict=True):
+        whole = _matrix(heads, tensors, order, axes)
+        for x, matrix in zip(part, _unpacked(whole, part), strict=True):
             name = f"{FULL[x]}.{kind}"
-            if name in matrices:
-                raise CheckpointError(
-                    f"{file}: {matrices[name].name} and {matrix.name} stand for the same part."
-                )
+            _require_first(matrices.get(name), matrix)
             matrices[name] = matrix
     return matrices
 
 
-def _unpacked(whole: Matrix, part: str, kind: str, file: Path) -> list[Matrix]:
+def _require_first(one: Piece | Matrix | None, other: Piece | Matrix) -> None:
+    if one is not None:
+        names = f"{shown(one.name)} and {shown(other.name)}"
+        raise ValueError(f"{names} stand for the same part.")
+
+
+def _unpacked(whole: Matrix, part: str) -> list[Matrix]:
     """The matrices that one tensor holds; of queries and keys in one the keys are the identity."""
-    tensor = whole.tensor
+    tensor, count = whole.tensor, len(part)
     if part == "qk":
         n = len(tensor)
         eye = torch.eye(n, dtype=tensor.dtype).repeat(1, tensor.shape[1] // n)
-        return [whole, Matrix(whole.name, eye, whole.order, whole.n_heads)]
-    count = len(part)
+        return [whole, replace(whole, tensor=eye)]
     if tensor.shape[-1] % count:
-        raise CheckpointError(
-            f"{file}: {whole.name} must have {count} times as many rows as a head is wide, got {tensor.shape[-1]}."
+        raise ValueError(
+            f"{whole.name} must have {count} times as many rows as a head is wide, got {tensor.shape[-1]}."
         )
-    return [
-        Matrix(whole.name, t, whole.order, whole.n_heads, count) for t in tensor.chunk(count, -1)
-    ]
+    return [replace(whole, tensor=each, of=count) for each in tensor.chunk(count, -1)]
 
 
 def _matrix(
-    heads: Mapping[int | None, Piece],
-    tensors: Mapping[str, Tensor],
-    file: Path,
-    *,
-    order: str | None,
-    axes: str,
+    heads: Mapping[int | None, Piece], tensors: Mapping[str, Tensor], order: str | None, axes: str
 ) -> Matrix:
     """One part of all heads, [in, heads side by side], or [heads side by side, out] of outputs."""
     first = next(iter(heads.values()))
-    turned = {
-        h: _turned(p, tensors[p.name], file, order or p.axes or axes) for h, p in heads.items()
-    }
+    turned = {h: _turned(p, tensors[p.name], order or p.axes or axes) for h, p in heads.items()}
     if set(turned) == {None}:
         tensor = turned[None]
         if tensor.ndim == (1 if first.kind == "bias" else 2):
             return Matrix(first.name, tensor, order or first.axes or axes)
     else:
-        tensor = _stacked(turned, heads, file)
-    n_heads = len(tensor)
-    if first.kind == "bias":
-        joined = tensor.sum(0) if first.part == "o" else tensor.flatten()
-    elif first.part == "o":
-        joined = tensor.flatten(0, 1)
+        tensor = _stacked(turned, heads)
+    if first.part == "o":
+        joined = tensor.sum(0) if first.kind == "bias" else tensor.flatten(0, 1)
     else:
-        joined = tensor.transpose(0, 1).flatten(1)
-    return Matrix(first.name, joined, HEADS, n_heads)
+        joined = tensor.movedim(0, -2).flatten(-2)
+    return Matrix(first.name, joined, HEADS, len(tensor))
 
 
-def _turned(piece: Piece, tensor: Tensor, file: Path, order: str) -> Tensor:
+def _turned(piece: Piece, tensor: Tensor, order: str) -> Tensor:
     """A weight as [in, out], a bias as [out], with an axis of heads in front where it has one."""
+    got = tuple(tensor.shape)
     if piece.kind == "bias":
         if tensor.ndim not in (1, 2):
-            got = tuple(tensor.shape)
-            raise CheckpointError(f"{file}: {piece.name} must have one axis, got shape {got}.")
+            raise ValueError(f"{piece.name} must have one axis, got shape {got}.")
         return tensor
     if tensor.ndim == 3 and piece.head is None and 0 not in tensor.shape:
         if piece.axes == TRANSPOSED:  # flax: [in, head, d_head], and of outputs [head, d_head, out]
             return tensor if piece.part == "o" else tensor.transpose(0, 1)
         return tensor if order == TRANSPOSED else tensor.mT
     if tensor.ndim != 2 or 0 in tensor.shape:
-        got = tuple(tensor.shape)
-        raise CheckpointError(f"{file}: {piece.name} must be a matrix, got shape {got}.")
+        raise ValueError(f"{piece.name} must be a matrix, got shape {got}.")
     if piece.part == "qk":  # rows of each head are the query's coordinates
-        width = tensor.shape[1]
-        if len(tensor) % width:
-            raise CheckpointError(
-                f"{file}: {piece.name} must have {width} rows for each head, got {len(tensor)}."
-            )
+        rows, width = got
+        if rows % width:
+            raise ValueError(f"{piece.name} must have {width} rows for each head, got {rows}.")
         return tensor.unflatten(0, (-1, width))
     return tensor.mT if order == TORCH else tensor
 
 
-def _stacked(
-    turned: Mapping[int | None, Tensor], heads: Mapping[int | None, Piece], file: Path
-) -> Tensor:
+def _stacked(turned: Mapping[int | None, Tensor], heads: Mapping[int | None, Piece]) -> Tensor:
     """One tensor of numbered heads, which must be of one shape."""
     numbers = sorted(h for h in turned if h is not None)
     if numbers != list(range(len(turned))):
         names = ", ".join(piece.name for piece in list(heads.values())[:3])
-        raise CheckpointError(f"{file}: heads must be numbered from 0 on, got {names}.")
+        raise ValueError(f"heads must be numbered from 0 on, got {names}.")
     for head in numbers:
-        if turned[head].shape != turned[0].shape:
-            raise CheckpointError(
-                f"{file}: {heads[head].name} must have the shape {tuple(turned[0].shape)} of the other heads, got "
-                f"{tuple(turned[head].shape)}."
+        wanted, got = tuple(turned[0].shape), tuple(turned[head].shape)
+        if got != wanted:
+            raise ValueError(
+                f"{heads[head].name} must have the shape {wanted} of the other heads, got {got}."
             )
     return torch.stack([turned[head] for head in numbers])
 

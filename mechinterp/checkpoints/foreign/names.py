@@ -75,21 +75,8 @@ ROWS: dict[str, tuple[str, ...]] = {
     ),
 }
 KNOWN = (
-    *(
-        "q_proj",
-        "k_proj",
-        "v_proj",
-        "o_proj",
-        "qkv",
-        "kv",
-        "QK",
-        "OV",
-        "norm1",
-        "norm2",
-        "mlp.0",
-        "mlp.2",
-    ),
-    *("final_norm", "read_in", "read_out", "pos_emb", "mask"),
+    *("q_proj", "k_proj", "v_proj", "o_proj", "qkv", "kv", "QK", "OV", "norm1", "norm2"),
+    *("mlp.0", "mlp.2", "final_norm", "read_in", "read_out", "pos_emb", "mask"),
 )
 """A known name for each part that a user's own name can stand for; a mask is ignored."""
 LINEARS = {f"linears.{i}": part for i, part in enumerate("qkvo")}

@@ -6,23 +6,21 @@ Shapes are held against each other here, in the file's own names and order of ax
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from mechinterp.checkpoints.foreign.heads import (
     number_of_heads,
-    require_attention,
     require_full_keys,
+    require_layer,
+    require_shapes,
     whole_tokens,
 )
 from mechinterp.checkpoints.foreign.layout import Layout, shown
 from mechinterp.checkpoints.foreign.matrices import Matrix, attention_matrices
 from mechinterp.checkpoints.foreign.names import ATTENTION, TORCH, TRANSPOSED, Piece
 from mechinterp.checkpoints.foreign.options import Hints
-from mechinterp.checkpoints.io.errors import CheckpointError
-from mechinterp.checkpoints.io.headers import require_finite
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -77,8 +75,6 @@ class Parts:
 def parts_of(
     tensors: Mapping[str, Tensor],
     layout: Layout,
-    file: Path,
-    *,
     axes: str,
     hints: Hints,
     settings: Mapping[str, object],
@@ -90,70 +86,63 @@ def parts_of(
         axes: One of ORIENTATIONS, for matrices whose names do not say it.
         wide_heads: Whether the queries of a head are as wide as a token.
     Raises:
-        CheckpointError: If shapes do not fit together, a part has no place here, or the number of heads is not known.
+        ValueError: If shapes do not fit together, a part has no place here, or the number of heads is not known.
     """
     for piece in layout.pieces:
-        require_numbers(tensors[piece.name], f"{file}: {shown(piece.name)}")
-    _require_all_layers(layout, file)
-    found = [attention_matrices(pieces, tensors, file, axes) for pieces in layout.layers]
-    stated = [n for matrices in found for each in matrices.values() if (n := each.n_heads)]
-    shown_heads = stated[0] if stated else None
-    if wide_heads:
-        query = found[0]["query.weight"]
-        shown_heads = whole_tokens(query, len(query.tensor), file)
-    require_full_keys(found[0], file)
-    n_heads = number_of_heads(found[0], file, hints, settings, shown_heads)
-    layers: list[dict[str, Tensor]] = []
-    width = len(found[0]["query.weight"].tensor)
+        _require_numbers(tensors[piece.name], shown(piece.name))
+    _require_all_layers(layout)
+    found = [attention_matrices(pieces, tensors, axes) for pieces in layout.layers]
+    query = found[0]["query.weight"]
+    width = len(query.tensor)
+    heads = whole_tokens(query, width) if wide_heads else None
+    heads = heads or next((m.n_heads for each in found for m in each.values() if m.n_heads), None)
+    require_full_keys(found[0])
+    n_heads = number_of_heads(found[0], hints, settings, heads)
     for pieces, matrices in zip(layout.layers, found, strict=True):
-        require_attention(matrices, n_heads, width, file)
-        matrices |= _beside(pieces, tensors, file, width)
-        factor = hints.output_scale or 1
-        last = "out" if "out.weight" in matrices else "value"
-        layers.append(
-            {n: m.tensor * (factor if n.startswith(last) else 1) for n, m in matrices.items()}
-        )
-        if layers[-1].keys() ^ layers[0].keys():
-            other = min(layers[-1].keys() ^ layers[0].keys())
-            raise CheckpointError(f"{file}: layers must be alike, got {other} in some of them.")
+        matrices |= _beside(pieces, tensors, width)
+        require_layer(matrices, n_heads, width)
+        if other := matrices.keys() ^ found[0].keys():
+            raise ValueError(f"layers must be alike, got {min(other)} in some of them.")
     parts = Parts(
-        _alike(layers),
-        _ends(tensors, layout, file, width),
+        _alike(found, hints.output_scale or 1),
+        _ends(tensors, layout, width),
         n_heads,
         merged=any(p.part == "qk" and tensors[p.name].ndim == 2 for p in layout.layers[0]),
     )
     if width < 2 and not parts.has("read_in.weight"):
-        name = found[0]["query.weight"].name
-        raise CheckpointError(f"{file}: {name} must read tokens of >= 2 entries, got {width}.")
-    if not parts.alone and "out.weight" not in layers[0]:
+        raise ValueError(f"{query.name} must read tokens of >= 2 entries, got {width}.")
+    if not parts.alone and "out.weight" not in found[0]:
         name = layout.layers[0][0].name
-        raise CheckpointError(f"{file}: an output projection is needed beside {name}, got none.")
+        raise ValueError(f"an output projection is needed beside {name}, got none.")
     named = [*parts.ends.items(), *(item for layer in parts.layers for item in layer.items())]
     biases = [t for name, t in named if name.endswith(".bias") and "norm" not in name]
     return replace(parts, biases=any(bool(t.any()) or not parts.alone for t in biases))
 
 
-def _alike(layers: Sequence[dict[str, Tensor]]) -> tuple[dict[str, Tensor], ...]:
-    """Layers in one dtype, the widest, at least float32."""
-    dtype = reduce(
-        torch.promote_types, (t.dtype for layer in layers for t in layer.values()), torch.float32
-    )
+def _alike(layers: Sequence[Mapping[str, Matrix]], factor: float) -> tuple[dict[str, Tensor], ...]:
+    """Layers in one dtype, the widest, at least float32, with a factor on what attention writes."""
+    kinds = (matrix.tensor.dtype for layer in layers for matrix in layer.values())
+    dtype = reduce(torch.promote_types, kinds, torch.float32)
+    last = "out." if "out.weight" in layers[0] else "value."
     return tuple(
-        {name: t.detach().to("cpu", dtype) for name, t in layer.items()} for layer in layers
+        {
+            name: matrix.tensor.detach().to("cpu", dtype) * (factor if name.startswith(last) else 1)
+            for name, matrix in layer.items()
+        }
+        for layer in layers
     )
 
 
-def _require_all_layers(layout: Layout, file: Path) -> None:
-    numbers = [{p.layer for p in pieces if p.layer is not None} for pieces in layout.layers]
-    there = {n for each in numbers for n in each}
-    first = min(there, default=0)
-    missing = set(range(first, first + len(layout.layers))) - there
-    if there and missing:
-        raise CheckpointError(f"{file}: layer {min(missing)} of {len(layout.layers)} is missing.")
+def _require_all_layers(layout: Layout) -> None:
+    numbers = {p.layer for pieces in layout.layers for p in pieces if p.layer is not None}
+    first, count = min(numbers, default=0), len(layout.layers)
+    missing = set(range(first, first + count)) - numbers
+    if numbers and missing:
+        raise ValueError(f"layer {min(missing)} of {count} is missing.")
 
 
 def _beside(
-    pieces: Sequence[Piece], tensors: Mapping[str, Tensor], file: Path, width: int
+    pieces: Sequence[Piece], tensors: Mapping[str, Tensor], width: int
 ) -> dict[str, Matrix]:
     """Norms and MLP of a layer, turned so that they meet the stream."""
     found: dict[str, Matrix] = {}
@@ -164,18 +153,15 @@ def _beside(
             continue
         name, tensor, order = f"{piece.part}.{piece.kind}", tensors[piece.name], TRANSPOSED
         if name in found:
-            raise CheckpointError(
-                f"{file}: {piece.name} is a second tensor for {name}; MLPs have two layers here."
+            raise ValueError(
+                f"{piece.name} is a second tensor for {name}; MLPs have two layers here."
             )
         if piece.part.startswith("mlp") and piece.kind == "weight":
-            if tensor.ndim != 2 or 0 in tensor.shape:
-                raise CheckpointError(f"{file}: {piece.name} must be a matrix.")
+            _require_matrix(piece.name, tensor)
             near = 0 if piece.part == "mlp_in" else 1
-            by_torch = (
-                tensor.shape[1 - near] == width and piece.axes != TRANSPOSED and not by_columns
-            )
-            order = TORCH if by_torch or tensor.shape[near] != width else TRANSPOSED
-            tensor = tensor.mT if order == TORCH else tensor
+            by_torch = tensor.shape[1 - near] == width and piece.axes != TRANSPOSED
+            if (by_torch and not by_columns) or tensor.shape[near] != width:
+                order, tensor = TORCH, tensor.mT
         found[name] = Matrix(piece.name, tensor, order)
     mlp = {"mlp_in.weight", "mlp_out.weight"} & found.keys()
     if "norm2.weight" in found and not mlp:
@@ -183,85 +169,58 @@ def _beside(
         zeros = torch.zeros(width, 1, dtype=found["norm2.weight"].tensor.dtype)
         found |= {"mlp_in.weight": Matrix("mlp", zeros), "mlp_out.weight": Matrix("mlp", zeros.mT)}
     elif len(mlp) == 1:
-        raise CheckpointError(f"{file}: an MLP needs both of its matrices, got one.")
-    shapes_of: dict[str, tuple[int, ...]] = {
-        f"{norm}.{kind}": (width,) for norm in ("norm1", "norm2") for kind in ("weight", "bias")
-    }
-    if mlp:
-        hidden, written = (found[f"mlp_{x}.weight"].tensor.shape[1] for x in ("in", "out"))
-        shapes_of |= {"mlp_in.weight": (width, hidden), "mlp_in.bias": (hidden,)}
-        shapes_of |= {"mlp_out.weight": (hidden, min(written, width))}
-        shapes_of["mlp_out.bias"] = shapes_of["mlp_out.weight"][1:]
-    _require_shapes(found, file, shapes_of)
+        raise ValueError("an MLP needs both of its matrices, got one.")
     return found
 
 
-def _require_shapes(
-    found: Mapping[str, Matrix], file: Path, shapes: Mapping[str, tuple[int, ...]]
-) -> None:
-    for name, matrix in found.items():
-        if f"{name.rpartition('.')[0]}.weight" not in found:
-            raise CheckpointError(f"{file}: {shown(matrix.name)} has no matrix beside it.")
-        matrix.require(file, shapes.get(name, tuple(matrix.tensor.shape)))
+def _require_matrix(name: str, tensor: Tensor) -> None:
+    if tensor.ndim != 2 or 0 in tensor.shape:
+        raise ValueError(f"{name} must be a matrix, got shape {tuple(tensor.shape)}.")
 
 
-def _ends(
-    tensors: Mapping[str, Tensor], layout: Layout, file: Path, width: int
-) -> dict[str, Tensor]:
+def _ends(tensors: Mapping[str, Tensor], layout: Layout, width: int) -> dict[str, Tensor]:
     """Read-in, read-out, positions and final norm."""
     found: dict[str, Matrix] = {}
     for (part, kind), piece in layout.ends.items():
-        tensor = tensors[piece.name]
+        tensor, order = tensors[piece.name], TRANSPOSED
         if part in ("words", "words_out"):
             continue
-        order = TRANSPOSED
         if part == "positions" and tensor.ndim == 3 and 1 in tensor.shape[:2]:
             tensor = tensor.squeeze(tensor.shape.index(1))
         if kind == "weight" and part != "final_norm":
-            if tensor.ndim != 2 or 0 in tensor.shape:
-                got = tuple(tensor.shape)
-                raise CheckpointError(f"{file}: {piece.name} must be a matrix, got shape {got}.")
+            _require_matrix(piece.name, tensor)
             if part != "positions" and piece.axes != TRANSPOSED:
                 order, tensor = TORCH, tensor.mT
         found[f"{part}.{kind}"] = Matrix(piece.name, tensor, order)
-    names = found.keys()
-    if "read_in.weight" in names and "read_out.weight" not in names:
+    if "read_in.weight" in found and "read_out.weight" not in found:
         first = found["read_in.weight"].name
-        raise CheckpointError(f"{file}: {first}, a read-in, needs a read-out beside it, got none.")
-    if "read_mlp.weight" in names and "read_in.weight" not in names:
-        raise CheckpointError(f"{file}: a read-in of two layers needs both, got the first alone.")
-    sizes = {name: m.tensor.shape for name, m in found.items()}
-    hidden = sizes["read_mlp.weight"][1] if "read_mlp.weight" in names else None
-    shapes: dict[str, tuple[int, ...]] = dict.fromkeys(
-        ("final_norm.weight", "final_norm.bias", "read_in.bias"), (width,)
+        raise ValueError(f"{first}, a read-in, needs a read-out beside it, got none.")
+    if "read_mlp.weight" in found and "read_in.weight" not in found:
+        raise ValueError("a read-in of two layers needs both, got the first alone.")
+    sizes = {name: tuple(m.tensor.shape) for name, m in found.items()}
+    hidden, n_out = (sizes.get(f"{n}.weight", (0,))[-1] for n in ("read_mlp", "read_out"))
+    require_shapes(
+        found,
+        {
+            **dict.fromkeys(("final_norm.weight", "final_norm.bias", "read_in.bias"), (width,)),
+            "read_in.weight": (hidden or sizes.get("read_in.weight", (0,))[0], width),
+            "read_mlp.bias": (hidden,),
+            "positions.weight": (sizes.get("positions.weight", (0,))[0], width),
+            "read_out.weight": (width, n_out),
+            "read_out.bias": (n_out,),
+        },
     )
-    if "read_in.weight" in names:
-        shapes["read_in.weight"] = (hidden or sizes["read_in.weight"][0], width)
-    if hidden is not None:
-        shapes["read_mlp.bias"] = (hidden,)
-    if "positions.weight" in names:
-        shapes["positions.weight"] = (sizes["positions.weight"][0], width)
-    if "read_out.weight" in names:
-        n_out = sizes["read_out.weight"][1]
-        shapes |= {"read_out.weight": (width, n_out), "read_out.bias": (n_out,)}
-    _require_shapes(found, file, shapes)
     return {name: matrix.tensor for name, matrix in found.items()}
 
 
-def require_numbers(tensor: Tensor, what: str) -> None:
-    """Refuse a tensor that does not hold finite floating-point numbers, one for each of its entries.
-
-    Raises:
-        CheckpointError: Naming `what`.
-    """
+def _require_numbers(tensor: Tensor, what: str) -> None:
+    """Refuse a tensor that does not hold finite floating-point numbers, one for each of its entries."""
     if tensor.layout != torch.strided or tensor.is_meta or tensor.dtype not in DTYPES:
-        kinds = (
-            f"{tensor.dtype}, {tensor.layout}" if tensor.layout != torch.strided else tensor.dtype
-        )
-        raise CheckpointError(f"{what} must hold floating-point numbers, got {kinds}.")
-    held = tensor.untyped_storage().nbytes() // tensor.element_size()
-    if held < tensor.numel():
-        raise CheckpointError(
-            f"{what} of shape {tuple(tensor.shape)} must hold {tensor.numel()} numbers, got {held}."
-        )
-    require_finite(what, int((~torch.isfinite(tensor)).sum()))
+        layout = "" if tensor.layout == torch.strided else f", {tensor.layout}"
+        raise ValueError(f"{what} must hold floating-point numbers, got {tensor.dtype}{layout}.")
+    held, numbers = tensor.untyped_storage().nbytes() // tensor.element_size(), tensor.numel()
+    if held < numbers:
+        shape = tuple(tensor.shape)
+        raise ValueError(f"{what} of shape {shape} must hold {numbers} numbers, got {held}.")
+    if bad := int((~torch.isfinite(tensor)).sum()):
+        raise ValueError(f"{what} must hold finite numbers, got {bad} NaN or infinite.")

@@ -13,13 +13,13 @@ from mechinterp.checkpoints.checkpoint import Checkpoint
 from mechinterp.checkpoints.foreign.assemble import architecture
 from mechinterp.checkpoints.foreign.choices import choices_of, combinations, given_choices
 from mechinterp.checkpoints.foreign.formats import BARE, LAYERED, OWN_LAYERS, Format, recognised
-from mechinterp.checkpoints.foreign.interpret import Case, tried
+from mechinterp.checkpoints.foreign.interpret import Case, open_choices, tried
 from mechinterp.checkpoints.foreign.layout import mapped
 from mechinterp.checkpoints.foreign.names import is_harmless
 from mechinterp.checkpoints.foreign.options import ORIENTATIONS, Hints
 from mechinterp.checkpoints.foreign.parsed import Parts, parts_of
 from mechinterp.checkpoints.foreign.readings import Reading, Said, advice
-from mechinterp.checkpoints.io.errors import CheckpointError, one_line
+from mechinterp.checkpoints.io.errors import naming
 from mechinterp.config import ExperimentConfig, TaskConfig
 from mechinterp.fields import build, flatten
 
@@ -33,105 +33,90 @@ MOST_SHOWN = 24
 class Stored:
     """The tensors of a file that does not say what they are, and what stands beside it."""
 
-    path: Path
-    """What the reader names: the file or its folder."""
     file: Path
     tensors: Mapping[str, Tensor]
     settings: Mapping[str, object]
     """What a config.json beside the file says, {} without one."""
     step: int = 0
+    """Number of updates behind the file, where its name tells it."""
 
 
-def read_foreign(
-    tensors: Mapping[str, Tensor],
-    file: Path,
-    *,
-    hints: Hints,
-    settings: Mapping[str, object],
-    others: Sequence[Stored] = (),
-    step: int = 0,
-) -> Checkpoint:
-    """The checkpoint that the tensors of a file are.
+def read_foreign(run: Sequence[Stored], hints: Hints) -> Checkpoint:
+    """The checkpoint that the tensors of a file are, or the last one of a run, whose others are read in the same way.
 
-    Args:
-        settings: What a config.json beside the file says, {} without one.
-        others: Files of earlier steps of a run, whose tensors are read in the same way.
-        step: Number of updates behind the file, where its name tells it.
     Raises:
         CheckpointError: If they fit no format, are not those of such a model, or leave too much open.
     Example:
         >>> import torch
         >>> state = torch.nn.TransformerEncoderLayer(6, 2, 8).state_dict()
-        >>> read_foreign(state, Path("x.pt"), hints=Hints(n_heads=2), settings={})
+        >>> read_foreign([Stored(Path("x.pt"), state, {})], Hints(n_heads=2))
         Checkpoint(x.pt: 1 layer of 2 heads with MLPs, d_x=5, context_length=40)
     """
-    stated = settings.get(TASK_KEY)
-    if isinstance(stated, Mapping):
-        hints = replace(hints, task={**stated, **(hints.task or {})})
-    run = [*others, Stored(file, file, tensors, settings, step)]
-    form, layout, _ = recognised(mapped(tensors, hints.map or (), file), file, hints)
-    given = given_choices(form, hints, settings, file)
+    last = run[-1]
+    with naming(last.file):
+        return _read(run, replace(hints, task=_task(last.settings) | dict(hints.task or {})))
+
+
+def _task(settings: Mapping[str, object]) -> dict[str, object]:
+    """Fields of the task that settings beside the weights state, but for the context."""
+    stated, noise = settings.get(TASK_KEY), settings.get("noise_std")
+    task = dict(stated) if isinstance(stated, Mapping) else {}
+    return {"noise_var": noise**2, **task} if isinstance(noise, float) else task
+
+
+def _read(run: Sequence[Stored], hints: Hints) -> Checkpoint:
+    last = run[-1]
+    form, layout, _ = recognised(mapped(last.tensors, hints.map or ()), hints)
+    given = given_choices(hints, last.settings)
     stated_axes = form.settled.get("orientation", hints.orientation)
     usual_axes = ORIENTATIONS if layout.open_axes else ORIENTATIONS[:1]
     cases: list[Case] = []
-    faults: list[CheckpointError] = []
-    for axes in usual_axes if stated_axes is None else (stated_axes,):
+    faults: list[ValueError] = []
+    for axes in usual_axes if stated_axes is None else (str(stated_axes),):
         try:
-            parts = _parts_of_run(run, str(axes), hints)[-1]
-            form = _own(form, parts, file, hints)
-            choices = choices_of(parts, form, given, hints, file)
-        except CheckpointError as error:
+            parts = _parts_of_run(run, axes, hints)[-1]
+            form = _own(form, parts, hints)
+            choices = choices_of(parts, form, given, hints)
+        except ValueError as error:
             faults.append(error)
             continue
-        source = _Source(file, form, hints, settings, str(choices["score"][0]))
+        source = _Source(last, form, hints, str(choices["score"][0]))
         for said in combinations(choices, given):
             try:
-                cases.append(source.case(parts, {"orientation": str(axes), **said}))
-            except CheckpointError as error:
+                cases.append(source.case(parts, {"orientation": axes, **said}))
+            except ValueError as error:
                 faults.append(error)
     if not cases:
         raise faults[0]
     closed = {*given, *({"attend_to_self"} & form.settled.keys())}
-    first, readings = tried(cases, closed, source.case, file)
-    found = source.checkpoint(first, given, readings, _open(cases))
-    found = replace(found, step=step, assumed={**found.assumed, "step": step})
-    if others:
-        every = _parts_of_run(run, str(first.said["orientation"]), hints)
-        kept = zip(run, every, strict=True)
-        found = replace(
-            found, kept={e.step: replace(first, parts=p, file=e.file).weights() for e, p in kept}
-        )
-    ignored = [name for name, tensor in tensors.items() if is_harmless(name, tensor.ndim)]
-    if not ignored or form.name == "transformer-lens":
+    first, readings = tried(cases, closed, source.case)
+    found = source.checkpoint(first, given, readings, open_choices(cases))
+    if len(run) == 1:
         return found
-    return replace(found, assumed={**found.assumed, "ignored": ignored})
+    every = _parts_of_run(run, str(first.said["orientation"]), hints)
+    kept = {}
+    for each, parts in zip(run, every, strict=True):
+        with naming(each.file):
+            kept[each.step] = replace(first, parts=parts).weights()
+    return replace(found, kept=kept)
 
 
 def _parts_of_run(run: Sequence[Stored], axes: str, hints: Hints) -> list[Parts]:
     """The parts of every file of a run, with biases if any of them has such that are not zero."""
     found = []
     for each in run:
-        tensors = mapped(each.tensors, hints.map or (), each.file)
-        form, layout, useful = recognised(tensors, each.file, hints)
-        parts = parts_of(
-            useful,
-            layout,
-            each.file,
-            axes=axes,
-            hints=hints,
-            settings=each.settings,
-            wide_heads=form.wide_heads,
-        )
-        found.append(parts)
+        with naming(each.file):
+            form, layout, useful = recognised(mapped(each.tensors, hints.map or ()), hints)
+            found.append(parts_of(useful, layout, axes, hints, each.settings, form.wide_heads))
     biases = any(parts.biases for parts in found)
     return [replace(parts, biases=biases) for parts in found]
 
 
-def _own(form: Format, parts: Parts, file: Path, hints: Hints) -> Format:
+def _own(form: Format, parts: Parts, hints: Hints) -> Format:
     """The format of a file; of names that no format has, by what is there."""
     if parts.alone and hints.model:
-        raise CheckpointError(
-            f"{file}: model ({', '.join(hints.model)}) is said of layers with norms or MLPs, got one of attention alone."
+        raise ValueError(
+            f"model ({', '.join(hints.model)}) is said of layers with norms or MLPs, got one of attention alone."
         )
     if form is not LAYERED or not parts.alone:
         return form
@@ -142,10 +127,9 @@ def _own(form: Format, parts: Parts, file: Path, hints: Hints) -> Format:
 class _Source:
     """What is known of a file whatever its reading."""
 
-    file: Path
+    stored: Stored
     form: Format
     hints: Hints
-    settings: Mapping[str, object]
     score: str
     """The most usual score, whose task is assumed."""
 
@@ -153,62 +137,44 @@ class _Source:
         """The parts under a reading, with the sizes of the task.
 
         Raises:
-            CheckpointError: If there is no such model or task.
+            ValueError: If there is no such model or task.
         """
-        d_x, d_y = self._sizes(parts, said)
-        task = dict(self.hints.task or {})
-        try:
-            model, *_ = architecture(parts, said, (d_x, d_y), self.hints)
-            most = model.longest_context
-            fields = {
-                **self.form.task(d_x, d_y, self.score),
-                **self._stated(most),
-                "d_x": d_x,
-                "d_y": d_y,
-                **task,
-            }
-            filled = build(TaskConfig, fields, "task.")
-            if most is not None and "context_length" not in task:
-                filled = replace(filled, context_length=max(1, min(filled.context_length, most)))
-            ExperimentConfig(task=filled, model=model)
-        except ValueError as error:
-            raise CheckpointError(f"{self.file}: {one_line(error)}") from None
-        return Case(parts, said, filled, self.hints, self.file)
-
-    def _stated(self, most: int | None) -> dict[str, object]:
-        """Fields of the task that settings beside the weights state, a context no longer than there are positions."""
-        noise, points = self.settings.get("noise_std"), self.settings.get("n_points")
-        found: dict[str, object] = {}
+        sizes = self._sizes(parts, said)
+        stated = dict(self.hints.task or {})
+        model, *_ = architecture(parts, said, sizes, self.hints)
+        most, points = model.longest_context, self.stored.settings.get("n_points")
         if isinstance(points, int) and (most is None or points - 1 <= most):
-            found["context_length"] = points - 1
-        if isinstance(noise, float):
-            found["noise_var"] = noise**2
-        return found
+            stated = {"context_length": points - 1, **stated}
+        fields = {**self.form.task(*sizes, self.score), "d_x": sizes[0], "d_y": sizes[1], **stated}
+        task = build(TaskConfig, fields, "task.")
+        if most is not None and "context_length" not in stated:
+            task = replace(task, context_length=max(1, min(task.context_length, most)))
+        ExperimentConfig(task=task, model=model)
+        known = {"task.d_x", *flatten(stated, "task.")}
+        if shown_responses(parts) or any(self._asked(n) is not None for n in ("d_x", "d_y")):
+            known.add("task.d_y")
+        return Case(parts, said, task, self.hints, frozenset(known))
 
     def _sizes(self, parts: Parts, said: Said) -> tuple[int, int]:
         """d_x and d_y; columns of tokens behind (x, y), where the reader says both sizes, are positions."""
-        given = {n: self._asked(n) for n in ("d_x", "d_y")}
-        d_x, d_y, n = given["d_x"], shown_responses(parts) or given["d_y"], parts.d_token
+        d_x, given_d_y, n = self._asked("d_x"), self._asked("d_y"), parts.d_token
         in_turn = said.get("layout") == "in_turn"
+        room = 0 if in_turn else 1
+        d_y = shown_responses(parts) or given_d_y
         if d_y is None:
             d_y = n - d_x if d_x is not None and not in_turn else 1
-        most = n if in_turn else n - 1
-        if not 1 <= d_y <= most:
+        if not 1 <= d_y <= n - room:
             wide = f"tokens of x are {n} wide" if in_turn else f"tokens are d_x + d_y = {n} wide"
-            raise CheckpointError(
-                f"{self.file}: d_y must lie in 1 to {most}, as {wide}, got {d_y}."
-            )
-        sizes = {"d_x": n if in_turn else n - d_y, "d_y": d_y}
+            raise ValueError(f"d_y must lie in 1 to {n - room}, as {wide}, got {d_y}.")
+        sizes = {"d_x": n - room * d_y, "d_y": d_y}
         exact = "output_column" in self.form.settled or in_turn
-        if None not in given.values() and d_x is not None and d_x < sizes["d_x"] and not exact:
+        if d_x is not None and given_d_y is not None and d_x < sizes["d_x"] and not exact:
             sizes["d_x"] = d_x
         for label, values in (("task.", self.hints.task or {}), ("", self.hints.given)):
             for name, size in sizes.items():
                 got = values.get(name, size)
                 if type(got) is int and got != size:
-                    raise CheckpointError(
-                        f"{self.file}: {label}{name} must be the weights' {size}, got {got}."
-                    )
+                    raise ValueError(f"{label}{name} must be the weights' {size}, got {got}.")
         return sizes["d_x"], sizes["d_y"]
 
     def _asked(self, name: str) -> int | None:
@@ -223,33 +189,30 @@ class _Source:
         open_ones: Collection[str],
     ) -> Checkpoint:
         """The checkpoint that a reading is, with what was assumed."""
-        weights = case.weights()
+        weights, form, step = case.weights(), self.form, self.stored.step
         config = ExperimentConfig(task=case.task, model=weights.model)
-        assumed = self._assumed_task(case, config)
-        usual = [n for n in self.form.usual if n not in {**self.form.settled, **given}]
+        kinds = ("task.", "train.", "seed") if case.parts.alone else ("task.",)
+        values = flatten(asdict(config)).items()
+        assumed = {n: v for n, v in values if n.startswith(kinds) and n not in case.known}
+        closed = {**form.settled, **given}
+        usual = [n for n in form.usual if n not in closed]
         unsaid = [n for n in (*usual, *open_ones) if n in case.said and n != "scale"]
         assumed |= {f"model.{name}": case.said[name] for name in unsaid}
         if "score" in usual:
             assumed["model.score_slope"] = 1.0
-        if "scale" not in {**self.form.settled, **given}:
-            scale = case.said["scale"]
-            assert not isinstance(scale, str)
-            assumed["attn_scale"] = 1 / (case.parts.d_head**-0.5 if scale is None else scale)
-        assumed |= {**self.form.beside, **_left_out(case), "step": 0}
+        if "scale" not in closed:
+            assumed["attn_scale"] = 1 / case.scale
+        assumed |= {**form.beside, **_left_out(case), "step": step}
         if readings:
             assumed["readings"] = [each.to_document() for each in readings[:MOST_SHOWN]]
-            if not readings[0].predicts and len(readings) > 1 and readings[1].predicts:
+            if not readings[0].predicts and any(each.predicts for each in readings[1:2]):
                 assumed["doubt"] = advice(readings)
-        return Checkpoint(self.file, config, 0, weights, self.form.name, assumed, readings=readings)
-
-    def _assumed_task(self, case: Case, config: ExperimentConfig) -> dict[str, object]:
-        values = flatten(asdict(config))
-        said = {"task.d_x", *flatten(dict(self.hints.task or {}), "task.")}
-        if shown_responses(case.parts) or any(self._asked(n) is not None for n in ("d_x", "d_y")):
-            said.add("task.d_y")
-        said |= {f"task.{name}" for name in self._stated(config.model.longest_context)}
-        kinds = ("task.", "train.", "seed") if case.parts.alone else ("task.",)
-        return {n: v for n, v in values.items() if n.startswith(kinds) and n not in said}
+        tensors = self.stored.tensors.items()
+        ignored = [name for name, tensor in tensors if is_harmless(name, tensor.ndim)]
+        if ignored and form.name != "transformer-lens":
+            assumed["ignored"] = ignored
+        file = self.stored.file
+        return Checkpoint(file, config, step, weights, form.name, assumed, readings=readings)
 
 
 def shown_responses(parts: Parts) -> int | None:
@@ -260,20 +223,15 @@ def shown_responses(parts: Parts) -> int | None:
     return parts.written if narrow else None
 
 
-def _open(cases: Sequence[Case]) -> list[str]:
-    return [n for n in cases[0].said if len({case.said.get(n) for case in cases}) > 1]
-
-
 def _left_out(case: Case) -> dict[str, object]:
     """How many columns of tokens are not read, and their largest part of the norm of queries, keys and values."""
     parts, task = case.parts, case.task
     if case.said.get("layout") == "in_turn" or task.d_x + task.d_y == parts.d_token:
         return {}
-    said: dict[str, object] = {
-        "model.position_columns_left_out": parts.d_token - task.d_x - task.d_y
-    }
+    read = task.d_x + task.d_y
+    said: dict[str, object] = {"model.position_columns_left_out": parts.d_token - read}
     if not parts.has("read_in.weight"):
-        read = [parts.layers[0][f"{name}.weight"] for name in ("query", "key", "value")]
-        rest = [t[task.d_x + task.d_y :].norm() / t.norm().clamp(min=1e-30) for t in read]
+        first = [parts.layers[0][f"{name}.weight"] for name in ("query", "key", "value")]
+        rest = [t[read:].norm() / t.norm().clamp(min=1e-30) for t in first]
         said["model.position_columns_share"] = max(each.item() for each in rest)
     return said

@@ -1,5 +1,7 @@
 """The one error of reading and writing checkpoints, and texts that are safe to show."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 MAX_LENGTH = 2000
@@ -10,6 +12,17 @@ class CheckpointError(ValueError):
 
     def __init__(self, message: str) -> None:
         super().__init__(printable(message))
+
+
+@contextmanager
+def naming(file: Path) -> Iterator[None]:
+    """Puts the file's name before what is refused inside, unless it names a file already."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{file}: {error}") from None
 
 
 def nothing_at(path: Path) -> CheckpointError:

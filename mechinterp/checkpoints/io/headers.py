@@ -23,7 +23,7 @@ STEP = "step"
 
 @contextmanager
 def reading(file: Path) -> Iterator[None]:
-    """Turns whatever a parser makes of a bad file into a CheckpointError, and keeps warnings quiet."""
+    """Turns whatever a parser makes of a bad file into a CheckpointError that names it, and keeps warnings quiet."""
     plain = (".npz", ".npy", ".safetensors", ".msgpack", ".pkl", ".pickle")
     kind = file.suffix.lstrip(".") if file.suffix in plain else "PyTorch"
     with warnings.catch_warnings():
@@ -34,10 +34,12 @@ def reading(file: Path) -> Iterator[None]:
                 raise CheckpointError(f"{file}: must be at most {MAX_BYTES} bytes, got {size}.")
             with file.open("rb") as stream:
                 if stream.read(len(POINTER)) == POINTER:
-                    raise CheckpointError(
-                        f"{file}: a Git LFS pointer of {size} bytes, not the weights; run git lfs pull."
-                    )
-            yield
+                    what = f"a Git LFS pointer of {size} bytes, not the weights"
+                    raise CheckpointError(f"{file}: {what}; run git lfs pull.")
+            try:
+                yield
+            except CheckpointError as error:
+                raise CheckpointError(f"{file}: {error}") from None
         except CheckpointError:
             raise
         except (OSError, SafetensorError) as error:
@@ -45,9 +47,8 @@ def reading(file: Path) -> Iterator[None]:
             raise CheckpointError(f"{file}: not a readable {kind} file ({reason}).") from None
         except Exception as error:
             # A parser fed with noise raises nearly anything: KeyError, OverflowError, RecursionError.
-            raise CheckpointError(
-                f"{file}: not a readable {kind} file ({type(error).__name__})."
-            ) from None
+            reason = type(error).__name__
+            raise CheckpointError(f"{file}: not a readable {kind} file ({reason}).") from None
 
 
 def require_header(file: Path) -> None:
@@ -56,10 +57,8 @@ def require_header(file: Path) -> None:
         length = int.from_bytes(stream.read(8), "little")
     most = min(MAX_HEADER, max(file.stat().st_size - 8, 0))
     if not 0 < length <= most:
-        raise CheckpointError(
-            f"{file}: not a readable safetensors file (its header must have 1 to {most} bytes, "
-            f"it claims {length})."
-        )
+        reason = f"its header must have 1 to {most} bytes, it claims {length}"
+        raise CheckpointError(f"not a readable safetensors file ({reason}).")
 
 
 def shapes_in(file: Path) -> dict[str, tuple[int, ...]]:

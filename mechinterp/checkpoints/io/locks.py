@@ -79,11 +79,7 @@ class Claim:
 
 @contextmanager
 def claimed(
-    folder: Path,
-    *,
-    last: str,
-    names: Collection[str] | None = None,
-    replaced: Collection[str] = (),
+    folder: Path, *, last: str, names: Collection[str] | None = None, replaced: Collection[str] = ()
 ) -> Iterator[Claim]:
     """Claim a folder to write into; what was made is deleted if the body fails.
 

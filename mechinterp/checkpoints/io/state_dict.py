@@ -4,9 +4,9 @@ A run keeps its state dict under one of a few names, beside losses, settings and
 keep dictionaries of dictionaries.
 """
 
+import math
 import re
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -40,7 +40,7 @@ KIND = re.compile(r"[<>=|]?([fiubc])(1|2|4|8|16)|(float|int|uint|complex)(8|16|3
 Place = StoredTensor | StoredArray
 
 
-def weights_among(root: object, file: Path) -> dict[str, Place]:
+def weights_among(root: object) -> dict[str, Place]:
     """Names and places of the weights; what is no tensor is passed over, and arrays beside torch's tensors too.
 
     Raises:
@@ -48,38 +48,38 @@ def weights_among(root: object, file: Path) -> dict[str, Place]:
     """
     found = root
     for _ in range(MAX_DEPTH):
-        inner = _wrapped(found, file)
+        inner = _wrapped(found)
         if inner is None:
             break
         found = inner
-    places = dict(_places(found, file))
-    strangers = (
-        []
-        if not isinstance(found, dict)
-        else [value.name for value in found.values() if isinstance(value, Unread) and value.name]
-    )
-    if any(not SKIPPED.fullmatch(name) for name in strangers):
-        raise CheckpointError(_no_weights(found, file))
-    torches: dict[str, Place] = {
-        name: place for name, place in places.items() if isinstance(place, StoredTensor)
-    }
-    arrays = {name: place for name, place in places.items() if name not in torches and place.shape}
+    places = dict(_places(found))
+    asked = _asked(found)
+    if isinstance(found, dict) and any(not SKIPPED.fullmatch(name) for name in asked):
+        raise CheckpointError(_no_weights(asked))
+    torches = {name: each for name, each in places.items() if isinstance(each, StoredTensor)}
+    arrays = {name: each for name, each in places.items() if name not in torches and each.shape}
     if torches or arrays:
-        return torches or arrays
-    raise CheckpointError(_no_weights(root, file))
+        return {**torches} or {**arrays}
+    raise CheckpointError(_no_weights(_asked(root)))
 
 
-def _wrapped(found: object, file: Path) -> dict | None:
+def _asked(root: object) -> list[str]:
+    """Classes and functions that values beside the weights ask for."""
+    values = list(root.values()) if isinstance(root, dict) else [root]
+    return [value.name for value in values if isinstance(value, Unread) and value.name]
+
+
+def _wrapped(found: object) -> dict | None:
     if not isinstance(found, dict):
         return None
     for name in WRAPPERS:
         inner = found.get(name)
-        if isinstance(inner, dict) and inner is not found and any(_places(inner, file)):
+        if isinstance(inner, dict) and inner is not found and any(_places(inner)):
             return inner
     return None
 
 
-def _places(root: object, file: Path) -> Iterator[tuple[str, Place]]:
+def _places(root: object) -> Iterator[tuple[str, Place]]:
     """The tensors in dictionaries of dictionaries by their dotted names, without those of the optimiser."""
     waiting: list[tuple[str, object, int]] = [("", root, 0)]
     visits = 0
@@ -91,7 +91,7 @@ def _places(root: object, file: Path) -> Iterator[tuple[str, Place]]:
         for name, value in found.items():
             visits += 1
             if visits > MAX_VISITS:
-                raise CheckpointError(f"{file}: must hold at most {MAX_VISITS} values.")
+                raise CheckpointError(f"must hold at most {MAX_VISITS} values.")
             if not isinstance(name, str) or (depth == 0 and BESIDE.fullmatch(name)):
                 continue
             if isinstance(value, Place):
@@ -101,23 +101,15 @@ def _places(root: object, file: Path) -> Iterator[tuple[str, Place]]:
         waiting += reversed(inner)
 
 
-def _no_weights(root: object, file: Path) -> str:
-    values = list(root.values()) if isinstance(root, dict) else [root]
-    asked = [value.name for value in values if isinstance(value, Unread) and value.name]
-    asked = [name for name in asked if not SKIPPED.fullmatch(name)] or asked
+def _no_weights(asked: list[str]) -> str:
     got = ""
-    if asked:
-        got = (
-            f"; it asks for {asked[0]}, and no code of a file is run: where that class is, write "
-            "torch.save(model.state_dict(), FILE)"
-        )
+    for name in ([name for name in asked if not SKIPPED.fullmatch(name)] or asked)[:1]:
+        got = f"; it asks for {name}, and no code of a file is run: where that class is, write torch.save(model.state_dict(), FILE)"
     wrappers = ", ".join(WRAPPERS)
-    return (
-        f"{file}: must hold a state dict, names with a tensor each, or one under {wrappers}{got}."
-    )
+    return f"must hold a state dict, names with a tensor each, or one under {wrappers}{got}."
 
 
-def array_tensors(places: Mapping[str, StoredArray], file: Path) -> dict[str, Tensor]:
+def array_tensors(places: Mapping[str, StoredArray]) -> dict[str, Tensor]:
     """Arrays of numpy as tensors, what they claim held against the bytes that are there.
 
     Raises:
@@ -125,38 +117,30 @@ def array_tensors(places: Mapping[str, StoredArray], file: Path) -> dict[str, Te
     """
     found, left = {}, MAX_ARRAY_BYTES
     for name, place in places.items():
-        kind = _kind(place, name, file)
-        shape = place.shape
+        kind, shape = _kind(place, name), place.shape
         if not isinstance(shape, tuple) or not all(type(n) is int and n >= 0 for n in shape):
-            raise CheckpointError(f"{file}: {name} must have a shape of numbers >= 0.")
+            raise CheckpointError(f"{name} must have a shape of numbers >= 0.")
         if len(shape) > MAX_AXES:
-            raise CheckpointError(
-                f"{file}: {name} must have at most {MAX_AXES} axes, got {len(shape)}."
-            )
+            raise CheckpointError(f"{name} must have at most {MAX_AXES} axes, got {len(shape)}.")
         data = place.data.text if isinstance(place.data, Encoded) else place.data
-        claimed = kind.itemsize
-        for size in shape:
-            claimed *= size
+        claimed = kind.itemsize * math.prod(shape)
         held = len(data) if isinstance(data, str | bytes) else 0
         left -= claimed
         if claimed != held or left < 0:
             raise CheckpointError(
-                f"{file}: {name} of shape {shape} must lie in {claimed} bytes, got {held}."
+                f"{name} of shape {shape} must lie in {claimed} bytes, got {held}."
             )
+        # Protocol 2 has texts for bytes, and calls bytes for those that are empty.
         raw = data.encode("latin1") if isinstance(data, str) else data
-        raw = (
-            raw if isinstance(raw, bytes) else b""
-        )  # protocol 2 calls bytes for those that are empty
-        numbers = np.frombuffer(raw, kind) if raw else np.empty(0, kind)
+        numbers = np.frombuffer(raw, kind) if held else np.empty(0, kind)  # type: ignore[call-overload]
         array = numbers.reshape(shape, order="F" if place.by_columns is True else "C")
         found[name] = torch.from_numpy(array.astype(kind.newbyteorder("="), order="C"))
     return found
 
 
-def _kind(place: StoredArray, name: str, file: Path) -> np.dtype:
+def _kind(place: StoredArray, name: str) -> np.dtype:
     kind = place.kind
     if isinstance(kind, ArrayType) and KIND.fullmatch(kind.code):
-        found = np.dtype(kind.code)
-        return found.newbyteorder(">") if kind.order == ">" else found
+        return np.dtype(kind.code).newbyteorder(">" if kind.order == ">" else "|")
     got = kind.code if isinstance(kind, ArrayType) else "no dtype"
-    raise CheckpointError(f"{file}: {name} must hold plain numbers, got {got}.")
+    raise CheckpointError(f"{name} must hold plain numbers, got {got}.")

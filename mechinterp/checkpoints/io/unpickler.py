@@ -10,7 +10,6 @@ import re
 import struct
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import no_type_check
 
 import torch
@@ -107,7 +106,7 @@ class MalformedError(Exception):
     """What the bytes are in place of a pickle that is read here."""
 
 
-def read_pickle(pickled: bytes, file: Path) -> object:
+def read_pickle(pickled: bytes) -> object:
     """What a pickle holds: a dictionary by texts or integers, a tuple, text, number, `StoredTensor` or `Unread`.
 
     Raises:
@@ -124,9 +123,7 @@ def read_pickle(pickled: bytes, file: Path) -> object:
         got = str(error)
     except (IndexError, KeyError, ValueError):
         got = "no pickle"
-    raise CheckpointError(
-        f"{file}: must hold tensors that can be read without running code, got {got}."
-    )
+    raise CheckpointError(f"must hold tensors that can be read without running code, got {got}.")
 
 
 # Opcodes by the bytes of their argument: so many, or as many as the first so many say.

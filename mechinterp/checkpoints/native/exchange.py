@@ -6,8 +6,7 @@ a script that loads them. In: such a folder, or a state dict alone, of a causal 
 
 import json
 import math
-import re
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,11 +17,11 @@ from torch import Tensor
 
 from mechinterp.checkpoints.checkpoint import Checkpoint
 from mechinterp.checkpoints.io.atomic import writing
-from mechinterp.checkpoints.io.errors import CheckpointError
+from mechinterp.checkpoints.io.errors import CheckpointError, naming
 from mechinterp.checkpoints.io.locks import claimed
 from mechinterp.checkpoints.io.tensor_files import read_arrays
 from mechinterp.checkpoints.native.folder import document_of, read_document
-from mechinterp.checkpoints.native.folder_tensors import fill_with_tensors, require_tensors
+from mechinterp.checkpoints.native.folder_tensors import fill_with_tensors
 from mechinterp.checkpoints.native.recipe import LOAD
 from mechinterp.checkpoints.native.tensors import PREFIX, state_dict, weights_from
 from mechinterp.config import ExperimentConfig, TaskConfig
@@ -33,7 +32,7 @@ from mechinterp.models.weights import weights_of_layer, why_no_circuits
 FORMAT = "transformer-lens"
 SIDE_CAR = "transformer_lens.json"
 LEAST_N_CTX = 1024
-WEIGHT = re.compile(r"blocks\.\d+\.attn\.W_[QKVO]")
+WEIGHT = r"^blocks\.\d+\.attn\.W_[QKVO]$"
 # Tensors that our model has no place for; HookedTransformer or a Bridge has them all the same.
 ZERO = {
     "embed.W_E": "tokens are vectors (x, y) and enter as they are, by start_at_layer=0; else it is a model of word tokens",
@@ -109,59 +108,64 @@ def read_exchange(folder: Path) -> Checkpoint:
     """
     document, config = read_document(folder / SIDE_CAR)
     for name, expected in _settings(config).items():
-        found = document.get(name)
-        if name != "n_ctx" and not _same(found, expected):
-            raise CheckpointError(
-                f"{folder / SIDE_CAR}: {name} must be {expected!r}, got {found!r}."
-            )
+        got = document.get(name)
+        if name != "n_ctx" and (got != expected or type(got) is not type(expected)):
+            raise CheckpointError(f"{folder / SIDE_CAR}: {name} must be {expected!r}, got {got!r}.")
     file = folder / "model.safetensors"
-    tensors = _require_plain(read_arrays(file), file)
-    if _attends_to_self(tensors, file):
-        raise CheckpointError(f"{file}: {MASK} must be strict causal, as the side-car says.")
-    if not config.model.biases:
-        for name in BIASES:
-            _require_zero(
-                tensors, PREFIX + name, "the side-car says that there are no biases", file
-            )
-    numbers(tensors, [PREFIX + name for name in NAMES], file)
-    _require_read_out(tensors, config.d_model, config.task.d_y, file)
+    tensors = read_arrays(file)
+    with naming(file):
+        _, said = hooked_layer(tensors, config.task.d_y)
+        if said.get("attend_to_self"):
+            raise ValueError(f"{MASK} must be strict causal, as the side-car says.")
+        if not config.model.biases:
+            reason = "the side-car says that there are no biases"
+            _require_zero(tensors, dict.fromkeys((PREFIX + name for name in BIASES), reason))
     weights = weights_from(tensors, config, file)
-    return Checkpoint(
-        folder, config, document["step"], weights, FORMAT, document.get("assumed", {})
-    )
+    assumed = document.get("assumed", {})
+    return Checkpoint(folder, config, document["step"], weights, FORMAT, assumed)
 
 
 def hooked_layer(
-    tensors: Mapping[str, Tensor], file: Path
-) -> tuple[dict[str, Tensor], bool | None]:
-    """The attention of a HookedTransformer or a Bridge, without a side-car, and whether the query is among its keys.
+    tensors: Mapping[str, Tensor], d_y: int | None = None
+) -> tuple[dict[str, Tensor], dict[str, bool]]:
+    """The attention of a HookedTransformer or a Bridge, and `attend_to_self` where a stored mask says it.
 
     Outputs are cut to the y entries where a read-out says how many there are.
 
+    Args:
+        d_y: Number of responses; None: the read-out's.
     Raises:
-        CheckpointError: If the tensors are not those of a causal one-layer model without positions, norms and
+        ValueError: If the tensors are not those of a causal one-layer model without positions, norms and
             an MLP, which reads out the y entries.
     """
-    tensors = _require_plain(tensors, file)
-    names = [name for name in (*NAMES, *BIASES) if PREFIX + name in tensors]
-    found = dict(zip(names, numbers(tensors, [PREFIX + n for n in names], file), strict=True))
-    read_out = tensors.get(READ_OUT)
-    if read_out is not None:
-        d_y = read_out.shape[1] if read_out.ndim == 2 else 1
-        _require_read_out(tensors, found["W_Q"].shape[1], d_y, file)
+    layers = {name.split(".")[1] for name in tensors if name.startswith("blocks.")}
+    if len(layers) > 1:
+        raise ValueError(f"the model must have one layer, got {len(layers)}.")
+    for name in sorted(tensors):
+        if any(part.startswith("ln") for part in name.split(".")):
+            raise ValueError(f"the model must have no LayerNorm, got {name}.")
+        if name not in KNOWN:
+            raise ValueError(
+                f"{name} is not among the tensors of an attention-only HookedTransformer of one layer."
+            )
+    _require_zero(tensors, ZERO)
+    for name in NAMES:
+        tensor = tensors.get(PREFIX + name)
+        if tensor is None or tensor.ndim != 3:
+            got = "nothing" if tensor is None else f"shape {tuple(tensor.shape)}"
+            raise ValueError(f"{PREFIX}{name} must have three axes, head first, got {got}.")
+    found = {n: tensors[PREFIX + n] for n in (*NAMES, *BIASES) if PREFIX + n in tensors}
+    if (read_out := tensors.get(READ_OUT)) is not None:
+        d_model = found["W_Q"].shape[1]
+        d_y = (read_out.shape[1] if read_out.ndim == 2 else 1) if d_y is None else d_y
+        expected = torch.eye(d_model)[:, d_model - d_y :]
+        if d_y >= d_model or not torch.equal(read_out.to(expected), expected):
+            raise ValueError(
+                f"{READ_OUT} must read the y entries as they are, [d_model, d_y] = "
+                f"{list(expected.shape)} with ones at y and zeros elsewhere, got another of shape {list(read_out.shape)}."
+            )
         found |= {name: found[name][..., -d_y:] for name in {"W_O", "b_O"} & set(found)}
-    return found, _attends_to_self(tensors, file)
-
-
-def numbers(tensors: Mapping[str, Tensor], names: Collection[str], file: Path) -> list[Tensor]:
-    """These tensors of a file.
-
-    Raises:
-        CheckpointError: If one is missing, or they are not finite floating-point numbers of one dtype.
-    """
-    shapes = {name: tuple(tensors[name].shape) if name in tensors else () for name in names}
-    require_tensors(file, tensors, shapes)
-    return [tensors[name] for name in names]
+    return found, _mask_says(tensors)
 
 
 def _settings(config: ExperimentConfig) -> dict[str, object]:
@@ -180,66 +184,22 @@ def _settings(config: ExperimentConfig) -> dict[str, object]:
     }
 
 
-def _same(found: object, expected: object) -> bool:
-    if isinstance(expected, float) and isinstance(found, float):
-        return math.isclose(found, expected)
-    return type(found) is type(expected) and found == expected
+def _require_zero(tensors: Mapping[str, Tensor], reasons: Mapping[str, str]) -> None:
+    for name, reason in reasons.items():
+        if name in tensors and tensors[name].any():
+            largest = tensors[name].to(torch.complex128).abs().max().item()
+            raise ValueError(f"{name} must be zero ({reason}), got entries up to {largest:.3g}.")
 
 
-def _require_plain(tensors: Mapping[str, Tensor], file: Path) -> Mapping[str, Tensor]:
-    """Refuse what a one-layer model on vectors (x, y) has no place for."""
-    layers = {name.split(".")[1] for name in tensors if name.startswith("blocks.")}
-    if len(layers) > 1:
-        raise CheckpointError(f"{file}: the model must have one layer, got {len(layers)}.")
-    for name in sorted(tensors):
-        if any(part.startswith("ln") for part in name.split(".")):
-            raise CheckpointError(f"{file}: the model must have no LayerNorm, got {name}.")
-        if name not in KNOWN:
-            raise CheckpointError(
-                f"{file}: {name} is not among the tensors of an attention-only HookedTransformer of one layer."
-            )
-    for name, reason in ZERO.items():
-        _require_zero(tensors, name, reason, file)
-    for name in NAMES:
-        tensor = tensors.get(PREFIX + name)
-        if tensor is None or tensor.ndim != 3:
-            got = "nothing" if tensor is None else f"shape {tuple(tensor.shape)}"
-            raise CheckpointError(
-                f"{file}: {PREFIX}{name} must have three axes, head first, got {got}."
-            )
-    return tensors
-
-
-def _require_zero(tensors: Mapping[str, Tensor], name: str, reason: str, file: Path) -> None:
-    if name in tensors and tensors[name].any():
-        largest = tensors[name].to(torch.complex128).abs().max().item()
-        raise CheckpointError(
-            f"{file}: {name} must be zero ({reason}), got entries up to {largest:.3g}."
-        )
-
-
-def _attends_to_self(tensors: Mapping[str, Tensor], file: Path) -> bool | None:
-    """What a stored mask says; None without one, and from 3.5.0 on an empty one is stored."""
+def _mask_says(tensors: Mapping[str, Tensor]) -> dict[str, bool]:
+    """Whether the query is among its keys, by a stored mask; nothing without one, and from 3.5.0 on an empty one is stored."""
     mask = tensors.get(MASK)
     if mask is None or mask.numel() == 0:
-        return None
+        return {}
     allowed = torch.ones(mask.shape, dtype=torch.bool)
-    if mask.ndim == 2:
-        for diagonal, attends in ((-1, False), (0, True)):
-            if torch.equal(mask.bool(), allowed.tril(diagonal)):
-                return attends
-    raise CheckpointError(
-        f"{file}: {MASK} must be causal, mask.tril(-1) or mask.tril(), got another of shape {list(mask.shape)}."
+    for diagonal, attends in ((-1, False), (0, True)):
+        if mask.ndim == 2 and torch.equal(mask.bool(), allowed.tril(diagonal)):
+            return {"attend_to_self": attends}
+    raise ValueError(
+        f"{MASK} must be causal, mask.tril(-1) or mask.tril(), got another of shape {list(mask.shape)}."
     )
-
-
-def _require_read_out(tensors: Mapping[str, Tensor], d_model: int, d_y: int, file: Path) -> None:
-    read_out = tensors.get(READ_OUT)
-    if read_out is None:
-        return
-    expected = torch.eye(d_model)[:, d_model - d_y :]
-    if d_y >= d_model or not torch.equal(read_out.to(expected), expected):
-        raise CheckpointError(
-            f"{file}: {READ_OUT} must read the y entries as they are, [d_model, d_y] = "
-            f"{list(expected.shape)} with ones at y and zeros elsewhere, got another of shape {list(read_out.shape)}."
-        )

@@ -13,11 +13,12 @@ from pathlib import Path
 import pandas as pd
 
 from mechinterp.checkpoints.io.atomic import read_json
-from mechinterp.checkpoints.io.errors import CheckpointError, nothing_at, one_line
+from mechinterp.checkpoints.io.errors import CheckpointError, naming, nothing_at
 from mechinterp.checkpoints.io.headers import read_steps
 from mechinterp.checkpoints.io.locks import require_free, settle
 from mechinterp.checkpoints.native.history import read_numbers
 from mechinterp.config import ExperimentConfig, from_dict
+from mechinterp.presets import PRESETS, preset
 from mechinterp.version import __version__
 
 FORMAT_VERSION = 1
@@ -83,25 +84,46 @@ def document_parts(document: object, file: Path) -> tuple[dict, ExperimentConfig
     Raises:
         CheckpointError: If a field is missing or wrong.
     """
-    if not isinstance(document, dict):
-        raise CheckpointError(f"{file}: must hold a JSON object, got {type(document).__name__}.")
-    for name in ("format_version", "step", "experiment"):
-        if name not in document:
-            raise CheckpointError(f"{file}: field {name!r} is missing.")
-    if document["format_version"] != FORMAT_VERSION:
-        raise CheckpointError(
-            f"{file}: format_version must be {FORMAT_VERSION}, got {document['format_version']!r}."
-        )
-    step = document["step"]
-    if type(step) is not int or step < 0:
-        raise CheckpointError(f"{file}: step must be an integer >= 0, got {step!r}.")
-    for name in ("assumed", "origin"):
-        if not isinstance(document.get(name, {}), dict):
-            raise CheckpointError(f"{file}: {name} must be a JSON object, got {document[name]!r}.")
-    try:
+    with naming(file):
+        if not isinstance(document, dict):
+            raise ValueError(f"must hold a JSON object, got {type(document).__name__}.")
+        for name in ("format_version", "step", "experiment"):
+            if name not in document:
+                raise ValueError(f"field {name!r} is missing.")
+        version, step = document["format_version"], document["step"]
+        if version != FORMAT_VERSION:
+            raise ValueError(f"format_version must be {FORMAT_VERSION}, got {version!r}.")
+        if type(step) is not int or step < 0:
+            raise ValueError(f"step must be an integer >= 0, got {step!r}.")
+        for name in ("assumed", "origin"):
+            if not isinstance(document.get(name, {}), dict):
+                raise ValueError(f"{name} must be a JSON object, got {document[name]!r}.")
         return document, from_dict(document["experiment"])
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{file}: {one_line(error)}") from None
+
+
+def named_config(what: str) -> ExperimentConfig:
+    """The preset of this name, or the config in a file: its own JSON or a checkpoint's config.json.
+
+    Raises:
+        ValueError: If it is neither, the file holds no config, or the model in it was pruned.
+    Example:
+        >>> named_config("checkpoints/softmax-h2-s0/config.json") == preset("softmax-h2")
+        True
+    """
+    file = Path(what)
+    if what in PRESETS:
+        return preset(what)
+    if not file.is_file():
+        found = "a folder" if file.is_dir() else "neither"
+        raise ValueError(
+            f"{what}: a preset ({', '.join(PRESETS)}) or a config file is needed, got {found}."
+        )
+    document = read_json(file)
+    if isinstance(document, dict) and document.get("origin"):
+        raise ValueError(f"{file}: training does not make this model: it was pruned from another.")
+    inner = document.get("experiment", document) if isinstance(document, dict) else document
+    with naming(file):
+        return from_dict(inner)
 
 
 @cache
@@ -129,17 +151,16 @@ def read_history(path: Path, config: ExperimentConfig, step: int) -> pd.DataFram
     file = path / "history.parquet"
     if not os.path.lexists(file):
         return None
-    model = config.model
-    last = {"step": step, "head": model.n_heads - 1}
-    by_layers = not config.trains_compiled
-    if by_layers:
-        last["layer"] = model.n_layers - 1
-    measured = DEEP_COLUMNS if by_layers else COLUMNS
-    history = read_numbers(file, dict.fromkeys(last, "integer") | dict.fromkeys(measured, "float"))
-    for name, bound in last.items():
-        for found in (int(history[name].min()), int(history[name].max())):
-            if not 0 <= found <= bound:
-                raise CheckpointError(f"{file}: {name} must lie in 0 to {bound}, got {found}.")
+    bounds = {"step": step, "head": config.model.n_heads - 1}
+    if not config.trains_compiled:
+        bounds["layer"] = config.model.n_layers - 1
+    measured = COLUMNS if config.trains_compiled else DEEP_COLUMNS
+    columns = dict.fromkeys(bounds, "integer") | dict.fromkeys(measured, "float")
+    history = read_numbers(file, columns)
+    for name, bound in bounds.items():
+        for got in (int(history[name].min()), int(history[name].max())):
+            if not 0 <= got <= bound:
+                raise CheckpointError(f"{file}: {name} must lie in 0 to {bound}, got {got}.")
     if not history["step"].is_monotonic_increasing:
         raise CheckpointError(f"{file}: step must not fall from row to row.")
     return history

@@ -1,17 +1,12 @@
 """The tensors of a checkpoint folder: weights and snapshots, read and written."""
 
-import json
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 
-import pandas as pd
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import save as serialized
 from torch import Tensor
 
-from mechinterp.checkpoints.io.atomic import writing
 from mechinterp.checkpoints.io.errors import CheckpointError
 from mechinterp.checkpoints.io.headers import (
     STEP,
@@ -20,15 +15,8 @@ from mechinterp.checkpoints.io.headers import (
     require_finite,
     require_shapes,
 )
-from mechinterp.checkpoints.io.locks import claimed
 from mechinterp.checkpoints.io.tensor_files import read_arrays
-from mechinterp.checkpoints.native.folder import (
-    FILES,
-    SNAPSHOTS,
-    WEIGHTS,
-    old_snapshots,
-    require_new,
-)
+from mechinterp.checkpoints.native.folder import SNAPSHOTS, old_snapshots
 
 
 def fill_with_tensors(
@@ -51,7 +39,7 @@ def read_snapshots(path: Path) -> dict[int, tuple[Path, dict[str, Tensor]]]:
     return {step: (file, read_arrays(file)) for step, file in by_step}
 
 
-def _stacked(snapshots: Mapping[int, dict[str, Tensor]]) -> dict[str, Tensor]:
+def stacked(snapshots: Mapping[int, dict[str, Tensor]]) -> dict[str, Tensor]:
     """Snapshots as tensors of one file: [step, ...] by name, and the steps."""
     steps = sorted(snapshots)
     names = snapshots[steps[0]]
@@ -60,17 +48,15 @@ def _stacked(snapshots: Mapping[int, dict[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def _unstacked(file: Path) -> dict[int, dict[str, Tensor]]:
-    """The inverse of `_stacked`, whatever the size of the file: a long run has many snapshots."""
+    """The inverse of `stacked`, whatever the size of the file: a long run has many snapshots."""
     steps = read_steps(file)
     with opened(file, "pt") as stored:
         names = set(stored.keys()) - {STEP}
         tensors = {name: stored.get_tensor(name) for name in sorted(names)}
     for name, tensor in tensors.items():
         if tensor.shape[:1] != (len(steps),):
-            raise CheckpointError(
-                f"{file}: {name} must have {len(steps)} rows, one for each step, "
-                f"got shape {tuple(tensor.shape)}."
-            )
+            rule = f"must have {len(steps)} rows, one for each step"
+            raise CheckpointError(f"{file}: {name} {rule}, got shape {tuple(tensor.shape)}.")
     return {
         step: {name: _copied(tensor[row]) for name, tensor in tensors.items()}
         for row, step in enumerate(steps)
@@ -81,35 +67,6 @@ def _copied(row: Tensor) -> Tensor:
     """A copy, for a part of the whole would keep all of it in memory; as wide as `read_arrays` gives it."""
     narrow = row.is_floating_point() and row.element_size() < 4
     return row.float() if narrow else row.clone()
-
-
-def write_folder(
-    path: Path,
-    document: Mapping[str, object],
-    tensors: dict[str, Tensor],
-    *,
-    history: pd.DataFrame | None,
-    snapshots: Mapping[int, dict[str, Tensor]],
-    shared: bool = False,
-) -> None:
-    """Write a checkpoint folder from its config.json, its weights by name and what goes with them.
-
-    Args:
-        shared: Whether other files may be in the folder; else it must be empty.
-    Raises:
-        CheckpointError: If a file is in the way, or the folder cannot be written.
-    """
-    if not shared:
-        require_new(path)
-    text = json.dumps(document, indent=2) + "\n"
-    names = FILES if shared else None
-    with writing(path, SafetensorError), claimed(path, last="config.json", names=names) as claim:
-        if snapshots:
-            claim.write(SNAPSHOTS, partial(fill_with_tensors, tensors=_stacked(snapshots)))
-        claim.write(WEIGHTS, partial(fill_with_tensors, tensors=tensors))
-        if history is not None:
-            claim.write("history.parquet", partial(history.to_parquet, index=False))
-        claim.write("config.json", lambda file: file.write_text(text))
 
 
 def require_tensors(
@@ -124,9 +81,8 @@ def require_tensors(
     for name in shapes:
         tensor = tensors[name]
         if not tensor.is_floating_point():
-            raise CheckpointError(
-                f"{file}: {name} must hold floating-point numbers, got {tensor.dtype}."
-            )
+            got = tensor.dtype
+            raise CheckpointError(f"{file}: {name} must hold floating-point numbers, got {got}.")
         require_finite(f"{file}: {name}", int((~torch.isfinite(tensor)).sum()))
     kinds = sorted({str(tensors[name].dtype) for name in shapes})
     if len(kinds) > 1:

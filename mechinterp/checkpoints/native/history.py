@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from mechinterp.checkpoints.io.atomic import size_of, write_atomically, write_new, writing
-from mechinterp.checkpoints.io.errors import CheckpointError, one_line
+from mechinterp.checkpoints.io.errors import CheckpointError, naming, one_line
 
 MARK = {b"written_by": b"mechinterp"}
 MAX_BYTES = 2**27
@@ -77,26 +77,15 @@ def read_numbers(file: Path, columns: Mapping[str, str]) -> pd.DataFrame:
     except FAULTS as error:
         reason = one_line(error).removesuffix(".")
         raise CheckpointError(f"{file}: not a readable parquet file ({reason}).") from None
-    require_columns(file, frame, columns)
+    with naming(file):
+        if frame.empty:
+            raise ValueError("must hold at least one row, got none.")
+        for name, kind in columns.items():
+            if name not in frame:
+                raise ValueError(f"column {name!r} is missing.")
+            if frame[name].dtype.kind not in {"integer": "iu", "float": "f"}[kind]:
+                raise ValueError(f"column {name!r} must be of {kind}s, got {frame[name].dtype}.")
     return frame
-
-
-def require_columns(file: Path, frame: pd.DataFrame, columns: Mapping[str, str]) -> None:
-    """Refuse a table without rows, or without these columns of numbers.
-
-    Raises:
-        CheckpointError: If it is so.
-    """
-    if frame.empty:
-        raise CheckpointError(f"{file}: must hold at least one row, got none.")
-    kinds = {"integer": "iu", "float": "f"}
-    for name, kind in columns.items():
-        if name not in frame:
-            raise CheckpointError(f"{file}: column {name!r} is missing.")
-        if frame[name].dtype.kind not in kinds[kind]:
-            raise CheckpointError(
-                f"{file}: column {name!r} must be of {kind}s, got {frame[name].dtype}."
-            )
 
 
 def _require_bounds(file: Path) -> None:
@@ -139,6 +128,5 @@ def _require_numbers(stored: pq.ParquetFile) -> None:
     for chunk in chunks:
         # Other codecs can make gigabytes of a few bytes; snappy makes 22 times as many at most.
         if chunk.compression not in CODECS:
-            raise ValueError(
-                f"must be compressed by snappy or not at all, got {chunk.compression.lower()}"
-            )
+            got = chunk.compression.lower()
+            raise ValueError(f"must be compressed by snappy or not at all, got {got}")

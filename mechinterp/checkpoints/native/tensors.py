@@ -7,7 +7,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from mechinterp.checkpoints.io.errors import CheckpointError
+from mechinterp.checkpoints.io.errors import CheckpointError, naming
 from mechinterp.checkpoints.io.headers import stated_shapes
 from mechinterp.checkpoints.native.folder_tensors import require_tensors
 from mechinterp.config import ExperimentConfig
@@ -41,18 +41,16 @@ def require_fit(path: Path, weights: Weights, config: ExperimentConfig) -> None:
     """
     width = config.model.head_width(config.task.d_x, config.task.d_y)
     own = replace(weights.model, d_head=weights.model.head_width(weights.d_x, weights.d_y))
-    there = asdict(replace(config.model, d_head=width))
-    for name, found in asdict(own).items():
-        if found != there[name]:
-            raise CheckpointError(
-                f"{path}: {name} must be the config's {there[name]!r}, got {found!r}."
-            )
-    _require_tensors(path, state_dict(weights), config)
-    assert weights.scale is not None
-    if not math.isclose(weights.scale, width**-0.5):
-        raise CheckpointError(
-            f"{path}: scale must be 1/sqrt(d_head) = {width**-0.5:.6g}, got {weights.scale:.6g}."
-        )
+    wanted = asdict(replace(config.model, d_head=width))
+    with naming(path):
+        for name, got in asdict(own).items():
+            if got != wanted[name]:
+                raise ValueError(f"{name} must be the config's {wanted[name]!r}, got {got!r}.")
+        _require_tensors(path, state_dict(weights), config)
+        scale, stated = weights.scale, width**-0.5
+        assert scale is not None
+        if not math.isclose(scale, stated):
+            raise ValueError(f"scale must be 1/sqrt(d_head) = {stated:.6g}, got {scale:.6g}.")
 
 
 def _require_tensors(
@@ -65,7 +63,8 @@ def _require_tensors(
         for name in set(UNREAD) & set(shapes):
             unread = tensors[name][..., : config.task.d_x]
             if unread.any():
+                got = unread.abs().max().item()
                 raise CheckpointError(
-                    f"{file}: the x columns of {name} must be zero, got {unread.abs().max().item():.3g}."
+                    f"{file}: the x columns of {name} must be zero, got {got:.3g}."
                 )
     return shapes

@@ -146,6 +146,8 @@ class _Block(nn.Module):
 class _Heads(nn.Module):
     projection: nn.Module
     """Of a torch.nn.MultiheadAttention, in its place."""
+    output: tuple[nn.Module]
+    """What takes the heads' outputs side by side; in a tuple, being a part of the module already."""
 
     n_heads: int
     hook_z: HookPoint
@@ -155,6 +157,12 @@ class _Heads(nn.Module):
         for name in (*POINTS, "hook_z"):
             self.add_module(name, HookPoint())
 
+    def written(self, z: Tensor) -> Tensor:
+        """What each head writes, [batch, pos, head, width], without the bias, where the heads' outputs are z."""
+        (output,) = self.output
+        alone = z[:, :, :, None] * torch.eye(self.n_heads).to(z)[:, :, None]
+        return output(alone.flatten(-2)) - output(torch.zeros_like(z).flatten(-2))[:, :, None]
+
 
 # Partial functions rather than closures, so that a copy of the model runs through its own hook points.
 def _attach(module: nn.Module, place: Place, points: _Block) -> None:
@@ -163,9 +171,11 @@ def _attach(module: nn.Module, place: Place, points: _Block) -> None:
     if isinstance(output, nn.MultiheadAttention):
         # A hook on it also keeps torch from the fused layer, which passes it by.
         points.attn.projection = output.out_proj
+        points.attn.output = (output.out_proj,)
         output.out_proj = _identity(output.out_proj)
         output.register_forward_hook(partial(_project, heads, points.attn))
     else:
+        points.attn.output = (output,)
         output.register_forward_pre_hook(partial(_enter, heads))
     turned, one_number = place.stream_turned, place.one_number
     before = partial(_through_stream, points.hook_resid_pre, turned, False)

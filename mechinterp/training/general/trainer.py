@@ -9,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from mechinterp.config import ExperimentConfig
-from mechinterp.icl.prompts import Prompts, generator_for
+from mechinterp.icl.prompts import generator_for
 from mechinterp.memory import require_memory
 from mechinterp.models.run.general import predictions, prompt_bytes
 from mechinterp.models.run.linear import stack_bytes
@@ -19,7 +19,7 @@ from mechinterp.models.weights import Weights, as_weights, circuit_norms
 from mechinterp.training.batches import largest_chunk
 from mechinterp.training.general.attention import attend
 from mechinterp.training.general.step import loss_and_gradients, loss_of
-from mechinterp.training.run import Run, flattened, own, views
+from mechinterp.training.run import Batch, Run, flattened, own, views
 
 
 def initial_deep_weights(config: ExperimentConfig) -> Weights:
@@ -88,14 +88,16 @@ class DeepRun(Run[DeepWeights | Weights]):
         zero = torch.zeros((), dtype=torch.float64)
         super().__init__(models, form, zero, device=device, rounded_up=False)
 
-    def _loss(self, prompts: Prompts) -> Float[Tensor, ""]:
+    def _loss(self, batch: Batch) -> Float[Tensor, ""]:
+        (prompts,) = batch
         if isinstance(self.weights, DeepWeights):
             return loss_of(self.weights, prompts)
         return (_predictions(self.weights, prompts) - prompts.y_query).square().mean()
 
     def _loss_and_gradient(
-        self, prompts: Prompts
+        self, batch: Batch
     ) -> tuple[Float[Tensor, ""], Float[Tensor, " weight"]]:
+        (prompts,) = batch
         if isinstance(self.weights, DeepWeights):
             loss, gradients = loss_and_gradients(self.weights, prompts)
             return loss, flattened(gradients)

@@ -9,13 +9,12 @@ from jaxtyping import Float
 from torch import Tensor
 
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig, TrainConfig
-from mechinterp.icl.prompts import Prompts
 from mechinterp.memory import prompt_bytes
 from mechinterp.models.heads import AttentionWeights, stack
 from mechinterp.models.weights import Weights, weights_of_layer
 from mechinterp.training.batches import CHUNK_BYTES
 from mechinterp.training.one_layer.step import initial_weights, loss_and_gradients, membership
-from mechinterp.training.run import Run, flattened, own
+from mechinterp.training.run import Batch, Run, flattened, own
 
 LANES = 32
 """Sums that the compiled step keeps side by side; `kernel.LANES`, which is not imported before it is needed."""
@@ -28,23 +27,39 @@ class Pack(Run[AttentionWeights]):
     """Models of one layer in training."""
 
     def __init__(self, models: Mapping[str, ExperimentConfig], *, device: str = "cpu"):
+        if len({pack_key(config) for config in models.values()}) != 1:
+            raise ValueError(
+                "Models of one pack must differ in seed, model.n_heads and pool of tasks only."
+            )
+        # Models of one pool lie side by side and see the same prompts.
+        tasks = list(dict.fromkeys(config.task for config in models.values()))
+        models = dict(sorted(models.items(), key=lambda named: tasks.index(named[1].task)))
         configs = list(models.values())
-        if len({pack_key(config) for config in configs}) != 1:
-            raise ValueError("Models of one pack must differ in seed and model.n_heads only.")
         self._sizes = [config.model.n_heads for config in configs]
-        self.members = membership(self._sizes).to(device)
+        self._parts, end = [], 0
+        for task in tasks:
+            sizes = [config.model.n_heads for config in configs if config.task == task]
+            self._parts.append((slice(end, end + sum(sizes)), membership(sizes).to(device)))
+            end += sum(sizes)
         start = stack([initial_weights(config) for config in configs])
         super().__init__(models, start, torch.zeros(len(configs)), device=device, rounded_up=True)
 
-    def _loss(self, prompts: Prompts) -> Float[Tensor, " model"]:
+    def _loss(self, batch: Batch) -> Float[Tensor, " model"]:
         # The step's own arithmetic, though its gradient is not needed: the same in any pack.
-        return loss_and_gradients(self.weights, prompts, self.members)[0]
+        return torch.cat([loss for loss, _ in self._by_task(batch)])
 
     def _loss_and_gradient(
-        self, prompts: Prompts
+        self, batch: Batch
     ) -> tuple[Float[Tensor, " model"], Float[Tensor, " weight"]]:
-        loss, gradients = loss_and_gradients(self.weights, prompts, self.members)
-        return loss, flattened(gradients)
+        losses, gradients = zip(*self._by_task(batch), strict=True)
+        return torch.cat(losses), flattened(stack(gradients))
+
+    def _by_task(self, batch: Batch) -> list[tuple[Tensor, AttentionWeights]]:
+        """Losses and gradients of the models of each task."""
+        return [
+            loss_and_gradients(self.weights[heads], of_task, members)
+            for (heads, members), of_task in zip(self._parts, batch, strict=True)
+        ]
 
     def _measured(self) -> dict[str, Tensor]:
         row = {name: getattr(self.weights, name) for name in LOGGED}
@@ -70,8 +85,9 @@ def shares_a_pack(config: ExperimentConfig) -> bool:
 
 
 def pack_key(config: ExperimentConfig) -> tuple[TaskConfig, ModelConfig, TrainConfig]:
-    """What must be equal in models that train in one pack: all but the seed and n_heads."""
-    return config.task, replace(config.model, n_heads=1), config.train
+    """What must be equal in models that train in one pack: all but the seed, n_heads and the pool of tasks."""
+    task = replace(config.task, n_tasks=None, task_seed=0)
+    return task, replace(config.model, n_heads=1), config.train
 
 
 def packs(models: Mapping[str, ExperimentConfig]) -> list[dict[str, ExperimentConfig]]:
@@ -120,4 +136,5 @@ def pack_bytes(models: Mapping[str, ExperimentConfig]) -> int:
     floats += 2 * n_rows * (2 * n_models + 4 * n_heads)
     # A chunk of prompts, with what it is made from.
     batch = max(train.batch_size, train.n_eval_prompts) * prompt_bytes(task)
-    return 4 * floats + 4 * min(batch, CHUNK_BYTES)
+    n_pools = len({config.task for config in models.values()})
+    return 4 * floats + 4 * n_pools * min(batch, CHUNK_BYTES)

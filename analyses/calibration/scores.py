@@ -1,0 +1,45 @@
+"""Whether the best factor on the output of a model of one layer tells the attention score it was trained with.
+
+The factor c that minimises E (c f - y)^2 is 1 under a model's own score, were it trained to the end. Each shipped model
+is run on 16,384 prompts of its own task under its own score and under those that a file of weights leaves open.
+Run: python -m analyses.calibration.scores (half a minute).
+"""
+
+from dataclasses import replace
+
+import pandas as pd
+
+from analyses.lib import Measured, checkpoint, run, shipped
+from mechinterp import Prompts, generator_for, sample_prompts
+from mechinterp.analysis.stats import best_factor
+from mechinterp.models.heads import AttentionWeights, predict
+
+OPEN = ("softmax", "linear/L")
+
+
+def off_one(heads: AttentionWeights, prompts: Prompts) -> float:
+    """By how many of its standard errors the best factor is off 1."""
+    factor, sem = best_factor(predict(heads, prompts), prompts.y_query)
+    return abs(factor - 1) / sem
+
+
+def measure(quick: bool) -> Measured:
+    rows = []
+    for name in shipped("*"):
+        model = checkpoint(name)
+        if not model.config.model.one_attention:
+            continue
+        generator = generator_for(2, "eval", 0)
+        prompts = sample_prompts(model.task, 1024 if quick else 16_384, generator=generator)
+        heads = model.weights.circuits
+        others = [
+            off_one(replace(heads, score=score, score_slope=1.0), prompts)
+            for score in OPEN
+            if score != heads.score
+        ]
+        rows.append({"model": name, "own": off_one(heads, prompts), "other": min(others)})
+    return Measured(pd.DataFrame(rows))
+
+
+if __name__ == "__main__":
+    run(measure, __file__)

@@ -1,0 +1,140 @@
+"""In how many directions is the loss of softmax heads curved, and does that change where their pattern forms?
+
+A head without biases is its two circuits: the x rows of QK and the y column of OV, d (d + 1) + d + 1 numbers. Half the number of
+directions in which the loss is curved there is the learning coefficient of a minimum. In the paper's approximate loss
+two heads are four numbers, omega_1, omega_2, mu_1, mu_2, and it can be drawn from.
+Run: python -m analyses.coefficients.pairs (a minute; --quick: one step, few prompts)
+"""
+
+import numpy as np
+import pandas as pd
+import torch
+from torch import Tensor
+
+from analyses.lib import SETTING, Measured, checkpoint, run
+from mechinterp import Prompts, sample_prompts
+from mechinterp.analysis.stats import mean_and_sem
+from mechinterp.analysis.training.learning_coefficient import N_BETA, coefficient_of_loss
+from mechinterp.analysis.training.local_losses import LocalLoss
+from mechinterp.analysis.training.sampler import Chains
+from mechinterp.config import override
+from mechinterp.models.weights import Weights
+from mechinterp.theory.approximate_loss import approximate_loss, loss_gradients, optimal_mu
+from mechinterp.training.one_layer.pack import Pack
+
+STEPS = {"softmax-h1-s0": (500_000,), "softmax-h2-s0": (0, 1000, 500_000)}
+EARLY = range(0, 1001, 100)
+"""Steps before the first kept one, trained anew: batches are a function of (data seed, step)."""
+DRAWN = (500_000,)
+"""Steps whose omega the approximate loss is drawn at."""
+N_PROMPTS, N_SETS = 2048, 3
+"""Prompts of a set, and sets that the curvatures are measured on."""
+RESOLVED = 100 / N_BETA
+"""Curvature above which a direction counts 1/2 to within a percent, at n_beta 30,000 and a pull of 1."""
+CHAINS = Chains(n_chains=8, n_draws=1000, n_warmup=300, n_leapfrog=60)
+
+
+def curvatures(weights: Weights, prompts: Prompts) -> np.ndarray:
+    """Eigenvalues of the second derivative of the loss in the circuits of all heads, smallest first."""
+    heads = weights.circuits.to(torch.float64)
+    QK = (heads.scale * heads.W_Q @ heads.W_K.mT)[:, : heads.d_x]
+    OV = (heads.W_V @ heads.W_O)[:, :, 0]
+    tokens = torch.cat([prompts.x, prompts.y], 2)
+
+    def loss(flat: Tensor) -> Tensor:
+        qk, ov = flat[: QK.numel()].view_as(QK), flat[QK.numel() :].view_as(OV)
+        scores = torch.einsum("bi,hij,blj->bhl", prompts.x_query, qk, tokens)
+        predicted = torch.einsum("bhl,hj,blj->b", scores.softmax(2), ov, tokens)
+        return (predicted - prompts.y_query[:, 0]).square().mean()
+
+    at = torch.cat([QK.flatten(), OV.flatten()]).requires_grad_()
+    (gradient,) = torch.autograd.grad(loss(at), at, create_graph=True)
+    rows = [torch.autograd.grad(entry, at, retain_graph=True)[0] for entry in gradient]
+    second = torch.stack(rows)
+    return torch.linalg.eigvalsh((second + second.T) / 2).numpy()
+
+
+def circuits(
+    name: str, step: int, weights: Weights, n_sets: int, n_prompts: int
+) -> dict[str, object]:
+    """Curved directions of a model's circuits, over sets of prompts of their own."""
+    task = checkpoint(name).task
+    sets = [
+        curvatures(weights, sample_prompts(task, n_prompts, seed=seed, dtype=torch.float64))
+        for seed in range(n_sets)
+    ]
+    values = np.array(sets)
+    mean, sem = mean_and_sem(values)
+    return {
+        **{"part": "circuits", "model": name, "step": step, "numbers": values.shape[1]},
+        "curved": int(np.median((values > RESOLVED).sum(1))),
+        "negative": int(np.median((values < -RESOLVED).sum(1))),
+        **{"second": mean[1], "least": mean[0], "least_sem": sem[0]},
+    }
+
+
+def early(name: str, steps: range, n_sets: int, n_prompts: int) -> list[dict[str, object]]:
+    """Curved directions while the pattern forms, with how far it is formed."""
+    settings = ("steps", steps[-1]), ("snapshot_every", steps.step), ("log_every", steps.step)
+    config = override(checkpoint(name).config, *(f"train.{key}={value}" for key, value in settings))
+    pack = Pack({name: config})
+    while not pack.finished:
+        pack.advance()
+    trained = pack.results()[name]
+    rows = []
+    for step in steps:
+        heads = trained.history[trained.history.step == step]
+        rows.append(
+            circuits(name, step, trained.snapshots[step], n_sets, n_prompts)
+            | {"part": "early", "omega": heads.omega.abs().mean()}
+            | {"qk_diagonal": heads.qk_diagonal.min(), "eval_loss": heads.eval_loss.mean()}
+            | {"signs_differ": bool(np.prod(heads.omega) < 0)}
+        )
+    return rows
+
+
+def closed_form(omega: np.ndarray, *, held: bool) -> LocalLoss:
+    """The approximate loss of two heads, from the best mu for these omega; with omega_1 held or all four free."""
+    first = 1 if held else 0
+    mu = optimal_mu(omega, **SETTING)
+
+    def function(points: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        full = np.concatenate([np.tile(omega[:first], (len(points), 1)), points], 1)
+        values = [approximate_loss(row[:2], row[2:], **SETTING) for row in full]
+        slopes = [np.concatenate(loss_gradients(row[:2], row[2:], **SETTING)) for row in full]
+        return np.array(values), np.array(slopes)[:, first:]
+
+    at = np.concatenate([omega, mu])[first:]
+    return LocalLoss(function, at, f"{len(at)} numbers", "the approximate loss")
+
+
+def pairs(name: str, step: int) -> list[dict[str, object]]:
+    """The coefficient of the approximate loss at the omega of a step, as it is and with omega_1 held."""
+    history = checkpoint(name).history
+    omega = history[history.step == step].sort_values("head").omega.to_numpy(np.float64)
+    rows = []
+    for held in (False, True):
+        found = coefficient_of_loss(closed_form(omega, held=held), settle=held, chains=CHAINS)
+        measured = {key: getattr(found, key) for key in ("estimate", "sem", "fall", "moved")}
+        what = {"part": "omega_1 held" if held else "all four", "model": name, "step": step}
+        rows.append(what | {"omega": np.abs(omega).mean(), "numbers": 4 - held} | measured)
+    return rows
+
+
+def measure(quick: bool) -> Measured:
+    chosen = {"softmax-h2-s0": (500_000,)} if quick else STEPS
+    n_sets, n_prompts = (2, 128) if quick else (N_SETS, N_PROMPTS)
+    rows = []
+    for name, steps in chosen.items():
+        model = checkpoint(name)
+        for step in steps:
+            weights = model.snapshots.get(step, model.weights)
+            rows.append(circuits(name, step, weights, n_sets, n_prompts))
+        for step in set(steps) & set(DRAWN) if "h2" in name else ():
+            rows += pairs(name, step)
+    rows += early("softmax-h2-s0", EARLY[:2] if quick else EARLY, n_sets, n_prompts)
+    return Measured(pd.DataFrame(rows))
+
+
+if __name__ == "__main__":
+    run(measure, __file__)

@@ -1,0 +1,49 @@
+"""Figures 1 and 3: circuits of models of one and two heads, and how two and four heads moved during training.
+
+He et al. 2025, arXiv 2503.12734, figures 1 and 3. Run: python -m analyses.softmax.figures_1_and_3_trained_heads
+(seconds)
+"""
+
+import numpy as np
+import pandas as pd
+
+from analyses.lib import Measured, checkpoint, records, run, shipped
+from analyses.softmax.setting import dynamics, label
+from mechinterp import circuits, milestones
+
+ONE, TWO, FOUR = "softmax-h1-s0", "softmax-h2-s0", "softmax-h4-s0"
+
+
+def of_heads(values: np.ndarray) -> dict[str, float]:
+    return {f"head {head}": float(value) for head, value in enumerate(values)}
+
+
+def measure(quick: bool) -> Measured:
+    pair, moved = circuits(checkpoint(TWO)), dynamics(TWO)
+    sums = abs(moved.mu[moved.step >= 5000].sum(1)).max()
+    scales = {"omega": abs(pair.omega_mean), "mu": abs(pair.mu[:, 0])}
+    scales["peak"] = milestones(moved).peak_step
+    asked = {f"two-heads-{name}": of_heads(values) for name, values in scales.items()}
+    asked["two-heads-sum"] = {TWO: sums}
+    singles = {name: circuits(checkpoint(name)) for name in shipped("softmax-h1-s*")}
+    omega = {name: abs(found.omega_mean[0]) for name, found in singles.items()}
+    mu = {name: abs(found.mu[0, 0]) for name, found in singles.items()}
+    smoothers = {name: float(label(name).pattern == "kernel_regression") for name in singles}
+    asked |= {"S1-smoother": smoothers, "S1-omega": omega, "S1-mu": mu}
+    asked |= {"S1-theory-omega": omega, "S1-theory-mu": mu}
+    four = {name: dynamics(name) for name in shipped("softmax-h4-s*")}
+    groups = {name: abs(found.group_mu[-20:].mean(0)) for name, found in four.items()}
+    for column, sign in enumerate(("positive", "negative")):
+        asked[f"four-heads-{sign}"] = {name: sums[column] for name, sums in groups.items()}
+    pages = {"groups": four[FOUR].plot_groups()}
+    for name in (ONE, TWO):
+        heads = circuits(checkpoint(name))
+        pages |= {f"{name}-qk": heads.plot(), f"{name}-ov": heads.plot_ov()}
+    for name in (TWO, FOUR):
+        pages |= {f"{name}-omega": dynamics(name).plot(), f"{name}-mu": dynamics(name).plot_mu()}
+    data = pd.concat([dynamics(name).to_frame().assign(model=name) for name in (TWO, *four)])
+    return Measured(data, pages, records("softmax-", asked))
+
+
+if __name__ == "__main__":
+    run(measure, __file__)

@@ -1,0 +1,164 @@
+"""Excess risk as head after head is masked, in given orders or in that of a greedy search."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+import plotly.graph_objects as go
+from jaxtyping import Float, Int
+
+from mechinterp import figures
+from mechinterp.analysis.ablation.masked_risk import masked_errors
+from mechinterp.analysis.stats import halves, mean_and_sem, ratio_and_sem
+from mechinterp.display import Result, frame_of, with_sem
+from mechinterp.icl.prompts import Prompts
+from mechinterp.models.hooked.masks import Head
+from mechinterp.models.run.evaluation import evaluation_prompts
+from mechinterp.models.run.predictor import Source, predictor_of
+from mechinterp.progress import ProgressCallback, no_progress
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class PruningCurves(Result):
+    """The excess risk as head after head is masked, in several orders, on the same prompts."""
+
+    orders: tuple[str, ...]
+    heads: tuple[tuple[str, ...], ...]
+    """L0H0, ... as each order masks them."""
+    risk: Float[np.ndarray, "order size"]
+    """Excess risk with the first 0, 1, ..., all heads of the order masked, unit y^2."""
+    risk_sem: Float[np.ndarray, "order size"]
+    ratio: Float[np.ndarray, "order size"]
+    """Risk over that of the full model."""
+    ratio_sem: Float[np.ndarray, "order size"]
+    """Standard error of `ratio`, paired over prompts."""
+
+    @property
+    def n_kept(self) -> Int[np.ndarray, " size"]:
+        """Number of heads kept."""
+        return np.arange(self.risk.shape[1])[::-1]
+
+    @property
+    def masked_next(self) -> list[str]:
+        """The head that the order masks next."""
+        return [name for names in self.heads for name in (*names, "")]
+
+    def __repr__(self) -> str:
+        needed = ", ".join(f"{name} {self.needed(name)}" for name in self.orders)
+        return f"PruningCurves(heads for twice the risk at most: {needed} of {len(self.heads[0])})"
+
+    def needed(self, order: str, *, ratio: float = 2.0) -> int:
+        """The least number of heads of an order with which the risk is no more than this many times the full one."""
+        ratios = self.ratio[self.orders.index(order)]
+        return int(len(ratios) - 1 - np.flatnonzero(ratios <= ratio).max())
+
+    def to_frame(self) -> pd.DataFrame:
+        """One row per order and number of kept heads."""
+        frame = frame_of(self, *with_sem("risk", "ratio"), order=self.orders, n_kept=self.n_kept)
+        frame.insert(2, "masked_next", self.masked_next)
+        return frame
+
+    def plot(self) -> go.Figure:
+        """Excess risk over the number of heads that are kept, a curve per order."""
+        return figures.lines(
+            self.n_kept,
+            dict(zip(self.orders, self.risk, strict=True)),
+            errors=dict(zip(self.orders, self.risk_sem, strict=True)),
+            title="Excess risk against the number of heads that are kept",
+            x_title="heads kept",
+            y_title="excess risk (y²)",
+            log_y=True,
+        )
+
+
+def pruning_curves(
+    source: Source,
+    prompts: Prompts,
+    orders: Mapping[str, Sequence[Head]],
+    *,
+    method: str = "zero",
+    progress: ProgressCallback = no_progress,
+) -> PruningCurves:
+    """The excess risk with the first 0, 1, ..., all heads of each order masked.
+
+    Args:
+        orders: All heads of the model in the order in which they go, by name; chosen on other prompts.
+        method: As in `ablate_heads`.
+        progress: Optional progress callback.
+    Raises:
+        ValueError: If there is no order, or one does not name every head once.
+    Example:
+        >>> from mechinterp import load
+        >>> from mechinterp.config import TaskConfig
+        >>> from mechinterp.icl.prompts import generator_for, sample_prompts
+        >>> prompts = sample_prompts(TaskConfig(), 64, generator=generator_for(0, "eval", 0))
+        >>> model = load("checkpoints/softmax-h2-s0").model
+        >>> pruning_curves(model, prompts, {"last first": [(0, 1), (0, 0)]}).ratio[0, 0]
+        np.float64(1.0)
+    """
+    if not orders:
+        raise ValueError("orders must name at least one order of heads, got none.")
+    every = predictor_of(source).heads
+    for name, heads in orders.items():
+        if sorted(heads) != every:
+            raise ValueError(
+                f"The order {name!r} must name each of {len(every)} heads once, got {len(heads)} heads."
+            )
+    masks = [list(heads[:size]) for heads in orders.values() for size in range(len(every) + 1)]
+    errors = masked_errors(source, prompts, masks, method=method, progress=progress)
+    shape = (len(orders), len(every) + 1)
+    risks = (*mean_and_sem(errors), *ratio_and_sem(errors, errors[:, 0]))
+    names = tuple(tuple(f"L{layer}H{head}" for layer, head in heads) for heads in orders.values())
+    return PruningCurves(tuple(orders), names, *(values.reshape(shape) for values in risks))
+
+
+def greedy_order(
+    source: Source,
+    prompts: Prompts | None = None,
+    *,
+    method: str = "zero",
+    n_prompts: int | None = None,
+    seed: int = 0,
+    progress: ProgressCallback = no_progress,
+) -> PruningCurves:
+    """All heads in the order of a greedy search: each time the one whose masking leaves the least excess risk.
+
+    The order is chosen on the first half of the prompts; the risks are those of the second.
+
+    Args:
+        prompts: None: `n_prompts` of the model's own task are drawn, by `seed`.
+        n_prompts: None: 4096, of models with norms or MLPs 512, or as many as probes of a wide stream take.
+        method: As in `ablate_heads`.
+        progress: Optional progress callback.
+    Raises:
+        ValueError: If the method is unknown, there are fewer than four prompts, or halves that are to be
+            swapped are odd in number.
+    Example:
+        >>> from mechinterp import load
+        >>> from mechinterp.config import TaskConfig
+        >>> from mechinterp.icl.prompts import generator_for, sample_prompts
+        >>> prompts = sample_prompts(TaskConfig(), 512, generator=generator_for(0, "eval", 0))
+        >>> greedy_order(load("checkpoints/softmax-h2-s0").model, prompts).risk.shape
+        (1, 3)
+    """
+    prompts = evaluation_prompts(source, prompts, n_prompts=n_prompts, seed=seed)
+    chosen_on, measured_on = halves(prompts)
+    order = greedy_heads(source, chosen_on, method=method, progress=progress)
+    return pruning_curves(source, measured_on, {"greedy": order}, method=method, progress=progress)
+
+
+def greedy_heads(
+    source: Source,
+    prompts: Prompts,
+    *,
+    method: str = "zero",
+    progress: ProgressCallback = no_progress,
+) -> list[Head]:
+    """All heads, each the one whose masking leaves the least excess risk with those before it masked."""
+    gone: list[Head] = []
+    left = predictor_of(source).heads
+    for _ in progress(range(len(left)), "greedy order of heads"):
+        errors = masked_errors(source, prompts, [[*gone, head] for head in left], method=method)
+        gone.append(left.pop(int(errors.mean(0).argmin())))
+    return gone

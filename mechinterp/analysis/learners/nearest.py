@@ -1,0 +1,165 @@
+"""Which simple learner is nearest to a model's predictions: learners fitted to them, on the prompts of its task."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from functools import cached_property, lru_cache
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from mechinterp.analysis.labels import LEARNERS
+from mechinterp.analysis.number_format import explained
+from mechinterp.analysis.stats import ratio_and_sem
+from mechinterp.config import TaskConfig
+from mechinterp.icl.predictors import ridge
+from mechinterp.icl.prompts import Prompts
+from mechinterp.models.run.evaluation import evaluation_prompts
+
+NEAR = 0.5
+"""R^2 of what comes nearest below which it is not called near."""
+OMEGAS = 2 * np.geomspace(1, 0.03, 12)
+"""Scales of the kernel smoothers that a model is held against, either sign, times 1 / (E x_i^2 sqrt(d_x))."""
+UNSCALED = ("least_squares", "ridge")
+"""Learners that are taken as they are, without a factor."""
+
+
+@dataclass(frozen=True, eq=False)
+class Nearby:
+    """How much simple learners, fitted to a model, explain of its predictions."""
+
+    learners: tuple[str, ...]
+    """Nearest first."""
+    r2: Float[np.ndarray, " learner"]
+    """1 - mean (model - learner)^2 / mean model^2."""
+    r2_sem: Float[np.ndarray, " learner"]
+    lead: Float[np.ndarray, " learner"]
+    """R^2 of the model's own formula, or without one of the nearest learner, minus that of the learner; the formula is
+    scaled to fit as they are."""
+    lead_sem: Float[np.ndarray, " learner"]
+    """Paired over prompts."""
+
+    @property
+    def is_near(self) -> bool:
+        """Whether the nearest is near at all."""
+        return bool(self.r2[0] >= NEAR)
+
+    def records(self) -> list[dict[str, object]]:
+        """One dict per learner."""
+        columns = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "learners"}
+        return [
+            {"learner": learner} | {name: float(values[n]) for name, values in columns.items()}
+            for n, learner in enumerate(self.learners)
+        ]
+
+    def told(self, n: int = 0) -> str:
+        """A learner with what it explains."""
+        return f"{LEARNERS[self.learners[n]]}, {explained(self.r2[n], self.r2_sem[n])}"
+
+    @property
+    def sentence(self) -> str:
+        """The nearest learner, and whether it is near."""
+        far = "" if self.is_near else ", which is not near"
+        return f"the nearest simple learner is {self.told()}{far}"
+
+
+def nearby(
+    prediction: Float[Tensor, "batch d_y"],
+    families: Mapping[str, Float[Tensor, "member batch d_y"]],
+    formula: Float[Tensor, "batch d_y"] | None = None,
+) -> Nearby:
+    """How near the learners of each family come, the best member with the factor that fits best.
+
+    Args:
+        families: Predictions of the members, up to a factor; ridge regression and least squares have none.
+        formula: What the model's own formula predicts; None: it has none.
+    Example:
+        >>> line = torch.tensor([[1.0], [2.0]])
+        >>> nearby(3 * line, {"vanilla_gd": line[None]}).r2.tolist()
+        [1.0]
+    """
+    size = prediction.square().mean(1).numpy()
+    each = [
+        _nearest(prediction, members, scaled=name not in UNSCALED)
+        for name, members in families.items()
+    ]
+    gaps = np.stack(each, axis=1)
+    own = gaps[:, gaps.mean(0).argmin()]
+    if formula is not None:
+        own = _nearest(prediction, formula[None])
+    unexplained, sem = ratio_and_sem(gaps, size)
+    lead, lead_sem = ratio_and_sem(gaps - own[:, None], size)
+    order = np.argsort(np.nan_to_num(unexplained, nan=np.inf), kind="stable")
+    columns = (column[order] for column in (1 - unexplained, sem, lead, lead_sem))
+    return Nearby(tuple(list(families)[n] for n in order), *columns)
+
+
+@dataclass(frozen=True, eq=False)
+class Evaluation:
+    """Prompts of a task and what one gradient step needs of them."""
+
+    prompts: Prompts
+    task: TaskConfig
+    moment: Float[Tensor, "batch d_x d_y"]
+    """(1/L) sum_l x_l y_l."""
+    centred_moment: Float[Tensor, "batch d_x d_y"]
+    """(1/L) sum_l (x_l - mean(x)) y_l."""
+
+    def gradient_step(
+        self, preconditioner: Float[Tensor, "d_y d_x d_x"], *, centred: bool
+    ) -> Float[Tensor, "batch d_y"]:
+        """One step of (debiased) gradient descent from zero: x_query^T Gamma_n moment_n."""
+        moment = self.centred_moment if centred else self.moment
+        return torch.einsum("bi,nij,bjn->bn", self.prompts.x_query, preconditioner, moment)
+
+    @cached_property
+    def ridge(self) -> Float[Tensor, "batch d_y"]:
+        """Predictions of ridge regression at the task's own penalty."""
+        return ridge(self.prompts, penalty=self.task.posterior_penalty)
+
+    @cached_property
+    def families(self) -> dict[str, Float[Tensor, "member batch d_y"]]:
+        """Simple learners, up to a factor; of kernel smoothers several scales. Without noise ridge is least squares."""
+        x, y, query = self.prompts.x, self.prompts.y, self.prompts.x_query
+        scores = torch.einsum("blx,bx->bl", x, query)
+        smoothers = [torch.softmax(omega * scores, 1) for omega in _kernel_omegas(x)]
+        learned = {
+            "vanilla_gd": torch.einsum("bx,bxn->bn", query, self.moment)[None],
+            "debiased_gd": torch.einsum("bx,bxn->bn", query, self.centred_moment)[None],
+            "kernel_head": torch.einsum("obl,bln->obn", torch.stack(smoothers), y),
+            "least_squares": ridge(self.prompts, penalty=0)[None],
+        }
+        return learned | ({"ridge": self.ridge[None]} if self.task.noise_var else {})
+
+
+@lru_cache(maxsize=16)
+def evaluation(task: TaskConfig, n_prompts: int, seed: int, attend_to_self: bool) -> Evaluation:
+    """Prompts drawn once for all models of a task; with `attend_to_self` the token (x_query, 0) counts, too."""
+    prompts = evaluation_prompts(task, n_prompts=n_prompts, seed=seed)
+    keys = prompts.tokens if attend_to_self else prompts.context_tokens
+    x, y = keys.split([task.d_x, task.d_y], dim=-1)
+    # Linear attention divides by the length of the context, however many keys there are.
+    length = prompts.x.shape[1]
+    moment = x.mT @ y
+    centred = moment - x.mean(1)[:, :, None] * y.sum(1)[:, None]
+    return Evaluation(prompts, task, moment / length, centred / x.shape[1])
+
+
+def _nearest(
+    prediction: Float[Tensor, "batch d_y"],
+    members: Float[Tensor, "member batch d_y"],
+    *,
+    scaled: bool = True,
+) -> Float[np.ndarray, " batch"]:
+    """Squared distance of the nearest member, scaled to fit."""
+    inner, size = (members * prediction).sum((1, 2)), members.square().sum((1, 2))
+    factor = inner / size.clamp_min(1e-300) if scaled else torch.ones_like(inner)
+    best = int((2 * factor * inner - factor.square() * size).argmax())
+    return (prediction - factor[best] * members[best]).square().mean(1).numpy()
+
+
+def _kernel_omegas(x: Float[Tensor, "batch context d_x"]) -> list[float]:
+    """Scales of kernel smoothers, from flat to sharp, of either sign."""
+    unit = 1 / (float(x.square().mean()) * x.shape[2] ** 0.5)
+    return [float(sign * omega * unit) for omega in OMEGAS for sign in (1, -1)]

@@ -1,0 +1,69 @@
+"""What the heads of a layer write into the stream, and whether the stream is the sum of it."""
+
+from functools import partial
+from typing import Any
+
+import torch
+from einops import einsum
+from jaxtyping import Float
+from torch import Tensor
+
+from mechinterp.models.hooked.masks import resid_name, z_name
+
+LARGE, EXPLAINED = 1e4, 1e-2
+"""Factor on what heads put out at which the rest of a layer, if it is normed, no longer counts; and the share of what is
+written that may then be missing."""
+
+
+def written(
+    model: Any, layer: int, z: Float[Tensor, "batch pos head d_head"]
+) -> Float[Tensor, "batch pos head d_model"]:
+    """What each head of a layer writes into the stream where its outputs are z, without the layer's bias."""
+    heads = model.blocks[layer].attn
+    if hasattr(heads, "written"):
+        return heads.written(z)
+    W_O = heads.W_O.detach().to(z)
+    return einsum(z, W_O, "batch pos head d_head, head d_head d_model -> batch pos head d_model")
+
+
+@torch.no_grad()
+def require_sum(model: Any, inputs: Tensor) -> None:
+    """Refuse a plain module whose stream is not the sum of what its heads write.
+
+    What heads put out is multiplied by `LARGE`: the stream after the layer must move by as many times what they write, and the
+    next layer must read that stream.
+
+    Raises:
+        ValueError: If it does not.
+    """
+    last = len(model.blocks) - 1
+    for layer in range(last):
+        names = [z_name(layer), f"blocks.{layer}.hook_resid_post", resid_name(layer + 1)]
+        _, cache = model.run_with_cache(inputs, names_filter=names)
+        z, after, before = (cache[name] for name in names)
+        if (
+            after.shape != before.shape
+            or z.shape[:2] != after.shape[:2]
+            or not torch.equal(after, before)
+        ):
+            raise ValueError(
+                f"model must have layers that hand the stream on, got one that changes it between layers {layer} and {layer + 1}."
+            )
+        passed: list[Tensor] = []
+
+        def keep(values: Tensor, hook: object, to: list[Tensor] = passed) -> None:
+            to.append(values)
+
+        grown = [(names[0], partial(_times, factor=1 + LARGE)), (names[1], keep)]
+        model.run_with_hooks(inputs, fwd_hooks=grown)
+        expected = written(model, layer, z).sum(2)
+        slope = (passed[0] - after) / LARGE
+        if not (slope - expected).abs().max() <= EXPLAINED * expected.abs().max():
+            raise ValueError(
+                f"model must have a residual stream that is the sum of what is written to it, got a layer {layer} that puts out "
+                "something else (a norm after it, or an MLP without one before)."
+            )
+
+
+def _times(values: Tensor, hook: object, *, factor: float) -> Tensor:
+    return values * factor
