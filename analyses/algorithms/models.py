@@ -8,11 +8,13 @@ learners of analyses/algorithms/near_misses.py.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from zlib import crc32
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from analyses.algorithms.later_misses import LATER
 from analyses.algorithms.learners import (
     ALG1,
     GD,
@@ -31,6 +33,7 @@ from analyses.algorithms.learners import (
     sparse,
 )
 from analyses.algorithms.near_misses import CONFIRMED, TUNED
+from analyses.algorithms.unseen_misses import UNSEEN
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig
 from mechinterp.icl.pools import dmmse
 from mechinterp.icl.predictors import ridge
@@ -235,6 +238,21 @@ def summed_scores(random: Random) -> Built:
     return weights, task, size
 
 
+def exact_summed_scores(random: Random) -> Built:
+    """The same without noise."""
+    task, n_layers = dense(random), int(random.integers(2, 5))
+    weights = gradient_descent_model(random.uniform(0.2, 0.6, n_layers).tolist(), d_x=task.d_x)
+    weights = replace(weights, score="linear", W_O=weights.W_O / task.context_length)
+    return rotated(weights, seed=int(random.integers(1000))), task, 0.0
+
+
+def slightly_scaled(random: Random) -> Built:
+    """Gradient descent times 1.05, which other step sizes take up."""
+    task, n_layers = dense(random), int(random.integers(3, 5))
+    exact = law_of(GD, task, n_layers, random)
+    return lambda prompts: 1.05 * exact(prompts), task, 0.0
+
+
 def softmax_pairs(random: Random) -> Built:
     """Two softmax heads of opposite scales in each layer, which read residuals and write into y."""
     task, n_layers, omega = dense(random), 3, float(random.uniform(0.05, 0.6))
@@ -268,6 +286,8 @@ FAMILIES: dict[str, tuple[str, str, Callable[[Random], Built]]] = {
     "weights: preconditioned": ("preconditioned_descent", "must", preconditioned),
     "weights: Algorithm 1": ("preprocess_then_optimise", "must", algorithm_1),
     "weights: summed scores": ("gradient_descent", "must", summed_scores),
+    "weights: summed scores, exact": ("gradient_descent", "must", exact_summed_scores),
+    "function: 1.05 times gradient descent": ("gradient_descent", "must", slightly_scaled),
     "weights: softmax pairs": (NONE, "none", softmax_pairs),
     "weights: random": (NONE, "none", random_weights),
     "weights: random preconditioners": (NONE, "none", random_preconditioners),
@@ -294,15 +314,19 @@ FAMILIES: dict[str, tuple[str, str, Callable[[Random], Built]]] = {
     "steps half GD, half Algorithm 1": (NONE, "none", mixed_steps(GD, ALG1, sparse)),
     "steps half preconditioned, half ISTA": (NONE, "none", mixed_steps(PRE, ISTA, correlated)),
     "GD, then Algorithm 1": (NONE, "none", one_after_the_other(GD, ALG1, sparse)),
-    **{name: (NONE, "none", near_miss(family)) for name, family in {**TUNED, **CONFIRMED}.items()},
+    **{
+        name: (NONE, "none", near_miss(family))
+        for name, family in {**TUNED, **CONFIRMED, **LATER, **UNSEEN}.items()
+    },
 }
 CONFIRMED_ONLY = (
     "half Newton, half ISTA",
     "half GD++, half Algorithm 1",
     "half Newton, half preconditioned",
     "steps half preconditioned, half ISTA",
-    "GD, then Algorithm 1",
     *CONFIRMED,
+    *LATER,
+    *UNSEEN,
 )
 """Families that no limit was set on."""
 
@@ -311,7 +335,8 @@ def cases(seeds: Sequence[int]) -> list[Case]:
     """One of every family for each seed, seed by seed."""
     found = []
     for seed in seeds:
-        for index, (family, (truth, demand, build)) in enumerate(FAMILIES.items()):
-            source, task, size = build(np.random.default_rng([index, seed]))
+        for family, (truth, demand, build) in FAMILIES.items():
+            random = np.random.default_rng([crc32(family.encode()), seed])
+            source, task, size = build(random)
             found.append(Case(family, seed, truth, demand, source, task, size))
     return found

@@ -212,6 +212,9 @@ TUNED: dict[str, Family] = {
     "ridge, scaled read-out": scaled_ridge,
     "half pool, half ridge": pool_and_ridge,
     "posterior of half the pool": half_pool,
+    "hard thresholding by size": magnitude_threshold,
+    "uneven ridge": uneven_ridge,
+    "a threshold at the end": elastic,
     "gradient flow, last": last(flow),
 }
 CONFIRMED: dict[str, Family] = {
@@ -223,7 +226,6 @@ CONFIRMED: dict[str, Family] = {
     "averaged iterates": averaged,
     "step by the largest eigenvalue": own_step,
     "line search, last": last(line_search),
-    "hard thresholding by size": magnitude_threshold,
     "least mean squares, last": last(lms),
     "minibatches": minibatches,
     "diagonal preconditioner": diagonal_preconditioner,
@@ -232,7 +234,6 @@ CONFIRMED: dict[str, Family] = {
     "saturated prediction": saturated,
     "softmax pairs, middle slope": pairs_of_heads(0.15, 0.4),
     "kernel ridge": kernel_ridge,
-    "uneven ridge": uneven_ridge,
     "pairs of unit length": unit_pairs,
     "sign descent": sign_descent,
     "exponentiated gradient": exponentiated,
@@ -241,6 +242,5 @@ CONFIRMED: dict[str, Family] = {
     "iteration of third order": third_order,
     "bounded steps": bounded_steps,
     "some of the pairs": few_pairs,
-    "a threshold at the end": elastic,
     "a third GD++, the rest GD": half_of_each(GD, GDPP, dense, 0.33),
 }

@@ -1,27 +1,32 @@
 """Which algorithm the shipped models of several layers carry out, over seeds of the prompts.
 
-    python -m analyses.algorithms.shipped --seeds 10    (about ten minutes on one core)
+    python -m analyses.algorithms.shipped --seeds 10    (about fifteen minutes on one core)
 
-Writes analyses/results/algorithms/algorithm_shipped.csv, a row per model: the label and how many seeds give it, the
-function, the least share of resamples with the label, and of the first seed the nearest algorithm with R² ± one standard
-error at the model's own length, the least R² over layers, what the stream holds of its x, and the reason.
-docs/algorithms.md shows it.
+Writes analyses/results/algorithms/algorithm_shipped.csv, a row per model and seed: the label, the function, the share of
+resamples with the label, the prompts that it took, and the reason. Models and seeds that the file has
+already are not asked again. docs/algorithms.md shows it by model.
 """
 
 import argparse
-from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from time import monotonic
 
-import numpy as np
 import pandas as pd
 import torch
 
-from mechinterp.analysis.multi_layer.algorithm import name_algorithm
+from analyses.algorithms.calibration import append, known_rows
+from mechinterp.analysis.multi_layer import algorithm
+from mechinterp.analysis.multi_layer.algorithm_evidence import AlgorithmEvidence
 from mechinterp.checkpoints.checkpoint import Checkpoint
 from mechinterp.checkpoints.load import load
+from mechinterp.icl.prompts import Prompts
 
 ROOT = Path(__file__).parents[2]
-FILE = "algorithm_shipped.csv"
+FILE = "algorithms/algorithm_shipped.csv"
+N_PROMPTS = 256
+"""Prompts to begin with, as `classify` has it."""
 
 
 def deep_checkpoints() -> dict[str, Checkpoint]:
@@ -31,70 +36,79 @@ def deep_checkpoints() -> dict[str, Checkpoint]:
     return {name: each for name, each in known.items() if each.predictor.n_layers > 1}
 
 
-def row_of(name: str, checkpoint: Checkpoint, seeds: int) -> dict[str, object]:
-    """The labels of a model, with the numbers behind the first."""
-    each = [name_algorithm(checkpoint, seed=seed) for seed in range(seeds)]
-    labels, functions = (
-        Counter(getattr(found, answer) for found in each) for answer in ("label", "function")
-    )
-    (label, count), found = labels.most_common(1)[0], each[0]
-    print(name, dict(labels), found.reason, sep=" | ", flush=True)
-    best = found.best
-    row: dict[str, object] = {
+@contextmanager
+def same_last_prompts() -> Iterator[None]:
+    """The evidence on the last prompts, which are the same for every seed, is taken once; of one model."""
+    asked, last = algorithm._evidence, {}
+
+    def once(source: object, prompts: Prompts, *rest: object) -> AlgorithmEvidence:
+        if len(prompts) < N_PROMPTS * algorithm.GROWTH[-1]:
+            return asked(source, prompts, *rest)
+        if not last:
+            last["evidence"] = asked(source, prompts, *rest)
+        return last["evidence"]
+
+    algorithm._evidence = once
+    yield
+    algorithm._evidence = asked
+
+
+def row_of(name: str, checkpoint: Checkpoint, seed: int) -> dict[str, object]:
+    """The label of a model on the prompts of a seed, with the numbers behind it."""
+    found = algorithm.name_algorithm(checkpoint, n_prompts=N_PROMPTS, seed=seed)
+    return {
         "checkpoint": name,
-        "label": label,
-        "seeds": seeds,
-        "seeds_with_label": count,
-        "other_labels": " ".join(other for other in labels if other != label),
-        "least_frequency": min(one.frequency[0] for one in each),
-        "most_prompts": max(one.n_prompts for one in each),
-        "function": functions.most_common(1)[0][0],
+        "seed": seed,
+        "label": found.label,
+        "function": found.function,
+        "candidates": " ".join(found.candidates),
+        "frequency": found.frequency[0],
+        "n_prompts": found.n_prompts,
         "relative_risk": found.relative_risk[0],
         "reason": found.reason,
     }
-    if best is None:
-        return row
-    nearest = found.members[best]
-    return row | {
-        "nearest": nearest,
-        "r2": found.r2[best, 0],
-        "r2_sem": found.r2_sem[best, 0],
-        "path": found.path_r2[best].min(),
-        "covariates": found.measured.covariates_r2.get(nearest, np.nan),
-    }
 
 
-def markdown(table: pd.DataFrame) -> str:
-    """The table as docs/algorithms.md has it."""
+def shipped_table(results: Path) -> str:
+    """The table by model, as docs/algorithms.md has it."""
+    rows = pd.read_csv(results / FILE)
     lines = [
-        "| checkpoint | label | seeds | other labels | what decided, of the first seed |",
-        "|---|---|---|---|---|",
+        "| checkpoint | label | seeds | least share of resamples | prompts | what decided, of the first seed |",
+        "|---|---|---|---|---|---|",
     ]
-    for row in table.itertuples():
-        others = "none" if pd.isna(row.other_labels) or not row.other_labels else row.other_labels
-        reason = row.reason.partition("; next")[0]
+    for name, each in rows.sort_values(["checkpoint", "seed"]).groupby("checkpoint"):
+        counts = each.label.value_counts()
+        labels = ", ".join(f"`{label}` {count}" for label, count in counts.items())
+        prompts = " to ".join(
+            f"{n:,}" for n in sorted({each.n_prompts.min(), each.n_prompts.max()})
+        )
         lines.append(
-            f"| {row.checkpoint} | `{row.label}` | {row.seeds_with_label} of {row.seeds} | {others} | {reason} |"
+            f"| {name} | {labels if len(counts) > 1 else f'`{counts.index[0]}`'} | {len(each)} "
+            f"| {each.frequency.min():.0%} | {prompts} | {each.reason.iloc[0].partition('; next')[0]} |"
         )
     return "\n".join(lines)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=ROOT / "analyses" / "results" / "algorithms")
+    parser.add_argument("--out", type=Path, default=ROOT / "analyses" / "results")
     parser.add_argument("--seeds", type=int, default=10, help="seeds of the prompts of each model")
+    parser.add_argument("--minutes", type=float, default=1e6, help="when to stop")
     parser.add_argument("--only", help="models whose names begin so, for a trial")
     arguments = parser.parse_args()
-    arguments.out.mkdir(parents=True, exist_ok=True)
+    (arguments.out / FILE).parent.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)
-    rows = [
-        row_of(name, checkpoint, arguments.seeds)
-        for name, checkpoint in deep_checkpoints().items()
-        if name.startswith(arguments.only or "")
-    ]
-    table = pd.DataFrame(rows)
-    table.to_csv(arguments.out / FILE, index=False, float_format="%.6g")
-    print(markdown(table))
+    file, until = arguments.out / FILE, monotonic() + 60 * arguments.minutes
+    for name, checkpoint in deep_checkpoints().items():
+        if not name.startswith(arguments.only or ""):
+            continue
+        with same_last_prompts():
+            for seed in range(arguments.seeds):
+                if monotonic() < until and (name, seed) not in known_rows(file, "checkpoint"):
+                    row = row_of(name, checkpoint, seed)
+                    append(file, row)
+                    print(name, seed, row["label"], row["n_prompts"], sep=" | ", flush=True)
+    print(shipped_table(arguments.out))
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pandas as pd
 
+from analyses.algorithms import calibration, shipped, trained
 from analyses.coefficients import tables as coefficient_tables
 from analyses.lib import main_claims, numbers, result_tables, speeds
 from analyses.lib.records import Record, all_records
@@ -80,11 +81,17 @@ TABLES[DOCS / "learning_coefficient.md"] = {
     "staircase": coefficient_tables.staircase,
     "softmax": coefficient_tables.softmax_coefficients,
     "pairs": coefficient_tables.pairs,
+    "early": coefficient_tables.early,
     "grid": coefficient_tables.grid,
     "mini-batches": coefficient_tables.minibatches,
     "temperatures": coefficient_tables.temperatures,
 }
 TABLES[DOCS / "pools.md"] = {"one layer": pool_tables.one_layer, "map": pool_tables.pool_map}
+TABLES[DOCS / "algorithms.md"] = {
+    "rates": calibration.rates_table,
+    "shipped": shipped.shipped_table,
+    "trained": trained.trained_table,
+}
 TABLES[PAGES / "softmax_attention.md"]["shipped"] = result_tables.shipped
 TABLES[PAGES / "sparse_regression.md"] |= {
     "trained": result_tables.trained,

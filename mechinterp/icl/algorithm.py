@@ -15,7 +15,9 @@ WHERE = {
     "all but the last": slice(-1),
     "once": slice(1),
     **{f"from layer {first}": slice(first, None) for first in range(6)},
+    **{f"before layer {end}": slice(end) for end in range(6)},
 }
+Step = Callable[..., Tensor]
 
 
 @dataclass(frozen=True)
@@ -43,8 +45,10 @@ class Algorithm:
     label: str | None
     """The label of a model that runs it; None for controls and reference curves."""
     scalars: tuple[Scalar, ...]
-    run: Callable[..., Tensor]
-    """(moments, n_layers, one tensor per scalar) to predictions [layer, batch, d_y]."""
+    run: Callable[..., Tensor] = None  # type: ignore[assignment]
+    """(moments, n_layers, one tensor per scalar) to predictions [layer, batch, d_y]; if it is not given, by `step`."""
+    step: Step | None = None
+    """(moments, w, b - S w, the layer's scalars) to the w after one layer, where it starts from w alone."""
     has_path: bool = True
     """Whether layers differ; without a path the prediction is the same after every layer."""
     linear_in_y: bool = True
@@ -62,6 +66,10 @@ class Algorithm:
     modes: Callable[[PromptMoments], Tensor] | None = None
     """Eigenvalues [..., mode] of what every step descends on, smallest first, where all steps
     descend on the same and may change places; None where each has its own."""
+
+    def __post_init__(self) -> None:
+        if self.run is None and self.step is not None:
+            object.__setattr__(self, "run", in_steps((self.step, self.scalars)))
 
     def names(self, n_layers: int) -> tuple[str, ...]:
         """Names of the scalars in order, such as eta_0, eta_1, gamma_0."""
@@ -146,6 +154,43 @@ def iterated(
         w = update(layer, w, moments.b - moments.S @ w)
         predictions.append((moments.prompts.x_query[:, None] @ w)[:, 0])
     return torch.stack(predictions)
+
+
+def in_steps(*parts: tuple[Step, tuple[Scalar, ...]]) -> Callable[..., Tensor]:
+    """Steps, each in the layers of its first scalar; w stays as it is in others."""
+
+    def run(moments: PromptMoments, n_layers: int, *values: Tensor) -> Tensor:
+        def update(layer: int, w: Tensor, gradient: Tensor) -> Tensor:
+            given = iter(values)
+            for step, scalars in parts:
+                of_step = [next(given) for _ in scalars]
+                layers = scalars[0].layers(n_layers) if scalars else range(n_layers)
+                if layer in layers:
+                    at = [value[min(layer - layers.start, len(value) - 1)] for value in of_step]
+                    w = step(moments, w, gradient, *at)
+            return w
+
+        return iterated(moments, n_layers, update)
+
+    return run
+
+
+def one_after_another(first: Algorithm, second: Algorithm, layer: int) -> Algorithm:
+    """The steps of one algorithm before a layer, and those of another from it on."""
+    assert first.step is not None
+    assert second.step is not None
+    before, after = (
+        tuple(replace(scalar, where=f"{where} layer {layer}") for scalar in algorithm.scalars)
+        for algorithm, where in ((first, "before"), (second, "from"))
+    )
+    return Algorithm(
+        f"{first.name}, from layer {layer} on {second.name}",
+        None,
+        (*before, *after),
+        in_steps((first.step, before), (second.step, after)),
+        linear_in_y=first.linear_in_y and second.linear_in_y,
+        equivariant=first.equivariant and second.equivariant,
+    )
 
 
 def without_path(learner: Callable[[PromptMoments], Tensor]) -> Callable[..., Tensor]:

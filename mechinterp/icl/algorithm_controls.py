@@ -3,11 +3,14 @@
 A control that explains a model better than an algorithm does keeps its label from the model.
 """
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 from torch import Tensor
 
 from mechinterp.icl.algorithm import Algorithm, Scalar, filtered, iterated, without_path
-from mechinterp.icl.algorithms import ALGORITHMS, ETA
+from mechinterp.icl.algorithms import ALGORITHMS, ETA, SHRINKING
 from mechinterp.icl.predictors import nearest_neighbours, pcr, ridge, zero_prediction
 from mechinterp.icl.prompt_moments import PromptMoments
 from mechinterp.icl.sparse_predictors import averaging
@@ -33,50 +36,27 @@ def _momentum(
     return filtered(moments, phi[2:])
 
 
-def _heavy_ball(moments: PromptMoments, n_layers: int, eta: Tensor, beta: Tensor) -> Tensor:
-    return _momentum(moments, n_layers, eta, beta, ahead=False)
+def _decay_step(
+    moments: PromptMoments, w: Tensor, gradient: Tensor, eta: Tensor, decay: Tensor
+) -> Tensor:
+    return (1 - decay) * w + eta * gradient
 
 
-def _nesterov(moments: PromptMoments, n_layers: int, eta: Tensor, beta: Tensor) -> Tensor:
-    return _momentum(moments, n_layers, eta, beta, ahead=True)
+def _centred_step(moments: PromptMoments, w: Tensor, gradient: Tensor, eta: Tensor) -> Tensor:
+    return w + eta * (moments.centred.b - moments.centred.S @ w)
 
 
-def _weight_decay(moments: PromptMoments, n_layers: int, eta: Tensor, decay: Tensor) -> Tensor:
-    s = moments.eigenvalues
-    phi = [torch.zeros_like(s)]
-    for layer in range(n_layers):
-        phi.append((1 - decay) * phi[-1] + eta[layer] * (1 - s * phi[-1]))
-    return filtered(moments, phi[1:])
-
-
-def _centred(moments: PromptMoments, n_layers: int, eta: Tensor) -> Tensor:
-    centred = moments.centred
-
-    def update(layer: int, w: Tensor, gradient: Tensor) -> Tensor:
-        return w + eta[layer] * gradient
-
-    return iterated(centred, n_layers, update)
-
-
-def _by_curvature(moments: PromptMoments, n_layers: int, eta: Tensor) -> Tensor:
-    largest = moments.eigenvalues[:, -1, None, None]
-
-    def update(layer: int, w: Tensor, gradient: Tensor) -> Tensor:
-        return w + eta[layer] / largest * gradient
-
-    return iterated(moments, n_layers, update)
+def _curvature_step(moments: PromptMoments, w: Tensor, gradient: Tensor, eta: Tensor) -> Tensor:
+    return w + eta / moments.eigenvalues[:, -1, None, None] * gradient
 
 
 def _inner(a: Tensor, b: Tensor) -> Tensor:
     return (a * b).sum(1, keepdim=True)
 
 
-def _line_search(moments: PromptMoments, n_layers: int) -> Tensor:
-    def update(layer: int, w: Tensor, gradient: Tensor) -> Tensor:
-        curvature = _inner(gradient, moments.S @ gradient).clamp(min=LEAST_STEP)
-        return w + _inner(gradient, gradient) / curvature * gradient
-
-    return iterated(moments, n_layers, update)
+def _searched_step(moments: PromptMoments, w: Tensor, gradient: Tensor) -> Tensor:
+    curvature = _inner(gradient, moments.S @ gradient).clamp(min=LEAST_STEP)
+    return w + _inner(gradient, gradient) / curvature * gradient
 
 
 def _conjugate_gradients(moments: PromptMoments, n_layers: int) -> Tensor:
@@ -95,15 +75,26 @@ def _conjugate_gradients(moments: PromptMoments, n_layers: int) -> Tensor:
     return iterated(moments, n_layers, update)
 
 
-def _hard_thresholding(moments: PromptMoments, n_layers: int, eta: Tensor) -> Tensor:
+def _hard_step(moments: PromptMoments, w: Tensor, gradient: Tensor, eta: Tensor) -> Tensor:
     kept = moments.task.sparsity or max(1, moments.task.d_x // 2)
+    stepped = w + eta * gradient
+    least = stepped.abs().topk(kept, dim=1).values[:, -1:]
+    return stepped * (stepped.abs() >= least)
 
-    def update(layer: int, w: Tensor, gradient: Tensor) -> Tensor:
-        stepped = w + eta[layer] * gradient
-        least = stepped.abs().topk(kept, dim=1).values[:, -1:]
-        return stepped * (stepped.abs() >= least)
 
-    return iterated(moments, n_layers, update)
+def _between_step(
+    moments: PromptMoments, w: Tensor, gradient: Tensor, eta: Tensor, t: Tensor, power: Tensor
+) -> Tensor:
+    """What is kept of an entry u: u (1 - (t / |u|)^power) above t; soft thresholding at 1, hard as it grows."""
+    stepped = w + eta * gradient
+    return stepped * (1 - (t / torch.maximum(stepped.abs(), t).clamp(min=LEAST_STEP)) ** power)
+
+
+def _elastic_step(
+    moments: PromptMoments, w: Tensor, gradient: Tensor, eta: Tensor, t: Tensor, decay: Tensor
+) -> Tensor:
+    stepped = w + eta * gradient
+    return stepped.sign() * torch.relu(stepped.abs() - t) / (1 + decay * t)
 
 
 def _least_mean_squares(moments: PromptMoments, n_layers: int, eta: Tensor) -> Tensor:
@@ -136,10 +127,6 @@ def _centred_ridge(moments: PromptMoments, n_layers: int, penalty: Tensor) -> Te
     return (prompts.y.mean(1) + (query @ w)[:, 0]).expand(n_layers, -1, -1)
 
 
-def _components(moments: PromptMoments) -> Tensor:
-    return pcr(moments.prompts, components=moments.prompts.x.shape[2] - 1)
-
-
 def _polynomials(moments: PromptMoments, n_layers: int, *coefficients: Tensor) -> Tensor:
     s, phi = moments.eigenvalues, []
     for layer in range(n_layers):
@@ -160,29 +147,57 @@ def _coefficient(power: int) -> Scalar:
 _BETA = Scalar("beta", lambda moments: 0.3, where="once", lower=-torch.inf)
 _PENALTY = Scalar("penalty", lambda moments: moments.penalty or 0.1, where="once", lower=1e-9)
 
+_PATHLESS: dict[str, Callable[[PromptMoments], Tensor]] = {
+    "principal component regression": lambda moments: pcr(
+        moments.prompts, components=moments.prompts.x.shape[2] - 1
+    ),
+    "zero": lambda moments: zero_prediction(moments.prompts),
+    "averaging": lambda moments: averaging(moments.prompts),
+    "posterior mean of a dense prior": lambda moments: ridge(
+        moments.prompts, penalty=moments.penalty
+    ),
+    "nearest neighbours": lambda moments: nearest_neighbours(moments.prompts, count=NEIGHBOURS),
+}
+
 CONTROLS = (
-    Algorithm("heavy ball", None, (ETA, _BETA), _heavy_ball),
-    Algorithm("Nesterov's descent", None, (ETA, _BETA), _nesterov),
+    Algorithm("heavy ball", None, (ETA, _BETA), partial(_momentum, ahead=False)),
+    Algorithm("Nesterov's descent", None, (ETA, _BETA), partial(_momentum, ahead=True)),
     Algorithm(
         "descent with weight decay",
         None,
         (ETA, Scalar("decay", lambda moments: 0.1, where="once", lower=-torch.inf)),
-        _weight_decay,
+        step=_decay_step,
     ),
-    Algorithm("centred descent", None, (ETA,), _centred),
+    Algorithm("centred descent", None, (ETA,), step=_centred_step),
     Algorithm(
         "descent by the largest eigenvalue",
         None,
         (Scalar("eta", lambda moments: 1.0),),
-        _by_curvature,
+        step=_curvature_step,
     ),
-    Algorithm("line search", None, (), _line_search, linear_in_y=False),
+    Algorithm("line search", None, (), step=_searched_step, linear_in_y=False),
     Algorithm("conjugate gradients", None, (), _conjugate_gradients, linear_in_y=False),
     Algorithm(
         "hard thresholding",
         None,
         (ETA,),
-        _hard_thresholding,
+        step=_hard_step,
+        linear_in_y=False,
+        equivariant=False,
+    ),
+    Algorithm(
+        "shrinkage between soft and hard",
+        None,
+        (*SHRINKING, Scalar("power", lambda moments: 2.0, where="once", lower=1.0)),
+        step=_between_step,
+        linear_in_y=False,
+        equivariant=False,
+    ),
+    Algorithm(
+        "proximal steps of the elastic net",
+        None,
+        (*SHRINKING, Scalar("decay", lambda moments: 0.5, where="once")),
+        step=_elastic_step,
         linear_in_y=False,
         equivariant=False,
     ),
@@ -195,36 +210,9 @@ CONTROLS = (
         linear_in_scalars=True,
     ),
     Algorithm("ridge with an intercept", None, (_PENALTY,), _centred_ridge, has_path=False),
-    Algorithm(
-        "principal component regression", None, (), without_path(_components), has_path=False
-    ),
-    Algorithm(
-        "zero",
-        None,
-        (),
-        without_path(lambda moments: zero_prediction(moments.prompts)),
-        has_path=False,
-    ),
-    Algorithm(
-        "averaging",
-        None,
-        (),
-        without_path(lambda moments: averaging(moments.prompts)),
-        has_path=False,
-    ),
-    Algorithm(
-        "posterior mean of a dense prior",
-        None,
-        (),
-        without_path(lambda moments: ridge(moments.prompts, penalty=moments.penalty)),
-        has_path=False,
-    ),
-    Algorithm(
-        "nearest neighbours",
-        None,
-        (),
-        without_path(lambda moments: nearest_neighbours(moments.prompts, count=NEIGHBOURS)),
-        has_path=False,
+    *(
+        Algorithm(name, None, (), without_path(learner), has_path=False)
+        for name, learner in _PATHLESS.items()
     ),
 )
 """Learners of all pairs at once, and reference curves."""

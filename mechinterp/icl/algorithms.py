@@ -9,14 +9,10 @@ apart.
 import torch
 from torch import Tensor
 
-from mechinterp.icl.algorithm import Algorithm, Scalar, filtered, iterated, without_path
+from mechinterp.icl.algorithm import Algorithm, Scalar, filtered, without_path
 from mechinterp.icl.pools import dmmse
 from mechinterp.icl.prompt_moments import PromptMoments
 from mechinterp.icl.prompts import task_pool
-
-
-def _gradient_descent(moments: PromptMoments, n_layers: int, eta: Tensor) -> Tensor:
-    return _gd_plus_plus(moments, n_layers, eta, torch.zeros_like(eta[1:]))
 
 
 def _gd_plus_plus(moments: PromptMoments, n_layers: int, eta: Tensor, gamma: Tensor) -> Tensor:
@@ -42,14 +38,15 @@ def _shrunk_covariates(moments: PromptMoments, n_layers: int, eta: Tensor, gamma
     return torch.stack(path)
 
 
-def _preconditioned(moments: PromptMoments, n_layers: int, eta: Tensor, c: Tensor) -> Tensor:
+def _descent_step(moments: PromptMoments, w: Tensor, gradient: Tensor, eta: Tensor) -> Tensor:
+    return w + eta * gradient
+
+
+def _preconditioned_step(
+    moments: PromptMoments, w: Tensor, gradient: Tensor, eta: Tensor, c: Tensor
+) -> Tensor:
     values, vectors = moments.covariance
-
-    def update(layer: int, w: Tensor, gradient: Tensor) -> Tensor:
-        A = (vectors * (eta[layer] / (values + c[layer]))) @ vectors.mT
-        return w + A @ gradient
-
-    return iterated(moments, n_layers, update)
+    return w + (vectors * (eta / (values + c))) @ vectors.mT @ gradient
 
 
 def _newton(moments: PromptMoments, n_layers: int, alpha: Tensor) -> Tensor:
@@ -60,12 +57,9 @@ def _newton(moments: PromptMoments, n_layers: int, alpha: Tensor) -> Tensor:
     return filtered(moments, m)
 
 
-def _preprocess_then_optimise(moments: PromptMoments, n_layers: int, eta: Tensor) -> Tensor:
+def _preprocessed_step(moments: PromptMoments, w: Tensor, gradient: Tensor, eta: Tensor) -> Tensor:
     # A step of u on r x is one of w = r u with the preconditioner r^2; r is b.
-    def update(layer: int, w: Tensor, gradient: Tensor) -> Tensor:
-        return w + eta[layer - 1] * moments.b.square() * gradient if layer else w
-
-    return iterated(moments, n_layers, update)
+    return w + eta * moments.b.square() * gradient
 
 
 def _preprocessed_covariates(moments: PromptMoments, n_layers: int, eta: Tensor) -> Tensor:
@@ -78,12 +72,11 @@ def _preprocessed_modes(moments: PromptMoments) -> Tensor:
     return torch.linalg.eigvalsh(r[..., None] * moments.S[:, None] * r[..., None, :])
 
 
-def _ista(moments: PromptMoments, n_layers: int, eta: Tensor, threshold: Tensor) -> Tensor:
-    def update(layer: int, w: Tensor, gradient: Tensor) -> Tensor:
-        stepped = w + eta[layer] * gradient
-        return stepped.sign() * torch.relu(stepped.abs() - threshold[layer])
-
-    return iterated(moments, n_layers, update)
+def _shrinking_step(
+    moments: PromptMoments, w: Tensor, gradient: Tensor, eta: Tensor, threshold: Tensor
+) -> Tensor:
+    stepped = w + eta * gradient
+    return stepped.sign() * torch.relu(stepped.abs() - threshold)
 
 
 def _ridge(moments: PromptMoments, n_layers: int, penalty: Tensor) -> Tensor:
@@ -97,13 +90,14 @@ def _posterior_mean(moments: PromptMoments) -> Tensor:
 
 
 ETA = Scalar("eta", lambda moments: 1 / moments.curvature)
+SHRINKING = (ETA, Scalar("threshold", lambda moments: 0.25 * moments.b.abs().mean().item()))
 
 ALGORITHMS = (
     Algorithm(
         "gradient descent",
         "gradient_descent",
         (ETA,),
-        _gradient_descent,
+        step=_descent_step,
         modes=lambda moments: moments.eigenvalues,
     ),
     Algorithm(
@@ -128,8 +122,8 @@ ALGORITHMS = (
             Scalar("eta", lambda moments: 1.0),
             Scalar("c", lambda moments: moments.covariance[0].mean().item()),
         ),
-        _preconditioned,
         equivariant=False,
+        step=_preconditioned_step,
     ),
     Algorithm(
         "iterative Newton",
@@ -154,19 +148,19 @@ ALGORITHMS = (
                 where="from layer 1",
             ),
         ),
-        _preprocess_then_optimise,
         linear_in_y=False,
         equivariant=False,
         covariates=_preprocessed_covariates,
+        step=_preprocessed_step,
         modes=_preprocessed_modes,
     ),
     Algorithm(
         "ISTA",
         "sparse_shrinkage",
-        (ETA, Scalar("threshold", lambda moments: 0.25 * moments.b.abs().mean().item())),
-        _ista,
+        SHRINKING,
         linear_in_y=False,
         equivariant=False,
+        step=_shrinking_step,
     ),
     Algorithm(
         "ridge",

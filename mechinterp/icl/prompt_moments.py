@@ -46,7 +46,7 @@ class PromptMoments:
         """X^T y / L, unit x y."""
         return self.scale * self.prompts.x.mT @ self.prompts.y / self.context_length
 
-    @property
+    @cached_property
     def centred(self) -> "PromptMoments":
         """Those of x and y minus their means over the context; the query is the same."""
         x, y = (side - side.mean(1, keepdim=True) for side in (self.prompts.x, self.prompts.y))

@@ -95,10 +95,11 @@ def exact() -> AlgorithmEvidence:
 
 @pytest.mark.parametrize("seed", [0, 1])
 def test_chebyshevs_iteration_is_gradient_descent(seed: int):
-    """Its six steps reach from .5 to 7.6, for eigenvalues from .1 to 2."""
+    """Its six steps reach from .5 to 7.6, for eigenvalues from .1 to 2; on rare prompts with larger ones it diverges."""
     task = TaskConfig(d_x=4, context_length=32, noise_var=0)
     etas = 1 / (1.05 + 0.95 * np.cos((2 * np.arange(6) + 1) * np.pi / 12))
-    found = name_algorithm(gradient_descent_model(etas.tolist(), d_x=4), task=task, seed=seed)
+    model = gradient_descent_model(etas.tolist(), d_x=4)
+    found = name_algorithm(model, task=task, seed=seed, n_prompts=64)
     assert found.label == "gradient_descent"
 
 
@@ -364,23 +365,58 @@ def test_an_order_of_the_pairs_is_no_batch_learner():
     assert control.r2["recursive least squares with forgetting"] == pytest.approx(1, abs=1e-4)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("factor", [1.05, 0.8])
 def test_a_scaled_read_out_is_judged_by_its_absolute_gain(factor: float):
-    """Beside members and the scaled read-out alone. Other forms with one more number oust descent by their share
-    of what it leaves, however little that is."""
+    """Weight decay and others with one more number do not oust descent by what its scale takes up."""
     found = name_algorithm(lambda prompts: factor * descent(prompts), task=DENSE, n_prompts=128)
-    assert found.label == "undetermined", found.reason
-    path, scaled = found.measured.path, "a mixture of gradient_descent and zero"
-    rows = [row for row, name in enumerate(path.names) if name in (*found.members, scaled)]
-    picked = {
-        field: tuple(getattr(path, field)[row] for row in rows)
-        for field in ("names", "n_scalars", "allowance", "scalars")
-    }
-    assert picked["names"][-1] == scaled
-    measured = replace(found.measured, path=replace(path, **picked, error=path.error[rows]))
+    path = found.measured.path
+    own, scaled = (path.names.index(f"{name}") for name in SCALED)
+    gain = (path.r2()[scaled] - path.r2()[own])[:3].max()
+    assert (found.label == "gradient_descent") == (factor == 1.05) == (gain < 0.005), found.reason
+
+
+@pytest.mark.parametrize("scaled", [True, False])
+def test_what_the_scale_takes_up_is_no_share_of_the_rest(scaled: bool):
+    """A decay that explains all of the rest, and the scaled read-out as much, or nothing of it."""
+    found = name_algorithm(lambda prompts: 1.05 * descent(prompts), task=DENSE, n_prompts=128)
+    path = found.measured.path
+    error = path.error.copy()
+    rows = [path.names.index(name) for name in (*SCALED, "descent with weight decay")]
+    error[rows[2], :3] = 0
+    if not scaled:
+        error[rows[1]] = error[rows[0]]
+    measured = replace(found.measured, path=replace(path, error=error))
     decision = labelled(measured, AlgorithmLimits())[0]
-    assert (decision.label == "gradient_descent") == (factor == 1.05), decision
+    assert (decision.label == "gradient_descent") == scaled, decision
+
+
+SCALED = ("gradient_descent", "a mixture of gradient_descent and zero")
+
+
+def test_steps_of_one_algorithm_and_then_of_another_get_no_label():
+    """Descent, then Algorithm 1, within .005 of descent after every layer."""
+
+    def path(prompts: Prompts) -> Tensor:
+        moments, w, told = PromptMoments(prompts, SPARSE), 0 * prompts.x.mT @ prompts.y, []
+        for layer, eta in enumerate([0.8, 0.6, 0.5, 0.5]):
+            gradient = moments.b - moments.S @ w
+            w = w + eta * gradient * (moments.b**2 if layer > 1 else 1)
+            told.append((prompts.x_query[:, None] @ w)[:, 0])
+        return torch.stack(told)
+
+    found = name_algorithm(path, task=SPARSE, n_prompts=128)
+    name = "gradient descent, from layer 2 on preprocess then optimise"
+    assert found.label == "undetermined", found.reason
+    assert found.control_frame().set_index("control").least_path_r2[name] == pytest.approx(1)
+
+
+def test_sums_of_tasks_of_a_pool_are_not_asked():
+    """(beta_1 + beta_2) / sqrt 2 is no task of the pool, as no sparse vectors' sum is sparse."""
+    pool = TaskConfig(d_x=4, context_length=8, noise_var=0.25, n_tasks=8)
+    for task, answer in ((pool, "not answered"), (replace(pool, n_tasks=None), "yes")):
+        found = name_algorithm(partial(ridge, penalty=1.0), task=task, n_prompts=32)
+        answers = dict(zip(found.tests, found.test_answer, strict=True))
+        assert answers["linear in y: sum"] == answer
 
 
 @pytest.mark.slow

@@ -140,7 +140,8 @@ def test_scalars_stop_at_their_least_value(moments: PromptMoments):
 def test_a_fit_of_a_noisy_target_is_a_minimum(moments: PromptMoments):
     """No scalar changed by itself, either way, comes nearer; the error is its own.
 
-    But for hard thresholding, whose error jumps where a change of the step changes the entries that are kept.
+    But for hard thresholding, whose error jumps where a change of the step changes the entries that are kept, and for
+    what is nearly hard, whose error has a kink there.
     """
     noise = torch.randn(128, 1, generator=generator_for(0, "eval", 7), dtype=torch.float64)
     target = ridge(moments.prompts, penalty=1.0) + 0.1 * noise
@@ -153,7 +154,7 @@ def test_a_fit_of_a_noisy_target_is_a_minimum(moments: PromptMoments):
 
         assert fit.error == pytest.approx(error(fit.scalars), rel=1e-12)
         assert fit.error < target.square().mean()
-        if algorithm.name == "hard thresholding":
+        if algorithm.name in ("hard thresholding", "shrinkage between soft and hard"):
             continue
         for index, least in enumerate(algorithm.lower(N_LAYERS).tolist()):
             for factor in (0.99, 1.01):

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from mechinterp.config import CovarianceConfig, TaskConfig
-from mechinterp.icl.algorithm import Algorithm, at_depth
+from mechinterp.icl.algorithm import Algorithm, at_depth, one_after_another
 from mechinterp.icl.algorithm_controls import CONTROLS, ONLINE
 from mechinterp.icl.algorithms import ALGORITHMS
 from mechinterp.icl.predictors import nearest_neighbours, ridge, vanilla_gd
@@ -250,6 +250,56 @@ def test_any_polynomial_contains_descent(moments: PromptMoments):
     # 1 - s phi is (1 - .5 s)(1 - .3 s), so that phi is .8 - .15 s.
     found = run("a polynomial of S in each layer", moments, [0.5, 0.8, -0.15, *[]], 2)
     assert_close_to_rounding(found, run("gradient descent", moments, etas, 2))
+
+
+THRESHOLDS = [0.05, 0.1, 0.02, 0.08]
+
+
+def test_shrinkage_between_soft_and_hard(moments: PromptMoments):
+    """Soft thresholding at power 1, and hard thresholding by size where the power is large."""
+    name = "shrinkage between soft and hard"
+    found = run(name, moments, [*ETA, *THRESHOLDS, 1.0], 4)
+    assert_close_to_rounding(found, run("ISTA", moments, [*ETA, *THRESHOLDS], 4))
+    w, expected = torch.zeros_like(moments.b), []
+    for eta, limit in zip(ETA, THRESHOLDS, strict=True):
+        stepped = w + eta * (moments.b - moments.S @ w)
+        w = stepped * (stepped.abs() > limit)
+        expected.append(read(moments.prompts, w))
+    found = run(name, moments, [*ETA, *THRESHOLDS, 1e9], 4)
+    assert_close_to_rounding(found, torch.stack(expected))
+
+
+def test_steps_of_the_elastic_net_are_least_squares_with_both_penalties(moments: PromptMoments):
+    """soft(u, t) / (1 + r t) is where (w - u)^2 / 2 + t |w| + r t w^2 / 2 is least."""
+    name, t, r = "proximal steps of the elastic net", 0.05, 0.8
+    assert_close_to_rounding(
+        run(name, moments, [*ETA, *THRESHOLDS, 0.0], 4),
+        run("ISTA", moments, [*ETA, *THRESHOLDS], 4),
+    )
+    one = PromptMoments(
+        replace(moments.prompts, x_query=torch.eye(5)[0].double().expand(32, 5)), TASK
+    )
+    w, u = run(name, one, [0.5, t, r], 1)[0], 0.5 * one.b[:, 0]
+    live = w != 0
+    assert_close_to_rounding(((1 + r * t) * w + t * w.sign())[live], u[live])
+    assert (u[~live].abs() <= t).all()
+    assert 0 < live.sum() < live.numel()
+
+
+def test_one_algorithm_after_another(moments: PromptMoments):
+    """Two steps of descent, then two of Algorithm 1 from where they led."""
+    both = one_after_another(BY_NAME["gradient descent"], BY_NAME["preprocess then optimise"], 2)
+    assert both.names(4) == ("eta_0", "eta_1", "eta_2", "eta_3")
+    w, expected = torch.zeros_like(moments.b), []
+    for layer, eta in enumerate(ETA):
+        gradient = moments.b - moments.S @ w
+        w = w + eta * (gradient if layer < 2 else moments.b**2 * gradient)
+        expected.append(read(moments.prompts, w))
+    assert_close_to_rounding(both.predictions(moments, ETA, 4), torch.stack(expected))
+    of_ista = one_after_another(BY_NAME["preconditioned gradient descent"], BY_NAME["ISTA"], 3)
+    assert of_ista.names(4)[-2:] == ("eta_3", "threshold_3")
+    assert not of_ista.linear_in_y
+    assert not of_ista.equivariant
 
 
 def test_a_function_of_any_number_of_steps(moments: PromptMoments):

@@ -35,6 +35,7 @@ from mechinterp.analysis.multi_layer.algorithm_scores import (
     Scores,
     candidates_of,
     free_preconditioner,
+    in_turn,
     mixed_scores,
 )
 from mechinterp.analysis.multi_layer.algorithm_source import AlgorithmSource, algorithm_source
@@ -55,10 +56,11 @@ from mechinterp.models.run.predictor import Learner, Predictor, Source, predicto
 
 LEAST_PROMPTS = 8
 GROWTH = (1, 4, 16)
-"""Prompts in turn, in units of those asked for, until the label stands."""
+"""Prompts in turn, in units of those asked for, until the label stands; the first for functions alone, since
+mixtures that are fitted to few prompts miss what is left by the noise of weights."""
 CLEAR = 0.99
 """Share of resamples of one label from which on no more prompts are drawn."""
-MARGIN = 0.25
+MARGIN = 0.5
 """Share by which the limits are moved for the same."""
 REFERENCE = 0
 """Seed of the prompts that decide where fewer do not: the same for every seed, so that the label is, too."""
@@ -89,8 +91,9 @@ def name_algorithm(
         prompts: Of the model's own length, and no more than these are used; None: those of its task. All others are
             drawn from the task, by `seed`.
         task: Law of the prompts; None: the model's own.
-        n_prompts: Prompts to begin with; four and sixteen times as many where these do not decide. The last are the
-            same for every seed, and so is what they say of a model at the edge of a limit.
+        n_prompts: A function is asked on as many to begin with; a model, and a function where these do not decide, on
+            four times as many, then on sixteen times. The last are the same for every seed, and so is what they say
+            of a model at the edge of a limit.
     Raises:
         ValueError: If there is no task, there are fewer than 8 prompts, they do not fit the model, or a function
             gives something else than predictions.
@@ -104,10 +107,14 @@ def name_algorithm(
     """
     limits = AlgorithmLimits() if limits is None else limits
     model = algorithm_source(source, prompts, task)
+    if model.predictor is None:
+        # No noise of weights excuses what is left, and no stream tells more.
+        limits = replace(limits, explained=max(limits.explained, 1 - limits.tie))
     first = n_prompts if prompts is None else len(prompts)
     if first < LEAST_PROMPTS:
         raise ValueError(f"name_algorithm needs >= {LEAST_PROMPTS} prompts, got {first}.")
-    for growth in GROWTH if prompts is None else (1,):
+    stages = GROWTH if model.predictor is None else GROWTH[1:]
+    for growth in stages if prompts is None else (1,):
         drawn_by = REFERENCE if growth == GROWTH[-1] else seed
         drawn = evaluation_prompts(model.task, prompts, n_prompts=growth * first, seed=drawn_by)
         evidence = _evidence(model, drawn.to(torch.float64), drawn_by, limits)
@@ -138,10 +145,9 @@ def labelled(
     frequency = np.array([counts[name] for name in names])
     if counts.get(decision.label, 0.0) < limits.frequency:
         candidates = tuple(name for name in names if name != UNDETERMINED)
-        decision = Decision(
-            UNDETERMINED, decision.function, UNDETERMINED, candidates, "frequency",
-            value=float(frequency[0]), limit=limits.frequency, member=decision.member,
-        )  # fmt: skip
+        undecided = (UNDETERMINED, decision.function, UNDETERMINED, candidates, "frequency")
+        value, limit = float(frequency[0]), limits.frequency
+        decision = Decision(*undecided, value=value, limit=limit, member=decision.member)
     return decision, names, frequency
 
 
@@ -277,13 +283,17 @@ def _with_claims(
 def _with_mixtures(
     found: Measured, candidates: Sequence[str], last: Room, steps: Room | None
 ) -> Measured:
-    """With mixtures of what a label may fall on with every other member, and with 0."""
+    """With mixtures of what a label may fall on with every other member and with 0, and one after another of both."""
     others = [*found.members, *(each for each in CONTROLS if each.name == "zero")]
     chosen = [member for member in found.members if member.label in candidates]
     if found.path is not None and steps is not None:
         walking = [each for each in others if each.has_path or each.name == "zero"]
         more = mixed_scores(steps, found.path, [m for m in chosen if m.has_path], walking)
         found = found if more is None else replace(found, path=found.path.joined(more))
+        turns = in_turn([m for m in chosen if m.step], found.members, steps.n_layers)
+        if turns:
+            more = steps.scores(turns)
+            found = replace(found, path=found.path.joined(more))
     pathless = [member for member in chosen if not member.has_path]
     more = mixed_scores(last, found.function, pathless, others)
     return found if more is None else replace(found, function=found.function.joined(more))

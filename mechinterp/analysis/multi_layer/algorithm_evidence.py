@@ -1,6 +1,6 @@
 """The label of the algorithm that a model's layers carry out, with all numbers behind it."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -11,6 +11,7 @@ from jaxtyping import Bool, Float, Int
 
 from mechinterp import figures
 from mechinterp.analysis.multi_layer.algorithm_labels import OWN, Measured, identity_r2
+from mechinterp.analysis.multi_layer.algorithm_scores import Scores
 from mechinterp.analysis.multi_layer.algorithm_tests import IdentityTest
 from mechinterp.analysis.number_format import digits, with_error
 from mechinterp.analysis.result import Table, records
@@ -97,12 +98,9 @@ class AlgorithmEvidence(Result):
     def path_scalars(self) -> tuple[Float[np.ndarray, " _"], ...]:
         """Those fitted to the prediction after each layer; NaN where there is no path."""
         path = self.measured.path
-        return tuple(
-            path.scalars[path.names.index(name)]
-            if path is not None and name in path.names
-            else np.full(n, np.nan)
-            for name, n in zip(self.members, self.n_scalars, strict=True)
-        )
+        known = {} if path is None else dict(zip(path.names, path.scalars, strict=True))
+        missing = [np.full(n, np.nan) for n in self.n_scalars]
+        return tuple(known.get(*each) for each in zip(self.members, missing, strict=True))
 
     @property
     def null_risk(self) -> Float[np.ndarray, " model"]:
@@ -133,20 +131,16 @@ class AlgorithmEvidence(Result):
     def path_r2(self) -> Float[np.ndarray, "member layer"]:
         """As r2, after each layer, over the mean square of the last prediction, with scalars fitted to
         the path; NaN for a member that has none."""
-        return self._of_path("r2")
+        return self._by_member(Scores.r2)
 
     @property
     def path_r2_sem(self) -> Float[np.ndarray, "member layer"]:
-        return self._of_path("r2_sem")
+        return self._by_member(Scores.r2_sem)
 
-    def _of_path(self, what: str) -> Float[np.ndarray, "member layer"]:
-        table, path = np.full((len(self.members), self.n_layers), np.nan), self.measured.path
-        if path is not None:
-            known = getattr(path, what)()
-            for row, name in enumerate(self.members):
-                if name in path.names:
-                    table[row] = known[path.names.index(name), : self.n_layers]
-        return table
+    def _by_member(self, of: Callable[[Scores], np.ndarray]) -> Float[np.ndarray, "member layer"]:
+        path, missing = self.measured.path, np.full(self.n_layers, np.nan)
+        known = {} if path is None else dict(zip(path.names, of(path), strict=True))
+        return np.array([known.get(name, missing)[: self.n_layers] for name in self.members])
 
     @property
     def tests(self) -> tuple[str, ...]:
@@ -260,19 +254,15 @@ class AlgorithmEvidence(Result):
     def control_frame(self) -> pd.DataFrame:
         """One row per control and mixture: R^2 of the last prediction, and the least after a layer."""
         function, path = self.measured.function, self.measured.path
-        names = [name for name in function.names if name not in self.members]
-        if path is not None:
-            names += [name for name in path.names if name not in (*names, *self.members)]
         last = dict(zip(function.names, function.r2()[:, OWN], strict=True))
         least = {}
         if path is not None:
             least = dict(zip(path.names, path.r2()[:, : self.n_layers].min(1), strict=True))
+        names = [name for name in {**last, **least} if name not in self.members]
+        columns = {"r2": last, "least_path_r2": least}
         return pd.DataFrame(
-            {
-                "control": names,
-                "r2": [last.get(name, np.nan) for name in names],
-                "least_path_r2": [least.get(name, np.nan) for name in names],
-            }
+            {"control": names}
+            | {column: [r2.get(name, np.nan) for name in names] for column, r2 in columns.items()}
         )
 
     def test_frame(self) -> pd.DataFrame:

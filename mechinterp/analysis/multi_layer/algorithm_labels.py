@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from jaxtyping import Float
 
-from mechinterp.analysis.multi_layer.algorithm_scores import LARGER, SMALLER, Scores
+from mechinterp.analysis.multi_layer.algorithm_scores import LARGER, SMALLER, Scores, mixed_name
 from mechinterp.analysis.multi_layer.algorithm_tests import USELESS, IdentityTest, satisfies
 from mechinterp.icl.algorithm import Algorithm
 
@@ -101,12 +101,15 @@ class Decision:
 
 @dataclass(frozen=True, eq=False)
 class _Blocked:
+    """A member that a rival is better than; its fields are those of a decision."""
+
     member: str
     rival: str
     where: str
-    r2: float
-    """Of the member there."""
-    rival_r2: float
+    limit: float
+    """R^2 of the member there."""
+    value: float
+    """R^2 of the rival."""
 
 
 def decide(
@@ -210,6 +213,7 @@ def _by_path(
     names = _smaller([scores.names[m] for m in kept])
     shown = [name for name in names if _holds_covariates(found, limits, members[name])]
     answer, near, blocked_function = function
+    undecided = (UNDETERMINED, answer, UNDETERMINED)
     if len(names) == 1 and shown:
         return Decision(names[0], answer, names[0], (names[0],), why="mechanism", member=names[0])
     if names and not shown:
@@ -220,18 +224,9 @@ def _by_path(
             why, value, limit = "steps", found.replaced_r2.get(name, np.nan), limits.followed
         if np.isnan(value):
             why = "predictions only"
-        return Decision(
-            UNDETERMINED,
-            answer,
-            UNDETERMINED,
-            tuple(names),
-            why,
-            value=value,
-            limit=limit,
-            member=name,
-        )
+        return Decision(*undecided, tuple(names), why, value=value, limit=limit, member=name)
     if len(names) > 1:
-        return Decision(UNDETERMINED, answer, UNDETERMINED, tuple(names), "tie", member=names[0])
+        return Decision(*undecided, tuple(names), "tie", member=names[0])
     if blocked:
         return _because_of(blocked[0], answer, tuple(scores.names[m] for m in walked))
     decision = _by_function(
@@ -258,49 +253,28 @@ def _by_function(
 ) -> Decision:
     """The label where no mechanism is shown: that of a learner without a path, or none."""
     pathless = {m.label for m in found.members if not m.has_path}
+    undecided = (UNDETERMINED, answer, UNDETERMINED)
     if answer in pathless:
         return Decision(answer, answer, UNDETERMINED, (answer,), "function", member=answer)
     if answer != UNDETERMINED:
-        return Decision(UNDETERMINED, answer, UNDETERMINED, (answer,), why, member=answer)
+        return Decision(*undecided, (answer,), why, member=answer)
     if blocked and not (set(near) - {b.member for b in blocked}):
         return _because_of(blocked[0], answer, tuple(near))
     if len(near) > 1:
-        return Decision(UNDETERMINED, answer, UNDETERMINED, tuple(near), "tie", member=near[0])
+        return Decision(*undecided, tuple(near), "tie", member=near[0])
     r2 = found.function.r2()[: len(found.members), OWN]
     best = int(np.nan_to_num(r2, nan=-np.inf).argmax())
     name = found.function.names[best]
     if name in broken and r2[best] >= limits.explained:
         test, share = broken[name]
-        return Decision(
-            UNDETERMINED, answer, UNDETERMINED, (), "identity", test, share, limits.tie, name
-        )
-    where = found.function.columns[OWN]
-    return Decision(
-        UNDETERMINED,
-        answer,
-        UNDETERMINED,
-        (),
-        "far",
-        where,
-        float(r2[best]),
-        limits.explained,
-        name,
-    )
+        return Decision(*undecided, (), "identity", test, share, limits.tie, name)
+    where, value = found.function.columns[OWN], float(r2[best])
+    return Decision(*undecided, (), "far", where, value, limits.explained, name)
 
 
 def _because_of(blocked: _Blocked, answer: str, candidates: tuple[str, ...]) -> Decision:
-    return Decision(
-        UNDETERMINED,
-        answer,
-        UNDETERMINED,
-        candidates,
-        "rival",
-        where=blocked.where,
-        value=blocked.rival_r2,
-        limit=blocked.r2,
-        member=blocked.member,
-        rival=blocked.rival,
-    )
+    undecided = (UNDETERMINED, answer, UNDETERMINED)
+    return Decision(*undecided, candidates, "rival", **vars(blocked))
 
 
 def _holds_covariates(found: Measured, limits: AlgorithmLimits, member: Algorithm) -> bool:
@@ -365,6 +339,10 @@ def _nearer(
         further[:, own:] &= r2[m, own:] >= limits.explained
         rest = 1 - r2[:, :own]
         by_form = (lead[:, :own] > limits.rest * rest[m]) & (rest[m] > RESOLVED)
+        scaled = by_form[np.array(scores.names) == mixed_name(scores.names[m], "zero")]
+        if (scaled | (rest[m] <= RESOLVED)).all(1).any():
+            # What the scale of the read-out takes up is no sign of another form.
+            by_form[:] = False
         nearer[:, :own] |= by_form & (n <= n[m] + allowance)[:, None]
         by_form = (-lead[:, :own] > limits.rest * rest) & (rest > RESOLVED)
         further[:, :own] |= by_form & (n[m] <= n + allowance[m])[:, None]

@@ -1,7 +1,8 @@
 """Algorithms fitted to the predictions of a model on some prompts, and scored on others."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from functools import cached_property, reduce
 
 import numpy as np
 import torch
@@ -11,18 +12,20 @@ from torch import Tensor
 from mechinterp.analysis.multi_layer.algorithm_tests import Setting, isotropic
 from mechinterp.analysis.stats import ratio_and_sem
 from mechinterp.config import TaskConfig
-from mechinterp.icl.algorithm import Algorithm, Scalar
+from mechinterp.icl.algorithm import Algorithm, Scalar, one_after_another
 from mechinterp.icl.algorithm_fits import fit_algorithm
 from mechinterp.icl.algorithms import ALGORITHMS
 from mechinterp.icl.prompt_moments import PromptMoments
 
 FINE = 1e-4
 """A fit ends where a step takes off less than this share of what is left."""
-FIT_PROMPTS, MIXED_PROMPTS = 512, 256
-"""Prompts of a fit, at most; of a mixture the second."""
+FIT_PROMPTS = 256
+"""Prompts of a fit, at most."""
 SMALLER = "gradient_descent"
 LARGER = {"gd_plus_plus", "preconditioned_descent", "sparse_shrinkage"}
 """Members that contain gradient descent."""
+LATEST = 6
+"""The last layer, plus 1, from which on an algorithm may follow another."""
 SHARE = 0.3
 """Of the second algorithm of a mixture, where the search for its scalars starts."""
 
@@ -72,15 +75,9 @@ class Scores:
 
     def joined(self, other: "Scores") -> "Scores":
         """With the rows of another."""
-        return Scores(
-            self.names + other.names,
-            self.columns,
-            self.n_scalars + other.n_scalars,
-            self.allowance + other.allowance,
-            self.scalars + other.scalars,
-            np.concatenate([self.error, other.error]),
-            self.size,
-        )
+        by_row = ("names", "n_scalars", "allowance", "scalars")
+        rows = {name: getattr(self, name) + getattr(other, name) for name in by_row}
+        return replace(self, **rows, error=np.concatenate([self.error, other.error]))
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,6 +91,21 @@ class Room:
     n_layers: int
     path: Float[Tensor, "layer prompt d_y"] | None = None
     """What is predicted after each layer, on the own prompts; None: the last prediction alone."""
+    known_moments: dict[tuple[str, float], PromptMoments] = field(default_factory=dict)
+    """Those of `moments` so far."""
+
+    def moments(self, setting: str, scale: float = 1.0) -> PromptMoments:
+        """Those of the scored prompts, the odd ones."""
+        key = (setting, scale)
+        if key not in self.known_moments:
+            prompts = self.settings[setting].prompts[1::2]
+            self.known_moments[key] = PromptMoments(prompts, self.task, scale)
+        return self.known_moments[key]
+
+    @cached_property
+    def fit_moments(self) -> PromptMoments:
+        """Those of the prompts of fits."""
+        return PromptMoments(self.own.prompts[::2][:FIT_PROMPTS], self.task)
 
     @property
     def own(self) -> Setting:
@@ -117,10 +129,20 @@ class Room:
     def unasked(self, algorithms: Sequence[Algorithm]) -> Scores:
         """Of algorithms that are not fitted."""
         nothing = np.full((len(algorithms), len(self.columns), len(self.own.prompts) // 2), np.nan)
-        scalars = tuple(np.full(len(each.names(self.n_layers)), np.nan) for each in algorithms)
-        names, counts = tuple(each.label or each.name for each in algorithms), map(len, scalars)
-        allowance = tuple(each.allowance for each in algorithms)
-        return Scores(names, self.columns, tuple(counts), allowance, scalars, nothing, nothing[0])
+        scalars = [np.full(len(each.names(self.n_layers)), np.nan) for each in algorithms]
+        return self._table(algorithms, scalars, nothing, nothing[0])
+
+    def _table(
+        self,
+        algorithms: Sequence[Algorithm],
+        scalars: Sequence[np.ndarray],
+        error: np.ndarray,
+        size: np.ndarray,
+    ) -> Scores:
+        names = tuple(each.label or each.name for each in algorithms)
+        counts, allowance = map(len, scalars), (each.allowance for each in algorithms)
+        table = (names, self.columns, tuple(counts), tuple(allowance), tuple(scalars))
+        return Scores(*table, error, size)
 
     def scores(
         self,
@@ -128,16 +150,14 @@ class Room:
         *,
         starts: Mapping[str, Float[np.ndarray, " _"]] | None = None,
         n_starts: int = 1,
-        n_fit: int = FIT_PROMPTS,
     ) -> Scores:
         """Algorithms fitted on the even prompts of the own setting, and scored on the odd of all.
 
         Args:
             starts: Scalars by name, from which the search starts.
         """
-        even = self.own.prompts[::2][:n_fit]
-        target = self.target()[..., ::2, :][..., :n_fit, :]
-        moments, fitted = PromptMoments(even, self.task), []
+        target = self.target()[..., ::2, :][..., :FIT_PROMPTS, :]
+        moments, fitted = self.fit_moments, []
         for algorithm in algorithms:
             start = (starts or {}).get(algorithm.label or algorithm.name)
             fit = fit_algorithm(
@@ -157,45 +177,38 @@ class Room:
     ) -> Scores:
         """Algorithms with given scalars on the odd prompts."""
         first = self.n_own
+        own, *others = self.settings
         half, n_columns = len(self.own.prompts) // 2, len(self.columns)
         error = np.full((len(algorithms), n_columns, half), np.nan)
         size = np.full((n_columns, half), np.nan)
         size[:first] = _squares(self.own.known[1::2])
-        moments = PromptMoments(self.own.prompts[1::2], self.task)
+        asked = [name for name, yes in zip(others, list(self.answered)[1:], strict=True) if yes]
+        columns = [first + others.index(name) for name in asked]
+        for column, name in zip(columns, asked, strict=True):
+            size[column] = _squares(self.settings[name].known[1::2])
         for row, (algorithm, values) in enumerate(zip(algorithms, scalars, strict=True)):
-            path = algorithm.predictions(moments, values.tolist(), self.n_layers)
+            path = algorithm.predictions(self.moments(own), values.tolist(), self.n_layers)
             found = path[-1:] if self.path is None else path
             error[row, :first] = _squares(found - self.target()[..., 1::2, :])
-        others = [self.settings[name] for name in list(self.settings)[1:]]
-        for column, (setting, asked) in enumerate(
-            zip(others, list(self.answered)[1:], strict=True), start=first
-        ):
             if asked:
-                size[column] = _squares(setting.known[1::2])
-        for row, (algorithm, values) in enumerate(zip(algorithms, scalars, strict=True)):
-            error[row, first:] = self._elsewhere(algorithm, values, others)
-        names = tuple(algorithm.label or algorithm.name for algorithm in algorithms)
-        counts = tuple(len(values) for values in scalars)
-        allowance = tuple(algorithm.allowance for algorithm in algorithms)
-        return Scores(names, self.columns, counts, allowance, tuple(scalars), error, size)
+                error[row, columns] = self._elsewhere(algorithm, values, asked)
+        return self._table(algorithms, scalars, error, size)
 
     def _elsewhere(
-        self, algorithm: Algorithm, scalars: Float[np.ndarray, " _"], others: Sequence[Setting]
+        self, algorithm: Algorithm, scalars: Float[np.ndarray, " _"], asked: Sequence[str]
     ) -> Float[np.ndarray, "setting prompt"]:
         """Errors in the other settings, under the law of the length that fits better: moments are means over
         the pairs, or sums over them, so that step sizes grow with L."""
-        half = len(self.own.prompts) // 2
         laws = []
         for summed in (False, True) if algorithm.has_path else (False,):
-            error = np.full((len(others), half), np.nan)
-            for s, (setting, asked) in enumerate(zip(others, list(self.answered)[1:], strict=True)):
-                if asked:
-                    scale = setting.scale if summed else 1.0
-                    moments = PromptMoments(setting.prompts[1::2], self.task, scale)
-                    last = algorithm.predictions(moments, scalars.tolist(), self.n_layers)[-1]
-                    error[s] = _squares(last - setting.known[1::2])
-            laws.append(error)
-        return min(laws, key=lambda error: np.nan_to_num(error).mean())
+            errors = []
+            for name in asked:
+                setting = self.settings[name]
+                moments = self.moments(name, setting.scale if summed else 1.0)
+                last = algorithm.predictions(moments, scalars.tolist(), self.n_layers)[-1]
+                errors.append(_squares(last - setting.known[1::2]))
+            laws.append(np.array(errors))
+        return min(laws, key=np.mean)
 
 
 def _squares(difference: Float[Tensor, "*axes prompt d_y"]) -> np.ndarray:
@@ -210,6 +223,10 @@ def candidates_of(task: TaskConfig) -> tuple[Algorithm, ...]:
     return tuple(member for member in ALGORITHMS if member.label not in left_out)
 
 
+def mixed_name(first: str, second: str) -> str:
+    return f"a mixture of {first} and {second}"
+
+
 def mixed(first: Algorithm, second: Algorithm) -> Algorithm:
     """(1 - share) of the first algorithm's prediction and a share of the second's, at every layer."""
 
@@ -220,9 +237,8 @@ def mixed(first: Algorithm, second: Algorithm) -> Algorithm:
         return (1 - share) * ours + share * theirs
 
     share = Scalar("share", lambda moments: SHARE, where="once", lower=-torch.inf)
-    names = [algorithm.label or algorithm.name for algorithm in (first, second)]
     return Algorithm(
-        name=f"a mixture of {names[0]} and {names[1]}",
+        name=mixed_name(*(algorithm.label or algorithm.name for algorithm in (first, second))),
         label=None,
         scalars=(*first.scalars, *second.scalars, share),
         run=run,
@@ -231,6 +247,30 @@ def mixed(first: Algorithm, second: Algorithm) -> Algorithm:
         linear_in_y=first.linear_in_y and second.linear_in_y,
         equivariant=first.equivariant and second.equivariant,
     )
+
+
+def in_turn(
+    chosen: Sequence[Algorithm], members: Sequence[Algorithm], n_layers: int
+) -> list[Algorithm]:
+    """Each chosen algorithm before or after another one, with the change at every layer."""
+    pairs = {
+        (first.name, second.name): (first, second)
+        for one in chosen
+        for other in members
+        if one.step and other.step and one.name != other.name and not _contains(one, other)
+        for first, second in ((one, other), (other, one))
+    }
+    return [
+        one_after_another(first, second, layer)
+        for first, second in pairs.values()
+        for layer in range(1, min(n_layers, LATEST))
+    ]
+
+
+def _contains(one: Algorithm, other: Algorithm) -> bool:
+    """Whether either of two is gradient descent and the other contains it."""
+    labels = {one.label, other.label}
+    return SMALLER in labels and bool(labels & LARGER)
 
 
 def mixed_scores(
@@ -245,7 +285,7 @@ def mixed_scores(
         for b in others
         if a.name != b.name and not (a.label == SMALLER and b.label in LARGER)
     }
-    moments = PromptMoments(room.own.prompts[:MIXED_PROMPTS], room.task)
+    moments = room.fit_moments
 
     def natural(algorithm: Algorithm) -> np.ndarray:
         return algorithm.start(moments, room.n_layers).numpy()
@@ -255,20 +295,11 @@ def mixed_scores(
         ours = scalars_of[first.label or first.name]
         theirs = scalars_of.get(second.label or second.name, np.empty(0))
         fits = [
-            room.scores(
-                [both],
-                starts={both.name: np.concatenate([ours, begin, [SHARE]])},
-                n_fit=MIXED_PROMPTS,
-            )
+            room.scores([both], starts={both.name: np.concatenate([ours, begin, [SHARE]])})
             for begin in (theirs, natural(second))[: 2 if len(theirs) else 1]
         ]
         rows.append(min(fits, key=lambda fit: np.nanmean(fit.error[0, : room.n_own])))
-    if not rows:
-        return None
-    joined = rows[0]
-    for row in rows[1:]:
-        joined = joined.joined(row)
-    return joined
+    return reduce(Scores.joined, rows) if rows else None
 
 
 def free_preconditioner(room: Room, descent: Algorithm) -> Algorithm | None:
@@ -286,18 +317,10 @@ def free_preconditioner(room: Room, descent: Algorithm) -> Algorithm | None:
     A = A.reshape(d_x, d_x)
     A = A / A.diagonal().mean()
 
-    def run(moments: PromptMoments, n_layers: int, eta: Tensor) -> Tensor:
-        w, path = torch.zeros_like(moments.b), []
-        for layer in range(n_layers):
-            w = w + eta[layer] * A @ (moments.b - moments.S @ w)
-            path.append((moments.prompts.x_query[:, None] @ w)[:, 0])
-        return torch.stack(path)
+    def step(moments: PromptMoments, w: Tensor, gradient: Tensor, eta: Tensor) -> Tensor:
+        return w + eta * A @ gradient
 
+    name = "descent with a free preconditioner"
     return Algorithm(
-        "descent with a free preconditioner",
-        None,
-        descent.scalars,
-        run,
-        allowance=-torch.inf,
-        equivariant=False,
+        name, None, descent.scalars, step=step, allowance=-torch.inf, equivariant=False
     )

@@ -116,7 +116,8 @@ def identity_tests(
 ) -> dict[str, IdentityTest]:
     """Whether the predictions satisfy what those of algorithms do, on the prompts that scores are taken on."""
     prompts, known = own.prompts[1::2], own.known[1::2]
-    dense, clean = task.sparsity is None, prompts.y_query_clean
+    # A sum of sparse task vectors, or of two of a pool, is no task vector.
+    dense, clean = task.sparsity is None and task.n_tasks is None, prompts.y_query_clean
     made: dict[str, tuple[Prompts, Tensor] | None] = {}
     made["linear in y: sum"] = _summed(predict, prompts, known) if dense else None
     for scale in SCALES:
@@ -124,7 +125,7 @@ def identity_tests(
         # Entries of fixed size have no other scale.
         fixed = task.nonzeros == "signs" or task.n_tasks is not None
         made[f"linear in y: times {scale:g}"] = None if fixed else (scaled, scale * known)
-    same = dense and task.supports is None and task.n_tasks is None and isotropic(task)
+    same = dense and task.supports is None and isotropic(task)
     made["same when x is rotated"] = (_rotated(prompts, seed), known) if same else None
     order = torch.randperm(prompts.x.shape[1], generator=generator_for(seed, "init", 2))
     shuffled = replace(prompts, x=prompts.x[:, order], y=prompts.y[:, order])

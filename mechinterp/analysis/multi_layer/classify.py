@@ -191,7 +191,7 @@ def classify_layers(
 
     Args:
         task: Law of the prompts; None: the checkpoint's.
-        n_prompts: For the heads; the algorithm takes four and sixteen times as many where these do not decide.
+        n_prompts: For the heads; the algorithm takes four times as many, and sixteen times where these do not decide.
     Raises:
         ValueError: If there are fewer than two prompts, 8 for several layers, or the task's prompts
             are of other sizes than the model's.
