@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from mechinterp.analysis.ablation.pruning import Pruning
     from mechinterp.checkpoints.checkpoint import Checkpoint
     from mechinterp.checkpoints.foreign.options import Hints
-    from mechinterp.icl.prompts import Prompts
     from mechinterp.progress import ProgressCallback
 
 
@@ -178,18 +177,15 @@ def prune(
     with about_paths(*paths), progress_bars(quiet=asked.quiet) as progress:
         checkpoint = _of_several_layers(path, hints, asked.context_length, device)
         prompts = asked.prompts(checkpoint)
-        found = pruning.prune(
-            checkpoint.predictor,
-            prompts,
-            rule=pruning.RULES[rule],
-            sequential=sequential,
-            progress=progress,
-        )
+        how: dict[str, Any] = {
+            "rule": pruning.RULES[rule],
+            "sequential": sequential,
+            "progress": progress,
+        }
+        found = pruning.prune(checkpoint.predictor, prompts, **how)
         tuned = None
         if fine_tune is not None:
-            # The heads are chosen on all of the prompts.
-            others = replace(asked, seed=(asked.seed or 0) + 1).prompts(checkpoint)
-            tuned = _fine_tuned(checkpoint, found, others, steps=fine_tune, progress=progress)
+            tuned = _fine_tuned(checkpoint, found, asked, steps=fine_tune, progress=progress)
         if out is not None and tuned is not None:
             tuned.save(out)
         elif out is not None:
@@ -210,7 +206,7 @@ def prune(
 def _fine_tuned(
     checkpoint: "Checkpoint",
     found: "Pruning",
-    prompts: "Prompts",
+    asked: Asked,
     *,
     steps: int,
     progress: "ProgressCallback",
@@ -221,7 +217,9 @@ def _fine_tuned(
         raise ValueError(
             f"--fine-tune is for models that were trained by this package, got one of format {checkpoint.format}."
         )
-    return fine_tune(checkpoint, found.kept, prompts, steps=steps, progress=progress)
+    # The heads are chosen on all of the prompts that were asked for.
+    others = replace(asked, seed=(asked.seed or 0) + 1).prompts(checkpoint)
+    return fine_tune(checkpoint, found.kept, others, steps=steps, progress=progress)
 
 
 def _of_several_layers(

@@ -525,24 +525,6 @@ def test_the_number_of_heads_is_in_a_config_beside_the_weights(tmp_path: Path, n
         load(tmp_path / "state.pt", n_heads=1)
 
 
-def test_noise_and_context_are_in_a_config_beside_the_weights(tmp_path: Path):
-    torch.save({"model_state_dict": garg().state_dict()}, tmp_path / "state.pt")
-    config = tmp_path / "config.yaml"
-    text = "model: {n_head: 4}\ntraining: {curriculum: {points: {end: 9}}, task_kwargs: {noise_std: 0.5}}"
-    config.write_text(text)
-    found = load(tmp_path / "state.pt")
-    assert (found.task.noise_var, found.task.beta_var) == (0.25, 1.0)
-    assert found.task.context_length == 8
-    assert found.assumed["task.beta_var"] == 1.0
-    assert not {"task.noise_var", "task.context_length"} & set(found.assumed)
-    assert load(tmp_path / "state.pt", task={"noise_var": 2.0}).task.noise_var == 2
-    for wrong in ("-1", "much", "inf", "nan"):
-        config.write_text(text.replace("0.5", wrong))
-        words = f"config.yaml: noise_std must be a number >= 0, got '{wrong}'."
-        with pytest.raises(CheckpointError, match=re.escape(words)):
-            load(tmp_path / "state.pt")
-
-
 @pytest.mark.parametrize(
     "text",
     ["model: [", "model: &a [*a", "x: !!python/object/apply:os.system ['false']\n- 1", "a" * 2**17],

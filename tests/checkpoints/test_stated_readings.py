@@ -67,12 +67,18 @@ def test_noise_and_points_in_any_spelling(
     save_file(state, file)
     found = load(tmp_path if layout == "folder" else file)
     assert (found.task.noise_var, found.task.context_length) == (1.0, 8)
+    assert found.assumed["task.beta_var"] == found.task.beta_var == 1.0
     assert not {"task.noise_var", "task.context_length"} & found.assumed.keys()
+    assert load(file, task={"noise_var": 2.0}).task.noise_var == 2
 
 
 @pytest.mark.parametrize(
     ("stated", "words"),
     [
+        *(
+            ({"noise_std": text}, f"noise_std must be a number >= 0, got '{text}'")
+            for text in ("-1", "much", "inf", "nan")
+        ),
         ({"noise_std": True}, "noise_std must be a number >= 0, got True"),
         ({"noise_std": [1]}, "noise_std must be a number >= 0, got "),
         ({"n_points": 1}, "n_points must be an integer >= 2, got 1"),

@@ -413,7 +413,7 @@ def test_p_values_at_their_floor_are_below_it(page: Page, trained: tuple[Checkpo
     said = {row["evidence"]: row["value"] for row in page.rows("pattern")}
     for name, p in found.p_values.items():
         least = 1 / found.n_random
-        assert said[f"p of {name}"] == (f"&lt; {least:.2g}" if p <= least else cell(p))
+        assert said[f"p of {name}"] == (f"&lt; {least:.2g}" if p <= least else cell(p, "p_value"))
     frame = pd.DataFrame({"p_value": [0.0, 1e-13, 0.25], "rise": [0.0, 1e-13, 0.25]})
     table = Section("p", "R² = 1 ± 0", "", tables={"table": Table(frame)})
     rows = Page(to_html.page("name", "", "", [table], files=())).rows("table")

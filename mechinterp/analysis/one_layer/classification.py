@@ -35,6 +35,14 @@ MEANINGS = {
 }
 ADDS = "adds y weighted by how alike token and query are"
 NO_AVERAGE = ("{s}", "max({s}, 0)")
+HEAD_NUMBERS = (
+    "omega_mean",
+    "qk_diagonal",
+    "qk_off_diagonal",
+    "qk_y_leak",
+    "ov_last_entry",
+    "ov_x_leak",
+)
 SCALES = (
     *("omega_spread", "zero_sum", "eta", "eta_optimal", "gamma", "manifold_distance"),
     *("theta", "supports", "support_leak", "theta_spread"),
@@ -230,14 +238,9 @@ class Classification(Classified):
             "R² on its task": self._band("task_r2", self.loss.r2),
         }
         rows = [(n, v, next(iter(bands.get(n, ())), ""), HOW[n]) for n, v in values.items()]
-        least = 1 / self.n_random
+        reach = "fraction of random models that reach it"
         rows += [
-            (
-                f"p of {name}",
-                f"< {least:.2g}" if p <= least else cell(p),
-                "",
-                "fraction of random models that reach it",
-            )
+            (f"p of {name}", cell(p, "p_value", 1 / self.n_random), "", reach)
             for name, p in self.p_values.items()
         ]
         return pd.DataFrame(rows, columns=["evidence", "value", "random_weights", "how"])
@@ -248,24 +251,25 @@ class Classification(Classified):
         # A score that is no average looks at unlike tokens with weights below 0: omega and mu flip together.
         averages = self.kernel not in NO_AVERAGE
         for head, label in enumerate(self.labels):
+            omega, mu = scales.omega_mean[head], scales.mu[head]
+            diagonal, reads_y = scales.qk_diagonal[head], scales.ov_last_entry[head]
+            band, share = self._band, self.share[head]
             facts = {
-                "share of output": f"{self.share[head]:.1%}",
-                "omega (1/x²)": f"{scales.omega_mean[head]:+.3g}",
-                "mu": ", ".join(f"{mu:+.3g}" for mu in scales.mu[head]),
-                "QK diagonal": cell(scales.qk_diagonal[head]),
-                "OV reads y only": cell(scales.ov_last_entry[head]),
+                "share of output": (f"{share:.1%}", band("share", share)),
+                "omega (1/x²)": (f"{omega:+.3g}", band("omega_mean", omega)),
+                "mu": (
+                    ", ".join(f"{each:+.3g}" for each in mu),
+                    tuple(found for each in mu for found in band("mu", each)),
+                ),
+                "QK diagonal": (cell(diagonal), band("qk_diagonal", diagonal)),
+                "OV reads y only": (cell(reads_y), band("ov_last_entry", reads_y)),
             }
-            bands = {
-                "share of output": self._band("share", self.share[head]),
-                "omega (1/x²)": self._band("omega_mean", scales.omega_mean[head]),
-                "mu": tuple(band for mu in scales.mu[head] for band in self._band("mu", mu)),
-                "QK diagonal": self._band("qk_diagonal", scales.qk_diagonal[head]),
-                "OV reads y only": self._band("ov_last_entry", scales.ov_last_entry[head]),
-            }
+            texts = {name: text for name, (text, _) in facts.items()}
+            bands = {name: bands for name, (_, bands) in facts.items()}
             told = averages or label not in ("positive", "negative")
             meaning = MEANINGS[label] if told else ADDS
             color = figures.head_color(head)
-            cards.append(Card(f"head {head}", label, meaning, color, facts, bands))
+            cards.append(Card(f"head {head}", label, meaning, color, texts, bands))
         return cards
 
     def _band(self, name: str, value: float) -> tuple[Band, ...]:
@@ -283,18 +287,12 @@ class Classification(Classified):
                 "label": label,
                 "share": self.share[head],
                 "omega": scales.omega[head].tolist(),
-                "omega_mean": scales.omega_mean[head],
                 "omega_form": self.omega_form[head],
                 "mu": scales.mu[head].tolist(),
-                "qk_diagonal": scales.qk_diagonal[head],
-                "qk_diagonal_p": self.head_p_values["qk_diagonal"][head],
-                "qk_off_diagonal": scales.qk_off_diagonal[head],
-                "qk_y_leak": scales.qk_y_leak[head],
-                "ov_last_entry": scales.ov_last_entry[head],
-                "ov_last_entry_p": self.head_p_values["ov_last_entry"][head],
-                "ov_x_leak": scales.ov_x_leak[head],
                 "task_leak": self.task_leak[head],
             }
+            | {name: getattr(scales, name)[head] for name in HEAD_NUMBERS}
+            | {f"{name}_p": values[head] for name, values in self.head_p_values.items()}
             for head, label in enumerate(self.labels)
         ]
         evidence: dict[str, object] = {"sign_matching": self.sign_matching}

@@ -5,7 +5,7 @@ from itertools import product
 
 from mechinterp.checkpoints.foreign.formats import BARE, CAUSAL, Format
 from mechinterp.checkpoints.foreign.heads import settle
-from mechinterp.checkpoints.foreign.options import COLUMNS, SIGNS, Hints
+from mechinterp.checkpoints.foreign.options import COLUMNS, JOINS, SIGNS, Hints
 from mechinterp.checkpoints.foreign.parsed import Parts
 from mechinterp.checkpoints.foreign.readings import Said
 from mechinterp.config.model import LAYOUTS, NORMS
@@ -21,8 +21,9 @@ DOUBTED: dict[str, tuple[str | bool, ...]] = {
 SETTINGS = {
     "activation": ("activation_function", "activation"),
     "norm_eps": ("layer_norm_epsilon", "layer_norm_eps", "norm_eps"),
+    **{name: (name,) for name in (*JOINS, "attend_to_self") if name != "activation"},
 }
-"""Settings beside weights that state a choice under another name."""
+"""Settings beside weights that state a choice."""
 ONLY = {
     "scale_attn_weights": True,
     "scale_attn_by_inverse_layer_idx": False,
@@ -47,8 +48,6 @@ def given_choices(hints: Hints, settings: Mapping[str, object]) -> dict[str, obj
     }
     if isinstance(first := settings.get("norm_first"), bool):
         beside["norm"] = "before" if first else "after"
-    names = ("norm", "layout", "residual", "context_only", "positions", "attend_to_self")
-    beside = {name: settings.get(name) for name in names} | beside
     beside |= hints.model or {}
     found = {name: value for name, value in beside.items() if value is not None}
     stated = ("score", "scale", "columns", "attend_to_self", "sign", "orientation", "output_column")
