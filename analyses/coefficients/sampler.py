@@ -29,9 +29,7 @@ GRID = [
 ]
 CHAINS = Chains(n_chains=48, n_draws=500, n_warmup=250, n_leapfrog=40)
 MODEL = "linear-separate-s0"
-LANGEVIN = [
-    Langevin(step_size, batch_size) for step_size in (1e-6, 1e-5) for batch_size in (64, 1024)
-]
+LANGEVIN = [Langevin(step_size, 64) for step_size in (1e-6, 1e-5)]
 LANGEVIN_CHAINS = Chains(n_chains=8, n_draws=60, n_warmup=20, n_leapfrog=100)
 TEMPERATURES = (1e2, 1e3, 1e4, 1e5, 1e6)
 SHORT = Chains(n_chains=4, n_draws=60, n_warmup=40, n_leapfrog=10)

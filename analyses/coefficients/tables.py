@@ -103,7 +103,7 @@ def early(results: Path) -> str:
     columns = {
         "step": "{0.step:,}",
         "loss": "{0.eval_loss:.3f}",
-        "mean of the |ω|": "{0.omega:.3f}",
+        "mean size of ω": "{0.omega:.3f}",
         "QK on the diagonal": "{0.qk_diagonal:.2f}",
         "ω of two signs": lambda row: "yes" if row.signs_differ else "no",
         "curved upwards": "{0.curved:.0f}",

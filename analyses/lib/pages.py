@@ -81,6 +81,7 @@ TABLES[DOCS / "learning_coefficient.md"] = {
     "staircase": coefficient_tables.staircase,
     "softmax": coefficient_tables.softmax_coefficients,
     "pairs": coefficient_tables.pairs,
+    "early": coefficient_tables.early,
     "grid": coefficient_tables.grid,
     "mini-batches": coefficient_tables.minibatches,
     "temperatures": coefficient_tables.temperatures,
@@ -99,6 +100,7 @@ TABLES[PAGES / "sparse_regression.md"] |= {
     "settings seeds": settings_table.seeds,
     "settings steps": settings_table.steps,
 }
+TABLES.setdefault(DOCS / "algorithms.md", {})["GPT-2"] = result_tables.garg
 
 
 def replaced(text: str, name: str, table: str) -> str:

@@ -105,12 +105,6 @@ def test_strategies():
     assert zero.strategy == "neither"
 
 
-def test_dmmse_is_best_on_the_pool_and_ridge_on_new_tasks():
-    found = compare_priors(mixture(0.5), TASK, n_prompts=2000).overall
-    assert found.risk_dmmse[0] < found.risk_ridge[0]
-    assert found.risk_ridge[1] < found.risk_dmmse[1]
-
-
 def test_a_model_of_the_package_frame_and_figures():
     heads = merged_heads(2, 3, std=0.1, seed=0)
     task = replace(TASK, d_y=1)

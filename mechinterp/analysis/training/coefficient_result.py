@@ -79,11 +79,6 @@ class LearningCoefficient(Result):
         frame = pd.DataFrame({name: [getattr(one, name) for one in each] for name in names})
         return frame.astype({"exact": float})
 
-    def chains_frame(self) -> pd.DataFrame:
-        """One row per chain and draw."""
-        chain, draw = np.indices(self.excess.shape).reshape(2, -1)
-        return pd.DataFrame({"chain": chain, "draw": draw, "excess": self.excess.ravel()})
-
     def plot(self) -> go.Figure:
         """The trace of n_beta (L - L*), with the exact value dotted; empty without draws."""
         n_chains, n_draws = self.excess.shape
