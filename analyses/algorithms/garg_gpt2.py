@@ -1,7 +1,7 @@
 """A GPT-2 of the kind of Garg et al. 2022 (arXiv 2208.01066), trained on linear regression until it is near to ridge.
 
     python -m analyses.algorithms.garg_gpt2 --out FOLDER    (three quarters of an hour on one core; goes on where it was stopped)
-    python -m analyses.algorithms.garg_gpt2                 (a minute: what docs/algorithms.md tells of the shipped one)
+    python -m analyses.algorithms.garg_gpt2                 (seconds: what docs/algorithms.md tells of the shipped one)
 
 x and y are tokens in turn; GPT-2 with learned positions, norms and MLPs stands between two linear maps, and predicts y at each x.
 The smallest size of their code (64 wide, 3 layers, 2 heads), their batch of 64 prompts and their loss, over all prefixes; d_x is
@@ -20,8 +20,9 @@ from transformers import GPT2Config, GPT2Model
 
 from analyses.lib import RESULTS
 from analyses.lib.measured import ROOT
-from mechinterp import Prompts, TaskConfig, generator_for, load, name_algorithm, sample_prompts
-from mechinterp.analysis.stats import ratio_and_sem
+from mechinterp import Prompts, TaskConfig, generator_for, load, sample_prompts
+from mechinterp.analysis.stats import r2_and_sem, ratio_and_sem
+from mechinterp.checkpoints.checkpoint import Checkpoint
 from mechinterp.icl.algorithm_fits import fit_algorithm
 from mechinterp.icl.algorithms import ALGORITHMS
 from mechinterp.icl.predictors import ridge
@@ -42,7 +43,7 @@ DESCENTS = (
 the warm-up, and is constant until the first of them begins."""
 STEPS = DESCENTS[-1][0]
 LOG_EVERY = 500
-N_PROMPTS = 8192
+N_PROMPTS = 16_384
 STATE = "state.pt"
 CONFIG = f"""\
 model:
@@ -104,8 +105,8 @@ def rate(step: int) -> float:
     return start * min(1.0, (step + 1) / WARM_UP) * (1 - math.cos(math.pi * left)) / 2
 
 
-def train(folder: Path) -> GargModel:
-    """A model after all steps; what is in the folder is trained on."""
+def train(folder: Path) -> None:
+    """A model trained for all steps; what is in the folder is trained on."""
     torch.manual_seed(0)
     model = GargModel()
     optimizer = torch.optim.Adam(model.parameters(), lr=DESCENTS[0][2], fused=True)
@@ -131,47 +132,31 @@ def train(folder: Path) -> GargModel:
                 "train_step": step + 1,
             }
             torch.save(state, folder / STATE)
-            print(step + 1, over_ridge(model, N_PROMPTS).to_string(index=False), flush=True)
-    return model
+            print(step + 1, f"loss {loss.item():.4f}", flush=True)
 
 
-def over_ridge(model: GargModel, n_prompts: int, seed: int = 0) -> pd.DataFrame:
+def over_ridge(checkpoint: Checkpoint) -> pd.DataFrame:
     """Excess risk and risk over those of the best ridge on the same prompts with their standard errors, by number of pairs."""
-    prompts = sample_prompts(TASK, n_prompts, seed=seed)
-    with torch.no_grad():
-        predictions = model(prompts)
-    rows = []
+    rows, task = [], checkpoint.task
     for length in LENGTHS:
-        x = torch.cat([prompts.x, prompts.x_query[:, None]], 1)[:, length]
-        given = Prompts(
-            x=prompts.x[:, :length],
-            y=prompts.y[:, :length],
-            x_query=x,
-            y_query=prompts.y_query,
-            y_query_clean=(x[:, None] @ prompts.beta)[:, 0],
-            beta=prompts.beta,
-        )
-        best = ridge(given, penalty=TASK.noise_var / TASK.beta_variance)
-        target = given.y_query_clean
-        error, least = (
-            (p - target).square().mean(1).double().numpy()
-            for p in (predictions[:, length, None], best)
-        )
-        noisy = ratio_and_sem(error + TASK.noise_var, least + TASK.noise_var)
+        drawn = {"context_length": length, "dtype": torch.float64}
+        prompts = sample_prompts(task, N_PROMPTS, seed=7, **drawn)
+        best = ridge(prompts, penalty=task.noise_var / task.beta_variance)
+        found = checkpoint.predictor.predict(prompts).double()
+        error, least = ((p - prompts.y_query_clean).square().mean(1).numpy() for p in (found, best))
+        noisy = ratio_and_sem(error + task.noise_var, least + task.noise_var)
         rows.append((length, *map(float, (*ratio_and_sem(error, least), *noisy))))
     return pd.DataFrame(rows, columns=["pairs", "excess", "excess_sem", "risk", "risk_sem"])
 
 
-def near(folder: Path) -> pd.DataFrame:
-    """R² of each algorithm, fitted to the last prediction at the model's own length, and ridge's penalty."""
-    checkpoint = load(folder)
-    found = name_algorithm(checkpoint).to_frame().query("prompts == 'own length'")
-    moments = PromptMoments(sample_prompts(checkpoint.task, N_PROMPTS, seed=2), checkpoint.task)
-    (ridges,) = (one for one in ALGORITHMS if one.name == "ridge")
-    target = checkpoint.predictor.predict(moments.prompts)
-    fit = fit_algorithm(ridges, moments, target, n_layers=checkpoint.config.model.n_layers)
-    penalties = {"ridge_like": float(fit.scalars[0])}
-    return found[["candidate", "r2"]].assign(penalty=found.candidate.map(penalties))
+def nearest_ridge(checkpoint: Checkpoint) -> dict[str, float]:
+    """The penalty with which ridge regression is nearest to the model, and its R² on other prompts."""
+    (algorithm,) = (one for one in ALGORITHMS if one.name == "ridge")
+    fitted, scored = (sample_prompts(checkpoint.task, N_PROMPTS, seed=seed) for seed in (2, 3))
+    moments, target = PromptMoments(fitted, checkpoint.task), checkpoint.predictor.predict
+    fit = fit_algorithm(algorithm, moments, target(moments.prompts), n_layers=3)
+    penalty = float(fit.scalars[0])
+    return {"penalty": penalty, "r2": r2_and_sem(ridge(scored, penalty=penalty), target(scored))[0]}
 
 
 def main() -> None:
@@ -184,10 +169,9 @@ def main() -> None:
         (folder / "config.yaml").write_text(CONFIG)
         train(folder)
         return
-    folder = ROOT / "checkpoints" / "garg-gpt2"
-    tables = [over_ridge(train(folder), 2 * N_PROMPTS, seed=1), near(folder)]
-    file = RESULTS / "algorithms" / "garg_gpt2.csv"
-    pd.concat(tables).to_csv(file, index=False, float_format="%.6g")
+    shipped = load(ROOT / "checkpoints" / "garg-gpt2")
+    table = over_ridge(shipped).assign(**nearest_ridge(shipped))
+    table.to_csv(RESULTS / "algorithms" / "garg_gpt2.csv", index=False, float_format="%.6g")
 
 
 if __name__ == "__main__":

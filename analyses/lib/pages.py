@@ -100,6 +100,7 @@ TABLES[PAGES / "sparse_regression.md"] |= {
     "settings seeds": settings_table.seeds,
     "settings steps": settings_table.steps,
 }
+TABLES.setdefault(DOCS / "algorithms.md", {})["GPT-2"] = result_tables.garg
 
 
 def replaced(text: str, name: str, table: str) -> str:

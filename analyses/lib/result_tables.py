@@ -138,6 +138,16 @@ def attack(results: Path) -> str:
     return markdown(("seed", *found.columns), rows)
 
 
+def garg(results: Path) -> str:
+    """The shipped GPT-2 beside the best ridge, by number of pairs."""
+    columns = {
+        "pairs": "{0.pairs}",
+        "excess risk over that of the best ridge": "{0.excess:.3f} ± {0.excess_sem:.3f}",
+        "risk (with the noise of the response) over ridge's": "{0.risk:.3f} ± {0.risk_sem:.3f}",
+    }
+    return table(pd.read_csv(results / "algorithms" / "garg_gpt2.csv"), columns)
+
+
 def trained(results: Path) -> str:
     """The trained models of sparse regression, a column per number of heads and noise variance."""
     tables = {part: pd.read_csv(results / f"sparse_{part}.csv") for part in PARTS}

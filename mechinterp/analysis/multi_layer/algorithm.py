@@ -288,12 +288,10 @@ def _with_mixtures(
     chosen = [member for member in found.members if member.label in candidates]
     if found.path is not None and steps is not None:
         walking = [each for each in others if each.has_path or each.name == "zero"]
-        more = mixed_scores(steps, found.path, [m for m in chosen if m.has_path], walking)
-        found = found if more is None else replace(found, path=found.path.joined(more))
         turns = in_turn([m for m in chosen if m.step], found.members, steps.n_layers)
-        if turns:
-            more = steps.scores(turns)
-            found = replace(found, path=found.path.joined(more))
+        mixtures = mixed_scores(steps, found.path, [m for m in chosen if m.has_path], walking)
+        path = found.path if mixtures is None else found.path.joined(mixtures)
+        found = replace(found, path=path.joined(steps.scores(turns)) if turns else path)
     pathless = [member for member in chosen if not member.has_path]
     more = mixed_scores(last, found.function, pathless, others)
     return found if more is None else replace(found, function=found.function.joined(more))
