@@ -53,10 +53,8 @@ def test_half_of_the_near_misses_were_kept_for_the_confirming_half():
 
 
 def test_every_shipped_model_of_several_layers_has_one_answer():
-    """But for one, which docs/algorithms.md names: on the prompts of one seed its mean risk is that of no learner."""
     assert set(SHIPPED.checkpoint) == set(shipped.deep_checkpoints())
-    answers = SHIPPED.groupby("checkpoint").label.nunique()
-    assert answers[answers > 1].index.tolist() == ["pool-linear-m64-s0"]
+    assert (SHIPPED.groupby("checkpoint").label.nunique() == 1).all()
 
 
 def test_exact_descent_with_summed_scores_is_right_and_softmax_pairs_are_no_gd_plus_plus():

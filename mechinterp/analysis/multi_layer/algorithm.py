@@ -20,6 +20,7 @@ from mechinterp.analysis.multi_layer.algorithm_labels import (
     OWN,
     RESOLVED,
     UNDETERMINED,
+    UNSTRUCTURED,
     AlgorithmLimits,
     Decision,
     Measured,
@@ -124,7 +125,12 @@ def name_algorithm(
 
 
 def _is_clear(evidence: AlgorithmEvidence, limits: AlgorithmLimits) -> bool:
-    """Whether nearly all resamples have one label, and other limits would give it, too."""
+    """Whether nearly all resamples have one label, and other limits would give it, too.
+
+    A few prompts can carry the mean by which a model is useless, so that this is never clear from the first ones.
+    """
+    if evidence.label == UNSTRUCTURED:
+        return False
     moved = {decide(evidence.measured, limits.moved(by)).label for by in (-MARGIN, MARGIN)}
     return bool(evidence.frequency[0] >= CLEAR) and moved == {evidence.label}
 
