@@ -339,10 +339,11 @@ def _nearer(
         further[:, own:] &= r2[m, own:] >= limits.explained
         rest = 1 - r2[:, :own]
         by_form = (lead[:, :own] > limits.rest * rest[m]) & (rest[m] > RESOLVED)
-        scaled = by_form[np.array(scores.names) == mixed_name(scores.names[m], "zero")]
-        if (scaled | (rest[m] <= RESOLVED)).all(1).any():
-            # What the scale of the read-out takes up is no sign of another form.
-            by_form[:] = False
+        scaled = np.flatnonzero(np.array(scores.names) == mixed_name(scores.names[m], "zero"))
+        if len(scaled) and (by_form[scaled[0]] | (rest[m] <= RESOLVED)).all():
+            # What the scale of the read-out takes up is no sign of another form; what it leaves may be one.
+            left = rest[scaled[0]]
+            by_form = (left - rest > limits.rest * left) & (left > RESOLVED)
         nearer[:, :own] |= by_form & (n <= n[m] + allowance)[:, None]
         by_form = (-lead[:, :own] > limits.rest * rest) & (rest > RESOLVED)
         further[:, :own] |= by_form & (n[m] <= n + allowance[m])[:, None]
