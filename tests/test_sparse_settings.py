@@ -153,13 +153,13 @@ def test_heads_at_work_are_counted_by_median_rises():
     folder = ANALYSES.parent / "checkpoints" / "d8s2-linear-h8x4-l3-noise0.1-s0"
     checkpoint = load(folder)
     prompts = sample_prompts(checkpoint.task, 512, seed=0)
-    found = spread(checkpoint.model, rises(checkpoint.model, prompts), prompts)
+    ablation, _ = spread(checkpoint.model, rises(checkpoint.model, prompts), prompts)
     heads = [(layer, head) for layer in range(3) for head in range(8)]
     errors = masked_errors(checkpoint.model, prompts, [[], *([head] for head in heads)])
     median = np.median(errors[:, 1:] - errors[:, :1], axis=0).reshape(3, 8).clip(0)
     shares = median / median.sum(1, keepdims=True)
     entropy = -(shares * np.log(shares.clip(1e-300))).sum(1)
-    np.testing.assert_allclose(found.of_medians, np.exp(entropy), rtol=1e-6)
+    np.testing.assert_allclose(ablation.effective_heads_of_medians, np.exp(entropy), rtol=1e-6)
 
 
 def test_every_model_of_the_plan_with_several_heads_has_a_partner():

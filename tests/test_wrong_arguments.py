@@ -111,11 +111,11 @@ def test_a_checkpoint_is_masked_as_its_model_is(path):
     torch.testing.assert_close(checkpoint.predictor.predict(prompts), full, rtol=1e-5, atol=1e-6)
 
 
-def test_what_has_no_hooks_on_inputs_of_heads_is_refused():
+def test_what_has_no_stream_that_is_a_sum_is_refused():
     model = hooked()
     assert refusal(lambda: attribute_edges(model, n_prompts=4)) == (
-        "model must have hooks on the inputs of queries, keys and values, blocks.1.attn.hook_q_input and so on; "
-        "a ModuleHooks has none."
+        "model must have a residual stream that is the sum of what is written to it, got a layer 0 that puts out something "
+        "else (a norm after it, or an MLP without one before)."
     )
     said = refusal(lambda: patch_positions(model, activation="attn_out", n_prompts=4))
     assert said.startswith("This needs the hook blocks.0.")

@@ -16,7 +16,7 @@ from analyses.sparse.models import NOISES, NOTE, SEVERAL, named, prompts_of, see
 from analyses.sparse.setting import ratio
 from mechinterp import Prompts
 from mechinterp.analysis.ablation.masked_risk import masked_errors
-from mechinterp.analysis.ablation.pairs import halves
+from mechinterp.analysis.stats import halves
 
 LATER = 3  # layers after the first
 

@@ -24,7 +24,7 @@ from mechinterp import Prompts, fine_tune
 from mechinterp.analysis.ablation.fine_tuning import MODELS as MODELS_TUNED
 from mechinterp.analysis.ablation.fine_tuning import FineTuning
 from mechinterp.analysis.ablation.masked_risk import masked_errors
-from mechinterp.analysis.ablation.pairs import halves
+from mechinterp.analysis.stats import halves
 from mechinterp.icl.sparse_predictors import excess_risk
 from mechinterp.models.run.general import predict_deep
 

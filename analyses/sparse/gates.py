@@ -16,7 +16,7 @@ from analyses.lib import Measured, record, run
 from analyses.sparse.models import named, prompts_of, trained
 from analyses.sparse.setting import ratio
 from mechinterp import Prompts, learn_gates
-from mechinterp.analysis.ablation.pairs import halves
+from mechinterp.analysis.stats import halves
 from mechinterp.icl.sparse_predictors import excess_risk
 from mechinterp.models.hooked.masks import z_name
 

@@ -19,8 +19,8 @@ from analyses.sparse.questions import Numbers
 from analyses.sparse.setting import Pair
 from mechinterp import ICLTransformer, Prompts, ablate_heads
 from mechinterp.analysis.ablation.masked_risk import masked_errors
-from mechinterp.analysis.ablation.pairs import halves
 from mechinterp.analysis.ablation.single import HeadAblation
+from mechinterp.analysis.stats import halves
 
 MEAN_PROMPTS, SAMPLES = 1024, 100
 

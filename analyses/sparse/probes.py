@@ -26,8 +26,8 @@ from analyses.sparse.models import (
 from analyses.sparse.setting import TARGETS
 from mechinterp import probe_layers
 from mechinterp.analysis.ablation.cross_fitting import masked_by
-from mechinterp.analysis.ablation.pairs import halves
 from mechinterp.analysis.probing.linear import LayerProbes
+from mechinterp.analysis.stats import halves
 
 
 def largest_rise(probes: LayerProbes) -> float:

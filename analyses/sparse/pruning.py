@@ -24,14 +24,13 @@ from mechinterp.analysis.ablation.cross_fitting import (
     masked_by,
 )
 from mechinterp.analysis.ablation.masked_risk import masked_errors
-from mechinterp.analysis.ablation.pairs import halves
 from mechinterp.analysis.ablation.pruning import (
     Pruning,
     best_head_first,
     best_head_later,
     least_head_later,
 )
-from mechinterp.analysis.stats import mean_and_sem
+from mechinterp.analysis.stats import halves, mean_and_sem
 from mechinterp.models.hooked.masks import Head
 
 RULES = {

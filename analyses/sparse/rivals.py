@@ -10,7 +10,7 @@ from analyses.sparse import questions as ask
 from analyses.sparse.setting import best, best_lasso, best_ridge
 from analyses.sparse.steps import LEARNERS, moments, of_task
 from mechinterp import TaskConfig
-from mechinterp.analysis.ablation.pairs import halves
+from mechinterp.analysis.stats import halves
 from mechinterp.icl.sparse_predictors import gradient_descent, preprocess_then_optimise
 
 LASSO_PROMPTS = 512

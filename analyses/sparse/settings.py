@@ -24,10 +24,9 @@ from analyses.sparse.questions import Pair
 from analyses.sparse.rivals import learners
 from analyses.sparse.setting import ratio, typical_ratio
 from mechinterp import ExperimentConfig, ICLTransformer, Prompts, TaskConfig
-from mechinterp.analysis.ablation.pairs import halves
 from mechinterp.analysis.ablation.pruning import best_head_first, best_head_later
 from mechinterp.analysis.probing.feature_descent import IDEAL, RAW
-from mechinterp.analysis.stats import mean_and_sem
+from mechinterp.analysis.stats import halves, mean_and_sem
 from mechinterp.checkpoints.checkpoint import Checkpoint
 
 PROMPTS, OVER_TRAINING = 8192, 1024

@@ -200,9 +200,10 @@ def classify_layers(
         and importances normalised within a layer is a choice made here.
     Example:
         >>> from pathlib import Path
+        >>> from torch import nn
         >>> from mechinterp.checkpoints.foreign.options import Hints
         >>> from mechinterp.checkpoints.foreign.read import Stored, read_foreign
-        >>> tensors = torch.nn.TransformerEncoderLayer(6, 2, 8).state_dict()
+        >>> tensors = nn.TransformerEncoderLayer(6, 2, 8).state_dict()
         >>> hints = Hints(n_heads=2)
         >>> layer = read_foreign([Stored(Path("x.pt"), tensors, {})], hints)
         >>> classify_layers(layer, n_prompts=8).pattern
