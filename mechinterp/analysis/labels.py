@@ -74,7 +74,7 @@ ALGORITHMS = {
     "gradient_descent": Label(
         f"gradient descent on the prompt's pairs: {STEP}; {MOMENTS}",
         "Several layers, each a step of gradient descent on the pairs of the prompt.",
-        *(1, 6),
+        *(3, 41),
         name="gradient descent",
         numbers=("η",),
     ),
@@ -112,14 +112,14 @@ ALGORITHMS = {
         "gradient descent that shrinks small weights to 0 (ISTA): ŷ = w·x, w ← soft(w + η (b − S w), t) from w = 0 "
         f"in each layer; {MOMENTS}",
         "Gradient descent that shrinks small weights to 0 in each layer (ISTA).",
-        *(2, 4),
+        *(3, 5),
         name="gradient descent with shrinkage (ISTA)",
         numbers=("η", "t"),
     ),
     "ridge_like": Label(
         f"what ridge regression predicts, by whatever steps: ŷ = x·(S + λ/L)⁻¹ b; {MOMENTS}",
         "Several layers that end as ridge regression does, by steps that are not identified.",
-        *(1, 3),
+        *(5, 7),
         name="ridge regression",
         numbers=("λ",),
     ),
@@ -127,7 +127,7 @@ ALGORITHMS = {
         "the posterior mean under the pool of tasks, by whatever steps: ŷ = Σ_i p_i β_i·x, "
         "p_i ∝ exp(−Σ_l (y_l − β_i·x_l)²/(2σ²))",
         "Several layers that predict the posterior mean under the task's pool.",
-        *(0, 1),
+        *(2, 3),
         name="the posterior mean under the pool",
     ),
 }

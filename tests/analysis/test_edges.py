@@ -16,7 +16,7 @@ from transformer_lens.tools.analysis.attribution_patching import (
 from mechinterp.analysis.patching.edges import COMPONENTS, HeadEdges, _spearman, attribute_edges
 from mechinterp.analysis.patching.positions import first_prediction
 from mechinterp.checkpoints.foreign.options import Hints
-from mechinterp.checkpoints.foreign.read import read_foreign
+from mechinterp.checkpoints.foreign.read import Stored, read_foreign
 from mechinterp.checkpoints.plain_modules import hook_module
 from mechinterp.config import TaskConfig
 from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
@@ -186,7 +186,7 @@ class Plain(nn.Module):
 def test_edges_of_a_plain_module_are_those_of_its_weights():
     module = garg().double()
     hints = Hints(n_heads=4, task={"d_x": 3, "context_length": 6, "noise_var": 0.0})
-    weights = read_foreign(module.state_dict(), Path("x.pt"), hints=hints, settings={})
+    weights = read_foreign([Stored(Path("x.pt"), module.state_dict(), {})], hints)
     hooked = hook_module(Plain(module), heads=4, task=weights.task, embed=interleaved)
     prompts = evaluation_prompts(weights, n_prompts=3)
     expected, found = (attribute_edges(each, prompts) for each in (weights, hooked))
