@@ -159,6 +159,7 @@ def test_classification_document(checkpoint: Checkpoint):
             "task",
             "best_factor",
             "best_factor_sem",
+            "n_prompts",
         ),
         *("n_components", "learned", "off_diagonal"),
         *(
