@@ -112,11 +112,11 @@ def drawn() -> str:
     parts += panel(2, "GPT-2 on its way, tasks of the pool", "step", ends, halves)
     named = {}
     for (n_tasks, rows), color in zip(steps.groupby("n_tasks"), PATHS, strict=False):
-        points = list(zip(rows.step / last, rows.relative, strict=True))
-        parts += curve(2, points, color)
+        for _, seed in rows.groupby("seed"):
+            parts += curve(2, list(zip(seed.step / last, seed.relative, strict=True)), color)
         named[f"M = {int(n_tasks)}"] = color
     parts += legend(0, {name: color for color, name in KINDS.values()}) + legend(2, named)
-    width, height = LEFT + 3 * WIDTH + 2 * GAP + 20, TOP + HEIGHT + 120
+    width, height = LEFT + 3 * WIDTH + 2 * GAP + 20, TOP + HEIGHT + 62 + 18 * len(named)
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif" font-size="12">'
     return "\n".join(
         [head, f'<rect width="{width}" height="{height}" fill="white"/>', *parts, "</svg>\n"]
