@@ -130,11 +130,11 @@ def test_classification_document(checkpoint: Checkpoint):
     assert [head["label"] for head in document["heads"]] == ["positive", "negative", "dummy"]
     assert [(head["layer"], head["head"]) for head in document["heads"]] == [(0, 0), (0, 1), (0, 2)]
     negative = document["heads"][1]
-    assert set(negative) == {
+    assert list(negative) == [
         *("layer", "head", "label", "share", "omega", "omega_mean", "omega_form", "mu"),
         *("qk_diagonal", "qk_diagonal_p", "qk_off_diagonal", "qk_y_leak"),
         *("ov_last_entry", "ov_last_entry_p", "ov_x_leak", "task_leak"),
-    }
+    ]
     assert negative["omega"] == pytest.approx([-0.02] * 5)
     assert negative["omega_mean"] == pytest.approx(-0.02)
     assert negative["mu"] == pytest.approx([-22])

@@ -224,6 +224,12 @@ def candidates_of(task: TaskConfig) -> tuple[Algorithm, ...]:
 
 
 def mixed_name(first: str, second: str) -> str:
+    """Name of the mixture of two algorithms, from their own.
+
+    Example:
+        >>> mixed_name("newton", "zero")
+        'a mixture of newton and zero'
+    """
     return f"a mixture of {first} and {second}"
 
 

@@ -287,12 +287,20 @@ class Classification(Classified):
                 "label": label,
                 "share": self.share[head],
                 "omega": scales.omega[head].tolist(),
+                "omega_mean": scales.omega_mean[head],
                 "omega_form": self.omega_form[head],
                 "mu": scales.mu[head].tolist(),
-                "task_leak": self.task_leak[head],
             }
-            | {name: getattr(scales, name)[head] for name in HEAD_NUMBERS}
-            | {f"{name}_p": values[head] for name, values in self.head_p_values.items()}
+            | {
+                name + of: values[head]
+                for name in HEAD_NUMBERS
+                for of, values in (
+                    ("", getattr(scales, name)),
+                    ("_p", self.head_p_values.get(name)),
+                )
+                if values is not None
+            }
+            | {"task_leak": self.task_leak[head]}
             for head, label in enumerate(self.labels)
         ]
         evidence: dict[str, object] = {"sign_matching": self.sign_matching}
