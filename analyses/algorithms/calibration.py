@@ -1,13 +1,14 @@
 """How often the label of a model of several layers is wrong: on models whose right label is known.
 
-    python -m analyses.algorithms.calibration --seeds 2  (of the confirming half; about ten minutes on one core)
+    python -m analyses.algorithms.calibration --seeds 3  (of the confirming half; about ten minutes on one core)
     python -m analyses.algorithms.calibration --seeds 32 --family "weights: summed scores, exact"
 
-The models and functions are those of analyses/algorithms/models.py. On one seed every limit is moved, the others at
-their defaults, and its cost is counted: five for a wrong label, one for a model that must get its
-label and is left undetermined. On other seeds, and on as many families of near misses again, the labels at the
-defaults are counted. Models that the files in analyses/results/algorithms have already are not asked again: without
-algorithm_calibration_models.csv all begins anew. Writes algorithm_calibration_{models,rates,limits}.csv there, the last once the tuning half has been asked in one run.
+The models and functions are those of analyses/algorithms/models.py. On the families of the tuning half, one seed of each,
+every limit is moved, the others at their defaults, and its cost is counted: five for a wrong label, one for a model that
+must get its label and is left undetermined. On other families, which no rule and no limit was set on (new_families.py),
+the labels at the defaults are counted. Models that the files in analyses/results/algorithms have already are not asked
+again: without algorithm_calibration_models.csv all begins anew. Writes algorithm_calibration_{models,rates,limits}.csv
+there, the last once the tuning half has been asked in one run.
 """
 
 import argparse
@@ -22,11 +23,9 @@ import torch
 from scipy.stats import binomtest
 
 from analyses.algorithms.models import CONFIRMED_ONLY, NONE, Case, cases
-from analyses.algorithms.unseen_misses import UNSEEN
-from mechinterp.analysis.multi_layer.algorithm import name_algorithm
+from mechinterp.analysis.multi_layer.algorithm import limits_for, name_algorithm
 from mechinterp.analysis.multi_layer.algorithm_evidence import AlgorithmEvidence
-from mechinterp.analysis.multi_layer.algorithm_labels import AlgorithmLimits, Measured, decide
-from mechinterp.analysis.multi_layer.algorithm_scores import Scores
+from mechinterp.analysis.multi_layer.algorithm_labels import AlgorithmLimits, decide
 
 ROOT = Path(__file__).parents[2]
 NAME = "algorithms/algorithm_calibration"
@@ -52,29 +51,16 @@ def judged(case: Case, label: str) -> str:
     return "right" if label == case.truth and case.demand != "none" else "wrong"
 
 
-def mixtures_by_tie(measured: Measured) -> Measured:
-    """The same where mixtures of two members must lead by as much as members, and no share of the rest will do."""
-
-    def strict(scores: Scores) -> Scores:
-        mixed = [name.startswith("a mixture of") for name in scores.names]
-        each = zip(mixed, scores.allowance, strict=True)
-        return replace(scores, allowance=tuple(-np.inf if yes else a for yes, a in each))
-
-    path = None if measured.path is None else strict(measured.path)
-    return replace(measured, function=strict(measured.function), path=path)
-
-
 def moved_limits(tuning: Sequence[Known]) -> pd.DataFrame:
     """What labels of the prompts as they are cost with one limit moved, first with none."""
-    defaults, rows = AlgorithmLimits(), []
-    moves = [("none", np.nan), ("mixtures", defaults.tie)]
-    moves += [(name, value) for name in MOVED for value in MOVED[name]]
+    rows = []
+    moves = [("none", np.nan), *((name, value) for name in MOVED for value in MOVED[name])]
     for name, value in moves:
-        limits = replace(defaults, **{name: value}) if name in MOVED else defaults
-        known = [(case, found.measured) for case, found in tuning]
-        if name == "mixtures":
-            known = [(case, mixtures_by_tie(measured)) for case, measured in known]
-        verdicts = [judged(case, decide(measured, limits).label) for case, measured in known]
+        verdicts = []
+        for case, found in tuning:
+            limits = limits_for(case.source, AlgorithmLimits())
+            limits = replace(limits, **{name: value}) if name in MOVED else limits
+            verdicts.append(judged(case, decide(found.measured, limits).label))
         counts = {verdict: verdicts.count(verdict) for verdict in COST}
         cost = sum(COST[verdict] * count for verdict, count in counts.items())
         rows.append({"limit": name, "value": value, "models": len(tuning), **counts, "cost": cost})
@@ -86,7 +72,7 @@ def row_of(case: Case, found: AlgorithmEvidence) -> dict[str, object]:
     return {
         "family": case.family,
         "seed": case.seed,
-        "half": "tuning" if case.seed == TUNED else "confirming",
+        "half": "confirming" if case.family in CONFIRMED_ONLY else "tuning",
         "truth": case.truth,
         "demand": case.demand,
         "label": found.label,
@@ -123,24 +109,23 @@ def asked(chosen: Sequence[Case], file: Path, until: float) -> list[Known]:
 
 
 def rates(models: pd.DataFrame) -> pd.DataFrame:
-    """Wrong labels and misses of the confirming half with Wilson intervals: in all, of near misses, of those
-    whose families no rule was set on, of those that were written last, and by family."""
-    confirming = models[models.half == "confirming"]
-    near = confirming[confirming.truth == NONE]
-    groups = [
-        ("all", confirming),
-        ("near misses", near),
-        ("near misses, no rule set on them", near[near.family.isin(CONFIRMED_ONLY)]),
-        ("near misses, written after the rules", near[near.family.isin(UNSEEN)]),
-        *confirming.groupby("family"),
-    ]
+    """Wrong labels and misses with Wilson intervals: of both halves, of the near misses and of the algorithms in each, and
+    by family of the confirming half."""
+    groups = []
+    for half in ("confirming", "tuning"):
+        of_half = models[models.half == half]
+        near = of_half.truth == NONE
+        groups += [(f"{half} half", of_half), (f"{half} half, near misses", of_half[near])]
+        groups.append((f"{half} half, algorithms", of_half[~near]))
+    groups += models[models.half == "confirming"].groupby("family")
     rows = []
     for family, group in groups:
         wrong, n = int((group.verdict == "wrong").sum()), len(group)
         interval = binomtest(wrong, n).proportion_ci(method="wilson") if n else None
         counts = {name: int((group.verdict == name).sum()) for name in COST}
         must = int((group.demand == "must").sum())
-        row = {"family": family, "models": n, "must": must, **counts}
+        row = {"family": family, "families": group.family.nunique(), "models": n, "must": must}
+        row |= counts
         if interval is not None:
             row |= {"wrong_rate": wrong / n, "low": interval.low, "high": interval.high}
         rows.append(row)
@@ -150,13 +135,28 @@ def rates(models: pd.DataFrame) -> pd.DataFrame:
 def rates_table(results: Path) -> str:
     """What docs/algorithms.md shows of the rates."""
     table = pd.read_csv(results / f"{NAME}_rates.csv")
-    lines = ["| models and functions | asked | wrong name | 95% interval | missed |"]
-    lines.append("|---|---|---|---|---|")
-    for row in table[:4].itertuples():
+    lines = ["| models and functions | families | asked | wrong name | 95% interval | missed |"]
+    lines.append("|---|---|---|---|---|---|")
+    for row in table[:6].itertuples():
         missed = f"{row.missed} of {row.must}" if row.must else ""
         lines.append(
-            f"| {row.family} | {row.models} | {row.wrong} ({row.wrong_rate:.1%}) "
+            f"| {row.family} | {row.families} | {row.models} | {row.wrong} ({row.wrong_rate:.1%}) "
             f"| {row.low:.1%} to {row.high:.1%} | {missed} |"
+        )
+    return "\n".join(lines)
+
+
+def limits_table(results: Path) -> str:
+    """What docs/algorithms.md shows of moved limits."""
+    table = pd.read_csv(results / f"{NAME}_limits.csv")
+    lines = [
+        "| limit moved | right | undetermined | missed | wrong | cost |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in table.itertuples():
+        moved = "none" if np.isnan(row.value) else f"`{row.limit}` to {row.value:g}"
+        lines.append(
+            f"| {moved} | {row.right} | {row.undetermined} | {row.missed} | {row.wrong} | {row.cost} |"
         )
     return "\n".join(lines)
 
@@ -172,12 +172,12 @@ def main() -> None:
     files = {name: arguments.out / f"{NAME}_{name}.csv" for name in ("models", "rates", "limits")}
     files["models"].parent.mkdir(parents=True, exist_ok=True)
     until = monotonic() + 60 * arguments.minutes
-    confirming = cases(range(CONFIRMED, CONFIRMED + arguments.seeds))
-    confirming = [each for each in confirming if arguments.family in (None, each.family)]
-    asked(confirming, files["models"], until)
+    chosen = cases(range(CONFIRMED, CONFIRMED + arguments.seeds))
+    wanted = CONFIRMED_ONLY if arguments.family is None else (arguments.family,)
+    asked([each for each in chosen if each.family in wanted], files["models"], until)
     if arguments.family is None and monotonic() < until:
         seen = [case for case in cases([TUNED]) if case.family not in CONFIRMED_ONLY]
-        tuning = asked(seen, files["models"], np.inf)
+        tuning = asked(seen, files["models"], until)
         if len(tuning) == len(seen):
             limits = moved_limits(tuning)
             limits.to_csv(files["limits"], index=False, float_format="%.6g")

@@ -1,4 +1,4 @@
-"""More near misses: some were asked before functions had a limit of their own, which they led to; none was used for another rule."""
+"""More near misses, as functions of prompts."""
 
 from dataclasses import replace
 

@@ -3,7 +3,7 @@
 Weights built by hand in rotated streams, with noise on every matrix; algorithms as functions of prompts that
 predict after every layer, with noise on each step; and near misses that carry out no algorithm of the list: half of
 one and half of another, steps that are half of one and half of another, one algorithm after another, and the
-learners of analyses/algorithms/near_misses.py.
+learners of the files of near misses beside this one.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from analyses.algorithms.further_misses import FURTHER
 from analyses.algorithms.later_misses import LATER
 from analyses.algorithms.learners import (
     ALG1,
@@ -32,8 +33,8 @@ from analyses.algorithms.learners import (
     pooled,
     sparse,
 )
-from analyses.algorithms.near_misses import CONFIRMED, TUNED
-from analyses.algorithms.unseen_misses import UNSEEN
+from analyses.algorithms.near_misses import NEAR
+from analyses.algorithms.new_families import NEW_GUISES, NEW_MISSES
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig
 from mechinterp.icl.pools import dmmse
 from mechinterp.icl.predictors import ridge
@@ -274,7 +275,7 @@ def memory(random: Random) -> Built:
     return lambda p: dmmse(p, pool=task_pool(task), noise_var=task.noise_var), task, 0.0
 
 
-def near_miss(family: Callable[[Random], tuple[Law, TaskConfig]]) -> Callable[[Random], Built]:
+def near_miss(family: Callable[[Random], tuple[object, TaskConfig]]) -> Callable[[Random], Built]:
     return lambda random: (*family(random), 0.0)
 
 
@@ -316,19 +317,15 @@ FAMILIES: dict[str, tuple[str, str, Callable[[Random], Built]]] = {
     "GD, then Algorithm 1": (NONE, "none", one_after_the_other(GD, ALG1, sparse)),
     **{
         name: (NONE, "none", near_miss(family))
-        for name, family in {**TUNED, **CONFIRMED, **LATER, **UNSEEN}.items()
+        for name, family in {**NEAR, **LATER, **FURTHER, **NEW_MISSES}.items()
+    },
+    **{
+        name: (truth, demand, near_miss(build))
+        for name, (truth, demand, build) in NEW_GUISES.items()
     },
 }
-CONFIRMED_ONLY = (
-    "half Newton, half ISTA",
-    "half GD++, half Algorithm 1",
-    "half Newton, half preconditioned",
-    "steps half preconditioned, half ISTA",
-    *CONFIRMED,
-    *LATER,
-    *UNSEEN,
-)
-"""Families that no limit was set on."""
+CONFIRMED_ONLY = (*NEW_MISSES, *NEW_GUISES)
+"""Families that no rule and no limit was set on."""
 
 
 def cases(seeds: Sequence[int]) -> list[Case]:

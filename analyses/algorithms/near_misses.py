@@ -1,8 +1,7 @@
 """Learners that are no algorithm of the list but come near to one, as functions of prompts.
 
 Each family draws its numbers at random and gives a function: the prediction after every layer,
-[layer, batch, d_y], or the last one alone, [batch, d_y]. The rules for labels were set on `TUNED`;
-`CONFIRMED` are others, on which none was set.
+[layer, batch, d_y], or the last one alone, [batch, d_y].
 """
 
 from collections.abc import Callable
@@ -187,7 +186,7 @@ def third_order(random: Random) -> Drawn:
     return filtered(phi, 3), dense(random)
 
 
-TUNED: dict[str, Family] = {
+NEAR: dict[str, Family] = {
     "centred descent": centred,
     "descent, scaled read-out": scaled,
     "weight decay": weight_decay,
@@ -216,8 +215,6 @@ TUNED: dict[str, Family] = {
     "uneven ridge": uneven_ridge,
     "a threshold at the end": elastic,
     "gradient flow, last": last(flow),
-}
-CONFIRMED: dict[str, Family] = {
     "Chebyshev": chebyshev,
     "heavy ball, last": last(heavy_ball),
     "Nesterov, last": last(nesterov),

@@ -89,6 +89,7 @@ TABLES[DOCS / "learning_coefficient.md"] = {
 TABLES[DOCS / "pools.md"] = {"one layer": pool_tables.one_layer, "map": pool_tables.pool_map}
 TABLES[DOCS / "algorithms.md"] = {
     "rates": calibration.rates_table,
+    "limits": calibration.limits_table,
     "shipped": shipped.shipped_table,
     "trained": trained.trained_table,
 }

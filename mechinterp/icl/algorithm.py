@@ -15,7 +15,6 @@ WHERE = {
     "all but the last": slice(-1),
     "once": slice(1),
     **{f"from layer {first}": slice(first, None) for first in range(6)},
-    **{f"before layer {end}": slice(end) for end in range(6)},
 }
 Step = Callable[..., Tensor]
 
@@ -55,9 +54,6 @@ class Algorithm:
     """Whether the prediction is linear in the responses of the context."""
     equivariant: bool = True
     """Whether a rotation of x and x_query together leaves the prediction as it is."""
-    allowance: float = 1
-    """How many more scalars it may have than another algorithm that leaves nearly everything of a small rest to it:
-    infinitely many in a mixture of two algorithms, none in a family that contains many learners."""
     linear_in_scalars: bool = False
     """Whether the prediction is linear in the scalars."""
     covariates: Callable[..., Tensor] | None = None
@@ -69,7 +65,7 @@ class Algorithm:
 
     def __post_init__(self) -> None:
         if self.run is None and self.step is not None:
-            object.__setattr__(self, "run", in_steps((self.step, self.scalars)))
+            object.__setattr__(self, "run", in_steps(self.step, self.scalars))
 
     def names(self, n_layers: int) -> tuple[str, ...]:
         """Names of the scalars in order, such as eta_0, eta_1, gamma_0."""
@@ -156,41 +152,21 @@ def iterated(
     return torch.stack(predictions)
 
 
-def in_steps(*parts: tuple[Step, tuple[Scalar, ...]]) -> Callable[..., Tensor]:
-    """Steps, each in the layers of its first scalar; w stays as it is in others."""
+def in_steps(step: Step, scalars: tuple[Scalar, ...]) -> Callable[..., Tensor]:
+    """A step in the layers of its first scalar; w stays as it is in others."""
 
     def run(moments: PromptMoments, n_layers: int, *values: Tensor) -> Tensor:
+        layers = scalars[0].layers(n_layers) if scalars else range(n_layers)
+
         def update(layer: int, w: Tensor, gradient: Tensor) -> Tensor:
-            given = iter(values)
-            for step, scalars in parts:
-                of_step = [next(given) for _ in scalars]
-                layers = scalars[0].layers(n_layers) if scalars else range(n_layers)
-                if layer in layers:
-                    at = [value[min(layer - layers.start, len(value) - 1)] for value in of_step]
-                    w = step(moments, w, gradient, *at)
-            return w
+            if layer not in layers:
+                return w
+            at = (value[min(layer - layers.start, len(value) - 1)] for value in values)
+            return step(moments, w, gradient, *at)
 
         return iterated(moments, n_layers, update)
 
     return run
-
-
-def one_after_another(first: Algorithm, second: Algorithm, layer: int) -> Algorithm:
-    """The steps of one algorithm before a layer, and those of another from it on."""
-    assert first.step is not None
-    assert second.step is not None
-    before, after = (
-        tuple(replace(scalar, where=f"{where} layer {layer}") for scalar in algorithm.scalars)
-        for algorithm, where in ((first, "before"), (second, "from"))
-    )
-    return Algorithm(
-        f"{first.name}, from layer {layer} on {second.name}",
-        None,
-        (*before, *after),
-        in_steps((first.step, before), (second.step, after)),
-        linear_in_y=first.linear_in_y and second.linear_in_y,
-        equivariant=first.equivariant and second.equivariant,
-    )
 
 
 def without_path(learner: Callable[[PromptMoments], Tensor]) -> Callable[..., Tensor]:

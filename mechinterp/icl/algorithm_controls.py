@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mechinterp.icl.algorithm import Algorithm, Scalar, filtered, iterated, without_path
 from mechinterp.icl.algorithms import ALGORITHMS, ETA, SHRINKING
-from mechinterp.icl.predictors import nearest_neighbours, pcr, ridge, zero_prediction
+from mechinterp.icl.predictors import nearest_neighbours, ridge, zero_prediction
 from mechinterp.icl.prompt_moments import PromptMoments
 from mechinterp.icl.sparse_predictors import averaging
 
@@ -127,6 +127,12 @@ def _centred_ridge(moments: PromptMoments, n_layers: int, penalty: Tensor) -> Te
     return (prompts.y.mean(1) + (query @ w)[:, 0]).expand(n_layers, -1, -1)
 
 
+def _components(moments: PromptMoments, n_layers: int) -> Tensor:
+    """Least squares without the eigenvector of the smallest eigenvalue."""
+    phi = 1 / moments.eigenvalues.clamp(min=LEAST_STEP)
+    return filtered(moments, [phi * (torch.arange(phi.shape[1]) > 0)] * n_layers)
+
+
 def _polynomials(moments: PromptMoments, n_layers: int, *coefficients: Tensor) -> Tensor:
     s, phi = moments.eigenvalues, []
     for layer in range(n_layers):
@@ -148,9 +154,6 @@ _BETA = Scalar("beta", lambda moments: 0.3, where="once", lower=-torch.inf)
 _PENALTY = Scalar("penalty", lambda moments: moments.penalty or 0.1, where="once", lower=1e-9)
 
 _PATHLESS: dict[str, Callable[[PromptMoments], Tensor]] = {
-    "principal component regression": lambda moments: pcr(
-        moments.prompts, components=moments.prompts.x.shape[2] - 1
-    ),
     "zero": lambda moments: zero_prediction(moments.prompts),
     "averaging": lambda moments: averaging(moments.prompts),
     "posterior mean of a dense prior": lambda moments: ridge(
@@ -206,9 +209,9 @@ CONTROLS = (
         None,
         tuple(_coefficient(power) for power in range(DEGREE)),
         _polynomials,
-        allowance=-torch.inf,
         linear_in_scalars=True,
     ),
+    Algorithm("principal component regression", None, (), _components, has_path=False),
     Algorithm("ridge with an intercept", None, (_PENALTY,), _centred_ridge, has_path=False),
     *(
         Algorithm(name, None, (), without_path(learner), has_path=False)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from mechinterp.config import CovarianceConfig, TaskConfig
-from mechinterp.icl.algorithm import Algorithm, at_depth, one_after_another
+from mechinterp.icl.algorithm import Algorithm, at_depth
 from mechinterp.icl.algorithm_controls import CONTROLS, ONLINE
 from mechinterp.icl.algorithms import ALGORITHMS
 from mechinterp.icl.predictors import nearest_neighbours, ridge, vanilla_gd
@@ -284,22 +284,6 @@ def test_steps_of_the_elastic_net_are_least_squares_with_both_penalties(moments:
     assert_close_to_rounding(((1 + r * t) * w + t * w.sign())[live], u[live])
     assert (u[~live].abs() <= t).all()
     assert 0 < live.sum() < live.numel()
-
-
-def test_one_algorithm_after_another(moments: PromptMoments):
-    """Two steps of descent, then two of Algorithm 1 from where they led."""
-    both = one_after_another(BY_NAME["gradient descent"], BY_NAME["preprocess then optimise"], 2)
-    assert both.names(4) == ("eta_0", "eta_1", "eta_2", "eta_3")
-    w, expected = torch.zeros_like(moments.b), []
-    for layer, eta in enumerate(ETA):
-        gradient = moments.b - moments.S @ w
-        w = w + eta * (gradient if layer < 2 else moments.b**2 * gradient)
-        expected.append(read(moments.prompts, w))
-    assert_close_to_rounding(both.predictions(moments, ETA, 4), torch.stack(expected))
-    of_ista = one_after_another(BY_NAME["preconditioned gradient descent"], BY_NAME["ISTA"], 3)
-    assert of_ista.names(4)[-2:] == ("eta_3", "threshold_3")
-    assert not of_ista.linear_in_y
-    assert not of_ista.equivariant
 
 
 def test_a_function_of_any_number_of_steps(moments: PromptMoments):

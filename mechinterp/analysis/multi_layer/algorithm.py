@@ -6,7 +6,6 @@ length and a covariance with a wide spread only speak against members. Controls 
 label away. The label is decided on resampled prompts too, and on more of them until it stands.
 """
 
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -18,7 +17,6 @@ from torch import Tensor
 from mechinterp.analysis.multi_layer.algorithm_evidence import AlgorithmEvidence
 from mechinterp.analysis.multi_layer.algorithm_labels import (
     OWN,
-    RESOLVED,
     UNDETERMINED,
     UNSTRUCTURED,
     AlgorithmLimits,
@@ -29,15 +27,21 @@ from mechinterp.analysis.multi_layer.algorithm_labels import (
     decide,
     is_unstructured,
 )
-from mechinterp.analysis.multi_layer.algorithm_paths import Path, claims_r2, path_of
+from mechinterp.analysis.multi_layer.algorithm_leftover import (
+    ROUNDING,
+    Leftover,
+    leftover,
+    reflected,
+)
+from mechinterp.analysis.multi_layer.algorithm_paths import Path, claims_r2, path_of, read_path
 from mechinterp.analysis.multi_layer.algorithm_reasons import reason_of
 from mechinterp.analysis.multi_layer.algorithm_scores import (
+    LOOSE,
     Room,
     Scores,
     candidates_of,
     free_preconditioner,
-    in_turn,
-    mixed_scores,
+    scaled,
 )
 from mechinterp.analysis.multi_layer.algorithm_source import AlgorithmSource, algorithm_source
 from mechinterp.analysis.multi_layer.algorithm_tests import (
@@ -50,15 +54,21 @@ from mechinterp.analysis.multi_layer.algorithm_tests import (
 from mechinterp.config import TaskConfig
 from mechinterp.icl.algorithm import Algorithm, at_depth
 from mechinterp.icl.algorithm_controls import CONTROLS, OF_ANY_DEPTH, ONLINE
+from mechinterp.icl.algorithm_fits import TOLERANCE
 from mechinterp.icl.prompt_moments import PromptMoments
 from mechinterp.icl.prompts import Prompts, generator_for
 from mechinterp.models.run.evaluation import evaluation_prompts
-from mechinterp.models.run.predictor import Learner, Predictor, Source, predictor_of
+from mechinterp.models.run.predictor import (
+    Learner,
+    Predictor,
+    Source,
+    is_learner,
+    predictor_of,
+)
 
 LEAST_PROMPTS = 8
 GROWTH = (1, 4, 16)
-"""Prompts in turn, in units of those asked for, until the label stands; the first for functions alone, since
-mixtures that are fitted to few prompts miss what is left by the noise of weights."""
+"""Prompts in turn, in units of those asked for, until the label stands."""
 CLEAR = 0.99
 """Share of resamples of one label from which on no more prompts are drawn."""
 MARGIN = 0.5
@@ -71,8 +81,8 @@ N_RANDOM = 19
 NULL_PROMPTS = 64
 DEPTHS = (1, 2, 3, 5, 6)
 """Layers, beside those of the algorithms, that a function without a path may have."""
-LOOSE = 0.95
-"""R^2 from which on a member is held against mixtures, and what it says of x against the stream."""
+HALF = 0.5
+"""Most of a learner in what an algorithm leaves of a function."""
 
 
 def name_algorithm(
@@ -92,9 +102,9 @@ def name_algorithm(
         prompts: Of the model's own length, and no more than these are used; None: those of its task. All others are
             drawn from the task, by `seed`.
         task: Law of the prompts; None: the model's own.
-        n_prompts: A function is asked on as many to begin with; a model, and a function where these do not decide, on
-            four times as many, then on sixteen times. The last are the same for every seed, and so is what they say
-            of a model at the edge of a limit.
+        n_prompts: The model is asked on as many to begin with; where these do not decide, on four times as many, then
+            on sixteen times. The last are the same for every seed, and so is what they say of a model at the edge of
+            a limit.
     Raises:
         ValueError: If there is no task, there are fewer than 8 prompts, they do not fit the model, or a function
             gives something else than predictions.
@@ -108,20 +118,23 @@ def name_algorithm(
     """
     limits = AlgorithmLimits() if limits is None else limits
     model = algorithm_source(source, prompts, task)
-    if model.predictor is None:
-        # No noise of weights excuses what is left, and no stream tells more.
-        limits = replace(limits, explained=max(limits.explained, 1 - limits.tie))
+    limits = limits_for(source, limits)
     first = n_prompts if prompts is None else len(prompts)
     if first < LEAST_PROMPTS:
         raise ValueError(f"name_algorithm needs >= {LEAST_PROMPTS} prompts, got {first}.")
-    stages = GROWTH if model.predictor is None else GROWTH[1:]
-    for growth in stages if prompts is None else (1,):
+    for growth in GROWTH if prompts is None else (1,):
         drawn_by = REFERENCE if growth == GROWTH[-1] else seed
         drawn = evaluation_prompts(model.task, prompts, n_prompts=growth * first, seed=drawn_by)
         evidence = _evidence(model, drawn.to(torch.float64), drawn_by, limits)
         if _is_clear(evidence, limits):
             break
     return evidence
+
+
+def limits_for(source: Source | Learner, limits: AlgorithmLimits) -> AlgorithmLimits:
+    """Those of a model, or of a function of prompts: no stream tells more of it, so that as much of a learner as of
+    noise in what is left is too much."""
+    return replace(limits, rest=min(limits.rest, HALF)) if is_learner(source) else limits
 
 
 def _is_clear(evidence: AlgorithmEvidence, limits: AlgorithmLimits) -> bool:
@@ -217,12 +230,20 @@ def _measured(
     found = replace(found, function=function, path=walks, path_how=path.how)
     found = _with_member_tests(model, found, own, seed)
     found = _with_claims(model, found, own, path, seed)
-    return _with_mixtures(found, decide(found, limits).candidates, last, steps)
+    # Of functions, the last prediction has to be told from other learners too: no stream speaks for it.
+    if model.predictor is None:
+        function, left = _with_leftovers(found.function, last, model, path, limits, seed)
+        found = replace(found, function=function, left_of_function=left)
+    judged = model.predictor is None or reflected(own.prompts[:1], model.task, seed) is not None
+    if found.path is not None and steps is not None and judged:
+        walks, left = _with_leftovers(found.path, steps, model, path, limits, seed)
+        found = replace(found, path=walks, left_of_path=left)
+    return found
 
 
 def _controls(found: Measured) -> tuple[Algorithm, ...]:
     """Those of all pairs; where the order of the pairs matters at all, online learners too."""
-    return (*CONTROLS, *ONLINE) if broken_share(found.tests[ORDER]) > RESOLVED else CONTROLS
+    return (*CONTROLS, *ONLINE) if broken_share(found.tests[ORDER]) > ROUNDING else CONTROLS
 
 
 def _path_scores(room: Room, found: Measured) -> Scores:
@@ -286,21 +307,45 @@ def _with_claims(
     return replace(found, covariates_r2=held, replaced_r2=replaced)
 
 
-def _with_mixtures(
-    found: Measured, candidates: Sequence[str], last: Room, steps: Room | None
-) -> Measured:
-    """With mixtures of what a label may fall on with every other member and with 0, and one after another of both."""
-    others = [*found.members, *(each for each in CONTROLS if each.name == "zero")]
-    chosen = [member for member in found.members if member.label in candidates]
-    if found.path is not None and steps is not None:
-        walking = [each for each in others if each.has_path or each.name == "zero"]
-        turns = in_turn([m for m in chosen if m.step], found.members, steps.n_layers)
-        mixtures = mixed_scores(steps, found.path, [m for m in chosen if m.has_path], walking)
-        path = found.path if mixtures is None else found.path.joined(mixtures)
-        found = replace(found, path=path.joined(steps.scores(turns)) if turns else path)
-    pathless = [member for member in chosen if not member.has_path]
-    more = mixed_scores(last, found.function, pathless, others)
-    return found if more is None else replace(found, function=found.function.joined(more))
+def _with_leftovers(
+    scores: Scores,
+    room: Room,
+    model: AlgorithmSource,
+    path: Path,
+    limits: AlgorithmLimits,
+    seed: int,
+) -> tuple[Scores, dict[str, Leftover]]:
+    """With members of a scaled read-out where a member comes near, and what these leave of the model."""
+    least, left = scores.r2()[:, : room.n_own].min(1), {}
+    near = limits.moved(MARGIN).explained
+    for member in candidates_of(model.task):
+        label = str(member.label)
+        if label not in scores.names or least[scores.names.index(label)] < near:
+            continue
+        row, one_more = scores.names.index(label), scaled(member)
+        start = {one_more.name: np.append(scores.scalars[row], 1.0)}
+        fit = room.scores([one_more], starts=start, tolerance=TOLERANCE)
+        scores = scores.joined(fit)
+        rest = partial(
+            _rest, one_more, fit.scalars[0], model, path if room.path is not None else None
+        )
+        prompts, size = room.own.prompts[1::2], fit.size[room.n_own - 1]
+        left[label] = leftover(rest, prompts, size, model.task, seed)
+    return scores, left
+
+
+def _rest(
+    algorithm: Algorithm,
+    scalars: Float[np.ndarray, " _"],
+    model: AlgorithmSource,
+    path: Path | None,
+    prompts: Prompts,
+) -> Float[Tensor, "column batch d_y"]:
+    """Prediction of the model minus that of an algorithm, after every layer or the last."""
+    known = model.predicted(prompts)[None] if path is None else read_path(model, path, prompts)
+    moments = PromptMoments(prompts, model.task)
+    predictions = algorithm.predictions(moments, scalars.tolist(), model.n_layers)
+    return known - predictions[-len(known) :]
 
 
 def _null_risk(

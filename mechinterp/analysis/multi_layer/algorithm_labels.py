@@ -11,14 +11,13 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from jaxtyping import Float
 
-from mechinterp.analysis.multi_layer.algorithm_scores import LARGER, SMALLER, Scores, mixed_name
+from mechinterp.analysis.multi_layer.algorithm_leftover import Leftover
+from mechinterp.analysis.multi_layer.algorithm_scores import LARGER, SMALLER, Scores
 from mechinterp.analysis.multi_layer.algorithm_tests import USELESS, IdentityTest, satisfies
 from mechinterp.icl.algorithm import Algorithm
 
 ALIKE = {"gd_plus_plus", "newton", "ridge_like"}
 """Members whose tie as functions is called ridge_like."""
-RESOLVED = 1e-5
-"""Share of the model below which what an algorithm leaves unexplained is rounding."""
 OWN = 0
 """The setting of the model's own length."""
 UNDETERMINED, UNSTRUCTURED = "undetermined", "unstructured"
@@ -37,8 +36,7 @@ class AlgorithmLimits:
     tie: float = 0.005
     """R^2 by which something must lead to be better; what breaks an identity by as much is not linear in y, ..."""
     rest: float = 0.9
-    """Share of what a member leaves unexplained from which on something with a form of its own and at most one more
-    fitted number is better, too."""
+    """Most of a learner in what a member leaves unexplained, on a scale from 0, noise of weights, to 1."""
     held: float = 0.5
     """Least R^2 of x as an algorithm changes it, read from the stream."""
     followed: float = 0.9
@@ -52,7 +50,7 @@ class AlgorithmLimits:
             self,
             explained=self.explained - by * (1 - self.explained),
             tie=self.tie * (1 + by),
-            rest=self.rest + by * (1 - self.rest),
+            rest=min(self.rest + by * (1 - self.rest), 1.0),
             held=self.held * (1 - by),
             followed=self.followed - by * (1 - self.followed),
         )
@@ -67,7 +65,7 @@ class Measured:
     null_risk: Float[np.ndarray, " model"]
     tests: Mapping[str, IdentityTest]
     function: Scores
-    """Of the last prediction: members first, then controls and mixtures."""
+    """Of the last prediction: members first, then controls."""
     path: Scores | None
     """Of the prediction after each layer: members with a path first; None where it is not known."""
     path_how: str
@@ -77,6 +75,10 @@ class Measured:
     """The same identities of members that come near and do not satisfy all of them, with their fitted scalars."""
     replaced_r2: Mapping[str, float] = field(default_factory=dict)
     """Of the same: with their steps in place of all layers; NaN where the stream cannot be set."""
+    left_of_path: Mapping[str, Leftover] = field(default_factory=dict)
+    """By member that comes near: what it leaves of the prediction after each layer."""
+    left_of_function: Mapping[str, Leftover] = field(default_factory=dict)
+    """The same of the last prediction of a function of prompts, for which no stream speaks."""
 
 
 @dataclass(frozen=True)
@@ -101,15 +103,16 @@ class Decision:
 
 @dataclass(frozen=True, eq=False)
 class _Blocked:
-    """A member that a rival is better than; its fields are those of a decision."""
+    """A member that a rival is better than, or that leaves another learner; its fields are those of a decision."""
 
     member: str
     rival: str
     where: str
     limit: float
-    """R^2 of the member there."""
+    """R^2 of the member there, or the most of a learner."""
     value: float
-    """R^2 of the rival."""
+    """R^2 of the rival, or the part of a learner in what is left."""
+    why: str = "rival"
 
 
 def decide(
@@ -185,6 +188,7 @@ def _function(
     near = [m for m in range(n) if r2[m, OWN] >= limits.explained]
     near = [m for m in near if scores.names[m] not in broken]
     kept, blocked = _undominated(near, scores, r2, limits, own=1, members=n)
+    kept, blocked = _without_learners(kept, blocked, scores, found.left_of_function, limits, counts)
     names = [scores.names[m] for m in kept]
     tied = {*names, *(b.member for b in blocked if b.rival in ALIKE)}
     if "ridge_like" in names and tied <= ALIKE:
@@ -210,6 +214,7 @@ def _by_path(
     least = r2[:, :n_layers].min(1)
     walked = [m for m in rows if least[m] >= limits.explained and scores.names[m] not in broken]
     kept, blocked = _undominated(walked, scores, r2, limits, own=n_layers, members=len(rows))
+    kept, blocked = _without_learners(kept, blocked, scores, found.left_of_path, limits, counts)
     names = _smaller([scores.names[m] for m in kept])
     shown = [name for name in names if _holds_covariates(found, limits, members[name])]
     answer, near, blocked_function = function
@@ -274,7 +279,7 @@ def _by_function(
 
 def _because_of(blocked: _Blocked, answer: str, candidates: tuple[str, ...]) -> Decision:
     undecided = (UNDETERMINED, answer, UNDETERMINED)
-    return Decision(*undecided, candidates, "rival", **vars(blocked))
+    return Decision(*undecided, candidates, **vars(blocked))
 
 
 def _holds_covariates(found: Measured, limits: AlgorithmLimits, member: Algorithm) -> bool:
@@ -290,6 +295,27 @@ def _holds_covariates(found: Measured, limits: AlgorithmLimits, member: Algorith
 def _smaller(names: Sequence[str]) -> list[str]:
     """Without those that contain another that ties with them."""
     return [name for name in names if not (SMALLER in names and name in LARGER)]
+
+
+def _without_learners(
+    kept: Sequence[int],
+    blocked: list[_Blocked],
+    scores: Scores,
+    left: Mapping[str, Leftover],
+    limits: AlgorithmLimits,
+    counts: np.ndarray | None,
+) -> tuple[list[int], list[_Blocked]]:
+    """Without those of which a learner and no noise is left."""
+    stay, more = [], []
+    for m in kept:
+        name = scores.names[m]
+        share, column = left[name].share(counts) if name in left else (0.0, 0)
+        if share <= limits.rest:
+            stay.append(m)
+        else:
+            where = scores.columns[column]
+            more.append(_Blocked(name, "", where, limits.rest, share, "learner"))
+    return stay, [*more, *blocked]
 
 
 def _undominated(
@@ -331,22 +357,11 @@ def _nearer(
 ) -> tuple[np.ndarray, np.ndarray]:
     """In which columns each row is nearer to the model than row m, and m than each row [row, column]."""
     n, rows = np.array(scores.n_scalars), np.arange(len(r2))
-    allowance = np.array(scores.allowance)
     with np.errstate(invalid="ignore"):
         lead = r2 - r2[m]
         nearer, further = lead > limits.tie, -lead > limits.tie
         nearer[:, own:] &= r2[:, own:] >= limits.explained
         further[:, own:] &= r2[m, own:] >= limits.explained
-        rest = 1 - r2[:, :own]
-        by_form = (lead[:, :own] > limits.rest * rest[m]) & (rest[m] > RESOLVED)
-        scaled = np.flatnonzero(np.array(scores.names) == mixed_name(scores.names[m], "zero"))
-        if len(scaled) and (by_form[scaled[0]] | (rest[m] <= RESOLVED)).all():
-            # What the scale of the read-out takes up is no sign of another form; what it leaves may be one.
-            left = rest[scaled[0]]
-            by_form = (left - rest > limits.rest * left) & (left > RESOLVED)
-        nearer[:, :own] |= by_form & (n <= n[m] + allowance)[:, None]
-        by_form = (-lead[:, :own] > limits.rest * rest) & (rest > RESOLVED)
-        further[:, :own] |= by_form & (n[m] <= n + allowance[m])[:, None]
     # What fits the noise of weights at one length has nothing to say at others, nor have others of it.
     nearer[(n > n[m]) & (rows >= members), own:] = False
     further[(n > n[m]) & (rows >= members), own:] = False

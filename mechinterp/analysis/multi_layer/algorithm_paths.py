@@ -64,6 +64,15 @@ def path_of(source: AlgorithmSource, own: Setting, seed: int) -> Path:
     return Path(read, "a fitted read-out", fitted)
 
 
+def read_path(
+    source: AlgorithmSource, path: Path, prompts: Prompts
+) -> Float[Tensor, "layer prompt d_y"]:
+    """The prediction after each layer on other prompts, by the same read-out."""
+    if source.predictor is None or path.read_out is None:
+        return source.path(prompts)
+    return query_streams(source.predictor, prompts)[1:] @ path.read_out
+
+
 def claims_r2(
     source: AlgorithmSource,
     algorithm: Algorithm,

@@ -19,6 +19,7 @@ NEXT = {
     "covariates": "mechinterp probe shows what the stream holds after each layer",
     "steps": "intervene_on_steps(model) shows the layer whose step is another",
     "rival": "control_frame() has what each control explains",
+    "learner": "control_frame() has what each control explains",
     "path": "mechinterp probe shows where the prediction is held after each layer",
     "no path": "give a function of prompts that predicts after every layer, or probe the layers (mechinterp probe)",
     "tie": "compare the settings in to_frame(), or ask at another length (--context-length)",
@@ -72,7 +73,9 @@ def _decided(found: Measured, decision: Decision) -> str:
         case "steps":
             return f"{member} by its path ({_path(found, member)}), but with its steps in place of all layers R² is {value:.2f} (limit {limit:g})"
         case "rival":
-            return f"{member}, but {decision.rival} is nearer: R² {value:.4f} against {limit:.4f} ({where})"
+            return f"{member}, but {decision.rival} is nearer: R² {value:.4f} against {_r2(limit)} ({where})"
+        case "learner":
+            return f"{_member(found, member)}, but what it leaves is {_as_learner(found, decision)}{_nearest_control(found)}"
         case "path":
             if np.isnan(value):
                 return f"{_member(found, member)}, but not layer by layer"
@@ -86,6 +89,10 @@ def _decided(found: Measured, decision: Decision) -> str:
         case "far":
             return f"none explains the model, nearest: {_member(found, member)} ({where}, limit {limit:g}){_nearest_control(found)}"
     return ""
+
+
+def _r2(value: float) -> str:
+    return f"{value:.4f}" if value > -1 else "below -1"
 
 
 def _member(found: Measured, member: str) -> str:
@@ -109,6 +116,17 @@ def _path(found: Measured, member: str) -> str:
     replaced = found.replaced_r2.get(member, np.nan)
     text += "" if np.isnan(held) else f", x in the stream {held:.2f}"
     return text + ("" if np.isnan(replaced) else f", with its steps put in {replaced:.2f}")
+
+
+def _as_learner(found: Measured, decision: Decision) -> str:
+    """How what is left is told from noise."""
+    left = {**found.left_of_path, **found.left_of_function}[decision.member]
+    if left.noise == 0:
+        return "more than rounding, and the task has no symmetry that would tell noise from another learner"
+    return (
+        f"another learner and no noise: as noise would not, {decision.value:.0%} of it ({decision.where}) stays the same "
+        f"when coordinates change their signs or order (limit {decision.limit:.0%})"
+    )
 
 
 def _why_no_path(found: Measured) -> str:

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, reduce
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 from mechinterp.analysis.multi_layer.algorithm_tests import Setting, isotropic
 from mechinterp.analysis.stats import ratio_and_sem
 from mechinterp.config import TaskConfig
-from mechinterp.icl.algorithm import Algorithm, Scalar, one_after_another
+from mechinterp.icl.algorithm import Algorithm, Scalar
 from mechinterp.icl.algorithm_fits import fit_algorithm
 from mechinterp.icl.algorithms import ALGORITHMS
 from mechinterp.icl.prompt_moments import PromptMoments
@@ -21,13 +21,11 @@ FINE = 1e-4
 """A fit ends where a step takes off less than this share of what is left."""
 FIT_PROMPTS = 256
 """Prompts of a fit, at most."""
+LOOSE = 0.95
+"""R^2 at the model's own length from which on an algorithm is near to it."""
 SMALLER = "gradient_descent"
 LARGER = {"gd_plus_plus", "preconditioned_descent", "sparse_shrinkage"}
 """Members that contain gradient descent."""
-LATEST = 6
-"""The last layer, plus 1, from which on an algorithm may follow another."""
-SHARE = 0.3
-"""Of the second algorithm of a mixture, where the search for its scalars starts."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,11 +36,9 @@ class Scores:
     """
 
     names: tuple[str, ...]
-    """Of the algorithms: members by their labels, then controls and mixtures."""
+    """Of the algorithms: members by their labels, then controls."""
     columns: tuple[str, ...]
     n_scalars: tuple[int, ...]
-    allowance: tuple[float, ...]
-    """Of `Algorithm`."""
     scalars: tuple[Float[np.ndarray, " _"], ...]
     error: Float[np.ndarray, "row column prompt"]
     """NaN where nothing is asked."""
@@ -75,7 +71,7 @@ class Scores:
 
     def joined(self, other: "Scores") -> "Scores":
         """With the rows of another."""
-        by_row = ("names", "n_scalars", "allowance", "scalars")
+        by_row = ("names", "n_scalars", "scalars")
         rows = {name: getattr(self, name) + getattr(other, name) for name in by_row}
         return replace(self, **rows, error=np.concatenate([self.error, other.error]))
 
@@ -95,10 +91,11 @@ class Room:
     """Those of `moments` so far."""
 
     def moments(self, setting: str, scale: float = 1.0) -> PromptMoments:
-        """Those of the scored prompts, the odd ones."""
+        """Those of the scored prompts: of the own setting the odd ones, of others all."""
         key = (setting, scale)
         if key not in self.known_moments:
-            prompts = self.settings[setting].prompts[1::2]
+            prompts = self.settings[setting].prompts
+            prompts = prompts[1::2] if setting == next(iter(self.settings)) else prompts
             self.known_moments[key] = PromptMoments(prompts, self.task, scale)
         return self.known_moments[key]
 
@@ -140,9 +137,8 @@ class Room:
         size: np.ndarray,
     ) -> Scores:
         names = tuple(each.label or each.name for each in algorithms)
-        counts, allowance = map(len, scalars), (each.allowance for each in algorithms)
-        table = (names, self.columns, tuple(counts), tuple(allowance), tuple(scalars))
-        return Scores(*table, error, size)
+        counts = tuple(map(len, scalars))
+        return Scores(names, self.columns, counts, tuple(scalars), error, size)
 
     def scores(
         self,
@@ -150,6 +146,7 @@ class Room:
         *,
         starts: Mapping[str, Float[np.ndarray, " _"]] | None = None,
         n_starts: int = 1,
+        tolerance: float = FINE,
     ) -> Scores:
         """Algorithms fitted on the even prompts of the own setting, and scored on the odd of all.
 
@@ -167,7 +164,7 @@ class Room:
                 n_layers=self.n_layers,
                 n_starts=n_starts if start is None else 1,
                 start=None if start is None else torch.from_numpy(start),
-                tolerance=FINE,
+                tolerance=tolerance,
             )
             fitted.append(fit.scalars)
         return self.scored(algorithms, fitted)
@@ -175,7 +172,8 @@ class Room:
     def scored(
         self, algorithms: Sequence[Algorithm], scalars: Sequence[Float[np.ndarray, " _"]]
     ) -> Scores:
-        """Algorithms with given scalars on the odd prompts."""
+        """Algorithms with given scalars on the scored prompts; in other settings members alone, and what comes near to
+        the model at its own length, since nothing else speaks against a member there."""
         first = self.n_own
         own, *others = self.settings
         half, n_columns = len(self.own.prompts) // 2, len(self.columns)
@@ -185,12 +183,14 @@ class Room:
         asked = [name for name, yes in zip(others, list(self.answered)[1:], strict=True) if yes]
         columns = [first + others.index(name) for name in asked]
         for column, name in zip(columns, asked, strict=True):
-            size[column] = _squares(self.settings[name].known[1::2])
+            size[column] = _squares(self.settings[name].known)
         for row, (algorithm, values) in enumerate(zip(algorithms, scalars, strict=True)):
             path = algorithm.predictions(self.moments(own), values.tolist(), self.n_layers)
             found = path[-1:] if self.path is None else path
             error[row, :first] = _squares(found - self.target()[..., 1::2, :])
-            if asked:
+            least = (1 - error[row, :first].sum(1) / size[:first].sum(1)).min()
+            shown = self.path is None and algorithm.label is not None
+            if asked and (shown or least >= LOOSE):
                 error[row, columns] = self._elsewhere(algorithm, values, asked)
         return self._table(algorithms, scalars, error, size)
 
@@ -206,7 +206,7 @@ class Room:
                 setting = self.settings[name]
                 moments = self.moments(name, setting.scale if summed else 1.0)
                 last = algorithm.predictions(moments, scalars.tolist(), self.n_layers)[-1]
-                errors.append(_squares(last - setting.known[1::2]))
+                errors.append(_squares(last - setting.known))
             laws.append(np.array(errors))
         return min(laws, key=np.mean)
 
@@ -223,89 +223,21 @@ def candidates_of(task: TaskConfig) -> tuple[Algorithm, ...]:
     return tuple(member for member in ALGORITHMS if member.label not in left_out)
 
 
-def mixed_name(first: str, second: str) -> str:
-    """Name of the mixture of two algorithms, from their own.
+def scaled(algorithm: Algorithm) -> Algorithm:
+    """An algorithm whose predictions are all times one more scalar.
 
     Example:
-        >>> mixed_name("newton", "zero")
-        'a mixture of newton and zero'
+        >>> scaled(ALGORITHMS[0]).name
+        'gradient_descent with a scaled read-out'
     """
-    return f"a mixture of {first} and {second}"
-
-
-def mixed(first: Algorithm, second: Algorithm) -> Algorithm:
-    """(1 - share) of the first algorithm's prediction and a share of the second's, at every layer."""
 
     def run(moments: PromptMoments, n_layers: int, *scalars: Tensor) -> Tensor:
-        n, share = len(first.scalars), scalars[-1]
-        ours = first.run(moments, n_layers, *scalars[:n])
-        theirs = second.run(moments, n_layers, *scalars[n:-1])
-        return (1 - share) * ours + share * theirs
+        return scalars[-1] * algorithm.run(moments, n_layers, *scalars[:-1])
 
-    share = Scalar("share", lambda moments: SHARE, where="once", lower=-torch.inf)
-    return Algorithm(
-        name=mixed_name(*(algorithm.label or algorithm.name for algorithm in (first, second))),
-        label=None,
-        scalars=(*first.scalars, *second.scalars, share),
-        run=run,
-        allowance=torch.inf if second.scalars else -torch.inf,
-        has_path=first.has_path and second.has_path,
-        linear_in_y=first.linear_in_y and second.linear_in_y,
-        equivariant=first.equivariant and second.equivariant,
-    )
-
-
-def in_turn(
-    chosen: Sequence[Algorithm], members: Sequence[Algorithm], n_layers: int
-) -> list[Algorithm]:
-    """Each chosen algorithm before or after another one, with the change at every layer."""
-    pairs = {
-        (first.name, second.name): (first, second)
-        for one in chosen
-        for other in members
-        if one.step and other.step and one.name != other.name and not _contains(one, other)
-        for first, second in ((one, other), (other, one))
-    }
-    return [
-        one_after_another(first, second, layer)
-        for first, second in pairs.values()
-        for layer in range(1, min(n_layers, LATEST))
-    ]
-
-
-def _contains(one: Algorithm, other: Algorithm) -> bool:
-    """Whether either of two is gradient descent and the other contains it."""
-    labels = {one.label, other.label}
-    return SMALLER in labels and bool(labels & LARGER)
-
-
-def mixed_scores(
-    room: Room, known: Scores, chosen: Sequence[Algorithm], others: Sequence[Algorithm]
-) -> Scores | None:
-    """Mixtures of each chosen algorithm with each other one, sought from the scalars of each alone; None: no pair."""
-    rows: list[Scores] = []
-    scalars_of = dict(zip(known.names, known.scalars, strict=True))
-    pairs = {
-        frozenset((a.name, b.name)): (a, b)
-        for a in chosen
-        for b in others
-        if a.name != b.name and not (a.label == SMALLER and b.label in LARGER)
-    }
-    moments = room.fit_moments
-
-    def natural(algorithm: Algorithm) -> np.ndarray:
-        return algorithm.start(moments, room.n_layers).numpy()
-
-    for first, second in pairs.values():
-        both = mixed(first, second)
-        ours = scalars_of[first.label or first.name]
-        theirs = scalars_of.get(second.label or second.name, np.empty(0))
-        fits = [
-            room.scores([both], starts={both.name: np.concatenate([ours, begin, [SHARE]])})
-            for begin in (theirs, natural(second))[: 2 if len(theirs) else 1]
-        ]
-        rows.append(min(fits, key=lambda fit: np.nanmean(fit.error[0, : room.n_own])))
-    return reduce(Scores.joined, rows) if rows else None
+    factor = Scalar("factor", lambda moments: 1.0, where="once", lower=-torch.inf)
+    name = f"{algorithm.label or algorithm.name} with a scaled read-out"
+    scalars = (*algorithm.scalars, factor)
+    return Algorithm(name, None, scalars, run, has_path=algorithm.has_path)
 
 
 def free_preconditioner(room: Room, descent: Algorithm) -> Algorithm | None:
@@ -327,6 +259,4 @@ def free_preconditioner(room: Room, descent: Algorithm) -> Algorithm | None:
         return w + eta * A @ gradient
 
     name = "descent with a free preconditioner"
-    return Algorithm(
-        name, None, descent.scalars, step=step, allowance=-torch.inf, equivariant=False
-    )
+    return Algorithm(name, None, descent.scalars, step=step, equivariant=False)

@@ -80,7 +80,7 @@ def isotropic(task: TaskConfig) -> bool:
 def other_settings(
     predict: Predict, prompts: Prompts, task: TaskConfig, seed: int
 ) -> dict[str, Setting]:
-    """Prompts of half and of twice the length, and of a covariance with a wide spread."""
+    """Half as many prompts, of half and of twice the length, and of a covariance with a wide spread."""
     n = prompts.x.shape[1]
     laws = {"half length": (task, max(1, n // 2)), "double length": (task, 2 * n)}
     if task.d_x > 1:
@@ -92,7 +92,7 @@ def other_settings(
     for step, (name, (law, length)) in enumerate(laws.items(), start=1):
         drawn = sample_prompts(
             law,
-            len(prompts),
+            len(prompts) // 2,
             generator=generator_for(seed, "eval", step),
             context_length=length,
             dtype=torch.float64,

@@ -1,4 +1,4 @@
-"""Near misses that were written after the last change of a rule, and counted as they came out."""
+"""Still more near misses, as functions of prompts."""
 
 import torch
 from torch import Tensor
@@ -160,7 +160,7 @@ def two_descents(random: Random) -> Drawn:
     return walk(step, slow), dense(random)
 
 
-UNSEEN: dict[str, Family] = {
+FURTHER: dict[str, Family] = {
     "clipped x": clipped_x,
     "cubic residuals": cubic_residuals,
     "other axes in each layer": other_axes_in_each_layer,

@@ -1,0 +1,91 @@
+"""What an algorithm leaves unexplained: noise of weights, or another learner.
+
+Learners treat all coordinates of x alike, or each by its own fixed number; where the law of the task is
+the same with other signs of the coordinates (or with their order reversed), so is what any of two learners
+differ by. Noise of weights is not: of x^T E w with a fixed matrix E of independent entries, other signs
+keep the diagonal, 1/d_x of its square.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from mechinterp.config import TaskConfig
+from mechinterp.icl.prompts import Prompts, generator_for
+
+ROUNDING = 1e-8
+"""Share of the model below which what an algorithm leaves unexplained is rounding, of the model or of the fit."""
+REFLECTIONS = 2
+"""Signs that are drawn for each prompt."""
+
+
+@dataclass(frozen=True, eq=False)
+class Leftover:
+    """What an algorithm with a free scale of the read-out leaves of a model, per layer and scored prompt."""
+
+    square: Float[np.ndarray, "column prompt"]
+    """Its mean square over a prompt and its reflections."""
+    product: Float[np.ndarray, "column prompt"]
+    """What is left times what is left of the reflected prompt; as `square` where the task has no such symmetry."""
+    size: Float[np.ndarray, " prompt"]
+    """Mean squares of the last prediction."""
+    noise: float
+    """The share that noise of weights would keep."""
+
+    def share(self, counts: Float[np.ndarray, " prompt"] | None = None) -> tuple[float, int]:
+        """The part of a learner in what is left, 0 for noise and 1 for another learner: the least over layers
+        after which more than rounding is left, and that layer. 0 where nothing is left."""
+        counts = np.ones(len(self.size)) if counts is None else counts
+        square, product = self.square @ counts, self.product @ counts
+        left = np.flatnonzero(square > ROUNDING * (self.size @ counts))
+        if not len(left):
+            return 0.0, 0
+        shares = (product[left] / square[left] - self.noise) / (1 - self.noise)
+        return float(shares.min()), int(left[shares.argmin()])
+
+
+def reflected(prompts: Prompts, task: TaskConfig, seed: int) -> tuple[list[Prompts], float] | None:
+    """Prompts that are as likely with other signs of their coordinates, or for a chain of correlations with these in
+    reverse order, and the share of noise that stays the same; None: a task that has no such symmetry."""
+    chain = task.covariance.kind == "kms" and task.covariance.rho != 0
+    if task.n_tasks is not None or task.d_x == 1:
+        return None
+    if chain:
+        return [_with_x(prompts, lambda x: x.flip(-1))], 1 / task.d_x
+    generator = generator_for(seed, "init", 3)
+    shape = (REFLECTIONS, len(prompts), 1, task.d_x)
+    signs = 2.0 * torch.randint(0, 2, shape, generator=generator).to(prompts.x) - 1
+    return [
+        _with_x(prompts, lambda x, s=s: (x.reshape(len(s), -1, task.d_x) * s).reshape(x.shape))
+        for s in signs
+    ], (1 / task.d_x)
+
+
+def _with_x(prompts: Prompts, change: Callable[[Tensor], Tensor]) -> Prompts:
+    return replace(prompts, x=change(prompts.x), x_query=change(prompts.x_query))
+
+
+def leftover(
+    rest: Callable[[Prompts], Float[Tensor, "column prompt d_y"]],
+    prompts: Prompts,
+    size: Float[np.ndarray, " prompt"],
+    task: TaskConfig,
+    seed: int,
+) -> Leftover:
+    """What is left on prompts and on their reflections.
+
+    Args:
+        rest: Prediction of the model minus that of the algorithm.
+    """
+    own, symmetry = rest(prompts), reflected(prompts, task, seed)
+    if symmetry is None:
+        square = own.square().mean(2).numpy()
+        return Leftover(square, square, size, 0.0)
+    others = torch.stack([rest(each) for each in symmetry[0]])
+    square = (own.square() + others.square().mean(0)) / 2
+    parts = (square, own * others.mean(0))
+    return Leftover(*(part.mean(2).numpy() for part in parts), size, symmetry[1])
