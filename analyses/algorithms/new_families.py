@@ -404,8 +404,8 @@ def pair_by_pair(random: Random) -> Built:
     def learner(prompts: Prompts) -> Tensor:
         p = torch.full((len(prompts), len(pool)), 1 / len(pool)).double()
         for x, y in zip(prompts.x.unbind(1), prompts.y.unbind(1), strict=True):
-            rest = (y[:, None].double() - x[:, None, None].double() @ pool)[..., 0, :]
-            p = p * (-rest.square().sum(2) / (2 * task.noise_var)).exp()
+            rest = y[:, None, None].double() - x[:, None, None].double() @ pool
+            p = p * (-rest.square().sum((2, 3)) / (2 * task.noise_var)).exp()
             p = p / p.sum(1, keepdim=True)
         w = (p[..., None, None] * pool).sum(1)
         return (prompts.x_query[:, None].double() @ w)[:, 0]

@@ -74,14 +74,14 @@ ALGORITHMS = {
     "gradient_descent": Label(
         f"gradient descent on the prompt's pairs: {STEP}; {MOMENTS}",
         "Several layers, each a step of gradient descent on the pairs of the prompt.",
-        *(3, 41),
+        *(1, 51),
         name="gradient descent",
         numbers=("η",),
     ),
     "gd_plus_plus": Label(
         f"gradient descent on x that each layer also turns into (1 − γ S) x: {STEP}; {MOMENTS}",
         "Gradient descent on x that each layer also turns into (1 − gamma S) x, S = XᵀX/L.",
-        *(0, 1),
+        *(0, 3),
         name="gradient descent on x that layers rescale (GD++)",
         numbers=("η", "γ"),
     ),
@@ -89,14 +89,14 @@ ALGORITHMS = {
         "gradient descent with the covariance Σ of x as preconditioner: ŷ = w·x, "
         f"w ← w + η (Σ + c)⁻¹ (b − S w) from w = 0 in each layer; {MOMENTS}",
         "Several layers, each a step of gradient descent with the inverse of Sigma + c as preconditioner.",
-        *(0, 2),
+        *(0, 5),
         name="preconditioned gradient descent",
         numbers=("η", "c"),
     ),
     "newton": Label(
         f"Newton's iteration for S⁻¹: ŷ = x·M b, M = α S, then M ← 2M − M S M in each layer; {MOMENTS}",
         "Newton's iteration for the inverse of S, a step in each layer.",
-        *(0, 1),
+        *(0, 4),
         name="Newton's iteration",
         numbers=("α",),
     ),
@@ -112,14 +112,14 @@ ALGORITHMS = {
         "gradient descent that shrinks small weights to 0 (ISTA): ŷ = w·x, w ← soft(w + η (b − S w), t) from w = 0 "
         f"in each layer; {MOMENTS}",
         "Gradient descent that shrinks small weights to 0 in each layer (ISTA).",
-        *(3, 5),
+        *(0, 8),
         name="gradient descent with shrinkage (ISTA)",
         numbers=("η", "t"),
     ),
     "ridge_like": Label(
         f"what ridge regression predicts, by whatever steps: ŷ = x·(S + λ/L)⁻¹ b; {MOMENTS}",
         "Several layers that end as ridge regression does, by steps that are not identified.",
-        *(5, 7),
+        *(0, 7),
         name="ridge regression",
         numbers=("λ",),
     ),
@@ -127,7 +127,7 @@ ALGORITHMS = {
         "the posterior mean under the pool of tasks, by whatever steps: ŷ = Σ_i p_i β_i·x, "
         "p_i ∝ exp(−Σ_l (y_l − β_i·x_l)²/(2σ²))",
         "Several layers that predict the posterior mean under the task's pool.",
-        *(2, 3),
+        *(0, 4),
         name="the posterior mean under the pool",
     ),
 }

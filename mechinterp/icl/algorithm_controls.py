@@ -1,6 +1,7 @@
 """Learners that are held against the algorithms of `icl.algorithms`, and give no label themselves.
 
-A control that explains a model better than an algorithm does keeps its label from the model.
+A control that explains a model better than an algorithm does keeps its label from the model. Whether controls are
+linear in y or follow rotations is not stated: only algorithms with a label are held to that.
 """
 
 from collections.abc import Callable
@@ -178,31 +179,20 @@ CONTROLS = (
         (Scalar("eta", lambda moments: 1.0),),
         step=_curvature_step,
     ),
-    Algorithm("line search", None, (), step=_searched_step, linear_in_y=False),
-    Algorithm("conjugate gradients", None, (), _conjugate_gradients, linear_in_y=False),
-    Algorithm(
-        "hard thresholding",
-        None,
-        (ETA,),
-        step=_hard_step,
-        linear_in_y=False,
-        equivariant=False,
-    ),
+    Algorithm("line search", None, (), step=_searched_step),
+    Algorithm("conjugate gradients", None, (), _conjugate_gradients),
+    Algorithm("hard thresholding", None, (ETA,), step=_hard_step),
     Algorithm(
         "shrinkage between soft and hard",
         None,
         (*SHRINKING, Scalar("power", lambda moments: 2.0, where="once", lower=1.0)),
         step=_between_step,
-        linear_in_y=False,
-        equivariant=False,
     ),
     Algorithm(
         "proximal steps of the elastic net",
         None,
         (*SHRINKING, Scalar("decay", lambda moments: 0.5, where="once")),
         step=_elastic_step,
-        linear_in_y=False,
-        equivariant=False,
     ),
     Algorithm(
         "a polynomial of S in each layer",

@@ -350,7 +350,7 @@ def test_nearest_neighbours(prompts: Prompts, moments: PromptMoments):
         nearest_neighbours(prompts, count=0)
 
 
-@pytest.mark.parametrize("algorithm", ALL, ids=lambda algorithm: algorithm.name)
+@pytest.mark.parametrize("algorithm", ALGORITHMS, ids=lambda algorithm: algorithm.name)
 class TestWhatTellsThemApart:
     def test_linearity_in_y(self, algorithm: Algorithm, prompts: Prompts):
         other = replace(prompts, y=prompts.y.flip(0))

@@ -46,6 +46,7 @@ from mechinterp.analysis.multi_layer.algorithm_scores import (
 from mechinterp.analysis.multi_layer.algorithm_source import AlgorithmSource, algorithm_source
 from mechinterp.analysis.multi_layer.algorithm_tests import (
     ORDER,
+    Predict,
     Setting,
     identity_tests,
     other_settings,
@@ -55,7 +56,6 @@ from mechinterp.config import TaskConfig
 from mechinterp.icl.algorithm import Algorithm, at_depth
 from mechinterp.icl.algorithm_controls import CONTROLS, OF_ANY_DEPTH, ONLINE
 from mechinterp.icl.algorithm_fits import TOLERANCE
-from mechinterp.icl.prompt_moments import PromptMoments
 from mechinterp.icl.prompts import Prompts, generator_for
 from mechinterp.models.run.evaluation import evaluation_prompts
 from mechinterp.models.run.predictor import (
@@ -230,13 +230,14 @@ def _measured(
     found = replace(found, function=function, path=walks, path_how=path.how)
     found = _with_member_tests(model, found, own, seed)
     found = _with_claims(model, found, own, path, seed)
+    near = limits.moved(MARGIN).explained
     # Of functions, the last prediction has to be told from other learners too: no stream speaks for it.
     if model.predictor is None:
-        function, left = _with_leftovers(found.function, last, model, path, limits, seed)
+        function, left = _with_leftovers(found.function, last, model, path, near, seed)
         found = replace(found, function=function, left_of_function=left)
     judged = model.predictor is None or reflected(own.prompts[:1], model.task, seed) is not None
     if found.path is not None and steps is not None and judged:
-        walks, left = _with_leftovers(found.path, steps, model, path, limits, seed)
+        walks, left = _with_leftovers(found.path, steps, model, path, near, seed)
         found = replace(found, path=walks, left_of_path=left)
     return found
 
@@ -277,17 +278,15 @@ def _with_member_tests(
     for row, member in enumerate(found.members):
         if found.function.r2()[row, OWN] < LOOSE or (member.linear_in_y and member.equivariant):
             continue
-        predict = partial(_prediction, member, found.function.scalars[row], model)
+        path = partial(model.predictions_of, member, found.function.scalars[row])
+        predict = partial(_last, path)
         setting = Setting(own.prompts, predict(own.prompts))
         tests[str(member.label)] = identity_tests(predict, setting, model.task, seed)
     return replace(found, member_tests=tests)
 
 
-def _prediction(
-    member: Algorithm, scalars: Float[np.ndarray, " _"], model: AlgorithmSource, prompts: Prompts
-) -> Float[Tensor, "batch d_y"]:
-    moments = PromptMoments(prompts, model.task)
-    return member.predictions(moments, scalars.tolist(), model.n_layers)[-1]
+def _last(path: Predict, prompts: Prompts) -> Tensor:
+    return path(prompts)[-1]
 
 
 def _with_claims(
@@ -308,44 +307,27 @@ def _with_claims(
 
 
 def _with_leftovers(
-    scores: Scores,
-    room: Room,
-    model: AlgorithmSource,
-    path: Path,
-    limits: AlgorithmLimits,
-    seed: int,
+    scores: Scores, room: Room, model: AlgorithmSource, path: Path, near: float, seed: int
 ) -> tuple[Scores, dict[str, Leftover]]:
     """With members of a scaled read-out where a member comes near, and what these leave of the model."""
     least, left = scores.r2()[:, : room.n_own].min(1), {}
-    near = limits.moved(MARGIN).explained
     for member in candidates_of(model.task):
         label = str(member.label)
         if label not in scores.names or least[scores.names.index(label)] < near:
             continue
-        row, one_more = scores.names.index(label), scaled(member)
-        start = {one_more.name: np.append(scores.scalars[row], 1.0)}
-        fit = room.scores([one_more], starts=start, tolerance=TOLERANCE)
-        scores = scores.joined(fit)
-        rest = partial(
-            _rest, one_more, fit.scalars[0], model, path if room.path is not None else None
-        )
+        one_more = scaled(member)
+        start = np.append(scores.scalars[scores.names.index(label)], 1.0)
+        fit = room.scores([one_more], starts={one_more.name: start}, tolerance=TOLERANCE)
+        known = partial(read_path, model, path) if room.path is not None else model.predicted
+        learner = partial(model.predictions_of, one_more, fit.scalars[0])
+        rest = partial(_difference, known, learner, room.n_own)
         prompts, size = room.own.prompts[1::2], fit.size[room.n_own - 1]
-        left[label] = leftover(rest, prompts, size, model.task, seed)
+        left[label], scores = leftover(rest, prompts, size, model.task, seed), scores.joined(fit)
     return scores, left
 
 
-def _rest(
-    algorithm: Algorithm,
-    scalars: Float[np.ndarray, " _"],
-    model: AlgorithmSource,
-    path: Path | None,
-    prompts: Prompts,
-) -> Float[Tensor, "column batch d_y"]:
-    """Prediction of the model minus that of an algorithm, after every layer or the last."""
-    known = model.predicted(prompts)[None] if path is None else read_path(model, path, prompts)
-    moments = PromptMoments(prompts, model.task)
-    predictions = algorithm.predictions(moments, scalars.tolist(), model.n_layers)
-    return known - predictions[-len(known) :]
+def _difference(known: Predict, learner: Predict, n_last: int, prompts: Prompts) -> Tensor:
+    return known(prompts) - learner(prompts)[-n_last:]
 
 
 def _null_risk(

@@ -29,7 +29,7 @@ class AlgorithmEvidence(Result):
         "prompts": "Those of the row: of the model's own length, of half and of twice that, or with a wide spread of x.",
         "r2": "1 - mean (model - learner)^2 / mean model^2, on prompts that nothing was fitted to.",
         "path_r2": "The same after the layer, against what is read there; over the mean square of the last prediction.",
-        "control": "Learner that gives no label, or mixture of two members.",
+        "control": "Learner that gives no label, or algorithm with a scaled read-out.",
         "least_path_r2": "The least path_r2 over layers.",
         "test": "Identity that some algorithms satisfy.",
         "answer": "Whether the two sides of the identity agree; not answered where the model leaves its task.",
@@ -46,7 +46,7 @@ class AlgorithmEvidence(Result):
     reason: str
     """One sentence: what decided, with its number, and for "undetermined" what to run next."""
     why: str
-    """Which rule decided, a key of `algorithm_reasons.NEXT`."""
+    """Which rule decided; `algorithm_reasons` has its sentence."""
     candidates: tuple[str, ...]
     """Labels that the evidence leaves, the smaller of nested ones; one, if it decides."""
     resampled: tuple[str, ...]
@@ -200,7 +200,7 @@ class AlgorithmEvidence(Result):
         path = self.path_frame()
         return {
             "algorithms": Table(self.to_frame(), "How near each algorithm comes"),
-            "algorithm_controls": Table(self.control_frame(), "Controls and mixtures"),
+            "algorithm_controls": Table(self.control_frame(), "Controls"),
             "identities": Table(self.test_frame(), "Identities"),
             "label_frequencies": Table(self.frequency_frame(), "Labels of resampled prompts"),
         } | ({"path": Table(path, "After each layer", per="candidate")} if len(path) else {})
@@ -252,7 +252,7 @@ class AlgorithmEvidence(Result):
         )
 
     def control_frame(self) -> pd.DataFrame:
-        """One row per control and mixture: R^2 of the last prediction, and the least after a layer."""
+        """One row per control: R^2 of the last prediction, and the least after a layer."""
         function, path = self.measured.function, self.measured.path
         last = dict(zip(function.names, function.r2()[:, OWN], strict=True))
         least = {}

@@ -90,7 +90,7 @@ class Decision:
     mechanism: str
     candidates: tuple[str, ...]
     why: str
-    """Which rule decided; a key of `algorithm_reasons.NEXT`."""
+    """Which rule decided; `algorithm_reasons` has its sentence."""
     where: str = ""
     """The setting, layer or identity that decided."""
     value: float = float("nan")
@@ -99,20 +99,6 @@ class Decision:
     """The member that it is about."""
     rival: str = ""
     """What explains more."""
-
-
-@dataclass(frozen=True, eq=False)
-class _Blocked:
-    """A member that a rival is better than, or that leaves another learner; its fields are those of a decision."""
-
-    member: str
-    rival: str
-    where: str
-    limit: float
-    """R^2 of the member there, or the most of a learner."""
-    value: float
-    """R^2 of the rival, or the part of a learner in what is left."""
-    why: str = "rival"
 
 
 def decide(
@@ -181,7 +167,7 @@ def _function(
     limits: AlgorithmLimits,
     counts: np.ndarray | None,
     broken: Mapping[str, object],
-) -> tuple[str, list[str], list[_Blocked]]:
+) -> tuple[str, list[str], list[Decision]]:
     """Which learner the last prediction is, the members near to it, and those that something else explains better."""
     scores, n = found.function, len(found.members)
     r2 = scores.r2(counts)
@@ -204,7 +190,7 @@ def _by_path(
     counts: np.ndarray | None,
     broken: Mapping[str, tuple[str, float]],
     members: Mapping[str, Algorithm],
-    function: tuple[str, list[str], list[_Blocked]],
+    function: tuple[str, list[str], list[Decision]],
 ) -> Decision:
     scores = found.path
     assert scores is not None
@@ -233,7 +219,9 @@ def _by_path(
     if len(names) > 1:
         return Decision(*undecided, tuple(names), "tie", member=names[0])
     if blocked:
-        return _because_of(blocked[0], answer, tuple(scores.names[m] for m in walked))
+        return replace(
+            blocked[0], function=answer, candidates=tuple(scores.names[m] for m in walked)
+        )
     decision = _by_function(
         found, answer, near, blocked_function, broken, why="path", limits=limits
     )
@@ -250,7 +238,7 @@ def _by_function(
     found: Measured,
     answer: str,
     near: Sequence[str],
-    blocked: Sequence[_Blocked],
+    blocked: Sequence[Decision],
     broken: Mapping[str, tuple[str, float]],
     *,
     why: str,
@@ -264,7 +252,7 @@ def _by_function(
     if answer != UNDETERMINED:
         return Decision(*undecided, (answer,), why, member=answer)
     if blocked and not (set(near) - {b.member for b in blocked}):
-        return _because_of(blocked[0], answer, tuple(near))
+        return replace(blocked[0], function=answer, candidates=tuple(near))
     if len(near) > 1:
         return Decision(*undecided, tuple(near), "tie", member=near[0])
     r2 = found.function.r2()[: len(found.members), OWN]
@@ -277,9 +265,12 @@ def _by_function(
     return Decision(*undecided, (), "far", where, value, limits.explained, name)
 
 
-def _because_of(blocked: _Blocked, answer: str, candidates: tuple[str, ...]) -> Decision:
-    undecided = (UNDETERMINED, answer, UNDETERMINED)
-    return Decision(*undecided, candidates, **vars(blocked))
+def _blocked(
+    member: str, why: str, where: str, value: float, limit: float, rival: str = ""
+) -> Decision:
+    """Of a member that a rival is better than, or that leaves another learner."""
+    nothing = (UNDETERMINED, UNDETERMINED, UNDETERMINED, ())
+    return Decision(*nothing, why, where, value, limit, member, rival)
 
 
 def _holds_covariates(found: Measured, limits: AlgorithmLimits, member: Algorithm) -> bool:
@@ -299,12 +290,12 @@ def _smaller(names: Sequence[str]) -> list[str]:
 
 def _without_learners(
     kept: Sequence[int],
-    blocked: list[_Blocked],
+    blocked: list[Decision],
     scores: Scores,
     left: Mapping[str, Leftover],
     limits: AlgorithmLimits,
     counts: np.ndarray | None,
-) -> tuple[list[int], list[_Blocked]]:
+) -> tuple[list[int], list[Decision]]:
     """Without those of which a learner and no noise is left."""
     stay, more = [], []
     for m in kept:
@@ -314,7 +305,7 @@ def _without_learners(
             stay.append(m)
         else:
             where = scores.columns[column]
-            more.append(_Blocked(name, "", where, limits.rest, share, "learner"))
+            more.append(_blocked(name, "learner", where, share, limits.rest))
     return stay, [*more, *blocked]
 
 
@@ -326,7 +317,7 @@ def _undominated(
     *,
     own: int,
     members: int = 0,
-) -> tuple[list[int], list[_Blocked]]:
+) -> tuple[list[int], list[Decision]]:
     """Without those that another row is better than in some column, and worse in none; and by what.
 
     Args:
@@ -345,10 +336,9 @@ def _undominated(
         counts = np.array(scores.n_scalars)[rivals]
         best = int(np.lexsort((-leads.max(1), np.where(near, counts, np.inf)))[0])
         row, column = rivals[best], int(leads[best].argmax())
-        numbers = (float(r2[m, column]), float(r2[row, column]))
-        blocked.append(
-            _Blocked(scores.names[m], scores.names[row], scores.columns[column], *numbers)
-        )
+        value, limit = float(r2[row, column]), float(r2[m, column])
+        where, rival = scores.columns[column], scores.names[row]
+        blocked.append(_blocked(scores.names[m], "rival", where, value, limit, rival))
     return kept, blocked
 
 

@@ -8,6 +8,7 @@ keep the diagonal, 1/d_x of its square.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -59,10 +60,11 @@ def reflected(prompts: Prompts, task: TaskConfig, seed: int) -> tuple[list[Promp
     generator = generator_for(seed, "init", 3)
     shape = (REFLECTIONS, len(prompts), 1, task.d_x)
     signs = 2.0 * torch.randint(0, 2, shape, generator=generator).to(prompts.x) - 1
-    return [
-        _with_x(prompts, lambda x, s=s: (x.reshape(len(s), -1, task.d_x) * s).reshape(x.shape))
-        for s in signs
-    ], (1 / task.d_x)
+    return [_with_x(prompts, partial(_with_signs, signs=each)) for each in signs], 1 / task.d_x
+
+
+def _with_signs(x: Tensor, signs: Tensor) -> Tensor:
+    return (x.reshape(len(signs), -1, signs.shape[2]) * signs).reshape(x.shape)
 
 
 def _with_x(prompts: Prompts, change: Callable[[Tensor], Tensor]) -> Prompts:

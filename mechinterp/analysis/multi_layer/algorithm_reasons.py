@@ -11,10 +11,6 @@ from mechinterp.analysis.multi_layer.algorithm_labels import (
 from mechinterp.analysis.number_format import with_error
 
 NEXT = {
-    "useless": "",
-    "null": "",
-    "mechanism": "",
-    "function": "",
     "predictions only": "pass the model itself, whose stream shows what becomes of x",
     "covariates": "mechinterp probe shows what the stream holds after each layer",
     "steps": "intervene_on_steps(model) shows the layer whose step is another",
@@ -42,7 +38,7 @@ def reason_of(
         own = dict(zip(labels, frequency, strict=True)).get(decision.label, 0.0)
         parts.append(f"{decision.label} in {own:.0%} of resamples")
     parts.append(_function(found, decision))
-    if NEXT[decision.why]:
+    if decision.why in NEXT:
         parts.append(f"next: {NEXT[decision.why]}")
     return "; ".join(part for part in parts if part)
 

@@ -2,12 +2,15 @@
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from mechinterp.config import TaskConfig
-from mechinterp.icl.prompts import Prompts
+from mechinterp.icl.algorithm import Algorithm
+from mechinterp.icl.prompt_moments import PromptMoments
+from mechinterp.icl.prompts import Prompts, sample_prompts
 from mechinterp.models.run.predictor import (
     Learner,
     Predictor,
@@ -43,6 +46,13 @@ class AlgorithmSource:
                 return self.source.predict(prompts).detach().cpu().double()[None]
             return _checked(self.source(prompts), prompts)
 
+    def predictions_of(
+        self, algorithm: Algorithm, scalars: Float[np.ndarray, " scalar"], prompts: Prompts
+    ) -> Float[Tensor, "layer batch d_y"]:
+        """Those of an algorithm of as many layers."""
+        moments = PromptMoments(prompts, self.task)
+        return algorithm.predictions(moments, scalars.tolist(), self.n_layers)
+
     def predicted(self, prompts: Prompts) -> Float[Tensor, "batch d_y"]:
         """The last prediction."""
         return self.path(prompts)[-1]
@@ -66,8 +76,6 @@ def algorithm_source(
     require_task(task, "name_algorithm")
     if task is None:
         raise ValueError("name_algorithm needs a task for a function of prompts, got none.")
-    from mechinterp.icl.prompts import sample_prompts
-
     few = sample_prompts(task, 2, dtype=torch.float64) if prompts is None else prompts[:2]
     given = AlgorithmSource(source, task, DEPTH)  # type: ignore[arg-type]
     path = given.path(few)
