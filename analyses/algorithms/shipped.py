@@ -1,6 +1,6 @@
 """Which algorithm the shipped models of several layers carry out, over seeds of the prompts.
 
-    python -m analyses.algorithms.shipped --seeds 10    (about fifteen minutes on one core)
+    python -m analyses.algorithms.shipped --seeds 10    (about ten minutes on one core)
 
 Writes analyses/results/algorithms/algorithm_shipped.csv, a row per model and seed: the label, the function, the share of
 resamples with the label, the prompts that it took, and the reason. Models and seeds that the file has

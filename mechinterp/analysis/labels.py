@@ -131,7 +131,7 @@ ALGORITHMS = {
         name="the posterior mean under the pool",
     ),
 }
-"""Of several layers. The counts are those of analyses/algorithms/calibration.py."""
+"""Of several layers. The counts are those of both halves of analyses/algorithms/calibration.py."""
 NO_LABEL = {
     "undetermined": "none of the known {kind} clearly (undetermined)",
     "unstructured": "nothing that random weights do not compute, too (unstructured)",
