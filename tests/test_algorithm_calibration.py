@@ -41,7 +41,7 @@ def test_near_misses_that_no_rule_was_set_on_get_no_name_and_algorithms_get_thei
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "seed"),
-    [("half GD, half Newton", 0), ("half GD, half ISTA", 0), ("penalty by pairs left out", 5)],
+    [("half GD, half ISTA", 0), ("penalty by pairs left out", 5)],
 )
 def test_a_near_miss_gets_no_label(family: str, seed: int):
     (case,) = [each for each in algorithm_models.cases([seed]) if each.family == family]

@@ -3,7 +3,7 @@
 Learners treat all coordinates of x alike, or each by its own fixed number; where the law of the task is
 the same with other signs of the coordinates (or with their order reversed), so is what any of two learners
 differ by. Noise of weights is not: of x^T E w with a fixed matrix E of independent entries, other signs
-keep the diagonal, 1/d_x of its square.
+keep the diagonal, 1/d_x of its square; the reverse order of a chain keeps as much on average over E, more or less of one.
 """
 
 from collections.abc import Callable
@@ -85,9 +85,9 @@ def leftover(
     """
     own, symmetry = rest(prompts), reflected(prompts, task, seed)
     if symmetry is None:
-        square = own.square().mean(2).numpy()
-        return Leftover(square, square, size, 0.0)
+        alone = own.square().mean(2).numpy()
+        return Leftover(alone, alone, size, 0.0)
     others = torch.stack([rest(each) for each in symmetry[0]])
     square = (own.square() + others.square().mean(0)) / 2
-    parts = (square, own * others.mean(0))
-    return Leftover(*(part.mean(2).numpy() for part in parts), size, symmetry[1])
+    product = own * others.mean(0)
+    return Leftover(square.mean(2).numpy(), product.mean(2).numpy(), size, symmetry[1])
