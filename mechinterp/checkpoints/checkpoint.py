@@ -1,8 +1,4 @@
-"""A checkpoint: a model with its task, its history and what was assumed; and the package's own folders.
-
-What a folder holds is in `folders`, how the weights are named in `native_tensors`. The hooked model (with it
-TransformerLens) is built only when it is asked for.
-"""
+"""A checkpoint: a model with its task, its history and what was assumed; and the package's own folders."""
 
 import json
 from collections.abc import Mapping
@@ -31,6 +27,7 @@ from mechinterp.checkpoints.native.folder import (
 from mechinterp.checkpoints.native.folder_tensors import fill_with_tensors, read_snapshots, stacked
 from mechinterp.checkpoints.native.outline import Outline
 from mechinterp.checkpoints.native.tensors import require_fit, state_dict, weights_from
+from mechinterp.checkpoints.runs import Run, run_history
 from mechinterp.config import ExperimentConfig, TaskConfig
 from mechinterp.display import counted
 from mechinterp.models.weights import AnyWeights, Weights, as_weights
@@ -41,7 +38,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, eq=False)
-class Checkpoint:
+class Checkpoint(Run):
     """A model as it lies on disk, whoever wrote it; history and snapshots are read when they are asked for."""
 
     path: Path
@@ -112,8 +109,6 @@ class Checkpoint:
 
     @cached_property
     def _measured(self) -> pd.DataFrame:
-        from mechinterp.checkpoints.runs import run_history
-
         return run_history(self, self.snapshots)
 
     @cached_property
@@ -127,20 +122,10 @@ class Checkpoint:
 
     @property
     def steps(self) -> list[int]:
-        """Steps of the snapshots during training."""
+        """Steps of the snapshots during training, which need not be read for it."""
         return list(self.kept) or self.outline.steps
 
-    def at(self, step: int) -> "Checkpoint":
-        """The model as it was after so many updates.
-
-        Raises:
-            ValueError: If its weights of that step were not kept.
-        Example:
-            >>> load("checkpoints/softmax-h2-s0").at(1000).step
-            1000
-        """
-        if step not in self.steps:
-            raise ValueError(f"step must be one of {', '.join(map(str, self.steps))}, got {step}.")
+    def _after(self, step: int) -> "Checkpoint":
         return replace(self, step=step, weights=self.snapshots[step], readings=(), kept={})
 
     def to(self, device: torch.device | str) -> "Checkpoint":

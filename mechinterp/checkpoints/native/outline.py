@@ -12,7 +12,6 @@ from mechinterp.checkpoints.io.headers import (
     require_finite_in,
     require_shapes,
     shapes_in,
-    stated_shapes,
 )
 from mechinterp.checkpoints.native.folder import (
     WEIGHTS,
@@ -80,9 +79,7 @@ def outline_of(path: Path) -> Outline | None:
         return None
     document, config = read_document(document_file(path))
     file = path / WEIGHTS
-    found = shapes_in(file)
-    shapes = stated_shapes(file, found, config)
-    require_shapes(file, found, shapes)
+    shapes = require_shapes(file, shapes_in(file), config)
     require_finite_in(file, shapes)
     said = {name: document.get(name, {}) for name in ("assumed", "origin")}
     return Outline(path, config, document["step"], shapes, **said)

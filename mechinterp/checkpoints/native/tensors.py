@@ -5,11 +5,11 @@ from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from mechinterp.checkpoints.io.errors import CheckpointError, naming
-from mechinterp.checkpoints.io.headers import stated_shapes
-from mechinterp.checkpoints.native.folder_tensors import require_tensors
+from mechinterp.checkpoints.io.headers import require_finite, require_shapes
 from mechinterp.config import ExperimentConfig
 from mechinterp.models.weights import Weights
 
@@ -56,15 +56,23 @@ def require_fit(path: Path, weights: Weights, config: ExperimentConfig) -> None:
 def _require_tensors(
     file: Path, tensors: Mapping[str, Tensor], config: ExperimentConfig
 ) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of the tensors of such a model, all of which are there."""
-    shapes = stated_shapes(file, tensors, config)
-    require_tensors(file, tensors, shapes)
+    """Names and shapes of the tensors of such a model, all there, finite and of one floating-point dtype."""
+    shapes = require_shapes(file, {name: tuple(t.shape) for name, t in tensors.items()}, config)
+    for name in shapes:
+        tensor = tensors[name]
+        if not tensor.is_floating_point():
+            got = tensor.dtype
+            raise CheckpointError(f"{file}: {name} must hold floating-point numbers, got {got}.")
+        require_finite(f"{file}: {name}", int((~torch.isfinite(tensor)).sum()))
+    kinds = sorted({str(tensors[name].dtype) for name in shapes})
+    if len(kinds) > 1:
+        raise CheckpointError(f"{file}: the weights must have one dtype, got {', '.join(kinds)}.")
     if config.model.trains_compiled or (config.model.one_attention and config.model.biases):
         for name in set(UNREAD) & set(shapes):
             unread = tensors[name][..., : config.task.d_x]
             if unread.any():
-                got = unread.abs().max().item()
+                largest = unread.abs().max().item()
                 raise CheckpointError(
-                    f"{file}: the x columns of {name} must be zero, got {got:.3g}."
+                    f"{file}: the x columns of {name} must be zero, got {largest:.3g}."
                 )
     return shapes
