@@ -179,8 +179,8 @@ def recognised(
     elif form is ONE_MATRIX:
         found = _of_one_matrix(found, hints)
     layout = layout_of(found)
-    allowed = form.parts or (*ATTENTION, *layout.parts)
-    strange = [*layout.unknown, *(p.name for p in layout.pieces if p.part not in allowed)]
+    strange = [p.name for p in layout.pieces if form.parts and p.part not in form.parts]
+    strange = [*layout.unknown, *strange]
     require_known_kind(found, layout)
     if strange and (form.parts or layout.layers) and not layout.lacking:
         what = "such a model" if form is LAYERED else f"format {form.name}"

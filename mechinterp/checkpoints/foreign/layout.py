@@ -27,10 +27,6 @@ class Layout:
         return [*(piece for layer in self.layers for piece in layer), *self.ends.values()]
 
     @property
-    def parts(self) -> set[str]:
-        return {piece.part for piece in self.pieces}
-
-    @property
     def lacking(self) -> list[str]:
         """The names in layers without queries, keys or values."""
         wanted = ({"q", "k", "v"}, {"qkv"}, {"q", "kv"}, {"qk", "v"})

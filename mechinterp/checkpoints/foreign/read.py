@@ -57,14 +57,10 @@ def read_foreign(run: Sequence[Stored], hints: Hints) -> Checkpoint:
     """
     last = run[-1]
     with of_file(last.file):
-        return _read(run, replace(hints, task=_task(last.settings) | dict(hints.task or {})))
-
-
-def _task(settings: Mapping[str, object]) -> dict[str, object]:
-    """Fields of the task that settings beside the weights state, but for the context."""
-    stated, noise = settings.get(TASK_KEY), settings.get("noise_std")
-    task = dict(stated) if isinstance(stated, Mapping) else {}
-    return {"noise_var": noise**2, **task} if isinstance(noise, float) else task
+        stated, noise = last.settings.get(TASK_KEY), last.settings.get("noise_std")
+        task = {"noise_var": noise**2} if isinstance(noise, float) else {}
+        task |= {**(stated if isinstance(stated, Mapping) else {}), **(hints.task or {})}
+        return _read(run, replace(hints, task=task))
 
 
 def _read(run: Sequence[Stored], hints: Hints) -> Checkpoint:

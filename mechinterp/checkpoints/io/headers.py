@@ -9,7 +9,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from mechinterp.checkpoints.io.atomic import readable, size_of
-from mechinterp.checkpoints.io.errors import CheckpointError
+from mechinterp.checkpoints.io.errors import CheckpointError, naming
 from mechinterp.config import ExperimentConfig
 from mechinterp.models.shapes import tensor_shapes
 
@@ -71,13 +71,9 @@ def shapes_in(file: Path) -> dict[str, tuple[int, ...]]:
 
 
 def require_finite(what: str, bad: int) -> None:
-    """Refuse a tensor, or whatever `what` is, with so many entries that are NaN or infinite.
-
-    Raises:
-        CheckpointError: If there are some.
-    """
+    """Refuse a tensor, or whatever `what` is, with so many entries that are NaN or infinite."""
     if bad:
-        raise CheckpointError(f"{what} must hold finite numbers, got {bad} NaN or infinite.")
+        raise ValueError(f"{what} must hold finite numbers, got {bad} NaN or infinite.")
 
 
 def require_finite_in(file: Path, names: Iterable[str]) -> None:
@@ -86,33 +82,32 @@ def require_finite_in(file: Path, names: Iterable[str]) -> None:
     Raises:
         CheckpointError: If there are some; the message names the tensor.
     """
-    with opened(file, "np") as stored:
+    with naming(file), opened(file, "np") as stored:
         for name in names:
             if stored.get_slice(name).get_dtype() in ("F16", "F32", "F64"):
                 finite = np.isfinite(stored.get_tensor(name))
-                require_finite(f"{file}: {name}", finite.size - int(finite.sum()))
+                require_finite(name, finite.size - int(finite.sum()))
 
 
 def require_shapes(
-    file: Path, found: Mapping[str, tuple[int, ...]], config: ExperimentConfig
+    found: Mapping[str, tuple[int, ...]], config: ExperimentConfig
 ) -> dict[str, tuple[int, ...]]:
     """Names and shapes of the tensors of a model of this config, all of which must be found.
 
     Raises:
-        CheckpointError: If a file with tensors of these names has another number of layers, or one is missing or of
+        ValueError: If a file with tensors of these names has another number of layers, or one is missing or of
             another shape; the message names it.
     """
     there = len({name.split(".")[1] for name in found if name.startswith("blocks.")})
     if config.model.n_layers != there:  # before a name is made for each
-        raise CheckpointError(
-            f"{file}: model.n_layers must be that of the weights, {there}, got {config.model.n_layers}."
-        )
+        got = config.model.n_layers
+        raise ValueError(f"model.n_layers must be that of the weights, {there}, got {got}.")
     shapes = tensor_shapes(config.model, config.task.d_x, config.task.d_y)
     for name, shape in shapes.items():
         if name not in found:
-            raise CheckpointError(f"{file}: {name} is missing.")
+            raise ValueError(f"{name} is missing.")
         if found[name] != shape:
-            raise CheckpointError(f"{file}: {name} must have shape {shape}, got {found[name]}.")
+            raise ValueError(f"{name} must have shape {shape}, got {found[name]}.")
     return shapes
 
 

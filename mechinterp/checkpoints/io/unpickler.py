@@ -65,18 +65,9 @@ class Machine:
         self.memo: dict[int, object] = {}
 
     @no_type_check
-    def pop(self, count: int) -> list:
-        """The last so many values."""
-        return self.cut(len(self.stack) - count)
-
-    @no_type_check
-    def pop_marked(self) -> list:
-        """The values behind the last mark."""
-        return self.cut(self.marks.pop())
-
-    @no_type_check
-    def cut(self, at: int) -> list:
-        """The values from a place on."""
+    def pop(self, count: int | None = None) -> list:
+        """The last so many values; None: those behind the last mark."""
+        at = self.marks.pop() if count is None else len(self.stack) - count
         if not 0 <= at <= len(self.stack):
             raise IndexError
         found = self.stack[at:]
@@ -104,11 +95,7 @@ def _pushes(made: Callable[[Any], object]) -> Action:
 def _replaces(count: int | None, made: Callable[[list], object]) -> Action:
     """Replaces the last so many values, or None: those behind the last mark, by what is made of them."""
 
-    def act(machine: Machine, argument: object) -> None:
-        taken = machine.pop_marked() if count is None else machine.pop(count)
-        machine.stack.append(made(taken))
-
-    return act
+    return lambda machine, _: machine.stack.append(made(machine.pop(count)))
 
 
 @no_type_check
@@ -163,9 +150,9 @@ ACTIONS: dict[str, Action] = {
     "POP": lambda machine, _: machine.pop(1),
     "DUP": lambda machine, _: machine.stack.append(machine.stack[-1]),
     "APPEND": lambda machine, _: machine.pop(1),
-    **dict.fromkeys(("POP_MARK", "APPENDS", "ADDITEMS"), lambda machine, _: machine.pop_marked()),
+    **dict.fromkeys(("POP_MARK", "APPENDS", "ADDITEMS"), lambda machine, _: machine.pop()),
     "SETITEM": lambda machine, _: machine.set_items(machine.pop(2)),
-    "SETITEMS": lambda machine, _: machine.set_items(machine.pop_marked()),
+    "SETITEMS": lambda machine, _: machine.set_items(machine.pop()),
     "BUILD": _build,
     "BINPERSID": _replaces(1, storage_of),
     **dict.fromkeys(("REDUCE", "NEWOBJ"), _replaces(2, called)),

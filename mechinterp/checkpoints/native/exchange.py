@@ -45,22 +45,20 @@ def write_exchange(folder: Path, checkpoint: Checkpoint) -> None:
     Raises:
         CheckpointError: If HookedTransformer has no such attention, or the folder cannot be written.
     """
-    found = why_no_circuits(checkpoint.config.model)
-    if found is not None:
-        raise CheckpointError(
-            f"{checkpoint.path}: HookedTransformer takes one layer of attention from here, got {found}."
-        )
     # HookedTransformer has no merged heads: it gets W_Q = W_QK and W_K = I, and so does the side-car.
     config = replace(checkpoint.config, model=replace(checkpoint.config.model, merged_qk=False))
-    if config.model.score != "softmax":
-        raise CheckpointError(
-            f"{checkpoint.path}: HookedTransformer has softmax attention only, got score {config.model.score!r}."
-        )
-    if config.model.attend_to_self:
-        raise CheckpointError(
-            f"{checkpoint.path}: the script that loads the model makes its mask strict, "
-            "got a model whose query attends to itself."
-        )
+    with naming(checkpoint.path):
+        found = why_no_circuits(checkpoint.config.model)
+        if found is not None:
+            raise ValueError(
+                f"HookedTransformer takes one layer of attention from here, got {found}."
+            )
+        if (score := config.model.score) != "softmax":
+            raise ValueError(f"HookedTransformer has softmax attention only, got score {score!r}.")
+        if config.model.attend_to_self:
+            raise ValueError(
+                "the script that loads the model makes its mask strict, got a model whose query attends to itself."
+            )
     document = document_of(config, step=checkpoint.step, assumed=checkpoint.assumed)
     text = json.dumps(document | _settings(config), indent=2) + "\n"
     circuits = replace(checkpoint.weights.circuits, merged_qk=False)

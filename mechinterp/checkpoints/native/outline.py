@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from mechinterp.checkpoints.io.errors import printable
+from mechinterp.checkpoints.io.errors import naming, printable
 from mechinterp.checkpoints.io.headers import (
     require_finite_in,
     require_shapes,
@@ -79,7 +79,8 @@ def outline_of(path: Path) -> Outline | None:
         return None
     document, config = read_document(document_file(path))
     file = path / WEIGHTS
-    shapes = require_shapes(file, shapes_in(file), config)
+    with naming(file):
+        shapes = require_shapes(shapes_in(file), config)
     require_finite_in(file, shapes)
     said = {name: document.get(name, {}) for name in ("assumed", "origin")}
     return Outline(path, config, document["step"], shapes, **said)
