@@ -55,6 +55,7 @@ REFUSED: dict[str, tuple[State, State, dict[str, object]]] = {
     ),
     # Numbers.
     "must hold finite numbers, got 32": (PAPER, {V: torch.full((8, 4), torch.nan)}, {}),
+    "mine must hold floating-point numbers": ({"mine": ones(4, 4).int()}, {}, {"n_heads": None}),
     "must hold floating-point numbers": (PAPER, {V: ones(8, 4).int()}, {}),
     # Shapes of attention.
     "o_proj.weight must have shape (4, 8), got (5, 8)": (

@@ -21,6 +21,7 @@ from mechinterp.checkpoints.foreign.layout import (
 )
 from mechinterp.checkpoints.foreign.names import ATTENTION, is_harmless
 from mechinterp.checkpoints.foreign.options import Hints
+from mechinterp.checkpoints.foreign.parsed import require_numbers
 from mechinterp.models.shapes import NAMES
 
 HEADS = tuple(f"attention_layer.{x}_proj.weight" for x in "qkvo")
@@ -264,7 +265,8 @@ def _of_sequential(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def _of_one_matrix(tensors: Mapping[str, Tensor], hints: Hints) -> dict[str, Tensor]:
     """One square matrix as a merged head whose OV circuit is y; of x alone unless d_x leaves room for y."""
-    (W,) = tensors.values()
+    ((name, W),) = tensors.items()
+    require_numbers(W, name)
     W = W if hints.d_x == len(W) - 1 else pad(W, (0, 1, 0, 1))
     OV = W.new_zeros(1, len(W), len(W))
     OV[0, -1, -1] = 1

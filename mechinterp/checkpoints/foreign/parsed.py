@@ -89,7 +89,7 @@ def parts_of(
         ValueError: If shapes do not fit together, a part has no place here, or the number of heads is not known.
     """
     for piece in layout.pieces:
-        _require_numbers(tensors[piece.name], shown(piece.name))
+        require_numbers(tensors[piece.name], shown(piece.name))
     _require_all_layers(layout)
     found = [attention_matrices(pieces, tensors, axes) for pieces in layout.layers]
     query = found[0]["query.weight"]
@@ -220,7 +220,7 @@ def _ends(tensors: Mapping[str, Tensor], layout: Layout, width: int) -> dict[str
     return {name: matrix.tensor for name, matrix in found.items()}
 
 
-def _require_numbers(tensor: Tensor, what: str) -> None:
+def require_numbers(tensor: Tensor, what: str) -> None:
     """Refuse a tensor that does not hold finite floating-point numbers, one for each of its entries."""
     if tensor.layout != torch.strided or tensor.is_meta or tensor.dtype not in DTYPES:
         layout = "" if tensor.layout == torch.strided else f", {tensor.layout}"
