@@ -60,6 +60,11 @@ SHIPPED = HERE.parent / "checkpoints"
 PACKAGE = Path(mi.__file__).parent
 LONGEST = 200
 SHORTEST_CHAINS = Chains(n_chains=2, n_draws=8, n_warmup=8, n_leapfrog=2)
+SHORTENED: dict[str, dict[str, object]] = {
+    "gates": {"steps": 2},
+    **{n: {"chains": SHORTEST_CHAINS} for n in ("learning-coefficient", "coefficient-snapshots")},
+}
+"""Settings of analyses by name, where only the form of what they say is asked for."""
 SHARE = 0.6
 """Of all pairs, how many answer, at least."""
 

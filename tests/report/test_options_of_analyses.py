@@ -1,21 +1,16 @@
 """Every option of `analyse` changes what an analysis says, or is refused: none is ignored."""
 
-from functools import partial, update_wrapper
-
 import pytest
 
-from mechinterp.analysis.ablation.gates import learn_gates
-from mechinterp.analysis.registry import ANALYSES, Analysis, run_analysis
-from mechinterp.checkpoints.checkpoint import Checkpoint, load, save
-from mechinterp.config import ExperimentConfig, TaskConfig
-from mechinterp.models.constructions.descent import gradient_descent_model
-from mechinterp.models.weights import as_weights
+from mechinterp.analysis.registry import ANALYSES, run_analysis
+from mechinterp.checkpoints.checkpoint import Checkpoint, load
 from mechinterp.report.header import dumps
 from mechinterp.report.to_json import to_json
 from tests.conftest import CHECKPOINTS, Run
+from tests.deep_models import descent_checkpoint
+from tests.test_doors import SHORTENED, as_for_users
 
 OPTIONS = {"n_prompts": 96, "seed": 1, "context_length": 30}
-USUAL = {"n_prompts": 64, "seed": 0}
 FEW = {"edges": 4, "snapshots": 2}
 """Edges take long; of snapshots only labels hang on prompts, which few of them turn."""
 OF_SEVERAL_LAYERS = {"algorithm", "algorithm-steps", "edges", "head-snapshots"}
@@ -29,21 +24,12 @@ SHIPPED = {
 
 @pytest.fixture(scope="module")
 def two_steps(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
-    """Two layers that each take a step of gradient descent, kept at two steps of no training."""
-    weights = as_weights(gradient_descent_model([0.5, 0.3], d_x=4))
-    config = ExperimentConfig(task=TaskConfig(d_x=4, context_length=8), model=weights.model)
-    path = tmp_path_factory.mktemp("deep") / "model"
-    save(path, config, weights, step=1, snapshots={0: weights, 1: weights})
-    return load(path)
+    return descent_checkpoint(tmp_path_factory.mktemp("deep"))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ANALYSES)
-def test_an_option_changes_the_answer_or_is_refused(
-    name: str, two_steps: Checkpoint, monkeypatch: pytest.MonkeyPatch
-):
-    shorter = update_wrapper(partial(learn_gates, steps=2), learn_gates)
-    monkeypatch.setitem(ANALYSES, "gates", Analysis(shorter))
+def test_an_option_changes_the_answer_or_is_refused(name: str, two_steps: Checkpoint):
     checkpoint = load(CHECKPOINTS / SHIPPED.get(name, "softmax-h2-s0"))
     checkpoint = two_steps if name in OF_SEVERAL_LAYERS else checkpoint
     if not ANALYSES[name].draws_prompts:
@@ -53,13 +39,14 @@ def test_an_option_changes_the_answer_or_is_refused(
             ):
                 run_analysis(name, checkpoint, **{option: value})
         return
-    usual = USUAL | {"n_prompts": FEW.get(name, USUAL["n_prompts"])}
+    usual = {"n_prompts": FEW.get(name, 64), "seed": 0, "settings": SHORTENED.get(name)}
     others = OPTIONS | ({"context_length": 6} if name in OF_SEVERAL_LAYERS else {})
     others |= {"n_prompts": 6} if name == "edges" else {}
-    first, *answers = (
-        dumps(to_json(name, checkpoint, run_analysis(name, checkpoint, **usual | told)))
-        for told in ({}, *({option: value} for option, value in others.items()))
-    )
+    with as_for_users():
+        first, *answers = (
+            dumps(to_json(name, checkpoint, run_analysis(name, checkpoint, **usual | told)))
+            for told in ({}, *({option: value} for option, value in others.items()))
+        )
     for option, answer in zip(others, answers, strict=True):
         assert answer != first, option
 
