@@ -127,7 +127,7 @@ def losses(convention: str) -> Record:
 def pages(convention: str, n_heads: int) -> dict[str, go.Figure]:
     """Circuits of the first seed."""
     heads = circuits(checkpoint(name := f"{convention}-h{n_heads}-s0"))
-    plots = {"QK": heads.plot(), "OV": heads.plot_ov()}
+    plots = {"QK": heads.plot_qk(), "OV": heads.plot_ov()}
     return {f"{name}-{n}": p.update_layout(title_text=f"{n}, {name}") for n, p in plots.items()}
 
 

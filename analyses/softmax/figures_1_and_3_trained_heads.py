@@ -38,7 +38,7 @@ def measure(quick: bool) -> Measured:
     pages = {"groups": four[FOUR].plot_groups()}
     for name in (ONE, TWO):
         heads = circuits(checkpoint(name))
-        pages |= {f"{name}-qk": heads.plot(), f"{name}-ov": heads.plot_ov()}
+        pages |= {f"{name}-qk": heads.plot_qk(), f"{name}-ov": heads.plot_ov()}
     for name in (TWO, FOUR):
         pages |= {f"{name}-omega": dynamics(name).plot(), f"{name}-mu": dynamics(name).plot_mu()}
     data = pd.concat([dynamics(name).to_frame().assign(model=name) for name in (TWO, *four)])

@@ -33,7 +33,7 @@ def measure(quick: bool) -> Measured:
     data = pd.concat([label(n).to_frame().assign(model=n, pattern=label(n).pattern) for n in names])
     pages = {}
     for name in (one for one in names if one.endswith("s0")):
-        plots = {"QK": circuits(checkpoint(name)).plot()}
+        plots = {"QK": circuits(checkpoint(name)).plot_qk()}
         plots |= {"omega": dynamics(name).plot(), "mu": dynamics(name).plot_mu()}
         for what, plot in plots.items():
             pages[f"{what}, {name}"] = plot.update_layout(title_text=f"{what}, {name}")

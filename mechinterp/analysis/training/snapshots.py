@@ -63,7 +63,7 @@ class Snapshots(Result):
     def plot(self) -> go.Figure:
         """The QK circuits, with a slider over the steps."""
         drawn = [found.QK[:, : found.omega.shape[1]] for found in self.circuits]
-        return self._heatmaps(self.circuits[-1].plot(), drawn, "QK circuits")
+        return self._heatmaps(self.circuits[-1].plot_qk(), drawn, "QK circuits")
 
     def plot_ov(self) -> go.Figure:
         """The OV circuits, with a slider over the steps."""
@@ -80,7 +80,7 @@ class Snapshots(Result):
 
     def _heatmaps(self, figure: go.Figure, drawn: list[np.ndarray], title: str) -> go.Figure:
         limit = max(float(np.abs(matrices).max()) for matrices in drawn) or 1.0
-        figure.update_layout(coloraxis_cmin=-limit, coloraxis_cmax=limit)
+        figure.update_traces(zmin=-limit, zmax=limit)
         frames = {
             f"{step:,}": [{"z": matrix.astype(np.float32)} for matrix in matrices]
             for step, matrices in zip(self.step, drawn, strict=True)
