@@ -26,7 +26,7 @@ DARK_SCALES = {
 }
 CLEAR = "rgba(0,0,0,0)"
 HEIGHT = 380
-PANEL, PANEL_GAP, LEAST_BAR = 220, 100, 90
+PANEL, PANEL_GAP, LEAST_BAR = 190, 90, 90
 """Pixels: of a matrix of a head, between two of them, and of a bar of colours."""
 LONG_LABEL = 16
 LEAST_TICKS = 3
@@ -92,7 +92,7 @@ def head_heatmaps(*kinds: Matrices, title: str) -> go.Figure:
         row_heights=heights.tolist(),
         subplot_titles=[name for kind in kinds for name in kind.titles],
         horizontal_spacing=0.06,
-        vertical_spacing=PANEL_GAP / area,
+        vertical_spacing=PANEL_GAP / area if len(heights) > 1 else 0,
     )
     figure.update_yaxes(autorange="reversed", showticklabels=False)
     first = 0

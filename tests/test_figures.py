@@ -61,7 +61,7 @@ def test_heatmaps_show_the_matrices_the_right_way_up():
         np.testing.assert_allclose(trace.z, matrix, atol=1e-6)
         assert (trace.y, trace.x) == (("x0", "x1"), ("x0", "x1", "y"))
     assert figure.layout.yaxis.autorange == figure.layout.yaxis2.autorange == "reversed"
-    assert [note.text for note in figure.layout.annotations] == ["head 0", "head 1"]
+    assert [note.text for note in figure.layout.annotations] == ["QK head 0", "QK head 1"]
     assert (figure.layout.xaxis.title.text, figure.layout.yaxis.title.text) == ("key", "query")
 
 
@@ -70,7 +70,8 @@ def test_heatmaps_take_any_number_of_heads(n_heads: int):
     figure = heatmaps(n_heads)
     assert len(figure.data) == n_heads
     rows = -(-n_heads // 4)
-    assert figure.layout.height == 110 + 240 * rows
+    gaps = figures.PANEL_GAP * (rows - 1)
+    assert figure.layout.height == 130 + figures.PANEL * rows + gaps
 
 
 def test_the_names_of_heads_leave_room_for_the_buttons_above():

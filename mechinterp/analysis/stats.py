@@ -39,6 +39,23 @@ def mean_and_sem(
     return np.asarray(values.mean(0)), np.asarray(sem)
 
 
+def estimates(
+    **pairs: tuple[np.ndarray | float, np.ndarray | float],
+) -> dict[str, np.ndarray | float]:
+    """Each estimate by its name, and its standard error by that with `_sem` behind it; a single number as a float.
+
+    Example:
+        >>> estimates(loss=mean_and_sem(np.array([1.0, 1.0])))
+        {'loss': 1.0, 'loss_sem': 0.0}
+    """
+    named = {
+        f"{n}{end}": v
+        for n, pair in pairs.items()
+        for end, v in zip(("", "_sem"), pair, strict=True)
+    }
+    return {name: value if np.ndim(value) else float(value) for name, value in named.items()}
+
+
 def ratio_and_sem(
     numerator: Float[np.ndarray, " prompt *axes"], denominator: Float[np.ndarray, " prompt"]
 ) -> tuple[Float[np.ndarray, "*axes"], Float[np.ndarray, "*axes"]]:
