@@ -1,6 +1,6 @@
 """Kept steps of a training: their losses, and figures that a slider moves over them."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +26,7 @@ class KeptSteps(Result):
     """Step and eval_loss of the whole history."""
 
     def _heatmaps(
-        self, figure: go.Figure, drawn: Sequence[Sequence[np.ndarray]], title: str
+        self, figure: go.Figure, drawn: Iterable[Iterable[np.ndarray]], title: str
     ) -> go.Figure:
         """The heatmaps of a figure at each step, with a slider."""
         frames = {
