@@ -1,5 +1,7 @@
 """Estimates over prompts, with their standard errors."""
 
+from typing import Any
+
 import numpy as np
 import torch
 from jaxtyping import Bool, Float
@@ -41,7 +43,7 @@ def mean_and_sem(
 
 def estimates(
     **pairs: tuple[np.ndarray | float, np.ndarray | float],
-) -> dict[str, np.ndarray | float]:
+) -> dict[str, Any]:
     """Each estimate by its name, and its standard error by that with `_sem` behind it; a single number as a float.
 
     Example:

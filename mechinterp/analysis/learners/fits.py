@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import pandas as pd
@@ -236,7 +236,7 @@ def fit_learners(
     at = lengths.index(task.context_length)
     squares = [row.pop("squares") for row in rows][at]
     best, runner_up = np.argsort(squares.mean(0))[:2]
-    columns = {name: np.array([row[name] for row in rows]) for name in rows[0]}
+    columns: dict[str, Any] = {n: np.array([row[n] for row in rows]) for n in rows[0]}
     return LearnerFits(
         context_length=np.array(lengths),
         trained_length=task.context_length,
