@@ -47,7 +47,7 @@ from mechinterp.models.constructions.descent import (
     with_noise,
 )
 from mechinterp.models.constructions.sparse import preprocess_then_optimise_model
-from mechinterp.models.stacks import DeepWeights
+from mechinterp.models.weights import Weights
 from mechinterp.training.general.trainer import initial_deep_weights
 
 NOISE = (0.0, 0.01, 0.03)
@@ -112,7 +112,7 @@ def iterated(updates: Sequence[Sequence[Update]], task: TaskConfig) -> Law:
 Built = tuple[object, TaskConfig, float]
 
 
-def disturbed(weights: DeepWeights, random: Random) -> tuple[DeepWeights, float]:
+def disturbed(weights: Weights, random: Random) -> tuple[Weights, float]:
     size, seed = float(random.choice(NOISE)), int(random.integers(1000))
     return with_noise(rotated(weights, seed=seed), size, seed=seed), size
 
