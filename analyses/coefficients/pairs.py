@@ -3,7 +3,7 @@
 A head without biases is its two circuits: the x rows of QK and the y column of OV, d (d + 1) + d + 1 numbers. Half the number of
 directions in which the loss is curved there is the learning coefficient of a minimum. In the paper's approximate loss
 two heads are four numbers, omega_1, omega_2, mu_1, mu_2, and it can be drawn from.
-Run: python -m analyses.coefficients.pairs (a minute; --quick: one step, few prompts)
+Run: python -m analyses coefficients/pairs (a minute; --quick: one step, few prompts)
 """
 
 import numpy as np
@@ -11,7 +11,7 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from analyses.lib import SETTING, Measured, checkpoint, run
+from analyses.lib import SETTING, Measured, checkpoint
 from mechinterp import Prompts, sample_prompts
 from mechinterp.analysis.stats import mean_and_sem
 from mechinterp.analysis.training.learning_coefficient import N_BETA, coefficient_of_loss
@@ -134,7 +134,3 @@ def measure(quick: bool) -> Measured:
             rows += pairs(name, step)
     rows += early("softmax-h2-s0", EARLY[:2] if quick else EARLY, n_sets, n_prompts)
     return Measured(pd.DataFrame(rows))
-
-
-if __name__ == "__main__":
-    run(measure, __file__)

@@ -1,7 +1,7 @@
 """What training conserves, and the losses at which merged heads and separate ones of any rank end.
 
 Zhang et al. 2025, arXiv 2501.16265, section 4 and appendix E.8: heads and ranks on four directions,
-N(0, 0.01^2). Run: python -m analyses.linear.ends (half a minute; --quick 1 seed)
+N(0, 0.01^2). Run: python -m analyses linear/ends (half a minute; --quick 1 seed)
 """
 
 from collections.abc import Iterable
@@ -9,7 +9,7 @@ from collections.abc import Iterable
 import numpy as np
 import pandas as pd
 
-from analyses.lib import Measured, records, run
+from analyses.lib import Measured, records
 from analyses.linear.setting import FOUND, MOMENTS, named, separate, trained
 from mechinterp import figures
 from mechinterp.theory.linear_heads import merged_heads, separate_heads
@@ -61,7 +61,3 @@ def measure(quick: bool) -> Measured:
         y_title="loss (y²)",
     )
     return Measured(data, {"ends": page}, records("linear-", asked))
-
-
-if __name__ == "__main__":
-    run(measure, __file__)

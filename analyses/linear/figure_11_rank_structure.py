@@ -3,13 +3,13 @@ orthogonal keys.
 
 Zhang et al. 2025, arXiv 2501.16265, figure 11: 9 heads in eight dimensions, as figure 4. Rows of K
 and Q may be rotated together, so that structure is read from norms and from v K^T Q, a head's share
-in every direction. Run: python -m analyses.linear.figure_11_rank_structure (half a minute; --quick 1 seed)
+in every direction. Run: python -m analyses linear/figure_11_rank_structure (half a minute; --quick 1 seed)
 """
 
 import numpy as np
 import pandas as pd
 
-from analyses.lib import Measured, record, run
+from analyses.lib import Measured, record
 from analyses.linear.figure_4_ranks import EIGHT, MODES
 from analyses.linear.setting import FOUND, INITS, named, trained
 from mechinterp import figures
@@ -86,7 +86,3 @@ def measure(quick: bool) -> Measured:
         record("linear-16-constant", named(miss, "seed", "level")),
     ]
     return Measured(pd.concat(frames), pages, claims)
-
-
-if __name__ == "__main__":
-    run(measure, __file__)

@@ -4,13 +4,13 @@ Zhang et al. 2025, arXiv 2501.16265, figure 14, in the published code's setting:
 their weights, x ~ N(0, I/4), 5,000 sequences, full-batch descent at rate 0.0005 without 1/N,
 weights from N(0, 1e-6^2). In-weight sequences share one task vector of norm 2; with none in
 context, and in the in-weight test, their context labels are noise. Its numbers are read off an
-image. Run: python -m analyses.linear.figure_14_mixtures (half a minute; --quick 1 set)
+image. Run: python -m analyses linear/figure_14_mixtures (half a minute; --quick 1 set)
 """
 
 import numpy as np
 import pandas as pd
 
-from analyses.lib import Measured, record, run
+from analyses.lib import Measured, record
 from analyses.lib.measured import numbers
 from mechinterp import figures
 
@@ -93,7 +93,3 @@ def measure(quick: bool) -> Measured:
         for name in LOSSES
     }
     return Measured(found.rename_axis(["in_context_part", "set"]).reset_index(), pages, claims)
-
-
-if __name__ == "__main__":
-    run(measure, __file__)

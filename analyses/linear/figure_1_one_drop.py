@@ -2,14 +2,14 @@
 
 Zhang et al. 2025, arXiv 2501.16265, figure 1, in the published code's setting: 8 heads, 5,000
 sequences, full-batch descent at rate 0.001 without 1/N, weights from N(0, 1e-6^2). Its numbers are
-read off an image. Run: python -m analyses.linear.figure_1_one_drop (seconds; --quick 4 flows instead of 40)
+read off an image. Run: python -m analyses linear/figure_1_one_drop (seconds; --quick 4 flows instead of 40)
 """
 
 import numpy as np
 import pandas as pd
 import torch
 
-from analyses.lib import Measured, Record, record, records, run
+from analyses.lib import Measured, Record, record, records
 from analyses.lib.measured import numbers
 from analyses.linear.setting import (
     FOUND,
@@ -100,7 +100,3 @@ def measure(quick: bool) -> Measured:
     title = "Merged heads and the network on z (500 sequences); sets of 5,000; L(M*) dotted"
     figure = page(steps, curves, title, x_title="step", levels=FOUND.levels[-1:])
     return Measured(pd.DataFrame({"step": steps} | curves), {"loss": figure}, claims)
-
-
-if __name__ == "__main__":
-    run(measure, __file__)

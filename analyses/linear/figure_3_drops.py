@@ -3,7 +3,7 @@ alignment.
 
 Zhang et al. 2025, arXiv 2501.16265, figure 3: 5 heads. Its losses are in the published code's
 setting, rate 0.02 without 1/N and value weights of 0.01; claims by number are on flows from N(0,
-init^2), as are the other two pages. Run: python -m analyses.linear.figure_3_drops (seconds; --quick 2
+init^2), as are the other two pages. Run: python -m analyses linear/figure_3_drops (seconds; --quick 2
 seeds)
 """
 
@@ -11,7 +11,7 @@ import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
-from analyses.lib import Measured, Record, record, records, run
+from analyses.lib import Measured, Record, record, records
 from analyses.linear.setting import (
     FOUND,
     INITS,
@@ -116,7 +116,3 @@ def growth_records(init: float, errors: np.ndarray) -> list[Record]:
     asked = {f"median-init{init:g}": {"median": float(np.median(errors))}}
     asked[f"single-init{init:g}"] = named(errors, "seed", "direction")
     return records("linear-12-", asked)
-
-
-if __name__ == "__main__":
-    run(measure, __file__)

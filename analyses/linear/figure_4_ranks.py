@@ -2,13 +2,13 @@
 
 Zhang et al. 2025, arXiv 2501.16265, figure 4: 9 heads, eigenvalues 8 to 1 over 36. A long rest is
 told from a short one by how it grows when initial weights shrink from 1e-2 to 1e-3: by ten, or by a
-constant that few decades show. Run: python -m analyses.linear.figure_4_ranks (a minute; --quick 1 seed)
+constant that few decades show. Run: python -m analyses linear/figure_4_ranks (a minute; --quick 1 seed)
 """
 
 import numpy as np
 import pandas as pd
 
-from analyses.lib import Measured, Record, record, run
+from analyses.lib import Measured, Record, record
 from analyses.linear.setting import INITS, LENGTH, losses, page, trained
 from mechinterp.analysis.training.plateaus import crossings
 from mechinterp.theory.linear import modes, population_moments
@@ -60,7 +60,3 @@ def rank_claims(rank: int, stays: pd.DataFrame) -> list[Record]:
         for name, chosen in levels.items()
         if len(chosen)
     ]
-
-
-if __name__ == "__main__":
-    run(measure, __file__)

@@ -2,7 +2,7 @@
 search for others.
 
 Zhang et al. 2025, arXiv 2501.16265, section 4.2 and eq. (19). The search solves for no force on any
-weight, from random ones. Run: python -m analyses.linear.fixed_points (a minute; --quick 40 starts)
+weight, from random ones. Run: python -m analyses linear/fixed_points (a minute; --quick 40 starts)
 """
 
 from itertools import combinations
@@ -11,7 +11,7 @@ import numpy as np
 import pandas as pd
 from scipy.optimize import least_squares
 
-from analyses.lib import Measured, records, run
+from analyses.lib import Measured, records
 from analyses.linear.setting import LENGTH, NORMS, TURNED
 from mechinterp import figures
 from mechinterp.theory.linear import fixed_point, fixed_point_loss, modes, population_moments
@@ -89,7 +89,3 @@ def measure(quick: bool) -> Measured:
         y_title="loss (y²)",
     )
     return Measured(data, {"subsets": page}, claims)
-
-
-if __name__ == "__main__":
-    run(measure, __file__)

@@ -1,13 +1,13 @@
 """Figure 13: omega and mu during training for two, three and four heads; when each part of the
 pattern holds.
 
-He et al. 2025, arXiv 2503.12734, figure 13. Run: python -m analyses.softmax.figure_13_milestones (seconds)
+He et al. 2025, arXiv 2503.12734, figure 13. Run: python -m analyses softmax/figure_13_milestones (seconds)
 """
 
 import numpy as np
 import pandas as pd
 
-from analyses.lib import Measured, Record, records, run
+from analyses.lib import Measured, Record, records
 from analyses.softmax.setting import BOTH_SIGNS, active, dynamics, ends, gamma, paired
 from mechinterp import milestones
 from mechinterp.analysis.training.milestones import PATTERNS
@@ -96,7 +96,3 @@ def claims_of(data: pd.DataFrame) -> list[Record]:
         spreads = groups.max() / groups.min() - 1
         asked[f"O4d-{column}"] = {f"{n} heads": spread for n, spread in spreads.items()}
     return records("softmax-", asked | {"zero-sum": few.zero_sum}, over=BOTH_SIGNS)
-
-
-if __name__ == "__main__":
-    run(measure, __file__)

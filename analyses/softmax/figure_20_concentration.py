@@ -1,15 +1,14 @@
 """Figure 20: how concentrated attention is: the norm of softmax(s <x_l, x_query>) by scale, length
 and dimension.
 
-He et al. 2025, arXiv 2503.12734, figure 20; 10,000 draws each. Run: python -m
-analyses.softmax.figure_20_concentration (seconds)
+He et al. 2025, arXiv 2503.12734, figure 20; 10,000 draws each. Run: python -m analyses softmax/figure_20_concentration (seconds)
 """
 
 import numpy as np
 import pandas as pd
 import torch
 
-from analyses.lib import Measured, record, run
+from analyses.lib import Measured, record
 from mechinterp import TaskConfig, figures
 from mechinterp.icl.prompts import prompt_chunks
 
@@ -75,7 +74,3 @@ def measure(quick: bool) -> Measured:
         ),
     ]
     return Measured(pd.concat(frames), pages, claims)
-
-
-if __name__ == "__main__":
-    run(measure, __file__)

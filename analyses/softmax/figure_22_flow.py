@@ -1,13 +1,13 @@
 """Figure 22: two opposite heads under gradient flow: growth, overshoot, slow drift.
 
 He et al. 2025, arXiv 2503.12734, figure 22 and appendix B; start 0.001. The second case's
-parameters are not known. Run: python -m analyses.softmax.figure_22_flow (seconds)
+parameters are not known. Run: python -m analyses softmax/figure_22_flow (seconds)
 """
 
 import numpy as np
 import pandas as pd
 
-from analyses.lib import SETTING, Measured, Record, records, run
+from analyses.lib import SETTING, Measured, Record, records
 from mechinterp import figures
 from mechinterp.theory.approximate_loss import loss_gradients
 from mechinterp.theory.two_heads import late_mu, two_head_flow
@@ -73,7 +73,3 @@ def asymmetry() -> float:
         d_omega, d_mu = loss_gradients(omega, mu, **SETTING)
         omega, mu = omega - 0.005 * d_omega, mu - 0.005 * d_mu
     return float(max(abs(omega.sum()), abs(mu.sum())))
-
-
-if __name__ == "__main__":
-    run(measure, __file__)

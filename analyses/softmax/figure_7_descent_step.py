@@ -2,13 +2,13 @@
 8 heads.
 
 He et al. 2025, arXiv 2503.12734, figure 7 and eq. (4.3); the paper's ranges are not known.
-Run: python -m analyses.softmax.figure_7_descent_step (seconds)
+Run: python -m analyses softmax/figure_7_descent_step (seconds)
 """
 
 import numpy as np
 import pandas as pd
 
-from analyses.lib import SETTING, Measured, records, run
+from analyses.lib import SETTING, Measured, records
 from mechinterp import figures
 from mechinterp.theory.approximate_loss import approximate_loss, loss_gradients
 from mechinterp.theory.softmax import debiased_step_size
@@ -49,7 +49,3 @@ def measure(quick: bool) -> Measured:
     return Measured(
         pd.concat(runs.values()), {"product": figure}, records("softmax-descent-", asked)
     )
-
-
-if __name__ == "__main__":
-    run(measure, __file__)

@@ -3,14 +3,14 @@
 He et al. 2025, arXiv 2503.12734, figures 12 and 15: QK circuits beside the inverse covariance and the
 best preconditioner, and the inverse of a pair's step, the covariance plus a multiple of the identity.
 Sigma_ij = rho^|i-j|; the paper's d, L and rho are not known: here d_x 5, L 40 and rho 0.3, 0.5, 0.8.
-Run: python -m analyses.softmax.figures_12_and_15_correlated (half a minute)
+Run: python -m analyses softmax/figures_12_and_15_correlated (half a minute)
 """
 
 import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
-from analyses.lib import Measured, checkpoint, record, records, run, shipped
+from analyses.lib import Measured, checkpoint, record, records, shipped
 from mechinterp import circuits, classify, figures
 from mechinterp.analysis.learners.losses import shared_losses
 from mechinterp.icl.prompts import covariance_matrix
@@ -117,7 +117,3 @@ def measure(quick: bool) -> Measured:
     for rho in RHOS:
         shown |= pages(rho)
     return Measured(data, shown, claims)
-
-
-if __name__ == "__main__":
-    run(measure, __file__)

@@ -1,8 +1,7 @@
 """Figures 16 to 19: one to five heads for two tasks, Modes I to IV.
 
 He et al. 2025, arXiv 2503.12734, figures 16 to 19. Mode I is one head for both tasks, II a pair for
-both, III a pair for each, IV three heads in superposition. Run: python -m
-analyses.softmax.figures_16_to_19_modes (seconds)
+both, III a pair for each, IV three heads in superposition. Run: python -m analyses softmax/figures_16_to_19_modes (seconds)
 
 d_x 6, supports {0, 1, 2, 3} and {2, 3, 4, 5}, L 48. `two-tasks-*` have independent task vectors of
 unit variance per entry and a query without noise, as the published code; `shared-tasks-*` one task
@@ -15,7 +14,7 @@ import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
-from analyses.lib import Measured, Record, checkpoint, record, records, run, shipped
+from analyses.lib import Measured, Record, checkpoint, record, records, shipped
 from mechinterp import circuits, classify
 from mechinterp.analysis.one_layer.classification import Classification
 
@@ -144,7 +143,3 @@ def measure(quick: bool) -> Measured:
                 frames.append(frame.assign(mode=mode))
     made += [losses(convention) for convention in SUFFIX]
     return Measured(pd.concat(frames), shown, made)
-
-
-if __name__ == "__main__":
-    run(measure, __file__)

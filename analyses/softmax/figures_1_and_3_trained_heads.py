@@ -1,13 +1,13 @@
 """Figures 1 and 3: circuits of models of one and two heads, and how two and four heads moved during training.
 
-He et al. 2025, arXiv 2503.12734, figures 1 and 3. Run: python -m analyses.softmax.figures_1_and_3_trained_heads
+He et al. 2025, arXiv 2503.12734, figures 1 and 3. Run: python -m analyses softmax/figures_1_and_3_trained_heads
 (seconds)
 """
 
 import numpy as np
 import pandas as pd
 
-from analyses.lib import Measured, checkpoint, records, run, shipped
+from analyses.lib import Measured, checkpoint, records, shipped
 from analyses.softmax.setting import dynamics, label
 from mechinterp import circuits, milestones
 
@@ -43,7 +43,3 @@ def measure(quick: bool) -> Measured:
         pages |= {f"{name}-omega": dynamics(name).plot(), f"{name}-mu": dynamics(name).plot_mu()}
     data = pd.concat([dynamics(name).to_frame().assign(model=name) for name in (TWO, *four)])
     return Measured(data, pages, records("softmax-", asked))
-
-
-if __name__ == "__main__":
-    run(measure, __file__)

@@ -1,12 +1,12 @@
 """Figures 5 and 14: circuits at snapshots of training, of two heads and of a model with a dummy head.
 
-He et al. 2025, arXiv 2503.12734, figures 5 and 14. Run: python -m analyses.softmax.figures_5_and_14_snapshots
+He et al. 2025, arXiv 2503.12734, figures 5 and 14. Run: python -m analyses softmax/figures_5_and_14_snapshots
 (seconds)
 """
 
 import pandas as pd
 
-from analyses.lib import Measured, checkpoint, record, run, shipped
+from analyses.lib import Measured, checkpoint, record, shipped
 from analyses.softmax.setting import label
 from mechinterp import circuits
 
@@ -31,7 +31,3 @@ def measure(quick: bool) -> Measured:
         record("softmax-O1e-some", {"models": len(with_dummy)}),
     ]
     return Measured(pd.concat(frames), pages, claims)
-
-
-if __name__ == "__main__":
-    run(measure, __file__)

@@ -1,12 +1,12 @@
 """Figures 9 and 10: two heads with other score functions: circuits, and omega and mu during training.
 
 He et al. 2025, arXiv 2503.12734, figures 9 and 10: attention weights f(s_i) / sum_j f(s_j).
-Run: python -m analyses.softmax.figures_9_and_10_scores (seconds)
+Run: python -m analyses softmax/figures_9_and_10_scores (seconds)
 """
 
 import pandas as pd
 
-from analyses.lib import Measured, checkpoint, record, run, shipped
+from analyses.lib import Measured, checkpoint, record, shipped
 from analyses.softmax.setting import dynamics, label
 from mechinterp import circuits, milestones
 from mechinterp.analysis.training.milestones import PATTERNS as PARTS
@@ -49,7 +49,3 @@ def measure(quick: bool) -> Measured:
         record("softmax-A2", {}, text=text),
     ]
     return Measured(pd.concat([data, training]), pages, claims)
-
-
-if __name__ == "__main__":
-    run(measure, __file__)

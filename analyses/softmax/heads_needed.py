@@ -3,7 +3,7 @@
 Heads with mu_h (from response m to n) and omega_h take the step theta_nmi = sum_h mu_hnm omega_hi;
 mu sum to zero, so that H heads have rank H - 1. The best step has rank 2 where every task has its
 own vector, and 3 where all share one: then each response is predicted from the others, too. Run:
-python -m analyses.softmax.heads_needed (two minutes; --quick seconds)
+python -m analyses softmax/heads_needed (two minutes; --quick seconds)
 """
 
 from functools import partial
@@ -11,7 +11,7 @@ from functools import partial
 import numpy as np
 import pandas as pd
 
-from analyses.lib import Measured, checkpoint, record, run, shipped
+from analyses.lib import Measured, checkpoint, record, shipped
 from mechinterp import TaskConfig, circuits, figures
 from mechinterp.analysis.learners.losses import shared_losses
 from mechinterp.icl.predictors import joint_debiased_gd
@@ -76,7 +76,3 @@ def measure(quick: bool) -> Measured:
         title = f"theta, {title}: {name}"
         pages[title] = figures.heatmap(theta, title=title, rows=rows, columns=columns)
     return Measured(data, pages, claims)
-
-
-if __name__ == "__main__":
-    run(measure, __file__)

@@ -1,7 +1,7 @@
 """Observations 1 and 2: how exact the pattern is in every shipped model of both signs, and of one
 head.
 
-He et al. 2025, arXiv 2503.12734, section 3. Run: python -m analyses.softmax.patterns (half a
+He et al. 2025, arXiv 2503.12734, section 3. Run: python -m analyses softmax/patterns (half a
 minute)
 """
 
@@ -10,7 +10,7 @@ import pandas as pd
 import plotly.graph_objects as go
 import torch
 
-from analyses.lib import SETTING, Measured, checkpoint, record, records, run
+from analyses.lib import SETTING, Measured, checkpoint, record, records
 from analyses.softmax.setting import BOTH_SIGNS, active, ends, gamma, label, paired, several, single
 from mechinterp import TaskConfig, circuits, figures
 from mechinterp.icl.prompts import prompt_chunks
@@ -104,7 +104,3 @@ def page(heads: pd.DataFrame) -> go.Figure:
         y_title="part of the norm",
         errors={name: np.zeros(len(means)) for name in bars},
     )
-
-
-if __name__ == "__main__":
-    run(measure, __file__)

@@ -2,7 +2,7 @@
 it loses.
 
 No trained model. Excess risks at the best step or penalty, one for all prompts; ratios are of the
-same prompts. Run: python -m analyses.sparse.algorithm (a minute; --quick seconds)
+same prompts. Run: python -m analyses sparse/algorithm (a minute; --quick seconds)
 """
 
 from dataclasses import replace
@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pandas as pd
 
-from analyses.lib import Measured, record, run
+from analyses.lib import Measured, record
 from analyses.sparse.setting import (
     SMALL,
     WIDE,
@@ -101,7 +101,3 @@ def measure(quick: bool) -> Measured:
     ]
     columns = ("task", "learner", "risk", "risk_sem")
     return Measured(pd.DataFrame(rows, columns=columns), claims=claims)
-
-
-if __name__ == "__main__":
-    run(measure, __file__)

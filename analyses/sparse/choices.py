@@ -2,8 +2,7 @@
 masking alone.
 
 Where the heads of a layer are alike, which one masking calls the best is chance. The choice that is
-best on a few hundred prompts is measured on others. All heads of layer 1 are kept. Run: python -m
-analyses.sparse.choices (two minutes; --quick seconds)
+best on a few hundred prompts is measured on others. All heads of layer 1 are kept. Run: python -m analyses sparse/choices (two minutes; --quick seconds)
 """
 
 from itertools import product
@@ -11,7 +10,7 @@ from itertools import product
 import numpy as np
 import pandas as pd
 
-from analyses.lib import Measured, record, run
+from analyses.lib import Measured, record
 from analyses.sparse.models import NOISES, NOTE, SEVERAL, named, prompts_of, seeds, trained
 from analyses.sparse.setting import ratio
 from mechinterp import Prompts
@@ -51,7 +50,3 @@ def measure(quick: bool) -> Measured:
     over = {"prompts": len(measured), "selection": "chosen on other prompts, one split"}
     claim = record("sparse-C11-every-choice", pairs, over=over, note=NOTE)
     return Measured(pd.concat(frames), claims=[claim])
-
-
-if __name__ == "__main__":
-    run(measure, __file__)

@@ -6,7 +6,7 @@ sizes are free, fitted on 8,192 prompts and measured on 20,000 others (sparse/st
 over both: those of a jackknife of the fit, eight blocks, are added to those of the prompts. Where
 the ratio of the risks is above 0.9, the published mechanism is not expected of training. Beside
 it: Algorithm 1 with x kept (`both`), which a model can do, too, and LISTA with n steps.
-Run: python -m analyses.sparse.fairness (an hour; --quick half a minute)
+Run: python -m analyses sparse/fairness (an hour; --quick half a minute)
 """
 
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pandas as pd
 
-from analyses.lib import Measured, run
+from analyses.lib import Measured
 from analyses.lib.measured import ROOT
 from analyses.sparse.setting import SMALL, WIDE, ratio
 from analyses.sparse.steps import (
@@ -101,7 +101,3 @@ def rows(task: TaskConfig, n_fit: int, n_scored: int) -> Iterator[dict[str, obje
 def measure(quick: bool) -> Measured:
     counts = (512, 512) if quick else (FIT, SCORED)
     return Measured(pd.DataFrame([row for task in tasks() for row in rows(task, *counts)]))
-
-
-if __name__ == "__main__":
-    run(measure, __file__)

@@ -3,13 +3,13 @@ each later layer.
 
 Kept are all heads of layer 1 and the best of each later one, as in sparse/pruning.py. They and the
 full model, as a control, are trained for another tenth of their training, with its step size,
-prompts of its lengths and its half cosine. Run: python -m analyses.sparse.fine_tuning (a quarter of
+prompts of its lengths and its half cosine. Run: python -m analyses sparse/fine_tuning (a quarter of
 an hour; --quick one minute)
 """
 
 import pandas as pd
 
-from analyses.lib import Measured, Record, record, run
+from analyses.lib import Measured, Record, record
 from analyses.sparse.models import (
     NOTE,
     best_later_on,
@@ -66,7 +66,3 @@ def measure(quick: bool) -> Measured:
             frames[name], pages[name] = frame, found.plot()
     data = frames_of(frames)
     return Measured(data, pages, records(data))
-
-
-if __name__ == "__main__":
-    run(measure, __file__)

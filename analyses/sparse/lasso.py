@@ -2,7 +2,7 @@
 with d.
 
 No trained model. Excess risks at the best step, penalty or alpha, one for all prompts; ratios are
-of the same prompts. Run: python -m analyses.sparse.lasso (two minutes; --quick half a minute)
+of the same prompts. Run: python -m analyses sparse/lasso (two minutes; --quick half a minute)
 """
 
 from dataclasses import replace
@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pandas as pd
 
-from analyses.lib import Measured, records, run
+from analyses.lib import Measured, records
 from analyses.sparse.setting import SMALL, WIDE, best, best_lasso, best_ridge, draw, over, ratio
 from mechinterp import figures
 from mechinterp.analysis.stats import mean_and_sem
@@ -60,7 +60,3 @@ def measure(quick: bool) -> Measured:
         log_y=True,
     )
     return Measured(pd.DataFrame(rows, columns=columns), {"risk": figure}, claims)
-
-
-if __name__ == "__main__":
-    run(measure, __file__)

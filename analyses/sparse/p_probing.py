@@ -3,13 +3,13 @@ it writes.
 
 Every token is run as a query, so that it holds no response of its own; GD on what layer 1 wrote is
 compared with GD on raw x and on R x, the step 1 / lambda_max of each prompt for all of them. Same
-prompts, paired standard errors. Run: python -m analyses.sparse.p_probing (three minutes; --quick
+prompts, paired standard errors. Run: python -m analyses sparse/p_probing (three minutes; --quick
 half a minute)
 """
 
 import torch
 
-from analyses.lib import Measured, Record, records, run
+from analyses.lib import Measured, Record, records
 from analyses.sparse import questions as ask
 from analyses.sparse.models import (
     NOISES,
@@ -94,7 +94,3 @@ def measure(quick: bool) -> Measured:
         frames[f"{noise}"], pages[f"descent-noise{noise}"] = curves.to_frame(), curves.plot()
         found = {name: one | more[name] for name, one in found.items()}
     return Measured(frames_of(frames, "noise_var"), pages, claims_of(found, n_prompts))
-
-
-if __name__ == "__main__":
-    run(measure, __file__)

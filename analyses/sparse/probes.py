@@ -3,7 +3,7 @@ the first one writes.
 
 Of the first layer two things are asked: R x with the correlations r, as Algorithm 1 has it, and (S
 - 1) x with the context's covariance S, as descent with a better condition would have it. Pruned
-models keep one head per later layer. Run: python -m analyses.sparse.probes (two minutes; --quick
+models keep one head per later layer. Run: python -m analyses sparse/probes (two minutes; --quick
 seconds)
 """
 
@@ -11,7 +11,7 @@ from itertools import product
 
 import numpy as np
 
-from analyses.lib import Measured, Record, records, run
+from analyses.lib import Measured, Record, records
 from analyses.sparse.models import (
     NOISES,
     NOTE,
@@ -81,7 +81,3 @@ def measure(quick: bool) -> Measured:
             frames[name] = frames_of({what: p.to_frame() for what, p in one.items()}, "target")
             pages[name] = one["response"].plot()
     return Measured(frames_of(frames), pages, claims_of(found, n_prompts))
-
-
-if __name__ == "__main__":
-    run(measure, __file__)

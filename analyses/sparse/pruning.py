@@ -5,13 +5,13 @@ Kept are all heads of layer 1 and the best of each later one, scored by masking 
 the prompts; risks are those of the other halves, and their errors are over prompts and over which
 heads are chosen. Nothing is retrained (sparse/fine_tuning.py trains further). New read-outs are
 cross-validated ridge probes; C11 to C13 are judged by them and by medians (questions.py), since
-few prompts may carry the mean risk as it is. Run: python -m analyses.sparse.pruning (two minutes; --quick half a minute)
+few prompts may carry the mean risk as it is. Run: python -m analyses sparse/pruning (two minutes; --quick half a minute)
 """
 
 import numpy as np
 import pandas as pd
 
-from analyses.lib import Measured, Record, record, records, run
+from analyses.lib import Measured, Record, record, records
 from analyses.sparse.models import NOTE, frames_of, groups, prompts_of, single_of, trained
 from analyses.sparse.setting import over, ratio
 from mechinterp import Prompts, ablate_heads, figures, predictor_of, prune
@@ -165,7 +165,3 @@ def measure(quick: bool) -> Measured:
     }
     claims += records("sparse-C13-", kept, over=chosen(n_prompts), note=NOTE)
     return Measured(frames_of(frames), pages, [*claims, *noise_records(claims)])
-
-
-if __name__ == "__main__":
-    run(measure, __file__)

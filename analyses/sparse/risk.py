@@ -3,14 +3,14 @@ of heads.
 
 Beside them, on the same prompts: ridge, lasso, gradient descent and Algorithm 1 at their best
 penalty, step or alpha of each length, least squares, and both algorithms with the three steps of
-one size that four layers have room for. Run: python -m analyses.sparse.risk (four minutes; --quick
+one size that four layers have room for. Run: python -m analyses sparse/risk (four minutes; --quick
 half a minute)
 """
 
 import numpy as np
 import pandas as pd
 
-from analyses.lib import Measured, Record, records, run
+from analyses.lib import Measured, Record, records
 from analyses.sparse.models import NOISES, NOTE, SEVERAL, named, prompts_of, seeds, trained
 from analyses.sparse.setting import against, ratio, rivals
 from mechinterp import figures
@@ -112,7 +112,3 @@ def measure(quick: bool) -> Measured:
             log_y=True,
         )
     return Measured(pd.DataFrame(table), pages, claims_of(found, n_prompts))
-
-
-if __name__ == "__main__":
-    run(measure, __file__)

@@ -21,7 +21,7 @@ import pandas as pd
 import torch
 
 from analyses.lib import RESULTS, Measured, Record, record
-from analyses.lib.measured import name_of, write
+from analyses.lib.measured import write
 from analyses.sparse import questions as ask
 from analyses.sparse.fairness import PLAN
 from analyses.sparse.models import named, prompts_of, trained
@@ -195,7 +195,7 @@ def main() -> None:
         )
     note = "" if arguments.train else "records of tables measured earlier"
     found = Measured(tables[0], pages, records(*tables))
-    write(found, name_of(__file__), arguments.out, note=note)
+    write(found, "sparse_start", arguments.out, note=note)
 
 
 if __name__ == "__main__":
