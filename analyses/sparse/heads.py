@@ -14,7 +14,7 @@ from scipy.stats import entropy
 
 from analyses.lib import Measured, Record, record
 from analyses.sparse import questions as ask
-from analyses.sparse.models import NOTE, frames_of, groups, prompts_of, trained
+from analyses.sparse.models import NOISES, NOTE, SEVERAL, frames_of, prompts_of, shipped, trained
 from analyses.sparse.questions import Numbers
 from analyses.sparse.setting import Pair
 from mechinterp import ICLTransformer, Prompts, ablate_heads
@@ -87,9 +87,9 @@ def spread_records(
 
 def measure(quick: bool) -> Measured:
     frames, found, pages, n_prompts = {}, {}, {}, 512 if quick else 4096
-    for _, noise, names in groups():
+    for noise in NOISES:
         prompts = prompts_of(noise, n_prompts)
-        for name in names.values():
+        for name in shipped(noise, SEVERAL).values():
             found[name] = spread(name, prompts)
             zero = found[name].found
             mean = ablate_heads(trained(name).model, prompts[:MEAN_PROMPTS], method="mean")

@@ -7,8 +7,7 @@ them.
 """
 
 import re
-from collections.abc import Iterator, Mapping
-from itertools import product
+from collections.abc import Mapping
 
 import numpy as np
 import pandas as pd
@@ -51,10 +50,9 @@ def single_of(name: str) -> str:
     return re.sub("-h[0-9]+-", "-h1-", name)
 
 
-def groups() -> Iterator[tuple[int, float, dict[str, str]]]:
-    """Heads and noise variance of the models with several heads, and their names by seed."""
-    for noise, heads in product(NOISES, SEVERAL):
-        yield heads, noise, {f"s{seed}": named(heads, noise, seed) for seed in seeds(noise)}
+def shipped(noise: float, heads: tuple[int, ...] = (1, *SEVERAL)) -> dict[str, str]:
+    """Names of the models of a noise variance, by number of heads and seed: "h4 s0"."""
+    return {f"h{h} s{seed}": named(h, noise, seed) for h in heads for seed in seeds(noise)}
 
 
 NOTE = "two seeds, three asked"
