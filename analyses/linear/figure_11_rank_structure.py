@@ -71,10 +71,8 @@ def measure(quick: bool) -> Measured:
         keys, title = every[0][0][active], f"Keys of the rank-{rank} heads that hold a direction"
         keys = keys.reshape(-1, 8)
         pages[title] = figures.heatmap(keys, title=title, rows=rows, columns=names)
-        title, heads = (
-            f"Share of rank-{rank} heads in every direction",
-            [f"head {h}" for h in range(9)],
-        )
+        title = f"Share of rank-{rank} heads in every direction"
+        heads = [f"head {h}" for h in range(9)]
         pages[title] = figures.heatmap(shares[0, :, :8], title=title, rows=heads, columns=names)
     slow, fast = np.moveaxis(np.array([stays(seed) for seed in seeds]), 1, 0)[::-1]
     ratio, rise = slow / fast, slow - fast

@@ -12,7 +12,7 @@ import pandas as pd
 
 from analyses.lib import Measured, record
 from analyses.lib.measured import numbers
-from mechinterp import figures
+from analyses.linear.setting import page
 
 FRACTIONS = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
 D, N, HEADS, SIZE, RATE, STEPS, EVERY = 4, 31, 8, 5000, 5e-4, 5000, 10
@@ -83,12 +83,12 @@ def measure(quick: bool) -> Measured:
         claims.append(record(id, away, text="; ".join(texts)))
     first = {part: runs[part, 0] for part in FRACTIONS}
     pages = {
-        name: figures.lines(
+        name: page(
             first[1.0].step.to_numpy(),
             {f"{part:.0%} in context": one[name].to_numpy() for part, one in first.items()},
-            title=f"{name.replace('_', '-').capitalize()} loss of merged heads on mixtures",
+            f"{name.replace('_', '-').capitalize()} loss of merged heads on mixtures",
             x_title="step",
-            y_title="loss (y²)",
+            levels=(),
         )
         for name in LOSSES
     }

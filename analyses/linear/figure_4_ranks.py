@@ -37,12 +37,9 @@ def ranks(chosen: tuple[int, ...], n_seeds: int) -> Measured:
                 stays.append(pd.DataFrame(row | {"loss": MODES.levels[:8], "residence": stay}))
         claims += rank_claims(rank, pd.concat(stays).query("rank == @rank"))
     time = np.geomspace(100, max(found.time[-1] for found in shown.values()), 400)
-    curves, title = (
-        losses(time, shown),
-        f"Heads of rank {', '.join(map(str, chosen))} in 8 dimensions, init {INITS[0]:g}; "
-        "levels dotted",
-    )
-    figure = page(time, curves, title, levels=MODES.levels, log_x=True)
+    drawn = ", ".join(map(str, chosen))
+    title = f"Heads of rank {drawn} in 8 dimensions, init {INITS[0]:g}; levels dotted"
+    figure = page(time, losses(time, shown), title, levels=MODES.levels, log_x=True)
     return Measured(pd.concat(stays), {"loss": figure}, claims)
 
 
@@ -50,11 +47,8 @@ def rank_claims(rank: int, stays: pd.DataFrame) -> list[Record]:
     wide = stays.pivot(index="level", columns=["init", "seed"], values="residence")
     ratio = (wide[min(INITS)] / wide[max(INITS)]).median(axis=1).to_numpy()
     long = long_levels(MODES, rank=rank)[:-1]
-    levels = {
-        "long": long,
-        "short": [level for level in range(8) if level not in long],
-        "ten": long,
-    }
+    short = [level for level in range(8) if level not in long]
+    levels = {"long": long, "short": short, "ten": long}
     return [
         record(f"linear-16-{name}-rank{rank}", {f"level {level}": ratio[level] for level in chosen})
         for name, chosen in levels.items()

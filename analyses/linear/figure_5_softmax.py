@@ -13,8 +13,7 @@ import pandas as pd
 import torch
 
 from analyses.lib import Measured, records
-from analyses.linear.setting import named, task
-from mechinterp import figures
+from analyses.linear.setting import named, page, task
 from mechinterp.theory.linear_heads import Heads, MergedHeads, merged_heads, separate_heads
 from mechinterp.training.linear.descent import training_set
 
@@ -74,11 +73,6 @@ def measure(quick: bool) -> Measured:
         for seed in seeds[:3]
     }
     data = pd.DataFrame({"step": steps} | curves)[::5]
-    page = figures.lines(
-        steps,
-        curves,
-        title="Training loss of softmax heads, merged and separate, on 1,000 sequences",
-        x_title="step",
-        y_title="loss (y²)",
-    )
-    return Measured(data, {"loss": page}, records("linear-20-", asked))
+    title = "Training loss of softmax heads, merged and separate, on 1,000 sequences"
+    figure = page(steps, curves, title, x_title="step", levels=())
+    return Measured(data, {"loss": figure}, records("linear-20-", asked))

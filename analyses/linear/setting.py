@@ -6,7 +6,7 @@ are 0.4, 0.3, 0.2, 0.1, weights start from N(0, init^2), the flow is exact and o
 and times are in tau.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 
 import numpy as np
@@ -80,7 +80,7 @@ def page(
     title: str,
     *,
     x_title: str = "time (tau)",
-    levels: np.ndarray = FOUND.levels,
+    levels: Sequence[float] | np.ndarray = FOUND.levels,
     log_x: bool = False,
 ) -> go.Figure:
     """Losses with the levels of eq. (19) dotted."""

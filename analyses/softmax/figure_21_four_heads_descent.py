@@ -51,13 +51,9 @@ def measure(quick: bool) -> Measured:
     for name in ("omega", "mu"):
         table = first.pivot(index="step", columns="head", values=name)
         curves = {f"head {head}": table[head].to_numpy() for head in table}
+        shown = {"title": f"{name}, descent on the approximate loss", "y_title": name}
         pages[name] = figures.lines(
-            table.index.to_numpy(),
-            curves,
-            title=f"{name}, descent on the approximate loss",
-            x_title="step",
-            y_title=name,
-            log_x=True,
+            table.index.to_numpy(), curves, x_title="step", log_x=True, **shown
         )
     adam = training_dynamics(checkpoint("softmax-h4-s0").history)
     pages |= {"adam-omega": adam.plot(), "adam-mu": adam.plot_mu()}

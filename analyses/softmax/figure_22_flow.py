@@ -27,15 +27,8 @@ def measure(quick: bool) -> Measured:
     claims = [*trajectory_records(), *late_records()]
     curves = {"omega": flow.omega, "mu": flow.mu, "mu * omega": flow.mu * flow.omega}
     curves |= {"half the loss": flow.half_loss, "mu, power 1/6": late_mu(time, **SETTING)}
-    page = figures.lines(
-        time,
-        curves,
-        title="Two opposite heads under gradient flow",
-        x_title="time",
-        y_title="",
-        log_x=True,
-        log_y=True,
-    )
+    shown = {"title": "Two opposite heads under gradient flow", "x_title": "time", "y_title": ""}
+    page = figures.lines(time, curves, log_x=True, log_y=True, **shown)
     columns = {"time": time, "omega": flow.omega, "mu": flow.mu, "half_loss": flow.half_loss}
     return Measured(pd.DataFrame(columns), {"flow": page}, claims)
 

@@ -38,14 +38,7 @@ def measure(quick: bool) -> Measured:
     first = next(iter(runs.values()))
     curves = {f"{n} heads": run["product"].to_numpy()[1:] for n, run in runs.items()}
     curves["1/(1 + (1 + s²) d/L)"] = np.full(len(first) - 1, eta)
-    figure = figures.lines(
-        first["step"].to_numpy()[1:],
-        curves,
-        title="<mu, omega> along gradient descent",
-        x_title="step",
-        y_title="<mu, omega> (1/x²)",
-        log_x=True,
-    )
-    return Measured(
-        pd.concat(runs.values()), {"product": figure}, records("softmax-descent-", asked)
-    )
+    shown = {"title": "<mu, omega> along gradient descent", "y_title": "<mu, omega> (1/x²)"}
+    steps = first["step"].to_numpy()[1:]
+    pages = {"product": figures.lines(steps, curves, x_title="step", log_x=True, **shown)}
+    return Measured(pd.concat(runs.values()), pages, records("softmax-descent-", asked))

@@ -13,7 +13,7 @@ import pandas as pd
 
 from analyses.lib import Measured, Record, record, records
 from analyses.sparse import models
-from analyses.sparse.setting import over, ratio
+from analyses.sparse.setting import RISK_AXIS, over, ratio
 from mechinterp import Prompts, ablate_heads, figures, predictor_of, prune
 from mechinterp.analysis.ablation import cross_fitting as crossed
 from mechinterp.analysis.ablation import pruning as rules
@@ -137,15 +137,11 @@ def measure(quick: bool) -> Measured:
             frames[name] = one_model(name, prompts)
             singles[name] = to_single(name, prompts)
             curve = frames[name].query("rule == 'best later, kept'")
-            pages[f"{name}-kept"] = figures.lines(
-                curve.kept_later.to_numpy(),
-                {name: curve.risk.to_numpy()},
-                errors={name: curve.risk_sem.to_numpy()},
-                title="Excess risk with the best heads of each later layer",
-                x_title="heads kept in each later layer",
-                y_title="excess risk (y²)",
-                log_y=True,
-            )
+            axes = {"x_title": "heads kept in each later layer"} | RISK_AXIS
+            axes["errors"] = {name: curve.risk_sem.to_numpy()}
+            kept, risk = curve.kept_later.to_numpy(), {name: curve.risk.to_numpy()}
+            title = "Excess risk with the best heads of each later layer"
+            pages[f"{name}-kept"] = figures.lines(kept, risk, title=title, **axes)
     costs = {name: frame[frame.rule.isin(RULES)] for name, frame in frames.items()}
     claims = cost_records(costs, n_prompts, note=models.NOTE)
     kept = {

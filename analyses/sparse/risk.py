@@ -12,7 +12,7 @@ import pandas as pd
 
 from analyses.lib import Measured, Record, records
 from analyses.sparse.models import NOISES, NOTE, SEVERAL, prompts_of, seeds, shipped, trained
-from analyses.sparse.setting import Pair, against, ratio, rivals
+from analyses.sparse.setting import RISK_AXIS, Pair, against, ratio, rivals
 from mechinterp import figures
 from mechinterp.analysis.ablation.masked_risk import masked_errors
 from mechinterp.analysis.stats import mean_and_sem
@@ -93,13 +93,8 @@ def measure(quick: bool) -> Measured:
         curves, errors = (
             {name: values[:, column] for name, values in means.items()} for column in (0, 1)
         )
-        pages[f"risk-noise{noise}"] = figures.lines(
-            np.array(LENGTHS),
-            curves,
-            errors=errors,
-            title=f"Excess risk over context length at noise variance {noise}, same prompts",
-            x_title="context length L",
-            y_title="excess risk (y²)",
-            log_y=True,
-        )
+        axes = {"x_title": "context length L", "errors": errors} | RISK_AXIS
+        title = f"Excess risk over context length at noise variance {noise}, same prompts"
+        figure = figures.lines(np.array(LENGTHS), curves, title=title, **axes)
+        pages[f"risk-noise{noise}"] = figure
     return Measured(pd.DataFrame(table), pages, claims_of(found, n_prompts))
