@@ -10,8 +10,7 @@ import pytest
 from analyses.__main__ import main
 from analyses.lib import check, numbers, pages
 from analyses.lib.measured import module_of, scripts, shipped, shipped_config
-from analyses.lib.measured import numbers as span
-from analyses.lib.records import Record, agree, all_records, digest, load, seal, written_by
+from analyses.lib.records import Record, agree, all_records, digest, load, seal, span, written_by
 from tests.conftest import sampled
 
 ANALYSES = Path(__file__).parents[1] / "analyses"
@@ -204,6 +203,6 @@ def test_records_say_what_is_wrong_with_them():
 
 
 def test_the_library_of_the_scripts():
-    assert span([0.1302, 0.1291]) == "0.129 to 0.130"
-    assert span([0.13, 0.1301]) == "0.130"
+    assert span([0.1302, 0.1291], ".3f") == "0.129 to 0.130"
+    assert span([0.13, 0.1301], ".3f") == "0.130"
     assert shipped("softmax-h2-s1*") == ["softmax-h2-s1", "softmax-h2-s10", "softmax-h2-s11"]

@@ -48,18 +48,6 @@ def shipped(pattern: str) -> list[str]:
     return sorted(found, key=lambda name: (checkpoint(name).config.model.n_heads, len(name), name))
 
 
-def numbers(values: Iterable[float], digits: int = 3) -> str:
-    """A range of numbers as text.
-
-    Example:
-        >>> numbers([0.1302, 0.1291])
-        '0.129 to 0.130'
-    """
-    ordered = sorted(values)
-    low, high = (f"{value:.{digits}f}" for value in (ordered[0], ordered[-1]))
-    return low if low == high else f"{low} to {high}"
-
-
 def scripts() -> list[str]:
     """The scripts that measure, such as softmax/patterns."""
     files = sorted((ROOT / "analyses").glob("*/*.py"))

@@ -1,5 +1,5 @@
 """The tables that are made from the results of all scripts: those of README.md, of analyses/ and of
-docs/ (tables.toml), of speeds from what `make bench` wrote, and all claims as a CSV file and a page with a search.
+docs/ (tables.toml) and all claims as a CSV file and a page with a search.
 
 python -m analyses.lib.pages  (at once; every script of a figure or table must have run)
 """

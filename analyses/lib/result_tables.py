@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pandas as pd
 
+from analyses.lib.records import span
+
 Row = tuple[str, ...]
 Cell = str | list[str]
 """A format of a row, such as "{0.loss:.2f}"; or the column that decides, and the formats where it is true and where not."""
@@ -48,17 +50,6 @@ def from_csv(results: Path, csv: str, columns: Mapping[str, Cell], where: str = 
     return table(rows.query(where) if where else rows, columns)
 
 
-def span(values: pd.Series, digits: int) -> str:
-    """A range of numbers.
-
-    Example:
-        >>> span(pd.Series([0.1302, 0.1291]), 3)
-        '0.129 to 0.130'
-    """
-    low, high = (f"{end:.{digits}f}" for end in (values.min(), values.max()))
-    return low if low == high else f"{low} to {high}"
-
-
 def shipped(results: Path) -> str:
     """The softmax models at the paper's setting, by number of heads and pattern."""
     found = pd.read_csv(results / "softmax_shipped_models.csv")
@@ -67,8 +58,8 @@ def shipped(results: Path) -> str:
     count, rows = found.groupby("heads").size(), []
     for (heads, pattern), one in found.groupby(["heads", "pattern"]):
         seeds = f"{len(one)} of {count[heads]}" if len(one) < count[heads] else f"{len(one)}"
-        zero_sum = "" if pattern == "kernel_regression" else span(one.zero_sum, 3)
-        scales = (span(one.omega, 3), span(one.mu, 2), zero_sum, span(one.eta, 3))
+        zero_sum = "" if pattern == "kernel_regression" else span(one.zero_sum, ".3f")
+        scales = (span(one.omega, ".3f"), span(one.mu, ".2f"), zero_sum, span(one.eta, ".3f"))
         loss = f"{one.loss.mean():.4f} ± {one.loss_sem.max():.4f}"
         rows.append((f"{heads}", seeds, pattern, *scales, loss))
     header = ("heads", "seeds", "pattern", "\\|omega\\|", "mu of one sign")
@@ -194,7 +185,7 @@ def trained_cell(
     if part == "heads":
         layers = rows[rows.method == "zero"].drop_duplicates(["model", "layer"])
         numbers = layers[(layers.layer == 0) == (column == "first")].effective_heads_of_medians
-        return span(numbers, digits)
+        return span(numbers, f".{digits}f")
     if part == "probes":
         rows = rows[(rows.target == column) & (rows.layer == 1)]
         return told(rows.r2, rows.r2_sem, digits)

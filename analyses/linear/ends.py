@@ -10,8 +10,7 @@ import numpy as np
 import pandas as pd
 
 from analyses.lib import Measured, records
-from analyses.linear.setting import FOUND, MOMENTS, named, separate, trained
-from mechinterp import figures
+from analyses.linear.setting import FOUND, MOMENTS, bars, named, separate, trained
 from mechinterp.theory.linear_heads import merged_heads, separate_heads
 from mechinterp.training.linear.flow import flow
 
@@ -53,11 +52,5 @@ def measure(quick: bool) -> Measured:
         asked[f"17-{name}"] = part.groupby("heads").off.max()
     first = data[data.seed == 0]
     curves = {"loss": first.loss.to_numpy(), "level": first.level.to_numpy()}
-    page = figures.bars(
-        list(first.heads),
-        curves,
-        errors={name: np.zeros(len(first)) for name in curves},
-        title="Loss at the end of training, and the level of R H directions",
-        y_title="loss (y²)",
-    )
+    page = bars(first.heads, curves, "Loss at the end of training, and the level of R H directions")
     return Measured(data, {"ends": page}, records("linear-", asked))

@@ -11,7 +11,7 @@ import numpy as np
 import pandas as pd
 
 from analyses.lib import Measured, record
-from analyses.lib.measured import numbers
+from analyses.lib.records import span
 from analyses.linear.setting import page
 
 FRACTIONS = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
@@ -77,8 +77,8 @@ def measure(quick: bool) -> Measured:
             f"{part:.0%}": max(0.0, ours[part].min() - value, value - ours[part].max())
             for part, value in read.items()
         }
-        digits = 0 if error > 1 else 2
-        texts = [f"{read[part]:g} beside {numbers(one, digits)}" for part, one in ours.items()]
+        show = ".0f" if error > 1 else ".2f"
+        texts = [f"{read[part]:g} beside {span(one, show)}" for part, one in ours.items()]
         id = f"linear-mixture-{'-'.join(name.split())}"
         claims.append(record(id, away, text="; ".join(texts)))
     first = {part: runs[part, 0] for part in FRACTIONS}

@@ -10,7 +10,7 @@ import pandas as pd
 import torch
 
 from analyses.lib import Measured, Record, record, records
-from analyses.lib.measured import numbers
+from analyses.lib.records import span
 from analyses.linear.setting import (
     FOUND,
     INITS,
@@ -61,10 +61,10 @@ def network(prompts: Prompts, heads: MergedHeads) -> np.ndarray:
     return np.array(losses)[::EVERY]
 
 
-def published(name: str, paper: float, ours: list[float], digits: int) -> Record:
+def published(name: str, paper: float, ours: list[float], show: str) -> Record:
     """Whether a number that was read off a figure lies among those of our training sets."""
     part = {"part": float(np.mean(np.array(ours) < paper))}
-    return record(f"linear-merged-{name}", part, text=f"{paper} among {numbers(ours, digits)}")
+    return record(f"linear-merged-{name}", part, text=f"{paper} among {span(ours, show)}")
 
 
 def measure(quick: bool) -> Measured:
@@ -89,10 +89,10 @@ def measure(quick: bool) -> Measured:
         "5-merged-drops": named(np.array(counts), "seed", "init"),
         "5-merged-end": named(np.array(ends), "seed", "init"),
     }
-    middle = published("middle", 990, [half_time(one) * TAU for one in runs], 0)
+    middle = published("middle", 990, [half_time(one) * TAU for one in runs], ".0f")
     claims = [*records("linear-", asked), middle]
     claims += [
-        published(f"loss{at}", paper, [np.interp(at, steps, one.loss) for one in runs], 3)
+        published(f"loss{at}", paper, [np.interp(at, steps, one.loss) for one in runs], ".3f")
         for at, paper in ((2000, 0.165), (4000, 0.136))
     ]
     curves = {"merged heads": alone.loss, "network on z": beside}

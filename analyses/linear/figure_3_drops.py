@@ -13,11 +13,12 @@ import plotly.graph_objects as go
 
 from analyses.lib import Measured, Record, record, records
 from analyses.linear.setting import (
+    FACTOR,
     FOUND,
     INITS,
-    LENGTH,
     MOMENTS,
     NORMS,
+    TAU,
     losses,
     named,
     page,
@@ -25,12 +26,10 @@ from analyses.linear.setting import (
 )
 from mechinterp import figures
 from mechinterp.analysis.training.plateaus import Plateaus, crossings
-from mechinterp.theory.linear_dynamics import learning_rate_time
 from mechinterp.theory.linear_heads import separate_heads
 from mechinterp.theory.linear_jumps import growth_value
 from mechinterp.training.linear.flow import Flow, flow
 
-TAU, FACTOR = learning_rate_time(0.02, n_factors=3, context_length=LENGTH)
 READ = ((400, 600), (600, 1150), (1000, 1900))  # Steps of drops, off an image of six seeds.
 
 

@@ -12,8 +12,7 @@ import pandas as pd
 from scipy.optimize import least_squares
 
 from analyses.lib import Measured, records
-from analyses.linear.setting import LENGTH, NORMS, TURNED
-from mechinterp import figures
+from analyses.linear.setting import LENGTH, NORMS, TURNED, bars
 from mechinterp.theory.linear import fixed_point, fixed_point_loss, modes, population_moments
 from mechinterp.theory.linear_heads import SeparateHeads
 
@@ -81,11 +80,6 @@ def measure(quick: bool) -> Measured:
         searched["others"][name] = miss(ends)
     claims = records("linear-4-", asked) + records("linear-4-", searched, over={"starts": n_starts})
     curves = {"formula": data.formula.to_numpy(), "loss": data.loss.to_numpy()}
-    page = figures.bars(
-        list(data.learned),
-        curves,
-        errors={name: np.zeros(16) for name in curves},
-        title="Loss at all 16 functions that hold a subset of four directions",
-        y_title="loss (y²)",
-    )
+    title = "Loss at all 16 functions that hold a subset of four directions"
+    page = bars(data.learned, curves, title)
     return Measured(data, {"subsets": page}, claims)

@@ -11,15 +11,13 @@ import numpy as np
 import pandas as pd
 
 from analyses.lib import Measured, records
-from analyses.linear.setting import FOUND, LENGTH, MOMENTS, losses, named, page, set_moments
+from analyses.linear.setting import FACTOR, FOUND, MOMENTS, TAU, losses, named, page, set_moments
 from mechinterp import plateaus
 from mechinterp.theory.linear import fixed_point
-from mechinterp.theory.linear_dynamics import learning_rate_time
 from mechinterp.theory.linear_heads import separate_heads
 from mechinterp.training.linear.descent import full_batch_descent
 from mechinterp.training.linear.flow import Flow
 
-TAU, FACTOR = learning_rate_time(0.02, n_factors=3, context_length=LENGTH)
 SIZES, STEPS, EVERY = (80_000, 5000), 60_000, 10
 
 

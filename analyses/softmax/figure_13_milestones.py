@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 
 from analyses.lib import Measured, Record, records
-from analyses.softmax.setting import BOTH_SIGNS, active, dynamics, ends, gamma, paired
+from analyses.softmax.setting import BOTH_SIGNS, active, dynamics, ends, gamma, paired, scale_pages
 from mechinterp import milestones
 from mechinterp.analysis.training.milestones import PATTERNS
 
@@ -74,9 +74,7 @@ def measure(quick: bool) -> Measured:
     data = pd.DataFrame([row(name) for name in paired()])
     pages = {}
     for name in ("softmax-h2-s0", "softmax-h3-s0", "softmax-h4-s0"):
-        logged = dynamics(name)
-        pages[f"{name}-omega"] = logged.plot().update_layout(title_text=f"omega, {name}")
-        pages[f"{name}-mu"] = logged.plot_mu().update_layout(title_text=f"mu, {name}")
+        pages |= scale_pages(name)
     return Measured(data, pages, claims_of(data))
 
 

@@ -12,10 +12,10 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 import pandas as pd
-import plotly.graph_objects as go
 
 from analyses.lib import Measured, Record, checkpoint, record, records, shipped
-from mechinterp import circuits, classify
+from analyses.softmax.setting import circuit_pages
+from mechinterp import classify
 from mechinterp.analysis.one_layer.classification import Classification
 
 ON = np.array([[1, 1, 1, 1, 0, 0], [0, 0, 1, 1, 1, 1]], dtype=bool)
@@ -123,20 +123,13 @@ def losses(convention: str) -> Record:
     )
 
 
-def pages(convention: str, n_heads: int) -> dict[str, go.Figure]:
-    """Circuits of the first seed."""
-    heads = circuits(checkpoint(name := f"{convention}-h{n_heads}-s0"))
-    plots = {"QK": heads.plot(), "OV": heads.plot_ov()}
-    return {f"{name}-{n}": p.update_layout(title_text=f"{n}, {name}") for n, p in plots.items()}
-
-
 def measure(quick: bool) -> Measured:
     made, frames, shown = [], [], {}
     for mode, n_heads in ASKED:
         for convention in SUFFIX:
             found = labels(n_heads, convention)
             made += of_mode(mode, n_heads, convention, found)
-            shown |= pages(convention, n_heads)
+            shown |= circuit_pages(f"{convention}-h{n_heads}-s0")
             for name, one in found.items():
                 loss = checkpoint(name).history["eval_loss"].iloc[-1]
                 frame = one.to_frame().assign(model=name, pattern=one.pattern, eval_loss=loss)

@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 
 from analyses.lib import Measured, checkpoint, records, shipped
-from analyses.softmax.setting import dynamics, label
+from analyses.softmax.setting import circuit_pages, dynamics, label, scale_pages
 from mechinterp import circuits, milestones
 
 ONE, TWO, FOUR = "softmax-h1-s0", "softmax-h2-s0", "softmax-h4-s0"
@@ -36,10 +36,6 @@ def measure(quick: bool) -> Measured:
     for column, sign in enumerate(("positive", "negative")):
         asked[f"four-heads-{sign}"] = {name: sums[column] for name, sums in groups.items()}
     pages = {"groups": four[FOUR].plot_groups()}
-    for name in (ONE, TWO):
-        heads = circuits(checkpoint(name))
-        pages |= {f"{name}-qk": heads.plot(), f"{name}-ov": heads.plot_ov()}
-    for name in (TWO, FOUR):
-        pages |= {f"{name}-omega": dynamics(name).plot(), f"{name}-mu": dynamics(name).plot_mu()}
+    pages |= circuit_pages(ONE) | circuit_pages(TWO) | scale_pages(TWO) | scale_pages(FOUR)
     data = pd.concat([dynamics(name).to_frame().assign(model=name) for name in (TWO, *four)])
     return Measured(data, pages, records("softmax-", asked))

@@ -6,9 +6,9 @@ Run: python -m analyses softmax/figures_9_and_10_scores (seconds)
 
 import pandas as pd
 
-from analyses.lib import Measured, checkpoint, record, shipped
-from analyses.softmax.setting import dynamics, label
-from mechinterp import circuits, milestones
+from analyses.lib import Measured, record, shipped
+from analyses.softmax.setting import circuit_pages, dynamics, label, scale_pages
+from mechinterp import milestones
 from mechinterp.analysis.training.milestones import PATTERNS as PARTS
 
 PATTERNS = ("tanh-h2-s*", "affine-*-h2-s*", "square-*-h2-s*")
@@ -33,10 +33,7 @@ def measure(quick: bool) -> Measured:
     data = pd.concat([label(n).to_frame().assign(model=n, pattern=label(n).pattern) for n in names])
     pages = {}
     for name in (one for one in names if one.endswith("s0")):
-        plots = {"QK": circuits(checkpoint(name)).plot()}
-        plots |= {"omega": dynamics(name).plot(), "mu": dynamics(name).plot_mu()}
-        for what, plot in plots.items():
-            pages[f"{what}, {name}"] = plot.update_layout(title_text=f"{what}, {name}")
+        pages |= circuit_pages(name) | scale_pages(name)
     chosen = [(family, n) for family, pattern in FAMILIES.items() for n in shipped(pattern)]
     rows = [moved(*one) for one in chosen if label(one[1]).pattern == "debiased_gd"]
     training = pd.DataFrame(rows)

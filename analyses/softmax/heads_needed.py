@@ -28,6 +28,12 @@ def moments_of(task: TaskConfig) -> theory.StepMoments:
     )
 
 
+def step_of(name: str) -> np.ndarray:
+    """theta of a model, [n, m, i]."""
+    heads = circuits(checkpoint(name))
+    return np.einsum("hmn,hi->nmi", heads.OV[:, 6:], heads.omega)
+
+
 def measured(convention: str, n_heads: int, n_prompts: int) -> pd.DataFrame:
     """Losses beside that of the best step of rank H - 1, and how far theta is from the best of any
     rank."""
@@ -39,12 +45,10 @@ def measured(convention: str, n_heads: int, n_prompts: int) -> pd.DataFrame:
     models |= {name: checkpoint(name) for name in names}
     losses, found = shared_losses(models, task, n_prompts=n_prompts), []
     for index, name in enumerate(names, 1):
-        heads = circuits(checkpoint(name))
-        own = np.einsum("hmn,hi->nmi", heads.OV[:, 6:], heads.omega)
         row = {"model": name, "convention": convention, "n_heads": n_heads}
         row |= {"risk": theory.joint_step_risk(theta, moments), "gap": losses.gap[0, index]}
         row["gap_sem"] = losses.gap_sem[0, index]
-        found.append(row | {"theta_gap": np.abs(own - best).max()})
+        found.append(row | {"theta_gap": np.abs(step_of(name) - best).max()})
     return pd.DataFrame(found)
 
 
@@ -61,12 +65,13 @@ def measure(quick: bool) -> Measured:
         gaps = full.theta_gap[full.convention == convention]
         claims.append(record(f"softmax-heads-needed-{kind}-theta", gaps))
     name = "shared-tasks-h4-s0"
-    heads = circuits(checkpoint(name))
-    own = np.einsum("hmn,hi->nmi", heads.OV[:, 6:], heads.omega)
     best, pages = theory.joint_step(moments_of(checkpoint(name).config.task)), {}
     rows = [f"y{m} for y{n}" for n in (1, 2) for m in (1, 2)]
     columns = [f"x{i}" for i in range(1, 7)]
-    for title, theta in {"trained": own.reshape(4, 6), "best": best.reshape(4, 6)}.items():
+    for title, theta in {
+        "trained": step_of(name).reshape(4, 6),
+        "best": best.reshape(4, 6),
+    }.items():
         title = f"theta, {title}: {name}"
         pages[title] = figures.heatmap(theta, title=title, rows=rows, columns=columns)
     return Measured(data, pages, claims)

@@ -97,10 +97,6 @@ def page(heads: pd.DataFrame) -> go.Figure:
     means = heads[heads.active].groupby("model", sort=False)[["qk_diagonal", "ov_last_entry"]].min()
     titles = {"QK diagonal": "qk_diagonal", "OV last entry": "ov_last_entry"}
     bars = {title: means[column].to_numpy() for title, column in titles.items()}
-    return figures.bars(
-        list(means.index),
-        bars,
-        title="Least cosine of an active head with the pattern",
-        y_title="part of the norm",
-        errors={name: np.zeros(len(means)) for name in bars},
-    )
+    none = {name: np.zeros(len(means)) for name in bars}
+    shown = {"title": "Least cosine of an active head with the pattern", "errors": none}
+    return figures.bars(list(means.index), bars, y_title="part of the norm", **shown)

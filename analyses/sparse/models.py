@@ -13,7 +13,8 @@ import numpy as np
 import pandas as pd
 
 from analyses.lib.measured import ROOT
-from mechinterp import Prompts, ablate_heads, generator_for, sample_prompts
+from analyses.sparse import questions as ask
+from mechinterp import Prompts, ablate_heads
 from mechinterp.analysis.ablation.pruning import best_head_later
 from mechinterp.checkpoints.checkpoint import Checkpoint, load
 
@@ -67,8 +68,8 @@ def trained(name: str) -> Checkpoint:
 def prompts_of(noise: float, n_prompts: int, *, context_length: int | None = None) -> Prompts:
     """Prompts of the task that all models of a noise variance have, none of which they were trained
     or followed on."""
-    task, generator = trained(named(1, noise, 0)).config.task, generator_for(1, "eval", 0)
-    return sample_prompts(task, n_prompts, generator=generator, context_length=context_length)
+    task = trained(named(1, noise, 0)).config.task
+    return ask.prompts_of(task, n_prompts, length=context_length)
 
 
 def frames_of(frames: Mapping[str, pd.DataFrame], column: str = "model") -> pd.DataFrame:
