@@ -21,11 +21,11 @@ import pandas as pd
 import torch
 
 from analyses.lib import RESULTS, Measured, Record, record
-from analyses.lib.measured import name_of, write
+from analyses.lib.measured import write
 from analyses.sparse import questions as ask
 from analyses.sparse.fairness import PLAN
 from analyses.sparse.models import named, prompts_of, trained
-from analyses.sparse.setting import best, best_ridge, ratio
+from analyses.sparse.setting import RISK_AXIS, best, best_ridge, ratio
 from analyses.sparse.settings import PROMPTS, claims_of
 from analyses.sparse.steps import FIT, of_task
 from mechinterp import ExperimentConfig, ICLTransformer, ModelConfig, figures, probe_layers
@@ -180,19 +180,14 @@ def main() -> None:
     tables[1].to_csv(arguments.out / FILES["expected"], index=False, float_format="%.6g")
     pages = {}
     for task, column, data in zip(FILES, ("risk", "followed_risk"), tables, strict=True):
-        arms = {arm: one for arm, one in data.groupby("arm", sort=False)}
-        pages[task] = figures.lines(
-            data.step.unique(),
-            {arm: one[column].to_numpy() for arm, one in arms.items()},
-            errors={arm: one[f"{column}_sem"].to_numpy() for arm, one in arms.items()},
-            title=f"Excess risk from the construction on, task: {task}",
-            x_title="step",
-            y_title="excess risk (y²)",
-            log_y=True,
-        )
+        wide = data.pivot(index="step", columns="arm", values=[column, f"{column}_sem"])
+        curves, errors = (wide[part].to_dict("series") for part in (column, f"{column}_sem"))
+        title = f"Excess risk from the construction on, task: {task}"
+        axes = {"x_title": "step", "errors": errors} | RISK_AXIS
+        pages[task] = figures.lines(wide.index.to_numpy(), curves, title=title, **axes)
     note = "" if arguments.train else "records of tables measured earlier"
     found = Measured(tables[0], pages, records(*tables))
-    write(found, name_of(__file__), arguments.out, note=note)
+    write(found, "sparse_start", arguments.out, note=note)
 
 
 if __name__ == "__main__":
