@@ -4,6 +4,7 @@ Names are HookedTransformer's without the layer; `by_name` and `Weights.of_names
 `Weights.circuits` shows the numbers of one layer of attention in the form that the fast ways of computing take.
 """
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
@@ -31,14 +32,14 @@ class Weights:
     tensors: Mapping[str, Tensor]
     """Those that `stacked_shapes` lists, as attn.W_Q [layer, head, d_model, d_head]. Where tokens are the stream, W_O has full
     width."""
-    scale: float = None  # type: ignore[assignment]
-    """Factor on the scores; None: 1/sqrt(d_head)."""
+    scale: float = math.nan
+    """Factor on the scores; NaN, where none is given, becomes 1/sqrt(d_head)."""
 
     def __post_init__(self) -> None:
         shapes = stacked_shapes(self.model, self.d_x, self.d_y)
         _require_shapes(shapes, self.tensors)
         object.__setattr__(self, "tensors", {name: self.tensors[name] for name in shapes})
-        if self.scale is None:
+        if math.isnan(self.scale):
             width = self.model.head_width(self.d_x, self.d_y)
             object.__setattr__(self, "scale", width**-0.5)
 
@@ -49,7 +50,7 @@ class Weights:
         d_x: int,
         d_y: int,
         tensors: Mapping[str, Tensor],
-        scale: float | None = None,
+        scale: float = math.nan,
     ) -> "Weights":
         """From tensors by HookedTransformer's names, those that `tensor_shapes` lists; layers are copied.
 
@@ -57,8 +58,7 @@ class Weights:
             ValueError: If one is missing, of no use or of another shape, naming it.
         """
         _require_shapes(tensor_shapes(model, d_x, d_y), tensors)
-        found = stacked(tensors, model.n_layers)
-        return cls(model, d_x, d_y, found, scale)  # type: ignore[arg-type]
+        return cls(model, d_x, d_y, stacked(tensors, model.n_layers), scale)
 
     @property
     def by_name(self) -> dict[str, Tensor]:
