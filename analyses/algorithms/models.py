@@ -41,7 +41,7 @@ from mechinterp.icl.prompt_moments import PromptMoments
 from mechinterp.icl.prompts import Prompts, covariance_matrix, task_pool
 from mechinterp.models.constructions import descent
 from mechinterp.models.constructions.sparse import preprocess_then_optimise_model
-from mechinterp.models.stacks import DeepWeights
+from mechinterp.models.weights import Weights
 from mechinterp.training.general.trainer import initial_deep_weights
 
 NOISE = (0.0, 0.01, 0.03)
@@ -106,7 +106,7 @@ def iterated(updates: Sequence[Sequence[Update]], task: TaskConfig) -> Law:
 Built = tuple[object, TaskConfig, float]
 
 
-def disturbed(weights: DeepWeights, random: Random) -> tuple[DeepWeights, float]:
+def disturbed(weights: Weights, random: Random) -> tuple[Weights, float]:
     size, seed = float(random.choice(NOISE)), int(random.integers(1000))
     return descent.with_noise(descent.rotated(weights, seed=seed), size, seed=seed), size
 

@@ -25,7 +25,7 @@ STEPS = 5000
 
 def to_single(name: str, tuned: FineTuning, measured: Prompts) -> tuple[float, float]:
     """Risk of the pruned model in the end, over that of the single head of the same seed."""
-    pruned = excess_risk(predict_deep(tuned.weights.stack, measured), measured).double().numpy()
+    pruned = excess_risk(predict_deep(tuned.weights, measured), measured).double().numpy()
     single = masked_errors(models.trained(models.single_of(name)).model, measured, [[]])[:, 0]
     return ratio(pruned, single)
 

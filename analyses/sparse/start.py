@@ -33,7 +33,7 @@ from mechinterp.analysis.probing.linear import STRUCTURES
 from mechinterp.analysis.stats import mean_and_sem
 from mechinterp.icl.sparse_predictors import preprocess_then_optimise
 from mechinterp.models.constructions.sparse import preprocess_then_optimise_model
-from mechinterp.models.stacks import DeepWeights
+from mechinterp.models.weights import Weights
 from mechinterp.training.general.trainer import DeepRun, initial_deep_weights
 from mechinterp.training.sweep_file import load_sweep
 
@@ -45,16 +45,16 @@ RIVALS = ("trained", "ridge", "algorithm")
 PLANNED = "d24s1-linear-h24x25-l3-noise0.4-s0"
 """The model of the plan whose task and training the second time has."""
 FOLLOWED = 512
-HEADS = ("W_Q", "W_K", "W_V", "W_O")
+HEADS = ("attn.W_Q", "attn.W_K", "attn.W_V", "attn.W_O")
 FILES = {"shipped": "sparse_start.csv", "expected": "sparse_start_expected.csv"}
 Told = Callable[[ICLTransformer, bool], dict[str, object]]
 """The numbers of a model; more of them at the first and last step."""
 
 
-def start_of(arm: str, config: ExperimentConfig, etas: Sequence[float]) -> DeepWeights:
+def start_of(arm: str, config: ExperimentConfig, etas: Sequence[float]) -> Weights:
     """The construction with these steps, its zero heads as they are or smaller than PyTorch would
     start them; or nothing of it."""
-    drawn = initial_deep_weights(config).stack
+    drawn = initial_deep_weights(config)
     if arm == "at random":
         return drawn
     built = preprocess_then_optimise_model(etas, d_x=config.task.d_x).to(torch.float32)
@@ -62,10 +62,7 @@ def start_of(arm: str, config: ExperimentConfig, etas: Sequence[float]) -> DeepW
         return built
     live = (built.W_V @ built.W_O).flatten(2).any(-1)[..., None, None]
     return built.with_tensors(
-        {
-            name: torch.where(live, getattr(built, name), SIZE * getattr(drawn, name))
-            for name in HEADS
-        }
+        {name: torch.where(live, built.tensors[name], SIZE * drawn.tensors[name]) for name in HEADS}
     )
 
 

@@ -97,7 +97,7 @@ class Checkpoint:
     @cached_property
     def outline(self) -> Outline:
         """What it states, without the weights."""
-        shapes = {name: tuple(tensor.shape) for name, tensor in self.weights.tensors.items()}
+        shapes = {name: tuple(tensor.shape) for name, tensor in self.weights.by_name.items()}
         return Outline(
             self.path, self.config, self.step, shapes, self.format, self.assumed, self.origin
         )

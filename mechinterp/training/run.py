@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Generic, Protocol, TypeVar, runtime_checkable
+from typing import Generic, TypeVar
 
 import numpy as np
 import pandas as pd
@@ -20,6 +20,7 @@ from torch import Tensor
 from mechinterp.checkpoints.checkpoint import save
 from mechinterp.config import ExperimentConfig, TaskConfig
 from mechinterp.icl.prompts import Prompts, generator_for
+from mechinterp.models.heads import AttentionWeights
 from mechinterp.models.weights import Weights
 from mechinterp.training.batches import batch_chunks
 from mechinterp.training.state import State, read_state, resumable, write_state
@@ -29,18 +30,8 @@ ROUNDED_UP_TO = 64
 Batch = tuple[Prompts, ...]
 """The same covariates and noise for every task of a run."""
 
-Form = TypeVar("Form", bound="Named")
+Form = TypeVar("Form", Weights, AttentionWeights)
 """The form in which weights are trained."""
-
-
-@runtime_checkable
-class Named(Protocol):
-    """Weights of any form."""
-
-    @property
-    def tensors(self) -> Mapping[str, Tensor]: ...
-
-    def with_tensors(self: Form, tensors: Mapping[str, Tensor]) -> Form: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -335,7 +326,7 @@ class Run(ABC, Generic[Form]):
         return loss[torch.isfinite(loss)].mean().item()
 
 
-def flattened(weights: Named) -> Tensor:
+def flattened(weights: Weights | AttentionWeights) -> Tensor:
     """All weights one after another."""
     return torch.cat([tensor.flatten() for tensor in weights.tensors.values()])
 

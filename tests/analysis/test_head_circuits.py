@@ -9,7 +9,7 @@ from mechinterp.analysis.multi_layer.composition import composition_scores
 from mechinterp.analysis.multi_layer.head_circuits import LayeredCircuits
 from mechinterp.checkpoints.load import load
 from mechinterp.models.constructions.descent import gradient_descent_model, rotated
-from mechinterp.models.stacks import DeepWeights
+from mechinterp.models.weights import stack_of_layers
 from tests.conftest import CHECKPOINTS
 from tests.deep_models import WIDE, random_gpt2, random_model
 
@@ -95,7 +95,7 @@ def test_a_head_that_writes_all_that_a_key_reads_has_score_one():
     W_V[0, 0, 3], W_O[0, 0, 0, 2] = 1, 2  # reads coordinate 3, writes coordinate 2
     W_K[1, 0, 2], W_Q[1, 0, 0] = 3, 1  # keys read coordinate 2, queries coordinate 0
     W_V[1, 0, 1], W_O[1, 0, 0, 0] = 1, 1  # values read coordinate 1
-    weights = DeepWeights(W_Q, W_K, W_V, W_O, d_y=1, scale=1.0)
+    weights = stack_of_layers(W_Q, W_K, W_V, W_O, d_y=1, scale=1.0)
     found = composition_scores(weights)
     np.testing.assert_allclose(found.score[:, 0, 0, 1, 0], [0, 1, 0], atol=1e-15)
     frame = found.to_frame()
@@ -107,7 +107,7 @@ def test_a_norm_before_the_layers_is_taken_into_what_they_read():
     model = random_model(norm="before", d_model=6, d_head=2)
     found = composition_scores(model)
     centred = torch.eye(6, dtype=torch.float64) - 1 / 6
-    gains = [model.weights.tensors[f"blocks.{layer}.ln1.w"].diag() for layer in range(2)]
+    gains = [model.weights.tensors["ln1.w"][layer].diag() for layer in range(2)]
     # The norm of x is (x centred / size) gain + bias.
     reads = centred @ gains[1] @ model.W_Q[1, 3] @ model.W_K[1, 3].mT @ gains[1] @ centred
     writes = centred @ gains[0] @ model.W_V[0, 1] @ model.W_O[0, 1]

@@ -262,7 +262,7 @@ def test_an_encoder_with_read_in_last_norm_and_read_out(
     tensors = stack.state_dict()
     for name, module in (("read_in", read_in), ("read_out", read_out)):
         tensors |= {f"{name}.{key}": tensor for key, tensor in module.state_dict().items()}
-    checkpoint = read_encoder(tensors, attend_to_self=attend_to_self)
+    checkpoint = read_encoder(tensors, attend_to_self=attend_to_self, norm_first=False)
     with torch.no_grad():
         expected = read_out(of_torch(stack, read_in(some_prompts.tokens), attend_to_self)[:, -1])
     assert_close_to_rounding(predicted(checkpoint, some_prompts), expected)

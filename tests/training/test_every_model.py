@@ -74,7 +74,7 @@ def run_in_float64(config: ExperimentConfig) -> DeepRun:
 
 def named(flat: torch.Tensor, run: DeepRun) -> dict[str, torch.Tensor]:
     """Numbers that lie as the weights of a run do, by the names of the weights."""
-    return dict(run._model(0, views(flat, run.weights)).tensors)
+    return run._model(0, views(flat, run.weights)).by_name
 
 
 def step_by_step(model: ICLTransformer, config: ExperimentConfig, steps: int) -> ICLTransformer:

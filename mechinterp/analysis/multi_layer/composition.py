@@ -130,8 +130,7 @@ def _read_through_norm(weights: Weights, name: str) -> Float[Tensor, "layer head
     read = getattr(weights, name)
     if weights.model.norm != "before":
         return read
-    gain = torch.stack([weights.tensors[f"blocks.{n}.ln1.w"] for n in range(weights.n_layers)])
-    scaled = gain[:, None, :, None] * read
+    scaled = weights.tensors["ln1.w"][:, None, :, None] * read
     return scaled - scaled.mean(2, keepdim=True)
 
 

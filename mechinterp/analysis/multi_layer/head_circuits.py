@@ -124,7 +124,6 @@ def layered_circuits(weights: Weights) -> LayeredCircuits:
     n_matrices = 4 * weights.n_layers * weights.n_heads
     require_memory(8 * n_matrices * width**2, f"circuits of {n_matrices // 4} heads, width {width}")
     W_U = tensors.get("unembed.W_U", torch.eye(d_x + d_y, dtype=torch.float64)[:, d_x:])
-    assert weights.scale is not None
     QK, OV = weights.scale * weights.W_Q @ weights.W_K.mT, weights.W_V @ weights.W_O
     read = _norm(OV @ W_U) / _norm(OV).clamp_min(torch.finfo(torch.float64).tiny)
     if not reason and "W_in" in tensors:
