@@ -8,18 +8,19 @@ cross-validated ridge probes; C11 to C13 are judged by them and by medians (ques
 few prompts may carry the mean risk as it is. Run: python -m analyses sparse/pruning (two minutes; --quick half a minute)
 """
 
+from collections.abc import Mapping
+
 import numpy as np
 import pandas as pd
 
 from analyses.lib import Measured, Record, record, records
 from analyses.sparse import models
-from analyses.sparse.setting import RISK_AXIS, over, ratio
-from mechinterp import Prompts, ablate_heads, figures, predictor_of, prune
+from analyses.sparse.setting import RISK_AXIS, Pair, over, ratio
+from mechinterp import Prompts, ablate_heads, figures, predictor_of
 from mechinterp.analysis.ablation import cross_fitting as crossed
 from mechinterp.analysis.ablation import pruning as rules
 from mechinterp.analysis.ablation.masked_risk import masked_errors
 from mechinterp.analysis.stats import halves, mean_and_sem
-from mechinterp.models.hooked.masks import Head
 
 RULES = {
     "best later": rules.best_head_later,
@@ -42,28 +43,39 @@ def kept_curve(name: str, rise: np.ndarray, prompts: Prompts, single: np.ndarray
     return pd.DataFrame(rows, columns=KEPT, dtype=float).assign(kept_later=sizes)
 
 
-def cross_fitted(
-    name: str, prompts: Prompts, rule: crossed.Rule
-) -> tuple[crossed.MaskedErrors, crossed.Choices, list[list[Head]]]:
-    """Errors of a model, what a rule keeps on halves of the prompts, and the heads that go each time."""
-    errors = crossed.MaskedErrors(predictor_of(models.trained(name).model), prompts)
+def errors_of(name: str, prompts: Prompts) -> crossed.MaskedErrors:
+    return crossed.MaskedErrors(predictor_of(models.trained(name).model), prompts)
+
+
+def pruned(errors: crossed.MaskedErrors, rule: crossed.Rule) -> tuple[rules.Pruning, np.ndarray]:
+    """What a rule costs, and the error of each prompt under it; both cross-fitted."""
+    every = np.ones(len(errors.prompts), dtype=bool)
+    kept, rise = crossed.choose(errors, rule, every, sequential=False)
     choices = crossed.choices_on_halves(errors, rule, sequential=False, splits=crossed.SPLITS)
-    return errors, choices, [crossed.masked_by(kept) for kept in choices.kept]
+    masks = [crossed.masked_by(heads) for heads in choices.kept]
+    found = rules.pruning_of(errors, kept, rise, choices)
+    return found, choices.crossed(errors.of(masks).T)
 
 
-def to_single(name: str, prompts: Prompts) -> tuple[tuple[float, float], float]:
-    """Risk with the best head of each later layer and a new read-out over that of the model of one
-    head, and the ratio of medians as it is; cross-fitted."""
-    errors, choices, masks = cross_fitted(name, prompts, rules.best_head_later)
-    single = masked_errors(models.trained(models.single_of(name)).model, prompts, [[]])[:, 0]
+def cost_rows(errors: crossed.MaskedErrors, chosen: Mapping[str, crossed.Rule]) -> pd.DataFrame:
+    """The costs of rules, as means and as medians over prompts."""
+    rows, full = [], np.median(errors.of([[]]))
+    for name, rule in chosen.items():
+        found, each = pruned(errors, rule)
+        row = {"rule": name} | {cost: getattr(found, cost) for cost in COSTS}
+        rows.append(row | {"median_ratio": float(np.median(each) / full), "chosen": often(found)})
+    return pd.DataFrame(rows)
+
+
+def to_single(
+    errors: crossed.MaskedErrors, single: np.ndarray, rule: crossed.Rule
+) -> tuple[Pair, float]:
+    """Risk under a rule and a new read-out over that of the model of one head, and the ratio of
+    medians as it is; cross-fitted."""
+    choices = crossed.choices_on_halves(errors, rule, sequential=False, splits=crossed.SPLITS)
+    masks = [crossed.masked_by(heads) for heads in choices.kept]
     median = np.median(choices.crossed(errors.of(masks).T)) / np.median(single)
     return choices.ratio(errors.refitted(masks).T, single), float(median)
-
-
-def median_ratio(name: str, prompts: Prompts, rule: crossed.Rule) -> float:
-    """Median over prompts of the cross-fitted error, over that of the full model."""
-    errors, choices, masks = cross_fitted(name, prompts, rule)
-    return float(np.median(choices.crossed(errors.of(masks).T)) / np.median(errors.of([[]])))
 
 
 def often(found: rules.Pruning) -> str:
@@ -73,20 +85,15 @@ def often(found: rules.Pruning) -> str:
     return ", ".join(f"L{layer}H{head} {found.chosen[layer, head]:.2f}" for layer, head in heads)
 
 
-def one_model(name: str, prompts: Prompts) -> pd.DataFrame:
-    """Costs of the rules and of what is kept."""
+def one_model(name: str, prompts: Prompts) -> tuple[pd.DataFrame, tuple[Pair, float]]:
+    """Costs of the rules and of what is kept; and of the first rule beside a single head."""
     model, (scored, measured) = models.trained(name).model, halves(prompts)
-    single = masked_errors(models.trained(models.single_of(name)).model, measured, [[]])[:, 0]
-    found = {rule: prune(model, prompts, rule=how) for rule, how in RULES.items()}
+    errors, single = (errors_of(one, prompts) for one in (name, models.single_of(name)))
+    alone = single.of([[]])[:, 0]
+    costs, beside = cost_rows(errors, RULES), to_single(errors, alone, RULES["best later"])
     rise = ablate_heads(model, scored).rise
-    curve = kept_curve(name, rise, measured, single).assign(rule="best later, kept")
-    costs = [
-        {"rule": rule}
-        | {c: getattr(p, c) for c in COSTS}
-        | {"median_ratio": median_ratio(name, prompts, RULES[rule]), "chosen": often(p)}
-        for rule, p in found.items()
-    ]
-    return pd.concat([pd.DataFrame(costs), curve])
+    curve = kept_curve(name, rise, measured, alone[-len(measured) :])
+    return pd.concat([costs, curve.assign(rule="best later, kept")]), beside
 
 
 def chosen(n_prompts: int) -> dict[str, int | str]:
@@ -134,8 +141,7 @@ def measure(quick: bool) -> Measured:
     for noise in models.NOISES:
         prompts = models.prompts_of(noise, n_prompts)
         for name in models.shipped(noise, models.SEVERAL).values():
-            frames[name] = one_model(name, prompts)
-            singles[name] = to_single(name, prompts)
+            frames[name], singles[name] = one_model(name, prompts)
             curve = frames[name].query("rule == 'best later, kept'")
             axes = {"x_title": "heads kept in each later layer"} | RISK_AXIS
             axes["errors"] = {name: curve.risk_sem.to_numpy()}

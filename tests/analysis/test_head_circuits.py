@@ -10,7 +10,7 @@ from mechinterp.analysis.multi_layer.head_circuits import LayeredCircuits
 from mechinterp.analysis.number_format import digits
 from mechinterp.checkpoints.load import load
 from mechinterp.models.constructions.descent import gradient_descent_model, rotated
-from mechinterp.models.weights import stack_of_layers
+from mechinterp.models.constructions.stack import stack_of_layers
 from tests.conftest import CHECKPOINTS
 from tests.deep_models import WIDE, random_gpt2, random_model
 

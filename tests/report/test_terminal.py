@@ -29,7 +29,7 @@ from mechinterp.report import bars
 from mechinterp.report.classification import brief_text, classification_text
 from mechinterp.report.text import ROWS, frame_text, wrapped
 from mechinterp.report.to_text import to_text
-from mechinterp.training.run import Progress
+from mechinterp.training.trained import Progress
 from tests.conftest import CHECKPOINTS, sampled
 
 
