@@ -226,8 +226,8 @@ def test_spellings_of_published_code(tmp_path: Path):
         "mlp.bp": torch.ones(6),
     }
     read = load(saved(tmp_path, state | mlp), n_heads=2, score="softmax", attend_to_self=False)
-    assert torch.equal(read.weights.tensors["blocks.0.mlp.b_in"], torch.ones(8))
-    assert read.weights.tensors["blocks.0.mlp.b_out"].sum() == 6
+    assert torch.equal(read.weights.tensors["mlp.b_in"][0], torch.ones(8))
+    assert read.weights.tensors["mlp.b_out"].sum() == 6
     ends = {
         "front_linear.weight": torch.ones(6, 4),
         "front_linear.bias": torch.ones(6),

@@ -72,12 +72,12 @@ def random_weights(model: ModelConfig, seed: int = 0) -> Weights:
     generator = torch.Generator().manual_seed(seed)
     shapes = tensor_shapes(model, 3, 1)
     found = {n: torch.randn(s, generator=generator) / 2 for n, s in shapes.items()}
-    return Weights(model, 3, 1, found)
+    return Weights.of_names(model, 3, 1, found)
 
 
 def written(weights: Weights, names: dict[str, str], *, packed: bool = False) -> State:
     """The weights under somebody's names, matrices as torch.nn.Linear holds them."""
-    t, state = weights.tensors, {}
+    t, state = weights.by_name, {}
 
     def linear(name: str, W: Tensor, b: Tensor | None) -> None:
         state[f"{name}.weight"] = W.T.contiguous()

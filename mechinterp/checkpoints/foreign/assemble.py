@@ -87,7 +87,7 @@ def assembled(parts: Parts, said: Said, sizes: tuple[int, int], hints: Hints) ->
         found |= _ways(parts, model, (inputs, outputs), stream, sign)
     dtype = parts.layers[0]["query.weight"].dtype
     tensors = {name: tensor.to(dtype).contiguous().clone() for name, tensor in found.items()}
-    return Weights(model, *sizes, tensors)
+    return Weights.of_names(model, *sizes, tensors)
 
 
 def architecture(

@@ -19,7 +19,7 @@ UNREAD = (PREFIX + "W_O", PREFIX + "b_O")
 
 def state_dict(weights: Weights) -> dict[str, Tensor]:
     """The hooked model's tensors by name, as they are written."""
-    return {name: t.detach().cpu().contiguous() for name, t in weights.tensors.items()}
+    return {name: t.detach().cpu().contiguous() for name, t in weights.by_name.items()}
 
 
 def weights_from(tensors: Mapping[str, Tensor], config: ExperimentConfig, file: Path) -> Weights:
@@ -31,7 +31,7 @@ def weights_from(tensors: Mapping[str, Tensor], config: ExperimentConfig, file: 
     with naming(file):
         shapes = _require_tensors(tensors, config)
     found = {name: tensors[name] for name in shapes}
-    return Weights(config.model, config.task.d_x, config.task.d_y, found)
+    return Weights.of_names(config.model, config.task.d_x, config.task.d_y, found)
 
 
 def require_fit(path: Path, weights: Weights, config: ExperimentConfig) -> None:
@@ -49,7 +49,6 @@ def require_fit(path: Path, weights: Weights, config: ExperimentConfig) -> None:
                 raise ValueError(f"{name} must be the config's {wanted[name]!r}, got {got!r}.")
         _require_tensors(state_dict(weights), config)
         scale, stated = weights.scale, width**-0.5
-        assert scale is not None
         if not math.isclose(scale, stated):
             raise ValueError(f"scale must be 1/sqrt(d_head) = {stated:.6g}, got {scale:.6g}.")
 
