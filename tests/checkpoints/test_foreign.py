@@ -185,7 +185,7 @@ def test_torch_attention_says_what_it_needs(tmp_path: Path):
 # Somebody's own layer of four linear ones.
 
 
-@pytest.mark.parametrize(("names", "bias"), zip(LAYER_NAMES, (False, True), strict=True))
+@pytest.mark.parametrize(("names", "bias"), [*zip(LAYER_NAMES, (False, True), strict=True)])
 def test_linear_layers(tmp_path: Path, names: tuple[str, ...], bias: bool):
     module = attention_module(5, width=6, n_heads=3, bias=bias).double()
     state = linear_layers_state(module, names)

@@ -58,7 +58,7 @@ def read_foreign(run: Sequence[Stored], hints: Hints) -> Checkpoint:
     last = run[-1]
     with of_file(last.file):
         stated, noise = last.settings.get(TASK_KEY), last.settings.get("noise_std")
-        task = {"noise_var": noise**2} if isinstance(noise, float) else {}
+        task: dict[str, object] = {"noise_var": noise**2} if isinstance(noise, float) else {}
         task |= {**(stated if isinstance(stated, Mapping) else {}), **(hints.task or {})}
         return _read(run, replace(hints, task=task))
 
