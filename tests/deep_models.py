@@ -4,7 +4,8 @@ import torch
 from torch import nn
 
 from mechinterp.config import ModelConfig
-from mechinterp.models.hooked.runner import HookedPredictor, gpt2_predictor
+from mechinterp.models.hooked.gpt2 import gpt2_predictor
+from mechinterp.models.hooked.runner import HookedPredictor
 from mechinterp.models.hooked.transformer import ICLTransformer
 
 WIDE = {"context_only": True, "d_model": 12, "d_head": 3}
