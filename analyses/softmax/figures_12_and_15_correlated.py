@@ -87,7 +87,7 @@ def pages(rho: float) -> dict[str, go.Figure]:
         "inverse of sum mu QK": np.linalg.inv(step),
         "Sigma + (tr Sigma + d s²)/L I": grown(sigma),
     }
-    shown = {f"QK-{rho}": circuits(checkpoint(name)).plot()}
+    shown = {f"QK-{rho}": circuits(checkpoint(name)).plot_qk()}
     for title, matrix in matrices.items():
         title = f"{title}, rho {rho}"
         shown[title] = figures.heatmap(matrix, title=title, rows=axis, columns=axis)

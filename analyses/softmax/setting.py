@@ -66,7 +66,7 @@ def circuit_pages(name: str, step: int | None = None) -> dict[str, go.Figure]:
     model = checkpoint(name)
     found = circuits(model if step is None else model.snapshots[step])
     where = name if step is None else f"{name}, step {step:,}"
-    return titled({"QK": found.plot(), "OV": found.plot_ov()}, where)
+    return titled({"QK": found.plot_qk(), "OV": found.plot_ov()}, where)
 
 
 def scale_pages(name: str) -> dict[str, go.Figure]:

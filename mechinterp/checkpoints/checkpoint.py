@@ -31,7 +31,7 @@ from mechinterp.checkpoints.native.folder import (
 from mechinterp.checkpoints.native.folder_tensors import fill_with_tensors, read_snapshots, stacked
 from mechinterp.checkpoints.native.outline import Outline
 from mechinterp.checkpoints.native.tensors import require_fit, state_dict, weights_from
-from mechinterp.config import ExperimentConfig, TaskConfig
+from mechinterp.config import ExperimentConfig, TaskConfig, TrainConfig
 from mechinterp.display import counted
 from mechinterp.models.weights import AnyWeights, Weights, as_weights
 
@@ -82,6 +82,11 @@ class Checkpoint:
         return self.config.task
 
     @property
+    def training(self) -> TrainConfig | None:
+        """How this package trained it; None of other files and of runs of them."""
+        return self.config.train if self.format == "native" and not self.kept else None
+
+    @property
     def shortest_trained(self) -> int | None:
         """Least context length that it was trained on; None where nobody says."""
         if self.format != "native":
@@ -93,6 +98,21 @@ class Checkpoint:
         """Fields of the task that neither the file nor the reader said; of the covariance its kind decides."""
         unsaid = {name.removesuffix(".kind") for name in self.assumed}
         return tuple(each.name for each in fields(TaskConfig) if f"task.{each.name}" in unsaid)
+
+    @property
+    def in_words(self) -> str:
+        """One line on what the model is, what of it was assumed, and where it comes from."""
+        config, model = self.config, self.config.model
+        heads, kind = counted(model.n_heads, "head"), f"{model.score} attention"
+        if not model.one_attention:
+            heads = f"{counted(model.n_layers, 'layer')} of {heads}"
+            kind += f", width {config.d_model}"
+        if model.d_mlp is not None:
+            kind += f", MLPs of {model.d_mlp}"
+        origin = f"seed {config.seed}, step {self.step}, config {config.id}"
+        if "step" in self.assumed:
+            origin = f"format {self.format}{assumed_text(self.assumed)}"
+        return f"{heads}, {kind}, {self.task.in_words(self.assumed_of_task)}; {origin}"
 
     @cached_property
     def outline(self) -> Outline:
@@ -142,6 +162,16 @@ class Checkpoint:
         if step not in self.steps:
             raise ValueError(f"step must be one of {', '.join(map(str, self.steps))}, got {step}.")
         return replace(self, step=step, weights=self.snapshots[step], readings=(), kept={})
+
+    def at_length(self, context_length: int) -> "Checkpoint":
+        """The same model of a task with another context length, at which all of its prompts are then drawn."""
+        train = self.config.train
+        # Training draws prompts no longer than the task's.
+        if train.shortest_context is not None:
+            train = replace(train, shortest_context=min(train.shortest_context, context_length))
+        task = replace(self.task, context_length=context_length)
+        stated = {n: v for n, v in self.assumed.items() if n != "task.context_length"}
+        return replace(self, config=replace(self.config, task=task, train=train), assumed=stated)
 
     def to(self, device: torch.device | str) -> "Checkpoint":
         """The same checkpoint with its weights on another device, on which its model then runs.
@@ -214,6 +244,21 @@ class Checkpoint:
             assumed=self.assumed,
             origin=self.origin,
         )
+
+
+def assumed_text(assumed: Mapping[str, object]) -> str:
+    """What was filled in of the architecture that the file did not say; the task has words of its own.
+
+    Example:
+        >>> assumed_text({"task.noise_var": 0.1, "model.score": "softmax", "train.steps": 5})
+        '; assumed, as the file does not say it: score softmax'
+    """
+    told = [
+        f"{name.partition('.')[2]} {value}"
+        for name, value in assumed.items()
+        if name.startswith("model.") and value not in (None, (), [])
+    ]
+    return f"; assumed, as the file does not say it: {', '.join(told)}" if told else ""
 
 
 def checkpoint_of(source: object, purpose: str) -> Checkpoint:

@@ -5,7 +5,7 @@ Its layers of attention are found by their names, in the order in which they run
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from mechinterp.checkpoints.io.errors import one_line
 from mechinterp.config import TaskConfig
+from mechinterp.display import counted
 from mechinterp.icl.prompts import Prompts, sample_prompts
 from mechinterp.models.hooked.query_position import query_positions
 from mechinterp.models.hooked.runner import HookedPredictor
@@ -67,6 +68,19 @@ class HookedModule:
         if step not in self.snapshots:
             raise ValueError(f"step must be one of {', '.join(map(str, self.steps))}, got {step}.")
         return self.snapshots[step]
+
+    def at_length(self, context_length: int) -> "HookedModule":
+        """The same module of a task with another context length."""
+        assumed = tuple(name for name in self.assumed if name != "context_length")
+        task = replace(self.task, context_length=context_length)
+        return replace(self, task=task, assumed=assumed)
+
+    @property
+    def in_words(self) -> str:
+        """One line on what the model is."""
+        layers, heads = counted(self.hooked.n_layers, "layer"), counted(self.hooked.n_heads, "head")
+        task = self.task.in_words(self.assumed)
+        return f"{layers} of {heads}, a PyTorch module with hooks, {task}"
 
     @property
     def model(self) -> "ModuleHooks":

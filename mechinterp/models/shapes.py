@@ -4,11 +4,6 @@ HookedTransformer names a tensor of a layer "blocks.0.attn.W_Q"; here those of a
 whose first axis is the layer.
 """
 
-from collections.abc import Mapping
-
-import torch
-from torch import Tensor
-
 from mechinterp.config import ModelConfig
 
 NAMES = ("W_Q", "W_K", "W_V", "W_O")
@@ -39,7 +34,7 @@ def stacked_shapes(model: ModelConfig, d_x: int, d_y: int) -> dict[str, tuple[in
 
     Example:
         >>> stacked_shapes(ModelConfig(n_layers=3, n_heads=2, context_only=True), 5, 1)["attn.W_O"]
-        (3, 2, 6, 6)
+        (3, 2, 3, 6)
     """
     width, d_head = model.stream_width(d_x, d_y), model.head_width(d_x, d_y)
     layer = _layer_shapes(model, width, d_head)
@@ -77,29 +72,3 @@ def _layer_shapes(model: ModelConfig, width: int, d_head: int) -> dict[str, tupl
         norms = ("ln1",) if model.d_mlp is None else ("ln1", "ln2")
         shapes |= {f"{norm}.{name}": (width,) for norm in norms for name in ("w", "b")}
     return shapes
-
-
-def by_layer(stacked: Mapping[str, Tensor], n_layers: int) -> dict[str, Tensor]:
-    """Views of stacked tensors by HookedTransformer's names.
-
-    Example:
-        >>> list(by_layer({"attn.W_Q": torch.zeros(2, 1, 3, 3), "W_in": torch.zeros(3, 3)}, 2))
-        ['blocks.0.attn.W_Q', 'blocks.1.attn.W_Q', 'W_in']
-    """
-    layered = {name: tensor for name, tensor in stacked.items() if name.startswith(LAYERED)}
-    rest = {name: tensor for name, tensor in stacked.items() if name not in layered}
-    return {
-        f"blocks.{layer}.{name}": tensor[layer]
-        for layer in range(n_layers)
-        for name, tensor in layered.items()
-    } | rest
-
-
-def stacked(named: Mapping[str, Tensor], n_layers: int) -> dict[str, Tensor]:
-    """The inverse of `by_layer`: a copy of what layers have, the other tensors themselves."""
-    first = "blocks.0."
-    layered = [name.removeprefix(first) for name in named if name.startswith(first)]
-    return {
-        name: torch.stack([named[f"blocks.{layer}.{name}"] for layer in range(n_layers)])
-        for name in layered
-    } | {name: tensor for name, tensor in named.items() if not name.startswith("blocks.")}

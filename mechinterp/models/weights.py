@@ -16,7 +16,7 @@ from torch.nn.functional import pad
 from mechinterp.config import SCORES, ModelConfig
 from mechinterp.models.heads import AttentionWeights, identity_keys, unmerged
 from mechinterp.models.scores import LINEAR
-from mechinterp.models.shapes import BIASES, NAMES, by_layer, stacked, stacked_shapes, tensor_shapes
+from mechinterp.models.shapes import BIASES, LAYERED, stacked_shapes, tensor_shapes
 
 HEADS = ("W_Q", "W_K", "W_QK", "W_V", "W_O", *BIASES[:3])
 """Tensors of attention with an axis of heads."""
@@ -183,9 +183,7 @@ class Weights:
     @property
     def is_stack(self) -> bool:
         """Whether there is attention alone, and every token reads the context."""
-        model = self.model
-        variants = (model.biases, model.merged_qk, model.attend_to_self, model.layout == "in_turn")
-        return model.context_only and model.attention_only and not any(variants)
+        return self.model.is_stack
 
     @property
     def is_linear_map(self) -> bool:
@@ -201,6 +199,32 @@ def _require_shapes(shapes: Mapping[str, tuple[int, ...]], tensors: Mapping[str,
         shape_here = tuple(tensors[name].shape)
         if shape_here != shape:
             raise ValueError(f"{name} must have shape {shape}, got {shape_here}.")
+
+
+def by_layer(stacked: Mapping[str, Tensor], n_layers: int) -> dict[str, Tensor]:
+    """Views of stacked tensors by HookedTransformer's names.
+
+    Example:
+        >>> list(by_layer({"attn.W_Q": torch.zeros(2, 1, 3, 3), "W_in": torch.zeros(3, 3)}, 2))
+        ['blocks.0.attn.W_Q', 'blocks.1.attn.W_Q', 'W_in']
+    """
+    layered = {name: tensor for name, tensor in stacked.items() if name.startswith(LAYERED)}
+    rest = {name: tensor for name, tensor in stacked.items() if name not in layered}
+    return {
+        f"blocks.{layer}.{name}": tensor[layer]
+        for layer in range(n_layers)
+        for name, tensor in layered.items()
+    } | rest
+
+
+def stacked(named: Mapping[str, Tensor], n_layers: int) -> dict[str, Tensor]:
+    """The inverse of `by_layer`: a copy of what layers have, the other tensors themselves."""
+    first = "blocks.0."
+    layered = [name.removeprefix(first) for name in named if name.startswith(first)]
+    return {
+        name: torch.stack([named[f"blocks.{layer}.{name}"] for layer in range(n_layers)])
+        for name in layered
+    } | {name: tensor for name, tensor in named.items() if not name.startswith("blocks.")}
 
 
 def circuit_norms(weights: Weights) -> dict[str, Float[Tensor, "layer head"]]:
@@ -279,48 +303,6 @@ def weights_of_layer(circuits: AttentionWeights, *, model: ModelConfig | None = 
     for name in {"attn.W_O", "attn.b_O"} & tensors.keys():
         tensors[name] = pad(tensors[name], (circuits.d_x, 0))
     return Weights(model, circuits.d_x, circuits.d_y, tensors, circuits.scale)
-
-
-def stack_of_layers(
-    W_Q: Float[Tensor, "layer head d_model d_head"],
-    W_K: Float[Tensor, "layer head d_model d_head"],
-    W_V: Float[Tensor, "layer head d_model d_head"],
-    W_O: Float[Tensor, "layer head d_head d_model"],
-    *,
-    d_y: int,
-    scale: float,
-    reading: tuple[Float[Tensor, "d_token d_model"], Float[Tensor, "d_model d_y"]] | None = None,
-    score: str = "softmax",
-    score_slope: float = 1.0,
-) -> Weights:
-    """Attention alone, each token of which reads the tokens of the context and none the query.
-
-        H_0 = tokens W_in,   H_l = H_{l-1} + sum_h P_lh H_{l-1} W_V,lh W_O,lh,   y_hat = H_n[query] W_U
-
-    Args:
-        scale: Factor on the scores.
-        reading: W_in and W_U; None: the tokens (x, y) are the stream, and its y entries the prediction.
-    Example:
-        >>> nothing = torch.zeros(2, 1, 6, 3)
-        >>> stack_of_layers(nothing, nothing, nothing, nothing.mT, d_y=1, scale=1.0)
-        Weights(2 x 1 heads, d_x=5, d_y=1, torch.float32)
-    """
-    n_layers, n_heads, d_model, d_head = W_Q.shape
-    model = ModelConfig(
-        n_layers=n_layers,
-        n_heads=n_heads,
-        d_head=d_head,
-        score=score,
-        score_slope=score_slope,
-        context_only=True,
-        d_model=None if reading is None else d_model,
-    )
-    parts = (f"attn.{name}" for name in NAMES)
-    tensors = dict(zip(parts, (W_Q, W_K, W_V, W_O), strict=True))
-    if reading is not None:
-        tensors |= dict(zip(("W_in", "unembed.W_U"), reading, strict=True))
-    d_token = d_model if reading is None else len(reading[0])
-    return Weights(model, d_token - d_y, d_y, tensors, scale)
 
 
 AnyWeights = Weights | AttentionWeights

@@ -37,9 +37,10 @@ from mechinterp.models.constructions.descent import (
     with_noise,
 )
 from mechinterp.models.constructions.sparse import preprocess_then_optimise_model
+from mechinterp.models.constructions.stack import stack_of_layers
 from mechinterp.models.hooked.query_position import NoStreamError
 from mechinterp.models.run.predictor import Predictor
-from mechinterp.models.weights import Weights, as_weights, stack_of_layers
+from mechinterp.models.weights import Weights, as_weights
 from mechinterp.training.general.trainer import initial_deep_weights
 from tests.conftest import sampled
 

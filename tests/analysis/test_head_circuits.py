@@ -7,9 +7,10 @@ import torch
 from mechinterp import circuits
 from mechinterp.analysis.multi_layer.composition import composition_scores
 from mechinterp.analysis.multi_layer.head_circuits import LayeredCircuits
+from mechinterp.analysis.number_format import digits
 from mechinterp.checkpoints.load import load
 from mechinterp.models.constructions.descent import gradient_descent_model, rotated
-from mechinterp.models.weights import stack_of_layers
+from mechinterp.models.constructions.stack import stack_of_layers
 from tests.conftest import CHECKPOINTS
 from tests.deep_models import WIDE, random_gpt2, random_model
 
@@ -69,10 +70,25 @@ def test_where_tokens_do_not_pass_circuits_are_of_the_weights_alone(kind: dict, 
 
 def test_figures_have_a_heatmap_for_each_head_and_a_frame_for_each_layer():
     found = circuits(random_model(**WIDE))
-    for figure, values in ((found.plot(), found.QK), (found.plot_ov(), found.OV.swapaxes(2, 3))):
+    OV = found.OV.swapaxes(2, 3)
+    for figure, values in ((found.plot_qk(), found.QK), (found.plot_ov(), OV)):
         assert [frame.name for frame in figure.frames] == ["0", "1", "2"]
-        np.testing.assert_allclose(figure.frames[1].data[3].z, values[1, 3])
-        assert figure.layout.coloraxis.cmax == np.abs(values).max()
+        for layer, frame in enumerate(figure.frames):
+            assert {trace.zmax for trace in frame.data} == {np.abs(values[layer]).max()}
+            np.testing.assert_allclose(frame.data[3].z, values[layer, 3], atol=1e-6)
+            said = digits(np.abs(values[layer]).max())
+            assert frame.layout.title.text.endswith(f"layer {layer}, colours to ±{said}")
+    both = found.plot()
+    n_heads = len(found.QK[0])
+    np.testing.assert_allclose(both.frames[2].data[1].z, found.QK[2, 1], atol=1e-6)
+    np.testing.assert_allclose(both.frames[2].data[n_heads + 1].z, OV[2, 1], atol=1e-6)
+
+
+def test_colours_of_circuits_in_the_stream_end_where_most_entries_lie():
+    found = circuits(random_model(context_only=True, d_head=2, norm="before"))
+    assert found.of_weights_alone
+    trace = found.plot_qk().frames[0].data[0]
+    assert trace.zmax == pytest.approx(np.quantile(np.abs(found.QK[0]), 0.99))
 
 
 @pytest.mark.parametrize("kind", [WIDE, {"context_only": True, "d_head": 2, "d_mlp": 8}])

@@ -20,10 +20,11 @@ from mechinterp.models.constructions.descent import (
     with_noise,
 )
 from mechinterp.models.constructions.sparse import preprocess_then_optimise_model
+from mechinterp.models.constructions.stack import stack_of_layers
 from mechinterp.models.hooked.transformer import ICLTransformer
 from mechinterp.models.run.general import predict_deep
 from mechinterp.models.shapes import NAMES
-from mechinterp.models.weights import Weights, stack_of_layers
+from mechinterp.models.weights import Weights
 from tests.conftest import assert_close_to_rounding
 
 BY_NAME = {algorithm.name: algorithm for algorithm in ALGORITHMS}

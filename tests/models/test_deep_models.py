@@ -10,10 +10,11 @@ from mechinterp.config import CONTEXT_ONLY_SCORES, ModelConfig, TaskConfig
 from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
 from mechinterp.models.compatibility.check import check_compatible
 from mechinterp.models.constructions.sparse import preprocess_then_optimise_model
+from mechinterp.models.constructions.stack import stack_of_layers
 from mechinterp.models.hooked.hook_map import hook_map
 from mechinterp.models.hooked.transformer import ICLTransformer
 from mechinterp.models.run.general import predict_deep
-from mechinterp.models.weights import Weights, stack_of_layers
+from mechinterp.models.weights import Weights
 from tests.conftest import assert_same
 
 TASK = TaskConfig(d_x=3, d_y=2, context_length=9)

@@ -34,7 +34,7 @@ SECTIONS = [
 ]
 EDGES = "Edges between heads"
 FIGURES = [
-    *("figure-classify", "figure-qk", "figure-ov", "figure-attention", "figure-similarity"),
+    *("figure-classify", "figure-circuits", "figure-attention", "figure-similarity"),
     *("figure-baselines", "figure-head_risk", "figure-head_importance"),
     *("figure-effective_heads", "figure-pruning", "figure-rules", "figure-chosen"),
     *("figure-probe_r2", "figure-probe_risk", "figure-descent", "figure-read_out_by_layer"),

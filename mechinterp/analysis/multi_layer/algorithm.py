@@ -54,7 +54,7 @@ from mechinterp.icl.prompt_moments import PromptMoments
 from mechinterp.icl.prompts import Prompts, generator_for
 from mechinterp.models.run.evaluation import evaluation_prompts
 from mechinterp.models.run.predictor import Learner, Predictor, Source, predictor_of
-from mechinterp.models.shapes import stacked
+from mechinterp.models.weights import stacked
 
 LEAST_PROMPTS = 8
 GROWTH = (1, 4, 16)

@@ -95,9 +95,9 @@ def training_of(source: Source | pd.DataFrame) -> Training:
         >>> training_of(load("checkpoints/linear-merged-s0")).how[:77]
         'Exact gradient flow on the population, as long as descent of step size 0.031;'
     """
-    if not isinstance(source, Checkpoint) or source.format != "native" or source.kept:
+    train = getattr(source, "training", None)
+    if train is None:
         return NOT_KNOWN
-    train = source.config.train
     rows = f"a row every {train.log_every} steps"
     if train.optimizer == "adam":
         return Training(

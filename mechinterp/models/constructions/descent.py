@@ -12,7 +12,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from mechinterp.icl.prompts import generator_for
-from mechinterp.models.weights import Weights, stack_of_layers
+from mechinterp.models.constructions.stack import stack_of_layers
+from mechinterp.models.weights import Weights
 
 
 def gradient_descent_model(etas: Sequence[float], *, d_x: int) -> Weights:

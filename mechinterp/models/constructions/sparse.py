@@ -8,7 +8,8 @@ from collections.abc import Sequence
 
 import torch
 
-from mechinterp.models.weights import Weights, stack_of_layers
+from mechinterp.models.constructions.stack import stack_of_layers
+from mechinterp.models.weights import Weights
 
 
 def preprocess_then_optimise_model(etas: Sequence[float], *, d_x: int) -> Weights:

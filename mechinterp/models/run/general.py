@@ -77,7 +77,7 @@ def predict_deep(weights: Weights, prompts: Prompts) -> Float[Tensor, "batch d_y
     Example:
         >>> from mechinterp.config import TaskConfig
         >>> from mechinterp.icl.prompts import sample_prompts
-        >>> from mechinterp.models.weights import stack_of_layers
+        >>> from mechinterp.models.constructions.stack import stack_of_layers
         >>> nothing = torch.zeros(2, 1, 6, 3)
         >>> weights = stack_of_layers(nothing, nothing, nothing, nothing.mT, d_y=1, scale=1.0)
         >>> predict_deep(weights, sample_prompts(TaskConfig(), 8)).any()

@@ -67,7 +67,7 @@ def stack_bytes(weights: Weights, length: int) -> int:
     """What a prompt of this many pairs takes while it runs through the layers.
 
     Example:
-        >>> from mechinterp.models.weights import stack_of_layers
+        >>> from mechinterp.models.constructions.stack import stack_of_layers
         >>> nothing = torch.zeros(2, 1, 6, 3)
         >>> weights = stack_of_layers(nothing, nothing, nothing, nothing.mT, d_y=1, scale=1.0)
         >>> stack_bytes(weights, 40)
@@ -157,7 +157,7 @@ def linear_pass(weights: Weights, prompts: Prompts) -> LinearPass:
     Example:
         >>> from mechinterp.config import TaskConfig
         >>> from mechinterp.icl.prompts import sample_prompts
-        >>> from mechinterp.models.weights import stack_of_layers
+        >>> from mechinterp.models.constructions.stack import stack_of_layers
         >>> ones = torch.ones(2, 1, 6, 3)
         >>> weights = stack_of_layers(ones, ones, ones, ones.mT, d_y=1, scale=1.0, score="linear/L")
         >>> linear_pass(weights, sample_prompts(TaskConfig(), 8, seed=0)).prediction({0: [0], 1: [0]}).any()

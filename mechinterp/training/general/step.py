@@ -31,7 +31,7 @@ def loss_and_gradients(weights: Weights, prompts: Prompts) -> tuple[Tensor, Weig
     Example:
         >>> from mechinterp.icl.prompts import sample_prompts
         >>> from mechinterp.config import TaskConfig
-        >>> from mechinterp.models.weights import stack_of_layers
+        >>> from mechinterp.models.constructions.stack import stack_of_layers
         >>> nothing = torch.zeros(2, 1, 6, 3)
         >>> weights = stack_of_layers(nothing, nothing, nothing, nothing.mT, d_y=1, scale=1.0)
         >>> loss, gradients = loss_and_gradients(weights, sample_prompts(TaskConfig(), 8))

@@ -13,12 +13,13 @@ from mechinterp.icl.prompts import generator_for
 from mechinterp.memory import require_memory
 from mechinterp.models.run.general import predictions, prompt_bytes
 from mechinterp.models.run.linear import stack_bytes
-from mechinterp.models.shapes import by_layer, tensor_shapes
-from mechinterp.models.weights import Weights, circuit_norms
+from mechinterp.models.shapes import tensor_shapes
+from mechinterp.models.weights import Weights, by_layer, circuit_norms
 from mechinterp.training.batches import largest_chunk
+from mechinterp.training.flat import flattened, own, views
 from mechinterp.training.general.attention import attend
 from mechinterp.training.general.step import loss_and_gradients, loss_of
-from mechinterp.training.run import Batch, Run, flattened, own, views
+from mechinterp.training.run import Batch, Run
 
 
 def initial_deep_weights(config: ExperimentConfig) -> Weights:
