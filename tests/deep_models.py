@@ -9,9 +9,9 @@ from torch import nn
 from mechinterp.checkpoints.checkpoint import Checkpoint, load, save
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig
 from mechinterp.models.constructions.descent import gradient_descent_model
-from mechinterp.models.hooked.runner import HookedPredictor, gpt2_predictor
+from mechinterp.models.hooked.gpt2 import gpt2_predictor
+from mechinterp.models.hooked.runner import HookedPredictor
 from mechinterp.models.hooked.transformer import ICLTransformer
-from mechinterp.models.weights import as_weights
 
 WIDE = {"context_only": True, "d_model": 12, "d_head": 3}
 
@@ -45,7 +45,7 @@ def random_gpt2() -> HookedPredictor:
 
 def descent_checkpoint(folder: Path) -> Checkpoint:
     """Two layers that each take a step of gradient descent, with a history and snapshots of two equal steps."""
-    weights = as_weights(gradient_descent_model([0.5, 0.3], d_x=4))
+    weights = gradient_descent_model([0.5, 0.3], d_x=4)
     config = ExperimentConfig(task=TaskConfig(d_x=4, context_length=8), model=weights.model)
     rows = [(step, layer, 0) for step in (0, 1) for layer in (0, 1)]
     history = pd.DataFrame(rows, columns=["step", "layer", "head"])

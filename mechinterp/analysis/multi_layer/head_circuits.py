@@ -169,8 +169,7 @@ def why_not_in_tokens(weights: Weights) -> str:
 
     Example:
         >>> from mechinterp.models.constructions.descent import gradient_descent_model
-        >>> from mechinterp.models.weights import as_weights
-        >>> why_not_in_tokens(as_weights(gradient_descent_model([0.5, 0.5], d_x=4)))
+        >>> why_not_in_tokens(gradient_descent_model([0.5, 0.5], d_x=4))
         ''
     """
     model = weights.model

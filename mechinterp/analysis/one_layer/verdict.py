@@ -1,7 +1,7 @@
 """What a layer of attention computes, how sure that is, and what it is not."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 from jaxtyping import Float
@@ -22,14 +22,15 @@ from mechinterp.analysis.verdict import (
     spelled_out,
 )
 
-if TYPE_CHECKING:
-    from mechinterp.analysis.one_layer.classification import Classification
-
 MOST_NUMBERS = 8
 
 
-def heads_verdict(found: "Classification") -> Verdict:
-    """The verdict on one layer of attention."""
+def heads_verdict(found: Any) -> Verdict:
+    """The verdict on one layer of attention.
+
+    Args:
+        found: Its `Classification`, which this file cannot name: it asks for its verdict here.
+    """
     pattern, learner, near = found.pattern, found.learner, found.near
     chance = f"; {chance_text(found.p_values['task_r2'], found.n_random, 'random weights')}"
     if pattern in ("undetermined", "unstructured"):

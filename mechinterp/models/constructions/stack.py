@@ -28,6 +28,7 @@ def stack_of_layers(
         scale: Factor on the scores.
         reading: W_in and W_U; None: the tokens (x, y) are the stream, and its y entries the prediction.
     Example:
+        >>> import torch
         >>> nothing = torch.zeros(2, 1, 6, 3)
         >>> stack_of_layers(nothing, nothing, nothing, nothing.mT, d_y=1, scale=1.0)
         Weights(2 x 1 heads, d_x=5, d_y=1, torch.float32)
