@@ -15,6 +15,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from mechinterp.checkpoints.io.errors import one_line
+from mechinterp.checkpoints.runs import Run
 from mechinterp.config import TaskConfig
 from mechinterp.display import counted
 from mechinterp.icl.prompts import Prompts, sample_prompts
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, eq=False)
-class HookedModule:
+class HookedModule(Run):
     """A module of somebody's with hooks on its heads; every analysis of heads and `write_report` take it."""
 
     name: str
@@ -59,14 +60,7 @@ class HookedModule:
         """Steps of the snapshots."""
         return list(self.snapshots)
 
-    def at(self, step: int) -> "HookedModule":
-        """The module as it was after so many updates.
-
-        Raises:
-            ValueError: If it was not kept.
-        """
-        if step not in self.snapshots:
-            raise ValueError(f"step must be one of {', '.join(map(str, self.steps))}, got {step}.")
+    def _after(self, step: int) -> "HookedModule":
         return self.snapshots[step]
 
     def at_length(self, context_length: int) -> "HookedModule":

@@ -279,15 +279,6 @@ def test_words_in_the_old_layout_of_transformer_lens(tmp_path: Path):
         load(saved(tmp_path, state))
 
 
-def test_grouped_keys_are_refused_by_their_shapes(tmp_path: Path):
-    shapes = {"q": (20, 21), "k": (10, 21), "v": (10, 21), "o": (21, 20)}
-    state = {f"layers.0.W_{x}.weight": torch.ones(shape) for x, shape in shapes.items()}
-    with pytest.raises(
-        CheckpointError, match="grouped or multi-query attention is not read: got 20"
-    ):
-        load(saved(tmp_path, state), n_heads=2)
-
-
 # Bounds.
 
 MEASURED = """

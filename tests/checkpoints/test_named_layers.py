@@ -403,25 +403,3 @@ def test_a_curved_mlp_leaves_the_heads_without_labels(tmp_path: Path):
     result = classify(found, n_prompts=64)
     assert result.pattern == "undetermined"
     assert not isinstance(result, Classification)
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"attn.proj.weight": None}, "an output projection is needed beside"),
-        ({"Wp": None}, "an MLP needs both of its matrices, got one"),
-        ({"Wp": torch.ones(6)}, "Wp must be a matrix"),
-        ({"W": torch.full((12, 6), torch.nan)}, "W must hold finite numbers"),
-        ({"mlp.0.weight": torch.ones(12, 6)}, "is a second tensor for mlp_in.weight"),
-        ({"read_in.weight": torch.ones(6, 6)}, "a read-in, needs a read-out beside it, got none"),
-        (
-            {"read_out.weight": torch.ones(1, 5)},
-            r"read_out.weight must have shape \(1, 6\), got \(1, 5\)",
-        ),
-    ],
-)
-def test_parts_that_do_not_fit(tmp_path: Path, changes: dict[str, Tensor | None], words: str):
-    state = behind_an_mlp("softmax-h2-s0") | changes
-    torch.save({n: t for n, t in state.items() if t is not None}, tmp_path / "x.pt")
-    with pytest.raises(CheckpointError, match=words):
-        load(tmp_path / "x.pt")
