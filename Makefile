@@ -156,8 +156,7 @@ bench-gpu: install ## time training and masking on a CUDA GPU against the plain 
 	@$(GPU) $(BIN)/python -m tests.gpu.bench --out tests/gpu/speed.json
 
 analyses: install ## measure the papers' claims again from the shipped checkpoints
-	grep -rl '^    run(measure' analyses --include='*.py' | sed 's|/|.|g; s|\.py$$||' \
-	  | OMP_NUM_THREADS=1 xargs -n 1 -P 2 $(BIN)/python -m
+	$(BIN)/python -m analyses | OMP_NUM_THREADS=1 xargs -n 1 -P 2 $(BIN)/python -m analyses
 	$(BIN)/python -m analyses.lib.pages
 
 analyses-check: install ## measure again what takes seconds of the papers' claims, and compare (a minute)

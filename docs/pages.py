@@ -47,7 +47,6 @@ sparse = load("checkpoints/sparse-h4-noise0.1-s0")
 """
 FIGURES = (
     "circuits(softmax).plot()",
-    "circuits(softmax).plot_ov()",
     "fit_learners(softmax).plot()",
     "ablate_subsets(softmax).plot()",
     "training_dynamics(softmax).plot()",

@@ -2,6 +2,7 @@
 
 import html
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import plotly.graph_objects as go
@@ -25,6 +26,8 @@ DARK_SCALES = {
 }
 CLEAR = "rgba(0,0,0,0)"
 HEIGHT = 380
+PANEL, PANEL_GAP, LEAST_BAR = 190, 90, 90
+"""Pixels: of a matrix of a head, between two of them, and of a bar of colours."""
 LONG_LABEL = 16
 LEAST_TICKS = 3
 """Of a logarithmic axis."""
@@ -36,55 +39,92 @@ def head_color(head: int) -> str:
     return COLORS[head % len(COLORS)]
 
 
-def head_heatmaps(
-    matrices: Float[np.ndarray, "head row column"],
-    *,
-    title: str,
-    rows: Sequence[str],
-    columns: Sequence[str],
-    row_title: str = "",
-    column_title: str = "",
-    unit: str = "",
-    strips: bool = False,
-    names: Sequence[str] = (),
-) -> go.Figure:
-    """One signed heatmap per head side by side, on one colour scale with white at 0.
+@dataclass(frozen=True, eq=False)
+class Matrices:
+    """A matrix for each head, on one colour scale with white at 0."""
 
-    Args:
-        names: What stands above each; head 0, head 1, ... if left out.
-        strips: Whether rows are as low as they can be, of matrices with few.
-    """
-    n_heads = len(matrices)
-    limit = float(np.nanmax(np.abs(matrices))) or 1.0
-    names = names or [f"head {head}" for head in range(n_heads)]
-    per_row = min(n_heads, 4)
-    n_rows = -(-n_heads // per_row)
+    values: Float[np.ndarray, "head row column"]
+    rows: Sequence[str]
+    columns: Sequence[str]
+    row_title: str = ""
+    column_title: str = ""
+    unit: str = ""
+    kind: str = ""
+    """What they are of the heads: QK, OV."""
+    names: Sequence[str] = ()
+    """What stands above each; head 0, head 1, ... of its kind if left out."""
+    strips: bool = False
+    """Whether rows are as low as they can be, of matrices with few."""
+    part: float = 1.0
+    """Of all entries, by size, those on whose largest colours end."""
+
+    @property
+    def limit(self) -> float:
+        """Where the colours end, on both sides of 0."""
+        return float(np.nanquantile(np.abs(self.values), self.part)) or 1.0
+
+    @property
+    def titles(self) -> Sequence[str]:
+        """What stands above each."""
+        return self.names or [f"{self.kind} head {n}".strip() for n in range(len(self.values))]
+
+    @property
+    def changing(self) -> list[dict[str, object]]:
+        """Of the heatmap of each head what a slider changes."""
+        return [{"z": z, "zmin": -self.limit, "zmax": self.limit} for z in self.values.round(6)]
+
+
+def head_heatmaps(*kinds: Matrices, title: str) -> go.Figure:
+    """Signed heatmaps of the heads side by side, one kind of matrices below the other, each on a scale of its own."""
+    per_row = min(max(len(kind.values) for kind in kinds), 4)
+    counts = [-(-len(kind.values) // per_row) for kind in kinds]
+    strips = [20 + 22 * len(kind.rows) if kind.strips else PANEL for kind in kinds]
+    heights = np.repeat(strips, counts)
+    area = int(heights.sum()) + PANEL_GAP * (len(heights) - 1)
     figure = make_subplots(
-        rows=n_rows,
+        rows=len(heights),
         cols=per_row,
-        subplot_titles=list(names),
+        specs=[
+            [{} if row * per_row + column < len(kind.values) else None for column in range(per_row)]
+            for kind, count in zip(kinds, counts, strict=True)
+            for row in range(count)
+        ],
+        row_heights=heights.tolist(),
+        subplot_titles=[name for kind in kinds for name in kind.titles],
         horizontal_spacing=0.06,
-        vertical_spacing=(0.5 if strips else 0.32) / n_rows,
+        vertical_spacing=PANEL_GAP / area if len(heights) > 1 else 0,
     )
-    for head, matrix in enumerate(matrices):
-        heatmap = go.Heatmap(
-            z=np.round(matrix, 6),
-            x=list(columns),
-            y=list(rows),
-            coloraxis="coloraxis",
-            hovertemplate=f"{names[head]}<br>{row_title} %{{y}}<br>{column_title} %{{x}}<br>%{{z:.4f}}<extra></extra>",
-        )
-        figure.add_trace(heatmap, row=head // per_row + 1, col=head % per_row + 1)
     figure.update_yaxes(autorange="reversed", showticklabels=False)
-    figure.update_xaxes(title_text=column_title, row=n_rows)
-    figure.update_yaxes(title_text=row_title, showticklabels=True, col=1)
-    bar = {"title": {"text": unit}}
-    figure.update_layout(
-        coloraxis={"colorscale": SIGNED_SCALE, "cmin": -limit, "cmax": limit, "colorbar": bar},
-    )
+    first = 0
+    for kind, count in zip(kinds, counts, strict=True):
+        above, own = (
+            int(heights[rows].sum()) + PANEL_GAP * size
+            for rows, size in ((slice(first), first), (slice(first, first + count), count - 1))
+        )
+        bar = {
+            "title": {"text": kind.unit},
+            "y": 1 - (above + own / 2) / area,
+            "len": max(own, LEAST_BAR) / area,
+        }
+        places = f"<br>{kind.row_title} %{{y}}<br>{kind.column_title} %{{x}}<br>%{{z:.4f}}"
+        for head, (name, drawn) in enumerate(zip(kind.titles, kind.changing, strict=True)):
+            figure.add_heatmap(
+                **drawn,
+                x=list(kind.columns),
+                y=list(kind.rows),
+                colorscale=SIGNED_SCALE,
+                showscale=head == 0,
+                colorbar=bar,
+                hovertemplate=f"{name}{places}<extra></extra>",
+                row=first + head // per_row + 1,
+                col=head % per_row + 1,
+            )
+        for row in range(first + 1, first + count + 1):
+            figure.update_yaxes(title_text=kind.row_title, showticklabels=True, row=row, col=1)
+        first += count
+        figure.update_xaxes(title_text=kind.column_title, title_standoff=2, row=first)
     # The names of the heads stand above the heatmaps, plotly's buttons above the names.
-    height = 60 + 22 * matrices.shape[1] if strips else 240
-    return _finish(figure, title, height=(130 if strips else 110) + height * n_rows, top=80)
+    return _finish(figure, title, height=130 + area, top=80)
 
 
 def heatmap(

@@ -154,7 +154,6 @@ def for_print(
     figure.update_xaxes(axis)
     figure.update_yaxes(axis)
     figure.update_annotations(font=font)
-    figure.update_layout(coloraxis={"colorbar": bar})
     figure.update_traces(colorbar=bar, selector={"type": "heatmap"})
     thin = {"line": {"width": 1.5}, "marker": {"size": 4}, "textfont": font}
     figure.update_traces(thin, selector={"type": "scatter"})

@@ -1,10 +1,16 @@
 """Models of several layers with random weights: ours, and somebody else's in a Bridge."""
 
+from pathlib import Path
+
+import pandas as pd
 import torch
 from torch import nn
 
-from mechinterp.config import ModelConfig
-from mechinterp.models.hooked.runner import HookedPredictor, gpt2_predictor
+from mechinterp.checkpoints.checkpoint import Checkpoint, load, save
+from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig
+from mechinterp.models.constructions.descent import gradient_descent_model
+from mechinterp.models.hooked.gpt2 import gpt2_predictor
+from mechinterp.models.hooked.runner import HookedPredictor
 from mechinterp.models.hooked.transformer import ICLTransformer
 
 WIDE = {"context_only": True, "d_model": 12, "d_head": 3}
@@ -35,3 +41,15 @@ def random_gpt2() -> HookedPredictor:
             if "ln_" not in name:
                 nn.init.normal_(parameter, std=0.3, generator=generator)
     return gpt2_predictor(backbone.double(), read_in.double(), read_out.double())
+
+
+def descent_checkpoint(folder: Path) -> Checkpoint:
+    """Two layers that each take a step of gradient descent, with a history and snapshots of two equal steps."""
+    weights = gradient_descent_model([0.5, 0.3], d_x=4)
+    config = ExperimentConfig(task=TaskConfig(d_x=4, context_length=8), model=weights.model)
+    rows = [(step, layer, 0) for step in (0, 1) for layer in (0, 1)]
+    history = pd.DataFrame(rows, columns=["step", "layer", "head"])
+    history = history.assign(loss=1.0, eval_loss=1.0, qk_norm=1.0, ov_norm=1.0)
+    kept = {0: weights, 1: weights}
+    save(folder / "descent", config, weights, step=1, history=history, snapshots=kept)
+    return load(folder / "descent")

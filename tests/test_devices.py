@@ -52,7 +52,7 @@ def test_an_analysis_answers_alike_on_another_device(
         with pretended():
             away = in_float64(here, tmp_path / "away")
             away = replace(away, source=away.source.to(DEVICE))
-            assert isinstance(away.source.weights.tensors["blocks.0.attn.W_V"], Held)
+            assert isinstance(away.source.weights.W_V, Held)
             found = frame_of(ANALYSES[analysis](away))
     if isinstance(expected, pd.DataFrame):
         pd.testing.assert_frame_equal(found, expected, rtol=1e-7)

@@ -39,7 +39,7 @@ def test_a_figure_takes_a_title_of_ones_own():
     found = circuits(debiased_gradient_step(d_x=5, eta=0.88, omega=0.01))
     assert found.plot(title="Mine").layout.title.text == "Mine"
     assert found.plot_ov(title="Yours").layout.title.text == "Yours"
-    assert found.plot().layout.title.text == "QK circuits"
+    assert found.plot().layout.title.text == "QK and OV circuits"
     with pytest.raises(TypeError, match="unexpected keyword argument 'name'"):
         found.plot(name="Mine")
 

@@ -60,6 +60,11 @@ SHIPPED = HERE.parent / "checkpoints"
 PACKAGE = Path(mi.__file__).parent
 LONGEST = 200
 SHORTEST_CHAINS = Chains(n_chains=2, n_draws=8, n_warmup=8, n_leapfrog=2)
+SHORTENED: dict[str, dict[str, object]] = {
+    "gates": {"steps": 2},
+    **{n: {"chains": SHORTEST_CHAINS} for n in ("learning-coefficient", "coefficient-snapshots")},
+}
+"""Settings of analyses by name, where only the form of what they say is asked for."""
 SHARE = 0.6
 """Of all pairs, how many answer, at least."""
 
@@ -237,7 +242,7 @@ ANALYSES: dict[str, Callable[[Case], object]] = {
     "greedy_order": lambda c: mi.greedy_order(c.source, c.prompts()),
     "learn_gates": lambda c: mi.learn_gates(c.source, c.prompts(), steps=2),
     "prune": lambda c: mi.prune(c.source, c.prompts()),
-    "prune_by_rules": lambda c: prune_by_rules(c.source, c.prompts(), 1.0 * c.all_heads),
+    "prune_by_rules": lambda c: prune_by_rules(c.source, c.prompts()),
     "pruning_curves": lambda c: pruning_curves(c.source, c.prompts(), {"first": c.order}),
     "save_pruned": pruned,
     "fine_tune": lambda c: mi.fine_tune(c.source, c.all_heads, c.prompts(), steps=2),

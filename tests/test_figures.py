@@ -14,15 +14,9 @@ BUTTONS = 30  # pixels from the top down to the lower edge of plotly's buttons
 
 def heatmaps(n_heads: int = 2) -> go.Figure:
     values = np.linspace(-2, 0.5, n_heads * 6).reshape(n_heads, 2, 3)
-    return figures.head_heatmaps(
-        values,
-        title="QK circuits",
-        rows=["x0", "x1"],
-        columns=["x0", "x1", "y"],
-        row_title="query",
-        column_title="key",
-        unit="1/x²",
-    )
+    names = ["x0", "x1", "y"]
+    matrices = figures.Matrices(values, names[:2], names, "query", "key", unit="1/x²", kind="QK")
+    return figures.head_heatmaps(matrices, title="QK circuits")
 
 
 def lines(**options) -> go.Figure:
@@ -49,14 +43,14 @@ def scatter(n_heads: int = 2) -> go.Figure:
 
 
 def test_heatmaps_share_one_signed_range_with_white_at_zero():
-    axis = heatmaps().layout.coloraxis
-    assert (axis.cmin, axis.cmax) == (-2, 2)
-    assert axis.colorbar.title.text == "1/x²"
-    places = [place for place, _ in axis.colorscale]
-    middle = axis.colorscale[places.index(0.5)][1]
-    red, green, blue = map(int, re.findall(r"\d+", middle))
-    assert min(red, green, blue) > 240
-    assert all(trace.coloraxis == "coloraxis" for trace in heatmaps().data)
+    for trace in heatmaps().data:
+        assert (trace.zmin, trace.zmax) == (-2, 2)
+        assert trace.colorbar.title.text == "1/x²"
+        places = [place for place, _ in trace.colorscale]
+        middle = trace.colorscale[places.index(0.5)][1]
+        red, green, blue = map(int, re.findall(r"\d+", middle))
+        assert min(red, green, blue) > 240
+    assert [trace.showscale for trace in heatmaps().data] == [True, False]
 
 
 def test_heatmaps_show_the_matrices_the_right_way_up():
@@ -67,7 +61,7 @@ def test_heatmaps_show_the_matrices_the_right_way_up():
         np.testing.assert_allclose(trace.z, matrix, atol=1e-6)
         assert (trace.y, trace.x) == (("x0", "x1"), ("x0", "x1", "y"))
     assert figure.layout.yaxis.autorange == figure.layout.yaxis2.autorange == "reversed"
-    assert [note.text for note in figure.layout.annotations] == ["head 0", "head 1"]
+    assert [note.text for note in figure.layout.annotations] == ["QK head 0", "QK head 1"]
     assert (figure.layout.xaxis.title.text, figure.layout.yaxis.title.text) == ("key", "query")
 
 
@@ -76,7 +70,8 @@ def test_heatmaps_take_any_number_of_heads(n_heads: int):
     figure = heatmaps(n_heads)
     assert len(figure.data) == n_heads
     rows = -(-n_heads // 4)
-    assert figure.layout.height == 110 + 240 * rows
+    gaps = figures.PANEL_GAP * (rows - 1)
+    assert figure.layout.height == 130 + figures.PANEL * rows + gaps
 
 
 def test_the_names_of_heads_leave_room_for_the_buttons_above():
@@ -87,10 +82,26 @@ def test_the_names_of_heads_leave_room_for_the_buttons_above():
 
 
 def test_heatmaps_of_zeros_have_a_range():
-    figure = figures.head_heatmaps(
-        np.zeros((1, 2, 2)), title="", rows=["a", "b"], columns=["a", "b"]
-    )
-    assert (figure.layout.coloraxis.cmin, figure.layout.coloraxis.cmax) == (-1, 1)
+    matrices = figures.Matrices(np.zeros((1, 2, 2)), ["a", "b"], ["a", "b"])
+    (trace,) = figures.head_heatmaps(matrices, title="").data
+    assert (trace.zmin, trace.zmax) == (-1, 1)
+
+
+def test_kinds_of_matrices_stand_below_each_other_each_on_its_own_scale():
+    matrices = [
+        figures.Matrices(size * np.ones((5, rows, 2)), ["a"] * rows, ["x", "y"], kind=kind)
+        for kind, size, rows in (("QK", 1.0, 3), ("OV", 4.0, 1))
+    ]
+    figure = figures.head_heatmaps(*matrices, title="Both")
+    assert [trace.zmax for trace in figure.data] == [1.0] * 5 + [4.0] * 5
+    assert [trace.showscale for trace in figure.data] == [True, *[False] * 4] * 2
+    names = [note.text for note in figure.layout.annotations]
+    assert names == [f"{kind} head {head}" for kind in ("QK", "OV") for head in range(5)]
+    bottoms = [figure.layout[f"yaxis{n or ''}"].domain[0] for n in (0, 5, 6, 10)]
+    assert bottoms == sorted(bottoms, reverse=True)
+    assert len(list(figure.select_xaxes())) == 10
+    alone = figures.head_heatmaps(matrices[0], title="QK")
+    assert figure.layout.height > alone.layout.height
 
 
 def test_a_head_has_one_colour_in_every_figure():

@@ -11,6 +11,7 @@ state.pt with the state dict of the model, and config.yaml beside it. checkpoint
 
 import argparse
 import math
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 import pandas as pd
@@ -105,19 +106,35 @@ def rate(step: int) -> float:
     return start * min(1.0, (step + 1) / WARM_UP) * (1 - math.cos(math.pi * left)) / 2
 
 
-def train(folder: Path) -> None:
-    """A model trained for all steps; what is in the folder is trained on."""
-    torch.manual_seed(0)
+def train(
+    folder: Path,
+    task: TaskConfig,
+    rate: Callable[[int], float],
+    *,
+    until: int,
+    seed: int = 0,
+    kept: Collection[int] = (),
+) -> None:
+    """Train a model until a step; what is in the folder is trained on.
+
+    Args:
+        rate: The learning rate of a step.
+        kept: Steps whose weights are kept in steps/<step>.pt.
+    """
+    torch.manual_seed(seed)
     model = GargModel()
-    optimizer = torch.optim.Adam(model.parameters(), lr=DESCENTS[0][2], fused=True)
+    optimizer = torch.optim.Adam(model.parameters(), fused=True)
     start = 0
     if (folder / STATE).exists():
         state = torch.load(folder / STATE)
         model.load_state_dict(state["model_state_dict"])
         optimizer.load_state_dict(state["optimizer_state_dict"])
         start = state["train_step"]
-    for step in range(start, STEPS):
-        prompts = sample_prompts(TASK, BATCH, generator=generator_for(0, "train", step))
+    elif 0 in kept:
+        keep(model, folder, 0)
+    for step in range(start, until):
+        # Covariates and noise of a step are the same for every pool.
+        prompts = sample_prompts(task, BATCH, generator=generator_for(seed, "train", step))
         y = torch.cat([prompts.y, prompts.y_query[:, None]], 1)[..., 0]
         loss = (model(prompts) - y).square().mean()
         optimizer.zero_grad()
@@ -125,14 +142,27 @@ def train(folder: Path) -> None:
         for group in optimizer.param_groups:
             group["lr"] = rate(step)
         optimizer.step()
-        if (step + 1) % LOG_EVERY == 0:
-            state = {
-                "model_state_dict": model.state_dict(),
-                "optimizer_state_dict": optimizer.state_dict(),
-                "train_step": step + 1,
-            }
-            torch.save(state, folder / STATE)
-            print(step + 1, f"loss {loss.item():.4f}", flush=True)
+        done = step + 1
+        if done in kept:
+            keep(model, folder, done)
+        if done % LOG_EVERY == 0 or done == until:
+            save(model, optimizer, folder, done)
+            print(done, f"loss {loss.item():.4f}", flush=True)
+
+
+def keep(model: GargModel, folder: Path, step: int) -> None:
+    """Write the weights of a step."""
+    file = folder / "steps" / f"{step}.pt"
+    file.parent.mkdir(exist_ok=True)
+    torch.save(model.state_dict(), file)
+
+
+def save(model: GargModel, optimizer: torch.optim.Adam, folder: Path, step: int) -> None:
+    """Write the state that training goes on from; a kill leaves the old one or the new one."""
+    state = {"model_state_dict": model.state_dict(), "train_step": step}
+    state["optimizer_state_dict"] = optimizer.state_dict()
+    torch.save(state, folder / "state.tmp")
+    (folder / "state.tmp").replace(folder / STATE)
 
 
 def over_ridge(checkpoint: Checkpoint) -> pd.DataFrame:
@@ -167,7 +197,7 @@ def main() -> None:
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.yaml").write_text(CONFIG)
-        train(folder)
+        train(folder, TASK, rate, until=STEPS)
         return
     shipped = load(ROOT / "checkpoints" / "garg-gpt2")
     table = over_ridge(shipped).assign(**nearest_ridge(shipped))

@@ -40,15 +40,10 @@ from mechinterp.icl.pools import dmmse
 from mechinterp.icl.predictors import ridge
 from mechinterp.icl.prompt_moments import PromptMoments
 from mechinterp.icl.prompts import Prompts, covariance_matrix, task_pool
-from mechinterp.models.constructions.descent import (
-    gd_plus_plus_model,
-    gradient_descent_model,
-    preconditioned_gd_model,
-    rotated,
-    with_noise,
-)
+from mechinterp.models.constructions import descent
 from mechinterp.models.constructions.sparse import preprocess_then_optimise_model
-from mechinterp.models.stacks import DeepWeights
+from mechinterp.models.constructions.stack import stack_of_layers
+from mechinterp.models.weights import Weights
 from mechinterp.training.general.trainer import initial_deep_weights
 
 NOISE = (0.0, 0.01, 0.03)
@@ -113,14 +108,16 @@ def iterated(updates: Sequence[Sequence[Update]], task: TaskConfig) -> Law:
 Built = tuple[object, TaskConfig, float]
 
 
-def disturbed(weights: DeepWeights, random: Random) -> tuple[DeepWeights, float]:
+def disturbed(weights: Weights, random: Random) -> tuple[Weights, float]:
     size, seed = float(random.choice(NOISE)), int(random.integers(1000))
-    return with_noise(rotated(weights, seed=seed), size, seed=seed), size
+    return descent.with_noise(descent.rotated(weights, seed=seed), size, seed=seed), size
 
 
 def equal_steps(random: Random) -> Built:
     task, n_layers = dense(random), int(random.integers(2, 5))
-    weights = gradient_descent_model([float(random.uniform(0.25, 0.6))] * n_layers, d_x=task.d_x)
+    weights = descent.gradient_descent_model(
+        [float(random.uniform(0.25, 0.6))] * n_layers, d_x=task.d_x
+    )
     weights, size = disturbed(weights, random)
     return weights, task, size
 
@@ -128,14 +125,14 @@ def equal_steps(random: Random) -> Built:
 def falling_steps(random: Random) -> Built:
     task, n_layers = dense(random), int(random.integers(2, 5))
     etas = np.sort(random.uniform(0.15, 0.75, n_layers))[::-1].tolist()
-    weights, size = disturbed(gradient_descent_model(etas, d_x=task.d_x), random)
+    weights, size = disturbed(descent.gradient_descent_model(etas, d_x=task.d_x), random)
     return weights, task, size
 
 
 def correlated_steps(random: Random) -> Built:
     task, n_layers = correlated(random), int(random.integers(2, 5))
     etas = random.uniform(0.15, 0.3, n_layers).tolist()
-    weights, size = disturbed(gradient_descent_model(etas, d_x=task.d_x), random)
+    weights, size = disturbed(descent.gradient_descent_model(etas, d_x=task.d_x), random)
     return weights, task, size
 
 
@@ -143,7 +140,7 @@ def plus_plus(random: Random) -> Built:
     task, n_layers = dense(random), int(random.integers(3, 5))
     etas = random.uniform(0.35, 0.6, n_layers).tolist()
     gammas = [*random.uniform(0.12, 0.25, n_layers - 1).tolist(), 0.0]
-    weights, size = disturbed(gd_plus_plus_model(etas, gammas, d_x=task.d_x), random)
+    weights, size = disturbed(descent.gd_plus_plus_model(etas, gammas, d_x=task.d_x), random)
     return weights, task, size
 
 
@@ -151,7 +148,7 @@ def preconditioned(random: Random) -> Built:
     task, n_layers = correlated(random), int(random.integers(2, 5))
     Sigma = torch.from_numpy(covariance_matrix(task.covariance, task.d_x))
     etas, cs = random.uniform(0.3, 0.55, n_layers), random.uniform(0.1, 0.4, n_layers)
-    weights = preconditioned_gd_model(etas.tolist(), cs.tolist(), covariance=Sigma)
+    weights = descent.preconditioned_gd_model(etas.tolist(), cs.tolist(), covariance=Sigma)
     weights, size = disturbed(weights, random)
     return weights, task, size
 
@@ -183,7 +180,7 @@ def random_preconditioners(random: Random) -> Built:
     noise = random.normal(size=(task.d_x, task.d_x))
     Sigma = torch.from_numpy(noise @ noise.T / task.d_x + 0.2 * np.eye(task.d_x))
     etas = random.uniform(0.2, 0.4, n_layers).tolist()
-    weights = preconditioned_gd_model(etas, [0.3] * n_layers, covariance=Sigma)
+    weights = descent.preconditioned_gd_model(etas, [0.3] * n_layers, covariance=Sigma)
     weights, size = disturbed(weights, random)
     return weights, task, size
 
@@ -229,12 +226,18 @@ def one_after_the_other(
     return build
 
 
+def summed(weights: Weights, length: int) -> Weights:
+    """The same at one length, with scores that are summed and the length in the weights."""
+    summed_model = replace(weights.model, score="linear")
+    return replace(weights, model=summed_model).with_tensors({"attn.W_O": weights.W_O / length})
+
+
 def summed_scores(random: Random) -> Built:
     """Linear scores that are summed over the pairs, with the step size over the length in the weights."""
     task, n_layers = dense(random), int(random.integers(2, 5))
     etas = random.uniform(0.2, 0.6, n_layers).tolist()
-    weights = gradient_descent_model(etas, d_x=task.d_x)
-    weights = replace(weights, score="linear", W_O=weights.W_O / task.context_length)
+    weights = descent.gradient_descent_model(etas, d_x=task.d_x)
+    weights = summed(weights, task.context_length)
     weights, size = disturbed(weights, random)
     return weights, task, size
 
@@ -242,9 +245,11 @@ def summed_scores(random: Random) -> Built:
 def exact_summed_scores(random: Random) -> Built:
     """The same without noise."""
     task, n_layers = dense(random), int(random.integers(2, 5))
-    weights = gradient_descent_model(random.uniform(0.2, 0.6, n_layers).tolist(), d_x=task.d_x)
-    weights = replace(weights, score="linear", W_O=weights.W_O / task.context_length)
-    return rotated(weights, seed=int(random.integers(1000))), task, 0.0
+    weights = descent.gradient_descent_model(
+        random.uniform(0.2, 0.6, n_layers).tolist(), d_x=task.d_x
+    )
+    weights = summed(weights, task.context_length)
+    return descent.rotated(weights, seed=int(random.integers(1000))), task, 0.0
 
 
 def slightly_scaled(random: Random) -> Built:
@@ -257,12 +262,14 @@ def slightly_scaled(random: Random) -> Built:
 def softmax_pairs(random: Random) -> Built:
     """Two softmax heads of opposite scales in each layer, which read residuals and write into y."""
     task, n_layers, omega = dense(random), 3, float(random.uniform(0.05, 0.6))
-    plain = gradient_descent_model(random.uniform(0.3, 0.6, n_layers).tolist(), d_x=task.d_x)
+    plain = descent.gradient_descent_model(
+        random.uniform(0.3, 0.6, n_layers).tolist(), d_x=task.d_x
+    )
     W_Q = torch.cat([plain.W_Q, -plain.W_Q], dim=1) / plain.d_model**0.5 * omega
     W_K, W_V = (torch.cat([w, w], dim=1) for w in (plain.W_K, plain.W_V))
     W_O = torch.cat([plain.W_O, -plain.W_O], dim=1) / (2 * omega)
-    weights = replace(plain, W_Q=W_Q, W_K=W_K, W_V=W_V, W_O=W_O, scale=1.0, score="softmax")
-    return rotated(weights, seed=int(random.integers(1000))), task, 0.0
+    weights = stack_of_layers(W_Q, W_K, W_V, W_O, d_y=1, scale=1.0, reading=plain.reading)
+    return descent.rotated(weights, seed=int(random.integers(1000))), task, 0.0
 
 
 def ridge_alone(random: Random) -> Built:

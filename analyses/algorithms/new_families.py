@@ -32,6 +32,7 @@ from mechinterp.models.constructions.descent import (
     rotated,
     with_noise,
 )
+from mechinterp.models.constructions.stack import stack_of_layers
 from mechinterp.models.run.predictor import predictor_of
 
 
@@ -487,7 +488,10 @@ def split_heads(random: Random) -> Built:
     W_Q, W_K, W_V = (torch.cat([w] * 3, dim=1) for w in (plain.W_Q, plain.W_K, plain.W_V))
     W_O = torch.cat([part * plain.W_O for part in parts], dim=1)
     W_O[int(random.integers(n_layers)), -plain.W_O.shape[1] :] = 0
-    weights = replace(plain, W_Q=W_Q, W_K=W_K, W_V=W_V, W_O=W_O)
+    reading, score = plain.reading, plain.model.score
+    weights = stack_of_layers(
+        W_Q, W_K, W_V, W_O, d_y=1, scale=plain.scale, reading=reading, score=score
+    )
     return rotated(weights, seed=int(random.integers(1000))), task
 
 

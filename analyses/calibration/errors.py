@@ -11,6 +11,7 @@ analyses/results/calibration_{thresholds,labels,errors}.csv.
 """
 
 import argparse
+import tomllib
 from collections.abc import Iterable
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -21,31 +22,12 @@ import torch
 from scipy.stats import binomtest
 
 from analyses.calibration.models import Case, built, leaking, near_misses, snapshots, untrained
-from analyses.lib.measured import provenance
+from analyses.lib.measured import RESULTS, ROOT, provenance
 from analyses.lib.records import save
 from mechinterp import classify
 from mechinterp.analysis.one_layer.thresholds import Thresholds
 
-ROOT = Path(__file__).parents[2]
-MOVED = {
-    "share": (0.003, 0.03),
-    "equal": (0.02, 0.1),
-    "qk_diagonal": (0.7, 0.9),
-    "qk_clear": (0.0, 0.8, 0.95),
-    "clear_r2": (0.95, 0.99),
-    "ov_last_entry": (0.8, 0.95, 0.98),
-    "sign_entry": (0.05, 0.2),
-    "omega_spread": (0.1, 0.15, 0.35),
-    "zero_sum": (0.02, 0.1, 0.2),
-    "isotropy": (0.96, 0.97, 0.99),
-    "shared": (0.5, 0.75, 0.95),
-    "task_leak": (0.15, 0.35),
-    "support_leak": (0.1, 0.2, 0.3),
-    "theta_spread": (0.15, 0.35, 0.5),
-    "theta_even": (0.03, 0.09),
-    "substitution_r2": (0.8, 0.95, 0.98),
-    "p_value": (0.003, 0.05),
-}
+MOVED = tomllib.loads((ROOT / "analyses" / "calibration" / "moved.toml").read_text())
 COST = {"right": 0, "undetermined": 0, "missed": 1, "wrong": 5}
 
 
@@ -106,7 +88,7 @@ def halves(cases: list[Case], random: np.random.Generator) -> tuple[list[Case], 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="a tenth of the models")
-    parser.add_argument("--out", type=Path, default=ROOT / "analyses" / "results")
+    parser.add_argument("--out", type=Path, default=RESULTS)
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)

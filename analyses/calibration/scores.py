@@ -2,14 +2,14 @@
 
 The factor c that minimises E (c f - y)^2 is 1 under a model's own score, were it trained to the end. Each shipped model
 is run on 16,384 prompts of its own task under its own score and under those that a file of weights leaves open.
-Run: python -m analyses.calibration.scores (half a minute).
+Run: python -m analyses calibration/scores (half a minute).
 """
 
 from dataclasses import replace
 
 import pandas as pd
 
-from analyses.lib import Measured, checkpoint, run, shipped
+from analyses.lib import Measured, checkpoint, shipped
 from mechinterp import Prompts, generator_for, sample_prompts
 from mechinterp.analysis.stats import best_factor
 from mechinterp.models.heads import AttentionWeights, predict
@@ -39,7 +39,3 @@ def measure(quick: bool) -> Measured:
         ]
         rows.append({"model": name, "own": off_one(heads, prompts), "other": min(others)})
     return Measured(pd.DataFrame(rows))
-
-
-if __name__ == "__main__":
-    run(measure, __file__)

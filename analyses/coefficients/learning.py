@@ -3,12 +3,12 @@ and of softmax heads.
 
 Lau et al. 2023, arXiv 2308.12108, by Hamiltonian Monte Carlo at n_beta 30,000. Linear attention has the exact loss of
 its population; softmax models the loss on 512 prompts, at the minimum of that loss next to the weights.
-Run: python -m analyses.coefficients.learning (a quarter of an hour; --quick: one model, short chains)
+Run: python -m analyses coefficients/learning (a quarter of an hour; --quick: one model, short chains)
 """
 
 import pandas as pd
 
-from analyses.lib import Measured, checkpoint, run, shipped
+from analyses.lib import Measured, checkpoint, shipped
 from mechinterp import local_learning_coefficient
 from mechinterp.analysis.training.coefficient_result import LearningCoefficient
 from mechinterp.analysis.training.coefficient_snapshots import coefficient_snapshots
@@ -78,7 +78,3 @@ def measure(quick: bool) -> Measured:
     found = local_learning_coefficient(shown, chains=chains)
     pages = {"staircase": first.plot(), "trace": found.plot(), "posterior": found.plot_posterior()}
     return Measured(data, pages)
-
-
-if __name__ == "__main__":
-    run(measure, __file__)

@@ -3,7 +3,7 @@
 A head without biases is its two circuits: the x rows of QK and the y column of OV, d (d + 1) + d + 1 numbers. Half the number of
 directions in which the loss is curved there is the learning coefficient of a minimum. In the paper's approximate loss
 two heads are four numbers, omega_1, omega_2, mu_1, mu_2, and it can be drawn from.
-Run: python -m analyses.coefficients.pairs (a minute; --quick: one step, few prompts)
+Run: python -m analyses coefficients/pairs (a minute; --quick: one step, few prompts)
 """
 
 import numpy as np
@@ -11,7 +11,7 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from analyses.lib import SETTING, Measured, checkpoint, run
+from analyses.lib import SETTING, Measured, checkpoint
 from mechinterp import Prompts, sample_prompts
 from mechinterp.analysis.stats import mean_and_sem
 from mechinterp.analysis.training.learning_coefficient import N_BETA, coefficient_of_loss
@@ -32,6 +32,7 @@ N_PROMPTS, N_SETS = 2048, 3
 RESOLVED = 100 / N_BETA
 """Curvature above which a direction counts 1/2 to within a percent, at n_beta 30,000 and a pull of 1."""
 CHAINS = Chains(n_chains=8, n_draws=1000, n_warmup=300, n_leapfrog=60)
+SHORT = Chains(n_chains=2, n_draws=20, n_warmup=10, n_leapfrog=10)
 
 
 def curvatures(weights: Weights, prompts: Prompts) -> np.ndarray:
@@ -108,13 +109,13 @@ def closed_form(omega: np.ndarray, *, held: bool) -> LocalLoss:
     return LocalLoss(function, at, f"{len(at)} numbers", "the approximate loss")
 
 
-def pairs(name: str, step: int) -> list[dict[str, object]]:
+def pairs(name: str, step: int, chains: Chains) -> list[dict[str, object]]:
     """The coefficient of the approximate loss at the omega of a step, as it is and with omega_1 held."""
     history = checkpoint(name).history
     omega = history[history.step == step].sort_values("head").omega.to_numpy(np.float64)
     rows = []
     for held in (False, True):
-        found = coefficient_of_loss(closed_form(omega, held=held), settle=held, chains=CHAINS)
+        found = coefficient_of_loss(closed_form(omega, held=held), settle=held, chains=chains)
         measured = {key: getattr(found, key) for key in ("estimate", "sem", "fall", "moved")}
         what = {"part": "omega_1 held" if held else "all four", "model": name, "step": step}
         rows.append(what | {"omega": np.abs(omega).mean(), "numbers": 4 - held} | measured)
@@ -131,10 +132,6 @@ def measure(quick: bool) -> Measured:
             weights = model.snapshots.get(step, model.weights)
             rows.append(circuits(name, step, weights, n_sets, n_prompts))
         for step in set(steps) & set(DRAWN) if "h2" in name else ():
-            rows += pairs(name, step)
+            rows += pairs(name, step, SHORT if quick else CHAINS)
     rows += early("softmax-h2-s0", EARLY[:2] if quick else EARLY, n_sets, n_prompts)
     return Measured(pd.DataFrame(rows))
-
-
-if __name__ == "__main__":
-    run(measure, __file__)

@@ -2,13 +2,13 @@
 
 Minima made by hand, d 3 to 6, every number of heads, tasks of distinct and of equal variances; a shipped model by stochastic
 gradient Langevin dynamics; and that model over n_beta. Lau et al. 2023, arXiv 2308.12108.
-Run: python -m analyses.coefficients.sampler (ten minutes; --quick: few of each, short chains)
+Run: python -m analyses coefficients/sampler (ten minutes; --quick: few of each, short chains)
 """
 
 import numpy as np
 import pandas as pd
 
-from analyses.lib import Measured, checkpoint, run
+from analyses.lib import Measured, checkpoint
 from mechinterp.analysis.training.coefficient_result import LearningCoefficient
 from mechinterp.analysis.training.langevin import Langevin
 from mechinterp.analysis.training.learning_coefficient import (
@@ -92,7 +92,3 @@ def measure(quick: bool) -> Measured:
     )
     rows += [row("n_beta", each, model=MODEL) for each in (*curve.curve, curve)]
     return Measured(pd.DataFrame(rows).sort_values(["part", "n_beta"], kind="stable"))
-
-
-if __name__ == "__main__":
-    run(measure, __file__)

@@ -6,14 +6,13 @@ python -m analyses.lib.check  (a minute)
 The numbers must agree within their standard errors. Fails with a line for each record that does not.
 """
 
-import importlib
 import json
 import sys
 from pathlib import Path
 
 import torch
 
-from analyses.lib.measured import RESULTS
+from analyses.lib.measured import RESULTS, module_of
 from analyses.lib.records import Record, agree, load
 
 SLOWEST = 8  # seconds of processor time
@@ -44,9 +43,7 @@ def main() -> None:
     lines, count = [], 0
     for script in fast(RESULTS):
         stored = load(RESULTS / f"{script.replace('/', '_')}.records.json")
-        module = importlib.import_module(f"analyses.{script.replace('/', '.')}")
-        claims = module.measure(False).claims
-        lines += differences(stored, list(claims))
+        lines += differences(stored, list(module_of(script).measure(False).claims))
         count += len(stored)
         print(f"{script}: {len(stored)} records")
     print("\n".join([*lines, f"{count - len(lines)} of {count} records agree"]))

@@ -6,7 +6,7 @@ import tomllib
 from functools import cache
 from pathlib import Path
 
-from analyses.lib.records import CLAIMS, Record, all_records
+from analyses.lib.records import CLAIMS, Record, all_records, span
 
 SIGNS = {"at most": "≤", "below": "<", "at least": "≥", "above": ">", "equal to": "="}
 HEADER = ("claim", "holds in", "the number that matters (asked)", "more")
@@ -38,9 +38,8 @@ def asked(record: Record, show: str) -> str:
 
 def measured(record: Record, show: str) -> str:
     """The range of a record's values."""
-    low, high = (f"{end(record.values.values()):{show}}" for end in (min, max))
-    text = low if low == high else f"{low} to {high}"
-    return re.sub(r"(?<!\w)-(?=\d)", "−", re.sub(r"^0e\+00 to ", "up to ", text))
+    text = re.sub(r"^0e\+00 to ", "up to ", span(record.values.values(), show))
+    return re.sub(r"(?<!\w)-(?=\d)", "−", text)
 
 
 def rows(results: Path, paper: str = "") -> list[tuple[str, ...]]:

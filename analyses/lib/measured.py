@@ -1,26 +1,19 @@
 """What the scripts of figures and tables share: the shipped checkpoints, and writing what was
-measured.
+measured."""
 
-A script F/S.py defines `measure(quick)` and ends with `run(measure, __file__)`. It writes F_S.csv
-(the figure's data), F_S.records.json (claims and what was measured, see records.py) and F_S.html
-(figures, needing the plotly.min.js written beside it) into results/. `--quick` makes it
-a minute's run or less; `--png` draws PNGs too and needs a browser.
-"""
-
-import argparse
 import json
 import re
 import subprocess
-import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from functools import cache
+from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 
 import pandas as pd
 import plotly.graph_objects as go
-import torch
 from plotly.offline import get_plotlyjs
 
 import mechinterp
@@ -55,41 +48,16 @@ def shipped(pattern: str) -> list[str]:
     return sorted(found, key=lambda name: (checkpoint(name).config.model.n_heads, len(name), name))
 
 
-def numbers(values: Iterable[float], digits: int = 3) -> str:
-    """A range of numbers as text.
-
-    Example:
-        >>> numbers([0.1302, 0.1291])
-        '0.129 to 0.130'
-    """
-    ordered = sorted(values)
-    low, high = (f"{value:.{digits}f}" for value in (ordered[0], ordered[-1]))
-    return low if low == high else f"{low} to {high}"
+def scripts() -> list[str]:
+    """The scripts that measure, such as softmax/patterns."""
+    files = sorted((ROOT / "analyses").glob("*/*.py"))
+    found = [file for file in files if "\ndef measure(" in file.read_text(encoding="utf-8")]
+    return [f"{file.parent.name}/{file.stem}" for file in found]
 
 
-def run(measure: Callable[[bool], Measured], script: str) -> None:
-    """Measure, write and print the claims."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--quick", action="store_true", help="fewer prompts or steps")
-    parser.add_argument("--png", action="store_true", help="draw PNGs too; needs a browser")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder to write into")
-    arguments = parser.parse_args()
-    torch.set_num_threads(1)
-    start = time.process_time()
-    found = measure(arguments.quick)
-    seconds = time.process_time() - start
-    write(found, name_of(script), arguments.out, png=arguments.png, seconds=seconds)
-
-
-def name_of(script: str) -> str:
-    """The name of the results of a script in a folder of analyses.
-
-    Example:
-        >>> name_of("analyses/softmax/patterns.py")
-        'softmax_patterns'
-    """
-    folder, stem = Path(script).parent.name, Path(script).stem
-    return stem if folder == "analyses" else f"{folder}_{stem}"
+def module_of(script: str) -> ModuleType:
+    """The module of a script."""
+    return import_module(f"analyses.{script.replace('/', '.')}")
 
 
 def write(

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from analyses.lib.records import all_records
+from analyses.lib.records import all_records, span
 from analyses.sparse.settings_table import table_of
 
 ROOT = Path(__file__).parents[2]
@@ -101,8 +101,7 @@ def _number(name: str) -> str:
     if how == "count":
         return f"{len(values):,}"
     if how == "range":
-        low, high = (f"{end:{formats[0]}}" for end in (values.min(), values.max()))
-        return low if low == high else f"{low} to {high}"
+        return span(values, formats[0])
     if how in ("each", "list", "sorted"):
         texts = [f"{one:{formats[0]}}" for one in (sorted(values) if how == "sorted" else values)]
         return ", ".join(texts) if how == "list" else f"{', '.join(texts[:-1])} and {texts[-1]}"

@@ -1,27 +1,23 @@
 """The tables that are made from the results of all scripts: those of README.md, of analyses/ and of
-docs/, of speeds from what `make bench` wrote, and all claims as a CSV file and a page with a search.
+docs/ (tables.toml) and all claims as a CSV file and a page with a search.
 
 python -m analyses.lib.pages  (at once; every script of a figure or table must have run)
 """
 
 import html
+import tomllib
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
+from importlib import import_module
 from pathlib import Path
 
 import pandas as pd
 
-from analyses.algorithms import calibration, shipped, trained
-from analyses.coefficients import tables as coefficient_tables
-from analyses.lib import main_claims, numbers, result_tables, speeds
+from analyses.lib import main_claims, numbers
 from analyses.lib.records import Record, all_records
-from analyses.lib.result_tables import markdown
-from analyses.pools import tables as pool_tables
-from analyses.sparse import settings_table
+from analyses.lib.result_tables import from_csv, markdown
 
 HERE = Path(__file__).parents[1]
-DOCS = HERE.parent / "docs"
-PAGES = DOCS / "papers"
 HEADER = ("id", "claim", "script", "models", "asked", "measured", "verdict", "by")
 
 
@@ -60,48 +56,23 @@ FILES: dict[Path, Callable[[Path], str]] = {
     HERE / "claims.html": claims_page,
 }
 """What is made whole."""
-TABLES: dict[Path, dict[str, Callable[[Path], str]]] = {
-    HERE / "softmax" / "emergence.md": {"emergence": result_tables.emergence},
-    HERE / "calibration" / "README.md": {
-        "calibration labels": result_tables.calibration_labels,
-        "calibration errors": result_tables.calibration_errors,
-    },
-    HERE.parent / "README.md": {"claims": main_table, "calibration": result_tables.two_by_two},
-    DOCS / "reliability.md": {"outcomes": result_tables.attack},
-    DOCS / "heads.md": {"speeds": speeds.masking},
-    DOCS / "how" / "train.md": {"speeds": speeds.packs},
-    **{
-        PAGES / f"{paper}.md": {"claims": partial(main_table, paper=paper)}
-        for paper in main_claims.main()
-    },
-}
-"""The tables of each page, by the name of their marks."""
-TABLES[DOCS / "learning_coefficient.md"] = {
-    "coefficients": coefficient_tables.coefficients,
-    "staircase": coefficient_tables.staircase,
-    "softmax": coefficient_tables.softmax_coefficients,
-    "pairs": coefficient_tables.pairs,
-    "early": coefficient_tables.early,
-    "grid": coefficient_tables.grid,
-    "mini-batches": coefficient_tables.minibatches,
-    "temperatures": coefficient_tables.temperatures,
-}
-TABLES[DOCS / "pools.md"] = {"one layer": pool_tables.one_layer, "map": pool_tables.pool_map}
-TABLES[DOCS / "algorithms.md"] = {
-    "rates": calibration.rates_table,
-    "limits": calibration.limits_table,
-    "shipped": shipped.shipped_table,
-    "trained": trained.trained_table,
-}
-TABLES[PAGES / "softmax_attention.md"]["shipped"] = result_tables.shipped
-TABLES[PAGES / "sparse_regression.md"] |= {
-    "trained": result_tables.trained,
-    "settings claims": settings_table.claims,
-    "settings": settings_table.models,
-    "settings seeds": settings_table.seeds,
-    "settings steps": settings_table.steps,
-}
-TABLES.setdefault(DOCS / "algorithms.md", {})["GPT-2"] = result_tables.garg
+
+
+@cache
+def tables() -> dict[Path, dict[str, Callable[[Path], str]]]:
+    """The functions of results that make the tables of each page, by the name of their marks."""
+    every = tomllib.loads((HERE / "tables.toml").read_text(encoding="utf-8"))
+    return {
+        HERE.parent / page: {name: made_by(source) for name, source in sources.items()}
+        for page, sources in every.items()
+    }
+
+
+def made_by(source: str | dict) -> Callable[[Path], str]:
+    if isinstance(source, str):
+        module, _, name = source.partition(":")
+        return getattr(import_module(f"analyses.{module}"), name)
+    return partial(main_table if "paper" in source else from_csv, **source)
 
 
 def replaced(text: str, name: str, table: str) -> str:
@@ -118,10 +89,10 @@ def replaced(text: str, name: str, table: str) -> str:
 
 def main() -> None:
     """Writes all of it, and the numbers in prose."""
-    for file, tables in TABLES.items():
+    for file, made in tables().items():
         text = file.read_text(encoding="utf-8")
-        for name, made in tables.items():
-            text = replaced(text, name, made(HERE / "results"))
+        for name, make in made.items():
+            text = replaced(text, name, make(HERE / "results"))
         file.write_text(text, encoding="utf-8")
     for file, make in FILES.items():
         file.write_text(make(HERE / "results"), encoding="utf-8")

@@ -40,6 +40,18 @@ def rounded(value: float) -> float:
     return float(f"{value:.6g}")
 
 
+def span(values: Iterable[float], show: str) -> str:
+    """A range of numbers as text.
+
+    Example:
+        >>> span([0.1302, 0.1291], ".3f")
+        '0.129 to 0.130'
+    """
+    ordered = sorted(values)
+    low, high = (f"{end:{show}}" for end in (ordered[0], ordered[-1]))
+    return low if low == high else f"{low} to {high}"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Claim:
     """One claim, or one clause of a claim."""
@@ -141,9 +153,8 @@ class Record(Claim):
             return self.text
         if set(self.values.values()) <= {0.0, 1.0} and self.relation == "equal to":
             return f"{len(self.holding)} of {self.n}"
-        low, high = (f"{end(self.values.values()):.4g}" for end in (min, max))
-        span = low if low == high else f"{low} to {high}"
-        return f"{span} ± {max(self.errors.values()):.1g}" if self.errors else span
+        ends = span(self.values.values(), ".4g")
+        return f"{ends} ± {max(self.errors.values()):.1g}" if self.errors else ends
 
     def to_json(self) -> dict:
         """The fields, and what follows from them."""

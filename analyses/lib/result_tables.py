@@ -4,14 +4,16 @@ and calibration.
 `lib/pages.py` writes them; a fast test compares them with the files.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import pandas as pd
 
+from analyses.lib.records import span
+
 Row = tuple[str, ...]
-Cell = str | Callable[[object], str]
-"""A format of a row, such as "{0.loss:.2f}", or a function of it."""
+Cell = str | list[str]
+"""A format of a row, such as "{0.loss:.2f}"; or the column that decides, and the formats where it is true and where not."""
 
 
 def markdown(header: Row, rows: list[Row]) -> str:
@@ -25,23 +27,27 @@ def table(found: pd.DataFrame, columns: Mapping[str, Cell]) -> str:
     """A Markdown table with a line for each row of a frame; columns by their headers.
 
     Example:
-        >>> table(pd.DataFrame({"x": [0.125]}), {"x": "{0.x:.2f}", "twice": lambda row: f"{2 * row.x}"})
-        '| x | twice |\\n| --- | --- |\\n| 0.12 | 0.25 |'
+        >>> table(pd.DataFrame({"x": [0.125], "odd": [False]}), {"x": "{0.x:.2f}", "is": ["odd", "odd", "even"]})
+        '| x | is |\\n| --- | --- |\\n| 0.12 | even |'
     """
-    cells = [one.format if isinstance(one, str) else one for one in columns.values()]
-    rows = [tuple(cell(row) for cell in cells) for row in found.itertuples()]
-    return markdown(tuple(columns), rows)
+    return markdown(
+        tuple(columns),
+        [tuple(cell(one, row) for one in columns.values()) for row in found.itertuples()],
+    )
 
 
-def span(values: pd.Series, digits: int) -> str:
-    """A range of numbers.
+def cell(how: Cell, row: tuple) -> str:
+    """A cell of a row."""
+    if isinstance(how, str):
+        return how.format(row)
+    decides, yes, no = how
+    return (yes if getattr(row, decides) else no).format(row)
 
-    Example:
-        >>> span(pd.Series([0.1302, 0.1291]), 3)
-        '0.129 to 0.130'
-    """
-    low, high = (f"{end:.{digits}f}" for end in (values.min(), values.max()))
-    return low if low == high else f"{low} to {high}"
+
+def from_csv(results: Path, csv: str, columns: Mapping[str, Cell], where: str = "") -> str:
+    """A table of the rows of a CSV file that pass."""
+    rows = pd.read_csv(results / f"{csv}.csv")
+    return table(rows.query(where) if where else rows, columns)
 
 
 def shipped(results: Path) -> str:
@@ -52,8 +58,8 @@ def shipped(results: Path) -> str:
     count, rows = found.groupby("heads").size(), []
     for (heads, pattern), one in found.groupby(["heads", "pattern"]):
         seeds = f"{len(one)} of {count[heads]}" if len(one) < count[heads] else f"{len(one)}"
-        zero_sum = "" if pattern == "kernel_regression" else span(one.zero_sum, 3)
-        scales = (span(one.omega, 3), span(one.mu, 2), zero_sum, span(one.eta, 3))
+        zero_sum = "" if pattern == "kernel_regression" else span(one.zero_sum, ".3f")
+        scales = (span(one.omega, ".3f"), span(one.mu, ".2f"), zero_sum, span(one.eta, ".3f"))
         loss = f"{one.loss.mean():.4f} ± {one.loss_sem.max():.4f}"
         rows.append((f"{heads}", seeds, pattern, *scales, loss))
     header = ("heads", "seeds", "pattern", "\\|omega\\|", "mu of one sign")
@@ -138,16 +144,6 @@ def attack(results: Path) -> str:
     return markdown(("seed", *found.columns), rows)
 
 
-def garg(results: Path) -> str:
-    """The shipped GPT-2 beside the best ridge, by number of pairs."""
-    columns = {
-        "pairs": "{0.pairs}",
-        "excess risk over that of the best ridge": "{0.excess:.3f} ± {0.excess_sem:.3f}",
-        "risk (with the noise of the response) over ridge's": "{0.risk:.3f} ± {0.risk_sem:.3f}",
-    }
-    return table(pd.read_csv(results / "algorithms" / "garg_gpt2.csv"), columns)
-
-
 def trained(results: Path) -> str:
     """The trained models of sparse regression, a column per number of heads and noise variance."""
     tables = {part: pd.read_csv(results / f"sparse_{part}.csv") for part in PARTS}
@@ -166,7 +162,7 @@ def trained(results: Path) -> str:
     ]
     header = ("", *(f"{heads} head{'s' * (heads > 1)}, noise {noise}" for heads, noise in settings))
     cells = [
-        (text, *(cell(tables[part], part, column, digits, *one) for one in settings))
+        (text, *(trained_cell(tables[part], part, column, digits, *one) for one in settings))
         for text, part, column, digits in rows
     ]
     return markdown(header, cells)
@@ -175,7 +171,9 @@ def trained(results: Path) -> str:
 PARTS = ("risk", "heads", "pruning", "fine_tuning", "probes")
 
 
-def cell(table: pd.DataFrame, part: str, column: str, digits: int, heads: int, noise: float) -> str:
+def trained_cell(
+    table: pd.DataFrame, part: str, column: str, digits: int, heads: int, noise: float
+) -> str:
     """A number of the models of all seeds with its largest standard error."""
     if heads == 1 and (part in PARTS[1:4] or column == "to_single"):
         return ""
@@ -187,7 +185,7 @@ def cell(table: pd.DataFrame, part: str, column: str, digits: int, heads: int, n
     if part == "heads":
         layers = rows[rows.method == "zero"].drop_duplicates(["model", "layer"])
         numbers = layers[(layers.layer == 0) == (column == "first")].effective_heads_of_medians
-        return span(numbers, digits)
+        return span(numbers, f".{digits}f")
     if part == "probes":
         rows = rows[(rows.target == column) & (rows.layer == 1)]
         return told(rows.r2, rows.r2_sem, digits)

@@ -1,7 +1,7 @@
 """What training conserves, and the losses at which merged heads and separate ones of any rank end.
 
 Zhang et al. 2025, arXiv 2501.16265, section 4 and appendix E.8: heads and ranks on four directions,
-N(0, 0.01^2). Run: python -m analyses.linear.ends (half a minute; --quick 1 seed)
+N(0, 0.01^2). Run: python -m analyses linear/ends (half a minute; --quick 1 seed)
 """
 
 from collections.abc import Iterable
@@ -9,9 +9,8 @@ from collections.abc import Iterable
 import numpy as np
 import pandas as pd
 
-from analyses.lib import Measured, records, run
-from analyses.linear.setting import FOUND, MOMENTS, named, separate, trained
-from mechinterp import figures
+from analyses.lib import Measured, records
+from analyses.linear.setting import FOUND, MOMENTS, bars, named, separate, trained
 from mechinterp.theory.linear_heads import merged_heads, separate_heads
 from mechinterp.training.linear.flow import flow
 
@@ -53,15 +52,5 @@ def measure(quick: bool) -> Measured:
         asked[f"17-{name}"] = part.groupby("heads").off.max()
     first = data[data.seed == 0]
     curves = {"loss": first.loss.to_numpy(), "level": first.level.to_numpy()}
-    page = figures.bars(
-        list(first.heads),
-        curves,
-        errors={name: np.zeros(len(first)) for name in curves},
-        title="Loss at the end of training, and the level of R H directions",
-        y_title="loss (y²)",
-    )
+    page = bars(first.heads, curves, "Loss at the end of training, and the level of R H directions")
     return Measured(data, {"ends": page}, records("linear-", asked))
-
-
-if __name__ == "__main__":
-    run(measure, __file__)

@@ -3,13 +3,13 @@ orthogonal keys.
 
 Zhang et al. 2025, arXiv 2501.16265, figure 11: 9 heads in eight dimensions, as figure 4. Rows of K
 and Q may be rotated together, so that structure is read from norms and from v K^T Q, a head's share
-in every direction. Run: python -m analyses.linear.figure_11_rank_structure (half a minute; --quick 1 seed)
+in every direction. Run: python -m analyses linear/figure_11_rank_structure (half a minute; --quick 1 seed)
 """
 
 import numpy as np
 import pandas as pd
 
-from analyses.lib import Measured, record, run
+from analyses.lib import Measured, record
 from analyses.linear.figure_4_ranks import EIGHT, MODES
 from analyses.linear.setting import FOUND, INITS, named, trained
 from mechinterp import figures
@@ -71,10 +71,8 @@ def measure(quick: bool) -> Measured:
         keys, title = every[0][0][active], f"Keys of the rank-{rank} heads that hold a direction"
         keys = keys.reshape(-1, 8)
         pages[title] = figures.heatmap(keys, title=title, rows=rows, columns=names)
-        title, heads = (
-            f"Share of rank-{rank} heads in every direction",
-            [f"head {h}" for h in range(9)],
-        )
+        title = f"Share of rank-{rank} heads in every direction"
+        heads = [f"head {h}" for h in range(9)]
         pages[title] = figures.heatmap(shares[0, :, :8], title=title, rows=heads, columns=names)
     slow, fast = np.moveaxis(np.array([stays(seed) for seed in seeds]), 1, 0)[::-1]
     ratio, rise = slow / fast, slow - fast
@@ -86,7 +84,3 @@ def measure(quick: bool) -> Measured:
         record("linear-16-constant", named(miss, "seed", "level")),
     ]
     return Measured(pd.concat(frames), pages, claims)
-
-
-if __name__ == "__main__":
-    run(measure, __file__)

@@ -4,15 +4,15 @@ Zhang et al. 2025, arXiv 2501.16265, figure 14, in the published code's setting:
 their weights, x ~ N(0, I/4), 5,000 sequences, full-batch descent at rate 0.0005 without 1/N,
 weights from N(0, 1e-6^2). In-weight sequences share one task vector of norm 2; with none in
 context, and in the in-weight test, their context labels are noise. Its numbers are read off an
-image. Run: python -m analyses.linear.figure_14_mixtures (half a minute; --quick 1 set)
+image. Run: python -m analyses linear/figure_14_mixtures (half a minute; --quick 1 set)
 """
 
 import numpy as np
 import pandas as pd
 
-from analyses.lib import Measured, record, run
-from analyses.lib.measured import numbers
-from mechinterp import figures
+from analyses.lib import Measured, record
+from analyses.lib.records import span
+from analyses.linear.setting import page
 
 FRACTIONS = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
 D, N, HEADS, SIZE, RATE, STEPS, EVERY = 4, 31, 8, 5000, 5e-4, 5000, 10
@@ -77,23 +77,19 @@ def measure(quick: bool) -> Measured:
             f"{part:.0%}": max(0.0, ours[part].min() - value, value - ours[part].max())
             for part, value in read.items()
         }
-        digits = 0 if error > 1 else 2
-        texts = [f"{read[part]:g} beside {numbers(one, digits)}" for part, one in ours.items()]
+        show = ".0f" if error > 1 else ".2f"
+        texts = [f"{read[part]:g} beside {span(one, show)}" for part, one in ours.items()]
         id = f"linear-mixture-{'-'.join(name.split())}"
         claims.append(record(id, away, text="; ".join(texts)))
     first = {part: runs[part, 0] for part in FRACTIONS}
     pages = {
-        name: figures.lines(
+        name: page(
             first[1.0].step.to_numpy(),
             {f"{part:.0%} in context": one[name].to_numpy() for part, one in first.items()},
-            title=f"{name.replace('_', '-').capitalize()} loss of merged heads on mixtures",
+            f"{name.replace('_', '-').capitalize()} loss of merged heads on mixtures",
             x_title="step",
-            y_title="loss (y²)",
+            levels=(),
         )
         for name in LOSSES
     }
     return Measured(found.rename_axis(["in_context_part", "set"]).reset_index(), pages, claims)
-
-
-if __name__ == "__main__":
-    run(measure, __file__)

@@ -2,15 +2,15 @@
 
 Zhang et al. 2025, arXiv 2501.16265, figure 1, in the published code's setting: 8 heads, 5,000
 sequences, full-batch descent at rate 0.001 without 1/N, weights from N(0, 1e-6^2). Its numbers are
-read off an image. Run: python -m analyses.linear.figure_1_one_drop (seconds; --quick 4 flows instead of 40)
+read off an image. Run: python -m analyses linear/figure_1_one_drop (seconds; --quick 4 flows instead of 40)
 """
 
 import numpy as np
 import pandas as pd
 import torch
 
-from analyses.lib import Measured, Record, record, records, run
-from analyses.lib.measured import numbers
+from analyses.lib import Measured, Record, record, records
+from analyses.lib.records import span
 from analyses.linear.setting import (
     FOUND,
     INITS,
@@ -61,10 +61,10 @@ def network(prompts: Prompts, heads: MergedHeads) -> np.ndarray:
     return np.array(losses)[::EVERY]
 
 
-def published(name: str, paper: float, ours: list[float], digits: int) -> Record:
+def published(name: str, paper: float, ours: list[float], show: str) -> Record:
     """Whether a number that was read off a figure lies among those of our training sets."""
     part = {"part": float(np.mean(np.array(ours) < paper))}
-    return record(f"linear-merged-{name}", part, text=f"{paper} among {numbers(ours, digits)}")
+    return record(f"linear-merged-{name}", part, text=f"{paper} among {span(ours, show)}")
 
 
 def measure(quick: bool) -> Measured:
@@ -89,10 +89,10 @@ def measure(quick: bool) -> Measured:
         "5-merged-drops": named(np.array(counts), "seed", "init"),
         "5-merged-end": named(np.array(ends), "seed", "init"),
     }
-    middle = published("middle", 990, [half_time(one) * TAU for one in runs], 0)
+    middle = published("middle", 990, [half_time(one) * TAU for one in runs], ".0f")
     claims = [*records("linear-", asked), middle]
     claims += [
-        published(f"loss{at}", paper, [np.interp(at, steps, one.loss) for one in runs], 3)
+        published(f"loss{at}", paper, [np.interp(at, steps, one.loss) for one in runs], ".3f")
         for at, paper in ((2000, 0.165), (4000, 0.136))
     ]
     curves = {"merged heads": alone.loss, "network on z": beside}
@@ -100,7 +100,3 @@ def measure(quick: bool) -> Measured:
     title = "Merged heads and the network on z (500 sequences); sets of 5,000; L(M*) dotted"
     figure = page(steps, curves, title, x_title="step", levels=FOUND.levels[-1:])
     return Measured(pd.DataFrame({"step": steps} | curves), {"loss": figure}, claims)
-
-
-if __name__ == "__main__":
-    run(measure, __file__)

@@ -3,7 +3,7 @@ alignment.
 
 Zhang et al. 2025, arXiv 2501.16265, figure 3: 5 heads. Its losses are in the published code's
 setting, rate 0.02 without 1/N and value weights of 0.01; claims by number are on flows from N(0,
-init^2), as are the other two pages. Run: python -m analyses.linear.figure_3_drops (seconds; --quick 2
+init^2), as are the other two pages. Run: python -m analyses linear/figure_3_drops (seconds; --quick 2
 seeds)
 """
 
@@ -11,13 +11,14 @@ import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
-from analyses.lib import Measured, Record, record, records, run
+from analyses.lib import Measured, Record, record, records
 from analyses.linear.setting import (
+    FACTOR,
     FOUND,
     INITS,
-    LENGTH,
     MOMENTS,
     NORMS,
+    TAU,
     losses,
     named,
     page,
@@ -25,12 +26,10 @@ from analyses.linear.setting import (
 )
 from mechinterp import figures
 from mechinterp.analysis.training.plateaus import Plateaus, crossings
-from mechinterp.theory.linear_dynamics import learning_rate_time
 from mechinterp.theory.linear_heads import separate_heads
 from mechinterp.theory.linear_jumps import growth_value
 from mechinterp.training.linear.flow import Flow, flow
 
-TAU, FACTOR = learning_rate_time(0.02, n_factors=3, context_length=LENGTH)
 READ = ((400, 600), (600, 1150), (1000, 1900))  # Steps of drops, off an image of six seeds.
 
 
@@ -116,7 +115,3 @@ def growth_records(init: float, errors: np.ndarray) -> list[Record]:
     asked = {f"median-init{init:g}": {"median": float(np.median(errors))}}
     asked[f"single-init{init:g}"] = named(errors, "seed", "direction")
     return records("linear-12-", asked)
-
-
-if __name__ == "__main__":
-    run(measure, __file__)

@@ -2,13 +2,13 @@
 
 Zhang et al. 2025, arXiv 2501.16265, figure 4: 9 heads, eigenvalues 8 to 1 over 36. A long rest is
 told from a short one by how it grows when initial weights shrink from 1e-2 to 1e-3: by ten, or by a
-constant that few decades show. Run: python -m analyses.linear.figure_4_ranks (a minute; --quick 1 seed)
+constant that few decades show. Run: python -m analyses linear/figure_4_ranks (a minute; --quick 1 seed)
 """
 
 import numpy as np
 import pandas as pd
 
-from analyses.lib import Measured, Record, record, run
+from analyses.lib import Measured, Record, record
 from analyses.linear.setting import INITS, LENGTH, losses, page, trained
 from mechinterp.analysis.training.plateaus import crossings
 from mechinterp.theory.linear import modes, population_moments
@@ -37,12 +37,9 @@ def ranks(chosen: tuple[int, ...], n_seeds: int) -> Measured:
                 stays.append(pd.DataFrame(row | {"loss": MODES.levels[:8], "residence": stay}))
         claims += rank_claims(rank, pd.concat(stays).query("rank == @rank"))
     time = np.geomspace(100, max(found.time[-1] for found in shown.values()), 400)
-    curves, title = (
-        losses(time, shown),
-        f"Heads of rank {', '.join(map(str, chosen))} in 8 dimensions, init {INITS[0]:g}; "
-        "levels dotted",
-    )
-    figure = page(time, curves, title, levels=MODES.levels, log_x=True)
+    drawn = ", ".join(map(str, chosen))
+    title = f"Heads of rank {drawn} in 8 dimensions, init {INITS[0]:g}; levels dotted"
+    figure = page(time, losses(time, shown), title, levels=MODES.levels, log_x=True)
     return Measured(pd.concat(stays), {"loss": figure}, claims)
 
 
@@ -50,17 +47,10 @@ def rank_claims(rank: int, stays: pd.DataFrame) -> list[Record]:
     wide = stays.pivot(index="level", columns=["init", "seed"], values="residence")
     ratio = (wide[min(INITS)] / wide[max(INITS)]).median(axis=1).to_numpy()
     long = long_levels(MODES, rank=rank)[:-1]
-    levels = {
-        "long": long,
-        "short": [level for level in range(8) if level not in long],
-        "ten": long,
-    }
+    short = [level for level in range(8) if level not in long]
+    levels = {"long": long, "short": short, "ten": long}
     return [
         record(f"linear-16-{name}-rank{rank}", {f"level {level}": ratio[level] for level in chosen})
         for name, chosen in levels.items()
         if len(chosen)
     ]
-
-
-if __name__ == "__main__":
-    run(measure, __file__)

@@ -4,7 +4,7 @@ ones several times.
 Zhang et al. 2025, arXiv 2501.16265, figure 5, that names neither rates nor steps. The setting is
 ours: full-batch descent on 1,000 sequences, scores x^T U x_query without a scale, the query among
 the keys, value weights on y alone; 8 merged heads from N(0, 0.001^2) at rate 0.1, 5 separate ones
-of rank one from N(0, 0.05^2) at rate 0.3. Run: python -m analyses.linear.figure_5_softmax (two minutes;
+of rank one from N(0, 0.05^2) at rate 0.3. Run: python -m analyses linear/figure_5_softmax (two minutes;
 --quick 1 seed)
 """
 
@@ -12,9 +12,8 @@ import numpy as np
 import pandas as pd
 import torch
 
-from analyses.lib import Measured, records, run
-from analyses.linear.setting import named, task
-from mechinterp import figures
+from analyses.lib import Measured, records
+from analyses.linear.setting import named, page, task
 from mechinterp.theory.linear_heads import Heads, MergedHeads, merged_heads, separate_heads
 from mechinterp.training.linear.descent import training_set
 
@@ -74,15 +73,6 @@ def measure(quick: bool) -> Measured:
         for seed in seeds[:3]
     }
     data = pd.DataFrame({"step": steps} | curves)[::5]
-    page = figures.lines(
-        steps,
-        curves,
-        title="Training loss of softmax heads, merged and separate, on 1,000 sequences",
-        x_title="step",
-        y_title="loss (y²)",
-    )
-    return Measured(data, {"loss": page}, records("linear-20-", asked))
-
-
-if __name__ == "__main__":
-    run(measure, __file__)
+    title = "Training loss of softmax heads, merged and separate, on 1,000 sequences"
+    figure = page(steps, curves, title, x_title="step", levels=())
+    return Measured(data, {"loss": figure}, records("linear-20-", asked))

@@ -1,13 +1,13 @@
 """Figure 6: larger initial weights shorten the plateaus of separate heads until there are none.
 
 Zhang et al. 2025, arXiv 2501.16265, figure 6 and section 4.3: 5 heads of rank one, D = 4, weights
-from N(0, init^2). Run: python -m analyses.linear.figure_6_initial_scale (seconds; --quick 2 seeds)
+from N(0, init^2). Run: python -m analyses linear/figure_6_initial_scale (seconds; --quick 2 seeds)
 """
 
 import numpy as np
 import pandas as pd
 
-from analyses.lib import Measured, records, run
+from analyses.lib import Measured, records
 from analyses.linear.setting import FOUND, MOMENTS, NORMS, losses, named, page, trained
 from mechinterp.analysis.training.plateaus import crossings
 from mechinterp.theory.linear_heads import SeparateHeads, separate_heads
@@ -66,7 +66,3 @@ def measure(quick: bool) -> Measured:
     figure = page(grid, curves, title, log_x=True)
     data = pd.DataFrame({"time": grid} | curves)
     return Measured(data, {"loss": figure}, records("linear-", asked))
-
-
-if __name__ == "__main__":
-    run(measure, __file__)

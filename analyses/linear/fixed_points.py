@@ -2,7 +2,7 @@
 search for others.
 
 Zhang et al. 2025, arXiv 2501.16265, section 4.2 and eq. (19). The search solves for no force on any
-weight, from random ones. Run: python -m analyses.linear.fixed_points (a minute; --quick 40 starts)
+weight, from random ones. Run: python -m analyses linear/fixed_points (a minute; --quick 40 starts)
 """
 
 from itertools import combinations
@@ -11,9 +11,8 @@ import numpy as np
 import pandas as pd
 from scipy.optimize import least_squares
 
-from analyses.lib import Measured, records, run
-from analyses.linear.setting import LENGTH, NORMS, TURNED
-from mechinterp import figures
+from analyses.lib import Measured, records
+from analyses.linear.setting import LENGTH, NORMS, TURNED, bars
 from mechinterp.theory.linear import fixed_point, fixed_point_loss, modes, population_moments
 from mechinterp.theory.linear_heads import SeparateHeads
 
@@ -81,15 +80,6 @@ def measure(quick: bool) -> Measured:
         searched["others"][name] = miss(ends)
     claims = records("linear-4-", asked) + records("linear-4-", searched, over={"starts": n_starts})
     curves = {"formula": data.formula.to_numpy(), "loss": data.loss.to_numpy()}
-    page = figures.bars(
-        list(data.learned),
-        curves,
-        errors={name: np.zeros(16) for name in curves},
-        title="Loss at all 16 functions that hold a subset of four directions",
-        y_title="loss (y²)",
-    )
+    title = "Loss at all 16 functions that hold a subset of four directions"
+    page = bars(data.learned, curves, title)
     return Measured(data, {"subsets": page}, claims)
-
-
-if __name__ == "__main__":
-    run(measure, __file__)

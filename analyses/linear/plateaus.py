@@ -2,14 +2,14 @@
 before training.
 
 Zhang et al. 2025, arXiv 2501.16265, eq. (20) and (22); jump times from the initial weights are
-derived here. Run: python -m analyses.linear.plateaus (seconds; --quick 2 seeds)
+derived here. Run: python -m analyses linear/plateaus (seconds; --quick 2 seeds)
 """
 
 import numpy as np
 import pandas as pd
 import torch
 
-from analyses.lib import Measured, Record, record, records, run
+from analyses.lib import Measured, Record, record, records
 from analyses.linear.setting import EIGENVALUES, FOUND, INITS, NORMS, named, separate, task
 from mechinterp.analysis.training.plateaus import Plateaus
 from mechinterp.icl.predictors import one_step_pcr
@@ -99,7 +99,3 @@ def regression_records(init: float, distance: np.ndarray) -> list[Record]:
         record(f"linear-15-median-init{init:g}", {"median": float(np.median(distance))}),
         record(f"linear-15-largest-init{init:g}", named(distance, "seed", "level")),
     ]
-
-
-if __name__ == "__main__":
-    run(measure, __file__)

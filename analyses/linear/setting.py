@@ -6,7 +6,7 @@ are 0.4, 0.3, 0.2, 0.1, weights start from N(0, init^2), the flow is exact and o
 and times are in tau.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 
 import numpy as np
@@ -16,6 +16,7 @@ from mechinterp import TaskConfig, figures, plateaus
 from mechinterp.analysis.training.plateaus import Plateaus
 from mechinterp.config import CovarianceConfig
 from mechinterp.theory.linear import Moments, modes, population_moments
+from mechinterp.theory.linear_dynamics import learning_rate_time
 from mechinterp.theory.linear_heads import Heads, separate_heads
 from mechinterp.training.linear.descent import sample_moments, training_set
 from mechinterp.training.linear.flow import Flow, flow
@@ -23,6 +24,8 @@ from mechinterp.training.linear.flow import Flow, flow
 EIGENVALUES, LENGTH = (0.4, 0.3, 0.2, 0.1), 31
 MOMENTS = population_moments(np.array(EIGENVALUES), context_length=LENGTH)
 FOUND = modes(MOMENTS)
+TAU, FACTOR = learning_rate_time(0.02, n_factors=3, context_length=LENGTH)
+"""Steps of descent per unit of time and the factor of weights in the published code, separate heads."""
 NORMS = FOUND.targets ** (1 / 3)  # |v| of a head that holds a direction
 INITS = (1e-2, 1e-3)
 # The same law in axes other than the eigenvectors.
@@ -80,10 +83,16 @@ def page(
     title: str,
     *,
     x_title: str = "time (tau)",
-    levels: np.ndarray = FOUND.levels,
+    levels: Sequence[float] | np.ndarray = FOUND.levels,
     log_x: bool = False,
 ) -> go.Figure:
     """Losses with the levels of eq. (19) dotted."""
     return figures.lines(
         time, curves, title=title, x_title=x_title, y_title="loss (y²)", levels=levels, log_x=log_x
     )
+
+
+def bars(labels: Iterable[str], losses: Mapping[str, np.ndarray], title: str) -> go.Figure:
+    """Losses side by side; they are exact."""
+    errors = {name: np.zeros(len(one)) for name, one in losses.items()}
+    return figures.bars(list(labels), losses, errors=errors, title=title, y_title="loss (y²)")

@@ -2,14 +2,14 @@
 differentiation.
 
 Zhang et al. 2025, arXiv 2501.16265, eq. (15) and section 3; no figure shows them.
-Run: python -m analyses.linear.theory (half a minute; --quick fewer sequences)
+Run: python -m analyses linear/theory (half a minute; --quick fewer sequences)
 """
 
 import numpy as np
 import pandas as pd
 import torch
 
-from analyses.lib import Measured, record, run
+from analyses.lib import Measured, record
 from analyses.linear.setting import EIGENVALUES, LENGTH, MOMENTS, TURNED, named, set_moments, task
 from mechinterp.theory.linear import moment_ratio
 from mechinterp.training.linear.descent import training_set
@@ -62,7 +62,3 @@ def measure(quick: bool) -> Measured:
     units = ["relative"] * 3 + ["standard errors"] * len(sampled) + ["absolute"]
     names = [*moments, *sampled, "force beside the derivative"]
     return Measured(pd.DataFrame({"quantity": names, "error": values, "unit": units}), {}, claims)
-
-
-if __name__ == "__main__":
-    run(measure, __file__)

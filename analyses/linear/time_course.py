@@ -2,8 +2,7 @@
 covariance.
 
 Zhang et al. 2025, arXiv 2501.16265, eq. (10) and section 3. The white covariance is the identity of
-four dimensions; w_eff is |W_1 e + w_2| / 2, the growing part of random initial weights. Run: python -m
-analyses.linear.time_course (seconds; --quick 1 seed)
+four dimensions; w_eff is |W_1 e + w_2| / 2, the growing part of random initial weights. Run: python -m analyses linear/time_course (seconds; --quick 1 seed)
 """
 
 from functools import partial
@@ -11,7 +10,7 @@ from functools import partial
 import numpy as np
 import pandas as pd
 
-from analyses.lib import Measured, Record, record, records, run
+from analyses.lib import Measured, Record, record, records
 from analyses.linear.setting import FOUND, LENGTH, MOMENTS, half_time, named, page, trained
 from mechinterp.analysis.training.plateaus import drops
 from mechinterp.theory import linear_dynamics as dynamics
@@ -85,7 +84,3 @@ def measure(quick: bool) -> Measured:
     title = "White covariance: exact flow and eq. (10) with w_eff"
     figure = page(time, curves, title, levels=MODES.levels[-1:])
     return Measured(pd.DataFrame({"time": time} | curves), {"white": figure}, claims)
-
-
-if __name__ == "__main__":
-    run(measure, __file__)

@@ -4,22 +4,20 @@ set's own.
 Zhang et al. 2025, arXiv 2501.16265, section 4, in the published code's setting of figure 3: 5
 separate heads of rank one from N(0, 0.01^2), full-batch descent at rate 0.02 without 1/N on 80,000
 sequences; then on 5,000. A set's own levels are its losses at the rests M_m of the population. Run:
-python -m analyses.linear.training_set (a minute; --quick 2 sets of each size)
+python -m analyses linear/training_set (a minute; --quick 2 sets of each size)
 """
 
 import numpy as np
 import pandas as pd
 
-from analyses.lib import Measured, records, run
-from analyses.linear.setting import FOUND, LENGTH, MOMENTS, losses, named, page, set_moments
+from analyses.lib import Measured, records
+from analyses.linear.setting import FACTOR, FOUND, MOMENTS, TAU, losses, named, page, set_moments
 from mechinterp import plateaus
 from mechinterp.theory.linear import fixed_point
-from mechinterp.theory.linear_dynamics import learning_rate_time
 from mechinterp.theory.linear_heads import separate_heads
 from mechinterp.training.linear.descent import full_batch_descent
 from mechinterp.training.linear.flow import Flow
 
-TAU, FACTOR = learning_rate_time(0.02, n_factors=3, context_length=LENGTH)
 SIZES, STEPS, EVERY = (80_000, 5000), 60_000, 10
 
 
@@ -62,7 +60,3 @@ def measure(quick: bool) -> Measured:
     figure = page(steps, losses(steps / TAU, shown), title, x_title="step", log_x=True)
     claims = records("linear-19-", asked, over={"sets": len(sets)})
     return Measured(data, {"loss": figure}, claims)
-
-
-if __name__ == "__main__":
-    run(measure, __file__)

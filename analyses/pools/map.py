@@ -17,13 +17,13 @@ from typing import Any
 import pandas as pd
 import torch
 
+from analyses.lib import RESULTS
 from analyses.pools.probes import probes
 from analyses.pools.train import STEPS, pool_task
 from mechinterp import compare_priors, load, prior_heads, prior_snapshots, task_pool
 from mechinterp.checkpoints.checkpoint import Checkpoint, save
 from mechinterp.icl.pools import Pool
 
-ROOT = Path(__file__).parents[2]
 OTHERS = (16, 1024)
 """Tasks of the pools that models without one are compared with; the plan names the largest, which lies near to ridge."""
 MOST_PROBED = 16
@@ -131,7 +131,7 @@ def inside(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("runs", type=Path)
-    parser.add_argument("--out", type=Path, default=ROOT / "analyses" / "results" / "pools")
+    parser.add_argument("--out", type=Path, default=RESULTS / "pools")
     parser.add_argument("--models", type=Path)
     parser.add_argument("--n-prompts", type=int, default=4096)
     given = parser.parse_args()

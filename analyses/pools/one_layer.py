@@ -13,10 +13,10 @@ from pathlib import Path
 import pandas as pd
 import torch
 
+from analyses.lib import RESULTS
 from mechinterp import compare_priors, load, task_pool
 from mechinterp.theory.linear_pools import pool_optimum
 
-ROOT = Path(__file__).parents[2]
 POOLS = (1, 2, 4, 8, 64)
 
 
@@ -57,7 +57,7 @@ def rows_of(runs: Path, n_tasks: int, n_prompts: int) -> list[dict[str, object]]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("runs", type=Path)
-    parser.add_argument("--out", type=Path, default=ROOT / "analyses" / "results" / "pools")
+    parser.add_argument("--out", type=Path, default=RESULTS / "pools")
     parser.add_argument("--n-prompts", type=int, default=20_000)
     given = parser.parse_args()
     torch.set_num_threads(1)

@@ -21,7 +21,7 @@ import torch
 from scipy.stats import binomtest
 
 from analyses.lib import RESULTS, Measured, Record, record
-from analyses.lib.measured import name_of, write
+from analyses.lib.measured import write
 from mechinterp import ExperimentConfig, classify, override, preset
 from mechinterp.models.heads import AttentionWeights
 from mechinterp.training.one_layer.pack import Pack
@@ -158,7 +158,7 @@ def main() -> None:
             rows.to_csv(file, index=False, float_format="%.6g")
             print(f"{arm}, {n_heads} heads: {start + len(seeds)} of {len(left)} seeds", flush=True)
     table = fractions(rows.reset_index(drop=True))
-    write(Measured(table, claims=records(table)), name_of(__file__), arguments.out)
+    write(Measured(table, claims=records(table)), "softmax_emergence", arguments.out)
 
 
 if __name__ == "__main__":

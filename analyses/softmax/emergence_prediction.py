@@ -1,7 +1,7 @@
 """What in the initial weights of two heads says how they will end: fitted on half of the seeds,
 tried on the other.
 
-Run: python -m analyses.softmax.emergence_prediction (seconds; --quick changes nothing). Reads
+Run: python -m analyses softmax/emergence_prediction (seconds; --quick changes nothing). Reads
 results/softmax_emergence_seeds.csv and makes the initial weights from the seeds. Near zero a head grows
 along g = mu + c omega, with its sign; two heads whose g have one sign are those in danger. The
 weight c is chosen on the even seeds, and the odd ones say how well sign(g_0 g_1) and the product
@@ -14,7 +14,7 @@ from scipy.stats import binomtest
 from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import roc_auc_score
 
-from analyses.lib import RESULTS, Measured, record, run
+from analyses.lib import RESULTS, Measured, record
 from mechinterp import override, preset
 from mechinterp.training.one_layer.step import initial_weights
 
@@ -59,7 +59,3 @@ def measure(quick: bool) -> Measured:
     )
     table = pd.DataFrame(found.items(), columns=["number", "value"])
     return Measured(table, claims=[foretold])
-
-
-if __name__ == "__main__":
-    run(measure, __file__)

@@ -2,13 +2,13 @@
 GD.
 
 He et al. 2025, arXiv 2503.12734, figure 11. Debiased GD takes each model's own step, 2 C0 omega mu,
-or the best one. All share 20,000 prompts per length. Run: python -m analyses.softmax.figure_11_score_losses
+or the best one. All share 20,000 prompts per length. Run: python -m analyses softmax/figure_11_score_losses
 (a minute; --quick 1,000 prompts)
 """
 
 from functools import partial
 
-from analyses.lib import SETTING, Measured, checkpoint, records, run
+from analyses.lib import SETTING, Measured, checkpoint, records
 from mechinterp import TaskConfig, classify
 from mechinterp.analysis.learners.losses import shared_losses
 from mechinterp.icl.predictors import debiased_gd
@@ -38,7 +38,3 @@ def measure(quick: bool) -> Measured:
     }
     claims = records("softmax-A1-nominal-", asked, over={"prompts": n_prompts})
     return Measured(found.to_frame(), {"losses": found.plot()}, claims)
-
-
-if __name__ == "__main__":
-    run(measure, __file__)

@@ -1,14 +1,14 @@
 """Figure 13: omega and mu during training for two, three and four heads; when each part of the
 pattern holds.
 
-He et al. 2025, arXiv 2503.12734, figure 13. Run: python -m analyses.softmax.figure_13_milestones (seconds)
+He et al. 2025, arXiv 2503.12734, figure 13. Run: python -m analyses softmax/figure_13_milestones (seconds)
 """
 
 import numpy as np
 import pandas as pd
 
-from analyses.lib import Measured, Record, records, run
-from analyses.softmax.setting import BOTH_SIGNS, active, dynamics, ends, gamma, paired
+from analyses.lib import Measured, Record, records
+from analyses.softmax.setting import BOTH_SIGNS, active, dynamics, ends, gamma, paired, scale_pages
 from mechinterp import milestones
 from mechinterp.analysis.training.milestones import PATTERNS
 
@@ -74,9 +74,7 @@ def measure(quick: bool) -> Measured:
     data = pd.DataFrame([row(name) for name in paired()])
     pages = {}
     for name in ("softmax-h2-s0", "softmax-h3-s0", "softmax-h4-s0"):
-        logged = dynamics(name)
-        pages[f"{name}-omega"] = logged.plot().update_layout(title_text=f"omega, {name}")
-        pages[f"{name}-mu"] = logged.plot_mu().update_layout(title_text=f"mu, {name}")
+        pages |= scale_pages(name)
     return Measured(data, pages, claims_of(data))
 
 
@@ -96,7 +94,3 @@ def claims_of(data: pd.DataFrame) -> list[Record]:
         spreads = groups.max() / groups.min() - 1
         asked[f"O4d-{column}"] = {f"{n} heads": spread for n, spread in spreads.items()}
     return records("softmax-", asked | {"zero-sum": few.zero_sum}, over=BOTH_SIGNS)
-
-
-if __name__ == "__main__":
-    run(measure, __file__)

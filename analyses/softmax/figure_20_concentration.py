@@ -1,15 +1,14 @@
 """Figure 20: how concentrated attention is: the norm of softmax(s <x_l, x_query>) by scale, length
 and dimension.
 
-He et al. 2025, arXiv 2503.12734, figure 20; 10,000 draws each. Run: python -m
-analyses.softmax.figure_20_concentration (seconds)
+He et al. 2025, arXiv 2503.12734, figure 20; 10,000 draws each. Run: python -m analyses softmax/figure_20_concentration (seconds)
 """
 
 import numpy as np
 import pandas as pd
 import torch
 
-from analyses.lib import Measured, record, run
+from analyses.lib import Measured, record
 from mechinterp import TaskConfig, figures
 from mechinterp.icl.prompts import prompt_chunks
 
@@ -41,41 +40,16 @@ def measure(quick: bool) -> Measured:
             density = np.histogram(drawn, edges, density=True)[0]
             curves[f"L = {context_length}, d = {d_x}"] = density
             modes[scale, context_length, d_x] = centres[density.argmax()], np.mean(drawn > 0.8)
-            frames.append(
-                pd.DataFrame(
-                    {
-                        "scale": scale,
-                        "context_length": context_length,
-                        "d_x": d_x,
-                        "norm": centres,
-                        "density": density,
-                    }
-                )
-            )
-        pages[title] = figures.lines(
-            centres,
-            curves,
-            title=f"Norm of the attention pattern, {title}",
-            x_title="norm",
-            y_title="density",
-        )
+            row = {"scale": scale, "context_length": context_length, "d_x": d_x}
+            frames.append(pd.DataFrame(row | {"norm": centres, "density": density}))
+        shown = {"title": f"Norm of the attention pattern, {title}", "x_title": "norm"}
+        pages[title] = figures.lines(centres, curves, y_title="density", **shown)
     first = [modes[0.5, length, 5][0] for length in (40, 100, 500)]
     concentrated = {scale: modes[scale, 800, 100][1] for scale in (0.5, 0.35)}
     sems = {scale: (part * (1 - part) / n_prompts) ** 0.5 for scale, part in concentrated.items()}
-    claims = [
-        record(
-            "softmax-norm-falls",
-            {"100 of 40 pairs": first[1] / first[0], "500 of 100": first[2] / first[1]},
-        ),
-        record(
-            "softmax-norm-concentrates",
-            {"d = 100": concentrated[0.35] - concentrated[0.5]},
-            errors={"d = 100": float(np.hypot(*sems.values()))},
-            over={"prompts": n_prompts},
-        ),
-    ]
+    falls = {"100 of 40 pairs": first[1] / first[0], "500 of 100": first[2] / first[1]}
+    more = concentrated[0.35] - concentrated[0.5], float(np.hypot(*sems.values()))
+    claims = [record("softmax-norm-falls", falls)]
+    over = {"prompts": n_prompts}
+    claims.append(record("softmax-norm-concentrates", {"d = 100": more}, over=over))
     return Measured(pd.concat(frames), pages, claims)
-
-
-if __name__ == "__main__":
-    run(measure, __file__)

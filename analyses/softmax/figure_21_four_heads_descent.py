@@ -1,14 +1,14 @@
 """Figure 21: four heads trained by Adam beside gradient descent on the approximate loss.
 
 He et al. 2025, arXiv 2503.12734, figure 21: descent from omega, mu ~ N(0, 0.1^2), step size 0.01,
-noise variance 0.01, 10^6 steps; three draws. Run: python -m analyses.softmax.figure_21_four_heads_descent
+noise variance 0.01, 10^6 steps; three draws. Run: python -m analyses softmax/figure_21_four_heads_descent
 (two minutes; --quick 20,000 steps)
 """
 
 import numpy as np
 import pandas as pd
 
-from analyses.lib import Measured, checkpoint, records, run
+from analyses.lib import Measured, checkpoint, records
 from mechinterp import figures, training_dynamics
 from mechinterp.theory.approximate_loss import loss_gradients
 from mechinterp.theory.softmax import debiased_step_size
@@ -51,18 +51,10 @@ def measure(quick: bool) -> Measured:
     for name in ("omega", "mu"):
         table = first.pivot(index="step", columns="head", values=name)
         curves = {f"head {head}": table[head].to_numpy() for head in table}
+        shown = {"title": f"{name}, descent on the approximate loss", "y_title": name}
         pages[name] = figures.lines(
-            table.index.to_numpy(),
-            curves,
-            title=f"{name}, descent on the approximate loss",
-            x_title="step",
-            y_title=name,
-            log_x=True,
+            table.index.to_numpy(), curves, x_title="step", log_x=True, **shown
         )
     adam = training_dynamics(checkpoint("softmax-h4-s0").history)
     pages |= {"adam-omega": adam.plot(), "adam-mu": adam.plot_mu()}
     return Measured(data, pages, records("softmax-four-heads-", asked))
-
-
-if __name__ == "__main__":
-    run(measure, __file__)

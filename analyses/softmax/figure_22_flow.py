@@ -1,13 +1,13 @@
 """Figure 22: two opposite heads under gradient flow: growth, overshoot, slow drift.
 
 He et al. 2025, arXiv 2503.12734, figure 22 and appendix B; start 0.001. The second case's
-parameters are not known. Run: python -m analyses.softmax.figure_22_flow (seconds)
+parameters are not known. Run: python -m analyses softmax/figure_22_flow (seconds)
 """
 
 import numpy as np
 import pandas as pd
 
-from analyses.lib import SETTING, Measured, Record, records, run
+from analyses.lib import SETTING, Measured, Record, records
 from mechinterp import figures
 from mechinterp.theory.approximate_loss import loss_gradients
 from mechinterp.theory.two_heads import late_mu, two_head_flow
@@ -27,15 +27,8 @@ def measure(quick: bool) -> Measured:
     claims = [*trajectory_records(), *late_records()]
     curves = {"omega": flow.omega, "mu": flow.mu, "mu * omega": flow.mu * flow.omega}
     curves |= {"half the loss": flow.half_loss, "mu, power 1/6": late_mu(time, **SETTING)}
-    page = figures.lines(
-        time,
-        curves,
-        title="Two opposite heads under gradient flow",
-        x_title="time",
-        y_title="",
-        log_x=True,
-        log_y=True,
-    )
+    shown = {"title": "Two opposite heads under gradient flow", "x_title": "time", "y_title": ""}
+    page = figures.lines(time, curves, log_x=True, log_y=True, **shown)
     columns = {"time": time, "omega": flow.omega, "mu": flow.mu, "half_loss": flow.half_loss}
     return Measured(pd.DataFrame(columns), {"flow": page}, claims)
 
@@ -73,7 +66,3 @@ def asymmetry() -> float:
         d_omega, d_mu = loss_gradients(omega, mu, **SETTING)
         omega, mu = omega - 0.005 * d_omega, mu - 0.005 * d_mu
     return float(max(abs(omega.sum()), abs(mu.sum())))
-
-
-if __name__ == "__main__":
-    run(measure, __file__)

@@ -2,7 +2,7 @@
 
 He et al. 2025, arXiv 2503.12734, figure 4. All curves share 20,000 prompts per length;
 observation 3 is measured on all models of one head and of both signs.
-Run: python -m analyses.softmax.figure_4_losses (five minutes; --quick 1,000 prompts)
+Run: python -m analyses softmax/figure_4_losses (five minutes; --quick 1,000 prompts)
 """
 
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from functools import partial
 import pandas as pd
 import torch
 
-from analyses.lib import Measured, Record, checkpoint, record, records, run
+from analyses.lib import Measured, Record, checkpoint, record, records
 from analyses.softmax.setting import BOTH_SIGNS, label, paired, single
 from mechinterp import Prompts, TaskConfig, circuits, classify
 from mechinterp.analysis.learners.losses import SharedLosses, shared_losses
@@ -112,7 +112,3 @@ def step_records(gaps: pd.DataFrame, n_prompts: int) -> list[Record]:
         record(f"softmax-O3c-{name}", rows[name], errors=rows.get(f"{name}_sem"), over=over)
         for name in ("debiased", "rms", "vanilla", "short")
     ]
-
-
-if __name__ == "__main__":
-    run(measure, __file__)

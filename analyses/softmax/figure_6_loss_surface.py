@@ -2,14 +2,14 @@
 difference.
 
 He et al. 2025, arXiv 2503.12734, figure 6. The grid's cells share 10,000 prompts.
-Run: python -m analyses.softmax.figure_6_loss_surface (half a minute; --quick a coarser grid, 1,000 prompts)
+Run: python -m analyses softmax/figure_6_loss_surface (half a minute; --quick a coarser grid, 1,000 prompts)
 """
 
 import numpy as np
 import pandas as pd
 import torch
 
-from analyses.lib import SETTING, Measured, Record, records, run
+from analyses.lib import SETTING, Measured, Record, records
 from mechinterp import TaskConfig, figures
 from mechinterp.analysis.learners.losses import shared_losses
 from mechinterp.models.constructions.one_layer import diagonal_heads
@@ -66,7 +66,3 @@ def _heatmaps(data: pd.DataFrame, omegas: np.ndarray, mus: np.ndarray) -> dict:
         title: figures.heatmap(values.to_numpy().reshape(shape), title=title, unit="y²", **names)
         for title, values in surfaces.items()
     }
-
-
-if __name__ == "__main__":
-    run(measure, __file__)

@@ -2,13 +2,13 @@
 8 heads.
 
 He et al. 2025, arXiv 2503.12734, figure 7 and eq. (4.3); the paper's ranges are not known.
-Run: python -m analyses.softmax.figure_7_descent_step (seconds)
+Run: python -m analyses softmax/figure_7_descent_step (seconds)
 """
 
 import numpy as np
 import pandas as pd
 
-from analyses.lib import SETTING, Measured, records, run
+from analyses.lib import SETTING, Measured, records
 from mechinterp import figures
 from mechinterp.theory.approximate_loss import approximate_loss, loss_gradients
 from mechinterp.theory.softmax import debiased_step_size
@@ -38,18 +38,7 @@ def measure(quick: bool) -> Measured:
     first = next(iter(runs.values()))
     curves = {f"{n} heads": run["product"].to_numpy()[1:] for n, run in runs.items()}
     curves["1/(1 + (1 + s²) d/L)"] = np.full(len(first) - 1, eta)
-    figure = figures.lines(
-        first["step"].to_numpy()[1:],
-        curves,
-        title="<mu, omega> along gradient descent",
-        x_title="step",
-        y_title="<mu, omega> (1/x²)",
-        log_x=True,
-    )
-    return Measured(
-        pd.concat(runs.values()), {"product": figure}, records("softmax-descent-", asked)
-    )
-
-
-if __name__ == "__main__":
-    run(measure, __file__)
+    shown = {"title": "<mu, omega> along gradient descent", "y_title": "<mu, omega> (1/x²)"}
+    steps = first["step"].to_numpy()[1:]
+    pages = {"product": figures.lines(steps, curves, x_title="step", log_x=True, **shown)}
+    return Measured(pd.concat(runs.values()), pages, records("softmax-descent-", asked))

@@ -1,14 +1,13 @@
 """Figure 8: softmax and linear attention, trained at 40 pairs, tested at 10 to 400.
 
 He et al. 2025, arXiv 2503.12734, figure 8. Linear attention has the fixed factor 1/40 in its
-scores. All curves share 20,000 prompts per length. Run: python -m
-analyses.softmax.figure_8_beyond_its_length (a minute; --quick 1,000 prompts)
+scores. All curves share 20,000 prompts per length. Run: python -m analyses softmax/figure_8_beyond_its_length (a minute; --quick 1,000 prompts)
 """
 
 import numpy as np
 import pandas as pd
 
-from analyses.lib import Measured, Record, checkpoint, records, run
+from analyses.lib import Measured, Record, checkpoint, records
 from mechinterp import TaskConfig
 from mechinterp.analysis.learners.losses import SharedLosses, shared_losses
 from mechinterp.theory.softmax import linear_attention_risk
@@ -52,7 +51,3 @@ def trained(found: SharedLosses) -> list[Record]:
         "linear-loss": {name: (off[name], 1.0) for name in linear},
     }
     return records("softmax-", asked, over={"prompts": found.n_prompts})
-
-
-if __name__ == "__main__":
-    run(measure, __file__)

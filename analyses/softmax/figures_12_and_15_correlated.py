@@ -3,22 +3,18 @@
 He et al. 2025, arXiv 2503.12734, figures 12 and 15: QK circuits beside the inverse covariance and the
 best preconditioner, and the inverse of a pair's step, the covariance plus a multiple of the identity.
 Sigma_ij = rho^|i-j|; the paper's d, L and rho are not known: here d_x 5, L 40 and rho 0.3, 0.5, 0.8.
-Run: python -m analyses.softmax.figures_12_and_15_correlated (half a minute)
+Run: python -m analyses softmax/figures_12_and_15_correlated (half a minute)
 """
 
 import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
-from analyses.lib import Measured, checkpoint, record, records, run, shipped
+from analyses.lib import Measured, checkpoint, record, records, shipped
 from mechinterp import circuits, classify, figures
 from mechinterp.analysis.learners.losses import shared_losses
 from mechinterp.icl.prompts import covariance_matrix
-from mechinterp.theory.preconditioning import (
-    debiased_preconditioner,
-    debiased_step_risk,
-    vanilla_preconditioner,
-)
+from mechinterp.theory import preconditioning as theory
 
 SETTING = {"context_length": 40, "noise_var": 0.1}
 RHOS = (0.3, 0.5, 0.8)
@@ -61,7 +57,7 @@ def pair_row(name: str, n_prompts: int) -> dict[str, float | str]:
     """What a pair is, how far its step is from the closed forms, and its loss beside that of the
     best step."""
     model, (QK, step, sigma) = checkpoint(name), step_of(name)
-    debiased, inverse = debiased_preconditioner(sigma, **SETTING), np.linalg.inv(sigma)
+    debiased, inverse = theory.debiased_preconditioner(sigma, **SETTING), np.linalg.inv(sigma)
     losses = shared_losses({name: model}, model.task, n_prompts=n_prompts, seed=1)
     return {
         "model": name,
@@ -72,12 +68,12 @@ def pair_row(name: str, n_prompts: int) -> dict[str, float | str]:
         "opposite": distance(QK[0], -QK[1]),
         "to_debiased": distance(step, debiased),
         "times_nearer": distance(step, inverse) / distance(step, debiased),
-        "to_vanilla": distance(step, vanilla_preconditioner(sigma, **SETTING)),
+        "to_vanilla": distance(step, theory.vanilla_preconditioner(sigma, **SETTING)),
         "to_inverse": distance(step, inverse),
         "inverse_gap": distance(np.linalg.inv(step), grown(sigma)),
         "loss": losses.loss[0, 0],
         "loss_sem": losses.loss_sem[0, 0],
-        "best": debiased_step_risk(debiased, sigma, **SETTING),
+        "best": theory.debiased_step_risk(debiased, sigma, **SETTING),
     }
 
 
@@ -87,11 +83,11 @@ def pages(rho: float) -> dict[str, go.Figure]:
     _, step, sigma = step_of(name)
     matrices = {
         "inverse of Sigma": np.linalg.inv(sigma),
-        "best debiased preconditioner": debiased_preconditioner(sigma, **SETTING),
+        "best debiased preconditioner": theory.debiased_preconditioner(sigma, **SETTING),
         "inverse of sum mu QK": np.linalg.inv(step),
         "Sigma + (tr Sigma + d s²)/L I": grown(sigma),
     }
-    shown = {f"QK-{rho}": circuits(checkpoint(name)).plot()}
+    shown = {f"QK-{rho}": circuits(checkpoint(name)).plot_qk()}
     for title, matrix in matrices.items():
         title = f"{title}, rho {rho}"
         shown[title] = figures.heatmap(matrix, title=title, rows=axis, columns=axis)
@@ -100,10 +96,8 @@ def pages(rho: float) -> dict[str, go.Figure]:
 
 def measure(quick: bool) -> Measured:
     names = [name for rho in RHOS for name in shipped(f"kms-{rho}-h2-s*")]
-    n_prompts, over = (
-        10_000 if quick else 200_000,
-        {"selection": "pairs labelled preconditioned_gd"},
-    )
+    n_prompts = 10_000 if quick else 200_000
+    over = {"selection": "pairs labelled preconditioned_gd"}
     data = pd.DataFrame([pair_row(name, n_prompts) for name in names])
     stepped = data.pattern == "preconditioned_gd"
     both = dict(zip(names, stepped.astype(float), strict=True))
@@ -117,7 +111,3 @@ def measure(quick: bool) -> Measured:
     for rho in RHOS:
         shown |= pages(rho)
     return Measured(data, shown, claims)
-
-
-if __name__ == "__main__":
-    run(measure, __file__)

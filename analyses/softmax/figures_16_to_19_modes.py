@@ -1,8 +1,7 @@
 """Figures 16 to 19: one to five heads for two tasks, Modes I to IV.
 
 He et al. 2025, arXiv 2503.12734, figures 16 to 19. Mode I is one head for both tasks, II a pair for
-both, III a pair for each, IV three heads in superposition. Run: python -m
-analyses.softmax.figures_16_to_19_modes (seconds)
+both, III a pair for each, IV three heads in superposition. Run: python -m analyses softmax/figures_16_to_19_modes (seconds)
 
 d_x 6, supports {0, 1, 2, 3} and {2, 3, 4, 5}, L 48. `two-tasks-*` have independent task vectors of
 unit variance per entry and a query without noise, as the published code; `shared-tasks-*` one task
@@ -13,10 +12,10 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 import pandas as pd
-import plotly.graph_objects as go
 
-from analyses.lib import Measured, Record, checkpoint, record, records, run, shipped
-from mechinterp import circuits, classify
+from analyses.lib import Measured, Record, checkpoint, record, records, shipped
+from analyses.softmax.setting import circuit_pages
+from mechinterp import classify
 from mechinterp.analysis.one_layer.classification import Classification
 
 ON = np.array([[1, 1, 1, 1, 0, 0], [0, 0, 1, 1, 1, 1]], dtype=bool)
@@ -124,27 +123,16 @@ def losses(convention: str) -> Record:
     )
 
 
-def pages(convention: str, n_heads: int) -> dict[str, go.Figure]:
-    """Circuits of the first seed."""
-    heads = circuits(checkpoint(name := f"{convention}-h{n_heads}-s0"))
-    plots = {"QK": heads.plot(), "OV": heads.plot_ov()}
-    return {f"{name}-{n}": p.update_layout(title_text=f"{n}, {name}") for n, p in plots.items()}
-
-
 def measure(quick: bool) -> Measured:
     made, frames, shown = [], [], {}
     for mode, n_heads in ASKED:
         for convention in SUFFIX:
             found = labels(n_heads, convention)
             made += of_mode(mode, n_heads, convention, found)
-            shown |= pages(convention, n_heads)
+            shown |= circuit_pages(f"{convention}-h{n_heads}-s0")
             for name, one in found.items():
                 loss = checkpoint(name).history["eval_loss"].iloc[-1]
                 frame = one.to_frame().assign(model=name, pattern=one.pattern, eval_loss=loss)
                 frames.append(frame.assign(mode=mode))
     made += [losses(convention) for convention in SUFFIX]
     return Measured(pd.concat(frames), shown, made)
-
-
-if __name__ == "__main__":
-    run(measure, __file__)

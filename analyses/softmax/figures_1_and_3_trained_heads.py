@@ -1,14 +1,14 @@
 """Figures 1 and 3: circuits of models of one and two heads, and how two and four heads moved during training.
 
-He et al. 2025, arXiv 2503.12734, figures 1 and 3. Run: python -m analyses.softmax.figures_1_and_3_trained_heads
+He et al. 2025, arXiv 2503.12734, figures 1 and 3. Run: python -m analyses softmax/figures_1_and_3_trained_heads
 (seconds)
 """
 
 import numpy as np
 import pandas as pd
 
-from analyses.lib import Measured, checkpoint, records, run, shipped
-from analyses.softmax.setting import dynamics, label
+from analyses.lib import Measured, checkpoint, records, shipped
+from analyses.softmax.setting import circuit_pages, dynamics, label, scale_pages
 from mechinterp import circuits, milestones
 
 ONE, TWO, FOUR = "softmax-h1-s0", "softmax-h2-s0", "softmax-h4-s0"
@@ -36,14 +36,6 @@ def measure(quick: bool) -> Measured:
     for column, sign in enumerate(("positive", "negative")):
         asked[f"four-heads-{sign}"] = {name: sums[column] for name, sums in groups.items()}
     pages = {"groups": four[FOUR].plot_groups()}
-    for name in (ONE, TWO):
-        heads = circuits(checkpoint(name))
-        pages |= {f"{name}-qk": heads.plot(), f"{name}-ov": heads.plot_ov()}
-    for name in (TWO, FOUR):
-        pages |= {f"{name}-omega": dynamics(name).plot(), f"{name}-mu": dynamics(name).plot_mu()}
+    pages |= circuit_pages(ONE) | circuit_pages(TWO) | scale_pages(TWO) | scale_pages(FOUR)
     data = pd.concat([dynamics(name).to_frame().assign(model=name) for name in (TWO, *four)])
     return Measured(data, pages, records("softmax-", asked))
-
-
-if __name__ == "__main__":
-    run(measure, __file__)

@@ -1,13 +1,13 @@
 """Figures 5 and 14: circuits at snapshots of training, of two heads and of a model with a dummy head.
 
-He et al. 2025, arXiv 2503.12734, figures 5 and 14. Run: python -m analyses.softmax.figures_5_and_14_snapshots
+He et al. 2025, arXiv 2503.12734, figures 5 and 14. Run: python -m analyses softmax/figures_5_and_14_snapshots
 (seconds)
 """
 
 import pandas as pd
 
-from analyses.lib import Measured, checkpoint, record, run, shipped
-from analyses.softmax.setting import label
+from analyses.lib import Measured, checkpoint, record, shipped
+from analyses.softmax.setting import circuit_pages, label
 from mechinterp import circuits
 
 STEPS = (0, 1_000, 2_000, 10_000, 100_000, 500_000)
@@ -21,9 +21,7 @@ def measure(quick: bool) -> Measured:
         for step in STEPS:
             found = circuits(checkpoint(name).snapshots[step])
             frames.append(found.to_frame().assign(model=name, step=step))
-            for what, page in {"QK": found.plot(), "OV": found.plot_ov()}.items():
-                title = f"{what}, {name}, step {step:,}"
-                pages[title] = page.update_layout(title_text=title)
+            pages |= circuit_pages(name, step)
     early = {name: checkpoint(name).snapshots[2000] for name in shipped("softmax-h2-s*")}
     clear = {name: circuits(weights).qk_diagonal.min() for name, weights in early.items()}
     claims = [
@@ -31,7 +29,3 @@ def measure(quick: bool) -> Measured:
         record("softmax-O1e-some", {"models": len(with_dummy)}),
     ]
     return Measured(pd.concat(frames), pages, claims)
-
-
-if __name__ == "__main__":
-    run(measure, __file__)

@@ -1,14 +1,14 @@
 """Figures 9 and 10: two heads with other score functions: circuits, and omega and mu during training.
 
 He et al. 2025, arXiv 2503.12734, figures 9 and 10: attention weights f(s_i) / sum_j f(s_j).
-Run: python -m analyses.softmax.figures_9_and_10_scores (seconds)
+Run: python -m analyses softmax/figures_9_and_10_scores (seconds)
 """
 
 import pandas as pd
 
-from analyses.lib import Measured, checkpoint, record, run, shipped
-from analyses.softmax.setting import dynamics, label
-from mechinterp import circuits, milestones
+from analyses.lib import Measured, record, shipped
+from analyses.softmax.setting import circuit_pages, dynamics, label, scale_pages
+from mechinterp import milestones
 from mechinterp.analysis.training.milestones import PATTERNS as PARTS
 
 PATTERNS = ("tanh-h2-s*", "affine-*-h2-s*", "square-*-h2-s*")
@@ -33,10 +33,7 @@ def measure(quick: bool) -> Measured:
     data = pd.concat([label(n).to_frame().assign(model=n, pattern=label(n).pattern) for n in names])
     pages = {}
     for name in (one for one in names if one.endswith("s0")):
-        plots = {"QK": circuits(checkpoint(name)).plot()}
-        plots |= {"omega": dynamics(name).plot(), "mu": dynamics(name).plot_mu()}
-        for what, plot in plots.items():
-            pages[f"{what}, {name}"] = plot.update_layout(title_text=f"{what}, {name}")
+        pages |= circuit_pages(name) | scale_pages(name)
     chosen = [(family, n) for family, pattern in FAMILIES.items() for n in shipped(pattern)]
     rows = [moved(*one) for one in chosen if label(one[1]).pattern == "debiased_gd"]
     training = pd.DataFrame(rows)
@@ -49,7 +46,3 @@ def measure(quick: bool) -> Measured:
         record("softmax-A2", {}, text=text),
     ]
     return Measured(pd.concat([data, training]), pages, claims)
-
-
-if __name__ == "__main__":
-    run(measure, __file__)

@@ -3,7 +3,7 @@
 Heads with mu_h (from response m to n) and omega_h take the step theta_nmi = sum_h mu_hnm omega_hi;
 mu sum to zero, so that H heads have rank H - 1. The best step has rank 2 where every task has its
 own vector, and 3 where all share one: then each response is predicted from the others, too. Run:
-python -m analyses.softmax.heads_needed (two minutes; --quick seconds)
+python -m analyses softmax/heads_needed (two minutes; --quick seconds)
 """
 
 from functools import partial
@@ -11,25 +11,27 @@ from functools import partial
 import numpy as np
 import pandas as pd
 
-from analyses.lib import Measured, checkpoint, record, run, shipped
+from analyses.lib import Measured, checkpoint, record, shipped
 from mechinterp import TaskConfig, circuits, figures
 from mechinterp.analysis.learners.losses import shared_losses
 from mechinterp.icl.predictors import joint_debiased_gd
-from mechinterp.theory.several_tasks import (
-    StepMoments,
-    joint_step,
-    joint_step_of_rank,
-    joint_step_risk,
-    step_moments,
-)
+from mechinterp.theory import several_tasks as theory
 
 KINDS = {"two-tasks": "own", "shared-tasks": "shared"}
 
 
-def moments_of(task: TaskConfig) -> StepMoments:
+def moments_of(task: TaskConfig) -> theory.StepMoments:
     law = {name: getattr(task, name) for name in ("context_length", "noise_var", "shared_beta")}
     law |= {"beta_var": task.beta_variance, "d_x": 6}
-    return step_moments(task.supports, query_noise_var=task.noise_var * task.query_noise, **law)
+    return theory.step_moments(
+        task.supports, query_noise_var=task.noise_var * task.query_noise, **law
+    )
+
+
+def step_of(name: str) -> np.ndarray:
+    """theta of a model, [n, m, i]."""
+    heads = circuits(checkpoint(name))
+    return np.einsum("hmn,hi->nmi", heads.OV[:, 6:], heads.omega)
 
 
 def measured(convention: str, n_heads: int, n_prompts: int) -> pd.DataFrame:
@@ -38,17 +40,15 @@ def measured(convention: str, n_heads: int, n_prompts: int) -> pd.DataFrame:
     names = shipped(f"{convention}-h{n_heads}-s*")
     task = checkpoint(names[0]).config.task
     moments = moments_of(task)
-    best, theta = joint_step(moments), joint_step_of_rank(moments, n_heads - 1)
+    best, theta = theory.joint_step(moments), theory.joint_step_of_rank(moments, n_heads - 1)
     models = {"step": partial(joint_debiased_gd, theta=theta)}
     models |= {name: checkpoint(name) for name in names}
     losses, found = shared_losses(models, task, n_prompts=n_prompts), []
     for index, name in enumerate(names, 1):
-        heads = circuits(checkpoint(name))
-        own = np.einsum("hmn,hi->nmi", heads.OV[:, 6:], heads.omega)
         row = {"model": name, "convention": convention, "n_heads": n_heads}
-        row |= {"risk": joint_step_risk(theta, moments), "gap": losses.gap[0, index]}
+        row |= {"risk": theory.joint_step_risk(theta, moments), "gap": losses.gap[0, index]}
         row["gap_sem"] = losses.gap_sem[0, index]
-        found.append(row | {"theta_gap": np.abs(own - best).max()})
+        found.append(row | {"theta_gap": np.abs(step_of(name) - best).max()})
     return pd.DataFrame(found)
 
 
@@ -65,18 +65,13 @@ def measure(quick: bool) -> Measured:
         gaps = full.theta_gap[full.convention == convention]
         claims.append(record(f"softmax-heads-needed-{kind}-theta", gaps))
     name = "shared-tasks-h4-s0"
-    heads = circuits(checkpoint(name))
-    own = np.einsum("hmn,hi->nmi", heads.OV[:, 6:], heads.omega)
-    best, pages = joint_step(moments_of(checkpoint(name).config.task)), {}
-    rows, columns = (
-        [f"y{m} for y{n}" for n in (1, 2) for m in (1, 2)],
-        [f"x{i}" for i in range(1, 7)],
-    )
-    for title, theta in {"trained": own.reshape(4, 6), "best": best.reshape(4, 6)}.items():
+    best, pages = theory.joint_step(moments_of(checkpoint(name).config.task)), {}
+    rows = [f"y{m} for y{n}" for n in (1, 2) for m in (1, 2)]
+    columns = [f"x{i}" for i in range(1, 7)]
+    for title, theta in {
+        "trained": step_of(name).reshape(4, 6),
+        "best": best.reshape(4, 6),
+    }.items():
         title = f"theta, {title}: {name}"
         pages[title] = figures.heatmap(theta, title=title, rows=rows, columns=columns)
     return Measured(data, pages, claims)
-
-
-if __name__ == "__main__":
-    run(measure, __file__)

@@ -2,14 +2,13 @@
 each other.
 
 Not asked by He et al. 2025, arXiv 2503.12734. QK_h = omega_h (I + A_h) on x with A_h antisymmetric;
-the sum weighted by mu omega is what the two compute together. Run: python -m
-analyses.softmax.one_sign (a minute; --quick fewer prompts)
+the sum weighted by mu omega is what the two compute together. Run: python -m analyses softmax/one_sign (a minute; --quick fewer prompts)
 """
 
 import numpy as np
 import pandas as pd
 
-from analyses.lib import Measured, checkpoint, record, run
+from analyses.lib import Measured, checkpoint, record
 from analyses.softmax.setting import label, several, single
 from mechinterp import TaskConfig, circuits
 from mechinterp.analysis.learners.losses import shared_losses
@@ -45,7 +44,3 @@ def measure(quick: bool) -> Measured:
         record("softmax-one-sign-loss", values.gap, errors=values.gap_sem, over=over),
     ]
     return Measured(data, claims=claims)
-
-
-if __name__ == "__main__":
-    run(measure, __file__)

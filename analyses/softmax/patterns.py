@@ -1,7 +1,7 @@
 """Observations 1 and 2: how exact the pattern is in every shipped model of both signs, and of one
 head.
 
-He et al. 2025, arXiv 2503.12734, section 3. Run: python -m analyses.softmax.patterns (half a
+He et al. 2025, arXiv 2503.12734, section 3. Run: python -m analyses softmax/patterns (half a
 minute)
 """
 
@@ -10,7 +10,7 @@ import pandas as pd
 import plotly.graph_objects as go
 import torch
 
-from analyses.lib import SETTING, Measured, checkpoint, record, records, run
+from analyses.lib import SETTING, Measured, checkpoint, record, records
 from analyses.softmax.setting import BOTH_SIGNS, active, ends, gamma, label, paired, several, single
 from mechinterp import TaskConfig, circuits, figures
 from mechinterp.icl.prompts import prompt_chunks
@@ -97,14 +97,6 @@ def page(heads: pd.DataFrame) -> go.Figure:
     means = heads[heads.active].groupby("model", sort=False)[["qk_diagonal", "ov_last_entry"]].min()
     titles = {"QK diagonal": "qk_diagonal", "OV last entry": "ov_last_entry"}
     bars = {title: means[column].to_numpy() for title, column in titles.items()}
-    return figures.bars(
-        list(means.index),
-        bars,
-        title="Least cosine of an active head with the pattern",
-        y_title="part of the norm",
-        errors={name: np.zeros(len(means)) for name in bars},
-    )
-
-
-if __name__ == "__main__":
-    run(measure, __file__)
+    none = {name: np.zeros(len(means)) for name in bars}
+    shown = {"title": "Least cosine of an active head with the pattern", "errors": none}
+    return figures.bars(list(means.index), bars, y_title="part of the norm", **shown)

@@ -9,6 +9,7 @@ which Adam's noise moves.
 from functools import cache
 
 import numpy as np
+import plotly.graph_objects as go
 
 from analyses.lib import checkpoint, shipped
 from mechinterp import circuits, classify, training_dynamics
@@ -58,3 +59,21 @@ def gamma(name: str) -> float:
     """The common |omega| at the end, weighted by |mu|."""
     omega, mu = ends(name)
     return float(np.average(abs(omega), weights=abs(mu)))
+
+
+def circuit_pages(name: str, step: int | None = None) -> dict[str, go.Figure]:
+    """QK and OV of a model, at the end or at a kept step."""
+    model = checkpoint(name)
+    found = circuits(model if step is None else model.snapshots[step])
+    where = name if step is None else f"{name}, step {step:,}"
+    return titled({"QK": found.plot_qk(), "OV": found.plot_ov()}, where)
+
+
+def scale_pages(name: str) -> dict[str, go.Figure]:
+    """omega and mu of a model during training."""
+    return titled({"omega": dynamics(name).plot(), "mu": dynamics(name).plot_mu()}, name)
+
+
+def titled(plots: dict[str, go.Figure], where: str) -> dict[str, go.Figure]:
+    names = {f"{what}, {where}": plot for what, plot in plots.items()}
+    return {name: plot.update_layout(title_text=name) for name, plot in names.items()}

@@ -1,14 +1,14 @@
 """What the shipped softmax models are: labels, scales, fits, and losses on a million shared
 prompts.
 
-He et al. 2025, arXiv 2503.12734, section 3 and theorem 4.2. Run: python -m analyses.softmax.shipped_models
+He et al. 2025, arXiv 2503.12734, section 3 and theorem 4.2. Run: python -m analyses softmax/shipped_models
 (five minutes; --quick a hundredth of the prompts)
 """
 
 import numpy as np
 import pandas as pd
 
-from analyses.lib import Measured, Record, checkpoint, record, records, run, shipped
+from analyses.lib import Measured, Record, checkpoint, record, records, shipped
 from analyses.softmax.setting import BOTH_SIGNS
 from mechinterp import TaskConfig, classify, fit_learners
 from mechinterp.analysis.learners.fits import LEARNERS
@@ -73,7 +73,3 @@ def step_records(data: pd.DataFrame, scale: int) -> list[Record]:
     asked = {"size": paired.eta, "closest": closest, "vanilla": paired.lead}
     r2 = record("softmax-step-r2", paired.r2_debiased_gd, errors=paired.r2_sem, over=over)
     return [*records("softmax-step-", asked, over=over), r2]
-
-
-if __name__ == "__main__":
-    run(measure, __file__)

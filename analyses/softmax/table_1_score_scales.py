@@ -1,14 +1,14 @@
 """Table 1: omega, mu and their product for eight score functions, two heads.
 
 He et al. 2025, arXiv 2503.12734, table 1; C0 = f'(0). Losses share 200,000 prompts.
-Run: python -m analyses.softmax.table_1_score_scales (a minute; --quick fewer prompts)
+Run: python -m analyses softmax/table_1_score_scales (a minute; --quick fewer prompts)
 """
 
 from functools import partial
 
 import pandas as pd
 
-from analyses.lib import SETTING, Measured, Record, checkpoint, record, records, run, shipped
+from analyses.lib import SETTING, Measured, Record, checkpoint, record, records, shipped
 from mechinterp import TaskConfig, classify
 from mechinterp.analysis.learners.losses import shared_losses
 from mechinterp.icl.predictors import debiased_gd
@@ -74,7 +74,3 @@ def order_records(data: pd.DataFrame) -> list[Record]:
         inside |= {f"{name}, C omega": scaled.max() / scaled.min() - 1}
         inside |= {f"{name}, mu": rows.mu.max() / rows.mu.min() - 1}
     return records("softmax-A1-", {"order": order, "slope": inside})
-
-
-if __name__ == "__main__":
-    run(measure, __file__)

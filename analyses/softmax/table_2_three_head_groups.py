@@ -1,13 +1,13 @@
 """Table 2: omega on the three groups of coordinates, and mu, of a three-head model for two tasks.
 
-He et al. 2025, arXiv 2503.12734, table 2. Run: python -m analyses.softmax.table_2_three_head_groups
+He et al. 2025, arXiv 2503.12734, table 2. Run: python -m analyses softmax/table_2_three_head_groups
 (seconds)
 """
 
 import numpy as np
 import pandas as pd
 
-from analyses.lib import Measured, records, run
+from analyses.lib import Measured, records
 from analyses.softmax.figures_16_to_19_modes import labels
 
 GROUPS = {"omega_first": [0, 1], "omega_second": [4, 5], "omega_shared": [2, 3]}
@@ -40,7 +40,3 @@ def measure(quick: bool) -> Measured:
     asked = {"on": {name: abs(one[own] - 0.915).max() for name, one in ours.items()}}
     asked["off"] = {name: max(abs(one[0, 1]), abs(one[1, 0])) for name, one in ours.items()}
     return Measured(data, {}, records("softmax-table-2-", asked))
-
-
-if __name__ == "__main__":
-    run(measure, __file__)

@@ -1,6 +1,6 @@
 """Claims of the theory that no figure shows: T2, T3 and T4.
 
-He et al. 2025, arXiv 2503.12734, section 4 and theorem 4.2. Run: python -m analyses.softmax.theory
+He et al. 2025, arXiv 2503.12734, section 4 and theorem 4.2. Run: python -m analyses softmax/theory
 (a minute)
 """
 
@@ -9,7 +9,7 @@ from itertools import pairwise
 import numpy as np
 import pandas as pd
 
-from analyses.lib import SETTING, Measured, record, run
+from analyses.lib import SETTING, Measured, record
 from mechinterp import TaskConfig, figures
 from mechinterp.analysis.learners.losses import shared_losses
 from mechinterp.icl.predictors import debiased_gd
@@ -64,16 +64,8 @@ def measure(quick: bool) -> Measured:
         record("softmax-T3", {"closed form": gradient_error()}),
         record("softmax-T4", {"pair": slope_towards_descent()}, over=drawn),
     ]
-    page = figures.lines(
-        np.array(GAMMAS),
-        {"approximate loss": approximate - approximate[0], "loss": found.gap[0]},
-        errors={"loss": found.gap_sem[0]},
-        title="Rise of the loss along the solution manifold",
-        x_title="gamma (1/x²)",
-        y_title="loss minus that at gamma 0.02 (y²)",
-    )
+    curves = {"approximate loss": approximate - approximate[0], "loss": found.gap[0]}
+    shown = {"title": "Rise of the loss along the solution manifold", "x_title": "gamma (1/x²)"}
+    shown |= {"y_title": "loss minus that at gamma 0.02 (y²)", "errors": {"loss": found.gap_sem[0]}}
+    page = figures.lines(np.array(GAMMAS), curves, **shown)
     return Measured(data, {"manifold": page}, claims)
-
-
-if __name__ == "__main__":
-    run(measure, __file__)

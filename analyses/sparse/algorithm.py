@@ -2,7 +2,7 @@
 it loses.
 
 No trained model. Excess risks at the best step or penalty, one for all prompts; ratios are of the
-same prompts. Run: python -m analyses.sparse.algorithm (a minute; --quick seconds)
+same prompts. Run: python -m analyses sparse/algorithm (a minute; --quick seconds)
 """
 
 from dataclasses import replace
@@ -10,17 +10,9 @@ from dataclasses import replace
 import numpy as np
 import pandas as pd
 
-from analyses.lib import Measured, record, run
-from analyses.sparse.setting import (
-    SMALL,
-    WIDE,
-    best,
-    best_fixed_step,
-    best_ridge,
-    draw,
-    permuted,
-    ratio,
-)
+from analyses.lib import Measured, record
+from analyses.sparse import setting as at
+from analyses.sparse.setting import SMALL, WIDE, best, draw, ratio
 from mechinterp import Prompts
 from mechinterp.analysis.stats import mean_and_sem
 from mechinterp.icl import sparse_predictors as learners
@@ -38,16 +30,15 @@ def risks(prompts: Prompts) -> dict[str, np.ndarray]:
     both = {"ours": learners.preprocess_then_optimise, "descent": learners.gradient_descent}
     ours, plain = (learner(prompts, steps=256) for learner in both.values())
     paths = {"ours": ours[:129], "ours, 256 steps": ours, "descent": plain[:129]}
-    paths |= {
-        "ols": [learners.ols(prompts)],
-        "ours, step 8": ours[8:9],
-        "descent, step 8": plain[8:9],
-    }
+    paths |= {"ours, step 8": ours[8:9], "descent, step 8": plain[8:9]}
+    paths["ols"] = [learners.ols(prompts)]
     found = {name: best(path, prompts) for name, path in paths.items()}
-    found |= {"ridge": best_ridge(prompts), "permuted": permuted(prompts)}
+    found |= {"ridge": at.best_ridge(prompts), "permuted": at.permuted(prompts)}
     for steps in (2, 3):
         for name, learner in both.items():
-            found[f"{name}, {steps} steps of one size"] = best_fixed_step(learner, prompts, steps)
+            found[f"{name}, {steps} steps of one size"] = at.best_fixed_step(
+                learner, prompts, steps
+            )
     return found
 
 
@@ -101,7 +92,3 @@ def measure(quick: bool) -> Measured:
     ]
     columns = ("task", "learner", "risk", "risk_sem")
     return Measured(pd.DataFrame(rows, columns=columns), claims=claims)
-
-
-if __name__ == "__main__":
-    run(measure, __file__)

@@ -2,8 +2,7 @@
 masking alone.
 
 Where the heads of a layer are alike, which one masking calls the best is chance. The choice that is
-best on a few hundred prompts is measured on others. All heads of layer 1 are kept. Run: python -m
-analyses.sparse.choices (two minutes; --quick seconds)
+best on a few hundred prompts is measured on others. All heads of layer 1 are kept. Run: python -m analyses sparse/choices (two minutes; --quick seconds)
 """
 
 from itertools import product
@@ -11,8 +10,8 @@ from itertools import product
 import numpy as np
 import pandas as pd
 
-from analyses.lib import Measured, record, run
-from analyses.sparse.models import NOISES, NOTE, SEVERAL, named, prompts_of, seeds, trained
+from analyses.lib import Measured, record
+from analyses.sparse.models import NOISES, NOTE, SEVERAL, prompts_of, shipped, trained
 from analyses.sparse.setting import ratio
 from mechinterp import Prompts
 from mechinterp.analysis.ablation.masked_risk import masked_errors
@@ -27,11 +26,11 @@ def masked(n_heads: int, choice: tuple[int, ...]) -> list[tuple[int, int]]:
 
 
 def best_choice(
-    heads: int, noise: float, seed: int, scored: Prompts, measured: Prompts
+    name: str, scored: Prompts, measured: Prompts
 ) -> tuple[pd.DataFrame, tuple[float, float]]:
     """Risk of every choice, and that of the best over the full model's on other prompts."""
-    name, every = named(heads, noise, seed), list(product(range(heads), repeat=LATER))
-    model = trained(name).model
+    model, heads = trained(name).model, trained(name).config.model.n_heads
+    every = list(product(range(heads), repeat=LATER))
     errors = masked_errors(model, scored, [masked(heads, choice) for choice in every])
     risk, sems = errors.mean(0), errors.std(0, ddof=1) / np.sqrt(len(errors))
     kept = masked_errors(model, measured, [[], masked(heads, every[int(risk.argmin())])])
@@ -42,16 +41,12 @@ def best_choice(
 
 def measure(quick: bool) -> Measured:
     frames, pairs = [], {}
-    for noise, heads in product(NOISES, SEVERAL):
+    for noise in NOISES:
         scored, measured = halves(prompts_of(noise, 128 if quick else 4096))
-        for seed in seeds(noise):
-            few = scored[: 64 if quick else 256]
-            frame, pairs[named(heads, noise, seed)] = best_choice(heads, noise, seed, few, measured)
+        few = scored[: 64 if quick else 256]
+        for name in shipped(noise, SEVERAL).values():
+            frame, pairs[name] = best_choice(name, few, measured)
             frames.append(frame)
     over = {"prompts": len(measured), "selection": "chosen on other prompts, one split"}
     claim = record("sparse-C11-every-choice", pairs, over=over, note=NOTE)
     return Measured(pd.concat(frames), claims=[claim])
-
-
-if __name__ == "__main__":
-    run(measure, __file__)

@@ -2,7 +2,7 @@
 All exact.
 
 Settings and thresholds are ours: Chen, Zhao and Zou 2024, arXiv 2408.04532, is known to us by its
-abstract and captions. Run: python -m analyses.sparse.construction (seconds)
+abstract and captions. Run: python -m analyses sparse/construction (seconds)
 """
 
 from dataclasses import replace
@@ -11,7 +11,7 @@ from functools import cache
 import pandas as pd
 import torch
 
-from analyses.lib import Measured, records, run
+from analyses.lib import Measured, records
 from analyses.sparse.setting import SMALL as TASK
 from analyses.sparse.setting import draw
 from mechinterp import ICLTransformer, Prompts
@@ -77,7 +77,3 @@ def measure(quick: bool) -> Measured:
         *((f"{what} {t}", a.item()) for t, a in zip(TIMES, away, strict=True)),
     ]
     return Measured(pd.DataFrame(rows, columns=["what", "value"]), claims=claims)
-
-
-if __name__ == "__main__":
-    run(measure, __file__)

@@ -6,7 +6,7 @@ sizes are free, fitted on 8,192 prompts and measured on 20,000 others (sparse/st
 over both: those of a jackknife of the fit, eight blocks, are added to those of the prompts. Where
 the ratio of the risks is above 0.9, the published mechanism is not expected of training. Beside
 it: Algorithm 1 with x kept (`both`), which a model can do, too, and LISTA with n steps.
-Run: python -m analyses.sparse.fairness (an hour; --quick half a minute)
+Run: python -m analyses sparse/fairness (an hour; --quick half a minute)
 """
 
 from collections.abc import Iterator
@@ -15,21 +15,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pandas as pd
 
-from analyses.lib import Measured, run
+from analyses.lib import Measured
 from analyses.lib.measured import ROOT
+from analyses.sparse import steps
 from analyses.sparse.setting import SMALL, WIDE, ratio
-from analyses.sparse.steps import (
-    FIT,
-    LEARNERS,
-    SCORED,
-    Moments,
-    drawn,
-    errors,
-    fitted,
-    jackknife,
-    left_out,
-    risk,
-)
 from mechinterp import TaskConfig
 from mechinterp.analysis.stats import mean_and_sem
 from mechinterp.training.sweep_file import load_sweep
@@ -60,20 +49,22 @@ class Fair:
     @property
     def risk(self) -> tuple[float, float]:
         mean, sem = mean_and_sem(self.errors)
-        return float(mean), float(np.hypot(sem, jackknife(self.without)))
+        return float(mean), float(np.hypot(sem, steps.jackknife(self.without)))
 
     def over(self, other: "Fair") -> tuple[float, float]:
         """Ratio of the risks, and its standard error."""
         value, sem = ratio(self.errors, other.errors)
-        return value, float(np.hypot(sem, jackknife(self.without / other.without)))
+        return value, float(np.hypot(sem, steps.jackknife(self.without / other.without)))
 
 
-def fair(name: str, n_layers: int, fit: Moments, scored: Moments) -> Fair:
-    learner = LEARNERS[name]
-    sizes = fitted(learner, fit, n_layers)
-    without = [risk(learner, one, scored).item() for one in left_out(learner, sizes, fit)]
+def fair(name: str, n_layers: int, fit: steps.Moments, scored: steps.Moments) -> Fair:
+    learner = steps.LEARNERS[name]
+    sizes = steps.fitted(learner, fit, n_layers)
+    without = [
+        steps.risk(learner, one, scored).item() for one in steps.left_out(learner, sizes, fit)
+    ]
     told = ["/".join(f"{value:.3g}" for value in step) for step in sizes.tolist()]
-    found = errors(learner.path, sizes, *scored).numpy()
+    found = steps.errors(learner.path, sizes, *scored).numpy()
     return Fair(" ".join(told), found, np.array(without))
 
 
@@ -84,11 +75,11 @@ def tasks() -> list[TaskConfig]:
 
 def rows(task: TaskConfig, n_fit: int, n_scored: int) -> Iterator[dict[str, object]]:
     """One row per number of layers."""
-    fit, scored = (drawn(task, n, step=step) for step, n in enumerate((n_fit, n_scored)))
+    fit, scored = (steps.drawn(task, n, step=step) for step, n in enumerate((n_fit, n_scored)))
     law = {name: getattr(task, name) for name in TASK}
     for layers in LAYERS:
         row = law | {"n_layers": layers}
-        found = {name: fair(name, layers, fit, scored) for name in LEARNERS}
+        found = {name: fair(name, layers, fit, scored) for name in steps.LEARNERS}
         for name, one in found.items():
             row[name], row[f"{name}_sem"] = one.risk
         for name in ("algorithm", "both", "lista"):
@@ -99,9 +90,5 @@ def rows(task: TaskConfig, n_fit: int, n_scored: int) -> Iterator[dict[str, obje
 
 
 def measure(quick: bool) -> Measured:
-    counts = (512, 512) if quick else (FIT, SCORED)
+    counts = (512, 512) if quick else (steps.FIT, steps.SCORED)
     return Measured(pd.DataFrame([row for task in tasks() for row in rows(task, *counts)]))
-
-
-if __name__ == "__main__":
-    run(measure, __file__)

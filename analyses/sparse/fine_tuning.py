@@ -3,22 +3,14 @@ each later layer.
 
 Kept are all heads of layer 1 and the best of each later one, as in sparse/pruning.py. They and the
 full model, as a control, are trained for another tenth of their training, with its step size,
-prompts of its lengths and its half cosine. Run: python -m analyses.sparse.fine_tuning (a quarter of
+prompts of its lengths and its half cosine. Run: python -m analyses sparse/fine_tuning (a quarter of
 an hour; --quick one minute)
 """
 
 import pandas as pd
 
-from analyses.lib import Measured, Record, record, run
-from analyses.sparse.models import (
-    NOTE,
-    best_later_on,
-    frames_of,
-    groups,
-    prompts_of,
-    single_of,
-    trained,
-)
+from analyses.lib import Measured, Record, record
+from analyses.sparse import models
 from analyses.sparse.setting import ratio
 from mechinterp import Prompts, fine_tune
 from mechinterp.analysis.ablation.fine_tuning import MODELS as MODELS_TUNED
@@ -33,8 +25,8 @@ STEPS = 5000
 
 def to_single(name: str, tuned: FineTuning, measured: Prompts) -> tuple[float, float]:
     """Risk of the pruned model in the end, over that of the single head of the same seed."""
-    pruned = excess_risk(predict_deep(tuned.weights.stack, measured), measured).double().numpy()
-    single = masked_errors(trained(single_of(name)).model, measured, [[]])[:, 0]
+    pruned = excess_risk(predict_deep(tuned.weights, measured), measured).double().numpy()
+    single = masked_errors(models.trained(models.single_of(name)).model, measured, [[]])[:, 0]
     return ratio(pruned, single)
 
 
@@ -50,23 +42,21 @@ def records(data: pd.DataFrame) -> list[Record]:
     return [
         record("sparse-fine-tuning-pruned", pairs(pruned, "ratio"), over=over),
         record("sparse-fine-tuning-full", pairs(full, "ratio")),
-        record("sparse-C13-fine-tuning", pairs(pruned, "to_single"), over=over, note=NOTE),
+        record("sparse-C13-fine-tuning", pairs(pruned, "to_single"), over=over, note=models.NOTE),
     ]
 
 
 def measure(quick: bool) -> Measured:
     frames, pages, steps = {}, {}, 40 if quick else STEPS
-    for _, noise, names in groups():
-        scored, measured = halves(prompts_of(noise, 256 if quick else 4096))
-        for name in names.values():
-            found = fine_tune(trained(name), best_later_on(name, scored), measured, steps=steps)
+    for noise in models.NOISES:
+        scored, measured = halves(models.prompts_of(noise, 256 if quick else 4096))
+        for name in models.shipped(noise, models.SEVERAL).values():
+            found = fine_tune(
+                models.trained(name), models.best_later_on(name, scored), measured, steps=steps
+            )
             frame = found.to_frame().rename(columns={"model": "heads"})
             end = (frame.heads == MODELS_TUNED[0]) & (frame.step == frame.step.max())
             frame.loc[end, ["to_single", "to_single_sem"]] = to_single(name, found, measured)
             frames[name], pages[name] = frame, found.plot()
-    data = frames_of(frames)
+    data = models.frames_of(frames)
     return Measured(data, pages, records(data))
-
-
-if __name__ == "__main__":
-    run(measure, __file__)

@@ -3,7 +3,7 @@ says. Not a claim of C1 to C16.
 
 Masking the one live head of layer 1 leaves later layers with input they were not trained for. Gates
 of all heads are fitted together, so that later layers can be turned down as layer 1 closes. Risks
-are of prompts not fitted to. Run: python -m analyses.sparse.gates (three minutes; --quick half a
+are of prompts not fitted to. Run: python -m analyses sparse/gates (three minutes; --quick half a
 minute)
 """
 
@@ -12,7 +12,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from analyses.lib import Measured, record, run
+from analyses.lib import Measured, record
 from analyses.sparse.models import named, prompts_of, trained
 from analyses.sparse.setting import ratio
 from mechinterp import Prompts, learn_gates
@@ -52,7 +52,3 @@ def measure(quick: bool) -> Measured:
         record("sparse-gates-risk", values, over=over),
     ]
     return Measured(found.to_frame(), {"gates": found.plot()}, claims)
-
-
-if __name__ == "__main__":
-    run(measure, __file__)

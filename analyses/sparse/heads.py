@@ -3,7 +3,7 @@
 Heads are masked one at a time (zero ablation) and the rises of the excess risk normalised within
 each layer; N_eff is exp of the entropy of these shares. A few prompts carry the mean rise of a head
 without which the model breaks, so that C10 is judged by medians. "Layer 1" is the first, L0. A
-head as wide as x can reach all of it, a narrower one not. Run: python -m analyses.sparse.heads (two
+head as wide as x can reach all of it, a narrower one not. Run: python -m analyses sparse/heads (two
 minutes; --quick seconds)
 """
 
@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 from scipy.stats import entropy
 
-from analyses.lib import Measured, Record, record, run
+from analyses.lib import Measured, Record, record
 from analyses.sparse import questions as ask
-from analyses.sparse.models import NOTE, frames_of, groups, prompts_of, trained
+from analyses.sparse.models import NOISES, NOTE, SEVERAL, frames_of, prompts_of, shipped, trained
 from analyses.sparse.questions import Numbers
 from analyses.sparse.setting import Pair
 from mechinterp import ICLTransformer, Prompts, ablate_heads
@@ -87,9 +87,9 @@ def spread_records(
 
 def measure(quick: bool) -> Measured:
     frames, found, pages, n_prompts = {}, {}, {}, 512 if quick else 4096
-    for _, noise, names in groups():
+    for noise in NOISES:
         prompts = prompts_of(noise, n_prompts)
-        for name in names.values():
+        for name in shipped(noise, SEVERAL).values():
             found[name] = spread(name, prompts)
             zero = found[name].found
             mean = ablate_heads(trained(name).model, prompts[:MEAN_PROMPTS], method="mean")
@@ -98,7 +98,3 @@ def measure(quick: bool) -> Measured:
             pages |= {f"{name}-rise": zero.plot(), f"{name}-importance": zero.plot_importance()}
     claims = spread_records(found, n_prompts, note=NOTE)
     return Measured(frames_of(frames), pages, claims)
-
-
-if __name__ == "__main__":
-    run(measure, __file__)

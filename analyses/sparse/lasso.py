@@ -2,7 +2,7 @@
 with d.
 
 No trained model. Excess risks at the best step, penalty or alpha, one for all prompts; ratios are
-of the same prompts. Run: python -m analyses.sparse.lasso (two minutes; --quick half a minute)
+of the same prompts. Run: python -m analyses sparse/lasso (two minutes; --quick half a minute)
 """
 
 from dataclasses import replace
@@ -10,8 +10,9 @@ from dataclasses import replace
 import numpy as np
 import pandas as pd
 
-from analyses.lib import Measured, records, run
-from analyses.sparse.setting import SMALL, WIDE, best, best_lasso, best_ridge, draw, over, ratio
+from analyses.lib import Measured, records
+from analyses.sparse import setting as at
+from analyses.sparse.setting import RISK_AXIS, SMALL, WIDE, best, draw, over, ratio
 from mechinterp import figures
 from mechinterp.analysis.stats import mean_and_sem
 from mechinterp.icl.sparse_predictors import preprocess_then_optimise
@@ -25,7 +26,7 @@ def risks(d_x: int, length: int, n_prompts: int) -> dict[str, np.ndarray]:
     task = replace(SMALL if d_x == 16 else WIDE, d_x=d_x, context_length=length)
     prompts = draw(task, n_prompts)
     ours = best(preprocess_then_optimise(prompts, steps=128), prompts)
-    return {"ours": ours, "lasso": best_lasso(prompts), "ridge": best_ridge(prompts)}
+    return {"ours": ours, "lasso": at.best_lasso(prompts), "ridge": at.best_ridge(prompts)}
 
 
 def measure(quick: bool) -> Measured:
@@ -49,18 +50,7 @@ def measure(quick: bool) -> Measured:
     ]
     drawn = np.array([[means[64, length][name] for length in GROWTH] for name in LEARNERS])
     curves, errors = (dict(zip(LEARNERS, drawn[..., i], strict=True)) for i in (0, 1))
-    figure = figures.lines(
-        np.array(GROWTH),
-        curves,
-        errors=errors,
-        title="Excess risk at d = 64, noise variance 0.25",
-        x_title="context length L",
-        y_title="excess risk (y²)",
-        log_x=True,
-        log_y=True,
-    )
+    axes = {"x_title": "context length L", "log_x": True, "errors": errors} | RISK_AXIS
+    title = "Excess risk at d = 64, noise variance 0.25"
+    figure = figures.lines(np.array(GROWTH), curves, title=title, **axes)
     return Measured(pd.DataFrame(rows, columns=columns), {"risk": figure}, claims)
-
-
-if __name__ == "__main__":
-    run(measure, __file__)

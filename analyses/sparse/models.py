@@ -7,14 +7,14 @@ them.
 """
 
 import re
-from collections.abc import Iterator, Mapping
-from itertools import product
+from collections.abc import Mapping
 
 import numpy as np
 import pandas as pd
 
 from analyses.lib.measured import ROOT
-from mechinterp import Prompts, ablate_heads, generator_for, sample_prompts
+from analyses.sparse import questions as ask
+from mechinterp import Prompts, ablate_heads
 from mechinterp.analysis.ablation.pruning import best_head_later
 from mechinterp.checkpoints.checkpoint import Checkpoint, load
 
@@ -51,10 +51,9 @@ def single_of(name: str) -> str:
     return re.sub("-h[0-9]+-", "-h1-", name)
 
 
-def groups() -> Iterator[tuple[int, float, dict[str, str]]]:
-    """Heads and noise variance of the models with several heads, and their names by seed."""
-    for noise, heads in product(NOISES, SEVERAL):
-        yield heads, noise, {f"s{seed}": named(heads, noise, seed) for seed in seeds(noise)}
+def shipped(noise: float, heads: tuple[int, ...] = (1, *SEVERAL)) -> dict[str, str]:
+    """Names of the models of a noise variance, by number of heads and seed: "h4 s0"."""
+    return {f"h{h} s{seed}": named(h, noise, seed) for h in heads for seed in seeds(noise)}
 
 
 NOTE = "two seeds, three asked"
@@ -69,8 +68,8 @@ def trained(name: str) -> Checkpoint:
 def prompts_of(noise: float, n_prompts: int, *, context_length: int | None = None) -> Prompts:
     """Prompts of the task that all models of a noise variance have, none of which they were trained
     or followed on."""
-    task, generator = trained(named(1, noise, 0)).config.task, generator_for(1, "eval", 0)
-    return sample_prompts(task, n_prompts, generator=generator, context_length=context_length)
+    task = trained(named(1, noise, 0)).config.task
+    return ask.prompts_of(task, n_prompts, length=context_length)
 
 
 def frames_of(frames: Mapping[str, pd.DataFrame], column: str = "model") -> pd.DataFrame:

@@ -3,24 +3,15 @@ it writes.
 
 Every token is run as a query, so that it holds no response of its own; GD on what layer 1 wrote is
 compared with GD on raw x and on R x, the step 1 / lambda_max of each prompt for all of them. Same
-prompts, paired standard errors. Run: python -m analyses.sparse.p_probing (three minutes; --quick
+prompts, paired standard errors. Run: python -m analyses sparse/p_probing (three minutes; --quick
 half a minute)
 """
 
 import torch
 
-from analyses.lib import Measured, Record, records, run
+from analyses.lib import Measured, Record, records
 from analyses.sparse import questions as ask
-from analyses.sparse.models import (
-    NOISES,
-    NOTE,
-    SEVERAL,
-    frames_of,
-    named,
-    prompts_of,
-    seeds,
-    trained,
-)
+from analyses.sparse.models import NOISES, NOTE, frames_of, prompts_of, shipped, trained
 from analyses.sparse.setting import Pair, over, ratio
 from mechinterp import Prompts
 from mechinterp.analysis.probing.feature_descent import IDEAL, RAW, DescentCurves, descent_curves
@@ -31,9 +22,7 @@ Found = dict[str, dict[str, Pair]]
 
 def features(noise: float, prompts: Prompts) -> dict[str, torch.Tensor]:
     """Of every token and the query, by what they are."""
-    models = {
-        f"h{h} s{s}": trained(named(h, noise, s)).model for h in (1, *SEVERAL) for s in seeds(noise)
-    }
+    models = {short: trained(name).model for short, name in shipped(noise).items()}
     return ask.features(models, prompts)
 
 
@@ -60,18 +49,17 @@ def one_noise(
     curves = descent_curves(phis, prompts, steps=ask.STEPS)
     to_raw, ends, raw = areas(curves), least(curves), ask.risk_at(phis[RAW], prompts)
     found: dict[str, Found] = {name: {} for name in QUESTIONS}
-    for heads in (1, *SEVERAL):
-        for s in seeds(noise):
-            own, model = f"h{heads} s{s}", named(heads, noise, s)
-            found["lower"][model] = over(ends[own], ends[RAW])
-            if heads == 1:
-                found["single"][model] = to_raw[own]
-                continue
-            pair = {n: phis[n] for n in (f"h1 s{s}", own)}
-            found["C15-raw"][model] = to_raw[own]
-            found["C15-single"][model] = areas(descent_curves(pair, prompts, steps=ask.STEPS))[own]
-            found["C15-end"][model] = ratio(ask.risk_at(phis[own], prompts), raw)
-            found["C15-ideal"][model] = over(ends[IDEAL], ends[own])
+    for own, model in shipped(noise).items():
+        single = f"h1 {own.split()[1]}"
+        found["lower"][model] = over(ends[own], ends[RAW])
+        if own == single:
+            found["single"][model] = to_raw[own]
+            continue
+        pair = {name: phis[name] for name in (single, own)}
+        found["C15-raw"][model] = to_raw[own]
+        found["C15-single"][model] = areas(descent_curves(pair, prompts, steps=ask.STEPS))[own]
+        found["C15-end"][model] = ratio(ask.risk_at(phis[own], prompts), raw)
+        found["C15-ideal"][model] = over(ends[IDEAL], ends[own])
     return curves, found
 
 
@@ -94,7 +82,3 @@ def measure(quick: bool) -> Measured:
         frames[f"{noise}"], pages[f"descent-noise{noise}"] = curves.to_frame(), curves.plot()
         found = {name: one | more[name] for name, one in found.items()}
     return Measured(frames_of(frames, "noise_var"), pages, claims_of(found, n_prompts))
-
-
-if __name__ == "__main__":
-    run(measure, __file__)

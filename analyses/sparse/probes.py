@@ -3,26 +3,14 @@ the first one writes.
 
 Of the first layer two things are asked: R x with the correlations r, as Algorithm 1 has it, and (S
 - 1) x with the context's covariance S, as descent with a better condition would have it. Pruned
-models keep one head per later layer. Run: python -m analyses.sparse.probes (two minutes; --quick
+models keep one head per later layer. Run: python -m analyses sparse/probes (two minutes; --quick
 seconds)
 """
 
-from itertools import product
-
 import numpy as np
 
-from analyses.lib import Measured, Record, records, run
-from analyses.sparse.models import (
-    NOISES,
-    NOTE,
-    SEVERAL,
-    best_later_on,
-    frames_of,
-    named,
-    prompts_of,
-    seeds,
-    trained,
-)
+from analyses.lib import Measured, Record, records
+from analyses.sparse import models
 from analyses.sparse.setting import TARGETS
 from mechinterp import probe_layers
 from mechinterp.analysis.ablation.cross_fitting import masked_by
@@ -61,27 +49,24 @@ def claims_of(found: dict[str, dict[str, LayerProbes]], n_prompts: int) -> list[
         "pruned": {model: largest_rise(one["pruned"]) for model, one in several.items()},
         "first-layer": {model: np.abs(full - pruned) for model, (full, pruned) in firsts.items()},
     }
-    return records("sparse-C14-", asked, over=chosen, note=NOTE) + written(found)
+    return records("sparse-C14-", asked, over=chosen, note=models.NOTE) + written(found)
 
 
 def measure(quick: bool) -> Measured:
     frames, found, pages, n_prompts = {}, {}, {}, 256 if quick else 4096
-    for noise, heads in product(NOISES, (1, *SEVERAL)):
-        prompts = prompts_of(noise, n_prompts)
+    for noise in models.NOISES:
+        prompts = models.prompts_of(noise, n_prompts)
         scored, measured = halves(prompts)
-        for seed in seeds(noise):
-            name = named(heads, noise, seed)
-            model = trained(name).model
+        for name in models.shipped(noise).values():
+            model = models.trained(name).model
             one = {"response": probe_layers(model, measured)}
-            if heads > 1:
-                gone = masked_by(best_later_on(name, scored))
+            if name != models.single_of(name):
+                gone = masked_by(models.best_later_on(name, scored))
                 one["pruned"] = probe_layers(model, measured, heads=gone)
             one |= {what: probe_layers(model, prompts, target=how) for what, how in TARGETS.items()}
             found[name] = one
-            frames[name] = frames_of({what: p.to_frame() for what, p in one.items()}, "target")
+            frames[name] = models.frames_of(
+                {what: p.to_frame() for what, p in one.items()}, "target"
+            )
             pages[name] = one["response"].plot()
-    return Measured(frames_of(frames), pages, claims_of(found, n_prompts))
-
-
-if __name__ == "__main__":
-    run(measure, __file__)
+    return Measured(models.frames_of(frames), pages, claims_of(found, n_prompts))

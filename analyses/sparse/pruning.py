@@ -5,38 +5,27 @@ Kept are all heads of layer 1 and the best of each later one, scored by masking 
 the prompts; risks are those of the other halves, and their errors are over prompts and over which
 heads are chosen. Nothing is retrained (sparse/fine_tuning.py trains further). New read-outs are
 cross-validated ridge probes; C11 to C13 are judged by them and by medians (questions.py), since
-few prompts may carry the mean risk as it is. Run: python -m analyses.sparse.pruning (two minutes; --quick half a minute)
+few prompts may carry the mean risk as it is. Run: python -m analyses sparse/pruning (two minutes; --quick half a minute)
 """
+
+from collections.abc import Mapping
 
 import numpy as np
 import pandas as pd
 
-from analyses.lib import Measured, Record, record, records, run
-from analyses.sparse.models import NOTE, frames_of, groups, prompts_of, single_of, trained
-from analyses.sparse.setting import over, ratio
-from mechinterp import Prompts, ablate_heads, figures, predictor_of, prune
-from mechinterp.analysis.ablation.cross_fitting import (
-    SPLITS,
-    Choices,
-    MaskedErrors,
-    Rule,
-    choices_on_halves,
-    masked_by,
-)
+from analyses.lib import Measured, Record, record, records
+from analyses.sparse import models
+from analyses.sparse.setting import RISK_AXIS, Pair, over, ratio
+from mechinterp import Prompts, ablate_heads, figures, predictor_of
+from mechinterp.analysis.ablation import cross_fitting as crossed
+from mechinterp.analysis.ablation import pruning as rules
 from mechinterp.analysis.ablation.masked_risk import masked_errors
-from mechinterp.analysis.ablation.pruning import (
-    Pruning,
-    best_head_first,
-    best_head_later,
-    least_head_later,
-)
 from mechinterp.analysis.stats import halves, mean_and_sem
-from mechinterp.models.hooked.masks import Head
 
 RULES = {
-    "best later": best_head_later,
-    "least later": least_head_later,
-    "best first": best_head_first,
+    "best later": rules.best_head_later,
+    "least later": rules.least_head_later,
+    "best first": rules.best_head_first,
 }
 AS_IS = ("risk", "risk_sem", "ratio", "ratio_sem")
 COSTS = (*AS_IS, *(f"refit_{name}" for name in AS_IS), "carried_by_few")
@@ -49,56 +38,62 @@ def kept_curve(name: str, rise: np.ndarray, prompts: Prompts, single: np.ndarray
     """Risk with all heads of layer 1 and the best 1, 2, ... of each later one."""
     order, later, sizes = rise.argsort(1)[:, ::-1], range(1, len(rise)), range(1, len(rise[0]) + 1)
     masks = [[(layer, int(h)) for layer in later for h in order[layer, k:]] for k in sizes]
-    errors = masked_errors(trained(name).model, prompts, masks)
+    errors = masked_errors(models.trained(name).model, prompts, masks)
     rows = [(*mean_and_sem(e), *ratio(e, errors[:, -1]), *ratio(e, single)) for e in errors.T]
     return pd.DataFrame(rows, columns=KEPT, dtype=float).assign(kept_later=sizes)
 
 
-def cross_fitted(
-    name: str, prompts: Prompts, rule: Rule
-) -> tuple[MaskedErrors, Choices, list[list[Head]]]:
-    """Errors of a model, what a rule keeps on halves of the prompts, and the heads that go each time."""
-    errors = MaskedErrors(predictor_of(trained(name).model), prompts)
-    choices = choices_on_halves(errors, rule, sequential=False, splits=SPLITS)
-    return errors, choices, [masked_by(kept) for kept in choices.kept]
+def errors_of(name: str, prompts: Prompts) -> crossed.MaskedErrors:
+    return crossed.MaskedErrors(predictor_of(models.trained(name).model), prompts)
 
 
-def to_single(name: str, prompts: Prompts) -> tuple[tuple[float, float], float]:
-    """Risk with the best head of each later layer and a new read-out over that of the model of one
-    head, and the ratio of medians as it is; cross-fitted."""
-    errors, choices, masks = cross_fitted(name, prompts, best_head_later)
-    single = masked_errors(trained(single_of(name)).model, prompts, [[]])[:, 0]
+def pruned(errors: crossed.MaskedErrors, rule: crossed.Rule) -> tuple[rules.Pruning, np.ndarray]:
+    """What a rule costs, and the error of each prompt under it; both cross-fitted."""
+    every = np.ones(len(errors.prompts), dtype=bool)
+    kept, rise = crossed.choose(errors, rule, every, sequential=False)
+    choices = crossed.choices_on_halves(errors, rule, sequential=False, splits=crossed.SPLITS)
+    masks = [crossed.masked_by(heads) for heads in choices.kept]
+    found = rules.pruning_of(errors, kept, rise, choices)
+    return found, choices.crossed(errors.of(masks).T)
+
+
+def cost_rows(errors: crossed.MaskedErrors, chosen: Mapping[str, crossed.Rule]) -> pd.DataFrame:
+    """The costs of rules, as means and as medians over prompts."""
+    rows, full = [], np.median(errors.of([[]]))
+    for name, rule in chosen.items():
+        found, each = pruned(errors, rule)
+        row = {"rule": name} | {cost: getattr(found, cost) for cost in COSTS}
+        rows.append(row | {"median_ratio": float(np.median(each) / full), "chosen": often(found)})
+    return pd.DataFrame(rows)
+
+
+def to_single(
+    errors: crossed.MaskedErrors, single: np.ndarray, rule: crossed.Rule
+) -> tuple[Pair, float]:
+    """Risk under a rule and a new read-out over that of the model of one head, and the ratio of
+    medians as it is; cross-fitted."""
+    choices = crossed.choices_on_halves(errors, rule, sequential=False, splits=crossed.SPLITS)
+    masks = [crossed.masked_by(heads) for heads in choices.kept]
     median = np.median(choices.crossed(errors.of(masks).T)) / np.median(single)
     return choices.ratio(errors.refitted(masks).T, single), float(median)
 
 
-def median_ratio(name: str, prompts: Prompts, rule: Rule) -> float:
-    """Median over prompts of the cross-fitted error, over that of the full model."""
-    errors, choices, masks = cross_fitted(name, prompts, rule)
-    return float(np.median(choices.crossed(errors.of(masks).T)) / np.median(errors.of([[]])))
-
-
-def often(found: Pruning) -> str:
+def often(found: rules.Pruning) -> str:
     """The heads of the layers that lose some, and how often each is chosen."""
     lost = ~found.kept.all(1)
     heads = [(layer, head) for layer, head in np.argwhere(found.chosen > 0) if lost[layer]]
     return ", ".join(f"L{layer}H{head} {found.chosen[layer, head]:.2f}" for layer, head in heads)
 
 
-def one_model(name: str, prompts: Prompts) -> pd.DataFrame:
-    """Costs of the rules and of what is kept."""
-    model, (scored, measured) = trained(name).model, halves(prompts)
-    single = masked_errors(trained(single_of(name)).model, measured, [[]])[:, 0]
-    found = {rule: prune(model, prompts, rule=how) for rule, how in RULES.items()}
+def one_model(name: str, prompts: Prompts) -> tuple[pd.DataFrame, tuple[Pair, float]]:
+    """Costs of the rules and of what is kept; and of the first rule beside a single head."""
+    model, (scored, measured) = models.trained(name).model, halves(prompts)
+    errors, single = (errors_of(one, prompts) for one in (name, models.single_of(name)))
+    alone = single.of([[]])[:, 0]
+    costs, beside = cost_rows(errors, RULES), to_single(errors, alone, RULES["best later"])
     rise = ablate_heads(model, scored).rise
-    curve = kept_curve(name, rise, measured, single).assign(rule="best later, kept")
-    costs = [
-        {"rule": rule}
-        | {c: getattr(p, c) for c in COSTS}
-        | {"median_ratio": median_ratio(name, prompts, RULES[rule]), "chosen": often(p)}
-        for rule, p in found.items()
-    ]
-    return pd.concat([pd.DataFrame(costs), curve])
+    curve = kept_curve(name, rise, measured, alone[-len(measured) :])
+    return pd.concat([costs, curve.assign(rule="best later, kept")]), beside
 
 
 def chosen(n_prompts: int) -> dict[str, int | str]:
@@ -134,7 +129,7 @@ def noise_records(claims: list[Record]) -> list[Record]:
     for noise in (0.1, 0.4, 0.8):
         names = [(one, name) for one in asked for name in one.values if f"noise{noise}-" in name]
         failed = sum(name not in one.holding for one, name in names)
-        values, text, note = {f"noise {noise}": failed}, f"{failed} of {len(names)}", NOTE
+        values, text, note = {f"noise {noise}": failed}, f"{failed} of {len(names)}", models.NOTE
         values, text, note = (values, text, note) if names else ({}, "not trained", "")
         made.append(record(f"sparse-C16-noise{noise}", values, text=text, note=note))
     return made
@@ -143,29 +138,20 @@ def noise_records(claims: list[Record]) -> list[Record]:
 def measure(quick: bool) -> Measured:
     frames, singles, pages = {}, {}, {}
     n_prompts = 256 if quick else 4096
-    for _, noise, names in groups():
-        prompts = prompts_of(noise, n_prompts)
-        for name in names.values():
-            frames[name] = one_model(name, prompts)
-            singles[name] = to_single(name, prompts)
+    for noise in models.NOISES:
+        prompts = models.prompts_of(noise, n_prompts)
+        for name in models.shipped(noise, models.SEVERAL).values():
+            frames[name], singles[name] = one_model(name, prompts)
             curve = frames[name].query("rule == 'best later, kept'")
-            pages[f"{name}-kept"] = figures.lines(
-                curve.kept_later.to_numpy(),
-                {name: curve.risk.to_numpy()},
-                errors={name: curve.risk_sem.to_numpy()},
-                title="Excess risk with the best heads of each later layer",
-                x_title="heads kept in each later layer",
-                y_title="excess risk (y²)",
-                log_y=True,
-            )
+            axes = {"x_title": "heads kept in each later layer"} | RISK_AXIS
+            axes["errors"] = {name: curve.risk_sem.to_numpy()}
+            kept, risk = curve.kept_later.to_numpy(), {name: curve.risk.to_numpy()}
+            title = "Excess risk with the best heads of each later layer"
+            pages[f"{name}-kept"] = figures.lines(kept, risk, title=title, **axes)
     costs = {name: frame[frame.rule.isin(RULES)] for name, frame in frames.items()}
-    claims = cost_records(costs, n_prompts, note=NOTE)
+    claims = cost_records(costs, n_prompts, note=models.NOTE)
     kept = {
         how: {n: one[i] for n, one in singles.items()} for i, how in enumerate(("refit", "as-is"))
     }
-    claims += records("sparse-C13-", kept, over=chosen(n_prompts), note=NOTE)
-    return Measured(frames_of(frames), pages, [*claims, *noise_records(claims)])
-
-
-if __name__ == "__main__":
-    run(measure, __file__)
+    claims += records("sparse-C13-", kept, over=chosen(n_prompts), note=models.NOTE)
+    return Measured(models.frames_of(frames), pages, [*claims, *noise_records(claims)])

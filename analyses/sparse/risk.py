@@ -3,16 +3,16 @@ of heads.
 
 Beside them, on the same prompts: ridge, lasso, gradient descent and Algorithm 1 at their best
 penalty, step or alpha of each length, least squares, and both algorithms with the three steps of
-one size that four layers have room for. Run: python -m analyses.sparse.risk (four minutes; --quick
+one size that four layers have room for. Run: python -m analyses sparse/risk (four minutes; --quick
 half a minute)
 """
 
 import numpy as np
 import pandas as pd
 
-from analyses.lib import Measured, Record, records, run
-from analyses.sparse.models import NOISES, NOTE, SEVERAL, named, prompts_of, seeds, trained
-from analyses.sparse.setting import against, ratio, rivals
+from analyses.lib import Measured, Record, records
+from analyses.sparse.models import NOISES, NOTE, SEVERAL, prompts_of, seeds, shipped, trained
+from analyses.sparse.setting import RISK_AXIS, Pair, against, ratio, rivals
 from mechinterp import figures
 from mechinterp.analysis.ablation.masked_risk import masked_errors
 from mechinterp.analysis.stats import mean_and_sem
@@ -24,28 +24,20 @@ LEARNERS = ("ridge", "lasso", "GD", "Algorithm 1")
 RIVALS = ("ridge", "OLS", "GD", "Algorithm 1", "lasso", "Algorithm 1, 3 steps of one size")
 
 
-def models(noise: float) -> dict[str, str]:
-    """Names of all models of a noise variance, by number of heads and seed."""
-    return {f"h{h} s{s}": named(h, noise, s) for h in (1, *SEVERAL) for s in seeds(noise)}
-
-
 def risks(noise: float, length: int, n_prompts: int) -> dict[str, np.ndarray]:
     """Excess risk of each prompt, by model and learner; lasso and steps of one size have the last
     of the prompts."""
     prompts = prompts_of(noise, n_prompts, context_length=length)
     found = {
         short: masked_errors(trained(name).model, prompts, [[]])[:, 0]
-        for short, name in models(noise).items()
+        for short, name in shipped(noise).items()
     }
     return found | rivals(prompts, steps=128, n_lasso=LASSO_PROMPTS)
 
 
-def beside(
-    found: dict[str, np.ndarray], names: list[str], rival: str
-) -> dict[str, tuple[float, float]]:
-    """Risk of each model over that of a rival."""
-    n = len(found[rival])
-    return {name: ratio(found[name][-n:], found[rival]) for name in names}
+def beside(found: dict[str, np.ndarray], own: str, rival: str) -> Pair:
+    """Risk of a model over that of a rival, on the prompts that the rival has."""
+    return ratio(found[own][-len(found[rival]) :], found[rival])
 
 
 def rows(noise: float, length: int, found: dict[str, np.ndarray]) -> list[dict]:
@@ -57,7 +49,7 @@ def rows(noise: float, length: int, found: dict[str, np.ndarray]) -> list[dict]:
         row = {"noise_var": noise, "context_length": length, "learner": name}
         row |= {"risk": risk, "risk_sem": sem}
         rivals = {"ridge": "ridge", "algorithm": "Algorithm 1"}
-        if name in models(noise):
+        if name in shipped(noise):
             rivals["single"] = f"h1 {name.split()[1]}"
         for key, rival in rivals.items():
             row[f"to_{key}"], row[f"to_{key}_sem"] = ratio(values, found[rival][-len(values) :])
@@ -69,19 +61,18 @@ def claims_of(found: dict[float, dict[int, dict[str, np.ndarray]]], n_prompts: i
     """C9, and trained models beside every rival."""
     asked = {
         name: {
-            named(h, noise, s): ratio(one[length][f"h{h} s{s}"], one[length][f"h1 s{s}"])
+            model: ratio(one[length][short], one[length][f"h1 {short.split()[1]}"])
             for noise, one in found.items()
-            for h in SEVERAL
-            for s in seeds(noise)
+            for short, model in shipped(noise, SEVERAL).items()
         }
         for name, length in (("twice", TWICE), ("full", FULL))
     }
     made = records("sparse-C9-", asked, over={"prompts": n_prompts}, note=NOTE)
-    pairs: dict[str, dict[str, tuple[float, float]]] = {
+    pairs: dict[str, dict[str, Pair]] = {
         rival: {
-            models(noise)[short]: pair
+            name: beside(one[FULL], short, rival)
             for noise, one in found.items()
-            for short, pair in beside(one[FULL], list(models(noise)), rival).items()
+            for short, name in shipped(noise).items()
         }
         for rival in RIVALS
     }
@@ -102,17 +93,8 @@ def measure(quick: bool) -> Measured:
         curves, errors = (
             {name: values[:, column] for name, values in means.items()} for column in (0, 1)
         )
-        pages[f"risk-noise{noise}"] = figures.lines(
-            np.array(LENGTHS),
-            curves,
-            errors=errors,
-            title=f"Excess risk over context length at noise variance {noise}, same prompts",
-            x_title="context length L",
-            y_title="excess risk (y²)",
-            log_y=True,
-        )
+        axes = {"x_title": "context length L", "errors": errors} | RISK_AXIS
+        title = f"Excess risk over context length at noise variance {noise}, same prompts"
+        figure = figures.lines(np.array(LENGTHS), curves, title=title, **axes)
+        pages[f"risk-noise{noise}"] = figure
     return Measured(pd.DataFrame(table), pages, claims_of(found, n_prompts))
-
-
-if __name__ == "__main__":
-    run(measure, __file__)

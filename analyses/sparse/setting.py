@@ -27,6 +27,8 @@ from mechinterp.icl.sparse_predictors import (
 Pair = tuple[float, float]
 SMALL = TaskConfig(d_x=16, context_length=40, sparsity=4, nonzeros="signs", noise_var=0.4)
 WIDE = TaskConfig(d_x=64, context_length=128, sparsity=4, nonzeros="signs", noise_var=0.25)
+RISK_AXIS = {"y_title": "excess risk (y²)", "log_y": True}
+"""Of a figure."""
 ALPHAS, PENALTIES = np.geomspace(0.01, 0.5, 10), np.geomspace(0.3, 300, 31)
 
 

@@ -35,27 +35,23 @@ MODEL = ("score", "n_heads", "d_head", "d_model", "n_layers")
 Row = dict[str, object]
 
 
+def same_but_steps(one: Checkpoint, own: ExperimentConfig) -> bool:
+    train = replace(one.config.train, steps=own.train.steps)
+    return replace(one.config, train=train) == own
+
+
 def shorter_of(own: ExperimentConfig, models: list[Checkpoint]) -> Checkpoint | None:
     """The model of the same setting and seed, trained for fewer steps: the longest such run."""
-    fewer = [one for one in models if one.config.train.steps < own.train.steps]
-
-    def same(one: Checkpoint) -> bool:
-        return replace(one.config, train=replace(one.config.train, steps=own.train.steps)) == own
-
-    return max(filter(same, fewer), key=lambda one: one.step, default=None)
+    same = [one for one in models if same_but_steps(one, own)]
+    fewer = [one for one in same if one.config.train.steps < own.train.steps]
+    return max(fewer, key=lambda one: one.step, default=None)
 
 
 def single_of(own: ExperimentConfig, models: list[Checkpoint]) -> Checkpoint | None:
     """The model of one head of width d_x + 1, all else equal: of as many steps, or of the most."""
     model = replace(own.model, n_heads=1, d_head=own.task.d_x + 1)
-    steps = own.train.steps
-
-    def same(one: Checkpoint) -> bool:
-        train = replace(one.config.train, steps=steps)
-        return replace(one.config, train=train) == replace(own, model=model)
-
-    found = sorted(filter(same, models), key=lambda one: (one.step == steps, one.step))
-    return found[-1] if found else None
+    same = [one for one in models if same_but_steps(one, replace(own, model=model))]
+    return max(same, key=lambda one: (one.step == own.train.steps, one.step), default=None)
 
 
 def against(own: np.ndarray, rivals: Mapping[str, np.ndarray]) -> Row:

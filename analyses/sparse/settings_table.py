@@ -11,7 +11,8 @@ import pandas as pd
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from analyses.lib.result_tables import markdown, span
+from analyses.lib.records import span
+from analyses.lib.result_tables import markdown
 
 RESULTS = Path(__file__).parents[1] / "results"
 CLAIMS = {
@@ -139,7 +140,7 @@ def seeds(results: Path) -> str:
         layers = [f"n_eff_{layer}_median" for layer in range(1, group.n_layers.iloc[0] + 1)]
         cells = [name, str(len(group))]
         cells += [over(group[column], 2) for column in ("to_single_2d", *layers, "later_refit")]
-        cells.append(span(group.first_refit, 2))
+        cells.append(span(group.first_refit, ".2f"))
         counts = [f"{claim} {int(group[claim].sum())}" for claim in ("C9", *PATTERN, "C13")]
         rows.append((*cells, ", ".join(counts)))
     header = ("setting", "seeds", "risk / a single head's, L = 2 d_x")
@@ -208,9 +209,8 @@ def figure(results: Path, shown: list[str]) -> go.Figure:
         )
         drawn.add_trace(heatmap, row=1, col=column)
     drawn.update_xaxes(title_text="head")
-    drawn.update_yaxes(autorange="reversed")
-    for column in range(2, len(rows) + 1):
-        drawn.update_yaxes(showticklabels=False, col=column)
+    drawn.update_yaxes(autorange="reversed", showticklabels=False)
+    drawn.update_yaxes(showticklabels=True, col=1)
     return drawn.update_layout(
         title={"text": "Share of each head in what masking a head of its layer costs", "y": 0.96},
         coloraxis={"colorscale": "Blues", "cmin": 0, "cmax": 1, "showscale": False},

@@ -21,11 +21,11 @@ import pandas as pd
 import torch
 
 from analyses.lib import RESULTS, Measured, Record, record
-from analyses.lib.measured import name_of, write
+from analyses.lib.measured import write
 from analyses.sparse import questions as ask
 from analyses.sparse.fairness import PLAN
 from analyses.sparse.models import named, prompts_of, trained
-from analyses.sparse.setting import best, best_ridge, ratio
+from analyses.sparse.setting import RISK_AXIS, best, best_ridge, ratio
 from analyses.sparse.settings import PROMPTS, claims_of
 from analyses.sparse.steps import FIT, of_task
 from mechinterp import ExperimentConfig, ICLTransformer, ModelConfig, figures, probe_layers
@@ -33,7 +33,7 @@ from mechinterp.analysis.probing.linear import STRUCTURES
 from mechinterp.analysis.stats import mean_and_sem
 from mechinterp.icl.sparse_predictors import preprocess_then_optimise
 from mechinterp.models.constructions.sparse import preprocess_then_optimise_model
-from mechinterp.models.stacks import DeepWeights
+from mechinterp.models.weights import Weights
 from mechinterp.training.general.trainer import DeepRun, initial_deep_weights
 from mechinterp.training.sweep_file import load_sweep
 
@@ -45,16 +45,16 @@ RIVALS = ("trained", "ridge", "algorithm")
 PLANNED = "d24s1-linear-h24x25-l3-noise0.4-s0"
 """The model of the plan whose task and training the second time has."""
 FOLLOWED = 512
-HEADS = ("W_Q", "W_K", "W_V", "W_O")
+HEADS = ("attn.W_Q", "attn.W_K", "attn.W_V", "attn.W_O")
 FILES = {"shipped": "sparse_start.csv", "expected": "sparse_start_expected.csv"}
 Told = Callable[[ICLTransformer, bool], dict[str, object]]
 """The numbers of a model; more of them at the first and last step."""
 
 
-def start_of(arm: str, config: ExperimentConfig, etas: Sequence[float]) -> DeepWeights:
+def start_of(arm: str, config: ExperimentConfig, etas: Sequence[float]) -> Weights:
     """The construction with these steps, its zero heads as they are or smaller than PyTorch would
     start them; or nothing of it."""
-    drawn = initial_deep_weights(config).stack
+    drawn = initial_deep_weights(config)
     if arm == "at random":
         return drawn
     built = preprocess_then_optimise_model(etas, d_x=config.task.d_x).to(torch.float32)
@@ -62,10 +62,7 @@ def start_of(arm: str, config: ExperimentConfig, etas: Sequence[float]) -> DeepW
         return built
     live = (built.W_V @ built.W_O).flatten(2).any(-1)[..., None, None]
     return built.with_tensors(
-        {
-            name: torch.where(live, getattr(built, name), SIZE * getattr(drawn, name))
-            for name in HEADS
-        }
+        {name: torch.where(live, built.tensors[name], SIZE * drawn.tensors[name]) for name in HEADS}
     )
 
 
@@ -183,19 +180,14 @@ def main() -> None:
     tables[1].to_csv(arguments.out / FILES["expected"], index=False, float_format="%.6g")
     pages = {}
     for task, column, data in zip(FILES, ("risk", "followed_risk"), tables, strict=True):
-        arms = {arm: one for arm, one in data.groupby("arm", sort=False)}
-        pages[task] = figures.lines(
-            data.step.unique(),
-            {arm: one[column].to_numpy() for arm, one in arms.items()},
-            errors={arm: one[f"{column}_sem"].to_numpy() for arm, one in arms.items()},
-            title=f"Excess risk from the construction on, task: {task}",
-            x_title="step",
-            y_title="excess risk (y²)",
-            log_y=True,
-        )
+        wide = data.pivot(index="step", columns="arm", values=[column, f"{column}_sem"])
+        curves, errors = (wide[part].to_dict("series") for part in (column, f"{column}_sem"))
+        title = f"Excess risk from the construction on, task: {task}"
+        axes = {"x_title": "step", "errors": errors} | RISK_AXIS
+        pages[task] = figures.lines(wide.index.to_numpy(), curves, title=title, **axes)
     note = "" if arguments.train else "records of tables measured earlier"
     found = Measured(tables[0], pages, records(*tables))
-    write(found, name_of(__file__), arguments.out, note=note)
+    write(found, "sparse_start", arguments.out, note=note)
 
 
 if __name__ == "__main__":

@@ -3,22 +3,21 @@ entries +-1/2, 64 heads.
 
 Linear scores, 4 layers, width 144, heads of width 2, prompts of 32 to 128 pairs, noise variance
 0.25, one seed: as many heads as coordinates, d_x / s = 16 and room for x and R x beside each other.
-Same prompts for the model and its rivals. Run: python -m analyses.sparse.wide (three minutes;
---quick half a minute)
+Same prompts for the model and its rivals; C10 has a quarter of them. Run: python -m analyses
+sparse/wide (a quarter of an hour; --quick half a minute)
 """
 
 import numpy as np
 import pandas as pd
 
-from analyses.lib import Measured, Record, records, run
+from analyses.lib import Measured, Record, records
 from analyses.sparse.heads import spread, spread_records
 from analyses.sparse.models import frames_of, trained
 from analyses.sparse.probes import written
-from analyses.sparse.pruning import COSTS, cost_records, median_ratio
+from analyses.sparse.pruning import ASKED, RULES, cost_records, cost_rows, errors_of
 from analyses.sparse.setting import TARGETS, against, ratio, rivals
-from mechinterp import Prompts, generator_for, p_probe, probe_layers, prune, sample_prompts
+from mechinterp import Prompts, generator_for, p_probe, probe_layers, sample_prompts
 from mechinterp.analysis.ablation.masked_risk import masked_errors
-from mechinterp.analysis.ablation.pruning import best_head_first, best_head_later
 from mechinterp.analysis.probing.feature_descent import RAW
 from mechinterp.analysis.stats import mean_and_sem
 
@@ -41,12 +40,7 @@ def beaten(found: dict[str, np.ndarray], n_prompts: int) -> list[Record]:
 
 
 def pruned(prompts: Prompts) -> tuple[pd.DataFrame, list[Record]]:
-    rules = {"best later": best_head_later, "best first": best_head_first}
-    found = {name: prune(trained(NAME).model, prompts, rule=rule) for name, rule in rules.items()}
-    rows = {rule: {name: getattr(one, name) for name in COSTS} for rule, one in found.items()}
-    for rule, how in rules.items():
-        rows[rule] |= {"rule": rule, "median_ratio": median_ratio(NAME, prompts, how)}
-    costs = pd.DataFrame(rows.values())
+    costs = cost_rows(errors_of(NAME, prompts), {name: RULES[name] for name in ASKED})
     return costs, cost_records({NAME: costs}, len(prompts), note=SEED, suffix="-wide")
 
 
@@ -68,18 +62,14 @@ def measure(quick: bool) -> Measured:
     prompts = sample_prompts(task, 400 if quick else 4096, generator=generator)
     found = risks(prompts)
     rows = [(name, *map(float, mean_and_sem(values))) for name, values in found.items()]
-    n_heads = 32 if quick else 512
-    spread_found = spread(NAME, prompts[:n_heads])
+    of_heads = prompts[: 32 if quick else 1024]
+    spread_found = spread(NAME, of_heads)
     heads = spread_found.found.to_frame().merge(spread_found.found.layer_frame())
     pages = {"rise": spread_found.found.plot(), "importance": spread_found.found.plot_importance()}
-    more = spread_records({NAME: spread_found}, n_heads, suffix="-wide", note=SEED)
+    more = spread_records({NAME: spread_found}, len(of_heads), suffix="-wide", note=SEED)
     costs, pruning = pruned(prompts)
     probes, descent, layer = first_layer(prompts)
     risk = pd.DataFrame(rows, columns=["learner", "risk", "risk_sem"])
     frames = {"risk": risk, "heads": heads, "pruning": costs, "probes": probes}
     claims = [*beaten(found, len(prompts)), *more, *pruning, *layer]
     return Measured(frames_of(frames, "part"), pages | descent, claims)
-
-
-if __name__ == "__main__":
-    run(measure, __file__)

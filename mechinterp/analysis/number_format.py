@@ -36,7 +36,7 @@ def with_error(value: Number, sem: Number) -> str:
     if abs(value) < 1e-12:
         return "0"
     if not sem > 5e-7:
-        error = f" ± {sem:.0e}" if sem > 0 else ""
+        error = f" ± {sem:.0e}" if sem > 1e-15 else ""  # below is rounding
         return f"{value:.6f}".rstrip("0").rstrip(".") + error
     power = int(np.floor(np.log10(max(abs(value), sem)))) if sem >= 1000 else 0
     value, sem = value / 10.0**power, sem / 10.0**power

@@ -8,7 +8,7 @@ add a line below. A user's own function needs no line: `write_report(model, out,
 
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib import import_module
 from inspect import Parameter, cleandoc, signature
 from pathlib import Path
@@ -44,8 +44,6 @@ from mechinterp.analysis.training.milestones import milestones
 from mechinterp.analysis.training.norms_over_training import history_of
 from mechinterp.analysis.training.prior_snapshots import prior_snapshots
 from mechinterp.analysis.training.snapshots import training_snapshots
-from mechinterp.checkpoints.checkpoint import Checkpoint
-from mechinterp.checkpoints.plain_modules import HookedModule
 from mechinterp.models.run.evaluation import usual_number
 from mechinterp.progress import ProgressCallback, no_progress
 
@@ -90,11 +88,6 @@ class Analysis:
         headings = ("Args:", "Returns:", "Raises:", "Source:", "Example:")
         ends = [n for n, text in enumerate(paragraphs) if text.startswith(headings)]
         return " ".join(" ".join(paragraphs[: ends[0] if ends else None]).split())
-
-    @property
-    def first_line(self) -> str:
-        """The first paragraph of its docstring."""
-        return " ".join(cleandoc(self.function.__doc__ or "").partition("\n\n")[0].split())
 
 
 ANALYSES: dict[str, Analysis] = {
@@ -228,7 +221,7 @@ def run_analysis(
         raise ValueError(f"{name} draws no prompts and takes no {option}, got {value}.")
     length = told.pop("context_length", None)
     if length not in (None, checkpoint.task.context_length):
-        checkpoint = at_length(checkpoint, length)
+        checkpoint = checkpoint.at_length(length)
     given = {**told, **(settings or {})}
     for option in given.keys() - analysis.options.keys():
         known = ", ".join(analysis.options) or "nothing"
@@ -250,20 +243,3 @@ def _required(analysis: Analysis, source: Model) -> dict[str, int]:
     return {
         n: v for n, v in usual.items() if n in options and options[n].default is Parameter.empty
     }
-
-
-def at_length(
-    checkpoint: Checkpoint | HookedModule, context_length: int
-) -> Checkpoint | HookedModule:
-    """The same model of a task with another context length, at which all of its prompts are then drawn."""
-    task = replace(checkpoint.task, context_length=context_length)
-    if isinstance(checkpoint, HookedModule):
-        assumed = tuple(name for name in checkpoint.assumed if name != "context_length")
-        return replace(checkpoint, task=task, assumed=assumed)
-    train = checkpoint.config.train
-    # Training draws prompts no longer than the task's.
-    if train.shortest_context is not None:
-        train = replace(train, shortest_context=min(train.shortest_context, context_length))
-    config = replace(checkpoint.config, task=task, train=train)
-    stated = {n: v for n, v in checkpoint.assumed.items() if n != "task.context_length"}
-    return replace(checkpoint, config=config, assumed=stated)

@@ -1,5 +1,7 @@
 """Estimates over prompts, with their standard errors."""
 
+from typing import Any
+
 import numpy as np
 import torch
 from jaxtyping import Bool, Float
@@ -37,6 +39,23 @@ def mean_and_sem(
     """
     sem = values.std(0, ddof=1) / len(values) ** 0.5
     return np.asarray(values.mean(0)), np.asarray(sem)
+
+
+def estimates(
+    **pairs: tuple[np.ndarray | float, np.ndarray | float],
+) -> dict[str, Any]:
+    """Each estimate by its name, and its standard error by that with `_sem` behind it; a single number as a float.
+
+    Example:
+        >>> estimates(loss=mean_and_sem(np.array([1.0, 1.0])))
+        {'loss': 1.0, 'loss_sem': 0.0}
+    """
+    named = {
+        f"{n}{end}": v
+        for n, pair in pairs.items()
+        for end, v in zip(("", "_sem"), pair, strict=True)
+    }
+    return {name: value if np.ndim(value) else float(value) for name, value in named.items()}
 
 
 def ratio_and_sem(

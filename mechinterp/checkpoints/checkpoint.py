@@ -1,8 +1,4 @@
-"""A checkpoint: a model with its task, its history and what was assumed; and the package's own folders.
-
-What a folder holds is in `folders`, how the weights are named in `native_tensors`. The hooked model (with it
-TransformerLens) is built only when it is asked for.
-"""
+"""A checkpoint: a model with its task, its history and what was assumed; and the package's own folders."""
 
 import json
 from collections.abc import Mapping
@@ -31,7 +27,8 @@ from mechinterp.checkpoints.native.folder import (
 from mechinterp.checkpoints.native.folder_tensors import fill_with_tensors, read_snapshots, stacked
 from mechinterp.checkpoints.native.outline import Outline
 from mechinterp.checkpoints.native.tensors import require_fit, state_dict, weights_from
-from mechinterp.config import ExperimentConfig, TaskConfig
+from mechinterp.checkpoints.runs import Run, run_history
+from mechinterp.config import ExperimentConfig, TaskConfig, TrainConfig
 from mechinterp.display import counted
 from mechinterp.models.weights import AnyWeights, Weights, as_weights
 
@@ -41,7 +38,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, eq=False)
-class Checkpoint:
+class Checkpoint(Run):
     """A model as it lies on disk, whoever wrote it; history and snapshots are read when they are asked for."""
 
     path: Path
@@ -61,15 +58,17 @@ class Checkpoint:
     """Of a run of files the weights of each, by step."""
 
     def __repr__(self) -> str:
-        model, task = self.config.model, self.config.task
+        task, mlps = self.task, "" if self.config.model.d_mlp is None else " with MLPs"
+        step = f", step {self.step}" if self.format == "native" or self.kept else ""
+        sizes = f"d_x={task.d_x}, context_length={task.context_length}"
+        return f"Checkpoint({self.name}: {self._heads}{mlps}, {sizes}{step})"
+
+    @property
+    def _heads(self) -> str:
+        """How many layers of how many heads."""
+        model = self.config.model
         layers = "" if model.one_attention else f"{counted(model.n_layers, 'layer')} of "
-        mlps = "" if model.d_mlp is None else " with MLPs"
-        known = self.format == "native" or self.kept
-        step = f", step {self.step}" if known else ""
-        return (
-            f"Checkpoint({self.name}: {layers}{counted(model.n_heads, 'head')}{mlps}, d_x={task.d_x}, "
-            f"context_length={task.context_length}{step})"
-        )
+        return layers + counted(model.n_heads, "head")
 
     @property
     def name(self) -> str:
@@ -82,11 +81,15 @@ class Checkpoint:
         return self.config.task
 
     @property
+    def training(self) -> TrainConfig | None:
+        """How this package trained it; None of other files and of runs of them."""
+        return self.config.train if self.format == "native" and not self.kept else None
+
+    @property
     def shortest_trained(self) -> int | None:
         """Least context length that it was trained on; None where nobody says."""
-        if self.format != "native":
-            return None
-        return self.config.train.shortest_context or self.task.context_length
+        shortest = self.config.train.shortest_context or self.task.context_length
+        return shortest if self.format == "native" else None
 
     @property
     def assumed_of_task(self) -> tuple[str, ...]:
@@ -94,13 +97,29 @@ class Checkpoint:
         unsaid = {name.removesuffix(".kind") for name in self.assumed}
         return tuple(each.name for each in fields(TaskConfig) if f"task.{each.name}" in unsaid)
 
+    @property
+    def in_words(self) -> str:
+        """One line on what the model is, what of it was assumed, and where it comes from."""
+        config, model = self.config, self.config.model
+        kind = f"{model.score} attention"
+        if not model.one_attention:
+            kind += f", width {config.d_model}"
+        if model.d_mlp is not None:
+            kind += f", MLPs of {model.d_mlp}"
+        origin = f"seed {config.seed}, step {self.step}, config {config.id}"
+        if "step" in self.assumed:
+            named = {n.partition(".")[2]: v for n, v in self.assumed.items() if n[:6] == "model."}
+            told = [f"{n} {value}" for n, value in named.items() if value not in (None, (), [])]
+            origin = f"format {self.format}"
+            origin += f"; assumed, as the file does not say it: {', '.join(told)}" if told else ""
+        return f"{self._heads}, {kind}, {self.task.in_words(self.assumed_of_task)}; {origin}"
+
     @cached_property
     def outline(self) -> Outline:
         """What it states, without the weights."""
-        shapes = {name: tuple(tensor.shape) for name, tensor in self.weights.tensors.items()}
-        return Outline(
-            self.path, self.config, self.step, shapes, self.format, self.assumed, self.origin
-        )
+        shapes = {name: tuple(tensor.shape) for name, tensor in self.weights.by_name.items()}
+        said = (self.format, self.assumed, self.origin)
+        return Outline(self.path, self.config, self.step, shapes, *said)
 
     @property
     def history(self) -> pd.DataFrame | None:
@@ -112,8 +131,6 @@ class Checkpoint:
 
     @cached_property
     def _measured(self) -> pd.DataFrame:
-        from mechinterp.checkpoints.runs import run_history
-
         return run_history(self, self.snapshots)
 
     @cached_property
@@ -127,21 +144,21 @@ class Checkpoint:
 
     @property
     def steps(self) -> list[int]:
-        """Steps of the snapshots during training."""
+        """Steps of the snapshots during training, which need not be read for it."""
         return list(self.kept) or self.outline.steps
 
-    def at(self, step: int) -> "Checkpoint":
-        """The model as it was after so many updates.
-
-        Raises:
-            ValueError: If its weights of that step were not kept.
-        Example:
-            >>> load("checkpoints/softmax-h2-s0").at(1000).step
-            1000
-        """
-        if step not in self.steps:
-            raise ValueError(f"step must be one of {', '.join(map(str, self.steps))}, got {step}.")
+    def _after(self, step: int) -> "Checkpoint":
         return replace(self, step=step, weights=self.snapshots[step], readings=(), kept={})
+
+    def at_length(self, context_length: int) -> "Checkpoint":
+        """The same model of a task with another context length, at which all of its prompts are then drawn."""
+        train = self.config.train
+        # Training draws prompts no longer than the task's.
+        if train.shortest_context is not None:
+            train = replace(train, shortest_context=min(train.shortest_context, context_length))
+        task = replace(self.task, context_length=context_length)
+        stated = {n: v for n, v in self.assumed.items() if n != "task.context_length"}
+        return replace(self, config=replace(self.config, task=task, train=train), assumed=stated)
 
     def to(self, device: torch.device | str) -> "Checkpoint":
         """The same checkpoint with its weights on another device, on which its model then runs.
@@ -241,10 +258,10 @@ def load(path: str | Path) -> Checkpoint:
     """
     path = Path(path)
     document, config = read_document(document_file(path))
-    step, file = document["step"], path / WEIGHTS
+    file = path / WEIGHTS
     said = {name: document.get(name, {}) for name in ("assumed", "origin")}
     weights = weights_from(read_arrays(file), config, file)
-    return Checkpoint(path, config, step, weights, **said)
+    return Checkpoint(path, config, document["step"], weights, **said)
 
 
 def save(

@@ -14,14 +14,10 @@ from mechinterp.checkpoints.foreign.options import Hints
 from mechinterp.checkpoints.foreign.read import Stored, read_foreign
 from mechinterp.checkpoints.foreign.readings import Reading
 from mechinterp.checkpoints.foreign.settings import settings_beside
+from mechinterp.checkpoints.io.archives import read_text
 from mechinterp.checkpoints.io.errors import CheckpointError, naming, one_line
 from mechinterp.checkpoints.io.shards import folder_arrays
-from mechinterp.checkpoints.io.tensor_files import (
-    SUFFIXES,
-    has_weights_ending,
-    read_arrays,
-    read_text,
-)
+from mechinterp.checkpoints.io.tensor_files import SUFFIXES, has_weights_ending, read_arrays
 from mechinterp.checkpoints.native import npz as arrays
 from mechinterp.checkpoints.native.exchange import FORMAT, SIDE_CAR, read_exchange, write_exchange
 from mechinterp.checkpoints.native.folder import WEIGHTS, is_native, require_new

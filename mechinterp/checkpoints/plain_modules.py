@@ -5,7 +5,7 @@ Its layers of attention are found by their names, in the order in which they run
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -15,7 +15,9 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from mechinterp.checkpoints.io.errors import one_line
+from mechinterp.checkpoints.runs import Run
 from mechinterp.config import TaskConfig
+from mechinterp.display import counted
 from mechinterp.icl.prompts import Prompts, sample_prompts
 from mechinterp.models.hooked.query_position import query_positions
 from mechinterp.models.hooked.runner import HookedPredictor
@@ -27,7 +29,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, eq=False)
-class HookedModule:
+class HookedModule(Run):
     """A module of somebody's with hooks on its heads; every analysis of heads and `write_report` take it."""
 
     name: str
@@ -58,15 +60,21 @@ class HookedModule:
         """Steps of the snapshots."""
         return list(self.snapshots)
 
-    def at(self, step: int) -> "HookedModule":
-        """The module as it was after so many updates.
-
-        Raises:
-            ValueError: If it was not kept.
-        """
-        if step not in self.snapshots:
-            raise ValueError(f"step must be one of {', '.join(map(str, self.steps))}, got {step}.")
+    def _after(self, step: int) -> "HookedModule":
         return self.snapshots[step]
+
+    def at_length(self, context_length: int) -> "HookedModule":
+        """The same module of a task with another context length."""
+        assumed = tuple(name for name in self.assumed if name != "context_length")
+        task = replace(self.task, context_length=context_length)
+        return replace(self, task=task, assumed=assumed)
+
+    @property
+    def in_words(self) -> str:
+        """One line on what the model is."""
+        layers, heads = counted(self.hooked.n_layers, "layer"), counted(self.hooked.n_heads, "head")
+        task = self.task.in_words(self.assumed)
+        return f"{layers} of {heads}, a PyTorch module with hooks, {task}"
 
     @property
     def model(self) -> "ModuleHooks":

@@ -1,6 +1,7 @@
-"""The history of a run whose files hold weights alone: losses and heads at its steps, on the same prompts."""
+"""Runs: models with what was kept of their training, and histories measured on the same prompts at each step."""
 
 from collections.abc import Mapping
+from typing import TypeVar
 
 import numpy as np
 import pandas as pd
@@ -13,6 +14,38 @@ from mechinterp.models.weights import Weights, circuit_norms
 
 N_PROMPTS = 1024
 """Evaluation prompts behind the loss of each step."""
+Self = TypeVar("Self", bound="Run")
+
+
+class Run:
+    """A model with what was kept of its training, whether it lies in files (`load`, `load_run`) or a `Monitor` watched it.
+
+    Beside what is below it has name, task, step, history (a row per step, layer and head), snapshots (models by step,
+    which every analysis takes), model (with hooks) and predictor.
+    """
+
+    @property
+    def steps(self) -> list[int]:
+        """Steps of the snapshots during training."""
+        raise NotImplementedError
+
+    def at(self: Self, step: int) -> Self:
+        """The model as it was after so many updates.
+
+        Raises:
+            ValueError: If it was not kept.
+        Example:
+            >>> from mechinterp import load
+            >>> load("softmax-h2-s0").at(1000).step
+            1000
+        """
+        if step not in self.steps:
+            raise ValueError(f"step must be one of {', '.join(map(str, self.steps))}, got {step}.")
+        return self._after(step)
+
+    def _after(self: Self, step: int) -> Self:
+        """The model of a step that was kept."""
+        raise NotImplementedError
 
 
 def run_history(source: Source, snapshots: Mapping[int, Weights]) -> pd.DataFrame:

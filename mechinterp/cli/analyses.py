@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -161,13 +161,8 @@ def prune(
 ) -> None:
     """Keep the first layer and the best head of later ones. Example: mechinterp prune MODEL --out pruned"""
     from mechinterp.analysis.ablation import pruning
-    from mechinterp.analysis.result import records
     from mechinterp.checkpoints.native.folder import require_new
     from mechinterp.report.bars import progress_bars
-    from mechinterp.report.header import dumps
-    from mechinterp.report.text import wrapped
-    from mechinterp.report.to_json import to_json
-    from mechinterp.report.to_text import to_text
 
     if rule not in pruning.RULES:
         raise ValueError(f"--rule must be one of {', '.join(pruning.RULES)}, got {rule!r}.")
@@ -176,13 +171,10 @@ def prune(
     paths = (path,) if out is None else (path, out)
     with about_paths(*paths), progress_bars(quiet=asked.quiet) as progress:
         checkpoint = _of_several_layers(path, hints, asked.context_length, device)
-        prompts = asked.prompts(checkpoint)
-        how: dict[str, Any] = {
-            "rule": pruning.RULES[rule],
-            "sequential": sequential,
-            "progress": progress,
-        }
-        found = pruning.prune(checkpoint.predictor, prompts, **how)
+        prompts, chosen = asked.prompts(checkpoint), pruning.RULES[rule]
+        found = pruning.prune(
+            checkpoint.predictor, prompts, rule=chosen, sequential=sequential, progress=progress
+        )
         tuned = None
         if fine_tune is not None:
             tuned = _fine_tuned(checkpoint, found, asked, steps=fine_tune, progress=progress)
@@ -190,6 +182,23 @@ def prune(
             tuned.save(out)
         elif out is not None:
             pruning.save_pruned(checkpoint, found.kept, out, prompts=prompts)
+    _say_pruned(path, checkpoint, found, tuned, asked, out)
+
+
+def _say_pruned(
+    path: Path,
+    checkpoint: "Checkpoint",
+    found: "Pruning",
+    tuned: "FineTuning | None",
+    asked: Asked,
+    out: Path | None,
+) -> None:
+    from mechinterp.analysis.result import records
+    from mechinterp.report.header import dumps
+    from mechinterp.report.text import wrapped
+    from mechinterp.report.to_json import to_json
+    from mechinterp.report.to_text import to_text
+
     if asked.as_json:
         document = to_json("prune", checkpoint, found)
         document["fine_tuning"] = None if tuned is None else records(tuned.to_frame())

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mechinterp.cli.options import (
+    CountOption,
     LengthOption,
     PathArgument,
     SeedOption,
@@ -33,14 +34,7 @@ def classify(
     paths: Annotated[
         list[Path], typer.Argument(metavar="PATH...", help="Checkpoints, or folders of them.")
     ],
-    n_prompts: Annotated[
-        int | None,
-        typer.Option(
-            "--n-prompts",
-            min=2,
-            help="Number of evaluation prompts; 512 if left out, 256 for models of several layers.",
-        ),
-    ] = None,
+    n_prompts: CountOption = None,
     seed: SeedOption = 0,
     context_length: LengthOption = None,
     out: Annotated[

@@ -6,7 +6,7 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import wraps
 from inspect import Signature, signature
 from pathlib import Path
@@ -146,7 +146,7 @@ def load_checkpoint(
     if device != "cpu":
         checkpoint = checkpoint.to(device)
     if context_length is not None and LENGTH in checkpoint.assumed:
-        checkpoint = _told(checkpoint, context_length)
+        checkpoint = checkpoint.at_length(context_length)
     if checkpoint.kept:
         steps = f"steps {checkpoint.steps[0]} to {checkpoint.steps[-1]}"
         complain(f"{checkpoint.path}: {len(checkpoint.kept)} files are one run, {steps}.")
@@ -184,13 +184,6 @@ def _assumptions(checkpoint: "Checkpoint") -> str:
     tried = "; ".join(map(repr, checkpoint.readings[:2]))
     losses = f"; loss over that of predicting 0, best readings: {tried}" if tried else ""
     return ", ".join(said) + losses + (f"; {shown['doubt']}" if "doubt" in shown else "")
-
-
-def _told(checkpoint: "Checkpoint", context_length: int) -> "Checkpoint":
-    """The checkpoint with this context length in place of the assumed one."""
-    task = replace(checkpoint.task, context_length=context_length)
-    assumed = {name: value for name, value in checkpoint.assumed.items() if name != LENGTH}
-    return replace(checkpoint, config=replace(checkpoint.config, task=task), assumed=assumed)
 
 
 def require_one_layer(checkpoint: "Checkpoint") -> None:

@@ -21,6 +21,7 @@ from mechinterp.cli.training import JsonOption, QuietOption, say
 if TYPE_CHECKING:
     from mechinterp.checkpoints.checkpoint import Checkpoint
     from mechinterp.checkpoints.foreign.options import Hints
+    from mechinterp.report.page import Report
 
 
 @runs_checkpoints
@@ -54,18 +55,10 @@ def report(
     device: str,
 ) -> None:
     """Write a report as one HTML page. Example: mechinterp report checkpoints/softmax-h2-s0 --out reports/h2"""
-    from mechinterp.checkpoints.paths import checkpoint_paths, runs_among
     from mechinterp.report.bars import progress_bars
-    from mechinterp.report.comparison import write_comparison
     from mechinterp.report.header import dumps
-    from mechinterp.report.page import write_report
     from mechinterp.report.text import wrapped
 
-    found = checkpoint_paths(paths)
-    groups = runs_among(found)
-    run = run_of(groups[0], hints, device=device) if len(groups) == 1 else None
-    if run is None and len(found) > 1 and analyses is not None:
-        raise ValueError(f"--analysis is of one checkpoint, got {len(found)} of them.")
     with progress_bars(quiet=quiet) as progress:
         asked: dict[str, Any] = {
             **({} if n_prompts is None else {"n_prompts": n_prompts}),
@@ -74,22 +67,41 @@ def report(
             "figures": figures,
             "progress": progress,
         }
-        if run is not None or len(found) == 1:
-            about: list[dict] = [{"path": str(found[0] if run is None else run.path)}]
-            with about_paths(Path(about[0]["path"]), out):
-                checkpoint = run or load_checkpoint(found[0], hints, device=device)
-                written = write_report(checkpoint, out, analyses=analyses, **asked)
-            document = about[0] | written.to_document()
-        else:
-            loaded, about = _those_that_load(groups, hints, device)
-            left_out = {each["path"]: each["error"] for each in about if "error" in each}
-            with about_paths(out):
-                written = write_comparison(loaded, out, left_out=left_out, **asked)
-            document = {"checkpoints": about, **written.to_document()}
+        about, written = _written(paths, out, analyses, hints, device, asked)
+    document = about[0] if len(about) == 1 else {"checkpoints": about}
     shown = f"{wrapped(written.verdict, '  ')}\nReport: {shown_path(written.page.resolve())}"
-    say(dumps(document) if as_json else shown)
+    say(dumps(document | written.to_document()) if as_json else shown)
     if any("error" in each for each in about):
         raise typer.Exit(2)
+
+
+def _written(
+    paths: list[Path],
+    out: Path,
+    analyses: list[str] | None,
+    hints: "Hints",
+    device: str,
+    asked: dict[str, Any],
+) -> tuple[list[dict[str, str]], "Report"]:
+    """What JSON says of every path, and the report on one checkpoint or on several."""
+    from mechinterp.checkpoints.paths import checkpoint_paths, runs_among
+    from mechinterp.report.comparison import write_comparison
+    from mechinterp.report.page import write_report
+
+    found = checkpoint_paths(paths)
+    groups = runs_among(found)
+    run = run_of(groups[0], hints, device=device) if len(groups) == 1 else None
+    if run is not None or len(found) == 1:
+        path = found[0] if run is None else run.path
+        with about_paths(path, out):
+            checkpoint = run or load_checkpoint(path, hints, device=device)
+            return [{"path": str(path)}], write_report(checkpoint, out, analyses=analyses, **asked)
+    if analyses is not None:
+        raise ValueError(f"--analysis is of one checkpoint, got {len(found)} of them.")
+    loaded, about = _those_that_load(groups, hints, device)
+    left_out = {each["path"]: each["error"] for each in about if "error" in each}
+    with about_paths(out):
+        return about, write_comparison(loaded, out, left_out=left_out, **asked)
 
 
 def _those_that_load(

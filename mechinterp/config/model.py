@@ -93,6 +93,12 @@ class ModelConfig:
         return self.n_layers == 1 and self.d_model is None and self.attention_only
 
     @property
+    def is_stack(self) -> bool:
+        """Whether there is attention alone, and every token reads the context."""
+        variants = (self.biases, self.merged_qk, self.attend_to_self, self.layout == "in_turn")
+        return self.context_only and self.attention_only and not any(variants)
+
+    @property
     def trains_compiled(self) -> bool:
         """Whether the compiled step trains it: one layer of attention whose query reads the context alone."""
         variants = (self.context_only, self.attend_to_self, self.biases)

@@ -163,12 +163,11 @@ def unmerged(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def identity_keys(
-    W_QK: Float[Tensor, "head d_model d_model"],
-) -> Float[Tensor, "head d_model d_model"]:
+    W_QK: Float[Tensor, "*heads d_model d_model"],
+) -> Float[Tensor, "*heads d_model d_model"]:
     """W_K of merged heads: a unit matrix per head."""
-    n_heads, d_model, _ = W_QK.shape
-    identity = torch.eye(d_model, dtype=W_QK.dtype, device=W_QK.device)
-    return identity.repeat(n_heads, 1, 1)
+    identity = torch.eye(W_QK.shape[-1], dtype=W_QK.dtype, device=W_QK.device)
+    return identity.repeat(*W_QK.shape[:-2], 1, 1)
 
 
 def _share(part: Tensor, whole: Tensor) -> Tensor:

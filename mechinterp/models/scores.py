@@ -12,6 +12,8 @@ from torch import Tensor
 
 from mechinterp.config import CONTEXT_ONLY_SCORES
 
+LINEAR = ("linear", "linear/L")
+
 
 def attention_pattern(
     scores: Float[Tensor, "*axes"], *, score: str = "softmax", slope: float = 1.0, dim: int = -1

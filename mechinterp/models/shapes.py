@@ -1,23 +1,44 @@
-"""Names and shapes of a model's tensors, from its config alone."""
+"""Names and shapes of a model's tensors, from its config alone.
+
+HookedTransformer names a tensor of a layer "blocks.0.attn.W_Q"; here those of all layers lie in one tensor, "attn.W_Q",
+whose first axis is the layer.
+"""
 
 from mechinterp.config import ModelConfig
 
 NAMES = ("W_Q", "W_K", "W_V", "W_O")
 BIASES = ("b_Q", "b_K", "b_V", "b_O")
+LAYERED = ("attn.", "mlp.", "ln1.", "ln2.")
+"""What the names of tensors that every layer has begin with."""
 
 
 def tensor_shapes(model: ModelConfig, d_x: int, d_y: int) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of all tensors of a model.
+    """HookedTransformer's names, and shapes, of all tensors of a model.
 
     Example:
         >>> tensor_shapes(ModelConfig(n_heads=2), 5, 1)["blocks.0.attn.W_O"]
         (2, 6, 6)
     """
+    shapes = stacked_shapes(model, d_x, d_y)
+    layered = {name: shape[1:] for name, shape in shapes.items() if name.startswith(LAYERED)}
+    rest = {name: shape for name, shape in shapes.items() if name not in layered}
+    return {
+        f"blocks.{layer}.{name}": shape
+        for layer in range(model.n_layers)
+        for name, shape in layered.items()
+    } | rest
+
+
+def stacked_shapes(model: ModelConfig, d_x: int, d_y: int) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of all tensors of a model, those of its layers in one.
+
+    Example:
+        >>> stacked_shapes(ModelConfig(n_layers=3, n_heads=2, context_only=True), 5, 1)["attn.W_O"]
+        (3, 2, 3, 6)
+    """
     width, d_head = model.stream_width(d_x, d_y), model.head_width(d_x, d_y)
-    shapes: dict[str, tuple[int, ...]] = {}
-    for layer in range(model.n_layers):
-        parts = _layer_shapes(model, width, d_head)
-        shapes |= {f"blocks.{layer}.{name}": shape for name, shape in parts.items()}
+    layer = _layer_shapes(model, width, d_head)
+    shapes = {name: (model.n_layers, *shape) for name, shape in layer.items()}
     if model.final_norm:
         shapes |= {"ln_final.w": (width,), "ln_final.b": (width,)}
     if model.n_positions is not None:

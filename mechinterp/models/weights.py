@@ -1,9 +1,10 @@
-"""The weights of a model: named tensors, and the architecture that says how they are used.
+"""The weights of a model: each kind of tensor of all layers in one, and the architecture that says how they are used.
 
-Names and shapes are HookedTransformer's. `Weights.circuits` and `Weights.stack` show the same numbers in the
-form that the fast ways of computing take; a model that has no such form is refused in one line.
+Names are HookedTransformer's without the layer; `by_name` and `Weights.of_names` are the way to files and hooks.
+`Weights.circuits` shows the numbers of one layer of attention in the form that the fast ways of computing take.
 """
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
@@ -14,37 +15,55 @@ from torch.nn.functional import pad
 
 from mechinterp.config import SCORES, ModelConfig
 from mechinterp.models.heads import AttentionWeights, identity_keys, unmerged
-from mechinterp.models.shapes import BIASES, NAMES, tensor_shapes
-from mechinterp.models.stacks import DeepWeights
+from mechinterp.models.scores import LINEAR
+from mechinterp.models.shapes import BIASES, LAYERED, stacked_shapes, tensor_shapes
 
-HEADS = ("W_Q", "W_K", "W_QK", "W_V", "W_O")
-"""Weights with an axis of heads."""
+HEADS = ("W_Q", "W_K", "W_QK", "W_V", "W_O", *BIASES[:3])
+"""Tensors of attention with an axis of heads."""
 
 
 @dataclass(frozen=True, eq=False)
 class Weights:
-    """All weights of a model, by their names in HookedTransformer."""
+    """All weights of a model."""
 
     model: ModelConfig
     d_x: int
     d_y: int
     tensors: Mapping[str, Tensor]
-    """Those that `tensor_shapes` lists. Where tokens are the stream, W_O has full width."""
-    scale: float | None = None
-    """Factor on the scores; None: 1/sqrt(d_head)."""
+    """Those that `stacked_shapes` lists, as attn.W_Q [layer, head, d_model, d_head]. Where tokens are the stream, W_O has full
+    width."""
+    scale: float = math.nan
+    """Factor on the scores; NaN, where none is given, becomes 1/sqrt(d_head)."""
 
     def __post_init__(self) -> None:
-        shapes = tensor_shapes(self.model, self.d_x, self.d_y)
-        for name in sorted(shapes.keys() ^ self.tensors.keys()):
-            state = "missing" if name in shapes else "of no use in such a model"
-            raise ValueError(f"{name} is {state}.")
-        for name, shape in shapes.items():
-            shape_here = tuple(self.tensors[name].shape)
-            if shape_here != shape:
-                raise ValueError(f"{name} must have shape {shape}, got {shape_here}.")
-        if self.scale is None:
+        shapes = stacked_shapes(self.model, self.d_x, self.d_y)
+        _require_shapes(shapes, self.tensors)
+        object.__setattr__(self, "tensors", {name: self.tensors[name] for name in shapes})
+        if math.isnan(self.scale):
             width = self.model.head_width(self.d_x, self.d_y)
             object.__setattr__(self, "scale", width**-0.5)
+
+    @classmethod
+    def of_names(
+        cls,
+        model: ModelConfig,
+        d_x: int,
+        d_y: int,
+        tensors: Mapping[str, Tensor],
+        scale: float = math.nan,
+    ) -> "Weights":
+        """From tensors by HookedTransformer's names, those that `tensor_shapes` lists; layers are copied.
+
+        Raises:
+            ValueError: If one is missing, of no use or of another shape, naming it.
+        """
+        _require_shapes(tensor_shapes(model, d_x, d_y), tensors)
+        return cls(model, d_x, d_y, stacked(tensors, model.n_layers), scale)
+
+    @property
+    def by_name(self) -> dict[str, Tensor]:
+        """Views of the tensors by HookedTransformer's names."""
+        return by_layer(self.tensors, self.n_layers)
 
     def __repr__(self) -> str:
         layers, heads = self.model.n_layers, self.model.n_heads
@@ -52,11 +71,11 @@ class Weights:
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.tensors["blocks.0.attn.W_V"].dtype
+        return self.W_V.dtype
 
     @property
     def device(self) -> torch.device:
-        return self.tensors["blocks.0.attn.W_V"].device
+        return self.W_V.device
 
     @property
     def n_layers(self) -> int:
@@ -68,16 +87,47 @@ class Weights:
         return self.model.n_heads
 
     @property
+    def d_model(self) -> int:
+        return self.W_O.shape[3]
+
+    @property
+    def d_head(self) -> int:
+        return self.W_O.shape[2]
+
+    @property
+    def W_Q(self) -> Float[Tensor, "layer head d_model d_head"]:
+        return self.tensors["attn.W_QK" if self.model.merged_qk else "attn.W_Q"]
+
+    @property
+    def W_K(self) -> Float[Tensor, "layer head d_model d_head"]:
+        """That of merged heads is the identity."""
+        if self.model.merged_qk:
+            return identity_keys(self.W_Q)
+        return self.tensors["attn.W_K"]
+
+    @property
+    def W_V(self) -> Float[Tensor, "layer head d_model d_head"]:
+        return self.tensors["attn.W_V"]
+
+    @property
+    def W_O(self) -> Float[Tensor, "layer head d_head d_model"]:
+        return self.tensors["attn.W_O"]
+
+    @property
+    def reading(self) -> tuple[Float[Tensor, "d_token d_model"], Float[Tensor, "d_model d_y"]]:
+        """W_in and W_U; where there are none, what the tokens are to the stream and the y entries to the prediction."""
+        if "W_in" in self.tensors:
+            return self.tensors["W_in"], self.tensors["unembed.W_U"]
+        identity = torch.eye(self.d_model, dtype=self.dtype, device=self.device)
+        return identity, identity[:, self.d_x :]
+
+    @property
     def heads_per_layer(self) -> tuple[tuple[int, ...], ...]:
         """The heads of each layer that write anything: those whose OV circuit is not zero."""
-        rows = []
-        for layer in range(self.n_layers):
-            W_V, W_O = (self.tensors[f"blocks.{layer}.attn.{name}"] for name in ("W_V", "W_O"))
-            live = (W_V @ W_O).flatten(1).any(-1)
-            if self.model.biases:
-                live |= (self.tensors[f"blocks.{layer}.attn.b_V"][:, None] @ W_O).flatten(1).any(-1)
-            rows.append(tuple(live.nonzero().flatten().tolist()))
-        return tuple(rows)
+        live = (self.W_V @ self.W_O).flatten(2).any(-1)
+        if self.model.biases:
+            live |= (self.tensors["attn.b_V"][:, :, None] @ self.W_O).flatten(2).any(-1)
+        return tuple(tuple(row.nonzero().flatten().tolist()) for row in live)
 
     def to(self, target: torch.device | str | torch.dtype) -> "Weights":
         """The same weights on another device or in another dtype."""
@@ -89,28 +139,23 @@ class Weights:
 
     def without(self, heads: Iterable[tuple[int, int]]) -> "Weights":
         """The same with W_O of these heads at zero; (layer, head), from 0."""
-        changed: dict[str, Tensor] = {}
+        W_O = self.W_O.clone()
         for layer, head in heads:
-            name = f"blocks.{layer}.attn.W_O"
-            W_O = changed.get(name, self.tensors[name]).clone()
-            W_O[head] = 0
-            changed[name] = W_O
-        return self.with_tensors(changed)
+            W_O[layer, head] = 0
+        return self.with_tensors({"attn.W_O": W_O})
 
     def compact(self) -> "Weights":
         """The same model with as few heads as its fullest layer has live ones, zero heads behind them."""
         rows = self.heads_per_layer
         n_heads = max(1, *(len(row) for row in rows))
         d_head = self.model.head_width(self.d_x, self.d_y)
-        model = replace(self.model, n_heads=n_heads, d_head=d_head)
         tensors = dict(self.tensors)
-        for layer, row in enumerate(rows):
-            for name in (*HEADS, *BIASES[:3]):
-                full = f"blocks.{layer}.attn.{name}"
-                if full in tensors:
-                    old = tensors[full]
-                    tensors[full] = old.new_zeros(n_heads, *old.shape[1:])
-                    tensors[full][: len(row)] = old[list(row)]
+        for name in {f"attn.{name}" for name in HEADS} & tensors.keys():
+            old = tensors[name]
+            tensors[name] = old.new_zeros(self.n_layers, n_heads, *old.shape[2:])
+            for layer, row in enumerate(rows):
+                tensors[name][layer, : len(row)] = old[layer, list(row)]
+        model = replace(self.model, n_heads=n_heads, d_head=d_head)
         return replace(self, model=model, tensors=tensors)
 
     @property
@@ -125,65 +170,61 @@ class Weights:
             raise ValueError(
                 f"The circuits of one layer of attention need a model without {extra}."
             )
-        tensors = {
-            name: self.tensors[f"blocks.0.attn.{name}"]
-            for name in (*HEADS, *BIASES)
-            if f"blocks.0.attn.{name}" in self.tensors
-        }
+        tensors = self.attention(0)
         for name in {"W_O", "b_O"} & set(tensors):
             tensors[name] = tensors[name][..., self.d_x :].contiguous()
-        assert self.scale is not None
-        return heads_of(self.model, unmerged(tensors), self.scale)
+        return heads_of(self.model, tensors, self.scale)
+
+    def attention(self, layer: int) -> dict[str, Tensor]:
+        """Weights and biases of a layer's attention by name; W_Q and W_K of merged heads are W_QK and the identity."""
+        parts = {name: t[layer] for name, t in self.tensors.items() if name.startswith("attn.")}
+        return unmerged({name.removeprefix("attn."): tensor for name, tensor in parts.items()})
 
     @property
-    def has_stack(self) -> bool:
-        """Whether `stack` answers: attention alone, and every token reads the context."""
-        model = self.model
-        variants = (model.biases, model.merged_qk, model.attend_to_self, model.layout == "in_turn")
-        return model.context_only and model.attention_only and not any(variants)
+    def is_stack(self) -> bool:
+        """Whether there is attention alone, and every token reads the context."""
+        return self.model.is_stack
 
     @property
-    def stack(self) -> DeepWeights:
-        """The layers of a context-only model of attention alone, each weight in one tensor.
+    def is_linear_map(self) -> bool:
+        """Whether the model is a map of its tokens, given the second moment of the context."""
+        return self.is_stack and self.model.score in LINEAR
 
-        Raises:
-            ValueError: If the model has anything else.
-        """
-        if not self.has_stack:
-            raise ValueError("A stack of layers needs attention alone that reads the context only.")
-        assert self.scale is not None
-        return DeepWeights(
-            **{name: torch.stack(self.layers(name)) for name in NAMES},
-            W_in=self.tensors.get("W_in"),
-            W_U=self.tensors.get("unembed.W_U"),
-            d_y=self.d_y,
-            scale=self.scale,
-            score=self.model.score,
-            score_slope=self.model.score_slope,
-        )
 
-    def layers(self, name: str) -> list[Tensor]:
-        """A weight of the attention of every layer; W_Q and W_K of merged heads are W_QK and the identity."""
-        if self.model.merged_qk and name in ("W_Q", "W_K"):
-            merged = self.layers("W_QK")
-            return merged if name == "W_Q" else [identity_keys(W_QK) for W_QK in merged]
-        return [self.tensors[f"blocks.{layer}.attn.{name}"] for layer in range(self.n_layers)]
+def _require_shapes(shapes: Mapping[str, tuple[int, ...]], tensors: Mapping[str, Tensor]) -> None:
+    for name in sorted(shapes.keys() ^ tensors.keys()):
+        state = "missing" if name in shapes else "of no use in such a model"
+        raise ValueError(f"{name} is {state}.")
+    for name, shape in shapes.items():
+        shape_here = tuple(tensors[name].shape)
+        if shape_here != shape:
+            raise ValueError(f"{name} must have shape {shape}, got {shape_here}.")
 
-    @property
-    def W_Q(self) -> Float[Tensor, "layer head d_model d_head"]:
-        return torch.stack(self.layers("W_Q"))
 
-    @property
-    def W_K(self) -> Float[Tensor, "layer head d_model d_head"]:
-        return torch.stack(self.layers("W_K"))
+def by_layer(stacked: Mapping[str, Tensor], n_layers: int) -> dict[str, Tensor]:
+    """Views of stacked tensors by HookedTransformer's names.
 
-    @property
-    def W_V(self) -> Float[Tensor, "layer head d_model d_head"]:
-        return torch.stack(self.layers("W_V"))
+    Example:
+        >>> list(by_layer({"attn.W_Q": torch.zeros(2, 1, 3, 3), "W_in": torch.zeros(3, 3)}, 2))
+        ['blocks.0.attn.W_Q', 'blocks.1.attn.W_Q', 'W_in']
+    """
+    layered = {name: tensor for name, tensor in stacked.items() if name.startswith(LAYERED)}
+    rest = {name: tensor for name, tensor in stacked.items() if name not in layered}
+    return {
+        f"blocks.{layer}.{name}": tensor[layer]
+        for layer in range(n_layers)
+        for name, tensor in layered.items()
+    } | rest
 
-    @property
-    def W_O(self) -> Float[Tensor, "layer head d_head d_model"]:
-        return torch.stack(self.layers("W_O"))
+
+def stacked(named: Mapping[str, Tensor], n_layers: int) -> dict[str, Tensor]:
+    """The inverse of `by_layer`: a copy of what layers have, the other tensors themselves."""
+    first = "blocks.0."
+    layered = [name.removeprefix(first) for name in named if name.startswith(first)]
+    return {
+        name: torch.stack([named[f"blocks.{layer}.{name}"] for layer in range(n_layers)])
+        for name in layered
+    } | {name: tensor for name, tensor in named.items() if not name.startswith("blocks.")}
 
 
 def circuit_norms(weights: Weights) -> dict[str, Float[Tensor, "layer head"]]:
@@ -258,33 +299,16 @@ def weights_of_layer(circuits: AttentionWeights, *, model: ModelConfig | None = 
         Weights(1 x 1 heads, d_x=5, d_y=1, torch.float64)
     """
     model = model_of_layer(circuits) if model is None else model
-    tensors = {f"blocks.0.attn.{name}": tensor for name, tensor in circuits.parameters.items()}
-    for name in ("blocks.0.attn.W_O", "blocks.0.attn.b_O"):
-        if name in tensors:
-            tensors[name] = pad(tensors[name], (circuits.d_x, 0))
+    tensors = {f"attn.{name}": tensor[None] for name, tensor in circuits.parameters.items()}
+    for name in {"attn.W_O", "attn.b_O"} & tensors.keys():
+        tensors[name] = pad(tensors[name], (circuits.d_x, 0))
     return Weights(model, circuits.d_x, circuits.d_y, tensors, circuits.scale)
 
 
-def weights_of_stack(stack: DeepWeights) -> Weights:
-    """A context-only model from its stacked layers: the inverse of `Weights.stack`."""
-    model = ModelConfig(
-        n_layers=stack.n_layers,
-        n_heads=stack.n_heads,
-        d_head=stack.d_head,
-        score=stack.score,
-        score_slope=stack.score_slope,
-        context_only=True,
-        d_model=None if stack.W_in is None else stack.d_model,
-    )
-    return Weights(model, stack.d_x, stack.d_y, stack.parameters, stack.scale)
-
-
-AnyWeights = Weights | AttentionWeights | DeepWeights
-"""Weights of any form."""
+AnyWeights = Weights | AttentionWeights
+"""Weights of a model, or of the heads of one layer."""
 
 
 def as_weights(weights: AnyWeights) -> Weights:
-    """Weights of any form as those of a model."""
-    if isinstance(weights, AttentionWeights):
-        return weights_of_layer(weights)
-    return weights_of_stack(weights) if isinstance(weights, DeepWeights) else weights
+    """Weights of either form as those of a model."""
+    return weights_of_layer(weights) if isinstance(weights, AttentionWeights) else weights

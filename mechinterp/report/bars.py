@@ -12,7 +12,7 @@ from rich.progress import Progress as Bar
 from mechinterp.checkpoints.io.errors import printable
 from mechinterp.display import counted
 from mechinterp.progress import Item, ProgressCallback
-from mechinterp.training.run import Progress
+from mechinterp.training.trained import Progress
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from mechinterp.report.parts import Section
 from mechinterp.report.sections import section_of, with_heads
 
 LEAST_PROMPTS = 8
+CLASSIFY = ANALYSES["classify"]
 
 
 @dataclass(frozen=True)
@@ -63,22 +64,22 @@ def contents_of(
             progress=progress,
         )
 
-    chosen = default_names(checkpoint) if analyses is None else analyses
+    chosen = [analysis_of(each) for each in analyses or default_names(checkpoint)]
     results: dict[str, Finding] = {}
-    sections: dict[str, Section] = {}
     left_out: dict[str, str] = {}
-    classified = cast("Classified", run(ANALYSES["classify"]))
-    top = [*str(classified.verdict).splitlines(), classified.loss_text]
-    for name, analysis in [analysis_of(each) for each in chosen]:
+    for name, analysis in chosen:
         try:
-            results[name] = (
-                classified if analysis.function is ANALYSES["classify"].function else run(analysis)
-            )
+            results[name] = run(analysis)
         except NoStreamError as error:
             if analyses is not None:
                 raise
             left_out[name] = str(error)
-            continue
+    shown = {name: analysis for name, analysis in chosen if name in results}
+    answers = (results[name] for name, analysis in shown.items() if analysis == CLASSIFY)
+    classified = cast("Classified", next(answers, None) or run(CLASSIFY))
+    top = [*str(classified.verdict).splitlines(), classified.loss_text]
+    sections: dict[str, Section] = {}
+    for name, analysis in shown.items():
         prompts = _prompts_text(prompts_of(analysis, n_prompts, seed))
         section = section_of(name, analysis, results[name], said=top, prompts=prompts)
         sections[name] = _named_apart(name, section, sections.values())

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from mechinterp.analysis.number_format import digits
 from mechinterp.checkpoints.native.outline import Outline
 from mechinterp.config import ModelConfig, TaskConfig, TrainConfig
+from mechinterp.display import counted
 from mechinterp.report.header import header
 from mechinterp.report.text import wrapped
 
@@ -59,7 +60,7 @@ def info_text(document: dict) -> str:
         f"{model['n_layers']} layers of " if model["n_layers"] > 1 or model["context_only"] else ""
     )
     title = (
-        f"{document['name']}: {layers}{model['n_heads']} heads, {model['score']} attention, d_x {task['d_x']}, "
+        f"{document['name']}: {layers}{counted(model['n_heads'], 'head')}, {model['score']} attention, d_x {task['d_x']}, "
         f"context length {task['context_length']}"
     )
     known = "step" not in document["assumed"]

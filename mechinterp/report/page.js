@@ -8,28 +8,24 @@ const scheme = () => (dark.matches ? "dark" : "light");
 const look = () => looks.templates[scheme()];
 
 // Colours that a template cannot give: heatmaps on the page's ground, and the curve of the model.
-function scaled(axis, least) {
+function scaled(trace) {
   const scales = looks.scales[scheme()];
-  return axis[least] < 0 ? scales.signed : scales.unsigned;
+  return trace.zmin < 0 ? scales.signed : scales.unsigned;
 }
 
 function repaint(div) {
-  const axis = div.layout.coloraxis;
-  const layout = { template: look() };
-  if (axis) layout["coloraxis.colorscale"] = scaled(axis, "cmin");
   div.data.forEach((trace, index) => {
-    if (trace.zmin !== undefined) Plotly.restyle(div, { colorscale: [scaled(trace, "zmin")] }, [index]);
+    if (trace.zmin !== undefined) Plotly.restyle(div, { colorscale: [scaled(trace)] }, [index]);
     if (trace.meta === "model") Plotly.restyle(div, { "line.color": looks.scales[scheme()].model }, [index]);
   });
-  return Plotly.relayout(div, layout);
+  return Plotly.relayout(div, { template: look() });
 }
 
 async function draw(div) {
   const { data, layout, frames, titles } = JSON.parse(div.nextElementSibling.textContent);
   layout.template = look();
-  if (layout.coloraxis) layout.coloraxis.colorscale = scaled(layout.coloraxis, "cmin");
   for (const trace of data) {
-    if (trace.zmin !== undefined) trace.colorscale = scaled(trace, "zmin");
+    if (trace.zmin !== undefined) trace.colorscale = scaled(trace);
     if (trace.meta === "model") trace.line.color = looks.scales[scheme()].model;
   }
   // A finger that scrolls the page must not zoom.

@@ -1,7 +1,7 @@
 """A report on one checkpoint: one HTML page that opens offline, and the CSV files behind it."""
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from html import escape
@@ -10,11 +10,10 @@ from pathlib import Path
 import plotly.graph_objects as go
 
 from mechinterp.analysis.result import Finding
-from mechinterp.checkpoints.checkpoint import Checkpoint, checkpoint_of
+from mechinterp.checkpoints.checkpoint import Checkpoint
 from mechinterp.checkpoints.io.atomic import write_new, writing
 from mechinterp.checkpoints.io.locks import claimed, entries, settle
 from mechinterp.checkpoints.plain_modules import HookedModule
-from mechinterp.display import counted
 from mechinterp.paper import all_drawn, require_format
 from mechinterp.progress import ProgressCallback, no_progress
 from mechinterp.report import to_html
@@ -75,8 +74,8 @@ def write_report(
         ...     report.page.name
         'index.html'
     """
-    if not isinstance(checkpoint, HookedModule):
-        checkpoint = checkpoint_of(checkpoint, "write_report")
+    if not hasattr(checkpoint, "in_words"):
+        raise ValueError(f"write_report needs a checkpoint, got a {type(checkpoint).__name__}.")
     require_free(Path(out), overwrite)
     if figures:
         require_format(Path(f"figure.{figures}"))
@@ -86,7 +85,7 @@ def write_report(
     return write_page(
         Path(out),
         checkpoint.name,
-        _about(checkpoint),
+        checkpoint.in_words,
         contents.verdict,
         contents.sections,
         loss=contents.loss,
@@ -170,38 +169,3 @@ def write_figure(file: Path, figure: go.Figure) -> None:
     text = text.replace("<head>", f"<head><title>{title} · mechinterp</title>", 1)
     with writing(file):
         write_new(file, lambda target: target.write_text(text, encoding="utf-8"))
-
-
-def _about(checkpoint: Checkpoint | HookedModule) -> str:
-    """One line on what the model is."""
-    if isinstance(checkpoint, HookedModule):
-        hooked = checkpoint.hooked
-        sizes = f"{counted(hooked.n_layers, 'layer')} of {counted(hooked.n_heads, 'head')}"
-        told = checkpoint.task.in_words(checkpoint.assumed)
-        return f"{sizes}, a PyTorch module with hooks, {told}"
-    config, task, model = checkpoint.config, checkpoint.task, checkpoint.config.model
-    heads, kind = counted(model.n_heads, "head"), f"{model.score} attention"
-    if not model.one_attention:
-        heads = f"{counted(model.n_layers, 'layer')} of {heads}"
-        kind += f", width {config.d_model}"
-    if model.d_mlp is not None:
-        kind += f", MLPs of {model.d_mlp}"
-    origin = f"seed {config.seed}, step {checkpoint.step}, config {config.id}"
-    if "step" in checkpoint.assumed:
-        origin = f"format {checkpoint.format}{assumed_text(checkpoint.assumed)}"
-    return f"{heads}, {kind}, {task.in_words(checkpoint.assumed_of_task)}; {origin}"
-
-
-def assumed_text(assumed: Mapping[str, object]) -> str:
-    """What a page says was filled in of the architecture that the file did not say; the task has a line of its own.
-
-    Example:
-        >>> assumed_text({"task.noise_var": 0.1, "model.score": "softmax", "train.steps": 5})
-        '; assumed, as the file does not say it: score softmax'
-    """
-    told = [
-        f"{name.partition('.')[2]} {value}"
-        for name, value in assumed.items()
-        if name.startswith("model.") and value not in (None, (), [])
-    ]
-    return f"; assumed, as the file does not say it: {', '.join(told)}" if told else ""

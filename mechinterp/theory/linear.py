@@ -122,7 +122,7 @@ def moment_ratio(
         >>> moment_ratio(np.array([0.4, 0.3, 0.2, 0.1]), context_length=31).round(6).tolist()
         [1.112903, 1.139785, 1.193548, 1.354839]
     """
-    values = _eigenvalues(eigenvalues)
+    values = require_eigenvalues(eigenvalues)
     length = float(_lengths(context_length)[0])
     return 1 + (1 + values.sum() / values) / length
 
@@ -233,45 +233,6 @@ def fixed_point_loss(directions: Modes, subset: Collection[int]) -> float:
     return float(directions.variance - directions.gains[_subset(directions, subset)].sum())
 
 
-def claims_not_applying(
-    eigenvalues: Float[np.ndarray, " mode"], *, rank: int, n_heads: int
-) -> tuple[str, ...]:
-    """Sentences on what theory says of distinct eigenvalues and enough heads, but not of these.
-
-    Args:
-        rank: Rank R of a head's key and query.
-    Raises:
-        ValueError: If an eigenvalue is not positive, or rank or n_heads is below 1.
-    Source:
-        Zhang et al. 2025, arXiv 2501.16265, section 4.2 (R H >= D); repeated eigenvalues derived here.
-    Example:
-        >>> claims_not_applying(np.array([0.4, 0.3]), rank=1, n_heads=1)
-        ('1 head(s) of rank 1 learn at most 1 of 2 directions: training ends at the level of 1.',)
-    """
-    values = np.sort(_eigenvalues(eigenvalues))[::-1]
-    for name, value in (("rank", rank), ("n_heads", n_heads)):
-        if value < 1:
-            raise ValueError(f"{name} must be >= 1, got {value}.")
-    sentences = []
-    if np.any(values[:-1] - values[1:] < REPEATED * values[:-1]):
-        sentences.append(
-            "Eigenvalues repeat: fixed points form a continuum instead of 2^D functions, and which direction "
-            "of a shared eigenspace is learned first is not determined; the levels of the loss still hold."
-        )
-    if n_heads * rank < len(values):
-        reach = n_heads * rank
-        sentences.append(
-            f"{n_heads} head(s) of rank {rank} learn at most {reach} of {len(values)} directions: "
-            f"training ends at the level of {reach}."
-        )
-    if rank > 1:
-        sentences.append(
-            f"Heads have rank {rank}: only levels whose number of learned directions divides by {rank} last "
-            "longer in proportion to 1/init; the others are short, and the one-head equation does not hold."
-        )
-    return tuple(sentences)
-
-
 def require_positive(**values: float) -> None:
     """Refuses numbers that are not above 0, by their names.
 
@@ -300,9 +261,19 @@ def _subset(directions: Modes, subset: Collection[int]) -> list[int]:
     return rows
 
 
-def _eigenvalues(
+def require_eigenvalues(
     values: np.ndarray, name: str = "eigenvalues", *, singular: bool = False
 ) -> np.ndarray:
+    """Eigenvalues in float64.
+
+    Args:
+        singular: Whether some may be 0.
+    Raises:
+        ValueError: If one is negative, or 0 where none may be.
+    Example:
+        >>> require_eigenvalues(np.array([2, 1]))
+        array([2., 1.])
+    """
     values = np.asarray(values, dtype=np.float64)
     if not values.size or not np.all(np.isfinite(values)):
         least = False
@@ -320,10 +291,10 @@ def _matrix(name: str, covariance: np.ndarray, *, singular: bool = False) -> np.
     covariance = np.asarray(covariance, dtype=np.float64)
     label = f"eigenvalues of {name}"
     if covariance.ndim == 1:
-        return np.diag(_eigenvalues(covariance, label, singular=singular))
+        return np.diag(require_eigenvalues(covariance, label, singular=singular))
     if not np.allclose(covariance, covariance.T, rtol=0, atol=1e-12 * np.abs(covariance).max()):
         raise ValueError(f"{name} must be symmetric, got {covariance.tolist()}.")
-    _eigenvalues(np.linalg.eigvalsh(covariance), label, singular=singular)
+    require_eigenvalues(np.linalg.eigvalsh(covariance), label, singular=singular)
     return covariance
 
 

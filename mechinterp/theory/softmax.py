@@ -82,7 +82,8 @@ def manifold_mu(gamma: Gamma, *, d_x: int, context_length: int, noise_var: float
     """
     if not np.min(gamma) > 0:
         raise ValueError(f"gamma must be > 0, got {np.min(gamma)}.")
-    curvature = (1 + noise_var) * np.sinh(d_x * gamma**2) / context_length
+    with np.errstate(over="ignore"):  # of a huge gamma mu is 0
+        curvature = (1 + noise_var) * np.sinh(d_x * gamma**2) / context_length
     return gamma / (2 * (gamma**2 + curvature))
 
 

@@ -20,8 +20,9 @@ from mechinterp.memory import peak_memory, require_memory
 from mechinterp.training.general.trainer import DeepRun
 from mechinterp.training.linear.trainer import moments_bytes, train_linear
 from mechinterp.training.one_layer.pack import Pack, pack_bytes, packs, shares_a_pack
-from mechinterp.training.run import Progress, train_run
+from mechinterp.training.run import train_run
 from mechinterp.training.state import stored_models
+from mechinterp.training.trained import Progress
 
 STATE_NAME = re.compile(r"training-[0-9]{1,9}\.safetensors")
 LOCK_NAME = re.compile(r"\.training-[0-9]{1,9}\.lock")

@@ -17,7 +17,7 @@ import torch
 
 from mechinterp.checkpoints.io.errors import CheckpointError, one_line
 from mechinterp.training.jobs import OnLog, Outcome, PackJob, train_job
-from mechinterp.training.run import Progress
+from mechinterp.training.trained import Progress
 
 # Ray takes these names for the machine's own address on its network, but not others of the loopback.
 REPLACED = ("localhost", "127.0.0.1", "::1")

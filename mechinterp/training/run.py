@@ -8,85 +8,24 @@ import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Generic, Protocol, TypeVar, runtime_checkable
+from typing import Generic
 
-import numpy as np
-import pandas as pd
 import torch
 from torch import Tensor
 
-from mechinterp.checkpoints.checkpoint import save
 from mechinterp.config import ExperimentConfig, TaskConfig
 from mechinterp.icl.prompts import Prompts, generator_for
 from mechinterp.models.weights import Weights
 from mechinterp.training.batches import batch_chunks
+from mechinterp.training.flat import Form, flattened, require_like, views
 from mechinterp.training.state import State, read_state, resumable, write_state
+from mechinterp.training.trained import Progress, TrainedModel, history_of
 
 SAVE_SECONDS = 30.0
 ROUNDED_UP_TO = 64
 Batch = tuple[Prompts, ...]
 """The same covariates and noise for every task of a run."""
-
-Form = TypeVar("Form", bound="Named")
-"""The form in which weights are trained."""
-
-
-@runtime_checkable
-class Named(Protocol):
-    """Weights of any form."""
-
-    @property
-    def tensors(self) -> Mapping[str, Tensor]: ...
-
-    def with_tensors(self: Form, tensors: Mapping[str, Tensor]) -> Form: ...
-
-
-@dataclass(frozen=True, eq=False)
-class Progress:
-    """What a caller learns at every logged step."""
-
-    step: int
-    steps: int
-    n_models: int
-    loss: float
-    """Mean training loss since the last logged step, averaged over the models that have not diverged; unit y^2."""
-    steps_per_second: float
-    """Updates of the whole pack per second since training began or was resumed."""
-    diverged: tuple[str, ...] = ()
-    """Models found at this row to have diverged, and not before."""
-
-    @property
-    def seconds_left(self) -> float:
-        return (self.steps - self.step) / self.steps_per_second
-
-
-@dataclass(frozen=True, eq=False)
-class TrainedModel:
-    """A trained model, ready to be saved as a checkpoint."""
-
-    config: ExperimentConfig
-    weights: Weights
-    step: int
-    history: pd.DataFrame
-    snapshots: dict[int, Weights]
-
-    def save(self, folder: Path) -> None:
-        """Write the checkpoint beside other files of its run.
-
-        Raises:
-            CheckpointError: If a file is in the way, or the folder cannot be written.
-        """
-        save(
-            folder,
-            self.config,
-            self.weights,
-            step=self.step,
-            history=self.history,
-            snapshots=self.snapshots,
-            shared=True,
-        )
 
 
 class Run(ABC, Generic[Form]):
@@ -333,53 +272,6 @@ class Run(ABC, Generic[Form]):
             self.rows[name] = torch.cat([self.rows[name], value]) if name in self.rows else value
         self.loss_sum.zero_()
         return loss[torch.isfinite(loss)].mean().item()
-
-
-def flattened(weights: Named) -> Tensor:
-    """All weights one after another."""
-    return torch.cat([tensor.flatten() for tensor in weights.tensors.values()])
-
-
-def views(flat: Tensor, like: Form) -> Form:
-    """Weights that are views of a flat tensor, with the shapes of `like`."""
-    shapes = {name: tensor.shape for name, tensor in like.tensors.items()}
-    parts = flat.split([shape.numel() for shape in shapes.values()])
-    return like.with_tensors(
-        {name: part.view(shape) for (name, shape), part in zip(shapes.items(), parts, strict=True)}
-    )
-
-
-def own(weights: Form) -> Form:
-    """A copy of weights on the CPU, which later steps do not reach."""
-    return weights.with_tensors(
-        {name: tensor.cpu().clone() for name, tensor in weights.tensors.items()}
-    )
-
-
-def require_like(what: str, tensor: Tensor, expected: Tensor) -> None:
-    """Refuse a tensor of another dtype or shape."""
-    for name in ("dtype", "shape"):
-        if getattr(tensor, name) != getattr(expected, name):
-            raise ValueError(
-                f"{what} must have {name} {getattr(expected, name)}, got {getattr(tensor, name)}"
-            )
-
-
-def history_of(
-    steps: Tensor, losses: Mapping[str, Tensor], measured: Mapping[str, Tensor]
-) -> pd.DataFrame:
-    """One row per logged step, layer where that is an axis, and head.
-
-    Args:
-        losses: A number per step.
-        measured: [step, head] or [step, layer, head].
-    """
-    row, *axes = (each.ravel() for each in np.indices(next(iter(measured.values())).shape))
-    columns = {"step": steps.numpy()[row]}
-    columns |= dict(zip(("layer", "head")[-len(axes) :], axes, strict=True))
-    columns |= {name: values.numpy()[row] for name, values in losses.items()}
-    columns |= {name: values.flatten().numpy() for name, values in measured.items()}
-    return pd.DataFrame(columns)
 
 
 def train_run(run: Run, file: Path, *, on_log: Callable[[Progress], None] | None = None) -> float:

@@ -18,6 +18,8 @@ from mechinterp.checkpoints.native.folder_tensors import fill_with_tensors
 from mechinterp.config import ExperimentConfig, from_dict
 
 FAULTS = (OSError, SafetensorError, KeyError, TypeError, ValueError, RuntimeError, MemoryError)
+ORDER = "stacked"
+"""How weights lie in a flat tensor: each kind of tensor of all layers together."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,7 +50,7 @@ def write_state(file: Path, state: State) -> None:
     tensors |= {f"snapshot.{step}": flat for step, flat in state.snapshots.items()}
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     models = {name: asdict(config) for name, config in state.models.items()}
-    metadata = {"step": str(state.step), "models": json.dumps(models)}
+    metadata = {"step": str(state.step), "models": json.dumps(models), "order": ORDER}
     metadata["checksum"] = _checksum(metadata, tensors)
     try:
         write_atomically(file, partial(fill_with_tensors, tensors=tensors, metadata=metadata))
@@ -73,8 +75,13 @@ def read_state(file: Path) -> State:
             raise ValueError("without a checksum, as versions before it wrote them")
         if metadata["checksum"] != _checksum(metadata, tensors):
             raise ValueError("its checksum is not that of what it holds")
+        models = _models(metadata)
+        if metadata.get("order") != ORDER and any(
+            config.model.n_layers > 1 and not config.model.is_stack for config in models.values()
+        ):
+            raise ValueError("its weights lie layer by layer, as versions before wrote them")
         state = State(
-            models=_models(metadata),
+            models=models,
             step=int(metadata["step"]),
             flat=tensors["flat"],
             moments=_named(tensors, "moment."),

@@ -35,8 +35,8 @@ from mechinterp.training.jobs import (
     state_files,
     train_here,
 )
-from mechinterp.training.run import Progress
 from mechinterp.training.state import stored_models
+from mechinterp.training.trained import Progress
 
 LOCK = ".lock"
 RESULTS = "results.parquet"

@@ -44,9 +44,9 @@ from mechinterp.models.constructions.descent import (
     with_noise,
 )
 from mechinterp.models.constructions.sparse import preprocess_then_optimise_model
+from mechinterp.models.constructions.stack import stack_of_layers
 from mechinterp.models.hooked.query_position import NoStreamError
 from mechinterp.models.run.predictor import Predictor, predictor_of
-from mechinterp.models.stacks import DeepWeights
 from mechinterp.models.weights import Weights, as_weights
 from mechinterp.training.general.trainer import initial_deep_weights
 from tests.conftest import sampled
@@ -73,23 +73,12 @@ LABELS = {
 }
 
 
-def noisy(weights: DeepWeights, seed: int = 0) -> DeepWeights:
+def noisy(weights: Weights, seed: int = 0) -> Weights:
     return with_noise(rotated(weights, seed=seed), 0.03, seed=seed)
 
 
-def saved(weights: DeepWeights | Weights, task: TaskConfig, folder: Path) -> Path:
-    if isinstance(weights, Weights):
-        save(folder, ExperimentConfig(task=task, model=weights.model), weights, step=0)
-        return folder
-    model = ModelConfig(
-        n_layers=weights.n_layers,
-        n_heads=weights.n_heads,
-        d_head=weights.W_Q.shape[-1],
-        d_model=weights.d_model,
-        score="linear/L",
-        context_only=True,
-    )
-    save(folder, ExperimentConfig(task=task, model=model), weights, step=0)
+def saved(weights: Weights, task: TaskConfig, folder: Path) -> Path:
+    save(folder, ExperimentConfig(task=task, model=weights.model), weights, step=0)
     return folder
 
 
@@ -233,9 +222,10 @@ def test_random_weights_do_not_depend_on_the_basis_of_the_stream():
     np.testing.assert_allclose(one, same, rtol=1e-9)
 
 
-def unnormalised(weights: DeepWeights, length: int) -> DeepWeights:
+def unnormalised(weights: Weights, length: int) -> Weights:
     """The same at one length, with scores that are summed and the length in the weights."""
-    return replace(weights, score="linear", W_O=weights.W_O / length)
+    summed = replace(weights, model=replace(weights.model, score="linear"))
+    return summed.with_tensors({"attn.W_O": weights.W_O / length})
 
 
 def test_steps_of_sums_over_the_pairs_grow_with_their_number():
@@ -467,13 +457,11 @@ def test_pairs_of_softmax_heads_are_no_gd_plus_plus(omega: float):
     assert found.label == "undetermined", found.reason
 
 
-def softmax_pairs(etas: list[float], omega: float, *, d_x: int) -> DeepWeights:
+def softmax_pairs(etas: list[float], omega: float, *, d_x: int) -> Weights:
     """A head of scale omega and one of -omega in each layer, reading residuals and writing into y."""
     plain = gradient_descent_model(etas, d_x=d_x)
     width = d_x + 1
     W_Q = torch.cat([plain.W_Q, -plain.W_Q], dim=1) / width**0.5 * omega
     values = [torch.cat([w, w], dim=1) for w in (plain.W_K, plain.W_V)]
     W_O = torch.cat([plain.W_O, -plain.W_O], dim=1) / (2 * omega)
-    return replace(
-        plain, W_Q=W_Q, W_K=values[0], W_V=values[1], W_O=W_O, scale=1.0, score="softmax"
-    )
+    return stack_of_layers(W_Q, *values, W_O, d_y=1, scale=1.0, reading=plain.reading)

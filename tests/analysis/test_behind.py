@@ -23,10 +23,10 @@ def test_merged_heads_are_seen_as_separate_ones_with_unit_keys(around: dict[str,
         name: 0.3 * torch.randn(shape, generator=generator, dtype=torch.float64)
         for name, shape in tensor_shapes(model, 3, 1).items()
     }
-    merged = Weights(model, 3, 1, dict(tensors))
+    merged = Weights.of_names(model, 3, 1, tensors)
     W_QK = tensors.pop("blocks.0.attn.W_QK")
     keys = {"blocks.0.attn.W_Q": W_QK, "blocks.0.attn.W_K": identity_keys(W_QK)}
-    separate = Weights(replace(model, merged_qk=False), 3, 1, tensors | keys)
+    separate = Weights.of_names(replace(model, merged_qk=False), 3, 1, tensors | keys)
     found, expected = (read_through(each, TASK) for each in (merged, separate))
     for name, tensor in expected.weights.tensors.items():
         assert_close_to_rounding(found.weights.tensors[name], tensor)

@@ -73,9 +73,10 @@ def test_two_responses_give_two_mu():
 def test_frame_has_a_row_per_head_and_figures_a_heatmap_per_head(n_heads):
     found = circuits(diagonal_heads([0.1] * n_heads, [1.0] * n_heads, d_x=5))
     assert len(found.to_frame()) == n_heads
-    for figure in (found.plot(), found.plot_ov()):
+    for figure, kinds in ((found.plot(), 2), (found.plot_qk(), 1), (found.plot_ov(), 1)):
         assert isinstance(figure, go.Figure)
-        assert sum(trace.type == "heatmap" for trace in figure.data) == n_heads
+        assert sum(trace.type == "heatmap" for trace in figure.data) == kinds * n_heads
+    assert np.asarray(found.plot().data[n_heads].z).shape == (1, 6)
     # The query's y slot is 0, so its row of QK is not drawn.
     assert np.asarray(found.plot().data[0].z).shape == (5, 6)
     assert np.asarray(found.plot_ov().data[0].z).shape == (1, 6)

@@ -46,7 +46,7 @@ def by_hand(weights, steps: int):
             CONFIG.task, 64, generator=generator, context_length=length, dtype=torch.float64
         )
         optimizer.zero_grad()
-        error = predict_deep(weights.with_tensors(trained).stack, drawn) - drawn.y_query
+        error = predict_deep(weights.with_tensors(trained), drawn) - drawn.y_query
         error.square().mean().backward()
         torch.nn.utils.clip_grad_norm_(trained.values(), 0.5)
         optimizer.param_groups[0]["lr"] = 1e-2 * (1 + np.cos(np.pi * step / steps)) / 2
@@ -55,7 +55,7 @@ def by_hand(weights, steps: int):
 
 
 def risks(weights, prompts):
-    return (predict_deep(weights.stack, prompts) - prompts.y_query_clean).square().mean(1).numpy()
+    return (predict_deep(weights, prompts) - prompts.y_query_clean).square().mean(1).numpy()
 
 
 @pytest.mark.slow

@@ -7,9 +7,10 @@ import torch
 from mechinterp import circuits
 from mechinterp.analysis.multi_layer.composition import composition_scores
 from mechinterp.analysis.multi_layer.head_circuits import LayeredCircuits
+from mechinterp.analysis.number_format import digits
 from mechinterp.checkpoints.load import load
 from mechinterp.models.constructions.descent import gradient_descent_model, rotated
-from mechinterp.models.stacks import DeepWeights
+from mechinterp.models.constructions.stack import stack_of_layers
 from tests.conftest import CHECKPOINTS
 from tests.deep_models import WIDE, random_gpt2, random_model
 
@@ -69,10 +70,25 @@ def test_where_tokens_do_not_pass_circuits_are_of_the_weights_alone(kind: dict, 
 
 def test_figures_have_a_heatmap_for_each_head_and_a_frame_for_each_layer():
     found = circuits(random_model(**WIDE))
-    for figure, values in ((found.plot(), found.QK), (found.plot_ov(), found.OV.swapaxes(2, 3))):
+    OV = found.OV.swapaxes(2, 3)
+    for figure, values in ((found.plot_qk(), found.QK), (found.plot_ov(), OV)):
         assert [frame.name for frame in figure.frames] == ["0", "1", "2"]
-        np.testing.assert_allclose(figure.frames[1].data[3].z, values[1, 3])
-        assert figure.layout.coloraxis.cmax == np.abs(values).max()
+        for layer, frame in enumerate(figure.frames):
+            assert {trace.zmax for trace in frame.data} == {np.abs(values[layer]).max()}
+            np.testing.assert_allclose(frame.data[3].z, values[layer, 3], atol=1e-6)
+            said = digits(np.abs(values[layer]).max())
+            assert frame.layout.title.text.endswith(f"layer {layer}, colours to ±{said}")
+    both = found.plot()
+    n_heads = len(found.QK[0])
+    np.testing.assert_allclose(both.frames[2].data[1].z, found.QK[2, 1], atol=1e-6)
+    np.testing.assert_allclose(both.frames[2].data[n_heads + 1].z, OV[2, 1], atol=1e-6)
+
+
+def test_colours_of_circuits_in_the_stream_end_where_most_entries_lie():
+    found = circuits(random_model(context_only=True, d_head=2, norm="before"))
+    assert found.of_weights_alone
+    trace = found.plot_qk().frames[0].data[0]
+    assert trace.zmax == pytest.approx(np.quantile(np.abs(found.QK[0]), 0.99))
 
 
 @pytest.mark.parametrize("kind", [WIDE, {"context_only": True, "d_head": 2, "d_mlp": 8}])
@@ -95,7 +111,7 @@ def test_a_head_that_writes_all_that_a_key_reads_has_score_one():
     W_V[0, 0, 3], W_O[0, 0, 0, 2] = 1, 2  # reads coordinate 3, writes coordinate 2
     W_K[1, 0, 2], W_Q[1, 0, 0] = 3, 1  # keys read coordinate 2, queries coordinate 0
     W_V[1, 0, 1], W_O[1, 0, 0, 0] = 1, 1  # values read coordinate 1
-    weights = DeepWeights(W_Q, W_K, W_V, W_O, d_y=1, scale=1.0)
+    weights = stack_of_layers(W_Q, W_K, W_V, W_O, d_y=1, scale=1.0)
     found = composition_scores(weights)
     np.testing.assert_allclose(found.score[:, 0, 0, 1, 0], [0, 1, 0], atol=1e-15)
     frame = found.to_frame()
@@ -107,7 +123,7 @@ def test_a_norm_before_the_layers_is_taken_into_what_they_read():
     model = random_model(norm="before", d_model=6, d_head=2)
     found = composition_scores(model)
     centred = torch.eye(6, dtype=torch.float64) - 1 / 6
-    gains = [model.weights.tensors[f"blocks.{layer}.ln1.w"].diag() for layer in range(2)]
+    gains = [model.weights.tensors["ln1.w"][layer].diag() for layer in range(2)]
     # The norm of x is (x centred / size) gain + bias.
     reads = centred @ gains[1] @ model.W_Q[1, 3] @ model.W_K[1, 3].mT @ gains[1] @ centred
     writes = centred @ gains[0] @ model.W_V[0, 1] @ model.W_O[0, 1]

@@ -178,10 +178,6 @@ def test_frames_and_figures(runs):
     assert len(frame) == 5 * 4
     row = frame[(frame.plateau == 2) & (frame["mode"] == 1)].iloc[0]
     assert (row.loss, row.learned, row.n_learned) == (found.loss[2], found.learned[2, 1], 2)
-    heads = found.heads_frame()
-    assert len(heads) == 5 * 5 * 1 * 4
-    row = heads[(heads.plateau == 3) & (heads["head"] == 4) & (heads["mode"] == 2)].iloc[0]
-    assert (row.value, row.key_cosine) == (found.value[3, 4], found.key_cosine[3, 4, 0, 2])
     figure = found.plot()
     dashes = [shape.line.dash for shape in figure.layout.shapes]
     assert (dashes.count("dot"), dashes.count("dash")) == (5, 4)

@@ -88,7 +88,9 @@ def test_risks_are_those_of_the_masked_model(make, many):
     assert found.refit_risk < found.risk
     assert list(found.to_frame().columns) == ["layer", "head", "kept", "chosen", "rise"]
     assert repr(found).startswith(f"Pruning({shape[1]}, 1, 1 heads kept: risk ")
-    assert len(found.plot().data) == 1
+    as_it_is, refit = (trace.y.tolist() for trace in found.plot().data)
+    assert as_it_is == [found.full_risk, found.risk]
+    assert refit == [found.full_refit_risk, found.refit_risk]
 
 
 def test_sequential_scores_come_after_what_is_gone(many):

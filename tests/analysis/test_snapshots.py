@@ -50,8 +50,8 @@ def test_frames_hold_the_circuits_of_their_step_on_one_scale(grown: Checkpoint):
         for frame, matrices in zip(figure.frames, drawn, strict=True):
             for trace, matrix in zip(frame.data, matrices, strict=True):
                 np.testing.assert_allclose(trace.z, matrix, rtol=1e-6)
-        axis = figure.layout.coloraxis
-        assert axis.cmax == -axis.cmin == pytest.approx(np.abs(drawn).max())
+        for trace in figure.data:
+            assert trace.zmax == -trace.zmin == pytest.approx(np.abs(drawn).max())
         # It begins at the last step.
         np.testing.assert_allclose(figure.data[0].z, drawn[1][0], rtol=1e-6)
         assert figure.layout.sliders[0].active == 1

@@ -130,7 +130,7 @@ def test_the_buttons_of_a_figure_lie_above_the_names_of_its_heads(
     browser: "playwright.Browser", pages: dict[str, Path], width: int
 ):
     at = opened(browser, pages["evil"], width=width)
-    figure = at.page.locator("#figure-qk")
+    figure = at.page.locator("#figure-circuits")
     figure.hover()
     buttons = figure.locator(".modebar").bounding_box()
     names = [name.bounding_box() for name in figure.locator(".annotation-text").all()]
@@ -299,7 +299,7 @@ def test_heatmaps_are_dark_at_zero_on_a_dark_page(
 
     def ground() -> str:
         return at.page.evaluate(
-            "document.getElementById('figure-qk').layout.coloraxis.colorscale.find(c => c[0] === 0.5)[1]"
+            "document.getElementById('figure-circuits').data[0].colorscale.find(c => c[0] === 0.5)[1]"
         )
 
     def model() -> str:

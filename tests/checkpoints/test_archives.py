@@ -18,11 +18,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from mechinterp.checkpoints.io import tensor_files as archives
+from mechinterp.checkpoints.io import tensor_files
+from mechinterp.checkpoints.io.archives import read_text
 from mechinterp.checkpoints.io.atomic import read_json
 from mechinterp.checkpoints.io.errors import CheckpointError, printable
 from mechinterp.checkpoints.io.state_dict import WRAPPERS
-from mechinterp.checkpoints.io.tensor_files import read_arrays, read_text
+from mechinterp.checkpoints.io.tensor_files import read_arrays
 from mechinterp.checkpoints.load import load
 
 SECONDS, BYTES = 2, 500 * 2**20
@@ -265,7 +266,7 @@ def test_a_hostile_file_ends_in_one_line(tmp_path: Path, suffix: str, write: Wri
     assert [there.name for there in tmp_path.iterdir()] == [file.name]
 
 
-@pytest.mark.parametrize("suffix", archives.SUFFIXES)
+@pytest.mark.parametrize("suffix", tensor_files.SUFFIXES)
 def test_noise_and_truncated_files(tmp_path: Path, suffix: str):
     file = tmp_path / f"x{suffix}"
     tensors = {"W": torch.ones(3, 3), "b": torch.ones(3)}
@@ -368,7 +369,7 @@ def test_arrays_of_any_byte_order_and_layout(tmp_path: Path):
 
 
 def test_too_many_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(archives, "MAX_ENTRIES", 3)
+    monkeypatch.setattr(tensor_files, "MAX_ENTRIES", 3)
     save_file({str(i): torch.ones(1) for i in range(4)}, tmp_path / "x.safetensors")
     with pytest.raises(CheckpointError, match="must hold at most 3 tensors, got 4"):
         read_arrays(tmp_path / "x.safetensors")

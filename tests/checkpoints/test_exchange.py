@@ -202,8 +202,6 @@ BAD_STATES: dict[str, tuple[dict[str, Tensor | None], str]] = {
         "unembed.W_U must read the y entries as they are",
     ),
     "scaled": ({"unembed.W_U": 2 * READ_OUT}, "W_U must read the y entries as they are"),
-    "centred": ({"unembed.W_U": 0 * READ_OUT}, "W_U must read the y entries as they are"),
-    "read-out of one number": ({"unembed.W_U": torch.tensor(1.0)}, "as they are, [d_model, d_y]"),
     "true position": (
         {"pos_embed.W_pos": torch.ones(16, 5, dtype=torch.bool)},
         "must be zero (tokens are vectors (x, y), to which no position is added), got entries up to 1",

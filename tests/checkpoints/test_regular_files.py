@@ -9,9 +9,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from mechinterp.checkpoints.io.archives import read_text
 from mechinterp.checkpoints.io.atomic import read_json
 from mechinterp.checkpoints.io.errors import CheckpointError
-from mechinterp.checkpoints.io.tensor_files import SUFFIXES, read_arrays, read_text
+from mechinterp.checkpoints.io.tensor_files import SUFFIXES, read_arrays
 from mechinterp.checkpoints.load import convert, load
 from mechinterp.training.state import read_state, stored_models
 from tests.checkpoints.foreign_files import random_heads, softmax_paper_state

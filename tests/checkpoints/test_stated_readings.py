@@ -175,6 +175,8 @@ def test_the_loss_says_which_entry_is_the_prediction(tmp_path: Path, y_first: bo
     assert found.assumed["model.output_column"] == WIDTH - 1
     assert found.assumed["model.sign"] == "minus"
     assert found.assumed["model.columns"] == ("y,x" if y_first else "x,y")
+    # Every reading names its entry, that of y among them.
+    assert {each.said["output_column"] for each in found.readings} == {0, D_X, WIDTH - 1}
     label = classify(found)
     assert label.pattern == "linear_gd"
     assert label.circuits.omega == pytest.approx(np.full((1, D_X), omega), rel=1e-6)

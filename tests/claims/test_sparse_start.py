@@ -31,11 +31,12 @@ def test_the_first_steps_keep_what_layer_1_writes_and_lower_the_risk():
     config = replace(base, model=model, train=train)
     built = preprocess_then_optimise_model([0.5] * 3, d_x=16).to(torch.float32)
     live = (built.W_V @ built.W_O).flatten(2).any(-1)[..., None, None]
-    drawn = initial_deep_weights(config).stack
+    drawn = initial_deep_weights(config)
     start = built.with_tensors(
         {
-            name: torch.where(live, getattr(built, name), getattr(drawn, name) / 2)
-            for name in ("W_Q", "W_K", "W_V", "W_O")
+            name: torch.where(live, built.tensors[name], tensor / 2)
+            for name, tensor in drawn.tensors.items()
+            if name.startswith("attn.")
         }
     )
     run = DeepRun({"": config}, start=start)
@@ -43,7 +44,7 @@ def test_the_first_steps_keep_what_layer_1_writes_and_lower_the_risk():
     assert run.finished
     (found,) = run.results().values()
     prompts = sample_prompts(base.task, 1024, generator=generator_for(1, "eval", 0))
-    ends = (start, found.weights.stack)
+    ends = (start, found.weights)
     before, after = (excess_risk(predict_deep(w, prompts), prompts) for w in ends)
     assert after.mean() < 0.6 * before.mean()
     hooked = ICLTransformer.from_weights(found.weights, task=base.task)

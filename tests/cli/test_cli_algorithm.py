@@ -11,7 +11,6 @@ import pytest
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig
 from mechinterp.models.constructions.descent import rotated
 from mechinterp.models.constructions.sparse import preprocess_then_optimise_model
-from mechinterp.models.stacks import DeepWeights
 from mechinterp.models.weights import Weights
 from mechinterp.training.general.trainer import initial_deep_weights
 from tests.analysis.test_algorithm import (
@@ -36,7 +35,7 @@ RANDOM = initial_deep_weights(
         model=ModelConfig(n_layers=4, n_heads=4, score="linear/L", context_only=True, d_model=64),
     )
 )
-KNOWN: dict[str, tuple[DeepWeights | Weights, TaskConfig, str]] = {
+KNOWN: dict[str, tuple[Weights, TaskConfig, str]] = {
     "equal steps": (rotated(EQUAL, seed=0), DENSE, "gradient_descent"),
     "falling steps": (rotated(FALLING, seed=0), DENSE, "gradient_descent"),
     "equal steps, 3% noise": (noisy(EQUAL, 2), DENSE, "gradient_descent"),

@@ -11,25 +11,29 @@ from mechinterp.analysis.one_layer.classify import classify
 from mechinterp.checkpoints.load import load
 from mechinterp.config import override
 from mechinterp.presets import preset
+from mechinterp.training.train import train
 from tests.conftest import CHECKPOINTS, Run, assert_same
 
 SHORT = ("train.steps=6", "train.log_every=3", "train.batch_size=8", "train.n_eval_prompts=16")
 
 
-@pytest.fixture
-def folder(tmp_path: Path, run: Run) -> Path:
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("trained") / "model"
+    train(override(preset("sparse-h4"), *SHORT), out=path)
+    return path
+
+
+def test_a_preset_is_trained(folder: Path, tmp_path: Path, run: Run):
     changes = [part for assignment in SHORT for part in ("--set", assignment)]
     done = run("train", "sparse-h4", *changes, "--out", tmp_path / "model", "--json")
     assert (done.code, done.document["steps"]) == (0, 6)
-    return tmp_path / "model"
-
-
-def test_a_preset_is_trained(folder: Path):
-    checkpoint = load(folder)
+    checkpoint = load(tmp_path / "model")
     assert checkpoint.config == override(preset("sparse-h4"), *SHORT)
     assert (checkpoint.step, checkpoint.weights.n_layers) == (6, 4)
     assert checkpoint.history is not None
     assert len(checkpoint.history) == 3 * 16
+    assert_same(checkpoint.weights, load(folder).weights)
 
 
 @pytest.mark.slow

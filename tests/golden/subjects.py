@@ -31,6 +31,7 @@ from mechinterp.models.run.predictor import predictor_of
 from mechinterp.presets import PRESETS
 from mechinterp.training import run as training_run
 from mechinterp.training.train import train_models
+from mechinterp.training.trained import Progress
 
 ROOT = Path(__file__).parents[2]
 FILES = Path(__file__).parent / "files"
@@ -152,7 +153,7 @@ def trained_with_a_stop(preset: str, steps: int, folder: Path) -> dict[str, Tens
     """The same, stopped at half of the steps and resumed."""
     models = {"model": _short(preset, steps)}
 
-    def stop(progress: training_run.Progress) -> None:
+    def stop(progress: Progress) -> None:
         # The row before this one is the last that was saved: what comes after it is made again.
         if progress.step > steps // 2:
             raise KeyboardInterrupt

@@ -17,10 +17,10 @@ from mechinterp.analysis.probing.feature_descent import p_probe
 from mechinterp.analysis.probing.linear import probe_layers
 from mechinterp.config import ModelConfig, TaskConfig
 from mechinterp.icl.prompts import generator_for, sample_prompts
+from mechinterp.models.hooked.gpt2 import gpt2_predictor
 from mechinterp.models.hooked.masks import z_name
 from mechinterp.models.hooked.runner import (
     HookedPredictor,
-    gpt2_predictor,
     hooked_predictor,
     masked,
 )

@@ -17,7 +17,7 @@ from mechinterp.config import SCORES, ModelConfig
 from mechinterp.icl.prompts import generator_for
 from mechinterp.models.compatibility import model as conformance_model
 from mechinterp.models.compatibility.check import CHECKS, Compatibility, check_compatible
-from mechinterp.models.compatibility.model import require_close, sample_inputs
+from mechinterp.models.compatibility.requirements import require_close, sample_inputs
 from mechinterp.models.hooked import attention
 from mechinterp.models.hooked.attention import Attention
 from mechinterp.models.hooked.transformer import ICLTransformer

@@ -20,10 +20,11 @@ from mechinterp.models.constructions.descent import (
     with_noise,
 )
 from mechinterp.models.constructions.sparse import preprocess_then_optimise_model
+from mechinterp.models.constructions.stack import stack_of_layers
 from mechinterp.models.hooked.transformer import ICLTransformer
 from mechinterp.models.run.general import predict_deep
 from mechinterp.models.shapes import NAMES
-from mechinterp.models.stacks import DeepWeights
+from mechinterp.models.weights import Weights
 from tests.conftest import assert_close_to_rounding
 
 BY_NAME = {algorithm.name: algorithm for algorithm in ALGORITHMS}
@@ -54,10 +55,16 @@ def prompts() -> Prompts:
     return sample_prompts(TASK, 64, generator=generator_for(0, "eval", 0), dtype=torch.float64)
 
 
-def path(weights: DeepWeights, prompts: Prompts) -> Tensor:
+def path(weights: Weights, prompts: Prompts) -> Tensor:
     """The prediction of the first layers alone: the residual read out after each."""
     cut = (
-        weights.with_tensors({name: getattr(weights, name)[:n] for name in NAMES})
+        stack_of_layers(
+            *(getattr(weights, name)[:n] for name in NAMES),
+            d_y=1,
+            scale=weights.scale,
+            reading=weights.reading,
+            score=weights.model.score,
+        )
         for n in range(1, weights.n_layers + 1)
     )
     return torch.stack([predict_deep(weights, prompts) for weights in cut])
@@ -82,8 +89,8 @@ def test_the_residual_stream_of_the_hooked_model_holds_the_path(built: str, prom
     model = ICLTransformer.from_weights(turned, task=TASK)
     _, cache = model.run_with_cache(prompts.tokens)
     stream = torch.stack([cache["resid_post", layer][:, -1] for layer in range(4)])
-    assert turned.W_U is not None
-    assert_close_to_rounding(stream @ turned.W_U, path(weights, prompts))
+    _, W_U = turned.reading
+    assert_close_to_rounding(stream @ W_U, path(weights, prompts))
 
 
 @pytest.mark.parametrize("built", BUILT)
@@ -104,7 +111,7 @@ def test_noise_has_the_size_asked_for():
     weights = rotated(weights, seed=0)
     noisy = with_noise(weights, 0.03, seed=1)
     assert noisy.heads_per_layer == weights.heads_per_layer
-    assert (noisy.scale, noisy.score) == (weights.scale, weights.score)
+    assert (noisy.scale, noisy.model) == (weights.scale, weights.model)
     for name, tensor in weights.tensors.items():
         live = tensor.norm(dim=(-2, -1)) > 0
         added = (noisy.tensors[name] - tensor).norm(dim=(-2, -1))

@@ -10,11 +10,11 @@ from mechinterp.config import CONTEXT_ONLY_SCORES, ModelConfig, TaskConfig
 from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
 from mechinterp.models.compatibility.check import check_compatible
 from mechinterp.models.constructions.sparse import preprocess_then_optimise_model
+from mechinterp.models.constructions.stack import stack_of_layers
 from mechinterp.models.hooked.hook_map import hook_map
 from mechinterp.models.hooked.transformer import ICLTransformer
 from mechinterp.models.run.general import predict_deep
-from mechinterp.models.stacks import DeepWeights
-from mechinterp.models.weights import as_weights
+from mechinterp.models.weights import Weights
 from tests.conftest import assert_same
 
 TASK = TaskConfig(d_x=3, d_y=2, context_length=9)
@@ -22,20 +22,19 @@ TASK = TaskConfig(d_x=3, d_y=2, context_length=9)
 
 def random_weights(
     *, n_layers: int = 3, score: str = "linear/L", d_model: int | None = 7
-) -> DeepWeights:
+) -> Weights:
     generator = generator_for(3, "init", n_layers)
 
     def normal(*shape: int) -> Tensor:
         return 0.4 * torch.randn(*shape, generator=generator, dtype=torch.float64)
 
     width = 5 if d_model is None else d_model
-    return DeepWeights(
+    return stack_of_layers(
         W_Q=normal(n_layers, 3, width, 4),
         W_K=normal(n_layers, 3, width, 4),
         W_V=normal(n_layers, 3, width, 4),
         W_O=normal(n_layers, 3, 4, width),
-        W_in=None if d_model is None else normal(5, width),
-        W_U=None if d_model is None else normal(width, 2),
+        reading=None if d_model is None else (normal(5, width), normal(width, 2)),
         d_y=2,
         scale=0.5,
         score=score,
@@ -62,7 +61,6 @@ def test_functional_and_hooked_model_agree(
     assert (found - expected).abs().max() <= 1e-12 * expected.abs().max()
     assert found.abs().max() > 1e-3
     assert_same(model.weights, weights)
-    assert_same(model.weights.stack, weights)
 
 
 @pytest.mark.parametrize("score", ["linear/L", "softmax", "relu/L"])
@@ -74,10 +72,10 @@ def test_gradients_agree(prompts: Prompts, score: str):
     model.predict(prompts).square().sum().backward()
     by_name = dict(model.named_parameters())
     for name, gradient in zip(weights.tensors, found, strict=True):
-        if name in ("W_in", "W_U"):
-            expected = by_name["W_in" if name == "W_in" else "unembed.W_U"].grad
+        if name in by_name:
+            expected = by_name[name].grad
         else:
-            expected = torch.stack([by_name[f"blocks.{i}.attn.{name}"].grad for i in range(3)])
+            expected = torch.stack([by_name[f"blocks.{i}.{name}"].grad for i in range(3)])
         torch.testing.assert_close(gradient, expected, rtol=1e-9, atol=1e-12)
 
 
@@ -163,25 +161,26 @@ def test_the_construction_passes_all_checks_that_zero_heads_can():
 def test_zero_heads_are_told_and_taken_out(prompts: Prompts):
     weights = random_weights()
     masked = {name: tensor.clone() for name, tensor in weights.tensors.items()}
-    masked["W_O"][0, 1] = 0
-    masked["W_V"][1, :2] = 0
+    masked["attn.W_O"][0, 1] = 0
+    masked["attn.W_V"][1, :2] = 0
     pruned = weights.with_tensors(masked)
     assert weights.heads_per_layer == ((0, 1, 2),) * 3
     assert pruned.heads_per_layer == ((0, 2), (2,), (0, 1, 2))
-    masked["W_O"][2, 0] = 0
+    masked["attn.W_O"][2, 0] = 0
     pruned = weights.with_tensors(masked)
-    small = as_weights(pruned).compact()
+    small = pruned.compact()
     assert (small.n_heads, small.heads_per_layer) == (2, ((0, 1), (0,), (0, 1)))
     expected = predict_deep(pruned, prompts)
-    torch.testing.assert_close(predict_deep(small.stack, prompts), expected, rtol=1e-12, atol=1e-12)
-    nothing = weights.with_tensors({"W_V": torch.zeros_like(weights.W_V)})
-    assert as_weights(nothing).compact().n_heads == 1
+    torch.testing.assert_close(predict_deep(small, prompts), expected, rtol=1e-12, atol=1e-12)
+    nothing = weights.with_tensors({"attn.W_V": torch.zeros_like(weights.W_V)})
+    assert nothing.compact().n_heads == 1
 
 
 def test_bad_models_are_refused():
     weights = random_weights()
-    with pytest.raises(ValueError, match="W_in and W_U must both be given or both be None"):
-        replace(weights, W_U=None)
+    rest = {name: tensor for name, tensor in weights.tensors.items() if name != "unembed.W_U"}
+    with pytest.raises(ValueError, match=r"unembed\.W_U is missing"):
+        replace(weights, tensors=rest)
     with pytest.raises(ValueError, match="one d_x, got 3 and 4"):
         ICLTransformer.from_weights(weights, task=replace(TASK, d_x=4))
     model = ICLTransformer.from_weights(random_weights(n_layers=1), task=TASK)
@@ -212,6 +211,4 @@ def test_other_models_are_no_stack(changes: dict):
     other = ICLTransformer(
         ModelConfig(n_layers=2, **{"context_only": True} | changes), d_x=3, d_y=2
     )
-    assert not other.weights.has_stack
-    with pytest.raises(ValueError, match="needs attention alone that reads the context only"):
-        _ = other.weights.stack
+    assert not other.weights.is_stack

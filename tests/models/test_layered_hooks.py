@@ -17,10 +17,10 @@ from mechinterp.analysis.probing.feature_descent import query_features
 from mechinterp.checkpoints.checkpoint import Checkpoint
 from mechinterp.config import ModelConfig
 from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
+from mechinterp.models.hooked.gpt2 import gpt2_predictor
 from mechinterp.models.hooked.hook_map import SWITCHES, hook_map
 from mechinterp.models.hooked.runner import (
     HookedPredictor,
-    gpt2_predictor,
     hooked_predictor,
     masked,
 )

@@ -126,7 +126,7 @@ def test_a_gpt2_predicts_what_the_published_code_does(
     published: GargModel, gpt2: Checkpoint, some_prompts: Prompts
 ):
     expected = published.at_query(some_prompts)
-    assert expected.std() > 0.1
+    assert expected.std() > 1e-3  # a prediction that varies, far above rounding
     assert_close_to_rounding(predicted(gpt2, some_prompts), expected)
     assert_close_to_rounding(gpt2.predictor.predict(some_prompts).detach(), expected)
     cfg = gpt2.model.cfg
@@ -262,7 +262,7 @@ def test_an_encoder_with_read_in_last_norm_and_read_out(
     tensors = stack.state_dict()
     for name, module in (("read_in", read_in), ("read_out", read_out)):
         tensors |= {f"{name}.{key}": tensor for key, tensor in module.state_dict().items()}
-    checkpoint = read_encoder(tensors, attend_to_self=attend_to_self)
+    checkpoint = read_encoder(tensors, attend_to_self=attend_to_self, norm_first=False)
     with torch.no_grad():
         expected = read_out(of_torch(stack, read_in(some_prompts.tokens), attend_to_self)[:, -1])
     assert_close_to_rounding(predicted(checkpoint, some_prompts), expected)

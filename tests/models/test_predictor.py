@@ -267,9 +267,9 @@ def with_hook(weights: Weights) -> ICLTransformer:
 def test_somebodys_hooks_are_not_missed(architecture: dict):
     weights, prompts = random_weights(architecture), drawn()
     model, masks = with_hook(weights), masks_of(weights.n_layers)[:3]
-    doubled = weights.tensors["blocks.0.attn.W_O"].clone()
-    doubled[0] *= 2
-    as_if = weights.with_tensors({"blocks.0.attn.W_O": doubled})
+    doubled = weights.W_O.clone()
+    doubled[0, 0] *= 2
+    as_if = weights.with_tensors({"attn.W_O": doubled})
     expected = by_hooks(as_if, prompts, masks, "zero")
     plain = by_hooks(weights, prompts, masks, "zero")
     assert (expected - plain).abs().max() > 1e-3 * expected.abs().max()

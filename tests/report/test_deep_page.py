@@ -34,7 +34,7 @@ SECTIONS = [
 ]
 EDGES = "Edges between heads"
 FIGURES = [
-    *("figure-classify", "figure-qk", "figure-ov", "figure-attention", "figure-similarity"),
+    *("figure-classify", "figure-circuits", "figure-attention", "figure-similarity"),
     *("figure-baselines", "figure-head_risk", "figure-head_importance"),
     *("figure-effective_heads", "figure-pruning", "figure-rules", "figure-chosen"),
     *("figure-probe_r2", "figure-probe_risk", "figure-descent", "figure-read_out_by_layer"),
@@ -140,12 +140,11 @@ def test_a_head_that_costs_more_than_its_layer_is_named(tmp_path: Path):
     # Heads 0 and 1 of the last layer undo each other, and either alone ruins the prediction.
     weights = random_model(**WIDE).weights
     tensors = {name: tensor.clone() for name, tensor in weights.tensors.items()}
-    last = {name: tensors[f"blocks.2.attn.{name}"] for name in ("W_Q", "W_K", "W_V", "W_O")}
-    for tensor in last.values():
-        tensor[2:] = 0
-        tensor[1] = tensor[0]
-    last["W_O"][0] *= 100
-    last["W_O"][1] = -last["W_O"][0]
+    for name in ("attn.W_Q", "attn.W_K", "attn.W_V", "attn.W_O"):
+        tensors[name][2, 2:] = 0
+        tensors[name][2, 1] = tensors[name][2, 0]
+    tensors["attn.W_O"][2, 0] *= 100
+    tensors["attn.W_O"][2, 1] *= -100
     config = ExperimentConfig(task=TASK, model=MODEL)
     save(tmp_path / "pair", config, weights.with_tensors(tensors), step=0)
     page = opened(write_report(load(tmp_path / "pair"), tmp_path / "page", n_prompts=64))

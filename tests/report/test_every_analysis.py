@@ -1,16 +1,15 @@
 """Every analysis of the one dict answers as JSON, as text and as a section of the page, or refuses in one line."""
 
+import inspect
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial, update_wrapper
 from pathlib import Path
 
 import pandas as pd
 import plotly.graph_objects as go
 import pytest
 
-from mechinterp.analysis.ablation.gates import learn_gates
 from mechinterp.analysis.needs import nothing
 from mechinterp.analysis.registry import (
     ANALYSES,
@@ -30,10 +29,11 @@ from mechinterp.report.to_html import page
 from mechinterp.report.to_json import to_json
 from mechinterp.report.to_text import to_text
 from tests.conftest import CHECKPOINTS, Run, sampled
-from tests.test_doors import as_for_users, case_builder
+from tests.deep_models import descent_checkpoint
+from tests.test_doors import SHORTENED, as_for_users, case_builder
 
-N_PROMPTS = 96
-KINDS = ("softmax", "linear-merged", "deep-linear", "gpt2", "encoder")
+N_PROMPTS = 64
+KINDS = ("softmax", "linear-merged", "descent", "gpt2", "encoder")
 SLOW = {"gates", "component-snapshots", "coefficient-snapshots", "snapshots", "edges"}
 """Asked of one source only: that they answer elsewhere is the table of doors."""
 RANDOM = {
@@ -46,7 +46,7 @@ UNDRAWN = {("algorithm", "gpt2"), ("algorithm", "encoder")}
 SOURCES = {
     "component-snapshots": "linear-merged",
     "coefficient-snapshots": "linear-merged",
-    "edges": "gpt2",
+    "edges": "descent",
 }
 PAIRS = sampled(
     [
@@ -55,28 +55,29 @@ PAIRS = sampled(
         for kind in KINDS
         if name not in SLOW or kind == SOURCES.get(name, "softmax")
     ],
-    keep=lambda pair: pair[1] in ("softmax", "deep-linear") or pair[0] in SLOW,
+    keep=lambda pair: pair[1] in ("softmax", "descent") or pair[0] in SLOW,
 )
 
 
 @pytest.fixture(scope="module")
 def case(tmp_path_factory: pytest.TempPathFactory) -> Callable:
-    return case_builder(tmp_path_factory.mktemp("kinds"))
+    folder = tmp_path_factory.mktemp("kinds")
+    build, descent = case_builder(folder), descent_checkpoint(folder)
+    return lambda kind: descent if kind == "descent" else build(kind).source
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "kind"), PAIRS)
-def test_it_is_told_in_three_forms(name: str, kind: str, case, monkeypatch: pytest.MonkeyPatch):
-    shorter = update_wrapper(partial(learn_gates, steps=2), learn_gates)
-    monkeypatch.setitem(ANALYSES, "gates", Analysis(shorter))
-    analysis, checkpoint = ANALYSES[name], case(kind).source
+def test_it_is_told_in_three_forms(name: str, kind: str, case):
+    analysis, checkpoint = ANALYSES[name], case(kind)
     n_prompts = N_PROMPTS if analysis.draws_prompts else None
     with as_for_users():
         if not analysis.needs(checkpoint) or name in RANDOM.get(kind, ()):
             with pytest.raises(ValueError, match=r"^[^\n]*\.$"):
                 run_analysis(name, checkpoint, n_prompts=n_prompts)
             return
-        found = run_analysis(name, checkpoint, n_prompts=n_prompts)
+        settings = SHORTENED.get(name)
+        found = run_analysis(name, checkpoint, n_prompts=n_prompts, settings=settings)
         document = json.loads(dumps(to_json(name, checkpoint, found)))
         assert len(document) > len(header(checkpoint))
         assert to_text(name, found).count("\n") > 0
@@ -90,10 +91,11 @@ def test_it_is_told_in_three_forms(name: str, kind: str, case, monkeypatch: pyte
             assert columns - set(section.meanings) == set(), key
 
 
-def test_an_analysis_has_a_first_line_that_says_what_it_is():
+def test_an_analysis_is_described_in_sentences_by_its_docstring():
     for name, analysis in ANALYSES.items():
-        assert analysis.first_line.endswith("."), name
-        assert analysis.described.startswith(analysis.first_line), name
+        assert analysis.described.endswith("."), name
+        first = inspect.cleandoc(analysis.function.__doc__).partition("\n\n")[0]
+        assert analysis.described.startswith(" ".join(first.split())), name
         assert analysis_of(name) == (name, analysis)
     with pytest.raises(ValueError, match=r"must be one of classify, circuits, .*, got 'nothing'"):
         analysis_of("nothing")

@@ -1,9 +1,11 @@
 """Models go to a hub and come back: huggingface_hub itself against a stand-in of its HTTP interface."""
 
+import json
 import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -15,40 +17,74 @@ from tests.conftest import CHECKPOINTS
 from tests.report.hub_stand_in import TOKEN, Hub, stand_in
 
 NAME = "someone/two-heads"
+ONLINE = f"""
+address = push_to_hub(load("softmax-h2-s0"), "{NAME}", token="{TOKEN}")
+said = {{"pushed": address, "revision": from_pretrained("{NAME}", revision=address[-40:]).step}}
+calls = [
+    lambda: from_pretrained("someone/nothing"),
+    lambda: from_pretrained("{NAME}", revision="none"),
+    lambda: from_pretrained("someone/else", local_files_only=True),
+    lambda: push_to_hub(load("softmax-h1-s0"), "someone/one", token="hf_wrong"),
+]
+refused = []
+for call in calls:
+    try:
+        call()
+    except CheckpointError as error:
+        refused.append(str(error))
+said["refused"] = refused
+"""
+PULL = f"""
+model = from_pretrained("{NAME}")
+circuits = model.weights.circuits.QK.sum().item()
+said["model"] = [model.name, model.step, len(model.snapshots), circuits]
+print(json.dumps(said))
+"""
 
 
-@pytest.fixture(scope="module")
-def hub() -> Iterator[Hub]:
-    with stand_in() as hub:
-        yield hub
+@dataclass(frozen=True)
+class Session:
+    """A hub that a process has pushed to and pulled from, and what that process and one after it, offline, said."""
+
+    hub: Hub
+    online: dict
+    offline: dict
+    requests: tuple[int, int]
+    """That the hub had before the process that is offline, and after it."""
 
 
-def python(hub: Hub, folder: Path, code: str, **environment: str) -> subprocess.CompletedProcess:
-    """Python with the stand-in as its hub, which is settled when huggingface_hub is imported."""
+def python(hub: Hub, folder: Path, code: str, **environment: str) -> dict:
+    """What Python says with the stand-in as its hub, which is settled when huggingface_hub is imported."""
     given = {"HF_ENDPOINT": hub.address, "HF_HOME": str(folder), "HF_HUB_DISABLE_XET": "1"}
-    code = f"from mechinterp import *; from pathlib import Path\n{code}"
-    return subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code],
+    imports = (
+        "import json; from mechinterp import *",
+        "from mechinterp.checkpoints.io.errors import CheckpointError",
+    )
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", "\n".join([*imports, code])],
         env={**os.environ, **given, "HF_HUB_DISABLE_PROGRESS_BARS": "1", **environment},
         capture_output=True,
         text=True,
         check=False,
     )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
 
 
 @pytest.fixture(scope="module")
-def pushed(hub: Hub, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The address of a commit that holds a pushed model."""
-    code = f'print(push_to_hub(load("softmax-h2-s0"), "{NAME}", token="{TOKEN}"))'
-    done = python(hub, tmp_path_factory.mktemp("home"), code)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
+def session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Session]:
+    folder = tmp_path_factory.mktemp("home")
+    with stand_in() as hub:
+        online = python(hub, folder, ONLINE + PULL)
+        before = len(hub.asked)
+        offline = python(hub, folder, f"said = {{}}{PULL}", HF_HUB_OFFLINE="1")
+        yield Session(hub, online, offline, (before, len(hub.asked)))
 
 
 @pytest.mark.slow
-def test_a_push_uploads_folder_and_card(hub: Hub, pushed: str):
-    sha, files = hub.commits[NAME][-1]
-    assert pushed == f"{hub.address}/{NAME}/commit/{sha}"
+def test_a_push_uploads_folder_and_card(session: Session):
+    sha, files = session.hub.commits[NAME][-1]
+    assert session.online["pushed"] == f"{session.hub.address}/{NAME}/commit/{sha}"
     assert set(files) == {
         *("README.md", "config.json", "model.safetensors"),
         *("history.parquet", "snapshots.safetensors"),
@@ -57,44 +93,26 @@ def test_a_push_uploads_folder_and_card(hub: Hub, pushed: str):
 
 
 @pytest.mark.slow
-def test_a_pushed_model_comes_back_and_stays_in_the_cache(hub: Hub, pushed: str, tmp_path: Path):
-    code = f"""
-model = from_pretrained("{NAME}")
-print(model.name, model.step, len(model.snapshots), model.weights.circuits.QK.sum().item())"""
-    first = python(hub, tmp_path, code)
-    assert first.returncode == 0, first.stderr
+def test_a_pushed_model_comes_back_and_stays_in_the_cache(session: Session):
     own = load("softmax-h2-s0")
-    name, step, snapshots, total = first.stdout.split()
-    assert (name, int(step), int(snapshots)) == ("two-heads", own.step, len(own.snapshots))
-    assert float(total) == own.weights.circuits.QK.sum().item()
-    asked = len(hub.asked)
-    offline = python(hub, tmp_path, code, HF_HUB_OFFLINE="1")
-    assert offline.stdout == first.stdout
-    assert len(hub.asked) == asked
+    circuits = own.weights.circuits.QK.sum().item()
+    assert session.online["model"] == ["two-heads", own.step, len(own.snapshots), circuits]
+    assert session.offline["model"] == session.online["model"]
+    before, after = session.requests
+    assert after == before > 0
 
 
 @pytest.mark.slow
-def test_a_revision_is_that_commit(hub: Hub, pushed: str, tmp_path: Path):
-    sha = pushed.rpartition("/")[2]
-    code = f'print(from_pretrained("{NAME}", revision="{sha}").step)'
-    assert python(hub, tmp_path, code).stdout.split() == [str(load("softmax-h2-s0").step)]
+def test_a_revision_is_that_commit(session: Session):
+    assert session.online["revision"] == load("softmax-h2-s0").step
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "call",
-    [
-        'from_pretrained("someone/nothing")',
-        f'from_pretrained("{NAME}", revision="none")',
-        'from_pretrained("someone/else", local_files_only=True)',
-        'push_to_hub(load("softmax-h1-s0"), "someone/one", token="hf_wrong")',
-    ],
-)
-def test_what_the_hub_refuses_is_one_line(hub: Hub, pushed: str, tmp_path: Path, call: str):
-    done = python(hub, tmp_path, call)
-    assert done.returncode == 1
-    last = done.stderr.strip().splitlines()[-1]
-    assert last.startswith("mechinterp.checkpoints.io.errors.CheckpointError: someone/"), last
+def test_what_the_hub_refuses_is_one_line(session: Session):
+    refused = session.online["refused"]
+    names = ["nothing", "two-heads", "else", "one"]
+    assert [text.partition(":")[0] for text in refused] == [f"someone/{name}" for name in names]
+    assert not any("\n" in text for text in refused)
 
 
 def test_folders_and_names_come_before_repositories(tmp_path: Path, monkeypatch):

@@ -224,7 +224,7 @@ def test_a_figure_by_itself_has_a_title(tmp_path: Path):
 
 def test_every_figure_is_drawn(page: Page):
     assert page.figures == [
-        *("figure-heads", "figure-qk", "figure-ov", "figure-attention", "figure-similarity"),
+        *("figure-heads", "figure-circuits", "figure-attention", "figure-similarity"),
         *("figure-ablation", "figure-shapley", "figure-fit_distance", "figure-fit_loss"),
         *("figure-snapshot_loss", "figure-snapshot_qk", "figure-snapshot_ov"),
         *("figure-loss", "figure-omega", "figure-mu"),
@@ -483,4 +483,4 @@ def test_one_layer_that_was_trained_as_several_are_has_its_curves(tmp_path: Path
     written = write_report(checkpoint, tmp_path / "page", n_prompts=N_PROMPTS)
     page = Page(written.page.read_text(encoding="utf-8"))
     assert page.headings[-2:] == ["Training, step by step", "Training"]
-    assert {"figure-qk_norm", "figure-qk", "figure-snapshot_qk"} <= set(page.figures)
+    assert {"figure-qk_norm", "figure-circuits", "figure-snapshot_qk"} <= set(page.figures)

@@ -1,5 +1,6 @@
 """One seed and one number of prompts are one set of numbers: in Python, from a command, on a page."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -17,15 +18,22 @@ from mechinterp.models.run.evaluation import evaluation_prompts, usual_number
 from mechinterp.report.page import write_report
 from tests.conftest import CHECKPOINTS, Run
 from tests.golden.store import FILES
+from tests.test_doors import as_for_users
 
-N_PROMPTS, SEED = 256, 3
+N_PROMPTS, SEED = 128, 3
 MODELS = {
     "one layer": (CHECKPOINTS / "softmax-h2-s0", {}),
-    "stack": (CHECKPOINTS / "sparse-h4-noise0.1-s0", {}),
-    "gpt2": (CHECKPOINTS / "garg-gpt2", {}),
+    "stack": (Path(FILES) / "deep-wide", {}),
+    "gpt2": (Path(FILES) / "garg.pt", {"n_heads": 4}),
     "encoder": (Path(FILES) / "encoder.pt", {"n_heads": 2}),
 }
 SAME = {"rtol": 1e-4, "atol": 1e-9}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def without_checks_of_types() -> Iterator[None]:
+    with as_for_users():
+        yield
 
 
 @pytest.fixture(scope="module", params=MODELS)

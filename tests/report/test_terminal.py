@@ -5,8 +5,8 @@ import io
 import json
 import os
 import re
-import subprocess
 import sys
+import threading
 from dataclasses import replace
 
 import numpy as np
@@ -14,6 +14,7 @@ import pandas as pd
 import pytest
 from rich.console import Console
 
+from mechinterp import cli
 from mechinterp.analysis.ablation.methods import Ablations
 from mechinterp.analysis.ablation.single import ablate_heads
 from mechinterp.analysis.ablation.subsets import ablate_subsets
@@ -28,7 +29,7 @@ from mechinterp.report import bars
 from mechinterp.report.classification import brief_text, classification_text
 from mechinterp.report.text import ROWS, frame_text, wrapped
 from mechinterp.report.to_text import to_text
-from mechinterp.training.run import Progress
+from mechinterp.training.trained import Progress
 from tests.conftest import CHECKPOINTS, sampled
 
 
@@ -192,17 +193,26 @@ def test_a_bar_that_was_never_used_prints_nothing(capsys):
 def on_a_terminal(*arguments: str) -> tuple[str, str]:
     """What the command line writes to standard output, a pipe, and to standard error, a terminal."""
     terminal_end, end = os.openpty()
-    command = [sys.executable, "-m", "mechinterp", *arguments]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=end, text=True) as process:
-        os.close(end)
-        seen = b""
+    seen: list[bytes] = []
+
+    def read() -> None:
         with contextlib.suppress(OSError):  # what a terminal says when the other end is closed
             while piece := os.read(terminal_end, 1 << 16):
-                seen += piece
-        output = process.stdout.read()
+                seen.append(piece)
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    output = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, os.fdopen(end, "w") as terminal:
+        patch.setattr(sys, "argv", ["mechinterp", *arguments])
+        patch.setattr(sys, "stdout", output)
+        patch.setattr(sys, "stderr", terminal)
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+    reader.join()
     os.close(terminal_end)
-    assert process.returncode == 0, seen
-    return output, seen.decode()
+    assert ended.value.code == 0, seen
+    return output.getvalue(), b"".join(seen).decode()
 
 
 @pytest.mark.slow

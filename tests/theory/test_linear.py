@@ -11,13 +11,13 @@ from scipy.optimize import least_squares
 from mechinterp.theory import linear_dynamics as dynamics
 from mechinterp.theory import linear_jumps as jumping
 from mechinterp.theory.linear import (
-    claims_not_applying,
     fixed_point,
     fixed_point_loss,
     modes,
     moment_ratio,
     population_moments,
 )
+from mechinterp.theory.linear_exceptions import claims_not_applying
 from mechinterp.theory.linear_heads import (
     MergedHeads,
     SeparateHeads,

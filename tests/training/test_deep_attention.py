@@ -8,7 +8,7 @@ import torch
 from mechinterp.config import ModelConfig
 from mechinterp.models.run import general as weights_alone
 from mechinterp.training.general.attention import attend
-from mechinterp.training.one_layer.kernel import LANES
+from mechinterp.training.lanes import LANES
 
 MODEL = ModelConfig(context_only=True, score_slope=1.5)
 COMPILED = ("linear", "linear/L", "relu/L", "softmax")

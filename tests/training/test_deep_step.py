@@ -6,9 +6,9 @@ import torch
 from mechinterp.config import CONTEXT_ONLY_SCORES
 from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
 from mechinterp.models.run.general import predict_deep
-from mechinterp.models.stacks import DeepWeights
+from mechinterp.models.weights import Weights
 from mechinterp.training.general.step import loss_and_gradients
-from mechinterp.training.one_layer.kernel import LANES
+from mechinterp.training.lanes import LANES
 from tests.models.test_deep_models import TASK, random_weights
 
 SCORES = ("linear", *CONTEXT_ONLY_SCORES)
@@ -19,13 +19,13 @@ def some_prompts(n_prompts: int = LANES + 5) -> Prompts:
     return sample_prompts(TASK, n_prompts, generator=generator, dtype=torch.float64)
 
 
-def some_weights(score: str, n_layers: int, d_model: int | None) -> DeepWeights:
+def some_weights(score: str, n_layers: int, d_model: int | None) -> Weights:
     """Weights whose loss stays in the range of float32."""
     weights = random_weights(score=score, n_layers=n_layers, d_model=d_model)
     return weights.with_tensors({name: 0.7 * t for name, t in weights.tensors.items()})
 
 
-def automatic(weights: DeepWeights, prompts: Prompts) -> tuple[torch.Tensor, DeepWeights]:
+def automatic(weights: Weights, prompts: Prompts) -> tuple[torch.Tensor, Weights]:
     leaves = {name: tensor.clone().requires_grad_() for name, tensor in weights.tensors.items()}
     error = predict_deep(weights.with_tensors(leaves), prompts) - prompts.y_query
     loss = error.square().mean()
@@ -33,10 +33,10 @@ def automatic(weights: DeepWeights, prompts: Prompts) -> tuple[torch.Tensor, Dee
     return loss.detach(), weights.with_tensors(dict(zip(leaves, gradients, strict=True)))
 
 
-def assert_close(actual: DeepWeights, expected: DeepWeights, tolerance: float):
+def assert_close(actual: Weights, expected: Weights, tolerance: float):
     """Equal in every layer, relative to its largest entry."""
     for name, wanted in expected.tensors.items():
-        flat = wanted.flatten(1) if name in ("W_Q", "W_K", "W_V", "W_O") else wanted.flatten()
+        flat = wanted.flatten(1) if name.startswith("attn.") else wanted.flatten()
         error = (actual.tensors[name].double() - wanted).abs().reshape(flat.shape)
         assert (error.amax(-1) <= tolerance * flat.abs().amax(-1)).all(), name
         assert flat.abs().amax(-1).min() > 1e-8, name
@@ -69,7 +69,7 @@ def test_the_same_prompts_in_any_number_have_the_same_gradient(score: str):
 
 def test_a_loss_that_is_not_finite_stays_so():
     weights, prompts = some_weights("relu/L", 2, 12).to(torch.float32), some_prompts(8)
-    broken = weights.with_tensors({"W_Q": torch.full_like(weights.W_Q, torch.nan)})
+    broken = weights.with_tensors({"attn.W_Q": torch.full_like(weights.W_Q, torch.nan)})
     loss, gradients = loss_and_gradients(broken, prompts.to(torch.float32))
     assert loss.isnan()
     assert gradients.W_V.isnan().any()

@@ -47,14 +47,13 @@ def test_initial_weights_are_a_function_of_config_and_seed():
     assert (first.model, first.d_x, first.d_y) == (CONFIG.model, 3, 1)
     assert first.scale == 3**-0.5
     # Uniform in +-1/sqrt(fan_in), W_in of fan_in d_x + d_y, the others of 6.
-    stack = first.stack
-    assert stack.W_in is not None
-    assert 0.45 < stack.W_in.abs().max() <= 0.5
-    assert all(0.37 < t.abs().max() <= 6**-0.5 for n, t in stack.tensors.items() if n != "W_in")
+    tensors = dict(first.tensors)
+    assert 0.45 < tensors.pop("W_in").abs().max() <= 0.5
+    assert all(0.37 < tensor.abs().max() <= 6**-0.5 for tensor in tensors.values())
 
 
 def test_one_update_is_adam_on_the_clipped_gradient_at_the_step_size_of_the_cosine():
-    run, before = DeepRun({"m": CONFIG}), initial_deep_weights(CONFIG).stack
+    run, before = DeepRun({"m": CONFIG}), initial_deep_weights(CONFIG)
     for step in range(3):
         run.update(step)
     flat = torch.cat([t.flatten() for t in before.tensors.values()]).requires_grad_()
@@ -110,7 +109,7 @@ def test_history_has_a_row_per_logged_step_layer_and_head():
     assert last["qk_norm"] == pytest.approx(QK.norm().item(), rel=1e-5)
     assert last["ov_norm"] == pytest.approx((weights.W_V[1, 1] @ weights.W_O[1, 1]).norm().item())
     prompts = sample_prompts(CONFIG.task, 40, generator=generator_for(3, "eval", 0))
-    error = predict_deep(weights.stack, prompts) - prompts.y_query
+    error = predict_deep(weights, prompts) - prompts.y_query
     assert last["eval_loss"] == pytest.approx(error.square().mean().item(), rel=1e-5)
 
 

@@ -13,10 +13,11 @@ from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig, TrainCo
 from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
 from mechinterp.models.hooked.transformer import ICLTransformer
 from mechinterp.training import run as running
+from mechinterp.training.flat import views
 from mechinterp.training.general.trainer import DeepRun, initial_deep_weights
 from mechinterp.training.one_layer.pack import packs, shares_a_pack
-from mechinterp.training.run import Progress, views
 from mechinterp.training.train import train_models
+from mechinterp.training.trained import Progress
 from tests.conftest import assert_close_to_rounding, assert_same
 
 WIDE = ModelConfig(n_layers=2, n_heads=2, d_model=8)
@@ -74,7 +75,7 @@ def run_in_float64(config: ExperimentConfig) -> DeepRun:
 
 def named(flat: torch.Tensor, run: DeepRun) -> dict[str, torch.Tensor]:
     """Numbers that lie as the weights of a run do, by the names of the weights."""
-    return dict(run._model(0, views(flat, run.weights)).tensors)
+    return run._model(0, views(flat, run.weights)).by_name
 
 
 def step_by_step(model: ICLTransformer, config: ExperimentConfig, steps: int) -> ICLTransformer:

@@ -10,9 +10,9 @@ from numba import njit, types
 from mechinterp.config import SCORES, ExperimentConfig, ModelConfig, TaskConfig, override
 from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
 from mechinterp.models.heads import NAMES, AttentionWeights, stack
-from mechinterp.training.one_layer import kernel
+from mechinterp.training import lanes
+from mechinterp.training.lanes import LANES, exponential, load, store
 from mechinterp.training.one_layer import pack as pack_module
-from mechinterp.training.one_layer.kernel import LANES, exponential, load, store
 from mechinterp.training.one_layer.pack import Pack
 from mechinterp.training.one_layer.step import (
     by_tensors,
@@ -228,6 +228,6 @@ def test_a_kernel_that_cannot_be_kept_on_disk_is_compiled_all_the_same(
             raise RuntimeError("cannot cache function 'double': no locator available")
         return njit(*signatures, **options)
 
-    monkeypatch.setattr(kernel, "njit", refuse)
-    double = kernel.compiled(types.float64(types.float64))(lambda x: 2 * x)
+    monkeypatch.setattr(lanes, "njit", refuse)
+    double = lanes.compiled(types.float64(types.float64))(lambda x: 2 * x)
     assert double(1.5) == 3.0

@@ -13,9 +13,8 @@ from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig, TrainCo
 from mechinterp.icl.prompts import generator_for, sample_prompts
 from mechinterp.memory import prompt_bytes
 from mechinterp.models.heads import NAMES, predict
-from mechinterp.training import batches, jobs
+from mechinterp.training import batches, jobs, lanes
 from mechinterp.training.batches import batch_chunks
-from mechinterp.training.one_layer import kernel
 from mechinterp.training.one_layer import pack as pack_module
 from mechinterp.training.one_layer.pack import Pack, pack_bytes
 from mechinterp.training.one_layer.step import initial_weights, loss_and_gradients, membership
@@ -111,7 +110,7 @@ def test_a_batch_of_half_a_million_prompts_needs_little_memory(peaks):
 
 
 def test_the_lanes_counted_are_those_of_the_kernel():
-    assert pack_module.LANES == kernel.LANES
+    assert pack_module.LANES == lanes.LANES
 
 
 WIDE = override(CONFIG, "task.d_x=10", "model.n_heads=120", "train.batch_size=8")

@@ -36,11 +36,12 @@ def test_a_run_leaves_one_file_of_snapshots(trained: Checkpoint):
     assert {file.name for file in trained.path.iterdir()} == names
     stored = load_file(snapshot_file(trained))
     assert stored.pop("step").tolist() == [0, 4, 8]
-    assert stored.keys() == trained.weights.tensors.keys()
+    assert stored.keys() == trained.weights.by_name.keys()
     assert list(trained.snapshots) == [0, 4, 8]
     for row, weights in enumerate(trained.snapshots.values()):
-        for name, tensor in weights.tensors.items():
+        for name, tensor in weights.by_name.items():
             assert torch.equal(tensor, stored[name][row])
+        for tensor in weights.tensors.values():
             assert tensor.untyped_storage().nbytes() == tensor.nbytes  # and not all steps of it
     assert_same(train(short(8), out=trained.path.parent / "8").weights, trained.snapshots[8])
 
@@ -53,7 +54,7 @@ def short(steps: int) -> ExperimentConfig:
 def test_a_folder_with_a_file_per_step_is_still_read_and_saved_as_one_file(trained: Checkpoint):
     (trained.path / "snapshots").mkdir()
     for step, weights in trained.snapshots.items():
-        save_file(dict(weights.tensors), trained.path / "snapshots" / f"{step}.safetensors")
+        save_file(weights.by_name, trained.path / "snapshots" / f"{step}.safetensors")
     snapshot_file(trained).unlink()
     old = load(trained.path)
     again = trained.path.parent / "again"

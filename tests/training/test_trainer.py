@@ -1,7 +1,7 @@
 """Packs: they resume to the same bits, log what they say they log, and train as plain PyTorch does."""
 
 import os
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
 import numpy as np
@@ -15,9 +15,11 @@ from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig, TrainCo
 from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
 from mechinterp.models.heads import AttentionWeights, predict
 from mechinterp.training import run
+from mechinterp.training.general.trainer import DeepRun
 from mechinterp.training.one_layer.pack import Pack, pack_key
 from mechinterp.training.one_layer.step import initial_weights
-from mechinterp.training.run import Progress, train_run
+from mechinterp.training.run import train_run
+from mechinterp.training.trained import Progress
 from tests.conftest import assert_same
 
 SMALL = ExperimentConfig(
@@ -408,3 +410,21 @@ def test_a_state_without_a_checksum_is_refused(tmp_path: Path):
     save_file(tensors, file, metadata=metadata)
     with pytest.raises(CheckpointError, match="without a checksum"):
         Pack.restore(file)
+
+
+def test_weights_of_layers_in_the_old_order_are_refused(tmp_path: Path):
+    file = tmp_path / "training-0.safetensors"
+    task = TaskConfig(d_x=3, context_length=8)
+    refusal = pytest.raises(CheckpointError, match="lie layer by layer")
+    for kind, expected in (({"d_mlp": 4}, refusal), ({}, nullcontext())):
+        model = ModelConfig(n_layers=2, n_heads=2, context_only=True, **kind)
+        run = DeepRun({"m": ExperimentConfig(task=task, model=model)})
+        run.save(file)
+        DeepRun.restore(file)
+        with safe_open(file, framework="pt") as stored:
+            metadata = stored.metadata()
+            tensors = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118
+        del metadata["order"]
+        save_file(tensors, file, metadata=metadata)
+        with expected:
+            DeepRun.restore(file)

@@ -12,7 +12,7 @@ from mechinterp import figures
 from mechinterp.analysis.ablation.masked_risk import masked_errors
 from mechinterp.analysis.ablation.pruning import pruned_config, pruned_origin, pruned_weights
 from mechinterp.analysis.number_format import with_error
-from mechinterp.analysis.stats import mean_and_sem, ratio_and_sem
+from mechinterp.analysis.stats import estimates, mean_and_sem, ratio_and_sem
 from mechinterp.checkpoints.checkpoint import Checkpoint, checkpoint_of, save
 from mechinterp.config import ExperimentConfig
 from mechinterp.display import Result, frame_of, with_sem
@@ -122,12 +122,11 @@ def fine_tune(
         True
     """
     checkpoint = checkpoint_of(checkpoint, "fine_tune")
+    train = checkpoint.config.train
     train = replace(
-        checkpoint.config.train,
+        train,
         steps=steps,
-        learning_rate=checkpoint.config.train.learning_rate
-        if learning_rate is None
-        else learning_rate,
+        learning_rate=train.learning_rate if learning_rate is None else learning_rate,
         data_seed=data_seed,
         log_every=max(1, steps // (ROWS - 1)),
         snapshot_every=max(1, steps // (ROWS - 1)),
@@ -136,12 +135,14 @@ def fine_tune(
     config = replace(checkpoint.config, train=train)
     starts = (pruned_weights(checkpoint.weights, kept), checkpoint.weights)
     trained = [_trained(config, start, progress) for start in starts]
-    errors = np.array([[_errors(w, prompts) for w in run.values()] for run in trained])
+    errors = np.array(
+        [[masked_errors(w, prompts, [[]])[:, 0] for w in run.values()] for run in trained]
+    )
     before = errors[1, 0]  # the full model as it was
-    risk, risk_sem = mean_and_sem(np.moveaxis(errors, -1, 0))
-    ratio, ratio_sem = ratio_and_sem(np.moveaxis(errors, -1, 0), before)
+    by_prompt = np.moveaxis(errors, -1, 0)
+    found = estimates(risk=mean_and_sem(by_prompt), ratio=ratio_and_sem(by_prompt, before))
     step, last = np.array(list(trained[0])), list(trained[0].values())[-1]
-    return FineTuning(step, risk, risk_sem, ratio, ratio_sem, checkpoint, kept, last)
+    return FineTuning(step=step, checkpoint=checkpoint, kept=kept, weights=last, **found)
 
 
 def _trained(
@@ -155,7 +156,3 @@ def _trained(
         run.advance()
     (found,) = run.results().values()
     return found.snapshots | {found.step: found.weights}
-
-
-def _errors(weights: Weights, prompts: Prompts) -> Float[np.ndarray, " prompt"]:
-    return masked_errors(weights, prompts, [[]])[:, 0]

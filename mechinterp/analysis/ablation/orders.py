@@ -48,6 +48,12 @@ class PruningCurves(Result):
         needed = ", ".join(f"{name} {self.needed(name)}" for name in self.orders)
         return f"PruningCurves(heads for twice the risk at most: {needed} of {len(self.heads[0])})"
 
+    @property
+    def sentence(self) -> str:
+        """How many heads each order needs."""
+        counts = " and ".join(f"{self.needed(n)} in the order {n!r}" for n in self.orders)
+        return f"Of {len(self.heads[0])} heads, the excess risk stays within twice the full model's with {counts}."
+
     def needed(self, order: str, *, ratio: float = 2.0) -> int:
         """The least number of heads of an order with which the risk is no more than this many times the full one."""
         ratios = self.ratio[self.orders.index(order)]

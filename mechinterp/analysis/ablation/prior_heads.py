@@ -11,9 +11,9 @@ from scipy.special import ndtri
 
 from mechinterp import figures
 from mechinterp.analysis.learners.closeness import KINDS, lengths_of, setting_of
-from mechinterp.analysis.stats import mean_and_sem, ratio_and_sem
+from mechinterp.analysis.stats import estimates, mean_and_sem, ratio_and_sem
 from mechinterp.config import TaskConfig
-from mechinterp.display import Result
+from mechinterp.display import Result, frame_of, head_axes, with_sem
 from mechinterp.icl.pools import Pool
 from mechinterp.models.run.predictor import Source, predictor_of
 from mechinterp.progress import ProgressCallback, no_progress
@@ -77,12 +77,8 @@ class PriorHeads(Result):
 
     def to_frame(self) -> pd.DataFrame:
         """One row per head."""
-        layer, head = np.divmod(np.arange(self.dmmse_rise.size), self.dmmse_rise.shape[1])
-        columns: dict[str, np.ndarray] = {"layer": layer, "head": head}
-        for name in ("weight_change", "dmmse_rise", "ridge_rise", "memory_excess"):
-            columns[name] = getattr(self, name).ravel()
-            columns[f"{name}_sem"] = getattr(self, f"{name}_sem").ravel()
-        return pd.DataFrame(columns)
+        names = with_sem("weight_change", "dmmse_rise", "ridge_rise", "memory_excess")
+        return frame_of(self, *names, **head_axes(self.dmmse_rise))
 
     def plot(self) -> go.Figure:
         """Rise of the distance to dMMSE on tasks of the pool beside that to ridge on new ones, head by head."""
@@ -137,15 +133,14 @@ def prior_heads(
         found[kind] = np.stack(by_mask, 1).mean(2)
     pooled, new = ((each[:, 1:] - each[:, :1]) for each in found.values())  # [prompt, head, square]
     gap = found["pool"][:, 0, 3]
-    measures = {
-        "weight_change": ratio_and_sem(pooled[..., 2], gap),
-        "dmmse_rise": mean_and_sem(pooled[..., 0]),
-        "ridge_rise": mean_and_sem(new[..., 1]),
-        "memory_excess": mean_and_sem(pooled[..., 0] - pooled[..., 1]),
-    }
+    measures = estimates(
+        weight_change=ratio_and_sem(pooled[..., 2], gap),
+        dmmse_rise=mean_and_sem(pooled[..., 0]),
+        ridge_rise=mean_and_sem(new[..., 1]),
+        memory_excess=mean_and_sem(pooled[..., 0] - pooled[..., 1]),
+    )
     shape = (predictor.n_layers, predictor.n_heads)
     return PriorHeads(
         n_tasks=len(setting.pool),
-        **{name: mean.reshape(shape) for name, (mean, _) in measures.items()},
-        **{f"{name}_sem": sem.reshape(shape) for name, (_, sem) in measures.items()},
+        **{name: values.reshape(shape) for name, values in measures.items()},
     )

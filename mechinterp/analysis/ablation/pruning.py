@@ -1,19 +1,15 @@
 """Pruning of heads: rules of what stays, the risk without the rest, and the smaller model itself."""
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
-import pandas as pd
-import plotly.graph_objects as go
 import torch
 from jaxtyping import Bool, Float
 
-from mechinterp import figures
 from mechinterp.analysis.ablation.cross_fitting import (
     SPLITS,
     Choices,
-    Cost,
     MaskedErrors,
     Rule,
     checked,
@@ -22,116 +18,16 @@ from mechinterp.analysis.ablation.cross_fitting import (
     cost,
     masked_by,
 )
-from mechinterp.analysis.number_format import digits, with_error
-from mechinterp.analysis.result import Table, records
-from mechinterp.analysis.stats import mean_and_sem
+from mechinterp.analysis.ablation.pruning_result import Pruning
+from mechinterp.analysis.stats import estimates, mean_and_sem
 from mechinterp.checkpoints.checkpoint import Checkpoint, checkpoint_of, save
 from mechinterp.checkpoints.load import load
 from mechinterp.config import ExperimentConfig
-from mechinterp.display import Result, frame_of, head_axes
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.run.evaluation import evaluation_prompts
 from mechinterp.models.run.predictor import Source, predictor_of
 from mechinterp.models.weights import Weights
 from mechinterp.progress import ProgressCallback, no_progress
-
-
-@dataclass(frozen=True, eq=False, repr=False)
-class Pruning(Cost, Result):
-    """What a model costs and keeps when a rule masks some of its heads for good, nothing retrained."""
-
-    kept: Bool[np.ndarray, "layer head"]
-    """The choice on all prompts; what the risks are of is chosen anew on each half of them."""
-    rise: Float[np.ndarray, "layer head"]
-    """What the rule saw on all prompts: the rise of the excess risk when a head is masked, unit y^2."""
-    chosen: Float[np.ndarray, "layer head"]
-    """In which share of the choices on halves of the prompts a head is kept."""
-    full_risk: float
-    """Excess risk of the full model."""
-    full_risk_sem: float
-    full_refit_risk: float
-    """Excess risk of the full model with a new read-out."""
-    full_refit_risk_sem: float
-
-    @property
-    def heads_per_layer(self) -> str:
-        """Heads kept in each layer, from the first on."""
-        return ", ".join(map(str, self.kept.sum(1)))
-
-    @property
-    def to_read(self) -> tuple[float, float, str]:
-        """Ratio, its standard error and what it is of: with a new read-out where few prompts carry the risk as it is."""
-        if self.carried_by_few:
-            return self.refit_ratio, self.refit_ratio_sem, " with a new read-out"
-        return self.ratio, self.ratio_sem, ""
-
-    def __repr__(self) -> str:
-        times = with_error(self.ratio, self.ratio_sem)
-        as_is = f"risk {digits(self.full_risk)} to {digits(self.risk)}, {times} times"
-        refit = f"{digits(self.refit_risk)} with a new read-out"
-        if self.carried_by_few:
-            as_is, refit = refit, f"{as_is}, which few prompts carry"
-        return f"Pruning({self.heads_per_layer} heads kept: {as_is}; {refit})"
-
-    def sentences(self) -> list[str]:
-        """What is kept, and what it costs."""
-        n_layers, n_heads = self.kept.shape
-        full, risk = (
-            with_error(self.full_risk, self.full_risk_sem),
-            with_error(self.risk, self.risk_sem),
-        )
-        as_is = f"Excess risk {full} y² with all heads, {risk} with these: {with_error(self.ratio, self.ratio_sem)} times."
-        refit = f"With a new read-out {with_error(self.refit_ratio, self.refit_ratio_sem)} times."
-        few = "One prompt in a hundred carries most of this risk: read the number with a new read-out."
-        return [
-            f"heads kept in layers 0 to {n_layers - 1}: {self.heads_per_layer} of {n_heads}.",
-            *((refit, as_is, few) if self.carried_by_few else (as_is, refit)),
-            "Heads are chosen on random halves of the prompts, risks measured on the other halves; ± is over prompts and "
-            "choices.",
-            "kept: chosen on all prompts; chosen: in which share of the halves.",
-        ]
-
-    def tables(self) -> dict[str, Table]:
-        """What is kept of each layer."""
-        return {"heads": Table(self.to_frame(), "Heads")}
-
-    def to_document(self) -> dict:
-        """Risks and heads; where few prompts carry the risk, what is measured with a new read-out comes first."""
-        full = ("full_risk", "full_risk_sem", "full_refit_risk", "full_refit_risk_sem")
-        order = cost_names(self.carried_by_few)
-        return {
-            **{name: getattr(self, name) for name in (*full, *order)},
-            "heads_per_layer": self.kept.sum(1),
-            "heads": records(self.to_frame()),
-        }
-
-    def to_frame(self) -> pd.DataFrame:
-        """One row per head."""
-        return frame_of(self, "kept", "chosen", "rise", **head_axes(self.kept))
-
-    def plot(self) -> go.Figure:
-        """Excess risk of the full and of the pruned model, as they are and with a new read-out."""
-        risks = [self.full_risk, self.risk, self.full_refit_risk, self.refit_risk]
-        errors = [self.full_risk_sem, self.risk_sem, self.full_refit_risk_sem, self.refit_risk_sem]
-        return figures.bars(
-            ["full", "pruned", "full, new read-out", "pruned, new read-out"],
-            {"excess risk": np.array(risks)},
-            errors={"excess risk": np.array(errors)},
-            title=f"Excess risk with {self.kept.sum()} of {self.kept.size} heads",
-            y_title="excess risk (y²)",
-        )
-
-    def plot_chosen(self) -> go.Figure:
-        """How often each head is kept, layers by heads."""
-        title = "Share of the choices on halves of the prompts that keep a head"
-        return figures.layers_by_heads(self.chosen, title=title, unit="share", signed=False)
-
-
-def cost_names(few: bool) -> tuple[str, ...]:
-    """The fields of a cost, those with a new read-out first where few prompts carry the risk."""
-    as_is = ("risk", "risk_sem", "ratio", "ratio_sem")
-    refit = tuple(f"refit_{name}" for name in as_is)
-    return (*((*refit, *as_is) if few else (*as_is, *refit)), "carried_by_few")
 
 
 def best_head_later(rise: Float[np.ndarray, "layer head"]) -> Bool[np.ndarray, "layer head"]:
@@ -209,7 +105,14 @@ def prune(
     """
     prompts = evaluation_prompts(source, prompts, n_prompts=n_prompts, seed=seed)
     errors = MaskedErrors(predictor_of(source), prompts, progress)
-    every = np.ones(len(prompts), dtype=bool)
+    return pruned_by(errors, rule, sequential=sequential, splits=splits)
+
+
+def pruned_by(
+    errors: MaskedErrors, rule: Rule, *, sequential: bool = False, splits: int
+) -> Pruning:
+    """What a rule keeps and costs, chosen on all prompts and on halves of them."""
+    every = np.ones(len(errors.prompts), dtype=bool)
     kept, rise = choose(errors, rule, every, sequential=sequential)
     choices = choices_on_halves(errors, rule, sequential=sequential, splits=splits)
     return pruning_of(errors, kept, rise, choices)
@@ -221,17 +124,15 @@ def pruning_of(
     rise: Float[np.ndarray, "layer head"],
     choices: Choices,
 ) -> Pruning:
-    """The result, from what was chosen on all prompts and on parts of them."""
-    full_risk, full_risk_sem = mean_and_sem(errors.of([[]])[:, 0])
-    full_refit_risk, full_refit_risk_sem = mean_and_sem(errors.refitted([[]])[:, 0])
+    full = estimates(
+        full_risk=mean_and_sem(errors.of([[]])[:, 0]),
+        full_refit_risk=mean_and_sem(errors.refitted([[]])[:, 0]),
+    )
     return Pruning(
         kept=kept,
         rise=rise,
         chosen=choices.chosen,
-        full_risk=float(full_risk),
-        full_risk_sem=float(full_risk_sem),
-        full_refit_risk=float(full_refit_risk),
-        full_refit_risk_sem=float(full_refit_risk_sem),
+        **full,
         **asdict(cost(errors, choices)),
     )
 

@@ -11,7 +11,7 @@ from jaxtyping import Bool, Float, Int
 from mechinterp import figures
 from mechinterp.analysis.ablation.masked_risk import layer_shares, single_masks
 from mechinterp.analysis.number_format import with_error
-from mechinterp.analysis.stats import carried_by_few, mean_and_sem, resampled
+from mechinterp.analysis.stats import carried_by_few, estimates, mean_and_sem, resampled
 from mechinterp.display import Result, frame_of, head_axes, with_sem
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.run.evaluation import evaluation_prompts
@@ -196,21 +196,18 @@ def ablate_heads(
     """
     prompts = evaluation_prompts(source, prompts, n_prompts=n_prompts, seed=seed)
     full, rises = single_masks(source, prompts, method=method, progress=progress)
-    full_risk, full_risk_sem = mean_and_sem(full)
-    rise, rise_sem = mean_and_sem(rises)
-    effective_heads, effective_heads_sem = _effective_heads(rises)
+    found = estimates(
+        rise=mean_and_sem(rises),
+        effective_heads=_effective_heads(rises),
+        full_risk=mean_and_sem(full),
+    )
     return HeadAblation(
         method=method,
-        rise=rise,
-        rise_sem=rise_sem,
         median_rise=np.median(rises, axis=0),
         carried_by_few=carried_by_few(rises),
         p_value=_corrected_p_values(rises),
-        effective_heads=effective_heads,
-        effective_heads_sem=effective_heads_sem,
-        full_risk=float(full_risk),
-        full_risk_sem=float(full_risk_sem),
         null_risk=prompts.y_query_clean.double().square().mean().item(),
+        **found,
     )
 
 

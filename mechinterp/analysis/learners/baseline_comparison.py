@@ -55,17 +55,22 @@ def task_doubt(
     Args:
         factor: The best factor on the prediction, with its standard error.
         r2: 1 - loss / loss of predicting 0 of the prediction times that factor, with its standard error. As it is, a
-            prediction twice too large is no better than predicting 0, whatever it says of the task.
+            prediction twice too large is no better than predicting 0, whatever it says of the task. No task turns its
+            sign: of a factor below 0 nothing is said.
         assumed: Fields of the task that nobody stated.
     Example:
         >>> task_doubt((0.61, 0.02), (0.3, 0.03), ("noise_var",))
         'the task may be another one: the best factor on its prediction is 0.61 ± 0.02, 1 for the task it was trained on; --task (task=)'
         >>> task_doubt((1.05, 0.01), (0.8, 0.01), ("noise_var",)), task_doubt((0.61, 0.02), (0.3, 0.03), ())
         ('', '')
+        >>> task_doubt((-1220, 30), (0.3, 0.03), ("noise_var",))
+        ''
     """
     value, sem = factor
     off = abs(value - 1)
-    clear = off > max(FACTOR_OFF, ERRORS * sem) and r2[0] > max(LEAST_R2, ERRORS * r2[1])
+    clear = (
+        value > 0 and off > max(FACTOR_OFF, ERRORS * sem) and r2[0] > max(LEAST_R2, ERRORS * r2[1])
+    )
     if not (clear and DECIDING & set(assumed)):
         return ""
     return (

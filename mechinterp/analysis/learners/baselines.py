@@ -10,7 +10,7 @@ from jaxtyping import Float
 
 from mechinterp import figures
 from mechinterp.analysis.number_format import with_error
-from mechinterp.analysis.stats import mean_and_sem, ratio_and_sem, require_moderate
+from mechinterp.analysis.stats import estimates, mean_and_sem, ratio_and_sem, require_moderate
 from mechinterp.config import TaskConfig
 from mechinterp.display import Result, frame_of, with_sem
 from mechinterp.icl.pools import dmmse
@@ -140,17 +140,12 @@ def baselines(
         exact = errors.mean() <= EXACT * zero
         ratio = (np.nan, np.nan) if exact else ratio_and_sem(own, errors)
         rows.append([setting, *mean_and_sem(errors), *ratio])
-    model_risk, model_risk_sem = mean_and_sem(own)
     tuned, risk, risk_sem, ratios, ratios_sem = np.array(rows, dtype=float).T
     return Baselines(
         learners=tuple(squares),
         tuned=tuned,
-        risk=risk,
-        risk_sem=risk_sem,
-        ratio=ratios,
-        ratio_sem=ratios_sem,
-        model_risk=float(model_risk),
-        model_risk_sem=float(model_risk_sem),
+        **estimates(risk=(risk, risk_sem), ratio=(ratios, ratios_sem)),
+        **estimates(model_risk=mean_and_sem(own)),
     )
 
 

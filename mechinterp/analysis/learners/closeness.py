@@ -11,7 +11,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from mechinterp import figures
-from mechinterp.analysis.stats import mean_and_sem, ratio_and_sem, require_moderate
+from mechinterp.analysis.stats import estimates, mean_and_sem, ratio_and_sem, require_moderate
 from mechinterp.config import TaskConfig
 from mechinterp.icl.pools import Pool, dmmse, require_pool
 from mechinterp.icl.predictors import ridge
@@ -165,20 +165,19 @@ class Sample:
 def closeness(squares: Float[np.ndarray, "prompt *axes square"]) -> Closeness:
     """What the `squares` of a sample say, as means over prompts."""
     to_dmmse, to_ridge, inner, gap, norm, *errors = np.moveaxis(squares, -1, 0)
-    found: dict[str, np.ndarray] = {}
-
-    def keep(name: str, estimate: tuple[np.ndarray, np.ndarray]) -> None:
-        found[name], found[f"{name}_sem"] = estimate
-
-    keep("distance_dmmse", mean_and_sem(to_dmmse))
-    keep("distance_ridge", mean_and_sem(to_ridge))
-    keep("relative", _ratios(to_dmmse, to_dmmse + to_ridge))
-    keep("weight_dmmse", _ratios(inner, gap))
     # By least squares the mean changes with the weight in second order only: its standard error needs no term for it.
-    weight = found["weight_dmmse"]
-    keep("unexplained", _ratios(norm - 2 * weight * inner + weight**2 * gap, gap))
-    for name, each in zip(("risk", "risk_dmmse", "risk_ridge"), errors, strict=True):
-        keep(name, mean_and_sem(each))
+    weight, weight_sem = _ratios(inner, gap)
+    risk, risk_dmmse, risk_ridge = map(mean_and_sem, errors)
+    found = estimates(
+        distance_dmmse=mean_and_sem(to_dmmse),
+        distance_ridge=mean_and_sem(to_ridge),
+        relative=_ratios(to_dmmse, to_dmmse + to_ridge),
+        weight_dmmse=(weight, weight_sem),
+        unexplained=_ratios(norm - 2 * weight * inner + weight**2 * gap, gap),
+        risk=risk,
+        risk_dmmse=risk_dmmse,
+        risk_ridge=risk_ridge,
+    )
     return Closeness(**found)
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import pandas as pd
@@ -15,7 +15,7 @@ from mechinterp import figures
 from mechinterp.analysis.learners.nearest import NEAR
 from mechinterp.analysis.number_format import explained, with_error
 from mechinterp.analysis.result import Table, records
-from mechinterp.analysis.stats import mean_and_sem, ratio_and_sem, require_moderate
+from mechinterp.analysis.stats import estimates, mean_and_sem, ratio_and_sem, require_moderate
 from mechinterp.config import TaskConfig
 from mechinterp.display import Result, frame_of, with_sem
 from mechinterp.icl.pools import dmmse
@@ -162,16 +162,15 @@ class LearnerFits(Result):
 
     def plot(self) -> go.Figure:
         """Loss of the model and of the fitted learners over the context length."""
-        curves = {figures.MODEL: self.model_loss} | dict(
-            zip(self.learners, self.loss.T, strict=True)
-        )
-        errors = {figures.MODEL: self.model_loss_sem} | dict(
-            zip(self.learners, self.loss_sem.T, strict=True)
+        names = (figures.MODEL, *self.learners)
+        losses, errors = (
+            np.column_stack([getattr(self, f"model_{name}"), getattr(self, name)]).T
+            for name in with_sem("loss")
         )
         return figures.lines(
             self.context_length,
-            curves,
-            errors=errors,
+            dict(zip(names, losses, strict=True)),
+            errors=dict(zip(names, errors, strict=True)),
             title="Loss over context length: the model and the learners fitted to it",
             x_title="context length L",
             y_title="loss (y²)",
@@ -227,36 +226,29 @@ def fit_learners(
     require_task(task, "fit_learners")
     task = task_for(source, None, "fit_learners") if task is None else task
     if context_lengths is CONTEXT_LENGTHS and not given:
-        context_lengths = _with_room(predictor_of(source), task)
+        predictor = predictor_of(source)
+        context_lengths = [n for n in CONTEXT_LENGTHS if _has_room(predictor, task, n)]
     lengths = sorted({*context_lengths, task.context_length})
     rows = [
         _fit_at(model, task, length, n_prompts, seed)
         for length in progress(lengths, "fitting learners at each context length")
     ]
     at = lengths.index(task.context_length)
-    squares = rows[at].pop("squares")
-    for row in rows:
-        row.pop("squares", None)
+    squares = [row.pop("squares") for row in rows][at]
     best, runner_up = np.argsort(squares.mean(0))[:2]
-    lead, lead_sem = mean_and_sem(squares[:, runner_up] - squares[:, best])
-    columns = {name: np.array([row[name] for row in rows]) for name in rows[0]}
+    columns: dict[str, Any] = {n: np.array([row[n] for row in rows]) for n in rows[0]}
     return LearnerFits(
         context_length=np.array(lengths),
         trained_length=task.context_length,
         n_prompts=n_prompts,
-        lead=float(lead),
-        lead_sem=float(lead_sem),
         learners=LEARNERS if task.n_tasks is None else (*LEARNERS, "dmmse"),
         **columns,
+        **estimates(lead=mean_and_sem(squares[:, runner_up] - squares[:, best])),
     )
 
 
-def _with_room(predictor: Predictor, task: TaskConfig) -> list[int]:
-    """The usual context lengths, as far as the model has positions for them."""
-    return [length for length in CONTEXT_LENGTHS if _has_room(predictor, task, length)]
-
-
 def _has_room(predictor: Predictor, task: TaskConfig, length: int) -> bool:
+    """Whether a model has positions for so many pairs."""
     weights = predictor.weights
     if weights is not None:
         most = weights.model.longest_context
@@ -296,35 +288,25 @@ def _fit_at(
     require_moderate(torch.cat(predictions))
     prediction = torch.cat(predictions).numpy(force=True)  # [prompt, d_y]
 
-    factor, factor_sem = np.full((2, shape.shape[1]), np.nan)
+    factors = np.full((2, shape.shape[1]), np.nan)
     for index in map(LEARNERS.index, FITTED):
-        factor[index], factor_sem[index] = _least_squares(shape[:, index], prediction)
-    learned = shape * np.where(np.isnan(factor), 1, factor)[:, None]
+        factors[:, index] = _least_squares(shape[:, index], prediction)
+    learned = shape * np.where(np.isnan(factors[0]), 1, factors[0])[:, None]
     squares = np.square(prediction[:, None] - learned).mean(2)
     distance, distance_sem = mean_and_sem(squares)
     ratio, ratio_sem = ratio_and_sem(squares, np.square(prediction).mean(1))
     losses = np.square(learned - target[:, None]).mean(2)
     model_losses = np.square(prediction - target).mean(1)
-    loss, loss_sem = mean_and_sem(losses)
-    gap, gap_sem = mean_and_sem(model_losses[:, None] - losses)
-    model_loss, model_loss_sem = mean_and_sem(model_losses)
     rms = np.sqrt(distance)
-    return {
-        "factor": factor,
-        "factor_sem": factor_sem,
-        "kernel_omega": omega,
-        "r2": 1 - ratio,
-        "r2_sem": ratio_sem,
-        "rms": rms,
-        "rms_sem": distance_sem / np.maximum(2 * rms, np.finfo(float).tiny),
-        "loss": loss,
-        "loss_sem": loss_sem,
-        "loss_gap": gap,
-        "loss_gap_sem": gap_sem,
-        "model_loss": model_loss,
-        "model_loss_sem": model_loss_sem,
-        "squares": squares,
-    }
+    found = estimates(
+        factor=(factors[0], factors[1]),
+        r2=(1 - ratio, ratio_sem),
+        rms=(rms, distance_sem / np.maximum(2 * rms, np.finfo(float).tiny)),
+        loss=mean_and_sem(losses),
+        loss_gap=mean_and_sem(model_losses[:, None] - losses),
+        model_loss=mean_and_sem(model_losses),
+    )
+    return {"kernel_omega": omega, "squares": squares, **found}
 
 
 def _kernel_omega(model: Callable[[Prompts], Tensor], prompts: Prompts) -> float:

@@ -65,6 +65,7 @@ from mechinterp.models.run.predictor import (
     is_learner,
     predictor_of,
 )
+from mechinterp.models.weights import stacked
 
 LEAST_PROMPTS = 8
 GROWTH = (1, 4, 16)
@@ -343,10 +344,12 @@ def _null_risk(
     for _ in range(N_RANDOM):
         drawn = {
             name: _random_directions(tensor, generator)
-            for name, tensor in sorted(weights.tensors.items())
+            for name, tensor in sorted(weights.by_name.items())
         }
         random = AlgorithmSource(
-            predictor_of(replace(weights, tensors=drawn)), TaskConfig(), weights.n_layers
+            predictor_of(weights.with_tensors(stacked(drawn, weights.n_layers))),
+            TaskConfig(),
+            weights.n_layers,
         )
         risks.append(relative_risk(random.predicted(prompts), prompts.y_query_clean))
     return np.nan_to_num(np.array(risks), nan=np.inf)

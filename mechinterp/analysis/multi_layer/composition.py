@@ -66,15 +66,16 @@ class CompositionScores(Result):
         n_layers, n_heads = self.score.shape[1:3]
         names = [f"L{layer}H{head}" for layer in range(n_layers) for head in range(n_heads)]
         above = self.score - self.random[:, None, None, None, None]
-        return figures.head_heatmaps(
+        matrices = figures.Matrices(
             above.reshape(3, len(names), len(names))[:, :-n_heads, n_heads:],
-            title="Composition scores above those of random weights",
-            rows=names[:-n_heads],
-            columns=names[n_heads:],
-            row_title="writes",
-            column_title="reads",
+            names[:-n_heads],
+            names[n_heads:],
+            "writes",
+            "reads",
             names=[f"into {each}" for each in INPUTS],
         )
+        title = "Composition scores above those of random weights"
+        return figures.head_heatmaps(matrices, title=title)
 
 
 def composition_scores(source: Source) -> CompositionScores:
@@ -130,8 +131,7 @@ def _read_through_norm(weights: Weights, name: str) -> Float[Tensor, "layer head
     read = getattr(weights, name)
     if weights.model.norm != "before":
         return read
-    gain = torch.stack([weights.tensors[f"blocks.{n}.ln1.w"] for n in range(weights.n_layers)])
-    scaled = gain[:, None, :, None] * read
+    scaled = weights.tensors["ln1.w"][:, None, :, None] * read
     return scaled - scaled.mean(2, keepdim=True)
 
 

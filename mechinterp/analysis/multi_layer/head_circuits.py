@@ -1,5 +1,6 @@
 """QK and OV circuits of every head of a model of several layers, in coordinates of tokens where the stream allows it."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -11,9 +12,14 @@ from jaxtyping import Float
 from torch import Tensor
 
 from mechinterp import figures
+from mechinterp.analysis.number_format import digits
 from mechinterp.display import Result
 from mechinterp.memory import require_memory
 from mechinterp.models.weights import Weights
+
+CLEAR_PART = 0.99
+"""Of the entries of a layer's circuits in the stream, by size, those on whose largest colours end: few of some models are
+many times all others."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -70,10 +76,6 @@ class LayeredCircuits(Result):
             "do in between is left out."
         ]
 
-    def figures(self) -> dict[str, go.Figure]:
-        """QK, then OV, which share a slider over the layers."""
-        return {"qk": self.plot(), "ov": self.plot_ov()}
-
     def to_frame(self) -> pd.DataFrame:
         """One row per head."""
         layer, head = (index.ravel() for index in np.indices(self.QK.shape[:2]))
@@ -90,26 +92,45 @@ class LayeredCircuits(Result):
         return pd.DataFrame(columns)
 
     def plot(self) -> go.Figure:
+        """QK and OV circuits of a layer's heads, with a slider over the layers."""
+        return self._by_layer("QK and OV", self._qk, self._ov)
+
+    def plot_qk(self) -> go.Figure:
         """The QK circuits of a layer's heads side by side, with a slider over the layers."""
-        names = list(self.coordinates)
-        unit = "" if self.of_weights_alone else "1/x²"
-        titles = [f"QK circuits of layer {layer}" for layer in range(len(self.QK))]
-        return _by_layer(
-            self.QK, rows=names, columns=names, axes=("query", "key"), unit=unit, titles=titles
-        )
+        return self._by_layer("QK", self._qk)
 
     def plot_ov(self) -> go.Figure:
         """The OV circuits of a layer's heads, with a slider over the layers: rows are what is written."""
-        n_out, titles = self.OV.shape[3], [f"OV circuits of layer {n}" for n in range(len(self.OV))]
-        rows = [f"ŷ{n}" if n_out > 1 else "ŷ" for n in range(n_out)]
-        return _by_layer(
-            self.OV.swapaxes(2, 3),
-            rows=list(self.coordinates) if self.of_weights_alone else rows,
-            columns=list(self.coordinates),
-            axes=("written", "read"),
-            titles=titles,
-            strips=not self.of_weights_alone,
+        return self._by_layer("OV", self._ov)
+
+    def _qk(self, layer: int) -> figures.Matrices:
+        unit, part = ("", CLEAR_PART) if self.of_weights_alone else ("1/x²", 1.0)
+        names = self.coordinates
+        return figures.Matrices(
+            self.QK[layer], names, names, "query", "key", unit=unit, kind="QK", part=part
         )
+
+    def _ov(self, layer: int) -> figures.Matrices:
+        OV, alone = self.OV[layer].swapaxes(1, 2), bool(self.of_weights_alone)
+        rows, part = (self.coordinates, CLEAR_PART) if alone else (responses(self.OV.shape[3]), 1.0)
+        return figures.Matrices(
+            OV, rows, self.coordinates, "written", "read", kind="OV", strips=not alone, part=part
+        )
+
+    def _by_layer(self, what: str, *kinds: Callable[[int], figures.Matrices]) -> go.Figure:
+        """Each layer on colour scales of its own, where they end in the title."""
+        layers = [[kind(layer) for kind in kinds] for layer in range(len(self.QK))]
+        frames = {
+            str(layer): [change for each in drawn for change in each.changing]
+            for layer, drawn in enumerate(layers)
+        }
+        titles = [
+            f"{what} circuits of layer {layer}, colours to "
+            + " and ".join(f"±{digits(each.limit)}" for each in drawn)
+            for layer, drawn in enumerate(layers)
+        ]
+        figure = figures.head_heatmaps(*layers[0], title="")
+        return figures.with_slider(figure, frames, label="layer", titles=titles)
 
 
 def layered_circuits(weights: Weights) -> LayeredCircuits:
@@ -124,7 +145,6 @@ def layered_circuits(weights: Weights) -> LayeredCircuits:
     n_matrices = 4 * weights.n_layers * weights.n_heads
     require_memory(8 * n_matrices * width**2, f"circuits of {n_matrices // 4} heads, width {width}")
     W_U = tensors.get("unembed.W_U", torch.eye(d_x + d_y, dtype=torch.float64)[:, d_x:])
-    assert weights.scale is not None
     QK, OV = weights.scale * weights.W_Q @ weights.W_K.mT, weights.W_V @ weights.W_O
     read = _norm(OV @ W_U) / _norm(OV).clamp_min(torch.finfo(torch.float64).tiny)
     if not reason and "W_in" in tensors:
@@ -139,7 +159,7 @@ def layered_circuits(weights: Weights) -> LayeredCircuits:
         OV_read=read.numpy(),
         omega=omega.numpy(),
         mu=mu.numpy(),
-        coordinates=_coordinates(weights, QK.shape[-1], bool(reason)),
+        coordinates=tuple(map(str, range(QK.shape[-1]))) if reason else coordinates(d_x, d_y),
         of_weights_alone=reason,
     )
 
@@ -149,8 +169,7 @@ def why_not_in_tokens(weights: Weights) -> str:
 
     Example:
         >>> from mechinterp.models.constructions.descent import gradient_descent_model
-        >>> from mechinterp.models.weights import as_weights
-        >>> why_not_in_tokens(as_weights(gradient_descent_model([0.5, 0.5], d_x=4)))
+        >>> why_not_in_tokens(gradient_descent_model([0.5, 0.5], d_x=4))
         ''
     """
     model = weights.model
@@ -172,11 +191,14 @@ def _scales(
     return omega, OV[..., d_x:, :].diagonal(dim1=2, dim2=3)
 
 
-def _coordinates(weights: Weights, width: int, of_stream: bool) -> tuple[str, ...]:
-    if of_stream:
-        return tuple(map(str, range(width)))
-    d_x, d_y = weights.d_x, weights.d_y
+def coordinates(d_x: int, d_y: int) -> tuple[str, ...]:
+    """Names of a token's coordinates: x0, x1, ... and y."""
     return (*(f"x{i}" for i in range(d_x)), *(f"y{n}" if d_y > 1 else "y" for n in range(d_y)))
+
+
+def responses(d_y: int) -> list[str]:
+    """Names of the predicted responses."""
+    return [f"ŷ{n}" if d_y > 1 else "ŷ" for n in range(d_y)]
 
 
 def _norm(matrices: Tensor) -> Tensor:
@@ -188,29 +210,3 @@ def _rank(matrices: Float[np.ndarray, "layer head row column"]) -> Float[np.ndar
     squares = np.square(np.linalg.svd(matrices, compute_uv=False))
     with np.errstate(invalid="ignore"):
         return np.square(squares.sum(-1)) / np.square(squares).sum(-1)
-
-
-def _by_layer(
-    matrices: Float[np.ndarray, "layer head row column"],
-    *,
-    rows: list[str],
-    columns: list[str],
-    axes: tuple[str, str],
-    titles: list[str],
-    unit: str = "",
-    strips: bool = False,
-) -> go.Figure:
-    figure = figures.head_heatmaps(
-        matrices[0],
-        title=titles[0],
-        rows=rows,
-        columns=columns,
-        row_title=axes[0],
-        column_title=axes[1],
-        unit=unit,
-        strips=strips,
-    )
-    limit = float(np.abs(matrices).max()) or 1.0
-    figure.update_layout(coloraxis={"cmin": -limit, "cmax": limit})
-    frames = {str(layer): [{"z": each} for each in row] for layer, row in enumerate(matrices)}
-    return figures.with_slider(figure, frames, label="layer", titles=titles)

@@ -13,7 +13,7 @@ from torch import Tensor
 from mechinterp import figures
 from mechinterp.analysis.number_format import cell, digits, with_error
 from mechinterp.analysis.random_models import random_models
-from mechinterp.analysis.stats import mean_and_sem
+from mechinterp.analysis.stats import estimates, mean_and_sem
 from mechinterp.display import Result, frame_of, head_axes, with_sem
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.run.evaluation import evaluation_prompts
@@ -116,12 +116,11 @@ def attention_entropy(
     predictor = predictor_of(source)
     patterns = predictor.query_patterns(prompts).double()
     _require_distribution(patterns)
-    entropy, entropy_sem = mean_and_sem(_entropy(patterns).transpose(0, 1).numpy(force=True))
+    entropy = mean_and_sem(_entropy(patterns).transpose(0, 1).numpy(force=True))
     n_keys = patterns.any(2).any(1).sum(1)
     random = _at_random(predictor, prompts[:RANDOM_PROMPTS])
     return AttentionEntropy(
-        entropy=entropy,
-        entropy_sem=entropy_sem,
+        **estimates(entropy=entropy),
         uniform=n_keys.double().log().numpy(force=True),
         random=random.mean((0, 2)),
         random_sd=random.std((0, 2), ddof=1),

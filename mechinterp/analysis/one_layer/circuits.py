@@ -9,7 +9,12 @@ import torch
 from jaxtyping import Float
 
 from mechinterp import figures
-from mechinterp.analysis.multi_layer.head_circuits import LayeredCircuits, layered_circuits
+from mechinterp.analysis.multi_layer.head_circuits import (
+    LayeredCircuits,
+    coordinates,
+    layered_circuits,
+    responses,
+)
 from mechinterp.analysis.number_format import digits
 from mechinterp.display import Result
 from mechinterp.models.heads import AttentionWeights
@@ -78,34 +83,33 @@ class Circuits(Result):
         return pd.DataFrame(columns)
 
     def plot(self) -> go.Figure:
-        """The part of every QK circuit that acts: rows are the query's x, columns a key's x and y."""
-        d_x = self.omega.shape[1]
-        names = _coordinates(d_x, self.mu.shape[1])
-        return figures.head_heatmaps(
-            self.QK[:, :d_x],
-            title="QK circuits",
-            rows=names[:d_x],
-            columns=names,
-            row_title="query",
-            column_title="key",
-            unit="1/x²",
-        )
+        """The part of every QK circuit that acts, and every OV circuit below it."""
+        return figures.head_heatmaps(self._qk, self._ov, title="QK and OV circuits")
 
-    def figures(self) -> dict[str, go.Figure]:
-        """QK, then OV."""
-        return {"qk": self.plot(), "ov": self.plot_ov()}
+    def plot_qk(self) -> go.Figure:
+        """The part of every QK circuit that acts: rows are the query's x, columns a key's x and y."""
+        return figures.head_heatmaps(self._qk, title="QK circuits")
 
     def plot_ov(self) -> go.Figure:
         """Every OV circuit as a strip: rows are the predicted responses, columns a token's coordinates."""
-        d_x, d_y = self.omega.shape[1], self.mu.shape[1]
-        return figures.head_heatmaps(
-            self.OV.swapaxes(1, 2),
-            title="OV circuits",
-            rows=[f"ŷ{n}" for n in range(d_y)] if d_y > 1 else ["ŷ"],
-            columns=_coordinates(d_x, d_y),
-            column_title="token",
-            strips=True,
-        )
+        return figures.head_heatmaps(self._ov, title="OV circuits")
+
+    @property
+    def _qk(self) -> figures.Matrices:
+        columns = coordinates(*self._sizes)
+        rows = columns[: self._sizes[0]]
+        QK = self.QK[:, : len(rows)]
+        return figures.Matrices(QK, rows, columns, "query", "key", unit="1/x²", kind="QK")
+
+    @property
+    def _ov(self) -> figures.Matrices:
+        rows, columns = responses(self._sizes[1]), coordinates(*self._sizes)
+        OV = self.OV.swapaxes(1, 2)
+        return figures.Matrices(OV, rows, columns, "", "token", kind="OV", strips=True)
+
+    @property
+    def _sizes(self) -> tuple[int, int]:
+        return self.omega.shape[1], self.mu.shape[1]
 
 
 def circuits(source: Source) -> Circuits | LayeredCircuits:
@@ -163,7 +167,3 @@ def weights_of(source: Source, analysis: str) -> AttentionWeights:
     except ValueError as error:
         raise ValueError(f"{analysis} {error}") from None
     return found.to("cpu").to(torch.float64)
-
-
-def _coordinates(d_x: int, d_y: int) -> list[str]:
-    return [f"x{i}" for i in range(d_x)] + ([f"y{n}" for n in range(d_y)] if d_y > 1 else ["y"])

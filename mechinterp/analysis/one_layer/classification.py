@@ -115,24 +115,7 @@ class Classification(Classified):
     @property
     def verdict(self) -> Verdict:
         """What the model computes, how sure that is, and what it is not."""
-        active = np.array([label != "dummy" for label in self.labels])
-        return heads_verdict(
-            self.pattern,
-            self.reason,
-            form=self.form,
-            scales=self.scales,
-            n_components=None if self.components is None else self.components.n_components,
-            omega=self.omega_form[active],
-            mu=self.circuits.mu[active],
-            kernel=self.kernel,
-            learner=self.learner,
-            near=self.near,
-            p_value=self.p_values["task_r2"],
-            n_random=self.n_random,
-            calibrated=self.calibrated,
-            caveat=self.caveat,
-            doubt=self.task_doubt,
-        )
+        return heads_verdict(self)
 
     def to_frame(self) -> pd.DataFrame:
         """One row per head: label, share and circuit scalars, with what random heads reach."""
@@ -279,7 +262,11 @@ class Classification(Classified):
 
     def to_document(self) -> dict:
         """Pattern, heads, evidence and verdict."""
-        scales = self.circuits
+        scales, numbers = self.circuits, {}
+        for name in HEAD_NUMBERS:
+            numbers[name] = getattr(scales, name)
+            if name in self.head_p_values:
+                numbers[f"{name}_p"] = self.head_p_values[name]
         heads = [
             {
                 "layer": 0,
@@ -291,15 +278,7 @@ class Classification(Classified):
                 "omega_form": self.omega_form[head],
                 "mu": scales.mu[head].tolist(),
             }
-            | {
-                name + of: values[head]
-                for name in HEAD_NUMBERS
-                for of, values in (
-                    ("", getattr(scales, name)),
-                    ("_p", self.head_p_values.get(name)),
-                )
-                if values is not None
-            }
+            | {name: values[head] for name, values in numbers.items()}
             | {"task_leak": self.task_leak[head]}
             for head, label in enumerate(self.labels)
         ]

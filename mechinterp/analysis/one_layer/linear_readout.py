@@ -68,17 +68,15 @@ def read_through(weights: Weights, task: TaskConfig, *, seed: int = 0) -> ReadTh
 
 def _seen_through(weights: Weights, direction: Tensor, constant: Tensor) -> AttentionWeights:
     """The layer on tokens (x, y) whose output is that of attention in the read-out's direction."""
-    tensors = {n.removeprefix("blocks.0.attn."): t for n, t in weights.tensors.items()}
-    into = tensors.get("W_in")
+    tensors, into = weights.attention(0), weights.tensors.get("W_in")
     found = {"W_O": tensors["W_O"] @ direction}
     for x in "QKV":
-        (matrix,) = weights.layers(f"W_{x}")
+        matrix = tensors[f"W_{x}"]
         found[f"W_{x}"] = matrix if into is None else into @ matrix
         if weights.model.biases:
-            moved = tensors["b_in"] @ matrix if into is not None else 0
+            moved = weights.tensors["b_in"] @ matrix if into is not None else 0
             found[f"b_{x}"] = tensors[f"b_{x}"] + moved
     if weights.model.biases:
         found["b_O"] = tensors["b_O"] @ direction + constant
-    assert weights.scale is not None
     # Behind a read-in the keys of merged heads are no longer the tokens themselves.
     return heads_of(replace(weights.model, merged_qk=False), found, weights.scale)

@@ -1,6 +1,7 @@
 """What a layer of attention computes, how sure that is, and what it is not."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from jaxtyping import Float
@@ -10,7 +11,6 @@ from mechinterp.analysis.learners.nearest import Nearby
 from mechinterp.analysis.number_format import beside, digits, explained
 from mechinterp.analysis.one_layer.effective_step import Scales
 from mechinterp.analysis.one_layer.head_statistics import Form
-from mechinterp.analysis.one_layer.substitution import Faithfulness
 from mechinterp.analysis.verdict import (
     NOTHING_EXCLUDED,
     Verdict,
@@ -25,61 +25,36 @@ from mechinterp.analysis.verdict import (
 MOST_NUMBERS = 8
 
 
-def heads_verdict(
-    pattern: str,
-    reason: str,
-    *,
-    form: Form,
-    scales: Scales,
-    n_components: int | None,
-    omega: Float[np.ndarray, " head"],
-    mu: Float[np.ndarray, "head d_y"],
-    kernel: str,
-    learner: Faithfulness,
-    near: Nearby,
-    p_value: float,
-    n_random: int,
-    calibrated: bool,
-    caveat: str,
-    doubt: str,
-) -> Verdict:
+def heads_verdict(found: Any) -> Verdict:
     """The verdict on one layer of attention.
 
     Args:
-        n_components: Principal components of x that the step uses, if that is known.
-        omega: Of the active heads, as is `mu`.
-        kernel: Weight of a pair by its score s.
-        learner: What the formula explains.
-        near: What simple learners explain.
-        calibrated: Whether the calibration speaks of this label.
-        caveat: What the numbers are of, if not of the model's own predictions.
-        p_value: Of the loss, against n_random models of random weights.
-        doubt: Why the task may be another one.
+        found: Its `Classification`, which this file cannot name: it asks for its verdict here.
     """
-    chance = f"; {chance_text(p_value, n_random, 'random weights')}"
+    pattern, learner, near = found.pattern, found.learner, found.near
+    chance = f"; {chance_text(found.p_values['task_r2'], found.n_random, 'random weights')}"
     if pattern in ("undetermined", "unstructured"):
-        said = f"{none_of('formulas', pattern)}: {spelled_out(reason)}"
-        return nearest_learners(said, near, chance=chance, doubt=doubt)
+        said = f"{none_of('formulas', pattern)}: {spelled_out(found.reason)}"
+        return nearest_learners(said, near, chance=chance, doubt=found.task_doubt)
     label = PATTERNS[pattern]
     if pattern == "kernel_regression":
-        computes = _smoother(form, omega, mu, kernel)
+        active = np.array([label != "dummy" for label in found.labels])
+        omega, mu = found.omega_form[active], found.circuits.mu[active]
+        computes = _smoother(found.form, omega, mu, found.kernel)
     else:
-        d_x = scales.step.shape[1]
-        used = (
-            ""
-            if n_components is None
-            else f"; it uses {n_components} of {d_x} principal directions of x"
-        )
-        computes = f"{label.text} ({pattern}): {_step(pattern, scales)}{used}"
+        used, d_x = found.components, found.scales.step.shape[1]
+        computes = f"{label.text} ({pattern}): {_step(pattern, found.scales)}"
+        if used is not None and used.n_components is not None:
+            computes += f"; it uses {used.n_components} of {d_x} principal directions of x"
     sure = (
         f"this formula, with nothing fitted, explains {explained(learner.r2, learner.r2_sem)} of "
-        f"{caveat or 'the predictions'}{chance}{calibration_text(label) if calibrated else ''}"
+        f"{found.caveat or 'the predictions'}{chance}{calibration_text(label) if found.calibrated else ''}"
     )
     others = [n for n, name in enumerate(near.learners) if name not in label.cases]
     behind = [n for n in others if is_behind(near.lead[n], near.lead_sem[n])]
     alike = "; ".join(_other(near, n) for n in others if n not in behind)
     is_not = _other(near, behind[0]) if behind else NOTHING_EXCLUDED
-    return Verdict(computes, sure, is_not, alike, doubt)
+    return Verdict(computes, sure, is_not, alike, found.task_doubt)
 
 
 def _other(near: Nearby, n: int) -> str:

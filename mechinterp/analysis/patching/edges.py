@@ -21,7 +21,7 @@ from torch import Tensor
 from mechinterp import figures
 from mechinterp.analysis.number_format import with_error
 from mechinterp.analysis.patching.pairing import Metric, clean_and_corrupted, nearness
-from mechinterp.analysis.stats import mean_and_sem, resampled
+from mechinterp.analysis.stats import estimates, mean_and_sem, resampled
 from mechinterp.display import Result
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.hooked.hooks import Hooks
@@ -160,21 +160,13 @@ def attribute_edges(
         require_sum(hooked.model, hooked.inputs(clean))
     pair = _Pair.of(hooked, clean, corrupted, metric)
     estimate, patched = _estimates(pair, ig_steps), _patches(pair, progress)
-    total, total_sem = mean_and_sem(pair.gained())
-    correlation, correlation_sem = _rank_correlation(estimate, patched)
-    estimate_mean, estimate_sem = mean_and_sem(estimate)
-    patched_mean, patched_sem = mean_and_sem(patched)
-    return HeadEdges(
-        ig_steps=ig_steps,
-        estimate=estimate_mean,
-        estimate_sem=estimate_sem,
-        patched=patched_mean,
-        patched_sem=patched_sem,
-        rank_correlation=correlation,
-        rank_correlation_sem=correlation_sem,
-        total=float(total),
-        total_sem=float(total_sem),
+    found = estimates(
+        estimate=mean_and_sem(estimate),
+        patched=mean_and_sem(patched),
+        rank_correlation=_rank_correlation(estimate, patched),
+        total=mean_and_sem(pair.gained()),
     )
+    return HeadEdges(ig_steps, **found)
 
 
 @dataclass(frozen=True, eq=False)

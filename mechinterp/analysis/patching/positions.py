@@ -18,7 +18,7 @@ from torch import Tensor
 
 from mechinterp import figures
 from mechinterp.analysis.patching.pairing import Metric, clean_and_corrupted, nearness
-from mechinterp.analysis.stats import mean_and_sem
+from mechinterp.analysis.stats import estimates, mean_and_sem
 from mechinterp.display import Result
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.hooked.runner import HookedPredictor
@@ -191,6 +191,6 @@ def _summary(
 ) -> PositionPatching:
     by_prompt = effects.T.double().numpy(force=True).reshape(-1, *axes.values())
     order: Sequence[int] = [1 + list(axes).index(a) for a in ("layer", "pos", "head") if a in axes]
-    effect, effect_sem = mean_and_sem(by_prompt.transpose(0, *order))
-    total, total_sem = mean_and_sem(gained.double().numpy(force=True))
-    return PositionPatching(activation, effect, effect_sem, float(total), float(total_sem))
+    effect = mean_and_sem(by_prompt.transpose(0, *order))
+    total = mean_and_sem(gained.double().numpy(force=True))
+    return PositionPatching(activation, **estimates(effect=effect, total=total))

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mechinterp import figures
 from mechinterp.analysis.stats import loss_and_r2
-from mechinterp.display import Result
+from mechinterp.display import Result, frame_of, with_sem
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.hooked.masks import Head
 from mechinterp.models.run.evaluation import evaluation_prompts
@@ -50,10 +50,8 @@ class LayerProbes(Result):
 
     def to_frame(self) -> pd.DataFrame:
         """One row per layer and position."""
-        layer, pos = (index.ravel() for index in np.indices(self.risk.shape))
-        columns = {"layer": layer, "pos": np.array(self.positions)[pos]}
-        names = ("risk", "risk_sem", "r2", "r2_sem", "control_r2", "control_r2_sem", "penalty")
-        return pd.DataFrame(columns | {name: getattr(self, name).ravel() for name in names})
+        names = (*with_sem("risk", "r2", "control_r2"), "penalty")
+        return frame_of(self, *names, layer=range(len(self.risk)), pos=self.positions)
 
     def plot(self) -> go.Figure:
         """Risk of the probe over layers, a curve per position."""
@@ -152,13 +150,8 @@ def probe_layers(
             noisy, clean = fitted[:, place], scored[:, place]
             prediction, penalty = cross_validated(features, noisy)
             control, _ = cross_validated(features, noisy[dealt])
-            columns.append(
-                [
-                    *loss_and_r2(prediction, clean),
-                    *loss_and_r2(control, clean[dealt])[2:],
-                    penalty,
-                ]
-            )
+            controlled = loss_and_r2(control, clean[dealt])[2:]
+            columns.append([*loss_and_r2(prediction, clean), *controlled, penalty])
     shape = (len(found), len(places))
     arrays = [np.array(values).reshape(shape) for values in zip(*columns, strict=True)]
     return LayerProbes(tuple(places), *arrays)

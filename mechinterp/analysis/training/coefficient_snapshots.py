@@ -15,7 +15,8 @@ from jaxtyping import Bool, Float, Int
 
 from mechinterp import figures
 from mechinterp.analysis.training.coefficient_result import LearningCoefficient
-from mechinterp.analysis.training.histories import loss_at, loss_curve, with_snapshots
+from mechinterp.analysis.training.histories import with_snapshots
+from mechinterp.analysis.training.kept_steps import KeptSteps, kept_losses
 from mechinterp.analysis.training.learning_coefficient import (
     is_trained_on_moments,
     local_learning_coefficient,
@@ -23,7 +24,7 @@ from mechinterp.analysis.training.learning_coefficient import (
 from mechinterp.analysis.training.local_losses import heads_of_linear
 from mechinterp.analysis.training.sampler import Chains
 from mechinterp.checkpoints.checkpoint import checkpoint_of
-from mechinterp.display import Result, counted
+from mechinterp.display import counted
 from mechinterp.models.run.predictor import Source
 from mechinterp.models.weights import Weights
 from mechinterp.progress import ProgressCallback, no_progress
@@ -40,8 +41,8 @@ NAMES = ("estimate", "sem", "exact", "is_minimum", "fall", "r_hat")
 """What the table has of all heads and of the live ones."""
 
 
-@dataclass(frozen=True, eq=False, repr=False)
-class CoefficientSnapshots(Result):
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
+class CoefficientSnapshots(KeptSteps):
     """The learning coefficient at steps of training, of all heads and of those that have learned something."""
 
     COLUMNS: ClassVar = {
@@ -52,9 +53,6 @@ class CoefficientSnapshots(Result):
             for name in (*NAMES, "reason")
         },
     }
-    step: Int[np.ndarray, " snapshot"]
-    eval_loss: Float[np.ndarray, " snapshot"]
-    """Of the last logged step up to here, unit y^2; NaN without a history."""
     whole: tuple[LearningCoefficient, ...]
     """Of all heads."""
     live: tuple[LearningCoefficient | None, ...]
@@ -67,8 +65,6 @@ class CoefficientSnapshots(Result):
     """Loss with 0, 1, ... directions learned, unit y^2."""
     coefficients: Float[np.ndarray, " level"]
     """Coefficient of the minimum over matrices of rank 0, 1, ...: the staircase."""
-    curve: Float[np.ndarray, "row 2"]
-    """Step and eval_loss of the whole history."""
 
     def __repr__(self) -> str:
         minima = int(sum(found.is_minimum for found in self.whole))
@@ -158,7 +154,8 @@ def coefficient_snapshots(
             "coefficient_snapshots needs linear attention that was trained on moments."
         )
     kept = list(checkpoint.snapshots)
-    chosen = list(steps or [kept[row] for row in _spread(len(kept))])
+    spread = np.linspace(0, len(kept) - 1, min(len(kept), MOST)).round().astype(int)
+    chosen = list(steps or [kept[row] for row in spread])
     moments = task_moments(checkpoint.task)
     found, whole, alone, live, learned = modes(moments), [], [], [], []
     for step in progress(chosen, "drawing around snapshots"):
@@ -176,17 +173,14 @@ def coefficient_snapshots(
         M = heads_of_linear(weights).M
         live.append(len(heads))
         learned.append(int((found.learned(M) > 0.5).sum()))
-    curve = loss_curve(checkpoint)
     return CoefficientSnapshots(
-        step=np.array(chosen),
-        eval_loss=loss_at(curve, chosen),
+        **kept_losses(checkpoint, chosen),
         whole=tuple(whole),
         live=tuple(alone),
         n_live=np.array(live),
         n_learned=np.array(learned),
         levels=found.levels,
         coefficients=level_coefficients(moments),
-        curve=curve,
     )
 
 
@@ -203,10 +197,6 @@ def live_heads(weights: Weights) -> list[int]:
         heads = MergedHeads(v=heads.v, U=np.einsum("hri,hrj->hij", heads.K, heads.Q))
     size = np.abs(heads.v) * np.linalg.norm(heads.U, axis=(1, 2))
     return np.flatnonzero(size > LIVE * size.max()).tolist()
-
-
-def _spread(count: int) -> list[int]:
-    return sorted(set(np.linspace(0, count - 1, min(count, MOST)).round().astype(int).tolist()))
 
 
 def _columns(prefix: str, found: Sequence[LearningCoefficient]) -> dict[str, list[object]]:

@@ -11,9 +11,9 @@ from mechinterp import figures
 from mechinterp.analysis.ablation.single import ablate_heads
 from mechinterp.analysis.number_format import with_error
 from mechinterp.analysis.result import Table
-from mechinterp.analysis.training.histories import loss_at, loss_curve, with_snapshots
-from mechinterp.analysis.training.snapshots import loss_slider
-from mechinterp.display import Result, frame_of, with_sem
+from mechinterp.analysis.training.histories import with_snapshots
+from mechinterp.analysis.training.kept_steps import KeptSteps, kept_losses
+from mechinterp.display import frame_of, with_sem
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.run.evaluation import evaluation_prompts
 from mechinterp.models.run.predictor import Source
@@ -23,11 +23,10 @@ N_PROMPTS = 512
 """Prompts that every kept step is run on, if nobody says how many."""
 
 
-@dataclass(frozen=True, eq=False, repr=False)
-class DeepSnapshots(Result):
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
+class DeepSnapshots(KeptSteps):
     """Excess risk, and how each layer spreads its work over its heads, at each kept step."""
 
-    step: Int[np.ndarray, " snapshot"]
     risk: Float[np.ndarray, " snapshot"]
     """Excess risk of the whole model, unit y^2."""
     risk_sem: Float[np.ndarray, " snapshot"]
@@ -38,10 +37,6 @@ class DeepSnapshots(Result):
     effective_heads: Float[np.ndarray, "snapshot layer"]
     """exp(entropy of `importance`) of each layer."""
     effective_heads_sem: Float[np.ndarray, "snapshot layer"]
-    eval_loss: Float[np.ndarray, " snapshot"]
-    """Of the last logged step up to here, unit y^2; NaN without a history."""
-    curve: Float[np.ndarray, "row 2"]
-    """Step and eval_loss of the whole history."""
 
     @property
     def top_head(self) -> Int[np.ndarray, "snapshot layer"]:
@@ -81,12 +76,7 @@ class DeepSnapshots(Result):
         figure = figures.layers_by_heads(
             self.importance[-1], title=title, unit="share", limit=1.0, signed=False
         )
-        frames = {
-            f"{step:,}": [{"z": shares.astype(np.float32)}]
-            for step, shares in zip(self.step, self.importance, strict=True)
-        }
-        titles = [f"{title}, at step {name}" for name in frames]
-        return figures.with_slider(figure, frames, label="step", titles=titles)
+        return self._heatmaps(figure, self.importance[:, None], title)
 
     def plot_loss(self) -> go.Figure:
         """The loss over training with a mark at the step, with a slider over the steps."""
@@ -94,7 +84,7 @@ class DeepSnapshots(Result):
             f"Step {step:,}: excess risk {with_error(risk, sem)} y²"
             for step, risk, sem in zip(self.step, self.risk, self.risk_sem, strict=True)
         ]
-        return loss_slider(self.curve, self.step, self.eval_loss, titles=titles)
+        return self._loss_slider(titles)
 
 
 def deep_snapshots(
@@ -126,15 +116,12 @@ def deep_snapshots(
         ablate_heads(weights, prompts)
         for weights in progress(list(trained.snapshots.values()), "masking heads of snapshots")
     ]
-    steps, curve = list(trained.snapshots), loss_curve(trained)
     return DeepSnapshots(
-        step=np.array(steps),
         risk=np.array([one.full_risk for one in found]),
         risk_sem=np.array([one.full_risk_sem for one in found]),
         rise=np.stack([one.rise for one in found]),
         importance=np.stack([one.importance for one in found]),
         effective_heads=np.stack([one.effective_heads for one in found]),
         effective_heads_sem=np.stack([one.effective_heads_sem for one in found]),
-        eval_loss=loss_at(curve, steps),
-        curve=curve,
+        **kept_losses(trained, list(trained.snapshots)),
     )

@@ -85,29 +85,37 @@ def local_learning_coefficient(
         (8.0, True)
     """
     checkpoint = checkpoint_of(source, "local_learning_coefficient")
-    weights = _weights_at(checkpoint, step)
-    if is_trained_on_moments(checkpoint):
-        heads = heads_of_linear(weights)
-        chosen = _heads(sampled_heads, heads.v.size)
-        task = checkpoint.task
-        loss = population_loss(heads, task_moments(task), sampled_heads=chosen, task=task)
-    else:
-        if sampled_heads is not None:
-            raise ValueError("sampled_heads is of linear attention trained on moments only.")
-        drawn = evaluation_prompts(checkpoint, n_prompts=n_prompts, seed=seed)
-        loss = prompts_loss(checkpoint, weights, drawn)
-        chains = PROMPT_CHAINS if chains is None else chains
+    usual = Chains() if is_trained_on_moments(checkpoint) else PROMPT_CHAINS
     return coefficient_of_loss(
-        loss,
+        _loss_of(checkpoint, step, sampled_heads, n_prompts, seed),
         n_beta=n_beta,
         localisation=localisation,
         other_n_beta=other_n_beta,
-        chains=chains,
+        chains=chains or usual,
         langevin=langevin,
         settle=settle,
         seed=seed,
         progress=progress,
     )
+
+
+def _loss_of(
+    checkpoint: Checkpoint,
+    step: int | None,
+    sampled_heads: Sequence[int] | None,
+    n_prompts: int,
+    seed: int,
+) -> LocalLoss:
+    """That of the population where the model was trained on its moments, else that on prompts."""
+    weights = _weights_at(checkpoint, step)
+    if is_trained_on_moments(checkpoint):
+        heads, task = heads_of_linear(weights), checkpoint.task
+        chosen = _heads(sampled_heads, heads.v.size)
+        return population_loss(heads, task_moments(task), sampled_heads=chosen, task=task)
+    if sampled_heads is not None:
+        raise ValueError("sampled_heads is of linear attention trained on moments only.")
+    drawn = evaluation_prompts(checkpoint, n_prompts=n_prompts, seed=seed)
+    return prompts_loss(checkpoint, weights, drawn)
 
 
 def is_trained_on_moments(checkpoint: Checkpoint) -> bool:

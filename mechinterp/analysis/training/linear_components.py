@@ -11,16 +11,15 @@ import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 
 from mechinterp import figures
 from mechinterp.analysis.one_layer.pca_components import components
 from mechinterp.analysis.result import Table
-from mechinterp.analysis.training.histories import kept_steps, loss_at, loss_curve, with_snapshots
+from mechinterp.analysis.training.histories import kept_steps, with_snapshots
 from mechinterp.analysis.training.jump_forecast import jump_forecast
-from mechinterp.analysis.training.snapshots import loss_slider
+from mechinterp.analysis.training.kept_steps import KeptSteps, kept_losses
 from mechinterp.checkpoints.checkpoint import Checkpoint, checkpoint_of
-from mechinterp.display import Result
 from mechinterp.icl.prompts import covariance_matrix
 from mechinterp.models.run.predictor import Source
 from mechinterp.models.weights import Weights, why_no_circuits
@@ -30,13 +29,10 @@ from mechinterp.training.linear.trainer import task_moments
 UNDER_WAY = (0.1, 0.9)  # learned parts between which a component counts as being learned
 
 
-@dataclass(frozen=True, eq=False, repr=False)
-class LinearSnapshots(Result):
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
+class LinearSnapshots(KeptSteps):
     """Loss, heads and learned components at each kept step."""
 
-    step: Int[np.ndarray, " snapshot"]
-    eval_loss: Float[np.ndarray, " snapshot"]
-    """Of the last logged step up to here, unit y^2; NaN without a history."""
     learned: Float[np.ndarray, "snapshot mode"]
     """f_d, the part of each direction that is learned: 0 before, 1 after."""
     held: Float[np.ndarray, "snapshot head mode"]
@@ -61,8 +57,6 @@ class LinearSnapshots(Result):
     """Steps at which the loss is predicted to fall, from the initial weights alone."""
     forecast: str
     """What was predicted, or why nothing was."""
-    curve: Float[np.ndarray, "row 2"]
-    """Step and eval_loss of the whole history."""
     COLUMNS: ClassVar = {"algorithm": "What the model computes at the step, in words."}
 
     def __repr__(self) -> str:
@@ -118,12 +112,10 @@ class LinearSnapshots(Result):
     def plot(self) -> go.Figure:
         """Loss, its levels (dotted), jumps predicted (dashed) and the algorithm at the step of a slider."""
         titles = [
-            f"Step {name}: loss {self.eval_loss[row]:.4f}, {self.algorithm(row)}"
-            for row, name in enumerate(self._names)
+            f"Step {step:,}: loss {self.eval_loss[row]:.4f}, {self.algorithm(row)}"
+            for row, step in enumerate(self.step)
         ]
-        figure = loss_slider(
-            self.curve, self.step, self.eval_loss, titles=titles, levels=self.levels
-        )
+        figure = self._loss_slider(titles, levels=self.levels)
         for jump in self.jumps:
             figure.add_vline(float(jump), line_dash="dash", line_width=1)
         return figure
@@ -142,10 +134,6 @@ class LinearSnapshots(Result):
         names = ["v", *(form.format(kind, number) for kind in "kq" for number in numbers)]
         return self._plot(vectors, "Value, key and query of each head", names=names)
 
-    @property
-    def _names(self) -> list[str]:
-        return [f"{step:,}" for step in self.step]
-
     def _plot(self, values: np.ndarray, title: str, *, names: list[str] | None = None) -> go.Figure:
         columns = names or [
             f"e{number + 1} (λ {value:.3g})" for number, value in enumerate(self.eigenvalues)
@@ -153,12 +141,7 @@ class LinearSnapshots(Result):
         rows = [f"head {head}" for head in range(values.shape[1])]
         limit = float(np.abs(values).max()) or 1.0
         figure = figures.heatmap(values[-1], title=title, rows=rows, columns=columns, limit=limit)
-        frames = {
-            name: [{"z": matrix.astype(np.float32)}]
-            for name, matrix in zip(self._names, values, strict=True)
-        }
-        titles = [f"{title}, step {name}" for name in frames]
-        return figures.with_slider(figure, frames, label="step", titles=titles)
+        return self._heatmaps(figure, values[:, None], title)
 
 
 def linear_snapshots(source: Source) -> LinearSnapshots:
@@ -189,12 +172,9 @@ def linear_snapshots(source: Source) -> LinearSnapshots:
     M = np.einsum("sh,shij->sij", value, U)
     used = [components(found.vectors @ each @ found.vectors.T, config.task) for each in M]
     covariance = covariance_matrix(config.task.covariance, config.task.d_x)
-    curve = loss_curve(checkpoint)
     jumps, forecast = _forecast(checkpoint)
     merged = config.model.merged_qk
     return LinearSnapshots(
-        step=np.array(steps),
-        eval_loss=loss_at(curve, steps),
         learned=np.einsum("sdd->sd", M) / found.targets,
         held=np.einsum("sh,shdd->shd", value, U) / found.targets,
         value=value,
@@ -207,7 +187,7 @@ def linear_snapshots(source: Source) -> LinearSnapshots:
         levels=found.levels,
         jumps=jumps,
         forecast=forecast,
-        curve=curve,
+        **kept_losses(checkpoint, steps),
     )
 
 

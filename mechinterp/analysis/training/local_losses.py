@@ -4,7 +4,7 @@ Of linear attention that was trained on moments it is the exact loss of the popu
 of layers, that on one fixed set of prompts. All other entries stay as they are.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,7 +18,6 @@ from mechinterp.config import TaskConfig
 from mechinterp.display import counted
 from mechinterp.icl.prompts import Prompts, sample_prompts
 from mechinterp.models.heads import AttentionWeights
-from mechinterp.models.stacks import DeepWeights
 from mechinterp.models.weights import Weights
 from mechinterp.theory.learning_coefficient import (
     learning_coefficient,
@@ -186,8 +185,8 @@ def prompts_loss(checkpoint: Checkpoint, weights: Weights, prompts: Prompts) -> 
         of, at = _of_layer(heads, free)
         names = " and ".join([", ".join(list(free)[:-1]), list(free)[-1]])
         sampled = f"{at.size} entries: the x entries of W_Q, and {names.removeprefix('W_Q, ')}"
-    elif weights.has_stack:
-        of, at = _of_stack(weights.stack)
+    elif weights.is_stack:
+        of, at = _of_stack(weights)
         sampled = f"{at.size} entries: all"
     else:
         raise ValueError(
@@ -249,7 +248,7 @@ def _of_layer(
     return function, at
 
 
-def _of_stack(stack: DeepWeights) -> tuple[PromptsLoss, np.ndarray]:
+def _of_stack(stack: Weights) -> tuple[PromptsLoss, np.ndarray]:
     stack = stack.to(torch.float64)
     shapes = {name: tensor.shape for name, tensor in stack.tensors.items()}
     ends = np.cumsum([shape.numel() for shape in shapes.values()])
@@ -267,5 +266,5 @@ def _of_stack(stack: DeepWeights) -> tuple[PromptsLoss, np.ndarray]:
     return function, _flat(stack.tensors, list(shapes))
 
 
-def _flat(tensors: dict[str, Tensor], names: list[str]) -> np.ndarray:
+def _flat(tensors: Mapping[str, Tensor], names: list[str]) -> np.ndarray:
     return np.concatenate([tensors[name].numpy(force=True).ravel() for name in names])

@@ -74,7 +74,7 @@ class Monitor:
         self.snapshots[step] = replace(hooked, step=step)
 
     def run(self) -> HookedModule:
-        """The module as it was last, with `history`, `snapshots`, `steps`, `step` and `at` as the run of `load_run` has them.
+        """The module as it was last, a `Run` as that of `load_run` is: `history`, `snapshots`, `steps`, `step`, `at`.
 
         `history` has a row per step, layer and head: eval_loss, and share and rise, or pattern, where they are kept; loss,
         that of training, is NaN.

@@ -68,12 +68,6 @@ class Plateaus(Result):
         plateau, mode = map(range, self.learned.shape)
         return frame_of(self, *names, plateau=plateau, mode=mode)
 
-    def heads_frame(self) -> pd.DataFrame:
-        """One row per plateau, head, rank and direction: value weight and cosines."""
-        plateau, head, rank, mode = map(range, self.key_cosine.shape)
-        axes = {"plateau": plateau, "head": head, "rank": rank, "mode": mode}
-        return frame_of(self, "value", "key_cosine", "query_cosine", **axes)
-
     def plot(self) -> go.Figure:
         """Loss over time, with the predicted levels dotted and the predicted jumps as vertical lines."""
         time, loss = self.curve.T

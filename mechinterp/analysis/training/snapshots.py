@@ -5,32 +5,25 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
-from jaxtyping import Float, Int
 
-from mechinterp import figures
 from mechinterp.analysis.one_layer.circuits import Circuits, circuits_of, weights_of
 from mechinterp.analysis.one_layer.classify import classify_attention
 from mechinterp.analysis.result import Table
-from mechinterp.analysis.training.histories import kept_steps, loss_at, loss_curve, with_snapshots
+from mechinterp.analysis.training.histories import kept_steps, with_snapshots
+from mechinterp.analysis.training.kept_steps import KeptSteps, kept_losses
 from mechinterp.checkpoints.checkpoint import checkpoint_of
-from mechinterp.display import Result
 from mechinterp.models.run.predictor import Source
 from mechinterp.progress import ProgressCallback, no_progress
 
 
-@dataclass(frozen=True, eq=False, repr=False)
-class Snapshots(Result):
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
+class Snapshots(KeptSteps):
     """Circuits, pattern and loss at each kept step."""
 
-    step: Int[np.ndarray, " snapshot"]
     circuits: tuple[Circuits, ...]
     pattern: tuple[str, ...]
     labels: tuple[tuple[str, ...], ...]
     """Of each head, as `classify` has them."""
-    eval_loss: Float[np.ndarray, " snapshot"]
-    """Of the last logged step up to here, unit y^2; NaN without a history."""
-    curve: Float[np.ndarray, "row 2"]
-    """Step and eval_loss of the whole history."""
 
     def __repr__(self) -> str:
         return f"Snapshots({len(self.step)}, {self.pattern[0]} to {self.pattern[-1]})"
@@ -63,12 +56,12 @@ class Snapshots(Result):
     def plot(self) -> go.Figure:
         """The QK circuits, with a slider over the steps."""
         drawn = [found.QK[:, : found.omega.shape[1]] for found in self.circuits]
-        return self._heatmaps(self.circuits[-1].plot(), drawn, "QK circuits")
+        return self._circuits(self.circuits[-1].plot_qk(), drawn, "QK circuits")
 
     def plot_ov(self) -> go.Figure:
         """The OV circuits, with a slider over the steps."""
         drawn = [found.OV.swapaxes(1, 2) for found in self.circuits]
-        return self._heatmaps(self.circuits[-1].plot_ov(), drawn, "OV circuits")
+        return self._circuits(self.circuits[-1].plot_ov(), drawn, "OV circuits")
 
     def plot_loss(self) -> go.Figure:
         """The loss over training with a mark at the step, with a slider over the steps."""
@@ -76,17 +69,11 @@ class Snapshots(Result):
             f"Step {step:,}: loss {loss:.4f}, {pattern}"
             for step, loss, pattern in zip(self.step, self.eval_loss, self.pattern, strict=True)
         ]
-        return loss_slider(self.curve, self.step, self.eval_loss, titles=titles)
+        return self._loss_slider(titles)
 
-    def _heatmaps(self, figure: go.Figure, drawn: list[np.ndarray], title: str) -> go.Figure:
+    def _circuits(self, figure: go.Figure, drawn: list[np.ndarray], title: str) -> go.Figure:
         limit = max(float(np.abs(matrices).max()) for matrices in drawn) or 1.0
-        figure.update_layout(coloraxis_cmin=-limit, coloraxis_cmax=limit)
-        frames = {
-            f"{step:,}": [{"z": matrix.astype(np.float32)} for matrix in matrices]
-            for step, matrices in zip(self.step, drawn, strict=True)
-        }
-        titles = [f"{title} at step {name}" for name in frames]
-        return figures.with_slider(figure, frames, label="step", titles=titles)
+        return self._heatmaps(figure.update_traces(zmin=-limit, zmax=limit), drawn, title)
 
 
 def training_snapshots(
@@ -123,54 +110,9 @@ def training_snapshots(
         classify_attention(each, task, n_prompts=n_prompts, seed=seed)
         for each in progress(weights, "classifying snapshots")
     ]
-    curve = loss_curve(trained)
     return Snapshots(
-        step=np.array(steps),
         circuits=tuple(circuits_of(weights_of(each, "training_snapshots")) for each in weights),
         pattern=tuple(each.pattern for each in found),
         labels=tuple(each.labels for each in found),
-        eval_loss=loss_at(curve, steps),
-        curve=curve,
+        **kept_losses(trained, steps),
     )
-
-
-def loss_slider(
-    curve: Float[np.ndarray, "row 2"],
-    step: Int[np.ndarray, " snapshot"],
-    loss: Float[np.ndarray, " snapshot"],
-    *,
-    titles: list[str],
-    levels: Float[np.ndarray, " level"] | None = None,
-) -> go.Figure:
-    """The loss over training, dotted levels, and a mark that a slider moves along it."""
-    shown = curve[curve[:, 0] > 0]
-    # Step 0 has no place on a logarithmic axis: its mark stands at the left edge.
-    left = shown[0, 0] / 2 if len(shown) else 0.5
-    figure = figures.lines(
-        shown[:, 0],
-        {"eval_loss": shown[:, 1]},
-        title="",
-        x_title="step (step 0 at the left edge)",
-        y_title="loss (y²)",
-        levels=() if levels is None else levels,
-        log_x=True,
-        log_y=levels is None,
-    )
-    figure.add_scatter(
-        x=[left],
-        y=[loss[-1]],
-        mode="markers",
-        name="this step",
-        marker={"size": 13, "color": figures.COLORS[1]},
-    )
-    # The axes hold the mark of every step.
-    ends = np.array([left, *shown[:, 0], *step[step > 0]])
-    heights = np.concatenate([shown[:, 1], loss[np.isfinite(loss)]])
-    figure.update_xaxes(figures.log_ticks([ends]), range=figures.log_range(ends))
-    if levels is None:
-        figure.update_yaxes(figures.log_ticks([heights]), range=figures.log_range(heights))
-    frames = {
-        f"{at:,}": [{"x": [float(max(at, left))], "y": [float(value)]}]
-        for at, value in zip(step, loss, strict=True)
-    }
-    return figures.with_slider(figure, frames, label="step", titles=titles, traces=[1])

@@ -79,9 +79,7 @@ def assembled(parts: Parts, said: Said, sizes: tuple[int, int], hints: Hints) ->
         inside = inside or _joined(layer, heads, model, stream)
         found |= {f"blocks.{number}.{name}": tensor for name, tensor in inside.items()}
     if model.final_norm:
-        scale = parts.ends["final_norm.weight"]
-        found["ln_final.w"] = scale
-        found["ln_final.b"] = parts.ends.get("final_norm.bias", torch.zeros_like(scale))
+        found |= {f"ln_final.{x[0]}": parts.ends[f"final_norm.{x}"] for x in ("weight", "bias")}
     if model.n_positions is not None:
         table = parts.ends.get("positions.weight", _sinusoidal(model.n_positions, parts.width))
         found["pos_embed.W_pos"] = stream.placed(table, 1, TOKEN)
@@ -89,7 +87,7 @@ def assembled(parts: Parts, said: Said, sizes: tuple[int, int], hints: Hints) ->
         found |= _ways(parts, model, (inputs, outputs), stream, sign)
     dtype = parts.layers[0]["query.weight"].dtype
     tensors = {name: tensor.to(dtype).contiguous().clone() for name, tensor in found.items()}
-    return Weights(model, *sizes, tensors)
+    return Weights.of_names(model, *sizes, tensors)
 
 
 def architecture(
@@ -143,13 +141,11 @@ def _heads(
     n_heads = parts.n_heads
     found: dict[str, Tensor] = {}
     for x, name in (("Q", "query"), ("K", "key"), ("V", "value")):
-        W = layer[f"{name}.weight"]
-        found[f"W_{x}"] = W.unflatten(1, (n_heads, -1)).transpose(0, 1)
-        bias = layer.get(f"{name}.bias", W.new_zeros(W.shape[1]))
-        found[f"b_{x}"] = bias.unflatten(0, (n_heads, -1))
+        found[f"W_{x}"] = layer[f"{name}.weight"].unflatten(1, (n_heads, -1)).transpose(0, 1)
+        found[f"b_{x}"] = layer[f"{name}.bias"].unflatten(0, (n_heads, -1))
     if "out.weight" in layer:
         found["W_O"] = layer["out.weight"].unflatten(0, (n_heads, -1))
-        found["b_O"] = layer.get("out.bias", found["W_O"].new_zeros(found["W_O"].shape[2]))
+        found["b_O"] = layer["out.bias"]
     else:  # values are what is written
         written = found["W_V"].shape[2]
         found |= {n: found[n][..., list(outputs)] for n in ("W_V", "b_V")}
@@ -199,20 +195,15 @@ def _joined(
         found["attn.b_O"] = stream.placed(heads["b_O"], 0, ATTENTION)
     for name, here in (("norm1", "ln1"), ("norm2", "ln2")):
         if f"{name}.weight" in layer:
-            scale = layer[f"{name}.weight"]
-            found[f"{here}.w"] = scale
-            found[f"{here}.b"] = layer.get(f"{name}.bias", torch.zeros_like(scale))
+            found |= {f"{here}.{x[0]}": layer[f"{name}.{x}"] for x in ("weight", "bias")}
     if model.d_mlp is not None:
         W_in, W_out = layer["mlp_in.weight"], layer["mlp_out.weight"]
         more = model.d_mlp - W_in.shape[1]
         found["mlp.W_in"] = stream.placed(pad(W_in, (0, more)), 0, ATTENTION)
         found["mlp.W_out"] = stream.placed(pad(W_out, (0, 0, 0, more)), 1, MLP)
         if model.biases:
-            found["mlp.b_in"] = pad(
-                layer.get("mlp_in.bias", W_in.new_zeros(W_in.shape[1])), (0, more)
-            )
-            out = layer.get("mlp_out.bias", W_out.new_zeros(W_out.shape[1]))
-            found["mlp.b_out"] = stream.placed(out, 0, MLP)
+            found["mlp.b_in"] = pad(layer["mlp_in.bias"], (0, more))
+            found["mlp.b_out"] = stream.placed(layer["mlp_out.bias"], 0, MLP)
     return found
 
 
@@ -233,7 +224,7 @@ def _ways(
         found["b_in"] = stream.placed(ends.get("read_in.bias", torch.zeros(width)), 0, TOKEN)
         found["unembed.b_U"] = sign * ends.get("read_out.bias", torch.zeros(read_out.shape[1]))
         if model.d_read_in is not None:
-            found["b_read"] = ends.get("read_mlp.bias", torch.zeros(model.d_read_in))
+            found["b_read"] = ends["read_mlp.bias"]
     return found
 
 

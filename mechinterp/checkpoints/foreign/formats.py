@@ -11,16 +11,17 @@ from dataclasses import dataclass, field, replace
 from torch import Tensor
 from torch.nn.functional import pad
 
+from mechinterp.checkpoints.foreign.hooked import hooked_layer
 from mechinterp.checkpoints.foreign.layout import (
-    MAPPING,
     Layout,
+    TensorError,
     layout_of,
     require_known_kind,
     shown,
 )
 from mechinterp.checkpoints.foreign.names import ATTENTION, is_harmless
 from mechinterp.checkpoints.foreign.options import Hints
-from mechinterp.checkpoints.native.exchange import WEIGHT, hooked_layer
+from mechinterp.checkpoints.foreign.parsed import require_numbers
 from mechinterp.models.shapes import NAMES
 
 HEADS = tuple(f"attention_layer.{x}_proj.weight" for x in "qkvo")
@@ -140,7 +141,7 @@ OWN_LAYERS = FORMATS[-1]
 HOOKED = Format(
     "transformer-lens",
     parts=ATTENTION,
-    tells=(WEIGHT,),
+    tells=(r"^blocks\.\d+\.attn\.W_[QKVO]$",),
     settled={"orientation": "in,out", **X_FIRST},
     usual={**SOFTMAX, "attend_to_self": False},
     beside={"normalization": None},
@@ -179,19 +180,19 @@ def recognised(
     elif form is ONE_MATRIX:
         found = _of_one_matrix(found, hints)
     layout = layout_of(found)
-    allowed = form.parts or (*ATTENTION, *layout.parts)
-    strange = [*layout.unknown, *(p.name for p in layout.pieces if p.part not in allowed)]
+    strange = [p.name for p in layout.pieces if form.parts and p.part not in form.parts]
+    strange = [*layout.unknown, *strange]
     require_known_kind(found, layout)
     if strange and (form.parts or layout.layers) and not layout.lacking:
         what = "such a model" if form is LAYERED else f"format {form.name}"
         listed = ", ".join(map(shown, strange[:12]))
         verb = "is" if len(strange) == 1 else "are"
-        raise ValueError(f"{listed} {verb} not among the tensors of {what}{MAPPING}.")
+        raise TensorError(f"{listed} {verb} not among the tensors of {what}")
     if strange or layout.lacking or not layout.layers:
         listed = ", ".join(map(shown, (strange or layout.lacking or sorted(tensors))[:12]))
-        raise ValueError(
-            f"must hold the tensors of a format known here ({', '.join(NAMED)}), or names that can be told; got "
-            f"{listed or 'none'}{MAPPING}; {ARRAYS}."
+        raise TensorError(
+            f"must hold the tensors of a format known here ({', '.join(NAMED)}), or names that can be told ({ARRAYS}); "
+            f"got {listed or 'none'}"
         )
     return form, layout, found
 
@@ -209,7 +210,7 @@ def _row(tensors: Mapping[str, Tensor], hints: Hints) -> Format:
         if not rows:
             raise ValueError(f"format must be that of other people's files, got {said!r}.")
         sets = [", ".join(marks) for row in rows for marks in row.marks] or [OTHERS[said]]
-        raise ValueError(f"a file of format {said} must hold {' or '.join(sets)}.")
+        raise TensorError(f"a file of format {said} must hold {' or '.join(sets)}")
     shapes = [tuple(tensor.shape) for tensor in tensors.values()]
     lone = len(shapes) == 1 and len(shapes[0]) == 2 and shapes[0][0] == shapes[0][1] > 1
     return ONE_MATRIX if lone else LAYERED
@@ -257,14 +258,15 @@ def _of_sequential(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         elif int(number) < layers[0]:
             place = "read_in"
         if f"{place}.{rest}" in found:
-            raise ValueError(f"{shown(name)} is not among the tensors of such a model{MAPPING}.")
+            raise TensorError(f"{shown(name)} is not among the tensors of such a model")
         found[f"{place}.{rest}"] = tensor
     return found
 
 
 def _of_one_matrix(tensors: Mapping[str, Tensor], hints: Hints) -> dict[str, Tensor]:
     """One square matrix as a merged head whose OV circuit is y; of x alone unless d_x leaves room for y."""
-    (W,) = tensors.values()
+    ((name, W),) = tensors.items()
+    require_numbers(W, name)
     W = W if hints.d_x == len(W) - 1 else pad(W, (0, 1, 0, 1))
     OV = W.new_zeros(1, len(W), len(W))
     OV[0, -1, -1] = 1

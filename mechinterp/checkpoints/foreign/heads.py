@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 from typing import TypeVar
 
-from mechinterp.checkpoints.foreign.layout import shown
+from mechinterp.checkpoints.foreign.layout import TensorError, shown
 from mechinterp.checkpoints.foreign.matrices import Matrix
 from mechinterp.checkpoints.foreign.options import HEAD_KEYS, Hints
 
@@ -40,7 +40,8 @@ def whole_tokens(value: Matrix, width: int) -> int | None:
     if rows < width and value.of == 1:
         return None
     if rows % width:
-        raise ValueError(f"{value.name} must have {width} rows for each head, got {rows}.")
+        name = shown(value.name)
+        raise TensorError(f"{name} must have {width} rows for each head, got {rows}")
     return rows // width
 
 
@@ -49,8 +50,9 @@ def require_full_keys(layer: Mapping[str, Matrix]) -> None:
     inner, keys, values = (layer[f"{n}.weight"].tensor.shape[1] for n in ("query", "key", "value"))
     fits = len(layer["key.weight"].tensor) == len(layer["query.weight"].tensor)
     if fits and keys < inner and inner % keys == 0:
-        raise ValueError(
-            f"keys must be as wide as queries; grouped or multi-query attention is not read: got {inner} rows of queries, {keys} of keys, {values} of values."
+        name, rows = shown(layer["key.weight"].name), f"{keys} of keys, {values} of values"
+        raise TensorError(
+            f"keys must be as wide as queries; grouped or multi-query attention is not read: got {inner} rows of queries, {rows} ({name})"
         )
 
 
@@ -58,8 +60,9 @@ def require_layer(found: Mapping[str, Matrix], n_heads: int, width: int) -> None
     """Hold the matrices of one layer against each other."""
     for matrix in found.values():
         if matrix.n_heads not in (None, n_heads):
-            raise ValueError(
-                f"{matrix.name} must have {n_heads} heads, got {matrix.n_heads}; grouped or multi-query attention is not read."
+            rule = f"must have {n_heads} heads, got {matrix.n_heads}"
+            raise TensorError(
+                f"{shown(matrix.name)} {rule}; grouped or multi-query attention is not read"
             )
     inner, values, written, hidden, narrowed = (
         found[f"{name}.weight"].tensor.shape[1] if f"{name}.weight" in found else 0
@@ -87,7 +90,7 @@ def require_shapes(found: Mapping[str, Matrix], shapes: Mapping[str, tuple[int, 
     """Refuse other shapes than these, and biases that stand alone."""
     for name, matrix in found.items():
         if f"{name.rpartition('.')[0]}.weight" not in found:
-            raise ValueError(f"{shown(matrix.name)} has no matrix beside it.")
+            raise TensorError(f"{shown(matrix.name)} has no matrix beside it")
         matrix.require(shapes.get(name, tuple(matrix.tensor.shape)))
 
 

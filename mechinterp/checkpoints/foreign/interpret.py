@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from mechinterp.checkpoints.foreign.assemble import assembled
+from mechinterp.checkpoints.foreign.assemble import assembled, columns
 from mechinterp.checkpoints.foreign.choices import DOUBTED
 from mechinterp.checkpoints.foreign.options import Hints, option
 from mechinterp.checkpoints.foreign.parsed import Parts
@@ -60,6 +60,14 @@ class Case:
         scale = self.said["scale"]
         return self.parts.d_head**-0.5 if scale is None else float(scale)
 
+    def told(self, name: str) -> str | float | bool | None:
+        """What is said of a choice; a usual scale, and the output's entry of y, as the number that it is."""
+        if name == "scale":
+            return self.scale
+        if name == "output_column" and self.said[name] is None:
+            return columns(self.parts, self.said, (self.task.d_x, self.task.d_y))[1][0]
+        return self.said.get(name)
+
     def shown(self) -> AttentionWeights | Weights:
         """Its weights; of one layer of attention the heads."""
         found = self.weights()
@@ -104,7 +112,7 @@ def tried(
         names = [*open_ones, *(n for n in DOUBTED if n in names and n not in open_ones)]
         doubted = _ranked([*kept, *others], [*errors, *other_errors], names)
         if working := [each for each in doubted if each.predicts][:4]:
-            said = {n: first.said.get(n) for n in names}
+            said = {n: first.told(n) for n in names}
             return first, (replace(readings[0], stands=True, said=said), *working)
     return first, tuple(readings) if len(cases) > 1 else ()
 
@@ -115,12 +123,8 @@ def open_choices(cases: Sequence[Case]) -> list[str]:
 
 
 def _ranked(cases: Sequence[Case], errors: Sequence[Errors], names: Sequence[str]) -> list[Reading]:
-    """The readings by what they may differ in, a scale as the number that it is."""
-    told = [
-        ({n: case.scale if n == "scale" else case.said.get(n) for n in names}, case.shown)
-        for case in cases
-    ]
-    return ranked(told, errors)
+    """The readings by what they may differ in."""
+    return ranked([({n: case.told(n) for n in names}, case.shown) for case in cases], errors)
 
 
 def _doubts(

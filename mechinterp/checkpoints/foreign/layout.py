@@ -1,12 +1,15 @@
 """What the names of a file's tensors stand for, layer by layer, and which models of other kinds they tell."""
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 from torch import Tensor
 
 from mechinterp.checkpoints.foreign.names import ATTENTION, ENDS, INNER, KNOWN, Piece, piece_of
+from mechinterp.checkpoints.io.errors import naming
 
 
 @dataclass(frozen=True)
@@ -22,10 +25,6 @@ class Layout:
     @property
     def pieces(self) -> list[Piece]:
         return [*(piece for layer in self.layers for piece in layer), *self.ends.values()]
-
-    @property
-    def parts(self) -> set[str]:
-        return {piece.part for piece in self.pieces}
 
     @property
     def lacking(self) -> list[str]:
@@ -105,14 +104,14 @@ def require_known_kind(tensors: Mapping[str, Tensor], layout: Layout) -> None:
     for mark, what in OTHER_MODELS.items():
         for name in tensors:
             if re.search(mark, name) or re.search(mark, name.lower()):
-                raise ValueError(f"{what} are not read, got {shown(name)}.")
+                raise TensorError(f"{what} are not read, got {shown(name)}")
     words = layout.ends.get(("words", "weight"))
     if words is not None and ("read_in", "weight") not in layout.ends:
         shape = list(tensors[words.name].shape)
         if shape[0] == 1:  # the placeholder that files for HookedTransformer have
             return
-        raise ValueError(
-            f"a model of word tokens ({words.name} {shape}); numbers (x, y) are needed as tokens."
+        raise TensorError(
+            f"a model of word tokens ({words.name} {shape}); numbers (x, y) are needed as tokens"
         )
 
 
@@ -121,10 +120,25 @@ def shown(name: str) -> str:
     return name if len(name) <= 100 else f"{name[:97]}..."
 
 
-MAPPING = (
-    "; say what it is by --map THEIRS=KNOWN (map=), such as --map my_queries=q_proj, "
-    f"KNOWN being one of {', '.join(KNOWN)}"
-)
+class TensorError(ValueError):
+    """A tensor of a file, which the rule names, does not fit; its name may stand for another part."""
+
+    def __init__(self, rule: str) -> None:
+        super().__init__(f"{rule}.")
+        self.rule = rule
+
+
+@contextmanager
+def of_file(file: Path) -> Iterator[None]:
+    """Puts the file's name before what is refused inside; what names a tensor tells how to say what it is."""
+    with naming(file):
+        try:
+            yield
+        except TensorError as error:
+            raise ValueError(
+                f"{error.rule}; say what it is by --map THEIRS=KNOWN (map=), such as --map my_queries=q_proj, "
+                f"KNOWN being one of {', '.join(KNOWN)}."
+            ) from None
 
 
 def mapped(tensors: Mapping[str, Tensor], rows: Iterable[str]) -> dict[str, Tensor]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from mechinterp.checkpoints.foreign.layout import shown
+from mechinterp.checkpoints.foreign.layout import TensorError, shown
 from mechinterp.checkpoints.foreign.names import ATTENTION, TORCH, TRANSPOSED, Piece
 
 FULL = {"q": "query", "k": "key", "v": "value", "o": "out"}
@@ -32,7 +32,7 @@ class Matrix:
         """Refuse another shape, told as the file has it."""
         if tuple(self.tensor.shape) != shape:
             wanted, got = self._there(shape), self._there(tuple(self.tensor.shape))
-            raise ValueError(f"{self.name} must have shape {wanted}, got {got}.")
+            raise TensorError(f"{shown(self.name)} must have shape {wanted}, got {got}")
 
     def _there(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         shape = (*shape[:-1], self.of * shape[-1])
@@ -67,7 +67,7 @@ def attention_matrices(
 def _require_first(one: Piece | Matrix | None, other: Piece | Matrix) -> None:
     if one is not None:
         names = f"{shown(one.name)} and {shown(other.name)}"
-        raise ValueError(f"{names} stand for the same part.")
+        raise TensorError(f"{names} stand for the same part")
 
 
 def _unpacked(whole: Matrix, part: str) -> list[Matrix]:
@@ -78,9 +78,8 @@ def _unpacked(whole: Matrix, part: str) -> list[Matrix]:
         eye = torch.eye(n, dtype=tensor.dtype).repeat(1, tensor.shape[1] // n)
         return [whole, replace(whole, tensor=eye)]
     if tensor.shape[-1] % count:
-        raise ValueError(
-            f"{whole.name} must have {count} times as many rows as a head is wide, got {tensor.shape[-1]}."
-        )
+        rule = f"must have {count} times as many rows as a head is wide"
+        raise TensorError(f"{shown(whole.name)} {rule}, got {tensor.shape[-1]}")
     return [replace(whole, tensor=each, of=count) for each in tensor.chunk(count, -1)]
 
 
@@ -108,18 +107,19 @@ def _turned(piece: Piece, tensor: Tensor, order: str) -> Tensor:
     got = tuple(tensor.shape)
     if piece.kind == "bias":
         if tensor.ndim not in (1, 2):
-            raise ValueError(f"{piece.name} must have one axis, got shape {got}.")
+            raise TensorError(f"{shown(piece.name)} must have one axis, got shape {got}")
         return tensor
     if tensor.ndim == 3 and piece.head is None and 0 not in tensor.shape:
         if piece.axes == TRANSPOSED:  # flax: [in, head, d_head], and of outputs [head, d_head, out]
             return tensor if piece.part == "o" else tensor.transpose(0, 1)
         return tensor if order == TRANSPOSED else tensor.mT
     if tensor.ndim != 2 or 0 in tensor.shape:
-        raise ValueError(f"{piece.name} must be a matrix, got shape {got}.")
+        raise TensorError(f"{shown(piece.name)} must be a matrix, got shape {got}")
     if piece.part == "qk":  # rows of each head are the query's coordinates
         rows, width = got
         if rows % width:
-            raise ValueError(f"{piece.name} must have {width} rows for each head, got {rows}.")
+            rule = f"must have {width} rows for each head"
+            raise TensorError(f"{shown(piece.name)} {rule}, got {rows}")
         return tensor.unflatten(0, (-1, width))
     return tensor.mT if order == TORCH else tensor
 
@@ -128,14 +128,13 @@ def _stacked(turned: Mapping[int | None, Tensor], heads: Mapping[int | None, Pie
     """One tensor of numbered heads, which must be of one shape."""
     numbers = sorted(h for h in turned if h is not None)
     if numbers != list(range(len(turned))):
-        names = ", ".join(piece.name for piece in list(heads.values())[:3])
-        raise ValueError(f"heads must be numbered from 0 on, got {names}.")
+        names = ", ".join(shown(piece.name) for piece in list(heads.values())[:3])
+        raise TensorError(f"heads must be numbered from 0 on, got {names}")
     for head in numbers:
         wanted, got = tuple(turned[0].shape), tuple(turned[head].shape)
         if got != wanted:
-            raise ValueError(
-                f"{heads[head].name} must have the shape {wanted} of the other heads, got {got}."
-            )
+            name = shown(heads[head].name)
+            raise TensorError(f"{name} must have the shape {wanted} of the other heads, got {got}")
     return torch.stack([turned[head] for head in numbers])
 
 

@@ -22,57 +22,55 @@ READ_IN = (
     *("_read_in", "read_in", "input_proj", "input_projection", "embed_in", "input_layer"),
     *("token_proj", "embed_proj", "input_linear", "front_linear", "in_linear", "encoder_input"),
 )
-ROWS: dict[str, tuple[str, ...]] = {
+SPELLINGS = {
     "o": (
-        *("o", "O", "out", "output", "o_proj", "out_proj", "output_proj", "proj_o", "proj_out"),
-        *("W_o", "W_O", "w_o", "Wo", "WO", "wo", "W_out", "w_out", "to_out", "to_out.0"),
-        *("out_linear", "linear_out", "output_linear", "o_linear", "linear_o", "o_lin", "out_lin"),
-        *("fc_o", "fc_out", "fc", "dense", "output.dense", "proj", "c_proj", "linear"),
-        *("unifyheads", "unify_heads", "out_projection", "output_projection", "output_layer"),
-        *("out_mat", "output_mat", "out_layer", "output_net"),
+        "o O out output o_proj out_proj output_proj proj_o proj_out W_o W_O w_o Wo WO wo W_out "
+        "w_out to_out to_out.0 out_linear linear_out output_linear o_linear linear_o o_lin "
+        "out_lin fc_o fc_out fc dense output.dense proj c_proj linear unifyheads unify_heads "
+        "out_projection output_projection output_layer out_mat output_mat out_layer output_net"
     ),
     "qkv": (
-        *("qkv", "to_qkv", "Wqkv", "W_qkv", "w_qkv", "qkv_proj", "proj_qkv", "c_attn", "in_proj"),
-        *("qkv_linear", "linear_qkv", "W_pack", "attn_qkv", "query_key_value_proj"),
+        "qkv to_qkv Wqkv W_qkv w_qkv qkv_proj proj_qkv c_attn in_proj qkv_linear linear_qkv "
+        "W_pack attn_qkv query_key_value_proj"
     ),
-    "kv": ("kv", "to_kv", "kv_proj", "Wkv", "W_kv"),
-    "qk": ("kq", "QK", "W_QK", "KQ", "W_KQ", "W_kq", "W_qk"),
+    "kv": "kv to_kv kv_proj Wkv W_kv",
+    "qk": "kq QK W_QK KQ W_KQ W_kq W_qk",
     "norm1": (
-        *("ln1", "ln_1", "norm1", "norm_1", "layernorm1", "layer_norm1", "layer_norm_1"),
-        *("attn_norm", "ln_attn", "attention_norm", "input_layernorm"),
+        "ln1 ln_1 norm1 norm_1 layernorm1 layer_norm1 layer_norm_1 attn_norm ln_attn "
+        "attention_norm input_layernorm"
     ),
     "norm2": (
-        *("ln2", "ln_2", "norm2", "norm_2", "layernorm2", "layer_norm2", "layer_norm_2"),
-        *("mlp_norm", "ffn_norm", "ln_mlp", "post_attention_layernorm"),
+        "ln2 ln_2 norm2 norm_2 layernorm2 layer_norm2 layer_norm_2 mlp_norm ffn_norm ln_mlp "
+        "post_attention_layernorm"
     ),
     "mlp_in": (
-        *("mlp.c_fc", "mlp.fc1", "mlp.0", "mlp.fc_in", "mlp.up_proj", "mlp.net.0", "mlp.linear1"),
-        *("ff.0", "ffn.0", "ffwd.net.0", "feed_forward.0", "feedforward.0", "ff.net.0", "ffn.fc1"),
-        *("feed_forward.linear1", "feed_forward.w_1", "linear1", "fc1", "W", "linear_net.0"),
+        "mlp.c_fc mlp.fc1 mlp.0 mlp.fc_in mlp.up_proj mlp.net.0 mlp.linear1 mlp.W_in ff.0 ffn.0 "
+        "ffwd.net.0 feed_forward.0 feedforward.0 ff.net.0 ffn.fc1 feed_forward.linear1 "
+        "feed_forward.w_1 linear1 fc1 W linear_net.0"
     ),
     "mlp_out": (
-        *("mlp.c_proj", "mlp.fc2", "mlp.2", "mlp.3", "mlp.fc_out", "mlp.down_proj", "mlp.net.2"),
-        *("mlp.linear2", "ff.2", "ff.3", "ffn.2", "ffn.3", "ffwd.net.2", "feed_forward.2"),
-        *("feed_forward.3", "feedforward.2", "ff.net.2", "ffn.fc2", "feed_forward.linear2"),
-        *("feed_forward.w_2", "linear2", "fc2", "Wp", "linear_net.2", "linear_net.3"),
+        "mlp.c_proj mlp.fc2 mlp.2 mlp.3 mlp.fc_out mlp.down_proj mlp.net.2 mlp.W_out mlp.linear2 "
+        "ff.2 ff.3 ffn.2 ffn.3 ffwd.net.2 feed_forward.2 feed_forward.3 feedforward.2 ff.net.2 "
+        "ffn.fc2 feed_forward.linear2 feed_forward.w_2 linear2 fc2 Wp linear_net.2 linear_net.3"
     ),
-    "final_norm": ("ln_f", "final_norm", "norm_f", "ln_final", "final_layer_norm", "norm"),
-    "read_mlp": tuple(f"{name}.0" for name in READ_IN),
-    "read_in": (*READ_IN, *(f"{name}.2" for name in READ_IN)),
+    "final_norm": "ln_f final_norm norm_f ln_final final_layer_norm norm",
     "read_out": (
-        *("_read_out", "read_out", "head", "pred_head", "output_head", "readout", "regressor"),
-        *("lm_head", "prediction_head", "final_linear", "back_linear", "decoder", "final_layer"),
+        "_read_out read_out head pred_head output_head readout regressor lm_head prediction_head "
+        "final_linear back_linear decoder final_layer W_U"
     ),
     "positions": (
-        *("wpe", "pos_emb", "pos_embed", "pos_embedding", "position_embedding", "W_pos"),
-        *("position_embeddings", "positional_embedding", "pos_encoding", "positional_encoding"),
-        *("pe", "pos_encoder", "pos_enc"),
+        "wpe pos_emb pos_embed pos_embedding position_embedding W_pos position_embeddings "
+        "positional_embedding pos_encoding positional_encoding pe pos_encoder pos_enc"
     ),
     "words": (
-        *("wte", "tok_emb", "token_emb", "token_embedding", "tok_embed", "word_embedding"),
-        *("token_embedding_table", "word_embeddings", "W_E", "embed_tokens", "tok_embeddings"),
-        *("embedding", "embed", "embeddings"),
+        "wte tok_emb token_emb token_embedding tok_embed word_embedding token_embedding_table "
+        "word_embeddings W_E embed_tokens tok_embeddings embedding embed embeddings"
     ),
+}
+ROWS = {
+    **{part: names.split() for part, names in SPELLINGS.items()},
+    "read_mlp": [f"{name}.0" for name in READ_IN],
+    "read_in": [*READ_IN, *(f"{name}.2" for name in READ_IN)],
 }
 KNOWN = (
     *("q_proj", "k_proj", "v_proj", "o_proj", "qkv", "kv", "QK", "OV", "norm1", "norm2"),
@@ -81,7 +79,10 @@ KNOWN = (
 """A known name for each part that a user's own name can stand for; a mask is ignored."""
 LINEARS = {f"linears.{i}": part for i, part in enumerate("qkvo")}
 """Modules in a list, as in the Annotated Transformer."""
-BARE_BIASES = {"b": "mlp_in", "bp": "mlp_out", **{f"b_{x}": x.lower() for x in "QKVOqkvo"}}
+BARE_BIASES = {
+    **{"b": "mlp_in", "bp": "mlp_out", "b_in": "mlp_in", "b_out": "mlp_out", "b_U": "read_out"},
+    **{f"b_{x}": x.lower() for x in "QKVOqkvo"},
+}
 PARAMETERS = re.compile(r"(.*(?:in|[qkv])_proj)_(weight|bias)")
 """Of torch.nn.MultiheadAttention, which are no modules of their own."""
 HEAD_LISTS = ("heads", "head", "attn_heads", "attention_heads", "sa_heads", "att_heads")
@@ -103,7 +104,7 @@ KINDS = {
 HARMLESS = re.compile(
     r"(?:.*[./])?(?:(?:attn_|attention_|causal_|src_|tgt_)?mask|tril|masked_bias|position_ids|num_batches_tracked"
     r"|pos_weight|class_weights?|loss_weights?|loss_?(?:history|curve)?|losses|(?:train|val|test|eval)_loss(?:es)?"
-    r"|step|epoch|(?:loss_fn|criterion|metrics?)[./].*)",
+    r"|step|epoch|IGNORE|(?:loss_fn|criterion|metrics?)[./].*)",
     re.IGNORECASE,
 )
 """Buffers and logs that change no prediction."""

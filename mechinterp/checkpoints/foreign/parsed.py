@@ -4,7 +4,7 @@ Shapes are held against each other here, in the file's own names and order of ax
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import reduce
 
 import torch
@@ -17,7 +17,7 @@ from mechinterp.checkpoints.foreign.heads import (
     require_shapes,
     whole_tokens,
 )
-from mechinterp.checkpoints.foreign.layout import Layout, shown
+from mechinterp.checkpoints.foreign.layout import Layout, TensorError, shown
 from mechinterp.checkpoints.foreign.matrices import Matrix, attention_matrices
 from mechinterp.checkpoints.foreign.names import ATTENTION, TORCH, TRANSPOSED, Piece
 from mechinterp.checkpoints.foreign.options import Hints
@@ -30,7 +30,7 @@ class Parts:
     """The tensors of a file by what they are."""
 
     layers: tuple[dict[str, Tensor], ...]
-    """Per layer query, key, value, out, mlp_in, mlp_out, norm1, norm2 .weight and .bias, those that are there."""
+    """Per layer query, key, value, out, mlp_in, mlp_out, norm1, norm2 .weight and .bias, parts that are there."""
     ends: dict[str, Tensor]
     n_heads: int
     merged: bool = False
@@ -89,7 +89,7 @@ def parts_of(
         ValueError: If shapes do not fit together, a part has no place here, or the number of heads is not known.
     """
     for piece in layout.pieces:
-        _require_numbers(tensors[piece.name], shown(piece.name))
+        require_numbers(tensors[piece.name], shown(piece.name))
     _require_all_layers(layout)
     found = [attention_matrices(pieces, tensors, axes) for pieces in layout.layers]
     query = found[0]["query.weight"]
@@ -102,21 +102,27 @@ def parts_of(
         matrices |= _beside(pieces, tensors, width)
         require_layer(matrices, n_heads, width)
         if other := matrices.keys() ^ found[0].keys():
-            raise ValueError(f"layers must be alike, got {min(other)} in some of them.")
-    parts = Parts(
-        _alike(found, hints.output_scale or 1),
-        _ends(tensors, layout, width),
-        n_heads,
-        merged=any(p.part == "qk" and tensors[p.name].ndim == 2 for p in layout.layers[0]),
-    )
+            name = shown((matrices | found[0])[min(other)].name)
+            raise TensorError(f"layers must be alike, got {name} in some of them")
+    layers, ends = _alike(found, hints.output_scale or 1), _ends(tensors, layout, width)
+    merged = any(p.part == "qk" and tensors[p.name].ndim == 2 for p in layout.layers[0])
+    parts = Parts(layers, ends, n_heads, merged)
     if width < 2 and not parts.has("read_in.weight"):
-        raise ValueError(f"{query.name} must read tokens of >= 2 entries, got {width}.")
+        rule = "must read tokens of >= 2 entries"
+        raise TensorError(f"{shown(query.name)} {rule}, got {width}")
     if not parts.alone and "out.weight" not in found[0]:
-        name = layout.layers[0][0].name
-        raise ValueError(f"an output projection is needed beside {name}, got none.")
-    named = [*parts.ends.items(), *(item for layer in parts.layers for item in layer.items())]
+        name = shown(layout.layers[0][0].name)
+        raise TensorError(f"an output projection is needed beside {name}, got none")
+    named = [item for part in (ends, *layers) for item in part.items()]
     biases = [t for name, t in named if name.endswith(".bias") and "norm" not in name]
-    return replace(parts, biases=any(bool(t.any()) or not parts.alone for t in biases))
+    biased = any(bool(t.any()) or not parts.alone for t in biases)
+    return Parts(tuple(map(_with_biases, layers)), _with_biases(ends), n_heads, merged, biased)
+
+
+def _with_biases(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors with zeros for biases that are not there."""
+    zeros = {n.replace("weight", "bias"): t.new_zeros(t.shape[-1]) for n, t in tensors.items()}
+    return zeros | dict(tensors)
 
 
 def _alike(layers: Sequence[Mapping[str, Matrix]], factor: float) -> tuple[dict[str, Tensor], ...]:
@@ -153,9 +159,8 @@ def _beside(
             continue
         name, tensor, order = f"{piece.part}.{piece.kind}", tensors[piece.name], TRANSPOSED
         if name in found:
-            raise ValueError(
-                f"{piece.name} is a second tensor for {name}; MLPs have two layers here."
-            )
+            what = f"a second tensor for {name}, as {shown(found[name].name)} is"
+            raise TensorError(f"{shown(piece.name)} is {what}; MLPs have two layers here")
         if piece.part.startswith("mlp") and piece.kind == "weight":
             _require_matrix(piece.name, tensor)
             near = 0 if piece.part == "mlp_in" else 1
@@ -169,13 +174,14 @@ def _beside(
         zeros = torch.zeros(width, 1, dtype=found["norm2.weight"].tensor.dtype)
         found |= {"mlp_in.weight": Matrix("mlp", zeros), "mlp_out.weight": Matrix("mlp", zeros.mT)}
     elif len(mlp) == 1:
-        raise ValueError("an MLP needs both of its matrices, got one.")
+        (one,) = mlp
+        raise TensorError(f"an MLP needs both of its matrices, got {shown(found[one].name)} alone")
     return found
 
 
 def _require_matrix(name: str, tensor: Tensor) -> None:
     if tensor.ndim != 2 or 0 in tensor.shape:
-        raise ValueError(f"{name} must be a matrix, got shape {tuple(tensor.shape)}.")
+        raise TensorError(f"{shown(name)} must be a matrix, got shape {tuple(tensor.shape)}")
 
 
 def _ends(tensors: Mapping[str, Tensor], layout: Layout, width: int) -> dict[str, Tensor]:
@@ -193,10 +199,11 @@ def _ends(tensors: Mapping[str, Tensor], layout: Layout, width: int) -> dict[str
                 order, tensor = TORCH, tensor.mT
         found[f"{part}.{kind}"] = Matrix(piece.name, tensor, order)
     if "read_in.weight" in found and "read_out.weight" not in found:
-        first = found["read_in.weight"].name
-        raise ValueError(f"{first}, a read-in, needs a read-out beside it, got none.")
+        first = shown(found["read_in.weight"].name)
+        raise TensorError(f"{first}, a read-in, needs a read-out beside it, got none")
     if "read_mlp.weight" in found and "read_in.weight" not in found:
-        raise ValueError("a read-in of two layers needs both, got the first alone.")
+        first = shown(found["read_mlp.weight"].name)
+        raise TensorError(f"a read-in of two layers needs both, got {first} alone")
     sizes = {name: tuple(m.tensor.shape) for name, m in found.items()}
     hidden, n_out = (sizes.get(f"{n}.weight", (0,))[-1] for n in ("read_mlp", "read_out"))
     require_shapes(
@@ -213,14 +220,14 @@ def _ends(tensors: Mapping[str, Tensor], layout: Layout, width: int) -> dict[str
     return {name: matrix.tensor for name, matrix in found.items()}
 
 
-def _require_numbers(tensor: Tensor, what: str) -> None:
+def require_numbers(tensor: Tensor, what: str) -> None:
     """Refuse a tensor that does not hold finite floating-point numbers, one for each of its entries."""
     if tensor.layout != torch.strided or tensor.is_meta or tensor.dtype not in DTYPES:
         layout = "" if tensor.layout == torch.strided else f", {tensor.layout}"
-        raise ValueError(f"{what} must hold floating-point numbers, got {tensor.dtype}{layout}.")
+        raise TensorError(f"{what} must hold floating-point numbers, got {tensor.dtype}{layout}")
     held, numbers = tensor.untyped_storage().nbytes() // tensor.element_size(), tensor.numel()
     if held < numbers:
         shape = tuple(tensor.shape)
-        raise ValueError(f"{what} of shape {shape} must hold {numbers} numbers, got {held}.")
+        raise TensorError(f"{what} of shape {shape} must hold {numbers} numbers, got {held}")
     if bad := int((~torch.isfinite(tensor)).sum()):
-        raise ValueError(f"{what} must hold finite numbers, got {bad} NaN or infinite.")
+        raise TensorError(f"{what} must hold finite numbers, got {bad} NaN or infinite")

@@ -14,12 +14,11 @@ from mechinterp.checkpoints.foreign.assemble import architecture
 from mechinterp.checkpoints.foreign.choices import choices_of, combinations, given_choices
 from mechinterp.checkpoints.foreign.formats import BARE, LAYERED, OWN_LAYERS, Format, recognised
 from mechinterp.checkpoints.foreign.interpret import Case, open_choices, tried
-from mechinterp.checkpoints.foreign.layout import mapped
+from mechinterp.checkpoints.foreign.layout import Layout, mapped, of_file
 from mechinterp.checkpoints.foreign.names import is_harmless
 from mechinterp.checkpoints.foreign.options import ORIENTATIONS, Hints
 from mechinterp.checkpoints.foreign.parsed import Parts, parts_of
 from mechinterp.checkpoints.foreign.readings import Reading, Said, advice
-from mechinterp.checkpoints.io.errors import naming
 from mechinterp.config import ExperimentConfig, TaskConfig
 from mechinterp.fields import build, flatten
 
@@ -27,6 +26,10 @@ TASK_KEY = "mechinterp_task"
 """Where a folder that an earlier version wrote has fields of the task."""
 MOST_SHOWN = 24
 """Readings that are listed under what was assumed; the checkpoint has all."""
+
+
+Told = tuple[Format, Layout, dict[str, Tensor]]
+"""What `recognised` finds."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,20 +56,17 @@ def read_foreign(run: Sequence[Stored], hints: Hints) -> Checkpoint:
         Checkpoint(x.pt: 1 layer of 2 heads with MLPs, d_x=5, context_length=40)
     """
     last = run[-1]
-    with naming(last.file):
-        return _read(run, replace(hints, task=_task(last.settings) | dict(hints.task or {})))
-
-
-def _task(settings: Mapping[str, object]) -> dict[str, object]:
-    """Fields of the task that settings beside the weights state, but for the context."""
-    stated, noise = settings.get(TASK_KEY), settings.get("noise_std")
-    task = dict(stated) if isinstance(stated, Mapping) else {}
-    return {"noise_var": noise**2, **task} if isinstance(noise, float) else task
+    with of_file(last.file):
+        stated, noise = last.settings.get(TASK_KEY), last.settings.get("noise_std")
+        task: dict[str, object] = {"noise_var": noise**2} if isinstance(noise, float) else {}
+        task |= {**(stated if isinstance(stated, Mapping) else {}), **(hints.task or {})}
+        return _read(run, replace(hints, task=task))
 
 
 def _read(run: Sequence[Stored], hints: Hints) -> Checkpoint:
     last = run[-1]
-    form, layout, _ = recognised(mapped(last.tensors, hints.map or ()), hints)
+    told = _told(run, hints)
+    form, layout, _ = told[-1]
     given = given_choices(hints, last.settings)
     stated_axes = form.settled.get("orientation", hints.orientation)
     usual_axes = ORIENTATIONS if layout.open_axes else ORIENTATIONS[:1]
@@ -74,7 +74,7 @@ def _read(run: Sequence[Stored], hints: Hints) -> Checkpoint:
     faults: list[ValueError] = []
     for axes in usual_axes if stated_axes is None else (str(stated_axes),):
         try:
-            parts = _parts_of_run(run, axes, hints)[-1]
+            parts = _parts_of_run(run, told, axes, hints)[-1]
             form = _own(form, parts, hints)
             choices = choices_of(parts, form, given, hints)
         except ValueError as error:
@@ -93,21 +93,30 @@ def _read(run: Sequence[Stored], hints: Hints) -> Checkpoint:
     found = source.checkpoint(first, given, readings, open_choices(cases))
     if len(run) == 1:
         return found
-    every = _parts_of_run(run, str(first.said["orientation"]), hints)
-    kept = {}
-    for each, parts in zip(run, every, strict=True):
-        with naming(each.file):
+    kept, axes = {}, str(first.said["orientation"])
+    for each, parts in zip(run, _parts_of_run(run, told, axes, hints), strict=True):
+        with of_file(each.file):
             kept[each.step] = replace(first, parts=parts).weights()
     return replace(found, kept=kept)
 
 
-def _parts_of_run(run: Sequence[Stored], axes: str, hints: Hints) -> list[Parts]:
-    """The parts of every file of a run, with biases if any of them has such that are not zero."""
+def _told(run: Sequence[Stored], hints: Hints) -> list[Told]:
+    """What the names in every file of a run tell."""
     found = []
     for each in run:
-        with naming(each.file):
-            form, layout, useful = recognised(mapped(each.tensors, hints.map or ()), hints)
-            found.append(parts_of(useful, layout, axes, hints, each.settings, form.wide_heads))
+        with of_file(each.file):
+            found.append(recognised(mapped(each.tensors, hints.map or ()), hints))
+    return found
+
+
+def _parts_of_run(
+    run: Sequence[Stored], told: Sequence[Told], axes: str, hints: Hints
+) -> list[Parts]:
+    """The parts of every file of a run, with biases if any of them has such that are not zero."""
+    found = []
+    for each, (form, layout, tensors) in zip(run, told, strict=True):
+        with of_file(each.file):
+            found.append(parts_of(tensors, layout, axes, hints, each.settings, form.wide_heads))
     biases = any(parts.biases for parts in found)
     return [replace(parts, biases=biases) for parts in found]
 
@@ -197,7 +206,7 @@ class _Source:
         closed = {**form.settled, **given}
         usual = [n for n in form.usual if n not in closed]
         unsaid = [n for n in (*usual, *open_ones) if n in case.said and n != "scale"]
-        assumed |= {f"model.{name}": case.said[name] for name in unsaid}
+        assumed |= {f"model.{name}": case.told(name) for name in unsaid}
         if "score" in usual:
             assumed["model.score_slope"] = 1.0
         if "scale" not in closed:

@@ -16,6 +16,8 @@ from mechinterp.checkpoints.foreign.options import stated_option
 from mechinterp.models.heads import AttentionWeights
 from mechinterp.models.weights import Weights
 
+ROUNDING = 1e-12
+"""A standard error below is none."""
 MARGIN, ERRORS = 0.05, 3.0
 """A loss is below another by more than this part of it and this many standard errors, else they tie."""
 
@@ -57,7 +59,8 @@ class Reading:
             f"{name} {value:.3g}" if isinstance(value, float) else f"{name} {value}"
             for name, value in self.said.items()
         )
-        return f"{named}: {self.loss:.3g} ± {self.loss_sem:.1g}"
+        error = f" ± {self.loss_sem:.1g}" if self.loss_sem > ROUNDING else ""
+        return f"{named}: {self.loss:.3g}{error}"
 
 
 def ranked(

@@ -17,13 +17,18 @@ def settings_beside(path: Path) -> dict[str, object]:
         CheckpointError: If noise_std is no number >= 0, or n_points no integer >= 2.
     """
     file, garg = path.with_name("config.json"), path.with_name("config.yaml")
-    found: dict[str, object] = {}
+    stated: list[tuple[Path, dict]] = []
     document = read_json(file) if file.is_file() else None
     if isinstance(document, dict) and not OWN & set(document):
-        found |= _checked(file, document)
+        stated.append((file, document))
     if garg.exists():
-        found |= _checked(garg, _garg_settings(read_yaml(garg)))
-    return found
+        stated.append((garg, _garg_settings(read_yaml(garg))))
+    return {
+        name: _checked(file, name, value)
+        for file, settings in stated
+        for name, value in settings.items()
+        if value is not None
+    }
 
 
 def _garg_settings(document: object) -> dict[str, object]:
@@ -43,29 +48,21 @@ def _within(document: object, *names: str) -> object:
     return document
 
 
-def _checked(file: Path, settings: dict[str, object]) -> dict[str, object]:
-    """The settings that say something, texts of digits as integers and noise_std as a number."""
-    found = {
-        name: int(value) if isinstance(value, str) and _counts(value) else value
-        for name, value in settings.items()
-        if value is not None
-    }
-    if "noise_std" in found:
-        found["noise_std"] = _noise(file, found["noise_std"])
-    points = found.get("n_points", 2)
-    if type(points) is not int or points < 2:
-        raise CheckpointError(f"{file}: n_points must be an integer >= 2, got {points!r:.42}.")
-    return found
-
-
-def _noise(file: Path, value: object) -> float:
-    try:
-        noise = math.nan if isinstance(value, bool) else float(str(value))
-    except ValueError:
-        noise = math.nan
-    if not 0 <= noise < math.inf:
-        raise CheckpointError(f"{file}: noise_std must be a number >= 0, got {value!r:.42}.")
-    return noise
+def _checked(file: Path, name: str, value: object) -> object:
+    """A setting, a text of digits as an integer and noise_std as a number."""
+    if isinstance(value, str) and _counts(value):
+        value = int(value)
+    if name == "noise_std":
+        try:
+            noise = float(str(value))
+        except ValueError:
+            noise = math.nan
+        if not 0 <= noise < math.inf:
+            raise CheckpointError(f"{file}: noise_std must be a number >= 0, got {value!r:.42}.")
+        return noise
+    if name == "n_points" and (type(value) is not int or value < 2):
+        raise CheckpointError(f"{file}: n_points must be an integer >= 2, got {value!r:.42}.")
+    return value
 
 
 def _counts(text: object) -> bool:

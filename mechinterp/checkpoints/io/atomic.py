@@ -70,7 +70,7 @@ def read_json(file: Path) -> object:
     Raises:
         CheckpointError: If it cannot be read, is larger than 4 MB or nested too deeply.
     """
-    with _readable(file, "JSON", MAX_JSON):
+    with readable(file, "JSON", MAX_JSON, ValueError):
         return json.loads(file.read_text(encoding="utf-8"))
 
 
@@ -94,18 +94,18 @@ def read_yaml(file: Path) -> object:
     """
     import yaml
 
-    with _readable(file, "YAML", MAX_YAML, yaml.YAMLError):
+    with readable(file, "YAML", MAX_YAML, ValueError, yaml.YAMLError):
         # This loader makes texts, lists and dictionaries only, and merges nothing.
         return yaml.load(file.read_text(encoding="utf-8"), Loader=yaml.BaseLoader)
 
 
 @contextmanager
-def _readable(file: Path, kind: str, most: int, *faults: type[Exception]) -> Iterator[None]:
-    """Refuses a file of text that is too large, and turns what goes wrong while it is read into one line."""
-    known: tuple[type[Exception], ...] = (OSError, ValueError, *faults)
+def readable(file: Path, kind: str, most: int | None, *faults: type[Exception]) -> Iterator[None]:
+    """Refuses what is no regular file or too large, and turns what goes wrong while it is read into one line."""
+    known: tuple[type[Exception], ...] = (OSError, *faults)
     try:
         size = size_of(file)
-        if size > most:
+        if most is not None and size > most:
             raise CheckpointError(f"{file}: must be at most {most} bytes, got {size}.")
         yield
     except CheckpointError:

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from mechinterp.checkpoints.io.atomic import size_of
-from mechinterp.checkpoints.io.errors import CheckpointError, one_line
+from mechinterp.checkpoints.io.atomic import readable, size_of
+from mechinterp.checkpoints.io.errors import CheckpointError, naming
 from mechinterp.config import ExperimentConfig
 from mechinterp.models.shapes import tensor_shapes
 
@@ -26,25 +26,18 @@ def reading(file: Path) -> Iterator[None]:
     """Turns whatever a parser makes of a bad file into a CheckpointError that names it, and keeps warnings quiet."""
     plain = (".npz", ".npy", ".safetensors", ".msgpack", ".pkl", ".pickle")
     kind = file.suffix.lstrip(".") if file.suffix in plain else "PyTorch"
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), readable(file, kind, MAX_BYTES, SafetensorError):
         warnings.simplefilter("ignore")
+        with file.open("rb") as stream:
+            if stream.read(len(POINTER)) == POINTER:
+                what = f"a Git LFS pointer of {size_of(file)} bytes, not the weights"
+                raise CheckpointError(f"{file}: {what}; run git lfs pull.")
         try:
-            size = size_of(file)
-            if size > MAX_BYTES:
-                raise CheckpointError(f"{file}: must be at most {MAX_BYTES} bytes, got {size}.")
-            with file.open("rb") as stream:
-                if stream.read(len(POINTER)) == POINTER:
-                    what = f"a Git LFS pointer of {size} bytes, not the weights"
-                    raise CheckpointError(f"{file}: {what}; run git lfs pull.")
-            try:
-                yield
-            except CheckpointError as error:
-                raise CheckpointError(f"{file}: {error}") from None
-        except CheckpointError:
+            yield
+        except CheckpointError as error:
+            raise CheckpointError(f"{file}: {error}") from None
+        except (OSError, SafetensorError):
             raise
-        except (OSError, SafetensorError) as error:
-            reason = one_line(error) if file.exists() else "does not exist"
-            raise CheckpointError(f"{file}: not a readable {kind} file ({reason}).") from None
         except Exception as error:
             # A parser fed with noise raises nearly anything: KeyError, OverflowError, RecursionError.
             reason = type(error).__name__
@@ -77,29 +70,10 @@ def shapes_in(file: Path) -> dict[str, tuple[int, ...]]:
             return {name: tuple(stored.get_slice(name).get_shape()) for name in names}
 
 
-def require_shapes(
-    file: Path, found: Mapping[str, tuple[int, ...]], shapes: Mapping[str, tuple[int, ...]]
-) -> None:
-    """Refuse tensors that are not of these names and shapes.
-
-    Raises:
-        CheckpointError: If one is not; the message names it.
-    """
-    for name, shape in shapes.items():
-        if name not in found:
-            raise CheckpointError(f"{file}: {name} is missing.")
-        if found[name] != shape:
-            raise CheckpointError(f"{file}: {name} must have shape {shape}, got {found[name]}.")
-
-
 def require_finite(what: str, bad: int) -> None:
-    """Refuse a tensor, or whatever `what` is, with so many entries that are NaN or infinite.
-
-    Raises:
-        CheckpointError: If there are some.
-    """
+    """Refuse a tensor, or whatever `what` is, with so many entries that are NaN or infinite."""
     if bad:
-        raise CheckpointError(f"{what} must hold finite numbers, got {bad} NaN or infinite.")
+        raise ValueError(f"{what} must hold finite numbers, got {bad} NaN or infinite.")
 
 
 def require_finite_in(file: Path, names: Iterable[str]) -> None:
@@ -108,40 +82,43 @@ def require_finite_in(file: Path, names: Iterable[str]) -> None:
     Raises:
         CheckpointError: If there are some; the message names the tensor.
     """
-    with opened(file, "np") as stored:
+    with naming(file), opened(file, "np") as stored:
         for name in names:
             if stored.get_slice(name).get_dtype() in ("F16", "F32", "F64"):
                 finite = np.isfinite(stored.get_tensor(name))
-                require_finite(f"{file}: {name}", finite.size - int(finite.sum()))
+                require_finite(name, finite.size - int(finite.sum()))
 
 
-def stated_shapes(
-    file: Path, names: Iterable[str], config: ExperimentConfig
+def require_shapes(
+    found: Mapping[str, tuple[int, ...]], config: ExperimentConfig
 ) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of the tensors of a model of this config.
+    """Names and shapes of the tensors of a model of this config, all of which must be found.
 
     Raises:
-        CheckpointError: If a file with tensors of these names has another number of layers.
+        ValueError: If a file with tensors of these names has another number of layers, or one is missing or of
+            another shape; the message names it.
     """
-    there = len({name.split(".")[1] for name in names if name.startswith("blocks.")})
+    there = len({name.split(".")[1] for name in found if name.startswith("blocks.")})
     if config.model.n_layers != there:  # before a name is made for each
-        raise CheckpointError(
-            f"{file}: model.n_layers must be that of the weights, {there}, got {config.model.n_layers}."
-        )
-    return tensor_shapes(config.model, config.task.d_x, config.task.d_y)
+        got = config.model.n_layers
+        raise ValueError(f"model.n_layers must be that of the weights, {there}, got {got}.")
+    shapes = tensor_shapes(config.model, config.task.d_x, config.task.d_y)
+    for name, shape in shapes.items():
+        if name not in found:
+            raise ValueError(f"{name} is missing.")
+        if found[name] != shape:
+            raise ValueError(f"{name} must have shape {shape}, got {found[name]}.")
+    return shapes
 
 
 @contextmanager
 def opened(file: Path, framework: str) -> Iterator[safe_open]:
     """A safetensors file of any size, whose faults are CheckpointErrors."""
-    size_of(file)  # a pipe would wait for its writer
-    try:
-        with safe_open(file, framework=framework) as stored:
-            yield stored
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(
-            f"{file}: not a readable safetensors file ({one_line(error)})."
-        ) from None
+    with (
+        readable(file, "safetensors", None, SafetensorError),
+        safe_open(file, framework=framework) as stored,
+    ):
+        yield stored
 
 
 def read_steps(file: Path) -> list[int]:

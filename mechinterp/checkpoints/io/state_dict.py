@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from mechinterp.checkpoints.io.errors import CheckpointError
-from mechinterp.checkpoints.io.unpickler import (
+from mechinterp.checkpoints.io.pickled_values import (
     ArrayType,
     Encoded,
     StoredArray,
@@ -40,8 +40,8 @@ KIND = re.compile(r"[<>=|]?([fiubc])(1|2|4|8|16)|(float|int|uint|complex)(8|16|3
 Place = StoredTensor | StoredArray
 
 
-def weights_among(root: object) -> dict[str, Place]:
-    """Names and places of the weights; what is no tensor is passed over, and arrays beside torch's tensors too.
+def weights_among(root: object) -> tuple[dict[str, StoredTensor], dict[str, StoredArray]]:
+    """Places of the weights by name: torch's tensors or, where there are none, numpy's arrays; all else is passed over.
 
     Raises:
         CheckpointError: If there are none.
@@ -57,10 +57,12 @@ def weights_among(root: object) -> dict[str, Place]:
     if isinstance(found, dict) and any(not SKIPPED.fullmatch(name) for name in asked):
         raise CheckpointError(_no_weights(asked))
     torches = {name: each for name, each in places.items() if isinstance(each, StoredTensor)}
-    arrays = {name: each for name, each in places.items() if name not in torches and each.shape}
-    if torches or arrays:
-        return {**torches} or {**arrays}
-    raise CheckpointError(_no_weights(_asked(root)))
+    if torches:
+        return torches, {}
+    arrays = {n: each for n, each in places.items() if isinstance(each, StoredArray) and each.shape}
+    if not arrays:
+        raise CheckpointError(_no_weights(_asked(root)))
+    return {}, arrays
 
 
 def _asked(root: object) -> list[str]:

@@ -6,7 +6,6 @@ a script that loads them. In: such a folder, or a state dict alone, of a causal 
 
 import json
 import math
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,6 +15,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from mechinterp.checkpoints.checkpoint import Checkpoint
+from mechinterp.checkpoints.foreign.hooked import MASK, hooked_layer, require_zero
 from mechinterp.checkpoints.io.atomic import writing
 from mechinterp.checkpoints.io.errors import CheckpointError, naming
 from mechinterp.checkpoints.io.locks import claimed
@@ -26,25 +26,12 @@ from mechinterp.checkpoints.native.recipe import LOAD
 from mechinterp.checkpoints.native.tensors import PREFIX, state_dict, weights_from
 from mechinterp.config import ExperimentConfig, TaskConfig
 from mechinterp.models.heads import AttentionWeights
-from mechinterp.models.shapes import BIASES, NAMES
+from mechinterp.models.shapes import BIASES
 from mechinterp.models.weights import weights_of_layer, why_no_circuits
 
 FORMAT = "transformer-lens"
 SIDE_CAR = "transformer_lens.json"
 LEAST_N_CTX = 1024
-WEIGHT = r"^blocks\.\d+\.attn\.W_[QKVO]$"
-# Tensors that our model has no place for; HookedTransformer or a Bridge has them all the same.
-ZERO = {
-    "embed.W_E": "tokens are vectors (x, y) and enter as they are, by start_at_layer=0; else it is a model of word tokens",
-    "pos_embed.W_pos": "tokens are vectors (x, y), to which no position is added",
-    "unembed.b_U": "the model has no bias behind its read-out",
-    **{
-        f"blocks.0.mlp.{name}": "the model has no MLP"
-        for name in ("W_in", "b_in", "W_out", "b_out")
-    },
-}
-READ_OUT, MASK = "unembed.W_U", PREFIX + "mask"
-KNOWN = {*ZERO, READ_OUT, MASK, PREFIX + "IGNORE", *(PREFIX + name for name in (*NAMES, *BIASES))}
 
 
 def positions_for(task: TaskConfig) -> int:
@@ -58,22 +45,20 @@ def write_exchange(folder: Path, checkpoint: Checkpoint) -> None:
     Raises:
         CheckpointError: If HookedTransformer has no such attention, or the folder cannot be written.
     """
-    found = why_no_circuits(checkpoint.config.model)
-    if found is not None:
-        raise CheckpointError(
-            f"{checkpoint.path}: HookedTransformer takes one layer of attention from here, got {found}."
-        )
     # HookedTransformer has no merged heads: it gets W_Q = W_QK and W_K = I, and so does the side-car.
     config = replace(checkpoint.config, model=replace(checkpoint.config.model, merged_qk=False))
-    if config.model.score != "softmax":
-        raise CheckpointError(
-            f"{checkpoint.path}: HookedTransformer has softmax attention only, got score {config.model.score!r}."
-        )
-    if config.model.attend_to_self:
-        raise CheckpointError(
-            f"{checkpoint.path}: the script that loads the model makes its mask strict, "
-            "got a model whose query attends to itself."
-        )
+    with naming(checkpoint.path):
+        found = why_no_circuits(checkpoint.config.model)
+        if found is not None:
+            raise ValueError(
+                f"HookedTransformer takes one layer of attention from here, got {found}."
+            )
+        if (score := config.model.score) != "softmax":
+            raise ValueError(f"HookedTransformer has softmax attention only, got score {score!r}.")
+        if config.model.attend_to_self:
+            raise ValueError(
+                "the script that loads the model makes its mask strict, got a model whose query attends to itself."
+            )
     document = document_of(config, step=checkpoint.step, assumed=checkpoint.assumed)
     text = json.dumps(document | _settings(config), indent=2) + "\n"
     circuits = replace(checkpoint.weights.circuits, merged_qk=False)
@@ -94,7 +79,7 @@ def hooked_state(circuits: AttentionWeights, *, n_ctx: int) -> dict[str, Tensor]
         "pos_embed.W_pos": per_head.new_zeros(n_ctx, d_model),
         **{PREFIX + name: per_head.clone() for name in ("b_Q", "b_K", "b_V")},
         PREFIX + "b_O": per_head.new_zeros(d_model),
-        READ_OUT: read_out.contiguous(),
+        "unembed.W_U": read_out.contiguous(),
         "unembed.b_U": per_head.new_zeros(circuits.d_y),
     }
     return others | state_dict(weights_of_layer(circuits))
@@ -117,55 +102,11 @@ def read_exchange(folder: Path) -> Checkpoint:
         _, said = hooked_layer(tensors, config.task.d_y)
         if said.get("attend_to_self"):
             raise ValueError(f"{MASK} must be strict causal, as the side-car says.")
-        if not config.model.biases:
-            reason = "the side-car says that there are no biases"
-            _require_zero(tensors, dict.fromkeys((PREFIX + name for name in BIASES), reason))
+        for name in set() if config.model.biases else {PREFIX + n for n in BIASES} & set(tensors):
+            require_zero(name, tensors[name], "the side-car says that there are no biases")
     weights = weights_from(tensors, config, file)
     assumed = document.get("assumed", {})
     return Checkpoint(folder, config, document["step"], weights, FORMAT, assumed)
-
-
-def hooked_layer(
-    tensors: Mapping[str, Tensor], d_y: int | None = None
-) -> tuple[dict[str, Tensor], dict[str, bool]]:
-    """The attention of a HookedTransformer or a Bridge, and `attend_to_self` where a stored mask says it.
-
-    Outputs are cut to the y entries where a read-out says how many there are.
-
-    Args:
-        d_y: Number of responses; None: the read-out's.
-    Raises:
-        ValueError: If the tensors are not those of a causal one-layer model without positions, norms and
-            an MLP, which reads out the y entries.
-    """
-    layers = {name.split(".")[1] for name in tensors if name.startswith("blocks.")}
-    if len(layers) > 1:
-        raise ValueError(f"the model must have one layer, got {len(layers)}.")
-    for name in sorted(tensors):
-        if any(part.startswith("ln") for part in name.split(".")):
-            raise ValueError(f"the model must have no LayerNorm, got {name}.")
-        if name not in KNOWN:
-            raise ValueError(
-                f"{name} is not among the tensors of an attention-only HookedTransformer of one layer."
-            )
-    _require_zero(tensors, ZERO)
-    for name in NAMES:
-        tensor = tensors.get(PREFIX + name)
-        if tensor is None or tensor.ndim != 3:
-            got = "nothing" if tensor is None else f"shape {tuple(tensor.shape)}"
-            raise ValueError(f"{PREFIX}{name} must have three axes, head first, got {got}.")
-    found = {n: tensors[PREFIX + n] for n in (*NAMES, *BIASES) if PREFIX + n in tensors}
-    if (read_out := tensors.get(READ_OUT)) is not None:
-        d_model = found["W_Q"].shape[1]
-        d_y = (read_out.shape[1] if read_out.ndim == 2 else 1) if d_y is None else d_y
-        expected = torch.eye(d_model)[:, d_model - d_y :]
-        if d_y >= d_model or not torch.equal(read_out.to(expected), expected):
-            raise ValueError(
-                f"{READ_OUT} must read the y entries as they are, [d_model, d_y] = "
-                f"{list(expected.shape)} with ones at y and zeros elsewhere, got another of shape {list(read_out.shape)}."
-            )
-        found |= {name: found[name][..., -d_y:] for name in {"W_O", "b_O"} & set(found)}
-    return found, _mask_says(tensors)
 
 
 def _settings(config: ExperimentConfig) -> dict[str, object]:
@@ -182,24 +123,3 @@ def _settings(config: ExperimentConfig) -> dict[str, object]:
         "attention": "softmax",
         "readout": "y_entries",
     }
-
-
-def _require_zero(tensors: Mapping[str, Tensor], reasons: Mapping[str, str]) -> None:
-    for name, reason in reasons.items():
-        if name in tensors and tensors[name].any():
-            largest = tensors[name].to(torch.complex128).abs().max().item()
-            raise ValueError(f"{name} must be zero ({reason}), got entries up to {largest:.3g}.")
-
-
-def _mask_says(tensors: Mapping[str, Tensor]) -> dict[str, bool]:
-    """Whether the query is among its keys, by a stored mask; nothing without one, and from 3.5.0 on an empty one is stored."""
-    mask = tensors.get(MASK)
-    if mask is None or mask.numel() == 0:
-        return {}
-    allowed = torch.ones(mask.shape, dtype=torch.bool)
-    for diagonal, attends in ((-1, False), (0, True)):
-        if mask.ndim == 2 and torch.equal(mask.bool(), allowed.tril(diagonal)):
-            return {"attend_to_self": attends}
-    raise ValueError(
-        f"{MASK} must be causal, mask.tril(-1) or mask.tril(), got another of shape {list(mask.shape)}."
-    )

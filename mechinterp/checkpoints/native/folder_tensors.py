@@ -8,14 +8,8 @@ from safetensors.torch import save as serialized
 from torch import Tensor
 
 from mechinterp.checkpoints.io.errors import CheckpointError
-from mechinterp.checkpoints.io.headers import (
-    STEP,
-    opened,
-    read_steps,
-    require_finite,
-    require_shapes,
-)
-from mechinterp.checkpoints.io.tensor_files import read_arrays
+from mechinterp.checkpoints.io.headers import STEP, opened, read_steps
+from mechinterp.checkpoints.io.tensor_files import read_arrays, widened
 from mechinterp.checkpoints.native.folder import SNAPSHOTS, old_snapshots
 
 
@@ -57,33 +51,8 @@ def _unstacked(file: Path) -> dict[int, dict[str, Tensor]]:
         if tensor.shape[:1] != (len(steps),):
             rule = f"must have {len(steps)} rows, one for each step"
             raise CheckpointError(f"{file}: {name} {rule}, got shape {tuple(tensor.shape)}.")
+    # Copies, for a part of the whole would keep all of it in memory.
     return {
-        step: {name: _copied(tensor[row]) for name, tensor in tensors.items()}
+        step: {name: widened(tensor[row].clone()) for name, tensor in tensors.items()}
         for row, step in enumerate(steps)
     }
-
-
-def _copied(row: Tensor) -> Tensor:
-    """A copy, for a part of the whole would keep all of it in memory; as wide as `read_arrays` gives it."""
-    narrow = row.is_floating_point() and row.element_size() < 4
-    return row.float() if narrow else row.clone()
-
-
-def require_tensors(
-    file: Path, tensors: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]
-) -> None:
-    """Refuse tensors that are not of these names and shapes, finite and of one floating-point dtype.
-
-    Raises:
-        CheckpointError: If one is not; the message names it.
-    """
-    require_shapes(file, {name: tuple(t.shape) for name, t in tensors.items()}, shapes)
-    for name in shapes:
-        tensor = tensors[name]
-        if not tensor.is_floating_point():
-            got = tensor.dtype
-            raise CheckpointError(f"{file}: {name} must hold floating-point numbers, got {got}.")
-        require_finite(f"{file}: {name}", int((~torch.isfinite(tensor)).sum()))
-    kinds = sorted({str(tensors[name].dtype) for name in shapes})
-    if len(kinds) > 1:
-        raise CheckpointError(f"{file}: the weights must have one dtype, got {', '.join(kinds)}.")

@@ -7,12 +7,11 @@ from pathlib import Path
 
 import pandas as pd
 
-from mechinterp.checkpoints.io.errors import printable
+from mechinterp.checkpoints.io.errors import naming, printable
 from mechinterp.checkpoints.io.headers import (
     require_finite_in,
     require_shapes,
     shapes_in,
-    stated_shapes,
 )
 from mechinterp.checkpoints.native.folder import (
     WEIGHTS,
@@ -80,9 +79,8 @@ def outline_of(path: Path) -> Outline | None:
         return None
     document, config = read_document(document_file(path))
     file = path / WEIGHTS
-    found = shapes_in(file)
-    shapes = stated_shapes(file, found, config)
-    require_shapes(file, found, shapes)
+    with naming(file):
+        shapes = require_shapes(shapes_in(file), config)
     require_finite_in(file, shapes)
     said = {name: document.get(name, {}) for name in ("assumed", "origin")}
     return Outline(path, config, document["step"], shapes, **said)

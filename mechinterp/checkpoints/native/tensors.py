@@ -5,11 +5,11 @@ from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
-from mechinterp.checkpoints.io.errors import CheckpointError, naming
-from mechinterp.checkpoints.io.headers import stated_shapes
-from mechinterp.checkpoints.native.folder_tensors import require_tensors
+from mechinterp.checkpoints.io.errors import naming
+from mechinterp.checkpoints.io.headers import require_finite, require_shapes
 from mechinterp.config import ExperimentConfig
 from mechinterp.models.weights import Weights
 
@@ -19,7 +19,7 @@ UNREAD = (PREFIX + "W_O", PREFIX + "b_O")
 
 def state_dict(weights: Weights) -> dict[str, Tensor]:
     """The hooked model's tensors by name, as they are written."""
-    return {name: t.detach().cpu().contiguous() for name, t in weights.tensors.items()}
+    return {name: t.detach().cpu().contiguous() for name, t in weights.by_name.items()}
 
 
 def weights_from(tensors: Mapping[str, Tensor], config: ExperimentConfig, file: Path) -> Weights:
@@ -28,9 +28,10 @@ def weights_from(tensors: Mapping[str, Tensor], config: ExperimentConfig, file: 
     Raises:
         CheckpointError: If they are missing, not finite or not those of such a model.
     """
-    shapes = _require_tensors(file, tensors, config)
+    with naming(file):
+        shapes = _require_tensors(tensors, config)
     found = {name: tensors[name] for name in shapes}
-    return Weights(config.model, config.task.d_x, config.task.d_y, found)
+    return Weights.of_names(config.model, config.task.d_x, config.task.d_y, found)
 
 
 def require_fit(path: Path, weights: Weights, config: ExperimentConfig) -> None:
@@ -46,25 +47,29 @@ def require_fit(path: Path, weights: Weights, config: ExperimentConfig) -> None:
         for name, got in asdict(own).items():
             if got != wanted[name]:
                 raise ValueError(f"{name} must be the config's {wanted[name]!r}, got {got!r}.")
-        _require_tensors(path, state_dict(weights), config)
+        _require_tensors(state_dict(weights), config)
         scale, stated = weights.scale, width**-0.5
-        assert scale is not None
         if not math.isclose(scale, stated):
             raise ValueError(f"scale must be 1/sqrt(d_head) = {stated:.6g}, got {scale:.6g}.")
 
 
 def _require_tensors(
-    file: Path, tensors: Mapping[str, Tensor], config: ExperimentConfig
+    tensors: Mapping[str, Tensor], config: ExperimentConfig
 ) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of the tensors of such a model, all of which are there."""
-    shapes = stated_shapes(file, tensors, config)
-    require_tensors(file, tensors, shapes)
+    """Names and shapes of the tensors of such a model, all there, finite and of one floating-point dtype."""
+    shapes = require_shapes({name: tuple(t.shape) for name, t in tensors.items()}, config)
+    for name in shapes:
+        tensor = tensors[name]
+        if not tensor.is_floating_point():
+            raise ValueError(f"{name} must hold floating-point numbers, got {tensor.dtype}.")
+        require_finite(name, int((~torch.isfinite(tensor)).sum()))
+    kinds = sorted({str(tensors[name].dtype) for name in shapes})
+    if len(kinds) > 1:
+        raise ValueError(f"the weights must have one dtype, got {', '.join(kinds)}.")
     if config.model.trains_compiled or (config.model.one_attention and config.model.biases):
         for name in set(UNREAD) & set(shapes):
             unread = tensors[name][..., : config.task.d_x]
             if unread.any():
-                got = unread.abs().max().item()
-                raise CheckpointError(
-                    f"{file}: the x columns of {name} must be zero, got {got:.3g}."
-                )
+                got = f"{unread.abs().max().item():.3g}"
+                raise ValueError(f"the x columns of {name} must be zero, got {got}.")
     return shapes

@@ -13,7 +13,7 @@ from transformer_lens.utilities import get_act_name
 from mechinterp.display import Result
 from mechinterp.models.compatibility import model as conformance_model
 from mechinterp.models.compatibility import tools as conformance_tools
-from mechinterp.models.compatibility.model import Check, Module
+from mechinterp.models.compatibility.requirements import Check, Module
 from mechinterp.models.run.predictor import Source, predictor_of
 
 CHECKS: dict[str, Check] = conformance_model.CHECKS | conformance_tools.CHECKS

@@ -5,16 +5,18 @@ query before the first layer, and the prediction after any layer is minus it. No
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from mechinterp.icl.prompts import generator_for
-from mechinterp.models.stacks import DeepWeights
+from mechinterp.models.constructions.stack import stack_of_layers
+from mechinterp.models.weights import Weights
 
 
-def gradient_descent_model(etas: Sequence[float], *, d_x: int) -> DeepWeights:
+def gradient_descent_model(etas: Sequence[float], *, d_x: int) -> Weights:
     """One step of gradient descent per layer.
 
     Args:
@@ -36,7 +38,7 @@ def gradient_descent_model(etas: Sequence[float], *, d_x: int) -> DeepWeights:
     return gd_plus_plus_model(etas, [0.0] * len(etas), d_x=d_x)
 
 
-def gd_plus_plus_model(etas: Sequence[float], gammas: Sequence[float], *, d_x: int) -> DeepWeights:
+def gd_plus_plus_model(etas: Sequence[float], gammas: Sequence[float], *, d_x: int) -> Weights:
     """A step of gradient descent and x <- (1 - gamma_l S_l) x in every layer (GD++).
 
     Args:
@@ -60,7 +62,7 @@ def preconditioned_gd_model(
     cs: Sequence[float],
     *,
     covariance: Float[Tensor, "d_x d_x"],
-) -> DeepWeights:
+) -> Weights:
     """A step with the preconditioner eta_l (Sigma + c_l I)^-1 in every layer.
 
     Args:
@@ -81,20 +83,20 @@ def preconditioned_gd_model(
     return _descending(inverses, etas, [0.0] * len(etas))
 
 
-def rotated(weights: DeepWeights, *, seed: int) -> DeepWeights:
+def rotated(weights: Weights, *, seed: int) -> Weights:
     """The same model, with the same predictions, in a random basis of its stream."""
     noise = torch.randn(
         weights.d_model, weights.d_model, generator=generator_for(seed, "init", 0)
     ).to(weights.W_Q)
     R = torch.linalg.qr(noise).Q
     W_in, W_U = weights.reading
-    sides = {name: R.mT @ getattr(weights, name) for name in ("W_Q", "W_K", "W_V")}
-    return weights.with_tensors(
-        sides | {"W_O": weights.W_O @ R, "W_in": W_in @ R, "W_U": R.mT @ W_U}
-    )
+    sides = {f"attn.{name}": R.mT @ getattr(weights, name) for name in ("W_Q", "W_K", "W_V")}
+    reading = {"W_in": W_in @ R, "unembed.W_U": R.mT @ W_U}
+    tensors = {**sides, "attn.W_O": weights.W_O @ R, **reading}
+    return replace(weights, model=replace(weights.model, d_model=weights.d_model), tensors=tensors)
 
 
-def with_noise(weights: DeepWeights, relative: float, *, seed: int) -> DeepWeights:
+def with_noise(weights: Weights, relative: float, *, seed: int) -> Weights:
     """The same model with Gaussian noise on every matrix, of this share of its norm.
 
     Zero heads stay zero.
@@ -113,7 +115,7 @@ def with_noise(weights: DeepWeights, relative: float, *, seed: int) -> DeepWeigh
 
 def _descending(
     preconditioners: Sequence[Tensor], etas: Sequence[float], gammas: Sequence[float]
-) -> DeepWeights:
+) -> Weights:
     """Heads that score <x_k, A x_l>, read x and y, and write -gamma into x and -eta into y."""
     n_layers, d_x = len(preconditioners), len(preconditioners[0])
     width = d_x + 1
@@ -125,13 +127,12 @@ def _descending(
     W_K[:, :, :d_x, :d_x] = identity[:d_x, :d_x]
     for layer, (eta, gamma) in enumerate(zip(etas, gammas, strict=True)):
         W_O[layer, 0] = -torch.tensor([gamma] * d_x + [eta], dtype=torch.float64).diag()
-    return DeepWeights(
+    return stack_of_layers(
         W_Q=W_Q,
         W_K=W_K,
         W_V=identity.expand_as(W_Q).clone(),
         W_O=W_O,
-        W_in=identity,
-        W_U=-identity[:, d_x:],
+        reading=(identity, -identity[:, d_x:]),
         d_y=1,
         scale=width**-0.5,
         score="linear/L",

@@ -8,10 +8,11 @@ from collections.abc import Sequence
 
 import torch
 
-from mechinterp.models.stacks import DeepWeights
+from mechinterp.models.constructions.stack import stack_of_layers
+from mechinterp.models.weights import Weights
 
 
-def preprocess_then_optimise_model(etas: Sequence[float], *, d_x: int) -> DeepWeights:
+def preprocess_then_optimise_model(etas: Sequence[float], *, d_x: int) -> Weights:
     """Linear attention that computes Algorithm 1 and len(etas) steps of gradient descent on its result.
 
     The stream is [x | y | x~], 2 d_x + 1 wide. Head j of layer 0 writes r_j x_j into x~_j, where
@@ -46,13 +47,12 @@ def preprocess_then_optimise_model(etas: Sequence[float], *, d_x: int) -> DeepWe
     W_O[1:, 0, 0, y] = -torch.tensor(list(etas), dtype=torch.float64)
     W_U = torch.zeros(2 * d_x + 1, 1, dtype=torch.float64)
     W_U[y] = -1
-    return DeepWeights(
+    return stack_of_layers(
         W_Q=W_Q,
         W_K=W_K,
         W_V=W_V,
         W_O=W_O,
-        W_in=torch.eye(d_x + 1, 2 * d_x + 1, dtype=torch.float64),
-        W_U=W_U,
+        reading=(torch.eye(d_x + 1, 2 * d_x + 1, dtype=torch.float64), W_U),
         d_y=1,
         scale=d_x**-0.5,
         score="linear/L",

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from mechinterp.config import ModelConfig
 from mechinterp.icl.prompts import Prompts
 from mechinterp.memory import chunks, layers_bytes, require_memory, together
 from mechinterp.models.hooked.masks import (
@@ -26,12 +25,10 @@ from mechinterp.models.hooked.masks import (
     resid_name,
     z_name,
 )
-from mechinterp.models.tokens import tokens_of
 
 if TYPE_CHECKING:
     from transformer_lens import HookedRootModule
     from transformer_lens.model_bridge import TransformerBridge
-    from transformers import GPT2Model
 
     from mechinterp.models.hooked.transformer import ICLTransformer
 
@@ -271,53 +268,6 @@ def hooked_predictor(model: "HookedPredictor | ICLTransformer | Predicts") -> Ho
         n_layers=own.cfg.n_layers,
         n_heads=own.cfg.n_heads,
         embed=lambda prompts: own.tokens(prompts).to(own.cfg.device, own.cfg.dtype),
-        read=lambda output: output[:, -1],
-    )
-
-
-def gpt2_predictor(
-    backbone: "GPT2Model", read_in: nn.Module, read_out: nn.Linear
-) -> HookedPredictor:
-    """A regression GPT-2 in a TransformerLens Bridge; it reads x_1, y_1, ..., x_query and predicts at the last.
-
-    The layers are wrapped where they are: the given backbone runs through the hooks from then on, and its
-    state_dict has other names. Save it before. All parts are put into evaluation mode.
-
-    Args:
-        backbone: Hugging Face's model, fed with vectors in place of words.
-        read_in: From [.., d_x] to the backbone's width; of a Linear, prompts of another d_x are refused.
-        read_out: From the backbone's width to [.., d_y].
-    Source:
-        Garg et al. 2022, arXiv 2208.01066.
-    Example:
-        >>> from transformers import GPT2Config, GPT2Model
-        >>> backbone = GPT2Model(GPT2Config(vocab_size=1, n_positions=101, n_embd=8, n_layer=2, n_head=2))
-        >>> gpt2_predictor(backbone, nn.Linear(5, 8), nn.Linear(8, 1)).n_heads
-        2
-    """
-    from transformer_lens.model_bridge.sources import build_bridge_from_module
-    from transformers import GPT2LMHeadModel
-
-    with_head = GPT2LMHeadModel(backbone.config)
-    with_head.transformer, with_head.lm_head = backbone, read_out
-    with_head.config.tie_word_embeddings = False
-    with_head.set_attn_implementation("eager")
-    with_head.eval()
-    read_in.eval()
-    bridge = build_bridge_from_module(with_head, "GPT2LMHeadModel", hf_config=with_head.config)
-    sizes = backbone.config
-    model = ModelConfig(layout="in_turn", d_model=sizes.n_embd, n_positions=sizes.n_positions)
-
-    def embed(prompts: Prompts) -> Tensor:
-        d_x = read_in.in_features if isinstance(read_in, nn.Linear) else prompts.x.shape[2]
-        tokens = tokens_of(prompts, model, d_x=d_x, d_y=read_out.out_features)
-        return read_in(tokens.to(next(read_in.parameters(), prompts.x)))
-
-    return HookedPredictor(
-        model=bridge,
-        n_layers=bridge.cfg.n_layers,
-        n_heads=bridge.cfg.n_heads,
-        embed=embed,
         read=lambda output: output[:, -1],
     )
 

@@ -96,21 +96,15 @@ class ICLTransformer(HookedTransformerNames):
         # Tools of TransformerLens ask for fewer than n_ctx positions; a prompt has context_length + 1 pairs.
         n_pos = (task.context_length + 1) * (2 if weights.model.layout == "in_turn" else 1)
         model = cls(weights.model, d_x=task.d_x, d_y=task.d_y, scale=weights.scale, n_ctx=n_pos + 1)
-        model.to(weights.tensors["blocks.0.attn.W_V"])
-        model.load_state_dict(dict(weights.tensors))
+        model.to(weights.W_V)
+        model.load_state_dict(weights.by_name)
         return model.eval()
 
     @property
     def weights(self) -> Weights:
-        """A copy of the weights."""
-        own = self.own_weights
-        return own.with_tensors({name: tensor.clone() for name, tensor in own.tensors.items()})
-
-    @property
-    def own_weights(self) -> Weights:
-        """The weights themselves, which change with the model."""
+        """A copy of the weights of the layers, each kind in one tensor, and the others themselves."""
         cfg = self.cfg
-        return Weights(cfg.model, cfg.d_x, cfg.d_y, dict(self.state_dict()), cfg.scale)
+        return Weights.of_names(cfg.model, cfg.d_x, cfg.d_y, self.state_dict(), cfg.scale)
 
     def forward(
         self,

@@ -19,9 +19,8 @@ from mechinterp.models.hooked.masks import Head, by_layers, mask_z
 from mechinterp.models.layers import ACTIVATIONS, layer_norm, plus
 from mechinterp.models.run.linear import linear_pass
 from mechinterp.models.scores import attention_pattern, readable_keys
-from mechinterp.models.stacks import LINEAR, DeepWeights
 from mechinterp.models.tokens import tokens_of
-from mechinterp.models.weights import Weights, weights_of_stack
+from mechinterp.models.weights import Weights
 from mechinterp.progress import ProgressCallback, no_progress
 
 CHUNK = 256  # small enough for a processor's cache
@@ -72,20 +71,21 @@ def predictions(
     return read_out(weights, stream)[:, -1]
 
 
-def predict_deep(weights: DeepWeights, prompts: Prompts) -> Float[Tensor, "batch d_y"]:
-    """Predictions of layers whose weights are stacked, as `predictions`.
+def predict_deep(weights: Weights, prompts: Prompts) -> Float[Tensor, "batch d_y"]:
+    """The same, and for linear attention without a run token by token.
 
     Example:
         >>> from mechinterp.config import TaskConfig
         >>> from mechinterp.icl.prompts import sample_prompts
-        >>> prompts, nothing = sample_prompts(TaskConfig(), 8), torch.zeros(2, 1, 6, 3)
-        >>> weights = DeepWeights(nothing, nothing, nothing, nothing.mT, d_y=1, scale=1.0)
-        >>> predict_deep(weights, prompts).any()
+        >>> from mechinterp.models.constructions.stack import stack_of_layers
+        >>> nothing = torch.zeros(2, 1, 6, 3)
+        >>> weights = stack_of_layers(nothing, nothing, nothing, nothing.mT, d_y=1, scale=1.0)
+        >>> predict_deep(weights, sample_prompts(TaskConfig(), 8)).any()
         tensor(False)
     """
-    if weights.score in LINEAR:
+    if weights.is_linear_map:
         return linear_pass(weights, prompts).prediction()
-    return predictions(weights_of_stack(weights), prompts)
+    return predictions(weights, prompts)
 
 
 def masked_predictions(
@@ -147,7 +147,8 @@ class _Layer:
 
     def named(self, name: str) -> Tensor | None:
         """A weight of this layer, if the model has it."""
-        return self.weights.tensors.get(f"blocks.{self.number}.{name}")
+        stacked = self.weights.tensors.get(name)
+        return None if stacked is None else stacked[self.number]
 
     @property
     def rows(self) -> slice:
@@ -157,7 +158,6 @@ class _Layer:
     def z(self, stream: Float[Tensor, "batch pos d_model"]) -> Float[Tensor, "batch row head d"]:
         """What each head has averaged, at the rows."""
         model, scale = self.weights.model, self.weights.scale
-        assert scale is not None
         read = self._normed("ln1", stream) if model.norm == "before" else stream
         q = scale * self._projected(read[:, self.rows], "Q")
         return self.attend(q, self._projected(read, "K"), self._projected(read, "V"), model)
@@ -166,7 +166,7 @@ class _Layer:
         self, z: Float[Tensor, "batch row head d"], heads: Sequence[int] | None = None
     ) -> Float[Tensor, "batch row d_model"]:
         """What heads add to the stream; None: all of them."""
-        W_O = self.weights.layers("W_O")[self.number]
+        W_O = self.weights.W_O[self.number]
         if heads is not None:
             z, W_O = z[:, :, heads], W_O[heads]
         return z.flatten(2) @ W_O.flatten(0, 1)
@@ -190,7 +190,7 @@ class _Layer:
         return self._normed("ln2", stream) if model.norm == "after" else stream
 
     def _projected(self, read: Tensor, name: str) -> Float[Tensor, "batch pos head d"]:
-        matrix = self.weights.layers(f"W_{name}")[self.number]
+        matrix: Tensor = getattr(self.weights, f"W_{name}")[self.number]
         wide = matrix.transpose(0, 1).flatten(1)  # [d_model, head * d]
         projected = (read @ wide).unflatten(-1, (len(matrix), -1))
         return plus(projected, self.named(f"attn.b_{name}"))
@@ -198,8 +198,8 @@ class _Layer:
     def _normed(self, norm: str, stream: Tensor) -> Tensor:
         return layer_norm(
             stream,
-            self.weights.tensors[f"blocks.{self.number}.{norm}.w"],
-            self.weights.tensors[f"blocks.{self.number}.{norm}.b"],
+            self.weights.tensors[f"{norm}.w"][self.number],
+            self.weights.tensors[f"{norm}.b"][self.number],
             eps=self.weights.model.norm_eps,
         )
 

@@ -26,7 +26,6 @@ from mechinterp.models.hooked.masks import (
 )
 from mechinterp.models.hooked.query_position import NoStreamError, query_positions
 from mechinterp.models.hooked.runner import HookedPredictor, masked
-from mechinterp.models.shapes import BIASES, NAMES
 from mechinterp.models.weights import Weights, heads_of
 from mechinterp.progress import ProgressCallback, no_progress
 
@@ -249,13 +248,8 @@ def _run(hooked: HookedPredictor, prompts: Prompts, layers: list[AttentionWeight
 
 def _layers(weights: Weights) -> list[AttentionWeights]:
     """Each layer of a model of attention alone, W_O in full width."""
-    assert weights.scale is not None
-    names = (*NAMES, *BIASES) if weights.model.biases else NAMES
-    layers = zip(*(weights.layers(name) for name in names), strict=True)
-    return [
-        heads_of(weights.model, dict(zip(names, layer, strict=True)), weights.scale)
-        for layer in layers
-    ]
+    layers = range(weights.n_layers)
+    return [heads_of(weights.model, weights.attention(layer), weights.scale) for layer in layers]
 
 
 def _z_at_query(

@@ -10,14 +10,15 @@ from torch import Tensor
 from mechinterp.icl.prompts import Prompts
 from mechinterp.memory import chunks, together, token_map_bytes
 from mechinterp.models.hooked.masks import Head, by_layers
-from mechinterp.models.stacks import LINEAR, DeepWeights
+from mechinterp.models.scores import LINEAR
+from mechinterp.models.weights import Weights
 from mechinterp.progress import ProgressCallback, no_progress
 
 CHUNK = 256  # small enough for a processor's cache, and even
 
 
 def masked_predictions(
-    stack: DeepWeights,
+    weights: Weights,
     prompts: Prompts,
     masks: Sequence[Sequence[Head]],
     *,
@@ -26,14 +27,14 @@ def masked_predictions(
     """Predictions under each mask, a masked head's output being zero."""
     by_layer = [by_layers(heads) for heads in masks]
     parts = []
-    for rows in progress(_chunks(stack, prompts), "masking heads (zero)"):
-        short = linear_pass(stack, prompts[rows])
+    for rows in progress(_chunks(weights, prompts), "masking heads (zero)"):
+        short = linear_pass(weights, prompts[rows])
         parts.append(torch.stack([short.prediction(heads) for heads in by_layer]))
     return torch.cat(parts, dim=1)
 
 
 def streams(
-    stack: DeepWeights,
+    weights: Weights,
     prompts: Prompts,
     *,
     heads: Sequence[Head],
@@ -41,50 +42,52 @@ def streams(
 ) -> Float[Tensor, "layer batch pos d_model"]:
     """The stream before each layer and after the last, with heads masked."""
     parts = []
-    for rows in _chunks(stack, prompts):
+    for rows in _chunks(weights, prompts):
         chunk = prompts[rows]
         tokens = chunk.tokens[:, list(positions)]
-        maps = linear_pass(stack, chunk).maps(by_layers(heads))
+        maps = linear_pass(weights, chunk).maps(by_layers(heads))
         parts.append(torch.stack([tokens @ T for T in maps]))
     return torch.cat(parts, dim=1)
 
 
 def query_streams(
-    stack: DeepWeights, prompts: Prompts, layer: int, *, heads: Sequence[Head]
+    weights: Weights, prompts: Prompts, layer: int, *, heads: Sequence[Head]
 ) -> Float[Tensor, "batch pos d_model"]:
     """The stream after some layers of every covariate of a prompt run as its query, the query's own last."""
     parts = []
-    for rows in _chunks(stack, prompts):
+    for rows in _chunks(weights, prompts):
         chunk = prompts[rows]
         x = torch.cat([chunk.x, chunk.x_query[:, None]], dim=1)
-        T = linear_pass(stack, chunk).maps(by_layers(heads))[layer]
-        parts.append(x @ T[:, : stack.d_x])
+        T = linear_pass(weights, chunk).maps(by_layers(heads))[layer]
+        parts.append(x @ T[:, : weights.d_x])
     return torch.cat(parts)
 
 
-def stack_bytes(stack: DeepWeights, length: int) -> int:
+def stack_bytes(weights: Weights, length: int) -> int:
     """What a prompt of this many pairs takes while it runs through the layers.
 
     Example:
+        >>> from mechinterp.models.constructions.stack import stack_of_layers
         >>> nothing = torch.zeros(2, 1, 6, 3)
-        >>> stack_bytes(DeepWeights(nothing, nothing, nothing, nothing.mT, d_y=1, scale=1.0), 40)
+        >>> weights = stack_of_layers(nothing, nothing, nothing, nothing.mT, d_y=1, scale=1.0)
+        >>> stack_bytes(weights, 40)
         4296
     """
     return token_map_bytes(
-        n_layers=stack.n_layers,
-        n_heads=stack.n_heads,
-        d_head=stack.d_head,
-        d_model=stack.d_model,
-        d_token=stack.d_x + stack.d_y,
+        n_layers=weights.n_layers,
+        n_heads=weights.n_heads,
+        d_head=weights.d_head,
+        d_model=weights.d_model,
+        d_token=weights.d_x + weights.d_y,
         n_tokens=length + 1,
-        width=stack.W_O.element_size(),
+        width=weights.W_O.element_size(),
     )
 
 
-def _chunks(stack: DeepWeights, prompts: Prompts) -> list[slice]:
+def _chunks(weights: Weights, prompts: Prompts) -> list[slice]:
     length = prompts.x.shape[1]
-    what = f"{stack.n_layers} layers on prompts of {length} pairs"
-    return chunks(len(prompts), together(stack_bytes(stack, length), what, most=CHUNK))
+    what = f"{weights.n_layers} layers on prompts of {length} pairs"
+    return chunks(len(prompts), together(stack_bytes(weights, length), what, most=CHUNK))
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,7 +99,7 @@ class LinearPass:
     T_{l+1} = T_l + sum_h q_h (k_h^T M v_h) W_O,h.
     """
 
-    weights: DeepWeights
+    weights: Weights
     x_query: Float[Tensor, "batch d_x"]
     moment: Float[Tensor, "batch d_token d_token"]
     """M, with the factor on the scores."""
@@ -146,25 +149,25 @@ class LinearPass:
         return W_O.masked_fill(gone[:, None, None], 0)
 
 
-def linear_pass(weights: DeepWeights, prompts: Prompts) -> LinearPass:
+def linear_pass(weights: Weights, prompts: Prompts) -> LinearPass:
     """Linear attention run over prompts.
 
     Raises:
         ValueError: If the scores are not linear.
     Example:
         >>> from mechinterp.config import TaskConfig
-        >>> from mechinterp.icl.prompts import generator_for, sample_prompts
-        >>> prompts = sample_prompts(TaskConfig(), 8, generator=generator_for(0, "eval", 0))
+        >>> from mechinterp.icl.prompts import sample_prompts
+        >>> from mechinterp.models.constructions.stack import stack_of_layers
         >>> ones = torch.ones(2, 1, 6, 3)
-        >>> weights = DeepWeights(ones, ones, ones, ones.mT, d_y=1, scale=1.0, score="linear/L")
-        >>> linear_pass(weights, prompts).prediction({0: [0], 1: [0]}).any()
+        >>> weights = stack_of_layers(ones, ones, ones, ones.mT, d_y=1, scale=1.0, score="linear/L")
+        >>> linear_pass(weights, sample_prompts(TaskConfig(), 8, seed=0)).prediction({0: [0], 1: [0]}).any()
         tensor(False)
     """
-    if weights.score not in LINEAR:
-        raise ValueError(f"score must be one of {', '.join(LINEAR)}, got {weights.score!r}.")
-    tokens = prompts.context_tokens
-    factor = weights.scale * weights.score_slope
-    if weights.score == "linear/L":
+    score, tokens = weights.model.score, prompts.context_tokens
+    if score not in LINEAR:
+        raise ValueError(f"score must be one of {', '.join(LINEAR)}, got {score!r}.")
+    factor = weights.scale * weights.model.score_slope
+    if score == "linear/L":
         factor = factor / tokens.shape[1]
     moment = factor * (tokens.mT @ tokens)
     T, z = [weights.reading[0][None]], []
@@ -175,7 +178,7 @@ def linear_pass(weights: DeepWeights, prompts: Prompts) -> LinearPass:
 
 
 def _linear_heads(
-    weights: DeepWeights, layer: int, T: Tensor, moment: Tensor
+    weights: Weights, layer: int, T: Tensor, moment: Tensor
 ) -> Float[Tensor, "batch d_token columns"]:
     """q_h (k_h^T M v_h) of all heads of a layer, side by side."""
     q, k, v = (T @ _wide(weights, layer)).chunk(3, dim=-1)
@@ -184,14 +187,14 @@ def _linear_heads(
     return (q @ (k.mT @ Mv)).transpose(1, 2).flatten(2)
 
 
-def _wide(weights: DeepWeights, layer: int) -> Float[Tensor, "d_model columns"]:
+def _wide(weights: Weights, layer: int) -> Float[Tensor, "d_model columns"]:
     """W_Q, W_K and W_V of all heads of a layer side by side, in this order."""
     stacked = torch.stack([weights.W_Q[layer], weights.W_K[layer], weights.W_V[layer]])
     return stacked.permute(2, 0, 1, 3).flatten(1)
 
 
 def _key_side(
-    weights: DeepWeights, query: Float[Tensor, "batch d_model"]
+    weights: Weights, query: Float[Tensor, "batch d_model"]
 ) -> Float[Tensor, "batch head d_model"]:
     """What the last layer's heads look for in the stream: W_K W_Q^T query."""
     q = query @ weights.W_Q[-1].transpose(0, 1).flatten(1)

@@ -328,7 +328,7 @@ def _of_hooked_model(model: object) -> Predictor:
         n_layers=hooked.n_layers,
         n_heads=hooked.n_heads,
         build=lambda: hooked,
-        own_weights=lambda: hooked.model.own_weights,  # type: ignore[arg-type, return-value]
+        own_weights=lambda: hooked.model.weights,  # type: ignore[arg-type, return-value]
         is_hooked=lambda: hooked.is_hooked,
         task=_assumed_task(hooked.model.cfg),  # type: ignore[arg-type]
         assumed=BEYOND_SIZES,

@@ -13,7 +13,6 @@ from mechinterp.models.hooked.masks import Head
 from mechinterp.models.hooked.query_position import query_positions
 from mechinterp.models.hooked.runner import HookedPredictor
 from mechinterp.models.run import general, hooks, linear, one_layer
-from mechinterp.models.stacks import LINEAR
 from mechinterp.models.tokens import tokens_of
 from mechinterp.models.weights import Weights, why_no_circuits
 from mechinterp.progress import ProgressCallback, no_progress
@@ -125,16 +124,16 @@ class ByWeights:
             )
         if method != "zero":
             return self.by_hooks.run(prompts, masks, method=method, progress=progress)
-        if self.is_linear:
-            return linear.masked_predictions(weights.stack, fitting, masks, progress=progress)
+        if self.weights.is_linear_map:
+            return linear.masked_predictions(weights, fitting, masks, progress=progress)
         return general.masked_predictions(weights, fitting, masks, progress=progress)
 
     def streams(
         self, prompts: Prompts, heads: Sequence[Head], positions: Sequence[int]
     ) -> Float[Tensor, "layer batch pos d_model"]:
         fitting = self._fitting(prompts)
-        if self.is_linear:
-            return linear.streams(self.weights.stack, fitting, heads=heads, positions=positions)
+        if self.weights.is_linear_map:
+            return linear.streams(self.weights, fitting, heads=heads, positions=positions)
         if tuple(positions) == (-1,):
             return general.streams(self.weights, fitting, heads=heads)
         return self.by_hooks.streams(prompts, heads, positions)
@@ -142,9 +141,9 @@ class ByWeights:
     def query_streams(
         self, prompts: Prompts, layer: int, heads: Sequence[Head], progress: ProgressCallback
     ) -> Float[Tensor, "batch pos d_model"]:
-        if self.is_linear:
+        if self.weights.is_linear_map:
             fitting = self._fitting(prompts)
-            return linear.query_streams(self.weights.stack, fitting, layer, heads=heads)
+            return linear.query_streams(self.weights, fitting, layer, heads=heads)
         return self.by_hooks.query_streams(prompts, layer, heads, progress)
 
     def query_patterns(self, prompts: Prompts) -> Float[Tensor, "layer batch head key"]:
@@ -154,11 +153,6 @@ class ByWeights:
         self, stream: Float[Tensor, "batch d_model"], prompts: Prompts
     ) -> Float[Tensor, "batch d_y"]:
         return general.read_out(self.weights, stream[:, None].to(self.weights.device))[:, 0]
-
-    @property
-    def is_linear(self) -> bool:
-        """Whether the model is a map of its tokens, given the second moment of the context."""
-        return self.weights.has_stack and self.weights.model.score in LINEAR
 
     def _fitting(self, prompts: Prompts) -> Prompts:
         """The prompts in the dtype and on the device of the weights.

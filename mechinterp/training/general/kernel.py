@@ -14,7 +14,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from mechinterp.training.one_layer.kernel import (
+from mechinterp.training.lanes import (
     LANES,
     VECTOR,
     compiled,

@@ -14,15 +14,16 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from mechinterp.icl.prompts import Prompts
-from mechinterp.models.scores import is_normalised, pattern_and_slope
-from mechinterp.models.stacks import LINEAR, DeepWeights
+from mechinterp.models.scores import LINEAR, is_normalised, pattern_and_slope
+from mechinterp.models.shapes import NAMES
+from mechinterp.models.weights import Weights
 
 Heads = Float[Tensor, "head feature row prompt"]
 Keys = Float[Tensor, "key_head feature key_row prompt"]
 """Of all heads, or one for all."""
 
 
-def loss_and_gradients(weights: DeepWeights, prompts: Prompts) -> tuple[Tensor, DeepWeights]:
+def loss_and_gradients(weights: Weights, prompts: Prompts) -> tuple[Tensor, Weights]:
     """The loss, in units of y^2, and its gradient in the weights.
 
     The loss is the mean over prompts and responses of (y_hat - y_query)^2.
@@ -30,8 +31,9 @@ def loss_and_gradients(weights: DeepWeights, prompts: Prompts) -> tuple[Tensor, 
     Example:
         >>> from mechinterp.icl.prompts import sample_prompts
         >>> from mechinterp.config import TaskConfig
+        >>> from mechinterp.models.constructions.stack import stack_of_layers
         >>> nothing = torch.zeros(2, 1, 6, 3)
-        >>> weights = DeepWeights(nothing, nothing, nothing, nothing.mT, d_y=1, scale=1.0)
+        >>> weights = stack_of_layers(nothing, nothing, nothing, nothing.mT, d_y=1, scale=1.0)
         >>> loss, gradients = loss_and_gradients(weights, sample_prompts(TaskConfig(), 8))
         >>> gradients.W_Q.any()
         tensor(False)
@@ -43,7 +45,7 @@ def loss_and_gradients(weights: DeepWeights, prompts: Prompts) -> tuple[Tensor, 
 
 
 @torch.no_grad()
-def loss_of(weights: DeepWeights, prompts: Prompts) -> Float[Tensor, ""]:
+def loss_of(weights: Weights, prompts: Prompts) -> Float[Tensor, ""]:
     """The loss alone."""
     return (_Forward(weights, prompts).prediction - prompts.y_query.T).square().mean()
 
@@ -141,7 +143,7 @@ class Attention:
 class _Forward:
     """One pass forward, and back from it."""
 
-    def __init__(self, weights: DeepWeights, prompts: Prompts):
+    def __init__(self, weights: Weights, prompts: Prompts):
         self.weights, self.n_prompts = weights, len(prompts)
         self.tokens, self.query, self.attention = _inputs(weights, prompts)
         self.W_in, self.W_U = weights.reading
@@ -177,7 +179,7 @@ class _Forward:
         prediction = self.W_U.mT @ self.at_query + self.written.mT @ read
         self.prediction = prediction[:, : self.n_prompts]  # [d_y, prompt]
 
-    def gradients(self, d_prediction: Float[Tensor, "d_y prompt"]) -> DeepWeights:
+    def gradients(self, d_prediction: Float[Tensor, "d_y prompt"]) -> Weights:
         """The gradient in the weights, from that in the predictions."""
         weights = self.weights
         d_prediction = pad(d_prediction, (0, self.tokens.shape[-1] - self.n_prompts))
@@ -193,8 +195,9 @@ class _Forward:
             d_wide[layer] = d_start.view_as(d_wide[layer])
         d_W_in += _outer(self.tokens, d_stream)
         d_W_Q, d_W_K, d_W_V = d_wide.mT.unbind(1)
-        gradients = {"W_Q": weights.scale * d_W_Q, "W_K": d_W_K, "W_V": d_W_V}
-        gradients |= {"W_O": d_W_O, "W_in": d_W_in, "W_U": d_W_U}
+        layers = zip(NAMES, (weights.scale * d_W_Q, d_W_K, d_W_V, d_W_O), strict=True)
+        gradients = {f"attn.{name}": gradient for name, gradient in layers}
+        gradients |= {"W_in": d_W_in, "unembed.W_U": d_W_U}
         return weights.with_tensors({name: gradients[name] for name in weights.tensors})
 
     def _written(self, layer: int) -> Float[Tensor, "columns position"]:
@@ -237,12 +240,13 @@ class _Forward:
         return d_wide
 
 
-def _inputs(weights: DeepWeights, prompts: Prompts) -> tuple[Tensor, Tensor, Attention]:
+def _inputs(weights: Weights, prompts: Prompts) -> tuple[Tensor, Tensor, Attention]:
     """The stream over W_in [d_token, row, prompt], what the query is of the rows [row, prompt], and how heads attend.
 
     Prompts that fill up the last block of lanes are zero.
     """
-    score, slope, length = weights.score, weights.score_slope, prompts.x.shape[1]
+    model, length = weights.model, prompts.x.shape[1]
+    score, slope = model.score, model.score_slope
     fill = (0, -len(prompts) % block_of(score, prompts.x))
     if score not in LINEAR:
         tokens = pad(prompts.tokens.permute(2, 1, 0), fill).contiguous()
@@ -269,7 +273,7 @@ def block_of(score: str, like: Tensor) -> int:
     """The prompts come in blocks of so many."""
     if not is_compiled(score, like):
         return 1
-    from mechinterp.training.one_layer.kernel import LANES
+    from mechinterp.training.lanes import LANES
 
     return LANES
 

@@ -14,12 +14,12 @@ from mechinterp.memory import require_memory
 from mechinterp.models.run.general import predictions, prompt_bytes
 from mechinterp.models.run.linear import stack_bytes
 from mechinterp.models.shapes import tensor_shapes
-from mechinterp.models.stacks import LINEAR, DeepWeights
-from mechinterp.models.weights import Weights, as_weights, circuit_norms
+from mechinterp.models.weights import Weights, by_layer, circuit_norms
 from mechinterp.training.batches import largest_chunk
+from mechinterp.training.flat import flattened, own, views
 from mechinterp.training.general.attention import attend
 from mechinterp.training.general.step import loss_and_gradients, loss_of
-from mechinterp.training.run import Batch, Run, flattened, own, views
+from mechinterp.training.run import Batch, Run
 
 
 def initial_deep_weights(config: ExperimentConfig) -> Weights:
@@ -45,11 +45,7 @@ def initial_deep_weights(config: ExperimentConfig) -> Weights:
     drawn = {"W_O": uniform(model.n_heads * d_head, *stack, d_head, width)}
     for name in ("W_QK", "W_V") if model.merged_qk else ("W_Q", "W_K", "W_V"):
         drawn[name] = uniform(width, *stack, width, d_head)
-    tensors = {
-        f"blocks.{layer}.attn.{name}": rows[layer]
-        for name, rows in drawn.items()
-        for layer in range(model.n_layers)
-    }
+    tensors = by_layer({f"attn.{name}": rows for name, rows in drawn.items()}, model.n_layers)
     shapes = tensor_shapes(model, task.d_x, task.d_y)
     for name in ("W_in", "unembed.W_U", "W_read"):
         if name in shapes:
@@ -65,10 +61,10 @@ def initial_deep_weights(config: ExperimentConfig) -> Weights:
     if model.one_attention:
         # Only y is read: the x columns never count.
         tensors["blocks.0.attn.W_O"][..., : task.d_x] = 0
-    return Weights(model, task.d_x, task.d_y, tensors)
+    return Weights.of_names(model, task.d_x, task.d_y, tensors)
 
 
-class DeepRun(Run[DeepWeights | Weights]):
+class DeepRun(Run[Weights]):
     """A model in training: attention alone by a step that is written out, others by automatic gradients."""
 
     def __init__(
@@ -76,21 +72,20 @@ class DeepRun(Run[DeepWeights | Weights]):
         models: Mapping[str, ExperimentConfig],
         *,
         device: str = "cpu",
-        start: Weights | DeepWeights | None = None,
+        start: Weights | None = None,
     ):
         """A run at its start: with the initial weights of the config, or others of their shapes."""
         if len(models) != 1:
             raise ValueError(f"Such a model trains alone, got {len(models)} models.")
         (config,) = models.values()
-        named = initial_deep_weights(config) if start is None else as_weights(start)
-        _require_memory(config, named)
-        form = named.stack if named.has_stack else named
+        weights = initial_deep_weights(config) if start is None else start
+        _require_memory(config, weights)
         zero = torch.zeros((), dtype=torch.float64)
-        super().__init__(models, form, zero, device=device, rounded_up=False)
+        super().__init__(models, weights, zero, device=device, rounded_up=False)
 
     def _loss(self, batch: Batch) -> Float[Tensor, ""]:
         (prompts,) = batch
-        if isinstance(self.weights, DeepWeights):
+        if self.weights.is_stack:
             return loss_of(self.weights, prompts)
         return (_predictions(self.weights, prompts) - prompts.y_query).square().mean()
 
@@ -98,7 +93,7 @@ class DeepRun(Run[DeepWeights | Weights]):
         self, batch: Batch
     ) -> tuple[Float[Tensor, ""], Float[Tensor, " weight"]]:
         (prompts,) = batch
-        if isinstance(self.weights, DeepWeights):
+        if self.weights.is_stack:
             loss, gradients = loss_and_gradients(self.weights, prompts)
             return loss, flattened(gradients)
         flat = self.flat.detach().requires_grad_()
@@ -108,10 +103,10 @@ class DeepRun(Run[DeepWeights | Weights]):
         return loss.detach(), gradient
 
     def _measured(self) -> dict[str, Tensor]:
-        return circuit_norms(as_weights(self.weights))
+        return circuit_norms(self.weights)
 
-    def _model(self, index: int, weights: DeepWeights | Weights) -> Weights:
-        return replace(as_weights(own(weights)), model=self.config.model)
+    def _model(self, index: int, weights: Weights) -> Weights:
+        return replace(own(weights), model=self.config.model)
 
 
 _predictions = partial(predictions, attend=attend)
@@ -121,6 +116,5 @@ def _require_memory(config: ExperimentConfig, weights: Weights) -> None:
     """Refuse steps that do not fit into memory, whatever else a step keeps for its gradient."""
     length = config.task.context_length
     n_prompts = min(config.train.batch_size, largest_chunk(config.task))
-    is_linear = weights.has_stack and config.model.score in LINEAR
-    per_prompt = stack_bytes(weights.stack, length) if is_linear else prompt_bytes(weights, length)
+    per_prompt = (stack_bytes if weights.is_linear_map else prompt_bytes)(weights, length)
     require_memory(n_prompts * per_prompt, f"a step on {n_prompts} prompts of {length} pairs")

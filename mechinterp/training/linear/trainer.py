@@ -32,7 +32,7 @@ from mechinterp.training.linear.descent import (
 from mechinterp.training.linear.flat import flatten
 from mechinterp.training.linear.flow import Flow, flow
 from mechinterp.training.one_layer.step import initial_weights
-from mechinterp.training.run import TrainedModel, history_of
+from mechinterp.training.trained import TrainedModel, history_of
 
 
 def task_moments(task: TaskConfig) -> Moments:

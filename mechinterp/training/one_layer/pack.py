@@ -13,8 +13,9 @@ from mechinterp.memory import prompt_bytes
 from mechinterp.models.heads import AttentionWeights, stack
 from mechinterp.models.weights import Weights, weights_of_layer
 from mechinterp.training.batches import CHUNK_BYTES
+from mechinterp.training.flat import flattened, own
 from mechinterp.training.one_layer.step import initial_weights, loss_and_gradients, membership
-from mechinterp.training.run import Batch, Run, flattened, own
+from mechinterp.training.run import Batch, Run
 
 LANES = 32
 """Sums that the compiled step keeps side by side; `kernel.LANES`, which is not imported before it is needed."""

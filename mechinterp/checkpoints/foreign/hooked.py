@@ -1,0 +1,97 @@
+"""What a HookedTransformer or a Bridge has beside its attention, which must do nothing, and its read-out and mask."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from mechinterp.checkpoints.foreign.layout import Layout, TensorError, layout_of, shown
+from mechinterp.checkpoints.foreign.names import ATTENTION, is_harmless
+from mechinterp.models.shapes import NAMES
+
+PREFIX = "blocks.0.attn."
+MASK = PREFIX + "mask"
+ZERO = {
+    "words": "tokens are vectors (x, y) and enter as they are, by start_at_layer=0; else it is a model of word tokens",
+    "positions": "tokens are vectors (x, y), to which no position is added",
+    "read_out": "the model has no bias behind its read-out",
+    "mlp_in": "the model has no MLP",
+    "mlp_out": "the model has no MLP",
+}
+"""Parts that our model has no place for; HookedTransformer has them all the same."""
+
+
+def hooked_layer(
+    tensors: Mapping[str, Tensor], d_y: int | None = None
+) -> tuple[dict[str, Tensor], dict[str, bool]]:
+    """The attention of a HookedTransformer or a Bridge, and `attend_to_self` where a stored mask says it.
+
+    Outputs are cut to the y entries where a read-out says how many there are.
+
+    Args:
+        d_y: Number of responses; None: the read-out's.
+    Raises:
+        ValueError: If the tensors are not those of a causal one-layer model without positions, norms and
+            an MLP, which reads out the y entries.
+    """
+    layout = layout_of({n: t for n, t in tensors.items() if not is_harmless(n, t.ndim)})
+    _require_attention_alone(layout, tensors)
+    found = {p.name: tensors[p.name] for p in layout.layers[0] if p.part in ATTENTION}
+    if (read_out := layout.ends.get(("read_out", "weight"))) is not None:
+        d_y = _read_responses(read_out.name, tensors, d_y)
+        written = {p.name for p in layout.layers[0] if p.part == "o"}
+        found |= {name: found[name][..., -d_y:] for name in written}
+    return found, _mask_says(tensors)
+
+
+def _require_attention_alone(layout: Layout, tensors: Mapping[str, Tensor]) -> None:
+    if len(layout.layers) != 1:
+        raise ValueError(f"the model must have one layer, got {len(layout.layers)}.")
+    if layout.unknown:
+        rule = "is not among the tensors of an attention-only HookedTransformer of one layer"
+        raise TensorError(f"{shown(layout.unknown[0])} {rule}")
+    for piece in layout.pieces:
+        if "norm" in piece.part:
+            raise TensorError(f"the model must have no LayerNorm, got {shown(piece.name)}")
+    # What makes it a model of words, if anything does, is told first.
+    for part, reason in ZERO.items():
+        for piece in layout.pieces:
+            if piece.part == part and (part, piece.kind) != ("read_out", "weight"):
+                require_zero(piece.name, tensors[piece.name], reason)
+    for name in (PREFIX + each for each in NAMES):
+        if name not in tensors or tensors[name].ndim != 3:
+            got = f"shape {tuple(tensors[name].shape)}" if name in tensors else "nothing"
+            raise TensorError(f"{name} must have three axes, head first, got {got}")
+
+
+def _read_responses(name: str, tensors: Mapping[str, Tensor], d_y: int | None) -> int:
+    """Number of responses of a read-out, which must give the last entries as they are."""
+    read_out, d_model = tensors[name], tensors[PREFIX + "W_Q"].shape[1]
+    d_y = (read_out.shape[1] if read_out.ndim == 2 else 1) if d_y is None else d_y
+    expected = torch.eye(d_model)[:, d_model - d_y :]
+    if d_y >= d_model or not torch.equal(read_out.to(expected), expected):
+        raise TensorError(
+            f"{name} must read the y entries as they are, [d_model, d_y] = {list(expected.shape)} with ones at y "
+            f"and zeros elsewhere, got another of shape {list(read_out.shape)}"
+        )
+    return d_y
+
+
+def require_zero(name: str, tensor: Tensor, reason: str) -> None:
+    """Refuse a tensor that does something where the model has no place for it."""
+    if tensor.any():
+        largest = tensor.to(torch.complex128).abs().max().item()
+        raise TensorError(f"{name} must be zero ({reason}), got entries up to {largest:.3g}")
+
+
+def _mask_says(tensors: Mapping[str, Tensor]) -> dict[str, bool]:
+    """Whether the query is among its keys, by a stored mask; nothing without one, and from 3.5.0 on an empty one is stored."""
+    mask = tensors.get(MASK)
+    if mask is None or mask.numel() == 0:
+        return {}
+    allowed = torch.ones(mask.shape, dtype=torch.bool)
+    for diagonal, attends in ((-1, False), (0, True)):
+        if mask.ndim == 2 and torch.equal(mask.bool(), allowed.tril(diagonal)):
+            return {"attend_to_self": attends}
+    got = f"another of shape {list(mask.shape)}"
+    raise TensorError(f"{MASK} must be causal, mask.tril(-1) or mask.tril(), got {got}")

@@ -1,0 +1,100 @@
+"""Zip archives within bounds, and numpy's arrays in .npy and .npz files."""
+
+import io
+import math
+import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mechinterp.checkpoints.io.errors import CheckpointError
+from mechinterp.checkpoints.io.headers import reading
+
+MAX_UNPACKED = 2**26
+"""Size to which the entries of a smaller archive may unpack; torch.save and numpy.savez do not pack."""
+MAX_ENTRIES = 30_000
+CHUNK = 2**22
+
+
+@contextmanager
+def archive(file: Path) -> Iterator[zipfile.ZipFile]:
+    """A zip archive whose entries are few and unpack to no more than they may."""
+    with file.open("rb") as stream:
+        # Counted before zipfile makes an object of each.
+        entries = sum(chunk.count(b"PK\x01\x02") for chunk in iter(lambda: stream.read(CHUNK), b""))
+    if entries > MAX_ENTRIES:
+        raise CheckpointError(f"must hold at most {MAX_ENTRIES} entries, got {entries}.")
+    with zipfile.ZipFile(file) as opened:
+        found, size = opened.infolist(), file.stat().st_size
+        unpacked, most = sum(entry.file_size for entry in found), max(size, MAX_UNPACKED)
+        packed = max((entry.compress_size for entry in found), default=0)
+        if unpacked > most:
+            raise CheckpointError(f"must unpack to at most {most} bytes, it claims {unpacked}.")
+        if packed > size:  # as much is asked of memory
+            raise CheckpointError(
+                f"an entry must have at most the file's {size} bytes, it claims {packed}."
+            )
+        if len({entry.filename.lower() for entry in found}) < len(found):
+            raise CheckpointError("must hold each entry once, got some twice.")
+        for entry in found:
+            if entry.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+                got = f"got compression {entry.compress_type}"
+                raise CheckpointError(f"{entry.filename} must be stored or deflated, {got}.")
+        yield opened
+
+
+def read_text(file: Path, name: str) -> str | None:
+    """A text in an .npz file, None if it has none of this name.
+
+    Raises:
+        CheckpointError: If the file cannot be read, or holds something else under this name.
+    """
+    with reading(file), archive(file) as opened:
+        if f"{name}.npy" not in opened.namelist():
+            return None
+        array = _array(opened.read(f"{name}.npy"), name)
+        if array.dtype.kind != "U" or array.ndim:
+            raise CheckpointError(f"{name} must be a text, got {array.dtype}.")
+        return str(array)
+
+
+def read_npz(file: Path) -> dict[str, Tensor]:
+    found = {}
+    with archive(file) as opened:
+        for entry in opened.infolist():
+            name = entry.filename.removesuffix(".npy")
+            if name == entry.filename:
+                raise CheckpointError(f"must hold .npy arrays, got {entry.filename}.")
+            data = opened.read(entry)
+            if _array(data, name).dtype.kind != "U":
+                found[name] = npy_tensor(data, name)
+    return found
+
+
+def npy_tensor(data: bytes, name: str) -> Tensor:
+    """An .npy file's numbers."""
+    array = _array(data, name)
+    if array.dtype.kind not in "fiubc":
+        raise CheckpointError(f"{name} must hold numbers, got {array.dtype}.")
+    return torch.from_numpy(array.astype(array.dtype.newbyteorder("="), order="C"))
+
+
+def _array(data: bytes, name: str) -> np.ndarray:
+    """An .npy file's array; its header is held against the bytes behind it."""
+    stream = io.BytesIO(data)
+    version, headers = np.lib.format.read_magic(stream), np.lib.format
+    read = {(1, 0): headers.read_array_header_1_0, (2, 0): headers.read_array_header_2_0}
+    if version not in read:
+        raise CheckpointError(f"{name} must have .npy version 1.0 or 2.0, got {version}.")
+    shape, columns_first, dtype = read[version](stream)
+    if dtype.hasobject or dtype.fields or dtype.subdtype:
+        raise CheckpointError(f"{name} must hold plain numbers, got {dtype}.")
+    claimed, held = math.prod(shape) * dtype.itemsize, len(data) - stream.tell()
+    if claimed != held or min(shape, default=0) < 0:
+        raise CheckpointError(f"{name} of shape {shape} must lie in {claimed} bytes, got {held}.")
+    numbers = np.frombuffer(data, dtype, offset=stream.tell()) if held else np.empty(0, dtype)
+    return numbers.reshape(shape, order="F" if columns_first else "C")

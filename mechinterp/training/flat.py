@@ -1,0 +1,42 @@
+"""Weights as one flat tensor, in which the optimizer works, and as views of it."""
+
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from mechinterp.models.heads import AttentionWeights
+from mechinterp.models.weights import Weights
+
+Form = TypeVar("Form", Weights, AttentionWeights)
+"""The form in which weights are trained."""
+
+
+def flattened(weights: Weights | AttentionWeights) -> Tensor:
+    """All weights one after another."""
+    return torch.cat([tensor.flatten() for tensor in weights.tensors.values()])
+
+
+def views(flat: Tensor, like: Form) -> Form:
+    """Weights that are views of a flat tensor, with the shapes of `like`."""
+    shapes = {name: tensor.shape for name, tensor in like.tensors.items()}
+    parts = flat.split([shape.numel() for shape in shapes.values()])
+    return like.with_tensors(
+        {name: part.view(shape) for (name, shape), part in zip(shapes.items(), parts, strict=True)}
+    )
+
+
+def own(weights: Form) -> Form:
+    """A copy of weights on the CPU, which later steps do not reach."""
+    return weights.with_tensors(
+        {name: tensor.cpu().clone() for name, tensor in weights.tensors.items()}
+    )
+
+
+def require_like(what: str, tensor: Tensor, expected: Tensor) -> None:
+    """Refuse a tensor of another dtype or shape."""
+    for name in ("dtype", "shape"):
+        if getattr(tensor, name) != getattr(expected, name):
+            raise ValueError(
+                f"{what} must have {name} {getattr(expected, name)}, got {getattr(tensor, name)}"
+            )

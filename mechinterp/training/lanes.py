@@ -1,0 +1,188 @@
+"""Vectors of numbers, one for each prompt of a block, as the compiled steps compute with them.
+
+numba has no such type: here it is, with its arithmetic, loads and stores, and the exponential.
+"""
+
+import operator
+from typing import no_type_check
+
+from llvmlite import ir
+from numba import njit, types
+from numba.core.typeconv import Conversion
+from numba.core.typing.templates import ConcreteTemplate, Signature, infer_global, signature
+from numba.extending import intrinsic, lower_builtin, lower_cast, models, register_model
+
+LANES = 32
+
+
+class LanesType(types.Type):
+    """One float32 for each prompt of a block, held in registers."""
+
+    def can_convert_from(self, _context: object, other: types.Type) -> Conversion | None:
+        return Conversion.safe if isinstance(other, types.Float) else None
+
+
+lanes = LanesType("lanes")
+VECTOR = ir.VectorType(ir.FloatType(), LANES)
+INTEGERS = ir.VectorType(ir.IntType(32), LANES)
+CONTRACT = (
+    "contract",
+)  # a * b + c may be rounded once; nothing else is reordered, and NaN stays NaN.
+
+
+@register_model(LanesType)
+class LanesModel(models.PrimitiveModel):
+    """Lanes are one LLVM vector."""
+
+    def __init__(self, manager, kind):
+        super().__init__(manager, kind, VECTOR)
+
+
+@lower_cast(types.Float, LanesType)
+def _broadcast(_context, builder, kind, _to, value):
+    if kind.bitwidth == 64:
+        value = builder.fptrunc(value, ir.FloatType())
+    one = builder.insert_element(ir.Constant(VECTOR, ir.Undefined), value, ir.IntType(32)(0))
+    return builder.shuffle_vector(one, one, ir.Constant(INTEGERS, [0] * LANES))
+
+
+def _define(operation, instruction: str) -> None:
+    """An operator between lanes, or lanes and a number."""
+
+    @infer_global(operation)
+    class Template(ConcreteTemplate):
+        cases = [signature(lanes, lanes, lanes)]
+
+    @lower_builtin(operation, lanes, lanes)
+    def lower(_context, builder, _signature, arguments):
+        return getattr(builder, instruction)(*arguments, flags=CONTRACT)
+
+
+_define(operator.add, "fadd")
+_define(operator.sub, "fsub")
+_define(operator.mul, "fmul")
+_define(operator.truediv, "fdiv")
+
+
+def _pointer(context, builder, kind, array, index):
+    data = context.make_array(kind)(context, builder, array).data
+    first = builder.mul(index, index.type(LANES))
+    return builder.bitcast(builder.gep(data, [first]), VECTOR.as_pointer())
+
+
+@intrinsic
+def load(_context, array, index):
+    """Lanes number `index` of a flat array."""
+
+    def code(context, builder, signature, arguments):
+        return builder.load(_pointer(context, builder, signature.args[0], *arguments), align=4)
+
+    return lanes(array, types.intp), code
+
+
+@intrinsic
+def store(_context, array, index, value):
+    """Set lanes number `index` of a flat array."""
+
+    def code(context, builder, signature, arguments):
+        pointer = _pointer(context, builder, signature.args[0], *arguments[:2])
+        builder.store(arguments[2], pointer, align=4)
+        return context.get_dummy_value()
+
+    return types.void(array, types.intp, lanes), code
+
+
+@intrinsic
+def fill(_context, number):
+    """The same number in all lanes."""
+    return lanes(lanes), lambda context, builder, signature, arguments: arguments[0]
+
+
+@intrinsic
+def larger(_context, a, b):
+    """The larger one, and b where one is NaN."""
+
+    def code(context, builder, signature, arguments):
+        return builder.select(builder.fcmp_ordered(">", *arguments), *arguments)
+
+    return lanes(lanes, lanes), code
+
+
+@intrinsic
+def smaller(_context, a, b):
+    """The smaller one, and b where one is NaN."""
+
+    def code(context, builder, signature, arguments):
+        return builder.select(builder.fcmp_ordered("<", *arguments), *arguments)
+
+    return lanes(lanes, lanes), code
+
+
+@intrinsic
+def power_of_two(_context, shifted):
+    """2^n from n + 1.5 * 2^23, whose last bits are those of the integer n."""
+
+    def code(context, builder, signature, arguments):
+        bits = builder.bitcast(arguments[0], INTEGERS)
+        one = ir.Constant(INTEGERS, [127 - 0x4B400000] * LANES)
+        exponent = builder.shl(builder.add(bits, one), ir.Constant(INTEGERS, [23] * LANES))
+        return builder.bitcast(exponent, VECTOR)
+
+    return lanes(lanes), code
+
+
+@intrinsic
+def total(_context, value):
+    """Sum over the lanes, in a fixed order: halves added to halves."""
+
+    def code(context, builder, signature, arguments):
+        value, width = arguments[0], LANES
+        while width > 1:
+            width //= 2
+            kind = ir.VectorType(ir.IntType(32), width)
+            low, high = (
+                builder.shuffle_vector(value, value, ir.Constant(kind, list(range(a, a + width))))
+                for a in (0, width)
+            )
+            value = builder.fadd(low, high)
+        return builder.extract_element(value, ir.IntType(32)(0))
+
+    return types.float32(lanes), code
+
+
+def compiled(signature: Signature | None = None):
+    """numba.njit; a function with a signature is compiled now and kept on disk, where that can be written."""
+
+    def decorate(function):
+        try:
+            return njit(
+                signature, cache=signature is not None, fastmath={*CONTRACT}, error_model="numpy"
+            )(function)
+        except RuntimeError as error:
+            if "cannot cache" not in str(error):
+                raise
+            return njit(signature, fastmath={*CONTRACT}, error_model="numpy")(function)
+
+    return decorate
+
+
+# The test run would wrap functions to check their types, and numba cannot compile a wrapped one.
+
+
+@compiled()
+@no_type_check
+def exponential(x):
+    """exp(x) to 2e-7 relative; below -87 and above 88 that of the bound, NaN of NaN."""
+    x = larger(fill(-87.0), smaller(fill(88.0), x))
+    # exp(x) = 2^n exp(r) with |r| <= log(2)/2: adding 1.5 * 2^23 rounds to an integer, and log(2) is
+    # subtracted in two parts, the first of which has so few digits that n times it is exact.
+    shifted = x * 1.4426950408889634 + 12582912.0
+    n = shifted - 12582912.0
+    r = (x - n * 0.693359375) + n * 2.12194440e-4
+    # Minimax polynomial of the Cephes library, expf.
+    p = r * 1.9875691500e-4 + 1.3981999507e-3
+    p = p * r + 8.3334519073e-3
+    p = p * r + 4.1665795894e-2
+    p = p * r + 1.6666665459e-1
+    p = p * r + 5.0000001201e-1
+    return ((p * r) * r + (r + 1.0)) * power_of_two(shifted)

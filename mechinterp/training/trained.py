@@ -1,0 +1,76 @@
+"""What a training gives: a row at every logged step, and models in the end."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+from torch import Tensor
+
+from mechinterp.checkpoints.checkpoint import save
+from mechinterp.config import ExperimentConfig
+from mechinterp.models.weights import Weights
+
+
+@dataclass(frozen=True, eq=False)
+class Progress:
+    """What a caller learns at every logged step."""
+
+    step: int
+    steps: int
+    n_models: int
+    loss: float
+    """Mean training loss since the last logged step, averaged over the models that have not diverged; unit y^2."""
+    steps_per_second: float
+    """Updates of the whole pack per second since training began or was resumed."""
+    diverged: tuple[str, ...] = ()
+    """Models found at this row to have diverged, and not before."""
+
+    @property
+    def seconds_left(self) -> float:
+        return (self.steps - self.step) / self.steps_per_second
+
+
+@dataclass(frozen=True, eq=False)
+class TrainedModel:
+    """A trained model, ready to be saved as a checkpoint."""
+
+    config: ExperimentConfig
+    weights: Weights
+    step: int
+    history: pd.DataFrame
+    snapshots: dict[int, Weights]
+
+    def save(self, folder: Path) -> None:
+        """Write the checkpoint beside other files of its run.
+
+        Raises:
+            CheckpointError: If a file is in the way, or the folder cannot be written.
+        """
+        save(
+            folder,
+            self.config,
+            self.weights,
+            step=self.step,
+            history=self.history,
+            snapshots=self.snapshots,
+            shared=True,
+        )
+
+
+def history_of(
+    steps: Tensor, losses: Mapping[str, Tensor], measured: Mapping[str, Tensor]
+) -> pd.DataFrame:
+    """One row per logged step, layer where that is an axis, and head.
+
+    Args:
+        losses: A number per step.
+        measured: [step, head] or [step, layer, head].
+    """
+    row, *axes = (each.ravel() for each in np.indices(next(iter(measured.values())).shape))
+    columns = {"step": steps.numpy()[row]}
+    columns |= dict(zip(("layer", "head")[-len(axes) :], axes, strict=True))
+    columns |= {name: values.numpy()[row] for name, values in losses.items()}
+    columns |= {name: values.flatten().numpy() for name, values in measured.items()}
+    return pd.DataFrame(columns)
