@@ -164,9 +164,8 @@ def p_probe(
     if variant not in VARIANTS:
         raise ValueError(f"variant must be one of {', '.join(VARIANTS)}, got {variant!r}.")
     _require_steps(steps)
-    prompts = evaluation_prompts(
-        next(iter(models.values())), prompts, n_prompts=n_prompts, seed=seed
-    )
+    first = next(iter(models.values()))
+    prompts = evaluation_prompts(first, prompts, n_prompts=n_prompts, seed=seed)
     measured = prompts if variant == "query" else halves(prompts)[1]
     raw = torch.cat([measured.x, measured.x_query[:, None]], dim=1)
     phis = {RAW: raw, IDEAL: reweighted(measured)[0]}

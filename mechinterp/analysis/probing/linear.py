@@ -150,13 +150,8 @@ def probe_layers(
             noisy, clean = fitted[:, place], scored[:, place]
             prediction, penalty = cross_validated(features, noisy)
             control, _ = cross_validated(features, noisy[dealt])
-            columns.append(
-                [
-                    *loss_and_r2(prediction, clean),
-                    *loss_and_r2(control, clean[dealt])[2:],
-                    penalty,
-                ]
-            )
+            controlled = loss_and_r2(control, clean[dealt])[2:]
+            columns.append([*loss_and_r2(prediction, clean), *controlled, penalty])
     shape = (len(found), len(places))
     arrays = [np.array(values).reshape(shape) for values in zip(*columns, strict=True)]
     return LayerProbes(tuple(places), *arrays)

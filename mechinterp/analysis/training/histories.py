@@ -1,12 +1,15 @@
 """Training history of a checkpoint: logged rows, and weights of earlier steps."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pandas as pd
+import plotly.graph_objects as go
 from jaxtyping import Float, Int
 
+from mechinterp import figures
 from mechinterp.analysis.number_format import digits
 from mechinterp.checkpoints.checkpoint import Checkpoint
 from mechinterp.checkpoints.plain_modules import HookedModule
@@ -73,6 +76,22 @@ class LoggedSteps(Result):
     def __repr__(self) -> str:
         last = f"{self.step[-1]} steps, final eval_loss {self.eval_loss[-1]:.4f}"
         return f"{type(self).__name__}({last})"
+
+    def _over_steps(
+        self, curves: Mapping[str, np.ndarray], title: str, y_title: str, **how: Any
+    ) -> go.Figure:
+        """Curves over the logged steps but step 0, which has no place on a logarithmic axis."""
+        later = self.step > 0
+        shown = {name: values[later] for name, values in curves.items()}
+        return figures.lines(
+            self.step[later],
+            shown,
+            title=title,
+            x_title="step",
+            y_title=y_title,
+            log_x=True,
+            **how,
+        )
 
     @property
     def ended(self) -> str:

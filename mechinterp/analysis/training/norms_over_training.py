@@ -1,13 +1,13 @@
 """Norms of the heads of any model during training, from a checkpoint's history; scales where heads have them."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 from jaxtyping import Float
 
-from mechinterp import figures
 from mechinterp.analysis.result import Table
 from mechinterp.analysis.training.histories import LoggedSteps, logged_steps, with_history
 from mechinterp.analysis.training.over_training import TrainingDynamics, training_dynamics
@@ -27,31 +27,20 @@ class NormsOverTraining(LoggedSteps):
     ov_norm: Float[np.ndarray, "row layer head"]
     """Frobenius norm of the head's OV."""
 
-    @property
-    def qk_norm_first(self) -> Float[np.ndarray, "layer head"]:
-        """qk_norm at the first logged step."""
-        return self.qk_norm[0]
-
-    @property
-    def ov_norm_first(self) -> Float[np.ndarray, "layer head"]:
-        """ov_norm at the first logged step."""
-        return self.ov_norm[0]
-
-    @property
-    def qk_norm_factor(self) -> Float[np.ndarray, "layer head"]:
-        """qk_norm at the last logged step over that at the first."""
-        return self.qk_norm[-1] / self.qk_norm[0]
-
-    @property
-    def ov_norm_factor(self) -> Float[np.ndarray, "layer head"]:
-        """ov_norm at the last logged step over that at the first."""
-        return self.ov_norm[-1] / self.ov_norm[0]
+    COLUMNS: ClassVar = {
+        f"{name}_{what}": f"{name} at the {text}."
+        for name in NORMS
+        for what, text in (
+            ("first", "first logged step"),
+            ("factor", "last logged step over that at the first"),
+        )
+    }
 
     def sentences(self) -> list[str]:
         """Where the loss ends, in which layer norms have changed most, and how the model was trained."""
         told = [self.ended]
         for name, what in NORMS.items():
-            factors = np.median(getattr(self, f"{name}_factor"), axis=1)
+            factors = np.median(getattr(self, name)[-1] / getattr(self, name)[0], axis=1)
             listed = ", ".join(f"{factor:.3g}" for factor in factors)
             told.append(
                 f"The norm of {what} of the median head ends at {listed} times its first value, layer by layer: it has "
@@ -69,9 +58,8 @@ class NormsOverTraining(LoggedSteps):
         layer, head = (index.ravel() for index in np.indices(self.qk_norm.shape[1:]))
         columns = {"layer": layer, "head": head}
         for name in NORMS:
-            columns[f"{name}_first"] = getattr(self, name)[0].ravel()
-            columns[name] = getattr(self, name)[-1].ravel()
-            columns[f"{name}_factor"] = getattr(self, f"{name}_factor").ravel()
+            first, last = getattr(self, name)[[0, -1]].reshape(2, -1)
+            columns |= {f"{name}_first": first, name: last, f"{name}_factor": last / first}
         return pd.DataFrame(columns)
 
     def tables(self) -> dict[str, Table]:
@@ -85,41 +73,26 @@ class NormsOverTraining(LoggedSteps):
         """Losses, then norms layer by layer."""
         return {
             "eval_loss": self.plot(),
-            "loss": self._curves("loss", "Training loss, mean since the row before"),
+            "loss": self._losses("loss", "Training loss, mean since the row before"),
             **{name: self.plot_norm(name) for name in NORMS},
         }
 
     def plot(self) -> go.Figure:
         """Loss on prompts that training never sees."""
-        return self._curves(
+        return self._losses(
             "eval_loss", "Loss during training, on prompts that training never sees"
         )
 
     def plot_norm(self, name: str) -> go.Figure:
         """Root mean square over the heads of a layer of `qk_norm` or `ov_norm`, a curve per layer."""
-        later = self.step > 0  # step 0 has no place on a logarithmic axis
-        curves = np.sqrt(np.square(getattr(self, name)[later]).mean(2)).T
-        return figures.lines(
-            self.step[later],
-            {f"layer {layer}": curve for layer, curve in enumerate(curves)},
-            title=f"Norm of {NORMS[name]} during training, layer by layer",
-            x_title="step",
-            y_title=f"norm of {NORMS[name]}",
-            log_x=True,
-        )
+        curves = np.sqrt(np.square(getattr(self, name)).mean(2)).T
+        layers = {f"layer {layer}": curve for layer, curve in enumerate(curves)}
+        norm = f"orm of {NORMS[name]}"
+        return self._over_steps(layers, f"N{norm} during training, layer by layer", f"n{norm}")
 
-    def _curves(self, name: str, title: str) -> go.Figure:
+    def _losses(self, name: str, title: str) -> go.Figure:
         # One figure each: a training loss with spikes would leave no room for the other.
-        later = self.step > 0
-        return figures.lines(
-            self.step[later],
-            {name: getattr(self, name)[later]},
-            title=title,
-            x_title="step",
-            y_title="loss (y²)",
-            log_x=True,
-            log_y=True,
-        )
+        return self._over_steps({name: getattr(self, name)}, title, "loss (y²)", log_y=True)
 
 
 def history_of(

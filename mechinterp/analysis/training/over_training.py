@@ -43,10 +43,7 @@ class TrainingDynamics(LoggedSteps):
 
     def sentences(self) -> list[str]:
         """How many steps, where the loss ends, and how the model was trained."""
-        return [
-            self.ended,
-            *self.training.sentences,
-        ]
+        return [self.ended, *self.training.sentences]
 
     def tables(self) -> dict[str, Table]:
         """Every logged step."""
@@ -71,44 +68,22 @@ class TrainingDynamics(LoggedSteps):
 
     def plot_groups(self) -> go.Figure:
         """Sums of the positive and of the negative mu over training, and of all."""
-        positive, negative = self.group_mu[1:].T
-        return figures.lines(
-            self.step[1:],
-            {"positive heads": positive, "negative heads": negative, "all": positive + negative},
-            title="Sums of mu during training",
-            x_title="step",
-            y_title="sum of mu",
-            log_x=True,
-            zero_line=True,
-        )
+        positive, negative = self.group_mu.T
+        sums = {"positive heads": positive, "negative heads": negative, "all": positive + negative}
+        return self._over_steps(sums, "Sums of mu during training", "sum of mu", zero_line=True)
 
     def plot_loss(self) -> go.Figure:
         """Training and evaluation loss over training; a mean of less than half as many updates as the one before
         it, as at the end of a training, is left out."""
         updates = np.diff(self.step)
-        few = np.append(False, updates[1:] < updates[:-1] / 2)
-        return figures.lines(
-            self.step[1:],  # step 0 has no place on a logarithmic axis
-            {"eval_loss": self.eval_loss[1:], "loss": np.where(few, np.nan, self.loss[1:])},
-            title="Loss during training",
-            x_title="step",
-            y_title="loss (y²)",
-            log_x=True,
-            log_y=True,
-        )
+        few = np.r_[False, False, updates[1:] < updates[:-1] / 2][: len(self.step)]
+        curves = {"eval_loss": self.eval_loss, "loss": np.where(few, np.nan, self.loss)}
+        return self._over_steps(curves, "Loss during training", "loss (y²)", log_y=True)
 
     def _plot_heads(self, name: str, title: str, y_title: str) -> go.Figure:
-        values = getattr(self, name)[1:]
-        return figures.lines(
-            self.step[1:],
-            {f"head {head}": values[:, head] for head in range(values.shape[1])},
-            title=title,
-            x_title="step",
-            y_title=y_title,
-            colors=[figures.head_color(head) for head in range(values.shape[1])],
-            log_x=True,
-            zero_line=True,
-        )
+        heads = {f"head {head}": values for head, values in enumerate(getattr(self, name).T)}
+        colors = [figures.head_color(head) for head in range(len(heads))]
+        return self._over_steps(heads, title, y_title, colors=colors, zero_line=True)
 
 
 def training_dynamics(source: Source | pd.DataFrame) -> TrainingDynamics:
