@@ -1,5 +1,7 @@
 """A monitor inside a training loop of somebody's own: it measures, and changes nothing."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -12,9 +14,11 @@ from mechinterp import (
     evaluation_prompts,
     hook_module,
     load,
+    load_run,
     sample_prompts,
 )
 from mechinterp.analysis.training.deep_snapshots import deep_snapshots
+from mechinterp.checkpoints.load import convert
 from mechinterp.checkpoints.runs import Run
 
 TASK = TaskConfig(d_x=2, context_length=6)
@@ -107,12 +111,13 @@ def test_what_it_refuses():
         Monitor().run()
 
 
-def test_its_run_is_asked_as_one_of_files_is():
+def test_its_run_is_asked_as_one_of_files_is(tmp_path: Path):
     """Both are of one class; what that class does not define both have, and an analysis over steps takes both."""
     monitor = Monitor(task=TASK, read=last, every=5, n_prompts=32)
     trained(monitor)
-    watched, of_files = monitor.run(), load("softmax-h2-s0")
-    for run in (watched, of_files):
+    for step in (1000, 2000):
+        convert(load("softmax-h2-s0").at(step), "npz", tmp_path / f"step_{step}.npz")
+    for run in (monitor.run(), load_run(tmp_path)):
         assert isinstance(run, Run)
         assert isinstance(run.at(run.steps[0]), type(run))
         assert run.at(run.steps[0]).step == run.steps[0]
