@@ -1,5 +1,6 @@
 """The local learning coefficient: known values, what is no minimum, gradients, snapshots and the command."""
 
+from collections.abc import Iterator
 from importlib import import_module
 
 import numpy as np
@@ -29,6 +30,7 @@ from mechinterp.training.linear.flat import unflatten
 from mechinterp.training.linear.trainer import task_moments
 from tests.conftest import CHECKPOINTS, Run
 from tests.learning import merged_at, saddle
+from tests.test_doors import as_for_users
 
 SHORT = Chains(n_chains=8, n_draws=120, n_warmup=80, n_leapfrog=16)
 EXACT = {
@@ -40,6 +42,13 @@ EXACT = {
     "linear-rank4-s2": 32,
     "linear-rank8-s2": 32,
 }
+
+
+@pytest.fixture
+def as_users() -> Iterator[None]:
+    """Chains call the loss so often that checks of types would take most of the time."""
+    with as_for_users():
+        yield
 
 
 def central_differences(loss: LocalLoss, entries: np.ndarray, step: float) -> np.ndarray:
@@ -89,6 +98,7 @@ def test_the_loss_on_prompts_and_its_gradient_are_those_of_the_model(name: str):
     np.testing.assert_allclose(gradient[0, entries], found, rtol=1e-5, atol=1e-8)
 
 
+@pytest.mark.usefixtures("as_users")
 def test_a_quadratic_gives_half_its_directions():
     curvatures = np.array([5.0, 1.0, 0.1, 0.0, 0.0])
 
@@ -106,6 +116,7 @@ def test_a_quadratic_gives_half_its_directions():
     assert abs(other.estimate - share) < 4 * other.sem
 
 
+@pytest.mark.usefixtures("as_users")
 def test_mini_batches_are_biased_by_as_much_as_their_noise_and_the_step_size_say():
     curvatures, noise_var, n_beta, step = np.array([5.0, 1.0, 0.1]), 0.64, 1000.0, 1e-4
 
@@ -175,6 +186,7 @@ def test_linear_attention_at_its_minimum(heads: str):
     assert abs(found.estimate - found.exact) < 4 * found.sem < 1
 
 
+@pytest.mark.usefixtures("as_users")
 @pytest.mark.slow
 @pytest.mark.parametrize("n_heads", [1, 2, 3, 4, 5])
 def test_the_table_of_the_fact_sheet(n_heads: int):
@@ -186,6 +198,7 @@ def test_the_table_of_the_fact_sheet(n_heads: int):
     assert abs(found.estimate / found.exact - 1) < 0.02
 
 
+@pytest.mark.usefixtures("as_users")
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(("d_x", "n_heads", "spectrum"), GRID)
 def test_all_numbers_of_heads_with_distinct_and_equal_eigenvalues(
@@ -197,6 +210,7 @@ def test_all_numbers_of_heads_with_distinct_and_equal_eigenvalues(
     assert abs(found.estimate / found.exact - 1) < 0.02
 
 
+@pytest.mark.usefixtures("as_users")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["linear-separate-s0", "linear-merged-s0", "linear-rank4-s2"])
 def test_shipped_models_have_their_exact_value(name: str):
@@ -290,6 +304,7 @@ def test_heads_are_read_off_the_weights():
     assert PROMPT_CHAINS.n_chains == 4
 
 
+@pytest.mark.usefixtures("as_users")
 @pytest.mark.slow
 def test_heads_that_have_learned_something_are_at_the_minimum_of_their_level():
     checkpoint = load(CHECKPOINTS / "linear-separate-s2")
@@ -324,6 +339,7 @@ def test_it_has_a_command(run: Run):
     assert "not a minimum: descent lowers" in ran.document["result"]
 
 
+@pytest.mark.usefixtures("as_users")
 @pytest.mark.slow
 def test_snapshots_have_a_command(run: Run, monkeypatch: pytest.MonkeyPatch):
     module = import_module("mechinterp.analysis.training.coefficient_snapshots")
