@@ -124,6 +124,7 @@ def pruning_of(
     rise: Float[np.ndarray, "layer head"],
     choices: Choices,
 ) -> Pruning:
+    """The result of a choice of heads: what it costs, as measured on other prompts than chose it, beside the full model."""
     full = estimates(
         full_risk=mean_and_sem(errors.of([[]])[:, 0]),
         full_refit_risk=mean_and_sem(errors.refitted([[]])[:, 0]),

@@ -63,6 +63,7 @@ def read_text(file: Path, name: str) -> str | None:
 
 
 def read_npz(file: Path) -> dict[str, Tensor]:
+    """The arrays of an npz archive by name."""
     found = {}
     with archive(file) as opened:
         for entry in opened.infolist():

@@ -92,12 +92,18 @@ class MalformedError(Exception):
 
 
 def named(parts: list) -> Unread:
+    """What stands for a class or function that is only named, never loaded."""
     if not all(isinstance(part, str) and len(part) <= MAX_NAME for part in parts):
         raise MalformedError("a name that is no short text")
     return Unread(".".join(parts))
 
 
 def storage_of(values: list) -> Storage:
+    """The storage that torch's persistent id names.
+
+    Raises:
+        MalformedError: If its name, type or size is missing, or the type is none of torch's storages.
+    """
     match values[0]:
         case ("storage", Unread(name), str(key), str(), int(size)) if name in STORAGES:
             return Storage(STORAGES[name], key, size)
@@ -154,6 +160,7 @@ def called(values: list) -> object:
 
 
 def set_state(target: object, state: object) -> None:
+    """Give an array or its type the state that the pickle holds, without a call."""
     match target, state:
         case ArrayType(), (int(), str(order), *_):
             target.order = order

@@ -23,6 +23,11 @@ UNREADABLE = (
 
 
 def read_torch(file: Path) -> dict[str, Tensor]:
+    """The tensors of a file of torch.save by name.
+
+    Raises:
+        CheckpointError: If it is of the form before PyTorch 1.6, holds code, or is no such file.
+    """
     with file.open("rb") as stream:
         start = stream.read(len(OLD_TORCH))
     if start == OLD_TORCH:
