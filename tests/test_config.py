@@ -328,6 +328,8 @@ REFUSED = {
     ),
     "train.cosine=true": "train.cosine is not used by one layer of plain attention, got true.",
     "train.clip_norm=1": "train.clip_norm is not used by one layer of plain attention, got 1.0.",
+    "train.warm_up=2": "train.warm_up is not used by one layer of plain attention, got 2.",
+    "train.warm_up=0": "train.warm_up must be >= 1, got 0.",
     "train.clip_norm=0": "train.clip_norm must be > 0, got 0.0.",
     "model.n_layers=0": "model.n_layers must be >= 1, got 0.",
     "model.n_heads=0": "model.n_heads must be >= 1, got 0.",

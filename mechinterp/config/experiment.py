@@ -23,7 +23,7 @@ LATER_FIELDS = {
         *("norm", "final_norm", "norm_eps", "d_mlp", "activation", "layout", "n_positions"),
         "d_read_in",
     ),
-    "train": ("optimizer", "init_std", "shortest_context", "cosine", "clip_norm"),
+    "train": ("optimizer", "init_std", "shortest_context", "cosine", "clip_norm", "warm_up"),
 }
 
 
@@ -82,7 +82,8 @@ class ExperimentConfig:
 
     def _check_unused(self) -> None:
         """Refuse settings that the training of one layer of plain attention does not use."""
-        for name, default in (("shortest_context", None), ("cosine", False), ("clip_norm", None)):
+        unused = {"shortest_context": None, "cosine": False, "clip_norm": None, "warm_up": None}
+        for name, default in unused.items():
             value = getattr(self.train, name)
             if value != default:
                 raise ValueError(

@@ -36,6 +36,8 @@ class TrainConfig:
     None: task.context_length."""
     cosine: bool = False
     """Whether the step size of a model that autograd trains falls to 0 along half a cosine, instead of staying."""
+    warm_up: int | None = None
+    """Steps in which the step size of a model that autograd trains rises linearly to its full value; None: it starts there."""
     clip_norm: float | None = None
     """Largest norm of a gradient of a model that autograd trains, longer ones are shortened to it; None: any."""
 
@@ -53,7 +55,7 @@ class TrainConfig:
         require_at_least("train", self, 0, "data_seed")
         if self.learning_rate <= 0:
             raise ValueError(f"train.learning_rate must be > 0, got {self.learning_rate}.")
-        for name in ("snapshot_every", "shortest_context"):
+        for name in ("snapshot_every", "shortest_context", "warm_up"):
             if getattr(self, name) is not None:
                 require_at_least("train", self, 1, name)
         if self.clip_norm is not None and self.clip_norm <= 0:

@@ -155,6 +155,8 @@ class Run(ABC, Generic[Form]):
             self.gradient.mul_((train.clip_norm / (norm + 1e-6)).clamp(max=1.0))
         if train.cosine:
             rate *= 0.5 * (1 + math.cos(math.pi * step / train.steps))
+        if train.warm_up is not None:
+            rate *= min(1.0, (step + 1) / train.warm_up)
         flat, gradient, exp_avg, exp_avg_sq = self._adam_rows
         self._n_updates += 1
         torch._fused_adam_(

@@ -28,6 +28,7 @@ CONFIG = ExperimentConfig(
         shortest_context=2,
         cosine=True,
         clip_norm=1.0,
+        warm_up=2,
     ),
     seed=2,
 )
@@ -52,7 +53,7 @@ def test_initial_weights_are_a_function_of_config_and_seed():
     assert all(0.37 < tensor.abs().max() <= 6**-0.5 for tensor in tensors.values())
 
 
-def test_one_update_is_adam_on_the_clipped_gradient_at_the_step_size_of_the_cosine():
+def test_one_update_is_adam_on_the_clipped_gradient_at_the_step_size_of_warm_up_and_cosine():
     run, before = DeepRun({"m": CONFIG}), initial_deep_weights(CONFIG)
     for step in range(3):
         run.update(step)
@@ -68,7 +69,7 @@ def test_one_update_is_adam_on_the_clipped_gradient_at_the_step_size_of_the_cosi
         loss = (predict_deep(weights, prompts) - prompts.y_query).square().mean()
         (gradient,) = torch.autograd.grad(loss, [flat])
         flat.grad = gradient / max(1.0, gradient.norm().item())
-        adam.param_groups[0]["lr"] = 1e-3 * (1 + np.cos(np.pi * step / 20)) / 2
+        adam.param_groups[0]["lr"] = 1e-3 * (0.5, 1, 1)[step] * (1 + np.cos(np.pi * step / 20)) / 2
         adam.step()
     torch.testing.assert_close(run.flat, flat, rtol=1e-4, atol=1e-7)
 
