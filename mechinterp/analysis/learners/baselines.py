@@ -82,8 +82,7 @@ class Baselines(Result):
         errors = np.array([self.model_risk_sem, *self.risk_sem[shown]])
         return figures.bars(
             ["the model", *(self.learners[index] for index in shown)],
-            {"excess risk": risks},
-            errors={"excess risk": errors},
+            {"excess risk": (risks, errors)},
             title="Excess risk of the model, and of learners at their best on the same prompts",
             y_title="excess risk (y²)",
         )
