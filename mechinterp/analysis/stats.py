@@ -42,9 +42,7 @@ def mean_and_sem(
     return np.asarray(values.mean(0)), np.asarray(sem)
 
 
-def estimates(
-    **pairs: tuple[np.ndarray | float, np.ndarray | float],
-) -> dict[str, Any]:
+def estimates(**pairs: tuple[np.ndarray | float, np.ndarray | float]) -> dict[str, Any]:
     """Each estimate by its name, and its standard error by that with `_sem` behind it; a single number as a float.
 
     Example:
@@ -121,8 +119,7 @@ def best_factor(
         (2.0, 0.0)
     """
     factor, sem = ratio_and_sem(
-        (prediction * target).mean(1).double().numpy(),
-        prediction.square().mean(1).double().numpy(),
+        (prediction * target).mean(1).double().numpy(), prediction.square().mean(1).double().numpy()
     )
     return float(factor), float(sem)
 

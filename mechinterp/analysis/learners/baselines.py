@@ -23,13 +23,7 @@ from mechinterp.icl.sparse_predictors import (
     preprocess_then_optimise,
 )
 from mechinterp.models.run.evaluation import evaluation_prompts
-from mechinterp.models.run.predictor import (
-    Learner,
-    Source,
-    is_learner,
-    learner_of,
-    predictor_of,
-)
+from mechinterp.models.run.predictor import Learner, Source, is_learner, learner_of, predictor_of
 from mechinterp.models.run.task import require_task
 
 PENALTIES = (0.0, *np.geomspace(0.01, 1000, 31))

@@ -106,10 +106,7 @@ class AttentionPatterns(Result):
         """One row per prompt, head and key."""
         prompt, head, key = np.indices(self.pattern.shape).reshape(3, -1)
         columns = {"prompt": prompt, "layer": self.layer[head], "head": self.head[head], "key": key}
-        columns |= {
-            "attention": self.pattern.ravel(),
-            "similarity": self.similarity[prompt, key],
-        }
+        columns |= {"attention": self.pattern.ravel(), "similarity": self.similarity[prompt, key]}
         n_responses = self.y.shape[2]
         for response in range(n_responses):
             name = "y" if n_responses == 1 else f"y_{response}"

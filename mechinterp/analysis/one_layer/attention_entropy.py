@@ -88,11 +88,7 @@ class AttentionEntropy(Result):
 
 
 def attention_entropy(
-    source: Source,
-    prompts: Prompts | None = None,
-    *,
-    n_prompts: int | None = None,
-    seed: int = 0,
+    source: Source, prompts: Prompts | None = None, *, n_prompts: int | None = None, seed: int = 0
 ) -> AttentionEntropy:
     """Entropy of each head's attention from the query, beside uniform attention and random initial weights.
 

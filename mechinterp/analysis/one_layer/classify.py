@@ -18,12 +18,7 @@ from mechinterp.analysis.multi_layer.classify import LayeredClassification, clas
 from mechinterp.analysis.one_layer.circuits import circuits_of, weights_of
 from mechinterp.analysis.one_layer.classification import Classification
 from mechinterp.analysis.one_layer.effective_step import Scales, scales_of
-from mechinterp.analysis.one_layer.head_statistics import (
-    Form,
-    form_of,
-    read_groups,
-    read_heads,
-)
+from mechinterp.analysis.one_layer.head_statistics import Form, form_of, read_groups, read_heads
 from mechinterp.analysis.one_layer.label_rules import (
     Evidence,
     agreed_label,

@@ -257,9 +257,7 @@ def _put(own: Tensor, hook: object, *, head: int, values: Tensor) -> Tensor:
     return own
 
 
-def _no_effects(
-    pair: Pair,
-) -> Float[np.ndarray, "prompt input layer head later_layer later_head"]:
+def _no_effects(pair: Pair) -> Float[np.ndarray, "prompt input layer head later_layer later_head"]:
     """NaN for all pairs of heads."""
     shape = (pair.hooked.n_layers, pair.hooked.n_heads)
     return np.full((len(pair.clean), len(COMPONENTS), *shape, *shape), np.nan)

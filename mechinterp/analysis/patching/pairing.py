@@ -20,12 +20,7 @@ Metric = Callable[[Tensor], Tensor]
 
 
 def clean_and_corrupted(
-    source: Source,
-    clean: Prompts | None,
-    corrupted: Prompts | None,
-    *,
-    n_prompts: int,
-    seed: int,
+    source: Source, clean: Prompts | None, corrupted: Prompts | None, *, n_prompts: int, seed: int
 ) -> tuple[Prompts, Prompts]:
     """Prompts of the model's own task, and the same covariates and noise with other task vectors.
 

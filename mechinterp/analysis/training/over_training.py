@@ -63,13 +63,7 @@ class LoggedSteps(Result):
         later = self.step > 0
         shown = {name: values[later] for name, values in curves.items()}
         return figures.lines(
-            self.step[later],
-            shown,
-            title=title,
-            x_title="step",
-            y_title=y_title,
-            log_x=True,
-            **how,
+            self.step[later], shown, title=title, x_title="step", y_title=y_title, log_x=True, **how
         )
 
     @property
