@@ -3,7 +3,7 @@
 Weights built by hand in rotated streams, with noise on every matrix; algorithms as functions of prompts that
 predict after every layer, with noise on each step; and near misses that carry out no algorithm of the list: half of
 one and half of another, steps that are half of one and half of another, one algorithm after another, and the
-learners of the files of near misses beside this one.
+learners of near_misses.py and new_families.py.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,8 +14,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from analyses.algorithms.further_misses import FURTHER
-from analyses.algorithms.later_misses import LATER
 from analyses.algorithms.learners import (
     ALG1,
     GD,
@@ -322,10 +320,7 @@ FAMILIES: dict[str, tuple[str, str, Callable[[Random], Built]]] = {
     "steps half GD, half Algorithm 1": (NONE, "none", mixed_steps(GD, ALG1, sparse)),
     "steps half preconditioned, half ISTA": (NONE, "none", mixed_steps(PRE, ISTA, correlated)),
     "GD, then Algorithm 1": (NONE, "none", one_after_the_other(GD, ALG1, sparse)),
-    **{
-        name: (NONE, "none", near_miss(family))
-        for name, family in {**NEAR, **LATER, **FURTHER, **NEW_MISSES}.items()
-    },
+    **{name: (NONE, "none", near_miss(family)) for name, family in {**NEAR, **NEW_MISSES}.items()},
     **{
         name: (truth, demand, near_miss(build))
         for name, (truth, demand, build) in NEW_GUISES.items()

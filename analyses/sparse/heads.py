@@ -14,9 +14,17 @@ from scipy.stats import entropy
 
 from analyses.lib import Measured, Record, record
 from analyses.sparse import questions as ask
-from analyses.sparse.models import NOISES, NOTE, SEVERAL, frames_of, prompts_of, shipped, trained
 from analyses.sparse.questions import Numbers
-from analyses.sparse.setting import Pair
+from analyses.sparse.setting import (
+    NOISES,
+    NOTE,
+    SEVERAL,
+    Pair,
+    frames_of,
+    prompts_of,
+    shipped,
+    trained,
+)
 from mechinterp import ICLTransformer, Prompts, ablate_heads
 from mechinterp.analysis.ablation.masked_risk import masked_errors
 from mechinterp.analysis.ablation.single import HeadAblation
@@ -52,13 +60,21 @@ class Spread:
         return found
 
 
-def drawn(model: ICLTransformer, prompts: Prompts, shape: tuple[int, int]) -> np.ndarray:
-    """Effective heads by medians in samples of the prompts, [sample, layer]."""
+def rises_of(model: ICLTransformer, prompts: Prompts, shape: tuple[int, int]) -> np.ndarray:
+    """Rise of each prompt's risk without each head, [prompt, layer, head]."""
     errors = masked_errors(model, prompts, [[], *([head] for head in np.ndindex(shape))])
-    rises = (errors[:, 1:] - errors[:, :1]).reshape(-1, *shape)
+    return (errors[:, 1:] - errors[:, :1]).reshape(-1, *shape)
+
+
+def effective(rises: np.ndarray) -> np.ndarray:
+    """Effective heads of each layer by medians."""
+    return np.exp(entropy(np.median(rises, axis=0).clip(0), axis=-1))
+
+
+def drawn(rises: np.ndarray) -> np.ndarray:
+    """The same in samples of the prompts, [sample, layer]."""
     rows = np.random.default_rng(0).integers(len(rises), size=(SAMPLES, len(rises)))
-    medians = np.array([np.median(rises[row], axis=0) for row in rows])
-    return np.exp(entropy(medians.clip(0), axis=-1))
+    return np.array([effective(rises[row]) for row in rows])
 
 
 def spread(name: str, prompts: Prompts) -> Spread:
@@ -66,7 +82,7 @@ def spread(name: str, prompts: Prompts) -> Spread:
     scored, measured = halves(prompts)
     _, tops = ask.spread(model, ask.rises(model, scored), measured)
     found = ablate_heads(model, prompts)
-    return Spread(found, tops, drawn(model, prompts, found.rise.shape))
+    return Spread(found, tops, drawn(rises_of(model, prompts, found.rise.shape)))
 
 
 def spread_records(

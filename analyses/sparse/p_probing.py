@@ -11,8 +11,17 @@ import torch
 
 from analyses.lib import Measured, Record, records
 from analyses.sparse import questions as ask
-from analyses.sparse.models import NOISES, NOTE, frames_of, prompts_of, shipped, trained
-from analyses.sparse.setting import Pair, over, ratio
+from analyses.sparse.setting import (
+    NOISES,
+    NOTE,
+    Pair,
+    frames_of,
+    over,
+    prompts_of,
+    ratio,
+    shipped,
+    trained,
+)
 from mechinterp import Prompts
 from mechinterp.analysis.probing.feature_descent import IDEAL, RAW, DescentCurves, descent_curves
 

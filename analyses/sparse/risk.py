@@ -11,8 +11,20 @@ import numpy as np
 import pandas as pd
 
 from analyses.lib import Measured, Record, records
-from analyses.sparse.models import NOISES, NOTE, SEVERAL, prompts_of, seeds, shipped, trained
-from analyses.sparse.setting import RISK_AXIS, Pair, against, ratio, rivals
+from analyses.sparse.setting import (
+    NOISES,
+    NOTE,
+    RISK_AXIS,
+    SEVERAL,
+    Pair,
+    against,
+    prompts_of,
+    ratio,
+    rivals,
+    seeds,
+    shipped,
+    trained,
+)
 from mechinterp import figures
 from mechinterp.analysis.ablation.masked_risk import masked_errors
 from mechinterp.analysis.stats import mean_and_sem

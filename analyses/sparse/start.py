@@ -23,11 +23,18 @@ import torch
 from analyses.lib import RESULTS, Measured, Record, record
 from analyses.lib.measured import write
 from analyses.sparse import questions as ask
-from analyses.sparse.fairness import PLAN
-from analyses.sparse.models import named, prompts_of, trained
-from analyses.sparse.setting import RISK_AXIS, best, best_ridge, ratio
+from analyses.sparse.fairness import FIT, PLAN, of_task
+from analyses.sparse.setting import (
+    RISK_AXIS,
+    best,
+    best_ridge,
+    named,
+    prompts_of,
+    ratio,
+    trained,
+    unseen,
+)
 from analyses.sparse.settings import PROMPTS, claims_of
-from analyses.sparse.steps import FIT, of_task
 from mechinterp import ExperimentConfig, ICLTransformer, ModelConfig, figures, probe_layers
 from mechinterp.analysis.probing.linear import STRUCTURES
 from mechinterp.analysis.stats import mean_and_sem
@@ -130,7 +137,7 @@ def train_shipped(quick: bool) -> pd.DataFrame:
 
 def train_expected(quick: bool) -> pd.DataFrame:
     config, n_prompts = config_of(200 if quick else 20_000), 128 if quick else PROMPTS
-    prompts = ask.prompts_of(config.task, FOLLOWED)
+    prompts = unseen(config.task, FOLLOWED)
 
     def told(model: ICLTransformer, at_end: bool) -> dict[str, object]:
         risk, sem = map(float, mean_and_sem(ask.risks(model, prompts)))

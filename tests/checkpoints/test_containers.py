@@ -182,6 +182,7 @@ OTHERS: dict[str, tuple[dict[str, Tensor], str]] = {
 }
 
 
+@pytest.mark.slow
 def test_the_names_that_a_refusal_offers_are_those_that_are_read(tmp_path: Path):
     known = {
         "q_proj": torch.randn(6, 6),

@@ -91,6 +91,7 @@ def encoder_with_a_read_out(*, norm_first: bool, activation: str) -> tuple[nn.Mo
     return model, task
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("norm_first", "activation"), [(True, "gelu"), (False, "relu"), (True, "relu")]
 )
@@ -212,6 +213,7 @@ def test_a_module_with_own_names_and_positions(tmp_path: Path):
     torch.testing.assert_close(found.model.predict(prompts), output, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_spellings_of_published_code(tmp_path: Path):
     weights = heads_of("softmax-h2-s0")
     found = matrices(weights)

@@ -155,6 +155,7 @@ def test_encoders_under_several_names(stem: str):
     torch.testing.assert_close(checkpoint.model.predict(prompts), expected, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "hints", [{"d_x": 2}, {"d_y": 2}, {"task": {"d_x": 2}}, {"task": {"d_y": 2}}]
 )
@@ -164,6 +165,7 @@ def test_one_size_of_an_encoders_tokens_gives_the_other(hints: dict):
     assert not {"task.d_x", "task.d_y"} & set(checkpoint.assumed)
 
 
+@pytest.mark.slow
 def test_an_encoder_with_ends_and_a_last_norm():
     state = {f"encoder.{name}": t for name, t in encoder(8, bias=False).state_dict().items()}
     state |= {"encoder.norm.weight": torch.ones(8), "_read_in.weight": torch.randn(8, 5)}
@@ -190,6 +192,7 @@ def encoder_layer() -> nn.Module:
     return nn.TransformerEncoderLayer(8, 2, 12, batch_first=True)
 
 
+@pytest.mark.slow
 def test_encoder_layers_in_an_nn_sequential():
     model = sequential(encoder_layer(), encoder_layer(), nn.LayerNorm(8))
     checkpoint = read(model.state_dict(), n_heads=2)

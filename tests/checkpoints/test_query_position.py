@@ -280,6 +280,7 @@ class Descent(nn.Module):
         return -1 - self.behind
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("behind", [0, 3])
 def test_paths_and_steps_are_those_at_the_query(behind):
     hooked = hook_module(made(Descent, behind), task=TASK)
@@ -371,6 +372,7 @@ class SumsOutside(nn.Module):
         return self.read_out(stream)
 
 
+@pytest.mark.slow
 def test_what_passes_the_layers_by_is_not_taken_for_their_stream(prompts, tmp_path):
     hooked = hook_module(made(SumsOutside), task=TASK)
     for analysis in (probe_layers, prune, p_probe_of, intervene_on_steps_of):

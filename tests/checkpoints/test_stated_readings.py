@@ -108,6 +108,7 @@ def test_noise_stated_beside_one_layer_of_attention(tmp_path: Path):
     assert not {"task.noise_var", "task.context_length"} & found.assumed.keys()
 
 
+@pytest.mark.slow
 def test_readings_are_compared_on_as_many_prompts_each(tmp_path: Path):
     # Without a residual the stream is three times as wide, and a prompt takes more of the budget.
     generator = torch.Generator().manual_seed(0)

@@ -212,6 +212,7 @@ def test_every_subset_is_a_fixed_point_with_its_loss(task_eigenvalues):
     np.testing.assert_allclose(fixed_point_loss(found, range(4)), found.levels[-1], rtol=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("d_x", "n_heads", "rank"),
     [(2, 3, 1), (2, 2, 2), pytest.param(3, 4, 1, marks=pytest.mark.exhaustive)],

@@ -142,6 +142,7 @@ def test_as_many_directions_are_learned_as_the_pool_spans(n_tasks: int):
         assert np.abs(run.loss - level).min() < 0.01 * (found.levels[0] - found.levels[1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["gradient_flow", "gradient_descent"])
 def test_a_trained_layer_ends_at_the_optimum_of_its_pool(optimizer: str):
     config = override(

@@ -32,6 +32,7 @@ def of_pools(model: str) -> dict[str, ExperimentConfig]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS)
 def test_a_run_holds_several_pools_and_each_model_is_what_it_is_alone(model: str, tmp_path: Path):
     configs = of_pools(model)
@@ -80,6 +81,7 @@ def test_models_of_several_pools_share_a_pack_and_have_the_bits_of_a_pack_of_the
     assert (first != second).all()
 
 
+@pytest.mark.slow
 def test_one_task_is_learned_from_its_loss(tmp_path: Path):
     config = of_pools("norm and MLP")["m1"]
     config = replace(config, train=replace(TRAIN, steps=600, batch_size=64, learning_rate=0.01))
