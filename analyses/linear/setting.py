@@ -94,5 +94,5 @@ def page(
 
 def bars(labels: Iterable[str], losses: Mapping[str, np.ndarray], title: str) -> go.Figure:
     """Losses side by side; they are exact."""
-    errors = {name: np.zeros(len(one)) for name, one in losses.items()}
-    return figures.bars(list(labels), losses, errors=errors, title=title, y_title="loss (y²)")
+    exact = {name: (one, np.zeros(len(one))) for name, one in losses.items()}
+    return figures.bars(list(labels), exact, title=title, y_title="loss (y²)")
