@@ -313,6 +313,7 @@ REFUSED = {
         "task.context_length must be <= 39, all that 40 positions have room for, got 40."
     ),
     "model.d_mlp=0": "model.d_mlp must be >= 1, got 0.",
+    "model.n_positions=0": "model.n_positions must be >= 1, got 0.",
     "model.norm_eps=-1": "model.norm_eps must be >= 0, got -1.0.",
     "model.score=relu/L": f"model.score must be one of {', '.join(SCORES)}, got 'relu/L'.",
     'model={"context_only": true, "d_model": 0}': "model.d_model must be >= 1, got 0.",

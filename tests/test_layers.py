@@ -30,6 +30,7 @@ FLOORS = (
         "paper",
         "display",
         "figures",
+        "heatmaps",
     ),
     *("theory", "icl", "models", "checkpoints", "training", "analysis", "report", "cli"),
 )

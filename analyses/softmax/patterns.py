@@ -9,12 +9,11 @@ softmax/patterns (two minutes; --quick fewer prompts)
 
 import numpy as np
 import pandas as pd
-import plotly.graph_objects as go
 import torch
 
 from analyses.lib import SETTING, Measured, Record, checkpoint, record, records
 from analyses.softmax.setting import BOTH_SIGNS, active, ends, gamma, label, paired, several, single
-from mechinterp import TaskConfig, circuits, figures
+from mechinterp import TaskConfig, circuits
 from mechinterp.analysis.learners.losses import shared_losses
 from mechinterp.icl.prompts import prompt_chunks
 from mechinterp.models.heads import predict
@@ -113,7 +112,7 @@ def measure(quick: bool) -> Measured:
     ]
     turned, more = of_one_sign(quick)
     data = pd.concat([heads.assign(part="heads"), turned.assign(part="one sign")])
-    return Measured(data, {"metrics": page(heads)}, claims + more)
+    return Measured(data, claims=claims + more)
 
 
 def circuit_numbers(heads: pd.DataFrame) -> dict[str, pd.Series]:
@@ -129,12 +128,3 @@ def circuit_numbers(heads: pd.DataFrame) -> dict[str, pd.Series]:
         "O1c-strong": strong.ov_last_entry.min().drop(single()),
         "O1c-weak": weak.ov_last_entry.min(),
     }
-
-
-def page(heads: pd.DataFrame) -> go.Figure:
-    means = heads[heads.active].groupby("model", sort=False)[["qk_diagonal", "ov_last_entry"]].min()
-    titles = {"QK diagonal": "qk_diagonal", "OV last entry": "ov_last_entry"}
-    bars = {title: means[column].to_numpy() for title, column in titles.items()}
-    none = {name: np.zeros(len(means)) for name in bars}
-    shown = {"title": "Least cosine of an active head with the pattern", "errors": none}
-    return figures.bars(list(means.index), bars, y_title="part of the norm", **shown)

@@ -55,10 +55,9 @@ def main() -> None:
     given = parsed(parser)
     table = rows(given.run, 256 if given.quick else 1024)
     names = {c: f"layer {c.split('_')[2]}" for c in table if c.endswith("_median")}
-    curves = {name: table[column].to_numpy(dtype=float) for column, name in names.items()}
-    errors = {name: table[f"{column}_sem"].to_numpy() for column, name in names.items()}
-    axes = {"x_title": "step", "y_title": "heads at work", "errors": errors}
-    drawing = figures.lines(table.step.to_numpy(), curves, title="Heads at work, by layer", **axes)
+    pairs = {n: (table[c].to_numpy(), table[f"{c}_sem"].to_numpy()) for c, n in names.items()}
+    axes = {"x_title": "step", "y_title": "heads at work"}
+    drawing = figures.lines(table.step.to_numpy(), pairs, title="Heads at work, by layer", **axes)
     write(Measured(table, {"heads": drawing}), "sparse_over_training", given.out)
 
 

@@ -86,13 +86,10 @@ def measure(quick: bool) -> Measured:
             table += rows(noise, length, one)
         drawn = [f"h{h} s{at.seeds(noise)[0]}" for h in (1, *at.SEVERAL)] + list(LEARNERS)
         means = {
-            name: np.array([mean_and_sem(found[noise][length][name]) for length in LENGTHS])
-            for name in drawn
+            name: [mean_and_sem(found[noise][length][name]) for length in LENGTHS] for name in drawn
         }
-        curves, errors = (
-            {name: values[:, column] for name, values in means.items()} for column in (0, 1)
-        )
-        axes = {"x_title": "context length L", "errors": errors} | at.RISK_AXIS
+        curves = {name: tuple(np.transpose(pairs)) for name, pairs in means.items()}
+        axes = {"x_title": "context length L"} | at.RISK_AXIS
         title = f"Excess risk over context length at noise variance {noise}, same prompts"
         figure = figures.lines(np.array(LENGTHS), curves, title=title, **axes)
         pages[f"risk-noise{noise}"] = figure

@@ -177,9 +177,9 @@ def main() -> None:
     pages = {}
     for task, column, data in zip(FILES, ("risk", "followed_risk"), tables, strict=True):
         wide = data.pivot(index="step", columns="arm", values=[column, f"{column}_sem"])
-        curves, errors = (wide[part].to_dict("series") for part in (column, f"{column}_sem"))
+        curves = {arm: (wide[column][arm], wide[f"{column}_sem"][arm]) for arm in ARMS}
         title = f"Excess risk from the construction on, task: {task}"
-        axes = {"x_title": "step", "errors": errors} | at.RISK_AXIS
+        axes = {"x_title": "step"} | at.RISK_AXIS
         pages[task] = figures.lines(wide.index.to_numpy(), curves, title=title, **axes)
     note = "" if arguments.train else "records of tables measured earlier"
     found = Measured(tables[0], pages, records(*tables))
