@@ -1,22 +1,65 @@
-"""What a family of learners is: numbers at random, and a function of prompts that has them.
+"""What a family of learners is: a task and numbers at random, and a function of prompts that has them.
 
 A function gives the prediction after every layer, [layer, batch, d_y], or the last one alone,
 [batch, d_y]. A number comes from between two ends, or from a list.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from analyses.algorithms.learners import Random, dense, pooled
 from mechinterp import Prompts, TaskConfig
+from mechinterp.config import CovarianceConfig
 
+Random = np.random.Generator
 Learner = Callable[[Prompts], Tensor]
 Drawn = tuple[Learner, TaskConfig]
 Family = Callable[[Random], Drawn]
 Tasks = Callable[[Random], TaskConfig]
 Range = tuple[float, float] | list[float]
+
+
+def dense(random: Random) -> TaskConfig:
+    d_x = int(random.choice([4, 6, 8]))
+    return TaskConfig(
+        d_x=d_x,
+        context_length=d_x * int(random.integers(4, 7)),
+        noise_var=float(random.choice([0.0, 0.1, 0.25])),
+    )
+
+
+def correlated(random: Random) -> TaskConfig:
+    d_x, rho = int(random.choice([5, 8])), float(random.uniform(0.4, 0.7))
+    covariance = CovarianceConfig(kind="kms", rho=rho)
+    return TaskConfig(d_x=d_x, context_length=5 * d_x, covariance=covariance)
+
+
+def sparse(random: Random) -> TaskConfig:
+    return TaskConfig(
+        d_x=int(random.choice([8, 12])),
+        sparsity=int(random.integers(2, 5)),
+        nonzeros="signs",
+        noise_var=float(random.choice([0.1, 0.25])),
+    )
+
+
+def pooled(random: Random) -> TaskConfig:
+    return TaskConfig(
+        d_x=4,
+        context_length=int(random.integers(8, 17)),
+        noise_var=0.25,
+        n_tasks=int(random.choice([4, 16])),
+        task_seed=int(random.integers(100)),
+    )
+
+
+def noisy(random: Random) -> TaskConfig:
+    """Noise of at least .1, without which these learners are least squares."""
+    task = dense(random)
+    return replace(task, noise_var=max(task.noise_var, 0.1))
 
 
 class Descent:

@@ -8,26 +8,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from analyses.algorithms.families import (
-    Descent,
-    Drawn,
-    Family,
-    Random,
-    depth,
-    descent,
-    inner,
-    layers,
-    plain,
-    soft,
-    steps,
-    walk,
-)
-from analyses.algorithms.learners import correlated, dense, sparse
+from analyses.algorithms import families as make
+from analyses.algorithms.families import Descent, Drawn, Family, Random, correlated, dense, sparse
 from mechinterp import Prompts
 
 
 def scaled(prompts: Prompts, etas: Sequence[float], factor: float) -> Tensor:
-    return factor * walk(plain, prompts, etas)
+    return factor * make.walk(make.plain, prompts, etas)
 
 
 def centred_x(prompts: Prompts) -> Prompts:
@@ -70,9 +57,9 @@ def conjugate_gradients(random: Random) -> Drawn:
         w, r, path = c.w, c.b, []
         p = r
         for _ in range(n_layers):
-            alpha = inner(r, r) / inner(p, c.S @ p)
+            alpha = make.inner(r, r) / make.inner(p, c.S @ p)
             w, new = w + alpha * p, r - alpha * (c.S @ p)
-            p, r = new + inner(new, new) / inner(r, r) * p, new
+            p, r = new + make.inner(new, new) / make.inner(r, r) * p, new
             path.append(c.read(w))
         return torch.stack(path)
 
@@ -81,7 +68,7 @@ def conjugate_gradients(random: Random) -> Drawn:
 
 def line_search(c: Descent) -> Tensor:
     g = c.gradient()
-    return c.w + inner(g, g) / inner(g, c.S @ g) * g
+    return c.w + make.inner(g, g) / make.inner(g, c.S @ g) * g
 
 
 def own_step(c: Descent, factor: float) -> Tensor:
@@ -89,12 +76,12 @@ def own_step(c: Descent, factor: float) -> Tensor:
 
 
 def hard_thresholding(random: Random) -> Drawn:
-    task, etas = sparse(random), steps(random, 0.5, 0.9)
+    task, etas = sparse(random), make.steps(random, 0.5, 0.9)
 
     def step(c: Descent) -> Tensor:
         return c.moved * (c.moved.abs() >= least(c.moved, task.sparsity or 1))
 
-    return lambda prompts: walk(step, prompts, etas), task
+    return lambda prompts: make.walk(step, prompts, etas), task
 
 
 def least(w: Tensor, count: int) -> Tensor:
@@ -104,7 +91,7 @@ def least(w: Tensor, count: int) -> Tensor:
 
 def lms(random: Random) -> Drawn:
     """Passes of least mean squares over the pairs."""
-    task, n_layers = dense(random), depth(random)
+    task, n_layers = dense(random), make.depth(random)
     eta = float(random.uniform(0.5, 1.2)) / task.context_length
 
     def step(c: Descent) -> Tensor:
@@ -114,7 +101,7 @@ def lms(random: Random) -> Drawn:
             w = w + eta * c.x[:, k, :, None] * error[:, None]
         return w
 
-    return lambda prompts: walk(step, prompts, [eta] * n_layers), task
+    return lambda prompts: make.walk(step, prompts, [eta] * n_layers), task
 
 
 def minibatches(c: Descent) -> Tensor:
@@ -123,23 +110,23 @@ def minibatches(c: Descent) -> Tensor:
 
 
 def free_preconditioner(random: Random) -> Drawn:
-    task, etas = dense(random), steps(random, 0.2, 0.4)
+    task, etas = dense(random), make.steps(random, 0.2, 0.4)
     noise = random.normal(size=(task.d_x, task.d_x))
     A = torch.from_numpy(np.eye(task.d_x) + 0.4 * (noise + noise.T) / (2 * task.d_x) ** 0.5)
-    return lambda p: walk(lambda c: c.w + c.eta * A @ c.gradient(), p, etas), task
+    return lambda p: make.walk(lambda c: c.w + c.eta * A @ c.gradient(), p, etas), task
 
 
 def diagonal_preconditioner(random: Random) -> Drawn:
-    task, etas = dense(random), steps(random, 0.2, 0.4)
+    task, etas = dense(random), make.steps(random, 0.2, 0.4)
     d = torch.from_numpy(random.uniform(0.6, 1.4, (task.d_x, 1)))
-    return lambda p: walk(lambda c: c.w + c.eta * d * c.gradient(), p, etas), task
+    return lambda p: make.walk(lambda c: c.w + c.eta * d * c.gradient(), p, etas), task
 
 
 def other_axes_in_each_layer(random: Random) -> Drawn:
     """Steps whose sizes differ by coordinate, otherwise in every layer."""
-    task, etas = dense(random), steps(random, 0.25, 0.45)
+    task, etas = dense(random), make.steps(random, 0.25, 0.45)
     d = torch.from_numpy(random.uniform(0.6, 1.4, (len(etas), task.d_x, 1)))
-    return lambda p: walk(lambda c: c.w + c.eta * d[c.n] * c.gradient(), p, etas), task
+    return lambda p: make.walk(lambda c: c.w + c.eta * d[c.n] * c.gradient(), p, etas), task
 
 
 def jacobi(c: Descent, factor: float) -> Tensor:
@@ -151,7 +138,7 @@ def gauss_seidel(random: Random) -> Drawn:
         return c.w + torch.linalg.solve_triangular(c.S.tril(), c.gradient(), upper=False)
 
     n_layers = int(random.integers(2, 4))
-    return lambda prompts: walk(step, prompts, [0.0] * n_layers), dense(random)
+    return lambda prompts: make.walk(step, prompts, [0.0] * n_layers), dense(random)
 
 
 def robust(c: Descent, size: float) -> Tensor:
@@ -164,7 +151,7 @@ def averaged(path: Tensor) -> Tensor:
 
 def extrapolated(prompts: Prompts, etas: Sequence[float], more: float) -> Tensor:
     """Predictions that go on from the last two iterates of descent."""
-    path = walk(plain, prompts, etas)
+    path = make.walk(make.plain, prompts, etas)
     return path + more * (path - torch.cat([torch.zeros_like(path[:1]), path[:-1]]))
 
 
@@ -181,7 +168,7 @@ def pairs_of_heads(low: float, high: float) -> Family:
             path.append(f[:, 0])
         return torch.stack(path)
 
-    return layers(learner, (low, high))
+    return make.layers(learner, (low, high))
 
 
 def quadratic_features(prompts: Prompts, etas: Sequence[float], c: float) -> Tensor:
@@ -215,7 +202,7 @@ def few_pairs(c: Descent) -> Tensor:
 
 def elastic(c: Descent, limit: float) -> Tensor:
     """Soft thresholds of the coordinates of w after the last step alone."""
-    return soft(c.moved, limit) / (1 + limit) if c.n == len(c.etas) - 1 else c.moved
+    return make.soft(c.moved, limit) / (1 + limit) if c.n == len(c.etas) - 1 else c.moved
 
 
 def blocks(c: Descent) -> Tensor:
@@ -236,7 +223,7 @@ def two_point_steps(c: Descent, first: float) -> Tensor:
     if c.n == 0:
         return c.w + first * g
     moved, turned = c.inertia(), c.gradient(c.path[-2]) - g
-    return c.w + inner(moved, moved) / inner(moved, turned) * g
+    return c.w + make.inner(moved, moved) / make.inner(moved, turned) * g
 
 
 def halves_in_turn(c: Descent) -> Tensor:
@@ -255,14 +242,14 @@ def shrunk_moments(c: Descent, share: float) -> Tensor:
 
 def from_elsewhere(random: Random) -> Drawn:
     """Descent from a fixed w that is not 0."""
-    task, etas = dense(random), steps(random)
+    task, etas = dense(random), make.steps(random)
     start = torch.from_numpy(random.normal(size=(task.d_x, 1))) * 0.3 / task.d_x**0.5
 
     def step(c: Descent) -> Tensor:
         before = c.w + (0 if c.n else start)
         return before + c.eta * c.gradient(before)
 
-    return lambda prompts: walk(step, prompts, etas), task
+    return lambda prompts: make.walk(step, prompts, etas), task
 
 
 def step_by_noise(c: Descent) -> Tensor:
@@ -278,22 +265,22 @@ def leverage(c: Descent, power: float) -> Tensor:
 
 def wrong_covariance(random: Random) -> Drawn:
     """Descent with the inverse covariance of a chain of another correlation."""
-    task, n_layers = correlated(random), depth(random)
+    task, n_layers = correlated(random), make.depth(random)
     rho, eta = -task.covariance.rho / 2, float(random.uniform(0.1, 0.2))
     lag = torch.arange(task.d_x)[:, None] - torch.arange(task.d_x)
     A = torch.linalg.inv(rho ** lag.abs().double() + 0.3 * torch.eye(task.d_x))
-    return lambda p: walk(lambda c: c.w + eta * A @ c.gradient(), p, [eta] * n_layers), task
+    return lambda p: make.walk(lambda c: c.w + eta * A @ c.gradient(), p, [eta] * n_layers), task
 
 
 def largest_entries(random: Random) -> Drawn:
     """Steps on the coordinates of the largest gradients, twice the nonzero entries."""
-    task, etas = sparse(random), steps(random, 0.5, 0.9)
+    task, etas = sparse(random), make.steps(random, 0.5, 0.9)
 
     def step(c: Descent) -> Tensor:
         g = c.gradient()
         return c.w + c.eta * g * (g.abs() >= least(g, min(2 * (task.sparsity or 1), task.d_x)))
 
-    return lambda prompts: walk(step, prompts, etas), task
+    return lambda prompts: make.walk(step, prompts, etas), task
 
 
 def rounded_steps(c: Descent, limit: float) -> Tensor:
@@ -322,22 +309,22 @@ def sampled_pairs(c: Descent) -> Tensor:
 def fast_shrinkage(c: Descent, limit: float) -> Tensor:
     """ISTA with inertia (FISTA)."""
     ahead = c.w + c.n / (c.n + 3) * c.inertia()
-    return soft(ahead + c.etas[0] * c.gradient(ahead), limit)
+    return make.soft(ahead + c.etas[0] * c.gradient(ahead), limit)
 
 
 def two_descents(random: Random) -> Drawn:
     """The longer of two descents where the responses are large, the shorter else."""
-    n_layers, fast = depth(random), float(random.uniform(0.5, 0.7))
+    n_layers, fast = make.depth(random), float(random.uniform(0.5, 0.7))
 
     def step(c: Descent) -> Tensor:
         large = c.y.square().mean(1, keepdim=True) > 1
         return c.w + torch.where(large, fast, 0.3) * c.gradient()
 
-    return lambda prompts: walk(step, prompts, [fast] * n_layers), dense(random)
+    return lambda prompts: make.walk(step, prompts, [fast] * n_layers), dense(random)
 
 
 ANY, SPARSE = {"sizes": None}, {"sizes": (0.5, 0.9), "task": sparse}
 """Steps without a drawn size, and those on sparse tasks."""
-HEAVY, NESTEROV = (descent(step, (0.3, 0.6)) for step in (heavy_ball, nesterov))
-DECAY = descent(lambda c, decay: (1 - decay) * c.w + c.eta * c.gradient(), (0.1, 0.3))
-SEARCH = descent(line_search, **ANY)
+HEAVY, NESTEROV = (make.descent(step, (0.3, 0.6)) for step in (heavy_ball, nesterov))
+DECAY = make.descent(lambda c, decay: (1 - decay) * c.w + c.eta * c.gradient(), (0.1, 0.3))
+SEARCH = make.descent(line_search, **ANY)

@@ -5,37 +5,15 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from analyses.algorithms import families as make
 from analyses.algorithms import near_descents as near
-from analyses.algorithms.families import (
-    GD,
-    Descent,
-    Drawn,
-    Family,
-    Random,
-    alone,
-    depth,
-    descent,
-    given,
-    inner,
-    last,
-    layers,
-    on,
-    soft,
-    then,
-)
-from analyses.algorithms.learners import GD as GD_LAW
-from analyses.algorithms.learners import GDPP, NEWTON, dense, law_of, sparse
+from analyses.algorithms.families import Descent, Drawn, Family, Random, dense, noisy, sparse
+from analyses.algorithms.learners import GD, GDPP, NEWTON, law_of
 from mechinterp import Prompts, TaskConfig
 from mechinterp.icl.pools import dmmse
 from mechinterp.icl.predictors import nadaraya_watson, nearest_neighbours, pcr, ridge
 from mechinterp.icl.prompts import task_pool
 from mechinterp.icl.sparse_predictors import lasso
-
-
-def noisy(random: Random) -> TaskConfig:
-    """Noise of at least .1, without which these learners are least squares."""
-    task = dense(random)
-    return replace(task, noise_var=max(task.noise_var, 0.1))
 
 
 def with_intercept(prompts: Prompts, penalty: float) -> Tensor:
@@ -72,7 +50,7 @@ def shares(first: str, second: str, share: float) -> Family:
     """A part of one algorithm, the rest of another."""
 
     def build(random: Random) -> Drawn:
-        task, n_layers = dense(random), depth(random)
+        task, n_layers = dense(random), make.depth(random)
         a, b = (law_of(name, task, n_layers, random) for name in (first, second))
         return lambda prompts: (1 - share) * a(prompts) + share * b(prompts), task
 
@@ -109,8 +87,8 @@ def filtered(phi, *ranges, n_layers: int | None = None) -> Family:
         return torch.stack([c.read(V @ (one[..., None] * (V.mT @ c.b))) for one in filters])
 
     if n_layers:
-        return alone(lambda prompts, *numbers: learner(prompts, [], *numbers), *ranges)
-    return layers(learner, *ranges, sizes=None)
+        return make.alone(lambda prompts, *numbers: learner(prompts, [], *numbers), *ranges)
+    return make.layers(learner, *ranges, sizes=None)
 
 
 def third_order(s: Tensor, n: int) -> Tensor:
@@ -149,7 +127,7 @@ def shrunk_least_squares(prompts: Prompts) -> Tensor:
     L, d = c.x.shape[1:]
     w = torch.linalg.solve(c.S, c.b)
     noise = (c.y - c.x @ w).square().sum(1, keepdim=True) / (L - d)
-    kept = 1 - (d - 2) * noise / (L * inner(w, c.S @ w)).clamp(min=1e-12)
+    kept = 1 - (d - 2) * noise / (L * make.inner(w, c.S @ w)).clamp(min=1e-12)
     return c.read(kept.clamp(min=0) * w)
 
 
@@ -185,101 +163,109 @@ def neighbours(prompts: Prompts) -> Tensor:
 
 
 FLOW = filtered(lambda s, n, time: -torch.expm1(-time * (n + 1) * s) / s, (0.8, 1.5))
-CENTRED = on(GD, near.centred_x)
+CENTRED = make.on(make.GD, near.centred_x)
 NEAR: dict[str, Family] = {
     "centred descent": CENTRED,
-    "descent, scaled read-out": layers(near.scaled, [0.75, 0.85, 1.2]),
+    "descent, scaled read-out": make.layers(near.scaled, [0.75, 0.85, 1.2]),
     "weight decay": near.DECAY,
     "heavy ball": near.HEAVY,
     "Nesterov": near.NESTEROV,
     "conjugate gradients": near.conjugate_gradients,
-    "conjugate gradients, last": last(near.conjugate_gradients),
+    "conjugate gradients, last": make.last(near.conjugate_gradients),
     "line search": near.SEARCH,
     "hard thresholding": near.hard_thresholding,
     "least mean squares": near.lms,
-    "forgetting": alone(forgetting, (0.85, 0.96), (0.2, 1)),
+    "forgetting": make.alone(forgetting, (0.85, 0.96), (0.2, 1)),
     "free preconditioner": near.free_preconditioner,
     "softmax pairs, small slope": near.pairs_of_heads(0.05, 0.15),
     "softmax pairs, large slope": near.pairs_of_heads(0.4, 0.8),
-    "softmax pairs, last": last(near.pairs_of_heads(0.05, 0.4)),
-    "kernel smoother": alone(lambda p, omega: nadaraya_watson(p, omega=omega, mu=1.0), (0.3, 0.8)),
-    "nearest neighbours": alone(neighbours),
-    "ridge with intercept": alone(with_intercept, (0.1, 1)),
+    "softmax pairs, last": make.last(near.pairs_of_heads(0.05, 0.4)),
+    "kernel smoother": make.alone(
+        lambda p, omega: nadaraya_watson(p, omega=omega, mu=1.0), (0.3, 0.8)
+    ),
+    "nearest neighbours": make.alone(neighbours),
+    "ridge with intercept": make.alone(with_intercept, (0.1, 1)),
     "principal components": components,
-    "saturated residuals": descent(near.robust, (0.6, 1.2)),
-    "lasso": alone(lambda p, alpha: lasso(p, alpha=alpha), (0.05, 0.15), task=sparse),
-    "ridge, scaled read-out": alone(
+    "saturated residuals": make.descent(near.robust, (0.6, 1.2)),
+    "lasso": make.alone(lambda p, alpha: lasso(p, alpha=alpha), (0.05, 0.15), task=sparse),
+    "ridge, scaled read-out": make.alone(
         lambda p, factor, penalty: factor * ridge(p, penalty=penalty), [0.85, 1.15], (0.2, 1)
     ),
-    "half pool, half ridge": given(pool_and_ridge, (0.25, 0.75)),
-    "posterior of half the pool": given(lambda p, task: posterior(p, task, every=2)),
-    "hard thresholding by size": descent(
+    "half pool, half ridge": make.given(pool_and_ridge, (0.25, 0.75)),
+    "posterior of half the pool": make.given(lambda p, task: posterior(p, task, every=2)),
+    "hard thresholding by size": make.descent(
         lambda c, limit: c.moved * (c.moved.abs() >= limit), (0.1, 0.2), **near.SPARSE
     ),
     "uneven ridge": uneven_ridge,
-    "a threshold at the end": descent(near.elastic, (0.08, 0.2), sizes=(0.5, 0.8), task=sparse),
-    "gradient flow, last": last(FLOW),
-    "Chebyshev": descent(near.chebyshev, **near.ANY),
-    "heavy ball, last": last(near.HEAVY),
-    "Nesterov, last": last(near.NESTEROV),
-    "weight decay, last": last(near.DECAY),
-    "centred descent, last": last(CENTRED),
-    "averaged iterates": then(GD, near.averaged),
-    "step by the largest eigenvalue": descent(near.own_step, (0.9, 1.3), **near.ANY),
-    "line search, last": last(near.SEARCH),
-    "least mean squares, last": last(near.lms),
-    "minibatches": descent(near.minibatches),
+    "a threshold at the end": make.descent(
+        near.elastic, (0.08, 0.2), sizes=(0.5, 0.8), task=sparse
+    ),
+    "gradient flow, last": make.last(FLOW),
+    "Chebyshev": make.descent(near.chebyshev, **near.ANY),
+    "heavy ball, last": make.last(near.HEAVY),
+    "Nesterov, last": make.last(near.NESTEROV),
+    "weight decay, last": make.last(near.DECAY),
+    "centred descent, last": make.last(CENTRED),
+    "averaged iterates": make.then(make.GD, near.averaged),
+    "step by the largest eigenvalue": make.descent(near.own_step, (0.9, 1.3), **near.ANY),
+    "line search, last": make.last(near.SEARCH),
+    "least mean squares, last": make.last(near.lms),
+    "minibatches": make.descent(near.minibatches),
     "diagonal preconditioner": near.diagonal_preconditioner,
-    "Jacobi": descent(near.jacobi, (0.4, 0.7), **near.ANY),
+    "Jacobi": make.descent(near.jacobi, (0.4, 0.7), **near.ANY),
     "Gauss-Seidel": near.gauss_seidel,
-    "saturated prediction": then(GD, lambda path, size: size * torch.tanh(path / size), (1.5, 2.5)),
+    "saturated prediction": make.then(
+        make.GD, lambda path, size: size * torch.tanh(path / size), (1.5, 2.5)
+    ),
     "softmax pairs, middle slope": near.pairs_of_heads(0.15, 0.4),
-    "kernel ridge": alone(kernel_ridge, (2.5, 4.0)),
-    "pairs of unit length": on(GD, near.unit_length),
-    "sign descent": descent(lambda c: c.w + 0.3 / (c.n + 1) * c.gradient().sign(), **near.ANY),
-    "exponentiated gradient": descent(near.exponentiated, sizes=(0.6, 1.0), task=sparse),
-    "posterior at larger noise": given(posterior, (3, 6)),
+    "kernel ridge": make.alone(kernel_ridge, (2.5, 4.0)),
+    "pairs of unit length": make.on(make.GD, near.unit_length),
+    "sign descent": make.descent(lambda c: c.w + 0.3 / (c.n + 1) * c.gradient().sign(), **near.ANY),
+    "exponentiated gradient": make.descent(near.exponentiated, sizes=(0.6, 1.0), task=sparse),
+    "posterior at larger noise": make.given(posterior, (3, 6)),
     "root filter": filtered(lambda s, n, c: (s.square() + c).rsqrt(), (0.05, 0.3), n_layers=1),
     "iteration of third order": filtered(third_order, n_layers=3),
-    "bounded steps": descent(near.bounded_steps, (0.15, 0.3)),
-    "some of the pairs": descent(near.few_pairs),
-    "a third GD++, the rest GD": shares(GD_LAW, GDPP, 0.33),
-    "coordinates in turn": descent(near.blocks, sizes=(0.5, 0.8)),
-    "steps of unit length": descent(near.of_unit_length, (0.4, 0.7), **near.ANY),
-    "Barzilai and Borwein": descent(near.two_point_steps, (0.4, 0.7), **near.ANY),
-    "halves of the pairs in turn": descent(near.halves_in_turn, sizes=(0.2, 0.35)),
-    "shrunk moments": descent(near.shrunk_moments, (0.15, 0.4)),
+    "bounded steps": make.descent(near.bounded_steps, (0.15, 0.3)),
+    "some of the pairs": make.descent(near.few_pairs),
+    "a third GD++, the rest GD": shares(GD, GDPP, 0.33),
+    "coordinates in turn": make.descent(near.blocks, sizes=(0.5, 0.8)),
+    "steps of unit length": make.descent(near.of_unit_length, (0.4, 0.7), **near.ANY),
+    "Barzilai and Borwein": make.descent(near.two_point_steps, (0.4, 0.7), **near.ANY),
+    "halves of the pairs in turn": make.descent(near.halves_in_turn, sizes=(0.2, 0.35)),
+    "shrunk moments": make.descent(near.shrunk_moments, (0.15, 0.4)),
     "descent from elsewhere": near.from_elsewhere,
-    "steps by the size of y": descent(near.step_by_noise, sizes=(0.6, 0.9)),
-    "pairs by the length of x": descent(near.leverage, (0.3, 0.7)),
-    "quadratic features": layers(near.quadratic_features, (0.02, 0.06), sizes=(0.25, 0.45)),
+    "steps by the size of y": make.descent(near.step_by_noise, sizes=(0.6, 0.9)),
+    "pairs by the length of x": make.descent(near.leverage, (0.3, 0.7)),
+    "quadratic features": make.layers(near.quadratic_features, (0.02, 0.06), sizes=(0.25, 0.45)),
     "Newton, then GD": filtered(newton_then_descent, (0.2, 0.35), (0.3, 0.5), n_layers=4),
     "wrong covariance": near.wrong_covariance,
     "largest gradients": near.largest_entries,
-    "shrunk gradients": descent(near.rounded_steps, (0.05, 0.12), **near.SPARSE),
-    "Algorithm 1 with the size of b": descent(near.powers_of_b, sizes=(0.8, 1.5), task=sparse),
-    "ridge with an estimated penalty": alone(estimated_penalty, (2, 6), task=noisy),
-    "James and Stein": alone(shrunk_least_squares, task=noisy),
-    "standardised ridge": alone(standardised_ridge, (2, 6)),
-    "posterior to a power": given(posterior, (0.15, 0.3)),
-    "half GD, half Newton, last": last(shares(GD_LAW, NEWTON, 0.5)),
-    "clipped x": descent(near.clipped_x, (1.2, 1.8)),
-    "cubic residuals": descent(
+    "shrunk gradients": make.descent(near.rounded_steps, (0.05, 0.12), **near.SPARSE),
+    "Algorithm 1 with the size of b": make.descent(near.powers_of_b, sizes=(0.8, 1.5), task=sparse),
+    "ridge with an estimated penalty": make.alone(estimated_penalty, (2, 6), task=noisy),
+    "James and Stein": make.alone(shrunk_least_squares, task=noisy),
+    "standardised ridge": make.alone(standardised_ridge, (2, 6)),
+    "posterior to a power": make.given(posterior, (0.15, 0.3)),
+    "half GD, half Newton, last": make.last(shares(GD, NEWTON, 0.5)),
+    "clipped x": make.descent(near.clipped_x, (1.2, 1.8)),
+    "cubic residuals": make.descent(
         lambda c, size: c.along(c.rest + size * c.rest**3), (0.05, 0.15), sizes=(0.2, 0.35)
     ),
     "other axes in each layer": near.other_axes_in_each_layer,
-    "pairs that weigh half in turn": descent(near.sampled_pairs),
-    "FISTA": descent(near.fast_shrinkage, (0.03, 0.08), sizes=(0.4, 0.6), task=sparse),
-    "thresholds by the largest entry": descent(
-        lambda c, share: soft(c.moved, share * c.moved.abs().amax(1, keepdim=True)),
+    "pairs that weigh half in turn": make.descent(near.sampled_pairs),
+    "FISTA": make.descent(near.fast_shrinkage, (0.03, 0.08), sizes=(0.4, 0.6), task=sparse),
+    "thresholds by the largest entry": make.descent(
+        lambda c, share: make.soft(c.moved, share * c.moved.abs().amax(1, keepdim=True)),
         (0.1, 0.25),
         **near.SPARSE,
     ),
     "damped Newton": filtered(damped_newton, (0.6, 0.85), n_layers=4),
-    "rounded predictions": then(GD, lambda path, grid: grid * (path / grid).round(), (0.3, 0.6)),
-    "two penalties": alone(two_penalties, (0.1, 0.5), (15, 30), task=noisy),
-    "reweighted ridge": alone(reweighted_ridge, (0.3, 1.5), task=noisy),
-    "penalty by the query": alone(penalty_by_query, (1, 3), task=noisy),
-    "a pool of uneven tasks": given(uneven_pool),
+    "rounded predictions": make.then(
+        make.GD, lambda path, grid: grid * (path / grid).round(), (0.3, 0.6)
+    ),
+    "two penalties": make.alone(two_penalties, (0.1, 0.5), (15, 30), task=noisy),
+    "reweighted ridge": make.alone(reweighted_ridge, (0.3, 1.5), task=noisy),
+    "penalty by the query": make.alone(penalty_by_query, (1, 3), task=noisy),
+    "a pool of uneven tasks": make.given(uneven_pool),
     "two descents by the size of y": near.two_descents,
 }

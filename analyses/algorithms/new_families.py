@@ -9,35 +9,24 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from analyses.algorithms import families as make
 from analyses.algorithms.families import (
     Descent,
     Drawn,
     Family,
     Random,
-    Tasks,
-    alone,
-    depth,
-    descent,
-    given,
-    inner,
-    layers,
-    plain,
-    soft,
-    steps,
-    walk,
+    correlated,
+    dense,
+    noisy,
+    sparse,
 )
-from analyses.algorithms.learners import GD, ISTA, correlated, dense, law_of, sparse
+from analyses.algorithms.learners import GD, ISTA, law_of
 from analyses.algorithms.near_descents import ANY, SPARSE, extrapolated
-from analyses.algorithms.near_misses import neighbours, noisy, posterior
+from analyses.algorithms.near_misses import neighbours, posterior
 from mechinterp.config import TaskConfig
 from mechinterp.icl.predictors import ridge
 from mechinterp.icl.prompts import Prompts, covariance_matrix, task_pool
-from mechinterp.models.constructions.descent import (
-    gd_plus_plus_model,
-    gradient_descent_model,
-    rotated,
-    with_noise,
-)
+from mechinterp.models.constructions import descent
 from mechinterp.models.constructions.stack import stack_of_layers
 from mechinterp.models.run.predictor import predictor_of
 
@@ -54,7 +43,7 @@ def secant(c: Descent, eta: float) -> Tensor:
     if c.n == 0:
         return c.w + eta * g
     before = c.gradient(c.path[-2])
-    share = inner(g, g - before) / inner(g - before, g - before).clamp(min=1e-12)
+    share = make.inner(g, g - before) / make.inner(g - before, g - before).clamp(min=1e-12)
     return (1 - share) * (c.w + eta * g) + share * (c.path[-2] + eta * before)
 
 
@@ -83,7 +72,7 @@ def median_of_blocks(c: Descent) -> Tensor:
 def restarted_inertia(c: Descent, eta: float) -> Tensor:
     """Inertia that grows with the layer, dropped where it points against the gradient."""
     g, moved = c.gradient(), c.inertia()
-    return c.w + eta * g + c.n / (c.n + 3) * moved * (inner(moved, g) > 0)
+    return c.w + eta * g + c.n / (c.n + 3) * moved * (make.inner(moved, g) > 0)
 
 
 def message_passing(prompts: Prompts, etas: Sequence[float], share: float) -> Tensor:
@@ -92,7 +81,7 @@ def message_passing(prompts: Prompts, etas: Sequence[float], share: float) -> Te
     L, w, rest = c.x.shape[1], c.w, c.y
     for _ in etas:
         limit = share * rest.square().mean(1, keepdim=True).sqrt() / L**0.5
-        w = soft(w + c.x.mT @ rest / L, limit)
+        w = make.soft(w + c.x.mT @ rest / L, limit)
         rest = c.y - c.x @ w + rest * (w != 0).double().sum(1, keepdim=True) / L
         path.append(c.read(w))
     return torch.stack(path)
@@ -105,7 +94,7 @@ def denoised_steps(c: Descent, width: float) -> Tensor:
 
 def thresholds_by_noise(c: Descent, share: float) -> Tensor:
     """ISTA with thresholds by the residuals of each prompt."""
-    return soft(c.moved, share * c.rest.square().mean(1, keepdim=True).sqrt())
+    return make.soft(c.moved, share * c.rest.square().mean(1, keepdim=True).sqrt())
 
 
 def left_out(prompts: Prompts, *factors: float) -> Tensor:
@@ -186,27 +175,31 @@ def pool_or_none(prompts: Prompts, task: TaskConfig, odds: float) -> Tensor:
 
 
 NEW_MISSES: dict[str, Family] = {
-    "adaptive steps": descent(adaptive, (0.15, 0.25), **ANY),
-    "extrapolated iterates": layers(extrapolated, (0.15, 0.35)),
-    "Anderson's acceleration": descent(secant, (0.3, 0.5), **ANY),
-    "clipped y": descent(clipped_y, (1.8, 2.6)),
-    "descent in a ball": descent(in_a_ball, (0.9, 1.2)),
-    "descent that stops early": descent(stops_early, (0.2, 0.4)),
-    "median of gradients": descent(median_of_blocks),
-    "inertia with restarts": descent(restarted_inertia, (0.3, 0.5), **ANY),
-    "rounded w": descent(lambda c, grid: grid * (c.moved / grid).round(), (0.05, 0.1)),
-    "approximate message passing": layers(message_passing, (0.8, 1.2), sizes=None, task=sparse),
-    "smooth shrinkage": descent(denoised_steps, (0.04, 0.1), **SPARSE),
-    "thresholds by the residuals": descent(thresholds_by_noise, (0.05, 0.1), **SPARSE),
-    "penalty by pairs left out": alone(left_out, *[(0.8, 1.2)] * 4, task=noisy),
-    "penalties by their evidence": alone(likely_penalties, (0.8, 1.2), (0.1, 0.4), task=noisy),
-    "total least squares": alone(total_least_squares, (0.3, 0.6), task=noisy),
-    "mean of two halves": alone(bagged, (0.5, 2), task=even_noisy),
-    "ridge and neighbours": alone(with_neighbours, (0.03, 0.08), (0.5, 2), task=noisy),
-    "cubic kernel": alone(curved_kernel, (0.005, 0.02), (0.5, 2), task=noisy),
-    "penalty on the inverse covariance": given(penalty_along_the_chain, (0.3, 1), task=correlated),
-    "pool with heavy tails": given(heavy_tails, (6, 12)),
-    "pool or ridge": given(pool_or_none, (0.02, 0.1)),
+    "adaptive steps": make.descent(adaptive, (0.15, 0.25), **ANY),
+    "extrapolated iterates": make.layers(extrapolated, (0.15, 0.35)),
+    "Anderson's acceleration": make.descent(secant, (0.3, 0.5), **ANY),
+    "clipped y": make.descent(clipped_y, (1.8, 2.6)),
+    "descent in a ball": make.descent(in_a_ball, (0.9, 1.2)),
+    "descent that stops early": make.descent(stops_early, (0.2, 0.4)),
+    "median of gradients": make.descent(median_of_blocks),
+    "inertia with restarts": make.descent(restarted_inertia, (0.3, 0.5), **ANY),
+    "rounded w": make.descent(lambda c, grid: grid * (c.moved / grid).round(), (0.05, 0.1)),
+    "approximate message passing": make.layers(
+        message_passing, (0.8, 1.2), sizes=None, task=sparse
+    ),
+    "smooth shrinkage": make.descent(denoised_steps, (0.04, 0.1), **SPARSE),
+    "thresholds by the residuals": make.descent(thresholds_by_noise, (0.05, 0.1), **SPARSE),
+    "penalty by pairs left out": make.alone(left_out, *[(0.8, 1.2)] * 4, task=noisy),
+    "penalties by their evidence": make.alone(likely_penalties, (0.8, 1.2), (0.1, 0.4), task=noisy),
+    "total least squares": make.alone(total_least_squares, (0.3, 0.6), task=noisy),
+    "mean of two halves": make.alone(bagged, (0.5, 2), task=even_noisy),
+    "ridge and neighbours": make.alone(with_neighbours, (0.03, 0.08), (0.5, 2), task=noisy),
+    "cubic kernel": make.alone(curved_kernel, (0.005, 0.02), (0.5, 2), task=noisy),
+    "penalty on the inverse covariance": make.given(
+        penalty_along_the_chain, (0.3, 1), task=correlated
+    ),
+    "pool with heavy tails": make.given(heavy_tails, (6, 12)),
+    "pool or ridge": make.given(pool_or_none, (0.02, 0.1)),
 }
 
 
@@ -258,21 +251,21 @@ def pair_by_pair(prompts: Prompts, task: TaskConfig) -> Tensor:
 
 def whitened(random: Random) -> Drawn:
     """Preconditioned descent as plain descent on x times a root of the preconditioner."""
-    task, n_layers = correlated(random), depth(random)
+    task, n_layers = correlated(random), make.depth(random)
     c, eta = float(random.uniform(0.15, 0.4)), float(random.uniform(0.3, 0.5))
     values, V = torch.linalg.eigh(torch.from_numpy(covariance_matrix(task.covariance, task.d_x)))
     root = (V * (values + c).rsqrt()) @ V.mT
 
     def learner(prompts: Prompts) -> Tensor:
         moved = replace(prompts, x=prompts.x @ root, x_query=prompts.x_query @ root)
-        return walk(plain, moved, [eta] * n_layers)
+        return make.walk(make.plain, moved, [eta] * n_layers)
 
     return learner, task
 
 
 def explicit_shrinkage(random: Random) -> Drawn:
     """ISTA whose every step is the least of its quadratic bound, found among -, 0 and +."""
-    etas, task = steps(random, 0.5, 0.9), sparse(random)
+    etas, task = make.steps(random, 0.5, 0.9), sparse(random)
     weight = float(random.uniform(0.05, 0.15))
 
     def step(c: Descent) -> Tensor:
@@ -282,7 +275,7 @@ def explicit_shrinkage(random: Random) -> Drawn:
         bound = (tried - u).square() / 2 + limit * tried.abs()
         return tried.gather(0, bound.argmin(0, keepdim=True))[0]
 
-    return lambda prompts: walk(step, prompts, etas), task
+    return lambda prompts: make.walk(step, prompts, etas), task
 
 
 def inverse_by_newton(prompts: Prompts, etas: Sequence[float], alpha: float) -> Tensor:
@@ -301,23 +294,29 @@ def wrapped(random: Random) -> Drawn:
     etas, seed = random.uniform(0.3, 0.6, 3).tolist(), int(random.integers(1000))
     size = float(random.choice([0.01, 0.02, 0.05]))
     model = predictor_of(
-        with_noise(rotated(gradient_descent_model(etas, d_x=task.d_x), seed=seed), size, seed=seed)
+        descent.with_noise(
+            descent.rotated(descent.gradient_descent_model(etas, d_x=task.d_x), seed=seed),
+            size,
+            seed=seed,
+        )
     )
     return model.predict, task
 
 
-def noisy_steps(name: str, draw: Tasks, size: float) -> Family:
+def noisy_steps(name: str, draw: make.Tasks, size: float) -> Family:
     def build(random: Random) -> Drawn:
         task = draw(random)
-        return law_of(name, task, depth(random), random, size), task
+        return law_of(name, task, make.depth(random), random, size), task
 
     return build
 
 
 def split_heads(random: Random) -> Drawn:
     """Weights of descent with three heads for one, a part of its output each, and the last dropped in one layer."""
-    task, n_layers = dense(random), depth(random)
-    plain = gradient_descent_model(random.uniform(0.25, 0.45, n_layers).tolist(), d_x=task.d_x)
+    task, n_layers = dense(random), make.depth(random)
+    plain = descent.gradient_descent_model(
+        random.uniform(0.25, 0.45, n_layers).tolist(), d_x=task.d_x
+    )
     parts = random.dirichlet([4, 4, 2])
     W_Q, W_K, W_V = (torch.cat([w] * 3, dim=1) for w in (plain.W_Q, plain.W_K, plain.W_V))
     W_O = torch.cat([part * plain.W_O for part in parts], dim=1)
@@ -326,24 +325,30 @@ def split_heads(random: Random) -> Drawn:
     weights = stack_of_layers(
         W_Q, W_K, W_V, W_O, d_y=1, scale=plain.scale, reading=reading, score=score
     )
-    return rotated(weights, seed=int(random.integers(1000))), task
+    return descent.rotated(weights, seed=int(random.integers(1000))), task
 
 
 def more_noise(random: Random) -> Drawn:
     """Weights of GD++ with 2% noise."""
-    task, n_layers, seed = dense(random), depth(random), int(random.integers(1000))
+    task, n_layers, seed = dense(random), make.depth(random), int(random.integers(1000))
     gammas = [*random.uniform(0.15, 0.25, n_layers - 1).tolist(), 0.0]
-    plain = gd_plus_plus_model(random.uniform(0.4, 0.6, n_layers).tolist(), gammas, d_x=task.d_x)
-    return with_noise(rotated(plain, seed=seed), 0.02, seed=seed), task
+    plain = descent.gd_plus_plus_model(
+        random.uniform(0.4, 0.6, n_layers).tolist(), gammas, d_x=task.d_x
+    )
+    return descent.with_noise(descent.rotated(plain, seed=seed), 0.02, seed=seed), task
 
 
-NEWTON = layers(inverse_by_newton, (0.15, 0.3), sizes=None)
+NEWTON = make.layers(inverse_by_newton, (0.15, 0.3), sizes=None)
 NEW_GUISES: dict[str, tuple[str, str, Family]] = {
-    "guise: descent by residuals": ("gradient_descent", "must", layers(by_residuals)),
-    "guise: descent in single precision": ("gradient_descent", "must", layers(in_single_precision)),
-    "guise: dual ridge": ("ridge_like", "must", alone(dual_ridge, (0.2, 2))),
-    "guise: recursive ridge": ("ridge_like", "must", alone(recursive_ridge, (0.3, 2))),
-    "guise: posterior pair by pair": ("posterior_mean", "must", given(pair_by_pair)),
+    "guise: descent by residuals": ("gradient_descent", "must", make.layers(by_residuals)),
+    "guise: descent in single precision": (
+        "gradient_descent",
+        "must",
+        make.layers(in_single_precision),
+    ),
+    "guise: dual ridge": ("ridge_like", "must", make.alone(dual_ridge, (0.2, 2))),
+    "guise: recursive ridge": ("ridge_like", "must", make.alone(recursive_ridge, (0.3, 2))),
+    "guise: posterior pair by pair": ("posterior_mean", "must", make.given(pair_by_pair)),
     "guise: descent on whitened x": ("preconditioned_descent", "must", whitened),
     "guise: explicit shrinkage": ("sparse_shrinkage", "must", explicit_shrinkage),
     "guise: Newton on matrices": ("newton", "must", NEWTON),

@@ -6,14 +6,13 @@ training, the file of its state. Run: python -m analyses.sparse.over_training RU
 kept steps; --quick fewer prompts). Not among those of `make analyses`.
 """
 
-import argparse
 from pathlib import Path
 
 import pandas as pd
 import torch
 
-from analyses.lib import RESULTS, Measured
-from analyses.lib.measured import write
+from analyses.lib import Measured
+from analyses.lib.measured import parsed, parser_of, write
 from analyses.sparse import questions as ask
 from analyses.sparse.heads import drawn, effective, rises_of
 from analyses.sparse.setting import best_ridge, ratio, told, unseen
@@ -51,18 +50,14 @@ def rows(run: Path, n_prompts: int) -> pd.DataFrame:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__, quick="fewer prompts")
     parser.add_argument("run", type=Path, help="a checkpoint's folder, or training-*.safetensors")
-    parser.add_argument("--quick", action="store_true", help="fewer prompts")
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    given = parser.parse_args()
-    torch.set_num_threads(1)
+    given = parsed(parser)
     table = rows(given.run, 256 if given.quick else 1024)
     names = {c: f"layer {c.split('_')[2]}" for c in table if c.endswith("_median")}
-    curves = {name: table[column].to_numpy(dtype=float) for column, name in names.items()}
-    errors = {name: table[f"{column}_sem"].to_numpy() for column, name in names.items()}
-    axes = {"x_title": "step", "y_title": "heads at work", "errors": errors}
-    drawing = figures.lines(table.step.to_numpy(), curves, title="Heads at work, by layer", **axes)
+    pairs = {n: (table[c].to_numpy(), table[f"{c}_sem"].to_numpy()) for c, n in names.items()}
+    axes = {"x_title": "step", "y_title": "heads at work"}
+    drawing = figures.lines(table.step.to_numpy(), pairs, title="Heads at work, by layer", **axes)
     write(Measured(table, {"heads": drawing}), "sparse_over_training", given.out)
 
 

@@ -144,8 +144,8 @@ def measure(quick: bool) -> Measured:
             frames[name], singles[name] = one_model(name, prompts)
             curve = frames[name].query("rule == 'best later, kept'")
             axes = {"x_title": "heads kept in each later layer"} | RISK_AXIS
-            axes["errors"] = {name: curve.risk_sem.to_numpy()}
-            kept, risk = curve.kept_later.to_numpy(), {name: curve.risk.to_numpy()}
+            kept = curve.kept_later.to_numpy()
+            risk = {name: (curve.risk.to_numpy(), curve.risk_sem.to_numpy())}
             title = "Excess risk with the best heads of each later layer"
             pages[f"{name}-kept"] = figures.lines(kept, risk, title=title, **axes)
     costs = {name: frame[frame.rule.isin(RULES)] for name, frame in frames.items()}

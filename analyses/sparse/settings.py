@@ -6,7 +6,6 @@ analyses/sweeps/sparse_settings.json --out FOLDER` makes (a minute per model; --
 among those of `make analyses`.
 """
 
-import argparse
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
@@ -16,8 +15,8 @@ import numpy as np
 import pandas as pd
 import torch
 
-from analyses.lib import RESULTS, claims
-from analyses.lib.measured import provenance
+from analyses.lib import claims
+from analyses.lib.measured import parsed, parser_of, provenance
 from analyses.lib.records import save
 from analyses.sparse import questions as ask
 from analyses.sparse.fairness import LEARNERS, TASK, moments, of_task
@@ -243,15 +242,11 @@ def measured(folder: Path, n_prompts: int) -> dict[str, pd.DataFrame]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__, quick="fewer prompts")
     parser.add_argument("folder", type=Path, help="holds one folder per checkpoint")
-    parser.add_argument("--quick", action="store_true", help="fewer prompts")
     parser.add_argument("--add", action="store_true", help="to the tables in --out")
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    arguments = parser.parse_args()
-    torch.set_num_threads(1)
+    arguments = parsed(parser)
     n_prompts = 512 if arguments.quick else PROMPTS
-    arguments.out.mkdir(parents=True, exist_ok=True)
     files = measured(arguments.folder, n_prompts)
     if arguments.add:
         files = {name: joined(arguments.out / f"{name}.csv", new) for name, new in files.items()}

@@ -173,12 +173,6 @@ def test_a_matrix_far_from_the_identity_is_no_gradient_step(tmp_path: Path):
     )
 
 
-def test_objects_in_npy_are_refused(tmp_path: Path):
-    np.save(tmp_path / "W.npy", np.array([{"a": 1}], dtype=object), allow_pickle=True)
-    with pytest.raises(CheckpointError, match=r"W must hold plain numbers, got object"):
-        load(tmp_path / "W.npy")
-
-
 # Modules with names of their own.
 
 
@@ -262,6 +256,7 @@ KINDS: dict[str, tuple[str, tuple[int, ...], str]] = {
     "LSTM": ("lstm.weight_ih_l0", (4, 4), "recurrent layers"),
     "rotary": ("attn.rotary_emb.inv_freq", (4,), "rotary positions"),
     "relative": ("attn.relative_bias", (4, 4), "relative positions"),
+    "relative, learned": ("attn.RPE.relative_embedding.weight", (8, 1), "relative positions"),
 }
 
 
