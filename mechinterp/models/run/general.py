@@ -15,7 +15,14 @@ from torch import Tensor
 from mechinterp.config import ModelConfig
 from mechinterp.icl.prompts import Prompts
 from mechinterp.memory import chunks, layers_bytes, together
-from mechinterp.models.hooked.masks import Head, by_layers, mask_z
+from mechinterp.models.hooked.masks import (
+    Head,
+    Values,
+    by_layers,
+    mask_z,
+    mean_z,
+    swapped,
+)
 from mechinterp.models.layers import ACTIVATIONS, layer_norm, plus
 from mechinterp.models.run.linear import linear_pass
 from mechinterp.models.scores import attention_pattern, readable_keys
@@ -93,14 +100,21 @@ def masked_predictions(
     prompts: Prompts,
     masks: Sequence[Sequence[Head]],
     *,
+    method: str = "zero",
     progress: ProgressCallback = no_progress,
 ) -> Float[Tensor, "mask batch d_y"]:
-    """Predictions under each mask, a masked head's output being zero."""
+    """Predictions under each mask."""
     by_layer, parts = [by_layers(heads) for heads in masks], []
     layers = [_Layer(weights, layer) for layer in range(weights.n_layers)]
-    for rows in progress(_chunks(weights, prompts), "masking heads (zero)"):
+    chunks = _chunks(weights, prompts)
+    means = None
+    if method == "mean":
+        runs = (_run(layers, _embedded(weights, prompts[rows])) for rows in chunks)
+        means = mean_z((run.z for run in runs), len(prompts))
+    for rows in progress(chunks, f"masking heads ({method})"):
         run = _run(layers, _embedded(weights, prompts[rows]))
-        streams = [run.masked(heads) for heads in by_layer]
+        values = [swapped(z) for z in run.z] if method == "resample" else means
+        streams = [run.masked(heads, values) for heads in by_layer]
         parts.append(torch.stack([read_out(weights, stream)[:, -1] for stream in streams]))
     return torch.cat(parts, dim=1)
 
@@ -215,20 +229,25 @@ class _Run:
     added: list[Tensor]
     """What the heads of each layer add."""
 
-    def masked(self, by_layer: dict[int, list[int]]) -> Float[Tensor, "batch row d_model"]:
-        """The stream after the last layer, with heads masked."""
+    def masked(
+        self, by_layer: dict[int, list[int]], values: Values | None
+    ) -> Float[Tensor, "batch row d_model"]:
+        """The stream after the last layer, with heads masked; the same bits as with no mask if they write nothing."""
         end = len(self.layers) - 1
         first = min(by_layer, default=end)
         stream = self.streams[first]
         for layer in self.layers[first:]:
             number = layer.number
             if number == first != end:
-                gone = layer.written(self.z[first], by_layer[first])
-                stream = layer.after(stream, self.added[first] - gone)
+                z = self.z[first]
+                gone = z if values is None else z - values[first].to(z)
+                taken = layer.written(gone, by_layer[first])
+                stream = layer.after(stream, self.added[first] - taken)
                 continue
             z = self.z[end] if first == end else layer.z(stream)
             if number in by_layer:
-                z = mask_z(z, heads=by_layer[number], value=None)
+                value = None if values is None else values[number]
+                z = mask_z(z, heads=by_layer[number], value=value)
             stream = layer.after(stream, layer.written(z))
         return stream
 

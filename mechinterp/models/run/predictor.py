@@ -20,8 +20,8 @@ from mechinterp.models.heads import AttentionWeights
 from mechinterp.models.hooked.masks import Head, require_heads, require_method
 from mechinterp.models.hooked.query_position import query_positions
 from mechinterp.models.hooked.runner import HookedPredictor, hooked_predictor
-from mechinterp.models.run import hooks
-from mechinterp.models.run.ways import ByHooks, ByWeights, Way
+from mechinterp.models.run.hooks import ByHooks
+from mechinterp.models.run.ways import ByWeights
 from mechinterp.models.weights import AnyWeights, Weights, as_weights, why_no_circuits
 from mechinterp.progress import ProgressCallback, no_progress
 
@@ -103,13 +103,12 @@ class Predictor:
         raise ValueError(f"needs one layer of attention with nothing around it, got {reason}.")
 
     @property
-    def _way(self) -> Way:
+    def _way(self) -> ByHooks:
         """The one place that chooses: from the weights, if they alone decide what the model predicts, or by hooks."""
         weights = None if self.is_hooked() else self.own_weights()
         if weights is None:
             return ByHooks(lambda: self.hooked)
-        apart = weights if weights.model.attention_only else None
-        return ByWeights(weights, ByHooks(lambda: self.hooked, apart))
+        return ByWeights(lambda: self.hooked, weights)
 
     def predict(self, prompts: Prompts) -> Float[Tensor, "batch d_y"]:
         """Prediction of y_query, in units of y, on the device of the prompts."""
@@ -172,7 +171,7 @@ class Predictor:
     def stream(self, prompts: Prompts, layer: int) -> Float[Tensor, "batch pos d_model"]:
         """The stream at every position after some layers, without gradients."""
         self.require_layer(layer)
-        return hooks.stream(self.hooked, prompts, layer).to(prompts.x.device)
+        return self._way.stream(prompts, layer).to(prompts.x.device)
 
     def query_position(self, prompts: Prompts, layer: int) -> int:
         """Position of the query in the stream after some layers; -1 is the last.
@@ -214,7 +213,7 @@ class Predictor:
     @torch.no_grad()
     def query_writes(self, prompts: Prompts) -> Float[Tensor, "layer batch head d_model"] | None:
         """What each head adds to the stream at the query, without gradients; None where its W_O is not known."""
-        written = hooks.query_writes(self.hooked, prompts)
+        written = self._way.query_writes(prompts)
         return None if written is None else written.to(prompts.x.device)
 
     @torch.no_grad()
