@@ -109,11 +109,7 @@ def score_derivative_at_zero(score: str, slope: float, *, context_length: int) -
 
 
 def readable_keys(
-    n_pos: int,
-    *,
-    context_only: bool,
-    attend_to_self: bool,
-    device: torch.device | None = None,
+    n_pos: int, *, context_only: bool, attend_to_self: bool, device: torch.device | None = None
 ) -> Bool[Tensor, "query key"]:
     """Which keys a position reads: those before it and with attend_to_self itself, or with context_only all but
     the last and with attend_to_self all.

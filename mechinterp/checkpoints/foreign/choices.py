@@ -49,12 +49,12 @@ def given_choices(hints: Hints, settings: Mapping[str, object]) -> dict[str, obj
     if isinstance(first := settings.get("norm_first"), bool):
         beside["norm"] = "before" if first else "after"
     beside |= hints.model or {}
-    found = {name: value for name, value in beside.items() if value is not None}
+    choices = {name: value for name, value in beside.items() if value is not None}
     stated = ("score", "scale", "columns", "attend_to_self", "sign", "orientation", "output_column")
     for name in stated:
         if (value := getattr(hints, name)) is not None:
-            found[name] = settle(name, found.get(name), value)
-    return found
+            choices[name] = settle(name, choices.get(name), value)
+    return choices
 
 
 def choices_of(parts: Parts, form: Format, given: Mapping[str, object], hints: Hints) -> Choices:

@@ -36,12 +36,12 @@ def hooked_layer(
     """
     layout = layout_of({n: t for n, t in tensors.items() if not is_harmless(n, t.ndim)})
     _require_attention_alone(layout, tensors)
-    found = {p.name: tensors[p.name] for p in layout.layers[0] if p.part in ATTENTION}
+    attention = {p.name: tensors[p.name] for p in layout.layers[0] if p.part in ATTENTION}
     if (read_out := layout.ends.get(("read_out", "weight"))) is not None:
         d_y = _read_responses(read_out.name, tensors, d_y)
         written = {p.name for p in layout.layers[0] if p.part == "o"}
-        found |= {name: found[name][..., -d_y:] for name in written}
-    return found, _mask_says(tensors)
+        attention |= {name: attention[name][..., -d_y:] for name in written}
+    return attention, _mask_says(tensors)
 
 
 def _require_attention_alone(layout: Layout, tensors: Mapping[str, Tensor]) -> None:

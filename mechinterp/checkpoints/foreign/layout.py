@@ -30,12 +30,12 @@ class Layout:
     def lacking(self) -> list[str]:
         """The names in layers without queries, keys or values."""
         wanted = ({"q", "k", "v"}, {"qkv"}, {"q", "kv"}, {"qk", "v"})
-        found = []
+        names = []
         for layer in self.layers:
             parts = {piece.part for piece in layer if piece.kind == "weight"}
             if not any(each <= parts for each in wanted):
-                found += [piece.name for piece in layer]
-        return found
+                names += [piece.name for piece in layer]
+        return names
 
     @property
     def open_axes(self) -> bool:
@@ -147,14 +147,14 @@ def mapped(tensors: Mapping[str, Tensor], rows: Iterable[str]) -> dict[str, Tens
     Raises:
         ValueError: If a row fits no name, or makes two names one.
     """
-    found = dict(tensors)
+    named = dict(tensors)
     for row in rows:
         theirs, _, known = row.partition("=")
         pattern = re.compile(rf"(^|[./])({re.escape(theirs)})(?=$|[./])")
-        renamed = {pattern.sub(rf"\g<1>{known}", name): tensor for name, tensor in found.items()}
-        if list(renamed) == list(found):
+        renamed = {pattern.sub(rf"\g<1>{known}", name): tensor for name, tensor in named.items()}
+        if list(renamed) == list(named):
             raise ValueError(f"map must name a part of a tensor's name, got {row!r}.")
-        if len(renamed) < len(found):
+        if len(renamed) < len(named):
             raise ValueError(f"map must keep the names apart, got {row!r}.")
-        found = renamed
-    return found
+        named = renamed
+    return named

@@ -47,15 +47,15 @@ def attention_matrices(
     pieces: Iterable[Piece], tensors: Mapping[str, Tensor], axes: str
 ) -> dict[str, Matrix]:
     """query, key, value and out .weight and .bias of one layer."""
-    found: dict[tuple[str, str], dict[int | None, Piece]] = {}
+    grouped: dict[tuple[str, str], dict[int | None, Piece]] = {}
     for piece in pieces:
         if piece.part in ATTENTION:
-            heads = found.setdefault((piece.part, piece.kind), {})
+            heads = grouped.setdefault((piece.part, piece.kind), {})
             _require_first(heads.get(piece.head), piece)
             heads[piece.head] = piece
-    order = _packed_axes(found, tensors)
+    order = _packed_axes(grouped, tensors)
     matrices: dict[str, Matrix] = {}
-    for (part, kind), heads in found.items():
+    for (part, kind), heads in grouped.items():
         whole = _matrix(heads, tensors, order, axes)
         for x, matrix in zip(part, _unpacked(whole, part), strict=True):
             name = f"{FULL[x]}.{kind}"
@@ -139,10 +139,10 @@ def _stacked(turned: Mapping[int | None, Tensor], heads: Mapping[int | None, Pie
 
 
 def _packed_axes(
-    found: Mapping[tuple[str, str], Mapping[int | None, Piece]], tensors: Mapping[str, Tensor]
+    grouped: Mapping[tuple[str, str], Mapping[int | None, Piece]], tensors: Mapping[str, Tensor]
 ) -> str | None:
     """The axes that shapes tell where queries, keys and values are one matrix: a Conv1D of GPT-2 is [in, out]."""
-    qkv, out = (found.get((part, "weight"), {}).get(None) for part in ("qkv", "o"))
+    qkv, out = (grouped.get((part, "weight"), {}).get(None) for part in ("qkv", "o"))
     if qkv is None or tensors[qkv.name].ndim != 2:
         return None
     rows, columns = tensors[qkv.name].shape

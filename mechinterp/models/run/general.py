@@ -15,14 +15,7 @@ from torch import Tensor
 from mechinterp.config import ModelConfig
 from mechinterp.icl.prompts import Prompts
 from mechinterp.memory import chunks, layers_bytes, together
-from mechinterp.models.hooked.masks import (
-    Head,
-    Values,
-    by_layers,
-    mask_z,
-    mean_z,
-    swapped,
-)
+from mechinterp.models.hooked.masks import Head, Values, by_layers, mask_z, mean_z, swapped
 from mechinterp.models.layers import ACTIVATIONS, layer_norm, plus
 from mechinterp.models.run.linear import linear_pass
 from mechinterp.models.scores import attention_pattern, readable_keys
@@ -186,9 +179,7 @@ class _Layer:
         return z.flatten(2) @ W_O.flatten(0, 1)
 
     def after(
-        self,
-        stream: Float[Tensor, "batch pos d_model"],
-        added: Float[Tensor, "batch row d_model"],
+        self, stream: Float[Tensor, "batch pos d_model"], added: Float[Tensor, "batch row d_model"]
     ) -> Float[Tensor, "batch row d_model"]:
         """The stream after the layer, from the one before and what its heads add."""
         model = self.weights.model

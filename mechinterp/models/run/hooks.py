@@ -5,6 +5,7 @@ What comes before a masked head does not depend on it, so that each mask costs t
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from einops import einsum
@@ -13,13 +14,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from mechinterp.icl.prompts import Prompts
-from mechinterp.models.hooked.masks import (
-    Head,
-    mean_z,
-    pattern_name,
-    swapped,
-    z_name,
-)
+from mechinterp.models.hooked.masks import Head, mean_z, pattern_name, swapped, z_name
 from mechinterp.models.hooked.query_position import NoStreamError, query_positions
 from mechinterp.models.hooked.runner import HookedPredictor, masked
 from mechinterp.progress import ProgressCallback
@@ -55,21 +50,20 @@ class ByHooks:
             means = mean_z((each[len(numbers) :] for each in every_z), len(prompts))
         for rows in progress(chunks, f"masking heads ({method})"):
             chunk = prompts[rows]
-            output, activations = hooked.activations(chunk, names)
+            full, activations = hooked.activations(chunk, names)
             resid, z = activations[: len(numbers)], activations[len(numbers) :]
             values = [swapped(each) for each in z] if method == "resample" else means
             predictions = []
             for heads in masks:
-                if not heads:
-                    predictions.append(hooked.prediction(output, chunk))
-                    continue
-                first = min(heads)[0]
                 with masked(hooked, heads, values=values):
-                    if hooked.restarts:
-                        changed = hooked.model(resid[first], start_at_layer=first)
+                    if not heads:
+                        output = full
+                    elif hooked.restarts:
+                        first = min(heads)[0]
+                        output = hooked.model(resid[first], start_at_layer=first)
                     else:
-                        changed = hooked.model(hooked.inputs(chunk))
-                predictions.append(hooked.read(changed))
+                        output = hooked.model(hooked.inputs(chunk))
+                predictions.append(hooked.prediction(output, chunk))
             parts.append(torch.stack(predictions))
         return torch.cat(parts, dim=1)
 
@@ -133,9 +127,8 @@ class ByHooks:
     def query_writes(self, prompts: Prompts) -> Float[Tensor, "layer batch head d_model"] | None:
         """What each head adds to the stream at the query; None where W_O is not known by that name."""
         hooked = self.build()
-        outputs = [
-            getattr(getattr(block, "attn", None), "W_O", None) for block in hooked.model.blocks
-        ]  # type: ignore[union-attr]
+        blocks: Any = hooked.model.blocks
+        outputs = [getattr(getattr(block, "attn", None), "W_O", None) for block in blocks]
         matrices = [W_O for W_O in outputs if isinstance(W_O, Tensor)]
         if len(matrices) < hooked.n_layers:
             return None

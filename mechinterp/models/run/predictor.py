@@ -149,11 +149,7 @@ class Predictor:
 
     @torch.no_grad()
     def streams(
-        self,
-        prompts: Prompts,
-        *,
-        heads: Sequence[Head] = (),
-        positions: Sequence[int] = (-1,),
+        self, prompts: Prompts, *, heads: Sequence[Head] = (), positions: Sequence[int] = (-1,)
     ) -> Float[Tensor, "layer batch pos d_model"]:
         """The residual stream before each layer and after the last, without gradients.
 
