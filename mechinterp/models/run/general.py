@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F  # noqa: N812
 from einops import einsum
 from jaxtyping import Float
 from torch import Tensor
@@ -16,7 +17,7 @@ from mechinterp.config import ModelConfig
 from mechinterp.icl.prompts import Prompts
 from mechinterp.memory import chunks, layers_bytes, together
 from mechinterp.models.hooked.masks import Head, Values, by_layers, mask_z, mean_z, swapped
-from mechinterp.models.layers import ACTIVATIONS, layer_norm, plus
+from mechinterp.models.layers import ACTIVATIONS, plus
 from mechinterp.models.run.linear import linear_pass
 from mechinterp.models.scores import attention_pattern, readable_keys
 from mechinterp.models.tokens import tokens_of
@@ -40,12 +41,7 @@ def attend(q: Queries, k: Keys, v: Keys, model: ModelConfig) -> Queries:
 def pattern_of(q: Queries, k: Keys, model: ModelConfig) -> Float[Tensor, "batch head row key"]:
     """Attention weights of queries, with the scale, on keys."""
     scores = einsum(q, k, "batch row head d, batch key head d -> batch head row key")
-    reads = readable_keys(
-        k.shape[1],
-        context_only=model.context_only,
-        attend_to_self=model.attend_to_self,
-        device=scores.device,
-    )
+    reads = readable_keys(k.shape[1], model, device=scores.device)
     scores = scores.masked_fill(~reads[-q.shape[1] :], -torch.inf)
     return attention_pattern(scores, score=model.score, slope=model.score_slope)
 
@@ -201,12 +197,9 @@ class _Layer:
         return plus(projected, self.named(f"attn.b_{name}"))
 
     def _normed(self, norm: str, stream: Tensor) -> Tensor:
-        return layer_norm(
-            stream,
-            self.weights.tensors[f"{norm}.w"][self.number],
-            self.weights.tensors[f"{norm}.b"][self.number],
-            eps=self.weights.model.norm_eps,
-        )
+        tensors, eps = self.weights.tensors, self.weights.model.norm_eps
+        w, b = tensors[f"{norm}.w"][self.number], tensors[f"{norm}.b"][self.number]
+        return F.layer_norm(stream, w.shape, w, b, eps)
 
 
 @dataclass(frozen=True, eq=False)
@@ -292,7 +285,7 @@ def read_out(
     tensors, model = weights.tensors, weights.model
     if model.final_norm:
         w, b = tensors["ln_final.w"], tensors["ln_final.b"]
-        stream = layer_norm(stream, w, b, eps=model.norm_eps)
+        stream = F.layer_norm(stream, w.shape, w, b, model.norm_eps)
     if "unembed.W_U" not in tensors:
         return stream[..., weights.d_x :]
     return plus(stream @ tensors["unembed.W_U"], tensors.get("unembed.b_U"))

@@ -95,12 +95,11 @@ class Predictor:
         Raises:
             ValueError: If the model is another, saying why.
         """
-        weights, reason = self.weights, "a model without weights of this package"
-        if weights is not None and self.is_one_attention:
-            return weights.circuits
-        if weights is not None:
-            reason = str(why_no_circuits(weights.model))
-        raise ValueError(f"needs one layer of attention with nothing around it, got {reason}.")
+        weights = self.weights
+        if weights is None or (more := why_no_circuits(weights.model)) is not None:
+            got = "a model without weights of this package" if weights is None else more
+            raise ValueError(f"needs one layer of attention with nothing around it, got {got}.")
+        return weights.circuits
 
     @property
     def _way(self) -> ByHooks:
@@ -253,21 +252,15 @@ def learner_of(source: Source | Learner) -> Learner:
     Raises:
         ValueError: If it is neither.
     """
-    if is_learner(source):
-        learner = cast(Learner, source)
+    if not is_learner(source):
+        return torch.no_grad()(predictor_of(source).predict)
+    learner = cast(Learner, source)
 
-        def last(prompts: Prompts) -> Tensor:
-            predictions = learner(prompts)
-            return predictions[-1] if predictions.ndim == 3 else predictions
+    def last(prompts: Prompts) -> Tensor:
+        predictions = learner(prompts)
+        return predictions[-1] if predictions.ndim == 3 else predictions
 
-        return last
-    predictor = predictor_of(source)
-
-    def predictions(prompts: Prompts) -> Tensor:
-        with torch.no_grad():
-            return predictor.predict(prompts)
-
-    return predictions
+    return last
 
 
 @runtime_checkable
