@@ -40,14 +40,12 @@ def runs_among(paths: Iterable[Path]) -> list[list[Path]]:
         >>> [len(group) for group in runs_among(map(Path, ("a/step_1.pt", "a/step_9.pt", "b/x.pt")))]
         [2, 1]
     """
-    folders = [list(group) for _, group in groupby(paths, key=lambda path: path.parent)]
-    return [
-        group
-        for folder in folders
-        for group in (
-            [list(steps_of(folder).values())] if steps_of(folder) else [[path] for path in folder]
-        )
-    ]
+    groups: list[list[Path]] = []
+    for _, paths_of_folder in groupby(paths, key=lambda path: path.parent):
+        folder = list(paths_of_folder)
+        steps = steps_of(folder)
+        groups += [list(steps.values())] if steps else [[path] for path in folder]
+    return groups
 
 
 def checkpoints_in(folder: Path) -> list[Path]:

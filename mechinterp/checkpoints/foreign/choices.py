@@ -70,11 +70,8 @@ def choices_of(parts: Parts, form: Format, given: Mapping[str, object], hints: H
         column = hints.output_column
         raise ValueError(f"output_column is for layers without a read-out, got {column}.")
     tries |= {n: values for n, values in form.tries.items() if n in tries and len(tries[n]) > 1}
-    tries |= {
-        n: (value,)
-        for n, value in {**form.usual, **form.settled}.items()
-        if n in tries or n == "norm_eps"
-    }
+    closed = {**form.usual, **form.settled}.items()
+    tries |= {n: (value,) for n, value in closed if n in tries or n == "norm_eps"}
     for name, value in given.items():
         if name not in (*tries, "norm_eps") or (name == "norm" and tries[name] == (None,)):
             continue

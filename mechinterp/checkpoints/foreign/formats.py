@@ -187,12 +187,13 @@ def recognised(
         what = "such a model" if form is LAYERED else f"format {form.name}"
         listed = ", ".join(map(shown, strange[:12]))
         verb = "is" if len(strange) == 1 else "are"
-        raise TensorError(f"{listed} {verb} not among the tensors of {what}")
+        raise TensorError("", f"{listed} {verb} not among the tensors of {what}")
     if strange or layout.lacking or not layout.layers:
         listed = ", ".join(map(shown, (strange or layout.lacking or sorted(tensors))[:12]))
         raise TensorError(
+            "",
             f"must hold the tensors of a format known here ({', '.join(NAMED)}), or names that can be told ({ARRAYS}); "
-            f"got {listed or 'none'}"
+            f"got {listed or 'none'}",
         )
     return form, layout, known
 
@@ -210,7 +211,7 @@ def _row(tensors: Mapping[str, Tensor], hints: Hints) -> Format:
         if not rows:
             raise ValueError(f"format must be that of other people's files, got {said!r}.")
         sets = [", ".join(marks) for row in rows for marks in row.marks] or [OTHERS[said]]
-        raise TensorError(f"a file of format {said} must hold {' or '.join(sets)}")
+        raise TensorError(f"a file of format {said}", f"must hold {' or '.join(sets)}")
     shapes = [tuple(tensor.shape) for tensor in tensors.values()]
     lone = len(shapes) == 1 and len(shapes[0]) == 2 and shapes[0][0] == shapes[0][1] > 1
     return ONE_MATRIX if lone else LAYERED
@@ -258,7 +259,7 @@ def _of_sequential(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         elif int(number) < layers[0]:
             place = "read_in"
         if f"{place}.{rest}" in renamed:
-            raise TensorError(f"{shown(name)} is not among the tensors of such a model")
+            raise TensorError(name, "is not among the tensors of such a model")
         renamed[f"{place}.{rest}"] = tensor
     return renamed
 

@@ -8,6 +8,7 @@ from mechinterp.checkpoints.foreign.layout import TensorError, shown
 from mechinterp.checkpoints.foreign.matrices import Matrix
 from mechinterp.checkpoints.foreign.options import HEAD_KEYS, Hints
 
+GROUPED = "grouped or multi-query attention is not read"
 Value = TypeVar("Value", bool, int, float, str)
 
 
@@ -40,8 +41,7 @@ def whole_tokens(value: Matrix, width: int) -> int | None:
     if rows < width and value.of == 1:
         return None
     if rows % width:
-        name = shown(value.name)
-        raise TensorError(f"{name} must have {width} rows for each head, got {rows}")
+        raise TensorError(value.name, f"must have {width} rows for each head, got {rows}")
     return rows // width
 
 
@@ -51,19 +51,18 @@ def require_full_keys(layer: Mapping[str, Matrix]) -> None:
     fits = len(layer["key.weight"].tensor) == len(layer["query.weight"].tensor)
     if fits and keys < inner and inner % keys == 0:
         name, rows = shown(layer["key.weight"].name), f"{keys} of keys, {values} of values"
-        raise TensorError(
-            f"keys must be as wide as queries; grouped or multi-query attention is not read: got {inner} rows of queries, {rows} ({name})"
+        rule = (
+            f"must be as wide as queries; {GROUPED}: got {inner} rows of queries, {rows} ({name})"
         )
+        raise TensorError("keys", rule)
 
 
 def require_layer(matrices: Mapping[str, Matrix], n_heads: int, width: int) -> None:
     """Hold the matrices of one layer against each other."""
     for matrix in matrices.values():
         if matrix.n_heads not in (None, n_heads):
-            rule = f"must have {n_heads} heads, got {matrix.n_heads}"
-            raise TensorError(
-                f"{shown(matrix.name)} {rule}; grouped or multi-query attention is not read"
-            )
+            rule = f"must have {n_heads} heads, got {matrix.n_heads}; {GROUPED}"
+            raise TensorError(matrix.name, rule)
     inner, values, written, hidden, narrowed = (
         matrices[f"{name}.weight"].tensor.shape[1] if f"{name}.weight" in matrices else 0
         for name in ("query", "value", "out", "mlp_in", "mlp_out")
@@ -90,7 +89,7 @@ def require_shapes(matrices: Mapping[str, Matrix], shapes: Mapping[str, tuple[in
     """Refuse other shapes than these, and biases that stand alone."""
     for name, matrix in matrices.items():
         if f"{name.rpartition('.')[0]}.weight" not in matrices:
-            raise TensorError(f"{shown(matrix.name)} has no matrix beside it")
+            raise TensorError(matrix.name, "has no matrix beside it")
         matrix.require(shapes.get(name, tuple(matrix.tensor.shape)))
 
 

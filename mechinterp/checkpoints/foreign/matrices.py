@@ -32,7 +32,7 @@ class Matrix:
         """Refuse another shape, told as the file has it."""
         if tuple(self.tensor.shape) != shape:
             wanted, got = self._there(shape), self._there(tuple(self.tensor.shape))
-            raise TensorError(f"{shown(self.name)} must have shape {wanted}, got {got}")
+            raise TensorError(self.name, f"must have shape {wanted}, got {got}")
 
     def _there(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         shape = (*shape[:-1], self.of * shape[-1])
@@ -66,8 +66,7 @@ def attention_matrices(
 
 def _require_first(one: Piece | Matrix | None, other: Piece | Matrix) -> None:
     if one is not None:
-        names = f"{shown(one.name)} and {shown(other.name)}"
-        raise TensorError(f"{names} stand for the same part")
+        raise TensorError(one.name, f"and {shown(other.name)} stand for the same part")
 
 
 def _unpacked(whole: Matrix, part: str) -> list[Matrix]:
@@ -78,8 +77,8 @@ def _unpacked(whole: Matrix, part: str) -> list[Matrix]:
         eye = torch.eye(n, dtype=tensor.dtype).repeat(1, tensor.shape[1] // n)
         return [whole, replace(whole, tensor=eye)]
     if tensor.shape[-1] % count:
-        rule = f"must have {count} times as many rows as a head is wide"
-        raise TensorError(f"{shown(whole.name)} {rule}, got {tensor.shape[-1]}")
+        rule = f"must have {count} times as many rows as a head is wide, got {tensor.shape[-1]}"
+        raise TensorError(whole.name, rule)
     return [replace(whole, tensor=each, of=count) for each in tensor.chunk(count, -1)]
 
 
@@ -107,21 +106,25 @@ def _turned(piece: Piece, tensor: Tensor, order: str) -> Tensor:
     got = tuple(tensor.shape)
     if piece.kind == "bias":
         if tensor.ndim not in (1, 2):
-            raise TensorError(f"{shown(piece.name)} must have one axis, got shape {got}")
+            raise TensorError(piece.name, f"must have one axis, got shape {got}")
         return tensor
     if tensor.ndim == 3 and piece.head is None and 0 not in tensor.shape:
         if piece.axes == TRANSPOSED:  # flax: [in, head, d_head], and of outputs [head, d_head, out]
             return tensor if piece.part == "o" else tensor.transpose(0, 1)
         return tensor if order == TRANSPOSED else tensor.mT
-    if tensor.ndim != 2 or 0 in tensor.shape:
-        raise TensorError(f"{shown(piece.name)} must be a matrix, got shape {got}")
+    require_matrix(piece.name, tensor)
     if piece.part == "qk":  # rows of each head are the query's coordinates
         rows, width = got
         if rows % width:
-            rule = f"must have {width} rows for each head"
-            raise TensorError(f"{shown(piece.name)} {rule}, got {rows}")
+            raise TensorError(piece.name, f"must have {width} rows for each head, got {rows}")
         return tensor.unflatten(0, (-1, width))
     return tensor.mT if order == TORCH else tensor
+
+
+def require_matrix(name: str, tensor: Tensor) -> None:
+    """Refuse a tensor that is no matrix, or an empty one."""
+    if tensor.ndim != 2 or 0 in tensor.shape:
+        raise TensorError(name, f"must be a matrix, got shape {tuple(tensor.shape)}")
 
 
 def _stacked(turned: Mapping[int | None, Tensor], heads: Mapping[int | None, Piece]) -> Tensor:
@@ -129,12 +132,12 @@ def _stacked(turned: Mapping[int | None, Tensor], heads: Mapping[int | None, Pie
     numbers = sorted(h for h in turned if h is not None)
     if numbers != list(range(len(turned))):
         names = ", ".join(shown(piece.name) for piece in list(heads.values())[:3])
-        raise TensorError(f"heads must be numbered from 0 on, got {names}")
+        raise TensorError("heads", f"must be numbered from 0 on, got {names}")
     for head in numbers:
         wanted, got = tuple(turned[0].shape), tuple(turned[head].shape)
         if got != wanted:
-            name = shown(heads[head].name)
-            raise TensorError(f"{name} must have the shape {wanted} of the other heads, got {got}")
+            rule = f"must have the shape {wanted} of the other heads, got {got}"
+            raise TensorError(heads[head].name, rule)
     return torch.stack([turned[head] for head in numbers])
 
 
