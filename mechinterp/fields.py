@@ -107,14 +107,9 @@ def _hints(cls: Any) -> dict[str, Any]:
     return get_type_hints(cls)
 
 
-@cache
-def _options(hint: Any) -> tuple[Any, ...]:
-    return get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
-
-
 def _checked(value: object, hint: object, name: str) -> object:
     """The value, lists made tuples and whole numbers made floats where the field is a float."""
-    options = _options(hint)
+    options = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
     for option in options:
         if option is float and isinstance(value, Real) and not isinstance(value, bool):
             return _finite(value, name)
